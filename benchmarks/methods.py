@@ -138,13 +138,13 @@ def table(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         share, quality = row["share_by_part"], row["quality"]
         (score,) = quality["scores"].values()
-        difference = score.get("to_baseline") or {"mean": 0.0, "half_interval": 0.0}
+        difference = score.get("difference_to_baseline") or {"mean": 0.0, "ci95_half_width": 0.0}
         rest = share.get("accept", 0) + share.get("commit", 0)
         cells = [f"`{row['name']}`", row["kind"], f"{row['tokens_per_pass']:.2f}", f"{row['ratio']:.2f}"]
         cells += [f"{share.get('draft', 0):.0%}", f"{rest:.0%}", f"{row['relaxation_per_image']:.1f}"]
-        cells += [f"{difference['mean']:+.2f} ± {difference['half_interval']:.2f}"]
+        cells += [f"{difference['mean']:+.2f} ± {difference['ci95_half_width']:.2f}"]
         distances = quality["distances"]  # of features of the packaged scorer; a Frechet distance asks for more pictures
-        cells.append(f"{1e3 * distances['kid']:.2f} ± {1e3 * distances['kid_deviation']:.2f}")
+        cells.append(f"{1e3 * distances['kid']:.2f} ± {1e3 * distances['kid_std']:.2f}")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

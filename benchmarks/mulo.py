@@ -33,13 +33,13 @@ def method(name: str, value: Any) -> str:
 
 def point(found: dict[str, Any]) -> dict[str, Any]:
     (score,) = found["scores"].values()
-    difference = score.get("to_baseline") or {"mean": 0.0, "half_interval": 0.0}
+    difference = score.get("difference_to_baseline") or {"mean": 0.0, "ci95_half_width": 0.0}
     return {
         "tokens_per_pass": found["speed"]["tokens_per_pass"],
         "relaxation": found["speed"]["relaxation"],
         "score": difference["mean"],
-        "half_interval": difference["half_interval"],
-        "frechet": (found.get("drift") or {}).get("frechet"),  # of the pictures of `ar`
+        "half_interval": difference["ci95_half_width"],
+        "frechet": (found.get("similarity") or {}).get("frechet"),  # of the pictures of `ar`
     }
 
 

@@ -42,13 +42,13 @@ def evaluated(output: Path, budgets: list[float], num: int) -> dict[str, dict[st
 def point(found: dict[str, Any]) -> dict[str, float]:
     """Relaxation of a picture, tokens per pass, and the score less that of `ar` with half its interval."""
     (score,) = found["scores"].values()
-    difference = score.get("to_baseline") or {"mean": 0.0, "half_interval": 0.0}
+    difference = score.get("difference_to_baseline") or {"mean": 0.0, "ci95_half_width": 0.0}
     return {
         "relaxation": found["speed"]["relaxation"],
         "tokens_per_pass": found["speed"]["tokens_per_pass"],
         "score": difference["mean"],
-        "half_interval": difference["half_interval"],
-        "pictures": found["pictures"],
+        "half_interval": difference["ci95_half_width"],
+        "pictures": found["num_images"],
     }
 
 

@@ -20,7 +20,7 @@ from typing import Any
 WORKER = """
 import importlib.util, json, sys, time
 import torch
-import vargen
+import vargen.device
 from vargen import LlamaGenPipeline
 from vargen.decoding import Sampling, Tree, decode
 
@@ -33,7 +33,8 @@ condition, _ = pipe.condition("a red apple")
 settings = pipe.default_sampling
 sampling = Sampling(settings["temperature"], settings["top_k"], settings["top_p"])
 model = pipe.token_model(settings["guidance_scale"])
-mode = torch.inference_mode if importlib.util.find_spec("vargen.modes") else torch.no_grad
+inference = hasattr(vargen.device, "inference_mode_for") or importlib.util.find_spec("vargen.modes")
+mode = torch.inference_mode if inference else torch.no_grad
 fed = torch.randint(4096, (1, 16), generator=torch.Generator().manual_seed(5))
 with mode():
     cache, _ = model.prefill(condition, 16)

@@ -35,7 +35,7 @@ from vargen.decoding import (
 from vargen.decoding.harness import Clock
 from vargen.decoding.video.loop import decode_video
 from vargen.decoding.video.stats import BlockCosts, estimate_block_costs, mean_acceptance
-from vargen.evaluation.machine import describe_machine
+from vargen.device import describe_machine
 from vargen.evaluation.synthetic_video import (
     PUBLISHED,
     PUBLISHED_DRAFTER,

@@ -25,7 +25,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 import vargen.assets
 from vargen.decoding import BlockView, Threshold, VideoMethod, min_score
-from vargen.evaluation.machine import describe_machine
+from vargen.device import describe_machine
 from vargen.files import atomic_file
 from vargen.pipelines.registry import open_pipeline
 from vargen.scoring.frames import FrameScorer

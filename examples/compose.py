@@ -34,7 +34,7 @@ def main() -> None:
 
     report = check(mine, chains=40_000)
     wrong = ", ".join(control.case for control in report.controls)
-    print(f"{mine.name} is {'exact' if report.exact else 'not exact'}; told from it: {wrong}")
+    print(f"{mine.name} is {'exact' if report.exact else 'not exact'}; detected: {wrong}")
     if not (report.exact and report.can_tell):
         raise SystemExit("no proof")
 

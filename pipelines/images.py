@@ -15,7 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 from vargen.models.tokenizers.multi_scale_quantizer import MultiScaleQuantizer
-from vargen.picture_files import on_white
+from vargen.reading import on_white
 from vargen.values import parse_float, short_repr
 
 logger = logging.getLogger("vargen")

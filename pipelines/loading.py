@@ -23,7 +23,7 @@ from torch import Tensor
 import vargen.assets
 from vargen.assets import packaged_model_path, packaged_models
 from vargen.device import preferred_dtype
-from vargen.files import expand_user
+from vargen.files import check_not_interrupted, expand_user
 from vargen.models.component_files import check_network_files, read_config, read_object, refuse_code_files
 from vargen.models.text_encoder import MiniLMTextEncoder
 from vargen.pipelines.components import FAMILIES, STORED_VALUES, ModelFamily, current_modules, find_family
@@ -142,6 +142,7 @@ def _locate(name: Any, options: Mapping[str, Any]) -> Path:
     path = expand_user(name, "model")
     if os.path.isdir(path):  # Path.is_dir would raise if the name is too long for a file name
         return path
+    check_not_interrupted(path)
     if text.count("/") != 1 or text.startswith((".", "/", "~")) or len(text) > _MAX_ID:
         near = get_close_matches(text, packaged_models(), n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""

@@ -25,8 +25,8 @@ from vargen.pipelines.images import preprocess_images
 from vargen.pipelines.model_info import ModelInfo
 from vargen.pipelines.stored import StoredPipeline
 from vargen.scoring.frames import FrameScorer
-from vargen.scoring.registry import PACKAGED
-from vargen.specs import read_spec
+from vargen.scoring.registry import DEFAULT_SCORER
+from vargen.specs import parse_spec
 from vargen.values import parse_float, parse_int, short_repr
 
 # Settings that `defaults` may contain, with the values used otherwise.
@@ -219,7 +219,7 @@ class VideoModel(StoredPipeline):
         """
         frames = self.default("scored_frames")
         if scorer is None or isinstance(scorer, str):
-            return FrameScorer(self.named_scorer(scorer or PACKAGED), frames=frames)
+            return FrameScorer(self.named_scorer(scorer or DEFAULT_SCORER), frames=frames)
         bound = hasattr(scorer, "bind") and not isinstance(scorer, type)
         return scorer if bound else FrameScorer(scorer, frames=frames)
 
@@ -252,5 +252,5 @@ class VideoModel(StoredPipeline):
         if tau is not None:
             return method.with_tau(tau)
         own = self.default("tau")
-        unset = accelerator is None or (isinstance(accelerator, str) and "tau" not in read_spec(accelerator)[1])
+        unset = accelerator is None or (isinstance(accelerator, str) and "tau" not in parse_spec(accelerator)[1])
         return method.with_tau(own) if own is not None and unset and method.threshold is not None else method

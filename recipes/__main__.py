@@ -1,4 +1,4 @@
-"""`python -m recipes NAME`: train a network of a packaged model; `package NAME`: make its folder; and what looks at results."""
+"""`python -m recipes NAME` trains a network of a packaged model; `package NAME` makes its folder; others evaluate results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vargen.device import set_passive_openmp_wait
 app = typer.Typer(
     name="recipes",
     cls=Commands,
-    help="How the packaged models were made: a recipe's name trains its network.",
+    help="How the packaged models were made. The name of a recipe trains its network.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -33,7 +33,7 @@ def root() -> None:
 @app.command("list")
 def list_recipes() -> None:
     """List the recipes, with their inputs."""
-    print(table(("recipe", "inputs", "what"), runner.summaries(), "<<<"))
+    print(table(("recipe", "inputs", "description"), runner.summaries(), "<<<"))
 
 
 def _add_recipe(name: str, inputs: str, summary: str) -> None:
@@ -43,19 +43,19 @@ def _add_recipe(name: str, inputs: str, summary: str) -> None:
         output: Annotated[
             Path | None,
             typer.Option(
-                metavar="DIR", help="Log, curves, checkpoint, network. A run found there is resumed. Default: runs/NAME."
+                metavar="DIR", help="Log, curves, checkpoint, network. An existing run is resumed. Default: runs/NAME."
             ),
         ] = None,
         input: Annotated[
             list[str] | None,
-            typer.Option(metavar="KEY=DIR", help="Repeatable. Default: the output of the recipe that makes it."),
+            typer.Option(metavar="KEY=DIR", help="Repeatable. Default: the output of another recipe."),
         ] = None,
         set: Annotated[
             list[str] | None,
             typer.Option(metavar="KEY=VALUE", help="Repeatable: a setting, such as schedule.learning_rate=1e-3."),
         ] = None,
         config: Annotated[str | None, typer.Option(metavar="FILE", help="Settings in TOML, instead of the recipe's.")] = None,
-        device: Annotated[Device, typer.Option(help="auto takes a GPU where there is one.")] = Device.auto,
+        device: Annotated[Device, typer.Option(help="auto uses a GPU if there is one.")] = Device.auto,
         threads: Annotated[int | None, typer.Option(metavar="N", help="CPU threads. Default: torch's.")] = None,
     ) -> None:
         folders = {key: Path(folder) for key, folder in runner.parse_pairs("--input", input or ()).items()}
@@ -72,19 +72,21 @@ def package_model(
     name: Annotated[str, typer.Argument(metavar="NAME", help=f"One of {', '.join(runner.PACKAGES)}.")],
     run: Annotated[
         list[str] | None,
-        typer.Option(metavar="KEY=DIR", help="Repeatable: a finished run. Default: that of the recipe's name."),
+        typer.Option(metavar="KEY=DIR", help="Repeatable: a finished run. Default: runs/NAME of its recipe."),
     ] = None,
-    output: Annotated[Path | None, typer.Option(metavar="DIR", help="Default: the packaged model, which is replaced.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Default: the packaged model, which is overwritten.")
+    ] = None,
     set: Annotated[
         list[str] | None,
-        typer.Option(metavar="KEY=VALUE", help="Repeatable: a default of its calls, such as guidance_scale=2."),
+        typer.Option(metavar="KEY=VALUE", help="Repeatable: a default of the model's calls, such as guidance_scale=2."),
     ] = None,
     recall: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="What `python -m recipes recall` printed, for the card of emoji.")
+        Path | None, typer.Option(metavar="FILE", help="Output of `python -m recipes recall`, for the card of emoji.")
     ] = None,
     note: Annotated[str, typer.Option(metavar="TEXT", help="How it was trained, for the model card.")] = "",
 ) -> None:
-    """Join finished runs to a packaged model, with a card that reports how far training got."""
+    """Make a packaged model from finished runs, with a model card that reports their metrics."""
     runs = {key: Path(folder) for key, folder in runner.parse_pairs("--run", run or ()).items()}
     print_json(runner.package_model(name, runs, output, runner.parse_settings(set or ()), note, recall))
 

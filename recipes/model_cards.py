@@ -1,4 +1,4 @@
-"""Model cards: the templates of `cards/`, filled with what runs logged and networks are."""
+"""Model cards: the templates in `cards/`, filled with metrics of runs and sizes of networks."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from recipes.emoji.scorer_evaluation import FIXED
+from recipes.emoji.scorer_evaluation import NUM_REFERENCE_CAPTIONS
 from vargen.models.causal_video import CausalVideoTransformer
 from vargen.pipelines.loading import SHARED_FILE
-from vargen.scoring.packaged import FILE as CAPTIONS
+from vargen.scoring.image_text import FILE as CAPTIONS
 
 Metrics = dict[str, Any]
 _CARDS = Path(__file__).parent / "cards"
 
 
 def _fill(card: str, **values: Any) -> str:
-    """A template with every name filled; KeyError for one that is left."""
+    """Fill a template; KeyError if a name in it has no value."""
     return Template((_CARDS / f"{card}.md").read_text("utf-8")).substitute(values)
 
 
@@ -29,21 +29,21 @@ def _hours(metrics: Metrics, digits: int = 2) -> str:
 
 
 def emoji_card(pipeline: Any, metrics: dict[str, Metrics], note: str) -> str:
-    """Of a next-token pipeline of captions."""
+    """Write the card of a text-conditional LlamaGen."""
     vqvae, transformer, draft = pipeline.vqvae, pipeline.transformer, pipeline.draft_transformer
     tokenizer, generator, config = metrics["tokenizer"], metrics["generator"], transformer.config
     draft_part, draft_row = "", ""
     if draft is not None:
-        own = metrics["drafter"]
+        logged = metrics["drafter"]
         draft_part = (
             f"| `draft_transformer` | `LlamaGenTransformer`, {draft.config.n_layer} layers of width {draft.config.dim}, "
             f"for speculative decoding | {_millions(draft)} M |\n"
         )
         draft_row = (
-            f"| drafter | {own['step']:.0f} | {_hours(own)} | loss {own['final_held_out_loss']:.3f}, "
-            f"entropy {own['final_entropy']:.3f} nats per token |\n"
+            f"| drafter | {logged['step']:.0f} | {_hours(logged)} | loss {logged['final_held_out_loss']:.3f}, "
+            f"entropy {logged['final_entropy']:.3f} nats per token |\n"
         )
-    plain = f", {tokenizer['plain_perplexity']:.1f} of them for a plain colour" if "plain_perplexity" in tokenizer else ""
+    plain = f", {tokenizer['plain_perplexity']:.1f} of them per flat color" if "plain_perplexity" in tokenizer else ""
     return _fill(
         "emoji",
         downsampling=vqvae.downsampling,
@@ -78,26 +78,26 @@ def _defaults(pipeline: Any) -> str:
 
 
 def _recall(generator: Metrics) -> str:
-    """How often the packaged scorer finds the caption, where training evaluated that."""
+    """Return a sentence on caption recall, empty if training did not evaluate it."""
     names = {"seen": "training captions", "styles": "held-out styles of known concepts", "concepts": "held-out concepts"}
     shares = [
         f"{generator[f'top5_{group}']:.0%} ({generator[f'top1_{group}']:.0%} first) of {name}"
         for group, name in names.items()
         if f"top5_{group}" in generator
     ]
-    return f"The packaged scorer finds the caption among the first 5 of 1,000 for {', '.join(shares)}.\n" if shares else ""
+    return f"The packaged scorer ranks the caption among the first 5 of 1,000 for {', '.join(shares)}.\n" if shares else ""
 
 
 def _verdict(psnr: float) -> str:
     if psnr >= 29:
         return "The tokenizer meets its goal of 29 dB."
     if psnr >= 26:
-        return "The tokenizer meets its goal of 26 dB for a CPU; that for a GPU, 29 dB, is still to be tried."
-    return "The tokenizer is below its goal of 26 dB for a CPU: more training, with the commands below, is expected to help."
+        return "The tokenizer meets its goal of 26 dB for a CPU; the goal for a GPU, 29 dB, has not been tried yet."
+    return "The tokenizer is below its goal of 26 dB for a CPU: more training with the commands below should help."
 
 
 def var_card(pipeline: Any, metrics: dict[str, Metrics], note: str) -> str:
-    """Of a next-scale pipeline of captions."""
+    """Write the card of a text-conditional VAR."""
     vqvae, transformer, small, codes = pipeline.vqvae, pipeline.transformer, pipeline.draft_transformer, metrics["tokenizer"]
     small_part = ""
     if small is not None:
@@ -138,7 +138,7 @@ def _scales_row(name: str, metrics: Metrics) -> str:
 def video_card(
     networks: dict[str, Any], sampling: dict[str, Any], weight_format: str, size: int, metrics: dict[str, Metrics], note: str
 ) -> str:
-    """Of a block-wise video model of `size` bytes."""
+    """Write the card of a block-wise video model of `size` bytes."""
     vae, codes, geometry = networks["vae"], metrics["vae"], networks["transformer"].geometry
     lines = [f"| `{part}` | `{type(net).__name__}`{_shape(net)} | {_millions(net, 2)} M |" for part, net in networks.items()]
     return _fill(
@@ -171,30 +171,32 @@ def _shape(network: Any) -> str:
 
 def _video_row(part: str, metrics: Metrics) -> str:
     losses = f"{metrics['loss_seen']:.3f}, {metrics['loss_held_out']:.3f}"
-    rest = f"{metrics['motion']:.2f} | {metrics['frozen']:.0%} | {metrics['recall']:.1f}"
+    rest = f"{metrics['motion']:.2f} | {metrics['static_fraction']:.0%} | {metrics['recall']:.1f}"
     return f"| {part} | {metrics['step']:.0f} | {_hours(metrics)} | {losses} | {rest} |\n"
 
 
 def scorer_card(model: Any, measured: Metrics, last: Metrics, note: str) -> str:
-    """Of a scorer; `measured` by `measure_packaged`, `last` line of the run's log."""
+    """Write the card of a scorer, from the metrics of `measure_packaged` and the last line of the run's log."""
     top1 = measured["top_1_of_64"]
-    names = {"held_out_concepts": "concepts held out", "held_out_styles": "styles held out, of concepts it knows"}
-    names["training"] = "training pictures"
+    names = {"held_out_concepts": "held-out concepts", "held_out_styles": "held-out styles of known concepts"}
+    names["training"] = "training images"
     shares = [
         f"| {name} | {100 * top1[key]:.0f} % | {100 * top1[key + '_style']:.0f} % |"
         for key, name in names.items()
         if key in top1
     ]
-    falls = [f"| {name} | {fall['mean']:+.1f} | {100 * fall['share']:.0f} % |" for name, fall in measured["falls"].items()]
+    drops = [
+        f"| {name} | {drop['mean']:+.1f} | {100 * drop['share']:.0f} % |" for name, drop in measured["score_drops"].items()
+    ]
     return _fill(
         "emoji-scorer",
         millions=_millions(model),
-        fixed=FIXED,
+        reference_captions=NUM_REFERENCE_CAPTIONS,
         file=CAPTIONS,
         shares="\n".join(shares),
-        images=measured["pictures"],
+        images=measured["images"],
         mean_score=f"{measured['mean_score']:.1f}",
-        falls="\n".join(falls),
+        drops="\n".join(drops),
         steps=f"{last['step']:.0f}",
         hours=_hours(last, 1),
         note=note,
@@ -202,10 +204,10 @@ def scorer_card(model: Any, measured: Metrics, last: Metrics, note: str) -> str:
 
 
 def head_card(kind: str, size: int, metrics: Metrics, note: str) -> str:
-    """Of EAGLE or Medusa heads of `size` bytes."""
-    depths = sorted(int(name.rsplit("_", 1)[1]) for name in metrics if name.startswith("final_overlap_"))
+    """Write the card of an EAGLE layer or Medusa heads of `size` bytes."""
+    depths = sorted(int(name.rsplit("_", 1)[1]) for name in metrics if name.startswith("final_acceptance_"))
     rows = "\n".join(
-        f"| {depth} | {metrics[f'final_overlap_{depth}']:.3f} | {metrics[f'final_content_overlap_{depth}']:.3f} |"
+        f"| {depth} | {metrics[f'final_acceptance_{depth}']:.3f} | {metrics[f'final_foreground_acceptance_{depth}']:.3f} |"
         for depth in depths
     )
     return _fill(
@@ -221,10 +223,10 @@ def head_card(kind: str, size: int, metrics: Metrics, note: str) -> str:
 
 
 def low_res_card(name: str, metrics: Metrics, final: Metrics, note: str) -> str:
-    """Of a low-resolution transformer or its up-sampler."""
+    """Write the card of a low-resolution transformer or its upsampler."""
     what = {
-        "low_res": "a transformer for small pictures, by the image tokenizer beside it",
-        "upsampler": "what small pictures make likely at the full size",
+        "low_res": "a transformer for small images, with the model's image tokenizer",
+        "upsampler": "predicts full-size tokens from a small image",
     }[name]
     rows = "\n".join(f"| {metric.replace('_', ' ')} | {value:.3f} |" for metric, value in sorted(final.items()))
     trained = f"{metrics['step']:.0f} steps, {_hours(metrics)} hours"

@@ -1,4 +1,4 @@
-"""From finished runs to a packaged model: a folder of compact weights, with a model card that reports how far training got."""
+"""Make packaged models from finished runs: folders of compact weights, with a model card that reports the metrics."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ from typing import Any
 
 import torch
 
-from recipes.emoji.captions import STYLES
+from recipes.emoji.captions import STYLES, all_captions
 from recipes.emoji.dataset import EmojiDataset
 from recipes.emoji.evaluation import DEFAULTS
-from recipes.emoji.scorer_evaluation import fixed_captions, measure_packaged
-from recipes.emoji_var.data import check_latents
-from recipes.emoji_video.batches import check_latents as check_video_latents
+from recipes.emoji.scorer import CaptionTable
+from recipes.emoji.scorer_evaluation import measure_packaged, select_reference_captions
+from recipes.emoji_var.data import check_same_encoder
+from recipes.emoji_video.batches import check_same_encoder as check_same_video_encoder
 from recipes.emoji_video.transformer import SAMPLING
 from recipes.model_cards import emoji_card, head_card, low_res_card, scorer_card, var_card, video_card
 from recipes.packaging import (
     add_component,
+    check_finished,
     check_size,
     final_metrics,
-    fingerprint,
-    finished,
     folder_bytes,
     read_metrics,
     read_recall,
+    read_settings,
     store_as,
     strip_local_paths,
     text_parts,
@@ -49,41 +50,41 @@ from vargen.pipelines.llamagen import LLAMAGEN, LlamaGenPipeline
 from vargen.pipelines.loading import check_model_folder, resolve_drafter
 from vargen.pipelines.prompt_names import PromptNames
 from vargen.pipelines.var import VARPipeline
-from vargen.scoring.packaged import FILE as CAPTIONS
-from vargen.training.blanks import tokens_digest
-from vargen.training.token_cache import check_tokens
+from vargen.scoring.image_text import FILE as CAPTIONS
+from vargen.training.token_cache import check_tokens, hash_tokens
 from vargen.weight_files import weights_digest
 
 MiB = 2**20
 MAX_BYTES = {"head": 4 * MiB, "emoji-scorer": 8 * MiB, "emoji-low-res": 12 * MiB, "emoji-video": 32 * MiB}
 VAR_DEFAULTS = {"guidance_scale": 3.0, "temperature": 0.8, "top_p": 1.0}
-_EMOJI_STYLES = ("3d", "flat")  # those that the recipes see most: the others come out worse, and are not offered
+_EMOJI_STYLES = ("3d", "flat")  # sampled most in training; the others have lower quality and are not offered
 
 
 def package_emoji(
     tokenizer_run: Path,
     generator_run: Path,
-    lender: Path,
+    shared_from: Path,
     output: Path,
     defaults: Mapping[str, Any] | None = None,
     note: str = "",
     drafter_run: Path | None = None,
     recall: Path | None = None,
 ) -> Path:
-    """Write the pipeline folder `output` from finished runs; of one that is there, the model is replaced and other files stay.
+    """Write the pipeline folder `output` from finished runs; other files of an existing model folder are kept.
 
     Args:
-        tokenizer_run: holds `vqvae/` and `log.jsonl`; or a packaged model, whose tokenizer it is.
-        generator_run: holds `transformer/` and `log.jsonl`. drafter_run: likewise, of a smaller model on the same tokens.
-        lender: holds `text_encoder/` and `tokenizer/`, which are copied, and maybe `prompt_names.json`; may be `output` itself.
+        tokenizer_run: contains `vqvae/` and `log.jsonl`; or a packaged model, whose tokenizer is used.
+        generator_run: contains `transformer/` and `log.jsonl`. drafter_run: likewise, of a smaller model on the same tokens.
+        shared_from: contains `text_encoder/` and `tokenizer/`, which are copied, and optionally `prompt_names.json`; may be
+            `output`.
         defaults: sampling defaults of the model. note: how it was trained, for the card.
-        recall: what `python -m recipes recall` printed of the generator, in place of what its run logged.
+        recall: output of `python -m recipes recall` for the generator, which replaces the values in its run's log.
 
     Raises:
-        ValueError: if a generator's run was trained on the tokens of another tokenizer, or `recall` holds no such metrics.
-        FileNotFoundError: if a run is not finished. FileExistsError: if `output` is there and no model folder.
+        ValueError: if a generator's run was trained on the tokens of another tokenizer, or `recall` lacks the metrics.
+        FileNotFoundError: if a run is not finished. FileExistsError: if `output` exists and is not a model folder.
     """
-    runs = finished({"tokenizer": tokenizer_run, "generator": generator_run, "drafter": drafter_run}, tokenizer="vqvae")
+    runs = check_finished({"tokenizer": tokenizer_run, "generator": generator_run, "drafter": drafter_run}, tokenizer="vqvae")
     measured = {} if recall is None else read_recall(recall)
     vqvae = VQModel.from_pretrained(tokenizer_run / "vqvae")
     for part in runs.keys() - {"tokenizer"}:
@@ -94,22 +95,22 @@ def package_emoji(
     pipeline = LlamaGenPipeline(
         vqvae=vqvae,
         transformer=transformer,
-        **text_parts(lender),
+        **text_parts(shared_from),
         draft_transformer=drafter,
         defaults={**sampling, **(defaults or {})},
         prompt_styles=list(_EMOJI_STYLES),
-        prompt_names=PromptNames.read(lender),
+        prompt_names=PromptNames.read(shared_from),
     )
-    vqvae.half()  # every parameter, the codebook too: decoding normalises its rows in float32
+    vqvae.half()  # every parameter, including the codebook: decoding normalizes its rows in float32
     store_as("int8", transformer, drafter)
     metrics = {part: read_metrics(run, part) for part, run in runs.items()}
     metrics["generator"] |= measured
 
     def save(staged: Path) -> None:
         pipeline.save_pretrained(staged)
-        for name in ("text_encoder", "tokenizer"):  # as they were: saving writes the tokenizer again, a little larger
+        for name in ("text_encoder", "tokenizer"):  # copied: saving would write the tokenizer in a larger form
             shutil.rmtree(staged / name)
-            shutil.copytree(lender / name, staged / name)
+            shutil.copytree(shared_from / name, staged / name)
 
     return write_model(output, save, metrics, lambda size: emoji_card(pipeline, metrics, note))
 
@@ -118,7 +119,7 @@ def package_var(
     tokenizer_run: Path,
     model_run: Path,
     output: Path,
-    lender: Path,
+    shared_from: Path,
     small_run: Path | None = None,
     defaults: Mapping[str, Any] | None = None,
     note: str = "",
@@ -126,33 +127,33 @@ def package_var(
     """Write the pipeline folder `output`; see `package_emoji`.
 
     Args:
-        model_run, small_run: hold `transformer/` and `log.jsonl`; the small one becomes `draft_transformer`.
-        lender: folder of the packaged model whose text encoder it was trained with; it is shared, not copied.
+        model_run, small_run: contain `transformer/` and `log.jsonl`; the small one becomes `draft_transformer`.
+        shared_from: folder of the packaged model whose text encoder the runs used; it is shared, not copied.
     """
-    runs = finished({"tokenizer": tokenizer_run, "model": model_run, "small": small_run}, tokenizer="vqvae")
+    runs = check_finished({"tokenizer": tokenizer_run, "model": model_run, "small": small_run}, tokenizer="vqvae")
     vqvae = MultiScaleVQModel.from_pretrained(tokenizer_run / "vqvae")
     for part in runs.keys() - {"tokenizer"}:
-        check_latents(runs[part], vqvae, tokenizer_run)
+        check_same_encoder(runs[part], vqvae, tokenizer_run)
     transformer = VARTransformer.from_pretrained(model_run / "transformer")
     small = VARTransformer.from_pretrained(small_run / "transformer") if small_run else None
     store_as("int8", vqvae, transformer, small)
     pipeline = VARPipeline(
         vqvae=vqvae,
         transformer=transformer,
-        **text_parts(lender),
+        **text_parts(shared_from),
         draft_transformer=small,
         defaults={**VAR_DEFAULTS, **(defaults or {})},
         prompt_styles=list(STYLES),
     )
     metrics = {part: read_metrics(run) for part, run in runs.items()}
-    return write_model(output, pipeline.save_pretrained, metrics, lambda size: var_card(pipeline, metrics, note), lender)
+    return write_model(output, pipeline.save_pretrained, metrics, lambda size: var_card(pipeline, metrics, note), shared_from)
 
 
 def package_video(
     vae_run: Path,
     target_run: Path,
     output: Path,
-    lender: Path,
+    shared_from: Path,
     drafter_run: Path | None = None,
     preview_run: Path | None = None,
     defaults: Mapping[str, Any] | None = None,
@@ -162,17 +163,17 @@ def package_video(
     """Write the pipeline folder `output`; see `package_var`.
 
     Args:
-        vae_run: holds `vae/`. target_run, drafter_run: hold `transformer/` and `sampling.json`; the second becomes
-            `draft_transformer`. preview_run: holds `preview/`, which becomes `preview_decoder`.
+        vae_run: contains `vae/`. target_run, drafter_run: contain `transformer/` and `sampling.json`; the second becomes
+            `draft_transformer`. preview_run: contains `preview/`, which becomes `preview_decoder`.
         weight_format: "int8" or "float16".
 
     Raises:
-        ValueError: for runs of different autoencoders, geometries or noise levels, or a whole that is too large.
+        ValueError: for runs of different autoencoders, geometries or noise levels, or a model that is too large.
     """
     if weight_format not in WEIGHT_FORMATS:
         raise ValueError(f"weight_format must be one of {', '.join(WEIGHT_FORMATS)}, got {weight_format!r}")
     named = {"vae": vae_run, "target": target_run, "drafter": drafter_run, "preview": preview_run}
-    runs = finished(named, vae="vae", preview="preview")
+    runs = check_finished(named, vae="vae", preview="preview")
     for part in runs.keys() & {"target", "drafter"}:
         if not (runs[part] / SAMPLING).is_file():
             raise FileNotFoundError(f"{runs[part] / SAMPLING} is missing: finish the training run first")
@@ -185,19 +186,19 @@ def package_video(
             network.save_pretrained(staged / part)
         missing = dict.fromkeys({"draft_transformer", "preview_decoder"} - networks.keys())
         settings = {"defaults": {**sampling, **(defaults or {})}, "prompt_styles": ["3d"]}
-        write_model_index(staged, "CausalVideoPipeline", {**networks, **missing, **text_parts(lender)}, **settings)
+        write_model_index(staged, "CausalVideoPipeline", {**networks, **missing, **text_parts(shared_from)}, **settings)
 
     def card(size: int) -> str:
         return video_card(networks, sampling, weight_format, size, metrics, note)
 
-    return write_model(output, save, metrics, card, lender, MAX_BYTES["emoji-video"])
+    return write_model(output, save, metrics, card, shared_from, MAX_BYTES["emoji-video"])
 
 
 def _video_networks(runs: Mapping[str, Path]) -> dict[str, QuantizedStorageMixin]:
-    """The networks by their component's name, which fit each other."""
+    """Load the networks by component name; ValueError if they are not compatible."""
     vae = CausalVideoVAE.from_pretrained(runs["vae"] / "vae")
     for part in runs.keys() - {"vae"}:
-        check_video_latents(runs[part], vae, runs["vae"])
+        check_same_video_encoder(runs[part], vae, runs["vae"])
     target = CausalVideoTransformer.from_pretrained(runs["target"] / "transformer")
     networks: dict[str, QuantizedStorageMixin] = {"vae": vae, "transformer": target}
     if "drafter" in runs:
@@ -216,51 +217,56 @@ def _video_networks(runs: Mapping[str, Path]) -> dict[str, QuantizedStorageMixin
 
 
 def _video_sampling(runs: Mapping[str, Path]) -> dict[str, Any]:
-    """How target and drafter generate."""
+    """Return the sampling settings of target and drafter; ValueError if they differ."""
     found = {part: json.loads((runs[part] / SAMPLING).read_text("utf-8")) for part in ("target", "drafter") if part in runs}
     if "drafter" in found and found["drafter"] != found["target"]:
-        raise ValueError(f"target and drafter must be drawn with alike, got {found['target']} and {found['drafter']}")
+        raise ValueError(
+            f"target and drafter must have the same sampling settings, got {found['target']} and {found['drafter']}"
+        )
     return dict(found["target"])
 
 
 def package_scorer(run: Path, model: Path, data: EmojiDataset, output: Path, note: str = "") -> dict[str, Any]:
-    """Write a finished scorer in float16 to `output`, which it replaces; returns the metrics of the weights as packaged.
+    """Write a finished scorer in float16 to `output`; returns the metrics of the packaged weights.
 
     Args:
-        run: holds `scorer/`. model: a packaged model that holds `text_encoder/`, `tokenizer/` and `vqvae/`.
+        run: contains `scorer/`. model: a packaged model with `text_encoder/`, `tokenizer/` and `vqvae/`.
     """
-    finished({"scorer": run}, scorer="scorer")
+    check_finished({"scorer": run}, scorer="scorer")
     scorer = ImageTextModel.from_pretrained(run / "scorer", use_safetensors=True).half()
     with atomic_merge(output) as staged:
         scorer.save_pretrained(staged)
         strip_local_paths(staged)
-        captions = {"text_encoder": model.name, "captions": fixed_captions(data)}
+        captions = {"text_encoder": model.name, "captions": select_reference_captions(data)}
         (staged / CAPTIONS).write_text(json.dumps(captions, indent=0) + "\n", "utf-8")
-        metrics = measure_packaged(staged, run, model, data)
+        table = CaptionTable(run / "captions.npz", all_captions(data.records), model, torch.device("cpu"))
+        metrics = measure_packaged(staged, table, model, data)
         last = json.loads((run / "log.jsonl").read_text("utf-8").splitlines()[-1])
         (staged / "README.md").write_text(scorer_card(scorer, metrics, last, note), "utf-8")
-        (staged / "figures.json").write_text(json.dumps(metrics, indent=1) + "\n", "utf-8")
+        (staged / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n", "utf-8")
         check_size("emoji-scorer", folder_bytes(staged), MAX_BYTES["emoji-scorer"])
     return metrics
 
 
 def package_head(run: Path, model: Any, note: str = "") -> dict[str, Any]:
-    """Write a finished head in float16 into the folder of its model, which opens with it from then on; returns its metrics.
+    """Write a finished head in float16 into the folder of its model, as a component; returns its metrics.
 
     Args:
-        run: holds `drafter/`. model: a packaged model, or a model's folder.
+        run: contains `drafter/`. model: a packaged model, or a model's folder.
 
     Raises:
         FileNotFoundError: if the run is not finished.
-        ValueError: for a run for another model than this one, or a head that is larger than a packaged one may be.
+        ValueError: for a run for another model, or a head that is too large for a package.
     """
-    finished({"head": run}, head="drafter")
+    check_finished({"head": run}, head="drafter")
     folder = check_model_folder(model, LLAMAGEN).path
     target = LlamaGenTransformer.from_pretrained(folder / "transformer", torch_dtype=torch.float32, use_safetensors=True)
     kind, trained, config = resolve_drafter(run / "drafter", LLAMAGEN)
     LLAMAGEN.check({"transformer": target.config, kind: config})
-    if fingerprint(run).get("target") != weights_digest(target):
-        raise ValueError(f"the run in {run} was trained for another transformer than that of {folder}: train one for it")
+    if read_settings(run).get("target") != weights_digest(target):
+        raise ValueError(
+            f"the run in {run} was trained for another transformer than that of {folder}: train one for this model"
+        )
     head = LLAMAGEN.components[kind].network_class.from_pretrained(trained, use_safetensors=True).half()
     size = sum(value.nbytes for value in head.state_dict().values())
     check_size("head", size, MAX_BYTES["head"])
@@ -270,18 +276,18 @@ def package_head(run: Path, model: Any, note: str = "") -> dict[str, Any]:
 
 
 def package_low_res(low_res: Path, upsampler: Path, model: Any, note: str = "") -> dict[str, Any]:
-    """Write both in int8 into the folder of their model, which opens with them from then on; returns their metrics.
+    """Write both networks in int8 into the folder of their model, as components; returns their metrics.
 
     Raises:
         FileNotFoundError: if a run is not finished.
-        ValueError: for runs of another tokenizer, vocabulary, condition or grid than the model's, or networks that are larger
-            than packaged ones may be.
+        ValueError: for runs with another tokenizer, vocabulary, condition or grid than the model's, or networks that are too
+            large for a package.
     """
-    runs = finished({"low_res": low_res, "upsampler": upsampler}, upsampler="upsampler")
+    runs = check_finished({"low_res": low_res, "upsampler": upsampler}, upsampler="upsampler")
     folder = check_model_folder(model, LLAMAGEN).path
-    codes = tokens_digest(VQModel.from_pretrained(folder / "vqvae").float())
+    codes = hash_tokens(VQModel.from_pretrained(folder / "vqvae").float())
     for run in runs.values():
-        if fingerprint(run).get("tokenizer") != codes:
+        if read_settings(run).get("tokenizer") != codes:
             raise ValueError(f"the run in {run} was trained on the tokens of another tokenizer than that of {folder}")
     kinds: dict[str, Any] = {"low_res": LlamaGenTransformer, "upsampler": TokenUpsampler}
     places = {"low_res": low_res / "transformer", "upsampler": upsampler / "upsampler"}

@@ -1,4 +1,4 @@
-"""What packaging has in common: finished runs, what they logged, and folders that appear whole and free of local paths."""
+"""Helpers of packaging: finished runs and their metrics, and model folders that are written atomically, without local paths."""
 
 from __future__ import annotations
 
@@ -15,63 +15,70 @@ from vargen.files import atomic_file, atomic_folder, atomic_merge
 from vargen.models.text_encoder import MiniLMTextEncoder
 from vargen.pipelines.loading import SHAREABLE, SHARED_FILE
 from vargen.pipelines.prompt_names import FILE as NAMES
-from vargen.training.run import TrainingRun
-from vargen.weight_files import load_pickle_safely
+from vargen.training.run import TrainingRun, find_checkpoint, read_checkpoint
 
 _RECALL = [f"top{count}_{group}" for group in COUNTS for count in (1, 5)]
 
 
-def finished(runs: Mapping[str, Path | None], **parts: str) -> dict[str, Path]:
-    """Those that are given; FileNotFoundError for one without the network that its end writes, a `transformer` unless named."""
-    given = {name: run for name, run in runs.items() if run is not None}
-    for name, run in given.items():
+def check_finished(runs: Mapping[str, Path | None], **parts: str) -> dict[str, Path]:
+    """Return the runs that are not None; FileNotFoundError if one lacks its trained network.
+
+    Args:
+        parts: the sub-folder with the network, if not `transformer`.
+    """
+    present = {name: run for name, run in runs.items() if run is not None}
+    for name, run in present.items():
         part = run / parts.get(name, "transformer")
         if not part.is_dir():
             raise FileNotFoundError(f"{part} is missing: finish the training run first")
-    return given
+    return present
 
 
 def read_metrics(run: Path, part: str | None = None) -> dict[str, float]:
-    """The last logged value of everything in a run, with its steps and seconds; of a packaged model, what it says of a part."""
+    """Return the last logged value of each metric of a run, with its steps and seconds.
+
+    Args:
+        part: if `run` is a packaged model, the metrics of this part.
+    """
     packaged = run / "training.json"
     if part is not None and packaged.is_file():
         return dict(json.loads(packaged.read_text("utf-8"))[part])
     metrics: dict[str, float] = {}
-    for record in TrainingRun(run, {}, 0).records():
+    for record in TrainingRun(run, {}, 0).read_log():
         metrics.update(record)
     return metrics
 
 
 def final_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Those of the exported weights, by their names alone."""
+    """Return the metrics of the exported weights, without their prefix."""
     return {name.removeprefix("final_"): value for name, value in metrics.items() if name.startswith("final_")}
 
 
 def read_recall(file: Path) -> dict[str, float]:
-    """`top1_seen`, `top5_styles` and so on of what `python -m recipes recall` printed; ValueError where they are missing."""
-    found = json.loads(file.read_text("utf-8"))
-    given = found if isinstance(found, dict) else {}
-    shares = {key: float(given[key]) for key in _RECALL if isinstance(given.get(key), int | float) and 0 <= given[key] <= 1}
-    if len(shares) < len(_RECALL):
-        raise ValueError(f"recall: {file} is not what `recipes recall` prints: shares from 0 to 1 as {', '.join(_RECALL)}")
-    return shares
+    """Return `top1_seen` and so on from the output of `python -m recipes recall`; ValueError if one is missing."""
+    output = json.loads(file.read_text("utf-8"))
+    values = output if isinstance(output, dict) else {}
+    recall = {key: float(values[key]) for key in _RECALL if isinstance(values.get(key), int | float) and 0 <= values[key] <= 1}
+    if len(recall) < len(_RECALL):
+        raise ValueError(f"recall must be the output of `recipes recall`, with {', '.join(_RECALL)} from 0 to 1, got {file}")
+    return recall
 
 
-def fingerprint(run: Path) -> dict[str, Any]:
-    """What a run's checkpoint says it was made with."""
-    return load_pickle_safely(run / "state.pt", if_damaged="repeat the recipe, which resumes the run")["fingerprint"]
+def read_settings(run: Path) -> dict[str, Any]:
+    """Return the settings in a run's checkpoint."""
+    return read_checkpoint(find_checkpoint(run))["settings"]
 
 
-def text_parts(lender: Path) -> dict[str, Any]:
-    """The text encoder and its tokenizer of a model folder, as components of a pipeline."""
+def text_parts(shared_from: Path) -> dict[str, Any]:
+    """Load the text encoder and its tokenizer of a model folder, as components of a pipeline."""
     return {
-        "text_encoder": MiniLMTextEncoder.from_pretrained(lender / "text_encoder"),
-        "tokenizer": AutoTokenizer.from_pretrained(lender / "tokenizer"),
+        "text_encoder": MiniLMTextEncoder.from_pretrained(shared_from / "text_encoder"),
+        "tokenizer": AutoTokenizer.from_pretrained(shared_from / "tokenizer"),
     }
 
 
 def store_as(weight_format: str, *networks: Any) -> None:
-    """Save these in a compact format from now on; None is skipped."""
+    """Make networks save their weights in a compact format; None is skipped."""
     for network in networks:
         if network is not None:
             network.register_to_config(weight_format=weight_format)
@@ -82,22 +89,23 @@ def write_model(
     save: Callable[[Path], Any],
     metrics: Mapping[str, Any],
     card: Callable[[int], str],
-    lender: Path | None = None,
+    shared_from: Path | None = None,
     max_bytes: int | None = None,
 ) -> Path:
-    """Write a model folder whole, in the place of the model that is there, whose other files stay.
+    """Write a model folder atomically; other files of an existing model folder are kept.
 
     Args:
-        save: writes the model into a folder. card: the model card, of the folder's bytes. metrics: kept as `training.json`.
-        lender: a packaged model whose text encoder is shared instead of copied.
+        save: writes the model into a folder. metrics: written as `training.json`.
+        card: maps the size of the folder in bytes to the model card.
+        shared_from: a packaged model whose text encoder is shared instead of copied.
     """
     with atomic_folder(output, inputs=[], overwrite=True) as staged:
         save(staged)
-        if lender is not None:
+        if shared_from is not None:
             for part in ("text_encoder", "tokenizer"):
                 shutil.rmtree(staged / part, ignore_errors=True)
-            shared = [part for part in SHAREABLE if part != "prompt_names" or (lender / NAMES).is_file()]
-            (staged / SHARED_FILE).write_text(json.dumps(dict.fromkeys(shared, lender.name), indent=1) + "\n", "utf-8")
+            shared = [part for part in SHAREABLE if part != "prompt_names" or (shared_from / NAMES).is_file()]
+            (staged / SHARED_FILE).write_text(json.dumps(dict.fromkeys(shared, shared_from.name), indent=1) + "\n", "utf-8")
         strip_local_paths(staged)
         size = folder_bytes(staged)
         if max_bytes is not None:
@@ -108,7 +116,7 @@ def write_model(
 
 
 def add_component(folder: Path, name: str, network: Any, card: str) -> None:
-    """Write a network and its card into a model's folder, of which it is the component `name` from then on."""
+    """Write a network and its card into a model's folder as its component `name`."""
     index = json.loads((folder / "model_index.json").read_text("utf-8"))
     with atomic_merge(folder / name) as staged:
         network.save_pretrained(staged)
@@ -120,23 +128,23 @@ def add_component(folder: Path, name: str, network: Any, card: str) -> None:
 
 
 def strip_local_paths(folder: Path) -> None:
-    """Remove what saving leaves of a machine in networks under `folder`: where they were trained, and who may read them."""
+    """Remove from saved networks what depends on the machine: local paths and restricted file permissions."""
     for config in folder.rglob("config.json"):
         values = json.loads(config.read_text("utf-8"))
         if values.pop("_name_or_path", None) is not None:
             config.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", "utf-8")
     for file in folder.rglob("*.safetensors"):
-        file.chmod(0o644)  # diffusers leaves them readable to their owner alone
+        file.chmod(0o644)  # diffusers makes them readable only by their owner
 
 
 def folder_bytes(folder: Path) -> int:
-    """Of all files under it."""
+    """Return the size of all files in a folder."""
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
-def check_size(name: str, size: int, most: int) -> None:
-    """Raise ValueError for more bytes than a packaged model may have."""
-    if size > most:
+def check_size(name: str, size: int, max_bytes: int) -> None:
+    """Raise ValueError if a packaged model is too large."""
+    if size > max_bytes:
         raise ValueError(
-            f"{name} takes {size / 2**20:.1f} MiB, and may take {most / 2**20:g} MiB: make it smaller, or store it as int8"
+            f"{name} must have at most {max_bytes / 2**20:g} MiB, got {size / 2**20:.1f}: make it smaller, or store it as int8"
         )

@@ -1,4 +1,4 @@
-"""Every recipe: what it is trained by, what it takes, and from which other recipe that comes."""
+"""All recipes: their trainers and inputs, and which recipes produce these inputs."""
 
 from __future__ import annotations
 
@@ -10,35 +10,32 @@ from typing import Any
 import torch
 
 import vargen.assets
-from recipes.emoji.config import ScorerConfig, TokenizerConfig
 from recipes.emoji.dataset import build_emoji_dataset, load_emoji_dataset
-from recipes.emoji.tokenizer import train_tokenizer
+from recipes.emoji.scorer import ScorerConfig
+from recipes.emoji.tokenizer import TokenizerConfig, train_tokenizer
 from recipes.emoji.trainers import train_eagle, train_emoji_generator, train_emoji_low_res, train_emoji_scorer, train_medusa
-from recipes.emoji_var.config import NextScaleConfig
-from recipes.emoji_var.tokenizer import train_multi_scale_tokenizer
-from recipes.emoji_var.tokenizer_config import MultiScaleTokenizerConfig
-from recipes.emoji_var.transformer import train_next_scale
-from recipes.emoji_video.autoencoder import train_autoencoder
+from recipes.emoji_var.tokenizer import MultiScaleTokenizerConfig, train_multi_scale_tokenizer
+from recipes.emoji_var.transformer import NextScaleConfig, train_next_scale
+from recipes.emoji_video.autoencoder import AutoencoderConfig, train_autoencoder
 from recipes.emoji_video.clips import build_video_dataset, load_video_dataset
-from recipes.emoji_video.config import AutoencoderConfig, PreviewConfig, VideoConfig
-from recipes.emoji_video.preview import train_video_preview
-from recipes.emoji_video.transformer import train_video
+from recipes.emoji_video.preview import PreviewConfig, train_video_preview
+from recipes.emoji_video.transformer import VideoConfig, train_video
 from vargen.files import cache_folder, expand_user
 from vargen.models.component_files import refuse_code_files
-from vargen.training.config import NextTokenConfig
-from vargen.training.heads_config import HeadConfig
-from vargen.training.upsampler import UpsamplerConfig, train_upsampler
+from vargen.training.heads import HeadConfig
+from vargen.training.low_res import UpsamplerConfig, train_upsampler
+from vargen.training.next_token import NextTokenConfig
 
 PACKAGED = Path(vargen.assets.__file__).parent
 
 
 @dataclass(frozen=True)
 class Input:
-    """A folder that a recipe takes: the output of another one, a packaged model, or, without a default, what the user names.
+    """A folder that a recipe reads: by default the output of another recipe or a packaged model; otherwise optional.
 
     Attributes:
-        argument: of the trainer. recipe, packaged: the default. part: the network's folder in it.
-        load: opens the folder; without it the trainer does.
+        argument: of the trainer. recipe, packaged: the default. part: the sub-folder with the network.
+        load: loads the folder; by default, the trainer does.
     """
 
     argument: str
@@ -50,15 +47,15 @@ class Input:
 
 @dataclass(frozen=True)
 class Recipe:
-    """One training, or the building of a data set.
+    """How a network is trained, or a data set built.
 
     Attributes:
         config: frozen dataclass, read from a TOML file.
         run: called with a config, a folder, a device and the inputs by argument; returns metrics.
-        inputs: by their names on the command line.
+        inputs: by name on the command line.
         produces: the sub-folder with the trained network. file: name of the TOML file, if not the recipe's.
-        folder: under `runs/`, if not the recipe's name: a recipe that continues another's run has that one's.
-        cached: the user's cache is where it belongs, not `runs/`.
+        folder: in `runs/`, if not the recipe's name: a recipe may continue the run of another one.
+        cached: name of a folder in the user's cache, which is used instead of `runs/`.
     """
 
     config: type
@@ -124,7 +121,7 @@ _heads = {**_DATA, **_MODEL, "generated-images": Input("generated_images")}
 
 
 def _from(recipe: Recipe, **defaults: str) -> Recipe:
-    """With other defaults of its inputs: recipes, or packaged models where a name begins so."""
+    """Replace defaults of inputs by recipes, or by packaged models with the prefix `packaged:`."""
     inputs = dict(recipe.inputs)
     for key, source in defaults.items():
         kind, _, name = source.rpartition(":")
@@ -163,7 +160,7 @@ RECIPES = {
 
 
 def output_folder(name: str) -> Path:
-    """Where a recipe writes unless told otherwise."""
+    """Return the default output folder of a recipe."""
     recipe = RECIPES[name]
     return cache_folder() / recipe.cached if recipe.cached else Path("runs") / (recipe.folder or name)
 
@@ -175,9 +172,9 @@ def resolve_network_folder(folder: Any, part: str, name: str) -> Path:
         FileNotFoundError: if there is no network; the message names the argument `name`.
         ValueError: if the folder contains code.
     """
-    given = expand_user(folder, name)
-    for place in (given / part, given):
+    path = expand_user(folder, name)
+    for place in (path / part, path):
         if (place / "config.json").is_file():
             refuse_code_files(place)
             return place
-    raise FileNotFoundError(f"{name} must be a run's folder with {part}/, or a saved network, got {str(given)!r}")
+    raise FileNotFoundError(f"{name} must be a run's folder with {part}/, or a saved network, got {str(path)!r}")

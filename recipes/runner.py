@@ -1,4 +1,4 @@
-"""Runs a recipe: its settings, its inputs and its device are checked before anything is loaded or written."""
+"""Runs a recipe, after checking its settings, inputs and device."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ def run_recipe(
     device: Device = Device.auto,
     threads: int | None = None,
 ) -> dict[str, Any]:
-    """Train, or go on with a run that is found in `output`; returns the metrics and where the network is.
+    """Train, resuming a run in `output`; returns the metrics and the folder of the network.
 
     Args:
-        config: a TOML file in place of the recipe's. steps, settings: replace what it says. inputs: folders by name.
+        config: a TOML file that replaces the recipe's. steps, settings: override its values. inputs: folders by name.
 
     Raises:
-        ValueError: for an unknown input or setting. FileNotFoundError: for an input that is not there.
+        ValueError: for an unknown input or setting. FileNotFoundError: for an input that does not exist.
     """
     recipe = RECIPES[name]
     folder = expand_user(output, "output") if output else output_folder(name)
     loaded = load_settings(name, config, steps, settings)
-    given = {key: expand_user(path, key) for key, path in (inputs or {}).items()}
-    if unknown := given.keys() - recipe.inputs.keys():
+    folders = {key: expand_user(path, key) for key, path in (inputs or {}).items()}
+    if unknown := folders.keys() - recipe.inputs.keys():
         known = ", ".join(recipe.inputs) or "none"
-        raise ValueError(f"input {min(unknown)!r} is none of {name}; it takes: {known}")
+        raise ValueError(f"{name} has no input {min(unknown)!r}; its inputs: {known}")
     place = select_device(device)
-    resolved = {item.argument: resolve_input(key, item, given.get(key)) for key, item in recipe.inputs.items()}
+    resolved = {item.argument: resolve_input(key, item, folders.get(key)) for key, item in recipe.inputs.items()}
     set_threads(threads)
     arguments = {argument: value for argument, value in resolved.items() if value is not None}
     metrics = recipe.run(loaded, folder=folder, device=place, **arguments)
@@ -56,51 +56,51 @@ def run_recipe(
 def load_settings(
     name: str, config: str | None = None, steps: int | None = None, settings: Mapping[str, Any] | None = None
 ) -> Any:
-    """The settings of a recipe, from its file or another one; raises as `run_recipe`."""
+    """Return the config of a recipe, from its file or another one; raises like `run_recipe`."""
     recipe = RECIPES[name]
     if recipe.cached:
         if config is not None or steps is not None:
-            raise ValueError(f"{name} builds a data set: it takes no steps and no config")
+            raise ValueError(f"{name} builds a data set: leave steps and config out")
         return from_dict(recipe.config, dict(settings or {}), name)
     check_range(steps, "steps", 1)
     source = expand_user(config, "config") if config else recipe.file or name
     return load_config(source, recipe.config, steps, settings, FOLDERS)
 
 
-def resolve_input(key: str, item: Input, given: Path | None) -> Any:
-    """What the trainer takes: a checked folder, or what it holds; None for one without a default that was not given.
+def resolve_input(key: str, item: Input, path: Path | None) -> Any:
+    """Return the trainer's argument for an input: a checked folder, its loaded contents, or None for an omitted optional input.
 
     Raises:
-        FileNotFoundError: if it is not there, naming the recipe that makes it.
+        FileNotFoundError: if the folder does not exist; the message names the recipe that makes it.
     """
-    if given is None and not (item.recipe or item.packaged):
+    if path is None and not (item.recipe or item.packaged):
         return None
-    folder = given or (PACKAGED / item.packaged if item.packaged else output_folder(item.recipe))
+    folder = path or (PACKAGED / item.packaged if item.packaged else output_folder(item.recipe))
     try:
         if item.load is not None:
             return item.load(folder)
         if item.part:
             return resolve_network_folder(folder, item.part, key)
         if not folder.is_dir() and item.packaged:
-            raise FileNotFoundError(f"{key} {str(folder)!r} is no folder")
+            raise FileNotFoundError(f"{key} must be a folder, got {str(folder)!r}")
         if item.argument == "text_encoder_folder":
             check_parts(key, folder, "text_encoder", "tokenizer")
         elif item.argument == "model":
             check_parts(key, folder, "text_encoder", "tokenizer", "vqvae")
     except FileNotFoundError as error:
-        hint = f": run `python -m recipes {item.recipe}` first, or give --input {key}=DIR" if item.recipe and not given else ""
+        hint = f": run `python -m recipes {item.recipe}` first, or give --input {key}=DIR" if item.recipe and not path else ""
         raise FileNotFoundError(f"{error}{hint}") from None
     return folder
 
 
 def check_parts(key: str, folder: Path, *parts: str) -> None:
-    """Raise FileNotFoundError unless a folder holds these."""
+    """Raise FileNotFoundError unless a folder contains these sub-folders."""
     if not all((folder / part).is_dir() for part in parts):
-        raise FileNotFoundError(f"{key} {str(folder)!r} must hold {', '.join(f'{part}/' for part in parts)}")
+        raise FileNotFoundError(f"{key} {str(folder)!r} must contain {', '.join(f'{part}/' for part in parts)}")
 
 
 def parse_pairs(option: str, words: Sequence[str]) -> dict[str, str]:
-    """`KEY=VALUE` words of a repeatable option by key."""
+    """Parse the `KEY=VALUE` words of a repeatable option."""
     pairs = {}
     for word in words:
         key, equals, value = word.partition("=")
@@ -111,7 +111,7 @@ def parse_pairs(option: str, words: Sequence[str]) -> dict[str, str]:
 
 
 def parse_settings(words: Sequence[str]) -> dict[str, Any]:
-    """`KEY=VALUE` words whose values are written as in TOML; a bare word is text."""
+    """Parse `KEY=VALUE` words with values as in TOML; a bare word is a string."""
     settings: dict[str, Any] = {}
     for key, text in parse_pairs("--set", words).items():
         try:
@@ -122,7 +122,7 @@ def parse_settings(words: Sequence[str]) -> dict[str, Any]:
 
 
 def summaries() -> list[tuple[str, str, str]]:
-    """Of each recipe: its name, its inputs, and the first comment of its file."""
+    """Return the name, the inputs and the first comment of the TOML file of each recipe."""
     rows = []
     for name, recipe in RECIPES.items():
         files = [folder / f"{recipe.file or name}.toml" for folder in FOLDERS]
@@ -132,7 +132,7 @@ def summaries() -> list[tuple[str, str, str]]:
     return rows
 
 
-# Of each package: the recipes whose runs it joins, by their names on the command line; and which of them it can do without.
+# The recipes whose runs make up each package, by their names on the command line; and the optional ones.
 PACKAGES = {
     "emoji": {"tokenizer": "emoji-tokenizer", "generator": "emoji-generator", "drafter": "emoji-drafter"},
     "emoji-low-res": {"low-res": "emoji-low-res", "upsampler": "emoji-upsampler"},
@@ -148,7 +148,7 @@ PACKAGES = {
     },
 }
 _OPTIONAL = {"drafter", "small", "preview"}
-_JOINS_A_MODEL = {"emoji-low-res", "emoji-eagle", "emoji-medusa"}
+_COMPONENTS = {"emoji-low-res", "emoji-eagle", "emoji-medusa"}
 
 
 def package_model(
@@ -159,12 +159,12 @@ def package_model(
     note: str = "",
     recall: Path | None = None,
 ) -> dict[str, Any]:
-    """Join finished runs to the packaged model `name`; returns the runs, where it is, and what was measured.
+    """Make the packaged model `name` from finished runs; returns the runs, the folder and metrics.
 
     Args:
-        runs: folders by name; those of the recipes where they are not given. A drafter, a small model and a preview decoder are
-            left out where there is no such folder.
-        output: the model's folder; for heads and a low-resolution model, that of the model they become parts of.
+        runs: folders by name; by default the outputs of the recipes. A drafter, a small model and a preview decoder are omitted
+            if there is no such folder.
+        output: the model's folder; for heads and a low-resolution model, the folder of the model they belong to.
         defaults: of the model's calls. note, recall: see `package_emoji`.
 
     Raises:
@@ -175,16 +175,16 @@ def package_model(
     named = PACKAGES[name]
     folders = {key: expand_user(path, key) for key, path in (runs or {}).items()}
     if unknown := folders.keys() - named.keys():
-        raise ValueError(f"run {min(unknown)!r} is none of {name}; it takes: {', '.join(named)}")
+        raise ValueError(f"{name} has no run {min(unknown)!r}; its runs: {', '.join(named)}")
     for key, recipe in named.items():
         if key not in folders and (key not in _OPTIONAL or output_folder(recipe).is_dir()):
             folders[key] = output_folder(recipe)
     if defaults and name not in ("emoji", "emoji-var", "emoji-video"):
-        raise ValueError(f"{name} has no defaults of calls: leave --set out")
+        raise ValueError(f"{name} has no call defaults: leave --set out")
     if recall is not None and name != "emoji":
-        raise ValueError("recall is for the card of emoji alone")
+        raise ValueError("recall is only for the card of emoji")
     _check_defaults(name, dict(defaults or {}))
-    place = expand_user(output, "output") if output else PACKAGED / ("emoji" if name in _JOINS_A_MODEL else name)
+    place = expand_user(output, "output") if output else PACKAGED / ("emoji" if name in _COMPONENTS else name)
     found = _package(name, folders, place, dict(defaults or {}), note, recall and expand_user(recall, "recall"))
     return {"output": str(place), "runs": {key: str(folder) for key, folder in folders.items()}, **found}
 

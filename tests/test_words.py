@@ -15,8 +15,8 @@ BANNED = frozenset(
     "pictures stands stood told youngers".split()
 )
 # Folder -> how many identifiers with a banned word are left in it.
-LEFT = {"vargen": 144, "pipelines": 24, "kernels": 21, "recipes": 48}
-PAGES_LEFT = {"README.md": 1, "docs": 73}
+LEFT = {"vargen": 144, "pipelines": 24, "kernels": 21, "recipes": 0}
+PAGES_LEFT = {"README.md": 1, "docs": 34}
 
 
 def identifiers(file: Path) -> Iterator[str]:

@@ -87,13 +87,15 @@ def ensure_torchvision() -> bool:
         return True
 
 
-def lend_moved_functions() -> None:
-    """Restore functions of transformers to where image-reward 1.5 imports them from; transformers 4.56 moved them."""
-    from transformers import modeling_utils, pytorch_utils
+def import_torch_fidelity(module: str) -> Any:
+    """Import a module of torch-fidelity, which computes metrics of images.
 
-    for name in ("apply_chunking_to_forward", "find_pruneable_heads_and_indices", "prune_linear_layer"):
-        if not hasattr(modeling_utils, name) and hasattr(pytorch_utils, name):
-            setattr(modeling_utils, name, getattr(pytorch_utils, name))
+    Raises:
+        ImportError: torch-fidelity or torchvision is not installed; the message says how to install them.
+    """
+    if not ensure_torchvision() or importlib.util.find_spec("torch_fidelity") is None:
+        raise ImportError('torch-fidelity is not installed: pip install "vargen[eval]"')
+    return importlib.import_module(f"torch_fidelity.{module}")
 
 
 def _declare_operators() -> None:

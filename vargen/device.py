@@ -1,16 +1,17 @@
-"""Device, dtype and number of CPU threads of the networks. Importing this module does not import torch.
+"""Device, dtype, CPU threads and torch mode of forward passes. Importing this module does not import torch.
 
 The choice between kernels and plain torch code is made in `vargen.kernels.dispatch`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,8 +68,8 @@ class _Threads:
         self.lock = threading.Lock()
         self.fixed: int | None = None  # set by `set_threads`
         self.before = 0
-        self.depth = 0  # number of active `threads` blocks
-        self.own = threading.local()  # `count`: the number set by a block around this thread's work
+        self.depth = 0  # number of active `limit_threads` blocks
+        self.local = threading.local()  # `count`: the number set by a block around this thread's work
 
 
 _state = _Threads()
@@ -80,11 +81,11 @@ def set_threads(count: int | None) -> None:
     Raises:
         ValueError: `count` is below 1 or above the machine's cores. More are never faster, and very many crash the process.
     """
-    most = os.cpu_count() or 1
+    maximum = os.cpu_count() or 1
     if count is None:
         return
-    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= most:
-        raise ValueError(f"threads must be a whole number from 1 to {most}, the cores of this machine, got {count!r}")
+    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= maximum:
+        raise ValueError(f"threads must be a whole number from 1 to {maximum}, the cores of this machine, got {count!r}")
     import torch
 
     with _state.lock:
@@ -96,8 +97,8 @@ def user_thread_count() -> tuple[int, str] | None:
     """Return the thread count chosen by the user or an enclosing block, and where it was set; None if it may be autotuned."""
     import torch
 
-    if (count := getattr(_state.own, "count", None)) is not None:
-        return count, "a block of vargen.device.threads"
+    if (count := getattr(_state.local, "count", None)) is not None:
+        return count, "a block of vargen.device.limit_threads"
     with _state.lock:
         if _state.fixed is not None:
             return _state.fixed, "--threads"
@@ -110,7 +111,7 @@ def user_thread_count() -> tuple[int, str] | None:
 
 
 @contextmanager
-def threads(count: int) -> Iterator[None]:
+def limit_threads(count: int) -> Iterator[None]:
     """Use `count` threads within the block, then restore torch's previous number. Python threads may do this concurrently."""
     import torch
 
@@ -118,13 +119,13 @@ def threads(count: int) -> Iterator[None]:
         if not _state.depth:
             _state.before = torch.get_num_threads()
         _state.depth += 1
-    outer = getattr(_state.own, "count", None)
-    _state.own.count = count
+    outer = getattr(_state.local, "count", None)
+    _state.local.count = count
     torch.set_num_threads(count)
     try:
         yield
     finally:
-        _state.own.count = outer
+        _state.local.count = outer
         with _state.lock:
             _state.depth -= 1
             torch.set_num_threads(_state.before if outer is None else outer)
@@ -146,8 +147,7 @@ def select_device(name: str | torch.device) -> torch.device:
     except (RuntimeError, TypeError):
         raise ValueError(f"device must be auto, cpu, cuda or another device of torch, got {short_repr(name)}") from None
     if device.type == "cuda" and not 0 <= (device.index or 0) < gpus:  # torch wraps large indices to negative ones
-        seen = f"sees {gpus} GPUs" if gpus else "sees no GPU"
-        raise ValueError(f"device must be cpu, auto or a GPU that is there: torch {seen}, got {str(device)!r}")
+        raise ValueError(f"device must be cpu, auto or one of the {gpus} GPUs that torch sees, got {str(device)!r}")
     return device
 
 
@@ -181,3 +181,78 @@ def cpu_has_bfloat16() -> bool:
 
     capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+
+
+# -- torch mode of passes -----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def normal_tensors() -> Iterator[None]:
+    """Make normal tensors inside `inference_mode_for`, for use after it: they may be written to and used in training."""
+    import torch
+
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def inference_mode_for(device: torch.device) -> AbstractContextManager[None]:
+    """Run passes without gradients: in torch's inference mode on a CPU, where it lowers the cost of each operation.
+
+    Elsewhere in `no_grad`: the host is not the bottleneck there, and offloaded weights, which are moved during a pass, could
+    not be trained afterwards.
+    """
+    import torch
+
+    return torch.inference_mode() if device.type == "cpu" else torch.no_grad()
+
+
+# -- description of the machine: a speed is meaningless without it ------------------------------------------------------
+
+
+def usable_cores() -> int:
+    """Return the number of cores that all threads of this process may use; OMP_PROC_BIND pins each thread to one core."""
+    import torch
+
+    if not hasattr(os, "sched_getaffinity"):
+        return os.cpu_count() or 1
+    torch.empty(torch.get_num_threads() << 16).fill_(0)  # starts torch's threads, which are listed below
+    threads = [int(thread) for thread in os.listdir("/proc/self/task")] if os.path.isdir("/proc/self/task") else [0]
+    cores: set[int] = set()
+    for thread in threads:
+        with contextlib.suppress(ProcessLookupError):  # a thread that has just ended
+            cores |= os.sched_getaffinity(thread)
+    return len(cores)
+
+
+def load_average() -> float | None:
+    """Return the number of runnable processes, averaged over the last minute; None if the system does not report it."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+
+
+def describe_machine() -> dict[str, Any]:
+    """Return CPU, threads, load, GPUs and torch version as plain values."""
+    import torch
+
+    gpus = []
+    for number in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        gpu = torch.cuda.get_device_properties(number)
+        gpus.append({"name": gpu.name, "memory_gib": round(gpu.total_memory / 2**30, 1)})
+    return {
+        "cpu": cpu_model(),
+        "cores": usable_cores(),
+        "threads": torch.get_num_threads(),
+        "load": load_average(),
+        "bfloat16_in_hardware": cpu_has_bfloat16(),
+        "gpus": gpus,
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def summarize_machine(machine: dict[str, Any], device: torch.device, dtype: torch.dtype) -> str:
+    """Return one line for the head of a table."""
+    place = f"{machine['cpu']}, {machine['threads']} CPU threads"
+    if device.type == "cuda":
+        place = machine["gpus"][device.index or 0]["name"]
+    return f"{place}, {str(dtype).removeprefix('torch.')}, torch {machine['torch']}"

@@ -20,23 +20,23 @@ class Option:
         name: of the argument.
         allowed: description of the allowed values in error messages.
         help: short description for users.
-        neutral: the value that has no effect.
-        least, most: bounds. above: whether `least` itself is excluded.
-        whole: whether only whole numbers are allowed. optional: whether None is allowed.
-        usual: common range, where a bound is far outside it.
+        off_value: the value that has no effect.
+        minimum, maximum: bounds. exclusive_minimum: whether `minimum` itself is excluded.
+        is_integer: whether only whole numbers are allowed. optional: whether None is allowed.
+        typical: common range, where a bound is far outside it.
         slider: minimum, maximum and step of a page control; a control that cannot express None uses 0 for it.
     """
 
     name: str
     allowed: str
     help: str
-    neutral: float | None
-    least: float
-    most: float = math.inf
-    above: bool = False
+    off_value: float | None
+    minimum: float
+    maximum: float = math.inf
+    exclusive_minimum: bool = False
     is_integer: bool = False
     optional: bool = False
-    usual: str = ""
+    typical: str = ""
     slider: tuple[float, float, float] = (0, 1, 0.01)
 
     @property
@@ -52,10 +52,11 @@ class Option:
         """
         if value is None and self.optional:
             return None
-        number = parse_int(value, int(self.least)) if self.is_integer else parse_float(value)
-        if number is not None and number > self.most and self.usual:
-            raise ValueError(f"{self.name} must be at most {self.most:g}, got {short_repr(value)}; {self.usual} is usual")
-        if number is None or not self.least <= number <= self.most or (self.above and number == self.least):
+        number = parse_int(value, int(self.minimum)) if self.is_integer else parse_float(value)
+        if number is not None and number > self.maximum and self.typical:
+            allowed = f"at most {self.maximum:g} ({self.typical} is typical)"
+            raise ValueError(f"{self.name} must be {allowed}, got {short_repr(value)}")
+        if number is None or not self.minimum <= number <= self.maximum or (self.exclusive_minimum and number == self.minimum):
             raise ValueError(f"{self.name} must be {self.allowed}, got {short_repr(value)}")
         return number
 
@@ -68,26 +69,26 @@ OPTIONS: dict[str, Option] = {
             "guidance_scale",
             allowed="a finite number of at least 0 (1 switches guidance off)",
             help="how closely to follow the prompt; 1 is off",
-            neutral=1.0,
-            least=0.0,
-            most=1000.0,  # far beyond any use; float32 logits still hold it, unlike 1e38
-            usual="1 to 10",
+            off_value=1.0,
+            minimum=0.0,
+            maximum=1000.0,  # far beyond any use; float32 logits still hold it, unlike 1e38
+            typical="1 to 10",
             slider=(0, 20, 0.1),
         ),
         Option(
             "temperature",
             allowed="a finite number of at least 0 (0 is greedy)",
             help="randomness of sampling; 0 takes the likeliest token",
-            neutral=1.0,
-            least=0.0,
+            off_value=1.0,
+            minimum=0.0,
             slider=(0, 2, 0.05),
         ),
         Option(
             "top_k",
             allowed="a whole number of at least 1, or None to keep every token",
             help="number of likeliest tokens kept, up to the vocabulary",
-            neutral=None,
-            least=1,
+            off_value=None,
+            minimum=1,
             is_integer=True,
             optional=True,
             slider=(0, 2**20, 1),
@@ -96,10 +97,10 @@ OPTIONS: dict[str, Option] = {
             "top_p",
             allowed="in (0, 1], where 1 keeps every token",
             help="probability kept; 1 keeps all",
-            neutral=1.0,
-            least=0.0,
-            most=1.0,
-            above=True,
+            off_value=1.0,
+            minimum=0.0,
+            maximum=1.0,
+            exclusive_minimum=True,
             slider=(0.01, 1, 0.01),
         ),
     )
@@ -108,5 +109,5 @@ OPTIONS: dict[str, Option] = {
 
 def options_table() -> str:
     """Return the options as a Markdown table for the documentation."""
-    rows = [f"| `{each.name}` | {each.allowed} | {each.help} | {each.neutral} |" for each in OPTIONS.values()]
+    rows = [f"| `{each.name}` | {each.allowed} | {each.help} | {each.off_value} |" for each in OPTIONS.values()]
     return "\n".join(["| option | may be | what it does | changes nothing |", "|---|---|---|---|", *rows])

@@ -1,4 +1,8 @@
-"""Untrusted files, opened without blocking: only regular files, and texts only up to a maximum size."""
+"""Safe reading of files from users and third parties: regular files only, texts of bounded size, images of raster formats.
+
+Pillow selects the format by a file's first bytes, and passes PostScript to Ghostscript, which executes it. So every image is
+opened here, where only raster formats are allowed.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +10,21 @@ import errno
 import os
 import stat
 import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from io import BufferedReader
 from pathlib import Path
+from typing import BinaryIO
+
+from PIL import Image, UnidentifiedImageError
 
 from vargen.files import expand_user
 
-STDIN = "-"  # stands for standard input in place of a file name
+STDIN = "-"  # means standard input in place of a file name
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+MAX_PIXELS = 80_000_000  # of an image; Pillow warns slightly above this
+_EIGHT_BITS = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBX", "RGBa", "CMYK", "YCbCr", "LAB", "HSV")
 
 
 def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
@@ -30,35 +43,92 @@ def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
     raise OSError(errno.EINVAL, "not a regular file", str(path))
 
 
-def read_text(path: str | Path, name: str, most: int) -> str:
+def read_text(path: str | Path, name: str, max_bytes: int) -> str:
     """Read UTF-8 text from a regular file, or from standard input if `path` is `-`.
 
     Args:
-        name: of the argument, for error messages. most: maximum size in bytes.
+        name: of the argument, for error messages. max_bytes: maximum size.
 
     Raises:
-        ValueError: naming the argument, if it is not a regular file, is larger than `most` bytes, or is not UTF-8.
+        ValueError: naming the argument, if it is not a regular file, is larger than `max_bytes`, or is not UTF-8.
         FileNotFoundError, IsADirectoryError, PermissionError: likewise naming the argument.
     """
     if str(path) == STDIN:
         if sys.stdin is None:
             raise ValueError(f"{name} '-' is standard input, which is closed")
-        what, data = f"{name} '-', standard input,", sys.stdin.buffer.read(most + 1)
+        what, data = f"{name} '-', standard input,", sys.stdin.buffer.read(max_bytes + 1)
     else:
         path = expand_user(path, name)
         what = f"{name} {str(path)!r}"
         try:
             with open_regular(path) as file:
-                data = file.read(most + 1)
+                data = file.read(max_bytes + 1)
         except FileNotFoundError:
             raise FileNotFoundError(f"{what} does not exist") from None
         except (IsADirectoryError, PermissionError) as error:
             raise type(error)(f"{what} cannot be read: {error.strerror}") from None
         except OSError as error:
             raise ValueError(f"{what} cannot be read: {error.strerror or error}") from error
-    if len(data) > most:
-        raise ValueError(f"{what} must hold at most {most:,} bytes")
+    if len(data) > max_bytes:
+        raise ValueError(f"{what} must hold at most {max_bytes:,} bytes")
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{what} must be UTF-8 text: {error}") from error
+
+
+class ImageFileError(ValueError):
+    """Raised for a file that is not an image, is damaged, or is too large.
+
+    Attributes:
+        reason: the message without the file name.
+    """
+
+    def __init__(self, name: str, reason: str):
+        super().__init__(f"{name} cannot be read: {reason}")
+        self.reason = reason
+
+
+@contextmanager
+def open_image(source: str | os.PathLike[str] | BinaryIO, name: str = "image") -> Iterator[Image.Image]:
+    """Yield an opened image whose pixels are not decoded yet.
+
+    Args:
+        source: a file's path, or an open file, which is not closed. name: of the argument, for the error message.
+
+    Raises:
+        ImageFileError: naming the file, if it cannot be read, is not in one of `FORMATS` or has more than `MAX_PIXELS`
+            pixels. Any error in the block, which should only decode, is converted to it, too.
+    """
+    path = source if isinstance(source, str | os.PathLike) else None
+    label = name if path is None else f"{name} {os.fspath(path)!r}"
+    try:
+        with open_regular(path) if path is not None else nullcontext(source) as file:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # raised as an error here
+                image = Image.open(file, formats=FORMATS)
+            with image:
+                if image.width * image.height > MAX_PIXELS:
+                    raise Image.DecompressionBombError
+                if image.mode not in _EIGHT_BITS:
+                    raise ImageFileError(label, f"it must have 8 bits per channel, and has mode {image.mode}")
+                yield image
+    except (MemoryError, ImageFileError):
+        raise
+    except Image.DecompressionBombError as error:
+        raise ImageFileError(label, f"it must have at most {MAX_PIXELS:,} pixels, and has more") from error
+    except UnidentifiedImageError as error:
+        raise ImageFileError(label, f"no image, or none of {', '.join(FORMATS)}") from error
+    except Exception as error:  # Pillow raises many types; a truncated PNG alone can give OSError, SyntaxError or ValueError
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else "damaged or cut off"
+        raise ImageFileError(label, reason) from error
+
+
+def on_white(image: Image.Image) -> Image.Image:
+    """Convert the image to RGB, with transparent areas on white."""
+    if image.mode not in ("LA", "La", "PA", "RGBA", "RGBa") and "transparency" not in image.info:
+        return image.convert("RGB")
+    layer = image.convert("RGBA")
+    canvas = Image.new("RGBA", layer.size, "white")
+    canvas.alpha_composite(layer)
+    return canvas.convert("RGB")

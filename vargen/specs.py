@@ -23,7 +23,7 @@ def split_specs(text: str | Sequence[str]) -> list[str]:
     return found
 
 
-def read_spec(spec: str) -> tuple[str, dict[str, str]]:
+def parse_spec(spec: str) -> tuple[str, dict[str, str]]:
     """Return the name and options of `name:key=value,...`.
 
     Raises:
@@ -39,7 +39,7 @@ def read_spec(spec: str) -> tuple[str, dict[str, str]]:
     return name.strip(), options
 
 
-def imported(spec: str, what: str) -> Any:
+def import_object(spec: str, what: str) -> Any:
     """Import the object that `module:name` refers to; modules in the current folder are found, too.
 
     Args:
@@ -61,12 +61,12 @@ def imported(spec: str, what: str) -> Any:
         raise ValueError(f"{what} {short_repr(spec)} could not be imported: {type(error).__name__}: {error}") from error
 
 
-def of_ones_own(spec: str, what: str) -> Any:
-    """Import an object that will be called; as `imported`, but rejects Python's own modules (such as `os:system`) unimported.
+def import_user_object(spec: str, what: str) -> Any:
+    """Import an object that will be called; as `import_object`, but rejects Python's own modules, such as `os:system`.
 
     Raises:
-        ValueError: for a module of Python itself; see also `imported`.
+        ValueError: for a module of Python itself; see also `import_object`.
     """
     if spec.split(":")[0].split(".")[0] in sys.stdlib_module_names:
-        raise ValueError(f"{what} {short_repr(spec)} must be of a module of yours, and this one is a part of Python")
-    return imported(spec, what)
+        raise ValueError(f"{what} {short_repr(spec)} must be in your own module, and this one is part of Python")
+    return import_object(spec, what)

@@ -17,13 +17,13 @@ from vargen.decoding import AutoregressiveHead, Noise, Output, ParallelHeads, Sa
 from vargen.decoding.next_token.graphs import register_state
 from vargen.decoding.noise import Purpose, derive_seeds
 from vargen.decoding.sampling import to_probs
+from vargen.device import normal_tensors
 from vargen.models.condition import Condition
 from vargen.models.heads.eagle import EagleDrafter
 from vargen.models.heads.medusa import MedusaDrafter
 from vargen.models.heads.upsampler import TokenUpsampler
 from vargen.models.kv_cache import KVCache
 from vargen.models.tokenizers.vq import VQModel
-from vargen.modes import normal_tensors
 from vargen.pipelines.components import require_equal
 
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from vargen.decoding import Output, TokenModel, Tree
+from vargen.device import normal_tensors
 from vargen.models.condition import Condition
 from vargen.models.kv_cache import KVCache
 from vargen.models.llamagen import LlamaGenOutput, LlamaGenTransformer
-from vargen.modes import normal_tensors
 from vargen.pipelines.adapters.drafters import LowResolutionDrafter
 
 

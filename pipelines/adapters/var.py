@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from vargen.decoding.sampling import apply_guidance
+from vargen.device import inference_mode_for
 from vargen.models.condition import Condition
 from vargen.models.tokenizers.multi_scale_quantizer import MultiScaleQuantizer
 from vargen.models.var import VAROutput, VARTransformer
 from vargen.models.var_blocks import ScaleCache
-from vargen.modes import inference_mode_for
 
 
 class ScaleState:

@@ -1,12 +1,13 @@
-"""Captions for the records of the emoji data set: plain lower-case English built from names and keywords."""
+"""Captions of the records of the emoji data set: plain lower-case English built from names and keywords."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 STYLES = ("3d", "flat", "twemoji", "noto")
+CHANNEL_COLORS = ("red", "green", "blue")  # in the order of the channels
 
 # Probabilities used by `sample_caption`; the name itself is what people type, so it dominates.
 _STYLE_OMITTED = 0.3
@@ -36,7 +37,7 @@ _ARTICLE_GROUPS = frozenset(
 )
 
 
-def subject(label: str) -> str:
+def to_noun_phrase(label: str) -> str:
     """Turn an emojibase label into a plain lower-case noun phrase, such as ``"flag of france"``.
 
     Labels of the form ``"kind: detail"`` are rewritten ("man: red hair" becomes "man with red hair");
@@ -58,14 +59,14 @@ def subject(label: str) -> str:
 
 
 def style_phrase(style: str) -> str:
-    """Return the words that ask for a style, such as ``"3d style"``; ValueError for an unknown style."""
+    """Return the words that request a style, such as ``"3d style"``; ValueError for an unknown style."""
     if style not in STYLES:
         raise ValueError(f"unknown emoji style {style!r}; expected one of {', '.join(STYLES)}")
     return f"{style} style"
 
 
 def _with_article(phrase: str, group: str) -> str | None:
-    """`phrase` with "a" or "an", or None where an article would read badly (plurals, flags, signs)."""
+    """Return `phrase` with "a" or "an", or None where an article would read badly (plurals, flags, signs)."""
     last = phrase.split(",")[0].split(" with ")[0].split(" of ")[0].split(" in ")[0].split()[-1]
     plural = last.endswith("s") and not last.endswith(("ss", "us", "is"))
     if group not in _ARTICLE_GROUPS or plural or last in _NO_ARTICLE or not phrase[0].isalpha():
@@ -76,15 +77,15 @@ def _with_article(phrase: str, group: str) -> str | None:
 
 
 def _tone_phrase(tones: list[str]) -> str:
-    """``"medium-dark skin tone"``, ``"light and dark skin tones"`` or the empty string."""
+    """Return ``"medium-dark skin tone"``, ``"light and dark skin tones"`` or the empty string."""
     if not tones:
         return ""
     return f"{tones[0]} skin tone" if len(tones) == 1 else f"{' and '.join(tones)} skin tones"
 
 
 def _parts(record: Mapping[str, Any]) -> tuple[str, str | None, str, list[str], list[str]]:
-    """Subject, subject with article, skin-tone phrase, tags and synonyms of a record, all lower-case."""
-    name = subject(record["label"])
+    """Return the name of a record, the name with its article, skin-tone phrase, tags and synonyms, all lower-case."""
+    name = to_noun_phrase(record["label"])
     tags = [tag.lower() for tag in record.get("tags", ()) if tag.lower() != name]
     # Two-letter keywords are country codes and chat slang; alone they name nothing.
     synonyms = [synonym.lower() for synonym in record.get("synonyms", ()) if len(synonym) > 2]
@@ -103,8 +104,8 @@ def captions(record: Mapping[str, Any]) -> list[str]:
             ``tags``, ``synonyms`` and ``tones``.
 
     Returns:
-        Lower-case strings; the first is the canonical caption (name, skin tone, style). The later ones add
-        an article, "emoji of", keywords or synonyms, and leave the style out.
+        Lower-case strings; the first is the canonical caption (name, skin tone, style). The later ones add an article, "emoji
+            of", keywords or synonyms, or omit the style.
 
     Raises:
         KeyError: a required field is missing. ValueError: the style is unknown.
@@ -122,11 +123,10 @@ def captions(record: Mapping[str, Any]) -> list[str]:
 
 
 def sample_caption(record: Mapping[str, Any], rng: random.Random) -> str:
-    """Draw one caption of a record for training.
+    """Sample one caption of a record for training.
 
-    The name is used most of the time, with or without an article, at times with one to three keywords; a
-    synonym or keywords alone stand in for it now and then. The style is left out in 30 % of the draws; a
-    skin tone is always named.
+    Most captions contain the name, with or without an article, some with one to three keywords; a few consist of a synonym or
+    of keywords alone. 30 % omit the style; a skin tone is always named.
 
     Args:
         record: as in `captions`.
@@ -141,19 +141,19 @@ def sample_caption(record: Mapping[str, Any], rng: random.Random) -> str:
     name, article, tone, tags, synonyms = _parts(record)
     style = "" if rng.random() < _STYLE_OMITTED else style_phrase(record["style"])
     body = article if article and rng.random() < _ARTICLE else name
-    draw = rng.random()
-    if draw < _TAGS_ONLY and len(tags) > 1:
+    uniform = rng.random()
+    if uniform < _TAGS_ONLY and len(tags) > 1:
         return _join(*rng.sample(tags, rng.randint(2, min(4, len(tags)))), tone, style)
-    if draw < _TAGS_ONLY + _SYNONYM and synonyms:
+    if uniform < _TAGS_ONLY + _SYNONYM and synonyms:
         return _join(rng.choice(synonyms), tone, style)
     if rng.random() < _EMOJI_OF:
         body = f"emoji of {body}"
-    if draw > 1 - _NAME_WITH_TAGS and tags:
+    if uniform > 1 - _NAME_WITH_TAGS and tags:
         return _join(body, *rng.sample(tags, rng.randint(1, min(3, len(tags)))), tone, style)
     return _join(body, tone, style)
 
 
-# In these groups nothing is written, and hair, skin and flags are what their colors are.
+# Images of the first groups contain no text. Hair, skin and flags cannot change color without changing what they are.
 _UNWRITTEN = frozenset({"animals & nature", "food & drink", "travel & places", "activities", "objects", "smileys & emotion"})
 _FIXED_COLOR = frozenset({"people & body", "flags", "components"})
 _NAMES_A_SIDE = frozenset("left right west east clockwise anticlockwise clock o’clock keycap button flag".split())
@@ -161,14 +161,50 @@ _NAMES_A_COLOR = frozenset("white black brown grey gray colour color rainbow".sp
 
 
 def can_flip(record: Mapping[str, Any]) -> bool:
-    """Whether the mirror image of a record's image fits its captions: nothing is written in it, and no side is named."""
+    """Whether the mirror image of a record matches its captions: it contains no text, and no caption names a side."""
     return record["group"] in _UNWRITTEN and not _NAMES_A_SIDE & _label_words(record)
 
 
 def can_recolor(record: Mapping[str, Any]) -> bool:
-    """Whether a record's image may have another color."""
+    """Whether a record's image may get another color."""
     return record["group"] not in _FIXED_COLOR and not record.get("tones") and not _NAMES_A_COLOR & _label_words(record)
 
 
 def _label_words(record: Mapping[str, Any]) -> set[str]:
     return set(record["label"].lower().replace("-", " ").split())
+
+
+def captions_without_style(record: Mapping[str, Any]) -> list[str]:
+    """List the captions that name only the concept."""
+    return [text for text in captions({**record, "tones": []}) if not text.endswith(" style")]
+
+
+def full_captions(record: Mapping[str, Any], style: str | None = None) -> list[str]:
+    """List captions with concept, skin tone and style, with and without an article; `style` replaces the record's."""
+    found = [text for text in captions({**record, "style": style or record["style"]}) if text.endswith(" style")]
+    plain = [text for text in found if not text.startswith("emoji of ")]
+    return plain[:2]
+
+
+def swap_color_words(text: str, one: str, other: str) -> str:
+    """Exchange two color words of a caption, for an image whose channels were exchanged."""
+    exchange = {one: other, other: one}
+    return " ".join(exchange.get(word, word) for word in text.split(" "))
+
+
+def extract_color_words(record: Mapping[str, Any]) -> list[str]:
+    """List the channel colors in a record's name; none for people, whose hair the color describes."""
+    words = record["label"].lower().split()
+    return [] if record["group"] == "people & body" else [color for color in CHANNEL_COLORS if color in words]
+
+
+def all_captions(records: Sequence[Mapping[str, Any]]) -> set[str]:
+    """Return every caption that the training of the scorer or its evaluation may need."""
+    found: set[str] = set()
+    for record in records:
+        found.update(captions_without_style(record))
+        full = [text for style in STYLES for text in full_captions(record, style)]
+        found.update(full)
+        for one in extract_color_words(record):
+            found.update(swap_color_words(text, one, other) for text in full for other in CHANNEL_COLORS if other != one)
+    return found

@@ -1,7 +1,7 @@
-"""The emoji data set: about fourteen thousand captioned 128 x 128 pictures rebuilt from public npm packages.
+"""The emoji data set: about fourteen thousand captioned 128 x 128 images, rebuilt from public npm packages.
 
-`build_emoji_dataset` fetches five pinned packages, checks their SHA-256 sums, draws every emoji on white and
-joins it with its English name and keywords. `load_emoji_dataset` opens the result without reading it all.
+`build_emoji_dataset` fetches five pinned packages, checks their SHA-256 sums, rasterizes every emoji on
+white and joins it with its English name and keywords. `load_emoji_dataset` memory-maps the result.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from tqdm import tqdm
 from recipes.emoji.captions import STYLES, can_flip, can_recolor, captions, sample_caption
 from recipes.emoji.sources import SOURCES, Source, fetch_sources, read_tarball
 from vargen.files import cache_folder
-from vargen.picture_files import on_white, opened_picture
-from vargen.training.dataset import CaptionedImages, Record, check_images, open_images, spread
-from vargen.training.focus import Focus
+from vargen.reading import on_white, open_image
+from vargen.training.augment import SamplingWeights
+from vargen.training.dataset import CaptionedImages, Record, check_images, open_images, take_evenly
 
 TONES = {
     "1F3FB": "light",
@@ -37,22 +37,22 @@ TONES = {
     "1F3FE": "medium-dark",
     "1F3FF": "dark",
 }
-# Variation selectors and the end-of-tag mark: present in some file names, absent in others.
+# Variation selectors and the end-of-tag mark, which some file names have and others lack.
 _IGNORED = frozenset({"FE0E", "FE0F", "E007F"})
 _SKIN_TONE_WEIGHT = 0.25
 _VALIDATION_PER_MILLE = 50
-_CELLS_PER_MILLE = 25
+_STYLES_PER_MILLE = 25
 # A keyword shared by more concepts than this is a category ("food"), not another name ("kitty").
 _SYNONYM_MAX_CONCEPTS = 6
 
 
 @dataclass(frozen=True)
 class EmojiDataset(CaptionedImages):
-    """The built data set; its records are those of `plan_records`, and captions are made of them."""
+    """The built data set. Captions are made from its records, which are those of `plan_records`."""
 
     def training_indices(self) -> np.ndarray:
-        """Positions (int64) of the training split without its held-out cells."""
-        return np.array([i for i in self.indices("train") if not is_held_out_cell(self.records[i])], dtype=np.int64)
+        """Return the positions (int64) of the training split without its held-out styles."""
+        return np.array([i for i in self.indices("train") if not is_held_out_style(self.records[i])], dtype=np.int64)
 
     def captions(self, i: int) -> list[str]:
         return captions(self.records[i])
@@ -69,34 +69,35 @@ class EmojiDataset(CaptionedImages):
     def caption_like(self, i: int, other: int) -> str:
         return captions({**self.records[i], "style": self.records[other]["style"]})[0]
 
-    def evaluation_groups(self, focus: Focus, **counts: int) -> dict[str, list[int]]:
-        """Images without skin tone, spread evenly over the data; groups that the data lacks are left out.
+    def evaluation_groups(self, sampling_weights: SamplingWeights, **counts: int) -> dict[str, list[int]]:
+        """Return evenly spaced images without skin tones by group; empty groups are omitted.
 
-        `seen`: in training, of the kinds that it sees most. `styles`: held out, of concepts that it knows in other styles.
-        `concepts`: one image of each held-out concept, in the styles that training sees most by turns.
+        `seen`: training images, of the most frequently sampled kinds. `styles`: held-out styles of training concepts.
+        `concepts`: one image of each held-out concept, alternating between the most frequently sampled styles.
 
         Args:
-            counts: most images of each group; 64 by default.
+            sampling_weights: how often training sees each kind of image.
+            counts: maximum number of images per group; 64 by default.
         """
         records = self.records
         plain = [i for i, record in enumerate(records) if not record["skin_tone"]]
-        known = [i for i in plain if records[i]["split"] == "train" and not is_held_out_cell(records[i])]
-        most = max((focus.factor(records[i]) for i in known), default=0.0)
+        known = [i for i in plain if records[i]["split"] == "train" and not is_held_out_style(records[i])]
+        highest = max((sampling_weights.factor(records[i]) for i in known), default=0.0)
         of_concept: dict[str, list[int]] = {}
         for i in plain:
             if records[i]["split"] == "validation":
                 of_concept.setdefault(records[i]["concept"], []).append(i)
         concepts = []
         for turn, members in enumerate(of_concept.values()):
-            best = max(focus.factor(records[i]) for i in members)
-            usual = [i for i in members if focus.factor(records[i]) == best]
+            best = max(sampling_weights.factor(records[i]) for i in members)
+            usual = [i for i in members if sampling_weights.factor(records[i]) == best]
             concepts.append(usual[turn % len(usual)])
         groups = {
-            "seen": [i for i in known if focus.factor(records[i]) == most],
-            "styles": [i for i in plain if is_held_out_cell(records[i])],
+            "seen": [i for i in known if sampling_weights.factor(records[i]) == highest],
+            "styles": [i for i in plain if is_held_out_style(records[i])],
             "concepts": concepts,
         }
-        return {name: spread(members, counts.get(name, 64)) for name, members in groups.items() if members}
+        return {name: take_evenly(members, counts.get(name, 64)) for name, members in groups.items() if members}
 
 
 def normalize_hexcode(text: str) -> str:
@@ -119,21 +120,21 @@ def split_of(concept: str) -> str:
     return "validation" if int.from_bytes(digest[:8], "big") % 1000 < _VALIDATION_PER_MILLE else "train"
 
 
-def is_held_out_cell(record: Record) -> bool:
-    """Whether the record is of a (concept, style) pair that is kept from training though the concept is known in other styles.
+def is_held_out_style(record: Record) -> bool:
+    """Whether a record's style is held out for its concept, which training sees in other styles.
 
-    A fixed 2.5 % of the pairs of training concepts, chosen by a hash: does a model know how a thing looks in a style in which
-    it never saw it?
+    This is a fixed 2.5 % of the (concept, style) pairs of training concepts, chosen by a hash. It tests whether a model can
+    generate a concept in a style in which it has never seen it.
     """
     digest = hashlib.sha256(f"{record['concept']}/{record['style']}".encode()).digest()
-    return record["split"] == "train" and int.from_bytes(digest[:8], "big") % 1000 < _CELLS_PER_MILLE
+    return record["split"] == "train" and int.from_bytes(digest[:8], "big") % 1000 < _STYLES_PER_MILLE
 
 
-def _pictures(style: str, files: dict[str, bytes]) -> Iterator[tuple[str, str, str, bytes]]:
-    """Yield (hexcode, own name, file name, WebP or SVG bytes) of every picture of one package."""
+def iter_images(style: str, files: dict[str, bytes]) -> Iterator[tuple[str, str, str, bytes]]:
+    """Yield (hexcode, own name, file name, WebP or SVG bytes) of every image of one package."""
     if style == "noto":
         icons = json.loads(files["icons.json"])
-        # chars.json maps code points to the current drawings; icons it leaves out are outdated doubles.
+        # chars.json maps code points to the current icons; icons that it omits are outdated duplicates.
         for hexcode, name in sorted(json.loads(files["chars.json"]).items()):
             icon = icons["icons"][name]
             width, height = (icon.get(k, icons.get(k, 16)) for k in ("width", "height"))
@@ -172,14 +173,14 @@ def concept_names(files: dict[str, bytes]) -> dict[str, tuple[str, Record]]:
 
 
 def plan_records(packages: dict[str, dict[str, bytes]]) -> tuple[list[Record], list[bytes], dict[str, Any]]:
-    """Join the pictures of every style with their names.
+    """Join the images of every style with their names.
 
     Args:
         packages: files of each package by path, keyed by style ("" for emojibase).
 
     Returns:
-        Records, the aligned picture files (WebP or SVG bytes) and a report with the counts of duplicates and
-        of pictures without an entry (``named_by_file``: kept under their own name; ``dropped``: listed).
+        Records, the aligned image files (WebP or SVG bytes) and a report with the counts of duplicates and of images without an
+            entry (``named_by_file``: kept under their own name; ``dropped``: listed).
     """
     names = concept_names(packages[""])
     records: list[Record] = []
@@ -187,7 +188,7 @@ def plan_records(packages: dict[str, dict[str, bytes]]) -> tuple[list[Record], l
     report: dict[str, Any] = {"duplicates": Counter(), "named_by_file": Counter(), "dropped": []}
     for style in (s for s in STYLES if s in packages):
         seen: set[str] = set()
-        for hexcode, own_name, path, blob in _pictures(style, packages[style]):
+        for hexcode, own_name, path, blob in iter_images(style, packages[style]):
             if hexcode in seen:
                 report["duplicates"][style] += 1
                 continue
@@ -223,14 +224,14 @@ def plan_records(packages: dict[str, dict[str, bytes]]) -> tuple[list[Record], l
     return records, blobs, report
 
 
-def _draw(blob: bytes, size: int) -> np.ndarray:
-    """Draw a WebP or SVG file on white: uint8 [size, size, 3]."""
+def _rasterize(blob: bytes, size: int) -> np.ndarray:
+    """Rasterize a WebP or SVG file on white: uint8 [size, size, 3]."""
     if blob[:4] != b"RIFF":
         import resvg_py
 
-        # System fonts would make the pictures depend on the machine; no emoji here needs one.
+        # System fonts would make the images depend on the machine; no emoji here needs one.
         blob = resvg_py.svg_to_bytes(svg_string=blob.decode(), width=size, height=size, skip_system_fonts=True)
-    with opened_picture(io.BytesIO(blob)) as opened:
+    with open_image(io.BytesIO(blob)) as opened:
         return np.asarray(on_white(opened).resize((size, size), Image.Resampling.LANCZOS))
 
 
@@ -243,17 +244,17 @@ def build_emoji_dataset(
 ) -> EmojiDataset:
     """Build the data set: ``images.npy`` (uint8 [N, size, size, 3]) and ``records.json`` in ``output``.
 
-    Files appear only when complete; building twice gives the same bytes.
+    Files appear only when complete, and building twice gives the same bytes.
 
     Args:
         output: folder to write; default ``<cache>/emoji-<size>``.
-        cache: folder that keeps the downloads; default `cache_folder`.
-        size: picture side in pixels, at least 8.
+        cache: folder for the downloads; default `cache_folder`.
+        size: side of the images in pixels, at least 8.
         progress: show a progress bar on standard error.
         sources: the packages to read.
 
     Raises:
-        ValueError: ``size`` is too small, a checksum does not match, or a picture cannot be drawn.
+        ValueError: ``size`` is too small, a checksum does not match, or an image cannot be rasterized.
         OSError: a package cannot be fetched or ``output`` cannot be written.
     """
     if size < 8:
@@ -267,17 +268,17 @@ def build_emoji_dataset(
     try:
         shape = (len(records), size, size, 3)
         images = np.lib.format.open_memmap(scratch / "images.npy", mode="w+", dtype=np.uint8, shape=shape)
-        for i, blob in enumerate(tqdm(blobs, desc="drawing emoji", disable=not progress)):
+        for i, blob in enumerate(tqdm(blobs, desc="rasterizing emoji", disable=not progress)):
             try:
-                images[i] = _draw(blob, size)
+                images[i] = _rasterize(blob, size)
             except (ValueError, OSError) as error:
                 name = f"{records[i]['style']}/{records[i]['hexcode']}"
-                raise ValueError(f"cannot draw {name}: {error}") from error
+                raise ValueError(f"cannot rasterize {name}: {error}") from error
         images.flush()
         del images
         (scratch / "records.json").write_text(json.dumps(records, ensure_ascii=False), encoding="utf-8")
         output.mkdir(parents=True, exist_ok=True)
-        # Without its records an image file is not a data set, so the records go first and come back last.
+        # Without its records an image file is not a data set, so they are deleted first and written last.
         (output / "records.json").unlink(missing_ok=True)
         for name in ("images.npy", "records.json"):
             os.replace(scratch / name, output / name)
@@ -288,10 +289,10 @@ def build_emoji_dataset(
 
 
 def load_emoji_dataset(folder: Path) -> EmojiDataset:
-    """Open a data set written by `build_emoji_dataset`; the pictures stay on disk (memory-mapped).
+    """Load a data set written by `build_emoji_dataset`; the images stay on disk (memory-mapped).
 
     Raises:
-        FileNotFoundError: a file is missing. ValueError: one is damaged, or the two do not belong together.
+        FileNotFoundError: a file is missing. ValueError: a file is damaged, or the two do not match.
     """
     hint = "build the data set with `python -m recipes emoji-data`"
     images = open_images(folder, "records.json", hint)

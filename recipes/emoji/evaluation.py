@@ -1,6 +1,7 @@
-"""Do people get what they ask for? The packaged scorer looks for the caption of a drawn picture among 1,000.
+"""Caption recall: the packaged scorer searches for the prompt of a generated image among 1,000 captions.
 
-This is what training stops by: held-out loss says how well unseen pictures are predicted, and people ask for known things.
+Recall decides when training stops: validation loss shows how well unseen images are predicted, but prompts mostly ask for known
+concepts.
 """
 
 from __future__ import annotations
@@ -12,106 +13,106 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recipes.emoji.dataset import EmojiDataset, captions
-from recipes.emoji.scorer_captions import without_style
+from recipes.emoji.captions import captions, captions_without_style
+from recipes.emoji.dataset import EmojiDataset
 from vargen.models.llamagen import LlamaGenTransformer
 from vargen.models.tokenizers.vq import VQModel
 from vargen.pipelines.llamagen import LlamaGenPipeline
-from vargen.scoring.packaged import ImageTextScorer
-from vargen.training.caption_bank import CaptionBank
-from vargen.training.config import NextTokenConfig
-from vargen.training.dataset import spread
-from vargen.training.focus import Focus
-from vargen.training.next_token import ImageMetrics
+from vargen.scoring.image_text import ImageTextScorer
+from vargen.training.augment import SamplingWeights
+from vargen.training.dataset import CaptionBank, take_evenly
+from vargen.training.next_token import ImageMetrics, NextTokenConfig
 
 COUNTS = {"seen": 256, "styles": 128, "concepts": 64}
-AMONG = 1000
+NUM_CANDIDATES = 1000
 DEFAULTS = {"guidance_scale": 1.25, "temperature": 1.0, "top_k": 500, "top_p": 0.6}  # of sampling
 
 Metrics = Callable[[int | None], dict[str, float]]
-Draw = Callable[[Sequence[str], int], Tensor]  # prompts and a seed to pictures [N, 3, Y, X] in [0, 1]
+GenerateFn = Callable[[Sequence[str], int], Tensor]  # maps prompts and a seed to images [N, 3, Y, X] in [0, 1]
 
 
-class Recall:
-    """Share of drawn pictures whose caption the scorer finds first, or among the first five, of `AMONG` captions.
+class CaptionRecall:
+    """Measures how often a scorer ranks an image's caption first, or among the first five, of `num_candidates` captions.
 
-    Groups are those of `EmojiDataset.evaluation_groups`: 256 training captions, 128 held-out styles, 64 held-out concepts.
-    Prompts name their style; the captions that they are looked for among do not.
+    The groups are those of `EmojiDataset.evaluation_groups`: 256 training captions, 128 held-out styles, 64 held-out concepts.
+    Prompts name their style; the candidate captions do not.
 
     Args:
-        focus: which kinds training sees most. scorer: judges. counts: pictures of each group.
+        sampling_weights: how often training sees each kind of image. scorer: ranks the captions.
+        counts: number of images per group.
     """
 
     def __init__(
         self,
         data: EmojiDataset,
-        focus: Focus,
+        sampling_weights: SamplingWeights,
         scorer: ImageTextScorer,
         counts: dict[str, int] | None = None,
-        among: int = AMONG,
+        num_candidates: int = NUM_CANDIDATES,
     ):
         self.scorer, records = scorer, data.records
-        groups = data.evaluation_groups(focus, **(counts or COUNTS))
-        name = {i: without_style(records[i])[0] for members in groups.values() for i in members}
-        every = list(dict.fromkeys(without_style(record)[0] for record in records if not record["skin_tone"]))
-        asked = list(dict.fromkeys(name.values()))
-        others = spread(range(len(every)), len(every))
-        rest = [every[n] for n in others if every[n] not in set(asked)]
-        self.captions = asked + [rest[n] for n in spread(range(len(rest)), max(0, among - len(asked)))]
+        groups = data.evaluation_groups(sampling_weights, **(counts or COUNTS))
+        name = {i: captions_without_style(records[i])[0] for members in groups.values() for i in members}
+        every = list(dict.fromkeys(captions_without_style(record)[0] for record in records if not record["skin_tone"]))
+        prompts = list(dict.fromkeys(name.values()))
+        rest = [text for text in every if text not in set(prompts)]
+        self.captions = prompts + take_evenly(rest, max(0, num_candidates - len(prompts)))
         place = {text: n for n, text in enumerate(self.captions)}
         self.groups = {
             group: [(i, captions(records[i])[0], place[name[i]]) for i in members] for group, members in groups.items()
         }
         self.features = scorer.embed_captions(self.captions)
 
-    def __call__(self, draw: Draw, pictures: int | None = None, seed: int = 0, batch: int = 32) -> dict[str, float]:
-        """`top1_` and `top5_` of each group.
+    def __call__(
+        self, generate_fn: GenerateFn, num_images: int | None = None, seed: int = 0, batch_size: int = 32
+    ) -> dict[str, float]:
+        """Return `top1_` and `top5_` of each group.
 
         Args:
-            pictures: about how many are drawn in all, in the groups' proportions; None for all.
+            num_images: approximate number of images to generate, in the groups' proportions; None for all.
         """
         total = sum(map(len, self.groups.values()))
-        share = 1.0 if pictures is None else min(1.0, pictures / total)
-        figures = {}
+        fraction = 1.0 if num_images is None else min(1.0, num_images / total)
+        metrics = {}
         for group, members in self.groups.items():
-            some = [members[n] for n in spread(range(len(members)), max(1, round(share * len(members))))]
+            some = take_evenly(members, max(1, round(fraction * len(members))))
             ranks = []
-            for start in range(0, len(some), batch):
-                part = some[start : start + batch]
-                images = draw([prompt for _, prompt, _ in part], seed + start)
+            for start in range(0, len(some), batch_size):
+                part = some[start : start + batch_size]
+                images = generate_fn([prompt for _, prompt, _ in part], seed + start)
                 ranks.append(self.ranks(images, [right for _, _, right in part]))
-            found = torch.cat(ranks)
-            figures[f"top1_{group}"] = (found < 1).float().mean().item()
-            figures[f"top5_{group}"] = (found < 5).float().mean().item()
-        return figures
+            rank = torch.cat(ranks)
+            metrics[f"top1_{group}"] = (rank < 1).float().mean().item()
+            metrics[f"top5_{group}"] = (rank < 5).float().mean().item()
+        return metrics
 
     @torch.no_grad()
     def ranks(self, images_BCYX: Tensor, right: Sequence[int]) -> Tensor:
-        """How many captions fit a picture in [0, 1] better than the right one, `[B]`."""
-        fits = self.scorer.embed_images(images_BCYX) @ self.features.T
-        own = fits.gather(1, torch.tensor(right, device=fits.device)[:, None])
-        return (fits > own).sum(1).cpu()
+        """Return how many captions score higher than the right one, `[B]`, for images in [0, 1]."""
+        scores = self.scorer.embed_images(images_BCYX) @ self.features.T
+        right_score = scores.gather(1, torch.tensor(right, device=scores.device)[:, None])
+        return (scores > right_score).sum(1).cpu()
 
 
-def pipeline_draw(pipe: Any, **settings: Any) -> Draw:
-    """Draws with a pipeline, each picture from a generator of its own.
+def make_generate_fn(pipe: Any, **settings: Any) -> GenerateFn:
+    """Return a function that generates with a pipeline, each image from its own generator.
 
     Args:
-        settings: of the call, such as `guidance_scale`; the pipeline's defaults where none are given.
+        settings: of the call, such as `guidance_scale`; by default the pipeline's.
     """
 
-    def draw(prompts: Sequence[str], seed: int) -> Tensor:
+    def generate(prompts: Sequence[str], seed: int) -> Tensor:
         generators = [torch.Generator().manual_seed(seed + n) for n in range(len(prompts))]
         return pipe(list(prompts), generator=generators, output_type="pt", accelerator=pipe.baseline, **settings).images.float()
 
-    return draw
+    return generate
 
 
-def caption_recall(data: EmojiDataset, recipe: NextTokenConfig, device: torch.device) -> ImageMetrics:
-    """`Recall` of what a generator in training draws, for `train_next_token`."""
+def caption_recall(data: EmojiDataset, config: NextTokenConfig, device: torch.device) -> ImageMetrics:
+    """Return the `image_metrics` of `train_next_token` that measure `CaptionRecall`."""
 
     def prepare(vqvae: VQModel, transformer: LlamaGenTransformer, bank: CaptionBank) -> Metrics:
-        recall = Recall(data, recipe.focus, ImageTextScorer(device=device))
+        recall = CaptionRecall(data, config.sampling_weights, ImageTextScorer(device=device))
         pipe = LlamaGenPipeline(
             vqvae=vqvae,
             transformer=transformer,
@@ -120,20 +121,20 @@ def caption_recall(data: EmojiDataset, recipe: NextTokenConfig, device: torch.de
             defaults={**DEFAULTS, "top_k": min(DEFAULTS["top_k"], transformer.config.vocab_size)},
         )
         pipe.set_progress_bar_config(disable=True)
-        draw = pipeline_draw(pipe)
-        return lambda count: recall(draw, count)
+        generate_fn = make_generate_fn(pipe)
+        return lambda num_images: recall(generate_fn, num_images)
 
     return prepare
 
 
-def open_pipeline(model: str, transformer: Path | None = None) -> Any:
-    """A pipeline in float32 on the CPU, quiet.
+def load_pipeline(model: str, transformer: Path | None = None) -> Any:
+    """Load a pipeline in float32 on the CPU, without progress bars.
 
     Args:
-        model: packaged, or a folder. transformer: a saved transformer in the place of the model's own, as training leaves it.
+        model: a packaged model or a folder. transformer: a saved transformer that replaces the model's own.
 
     Raises:
-        ValueError: where parts do not belong together.
+        ValueError: if the components are not compatible.
     """
     from vargen.pipelines.registry import describe, pipeline_class
 

@@ -1,4 +1,4 @@
-"""The names of all emoji, in the words of the training captions: the table that a model of emoji reads prompts with."""
+"""The names of all emoji in the words of the training captions, by which a model replaces emoji in prompts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from recipes.emoji.captions import subject
+from recipes.emoji.captions import to_noun_phrase
 from recipes.emoji.dataset import TONES, normalize_hexcode
 from recipes.emoji.sources import SOURCES, fetch_sources, read_tarball
 from vargen.files import cache_folder
@@ -14,14 +14,14 @@ from vargen.pipelines.prompt_names import PromptNames
 
 
 def emoji_names(files: Mapping[str, bytes]) -> dict[str, str]:
-    """Name by sequence, without variation selectors and skin tones, of emojibase's files by path.
+    """Return the name of each sequence without variation selectors and skin tones, from emojibase's files by path.
 
-    A skin-tone variant that is spelled with other code points (two people who hold hands) has an entry of its own.
+    A skin-tone variant that consists of other code points (two people holding hands) has its own entry.
     """
     names: dict[str, str] = {}
     variants: dict[str, str] = {}
     for entry in json.loads(files["en/data.json"]):
-        name = subject(entry["label"])
+        name = to_noun_phrase(entry["label"])
         names[_characters(normalize_hexcode(entry["hexcode"]))] = name
         for skin in entry.get("skins", ()):
             points = normalize_hexcode(skin["hexcode"]).split("-")

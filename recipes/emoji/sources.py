@@ -1,4 +1,4 @@
-"""The npm packages that the emoji data sets are made of: pinned versions, checksums, fetching, reading."""
+"""The npm packages of the emoji data sets: pinned versions, checksums, fetching, reading."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Source:
-    """One npm package: its name, version, tarball SHA-256 and the style it holds ("" for the names)."""
+    """One npm package: its name, version, tarball SHA-256 and the style it contains ("" for the names)."""
 
     name: str
     version: str
@@ -101,7 +101,7 @@ def fetch_sources(cache: Path, sources: tuple[Source, ...] = SOURCES) -> dict[st
         Tarball paths by style ("" for the names).
 
     Raises:
-        ValueError: a tarball does not have its pinned SHA-256 (a fresh download is not kept).
+        ValueError: a tarball does not have its pinned SHA-256 (a fresh download is deleted).
         OSError: npm is missing or fails.
     """
     folder = cache / "npm"
@@ -122,7 +122,7 @@ def _fetch(source: Source, path: Path) -> None:
     package = f"{source.name}@{source.version}"
     if npm is None:
         raise OSError(f"npm is not installed; install it or put {source.tarball} ({package}) into {path.parent}")
-    # A private folder keeps an interrupted or wrong download from ever carrying the final name.
+    # A temporary folder: an interrupted or wrong download never gets the final name.
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".fetch-") as scratch:
         command = [npm, "pack", package, "--pack-destination", scratch]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -136,7 +136,7 @@ def _fetch(source: Source, path: Path) -> None:
 
 
 def read_tarball(path: Path) -> dict[str, bytes]:
-    """Regular files of a tarball by their path below the leading folder, in sorted order."""
+    """Read the regular files of a tarball, sorted by their path without the leading folder."""
     members: dict[str, bytes] = {}
     with tarfile.open(path) as archive:
         for member in archive:

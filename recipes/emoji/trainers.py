@@ -1,4 +1,4 @@
-"""What `vargen.training` trains for anyone, trained on emoji, and the scorer beside its packaged model."""
+"""The trainers of `vargen.training`, applied to the emoji data, and the scorer with the packaged model's text encoder."""
 
 from __future__ import annotations
 
@@ -7,42 +7,39 @@ from typing import Any
 
 import torch
 
-from recipes.emoji.config import ScorerConfig
 from recipes.emoji.dataset import EmojiDataset
 from recipes.emoji.evaluation import caption_recall
-from recipes.emoji.scorer import train_scorer
-from vargen.training.config import NextTokenConfig
+from recipes.emoji.scorer import ScorerConfig, train_scorer
 from vargen.training.generated_images import select_prompt_source
-from vargen.training.heads import load_target, train_head
-from vargen.training.heads_config import HeadConfig
+from vargen.training.heads import HeadConfig, load_target, train_head
 from vargen.training.low_res import train_low_res
-from vargen.training.next_token import train_next_token
+from vargen.training.next_token import NextTokenConfig, train_next_token
 
 
 def train_emoji_generator(config: NextTokenConfig, data: EmojiDataset, device: torch.device, **inputs: Any) -> dict[str, float]:
-    """`train_next_token`, which generates images and looks for their captions at each evaluation."""
+    """Run `train_next_token`; evaluations generate images and measure the recall of their captions."""
     return train_next_token(config, data, device=device, image_metrics=caption_recall(data, config, device), **inputs)
 
 
 def train_emoji_low_res(config: NextTokenConfig, data: EmojiDataset, device: torch.device, **inputs: Any) -> dict[str, float]:
-    """`train_low_res`, likewise."""
+    """Run `train_low_res`, with the same evaluations."""
     return train_low_res(config, data, device=device, image_metrics=caption_recall(data, config, device), **inputs)
 
 
 def train_emoji_scorer(
     config: ScorerConfig, data: EmojiDataset, model: Path, folder: Path, device: torch.device
 ) -> dict[str, float]:
-    """`train_scorer` beside a model folder, which holds `text_encoder/`, `tokenizer/` and `vqvae/`."""
+    """Run `train_scorer` with the `text_encoder/`, `tokenizer/` and `vqvae/` of a model folder."""
     return train_scorer(config, data, model, model / "vqvae", folder, device)
 
 
 def train_eagle(config: HeadConfig, **inputs: Any) -> dict[str, float]:
-    """EAGLE's layer for the packaged model; see `_train_head`."""
+    """Train an EAGLE layer for the packaged model."""
     return _train_head("eagle", config, **inputs)
 
 
 def train_medusa(config: HeadConfig, **inputs: Any) -> dict[str, float]:
-    """Medusa's heads for the packaged model; see `_train_head`."""
+    """Train Medusa heads for the packaged model."""
     return _train_head("medusa", config, **inputs)
 
 
@@ -56,5 +53,5 @@ def _train_head(
     generated_images: Path | None = None,
 ) -> dict[str, float]:
     pipe = load_target(model, device)
-    source = select_prompt_source(pipe, config.pictures, lambda: data)
+    source = select_prompt_source(pipe, config.num_images, lambda: data)
     return train_head(kind, config, pipe, source, folder, generated_images)

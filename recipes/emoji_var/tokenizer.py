@@ -1,17 +1,16 @@
-"""Train a `MultiScaleVQModel` on whole pictures.
+"""Train a `MultiScaleVQModel` on whole images.
 
-VAR's authors have published no training code; this follows their section 3.2 for the sum over scales, and what smaller runs
-taught for the rest (see `MultiScaleTokenizerConfig`). Whole pictures, because in a crop the scales would mean other sizes of
-things.
+VAR's authors have not published training code; this follows their section 3.2 for the sum over scales, and results of smaller
+runs for the rest (see `MultiScaleTokenizerConfig`). It trains on whole images, because in crops the scales would correspond to
+other object sizes.
 
-Plain patches of one colour do not share a code here, as they do for `VQModel`: what a scale adds depends on what the coarser
-ones left, which a next-scale generator sees as its input, so there is nothing to guess.
+Flat patches of one color do not share a code here, as they do for `VQModel`: what a scale adds depends on what the coarser
+scales left, which a next-scale generator receives as its input, so there is nothing to guess.
 """
 
 from __future__ import annotations
 
-import logging
-import math
+from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -22,59 +21,102 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
+from recipes.emoji.codebook import reconstruction_loss
 from recipes.emoji.dataset import EmojiDataset
-from recipes.emoji.pixels import reconstruction_loss
-from recipes.emoji_var.codebook import Perturbation, ScaleCodebook, quantise
-from recipes.emoji_var.tokenizer_config import MultiScaleTokenizerConfig
-from vargen.device import preferred_dtype
-from vargen.files import atomic_file, atomic_merge
+from recipes.emoji.tokenizer import check_phases
+from recipes.emoji_var.codebook import ScaleCodebook, TokenPerturbation, quantize_scales
+from vargen.files import atomic_file
 from vargen.models.tokenizers.multi_scale_vq import MultiScaleVQModel
+from vargen.training.augment import SamplingWeights, WeightedIndices
+from vargen.training.config import Schedule, at_least, check_fractions
 from vargen.training.dataset import to_pixels
-from vargen.training.run import TrainingRun
-
-logger = logging.getLogger("vargen")
+from vargen.training.run import Trainer, export, fit
 
 _RECENT = 16  # batches of latents that the codebook is fitted to
 
 
-class Batches:
-    """Whole pictures of the training split, by (seed, step) alone: shifted, mirrored, half of them zoomed, on white."""
+@dataclass(frozen=True)
+class MultiScaleTokenizerConfig:
+    """How to train a `MultiScaleVQModel`. `model` contains the keyword arguments of its constructor.
 
-    def __init__(self, data: EmojiDataset, recipe: MultiScaleTokenizerConfig):
-        self.images = data.images
-        self.indices = data.indices("train")
-        self.cumulative = np.cumsum(recipe.focus.weights([data.records[i] for i in self.indices]))
-        self.recipe = recipe
+    There are three phases: `autoencoder_steps` without quantization, then with it, then `decoder_steps` of the decoder alone.
+    """
+
+    model: dict[str, Any]
+    schedule: Schedule = field(default_factory=Schedule)
+    sampling_weights: SamplingWeights = field(default_factory=SamplingWeights)
+    seed: int = 0
+    batch_size: int = 64
+    shift: int = 8  # pixels, in each direction
+    zoom: list[Any] = field(default_factory=lambda: [0.8, 1.1])  # of half of the images, on white
+    autoencoder_steps: int = 300
+    decoder_steps: int = 0  # last steps: encoder, codes and phi are frozen, and with them the tokens
+    l1_weight: float = 1.0
+    mse_weight: float = 2.0
+    gradient_weight: float = 0.5
+    color_weight: float = 2.0
+    wavelet_weight: float = 0.5
+    commitment_weight: float = 0.25  # mean over the scales
+    truncated_fraction: float = 0.1  # of the images, decoded from their first scales only, so that previews are meaningful
+    perturbed_fraction: float = 0.5  # of the images in the decoder's phase, because generated tokens contain errors
+    perturbed_tokens: float = 0.1  # fraction of these images' tokens, replaced by one of the nearest codes
+    near_codes: int = 100
+    codebook_decay: float = 0.99
+    revive_every: int = 50  # steps between replacements of unused codes
+    weight_decay: float = 0.01
+    evaluate_every: int = 250
+    checkpoint_every: int = 100
+
+    def __post_init__(self) -> None:
+        at_least(self, 1, "batch_size", "revive_every", "evaluate_every", "checkpoint_every", "near_codes", "autoencoder_steps")
+        at_least(self, 0, "decoder_steps", "shift")
+        check_fractions(self, "truncated_fraction", "perturbed_fraction", "perturbed_tokens")
+        check_zoom(self.zoom)
+        check_phases(self.schedule, self.autoencoder_steps, self.decoder_steps)
+
+
+def check_zoom(zoom: list[Any]) -> None:
+    """Raise ValueError unless `zoom` is a pair of a minimum and a maximum factor."""
+    if len(zoom) != 2 or not 0 < zoom[0] <= zoom[1]:
+        raise ValueError(f"zoom must be two factors above 0, the smaller one first, got {zoom}")
+
+
+class WholeImageBatches:
+    """Training images as a function of (seed, step): shifted, half of them mirrored, half of them zoomed, on white."""
+
+    def __init__(self, data: EmojiDataset, config: MultiScaleTokenizerConfig):
+        self.images, self.config = data.images, config
+        indices = data.indices("train")
+        self.sample = WeightedIndices(indices, config.sampling_weights.weights([data.records[i] for i in indices]))
 
     def __call__(self, step: int) -> np.ndarray:
-        recipe = self.recipe
-        random = np.random.default_rng((recipe.seed, step))
-        drawn = np.searchsorted(self.cumulative, random.random(recipe.batch_size), side="right")
-        chosen = self.indices[drawn.clip(max=len(self.indices) - 1)]
+        config = self.config
+        rng = np.random.default_rng((config.seed, step))
+        indices = self.sample(rng.random(config.batch_size))
         size = self.images.shape[1]
-        batch = np.full((recipe.batch_size, size, size, 3), 255, dtype=np.uint8)
-        for canvas, index in zip(batch, chosen, strict=True):
-            picture = self.images[index]
-            if random.random() < 0.5:
-                side = round(size * random.uniform(*recipe.zoom))
-                picture = np.asarray(Image.fromarray(picture).resize((side, side), Image.Resampling.LANCZOS))
-            if random.random() < 0.5:
-                picture = picture[:, ::-1]
-            y, x = (size - len(picture)) // 2 + random.integers(-recipe.shift, recipe.shift + 1, 2)
-            place(canvas, picture, int(y), int(x))
+        batch = np.full((config.batch_size, size, size, 3), 255, dtype=np.uint8)
+        for canvas, index in zip(batch, indices, strict=True):
+            image = self.images[index]
+            if rng.random() < 0.5:
+                side = round(size * rng.uniform(*config.zoom))
+                image = np.asarray(Image.fromarray(image).resize((side, side), Image.Resampling.LANCZOS))
+            if rng.random() < 0.5:
+                image = image[:, ::-1]
+            y, x = (size - len(image)) // 2 + rng.integers(-config.shift, config.shift + 1, 2)
+            paste(canvas, image, int(y), int(x))
         return batch
 
 
-def place(canvas: np.ndarray, picture: np.ndarray, y: int, x: int) -> None:
-    """Put the picture's corner at (y, x) of the canvas; what is outside is lost."""
-    (height, width), (rows, columns) = canvas.shape[:2], picture.shape[:2]
+def paste(canvas: np.ndarray, image: np.ndarray, y: int, x: int) -> None:
+    """Put the corner of an image at (y, x) of the canvas; what is outside is cut off."""
+    (height, width), (rows, columns) = canvas.shape[:2], image.shape[:2]
     top, left, bottom, right = max(y, 0), max(x, 0), min(y + rows, height), min(x + columns, width)
     if top < bottom and left < right:
-        canvas[top:bottom, left:right] = picture[top - y : bottom - y, left - x : right - x]
+        canvas[top:bottom, left:right] = image[top - y : bottom - y, left - x : right - x]
 
 
 def wavelet_loss(error: Tensor, levels: int = 2) -> Tensor:
-    """L1 of the Haar coefficients of an error `[B, C, Y, X]`: sums and differences of neighbours, then of their means."""
+    """Return the L1 norm of the Haar coefficients of an error `[B, C, Y, X]` at two scales, without the mean."""
     loss = error.new_zeros(())
     for _ in range(levels):
         a, b = error[..., ::2, :] + error[..., 1::2, :], error[..., ::2, :] - error[..., 1::2, :]
@@ -88,11 +130,12 @@ def wavelet_loss(error: Tensor, levels: int = 2) -> Tensor:
 def evaluate_multi_scale(
     model: MultiScaleVQModel, images: np.ndarray, device: torch.device, batch_size: int = 32
 ) -> dict[str, float]:
-    """Figures over uint8 pictures `[N, Y, X, 3]`.
+    """Evaluate a tokenizer on uint8 images `[N, Y, X, 3]`.
 
-    Returns `psnr` (mean, dB) and, for each scale k: `psnr_k` of the picture made of scales 0 to k, `use_k` (share of the
-    scale's codes that occur), `entropy_k` (nats) of their use, `explained_k` (share of the latents' variance that scales 0 to k
-    hold).
+    Returns:
+        `psnr` (mean, dB) and, for each scale k: `psnr_k` of the reconstruction from scales 0 to k, `use_k` (fraction of the
+            scale's codes in use), `entropy_k` (nats) of their use, and `explained_k` (fraction of the latents' variance that
+            scales 0 to k explain).
     """
     model.eval()
     S, V = len(model.scales), model.config.codebook_size
@@ -103,171 +146,158 @@ def evaluate_multi_scale(
         pixels = to_pixels(images[start : start + batch_size], device)
         f = model.latent(pixels).float()
         latents.append(f.cpu())
-        quantised = quantise(model, f)
-        for k, f_hat in enumerate(quantised.sums):
-            missed = (model.decode_latent(f_hat).float() - pixels) / 2
-            psnr[k].append(-10 * missed.square().mean((1, 2, 3)).clamp_min(1e-10).log10())
-            used[k] += torch.bincount(quantised.tokens[k].flatten(), minlength=V).float()
-        error += quantised.errors(f).cpu() * (len(f) / len(images))
-    model.train()
+        quantized = quantize_scales(model, f)
+        for k, f_hat in enumerate(quantized.sums):
+            difference = (model.decode_latent(f_hat).float() - pixels) / 2
+            psnr[k].append(-10 * difference.square().mean((1, 2, 3)).clamp_min(1e-10).log10())
+            used[k] += torch.bincount(quantized.tokens[k].flatten(), minlength=V).float()
+        error += quantized.errors(f).cpu() * (len(f) / len(images))
     variance = torch.cat(latents).var((0, 2, 3), unbiased=False).mean().item()
     probs = used / used.sum(1, keepdim=True)
     entropy = -(probs * probs.clamp_min(1e-12).log()).sum(1)
-    figures = {"psnr": torch.cat(psnr[-1]).mean().item()}
+    metrics = {"psnr": torch.cat(psnr[-1]).mean().item()}
     for k in range(S):
-        figures[f"psnr_{k}"] = torch.cat(psnr[k]).mean().item()
-        figures[f"use_{k}"] = ((used[k] > 0).sum() / model.scale_codes[k]).item()
-        figures[f"entropy_{k}"] = entropy[k].item()
-        figures[f"explained_{k}"] = 1 - error[k].item() / max(variance, 1e-12)
-    return figures
+        metrics[f"psnr_{k}"] = torch.cat(psnr[k]).mean().item()
+        metrics[f"use_{k}"] = ((used[k] > 0).sum() / model.scale_codes[k]).item()
+        metrics[f"entropy_{k}"] = entropy[k].item()
+        metrics[f"explained_{k}"] = 1 - error[k].item() / max(variance, 1e-12)
+    return metrics
 
 
 @torch.no_grad()
-def draw_scales(model: MultiScaleVQModel, images: np.ndarray, device: torch.device, path: Path) -> None:
-    """A PNG: a column for each picture, first as it is, then as all of its scales give it, then from the first scale on."""
-    model.eval()
+def save_reconstructions(model: MultiScaleVQModel, images: np.ndarray, device: torch.device, path: Path) -> None:
+    """Save a PNG with a column for each image: the original, its reconstruction, then those from the first scales only."""
     pixels = to_pixels(images, device)
-    tokens = model.encode(pixels)
-    rows = [pixels, *(model.decode(tokens[:count]) for count in (len(tokens), *range(1, len(tokens))))]
-    model.train()
-    sheet = torch.cat([torch.cat(list(row.float().clamp(-1, 1)), dim=-1) for row in rows], dim=-2)
+    tokens = model.eval().encode(pixels)
+    save_rows([pixels, *(model.decode(tokens[:count]) for count in (len(tokens), *range(1, len(tokens))))], path)
+
+
+def save_rows(rows: list[Tensor], path: Path) -> None:
+    """Save images `[N, 3, Y, X]` in [-1, 1] as a PNG, each tensor as one row."""
+    sheet = torch.cat([torch.cat(list(row.float()), dim=-1) for row in rows], dim=-2).clamp(-1, 1)
     values = ((sheet + 1) * 127.5).round().to(torch.uint8).permute(1, 2, 0).cpu().numpy()
     with atomic_file(path) as temporary:
         Image.fromarray(values).save(temporary, format="PNG")
 
 
-class _Trainer:
-    """The model, and what a step changes: a step is a function of this state and of its number."""
+class MultiScaleTokenizerTrainer(Trainer):
+    """Trains a multi-scale tokenizer.
 
-    def __init__(self, recipe: MultiScaleTokenizerConfig, device: torch.device):
-        torch.manual_seed(recipe.seed)
-        self.recipe, self.device = recipe, device
-        self.model = MultiScaleVQModel(**{"scale_gains": True, **recipe.model}).to(device)
-        self.model.quantize.embedding.weight.requires_grad_(False)  # it follows the latents instead
-        self.trained = [p for p in self.model.parameters() if p.requires_grad]
-        rate, decay = recipe.schedule.learning_rate, recipe.weight_decay
-        self.optimizer = torch.optim.AdamW(self.trained, rate, (0.9, 0.99), weight_decay=decay, fused=True)
-        self.codebook = ScaleCodebook(self.model, recipe.codebook_decay)
+    Attributes:
+        recent: latents of the last steps before there is a codebook, which is then fitted to them.
+    """
+
+    def __init__(self, config: MultiScaleTokenizerConfig, data: EmojiDataset, folder: Path, device: torch.device):
+        torch.manual_seed(config.seed)
+        model = MultiScaleVQModel(**{"scale_gains": True, **config.model})
+        if (size := data.images.shape[1]) != model.image_size:
+            raise ValueError(f"scales {model.scales} are for images of {model.image_size} pixels, got images of {size}")
+        super().__init__(config, model, folder, device, "var-tokenizer")
+        model.quantize.embedding.weight.requires_grad_(False)  # the codebook follows the latents instead
+        trained = [p for p in model.parameters() if p.requires_grad]
+        rate, decay = config.schedule.learning_rate, config.weight_decay
+        self.optimizers = [torch.optim.AdamW(trained, rate, (0.9, 0.99), weight_decay=decay, fused=True)]
+        self.codebook = ScaleCodebook(model, config.codebook_decay)
+        self.batches = WholeImageBatches(data, config)
+        self.validation = data.images[data.indices("validation")]
+        self.sample = self.validation[:: max(1, len(self.validation) // 128)]
         self.recent: list[Tensor] = []
-        self.perturbation: Perturbation | None = None
+        self.perturbation: TokenPerturbation | None = None
 
-    def amp(self) -> Any:
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=preferred_dtype(self.device) == torch.bfloat16)
+    def state_dict(self) -> dict[str, Any]:
+        codebook = {"sums": self.codebook.sums, "counts": self.codebook.counts, "recent": self.recent}
+        return {**super().state_dict(), **codebook}
 
-    def state(self) -> dict[str, Any]:
-        parts = {"sums": self.codebook.sums, "counts": self.codebook.counts, "recent": self.recent}
-        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), **parts}
-
-    def load(self, state: dict[str, Any]) -> None:
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
         self.codebook.sums.copy_(state["sums"])
         self.codebook.counts.copy_(state["counts"])
         self.recent = state["recent"]
 
+    def evaluate(self) -> dict[str, float]:
+        self.save_reconstructions()
+        return evaluate_multi_scale(self.model, self.sample, self.device)
+
+    def save_reconstructions(self) -> None:
+        shown = self.sample[:: max(1, len(self.sample) // 12)][:12]
+        save_reconstructions(self.model, shown, self.device, self.folder / "reconstructions.png")
+
+    def step(self, step: int) -> dict[str, Any]:
+        config = self.config
+        generator = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
+        pixels = to_pixels(self.batches(step), self.device)
+        latents, loss, metrics = self.latents(pixels, step, generator)
+        with self.amp():
+            decoded = self.model.reconstruct(latents)
+        decoded = decoded.float()
+        reconstruction = reconstruction_loss(decoded, pixels, config, self.model.downsampling)
+        reconstruction = reconstruction + config.wavelet_weight * wavelet_loss(decoded - pixels)
+        self.update(step, reconstruction + loss)
+        return {"loss": (reconstruction + loss).detach(), "reconstruction": reconstruction.detach(), **metrics}
+
     def latents(self, pixels: Tensor, step: int, generator: torch.Generator) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """What is decoded, the loss on the latents, and figures for the log."""
-        recipe, model = self.recipe, self.model
-        settled = step >= recipe.schedule.steps - recipe.decoder_steps
-        with self.amp(), torch.set_grad_enabled(not settled):
+        """Return the latents to decode, the loss on latents, and metrics for the log."""
+        config, model = self.config, self.model
+        frozen = step >= config.schedule.steps - config.decoder_steps
+        with self.amp(), torch.set_grad_enabled(not frozen):
             f = model.latent(pixels)
         f = f.float()
-        if step < recipe.autoencoder_steps:
+        if step < config.autoencoder_steps:
             self.recent = [*self.recent[1 - _RECENT :], f.detach()]
             return f, f.new_zeros(()), {}
         if self.recent:
             self.codebook.fit_scales(torch.cat([*self.recent, f.detach()]), generator)
             self.recent = []
-        if settled:
-            return self.perturbed(f, generator), f.new_zeros(()), {}
-        quantised = quantise(model, f)
-        errors = quantised.errors(f.detach())
-        # Of two equal numbers, one pulls the encoder to the sums, the other trains phi.
-        commitment = torch.stack([F.mse_loss(f, f_hat.detach()) for f_hat in quantised.sums]).mean()
-        f_hat = self.stopped(quantised.sums, generator)
-        self.codebook.follow(quantised)
-        figures: dict[str, Any] = {"commitment": commitment.detach(), "left": errors[-1].detach()}
-        # Late changes of the codebook cannot be followed by the decoder any more: none while the rate decays.
-        if (step + 1) % recipe.revive_every == 0 and recipe.schedule.factor(step) >= 1:
-            figures["revived"] = self.codebook.revive_groups(quantised, generator)
-        # Straight through to the encoder; phi gets its own gradient.
-        return f + f_hat - f.detach(), recipe.commitment_weight * commitment + errors.mean(), figures
+        if frozen:
+            return self.perturb(f, generator), f.new_zeros(()), {}
+        quantized = quantize_scales(model, f)
+        errors = quantized.errors(f.detach())
+        # Equal in value to the mean of `errors`, but with a gradient for the encoder where `errors` has one for phi.
+        commitment = torch.stack([F.mse_loss(f, f_hat.detach()) for f_hat in quantized.sums]).mean()
+        f_hat = self.truncate_scales(quantized.sums, generator)
+        self.codebook.ema_update(quantized)
+        metrics: dict[str, Any] = {"commitment": commitment.detach(), "left": errors[-1].detach()}
+        # The decoder could not adapt to late replacements: none while the learning rate decays.
+        if (step + 1) % config.revive_every == 0 and config.schedule.factor(step) >= 1:
+            metrics["revived"] = self.codebook.replace_dead_codes_by_scale(quantized, generator)
+        # Straight-through gradient to the encoder; phi gets its own gradient.
+        return f + f_hat - f.detach(), config.commitment_weight * commitment + errors.mean(), metrics
 
     @torch.no_grad()
-    def perturbed(self, f: Tensor, generator: torch.Generator) -> Tensor:
-        recipe = self.recipe
-        self.perturbation = self.perturbation or Perturbation(self.model, recipe.near_codes)
+    def perturb(self, f: Tensor, generator: torch.Generator) -> Tensor:
+        """Quantize latents, with some tokens replaced by similar ones."""
+        config = self.config
+        self.perturbation = self.perturbation or TokenPerturbation(self.model, config.near_codes)
         tokens = self.model.quantize_latent(f)
-        tokens = self.perturbation(tokens, recipe.perturbed_pictures, recipe.perturbed_tokens, generator)
+        tokens = self.perturbation(tokens, config.perturbed_fraction, config.perturbed_tokens, generator)
         added = [self.model.quantize.lookup(of_scale, k) for k, of_scale in enumerate(tokens)]
-        return self.stopped(list(accumulate(added)), generator)
+        return self.truncate_scales(list(accumulate(added)), generator)
 
-    def stopped(self, sums: list[Tensor], generator: torch.Generator) -> Tensor:
-        """Each picture's sum over all scales, or for a share of the pictures over the first ones, any number of them."""
+    def truncate_scales(self, sums: list[Tensor], generator: torch.Generator) -> Tensor:
+        """Return each image's sum over all scales or, for a fraction of the images, over a random number of first scales."""
         B, S = len(sums[0]), len(sums)
-        stop = torch.rand(B, generator=generator) < self.recipe.prefix_share
-        last = torch.where(stop, torch.randint(S, (B,), generator=generator), S - 1).to(self.device)
+        truncated = torch.rand(B, generator=generator) < self.config.truncated_fraction
+        last = torch.where(truncated, torch.randint(S, (B,), generator=generator), S - 1).to(self.device)
         return torch.stack(sums, 1)[torch.arange(B, device=self.device), last]
-
-    def step(self, step: int, images: np.ndarray) -> dict[str, Any]:
-        recipe = self.recipe
-        for group in self.optimizer.param_groups:
-            group["lr"] = recipe.schedule.learning_rate * recipe.schedule.factor(step)
-        generator = torch.Generator().manual_seed(recipe.seed * 1_000_003 + step)
-        pixels = to_pixels(images, self.device)
-        latents, loss, figures = self.latents(pixels, step, generator)
-        with self.amp():
-            decoded = self.model.reconstruct(latents)
-        decoded = decoded.float()
-        reconstruction = reconstruction_loss(decoded, pixels, recipe, self.model.downsampling)
-        reconstruction = reconstruction + recipe.wavelet_weight * wavelet_loss(decoded - pixels)
-        self.optimizer.zero_grad(set_to_none=True)
-        (reconstruction + loss).backward()
-        torch.nn.utils.clip_grad_norm_(self.trained, 1.0)
-        self.optimizer.step()
-        return {"loss": (reconstruction + loss).detach(), "reconstruction": reconstruction.detach(), **figures}
 
 
 def train_multi_scale_tokenizer(
-    recipe: MultiScaleTokenizerConfig, data: EmojiDataset, folder: Path, device: torch.device
+    config: MultiScaleTokenizerConfig, data: EmojiDataset, folder: Path, device: torch.device
 ) -> dict[str, float]:
-    """Train until `recipe.schedule.steps`, resuming what is in `folder`; the model lands in `folder/vqvae`.
+    """Train until `config.schedule.steps`, resuming the run in `folder`; saves the model to `folder/vqvae`.
 
-    Returns the held-out figures of the final model, see `evaluate_multi_scale`.
+    Each evaluation saves `folder/reconstructions.png`.
+
+    Returns:
+        The metrics of `evaluate_multi_scale` on the validation images.
 
     Raises:
-        ValueError: if the pictures are not of the model's size, or the folder holds another run.
+        ValueError: if the images do not have the model's size, the folder contains another run, or the run diverged.
     """
-    trainer = _Trainer(recipe, device)
-    model, size = trainer.model, data.images.shape[1]
-    if size != model.image_size:
-        raise ValueError(f"scales {model.scales} are for pictures of {model.image_size} pixels, the data set's have {size}")
-    batches = Batches(data, recipe)
-    steps = recipe.schedule.steps
-    run = TrainingRun(folder, {"kind": "var-tokenizer", "model": dict(recipe.model), "seed": recipe.seed}, steps)
-    start = 0
-    if state := run.resume(device):
-        trainer.load(state)
-        start = state["step"]
-    held_out = data.images[data.indices("validation")]
-    sample = held_out[:: max(1, len(held_out) // 128)]
-    for step in run.progress(start):
-        figures = trainer.step(step, batches(step))
-        done = step + 1
-        if done % 10 == 0:
-            run.log(done, **figures)
-        if done % recipe.evaluate_every == 0:
-            run.log(done, **evaluate_multi_scale(model, sample, device))
-            draw_scales(model, sample[:: max(1, len(sample) // 12)][:12], device, folder / "scales.png")
-        if done % recipe.checkpoint_every == 0 and done != steps:
-            run.checkpoint(done, **trainer.state())
-    found = evaluate_multi_scale(model, held_out, device)
-    if not math.isfinite(found["psnr"]):
-        raise ValueError(f"the run in {folder} has diverged: its pictures are not finite; lower the learning_rate")
-    run.log(steps, **found)
-    run.checkpoint(steps, **trainer.state())
-    draw_scales(model, sample[:: max(1, len(sample) // 12)][:12], device, folder / "scales.png")
-    with atomic_merge(folder / "vqvae") as staged:
-        model.save_pretrained(staged)
-    run.plot(("loss", "reconstruction"), ("psnr", "psnr_0", "psnr_2"), tuple(f"use_{k}" for k in range(len(model.scales))))
-    return found
+    trainer = MultiScaleTokenizerTrainer(config, data, folder, device)
+    fit(trainer)
+    trainer.save_reconstructions()
+    model = trainer.model
+    metrics = evaluate_multi_scale(model, trainer.validation, device)
+    use = tuple(f"use_{k}" for k in range(len(model.scales)))
+    return export(trainer.run, model, "vqvae", metrics, ("loss", "reconstruction"), ("psnr", "psnr_0", "psnr_2"), use)

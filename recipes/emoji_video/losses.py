@@ -1,47 +1,39 @@
-"""Losses of a video model: the flow of data, and consistency with a teacher's flow.
+"""Losses of a video model: flow matching, and consistency with a teacher's flow.
 
-Flow matching with noise of its own on each block is diffusion forcing (Chen et al. 2024, arXiv:2407.01392); with clean blocks
-before noisy ones it is teacher forcing with a cache's visibility (Hu et al. 2024, "ACDiT", arXiv:2412.07720). Consistency:
-Song et al. 2023 (arXiv:2303.01469), causally: each block along its own trajectory, behind clean context.
+Flow matching with a separate noise level for each block is diffusion forcing (Chen et al. 2024, arXiv:2407.01392); with clean
+blocks before noisy ones it is teacher forcing with a cache's visibility (Hu et al. 2024, "ACDiT", arXiv:2412.07720).
+Consistency: Song et al. 2023 (arXiv:2303.01469), causally: each block along its own trajectory, after clean context.
 
 Shape suffixes: B clips, F frames, C latent channels, Y/X latent rows and columns.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
-from recipes.emoji_video.batches import NO_CAPTION, Batch, text_of
-from recipes.emoji_video.config import VideoConfig
-from recipes.emoji_video.generate import draw_latents
-from vargen.decoding.video.denoising import TIMESTEPS, add_noise, predict_clean, shift_level, shifted_levels
+from recipes.emoji_video.batches import EMPTY_CAPTION, ClipBatch, encode_captions
+from recipes.emoji_video.generate import euler_levels, sample_latents, sampling_settings
+from vargen.decoding.video.denoising import TIMESTEPS, add_noise, predict_clean
 from vargen.device import preferred_dtype
 from vargen.models.causal_video import CausalVideoTransformer
-from vargen.training.caption_bank import CaptionBank
+from vargen.training.dataset import CaptionBank
 
-Told = tuple[Tensor, dict[str, Tensor]]  # a loss, and figures for the log
-_HUBER = 0.1  # errors of latents below it count squared, above it as they are
+if TYPE_CHECKING:
+    from recipes.emoji_video.transformer import VideoConfig
 
-
-def euler_levels(recipe: VideoConfig) -> list[float]:
-    """Noise levels of a flow's steps, from 1 down, without 0."""
-    return [shift_level(1 - i / recipe.euler_steps, recipe.shift) for i in range(recipe.euler_steps)]
+LossAndMetrics = tuple[Tensor, dict[str, Tensor]]
+_HUBER = 0.1  # below it, latent errors count squared, above it linearly
 
 
-def drawing(recipe: VideoConfig) -> dict[str, object]:
-    """How a model of this recipe is drawn with: `levels`, `euler` and `guidance` of `draw_latents`."""
-    if recipe.objective == "flow":
-        return {"levels": euler_levels(recipe), "euler": True, "guidance": recipe.guidance}
-    return {"levels": list(shifted_levels(recipe.levels, recipe.shift)), "euler": False, "guidance": 1.0}
-
-
-class Losses:
-    """The loss of a step, by (seed, step), the batch and the networks alone.
+class VideoLoss:
+    """The loss of a step, as a function of (seed, step), the batch and the networks.
 
     Args:
-        average: the average of the model's weights, which consistency aims at and contexts are drawn with.
-        teacher: whose flow consistency follows.
+        average: the average of the model's weights, the target of consistency, which also generates contexts.
+        teacher: its flow is the target of consistency.
     """
 
     def __init__(
@@ -49,102 +41,110 @@ class Losses:
         model: CausalVideoTransformer,
         average: CausalVideoTransformer,
         bank: CaptionBank,
-        recipe: VideoConfig,
+        config: VideoConfig,
         teacher: CausalVideoTransformer | None,
     ):
-        self.model, self.average, self.bank, self.recipe, self.teacher = model, average, bank, recipe, teacher
+        self.model, self.average, self.bank, self.config, self.teacher = model, average, bank, config, teacher
         self.dtype = preferred_dtype(model.device)
 
     def amp(self) -> torch.autocast:
         return torch.autocast(self.model.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16)
 
-    def __call__(self, step: int, batch: Batch) -> Told:
-        recipe = self.recipe
-        draw = torch.Generator().manual_seed(recipe.seed * 1_000_003 + step)
-        noise = torch.randn(batch.clean.shape, generator=draw).to(batch.clean)
-        if recipe.objective == "consistency":
-            return self.consistency(batch, noise, self.context(step, batch, draw), draw)
-        alone = step < recipe.independent * recipe.schedule.steps
-        return self.flow(batch, noise, None if alone else self.context(step, batch, draw), draw)
+    def __call__(self, step: int, batch: ClipBatch) -> LossAndMetrics:
+        """Return the loss and values to log."""
+        config = self.config
+        generator = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
+        noise = torch.randn(batch.clean.shape, generator=generator).to(batch.clean)
+        if config.objective == "consistency":
+            return self.consistency_loss(batch, noise, self.context(step, batch, generator), generator)
+        forcing = step < config.diffusion_forcing_fraction * config.schedule.steps
+        return self.flow_loss(batch, noise, None if forcing else self.context(step, batch, generator), generator)
 
     # -- contexts ----------------------------------------------------------------------------------------------------
 
-    def context(self, step: int, batch: Batch, draw: torch.Generator) -> Tensor:
-        """Clean latents with hidden noise on half of the clips; at times what the model itself draws after the first block."""
-        recipe, B = self.recipe, len(batch.clean)
-        own = torch.rand((), generator=draw).item() < recipe.rollout
-        strength = recipe.context_noise * torch.rand(B, generator=draw) * (torch.rand(B, generator=draw) < 0.5)
-        noise = torch.randn(batch.clean.shape, generator=draw).to(batch.clean)
-        if own:
-            return self.drawn(step, batch)
+    def context(self, step: int, batch: ClipBatch, generator: torch.Generator) -> Tensor:
+        """Return clean latents, half of them with noise; sometimes latents that the model generates after the first block."""
+        config, B = self.config, len(batch.clean)
+        rollout = torch.rand((), generator=generator).item() < config.self_rollout_probability
+        strength = config.context_noise * torch.rand(B, generator=generator) * (torch.rand(B, generator=generator) < 0.5)
+        noise = torch.randn(batch.clean.shape, generator=generator).to(batch.clean)
+        if rollout:
+            return self.sample_context(step, batch)
         return add_noise(batch.clean, noise, strength.to(noise)[:, None, None, None, None])
 
     @torch.no_grad()
-    def drawn(self, step: int, batch: Batch) -> Tensor:
+    def sample_context(self, step: int, batch: ClipBatch) -> Tensor:
+        """Generate the blocks after the first one with the averaged weights."""
         b = self.model.geometry.block_frames
-        how = drawing(self.recipe)
-        levels = how["levels"]
+        settings = sampling_settings(self.config)
+        levels = settings["levels"]
         assert isinstance(levels, list)
-        if how["euler"]:  # rough, as mistakes are what is wanted
+        if settings["euler"]:  # few steps: errors are the purpose
             levels = levels[:: max(1, len(levels) // 4)]
         with self.amp(), torch.compiler.set_stance("force_eager"):
-            text = text_of(self.average, self.bank, batch.texts, batch.motion)
-            return draw_latents(
-                self.average, text, batch.clean.shape[1] // b, levels, self.recipe.seed * 7919 + step,
-                euler=bool(how["euler"]), first=batch.clean[:, :b],
-            )  # fmt: skip
+            text = encode_captions(self.average, self.bank, batch.texts, batch.motion)
+            return sample_latents(
+                self.average,
+                text,
+                batch.clean.shape[1] // b,
+                levels,
+                self.config.seed * 7919 + step,
+                euler=bool(settings["euler"]),
+                first=batch.clean[:, :b],
+            )
 
     # -- objectives --------------------------------------------------------------------------------------------------
 
-    def flow(self, batch: Batch, noise: Tensor, context: Tensor | None, draw: torch.Generator) -> Told:
-        """Squared error of the velocity, at logit-normal levels, one for each block."""
+    def flow_loss(self, batch: ClipBatch, noise: Tensor, context: Tensor | None, generator: torch.Generator) -> LossAndMetrics:
+        """Return the squared error of the velocity at logit-normal noise levels, one for each block."""
         B, F = noise.shape[:2]
         b = self.model.geometry.block_frames
-        level = torch.randn(B, -(-F // b), generator=draw).sigmoid()
-        level = (self.recipe.shift * level / (1 + (self.recipe.shift - 1) * level)).to(noise)
+        level = torch.randn(B, -(-F // b), generator=generator).sigmoid()
+        level = (self.config.shift * level / (1 + (self.config.shift - 1) * level)).to(noise)
         level = level.repeat_interleave(b, 1)[:, :F]
         noisy = add_noise(batch.clean, noise, level[..., None, None, None])
         with self.amp():
-            text = text_of(self.model, self.bank, batch.texts, batch.motion)
+            text = encode_captions(self.model, self.bank, batch.texts, batch.motion)
             velocity = self.model(noisy, level * TIMESTEPS, text, context=context)
         error = (velocity.float() - (noise - batch.clean)).square()
-        return _mean(error, batch.weights), {"velocity": error.detach().mean()}
+        return _weighted_mean(error, batch.weights), {"velocity": error.detach().mean()}
 
-    def consistency(self, batch: Batch, noise: Tensor, context: Tensor, draw: torch.Generator) -> Told:
-        """From a level the model goes where its average goes from the next one, to which the teacher's flow has led."""
+    def consistency_loss(self, batch: ClipBatch, noise: Tensor, context: Tensor, generator: torch.Generator) -> LossAndMetrics:
+        """Return the distance of the model's prediction at a level from its average's prediction at the next level.
+
+        The teacher's flow leads from the one level to the next.
+        """
         assert self.teacher is not None
         B, F = noise.shape[:2]
         b = self.model.geometry.block_frames
-        grid = torch.tensor([*euler_levels(self.recipe), 0.0])
-        index = torch.randint(self.recipe.euler_steps, (B, -(-F // b)), generator=draw).repeat_interleave(b, 1)[:, :F]
+        grid = torch.tensor([*euler_levels(self.config), 0.0])
+        index = torch.randint(self.config.euler_steps, (B, -(-F // b)), generator=generator).repeat_interleave(b, 1)[:, :F]
         level, following = (grid[index + i].to(noise) for i in (0, 1))
         wide, wide_following = (x[..., None, None, None] for x in (level, following))
         noisy = add_noise(batch.clean, noise, wide)
         with self.amp(), torch.no_grad():
-            leading = self.guided(noisy, level, batch, context)
-            nearer = noisy + (wide_following - wide) * leading
-            text = text_of(self.average, self.bank, batch.texts, batch.motion)
+            nearer = noisy + (wide_following - wide) * self.guided_velocity(noisy, level, batch, context)
+            text = encode_captions(self.average, self.bank, batch.texts, batch.motion)
             v = self.average(nearer, following * TIMESTEPS, text, context=context).float()
             target = predict_clean(nearer, v, wide_following)
         with self.amp():
-            text = text_of(self.model, self.bank, batch.texts, batch.motion)
+            text = encode_captions(self.model, self.bank, batch.texts, batch.motion)
             v = self.model(noisy, level * TIMESTEPS, text, context=context)
         error = predict_clean(noisy, v.float(), wide) - target
         smooth = (error.square() + _HUBER**2).sqrt() - _HUBER
-        return _mean(smooth, batch.weights), {"apart": error.detach().abs().mean()}
+        return _weighted_mean(smooth, batch.weights), {"consistency_error": error.detach().abs().mean()}
 
-    def guided(self, noisy: Tensor, level: Tensor, batch: Batch, context: Tensor) -> Tensor:
-        """The teacher's velocity, led away from no caption."""
+    def guided_velocity(self, noisy: Tensor, level: Tensor, batch: ClipBatch, context: Tensor) -> Tensor:
+        """Return the teacher's velocity with classifier-free guidance."""
         assert self.teacher is not None
-        steps, given = level * TIMESTEPS, text_of(self.teacher, self.bank, batch.texts, batch.motion)
-        conditional = self.teacher(noisy, steps, given, context=context).float()
-        if self.recipe.guidance == 1:
+        steps, text = level * TIMESTEPS, encode_captions(self.teacher, self.bank, batch.texts, batch.motion)
+        conditional = self.teacher(noisy, steps, text, context=context).float()
+        if self.config.guidance == 1:
             return conditional
-        null = text_of(self.teacher, self.bank, [NO_CAPTION] * len(noisy), None)
+        null = encode_captions(self.teacher, self.bank, [EMPTY_CAPTION] * len(noisy), None)
         unconditional = self.teacher(noisy, steps, null, context=context).float()
-        return unconditional + self.recipe.guidance * (conditional - unconditional)
+        return unconditional + self.config.guidance * (conditional - unconditional)
 
 
-def _mean(error_BFCYX: Tensor, weights_BF1YX: Tensor) -> Tensor:
-    """Weighted by place."""
+def _weighted_mean(error_BFCYX: Tensor, weights_BF1YX: Tensor) -> Tensor:
     return (error_BFCYX * weights_BF1YX).mean() / weights_BF1YX.mean().clamp_min(1e-6)

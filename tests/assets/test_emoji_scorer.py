@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 import vargen.assets
-from vargen.scoring.packaged import ImageTextScorer, packaged_scorers
+from vargen.scoring.image_text import ImageTextScorer, packaged_scorers
 
 FOLDER = Path(vargen.assets.__file__).parent / "emoji-scorer"
 
@@ -30,11 +30,11 @@ def test_no_file_names_a_folder_of_the_machine_that_made_it() -> None:
 
 
 def test_the_card_is_of_these_figures() -> None:
-    card, figures = (FOLDER / "README.md").read_text(), json.loads((FOLDER / "figures.json").read_text())
-    for name, share in figures["top_1_of_64"].items():
+    card, metrics = (FOLDER / "README.md").read_text(), json.loads((FOLDER / "metrics.json").read_text())
+    for name, share in metrics["top_1_of_64"].items():
         assert f"{100 * share:.0f} %" in card, name
-    for name, fall in figures["falls"].items():
-        assert f"| {name} | {fall['mean']:+.1f} | {100 * fall['share']:.0f} % |" in card
+    for name, drop in metrics["score_drops"].items():
+        assert f"| {name} | {drop['mean']:+.1f} | {100 * drop['share']:.0f} % |" in card
 
 
 def test_shapes_of_a_colour_are_told(scorer: ImageTextScorer) -> None:

@@ -14,7 +14,7 @@ from vargen.assets import packaged_model_path
 from vargen.decoding import list_methods
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.registry import open_pipeline
-from vargen.scoring.packaged import ImageTextScorer
+from vargen.scoring.image_text import ImageTextScorer
 
 FOLDER = packaged_model_path("emoji-var")
 THINGS = ["a red apple", "grinning face, 3d style", "a blue heart", "flag of ukraine", "a green tree", "a red car"]

@@ -15,7 +15,7 @@ from vargen.decoding import PRESETS, Threshold, list_methods
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.registry import open_pipeline
 from vargen.scoring.frames import FrameScorer
-from vargen.scoring.packaged import ImageTextScorer
+from vargen.scoring.image_text import ImageTextScorer
 
 FOLDER = packaged_model_path("emoji-video")
 THINGS = ["winking face", "beating heart", "man running", "butterfly", "face with rolling eyes", "woman juggling"]

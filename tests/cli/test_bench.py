@@ -108,7 +108,7 @@ def test_pictures_of_a_next_scale_model(run: Any, scale_model: Path) -> None:
     result = run(*words, "--json", "-")
     assert result.exit_code == 0, result.output
     reports = json.loads(result.stdout)["reports"]
-    assert [report["batch"] for report in reports] == [1, 2] and all(report["ratio"] > 0 for report in reports)
+    assert [report["batch"] for report in reports] == [1, 2] and all(report["speedup"] > 0 for report in reports)
     shown = run(*words).stdout
     for part in ("published", "speedup", "roofline", "and pixels", "GFLOP/s"):
         assert part in shown

@@ -11,7 +11,7 @@ from PIL import Image
 from vargen.cli.compare import select_methods
 from vargen.decoding import Jacobi, Speculative
 from vargen.evaluation import distribution
-from vargen.evaluation.distribution import claim
+from vargen.evaluation.distribution import label_cache
 from vargen.weight_files import weights_digest
 
 
@@ -128,7 +128,7 @@ def test_distributions_are_tested_and_a_stopped_run_goes_on(run: Any, text_model
     words += ("--batch-size", 6, "--permutations", 20, "--token-cache", "kept", "--negative-control")
     result = run("bench", "distribution", *words, "--json", "distribution.json")
     assert result.exit_code == 0, result.output
-    assert "neighbouring tokens" in result.stdout and "50 tokens a group" in result.stdout
+    assert "neighboring tokens" in result.stdout and "50 tokens a group" in result.stdout
     report = json.loads(Path("distribution.json").read_text())
     assert set(report["methods"]) == {"ar", "gsd", "gsd, 50 tokens a group"}
     for values in report["methods"].values():
@@ -141,7 +141,7 @@ def test_distributions_are_tested_and_a_stopped_run_goes_on(run: Any, text_model
     assert sum(path.stat().st_mtime_ns == files[path] for path in files) == 7
     assert json.loads(Path("again.json").read_text())["methods"] == report["methods"]
     other = run("bench", "distribution", *words, "--guidance-scale", 1.5)
-    assert other.exit_code != 0 and "holds tokens made otherwise: sampling" in other.stderr
+    assert other.exit_code != 0 and "tokens of other settings: sampling" in other.stderr
     assert all(path.stat().st_mtime_ns == time for path, time in files.items() if path in list(files)[1:])
 
 
@@ -152,14 +152,14 @@ def test_a_cache_tells_weights_apart(tmp_path: Path) -> None:
     with torch.no_grad():
         networks[1].bias[0] = torch.nextafter(networks[1].bias[0], torch.tensor(9.0))
     assert weights_digest(networks[0]) != weights_digest(networks[1])
-    claim(tmp_path, {"weights": "a", "method": {"window": 4}})
-    claim(tmp_path, {"weights": "a", "method": {"window": 4}})
-    with pytest.raises(ValueError, match=r"made otherwise: weights 'a' \(now 'b'\)"):
-        claim(tmp_path, {"weights": "b", "method": {"window": 4}})
+    label_cache(tmp_path, {"weights": "a", "method": {"window": 4}})
+    label_cache(tmp_path, {"weights": "a", "method": {"window": 4}})
+    with pytest.raises(ValueError, match=r"other settings: weights 'a' \(now 'b'\)"):
+        label_cache(tmp_path, {"weights": "b", "method": {"window": 4}})
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "0-0-5.npz").touch()
     with pytest.raises(ValueError, match="do not say how they were made"):
-        claim(tmp_path / "old", {"weights": "a"})
+        label_cache(tmp_path / "old", {"weights": "a"})
 
 
 def test_an_automatic_window_is_for_chains_too() -> None:
@@ -250,7 +250,7 @@ def test_distributions_are_measured_where_tokens_cannot_be_kept(
         def full(*_: Any) -> None:
             raise OSError(28, "No space left on device")
 
-        patch.setattr(distribution, "claim", full)
+        patch.setattr(distribution, "label_cache", full)
         assert run(*words).exit_code == 1 and not list(Path("kept").rglob("*.npz"))
     again = run(*words)
     assert again.exit_code == 0 and json.loads(again.stdout)["methods"] == methods

@@ -9,19 +9,19 @@ import typer
 
 from vargen.cli.console import printable
 from vargen.cli.options import parse_integer
-from vargen.evaluation.features import open_extractor
-from vargen.evaluation.run_directory import cannot_write
+from vargen.evaluation.features import load_extractor
+from vargen.evaluation.run_directory import describe_write_error
 
 
 @pytest.mark.parametrize(("number", "full"), [(errno.ENOSPC, True), (errno.EDQUOT, True), (errno.EROFS, False)])
 def test_room_is_advised_where_room_is_lacking(number: int, full: bool) -> None:
-    assert ("make room" in str(cannot_write("run.json", OSError(number, "reason")))) == full
+    assert ("make room" in str(describe_write_error("run.json", OSError(number, "reason")))) == full
 
 
 @pytest.mark.parametrize("name", ["x", "inceptio", "./no-such-folder"])
 def test_an_unknown_extractor_is_called_one(name: str) -> None:
     with pytest.raises(ValueError, match="extractor") as caught:
-        open_extractor(name)
+        load_extractor(name)
     assert name in str(caught.value) and "inception" in str(caught.value)
 
 

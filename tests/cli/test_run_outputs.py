@@ -19,10 +19,10 @@ OUTSIDE = ("json", "samples", "save_reference")
 def folder(tmp_path: Path) -> Path:
     """A run with a reference in it, and links to it from beside it."""
     folder = tmp_path / "run"
-    for name in ("images/ar/000", "measured/x"):
+    for name in ("images/ar/000", "measurements/x"):
         (folder / name).mkdir(parents=True)
     (folder / "run.json").write_text(MINE)
-    (folder / "measured/x/0.npz").write_text("")
+    (folder / "measurements/x/0.npz").write_text("")
     (tmp_path / "to_run").symlink_to(folder, target_is_directory=True)
     (tmp_path / "link.json").symlink_to(folder / "run.json")
     os.link(folder / "run.json", tmp_path / "hard.json")
@@ -30,7 +30,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 NAMES = ["run/run.json", "run/metrics.json", "run/new.json", "run/deep/new.json", "to_run/run.json", "link.json", "hard.json"]
-NAMES += ["run/images/../run.json", "run/measured/x/0.npz"]
+NAMES += ["run/images/../run.json", "run/measurements/x/0.npz"]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -22,7 +22,7 @@ def images(tmp_path: Path) -> Path:
 UPSAMPLER = "low_grid = 2\nbatch_size = 2\n[schedule]\nsteps = 500\nwarmup_steps = 1\n[model]\ndim = 32\nblocks = 1\n"
 LOW_RES = """
 batch_size = 2
-drawn = 64
+recall_images = 64
 [schedule]
 steps = 500
 warmup_steps = 1
@@ -36,7 +36,10 @@ caption_dim = 48
 cls_token_num = 16
 multiple_of = 32
 """
-HEAD = "pictures = 500\nheld_out = 4\ndraw_batch = 4\nbatch_size = 2\n[schedule]\nsteps = 500\nwarmup_steps = 1\n"
+HEAD = (
+    "num_images = 500\nvalidation_images = 4\ngeneration_batch_size = 4\n"
+    "batch_size = 2\n[schedule]\nsteps = 500\nwarmup_steps = 1\n"
+)
 
 
 def test_a_low_resolution_model_is_trained_on_images_of_anyones(run: Any, images: Path, text_model: Any) -> None:
@@ -68,7 +71,7 @@ def test_heads_are_trained_on_images_of_prompts(run: Any, images: Path, text_mod
     result = run("train", "drafter", "medusa", *words, "--generated-images", "shared")
     assert result.exit_code == 0, result.output
     metrics = json.loads(result.stdout)
-    assert metrics["drafter"] == "runs/medusa/drafter" and 0 <= metrics["overlap_1"] <= 1
+    assert metrics["drafter"] == "runs/medusa/drafter" and 0 <= metrics["acceptance_1"] <= 1
     assert len(list(Path("shared").glob("*.npz"))) > 1
 
 

@@ -45,7 +45,7 @@ def test_a_wrong_method_of_ones_own_ends_with_1(run: Any, mine: str) -> None:
     assert result.exit_code == 1
     assert "wrong claims to be exact and is not exact" in result.stdout
     assert "good claims to be exact and is exact" in result.stdout
-    assert "all detected: refusal drawn from p" in result.stdout
+    assert "all detected: rejected token resampled from p" in result.stdout
 
 
 @pytest.mark.parametrize(

@@ -163,7 +163,7 @@ def test_threads_have_to_pay(drawing: Any, monkeypatch: pytest.MonkeyPatch, seco
 def test_a_number_that_a_person_chose_stays(drawing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     _, model, condition = drawing
     timed = passes(monkeypatch)
-    with device.threads(2), cost.use_best_threads(model, condition, 1, 1) as count:
+    with device.limit_threads(2), cost.use_best_threads(model, condition, 1, 1) as count:
         assert count == 2
     assert not timed
 
@@ -179,7 +179,7 @@ def test_one_thread_is_timed_by_its_processor_time(drawing: Any) -> None:
         return forward(*arguments)
 
     model.forward = slow
-    with device.threads(1):
+    with device.limit_threads(1):
         assert cost._time_pass(model, state, 1, 1) < 0.25
-    with device.threads(2):
+    with device.limit_threads(2):
         assert cost._time_pass(model, state, 1, 1) > 0.25

@@ -65,8 +65,8 @@ def test_what_a_refresh_does_to_q_has_to_be_recorded(monkeypatch):
     """Drawn from the refreshed probabilities, recorded with the first ones: not exact."""
     model = GRID.model()
     model.low_res = ReportsTheFirst(model.draft_model)
-    draw = Noise.draw
-    monkeypatch.setattr(Noise, "draw", lambda noise, probs, *rest: draw(noise, getattr(probs, "drawn_by", probs), *rest))
+    sample = Noise.sample
+    monkeypatch.setattr(Noise, "sample", lambda noise, probs, *rest: sample(noise, getattr(probs, "drawn_by", probs), *rest))
     wrong = Accelerator(drafter=drafts(initial="low-res-refreshed"), acceptance=speculative_sampling)
     assert not measure(wrong, model, GRID.sampling, CHAINS).exact
 

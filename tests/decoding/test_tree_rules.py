@@ -95,7 +95,7 @@ def test_the_check_finds_known_mistakes_on_trees(variant):
 
 
 class Coins(Noise):
-    """Noise whose coins are given, `[B, slots]`, one for each draft; what would be drawn from is kept instead of drawn."""
+    """Noise whose coins are given, `[B, slots]`, one for each draft; what would be sampled from is kept instead of sampled."""
 
     def __init__(self, coins: Tensor):
         B, S = coins.shape
@@ -113,7 +113,7 @@ class Coins(Noise):
             return self.given[:, self.number, None].expand(-1, self.given.shape[1] + 1)
         return torch.cat([self.given[:, :1], self.given], 1)  # of each slot; the root's does not matter
 
-    def draw(self, probs, purpose):
+    def sample(self, probs, purpose):
         self.drawn_from.append(probs)
         return probs.argmax(-1)
 

@@ -359,7 +359,7 @@ def test_an_automatic_tree_learns_which_siblings_are_accepted():
         table[1:, 0] = torch.tensor([10, 9])
         ranks.record(table, 1)
     assert ranks.rates[1][0] > 0.85 and ranks.rates[0][0] < 0.05
-    assert ranks.tokens(8) < SiblingRateEstimate(AutoTree(nodes=15, depth=8, children=3)).tokens(8)
+    assert ranks.expected_tokens(8) < SiblingRateEstimate(AutoTree(nodes=15, depth=8, children=3)).expected_tokens(8)
     assert ranks.tree(8) != before
 
 

@@ -31,7 +31,7 @@ def test_generate_draws_one_picture_twice(example, capsys: pytest.CaptureFixture
 def test_compose_verifies_its_method_and_draws_with_it(example, capsys: pytest.CaptureFixture[str]) -> None:
     example("compose.py")
     told = capsys.readouterr().out
-    assert "mine is exact; told from it: refusal drawn from p" in told
+    assert "mine is exact; detected: rejected token resampled from p" in told
     assert Path("mine.png").is_file() and "mine: " in told
 
 

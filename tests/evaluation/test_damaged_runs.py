@@ -17,14 +17,14 @@ import pytest
 import torch
 from tiny_models import class_pipeline
 
-from vargen.evaluation.evaluate import Evaluation, evaluate_run, write_all
-from vargen.evaluation.generation import Drawing, draw
-from vargen.evaluation.measurement import Instruments
-from vargen.evaluation.reference_statistics import Statistics
-from vargen.evaluation.run_directory import RunFolder
+from vargen.evaluation.evaluate import EvaluationResult, evaluate_run, write_report_files
+from vargen.evaluation.generation import GenerationPlan, generate_images
+from vargen.evaluation.measurement import MetricModels
+from vargen.evaluation.reference_statistics import FeatureStatistics
+from vargen.evaluation.run_directory import RunDirectory
 from vargen.reading import open_regular, read_text
 from vargen.scoring import BatchedScorer
-from vargen.scoring.protocol import Images, pixels
+from vargen.scoring.protocol import Images, to_tensor
 
 calls: list[int] = []
 
@@ -36,14 +36,14 @@ class Brightness(BatchedScorer):
 
     def score_batch(self, images: Images, prompts: Sequence[str]) -> torch.Tensor:
         calls.append(len(prompts))
-        return pixels(images).mean((1, 2, 3))
+        return to_tensor(images).mean((1, 2, 3))
 
 
 def tower() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten())
 
 
-PARTS = Instruments(scorers=("damaged_parts:Brightness",), extractor="damaged_parts:tower", threads=1)
+PARTS = MetricModels(scorers=("damaged_parts:Brightness",), extractor="damaged_parts:tower", threads=1)
 METHODS = ("ar", "gumbel")
 
 
@@ -57,7 +57,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def clean(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("runs") / "clean"
-    draw(asked(model, output))
+    generate_images(asked(model, output))
     return output
 
 
@@ -85,14 +85,14 @@ def run(clean: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(clean, tmp_path / "run"))
 
 
-def asked(model: Path, output: Path) -> Drawing:
-    return Drawing(str(model), str(output), METHODS, tuple(range(10)), num=5, batch=5, threads=1)
+def asked(model: Path, output: Path) -> GenerationPlan:
+    return GenerationPlan(str(model), str(output), METHODS, tuple(range(10)), num=5, batch=5, threads=1)
 
 
-def evaluated(run: Path) -> Evaluation:
-    folder = RunFolder(run)
+def evaluated(run: Path) -> EvaluationResult:
+    folder = RunDirectory(run)
     found = evaluate_run(folder, PARTS)
-    write_all(folder, found)
+    write_report_files(folder, found)
     json.loads((run / "metrics.json").read_text())
     return found
 
@@ -102,8 +102,8 @@ def evaluated(run: Path) -> Evaluation:
 
 WRONG: list[tuple[str, Any]] = [
     *[("seconds", value) for value in (-5, float("nan"), float("inf"), "x", None, True, 1e300, 10**400)],
-    *[(name, "x") for name in ("tokens", "turns", "passes", "relaxation", "batch", "threads", "item")],
-    *[(name, -1) for name in ("tokens", "turns", "passes", "relaxation", "batch", "threads", "item")],
+    *[(name, "x") for name in ("tokens", "active_passes", "passes", "relaxation", "batch", "threads", "index")],
+    *[(name, -1) for name in ("tokens", "active_passes", "passes", "relaxation", "batch", "threads", "index")],
     *[("sha256", 5), ("text", 5), ("method", [])],
 ]
 
@@ -115,7 +115,7 @@ def test_a_line_with_a_value_that_cannot_be_is_named(
     manifest = run / "manifest" / "shard-1-of-1.jsonl"
     first, *rest = manifest.read_text().splitlines()
     manifest.write_text("\n".join([json.dumps({**json.loads(first), name: value}), *rest]) + "\n")
-    assert len(RunFolder(run).records()) == 9
+    assert len(RunDirectory(run).records()) == 9
     assert "line 1 of" in caplog.text and str(manifest) in caplog.text
 
 
@@ -124,15 +124,15 @@ def test_its_picture_is_drawn_again(run: Path, model: Path) -> None:
     first, *rest = manifest.read_text().splitlines()
     manifest.write_text("\n".join([json.dumps({**json.loads(first), "seconds": -5}), *rest]) + "\n")
     found = evaluated(run)
-    assert sorted(row.pictures for row in found.rows) == [4, 5] and all(0 < row.speed["seconds"] < 1e6 for row in found.rows)
-    assert draw(asked(model, run)) == 1, "the picture of that line"
-    assert [row.pictures for row in evaluated(run).rows] == [5, 5]
+    assert sorted(row.num_images for row in found.rows) == [4, 5] and all(0 < row.speed["seconds"] < 1e6 for row in found.rows)
+    assert generate_images(asked(model, run)) == 1, "the picture of that line"
+    assert [row.num_images for row in evaluated(run).rows] == [5, 5]
 
 
 def test_a_manifest_folder_that_is_a_file_is_named(run: Path, model: Path) -> None:
     shutil.rmtree(run / "manifest")
     (run / "manifest").write_text("")
-    for step in (lambda: draw(asked(model, run)), lambda: evaluate_run(RunFolder(run), PARTS)):
+    for step in (lambda: generate_images(asked(model, run)), lambda: evaluate_run(RunDirectory(run), PARTS)):
         with pytest.raises(ValueError, match=r"manifest.* must be a folder"):
             step()
 
@@ -142,10 +142,10 @@ def test_a_manifest_folder_that_is_a_file_is_named(run: Path, model: Path) -> No
 
 @pytest.mark.parametrize("damage", ["nan", "replaced", "shorter", "digest", "columns", "cut", "huge"])
 def test_changed_measurements_are_measured_again(damage: str, run: Path) -> None:
-    before = [row.scores["brightness"]["mean"] for row in evaluate_run(RunFolder(run), PARTS).rows]
+    before = [row.scores["brightness"]["mean"] for row in evaluate_run(RunDirectory(run), PARTS).rows]
     calls.clear()
-    assert [row.scores["brightness"]["mean"] for row in evaluate_run(RunFolder(run), PARTS).rows] == before and not calls
-    for file in (run / "measured").glob("[bt]*/*/*.npz"):
+    assert [row.scores["brightness"]["mean"] for row in evaluate_run(RunDirectory(run), PARTS).rows] == before and not calls
+    for file in (run / "measurements").glob("[bt]*/*/*.npz"):
         with np.load(file) as held:
             arrays = {name: held[name] for name in held}
         values = "scores" if "scores" in arrays else "features"
@@ -166,24 +166,24 @@ def test_changed_measurements_are_measured_again(damage: str, run: Path) -> None
             with zipfile.ZipFile(file, "w") as archive, archive.open("scores.npy", "w") as opened:
                 header = {"descr": "<f4", "fortran_order": False, "shape": (10**13,)}
                 np.lib.format.write_array_header_1_0(opened, header)
-    assert [row.scores["brightness"]["mean"] for row in evaluate_run(RunFolder(run), PARTS).rows] == before
+    assert [row.scores["brightness"]["mean"] for row in evaluate_run(RunDirectory(run), PARTS).rows] == before
     assert sum(calls) == 10
 
 
 def test_statistics_that_were_changed_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "r.npz"
-    Statistics.of(torch.randn(8, 3), "x").write(file)
-    assert Statistics.read(file).count == 8
+    FeatureStatistics.from_features(torch.randn(8, 3), "x").write(file)
+    assert FeatureStatistics.read(file).count == 8
     with np.load(file) as held:
         arrays = {name: held[name] for name in held}
     np.savez(file, **{**arrays, "mu": arrays["mu"] + 1})
     with pytest.raises(ValueError, match="changed after it was written"):
-        Statistics.read(file)
+        FeatureStatistics.read(file)
     foreign = {name: array for name, array in arrays.items() if name != "vargen_digest"}
     for wrong in ({"vargen_features": np.full((8, 3), np.nan)}, {"vargen_features": np.zeros((8, 2))}, {"vargen_count": "x"}):
         np.savez(file, **{**foreign, **wrong})
         with pytest.raises(ValueError, match=r"r\.npz"):
-            Statistics.read(file)
+            FeatureStatistics.read(file)
 
 
 # -- what is no regular file -------------------------------------------------------------------------------------------------
@@ -199,20 +199,20 @@ def test_what_is_no_regular_file_is_never_waited_for(other: str, run: Path, mode
     evaluated(run)
     images = sorted((run / "images").rglob("*.png"))
     put(images[0])
-    for file in (run / "measured").rglob("*.npz"):
+    for file in (run / "measurements").rglob("*.npz"):
         put(file)
-    assert sorted(row.pictures for row in evaluated(run).rows) == [4, 5]
-    assert draw(asked(model, run)) == 1 and images[0].is_file(), "the picture is drawn again"
+    assert sorted(row.num_images for row in evaluated(run).rows) == [4, 5]
+    assert generate_images(asked(model, run)) == 1 and images[0].is_file(), "the picture is drawn again"
     put(run / "manifest" / "shard-2-of-2.jsonl")
     with pytest.raises(ValueError, match=r"shard-2-of-2\.jsonl.*not a regular file"):
-        evaluate_run(RunFolder(run), PARTS)
+        evaluate_run(RunDirectory(run), PARTS)
     (run / "manifest" / "shard-2-of-2.jsonl").unlink()
     put(run / "manifest" / "shard-1-of-1.jsonl")
     with pytest.raises(ValueError, match=r"shard-1-of-1\.jsonl"):
-        draw(asked(model, run))
+        generate_images(asked(model, run))
     put(run / "run.json")
     with pytest.raises(ValueError, match=r"run\.json"):
-        evaluate_run(RunFolder(run), PARTS)
+        evaluate_run(RunDirectory(run), PARTS)
     for reading in (open_regular, lambda path: read_text(path, "prompts", 100)):
         with pytest.raises((OSError, ValueError), match="not a regular file"):
             reading(run / "run.json")

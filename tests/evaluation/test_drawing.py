@@ -1,4 +1,4 @@
-"""Drawing that is stopped in any way and divided in any way draws the same pictures, each once."""
+"""Generation that is interrupted or divided in any way gives the same images, each once."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from tiny_models import class_pipeline, class_var_pipeline, text_pipeline
 
 from vargen.cli.console import quiet_libraries
 from vargen.decoding import NeighborhoodRule, resolve_method, speculative_sampling
-from vargen.evaluation.generation import Drawer, Drawing, draw, locally
-from vargen.evaluation.items import Items, class_subjects
-from vargen.evaluation.run_directory import Journal, RunFolder, file_slug, read_journal
+from vargen.evaluation.generation import GenerationPlan, ImageGenerator, generate_images, run_locally, select_classes
+from vargen.evaluation.run_directory import ManifestWriter, RunDirectory, read_manifest, slugify
 
 METHODS = ("ar", "gsd:budget=3,window=4")
 
@@ -31,8 +30,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def drawing(model: Path, output: Path, **changes: Any) -> Drawing:
-    base = Drawing(str(model), str(output), METHODS, tuple(range(10)), num=7, batch=3, threads=1)
+def make_plan(model: Path, output: Path, **changes: Any) -> GenerationPlan:
+    base = GenerationPlan(str(model), str(output), METHODS, tuple(range(10)), num=7, batch=3, threads=1)
     return replace(base, **changes)
 
 
@@ -40,7 +39,7 @@ def drawing(model: Path, output: Path, **changes: Any) -> Drawing:
 def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """Pictures of an undisturbed run, by name."""
     output = tmp_path_factory.mktemp("runs") / "whole"
-    assert draw(drawing(model, output)) == 14
+    assert generate_images(make_plan(model, output)) == 14
     return images(output)
 
 
@@ -49,33 +48,30 @@ def images(output: Path) -> dict[str, bytes]:
 
 
 def lines(output: Path) -> list[tuple[str, int]]:
-    return [(r["method"], r["item"]) for file in output.glob("manifest/*.jsonl") for r in read_journal(file)]
+    return [(r["method"], r["index"]) for file in output.glob("manifest/*.jsonl") for r in read_manifest(file)]
 
 
 def stopping_after(units: int, error: type[BaseException] = KeyboardInterrupt) -> Callable[..., Iterator[Any]]:
-    def engine(worker: Any, argument: Any, work: list[Any]) -> Iterator[Any]:
-        yield from locally(worker, argument, work[:units])
+    def backend(worker: Any, argument: Any, work: list[Any]) -> Iterator[Any]:
+        yield from run_locally(worker, argument, work[:units])
         if len(work) > units:
             raise error
 
-    return engine
+    return backend
 
 
 # -- same pictures, however divided -----------------------------------------------------------------------------------
 
 
 def test_seeds_and_subjects_depend_on_the_item_alone() -> None:
-    few, many = Items(("a", "b", "c"), 4, 5), Items(("a", "b", "c"), 400, 5)
-    assert [few.subject(i) for i in range(4)] == [many.subject(i) for i in range(4)] == ["a", "b", "c", "a"]
-    assert few.digest() == many.digest() != Items(("a", "b", "c"), 4, 6).digest()
-    assert class_subjects("random", 10, {}, 3, 5) == class_subjects("random", 10, {}, 3, 50)[:5]
-    assert len(set(class_subjects("random", 10, {}, 3, 200))) == 10
-    assert class_subjects("3, cat ,4", 10, {7: "cat, kitty"}) == [3, 7, 4]
-    for wrong in ((), ("a",)):
-        with pytest.raises(ValueError):
-            Items(wrong, 0 if wrong else 1)
-    with pytest.raises(ValueError, match="seed must be from 0"):
-        Items(("a",), 2, 2**63 - 1)
+    few, many = (GenerationPlan("m", "o", ("ar",), ("a", "b", "c"), num, 5) for num in (4, 400))
+    assert [few.prompt_at(i) for i in range(4)] == [many.prompt_at(i) for i in range(4)] == ["a", "b", "c", "a"]
+    assert select_classes("random", 10, {}, 3, 5) == select_classes("random", 10, {}, 3, 50)[:5]
+    assert len(set(select_classes("random", 10, {}, 3, 200))) == 10
+    assert select_classes("3, cat ,4", 10, {7: "cat, kitty"}) == [3, 7, 4]
+    for name, wrong in {"num": (("a",), 0), "prompts": ((), 1), "seed": (("a",), 2, 2**63 - 1)}.items():
+        with pytest.raises(ValueError, match=name):
+            GenerationPlan("m", "o", ("ar",), *wrong)
 
 
 def test_a_picture_is_what_the_pipeline_draws_of_its_seed(whole: dict[str, bytes], model: Path, tmp_path: Path) -> None:
@@ -96,7 +92,7 @@ def test_a_picture_is_what_the_pipeline_draws_of_its_seed(whole: dict[str, bytes
 
 
 def test_two_shards_draw_what_one_does(model: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
-    drawn = [draw(drawing(model, tmp_path / "run"), shard, 2) for shard in (2, 1)]
+    drawn = [generate_images(make_plan(model, tmp_path / "run"), shard, 2) for shard in (2, 1)]
     assert sum(drawn) == 14 and 0 < drawn[0] < 14
     assert images(tmp_path / "run") == whole
     assert len(lines(tmp_path / "run")) == len(set(lines(tmp_path / "run"))) == 14
@@ -105,10 +101,10 @@ def test_two_shards_draw_what_one_does(model: Path, whole: dict[str, bytes], tmp
 def test_more_methods_and_more_pictures_are_drawn_beside_the_old_ones(
     model: Path, whole: dict[str, bytes], tmp_path: Path
 ) -> None:
-    assert draw(drawing(model, tmp_path / "run", num=3, methods=METHODS[:1])) == 3
-    assert draw(drawing(model, tmp_path / "run", num=3, methods=METHODS)) == 3
-    assert draw(drawing(model, tmp_path / "run")) == 8
-    assert images(tmp_path / "run") == whole and draw(drawing(model, tmp_path / "run")) == 0
+    assert generate_images(make_plan(model, tmp_path / "run", num=3, methods=METHODS[:1])) == 3
+    assert generate_images(make_plan(model, tmp_path / "run", num=3, methods=METHODS)) == 3
+    assert generate_images(make_plan(model, tmp_path / "run")) == 8
+    assert images(tmp_path / "run") == whole and generate_images(make_plan(model, tmp_path / "run")) == 0
 
 
 # -- stopped and resumed ------------------------------------------------------------------------------------------------
@@ -117,45 +113,45 @@ def test_more_methods_and_more_pictures_are_drawn_beside_the_old_ones(
 @pytest.mark.parametrize("units", [0, 1, 3])
 def test_an_interrupted_run_goes_on(units: int, model: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
-        draw(drawing(model, tmp_path / "run"), engine=stopping_after(units))
+        generate_images(make_plan(model, tmp_path / "run"), backend=stopping_after(units))
     told: list[tuple[int, int]] = []
-    rest = draw(drawing(model, tmp_path / "run"), progress=lambda done, total: told.append((done, total)))
+    rest = generate_images(make_plan(model, tmp_path / "run"), progress=lambda done, total: told.append((done, total)))
     assert told[0] == (14 - rest, 14) and told[-1] == (14, 14)
     assert images(tmp_path / "run") == whole and len(lines(tmp_path / "run")) == 14
 
 
 def test_a_truncated_line_is_cut_off_and_its_picture_drawn_again(model: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
-    draw(drawing(model, tmp_path / "run"))
-    (manifest,) = (tmp_path / "run/manifest").iterdir()
+    generate_images(make_plan(model, tmp_path / "run"))
+    (manifest,) = (tmp_path / "run/manifest").glob("*.jsonl")
     manifest.write_bytes(manifest.read_bytes()[:-20])
-    assert draw(drawing(model, tmp_path / "run")) == 1
+    assert generate_images(make_plan(model, tmp_path / "run")) == 1
     assert images(tmp_path / "run") == whole and len(lines(tmp_path / "run")) == len(set(lines(tmp_path / "run"))) == 14
     data = manifest.read_bytes().split(b"\n")
-    data[2] = b'{"item": 1, "met\x00\x00'  # blocks that a crashed disk lost
+    data[2] = b'{"index": 1, "met\x00\x00'  # blocks that a crashed disk lost
     manifest.write_bytes(b"\n".join(data))
-    assert draw(drawing(model, tmp_path / "run")) == 1 and images(tmp_path / "run") == whole
+    assert generate_images(make_plan(model, tmp_path / "run")) == 1 and images(tmp_path / "run") == whole
 
 
 def test_a_batch_of_which_a_part_is_missing_is_drawn_beside_the_same_others(model: Path, tmp_path: Path) -> None:
     """Rounding depends on what else is in a batch, on some machines: the batches of a resumed run are those of a whole one."""
-    run = drawing(model, tmp_path / "run", methods=("ar",))
-    whole_units = [unit.items for unit in run.units(())]
+    run = make_plan(model, tmp_path / "run", methods=("ar",))
+    whole_units = [batch.indices for batch in run.pending_batches(())]
     assert whole_units == [(0, 1, 2), (3, 4, 5), (6,)]
-    (partial,) = run.units([("ar", item) for item in (0, 1, 2, 3, 5, 6)])
-    assert partial.items == (3, 4, 5) and partial.missing == (4,)
-    parts = [[unit.items for unit in run.units((), shard, 2)] for shard in (1, 2)]
+    (partial,) = run.pending_batches([("ar", item) for item in (0, 1, 2, 3, 5, 6)])
+    assert partial.indices == (3, 4, 5) and partial.missing == (4,)
+    parts = [[batch.indices for batch in run.pending_batches((), shard, 2)] for shard in (1, 2)]
     assert sorted(parts[0] + parts[1]) == whole_units and not set(parts[0]) & set(parts[1])
 
 
 def test_missing_and_changed_pictures_are_drawn_again(model: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
-    draw(drawing(model, tmp_path / "run"))
+    generate_images(make_plan(model, tmp_path / "run"))
     first, second, third = (tmp_path / "run" / name for name in list(whole)[:3])
     first.unlink()
     second.write_bytes(b"")
     third.write_bytes(whole[list(whole)[2]][:-9])
-    assert draw(drawing(model, tmp_path / "run")) == 3
+    assert generate_images(make_plan(model, tmp_path / "run")) == 3
     assert images(tmp_path / "run") == whole
-    assert len(RunFolder(tmp_path / "run").drawn()) == 14
+    assert len(RunDirectory(tmp_path / "run").complete_records()) == 14
 
 
 @pytest.mark.slow
@@ -179,7 +175,6 @@ def test_kill_9_loses_nothing_and_draws_nothing_twice(model: Path, tmp_path: Pat
     assert images(tmp_path / "killed") == images(tmp_path / "whole") and len(images(tmp_path / "whole")) == 80
     after = lines(tmp_path / "killed")
     assert after[: len(before)] == before and len(after) == len(set(after)) == 80
-    assert not list((tmp_path / "killed").rglob(".vargen-*")), "scratch folders of the killed processes are left"
 
 
 # -- a full disk -----------------------------------------------------------------------------------------------------------
@@ -193,25 +188,25 @@ def test_a_full_disk_is_told_leaves_nothing_half_written_and_is_resumed(
     quiet_libraries()  # what they print would go into pytest's file, which may not grow either
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    run = drawing(model, tmp_path / "run")
+    run = make_plan(model, tmp_path / "run")
     with pytest.raises(KeyboardInterrupt):
-        draw(run, engine=stopping_after(1))
+        generate_images(run, backend=stopping_after(1))
     try:
-        (manifest,) = (tmp_path / "run/manifest").iterdir()
+        (manifest,) = (tmp_path / "run/manifest").glob("*.jsonl")
         for size, what in (
             (manifest.stat().st_size + 100, r"manifest.shard-1-of-1.jsonl was not written"),
             (100, r"png was not"),
         ):
             resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
             held = manifest.read_bytes()
-            with pytest.raises(OSError, match=what + r".*make room and give the same command"):
-                draw(run)
+            with pytest.raises(OSError, match=what + r".*make room"):
+                generate_images(run)
             assert manifest.read_bytes() == held
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
     assert all(len(data) == len(whole[name]) for name, data in images(tmp_path / "run").items())
-    assert draw(run) == 11
+    assert generate_images(run) == 11
     assert images(tmp_path / "run") == whole and len(lines(tmp_path / "run")) == 14
 
 
@@ -221,42 +216,42 @@ def test_a_full_disk_is_told_leaves_nothing_half_written_and_is_resumed(
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"seed": 1}, "seed 0, now 1"),
-        ({"batch": 2}, "batch 3, now 2"),
+        ({"seed": 1}, "seed was 0, now 1"),
+        ({"batch": 2}, "batch was 3, now 2"),
         ({"sampling": {"temperature": 0.5}}, "sampling"),
-        ({"subjects": (1, 2)}, "subjects"),
+        ({"prompts": (1, 2)}, "subjects"),
         ({"dtype": "bfloat16"}, "dtype"),
     ],
 )
 def test_a_run_of_other_settings_is_refused_and_stays(change: dict[str, Any], told: str, model: Path, tmp_path: Path) -> None:
-    draw(drawing(model, tmp_path / "run", num=3))
+    generate_images(make_plan(model, tmp_path / "run", num=3))
     held = (tmp_path / "run/run.json").read_bytes()
     with pytest.raises(ValueError, match=f"run of other settings: .*{told}"):
-        draw(drawing(model, tmp_path / "run", **change))
+        generate_images(make_plan(model, tmp_path / "run", **change))
     assert (tmp_path / "run/run.json").read_bytes() == held
 
 
 def test_other_weights_of_the_same_name_are_other_settings(model: Path, tmp_path: Path) -> None:
     class_pipeline().save_pretrained(tmp_path / "model")
-    draw(drawing(tmp_path / "model", tmp_path / "run", num=3))
+    generate_images(make_plan(tmp_path / "model", tmp_path / "run", num=3))
     changed = class_pipeline()
     changed.transformer.output.weight.data.mul_(2)
     changed.save_pretrained(tmp_path / "model")
-    with pytest.raises(ValueError, match=r"weights '[0-9a-f]{16}', now"):
-        draw(drawing(tmp_path / "model", tmp_path / "run", num=3))
+    with pytest.raises(ValueError, match=r"weights was"):
+        generate_images(make_plan(tmp_path / "model", tmp_path / "run", num=3))
 
 
 def test_a_folder_with_other_contents_and_a_damaged_run_are_refused(model: Path, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/thesis.txt").write_text("")
     with pytest.raises(ValueError, match="holds other files and no run"):
-        draw(drawing(model, tmp_path / "mine"))
+        generate_images(make_plan(model, tmp_path / "mine"))
     assert [file.name for file in (tmp_path / "mine").iterdir()] == ["thesis.txt"]
     (tmp_path / "run").mkdir()
     for text in ("{", "[]", '{"methods": 3}'):
         (tmp_path / "run/run.json").write_text(text)
         with pytest.raises(ValueError, match=r"run\.json"):
-            draw(drawing(model, tmp_path / "run"))
+            generate_images(make_plan(model, tmp_path / "run"))
 
 
 @pytest.mark.parametrize(
@@ -269,7 +264,7 @@ def test_a_folder_with_other_contents_and_a_damaged_run_are_refused(model: Path,
         ({"methods": ("gsd:budget=-3",)}, "budget must be at least 0"),
         ({"methods": ("ar:window=3",)}, "has no setting 'window'"),
         ({"methods": ("speculative",)}, "draft_transformer"),
-        ({"subjects": ("a red apple",)}, "draws classes, and prompts are given"),
+        ({"prompts": ("a red apple",)}, "prompts are given"),
         ({"sampling": {"top_k": 65}}, "top_k"),
         ({"batch": 0}, "batch must be"),
         ({"methods": ("gsd:budget=3", "gsd:budget=-3")}, "budget"),
@@ -277,7 +272,7 @@ def test_a_folder_with_other_contents_and_a_damaged_run_are_refused(model: Path,
 )
 def test_what_cannot_be_drawn_is_told_first(change: dict[str, Any], told: str, model: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=told):
-        draw(drawing(model, tmp_path / "run", **change))
+        generate_images(make_plan(model, tmp_path / "run", **change))
     assert not (tmp_path / "run").exists()
 
 
@@ -292,51 +287,59 @@ def test_method_settings_reach_the_parts() -> None:
     with pytest.raises(ValueError, match="unknown acceptance 'typcal'; did you mean 'typical'"):
         resolve_method("scd:acceptance=typcal", "next-token")
     assert resolve_method("code", "next-scale").name == "code"
-    assert file_slug("gsd:budget=3,window=4") == "gsd-budget-3-window-4"
+    assert slugify("gsd:budget=3,window=4") == "gsd-budget-3-window-4"
 
 
 def test_settings_of_a_schedule_are_of_its_stages() -> None:
-    made = resolve_method("code:until.1=-3,temperature.2=0.9", "next-scale")
-    assert [(stage.until, stage.model, stage.temperature) for stage in made.stages] == [(-3, "target", 1), (None, "draft", 0.9)]
-    with pytest.raises(ValueError, match=r"method code has no setting 'until'; did you mean 'until\.[12]'"):
+    made = resolve_method("code:until.1=-3", "next-scale")
+    assert [(stage.until, stage.model) for stage in made.stages] == [(-3, "target"), (None, "draft")]
+    with pytest.raises(ValueError, match=r"until\.[12]"):
         resolve_method("code:until=3", "next-scale")
-    with pytest.raises(ValueError, match="temperature must be a finite factor"):
+    with pytest.raises(ValueError, match="temperature"):
         resolve_method("code:temperature.1=-1", "next-scale")
 
 
 def test_schedules_are_drawn_of_a_next_scale_model(tmp_path: Path) -> None:
     class_var_pipeline().save_pretrained(tmp_path / "model")
     methods = ("plain", "code", "code:until.1=-3")
-    wanted = drawing(tmp_path / "model", tmp_path / "run", methods=methods, num=2, batch=2)
-    assert draw(wanted) == 6
+    wanted = make_plan(tmp_path / "model", tmp_path / "run", methods=methods, num=2, batch=2)
+    assert generate_images(wanted) == 6
     pictures = images(tmp_path / "run")
     assert len(pictures) == 6 and len(set(pictures.values())) == 6
     class_var_pipeline(draft=False).save_pretrained(tmp_path / "alone")
     with pytest.raises(ValueError, match="needs a draft_transformer"):
-        draw(replace(wanted, model=str(tmp_path / "alone"), output=str(tmp_path / "other")))
+        generate_images(replace(wanted, model=str(tmp_path / "alone"), output=str(tmp_path / "other")))
 
 
 # -- the journal --------------------------------------------------------------------------------------------------------
 
 
 def test_a_journal_has_one_writer(tmp_path: Path) -> None:
-    with Journal(tmp_path / "j.jsonl") as journal:
+    with ManifestWriter(tmp_path / "j.jsonl") as journal:
         journal.append({"a": 1}, {"b": [2.5, "ü"]})
         if sys.platform != "win32":
             with pytest.raises(ValueError, match="another process"):
-                Journal(tmp_path / "j.jsonl")
-    with Journal(tmp_path / "j.jsonl") as journal:
+                ManifestWriter(tmp_path / "j.jsonl")
+    with ManifestWriter(tmp_path / "j.jsonl") as journal:
         journal.append({"c": 3})
-    assert read_journal(tmp_path / "j.jsonl") == [{"a": 1}, {"b": [2.5, "ü"]}, {"c": 3}]
+    assert read_manifest(tmp_path / "j.jsonl") == [{"a": 1}, {"b": [2.5, "ü"]}, {"c": 3}]
+
+
+def test_records_of_version_0_1_are_read(model: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
+    generate_images(make_plan(model, tmp_path / "run"))
+    (manifest,) = (tmp_path / "run/manifest").glob("*.jsonl")
+    manifest.write_text(manifest.read_text().replace('"index"', '"item"').replace('"active_passes"', '"turns"'))
+    assert generate_images(make_plan(model, tmp_path / "run")) == 0
 
 
 def test_a_text_model_records_what_it_read(tmp_path: Path) -> None:
     pipe = text_pipeline()
     pipe.prompt_names = None
     pipe.save_pretrained(tmp_path / "model")
-    made = Drawing(str(tmp_path / "model"), str(tmp_path / "run"), ("ar",), ("a dog", "a cat"), num=3, batch=2, threads=1)
-    assert draw(made) == 3
-    records = RunFolder(tmp_path / "run").drawn()
+    folders = str(tmp_path / "model"), str(tmp_path / "run")
+    made = GenerationPlan(*folders, ("ar",), ("a dog", "a cat"), num=3, batch=2, threads=1)
+    assert generate_images(made) == 3
+    records = RunDirectory(tmp_path / "run").complete_records()
     assert [records["ar", i]["text"] for i in range(3)] == ["a dog", "a cat", "a dog"]
     assert all(records["ar", i]["tokens"] == 16 and records["ar", i]["seconds"] > 0 for i in range(3))
-    assert isinstance(Drawer(made), Drawer)
+    assert isinstance(ImageGenerator(made), ImageGenerator)

@@ -19,19 +19,19 @@ from tiny_models import class_pipeline
 from vargen.evaluation.evaluate import (
     evaluate_folder,
     evaluate_run,
-    export_samples,
-    open_reference,
+    export_adm_samples,
+    load_reference,
     statistics_of,
-    write_all,
+    write_report_files,
 )
-from vargen.evaluation.generation import Drawing, draw
-from vargen.evaluation.image_files import UnreadablePictureError, folder_pictures
-from vargen.evaluation.measurement import Instruments, measure
-from vargen.evaluation.quality import distances_of, mean_interval
-from vargen.evaluation.reference_statistics import Statistics, read_samples
-from vargen.evaluation.run_directory import RunFolder
+from vargen.evaluation.generation import GenerationPlan, generate_images
+from vargen.evaluation.image_files import UnreadableImageError, list_images
+from vargen.evaluation.measurement import MetricModels, measure_images
+from vargen.evaluation.metrics import compute_distances, mean_with_ci
+from vargen.evaluation.reference_statistics import FeatureStatistics, read_adm_samples
+from vargen.evaluation.run_directory import RunDirectory
 from vargen.scoring import BatchedScorer, NonFiniteScoreError
-from vargen.scoring.protocol import Images, pixels
+from vargen.scoring.protocol import Images, to_tensor
 
 calls: list[int] = []
 
@@ -45,7 +45,7 @@ class Brightness(BatchedScorer):
 
     def score_batch(self, images: Images, prompts: Sequence[str]) -> torch.Tensor:
         calls.append(len(prompts))
-        return pixels(images).mean((1, 2, 3)) * len(prompts[0].split()[0])
+        return to_tensor(images).mean((1, 2, 3)) * len(prompts[0].split()[0])
 
 
 def broken(images: Images, prompts: Sequence[str]) -> list[float]:
@@ -68,14 +68,14 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "measuring_parts", sys.modules[__name__])
 
 
-PARTS = Instruments(scorers=("measuring_parts:Brightness",), extractor="measuring_parts:tower", threads=1)
+PARTS = MetricModels(scorers=("measuring_parts:Brightness",), extractor="measuring_parts:tower", threads=1)
 
 
 def folder_of(path: Path, count: int, size: tuple[int, int] = (16, 16), seed: int = 0, level: int = 256) -> Path:
-    draw_ = np.random.default_rng(seed)
+    random = np.random.default_rng(seed)
     path.mkdir(parents=True, exist_ok=True)
     for i in range(count):
-        Image.fromarray(draw_.integers(0, level, (*size[::-1], 3), dtype=np.uint8)).save(path / f"{i:04d}.png")
+        Image.fromarray(random.integers(0, level, (*size[::-1], 3), dtype=np.uint8)).save(path / f"{i:04d}.png")
     return path
 
 
@@ -84,47 +84,48 @@ def folder_of(path: Path, count: int, size: tuple[int, int] = (16, 16), seed: in
 
 def test_any_folder_of_pictures_is_scored(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "theirs", 70)
-    pictures = folder_pictures(folder, ["word"] * 70)
-    reference = open_reference(folder_of(tmp_path / "real", 80, seed=1), PARTS)
+    pictures = list_images(folder, ["word"] * 70)
+    reference = load_reference(folder_of(tmp_path / "real", 80, seed=1), PARTS)
     found = evaluate_folder("theirs", pictures, PARTS, reference)
     (row,) = found.rows
-    means = torch.stack([pixels([Image.open(p.file)]).mean() for p in pictures]) * 4
+    means = torch.stack([to_tensor([Image.open(p.file)]).mean() for p in pictures]) * 4
     assert row.scores["brightness"]["mean"] == pytest.approx(float(means.mean()), rel=1e-5)
-    half = row.scores["brightness"]["half_interval"]
+    half = row.scores["brightness"]["ci95_half_width"]
     assert half == pytest.approx(1.959964 * float(means.double().std()) / 70**0.5, rel=1e-4)
-    assert row.distances["frechet"] >= 0 and row.distances["frechet_half_interval"] > 0
+    assert row.distances["frechet"] >= 0 and row.distances["frechet_ci95_half_width"] > 0
     assert 0.5 < row.distances["precision"] <= 1 and 0.5 < row.distances["recall"] <= 1
-    assert row.distances["kid_interval"][0] < row.distances["kid"] < row.distances["kid_interval"][1]
+    assert abs(row.distances["kid"]) < 3 * row.distances["kid_std"]
     assert any("biased upwards" in note for note in row.notes) and any("1,000 are usual" in note for note in row.notes)
-    dark = evaluate_folder("dark", folder_pictures(folder_of(tmp_path / "dark", 70, level=200), ["w"] * 70), PARTS, reference)
+    dark = evaluate_folder("dark", list_images(folder_of(tmp_path / "dark", 70, level=200), ["w"] * 70), PARTS, reference)
     assert dark.rows[0].distances["frechet"] > 5 * row.distances["frechet"]
     assert dark.rows[0].distances["precision"] < row.distances["precision"]
 
 
 def test_too_few_pictures_are_said_not_measured(tmp_path: Path) -> None:
     features = torch.randn(4, 8)
-    found, notes = distances_of(features, None, Statistics.of(torch.randn(20, 8)), False)
-    assert "frechet" not in found and any("needs more than 8 pictures" in note for note in notes)
-    found, notes = distances_of(torch.randn(3, 2), None, Statistics.of(torch.randn(20, 2), keep=False), False)
+    found, notes = compute_distances(features, None, FeatureStatistics.from_features(torch.randn(20, 8)), False)
+    assert "frechet" not in found and any("needs more than 8 images" in note for note in notes)
+    bare = FeatureStatistics.from_features(torch.randn(20, 2), keep=False)
+    found, notes = compute_distances(torch.randn(3, 2), None, bare, False)
     assert "kid" not in found and any("no features" in note for note in notes)
-    assert mean_interval(torch.tensor([2.0])) == {"mean": 2.0, "half_interval": None, "pictures": 1}
+    assert mean_with_ci(torch.tensor([2.0])) == {"mean": 2.0, "ci95_half_width": None, "num_images": 1}
 
 
 def test_what_was_measured_is_not_measured_again_but_what_changed_is(tmp_path: Path) -> None:
-    pictures = folder_pictures(folder_of(tmp_path / "p", 130), [f"{'a' * (i % 3 + 1)}" for i in range(130)])
-    first = measure({"g": pictures}, PARTS, tmp_path / "kept")["g"]
+    pictures = list_images(folder_of(tmp_path / "p", 130), [f"{'a' * (i % 3 + 1)}" for i in range(130)])
+    first = measure_images({"g": pictures}, PARTS, tmp_path / "cached")["g"]
     assert sum(calls) == 130
-    again = measure({"g": pictures}, PARTS, tmp_path / "kept")["g"]
+    again = measure_images({"g": pictures}, PARTS, tmp_path / "cached")["g"]
     assert sum(calls) == 130
-    for name, columns in first.arrays.items():
-        assert all(torch.equal(again.arrays[name][key], value) for key, value in columns.items())
-    changed = [replace(p, text="other") if p.item == 129 else p for p in pictures]
-    measure({"g": changed}, PARTS, tmp_path / "kept")
+    for name, columns in first.columns.items():
+        assert all(torch.equal(again.columns[name][key], value) for key, value in columns.items())
+    changed = [replace(p, text="other") if p.index == 129 else p for p in pictures]
+    measure_images({"g": changed}, PARTS, tmp_path / "cached")
     assert sum(calls) == 132, "the last chunk of two, and no more"
-    next((tmp_path / "kept").rglob("brightness/g/00000.npz")).write_bytes(b"PK cut")
-    measure({"g": changed}, PARTS, tmp_path / "kept")
+    next((tmp_path / "cached").rglob("brightness/g/00000.npz")).write_bytes(b"PK cut")
+    measure_images({"g": changed}, PARTS, tmp_path / "cached")
     assert sum(calls) == 132 + 64
-    measure({"g": changed}, replace(PARTS, resize=20), tmp_path / "kept")
+    measure_images({"g": changed}, replace(PARTS, resize=20), tmp_path / "cached")
     assert sum(calls) == 132 + 64 + 130
 
 
@@ -134,11 +135,11 @@ def test_unreadable_pictures_are_named_or_passed_over(damage: str, tmp_path: Pat
     victim = folder / "0002.png"
     data = victim.read_bytes()
     victim.write_bytes({"truncated": data[: len(data) // 2], "empty": b"", "text": b"not a picture"}[damage])
-    pictures = folder_pictures(folder, ["a"] * 6)
-    with pytest.raises(UnreadablePictureError, match=r"0002\.png cannot be read.*--skip-unreadable"):
+    pictures = list_images(folder, ["a"] * 6)
+    with pytest.raises(UnreadableImageError, match=r"0002\.png cannot be read.*--skip-unreadable"):
         evaluate_folder("p", pictures, PARTS)
     found = evaluate_folder("p", pictures, replace(PARTS, keep_going=True))
-    assert found.rows[0].pictures == 5 and found.rows[0].scores["brightness"]["pictures"] == 5
+    assert found.rows[0].num_images == 5 and found.rows[0].scores["brightness"]["num_images"] == 5
     assert "files that could not be read and are left out: 1" in found.rows[0].notes and "0002.png" in caplog.text
 
 
@@ -146,62 +147,62 @@ def test_pictures_of_other_sizes_are_refused_or_resized(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "p", 4)
     folder_of(tmp_path / "wide", 1, (24, 16))
     (tmp_path / "wide/0000.png").rename(folder / "0009.png")
-    pictures = folder_pictures(folder, ["a"] * 5)
+    pictures = list_images(folder, ["a"] * 5)
     with pytest.raises(ValueError, match=r"0009\.png is 24 x 16 pixels, and the first of p is 16 x 16; --resize"):
         evaluate_folder("p", pictures, PARTS)
     resized = replace(PARTS, resize=16)
-    assert evaluate_folder("p", pictures, resized).rows[0].pictures == 5
-    reference = open_reference(folder_of(tmp_path / "real", 9, (32, 32)), PARTS)
-    with pytest.raises(ValueError, match="of pictures of 32 x 32, and these are 16 x 16"):
+    assert evaluate_folder("p", pictures, resized).rows[0].num_images == 5
+    reference = load_reference(folder_of(tmp_path / "real", 9, (32, 32)), PARTS)
+    with pytest.raises(ValueError, match="32 x 32"):
         evaluate_folder("p", pictures, resized, reference)
 
 
 def test_statistics_of_another_extractor_are_refused(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "p", 9)
-    Statistics.of(torch.randn(20, 4), "another-net").write(tmp_path / "r.npz")
-    with pytest.raises(ValueError, match="extractor another-net, and pictures are measured by measuring_parts:tower"):
-        open_reference(tmp_path / "r.npz", PARTS)
-    own = measure({"p": folder_pictures(folder, ["a"] * 9)}, PARTS, None)["p"]
-    extractor: Any = PARTS.opened()["extractor"]
+    FeatureStatistics.from_features(torch.randn(20, 4), "another-net").write(tmp_path / "r.npz")
+    with pytest.raises(ValueError, match="another-net"):
+        load_reference(tmp_path / "r.npz", PARTS)
+    own = measure_images({"p": list_images(folder, ["a"] * 9)}, PARTS, None)["p"]
+    extractor: Any = PARTS.load()["extractor"]
     statistics_of(own, extractor).write(tmp_path / "own.npz")
-    assert torch.equal(open_reference(tmp_path / "own.npz", PARTS).mean, Statistics.read(tmp_path / "own.npz").mean)
+    assert torch.equal(load_reference(tmp_path / "own.npz", PARTS).mean, FeatureStatistics.read(tmp_path / "own.npz").mean)
     for wrong in ("r.txt", "gone.npz"):
         (tmp_path / "r.txt").write_text("")
         with pytest.raises((ValueError, FileNotFoundError), match=r"r\.txt|gone\.npz"):
-            open_reference(tmp_path / wrong, PARTS)
+            load_reference(tmp_path / wrong, PARTS)
 
 
 def test_a_scorer_of_nan_ends_the_measuring(tmp_path: Path) -> None:
-    pictures = folder_pictures(folder_of(tmp_path / "p", 3), ["a"] * 3)
+    pictures = list_images(folder_of(tmp_path / "p", 3), ["a"] * 3)
     with pytest.raises(NonFiniteScoreError, match="broken gave nan"):
-        measure({"p": pictures}, Instruments(("measuring_parts:broken",)), tmp_path / "kept")
-    assert not (tmp_path / "kept").exists()
+        measure_images({"p": pictures}, MetricModels(("measuring_parts:broken",)), tmp_path / "cached")
+    assert not (tmp_path / "cached").exists()
 
 
 def test_prompts_are_given_or_read_from_our_pictures_or_missed(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "p", 2)
-    assert [picture.text for picture in folder_pictures(folder)] == [None, None]
-    with pytest.raises(ValueError, match=r"none is known of .*0000\.png; give --prompt-file"):
-        evaluate_folder("p", folder_pictures(folder), PARTS)
-    with pytest.raises(ValueError, match="one for each of 2 pictures"):
-        folder_pictures(folder, ["a"])
+    assert [picture.text for picture in list_images(folder)] == [None, None]
+    with pytest.raises(ValueError, match=r"0000\.png.*--prompt-file"):
+        evaluate_folder("p", list_images(folder), PARTS)
+    with pytest.raises(ValueError, match="prompts"):
+        list_images(folder, ["a"])
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="holds no pictures"):
-        folder_pictures(tmp_path / "empty")
+    with pytest.raises(ValueError, match="holds no images"):
+        list_images(tmp_path / "empty")
     with pytest.raises(FileNotFoundError, match="gone"):
-        folder_pictures(tmp_path / "gone")
+        list_images(tmp_path / "gone")
 
 
 def test_samples_go_out_and_come_back_as_a_reference(tmp_path: Path) -> None:
-    pictures = folder_pictures(folder_of(tmp_path / "p", 9, (20, 16)), ["a"] * 9)
-    export_samples(tmp_path / "s.npz", pictures, 12)
-    assert read_samples(tmp_path / "s.npz")[0] == (9, 12, 12, 3)
-    from_samples = open_reference(tmp_path / "s.npz", PARTS)
-    from_folder = open_reference(tmp_path / "p", replace(PARTS, resize=12))
-    kept = open_reference(tmp_path / "s.npz", PARTS, tmp_path / "kept")
-    (file,) = (tmp_path / "kept/reference").iterdir()
-    Statistics.of(torch.zeros(5, 4), kept.extractor).write(file)
-    assert open_reference(tmp_path / "s.npz", PARTS, tmp_path / "kept").count == 5, "extracted again"
+    pictures = list_images(folder_of(tmp_path / "p", 9, (20, 16)), ["a"] * 9)
+    export_adm_samples(tmp_path / "s.npz", pictures, 12)
+    assert read_adm_samples(tmp_path / "s.npz")[0] == (9, 12, 12, 3)
+    from_samples = load_reference(tmp_path / "s.npz", PARTS)
+    from_folder = load_reference(tmp_path / "p", replace(PARTS, resize=12))
+    cached = load_reference(tmp_path / "s.npz", PARTS, tmp_path / "cached")
+    (file,) = (tmp_path / "cached/reference").iterdir()
+    FeatureStatistics.from_features(torch.zeros(5, 4), cached.extractor).write(file)
+    assert load_reference(tmp_path / "s.npz", PARTS, tmp_path / "cached").count == 5, "extracted again"
     assert torch.allclose(from_samples.mean, from_folder.mean, atol=1e-6) and from_samples.size == (12, 12)
 
 
@@ -211,10 +212,10 @@ def test_a_published_reference_has_statistics_of_all_and_samples_of_some(
     """As ADM's files: mu and sigma of the training set; arr_0, ten thousand pictures, for precision and recall."""
     pictures = np.random.default_rng(0).integers(0, 256, (9, 16, 16, 3), dtype=np.uint8)
     np.savez(tmp_path / "adm.npz", mu=np.full(4, 7.0), sigma=np.eye(4), arr_0=pictures)
-    extractor: Any = PARTS.opened()["extractor"]
+    extractor: Any = PARTS.load()["extractor"]
     monkeypatch.setattr(extractor, "identity", "inception-of-four")
     monkeypatch.setattr("vargen.evaluation.reference_statistics.DIMENSIONS", 4)
-    found = open_reference(tmp_path / "adm.npz", PARTS)
+    found = load_reference(tmp_path / "adm.npz", PARTS)
     assert found.mean.tolist() == [7.0] * 4 and found.count is None
     assert found.features is not None and torch.allclose(
         found.features, extractor(torch.from_numpy(pictures).permute(0, 3, 1, 2)).pooled
@@ -225,32 +226,37 @@ def test_a_published_reference_has_statistics_of_all_and_samples_of_some(
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     folder = tmp_path_factory.mktemp("run")
     class_pipeline().save_pretrained(folder / "model")
     methods = ("ar", "gumbel", "sjd", "gsd:delta=1,budget=none")
-    draw(Drawing(str(folder / "model"), str(folder / "run"), methods, tuple(range(10)), num=12, batch=6, threads=1))
-    return RunFolder(folder / "run")
+    folders = str(folder / "model"), str(folder / "run")
+    generate_images(GenerationPlan(*folders, methods, tuple(range(10)), num=12, batch=6, threads=1))
+    return RunDirectory(folder / "run")
 
 
-def test_a_run_is_reported(run: RunFolder) -> None:
+def test_a_run_is_reported(run: RunDirectory) -> None:
     found = evaluate_run(run, PARTS)
     rows = {row.name: row for row in found.rows}
     assert list(rows) == ["ar", "gumbel", "sjd", "gsd:delta=1,budget=none"] and found.baseline == "ar"
-    assert rows["ar"].speed["ratio"] == 1.0 and rows["ar"].speed["tokens_per_pass"] == 1.0 and not rows["ar"].drift
-    assert rows["gumbel"].drift["same"] == 1.0 and "psnr" not in rows["gumbel"].drift
-    assert rows["gumbel"].scores["brightness"]["to_baseline"]["mean"] == 0.0
-    assert rows["sjd"].kind == "exact" and 0 <= rows["sjd"].drift["same"] < 1 and rows["sjd"].drift["psnr"] > 0
+    assert rows["ar"].speed["speedup"] == 1.0 and rows["ar"].speed["tokens_per_pass"] == 1.0 and not rows["ar"].similarity
+    assert rows["gumbel"].similarity["identical_fraction"] == 1.0 and "psnr" not in rows["gumbel"].similarity
+    assert rows["gumbel"].scores["brightness"]["difference_to_baseline"]["mean"] == 0.0
+    assert (
+        rows["sjd"].kind == "exact"
+        and 0 <= rows["sjd"].similarity["identical_fraction"] < 1
+        and rows["sjd"].similarity["psnr"] > 0
+    )
     relaxed = rows["gsd:delta=1,budget=none"]
     assert relaxed.kind == "relaxed" and relaxed.speed["relaxation"] > 0 and relaxed.speed["tokens_per_pass"] > 1
     difference = relaxed.scores["brightness"]["mean"] - rows["ar"].scores["brightness"]["mean"]
-    assert relaxed.scores["brightness"]["to_baseline"]["mean"] == pytest.approx(difference, abs=1e-6)
-    assert rows["gumbel"].drift["frechet"] == pytest.approx(0, abs=1e-6)
+    assert relaxed.scores["brightness"]["difference_to_baseline"]["mean"] == pytest.approx(difference, abs=1e-6)
+    assert rows["gumbel"].similarity["frechet"] == pytest.approx(0, abs=1e-6)
 
 
-def test_a_report_is_written_whole(run: RunFolder) -> None:
-    files = write_all(run, evaluate_run(run, PARTS))
-    assert {"metrics.json", "metrics.csv", "report.md", "plot.png", "sheets/methods.png", "sheets/ar.png"} <= set(files)
+def test_a_report_is_written_whole(run: RunDirectory) -> None:
+    files = write_report_files(run, evaluate_run(run, PARTS))
+    assert {"metrics.json", "metrics.csv", "report.md", "quality_vs_speed.png", "contact_sheets/methods.png"} <= set(files)
     for name in files:
         assert (run.path / name).stat().st_size > 0
         if name.endswith(".png"):
@@ -263,20 +269,20 @@ def test_a_report_is_written_whole(run: RunFolder) -> None:
     for row, method in zip(table, document["methods"], strict=True):
         assert float(row["scores.brightness.mean"]) == method["scores"]["brightness"]["mean"]
     text = (run.path / "report.md").read_text()
-    assert "| gumbel | exact | 12 |" in text and "![methods](sheets/methods.png)" in text and str(run.path) not in text
+    assert "| gumbel | exact | 12 |" in text and "![methods](contact_sheets/methods.png)" in text and str(run.path) not in text
 
 
-def test_a_run_in_progress_is_reported_as_far_as_it_is(run: RunFolder, tmp_path: Path) -> None:
+def test_a_run_in_progress_is_reported_as_far_as_it_is(run: RunDirectory, tmp_path: Path) -> None:
     import shutil
 
     shutil.copytree(run.path, tmp_path / "part")
-    part = RunFolder(tmp_path / "part")
+    part = RunDirectory(tmp_path / "part")
     for file in (part.path / "images/sjd").rglob("*.png"):
         file.unlink()
     next((part.path / "images/gumbel").rglob("*.png")).write_bytes(b"")
     rows = {row.name: row for row in evaluate_run(part, replace(PARTS, scorers=())).rows}
-    assert "sjd" not in rows and rows["gumbel"].pictures == 11
-    assert "11 of 12 pictures are drawn" in rows["gumbel"].notes
+    assert "sjd" not in rows and rows["gumbel"].num_images == 11
+    assert any("11 of 12" in note for note in rows["gumbel"].notes)
     (part.path / "run.json").unlink()
     with pytest.raises(ValueError, match="not a run"):
         evaluate_run(part, PARTS)

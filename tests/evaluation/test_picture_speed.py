@@ -4,7 +4,7 @@ import pytest
 import torch
 from tiny_models import tiny_multi_scale_vq, tiny_var
 
-from vargen.evaluation.image_speed import measure_pictures
+from vargen.evaluation.image_speed import measure_image_speed
 from vargen.evaluation.speed import measure_baseline, measure_steps
 from vargen.pipelines.var_network import Network
 
@@ -16,18 +16,21 @@ def network() -> Network:
 
 def test_the_report_adds_up(network: Network) -> None:
     rounds: list[int] = []
-    report = measure_pictures(network, 2, rounds=2, progress=lambda done, total: rounds.append(done))
+    report = measure_image_speed(network, 2, rounds=2, progress=lambda done, total: rounds.append(done))
     assert rounds == [0, 1, 2] and (report.batch, report.rounds, report.threads) == (2, 2, torch.get_num_threads())
-    assert report.ratio == pytest.approx(report.published_drawing / report.drawing)
-    whole, theirs = report.drawing + report.decoding, report.published_drawing + report.published_decoding
-    assert report.ratio_with_pixels == pytest.approx(theirs / whole)
-    assert report.share == pytest.approx(report.roofline / report.drawing)
-    assert report.share_with_pixels == pytest.approx(report.roofline_with_pixels / whole)
+    assert report.speedup == pytest.approx(report.reference_token_milliseconds / report.token_milliseconds)
+    whole, theirs = (
+        report.token_milliseconds + report.pixel_milliseconds,
+        report.reference_token_milliseconds + report.reference_pixel_milliseconds,
+    )
+    assert report.speedup_with_pixels == pytest.approx(theirs / whole)
+    assert report.roofline_fraction == pytest.approx(report.roofline / report.token_milliseconds)
+    assert report.roofline_fraction_with_pixels == pytest.approx(report.roofline_with_pixels / whole)
     assert 0 < report.roofline < report.roofline_with_pixels
     assert report.to_dict()["parameters"] == sum(p.numel() for p in network.transformer.parameters())
     for bad in ({"batch": 0}, {"rounds": 0}):
         with pytest.raises(ValueError, match="batch and rounds must be at least 1"):
-            measure_pictures(network, **bad)
+            measure_image_speed(network, **bad)
 
 
 def test_the_opponent_has_weights_of_its_own_in_float32() -> None:

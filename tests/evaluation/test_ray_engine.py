@@ -1,4 +1,4 @@
-"""Two actors draw and measure what one process does, bit for bit; losing an actor or the driver loses nothing."""
+"""Two actors generate and measure what one process does, bit for bit; losing an actor or the driver loses nothing."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ import torch
 from tiny_models import class_pipeline
 
 from vargen.compat import installed_version
-from vargen.evaluation.generation import Drawing, draw, locally
-from vargen.evaluation.image_files import Picture, UnreadablePictureError, folder_pictures
-from vargen.evaluation.measurement import Instruments, measure
-from vargen.evaluation.ray_backend import ray_engine
-from vargen.evaluation.run_directory import read_journal
+from vargen.evaluation.generation import GenerationPlan, generate_images, run_locally
+from vargen.evaluation.image_files import ImageFile, UnreadableImageError, list_images
+from vargen.evaluation.measurement import MetricModels, measure_images
+from vargen.evaluation.ray_backend import ray_backend
+from vargen.evaluation.run_directory import read_manifest
 
 psutil = pytest.importorskip("psutil")
 pytestmark = pytest.mark.slow
@@ -31,9 +31,9 @@ METHODS = ("ar", "gsd:budget=3,window=4")
 
 PARTS = """
 import os, time, torch
-from vargen.evaluation.generation import Drawer
+from vargen.evaluation.generation import ImageGenerator
 
-class SlowDrawer(Drawer):
+class SlowGenerator(ImageGenerator):
     "Says which process it is in; takes long enough to be killed while it works."
     def __call__(self, unit):
         with open(os.environ["ACTORS"], "a") as file:
@@ -42,8 +42,8 @@ class SlowDrawer(Drawer):
         return super().__call__(unit)
 
 def level(images, prompts):
-    from vargen.scoring.protocol import pixels
-    return pixels(images).mean((1, 2, 3))
+    from vargen.scoring.protocol import to_tensor
+    return to_tensor(images).mean((1, 2, 3))
 
 def net():
     torch.manual_seed(0)
@@ -74,8 +74,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     sys.modules.pop("ray_parts", None)
 
 
-def drawing(model: Path, output: Path, num: int = 14) -> Drawing:
-    return Drawing(str(model), str(output), METHODS, tuple(range(10)), num=num, batch=2, threads=1)
+def make_plan(model: Path, output: Path, num: int = 14) -> GenerationPlan:
+    return GenerationPlan(str(model), str(output), METHODS, tuple(range(10)), num=num, batch=2, threads=1)
 
 
 def images(output: Path) -> dict[str, bytes]:
@@ -83,7 +83,7 @@ def images(output: Path) -> dict[str, bytes]:
 
 
 def lines(output: Path) -> list[tuple[str, int]]:
-    return [(r["method"], r["item"]) for file in output.glob("manifest/*.jsonl") for r in read_journal(file)]
+    return [(r["method"], r["index"]) for file in output.glob("manifest/*.jsonl") for r in read_manifest(file)]
 
 
 def runs(process: Any) -> bool:
@@ -106,22 +106,22 @@ def outliving(processes: list[Any]) -> list[Any]:
 
 
 def test_two_actors_draw_and_measure_what_one_process_does(model: Path, cluster: Path, tmp_path: Path) -> None:
-    assert (
-        draw(drawing(model, tmp_path / "one")) == draw(drawing(model, tmp_path / "two"), engine=ray_engine(2, "cpu", 1)) == 28
-    )
+    assert generate_images(make_plan(model, tmp_path / "one")) == 28
+    assert generate_images(make_plan(model, tmp_path / "two"), backend=ray_backend(2, "cpu", 1)) == 28
     assert images(tmp_path / "one") == images(tmp_path / "two")
     assert len(lines(tmp_path / "two")) == len(set(lines(tmp_path / "two"))) == 28
-    pictures = folder_pictures(tmp_path / "one/images", ["a"] * 28) * 6
-    pictures = [Picture(i, p.file, p.text, p.sha256) for i, p in enumerate(pictures)]
-    parts = Instruments(("ray_parts:level",), "ray_parts:net", threads=1)
-    here, there = (measure({"g": pictures}, parts, None, engine)["g"] for engine in (locally, ray_engine(2, "cpu", 1)))
-    assert here.arrays.keys() == there.arrays.keys() == {"ray_parts:level", "extractor"}
-    for name, columns in here.arrays.items():
-        assert all(torch.equal(there.arrays[name][key], value) for key, value in columns.items())
+    pictures = list_images(tmp_path / "one/images", ["a"] * 28) * 6
+    pictures = [ImageFile(i, p.file, p.text, p.sha256) for i, p in enumerate(pictures)]
+    parts = MetricModels(("ray_parts:level",), "ray_parts:net", threads=1)
+    backends = run_locally, ray_backend(2, "cpu", 1)
+    here, there = (measure_images({"g": pictures}, parts, None, backend)["g"] for backend in backends)
+    assert here.columns.keys() == there.columns.keys() == {"ray_parts:level", "extractor"}
+    for name, columns in here.columns.items():
+        assert all(torch.equal(there.columns[name][key], value) for key, value in columns.items())
     Path(pictures[70].file).write_bytes(b"")
     loaded = "ray" in sys.modules
-    with pytest.raises(UnreadablePictureError, match=Path(pictures[70].file).name):  # as here, in its own words
-        measure({"g": pictures}, parts, None, ray_engine(2, "cpu", 1))
+    with pytest.raises(UnreadableImageError, match=Path(pictures[70].file).name):  # as here, in its own words
+        measure_images({"g": pictures}, parts, None, ray_backend(2, "cpu", 1))
     rays = [process for process in psutil.process_iter(["cmdline"]) if os.environ["RAY_TMPDIR"] in str(process.info["cmdline"])]
     assert not outliving(rays) and ("ray" in sys.modules) == loaded, "Ray stays in the process that asked, or beside it"
 
@@ -136,7 +136,7 @@ def is_actor(pid: int) -> bool:
 
 def slowly(engine: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
     parts = import_module("ray_parts")
-    return lambda _, argument, units: engine(parts.SlowDrawer, argument, units)
+    return lambda _, argument, units: engine(parts.SlowGenerator, argument, units)
 
 
 def test_a_killed_actor_is_replaced_and_nothing_is_lost_or_twice(model: Path, cluster: Path, tmp_path: Path) -> None:
@@ -157,10 +157,10 @@ def test_a_killed_actor_is_replaced_and_nothing_is_lost_or_twice(model: Path, cl
 
     killer = threading.Thread(target=kill_one)
     killer.start()
-    assert draw(drawing(model, tmp_path / "killed"), engine=slowly(ray_engine(2, "cpu", 1))) == 28
+    assert generate_images(make_plan(model, tmp_path / "killed"), backend=slowly(ray_backend(2, "cpu", 1))) == 28
     killer.join()
     assert killed and len(set(record.read_text().split())) >= 3, "no actor was killed and replaced"
-    draw(drawing(model, tmp_path / "whole"))
+    generate_images(make_plan(model, tmp_path / "whole"))
     assert images(tmp_path / "killed") == images(tmp_path / "whole")
     assert len(lines(tmp_path / "killed")) == len(set(lines(tmp_path / "killed"))) == 28
 
@@ -168,7 +168,7 @@ def test_a_killed_actor_is_replaced_and_nothing_is_lost_or_twice(model: Path, cl
 def test_the_end_of_rays_process_is_an_error_and_what_came_back_is_kept(model: Path, cluster: Path, tmp_path: Path) -> None:
 
     def stumbling(*work: Any) -> Iterator[Any]:
-        results = slowly(ray_engine(2, "cpu", 1))(*work)
+        results = slowly(ray_backend(2, "cpu", 1))(*work)
         yield next(results)
         (driver,) = (p for p in psutil.Process().children() if "ray_backend" in " ".join(p.cmdline()))
         of_it.extend(driver.children(recursive=True))
@@ -177,32 +177,19 @@ def test_the_end_of_rays_process_is_an_error_and_what_came_back_is_kept(model: P
 
     of_it: list[Any] = []
     with pytest.raises(RuntimeError, match="exit status -9; what came back is kept: run the same again"):
-        draw(drawing(model, tmp_path / "killed"), engine=stumbling)
+        generate_images(make_plan(model, tmp_path / "killed"), backend=stumbling)
     assert not outliving(of_it), "Ray's processes outlive the one that began them"
     before = lines(tmp_path / "killed")
     assert before
-    assert draw(drawing(model, tmp_path / "killed")) == 28 - len(before)
-    draw(drawing(model, tmp_path / "whole"))
+    assert generate_images(make_plan(model, tmp_path / "killed")) == 28 - len(before)
+    generate_images(make_plan(model, tmp_path / "whole"))
     assert images(tmp_path / "killed") == images(tmp_path / "whole")
 
 
 def test_a_killed_driver_goes_on(model: Path, cluster: Path, tmp_path: Path) -> None:
     words = [sys.executable, "-c", "from vargen.cli.main import main; main()", "eval", "--generate-only", "--model", str(model)]
-    words += [
-        "--num-images",
-        "60",
-        "--batch-size",
-        "2",
-        "--threads",
-        "1",
-        "--methods",
-        "ar,sjd",
-        "--backend",
-        "ray",
-        "--num-workers",
-        "2",
-        "-o",
-    ]
+    words += ["--num-images", "60", "--batch-size", "2", "--threads", "1", "--methods", "ar,sjd"]
+    words += ["--backend", "ray", "--num-workers", "2", "-o"]
     process = subprocess.Popen([*words, str(tmp_path / "killed")], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 200
     while process.poll() is None and len(lines(tmp_path / "killed")) < 8 and time.monotonic() < deadline:
@@ -214,7 +201,8 @@ def test_a_killed_driver_goes_on(model: Path, cluster: Path, tmp_path: Path) -> 
     before = lines(tmp_path / "killed")
     assert 8 <= len(before) < 120, "the kill came too late or too early to show anything"
     subprocess.run([*words, str(tmp_path / "killed")], check=True, capture_output=True)
-    draw(Drawing(str(model), str(tmp_path / "whole"), ("ar", "sjd"), tuple(range(10)), num=60, batch=2, threads=1))
+    plan = GenerationPlan(str(model), str(tmp_path / "whole"), ("ar", "sjd"), tuple(range(10)), num=60, batch=2, threads=1)
+    generate_images(plan)
     assert images(tmp_path / "killed") == images(tmp_path / "whole") and len(images(tmp_path / "whole")) == 120
     after = lines(tmp_path / "killed")
     assert after[: len(before)] == before and len(after) == len(set(after)) == 120

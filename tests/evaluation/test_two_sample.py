@@ -7,8 +7,8 @@ from vargen.evaluation.distribution import (
     chi_square,
     code_classes,
     features,
-    marginal_cells,
-    pair_cells,
+    marginal_counts,
+    neighbor_pair_counts,
     permutation_test,
     two_sample_tests,
 )
@@ -16,7 +16,7 @@ from vargen.evaluation.distribution import (
 CODES = torch.nn.functional.normalize(torch.randn(40, 8, generator=torch.Generator().manual_seed(0)), dim=-1)
 
 
-def pictures(count: int, seed: int, prompts: int = 5, repeat: float = 0.3, tilt: float = 0.0) -> torch.Tensor:
+def images(count: int, seed: int, prompts: int = 5, repeat: float = 0.3, tilt: float = 0.0) -> torch.Tensor:
     """4 x 4 tokens of 40: each prompt has its own favourites, and a token repeats its left neighbour at times."""
     generator = torch.Generator().manual_seed(seed)
     taste = torch.rand(prompts, 40, generator=torch.Generator().manual_seed(99)) ** 4
@@ -32,7 +32,7 @@ def pictures(count: int, seed: int, prompts: int = 5, repeat: float = 0.3, tilt:
 def test_equal_distributions_give_large_p_values_and_uniform_ones_over_repeats():
     values = []
     for trial in range(12):
-        results = two_sample_tests(pictures(200, 10 + trial), pictures(200, 500 + trial), CODES, 4, permutations=40)
+        results = two_sample_tests(images(200, 10 + trial), images(200, 500 + trial), CODES, 4, permutations=40)
         values += [result.p_value for result in results.values()]
     values = torch.tensor(values)
     assert (values < 0.05).sum() <= 6  # of 36
@@ -43,21 +43,21 @@ def test_equal_distributions_give_large_p_values_and_uniform_ones_over_repeats()
     ("change", "test"),
     [
         ({"tilt": 0.6}, "token marginals per position"),
-        ({"repeat": 0.6}, "neighbouring tokens"),
+        ({"repeat": 0.6}, "neighboring tokens"),
         ({"tilt": 0.6}, "tokenizer features"),
     ],
 )
 def test_a_changed_law_is_told_apart(change, test):
-    results = two_sample_tests(pictures(500, 1), pictures(500, 2, **change), CODES, 4, permutations=99)
+    results = two_sample_tests(images(500, 1), images(500, 2, **change), CODES, 4, permutations=99)
     assert results[test].p_value == 0.01
     assert results[test].statistic > results[test].expected
 
 
 def test_cells_and_features_by_hand():
     tokens = torch.tensor([[0, 1, 2, 3]])
-    assert marginal_cells(tokens, 10).tolist() == [[0, 11, 22, 33]]
+    assert marginal_counts(tokens, 10).tolist() == [[0, 11, 22, 33]]
     classes = torch.tensor([0, 1, 0, 1])
-    assert pair_cells(tokens, 2, classes).tolist() == [[1, 1, 4 + 0, 4 + 3]]
+    assert neighbor_pair_counts(tokens, 2, classes).tolist() == [[1, 1, 4 + 0, 4 + 3]]
     codes = torch.eye(4)
     assert torch.equal(features(tokens, 2, codes)[0, :16], torch.eye(4).flatten())
     assert chi_square(torch.tensor([3.0, 0.0]), torch.tensor([1.0, 0.0])) == 1.0
@@ -66,7 +66,7 @@ def test_cells_and_features_by_hand():
 
 
 def test_bad_input():
-    with pytest.raises(ValueError, match="same pictures"):
-        two_sample_tests(pictures(4, 0), pictures(5, 0), CODES, 4)
+    with pytest.raises(ValueError, match="both sets"):
+        two_sample_tests(images(4, 0), images(5, 0), CODES, 4)
     with pytest.raises(ValueError, match="permutations"):
         permutation_test(lambda swap: swap.sum(), 4, 0)

@@ -14,7 +14,7 @@ from vargen.cli.main import app
 from vargen.decoding import PRESETS, BlockRecord, Replay, SingleModel, Threshold, VideoMethod, VideoStats, decode_video
 from vargen.decoding.video.stats import BlockCosts, estimate_block_costs
 from vargen.evaluation.synthetic_video import SyntheticDecoder, Work, noisy_score, quality, synthetic_pair
-from vargen.evaluation.video import block_jumps, compare_videos, drift, flicker
+from vargen.evaluation.video import block_discontinuity, compare_video_methods, drift, flicker
 from vargen.pipelines.registry import open_pipeline
 
 
@@ -28,11 +28,11 @@ def ramp(frames: int, step: float = 0.05) -> torch.Tensor:
 
 
 def test_steady_motion_does_not_flicker_and_has_no_jumps() -> None:
-    assert flicker(ramp(6)) == pytest.approx(0, abs=1e-6) and block_jumps(ramp(6), [3, 3]) == pytest.approx(0, abs=1e-6)
+    assert flicker(ramp(6)) == pytest.approx(0, abs=1e-6) and block_discontinuity(ramp(6), [3, 3]) == pytest.approx(0, abs=1e-6)
     back_and_forth = ramp(6, 0.1) * (torch.arange(6) % 2)[:, None, None, None]
     assert flicker(back_and_forth) > 0.3
     torn = torch.cat([ramp(3), 0.5 + ramp(3)])
-    assert block_jumps(torn, [3, 3]) == pytest.approx(0.4 - 0.05, abs=1e-5) and block_jumps(torn, [2, 4]) == 0
+    assert block_discontinuity(torn, [3, 3]) == pytest.approx(0.4 - 0.05, abs=1e-5) and block_discontinuity(torn, [2, 4]) == 0
     assert drift(torch.tensor([1.0, 1, 0, 0, -1, -1])) == -2 and drift(torch.ones(2)) == 0 == flicker(ramp(2))
 
 
@@ -100,17 +100,18 @@ def test_methods_are_compared_on_equal_prompts_and_seeds(model: str) -> None:
     pipe = open_pipeline(model)
     methods = {name: PRESETS[name] for name in ("target", "draft", "stride")}
     methods["sdvg"] = PRESETS["sdvg"].with_tau(99.0)
-    found = compare_videos(pipe, ["a cat", "a dog"], methods, num_blocks=3, kept=1)
+    found = compare_video_methods(pipe, ["a cat", "a dog"], methods, num_blocks=3, num_saved=1)
     rows = {row.name: row for row in found.methods}
-    assert next(iter(rows)) == "target" and rows["target"].ratio == 1 and rows["target"].retained == 1
-    assert rows["draft"].retained == 0 and rows["draft"].target_share == 0
-    assert rows["stride"].target_share == pytest.approx(1 / 3)
+    assert next(iter(rows)) == "target" and rows["target"].speedup == 1 and rows["target"].quality_retained == 1
+    assert rows["draft"].quality_retained == 0 and rows["draft"].target_fraction == 0
+    assert rows["stride"].target_fraction == pytest.approx(1 / 3)
     assert rows["sdvg"].acceptance == 0 and rows["sdvg"].score == rows["target"].score, "all refused: the target's videos"
-    assert found.costs is not None and all(row.predicted and row.predicted > 0 for row in found.methods)
+    assert found.costs is not None
+    assert all((row.predicted_over_measured_seconds or 0) > 0 for row in found.methods)
     assert len(found.frames["draft"]) == 1 and found.frames["draft"][0].shape == (6, 16, 16, 3)
     json.dumps(found.to_dict())
     with pytest.raises(ValueError, match="baseline"):
-        compare_videos(pipe, ["a"], {"draft": PRESETS["draft"]})
+        compare_video_methods(pipe, ["a"], {"draft": PRESETS["draft"]})
 
 
 def test_the_commands_write_tables_strips_and_reports(model: str, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tiny_video_folder import HOW, LENDER, OWN, video_folder
+from tiny_video_folder import HOW, OWN, SHARED_FROM, video_folder
 
 from vargen.decoding import PRESETS, VideoMethod
 from vargen.models.causal_video import CausalVideoTransformer
@@ -20,7 +20,7 @@ from vargen.pipelines.causal_video import CausalVideoPipeline
 from vargen.pipelines.registry import describe, open_pipeline, paradigm_of
 from vargen.pipelines.videos import save_video
 from vargen.scoring.frames import FrameScorer
-from vargen.training.caption_bank import CaptionBank
+from vargen.training.dataset import CaptionBank
 
 
 @pytest.fixture(scope="module")
@@ -76,8 +76,8 @@ def test_a_call_is_its_stream(pipe: CausalVideoPipeline) -> None:
     first = next(stream)
     assert first.frames.shape == (2, 3, 16, 16) and 0 <= float(first.frames.min()) <= float(first.frames.max()) <= 1
     assert torch.equal(torch.cat([first.frames, *(block.frames for block in stream)]), whole)
-    pictures = pipe("a waving cat", generator=seeded(3), **options).frames[0]
-    assert np.abs(np.stack([np.asarray(each) for each in pictures]) / 255 - whole.permute(0, 2, 3, 1).numpy()).max() < 0.003
+    images = pipe("a waving cat", generator=seeded(3), **options).frames[0]
+    assert np.abs(np.stack([np.asarray(each) for each in images]) / 255 - whole.permute(0, 2, 3, 1).numpy()).max() < 0.003
 
 
 def test_each_prompt_of_a_list_gets_the_video_that_it_gets_alone(pipe: CausalVideoPipeline) -> None:
@@ -143,7 +143,7 @@ def test_prompts_switch_between_blocks(pipe: CausalVideoPipeline) -> None:
 
 
 def test_a_video_starts_from_a_picture(pipe: CausalVideoPipeline) -> None:
-    red, blue = (Image.new("RGB", (16, 16), colour) for colour in ("red", "blue"))
+    red, blue = (Image.new("RGB", (16, 16), color) for color in ("red", "blue"))
     options: dict[str, Any] = {"accelerator": "target", "output_type": "pt"}
     a, b = (pipe("a cat", image=image, generator=seeded(), **options).frames for image in (red, blue))
     assert a.shape == (1, 6, 3, 16, 16) and not torch.allclose(a, b)
@@ -257,7 +257,7 @@ def test_guidance_leads_away_from_the_empty_caption_of_training(pipe) -> None:
     defaults = {**HOW, "guidance": 2.0, "euler": True, "levels": [1.0, 0.5]}
     guided = CausalVideoPipeline(pipe.vae, pipe.transformer, pipe.text_encoder, pipe.tokenizer, defaults=defaults)
     guided.set_progress_bar_config(disable=True)
-    bank = CaptionBank(LENDER, 20, torch.device("cpu"))([""])
+    bank = CaptionBank(SHARED_FROM, 20, torch.device("cpu"))([""])
     mine = guided.no_caption().caption_embeds
     assert torch.allclose(mine[0], bank.caption_embeds[0][bank.caption_mask[0]], atol=2e-3)
     assert len(guided("a cat", num_blocks=1).frames[0]) == 2
@@ -301,7 +301,7 @@ def test_a_full_disk_leaves_the_old_file_as_it_was(tmp_path: Path, suffix: str, 
     file = tmp_path / f"a{suffix}"
     file.write_bytes(b"old")
 
-    def fills_up(pictures: Any, where: Path, *_: Any) -> None:
+    def fills_up(images: Any, where: Path, *_: Any) -> None:
         where.write_bytes(b"half of it")
         raise OSError(28, "No space left on device")
 

@@ -16,7 +16,7 @@ from vargen.models.component_files import check_network_files
 from vargen.models.image_text import ImageTextModel
 from vargen.pipelines.registry import FAMILIES, describe
 from vargen.pipelines.video_model import check_settings
-from vargen.scoring.packaged import open_tower
+from vargen.scoring.image_text import load_image_tower
 from vargen.weight_files import read_weight_header
 
 ROOT = Path(vargen.assets.__file__).parent
@@ -114,7 +114,7 @@ def test_a_scorer_is_checked_likewise(field: str, value: Any, tmp_path: Path) ->
     held = json.loads((folder / "config.json").read_text("utf-8"))
     (folder / "config.json").write_text(json.dumps({**held, field: value}))
     with pytest.raises(ValueError, match=rf"config\.json.*{field} must be"):
-        open_tower(folder)
+        load_image_tower(folder)
 
 
 @pytest.mark.parametrize("name", ["num_blocks", "window", "sinks", "caption_rows", "scored_frames"])

@@ -200,8 +200,8 @@ def test_the_command_says_what_it_read_and_the_picture_keeps_what_was_typed(tmp_
     done = CliRunner().invoke(app, [*words, "--model", str(tmp_path / "model")])
     assert done.exit_code == 0, done.output
     assert 'read "😺" as "grinning cat", "🎩" as "top hat"' in done.stderr.splitlines()
-    with Image.open(tmp_path / "a.png") as picture:
-        parameters = json.loads(picture.info["vargen"])
+    with Image.open(tmp_path / "a.png") as image:
+        parameters = json.loads(image.info["vargen"])
     assert (parameters["prompt"], parameters["negative_prompt"]) == ("😺", "🎩")
     quiet = CliRunner().invoke(app, [*words, "--model", str(tmp_path / "model"), "--quiet"])
     assert quiet.exit_code == 0 and quiet.stderr == ""

@@ -10,7 +10,7 @@ from tiny_models import tiny_transformer, tiny_vq
 import vargen.assets
 from recipes.package import package_emoji
 from vargen import LlamaGenPipeline
-from vargen.training.blanks import codes_digest
+from vargen.training.token_cache import hash_encoder
 
 ENCODER = vargen.assets.packaged_model_path("emoji")
 
@@ -58,7 +58,7 @@ def test_recall_at_the_packaged_settings_goes_to_the_card(runs, tmp_path):
 def test_other_figures_in_place_of_recall_leave_what_was_there(runs, tmp_path, text):
     told = tmp_path / "recall.json"
     told.write_text(text)
-    with pytest.raises(ValueError, match=r"recall: .*shares from 0 to 1 as top1_seen"):
+    with pytest.raises(ValueError, match="recall"):
         package_emoji(*runs, ENCODER, tmp_path / "model", recall=told)
     assert not (tmp_path / "model").exists()
 
@@ -103,7 +103,7 @@ def test_runs_of_different_tokens_are_not_joined(runs, tmp_path):
     vqvae = tiny_vq()
     with torch.no_grad():
         next(vqvae.decoder.parameters()).add_(1)
-    np.save(generator / f"tokens-{codes_digest(vqvae)}-0-8-3.npy", np.zeros(1, np.uint16))
+    np.save(generator / f"tokens-{hash_encoder(vqvae)}-0-8-3.npy", np.zeros(1, np.uint16))
     package_emoji(*runs, ENCODER, tmp_path / "model")
     with torch.no_grad():
         vqvae.quantize.embedding.weight.neg_()

@@ -7,7 +7,7 @@ from PIL import Image
 from PIL.ImageFilter import GaussianBlur
 
 from recipes.emoji.dataset import EmojiDataset
-from recipes.emoji.scorer_evaluation import blurred, foreign_captions
+from recipes.emoji.scorer_evaluation import blur, mismatched_captions
 from recipes.package import package_scorer
 
 
@@ -22,15 +22,15 @@ def data() -> EmojiDataset:
 
 
 def test_foreign_captions_are_of_another_concept_of_the_group() -> None:
-    assert foreign_captions(data(), [0, 1, 2, 3, 4]) == ["thing 1", "thing 3", "thing 4", "thing 0", "thing 2"]
-    assert foreign_captions(data(), [0, 2]) == ["thing 2", "thing 0"], "none of the group is there"
+    assert mismatched_captions(data(), [0, 1, 2, 3, 4]) == ["thing 1", "thing 3", "thing 4", "thing 0", "thing 2"]
+    assert mismatched_captions(data(), [0, 2]) == ["thing 2", "thing 0"], "none of the group is there"
 
 
 def test_blurring_is_the_blur_of_pictures_on_white() -> None:
-    picture = Image.new("RGB", (64, 64), "white")
-    picture.paste((200, 30, 60), (20, 24, 44, 40))
-    ours = blurred(torch.from_numpy(np.array(picture)).permute(2, 0, 1)[None].float() / 255, 2.0)[0]
-    theirs = np.asarray(picture.filter(GaussianBlur(2.0)), dtype=np.float32) / 255
+    image = Image.new("RGB", (64, 64), "white")
+    image.paste((200, 30, 60), (20, 24, 44, 40))
+    ours = blur(torch.from_numpy(np.array(image)).permute(2, 0, 1)[None].float() / 255, 2.0, padding=1.0)[0]
+    theirs = np.asarray(image.filter(GaussianBlur(2.0)), dtype=np.float32) / 255
     assert np.abs(ours.permute(1, 2, 0).numpy() - theirs).max() < 0.03
 
 

@@ -14,7 +14,7 @@ import vargen.assets
 from recipes.package import package_var
 from vargen.pipelines.registry import open_pipeline
 
-LENDER = vargen.assets.packaged_model_path("emoji")
+SHARED_FROM = vargen.assets.packaged_model_path("emoji")
 FIGURES = {"step": 40, "seconds": 3600.0, "loss_seen": 3.25, "loss_styles": 3.5, "loss_concepts": 4.125, "rank_seen": 1.0,
            "rank_styles": 0.94, "rank_concepts": 0.65}  # fmt: skip
 
@@ -32,7 +32,7 @@ def runs(tmp_path: Path) -> dict[str, Path]:
 
 def test_the_folder_opens_and_draws_with_a_borrowed_encoder(runs: dict[str, Path], tmp_path: Path) -> None:
     named = {"small_run": runs["small"], "defaults": {"temperature": 0.7, "top_k": 32}, "note": "On a slow machine."}
-    folder = package_var(runs["tokenizer"], runs["model"], tmp_path / "out", LENDER, **named)
+    folder = package_var(runs["tokenizer"], runs["model"], tmp_path / "out", SHARED_FROM, **named)
     assert not (folder / "text_encoder").exists() and not (folder / "tokenizer").exists()
     pipe = open_pipeline(folder, torch_dtype=torch.float32)
     assert pipe.default_sampling == {"guidance_scale": 3.0, "temperature": 0.7, "top_k": 32, "top_p": 1.0}
@@ -48,15 +48,15 @@ def test_the_folder_opens_and_draws_with_a_borrowed_encoder(runs: dict[str, Path
 
 
 def test_an_unfinished_run_leaves_the_old_folder(runs: dict[str, Path], tmp_path: Path) -> None:
-    package_var(runs["tokenizer"], runs["model"], tmp_path / "out", LENDER)
+    package_var(runs["tokenizer"], runs["model"], tmp_path / "out", SHARED_FROM)
     before = {file: file.read_bytes() for file in (tmp_path / "out").rglob("*") if file.is_file()}
     with pytest.raises(FileNotFoundError, match="finish the training run first"):
-        package_var(runs["tokenizer"], tmp_path / "nothing", tmp_path / "out", LENDER)
+        package_var(runs["tokenizer"], tmp_path / "nothing", tmp_path / "out", SHARED_FROM)
     assert before == {file: file.read_bytes() for file in (tmp_path / "out").rglob("*") if file.is_file()}
 
 
 def test_runs_of_different_tokenizers_are_not_joined(runs: dict[str, Path], tmp_path: Path) -> None:
     (runs["small"] / "latents-0123456789abcdef-0-8-7.npy").write_bytes(b"")
     with pytest.raises(ValueError, match="small was trained on the latents of another tokenizer"):
-        package_var(runs["tokenizer"], runs["model"], tmp_path / "out", LENDER, runs["small"])
+        package_var(runs["tokenizer"], runs["model"], tmp_path / "out", SHARED_FROM, runs["small"])
     assert not (tmp_path / "out").exists()

@@ -10,13 +10,13 @@ import torch
 from safetensors.torch import load_file
 
 import vargen.assets
-from recipes.emoji_video.batches import encoder_digest
+from recipes.emoji_video.batches import hash_encoder
 from recipes.package import MAX_BYTES, package_video
 from vargen.models.causal_video import CausalVideoTransformer
 from vargen.models.tokenizers.preview_decoder import PreviewDecoder
 from vargen.models.tokenizers.video_vae import CausalVideoVAE
 
-LENDER = vargen.assets.packaged_model_path("emoji")
+SHARED_FROM = vargen.assets.packaged_model_path("emoji")
 VAE = {"size": 16, "widths": [8, 16, 64], "transformer_blocks": 1}
 SHAPE = {
     "dim": 64, "ffn_dim": 64, "num_heads": 2, "num_layers": 1, "channels": 4, "height": 2, "width": 2, "patch": 1,
@@ -24,7 +24,7 @@ SHAPE = {
     "text_mask": True, "freq_dim": 16, "motion_levels": 2,
 }  # fmt: skip
 LOSSES = {"loss_seen": 0.25, "loss_held_out": 0.5}
-FIGURES = {"step": 40, "seconds": 3600.0, **LOSSES, "motion": 0.81, "frozen": 0.1, "recall": 19.5}
+FIGURES = {"step": 40, "seconds": 3600.0, **LOSSES, "motion": 0.81, "static_fraction": 0.1, "recall": 19.5}
 HOW = {"levels": [1.0, 0.75], "euler": False, "guidance": 1.0}
 
 
@@ -40,14 +40,14 @@ def runs(tmp_path: Path) -> dict[str, Path]:
         CausalVideoTransformer(**shape).save_pretrained(found[name] / "transformer")
         (found[name] / "sampling.json").write_text(json.dumps(HOW))
         (found[name] / "log.jsonl").write_text(json.dumps(FIGURES) + "\n")
-        (found[name] / f"latents-{encoder_digest(vae)}.npy").write_bytes(b"")
+        (found[name] / f"latents-{hash_encoder(vae)}.npy").write_bytes(b"")
     PreviewDecoder(4, (16, 16)).save_pretrained(found["preview"] / "preview")
     (found["preview"] / "log.jsonl").write_text(json.dumps({"step": 3, "seconds": 60.0, "psnr": 22.0}) + "\n")
     return found
 
 
 def join(runs: dict[str, Path], output: Path, **more) -> Path:
-    return package_video(runs["vae"], runs["target"], output, LENDER, runs["drafter"], runs["preview"], **more)
+    return package_video(runs["vae"], runs["target"], output, SHARED_FROM, runs["drafter"], runs["preview"], **more)
 
 
 def test_the_folder_holds_int8_networks_that_open(runs: dict[str, Path], tmp_path: Path) -> None:
@@ -69,14 +69,14 @@ def test_the_folder_holds_int8_networks_that_open(runs: dict[str, Path], tmp_pat
     now = CausalVideoTransformer.from_pretrained(folder / "transformer").state_dict()
     assert all((was[name] - now[name]).abs().max() <= 0.01 * was[name].abs().max() for name in was)
     card = (folder / "README.md").read_text()
-    figures = ("27.50 dB", "29.25 on training", "2.00 hours", "0.250, 0.500", "| 0.81 | 10% | 19.5 |", "1.2%", "2 steps")
+    figures = ("27.50 dB", "29.25 dB on training", "2.00 hours", "0.250, 0.500", "| 0.81 | 10% | 19.5 |", "1.2%", "2 steps")
     for said in (*figures, "On a slow machine."):
         assert said in card, said
     assert not [file for file in folder.rglob("*.json") if str(tmp_path) in file.read_text()], "no folder of this machine"
 
 
 def test_a_target_alone_is_enough(runs: dict[str, Path], tmp_path: Path) -> None:
-    folder = package_video(runs["vae"], runs["target"], tmp_path / "out", LENDER, weight_format="float16")
+    folder = package_video(runs["vae"], runs["target"], tmp_path / "out", SHARED_FROM, weight_format="float16")
     index = json.loads((folder / "model_index.json").read_text())
     assert index["draft_transformer"] == [None, None] == index["preview_decoder"]
 
@@ -92,7 +92,7 @@ def test_an_unfinished_run_leaves_the_old_folder(runs: dict[str, Path], tmp_path
 
 def test_what_does_not_belong_together_is_not_joined(runs: dict[str, Path], tmp_path: Path, monkeypatch) -> None:
     (runs["drafter"] / "sampling.json").write_text(json.dumps({**HOW, "levels": [1.0]}))
-    with pytest.raises(ValueError, match="must be drawn with alike"):
+    with pytest.raises(ValueError, match="sampling settings"):
         join(runs, tmp_path / "out")
     (runs["drafter"] / "sampling.json").write_text(json.dumps(HOW))
     CausalVideoTransformer(**{**SHAPE, "block_frames": 3}).save_pretrained(runs["drafter"] / "transformer")
@@ -105,5 +105,5 @@ def test_what_does_not_belong_together_is_not_joined(runs: dict[str, Path], tmp_
         join(runs, tmp_path / "out", weight_format="int4")
     monkeypatch.setitem(MAX_BYTES, "emoji-video", 1000)
     with pytest.raises(ValueError, match="store it as int8"):
-        package_video(runs["vae"], runs["target"], tmp_path / "out", LENDER)
+        package_video(runs["vae"], runs["target"], tmp_path / "out", SHARED_FROM)
     assert not (tmp_path / "out").exists()

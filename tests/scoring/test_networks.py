@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from image_reward_package import restore_moved_functions
 from PIL import Image
 
 import vargen.assets
 from vargen.models.image_text import ImageTextModel
 from vargen.scoring import open_scorer
-from vargen.scoring.packaged import ImageTextScorer, prepared
-from vargen.scoring.protocol import pixels
+from vargen.scoring.image_text import ImageTextScorer, preprocess
+from vargen.scoring.protocol import to_tensor
 
 ENCODER = vargen.assets.packaged_model_path("emoji")
 PROMPTS = ["a red apple", "two dogs on a bench, 3d style, with very many more words than " + "thirty-five tokens " * 12]
 
 
 def pictures(size: tuple[int, int] = (40, 56), count: int = 2) -> list[Image.Image]:
-    draw = np.random.default_rng(0)
-    return [Image.fromarray(draw.integers(0, 256, (*size, 3), dtype=np.uint8)) for _ in range(count)]
+    random = np.random.default_rng(0)
+    return [Image.fromarray(random.integers(0, 256, (*size, 3), dtype=np.uint8)) for _ in range(count)]
 
 
 # -- ImageReward ---------------------------------------------------------------------------------------------------------
@@ -32,10 +32,10 @@ def pictures(size: tuple[int, int] = (40, 56), count: int = 2) -> list[Image.Ima
 
 def small_official(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The package's own network with small transformers inside, its weights and configuration in `folder`."""
-    from vargen.compat import ensure_torchvision, lend_moved_functions
+    from vargen.compat import ensure_torchvision
 
     ensure_torchvision()
-    lend_moved_functions()
+    restore_moved_functions()
     package = pytest.importorskip("ImageReward", reason="the package image-reward does not import here", exc_type=Exception)
     from ImageReward.models.BLIP import blip_pretrain
     from ImageReward.models.BLIP.vit import VisionTransformer
@@ -73,8 +73,6 @@ def test_image_reward_scores_as_the_package_does(tmp_path: Path, monkeypatch: py
     assert torch.equal(torch.stack(alone), torch.tensor(expected)), "not to the last bit"
     scores = open_scorer(f"image-reward:{weights}").score(images, PROMPTS)
     assert torch.allclose(scores, torch.tensor(expected), atol=1e-5) and scores[0] != scores[1]
-    package = open_scorer(f"image-reward:{weights},package=true,med_config={tmp_path / 'med_config.json'}")
-    assert torch.equal(package.score(images, PROMPTS), torch.tensor(expected))
 
 
 def test_image_reward_opens_no_pickled_code_and_no_other_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +145,7 @@ def test_the_scorer_of_a_training_run_opens_and_scores(scorer_run: Path) -> None
     scores = scorer.score(images, PROMPTS)
     model = scorer.model
     with torch.inference_mode():
-        cosine = (model.encode_image(prepared(model, pixels(images))) * scorer.embed_captions(PROMPTS)).sum(-1)
+        cosine = (model.encode_image(preprocess(model, to_tensor(images))) * scorer.embed_captions(PROMPTS)).sum(-1)
     assert torch.allclose(scores, model.pair_scale.exp() * cosine + model.pair_bias, atol=1e-4)
     assert not torch.allclose(scores, scorer.score(images, PROMPTS[::-1])), "prompts make no difference"
 
@@ -178,12 +176,3 @@ def test_a_scorer_that_is_not_finished_damaged_or_of_another_encoder_is_refused(
     ImageTextModel(widths=[16, 32], blocks=[1, 1], text_dim=24).save_pretrained(tmp_path / "narrow")
     with pytest.raises(ValueError, match=r"gives 384 features.*takes 24"):
         open_scorer(str(tmp_path / "narrow"))
-
-
-def test_no_torch_fidelity_or_image_reward_is_imported_by_scoring() -> None:
-    """The official package is an oracle, and slow to import: only `package=true` brings it in."""
-    import subprocess
-
-    code = "import sys, vargen.scoring.image_reward, vargen.scoring.packaged; print('ImageReward' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"

@@ -8,7 +8,7 @@ from vargen.decoding import Draft, Noise, Tree
 
 
 class Coins(Noise):
-    """Noise whose coins are given; what would be drawn from is kept instead of drawn."""
+    """Noise whose coins are given; what would be sampled from is kept instead of sampled."""
 
     def __init__(self, coin: float, images: int, slots: int):
         super().__init__(torch.zeros(images, dtype=torch.int64), torch.zeros(images, slots, dtype=torch.int64))
@@ -18,7 +18,7 @@ class Coins(Noise):
     def uniform(self, purpose):
         return torch.full(self.position.shape, self.coin, dtype=torch.float64)
 
-    def draw(self, probs, purpose):
+    def sample(self, probs, purpose):
         self.drawn_from.append(probs)
         return probs.argmax(-1)
 

@@ -1,11 +1,18 @@
-"""A data set and a recipe at tiny size, for tests of trainings."""
+"""A data set and a config at tiny size, and the property that killed runs resume, for tests of training."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import numpy as np
+import pytest
 
 from recipes.emoji.dataset import EmojiDataset
-from vargen.training.config import NextTokenConfig, Schedule
+from vargen.training.config import Schedule
+from vargen.training.next_token import NextTokenConfig
+from vargen.training.run import Trainer, TrainingRun
 
 
 def data(count: int = 24, size: int = 16) -> EmojiDataset:
@@ -31,8 +38,32 @@ def generator_recipe(**changes) -> NextTokenConfig:
     }  # fmt: skip
     base = {
         "schedule": Schedule(steps=14, learning_rate=3e-3, warmup_steps=2), "batch_size": 4, "shift_variants": 1,
-        "dropout": 0.1, "token_noise": 0.1, "near_noise": 0.2, "start_weight": 5.0, "drawn": 0,
-        "mirrored": 0.5, "recoloured": 0.3,
+        "dropout": 0.1, "token_noise": 0.1, "neighbor_noise": 0.2, "first_token_weight": 5.0, "recall_images": 0,
+        "flip_probability": 0.5, "recolor_probability": 0.3,
         "evaluate_every": 7, "checkpoint_every": 5,
     }  # fmt: skip
     return NextTokenConfig(model=model, **{**base, **changes})
+
+
+class Killed(BaseException):
+    pass
+
+
+def check_resumes(train: Callable[[Path], Any], folder: Path, killed_at: int, part: str) -> None:
+    """A run killed at a step ends with the weights, metrics and log of an uninterrupted run."""
+    expected = train(folder / "whole")
+    update = Trainer.update
+
+    def killed(trainer: Trainer, step: int, loss: Any) -> None:
+        if step == killed_at:
+            raise Killed
+        update(trainer, step, loss)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(Trainer, "update", killed)
+        train(folder / "killed")
+    assert train(folder / "killed") == expected
+    (weights,) = (folder / "whole" / part).glob("*.safetensors")
+    assert weights.read_bytes() == (folder / "killed" / part / weights.name).read_bytes()
+    logs = [[{**line, "seconds": 0} for line in TrainingRun(folder / name, {}, 0).read_log()] for name in ("whole", "killed")]
+    assert logs[0] == logs[1] and (folder / "killed" / "curves.png").stat().st_size > 1000

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from vargen.training.augment import SamplingWeights
 from vargen.training.dataset import CaptionedImages, load_captioned_images
-from vargen.training.focus import Focus
 
 
 def write(folder: Path, *lines: object, size: int = 4) -> Path:
@@ -27,7 +27,7 @@ def test_captions_splits_and_further_fields_are_read(tmp_path: Path) -> None:
     assert data.captions(3) == ["a cat", "a black cat"] and data.captions(0) == ["thing 0"]
     assert {data.sample_caption(3, random.Random(seed)) for seed in range(20)} == {"a cat", "a black cat"}
     assert data.can_flip(3) and not data.can_flip(2) and not data.can_recolor(3)
-    groups = data.evaluation_groups(Focus(), seen=5)
+    groups = data.evaluation_groups(SamplingWeights(), seen=5)
     assert len(groups["seen"]) == 5 and groups["validation"] == [4, 19, 39]
     assert data.candidate_captions([0, 3], 2) == [["thing 0", "a cat"], ["a cat", "thing 0"]]
 

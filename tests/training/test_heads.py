@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from tiny_models import class_pipeline, text_pipeline
+from tiny_training import Killed, check_resumes
 
 from recipes.package import package_head
 from vargen.assets import packaged_model_path
@@ -19,20 +20,16 @@ from vargen.training import generated_images as drafter_data
 from vargen.training import heads as drafter
 from vargen.training.config import Schedule, load_config
 from vargen.training.generated_images import GeneratedImages, select_prompt_source
-from vargen.training.heads_config import HeadConfig
-from vargen.training.run import TrainingRun
+from vargen.training.heads import HeadConfig
 
 NETWORKS = {"eagle": EagleDrafter, "medusa": MedusaDrafter}
-
-
-class Killed(BaseException):
-    pass
 
 
 def recipe(kind: str, **changes) -> HeadConfig:
     model = {"n_head": 2, "multiple_of": 32, "above": True} if kind == "eagle" else {"heads": 3, "blocks": 1}
     base = {
-        "schedule": Schedule(steps=8, learning_rate=3e-3, warmup_steps=2), "pictures": 24, "held_out": 8, "draw_batch": 8,
+        "schedule": Schedule(steps=8, learning_rate=3e-3, warmup_steps=2), "num_images": 24, "validation_images": 8,
+        "generation_batch_size": 8,
         "batch_size": 4, "sampling": {"guidance_scale": 2.0, "top_k": 20}, "evaluate_every": 4, "checkpoint_every": 3,
     }  # fmt: skip
     return HeadConfig(model=model, **{**base, **changes})
@@ -54,45 +51,29 @@ def test_it_learns_what_drafts_are_judged_by(kind: str, tmp_path: Path) -> None:
     frozen = {name: value.clone() for name, value in pipe.transformer.state_dict().items()}
     early = train(kind, tmp_path / "early", pipe, schedule=Schedule(steps=1, learning_rate=0.0))
     schedule = Schedule(steps=120, learning_rate=1e-2, warmup_steps=5)
-    late = train(kind, tmp_path / "late", pipe, schedule=schedule, pictures=72, batch_size=16)
+    late = train(kind, tmp_path / "late", pipe, schedule=schedule, num_images=72, batch_size=16)
     assert all(torch.equal(value, frozen[name]) for name, value in pipe.transformer.state_dict().items())
-    assert late["overlap_1"] > early["overlap_1"] + 0.05 and late["overlap_3"] > early["overlap_3"] + 0.02
-    assert 1 < late["tokens_per_pass"] <= 5 and late["overlap_1"] <= 1
+    assert late["acceptance_1"] > early["acceptance_1"] + 0.05 and late["acceptance_3"] > early["acceptance_3"] + 0.02
+    assert 1 < late["tokens_per_pass"] <= 5 and late["acceptance_1"] <= 1
 
     pipe.load_drafter(tmp_path / "late" / "drafter")
     method = Accelerator("one", (Eagle if kind == "eagle" else Medusa)(1), speculative_sampling)
     condition, _ = pipe.condition(class_labels=[number % 10 for number in range(64)])
     stats = decode(pipe.token_model(2.0), condition, torch.arange(64), method, Sampling(top_k=20)).stats
     tested = sum(stats.accepted_histogram[1:]) - 64
-    assert stats.accepted_histogram[2] / tested == pytest.approx(late["overlap_1"], abs=0.1)
+    assert stats.accepted_histogram[2] / tested == pytest.approx(late["acceptance_1"], abs=0.1)
 
 
 @pytest.mark.parametrize("kind", NETWORKS)
-@pytest.mark.parametrize("death", [2, 5])
-def test_a_killed_run_ends_with_the_weights_of_an_unbroken_one(kind: str, death: int, tmp_path: Path, monkeypatch) -> None:
-    train(kind, tmp_path / "whole")
-    steps = drafter._Trainer.step
-
-    def mortal(trainer, step):
-        if step == death:
-            raise Killed
-        return steps(trainer, step)
-
-    with monkeypatch.context() as patched, pytest.raises(Killed):
-        patched.setattr(drafter._Trainer, "step", mortal)
-        train(kind, tmp_path / "killed")
-    train(kind, tmp_path / "killed")
-    expected, found = weights(tmp_path / "whole", kind), weights(tmp_path / "killed", kind)
-    assert all(torch.equal(value, expected[name]) for name, value in found.items())
-    logs = [TrainingRun(tmp_path / name, {}, 0).records() for name in ("whole", "killed")]
-    assert [{**line, "seconds": 0} for line in logs[0]] == [{**line, "seconds": 0} for line in logs[1]]
+def test_a_killed_run_resumes_to_the_same_weights(kind: str, tmp_path: Path) -> None:
+    check_resumes(lambda folder: train(kind, folder), tmp_path, 5, "drafter")
 
 
 def test_drawing_goes_on_where_it_was_killed(tmp_path: Path, monkeypatch) -> None:
     pipe = class_pipeline()
     whole = GeneratedImages(tmp_path / "whole", pipe, select_prompt_source(pipe, 24, None), recipe("eagle"))
-    whole.draw()
-    drawn, draw = [], GeneratedImages._draw
+    whole.generate_missing()
+    drawn, draw = [], GeneratedImages._generate_batch
 
     def mortal(store, numbers):
         if len(drawn) == 2:
@@ -101,11 +82,11 @@ def test_drawing_goes_on_where_it_was_killed(tmp_path: Path, monkeypatch) -> Non
         drawn.append(numbers)
         draw(store, numbers)
 
-    monkeypatch.setattr(GeneratedImages, "_draw", mortal)
+    monkeypatch.setattr(GeneratedImages, "_generate_batch", mortal)
     for _ in range(2):
         store = GeneratedImages(tmp_path / "killed", pipe, select_prompt_source(pipe, 24, None), recipe("eagle"))
         try:
-            store.draw()
+            store.generate_missing()
         except Killed:
             continue
     assert len(drawn) == 4 and np.array_equal(store.tokens, whole.tokens) and store.tokens.any(axis=1).all()
@@ -113,9 +94,9 @@ def test_drawing_goes_on_where_it_was_killed(tmp_path: Path, monkeypatch) -> Non
 
 def test_pictures_are_those_of_the_target_at_its_guidance_and_sampling(tmp_path: Path) -> None:
     pipe = class_pipeline()
-    store = GeneratedImages(tmp_path, pipe, select_prompt_source(pipe, 24, None), recipe("eagle", hot_share=0.5))
-    store.draw()
-    assert [store.hot(number) for number in (0, 7, 8, 15, 16)] == [False, False, True, True, False]
+    store = GeneratedImages(tmp_path, pipe, select_prompt_source(pipe, 24, None), recipe("eagle", temperature_one_fraction=0.5))
+    store.generate_missing()
+    assert [store.uses_temperature_one(number) for number in (0, 7, 8, 15, 16)] == [False, False, True, True, False]
     condition, model = store.condition([8, 9]), pipe.token_model(2.0)
     again = decode(model, condition, torch.tensor([8, 9]), "ar", Sampling(top_k=20)).tokens
     assert np.array_equal(store.tokens[8:10], again.numpy())
@@ -124,12 +105,12 @@ def test_pictures_are_those_of_the_target_at_its_guidance_and_sampling(tmp_path:
 def test_pictures_of_another_target_or_sampling_are_refused(tmp_path: Path) -> None:
     train("eagle", tmp_path / "run")
     other = class_pipeline(n_layer=1)
-    shared = tmp_path / "run" / "drawn"
+    shared = tmp_path / "run" / "generated"
     for pipe, changes in ((other, {}), (class_pipeline(), {"sampling": {"guidance_scale": 3.0}})):
         arguments = recipe("medusa", **changes), pipe, select_prompt_source(pipe, 24, None), tmp_path / "new", shared
-        with pytest.raises(ValueError, match=r"holds pictures of .* and these are to be of"):
+        with pytest.raises(ValueError, match="contains images of"):
             drafter.train_head("medusa", *arguments)
-    with pytest.raises(ValueError, match="holds a run of another recipe"):
+    with pytest.raises(ValueError, match="settings"):
         train("eagle", tmp_path / "run", other)
 
 
@@ -137,8 +118,8 @@ def test_kinds_share_their_pictures(tmp_path: Path, monkeypatch) -> None:
     train("eagle", tmp_path / "run")
     monkeypatch.setattr(drafter_data, "decode", None)
     pipe = class_pipeline()
-    store = GeneratedImages(tmp_path / "run" / "drawn", pipe, select_prompt_source(pipe, 24, None), recipe("medusa"))
-    store.draw()
+    store = GeneratedImages(tmp_path / "run" / "generated", pipe, select_prompt_source(pipe, 24, None), recipe("medusa"))
+    store.generate_missing()
     assert store.tokens.any()
 
 
@@ -149,39 +130,39 @@ def test_subjects_of_models_of_text(tmp_path: Path) -> None:
     lines.write_text("\n".join(f"a thing of {number} parts" for number in range(20)))
     prompts = select_prompt_source(pipe, 8, None, prompts=lines)
     assert not set(prompts.texts[True]) & set(prompts.texts[False])
-    train = prompts([0, 1], held_out=False)
+    train = prompts([0, 1], validation=False)
 
     file = tmp_path / "features.npz"
-    rows = prompts(list(range(12)), held_out=False)
+    rows = prompts(list(range(12)), validation=False)
     np.savez(file, embeds=rows.caption_embeds.detach().numpy(), mask=rows.caption_mask.numpy())
     bare = LlamaGenPipeline(vqvae=pipe.vqvae, transformer=pipe.transformer)
-    with pytest.raises(ValueError, match="no text encoder: give features"):
+    with pytest.raises(ValueError, match="features"):
         select_prompt_source(bare, 8, None, prompts=lines)
-    with pytest.raises(ValueError, match="not both"):
+    with pytest.raises(ValueError, match="prompts or features"):
         select_prompt_source(pipe, 8, None, prompts=lines, features=file)
     features = select_prompt_source(bare, 8, None, features=file)
-    assert torch.equal(features([0, 1], held_out=False).caption_embeds, train.caption_embeds)
-    assert torch.equal(features([0], held_out=True).caption_embeds, rows.caption_embeds[11:])
+    assert torch.equal(features([0, 1], validation=False).caption_embeds, train.caption_embeds)
+    assert torch.equal(features([0], validation=True).caption_embeds, rows.caption_embeds[11:])
     drafter.train_head("eagle", recipe("eagle", schedule=Schedule(steps=2)), bare, features, tmp_path / "run")
     assert weights(tmp_path / "run", "eagle")
-    with pytest.raises(ValueError, match="leave prompts and features out"):
+    with pytest.raises(ValueError, match="prompts and features"):
         select_prompt_source(class_pipeline(), 8, None, features=file)
 
 
 def test_without_guidance_one_half_is_trained(tmp_path: Path) -> None:
     figures = train("eagle", tmp_path, sampling={"guidance_scale": 1.0})
-    assert 0 < figures["overlap_1"] <= 1
+    assert 0 < figures["acceptance_1"] <= 1
 
 
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"held_out": 24}, "held_out must be less than the 24 pictures, got 24"),
-        ({"hot_share": 1.5}, "hot_share must be a share from 0 to 1, got 1.5"),
-        ({"step_weights": []}, "step_weights must be numbers"),
-        ({"step_weights": [0.0, 0.0]}, "not all 0"),
-        ({"sampling": {"heat": 1}}, "unknown setting 'heat'"),
-        ({"unrolled": 0}, "unrolled must be at least 1, got 0"),
+        ({"validation_images": 24}, "validation_images"),
+        ({"temperature_one_fraction": 1.5}, "temperature_one_fraction"),
+        ({"step_weights": []}, "step_weights"),
+        ({"step_weights": [0.0, 0.0]}, "step_weights"),
+        ({"sampling": {"heat": 1}}, "heat"),
+        ({"unroll_steps": 0}, "unroll_steps"),
     ],
 )
 def test_bad_recipes_are_refused(changes, match: str) -> None:
@@ -192,18 +173,18 @@ def test_bad_recipes_are_refused(changes, match: str) -> None:
 def test_settings_that_a_drafter_lacks_are_refused(tmp_path: Path) -> None:
     config = class_pipeline().transformer.config
     with pytest.raises(ValueError, match="kind must be 'eagle' or 'medusa', got 'hydra'"):
-        drafter.new_drafter("hydra", config, {})
+        drafter.build_head("hydra", config, {})
     with pytest.raises(ValueError, match=r"MedusaDrafter lacks: .*above"):
-        drafter.new_drafter("medusa", config, {"above": True})
+        drafter.build_head("medusa", config, {"above": True})
 
 
 @pytest.mark.parametrize("kind", NETWORKS)
 def test_packaged_recipes_fit_the_packaged_model_in_four_mebibytes(kind: str) -> None:
     given = load_config(kind, HeadConfig)
     target = json.loads((packaged_model_path("emoji") / "transformer" / "config.json").read_text())
-    network = drafter.new_drafter(kind, target, given.model)
+    network = drafter.build_head(kind, target, given.model)
     assert 2 * sum(value.numel() for value in network.state_dict().values()) < 4 * 2**20
-    assert dataclasses.replace(given, pictures=128).held_out == 64
+    assert dataclasses.replace(given, num_images=128).validation_images == 64
 
 
 @pytest.mark.parametrize("kind", NETWORKS)
@@ -212,7 +193,7 @@ def test_a_packaged_drafter_opens_with_its_model(kind: str, tmp_path: Path) -> N
     pipe.save_pretrained(tmp_path / "model")
     train(kind, tmp_path / "run", pipe)
     figures = package_head(tmp_path / "run", tmp_path / "model", "For a test.")
-    assert figures["bytes"] < 2**18 and 0 < figures["overlap_1"] <= 1
+    assert figures["bytes"] < 2**18 and 0 < figures["acceptance_1"] <= 1
     again = LlamaGenPipeline.from_pretrained(tmp_path / "model")
     expected = weights(tmp_path / "run", kind)
     for name, value in getattr(again, kind).state_dict().items():

@@ -28,7 +28,7 @@ from vargen.device import check_compile, set_threads
 from vargen.values import short_repr
 
 if TYPE_CHECKING:
-    from vargen.evaluation.image_speed import PictureReport
+    from vargen.evaluation.image_speed import ImageSpeedReport
     from vargen.evaluation.speed import BaselineReport, StepReport
 
 
@@ -78,8 +78,8 @@ def step(
     results.check(names)
     place, kind, machine = setup_device(device, dtype, threads, names)
 
-    from vargen.evaluation.machine import machine_line
-    from vargen.evaluation.plots import plot_steps
+    from vargen.device import summarize_machine
+    from vargen.evaluation.plots import plot_pass_cost
     from vargen.evaluation.speed import measure_steps
 
     reports = []
@@ -87,8 +87,8 @@ def step(
         with progress_bar(name) as show:
             reports.append(measure_steps(network, widths, batches, guidance=guidance, rounds=repeats, progress=show))
     document = {"machine": machine, "reports": [report.to_dict() for report in reports]}
-    text = "\n\n".join([machine_line(machine, place, kind), *map(_step_table, reports)])
-    results.write(text, document, plot=lambda file: plot_steps(reports, file))
+    text = "\n\n".join([summarize_machine(machine, place, kind), *map(_step_table, reports)])
+    results.write(text, document, plot=lambda file: plot_pass_cost(reports, file))
 
 
 @app.command(context_settings=accept_old_names(_RENAMED))
@@ -114,7 +114,7 @@ def baseline(
     place, kind, machine = setup_device(device, dtype, threads, names)
     check_compile(compile, place)
 
-    from vargen.evaluation.machine import machine_line
+    from vargen.device import summarize_machine
     from vargen.evaluation.speed import measure_baseline
 
     reports = []
@@ -124,7 +124,7 @@ def baseline(
                 show(done, len(batches))
                 reports.append(measure_baseline(network, count, seconds=seconds, compile=compile))
     document = {"machine": machine, "compiled": compile, "reports": [report.to_dict() for report in reports]}
-    about = machine_line(machine, place, kind) + (", compiled" if compile else "")
+    about = summarize_machine(machine, place, kind) + (", compiled" if compile else "")
     results.write(f"{about}\n\n{_baseline_table(reports)}", document)
 
 
@@ -151,16 +151,16 @@ def images(
     results.check(names)
     place, kind, machine = setup_device(device, dtype, threads, names)
 
-    from vargen.evaluation.image_speed import measure_pictures
-    from vargen.evaluation.machine import machine_line
+    from vargen.device import summarize_machine
+    from vargen.evaluation.image_speed import measure_image_speed
 
     reports = []
     for name, network in _open_networks(names, place, kind, with_pixels=True):
         for count in batches:
             with progress_bar(f"{name}, batch size {count}") as show:
-                reports.append(measure_pictures(network, count, rounds=repeats, compile=compile, progress=show))
+                reports.append(measure_image_speed(network, count, rounds=repeats, compile=compile, progress=show))
     document = {"machine": machine, "compiled": compile, "reports": [report.to_dict() for report in reports]}
-    about = machine_line(machine, place, kind) + (", compiled" if compile else "")
+    about = summarize_machine(machine, place, kind) + (", compiled" if compile else "")
     results.write(f"{about}\n\n{_images_table(reports)}", document)
 
 
@@ -197,7 +197,7 @@ def kernels(
 
     import torch
 
-    from vargen.evaluation.machine import machine_line
+    from vargen.device import summarize_machine
     from vargen.kernels.dispatch import explain_kernels
 
     with torch.inference_mode():
@@ -208,7 +208,7 @@ def kernels(
         "machine": machine, "gigabytes_per_second": rate / 1e9, "kernels": backend, "reason": reason,
         "timings": [each.to_dict() for each in timings],
     }  # fmt: skip
-    about = f"{machine_line(machine, place, kind)}; {rate / 1e9:.1f} GB/s copied\nkernels: {backend} ({reason})"
+    about = f"{summarize_machine(machine, place, kind)}; {rate / 1e9:.1f} GB/s copied\nkernels: {backend} ({reason})"
     results.write(f"{about}\n\n{_kernels_table(timings)}", document)
 
 
@@ -220,7 +220,7 @@ def setup_device(device: Device, dtype: Dtype, threads: int | None, models: Sequ
     set_threads(threads)
     quiet_libraries()
 
-    from vargen.evaluation.machine import describe_machine
+    from vargen.device import describe_machine
     from vargen.pipelines.registry import describe, random_networks
 
     saved = next((name for name in models if name not in random_networks()), None)
@@ -283,13 +283,28 @@ def _baseline_table(reports: list[BaselineReport]) -> str:
     return table(head, rows, "<>>>>>" + ">" * len(parts))
 
 
-def _images_table(reports: list[PictureReport]) -> str:
+def _images_table(reports: list[ImageSpeedReport]) -> str:
     rows = []
     for report in reports:
-        both, theirs = report.drawing + report.decoding, report.published_drawing + report.published_decoding
+        both = report.token_milliseconds + report.pixel_milliseconds
+        theirs = report.reference_token_milliseconds + report.reference_pixel_milliseconds
         numbers = [
-            ("tokens", report.drawing, report.published_drawing, report.ratio, report.roofline, report.share),
-            ("and pixels", both, theirs, report.ratio_with_pixels, report.roofline_with_pixels, report.share_with_pixels),
+            (
+                "tokens",
+                report.token_milliseconds,
+                report.reference_token_milliseconds,
+                report.speedup,
+                report.roofline,
+                report.roofline_fraction,
+            ),
+            (
+                "and pixels",
+                both,
+                theirs,
+                report.speedup_with_pixels,
+                report.roofline_with_pixels,
+                report.roofline_fraction_with_pixels,
+            ),
         ]
         for what, ours, published, ratio, least, share in numbers:
             cells = [f"{ours:.1f}", f"{published:.1f}", f"{ratio:.2f}", f"{least:.1f}", f"{100 * share:.0f} %"]

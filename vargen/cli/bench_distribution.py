@@ -66,7 +66,7 @@ def distribution(
     place, kind, machine = setup_device(device, dtype, threads, [model])
 
     from vargen.decoding import Accelerator, GroupedRule
-    from vargen.evaluation.distribution import distribution_report
+    from vargen.evaluation.distribution import run_distribution_tests
     from vargen.pipelines import validation as checks
     from vargen.pipelines.registry import open_pipeline
 
@@ -94,7 +94,7 @@ def distribution(
             show(done, total)
 
         show(0, total)
-        report = distribution_report(
+        report = run_distribution_tests(
             pipe, prompts, selected, num_images, batch_size, cache, permutations, sampling, advance, on_cache_error
         )
     results.write(_distribution_table(report), {"machine": machine, **report})
@@ -115,7 +115,7 @@ def _distribution_table(report: dict[str, Any]) -> str:
         for name, values in report["methods"].items()
     ]
     return (
-        f"{report['pictures']} images per method, compared with {report['baseline']}; p-values from "
+        f"{report['num_images']} images per method, compared with {report['baseline']}; p-values from "
         f"{report['permutations']} permutations\n\n"
         + table(["method", "kind", "tokens/pass", "relaxation", *tests], rows, "<<>>" + ">" * len(tests))
     )

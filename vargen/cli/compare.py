@@ -98,9 +98,10 @@ def compare(
     selected = select_methods(methods, model, window)
     place, kind, machine = setup_device(device, dtype, threads, [model])
 
+    from vargen.device import summarize_machine
     from vargen.evaluation.compare import compare as run
-    from vargen.evaluation.machine import machine_line
-    from vargen.evaluation.plots import picture_grid, plot_comparison
+    from vargen.evaluation.contact_sheets import method_grid
+    from vargen.evaluation.plots import plot_speedups
     from vargen.pipelines import validation as checks
     from vargen.pipelines.registry import open_pipeline
 
@@ -117,14 +118,14 @@ def compare(
         comparison = run(pipe, prompts, selected, batch_size, seed, sampling, show)
 
     def save_images() -> None:
-        image = picture_grid(pipe, comparison)
+        image = method_grid(pipe, comparison)
         results.print_path(save_image(image, file, {"methods": list(selected), "seeds": comparison.seeds}))
 
     machine = {**machine, "threads": comparison.threads}
-    text = machine_line(machine, place, kind) + "\n\n" + comparison_table(comparison) + "\n"
+    text = summarize_machine(machine, place, kind) + "\n\n" + comparison_table(comparison) + "\n"
     document = {"machine": machine, "dtype": str(kind).removeprefix("torch."), **comparison.to_dict()}
     images = (f"output {str(file.path)!r}", save_images)
-    results.write(text, document, [images], lambda path: plot_comparison(comparison, path))
+    results.write(text, document, [images], lambda path: plot_speedups(comparison, path))
 
 
 def select_methods(methods: str | None, model: str = "emoji", window: str | None = None) -> dict[str, Method]:

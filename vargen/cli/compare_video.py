@@ -72,8 +72,8 @@ def run_video_comparison(options: VideoComparisonOptions, prompts: list[str]) ->
     Raises:
         ValueError: for unknown methods, scorers or extractors, before any weight of the model is read.
     """
-    from vargen.evaluation.features import open_extractor
-    from vargen.evaluation.video import compare_videos
+    from vargen.evaluation.features import load_extractor
+    from vargen.evaluation.video import compare_video_methods
     from vargen.pipelines.registry import open_pipeline
     from vargen.scoring.registry import open_scorer
     from vargen.specs import split_specs
@@ -85,14 +85,14 @@ def run_video_comparison(options: VideoComparisonOptions, prompts: list[str]) ->
     if len(scorers) > 1:
         raise ValueError(f"scorers must be at most one for video, got {', '.join(scorers)}")
     scorer = open_scorer(scorers[0], place) if scorers else None
-    extractor = None if options.extractor in (None, "none") else open_extractor(str(options.extractor), place)
+    extractor = None if options.extractor in (None, "none") else load_extractor(str(options.extractor), place)
     pipe: Any = open_pipeline(options.model, torch_dtype=kind).to(place)
     for method in methods.values():
         pipe.check_runs(method)
     call = {} if options.scorer is None else {"scorer": pipe.frame_scorer(options.scorer)}
     with progress_bar("videos") as show:
-        return compare_videos(
-            pipe, prompts, methods, num_blocks=options.num_blocks, seed=options.seed, judge=scorer, extractor=extractor,
+        return compare_video_methods(
+            pipe, prompts, methods, num_blocks=options.num_blocks, seed=options.seed, scorer=scorer, extractor=extractor,
             options=call, progress=show,
         )  # fmt: skip
 
@@ -101,14 +101,14 @@ def compare_and_write(
     options: VideoComparisonOptions, prompts: list[str], strips_file: OutputFile, results: ResultWriter
 ) -> VideoComparison:
     """Compare the methods, and write the table, the frame strips and the other requested outputs."""
-    from vargen.evaluation.video_report import plot_comparison
+    from vargen.evaluation.plots import plot_video_tradeoff
 
     found = run_video_comparison(options, prompts)
     results.write(
         comparison_text(found),
         found.to_dict(),
         [_strips(found, strips_file, results)],
-        lambda path: plot_comparison(found, path),
+        lambda path: plot_video_tradeoff(found, path),
     )
     return found
 
@@ -123,7 +123,7 @@ def evaluate_videos(
 ) -> None:
     """Compare methods, and write metrics.json, report.md and strips.png to a folder."""
     from vargen.device import set_threads
-    from vargen.evaluation.video_report import markdown
+    from vargen.evaluation.report import video_to_markdown
 
     check_writable(folder, "output")
     check_range(num_videos, "num_images", 1, MAX_IMAGES)
@@ -134,7 +134,7 @@ def evaluate_videos(
 
     def write_report() -> None:
         with atomic_file(folder / "report.md") as temporary:
-            temporary.write_text(markdown(found, describe_setup(found)), "utf-8")
+            temporary.write_text(video_to_markdown(found, describe_setup(found)), "utf-8")
 
     metrics = folder / "metrics.json"
     others = [
@@ -146,18 +146,18 @@ def evaluate_videos(
 
 
 def _strips(comparison: VideoComparison, file: OutputFile, results: ResultWriter) -> Write:
-    from vargen.evaluation.video_report import strips
+    from vargen.evaluation.contact_sheets import frame_strips
 
     def save() -> None:
         parameters = {"methods": list(comparison.frames), "seed": comparison.seed}
-        results.print_path(save_image(strips(comparison), file, parameters))
+        results.print_path(save_image(frame_strips(comparison), file, parameters))
 
     return f"output {str(file.path)!r}", save
 
 
 def describe_setup(comparison: VideoComparison) -> str:
     """Describe the machine and the seeds in one line."""
-    from vargen.evaluation.machine import describe_machine
+    from vargen.device import describe_machine
 
     machine = describe_machine()
     return f"{machine['cpu']}, {machine['threads']} CPU threads, torch {machine['torch']}; seeds from {comparison.seed}"
@@ -165,7 +165,8 @@ def describe_setup(comparison: VideoComparison) -> str:
 
 def comparison_text(comparison: VideoComparison) -> str:
     """Format the comparison as a table for the terminal."""
-    from vargen.evaluation.video_report import HEAD, table_rows
+    from vargen.evaluation.report import VIDEO_COLUMNS, table_cells
 
     head = f"{len(comparison.prompts)} videos of {comparison.blocks} blocks, scored by {comparison.scorer}\n\n"
-    return head + table(HEAD, table_rows(comparison), "<<" + ">" * (len(HEAD) - 2))
+    heads, rows = table_cells(VIDEO_COLUMNS, comparison.methods)
+    return head + table(heads, rows, "<<" + ">" * (len(heads) - 2))

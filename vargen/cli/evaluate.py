@@ -41,7 +41,8 @@ from vargen.files import expand_user
 from vargen.values import short_repr
 
 if TYPE_CHECKING:
-    from vargen.evaluation.generation import Drawing, Engine
+    from vargen.evaluation.generation import Backend as RunBackend
+    from vargen.evaluation.generation import GenerationPlan
 
 RENAMED = {
     "num": "num-images",
@@ -69,7 +70,7 @@ class EvaluateOptions:
     device: str
     threads: int | None
 
-    def plan(self) -> Drawing:
+    def plan(self) -> GenerationPlan:
         """Check everything that determines the images, without reading any weights.
 
         Raises:
@@ -79,17 +80,17 @@ class EvaluateOptions:
         check_range(self.threads, "threads", 1)
         check_writable(self.output, "output")
 
-        from vargen.evaluation.generation import Drawing
+        from vargen.evaluation.generation import GenerationPlan
         from vargen.pipelines.registry import describe, pipeline_class
         from vargen.specs import split_specs
 
-        subjects = self._select_subjects()
-        return Drawing(
+        prompts = self._select_prompts()
+        return GenerationPlan(
             model=self.model,
             output=str(self.output),
             methods=tuple(split_specs(self.methods or [pipeline_class(describe(self.model).pipeline).baseline])),
-            subjects=tuple(subjects),
-            num=self.num_images or len(subjects),
+            prompts=tuple(prompts),
+            num=self.num_images or len(prompts),
             seed=self.seed,
             batch=self.batch_size,
             sampling=self.sampling,
@@ -98,10 +99,11 @@ class EvaluateOptions:
             threads=self.threads,
         )
 
-    def _select_subjects(self) -> list[Any]:
+    def _select_prompts(self) -> list[Any]:
         """Return the prompts or the classes to generate in turn."""
-        from vargen.evaluation.items import class_subjects, prompt_subjects
+        from vargen.evaluation.generation import select_classes
         from vargen.pipelines.registry import describe
+        from vargen.pipelines.validation import check_prompts
 
         model = describe(self.model)
         if self.prompt_file is not None and self.classes is not None:
@@ -110,10 +112,10 @@ class EvaluateOptions:
             if self.prompt_file is not None:
                 raise ValueError("this model generates classes: give --classes instead of --prompt-file")
             seed, count = self.seed, self.num_images or 0
-            return list(class_subjects(self.classes or "each", model.num_classes, model.id2label, seed, count))
+            return list(select_classes(self.classes or "each", model.num_classes, model.id2label, seed, count))
         if self.classes is not None:
             raise ValueError("this model generates from text: give --prompt-file instead of --classes")
-        return list(prompt_subjects(read_prompts(self.prompt_file or packaged_prompts())))
+        return check_prompts(read_prompts(self.prompt_file or packaged_prompts()), "prompts")
 
 
 def evaluate(
@@ -166,8 +168,8 @@ def evaluate(
     """Generate images with several methods, and score them.
 
     Reports what each method saves in time, and what it costs in quality. Writes metrics.json, metrics.csv, report.md,
-    plot.png and sheets/ to DIR. Run the same command again to resume an interrupted run. Image k has the seed --seed + k,
-    regardless of batch size, shard and backend.
+    quality_vs_speed.png and contact_sheets/ to DIR. Run the same command again to resume an interrupted run. Image k has
+    the seed --seed + k, regardless of batch size, shard and backend.
     """
     sampling = explicit_options(guidance_scale=guidance_scale, temperature=temperature, top_k=top_k, top_p=top_p)
     part = parse_shard(shard)
@@ -199,28 +201,28 @@ def evaluate(
         count = _generate(plan, part, run_on)
         print_status(f"{count} images generated; score them with: vargen score {output}")
         return
-    plan.check()
+    plan.validate()
     metrics = MetricOptions(scorers, extractor, resize, False, str(place), threads).load(model)
 
-    from vargen.evaluation.run_directory import RunFolder
+    from vargen.evaluation.run_directory import MEASUREMENTS, RunDirectory
 
-    run = RunFolder(folder)
+    run = RunDirectory(folder)
     # Checked before hours of generation: missing weights, and statistics of another extractor.
-    statistics = load_reference(reference, metrics, run.path / "measured")
+    statistics = load_reference(reference, metrics, run.path / MEASUREMENTS)
     _generate(plan, part, run_on)
-    if missing := len(plan.units(run.drawn())) if part[1] > 1 else 0:
+    if missing := len(plan.pending_batches(run.complete_records())) if part[1] > 1 else 0:
         done = f"shard {shard} is finished; other shards still have to generate {missing} batches"
         print_status(f"{done}. Afterwards: vargen score {output}")
         return
     score_run(run, metrics, statistics, run_on, results)
 
 
-def _generate(plan: Drawing, part: tuple[int, int], backend: Engine) -> int:
+def _generate(plan: GenerationPlan, part: tuple[int, int], backend: RunBackend) -> int:
     """Generate the missing images of one shard, and return their number."""
-    from vargen.evaluation.generation import draw
+    from vargen.evaluation.generation import generate_images
 
     with progress_bar("generating", "images") as show:
-        return draw(plan, *part, engine=backend, progress=show)
+        return generate_images(plan, *part, backend=backend, progress=show)
 
 
 def parse_shard(text: str) -> tuple[int, int]:

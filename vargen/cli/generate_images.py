@@ -81,9 +81,9 @@ def generate_images(options: GenerateOptions, own: ImageOptions) -> None:
     jobs = [ImageJob(subject, seed, file) for subject, (_, seed), file in zip(subjects, requested, files, strict=True)]
 
     from vargen.pipelines.registry import open_pipeline
-    from vargen.scoring.registry import PACKAGED, open_scorer
+    from vargen.scoring.registry import DEFAULT_SCORER, open_scorer
 
-    scorer = open_scorer(options.scorer or PACKAGED, device) if own.best_of > 1 or options.scorer else None
+    scorer = open_scorer(options.scorer or DEFAULT_SCORER, device) if own.best_of > 1 or options.scorer else None
     dtype = select_dtype(options.dtype, device, model.folder)
     started = time.perf_counter()
     pipe = open_pipeline(model.folder, torch_dtype=dtype).to(device)
@@ -218,11 +218,11 @@ def _document(made: GeneratedImages, parameters: dict[str, Any]) -> dict[str, An
 
 def _write_contact_sheet(records: list[dict[str, Any]], file: OutputFile, parameters: dict[str, Any]) -> None:
     from vargen.evaluation.contact_sheets import contact_sheet
-    from vargen.picture_files import on_white, opened_picture
+    from vargen.reading import on_white, open_image
 
     captions = [str(record.get("prompt", record.get("class_label"))) for record in records]
     images = []
     for record in records:
-        with opened_picture(record["file"]) as opened:  # one open file at a time: systems limit them
+        with open_image(record["file"]) as opened:  # one open file at a time: systems limit them
             images.append(on_white(opened))
     save_image(contact_sheet(images, captions), file, parameters)

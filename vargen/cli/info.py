@@ -108,8 +108,7 @@ def collect_facts() -> dict[str, Any]:
     from vargen.assets import packaged_model_path, packaged_models
     from vargen.compat import installed_version
     from vargen.decoding.next_token.graphs import explain_graphs
-    from vargen.device import preferred_dtype
-    from vargen.evaluation.machine import describe_machine
+    from vargen.device import describe_machine, preferred_dtype
     from vargen.kernels.dispatch import explain_kernels
 
     machine = describe_machine()

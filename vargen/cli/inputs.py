@@ -73,9 +73,9 @@ def read_source(path: Path, name: str) -> Any:
     """
     from PIL import ImageOps
 
-    from vargen.picture_files import on_white, opened_picture
+    from vargen.reading import on_white, open_image
 
-    with opened_picture(path, name) as opened:
+    with open_image(path, name) as opened:
         return on_white(ImageOps.exif_transpose(opened))
 
 

@@ -16,7 +16,7 @@ from vargen.values import short_repr
 if TYPE_CHECKING:
     import torch
 
-    from vargen.evaluation.generation import Engine
+    from vargen.evaluation.generation import Backend as RunBackend
 
 
 class Device(StrEnum):
@@ -39,9 +39,9 @@ class Backend(StrEnum):
 
 def _sampling(name: str) -> Any:
     option = OPTIONS[name]
-    most = f" to {option.most:g}" if option.most < float("inf") else ""
-    least = f"{'Over' if option.above else 'From'} {option.least:g}{most}"
-    return typer.Option(metavar="N" if option.is_integer else "X", help=f"{least}; {option.help}. Default: the model's.")
+    maximum = f" to {option.maximum:g}" if option.maximum < float("inf") else ""
+    bounds = f"{'Over' if option.exclusive_minimum else 'From'} {option.minimum:g}{maximum}"
+    return typer.Option(metavar="N" if option.is_integer else "X", help=f"{bounds}; {option.help}. Default: the model's.")
 
 
 Guidance = Annotated[float | None, _sampling("guidance_scale")]
@@ -95,18 +95,18 @@ def select_dtype(name: Dtype, place: torch.device, folder: Path | None = None) -
     return device.preferred_dtype(place) if folder is None else default_dtype(folder, place)
 
 
-def select_backend(name: Backend, num_workers: int | None, place: torch.device, threads: int | None) -> Engine:
+def select_backend(name: Backend, num_workers: int | None, place: torch.device, threads: int | None) -> RunBackend:
     """Select where an evaluation runs: in this process, or on Ray."""
     check_range(num_workers, "num_workers", 1)
     if name is Backend.local:
         if num_workers is not None:
             raise ValueError("num_workers needs --backend ray; the local backend is one process (see --shard for several)")
-        from vargen.evaluation.generation import locally
+        from vargen.evaluation.generation import run_locally
 
-        return locally
-    from vargen.evaluation.ray_backend import ray_engine
+        return run_locally
+    from vargen.evaluation.ray_backend import ray_backend
 
-    return ray_engine(num_workers, place.type, threads)
+    return ray_backend(num_workers, place.type, threads)
 
 
 def parse_integer(text: Any) -> int:

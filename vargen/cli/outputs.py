@@ -165,12 +165,12 @@ def check_run_outputs(
 
 def _find_run(path: Path) -> Path | None:
     """Return the run directory that contains a file or folder."""
-    from vargen.evaluation.run_directory import RunFolder
+    from vargen.evaluation.run_directory import RunDirectory
 
     real = Path(os.path.realpath(path))
     for folder in (real, *real.parents):
         with contextlib.suppress(ValueError, OSError):
-            RunFolder(folder).settings()
+            RunDirectory(folder).settings()
             return folder
     return None
 

@@ -27,11 +27,11 @@ from vargen.cli.results import ResultWriter, Write
 from vargen.files import expand_user
 
 if TYPE_CHECKING:
-    from vargen.evaluation.evaluate import Evaluation
-    from vargen.evaluation.generation import Engine
-    from vargen.evaluation.measurement import Instruments
-    from vargen.evaluation.reference_statistics import Statistics
-    from vargen.evaluation.run_directory import RunFolder
+    from vargen.evaluation.evaluate import EvaluationResult
+    from vargen.evaluation.generation import Backend as RunBackend
+    from vargen.evaluation.measurement import MetricModels
+    from vargen.evaluation.reference_statistics import FeatureStatistics
+    from vargen.evaluation.run_directory import RunDirectory
 
 RENAMED = {
     "prompts": "prompt-file",
@@ -78,7 +78,7 @@ class MetricOptions:
     device: str
     threads: int | None
 
-    def load(self, model: str) -> Instruments:
+    def load(self, model: str) -> MetricModels:
         """Load each scorer and extractor once, so that missing weights are reported before anything else.
 
         Args:
@@ -86,7 +86,7 @@ class MetricOptions:
         """
         check_range(self.resize, "resize", 16, _MAX_SIDE)
 
-        from vargen.evaluation.measurement import Instruments
+        from vargen.evaluation.measurement import MetricModels
         from vargen.scoring.registry import default_scorer
         from vargen.specs import split_specs
 
@@ -94,8 +94,8 @@ class MetricOptions:
         names = ([packaged] if packaged else []) if self.scorers is None else split_specs(self.scorers)
         network = packaged if self.extractor is None else None if self.extractor == "none" else self.extractor
         scorers = tuple(name for name in names if name != "none")
-        loaded = Instruments(scorers, network, False, self.resize, self.skip_unreadable, self.device, self.threads)
-        loaded.opened()
+        loaded = MetricModels(scorers, network, False, self.resize, self.skip_unreadable, self.device, self.threads)
+        loaded.load()
         return loaded
 
 
@@ -134,7 +134,7 @@ def score(
 
     For a run of `vargen eval`, its report is written.
     """
-    from vargen.evaluation.run_directory import RUN_FILE, RunFolder
+    from vargen.evaluation.run_directory import MEASUREMENTS, RUN_FILE, RunDirectory
 
     quiet_libraries()
     place = select_device(device)
@@ -148,7 +148,7 @@ def score(
         {"folder": path, "prompt_file": prompt_file, "reference": reference},
         "",
     )
-    run = RunFolder(path) if (path / RUN_FILE).is_file() else None
+    run = RunDirectory(path) if (path / RUN_FILE).is_file() else None
     model = "" if run is None else str(run.settings()["model"])
     metrics = MetricOptions(scorers, extractor, resize, skip_unreadable, str(place), threads).load(model)
     run_on = select_backend(backend, num_workers, place, threads)
@@ -158,7 +158,7 @@ def score(
             raise ValueError(
                 f"{given} is for a folder of images, and {str(folder)!r} is a run; name one of its images/ folders"
             )
-        score_run(run, metrics, load_reference(reference, metrics, run.path / "measured"), run_on, results)
+        score_run(run, metrics, load_reference(reference, metrics, run.path / MEASUREMENTS), run_on, results)
         return
     files = FolderFiles(path, prompt_file, reference, samples_file, reference_file, reference_features)
     _score_folder(files, metrics, run_on, results)
@@ -181,9 +181,9 @@ class FolderFiles:
     num_features: int | None
 
 
-def _score_folder(files: FolderFiles, metrics: Instruments, backend: Engine, results: ResultWriter) -> None:
-    from vargen.evaluation.evaluate import evaluate_folder, evaluate_samples, export_samples
-    from vargen.evaluation.image_files import folder_pictures
+def _score_folder(files: FolderFiles, metrics: MetricModels, backend: RunBackend, results: ResultWriter) -> None:
+    from vargen.evaluation.evaluate import evaluate_folder, evaluate_samples, export_adm_samples
+    from vargen.evaluation.image_files import list_images
 
     path, samples = files.path, files.samples
     others: list[Write] = []
@@ -192,38 +192,38 @@ def _score_folder(files: FolderFiles, metrics: Instruments, backend: Engine, res
             raise ValueError(f"prompt_file and export_samples are for a folder of images, and {str(path)!r} is a file")
         found = evaluate_samples(path, metrics, load_reference(files.reference, metrics, None))
     else:
-        images = folder_pictures(path, None if files.prompts is None else read_prompts(files.prompts))
+        images = list_images(path, None if files.prompts is None else read_prompts(files.prompts))
         if not metrics.scorers and metrics.extractor is None and samples is None:
             raise ValueError("nothing to do: give --scorers, --extractor or --export-samples")
         statistics = load_reference(files.reference, metrics, None)
         with progress_bar("scoring", "images") as show:
             found = evaluate_folder(path.name, images, metrics, statistics, None, backend, show)
         if samples is not None:
-            others.append((f"export_samples {str(samples)!r}", lambda: export_samples(samples, images, metrics.resize)))
+            others.append((f"export_samples {str(samples)!r}", lambda: export_adm_samples(samples, images, metrics.resize)))
     if files.statistics is not None:
         others.insert(0, _statistics_write(found, path.name, files.statistics, files.num_features, metrics))
     results.write(*_describe(found), others)
 
 
-def _statistics_write(found: Evaluation, name: str, file: Path, num_features: int | None, metrics: Instruments) -> Write:
+def _statistics_write(found: EvaluationResult, name: str, file: Path, num_features: int | None, metrics: MetricModels) -> Write:
     """Return the write of a folder's statistics, for use as a reference."""
     from vargen.evaluation.evaluate import statistics_of
     from vargen.evaluation.features import Extractor
 
-    extractor = metrics.opened().get("extractor")
+    extractor = metrics.load().get("extractor")
     if not isinstance(extractor, Extractor):
         raise ValueError("save_reference needs --extractor")
     statistics = statistics_of(found.measured[name], extractor)
     if num_features is not None:
-        statistics = statistics.with_features(num_features)
+        statistics = statistics.subsample_features(num_features)
     return f"save_reference {str(file)!r}", lambda: statistics.write(file, num_features is not None)
 
 
 def score_run(
-    run: RunFolder, metrics: Instruments, reference: Statistics | None, backend: Engine, results: ResultWriter
+    run: RunDirectory, metrics: MetricModels, reference: FeatureStatistics | None, backend: RunBackend, results: ResultWriter
 ) -> None:
     """Score the images of a run, and write its report, plot and contact sheets."""
-    from vargen.evaluation.evaluate import evaluate_run, write_all
+    from vargen.evaluation.evaluate import evaluate_run, write_report_files
 
     with progress_bar("scoring", "images") as show:
         found = evaluate_run(run, metrics, reference, backend, show)
@@ -231,27 +231,28 @@ def score_run(
         print_status("only speed and similarity to the baseline were measured: give --scorers and --extractor for quality")
 
     def write_report() -> None:
-        for name in write_all(run, found):
+        for name in write_report_files(run, found):
             results.print_path(run.path / name)
 
     results.write(*_describe(found), [(f"report in {str(run.path)!r}", write_report)])
 
 
-def load_reference(path: Path | None, metrics: Instruments, cache: Path | None) -> Statistics | None:
+def load_reference(path: Path | None, metrics: MetricModels, cache: Path | None) -> FeatureStatistics | None:
     """Load the reference of --reference; by default the packaged one of the extractor, if there is one."""
-    from vargen.evaluation.evaluate import default_reference, open_reference
+    from vargen.evaluation.evaluate import default_reference
+    from vargen.evaluation.evaluate import load_reference as load
 
     if path is not None:
-        return open_reference(expand_user(path, "reference"), metrics, cache)
+        return load(expand_user(path, "reference"), metrics, cache)
     found = default_reference(metrics.extractor)
-    return None if found is None else open_reference(found, metrics)
+    return None if found is None else load(found, metrics)
 
 
-def _describe(found: Evaluation) -> tuple[str, dict[str, object]]:
+def _describe(found: EvaluationResult) -> tuple[str, dict[str, object]]:
     """Return the results as a table for the terminal, and as a JSON document."""
-    from vargen.evaluation.report import all_notes, document, table_rows
+    from vargen.evaluation.report import group_notes, image_columns, table_cells, to_json
 
-    heads, rows = table_rows(found.rows, found.baseline)
+    heads, rows = table_cells(image_columns(found.rows, found.baseline), found.rows)
     lines = table(heads, rows, "<" + ">" * (len(heads) - 1)) + "\n"
-    lines += "".join(f"note: {note}\n" for note in all_notes(found.rows))
-    return lines, document(found.rows, found.baseline, found.about)
+    lines += "".join(f"note: {note}\n" for note in group_notes(found.rows))
+    return lines, to_json(found.rows, found.baseline, found.about)

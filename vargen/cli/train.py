@@ -109,8 +109,7 @@ def _train_head(kind: str) -> Callable[..., None]:
     ) -> None:
         quiet_libraries()
         from vargen.training.generated_images import select_prompt_source
-        from vargen.training.heads import load_target, train_head
-        from vargen.training.heads_config import HeadConfig
+        from vargen.training.heads import HeadConfig, load_target, train_head
 
         run = _output(output, kind)
         check_range(num_images, "num_images", 2)
@@ -121,7 +120,7 @@ def _train_head(kind: str) -> Callable[..., None]:
         set_threads(threads)
         pipe = load_target(model, select_device(device))
         captions = None if data is None else lambda: _load_data(data)
-        source = select_prompt_source(pipe, config.pictures, captions, prompts, embeddings)
+        source = select_prompt_source(pipe, config.num_images, captions, prompts, embeddings)
         print_json({"drafter": str(run / "drafter"), **train_head(kind, config, pipe, source, run, shared)})
 
     return train
@@ -139,8 +138,8 @@ def low_res(
 ) -> None:
     """Train a small transformer on low-resolution images."""
     quiet_libraries()
-    from vargen.training.config import NextTokenConfig
     from vargen.training.low_res import train_low_res
+    from vargen.training.next_token import NextTokenConfig
 
     config = _config(recipe, "low-res", NextTokenConfig, steps)
     run, folder = _output(output, "low-res"), _model_folder(model)
@@ -162,7 +161,7 @@ def upsampler(
 ) -> None:
     """Train an up-sampler from low-resolution images to tokens."""
     quiet_libraries()
-    from vargen.training.upsampler import UpsamplerConfig, train_upsampler
+    from vargen.training.low_res import UpsamplerConfig, train_upsampler
 
     config = _config(recipe, "upsampler", UpsamplerConfig, steps)
     run, folder = _output(output, "upsampler"), _model_folder(model)

@@ -53,13 +53,13 @@ def load_method(name: str) -> Method:
         ValueError: if there is none. TypeError: if the object is of another type.
     """
     from vargen.decoding import PRESETS, Accelerator, ScaleSchedule, resolve_method
-    from vargen.specs import imported
+    from vargen.specs import import_object
 
     preset, colon, rest = name.partition(":")
     if not colon or "=" in rest or preset in PRESETS:
         return resolve_method(name, PRESETS[preset].paradigm if preset in PRESETS else Accelerator.paradigm)
     try:
-        part = imported(name, "method")
+        part = import_object(name, "method")
     except ValueError as error:
         raise ValueError(f"{error}; give a preset, or module:name of an Accelerator") from error
     if not isinstance(part, Accelerator | ScaleSchedule):

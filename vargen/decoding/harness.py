@@ -21,7 +21,7 @@ from torch import Tensor
 from vargen.decoding.sampling import Sampling
 from vargen.decoding.stats import DecodeStats
 from vargen.deprecation import renamed_fields
-from vargen.modes import normal_tensors
+from vargen.device import normal_tensors
 from vargen.values import short_repr
 
 

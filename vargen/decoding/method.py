@@ -118,7 +118,7 @@ _RENAMED = {
     "sampled": "without-replacement",
 }
 # Fields of vargen 0.1, by the class that they were of ("" for a whole method).
-_RENAMED_FIELDS = {
+_RENAMED_FIELDS: dict[str, dict[str, str]] = {
     "": {
         "forced": "target_blocks",
         "longest_run": "max_accepted_in_row",
@@ -136,7 +136,7 @@ _RENAMED_FIELDS = {
     "Stage": {"drafted": "num_drafted"},
 }
 # Fields that only one of two versions has, and the value with which they change nothing.
-_NEUTRAL = {
+_NEUTRAL: dict[str, dict[str, Any]] = {
     "": {"commit": {"name": "Lazy", "most": 16}, "fused": False, "lazy": True, "refine_margin": None},
     "Stage": {"temperature": 1.0, "top_k": None},
 }

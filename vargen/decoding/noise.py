@@ -22,9 +22,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vargen.device import normal_tensors
 from vargen.kernels.dispatch import is_eager_cpu, supports_rows
 from vargen.kernels.row_ops import sample_categorical
-from vargen.modes import normal_tensors
 
 
 class Purpose(IntEnum):

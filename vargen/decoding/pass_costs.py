@@ -21,9 +21,8 @@ import torch
 from vargen.decoding.next_token.draft import Tree
 from vargen.decoding.next_token.protocols import TokenModel
 from vargen.decoding.video.protocols import BlockModel
-from vargen.device import available_cores, cpu_model, threads, user_thread_count
+from vargen.device import available_cores, cpu_model, inference_mode_for, limit_threads, user_thread_count
 from vargen.files import atomic_file, cache_folder
-from vargen.modes import inference_mode_for
 
 logger = logging.getLogger("vargen")
 
@@ -98,7 +97,7 @@ def use_best_threads(model: TokenModel, condition: Any, images: int, width: int)
 
     with inference_mode_for(torch.device(model.device)):
         count = select_threads(model, images, width, passes)
-    with nullcontext() if count is None else threads(count):
+    with nullcontext() if count is None else limit_threads(count):
         yield torch.get_num_threads()
 
 
@@ -132,11 +131,11 @@ def select_threads(
         return None
     best, least, count, timed_pass = 1, float("inf"), 1, None
     while count <= available_cores():
-        with threads(count):
+        with limit_threads(count):
             known = _lookup_costs(model, images)
             if width not in known:
                 if timed_pass is None:
-                    with threads(1):
+                    with limit_threads(1):
                         timed_pass = passes()
                 seconds = timed_pass()
                 # With other programs running, threads that wait for each other are many times slower: one try shows it.

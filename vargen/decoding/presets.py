@@ -14,7 +14,7 @@ from vargen.decoding.next_token.acceptance import RULES, FunctionRule
 from vargen.decoding.next_token.presets import NEXT_TOKEN_METHODS
 from vargen.decoding.video.presets import VIDEO_METHODS
 from vargen.deprecation import warn_renamed
-from vargen.specs import read_spec
+from vargen.specs import parse_spec
 from vargen.values import resolve_name, short_repr, suggest_names
 
 # Parts that a setting can select by name, keyed by the field that holds them.
@@ -78,7 +78,7 @@ def resolve_method(accelerator: Any, paradigm: str = "next-token") -> Any:
     options: dict[str, str] = {}
     given = accelerator
     if isinstance(accelerator, str):
-        name, options = read_spec(accelerator)
+        name, options = parse_spec(accelerator)
         if name in _RENAMED_PRESETS:
             new = _RENAMED_PRESETS[name]
             warn_renamed(f"preset {name}", new)

@@ -13,7 +13,7 @@ from vargen.demo import rendering as figures
 from vargen.demo.image_service import Engine
 from vargen.demo.jobs import Run, Runs, told_plainly
 from vargen.demo.request import MOST_CANDIDATES, MOST_PICTURES, Settings
-from vargen.scoring.registry import PACKAGED
+from vargen.scoring.registry import DEFAULT_SCORER
 
 _KEPT = 24  # images in a session's gallery
 _IDLE = "Press Generate, or Enter in the prompt."
@@ -151,6 +151,6 @@ def command_line(engine: Engine, wanted: Settings) -> str:
     parts += ["-n", str(wanted.num_images)] if wanted.num_images > 1 else []
     if wanted.num_candidates > 1:
         parts += ["--best-of", str(wanted.num_candidates)]
-        parts += ["--scorer", engine.scorer_name] if engine.scorer_name != PACKAGED else []
+        parts += ["--scorer", engine.scorer_name] if engine.scorer_name != DEFAULT_SCORER else []
     parts += ["--model", engine.name] if engine.name != "emoji" else []
     return shlex.join(parts)

@@ -21,7 +21,7 @@ from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.model_info import Method
 from vargen.pipelines.prompts import describe_unreadable_words
 from vargen.scoring.protocol import Scorer, score_images
-from vargen.scoring.registry import PACKAGED
+from vargen.scoring.registry import DEFAULT_SCORER
 from vargen.values import short_repr
 
 logger = logging.getLogger("vargen")
@@ -41,7 +41,7 @@ class Engine:
         scorer_name: as `vargen generate --scorer` takes it.
     """
 
-    def __init__(self, pipe: VisualPipeline, name: str, scorer: Scorer | None = None, scorer_name: str = PACKAGED):
+    def __init__(self, pipe: VisualPipeline, name: str, scorer: Scorer | None = None, scorer_name: str = DEFAULT_SCORER):
         self.pipe, self.name, self.scorer, self.scorer_name = pipe, name, scorer, scorer_name
         pipe.set_progress_bar_config(disable=True)
         self.by_class: bool = pipe.by_class

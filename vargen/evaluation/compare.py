@@ -112,7 +112,7 @@ def compare(
     seeds = torch.arange(seed, seed + len(filled))
     groups = [slice(start, start + batch) for start in range(0, len(filled), batch)]
     with decoder.threads(condition.rows(groups[0]), batch) as threads:  # one thread count for all methods and the cost curve
-        results, drawn, curve = _take_turns(decoder, condition, seeds, groups, methods, pipe.baseline, progress)
+        results, all_tokens, curve = _run_interleaved(decoder, condition, seeds, groups, methods, pipe.baseline, progress)
     return Comparison(
         model=type(pipe.transformer).__name__,
         baseline=pipe.baseline,
@@ -123,11 +123,11 @@ def compare(
         seeds=seeds.tolist(),
         methods=results,
         cost_curve=curve,
-        tokens=drawn,
+        tokens=all_tokens,
     )
 
 
-def _take_turns(
+def _run_interleaved(
     decoder: Decoder,
     condition: Condition,
     seeds: Tensor,
@@ -139,7 +139,7 @@ def _take_turns(
     """Run the methods in rotation; returns the results, the tokens by method, and the cost curve."""
     names, batch = list(methods), groups[0].stop
     for name in names:  # warm-up; also fails early if a method cannot run
-        decoder.decode(condition.rows(groups[0]), seeds[groups[0]], methods[name], callback=_few_passes)
+        decoder.decode(condition.rows(groups[0]), seeds[groups[0]], methods[name], callback=_stop_after_warmup)
     runs: dict[str, list[DecodeStats]] = {name: [] for name in names}
     tokens: dict[str, list[Tensor]] = {name: [] for name in names}
     total = len(groups) * len(names)
@@ -150,7 +150,7 @@ def _take_turns(
             tokens[name].append(result.tokens.cpu())
             if progress:
                 progress(sum(map(len, runs.values())), total)
-    drawn = {name: torch.cat(parts) for name, parts in tokens.items()}
+    all_tokens = {name: torch.cat(parts) for name, parts in tokens.items()}
     shares = runs
     if decoder.device.type == "cuda":  # times of parts need the host to wait for the device, which timed runs avoid
         first = condition.rows(groups[0]), seeds[groups[0]]
@@ -159,15 +159,15 @@ def _take_turns(
     curve = decoder.measure_pass_costs(condition.rows(groups[0]), batch, widths)
     shown = condition.rows(groups[0])
     spent = {name: decoder.spent(methods[name], runs[name], curve, shown, batch) for name in names}
-    results = [_result(methods[name], name, runs, baseline, drawn, curve, spent, batch) for name in names]
+    results = [_result(methods[name], name, runs, baseline, all_tokens, curve, spent, batch) for name in names]
     for measured in results:
         whole = sum(run.seconds for run in shares[measured.name])
         parts = sum((Counter(run.seconds_by_part) for run in shares[measured.name]), Counter())
         measured.share_by_part = {part: value / whole for part, value in parts.items()}
-    return results, drawn, curve
+    return results, all_tokens, curve
 
 
-def _few_passes(progress: Progress) -> bool:
+def _stop_after_warmup(progress: Progress) -> bool:
     return progress.step < 12
 
 

@@ -1,17 +1,28 @@
-"""Contact sheets: images in a grid with captions."""
+"""Contact sheets: images in a grid, with captions below and labels at the left."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
+from vargen.evaluation.image_files import ImageFile, UnreadableImageError, read_image
 from vargen.files import atomic_file
+
+if TYPE_CHECKING:
+    from vargen.evaluation.compare import Comparison
+    from vargen.evaluation.video import VideoComparison
+    from vargen.pipelines.base import VisualPipeline
+
+_MARGIN, _CAPTION = 6, 16  # pixels
+SHEET_IMAGES, _COLUMNS, _CELL = 64, 8, 128  # images of a sheet, images of a row, pixels of an image
 
 
 def contact_sheet(images: Sequence[Image.Image], captions: Sequence[str], columns: int = 8, cell: int = 128) -> Image.Image:
@@ -22,39 +33,120 @@ def contact_sheet(images: Sequence[Image.Image], captions: Sequence[str], column
     """
     if not images or len(images) != len(captions):
         raise ValueError(f"give one caption per image and at least one, got {len(images)} images, {len(captions)} captions")
-    margin, text = 6, 16
     rows = math.ceil(len(images) / columns)
-    sheet = Image.new("RGB", (columns * (cell + margin) + margin, rows * (cell + text + margin) + margin), "white")
-    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(size=11)
+    size = columns * (cell + _MARGIN) + _MARGIN, rows * (cell + _CAPTION + _MARGIN) + _MARGIN
+    sheet = Image.new("RGB", size, "white")
+    canvas, font = ImageDraw.Draw(sheet), ImageFont.load_default(size=11)
     for i, (image, caption) in enumerate(zip(images, captions, strict=True)):
-        x = margin + i % columns * (cell + margin)
-        y = margin + i // columns * (cell + text + margin)
+        x = _MARGIN + i % columns * (cell + _MARGIN)
+        y = _MARGIN + i // columns * (cell + _CAPTION + _MARGIN)
         sheet.paste(image.convert("RGB").resize((cell, cell), Image.Resampling.LANCZOS), (x, y))
-        while caption and draw.textlength(caption, font=font) > cell:
+        while caption and canvas.textlength(caption, font=font) > cell:
             caption = caption.rstrip("…")[:-1] + "…"
-        draw.text((x, y + cell + 1), caption, fill="#444", font=font)
+        canvas.text((x, y + cell + 1), caption, fill="#444", font=font)
     return sheet
 
 
-def blind_sheet(
-    prompts: Sequence[str], draw: Callable[[Sequence[str], int], Tensor], target: Path, seed: int = 0, batch: int = 32
+def labeled_grid(
+    labels: Sequence[Sequence[str]], images: Sequence[Image.Image], captions: Sequence[str], cell: int = _CELL
+) -> Image.Image:
+    """Return a contact sheet with a row per label, of equally many images; the lines of a label are at the left of its row."""
+    sheet = contact_sheet(images, captions, len(images) // len(labels), cell)
+    font = ImageFont.load_default(size=13)
+    width = 16 + max(round(font.getlength(line)) for lines in labels for line in lines)
+    grid = Image.new("RGB", (sheet.width + width, sheet.height), "white")
+    grid.paste(sheet, (width, 0))
+    canvas = ImageDraw.Draw(grid)
+    for row, lines in enumerate(labels):
+        top = round(_MARGIN + row * (cell + _CAPTION + _MARGIN) + cell / 2) - 8 * len(lines)
+        for number, line in enumerate(lines):
+            canvas.text((8, top + 16 * number), line, fill="#555" if number else "#111", font=font)
+    return grid
+
+
+def method_grid(pipe: VisualPipeline, comparison: Comparison, max_columns: int = 8, cell: int = _CELL) -> Image.Image:
+    """Return a grid with a row per method and a column per prompt, with equal seeds."""
+    columns = min(max_columns, len(comparison.prompts))
+    images: list[Image.Image] = []
+    for method in comparison.methods:
+        images += pipe.decode_tokens(comparison.tokens[method.name][:columns].to(pipe.vqvae.device))
+    labels = [(method.name, f"{method.seconds_per_image:.2f} s") for method in comparison.methods]
+    return labeled_grid(labels, images, [*comparison.prompts[:columns]] * len(labels), cell)
+
+
+def frame_strips(comparison: VideoComparison, max_columns: int = 8, cell: int = 64) -> Image.Image:
+    """Return, for each prompt whose frames were kept, a row of frames by each method."""
+    labels, images = [], []
+    for video, prompt in enumerate(comparison.prompts[: len(next(iter(comparison.frames.values())))]):
+        for name, videos in comparison.frames.items():
+            frames = videos[video]
+            chosen = np.linspace(0, len(frames) - 1, min(max_columns, len(frames))).round().astype(int)
+            images += [Image.fromarray(frames[number]) for number in chosen]
+            labels.append((name, prompt[:16]))
+    return labeled_grid(labels, images, [""] * len(images), cell)
+
+
+def write_contact_sheets(folder: Path, groups: Mapping[str, Sequence[ImageFile]], slugs: Mapping[str, str]) -> list[str]:
+    """Write a contact sheet of each group's first images, and a grid with a row per group; returns file names, grid first."""
+    names = []
+    if (grid := _group_grid(groups)) is not None:
+        names.append(_save(grid, folder, "contact_sheets/methods.png"))
+    for group, files in groups.items():
+        readable = [(image, file) for file in files[:SHEET_IMAGES] if (image := _try_read(file)) is not None]
+        if readable:
+            captions = [file.text or Path(file.file).name for _, file in readable]
+            sheet = contact_sheet([image for image, _ in readable], captions, _COLUMNS, _CELL)
+            names.append(_save(sheet, folder, f"contact_sheets/{slugs[group]}.png"))
+    return names
+
+
+def _group_grid(groups: Mapping[str, Sequence[ImageFile]]) -> Image.Image | None:
+    """Return a grid with a row per group, and a column per index that all groups have; None if it cannot be made."""
+    if len(groups) < 2:
+        return None
+    by_index = {group: {file.index: file for file in files} for group, files in groups.items()}
+    common = sorted(set.intersection(*(set(files) for files in by_index.values())))[:_COLUMNS]
+    files = [by_index[group][index] for group in groups for index in common]
+    images = [image for file in files if (image := _try_read(file)) is not None]
+    if not images or len(images) < len(files):
+        return None
+    return labeled_grid([(group,) for group in groups], images, [file.text or str(file.index) for file in files])
+
+
+def _try_read(file: ImageFile) -> Image.Image | None:
+    try:
+        return read_image(Path(file.file))
+    except UnreadableImageError:
+        return None
+
+
+def _save(image: Image.Image, folder: Path, name: str) -> str:
+    with atomic_file(folder / name) as temporary:
+        image.save(temporary, format="PNG")
+    return name
+
+
+def numbered_sheet(
+    prompts: Sequence[str],
+    generate_fn: Callable[[Sequence[str], int], Tensor],
+    target: Path,
+    seed: int = 0,
+    batch: int = 32,
 ) -> Path:
     """Write a PNG of numbered images in shuffled order, for blind raters; returns the path of its key.
 
-    Args:
-        draw: maps prompts and a seed to images `[N, 3, Y, X]` in [0, 1].
-
     The key, `{number: prompt}`, is written next to the PNG.
+
+    Args:
+        generate_fn: maps prompts and a seed to images `[N, 3, Y, X]` in [0, 1].
     """
     order = torch.randperm(len(prompts), generator=torch.Generator().manual_seed(seed)).tolist()
-    pictures = []
+    images = []
     for start in range(0, len(order), batch):
-        images = draw([prompts[n] for n in order[start : start + batch]], seed + start)
-        pictures += [Image.fromarray(each) for each in (images * 255).round().byte().permute(0, 2, 3, 1).numpy()]
-    sheet = contact_sheet(pictures, [str(n + 1) for n in range(len(pictures))])
+        pixels = generate_fn([prompts[n] for n in order[start : start + batch]], seed + start)
+        images += [Image.fromarray(each) for each in (pixels * 255).round().byte().permute(0, 2, 3, 1).numpy()]
     key = target.with_suffix(".key.json")
     with atomic_file(key) as temporary:
         temporary.write_text(json.dumps({n + 1: prompts[place] for n, place in enumerate(order)}, indent=1) + "\n", "utf-8")
-    with atomic_file(target) as temporary:
-        sheet.save(temporary, format="PNG")
+    _save(contact_sheet(images, [str(n + 1) for n in range(len(images))]), target.parent, target.name)
     return key

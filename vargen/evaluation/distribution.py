@@ -46,12 +46,12 @@ def chi_square(first: Tensor, second: Tensor) -> Tensor:
     return ((first - second).square() / total.clamp(min=1)).sum()
 
 
-def marginal_cells(tokens_IN: Tensor, vocab: int) -> Tensor:
+def marginal_counts(tokens_IN: Tensor, vocab: int) -> Tensor:
     """int64 `[I, N]`: the cell (position, token) of every token."""
     return tokens_IN + torch.arange(tokens_IN.shape[1]) * vocab
 
 
-def pair_cells(tokens_IN: Tensor, columns: int, classes_V: Tensor) -> Tensor:
+def neighbor_pair_counts(tokens_IN: Tensor, columns: int, classes_V: Tensor) -> Tensor:
     """int64 `[I, pairs]`: the cell (direction, class, class) of every horizontally or vertically adjacent pair of tokens.
 
     Args:
@@ -82,13 +82,13 @@ def features(tokens_IN: Tensor, columns: int, codes_VC: Tensor) -> Tensor:
 
 
 def permutation_test(
-    statistic: Callable[[Tensor], Tensor], pictures: int, permutations: int = 200, seed: int = 0
+    statistic: Callable[[Tensor], Tensor], num_images: int, permutations: int = 200, seed: int = 0
 ) -> TestResult:
     """Permutation test that swaps the two images of a pair at random.
 
     Args:
         statistic: of a bool mask `[I]`, True where the two images of a pair are swapped.
-        pictures: I, the number of images of each set.
+        num_images: I, the number of images of each set.
 
     Raises:
         ValueError: `permutations` is below 1.
@@ -96,13 +96,13 @@ def permutation_test(
     if permutations < 1:
         raise ValueError(f"permutations must be at least 1, got {permutations}")
     generator = torch.Generator().manual_seed(seed)
-    own = float(statistic(torch.zeros(pictures, dtype=torch.bool)))
-    others = [float(statistic(torch.rand(pictures, generator=generator) < 0.5)) for _ in range(permutations)]
+    own = float(statistic(torch.zeros(num_images, dtype=torch.bool)))
+    others = [float(statistic(torch.rand(num_images, generator=generator) < 0.5)) for _ in range(permutations)]
     reached = sum(other >= own for other in others)
     return TestResult(own, sum(others) / permutations, (1 + reached) / (1 + permutations))
 
 
-def cell_test(first: Tensor, second: Tensor, cells: int, permutations: int, seed: int = 0) -> TestResult:
+def chi_square_test(first: Tensor, second: Tensor, cells: int, permutations: int, seed: int = 0) -> TestResult:
     """Test the chi-square statistic of cell counts; cells are `[I, K]` for each set."""
 
     def statistic(swap: Tensor) -> Tensor:
@@ -112,7 +112,7 @@ def cell_test(first: Tensor, second: Tensor, cells: int, permutations: int, seed
     return permutation_test(statistic, len(first), permutations, seed)
 
 
-def mean_test(first: Tensor, second: Tensor, permutations: int, seed: int = 0) -> TestResult:
+def mean_difference_test(first: Tensor, second: Tensor, permutations: int, seed: int = 0) -> TestResult:
     """Test the squared distance of the means of features `[I, F]`, each feature scaled by its standard deviation."""
     scale = torch.cat([first, second]).std(0).clamp(min=1e-6)
     difference = (first - second) / scale
@@ -132,7 +132,7 @@ def two_sample_tests(
         ValueError: the sets differ in shape.
     """
     if first_IN.shape != second_IN.shape:
-        raise ValueError(f"both sets must hold the same pictures, got {tuple(first_IN.shape)} and {tuple(second_IN.shape)}")
+        raise ValueError(f"both sets must have one shape, got {tuple(first_IN.shape)} and {tuple(second_IN.shape)}")
     V, N = len(codes_VC), first_IN.shape[1]
     classes = code_classes(codes_VC)
     kinds = int(classes.max()) + 1
@@ -140,63 +140,64 @@ def two_sample_tests(
     def both(make: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         return make(first_IN), make(second_IN)
 
+    pairs = both(lambda t: neighbor_pair_counts(t, columns, classes))
     return {
-        "token marginals per position": cell_test(*both(lambda t: marginal_cells(t, V)), V * N, permutations),
-        "neighbouring tokens": cell_test(*both(lambda t: pair_cells(t, columns, classes)), 2 * kinds * kinds, permutations),
-        "tokenizer features": mean_test(*both(lambda t: features(t, columns, codes_VC)), permutations),
+        "token marginals per position": chi_square_test(*both(lambda t: marginal_counts(t, V)), V * N, permutations),
+        "neighboring tokens": chi_square_test(*pairs, 2 * kinds * kinds, permutations),
+        "tokenizer features": mean_difference_test(*both(lambda t: features(t, columns, codes_VC)), permutations),
     }
 
 
-def claim(folder: Path, made_of: dict[str, Any]) -> None:
-    """Label `folder` as holding tokens generated with the settings `made_of`.
+def label_cache(folder: Path, settings: dict[str, Any]) -> None:
+    """Label `folder` as holding tokens generated with `settings`.
 
     Raises:
         ValueError: it holds tokens of other settings; names what differs.
     """
-    made_of = json.loads(json.dumps(made_of))
+    settings = json.loads(json.dumps(settings))
     folder.mkdir(parents=True, exist_ok=True)
-    label = folder / "made_of.json"
-    if not label.is_file():
+    label = next(
+        (file for file in (folder / "settings.json", folder / "made_of.json") if file.is_file()), None
+    )  # new, old name
+    if label is None:
         if any(folder.glob("*.npz")):
-            raise ValueError(f"cache {str(folder)!r} holds tokens that do not say how they were made; give another one")
-        with atomic_file(label) as temporary:
-            temporary.write_text(json.dumps(made_of, indent=1))
+            raise ValueError(f"cache {str(folder)!r} holds tokens of unknown settings; give another one")
+        with atomic_file(folder / "settings.json") as temporary:
+            temporary.write_text(json.dumps(settings, indent=1))
         return
-    held = json.loads(label.read_text())
-    changed = [key for key in made_of if not same_spec(held.get(key), made_of[key])]
-    differing = [f"{key} {held.get(key)!r} (now {made_of.get(key)!r})" for key in changed]
-    if differing:
-        raise ValueError(
-            f"cache {str(folder)!r} holds tokens made otherwise: {'; '.join(differing)[:400]}. Give another cache, or remove it"
-        )
+    cached = json.loads(label.read_text())
+    changed = [key for key in settings if not same_spec(cached.get(key), settings[key])]
+    if changed:
+        listed = "; ".join(f"{key} {cached.get(key)!r} (now {settings.get(key)!r})" for key in changed)
+        raise ValueError(f"cache {str(folder)!r} holds tokens of other settings: {listed[:400]}. Give another")
 
 
-def draw_many(
+def generate_tokens(
     pipe: VisualPipeline,
     prompts: Sequence[str],
     accelerator: Method,
-    pictures: int,
+    num_images: int,
     batch: int,
     seed: int,
     folder: Path,
     settings: dict[str, Any],
     weights: str,
     progress: Callable[[int], None] | None = None,
-    not_kept: Callable[[Path, OSError], None] | None = None,
+    on_cache_error: Callable[[Path, OSError], None] | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """Generate tokens int64 `[pictures, N]` for the prompts in turn, with seeds from `seed`; returns them and mean statistics.
+    """Generate tokens int64 `[num_images, N]` for the prompts in turn, with seeds from `seed`; return mean statistics, too.
 
     Every batch is saved in `folder`, so an interrupted run resumes where it stopped. `weights` identifies the model.
 
     Args:
-        not_kept: called if a file cannot be written, for example on a full disk; the run then continues without saving.
+        on_cache_error: called if a file cannot be written, for example on a full disk; the run then continues without saving.
 
     Raises:
         ValueError: `folder` holds tokens of other weights, prompts, settings or another method, or damaged ones.
-        OSError: a file cannot be written and `not_kept` is None.
+        OSError: a file cannot be written and `on_cache_error` is None.
     """
     decoder = pipe.decoder(settings)
-    made_of = {
+    label = {
         "weights": weights,
         "dtype": str(pipe.transformer.dtype).removeprefix("torch."),
         "prompts": list(prompts),
@@ -205,22 +206,22 @@ def draw_many(
     }
     keep = True
     try:
-        claim(folder, made_of)
+        label_cache(folder, label)
     except OSError as error:
-        if not_kept is None:
+        if on_cache_error is None:
             raise
-        not_kept(folder, error)
+        on_cache_error(folder, error)
         keep = False  # without the label, the origin of the tokens would be unknown
     parts, passes, relaxation = [], [], []
-    for start in range(0, pictures, batch):
-        file = folder / f"{seed}-{start}-{min(batch, pictures - start)}.npz"
+    for start in range(0, num_images, batch):
+        file = folder / f"{seed}-{start}-{min(batch, num_images - start)}.npz"
         if file.is_file():
             saved = load_npz(file, "tokens", "tokens_per_pass", "relaxation")
             parts.append(torch.from_numpy(saved["tokens"].astype(np.int64)))
             passes.append(float(saved["tokens_per_pass"]))
             relaxation.append(float(saved["relaxation"]))
         else:
-            numbers = range(start, min(start + batch, pictures))
+            numbers = range(start, min(start + batch, num_images))
             condition, count = pipe.condition([prompts[i % len(prompts)] for i in numbers])
             result = decoder.decode(condition, torch.arange(seed + start, seed + start + count), accelerator)
             parts.append(result.tokens.cpu())
@@ -232,25 +233,25 @@ def draw_many(
                     with atomic_file(file) as temporary, temporary.open("wb") as stream:
                         np.savez(stream, tokens=tokens, tokens_per_pass=passes[-1], relaxation=relaxation[-1])
             except OSError as error:
-                if not_kept is None:
+                if on_cache_error is None:
                     raise
-                not_kept(file, error)
+                on_cache_error(file, error)
         if progress:
             progress(len(parts[-1]))
     return torch.cat(parts), {"tokens_per_pass": float(np.mean(passes)), "relaxation_per_image": float(np.mean(relaxation))}
 
 
-def distribution_report(
+def run_distribution_tests(
     pipe: VisualPipeline,
     prompts: Sequence[str],
     methods: dict[str, Method],
-    pictures: int,
+    num_images: int,
     batch: int,
     folder: Path,
     permutations: int = 200,
     settings: dict[str, Any] | None = None,
     progress: Callable[[int], None] | None = None,
-    not_kept: Callable[[Path, OSError], None] | None = None,
+    on_cache_error: Callable[[Path, OSError], None] | None = None,
 ) -> dict[str, Any]:
     """Test each method's images against baseline images with other seeds; of several scales, only the finest is tested.
 
@@ -259,20 +260,20 @@ def distribution_report(
     sequential = resolve_method(pipe.baseline, pipe.paradigm)
     used = {**pipe.default_sampling, **(settings or {})}
     weights = weights_digest(pipe.transformer, pipe.draft_transformer)
-    shared: tuple[Any, ...] = (used, weights, progress, not_kept)
-    baseline, _ = draw_many(pipe, prompts, sequential, pictures, batch, 10**6, folder / pipe.baseline, *shared)
+    shared: tuple[Any, ...] = (used, weights, progress, on_cache_error)
+    baseline, _ = generate_tokens(pipe, prompts, sequential, num_images, batch, 10**6, folder / pipe.baseline, *shared)
     codes, (rows, columns) = pipe.codebook.detach().float().cpu(), pipe.grid
     finest = rows * columns
     results = {}
     for number, (name, accelerator) in enumerate(methods.items(), 2):
         seed = number * 10**6
         place = folder / name
-        tokens, statistics = draw_many(pipe, prompts, accelerator, pictures, batch, seed, place, *shared)
+        tokens, statistics = generate_tokens(pipe, prompts, accelerator, num_images, batch, seed, place, *shared)
         tests = two_sample_tests(baseline[:, -finest:], tokens[:, -finest:], codes, columns, permutations)
         results[name] = {
             "kind": accelerator.kind,
             **statistics,
             "tests": {test: asdict(result) for test, result in tests.items()},
         }
-    head = {"baseline": pipe.baseline, "pictures": pictures}
+    head = {"baseline": pipe.baseline, "num_images": num_images}
     return {**head, "permutations": permutations, "sampling": used, "methods": results}

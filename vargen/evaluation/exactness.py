@@ -40,7 +40,7 @@ from vargen.decoding import (
 from vargen.decoding.next_scale.acceptance import scale_rule
 from vargen.decoding.noise import sample_gumbel_max
 from vargen.decoding.sampling import to_probs
-from vargen.evaluation.known_wrong import TELLING, WRONG_TREES
+from vargen.evaluation.known_wrong import REQUIRED_CONTROLS, WRONG_TREES
 from vargen.evaluation.table_models import ScaleTable, TableEagle, TableLowRes, TableMedusa, TableModel
 
 MOST_SPREADS = 4.0  # standard deviations above the noise floor; an exact method exceeds them in about 1 of 30,000 cases
@@ -161,13 +161,13 @@ def measure(
     tokens = loop(model, torch.zeros(chains, dtype=torch.int64), torch.arange(chains) + 10**6, method, sampling).tokens
     V, N = model.vocab, tokens.shape[1]
     index = (tokens * V ** torch.arange(N - 1, -1, -1)).sum(1)
-    drawn = torch.bincount(index, minlength=V**N).double() / chains
+    frequencies = torch.bincount(index, minlength=V**N).double() / chains
     truth = model.joint(0, lambda logits: to_probs(logits, sampling)).flatten()
     # A frequency of n samples has error e = sqrt(p (1 - p) / n); |N(0, e)| has mean e sqrt(2 / pi), variance e^2 (1 - 2 / pi).
     error = (truth * (1 - truth) / chains).sqrt()
     floor, spread = error.sum() * math.sqrt(2 / math.pi) / 2, (error.square().sum() * (1 - 2 / math.pi)).sqrt() / 2
-    distance = (drawn - truth).abs().sum() / 2
-    return Finding(case, float(distance), float(floor), float(spread), float(drawn[truth == 0].sum()))
+    distance = (frequencies - truth).abs().sum() / 2
+    return Finding(case, float(distance), float(floor), float(spread), float(frequencies[truth == 0].sum()))
 
 
 def check(accelerator: Method, chains: int = CHAINS) -> Report:
@@ -188,7 +188,7 @@ def check(accelerator: Method, chains: int = CHAINS) -> Report:
     cases: tuple[Case | ScaleCase, ...] = SCALE_CASES if isinstance(accelerator, ScaleSchedule) else CASES
     wrongs: dict[str, Any] = WRONG_SCALES if isinstance(accelerator, ScaleSchedule) else WRONG
     if isinstance(accelerator, Accelerator) and accelerator.topology == "tree":
-        wrongs = {name: WRONG_TREES[name] for name in TELLING}
+        wrongs = {name: WRONG_TREES[name] for name in REQUIRED_CONTROLS}
     findings = [measure(_fitted(accelerator, case), case.model(), case.sampling, chains, case.name) for case in cases]
     first = cases[0]
     controls = [measure(wrong, first.model(), first.sampling, chains, name) for name, wrong in wrongs.items()]
@@ -215,20 +215,19 @@ def refusal_from_p(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor
 def uniform_bonus(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verdict:
     """SJD-PAC as released: if the whole draft is accepted, a uniformly distributed token is committed."""
     verdict = speculative_sampling(probs, draft, noise, relaxation)
-    drawn = sample_gumbel_max(torch.ones_like(probs[:, :1]), noise.seeds, noise.position[:, :1], Purpose.CHOICE, noise.step)[
-        :, 0
-    ]
-    return dataclasses.replace(verdict, next_token=torch.where(verdict.count == probs.shape[1], drawn, verdict.next_token))
+    uniform = torch.ones_like(probs[:, :1])
+    tokens = sample_gumbel_max(uniform, noise.seeds, noise.position[:, :1], Purpose.CHOICE, noise.step)[:, 0]
+    return dataclasses.replace(verdict, next_token=torch.where(verdict.count == probs.shape[1], tokens, verdict.next_token))
 
 
 WRONG = {
-    "refusal drawn from p": Accelerator(drafter=Jacobi(4), acceptance=refusal_from_p),
-    "uniform token behind a full draft": Accelerator(drafter=Jacobi(2), acceptance=uniform_bonus),
+    "rejected token resampled from p": Accelerator(drafter=Jacobi(4), acceptance=refusal_from_p),
+    "uniform token after a full draft": Accelerator(drafter=Jacobi(2), acceptance=uniform_bonus),
 }
 
 
 @scale_rule(exact=True)
-def redrawn_from_p(p: Tensor, q: Tensor, draft: Tensor, noise: Noise) -> tuple[Tensor, Tensor]:
+def resample_scale_from_target(p: Tensor, q: Tensor, draft: Tensor, noise: Noise) -> tuple[Tensor, Tensor]:
     """A rejected token is resampled from p instead of the residual."""
     at = draft[..., None]
     accepted = noise.uniform(Purpose.ACCEPT) * q.gather(2, at)[..., 0] < p.gather(2, at)[..., 0]
@@ -236,13 +235,13 @@ def redrawn_from_p(p: Tensor, q: Tensor, draft: Tensor, noise: Noise) -> tuple[T
 
 
 @scale_rule(exact=True)
-def half_of_the_best(p: Tensor, q: Tensor, draft: Tensor, noise: Noise) -> tuple[Tensor, Tensor]:
+def majority_argmax(p: Tensor, q: Tensor, draft: Tensor, noise: Noise) -> tuple[Tensor, Tensor]:
     """lijrjyan/SDVAR: a scale is accepted if half of its tokens are the target's most probable ones."""
     kept = (p.argmax(-1) == draft).float().mean(1) >= 0.5
     return torch.where(kept[:, None], draft, noise.sample(p, Purpose.RESIDUAL)), kept
 
 
 WRONG_SCALES = {
-    "refused tokens drawn from p": ScaleSchedule(stages=(Stage(num_drafted=2, rule=redrawn_from_p),)),
-    "kept if half are the likeliest": ScaleSchedule(stages=(Stage(num_drafted=2, rule=half_of_the_best),)),
+    "rejected tokens resampled from p": ScaleSchedule(stages=(Stage(num_drafted=2, rule=resample_scale_from_target),)),
+    "accepted if half are the likeliest": ScaleSchedule(stages=(Stage(num_drafted=2, rule=majority_argmax),)),
 }

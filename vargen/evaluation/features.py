@@ -6,7 +6,8 @@ Features of different extractors cannot be compared, so every file of features o
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+import io
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,14 +15,21 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from vargen.evaluation.inception import FIDInception
-from vargen.picture_files import on_white
-from vargen.scoring.packaged import open_tower, packaged_scorers, prepared, scorer_folder, tower_identity
-from vargen.specs import of_ones_own, read_spec
+from vargen.compat import import_torch_fidelity
+from vargen.files import expand_user
+from vargen.reading import on_white
+from vargen.scoring.image_text import load_image_tower, packaged_scorers, preprocess, scorer_folder, tower_identity
+from vargen.specs import import_user_object, parse_spec
 from vargen.values import short_repr
-from vargen.weight_files import weights_digest
+from vargen.weight_files import load_pickle_safely, read_header, weights_digest
+
+WEIGHTS_HINT = (
+    "fetch weights-inception-2015-12-05-6726825d.pth of torch-fidelity's releases (95 MB), or the same weights as safetensors, "
+    "and give weights=FILE"
+)
 
 
 class Features(NamedTuple):
@@ -59,9 +67,9 @@ class Extractor:
             TypeError: the pixels are not uint8 `[N, 3, Y, X]`. ValueError: the features are not finite `[N, D]`.
         """
         if pixels_NCYX.dtype != torch.uint8 or pixels_NCYX.dim() != 4 or pixels_NCYX.shape[1] != 3:
-            raise TypeError(f"pictures must be uint8 [N, 3, Y, X], got {str(pixels_NCYX.dtype)[6:]} {list(pixels_NCYX.shape)}")
-        made = self.network(pixels_NCYX.to(self.device))
-        pooled, logits = made if isinstance(made, tuple) else (made, None)
+            raise TypeError(f"images must be uint8 [N, 3, Y, X], got {str(pixels_NCYX.dtype)[6:]} {list(pixels_NCYX.shape)}")
+        output = self.network(pixels_NCYX.to(self.device))
+        pooled, logits = output if isinstance(output, tuple) else (output, None)
         if not isinstance(pooled, Tensor) or pooled.dim() != 2 or len(pooled) != len(pixels_NCYX):
             got = list(pooled.shape) if isinstance(pooled, Tensor) else type(pooled).__name__
             raise ValueError(f"extractor {self.name} must give features [{len(pixels_NCYX)}, D], got {got}")
@@ -83,8 +91,43 @@ def module_extractor(module: nn.Module, name: str, device: torch.device | str = 
     return Extractor(name, f"{name}-{digest}", run, device, normalized)
 
 
+def load_fid_inception(path: str | Path | None) -> nn.Module:
+    """Load the Inception-v3 of 2015-12-05 that defines FID, as torch-fidelity has it; it returns features and class scores.
+
+    Args:
+        path: local file of its weights, `.safetensors` or `.pth`, of which only tensors are read.
+
+    Raises:
+        FileNotFoundError: there is no file; the message says how to get it.
+        ValueError: the file is damaged, or belongs to another network. ImportError: torch-fidelity is not installed.
+    """
+    file = None if path is None else expand_user(path, "weights")
+    if file is None or not file.is_file():
+        missing = "weights are not given" if file is None else f"weights {str(path)!r} do not exist"
+        raise FileNotFoundError(f"{missing}, and FID's Inception needs them: {WEIGHTS_HINT}")
+    if file.suffix == ".safetensors":
+        read_header(file)
+        state = load_file(file)
+    else:
+        state = load_pickle_safely(file, if_damaged=WEIGHTS_HINT)
+    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
+        raise ValueError(f"{file} must hold a state dict, names and tensors; {WEIGHTS_HINT}")
+    counters = {name.replace("running_mean", "num_batches_tracked") for name in state if name.endswith("running_mean")}
+    state |= dict.fromkeys(counters, torch.tensor(0))  # older files lack them
+    # torch-fidelity unpickles whatever it is given, so it gets bytes that were written here.
+    safe = io.BytesIO()
+    torch.save(state, safe)
+    safe.seek(0)
+    network = import_torch_fidelity("feature_extractor_inceptionv3").FeatureExtractorInceptionV3
+    try:
+        return network("inception", ["2048", "logits_unbiased"], feature_extractor_weights_path=safe)
+    except RuntimeError as error:
+        reason = "; ".join(line.strip() for line in str(error).splitlines()[1:])[:300]
+        raise ValueError(f"the weights in {file} do not fit FID's Inception ({reason}); {WEIGHTS_HINT}") from None
+
+
 def _inception(weights: str | None = None, device: torch.device | str = "cpu") -> Extractor:
-    network = FIDInception.from_file(weights).to(device)
+    network = load_fid_inception(weights).to(device)
     return Extractor("inception", f"{INCEPTION}-{weights_digest(network)}", network, device)
 
 
@@ -102,11 +145,11 @@ def _clip(
     return Extractor(scorer.name, f"open-clip-{model}-{weights_digest(scorer.clip)}", run, device, normalized=True)
 
 
-def _tower(source: str, device: torch.device | str = "cpu") -> Extractor:
-    model = open_tower(scorer_folder(source)).to(device)
+def _scorer_tower(source: str, device: torch.device | str = "cpu") -> Extractor:
+    model = load_image_tower(scorer_folder(source)).to(device)
 
     def run(pixels: Tensor) -> Tensor:
-        return model.pooled(prepared(model, pixels.float() / 255))
+        return model.pooled(preprocess(model, pixels.float() / 255))
 
     name = source if source in packaged_scorers() else Path(source).resolve().name
     return Extractor(name, tower_identity(model), run, device)
@@ -116,7 +159,7 @@ INCEPTION = "inception-2015-12-05"
 EXTRACTORS: dict[str, Callable[..., Extractor]] = {"inception": _inception, "clip": _clip}
 
 
-def open_extractor(spec: str, device: torch.device | str = "cpu") -> Extractor:
+def load_extractor(spec: str, device: torch.device | str = "cpu") -> Extractor:
     """Open `inception:weights=FILE`, `clip:model=NAME,weights=FILE`, a packaged scorer or its folder, or `module:function`.
 
     The function returns an `nn.Module` of images in [0, 1].
@@ -126,8 +169,8 @@ def open_extractor(spec: str, device: torch.device | str = "cpu") -> Extractor:
     """
     where, colon, rest = spec.partition(":")
     if colon and "=" not in rest and where not in EXTRACTORS:
-        return _imported(spec, device)
-    name, options = read_spec(spec)
+        return _import_extractor(spec, device)
+    name, options = parse_spec(spec)
     allowed = {"inception": ("weights",), "clip": ("model", "weights")}.get(name, ())
     if unknown := [key for key in options if key not in allowed]:
         raise ValueError(f"extractor {name} has no option {short_repr(unknown[0])}; it takes {', '.join(allowed) or 'none'}")
@@ -138,11 +181,11 @@ def open_extractor(spec: str, device: torch.device | str = "cpu") -> Extractor:
         raise ValueError(
             f"unknown extractor {short_repr(name)}; known: {', '.join(known)}, a scorer's folder, or module:function"
         )
-    return _tower(name, device=device)
+    return _scorer_tower(name, device=device)
 
 
-def _imported(spec: str, device: torch.device | str) -> Extractor:
-    function = of_ones_own(spec, "extractor")
+def _import_extractor(spec: str, device: torch.device | str) -> Extractor:
+    function = import_user_object(spec, "extractor")
     if not callable(function):
         raise ValueError(f"extractor {short_repr(spec)} must be a function or a class, got {short_repr(function)}")
     made = function()
@@ -153,7 +196,7 @@ def _imported(spec: str, device: torch.device | str) -> Extractor:
     return module_extractor(made, spec, device)
 
 
-def picture_array(image: Image.Image, resize: int | None = None) -> np.ndarray:
+def to_uint8_array(image: Image.Image, resize: int | None = None) -> np.ndarray:
     """Return uint8 `[Y, X, 3]`; if `resize` is given, the central square is cropped and scaled to that side (bicubic)."""
     image = on_white(image)
     if resize is not None and image.size != (resize, resize):
@@ -163,22 +206,10 @@ def picture_array(image: Image.Image, resize: int | None = None) -> np.ndarray:
     return np.asarray(image)
 
 
-def extracted(extractor: Extractor, pictures: Sequence[np.ndarray] | np.ndarray, batch_size: int = 32) -> Features:
-    """Return the features of uint8 images `[Y, X, 3]` of one size, computed in batches."""
-    parts = [extractor(as_batch(pictures[start : start + batch_size])) for start in range(0, len(pictures), batch_size)]
-    logits = [part.logits for part in parts if part.logits is not None]
-    return Features(torch.cat([part.pooled for part in parts]), torch.cat(logits) if logits else None)
-
-
-def as_batch(pictures: Sequence[np.ndarray] | np.ndarray) -> Tensor:
+def stack_images(images: Sequence[np.ndarray] | np.ndarray) -> Tensor:
     """Stack images `[Y, X, 3]` to uint8 `[N, 3, Y, X]`. Raises ValueError if they differ in size."""
-    sizes = {picture.shape for picture in pictures}
+    sizes = {image.shape for image in images}
     if len(sizes) != 1:
         listed = ", ".join(f"{shape[1]} x {shape[0]}" for shape in sorted(sizes)[:4])
-        raise ValueError(f"pictures must be of one size, got {listed}; --resize makes them so")
-    return torch.from_numpy(np.stack(list(pictures))).permute(0, 3, 1, 2)
-
-
-def chunks(total: int, size: int) -> Iterator[slice]:
-    for start in range(0, total, size):
-        yield slice(start, min(start + size, total))
+        raise ValueError(f"images must be of one size, got {listed}; --resize makes them so")
+    return torch.from_numpy(np.stack(list(images))).permute(0, 3, 1, 2)

@@ -1,4 +1,4 @@
-"""Generating the images of an evaluation: any number of methods, on many processes, resumable after any interruption.
+"""Generation of the images of an evaluation: any number of methods, on many processes, resumable after any interruption.
 
 The unit of work is a batch of indices, fixed by their numbers, for one method. Batches are independent of each other, so
 shards and backends may divide them freely. If some images of a batch are missing, the whole batch is generated again and only
@@ -20,39 +20,71 @@ from PIL.PngImagePlugin import PngInfo
 
 from vargen.decoding import DecodeStats, Speculative, resolve_method
 from vargen.device import set_threads
-from vargen.evaluation.items import Items, Subject
-from vargen.evaluation.run_directory import Journal, Record, RunFolder, cannot_write, folder_digest
+from vargen.evaluation.run_directory import ManifestWriter, Record, RunDirectory, describe_write_error, hash_files
 from vargen.files import atomic_file
 from vargen.pipelines.registry import describe, open_pipeline, pipeline_class
-from vargen.pipelines.validation import check_batch, check_sampling
-from vargen.values import short_repr
+from vargen.pipelines.validation import MAX_SEED, check_batch, check_class_labels, check_sampling
+from vargen.values import parse_int, short_repr
+
+PromptOrClass = str | int
+
+
+def select_classes(chosen: str, classes: int, names: dict[int, str], seed: int = 0, count: int = 0) -> list[PromptOrClass]:
+    """Select the classes of an evaluation.
+
+    Args:
+        chosen: `each` (all classes in turn, equally often), `random` (uniformly sampled, as in published LlamaGen samples), or
+            a comma-separated list of numbers and names.
+        count: number of classes sampled for `random`; the class of index i depends only on the seed and i.
+
+    Raises:
+        ValueError: the model does not have a class.
+    """
+    if chosen == "each":
+        return list(range(classes))
+    if chosen == "random":
+        return [_uniform(seed, index, classes) for index in range(max(count, 1))]
+    parts = [part.strip() for part in chosen.split(",")]
+    labels = [int(part) if part.lstrip("-").isdecimal() and len(part) < 1000 else part for part in parts]
+    return list(check_class_labels(labels, classes, names))
+
+
+def _uniform(seed: int, index: int, below: int) -> int:
+    digest = hashlib.sha256(f"class {seed} {index}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") % below  # 2^64 values: modulo bias below 1e-16
 
 
 @dataclass(frozen=True)
-class Unit:
+class PendingBatch:
     """A batch of indices and a method, with the images that are still missing."""
 
     method: str
-    items: tuple[int, ...]
+    indices: tuple[int, ...]
     missing: tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Drawing:
+class GenerationPlan:
     """Settings of the images to generate: plain values, which can be sent to another machine.
+
+    Index i has the prompt or class i modulo their number, and the seed `seed` + i. Image i is thus the one that
+    `vargen generate` returns for its prompt and seed, and a longer run contains a shorter one.
 
     Attributes:
         model: name, folder or hub id. output: run directory, reachable by every process under this path.
-        methods: presets with settings, see `resolve_method`.
+        methods: presets with settings, see `resolve_method`. num: number of images of each method.
         sampling: guidance_scale, temperature, top_k, top_p where they differ from the model's.
         batch: images per batch. threads: number of CPU threads; None: autotuned.
         dtype: of the transformer, such as `"float32"`; None is the model's default. device: such as `"cpu"`.
+
+    Raises:
+        ValueError: `num` is below 1, there are no prompts or classes, or a seed does not fit in 63 bits.
     """
 
     model: str
     output: str
     methods: tuple[str, ...]
-    subjects: tuple[Subject, ...]
+    prompts: tuple[PromptOrClass, ...]
     num: int
     seed: int = 0
     batch: int = 8
@@ -61,134 +93,142 @@ class Drawing:
     device: str = "cpu"
     threads: int | None = None
 
-    @property
-    def items(self) -> Items:
-        return Items(self.subjects, self.num, self.seed)
+    def __post_init__(self) -> None:
+        if parse_int(self.num, 1) is None:
+            raise ValueError(f"num must be a whole number of at least 1, got {short_repr(self.num)}")
+        if not self.prompts:
+            raise ValueError("prompts must hold at least one prompt or class")
+        if parse_int(self.seed, 0, MAX_SEED - self.num + 1) is None:
+            allowed = MAX_SEED - self.num + 1
+            raise ValueError(f"seed must be from 0 to {allowed} for {self.num} images, got {short_repr(self.seed)}")
 
-    def check(self) -> dict[str, Any]:
-        """Return all settings that determine the images, for `RunFolder.claim`; weights are only read to compute their digest.
+    def prompt_at(self, index: int) -> PromptOrClass:
+        return self.prompts[index % len(self.prompts)]
+
+    def validate(self) -> dict[str, Any]:
+        """Return all settings that determine the images, for the run directory; weights are read for their digest only.
 
         Raises:
             ValueError: the model cannot generate images with the settings or methods.
         """
-        opened = describe(self.model)
-        kind = pipeline_class(opened.pipeline)
+        info = describe(self.model)
+        family = pipeline_class(info.pipeline)
         _, sampling = check_sampling(self.sampling)
-        sampling.validate_top_k(opened.vocab)
+        sampling.validate_top_k(info.vocab)
         check_batch(self.batch)
-        by_class = opened.condition == "class"
-        if any(isinstance(subject, str) == by_class for subject in self.subjects):
+        by_class = info.condition == "class"
+        if any(isinstance(prompt, str) == by_class for prompt in self.prompts):
             wanted, given = ("classes", "prompts") if by_class else ("prompts", "classes")
-            raise ValueError(f"model {self.model} draws {wanted}, and {given} are given")
+            raise ValueError(f"model {self.model} generates images of {wanted}, and {given} are given")
         specs: dict[str, Any] = {}
-        for method in self.methods:
-            accelerator = resolve_method(method, kind.paradigm)
-            kind.check_method(opened, accelerator)
-            if isinstance(getattr(accelerator, "drafter", None), Speculative) and not opened.has_draft:
-                raise ValueError(f"method {method} needs a draft_transformer, and model {self.model} has none")
-            specs[method] = {**accelerator.spec(), "kind": accelerator.kind}
+        for name in self.methods:
+            method = resolve_method(name, family.paradigm)
+            family.check_method(info, method)
+            if isinstance(getattr(method, "drafter", None), Speculative) and not info.has_draft:
+                raise ValueError(f"method {name} needs a draft_transformer, and model {self.model} has none")
+            specs[name] = {**method.spec(), "kind": method.kind}
         if not specs or len(specs) < len(self.methods):
             raise ValueError(f"methods must be at least one, and each once, got {', '.join(self.methods) or 'none'}")
-        weights = folder_digest(file for file in opened.folder.rglob("*.safetensors"))
         return {
             "model": Path(self.model).resolve().name if Path(self.model).is_dir() else self.model,
-            "weights": weights,
-            "baseline": kind.baseline,
+            "weights": hash_files(info.folder.rglob("*.safetensors")),
+            "baseline": family.baseline,
             "sampling": self.sampling,
             "seed": self.seed,
             "batch": self.batch,
             "dtype": self.dtype,
             "device": torch.device(self.device).type,
-            "subjects": list(self.subjects),
-            "num": self.items.count,
+            "subjects": list(self.prompts),
+            "num": self.num,
             "methods": specs,
         }
 
-    def units(self, drawn: Iterable[tuple[str, int]], shard: int = 1, shards: int = 1) -> list[Unit]:
-        """Return the units that one of several shards has yet to generate, ordered by batch, then by method.
+    def pending_batches(self, complete: Iterable[tuple[str, int]], shard: int = 1, shards: int = 1) -> list[PendingBatch]:
+        """Return the batches that one of several shards has yet to generate, ordered by batch, then by method.
 
         Methods alternate, so that a gradual change in the machine's speed affects all of them equally.
+
+        Args:
+            complete: method and index of the images that exist.
         """
-        done = set(drawn)
-        found = []
+        done = set(complete)
+        batches = []
         for number, start in enumerate(range(0, self.num, self.batch)):
             if number % shards != shard - 1:
                 continue
-            items = tuple(range(start, min(start + self.batch, self.num)))
-            turn = number % len(self.methods)
-            for method in self.methods[turn:] + self.methods[:turn]:
-                missing = tuple(item for item in items if (method, item) not in done)
+            indices = tuple(range(start, min(start + self.batch, self.num)))
+            first = number % len(self.methods)
+            for method in self.methods[first:] + self.methods[:first]:
+                missing = tuple(index for index in indices if (method, index) not in done)
                 if missing:
-                    found.append(Unit(method, items, missing))
-        return found
+                    batches.append(PendingBatch(method, indices, missing))
+        return batches
 
 
-class Drawer:
-    """Generates units of work; opens its pipeline once. Each generating process has one."""
+class ImageGenerator:
+    """Generates pending batches; opens its pipeline once. Each generating process has one."""
 
-    def __init__(self, drawing: Drawing):
-        self.drawing, self.folder, self.items = drawing, RunFolder(Path(drawing.output)), drawing.items
-        set_threads(drawing.threads)
-        dtype = None if drawing.dtype is None else getattr(torch, drawing.dtype)
-        self.pipe = open_pipeline(drawing.model, torch_dtype=dtype).to(drawing.device)
+    def __init__(self, plan: GenerationPlan):
+        self.plan, self.run = plan, RunDirectory(Path(plan.output))
+        set_threads(plan.threads)
+        dtype = None if plan.dtype is None else getattr(torch, plan.dtype)
+        self.pipe = open_pipeline(plan.model, torch_dtype=dtype).to(plan.device)
         self.pipe.set_progress_bar_config(disable=True)
-        self.methods = {method: resolve_method(method, self.pipe.paradigm) for method in drawing.methods}
-        for accelerator in self.methods.values():
-            self.pipe.check_runs(accelerator)  # checks that need the weights, before the first batch
+        self.methods = {method: resolve_method(method, self.pipe.paradigm) for method in plan.methods}
+        for method in self.methods.values():
+            self.pipe.check_runs(method)  # checks that need the weights, before the first batch
 
-    def __call__(self, unit: Unit) -> list[Record]:
-        """Write the missing images of a unit; returns a manifest record for each.
+    def __call__(self, batch: PendingBatch) -> list[Record]:
+        """Write the missing images of a batch; returns a manifest record for each.
 
         Raises:
             OSError: an image cannot be written; says which one and what to do. Earlier ones are complete, but generated again.
         """
-        subjects = [self.items.subject(item) for item in unit.items]
-        seeds = [self.drawing.seed + item for item in unit.items]
+        prompts = [self.plan.prompt_at(index) for index in batch.indices]
+        seeds = [self.plan.seed + index for index in batch.indices]
         result = self.pipe(
-            **{"class_labels" if self.pipe.by_class else "prompt": subjects},
+            **{"class_labels" if self.pipe.by_class else "prompt": prompts},
             generator=[torch.Generator().manual_seed(seed) for seed in seeds],
-            accelerator=self.methods[unit.method],
-            **self.drawing.sampling,
+            accelerator=self.methods[batch.method],
+            **self.plan.sampling,
         )
         records = []
-        for row, (item, subject, seed) in enumerate(zip(unit.items, subjects, seeds, strict=True)):
-            if item not in unit.missing:
-                continue
-            about = {**self._subject(subject), "seed": seed, "method": unit.method}
-            sha256 = self._write(result.images[row], unit.method, item, about)
-            measured = per_picture(result.stats, row)
-            records.append({"item": item, **about, "sha256": sha256, **measured})
+        for row, (index, prompt, seed) in enumerate(zip(batch.indices, prompts, seeds, strict=True)):
+            if index in batch.missing:
+                about = {**self._describe_prompt(prompt), "seed": seed, "method": batch.method}
+                sha256 = self._write(result.images[row], batch.method, index, about)
+                records.append({"index": index, **about, "sha256": sha256, **per_image_statistics(result.stats, row)})
         return records
 
-    def _subject(self, subject: Subject) -> dict[str, Any]:
+    def _describe_prompt(self, prompt: PromptOrClass) -> dict[str, Any]:
         """Return the prompt or class, and the text for scorers."""
-        if isinstance(subject, int):
-            names = self.pipe.class_names.get(subject, "")
-            return {"class": subject, "text": names.split(",")[0].strip() or f"class {subject}"}
-        return {"prompt": subject, "text": self.pipe.normalize_prompt(subject).text}
+        if isinstance(prompt, int):
+            names = self.pipe.class_names.get(prompt, "")
+            return {"class": prompt, "text": names.split(",")[0].strip() or f"class {prompt}"}
+        return {"prompt": prompt, "text": self.pipe.normalize_prompt(prompt).text}
 
-    def _write(self, image: Any, method: str, item: int, about: dict[str, Any]) -> str:
-        name = self.folder.image(method, item)
+    def _write(self, image: Any, method: str, index: int, about: dict[str, Any]) -> str:
+        name = self.run.image(method, index)
         chunk = PngInfo()
-        model = Path(self.drawing.model).name  # image metadata must not reveal anyone's folders
-        chunk.add_text("vargen", json.dumps({**about, "model": model, **self.drawing.sampling}))
+        model = Path(self.plan.model).name  # image metadata must not reveal anyone's folders
+        chunk.add_text("vargen", json.dumps({**about, "model": model, **self.plan.sampling}))
         file = io.BytesIO()
         image.save(file, format="PNG", pnginfo=chunk)
         try:
-            with atomic_file(self.folder.path / name) as temporary:
+            with atomic_file(self.run.path / name) as temporary:
                 temporary.write_bytes(file.getvalue())
         except OSError as error:
-            raise cannot_write(name, error) from error
+            raise describe_write_error(name, error) from error
         return hashlib.sha256(file.getvalue()).hexdigest()
 
 
-def per_picture(stats: DecodeStats, row: int) -> dict[str, Any]:
-    """Return one image's share of the cost of its batch; `turns` is the number of passes it took part in."""
-    turns = sum(stats.accepted_histogram) / stats.images if sum(stats.accepted_histogram) else float(stats.passes)
+def per_image_statistics(stats: DecodeStats, row: int) -> dict[str, Any]:
+    """Return one image's share of the cost of its batch; `active_passes` is the number of passes it took part in."""
+    committing = sum(stats.accepted_histogram)
     return {
         "seconds": stats.seconds / stats.images,
         "tokens": stats.tokens / stats.images,
-        "turns": turns,
+        "active_passes": committing / stats.images if committing else float(stats.passes),
         "passes": stats.passes,
         "relaxation": float(stats.relaxation[row]) if stats.relaxation else 0.0,
         "batch": stats.images,
@@ -196,21 +236,21 @@ def per_picture(stats: DecodeStats, row: int) -> dict[str, Any]:
     }
 
 
-Engine = Callable[[Callable[[Any], Any], Any, list[Any]], Iterator[Any]]
+Backend = Callable[[Callable[[Any], Any], Any, list[Any]], Iterator[Any]]
 
 
-def locally(worker: Callable[[Any], Any], argument: Any, units: list[Any]) -> Iterator[Any]:
+def run_locally(worker: Callable[[Any], Any], argument: Any, units: list[Any]) -> Iterator[Any]:
     """Yield `worker(argument)(unit)` for each unit, in order, in this process. Other backends run elsewhere, in any order."""
     if units:
         work = worker(argument)
         yield from map(work, units)
 
 
-def draw(
-    drawing: Drawing,
+def generate_images(
+    plan: GenerationPlan,
     shard: int = 1,
     shards: int = 1,
-    engine: Engine = locally,
+    backend: Backend = run_locally,
     progress: Callable[[int, int], None] | None = None,
 ) -> int:
     """Generate the missing images of a shard and append them to its manifest; returns the number of images generated.
@@ -226,23 +266,21 @@ def draw(
     """
     if not 1 <= shard <= shards:
         raise ValueError(f"shard must be from 1/{shards} to {shards}/{shards}, got {short_repr(shard)}/{shards}")
-    settings = drawing.check()
-    folder = RunFolder(Path(drawing.output))
-    folder.claim(settings)
-    with Journal(folder.journal(shard, shards)) as journal:
-        done = folder.drawn()
-        units = drawing.units(done, shard, shards)
-        total = sum(len(unit.missing) for unit in drawing.units((), shard, shards))
-        written = 0
-        first = total - sum(len(unit.missing) for unit in units)
+    settings = plan.validate()
+    run = RunDirectory(Path(plan.output))
+    run.open_or_create(settings)
+    with ManifestWriter(run.manifest_path(shard, shards)) as manifest:
+        pending = plan.pending_batches(run.complete_records(), shard, shards)
+        total = sum(len(batch.missing) for batch in plan.pending_batches((), shard, shards))
+        done = first = total - sum(len(batch.missing) for batch in pending)
         if progress:
-            progress(first, total)
-        for records in engine(Drawer, drawing, units):
+            progress(done, total)
+        for records in backend(ImageGenerator, plan, pending):
             try:
-                journal.append(*records)
+                manifest.append(*records)
             except OSError as error:
-                raise cannot_write(str(journal.path), error) from error
-            written += len(records)
+                raise describe_write_error(str(manifest.path), error) from error
+            done += len(records)
             if progress:
-                progress(first + written, total)
-    return written
+                progress(done, total)
+    return done - first

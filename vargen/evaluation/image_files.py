@@ -10,45 +10,45 @@ from pathlib import Path
 from PIL import Image
 
 from vargen.evaluation.run_directory import file_digest
-from vargen.picture_files import PictureFileError, on_white, opened_picture
+from vargen.reading import ImageFileError, on_white, open_image
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 
 
 @dataclass(frozen=True)
-class Picture:
+class ImageFile:
     """An image file to measure.
 
     Attributes:
-        item: its index in its group. text: its prompt; None if there is none. sha256: digest of the file.
-        against: file of the baseline's image with the same index.
+        index: in its group. text: its prompt; None if there is none. sha256: digest of the file.
+        baseline_file: file of the baseline's image with the same index.
     """
 
-    item: int
+    index: int
     file: str
     text: str | None
     sha256: str
-    against: str | None = None
+    baseline_file: str | None = None
 
 
-class UnreadablePictureError(ValueError):
+class UnreadableImageError(ValueError):
     """Raised for a file that is not an image, or is damaged."""
 
 
-def read_picture(file: Path) -> Image.Image:
+def read_image(file: Path) -> Image.Image:
     """Read an image completely, as RGB, with transparent areas on white.
 
     Raises:
-        UnreadablePictureError: naming the file.
+        UnreadableImageError: naming the file.
     """
     try:
-        with opened_picture(file) as opened:
+        with open_image(file) as opened:
             return on_white(opened)
-    except PictureFileError as error:
-        raise UnreadablePictureError(f"{file} cannot be read ({error.reason}); --skip-unreadable skips such files") from error
+    except ImageFileError as error:
+        raise UnreadableImageError(f"{file} cannot be read ({error.reason}); --skip-unreadable skips such files") from error
 
 
-def folder_pictures(folder: Path, prompts: Sequence[str] | None = None) -> list[Picture]:
+def list_images(folder: Path, prompts: Sequence[str] | None = None) -> list[ImageFile]:
     """Return the images under a folder, sorted by name; prompts are given in that order, or read from our PNG files.
 
     Raises:
@@ -58,17 +58,17 @@ def folder_pictures(folder: Path, prompts: Sequence[str] | None = None) -> list[
         raise FileNotFoundError(f"folder {str(folder)!r} does not exist")
     files = sorted(file for file in folder.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
     if not files:
-        raise ValueError(f"folder {str(folder)!r} holds no pictures ({', '.join(suffix[1:] for suffix in SUFFIXES)})")
+        raise ValueError(f"folder {str(folder)!r} holds no images ({', '.join(suffix[1:] for suffix in SUFFIXES)})")
     if prompts is not None and len(prompts) != len(files):
-        raise ValueError(f"prompts must be one for each of {len(files)} pictures in {str(folder)!r}, got {len(prompts)}")
-    texts = [_own_prompt(file) for file in files] if prompts is None else prompts
-    return [Picture(i, str(file), text, file_digest(file)) for i, (file, text) in enumerate(zip(files, texts, strict=True))]
+        raise ValueError(f"prompts must be one for each of {len(files)} images in {str(folder)!r}, got {len(prompts)}")
+    texts = [_prompt_from_metadata(file) for file in files] if prompts is None else prompts
+    return [ImageFile(i, str(file), text, file_digest(file)) for i, (file, text) in enumerate(zip(files, texts, strict=True))]
 
 
-def _own_prompt(file: Path) -> str | None:
+def _prompt_from_metadata(file: Path) -> str | None:
     """Return the prompt that our images store in their PNG text chunk `vargen`."""
     try:
-        with opened_picture(file) as opened:
+        with open_image(file) as opened:
             held = json.loads(opened.info.get("vargen", "{}"))
     except Exception:  # unreadable: reported when it is measured
         return None

@@ -19,19 +19,19 @@ from vargen.device import check_compile
 from vargen.evaluation.speed import weight_readers
 from vargen.pipelines.registry import PictureNetwork
 
-_PRODUCT = 1536  # rows and columns of the matrices that measure the rate
+_MATMUL_SIZE = 1536  # rows and columns of the matrices that measure the rate
 
 
 @dataclass(frozen=True)
-class PictureReport:
+class ImageSpeedReport:
     """Milliseconds per image, medians over the rounds.
 
     Attributes:
-        drawing, decoding: sampling the tokens with the baseline, and decoding their pixels.
-        published_drawing, published_decoding: the same by the published loop, in float32.
-        ratio, ratio_with_pixels: speedup over the published loop, without and with pixel decoding.
+        token_milliseconds, pixel_milliseconds: sampling the tokens with the baseline, and decoding their pixels.
+        reference_token_milliseconds, reference_pixel_milliseconds: the same by the published loop, in float32.
+        speedup, speedup_with_pixels: speedup over the published loop, without and with decoding of pixels.
         roofline, roofline_with_pixels: lower bound by the weights read and the floating-point operations.
-        share, share_with_pixels: the roofline as a fraction of our time.
+        roofline_fraction, roofline_fraction_with_pixels: the roofline as a fraction of our time.
         gigabytes_per_second, gigaflops: measured rates of reading and of a matrix product, in the transformer's dtype.
     """
 
@@ -42,16 +42,16 @@ class PictureReport:
     threads: int
     rounds: int
     parameters: int
-    drawing: float
-    decoding: float
-    published_drawing: float
-    published_decoding: float
-    ratio: float
-    ratio_with_pixels: float
+    token_milliseconds: float
+    pixel_milliseconds: float
+    reference_token_milliseconds: float
+    reference_pixel_milliseconds: float
+    speedup: float
+    speedup_with_pixels: float
     roofline: float
     roofline_with_pixels: float
-    share: float
-    share_with_pixels: float
+    roofline_fraction: float
+    roofline_fraction_with_pixels: float
     gigabytes_per_second: float
     gigaflops: float
 
@@ -59,14 +59,14 @@ class PictureReport:
         return asdict(self)
 
 
-def measure_pictures(
+def measure_image_speed(
     network: PictureNetwork,
     batch: int = 1,
     *,
     rounds: int = 5,
     compile: bool = False,
     progress: Callable[[int, int], None] | None = None,
-) -> PictureReport:
+) -> ImageSpeedReport:
     """Generate whole batches with the baseline and with the published loop, alternating, after one untimed round.
 
     Args:
@@ -82,7 +82,7 @@ def measure_pictures(
     check_compile(compile, device)
     decoder = network.decoder(compile)
     condition, seeds = network.condition(batch), torch.arange(batch)
-    published_draw, published_pixels = network.published(batch)
+    published_tokens, published_pixels = network.published(batch)
     seconds: dict[str, list[float]] = {}
 
     def part(name: str, run: Callable[[], Any]) -> Any:
@@ -91,19 +91,19 @@ def measure_pictures(
         return result
 
     for done in range(rounds + 1):
-        drawn = part("drawing", lambda: decoder.decode(condition, seeds, network.baseline))
-        part("decoding", partial(network.pixels, drawn))
-        canvas = part("published_drawing", published_draw)
-        part("published_decoding", partial(published_pixels, canvas))
+        tokens = part("token_milliseconds", lambda: decoder.decode(condition, seeds, network.baseline))
+        part("pixel_milliseconds", partial(network.pixels, tokens))
+        latents = part("reference_token_milliseconds", published_tokens)
+        part("reference_pixel_milliseconds", partial(published_pixels, latents))
         if progress:
             progress(done, rounds)
     each = {name: 1e3 * statistics.median(times[1:]) / batch for name, times in seconds.items()}
-    bandwidth, rate = _bandwidth(network.weight_bytes, device), _product_rate(transformer.dtype, device)
-    least = sum(max(nbytes / bandwidth, operations / rate) for nbytes, operations in network.work(batch))
-    pixels = network.pixel_work(batch) / _product_rate(torch.float32, device)
-    roofline, roofline_with = 1e3 * least / batch, 1e3 * (least + pixels) / batch
-    ours, with_pixels = each["drawing"], each["drawing"] + each["decoding"]
-    return PictureReport(
+    bandwidth, rate = _bandwidth(network.weight_bytes, device), _matmul_rate(transformer.dtype, device)
+    lower_bound = sum(max(nbytes / bandwidth, operations / rate) for nbytes, operations in network.work(batch))
+    pixels = network.pixel_work(batch) / _matmul_rate(torch.float32, device)
+    roofline, roofline_with = 1e3 * lower_bound / batch, 1e3 * (lower_bound + pixels) / batch
+    ours, with_pixels = each["token_milliseconds"], each["token_milliseconds"] + each["pixel_milliseconds"]
+    return ImageSpeedReport(
         model=network.name,
         dtype=str(transformer.dtype).removeprefix("torch."),
         device=str(device),
@@ -111,12 +111,12 @@ def measure_pictures(
         threads=torch.get_num_threads(),
         rounds=rounds,
         parameters=sum(p.numel() for p in transformer.parameters()),
-        ratio=each["published_drawing"] / ours,
-        ratio_with_pixels=(each["published_drawing"] + each["published_decoding"]) / with_pixels,
+        speedup=each["reference_token_milliseconds"] / ours,
+        speedup_with_pixels=(each["reference_token_milliseconds"] + each["reference_pixel_milliseconds"]) / with_pixels,
         roofline=roofline,
         roofline_with_pixels=roofline_with,
-        share=roofline / ours,
-        share_with_pixels=roofline_with / with_pixels,
+        roofline_fraction=roofline / ours,
+        roofline_fraction_with_pixels=roofline_with / with_pixels,
         gigabytes_per_second=bandwidth / 1e9,
         gigaflops=rate / 1e9,
         **each,
@@ -125,15 +125,15 @@ def measure_pictures(
 
 def _bandwidth(nbytes: int, device: torch.device) -> float:
     """Return the read bandwidth in bytes per second, by the fastest of several ways to read."""
-    return nbytes / min(_least(read, device) for read in weight_readers(nbytes, device))
+    return nbytes / min(_fastest_run(read, device) for read in weight_readers(nbytes, device))
 
 
-def _product_rate(dtype: torch.dtype, device: torch.device) -> float:
+def _matmul_rate(dtype: torch.dtype, device: torch.device) -> float:
     """Return the floating-point operations per second of a product of large matrices."""
-    left, right = (torch.randn(_PRODUCT, _PRODUCT, device=device).to(dtype) for _ in range(2))
-    return 2 * _PRODUCT**3 / _least(lambda: left @ right, device)
+    left, right = (torch.randn(_MATMUL_SIZE, _MATMUL_SIZE, device=device).to(dtype) for _ in range(2))
+    return 2 * _MATMUL_SIZE**3 / _fastest_run(lambda: left @ right, device)
 
 
-def _least(run: Callable[[], Any], device: torch.device, times: int = 5) -> float:
+def _fastest_run(run: Callable[[], Any], device: torch.device, times: int = 5) -> float:
     """Return the seconds of the fastest of several runs."""
     return min([time_call(run, device)[0] for _ in range(times + 1)][1:])

@@ -28,7 +28,7 @@ from vargen.decoding.next_token.acceptance import SiblingDecision, Siblings, ver
 from vargen.decoding.next_token.trees.shapes import make_fan, make_k_ary
 
 TREE = ("chain", "tree")
-PAIRS = StaticTree(make_k_ary(2, 2))
+BINARY_TREE = StaticTree(make_k_ary(2, 2))
 
 
 # -- rules --------------------------------------------------------------------------------------------------------------
@@ -46,19 +46,19 @@ def inverted_residual(probs: Tensor, draft: Draft, noise: Noise, relaxation: Ten
     return verify_siblings(_inverted, probs, draft, noise)
 
 
-class _OneCoin(Noise):
+class _SharedUniform(Noise):
     def branch(self, number: Any) -> Noise:
         return self
 
 
 @acceptance_rule(exact=True, topologies=TREE)
-def one_coin(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verdict:
+def shared_uniform(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verdict:
     """All siblings share one uniform."""
-    return recursive_rejection(probs, draft, _OneCoin(noise.seeds, noise.position, noise.step), relaxation)
+    return recursive_rejection(probs, draft, _SharedUniform(noise.seeds, noise.position, noise.step), relaxation)
 
 
 @acceptance_rule(exact=True, topologies=TREE)
-def coins_of_the_first_pass(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verdict:
+def stale_uniforms(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verdict:
     """Sequoia as released: uniforms are sampled once per tree slot and reused in every pass."""
     return recursive_rejection(probs, draft, Noise(noise.seeds, noise.position - noise.position[:, :1]), relaxation)
 
@@ -75,7 +75,7 @@ def _first_of_pair(tree: Tree) -> Tensor:
 
 
 @dataclasses.dataclass(frozen=True)
-class ElderForgotten(SpeculativeTree):
+class IgnoresEarlierSiblings(SpeculativeTree):
     """SJD-PAC as released: sampled without replacement, but recorded with the probabilities of the first sibling."""
 
     def propose(self, *arguments: Any) -> Draft:
@@ -85,21 +85,21 @@ class ElderForgotten(SpeculativeTree):
 
 
 @dataclasses.dataclass(frozen=True)
-class ElderRemoved(SpeculativeTree):
+class RemovesEarlierSiblings(SpeculativeTree):
     """Sampled with replacement, but recorded as sampled without."""
 
     def propose(self, *arguments: Any) -> Draft:
         draft = super().propose(*arguments)
         assert draft.probs is not None
-        elder = draft.tokens[:, _first_of_pair(draft.tree)]
-        less = draft.probs.scatter(2, elder[..., None], 0.0)
+        earlier = draft.tokens[:, _first_of_pair(draft.tree)]
+        less = draft.probs.scatter(2, earlier[..., None], 0.0)
         less = less / less.sum(-1, keepdim=True).clamp_min(1e-30)
-        younger = (draft.tree.sibling_rank[1:] > 0)[:, None]
-        return dataclasses.replace(draft, probs=torch.where(younger, less, draft.probs))
+        later = (draft.tree.sibling_rank[1:] > 0)[:, None]
+        return dataclasses.replace(draft, probs=torch.where(later, less, draft.probs))
 
 
 @dataclasses.dataclass(frozen=True)
-class LikelierFirst(SpeculativeTree):
+class SortsSiblings(SpeculativeTree):
     """Sampling order lost: the more probable of two siblings comes first, as if it had been sampled first."""
 
     def propose(self, *arguments: Any) -> Draft:
@@ -112,7 +112,7 @@ class LikelierFirst(SpeculativeTree):
 
 
 @dataclasses.dataclass(frozen=True)
-class LikeliestKept(SpeculativeTree):
+class KeepsLikeliest(SpeculativeTree):
     """Re-ranking after sampling: only the more probable of two siblings is kept, with the q that it was sampled from."""
 
     def propose(self, *arguments: Any) -> Draft:
@@ -124,31 +124,35 @@ class LikeliestKept(SpeculativeTree):
 
 
 @dataclasses.dataclass(frozen=True)
-class BestAsDrawn(SpeculativeTree):
+class RecordsBestAsSampled(SpeculativeTree):
     """MCSD as released, at temperature 0: the most probable children, recorded as if they had been sampled."""
 
     def propose(self, *arguments: Any) -> Draft:
         best = super().propose(*arguments)
-        drawn = dataclasses.replace(self, child_sampling="without-replacement")
-        probs = super(BestAsDrawn, drawn).propose(*arguments).probs
+        sampled = dataclasses.replace(self, child_sampling="without-replacement")
+        probs = super(RecordsBestAsSampled, sampled).propose(*arguments).probs
         assert probs is not None
         return dataclasses.replace(best, probs=probs[:, :1].expand(-1, 2, -1) if best.tree.max_path == 2 else probs)
 
 
-TWINS = StaticTree((-1, 0, 0))
+TWO_SIBLINGS = StaticTree((-1, 0, 0))
 WRONG_TREES = {
-    "an inverted residual": Accelerator(drafter=SpeculativeTree(PAIRS), acceptance=inverted_residual),
-    "one coin for all siblings": Accelerator(drafter=SpeculativeTree(PAIRS), acceptance=one_coin),
-    "coins of the first pass in all": Accelerator(drafter=SpeculativeTree(PAIRS), acceptance=coins_of_the_first_pass),
-    "without replacement, recorded as with": Accelerator(drafter=ElderForgotten(PAIRS), acceptance=recursive_rejection),
-    "with replacement, recorded as without": Accelerator(
-        drafter=ElderRemoved(PAIRS, "with-replacement"), acceptance=recursive_rejection
+    "an inverted residual": Accelerator(drafter=SpeculativeTree(BINARY_TREE), acceptance=inverted_residual),
+    "one uniform for all siblings": Accelerator(drafter=SpeculativeTree(BINARY_TREE), acceptance=shared_uniform),
+    "uniforms of the first pass in all": Accelerator(drafter=SpeculativeTree(BINARY_TREE), acceptance=stale_uniforms),
+    "without replacement, recorded as with": Accelerator(
+        drafter=IgnoresEarlierSiblings(BINARY_TREE), acceptance=recursive_rejection
     ),
-    "siblings sorted after the draw": Accelerator(drafter=LikelierFirst(TWINS), acceptance=recursive_rejection),
-    "the likeliest of two drawn kept": Accelerator(drafter=LikeliestKept(TWINS), acceptance=recursive_rejection),
-    "the most probable recorded as drawn": Accelerator(drafter=BestAsDrawn(TWINS, "top-k"), acceptance=recursive_rejection),
-    "a Jacobi window judged by traversal": Accelerator(
+    "with replacement, recorded as without": Accelerator(
+        drafter=RemovesEarlierSiblings(BINARY_TREE, "with-replacement"), acceptance=recursive_rejection
+    ),
+    "siblings sorted after sampling": Accelerator(drafter=SortsSiblings(TWO_SIBLINGS), acceptance=recursive_rejection),
+    "the likelier of two samples kept": Accelerator(drafter=KeepsLikeliest(TWO_SIBLINGS), acceptance=recursive_rejection),
+    "the most probable recorded as sampled": Accelerator(
+        drafter=RecordsBestAsSampled(TWO_SIBLINGS, "top-k"), acceptance=recursive_rejection
+    ),
+    "a Jacobi window verified by traversal": Accelerator(
         drafter=JacobiTree(make_fan(8, 2, 2), "maximal"), acceptance=stale_traversal
     ),
 }
-TELLING = ("an inverted residual", "with replacement, recorded as without", "the likeliest of two drawn kept")
+REQUIRED_CONTROLS = ("an inverted residual", "with replacement, recorded as without", "the likelier of two samples kept")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
+import json
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -15,216 +18,276 @@ from PIL import Image
 from torch import Tensor
 
 from vargen.device import set_threads
-from vargen.evaluation.features import Extractor, as_batch, open_extractor, picture_array
-from vargen.evaluation.generation import Engine, locally
-from vargen.evaluation.image_files import Picture, UnreadablePictureError, read_picture
-from vargen.evaluation.kept import DRIFT, Kept, Rows
+from vargen.evaluation.features import Extractor, load_extractor, stack_images, to_uint8_array
+from vargen.evaluation.generation import Backend, run_locally
+from vargen.evaluation.image_files import ImageFile, UnreadableImageError, read_image
+from vargen.evaluation.image_similarity import psnr, ssim
+from vargen.evaluation.reference_statistics import arrays_digest
+from vargen.evaluation.run_directory import describe_write_error, slugify
+from vargen.files import atomic_file
+from vargen.reading import open_regular
 from vargen.scoring import Scorer, open_scorer, score_images
-from vargen.scoring.reference import psnr, ssim
 
 logger = logging.getLogger("vargen")
 
 CHUNK = 64  # images; fixed, so that a chunk's results are bitwise equal in any process
-_LEAST_SSIM = 11  # pixels of a side
+SIMILARITY = "similarity"
+_MIN_SSIM_SIDE = 11  # pixels
+_SOURCE, _DIGEST = "source", "digest"
+Columns = dict[str, np.ndarray]  # numbers of a chunk or a group, a row per image, each with `indices`
 
 
 @dataclass(frozen=True)
-class Instruments:
+class MetricModels:
     """The scorers and the extractor to use: plain values, which can be sent to another machine.
 
     Attributes:
-        scorers: see `open_scorer`. extractor: see `open_extractor`; None measures no distances.
-        resize: side that images are cropped and scaled to first. keep_going: skip unreadable files.
-        device, threads: see `Drawing`.
+        scorers: see `open_scorer`. extractor: see `load_extractor`; None measures no distances.
+        similarity: compare images with the baseline's. resize: side that images are cropped and scaled to first.
+        keep_going: skip unreadable files. device, threads: see `GenerationPlan`.
     """
 
     scorers: tuple[str, ...] = ()
     extractor: str | None = None
-    drift: bool = False
+    similarity: bool = False
     resize: int | None = None
     keep_going: bool = False
     device: str = "cpu"
     threads: int | None = None
 
-    def opened(self) -> dict[str, Scorer | Extractor]:
-        """Open the scorers, by specification, and the extractor, under `extractor`; also serves to fail early.
+    def load(self) -> dict[str, Scorer | Extractor]:
+        """Load the scorers, by specification, and the extractor, under `extractor`; also serves to fail early.
 
         Raises:
             ValueError, FileNotFoundError, ImportError: naming the problem, and how to get weights that are missing.
         """
-        found: dict[str, Any] = {spec: _scorer(spec, self.device) for spec in self.scorers}
-        names = [scorer.name for scorer in found.values()]
-        if len(set(names)) < len(names) or len(found) < len(self.scorers):
+        models: dict[str, Any] = {spec: _load_scorer(spec, self.device) for spec in self.scorers}
+        names = [scorer.name for scorer in models.values()]
+        if len(set(names)) < len(names) or len(models) < len(self.scorers):
             raise ValueError(f"scorers must be given once each, got {', '.join(self.scorers)}")
         if self.extractor is not None:
-            found["extractor"] = _extractor(self.extractor, self.device)
-        return found
+            models["extractor"] = _load_extractor(self.extractor, self.device)
+        return models
 
-    def names(self) -> dict[str, str]:
+    def titles(self) -> dict[str, str]:
         """Return the name of each scorer in tables, by specification."""
-        return {spec: instrument.name for spec, instrument in self.opened().items() if spec in self.scorers}
+        return {spec: model.name for spec, model in self.load().items() if spec in self.scorers}
 
 
-# Each network is opened once per process, although early checks, the measurement and the table all use it.
-_scorer = lru_cache(maxsize=8)(open_scorer)
-_extractor = lru_cache(maxsize=2)(open_extractor)
+# Each network is loaded once per process, although early checks, the measurement and the table all use it.
+_load_scorer = lru_cache(maxsize=8)(open_scorer)
+_load_extractor = lru_cache(maxsize=2)(load_extractor)
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """Images of a group and the instruments to measure them with: scorer specifications, `extractor`, `drift`."""
+class ImageChunk:
+    """Images of a group and what to measure of them: scorer specifications, `extractor`, `similarity`."""
 
     group: str
     number: int
-    pictures: tuple[Picture, ...]
-    instruments: tuple[str, ...]
+    images: tuple[ImageFile, ...]
+    models: tuple[str, ...]
     size: tuple[int, int] | None  # (Y, X) required of all images; None: any size
 
 
-class Measurer:
-    """Measures chunks; opens its instruments once. Each measuring process has one."""
+class ChunkScorer:
+    """Measures chunks; loads its models once. Each measuring process has one."""
 
-    def __init__(self, instruments: Instruments):
-        set_threads(instruments.threads)
-        self.settings, self.opened = instruments, instruments.opened()
+    def __init__(self, settings: MetricModels):
+        set_threads(settings.threads)
+        self.settings, self.models = settings, settings.load()
 
-    def __call__(self, chunk: Chunk) -> tuple[Chunk, dict[str, dict[str, np.ndarray]], list[str]]:
-        """Return, by instrument, arrays with a row per readable image and `items`, their indices; and the unreadable files.
+    def __call__(self, chunk: ImageChunk) -> tuple[ImageChunk, dict[str, Columns], list[str]]:
+        """Return columns by model, with a row per readable image and `indices`; and the unreadable files.
 
         Raises:
-            UnreadablePictureError: a file cannot be read, unless `keep_going`.
+            UnreadableImageError: a file cannot be read, unless `keep_going`.
             ValueError: an image has another size, or a scorer returns NaN.
         """
-        chosen, images, unreadable = [], [], []
-        for picture in chunk.pictures:
+        files, images, unreadable = [], [], []
+        for file in chunk.images:
             try:
-                image = read_picture(Path(picture.file))
-            except UnreadablePictureError as error:
+                image = read_image(Path(file.file))
+            except UnreadableImageError as error:
                 if not self.settings.keep_going:
                     raise
                 unreadable.append(str(error))
                 continue
-            array = picture_array(image, self.settings.resize)
+            array = to_uint8_array(image, self.settings.resize)
             if chunk.size is not None and array.shape[:2] != chunk.size:
                 raise ValueError(
-                    f"{picture.file} is {array.shape[1]} x {array.shape[0]} pixels, and the first of {chunk.group} is "
+                    f"{file.file} is {array.shape[1]} x {array.shape[0]} pixels, and the first of {chunk.group} is "
                     f"{chunk.size[1]} x {chunk.size[0]}; --resize N makes all of them N x N"
                 )
-            chosen.append(picture)
+            files.append(file)
             images.append(array)
-        if not chosen:
+        if not files:
             return chunk, {}, unreadable
-        items = np.array([picture.item for picture in chosen])
-        measured = {name: {"items": items, **self._measure(name, chosen, images)} for name in chunk.instruments}
-        return chunk, measured, unreadable
+        indices = np.array([file.index for file in files])
+        return chunk, {name: {"indices": indices, **self._measure(name, files, images)} for name in chunk.models}, unreadable
 
-    def _measure(self, name: str, pictures: Sequence[Picture], images: list[np.ndarray]) -> dict[str, np.ndarray]:
-        if name == DRIFT:
-            return self._drift(pictures, images)
+    def _measure(self, name: str, files: Sequence[ImageFile], images: list[np.ndarray]) -> Columns:
+        if name == SIMILARITY:
+            return self._compare(files, images)
+        model: Any = self.models[name]
         if name == "extractor":
-            extractor: Any = self.opened[name]
-            pooled, logits = extractor(as_batch(images))
+            pooled, logits = model(stack_images(images))
             return {"features": pooled.numpy(), **({} if logits is None else {"logits": logits.numpy()})}
-        texts = [picture.text for picture in pictures if picture.text is not None]
-        if len(texts) < len(pictures):
-            first = next(picture.file for picture in pictures if picture.text is None)
+        texts = [file.text for file in files if file.text is not None]
+        if len(texts) < len(files):
+            first = next(file.file for file in files if file.text is None)
             raise ValueError(
-                f"scorer {name} reads prompts, and none is known of {first}; give --prompt-file FILE, with one line per image"
+                f"scorer {name} needs prompts, and {first} has none; give --prompt-file FILE with a line per image"
             )
-        scorer: Any = self.opened[name]
-        return {"scores": score_images(scorer, [Image.fromarray(image) for image in images], texts).numpy()}
+        return {"scores": score_images(model, [Image.fromarray(image) for image in images], texts).numpy()}
 
-    def _drift(self, pictures: Sequence[Picture], images: list[np.ndarray]) -> dict[str, np.ndarray]:
+    def _compare(self, files: Sequence[ImageFile], images: list[np.ndarray]) -> Columns:
         """Return similarities to the baseline's images; NaN for images whose baseline image is missing or unreadable."""
-        shape = (3, len(pictures))
-        found = np.full(shape, np.nan, dtype=np.float32)
-        for row, (picture, image) in enumerate(zip(pictures, images, strict=True)):
-            if picture.against is None:
+        columns = {name: np.full(len(files), np.nan, dtype=np.float32) for name in ("identical", "psnr", "ssim")}
+        for row, (file, image) in enumerate(zip(files, images, strict=True)):
+            if file.baseline_file is None:
                 continue
-            base = picture_array(read_picture(Path(picture.against)), self.settings.resize)
-            own, other = as_batch([image]).float() / 255, as_batch([base]).float() / 255
-            found[0, row], found[1, row] = float(np.array_equal(image, base)), float(psnr(own, other))
-            if min(image.shape[:2]) >= _LEAST_SSIM:
-                found[2, row] = float(ssim(own, other))
-        return {"same": found[0], "psnr": found[1], "ssim": found[2]}
+            base = to_uint8_array(read_image(Path(file.baseline_file)), self.settings.resize)
+            pixels, other = stack_images([image]).float() / 255, stack_images([base]).float() / 255
+            columns["identical"][row] = float(np.array_equal(image, base))
+            columns["psnr"][row] = float(psnr(pixels, other))
+            if min(image.shape[:2]) >= _MIN_SSIM_SIDE:
+                columns["ssim"][row] = float(ssim(pixels, other))
+        return columns
+
+
+class _MeasurementCache:
+    """A file per chunk and model, with digests of what was measured and of the result; damaged files are ignored.
+
+    Loads the models for their names and identities, so that models that cannot be loaded fail early. Those without an identity
+    are not cached.
+    """
+
+    def __init__(self, folder: Path | None, settings: MetricModels):
+        self.folder, self.resize = folder, settings.resize
+        self.names, self.identities = {SIMILARITY: SIMILARITY}, {SIMILARITY: SIMILARITY}
+        for key, model in settings.load().items():
+            self.names[key] = model.name
+            if isinstance(identity := getattr(model, "identity", None), str):
+                self.identities[key] = identity
+
+    def _file(self, chunk: ImageChunk, name: str) -> Path | None:
+        if self.folder is None or name not in self.identities:
+            return None
+        return self.folder / slugify(self.names[name]) / slugify(chunk.group) / f"{chunk.number:05d}.npz"
+
+    def _source(self, chunk: ImageChunk, name: str) -> str:
+        images = [(each.index, each.sha256, each.text, each.baseline_file) for each in chunk.images]
+        return hashlib.sha256(json.dumps([self.identities[name], self.resize, images]).encode()).hexdigest()
+
+    def load(self, chunk: ImageChunk, name: str) -> Columns | None:
+        """Return the cached measurements of exactly these images; None if there are none, or the entry was modified."""
+        file = self._file(chunk, name)
+        if file is None:
+            return None
+        try:
+            with open_regular(file) as opened, np.load(io.BytesIO(opened.read()), allow_pickle=False) as arrays:
+                columns = {column: arrays[column] for column in arrays}
+            digest = str(columns.pop(_DIGEST))
+            if str(columns[_SOURCE]) != self._source(chunk, name) or digest != arrays_digest(columns):
+                return None
+        except Exception:  # damaged: numpy, zipfile and zlib each raise their own types; measured again
+            return None
+        del columns[_SOURCE]
+        count = len(chunk.images)
+        valid = all(len(array) == count and (name == SIMILARITY or np.isfinite(array).all()) for array in columns.values())
+        return columns if valid else None
+
+    def store(self, chunk: ImageChunk, name: str, columns: Columns) -> None:
+        """Cache measurements. Raises OSError if the disk is full, or the file cannot be written for another reason."""
+        file = self._file(chunk, name)
+        if file is None:
+            return
+        arrays: dict[str, Any] = {_SOURCE: np.array(self._source(chunk, name)), **columns}
+        arrays[_DIGEST] = np.array(arrays_digest(arrays))
+        try:
+            with atomic_file(file) as temporary, open(temporary, "wb") as opened:
+                np.savez(opened, **arrays)
+        except OSError as error:
+            raise describe_write_error(str(file), error) from error
 
 
 @dataclass
-class Measured:
-    """Measurements of a group: arrays by instrument, each with `items`; unreadable files; (Y, X) of its images."""
+class Measurements:
+    """Measurements of a group: columns by model, each with `indices`; unreadable files; (Y, X) of its images."""
 
-    arrays: dict[str, dict[str, Tensor]]
-    unreadable: list[str]
+    columns: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    unreadable: list[str] = field(default_factory=list)
     size: tuple[int, int] | None = None
 
 
-def measure(
-    groups: dict[str, list[Picture]],
-    instruments: Instruments,
-    kept: Path | None,
-    engine: Engine = locally,
+def measure_images(
+    groups: dict[str, list[ImageFile]],
+    models: MetricModels,
+    cache_folder: Path | None,
+    backend: Backend = run_locally,
     progress: Callable[[int, int], None] | None = None,
-) -> dict[str, Measured]:
-    """Measure all images of all groups with all instruments.
+) -> dict[str, Measurements]:
+    """Measure all images of all groups with all models.
 
     Args:
-        kept: folder where chunks are cached; None disables the cache.
+        cache_folder: folder where chunks are cached; None disables the cache.
         progress: called with the numbers of finished images and of all images.
 
     Raises:
-        UnreadablePictureError, ValueError, FileNotFoundError: see `Measurer` and `Instruments`. OSError: the disk is full.
+        UnreadableImageError, ValueError, FileNotFoundError: see `ChunkScorer` and `MetricModels`. OSError: the disk is full.
     """
-    keep = Kept(kept, instruments)
-    found = {group: Measured({}, [], _first_size(pictures, instruments)) for group, pictures in groups.items()}
-    rows: dict[str, dict[int, dict[str, Rows]]] = {group: {} for group in groups}
-    work: list[Chunk] = []
-    for group, pictures in groups.items():
-        own = [*instruments.scorers, *(["extractor"] if instruments.extractor else [])]
-        own += [DRIFT] if instruments.drift and any(picture.against for picture in pictures) else []
-        for number, start in enumerate(range(0, len(pictures), CHUNK)):
-            chunk = Chunk(group, number, tuple(pictures[start : start + CHUNK]), tuple(own), found[group].size)
-            held = {name: arrays for name in own if (arrays := keep.held(chunk, name)) is not None}
-            rows[group][number] = held
-            if missing := tuple(name for name in own if name not in held):
-                work.append(replace(chunk, instruments=missing))
+    cache = _MeasurementCache(cache_folder, models)
+    results = {group: Measurements(size=_first_size(images, models)) for group, images in groups.items()}
+    rows: dict[str, dict[int, dict[str, Columns]]] = {group: {} for group in groups}
+    missing: list[ImageChunk] = []
+    for group, images in groups.items():
+        names = [*models.scorers, *(["extractor"] if models.extractor else [])]
+        names += [SIMILARITY] if models.similarity and any(image.baseline_file for image in images) else []
+        for number, start in enumerate(range(0, len(images), CHUNK)):
+            chunk = ImageChunk(group, number, tuple(images[start : start + CHUNK]), tuple(names), results[group].size)
+            cached = {name: columns for name in names if (columns := cache.load(chunk, name)) is not None}
+            rows[group][number] = cached
+            if len(cached) < len(names):
+                missing.append(replace(chunk, models=tuple(name for name in names if name not in cached)))
     total = sum(map(len, groups.values()))
-    done = total - sum(len(chunk.pictures) for chunk in work)
+    done = total - sum(len(chunk.images) for chunk in missing)
     if progress:
         progress(done, total)
-    for chunk, measured, unreadable in engine(Measurer, instruments, work):
+    for chunk, measured, unreadable in backend(ChunkScorer, models, missing):
         for line in unreadable:
-            logger.warning("passed over: %s", line)
-        found[chunk.group].unreadable += unreadable
+            logger.warning("skipped: %s", line)
+        results[chunk.group].unreadable += unreadable
         rows[chunk.group][chunk.number].update(measured)
         if not unreadable:
-            for name, arrays in measured.items():
-                keep.keep(chunk, name, arrays)
-        done += len(chunk.pictures)
+            for name, columns in measured.items():
+                cache.store(chunk, name, columns)
+        done += len(chunk.images)
         if progress:
             progress(done, total)
     for group, chunks in rows.items():
-        found[group].arrays = _joined([chunks[number] for number in sorted(chunks)])
-    return found
+        results[group].columns = _concatenate([chunks[number] for number in sorted(chunks)])
+    return results
 
 
-def _joined(chunks: list[dict[str, Rows]]) -> dict[str, dict[str, Tensor]]:
-    """Concatenate the columns of a group's chunks in order, by instrument."""
+def _concatenate(chunks: list[dict[str, Columns]]) -> dict[str, dict[str, Tensor]]:
+    """Concatenate the columns of a group's chunks in order, by model."""
     names = dict.fromkeys(name for chunk in chunks for name in chunk)
-    own = {name: [chunk[name] for chunk in chunks if name in chunk] for name in names}
+    parts = {name: [chunk[name] for chunk in chunks if name in chunk] for name in names}
     return {
-        name: {key: torch.from_numpy(np.concatenate([part[key] for part in parts])) for key in parts[0]}
-        for name, parts in own.items()
+        name: {key: torch.from_numpy(np.concatenate([part[key] for part in each])) for key in each[0]}
+        for name, each in parts.items()
     }
 
 
-def _first_size(pictures: Sequence[Picture], instruments: Instruments) -> tuple[int, int] | None:
-    if instruments.resize is not None:
-        return (instruments.resize, instruments.resize)
-    for picture in pictures:
+def _first_size(images: Sequence[ImageFile], models: MetricModels) -> tuple[int, int] | None:
+    if models.resize is not None:
+        return (models.resize, models.resize)
+    for file in images:
         try:
-            image = read_picture(Path(picture.file))
-        except UnreadablePictureError:
-            if not instruments.keep_going:
+            image = read_image(Path(file.file))
+        except UnreadableImageError:
+            if not models.keep_going:
                 raise
             continue
         return (image.height, image.width)

@@ -22,7 +22,7 @@ from vargen.compat import installed_version
 from vargen.device import available_cores
 
 _ADDRESS = "RAY_ADDRESS"  # of a cluster, by Ray's own convention
-_MOST_BLOCKS = 20_000
+_MAX_BLOCKS = 20_000
 
 
 def main() -> None:
@@ -35,11 +35,11 @@ def main() -> None:
     try:
         import ray
 
-        stop = _Stop()
+        stop = _SigtermGuard()
         try:
             logging.getLogger("ray").setLevel(logging.ERROR)  # the caller reports progress, and errors are returned as values
             stop.listen()
-            threading.Thread(target=_watch, args=(sys.stdin.buffer,), daemon=True).start()
+            threading.Thread(target=_exit_with_parent, args=(sys.stdin.buffer,), daemon=True).start()
             _start(ray, job)
             stop.listen()  # again: Ray has installed its own handler
             for result in _results(ray, job):
@@ -48,7 +48,7 @@ def main() -> None:
         except BrokenPipeError:
             pass  # the caller no longer reads
         except Exception as error:
-            _send(results, pickle.dumps((True, _plain(error))))
+            _send(results, pickle.dumps((True, _picklable_error(error))))
         finally:
             stop.working = False
             ray.shutdown()
@@ -56,7 +56,7 @@ def main() -> None:
         os._exit(status)  # skips Ray's own threads, which would keep it alive
 
 
-class _Stop:
+class _SigtermGuard:
     """Stops the work at the first SIGTERM and ignores later ones: interrupting a shutdown would leave processes running."""
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ def _send(results: BinaryIO, result: bytes) -> None:
     results.flush()
 
 
-def _watch(asker: BinaryIO) -> None:
+def _exit_with_parent(asker: BinaryIO) -> None:
     """Exit this process once the caller has closed its end of the pipe."""
     while asker.read(1):
         pass
@@ -89,12 +89,12 @@ def _results(ray: Any, job: dict[str, Any]) -> Iterator[bytes]:
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     ray.data.DataContext.get_current().enable_progress_bars = False
     rows = [{"unit": unit} for unit in job["units"]]
-    done = ray.data.from_items(rows, override_num_blocks=min(len(rows), _MOST_BLOCKS))  # losing an actor costs one block
+    done = ray.data.from_items(rows, override_num_blocks=min(len(rows), _MAX_BLOCKS))  # losing an actor costs one block
     done = done.map_batches(
         Actor,
         fn_constructor_args=(job["work"],),
         batch_size=1,
-        compute=ray.data.ActorPoolStrategy(size=min(_pool(ray.cluster_resources(), job), len(rows))),
+        compute=ray.data.ActorPoolStrategy(size=min(_num_actors(ray.cluster_resources(), job), len(rows))),
         num_cpus=job["threads"],
         num_gpus=job["gpus"],
     )
@@ -113,7 +113,7 @@ def _start(ray: Any, job: dict[str, Any]) -> None:
     ray.init(address="local", num_cpus=wanted, include_dashboard=False, _node_ip_address="127.0.0.1", **common)
 
 
-def _pool(resources: dict[str, float], job: dict[str, Any]) -> int:
+def _num_actors(resources: dict[str, float], job: dict[str, Any]) -> int:
     if job["actors"]:
         return int(job["actors"])
     if job["gpus"]:
@@ -138,12 +138,12 @@ class Actor:
                     self.made = worker(argument)
                 answer = (False, self.made(pickle.loads(packed)))
             except Exception as error:
-                answer = (True, _plain(error))
+                answer = (True, _picklable_error(error))
             results.append(pickle.dumps(answer))
         return {"result": results}
 
 
-def _plain(error: Exception) -> Exception:
+def _picklable_error(error: Exception) -> Exception:
     """Return the error itself if it can be pickled, else one with its message."""
     try:
         pickle.loads(pickle.dumps(error))
@@ -154,11 +154,11 @@ def _plain(error: Exception) -> Exception:
 
 
 _QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_BACKEND_LOG_LEVEL": "fatal"}  # no usage statistics; logs go to files only
-_PATIENCE = 60  # seconds that a child has to shut down its actors
+_SHUTDOWN_SECONDS = 60  # seconds that a child has to shut down its actors
 
 
-def ray_engine(actors: int | None, device: str, threads: int | None) -> Callable[..., Iterator[Any]]:
-    """Create a Ray backend; see `vargen.evaluation.generation.locally`.
+def ray_backend(actors: int | None, device: str, threads: int | None) -> Callable[..., Iterator[Any]]:
+    """Create a Ray backend; see `vargen.evaluation.generation.run_locally`.
 
     Uses the cluster that this process joined by `ray.init`, else that of RAY_ADDRESS, else one started for the call.
 
@@ -181,7 +181,7 @@ def ray_engine(actors: int | None, device: str, threads: int | None) -> Callable
                 "gpus": 1 if device == "cuda" else 0,
                 "threads": threads or 1,
                 "cores": available_cores(),
-                "address": _joined(),
+                "address": _current_address(),
             }
             yield from _run(job)
 
@@ -214,17 +214,17 @@ def _run(job: dict[str, Any]) -> Iterator[Any]:
                 f"Ray's logs are under {os.environ.get('RAY_TMPDIR', 'its folder of temporary files')}"
             ) from error
     finally:
-        _end(child)
+        _shut_down(child)
 
 
-def _end(child: subprocess.Popen[bytes]) -> None:
+def _shut_down(child: subprocess.Popen[bytes]) -> None:
     """Signal the child to shut down its cluster, by closing its input, and wait for it."""
     for pipe in (child.stdin, child.stdout):
         if pipe is not None:
             with suppress(BrokenPipeError):  # it exited before it had read its job
                 pipe.close()
     try:
-        child.wait(_PATIENCE)
+        child.wait(_SHUTDOWN_SECONDS)
     except subprocess.TimeoutExpired:
         child.kill()
         child.wait()
@@ -233,7 +233,7 @@ def _end(child: subprocess.Popen[bytes]) -> None:
             os.killpg(child.pid, signal.SIGKILL)
 
 
-def _joined() -> str | None:
+def _current_address() -> str | None:
     """Return the address of the cluster that this process has joined."""
     ray = sys.modules.get("ray")
     return ray.get_runtime_context().gcs_address if ray is not None and ray.is_initialized() else None

@@ -7,8 +7,9 @@ and the number of images, in additional arrays that other programs ignore.
 
 from __future__ import annotations
 
+import hashlib
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
@@ -17,18 +18,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vargen.evaluation.inception import DIMENSIONS
-from vargen.evaluation.kept import arrays_digest
 from vargen.files import atomic_file, expand_user
 
 _SAMPLES = "arr_0.npy"
-_INCEPTION = "inception"
+_INCEPTION, DIMENSIONS = "inception", 2048  # FID's network, and its features
 _OWN = ("vargen_extractor", "vargen_count", "vargen_size", "vargen_features")
 _DIGEST = "vargen_digest"
 
 
+def arrays_digest(arrays: Mapping[str, np.ndarray]) -> str:
+    """Return sixty-four hexadecimal digits that change with any name, dtype, shape or value of the arrays."""
+    digest = hashlib.sha256()
+    for name, array in sorted(arrays.items()):
+        digest.update(f"{name} {array.dtype.str} {array.shape}\n".encode())
+        digest.update(np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()
+
+
 @dataclass
-class Statistics:
+class FeatureStatistics:
     """Statistics of features: mean float64 `[D]`, covariance float64 `[D, D]` with divisor N - 1.
 
     Attributes:
@@ -50,44 +58,44 @@ class Statistics:
         return len(self.mean)
 
     @classmethod
-    def of(
+    def from_features(
         cls, features: Tensor, extractor: str | None = None, size: tuple[int, int] | None = None, keep: bool = True
-    ) -> Statistics:  # fmt: skip
+    ) -> FeatureStatistics:  # fmt: skip
         """Compute the statistics of features `[N, D]`, N at least 2; stores the features themselves if `keep`."""
         if features.dim() != 2 or len(features) < 2:
-            raise ValueError(f"features must be [N, D] of at least two pictures, got {list(features.shape)}")
+            raise ValueError(f"features must be [N, D] of at least two images, got {list(features.shape)}")
         exact = features.double()
         mean = exact.mean(0)
-        centred = exact - mean
-        covariance = centred.T @ centred / (len(exact) - 1)
+        centered = exact - mean
+        covariance = centered.T @ centered / (len(exact) - 1)
         return cls(mean, covariance, len(features), extractor, size, features.float() if keep else None)
 
-    def with_features(self, most: int, seed: int = 0) -> Statistics:
-        """Return the same statistics with at most `most` features, chosen at random; with 0, none."""
-        if self.features is None or len(self.features) <= most:
+    def subsample_features(self, max_features: int, seed: int = 0) -> FeatureStatistics:
+        """Return the same statistics with at most `max_features` features, chosen at random; with 0, none."""
+        if self.features is None or len(self.features) <= max_features:
             return self
-        chosen = torch.randperm(len(self.features), generator=torch.Generator().manual_seed(seed))[:most]
-        return replace(self, features=self.features[chosen.sort().values] if most else None)
+        chosen = torch.randperm(len(self.features), generator=torch.Generator().manual_seed(seed))[:max_features]
+        return replace(self, features=self.features[chosen.sort().values] if max_features else None)
 
     def check_extractor(self, identity: str, name: str, what: str = "reference") -> None:
         """Raise ValueError unless these statistics may be compared with features of the extractor `identity`."""
         if self.extractor is not None and self.extractor != identity:
             raise ValueError(
-                f"{what} holds statistics of the extractor {self.extractor}, and pictures are measured by {identity}: "
-                "their distance would mean nothing; make the statistics anew, or choose that extractor"
+                f"{what} holds statistics of the extractor {self.extractor}, and images are measured by {identity}: "
+                "a distance between them would be meaningless; compute the statistics again, or choose that extractor"
             )
         if self.extractor is None and (not identity.startswith(_INCEPTION) or self.dimensions != DIMENSIONS):
             raise ValueError(
-                f"{what} does not say which extractor made it, so it is taken for FID's Inception of {DIMENSIONS} numbers; it "
-                f"holds {self.dimensions} dimensions, and pictures are measured by {name}"
+                f"{what} does not name its extractor, so it is assumed to be FID's Inception of {DIMENSIONS} dimensions; it "
+                f"has {self.dimensions} dimensions, and images are measured by {name}"
             )
 
     def check_size(self, size: tuple[int, int], what: str = "reference") -> None:
         """Raise ValueError if these statistics are of images of another size than `size`, (Y, X)."""
         if self.size is not None and self.size != tuple(size):
             raise ValueError(
-                f"{what} is of pictures of {self.size[1]} x {self.size[0]}, and these are {size[1]} x {size[0]}; "
-                "resizing changes every distance, so say so: --resize, for both"
+                f"{what} is of images of {self.size[1]} x {self.size[0]}, and these are {size[1]} x {size[0]}; resizing "
+                "changes every distance, so it must be requested for both by --resize"
             )
 
     def write(self, path: Path, compact: bool = False) -> None:
@@ -107,7 +115,7 @@ class Statistics:
             np.savez_compressed(file, **arrays)
 
     @classmethod
-    def read(cls, path: str | Path) -> Statistics:
+    def read(cls, path: str | Path) -> FeatureStatistics:
         """Read our own file format, or ADM's.
 
         Raises:
@@ -115,10 +123,10 @@ class Statistics:
             ValueError: it is damaged, was modified after writing, lacks `mu` or `sigma`, or their shapes do not match.
         """
         file = expand_user(path, "reference")
-        held = _arrays(file, "mu", "sigma", *_OWN, _DIGEST)
+        held = _read_arrays(file, "mu", "sigma", *_OWN, _DIGEST)
         digest = held.pop(_DIGEST, None)  # only in files of vargen
         if digest is not None and str(digest) != arrays_digest(held):
-            raise ValueError(f"{file} was changed after it was written, so it is not believed; make it anew")
+            raise ValueError(f"{file} was changed after it was written; create it again")
         if "mu" not in held or "sigma" not in held:
             raise ValueError(f"{file} must hold mu and sigma, as reference statistics do")
         try:
@@ -138,7 +146,7 @@ class Statistics:
         return cls(mean, covariance, count, extractor, size, features)  # type: ignore[arg-type]
 
 
-def _arrays(file: Path, *names: str) -> dict[str, np.ndarray]:
+def _read_arrays(file: Path, *names: str) -> dict[str, np.ndarray]:
     """Return those of the named arrays that a `.npz` file holds."""
     if not file.is_file():
         raise FileNotFoundError(f"{str(file)!r} does not exist")
@@ -157,7 +165,7 @@ def _arrays(file: Path, *names: str) -> dict[str, np.ndarray]:
 # -- batches of samples --------------------------------------------------------------------------------------------------
 
 
-def write_samples(path: Path, pictures: Iterable[np.ndarray], count: int, size: tuple[int, int]) -> None:
+def write_adm_samples(path: Path, images: Iterable[np.ndarray], count: int, size: tuple[int, int]) -> None:
     """Write `.npz` with `arr_0`, uint8 `[count, Y, X, 3]`, one image at a time: 50,000 of 256 pixels do not fit in memory.
 
     Raises:
@@ -168,18 +176,16 @@ def write_samples(path: Path, pictures: Iterable[np.ndarray], count: int, size: 
         with archive.open(_SAMPLES, "w", force_zip64=True) as file:
             np.lib.format.write_array_header_1_0(file, {"descr": "|u1", "fortran_order": False, "shape": shape})
             written = 0
-            for picture in pictures:
-                if picture.shape != shape[1:] or picture.dtype != np.uint8:
-                    raise ValueError(
-                        f"picture {written} must be uint8 {list(shape[1:])}, got {picture.dtype} {list(picture.shape)}"
-                    )
-                file.write(np.ascontiguousarray(picture).data)
+            for image in images:
+                if image.shape != shape[1:] or image.dtype != np.uint8:
+                    raise ValueError(f"image {written} must be uint8 {list(shape[1:])}, got {image.dtype} {list(image.shape)}")
+                file.write(np.ascontiguousarray(image).data)
                 written += 1
         if written != count:
-            raise ValueError(f"{count} pictures were announced, and {written} came")
+            raise ValueError(f"images must be {count}, got {written}")
 
 
-def read_samples(path: str | Path) -> tuple[tuple[int, int, int, int], Iterator[np.ndarray]]:
+def read_adm_samples(path: str | Path) -> tuple[tuple[int, int, int, int], Iterator[np.ndarray]]:
     """Return the shape `(N, Y, X, 3)` and an iterator over uint8 images `[Y, X, 3]` of a sample batch (`.npz` or `.npy`).
 
     Raises:
@@ -189,7 +195,7 @@ def read_samples(path: str | Path) -> tuple[tuple[int, int, int, int], Iterator[
     if not file.is_file():
         raise FileNotFoundError(f"{str(file)!r} does not exist")
     if file.suffix == ".npy":
-        return _bare_samples(file)
+        return _read_npy_samples(file)
     try:
         with zipfile.ZipFile(file) as archive, archive.open(_SAMPLES) as opened:
             shape, dtype = _header(opened)
@@ -197,17 +203,17 @@ def read_samples(path: str | Path) -> tuple[tuple[int, int, int, int], Iterator[
         raise ValueError(f"{file} is damaged or holds no arr_0, which a batch of samples does ({error})") from error
     if len(shape) != 4 or shape[3] != 3 or dtype != np.uint8:
         raise ValueError(f"{file} must hold arr_0 of uint8 [N, Y, X, 3], got {dtype} {list(shape)}")
-    return shape, _pictures(file, shape)
+    return shape, _read_images(file, shape)
 
 
-def _bare_samples(file: Path) -> tuple[tuple[int, int, int, int], Iterator[np.ndarray]]:
+def _read_npy_samples(file: Path) -> tuple[tuple[int, int, int, int], Iterator[np.ndarray]]:
     try:
         held = np.load(file, mmap_mode="r", allow_pickle=False)
     except (ValueError, OSError, EOFError) as error:
         raise ValueError(f"{file} is damaged, or holds pickled data, which is not opened") from error
     if held.ndim != 4 or held.shape[3] != 3 or held.dtype != np.uint8:
         raise ValueError(f"{file} must hold uint8 [N, Y, X, 3], got {held.dtype} {list(held.shape)}")
-    return held.shape, (np.array(picture) for picture in held)
+    return held.shape, (np.array(image) for image in held)
 
 
 def _header(opened: IO[bytes]) -> tuple[tuple[int, ...], np.dtype[Any]]:
@@ -219,18 +225,18 @@ def _header(opened: IO[bytes]) -> tuple[tuple[int, ...], np.dtype[Any]]:
     return shape, dtype
 
 
-def _pictures(file: Path, shape: tuple[int, ...]) -> Iterator[np.ndarray]:
+def _read_images(file: Path, shape: tuple[int, ...]) -> Iterator[np.ndarray]:
     with zipfile.ZipFile(file) as archive, archive.open(_SAMPLES) as opened:
         _header(opened)
         size = int(np.prod(shape[1:]))
         for number in range(shape[0]):
             data = opened.read(size)
             if len(data) < size:
-                raise ValueError(f"{file} is cut: it ends in picture {number} of {shape[0]}")
+                raise ValueError(f"{file} is cut off: it ends in image {number} of {shape[0]}")
             yield np.frombuffer(data, np.uint8).reshape(shape[1:])
 
 
-def holds_samples(path: Path, alone: bool = False) -> bool:
+def contains_samples(path: Path, alone: bool = False) -> bool:
     """Return whether an `.npz` holds a batch of samples; with `alone`, also require that it holds no statistics."""
     try:
         with zipfile.ZipFile(path) as archive:

@@ -1,4 +1,4 @@
-"""Reports of an evaluation: table, JSON, CSV and Markdown."""
+"""Reports of an evaluation of images or videos: a table of columns, as text, Markdown, JSON and CSV."""
 
 from __future__ import annotations
 
@@ -8,16 +8,42 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vargen.evaluation.quality import Quality
+from vargen.evaluation.metrics import MethodMetrics, Metrics
 from vargen.files import atomic_file
 
-Cell = Callable[[Quality], str]
+if TYPE_CHECKING:
+    from vargen.evaluation.video import VideoComparison, VideoMethodResult
+
+FORMAT = 2  # of metrics.json; 1 had other keys
+
+
+class Column(NamedTuple):
+    """Head and cells of a column of a table."""
+
+    head: str
+    cell: Callable[[Any], str]
+
+
+def table_cells(columns: Sequence[Column], rows: Sequence[Any]) -> tuple[list[str], list[list[str]]]:
+    """Return the heads, and a list of cells per row."""
+    return [column.head for column in columns], [[column.cell(row) for column in columns] for row in rows]
+
+
+def markdown_table(columns: Sequence[Column], rows: Sequence[Any]) -> list[str]:
+    """Return the lines of a Markdown table."""
+    heads, cells = table_cells(columns, rows)
+    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    return lines + ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in cells]
 
 
 def _number(value: float | None, digits: int = 2) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _percent(value: float | None, digits: int = 0) -> str:
+    return "-" if value is None else f"{100 * value:.{digits}f} %"
 
 
 def _digits(value: float | None) -> int:
@@ -26,153 +52,194 @@ def _digits(value: float | None) -> int:
     return 2 if size >= 10 else 3 if size >= 1 else 4
 
 
-def _with_interval(value: float | None, half: float | None, digits: int) -> str:
+# -- images ------------------------------------------------------------------------------------------------------------
+
+
+def image_columns(rows: Sequence[MethodMetrics], baseline: str | None) -> list[Column]:
+    """Return the columns for which at least one row has a value."""
+
+    def speed(name: str, digits: int = 2) -> Callable[[MethodMetrics], str]:
+        return lambda row: _number(row.speed.get(name), digits)
+
+    def distance(name: str, digits: int | None = None) -> Callable[[MethodMetrics], str]:
+        return lambda row: _number(row.distances.get(name), _digits(row.distances.get(name)) if digits is None else digits)
+
+    def similarity(name: str, digits: int | None = None) -> Callable[[MethodMetrics], str]:
+        return lambda row: _number(row.similarity.get(name), _digits(row.similarity.get(name)) if digits is None else digits)
+
+    columns = [
+        Column("method", lambda row: row.name),
+        Column("kind", lambda row: row.kind or "-"),
+        Column("images", lambda row: str(row.num_images)),
+        Column("s/image", speed("seconds", 3)),
+        Column("speedup", speed("speedup")),
+        Column("tokens/pass", speed("tokens_per_pass")),
+        Column("relaxation", speed("relaxation")),
+        Column("Frechet", _frechet),
+        Column("KID x 1000", _kid),
+        Column("precision", distance("precision", 3)),
+        Column("recall", distance("recall", 3)),
+        Column("IS", distance("inception_score_mean", 2)),
+        Column("CMMD", distance("cmmd", 3)),
+    ]
+    for title in dict.fromkeys(title for row in rows for title in row.scores):
+        columns += [Column(title, _score(title)), Column(f"{title} - {baseline}", _score(title, "difference_to_baseline"))]
+    columns += [
+        Column(f"same as {baseline}", lambda row: _percent(row.similarity.get("identical_fraction"), 1)),
+        Column("PSNR", similarity("psnr", 1)),
+        Column("SSIM", similarity("ssim", 3)),
+        Column(f"Frechet to {baseline}", similarity("frechet")),
+    ]
+    return [column for column in columns if column.head == "method" or any(column.cell(row) != "-" for row in rows)]
+
+
+def _score(title: str, part: str | None = None) -> Callable[[MethodMetrics], str]:
+    def cell(row: MethodMetrics) -> str:
+        found: Metrics | None = row.scores.get(title)
+        found = found.get(part) if found and part else found
+        return "-" if found is None else _with_ci(found["mean"], found["ci95_half_width"], 3)
+
+    return cell
+
+
+def _with_ci(value: float | None, half: float | None, digits: int) -> str:
     return _number(value, digits) if value is None or half is None else f"{value:.{digits}f} ± {half:.{digits}f}"
 
 
-def _score(title: str) -> Cell:
-    def cell(each: Quality) -> str:
-        found = each.scores.get(title)
-        return "-" if found is None else _with_interval(found["mean"], found["half_interval"], 3)
-
-    return cell
-
-
-def _difference(title: str) -> Cell:
-    def cell(each: Quality) -> str:
-        found = each.scores.get(title, {}).get("to_baseline")
-        return "-" if found is None else _with_interval(found["mean"], found["half_interval"], 3)
-
-    return cell
-
-
-def columns(rows: Sequence[Quality], baseline: str | None) -> list[tuple[str, Cell]]:
-    """Return heads and cells of the columns for which at least one row has a value."""
-    titles = list(dict.fromkeys(title for row in rows for title in row.scores))
-    found: list[tuple[str, Cell]] = [
-        ("method", lambda row: row.name),
-        ("kind", lambda row: row.kind or "-"),
-        ("pictures", lambda row: str(row.pictures)),
-        ("s/picture", lambda row: _number(row.speed.get("seconds"), 3)),
-        ("ratio", lambda row: _number(row.speed.get("ratio"))),
-        ("tokens/pass", lambda row: _number(row.speed.get("tokens_per_pass"))),
-        ("relaxation", lambda row: _number(row.speed.get("relaxation"))),
-        ("Frechet", lambda row: _frechet(row)),
-        ("KID x 1000", lambda row: _kid(row)),
-        ("precision", lambda row: _number(row.distances.get("precision"), 3)),
-        ("recall", lambda row: _number(row.distances.get("recall"), 3)),
-        ("IS", lambda row: _number(row.distances.get("inception_score"))),
-        ("CMMD", lambda row: _number(row.distances.get("cmmd"), 3)),
-    ]
-    for title in titles:
-        found += [(title, _score(title)), (f"{title} - {baseline}", _difference(title))]
-    found += [
-        (f"same as {baseline}", lambda row: "-" if "same" not in row.drift else f"{100 * row.drift['same']:.1f} %"),
-        ("PSNR", lambda row: _number(row.drift.get("psnr"), 1)),
-        ("SSIM", lambda row: _number(row.drift.get("ssim"), 3)),
-        (f"Frechet to {baseline}", lambda row: _number(row.drift.get("frechet"), _digits(row.drift.get("frechet")))),
-    ]
-    return [(head, cell) for head, cell in found if head == "method" or any(cell(row) != "-" for row in rows)]
-
-
-def _frechet(row: Quality) -> str:
+def _frechet(row: MethodMetrics) -> str:
     value = row.distances.get("frechet")
-    return _with_interval(value, row.distances.get("frechet_half_interval"), _digits(value))
+    return _with_ci(value, row.distances.get("frechet_ci95_half_width"), _digits(value))
 
 
-def _kid(row: Quality) -> str:
-    found = row.distances
-    if "kid" not in found:
+def _kid(row: MethodMetrics) -> str:
+    if "kid" not in row.distances:
         return "-"
-    value, deviation = 1000 * found["kid"], 1000 * found["kid_deviation"]
-    return f"{value:.{_digits(value)}f} (sd {deviation:.{_digits(value)}f})"
+    value, std = 1000 * row.distances["kid"], 1000 * row.distances["kid_std"]
+    return f"{value:.{_digits(value)}f} (sd {std:.{_digits(value)}f})"
 
 
-def table_rows(rows: Sequence[Quality], baseline: str | None) -> tuple[list[str], list[list[str]]]:
-    """Return the heads, and a list of cells per row."""
-    chosen = columns(rows, baseline)
-    return [head for head, _ in chosen], [[cell(row) for _, cell in chosen] for row in rows]
-
-
-def all_notes(rows: Sequence[Quality]) -> list[str]:
-    """Return each note once, with the methods it applies to."""
-    about: dict[str, list[str]] = {}
-    for row in rows:
-        for note in row.notes:
-            about.setdefault(note, []).append(row.name)
-    return [f"{note} ({', '.join(names)})" for note, names in about.items()]
-
-
-READING = (
-    "± is half of a 95 % interval: of means by the normal approximation, of the Frechet distance by a delete-half jackknife "
-    "over the drawn pictures, the reference taken as exact.",
-    "sd is the deviation over KID's subsets, as the field reports it; the mean is known better.",
-    "Differences to the baseline are paired: same prompts, same seeds.",
-    "PSNR and SSIM are means over the pictures that differ from the baseline's. An exact method other than a shared-noise one "
-    "draws other pictures of the same distribution: there drift is no loss of quality.",
-    "Frechet to the baseline is between two drawn sets, and includes the sampling noise of both.",
+NOTES_ON_COLUMNS = (
+    "± is the half-width of a 95 % confidence interval: of means by the normal approximation, of the Frechet distance by a "
+    "delete-half jackknife over the generated images. The reference is taken as exact.",
+    "sd is the standard deviation over KID's subsets, as papers report it; the mean has a smaller error.",
+    "Differences to the baseline are paired: the same prompts and the same seeds.",
+    "PSNR and SSIM are means over the images that differ from the baseline's. An exact method generates other images of the "
+    "same distribution, unless it shares the baseline's noise; there, low similarity is no loss of quality.",
+    "The Frechet distance to the baseline is between two generated sets, and includes the sampling noise of both.",
 )
 
 
-def markdown(rows: Sequence[Quality], baseline: str | None, about: dict[str, Any], figures: Sequence[str]) -> str:
+def group_notes(rows: Sequence[MethodMetrics]) -> list[str]:
+    """Return each note once, with the methods it applies to."""
+    methods: dict[str, list[str]] = {}
+    for row in rows:
+        for note in row.notes:
+            methods.setdefault(note, []).append(row.name)
+    return [f"{note} ({', '.join(names)})" for note, names in methods.items()]
+
+
+def to_markdown(rows: Sequence[MethodMetrics], baseline: str | None, about: dict[str, Any], figures: Sequence[str]) -> str:
     """Return a Markdown report. `about` is the head's entries by name; `figures` are files in the same folder."""
-    heads, cells = table_rows(rows, baseline)
     lines = ["# Evaluation", "", *(f"- {name}: {value}" for name, value in about.items() if value is not None), ""]
-    lines += ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
-    lines += ["| " + " | ".join(_plain(cell) for cell in row) + " |" for row in cells]
-    lines += ["", "## How to read it", "", *(f"- {line}" for line in READING)]
-    if notes := all_notes(rows):
-        lines += ["", "## Mind", "", *(f"- {note}" for note in notes)]
+    lines += markdown_table(image_columns(rows, baseline), rows)
+    lines += ["", "## How to read it", "", *(f"- {line}" for line in NOTES_ON_COLUMNS)]
+    if notes := group_notes(rows):
+        lines += ["", "## Caveats", "", *(f"- {note}" for note in notes)]
     if figures:
-        lines += ["", "## Pictures", "", *(f"![{Path(name).stem}]({name})\n" for name in figures)]
+        lines += ["", "## Images", "", *(f"![{Path(name).stem}]({name})\n" for name in figures)]
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _plain(cell: str) -> str:
-    return cell.replace("|", "\\|")
-
-
-def csv_text(rows: Sequence[Quality]) -> str:
+def to_csv(rows: Sequence[MethodMetrics]) -> str:
     """Return CSV with a line per method; nested metrics have names joined by dots."""
-    flat = [_flat({name: value for name, value in asdict(row).items() if name != "notes"}) for row in rows]
-    heads = list(dict.fromkeys(name for row in flat for name in row))
+    flat = [_flatten({name: value for name, value in asdict(row).items() if name != "notes"}) for row in rows]
     file = io.StringIO()
+    heads = list(dict.fromkeys(name for row in flat for name in row))
     writer = csv.DictWriter(file, heads, restval="", lineterminator="\n")
     writer.writeheader()
     writer.writerows(flat)
     return file.getvalue()
 
 
-def _flat(values: dict[str, Any], before: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, dict):
-            found |= _flat(value, f"{before}{name}.")
+            flat |= _flatten(value, f"{prefix}{name}.")
         elif isinstance(value, list):
-            found[before + name] = " ".join(map(str, value))
+            flat[prefix + name] = " ".join(map(str, value))
         else:
-            found[before + name] = "" if value is None else value
-    return found
+            flat[prefix + name] = "" if value is None else value
+    return flat
 
 
-def document(rows: Sequence[Quality], baseline: str | None, about: dict[str, Any]) -> dict[str, Any]:
+def to_json(rows: Sequence[MethodMetrics], baseline: str | None, about: dict[str, Any]) -> dict[str, Any]:
     """Return plain values for JSON."""
-    return {**about, "baseline": baseline, "methods": [asdict(row) for row in rows]}
-
-
-def write_text(path: Path, text: str) -> None:
-    with atomic_file(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+    return {"format": FORMAT, **about, "baseline": baseline, "methods": [asdict(row) for row in rows]}
 
 
 def write_report(
-    folder: Path, rows: Sequence[Quality], baseline: str | None, about: dict[str, Any], figures: Sequence[str]
+    folder: Path, rows: Sequence[MethodMetrics], baseline: str | None, about: dict[str, Any], figures: Sequence[str]
 ) -> None:
     """Write `metrics.json`, `metrics.csv` and `report.md` to `folder`.
 
     Raises:
         OSError: a file cannot be written; each file is then either complete or unchanged.
     """
-    write_text(folder / "metrics.json", json.dumps(document(rows, baseline, about), indent=1, allow_nan=False) + "\n")
-    write_text(folder / "metrics.csv", csv_text(rows))
-    write_text(folder / "report.md", markdown(rows, baseline, about, figures))
+    texts = {
+        "metrics.json": json.dumps(to_json(rows, baseline, about), indent=1, allow_nan=False) + "\n",
+        "metrics.csv": to_csv(rows),
+        "report.md": to_markdown(rows, baseline, about, figures),
+    }
+    for name, text in texts.items():
+        with atomic_file(folder / name) as temporary:
+            temporary.write_text(text, encoding="utf-8")
+
+
+# -- videos ------------------------------------------------------------------------------------------------------------
+
+
+def _video(name: str, digits: int = 2) -> Callable[[VideoMethodResult], str]:
+    return lambda row: _number(getattr(row, name), digits)
+
+
+VIDEO_COLUMNS = [
+    Column("method", lambda row: row.name),
+    Column("kind", lambda row: row.kind),
+    Column("s/video", _video("seconds", 3)),
+    Column("speedup", _video("speedup")),
+    Column("accepted", lambda row: _percent(row.acceptance)),
+    Column("by target", lambda row: _percent(row.target_fraction)),
+    Column("score", _video("score")),
+    Column("retained", lambda row: _percent(row.quality_retained)),
+    Column("worst", _video("worst_frame_score")),
+    Column("drift", _video("drift")),
+    Column("flicker", _video("flicker", 4)),
+    Column("jump", _video("block_discontinuity", 4)),
+    Column("Frechet", _video("distance")),
+    Column("predicted/measured", _video("predicted_over_measured_seconds")),
+]
+
+
+def video_to_markdown(comparison: VideoComparison, head: str) -> str:
+    """Return the Markdown report of a comparison of video methods."""
+    costs = "The seconds of the parts of a block were not measured: that takes `draft`, and a method that scores and rejects."
+    if comparison.costs is not None:
+        measured = {name: value for name, value in vars(comparison.costs).items() if value is not None}
+        costs = f"Milliseconds of a block: {', '.join(f'{name} {1e3 * value:.1f}' for name, value in measured.items())}."
+        if comparison.break_even_acceptance is not None:
+            even = _percent(comparison.break_even_acceptance)
+            costs += f" Drafting is faster above an acceptance of {even}, if the target generates every rejected block."
+    table = "\n".join(markdown_table(VIDEO_COLUMNS, comparison.methods))
+    return f"""# Video: {len(comparison.prompts)} prompts, {comparison.blocks} blocks each
+
+{head}
+
+{table}
+
+{costs}
+
+Score: the mean of {comparison.scorer} over frames; retained: its position between the drafter's (0 %) and the target's (100 %).
+Drift: score of the last third minus that of the first. Flicker: mean absolute second difference over time. Jump: by how much
+steps between blocks exceed steps within. Frechet: distance of frame features to those of the target's frames.
+"""

@@ -2,7 +2,7 @@
 
 The true video of a seed is smooth noise. The target model generates each block with a fraction of the error of the previous
 block. The draft model inherits that error, fully or in part, and adds its own, which is small for most blocks and large for
-some, in runs of blocks. A pass costs a number of matrix products. Quality is the negative mean absolute error; a scorer
+some, in runs of blocks. A pass costs a number of matrix products. MethodMetrics is the negative mean absolute error; a scorer
 observes it with noise.
 
 Shape suffixes: F frames, C channels, Y/X rows and columns.

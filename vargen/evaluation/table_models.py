@@ -167,18 +167,18 @@ class TableLowRes:
 
     def start(self, condition: Tensor, seeds: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor]:
         even = torch.full((len(seeds), 1, self.vocab), 1.0 / self.vocab)
-        picture = Noise(seeds, torch.zeros(len(seeds), 1, dtype=torch.int64)).sample(even, Purpose.LOW_RES)[:, 0]
-        return condition, picture, picture
+        coarse = Noise(seeds, torch.zeros(len(seeds), 1, dtype=torch.int64)).sample(even, Purpose.LOW_RES)[:, 0]
+        return condition, coarse, coarse
 
     def refresh(self, state: tuple[Tensor, Tensor, Tensor], tokens: Tensor, committed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        condition, drawn, _ = state
+        condition, coarse, _ = state
         shown = torch.arange(tokens.shape[1]) < committed[:, None]
-        return condition, drawn, (drawn + (tokens * shown).sum(1)) % self.vocab
+        return condition, coarse, (coarse + (tokens * shown).sum(1)) % self.vocab
 
     def probs(self, state: tuple[Tensor, Tensor, Tensor], tokens: Tensor, length: Tensor, position: Tensor) -> Tensor:
-        condition, _, picture = state
+        condition, _, coarse = state
         seen = tokens.gather(1, torch.minimum(position - 2, length[:, None] - 1).clamp(min=0))
-        return self.table.logits(condition[:, None], position, picture[:, None], seen).softmax(-1)
+        return self.table.logits(condition[:, None], position, coarse[:, None], seen).softmax(-1)
 
 
 @dataclass
@@ -256,11 +256,11 @@ class ScaleTable:
     def joint(self, condition: int, to_probs: Callable[[Tensor], Tensor]) -> Tensor:
         """Return the probabilities of all V^L images, float64 `[V^L]`; the first token is the most significant digit."""
         V, L = self.vocab, self.ends[-1]
-        pictures = torch.cartesian_prod(*[torch.arange(V)] * L)
-        which = torch.full((len(pictures),), condition)
-        total = torch.ones(len(pictures), dtype=torch.float64)
+        images = torch.cartesian_prod(*[torch.arange(V)] * L)
+        which = torch.full((len(images),), condition)
+        total = torch.ones(len(images), dtype=torch.float64)
         for scale, (n, end) in enumerate(zip(self.scale_tokens, self.ends, strict=True)):
-            probs: Any = to_probs(self.logits(which, pictures[:, : end - n], scale)).double()
+            probs: Any = to_probs(self.logits(which, images[:, : end - n], scale)).double()
             probs = torch.nn.functional.pad(probs, (0, V - probs.shape[-1]))
-            total *= probs.gather(2, pictures[:, end - n : end, None])[..., 0].prod(1)
+            total *= probs.gather(2, images[:, end - n : end, None])[..., 0].prod(1)
         return total

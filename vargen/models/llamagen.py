@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from vargen.compat import ensure_torchvision
+from vargen.device import normal_tensors
 from vargen.kernels.dispatch import is_eager_cpu
 from vargen.kernels.linear import TransposableWeights, transpose_linear_weights
 from vargen.models.condition import Condition
@@ -32,7 +33,6 @@ from vargen.models.llamagen_blocks import (
     build_rotary_2d,
     rotation,
 )
-from vargen.modes import normal_tensors
 from vargen.values import short_repr
 
 ensure_torchvision()

@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vargen.device import normal_tensors
 from vargen.kernels.attention import KernelMask, attend
 from vargen.kernels.dispatch import is_eager_cpu_float32
-from vargen.modes import normal_tensors
 
 Rotary = Tensor | tuple[Tensor, Tensor]
 

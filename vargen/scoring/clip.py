@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vargen.compat import ensure_torchvision, installed_version
-from vargen.scoring.protocol import BatchedScorer, Images, local_weights, to_pil
+from vargen.scoring.protocol import BatchedScorer, Images, require_local_file, to_pil
 from vargen.values import short_repr
 from vargen.weight_files import weights_digest
 
@@ -76,10 +76,10 @@ def open_clip_model(model: str, weights: str | Path | None, device: torch.device
     hub = model.startswith(("hf-hub:", "local-dir:"))
     if not hub and model not in open_clip.list_models():
         near = difflib.get_close_matches(model, open_clip.list_models(), n=3) or ["ViT-B-32", "ViT-L-14", "ViT-H-14"]
-        raise ValueError(f"unknown CLIP model {short_repr(model)}; did you mean {' or '.join(near)}?")
+        raise ValueError(f"model must be a name of open_clip, such as {' or '.join(near)}, got {short_repr(model)}")
     given = None if hub or weights is None else str(weights)
     if not hub and given not in open_clip.list_pretrained_tags_by_model(model):
-        given = str(local_weights(given, "weights", f"CLIP model {model}", _HOW))
+        given = str(require_local_file(given, "weights", f"CLIP model {model}", _HOW))
     try:
         network, _, preprocess = open_clip.create_model_and_transforms(model, pretrained=given, device=str(device))
         tokenize = open_clip.get_tokenizer(model)

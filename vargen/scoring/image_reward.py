@@ -10,15 +10,14 @@ import itertools
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from PIL import Image
 from torch import Tensor, nn
 
 from vargen.assets import packaged_model_path
-from vargen.compat import ensure_torchvision, installed_version, lend_moved_functions, tokenized
-from vargen.scoring.protocol import BatchedScorer, Images, local_weights, to_pil
+from vargen.compat import ensure_torchvision, tokenized
+from vargen.scoring.protocol import BatchedScorer, Images, require_local_file, to_pil
 from vargen.weight_files import check_shapes, load_pickle_safely, weights_digest
 
 ensure_torchvision()
@@ -28,7 +27,7 @@ from transformers.models.blip.configuration_blip import BlipTextConfig, BlipVisi
 from transformers.models.blip.modeling_blip import BlipVisionModel
 from transformers.models.blip.modeling_blip_text import BlipTextModel
 
-MEAN, STD = 0.16717362830052426, 1.0333394966054072  # of the official training scores
+SCORE_MEAN, SCORE_STD = 0.16717362830052426, 1.0333394966054072  # of the official training scores
 CONTEXT = 35  # prompt tokens; longer prompts are truncated
 SIDE = 224
 _PIXEL_MEAN, _PIXEL_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)  # as for CLIP
@@ -68,23 +67,23 @@ class ImageRewardNetwork(nn.Module):
             encoder_attention_mask=torch.ones(seen.shape[:2], dtype=torch.long, device=seen.device),
             is_decoder=False,  # has cross-attention, but attention is not causal
         ).last_hidden_state
-        return (self.mlp(read[:, 0].float())[:, 0] - MEAN) / STD
+        return (self.mlp(read[:, 0].float())[:, 0] - SCORE_MEAN) / SCORE_STD
 
 
-def network_of(state: dict[str, Tensor], source: str = "weights") -> ImageRewardNetwork:
+def build_from_state_dict(state: dict[str, Tensor], source: str = "weights") -> ImageRewardNetwork:
     """Build the network of an official state dict; sizes are inferred from the shapes.
 
     Raises:
         ValueError: names or shapes are not those of ImageReward.
     """
-    vision, text, head = _renamed(state)
+    vision, text, head = _split_state_dict(state)
     try:
         embedded, words = vision["embeddings.position_embedding"], text["embeddings.word_embeddings.weight"]
         patch = vision["embeddings.patch_embedding.weight"].shape[-1]
         vision_config = BlipVisionConfig(
             hidden_size=embedded.shape[-1],
             intermediate_size=vision["encoder.layers.0.mlp.fc1.weight"].shape[0],
-            num_hidden_layers=_layers(vision, r"encoder\.layers\.(\d+)\."),
+            num_hidden_layers=_count_layers(vision, r"encoder\.layers\.(\d+)\."),
             num_attention_heads=embedded.shape[-1] // _HEAD,
             image_size=SIDE,
             patch_size=patch,
@@ -95,7 +94,7 @@ def network_of(state: dict[str, Tensor], source: str = "weights") -> ImageReward
             hidden_size=words.shape[1],
             encoder_hidden_size=embedded.shape[-1],
             intermediate_size=text["encoder.layer.0.intermediate.dense.weight"].shape[0],
-            num_hidden_layers=_layers(text, r"encoder\.layer\.(\d+)\."),
+            num_hidden_layers=_count_layers(text, r"encoder\.layer\.(\d+)\."),
             num_attention_heads=words.shape[1] // _HEAD,
             max_position_embeddings=text["embeddings.position_embeddings.weight"].shape[0],
             layer_norm_eps=1e-12,
@@ -103,7 +102,7 @@ def network_of(state: dict[str, Tensor], source: str = "weights") -> ImageReward
         )
     except (KeyError, IndexError) as error:
         raise ValueError(f"{source} does not hold ImageReward: {error} is missing") from error
-    own = {**_under("vision", vision), **_under("text", text), **_under("mlp", head)}
+    own = {**_add_prefix("vision", vision), **_add_prefix("text", text), **_add_prefix("mlp", head)}
     with torch.device("meta"):
         network = ImageRewardNetwork(vision_config, text_config)
     expected = {name: tuple(value.shape) for name, value in network.state_dict().items()}
@@ -116,7 +115,7 @@ def network_of(state: dict[str, Tensor], source: str = "weights") -> ImageReward
     return network.eval().requires_grad_(False)
 
 
-def _renamed(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+def _split_state_dict(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
     vision, text, head = {}, {}, {}
     for name, value in state.items():
         if name.startswith("blip.visual_encoder."):
@@ -134,11 +133,11 @@ def _renamed(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Ten
     return vision, text, head
 
 
-def _layers(state: dict[str, Tensor], pattern: str) -> int:
+def _count_layers(state: dict[str, Tensor], pattern: str) -> int:
     return 1 + max(int(found[1]) for name in state if (found := re.match(pattern, name)))
 
 
-def _under(part: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
+def _add_prefix(part: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {f"{part}.{name}": value for name, value in state.items()}
 
 
@@ -149,57 +148,37 @@ class ImageRewardScorer(BatchedScorer):
         weights: the official `ImageReward.pt`.
         tokenizer: a folder with the tokenizer of bert-base-uncased; by default that of the packaged text encoder, which has the
             same vocabulary.
-        package: use the official package `image-reward` instead; then `med_config` is the path of its configuration file.
 
     Raises:
         FileNotFoundError: a file is missing; the message says how to get it.
-        ValueError: the weights are damaged or belong to another network. ImportError: `package` is set but not installed.
+        ValueError: the weights are damaged or belong to another network.
     """
 
     def __init__(
         self,
         weights: str | Path | None = None,
         tokenizer: str | Path | None = None,
-        package: bool = False,
-        med_config: str | Path | None = None,
         device: torch.device | str = "cpu",
         batch_size: int = 16,
     ):
-        file = local_weights(weights, "weights", "ImageReward", _HOW)
-        self.official: Any = None
-        if package:
-            self.official = _official(file, med_config, device)
-        else:
-            folder = packaged_model_path("emoji") / "tokenizer" if tokenizer is None else Path(tokenizer)
-            local_weights(folder, "tokenizer", "ImageReward", "give a folder with bert-base-uncased's vocab.txt")
-            self.tokenizer = AutoTokenizer.from_pretrained(folder)
-            self.network = network_of(load_pickle_safely(file, if_damaged=_HOW), str(file)).to(device)
-        self.identity = f"image-reward-{package}-{weights_digest(self.official or self.network)}"
-        super().__init__("image-reward (package)" if package else "image-reward", True, device, batch_size)
+        file = require_local_file(weights, "weights", "ImageReward", _HOW)
+        folder = packaged_model_path("emoji") / "tokenizer" if tokenizer is None else Path(tokenizer)
+        require_local_file(folder, "tokenizer", "ImageReward", "give a folder with bert-base-uncased's vocab.txt")
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.network = build_from_state_dict(load_pickle_safely(file, if_damaged=_HOW), str(file)).to(device)
+        self.identity = f"image-reward-{weights_digest(self.network)}"
+        super().__init__("image-reward", True, device, batch_size)
 
     def score_batch(self, images: Images, prompts: Sequence[str]) -> Tensor:
-        pictures = to_pil(images)
-        if self.official is not None:
-            return torch.tensor([self.official.score(text, image) for text, image in zip(prompts, pictures, strict=True)])
-        pixels = torch.stack([preprocessed(image) for image in pictures]).to(self.device)
+        pixels = torch.stack([preprocess(image) for image in to_pil(images)]).to(self.device)
         options = {"padding": "max_length", "truncation": True, "max_length": CONTEXT, "return_tensors": "pt"}
         encoded = tokenized(self.tokenizer, list(prompts), **options).to(self.device)
         return self.network(pixels, encoded.input_ids, encoded.attention_mask)
 
 
-def preprocessed(image: Image.Image) -> Tensor:
+def preprocess(image: Image.Image) -> Tensor:
     """Return float32 `[3, 224, 224]`: shorter side resized to 224 (bicubic), center crop, CLIP's mean and deviation."""
     from torchvision.transforms import functional as transforms
 
     resized = transforms.resize(image, SIDE, transforms.InterpolationMode.BICUBIC)
     return transforms.normalize(transforms.to_tensor(transforms.center_crop(resized, SIDE)), _PIXEL_MEAN, _PIXEL_STD)
-
-
-def _official(weights: Path, med_config: str | Path | None, device: torch.device | str) -> Any:
-    if installed_version("image-reward") is None:
-        raise ImportError("package=True needs the package image-reward: pip install the extra reward, with constraints.txt")
-    config = local_weights(med_config, "med_config", "the package image-reward", "fetch med_config.json of THUDM/ImageReward")
-    lend_moved_functions()
-    import ImageReward
-
-    return ImageReward.load(str(weights), device=str(device), med_config=str(config))

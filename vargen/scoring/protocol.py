@@ -17,7 +17,7 @@ from PIL import Image
 from torch import Tensor
 
 from vargen.files import expand_user
-from vargen.picture_files import on_white
+from vargen.reading import on_white
 from vargen.values import short_repr
 
 Images: TypeAlias = "Sequence[Image.Image] | Tensor"
@@ -64,7 +64,7 @@ class BatchedScorer:
             ValueError, TypeError: images or prompts are of the wrong type, or differ in number.
             NonFiniteScoreError: a score is NaN or infinite.
         """
-        check_pairs(images, prompts)
+        validate_pairs(images, prompts)
         parts = []
         with torch.inference_mode():
             for start in range(0, len(prompts), self.batch_size):
@@ -117,12 +117,12 @@ def score_images(scorer: Scorer | Callable[..., Any], images: Images, prompts: S
         ValueError, TypeError: images or prompts are invalid, or the result is not one number per image.
         NonFiniteScoreError: a score is NaN or infinite; names the scorer and the first such image.
     """
-    check_pairs(images, prompts)
+    validate_pairs(images, prompts)
     call = scorer.score if isinstance(scorer, Scorer) else scorer
     return check_scores(call(images, prompts), len(prompts), name or getattr(scorer, "name", "the scorer"))
 
 
-def check_pairs(images: Any, prompts: Any) -> None:
+def validate_pairs(images: Any, prompts: Any) -> None:
     """Raise TypeError or ValueError unless there is at least one image, and one prompt for each."""
     if isinstance(images, Tensor):
         if images.dim() != 4 or images.shape[1] != 3 or not images.is_floating_point():
@@ -132,9 +132,9 @@ def check_pairs(images: Any, prompts: Any) -> None:
     elif not isinstance(images, list | tuple) or not all(isinstance(image, Image.Image) for image in images):
         raise TypeError(f"images must be a list of PIL images or a float tensor [N, 3, Y, X], got {short_repr(images)}")
     if isinstance(prompts, str) or not isinstance(prompts, list | tuple) or not all(isinstance(p, str) for p in prompts):
-        raise TypeError(f"prompts must be a list of strings, one for each picture, got {short_repr(prompts)}")
+        raise TypeError(f"prompts must be a list of strings, one for each image, got {short_repr(prompts)}")
     if not len(images) or len(images) != len(prompts):
-        raise ValueError(f"give one prompt per picture and at least one, got {len(images)} pictures, {len(prompts)} prompts")
+        raise ValueError(f"give one prompt per image and at least one, got {len(images)} images, {len(prompts)} prompts")
 
 
 def check_scores(values: Any, count: int, name: str) -> Tensor:
@@ -142,14 +142,14 @@ def check_scores(values: Any, count: int, name: str) -> Tensor:
     try:
         scores = torch.as_tensor(values).detach().to("cpu", torch.float32)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"scorer {name} must give numbers, one for each picture, got {short_repr(values)}") from error
+        raise ValueError(f"scorer {name} must give numbers, one for each image, got {short_repr(values)}") from error
     if scores.numel() != count or scores.dim() > 2:
-        raise ValueError(f"scorer {name} must give {count} numbers, one for each picture, got a shape of {list(scores.shape)}")
+        raise ValueError(f"scorer {name} must give {count} numbers, one for each image, got a shape of {list(scores.shape)}")
     scores = scores.reshape(count)
     if not scores.isfinite().all():
         first = int((~scores.isfinite()).nonzero()[0])
         raise NonFiniteScoreError(
-            f"scorer {name} gave {float(scores[first])} for picture {first} of {count}; its weights or this picture are damaged"
+            f"scorer {name} gave {float(scores[first])} for image {first} of {count}; its weights or the image are damaged"
         )
     return scores
 
@@ -164,7 +164,7 @@ def to_pil(images: Images) -> list[Image.Image]:
     return [Image.fromarray(value) for value in values]
 
 
-def pixels(images: Images) -> Tensor:
+def to_tensor(images: Images) -> Tensor:
     """Convert images in either form to float32 `[N, 3, Y, X]` in [0, 1].
 
     Raises:
@@ -181,7 +181,7 @@ def pixels(images: Images) -> Tensor:
     return torch.from_numpy(arrays).permute(0, 3, 1, 2).float() / 255
 
 
-def local_weights(path: Any, argument: str, what: str, how: str) -> Path:
+def require_local_file(path: Any, argument: str, what: str, how: str) -> Path:
     """Return `path` if the file or folder exists.
 
     Args:

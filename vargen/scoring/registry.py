@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from vargen.scoring.protocol import Scorer, to_scorer
-from vargen.specs import of_ones_own, read_spec
+from vargen.specs import import_user_object, parse_spec
 from vargen.values import short_repr
 
 
@@ -26,19 +26,19 @@ def _image_reward(**options: Any) -> Scorer:
 
 
 def _packaged(**options: Any) -> Scorer:
-    from vargen.scoring.packaged import ImageTextScorer
+    from vargen.scoring.image_text import ImageTextScorer
 
     return ImageTextScorer(**options)
 
 
-PACKAGED = "emoji-scorer"  # the default scorer
+DEFAULT_SCORER = "emoji-scorer"
 # Factories by name; any other name is that of a packaged scorer or a scorer's folder.
 SCORERS: dict[str, Callable[..., Scorer]] = {"clip": _clip, "image-reward": _image_reward}
 
 
 def default_scorer(model: str) -> str | None:
     """Return the packaged scorer of a packaged model: `emoji-scorer` for `emoji` and `emoji-var`; None without one."""
-    from vargen.scoring.packaged import packaged_scorers
+    from vargen.scoring.image_text import packaged_scorers
 
     name = f"{model.split('-')[0]}-scorer"
     return name if name in packaged_scorers() else None
@@ -53,34 +53,25 @@ def open_scorer(spec: str, device: torch.device | str = "cpu", batch_size: int |
     """
     where, colon, _ = spec.partition(":")
     if colon and "=" not in spec and where not in SCORERS:
-        return _imported(spec)
-    name, options = read_spec(spec)
-    given: dict[str, Any] = {"device": device, **({} if batch_size is None else {"batch_size": batch_size})}
+        return _import_scorer(spec)
+    name, options = parse_spec(spec)
+    common: dict[str, Any] = {"device": device, **({} if batch_size is None else {"batch_size": batch_size})}
     if name not in SCORERS:
-        return _packaged(source=name, **_known(options, ("text_encoder",), name), **given)
-    allowed = {"clip": ("model", "weights", "prefix"), "image-reward": ("weights", "tokenizer", "package", "med_config")}[name]
-    chosen: dict[str, Any] = _known(options, allowed, name)
-    if "package" in chosen:
-        chosen["package"] = _truth(chosen["package"])
-    return SCORERS[name](**chosen, **given)
+        return _packaged(source=name, **_check_options(options, ("text_encoder",), name), **common)
+    allowed = {"clip": ("model", "weights", "prefix"), "image-reward": ("weights", "tokenizer")}[name]
+    return SCORERS[name](**_check_options(options, allowed, name), **common)
 
 
-def _known(options: dict[str, str], allowed: Sequence[str], name: str) -> dict[str, str]:
+def _check_options(options: dict[str, str], allowed: Sequence[str], name: str) -> dict[str, str]:
     unknown = [key for key in options if key not in allowed]
     if unknown:
         raise ValueError(f"scorer {name} has no option {short_repr(unknown[0])}; it takes {', '.join(allowed)}")
     return options
 
 
-def _truth(value: str) -> bool:
-    if value.lower() not in ("true", "false"):
-        raise ValueError(f"package must be true or false, got {short_repr(value)}")
-    return value.lower() == "true"
-
-
-def _imported(spec: str) -> Scorer:
+def _import_scorer(spec: str) -> Scorer:
     """Import a scorer, a scorer class without arguments, or a function of images and prompts; nothing else is called."""
-    value = of_ones_own(spec, "scorer")
+    value = import_user_object(spec, "scorer")
     if inspect.isclass(value):
         if not callable(getattr(value, "score", None)):
             raise ValueError(

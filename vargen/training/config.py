@@ -9,15 +9,44 @@ import tomllib
 import types
 import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
-
-from vargen.training.focus import Focus
 
 logger = logging.getLogger("vargen")
 
 CONFIGS = Path(__file__).parent / "configs"  # TOML files of the drafters that users train
+
+# Keys of earlier versions, and their present names.
+RENAMED = {
+    "all_scales": ("all_scales_fraction",),
+    "averaged": ("average_last_fraction", "ema_decay"),
+    "caption_rows": ("max_caption_tokens",),
+    "colour_weight": ("color_weight",),
+    "draw_batch": ("generation_batch_size",),
+    "drawn": ("recall_images",),
+    "focus": ("sampling_weights",),
+    "full_fraction": ("full_image_fraction",),
+    "held_out": ("validation_images",),
+    "hot_share": ("temperature_one_fraction",),
+    "independent": ("diffusion_forcing_fraction",),
+    "mirrored": ("flip_probability",),
+    "motion_told": ("motion_label_probability",),
+    "near_noise": ("neighbor_noise",),
+    "perturbed_pictures": ("perturbed_fraction",),
+    "pictures": ("num_images",),
+    "plain_weight": ("flat_patch_weight",),
+    "prefix_share": ("truncated_fraction",),
+    "recoloured": ("recolor_probability",),
+    "rolled": ("loop_shift_probability",),
+    "rollout": ("self_rollout_probability",),
+    "start_weight": ("first_token_weight",),
+    "tokenized": ("reconstruction_probability",),
+    "tokenized_per_step": ("encoded_per_step",),
+    "unrolled": ("unroll_steps",),
+    "wrong_codes": ("code_noise",),
+    "wrong_starts": ("wrong_prefix_probability",),
+}
 
 
 @dataclass(frozen=True)
@@ -43,65 +72,30 @@ class Schedule:
         return max(0.0, min(warm, (self.steps - step) / decay_steps))
 
 
-@dataclass(frozen=True)
-class NextTokenConfig:
-    """How to train a `LlamaGenTransformer` on tokens. `model` contains the keyword arguments of its constructor."""
-
-    model: dict[str, Any]
-    schedule: Schedule = field(default_factory=Schedule)
-    focus: Focus = field(default_factory=Focus)
-    seed: int = 0
-    batch_size: int = 32
-    caption_dropout: float = 0.1
-    caption_rows: int = 16  # longer captions are truncated: one shape for all batches
-    shift_pixels: int = 8  # augmentation: each image is tokenized at several offsets up to this
-    shift_variants: int = 0
-    mirrored: float = 0.0  # probability of mirroring images without text or a named side
-    recoloured: float = 0.15  # probability of recoloring an image with a dominant color, and its caption
-    dropout: float = 0.0
-    token_noise: float = 0.1  # share of input tokens from other images, per image uniform from 0 to this
-    wrong_starts: float = 0.0  # share of images whose input starts with another image's tokens
-    near_noise: float = 0.0  # share of input tokens replaced by near codes, per image uniform from 0 to this
-    start_weight: float = 1.0  # loss weight of the first tokens of an image's content; later tokens have weight 1
-    optimizer: str = "muon"  # Muon for the matrices, AdamW for the rest; or "adamw" for all
-    adamw_learning_rate: float = 3e-3
-    adamw_beta2: float = 0.996
-    weight_decay: float = 0.05
-    averaged: float = 0.05  # final share of training over which weights are averaged
-    drawn: int = 64  # images generated and scored at each evaluation; 0 for none
-    compile: bool = False
-    evaluate_every: int = 250
-    checkpoint_every: int = 100
-
-    def __post_init__(self) -> None:
-        at_least(self, 1, "batch_size", "caption_rows", "evaluate_every", "checkpoint_every")
-        at_least(self, 1, "start_weight")
-        at_least(self, 0, "shift_pixels", "shift_variants", "dropout", "weight_decay", "drawn")
-        noise = ("token_noise", "wrong_starts", "near_noise")
-        for name in ("caption_dropout", "mirrored", "recoloured", *noise, "averaged", "adamw_beta2"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} must be a share from 0 to 1, got {getattr(self, name)!r}")
-        if self.optimizer not in ("muon", "adamw"):
-            raise ValueError(f"optimizer must be 'muon' or 'adamw', got {self.optimizer!r}")
-
-
-def at_least(recipe: Any, least: int, *names: str) -> None:
+def at_least(config: Any, least: int, *names: str) -> None:
     """Raise ValueError if a field is less than `least` or not a number."""
     for name in names:
-        if not getattr(recipe, name) >= least:
-            raise ValueError(f"{name} must be at least {least}, got {getattr(recipe, name)!r}")
+        if not getattr(config, name) >= least:
+            raise ValueError(f"{name} must be at least {least}, got {getattr(config, name)!r}")
+
+
+def check_fractions(config: Any, *names: str) -> None:
+    """Raise ValueError if a field is not a number from 0 to 1."""
+    for name in names:
+        if not 0 <= getattr(config, name) <= 1:
+            raise ValueError(f"{name} must be from 0 to 1, got {getattr(config, name)!r}")
 
 
 R = TypeVar("R")
 
 
-def _warmed_up(recipe: R) -> R:
+def _clip_warmup(config: R) -> R:
     """Shorten a warm-up that exceeds the run; otherwise the run would never reach its learning rate."""
-    changed: Any = recipe
+    changed: Any = config
     schedule: Schedule = changed.schedule
     if schedule.warmup_steps <= schedule.steps:
-        return recipe
-    logger.warning("the warm-up of %d steps is cut to the run's %d", schedule.warmup_steps, schedule.steps)
+        return config
+    logger.warning("the warm-up of %d steps is shortened to the run's %d", schedule.warmup_steps, schedule.steps)
     return replace(changed, schedule=replace(schedule, warmup_steps=schedule.steps))
 
 
@@ -143,7 +137,7 @@ def load_config(
             if not isinstance(table, dict):
                 raise ValueError(f"{path}: {key!r} cannot be set: {part!r} is no table")
         table[name] = value
-    return _warmed_up(from_dict(kind, values, str(path)))
+    return _clip_warmup(from_dict(kind, values, str(path)))
 
 
 def from_dict(kind: type[R], values: dict[str, Any], where: str) -> R:
@@ -152,6 +146,8 @@ def from_dict(kind: type[R], values: dict[str, Any], where: str) -> R:
     arguments: dict[str, Any] = {}
     for key, value in values.items():
         if key not in hints:
+            if new := [name for name in RENAMED.get(key, ()) if name in hints]:
+                raise ValueError(f"{where}: the key {key!r} is now called {new[0]!r}")
             near = difflib.get_close_matches(key, hints, n=1)
             raise ValueError(
                 f"{where}: unknown key {key!r}" + (f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(hints)}")

@@ -1,4 +1,4 @@
-"""Captioned images: the training data of the networks that users train for their own model."""
+"""Captioned images, the training data of the networks that users train for their own model, and features of the captions."""
 
 from __future__ import annotations
 
@@ -7,17 +7,23 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import AutoTokenizer
 
-from vargen.training.focus import Focus
+from vargen.models.condition import Condition
+from vargen.models.text_encoder import MiniLMTextEncoder
+from vargen.training.augment import SamplingWeights
 
 Record = dict[str, Any]
+T = TypeVar("T")
 IMAGES, CAPTIONS = "images.npy", "captions.jsonl"
 _VALIDATION_EVERY = 20  # interval of validation images among those without a `split`
+_TEXTS = 16  # texts per batch of the text encoder
+_MAX_TEXTS = 60_000  # texts with features in memory: half a gigabyte
 
 
 @dataclass(frozen=True)
@@ -27,8 +33,8 @@ class CaptionedImages:
     Attributes:
         images: uint8 `[N, size, size, 3]`, may be memory-mapped.
         records: N dictionaries with `captions`, of which evaluations use the first; `split`; and, if true, `can_flip` (the
-            mirror image matches the captions) and `can_recolor` (the color may change). A `Focus` can weight `style` and
-            `group`.
+            mirror image matches the captions) and `can_recolor` (the color may change). `SamplingWeights`
+            use `style` and `group`.
         report: counts made while building.
     """
 
@@ -62,14 +68,15 @@ class CaptionedImages:
         """Whether image i may get another color, if its caption names that color."""
         return bool(self.records[i].get("can_recolor"))
 
-    def evaluation_groups(self, focus: Focus, **counts: int) -> dict[str, list[int]]:
+    def evaluation_groups(self, sampling_weights: SamplingWeights, **counts: int) -> dict[str, list[int]]:
         """Return the images used by evaluations, evenly spaced, by the name of their group; empty groups are omitted.
 
         Args:
-            focus: how often training sees each kind of image. counts: maximum number of images per group; 64 by default.
+            sampling_weights: how often training sees each kind of image.
+            counts: maximum number of images per group; 64 by default.
         """
         groups = {"seen": self.training_indices().tolist(), "validation": self.indices("validation").tolist()}
-        return {name: spread(members, counts.get(name, 64)) for name, members in groups.items() if members}
+        return {name: take_evenly(members, counts.get(name, 64)) for name, members in groups.items() if members}
 
     def candidate_captions(self, members: Sequence[int], count: int) -> list[list[str]]:
         """Return up to `count` captions for each image: its own first, then those of other members."""
@@ -135,7 +142,7 @@ def check_images(folder: Path, images: np.ndarray, records: Sequence[Record]) ->
         )
 
 
-def spread(members: Sequence[int], count: int) -> list[int]:
+def take_evenly(members: Sequence[T], count: int) -> list[T]:
     """Return at most `count` members, evenly spaced."""
     if len(members) <= count:
         return list(members)
@@ -147,3 +154,42 @@ def to_pixels(images: np.ndarray, device: torch.device) -> Tensor:
     # contiguous: group norm and small convolutions are six times slower on a CPU in channels-last layout
     moved = torch.from_numpy(np.ascontiguousarray(images)).to(device).permute(0, 3, 1, 2)
     return moved.contiguous().float() / 127.5 - 1
+
+
+class CaptionBank:
+    """Caption features, computed once per text: the `Condition` of texts, padded to a fixed number of rows.
+
+    Args:
+        encoder_folder: contains `text_encoder/` and `tokenizer/`. rows: P; longer captions are truncated.
+    """
+
+    def __init__(self, encoder_folder: Path, rows: int, device: torch.device):
+        self.encoder = MiniLMTextEncoder.from_pretrained(encoder_folder / "text_encoder").to(device).eval()
+        self.tokenizer = AutoTokenizer.from_pretrained(encoder_folder / "tokenizer")
+        self.rows, self.device = rows, device
+        self.features: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def __call__(self, texts: Sequence[str]) -> Condition:
+        missing = [text for text in dict.fromkeys(texts) if text not in self.features]
+        if len(self.features) + len(missing) > _MAX_TEXTS:
+            self.features.clear()
+            missing = list(dict.fromkeys(texts))
+        for start in range(0, len(missing), _TEXTS):
+            part = missing[start : start + _TEXTS]
+            # A fixed batch shape: otherwise the last bits of a text's features would depend on the other texts of the
+            # batch, and a resumed run would differ from an uninterrupted one.
+            full = part + [part[0]] * (_TEXTS - len(part))
+            options = {"padding": "max_length", "truncation": True, "max_length": self.rows, "return_tensors": "pt"}
+            encoded = self.tokenizer(full, **options).to(self.device)
+            with torch.autocast(self.device.type, enabled=False):  # features must not depend on the caller's autocast
+                outputs = self.encoder(encoded.input_ids, encoded.attention_mask)
+            for text, rows, count in zip(part, outputs, encoded.attention_mask.sum(1).tolist(), strict=False):
+                self.features[text] = rows[:count].half()
+        width = self.features[texts[0]].shape[1]
+        embeds = torch.zeros(len(texts), self.rows, width, device=self.device)
+        mask = torch.zeros(len(texts), self.rows, dtype=torch.bool, device=self.device)
+        for i, text in enumerate(texts):
+            rows = self.features[text]
+            embeds[i, : len(rows)], mask[i, : len(rows)] = rows.float(), True
+        return Condition(caption_embeds=embeds, caption_mask=mask)

@@ -6,12 +6,11 @@ recomputed when needed, which costs one teacher-forced pass and saves gigabytes.
 
 from __future__ import annotations
 
-import logging
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -24,25 +23,25 @@ from vargen.models.condition import Condition
 from vargen.pipelines import validation as checks
 from vargen.pipelines.llamagen import LlamaGenPipeline
 from vargen.training.dataset import CaptionedImages
-from vargen.training.heads_config import HeadConfig
 from vargen.weight_files import load_npz, weights_digest
 
-logger = logging.getLogger("vargen")
+if TYPE_CHECKING:
+    from vargen.training.heads import HeadConfig
 
 
 class PromptSource(Protocol):
-    """The conditions of generated images, as a function of the image numbers and of whether they are held out."""
+    """The conditions of generated images, as a function of the image numbers and of the split."""
 
     name: str
 
-    def __call__(self, numbers: Sequence[int], held_out: bool) -> Condition: ...
+    def __call__(self, numbers: Sequence[int], validation: bool) -> Condition: ...
 
 
 class Prompts:
-    """Captions, encoded by the pipeline's text encoder; held-out images use different ones."""
+    """Captions, encoded by the pipeline's text encoder; validation images use different ones."""
 
-    def __init__(self, pipe: LlamaGenPipeline, train: Sequence[str], held_out: Sequence[str], name: str):
-        self.pipe, self.texts, self.name = pipe, {False: list(train), True: list(held_out)}, name
+    def __init__(self, pipe: LlamaGenPipeline, train: Sequence[str], validation: Sequence[str], name: str):
+        self.pipe, self.texts, self.name = pipe, {False: list(train), True: list(validation)}, name
 
     @classmethod
     def of_data(cls, pipe: LlamaGenPipeline, data: CaptionedImages, count: int) -> Prompts:
@@ -56,15 +55,15 @@ class Prompts:
 
     @classmethod
     def of_file(cls, pipe: LlamaGenPipeline, path: Path) -> Prompts:
-        """Read one prompt per line; every tenth is for held-out images."""
+        """Read one prompt per line; every tenth is for validation images."""
         lines = [line.strip() for line in path.read_text("utf-8").splitlines() if line.strip()]
         if len(lines) < 2:
-            raise ValueError(f"prompts file {str(path)!r} must hold at least two prompts, one a line, and holds {len(lines)}")
-        kept = lines[::10]
-        return cls(pipe, [line for i, line in enumerate(lines) if i % 10], kept, f"prompts of {path.name}")
+            raise ValueError(f"prompts file {str(path)!r} must contain at least two prompts, one per line, got {len(lines)}")
+        train = [line for i, line in enumerate(lines) if i % 10]
+        return cls(pipe, train, lines[::10], f"prompts of {path.name}")
 
-    def __call__(self, numbers: Sequence[int], held_out: bool) -> Condition:
-        texts = self.texts[held_out]
+    def __call__(self, numbers: Sequence[int], validation: bool) -> Condition:
+        texts = self.texts[validation]
         return self.pipe.condition([texts[number % len(texts)] for number in numbers])[0]
 
 
@@ -74,7 +73,7 @@ class Classes:
     def __init__(self, pipe: LlamaGenPipeline):
         self.pipe, self.name = pipe, "classes"
 
-    def __call__(self, numbers: Sequence[int], held_out: bool) -> Condition:
+    def __call__(self, numbers: Sequence[int], validation: bool) -> Condition:
         count = self.pipe.transformer.config.num_classes
         return self.pipe.condition(class_labels=[(number * 7919) % count for number in numbers])[0]  # prime: visits all classes
 
@@ -83,15 +82,16 @@ class CaptionFile:
     """Caption features `embeds` `[n, P, C]` and their `mask` `[n, P]` from a `.npz` file, for models without a text encoder."""
 
     def __init__(self, pipe: LlamaGenPipeline, path: Path):
-        held = load_npz(path, "embeds", "mask")
+        arrays = load_npz(path, "embeds", "mask")
         self.pipe, self.name = pipe, f"features of {path.name}"
-        self.embeds, self.mask = torch.from_numpy(held["embeds"]), torch.from_numpy(held["mask"]).bool()
+        self.embeds, self.mask = torch.from_numpy(arrays["embeds"]), torch.from_numpy(arrays["mask"]).bool()
         if len(self.embeds) < 2:
-            raise ValueError(f"features file {str(path)!r} must hold at least two captions, and holds {len(self.embeds)}")
-        self.kept = max(1, len(self.embeds) // 10)  # the last ones are for held-out images
+            raise ValueError(f"features file {str(path)!r} must contain at least two captions, got {len(self.embeds)}")
+        self.validation = max(1, len(self.embeds) // 10)  # the last captions are for validation images
 
-    def __call__(self, numbers: Sequence[int], held_out: bool) -> Condition:
-        first, count = (len(self.embeds) - self.kept, self.kept) if held_out else (0, len(self.embeds) - self.kept)
+    def __call__(self, numbers: Sequence[int], validation: bool) -> Condition:
+        train = len(self.embeds) - self.validation
+        first, count = (train, self.validation) if validation else (0, train)
         rows = torch.tensor([first + number % count for number in numbers])
         return self.pipe.condition(prompt_embeds=self.embeds[rows], prompt_mask=self.mask[rows])[0]
 
@@ -115,7 +115,7 @@ def select_prompt_source(
     """
     if pipe.by_class:
         if prompts or features:
-            raise ValueError("this model draws classes: leave prompts and features out")
+            raise ValueError("this model is class-conditional: leave prompts and features out")
         return Classes(pipe)
     if prompts and features:
         raise ValueError("give prompts or features, not both")
@@ -126,7 +126,7 @@ def select_prompt_source(
     if prompts is not None:
         return Prompts.of_file(pipe, prompts)
     if data is None:
-        raise ValueError("this model draws from text: give prompts, a file with one a line, or a data set with captions")
+        raise ValueError("this model is text-conditional: give prompts, a file with one per line, or a data set with captions")
     return Prompts.of_data(pipe, data(), count)
 
 
@@ -136,76 +136,77 @@ class GeneratedImages:
     A killed run resumes after the last complete file.
 
     Args:
-        folder: where the files are stored. subjects: the conditions to generate from.
+        folder: where the files are stored. prompts: the conditions to generate from.
 
     Raises:
         ValueError: for a folder with images of another target, sampling or source of prompts.
     """
 
-    def __init__(self, folder: Path, pipe: LlamaGenPipeline, subjects: PromptSource, recipe: HeadConfig):
-        self.folder, self.pipe, self.subjects, self.recipe = folder, pipe, subjects, recipe
-        self.scale, self.sampling = checks.check_sampling({**pipe.default_sampling, **recipe.sampling})
+    def __init__(self, folder: Path, pipe: LlamaGenPipeline, prompts: PromptSource, config: HeadConfig):
+        self.folder, self.pipe, self.prompts, self.config = folder, pipe, prompts, config
+        self.scale, self.sampling = checks.check_sampling({**pipe.default_sampling, **config.sampling})
         self.sampling.validate_top_k(pipe.vocab)
-        self.made_of = (
-            f"transformer {weights_digest(pipe.transformer)}, guidance {self.scale}, {self.sampling}, {subjects.name}, "
-            f"seed {recipe.seed}, {recipe.draw_batch} at once, {recipe.hot_share} hot, {recipe.held_out} held out"
+        self.fingerprint = (
+            f"transformer {weights_digest(pipe.transformer)}, guidance {self.scale}, {self.sampling}, {prompts.name}, "
+            f"seed {config.seed}, batches of {config.generation_batch_size}, {config.validation_images} for validation, "
+            f"{config.temperature_one_fraction} at temperature 1"
         )
-        self.training = recipe.pictures - recipe.held_out
-        self.tokens = np.zeros((recipe.pictures, pipe.tokens), dtype=np.int32)
+        self.training = config.num_images - config.validation_images
+        self.tokens = np.zeros((config.num_images, pipe.tokens), dtype=np.int32)
 
-    def hot(self, number: int) -> bool:
+    def uses_temperature_one(self, number: int) -> bool:
         """Whether an image is generated at temperature 1; the same for all images of a batch."""
-        batch, share = self._batch(number), self.recipe.hot_share
-        return int((batch + 1) * share) > int(batch * share)
+        batch, fraction = self._batch(number), self.config.temperature_one_fraction
+        return int((batch + 1) * fraction) > int(batch * fraction)
 
     def temperature(self, numbers: Sequence[int], device: torch.device) -> Tensor:
         """Return the temperatures at which images were generated, float32 `[B]`."""
         usual = self.sampling.temperature
-        return torch.tensor([1.0 if self.hot(number) else usual for number in numbers], device=device)
+        return torch.tensor([1.0 if self.uses_temperature_one(number) else usual for number in numbers], device=device)
 
     def condition(self, numbers: Sequence[int]) -> Condition:
-        """Return the condition of images, which must be all held out or all for training."""
-        return self.subjects(numbers, numbers[0] >= self.training)
+        """Return the condition of images, which must be all for validation or all for training."""
+        return self.prompts(numbers, numbers[0] >= self.training)
 
-    def draw(self) -> None:
+    def generate_missing(self) -> None:
         """Fill `tokens`: read the stored batches and generate the missing ones."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        size, parts = self.recipe.draw_batch, (range(self.training), range(self.training, self.recipe.pictures))
+        size, parts = self.config.generation_batch_size, (range(self.training), range(self.training, self.config.num_images))
         batches = [part[start : start + size] for part in parts for start in range(0, len(part), size)]
         missing = [numbers for numbers in batches if not self._read(numbers)]
-        for numbers in tqdm(missing, desc="pictures", disable=None, mininterval=5):
-            self._draw(list(numbers))
+        for numbers in tqdm(missing, desc="images", disable=None, mininterval=5):
+            self._generate_batch(list(numbers))
 
     def _batch(self, number: int) -> int:
-        """Return the batch that generates an image; held-out batches are numbered separately."""
+        """Return the batch that generates an image; validation batches are numbered separately."""
         late = number >= self.training
-        return (number - self.training if late else number) // self.recipe.draw_batch
+        return (number - self.training if late else number) // self.config.generation_batch_size
 
     def _file(self, first: int) -> Path:
-        return self.folder / f"{'held' if first >= self.training else 'drawn'}-{self._batch(first):05d}.npz"
+        return self.folder / f"{'validation' if first >= self.training else 'train'}-{self._batch(first):05d}.npz"
 
     def _read(self, numbers: Sequence[int]) -> bool:
         path = self._file(numbers[0])
         if not path.is_file():
             return False
-        kept = load_npz(path, "made_of", "tokens")
-        if str(kept["made_of"]) != self.made_of:
+        stored = load_npz(path, "fingerprint", "tokens")
+        if str(stored["fingerprint"]) != self.fingerprint:
             raise ValueError(
-                f"{path} holds pictures of {kept['made_of']}, and these are to be of {self.made_of}; give another folder for "
-                "drawn pictures, or remove it"
+                f"{path} contains images of {stored['fingerprint']}, not of {self.fingerprint}; give another folder for "
+                "generated images, or remove it"
             )
-        if kept["tokens"].shape != (len(numbers), self.tokens.shape[1]):
+        if stored["tokens"].shape != (len(numbers), self.tokens.shape[1]):
             return False  # from a run of another length, whose last batch was shorter
-        self.tokens[list(numbers)] = kept["tokens"]
+        self.tokens[list(numbers)] = stored["tokens"]
         return True
 
-    def _draw(self, numbers: list[int]) -> None:
-        sampling: Sampling = replace(self.sampling, temperature=1.0) if self.hot(numbers[0]) else self.sampling
-        # Held-out images have their own range of seeds, independent of the number of images.
+    def _generate_batch(self, numbers: list[int]) -> None:
+        sampling: Sampling = replace(self.sampling, temperature=1.0) if self.uses_temperature_one(numbers[0]) else self.sampling
+        # Validation images have their own range of seeds, independent of the number of images.
         first = (1 << 40) if numbers[0] >= self.training else 0
         base = numbers[0] - (self.training if first else 0)
-        seeds = torch.arange(len(numbers)) + base + first + self.recipe.seed * (1 << 44)
-        drawn = decode(self.pipe.token_model(self.scale), self.condition(numbers), seeds, "auto", sampling).tokens
-        self.tokens[numbers] = drawn.cpu().numpy()
+        seeds = torch.arange(len(numbers)) + base + first + self.config.seed * (1 << 44)
+        tokens = decode(self.pipe.token_model(self.scale), self.condition(numbers), seeds, "auto", sampling).tokens
+        self.tokens[numbers] = tokens.cpu().numpy()
         with atomic_file(self._file(numbers[0])) as temporary, open(temporary, "wb") as file:
-            np.savez(file, tokens=self.tokens[numbers], made_of=np.array(self.made_of))
+            np.savez(file, tokens=self.tokens[numbers], fingerprint=np.array(self.fingerprint))

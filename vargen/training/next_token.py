@@ -1,65 +1,89 @@
 """Train a `LlamaGenTransformer` on the tokens of captioned images.
 
-When to stop is decided by how well generated images match their prompts. Held-out loss and entropy are reported as well,
+When to stop is decided by how well generated images match their prompts. Validation loss and entropy are reported as well,
 because peaked probabilities would flatter speculative methods that are measured on images of the training set.
 """
 
 from __future__ import annotations
 
-import logging
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from vargen.device import preferred_dtype
-from vargen.files import atomic_merge
 from vargen.models.component_files import check_network_files
 from vargen.models.condition import Condition
 from vargen.models.llamagen import LlamaGenTransformer
 from vargen.models.tokenizers.vq import VQModel
-from vargen.training.blanks import tokens_digest
-from vargen.training.caption_bank import CaptionBank
-from vargen.training.config import NextTokenConfig
-from vargen.training.dataset import CaptionedImages, spread
-from vargen.training.head_loss import head_loss
-from vargen.training.next_token_evaluation import Evaluation
-from vargen.training.next_token_losses import CodePrior, NearNoise, drop_captions, noisy, start_weights
-from vargen.training.optimizers import Muon
-from vargen.training.run import TrainingRun
-from vargen.training.token_cache import Batches, TokenStore, check_fit
+from vargen.training.augment import SamplingWeights
+from vargen.training.config import Schedule, at_least, check_fractions
+from vargen.training.dataset import CaptionBank, CaptionedImages, take_evenly
+from vargen.training.next_token_evaluation import NextTokenEvaluation
+from vargen.training.next_token_losses import (
+    CodebookPrior,
+    NeighborNoise,
+    chunked_cross_entropy,
+    corrupt_tokens,
+    drop_captions,
+    first_token_weights,
+)
+from vargen.training.optimizers import split_optimizers
+from vargen.training.run import Trainer, export, fit
+from vargen.training.token_cache import CaptionBatches, TokenStore, check_fit, hash_tokens
 from vargen.weight_files import weights_digest
 
-logger = logging.getLogger("vargen")
-
 _AVERAGE_EVERY = 5  # steps
+_SAMPLE = 96  # validation images of an evaluation between steps
 
 # Maps a tokenizer, a model and caption features to a function from a number of images (None: all) to their metrics.
 ImageMetrics = Callable[[VQModel, LlamaGenTransformer, CaptionBank], Callable[[int | None], dict[str, float]]]
 
 
-def optimizers(model: LlamaGenTransformer, prior: CodePrior, recipe: NextTokenConfig) -> list[torch.optim.Optimizer]:
-    """Create the optimizers: Muon for the matrices of the blocks and the caption projection, AdamW for the rest; or AdamW for
-    all.
+@dataclass(frozen=True)
+class NextTokenConfig:
+    """How to train a `LlamaGenTransformer` on tokens. `model` contains the keyword arguments of its constructor."""
 
-    The rest are embeddings, head and norms.
-    """
-    inside = ("layers.", "cls_embedding.cap_proj.")
-    blocks = [p for name, p in model.named_parameters() if name.startswith(inside) and p.dim() == 2]
-    taken = {id(p) for p in blocks} if recipe.optimizer == "muon" else set()
-    rest = [p for p in [*model.parameters(), *prior.parameters()] if id(p) not in taken]
-    betas = (0.9, recipe.adamw_beta2)
-    adamw = torch.optim.AdamW(rest, lr=recipe.adamw_learning_rate, betas=betas, weight_decay=0.0, fused=True)
-    if recipe.optimizer == "adamw":
-        return [adamw]
-    return [Muon(blocks, lr=recipe.schedule.learning_rate, weight_decay=recipe.weight_decay), adamw]
+    model: dict[str, Any]
+    schedule: Schedule = field(default_factory=Schedule)
+    sampling_weights: SamplingWeights = field(default_factory=SamplingWeights)
+    seed: int = 0
+    batch_size: int = 32
+    caption_dropout: float = 0.1
+    max_caption_tokens: int = 16  # longer captions are truncated: one shape for all batches
+    shift_pixels: int = 8  # augmentation: each image is tokenized at several offsets up to this
+    shift_variants: int = 0
+    flip_probability: float = 0.0  # probability of mirroring images without text or a named side
+    recolor_probability: float = 0.15  # probability of recoloring an image with a dominant color, and its caption
+    dropout: float = 0.0
+    token_noise: float = 0.1  # fraction of input tokens from other images, per image uniform from 0 to this
+    wrong_prefix_probability: float = 0.0  # probability that an input starts with another image's tokens
+    neighbor_noise: float = 0.0  # fraction of input tokens replaced by near codes, per image uniform from 0 to this
+    first_token_weight: float = 1.0  # loss weight of the first tokens of an image's content; later tokens have weight 1
+    optimizer: str = "muon"  # Muon for the matrices, AdamW for the rest; or "adamw" for all
+    adamw_learning_rate: float = 3e-3
+    adamw_beta2: float = 0.996
+    weight_decay: float = 0.05
+    average_last_fraction: float = 0.05  # final share of training over which weights are averaged
+    recall_images: int = 64  # images generated and scored at each evaluation; 0 for none
+    compile: bool = False
+    evaluate_every: int = 250
+    checkpoint_every: int = 100
+
+    def __post_init__(self) -> None:
+        at_least(self, 1, "batch_size", "max_caption_tokens", "evaluate_every", "checkpoint_every")
+        at_least(self, 1, "first_token_weight")
+        at_least(self, 0, "shift_pixels", "shift_variants", "dropout", "weight_decay", "recall_images")
+        check_fractions(self, "caption_dropout", "flip_probability", "recolor_probability", "token_noise", "neighbor_noise")
+        check_fractions(self, "wrong_prefix_probability", "average_last_fraction", "adamw_beta2")
+        if self.optimizer not in ("muon", "adamw"):
+            raise ValueError(f"optimizer must be 'muon' or 'adamw', got {self.optimizer!r}")
 
 
 def train_next_token(
-    recipe: NextTokenConfig,
+    config: NextTokenConfig,
     data: CaptionedImages,
     tokenizer_folder: Path,
     text_encoder_folder: Path,
@@ -68,56 +92,56 @@ def train_next_token(
     init_folder: Path | None = None,
     image_metrics: ImageMetrics | None = None,
 ) -> dict[str, float]:
-    """Train until `recipe.schedule.steps`, resuming the run in `folder`; saves the averaged weights to `folder/transformer`.
+    """Train until `config.schedule.steps`, resuming the run in `folder`; saves the averaged weights to `folder/transformer`.
 
     Args:
         tokenizer_folder: a saved `VQModel`. text_encoder_folder: contains `text_encoder/` and `tokenizer/`.
         init_folder: a saved `LlamaGenTransformer` with the config's shape, except for the grid, to start from.
-        image_metrics: scores `recipe.drawn` generated images at each evaluation, and all of them at the end.
+        image_metrics: scores `config.recall_images` generated images at each evaluation, and all of them at the end.
 
     Returns:
-        The metrics of these weights: those of `Evaluation` and `image_metrics`, and `held_out_loss` and `entropy` in nats per
-            token.
+        The metrics of these weights: those of `NextTokenEvaluation` and `image_metrics`, and `held_out_loss` and `entropy` in
+            nats per token.
 
     Raises:
         ValueError: for a damaged network file; images, tokenizer and model that are not compatible; a run in `folder` that is
             damaged or has another config; or a run that diverged.
     """
-    trainer = _Trainer(recipe, data, tokenizer_folder, text_encoder_folder, folder, device, init_folder, image_metrics)
-    run, steps = trainer.run, recipe.schedule.steps
-    for step in run.progress(trainer.resumed()):
-        loss = trainer.step(step)
-        done = step + 1
-        if done % 10 == 0:
-            run.log(done, loss=loss)
-        if done % recipe.evaluate_every == 0 and done != steps:
-            run.log(done, **trainer.figures(trainer.prior.folded(trainer.model), recipe.drawn, sample=True))
-        if done % recipe.checkpoint_every == 0 or done == steps:
-            trainer.save(done)
-    figures = trainer.finish()
-    logger.info("generator %s: %s", folder, figures)
-    return figures
+    trainer = NextTokenTrainer(config, data, tokenizer_folder, text_encoder_folder, folder, device, init_folder, image_metrics)
+    fit(trainer)
+    weights = trainer.average or trainer.prior.merge_into(trainer.model)
+    metrics = trainer.compute_metrics(weights, None, trainer.validation)
+    network = LlamaGenTransformer.from_config(trainer.model.config)  # generating changed the layout of `trainer.evaluated`
+    network.load_state_dict(weights)
+    groups = tuple(trainer.evaluation.groups)
+    panels = ("loss", "gap", *(("top5",) if trainer.image_metrics else ()))
+    per_group = (tuple(f"{name}_{group}" for group in groups) for name in panels)
+    return export(trainer.run, network, "transformer", metrics, ("loss", "held_out_loss"), ("entropy",), *per_group)
 
 
-def opened(recipe: NextTokenConfig, init_folder: Path | None) -> tuple[LlamaGenTransformer, str | None]:
+def load_or_init(config: NextTokenConfig, init_folder: Path | None) -> tuple[LlamaGenTransformer, str | None]:
     """Return the model to train, and an identifier of the weights that it starts from.
 
     Raises:
         ValueError: if the weights are damaged or differ in shape from the config.
     """
-    options: dict[str, Any] = {"condition": "text", **recipe.model}
-    model = LlamaGenTransformer(**{"dropout": recipe.dropout, **options})
+    options: dict[str, Any] = {"condition": "text", **config.model}
+    model = LlamaGenTransformer(**{"dropout": config.dropout, **options})
     if init_folder is None:
         return model, None
     check_network_files(init_folder, LlamaGenTransformer)
-    given = LlamaGenTransformer.from_pretrained(init_folder)
-    same = [name for name in options if name != "grid_size"]  # no weight depends on the grid
-    other = {name: given.config[name] for name in same if given.config[name] != model.config[name]}
+    start = LlamaGenTransformer.from_pretrained(init_folder)
+    check_same_shape(init_folder, start, model, [name for name in options if name != "grid_size"])  # no weight depends on it
+    model.load_state_dict(start.state_dict())
+    return model, weights_digest(start)
+
+
+def check_same_shape(folder: Path, start: Any, model: Any, names: list[str]) -> None:
+    """Raise ValueError if the weights of `start` differ from `model` in one of these settings."""
+    other = {name: start.config[name] for name in names if start.config[name] != model.config[name]}
     if other:
-        asked = {name: model.config[name] for name in other}
-        raise ValueError(f"init {str(init_folder)!r} holds a model of {other}, and the recipe asks for {asked}")
-    model.load_state_dict(given.state_dict())
-    return model, weights_digest(given)
+        expected = {name: model.config[name] for name in other}
+        raise ValueError(f"init {str(folder)!r} must have the config's {expected}, got {other}")
 
 
 class _Features(nn.Module):
@@ -131,16 +155,16 @@ class _Features(nn.Module):
         return self.model.hidden(tokens, condition)
 
 
-class _Trainer:
-    """A generator and the state that its training changes.
+class NextTokenTrainer(Trainer):
+    """Trains a next-token model.
 
     Attributes:
-        average, averaged: the mean of the last weights, and the number of weights in it.
+        average, average_count: the mean of the last weights, and the number of weights in it.
     """
 
     def __init__(
         self,
-        recipe: NextTokenConfig,
+        config: NextTokenConfig,
         data: CaptionedImages,
         tokenizer_folder: Path,
         text_encoder_folder: Path,
@@ -149,128 +173,94 @@ class _Trainer:
         init_folder: Path | None,
         image_metrics: ImageMetrics | None,
     ):
-        torch.manual_seed(recipe.seed)
-        self.recipe, self.data, self.folder, self.device = recipe, data, folder, device
-        self.model, start = opened(recipe, init_folder)
-        self.model.to(device)
+        torch.manual_seed(config.seed)
+        model, start = load_or_init(config, init_folder)
         vqvae = VQModel.from_pretrained(tokenizer_folder).to(device).float().eval().requires_grad_(False)
-        check_fit(self.model, vqvae, data.images.shape[1])
-        config = self.model.config
-        identity = {"kind": "generator", "model": dict(recipe.model), "seed": recipe.seed, "tokenizer": tokens_digest(vqvae)}
-        self.run = TrainingRun(folder, identity | ({"init": start} if start else {}), recipe.schedule.steps)
-        self.state = self.run.resume(device, ("model", "prior", "optimizers"))
-        self.store = TokenStore(folder, data.images, vqvae, recipe, device)
-        self.bank = CaptionBank(text_encoder_folder, min(recipe.caption_rows, config.cls_token_num), device)
-        self.batches = Batches(data, self.store, self.bank, recipe)
+        check_fit(model, vqvae, data.images.shape[1])
+        identity = {"tokenizer": hash_tokens(vqvae)} | ({"init": start} if start else {})
+        super().__init__(config, model, folder, device, "generator", **identity)
+        self.store = TokenStore(folder, data.images, vqvae, config, device)
+        self.bank = CaptionBank(text_encoder_folder, min(config.max_caption_tokens, model.config.cls_token_num), device)
+        self.batches = CaptionBatches(data, self.store, self.bank, config)
         codes = vqvae.quantize.codebook().detach().float()
-        self.prior = CodePrior(codes, config.dim, given=init_folder is not None).to(device)
-        self.near = NearNoise(codes, recipe.near_noise)
-        self.evaluated = LlamaGenTransformer.from_config(config).to(device).eval()  # the plain model that would be saved
-        self.evaluate = Evaluation(data, recipe.focus, self.store, self.bank)
-        self.held_out = data.indices("validation")
-        self.steppers = optimizers(self.model, self.prior, recipe)
-        self.dtype = preferred_dtype(device)
-        self.features = _Features(self.model)
-        if recipe.compile:
-            for layer in self.model.layers:
+        self.prior = CodebookPrior(codes, model.config.dim, pretrained=init_folder is not None).to(device)
+        self.neighbor_noise = NeighborNoise(codes, config.neighbor_noise)
+        self.evaluated = LlamaGenTransformer.from_config(model.config).to(device).eval()  # the plain model that would be saved
+        self.evaluation = NextTokenEvaluation(data, config.sampling_weights, self.store, self.bank)
+        self.validation = data.indices("validation")
+        self.optimizers = split_optimizers(
+            {**dict(model.named_parameters()), **{f"prior.{name}": p for name, p in self.prior.named_parameters()}},
+            lambda name: name.startswith(("layers.", "cls_embedding.cap_proj.")),
+            config,
+        )
+        self.features = _Features(model)
+        if config.compile:
+            for layer in model.layers:
                 layer.compile(dynamic=False)  # same shapes and code: compiled only once
-        self.average, self.averaged = dict[str, Tensor](), 0
+        self.average, self.average_count = dict[str, Tensor](), 0
         self.image_metrics: Callable[[int | None], dict[str, float]] | None = None
-        if recipe.drawn and image_metrics is not None:
+        if config.recall_images and image_metrics is not None:
             self.image_metrics = image_metrics(vqvae, self.evaluated, self.bank)
 
     @property
     def _average_from(self) -> int:
         """The first step whose weights are included in the average."""
-        steps = self.recipe.schedule.steps
-        return steps - max(1, round(self.recipe.averaged * steps))
+        steps = self.config.schedule.steps
+        return steps - max(1, round(self.config.average_last_fraction * steps))
 
-    def resumed(self) -> int:
-        """Restore the checkpoint in the folder, if any; returns the next step."""
-        start, state = 0, self.state
-        if state:
-            self.model.load_state_dict(state["model"])
-            self.prior.load_state_dict(state["prior"])
-            for stepper, saved in zip(self.steppers, state["optimizers"], strict=True):
-                stepper.load_state_dict(saved)
-            start = state["step"]
-            if state["average_from"] == self._average_from:  # otherwise the number of steps has changed
-                self.average, self.averaged = state["average"], state["averaged"]
-        self.model.train()
-        return start
+    def parameters(self) -> list[nn.Parameter]:
+        return [*self.model.parameters(), *self.prior.parameters()]
 
-    def save(self, step: int) -> None:
-        self.run.checkpoint(
-            step,
-            model=self.model.state_dict(),
-            prior=self.prior.state_dict(),
-            optimizers=[stepper.state_dict() for stepper in self.steppers],
-            average=self.average,
-            averaged=self.averaged,
-            average_from=self._average_from,
-        )
+    def state_dict(self) -> dict[str, Any]:
+        average = {"average": self.average, "averaged": self.average_count, "average_from": self._average_from}
+        return {**super().state_dict(), "prior": self.prior.state_dict(), **average}
 
-    def step(self, step: int) -> Tensor:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.prior.load_state_dict(state["prior"])
+        if state["average_from"] == self._average_from:  # otherwise the number of steps has changed
+            self.average, self.average_count = state["average"], state["averaged"]
+
+    def step(self, step: int) -> Mapping[str, Tensor]:
         """Run one training step; returns the unweighted loss in nats per token."""
-        recipe, model = self.recipe, self.model
-        for stepper in self.steppers:
-            for group in stepper.param_groups:
-                group["lr"] = stepper.defaults["lr"] * recipe.schedule.factor(step)
-            stepper.zero_grad(set_to_none=True)
-        torch.manual_seed(recipe.seed * 1_000_003 + step)  # makes dropout and noise functions of the step
+        config, model = self.config, self.model
+        torch.manual_seed(config.seed * 1_000_003 + step)  # makes dropout and noise functions of the step
         tokens, condition, dropped = self.batches(step)
         condition = drop_captions(condition, model, dropped)
-        given = self.near(noisy(tokens, recipe.token_noise, recipe.wrong_starts, ~dropped))
+        noisy = corrupt_tokens(tokens, config.token_noise, config.wrong_prefix_probability, ~dropped)
         weights = self.prior.weights(model)
         head = weights.pop("output.weight")
         summed = {f"model.{name}": weight for name, weight in weights.items()}
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16):
-            features = torch.func.functional_call(self.features, summed, (given, condition))
-        weighted = start_weights(tokens, self.store.tokens_of.code, recipe.start_weight)
-        total, losses = head_loss(head, None, features.float(), tokens, weighted, self.dtype)
-        (total / weighted.sum()).backward()
-        nn.utils.clip_grad_norm_([*model.parameters(), *self.prior.parameters()], 1.0)
-        for stepper in self.steppers:
-            stepper.step()
+        with self.amp():
+            features = torch.func.functional_call(self.features, summed, (self.neighbor_noise(noisy), condition))
+        loss_weights = first_token_weights(tokens, self.store.tokenize.code, config.first_token_weight)
+        total, losses = chunked_cross_entropy(head, None, features.float(), tokens, loss_weights, self.dtype)
+        self.update(step, total / loss_weights.sum())
         done = step + 1
-        if done > self._average_from and (done % _AVERAGE_EVERY == 0 or done == recipe.schedule.steps):
-            self._take_into_average()
-        return losses.mean()
+        if done > self._average_from and (done % _AVERAGE_EVERY == 0 or done == config.schedule.steps):
+            self._update_average()
+        return {"loss": losses.mean()}
 
-    def _take_into_average(self) -> None:
+    def _update_average(self) -> None:
         """Add the current weights to the average; weights of one run average well (Izmailov et al. 2018, arXiv:1803.05407)."""
-        weights = self.prior.folded(self.model)
-        self.averaged += 1
-        if self.averaged == 1:
+        weights = self.prior.merge_into(self.model)
+        self.average_count += 1
+        if self.average_count == 1:
             self.average = weights
         for name, value in self.average.items():
-            value.lerp_(weights[name], 1 / self.averaged)
+            value.lerp_(weights[name], 1 / self.average_count)
 
-    def figures(self, weights: dict[str, Tensor], drawn: int | None, sample: bool) -> dict[str, float]:
+    def evaluate(self) -> dict[str, float]:
+        """Return the metrics of the current weights on a sample of the validation images."""
+        sample = self.validation[take_evenly(range(len(self.validation)), _SAMPLE)]
+        return self.compute_metrics(self.prior.merge_into(self.model), self.config.recall_images, sample)
+
+    def compute_metrics(self, weights: dict[str, Tensor], num_images: int | None, validation: Any) -> dict[str, float]:
         """Return the metrics of `weights`.
 
         Args:
-            drawn: approximate number of generated images; None for all. sample: use a sample of the held-out images, not all.
+            num_images: approximate number of generated images; None for all. validation: indices of validation images.
         """
         self.evaluated.load_state_dict(weights)
-        held_out = self.held_out[spread(range(len(self.held_out)), 96)] if sample else self.held_out
-        figures = {**self.evaluate.held_out(self.evaluated, held_out), **self.evaluate(self.evaluated)}
-        return figures if self.image_metrics is None else figures | self.image_metrics(drawn)
-
-    def finish(self) -> dict[str, float]:
-        """Save the averaged weights and plot the run; returns the metrics."""
-        steps = self.recipe.schedule.steps
-        weights = self.average or self.prior.folded(self.model)
-        figures = self.figures(weights, None, sample=False)
-        if not math.isfinite(figures["held_out_loss"]):
-            found = figures["held_out_loss"]
-            raise ValueError(f"the run in {self.folder} diverged (held-out loss {found}): lower the learning rates")
-        self.run.log(steps, **figures, final_held_out_loss=figures["held_out_loss"], final_entropy=figures["entropy"])
-        saved = LlamaGenTransformer.from_config(self.model.config)  # generation changed the weight layout of `evaluated`
-        saved.load_state_dict(weights)
-        with atomic_merge(self.folder / "transformer") as staged:
-            saved.save_pretrained(staged)
-        groups = tuple(self.evaluate.groups)
-        measures = ("loss", "gap", *(("top5",) if self.image_metrics else ()))
-        self.run.plot(("loss", "held_out_loss"), ("entropy",), *(tuple(f"{m}_{g}" for g in groups) for m in measures))
-        return figures
+        metrics = {**self.evaluation.validation_loss(self.evaluated, validation), **self.evaluation(self.evaluated)}
+        return metrics if self.image_metrics is None else metrics | self.image_metrics(num_images)

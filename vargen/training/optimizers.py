@@ -7,7 +7,8 @@ slower than in float32. Here matrices of equal shape share one batched iteration
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from vargen.device import preferred_dtype
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
-def orthogonalise(matrices: Tensor, rounds: int = 5) -> Tensor:
+def orthogonalize(matrices: Tensor, rounds: int = 5) -> Tensor:
     """Approximately orthogonalize matrices `[n, a, b]`: singular values near 1, with the same singular vectors."""
     a, b, c = _COEFFICIENTS
     x = matrices.to(preferred_dtype(matrices.device))
@@ -58,7 +59,7 @@ class Muon(torch.optim.Optimizer):
                 for part, target in zip(_squares(update), _squares(parameter), strict=True):
                     pieces[tuple(part.shape)].append((part, target))
             for (rows, columns), pairs in pieces.items():
-                updates = orthogonalise(torch.stack([part for part, _ in pairs]))
+                updates = orthogonalize(torch.stack([part for part, _ in pairs]))
                 scale = group["lr"] * 0.2 * max(rows, columns) ** 0.5
                 for update, (_, target) in zip(updates, pairs, strict=True):
                     target.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-scale)
@@ -67,3 +68,25 @@ class Muon(torch.optim.Optimizer):
 def _squares(matrix: Tensor) -> list[Tensor]:
     rows, columns = matrix.shape
     return list(matrix.split(columns)) if rows > columns and rows % columns == 0 else [matrix]
+
+
+def split_optimizers(
+    parameters: Mapping[str, Tensor], in_blocks: Callable[[str], bool], config: Any
+) -> list[torch.optim.Optimizer]:
+    """Create the optimizers: Muon for the matrices of the blocks, AdamW for all other parameters.
+
+    Args:
+        parameters: by name. in_blocks: whether a parameter of this name belongs to a block.
+        config: has `schedule`, `weight_decay` (of Muon), `adamw_learning_rate`, `adamw_beta2`, and `optimizer`: with "adamw",
+            AdamW trains all parameters.
+    """
+    muon = getattr(config, "optimizer", "muon") == "muon"
+    matrices = {name: p for name, p in parameters.items() if muon and in_blocks(name) and p.dim() == 2}
+    rest = [p for name, p in parameters.items() if name not in matrices]
+    betas = (0.9, config.adamw_beta2)
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.AdamW(rest, lr=config.adamw_learning_rate, betas=betas, weight_decay=0.0, fused=True)
+    ]
+    if matrices:
+        optimizers.insert(0, Muon(matrices.values(), lr=config.schedule.learning_rate, weight_decay=config.weight_decay))
+    return optimizers

@@ -1,40 +1,49 @@
-"""A training run on disk: checkpoint, log and curves. A run killed at any moment resumes from its last checkpoint.
+"""The training loop `fit`, and a training run on disk: checkpoint, log and curves.
 
-Batches are functions of (seed, step), so no random state needs saving, and a resumed run sees the same data as an uninterrupted
-one.
+A run killed at any moment resumes from its last checkpoint. Batches are functions of (seed, step), so no random state needs
+saving, and a resumed run sees the same data as an uninterrupted one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import logging
+import math
 import time
-from collections.abc import Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from vargen.compat import check_matplotlib
-from vargen.files import atomic_file
+from vargen.device import preferred_dtype
+from vargen.files import atomic_file, atomic_merge
 from vargen.weight_files import load_pickle_safely
+
+logger = logging.getLogger("vargen")
+
+CHECKPOINT, OLD_CHECKPOINT = "checkpoint.pt", "state.pt"
+_LOG_EVERY = 10  # steps
 
 
 class TrainingRun:
-    """Checkpoint, log and plots in one folder: `state.pt`, `log.jsonl`, `curves.png`.
+    """Checkpoint, log and plots in one folder: `checkpoint.pt`, `log.jsonl`, `curves.png`.
 
     Args:
-        folder: the run directory; `resume` creates it if missing.
-        fingerprint: settings that must be equal to resume (the model's shape, the seed).
-        steps: total number of steps, for the progress bar.
+        folder: the run directory; `load_checkpoint` creates it if missing.
+        settings: what must be equal to resume a run (the model's shape, the seed).
+        steps: total number of steps.
     """
 
-    def __init__(self, folder: Path, fingerprint: dict[str, Any], steps: int):
+    def __init__(self, folder: Path, settings: dict[str, Any], steps: int):
         self.folder = folder
-        self.fingerprint = json.loads(json.dumps(fingerprint))
+        self.settings = json.loads(json.dumps(settings))
         self.steps = steps
         self.started = time.monotonic()
         self.seconds_before = 0.0
@@ -44,41 +53,31 @@ class TrainingRun:
         """Training time so far, over all resumes."""
         return self.seconds_before + time.monotonic() - self.started
 
-    def resume(self, map_location: torch.device | str = "cpu", needs: Iterable[str] = ()) -> dict[str, Any] | None:
+    def load_checkpoint(self, map_location: torch.device | str = "cpu") -> dict[str, Any] | None:
         """Return the last checkpoint (`{"step": ..., ...}`), or None for a new run.
 
         Creates the folder if it is missing, and locks it for this process.
 
-        Args:
-            needs: keys that the checkpoint must contain.
-
         Raises:
             ImportError: without matplotlib, which the curves need.
-            ValueError: if another process trains in the folder, or if it contains a run with another fingerprint, a run that is
+            ValueError: if another process trains in the folder, or if it contains a run with other settings, a run that is
                 already past this run's last step, or a checkpoint that is damaged or of another kind.
         """
         check_matplotlib("the curves of a run need")
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock()
-        path = self.folder / "state.pt"
+        path = find_checkpoint(self.folder)
         if not path.is_file():
+            self._trim_log(0)  # of a run that was killed before its first checkpoint
             return None
-        other = "remove it to begin anew, or give another --output"
-        state = load_pickle_safely(path, map_location=map_location, if_damaged=other, if_foreign=other)
-        kinds = {"step": int, "seconds": float, "fingerprint": dict}
-        if (
-            not isinstance(state, dict)
-            or not all(isinstance(state.get(name), kind) for name, kind in kinds.items())
-            or not all(name in state for name in needs)
-        ):
-            raise ValueError(f"{path} is no checkpoint of such a run; {other}")
-        if state["fingerprint"] != self.fingerprint:
+        state = read_checkpoint(path, map_location)
+        if state["settings"] != self.settings:
             raise ValueError(
-                f"{self.folder} holds a run of another recipe ({state['fingerprint']}); give another --output or remove it"
+                f"{self.folder} contains a run with other settings ({state['settings']}); give another --output or remove it"
             )
         if state["step"] > self.steps:
             raise ValueError(
-                f"the run in {self.folder} has {state['step']} steps behind it and cannot end at {self.steps}: "
+                f"the run in {self.folder} has already done {state['step']} steps and cannot end at {self.steps}: "
                 "give more steps, or another --output"
             )
         self.seconds_before = state["seconds"]
@@ -98,10 +97,10 @@ class TrainingRun:
             raise ValueError(f"another process trains in {self.folder}: stop it first, or give another --output") from None
         self._held = lock  # for the lifetime of this run
 
-    def checkpoint(self, step: int, **state: Any) -> None:
+    def save_checkpoint(self, step: int, **state: Any) -> None:
         """Save `state` after the completed `step`, atomically."""
-        record = {"step": step, "seconds": self.seconds, "fingerprint": self.fingerprint, **state}
-        with atomic_file(self.folder / "state.pt") as temporary:
+        record = {"step": step, "seconds": self.seconds, "settings": self.settings, **state}
+        with atomic_file(self.folder / CHECKPOINT) as temporary:
             torch.save(record, temporary)
 
     def log(self, step: int, **values: float | Tensor) -> None:
@@ -126,14 +125,14 @@ class TrainingRun:
         with atomic_file(path) as temporary:
             temporary.write_text("".join(line + "\n" for line in kept))
 
-    def records(self) -> list[dict[str, float]]:
+    def read_log(self) -> list[dict[str, float]]:
         path = self.folder / "log.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
 
     def progress(self, start: int) -> tqdm:
         return tqdm(range(start, self.steps), initial=start, total=self.steps, desc=self.folder.name, mininterval=5)
 
-    def plot(self, *panels: tuple[str, ...]) -> Path:
+    def plot_metrics(self, *panels: tuple[str, ...]) -> Path:
         """Write `curves.png`: one panel per tuple of logged names, against steps."""
         import matplotlib
 
@@ -141,7 +140,7 @@ class TrainingRun:
         from matplotlib import pyplot
 
         figure, axes = pyplot.subplots(1, len(panels), figsize=(5 * len(panels), 3.6), squeeze=False)
-        records = self.records()
+        records = self.read_log()
         for axis, names in zip(axes[0], panels, strict=True):
             for name in names:
                 points = [(r["step"], r[name]) for r in records if name in r]
@@ -156,3 +155,129 @@ class TrainingRun:
             figure.savefig(temporary, format="png", dpi=100)
         pyplot.close(figure)
         return target
+
+
+def find_checkpoint(folder: Path) -> Path:
+    """Return the path of a run's checkpoint, which earlier versions called `state.pt`."""
+    new, old = folder / CHECKPOINT, folder / OLD_CHECKPOINT
+    return old if old.is_file() and not new.is_file() else new
+
+
+def read_checkpoint(path: Path, map_location: torch.device | str = "cpu") -> dict[str, Any]:
+    """Read a checkpoint; ValueError if it is damaged or of another kind."""
+    hint = "remove it to start again, or give another --output"
+    state = load_pickle_safely(path, map_location=map_location, if_damaged=hint, if_foreign=hint)
+    if isinstance(state, dict) and "fingerprint" in state:  # of an earlier version
+        state["settings"] = state.pop("fingerprint")
+    kinds = {"step": int, "seconds": float, "settings": dict}
+    if not isinstance(state, dict) or not all(isinstance(state.get(name), kind) for name, kind in kinds.items()):
+        raise ValueError(f"{path} is not a checkpoint of a training run; {hint}")
+    return state
+
+
+class Trainer(ABC):
+    """A network, its optimizers and its run directory: what `fit` trains.
+
+    Subclasses create `optimizers`, and extend `state_dict` and `load_state_dict` if a step changes more than the network and
+    its optimizers.
+
+    Args:
+        config: has `model`, `seed`, `schedule`, `evaluate_every` and `checkpoint_every`.
+        model: the network to train. kind: the kind of run.
+        identity: further settings that must be equal to resume the run.
+
+    Attributes:
+        checkpoint: the checkpoint to resume from, until `fit` loads it.
+        dtype: of autocast, bfloat16 where it is fast.
+    """
+
+    optimizers: list[torch.optim.Optimizer]
+
+    def __init__(self, config: Any, model: Any, folder: Path, device: torch.device, kind: str, **identity: Any):
+        self.config, self.model, self.folder, self.device = config, model.to(device), folder, device
+        self.dtype = preferred_dtype(device)
+        settings = {"kind": kind, "model": config.model, "seed": config.seed, **identity}
+        self.run = TrainingRun(folder, settings, config.schedule.steps)
+        self.checkpoint = self.run.load_checkpoint(device)
+
+    @abstractmethod
+    def step(self, step: int) -> Mapping[str, float | Tensor]:
+        """Run one training step, a function of the state and of the step's number; returns the values to log."""
+
+    @abstractmethod
+    def evaluate(self) -> Mapping[str, float]:
+        """Return the metrics to log between steps."""
+
+    def parameters(self) -> Iterable[nn.Parameter]:
+        """Return the parameters whose gradients are clipped."""
+        return self.model.parameters()
+
+    def amp(self) -> torch.autocast:
+        """Return a context that computes in bfloat16 where it is fast."""
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16)
+
+    def update(self, step: int, loss: Tensor) -> None:
+        """Take an optimizer step at the schedule's learning rate, with gradients clipped to a norm of 1."""
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = optimizer.defaults["lr"] * self.config.schedule.factor(step)
+            optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.parameters(), 1.0)
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything that steps change."""
+        return {"model": self.model.state_dict(), "optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self.model.load_state_dict(state["model"])
+        saved = [state["optimizer"]] if "optimizer" in state else state["optimizers"]  # one, in runs of earlier versions
+        for optimizer, values in zip(self.optimizers, saved, strict=True):
+            optimizer.load_state_dict(values)
+
+
+def fit(trainer: Trainer) -> None:
+    """Train from the last checkpoint to the end of the schedule.
+
+    Losses are logged every ten steps. The trainer evaluates every `evaluate_every` steps except after the last, when its
+    network is exported with its final metrics.
+    """
+    run, config, start = trainer.run, trainer.config, 0
+    if trainer.checkpoint is not None:
+        start = trainer.checkpoint["step"]
+        trainer.load_state_dict(trainer.checkpoint)
+        trainer.checkpoint = None
+    trainer.model.train()
+    for step in run.progress(start):
+        values = trainer.step(step)
+        done = step + 1
+        if done % _LOG_EVERY == 0:
+            run.log(done, **values)
+        if done % config.evaluate_every == 0 and done != run.steps:
+            run.log(done, **trainer.evaluate())
+            trainer.model.train()
+        if done % config.checkpoint_every == 0 or done == run.steps:
+            run.save_checkpoint(done, **trainer.state_dict())
+
+
+def export(
+    run: TrainingRun, network: Any, part: str, metrics: Mapping[str, float], *panels: tuple[str, ...]
+) -> dict[str, float]:
+    """Save a trained network to the sub-folder `part`, log its metrics and plot the run; returns the metrics.
+
+    The metrics are also logged with the prefix `final_`.
+
+    Raises:
+        ValueError: if a metric is not finite; the network is not saved.
+    """
+    if not all(map(math.isfinite, metrics.values())):
+        raise ValueError(f"the run in {run.folder} diverged ({dict(metrics)}): lower the learning rate")
+    run.log(run.steps, **metrics, **{f"final_{name}": value for name, value in metrics.items()})
+    with atomic_merge(run.folder / part) as staged:
+        network.eval().save_pretrained(staged)
+    run.plot_metrics(*panels)
+    logger.info("%s: %s", run.folder / part, dict(metrics))
+    return dict(metrics)

@@ -35,12 +35,14 @@ def test_noise_is_that_of_the_reference(purpose: noise.Purpose, step: int, count
     number = torch.tensor(step, device=DEVICE) if counted else step
     block = {"BLOCK": 2048, "PURPOSE": int(purpose), "enable_fp_fusion": False}
     _all[(R,)](seeds, position, units, coins, lanes, races, V, number, **block)
-    assert torch.equal(units, noise.uniform(seeds, position, purpose, step)[:, 0])
-    assert torch.equal(coins, noise.coins(seeds, position, purpose, step)[:, 0])
+    assert torch.equal(units, noise.sample_uniform(seeds, position, purpose, step)[:, 0])
+    assert torch.equal(coins, noise.sample_uniform64(seeds, position, purpose, step)[:, 0])
     expected = noise._unit_(noise._lane_bits(noise._make_keys(seeds, position, purpose, step), V))[:, 0]
     assert torch.equal(lanes, expected), "the uniform numbers of a race"
     assert torch.equal(races, reference.exponential(lanes))
-    apart = (races.view(torch.int32) - noise.exponential(seeds, position, V, purpose, step)[:, 0].view(torch.int32)).abs()
+    apart = (
+        races.view(torch.int32) - noise.sample_exponential(seeds, position, V, purpose, step)[:, 0].view(torch.int32)
+    ).abs()
     assert apart.max() <= 3, "units in the last place of the exponentials"
 
 

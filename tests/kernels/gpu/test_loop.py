@@ -116,13 +116,8 @@ def test_a_step_reads_nothing_on_the_host(name: str, counted: bool, monkeypatch:
     eagle = EagleDrafter(dim=32, vocab_size=64, grid_size=4, n_head=2, multiple_of=32).eval().to(meta)
     draft = LlamaGenTokenModel(tiny_transformer("class", n_layer=1).to(meta))
     codes = torch.empty(64, 8, device=meta)
-    model = LlamaGenTokenModel(
-        tiny_transformer("class").to(meta),
-        2.0,
-        codebook=codes,
-        draft_model=draft,
-        draft_heads={"eagle": partial(EagleModel, eagle)},
-    )
+    heads = {"eagle": partial(EagleModel, eagle)}
+    model = LlamaGenTokenModel(tiny_transformer("class").to(meta), 2.0, codebook=codes, draft_model=draft, draft_heads=heads)
     near = torch.empty(64, 20, dtype=torch.int16, device=meta)  # made once for a codebook, before the first pass
     monkeypatch.setattr("vargen.decoding.next_token.acceptance.neighborhood.build_neighbor_table", lambda codes, size: near)
     seeds, sampling = torch.empty(2, dtype=torch.int64, device=meta), Sampling(top_k=20, top_p=0.95)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from recipes.emoji.captions import captions, sample_caption, subject
+from recipes.emoji.captions import captions, sample_caption, to_noun_phrase
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,7 @@ from recipes.emoji.captions import captions, sample_caption, subject
     ],
 )
 def test_labels_become_phrases(label: str, expected: str) -> None:
-    assert subject(label) == expected
+    assert to_noun_phrase(label) == expected
 
 
 def _record(**changes: Any) -> dict[str, Any]:

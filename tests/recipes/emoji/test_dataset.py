@@ -59,10 +59,10 @@ def _svg(color: str) -> bytes:
 
 
 def _webp(color: tuple[int, int, int, int]) -> bytes:
-    picture = Image.new("RGBA", (64, 64), (0, 0, 0, 0))
-    picture.paste(color, (0, 0, 64, 32))
+    image = Image.new("RGBA", (64, 64), (0, 0, 0, 0))
+    image.paste(color, (0, 0, 64, 32))
     out = io.BytesIO()
-    picture.save(out, "WEBP", lossless=True)
+    image.save(out, "WEBP", lossless=True)
     return out.getvalue()
 
 
@@ -186,10 +186,10 @@ def test_build(tmp_path: Path, packages: dict[str, dict[str, bytes]]) -> None:
     assert sorted(p.name for p in (tmp_path / "a").iterdir()) == ["images.npy", "records.json"]
     assert built.images.shape == (len(built.records), 16, 16, 3) and built.images.dtype == np.uint8
     colors = {"1F34E": (255, 0, 0), "1F44B-1F3FE": (127, 255, 127), "2764": (255, 0, 0)}
-    for picture, record in zip(built.images, built.records, strict=True):
-        assert (picture[10:] >= 250).all()  # transparent parts are white; shrinking rings a little
+    for image, record in zip(built.images, built.records, strict=True):
+        assert (image[10:] >= 250).all()  # transparent parts are white; shrinking rings a little
         if record["style"] == "3d":
-            assert np.abs(picture[3, 3].astype(int) - colors[record["hexcode"]]).max() <= 2
+            assert np.abs(image[3, 3].astype(int) - colors[record["hexcode"]]).max() <= 2
     assert set(built.indices("train")) | set(built.indices("validation")) == set(range(len(built.records)))
     with pytest.raises(ValueError, match="test"):
         built.indices("test")

@@ -8,10 +8,10 @@ import torch
 from tiny_models import class_pipeline, tiny_vq
 
 from recipes.emoji.dataset import EmojiDataset
-from recipes.emoji.lookup_examples import choose_examples, kept_tokens
+from recipes.emoji.lookup_examples import choose_examples, load_cached_tokens
 from vargen import LlamaGenPipeline
 from vargen.pipelines.loading import EXAMPLES_FILE, load_example_tokens, save_example_tokens
-from vargen.training.blanks import tokens_digest
+from vargen.training.token_cache import hash_tokens
 
 
 @pytest.fixture(scope="module")
@@ -39,28 +39,28 @@ def test_tokens_that_a_run_kept_are_taken(data, tmp_path, monkeypatch):
     kept = np.stack([everything + 1, np.ones_like(everything)], axis=1).astype(np.uint16)
     kept[10:20] = 0
     kept[21, 0, 8:] = 0  # the run was killed while it wrote
-    np.save(tmp_path / f"tokens-{tokens_digest(vqvae)}-0-8-2.npy", kept)
+    np.save(tmp_path / f"tokens-{hash_tokens(vqvae)}-0-8-2.npy", kept)
     asked = []
     encode = vqvae.encode
     monkeypatch.setattr(vqvae, "encode", lambda pixels: asked.append(len(pixels)) or encode(pixels))
-    assert torch.equal(choose_examples(vqvae, data, 32, kept_tokens(tmp_path, vqvae, 40)), tokens)
+    assert torch.equal(choose_examples(vqvae, data, 32, load_cached_tokens(tmp_path, vqvae, 40)), tokens)
     assert sum(asked) == 1 + 9  # an empty picture; of 10 to 19 two are held out
 
 
 def test_a_run_of_another_tokenizer_or_data_set_is_refused(tmp_path):
     vqvae = tiny_vq()
-    with pytest.raises(ValueError, match="keeps no tokens"):
-        kept_tokens(tmp_path, vqvae, 40)
+    with pytest.raises(ValueError, match="contains no cached tokens"):
+        load_cached_tokens(tmp_path, vqvae, 40)
     np.save(tmp_path / "tokens-0123-0-8-2.npy", np.zeros((40, 1, 16), np.uint16))
     with pytest.raises(ValueError, match="another tokenizer"):
-        kept_tokens(tmp_path, vqvae, 40)
-    own = tmp_path / f"tokens-{tokens_digest(vqvae)}-0-8-2.npy"
+        load_cached_tokens(tmp_path, vqvae, 40)
+    own = tmp_path / f"tokens-{hash_tokens(vqvae)}-0-8-2.npy"
     np.save(own, np.zeros((9, 1, 16), np.uint16))
-    with pytest.raises(ValueError, match="of the 40 pictures"):
-        kept_tokens(tmp_path, vqvae, 40)
+    with pytest.raises(ValueError, match="40"):
+        load_cached_tokens(tmp_path, vqvae, 40)
     own.write_bytes(b"no array")
     with pytest.raises(ValueError, match="damaged"):
-        kept_tokens(tmp_path, vqvae, 40)
+        load_cached_tokens(tmp_path, vqvae, 40)
 
 
 def test_a_folder_keeps_examples_and_lookup_uses_them(tmp_path):

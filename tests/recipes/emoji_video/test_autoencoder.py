@@ -5,10 +5,11 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from tiny_training import check_resumes
 
 from recipes.emoji_video import autoencoder as trainer
+from recipes.emoji_video.autoencoder import AutoencoderConfig
 from recipes.emoji_video.clips import VideoDataset
-from recipes.emoji_video.config import AutoencoderConfig
 from recipes.runner import load_settings
 from vargen.models.tokenizers.video_vae import CausalVideoVAE
 from vargen.training.config import Schedule
@@ -17,21 +18,17 @@ CPU = torch.device("cpu")
 SHAPE = {"size": 16, "widths": [8, 16, 32], "transformer_blocks": 1}
 
 
-class Killed(BaseException):
-    pass
-
-
 def data(count: int = 12, frames: int = 8, size: int = 16) -> VideoDataset:
     """Squares that go round."""
     random = np.random.default_rng(0)
     clips = np.full((count, frames, size, size, 3), 255, dtype=np.uint8)
     records = []
     for i, clip in enumerate(clips):
-        colour, phase = random.integers(0, 255, 3), random.integers(frames)
+        color, phase = random.integers(0, 255, 3), random.integers(frames)
         for t, frame in enumerate(clip):
             angle = 2 * np.pi * (t + phase) / frames
             y, x = round(5 + 4 * np.sin(angle)), round(5 + 4 * np.cos(angle))
-            frame[y : y + 6, x : x + 6] = colour
+            frame[y : y + 6, x : x + 6] = color
         records.append({"split": "validation" if i < 3 else "train", "loops": True, "motion": 5.0})
     return VideoDataset(clips, records)
 
@@ -48,23 +45,8 @@ def train(folder, changed=None):
     return trainer.train_autoencoder(changed or recipe(), data(), folder, CPU)
 
 
-@pytest.mark.parametrize("killed_at", [2, 7])
-def test_a_killed_run_resumes_to_the_same_weights(tmp_path, monkeypatch, killed_at):
-    expected = train(tmp_path / "unbroken")
-    batches = trainer.Batches.__call__
-
-    def kill(self, step):
-        if step == killed_at:
-            raise Killed
-        return batches(self, step)
-
-    monkeypatch.setattr(trainer.Batches, "__call__", kill)
-    with pytest.raises(Killed):
-        train(tmp_path / "killed")
-    monkeypatch.setattr(trainer.Batches, "__call__", batches)
-    assert train(tmp_path / "killed") == expected
-    first, second = (CausalVideoVAE.from_pretrained(tmp_path / run / "vae").state_dict() for run in ("unbroken", "killed"))
-    assert all(torch.equal(first[name], second[name]) for name in first)
+def test_a_killed_run_resumes_to_the_same_weights(tmp_path):
+    check_resumes(train, tmp_path, 7, "vae")
 
 
 def test_it_learns_and_its_latents_are_standardised(tmp_path):
@@ -109,18 +91,18 @@ def test_figures_tell_a_frozen_video_from_one_that_flickers():
 def test_batches_are_of_seed_and_step_alone_and_hold_no_held_out_clip():
     clips = data()
     clips.frames[clips.indices("validation")] = 7
-    batches = trainer.Batches(clips, recipe())
-    assert np.array_equal(batches(3), trainer.Batches(clips, recipe())(3)) and not np.array_equal(batches(3), batches(4))
+    batches = trainer.WindowBatches(clips, recipe())
+    assert np.array_equal(batches(3), trainer.WindowBatches(clips, recipe())(3)) and not np.array_equal(batches(3), batches(4))
     assert batches(0).shape == (4, 3, 16, 16, 3)
     assert all(((batch := batches(step)) != 7).any((1, 2, 3, 4)).all() and batch.max() == 255 for step in range(8))
 
 
 def test_frames_of_another_size_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="size must be that of the data set's frames, 16, got 64"):
+    with pytest.raises(ValueError, match="size"):
         train(tmp_path, dataclasses.replace(recipe(), model={**SHAPE, "size": 64}))
 
 
-@pytest.mark.parametrize(("change", "message"), [({"frames": 1}, "frames must be"), ({"zoom": [1.1, 0.8]}, "zoom must be")])
+@pytest.mark.parametrize(("change", "message"), [({"frames": 1}, "frames"), ({"zoom": [1.1, 0.8]}, "zoom")])
 def test_recipes_that_cannot_be_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         recipe(**change)

@@ -10,14 +10,14 @@ from PIL import Image
 
 from recipes.emoji.sources import Source
 from recipes.emoji_video import clips as video_data
-from recipes.emoji_video.animation import FPS, choose_cut, read_animation
+from recipes.emoji_video.animation import FPS, read_animation, select_clip
 from recipes.emoji_video.clips import (
     FRAMES,
     VideoDataset,
     build_video_dataset,
     load_video_dataset,
     motion_weights,
-    window_positions,
+    window_frames,
 )
 
 SIDE = 16
@@ -34,8 +34,8 @@ def swinging(count: int, period: int, size: int = SIDE) -> np.ndarray:
 
 def webp(frames: np.ndarray, milliseconds: int = 42, kind: str = "WEBP") -> bytes:
     file = io.BytesIO()
-    pictures = [Image.fromarray(frame) for frame in frames]
-    pictures[0].save(file, kind, save_all=True, append_images=pictures[1:], duration=milliseconds, lossless=True)
+    images = [Image.fromarray(frame) for frame in frames]
+    images[0].save(file, kind, save_all=True, append_images=images[1:], duration=milliseconds, lossless=True)
     return file.getvalue()
 
 
@@ -131,25 +131,25 @@ def test_damage_is_named(tmp_path):
 @pytest.mark.parametrize("period", [24, 36, 48, 72])
 def test_a_loop_is_cut_as_a_loop_that_moves(period):
     frames = swinging(72, period)
-    cut = choose_cut(frames, 3.0, FRAMES)
+    cut = select_clip(frames, 3.0, FRAMES)
     assert cut.loops and cut.motion > 2 and 0.5 <= cut.speed <= 1.6
     assert len(cut.positions) == FRAMES and cut.positions.max() < 72
 
 
 def test_what_does_not_come_back_does_not_loop():
     frames = swinging(72, 145)
-    assert not choose_cut(frames, 3.0, FRAMES).loops
+    assert not select_clip(frames, 3.0, FRAMES).loops
 
 
 def test_what_stands_still_has_no_motion():
-    assert choose_cut(np.repeat(swinging(1, 9), 72, 0), 3.0, FRAMES).motion == 0
-    assert choose_cut(swinging(1, 9), 0.0, FRAMES).motion == 0
+    assert select_clip(np.repeat(swinging(1, 9), 72, 0), 3.0, FRAMES).motion == 0
+    assert select_clip(swinging(1, 9), 0.0, FRAMES).motion == 0
 
 
 def test_an_animation_that_rests_for_most_of_its_time_is_cut_where_it_moves():
     moving, resting = swinging(48, 48), np.repeat(swinging(1, 48), 96, 0)
     frames = np.concatenate([resting, moving])
-    cut = choose_cut(frames, len(frames) / 24, FRAMES)
+    cut = select_clip(frames, len(frames) / 24, FRAMES)
     assert cut.loops and (cut.positions >= 90).mean() > 0.9
 
 
@@ -165,10 +165,10 @@ def test_a_file_is_drawn_on_white_with_its_length():
 
 
 def test_windows_go_round_loops_and_stop_at_ends():
-    assert window_positions({"loops": True}, 5, 3, 4).tolist() == [3, 4, 0, 1]
-    assert window_positions({"loops": False}, 5, 1, 4).tolist() == [1, 2, 3, 4]
-    assert window_positions({"loops": False}, 5, 3, 4).max() == 4 and len(window_positions({"loops": False}, 5, 3, 4)) == 4
-    assert window_positions({"loops": False}, 3, 7, 5).tolist() == [0, 1, 2, 2, 2]
+    assert window_frames({"loops": True}, 5, 3, 4).tolist() == [3, 4, 0, 1]
+    assert window_frames({"loops": False}, 5, 1, 4).tolist() == [1, 2, 3, 4]
+    assert window_frames({"loops": False}, 5, 3, 4).max() == 4 and len(window_frames({"loops": False}, 5, 3, 4)) == 4
+    assert window_frames({"loops": False}, 3, 7, 5).tolist() == [0, 1, 2, 2, 2]
 
 
 def test_clips_are_drawn_by_the_root_of_their_motion_and_still_ones_never():

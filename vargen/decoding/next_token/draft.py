@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from vargen.decoding.noise import Noise
+from vargen.device import normal_tensors
 from vargen.kernels.attention import pack_bits
-from vargen.modes import normal_tensors
 
 
 @dataclass(frozen=True, eq=False)

@@ -28,8 +28,8 @@ from vargen.decoding.pass_costs import use_best_threads
 from vargen.decoding.presets import resolve_method
 from vargen.decoding.sampling import Sampling, to_probs
 from vargen.decoding.stats import DecodeStats
+from vargen.device import inference_mode_for, normal_tensors
 from vargen.kernels.dispatch import read_kernel_setting
-from vargen.modes import inference_mode_for, normal_tensors
 from vargen.values import short_repr
 
 

@@ -24,8 +24,7 @@ from vargen.decoding.video.protocols import BlockModel
 from vargen.decoding.video.request import BlockCallback, BlockProgress, VideoBlock, VideoRequest
 from vargen.decoding.video.scoring import BlockDecoder, BlockDecoderState, BlockScorer, BlockView, ScoreResult, score_block
 from vargen.decoding.video.stats import BlockRecord, VideoStats
-from vargen.device import threads
-from vargen.modes import normal_tensors
+from vargen.device import limit_threads, normal_tensors
 from vargen.values import short_repr
 
 
@@ -118,7 +117,7 @@ class BlockStream(Iterator[VideoBlock]):
     def _advance(self) -> VideoBlock:
         if self.target is None:
             self._threads = block_threads(self.request.model, self._condition)
-        with nullcontext() if self._threads is None else threads(self._threads):
+        with nullcontext() if self._threads is None else limit_threads(self._threads):
             self.stats.threads = torch.get_num_threads()
             return self._make_block()
 

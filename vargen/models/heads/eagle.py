@@ -17,12 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vargen.compat import ensure_torchvision
+from vargen.device import normal_tensors
 from vargen.kernels.dispatch import is_eager_cpu
 from vargen.kernels.linear import TransposableWeights, transpose_linear_weights
 from vargen.models.kv_cache import KVCache
 from vargen.models.llamagen import MAX_GRID
 from vargen.models.llamagen_blocks import Linear, TransformerBlock, build_rotary_2d, rotation
-from vargen.modes import normal_tensors
 
 ensure_torchvision()
 

@@ -20,8 +20,8 @@ from vargen.decoding.next_token.acceptance import fused
 from vargen.decoding.next_token.acceptance.exact import gather_prob
 from vargen.decoding.next_token.acceptance.relaxed import RelaxedRule
 from vargen.decoding.next_token.protocols import TokenModel
+from vargen.device import normal_tensors
 from vargen.files import atomic_file, cache_folder
-from vargen.modes import normal_tensors
 from vargen.values import number_field
 
 

@@ -27,7 +27,7 @@ from vargen.decoding.next_token.trees.search import TreeController
 from vargen.decoding.next_token.trees.shapes import AutoTree, DynamicTree, StaticTree, parse_shape
 from vargen.decoding.noise import Noise, Purpose
 from vargen.decoding.sampling import Sampling
-from vargen.modes import normal_tensors
+from vargen.device import normal_tensors
 
 
 @register_state

@@ -20,7 +20,7 @@ from vargen.decoding.next_token.draft import Draft, Tree
 from vargen.decoding.next_token.trees.children import ChildSampling, exclude_earlier_siblings, sample_children
 from vargen.decoding.next_token.trees.shapes import DynamicTree, StaticTree, TreeShape, compute_depths
 from vargen.decoding.noise import Noise
-from vargen.modes import normal_tensors
+from vargen.device import normal_tensors
 
 
 @dataclass(frozen=True)

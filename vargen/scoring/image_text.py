@@ -1,4 +1,4 @@
-"""The packaged scorer: a small image encoder paired with the packaged text encoder, for images of the packaged models.
+"""Scorers of an `ImageTextModel`: a small image encoder paired with a text encoder. The packaged scorer is one of them.
 
 A scorer's folder holds `config.json` and weights of an `ImageTextModel`, either at its top or, as training writes them, in
 `scorer/`. It may also hold `text_encoder/`, `tokenizer/` and a `scorer.json`:
@@ -10,7 +10,6 @@ which names the packaged model whose text encoder was used in training, and the 
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 from collections.abc import Sequence
@@ -22,12 +21,12 @@ from torch import Tensor
 
 import vargen.assets
 from vargen.compat import ensure_torchvision
-from vargen.files import expand_user
+from vargen.files import check_not_interrupted, expand_user
 from vargen.models.component_files import check_network_files
 from vargen.models.image_text import ImageTextModel, pooled_features, resized
 from vargen.models.text_encoder import MiniLMTextEncoder
-from vargen.scoring.protocol import BatchedScorer, Images, pixels
-from vargen.values import short_repr
+from vargen.scoring.protocol import BatchedScorer, Images, to_tensor
+from vargen.values import short_repr, suggest_names
 from vargen.weight_files import weights_digest
 
 ensure_torchvision()
@@ -62,7 +61,7 @@ class ImageTextScorer(BatchedScorer):
     ):
         folder = scorer_folder(source)
         settings = _settings(folder)
-        self.model = open_tower(folder).to(device)
+        self.model = load_image_tower(folder).to(device)
         encoder = _encoder_folder(folder, text_encoder or settings.get("text_encoder"))
         self.encoder = MiniLMTextEncoder.from_pretrained(encoder / "text_encoder").to(device).eval().requires_grad_(False)
         self.tokenizer = AutoTokenizer.from_pretrained(encoder / "tokenizer")
@@ -77,7 +76,7 @@ class ImageTextScorer(BatchedScorer):
         captions = settings.get("captions") or []
         self.identity = f"{tower_identity(self.model)}-{weights_digest(self.encoder)}-{captions}"
         with torch.inference_mode():
-            self.fixed = self.embed_captions(captions) if captions else None
+            self.baseline_embeddings = self.embed_captions(captions) if captions else None
 
     def embed_captions(self, texts: Sequence[str]) -> Tensor:
         """Return unit vectors `[len(texts), E]`; their cosine similarity with an image's vector measures the match."""
@@ -85,19 +84,19 @@ class ImageTextScorer(BatchedScorer):
 
     def embed_images(self, images: Images) -> Tensor:
         """Return unit vectors `[N, E]` of images."""
-        return self.model.encode_image(prepared(self.model, pixels(images).to(self.device)))
+        return self.model.encode_image(preprocess(self.model, to_tensor(images).to(self.device)))
 
     def score_batch(self, images: Images, prompts: Sequence[str]) -> Tensor:
         image = self.embed_images(images)
         scale = self.model.pair_scale.exp().clamp(max=100)
         different = list(dict.fromkeys(prompts))  # all frames of a video share one prompt
-        captions = self._known(different)[[different.index(prompt) for prompt in prompts]]
+        captions = self._embed_cached(different)[[different.index(prompt) for prompt in prompts]]
         fits = scale * (image * captions).sum(-1)
-        if self.fixed is not None:
-            return fits - (scale * image @ self.fixed.T).mean(1)
+        if self.baseline_embeddings is not None:
+            return fits - (scale * image @ self.baseline_embeddings.T).mean(1)
         return fits + self.model.pair_bias
 
-    def _known(self, texts: Sequence[str]) -> Tensor:
+    def _embed_cached(self, texts: Sequence[str]) -> Tensor:
         """Embed captions as `embed_captions` does, with a cache of recent ones: all blocks of a video share one prompt."""
         if new := [text for text in texts if text not in self._latest]:
             if len(self._latest) + len(new) > _KEPT_CAPTIONS:
@@ -106,12 +105,12 @@ class ImageTextScorer(BatchedScorer):
         return torch.stack([self._latest[text] for text in texts])
 
 
-def prepared(model: ImageTextModel, pixels_BCYX: Tensor) -> Tensor:
+def preprocess(model: ImageTextModel, pixels_BCYX: Tensor) -> Tensor:
     """Convert images in [0, 1] to the image encoder's input: its size, values in [-1, 1]."""
     return resized(pixels_BCYX * 2 - 1, model.config.image_size)
 
 
-def open_tower(folder: Path) -> ImageTextModel:
+def load_image_tower(folder: Path) -> ImageTextModel:
     """Open the `ImageTextModel` of a scorer's folder.
 
     Raises:
@@ -124,7 +123,7 @@ def open_tower(folder: Path) -> ImageTextModel:
         raise
     except Exception as error:  # from diffusers, safetensors or torch
         reason = " ".join(str(error).split())[: None if isinstance(error, ValueError) else 200]
-        raise ValueError(f"the scorer in {str(folder)!r} is damaged or incomplete ({reason}); make it anew") from error
+        raise ValueError(f"the scorer in {str(folder)!r} is damaged or incomplete ({reason}); train it again") from error
 
 
 def tower_identity(model: ImageTextModel) -> str:
@@ -150,10 +149,9 @@ def scorer_folder(source: str | Path) -> Path:
     else:
         path = expand_user(source, "scorer")
         if not os.path.isdir(path):
-            near = difflib.get_close_matches(str(source), names, n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            known = ", ".join(names) or "none is packaged"
-            raise ValueError(f"unknown scorer {short_repr(str(source))}: {hint}give a packaged one ({known}) or a folder")
+            check_not_interrupted(path)
+            hint = suggest_names(str(source), names)
+            raise ValueError(f"unknown scorer {short_repr(str(source))}: give a packaged one or a folder; {hint}")
     for folder in (path, path / "scorer"):
         if (folder / "config.json").is_file():
             return folder

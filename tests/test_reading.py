@@ -1,4 +1,4 @@
-"""Picture files are opened as pixels and nothing else: no program runs, nothing waits, nothing is too large."""
+"""ImageFile files are opened as pixels and nothing else: no program runs, nothing waits, nothing is too large."""
 
 import ast
 import os
@@ -14,8 +14,8 @@ from PIL import Image
 
 import vargen
 from vargen.cli.inputs import read_source
-from vargen.evaluation.image_files import UnreadablePictureError, folder_pictures, read_picture
-from vargen.picture_files import FORMATS, PictureFileError, on_white, open_regular, opened_picture
+from vargen.evaluation.image_files import UnreadableImageError, list_images, read_image
+from vargen.reading import FORMATS, ImageFileError, on_white, open_image, open_regular
 
 ROOT = Path(vargen.__file__).resolve().parents[1]
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\n%%EndProlog\nshowpage\n%%EOF\n"
@@ -27,7 +27,7 @@ def huge_png(side: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + header + struct.pack(">I", zlib.crc32(header)) + b"\0\0\0\0IDAT"
 
 
-READERS = [read_picture, lambda path: read_source(path, "image"), lambda path: folder_pictures(path.parent)[0].text]
+READERS = [read_image, lambda path: read_source(path, "image"), lambda path: list_images(path.parent)[0].text]
 
 
 @pytest.mark.parametrize("reader", READERS)
@@ -45,7 +45,7 @@ def test_a_picture_of_postscript_starts_no_program(tmp_path: Path, monkeypatch: 
 
 def test_postscript_in_an_open_file_starts_none_either(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(EPS)
-    with (tmp_path / "x").open("rb") as file, pytest.raises(PictureFileError, match="no picture"), opened_picture(file):
+    with (tmp_path / "x").open("rb") as file, pytest.raises(ImageFileError, match="no image"), open_image(file):
         pass
 
 
@@ -61,17 +61,17 @@ def test_every_place_that_opens_pictures_does_so_here() -> None:
 @pytest.mark.parametrize("format", FORMATS)
 def test_all_its_formats_are_read(tmp_path: Path, format: str) -> None:
     Image.new("RGB", (4, 4), "red").save(tmp_path / "picture", format)
-    red = np.asarray(read_picture(tmp_path / "picture"))
+    red = np.asarray(read_image(tmp_path / "picture"))
     assert red.shape == (4, 4, 3) and np.abs(red.astype(int) - (255, 0, 0)).max() < 4
 
 
 @pytest.mark.parametrize("side", [9_000, 12_000, 60_000])
 def test_too_many_pixels_are_refused_before_they_are_decoded(tmp_path: Path, side: int, recwarn: Any) -> None:
     (tmp_path / "large.png").write_bytes(huge_png(side))
-    with pytest.raises(PictureFileError, match=r"image '.*large\.png' cannot be read: it must have at most [\d,]+ pixels"):
+    with pytest.raises(ImageFileError, match=r"image '.*large\.png' cannot be read: it must have at most [\d,]+ pixels"):
         read_source(tmp_path / "large.png", "image")
-    with pytest.raises(UnreadablePictureError, match=r"large\.png.* pixels"):
-        read_picture(tmp_path / "large.png")
+    with pytest.raises(UnreadableImageError, match=r"large\.png.* pixels"):
+        read_image(tmp_path / "large.png")
     assert not recwarn.list
 
 
@@ -85,7 +85,7 @@ def test_pipes_devices_and_folders_are_not_waited_for(tmp_path: Path) -> None:
     ):
         with pytest.raises(OSError, match=reason):
             open_regular(path)
-        with pytest.raises(PictureFileError, match=f"image .* cannot be read: .*{reason}"):
+        with pytest.raises(ImageFileError, match=f"image .* cannot be read: .*{reason}"):
             read_source(path, "image")
     (tmp_path / "file").write_bytes(b"1")
     (tmp_path / "link").symlink_to(tmp_path / "file")
@@ -98,14 +98,14 @@ def test_transparent_parts_are_white(tmp_path: Path) -> None:
     picture.putpixel((1, 0), (10, 20, 30, 255))
     picture.save(tmp_path / "x.png")
     expected = [[[255, 255, 255], [10, 20, 30]]]
-    assert np.asarray(read_picture(tmp_path / "x.png")).tolist() == expected
+    assert np.asarray(read_image(tmp_path / "x.png")).tolist() == expected
     assert np.asarray(read_source(tmp_path / "x.png", "image")).tolist() == expected
     assert np.asarray(on_white(Image.new("L", (1, 1), 7))).tolist() == [[[7, 7, 7]]]
 
 
 def test_deep_channels_are_refused(tmp_path: Path) -> None:
     Image.fromarray(np.full((4, 4), 40_000, np.uint16)).save(tmp_path / "x.png")
-    with pytest.raises(PictureFileError, match=r"x\.png' cannot be read: it must have 8 bits per channel"):
+    with pytest.raises(ImageFileError, match=r"x\.png' cannot be read: it must have 8 bits per channel"):
         read_source(tmp_path / "x.png", "image")
 
 
@@ -113,5 +113,5 @@ def test_deep_channels_are_refused(tmp_path: Path) -> None:
 def test_damaged_files_are_named(tmp_path: Path, length: int) -> None:
     Image.effect_noise((32, 32), 50).save(tmp_path / "x.png")
     (tmp_path / "x.png").write_bytes((tmp_path / "x.png").read_bytes()[:length])
-    with pytest.raises(PictureFileError, match=r"image '.*x\.png'"):
+    with pytest.raises(ImageFileError, match=r"image '.*x\.png'"):
         read_source(tmp_path / "x.png", "image")

@@ -1,25 +1,23 @@
-"""Similarity to a reference image: PSNR, SSIM, and similarity to the baseline's image of the same prompt and seed."""
+"""Similarity of images to references: PSNR and SSIM.
+
+Shape suffixes: N images, C channels, Y/X pixels.
+"""
 
 from __future__ import annotations
-
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vargen.scoring.protocol import Images, check_scores, pixels
-
-HIGHEST_PSNR = 100.0  # dB; for identical images, whose PSNR is infinite. Images that differ by one 8-bit level have at least 48
+MAX_PSNR = 100.0  # dB; for identical images, whose PSNR is infinite. Images that differ by one 8-bit level have at least 48
 _WINDOW, _SIGMA, _K1, _K2 = 11, 1.5, 0.01, 0.03  # Wang et al. 2004
 
 
 def psnr(images_NCYX: Tensor, references_NCYX: Tensor) -> Tensor:
-    """Return the peak signal-to-noise ratio in dB, float32 `[N]`, of images in [0, 1]; `HIGHEST_PSNR` for identical images."""
+    """Return the peak signal-to-noise ratio in dB, float32 `[N]`, of images in [0, 1]; `MAX_PSNR` for identical images."""
     _check_shapes(images_NCYX, references_NCYX)
     error = (images_NCYX.double() - references_NCYX.double()).square().mean((1, 2, 3))
-    return (-10 * error.clamp_min(10 ** (-HIGHEST_PSNR / 10)).log10()).float()
+    return (-10 * error.clamp_min(10 ** (-MAX_PSNR / 10)).log10()).float()
 
 
 def ssim(images_NCYX: Tensor, references_NCYX: Tensor) -> Tensor:
@@ -54,20 +52,3 @@ def _check_shapes(images: Tensor, references: Tensor) -> None:
         raise ValueError(
             f"images must be [N, C, Y, X] like their references, got {list(images.shape)} and {list(references.shape)}"
         )
-
-
-@dataclass
-class ReferenceScorer:
-    """Applies `measure` to images and references given beforehand, in the same order; prompts are ignored."""
-
-    references: Images
-    measure: Callable[[Tensor, Tensor], Tensor] = psnr
-    name: str = ""
-    higher_is_better: bool = True
-
-    def __post_init__(self) -> None:
-        self.name = self.name or self.measure.__name__
-
-    def score(self, images: Images, prompts: Sequence[str]) -> Tensor:
-        """Score images; see `Scorer`. Raises ValueError unless there is a reference of the same size for each image."""
-        return check_scores(self.measure(pixels(images), pixels(self.references)), len(images), self.name)
