@@ -233,8 +233,6 @@ def repeat_condition(condition: Condition, count: int) -> Condition:
     return Condition(*(None if part is None else part.repeat_interleave(count, dim=0) for part in parts))
 
 
-# -- names of emoji -------------------------------------------------------------------------------------------------------
-
 # A model that was trained with names, such as "grinning cat" for "😺", has a table of them in its folder.
 PROMPT_NAMES_FILE = "prompt_names.json"
 _MAX_BYTES = 2**22  # bytes of a table; one of all emoji has a fiftieth of that
