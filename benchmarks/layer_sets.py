@@ -28,7 +28,7 @@ def main() -> None:
     pipe = vargen.open_pipeline(options.model)
     settings = pipe.default_sampling
     sampling = Sampling(settings["temperature"], settings["top_k"], settings["top_p"])
-    model, (condition, _) = pipe.token_model(settings["guidance_scale"]), pipe.condition(list(PROMPTS))
+    model, (condition, _) = pipe.decoding_model(settings["guidance_scale"]), pipe.encode_condition(list(PROMPTS))
     tokens = decode(model, condition, torch.arange(len(PROMPTS)), "ar", sampling).tokens
 
     @torch.inference_mode()

@@ -65,8 +65,8 @@ def main() -> None:
     torch.set_num_threads(1)
     pipe = LlamaGenPipeline.from_pretrained("emoji", torch_dtype=torch.float32)
     lines = (Path(__file__).parent / "eval_prompts.txt").read_text().splitlines()
-    condition, images = pipe.condition([lines[index * 17 % len(lines)] for index in range(arguments.images)])
-    model, sampling = pipe.token_model(arguments.guidance), Sampling(arguments.temperature, arguments.top_k)
+    condition, images = pipe.encode_condition([lines[index * 17 % len(lines)] for index in range(arguments.images)])
+    model, sampling = pipe.decoding_model(arguments.guidance), Sampling(arguments.temperature, arguments.top_k)
     names = [name.strip() for name in arguments.methods.split(";")]
     if unknown := [name for name in names if name not in METHODS]:
         parser.error(f"unknown methods {unknown}; known: {'; '.join(METHODS)}")

@@ -29,10 +29,11 @@ make_chain = getattr(Tree, "make_chain", None) or Tree.of_chain  # its name in o
 torch.set_num_threads(1)
 pipe = LlamaGenPipeline.from_pretrained("emoji", torch_dtype=torch.float32)
 pipe.set_progress_bar_config(disable=True)
-condition, _ = pipe.condition("a red apple")
+condition, _ = pipe.encode_condition("a red apple")
 settings = pipe.default_sampling
 sampling = Sampling(settings["temperature"], settings["top_k"], settings["top_p"])
-model = pipe.token_model(settings["guidance_scale"])
+model = getattr(pipe, "decoding_model", None) or pipe.token_model  # its name until 0.1
+model = model(settings["guidance_scale"])
 inference = hasattr(vargen.device, "inference_mode_for") or importlib.util.find_spec("vargen.modes")
 mode = torch.inference_mode if inference else torch.no_grad
 fed = torch.randint(4096, (1, 16), generator=torch.Generator().manual_seed(5))

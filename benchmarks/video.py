@@ -111,7 +111,7 @@ class Packaged:
             self.pipe.preview_decoder = None
         elif self.pipe.preview_decoder is None:
             raise SystemExit(f"error: {name} has no decoder of previews")
-        self.scorer, self.prompts, self.blocks = self.pipe.frame_scorer().scorer, prompts, blocks
+        self.scorer, self.prompts, self.blocks = self.pipe.resolve_frame_scorer().scorer, prompts, blocks
         self.judge = FrameScorer(self.scorer, frames=frames)
         self.strangers: dict[int, float] = {}
 
@@ -126,7 +126,7 @@ class Packaged:
         return stream.stats, self._score(frames, prompt)
 
     def _score(self, frames: torch.Tensor, prompt: str) -> float:
-        return float(score_images(self.scorer, frames, [self.pipe.scored_prompt(prompt)] * len(frames)).mean())
+        return float(score_images(self.scorer, frames, [self.pipe.scorer_prompt(prompt)] * len(frames)).mean())
 
 
 def measured(found: list[Point], run: Runner, videos: int) -> list[BlockCosts]:

@@ -97,8 +97,8 @@ def blind(pipe: Any, given: argparse.Namespace) -> None:
 def ranked(pipe: Any, text: str, seed: int, blocks: int | None) -> dict[str, Any]:
     """Scores of each block, as routing scores them: the target's (`target`), the draft of the same past and noise (`draft`),
     and the same block of a video by the drafter alone (`alone`); all decoded in full."""
-    scorer = FrameScorer(pipe.frame_scorer().scorer)  # of all frames
-    judge = scorer.bind(pipe.scored_prompt(text))
+    scorer = FrameScorer(pipe.resolve_frame_scorer().scorer)  # of all frames
+    judge = scorer.bind(pipe.scorer_prompt(text))
 
     def scored(method: Any) -> tuple[list[float], list[Any]]:
         found, rows, previous = [], [], None

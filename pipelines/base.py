@@ -1,4 +1,4 @@
-"""`VisualPipeline`, the base class of the image pipelines.
+"""`VisualPipeline`, the base class of the pipelines of all families: loading, saving, methods and calls.
 
 The command line, the demo page and the evaluation use only this interface, so no code above `pipelines/` names a family.
 """
@@ -7,40 +7,78 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
+import diffusers
 import torch
+from diffusers.image_processor import VaeImageProcessor
 from PIL import Image
 from torch import Tensor
 
-from vargen.compat import ensure_torchvision
-from vargen.decoding import DEFAULT_METHOD
+from vargen.compat import ensure_torchvision, hide_progress_bars, load_options, report_memory, without_autocast
+from vargen.decoding import DEFAULT_METHOD, list_methods, resolve_method
+from vargen.files import atomic_merge, expand_user
+from vargen.models.condition import Condition
+from vargen.pipelines import loading, prompts
+from vargen.pipelines.components import ModelFamily, current_modules
+from vargen.pipelines.generation import GenerationRequest, RunningCall, RunningCalls, generate_images
+from vargen.pipelines.prompts import NormalizedPrompt, PromptInputs, PromptNames
+from vargen.pipelines.validation import accepted_arguments, reject_unknown_arguments
+from vargen.scoring.protocol import Scorer
+from vargen.scoring.registry import open_scorer
 
-# Imported for its side effect: from_pretrained finds this class by module path.
-from vargen.models.text_encoder import MiniLMTextEncoder  # noqa: F401
-from vargen.pipelines.calls import Calls
-from vargen.pipelines.loading import load_trained_networks
-from vargen.pipelines.model_info import Decoder
-from vargen.pipelines.stored import StoredPipeline
+if TYPE_CHECKING:
+    from vargen.pipelines.registry import ModelInfo
 
 ensure_torchvision()
 
-from diffusers.image_processor import VaeImageProcessor
+from diffusers import DiffusionPipeline
+
+_RELEASE = tuple(int(part) for part in diffusers.__version__.split(".")[:2])
+_DTYPE = "dtype" if _RELEASE >= (0, 42) else "torch_dtype"  # argument name of diffusers
 
 
-class VisualPipeline(StoredPipeline):
-    """Text-to-image or class-to-image generation with an autoregressive model of any family.
+@dataclass(frozen=True)
+class Method:
+    """A preset, and whether a pipeline supports it.
+
+    Attributes:
+        name, kind, summary, source: from the preset; kind is `"exact"` or `"relaxed"`.
+        reason: why this pipeline cannot run it; None if it can.
+    """
+
+    name: str
+    kind: str
+    summary: str
+    source: str
+    reason: str | None = None
+
+
+class VisualPipeline(DiffusionPipeline):
+    """Generation of images or videos with an autoregressive model of any family.
 
     A family implements `__call__` and the abstract methods below.
 
     Attributes:
-        output: class of a call's result, with `images` and `stats`.
+        family: registration of the family; `register_family` sets it.
+        paradigm: selects the presets that this pipeline runs: next-token, next-scale or video.
+        output_class: class of a call's result.
+        baseline: name of the preset that speedups are relative to.
+        default_method: name of the preset that a call uses by default.
+        pixel_decoder: name of the component that decodes tokens or latents to pixels.
         usual_sampling: sampling settings used where neither the call nor the checkpoint sets them.
+        prompt_names: names that replace characters in a prompt; None if prompts are used as typed.
+        examples: for image models, example tokens `[M, N]` for lookup drafters.
+        fps: frames per second of video models.
     """
 
-    output: ClassVar[Any]
+    family: ClassVar[ModelFamily]
+    paradigm: ClassVar[str]
+    output_class: ClassVar[Any]
     baseline: ClassVar[str] = "ar"
     default_method: ClassVar[str] = DEFAULT_METHOD
+    pixel_decoder: ClassVar[str] = "vqvae"
     usual_sampling: ClassVar[dict[str, Any]] = {"guidance_scale": 4.0, "temperature": 1.0, "top_k": None, "top_p": 1.0}
     model_cpu_offload_seq = "text_encoder->transformer->vqvae"
     _callback_tensor_inputs: ClassVar[list[str]] = ["latents"]
@@ -50,19 +88,122 @@ class VisualPipeline(StoredPipeline):
     draft_transformer: Any = None
     text_encoder: Any
     tokenizer: Any
+    prompt_names: PromptNames | None
+    examples: Tensor | None = None
+    fps: int | None = None
 
-    def _set_up(self, parts: Mapping[str, Any], config: Mapping[str, Any], prompt_names: Any) -> None:
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        calls = ("__call__", "stream")  # a video call forwards options to `stream`, an override forwards them to its parent
+        known = accepted_arguments(*(vars(each)[name] for each in cls.__mro__ for name in calls if name in vars(each)))
+        for name in calls:
+            if name in vars(cls):
+                setattr(cls, name, reject_unknown_arguments(vars(cls)[name], known))
+
+    def _register_components(self, components: Mapping[str, Any], config: Mapping[str, Any], prompt_names: Any) -> None:
         """Validate and register the components and the values stored with them. This is the body of every `__init__`.
 
         Raises:
             ValueError: for components that do not match each other, or class names, defaults or styles that are not valid.
         """
-        self._register(parts, config, prompt_names)
-        # A pipeline loaded with transformer=None and vqvae=None can still encode prompts.
-        factor = 8 if self.vqvae is None else self.vqvae.downsampling
+        known = self.family.components
+        if unknown := {name for name, component in components.items() if component is not None} - known.keys():
+            raise TypeError(f"{min(unknown)} is no component of a {type(self).__name__}: {', '.join(known)}")
+        components = {name: components.get(name) for name in known}
+        self.family.check({name: getattr(component, "config", None) for name, component in components.items()}, **config)
+        super().__init__()
+        self.register_modules(**components)
+        self.register_to_config(**config)
+        self.prompt_names = PromptNames(prompt_names) if isinstance(prompt_names, dict) else prompt_names
+        self.examples = None
+        # A pipeline loaded without networks can still encode prompts.
+        factor = getattr(getattr(self, self.pixel_decoder), "downsampling", 8)
         self.image_processor = VaeImageProcessor(vae_scale_factor=factor)
-        self._calls = Calls()
+        self._scorers: dict[tuple[str, torch.device], Scorer] = {}
+        self._calls = RunningCalls()
         self._compiled: Any = None
+
+    # -- loading and saving ---------------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: Any,
+        torch_dtype: torch.dtype | dict[str, torch.dtype] | None = None,
+        dtype: torch.dtype | dict[str, torch.dtype] | None = None,
+        **kwargs: Any,
+    ) -> Self:
+        """Load a packaged model by name (without network access), a local folder, or a Hub model (`"owner/name"`).
+
+        Args:
+            torch_dtype, dtype: dtype of the transformer and of a large text encoder, or a dict of dtypes by component; the
+                two are the old and the new name in diffusers. Default: bfloat16 on machines with CUDA and on CPUs with
+                hardware bfloat16 multiplication, else float32. The image tokenizer stays in float32, as trained.
+            **kwargs: passed to `DiffusionPipeline.from_pretrained`.
+
+        Raises:
+            ValueError: before any weight is loaded, if both dtypes are given, a dtype is not floating-point, the name is
+                unknown, the folder has no `model_index.json`, contains code or requests it from elsewhere, or a component is
+                missing, damaged or does not match the others. Also for `trust_remote_code` and `custom_pipeline`.
+            TypeError: for an unknown argument.
+            MemoryError: if the weights do not fit in memory; the message reports their size in bytes.
+        """
+        if dtype is not None and torch_dtype is not None:
+            raise ValueError(f"give dtype or torch_dtype, its older name, not both; got {dtype!r} and {torch_dtype!r}")
+        model = loading.check_model_folder(pretrained_model_name_or_path, cls.family, kwargs)
+        folder = model.path
+        kwargs.setdefault("use_safetensors", True)
+        with report_memory(folder):
+            kwargs[_DTYPE] = loading.resolve_dtypes(model, torch_dtype if dtype is None else dtype)
+        if "prompt_names" not in kwargs:
+            kwargs["prompt_names"] = PromptNames.load(loading.shared_component_folders(folder).get("prompt_names", folder))
+        with report_memory(folder), hide_progress_bars(folder):
+            examples = loading.load_example_tokens(folder)
+            kwargs |= loading.load_shared_components(folder, kwargs)
+            pipe = super().from_pretrained(str(folder), **{**load_options(), **kwargs})
+        if examples is not None and pipe.transformer is not None:
+            loading.check_example_tokens(examples, pipe.vocab, pipe.tokens)
+        pipe.examples = examples
+        return pipe
+
+    @classmethod
+    def load_config(cls, *args: Any, **kwargs: Any) -> Any:
+        """As in diffusers, with former module paths of components replaced by the current ones."""
+        loaded: Any = super().load_config(*args, **kwargs)
+        config, *others = loaded if isinstance(loaded, tuple) else (loaded,)
+        config = current_modules(config, cls.family)
+        return (config, *others) if isinstance(loaded, tuple) else config
+
+    @classmethod
+    def from_pipe(cls, pipeline: DiffusionPipeline, **kwargs: Any) -> Self:
+        """As in diffusers. Also copies `prompt_names` and `examples`, which are not part of the config."""
+        kwargs.setdefault("prompt_names", getattr(pipeline, "prompt_names", None))
+        pipe = super().from_pipe(pipeline, **kwargs)
+        pipe.examples = getattr(pipeline, "examples", None)
+        return pipe
+
+    def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
+        """Write a folder that `from_pretrained` can load. Files are written atomically, and none is written if saving fails.
+
+        Args:
+            save_directory: created if missing. Other files in it are kept, except those of a model saved there earlier.
+            **kwargs: passed to `DiffusionPipeline.save_pretrained`.
+
+        Raises:
+            OSError: if the folder cannot be created or written.
+        """
+        folder = expand_user(save_directory, "save_directory")
+        if kwargs.get("push_to_hub"):
+            kwargs.setdefault("repo_id", folder.name)
+        with atomic_merge(folder) as staged:
+            super().save_pretrained(str(staged), **kwargs)
+            if self.prompt_names is not None:
+                self.prompt_names.save(staged)
+            if self.examples is not None:
+                loading.save_example_tokens(self.examples, staged)
+        own = {prompts.PROMPT_NAMES_FILE: self.prompt_names, loading.EXAMPLES_FILE: self.examples, loading.SHARED_FILE: None}
+        for name in (name for name, value in own.items() if value is None):
+            (folder / name).unlink(missing_ok=True)
 
     def load_drafter(self, drafter: Any, *others: Any) -> str:
         """Load a network that `vargen train drafter` trained for this model, and use it in later calls.
@@ -82,38 +223,121 @@ class VisualPipeline(StoredPipeline):
         """
         if self.transformer is None:
             raise ValueError("this pipeline was loaded without a transformer: there is nothing to draft for")
-        networks, device = load_trained_networks(self, drafter, *others), self._device_of(self.transformer)
+        networks, device = loading.load_trained_networks(self, drafter, *others), self._device_of(self.transformer)
         self.register_modules(**{name: network.to(device) for name, network in networks.items()})
         return next(iter(networks))
 
-    # -- properties -----------------------------------------------------------------------------------------------------
+    # -- methods --------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    @abstractmethod
+    def check_method(cls, info: ModelInfo, method: Any) -> None:
+        """Check from the model folder alone whether this method can run.
+
+        Raises:
+            ValueError: with the missing component or the unsupported setting. `check_runs` has the checks that need weights.
+        """
 
     @abstractmethod
-    def decoder(self, settings: Mapping[str, Any]) -> Decoder:
-        """Decoder with these `guidance_scale`, `temperature`, `top_k` and `top_p`; the checkpoint's where not given."""
+    def check_runs(self, method: Any) -> None:
+        """Raise ValueError with the reason if this pipeline cannot run a method."""
+
+    def methods(self) -> list[Method]:
+        """List the presets of this paradigm, each with its name, kind, and the reason if this pipeline cannot run it."""
+        found = []
+        for preset in list_methods(self.paradigm):
+            reason = None
+            try:
+                self.check_runs(preset)
+            except (ValueError, TypeError) as error:
+                reason = str(error)
+            found.append(Method(preset.name, preset.kind, preset.summary, preset.source, reason))
+        return found
+
+    def resolve_method(self, accelerator: Any) -> Any:
+        """Return the method for a preset name, or the given method itself, if it belongs to this paradigm.
+
+        Raises:
+            ValueError, TypeError: for anything else.
+        """
+        return resolve_method(accelerator, self.paradigm)
 
     @abstractmethod
-    def decode_tokens(self, tokens: Tensor, length: Tensor | None = None, output_type: str = "pil") -> Any:
-        """Decode tokens `[B, N]` to images. The area of tokens past `length [B]` is left white."""
+    def decoding_model(self, *arguments: Any, **options: Any) -> Any:
+        """Return the adapter of the transformers for the loop of this paradigm."""
 
-    @abstractmethod
-    def preview(self, tokens: Tensor, drawn: int) -> list[Image.Image]:
-        """Decode the first `drawn` of tokens `[B, N]` to partial images, transparent where nothing has been generated yet."""
+    # -- prompts and classes --------------------------------------------------------------------------------------------
+
+    @property
+    def is_class_conditional(self) -> bool:
+        """Whether the model is conditioned on classes instead of text."""
+        return self.transformer.config.get("condition") == "class"
+
+    @property
+    def class_names(self) -> dict[int, str]:
+        """Comma-separated synonyms by class number; empty if the checkpoint has no class names."""
+        return {int(number): names for number, names in (self.config.get("id2label") or {}).items()}
 
     @property
     @abstractmethod
+    def max_caption_tokens(self) -> int:
+        """Maximum number of caption tokens that the transformer accepts."""
+
+    def normalize_prompt(self, prompt: str) -> NormalizedPrompt:
+        """Replace characters by their names (see `prompt_names`). `names` of the result maps the typed characters to names."""
+        return NormalizedPrompt(prompt, {}) if self.prompt_names is None else self.prompt_names.apply(prompt)
+
+    @without_autocast
+    def encode_prompt(
+        self, prompt: str | list[str], clean: bool = False, max_sequence_length: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Encode prompts to `prompt_embeds` `[B, P, C]` (valid rows last, padding zero) and bool `prompt_mask` `[B, P]`.
+
+        Prompts pass through `normalize_prompt`. Prompts longer than P tokens are truncated with a warning that reports how
+        many tokens are ignored. Words that the text encoder cannot read cause a warning, too.
+
+        Args:
+            prompt: one prompt or several.
+            clean: clean the prompts first; see `clean_prompt` of `__call__`.
+            max_sequence_length: P. Default: the transformer's maximum; required if the pipeline has no transformer.
+
+        Raises:
+            ValueError, TypeError: for invalid prompts, or if the text encoder or P is missing.
+        """
+        return prompts.encode_prompt(self, prompt, clean, max_sequence_length)
+
+    def encode_condition(self, prompt: Any = None, **inputs: Any) -> tuple[Condition, int]:
+        """Return the condition for prompts or classes (fields of `PromptInputs`), and their number."""
+        return prompts.encode_condition(self, PromptInputs(prompt, **inputs))
+
+    def named_scorer(self, name: str) -> Scorer:
+        """Return the scorer with this name, loaded on first use; see `vargen.scoring.open_scorer`."""
+        key = (name, self._execution_device)
+        if key not in self._scorers:
+            self._scorers[key] = open_scorer(*key)
+        return self._scorers[key]
+
+    # -- images ---------------------------------------------------------------------------------------------------------
+
+    @property
     def vocab(self) -> int:
         """Vocabulary size V."""
+        return self.transformer.config.vocab_size
 
     @property
-    @abstractmethod
     def tokens(self) -> int:
         """Number of tokens N of an image."""
+        return self.transformer.tokens
 
     @property
     @abstractmethod
     def grids(self) -> tuple[tuple[int, int], ...]:
         """Rows and columns of an image's token grids in generation order, each in raster order: one, or one per scale."""
+
+    @property
+    def image_size(self) -> int | None:
+        """Width and height in pixels of the source image of a call; None if calls take no image."""
+        return None
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -130,6 +354,14 @@ class VisualPipeline(StoredPipeline):
     def codebook(self) -> Tensor:
         """Float `[V, C]`: embeddings whose distances measure how similar two tokens are."""
 
+    @abstractmethod
+    def decode_tokens(self, tokens: Tensor, length: Tensor | None = None, output_type: str = "pil") -> Any:
+        """Decode tokens `[B, N]` to images. The area of tokens past `length [B]` is left white."""
+
+    @abstractmethod
+    def preview(self, tokens: Tensor, num_tokens: int) -> list[Image.Image]:
+        """Decode the first `num_tokens` of tokens `[B, N]` to partial images, transparent where nothing has been generated."""
+
     @property
     def default_sampling(self) -> dict[str, Any]:
         """Guidance scale, temperature, top-k and top-p that a call uses by default: the checkpoint's, else the family's."""
@@ -139,24 +371,25 @@ class VisualPipeline(StoredPipeline):
             usual["top_k"] = None
         return {**usual, **stored}
 
-    @property
-    def guidance_scale(self) -> float:
-        """Of this thread's call, else of the call that started or ended last; so are the next three properties."""
-        return self._calls.current.guidance_scale
+    # -- calls ----------------------------------------------------------------------------------------------------------
 
-    @property
-    def do_classifier_free_guidance(self) -> bool:
-        return self.guidance_scale != 1.0
+    @abstractmethod
+    def _decode(self, request: GenerationRequest, callback: Any) -> Any:
+        """Run the loop of this paradigm."""
 
-    @property
-    def num_timesteps(self) -> int:
-        """Maximum number of steps of a call."""
-        return self._calls.current.num_timesteps
+    def _generate(self, request: Any, call: RunningCall, bar: Any) -> Any:
+        """Generate what a call requests; returns the pipeline's output."""
+        images, stats = generate_images(self, request, call, bar)
+        return self.output_class(images=images, stats=stats)
+
+    def _progress_total(self, request: Any) -> int:
+        """Total of the progress bar."""
+        return self.tokens
 
     @property
     def interrupt(self) -> bool:
-        """Whether `_interrupt` was set, which stops the call and returns the tokens generated so far."""
-        return self._calls.current.interrupt
+        """Whether this thread's call, or in a thread without a call any running call, was interrupted."""
+        return any(call.interrupted for call in self._calls.current())
 
     @property
     def _interrupt(self) -> bool:
@@ -165,12 +398,16 @@ class VisualPipeline(StoredPipeline):
 
     @_interrupt.setter
     def _interrupt(self, value: bool) -> None:
-        self._calls.interrupt(value)
+        for call in self._calls.current():
+            call.interrupted = value
 
-    # -- the call -------------------------------------------------------------------------------------------------------
-
-    def _step(self) -> Any:
+    def _compiled_transformer(self) -> Any:
         """Return the transformer wrapped in `torch.compile`; later calls reuse the wrapper."""
         if self._compiled is None or self._compiled._orig_mod is not self.transformer:
             self._compiled = torch.compile(self.transformer, dynamic=False)
         return self._compiled
+
+    def _device_of(self, component: Any) -> torch.device:
+        """Device on which a component runs. While diffusers offloads it, its weights are on another one."""
+        offloaded = component.device.type == "meta" or hasattr(component, "_hf_hook")
+        return self._execution_device if offloaded else component.device

@@ -2,34 +2,55 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from vargen.compat import without_autocast
+from vargen.compat import tokenized, without_autocast
 from vargen.convert.causal_video import convert_causal_video
-from vargen.decoding import VideoBlock, VideoMethod, decode_video
+from vargen.decoding import VideoMethod, decode_video
+from vargen.decoding.seeds import resolve_seeds
+from vargen.decoding.video.denoising import shifted_levels
 from vargen.decoding.video.request import BlockProgress
 from vargen.models.causal_video import CausalVideoTransformer
+from vargen.models.condition import Condition
 from vargen.models.tokenizers.preview_decoder import PreviewDecoder
-from vargen.models.tokenizers.video_vae import CausalVideoVAE
+from vargen.models.tokenizers.video_vae import CausalVideoVAE, StreamingDecoder
 from vargen.pipelines import validation as checks
+from vargen.pipelines.adapters import Guidance
+from vargen.pipelines.adapters.causal_video import CausalVideoBlockModel
+from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.components import TEXT_COMPONENTS, Component, ModelFamily, register_family
-from vargen.pipelines.prompt_names import PromptNames
-from vargen.pipelines.video_call import check_then, check_window
-from vargen.pipelines.video_model import VideoModel, check_geometry, check_settings
-from vargen.pipelines.videos import CausalVideoPipelineOutput, VideoStream, stack_videos
+from vargen.pipelines.generation import OnStepEnd, OutputOptions, RunningCall, run_request
+from vargen.pipelines.images import preprocess_images
+from vargen.pipelines.prompts import PromptNames, encode_tokens
+from vargen.pipelines.videos import (
+    DEFAULT_SETTINGS,
+    CausalVideoPipelineOutput,
+    VideoStream,
+    check_geometry,
+    check_settings,
+    save_video,
+    stack_videos,
+    to_output_frames,
+)
+from vargen.scoring.frames import FrameScorer
+from vargen.scoring.registry import DEFAULT_SCORER
+from vargen.specs import parse_spec
 from vargen.values import parse_int, short_repr
-
-from diffusers.image_processor import VaeImageProcessor  # isort: skip  # after stored, which guards torchvision
 
 MAX_BLOCKS = 100_000
 
+if TYPE_CHECKING:
+    from vargen.pipelines.registry import ModelInfo
 
-class CausalVideoPipeline(VideoModel):
+
+class CausalVideoPipeline(VisualPipeline):
     """Text to video, block by block (Huang et al. 2025, Self Forcing), with drafts routed by quality (Hu and Zhang 2026, SDVG).
 
     Example:
@@ -52,9 +73,16 @@ class CausalVideoPipeline(VideoModel):
         ValueError: for components that do not match each other, or defaults that are not valid.
     """
 
-    output: ClassVar[Any] = CausalVideoPipelineOutput
+    paradigm: ClassVar[str] = VideoMethod.paradigm
+    output_class: ClassVar[Any] = CausalVideoPipelineOutput
+    baseline: ClassVar[str] = "target"
+    default_method: ClassVar[str] = "sdvg"
+    pixel_decoder: ClassVar[str] = "vae"
     model_cpu_offload_seq = "text_encoder->transformer->vae"
     _callback_tensor_inputs: ClassVar[list[str]] = []
+
+    vae: Any
+    preview_decoder: Any
 
     def __init__(
         self,
@@ -68,12 +96,56 @@ class CausalVideoPipeline(VideoModel):
         prompt_styles: list[str] | None = None,
         prompt_names: PromptNames | dict[str, str] | None = None,
     ):
-        parts = {
+        components = {
             "vae": vae, "transformer": transformer, "text_encoder": text_encoder, "tokenizer": tokenizer,
             "draft_transformer": draft_transformer, "preview_decoder": preview_decoder,
         }  # fmt: skip
-        self._register(parts, {"defaults": defaults, "prompt_styles": prompt_styles}, prompt_names)
-        self.image_processor = VaeImageProcessor(vae_scale_factor=8)
+        self._register_components(components, {"defaults": defaults, "prompt_styles": prompt_styles}, prompt_names)
+
+    # -- properties -----------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def check_method(cls, info: ModelInfo, method: Any) -> None:
+        if method.needs_draft_model and not info.has_draft:
+            raise ValueError(f"{method.name} needs a draft_transformer, a smaller model, and this model has none")
+
+    def check_runs(self, method: Any) -> None:
+        method.validate_models(self.decoding_model(), has_scorer=True)
+
+    @property
+    def max_caption_tokens(self) -> int:
+        return int(self.transformer.config.text_len or self.setting("caption_rows"))
+
+    def setting(self, name: str) -> Any:
+        """Return the checkpoint's value of a setting, else the one in `DEFAULT_SETTINGS`."""
+        value = (self.config.defaults or {}).get(name)
+        return DEFAULT_SETTINGS[name] if value is None else value
+
+    @property
+    def fps(self) -> int:  # type: ignore[override]
+        return self.transformer.geometry.fps
+
+    @property
+    def vocab(self) -> int:
+        """0: a video has no tokens."""
+        return 0
+
+    @property
+    def tokens(self) -> int:
+        """Number of frames of a video of default length."""
+        geometry = self.transformer.geometry
+        return geometry.pixel_frames(0, self.setting("num_blocks") * geometry.block_frames)
+
+    @property
+    def steps(self) -> int:
+        """Number of passes of the baseline for a video of default length."""
+        return self.setting("num_blocks") * (len(self.setting("levels") or shifted_levels()) + 1) - 1
+
+    @property
+    def image_size(self) -> int:
+        return self.transformer.geometry.pixel_size[0]
+
+    # -- calls ----------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     @without_autocast
@@ -123,39 +195,39 @@ class CausalVideoPipeline(VideoModel):
         """
         if self.transformer is None or self.vae is None:
             raise ValueError("this pipeline was loaded without a transformer or vae: it only encodes prompts")
-        blocks = self.default("num_blocks") if num_blocks is None else parse_int(num_blocks, 1, MAX_BLOCKS)
-        if blocks is None:
+        total = self.setting("num_blocks") if num_blocks is None else parse_int(num_blocks, 1, MAX_BLOCKS)
+        if total is None:
             raise ValueError(f"num_blocks must be a whole number from 1 to {MAX_BLOCKS}, got {short_repr(num_blocks)}")
-        method = self.chosen(accelerator, tau)
+        method = self.resolve_method(accelerator, tau)
         levels = self.transformer.config.motion_levels
         if motion is not None and parse_int(motion, 0, levels - 1) is None:
-            known = f"from 0 to {levels - 1}" if levels else "left out: this model knows no levels"
-            raise ValueError(f"motion must be {known}, got {short_repr(motion)}")
-        check_window(window, sinks, self.transformer.geometry.block_frames)
-        later = check_then(then, blocks)
+            allowed = f"from 0 to {levels - 1}" if levels else "left out: this model has no motion levels"
+            raise ValueError(f"motion must be {allowed}, got {short_repr(motion)}")
+        checks.check_window(window, sinks, self.transformer.geometry.block_frames)
+        schedule = checks.check_then(then, total)
         scored = method.needs_scorer
         if prompt is None and prompt_embeds is None:
             raise ValueError("give a prompt, for example pipe('a waving cat')")
         if scored and prompt is None:
             raise ValueError(f"accelerator {method.name!r} scores drafts with the prompt: give prompt, not prompt_embeds")
-        seeds = checks.resolve_seeds(generator, 1)
-        condition = self.video_condition(prompt, prompt_embeds, clean_prompt)
-        judge = self.frame_scorer(scorer) if scored else None
-        made = decode_video(
-            self.block_model(window, sinks, motion),
+        condition = self.encode_video_condition(prompt, prompt_embeds, clean_prompt)
+        frame_scorer = self.resolve_frame_scorer(scorer) if scored else None
+        seeds = resolve_seeds(generator, 1)
+        blocks = decode_video(
+            self.decoding_model(window, sinks, motion),
             condition,
-            int(seeds.noise[0]),
+            int(seeds.noise_seeds[0]),
             method,
-            blocks=blocks,
-            decoder=self._decoder(),
+            blocks=total,
+            decoder=self._streaming_decoder(),
             preview=self.preview_decoder,
-            score=None if judge is None else judge.bind(self.scored_prompt(str(prompt))),
-            given=self._given(image),
+            score=None if frame_scorer is None else frame_scorer.bind(self.scorer_prompt(str(prompt))),
+            given=self._encode_first_frame(image),
             callback=callback,
             profile=profile,
         )
-        made.stats.seed = seeds.asked[0]
-        return VideoStream(self, made, judge, later, clean_prompt)
+        blocks.stats.seed = seeds.seeds[0]
+        return VideoStream(self, blocks, frame_scorer, schedule, clean_prompt)
 
     @torch.no_grad()
     @without_autocast
@@ -185,54 +257,172 @@ class CausalVideoPipeline(VideoModel):
             ValueError, TypeError: as `stream`, before the first video is started.
             NonFiniteLatentsError: see `decode_video`.
         """
-        checks.check_output_type(output_type)
-        checks.check_callback(callback_on_step_end, callback_on_step_end_tensor_inputs, self._callback_tensor_inputs)
-        several = isinstance(prompt, list | tuple)
-        prompts: list[Any] = checks.check_prompts(prompt) if several else [prompt]
-        seeds = checks.resolve_seeds(generator, len(prompts))
-        own, stopped = options.pop("callback", None), False
-
-        def callback(progress: BlockProgress) -> bool | None:
-            nonlocal stopped
-            stopped = own is not None and own(progress) is False
-            if not stopped and callback_on_step_end is not None:
-                answer = callback_on_step_end(self, progress.passes - 1, progress.block, {})
-                stopped = bool((answer or {}).get("stop", False))
-            return not stopped
-
-        sources = [torch.Generator(device).manual_seed(seed) for seed, device in zip(seeds.asked, seeds.devices, strict=True)]
+        inputs = callback_on_step_end_tensor_inputs
+        output = OutputOptions.build(self, output_type, return_dict, callback_on_step_end, inputs)
+        is_list = isinstance(prompt, list | tuple)
+        prompts: list[Any] = checks.check_prompts(prompt) if is_list else [prompt]
+        seeds = resolve_seeds(generator, len(prompts))
+        sources = [torch.Generator(device).manual_seed(seed) for seed, device in zip(seeds.seeds, seeds.devices, strict=True)]
+        monitor = _PassMonitor(self, options.pop("callback", None), callback_on_step_end)
         # Streams are lazy, so all prompts are validated and encoded before the first video is started.
         streams = [
-            self.stream(each, generator=source, callback=callback, **options)
+            self.stream(each, generator=source, callback=monitor, **options)
             for each, source in zip(prompts, sources, strict=True)
         ]
-        made: list[list[Tensor]] = []
-        with self.progress_bar(total=sum(stream.blocks for stream in streams)) as bar:
-            for stream in streams:
-                made.append([])
-                if stopped:
-                    stream.cancel()
-                for block in stream:
-                    bar.update(1)
-                    made[-1].append(_plain(block, output_type))
-        self.maybe_free_model_hooks()
-        frames, told = stack_videos(made, output_type), [stream.stats for stream in streams]
-        if not return_dict:
-            return (frames,)
-        return CausalVideoPipelineOutput(frames=frames, stats=told if several else told[0], fps=self.fps)
+        return run_request(self, VideoRequest(streams, is_list, monitor, output))
+
+    def _progress_total(self, request: VideoRequest) -> int:
+        return sum(stream.blocks for stream in request.streams)
+
+    def _generate(self, request: VideoRequest, call: RunningCall, bar: Any) -> CausalVideoPipelineOutput:
+        request.monitor.call, output_type = call, request.output.output_type
+        videos: list[list[Tensor]] = []
+        for stream in request.streams:
+            videos.append([])
+            if request.monitor.stopped:
+                stream.cancel()
+            for block in stream:
+                bar.update(1)
+                videos[-1].append(to_output_frames(block, output_type))
+        stats = [stream.stats for stream in request.streams]
+        frames = stack_videos(videos, output_type)
+        return CausalVideoPipelineOutput(frames=frames, stats=stats if request.is_list else stats[0], fps=self.fps)
 
     def save_video(self, frames: Any, path: Any, fps: int | None = None) -> Path:
         """Write frames atomically to an .mp4, .gif or .webp file; see `vargen.pipelines.videos.save_video`."""
-        from vargen.pipelines.videos import save_video
-
         return save_video(frames, path, self.fps if fps is None else fps)
 
+    # -- steps of a call ------------------------------------------------------------------------------------------------
 
-def _plain(block: VideoBlock, output_type: str) -> Tensor:
-    """Return the part of a block that is kept until the video is complete."""
-    if output_type == "latent":
-        return block.latents
-    return block.frames.mul(255).round().byte().cpu() if output_type == "pil" else block.frames
+    def decoding_model(
+        self, window: int | None = None, sinks: int | None = None, motion: int | None = None
+    ) -> CausalVideoBlockModel:
+        """Return the adapter of both models for `vargen.decoding.decode_video`; arguments as in `stream`."""
+        scale = float(self.setting("guidance"))
+        options: dict[str, Any] = {
+            "levels": self.setting("levels") or shifted_levels(),
+            "fresh_noise": not self.setting("euler"),
+            "guidance": Guidance(scale, negative=None if scale == 1 else self.encode_empty_caption()),
+            "window": self.setting("window") if window is None else window,
+            "sinks": self.setting("sinks") if sinks is None else sinks,
+            "motion": motion,
+            "device": self._device_of(self.transformer),
+        }
+        draft = self.draft_transformer and CausalVideoBlockModel(self.draft_transformer, **options)
+        return CausalVideoBlockModel(self.transformer, draft_model=draft, **options)
+
+    def encode_video_condition(self, prompt: Any, prompt_embeds: Any = None, clean: bool = False) -> Condition:
+        """Return the condition of one video.
+
+        Raises:
+            ValueError, TypeError: unless there is exactly one prompt, or its features `[1, P, text_dim]`.
+        """
+        if prompt_embeds is not None:
+            width = self.transformer.config.text_dim
+            if prompt is not None or not isinstance(prompt_embeds, Tensor) or prompt_embeds.shape[::2] != (1, width):
+                raise ValueError(f"prompt_embeds must be a tensor [1, P, {width}] and come without prompt")
+            return Condition(caption_embeds=prompt_embeds.to(self._execution_device))
+        if prompt is None:
+            raise ValueError("give a prompt, for example pipe('a waving cat')")
+        if len(checks.check_prompts(prompt)) != 1:
+            raise ValueError(f"prompt must be one, got {len(prompt)}: a stream is one video; a call takes several")
+        embeds, mask = self.encode_prompt(prompt, clean)
+        return Condition(caption_embeds=embeds[:, mask[0]], caption_mask=mask[:, mask[0]])
+
+    def encode_empty_caption(self) -> Condition:
+        """Return the null condition: features of an empty caption, as in training with caption dropout."""
+        if self.text_encoder is None or self.tokenizer is None:
+            raise ValueError("this pipeline was loaded without a text encoder, which guidance needs")
+        return Condition(caption_embeds=encode_tokens(self, tokenized(self.tokenizer, [""], return_tensors="pt"))[0])
+
+    def scorer_prompt(self, prompt: str) -> str:
+        """Return the prompt for scorers: normalized, with the model's style appended if the model has only one.
+
+        Without it, a scorer trained with several styles would prefer a mixture of them.
+        """
+        text = self.normalize_prompt(prompt).text
+        styles = list(self.config.prompt_styles or ())
+        named = len(styles) != 1 or re.search(rf"\b{re.escape(styles[0])}\b", text, re.IGNORECASE)
+        return text if named else f"{text}, {styles[0]} style"
+
+    def resolve_frame_scorer(self, scorer: Any = None) -> Any:
+        """Return the scorer of drafts.
+
+        Args:
+            scorer: a name that `vargen score` accepts, a `Scorer`, a function of images and prompts, or an object whose
+                `bind(prompt)` returns a function of a `BlockView`, such as a `FrameScorer`. None: the packaged scorer. Image
+                scorers get the checkpoint's `scored_frames` of each block.
+        """
+        frames = self.setting("scored_frames")
+        if scorer is None or isinstance(scorer, str):
+            return FrameScorer(self.named_scorer(scorer or DEFAULT_SCORER), frames=frames)
+        bound = hasattr(scorer, "bind") and not isinstance(scorer, type)
+        return scorer if bound else FrameScorer(scorer, frames=frames)
+
+    def _streaming_decoder(self) -> StreamingDecoder:
+        if isinstance(self.vae, StreamingDecoder):
+            return self.vae
+        from vargen.models.tokenizers.wan_vae import WanStreamingDecoder
+
+        return WanStreamingDecoder(self.vae)
+
+    def _encode_first_frame(self, image: Any) -> list[Tensor]:
+        """Encode the start image of a video to latents."""
+        if image is None:
+            return []
+        rows, columns = self.transformer.geometry.pixel_size
+        pixels = preprocess_images(image, self.image_processor, rows, "image")
+        if len(pixels) != 1 or pixels.shape[2:] != (rows, columns):
+            raise ValueError(f"image must be one image of {columns} x {rows} pixels, got {list(pixels.shape)}")
+        decoder: Any = self._streaming_decoder()
+        return [decoder.encode(pixels[None].to(self._device_of(self.vae)))]
+
+    def resolve_method(self, accelerator: Any, tau: Any = None) -> VideoMethod:
+        """Return the method of a call with its threshold.
+
+        Raises:
+            ValueError, TypeError: for an unknown method or one of another paradigm, or `tau` for a method without a threshold.
+        """
+        default = self.default_method if self.draft_transformer is not None else self.baseline
+        method = super().resolve_method(default if accelerator is None else accelerator)
+        if tau is not None:
+            return method.with_tau(tau)
+        stored = self.setting("tau")
+        unset = accelerator is None or (isinstance(accelerator, str) and "tau" not in parse_spec(accelerator)[1])
+        return method.with_tau(stored) if stored is not None and unset and method.threshold is not None else method
+
+
+@dataclass(frozen=True)
+class VideoRequest:
+    """A call with validated arguments: a lazy stream for each video.
+
+    Attributes:
+        is_list: whether the call got a list of prompts, and returns a list of statistics.
+    """
+
+    streams: list[VideoStream]
+    is_list: bool
+    monitor: _PassMonitor
+    output: OutputOptions
+
+
+@dataclass
+class _PassMonitor:
+    """Callback of all streams of a call: calls those of the user, and ends the call for them or an interrupt."""
+
+    pipe: CausalVideoPipeline
+    callback: Callable[[BlockProgress], bool | None] | None
+    on_step_end: OnStepEnd | None
+    call: RunningCall | None = None
+    stopped: bool = False
+
+    def __call__(self, progress: BlockProgress) -> bool:
+        self.stopped = self.callback is not None and self.callback(progress) is False
+        if not self.stopped and self.on_step_end is not None:
+            result = self.on_step_end(self.pipe, progress.passes - 1, progress.block, {})
+            self.stopped = bool((result or {}).get("stop", False))
+        self.stopped = self.stopped or (self.call is not None and self.call.interrupted)
+        return not self.stopped
 
 
 CAUSAL_VIDEO = register_family(

@@ -122,7 +122,7 @@ class ModelFamily:
         check_compatible: checks that the configurations match in what `matches` cannot express; raises ValueError.
         check_defaults: validates the `defaults` of a folder, given the transformer's configuration; raises ValueError.
         convert: converts official files to a folder. Its arguments are the options of `vargen convert NAME`.
-        benchmark: module that opens the transformers of this family for benchmarks, if they are benchmarked.
+        official_sizes: by name, such as "var-d16", configurations of the components; benchmarks run them with random weights.
     """
 
     name: str
@@ -133,7 +133,7 @@ class ModelFamily:
     check_compatible: Callable[[Mapping[str, Any]], None] = _check_nothing
     check_defaults: Callable[[Any, Mapping[str, Any]], None] = check_sampling_defaults
     convert: Callable[..., Path] | None = None
-    benchmark: Any = None
+    official_sizes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
     def drafters(self) -> dict[str, Component]:

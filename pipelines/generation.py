@@ -1,105 +1,235 @@
-"""The course of an image pipeline's call: request, candidate selection, out-of-memory handling, callbacks and output."""
+"""The course of a call: its request, candidates, batches that fit in memory, callbacks and interrupts."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from vargen.decoding import DecodeOutput, DecodeStats, Progress, Sampling
+from vargen.decoding.seeds import ImageSeeds, resolve_seeds
 from vargen.device import check_compile
 from vargen.models.condition import Condition
 from vargen.pipelines import validation as checks
-from vargen.pipelines.calls import Call
-from vargen.pipelines.prompts import repeat_condition
-from vargen.pipelines.validation import MAX_IMAGES, ImageSeeds
+from vargen.pipelines.adapters import Guidance
+from vargen.pipelines.images import run_in_halves
+from vargen.pipelines.prompts import PromptInputs, encode_condition, encode_negative_condition, repeat_condition, scorer_prompts
+from vargen.pipelines.validation import MAX_IMAGES
 from vargen.scoring.protocol import Scorer, score_images, to_scorer
 from vargen.values import parse_int, short_repr
 
-logger = logging.getLogger("vargen")
-_ALLOCATORS = ("can't allocate memory", "not enough memory", "os error 12", "Cannot allocate memory")  # torch, safetensors
+if TYPE_CHECKING:
+    from vargen.pipelines.base import VisualPipeline
+
+OnStepEnd = Callable[[Any, int, int, dict[str, Any]], dict[str, Any] | None]
 
 
-@contextmanager
-def loading_memory(folder: Path) -> Iterator[None]:
-    """Report an out-of-memory error while the block loads a folder's weights, with the size of the weights.
+# -- the request ----------------------------------------------------------------------------------------------------------
 
-    Raises:
-        MemoryError: with the folder and the size of its weight files in bytes.
+
+@dataclass(frozen=True)
+class OutputOptions:
+    """Arguments of a pipeline's `__call__` that do not change what is generated."""
+
+    output_type: str = "pil"
+    return_dict: bool = True
+    callback: OnStepEnd | None = None
+    compile: bool = False
+
+    @classmethod
+    def build(
+        cls, pipe: VisualPipeline, output_type: Any, return_dict: bool, callback: Any, tensor_inputs: Any, compile: bool = False
+    ) -> OutputOptions:
+        """Validate the arguments of a call. Raises ValueError or TypeError for invalid ones, or a pipeline without networks."""
+        if pipe.transformer is None or getattr(pipe, pipe.pixel_decoder) is None:
+            missing = f"transformer or {pipe.pixel_decoder}"
+            raise ValueError(f"this pipeline was loaded without a {missing}: it only encodes prompts")
+        checks.check_output_type(output_type)
+        check_compile(compile, pipe._device_of(pipe.transformer))
+        checks.check_callback(callback, tensor_inputs, pipe._callback_tensor_inputs)
+        return cls(output_type, return_dict, callback, compile)
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """A call with validated arguments and encoded prompts.
+
+    Attributes:
+        method: an `Accelerator`, a `ScaleSchedule` or a `VideoMethod`.
+        condition: one row per image to generate, candidates included; one row for a video.
+        guidance: classifier-free guidance, with one negative condition per generated image.
+        seeds: one per generated image or video.
+        sampling: None for video.
+        num_prompts: number of prompts or classes.
+        selection: how one of several candidates is selected.
+        scorer_prompts: one text per image, not repeated for its candidates; empty without a scorer.
+        fixed: tokens that are kept from a source image; see `vargen.pipelines.images.FixedTokens`.
+        output: form of the result.
     """
-    try:
-        yield
-    except Exception as error:
-        if not _ran_out(error):
-            raise
-        size = sum(file.stat().st_size for file in folder.rglob("*.safetensors"))
-        raise MemoryError(
-            f"memory does not suffice to load {folder}, whose weight files are {size:,} bytes; "
-            "close other programs, or use a smaller model or dtype"
-        ) from error
+
+    method: Any
+    condition: Condition
+    guidance: Guidance
+    seeds: ImageSeeds
+    sampling: Sampling | None = None
+    num_prompts: int = 1
+    selection: CandidateSelection = field(default_factory=lambda: CandidateSelection())
+    scorer_prompts: Sequence[str] = ()
+    fixed: Any = None
+    output: OutputOptions = OutputOptions()
+
+    @classmethod
+    def build(
+        cls,
+        pipe: VisualPipeline,
+        method: Any,
+        inputs: PromptInputs,
+        negative: PromptInputs,
+        settings: Mapping[str, Any],
+        selection: CandidateSelection,
+        output: OutputOptions,
+        *,
+        num_images_per_prompt: int,
+        generator: Any,
+        guidance_interval: int | None = None,
+    ) -> GenerationRequest:
+        """Validate the arguments of an image pipeline's call, encode its conditions, and resolve its seeds.
+
+        Args:
+            inputs, negative: the condition, and the negative condition of guidance.
+            settings: guidance scale, temperature, top-k and top-p; None selects the checkpoint's default.
+            num_images_per_prompt, generator, guidance_interval: arguments of the call.
+
+        Raises:
+            ValueError, TypeError: before any image is generated; the message names the argument.
+        """
+        if negative.prompt is not None:
+            checks.check_prompts(negative.prompt, "negative_prompt")
+        given = {name: value for name, value in settings.items() if value is not None}
+        scale, sampling = checks.check_sampling({**pipe.default_sampling, **given})
+        sampling.validate_top_k(pipe.vocab)
+        interval = checks.check_guidance_interval(guidance_interval)
+        per_prompt = checks.check_count(num_images_per_prompt, 1)
+        condition, num_prompts = encode_condition(pipe, inputs)
+        images = num_prompts * checks.check_count(per_prompt, num_prompts)
+        selection.validate_num_images(images)
+        texts = () if selection.scorer is None else scorer_prompts(pipe, inputs.prompt, condition)
+        seeds = resolve_seeds(generator, images).for_candidates(selection.num_candidates)
+        rows = images * selection.num_candidates
+        return cls(
+            method,
+            repeat_condition(condition, rows // num_prompts),
+            Guidance(scale, interval, encode_negative_condition(pipe, negative, num_prompts, rows)),
+            seeds,
+            sampling,
+            num_prompts,
+            selection,
+            [text for text in texts for _ in range(per_prompt)],
+            output=output,
+        )
+
+    @property
+    def num_images(self) -> int:
+        """Number of images to generate, including candidates."""
+        return len(self.seeds.seeds)
+
+    def rows(self, rows: slice) -> GenerationRequest:
+        """Return the request for some of the images to generate."""
+        negative = self.guidance.negative
+        return replace(
+            self,
+            condition=self.condition.rows(rows),
+            guidance=replace(self.guidance, negative=negative and negative.rows(rows)),
+            seeds=self.seeds.rows(rows),
+            fixed=self.fixed and self.fixed.rows(rows),
+        )
 
 
-def _ran_out(error: BaseException | None) -> bool:
-    """Whether the error or one of its causes is out-of-memory; diffusers reports every error as an unreadable file."""
-    while error is not None:
-        if isinstance(error, MemoryError | torch.OutOfMemoryError) or any(said in str(error) for said in _ALLOCATORS):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+def run_request(pipe: VisualPipeline, request: Any) -> Any:
+    """Generate what a call requests.
 
+    Args:
+        request: a `GenerationRequest`, or what else the pipeline's `_generate` takes.
 
-def within_memory(run: Callable[[slice], DecodeOutput], images: int) -> DecodeOutput:
-    """Generate all images in one batch or, if memory does not suffice, in two batches of half the size.
-
-    Raises:
-        torch.OutOfMemoryError: if half of the images do not fit either.
+    Returns:
+        The pipeline's output, or `(images,)`.
     """
-    try:
-        return run(slice(0, images))
-    except torch.OutOfMemoryError as error:
-        if images == 1:
-            raise torch.OutOfMemoryError("out of memory with one image; use a smaller model or dtype") from error
-    # Outside the handler, because the traceback keeps the tensors of the failed attempt alive.
-    logger.warning("out of memory with %d images at once: drawing them in two halves", images)
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    half = images // 2
-    parts: list[DecodeOutput] = []
-    for chosen in (slice(0, half), slice(half, images)):
-        try:
-            parts.append(run(chosen))
-        except torch.OutOfMemoryError as error:
-            raise torch.OutOfMemoryError(
-                f"out of memory with {images} images at once, and with {half}; make fewer per call (num_images_per_prompt, "
-                "prompts)"
-            ) from error
-        if parts[-1].stats.stopped:
-            break
+    with pipe._calls.start() as call, pipe.progress_bar(total=pipe._progress_total(request)) as bar:
+        output = pipe._generate(request, call, bar)
+    pipe.maybe_free_model_hooks()
+    return output if request.output.return_dict else (output[0],)
+
+
+def generate_images(pipe: VisualPipeline, request: GenerationRequest, call: RunningCall, bar: Any) -> tuple[Any, DecodeStats]:
+    """Generate the requested images and select among candidates. Returns the images in the requested form, and statistics."""
+
+    def decode(rows: slice) -> DecodeOutput:
+        return pipe._decode(request.rows(rows), callback)
+
+    def to_images(result: DecodeOutput, output_type: str) -> Any:
+        return pipe.decode_tokens(result.tokens, result.length if result.stats.stopped else None, output_type)
+
+    callback = _step_callback(pipe, call, bar, request.output.callback)
+    remedy, rows = "use a smaller model or dtype", slice(0, request.num_images)
+    parts = run_in_halves(decode, rows, "generating", remedy, stop=lambda part: part.stats.stopped)
+    result = _join_outputs(parts, request.num_images)
+    result.stats.seeds = request.seeds.seeds
+    if request.selection.scorer is not None:
+        result = request.selection.select(result, request.seeds, to_images(result, "pt"), request.scorer_prompts)
+    return to_images(result, request.output.output_type), result.stats
+
+
+def _step_callback(
+    pipe: VisualPipeline, call: RunningCall, bar: Any, on_step_end: OnStepEnd | None
+) -> Callable[[Progress], bool | None]:
+    """Return a callback that updates the progress bar and calls the user's callback with the arguments of diffusers."""
+
+    def callback(progress: Progress) -> bool | None:
+        # Reading the length synchronizes with the device, so on CUDA it is read every 16 steps only.
+        if progress.tokens.device.type == "cpu" or progress.step % 16 == 0 or on_step_end is not None:
+            num_tokens = int(progress.length.amin())
+            bar.update(num_tokens - bar.n)
+        if on_step_end is None:
+            return not call.interrupted
+        skipped = progress.tokens < 0  # scales that the schedule skips
+        result = on_step_end(pipe, progress.step - 1, num_tokens, {"latents": progress.tokens})
+        result = checks.check_answer(result, progress.tokens, pipe.vocab, skipped)
+        latents = result.get("latents")
+        if latents is not None and latents is not progress.tokens:
+            progress.tokens.copy_(latents)
+        return not (result.get("stop", False) or call.interrupted)
+
+    return callback
+
+
+def _join_outputs(parts: list[DecodeOutput], images: int) -> DecodeOutput:
+    """Join the outputs of consecutive rows; rows that are missing because a callback stopped the call are empty."""
+    if len(parts) == 1 and len(parts[0].tokens) == images:
+        return parts[0]
     tokens, length = torch.cat([part.tokens for part in parts]), torch.cat([part.length for part in parts])
-    missing = images - len(tokens)  # images of the second half, if a callback stopped the first
-    tokens, length = (torch.cat([x, x.new_zeros(missing, *x.shape[1:])]) for x in (tokens, length))
-    return DecodeOutput(tokens, length, DecodeStats.merge([part.stats for part in parts]), all(part.finished for part in parts))
+    tokens, length = (torch.cat([x, x.new_zeros(images - len(x), *x.shape[1:])]) for x in (tokens, length))
+    stats = DecodeStats.merge([part.stats for part in parts])
+    return DecodeOutput(tokens, length, stats, all(part.finished for part in parts))
+
+
+# -- candidates -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class CandidateSelection:
     """How many candidates to generate per image, and the scorer that selects one; see `pipe(num_candidates=, scorer=)`."""
 
-    count: int = 1
+    num_candidates: int = 1
     scorer: Scorer | None = None
 
     @classmethod
-    def checked(cls, num_candidates: Any, scorer: Any, named: Callable[[str], Scorer]) -> CandidateSelection:
-        """Build the selection from a call's arguments.
-
-        Args:
-            named: loads a scorer by name.
+    def build(cls, num_candidates: Any, scorer: Any, load: Callable[[str], Scorer]) -> CandidateSelection:
+        """Validate the arguments of a call. `load` loads a scorer by name.
 
         Raises:
             ValueError: for an invalid number of candidates, several candidates without a scorer, or an unknown scorer.
@@ -112,22 +242,23 @@ class CandidateSelection:
             raise ValueError(f"scorer must be given to choose among {count} candidates: a name, a Scorer or f(images, prompts)")
         if scorer is None:
             return cls(count)
-        return cls(count, named(scorer) if isinstance(scorer, str) else to_scorer(scorer))
+        return cls(count, load(scorer) if isinstance(scorer, str) else to_scorer(scorer))
 
-    def check_images(self, images: int) -> None:
+    def validate_num_images(self, images: int) -> None:
         """Raise ValueError if a call for this many images exceeds the limit of `MAX_IMAGES` candidates."""
-        if images * self.count > MAX_IMAGES:
+        if images * self.num_candidates > MAX_IMAGES:
             raise ValueError(
-                f"one call draws at most {MAX_IMAGES} images, got {images} x {self.count} candidates (num_candidates)"
+                f"num_candidates must be less: one call generates at most {MAX_IMAGES} images, got {images} x "
+                f"{self.num_candidates} candidates"
             )
 
-    def choose(self, result: DecodeOutput, seeds: ImageSeeds, pictures: Tensor, texts: Sequence[str]) -> DecodeOutput:
+    def select(self, result: DecodeOutput, seeds: ImageSeeds, images: Tensor, prompts: Sequence[str]) -> DecodeOutput:
         """Select the best candidate of each image, and record all scores and seeds in the statistics.
 
         Args:
             result: output for all candidates, grouped by image.
-            pictures: the candidates' pixels, float `[N, 3, Y, X]` in [0, 1], in the same order.
-            texts: one prompt per image, not repeated for its candidates.
+            images: the candidates' pixels, float `[N, 3, Y, X]` in [0, 1], in the same order.
+            prompts: one per image, not repeated for its candidates.
 
         Returns:
             The rows of the selected candidates.
@@ -136,159 +267,50 @@ class CandidateSelection:
             NonFiniteScoreError: for a score that is NaN or infinite.
         """
         assert self.scorer is not None
-        prompts = [text for text in texts for _ in range(self.count)]
-        scores = score_images(self.scorer, pictures.float().cpu(), prompts).view(-1, self.count)
+        count = self.num_candidates
+        repeated = [prompt for prompt in prompts for _ in range(count)]
+        scores = score_images(self.scorer, images.float().cpu(), repeated).view(-1, count)
         best = scores.argmax(1) if self.scorer.higher_is_better else scores.argmin(1)
-        chosen = torch.arange(len(best)) * self.count + best
-        stats, rows = result.stats, chosen.to(result.tokens.device)
+        selected = torch.arange(len(best)) * count + best
+        stats, rows = result.stats, selected.to(result.tokens.device)
         stats.scorer, stats.scores = self.scorer.name, scores.tolist()
-        asked = seeds.asked
-        stats.candidate_seeds = [asked[i : i + self.count] for i in range(0, len(asked), self.count)]
-        stats.seeds = [asked[i] for i in chosen.tolist()]
+        stats.candidate_seeds = [seeds.seeds[i : i + count] for i in range(0, len(seeds.seeds), count)]
+        stats.seeds = [seeds.seeds[i] for i in selected.tolist()]
         canvas = None if result.canvas is None else result.canvas[rows]
         return DecodeOutput(result.tokens[rows], result.length[rows], stats, result.finished, canvas)
 
 
-if TYPE_CHECKING:
-    from vargen.pipelines.base import VisualPipeline
-
-OnStepEnd = Callable[[Any, int, int, dict[str, Any]], dict[str, Any] | None]
+# -- interrupts -----------------------------------------------------------------------------------------------------------
 
 
-class PromptInputs(NamedTuple):
-    """A call's arguments that define the condition, or the negative condition; see a pipeline's `__call__`."""
+@dataclass(eq=False)
+class RunningCall:
+    """A running call: its thread, and whether it was interrupted."""
 
-    prompt: Any = None
-    embeds: Any = None
-    mask: Any = None
-    class_labels: Any = None
-
-
-@dataclass(frozen=True)
-class GenerationRequest:
-    """A call with validated arguments and encoded prompts.
-
-    Attributes:
-        prompts: number of prompts or classes.
-        drawn: number of images to generate, including candidates.
-        condition: one row per generated image.
-        negative: negative condition with one row per generated image, or None.
-        texts: text for the scorer, one per image; empty without a scorer.
-    """
-
-    prompts: int
-    drawn: int
-    condition: Condition
-    negative: Condition | None
-    seeds: ImageSeeds
-    best: CandidateSelection
-    texts: list[str]
+    thread: int
+    interrupted: bool = False
 
 
-def check_call(
-    pipe: VisualPipeline, output_type: Any, compile: bool, on_step_end: Any, tensor_inputs: Any, negative_prompt: Any
-) -> None:
-    """Raise ValueError or TypeError for invalid arguments of a call, before any prompt is encoded."""
-    if pipe.transformer is None or pipe.vqvae is None:
-        raise ValueError("this pipeline was loaded without a transformer or vqvae: it only encodes prompts")
-    checks.check_output_type(output_type)
-    check_compile(compile, pipe._device_of(pipe.transformer))
-    checks.check_callback(on_step_end, tensor_inputs, pipe._callback_tensor_inputs)
-    if negative_prompt is not None:
-        checks.check_prompts(negative_prompt, "negative_prompt")
+class RunningCalls:
+    """The running calls of a pipeline, so that an interrupt ends the right one. A copy of the pipeline starts with none."""
 
+    def __init__(self) -> None:
+        self._calls: list[RunningCall] = []
 
-def resolve_sampling(pipe: VisualPipeline, given: dict[str, Any]) -> tuple[float, Sampling]:
-    """Return the guidance scale and the sampling settings of a call; None selects the checkpoint's default.
+    def __reduce__(self) -> tuple[type[RunningCalls], tuple[()]]:
+        return RunningCalls, ()
 
-    Raises:
-        ValueError, TypeError: for a value out of range; the message names the argument.
-    """
-    scale, sampling = checks.check_sampling({**pipe.default_sampling, **{k: v for k, v in given.items() if v is not None}})
-    sampling.validate_top_k(pipe.vocab)
-    return scale, sampling
+    @contextmanager
+    def start(self) -> Iterator[RunningCall]:
+        """Register a call of this thread while the block runs."""
+        call = RunningCall(threading.get_ident())
+        self._calls.append(call)
+        try:
+            yield call
+        finally:
+            self._calls.remove(call)
 
-
-def requested(
-    pipe: VisualPipeline,
-    asked: PromptInputs,
-    unwanted: PromptInputs,
-    per_prompt: int,
-    generator: Any,
-    best: CandidateSelection,
-    clean: bool,
-) -> GenerationRequest:
-    """Validate and encode a call's conditions, and resolve its seeds.
-
-    Args:
-        asked: the condition.
-        unwanted: the negative condition of guidance.
-        per_prompt: images per prompt.
-        generator, clean: arguments of the call.
-
-    Raises:
-        ValueError, TypeError: before any image is generated, for invalid conditions, generators or numbers of images.
-    """
-    per_prompt = checks.check_count(per_prompt, 1)
-    condition, prompts = pipe.condition(asked.prompt, asked.class_labels, asked.embeds, asked.mask, clean)
-    images = prompts * checks.check_count(per_prompt, prompts)
-    best.check_images(images)
-    texts = [] if best.scorer is None else pipe.scored_texts(asked.prompt, condition)
-    seeds, drawn = checks.resolve_seeds(generator, images).candidates(best.count), images * best.count
-    negative = pipe.negative_condition(unwanted.prompt, unwanted.embeds, unwanted.mask, clean, prompts, drawn)
-    texts = [text for text in texts for _ in range(per_prompt)]
-    return GenerationRequest(prompts, drawn, repeat_condition(condition, drawn // prompts), negative, seeds, best, texts)
-
-
-def drawn(
-    pipe: VisualPipeline,
-    request: GenerationRequest,
-    guidance_scale: float,
-    run: Callable[[slice, Callable[[Progress], bool | None]], DecodeOutput],
-    on_step_end: OnStepEnd | None,
-    output_type: str,
-    return_dict: bool,
-) -> Any:
-    """Generate the requested images.
-
-    Args:
-        run: generates the tokens of a slice of the request's rows, with a callback.
-        on_step_end: callback of the call.
-
-    Returns:
-        The pipeline's `output`, or `(images,)`.
-    """
-    with pipe._calls.started(guidance_scale, pipe.steps) as call, pipe.progress_bar(total=pipe.tokens) as bar:
-        callback = _callback(pipe, call, bar, on_step_end)
-        result = within_memory(lambda chosen: run(chosen, callback), request.drawn)
-    result.stats.seeds = request.seeds.asked
-    if request.best.scorer is not None:
-        result = request.best.choose(result, request.seeds, _pictures(pipe, result, "pt"), request.texts)
-    images = _pictures(pipe, result, output_type)
-    pipe.maybe_free_model_hooks()
-    return pipe.output(images=images, stats=result.stats) if return_dict else (images,)
-
-
-def _pictures(pipe: VisualPipeline, result: DecodeOutput, output_type: str) -> Any:
-    return pipe.decode_tokens(result.tokens, result.length if result.stats.stopped else None, output_type)
-
-
-def _callback(pipe: VisualPipeline, call: Call, bar: Any, on_step_end: OnStepEnd | None) -> Callable[[Progress], bool | None]:
-    """Return a callback that updates the progress bar and calls the user's callback with the arguments of diffusers."""
-
-    def callback(progress: Progress) -> bool | None:
-        # Reading the length synchronizes with the device, so on CUDA it is read every 16 steps only.
-        if progress.tokens.device.type == "cpu" or progress.step % 16 == 0 or on_step_end is not None:
-            drawn = int(progress.length.amin())
-            bar.update(drawn - bar.n)
-        if on_step_end is None:
-            return not call.interrupt
-        left_out = progress.tokens < 0  # scales that the schedule skips
-        answer = on_step_end(pipe, progress.step - 1, drawn, {"latents": progress.tokens})
-        answer = checks.check_answer(answer, progress.tokens, pipe.vocab, left_out)
-        latents = answer.get("latents")
-        if latents is not None and latents is not progress.tokens:
-            progress.tokens.copy_(latents)
-        return not (answer.get("stop", False) or call.interrupt)
-
-    return callback
+    def current(self) -> list[RunningCall]:
+        """The innermost call of this thread; in a thread without one, all running calls."""
+        calls = list(self._calls)
+        return [call for call in calls if call.thread == threading.get_ident()][-1:] or calls

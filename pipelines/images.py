@@ -1,43 +1,102 @@
-"""Decoding tokens to pixels, preprocessing input images, and the source and mask of variations and inpainting."""
+"""Images in and out: results, pixels of tokens, input images, and the source and mask of variations and inpainting."""
 
 from __future__ import annotations
 
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from diffusers.image_processor import VaeImageProcessor
+from diffusers.utils import BaseOutput
 from PIL import Image
 from torch import Tensor
 
+from vargen.decoding import DecodeStats
 from vargen.models.tokenizers.multi_scale_quantizer import MultiScaleQuantizer
+from vargen.models.tokenizers.vq import NonFinitePixelsError
+from vargen.pipelines.validation import check_output_type, check_tokens
 from vargen.reading import on_white
 from vargen.values import parse_float, short_repr
 
 logger = logging.getLogger("vargen")
+_T = TypeVar("_T")
 
 
-def decoded_pixels(decode: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
-    """Decode tokens to pixels, float32 `[B, 3, Y, X]`. Splits the batch in two on out-of-memory, so that no tokens are lost.
+@dataclass
+class ImagePipelineOutput(BaseOutput):
+    """Result of a call.
+
+    Attributes:
+        images: depending on `output_type`, a list of PIL images, a float32 NumPy array `[B, Y, X, 3]` or torch tensor
+            `[B, 3, Y, X]` in [0, 1], or tokens: int64 `[B, rows, columns]`, or `[B, L]` for a model of several scales, from
+            coarse to fine, -1 in skipped scales.
+        stats: statistics of decoding; see `vargen.decoding.DecodeStats`.
+    """
+
+    images: Any
+    stats: DecodeStats
+
+
+def validate_tokens(tokens: Any, length: Any, output_type: Any, codes: int, minimum: int = 0) -> None:
+    """Validate the arguments of `decode_tokens`; the caller checks the number of tokens.
+
+    Args:
+        codes: size of the codebook.
+        minimum: the smallest token; -1 stands for no token.
+
+    Raises:
+        ValueError, TypeError: naming the argument.
+    """
+    check_output_type(output_type)
+    check_tokens(tokens, codes, minimum=minimum)
+    if length is not None and tuple(length.shape) != (len(tokens),):
+        raise ValueError(f"length must be [{len(tokens)}], one per image, got {list(length.shape)}")
+
+
+def run_in_halves(
+    run: Callable[[slice], _T], rows: slice, task: str, remedy: str, stop: Callable[[_T], bool] = lambda _: False
+) -> list[_T]:
+    """Run a batch at once or, if memory does not suffice, in halves, which are halved again where needed.
+
+    Args:
+        run: runs some rows of the batch.
+        task, remedy: what is done, and what would need less memory; for messages.
+        stop: whether to leave out the rows after a result.
+
+    Raises:
+        torch.OutOfMemoryError: if a single row does not fit.
+    """
+    count = rows.stop - rows.start
+    try:
+        return [run(rows)]
+    except torch.OutOfMemoryError as error:
+        if count == 1:
+            raise torch.OutOfMemoryError(f"out of memory {task} one image; {remedy}") from error
+    # Outside the handler, because the traceback keeps the tensors of the failed attempt alive.
+    logger.warning("out of memory %s %d images at once: continuing in two halves", task, count)
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    middle = rows.start + count // 2
+    first = run_in_halves(run, slice(rows.start, middle), task, remedy, stop)
+    return first if stop(first[-1]) else first + run_in_halves(run, slice(middle, rows.stop), task, remedy, stop)
+
+
+def decode_pixels(decode: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
+    """Decode tokens to pixels, float32 `[B, 3, Y, X]`. Splits the batch on out-of-memory, so that no tokens are lost.
 
     Raises:
         torch.OutOfMemoryError: if a single image does not fit.
+        NonFinitePixelsError: for NaN or infinite pixels; the message has the image and position of the first one.
     """
-    try:
-        return decode(tokens).float()
-    except torch.OutOfMemoryError as error:
-        if len(tokens) == 1:
-            raise torch.OutOfMemoryError(
-                "out of memory decoding the pixels of one image; output_type='latent' returns its tokens"
-            ) from error
-    logger.warning("out of memory decoding %d images at once: decoding them in two halves", len(tokens))
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    return torch.cat([decoded_pixels(decode, half) for half in tokens.tensor_split(2)])
+    remedy, rows = "output_type='latent' returns the tokens", slice(0, len(tokens))
+    pixels = torch.cat(run_in_halves(lambda part: decode(tokens[part]).float(), rows, "decoding the pixels of", remedy))
+    NonFinitePixelsError.check(pixels)
+    return pixels
 
 
 def preprocess_images(images: Any, processor: Any, side: int, name: str = "images") -> Tensor:
@@ -76,12 +135,12 @@ def _unit(images: Any, name: str) -> Any:
     return numbers.float().numpy() if array else numbers.float()
 
 
-VARIATION, INPAINTING = 0.8, 1.0  # default strength without and with a mask
+VARIATION_STRENGTH, INPAINT_STRENGTH = 0.8, 1.0  # default strength without and with a mask
 _HALF = 0.5  # threshold of mask values, and of the kept fraction of a token's area
 
 
 @dataclass(frozen=True)
-class Source:
+class InpaintSource:
     """Source image of a variation or of inpainting.
 
     Attributes:
@@ -94,12 +153,12 @@ class Source:
     mask: Tensor | None
     strength: float
 
-    def kept_scales(self, scales: int) -> int:
+    def num_kept_scales(self, scales: int) -> int:
         """Number of coarse scales kept from the source image. Any strength above 0 regenerates at least the finest scale."""
         return scales - math.ceil(round(self.strength * scales, 6))
 
 
-def check_source(image: Any, mask: Any, strength: Any, side: int, processor: Any) -> Source | None:
+def check_source(image: Any, mask: Any, strength: Any, side: int, processor: Any) -> InpaintSource | None:
     """Validate the `image`, `mask` and `strength` of a call. Returns None if there is no image.
 
     Args:
@@ -114,16 +173,16 @@ def check_source(image: Any, mask: Any, strength: Any, side: int, processor: Any
             if value is not None:
                 raise ValueError(f"{name} says what to do with an image, and none is given: pass image")
         return None
-    share = parse_float(strength) if strength is not None else INPAINTING if mask is not None else VARIATION
+    share = parse_float(strength) if strength is not None else INPAINT_STRENGTH if mask is not None else VARIATION_STRENGTH
     if share is None or not 0 <= share <= 1:
-        raise ValueError(f"strength must be from 0 (keep the image) to 1 (draw all of it anew), got {short_repr(strength)}")
+        raise ValueError(f"strength must be from 0 (keep the image) to 1 (regenerate all of it), got {short_repr(strength)}")
     for width, height in _sizes(image):
         if (width, height) != (side, side):
             raise ValueError(
-                f"image must be {side}x{side} pixels, the size that this model draws, got {width}x{height}; crop or resize it"
+                f"image must be {side}x{side} pixels, the size of this model, got {width}x{height}; crop or resize it"
             )
     pixels = preprocess_images(image, processor, side, "image")
-    return Source(pixels, None if mask is None else _mask(mask, len(pixels), side), share)
+    return InpaintSource(pixels, None if mask is None else _mask(mask, len(pixels), side), share)
 
 
 def _sizes(image: Any) -> set[tuple[int, int]]:
@@ -138,7 +197,7 @@ def _sizes(image: Any) -> set[tuple[int, int]]:
 
 def _mask(mask: Any, images: int, side: int) -> Tensor:
     """Convert a mask to bool `[M, 1, Y, X]`, True where white."""
-    allowed = "a PIL image, a list of them, or numbers from 0 (keep) to 1 (draw anew) [Y, X] or [N, 1, Y, X]"
+    allowed = "a PIL image, a list of them, or numbers from 0 (keep) to 1 (regenerate) [Y, X] or [N, 1, Y, X]"
     if isinstance(mask, Tensor | np.ndarray):
         values = torch.as_tensor(mask).float()
         if values.ndim not in (2, 3, 4) or (values.ndim == 4 and values.shape[1] != 1):
@@ -153,8 +212,8 @@ def _mask(mask: Any, images: int, side: int) -> Tensor:
         for each in listed:
             if each.size != (side, side):
                 raise ValueError(f"mask must be {side}x{side} pixels, as the image is, got {each.width}x{each.height}")
-        arrays = [np.array(each.convert("L"), dtype=np.float32) / 255 for each in listed]
-        values = torch.from_numpy(np.stack(arrays))[:, None]
+        gray = [VaeImageProcessor.convert_to_grayscale(each) for each in listed]
+        values = torch.from_numpy(VaeImageProcessor.pil_to_numpy(gray))[:, None]
     if values.shape[-2:] != (side, side):
         raise ValueError(f"mask must be {side}x{side} pixels, as the image is, got {values.shape[-1]}x{values.shape[-2]}")
     if len(values) not in (1, images):
@@ -162,31 +221,52 @@ def _mask(mask: Any, images: int, side: int) -> Tensor:
     return values >= _HALF
 
 
-class Kept:
+@dataclass(frozen=True)
+class FixedTokens:
+    """Tokens of a source image that are not regenerated.
+
+    Attributes:
+        scales: tokens `[B, n]` of the kept coarse scales.
+        kept: chooses the tokens of the unmasked area at finer scales; None without a mask.
+    """
+
+    scales: list[Tensor]
+    kept: KeptTokens | None
+
+    def rows(self, rows: slice) -> FixedTokens:
+        """Return the same for some of the images."""
+        kept = self.kept
+        if kept is not None:
+            kept = replace(kept, latent=kept.latent[rows], kept_area=kept.kept_area[rows])
+        return FixedTokens([tokens[rows] for tokens in self.scales], kept)
+
+
+@dataclass(frozen=True)
+class KeptTokens:
     """Chooses the tokens of the kept (unmasked) area at each scale of a next-scale loop.
 
     It quantizes the difference between the source image's latent and the latent generated so far, instead of the source image
     itself, because coarse generated tokens overlap the kept area and their error must be corrected at finer scales.
 
-    Args:
-        quantiser: quantizer of the image tokenizer.
-        latent: float `[B, C, R, G]`, latents of the source images before quantization.
-        mask: bool `[B, 1, Y, X]`, True in the area to regenerate. A latent cell is kept if none of its pixels is masked.
+    Attributes:
+        quantizer: quantizer of the image tokenizer.
+        latent: float32 `[B, C, R, G]`, latents of the source images before quantization.
+        kept_area: float32 `[B, 1, R, G]`, 1 in the kept latent cells; see `build`.
     """
 
-    def __init__(self, quantiser: MultiScaleQuantizer, latent: Tensor, mask: Tensor):
-        self.quantiser, self.latent = quantiser, latent.float()
-        pixels = mask.shape[-1] // latent.shape[-1]
-        self.known = 1 - F.max_pool2d(mask.to(latent.device, torch.float32), pixels)
+    quantizer: MultiScaleQuantizer
+    latent: Tensor
+    kept_area: Tensor
 
-    def rows(self, chosen: slice) -> Kept:
-        """Return the same for a slice of the images."""
-        part = object.__new__(Kept)
-        part.quantiser, part.latent, part.known = self.quantiser, self.latent[chosen], self.known[chosen]
-        return part
+    @classmethod
+    def build(cls, quantizer: MultiScaleQuantizer, latent: Tensor, mask: Tensor) -> KeptTokens:
+        """Build it from a mask, bool `[B, 1, Y, X]`, True in the area to regenerate. A latent cell is kept if no pixel of it
+        is masked."""
+        area = 1 - F.max_pool2d(mask.to(latent.device, torch.float32), mask.shape[-1] // latent.shape[-1])
+        return cls(quantizer, latent.float(), area)
 
     def __call__(self, canvas: Tensor, scale: int) -> tuple[Tensor, Tensor]:
         """Tokens int64 `[B, n]` for a scale, given the latent so far `[B, C, R, G]`, and bool `[B, n]`, True where kept."""
-        share = self.quantiser.shrink(self.known, scale)
-        lacking = self.quantiser.shrink((self.latent - canvas) * self.known, scale) / share.clamp(min=1e-6)
-        return self.quantiser.nearest(lacking, scale).flatten(1), (share >= _HALF).flatten(1)
+        share = self.quantizer.shrink(self.kept_area, scale)
+        residual = self.quantizer.shrink((self.latent - canvas) * self.kept_area, scale) / share.clamp(min=1e-6)
+        return self.quantizer.nearest(residual, scale).flatten(1), (share >= _HALF).flatten(1)

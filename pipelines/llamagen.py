@@ -2,58 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from PIL import Image
 from torch import Tensor
 
 from vargen.compat import without_autocast
 from vargen.convert.llamagen import convert_llamagen
-from vargen.decoding import DEFAULT_METHOD, Accelerator, DecodeOutput, DecodeStats, Eagle, Jacobi, Medusa, Progress, decode
+from vargen.decoding import DEFAULT_METHOD, Accelerator, DecodeOutput, Eagle, Jacobi, Medusa, decode
 from vargen.decoding.next_token.drafters.heads import HeadDrafter
 from vargen.decoding.next_token.drafters.initial import LOW_RES_DRAFTS, MISSING_LOW_RES
 from vargen.device import check_compile
-from vargen.models.condition import Condition
 from vargen.models.heads.eagle import EagleDrafter
 from vargen.models.heads.medusa import MedusaDrafter
 from vargen.models.heads.upsampler import TokenUpsampler
-from vargen.models.llamagen import LlamaGenTransformer
+from vargen.models.llamagen import SIZES, LlamaGenTransformer
 from vargen.models.tokenizers.vq import VQModel
-from vargen.pipelines import llamagen_network
 from vargen.pipelines import validation as checks
+from vargen.pipelines.adapters import Guidance, to_guidance
 from vargen.pipelines.adapters.drafters import EagleModel, LowResolutionDrafter, MedusaHeads, check_low_res
 from vargen.pipelines.adapters.llamagen import LlamaGenTokenModel
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.components import TEXT_COMPONENTS, Component, ModelFamily, register_family
-from vargen.pipelines.decoders import TokenDecoder
-from vargen.pipelines.generation import CandidateSelection, PromptInputs, check_call, drawn, requested, resolve_sampling
-from vargen.pipelines.grid_pictures import GridPictures
-from vargen.pipelines.model_info import ModelInfo
-from vargen.pipelines.prompt_names import PromptNames
+from vargen.pipelines.generation import CandidateSelection, GenerationRequest, OutputOptions, run_request
+from vargen.pipelines.images import ImagePipelineOutput, decode_pixels, preprocess_images, validate_tokens
+from vargen.pipelines.prompts import PromptInputs, PromptNames
 from vargen.scoring.protocol import Scorer
 
-from diffusers.utils import BaseOutput  # isort: skip  # after base, which guards torchvision
+LlamaGenPipelineOutput = ImagePipelineOutput
+
+if TYPE_CHECKING:
+    from vargen.pipelines.registry import ModelInfo
 
 
-@dataclass
-class LlamaGenPipelineOutput(BaseOutput):
-    """Result of a call.
-
-    Attributes:
-        images: depending on `output_type`, a list of PIL images, a float32 NumPy array `[B, Y, X, 3]` or torch tensor
-            `[B, 3, Y, X]` in [0, 1], or tokens, int64 `[B, rows, columns]`.
-        stats: statistics of decoding; see `vargen.decoding.DecodeStats`.
-    """
-
-    images: Any
-    stats: DecodeStats
-
-
-class LlamaGenPipeline(GridPictures, VisualPipeline):
+class LlamaGenPipeline(VisualPipeline):
     """Text or class to image with LlamaGen (Sun et al. 2024).
 
     Example:
@@ -80,7 +65,7 @@ class LlamaGenPipeline(GridPictures, VisualPipeline):
     """
 
     paradigm: ClassVar[str] = "next-token"
-    output: ClassVar[Any] = LlamaGenPipelineOutput
+    output_class: ClassVar[Any] = LlamaGenPipelineOutput
 
     low_res: LlamaGenTransformer | None = None
     upsampler: TokenUpsampler | None = None
@@ -98,49 +83,26 @@ class LlamaGenPipeline(GridPictures, VisualPipeline):
         prompt_names: PromptNames | dict[str, str] | None = None,
         **components: Any,
     ):
-        parts = {
+        components |= {
             "vqvae": vqvae, "transformer": transformer, "text_encoder": text_encoder, "tokenizer": tokenizer,
-            "draft_transformer": draft_transformer, **components,
+            "draft_transformer": draft_transformer,
         }  # fmt: skip
-        self._set_up(parts, {"id2label": id2label, "defaults": defaults, "prompt_styles": prompt_styles}, prompt_names)
+        values = {"id2label": id2label, "defaults": defaults, "prompt_styles": prompt_styles}
+        self._register_components(components, values, prompt_names)
 
     # -- properties -----------------------------------------------------------------------------------------------------
 
     @classmethod
-    def described(cls, folder: Path, index: Mapping[str, Any]) -> ModelInfo:
-        with torch.device("meta"):  # fills in default values that the file omits
-            config = LlamaGenTransformer.from_config(LlamaGenTransformer.load_config(folder / "transformer")).config
-        names = {int(number): label for number, label in (index.get("id2label") or {}).items()}
-        has_draft = bool((index.get("draft_transformer") or [None])[0])
-        tokens = config.grid_size**2
-        drafters = tuple(name for name in cls.family.drafters if (index.get(name) or [None])[0])
-        sizes = config.condition, config.vocab_size, tokens, config.num_classes
-        low_res = bool((index.get("low_res") or [None])[0])
-        return ModelInfo(folder, cls.__name__, *sizes, names, has_draft, tokens, drafters=drafters, low_res=low_res)
-
-    @classmethod
-    def check_method(cls, described: ModelInfo, method: Accelerator) -> None:
+    def check_method(cls, info: ModelInfo, method: Accelerator) -> None:
         drafter = method.drafter
-        drafter.validate_grid(described.tokens)
-        if isinstance(drafter, HeadDrafter) and drafter.model is None and drafter.kind not in described.drafters:
+        drafter.validate_grid(info.tokens)
+        if isinstance(drafter, HeadDrafter) and drafter.model is None and drafter.kind not in info.drafters:
             raise ValueError(drafter.missing_head_message())
-        if isinstance(drafter, Jacobi) and drafter.initial in LOW_RES_DRAFTS and not described.low_res:
+        if isinstance(drafter, Jacobi) and drafter.initial in LOW_RES_DRAFTS and not info.low_res:
             raise ValueError(MISSING_LOW_RES)
 
     def check_runs(self, method: Accelerator) -> None:
-        method.bind(self.token_model(1.0))
-
-    def decoder(self, settings: Mapping[str, Any]) -> TokenDecoder:
-        scale, sampling = checks.check_sampling({**self.default_sampling, **settings})
-        return TokenDecoder(self.token_model(scale), sampling)
-
-    @property
-    def vocab(self) -> int:
-        return self.transformer.config.vocab_size
-
-    @property
-    def tokens(self) -> int:
-        return self.transformer.tokens
+        method.bind(self.decoding_model(1.0))
 
     @property
     def grids(self) -> tuple[tuple[int, int], ...]:
@@ -156,7 +118,7 @@ class LlamaGenPipeline(GridPictures, VisualPipeline):
         return self.vqvae.quantize.codebook()
 
     @property
-    def caption_rows(self) -> int:
+    def max_caption_tokens(self) -> int:
         return self.transformer.config.cls_token_num
 
     # -- the call -----------------------------------------------------------------------------------------------------
@@ -188,7 +150,6 @@ class LlamaGenPipeline(GridPictures, VisualPipeline):
         callback_on_step_end: Callable[[Any, int, int, dict[str, Any]], dict[str, Any] | None] | None = None,
         callback_on_step_end_tensor_inputs: list[str] | None = None,
         compile: bool = False,
-        compress_prefix: bool = True,
         clean_prompt: bool = False,
     ) -> LlamaGenPipelineOutput | tuple[Any]:
         """Generate images.
@@ -223,7 +184,6 @@ class LlamaGenPipeline(GridPictures, VisualPipeline):
                 the tokens in place or return `{"latents": ...}`. Returning `{"stop": True}`, or setting `pipe._interrupt`,
                 ends the call with the tokens generated so far.
             compile: run the passes through `torch.compile`; the first call takes minutes. Rejected on CPUs: no gain.
-            compress_prefix: store the conditioning in one cache slot, which is exact; False stores all its rows.
             clean_prompt: clean the prompt as in the training of official LlamaGen text models (needs ftfy and beautifulsoup4).
 
         Raises:
@@ -233,59 +193,62 @@ class LlamaGenPipeline(GridPictures, VisualPipeline):
             NonFiniteScoreError: if the scorer returns NaN or infinite scores.
         """
         inputs = callback_on_step_end_tensor_inputs
-        check_call(self, output_type, compile, callback_on_step_end, inputs, negative_prompt)
-        preset = self.resolved(accelerator)
-        base, colon, settings = preset.name.partition(":")
+        output = OutputOptions.build(self, output_type, return_dict, callback_on_step_end, inputs, compile)
+        method = self.resolve_method(accelerator)
+        base, colon, settings = method.name.partition(":")
         if compile and base == DEFAULT_METHOD:  # whose many widths each need a graph; gumbel gives the same image with one
-            preset = self.resolved(f"gumbel{colon}{settings}")
-        given = {"guidance_scale": guidance_scale, "temperature": temperature, "top_k": top_k, "top_p": top_p}
-        scale, sampling = resolve_sampling(self, given)
-        guidance_interval = checks.check_guidance_interval(guidance_interval)
-        best = CandidateSelection.checked(num_candidates, scorer, self.named_scorer)
-        asked = PromptInputs(prompt, prompt_embeds, prompt_mask, class_labels)
-        unwanted = PromptInputs(negative_prompt, negative_prompt_embeds, negative_prompt_mask)
-        request = requested(self, asked, unwanted, num_images_per_prompt, generator, best, clean_prompt)
+            method = self.resolve_method(f"gumbel{colon}{settings}")
+        request = GenerationRequest.build(
+            self,
+            method,
+            PromptInputs(prompt, prompt_embeds, prompt_mask, class_labels, clean_prompt),
+            PromptInputs(negative_prompt, negative_prompt_embeds, negative_prompt_mask, clean=clean_prompt),
+            {"guidance_scale": guidance_scale, "temperature": temperature, "top_k": top_k, "top_p": top_p},
+            CandidateSelection.build(num_candidates, scorer, self.named_scorer),
+            output,
+            num_images_per_prompt=num_images_per_prompt,
+            generator=generator,
+            guidance_interval=guidance_interval,
+        )
+        return run_request(self, request)
 
-        def run(chosen: slice, callback: Callable[[Progress], bool | None]) -> DecodeOutput:
-            negative = request.negative and request.negative.rows(chosen)
-            model = self.token_model(scale, guidance_interval, negative, compress_prefix, compile)
-            condition, seeds = request.condition.rows(chosen), request.seeds.noise[chosen]
-            return decode(model, condition, seeds, preset, sampling, callback=callback)
+    def _decode(self, request: GenerationRequest, callback: Any) -> DecodeOutput:
+        model = self.decoding_model(request.guidance, compile=request.output.compile)
+        seeds = request.seeds.noise_seeds
+        return decode(model, request.condition, seeds, request.method, request.sampling, callback=callback)
 
-        return drawn(self, request, scale, run, callback_on_step_end, output_type, return_dict)
+    def decoding_model(self, guidance: Guidance | float = 1.0, *, compile: bool = False) -> LlamaGenTokenModel:
+        """Return the adapter of the transformer and its drafters for `vargen.decoding.decode`.
 
-    def token_model(
-        self,
-        guidance_scale: float,
-        guidance_interval: int | None = None,
-        negative: Condition | None = None,
-        compress_prefix: bool = True,
-        compile: bool = False,
-    ) -> LlamaGenTokenModel:
-        """Return the adapter of the transformer and its drafters for `vargen.decoding.decode`; arguments as in `__call__`.
+        Args:
+            guidance: classifier-free guidance, or its scale.
+            compile: see `__call__`.
 
         Raises:
             ValueError: for an invalid guidance scale, or `compile` on a CPU.
         """
-        check_compile(compile, self._device_of(self.transformer))
-        options = (checks.check_guidance(guidance_scale), guidance_interval, negative, compress_prefix)
-        device = self._device_of(self.transformer)
-        draft = None if self.draft_transformer is None else LlamaGenTokenModel(self.draft_transformer, *options, device=device)
-        low = None if self.low_res is None else LlamaGenTokenModel(self.low_res, *options, device=device)
-        side = self.transformer.config.grid_size
-        codes = self.codebook.to(device)
-        step = self._step() if compile else None
+        device, guidance = self._device_of(self.transformer), to_guidance(guidance)
+        check_compile(compile, device)
+        checks.check_guidance(guidance.scale)
+        codes = None if self.vqvae is None else self.codebook.to(device)
+
+        def adapt(transformer: Any) -> Any:
+            return transformer and LlamaGenTokenModel(transformer, guidance, device=device)
+
+        low = None
+        if self.low_res is not None and codes is not None:
+            low = LowResolutionDrafter(adapt(self.low_res), self.grid, self.upsampler, self.vqvae, codes)
         trained = {name: (each.adapter, getattr(self, name)) for name, each in self.family.drafters.items()}
         heads = {name: partial(adapter, network) for name, (adapter, network) in trained.items() if network is not None}
         return LlamaGenTokenModel(
             self.transformer,
-            *options,
-            step,
+            guidance,
+            compiled_forward=self._compiled_transformer() if compile else None,
             codebook=codes,
-            draft_model=draft,
+            draft_model=adapt(self.draft_transformer),
             example_tokens=self.examples,
             draft_heads=heads,
-            low_res=None if low is None else LowResolutionDrafter(low, (side, side), self.upsampler, self.vqvae, codes),
+            low_res=low,
             device=device,
         )
 
@@ -297,6 +260,57 @@ class LlamaGenPipeline(GridPictures, VisualPipeline):
         if upsampler is None:
             self.register_modules(upsampler=None)
         self.load_drafter(*(each for each in (low_res, upsampler) if each is not None))
+
+    # -- images -------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    @without_autocast
+    def decode_tokens(self, tokens: Tensor, length: Tensor | None = None, output_type: str = "pil") -> Any:
+        """Decode tokens int64 `[B, N]` or `[B, rows, columns]` to images. The area of tokens past `length [B]` is left white.
+
+        With `length`, this also previews an image during generation.
+
+        Raises:
+            ValueError, TypeError: for tokens that do not fit this model, or an unknown output type.
+            NonFinitePixelsError: for NaN or infinite pixels; the message has the image and position of the first one.
+        """
+        validate_tokens(tokens, length, output_type, self.vqvae.config.codebook_size)
+        side = self.transformer.config.grid_size
+        if tokens.dim() not in (2, 3) or not len(tokens) or tokens[0].numel() != side**2:
+            raise ValueError(f"tokens must be [B, {side**2}] or [B, {side}, {side}], got {list(tokens.shape)}")
+        tokens = tokens.reshape(-1, side, side)
+        if output_type == "latent":
+            return tokens
+        pixels = decode_pixels(self.vqvae.decode, tokens.to(self._device_of(self.vqvae)))
+        if length is not None:
+            generated = torch.arange(side * side, device=pixels.device) < length.to(pixels.device)[:, None]
+            mask = generated.view(-1, 1, side, side).repeat_interleave(self.vqvae.downsampling, 2)
+            pixels = torch.where(mask.repeat_interleave(self.vqvae.downsampling, 3), pixels, 1.0)
+        return self.image_processor.postprocess(pixels.clamp(-1, 1), output_type=output_type)
+
+    def preview(self, tokens: Tensor, num_tokens: int) -> list[Image.Image]:
+        side = self.transformer.config.grid_size
+        mask = Image.new("L", (side, side))
+        mask.putdata([255 if position < num_tokens else 0 for position in range(side * side)])
+        images = self.decode_tokens(tokens)
+        for image in images:
+            image.putalpha(mask.resize(image.size, Image.Resampling.NEAREST))
+        return images
+
+    @torch.no_grad()
+    @without_autocast
+    def encode_image(self, images: Any) -> Tensor:
+        """Encode PIL images or a tensor `[B, 3, Y, X]` (float in [0, 1], or uint8) to tokens int64 `[B, rows, columns]`.
+
+        Images are resized to the model's size.
+
+        Raises:
+            ValueError, TypeError: if it is not an image, or has another dtype or values outside [0, 1].
+            NonFinitePixelsError: if the tokenizer returns NaN or infinite values for finite ones.
+        """
+        side = self.transformer.config.grid_size * self.vqvae.downsampling
+        pixels = preprocess_images(images, self.image_processor, side)
+        return self.vqvae.encode(pixels.to(self._device_of(self.vqvae), self.vqvae.dtype))
 
 
 _HEAD: dict[str, Any] = {"follows_dtype": True, "matches": ("dim", "vocab_size", "grid_size"), "run_folder": "drafter"}
@@ -322,6 +336,6 @@ LLAMAGEN = register_family(
         condition_settings={"class": ("num_classes",), "text": ("cls_token_num", "caption_dim")},
         check_compatible=check_low_res,
         convert=convert_llamagen,
-        benchmark=llamagen_network,
+        official_sizes={f"llamagen-{name.lower()}": {"transformer": size} for name, size in SIZES.items()},
     )
 )

@@ -22,13 +22,12 @@ from torch import Tensor
 
 import vargen.assets
 from vargen.assets import packaged_model_path, packaged_models
+from vargen.compat import load_options, report_memory
 from vargen.device import preferred_dtype
 from vargen.files import check_not_interrupted, expand_user
 from vargen.models.component_files import check_network_files, read_config, read_object, refuse_code_files
 from vargen.models.text_encoder import MiniLMTextEncoder
 from vargen.pipelines.components import FAMILIES, STORED_VALUES, ModelFamily, current_modules, find_family
-from vargen.pipelines.generation import loading_memory
-from vargen.pipelines.quiet import placing
 from vargen.values import short_repr
 from vargen.weight_files import read_header
 
@@ -99,7 +98,7 @@ def check_model_folder(name: Any, family: ModelFamily | None = None, options: Ma
     options = options or {}
     folder = find_model_folder(name, family, options)
     refuse_code_files(folder.path, folder.family.components)
-    with loading_memory(folder.path):  # reading a header maps the whole file
+    with report_memory(folder.path):  # reading a header maps the whole file
         places = shared_component_folders(folder.path)
         configs: dict[str, Any] = {}
         for part, component in folder.family.components.items():
@@ -314,6 +313,6 @@ def load_trained_networks(pipeline: Any, *names: Any) -> dict[str, Any]:
     for name, (folder, _) in found.items():
         component = family.components[name]
         dtype = pipeline.transformer.dtype if component.follows_dtype else torch.float32
-        options = {"torch_dtype": dtype, "use_safetensors": True, **placing()}
+        options = {"torch_dtype": dtype, "use_safetensors": True, **load_options()}
         networks[name] = component.network_class.from_pretrained(folder, **options).eval()
     return networks

@@ -1,18 +1,25 @@
-"""Prompt encoding as text-conditioned LlamaGen models were trained: cleaned captions, left-padded text features."""
+"""Prompts to conditions: names of emoji, cleaned captions, left-padded text features as LlamaGen was trained with."""
 
 from __future__ import annotations
 
+import json
 import logging
-from abc import abstractmethod
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from vargen.compat import tokenized, tokenizer_lock, without_autocast
+from vargen.compat import tokenized, tokenizer_lock
 from vargen.models.condition import Condition
 from vargen.pipelines import validation as checks
-from vargen.pipelines.prompt_names import NormalizedPrompt, PromptNames
+from vargen.values import short_repr
+
+if TYPE_CHECKING:
+    from vargen.pipelines.base import VisualPipeline
 
 logger = logging.getLogger("vargen")
 
@@ -102,145 +109,232 @@ def clean_caption(text: str) -> str:
     return text.strip()
 
 
-class Conditioning:
-    """Mixin of a pipeline that turns prompts and classes into conditions.
+# -- conditions -----------------------------------------------------------------------------------------------------------
 
-    Attributes:
-        prompt_names: names that replace characters in a prompt; None if prompts are used as typed.
+
+class PromptInputs(NamedTuple):
+    """Arguments of a call that define the condition, or the negative condition; see a pipeline's `__call__`."""
+
+    prompt: Any = None
+    embeds: Any = None
+    mask: Any = None
+    class_labels: Any = None
+    clean: bool = False
+
+
+def encode_prompt(pipe: VisualPipeline, prompt: Any, clean: bool, max_sequence_length: int | None) -> tuple[Tensor, Tensor]:
+    """Encode prompts; see `VisualPipeline.encode_prompt`."""
+    prompts = checks.check_prompts(prompt)
+    if pipe.text_encoder is None or pipe.tokenizer is None:
+        raise ValueError("this pipeline was loaded without a text encoder: pass prompt_embeds")
+    if pipe.transformer is None and max_sequence_length is None:
+        raise ValueError("this pipeline was loaded without a transformer: pass max_sequence_length")
+    prompts = [pipe.normalize_prompt(text).text for text in prompts]
+    for hint in dict.fromkeys(describe_unreadable_words(pipe.tokenizer, text) for text in prompts):
+        if hint:
+            logger.warning("%s", hint)
+    if clean:
+        prompts = [clean_caption(text) for text in prompts]
+    rows = pipe.max_caption_tokens if max_sequence_length is None else checks.check_rows(max_sequence_length)
+    warn_if_truncated(pipe.tokenizer, prompts, rows)
+    options = {"padding": "max_length", "truncation": True, "max_length": rows, "return_tensors": "pt"}
+    return left_pad(*encode_tokens(pipe, tokenized(pipe.tokenizer, prompts, **options)))
+
+
+def encode_tokens(pipe: VisualPipeline, encoded: Any) -> tuple[Tensor, Tensor]:
+    """Run the text encoder. Returns features `[B, P, C]` and the mask, bool `[B, P]`."""
+    device = pipe._execution_device
+    mask = encoded.attention_mask.to(device)
+    features = pipe.text_encoder(input_ids=encoded.input_ids.to(device), attention_mask=mask)
+    return features if isinstance(features, Tensor) else features[0], mask.bool()
+
+
+def encode_condition(pipe: VisualPipeline, inputs: PromptInputs, name: str = "prompt") -> tuple[Condition, int]:
+    """Return the condition for a call's prompts or classes, and their number. Arguments are validated before encoding.
+
+    Args:
+        name: name of the argument in error messages.
     """
+    prompt, embeds, mask, class_labels, clean = inputs
+    if embeds is not None and not isinstance(embeds, Tensor):
+        raise TypeError(f"{name}_embeds must be a tensor, got {type(embeds).__name__}")
+    if mask is not None and embeds is None:
+        raise ValueError(f"{name}_mask belongs to {name}_embeds, and none are given")
+    classes, device = pipe.transformer.config.num_classes, pipe._execution_device
+    if pipe.is_class_conditional:
+        use = f"pass class_labels (0 to {classes - 1})"
+        if name != "prompt" or embeds is not None:
+            raise ValueError(f"{name}{'_embeds' * (prompt is None)} is not supported: this model is class-conditional; {use}")
+        if class_labels is None or prompt is not None:
+            raise ValueError(f"this model is class-conditional: {use}, not a prompt")
+        labels = checks.check_class_labels(class_labels, classes, pipe.class_names)
+        return Condition(class_labels=torch.tensor(labels, device=device)), len(labels)
+    if class_labels is not None:
+        raise ValueError("class_labels is not supported: this model generates from text; pass a prompt")
+    if embeds is not None:
+        expected = (pipe.max_caption_tokens, pipe.transformer.config.caption_dim)
+        if prompt is not None or embeds.dim() != 3 or tuple(embeds.shape[1:]) != expected:
+            raise ValueError(
+                f"{name}_embeds must be [B, {expected[0]}, {expected[1]}] and come without {name}, "
+                f"got {tuple(embeds.shape)}" + (f" and {name}={prompt!r:.40}" if prompt is not None else "")
+            )
+        embeds, mask = checks.check_embeds(embeds, mask, name)
+        return Condition(caption_embeds=embeds.to(device), caption_mask=mask.to(device)), len(embeds)
+    if prompt is None:
+        raise ValueError("give a prompt, for example pipe('a red apple')")
+    embeds, mask = pipe.encode_prompt(prompt, clean)
+    return Condition(caption_embeds=embeds, caption_mask=mask), len(embeds)
 
-    transformer: Any
-    text_encoder: Any
-    tokenizer: Any
-    prompt_names: PromptNames | None
-    config: Any
-    _execution_device: torch.device
 
-    @property
-    def by_class(self) -> bool:
-        """Whether the model is conditioned on classes instead of text."""
-        return self.transformer.config.condition == "class"
+def encode_negative_condition(pipe: VisualPipeline, inputs: PromptInputs, count: int, images: int) -> Condition | None:
+    """Return the negative condition with one row per image (`images` rows for `count` prompts); None if none is given."""
+    if inputs.prompt is None and inputs.embeds is None and inputs.mask is None:
+        return None
+    negative, given = encode_condition(pipe, inputs, "negative_prompt")
+    if given not in (1, count):
+        raise ValueError(f"negative_prompt must be one, or one for each of {count} prompts; got {given}")
+    return repeat_condition(negative, images // given)
 
-    @property
-    def class_names(self) -> dict[int, str]:
-        """Comma-separated synonyms by class number; empty if the checkpoint has no class names."""
-        return {int(number): names for number, names in (self.config.id2label or {}).items()}
 
-    @property
-    @abstractmethod
-    def caption_rows(self) -> int:
-        """Maximum number of caption tokens that the transformer accepts."""
+def scorer_prompts(pipe: VisualPipeline, prompt: Any, condition: Condition) -> list[str]:
+    """Return the text for the scorer, one per row of the condition: normalized prompts, or class names.
 
-    def normalize_prompt(self, prompt: str) -> NormalizedPrompt:
-        """Replace characters by their names (see `prompt_names`). `names` of the result maps the typed characters to names."""
-        return NormalizedPrompt(prompt, {}) if self.prompt_names is None else self.prompt_names.reading(prompt)
-
-    @without_autocast
-    def encode_prompt(
-        self, prompt: str | list[str], clean: bool = False, max_sequence_length: int | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Encode prompts to `prompt_embeds` `[B, P, C]` (valid rows last, padding zero) and bool `prompt_mask` `[B, P]`.
-
-        Prompts pass through `normalize_prompt`. Prompts longer than P tokens are truncated with a warning that reports how
-        many tokens are ignored. Words that the text encoder cannot read cause a warning, too.
-
-        Args:
-            prompt: one prompt or several.
-            clean: clean the prompts first; see `clean_prompt` of `__call__`.
-            max_sequence_length: P. Default: the transformer's maximum; required if the pipeline has no transformer.
-
-        Raises:
-            ValueError, TypeError: for invalid prompts, or if the text encoder or P is missing.
-        """
-        prompts = checks.check_prompts(prompt)
-        if self.text_encoder is None or self.tokenizer is None:
-            raise ValueError("this pipeline was loaded without a text encoder: pass prompt_embeds")
-        if self.transformer is None and max_sequence_length is None:
-            raise ValueError("this pipeline was loaded without a transformer: pass max_sequence_length, its caption rows")
-        prompts = [self.normalize_prompt(text).text for text in prompts]
-        for hint in dict.fromkeys(describe_unreadable_words(self.tokenizer, text) for text in prompts):
-            if hint:
-                logger.warning("%s", hint)
-        if clean:
-            prompts = [clean_caption(text) for text in prompts]
-        rows = self.caption_rows if max_sequence_length is None else checks.check_rows(max_sequence_length)
-        warn_if_truncated(self.tokenizer, prompts, rows)
-        options = {"padding": "max_length", "truncation": True, "max_length": rows, "return_tensors": "pt"}
-        encoded = tokenized(self.tokenizer, prompts, **options)
-        mask = encoded.attention_mask.to(self._execution_device)
-        features = self.text_encoder(input_ids=encoded.input_ids.to(self._execution_device), attention_mask=mask)
-        features = features if isinstance(features, Tensor) else features[0]
-        return left_pad(features, mask.bool())
-
-    def condition(
-        self,
-        prompt: Any = None,
-        class_labels: Any = None,
-        prompt_embeds: Any = None,
-        prompt_mask: Any = None,
-        clean: bool = False,
-        name: str = "prompt",
-    ) -> tuple[Condition, int]:
-        """Return the condition for a call's prompts or classes, and their number. Arguments are validated before encoding.
-
-        Args:
-            name: name of the argument in error messages.
-        """
-        if prompt_embeds is not None and not isinstance(prompt_embeds, Tensor):
-            raise TypeError(f"{name}_embeds must be a tensor, got {type(prompt_embeds).__name__}")
-        if prompt_mask is not None and prompt_embeds is None:
-            raise ValueError(f"{name}_mask belongs to {name}_embeds, and none are given")
-        classes = self.transformer.config.num_classes
-        if self.by_class:
-            if name != "prompt" or prompt_embeds is not None:
-                raise ValueError(f"this model draws classes: it takes class_labels, no {name}{'_embeds' * (prompt is None)}")
-            if class_labels is None or prompt is not None:
-                raise ValueError(f"this model draws classes: give class_labels (0 to {classes - 1}), no prompt")
-            labels = checks.check_class_labels(class_labels, classes, self.class_names)
-            return Condition(class_labels=torch.tensor(labels, device=self._execution_device)), len(labels)
-        if class_labels is not None:
-            raise ValueError("this model draws from text: give a prompt, not class_labels")
-        if prompt_embeds is not None:
-            expected = (self.caption_rows, self.transformer.config.caption_dim)
-            if prompt is not None or prompt_embeds.dim() != 3 or tuple(prompt_embeds.shape[1:]) != expected:
-                raise ValueError(
-                    f"{name}_embeds must be [B, {expected[0]}, {expected[1]}] and come without {name}, "
-                    f"got {tuple(prompt_embeds.shape)}" + (f" and {name}={prompt!r:.40}" if prompt is not None else "")
-                )
-            embeds, mask = checks.check_embeds(prompt_embeds, prompt_mask, name)
-            embeds, mask = embeds.to(self._execution_device), mask.to(self._execution_device)
-            return Condition(caption_embeds=embeds, caption_mask=mask), len(embeds)
-        if prompt is None:
-            raise ValueError("give a prompt, for example pipe('a red apple')")
-        embeds, mask = self.encode_prompt(prompt, clean)
-        return Condition(caption_embeds=embeds, caption_mask=mask), len(embeds)
-
-    def scored_texts(self, prompt: Any, condition: Condition) -> list[str]:
-        """Return the text for the scorer, one per row of the condition: normalized prompts, or class names.
-
-        Raises:
-            ValueError: if neither is available.
-        """
-        if condition.class_labels is not None:
-            names, labels = self.class_names, condition.class_labels.tolist()
-            if any(label not in names for label in labels):
-                raise ValueError("scorer needs words, and this model's classes have no names (id2label)")
-            return [names[label].split(",")[0] for label in labels]
-        if prompt is None:
-            raise ValueError("scorer needs words: give a prompt, not prompt_embeds")
-        return [self.normalize_prompt(text).text for text in checks.check_prompts(prompt)]
-
-    def negative_condition(self, prompt: Any, embeds: Any, mask: Any, clean: bool, count: int, images: int) -> Condition | None:
-        """Return the negative condition with one row per image (`images` rows for `count` prompts); None if none is given."""
-        if prompt is None and embeds is None and mask is None:
-            return None
-        negative, given = self.condition(prompt, None, embeds, mask, clean, "negative_prompt")
-        if given not in (1, count):
-            raise ValueError(f"negative_prompt must be one, or one for each of {count} prompts; got {given}")
-        return repeat_condition(negative, images // given)
+    Raises:
+        ValueError: if neither is available.
+    """
+    if condition.class_labels is not None:
+        names, labels = pipe.class_names, condition.class_labels.tolist()
+        if any(label not in names for label in labels):
+            raise ValueError("scorer needs words, and this model's classes have no names (id2label)")
+        return [names[label].split(",")[0] for label in labels]
+    if prompt is None:
+        raise ValueError("scorer needs words: give a prompt, not prompt_embeds")
+    return [pipe.normalize_prompt(text).text for text in checks.check_prompts(prompt)]
 
 
 def repeat_condition(condition: Condition, count: int) -> Condition:
     """Repeat each row `count` times; the rows of prompt 0 come first."""
     parts = (condition.class_labels, condition.caption_embeds, condition.caption_mask)
     return Condition(*(None if part is None else part.repeat_interleave(count, dim=0) for part in parts))
+
+
+# -- names of emoji -------------------------------------------------------------------------------------------------------
+
+# A model that was trained with names, such as "grinning cat" for "😺", has a table of them in its folder.
+PROMPT_NAMES_FILE = "prompt_names.json"
+_MAX_BYTES = 2**22  # bytes of a table; one of all emoji has a fiftieth of that
+_TONES = frozenset(map(chr, range(0x1F3FB, 0x1F400)))  # skin tones, modifiers of a person or a hand
+_VARIATION_SELECTORS = frozenset("\ufe0e\ufe0f\U000e007f")  # present in some spellings of an emoji, absent in others
+_COMBINING = (
+    _VARIATION_SELECTORS | _TONES | {"\u200d", "\u20e3", *map(chr, range(0xE0020, 0xE0080))}
+)  # modifiers, meaningless without a base
+_EMOJI_STYLE, _KEYCAP = "\ufe0f", "\u20e3"
+_FIRST_EMOJI = "\u2190"  # characters below it, such as ©, are ordinary text unless followed by the emoji style selector
+_TONE_NAME = " skin tone"
+
+
+@dataclass(frozen=True)
+class NormalizedPrompt:
+    """A prompt with names inserted (`text`), and the names by the characters that they replaced (`names`), in order."""
+
+    text: str
+    names: dict[str, str]
+
+
+class PromptNames:
+    """A table of names for sequences of characters.
+
+    Args:
+        names: names by sequence. The sequences have no variation selectors and skin tones, which are recognized anywhere.
+
+    Raises:
+        ValueError: unless all names and sequences are non-empty text, and the sequences are not ASCII.
+    """
+
+    def __init__(self, names: Mapping[str, str]):
+        if not isinstance(names, Mapping):
+            raise ValueError(f"prompt_names must map characters to names, got {short_repr(names)}")
+        for typed, name in names.items():
+            if not (isinstance(typed, str) and isinstance(name, str) and typed and name.strip() and not typed.isascii()):
+                raise ValueError(
+                    f"prompt_names must map characters that are not ASCII to names, got {short_repr({typed: name})}"
+                )
+        self.names = dict(names)
+
+    @classmethod
+    def load(cls, folder: Path) -> PromptNames | None:
+        """Read the table of a model folder; None if it has none.
+
+        Raises:
+            ValueError: if the file is damaged; the message names it.
+        """
+        file = folder / PROMPT_NAMES_FILE
+        if not file.is_file():
+            return None
+        try:
+            if file.stat().st_size > _MAX_BYTES:
+                raise ValueError(f"it has more than {_MAX_BYTES} bytes")
+            return cls(json.loads(file.read_text("utf-8")))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{file} is not a table of names: {error}") from error
+
+    def save(self, folder: Path) -> None:
+        """Write the table to a folder, one entry per line, sorted."""
+        lines = (f"{json.dumps(key, ensure_ascii=False)}:{json.dumps(name)}" for key, name in sorted(self.names.items()))
+        (folder / PROMPT_NAMES_FILE).write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+
+    @cached_property
+    def _prefixes(self) -> frozenset[str]:
+        return frozenset(key[:end] for key in self.names for end in range(1, len(key) + 1))
+
+    def apply(self, text: str) -> NormalizedPrompt:
+        """Replace sequences in `text` by their names, longest match first."""
+        if text.isascii():
+            return NormalizedPrompt(text, {})
+        found: dict[str, str] = {}
+        parts: list[str] = []
+        named, at = False, 0  # named: whether the last part is a name
+        while at < len(text):
+            name, end = self._longest_match(text, at)
+            if name is None:
+                if named and text[at].isalnum() and not parts[-1].isspace():
+                    parts.append(" ")
+                parts.append(text[at])
+                named, end = named and text[at].isspace(), at + 1
+            else:
+                while named and parts[-1].isspace():  # consecutive names are separated by a comma only
+                    parts.pop()
+                if named or (parts and parts[-1].isalnum()):
+                    parts.append(", " if named else " ")
+                parts.append(name)
+                found[text[at:end]], named = name, True
+                while end < len(text) and text[end] in _COMBINING:
+                    end += 1
+            at = end
+        return NormalizedPrompt("".join(parts).strip(), found) if found else NormalizedPrompt(text, {})
+
+    def _longest_match(self, text: str, start: int) -> tuple[str | None, int]:
+        """Return the name of the longest sequence that begins at `start`, and its end."""
+        key, tones, best, end = "", [], None, start
+        matched: dict[str, Any] = {}
+        for at in range(start, len(text)):
+            char = text[at]
+            if key and char in _TONES:
+                tones.append(char)
+            elif key and char in _VARIATION_SELECTORS:
+                pass
+            elif key + char in self._prefixes:
+                key += char
+            else:
+                break
+            if key in self.names:
+                best, end = key, at + 1
+                matched = {"tones": tuple(dict.fromkeys(tones)), "typed": text[start:end]}
+        if best is None or (best[0] < _FIRST_EMOJI and _KEYCAP not in best and _EMOJI_STYLE not in matched["typed"]):
+            return None, start
+        return ", ".join(part for part in (self.names[best], self._skin_tone_text(matched["tones"])) if part), end
+
+    def _skin_tone_text(self, tones: tuple[str, ...]) -> str:
+        """Return `"dark skin tone"`, `"light and dark skin tones"` or an empty string, in the words of the table."""
+        named = [self.names[tone].removesuffix(_TONE_NAME) for tone in tones if tone in self.names]
+        return " and ".join(named) + _TONE_NAME + "s" * (len(named) > 1) if named else ""

@@ -1,24 +1,22 @@
-"""Opening and describing models of any family by name or folder, and the networks that benchmarks measure.
+"""Opening and describing models of any family by name or folder.
 
 Importing this module registers the families of vargen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from vargen.decoding import DecodeOutput
 from vargen.device import select_device
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.causal_video import CAUSAL_VIDEO
-from vargen.pipelines.components import FAMILIES
+from vargen.pipelines.components import FAMILIES, STORED_VALUES
 from vargen.pipelines.llamagen import LLAMAGEN
 from vargen.pipelines.loading import check_model_folder, default_dtype, find_model_folder
-from vargen.pipelines.model_info import Decoder, ModelInfo
 from vargen.pipelines.var import VAR
 
 __all__ = [
@@ -26,14 +24,10 @@ __all__ = [
     "FAMILIES",
     "LLAMAGEN",
     "VAR",
-    "check_network",
     "describe",
-    "open_network",
-    "open_picture_network",
     "open_pipeline",
     "paradigm_of",
     "pipeline_class",
-    "random_networks",
 ]
 
 
@@ -71,6 +65,40 @@ def open_pipeline(name: Any, *, device: str | torch.device | None = None, **opti
     return pipe if place is None else pipe.to(place)
 
 
+@dataclass(frozen=True)
+class ModelInfo:
+    """Description of a model folder, available without loading weights.
+
+    Attributes:
+        folder: path of the folder.
+        pipeline: name of the pipeline class.
+        condition: `"text"` or `"class"`.
+        vocab: vocabulary size V; 0 for video models.
+        tokens: number of tokens N of an image; for video models, the number of frames of a video of default length.
+        num_classes, id2label: number of classes, and their names by number (`"class"` only).
+        has_draft: whether it has a draft transformer.
+        steps: number of passes of the baseline, for an image or a video of default length.
+        image_size: width and height in pixels of the source image of a call; None if calls take no image.
+        drafters: names of the drafters in the folder that are trained on the transformer's features.
+        low_res: whether it has a low-resolution transformer.
+        fps: frames per second of video models; None for image models.
+    """
+
+    folder: Path
+    pipeline: str
+    condition: str
+    vocab: int
+    tokens: int
+    num_classes: int
+    id2label: dict[int, str]
+    has_draft: bool
+    steps: int
+    image_size: int | None = None
+    drafters: tuple[str, ...] = ()
+    low_res: bool = False
+    fps: int | None = None
+
+
 def describe(name: Any) -> ModelInfo:
     """Locate a model, validate its files, and describe it from its configuration. No weights are read.
 
@@ -78,109 +106,28 @@ def describe(name: Any) -> ModelInfo:
         ValueError: see `vargen.pipelines.loading.check_model_folder`.
     """
     folder = check_model_folder(name)
-    return folder.family.pipeline.described(folder.path, folder.index)
-
-
-class Network(Protocol):
-    """A transformer to benchmark, with the sampling settings of its checkpoint.
-
-    Attributes:
-        baseline: name of the preset for sequential decoding.
-        tokens: number of tokens of an image.
-        weight_bytes: size of the parameters that every pass reads in full.
-    """
-
-    baseline: str
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def transformer(self) -> Any: ...
-
-    @property
-    def guidance_scale(self) -> float: ...
-
-    @property
-    def tokens(self) -> int: ...
-
-    @property
-    def weight_bytes(self) -> int: ...
-
-    def passes(self, rows: int, widths: Sequence[int]) -> dict[int, Callable[[], Any]]:
-        """By width, a function that runs one pass of `width` tokens with half of an image in the cache."""
-
-    def condition(self, batch: int) -> Any:
-        """Return an arbitrary condition of the right shape."""
-
-    def decoder(self, compile: bool = False) -> Decoder:
-        """Return a decoder with the checkpoint's sampling settings; `compile` runs the passes through `torch.compile`."""
-
-
-class PictureNetwork(Network, Protocol):
-    """A network that can be benchmarked on whole images, against the sampling loop that its authors published."""
-
-    def pixels(self, drawn: DecodeOutput) -> Tensor:
-        """Decode the output of a decoder to pixels `[B, 3, Y, X]`."""
-
-    def published(self, batch: int) -> tuple[Callable[[], Tensor], Callable[[Tensor], Tensor]]:
-        """Return a function that runs the published float32 loop on a batch, and one that decodes its result to pixels."""
-
-    def work(self, batch: int) -> list[tuple[int, int]]:
-        """Return the bytes of weights read and the floating-point operations of each pass of the baseline."""
-
-    def pixel_work(self, batch: int) -> int:
-        """Floating-point operations of decoding the pixels."""
-
-
-def random_networks() -> dict[str, Any]:
-    """Return, by name, the modules that create networks of official sizes with random weights for benchmarks."""
-    modules = [family.benchmark for family in FAMILIES.values() if family.benchmark]
-    return {name: module for module in modules for name in module.RANDOM}
-
-
-def check_network(name: str, pictures: bool = False) -> None:
-    """Raise ValueError unless `open_network` can open `name`; reads no weight.
-
-    Args:
-        pictures: require a `PictureNetwork`, which can be benchmarked on whole images.
-    """
-    module = _module_of(name)
-    if pictures and not hasattr(module.Network, "published"):
-        able = [each for each, made_by in random_networks().items() if hasattr(made_by.Network, "published")]
-        raise ValueError(f"model must be a next-scale one, such as {able[0]}, to compare with a published loop; got {name!r}")
-
-
-def open_network(name: str, dtype: torch.dtype, device: torch.device) -> Network:
-    """Load the transformer of a folder, a packaged or a Hub model, or create one of an official size with random weights.
-
-    Raises:
-        ValueError: for an unknown name; see `check_model_folder`.
-    """
-    module = _module_of(name)
-    if name in random_networks():
-        return module.random_network(name, dtype, device)
-    return module.stored_network(name, check_model_folder(name).path, dtype, device)
-
-
-def open_picture_network(name: str, dtype: torch.dtype, device: torch.device) -> PictureNetwork:
-    """Like `open_network`, with the image tokenizer.
-
-    Raises:
-        ValueError: see `check_network`.
-    """
-    check_network(name, pictures=True)
-    network: Any = open_network(name, dtype, device)
-    return network
-
-
-def _module_of(name: str) -> Any:
-    """Return the module that opens the networks of a model."""
-    random = random_networks()
-    if name in random:
-        return random[name]
-    folder = check_model_folder(name)
-    if folder.family.benchmark is None:
-        kind = folder.family.pipeline.__name__
-        raise ValueError(f"{folder.path} holds a model for {kind}, whose passes this benchmark does not measure")
-    return folder.family.benchmark
+    family, index = folder.family, folder.index
+    present = [part for part in family.components if (index.get(part) or [None])[0]]
+    with torch.device("meta"):  # fills in default values that the files omit
+        networks = {
+            part: component.network_class.from_config(component.network_class.load_config(folder.path / part))
+            for part, component in family.components.items()
+            if component.required
+        }
+        values = {key: index[key] for key in STORED_VALUES if index.get(key) is not None}
+        pipe: VisualPipeline = family.pipeline(**networks, **values)
+    return ModelInfo(
+        folder.path,
+        type(pipe).__name__,
+        "class" if pipe.is_class_conditional else "text",
+        pipe.vocab,
+        pipe.tokens,
+        pipe.transformer.config.get("num_classes", 0),
+        pipe.class_names,
+        "draft_transformer" in present,
+        pipe.steps,
+        pipe.image_size,
+        tuple(part for part in present if part in family.drafters),
+        "low_res" in present,
+        pipe.fps,
+    )

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
+import functools
+import inspect
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from numbers import Integral
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -35,7 +38,7 @@ def check_prompts(prompt: Any, name: str = "prompt") -> list[str]:
         if not isinstance(text, str):
             raise TypeError(f"{name}[{i}] must be a string, got {type(text).__name__}: {short_repr(text)}")
         if not any(_visible(char) for char in text):
-            raise ValueError(f"{name}[{i}] is empty; describe a picture, for example 'a red apple'")
+            raise ValueError(f"{name}[{i}] is empty; describe an image, for example 'a red apple'")
         if not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text):  # undecodable bytes from a shell
             raise ValueError(f"{name}[{i}] must be valid Unicode that UTF-8 can hold, got {short_repr(text)}")
     return list(prompts)
@@ -88,12 +91,10 @@ def check_class_labels(class_labels: Any, num_classes: int, id2label: dict[int, 
 
 def _class_number(label: Any, num_classes: int, id2label: dict[int, str]) -> int:
     if isinstance(label, str):
-        from difflib import get_close_matches
-
         numbers = {name.strip().lower(): number for number, names in id2label.items() for name in names.split(",")}
         if label.strip().lower() in numbers:
             return numbers[label.strip().lower()]
-        near = get_close_matches(label.lower(), numbers, n=3)
+        near = difflib.get_close_matches(label.lower(), numbers, n=3)
         hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "give the class number"
         raise ValueError(f"unknown class name {short_repr(label)}; {hint}")
     if isinstance(label, bool) or not isinstance(label, Integral):
@@ -153,11 +154,11 @@ def check_callback(callback: Any, tensor_inputs: Any, known: list[str]) -> None:
         raise ValueError(f"callback_on_step_end_tensor_inputs must be among {known}, got {short_repr(tensor_inputs)}")
 
 
-def check_answer(answer: Any, tokens: Tensor, vocab: int, left_out: Tensor) -> dict[str, Any]:
+def check_answer(answer: Any, tokens: Tensor, vocab: int, skipped: Tensor) -> dict[str, Any]:
     """Validate what `callback_on_step_end` returned, and return it as a dictionary.
 
     Args:
-        left_out: bool, same shape as `tokens`: positions without a token, whose values are ignored.
+        skipped: bool, same shape as `tokens`: positions without a token, whose values are ignored.
 
     Raises:
         TypeError: unless it is a dictionary or None.
@@ -177,25 +178,25 @@ def check_answer(answer: Any, tokens: Tensor, vocab: int, left_out: Tensor) -> d
         if shape != list(tokens.shape):
             given = short_repr(latents) if shape is None else shape
             raise ValueError(f"{returned} must be a tensor {list(tokens.shape)}, got {given}")
-        check_tokens(latents, vocab, returned, left_out=left_out)
+        check_tokens(latents, vocab, returned, skipped=skipped)
     else:
-        check_tokens(tokens, vocab, "tokens that callback_on_step_end changed", left_out=left_out)  # edited in place
+        check_tokens(tokens, vocab, "tokens that callback_on_step_end changed", skipped=skipped)  # edited in place
     return dict(answer)
 
 
-def check_tokens(tokens: Any, vocab: int, who: str = "tokens", least: int = 0, left_out: Tensor | None = None) -> Tensor:
-    """Raise TypeError or ValueError unless `tokens` is an integer tensor with values from `least` to `vocab` - 1.
+def check_tokens(tokens: Any, vocab: int, argument: str = "tokens", minimum: int = 0, skipped: Tensor | None = None) -> Tensor:
+    """Raise TypeError or ValueError unless `tokens` is an integer tensor with values from `minimum` to `vocab` - 1.
 
     Args:
-        left_out: bool, same shape as `tokens`: positions that are not checked.
+        skipped: bool, same shape as `tokens`: positions that are not checked.
     """
     if not isinstance(tokens, Tensor) or tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
         given = str(tokens.dtype) if isinstance(tokens, Tensor) else short_repr(tokens)
-        raise TypeError(f"{who} must be a tensor of whole numbers, got {given}")
+        raise TypeError(f"{argument} must be a tensor of whole numbers, got {given}")
     if tokens.numel():
-        low, high = torch.aminmax(tokens if left_out is None else tokens.masked_fill(left_out.to(tokens.device), 0))
-        if int(low) < least or int(high) >= vocab:
-            raise ValueError(f"{who} must be from {least} to {vocab - 1}, got {int(low)} to {int(high)}")
+        low, high = torch.aminmax(tokens if skipped is None else tokens.masked_fill(skipped.to(tokens.device), 0))
+        if int(low) < minimum or int(high) >= vocab:
+            raise ValueError(f"{argument} must be from {minimum} to {vocab - 1}, got {int(low)} to {int(high)}")
     return tokens
 
 
@@ -237,74 +238,76 @@ def check_output_type(output_type: Any) -> str:
     return output_type
 
 
-class ImageSeeds(NamedTuple):
-    """Seeds of the images of a call.
-
-    Attributes:
-        asked: per image, the seed of a generator that reproduces this image on its own.
-        noise: int64 `[images]`, the key of the image's counter-based noise: the first number from such a generator.
-        devices: per image, the device of the generator.
-    """
-
-    asked: list[int]
-    noise: Tensor
-    devices: list[torch.device]
-
-    def candidates(self, count: int) -> ImageSeeds:
-        """Return the seeds of `count` candidates per image, grouped by image.
-
-        The first candidate has the image's own seed. The others have 32-bit seeds from a generator with the image's seed.
-        """
-        if count == 1:
-            return self
-        asked, noise, devices = [], [], []
-        for seed, own, device in zip(self.asked, self.noise.tolist(), self.devices, strict=True):
-            source = torch.Generator().manual_seed(seed)
-            seeds = [_draw(source) % 2**32 for _ in range(count - 1)]
-            asked += [seed, *seeds]
-            noise += [own, *(_draw(torch.Generator(device).manual_seed(each)) for each in seeds)]
-            devices += [device] * count
-        return ImageSeeds(asked, torch.tensor(noise, dtype=torch.int64), devices)
+def check_window(window: Any, sinks: Any, block: int) -> None:
+    if sinks is not None and parse_int(sinks, 0) is None:
+        raise ValueError(f"sinks must be a whole number of latent frames from 0, got {short_repr(sinks)}")
+    least = block + (sinks or 0)
+    if window is not None and parse_int(window, least) is None:
+        raise ValueError(f"window must be a whole number of at least {least} latent frames, got {short_repr(window)}")
 
 
-def resolve_seeds(generator: Any, images: int) -> ImageSeeds:
-    """Return one seed per image such that `torch.Generator(device).manual_seed(asked[i])` reproduces image i on its own.
+def check_then(then: Any, blocks: int) -> dict[int, str]:
+    if then is None:
+        return {}
+    if not isinstance(then, Mapping) or any(parse_int(block, 1, blocks - 1) is None for block in then):
+        raise ValueError(f"then must map blocks from 1 to {blocks - 1} to prompts, got {short_repr(then)}")
+    for prompt in then.values():
+        if len(check_prompts(prompt, "then")) != 1:
+            raise ValueError(f"then must have one prompt for each block, got {short_repr(prompt)}")
+    return dict(then)
 
-    A list has one generator per image. A single generator is used for all images in turn, and None selects torch's global
-    generator. An unused generator contributes its initial seed. A generator that has already produced numbers cannot be
-    rebuilt from a seed, so a new 32-bit seed is sampled from it; this is also the case for the second and later images of a
-    single generator.
+
+# -- arguments that a call does not have ---------------------------------------------------------------------------------
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+_ONE_SIZE = "a model generates one size; resize the images that a call returns, as by image.resize((256, 256))"
+_INSTEAD = {
+    "seed": "give generator=torch.Generator().manual_seed({value})",
+    "height": _ONE_SIZE,
+    "width": _ONE_SIZE,
+    "num_inference_steps": "accelerator= decides how many passes an image takes",
+    "num_frames": "give num_blocks= to a model of video",
+    "callback": "give callback_on_step_end=",
+    "negative_prompt": "this model has no guidance to lead away from anything; say in prompt what to show",
+}
+
+
+def reject_unknown_arguments(call: _F, accepted: Set[str]) -> _F:
+    """Wrap a pipeline's call: an empty `negative_prompt` counts as None, and unsupported arguments raise a helpful error.
+
+    Args:
+        accepted: names of the supported arguments.
 
     Raises:
-        TypeError: unless it is None, a `torch.Generator` or a list of them.
-        ValueError: if the length of a list differs from the number of images.
+        TypeError: when the wrapped call gets an argument that is not in `accepted`. The message says what to use instead.
     """
-    if isinstance(generator, list | tuple):
-        if len(generator) != images:
-            raise ValueError(
-                f"generator is a list of {len(generator)}, but the call makes {images} images (prompts x "
-                "num_images_per_prompt); give one generator per image, or a single one"
-            )
-        sources = list(generator)
-    else:
-        sources = [generator] * images
-    for source in sources:
-        if source is not None and not isinstance(source, torch.Generator):
-            raise TypeError(f"generator must be a torch.Generator, a list of them, or None, got {type(source).__name__}")
-    found = [torch.default_generator if source is None else source for source in sources]
-    pairs = [_seed_and_noise(each) for each in found]
-    noise = torch.tensor([noise for _, noise in pairs], dtype=torch.int64)
-    return ImageSeeds([seed for seed, _ in pairs], noise, [each.device for each in found])
+
+    @functools.wraps(call)
+    def checked(self: Any, *args: Any, **given: Any) -> Any:
+        if "negative_prompt" in given and _is_blank(given["negative_prompt"]):
+            del given["negative_prompt"]
+        for name in given.keys() - accepted:
+            remedy = _instead(name, given[name], accepted)
+            raise TypeError(f"{type(self).__name__} takes no {name}, got {short_repr(given[name])}: {remedy}")
+        return call(self, *args, **given)
+
+    return checked  # type: ignore[return-value]
 
 
-def _seed_and_noise(source: torch.Generator) -> tuple[int, int]:
-    """Return a seed and the first number of a generator with that seed. Advances `source` by one number."""
-    drawn, seed = _draw(source), source.initial_seed()
-    if drawn == _draw(torch.Generator(source.device).manual_seed(seed)):
-        return seed, drawn
-    seed = drawn % 2**32  # CPU generators use only the low 32 bits of a seed
-    return seed, _draw(torch.Generator(source.device).manual_seed(seed))
+def accepted_arguments(*calls: Callable[..., Any]) -> Set[str]:
+    """Return the names of the keyword arguments of all the calls."""
+    found = [each for call in calls for each in inspect.signature(call).parameters.values()]
+    return {each.name for each in found if each.kind is not each.VAR_KEYWORD} - {"self"}
 
 
-def _draw(source: torch.Generator) -> int:
-    return int(torch.randint(2**63 - 1, (), generator=source, device=source.device, dtype=torch.int64))
+def _is_blank(prompt: Any) -> bool:
+    prompts = prompt if isinstance(prompt, list | tuple) else [prompt]
+    return all(each is None or (isinstance(each, str) and not each.strip()) for each in prompts)
+
+
+def _instead(name: str, value: Any, accepted: Set[str]) -> str:
+    if name in _INSTEAD:
+        return _INSTEAD[name].format(value=value if isinstance(value, int) else 0)
+    near = difflib.get_close_matches(name, accepted, 1)
+    return f"did you mean {near[0]}?" if near else f"it takes {', '.join(sorted(accepted))}"

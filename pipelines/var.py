@@ -2,50 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, ClassVar
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from PIL import Image
 from torch import Tensor
 
 from vargen.compat import without_autocast
 from vargen.convert.var import DEFAULTS, convert_var
-from vargen.decoding import DecodeOutput, DecodeStats, Progress, ScaleSchedule, decode_scales
-from vargen.models.condition import Condition
+from vargen.decoding import DecodeOutput, ScaleSchedule, decode_scales
+from vargen.models.tokenizers.multi_scale_quantizer import MultiScaleQuantizer
 from vargen.models.tokenizers.multi_scale_vq import MultiScaleVQModel
-from vargen.models.var import VARTransformer
+from vargen.models.tokenizers.vq import NonFinitePixelsError
+from vargen.models.var import SCALES, VARTransformer, official_config
 from vargen.pipelines import validation as checks
-from vargen.pipelines import var_network
+from vargen.pipelines.adapters import Guidance, to_guidance
 from vargen.pipelines.adapters.var import VARScaleModel
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.components import TEXT_COMPONENTS, Component, ModelFamily, register_family
-from vargen.pipelines.decoders import ScaleDecoder
-from vargen.pipelines.generation import CandidateSelection, PromptInputs, check_call, drawn, requested, resolve_sampling
-from vargen.pipelines.images import check_source
-from vargen.pipelines.model_info import ModelInfo
-from vargen.pipelines.prompt_names import PromptNames
-from vargen.pipelines.scale_pictures import ScalePictures
+from vargen.pipelines.generation import CandidateSelection, GenerationRequest, OutputOptions, run_request
+from vargen.pipelines.images import (
+    FixedTokens,
+    ImagePipelineOutput,
+    InpaintSource,
+    KeptTokens,
+    check_source,
+    decode_pixels,
+    preprocess_images,
+    validate_tokens,
+)
+from vargen.pipelines.prompts import PromptInputs, PromptNames
 
-from diffusers.utils import BaseOutput  # isort: skip  # after base, which guards torchvision
+VARPipelineOutput = ImagePipelineOutput
 
-
-@dataclass
-class VARPipelineOutput(BaseOutput):
-    """Result of a call.
-
-    Attributes:
-        images: depending on `output_type`, a list of PIL images, a float32 NumPy array `[B, Y, X, 3]` or torch tensor
-            `[B, 3, Y, X]` in [0, 1], or tokens, int64 `[B, L]`, all scales from coarse to fine, -1 in skipped scales.
-        stats: statistics of decoding; see `vargen.decoding.DecodeStats`.
-    """
-
-    images: Any
-    stats: DecodeStats
+if TYPE_CHECKING:
+    from vargen.pipelines.registry import ModelInfo
 
 
-class VARPipeline(ScalePictures, VisualPipeline):
+class VARPipeline(VisualPipeline):
     """Text or class to image, scale by scale, with VAR (Tian et al. 2024).
 
     Example:
@@ -65,7 +62,7 @@ class VARPipeline(ScalePictures, VisualPipeline):
     """
 
     paradigm: ClassVar[str] = "next-scale"
-    output: ClassVar[Any] = VARPipelineOutput
+    output_class: ClassVar[Any] = VARPipelineOutput
     baseline: ClassVar[str] = "plain"
     default_method: ClassVar[str] = "plain"
     usual_sampling: ClassVar[dict[str, Any]] = DEFAULTS
@@ -82,47 +79,23 @@ class VARPipeline(ScalePictures, VisualPipeline):
         prompt_styles: list[str] | None = None,
         prompt_names: PromptNames | dict[str, str] | None = None,
     ):
-        parts = {
+        components = {
             "vqvae": vqvae, "transformer": transformer, "text_encoder": text_encoder, "tokenizer": tokenizer,
             "draft_transformer": draft_transformer,
         }  # fmt: skip
-        self._set_up(parts, {"id2label": id2label, "defaults": defaults, "prompt_styles": prompt_styles}, prompt_names)
+        values = {"id2label": id2label, "defaults": defaults, "prompt_styles": prompt_styles}
+        self._register_components(components, values, prompt_names)
 
     # -- properties -----------------------------------------------------------------------------------------------------
 
     @classmethod
-    def described(cls, folder: Path, index: Mapping[str, Any]) -> ModelInfo:
-        with torch.device("meta"):  # fills in default values that the file omits
-            transformer = VARTransformer.from_config(VARTransformer.load_config(folder / "transformer"))
-            side = MultiScaleVQModel.from_config(MultiScaleVQModel.load_config(folder / "vqvae")).image_size
-        names = {int(number): label for number, label in (index.get("id2label") or {}).items()}
-        has_draft = bool((index.get("draft_transformer") or [None])[0])
-        config = transformer.config
-        return ModelInfo(
-            folder, cls.__name__, config.condition, config.vocab_size, transformer.tokens, config.num_classes, names, has_draft,
-            len(transformer.scales), side,
-        )  # fmt: skip
-
-    @classmethod
-    def check_method(cls, described: ModelInfo, method: Any) -> None:
-        method.assign_stages(described.steps)
-        if method.needs_draft_model and not described.has_draft:
+    def check_method(cls, info: ModelInfo, method: Any) -> None:
+        method.check_scales(info.steps)
+        if method.drafts and not info.has_draft:
             raise ValueError(f"{method.name} needs a draft_transformer, a smaller model, and this model has none")
 
     def check_runs(self, method: Any) -> None:
-        method.bind(self.scale_model(1.0))
-
-    def decoder(self, settings: Mapping[str, Any]) -> ScaleDecoder:
-        scale, sampling = checks.check_sampling({**self.default_sampling, **settings})
-        return ScaleDecoder(self.scale_model(scale), sampling)
-
-    @property
-    def vocab(self) -> int:
-        return self.transformer.config.vocab_size
-
-    @property
-    def tokens(self) -> int:
-        return self.transformer.tokens
+        method.bind(self.decoding_model(1.0))
 
     @property
     def grids(self) -> tuple[tuple[int, int], ...]:
@@ -133,11 +106,15 @@ class VARPipeline(ScalePictures, VisualPipeline):
         return len(self.transformer.scales)
 
     @property
+    def image_size(self) -> int:
+        return self.vqvae.image_size
+
+    @property
     def codebook(self) -> Tensor:
         return self.vqvae.codebook
 
     @property
-    def caption_rows(self) -> int:
+    def max_caption_tokens(self) -> int:
         return self.transformer.config.caption_rows
 
     # -- the call -----------------------------------------------------------------------------------------------------
@@ -204,41 +181,140 @@ class VARPipeline(ScalePictures, VisualPipeline):
             NonFinitePixelsError: if the tokenizer returns NaN or infinite pixels.
         """
         inputs = callback_on_step_end_tensor_inputs
-        check_call(self, output_type, compile, callback_on_step_end, inputs, negative_prompt)
-        schedule = self.resolved(accelerator)
-        given = {"guidance_scale": guidance_scale, "temperature": temperature, "top_k": top_k, "top_p": top_p}
-        scale, sampling = resolve_sampling(self, given)
-        best = CandidateSelection.checked(num_candidates, scorer, self.named_scorer)
+        output = OutputOptions.build(self, output_type, return_dict, callback_on_step_end, inputs, compile)
+        method = self.resolve_method(accelerator)
+        selection = CandidateSelection.build(num_candidates, scorer, self.named_scorer)
         source = check_source(image, mask, strength, self.vqvae.image_size, self.image_processor)
-        self.check_runs(schedule)
-        asked = PromptInputs(prompt, prompt_embeds, prompt_mask, class_labels)
-        unwanted = PromptInputs(negative_prompt, negative_prompt_embeds, negative_prompt_mask)
-        request = requested(self, asked, unwanted, num_images_per_prompt, generator, best, clean_prompt)
-        kept, keep = self._source(source, request.prompts, request.drawn // request.prompts)
+        self.check_runs(method)
+        request = GenerationRequest.build(
+            self,
+            method,
+            PromptInputs(prompt, prompt_embeds, prompt_mask, class_labels, clean_prompt),
+            PromptInputs(negative_prompt, negative_prompt_embeds, negative_prompt_mask, clean=clean_prompt),
+            {"guidance_scale": guidance_scale, "temperature": temperature, "top_k": top_k, "top_p": top_p},
+            selection,
+            output,
+            num_images_per_prompt=num_images_per_prompt,
+            generator=generator,
+        )
+        fixed = None if source is None else self._encode_source(source, request.num_prompts, request.num_images)
+        return run_request(self, replace(request, fixed=fixed))
 
-        def run(chosen: slice, callback: Callable[[Progress], bool | None]) -> DecodeOutput:
-            return decode_scales(
-                self.scale_model(scale, request.negative and request.negative.rows(chosen), compile),
-                request.condition.rows(chosen),
-                request.seeds.noise[chosen],
-                schedule,
-                sampling,
-                fixed_scales=[tokens[chosen] for tokens in kept],
-                fixed_tokens=keep and keep.rows(chosen),
-                callback=callback,
+    def _decode(self, request: GenerationRequest, callback: Any) -> DecodeOutput:
+        fixed = request.fixed or FixedTokens([], None)
+        return decode_scales(
+            self.decoding_model(request.guidance, compile=request.output.compile),
+            request.condition,
+            request.seeds.noise_seeds,
+            request.method,
+            request.sampling,
+            fixed_scales=fixed.scales,
+            fixed_tokens=fixed.kept,
+            callback=callback,
+        )
+
+    def decoding_model(self, guidance: Guidance | float = 1.0, *, compile: bool = False) -> VARScaleModel:
+        """Return the adapter of the transformer and its draft model for `vargen.decoding.decode_scales`.
+
+        Args:
+            guidance: classifier-free guidance, or its scale.
+            compile: see `__call__`.
+        """
+        guidance, quantizer, device = to_guidance(guidance), self._quantizer(), self._device_of(self.transformer)
+        checks.check_guidance(guidance.scale)
+        draft = self.draft_transformer and VARScaleModel(self.draft_transformer, quantizer, guidance, device=device)
+        forward = self._compiled_transformer() if compile else None
+        return VARScaleModel(self.transformer, quantizer, guidance, compiled_forward=forward, draft_model=draft, device=device)
+
+    # -- images -------------------------------------------------------------------------------------------------------
+
+    def _quantizer(self) -> MultiScaleQuantizer:
+        """Return the quantizer on the device of the passes; a (small) copy while the tokenizer is offloaded."""
+        own, device = self.vqvae.quantize, self._device_of(self.transformer)
+        weight = own.embedding.weight
+        return own if weight.is_meta or weight.device == device else copy.deepcopy(own).to(device)
+
+    def _encode_source(self, source: InpaintSource, num_prompts: int, images: int) -> FixedTokens:
+        """Encode source images to the tokens that are not regenerated, one row per image.
+
+        Raises:
+            ValueError: unless there is one source image, or one per prompt.
+        """
+        if len(source.pixels) not in (1, num_prompts):
+            raise ValueError(
+                f"image must be one, or one for each of {num_prompts} prompts or classes; got {len(source.pixels)}"
             )
 
-        return drawn(self, request, scale, run, callback_on_step_end, output_type, return_dict)
+        def per_image(part: Tensor) -> Tensor:
+            return part.expand(num_prompts, *part.shape[1:]).repeat_interleave(images // num_prompts, dim=0)
 
-    def scale_model(self, guidance_scale: float, negative: Condition | None = None, compile: bool = False) -> VARScaleModel:
-        """Return the adapter of the transformer and its draft model for `vargen.decoding.decode_scales`; arguments as in
-        `__call__`."""
-        scale, quantiser = checks.check_guidance(guidance_scale), self._quantiser()
-        device = self._device_of(self.transformer)
-        draft = self.draft_transformer
-        small = None if draft is None else VARScaleModel(draft, quantiser, scale, negative, device=device)
-        step = self._step() if compile else None
-        return VARScaleModel(self.transformer, quantiser, scale, negative, step, small, device)
+        latent, quantizer = per_image(self._encode_latent(source.pixels)), self._quantizer()
+        kept = None if source.mask is None else KeptTokens.build(quantizer, latent, per_image(source.mask))
+        tokens = quantizer.quantise(latent)
+        return FixedTokens([part.flatten(1) for part in tokens[: source.num_kept_scales(len(tokens))]], kept)
+
+    @torch.no_grad()
+    @without_autocast
+    def decode_tokens(self, tokens: Tensor, length: Tensor | None = None, output_type: str = "pil") -> Any:
+        """Decode tokens int64 `[B, L]` of all scales, from coarse to fine, to images.
+
+        Scales that contain -1 or end past `length [B]` are skipped, which gives a coarser image, or a white one if no scale is
+        left. So this also previews an image during generation.
+
+        Raises:
+            ValueError, TypeError: for tokens that do not fit this model, or an unknown output type.
+            NonFinitePixelsError: for NaN or infinite pixels; the message has the image and position of the first one.
+        """
+        validate_tokens(tokens, length, output_type, self.vqvae.config.codebook_size, minimum=-1)
+        if tokens.dim() != 2 or not len(tokens) or tokens.shape[1] != self.vqvae.tokens:
+            raise ValueError(f"tokens must be [B, {self.vqvae.tokens}], got {list(tokens.shape)}")
+        if output_type == "latent":
+            return tokens
+        canvas, generated = self._accumulate_scales(tokens, length)
+        pixels = decode_pixels(self.vqvae.decode_latent, canvas)
+        pixels = torch.where(generated.to(pixels.device)[:, None, None, None], pixels, 1.0)
+        return self.image_processor.postprocess(pixels.clamp(-1, 1), output_type=output_type)
+
+    def preview(self, tokens: Tensor, num_tokens: int) -> list[Image.Image]:
+        return self.decode_tokens(tokens, torch.full((len(tokens),), num_tokens))
+
+    def _accumulate_scales(self, tokens: Tensor, length: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the sum over the complete scales, `[B, C, R, G]`, and bool `[B]`, whether there is any complete scale."""
+        device, quantizer = self._device_of(self.vqvae), self._quantizer()
+        tokens = tokens.to(quantizer.embedding.weight.device if not quantizer.embedding.weight.is_meta else device)
+        ends = torch.tensor([side * side for side in quantizer.scales]).cumsum(0).tolist()
+        length = torch.full((len(tokens),), ends[-1]) if length is None else length
+        length = length.to(tokens.device)
+        canvas: Tensor | float = 0.0
+        generated = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
+        for k, (side, end) in enumerate(zip(quantizer.scales, ends, strict=True)):
+            part = tokens[:, end - side * side : end]
+            complete = (part >= 0).all(1) & (length >= end)
+            added = quantizer.lookup(part.clamp(min=0).unflatten(1, (side, side)), k)
+            canvas = canvas + added * complete[:, None, None, None]
+            generated = generated | complete
+        assert isinstance(canvas, Tensor)
+        return canvas.to(device), generated
+
+    def _encode_latent(self, pixels: Tensor) -> Tensor:
+        """Encode pixels `[B, 3, Y, X]` in [-1, 1] to latents `[B, C, R, G]` before quantization."""
+        latent = self.vqvae.latent(pixels.to(self._device_of(self.vqvae), self.vqvae.dtype)).float()
+        NonFinitePixelsError.check(latent)
+        return latent.to(self._device_of(self.transformer))
+
+    @torch.no_grad()
+    @without_autocast
+    def encode_image(self, images: Any) -> Tensor:
+        """Encode PIL images or a tensor `[B, 3, Y, X]` (float in [0, 1], or uint8) to tokens int64 `[B, L]` of all scales.
+
+        Scales are ordered from coarse to fine. Images are resized to the model's size.
+
+        Raises:
+            ValueError, TypeError: if it is not an image, or has another dtype or values outside [0, 1].
+            NonFinitePixelsError: if the tokenizer returns NaN or infinite values for finite ones.
+        """
+        latent = self._encode_latent(preprocess_images(images, self.image_processor, self.vqvae.image_size))
+        return torch.cat([tokens.flatten(1) for tokens in self._quantizer().quantise(latent)], dim=1)
 
 
 VAR = register_family(
@@ -259,6 +335,9 @@ VAR = register_family(
         },
         condition_settings={"class": ("num_classes",), "text": ("caption_rows", "caption_dim")},
         convert=convert_var,
-        benchmark=var_network,
+        official_sizes={
+            f"var-d{depth}": {"transformer": official_config(depth, pixels), "vqvae": {"scales": SCALES[pixels]}}
+            for depth, pixels in ((16, 256), (20, 256), (24, 256), (30, 256), (36, 512))
+        },
     )
 )

@@ -5,19 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from diffusers.image_processor import VaeImageProcessor
 from diffusers.utils import BaseOutput
 from PIL import Image
 from torch import Tensor
 
 from vargen.compat import without_autocast
 from vargen.decoding import BlockStream, VideoBlock, VideoStats
+from vargen.decoding.video.policies import validate_threshold
 from vargen.files import atomic_file, expand_user
-from vargen.values import parse_float, short_repr
+from vargen.models.causal_video import geometry_from_config
+from vargen.values import parse_float, parse_int, short_repr
 
 FORMATS = (".mp4", ".gif", ".webp")
 _CODECS = ("libx264", "mpeg4")  # in order of preference
@@ -34,7 +39,7 @@ def check_video_path(path: Any, name: str = "path") -> Path:
     if file.suffix.lower() not in FORMATS:
         raise ValueError(f"{name} must end in one of {', '.join(FORMATS)}, got {short_repr(str(path))}")
     if file.suffix.lower() == ".mp4":
-        _av()
+        _import_av()
     return file
 
 
@@ -55,22 +60,22 @@ def save_video(frames: Any, path: Any, fps: float, comment: str = "") -> Path:
     file, rate = check_video_path(path), parse_float(fps)
     if rate is None or rate <= 0:
         raise ValueError(f"fps must be a number above 0, got {short_repr(fps)}")
-    pictures = _pictures(frames)
+    images = _to_pil_frames(frames)
     with atomic_file(file) as temporary:
         if file.suffix.lower() == ".mp4":
-            _write_mp4(pictures, temporary, rate, comment)
+            _write_mp4(images, temporary, rate, comment)
         else:
-            _write_animation(pictures, temporary, rate, file.suffix.lower(), comment)
+            _write_animation(images, temporary, rate, file.suffix.lower(), comment)
     return file
 
 
-def _pictures(frames: Any) -> list[Image.Image]:
-    if isinstance(frames, Tensor):
-        frames = frames.detach().float().cpu().permute(0, 2, 3, 1).numpy() if frames.ndim == 4 else frames
+def _to_pil_frames(frames: Any) -> list[Image.Image]:
+    if isinstance(frames, Tensor) and frames.ndim == 4:
+        frames = VaeImageProcessor.pt_to_numpy(frames.detach())
     if isinstance(frames, np.ndarray) and frames.ndim == 4 and frames.shape[-1] == 3:
         if not np.isfinite(frames).all():
             raise ValueError("frames must hold finite numbers from 0 to 1, and hold NaN or infinite ones")
-        frames = [Image.fromarray(frame) for frame in (frames.clip(0, 1) * 255).round().astype(np.uint8)]
+        frames = VaeImageProcessor.numpy_to_pil(frames.clip(0, 1))
     if not isinstance(frames, Sequence) or not frames or not all(isinstance(frame, Image.Image) for frame in frames):
         raise ValueError(f"frames must be PIL images, or numbers [F, Y, X, 3] or [F, 3, Y, X], got {short_repr(frames)}")
     if len({frame.size for frame in frames}) > 1:
@@ -78,19 +83,19 @@ def _pictures(frames: Any) -> list[Image.Image]:
     return [frame.convert("RGB") for frame in frames]
 
 
-def _write_animation(pictures: list[Image.Image], file: Path, fps: float, suffix: str, comment: str) -> None:
-    options: dict[str, Any] = {"save_all": True, "append_images": pictures[1:], "loop": 0, "duration": round(1000 / fps)}
+def _write_animation(images: list[Image.Image], file: Path, fps: float, suffix: str, comment: str) -> None:
+    options: dict[str, Any] = {"save_all": True, "append_images": images[1:], "loop": 0, "duration": round(1000 / fps)}
     if suffix == ".gif":
-        pictures[0].save(file, format="GIF", disposal=2, comment=comment.encode()[:255] or None, **options)
+        images[0].save(file, format="GIF", disposal=2, comment=comment.encode()[:255] or None, **options)
     else:
-        pictures[0].save(file, format="WEBP", lossless=True, **options)
+        images[0].save(file, format="WEBP", lossless=True, **options)
 
 
-def _write_mp4(pictures: list[Image.Image], file: Path, fps: float, comment: str) -> None:
+def _write_mp4(images: list[Image.Image], file: Path, fps: float, comment: str) -> None:
     """Use H.264 if FFmpeg has it. yuv420p needs even sides: odd ones are extended by repeating the last row or column."""
-    av = _av()
+    av = _import_av()
     codec = next((name for name in _CODECS if name in av.codecs_available), _CODECS[-1])
-    width, height = pictures[0].size
+    width, height = images[0].size
     with av.open(str(file), "w", format="mp4") as container:
         if comment:
             container.metadata["comment"] = comment
@@ -100,15 +105,15 @@ def _write_mp4(pictures: list[Image.Image], file: Path, fps: float, comment: str
             stream.options = {"crf": "12", "preset": "medium"}
         else:
             stream.bit_rate = max(1_000_000, width * height * 10)
-        for picture in pictures:
-            pixels = np.pad(np.asarray(picture), ((0, height % 2), (0, width % 2), (0, 0)), mode="edge")
+        for image in images:
+            pixels = np.pad(np.asarray(image), ((0, height % 2), (0, width % 2), (0, 0)), mode="edge")
             for packet in stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")):
                 container.mux(packet)
         for packet in stream.encode():
             container.mux(packet)
 
 
-def _av() -> Any:
+def _import_av() -> Any:
     try:
         import av
     except ImportError as error:
@@ -117,7 +122,7 @@ def _av() -> Any:
 
 
 if TYPE_CHECKING:
-    from vargen.pipelines.video_model import VideoModel
+    from vargen.pipelines.causal_video import CausalVideoPipeline
 
 
 @dataclass
@@ -146,7 +151,7 @@ class VideoStream(Iterator[VideoBlock]):
         blocks: total number of blocks.
     """
 
-    def __init__(self, pipe: VideoModel, blocks: BlockStream, scorer: Any, prompts: Mapping[int, str], clean: bool):
+    def __init__(self, pipe: CausalVideoPipeline, blocks: BlockStream, scorer: Any, prompts: Mapping[int, str], clean: bool):
         self._pipe, self._blocks, self._scorer, self._clean = pipe, blocks, scorer, clean
         self._prompts, self._next = dict(prompts), 0
         self.fps, self.blocks = pipe.transformer.geometry.fps, blocks.blocks
@@ -178,8 +183,8 @@ class VideoStream(Iterator[VideoBlock]):
     @without_autocast
     def switch(self, prompt: str) -> None:
         """Use another prompt from the next block on, also to score drafts."""
-        condition = self._pipe.video_condition(prompt, None, self._clean)
-        score = None if self._scorer is None else self._scorer.bind(self._pipe.scored_prompt(prompt))
+        condition = self._pipe.encode_video_condition(prompt, None, self._clean)
+        score = None if self._scorer is None else self._scorer.bind(self._pipe.scorer_prompt(prompt))
         self._blocks.change_prompt(condition, score)
 
     def cancel(self) -> None:
@@ -201,3 +206,82 @@ def stack_videos(videos: list[list[Tensor]], output_type: str) -> Any:
         return torch.stack(whole) if alike else whole
     arrays = [(video.permute(0, 2, 3, 1) if video.ndim == 4 else video).cpu().numpy() for video in whole]
     return np.stack(arrays) if alike else arrays
+
+
+def to_output_frames(block: VideoBlock, output_type: str) -> Tensor:
+    """Return the part of a block that is kept until the video is complete."""
+    if output_type == "latent":
+        return block.latents
+    return block.frames.mul(255).round().byte().cpu() if output_type == "pil" else block.frames
+
+
+# -- settings of a model folder -------------------------------------------------------------------------------------------
+
+# Settings that `defaults` may contain, with the values used otherwise.
+DEFAULT_SETTINGS: dict[str, Any] = {
+    "levels": None,  # noise levels of the steps; None: those of the distilled models
+    "euler": False,  # integrate the velocity instead of adding fresh noise to each estimate
+    "guidance": 1.0,
+    "num_blocks": 8,
+    "tau": None,  # None: the method's
+    "window": None,
+    "sinks": 0,
+    "caption_rows": 64,
+    "scored_frames": None,  # frames of a drafted block to score; None: all
+}
+_LIMITS = {  # minimum and maximum
+    "num_blocks": (1, 100_000),
+    "window": (1, 1_000_000),
+    "sinks": (0, 1_000_000),
+    "caption_rows": (1, 65_536),
+    "scored_frames": (1, 1024),
+}
+
+if TYPE_CHECKING:
+    pass
+
+
+def check_settings(defaults: Any, transformer: Any = None) -> None:
+    """Raise ValueError unless it is None or a dict of valid settings in `DEFAULT_SETTINGS`."""
+    if defaults is None:
+        return
+    if not isinstance(defaults, dict) or any(name not in DEFAULT_SETTINGS for name in defaults):
+        raise ValueError(f"defaults must be a dict of {', '.join(DEFAULT_SETTINGS)}, or None, got {short_repr(defaults)}")
+    given = {name: value for name, value in defaults.items() if value is not None}
+    levels = given.get("levels", [1.0])
+    numbers = [parse_float(level) for level in levels] if isinstance(levels, list | tuple) and levels else [None]
+    falling = None not in numbers and all(a > b for a, b in pairwise(numbers))  # type: ignore[operator]
+    if not falling or not 0 < numbers[-1] <= numbers[0] <= 1:  # type: ignore[operator]
+        raise ValueError(f"defaults: levels must fall from at most 1 to above 0, got {short_repr(levels)}")
+    if not isinstance(given.get("euler", False), bool):
+        raise ValueError(f"defaults: euler must be true or false, got {short_repr(given['euler'])}")
+    guidance = parse_float(given.get("guidance", 1.0))
+    if guidance is None or guidance < 0:
+        raise ValueError(f"defaults: guidance must be a number of at least 0, got {short_repr(given['guidance'])}")
+    for name, (minimum, maximum) in _LIMITS.items():
+        if name in given and parse_int(given[name], minimum, maximum) is None:
+            allowed = f"a whole number from {minimum} to {maximum}"
+            raise ValueError(f"defaults: {name} must be {allowed}, got {short_repr(given[name])}")
+    try:
+        validate_threshold(given.get("tau", 0.0))
+    except TypeError as error:
+        raise ValueError(f"defaults: {error}") from error
+
+
+def check_geometry(configs: Mapping[str, Any]) -> None:
+    """Raise ValueError unless the draft transformer and the VAE have the latents of the transformer.
+
+    Args:
+        configs: configuration by component, None for a missing one.
+    """
+    geometry = geometry_from_config(SimpleNamespace(**configs["transformer"]))
+    if draft := configs.get("draft_transformer"):
+        other = geometry_from_config(SimpleNamespace(**draft))
+        if not geometry.same_latents(other):
+            raise ValueError(f"draft_transformer and transformer do not belong together: {other} and {geometry}")
+    size = (configs.get("vae") or {}).get("size")
+    if size is not None and (size, size) != geometry.pixel_size:
+        raise ValueError(
+            f"vae and transformer do not belong together: frames of the vae are {size} pixels square, those of the "
+            f"transformer's latents {list(geometry.pixel_size)}"
+        )

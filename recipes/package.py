@@ -48,7 +48,7 @@ from vargen.models.var import VARTransformer
 from vargen.models.weight_storage import WEIGHT_FORMATS, QuantizedStorageMixin
 from vargen.pipelines.llamagen import LLAMAGEN, LlamaGenPipeline
 from vargen.pipelines.loading import check_model_folder, resolve_drafter
-from vargen.pipelines.prompt_names import PromptNames
+from vargen.pipelines.prompts import PromptNames
 from vargen.pipelines.var import VARPipeline
 from vargen.scoring.image_text import FILE as CAPTIONS
 from vargen.training.token_cache import check_tokens, hash_tokens
@@ -99,7 +99,7 @@ def package_emoji(
         draft_transformer=drafter,
         defaults={**sampling, **(defaults or {})},
         prompt_styles=list(_EMOJI_STYLES),
-        prompt_names=PromptNames.read(shared_from),
+        prompt_names=PromptNames.load(shared_from),
     )
     vqvae.half()  # every parameter, including the codebook: decoding normalizes its rows in float32
     store_as("int8", transformer, drafter)

@@ -14,7 +14,7 @@ from recipes.emoji.evaluation import COUNTS
 from vargen.files import atomic_file, atomic_folder, atomic_merge
 from vargen.models.text_encoder import MiniLMTextEncoder
 from vargen.pipelines.loading import SHAREABLE, SHARED_FILE
-from vargen.pipelines.prompt_names import FILE as NAMES
+from vargen.pipelines.prompts import PROMPT_NAMES_FILE
 from vargen.training.run import TrainingRun, find_checkpoint, read_checkpoint
 
 _RECALL = [f"top{count}_{group}" for group in COUNTS for count in (1, 5)]
@@ -104,7 +104,7 @@ def write_model(
         if shared_from is not None:
             for part in ("text_encoder", "tokenizer"):
                 shutil.rmtree(staged / part, ignore_errors=True)
-            shared = [part for part in SHAREABLE if part != "prompt_names" or (shared_from / NAMES).is_file()]
+            shared = [part for part in SHAREABLE if part != "prompt_names" or (shared_from / PROMPT_NAMES_FILE).is_file()]
             (staged / SHARED_FILE).write_text(json.dumps(dict.fromkeys(shared, shared_from.name), indent=1) + "\n", "utf-8")
         strip_local_paths(staged)
         size = folder_bytes(staged)

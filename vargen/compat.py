@@ -7,8 +7,9 @@ import importlib.util
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
 from threading import Lock
 from typing import Any, TypeVar
 
@@ -188,3 +189,53 @@ def without_autocast(function: _F) -> _F:
             return function(*args, **options)
 
     return plain  # type: ignore[return-value]
+
+
+_LONG_LOADING = 1e9  # bytes of weights from which on a progress bar is shown
+_ALLOCATORS = ("can't allocate memory", "not enough memory", "os error 12", "Cannot allocate memory")  # torch, safetensors
+
+
+def load_options() -> dict[str, Any]:
+    """Return options that suppress diffusers' recommendation, once per network, to install accelerate."""
+    return {} if importlib.util.find_spec("accelerate") else {"low_cpu_mem_usage": False}
+
+
+@contextlib.contextmanager
+def hide_progress_bars(folder: Path) -> Iterator[None]:
+    """Hide the loading bars of diffusers while the block runs, unless the folder has a gigabyte of weights or more."""
+    from diffusers.utils import logging as notices
+
+    hidden = notices.is_progress_bar_enabled() and _weight_bytes(folder) < _LONG_LOADING
+    if hidden:
+        notices.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if hidden:
+            notices.enable_progress_bar()
+
+
+@contextlib.contextmanager
+def report_memory(folder: Path) -> Iterator[None]:
+    """Report an out-of-memory error while the block loads a folder's weights, with the size of the weights.
+
+    Raises:
+        MemoryError: with the folder and the size of its weight files in bytes.
+    """
+    try:
+        yield
+    except Exception as error:
+        cause: BaseException | None = error
+        while cause is not None:  # diffusers reports every error as an unreadable file
+            known = any(text in str(cause) for text in _ALLOCATORS)
+            if known or isinstance(cause, MemoryError) or type(cause).__name__ == "OutOfMemoryError":
+                raise MemoryError(
+                    f"memory does not suffice to load {folder}, whose weight files are {_weight_bytes(folder):,} bytes; "
+                    "close other programs, or use a smaller model or dtype"
+                ) from error
+            cause = cause.__cause__ or cause.__context__
+        raise
+
+
+def _weight_bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*.safetensors"))

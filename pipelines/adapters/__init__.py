@@ -1,1 +1,64 @@
-"""Adapters that implement the protocols of `vargen.decoding` for the networks of each family."""
+"""Adapters that show the networks of each family to `vargen.decoding`, and what they share."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vargen.models.condition import Condition
+
+
+@dataclass(frozen=True)
+class Guidance:
+    """Classifier-free guidance of a call.
+
+    Attributes:
+        scale: 1 runs without the unconditional rows.
+        interval: last guided decoding step of a next-token model, counted from 0; None guides all.
+        negative: condition of the unconditional rows. Default: the null condition.
+    """
+
+    scale: float = 1.0
+    interval: int | None = None
+    negative: Condition | None = None
+
+    @property
+    def rows_per_image(self) -> int:
+        """CFG rows of the network per image: 1 or 2, conditional rows first."""
+        return 1 if self.scale == 1 else 2
+
+    def conditions(self, condition: Condition, transformer: Any) -> list[Condition]:
+        """Return the condition of the conditional rows and, under guidance, that of the unconditional rows."""
+        if self.rows_per_image == 1:
+            return [condition]
+        return [condition, self.negative or transformer.null_condition(condition)]
+
+    def repeat(self, tensor: Tensor) -> Tensor:
+        """Repeat a tensor `[B, ...]` for the CFG rows, `[R, ...]`."""
+        return tensor.repeat(self.rows_per_image, *[1] * (tensor.dim() - 1))
+
+
+def to_guidance(value: Guidance | float) -> Guidance:
+    """Return the guidance with this scale, or the given one."""
+    return value if isinstance(value, Guidance) else Guidance(float(value))
+
+
+def num_rows(condition: Condition) -> int:
+    """Number of rows of a condition."""
+    rows = condition.class_labels if condition.class_labels is not None else condition.caption_embeds
+    assert rows is not None
+    return len(rows)
+
+
+def cost_key(transformer: torch.nn.Module, *facts: str) -> str:
+    """Return the key of measured pass costs: sizes and dtype of the network, and further facts that change a pass's time."""
+    network: Any = transformer
+    config = {name: value for name, value in network.config.items() if not name.startswith("_")}
+    sizes = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:12]
+    parts = (f"{type(network).__name__} {sizes}", str(network.dtype).removeprefix("torch."), *facts)
+    return ", ".join(part for part in parts if part)

@@ -30,7 +30,8 @@ from vargen.pipelines.components import require_equal
 class Target(Protocol):
     """What drafters use of the target transformer, whose features they extend."""
 
-    rows_per_image: int  # network rows: 2 under classifier-free guidance, otherwise 1
+    @property
+    def rows_per_image(self) -> int: ...
 
     @property
     def vocab(self) -> int: ...

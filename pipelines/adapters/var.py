@@ -5,8 +5,6 @@ Shape suffixes: B images, R rows (B, or 2 B under guidance: conditional first), 
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Sequence
 
 import torch
@@ -18,6 +16,7 @@ from vargen.models.condition import Condition
 from vargen.models.tokenizers.multi_scale_quantizer import MultiScaleQuantizer
 from vargen.models.var import VAROutput, VARTransformer
 from vargen.models.var_blocks import ScaleCache
+from vargen.pipelines.adapters import Guidance, cost_key, num_rows, to_guidance
 
 
 class ScaleState:
@@ -26,36 +25,36 @@ class ScaleState:
     Unconditional rows may hold fewer scales: they skip the scales without guidance, and catch up when guidance resumes.
 
     Attributes:
-        both: cache of all rows.
-        halves: caches of the conditional and of the unconditional rows, views of the memory of `both`.
-        conditions: condition of each of `halves`.
+        full_cache: cache of all rows.
+        row_caches: caches of the conditional and of the unconditional rows, views of the memory of `full_cache`.
+        conditions: condition of each of `row_caches`.
     """
 
     def __init__(self, cache: ScaleCache, conditions: Sequence[Condition]):
-        self.both, self.conditions = cache, conditions
+        self.full_cache, self.conditions = cache, conditions
         B = cache.rows // len(conditions)
-        self.halves = [cache.part(slice(start, start + B)) for start in range(0, cache.rows, B)]
+        self.row_caches = [cache.part(slice(start, start + B)) for start in range(0, cache.rows, B)]
 
     @property
-    def together(self) -> bool:
+    def in_sync(self) -> bool:
         """Whether all rows hold the same scales."""
-        return self.halves[0].scale == self.halves[-1].scale
+        return self.row_caches[0].scale == self.row_caches[-1].scale
 
-    def joined(self) -> tuple[ScaleCache, Condition]:
-        """Return all rows as one cache, and their joint condition. Requires `together`."""
-        first, last = self.halves
-        self.both.scale = first.scale
-        if first.scale and self.both.modulation is None:  # conditional and unconditional rows were started separately
+    def as_one_batch(self) -> tuple[ScaleCache, Condition]:
+        """Return all rows as one cache, and their joint condition. Requires `in_sync`."""
+        first, last = self.row_caches
+        self.full_cache.scale = first.scale
+        if first.scale and self.full_cache.modulation is None:  # conditional and unconditional rows were started separately
             assert first.modulation is not None and last.modulation is not None
-            self.both.modulation = first.modulation.join(last.modulation)
+            self.full_cache.modulation = first.modulation.join(last.modulation)
             if first.prefix_mask is not None and last.prefix_mask is not None:
-                self.both.prefix_mask = torch.cat([first.prefix_mask, last.prefix_mask])
-        return self.both, self.conditions[0].join(self.conditions[1])
+                self.full_cache.prefix_mask = torch.cat([first.prefix_mask, last.prefix_mask])
+        return self.full_cache, self.conditions[0].join(self.conditions[1])
 
-    def split(self) -> None:
-        """Update `halves` from `both` after a pass over all rows."""
-        B = len(self.both.k[0]) // 2
-        self.halves = [self.both.part(slice(0, B)), self.both.part(slice(B, 2 * B))]
+    def split_rows(self) -> None:
+        """Update `row_caches` from `full_cache` after a pass over all rows."""
+        B = len(self.full_cache.k[0]) // 2
+        self.row_caches = [self.full_cache.part(slice(0, B)), self.full_cache.part(slice(B, 2 * B))]
 
 
 class VARScaleModel:
@@ -64,10 +63,9 @@ class VARScaleModel:
     Args:
         transformer: the network.
         quantiser: quantizer of its image tokenizer, on `device`.
-        guidance_scale: scale of classifier-free guidance; 1 runs without the unconditional rows. Guidance grows linearly from
-            none at the first scale to this value at the last, as published. The official `cfg` is this value minus 1.
-        negative: condition of the unconditional rows. Default: the null condition.
-        step: callable for the passes: the transformer or its compiled version.
+        guidance: classifier-free guidance, or its scale. Guidance grows linearly from none at the first scale to this value at
+            the last, as published. The official `cfg` is this value minus 1.
+        compiled_forward: runs the passes. Default: the transformer itself.
         draft_model: a smaller model with the same tokens.
         device: device of the passes. Default: the device of the weights, which is a different one while they are offloaded.
     """
@@ -76,32 +74,27 @@ class VARScaleModel:
         self,
         transformer: VARTransformer,
         quantiser: MultiScaleQuantizer,
-        guidance_scale: float = 1.0,
-        negative: Condition | None = None,
-        step: Callable[..., VAROutput] | None = None,
+        guidance: Guidance | float = 1.0,
+        *,
+        compiled_forward: Callable[..., VAROutput] | None = None,
         draft_model: VARScaleModel | None = None,
         device: torch.device | None = None,
     ):
         self.transformer, self.quantiser = transformer, quantiser
-        self.step = transformer if step is None else step
-        self.guidance_scale, self.negative, self.draft_model = guidance_scale, negative, draft_model
-        self.halves = 1 if guidance_scale == 1.0 else 2
+        self.compiled_forward = transformer if compiled_forward is None else compiled_forward
+        self.guidance, self.draft_model = to_guidance(guidance), draft_model
         self.device = device or transformer.device
         self.scale_tokens = tuple(side * side for side in transformer.scales)
         self.scale_codes = quantiser.scale_codes
         self._ends = (0, *transformer.ends)
         S = len(self.scale_tokens)
-        strength = torch.arange(S, device=self.device) * ((guidance_scale - 1) / max(S - 1, 1))
-        self._ramp = strength.repeat_interleave(torch.tensor(self.scale_tokens, device=self.device))
+        strength = torch.arange(S, device=self.device) * ((self.guidance.scale - 1) / max(S - 1, 1))
+        self._guidance_ramp = strength.repeat_interleave(torch.tensor(self.scale_tokens, device=self.device))
 
     @property
     def cost_key(self) -> str:
-        """Key of measured pass costs: what the time of a pass depends on, besides batch and machine: sizes and dtype."""
-        config = {name: value for name, value in self.transformer.config.items() if not name.startswith("_")}
-        sizes = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:12]
-        compiled = ", compiled" if self.step is not self.transformer else ""
-        dtype = str(self.transformer.dtype).removeprefix("torch.")
-        return f"{type(self.transformer).__name__} {sizes}, {dtype}, {self.halves} rows an image{compiled}"
+        compiled = "" if self.compiled_forward is self.transformer else "compiled"
+        return cost_key(self.transformer, f"{self.guidance.rows_per_image} rows an image", compiled)
 
     @property
     def vocab(self) -> int:
@@ -122,15 +115,12 @@ class VARScaleModel:
     # -- passes -------------------------------------------------------------------------------------------------------
 
     def start(self, condition: Condition) -> ScaleState:
-        conditions = [condition]
-        if self.halves == 2:
-            conditions.append(self.negative or self.transformer.null_condition(condition))
+        conditions = self.guidance.conditions(condition, self.transformer)
         if self.device.type == "cpu":  # on a GPU this would synchronize, and fixed shapes allow graph capture
-            conditions = _without_padding(conditions)
-        rows = condition.class_labels if condition.class_labels is not None else condition.caption_embeds
-        assert rows is not None
+            conditions = _trim_padding(conditions)
+        rows = self.guidance.rows_per_image * num_rows(condition)
         prefix = max(0 if each.caption_embeds is None else each.caption_embeds.shape[1] for each in conditions)
-        return ScaleState(self.transformer.new_cache(self.halves * len(rows), prefix, self.device), conditions)
+        return ScaleState(self.transformer.new_cache(rows, prefix, self.device), conditions)
 
     def forward(
         self, state: ScaleState, inputs: Sequence[Tensor | None], count: int, guidance: Sequence[float]
@@ -142,19 +132,19 @@ class VARScaleModel:
         self, state: ScaleState, inputs: Sequence[Tensor | None], count: int, guidance: Sequence[float]
     ) -> list[Tensor]:
         last = len(inputs)
-        strength = self._strength(last - count, guidance)
-        if self.halves == 1 or not any(guidance):
-            logits = self._pass(state.halves[0], state.conditions[0], inputs, count)
-        elif state.together:
-            logits = self._pass(*state.joined(), inputs, count, strength)
-            state.split()
+        strength = self._guidance_strength(last - count, guidance)
+        if self.guidance.rows_per_image == 1 or not any(guidance):
+            logits = self._pass(state.row_caches[0], state.conditions[0], inputs, count)
+        elif state.in_sync:
+            logits = self._pass(*state.as_one_batch(), inputs, count, strength)
+            state.split_rows()
         else:
             conditional, unconditional = (
                 self._pass(cache, condition, inputs, count)
-                for cache, condition in zip(state.halves, state.conditions, strict=True)
+                for cache, condition in zip(state.row_caches, state.conditions, strict=True)
             )
             logits = apply_guidance(conditional, unconditional, 1 + strength[:, None])
-        return self._by_scale(logits, last - count)
+        return self._split_scales(logits, last - count)
 
     def _pass(
         self,
@@ -170,17 +160,17 @@ class VARScaleModel:
         if rows is not None and len(rows) < cache.rows:
             rows = rows.repeat(cache.rows // len(rows), 1, 1)
         first = condition if cache.scale == 0 else None
-        return self.step(rows, condition=first, cache=cache, logits_of=count, guidance=guidance).logits
+        return self.compiled_forward(rows, condition=first, cache=cache, logits_of=count, guidance=guidance).logits
 
-    def _strength(self, first: int, factors: Sequence[float]) -> Tensor:
+    def _guidance_strength(self, first: int, factors: Sequence[float]) -> Tensor:
         """Guidance strength `[T]` for the tokens of the scales from `first` on."""
-        parts = self._ramp[self._ends[first] : self._ends[first + len(factors)]].split(
+        parts = self._guidance_ramp[self._ends[first] : self._ends[first + len(factors)]].split(
             list(self.scale_tokens[first : first + len(factors)])
         )
         scaled = [part if factor == 1 else part * factor for part, factor in zip(parts, factors, strict=True)]
         return scaled[0] if len(scaled) == 1 else torch.cat(scaled)
 
-    def _by_scale(self, logits: Tensor, first: int) -> list[Tensor]:
+    def _split_scales(self, logits: Tensor, first: int) -> list[Tensor]:
         """Split logits `[B, T, V]` by scale, from `first` on, and restrict each scale to the codes that it uses."""
         parts, begin = [], 0
         for scale in range(first, len(self.scale_tokens)):
@@ -192,14 +182,14 @@ class VARScaleModel:
         return parts
 
     def rollback(self, state: ScaleState, scale: int) -> None:
-        for cache in state.halves:
+        for cache in state.row_caches:
             if scale == 0:
                 cache.scale = 0
             elif cache.scale > scale:
                 cache.truncate(scale)
 
 
-def _without_padding(conditions: list[Condition]) -> list[Condition]:
+def _trim_padding(conditions: list[Condition]) -> list[Condition]:
     """Trim captions to the longest one, since padding rows cost as much as valid ones."""
     masks = [each.caption_mask for each in conditions]
     if any(mask is None for mask in masks):

@@ -10,7 +10,7 @@ from recipes.emoji.captions import to_noun_phrase
 from recipes.emoji.dataset import TONES, normalize_hexcode
 from recipes.emoji.sources import SOURCES, fetch_sources, read_tarball
 from vargen.files import cache_folder
-from vargen.pipelines.prompt_names import PromptNames
+from vargen.pipelines.prompts import PromptNames
 
 
 def emoji_names(files: Mapping[str, bytes]) -> dict[str, str]:
@@ -41,4 +41,4 @@ def write_emoji_names(folder: Path, cache: Path | None = None) -> None:
     """
     pinned = tuple(source for source in SOURCES if source.style == "")
     (tarball,) = fetch_sources(cache or cache_folder(), pinned).values()
-    PromptNames(emoji_names(read_tarball(tarball))).write(folder)
+    PromptNames(emoji_names(read_tarball(tarball))).save(folder)

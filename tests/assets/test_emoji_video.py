@@ -62,7 +62,7 @@ def test_things_move_and_show_what_was_asked_for(pipe: Any) -> None:
     videos = [frames_of(pipe, prompt, "target", seed) for seed, prompt in enumerate(THINGS)]
     for prompt, frames in zip(THINGS, videos, strict=True):
         assert frames.diff(dim=0).abs().mean() > 0.005, f"{prompt} stands still"
-    scorer, texts = ImageTextScorer(), [pipe.scored_prompt(prompt) for prompt in THINGS]
+    scorer, texts = ImageTextScorer(), [pipe.scorer_prompt(prompt) for prompt in THINGS]
     assert texts[0] == "winking face, 3d style"
     scores = torch.stack([
         torch.stack([scorer.score(frames, [text] * len(frames)).mean() for text in texts]) for frames in videos
@@ -75,7 +75,7 @@ def test_the_target_is_better_than_the_drafter_and_the_scorer_sees_it(pipe: Any)
 
     def score(method: str, prompt: str, seed: int) -> float:
         frames = frames_of(pipe, prompt, method, seed)
-        return float(scorer.score(frames, [pipe.scored_prompt(prompt)] * len(frames)).mean())
+        return float(scorer.score(frames, [pipe.scorer_prompt(prompt)] * len(frames)).mean())
 
     pairs = [[score(method, prompt, seed) for method in ("target", "draft")] for seed, prompt in enumerate(THINGS)]
     assert sum(target > draft for target, draft in pairs) >= 4
@@ -96,6 +96,6 @@ def test_every_method_makes_a_video(pipe: Any, method: str) -> None:
 
 
 def test_a_draft_is_judged_by_one_frame_and_a_scorer_of_ones_own_by_as_many_as_it_says(pipe: Any) -> None:
-    assert pipe.frame_scorer().frames == 1 and pipe.frame_scorer(ImageTextScorer()).frames == 1
+    assert pipe.resolve_frame_scorer().frames == 1 and pipe.resolve_frame_scorer(ImageTextScorer()).frames == 1
     whole = FrameScorer(ImageTextScorer())
-    assert pipe.frame_scorer(whole) is whole and whole.frames is None
+    assert pipe.resolve_frame_scorer(whole) is whole and whole.frames is None

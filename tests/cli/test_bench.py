@@ -88,11 +88,12 @@ def test_bad_input(run: Any, text_model: Path, words: list[str], said: list[str]
 def test_a_random_network_has_the_official_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    from vargen.pipelines import llamagen_network as network
-    from vargen.pipelines.registry import open_network
+    from vargen.evaluation.networks import open_benchmark_model
+    from vargen.pipelines.llamagen import LLAMAGEN
 
-    monkeypatch.setitem(network.SIZES, "B", {"dim": 32, "n_layer": 1, "n_head": 2})
-    found = open_network("llamagen-b", torch.float32, torch.device("cpu"))
+    tiny: Any = {"transformer": {"dim": 32, "n_layer": 1, "n_head": 2}}
+    monkeypatch.setitem(LLAMAGEN.official_sizes, "llamagen-b", tiny)  # type: ignore[arg-type]
+    found = open_benchmark_model("llamagen-b", torch.float32, torch.device("cpu"))
     opened = found.transformer
     assert opened.config.condition == "class" and opened.config.grid_size == 16
     assert opened.output.weight.std() > 0.01

@@ -23,6 +23,7 @@ from vargen.decoding import (
 )
 from vargen.decoding.noise import sample_normal
 from vargen.decoding.video.denoising import BlockGenerator, make_block_noise
+from vargen.pipelines.adapters import Guidance
 from vargen.pipelines.adapters.causal_video import CausalVideoBlockModel
 
 FREE = VideoMethod(policy=Threshold(), target_blocks=())
@@ -413,9 +414,9 @@ def test_bad_settings_are_named(make, message: str) -> None:
 def test_guidance_runs_a_second_row_and_a_velocity_can_be_followed() -> None:
     plain = video(stream("target", 2))[0]
     null = condition(3)
-    guided = CausalVideoBlockModel(transformer(0), LEVELS, guidance_scale=2.0, null=null)
+    guided = CausalVideoBlockModel(transformer(0), LEVELS, guidance=Guidance(2.0, negative=null))
     assert not closely(video(stream("target", 2, guided))[0], plain)
-    same = CausalVideoBlockModel(transformer(0), LEVELS, guidance_scale=2.0, null=condition())
+    same = CausalVideoBlockModel(transformer(0), LEVELS, guidance=Guidance(2.0, negative=condition()))
     assert closely(video(stream("target", 2, same))[0], plain), "guidance away from the prompt itself changes nothing"
     followed = CausalVideoBlockModel(transformer(0), LEVELS, fresh_noise=False)
     shape = followed.block_shape

@@ -26,7 +26,7 @@ def kept_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def drawing() -> tuple[Any, Any, Any]:
     """A pipeline, its model as decoding sees it, and a condition."""
     pipe = text_pipeline(grid_size=4)
-    return pipe, pipe.token_model(2.0), pipe.condition("a cat")[0]
+    return pipe, pipe.decoding_model(2.0), pipe.encode_condition("a cat")[0]
 
 
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -89,14 +89,14 @@ def test_costs_of_one_thing_are_not_taken_for_another(drawing: Any, monkeypatch:
     if change == "dtype":
         pipe.to(torch.float64)
     elif change == "guidance":
-        model = pipe.token_model(1.0)
+        model = pipe.decoding_model(1.0)
     elif change == "batch":
-        images, condition = 2, pipe.condition(["a cat", "a dog"])[0]
+        images, condition = 2, pipe.encode_condition(["a cat", "a dog"])[0]
     elif change == "threads":
         torch.set_num_threads(before + 1)
     else:
         other = text_pipeline(grid_size=8)
-        model, condition = other.token_model(2.0), other.condition("a cat")[0]
+        model, condition = other.decoding_model(2.0), other.encode_condition("a cat")[0]
     try:
         cost.measure_pass_costs(model, condition, images, (1,))
     finally:

@@ -34,7 +34,7 @@ def test_tokens_and_lengths_may_be_trained_on(pipe: LlamaGenPipeline, accelerato
         assert not torch.is_inference_mode_enabled() and not torch.is_grad_enabled()
         seen.extend((progress.tokens, progress.tokens.clone(), progress.length, progress.num_committed))
 
-    drawn = decode(pipe.token_model(2.0), CONDITION, SEEDS, accelerator, callback=callback)
+    drawn = decode(pipe.decoding_model(2.0), CONDITION, SEEDS, accelerator, callback=callback)
     for tensor in (drawn.tokens, drawn.length, *seen):
         assert not tensor.is_inference()
         learn(tensor)
@@ -50,14 +50,14 @@ def test_a_callback_may_write_tokens(pipe: LlamaGenPipeline) -> None:
     def callback(progress: Any) -> None:
         progress.tokens[:, 3] = 7
 
-    model = pipe.token_model(2.0)
+    model = pipe.decoding_model(2.0)
     plain, changed = decode(model, CONDITION, SEEDS), decode(model, CONDITION, SEEDS, callback=callback)
     assert (changed.tokens[:, 3] == 7).all() and torch.equal(plain.tokens[:, :3], changed.tokens[:, :3])
     assert not torch.equal(plain.tokens[:, 4:], changed.tokens[:, 4:])
 
 
 def test_a_model_that_drew_can_be_trained(pipe: LlamaGenPipeline) -> None:
-    tokens = decode(pipe.token_model(2.0), CONDITION, SEEDS, "gumbel").tokens
+    tokens = decode(pipe.decoding_model(2.0), CONDITION, SEEDS, "gumbel").tokens
     transformer = pipe.transformer.train()
     assert not any(value.is_inference() for value in (*transformer.parameters(), *transformer.buffers()))
     optimizer = torch.optim.AdamW(transformer.parameters(), 1e-3)
@@ -83,5 +83,5 @@ def test_a_drawing_leaves_the_mode_as_it_was(pipe: LlamaGenPipeline) -> None:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        decode(pipe.token_model(1.0), CONDITION, SEEDS, callback=callback)
+        decode(pipe.decoding_model(1.0), CONDITION, SEEDS, callback=callback)
     assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()

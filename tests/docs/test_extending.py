@@ -97,8 +97,8 @@ def test_relaxation_is_counted_alike_by_every_rule(guide: dict[str, str]) -> Non
 def test_a_registered_drafter_is_trained_by_its_name(guide: dict[str, str], tmp_path: Path) -> None:
     importlib.import_module("linear_heads")
     class_pipeline().save_pretrained(tmp_path / "model")
-    settings = "pictures = 8\nheld_out = 2\ndraw_batch = 4\nbatch_size = 2\n[schedule]\nsteps = 2\nwarmup_steps = 1\n"
-    (tmp_path / "tiny.toml").write_text(settings)
+    settings = "num_images = 8\nvalidation_images = 2\ngeneration_batch_size = 4\nbatch_size = 2"
+    (tmp_path / "tiny.toml").write_text(f"{settings}\n[schedule]\nsteps = 2\nwarmup_steps = 1\n")
     words = ["train", "drafter", "linear", "--model", str(tmp_path / "model"), "--recipe", "tiny.toml", "--output", "run"]
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, result.output

@@ -8,7 +8,7 @@ from tiny_models import text_var_pipeline
 
 from vargen.decoding import PRESETS, ScaleSchedule, Stage
 from vargen.evaluation.compare import compare
-from vargen.pipelines.decoders import ScaleDecoder
+from vargen.evaluation.decoders import ScalePricedDecoder, open_decoder
 from vargen.pipelines.var import VARPipeline
 
 SPECULATIVE = ScaleSchedule("speculative", (Stage(until=3, num_drafted=2), Stage()))
@@ -39,22 +39,22 @@ def test_schedules_are_compared(pipe: VARPipeline) -> None:
 
 def test_passes_are_priced_by_model_and_guidance(pipe: VARPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     """A made-up price of each: those of the small model and those without guidance are not the large one's."""
-    decoder = pipe.decoder({})
-    assert isinstance(decoder, ScaleDecoder)
+    decoder = open_decoder(pipe)
+    assert isinstance(decoder, ScalePricedDecoder)
     priced: list[tuple[str, int, int, bool]] = []
 
-    def price(self: ScaleDecoder, place: tuple[str, int, int, bool], *_: object, **__: object) -> float:
+    def price(self: ScalePricedDecoder, place: tuple[str, int, int, bool], *_: object, **__: object) -> float:
         priced.append(place)
         return {"target": 10.0, "draft": 1.0}[place[0]] / (1 if place[3] else 2)
 
-    monkeypatch.setattr(ScaleDecoder, "_seconds", price)
-    condition, _ = pipe.condition(["a"])
-    curve = decoder.measure_pass_costs(condition, 1, [4, 9, 16])
+    monkeypatch.setattr(ScalePricedDecoder, "_seconds", price)
+    condition, _ = pipe.encode_condition(["a"])
+    curve = decoder.measure_pass_seconds(condition, 1, [4, 9, 16])
     assert list(curve) == [1, 4, 9, 16], "the narrowest belongs to it"
     spent = {}
     for name in ("plain", "code", "economy"):
         run = decoder.decode(condition, torch.arange(1), name).stats
-        spent[name] = decoder.spent(PRESETS[name], [run, run], curve, condition, 1)
+        spent[name] = decoder.estimate_seconds(PRESETS[name], [run, run], curve, condition, 1)
     assert spent["plain"] == (80.0, 8) and spent["economy"] == (70.0, 8)
     assert spent["code"] == (44.0, 8), "two passes of each: the small model's first holds the large one's scales, too"
     assert ("draft", 0, 2, True) in priced

@@ -5,16 +5,23 @@ import torch
 from tiny_models import tiny_multi_scale_vq, tiny_var
 
 from vargen.evaluation.image_speed import measure_image_speed
+from vargen.evaluation.networks import BenchmarkModel
 from vargen.evaluation.speed import measure_baseline, measure_steps
-from vargen.pipelines.var_network import Network
+from vargen.models.var import VARTransformer
+from vargen.pipelines.var import VARPipeline
+
+
+def benchmark_model(transformer: VARTransformer) -> BenchmarkModel:
+    defaults = {"guidance_scale": 3.0, "top_k": None, "top_p": 1.0}
+    return BenchmarkModel("tiny", VARPipeline(vqvae=tiny_multi_scale_vq(), transformer=transformer, defaults=defaults))
 
 
 @pytest.fixture(scope="module")
-def network() -> Network:
-    return Network("tiny", tiny_var("class"), tiny_multi_scale_vq(), 3.0)
+def network() -> BenchmarkModel:
+    return benchmark_model(tiny_var("class"))
 
 
-def test_the_report_adds_up(network: Network) -> None:
+def test_the_report_adds_up(network: BenchmarkModel) -> None:
     rounds: list[int] = []
     report = measure_image_speed(network, 2, rounds=2, progress=lambda done, total: rounds.append(done))
     assert rounds == [0, 1, 2] and (report.batch, report.rounds, report.threads) == (2, 2, torch.get_num_threads())
@@ -34,13 +41,13 @@ def test_the_report_adds_up(network: Network) -> None:
 
 
 def test_the_opponent_has_weights_of_its_own_in_float32() -> None:
-    network = Network("tiny", tiny_var("class").bfloat16(), tiny_multi_scale_vq(), 3.0)
-    draw, pixels = network.published(2)
+    network = benchmark_model(tiny_var("class").bfloat16())
+    draw, pixels = network.published_sampler(2)
     assert pixels(draw()).shape == (2, 3, 8, 8)
     assert network.transformer.dtype == torch.bfloat16, "ours stays as it is"
 
 
-def test_other_measurements_know_scales(network: Network) -> None:
+def test_other_measurements_know_scales(network: BenchmarkModel) -> None:
     report = measure_baseline(network, 2, seconds=0)
     assert report.runs == 1 and report.guidance_scale == 3.0
     steps = measure_steps(network, [1, 16], [1], rounds=1)

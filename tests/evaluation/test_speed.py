@@ -3,23 +3,28 @@
 import pytest
 import torch
 
+from vargen.evaluation.networks import BenchmarkModel, half_filled_caches
 from vargen.evaluation.speed import measure_baseline, measure_steps, weight_readers
 from vargen.models.llamagen import LlamaGenTransformer
-from vargen.pipelines.llamagen_network import Network, filled_caches, plausible_condition
+from vargen.pipelines.llamagen import LlamaGenPipeline
+
+
+def benchmark_model(transformer: LlamaGenTransformer, **defaults: float) -> BenchmarkModel:
+    return BenchmarkModel("tiny", LlamaGenPipeline(vqvae=None, transformer=transformer, defaults=defaults))  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
-def network() -> Network:
+def network() -> BenchmarkModel:
     torch.manual_seed(0)
     model = LlamaGenTransformer(dim=32, n_layer=2, n_head=2, vocab_size=64, grid_size=4, num_classes=10, multiple_of=16)
     torch.nn.init.normal_(model.output.weight)
-    return Network("tiny", model.eval(), guidance_scale=2.0)
+    return benchmark_model(model.eval(), guidance_scale=2.0)
 
 
 @torch.no_grad()
-def test_caches_that_share_memory_work_like_caches_of_their_own(network: Network) -> None:
+def test_caches_that_share_memory_work_like_caches_of_their_own(network: BenchmarkModel) -> None:
     model = network.transformer
-    caches = filled_caches(model, 3, [4, 1, 2])
+    caches = half_filled_caches(model, 3, [4, 1, 2])
     assert {width: cache.scratch for width, cache in caches.items()} == {1: 1, 2: 2, 4: 4}
     assert len({cache.k.data_ptr() for cache in caches.values()}) == 1
     for width, cache in caches.items():
@@ -34,7 +39,7 @@ def test_caches_that_share_memory_work_like_caches_of_their_own(network: Network
         assert cache.length.tolist() == [8, 8, 8]
 
 
-def test_weights_read_are_all_but_the_tables_that_are_looked_up(network: Network) -> None:
+def test_weights_read_are_all_but_the_tables_that_are_looked_up(network: BenchmarkModel) -> None:
     names = {"tok_embeddings.weight", "cls_embedding.embedding_table.weight"}
     parameters = dict(network.transformer.named_parameters())
     assert names < parameters.keys()
@@ -44,7 +49,7 @@ def test_weights_read_are_all_but_the_tables_that_are_looked_up(network: Network
     assert total.shape == dot.shape == () and product.shape == (10,)  # each took all ten rows
 
 
-def test_every_case_is_visited_every_round(network: Network) -> None:
+def test_every_case_is_visited_every_round(network: BenchmarkModel) -> None:
     rounds: list[int] = []
     report = measure_steps(network, [1, 4], [1, 2], rounds=3, progress=lambda done, total: rounds.append(done))
     assert rounds == [1, 2, 3]
@@ -60,9 +65,10 @@ def test_the_baseline_decodes_whole_images(condition: str) -> None:
         condition=condition, dim=32, n_layer=1, n_head=2, vocab_size=64, grid_size=4, caption_dim=8, cls_token_num=3,
         multiple_of=16,
     ).eval()  # fmt: skip
-    report = measure_baseline(Network("tiny", model), 2, seconds=0)
+    found = benchmark_model(model)
+    report = measure_baseline(found, 2, seconds=0)
     assert report.runs == 1 and report.tokens_per_second > 0 and report.guidance_scale == 4.0
-    assert plausible_condition(model, 2).join(plausible_condition(model, 2)) is not None
+    assert found.condition(2).join(found.condition(2)) is not None
     for bad in ({"batch": 0}, {"batch": 1, "seconds": float("nan")}, {"batch": 1, "seconds": -1.0}):
         with pytest.raises(ValueError, match="batch must be at least 1"):
-            measure_baseline(Network("tiny", model), **bad)
+            measure_baseline(found, **bad)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny_models import class_pipeline, text_pipeline, text_var_pipeline
 
-from vargen.pipelines import validation as checks
+from vargen.decoding.seeds import resolve_seeds
 from vargen.scoring import open_scorer
 from vargen.scoring.protocol import NonFiniteScoreError
 
@@ -124,6 +124,6 @@ def test_a_scorer_needs_words(pipe: Any) -> None:
 
 
 def test_candidate_seeds_do_not_depend_on_their_number() -> None:
-    few, many = (checks.resolve_seeds(seeds(7, 8), 2).candidates(count) for count in (2, 5))
-    assert few.asked[:2] == many.asked[:2] and few.asked[2:] == many.asked[5:7]
+    few, many = (resolve_seeds(seeds(7, 8), 2).for_candidates(count) for count in (2, 5))
+    assert few.seeds[:2] == many.seeds[:2] and few.seeds[2:] == many.seeds[5:7]
     assert few.noise[:2].tolist() == many.noise[:2].tolist()

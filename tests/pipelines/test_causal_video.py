@@ -118,8 +118,8 @@ def test_the_packaged_scorer_scores_where_none_is_given(pipe: CausalVideoPipelin
 
 
 def test_scorers_are_asked_about_the_style_of_a_model_of_one(pipe: CausalVideoPipeline) -> None:
-    assert pipe.config.prompt_styles == ["3d"] and pipe.scored_prompt("a cat") == "a cat, 3d style"
-    assert pipe.scored_prompt("a 3D cat") == "a 3D cat" and pipe.scored_prompt("a3d cat") == "a3d cat, 3d style"
+    assert pipe.config.prompt_styles == ["3d"] and pipe.scorer_prompt("a cat") == "a cat, 3d style"
+    assert pipe.scorer_prompt("a 3D cat") == "a 3D cat" and pipe.scorer_prompt("a3d cat") == "a3d cat, 3d style"
 
 
 def test_prompts_switch_between_blocks(pipe: CausalVideoPipeline) -> None:
@@ -261,7 +261,7 @@ def test_guidance_leads_away_from_the_empty_caption_of_training(pipe) -> None:
     mine = guided.no_caption().caption_embeds
     assert torch.allclose(mine[0], bank.caption_embeds[0][bank.caption_mask[0]], atol=2e-3)
     assert len(guided("a cat", num_blocks=1).frames[0]) == 2
-    text = guided.block_model().start(guided.video_condition("a cat that waves"), 2).text
+    text = guided.decoding_model().start(guided.encode_video_condition("a cat that waves"), 2).text
     hidden = text.bias[:, 0, 0].isinf().sum(1)
     assert hidden[0] == 0 and hidden[1] == text.keys[0].shape[2] - 1 - mine.shape[1], "rows that fill up are not seen"
 

@@ -15,7 +15,7 @@ from vargen.models import component_files
 from vargen.models.component_files import check_network_files
 from vargen.models.image_text import ImageTextModel
 from vargen.pipelines.registry import FAMILIES, describe
-from vargen.pipelines.video_model import check_settings
+from vargen.pipelines.videos import check_settings
 from vargen.scoring.image_text import load_image_tower
 from vargen.weight_files import read_weight_header
 

@@ -175,8 +175,8 @@ def test_a_callback_cannot_put_in_tokens_that_are_none(classes, latents):
     ],
 )
 def test_decode_says_what_it_takes(classes, change, message):
-    condition, _ = classes.condition(class_labels=3)
-    arguments = {"model": classes.token_model(2.0), "seeds": torch.ones(1, dtype=torch.int64), **change}
+    condition, _ = classes.encode_condition(class_labels=3)
+    arguments = {"model": classes.decoding_model(2.0), "seeds": torch.ones(1, dtype=torch.int64), **change}
     with pytest.raises((ValueError, TypeError), match=message):
         decode(condition=condition, **arguments)
 
@@ -245,14 +245,14 @@ def test_autocast_around_a_call_changes_nothing(texts, method):
 
 
 def test_autocast_around_the_parts_of_a_call_changes_nothing(texts):
-    condition, _ = texts.condition("a cat")
+    condition, _ = texts.encode_condition("a cat")
     seeds, tokens = torch.tensor([5]), torch.arange(16).view(1, 4, 4)
     picture = torch.rand(1, 3, 8, 8, generator=seeded(0))
 
     def parts() -> list[torch.Tensor]:
         return [
             texts.encode_prompt("a cat")[0],
-            decode(texts.token_model(2.0), condition, seeds).tokens,
+            decode(texts.decoding_model(2.0), condition, seeds).tokens,
             texts.decode_tokens(tokens, output_type="pt"),
             texts.encode_image(picture),
         ]

@@ -11,7 +11,7 @@ from vargen.pipelines.adapters.llamagen import LlamaGenTokenModel
 
 def models() -> tuple[LlamaGenTokenModel, Condition]:
     network = tiny_transformer("class", n_layer=4)
-    return LlamaGenTokenModel(network, guidance_scale=2.0), Condition(class_labels=torch.tensor([1, 7]))
+    return LlamaGenTokenModel(network, guidance=2.0), Condition(class_labels=torch.tensor([1, 7]))
 
 
 def test_the_view_draws_as_the_network_that_has_only_the_other_layers():
@@ -26,7 +26,7 @@ def test_the_view_draws_as_the_network_that_has_only_the_other_layers():
     assert (model.num_layers, view.num_layers) == (4, 2)
     seeds = torch.arange(2)
     drawn = decode(view, condition, seeds, "ar")
-    assert torch.equal(drawn.tokens, decode(LlamaGenTokenModel(short, guidance_scale=2.0), condition, seeds, "ar").tokens)
+    assert torch.equal(drawn.tokens, decode(LlamaGenTokenModel(short, guidance=2.0), condition, seeds, "ar").tokens)
     assert not torch.equal(drawn.tokens, decode(model, condition, seeds, "ar").tokens)
 
 

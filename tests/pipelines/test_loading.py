@@ -20,7 +20,7 @@ from transformers import T5Config, T5EncoderModel
 from vargen import LlamaGenPipeline, device, open_pipeline
 from vargen.assets import packaged_model_path
 from vargen.pipelines import loading
-from vargen.pipelines.stored import DiffusionPipeline
+from vargen.pipelines.base import DiffusionPipeline
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from vargen.assets import packaged_model_path
-from vargen.pipelines.generation import loading_memory
+from vargen.compat import report_memory
 
 EMOJI = packaged_model_path("emoji")
 ALLOCATOR = "[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 64 bytes."
@@ -35,13 +35,13 @@ def raising(error: Exception) -> Any:
 )
 def test_the_bytes_are_said(load: Any) -> None:
     size = sum(file.stat().st_size for file in EMOJI.rglob("*.safetensors"))
-    with pytest.raises(MemoryError, match=rf"emoji.* {size:,} bytes") as error, loading_memory(EMOJI):
+    with pytest.raises(MemoryError, match=rf"emoji.* {size:,} bytes") as error, report_memory(EMOJI):
         load()
     assert "\n" not in str(error.value) and "alloc_cpu" not in str(error.value)
 
 
 def test_other_errors_stay() -> None:
-    with pytest.raises(RuntimeError, match="another"), loading_memory(EMOJI):
+    with pytest.raises(RuntimeError, match="another"), report_memory(EMOJI):
         raise RuntimeError("another")
 
 

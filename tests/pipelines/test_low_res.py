@@ -85,7 +85,7 @@ def refreshing(folder: Path, batch: int = 2):
     pipe = class_pipeline(grid_size=8)
     low, up = saved(folder, {"grid_size": 4}, {"low_grid": 4, "grid_size": 8})
     pipe.load_low_res(low, up)
-    model = pipe.token_model(2.0).low_res
+    model = pipe.decoding_model(2.0).low_res
     condition = Condition(class_labels=torch.arange(3, 3 + batch))
     with torch.inference_mode():
         return model, model.start(condition, torch.arange(batch) + 7, Sampling())

@@ -13,7 +13,7 @@ from tiny_models import class_pipeline, text_pipeline, tiny_transformer, tiny_vq
 from transformers import T5Config, T5EncoderModel
 
 from vargen import LlamaGenPipeline
-from vargen.pipelines.stored import DiffusionPipeline
+from vargen.pipelines.base import DiffusionPipeline
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 

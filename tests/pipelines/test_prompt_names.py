@@ -11,15 +11,14 @@ from tiny_models import text_pipeline
 
 from vargen import LlamaGenPipeline
 from vargen.assets import packaged_model_path
-from vargen.pipelines.prompt_names import FILE, PromptNames
-from vargen.pipelines.prompts import find_unreadable_words
+from vargen.pipelines.prompts import PROMPT_NAMES_FILE, PromptNames, find_unreadable_words
 
-TABLE = PromptNames.read(packaged_model_path("emoji"))
+TABLE = PromptNames.load(packaged_model_path("emoji"))
 
 
 def read(text: str) -> str:
     assert TABLE is not None
-    return TABLE.reading(text).text
+    return TABLE.apply(text).text
 
 
 @pytest.mark.parametrize(
@@ -60,7 +59,7 @@ def test_other_text_stays_as_it_was(text):
 
 
 def test_what_was_read_is_told_in_order():
-    assert TABLE.reading("🎩 on 😺\u200d🍎 and 🎩").names == {"🎩": "top hat", "😺": "grinning cat", "🍎": "red apple"}
+    assert TABLE.apply("🎩 on 😺\u200d🍎 and 🎩").names == {"🎩": "top hat", "😺": "grinning cat", "🍎": "red apple"}
 
 
 def test_the_table_is_that_of_the_training_captions():
@@ -100,7 +99,7 @@ def test_names_survive_saving_and_are_the_models_own(tmp_path):
     assert torch.equal(again.encode_prompt("😺")[0], expected)
     assert LlamaGenPipeline.from_pretrained(tmp_path / "model", prompt_names=None).prompt_names is None
     pipe.save_pretrained(tmp_path / "model")  # over it, and without a table
-    assert not (tmp_path / "model" / FILE).exists()
+    assert not (tmp_path / "model" / PROMPT_NAMES_FILE).exists()
     assert LlamaGenPipeline.from_pretrained(tmp_path / "model").prompt_names is None
 
 
@@ -110,16 +109,16 @@ def test_names_survive_saving_and_are_the_models_own(tmp_path):
     ids=lambda text: text[:12],
 )
 def test_a_damaged_table_is_named(tmp_path, text):
-    (tmp_path / FILE).write_text(text, encoding="latin-1" if text == "\xff" else "utf-8")
-    with pytest.raises(ValueError, match=f"{FILE} is not a table of names"):
-        PromptNames.read(tmp_path)
+    (tmp_path / PROMPT_NAMES_FILE).write_text(text, encoding="latin-1" if text == "\xff" else "utf-8")
+    with pytest.raises(ValueError, match=f"{PROMPT_NAMES_FILE} is not a table of names"):
+        PromptNames.load(tmp_path)
 
 
 def test_a_damaged_table_is_told_before_weights_are_read(tmp_path, monkeypatch):
     text_pipeline().save_pretrained(tmp_path)
-    (tmp_path / FILE).write_text("[1]")
+    (tmp_path / PROMPT_NAMES_FILE).write_text("[1]")
     monkeypatch.setattr("diffusers.DiffusionPipeline.from_pretrained", lambda *_, **__: pytest.fail("weights were read"))
-    with pytest.raises(ValueError, match=f"{FILE} is not a table of names"):
+    with pytest.raises(ValueError, match=f"{PROMPT_NAMES_FILE} is not a table of names"):
         LlamaGenPipeline.from_pretrained(tmp_path)
 
 

@@ -89,16 +89,6 @@ def test_an_interrupt_survives_a_call_that_begins_later() -> None:
     assert pipe(class_labels=3, accelerator="ar", callback_on_step_end=callback).stats.passes == 3
 
 
-def test_properties_are_those_of_the_own_call() -> None:
-    seen: set[tuple[float, float, bool]] = set()
-
-    def look(pipe: Any, step: int, scale: float) -> None:
-        seen.add((scale, pipe.guidance_scale, pipe.do_classifier_free_guidance))
-
-    run_beside(class_pipeline(), look, look)
-    assert seen == {(2.0, 2.0, True), (1.0, 1.0, False)}
-
-
 def test_an_interrupt_from_another_thread_ends_all_calls() -> None:
     pipe = class_pipeline()
 

@@ -13,9 +13,9 @@ from tiny_models import class_pipeline, text_pipeline
 from vargen import LlamaGenPipeline
 from vargen.models import component_files
 from vargen.pipelines import llamagen, loading
+from vargen.pipelines.base import DiffusionPipeline
 from vargen.pipelines.llamagen import LLAMAGEN
 from vargen.pipelines.registry import FAMILIES
-from vargen.pipelines.stored import DiffusionPipeline
 
 CODE = """
 open({marker!r}, "w").close()

@@ -103,7 +103,7 @@ def test_rows_without_guidance_are_not_run(monkeypatch: pytest.MonkeyPatch) -> N
         rows.append(cache.rows)
         return model.transformer(*arguments, cache=cache, **options)
 
-    model.step = step
+    model.compiled_forward = step
     one_by_one(model, [1.0, 0.0, 0.0, 1.0])
     assert rows == [6, 3, 3, 3, 3], "the last scale in two passes: the unconditional rows have three scales to catch up with"
 

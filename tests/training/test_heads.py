@@ -58,8 +58,8 @@ def test_it_learns_what_drafts_are_judged_by(kind: str, tmp_path: Path) -> None:
 
     pipe.load_drafter(tmp_path / "late" / "drafter")
     method = Accelerator("one", (Eagle if kind == "eagle" else Medusa)(1), speculative_sampling)
-    condition, _ = pipe.condition(class_labels=[number % 10 for number in range(64)])
-    stats = decode(pipe.token_model(2.0), condition, torch.arange(64), method, Sampling(top_k=20)).stats
+    condition, _ = pipe.encode_condition(class_labels=[number % 10 for number in range(64)])
+    stats = decode(pipe.decoding_model(2.0), condition, torch.arange(64), method, Sampling(top_k=20)).stats
     tested = sum(stats.accepted_histogram[1:]) - 64
     assert stats.accepted_histogram[2] / tested == pytest.approx(late["acceptance_1"], abs=0.1)
 
@@ -97,7 +97,7 @@ def test_pictures_are_those_of_the_target_at_its_guidance_and_sampling(tmp_path:
     store = GeneratedImages(tmp_path, pipe, select_prompt_source(pipe, 24, None), recipe("eagle", temperature_one_fraction=0.5))
     store.generate_missing()
     assert [store.uses_temperature_one(number) for number in (0, 7, 8, 15, 16)] == [False, False, True, True, False]
-    condition, model = store.condition([8, 9]), pipe.token_model(2.0)
+    condition, model = store.condition([8, 9]), pipe.decoding_model(2.0)
     again = decode(model, condition, torch.tensor([8, 9]), "ar", Sampling(top_k=20)).tokens
     assert np.array_equal(store.tokens[8:10], again.numpy())
 

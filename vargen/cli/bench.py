@@ -72,9 +72,9 @@ def step(
     batches = parse_int_list(batch_size, "batch_size", _MAX_BATCH)
     check_range(repeats, "repeats", 1)
     results = ResultWriter(as_json, plot)
-    from vargen.pipelines.registry import random_networks
+    from vargen.evaluation.networks import official_sizes
 
-    names = model or ["emoji", next(iter(random_networks()))]
+    names = model or ["emoji", next(iter(official_sizes()))]
     results.check(names)
     place, kind, machine = setup_device(device, dtype, threads, names)
 
@@ -221,9 +221,10 @@ def setup_device(device: Device, dtype: Dtype, threads: int | None, models: Sequ
     quiet_libraries()
 
     from vargen.device import describe_machine
-    from vargen.pipelines.registry import describe, random_networks
+    from vargen.evaluation.networks import official_sizes
+    from vargen.pipelines.registry import describe
 
-    saved = next((name for name in models if name not in random_networks()), None)
+    saved = next((name for name in models if name not in official_sizes()), None)
     folder = None if saved is None else describe(saved).folder
     place = select_device(device)
     machine = describe_machine()
@@ -236,12 +237,12 @@ def setup_device(device: Device, dtype: Dtype, threads: int | None, models: Sequ
 
 def _open_networks(names: Sequence[str], place: Any, kind: Any, with_pixels: bool = False) -> Iterator[tuple[str, Any]]:
     """Yield each network by name, one in memory at a time; all are checked before the first is opened."""
-    from vargen.pipelines.registry import check_network, open_network, open_picture_network
+    from vargen.evaluation.networks import check_benchmark_model, open_benchmark_model
 
     for name in names:
-        check_network(name, pictures=with_pixels)
+        check_benchmark_model(name, whole_images=with_pixels)
     for name in names:
-        yield name, (open_picture_network if with_pixels else open_network)(name, kind, place)
+        yield name, open_benchmark_model(name, kind, place)
 
 
 def _step_table(report: StepReport) -> str:

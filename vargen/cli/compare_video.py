@@ -89,7 +89,7 @@ def run_video_comparison(options: VideoComparisonOptions, prompts: list[str]) ->
     pipe: Any = open_pipeline(options.model, torch_dtype=kind).to(place)
     for method in methods.values():
         pipe.check_runs(method)
-    call = {} if options.scorer is None else {"scorer": pipe.frame_scorer(options.scorer)}
+    call = {} if options.scorer is None else {"scorer": pipe.resolve_frame_scorer(options.scorer)}
     with progress_bar("videos") as show:
         return compare_video_methods(
             pipe, prompts, methods, num_blocks=options.num_blocks, seed=options.seed, scorer=scorer, extractor=extractor,

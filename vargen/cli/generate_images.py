@@ -18,7 +18,7 @@ from vargen.device import check_compile
 
 if TYPE_CHECKING:
     from vargen.cli.generate import GenerateOptions
-    from vargen.pipelines.model_info import ModelInfo
+    from vargen.pipelines.registry import ModelInfo
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ def _generate_batches(
     """
     import torch
 
-    key = "class_label" if pipe.by_class else "prompt"
+    key = "class_label" if pipe.is_class_conditional else "prompt"
     made = GeneratedImages()
     try:
         for start in range(0, len(jobs), batch_size):

@@ -13,7 +13,7 @@ from vargen.files import expand_user
 from vargen.reading import STDIN, read_text
 
 if TYPE_CHECKING:
-    from vargen.pipelines.model_info import ModelInfo
+    from vargen.pipelines.registry import ModelInfo
 
 MAX_IMAGES = 1_000_000  # per command: more than any published evaluation has, and small enough for memory
 _MAX_BYTES = 2**26  # size limit of a prompt file

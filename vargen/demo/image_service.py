@@ -17,8 +17,7 @@ from vargen.compat import installed_version, tokenized, tokenizer_lock
 from vargen.decoding import Accelerator
 from vargen.demo.jobs import Job, JobResult
 from vargen.demo.request import MAX_RACERS, ImageFolder, PageRequest
-from vargen.pipelines.base import VisualPipeline
-from vargen.pipelines.model_info import Method
+from vargen.pipelines.base import Method, VisualPipeline
 from vargen.pipelines.prompts import describe_unreadable_words
 from vargen.scoring.protocol import Scorer, score_images
 from vargen.scoring.registry import DEFAULT_SCORER
@@ -44,7 +43,7 @@ class ImageService:
     def __init__(self, pipe: VisualPipeline, name: str, scorer: Scorer | None = None, scorer_name: str = DEFAULT_SCORER):
         self.pipe, self.name, self.scorer, self.scorer_name = pipe, name, scorer, scorer_name
         pipe.set_progress_bar_config(disable=True)
-        self.by_class: bool = pipe.by_class
+        self.by_class: bool = pipe.is_class_conditional
         self.grids, self.total = pipe.grids, pipe.tokens  # per image: grids in generation order, and tokens
         self.baseline: str = pipe.baseline
         self.relaxes = pipe.paradigm == Accelerator.paradigm  # relaxed rules exist for this paradigm
@@ -66,7 +65,7 @@ class ImageService:
         if found is None or found.reason is not None or not colon:
             return found
         try:
-            method = self.pipe.resolved(name)
+            method = self.pipe.resolve_method(name)
             self.pipe.check_runs(method)
         except (ValueError, TypeError) as error:
             return replace(found, name=name, reason=str(error))
@@ -132,7 +131,7 @@ class ImageService:
         prompt = self.pipe.normalize_prompt(prompt).text
         hint = describe_unreadable_words(self.pipe.tokenizer, prompt)
         warnings = [f"{hint[0].upper()}{hint[1:]}."] if hint else []
-        rows = self.pipe.caption_rows
+        rows = self.pipe.max_caption_tokens
         ids = tokenized(self.pipe.tokenizer, prompt, truncation=False, verbose=False)["input_ids"]
         if len(ids) > rows:
             with tokenizer_lock:

@@ -15,7 +15,7 @@ from vargen.demo.jobs import INSTANT_EVENT, QUEUED_EVENT, user_errors
 from vargen.demo.rendering import status_line, text
 from vargen.demo.request import MAX_PROMPT, MAX_SEED, PageRequest, new_seed, read_parameters, request_from_metadata
 from vargen.options import OPTIONS, Option
-from vargen.pipelines.model_info import Method
+from vargen.pipelines.base import Method
 
 ANY_STYLE = "any"
 EXAMPLES = (

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from vargen.decoding import DecodeStats, Method, Progress
+from vargen.evaluation.decoders import PricedDecoder, open_decoder
 from vargen.models.condition import Condition
 from vargen.pipelines.base import VisualPipeline
-from vargen.pipelines.model_info import Decoder
 from vargen.pipelines.validation import check_batch, check_prompts, check_seed
 
 
@@ -106,12 +106,12 @@ def compare(
     prompts, batch = check_prompts(prompts), check_batch(batch)
     seed = check_seed(seed, -(-len(prompts) // batch) * batch)
     chosen = {**pipe.default_sampling, **(settings or {})}
-    decoder = pipe.decoder(chosen)
+    decoder = open_decoder(pipe, chosen)
     filled = [prompts[i % len(prompts)] for i in range(-(-len(prompts) // batch) * batch)]
-    condition, _ = pipe.condition(filled)
+    condition, _ = pipe.encode_condition(filled)
     seeds = torch.arange(seed, seed + len(filled))
     groups = [slice(start, start + batch) for start in range(0, len(filled), batch)]
-    with decoder.threads(condition.rows(groups[0]), batch) as threads:  # one thread count for all methods and the cost curve
+    with decoder.limit_threads(condition.rows(groups[0]), batch) as threads:  # one count for all methods
         results, all_tokens, curve = _run_interleaved(decoder, condition, seeds, groups, methods, pipe.baseline, progress)
     return Comparison(
         model=type(pipe.transformer).__name__,
@@ -128,7 +128,7 @@ def compare(
 
 
 def _run_interleaved(
-    decoder: Decoder,
+    decoder: PricedDecoder,
     condition: Condition,
     seeds: Tensor,
     groups: list[slice],
@@ -156,9 +156,9 @@ def _run_interleaved(
         first = condition.rows(groups[0]), seeds[groups[0]]
         shares = {name: [decoder.decode(*first, methods[name], profile=True).stats] for name in names}
     widths = sorted({width for stats in runs.values() for run in stats for width in run.fed})
-    curve = decoder.measure_pass_costs(condition.rows(groups[0]), batch, widths)
+    curve = decoder.measure_pass_seconds(condition.rows(groups[0]), batch, widths)
     shown = condition.rows(groups[0])
-    spent = {name: decoder.spent(methods[name], runs[name], curve, shown, batch) for name in names}
+    spent = {name: decoder.estimate_seconds(methods[name], runs[name], curve, shown, batch) for name in names}
     results = [_result(methods[name], name, runs, baseline, all_tokens, curve, spent, batch) for name in names]
     for measured in results:
         whole = sum(run.seconds for run in shares[measured.name])

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from vargen.decoding import Method, resolve_method
 from vargen.decoding.method import same_spec
+from vargen.evaluation.decoders import open_decoder
 from vargen.files import atomic_file
 from vargen.pipelines.base import VisualPipeline
 from vargen.weight_files import load_npz, weights_digest
@@ -196,7 +197,7 @@ def generate_tokens(
         ValueError: `folder` holds tokens of other weights, prompts, settings or another method, or damaged ones.
         OSError: a file cannot be written and `on_cache_error` is None.
     """
-    decoder = pipe.decoder(settings)
+    decoder = open_decoder(pipe, settings)
     label = {
         "weights": weights,
         "dtype": str(pipe.transformer.dtype).removeprefix("torch."),
@@ -222,7 +223,7 @@ def generate_tokens(
             relaxation.append(float(saved["relaxation"]))
         else:
             numbers = range(start, min(start + batch, num_images))
-            condition, count = pipe.condition([prompts[i % len(prompts)] for i in numbers])
+            condition, count = pipe.encode_condition([prompts[i % len(prompts)] for i in numbers])
             result = decoder.decode(condition, torch.arange(seed + start, seed + start + count), accelerator)
             parts.append(result.tokens.cpu())
             passes.append(result.stats.tokens_per_pass)

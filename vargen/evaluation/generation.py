@@ -187,7 +187,7 @@ class ImageGenerator:
         prompts = [self.plan.prompt_at(index) for index in batch.indices]
         seeds = [self.plan.seed + index for index in batch.indices]
         result = self.pipe(
-            **{"class_labels" if self.pipe.by_class else "prompt": prompts},
+            **{"class_labels" if self.pipe.is_class_conditional else "prompt": prompts},
             generator=[torch.Generator().manual_seed(seed) for seed in seeds],
             accelerator=self.methods[batch.method],
             **self.plan.sampling,

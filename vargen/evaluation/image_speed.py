@@ -16,8 +16,8 @@ import torch
 
 from vargen.decoding.pass_costs import time_call
 from vargen.device import check_compile
+from vargen.evaluation.networks import BenchmarkModel
 from vargen.evaluation.speed import weight_readers
-from vargen.pipelines.registry import PictureNetwork
 
 _MATMUL_SIZE = 1536  # rows and columns of the matrices that measure the rate
 
@@ -60,7 +60,7 @@ class ImageSpeedReport:
 
 
 def measure_image_speed(
-    network: PictureNetwork,
+    network: BenchmarkModel,
     batch: int = 1,
     *,
     rounds: int = 5,
@@ -82,7 +82,7 @@ def measure_image_speed(
     check_compile(compile, device)
     decoder = network.decoder(compile)
     condition, seeds = network.condition(batch), torch.arange(batch)
-    published_tokens, published_pixels = network.published(batch)
+    published_tokens, published_pixels = network.published_sampler(batch)
     seconds: dict[str, list[float]] = {}
 
     def part(name: str, run: Callable[[], Any]) -> Any:
@@ -91,7 +91,7 @@ def measure_image_speed(
         return result
 
     for done in range(rounds + 1):
-        tokens = part("token_milliseconds", lambda: decoder.decode(condition, seeds, network.baseline))
+        tokens = part("token_milliseconds", lambda: decoder.decode(condition, seeds, network.pipe.baseline))
         part("pixel_milliseconds", partial(network.pixels, tokens))
         latents = part("reference_token_milliseconds", published_tokens)
         part("reference_pixel_milliseconds", partial(published_pixels, latents))
@@ -99,8 +99,8 @@ def measure_image_speed(
             progress(done, rounds)
     each = {name: 1e3 * statistics.median(times[1:]) / batch for name, times in seconds.items()}
     bandwidth, rate = _bandwidth(network.weight_bytes, device), _matmul_rate(transformer.dtype, device)
-    lower_bound = sum(max(nbytes / bandwidth, operations / rate) for nbytes, operations in network.work(batch))
-    pixels = network.pixel_work(batch) / _matmul_rate(torch.float32, device)
+    lower_bound = sum(max(nbytes / bandwidth, operations / rate) for nbytes, operations in network.pass_work(batch))
+    pixels = network.decoder_flops(batch) / _matmul_rate(torch.float32, device)
     roofline, roofline_with = 1e3 * lower_bound / batch, 1e3 * (lower_bound + pixels) / batch
     ours, with_pixels = each["token_milliseconds"], each["token_milliseconds"] + each["pixel_milliseconds"]
     return ImageSpeedReport(

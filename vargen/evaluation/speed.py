@@ -20,7 +20,7 @@ from torch import Tensor
 
 from vargen.decoding import DecodeStats, Method, Progress
 from vargen.device import check_compile
-from vargen.pipelines.registry import Network
+from vargen.evaluation.networks import BenchmarkModel
 
 _VISIT_SECONDS, _VISIT_PASSES = 0.05, 5  # timed passes of one visit: until either is reached
 _LONG_PASS = 0.1  # seconds; a pass this long evicts what another case left in the caches, so needs no untimed one
@@ -125,7 +125,7 @@ class _Case:
 
 @torch.no_grad()
 def measure_steps(
-    network: Network,
+    network: BenchmarkModel,
     tokens: Sequence[int] = (1, 2, 4, 8, 16, 32, 64),
     batches: Sequence[int] = (1, 8),
     *,
@@ -144,9 +144,9 @@ def measure_steps(
         ValueError: a pass would feed more tokens than the grid has, or a number is below 1.
     """
     transformer, device = network.transformer, network.transformer.device
-    if not tokens or not batches or min(*tokens, *batches, rounds) < 1 or max(tokens) > network.tokens:
+    if not tokens or not batches or min(*tokens, *batches, rounds) < 1 or max(tokens) > network.pipe.tokens:
         raise ValueError(
-            f"tokens must be from 1 to the {network.tokens} of the grid, batch and rounds at least 1; "
+            f"tokens must be from 1 to the {network.pipe.tokens} of the grid, batch and rounds at least 1; "
             f"got tokens {list(tokens)}, batch {list(batches)}, rounds {rounds}"
         )
     weight_bytes = network.weight_bytes
@@ -184,7 +184,7 @@ def measure_steps(
         dtype=str(transformer.dtype).removeprefix("torch."),
         device=str(device),
         guidance=guidance,
-        cached_tokens=network.tokens // 2,
+        cached_tokens=network.pipe.tokens // 2,
         parameters=sum(p.numel() for p in transformer.parameters()),
         weight_bytes=weight_bytes,
         read_milliseconds=1e3 * read,
@@ -194,7 +194,12 @@ def measure_steps(
 
 @torch.no_grad()
 def measure_baseline(
-    network: Network, batch: int, *, seconds: float = 10.0, compile: bool = False, accelerator: str | Method | None = None
+    network: BenchmarkModel,
+    batch: int,
+    *,
+    seconds: float = 10.0,
+    compile: bool = False,
+    accelerator: str | Method | None = None,
 ) -> BaselineReport:
     """Decode whole images, after a short warm-up, for at least `seconds`.
 
@@ -212,7 +217,7 @@ def measure_baseline(
     condition, seeds = network.condition(batch), torch.arange(batch)
 
     def run(**options: Any) -> DecodeStats:
-        return decoder.decode(condition, seeds, accelerator or network.baseline, **options).stats
+        return decoder.decode(condition, seeds, accelerator or network.pipe.baseline, **options).stats
 
     def few_passes(progress: Progress) -> bool:
         return progress.step < 8

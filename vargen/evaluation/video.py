@@ -142,7 +142,7 @@ def compare_video_methods(
         raise ValueError("prompts must hold at least one, got none")
     if pipe.baseline not in methods:
         raise ValueError(f"methods must hold the baseline, {pipe.baseline!r}, got {', '.join(methods)}")
-    scorer = pipe.frame_scorer(None).scorer if scorer is None else scorer
+    scorer = pipe.resolve_frame_scorer(None).scorer if scorer is None else scorer
     results = {name: _Accumulator() for name in methods}
     names, done = list(methods), 0
     for number, prompt in enumerate(prompts):
@@ -151,7 +151,7 @@ def compare_video_methods(
             stream = pipe.stream(
                 prompt, accelerator=methods[name], num_blocks=num_blocks, generator=generator, profile=True, **(options or {})
             )
-            results[name].add(stream, pipe.scored_prompt(prompt), scorer, extractor, number < num_saved)
+            results[name].add(stream, pipe.scorer_prompt(prompt), scorer, extractor, number < num_saved)
             done += 1
             if progress is not None:
                 progress(done, len(prompts) * len(names))
@@ -192,7 +192,7 @@ def _summarize(
     pipe: Any, prompts: list[str], seed: int, methods: Mapping[str, VideoMethod], results: dict[str, _Accumulator], scorer: str
 ) -> VideoComparison:
     base = results[pipe.baseline]
-    steps = len(pipe.block_model().levels)
+    steps = len(pipe.decoding_model().levels)
     scored = [name for name, method in methods.items() if method.policy.needs_scores]
     costs = None
     if "draft" in methods and scored:

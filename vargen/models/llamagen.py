@@ -91,6 +91,7 @@ class LlamaGenTransformer(TransposableWeights, QuantizedStorageMixin, ConfigMixi
     """
 
     _supports_gradient_checkpointing = False
+    partly_read_parameters = ("tok_embeddings.", "cls_embedding.")  # of which a pass reads a few rows, or nothing
     _no_split_modules: ClassVar[list[str]] = ["TransformerBlock"]
     layer_prefixes: ClassVar[dict[str, tuple[str, ...]]] = {"n_layer": ("layers.",)}
     _repeated_blocks: ClassVar[list[str]] = ["TransformerBlock"]

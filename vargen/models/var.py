@@ -76,6 +76,8 @@ class VARTransformer(QuantizedStorageMixin, ConfigMixin):
     """
 
     _supports_gradient_checkpointing = False
+    # Read once per image, or a few rows per pass.
+    partly_read_parameters = ("ada_lin", "class_emb", "caption_", "null_cond", "pos_", "lvl_embed")
     _no_split_modules: ClassVar[list[str]] = ["Block"]
     layer_prefixes: ClassVar[dict[str, tuple[str, ...]]] = {"depth": ("blocks.",)}
     _repeated_blocks: ClassVar[list[str]] = ["Block"]

@@ -64,7 +64,7 @@ class Prompts:
 
     def __call__(self, numbers: Sequence[int], validation: bool) -> Condition:
         texts = self.texts[validation]
-        return self.pipe.condition([texts[number % len(texts)] for number in numbers])[0]
+        return self.pipe.encode_condition([texts[number % len(texts)] for number in numbers])[0]
 
 
 class Classes:
@@ -75,7 +75,9 @@ class Classes:
 
     def __call__(self, numbers: Sequence[int], validation: bool) -> Condition:
         count = self.pipe.transformer.config.num_classes
-        return self.pipe.condition(class_labels=[(number * 7919) % count for number in numbers])[0]  # prime: visits all classes
+        return self.pipe.encode_condition(class_labels=[(number * 7919) % count for number in numbers])[
+            0
+        ]  # prime: visits all classes
 
 
 class CaptionFile:
@@ -93,7 +95,7 @@ class CaptionFile:
         train = len(self.embeds) - self.validation
         first, count = (train, self.validation) if validation else (0, train)
         rows = torch.tensor([first + number % count for number in numbers])
-        return self.pipe.condition(prompt_embeds=self.embeds[rows], prompt_mask=self.mask[rows])[0]
+        return self.pipe.encode_condition(prompt_embeds=self.embeds[rows], prompt_mask=self.mask[rows])[0]
 
 
 def select_prompt_source(
@@ -113,7 +115,7 @@ def select_prompt_source(
     Raises:
         ValueError: for a file that the model does not support, for both files or none, or for prompts without a text encoder.
     """
-    if pipe.by_class:
+    if pipe.is_class_conditional:
         if prompts or features:
             raise ValueError("this model is class-conditional: leave prompts and features out")
         return Classes(pipe)
@@ -206,7 +208,7 @@ class GeneratedImages:
         first = (1 << 40) if numbers[0] >= self.training else 0
         base = numbers[0] - (self.training if first else 0)
         seeds = torch.arange(len(numbers)) + base + first + self.config.seed * (1 << 44)
-        tokens = decode(self.pipe.token_model(self.scale), self.condition(numbers), seeds, "auto", sampling).tokens
+        tokens = decode(self.pipe.decoding_model(self.scale), self.condition(numbers), seeds, "auto", sampling).tokens
         self.tokens[numbers] = tokens.cpu().numpy()
         with atomic_file(self._file(numbers[0])) as temporary, open(temporary, "wb") as file:
             np.savez(file, tokens=self.tokens[numbers], fingerprint=np.array(self.fingerprint))

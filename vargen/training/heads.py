@@ -269,7 +269,7 @@ class HeadTrainer(Trainer):
     def tokens_per_pass(self) -> float:
         """Return the tokens per pass of a chain of drafts, for validation prompts and seeds that no training image has."""
         self.model.eval()
-        model = self.pipe.token_model(self.images.scale)
+        model = self.pipe.decoding_model(self.images.scale)
         numbers = list(range(self.images.training, self.config.num_images))[:_GENERATED]
         component = find_drafter(self.kind)
         depth = min(self.model.config.get("heads", _DEPTH), self.pipe.tokens - 1)

@@ -35,9 +35,9 @@ METHODS = {
 def drawn(method: str | Accelerator, images: int, **overrides: object) -> torch.Tensor:
     codes = torch.randn(64, 8, generator=torch.Generator().manual_seed(2)).to(DEVICE)
     sizes = {name: value for name, value in overrides.items() if name == "grid_size"} | {"n_layer": 1}
-    draft = LlamaGenTokenModel(tiny_transformer("class", **sizes).to(DEVICE), guidance_scale=1.0)
+    draft = LlamaGenTokenModel(tiny_transformer("class", **sizes).to(DEVICE), guidance=1.0)
     transformer = tiny_transformer("class", **overrides).to(DEVICE)
-    model = LlamaGenTokenModel(transformer, guidance_scale=2.0, codebook=codes, draft_model=draft)
+    model = LlamaGenTokenModel(transformer, guidance=2.0, codebook=codes, draft_model=draft)
     condition = Condition(class_labels=torch.arange(images, device=DEVICE))
     sampling = Sampling(temperature=0.9, top_k=20, top_p=0.95)
     return decode(model, condition, torch.arange(5, 5 + images), method, sampling).tokens.cpu()

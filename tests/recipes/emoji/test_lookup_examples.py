@@ -69,7 +69,7 @@ def test_a_folder_keeps_examples_and_lookup_uses_them(tmp_path):
     pipe.save_pretrained(tmp_path)
     opened = LlamaGenPipeline.from_pretrained(tmp_path, torch_dtype=torch.float32)
     assert torch.equal(opened.examples.long(), pipe.examples) and opened.examples.dtype == torch.int16
-    assert opened.token_model(1.0).example_tokens is opened.examples
+    assert opened.decoding_model(1.0).example_tokens is opened.examples
     assert LlamaGenPipeline.from_pipe(opened).examples is opened.examples
     opened.set_progress_bar_config(disable=True)
     generator = torch.Generator().manual_seed(1)

@@ -72,7 +72,7 @@ def decode(
     method: Accelerator = resolve_method(accelerator)
     sampling = Sampling() if sampling is None else sampling
     if isinstance(model, type) or not isinstance(model, TokenModel):
-        raise TypeError(f"model must be a TokenModel, such as pipe.token_model(1.0), got {short_repr(model)}")
+        raise TypeError(f"model must be a TokenModel, such as pipe.decoding_model(1.0), got {short_repr(model)}")
     device = torch.device(model.device)
     if read_graph_setting(device) and graphs is None:
         graphs = CUDAGraph

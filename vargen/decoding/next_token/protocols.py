@@ -176,7 +176,7 @@ class Drafter:
         return None
 
     def propose(self, state: Any, tokens: Tensor, length: Tensor, step: int | Tensor) -> Draft:
-        """Return the draft of pass `step`.
+        """Return the draft of pass `step`. Changes nothing in the state except caches, in place.
 
         Args:
             tokens: int64 `[B, N + max_width]`, valid up to `length` `[B]`. The last valid token is the root.
@@ -185,7 +185,10 @@ class Drafter:
         raise NotImplementedError
 
     def observe(self, state: Any, step: Step) -> Any:
-        """Return the state for the next pass, given the result of this one."""
+        """Return the state for the next pass, given the result of this one.
+
+        Passes are captured as a CUDA graph only if the state can be described; see `vargen.decoding.next_token.graphs`.
+        """
         return state
 
 

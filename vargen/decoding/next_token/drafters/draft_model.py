@@ -69,7 +69,8 @@ class Speculative(ChainDrafter):
 
     def __post_init__(self) -> None:
         if self.model is not None and (isinstance(self.model, type) or not isinstance(self.model, TokenModel)):
-            raise TypeError(f"model must be a TokenModel, such as pipe.token_model(1.0), or None, got {short_repr(self.model)}")
+            given = short_repr(self.model)
+            raise TypeError(f"model must be a TokenModel, such as pipe.decoding_model(1.0), or None, got {given}")
         if not isinstance(self.shared_noise, bool):
             raise TypeError(f"shared_noise must be True or False, got {short_repr(self.shared_noise)}")
         if isinstance(self.length, str) and self.length == "auto":

@@ -117,7 +117,7 @@ class HeadDrafter(TreeDrafter):
         is_chain = isinstance(tree, StaticTree) and tree.parents_tuple == make_chain(tree.nodes)
         object.__setattr__(self, "topology", "chain" if is_chain else "tree")
         if self.model is not None and not isinstance(self.model, self.head_class):
-            example = f"such as pipe.token_model(1.0).draft_heads[{self.kind!r}]"
+            example = f"such as pipe.decoding_model(1.0).draft_heads[{self.kind!r}]"
             raise TypeError(f"model must be a {self.head_class.__name__}, {example}, or None, got {short_repr(self.model)}")
 
     @property

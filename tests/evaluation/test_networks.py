@@ -12,18 +12,18 @@ from tiny_models import text_var_pipeline, tiny_multi_scale_vq, tiny_var
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from vargen.decoding import Sampling
+from vargen.evaluation.decoders import scales_of
+from vargen.evaluation.networks import BenchmarkModel, check_benchmark_model, official_sizes, open_benchmark_model
+from vargen.evaluation.published_var import PublishedVARSampler
 from vargen.models.condition import Condition
-from vargen.pipelines import var_network
 from vargen.pipelines.adapters.var import VARScaleModel
-from vargen.pipelines.decoders import scales_of
-from vargen.pipelines.published_var import PublishedLoop
-from vargen.pipelines.registry import check_network, open_network, open_picture_network, random_networks
-from vargen.pipelines.var_network import Network
+from vargen.pipelines.var import VAR, VARPipeline
 
 
-def network(condition: str = "class", **overrides: Any) -> Network:
-    return Network("tiny", tiny_var(condition, **overrides), tiny_multi_scale_vq(), 3.0, Sampling(1.0, 20, 0.9))
+def network(condition: str = "class", **overrides: Any) -> BenchmarkModel:
+    defaults = {"guidance_scale": 3.0, "temperature": 1.0, "top_k": 20, "top_p": 0.9}
+    parts = {"vqvae": tiny_multi_scale_vq(), "transformer": tiny_var(condition, **overrides)}
+    return BenchmarkModel("tiny", VARPipeline(**parts, defaults=defaults))
 
 
 @pytest.mark.parametrize("condition", ["class", "text"])
@@ -32,8 +32,8 @@ def test_the_opponent_draws_what_ours_draws(condition: str, shared_aln: bool) ->
     """Greedily, where no noise is drawn."""
     made = network(condition, shared_aln=shared_aln)
     given = made.condition(2)
-    ours = VARScaleModel(made.transformer, made.vqvae.quantize, 3.0)
-    tokens, _ = PublishedLoop(made.transformer, made.vqvae)(given, torch.Generator(), 3.0, top_k=1)
+    ours = VARScaleModel(made.transformer, made.pipe.vqvae.quantize, 3.0)
+    tokens, _ = PublishedVARSampler(made.transformer, made.pipe.vqvae)(given, torch.Generator(), 3.0, top_k=1)
     state, canvas, inputs = ours.start(given), ours.canvas(2), [None]
     for scale, theirs in enumerate(tokens):
         with torch.no_grad():
@@ -55,7 +55,7 @@ def test_the_opponent_draws_the_official_tokens() -> None:
         def next_input(self, canvas: Tensor, tokens: Tensor, k: int) -> tuple[Tensor, Tensor | None]:
             return model.add(canvas, tokens, k)
 
-    loop = PublishedLoop(model.transformer, Tokenizer())  # type: ignore[arg-type]
+    loop = PublishedVARSampler(model.transformer, Tokenizer())  # type: ignore[arg-type]
     tokens, _ = loop(Condition(class_labels=io["class_labels"]), torch.Generator(), 2.5, top_k=1)
     for scale, drawn in enumerate(tokens):
         assert torch.equal(drawn, io[f"greedy_tokens_cfg1.5_scale{scale}"])
@@ -63,7 +63,7 @@ def test_the_opponent_draws_the_official_tokens() -> None:
 
 def test_its_filters_are_ours() -> None:
     from vargen.decoding.sampling import filter_logits
-    from vargen.pipelines.published_var import _filtered
+    from vargen.evaluation.published_var import _filtered
 
     logits = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)) * 3
     for top_k, top_p in ((None, 0.8), (10, 1.0), (20, 0.9), (None, 1.0)):
@@ -73,7 +73,7 @@ def test_its_filters_are_ours() -> None:
 @pytest.mark.parametrize("condition", ["class", "text"])
 def test_the_work_of_passes_is_counted(condition: str) -> None:
     made = network(condition)
-    passes, counted = made.work(2), 0
+    passes, counted = made.pass_work(2), 0
     drawn = made.decoder()
     with FlopCounterMode(display=False) as counter:
         drawn.decode(made.condition(2), torch.arange(2), "plain")
@@ -82,7 +82,7 @@ def test_the_work_of_passes_is_counted(condition: str) -> None:
     assert 0.8 < sum(operations for _, operations in passes) / counted < 1.25
     assert all(nbytes == made.weight_bytes for nbytes, _ in passes)
     assert made.weight_bytes < sum(p.nbytes for p in made.transformer.parameters())
-    assert made.pixel_work(2) == 2 * made.pixel_work(1) > 0
+    assert made.decoder_flops(2) == 2 * made.decoder_flops(1) > 0
 
 
 def test_passes_stand_at_their_place_and_can_be_repeated() -> None:
@@ -107,17 +107,26 @@ def test_scales_of_a_pass() -> None:
     assert [scales_of(tokens, width) for width in (1, 5, 14, 13, 25, 41)] == [(0, 0), (0, 1), (0, 2), (1, 2), (4, 4), (3, 4)]
 
 
+def test_a_packaged_model_by_name() -> None:
+    assert "llamagen-b" in official_sizes()
+    with pytest.raises(ValueError, match="unknown model 'nothing'"):
+        check_benchmark_model("nothing")
+    found = open_benchmark_model("emoji", torch.float32, torch.device("cpu"))
+    assert found.pipe.tokens == 256 and found.guidance_scale == 1.25 and found.pipe.text_encoder is None
+
+
 def test_networks_by_name(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "var-d16" in random_networks()
+    assert "var-d16" in official_sizes()
     with pytest.raises(ValueError, match="model must be a next-scale one, such as var-d16"):
-        check_network("llamagen-b", pictures=True)
+        check_benchmark_model("llamagen-b", whole_images=True)
     pipe = text_var_pipeline(draft=False)
     pipe.save_pretrained(tmp_path / "model")
-    stored = open_picture_network(str(tmp_path / "model"), torch.float32, torch.device("cpu"))
-    assert stored.guidance_scale == 3.0 and stored.tokens == 30 and stored.baseline == "plain"
-    tiny = {"depth": 1, "dim": 32, "n_head": 1, "scales": (1, 2)}
-    monkeypatch.setattr(var_network, "official_config", lambda depth, pixels: tiny)
-    monkeypatch.setattr(var_network, "MultiScaleVQModel", lambda scales: tiny_multi_scale_vq(scales=(1, 2)))
-    random = open_network("var-d16", torch.float32, torch.device("cpu"))
+    stored = open_benchmark_model(str(tmp_path / "model"), torch.float32, torch.device("cpu"))
+    assert stored.guidance_scale == 3.0 and stored.pipe.tokens == 30 and stored.pipe.baseline == "plain"
+    tiny = {"depth": 1, "dim": 32, "n_head": 1, "scales": (1, 2), "vocab_size": 64, "code_dim": 8}
+    vqvae = dict(tiny_multi_scale_vq(scales=(1, 2)).config)
+    size = {"transformer": tiny, "vqvae": {name: value for name, value in vqvae.items() if not name.startswith("_")}}
+    monkeypatch.setitem(VAR.official_sizes, "var-d16", size)  # type: ignore[arg-type]
+    random = open_benchmark_model("var-d16", torch.float32, torch.device("cpu"))
     assert random.transformer.head.weight.std() > 0.01
     assert json.dumps(dict(random.transformer.config.items()), default=str)

@@ -21,10 +21,10 @@ from vargen.models.condition import Condition
 from vargen.models.tokenizers.multi_scale_vq import MultiScaleVQModel
 from vargen.models.var import VARTransformer
 
-_MOST_SHARPNESS = math.log(100)
+_MAX_LOG_SCALE = math.log(100)
 
 
-class PublishedLoop:
+class PublishedVARSampler:
     """Generates images as the published code does.
 
     Args:
@@ -109,7 +109,7 @@ class PublishedLoop:
         fused = F.linear(_norm(x) * (1 + scale1) + shift1, attention.mat_qkv.weight, bias)
         q, k, v = fused.unflatten(-1, (3, attention.n_head, -1)).permute(2, 0, 3, 1, 4)
         if attention.l2_norm:
-            q = F.normalize(q, dim=-1) * attention.scale_mul_1H11.clamp_max(_MOST_SHARPNESS).exp()
+            q = F.normalize(q, dim=-1) * attention.scale_mul_1H11.clamp_max(_MAX_LOG_SCALE).exp()
             k = F.normalize(k, dim=-1)
         else:
             q = q * (0.25 / math.sqrt(attention.head_dim))

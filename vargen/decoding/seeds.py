@@ -1,0 +1,85 @@
+"""Seeds of images and videos from torch generators, such that each seed reproduces its image on its own."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class ImageSeeds(NamedTuple):
+    """Seeds of the images of a call.
+
+    Attributes:
+        seeds: per image, the seed of a generator that reproduces this image on its own.
+        noise_seeds: int64 `[images]`, the key of the image's counter-based noise: the first number from such a generator.
+        devices: per image, the device of the generator.
+    """
+
+    seeds: list[int]
+    noise_seeds: Tensor
+    devices: list[torch.device]
+
+    def rows(self, rows: slice) -> ImageSeeds:
+        """Return the seeds of some images."""
+        return ImageSeeds(self.seeds[rows], self.noise_seeds[rows], self.devices[rows])
+
+    def for_candidates(self, count: int) -> ImageSeeds:
+        """Return the seeds of `count` candidates per image, grouped by image.
+
+        The first candidate has the image's own seed. The others have 32-bit seeds from a generator with the image's seed.
+        """
+        if count == 1:
+            return self
+        seeds, noise, devices = [], [], []
+        for seed, own, device in zip(self.seeds, self.noise_seeds.tolist(), self.devices, strict=True):
+            source = torch.Generator().manual_seed(seed)
+            more = [_next_int64(source) % 2**32 for _ in range(count - 1)]
+            seeds += [seed, *more]
+            noise += [own, *(_next_int64(torch.Generator(device).manual_seed(each)) for each in more)]
+            devices += [device] * count
+        return ImageSeeds(seeds, torch.tensor(noise, dtype=torch.int64), devices)
+
+
+def resolve_seeds(generator: Any, images: int) -> ImageSeeds:
+    """Return one seed per image such that `torch.Generator(device).manual_seed(seeds[i])` reproduces image i on its own.
+
+    A list has one generator per image. A single generator is used for all images in turn, and None selects torch's global
+    generator. An unused generator contributes its initial seed. A generator that has already produced numbers cannot be
+    rebuilt from a seed, so a new 32-bit seed is sampled from it; this is also the case for the second and later images of a
+    single generator.
+
+    Raises:
+        TypeError: unless it is None, a `torch.Generator` or a list of them.
+        ValueError: if the length of a list differs from the number of images.
+    """
+    if isinstance(generator, list | tuple):
+        if len(generator) != images:
+            raise ValueError(
+                f"generator is a list of {len(generator)}, but the call generates {images} images (prompts x "
+                "num_images_per_prompt); give one generator per image, or a single one"
+            )
+        sources = list(generator)
+    else:
+        sources = [generator] * images
+    for source in sources:
+        if source is not None and not isinstance(source, torch.Generator):
+            raise TypeError(f"generator must be a torch.Generator, a list of them, or None, got {type(source).__name__}")
+    found = [torch.default_generator if source is None else source for source in sources]
+    pairs = [_seed_and_noise(each) for each in found]
+    noise = torch.tensor([noise for _, noise in pairs], dtype=torch.int64)
+    return ImageSeeds([seed for seed, _ in pairs], noise, [each.device for each in found])
+
+
+def _seed_and_noise(source: torch.Generator) -> tuple[int, int]:
+    """Return a seed and the first number of a generator with that seed. Advances `source` by one number."""
+    number, seed = _next_int64(source), source.initial_seed()
+    if number == _next_int64(torch.Generator(source.device).manual_seed(seed)):
+        return seed, number
+    seed = number % 2**32  # CPU generators use only the low 32 bits of a seed
+    return seed, _next_int64(torch.Generator(source.device).manual_seed(seed))
+
+
+def _next_int64(source: torch.Generator) -> int:
+    return int(torch.randint(2**63 - 1, (), generator=source, device=source.device, dtype=torch.int64))

@@ -1,0 +1,183 @@
+"""Models to benchmark: of a folder, or of an official size with random weights."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vargen.decoding import DecodeOutput
+from vargen.evaluation.decoders import PricedDecoder, open_decoder, scale_pass, scales_of
+from vargen.evaluation.published_var import PublishedVARSampler
+from vargen.models.condition import Condition
+from vargen.models.kv_cache import KVCache
+from vargen.pipelines.base import VisualPipeline
+from vargen.pipelines.components import ModelFamily
+from vargen.pipelines.loading import check_model_folder
+from vargen.pipelines.registry import FAMILIES, open_pipeline
+
+_CAPTION_TOKENS = 8  # of a dummy condition
+
+
+@dataclass(frozen=True)
+class BenchmarkModel:
+    """A pipeline without text encoder and drafters, whose passes are measured with the checkpoint's sampling settings.
+
+    Attributes:
+        name: as given to `open_benchmark_model`.
+    """
+
+    name: str
+    pipe: VisualPipeline
+
+    @property
+    def transformer(self) -> Any:
+        return self.pipe.transformer
+
+    @property
+    def guidance_scale(self) -> float:
+        return float(self.pipe.default_sampling["guidance_scale"])
+
+    @property
+    def weight_bytes(self) -> int:
+        """Size in bytes of the parameters that every pass reads in full."""
+        other = self.transformer.partly_read_parameters
+        named = self.transformer.named_parameters()
+        return sum(p.nbytes for name, p in named if not any(part in name for part in other))
+
+    def passes(self, rows: int, widths: Sequence[int]) -> dict[int, Callable[[], Any]]:
+        """By width, a repeatable function that runs one pass of `width` tokens in the middle of an image.
+
+        Passes of next-token models have half of an image in the cache; those of next-scale models, all earlier scales.
+
+        Raises:
+            ValueError: for a width that is not the size of a scale or of consecutive scales.
+        """
+        transformer, widths = self.transformer, sorted(set(widths))
+        if self.pipe.paradigm == "next-scale":
+            model: Any = self.pipe.decoding_model(1.0)
+            condition, shapes = self.condition(rows), {width: scales_of(model.scale_tokens, width) for width in widths}
+            return {width: scale_pass(model, condition, rows, *shape, 1.0) for width, shape in shapes.items()}
+        caches = half_filled_caches(transformer, rows, widths)
+        fed = {width: torch.randint(self.pipe.vocab, (rows, width), device=transformer.device) for width in widths}
+        # The cache's length does not advance, so every call repeats the same pass.
+        return {width: lambda width=width: transformer(fed[width], cache=caches[width]) for width in widths}  # type: ignore[misc]
+
+    def condition(self, batch: int) -> Condition:
+        """Return an arbitrary condition of the right shape; its content does not affect the time of a pass."""
+        config, device = self.transformer.config, self.transformer.device
+        if self.pipe.is_class_conditional:
+            return Condition(class_labels=torch.arange(batch, device=device) % config.num_classes)
+        mask = torch.zeros(batch, self.pipe.max_caption_tokens, dtype=torch.bool, device=device)
+        mask[:, -_CAPTION_TOKENS:] = True
+        embeds = torch.randn(*mask.shape, config.caption_dim, device=device) * mask[..., None]
+        return Condition(caption_embeds=embeds, caption_mask=mask)
+
+    def decoder(self, compile: bool = False) -> PricedDecoder:
+        """Return a decoder with the checkpoint's sampling settings; `compile` runs the passes through `torch.compile`."""
+        return open_decoder(self.pipe, compile=compile)
+
+    # -- whole images of next-scale models ------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def pixels(self, output: DecodeOutput) -> Tensor:
+        """Decode the output of a decoder to pixels `[B, 3, Y, X]`."""
+        return self.pipe.vqvae.decode_latent(output.canvas)
+
+    def published_sampler(self, batch: int) -> tuple[Callable[[], Tensor], Callable[[Tensor], Tensor]]:
+        """Return a function that runs the published float32 loop on a batch, and one that decodes its result to pixels."""
+        sampler = PublishedVARSampler(*(copy.deepcopy(part).float() for part in (self.transformer, self.pipe.vqvae)))
+        model: Any = self.pipe.decoding_model(self.guidance_scale)
+        condition = model.start(self.condition(batch)).conditions[0]  # without padding rows, which would slow it down
+        generator = torch.Generator(self.transformer.device).manual_seed(0)
+        settings = self.pipe.default_sampling
+        return lambda: sampler(condition, generator, **settings)[1], torch.no_grad()(sampler.vqvae.decode_latent)
+
+    def pass_work(self, batch: int) -> list[tuple[int, int]]:
+        """Return the bytes of weights read and the floating-point operations of each pass of the baseline."""
+        config, scales = self.transformer.config, self.transformer.scales
+        D, V = self.transformer.lvl_embed.embedding_dim, config.vocab_size
+        rows = batch * (1 if self.guidance_scale == 1 else 2)
+        caption = 0 if self.pipe.is_class_conditional else min(_CAPTION_TOKENS, self.pipe.max_caption_tokens)
+        matrices = {name: p.numel() for name, p in self.transformer.named_parameters() if p.dim() == 2}
+        once = sum(count for name, count in matrices.items() if "ada_lin" in name)
+        linear = sum(count for name, count in matrices.items() if name.startswith("blocks.") and "ada_lin" not in name)
+        found = []
+        for k, side in enumerate(scales):
+            fed, visible = side * side + caption * (k == 0), self.transformer.ends[k] + caption
+            per_row = 2 * linear * fed + 4 * config.depth * fed * visible * D + 2 * once * (k == 0)
+            found.append((self.weight_bytes, rows * per_row + batch * 2 * D * V * side * side))
+        return found
+
+    def decoder_flops(self, batch: int) -> int:
+        """Floating-point operations of decoding the pixels."""
+        from torch.utils.flop_counter import FlopCounterMode
+
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            self.pipe.vqvae.decode_latent(self.pipe.vqvae.empty_latent(1))
+        return batch * counter.get_total_flops()
+
+
+def half_filled_caches(transformer: Any, rows: int, widths: Sequence[int]) -> dict[int, KVCache]:
+    """By width, a cache for passes of `width` tokens, half full of random keys and values. The caches share memory."""
+    caches = {width: transformer.new_cache(rows, scratch=width) for width in sorted(widths)}
+    widest = caches[max(widths)]
+    widest.k.normal_()
+    widest.v.normal_()
+    keys, values = widest.k.flatten(), widest.v.flatten()
+    for cache in caches.values():
+        cache.k, cache.v = keys[: cache.k.numel()].view_as(cache.k), values[: cache.v.numel()].view_as(cache.v)
+        cache.advance(transformer.tokens // 2)
+    return caches
+
+
+def official_sizes() -> dict[str, ModelFamily]:
+    """Return the names of the official sizes, such as `"llamagen-b"`, with the family of each."""
+    return {name: family for family in FAMILIES.values() for name in family.official_sizes}
+
+
+def check_benchmark_model(name: str, whole_images: bool = False) -> ModelFamily:
+    """Return the family of a model that `open_benchmark_model` can open; reads no weight.
+
+    Args:
+        whole_images: require a next-scale model, whose images can be compared with a published loop.
+
+    Raises:
+        ValueError: for an unknown or damaged model, or one of another paradigm.
+    """
+    sizes = official_sizes()
+    family = sizes[name] if name in sizes else check_model_folder(name).family
+    paradigm = family.pipeline.paradigm
+    if whole_images and paradigm != "next-scale":
+        able = next(each for each, other in sizes.items() if other.pipeline.paradigm == "next-scale")
+        raise ValueError(f"model must be a next-scale one, such as {able}, to compare with a published loop; got {name!r}")
+    if paradigm not in ("next-token", "next-scale"):
+        raise ValueError(f"model must be a next-token or a next-scale one, got {name!r}, a model of {family.name}")
+    return family
+
+
+def open_benchmark_model(name: str, dtype: torch.dtype, device: torch.device) -> BenchmarkModel:
+    """Load a packaged model, a folder or a Hub model, or create one of an official size with random weights.
+
+    Raises:
+        ValueError: see `check_benchmark_model`.
+    """
+    family, components = check_benchmark_model(name), {}
+    if name not in family.official_sizes:
+        unused = dict.fromkeys(part for part, component in family.components.items() if not component.required)
+        return BenchmarkModel(name, open_pipeline(name, device=device, dtype=dtype, **unused))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        for part, config in family.official_sizes[name].items():
+            components[part] = family.components[part].network_class(**config).eval()
+        for parameter in components["transformer"].parameters():
+            if parameter.dim() == 2 and not parameter.any():  # output layers are zero by default, for training
+                torch.nn.init.normal_(parameter, std=0.02)
+    pipe: VisualPipeline = family.pipeline(**{"vqvae": None, **components})
+    pipe.to(device)
+    pipe.transformer.to(dtype)
+    return BenchmarkModel(name, pipe)
