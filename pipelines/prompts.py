@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vargen.compat import tokenized, tokenizer_lock
+from vargen.compat import tokenized, tokenizer_lock, without_autocast
 from vargen.models.condition import Condition
 from vargen.pipelines import validation as checks
 from vargen.values import short_repr
@@ -122,8 +122,23 @@ class PromptInputs(NamedTuple):
     clean: bool = False
 
 
-def encode_prompt(pipe: VisualPipeline, prompt: Any, clean: bool, max_sequence_length: int | None) -> tuple[Tensor, Tensor]:
-    """Encode prompts; see `VisualPipeline.encode_prompt`."""
+@without_autocast
+def encode_prompt(
+    pipe: VisualPipeline, prompt: str | list[str], clean: bool = False, max_sequence_length: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Encode prompts to `prompt_embeds` `[B, P, C]` (valid rows last, padding zero) and bool `prompt_mask` `[B, P]`.
+
+    Prompts pass through `normalize_prompt`. Prompts longer than P tokens are truncated with a warning that reports how
+    many tokens are ignored. Words that the text encoder cannot read cause a warning, too.
+
+    Args:
+        prompt: one prompt or several.
+        clean: clean the prompts first; see `clean_prompt` of `__call__`.
+        max_sequence_length: P. Default: the transformer's maximum; required if the pipeline has no transformer.
+
+    Raises:
+        ValueError, TypeError: for invalid prompts, or if the text encoder or P is missing.
+    """
     prompts = checks.check_prompts(prompt)
     if pipe.text_encoder is None or pipe.tokenizer is None:
         raise ValueError("this pipeline was loaded without a text encoder: pass prompt_embeds")
