@@ -94,19 +94,6 @@ def test_initial_drafts_are_drawn_with_the_probabilities_they_record(initial, kn
     assert (error <= 5 * (probs[0, 2:] * (1 - probs[0, 2:]) / images).sqrt() + 1e-9).all()
 
 
-def test_copies_come_from_the_left_and_from_above():
-    tokens = torch.tensor([[4, 1, 0, 5, 2, 2, 3, 9, 9, 9, 9]])
-    noise = Noise(torch.tensor([1]), torch.arange(7, 11)[None])
-    context = Context(10, 4, tokens, torch.tensor([7]), None, noise)
-    assert INITIAL_DRAFTS["left"](context)[0].tolist() == [[3, 3, 3, 3]]
-    drawn, probs = INITIAL_DRAFTS["above"](context)
-    assert drawn[0, :3].tolist() == [5, 2, 2]  # position 11's neighbour above is position 7, not known yet
-    assert probs[0, 0].tolist() == [0, 0, 0, 0, 0, 1, 0, 0, 0, 0]
-    later = Noise(noise.seeds, noise.position + 1)
-    drawn, probs = INITIAL_DRAFTS["above"](Context(10, 4, tokens, torch.tensor([4]), None, later))
-    assert torch.allclose(probs[0, 0], torch.full((10,), 0.1))
-
-
 def test_the_controller_takes_the_cheapest_token():
     length, active = torch.zeros(2, dtype=torch.int64), torch.tensor([True, False])
 
