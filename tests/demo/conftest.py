@@ -30,7 +30,7 @@ _FLAGS = (
 ).split()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def service() -> Iterator[ImageService]:
     """A random model of 8 x 8 tokens that can be slowed down: `service.pause` is seconds slept before every pass."""
     pipe = text_pipeline(grid_size=8)
@@ -52,7 +52,12 @@ def brightness(images: Any, prompts: Any) -> Any:
     return images.mean((1, 2, 3))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
+def mean_brightness() -> Callable[[Any, Any], Any]:
+    return brightness
+
+
+@pytest.fixture(scope="session")
 def video(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VideoService]:
     """A random model of video, for a tab beside those of pictures."""
     made = VideoService(open_pipeline(video_folder(tmp_path_factory.mktemp("runs"))), "tiny-video", brightness)
@@ -60,14 +65,23 @@ def video(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VideoService]:
     made.close()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def address(service: ImageService, video: VideoService) -> Iterator[str]:
-    served = build_page(service, video=video)
+    yield from _serve_page(build_page(service, video=video))
+
+
+@pytest.fixture(scope="session")
+def serve_page() -> Callable[[Any], Iterator[str]]:
+    return _serve_page
+
+
+def _serve_page(page: Any) -> Iterator[str]:
+    """Serve a page at a free port until the test's end; yields its address."""
     with socket.socket() as free:  # gradio's own search for a port is a race between parallel test workers
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    yield serve(served, Address("127.0.0.1", port))
-    served.close(verbose=False)
+    yield serve(page, Address("127.0.0.1", port))
+    page.close(verbose=False)
 
 
 @pytest.fixture
@@ -89,7 +103,7 @@ new MutationObserver(keep).observe(document.body, {childList: true, subtree: tru
 class Browser:
     """One headless Chromium, and the few things that tests do with it.
 
-    The page draws itself anew at any moment, and late on a busy machine. So what is read is asked for by script, in one go,
+    The page draws itself again at any moment, and late on a busy machine. So what is read is asked for by script, in one go,
     and what is done is done again until the page shows that it happened; no element is kept.
     """
 
@@ -197,7 +211,7 @@ def _keys() -> Any:
 
 
 def _not_yet() -> tuple[type[Exception], ...]:
-    """What is raised when the page draws itself anew between two looks at it, or something lies in front."""
+    """What is raised when the page draws itself again between two looks at it, or something lies in front."""
     from selenium.common import exceptions
 
     return (
@@ -217,13 +231,13 @@ def chromium() -> SimpleNamespace:
     return SimpleNamespace(webdriver=webdriver, browser=browser, driver=driver)
 
 
-@pytest.fixture(scope="module")
-def open_browser(chromium: SimpleNamespace) -> Iterator[Callable[[str], Browser]]:
+@pytest.fixture(scope="session")
+def open_browser(chromium: SimpleNamespace) -> Iterator[Callable[[], Browser]]:
     """Opens any number of browsers, each with an empty profile of its own."""
     opened: list[Browser] = []
     profiles: list[tempfile.TemporaryDirectory[str]] = []
 
-    def open_one(url: str) -> Browser:
+    def open_one() -> Browser:
         profiles.append(tempfile.TemporaryDirectory(prefix="vargen-chromium-", ignore_cleanup_errors=True))
         options = chromium.webdriver.ChromeOptions()
         options.binary_location = chromium.browser
@@ -232,7 +246,7 @@ def open_browser(chromium: SimpleNamespace) -> Iterator[Callable[[str], Browser]
         options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
         service = chromium.webdriver.ChromeService(chromium.driver)
         opened.append(Browser(chromium.webdriver.Chrome(options=options, service=service)))
-        return opened[-1].open(url)
+        return opened[-1]
 
     yield open_one
     for browser in opened:
@@ -241,14 +255,14 @@ def open_browser(chromium: SimpleNamespace) -> Iterator[Callable[[str], Browser]
         profile.cleanup()
 
 
-@pytest.fixture(scope="module")
-def one_browser(open_browser: Callable[[str], Browser], address: str) -> Browser:
-    return open_browser(address)
+@pytest.fixture(scope="session")
+def one_browser(open_browser: Callable[[], Browser]) -> Browser:
+    return open_browser()
 
 
 @pytest.fixture
 def browser(one_browser: Browser, address: str) -> Browser:
-    """The page just loaded: a new session, in a browser that the module's tests share."""
+    """The page just loaded: a new session, in a browser that all tests share."""
     one_browser.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
     for kind in ("browser", "performance"):
         one_browser.driver.get_log(kind)

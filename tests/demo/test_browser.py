@@ -15,9 +15,7 @@ from vargen.decoding import PRESETS
 from vargen.demo.image_service import ImageService
 from vargen.demo.request import MAX_PROMPT, PageRequest
 
-Open = Callable[[str], Any]
-
-
+Open = Callable[[], Any]
 FIELD = "#prompt textarea, #prompt input"
 
 
@@ -172,7 +170,7 @@ def test_bad_input_gets_a_message(browser: Any) -> None:
 
 
 def test_two_browsers_at_once(browser: Any, open_browser: Open, address: str, slow: Callable[[float], None]) -> None:
-    one, two = browser, open_browser(address)
+    one, two = browser, open_browser().open(address)
     slow(0.02)
     for each, prompt in ((one, "a cat"), (two, "a dog")):
         each.write(FIELD, prompt)
@@ -215,20 +213,21 @@ return [...document.querySelectorAll('[role=listbox], input[aria-haspopup=listbo
 }).map(each => each.value)"""
 
 
-@pytest.mark.parametrize("width", [390, 1280])
-def test_what_is_chosen_is_read_in_full_and_the_picture_is_above_the_methods(
-    browser: Any, service: ImageService, width: int
-) -> None:
-    metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
-    browser.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-    for tab in ("Generate", "Video"):
-        browser.press_tab(tab)
-        browser.until(lambda tab=tab: browser.shown("#stage" if tab == "Generate" else "#video-method"))
-        assert browser.count("[role=listbox], .wrap input[type=text], .wrap input") and browser.script(_CUT) == []
-    browser.press_tab("Generate")
-    browser.until(lambda: browser.shown("#stage"))
+def test_on_narrow_and_wide_screens_all_is_seen_and_the_image_is_above_the_methods(browser: Any) -> None:
+    browser.click("#generate")
+    browser.says("#note", "Generated in")
+    browser.until(lambda: browser.count("#gallery img"))
     top = "return document.querySelector(arguments[0]).getBoundingClientRect().top"
-    assert browser.script(top, "#generate") < browser.script(top, "#stage") < browser.script(top, "#method")
+    for width in (390, 1280):
+        metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
+        browser.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+        for tab, shown in {"Race": "#race", "Explore": "#explore", "Video": "#video-method", "Generate": "#stage"}.items():
+            browser.press_tab(tab)
+            browser.until(lambda shown=shown: browser.shown(shown))
+            browser.until(lambda width=width: browser.script("return document.documentElement.scrollWidth") <= width)
+            if tab in ("Generate", "Video"):
+                assert browser.count("[role=listbox], .wrap input[type=text], .wrap input") and browser.script(_CUT) == []
+        assert browser.script(top, "#generate") < browser.script(top, "#stage") < browser.script(top, "#method")
 
 
 def test_a_method_of_video_is_explained_where_it_is_chosen(browser: Any, video: Any) -> None:
@@ -239,15 +238,3 @@ def test_a_method_of_video_is_explained_where_it_is_chosen(browser: Any, video: 
     browser.script("[...document.querySelectorAll('[role=option]')].find(each => each.innerText.trim() === 'target')"
                    ".dispatchEvent(new MouseEvent('mousedown', {bubbles: true}))")  # fmt: skip
     browser.says("#video-summary", told["target"])
-
-
-@pytest.mark.parametrize("width", [390, 1280])
-def test_nothing_is_wider_than_the_screen(browser: Any, width: int) -> None:
-    metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
-    browser.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-    browser.click("#generate")
-    browser.says("#note", "Generated in")
-    browser.until(lambda: browser.count("#gallery img"))
-    for tab in ("Generate", "Race", "Explore", "Video"):
-        browser.press_tab(tab)
-        browser.until(lambda: browser.script("return document.documentElement.scrollWidth") <= width)

@@ -17,6 +17,7 @@ from tiny_models import text_var_pipeline
 from vargen.decoding import list_methods
 from vargen.demo.image_service import ImageService
 from vargen.demo.jobs import JobRegistry
+from vargen.demo.page import build_page
 from vargen.demo.request import PageRequest
 
 FIELD = "#prompt textarea, #prompt input"
@@ -31,6 +32,11 @@ def service() -> Iterator[ImageService]:
     pipe.transformer.register_forward_pre_hook(lambda *_: time.sleep(made.pause))  # type: ignore[attr-defined]
     yield made
     made.close()
+
+
+@pytest.fixture(scope="module")
+def address(service: ImageService, serve_page: Any) -> Iterator[str]:
+    yield from serve_page(build_page(service))
 
 
 def test_the_engine_runs_what_the_pipeline_runs(service: ImageService) -> None:
