@@ -18,6 +18,7 @@ from torch import Tensor
 
 from vargen.compat import ensure_torchvision, hide_progress_bars, load_options, report_memory
 from vargen.decoding import DEFAULT_METHOD, list_methods, resolve_method
+from vargen.deprecation import renamed_attribute
 from vargen.files import atomic_merge, expand_user
 from vargen.models.condition import Condition
 from vargen.pipelines import loading, prompts
@@ -82,6 +83,15 @@ class VisualPipeline(DiffusionPipeline):
     usual_sampling: ClassVar[dict[str, Any]] = {"guidance_scale": 4.0, "temperature": 1.0, "top_k": None, "top_p": 1.0}
     model_cpu_offload_seq = "text_encoder->transformer->vqvae"
     _callback_tensor_inputs: ClassVar[list[str]] = ["latents"]
+
+    # Names of version 0.1, which go with 0.3.
+    token_model = renamed_attribute("token_model", "decoding_model")
+    scale_model = renamed_attribute("scale_model", "decoding_model")
+    block_model = renamed_attribute("block_model", "decoding_model")
+    condition = renamed_attribute("condition", "encode_condition")
+    read_prompt = renamed_attribute("read_prompt", "normalize_prompt")
+    scored_prompt = renamed_attribute("scored_prompt", "scorer_prompt")
+    frame_scorer = renamed_attribute("frame_scorer", "resolve_frame_scorer")
 
     transformer: Any
     vqvae: Any

@@ -116,8 +116,8 @@ class PromptInputs(NamedTuple):
     """Arguments of a call that define the condition, or the negative condition; see a pipeline's `__call__`."""
 
     prompt: Any = None
-    embeds: Any = None
-    mask: Any = None
+    prompt_embeds: Any = None
+    prompt_mask: Any = None
     class_labels: Any = None
     clean: bool = False
 
@@ -203,7 +203,7 @@ def encode_condition(pipe: VisualPipeline, inputs: PromptInputs, name: str = "pr
 
 def encode_negative_condition(pipe: VisualPipeline, inputs: PromptInputs, count: int, images: int) -> Condition | None:
     """Return the negative condition with one row per image (`images` rows for `count` prompts); None if none is given."""
-    if inputs.prompt is None and inputs.embeds is None and inputs.mask is None:
+    if inputs.prompt is None and inputs.prompt_embeds is None and inputs.prompt_mask is None:
         return None
     negative, given = encode_condition(pipe, inputs, "negative_prompt")
     if given not in (1, count):
@@ -232,8 +232,6 @@ def repeat_condition(condition: Condition, count: int) -> Condition:
     parts = (condition.class_labels, condition.caption_embeds, condition.caption_mask)
     return Condition(*(None if part is None else part.repeat_interleave(count, dim=0) for part in parts))
 
-
-# -- names of emoji -------------------------------------------------------------------------------------------------------
 
 # A model that was trained with names, such as "grinning cat" for "😺", has a table of them in its folder.
 PROMPT_NAMES_FILE = "prompt_names.json"

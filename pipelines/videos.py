@@ -242,15 +242,13 @@ class PassMonitor:
     stopped: bool = False
 
     def __call__(self, progress: BlockProgress) -> bool:
-        self.stopped = self.callback is not None and self.callback(progress) is False
-        if not self.stopped and self.on_step_end is not None:
+        stop = self.callback is not None and self.callback(progress) is False
+        if not stop and self.on_step_end is not None:
             result = self.on_step_end(self.pipe, progress.passes - 1, progress.block, {})
-            self.stopped = bool((result or {}).get("stop", False))
-        self.stopped = self.stopped or (self.call is not None and self.call.interrupted)
+            stop = bool((result or {}).get("stop", False))
+        self.stopped = stop or (self.call is not None and self.call.interrupted)
         return not self.stopped
 
-
-# -- settings of a model folder -------------------------------------------------------------------------------------------
 
 # Settings that `defaults` may contain, with the values used otherwise.
 DEFAULT_SETTINGS: dict[str, Any] = {
