@@ -70,7 +70,7 @@ def save_sheet(sheet: Image.Image, path: Path) -> None:
 def show(pipe: Any, given: argparse.Namespace) -> None:
     """Strips of all captions, and the first of each kind as loops, by the checkpoint's own method."""
     texts = [caption for caption, _ in captions()]
-    videos = drawn(pipe, texts, given, given.accelerator or str(pipe.chosen(None).name))
+    videos = drawn(pipe, texts, given, given.accelerator or str(pipe.resolve_method(None).name))
     save_sheet(strips(videos, texts), given.output / "strips.png")
     for number in given.loops or range(0, len(texts), 3):
         name = "-".join(texts[number].split())

@@ -16,8 +16,9 @@ from diffusers.image_processor import VaeImageProcessor
 from PIL import Image
 from torch import Tensor
 
-from vargen.compat import ensure_torchvision, hide_progress_bars, load_options, report_memory, without_autocast
+from vargen.compat import ensure_torchvision, hide_progress_bars, load_options, report_memory
 from vargen.decoding import DEFAULT_METHOD, list_methods, resolve_method
+from vargen.deprecation import renamed_attribute
 from vargen.files import atomic_merge, expand_user
 from vargen.models.condition import Condition
 from vargen.pipelines import loading, prompts
@@ -83,6 +84,15 @@ class VisualPipeline(DiffusionPipeline):
     model_cpu_offload_seq = "text_encoder->transformer->vqvae"
     _callback_tensor_inputs: ClassVar[list[str]] = ["latents"]
 
+    # Names of version 0.1, which go with 0.3.
+    token_model = renamed_attribute("token_model", "decoding_model")
+    scale_model = renamed_attribute("scale_model", "decoding_model")
+    block_model = renamed_attribute("block_model", "decoding_model")
+    condition = renamed_attribute("condition", "encode_condition")
+    read_prompt = renamed_attribute("read_prompt", "normalize_prompt")
+    scored_prompt = renamed_attribute("scored_prompt", "scorer_prompt")
+    frame_scorer = renamed_attribute("frame_scorer", "resolve_frame_scorer")
+
     transformer: Any
     vqvae: Any
     draft_transformer: Any = None
@@ -142,9 +152,8 @@ class VisualPipeline(DiffusionPipeline):
             **kwargs: passed to `DiffusionPipeline.from_pretrained`.
 
         Raises:
-            ValueError: before any weight is loaded, if both dtypes are given, a dtype is not floating-point, the name is
-                unknown, the folder has no `model_index.json`, contains code or requests it from elsewhere, or a component is
-                missing, damaged or does not match the others. Also for `trust_remote_code` and `custom_pipeline`.
+            ValueError: before any weight is loaded, for invalid dtypes, an unknown name, a folder without `model_index.json` or
+                with code, or a component that is missing, damaged or does not match the others.
             TypeError: for an unknown argument.
             MemoryError: if the weights do not fit in memory; the message reports their size in bytes.
         """
@@ -287,24 +296,7 @@ class VisualPipeline(DiffusionPipeline):
         """Replace characters by their names (see `prompt_names`). `names` of the result maps the typed characters to names."""
         return NormalizedPrompt(prompt, {}) if self.prompt_names is None else self.prompt_names.apply(prompt)
 
-    @without_autocast
-    def encode_prompt(
-        self, prompt: str | list[str], clean: bool = False, max_sequence_length: int | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Encode prompts to `prompt_embeds` `[B, P, C]` (valid rows last, padding zero) and bool `prompt_mask` `[B, P]`.
-
-        Prompts pass through `normalize_prompt`. Prompts longer than P tokens are truncated with a warning that reports how
-        many tokens are ignored. Words that the text encoder cannot read cause a warning, too.
-
-        Args:
-            prompt: one prompt or several.
-            clean: clean the prompts first; see `clean_prompt` of `__call__`.
-            max_sequence_length: P. Default: the transformer's maximum; required if the pipeline has no transformer.
-
-        Raises:
-            ValueError, TypeError: for invalid prompts, or if the text encoder or P is missing.
-        """
-        return prompts.encode_prompt(self, prompt, clean, max_sequence_length)
+    encode_prompt = prompts.encode_prompt
 
     def encode_condition(self, prompt: Any = None, **inputs: Any) -> tuple[Condition, int]:
         """Return the condition for prompts or classes (fields of `PromptInputs`), and their number."""

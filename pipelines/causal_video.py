@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -26,12 +25,14 @@ from vargen.pipelines.adapters import Guidance
 from vargen.pipelines.adapters.causal_video import CausalVideoBlockModel
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.components import TEXT_COMPONENTS, Component, ModelFamily, register_family
-from vargen.pipelines.generation import OnStepEnd, OutputOptions, RunningCall, run_request
+from vargen.pipelines.generation import OutputOptions, RunningCall, run_request
 from vargen.pipelines.images import preprocess_images
 from vargen.pipelines.prompts import PromptNames, encode_tokens
 from vargen.pipelines.videos import (
     DEFAULT_SETTINGS,
     CausalVideoPipelineOutput,
+    PassMonitor,
+    VideoRequest,
     VideoStream,
     check_geometry,
     check_settings,
@@ -179,7 +180,7 @@ class CausalVideoPipeline(VisualPipeline):
                 for a model without a draft transformer.
             tau: acceptance threshold on the scorer's scale, for methods that have one. None: the checkpoint's, else the
                 method's.
-            scorer: scorer of drafts, for methods that score; see `frame_scorer`.
+            scorer: scorer of drafts, for methods that score; see `resolve_frame_scorer`.
             then: further prompts, by the number (above 0) of the block from which on each applies.
             window, sinks: maximum number of latent frames that a block attends to, and how many of them are the first frames
                 of the video. None: the checkpoint's default; without a window a block attends to all frames.
@@ -263,7 +264,7 @@ class CausalVideoPipeline(VisualPipeline):
         prompts: list[Any] = checks.check_prompts(prompt) if is_list else [prompt]
         seeds = resolve_seeds(generator, len(prompts))
         sources = [torch.Generator(device).manual_seed(seed) for seed, device in zip(seeds.seeds, seeds.devices, strict=True)]
-        monitor = _PassMonitor(self, options.pop("callback", None), callback_on_step_end)
+        monitor = PassMonitor(self, options.pop("callback", None), callback_on_step_end)
         # Streams are lazy, so all prompts are validated and encoded before the first video is started.
         streams = [
             self.stream(each, generator=source, callback=monitor, **options)
@@ -390,39 +391,6 @@ class CausalVideoPipeline(VisualPipeline):
         stored = self.setting("tau")
         unset = accelerator is None or (isinstance(accelerator, str) and "tau" not in parse_spec(accelerator)[1])
         return method.with_tau(stored) if stored is not None and unset and method.threshold is not None else method
-
-
-@dataclass(frozen=True)
-class VideoRequest:
-    """A call with validated arguments: a lazy stream for each video.
-
-    Attributes:
-        is_list: whether the call got a list of prompts, and returns a list of statistics.
-    """
-
-    streams: list[VideoStream]
-    is_list: bool
-    monitor: _PassMonitor
-    output: OutputOptions
-
-
-@dataclass
-class _PassMonitor:
-    """Callback of all streams of a call: calls those of the user, and ends the call for them or an interrupt."""
-
-    pipe: CausalVideoPipeline
-    callback: Callable[[BlockProgress], bool | None] | None
-    on_step_end: OnStepEnd | None
-    call: RunningCall | None = None
-    stopped: bool = False
-
-    def __call__(self, progress: BlockProgress) -> bool:
-        self.stopped = self.callback is not None and self.callback(progress) is False
-        if not self.stopped and self.on_step_end is not None:
-            result = self.on_step_end(self.pipe, progress.passes - 1, progress.block, {})
-            self.stopped = bool((result or {}).get("stop", False))
-        self.stopped = self.stopped or (self.call is not None and self.call.interrupted)
-        return not self.stopped
 
 
 CAUSAL_VIDEO = register_family(

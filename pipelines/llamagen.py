@@ -235,11 +235,12 @@ class LlamaGenPipeline(VisualPipeline):
         def adapt(transformer: Any) -> Any:
             return transformer and LlamaGenTokenModel(transformer, guidance, device=device)
 
-        low = None
-        if self.low_res is not None and codes is not None:
-            low = LowResolutionDrafter(adapt(self.low_res), self.grid, self.upsampler, self.vqvae, codes)
+        low = adapt(self.low_res)
         trained = {name: (each.adapter, getattr(self, name)) for name, each in self.family.drafters.items()}
         heads = {name: partial(adapter, network) for name, (adapter, network) in trained.items() if network is not None}
+        low_res = None
+        if low is not None and codes is not None:
+            low_res = LowResolutionDrafter(low, self.grid, self.upsampler, self.vqvae, codes)
         return LlamaGenTokenModel(
             self.transformer,
             guidance,
@@ -248,7 +249,7 @@ class LlamaGenPipeline(VisualPipeline):
             draft_model=adapt(self.draft_transformer),
             example_tokens=self.examples,
             draft_heads=heads,
-            low_res=low,
+            low_res=low_res,
             device=device,
         )
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vargen.compat import tokenized, tokenizer_lock
+from vargen.compat import tokenized, tokenizer_lock, without_autocast
 from vargen.models.condition import Condition
 from vargen.pipelines import validation as checks
 from vargen.values import short_repr
@@ -116,14 +116,29 @@ class PromptInputs(NamedTuple):
     """Arguments of a call that define the condition, or the negative condition; see a pipeline's `__call__`."""
 
     prompt: Any = None
-    embeds: Any = None
-    mask: Any = None
+    prompt_embeds: Any = None
+    prompt_mask: Any = None
     class_labels: Any = None
     clean: bool = False
 
 
-def encode_prompt(pipe: VisualPipeline, prompt: Any, clean: bool, max_sequence_length: int | None) -> tuple[Tensor, Tensor]:
-    """Encode prompts; see `VisualPipeline.encode_prompt`."""
+@without_autocast
+def encode_prompt(
+    pipe: VisualPipeline, prompt: str | list[str], clean: bool = False, max_sequence_length: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Encode prompts to `prompt_embeds` `[B, P, C]` (valid rows last, padding zero) and bool `prompt_mask` `[B, P]`.
+
+    Prompts pass through `normalize_prompt`. Prompts longer than P tokens are truncated with a warning that reports how
+    many tokens are ignored. Words that the text encoder cannot read cause a warning, too.
+
+    Args:
+        prompt: one prompt or several.
+        clean: clean the prompts first; see `clean_prompt` of `__call__`.
+        max_sequence_length: P. Default: the transformer's maximum; required if the pipeline has no transformer.
+
+    Raises:
+        ValueError, TypeError: for invalid prompts, or if the text encoder or P is missing.
+    """
     prompts = checks.check_prompts(prompt)
     if pipe.text_encoder is None or pipe.tokenizer is None:
         raise ValueError("this pipeline was loaded without a text encoder: pass prompt_embeds")
@@ -188,7 +203,7 @@ def encode_condition(pipe: VisualPipeline, inputs: PromptInputs, name: str = "pr
 
 def encode_negative_condition(pipe: VisualPipeline, inputs: PromptInputs, count: int, images: int) -> Condition | None:
     """Return the negative condition with one row per image (`images` rows for `count` prompts); None if none is given."""
-    if inputs.prompt is None and inputs.embeds is None and inputs.mask is None:
+    if inputs.prompt is None and inputs.prompt_embeds is None and inputs.prompt_mask is None:
         return None
     negative, given = encode_condition(pipe, inputs, "negative_prompt")
     if given not in (1, count):
@@ -217,8 +232,6 @@ def repeat_condition(condition: Condition, count: int) -> Condition:
     parts = (condition.class_labels, condition.caption_embeds, condition.caption_mask)
     return Condition(*(None if part is None else part.repeat_interleave(count, dim=0) for part in parts))
 
-
-# -- names of emoji -------------------------------------------------------------------------------------------------------
 
 # A model that was trained with names, such as "grinning cat" for "😺", has a table of them in its folder.
 PROMPT_NAMES_FILE = "prompt_names.json"

@@ -90,8 +90,8 @@ class VARPipeline(VisualPipeline):
 
     @classmethod
     def check_method(cls, info: ModelInfo, method: Any) -> None:
-        method.check_scales(info.steps)
-        if method.drafts and not info.has_draft:
+        method.assign_stages(info.steps)
+        if method.needs_draft_model and not info.has_draft:
             raise ValueError(f"{method.name} needs a draft_transformer, a smaller model, and this model has none")
 
     def check_runs(self, method: Any) -> None:

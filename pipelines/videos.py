@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
@@ -122,7 +122,9 @@ def _import_av() -> Any:
 
 
 if TYPE_CHECKING:
+    from vargen.decoding.video.request import BlockProgress
     from vargen.pipelines.causal_video import CausalVideoPipeline
+    from vargen.pipelines.generation import OnStepEnd, OutputOptions, RunningCall
 
 
 @dataclass
@@ -215,7 +217,38 @@ def to_output_frames(block: VideoBlock, output_type: str) -> Tensor:
     return block.frames.mul(255).round().byte().cpu() if output_type == "pil" else block.frames
 
 
-# -- settings of a model folder -------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class VideoRequest:
+    """A call with validated arguments: a lazy stream for each video.
+
+    Attributes:
+        is_list: whether the call got a list of prompts, and returns a list of statistics.
+    """
+
+    streams: list[VideoStream]
+    is_list: bool
+    monitor: PassMonitor
+    output: OutputOptions
+
+
+@dataclass
+class PassMonitor:
+    """Callback of all streams of a call: calls those of the user, and ends the call for them or an interrupt."""
+
+    pipe: CausalVideoPipeline
+    callback: Callable[[BlockProgress], bool | None] | None
+    on_step_end: OnStepEnd | None
+    call: RunningCall | None = None
+    stopped: bool = False
+
+    def __call__(self, progress: BlockProgress) -> bool:
+        stop = self.callback is not None and self.callback(progress) is False
+        if not stop and self.on_step_end is not None:
+            result = self.on_step_end(self.pipe, progress.passes - 1, progress.block, {})
+            stop = bool((result or {}).get("stop", False))
+        self.stopped = stop or (self.call is not None and self.call.interrupted)
+        return not self.stopped
+
 
 # Settings that `defaults` may contain, with the values used otherwise.
 DEFAULT_SETTINGS: dict[str, Any] = {

@@ -21,7 +21,7 @@ from vargen.device import set_passive_openmp_wait
 
 set_passive_openmp_wait()  # must run before torch is imported: OpenMP reads its wait policy once
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Accelerator",

@@ -158,7 +158,7 @@ def test_a_cache_tells_weights_apart(tmp_path: Path) -> None:
         label_cache(tmp_path, {"weights": "b", "method": {"window": 4}})
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "0-0-5.npz").touch()
-    with pytest.raises(ValueError, match="do not say how they were made"):
+    with pytest.raises(ValueError, match="unknown settings"):
         label_cache(tmp_path / "old", {"weights": "a"})
 
 
@@ -257,7 +257,7 @@ def test_distributions_are_measured_where_tokens_cannot_be_kept(
     damaged = next(Path("kept").rglob("*.npz"))
     damaged.write_bytes(damaged.read_bytes()[:200])
     result = run(*words)
-    assert result.exit_code == 2 and f"{damaged} is damaged or not of vargen's" in result.stderr
+    assert result.exit_code == 2 and f"{damaged} is damaged" in result.stderr
 
 
 def test_schedules_of_a_next_scale_model(run: Any, scale_model: Path, prompts: Path) -> None:

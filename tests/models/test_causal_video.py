@@ -205,7 +205,7 @@ def test_a_ring_that_has_lost_frames_says_so(model):
     cache.rollback()
     with pytest.raises(ValueError, match="has evicted frames that the next one would see: begin its 2 frames"):
         cache.begin(1)
-    with pytest.raises(ValueError, match="prefill it anew"):
+    with pytest.raises(ValueError, match="prefill it again"):
         cache.rollback(2)
     cache.begin(2)
 

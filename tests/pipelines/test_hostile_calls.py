@@ -48,7 +48,7 @@ def test_pixels_that_are_not_finite_are_an_error_and_no_picture(spoilt, value):
     with torch.no_grad():
         spoilt.vqvae.decoder.conv_out.bias[1] = value
     for kind in ("pil", "np", "pt"):
-        with pytest.raises(NonFinitePixelsError, match="first in picture 1 of 2 at row 0, column 0 of 8 x 8"):
+        with pytest.raises(NonFinitePixelsError, match="first in image 1 of 2 at row 0, column 0 of 8 x 8"):
             spoilt(class_labels=[3, 4], output_type=kind)
     assert spoilt(class_labels=3, output_type="latent").images.shape == (1, 4, 4), "tokens are sound"
 
@@ -76,7 +76,7 @@ def test_pictures_are_not_encoded_by_weights_that_hold_nan(spoilt, part):
     assert spoilt.encode_image(picture).shape == (1, 4, 4)
     with torch.no_grad():
         spoilt.vqvae.get_parameter(part).view(-1)[0] = math.nan
-    with pytest.raises(NonFinitePixelsError, match="first in picture 1 of 1 at token row 0, column 0 of 4 x 4"):
+    with pytest.raises(NonFinitePixelsError, match="first in image 1 of 1 at token row 0, column 0 of 4 x 4"):
         spoilt.encode_image(picture)
 
 
@@ -204,7 +204,7 @@ TOKENS = torch.zeros(2, 16, dtype=torch.int64)
         (([[0] * 16],), "tokens must be a tensor of whole numbers"),
         ((TOKENS[:, :15],), r"tokens must be \[B, 16\] or \[B, 4, 4\], got \[2, 15\]"),
         ((TOKENS[:0],), r"tokens must be \[B, 16\]"),
-        ((TOKENS, torch.tensor([1, 2, 3])), r"length must be \[2\], one per picture, got \[3\]"),
+        ((TOKENS, torch.tensor([1, 2, 3])), r"length must be \[2\]"),
         ((TOKENS, None, "jpeg"), "output_type must be one of"),
     ],
 )

@@ -98,13 +98,13 @@ def test_a_refresh_depends_on_committed_tokens_alone(tmp_path) -> None:
     committed = torch.tensor([19, 35])  # one row of the low resolution, and two
     found = model.refresh(state, tokens, committed)
     later = torch.where(torch.arange(64) < committed[:, None], tokens, (tokens + 1) % 64)
-    assert torch.equal(model.refresh(state, later, committed).larger, found.larger)
+    assert torch.equal(model.refresh(state, later, committed).upsampled, found.upsampled)
     codes = model.codes[tokens].view(2, 4, 2, 4, 2, -1).mean((2, 4)) @ model.codes.T
     shown = codes.argmax(-1).flatten(1)
     assert torch.equal(found.low[0, :4], shown[0, :4]) and torch.equal(found.low[1, :8], shown[1, :8])
     other = tokens.clone()
     other[:, :16] = (other[:, :16] + 9) % 64
-    assert not torch.equal(model.refresh(state, other, committed).larger, found.larger)
+    assert not torch.equal(model.refresh(state, other, committed).upsampled, found.upsampled)
     assert torch.equal(state.shown, torch.zeros(2))  # the first state can still be gone on from
 
 

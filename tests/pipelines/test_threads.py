@@ -103,3 +103,15 @@ def test_an_interrupt_from_another_thread_ends_all_calls() -> None:
 
     done = threading.Event()
     assert all(stats.stopped for stats in run_beside(pipe, stop, stop))
+
+
+def test_an_interrupt_ends_a_video_call(tmp_path: Path) -> None:
+    pipe: Any = MAKERS["video"](tmp_path)
+    pipe.set_progress_bar_config(disable=True)
+
+    def interrupt(pipe: Any, *_: Any) -> dict[str, Any]:
+        pipe._interrupt = True
+        return {}
+
+    result = pipe(["a cat", "a dog"], num_blocks=2, accelerator="target", callback_on_step_end=interrupt, output_type="latent")
+    assert [len(video) for video in result.frames] == [0, 0]

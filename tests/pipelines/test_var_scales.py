@@ -132,7 +132,7 @@ def test_a_prefix_is_filled_in_one_pass_without_its_logits() -> None:
     model.transformer.head.register_forward_pre_hook(lambda _, given: heads.append(given[0].shape[1]))
     (logits,) = model.forward(state, histories(model)[:3], 1, [1.0])
     torch.testing.assert_close(logits, expected[2], atol=2e-5, rtol=1e-5)
-    assert heads == [9] and state.both.scale == 3
+    assert heads == [9] and state.full_cache.scale == 3
 
 
 def test_codes_that_a_scale_does_not_use_are_left_out() -> None:
@@ -148,10 +148,10 @@ def test_codes_that_a_scale_does_not_use_are_left_out() -> None:
 def test_padding_of_captions_is_not_computed() -> None:
     model = tiny("text")
     state = model.start(a_condition(model))
-    assert state.both.prefix == 5 and state.both.k.shape[3] == 5 + 30
+    assert state.full_cache.prefix == 5 and state.full_cache.k.shape[3] == 5 + 30
     whole = Condition(caption_embeds=a_condition(model).caption_embeds, caption_mask=a_condition(model).caption_mask)
     row = model.start(whole.rows(slice(0, 1)))
-    assert row.both.prefix == 3
+    assert row.full_cache.prefix == 3
     torch.testing.assert_close(
         model.forward(row, [None], 1, [1.0])[0], model.forward(state, [None], 1, [1.0])[0][:1], atol=2e-5, rtol=1e-5
     )

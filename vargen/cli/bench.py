@@ -286,30 +286,18 @@ def _baseline_table(reports: list[BaselineReport]) -> str:
 
 def _images_table(reports: list[ImageSpeedReport]) -> str:
     rows = []
-    for report in reports:
-        both = report.token_milliseconds + report.pixel_milliseconds
-        theirs = report.reference_token_milliseconds + report.reference_pixel_milliseconds
+    for each in reports:
+        tokens, published = each.token_milliseconds, each.reference_token_milliseconds
         numbers = [
+            ("tokens", tokens, published, each.speedup, each.roofline, each.roofline_fraction),
             (
-                "tokens",
-                report.token_milliseconds,
-                report.reference_token_milliseconds,
-                report.speedup,
-                report.roofline,
-                report.roofline_fraction,
+                "and pixels", tokens + each.pixel_milliseconds, published + each.reference_pixel_milliseconds,
+                each.speedup_with_pixels, each.roofline_with_pixels, each.roofline_fraction_with_pixels,
             ),
-            (
-                "and pixels",
-                both,
-                theirs,
-                report.speedup_with_pixels,
-                report.roofline_with_pixels,
-                report.roofline_fraction_with_pixels,
-            ),
-        ]
-        for what, ours, published, ratio, least, share in numbers:
-            cells = [f"{ours:.1f}", f"{published:.1f}", f"{ratio:.2f}", f"{least:.1f}", f"{100 * share:.0f} %"]
-            rows.append([report.model, str(report.batch), what, *cells])
+        ]  # fmt: skip
+        for what, ours, theirs, speedup, least, share in numbers:
+            cells = [f"{ours:.1f}", f"{theirs:.1f}", f"{speedup:.2f}", f"{least:.1f}", f"{100 * share:.0f} %"]
+            rows.append([each.model, str(each.batch), what, *cells])
     head = ["model", "batch", "", "ms per image", "published", "speedup", "roofline", "of roofline"]
     first = reports[0]
     rates = f"{first.gigabytes_per_second:.1f} GB/s read, {first.gigaflops:.0f} GFLOP/s of a product, {first.threads} threads"

@@ -32,12 +32,12 @@ class VideoService:
 
     @property
     def default_method(self) -> str:
-        return str(self.pipe.chosen(None).name)
+        return str(self.pipe.resolve_method(None).name)
 
     @property
     def default_tau(self) -> float:
         """The initial value of the slider."""
-        tau = self.pipe.chosen(None).threshold
+        tau = self.pipe.resolve_method(None).threshold
         return 0.0 if tau is None else min(MAX_TAU, max(MIN_TAU, tau))
 
     def generate(

@@ -42,7 +42,7 @@ def build_video_controls(service: VideoService, prefix: str = "") -> VideoContro
     )  # fmt: skip
     summary = gr.HTML(rendering.hint(summaries[service.default_method]), elem_id=f"{prefix}summary", padding=True)
     methods.choice.change(lambda name: rendering.hint(summaries.get(name, "")), methods.choice, summary, **INSTANT_EVENT)
-    default = min(_MAX_BLOCKS, int(service.pipe.default("num_blocks")))
+    default = min(_MAX_BLOCKS, int(service.pipe.setting("num_blocks")))
     num_blocks = gr.Slider(1, _MAX_BLOCKS, value=default, step=1, label="Blocks", elem_id=f"{prefix}blocks")
     with gr.Row(elem_classes="vg-pair"):
         start = gr.Button("Generate", variant="primary", elem_id=f"{prefix}make", elem_classes=START, min_width=80)
