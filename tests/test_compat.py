@@ -1,5 +1,6 @@
 """The torchvision guard: it heals exactly one failure, and only after that failure has happened."""
 
+import json
 import os
 import subprocess
 import sys
@@ -22,89 +23,105 @@ def qnms(dets, scores, iou_threshold): ...
 """
 
 
-def run(code: str, *paths: Path) -> subprocess.CompletedProcess[str]:
-    """Run code in a fresh interpreter, with folders put before site-packages."""
-    path = os.pathsep.join([*map(str, paths), os.environ.get("PYTHONPATH", "")])
-    env = {**os.environ, "PYTHONPATH": path}
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=300)
+def run(code: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run code in a fresh interpreter."""
+    env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONSAFEPATH")}
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=cwd, timeout=300)
 
 
-def fake_torchvision(folder: Path, init: str) -> Path:
-    (folder / "torchvision").mkdir(parents=True)
-    (folder / "torchvision/__init__.py").write_text(init)
-    (folder / "torchvision/extension.py").write_text("")
-    return folder
+needs_torchvision = pytest.mark.skipif(installed_version("torchvision") is None, reason="torchvision is not installed")
 
 
-def test_everything_above_torchvision_imports_under_the_guard() -> None:
-    if installed_version("torchvision") is None:
-        pytest.skip("torchvision is not installed")
+@needs_torchvision
+def test_everything_above_torchvision_imports_under_the_guard(repo_root: Path) -> None:
+    """Also with the root first on the path: transformers 5 probes `kernels` by an import, and must find no kernel library."""
     done = run(
-        _GUARD
-        + "import torchvision; from torchvision.transforms import v2; from transformers import CLIPModel;"
-        + "from diffusers import DiffusionPipeline; print(torchvision.__version__)"
+        "import importlib.metadata, sys; assert sys.path[0] == ''; "
+        + _GUARD
+        + "import torchvision, transformers.utils; from torchvision.transforms import v2; from transformers import CLIPModel\n"
+        + "from diffusers import DiffusionPipeline; print(torchvision.__version__)\n"
+        + "owned = any(d.name == 'kernels' for d in importlib.metadata.distributions())\n"
+        + "is_kernels_available = getattr(transformers.utils, 'is_kernels_available', lambda: False)\n"  # since 4.51
+        + "assert owned or not is_kernels_available()",
+        repo_root,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip().startswith(installed_version("torchvision") or "")
 
 
-def test_the_guard_is_needed_here() -> None:
+_HEAL = """
+try:
+    import torchvision
+except RuntimeError as error:
+    print(error)
+else:
+    raise SystemExit("loads")
+for package, name in (("transformers", "CLIPModel"), ("diffusers", "DiffusionPipeline")):
+    try:
+        getattr(__import__(package, fromlist=[name]), name)
+    except Exception:
+        continue
+    raise AssertionError(f"{package} imports without the guard")
+"""
+
+
+@needs_torchvision
+def test_the_guard_is_needed_here_and_heals_a_process_where_others_failed_first() -> None:
     """The control: without the guard these imports fail, where torchvision's binary does not load."""
-    if installed_version("torchvision") is None:
-        pytest.skip("torchvision is not installed")
-    done = run("import torchvision")
-    if done.returncode == 0:
+    done = run(_HEAL + _GUARD + "\nfrom transformers import CLIPModel\nfrom diffusers import DiffusionPipeline")
+    if done.stderr.strip() == "loads":
         pytest.skip("NOT TESTED HERE: this torchvision loads over this torch, so there is no failure to heal")
-    assert "operator torchvision::nms does not exist" in done.stderr
-    assert run("from diffusers import DiffusionPipeline").returncode != 0
-    assert run("from transformers import CLIPModel").returncode != 0
-
-
-def test_the_guard_heals_a_process_where_transformers_failed_first() -> None:
-    if installed_version("torchvision") is None or run("import torchvision").returncode == 0:
-        pytest.skip("NOT TESTED HERE: this torchvision loads over this torch, so there is no failure to heal")
-    done = run(
-        "try:\n    from transformers import CLIPModel\nexcept Exception: pass\n"
-        "else: raise SystemExit('no failure')\n"
-        + _GUARD
-        + "\nfrom transformers import CLIPModel\nfrom diffusers import DiffusionPipeline"
-    )
     assert done.returncode == 0, done.stderr
+    assert "operator torchvision::nms does not exist" in done.stdout
 
 
-def test_missing_operators_are_declared_after_the_failure(tmp_path: Path) -> None:
-    code = (
-        "import logging; logging.basicConfig(level='INFO')\n"
-        + _GUARD
-        + "assert ensure_torchvision()\n"  # a second call changes nothing
-        + "import gc, torch, torchvision; gc.collect()\n"
-        + "assert torch.ops.torchvision.nms.default and torch.ops.torchvision.qnms.default"
-    )
-    done = run(code, fake_torchvision(tmp_path, _UNLOADABLE))
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("INFO:vargen:") == 1, done.stderr
-    assert "torchvision::nms does not exist" in done.stderr
+# -- other torchvisions, each in a process forked from one that has imported torch
 
-
-def test_nothing_is_declared_when_torchvision_imports(tmp_path: Path) -> None:
-    """A binary that does load defines these operators itself: a second definition would be an error."""
-    code = _GUARD + "import torch; assert not hasattr(torch.ops.torchvision, 'nms')"
-    done = run(code, fake_torchvision(tmp_path, ""))
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize(
-    ("init", "expected"),
-    [
-        ("raise RuntimeError('the disk is on fire')", "RuntimeError: the disk is on fire"),
-        ("import a_missing_dependency", "No module named 'a_missing_dependency'"),
-        ("raise RuntimeError('operator torchvision::roi does not exist')", "operator torchvision::roi"),
-    ],
+_FORK = """
+import json, os, sys, torch, traceback
+for folder, code in json.loads(sys.argv[1]):
+    if (child := os.fork()) == 0:
+        os.dup2(os.open(os.path.join(folder, "stderr"), os.O_CREAT | os.O_WRONLY), 2)
+        sys.path.insert(0, folder)
+        try:
+            exec(code, {})
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+_DECLARED = (
+    "import logging; logging.basicConfig(level='INFO')\n"
+    + _GUARD
+    + "assert ensure_torchvision()\n"  # a second call changes nothing
+    + "import gc, torch, torchvision; gc.collect()\n"
+    + "assert torch.ops.torchvision.nms.default and torch.ops.torchvision.qnms.default"
 )
-def test_another_failure_is_not_hidden(tmp_path: Path, init: str, expected: str) -> None:
-    done = run(_GUARD, fake_torchvision(tmp_path, init))
-    assert done.returncode != 0
-    assert expected in done.stderr
+# A binary that does load defines these operators itself: a second definition would be an error.
+_NOT_DECLARED = _GUARD + "import torch; assert not hasattr(torch.ops.torchvision, 'nms')"
+# Contents of torchvision, code, and what is expected on standard error if it fails, else once among the messages.
+FAKES = [
+    (_UNLOADABLE, _DECLARED, 0, "torchvision::nms does not exist"),
+    ("", _NOT_DECLARED, 0, ""),
+    ("raise RuntimeError('the disk is on fire')", _GUARD, 1, "RuntimeError: the disk is on fire"),
+    ("import a_missing_dependency", _GUARD, 1, "No module named 'a_missing_dependency'"),
+    ("raise RuntimeError('operator torchvision::roi does not exist')", _GUARD, 1, "operator torchvision::roi"),
+]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no fork")
+def test_operators_are_declared_after_that_failure_alone_and_no_other_is_hidden(tmp_path: Path) -> None:
+    for number, (init, *_) in enumerate(FAKES):
+        (tmp_path / f"{number}/torchvision").mkdir(parents=True)
+        (tmp_path / f"{number}/torchvision/__init__.py").write_text(init)
+        (tmp_path / f"{number}/torchvision/extension.py").write_text("")
+    cases = [(str(tmp_path / str(number)), code) for number, (_, code, *_) in enumerate(FAKES)]
+    done = subprocess.run([sys.executable, "-c", _FORK, json.dumps(cases)], capture_output=True, text=True, timeout=300)
+    errors = [(tmp_path / f"{number}/stderr").read_text() for number in range(len(FAKES))]
+    assert done.stdout.split() == [str(code) for *_, code, _ in FAKES], (done.stderr, errors)
+    assert all(expected in error for error, (*_, expected) in zip(errors, FAKES, strict=True)), errors
+    assert errors[0].count("INFO:vargen:") == 1, errors[0]
 
 
 def test_without_torchvision_the_core_imports() -> None:
