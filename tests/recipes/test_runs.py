@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 import torch
 from tiny_models import tiny_vq
-from tiny_training import Killed, check_resumes, data, generator_recipe
+from tiny_training import Killed, check_resumes, data, generator_recipe, tiny_encoder
 
-import vargen.assets
 from recipes.emoji import tokenizer
 from recipes.emoji.codebook import Codebook, flat_color_codes, quantize_flat_patches_together
 from recipes.emoji.dataset import EmojiDataset
@@ -32,7 +31,7 @@ from vargen.training.run import TrainingRun
 from vargen.training.token_cache import BackgroundTokenizer
 
 CPU = torch.device("cpu")
-ENCODER = vargen.assets.packaged_model_path("emoji")
+ENCODER = tiny_encoder()
 
 
 def tokenizer_recipe(**changes) -> TokenizerConfig:

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 from tiny_models import tiny_transformer, tiny_vq
-from tiny_training import check_resumes, data, generator_recipe
+from tiny_training import check_resumes, data, generator_recipe, tiny_encoder
 
-import vargen.assets
 from recipes.package import package_emoji, package_low_res
 from vargen import LlamaGenPipeline
 from vargen.training.config import Schedule
@@ -23,7 +22,7 @@ from vargen.training.next_token import train_next_token
 from vargen.training.token_cache import BackgroundTokenizer
 
 CPU = torch.device("cpu")
-ENCODER = vargen.assets.packaged_model_path("emoji")
+ENCODER = tiny_encoder()
 SMALL = {"grid_size": 4, "dim": 16, "n_layer": 1, "cls_token_num": 32}
 
 
@@ -94,7 +93,7 @@ def test_finished_runs_become_parts_of_their_model(tmp_path, vq):
     with pytest.raises(FileNotFoundError, match="finish the training run first"):
         package_low_res(tmp_path / "low", tmp_path / "up", tmp_path / "model")
     generator, tokenizer = tmp_path / "generator", vq.parent
-    tiny_transformer("text", cls_token_num=32, grid_size=8).save_pretrained(generator / "transformer")
+    tiny_transformer("text", cls_token_num=32, grid_size=8, caption_dim=32).save_pretrained(generator / "transformer")
     told = {"step": 40, "seconds": 60.0, "final_held_out_loss": 4.25, "final_entropy": 3.5}
     (generator / "log.jsonl").write_text(json.dumps(told) + "\n")
     (tokenizer / "log.jsonl").write_text(json.dumps({**told, "psnr": 25.5, "codebook_use": 0.5, "perplexity": 9.0}) + "\n")
