@@ -66,15 +66,6 @@ def test_methods_say_why_not() -> None:
     assert lacking.keys() - trained <= few
 
 
-def test_a_reason_is_what_a_call_says(folder: Path) -> None:
-    pipe = open_pipeline(folder)
-    for method in pipe.methods():
-        if method.reason is not None:
-            with pytest.raises(ValueError) as caught:
-                pipe("a cat", accelerator=method.name)
-            assert str(caught.value) == method.reason
-
-
 def test_methods_of_another_family_are_refused() -> None:
     with pytest.raises(ValueError, match="'ar' is for next-token models, and this is a next-scale one"):
         resolve_method("ar", "next-scale")
