@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from rejects import rejects
 from tiny_models import class_pipeline, text_pipeline, tiny_transformer
 
 from vargen import Accelerator, LlamaGenPipeline
@@ -102,31 +103,50 @@ EMBEDS = torch.zeros(1, 12, 384)
 MASK = torch.ones(1, 12)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"prompt_embeds": torch.zeros(0, 12, 384)}, r"prompt_embeds must hold at least one row, got \[0, 12, 384\]"),
-        ({"prompt_embeds": torch.zeros(1, 12, 384, dtype=torch.int64)}, "prompt_embeds must hold finite floating-point"),
-        ({"prompt_embeds": torch.full((1, 12, 384), math.nan)}, "prompt_embeds must hold finite.*NaN or infinite ones"),
-        ({"prompt_embeds": EMBEDS, "prompt_mask": "all"}, r"prompt_mask must be a tensor \[1, 12\].*got 'all'"),
-        ({"prompt_embeds": EMBEDS, "prompt_mask": [[1], [1, 2]]}, "prompt_mask must be a tensor"),
-        ({"prompt_embeds": EMBEDS, "prompt_mask": [[True] * 5]}, r"prompt_mask must be \[1, 12\], got \[1, 5\]"),
-        ({"prompt_embeds": EMBEDS, "prompt_mask": MASK / 2}, "prompt_mask must hold 1 where"),
-        ({"prompt": "a cat", "negative_prompt_mask": MASK}, "negative_prompt_mask belongs to negative_prompt_embeds"),
-        ({"prompt": "a cat", "negative_prompt": "red", "negative_prompt_mask": MASK}, "negative_prompt_mask belongs to"),
-        ({"prompt": "a cat", "negative_prompt_embeds": EMBEDS[:0]}, "negative_prompt_embeds must hold at least one row"),
-        ({"prompt": "a cat", "accelerator": Accelerator("w", Jacobi(10**23))}, "window must be from 2 to the grid's 16 tokens"),
-        ({"prompt": "a cat", "accelerator": Accelerator("w", Speculative(10**23))}, "length must be from 1 to 15, one"),
-        ({"prompt": "a cat", "guidance_scale": 10**400}, "guidance_scale must be a finite number of at least 0"),
-        ({"prompt": "a cat", "guidance_scale": 1e38}, "guidance_scale must be at most 1000"),
-        ({"prompt": "a cat", "guidance_interval": 1.5}, "guidance_interval must be None or a whole number"),
-        ({"prompt": "a cat", "temperature": True}, "temperature must be a finite number.*got True"),
-    ],
-    ids=lambda value: value[:50] if isinstance(value, str) else "",
-)
-def test_what_cannot_be_meant_is_told(texts, arguments, message):
-    with pytest.raises((ValueError, TypeError), match=message):
-        texts(**arguments)
+WINDOW, LENGTH = Accelerator("w", Jacobi(10**23)), Accelerator("w", Speculative(10**23))
+# By argument: what a call of a pipeline of classes and one of text may not be given.
+BAD_VALUES = {
+    "guidance_scale": (-1, math.nan, 10**400, 1e38), "temperature": (-0.5, math.nan, True), "top_k": (0, -5, 65),
+    "top_p": (0.0, 1.5), "num_images_per_prompt": (0, 10**6), "guidance_interval": (-2, 1.5),
+}  # fmt: skip
+BAD_CLASS_CALLS = [
+    ("class_labels", {"prompt": "a cat"}), ("negative_prompt", {"negative_prompt": "red"}),
+    ("negative_prompt_embeds", {"negative_prompt_embeds": EMBEDS}), ("prompt_embeds", {"prompt_embeds": EMBEDS}),
+]  # fmt: skip
+BAD_TEXT_CALLS = [
+    ("prompt", {}),
+    ("class_labels", {"class_labels": 3}),
+    *(("prompt_embeds", {"prompt_embeds": value}) for value in (
+        torch.zeros(1, 5, 384), [[0.0]], EMBEDS[:0], EMBEDS.long(), EMBEDS + math.nan)),
+    *(("prompt_mask", {"prompt_embeds": EMBEDS, "prompt_mask": value}) for value in (
+        torch.ones(1, 5), "all", [[1], [1, 2]], [[True] * 5], MASK / 2)),
+    ("prompt_mask", {"prompt": "a cat", "prompt_mask": MASK}),
+    ("prompt", {"prompt": "a cat", "prompt_embeds": EMBEDS}),
+    ("negative_prompt_mask", {"prompt": "a cat", "negative_prompt_mask": MASK}),
+    ("negative_prompt_mask", {"prompt": "a cat", "negative_prompt": "red", "negative_prompt_mask": MASK}),
+    ("negative_prompt_embeds", {"prompt": "a cat", "negative_prompt": "red", "negative_prompt_embeds": EMBEDS}),
+    ("negative_prompt_embeds", {"prompt": "a cat", "negative_prompt_embeds": EMBEDS[:0]}),
+    ("negative_prompt", {"prompt": "a cat", "negative_prompt_embeds": torch.zeros(3, 12, 384)}),
+    ("window", {"prompt": "a cat", "accelerator": WINDOW}),
+    ("length", {"prompt": "a cat", "accelerator": LENGTH}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("argument", BAD_VALUES)
+def test_bad_values_are_named(classes, texts, argument):
+    for value in BAD_VALUES[argument]:
+        for pipe, condition in ((classes, {"class_labels": 3}), (texts, {"prompt": "a cat"})):
+            rejects(lambda: pipe(**condition, **{argument: value}), argument if value != 10**6 else "1024")  # noqa: B023
+
+
+@pytest.mark.parametrize(("argument", "arguments"), BAD_CLASS_CALLS)
+def test_bad_calls_of_a_class_model_are_named(classes, argument, arguments):
+    rejects(lambda: classes(**{"class_labels": 3, **arguments}), argument)
+
+
+@pytest.mark.parametrize(("argument", "arguments"), BAD_TEXT_CALLS)
+def test_bad_calls_of_a_text_model_are_named(texts, argument, arguments):
+    rejects(lambda: texts(**arguments), argument)
 
 
 def test_numpys_numbers_draw_what_pythons_draw(texts):
