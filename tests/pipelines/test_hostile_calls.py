@@ -84,7 +84,7 @@ def test_pictures_are_not_encoded_by_weights_that_hold_nan(spoilt, part):
 def test_pictures_with_nan_are_refused(classes):
     pixels = torch.rand(1, 3, 8, 8)
     pixels[0, 1, 2, 3] = math.nan
-    with pytest.raises(ValueError, match="images must hold numbers from 0 to 1"):
+    with pytest.raises(ValueError, match="images"):
         classes.encode_image(pixels)
 
 
@@ -203,35 +203,28 @@ def test_a_callback_cannot_spoil_tokens_in_place(classes):
 
 
 TOKENS = torch.zeros(2, 16, dtype=torch.int64)
+BAD_TOKENS = [
+    ("tokens", TOKENS + 64), ("tokens", TOKENS - 1), ("tokens", TOKENS.float()), ("tokens", [[0] * 16]),
+    ("tokens", TOKENS[:, :15]), ("tokens", TOKENS[:0]), ("length", TOKENS, torch.tensor([1, 2, 3])),
+    ("output_type", TOKENS, None, "jpeg"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((TOKENS + 64,), "tokens must be from 0 to 63, got 64 to 64"),
-        ((TOKENS - 1,), "tokens must be from 0 to 63, got -1 to -1"),
-        ((TOKENS.float(),), "tokens must be a tensor of whole numbers, got torch.float32"),
-        (([[0] * 16],), "tokens must be a tensor of whole numbers"),
-        ((TOKENS[:, :15],), r"tokens must be \[B, 16\] or \[B, 4, 4\], got \[2, 15\]"),
-        ((TOKENS[:0],), r"tokens must be \[B, 16\]"),
-        ((TOKENS, torch.tensor([1, 2, 3])), r"length must be \[2\], one per picture, got \[3\]"),
-        ((TOKENS, None, "jpeg"), "output_type must be one of"),
-    ],
-)
-def test_tokens_that_are_none_are_not_decoded(classes, arguments, message):
-    with pytest.raises((ValueError, TypeError), match=message):
-        classes.decode_tokens(*arguments)
+@pytest.mark.parametrize("case", BAD_TOKENS, ids=lambda case: case[0])
+def test_invalid_tokens_are_not_decoded(classes, case):
+    argument, *arguments = case
+    rejects(lambda: classes.decode_tokens(*arguments), argument)
 
 
 @pytest.mark.parametrize("images", [None, [], "a.png", [Image.new("RGB", (8, 8)), 7], torch.zeros(8, 8), TOKENS[:0]])
 def test_what_is_no_picture_is_not_encoded(classes, images):
-    with pytest.raises((ValueError, TypeError), match="images must be"):
+    with pytest.raises((ValueError, TypeError), match="images"):
         classes.encode_image(images)
 
 
 @pytest.mark.parametrize("rows", [0, -1, 2.5, True])
 def test_max_sequence_length_is_checked(texts, rows):
-    with pytest.raises(ValueError, match="max_sequence_length must be a whole number of at least 1"):
+    with pytest.raises(ValueError, match="max_sequence_length"):
         texts.encode_prompt("a cat", max_sequence_length=rows)
 
 

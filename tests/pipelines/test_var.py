@@ -231,10 +231,10 @@ def test_what_a_mask_leaves_black_stays(classes: VARPipeline, method: Any) -> No
     assert not torch.equal(*latents)
     target = classes._encode_latent(classes.image_processor.preprocess([image]))
     for tokens in latents:
-        canvas, _ = classes._sum(tokens, None)
+        canvas, _ = classes._accumulate_scales(tokens, None)
         before = tokens.clone()
         before[:, 14:] = -1
-        lacking = target - classes._sum(before, None)[0]
+        lacking = target - classes._accumulate_scales(before, None)[0]
         codes = classes.vqvae.quantize.nearest(lacking, 3)
         assert torch.equal(tokens[0, 14:].view(4, 4)[:, :2], codes[0, :, :2]), "black cells hold the nearest codes"
         error = (canvas - target).square().mean((0, 1, 2))
