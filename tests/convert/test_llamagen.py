@@ -145,7 +145,7 @@ def test_dtype_is_that_of_the_transformer(files: tuple[Path, Path], tmp_path: Pa
     written = load_file(tmp_path / "out" / "transformer" / _WEIGHTS)
     assert all(torch.equal(written[k], v.bfloat16()) for k, v in _golden("c2i").items())
     assert {v.dtype for v in load_file(tmp_path / "out" / "vqvae" / _WEIGHTS).values()} == {torch.float16}
-    with pytest.raises(ValueError, match="dtype must be"):
+    with pytest.raises(ValueError, match="dtype"):
         convert_llamagen(*files, tmp_path / "out2", grid_size=4, dtype=torch.int8)
 
 
