@@ -63,9 +63,10 @@ def test_every_combination_reaches_the_joint_distribution(combination: Combinati
 
 @pytest.mark.parametrize("number", range(len(EXACT_PRESETS)), ids=[preset.name for preset in EXACT_PRESETS])
 def test_every_exact_preset_reaches_the_joint_distribution(number: int) -> None:
+    """Fewer samples: the combinations above have the parts, and trees of 23 slots are slow."""
     case = CASES[number % len(CASES)]
     method = EXACT_PRESETS[number].fit_to_grid(case.tokens, 3)
-    finding = measure(method, case.model(), case.sampling, CHAINS)
+    finding = measure(method, case.model(), case.sampling, CHAINS // 3)
     assert finding.exact, finding
 
 
