@@ -52,10 +52,10 @@ def compile_once(launch: Launch, capability: int, made: dict[str, Resources]) ->
     return made[key]
 
 
-def make_report(capabilities: tuple[int, ...] = tuple(SHARED_LIMIT)) -> dict[str, Any]:
-    """Make the report: every shipped launch on every generation of GPUs, and what the roofline allows every case."""
+def make_report(capabilities: tuple[int, ...] = tuple(SHARED_LIMIT), cases: list[KernelCase] | None = None) -> dict[str, Any]:
+    """Make the report: every launch of the cases, by default of all, on every generation of GPUs, and the rooflines."""
     made: dict[str, Resources] = {}
-    found = list_cases()
+    found = list_cases() if cases is None else cases
     kernels = [
         _describe_launch(case, launch, compile_once(launch, capability, made), capability)
         for case, launch in list_launches(found)

@@ -1,15 +1,17 @@
-"""Two actors generate and measure what one process does, bit for bit; losing an actor or the driver loses nothing."""
+"""Two actors generate and measure what one process does, bit for bit; losing an actor or a process loses nothing."""
 
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -20,9 +22,9 @@ from tiny_models import class_pipeline
 
 from vargen.compat import installed_version
 from vargen.evaluation.generation import GenerationPlan, generate_images, run_locally
-from vargen.evaluation.image_files import ImageFile, UnreadableImageError, list_images
+from vargen.evaluation.image_files import ImageFile, list_images
 from vargen.evaluation.measurement import MetricModels, measure_images
-from vargen.evaluation.ray_backend import ray_backend
+from vargen.evaluation.ray_backend import Actor, ray_backend
 from vargen.evaluation.run_directory import read_manifest
 
 psutil = pytest.importorskip("psutil")
@@ -34,11 +36,11 @@ import os, time, torch
 from vargen.evaluation.generation import ImageGenerator
 
 class SlowGenerator(ImageGenerator):
-    "Says which process it is in; takes long enough to be killed while it works."
+    "Records its process, takes long enough to be killed while it works, and never ends its last unit."
     def __call__(self, unit):
         with open(os.environ["ACTORS"], "a") as file:
             file.write(f"{os.getpid()}\\n")
-        time.sleep(0.4)
+        time.sleep(600 if unit == self.plan.pending_batches(())[-1] else 0.2)
         return super().__call__(unit)
 
 def level(images, prompts):
@@ -105,104 +107,96 @@ def outliving(processes: list[Any]) -> list[Any]:
     return alive
 
 
-def test_two_actors_draw_and_measure_what_one_process_does(model: Path, cluster: Path, tmp_path: Path) -> None:
-    assert generate_images(make_plan(model, tmp_path / "one")) == 28
-    assert generate_images(make_plan(model, tmp_path / "two"), backend=ray_backend(2, "cpu", 1)) == 28
-    assert images(tmp_path / "one") == images(tmp_path / "two")
-    assert len(lines(tmp_path / "two")) == len(set(lines(tmp_path / "two"))) == 28
-    pictures = list_images(tmp_path / "one/images", ["a"] * 28) * 6
-    pictures = [ImageFile(i, p.file, p.text, p.sha256) for i, p in enumerate(pictures)]
-    parts = MetricModels(("ray_parts:level",), "ray_parts:net", threads=1)
-    backends = run_locally, ray_backend(2, "cpu", 1)
-    here, there = (measure_images({"g": pictures}, parts, None, backend)["g"] for backend in backends)
-    assert here.columns.keys() == there.columns.keys() == {"ray_parts:level", "extractor"}
-    for name, columns in here.columns.items():
-        assert all(torch.equal(there.columns[name][key], value) for key, value in columns.items())
-    Path(pictures[70].file).write_bytes(b"")
-    loaded = "ray" in sys.modules
-    with pytest.raises(UnreadableImageError, match=Path(pictures[70].file).name):  # as here, in its own words
-        measure_images({"g": pictures}, parts, None, ray_backend(2, "cpu", 1))
-    rays = [process for process in psutil.process_iter(["cmdline"]) if os.environ["RAY_TMPDIR"] in str(process.info["cmdline"])]
-    assert not outliving(rays) and ("ray" in sys.modules) == loaded, "Ray stays in the process that asked, or beside it"
-
-
 def is_actor(pid: int) -> bool:
-    """Whether a process is still one of Ray's workers: after its end the number may be anyone's."""
+    """Whether a process is still one of Ray's workers: after its end another process may have its number."""
     try:
         return b"ray::" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
 
 
-def slowly(engine: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
-    parts = import_module("ray_parts")
-    return lambda _, argument, units: engine(parts.SlowGenerator, argument, units)
+def test_two_actors_measure_what_one_process_does(model: Path, cluster: Path, tmp_path: Path) -> None:
+    assert generate_images(make_plan(model, tmp_path / "one")) == 28
+    files = list_images(tmp_path / "one/images", ["a"] * 28) * 6
+    files = [ImageFile(i, p.file, p.text, p.sha256) for i, p in enumerate(files)]
+    models = MetricModels(("ray_parts:level",), "ray_parts:net", threads=1)
+    loaded = "ray" in sys.modules
+    backends = run_locally, ray_backend(2, "cpu", 1)
+    here, there = (measure_images({"g": files}, models, None, backend)["g"] for backend in backends)
+    assert here.columns.keys() == there.columns.keys() == {"ray_parts:level", "extractor"}
+    for name, columns in here.columns.items():
+        assert all(torch.equal(there.columns[name][key], value) for key, value in columns.items())
+    rays = [process for process in psutil.process_iter(["cmdline"]) if os.environ["RAY_TMPDIR"] in str(process.info["cmdline"])]
+    assert not outliving(rays) and ("ray" in sys.modules) == loaded, "Ray's processes remain, or Ray is in this one"
 
 
-def test_a_killed_actor_is_replaced_and_nothing_is_lost_or_twice(model: Path, cluster: Path, tmp_path: Path) -> None:
+def test_errors_of_actors_and_of_rays_process_keep_their_type(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (packed,) = Actor(pickle.dumps((int, "7")))({"unit": [pickle.dumps(None)]})["result"]  # an int cannot be called
+    failed, error = pickle.loads(packed)
+    assert failed and type(error) is TypeError
+    monkeypatch.setenv("RAY_ADDRESS", "no address")
+    with pytest.raises(ValueError, match="no address"):
+        list(ray_backend(2, "cpu", 1)(int, "7", [None]))
+
+
+def test_a_killed_actor_and_the_end_of_rays_process_lose_nothing(model: Path, cluster: Path, tmp_path: Path) -> None:
+    """The killed actor is replaced and each unit but the last two is returned; then Ray's process is killed."""
     record = cluster / "actors.txt"
-    record.unlink(missing_ok=True)
+    parts = import_module("ray_parts")
     killed: list[int] = []
+    of_it: list[Any] = []
 
     def kill_one() -> None:
         deadline = time.monotonic() + 120
         while time.monotonic() < deadline:
             written = record.read_text() if record.exists() else ""
-            pids = written[: written.rfind("\n") + 1].split()  # of whole lines: half a number is another process
-            if len(pids) >= 5 and is_actor(int(pids[-1])):
+            pids = written[: written.rfind("\n") + 1].split()  # of whole lines: a part of a number is another process
+            if len(pids) >= 3 and is_actor(int(pids[-1])):
                 killed.append(int(pids[-1]))
                 os.kill(killed[0], signal.SIGKILL)
                 return
             time.sleep(0.02)
 
-    killer = threading.Thread(target=kill_one)
-    killer.start()
-    assert generate_images(make_plan(model, tmp_path / "killed"), backend=slowly(ray_backend(2, "cpu", 1))) == 28
-    killer.join()
-    assert killed and len(set(record.read_text().split())) >= 3, "no actor was killed and replaced"
-    generate_images(make_plan(model, tmp_path / "whole"))
-    assert images(tmp_path / "killed") == images(tmp_path / "whole")
-    assert len(lines(tmp_path / "killed")) == len(set(lines(tmp_path / "killed"))) == 28
-
-
-def test_the_end_of_rays_process_is_an_error_and_what_came_back_is_kept(model: Path, cluster: Path, tmp_path: Path) -> None:
-
-    def stumbling(*work: Any) -> Iterator[Any]:
-        results = slowly(ray_backend(2, "cpu", 1))(*work)
-        yield next(results)
+    def killing(_: Any, argument: Any, units: list[Any]) -> Iterator[Any]:
+        results = ray_backend(2, "cpu", 1)(parts.SlowGenerator, argument, units)
+        for _ in units[2:]:  # Ray keeps one result back until the next
+            yield next(results)
         (driver,) = (p for p in psutil.Process().children() if "ray_backend" in " ".join(p.cmdline()))
         of_it.extend(driver.children(recursive=True))
         driver.kill()
         yield from results
 
-    of_it: list[Any] = []
-    with pytest.raises(RuntimeError, match="exit status -9; what came back is kept: run the same again"):
-        generate_images(make_plan(model, tmp_path / "killed"), backend=stumbling)
-    assert not outliving(of_it), "Ray's processes outlive the one that began them"
-    before = lines(tmp_path / "killed")
-    assert before
-    assert generate_images(make_plan(model, tmp_path / "killed")) == 28 - len(before)
+    killer = threading.Thread(target=kill_one)
+    killer.start()
+    with pytest.raises(RuntimeError, match="-9"):
+        generate_images(make_plan(model, tmp_path / "killed"), backend=killing)
+    killer.join()
+    assert killed and len(set(record.read_text().split())) >= 3, "no actor was killed and replaced"
+    assert of_it and not outliving(of_it), "Ray's processes outlive the one that started them"
+    assert len(lines(tmp_path / "killed")) == 24
+    assert generate_images(make_plan(model, tmp_path / "killed")) == 4
     generate_images(make_plan(model, tmp_path / "whole"))
     assert images(tmp_path / "killed") == images(tmp_path / "whole")
+    assert len(lines(tmp_path / "killed")) == len(set(lines(tmp_path / "killed"))) == 28
 
 
-def test_a_killed_driver_goes_on(model: Path, cluster: Path, tmp_path: Path) -> None:
+def test_a_killed_command_leaves_no_process_and_is_resumed(model: Path, cluster: Path, tmp_path: Path) -> None:
+    plan = GenerationPlan(str(model), str(tmp_path / "killed"), ("ar",), tuple(range(10)), num=100, batch=2, threads=1)
     words = [sys.executable, "-c", "from vargen.cli.main import main; main()", "eval", "--generate-only", "--model", str(model)]
-    words += ["--num-images", "60", "--batch-size", "2", "--threads", "1", "--methods", "ar,sjd"]
-    words += ["--backend", "ray", "--num-workers", "2", "-o"]
-    process = subprocess.Popen([*words, str(tmp_path / "killed")], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    words += ["--num-images", "100", "--batch-size", "2", "--threads", "1", "--methods", "ar"]
+    words += ["--backend", "ray", "--num-workers", "2", "-o", plan.output]
+    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 200
-    while process.poll() is None and len(lines(tmp_path / "killed")) < 8 and time.monotonic() < deadline:
+    while process.poll() is None and len(lines(tmp_path / "killed")) < 4 and time.monotonic() < deadline:
         time.sleep(0.02)
     cluster_of_it = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    assert not outliving(cluster_of_it), "Ray's processes outlive the one that asked for them"
+    assert cluster_of_it and not outliving(cluster_of_it), "Ray's processes outlive the one that asked for them"
     before = lines(tmp_path / "killed")
-    assert 8 <= len(before) < 120, "the kill came too late or too early to show anything"
-    subprocess.run([*words, str(tmp_path / "killed")], check=True, capture_output=True)
-    plan = GenerationPlan(str(model), str(tmp_path / "whole"), ("ar", "sjd"), tuple(range(10)), num=60, batch=2, threads=1)
-    generate_images(plan)
-    assert images(tmp_path / "killed") == images(tmp_path / "whole") and len(images(tmp_path / "whole")) == 120
+    assert 4 <= len(before) < 100, "the kill came too late or too early to show anything"
+    assert generate_images(plan) == 100 - len(before)
+    generate_images(replace(plan, output=str(tmp_path / "whole")))
+    assert images(tmp_path / "killed") == images(tmp_path / "whole") and len(images(tmp_path / "whole")) == 100
     after = lines(tmp_path / "killed")
-    assert after[: len(before)] == before and len(after) == len(set(after)) == 120
+    assert after[: len(before)] == before and len(after) == len(set(after)) == 100
