@@ -47,7 +47,7 @@ def validate_tokens(tokens: Any, length: Any, output_type: Any, codes: int, mini
 
     Args:
         codes: size of the codebook.
-        minimum: the smallest token; -1 stands for no token.
+        minimum: the smallest token; -1 means no token.
 
     Raises:
         ValueError, TypeError: naming the argument.

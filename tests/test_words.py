@@ -15,8 +15,8 @@ BANNED = frozenset(
     "pictures stands stood told youngers".split()
 )
 # Folder -> how many identifiers with a banned word are left in it.
-LEFT = {"vargen": 42, "pipelines": 23, "kernels": 0, "recipes": 0}
-PAGES_LEFT = {"README.md": 1, "docs": 10}
+LEFT = {"vargen": 0, "pipelines": 1, "kernels": 0, "recipes": 0}  # run_in_halves halves a batch
+PAGES_LEFT = {"README.md": 0, "docs": 5}
 
 
 def identifiers(file: Path) -> Iterator[str]:

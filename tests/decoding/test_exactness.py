@@ -1,8 +1,8 @@
-"""The proof: exact rules, couplings and initial drafts reach the enumerated joint distribution; known-wrong variants do not.
+"""The proof: every exact rule, drafter, and topology reaches the enumerated joint distribution; known-wrong variants do not.
 
-Two kinds of check. One step of a rule is summed exactly over drafts and coins, to 1e-12. Whole runs are compared with the
-enumerated probabilities of all sequences by total variation, against the noise floor of as many independent draws. The
-known-wrong variants are what released implementations do (research audit of SJD, SCD, SJD-PAC and Lumina-mGPT 2.0).
+Two kinds of check. Whole runs are compared with the enumerated probabilities of all sequences by total variation, against the
+noise floor of as many independent samples. One step of a rule is summed exactly over drafts and uniforms, to 1e-12. The
+known-wrong variants are mistakes of released implementations (SJD, SCD, SJD-PAC, Lumina-mGPT 2.0, LANTERN, Sequoia, MCSD).
 """
 
 import dataclasses
@@ -10,76 +10,82 @@ import itertools
 
 import pytest
 import torch
+from combinations import COMBINATIONS, Combination, pairs, valid_combinations
 from initial_drafts import mixture
 from one_step import Coins, one_step, random_probs
 
 from vargen.decoding import (
+    PRESETS,
     Accelerator,
+    AutoTree,
     Draft,
+    Eagle,
     GroupedRule,
     Jacobi,
+    JacobiTree,
+    Medusa,
     Noise,
+    PooledRule,
+    Recycle,
     Sampling,
     Speculative,
+    SpeculativeTree,
     Step,
     Tree,
     Verdict,
+    Wavefront,
     decode,
-    shared_noise,
+    recursive_rejection,
     speculative_sampling,
+    traversal,
 )
 from vargen.decoding.next_token.acceptance import acceptance_rule, gather_p_and_q, residual_weights, verify_chain
 from vargen.decoding.next_token.drafters.jacobi import couple_maximally
 from vargen.decoding.noise import Purpose
-from vargen.evaluation.exactness import CHAINS, measure, refusal_from_p, uniform_bonus
+from vargen.evaluation.exactness import CASES, WRONG, measure
+from vargen.evaluation.known_wrong import WRONG_TREES
 from vargen.evaluation.table_models import TableModel
 
-
-def joint_distance(accelerator, model: TableModel, sampling: Sampling, chains: int = CHAINS) -> float:
-    """Total variation from the enumerated joint distribution, in units of the noise floor."""
-    finding = measure(accelerator, model, sampling, chains)
-    assert finding.impossible == 0 or isinstance(accelerator.acceptance, GroupedRule)
-    return finding.times_the_floor
+CHAINS = 30_000  # of the checks that must pass and of those that must fail alike
+EXACT_PRESETS = [preset for preset in PRESETS.values() if preset.paradigm == "next-token" and preset.kind == "exact"]
 
 
-AT_THE_FLOOR = 1.35  # times the noise floor; the wrong variants below are told apart by the same bound
-MODEL = {"vocab": 3, "tokens": 5, "seed": 4}
+def test_the_combinations_cover_every_pair() -> None:
+    covered = set().union(*map(pairs, COMBINATIONS))
+    assert covered == set().union(*map(pairs, valid_combinations())) and len(COMBINATIONS) < 80
 
 
-@pytest.mark.parametrize("width", [2, 3, 5])
-@pytest.mark.parametrize("coupling", ["independent", "maximal", "gumbel"])
-@pytest.mark.parametrize("rule", [speculative_sampling, shared_noise])
-def test_every_rule_coupling_and_window_reaches_the_joint_distribution(rule, coupling, width):
-    accelerator = Accelerator(drafter=Jacobi(width, coupling), acceptance=rule)
-    assert joint_distance(accelerator, TableModel(**MODEL), Sampling()) < AT_THE_FLOOR
+@pytest.mark.parametrize("combination", COMBINATIONS, ids=str)
+def test_every_combination_reaches_the_joint_distribution(combination: Combination) -> None:
+    finding = measure(combination.method(), combination.case.model(), combination.case.sampling, CHAINS)
+    assert finding.exact, finding
 
 
-@pytest.mark.parametrize("initial", ["uniform", mixture])
-@pytest.mark.parametrize("coupling", ["independent", "maximal", "gumbel"])
-def test_every_initial_draft_reaches_the_joint_distribution(initial, coupling):
-    model = TableModel(vocab=3, tokens=6, seed=4, rows=3)  # three rows of two: copies from above happen
-    accelerator = Accelerator(drafter=Jacobi(4, coupling, initial), acceptance=speculative_sampling)
-    assert joint_distance(accelerator, model, Sampling()) < AT_THE_FLOOR
+@pytest.mark.parametrize("number", range(len(EXACT_PRESETS)), ids=[preset.name for preset in EXACT_PRESETS])
+def test_every_exact_preset_reaches_the_joint_distribution(number: int) -> None:
+    """Fewer samples: the combinations above have the parts, and trees of 23 slots are slow."""
+    case = CASES[number % len(CASES)]
+    method = EXACT_PRESETS[number].fit_to_grid(case.tokens, 3)
+    finding = measure(method, case.model(), case.sampling, CHAINS // 3)
+    assert finding.exact, finding
 
 
-@pytest.mark.parametrize("sampling", [Sampling(top_k=2), Sampling(top_p=0.7), Sampling(0.7, 3, 0.9)], ids=str)
-@pytest.mark.parametrize("coupling", ["independent", "maximal", "gumbel"])
-def test_filters_and_forced_tokens_reach_the_joint_distribution(sampling, coupling):
-    model = TableModel(vocab=4, tokens=5, seed=9, forced={2: 1, 4: 3})
-    for rule in (speculative_sampling, shared_noise):
-        accelerator = Accelerator(drafter=Jacobi(4, coupling, mixture), acceptance=rule)
-        assert joint_distance(accelerator, model, sampling, 60_000) < AT_THE_FLOOR
+REPAIRS = {
+    **{f"local repair, radius {radius}": (Jacobi(4, "from-verdict", "low-res"), PooledRule(1, 0.4, radius, budget=0.0))
+       for radius in (0, 1, 2)},
+    **{f"wavefront, reach {reach}": (Wavefront(6, reach=reach), PooledRule(0, 2.0, budget=0.0)) for reach in (0, 1)},
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("vocab,tokens", [(5, 4), (4, 4), (3, 6)])
-def test_other_sizes_reach_the_joint_distribution(vocab, tokens):
-    model = TableModel(vocab=vocab, tokens=tokens, seed=vocab)
-    accelerator = Accelerator(drafter=Jacobi(4, "maximal"), acceptance=speculative_sampling)
-    assert joint_distance(accelerator, model, Sampling()) < AT_THE_FLOOR
+@pytest.mark.parametrize("name", REPAIRS)
+def test_relaxed_rules_without_a_budget_reach_the_joint_distribution(name: str) -> None:
+    drafter, rule = REPAIRS[name]
+    finding = measure(Accelerator(drafter=drafter, acceptance=rule), CASES[1].model(), CASES[1].sampling, CHAINS)
+    assert finding.exact, finding
 
 
-class Changing:
-    """Windows that go up and down, through 1, where nothing is drafted."""
+class ChangingWindow:
+    """Windows that become larger and smaller, through 1, where nothing is drafted."""
 
     max_width, fits_any_grid = 4, False
 
@@ -97,21 +103,11 @@ class Changing:
 
 @pytest.mark.parametrize("coupling", ["independent", "maximal", "gumbel"])
 def test_changing_windows_reach_the_joint_distribution(coupling):
-    accelerator = Accelerator(drafter=Jacobi(Changing(), coupling, mixture), acceptance=speculative_sampling)
-    assert joint_distance(accelerator, TableModel(**MODEL), Sampling()) < AT_THE_FLOOR
+    accelerator = Accelerator(drafter=Jacobi(ChangingWindow(), coupling, mixture), acceptance=speculative_sampling)
+    assert measure(accelerator, CASES[0].model(), Sampling(), CHAINS).exact
 
 
-@pytest.mark.parametrize("length", [1, 2, 4])
-@pytest.mark.parametrize("rule", [speculative_sampling, shared_noise])
-@pytest.mark.parametrize("shared", [False, True])
-def test_speculative_drafts_reach_the_joint_distribution(length, rule, shared):
-    small = TableModel(vocab=3, tokens=5, seed=77)
-    accelerator = Accelerator(drafter=Speculative(length, small, shared), acceptance=rule)
-    assert joint_distance(accelerator, TableModel(**MODEL), Sampling(top_p=0.9)) < AT_THE_FLOOR
-
-
-@pytest.mark.parametrize("shared", [False, True])
-def test_changing_chains_reach_the_joint_distribution(shared, monkeypatch):
+def test_changing_chains_reach_the_joint_distribution(monkeypatch):
     """Chains of two, one and one draft, then none any more."""
 
     def turns(choice):
@@ -120,9 +116,23 @@ def test_changing_chains_reach_the_joint_distribution(shared, monkeypatch):
         return choice.width
 
     monkeypatch.setattr("vargen.decoding.next_token.drafters.draft_model.WidthController.choose", turns)
-    small = TableModel(vocab=3, tokens=5, seed=77)
-    accelerator = Accelerator(drafter=Speculative("auto", small, shared), acceptance=speculative_sampling)
-    assert joint_distance(accelerator, TableModel(**MODEL), Sampling(top_p=0.9)) < AT_THE_FLOOR
+    accelerator = Accelerator(drafter=Speculative("auto"), acceptance=speculative_sampling)
+    assert measure(accelerator, CASES[2].model(), CASES[2].sampling, CHAINS).exact
+
+
+@pytest.mark.parametrize("drafter", [
+    SpeculativeTree(AutoTree(6, 3, 2), "without-replacement"), JacobiTree(AutoTree(6, 3, 2), "maximal"),
+    Eagle(AutoTree(6, 3, 2)), Medusa(AutoTree(6, 3, 2)),
+], ids=lambda drafter: type(drafter).__name__)  # fmt: skip
+def test_changing_trees_reach_the_joint_distribution(drafter, monkeypatch):
+    """A tree, a chain, nothing, another tree."""
+    shapes = itertools.cycle([(-1, 0, 0, 1, 2), (-1, 0, 1, 2), (-1,), (-1, 0, 1, 1), (-1, 0, 0)])
+    monkeypatch.setattr(
+        "vargen.decoding.next_token.trees.search.TreeController.observe",
+        lambda choice, step, total: setattr(choice, "parents", next(shapes)),
+    )
+    accelerator = Accelerator(drafter=drafter, acceptance=recursive_rejection)
+    assert measure(accelerator, CASES[0].model(), Sampling(), CHAINS).exact
 
 
 # -- negative controls: the same check must fail ------------------------------------------------------------------------
@@ -159,6 +169,31 @@ class StaleProbs(Jacobi):
         return state
 
 
+@dataclasses.dataclass(frozen=True)
+class EvenQ(Eagle):
+    """Records the q of a drafter that would sample uniformly."""
+
+    def propose(self, state, tokens, length, step):
+        draft = super().propose(state, tokens, length, step)
+        return dataclasses.replace(draft, probs=torch.full_like(draft.probs, 1 / 3))
+
+
+class Overstated(Recycle):
+    """Its drafts are recorded as sampled from something else."""
+
+    def propose(self, state, tokens, length, step):
+        draft = super().propose(state, tokens, length, step)
+        return dataclasses.replace(draft, probs=draft.probs.roll(1, dims=-1) * 0.5 + 0.5 * draft.probs)
+
+
+class RolledQ(Jacobi):
+    """Initial drafts are recorded with the probabilities of other tokens."""
+
+    def propose(self, state, tokens, length, step):
+        draft = super().propose(state, tokens, length, step)
+        return draft if state.last else dataclasses.replace(draft, probs=draft.probs.roll(1, -1))
+
+
 class Spiky(Jacobi):
     """A uniform draft recorded as one-hot: exact, only slow (a control of the controls)."""
 
@@ -169,25 +204,27 @@ class Spiky(Jacobi):
         return dataclasses.replace(draft, probs=torch.zeros_like(draft.probs).scatter_(2, draft.tokens[..., None], 1.0))
 
 
-WRONG = {
+CONTROLS = {
+    **WRONG,
+    **WRONG_TREES,
     "stale q of kept drafts": Accelerator(drafter=StaleProbs(4, "maximal"), acceptance=speculative_sampling),
-    "least commit of a batch": Accelerator(drafter=Jacobi(4, surplus), acceptance=least_of_two),
-    "refusal drawn from p": Accelerator(drafter=Jacobi(4), acceptance=refusal_from_p),
-    "uniform token behind a full draft": Accelerator(drafter=Jacobi(2), acceptance=uniform_bonus),
+    "fewest committed tokens of a batch": Accelerator(drafter=Jacobi(4, surplus), acceptance=least_of_two),
     "grouped acceptance": Accelerator(drafter=Jacobi(4, "maximal"), acceptance=GroupedRule(size=2, delta=1.0)),
+    "q of a low resolution": Accelerator(drafter=RolledQ(4, "maximal", "low-res"), acceptance=speculative_sampling),
+    "q of a trained chain": Accelerator(drafter=EvenQ(3), acceptance=speculative_sampling),
+    "q of a trained tree": Accelerator(drafter=EvenQ((-1, 0, 0, 1, 1, 2)), acceptance=traversal),
+    "q of recycled tokens": Accelerator(drafter=Overstated(4), acceptance=speculative_sampling),
 }
 
 
-@pytest.mark.parametrize("variant", WRONG)
-def test_the_check_fails_for_known_wrong_variants(variant):
-    assert joint_distance(WRONG[variant], TableModel(**MODEL), Sampling()) > 1.5 * AT_THE_FLOOR
+@pytest.mark.parametrize("name", CONTROLS)
+def test_the_check_fails_for_known_wrong_variants(name):
+    finding = measure(CONTROLS[name], CASES[0].model(), Sampling(), CHAINS)
+    assert not finding.exact, finding
 
 
 def test_the_check_passes_for_a_variant_that_only_looks_wrong():
-    assert (
-        joint_distance(Accelerator(drafter=Spiky(4), acceptance=speculative_sampling), TableModel(**MODEL), Sampling())
-        < AT_THE_FLOOR
-    )
+    assert measure(Accelerator(drafter=Spiky(4), acceptance=speculative_sampling), CASES[0].model(), Sampling(), CHAINS).exact
 
 
 # -- one step, summed exactly -------------------------------------------------------------------------------------------
@@ -204,7 +241,7 @@ def test_one_step_of_the_exact_rule_sums_to_the_target(vocab, zeros):
 
 def test_one_step_check_tells_a_refusal_from_p():
     p, q = random_probs(64, 5, False).unbind(1)
-    total, _ = one_step(refusal_from_p, p, q)
+    total, _ = one_step(WRONG["rejected token resampled from p"].acceptance, p, q)
     assert (total - p).abs().max() > 1e-2
 
 

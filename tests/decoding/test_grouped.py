@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from vargen.decoding import Accelerator, Draft, GroupedRule, Jacobi, Noise, Sampling, Tree, decode, speculative_sampling
+from vargen.decoding import Accelerator, Draft, GroupedRule, Jacobi, Noise, Tree, decode
 from vargen.decoding.noise import sample_gumbel_max
 from vargen.evaluation.table_models import TableModel
 
@@ -53,65 +53,6 @@ def test_the_distance_filter_leaves_out_codes_that_look_different():
     assert (gap < 0.8).all()
     loose = GroupedRule(size=12, delta=1.0).group_members(probs[:, :-1], draft.tokens)
     assert (member != draft.tokens[..., None]).sum() < (loose != draft.tokens[..., None]).sum()
-
-
-def test_relaxation_is_what_was_granted_up_to_the_first_refusal():
-    probs, draft, noise = window_of_laws(3000, 8, 5)
-    rule, nothing = GroupedRule(size=4, delta=0.5), torch.zeros(3000)
-    relaxed, strict = rule(probs, draft, noise, nothing), speculative_sampling(probs, draft, noise, nothing)
-    assert (relaxed.count >= strict.count).all() and (relaxed.count > strict.count).any()
-    assert (relaxed.relaxation >= 0).all() and (relaxed.relaxation <= relaxed.count).all()
-    # Whoever spent nothing was judged exactly.
-    free = relaxed.relaxation == 0
-    assert free.any() and torch.equal(relaxed.count[free], strict.count[free])
-    assert torch.equal(relaxed.next_token[free], strict.next_token[free])
-
-
-def test_mean_relaxation_bounds_the_one_step_total_variation():
-    """Summed over drafts, acceptance granted minus exact acceptance is at least the distance of the output probs from p."""
-    generator = torch.Generator().manual_seed(3)
-    p, q = (torch.rand(2, 1, 6, generator=generator) ** 3).double()
-    p, q = p / p.sum(), q / q.sum()
-    rule = GroupedRule(size=3, delta=1.0)
-    chance = torch.zeros(6, dtype=torch.float64)
-    for d in range(6):
-        draft = Draft(torch.tensor([[d]]), Tree.make_chain(1), q[:, None])
-        member = rule.group_members(p[:, None], draft.tokens)[0, 0]
-        group = [d, *{int(m) for m in member} - {d}]
-        chance[d] = max(min(1.0, float(p[0, group].sum() / q[0, group].sum())), min(1.0, float(p[0, d] / q[0, d])))
-    left = (p[0] - q[0]).clamp(min=0)
-    output = q[0] * chance + (1 - (q[0] * chance).sum()) * left / left.sum()
-    granted = (q[0] * (chance - torch.minimum(torch.ones(6), p[0] / q[0]))).sum()
-    assert granted > 0.01
-    assert (output - p[0]).abs().sum() / 2 <= granted + 1e-12
-
-
-@pytest.mark.parametrize("budget", [0.0, 0.3, 2.0])
-def test_no_image_spends_more_than_its_budget(budget):
-    model = TableModel(vocab=8, tokens=40, seed=6)
-    rule = GroupedRule(size=6, delta=1.0, budget=budget)
-    arguments = (model, torch.zeros(64, dtype=torch.int64), torch.arange(64))
-    result = decode(*arguments, Accelerator(drafter=Jacobi(8), acceptance=rule))
-    spent = torch.tensor(result.stats.relaxation)
-    assert spent.max() <= budget + 1e-5
-    free = decode(*arguments, Accelerator(drafter=Jacobi(8), acceptance=GroupedRule(6, 1.0)))
-    assert torch.tensor(free.stats.relaxation).min() > 2.0  # the budgets above do bind
-
-
-def test_a_budget_of_nothing_is_the_exact_rule():
-    model = TableModel(vocab=6, tokens=30, seed=6)
-    condition, seeds = torch.zeros(16, dtype=torch.int64), torch.arange(16)
-    tight = decode(model, condition, seeds, Accelerator(drafter=Jacobi(6), acceptance=GroupedRule(4, 1.0, budget=0)))
-    strict = decode(model, condition, seeds, Accelerator(drafter=Jacobi(6), acceptance=speculative_sampling))
-    assert torch.equal(tight.tokens, strict.tokens)
-    assert tight.stats.passes == strict.stats.passes
-
-
-def test_forced_tokens_stay_forced():
-    model = TableModel(vocab=6, tokens=20, seed=6, forced={3: 2, 10: 0, 19: 5})
-    accelerator = Accelerator(drafter=Jacobi(6, "maximal"), acceptance=GroupedRule(size=6, delta=1.0))
-    result = decode(model, torch.zeros(200, dtype=torch.int64), torch.arange(200), accelerator, Sampling())
-    assert (result.tokens[:, [3, 10, 19]] == torch.tensor([2, 0, 5])).all()
 
 
 @pytest.mark.parametrize(

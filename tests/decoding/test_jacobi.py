@@ -1,8 +1,5 @@
 """Jacobi windows: recorded probabilities are those drawn from, rows stand alone, and bad windows are refused."""
 
-import itertools
-import math
-
 import pytest
 import torch
 from initial_drafts import mixture
@@ -13,7 +10,6 @@ from vargen.decoding import (
     GroupedRule,
     Jacobi,
     Noise,
-    NonFiniteLogitsError,
     Speculative,
     Tree,
     decode,
@@ -31,36 +27,6 @@ from vargen.decoding.next_token.draft_length import (
 from vargen.decoding.next_token.drafters.initial import INITIAL_DRAFTS, Context, draft_uniform
 from vargen.decoding.pass_costs import measure_pass_costs
 from vargen.evaluation.table_models import TableLowRes, TableModel
-
-METHODS = {
-    "sjd": Accelerator(drafter=Jacobi(6), acceptance=speculative_sampling),
-    "scd": Accelerator(drafter=Jacobi(6, "maximal", mixture), acceptance=speculative_sampling),
-    "gumbel": Accelerator(drafter=Jacobi(6, "gumbel", mixture)),
-    "gsd": Accelerator(drafter=Jacobi(6, "maximal", mixture), acceptance=GroupedRule(3, 1.0, budget=2.0)),
-    "speculative": Accelerator(
-        drafter=Speculative(3, TableModel(vocab=4, tokens=24, seed=1, rows=4)), acceptance=speculative_sampling
-    ),
-}
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_rows_equal_their_solo_runs(method):
-    model = TableModel(vocab=4, tokens=24, seed=5, rows=4)
-    condition, seeds = torch.arange(7) % 2, torch.arange(50, 57)
-    together = decode(model, condition, seeds, METHODS[method])
-    assert together.length.tolist() == [24] * 7
-    for row in range(7):
-        alone = decode(model, condition[row : row + 1], seeds[row : row + 1], METHODS[method])
-        assert torch.equal(alone.tokens[0], together.tokens[row])
-        assert math.isclose(alone.stats.relaxation[0], together.stats.relaxation[row], abs_tol=1e-4)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_fewer_passes_than_tokens_and_every_token_counted(method):
-    model = TableModel(vocab=4, tokens=24, seed=5, rows=4)
-    result = decode(model, torch.zeros(5, dtype=torch.int64), torch.arange(5), METHODS[method])
-    assert result.stats.passes < 24 and result.stats.tokens_per_pass > 1.1
-    assert sum(k * n for k, n in enumerate(result.stats.accepted_histogram)) == 5 * 24
 
 
 @pytest.mark.parametrize("width", [2, 7, 24])
@@ -203,17 +169,6 @@ def test_the_automatic_window_changes_no_picture_of_same_noise(costs, monkeypatc
     assert set(fast.stats.fed) <= set(costs)
 
 
-@pytest.mark.parametrize("coupling", ["independent", "maximal", "gumbel"])
-def test_windows_of_one_and_changing_windows_keep_the_exact_rule_running(coupling, monkeypatch):
-    """Widths go up and down, through 1, where nothing is drafted."""
-    widths = itertools.cycle([1, 5, 1, 1, 3, 2, 4])
-    monkeypatch.setattr("vargen.decoding.next_token.draft_length._ControlledWindow.choose_width", lambda self: next(widths))
-    model = TableModel(vocab=4, tokens=40)
-    accelerator = Accelerator(drafter=Jacobi("auto", coupling, mixture), acceptance=speculative_sampling)
-    result = decode(model, torch.zeros(3, dtype=torch.int64), torch.arange(3), accelerator)
-    assert result.finished and result.stats.tokens == 120 and set(result.stats.fed) == {1, 2, 3, 4, 5}
-
-
 def test_the_cost_curve_is_measured_once_per_network_and_batch():
     model = TableModel(vocab=4, tokens=60)
     condition = torch.zeros(2, dtype=torch.int64)
@@ -278,23 +233,6 @@ def test_a_draft_model_must_exist_and_share_the_vocabulary():
             decode(*arguments, Accelerator(drafter=Speculative(2, small), acceptance=speculative_sampling))
     model.draft_model = TableModel(vocab=4, tokens=9, seed=3)
     assert decode(*arguments, "speculative").finished
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_non_finite_logits_stop_the_run_and_a_raising_callback_leaves_the_model_usable(method):
-    model = TableModel(vocab=4, tokens=24, seed=5, rows=4)
-    arguments = (model, torch.zeros(2, dtype=torch.int64), torch.arange(2), METHODS[method])
-
-    def callback(progress):
-        raise KeyError("mine")
-
-    with pytest.raises(KeyError, match="mine"):
-        decode(*arguments, callback=callback)
-    whole = decode(*arguments)
-    model.table[:, 11] = float("nan")
-    with pytest.raises(NonFiniteLogitsError, match=r"token \d+ of 24, pass \d+"):
-        decode(*arguments)
-    assert whole.finished
 
 
 def test_presets_say_what_they_are():

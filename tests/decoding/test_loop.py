@@ -65,16 +65,6 @@ def test_what_is_drafted_never_changes_what_is_drawn(shape, batch):
     assert max(k for k, n in enumerate(fast.stats.accepted_histogram) if n) > 1
 
 
-def test_rows_finish_independently_and_equal_their_solo_runs():
-    model = TableModel(vocab=3, tokens=17, seed=8)
-    condition, seeds = torch.tensor([0, 1, 1, 0, 1]), torch.tensor([5, 5, 9, 1, 2])
-    for accelerator in ("ar", Accelerator(drafter=GuessingDrafter((-1, 0, 1), 3))):
-        together = decode(model, condition, seeds, accelerator)
-        for row in range(5):
-            alone = decode(model, condition[row : row + 1], seeds[row : row + 1], accelerator)
-            assert torch.equal(alone.tokens[0], together.tokens[row])
-
-
 def test_ar_feeds_one_token_a_pass():
     model = TableModel(vocab=4, tokens=9)
     result = decode(model, torch.zeros(2, dtype=torch.int64), torch.arange(2))
@@ -103,17 +93,6 @@ def test_callback_sees_every_pass_and_can_stop():
     assert seen[-1][1] == [5, 5] and not result.finished and result.stats.stopped
     whole = decode(model, torch.zeros(2, dtype=torch.int64), seeds)
     assert torch.equal(result.tokens[:, :5], whole.tokens[:, :5])
-
-
-def test_a_callback_that_raises_passes_through_and_the_model_stays_usable():
-    model = TableModel(vocab=4, tokens=12)
-
-    def callback(progress):
-        raise KeyError("mine")
-
-    with pytest.raises(KeyError, match="mine"):
-        decode(model, torch.zeros(1, dtype=torch.int64), torch.arange(1), callback=callback)
-    assert decode(model, torch.zeros(1, dtype=torch.int64), torch.arange(1)).finished
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

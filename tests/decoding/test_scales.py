@@ -39,11 +39,6 @@ def drawn(model: ScaleTable, schedule: str | ScaleSchedule = "plain", images: in
     return decode_scales(model, zeros, torch.arange(images) + 5, schedule, **options)
 
 
-def called(schedule: str | ScaleSchedule) -> str:
-    """A name that is the same in every process."""
-    return schedule if isinstance(schedule, str) else schedule.stages[0].rule.__name__
-
-
 def speculative(rule=joint_coupling, drafted: int = 2) -> ScaleSchedule:
     return ScaleSchedule("mine", (Stage(num_drafted=drafted, rule=rule),))
 
@@ -66,16 +61,6 @@ def test_wrong_rules_are_told() -> None:
 def test_the_same_picture_rule_draws_the_picture_of_plain(drafted: int) -> None:
     model = tables()
     assert torch.equal(drawn(model, speculative(shared_noise, drafted)).tokens, drawn(model).tokens)
-
-
-@pytest.mark.parametrize("schedule", [*PRESETS_OF_SCALES, *(speculative(rule) for rule in RULES)], ids=called)
-def test_an_image_does_not_depend_on_its_batch(schedule: str | ScaleSchedule) -> None:
-    model, seeds, classes = tables(scale_tokens=(1, 1, 2, 2, 3)), torch.arange(24) + 3, torch.arange(24) % 2
-    whole = decode_scales(model, classes, seeds, schedule)
-    for i in range(24):
-        alone = decode_scales(model, classes[i : i + 1], seeds[i : i + 1], schedule)
-        assert torch.equal(alone.tokens[0], whole.tokens[i])
-        assert torch.equal(alone.canvas[0], whole.canvas[i])
 
 
 def test_a_good_draft_model_saves_passes() -> None:

@@ -8,17 +8,14 @@ import itertools
 
 import pytest
 import torch
-from initial_drafts import mixture
 from torch import Tensor
 
 from vargen.decoding import (
     Accelerator,
     Draft,
-    DynamicTree,
     Jacobi,
     JacobiTree,
     Noise,
-    Sampling,
     Speculative,
     SpeculativeTree,
     StaticTree,
@@ -33,63 +30,7 @@ from vargen.decoding import (
 from vargen.decoding.next_token import acceptance
 from vargen.decoding.next_token.acceptance import acceptance_rule, verify_siblings
 from vargen.decoding.next_token.trees.shapes import make_fan, make_k_ary
-from vargen.evaluation.exactness import CASES, measure
-from vargen.evaluation.known_wrong import WRONG_TREES
 from vargen.evaluation.table_models import TableModel
-
-CHAINS = 50_000
-SHAPES = {
-    "chain": StaticTree((-1, 0, 1)),
-    "binary": StaticTree(make_k_ary(2, 2)),
-    "uneven": StaticTree((-1, 0, 0, 1, 1, 2, 4)),
-    "dynamic": DynamicTree(nodes=5, depth=3, children=2),
-    "all three": DynamicTree(nodes=7, depth=2, children=3),
-}
-
-
-def method(shape, child_sampling, rule) -> Accelerator:
-    return Accelerator(drafter=SpeculativeTree(SHAPES[shape], child_sampling), acceptance=rule)
-
-
-RULES = [
-    *itertools.product(SHAPES, ["without-replacement", "top-k"], [recursive_rejection, traversal]),
-    *itertools.product(["chain", "binary", "uneven"], ["with-replacement"], [recursive_rejection, traversal, k_seq]),
-]
-NAMES = [f"{shape}, {child_sampling}, {rule.__name__}" for shape, child_sampling, rule in RULES]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shape,child_sampling,rule", RULES, ids=NAMES)
-def test_every_rule_reaches_the_joint_distribution_on_every_tree(shape, child_sampling, rule):
-    finding = measure(method(shape, child_sampling, rule), CASES[0].model(), Sampling(), CHAINS)
-    assert finding.exact, finding
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-@pytest.mark.parametrize("shape,child_sampling,rule", [
-    ("dynamic", "without-replacement", recursive_rejection), ("dynamic", "without-replacement", traversal),
-    ("binary", "with-replacement", k_seq),
-], ids=lambda part: getattr(part, "__name__", str(part)))  # fmt: skip
-def test_filters_rows_and_certain_tokens_reach_the_joint_distribution(shape, child_sampling, rule, case):
-    finding = measure(method(shape, child_sampling, rule), case.model(), case.sampling, 20_000)
-    assert finding.exact, finding
-
-
-@pytest.mark.parametrize("initial", ["uniform", mixture])
-@pytest.mark.parametrize("coupling", ["independent", "maximal", "gumbel"])
-def test_trees_of_a_jacobi_window_reach_the_joint_distribution(coupling, initial):
-    model = TableModel(vocab=3, tokens=6, seed=4, rows=3)
-    for shape in (make_fan(8, 2, 2), (-1, 0, 0, 1, 2, 3)):
-        accelerator = Accelerator(drafter=JacobiTree(shape, coupling, initial), acceptance=recursive_rejection)
-        finding = measure(accelerator, model, Sampling(), CHAINS)
-        assert finding.exact, finding
-
-
-@pytest.mark.parametrize("variant", WRONG_TREES)
-def test_the_check_finds_known_mistakes_on_trees(variant):
-    finding = measure(WRONG_TREES[variant], CASES[0].model(), Sampling(), 100_000)
-    assert not finding.exact and finding.times_the_floor > 1.6, finding
-
 
 # -- one node, summed exactly -------------------------------------------------------------------------------------------
 

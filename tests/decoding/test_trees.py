@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-from initial_drafts import mixture
 
 from vargen.decoding import (
     Accelerator,
@@ -16,7 +15,6 @@ from vargen.decoding import (
     JacobiTree,
     Medusa,
     Noise,
-    Sampling,
     SpeculativeTree,
     StaticTree,
     Tree,
@@ -39,7 +37,6 @@ from vargen.decoding.next_token.trees.shapes import (
     parse_parents,
 )
 from vargen.decoding.noise import sample_exponential
-from vargen.evaluation.exactness import CASES, measure
 from vargen.evaluation.table_models import TableEagle, TableMedusa, TableModel
 
 
@@ -186,40 +183,10 @@ def test_coupled_children_hold_what_the_noise_of_the_image_draws():
     assert torch.equal(draft.tokens[:, :2], ratio.topk(2).indices)
 
 
-@pytest.mark.parametrize("child_sampling", ["top-k", "without-replacement", "shared-noise"])
-@pytest.mark.parametrize("shape", [DynamicTree(7, 3, 3), DynamicTree(5, 3, 2, frontier=4), StaticTree("wide-15")], ids=str)
-def test_rows_equal_their_solo_runs(shape, child_sampling):
-    rule = shared_noise if child_sampling == "shared-noise" else recursive_rejection
-    model = TableModel(vocab=6, tokens=24, seed=5, rows=4)
-    model.draft_model = TableModel(vocab=6, tokens=24, seed=5, rows=4, spread=1.0)
-    condition, seeds = torch.arange(5) % 2, torch.arange(50, 55)
-    accelerator = Accelerator(drafter=SpeculativeTree(shape, child_sampling), acceptance=rule)
-    together = decode(model, condition, seeds, accelerator)
-    assert together.length.tolist() == [24] * 5 and together.stats.passes < 24
-    for row in range(5):
-        alone = decode(model, condition[row : row + 1], seeds[row : row + 1], accelerator)
-        assert torch.equal(alone.tokens[0], together.tokens[row])
-
-
 def test_what_lies_past_the_grid_is_not_valid():
     draft, _ = grown(DynamicTree(7, 3, 3), "without-replacement", table(4, 6), total=7)
     assert draft.valid is not None
     assert torch.equal(draft.valid, draft.tree.depth[:, 1:] <= 2)
-
-
-@pytest.mark.parametrize("drafter", [
-    JacobiTree(make_fan(12, 2, 2), "gumbel"), JacobiTree((-1, 0, 0, 0, 1, 2, 3, 4, 5, 7), "gumbel", mixture),
-    SpeculativeTree(DynamicTree(9, 4, 3), "shared-noise"), SpeculativeTree("wide-15", "shared-noise"),
-    SpeculativeTree(child_sampling="without-replacement"),
-], ids=lambda drafter: type(drafter).__name__)  # fmt: skip
-def test_the_picture_of_ar_whatever_the_tree(drafter):
-    model = TableModel(vocab=8, tokens=40, seed=5, rows=5)
-    model.draft_model = TableModel(vocab=8, tokens=40, seed=5, rows=5, spread=1.2)
-    condition, seeds = torch.arange(9) % 2, torch.arange(100, 109)
-    for sampling in (Sampling(), Sampling(0.8, 5, 0.95)):
-        plain = decode(model, condition, seeds, "ar", sampling)
-        fast = decode(model, condition, seeds, Accelerator(drafter=drafter), sampling)
-        assert torch.equal(plain.tokens, fast.tokens) and fast.stats.tokens_per_pass > 1.2
 
 
 # -- the best tree ------------------------------------------------------------------------------------------------------
@@ -332,22 +299,6 @@ def test_an_automatic_tree_follows_the_costs_and_keeps_the_picture(make, dear, m
         assert set(result.stats.fed) == {1}
     else:
         assert 1 < widest < 16
-
-
-@pytest.mark.parametrize("make", [
-    lambda: SpeculativeTree(AutoTree(6, 3, 2), "without-replacement"), lambda: JacobiTree(AutoTree(6, 3, 2), "maximal"),
-    lambda: Eagle(AutoTree(6, 3, 2)), lambda: Medusa(AutoTree(6, 3, 2)),
-], ids=["small model", "jacobi", "eagle", "medusa"])  # fmt: skip
-def test_trees_that_change_from_pass_to_pass_reach_the_joint_distribution(make, monkeypatch):
-    """A tree, a chain, nothing, another tree."""
-    shapes = itertools.cycle([(-1, 0, 0, 1, 2), (-1, 0, 1, 2), (-1,), (-1, 0, 1, 1), (-1, 0, 0)])
-    monkeypatch.setattr(
-        "vargen.decoding.next_token.trees.search.TreeController.observe",
-        lambda choice, step, total: setattr(choice, "parents", next(shapes)),
-    )
-    accelerator = Accelerator(drafter=make(), acceptance=recursive_rejection)
-    finding = measure(accelerator, CASES[0].model(), Sampling(), 50_000)
-    assert finding.exact, finding
 
 
 def test_an_automatic_tree_learns_which_siblings_are_accepted():

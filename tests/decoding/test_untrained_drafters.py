@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from vargen.decoding import Accelerator, LayerSkip, Lookup, Noise, Recycle, Sampling, decode, shared_noise, speculative_sampling
+from vargen.decoding import Accelerator, LayerSkip, Lookup, Noise, Recycle, Sampling, decode, speculative_sampling
 from vargen.decoding.next_token.drafters.lookup import NGramIndex, make_context_keys
-from vargen.evaluation.exactness import CASES, MOST_SPREADS, measure
 from vargen.evaluation.table_models import TableModel
 
 DRAFTERS = {
@@ -15,41 +14,6 @@ DRAFTERS = {
     "recycle": Recycle(3, top_k=2),
     "recycle, all kept": Recycle(4, top_k=9),
 }
-
-
-@pytest.mark.parametrize("drafter", DRAFTERS.values(), ids=DRAFTERS)
-@pytest.mark.parametrize("rule", [speculative_sampling, shared_noise], ids=["exact", "shared noise"])
-@pytest.mark.parametrize("case", (CASES[1], CASES[3], CASES[4]), ids=lambda case: case.name)
-def test_every_drafter_reaches_the_joint_distribution(drafter, rule, case):
-    finding = measure(Accelerator(drafter=drafter, acceptance=rule), case.model(), case.sampling, 30_000)
-    assert finding.distance < finding.floor + (MOST_SPREADS + 1) * finding.spread and finding.impossible == 0
-
-
-class Overstated(Recycle):
-    """Its drafts are recorded as drawn from something else."""
-
-    def propose(self, state, tokens, length, step):
-        draft = super().propose(state, tokens, length, step)
-        draft.probs.copy_(draft.probs.roll(1, dims=-1) * 0.5 + 0.5 * draft.probs)
-        return draft
-
-
-def test_the_check_tells_a_drafter_that_records_other_probabilities():
-    case = CASES[0]
-    finding = measure(Accelerator(drafter=Overstated(4), acceptance=speculative_sampling), case.model(), case.sampling, 40_000)
-    assert not finding.exact
-
-
-@pytest.mark.parametrize("drafter", DRAFTERS.values(), ids=DRAFTERS)
-def test_a_row_of_a_batch_is_the_picture_alone(drafter):
-    model = TableModel(vocab=6, tokens=24, seed=2, rows=4)
-    model.example_tokens = torch.randint(6, (30, 24), generator=torch.Generator().manual_seed(1))
-    method = Accelerator(drafter=drafter, acceptance=speculative_sampling)
-    conditions = torch.tensor([0, 1, 0, 1])
-    together = decode(model, conditions, torch.arange(4), method)
-    for row in range(4):
-        alone = decode(model, conditions[row : row + 1], torch.tensor([row]), method)
-        assert torch.equal(alone.tokens[0], together.tokens[row])
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS.values(), ids=DRAFTERS)

@@ -134,7 +134,7 @@ def test_the_readme_says_what_was_measured() -> None:
         assert (int(same), int(images)) == (method["same_as_baseline"], method["images"]), name
     one = report["cost_curve"]["1"]
     curve = {width: seconds / one for width, seconds in report["cost_curve"].items()}
-    said = re.findall(r"a pass over (\d+) tokens cost\s+([\d.]+)?", section, flags=re.IGNORECASE)
+    said = re.findall(r"a pass over (\d+) tokens took\s+([\d.]+)?", section, flags=re.IGNORECASE)
     assert said
     for width, times in said:
         assert not times or times == f"{curve[width]:.2f}"

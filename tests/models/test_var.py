@@ -209,7 +209,7 @@ def test_going_back_to_a_scale_forgets_the_later_ones() -> None:
     logits = [model(part, cache=cache).logits for part in inputs.split([b - a for a, b in pairwise(model.ends)], dim=1)]
     torch.testing.assert_close(torch.cat(logits, 1), expected[:, 1:], atol=2e-5, rtol=1e-5)
     for scale in (0, 4):
-        with pytest.raises(ValueError, match="scale must be from 1 to the 3"):
+        with pytest.raises(ValueError, match="scale"):
             cache.truncate(scale)
 
 

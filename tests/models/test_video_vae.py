@@ -103,7 +103,7 @@ def test_a_state_of_other_videos_is_refused(model):
     _, state = model.decode_block(latents())
     with pytest.raises(ValueError, match="the state is of 2 videos, the latents are of 1"):
         model.decode_block(latents()[:1], state)
-    with pytest.raises(ValueError, match=r"pixels must be \[B, F, 3, 16, 16\]"):
+    with pytest.raises(ValueError, match="pixels"):
         model.encode(torch.zeros(1, 2, 3, 16, 24))
 
 

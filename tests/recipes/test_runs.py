@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 import torch
 from tiny_models import tiny_vq
-from tiny_training import Killed, check_resumes, data, generator_recipe
+from tiny_training import Killed, check_resumes, data, generator_recipe, tiny_encoder
 
-import vargen.assets
 from recipes.emoji import tokenizer
 from recipes.emoji.codebook import Codebook, flat_color_codes, quantize_flat_patches_together
 from recipes.emoji.dataset import EmojiDataset
@@ -32,7 +31,7 @@ from vargen.training.run import TrainingRun
 from vargen.training.token_cache import BackgroundTokenizer
 
 CPU = torch.device("cpu")
-ENCODER = vargen.assets.packaged_model_path("emoji")
+ENCODER = tiny_encoder()
 
 
 def tokenizer_recipe(**changes) -> TokenizerConfig:
@@ -86,14 +85,6 @@ def test_a_run_that_could_not_draw_its_curves_does_not_begin(tmp_path, monkeypat
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_that_diverged_says_so(tmp_path, monkeypatch):
-    nothing = {"held_out_loss": float("nan"), "entropy": float("nan")}
-    monkeypatch.setattr(generator.NextTokenEvaluation, "validation_loss", lambda *args, **kwargs: nothing)
-    with pytest.raises(ValueError, match="diverged"):
-        train_next_token(tmp_path / "run")
-    assert not (tmp_path / "run" / "transformer").exists()
-
-
 @pytest.mark.parametrize(("kind", "killed_at", "checkpoint_every"), [("tokenizer", 6, 4), ("generator", 11, 5)])
 def test_a_killed_run_resumes_to_the_same_weights(tmp_path, kind, killed_at, checkpoint_every):
     """At step 4 a tokenizer's codebook is fitted to latents of earlier steps, which the checkpoint has to contain."""
@@ -113,11 +104,11 @@ def test_training_lowers_the_losses(tmp_path):
 
 def test_the_last_steps_train_the_decoder_alone(tmp_path):
     """Resumed with ten steps more, all of them the decoder's: codes and tokens stay, reconstructions get better."""
-    schedule = Schedule(steps=40, learning_rate=3e-3, warmup_steps=2)
+    schedule = Schedule(steps=20, learning_rate=3e-3, warmup_steps=2)
     before = train_tokenizer(tmp_path / "run", tokenizer_recipe(schedule=schedule))
     first = VQModel.from_pretrained(tmp_path / "run" / "vqvae")
-    longer = dataclasses.replace(schedule, steps=70)
-    after = train_tokenizer(tmp_path / "run", tokenizer_recipe(schedule=longer, decoder_steps=30))
+    longer = dataclasses.replace(schedule, steps=35)
+    after = train_tokenizer(tmp_path / "run", tokenizer_recipe(schedule=longer, decoder_steps=15))
     second = VQModel.from_pretrained(tmp_path / "run" / "vqvae")
     old, new = first.state_dict(), second.state_dict()
     changed = {name.split(".")[0] for name in old if not torch.equal(old[name], new[name])}
@@ -396,10 +387,10 @@ def test_plain_patches_of_a_colour_share_the_code_nearest_to_their_mean():
 
 def test_training_brings_plain_patches_to_one_code(tmp_path):
     """Held-out pictures, each patch quantised by itself: fewer codes for a colour than without the shared targets."""
-    schedule = Schedule(steps=150, learning_rate=3e-3, warmup_steps=2)
+    schedule = Schedule(steps=60, learning_rate=3e-3, warmup_steps=2)
     apart, together = (
         train_tokenizer(
-            tmp_path / str(weight), tokenizer_recipe(schedule=schedule, evaluate_every=150, flat_patch_weight=weight)
+            tmp_path / str(weight), tokenizer_recipe(schedule=schedule, evaluate_every=60, flat_patch_weight=weight)
         )["plain_perplexity"]
         for weight in (0.0, 10.0)
     )

@@ -50,7 +50,7 @@ def test_it_learns_what_drafts_are_judged_by(kind: str, tmp_path: Path) -> None:
     pipe = class_pipeline()
     frozen = {name: value.clone() for name, value in pipe.transformer.state_dict().items()}
     early = train(kind, tmp_path / "early", pipe, schedule=Schedule(steps=1, learning_rate=0.0))
-    schedule = Schedule(steps=120, learning_rate=1e-2, warmup_steps=5)
+    schedule = Schedule(steps=60, learning_rate=1e-2, warmup_steps=5)
     late = train(kind, tmp_path / "late", pipe, schedule=schedule, num_images=72, batch_size=16)
     assert all(torch.equal(value, frozen[name]) for name, value in pipe.transformer.state_dict().items())
     assert late["acceptance_1"] > early["acceptance_1"] + 0.05 and late["acceptance_3"] > early["acceptance_3"] + 0.02

@@ -93,11 +93,11 @@ def convert_llamagen(
         config = detect_transformer(gpt, transformer, downsampling, n_head, grid_size)
         if config["vocab_size"] != vq_config["codebook_size"]:
             raise ValueError(
-                f"{transformer} and {vq} do not belong together: the transformer draws from "
+                f"{transformer} and {vq} do not belong together: the transformer generates from "
                 f"{config['vocab_size']} tokens, the image tokenizer has {vq_config['codebook_size']} codes"
             )
         if id2label is not None and config["condition"] != "class":
-            raise ValueError("id2label names classes, but this transformer draws from text")
+            raise ValueError("id2label names classes, but this transformer is text-conditional")
         labels = None if id2label is None else read_labels(Path(id2label), config["num_classes"])
         parts: dict[str, Any] = {}
         if text_encoder is not None:
@@ -227,7 +227,7 @@ def detect_vq(state: State, file: Path) -> dict[str, Any]:
     ch, in_channels = shape("encoder.conv_in.weight")[:2]
     out_channels = shape("decoder.conv_out.weight")[0]
     if (in_channels, out_channels) != (3, 3):
-        raise ValueError(f"{file} reads {in_channels} colours and draws {out_channels}, expected 3 and 3")
+        raise ValueError(f"{file} has {in_channels} input and {out_channels} output channels, expected 3 and 3")
     codes, code_width = shape("quantize.embedding.weight", 2)
     state.setdefault("quantize.codebook_used", torch.zeros(CODEBOOK_USED_SLOTS))
     return {
@@ -250,7 +250,7 @@ def _read_text_encoder(folder: Path, tokenizer: Path, config: dict[str, Any], dt
     from transformers import AutoConfig, AutoTokenizer, T5EncoderModel  # takes seconds to import, and is rarely needed
 
     if config["condition"] != "text":
-        raise ValueError("text_encoder goes with a text model, but this transformer draws classes")
+        raise ValueError("text_encoder goes with a text model, but this transformer is class-conditional")
     options: dict[str, Any] = {"local_files_only": True}
     try:
         described = AutoConfig.from_pretrained(str(folder), **options)

@@ -52,7 +52,7 @@ class PublishedVARSampler:
         B, P = len(vector_RD) // 2, 0 if prefix is None else prefix.shape[1]
         keys: list[Tensor | None] = [None] * len(model.blocks)
         values: list[Tensor | None] = [None] * len(model.blocks)
-        canvas, drawn = self.vqvae.empty_latent(B), []
+        canvas, scale_tokens = self.vqvae.empty_latent(B), []
         following: Tensor | None = None
         for k in range(len(scales)):
             place = slice(model.start_of(k), model.ends[k])
@@ -72,9 +72,9 @@ class PublishedVARSampler:
             logits[..., self.vqvae.scale_codes[k] :] = float("-inf")
             probs = _filtered(logits / temperature, top_k, top_p).softmax(-1)
             tokens = torch.multinomial(probs.flatten(0, 1), 1, generator=generator).view(B, -1)
-            drawn.append(tokens)
+            scale_tokens.append(tokens)
             canvas, following = self.vqvae.next_input(canvas, tokens, k)
-        return drawn, canvas
+        return scale_tokens, canvas
 
     def _visible(self, scale: int, prefix: int, mask: Tensor | None) -> Tensor | None:
         """Attention mask of a pass over caption rows and tokens so far: bool `[R, 1, T, S]`, None for all visible."""

@@ -192,7 +192,7 @@ class VideoCache:
         if isinstance(target, bool) or not isinstance(target, int) or not 0 <= target <= self.frames:
             raise ValueError(f"frames must be from 0 to the {self.frames} that are committed, got {frames!r}")
         if target < self.frames and self._written > self.slots:
-            raise ValueError(f"a window of {self.window} frames has overwritten what frame {target} sees: prefill it anew")
+            raise ValueError(f"a window of {self.window} frames has overwritten what frame {target} sees: prefill it again")
         self.frames, self.pending = target, 0
         if self._written <= self.slots:
             self._written = target  # nothing was lost

@@ -94,8 +94,8 @@ class KVCache:
         return CacheView(self, slice(reach - T, reach) if alike else self._flat_slots(T, earlier), reach)
 
     def _flat_slots(self, T: int, earlier: int) -> Tensor:
-        behind = self.length[:, None].clamp(max=self.tokens)  # full rows write only to scratch
-        ahead = self._image_slot[earlier : earlier + T] + behind
+        offset = self.length[:, None].clamp(max=self.tokens)  # full rows write only to scratch
+        ahead = self._image_slot[earlier : earlier + T] + offset
         return self._first_slot + ahead.clamp(max=self.tokens + self.scratch - 1)[..., None]
 
     def seen(self, T: int, ancestors: Tensor | None, heads: int, reach: int, earlier: int = 0) -> Tensor | KernelMask:
@@ -127,15 +127,15 @@ class KVCache:
             earlier: as in `span`.
         """
         image_slot = self._image_slot if slots is None else self._image_slot[: slots - self.prefix]
-        behind = image_slot - self.length[:, None]  # [R, image slots]; negative: committed; t: draft token t
+        offset = image_slot - self.length[:, None]  # [R, image slots]; negative: committed; t: draft token t
         if ancestors is None:
-            steps = torch.arange(earlier, earlier + T, device=behind.device)
-            visible = behind[:, None, :] <= steps[None, :, None]
+            steps = torch.arange(earlier, earlier + T, device=offset.device)
+            visible = offset[:, None, :] <= steps[None, :, None]
         else:
             held = earlier + T
             table = ancestors.expand(self.rows, T, held)
-            index = behind.clamp(0, held - 1)[:, None, :].expand(-1, T, -1)
-            visible = (behind < 0)[:, None, :] | (table.gather(2, index) & (behind < held)[:, None, :])
+            index = offset.clamp(0, held - 1)[:, None, :].expand(-1, T, -1)
+            visible = (offset < 0)[:, None, :] | (table.gather(2, index) & (offset < held)[:, None, :])
         image = torch.zeros(visible.shape, device=visible.device).masked_fill_(~visible, float("-inf"))
         prefix = self.prefix_bias[:, None, :].expand(-1, T, -1)
         return torch.cat([prefix, image], dim=-1)[:, None].to(dtype)

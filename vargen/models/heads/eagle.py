@@ -173,7 +173,7 @@ class EagleDrafter(TransposableWeights, ModelMixin, ConfigMixin):
         T, layer = features.shape[1], self.layer
         rotary = rotation(self.rotary[:T])
         slot = torch.arange(T, device=features.device)
-        behind = slot[:, None] - slot[None]  # distance from key k to query j
+        distance = slot[:, None] - slot[None]  # from key k to query j
         keys, values, outputs = [], [], []
         given = features
         for step in range(steps):
@@ -181,7 +181,7 @@ class EagleDrafter(TransposableWeights, ModelMixin, ConfigMixin):
             q, k, v = layer.attention.project(layer.attention_norm(x), rotary)
             keys.append(k.transpose(1, 2))
             values.append(v.transpose(1, 2))
-            visible = torch.cat([behind >= step, *(behind == step - t for t in range(1, step + 1))], dim=1)
+            visible = torch.cat([distance >= step, *(distance == step - t for t in range(1, step + 1))], dim=1)
             attended = F.scaled_dot_product_attention(
                 q.transpose(1, 2), torch.cat(keys, 2), torch.cat(values, 2), attn_mask=visible
             )

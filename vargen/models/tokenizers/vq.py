@@ -50,8 +50,8 @@ class NonFinitePixelsError(RuntimeError):
         image, _, row, column = (~pixels_BCYX.isfinite()).nonzero()[0].tolist()
         B, _, Y, X = pixels_BCYX.shape
         raise cls(
-            f"the image tokenizer returned NaN or infinite pixels, first in picture {image + 1} of {B} at row {row}, column "
-            f"{column} of {Y} x {X}; no picture is made of them. Check the checkpoint's vqvae, or run it in float32"
+            f"the image tokenizer returned NaN or infinite pixels, first in image {image + 1} of {B} at row {row}, column "
+            f"{column} of {Y} x {X}; no image is made of them. Check the checkpoint's vqvae, or run it in float32"
         )
 
 
@@ -175,7 +175,7 @@ class VQModel(QuantizedStorageMixin, ConfigMixin):
             image, row, column = bad.nonzero()[0].tolist()
             B, R, G = bad.shape
             raise NonFinitePixelsError(
-                f"the image tokenizer found no nearest code, first in picture {image + 1} of {B} at token row {row}, column "
+                f"the image tokenizer found no nearest code, first in image {image + 1} of {B} at token row {row}, column "
                 f"{column} of {R} x {G}: its weights or the pixels hold NaN. Check the checkpoint's vqvae, or run it in float32"
             )
         return indices

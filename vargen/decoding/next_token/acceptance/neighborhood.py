@@ -164,8 +164,13 @@ def _load_or_build(book: _CodebookKey, count: int) -> Tensor:
     return found[:, :count].contiguous()
 
 
+def token_dtype(vocab: int) -> torch.dtype:
+    """The smallest dtype of a table that holds every token of a vocabulary: int16 or int32."""
+    return torch.int16 if vocab <= 2**15 else torch.int32
+
+
 def _build_table(codes: Tensor, count: int) -> Tensor:
-    table = torch.empty(len(codes), count, dtype=torch.int16 if len(codes) <= 2**15 else torch.int32)
+    table = torch.empty(len(codes), count, dtype=token_dtype(len(codes)))
     high = codes.double()
     for rows in torch.arange(len(codes)).split(max(1, _MAX_DISTANCES // len(codes))):
         # Without matrix products: their rounding separates equal distances, differently on every machine.

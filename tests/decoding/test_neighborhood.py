@@ -1,0 +1,242 @@
+"""The neighborhood rule: its neighbor table, its greedy form, and the residuals of released code, which are found."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+from one_step import one_step, random_probs
+from table_methods import RELAXED_RULES, bind_rule, codebook, total_variation
+
+from vargen.decoding import (
+    Accelerator,
+    Draft,
+    Jacobi,
+    JacobiTree,
+    NeighborhoodRule,
+    Noise,
+    Sampling,
+    Tree,
+    decode,
+)
+from vargen.decoding.next_token.acceptance import acceptance_rule
+from vargen.decoding.next_token.acceptance.neighborhood import build_neighbor_table, token_dtype
+from vargen.decoding.noise import Purpose
+from vargen.evaluation.table_models import TableModel
+from vargen.files import cache_folder
+
+GREEDY = Sampling(temperature=0.0)
+
+
+def greedily_accepted(soft, token, near, ratio, delta):
+    """LANTERN's greedy form for one draft, by its words: what is nearest is added up to the bounds; is the sum the largest?"""
+    own, counted, total = soft[token], 0.0, 0.0
+    for other in near:
+        total += soft[other]
+        if total > (math.inf if ratio is None else (ratio - 1) * own) or total > (math.inf if delta is None else delta):
+            break
+        counted = total
+    return own > 0 and own + counted >= max(p for other, p in enumerate(soft) if other != token)
+
+
+@pytest.mark.parametrize("rule", [each for name, each in RELAXED_RULES.items() if "neighborhood" in name], ids=str)
+@pytest.mark.parametrize("tree", [Tree.make_chain(4), Tree.from_parents((-1, 0, 0, 1, 1))], ids=["chain", "tree"])
+def test_greedy_neighbourhoods_ask_whether_the_draft_would_be_the_likeliest(rule, tree):
+    rule = bind_rule(rule, 9)
+    soft = random_probs(400 * 5, 9, True).unbind(1)[0].unflatten(0, (400, 5))
+    hard = torch.nn.functional.one_hot(soft.argmax(-1), 9).double()
+    tokens = torch.stack([torch.randperm(9, generator=torch.Generator().manual_seed(i))[:4] for i in range(400)])
+    q = torch.nn.functional.one_hot(tokens, 9).double()
+    noise = Noise(torch.arange(400), 7 + tree.depth.expand(400, -1), 3)
+    verdict = rule(hard, Draft(tokens, tree, q, unfiltered_probs=soft), noise, torch.zeros(400))
+    near, plain, loosened = rule.neighbor_table.tolist(), soft.tolist(), 0
+    for i in range(400):
+        path, spent, kept = [0], 0, True
+        while kept:
+            kept = False
+            for slot in (t for t in range(1, 5) if tree.parents[t] == path[-1]):
+                token, row = tokens[i, slot - 1].item(), plain[i][path[-1]]
+                if greedily_accepted(row, token, near[token], rule.ratio, rule.delta):
+                    spent += row[token] < max(row)
+                    path.append(slot)
+                    kept = True
+                    break
+        loosened += spent
+        assert verdict.path[i, : verdict.count[i]].tolist() == path
+        assert verdict.relaxation[i] == spent
+        assert verdict.next_token[i] == soft[i, path[-1]].argmax()
+    assert loosened > 20
+
+
+@pytest.mark.parametrize("drafter", [Jacobi(8), JacobiTree((-1, 0, 0, 1, 2, 3), "maximal")], ids=["chain", "tree"])
+def test_greedy_pictures_are_those_of_ar_but_for_what_the_budget_allows(drafter):
+    model = TableModel(vocab=9, tokens=40, seed=6)
+    model.codebook = codebook(9)
+    arguments = (model, torch.zeros(16, dtype=torch.int64), torch.arange(16))
+    sequential = decode(*arguments, "ar", GREEDY).tokens
+    for budget in (0.0, 3.0, None):
+        rule = NeighborhoodRule(size=4, ratio=3.0, budget=budget)
+        drawn = decode(*arguments, Accelerator(drafter=drafter, acceptance=rule), GREEDY)
+        other = (drawn.tokens != sequential).any(1)
+        assert other.any() == (budget != 0)
+        assert all(spent <= (math.inf if budget is None else budget) for spent in drawn.stats.relaxation)
+        assert not other[torch.tensor(drawn.stats.relaxation) == 0].any()
+
+
+@pytest.fixture
+def own_cache(tmp_path, monkeypatch):
+    """An empty cache folder, and nothing remembered in this process."""
+    from vargen.decoding.next_token.acceptance import neighborhood as neighbours
+
+    monkeypatch.setenv("VARGEN_CACHE", str(tmp_path))
+    neighbours._load_or_build.cache_clear()
+    yield tmp_path / "neighbours"
+    neighbours._load_or_build.cache_clear()
+
+
+@pytest.mark.parametrize("count", [1, 5, 200])
+def test_neighbours_are_the_nearest_codes_without_the_token_itself(count, own_cache):
+    book = codebook(60)
+    book[7] = book[3]  # alike: each is the other's nearest, and neither its own
+    table = build_neighbor_table(book, count)
+    assert table.dtype == torch.int16 and table.shape == (60, min(count, 59))
+    for token in range(60):
+        gap = [((book[token] - book[other]).double().square().sum().item(), other) for other in range(60) if other != token]
+        assert table[token].tolist() == [other for _, other in sorted(gap)[:count]]
+    assert table[7, 0] == 3 and table[3, 0] == 7
+
+
+def test_codes_that_are_all_alike_have_the_same_neighbours_everywhere(own_cache):
+    table = build_neighbor_table(torch.ones(50, 3), 4)
+    assert table[0].tolist() == [1, 2, 3, 4] and table[2].tolist() == [0, 1, 3, 4] and table[49].tolist() == [0, 1, 2, 3]
+
+
+def test_every_token_fits_into_the_numbers_of_a_table():
+    for vocab in (2, 2**15, 2**15 + 1, 2**18):
+        assert torch.iinfo(token_dtype(vocab)).max >= vocab - 1
+    assert token_dtype(2**14) == torch.int16
+
+
+def test_a_table_is_made_once_and_kept(own_cache, monkeypatch):
+    from vargen.decoding.next_token.acceptance import neighborhood as neighbours
+
+    first = build_neighbor_table(codebook(40), 6)
+    assert [path.suffix for path in own_cache.iterdir()] == [".npz"]
+    neighbours._load_or_build.cache_clear()  # as in another process
+    monkeypatch.setattr(neighbours, "_build_table", lambda *_: pytest.fail("made again"))
+    assert torch.equal(build_neighbor_table(codebook(40), 6), first)
+    assert torch.equal(build_neighbor_table(codebook(40), 2), first[:, :2])  # fewer are the first columns
+
+
+@pytest.mark.parametrize("damage", ["another codebook", "cut", "out of range", "too narrow", "not a table"])
+def test_a_file_that_is_no_table_of_this_codebook_is_made_anew(damage, own_cache):
+    from vargen.decoding.next_token.acceptance import neighborhood as neighbours
+
+    right = build_neighbor_table(codebook(40), 6)
+    (path,) = own_cache.iterdir()
+    with np.load(path) as stored:
+        content = dict(stored)
+    if damage == "another codebook":
+        other = build_neighbor_table(codebook(40, seed=8), 6)
+        content = {"codebook": neighbours.hash_codebook(codebook(40, seed=8)), "nearest": other.numpy()}
+    content["nearest"] = {"cut": content["nearest"][:-1], "out of range": content["nearest"] + 40,
+                          "too narrow": content["nearest"][:, :5]}.get(damage, content["nearest"])  # fmt: skip
+    np.savez(path, **content)
+    if damage == "not a table":
+        path.write_bytes(b"PK\x03\x04 and no more")
+    neighbours._load_or_build.cache_clear()
+    assert torch.equal(build_neighbor_table(codebook(40), 6), right)
+    neighbours._load_or_build.cache_clear()
+    assert torch.equal(build_neighbor_table(codebook(40), 6), right)  # the file has been put right, too
+
+
+def test_a_cache_folder_that_cannot_be_written_is_done_without(own_cache, monkeypatch):
+    monkeypatch.setenv("VARGEN_CACHE", "/dev/null/nowhere")
+    assert cache_folder().parent.name == "null"
+    assert build_neighbor_table(codebook(20), 3).shape == (20, 3)
+
+
+def test_a_neighbourhood_is_the_longest_prefix_within_its_bounds():
+    p, _ = random_probs(50, 12, True).unbind(1)
+    rule = bind_rule(NeighborhoodRule(size=7, ratio=3.0, delta=0.3), 12)
+    tokens = torch.arange(50)[:, None] % 12
+    found = rule.neighbor_prob(p[:, None], tokens)[:, 0]
+    for image in range(50):
+        token, mass = image % 12, 0.0
+        for other in rule.neighbor_table[token].tolist():
+            if mass + p[image, other] > min(0.3, 2.0 * p[image, token]):
+                break
+            mass += p[image, other]
+        assert abs(found[image] - mass) < 1e-12
+
+
+def test_a_bound_neighbourhood_is_the_same_method():
+    model = TableModel(vocab=12, tokens=4)
+    model.codebook = codebook(12)
+    rule = NeighborhoodRule(size=3)
+    assert rule.bind(model) == rule and Accelerator(drafter=Jacobi(4), acceptance=rule).spec()
+
+
+def test_neighbourhoods_need_a_codebook_of_the_vocabulary():
+    model = TableModel(vocab=4, tokens=9)
+    with pytest.raises(ValueError, match="codebook"):
+        NeighborhoodRule().bind(model)
+    model.codebook = codebook(5)
+    with pytest.raises(ValueError, match="each of the 4 tokens, got 5"):
+        NeighborhoodRule().bind(model)
+    model.codebook = torch.full((4, 2), torch.nan)
+    with pytest.raises(ValueError, match="finite"):
+        NeighborhoodRule().bind(model)
+    with pytest.raises(ValueError, match="bind"):
+        NeighborhoodRule().neighbor_prob(torch.ones(1, 1, 4) / 4, torch.zeros(1, 1, dtype=torch.int64))
+
+
+def test_a_bound_of_the_mass_is_none_of_the_distance():
+    """LANTERN's delta limits each draft's own modification; the sum over drafts is what is reported, and is larger."""
+    p, q = random_probs(64, 30, False).unbind(1)
+    output, _ = one_step(bind_rule(NeighborhoodRule(size=29, ratio=None, delta=0.05), 30), p, q)
+    assert total_variation(output, p).max() > 0.1
+
+
+def with_residual(make):
+    """The neighbourhood rule, refusing into `make(p, q, tokens, A, size nearest)`, where A is what counted for the draft."""
+    rule = bind_rule(NeighborhoodRule(size=4, ratio=3.0), 9)
+
+    @acceptance_rule(exact=False)
+    def wrong(probs, draft, noise, relaxation):
+        verdict = rule(probs, draft, noise, relaxation)
+        p, near = probs[:, 0], rule.neighbor_table[draft.tokens[:, 0]].long()
+        mass = p.gather(1, near).cumsum(1)
+        counted = mass <= 2.0 * p.gather(1, draft.tokens)
+        left = make(p, draft.probs[:, 0], draft.tokens, near, counted)
+        return dataclasses.replace(verdict, next_token=noise.at(None).sample(left[:, None], Purpose.RESIDUAL)[:, 0])
+
+    return wrong
+
+
+def neighbours_stay(p, q, tokens, near, counted):
+    """LANTERN's static trees: neighbours are taken from q instead of p, so they keep all of their mass."""
+    return (p - q.scatter(1, near, q.gather(1, near) * ~counted)).clamp(min=0)
+
+
+def all_nearest_go(p, q, tokens, near, counted):
+    """LANTERN's dynamic trees: all the k nearest lose their mass as soon as one of them counted, not those that did."""
+    gone = p.scatter(1, near, p.gather(1, near) * ~counted.any(1, keepdim=True))
+    left = (gone - q).clamp(min=0)
+    return torch.where(left.sum(1, keepdim=True) > 0, left, p)
+
+
+def anything(p, q, tokens, near, counted):
+    """LANTERN, where nothing is left: the whole vocabulary alike."""
+    return torch.ones_like(p)
+
+
+@pytest.mark.parametrize("wrong", [neighbours_stay, all_nearest_go, anything])
+def test_the_law_tells_the_residuals_of_released_code(wrong):
+    p, q = random_probs(64, 9, False).unbind(1)
+    output, chance = one_step(with_residual(wrong), p, q)
+    extra = (q * chance).sum(1) - torch.minimum(p, q).sum(1)
+    above = total_variation(output, p) - extra
+    assert above.min() > -1e-9  # no residual costs less than the optimal one
+    assert above.max() > 1e-2

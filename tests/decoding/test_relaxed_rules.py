@@ -1,0 +1,219 @@
+"""Relaxed rules: what one step costs is exactly the acceptance that they grant, report and cap; wrong residuals cost
+more."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from one_step import Coins, one_step, random_probs
+from table_methods import RELAXED_RULES, TREE_RULES, bind_rule, total_variation
+
+from vargen.decoding import (
+    Accelerator,
+    Draft,
+    DynamicTree,
+    Eagle,
+    GroupedRule,
+    Jacobi,
+    JacobiTree,
+    NeighborhoodRule,
+    Noise,
+    RatioRule,
+    Sampling,
+    Speculative,
+    SpeculativeTree,
+    StaticTree,
+    Tree,
+    TypicalRule,
+    decode,
+    speculative_sampling,
+)
+from vargen.decoding.next_token.acceptance import Siblings
+from vargen.decoding.next_token.trees.shapes import make_k_ary
+from vargen.decoding.noise import Purpose
+from vargen.evaluation.exactness import CASES, measure
+from vargen.evaluation.table_models import TableEagle, TableModel
+
+# -- the law of one step, by enumeration ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", RELAXED_RULES.values(), ids=RELAXED_RULES)
+@pytest.mark.parametrize("zeros", [False, True])
+def test_one_step_is_as_far_from_the_target_as_the_acceptance_that_is_added_and_reported(rule, zeros):
+    p, q = random_probs(64, 9, zeros).unbind(1)
+    rule = bind_rule(rule, 9)
+    output, chance = one_step(rule, p, q)
+    extra = (q * chance).sum(1) - torch.minimum(p, q).sum(1)
+    assert torch.allclose(output.sum(1), torch.ones(64, dtype=torch.float64))
+    assert (total_variation(output, p) - extra).abs().max() < 1e-9
+    assert extra.min() > -1e-12 and extra.max() > 0.05
+    reported = torch.zeros(64, dtype=torch.float64)  # the mean over draft tokens, whatever the uniforms are
+    for d in range(9):
+        draft = Draft(torch.full((64, 1), d), Tree.make_chain(1), q[:, None])
+        reported += q[:, d] * rule(p[:, None].expand(-1, 2, -1), draft, Coins(0.5, 64, 2), torch.zeros(64)).relaxation
+    assert (total_variation(output, p) - reported).abs().max() < 1e-9
+
+
+@pytest.mark.parametrize("rule", RELAXED_RULES.values(), ids=RELAXED_RULES)
+def test_deterministic_drafts_obey_the_same_law(rule):
+    p, _ = random_probs(64, 9, False).unbind(1)
+    rule = bind_rule(rule, 9)
+    draft = Draft(torch.full((64, 1), 3), Tree.make_chain(1))
+    one_hot = torch.zeros_like(p).index_fill_(1, torch.tensor([3]), 1.0)
+    output, chance = one_step(rule, p, one_hot)
+    verdict = rule(p[:, None].expand(-1, 2, -1), draft, Coins(0.5, 64, 2), torch.zeros(64))
+    assert (total_variation(output, p) - (chance[:, 3] - p[:, 3])).abs().max() < 1e-9
+    assert torch.allclose(verdict.relaxation, chance[:, 3] - p[:, 3], atol=1e-9)
+
+
+@pytest.mark.parametrize("rule", RELAXED_RULES.values(), ids=RELAXED_RULES)
+def test_a_draft_refused_by_rounding_alone_is_redrawn_from_the_target(rule):
+    p, _ = random_probs(16, 9, True).unbind(1)
+    coins = Coins(1e300, 16, 2)
+    bind_rule(rule, 9)(
+        p[:, None].expand(-1, 2, -1), Draft(torch.zeros(16, 1).long(), Tree.make_chain(1), p[:, None]), coins, p[:, 0]
+    )
+    assert torch.equal(coins.drawn_from[0][:, 0], p)
+
+
+# -- whole runs -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "rule", [*RELAXED_RULES.values(), RatioRule(3.0, tightening=0.7), GroupedRule(4, 1.0, tightening=1.0)], ids=str
+)
+@pytest.mark.parametrize("drafter", [Jacobi(4, "maximal"), Speculative(3)], ids=["jacobi", "small model"])
+def test_pictures_are_no_further_from_the_target_than_was_reported(rule, drafter):
+    case = CASES[0]
+    method = Accelerator(drafter=drafter, acceptance=rule)
+    finding = measure(method, case.model(), case.sampling, 60_000)
+    seeds = torch.arange(20_000) + 10**6
+    spent = decode(case.model(), torch.zeros(20_000, dtype=torch.int64), seeds, method, case.sampling).stats.relaxation
+    assert finding.impossible == 0 and finding.times_the_floor > 2
+    assert finding.distance < sum(spent) / len(spent) + 2 * finding.floor
+
+
+# -- trees ------------------------------------------------------------------------------------------------------------
+
+TREES = {
+    "drawn without replacement": SpeculativeTree(StaticTree((-1, 0, 0, 1, 1, 2, 4)), "without-replacement"),
+    "drawn independently": SpeculativeTree(StaticTree(make_k_ary(2, 2)), "with-replacement"),
+    "the likeliest, dynamic": SpeculativeTree(DynamicTree(nodes=5, depth=3, children=2), "top-k"),
+    "of a window": JacobiTree((-1, 0, 0, 1, 2, 3), "maximal"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter", TREES.values(), ids=TREES)
+@pytest.mark.parametrize(
+    "rule", [RELAXED_RULES["grouped"], RELAXED_RULES["neighborhood by both"], RatioRule(2.0, tightening=0.7)], ids=str
+)
+def test_pictures_of_trees_are_no_further_from_the_target_than_was_reported(rule, drafter):
+    case = CASES[1]
+    method = Accelerator(drafter=drafter, acceptance=rule)
+    finding = measure(method, case.model(), case.sampling, 30_000)
+    seeds = torch.arange(10_000) + 10**6
+    spent = decode(case.model(), torch.zeros(10_000, dtype=torch.int64), seeds, method, case.sampling).stats.relaxation
+    assert finding.impossible == 0
+    assert finding.distance < sum(spent) / len(spent) + 2 * finding.floor
+    strict = dataclasses.replace(method, acceptance=dataclasses.replace(rule, budget=0.0))
+    nothing = measure(strict, case.model(), case.sampling, 30_000)
+    assert nothing.exact and finding.distance > nothing.distance + 2 * nothing.floor
+
+
+@pytest.mark.parametrize("rule", TREE_RULES.values(), ids=TREE_RULES)
+@pytest.mark.parametrize("budget", [None, 0.4])
+def test_a_walk_over_a_tree_that_is_a_chain_judges_as_on_the_chain(rule, budget):
+    p, q = random_probs(500 * 5, 9, True).float().unflatten(0, (500, 5)).unbind(2)
+    noise = Noise(torch.arange(500), torch.arange(5).expand(500, -1), 3)
+    tokens = noise.sample(q, Purpose.DRAFT)[:, 1:]
+    valid = torch.arange(4) < 2 + torch.arange(500)[:, None] % 3
+    chain, walk = Tree.make_chain(4), Tree.batched(torch.arange(-1, 4).expand(500, -1), max_path=5, max_children=1)
+    rule, spent = bind_rule(dataclasses.replace(rule, budget=budget, tightening=0.3), 9), torch.linspace(0, 0.5, 500)
+    a, b = (rule(p, Draft(tokens, tree, q[:, 1:], valid), noise, spent) for tree in (chain, walk))
+    assert torch.equal(a.count, b.count) and (a.count > 2).any()
+    assert torch.allclose(a.relaxation, b.relaxation, atol=1e-6)
+    assert (a.next_token == b.next_token).float().mean() > 0.99  # one residual sums to one, the other does not: rounding
+
+
+def test_what_is_granted_is_how_far_one_step_is_from_the_target() -> None:
+    """With one position left to draft, the total variation is the mean relaxation."""
+    model = TableModel(vocab=4, tokens=2, seed=1)
+    model.draft_heads = {"eagle": TableEagle(TableModel(vocab=4, tokens=2, seed=9))}
+    method = Accelerator("x", Eagle(DynamicTree(nodes=1, depth=1, children=1)), RatioRule(2.0))
+    chains = 40_000
+    stats = decode(model, torch.zeros(chains, dtype=torch.int64), torch.arange(chains), method).stats
+    granted = sum(stats.relaxation) / chains
+    finding = measure(method, model, Sampling(), chains)
+    assert granted > 0.02 and not finding.exact
+    assert abs(finding.distance - granted) < finding.floor + 4 * finding.spread
+
+
+# -- the schedule of Cool-SD ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", RELAXED_RULES.values(), ids=RELAXED_RULES)
+def test_a_tightening_rule_grants_late_drafts_exponentially_less(rule):
+    p, q = random_probs(400, 9, False).float().unbind(1)
+    probs, drafted = p[:, None].expand(-1, 6, -1), q[:, None].expand(-1, 5, -1)
+    draft = Draft(torch.arange(400)[:, None].expand(-1, 5) % 9, Tree.make_chain(5), drafted)
+    loose, tight = (bind_rule(dataclasses.replace(rule, tightening=nu), 9) for nu in (0.0, 0.7))
+    siblings = Siblings(probs[:, :-1], drafted, draft.tokens, torch.arange(1, 6)[None])
+    all_alike, tapered = (rule.relaxation(siblings, draft.tree.depth[1:]) for rule in (loose, tight))
+    assert torch.allclose(all_alike, all_alike[:, :1].expand(-1, 5))  # the same draft of the same probabilities
+    assert torch.allclose(tapered, all_alike * torch.tensor([math.exp(-0.7 * i) for i in range(5)]))
+    assert all_alike.max() > 0.05
+
+
+def test_a_ratio_that_tightens_falls_towards_one():
+    """Granted beyond p / q, ratio w becomes 1 + (w - 1) exp(-nu i): Cool-SD's, but never below the exact rule."""
+    p, q = torch.tensor([0.1, 0.9]), torch.tensor([0.6, 0.4])
+    drafts = Siblings(p.expand(1, 3, 2), q.expand(1, 3, 2), torch.zeros(1, 3, dtype=torch.int64), torch.arange(1, 4)[None])
+    granted = RatioRule(2.0, tightening=0.5).relaxation(drafts, torch.arange(1, 4))
+    assert torch.allclose(granted[0] / (0.1 / 0.6), torch.tensor([math.exp(-0.5 * i) for i in range(3)]))
+
+
+# -- bad input --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rule", "arguments", "message"),
+    [
+        (NeighborhoodRule, {"size": 0}, "size"),
+        (NeighborhoodRule, {"size": 2.5}, "size"),
+        (NeighborhoodRule, {"ratio": 1.0}, "ratio"),
+        (NeighborhoodRule, {"ratio": float("nan")}, "ratio"),
+        (NeighborhoodRule, {"delta": 0.0}, "delta"),
+        (NeighborhoodRule, {"delta": 1.5}, "delta"),
+        (NeighborhoodRule, {"ratio": None}, "ratio, delta"),
+        (NeighborhoodRule, {"budget": -1.0}, "budget"),
+        (RatioRule, {"ratio": 0.9}, "ratio"),
+        (RatioRule, {"ratio": "2"}, "ratio"),
+        (TypicalRule, {"epsilon": 0.0}, "epsilon"),
+        (TypicalRule, {"epsilon": 1.1}, "epsilon"),
+        (TypicalRule, {"alpha": 0.0}, "alpha"),
+        (TypicalRule, {"budget": float("inf")}, "budget"),
+        (RatioRule, {"tightening": -0.1}, "tightening"),
+        (GroupedRule, {"tightening": float("inf")}, "tightening"),
+    ],
+)
+def test_bad_parameters_are_named(rule, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        rule(**arguments)
+
+
+def test_noise_is_not_touched_by_what_is_granted():
+    """The same coins as the exact rule: who spent nothing was judged exactly."""
+    p, q = random_probs(3000, 8, False).float().unbind(1)
+    probs, drafted = p[:, None].expand(-1, 4, -1), q[:, None].expand(-1, 3, -1)
+    noise = Noise(torch.arange(3000), torch.arange(4).expand(3000, -1), 7)
+    tokens = noise.at(torch.zeros(3000).long()).sample(drafted[:, :1], Purpose.DRAFT).expand(-1, 3)
+    draft = Draft(tokens, Tree.make_chain(3), drafted)
+    strict = speculative_sampling(probs, draft, noise, torch.zeros(3000))
+    for rule in RELAXED_RULES.values():
+        relaxed = bind_rule(rule, 8)(probs, draft, noise, torch.zeros(3000))
+        free = relaxed.relaxation == 0
+        assert free.any() and torch.equal(relaxed.count[free], strict.count[free]), rule
+        assert (relaxed.count >= strict.count).all()

@@ -1,0 +1,240 @@
+"""What a pipeline of every registered family does: conventions of diffusers, seeds, batches, callbacks, bad input, files."""
+
+import io
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tiny_families import TINY, Tiny, made, seeded, seeds_of
+
+from vargen import open_pipeline
+from vargen.pipelines.registry import FAMILIES, describe, paradigm_of
+
+ALL = slice(0, 3)
+
+
+@pytest.fixture(scope="module", params=TINY)
+def opened(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Tiny, Any]:
+    tiny = TINY[request.param]
+    return tiny, tiny.open(tmp_path_factory.mktemp("pipeline"))
+
+
+@pytest.fixture
+def new(opened: tuple[Tiny, Any], tmp_path: Path) -> Any:
+    """A pipeline that a test may change."""
+    return opened[0].open(tmp_path / "new")
+
+
+def test_every_registered_family_is_tested() -> None:
+    assert {tiny.pipeline for tiny in TINY.values()} == set(FAMILIES)
+
+
+def test_output_types_agree(opened: tuple[Tiny, Any]) -> None:
+    tiny, pipe = opened
+    images = {kind: made(tiny.call(pipe, output_type=kind)) for kind in ("pil", "np", "pt", "latent")}
+    array, side = images["np"], 16 if pipe.paradigm == "video" else 8
+    assert array.shape[-3:] == (side, side, 3) and 0 <= array.min() <= array.max() <= 1
+    assert np.array_equal(array, np.moveaxis(images["pt"].numpy(), -3, -1))
+    pil = images["pil"][0] if isinstance(images["pil"][0], list) else images["pil"]
+    assert all(isinstance(image, Image.Image) and image.size == (side, side) for image in pil)
+    assert np.abs(np.stack(pil).reshape(array.shape) - array * 255).max() <= 0.51
+    if pipe.paradigm != "video":
+        assert images["latent"].dtype == torch.int64 and images["latent"].numel() == pipe.tokens
+        assert np.allclose(pipe.decode_tokens(images["latent"], output_type="np"), array)
+    (by_place,) = tiny.call(pipe, output_type="latent", return_dict=False)
+    assert torch.equal(by_place, images["latent"])
+
+
+def test_a_row_of_a_batch_is_what_it_is_alone(opened: tuple[Tiny, Any]) -> None:
+    tiny, pipe = opened
+    for method in tiny.methods:
+        together = tiny.call(pipe, ALL, seeded(7, 8, 9), method, output_type="latent")
+        assert seeds_of(together) == [7, 8, 9]
+        for row in range(3):
+            assert torch.equal(made(together)[row], made(tiny.call(pipe, row, 7 + row, method, output_type="latent"))[0])
+
+
+def test_seeds_and_conditions_matter(opened: tuple[Tiny, Any]) -> None:
+    tiny, pipe = opened
+    first, again, other_seed, other_row = (
+        made(tiny.call(pipe, row, seed, output_type="latent")) for row, seed in ((0, 1), (0, 1), (0, 2), (1, 1))
+    )
+    assert torch.equal(first, again) and not torch.equal(first, other_seed) and not torch.equal(first, other_row)
+
+
+def used() -> torch.Generator:
+    """A generator from which numbers were sampled."""
+    generator = seeded(5)[0]
+    torch.rand(3, generator=generator)
+    return generator
+
+
+GENERATORS = {
+    "one for all": (lambda: seeded(7)[0], 7),
+    "a used one": (used, None),
+    "a list of any kind": (lambda: [used(), torch.Generator(), seeded(2**64 - 1)[0]], None),
+    "the same three times": (lambda: seeded(2**40) * 3, 2**40),
+    "none": (lambda: None, 9),
+}
+
+
+@pytest.mark.parametrize("kind", GENERATORS)
+def test_the_seeds_in_the_statistics_generate_the_same_again(opened: tuple[Tiny, Any], kind: str) -> None:
+    (tiny, pipe), (generator, expected) = opened, GENERATORS[kind]
+    torch.manual_seed(9)
+    result = tiny.call(pipe, ALL, generator(), output_type="latent")
+    seeds = seeds_of(result)
+    assert len(set(seeds)) == 3 and expected in (None, seeds[0])
+    for row, seed in enumerate(seeds):
+        again = tiny.call(pipe, row, seed, output_type="latent")
+        assert torch.equal(made(again)[0], made(result)[row]) and seeds_of(again) == [seed]
+    if kind == "none":
+        assert seeds_of(tiny.call(pipe, generator=None)) != [9], "the global generator has advanced"
+
+
+def test_the_global_generator_is_not_reseeded(opened: tuple[Tiny, Any]) -> None:
+    torch.manual_seed(3)
+    expected = torch.rand(1)
+    torch.manual_seed(3)
+    opened[0].call(opened[1])
+    assert torch.equal(torch.rand(1), expected)
+
+
+def test_the_progress_bar_counts_to_its_total(opened: tuple[Tiny, Any]) -> None:
+    tiny, pipe = opened
+    shown = io.StringIO()
+    pipe.set_progress_bar_config(file=shown, disable=False, mininterval=0)
+    try:
+        tiny.call(pipe)
+    finally:
+        pipe.set_progress_bar_config(disable=True)
+    total = tiny.options["num_blocks"] if tiny.options else pipe.tokens
+    assert f"{total}/{total}" in shown.getvalue()
+
+
+# -- callbacks ------------------------------------------------------------------------------------------------------------
+
+
+def test_callbacks_stop_interrupt_and_raise_for_their_own_call(opened: tuple[Tiny, Any]) -> None:
+    tiny, pipe = opened
+    expected, steps = tiny.call(pipe), []
+
+    def stop(given: Any, step: int, timestep: int, tensors: dict[str, Any]) -> dict[str, Any]:
+        steps.append(step)
+        assert given is pipe and (pipe.paradigm == "video" or "latents" in tensors)
+        return {"stop": step == 1}
+
+    def interrupt(given: Any, step: int, timestep: int, tensors: dict[str, Any]) -> dict[str, Any]:
+        given._interrupt = step == 1
+        return tensors
+
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    for callback in (stop, interrupt):
+        assert tiny.call(pipe, callback_on_step_end=callback).stats.stopped
+    assert steps == [0, 1]
+    with pytest.raises(ZeroDivisionError):
+        tiny.call(pipe, callback_on_step_end=fail)
+    after = tiny.call(pipe)
+    assert not after.stats.stopped and not pipe.interrupt and torch.equal(made(after), made(expected))
+    assert json.loads(json.dumps(after.stats.to_dict()))["accelerator"] == next(iter(tiny.methods))
+
+
+def test_a_callback_returns_a_dictionary_or_none(opened: tuple[Tiny, Any]) -> None:
+    tiny, pipe = opened
+    if pipe.paradigm == "video":
+        pytest.skip("reads `stop` of what its callback returns, and nothing else")
+    for answer in (True, False, 0, "stop", [1], torch.zeros(1)):
+        with pytest.raises(TypeError, match="callback_on_step_end"):
+            tiny.call(pipe, callback_on_step_end=lambda *_, answer=answer: answer)
+
+
+# -- bad input ------------------------------------------------------------------------------------------------------------
+
+BAD = [
+    ("generator", seeded(1, 2)), ("generator", "7"), ("output_type", "jpeg"), ("output_type", ["pil"]), ("accelerator", "aar"),
+    ("accelerator", int), ("callback_on_step_end", 7), ("callback_on_step_end_tensor_inputs", 7),
+    ("callback_on_step_end_tensor_inputs", ["noise"]), ("scorer", "nobody"), ("scorer", 3),
+]  # fmt: skip
+BAD_PROMPTS = ["", "\u200b", "\ufe0f \u200d", "\u2066\u2069", ["a cat", "  "], [], 7, ["a cat", None], None]
+
+
+@pytest.fixture
+def no_passes(opened: tuple[Tiny, Any]) -> Any:
+    hooks = [
+        part.register_forward_pre_hook(lambda *_: pytest.fail("a network ran"))
+        for name, part in opened[1].components.items()
+        if isinstance(part, torch.nn.Module) and name != "text_encoder"
+    ]
+    yield
+    for hook in hooks:
+        hook.remove()
+
+
+@pytest.mark.parametrize(("argument", "value"), BAD)
+def test_bad_arguments_are_named_before_anything_runs(
+    opened: tuple[Tiny, Any], no_passes: None, argument: str, value: Any
+) -> None:
+    tiny, pipe = opened
+    method = "sdvg" if argument == "scorer" and pipe.paradigm == "video" else None
+    with pytest.raises((ValueError, TypeError), match=argument) as caught:
+        tiny.call(pipe, method=method, **{argument: value})
+    assert "\n" not in str(caught.value)
+
+
+def test_bad_conditions_are_named_before_anything_runs(opened: tuple[Tiny, Any], no_passes: None) -> None:
+    tiny, pipe = opened
+    for value in BAD_PROMPTS if tiny.argument == "prompt" else (10, -1, "kity", None, 1.5):
+        with pytest.raises((ValueError, TypeError), match=r"prompt|class.(label|name)"):
+            pipe(**{tiny.argument: value})
+
+
+def test_why_a_method_is_not_available_is_what_a_call_says(opened: tuple[Tiny, Any]) -> None:
+    tiny, pipe = opened
+    for method in pipe.methods():
+        if method.reason is not None:
+            with pytest.raises(ValueError) as caught:
+                tiny.call(pipe, method=method.name)
+            assert str(caught.value) == method.reason
+
+
+def test_weights_that_are_not_finite_make_no_image(opened: tuple[Tiny, Any], new: Any) -> None:
+    with torch.no_grad():
+        for weight in list(new.transformer.parameters())[-2:]:
+            weight.view(-1)[0] = math.nan
+    with pytest.raises(RuntimeError, match=r"NaN|finite"):
+        opened[0].call(new)
+
+
+# -- files and memory -----------------------------------------------------------------------------------------------------
+
+
+def test_a_saved_folder_is_described_and_opens(opened: tuple[Tiny, Any], tmp_path: Path) -> None:
+    tiny, pipe = opened
+    pipe.save_pretrained(tmp_path / "saved")
+    info, again = describe(tmp_path / "saved"), open_pipeline(tmp_path / "saved")
+    again.set_progress_bar_config(disable=True)
+    assert type(again) is type(pipe) and paradigm_of(tmp_path / "saved") == pipe.paradigm
+    assert (info.pipeline, info.tokens, info.steps, info.fps) == (tiny.pipeline, pipe.tokens, pipe.steps, pipe.fps)
+    assert (info.vocab, info.condition) == (pipe.vocab, "class" if tiny.argument == "class_labels" else "text")
+    assert info.has_draft == (pipe.components["draft_transformer"] is not None) and not list(tmp_path.rglob("*.bin"))
+    assert torch.equal(made(tiny.call(again)), made(tiny.call(pipe)))
+
+
+def test_model_offload_generates_the_same(opened: tuple[Tiny, Any], new: Any) -> None:
+    """Weights are moved in for each network's `forward`: passes must go through it."""
+    pytest.importorskip("accelerate")
+    tiny, pipe = opened
+    new.enable_model_cpu_offload(device="cpu")
+    assert all(hasattr(new.components[name], "_hf_hook") for name in ("transformer", new.pixel_decoder))
+    for method in tiny.methods:
+        images = made(tiny.call(pipe, method=method))
+        assert torch.equal(made(tiny.call(new, method=method)), images)
+    if new.paradigm != "video":
+        assert torch.equal(new.encode_image(images), pipe.encode_image(images))

@@ -1,0 +1,121 @@
+"""A table model that every method can run, and every preset and rule, fitted to it."""
+
+from __future__ import annotations
+
+import torch
+from initial_drafts import mixture
+
+from vargen.decoding import (
+    Accelerator,
+    DynamicTree,
+    Eagle,
+    GroupedRule,
+    Jacobi,
+    JacobiTree,
+    LayerSkip,
+    Lookup,
+    Medusa,
+    NeighborhoodRule,
+    PooledRule,
+    RatioRule,
+    Recycle,
+    Sampling,
+    Speculative,
+    SpeculativeTree,
+    StaticTree,
+    TypicalRule,
+    Wavefront,
+    decode,
+    k_seq,
+    list_methods,
+    recursive_rejection,
+    shared_noise,
+    speculative_sampling,
+    traversal,
+)
+from vargen.decoding.next_token.acceptance import RelaxedRule
+from vargen.evaluation.table_models import TableEagle, TableLowRes, TableMedusa, TableModel
+
+VOCAB, TOKENS = 9, 30
+
+
+def table_model(tokens: int = TOKENS, rows: int = 5) -> TableModel:
+    """With a codebook, examples, and drafters of every kind, which know a table that is similar but not equal."""
+    model = TableModel(vocab=VOCAB, tokens=tokens, seed=6, rows=rows)
+    similar = TableModel(vocab=VOCAB, tokens=tokens, seed=8, rows=rows)
+    similar.table = model.table + 0.5 * similar.table
+    model.codebook = codebook(VOCAB)
+    model.example_tokens = torch.randint(VOCAB, (30, tokens), generator=torch.Generator().manual_seed(5))
+    model.draft_model, model.low_res = similar, TableLowRes(similar)
+    model.draft_heads = {"eagle": TableEagle(similar), "medusa": TableMedusa(similar)}
+    return model
+
+
+RELAXED_RULES: dict[str, RelaxedRule] = {
+    "grouped": GroupedRule(size=4, delta=1.0),
+    "neighborhood by ratio": NeighborhoodRule(size=4, ratio=3.0),
+    "neighborhood by delta": NeighborhoodRule(size=8, ratio=None, delta=0.5),
+    "neighborhood by both": NeighborhoodRule(size=3, ratio=4.0, delta=0.2),
+    "typical": TypicalRule(epsilon=0.5, alpha=0.6),
+    "ratio": RatioRule(2.0),
+    "pooled": PooledRule(size=2, threshold=0.5),
+}
+TREE_RULES = {name: rule for name, rule in RELAXED_RULES.items() if "tree" in rule.topologies}
+
+_TREE = (-1, 0, 0, 1, 2, 3)
+_DYNAMIC = DynamicTree(nodes=7, depth=3, children=3)
+_EXACT = {
+    "jacobi, independent": (Jacobi(6, "independent", mixture), speculative_sampling),
+    "jacobi, maximal": (Jacobi(6, "maximal", mixture), speculative_sampling),
+    "jacobi, gumbel": (Jacobi(6, "gumbel", mixture), shared_noise),
+    "jacobi, low-res": (Jacobi(6, "maximal", "low-res-refreshed"), speculative_sampling),
+    "jacobi tree": (JacobiTree(_TREE, "gumbel", mixture), shared_noise),
+    "draft model": (Speculative(3, shared_noise=True), shared_noise),
+    "draft model, k-seq": (SpeculativeTree(StaticTree("wide-15"), "with-replacement"), k_seq),
+    "draft model, top-k": (SpeculativeTree(_DYNAMIC, "top-k"), recursive_rejection),
+    "draft model, shared noise": (SpeculativeTree(_DYNAMIC, "shared-noise"), shared_noise),
+    "draft model, wide frontier": (SpeculativeTree(DynamicTree(5, 3, 2, frontier=4)), recursive_rejection),
+    "eagle": (Eagle(_DYNAMIC), traversal),
+    "eagle, shared noise": (Eagle(_TREE, "shared-noise"), shared_noise),
+    "medusa": (Medusa(_DYNAMIC), recursive_rejection),
+    "medusa, shared noise": (Medusa(_DYNAMIC, "shared-noise"), shared_noise),
+    "layer-skip": (LayerSkip(3), speculative_sampling),
+    "lookup": (Lookup(3, max_matches=0), speculative_sampling),
+    "recycle": (Recycle(4, top_k=9), speculative_sampling),
+}
+_RELAXED = {
+    **{f"chain, {name}": (Jacobi(6, "maximal", mixture), rule) for name, rule in RELAXED_RULES.items()},
+    **{f"draft model, {name}": (Speculative(3), rule) for name, rule in RELAXED_RULES.items()},
+    **{f"tree, {name}": (SpeculativeTree(StaticTree((-1, 0, 0, 1, 1, 2, 4))), rule) for name, rule in TREE_RULES.items()},
+    **{f"dynamic tree, {name}": (Eagle(_DYNAMIC), rule) for name, rule in TREE_RULES.items()},
+    "local repair": (Jacobi(6, "from-verdict", "low-res"), PooledRule(1, 0.4, 1)),
+    "wavefront": (Wavefront(12, initial="low-res", reach=2), PooledRule(0, 2.0)),
+}
+
+PRESETS_OF_TOKENS = {preset.name: preset.fit_to_grid(TOKENS, VOCAB) for preset in list_methods("next-token")}
+RELAXED = {name: Accelerator(drafter=drafter, acceptance=rule) for name, (drafter, rule) in _RELAXED.items()}
+METHODS = {
+    **PRESETS_OF_TOKENS,
+    **{name: Accelerator(drafter=drafter, acceptance=rule) for name, (drafter, rule) in _EXACT.items()},
+    **RELAXED,
+}
+
+
+def generate(method: Accelerator, images: int = 3, model: TableModel | None = None, **options):
+    sampling = options.pop("sampling", Sampling(0.9, top_p=0.95))
+    condition = torch.arange(images) % 2
+    return decode(model or table_model(), condition, torch.arange(50, 50 + images), method, sampling, **options)
+
+
+def codebook(vocab: int, seed: int = 5) -> torch.Tensor:
+    return torch.randn(vocab, 4, generator=torch.Generator().manual_seed(seed))
+
+
+def bind_rule(rule: RelaxedRule, vocab: int) -> RelaxedRule:
+    model = TableModel(vocab=vocab, tokens=4)
+    model.codebook = codebook(vocab)
+    return rule.bind(model)
+
+
+def total_variation(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return (a - b).abs().sum(1) / 2
