@@ -210,29 +210,10 @@ BAD_TOKENS = [
 ]  # fmt: skip
 
 
-<<<<<<< HEAD
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((TOKENS + 64,), "tokens must be from 0 to 63, got 64 to 64"),
-        ((TOKENS - 1,), "tokens must be from 0 to 63, got -1 to -1"),
-        ((TOKENS.float(),), "tokens must be a tensor of whole numbers, got torch.float32"),
-        (([[0] * 16],), "tokens must be a tensor of whole numbers"),
-        ((TOKENS[:, :15],), r"tokens must be \[B, 16\] or \[B, 4, 4\], got \[2, 15\]"),
-        ((TOKENS[:0],), r"tokens must be \[B, 16\]"),
-        ((TOKENS, torch.tensor([1, 2, 3])), r"length must be \[2\]"),
-        ((TOKENS, None, "jpeg"), "output_type must be one of"),
-    ],
-)
-def test_tokens_that_are_none_are_not_decoded(classes, arguments, message):
-    with pytest.raises((ValueError, TypeError), match=message):
-        classes.decode_tokens(*arguments)
-=======
 @pytest.mark.parametrize("case", BAD_TOKENS, ids=lambda case: case[0])
 def test_invalid_tokens_are_not_decoded(classes, case):
     argument, *arguments = case
     rejects(lambda: classes.decode_tokens(*arguments), argument)
->>>>>>> refs/heads/tc
 
 
 @pytest.mark.parametrize("images", [None, [], "a.png", [Image.new("RGB", (8, 8)), 7], torch.zeros(8, 8), TOKENS[:0]])
