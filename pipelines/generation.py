@@ -17,7 +17,7 @@ from vargen.device import check_compile
 from vargen.models.condition import Condition
 from vargen.pipelines import validation as checks
 from vargen.pipelines.adapters import Guidance
-from vargen.pipelines.images import run_in_halves
+from vargen.pipelines.images import split_on_out_of_memory
 from vargen.pipelines.prompts import PromptInputs, encode_condition, encode_negative_condition, repeat_condition, scorer_prompts
 from vargen.pipelines.validation import MAX_IMAGES
 from vargen.scoring.protocol import Scorer, score_images, to_scorer
@@ -176,7 +176,7 @@ def generate_images(pipe: VisualPipeline, request: GenerationRequest, call: Runn
 
     callback = _step_callback(pipe, call, bar, request.output.callback)
     remedy, rows = "use a smaller model or dtype", slice(0, request.num_images)
-    parts = run_in_halves(decode, rows, "generating", remedy, stop=lambda part: part.stats.stopped)
+    parts = split_on_out_of_memory(decode, rows, "generating", remedy, stop=lambda part: part.stats.stopped)
     result = _join_outputs(parts, request.num_images)
     result.stats.seeds = request.seeds.seeds
     if request.selection.scorer is not None:

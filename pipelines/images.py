@@ -58,7 +58,7 @@ def validate_tokens(tokens: Any, length: Any, output_type: Any, codes: int, mini
         raise ValueError(f"length must be [{len(tokens)}], one per image, got {list(length.shape)}")
 
 
-def run_in_halves(
+def split_on_out_of_memory(
     run: Callable[[slice], _T], rows: slice, task: str, remedy: str, stop: Callable[[_T], bool] = lambda _: False
 ) -> list[_T]:
     """Run a batch at once or, if memory does not suffice, in halves, which are halved again where needed.
@@ -82,8 +82,8 @@ def run_in_halves(
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     middle = rows.start + count // 2
-    first = run_in_halves(run, slice(rows.start, middle), task, remedy, stop)
-    return first if stop(first[-1]) else first + run_in_halves(run, slice(middle, rows.stop), task, remedy, stop)
+    first = split_on_out_of_memory(run, slice(rows.start, middle), task, remedy, stop)
+    return first if stop(first[-1]) else first + split_on_out_of_memory(run, slice(middle, rows.stop), task, remedy, stop)
 
 
 def decode_pixels(decode: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
@@ -94,7 +94,9 @@ def decode_pixels(decode: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
         NonFinitePixelsError: for NaN or infinite pixels; the message has the image and position of the first one.
     """
     remedy, rows = "output_type='latent' returns the tokens", slice(0, len(tokens))
-    pixels = torch.cat(run_in_halves(lambda part: decode(tokens[part]).float(), rows, "decoding the pixels of", remedy))
+    pixels = torch.cat(
+        split_on_out_of_memory(lambda part: decode(tokens[part]).float(), rows, "decoding the pixels of", remedy)
+    )
     NonFinitePixelsError.check(pixels)
     return pixels
 
