@@ -24,7 +24,14 @@ def run(
     pointer, done = torch.tensor(length, device=DEVICE), torch.zeros(len(length), dtype=torch.int32, device=DEVICE)
     padded = torch.tensor([[*each, *[0] * (A - len(each))] for each in path], device=DEVICE)
     compact_kv(
-        stores[0][1], stores[1][1], pointer, padded, torch.tensor(count, device=DEVICE), done, image_start=first, tokens=tokens
+        stores[0][1],
+        stores[1][1],
+        pointer,
+        padded,
+        torch.tensor(count, device=DEVICE),
+        done,
+        image_start=first,
+        grid_tokens=tokens,
     )
     assert all((whole[:64] == 99).all() and (whole[-64:] == 99).all() for whole, _ in stores)
     return [stores[0][1].cpu(), stores[1][1].cpu(), pointer.cpu(), done.cpu()]
