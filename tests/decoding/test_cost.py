@@ -88,6 +88,7 @@ def test_costs_of_one_thing_are_not_taken_for_another(drawing: Any, monkeypatch:
     timed, images, before = passes(monkeypatch), 1, torch.get_num_threads()
     if change == "dtype":
         pipe.to(torch.float64)
+        model = pipe.decoding_model(2.0)
     elif change == "guidance":
         model = pipe.decoding_model(1.0)
     elif change == "batch":
