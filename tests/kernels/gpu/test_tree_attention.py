@@ -242,8 +242,8 @@ def test_splits_are_by_shape_alone_and_never_short() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda case: setattr(case, "words", case.words.int()), "words must be"),
-        (lambda case: setattr(case, "words", case.words[:, :2]), "words must be"),
+        (lambda case: setattr(case, "words", case.words.int()), "ancestor_bits must be"),
+        (lambda case: setattr(case, "words", case.words[:, :2]), "ancestor_bits must be"),
         (lambda case: setattr(case, "length", case.length.float()), "length must be"),
         (lambda case: setattr(case, "q", case.q[..., :16]), "does not fit"),
         (lambda case: setattr(case, "v", case.v.double()), "must agree"),
