@@ -164,13 +164,7 @@ def check_answer(answer: Any, tokens: Tensor, vocab: int, skipped: Tensor) -> di
         TypeError: unless it is a dictionary or None.
         ValueError: for tokens of a wrong shape or outside the vocabulary.
     """
-    if answer is None:
-        answer = {}
-    if not isinstance(answer, Mapping):
-        raise TypeError(
-            "callback_on_step_end must return None or a dictionary, such as the one it was given or {'stop': True}, "
-            f"got {short_repr(answer)}"
-        )
+    answer = check_answer_type(answer)
     latents = answer.get("latents")
     if latents is not None and latents is not tokens:
         returned = "latents that callback_on_step_end returned"
@@ -182,6 +176,22 @@ def check_answer(answer: Any, tokens: Tensor, vocab: int, skipped: Tensor) -> di
     else:
         check_tokens(tokens, vocab, "tokens that callback_on_step_end changed", skipped=skipped)  # edited in place
     return dict(answer)
+
+
+def check_answer_type(answer: Any) -> Mapping[str, Any]:
+    """Return what `callback_on_step_end` returned as a mapping.
+
+    Raises:
+        TypeError: unless it is a dictionary or None.
+    """
+    if answer is None:
+        return {}
+    if not isinstance(answer, Mapping):
+        raise TypeError(
+            "callback_on_step_end must return None or a dictionary, such as the one it was given or {'stop': True}, "
+            f"got {short_repr(answer)}"
+        )
+    return answer
 
 
 def check_tokens(tokens: Any, vocab: int, argument: str = "tokens", minimum: int = 0, skipped: Tensor | None = None) -> Tensor:

@@ -22,6 +22,7 @@ from vargen.decoding import BlockStream, VideoBlock, VideoStats
 from vargen.decoding.video.policies import validate_threshold
 from vargen.files import atomic_file, expand_user
 from vargen.models.causal_video import geometry_from_config
+from vargen.pipelines.validation import check_answer_type
 from vargen.values import parse_float, parse_int, short_repr
 
 FORMATS = (".mp4", ".gif", ".webp")
@@ -244,8 +245,8 @@ class PassMonitor:
     def __call__(self, progress: BlockProgress) -> bool:
         stop = self.callback is not None and self.callback(progress) is False
         if not stop and self.on_step_end is not None:
-            result = self.on_step_end(self.pipe, progress.passes - 1, progress.block, {})
-            stop = bool((result or {}).get("stop", False))
+            result = check_answer_type(self.on_step_end(self.pipe, progress.passes - 1, progress.block, {}))
+            stop = bool(result.get("stop", False))
         self.stopped = stop or (self.call is not None and self.call.interrupted)
         return not self.stopped
 
