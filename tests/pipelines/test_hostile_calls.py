@@ -56,11 +56,11 @@ def test_pixels_that_are_not_finite_are_an_error_and_no_picture(spoilt, value):
 
 def test_the_first_bad_pixel_is_said_to_be_where_it_is(spoilt):
     tokens = torch.zeros(3, 4, 4, dtype=torch.int64)
-    # The real decoder's attention would spread it over the picture.
+    # The attention of the real decoder would spread it over the image.
     spoilt.vqvae.decode = lambda indices: torch.where(indices == 7, math.nan, 0.0)[:, None].expand(-1, 3, 4, 4)
     assert len(spoilt.decode_tokens(tokens)) == 3
     tokens[1, 2, 3] = 7
-    with pytest.raises(NonFinitePixelsError, match="picture 2 of 3 at row 2, column 3 of 4 x 4"):
+    with pytest.raises(NonFinitePixelsError, match="image 2 of 3 at row 2, column 3 of 4 x 4"):
         spoilt.decode_tokens(tokens)
 
 
