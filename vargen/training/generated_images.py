@@ -95,7 +95,7 @@ class CaptionFile:
         train = len(self.embeds) - self.validation
         first, count = (train, self.validation) if validation else (0, train)
         rows = torch.tensor([first + number % count for number in numbers])
-        return self.pipe.encode_condition(embeds=self.embeds[rows], mask=self.mask[rows])[0]
+        return self.pipe.encode_condition(prompt_embeds=self.embeds[rows], prompt_mask=self.mask[rows])[0]
 
 
 def select_prompt_source(
