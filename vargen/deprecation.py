@@ -11,6 +11,8 @@ from typing import Any, TypeVar, cast
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
+RENAMED_FIELDS: dict[str, Mapping[str, str]] = {}  # by class name, for readers of method strings and of old run folders
+
 
 def warn_renamed(old: str, new: str, stacklevel: int = 3) -> None:
     warnings.warn(f"{old} is now {new}; the old name goes with the next release", DeprecationWarning, stacklevel=stacklevel)
@@ -45,12 +47,12 @@ def renamed_keywords(**new_names: str) -> Callable[[F], F]:
 def renamed_fields(**new_names: str) -> Callable[[type[T]], type[T]]:
     """Decorate a class whose fields were renamed: old names are accepted as constructor keywords, and can be read.
 
-    Sets `cls.RENAMED_FIELDS`, for other readers of field names.
+    Adds them to `RENAMED_FIELDS`, too.
     """
 
     def decorate(cls: type[T]) -> type[T]:
         setattr(cls, "__init__", renamed_keywords(**new_names)(cls.__init__))  # noqa: B010
-        setattr(cls, "RENAMED_FIELDS", new_names)  # noqa: B010
+        RENAMED_FIELDS[cls.__name__] = new_names
         for old, new in new_names.items():
             setattr(cls, old, renamed_attribute(old, new))
         return cls

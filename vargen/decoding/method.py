@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, ClassVar, Literal
 
+from vargen.deprecation import RENAMED_FIELDS
 from vargen.values import short_repr
 
 DEFAULT_METHOD = "auto"  # default of pipelines, demo, and command line
@@ -91,8 +92,17 @@ def _qualified_name(part: Any) -> str:
     return part.__qualname__ if part.__module__.startswith("vargen.") else f"{part.__module__}.{part.__qualname__}"
 
 
-# Names of parts in vargen 0.1, which occur in the specs of old run folders.
+# Values of `child_sampling` in vargen 0.1.
+RENAMED_SAMPLING = {
+    "best": "top-k",
+    "coupled": "shared-noise",
+    "independent": "with-replacement",
+    "sampled": "without-replacement",
+}
+# Names of parts in vargen 0.1, which occur in the specs of old run folders. Couplings named "independent" are renamed alike on
+# both sides.
 _RENAMED = {
+    **RENAMED_SAMPLING,
     "Auto": "AutoWindow",
     "Budget": "AdaptiveThreshold",
     "Chance": "RandomShare",
@@ -105,35 +115,18 @@ _RENAMED = {
     "RunningQuantile": "QuantileThreshold",
     "Typical": "TypicalRule",
     "Unscored": "SingleModel",
-    "best": "top-k",
-    "coupled": "shared-noise",
     "exact": "speculative_sampling",
     "fresh": "independent-per-pass",
-    "independent": "with-replacement",  # of siblings; couplings of this name are renamed alike on both sides
     "joint": "joint_coupling",
     "judged": "from-verdict",
     "lowest": "min_score",
     "replacement": "with-replacement",
     "same_picture": "shared_noise",
-    "sampled": "without-replacement",
 }
-# Fields of vargen 0.1, by the class that they were of ("" for a whole method).
-_RENAMED_FIELDS: dict[str, dict[str, str]] = {
-    "": {
-        "forced": "target_blocks",
-        "longest_run": "max_accepted_in_row",
-        "off_after": "pause_after_rejections",
-        "off_blocks": "pause_blocks",
-    },
-    "Eagle": {"drawing": "child_sampling"},
+# Fields of rules in vargen 0.1; those of other classes are in `RENAMED_FIELDS`.
+_RENAMED_RULE_FIELDS: dict[str, Mapping[str, str]] = {
     "FunctionRule": {"judge": "function", "needs": "requires"},
-    "Lookup": {"drafts": "length", "counted": "max_matches", "own": "image_weight"},
-    "Medusa": {"drawing": "child_sampling"},
-    "Recycle": {"drafts": "length", "kept": "top_k"},
-    "Replay": {"makers": "sources"},
     "ScaleRule": {"judge": "verify", "drafts": "draft_noise"},
-    "SpeculativeTree": {"drawing": "child_sampling"},
-    "Stage": {"drafted": "num_drafted"},
 }
 # Fields that only one of two versions has, and the value with which they change nothing.
 _NEUTRAL: dict[str, dict[str, Any]] = {
@@ -151,7 +144,8 @@ def _normalize_spec(spec: Any) -> Any:
         if "drafter" in found and found["drafter"] is None:
             found["drafter"] = {"name": "Sequential"}
         owner = str(found.get("name", ""))
-        renamed, neutral = _RENAMED_FIELDS.get(owner, {}), _NEUTRAL.get(owner, {})
+        renamed = {**RENAMED_FIELDS, **_RENAMED_RULE_FIELDS}.get(owner or "VideoMethod", {})  # only a whole method has no name
+        neutral = _NEUTRAL.get(owner, {})
         return {renamed.get(k, k): v for k, v in found.items() if k not in neutral or v != neutral[k]}
     return [_normalize_spec(each) for each in spec] if isinstance(spec, list | tuple) else spec
 

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
-from vargen.decoding.method import Method
+from vargen.decoding.method import RENAMED_SAMPLING, Method
 from vargen.decoding.next_scale.presets import NEXT_SCALE_METHODS
 from vargen.decoding.next_scale.schedule import ScaleSchedule
 from vargen.decoding.next_token.accelerator import Accelerator
 from vargen.decoding.next_token.acceptance import RULES, FunctionRule
 from vargen.decoding.next_token.presets import NEXT_TOKEN_METHODS
 from vargen.decoding.video.presets import VIDEO_METHODS
-from vargen.deprecation import warn_renamed
+from vargen.deprecation import RENAMED_FIELDS, warn_renamed
 from vargen.specs import parse_spec
 from vargen.values import resolve_name, short_repr, suggest_names
 
@@ -30,18 +30,12 @@ _REMOVED_SETTINGS = {
     "top_k": "a call's top_k applies to all stages",
 }
 _RENAMED_PRESETS = {"eagle-same": "eagle-gumbel"}  # names of vargen 0.1
-_RENAMED_SAMPLING = {
-    "best": "top-k",
-    "coupled": "shared-noise",
-    "independent": "with-replacement",
-    "sampled": "without-replacement",
-}
 # Values of settings in vargen 0.1, by the name of the setting.
 _RENAMED_VALUES: dict[str, dict[str, str]] = {
     "acceptance": {"exact": "speculative-sampling", "neighbourhood": "neighborhood"},
-    "child_sampling": _RENAMED_SAMPLING,
+    "child_sampling": RENAMED_SAMPLING,
     "coupling": {"judged": "from-verdict"},
-    "drawing": _RENAMED_SAMPLING,
+    "drawing": RENAMED_SAMPLING,
 }
 _WORDS: Mapping[str, Any] = {"none": None, "true": True, "false": False}
 
@@ -117,7 +111,7 @@ def _set(method: Any, options: Mapping[str, str]) -> Any:
     renamed = {
         old + end.format(part): new + end.format(part)
         for part, value in parts.items()
-        for old, new in getattr(value, "RENAMED_FIELDS", {}).items()
+        for old, new in RENAMED_FIELDS.get(type(value).__name__, {}).items()
     }
     changes: dict[str, dict[str, Any]] = {part: {} for part in parts}
     for key, text in options.items():
