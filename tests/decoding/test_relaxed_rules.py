@@ -85,14 +85,19 @@ def test_a_draft_refused_by_rounding_alone_is_redrawn_from_the_target(rule):
     "rule", [*RELAXED_RULES.values(), RatioRule(3.0, tightening=0.7), GroupedRule(4, 1.0, tightening=1.0)], ids=str
 )
 @pytest.mark.parametrize("drafter", [Jacobi(4, "maximal"), Speculative(3)], ids=["jacobi", "small model"])
-def test_pictures_are_no_further_from_the_target_than_was_reported(rule, drafter):
-    case = CASES[0]
-    method = Accelerator(drafter=drafter, acceptance=rule)
-    finding = measure(method, case.model(), case.sampling, 60_000)
-    seeds = torch.arange(20_000) + 10**6
-    spent = decode(case.model(), torch.zeros(20_000, dtype=torch.int64), seeds, method, case.sampling).stats.relaxation
-    assert finding.impossible == 0 and finding.times_the_floor > 2
+def test_images_are_no_further_from_the_target_than_was_reported(rule, drafter):
+    finding = measure_reported(Accelerator(drafter=drafter, acceptance=rule), CASES[0], 60_000)
+    assert finding.times_the_floor > 2
+
+
+def measure_reported(method, case, samples):
+    """Measure a relaxed method, and check that its distance is at most the relaxation that a third of the images report."""
+    finding = measure(method, case.model(), case.sampling, samples)
+    seeds = torch.arange(samples // 3) + 10**6
+    spent = decode(case.model(), torch.zeros_like(seeds), seeds, method, case.sampling).stats.relaxation
+    assert finding.impossible == 0
     assert finding.distance < sum(spent) / len(spent) + 2 * finding.floor
+    return finding
 
 
 # -- trees ------------------------------------------------------------------------------------------------------------
@@ -110,14 +115,10 @@ TREES = {
 @pytest.mark.parametrize(
     "rule", [RELAXED_RULES["grouped"], RELAXED_RULES["neighborhood by both"], RatioRule(2.0, tightening=0.7)], ids=str
 )
-def test_pictures_of_trees_are_no_further_from_the_target_than_was_reported(rule, drafter):
+def test_images_of_trees_are_no_further_from_the_target_than_was_reported(rule, drafter):
     case = CASES[1]
     method = Accelerator(drafter=drafter, acceptance=rule)
-    finding = measure(method, case.model(), case.sampling, 30_000)
-    seeds = torch.arange(10_000) + 10**6
-    spent = decode(case.model(), torch.zeros(10_000, dtype=torch.int64), seeds, method, case.sampling).stats.relaxation
-    assert finding.impossible == 0
-    assert finding.distance < sum(spent) / len(spent) + 2 * finding.floor
+    finding = measure_reported(method, case, 30_000)
     strict = dataclasses.replace(method, acceptance=dataclasses.replace(rule, budget=0.0))
     nothing = measure(strict, case.model(), case.sampling, 30_000)
     assert nothing.exact and finding.distance > nothing.distance + 2 * nothing.floor
