@@ -54,7 +54,7 @@ def exchange(state: State) -> tuple[State, tuple[Tensor, ...]]:
     first, second = state.inner.first, state.inner.second
     state.cache.total.add_(first)
     last = (first if state.extra is None else state.extra[:2] + 1)[:1].expand(4)
-    return replace(state, inner=Inner(second, first + second), extra=last), (first + 0,)
+    return replace(state, inner=Inner(second, first), extra=last), (first + 0,)
 
 
 def test_replays_equal_eager_passes(monkeypatch: pytest.MonkeyPatch) -> None:
