@@ -173,32 +173,32 @@ class StaleProbs(Jacobi):
 class EvenQ(Eagle):
     """Records the q of a drafter that would sample uniformly."""
 
-    def propose(self, state, tokens, length, step):
-        draft = super().propose(state, tokens, length, step)
+    def propose(self, state, tokens, length, noise):
+        draft = super().propose(state, tokens, length, noise)
         return dataclasses.replace(draft, probs=torch.full_like(draft.probs, 1 / 3))
 
 
 class Overstated(Recycle):
     """Its drafts are recorded as sampled from something else."""
 
-    def propose(self, state, tokens, length, step):
-        draft = super().propose(state, tokens, length, step)
+    def propose(self, state, tokens, length, noise):
+        draft = super().propose(state, tokens, length, noise)
         return dataclasses.replace(draft, probs=draft.probs.roll(1, dims=-1) * 0.5 + 0.5 * draft.probs)
 
 
 class RolledQ(Jacobi):
     """Initial drafts are recorded with the probabilities of other tokens."""
 
-    def propose(self, state, tokens, length, step):
-        draft = super().propose(state, tokens, length, step)
+    def propose(self, state, tokens, length, noise):
+        draft = super().propose(state, tokens, length, noise)
         return draft if state.last else dataclasses.replace(draft, probs=draft.probs.roll(1, -1))
 
 
 class Spiky(Jacobi):
     """A uniform draft recorded as one-hot: exact, only slow (a control of the controls)."""
 
-    def propose(self, state, tokens, length, step):
-        draft = super().propose(state, tokens, length, step)
+    def propose(self, state, tokens, length, noise):
+        draft = super().propose(state, tokens, length, noise)
         if state.last is not None:
             return draft
         return dataclasses.replace(draft, probs=torch.zeros_like(draft.probs).scatter_(2, draft.tokens[..., None], 1.0))

@@ -158,14 +158,14 @@ class Odd(Jacobi):
     def start(self, *arguments: Any) -> Any:
         return OddState(super().start(*arguments), generator=torch.Generator() if self.does == "holds a generator" else None)
 
-    def propose(self, state: Any, tokens: torch.Tensor, length: torch.Tensor, step: Any) -> Any:
+    def propose(self, state: Any, tokens: torch.Tensor, length: torch.Tensor, noise: Any) -> Any:
         if self.does == "counts on the host":
             state.passes += 1
         if self.does == "reads a value":
             length.amax().item()
         if self.does == "copies from the host":
             length = length + torch.tensor([0] * len(length), device=length.device)
-        return super().propose(state.jacobi, tokens, length, step)
+        return super().propose(state.jacobi, tokens, length, noise)
 
     def observe(self, state: Any, step: Any) -> Any:
         return replace(state, jacobi=super().observe(state.jacobi, step))

@@ -147,7 +147,7 @@ def test_same_noise_verdict_against_a_plain_walk():
         drafter = GuessingDrafter(parents, vocab=4)
         T = len(parents)
         for trial in range(60):
-            draft = drafter.propose(torch.Generator().manual_seed(trial), torch.zeros(1, 1), torch.ones(1), 1)
+            draft = drafter.propose(torch.Generator().manual_seed(trial), torch.zeros(1, 1), torch.ones(1), None)
             target = torch.rand(1, T, 4, generator=generator).softmax(-1)
             seeds, position = torch.tensor([trial]), drafter.tree.depth[None] + 1
             verdict = shared_noise(target, draft, Noise(seeds, position), torch.zeros(1))

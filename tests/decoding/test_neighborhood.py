@@ -210,7 +210,7 @@ def with_residual(make):
         mass = p.gather(1, near).cumsum(1)
         counted = mass <= 2.0 * p.gather(1, draft.tokens)
         left = make(p, draft.probs[:, 0], draft.tokens, near, counted)
-        return dataclasses.replace(verdict, next_token=noise.at(None).sample(left[:, None], Purpose.RESIDUAL)[:, 0])
+        return dataclasses.replace(verdict, next_token=noise.select_slot(None).sample(left[:, None], Purpose.RESIDUAL)[:, 0])
 
     return wrong
 

@@ -133,7 +133,7 @@ def test_coins_of_passes_and_purposes_are_independent_but_token_noise_is_the_ima
     for purpose in Purpose:
         same = torch.equal(one.uniform(purpose), two.uniform(purpose))
         assert same == (purpose == Purpose.TOKEN)
-    assert torch.equal(one.at(torch.tensor([1, 0, 4])).position[:, 0], torch.tensor([1, 0, 4]))
+    assert torch.equal(one.select_slot(torch.tensor([1, 0, 4])).position[:, 0], torch.tensor([1, 0, 4]))
 
 
 def test_numpy_and_torch_mix_the_same_bits(monkeypatch):
@@ -158,7 +158,7 @@ def test_noise_that_is_kept_is_the_same_noise(monkeypatch):
     tree = start - 20 + torch.tensor([0, 1, 1, 2, 2, 9])
     assert torch.equal(own.exponential(tree, 33), sample_exponential(SEEDS, tree, 33))
     probs = torch.rand(len(SEEDS), 6, 33, generator=generator)
-    assert torch.equal(Noise(SEEDS, tree, own=own).sample(probs, Purpose.TOKEN), sample_gumbel_max(probs, SEEDS, tree))
+    assert torch.equal(Noise(SEEDS, tree, token_noise=own).sample(probs, Purpose.TOKEN), sample_gumbel_max(probs, SEEDS, tree))
     made = []
     monkeypatch.setattr("vargen.decoding.noise._lane_bits_numpy", lambda keys, lanes: made.append(keys.size) or torch.zeros(1))
     own.exponential(tree, 33)

@@ -210,7 +210,7 @@ def test_noise_is_not_touched_by_what_is_granted():
     p, q = random_probs(3000, 8, False).float().unbind(1)
     probs, drafted = p[:, None].expand(-1, 4, -1), q[:, None].expand(-1, 3, -1)
     noise = Noise(torch.arange(3000), torch.arange(4).expand(3000, -1), 7)
-    tokens = noise.at(torch.zeros(3000).long()).sample(drafted[:, :1], Purpose.DRAFT).expand(-1, 3)
+    tokens = noise.select_slot(torch.zeros(3000).long()).sample(drafted[:, :1], Purpose.DRAFT).expand(-1, 3)
     draft = Draft(tokens, Tree.make_chain(3), drafted)
     strict = speculative_sampling(probs, draft, noise, torch.zeros(3000))
     for rule in RELAXED_RULES.values():

@@ -82,9 +82,10 @@ def test_a_token_that_no_example_has_is_not_drafted_behind():
     drafter = Lookup(2, image_weight=0).bind(model)
     state = drafter.start(model, None, torch.tensor([1]), Sampling(), None)
     tokens = torch.tensor([[3, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]])
-    assert not drafter.propose(state, tokens, torch.tensor([1]), 1).valid.any()
+    noise = Noise(torch.tensor([1]), torch.tensor([[1]]), 1)
+    assert not drafter.propose(state, tokens, torch.tensor([1]), noise).valid.any()
     tokens[0, 0] = 0
-    draft = drafter.propose(state, tokens, torch.tensor([1]), 1)
+    draft = drafter.propose(state, tokens, torch.tensor([1]), noise)
     assert draft.valid.all() and (draft.tokens == 0).all() and torch.equal(draft.probs[0, :, 0], torch.ones(2))
 
 
@@ -100,12 +101,14 @@ def test_drafts_are_drawn_with_the_probabilities_on_record(drafter):
         state.candidates[:] = torch.tensor([[0, 1, 2, 4]])
         state.weights[:] = torch.tensor([0.4, 0.3, 0.2, 0.1])
     tokens = torch.tensor([3, 1, 1, 4, 2, 1] + [0] * 20).expand(count, -1)
-    draft = drafter.propose(state, tokens, torch.full((count,), 6), 3)
+    length = torch.full((count,), 6)
+    draft = drafter.propose(state, tokens, length, Noise(seeds, length[:, None], 3))
     share = torch.bincount(draft.tokens[:, 0], minlength=5) / count
     assert torch.allclose(share, draft.probs[0, 0], atol=0.02) and draft.valid.all()
     assert torch.allclose(draft.probs.sum(2), torch.ones(count, 3))
     assert (draft.probs.gather(2, draft.tokens[..., None]) > 0).all()
-    assert not torch.equal(draft.tokens, drafter.propose(state, tokens, torch.full((count,), 6), 4).tokens)  # coins of the pass
+    later = drafter.propose(state, tokens, length, Noise(seeds, length[:, None], 4))
+    assert not torch.equal(draft.tokens, later.tokens)
 
 
 def test_recycled_candidates_are_the_targets_last_words_nearest_to_the_root():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vargen.decoding import Draft, Drafter, Tree
+from vargen.decoding import Draft, Drafter, Noise, Tree
 
 
 class GuessingDrafter(Drafter):
@@ -25,7 +25,7 @@ class GuessingDrafter(Drafter):
     def start(self, model, condition, seeds: Tensor, sampling, first) -> torch.Generator:
         return torch.Generator().manual_seed(self.seed)
 
-    def propose(self, state: torch.Generator, tokens: Tensor, length: Tensor, step: int) -> Draft:
+    def propose(self, state: torch.Generator, tokens: Tensor, length: Tensor, noise: Noise | None) -> Draft:
         B, T = len(tokens), len(self.tree.parents)
         # A random offset per parent plus the sibling's rank: different for siblings.
         rank = [sum(int(p) == int(self.tree.parents[t]) for p in self.tree.parents[:t]) for t in range(T)]

@@ -1,8 +1,8 @@
-"""`vargen verify`: prove by enumeration whether a method is exact."""
+"""`vargen verify`: prove whether a method is exact, by summation over everything that it can draft and decide."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,41 +13,48 @@ if TYPE_CHECKING:
     from vargen.decoding import Method
     from vargen.evaluation.exactness import Report
 
-RENAMED = {"chains": "samples"}
+RENAMED = {"chains": "sample", "samples": "sample"}
 
 
 def verify(
     methods: Annotated[
         list[str],
         typer.Argument(
-            metavar="METHOD|MODULE:NAME...", help="Methods, also with settings as in sjd:window=8, or your own as module:name."
+            metavar="METHOD|MODULE:NAME...",
+            help="Methods, also with settings as in sjd:window=8, or your own method, rule or drafter as module:name.",
         ),
     ],
-    samples: Annotated[int, typer.Option(metavar="N", help="Sequences sampled per case.")] = 150_000,
+    sample: Annotated[
+        int, typer.Option(metavar="N", help="Also sample N images per case, a second, independent check. 0: none.")
+    ] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Test by enumeration whether a method is exact.
+    """Prove whether a method is exact.
 
-    Samples small models with the method, and compares the frequencies with the enumerated probabilities of all their
-    sequences. Exits with 1 if a method claims to be exact and is not, or if a negative control was not detected.
+    On small models, sums passes of the method over all drafts and all outcomes of its rule, and compares the result with the
+    model's distribution. Exits with 1 if a method that claims to be exact is not, if a relaxed one deviates by more than it
+    reports, or if a negative control was not detected.
     """
-    check_range(samples, "samples", 1000, 10**8)
+    if sample:
+        check_range(sample, "sample", 1000, 10**8)
     found = [load_method(method) for method in methods]
 
-    from vargen.evaluation.exactness import check
+    from vargen.evaluation.exactness import check_exactness
 
-    reports = [check(method, samples) for method in found]
+    reports = [check_exactness(method, sample) for method in found]
     if as_json:
         print_json([report.to_dict() for report in reports])
     else:
         for report in reports:
             print(format_report(report))
-    if any(not report.can_tell or (report.claims == "exact" and not report.exact) for report in reports):
+    if not all(report.detects_controls and report.keeps_its_claim for report in reports):
         raise typer.Exit(1)
 
 
 def load_method(name: str) -> Method:
-    """Return a preset, with or without settings, or the Accelerator or ScaleSchedule that `module:name` names.
+    """Return a preset, with or without settings, or what `module:name` names.
+
+    A rule of a user's own is combined with a draft model, a drafter with an exact rule.
 
     Raises:
         ValueError: if there is none. TypeError: if the object is of another type.
@@ -61,32 +68,83 @@ def load_method(name: str) -> Method:
     try:
         part = import_object(name, "method")
     except ValueError as error:
-        raise ValueError(f"{error}; give a preset, or module:name of an Accelerator") from error
-    if not isinstance(part, Accelerator | ScaleSchedule):
-        raise TypeError(f"method {name!r} must be an Accelerator or a ScaleSchedule, got {type(part).__name__}")
+        raise ValueError(f"{error}; give a preset, or module:name of a method, an acceptance rule or a drafter") from error
+    found = complete_method(part, rest)
+    if not isinstance(found, Accelerator | ScaleSchedule):
+        raise TypeError(
+            f"method {name!r} must be an Accelerator, a ScaleSchedule, an AcceptanceRule (a function decorated with "
+            f"acceptance_rule(exact=..., topologies=...)) or a Drafter, got {type(part).__name__}"
+        )
+    return found
+
+
+def complete_method(part: Any, name: str) -> Any:
+    """Return the method that tests an acceptance rule or a drafter; any other object unchanged."""
+    from vargen.decoding import (
+        Accelerator,
+        AcceptanceRule,
+        Drafter,
+        ScaleSchedule,
+        Speculative,
+        SpeculativeTree,
+        Stage,
+        StaticTree,
+        recursive_rejection,
+        speculative_sampling,
+    )
+    from vargen.decoding.next_scale.acceptance import ScaleRule
+
+    if isinstance(part, AcceptanceRule):
+        sampling: Any = "with-replacement" if "with-replacement" in part.requires else "without-replacement"
+        tree = SpeculativeTree(StaticTree((-1, 0, 0, 1, 1, 2)), sampling)
+        return Accelerator(name, drafter=tree if "tree" in part.topologies else Speculative(3), acceptance=part)
+    if isinstance(part, Drafter):
+        rule = recursive_rejection if part.topology == "tree" else speculative_sampling
+        return Accelerator(name, drafter=part, acceptance=rule)
+    if isinstance(part, ScaleRule):
+        return ScaleSchedule(name, stages=(Stage(num_drafted=2, rule=part),))
     return part
 
 
 def format_report(report: Report) -> str:
     """Format the report for the terminal."""
-    from vargen.evaluation.exactness import MOST_SPREADS
+    from vargen.evaluation.exactness import TOLERANCE
+
+    def format_distance(value: float | None) -> str:
+        return "" if value is None else f"{value:.1e}" if value < TOLERANCE * 100 else f"{value:.4f}"
 
     rows = [
         [
-            finding.case,
-            f"{finding.distance:.4f}",
-            f"{finding.floor:.4f}",
-            f"{(finding.distance - finding.floor) / finding.spread:+.1f}",
-            "" if not finding.impossible else f"{finding.impossible:.2g} of the sequences are impossible",
+            each.case,
+            f"{each.passes or ''}",
+            f"{each.drafts:,}",
+            f"{each.outcomes:,}",
+            format_distance(each.distance),
+            format_distance(each.draft_distance),
+            format_distance(each.relaxation),
+            "" if each.p_value is None else f"{each.p_value:.3f}",
         ]
-        for finding in report.findings
+        for each in report.findings
     ]
-    verdict = "exact" if report.exact else "not exact"
-    controls = ", ".join(f"{control.case} {control.times_the_floor:.1f} times the floor" for control in report.controls)
-    detected = "all detected" if report.can_tell else "NOT ALL DETECTED, so this run proves nothing: increase --samples"
+    drafts = sum(each.drafts for each in report.findings)
+    if report.proof == "compared":
+        verdict = f"{drafts:,} images were compared with sequential decoding, token by token: "
+        verdict += "all are the same" if report.exact else "NOT ALL ARE THE SAME"
+        verdict += f". Its noise is distributed as it should be (p = {report.noise_p_value:.2f})."
+        titles = ["case", "", "images", "", "different", "", "", "p-value"]
+    else:
+        titles = ["case", "passes", "drafts", "outcomes", "distance", "of drafts", "relaxation", "p-value"]
+        verdict = f"worst total variation distance {report.worst:.1e} over {drafts:,} drafts"
+    words = "exact" if report.exact else "not exact" if report.claims == "exact" else "relaxed"
+    detected = "all detected" if report.detects_controls else "NOT ALL DETECTED, so this run proves nothing"
+    shown = [index for index in range(len(titles)) if titles[index] and any(row[index] for row in rows)]
+    controls = table(
+        ["known mistake", "source", "distance"],
+        [[mistake, source, f"{distance:.4f}"] for mistake, source, distance in report.controls],
+        "<<>",
+    )
     return (
-        f"{report.name} claims to be {report.claims} and is {verdict} ({report.chains} samples; exact means at most "
-        f"{MOST_SPREADS:g} standard deviations above the noise floor)\n"
-        + table(["case", "distance", "floor", "deviations", ""], rows, "<>>><")
-        + f"\nnegative controls, {detected}: {controls}\n"
+        f"{report.name} claims to be {report.claims} and is {words}: {verdict}\n"
+        + table([titles[i] for i in shown], [[row[i] for i in shown] for row in rows], "<" + ">" * (len(shown) - 1))
+        + f"\nnegative controls, {detected}:\n{controls}\n"
     )

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import lru_cache
@@ -54,7 +55,8 @@ _MIX2 = _to_signed(0x94D049BB133111EB)
 _GOLDEN32 = _to_signed(0x9E3779B9, 32)
 _LOW1 = _to_signed(0x7FEB352D, 32)
 _LOW2 = _to_signed(0x846CA68B, 32)
-_BRANCH = 1 << 32  # position offset between branches, larger than any grid
+FOLD = 1 << 32  # position offset of `Noise.fold_in`, larger than any grid
+_MAX_ATTEMPTS = 1 << 17
 _UNIT = 2.0**-31 * (1 - 2.0**-24)  # scales 31 bits plus a half to (0, 1); never rounds to 1
 
 
@@ -252,18 +254,21 @@ class Noise:
         seeds: int64 `[B]`.
         position: int64 `[B, T]`, grid position of the token after each fed slot.
         step: pass number; an int64 scalar tensor if the device counts passes, with identical results.
-        own: cached shared noise of the images; None recomputes it.
+        token_noise: cached shared noise of the images; None recomputes it.
+        needed: bool, broadcasts to `[B, T]`; samples elsewhere have no effect on what is generated. Used only where outcomes
+            are enumerated (`vargen.evaluation.enumeration`). None: all are needed.
     """
 
     seeds: Tensor
     position: Tensor
     step: int | Tensor = 0
-    own: TokenNoise | None = None
+    token_noise: TokenNoise | None = None
+    needed: Tensor | None = None
 
     def exponential(self, vocab: int, purpose: Purpose) -> Tensor:
         """Exponential noise, float32 `[B, T, V]` > 0, for Gumbel-max sampling."""
-        if purpose == Purpose.TOKEN and self.own is not None:
-            return self.own.exponential(self.position, vocab)
+        if purpose == Purpose.TOKEN and self.token_noise is not None:
+            return self.token_noise.exponential(self.position, vocab)
         return sample_exponential(self.seeds, self.position, vocab, purpose, 0 if purpose == Purpose.TOKEN else self.step)
 
     def uniform(self, purpose: Purpose) -> Tensor:
@@ -286,14 +291,64 @@ class Noise:
             return _argmax_ratio(probs, self.exponential(probs.shape[-1], purpose))
         return sample_categorical(probs, self.uniform64(purpose))
 
-    def branch(self, number: int | Tensor) -> Noise:
-        """Return independent noise for one of several samples at a position; branch 0 is this noise. Not for `Purpose.TOKEN`.
+    def sample_evenly(self, vocab: int, purpose: Purpose) -> Tensor:
+        """Sample tokens int64 `[B, T]` from the uniform distribution over `vocab` tokens."""
+        return (self.uniform(purpose) * vocab).long().clamp_(max=vocab - 1)
+
+    def sample_without_replacement(self, probs: Tensor, count: int, purpose: Purpose) -> tuple[Tensor, Tensor]:
+        """Sample `count` different tokens at each position, one after the other.
+
+        The tokens with the largest values of log p + Gumbel noise, in descending order (Kool et al. 2019).
+
+        Args:
+            probs: `[B, T, V]`; need not sum to 1.
+
+        Returns:
+            Tokens int64 `[B, T, count]`, and the float values p / E that define their order, which are 0 where no token with
+            positive probability is left.
+        """
+        value, token = (probs / self.exponential(probs.shape[-1], purpose)).topk(count, dim=-1)
+        return token, value
+
+    def sample_by_rejection(self, probs: Tensor, accept_prob: Callable[[Tensor], Tensor], needed: Tensor) -> Tensor:
+        """Sample all T tokens jointly from a distribution proportional to p(r) a(r): sample r from p until it is accepted.
+
+        Args:
+            probs: `[B, T, V]`, p of each token; the tokens of r are independent under p.
+            accept_prob: a, float64 `[B]` for tokens int64 `[B, T]`.
+            needed: bool `[B]`; the tokens of other images are undefined.
+
+        Returns:
+            int64 `[B, T]`. After 2^17 attempts the last sample is used: a bias of at most 1 / (e 2^17) = 3e-6.
+        """
+        first, missing = self.position[:, :1], needed
+        tokens = torch.zeros_like(self.position)
+        for attempt in range(_MAX_ATTEMPTS):
+            if not missing.any():
+                break
+            sampled = sample_categorical(probs, sample_uniform64(self.seeds, self.position, Purpose.RESIDUAL, attempt))
+            tokens = torch.where(missing[:, None], sampled, tokens)
+            uniforms = sample_uniform(self.seeds, first, Purpose.RESAMPLE_ACCEPT, attempt)[:, 0]
+            missing = missing & (uniforms >= accept_prob(sampled))
+        return tokens
+
+    def shift(self, offset: int | Tensor) -> Noise:
+        """Return the noise of the positions `offset` after these, which broadcasts to `[B, T]`."""
+        return replace(self, position=self.position + offset)
+
+    def fold_in(self, number: int | Tensor) -> Noise:
+        """Return independent noise for one of several samples at a position; number 0 is this noise. Not for `Purpose.TOKEN`.
 
         Args:
             number: at least 0, or an int64 tensor that broadcasts to the positions.
         """
-        return replace(self, position=self.position + number * _BRANCH)
+        return self.shift(number * FOLD)
 
-    def at(self, slot: Tensor) -> Noise:
+    def where(self, needed: Tensor) -> Noise:
+        """Return this noise, for a caller that uses samples only where `needed` is True."""
+        return replace(self, needed=needed)
+
+    def select_slot(self, slot: Tensor) -> Noise:
         """Select the noise of one slot `[B]` per image: T = 1."""
-        return replace(self, position=self.position.gather(1, slot[:, None]))
+        needed = None if self.needed is None else self.needed.expand_as(self.position).gather(1, slot[:, None])
+        return replace(self, position=self.position.gather(1, slot[:, None]), needed=needed)

@@ -1,83 +1,102 @@
-"""Exactness check: samples of a method on small models, compared with the enumerated probabilities of all sequences.
+"""Exactness check: is what a method generates distributed as the target?
 
-The models are tables (`TableModel`) small enough to enumerate every sequence. A method samples many sequences, and the total
-variation distance between their frequencies and the true probabilities is compared with the noise floor: the distance expected
-for the same number of independent samples. Negative controls, variants with known mistakes of released implementations, are
-measured in the same way: a check that did not detect them would prove nothing.
-
-Shape suffixes: V vocabulary, N tokens.
+The models are tables (`TableModel`), small enough that passes can be summed exactly over all drafts and all outcomes of the
+rule (`vargen.evaluation.exact_sum`): the total variation distance to the target is zero up to float32 rounding, or the method
+is not exact. Methods with shared noise are compared with sequential decoding instead, token by token. Negative controls,
+variants with known mistakes, are summed in the same way: a check that did not detect them would prove nothing. `sample_images`
+is a second, independent check, by sampling.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from vargen.decoding import (
     Accelerator,
-    Draft,
     Eagle,
-    Jacobi,
     Medusa,
     Method,
-    Noise,
     Purpose,
     Sampling,
     ScaleSchedule,
-    Stage,
-    Verdict,
     VideoMethod,
-    acceptance_rule,
     decode,
     decode_scales,
-    speculative_sampling,
 )
-from vargen.decoding.next_scale.acceptance import scale_rule
-from vargen.decoding.noise import sample_gumbel_max
 from vargen.decoding.sampling import to_probs
-from vargen.evaluation.known_wrong import REQUIRED_CONTROLS, WRONG_TREES
+from vargen.evaluation.exact_sum import PassSum, ReusedNoiseError, TooManyOutcomesError, sum_images, sum_pass
+from vargen.evaluation.known_wrong import CONTROLS, Control
+from vargen.evaluation.sampled_exactness import measure_shared_noise, sample_images
 from vargen.evaluation.table_models import ScaleTable, TableEagle, TableLowRes, TableMedusa, TableModel
 
-MOST_SPREADS = 4.0  # standard deviations above the noise floor; an exact method exceeds them in about 1 of 30,000 cases
-CHAINS = 150_000
-VOCAB = 3  # of the table models
+TOLERANCE = 1e-6  # total variation distance of an exact method, from float32 probabilities
+DETECTED = 1e-3  # distance at which a negative control counts as detected
+MAX_DRAFTS = {"chain": 20_000, "tree": 4_000}  # of a case; an outcome of a tree costs ten times that of a chain
+SEEDS = 20_000  # images of a case that are compared with sequential decoding
+MIN_P_VALUE = 1e-4
 
 
 @dataclass(frozen=True)
 class Case:
-    """A table model and the sampling settings of its tokens."""
+    """A table model and how its tokens are sampled.
+
+    Attributes:
+        tokens, rows: number of tokens of the grid, and its rows.
+        guidance: s of u + s (c - u), with a second table as u. The draft model then is the table c.
+        after: number of tokens committed before the pass, for drafters that sample every draft token again in every pass.
+        forced: (position, token) pairs that have probability 1.
+    """
 
     name: str
-    tokens: int = 5
+    tokens: int = 4
     rows: int = 1
+    vocab: int = 3
     sampling: Sampling = dataclasses.field(default_factory=Sampling)
-    forced: tuple[tuple[int, int], ...] = ()  # (position, token) pairs that have probability 1
+    guidance: float = 1.0
+    after: int = 0
+    forced: tuple[tuple[int, int], ...] = ()
 
     def model(self) -> TableModel:
         """Build the model, with another table as its draft model, and what its trained drafters need."""
-        arguments: dict[str, Any] = {"vocab": VOCAB, "tokens": self.tokens, "rows": self.rows, "forced": dict(self.forced)}
-        model = TableModel(seed=4, **arguments)
+        arguments: dict[str, Any] = {
+            "vocab": self.vocab,
+            "tokens": self.tokens,
+            "rows": self.rows,
+            "forced": dict(self.forced),
+        }
+        model, draft_model = TableModel(seed=4, **arguments), TableModel(seed=77, **arguments)
+        if self.guidance != 1:
+            draft_model = TableModel(seed=4, spread=0.8, **arguments)
+            other = TableModel(seed=40, spread=0.8, **arguments)
+            model.table = other.table + self.guidance * (draft_model.table - other.table)
         generator = torch.Generator().manual_seed(5)
-        model.codebook = torch.randn(3, 4, generator=generator)  # for rules that use similarity of tokens
-        model.example_tokens = torch.randint(3, (12, self.tokens), generator=generator)  # for retrieval drafters
-        model.draft_model = TableModel(seed=77, **arguments)
-        model.draft_heads = {Eagle.kind: TableEagle(model.draft_model), Medusa.kind: TableMedusa(model.draft_model)}
-        model.low_res = TableLowRes(model.draft_model)
+        model.codebook = torch.randn(self.vocab, 4, generator=generator)  # for rules that use similarity of tokens
+        model.example_tokens = torch.randint(self.vocab, (12, self.tokens), generator=generator)  # for retrieval drafters
+        model.draft_model = draft_model
+        model.draft_heads = {Eagle.kind: TableEagle(draft_model), Medusa.kind: TableMedusa(draft_model)}
+        model.low_res = TableLowRes(draft_model)
         return model
+
+    def fit(self, method: Accelerator) -> Accelerator:
+        """Return the method, cut to the size of the model, with a fixed number of draft tokens."""
+        fixed = replace(method, drafter=method.drafter.fix_length(3))
+        return fixed.fit_to_grid(self.tokens, self.vocab)
 
 
 CASES = (
-    Case("plain softmax"),
-    Case("three rows of two", tokens=6, rows=3),
-    Case("top-p 0.7", sampling=Sampling(top_p=0.7)),
-    Case("temperature 0.7, top-k 2", sampling=Sampling(0.7, 2)),
-    Case("certain tokens", tokens=6, forced=((1, 2), (4, 0))),
-)
+    Case("1 x 3", 3),
+    Case("1 x 3, 5 codes, top-k 4", 3, vocab=5, sampling=Sampling(top_k=4)),
+    Case("1 x 4, top-p 0.7, after 2 tokens", 4, sampling=Sampling(top_p=0.7), after=2),
+    Case("1 x 4, 4 codes, temperature 0.7, top-k 2", 4, vocab=4, sampling=Sampling(0.7, 2)),
+    Case("2 x 3, 2 codes, guidance 3", 6, 2, vocab=2, guidance=3.0),
+    Case("3 x 2, guidance 2, temperature 1.3, top-k 2, top-p 0.8", 6, 3, sampling=Sampling(1.3, 2, 0.8), guidance=2.0, after=3),
+    Case("1 x 5, certain tokens", 5, forced=((1, 2), (3, 0))),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -86,19 +105,26 @@ class ScaleCase:
 
     name: str
     tokens: int = 3
+    vocab: int = 3
     sampling: Sampling = dataclasses.field(default_factory=Sampling)
+    scale_tokens: tuple[int, ...] = (1, 2, 2)
     codes: tuple[int, ...] | None = None
 
     def model(self) -> ScaleTable:
-        model = ScaleTable(seed=4, codes=self.codes)
-        model.draft_model = ScaleTable(seed=77, codes=self.codes)
+        arguments: dict[str, Any] = {"vocab": self.vocab, "scale_tokens": self.scale_tokens, "codes": self.codes}
+        model = ScaleTable(seed=4, **arguments)
+        model.draft_model = ScaleTable(seed=77, **arguments)
         return model
+
+    def fit(self, method: ScaleSchedule) -> ScaleSchedule:
+        return method.fit_to_scales(len(self.scale_tokens))
 
 
 SCALE_CASES = (
-    ScaleCase("plain softmax"),
+    ScaleCase("scales of 1, 2, 2 tokens"),
     ScaleCase("top-p 0.7", sampling=Sampling(top_p=0.7)),
     ScaleCase("temperature 0.7, top-k 2", sampling=Sampling(0.7, 2)),
+    ScaleCase("scales of 1, 1, 2, 3 tokens, 2 codes", vocab=2, scale_tokens=(1, 1, 2, 3)),
     ScaleCase("fewer codes at coarse scales", codes=(2, 3, 3)),
 )
 
@@ -108,140 +134,184 @@ class Finding:
     """Result of one case.
 
     Attributes:
-        distance: total variation distance between sampled and true probabilities of all sequences.
-        floor: expected distance for the same number of independent samples of the true probabilities.
-        spread: standard deviation of that distance.
-        impossible: fraction of sampled sequences that have probability 0.
+        distance: total variation distance between committed tokens and the target's distribution; for methods with shared
+            noise, the fraction of images that differ from sequential decoding.
+        draft_distance: total variation distance between draft tokens and their recorded q.
+        relaxation: expected relaxation that the rule reported; None if the method reports none.
+        drafts, outcomes: number of drafts that were summed, and of drafts times outcomes of the rule; for methods with shared
+            noise, the number of images that were compared.
+        passes: number of passes that were summed.
+        p_value: of the sampled images, if there are any; see `sample_images`.
     """
 
     case: str
     distance: float
-    floor: float
-    spread: float
-    impossible: float
-
-    @property
-    def times_the_floor(self) -> float:
-        return self.distance / self.floor
+    draft_distance: float = 0.0
+    relaxation: float | None = None
+    drafts: int = 0
+    outcomes: int = 0
+    passes: int = 0
+    p_value: float | None = None
 
     @property
     def exact(self) -> bool:
-        return self.distance < self.floor + MOST_SPREADS * self.spread and self.impossible == 0
+        p_fits = self.p_value is None or self.p_value >= MIN_P_VALUE
+        return max(self.distance, self.draft_distance) <= TOLERANCE and p_fits
+
+    @property
+    def within_relaxation(self) -> bool:
+        """Whether the distance is at most the relaxation that the rule reported, if it reports any."""
+        if self.relaxation is None:
+            return True
+        return self.distance <= self.relaxation + TOLERANCE and self.draft_distance <= self.relaxation + TOLERANCE
 
 
 @dataclass(frozen=True)
 class Report:
-    """Results of all cases of a method, and of the negative controls measured in the same run."""
+    """Results of all cases of a method, and of the negative controls.
+
+    Attributes:
+        claims: `"exact"` or `"relaxed"`.
+        proof: `"summed"` over drafts and outcomes, or `"compared"` with sequential decoding.
+        noise_p_value: of the shared noise's own statistics, for methods that rely on them; see `measure_shared_noise`.
+        controls: (mistake, source, distance) of each negative control.
+    """
 
     name: str
-    claims: str  # "exact" or "relaxed"
-    chains: int
+    claims: Literal["exact", "relaxed"]
+    proof: Literal["summed", "compared"]
     findings: tuple[Finding, ...]
-    controls: tuple[Finding, ...]
+    controls: tuple[tuple[str, str, float], ...]
+    noise_p_value: float | None = None
 
     @property
     def exact(self) -> bool:
-        return all(finding.exact for finding in self.findings)
+        noise_fits = self.noise_p_value is None or self.noise_p_value >= MIN_P_VALUE
+        return noise_fits and all(finding.exact for finding in self.findings)
 
     @property
-    def can_tell(self) -> bool:
+    def keeps_its_claim(self) -> bool:
+        """Whether the method is exact, or its distance is at most the relaxation it reports if it claims to be relaxed."""
+        return self.exact or (self.claims == "relaxed" and all(each.within_relaxation for each in self.findings))
+
+    @property
+    def worst(self) -> float:
+        """The largest distance of all cases."""
+        return max(max(each.distance, each.draft_distance) for each in self.findings)
+
+    @property
+    def detects_controls(self) -> bool:
         """Whether the check detected every negative control; if not, its findings prove nothing."""
-        return not any(control.exact for control in self.controls)
+        return all(distance >= DETECTED for _, _, distance in self.controls)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
-        return {**dataclasses.asdict(self), "exact": self.exact, "can_tell": self.can_tell}
+        return {
+            **dataclasses.asdict(self),
+            "exact": self.exact,
+            "worst": self.worst,
+            "keeps_its_claim": self.keeps_its_claim,
+            "detects_controls": self.detects_controls,
+        }
 
 
-def measure(
-    method: Method, model: TableModel | ScaleTable, sampling: Sampling, chains: int = CHAINS, case: str = ""
-) -> Finding:
-    """Sample `chains` sequences of a table model with a method, and compare their frequencies with the true probabilities."""
-    loop: Any = decode_scales if isinstance(model, ScaleTable) else decode
-    tokens = loop(model, torch.zeros(chains, dtype=torch.int64), torch.arange(chains) + 10**6, method, sampling).tokens
-    V, N = model.vocab, tokens.shape[1]
-    index = (tokens * V ** torch.arange(N - 1, -1, -1)).sum(1)
-    frequencies = torch.bincount(index, minlength=V**N).double() / chains
-    truth = model.joint(0, lambda logits: to_probs(logits, sampling)).flatten()
-    # A frequency of n samples has error e = sqrt(p (1 - p) / n); |N(0, e)| has mean e sqrt(2 / pi), variance e^2 (1 - 2 / pi).
-    error = (truth * (1 - truth) / chains).sqrt()
-    floor, spread = error.sum() * math.sqrt(2 / math.pi) / 2, (error.square().sum() * (1 - 2 / math.pi)).sqrt() / 2
-    distance = (frequencies - truth).abs().sum() / 2
-    return Finding(case, float(distance), float(floor), float(spread), float(frequencies[truth == 0].sum()))
-
-
-def check(accelerator: Method, chains: int = CHAINS) -> Report:
+def check_exactness(method: Method, samples: int = 0, max_drafts: int | None = None) -> Report:
     """Check whether a method samples the model's distribution in every case, and whether negative controls are detected.
 
     Args:
-        accelerator: windows and chains are cut to the models' five or six tokens, the stages of a schedule to three scales.
-        chains: number of sequences sampled per case; fewer raise the noise floor, which hides small errors.
+        method: windows, chains and trees are cut to the models' few tokens, the stages of a schedule to their scales.
+        samples: number of images to sample per case, for a second, independent check. 0: none.
+        max_drafts: maximum number of drafts to sum per case. Default: `MAX_DRAFTS`.
 
     Raises:
-        ValueError: `chains` is below 1,000, or table models cannot run the method.
+        ValueError: `samples` is positive and below 1,000, or table models cannot run the method.
+        NotEnumerableError: a drafter or rule uses noise in a way that cannot be enumerated; says what it must do instead.
     """
-    if chains < 1000:
-        raise ValueError(f"chains must be at least 1000, got {chains}")
-    if isinstance(accelerator, VideoMethod):
-        raise ValueError(f"accelerator {accelerator.name!r} is for video: latents have no probabilities to enumerate")
-    assert isinstance(accelerator, Accelerator | ScaleSchedule)
-    cases: tuple[Case | ScaleCase, ...] = SCALE_CASES if isinstance(accelerator, ScaleSchedule) else CASES
-    wrongs: dict[str, Any] = WRONG_SCALES if isinstance(accelerator, ScaleSchedule) else WRONG
-    if isinstance(accelerator, Accelerator) and accelerator.topology == "tree":
-        wrongs = {name: WRONG_TREES[name] for name in REQUIRED_CONTROLS}
-    findings = [measure(_fitted(accelerator, case), case.model(), case.sampling, chains, case.name) for case in cases]
-    first = cases[0]
-    controls = [measure(wrong, first.model(), first.sampling, chains, name) for name, wrong in wrongs.items()]
-    return Report(accelerator.name, accelerator.kind, chains, tuple(findings), tuple(controls))
+    if 0 < samples < 1000 or samples < 0:
+        raise ValueError(f"samples must be 0 or at least 1000, got {samples}")
+    if isinstance(method, VideoMethod):
+        raise ValueError(f"method {method.name!r} is for video: latents have no probabilities to sum")
+    assert isinstance(method, Accelerator | ScaleSchedule)
+    cases: tuple[Any, ...] = SCALE_CASES if isinstance(method, ScaleSchedule) else CASES
+    compared = commits_sequential_tokens(method)
+    findings = []
+    for case in cases:
+        finding = compare_with_sequential(method, case) if compared else sum_case(method, case, max_drafts)
+        if finding is not None:
+            p_value = sample_images(case.fit(method), case.model(), case.sampling, samples) if samples else None
+            findings.append(replace(finding, p_value=p_value))
+    kinds = {"scale"} if isinstance(method, ScaleSchedule) else {"tree"} if method.topology == "tree" else {"chain", "window"}
+    controls = tuple((each.mistake, each.source, sum_control(each)) for each in CONTROLS if each.kind in kinds)
+    return Report(
+        name=method.name,
+        claims=method.kind,
+        proof="compared" if compared else "summed",
+        findings=tuple(findings),
+        controls=controls,
+        noise_p_value=measure_shared_noise() if compared else None,
+    )
 
 
-def _fitted(method: Accelerator | ScaleSchedule, case: Case | ScaleCase) -> Method:
-    """Return the method, cut to the size of the case's model."""
-    return method.fit_to_grid(case.tokens, VOCAB) if isinstance(method, Accelerator) else method.fit_to_scales(case.tokens)
+def commits_sequential_tokens(method: Accelerator | ScaleSchedule) -> bool:
+    """Return whether a method claims to commit the tokens of sequential decoding with the same noise."""
+    if isinstance(method, Accelerator):
+        return method.acceptance.sequential_tokens
+    drafted = [stage for stage in method.stages if stage.num_drafted]
+    return method.kind == "exact" and all(stage.rule.draft_noise == Purpose.TOKEN for stage in drafted)
 
 
-# -- negative controls --------------------------------------------------------------------------------------------------
+def sum_case(method: Accelerator | ScaleSchedule, case: Case | ScaleCase, max_drafts: int | None = None) -> Finding | None:
+    """Sum at most 3 passes, as many as the limit allows, after as few tokens as it allows; None if not even the last fits."""
+    if isinstance(case, ScaleCase):
+        assert isinstance(method, ScaleSchedule)
+        return _make_finding(case.name, sum_images(case.fit(method), case.model(), case.sampling))
+    assert isinstance(method, Accelerator)
+    model, fitted = case.model(), case.fit(method)
+    likeliest = model.find_most_probable(0, lambda logits: to_probs(logits, case.sampling))
+    independent = "independent-per-pass" in fitted.drafter.provides
+    lengths = range(case.after, case.tokens) if independent else [0]
+    limit = max_drafts or MAX_DRAFTS[method.topology]
+    for length, passes in [(lengths[0], 3), (lengths[0], 2), *((length, 1) for length in lengths)]:
+        prefix = likeliest[:length]
+        try:
+            found = sum_pass(fitted, model, prefix, case.sampling, passes=passes, max_drafts=limit)
+            return _make_finding(case.name, found)
+        except TooManyOutcomesError:
+            continue
+        except ReusedNoiseError:  # shared noise that is not compared: one pass can be summed, but not several jointly
+            if passes == 1:
+                raise
+    return None
 
 
-@acceptance_rule(exact=True)
-def refusal_from_p(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verdict:
-    """Lumina-mGPT 2.0: a rejected token is resampled from p instead of the residual."""
-    verdict = speculative_sampling(probs, draft, noise, relaxation)
-    row = probs[torch.arange(len(probs)), verdict.count - 1]
-    return dataclasses.replace(verdict, next_token=noise.at(verdict.count - 1).sample(row[:, None], Purpose.RESIDUAL)[:, 0])
+def _make_finding(name: str, found: PassSum) -> Finding:
+    return Finding(
+        name, found.distance, found.draft_distance, found.relaxation, found.most_drafts, found.outcomes, found.passes
+    )
 
 
-@acceptance_rule(exact=True)
-def uniform_bonus(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verdict:
-    """SJD-PAC as released: if the whole draft is accepted, a uniformly distributed token is committed."""
-    verdict = speculative_sampling(probs, draft, noise, relaxation)
-    uniform = torch.ones_like(probs[:, :1])
-    tokens = sample_gumbel_max(uniform, noise.seeds, noise.position[:, :1], Purpose.CHOICE, noise.step)[:, 0]
-    return dataclasses.replace(verdict, next_token=torch.where(verdict.count == probs.shape[1], tokens, verdict.next_token))
+@cache
+def sum_control(control: Control) -> float:
+    """Return the distance of a negative control: of its committed tokens or its draft tokens, whichever is larger."""
+    if isinstance(control.method, ScaleSchedule):
+        case = SCALE_CASES[0]
+        return sum_images(case.fit(control.method), case.model(), control.sampling).distance
+    small = CASES[0]
+    model, sampling = small.model(), control.sampling
+    target = (model, sampling)
+    if control.change is not None:
+        model, sampling = control.change(model, sampling), Sampling()
+    found = sum_pass(small.fit(control.method), model, (), sampling, passes=control.passes, target=target)
+    return max(found.distance, found.draft_distance)
 
 
-WRONG = {
-    "rejected token resampled from p": Accelerator(drafter=Jacobi(4), acceptance=refusal_from_p),
-    "uniform token after a full draft": Accelerator(drafter=Jacobi(2), acceptance=uniform_bonus),
-}
-
-
-@scale_rule(exact=True)
-def resample_scale_from_target(p: Tensor, q: Tensor, draft: Tensor, noise: Noise) -> tuple[Tensor, Tensor]:
-    """A rejected token is resampled from p instead of the residual."""
-    at = draft[..., None]
-    accepted = noise.uniform(Purpose.ACCEPT) * q.gather(2, at)[..., 0] < p.gather(2, at)[..., 0]
-    return torch.where(accepted, draft, noise.sample(p, Purpose.RESIDUAL)), accepted.all(1)
-
-
-@scale_rule(exact=True)
-def majority_argmax(p: Tensor, q: Tensor, draft: Tensor, noise: Noise) -> tuple[Tensor, Tensor]:
-    """lijrjyan/SDVAR: a scale is accepted if half of its tokens are the target's most probable ones."""
-    kept = (p.argmax(-1) == draft).float().mean(1) >= 0.5
-    return torch.where(kept[:, None], draft, noise.sample(p, Purpose.RESIDUAL)), kept
-
-
-WRONG_SCALES = {
-    "rejected tokens resampled from p": ScaleSchedule(stages=(Stage(num_drafted=2, rule=resample_scale_from_target),)),
-    "accepted if half are the likeliest": ScaleSchedule(stages=(Stage(num_drafted=2, rule=majority_argmax),)),
-}
+def compare_with_sequential(method: Accelerator | ScaleSchedule, case: Case | ScaleCase, images: int = SEEDS) -> Finding:
+    """Compare images with those of sequential decoding for the same seeds, token by token."""
+    model, condition, seeds = case.model(), torch.zeros(images, dtype=torch.int64), torch.arange(images) + 10**6
+    loop: Any = decode_scales if isinstance(case, ScaleCase) else decode
+    baseline = "plain" if isinstance(case, ScaleCase) else "ar"
+    fitted: Any = case.fit(method)  # type: ignore[arg-type]
+    tokens = loop(model, condition, seeds, fitted, case.sampling).tokens
+    expected = loop(model, condition, seeds, baseline, case.sampling).tokens
+    different = float((tokens != expected).any(1).double().mean())
+    return Finding(case.name, different, drafts=images, outcomes=images)

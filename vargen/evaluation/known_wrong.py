@@ -1,11 +1,14 @@
-"""Negative controls with draft trees: mistakes, of released implementations or likely ones, that a check must detect.
+"""Negative controls: mistakes of released implementations, and likely ones, that an exactness check must detect.
 
-Shape suffixes: B images, S drafts, V vocabulary.
+Shape suffixes: B images, S draft tokens, V vocabulary.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from copy import copy
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,24 +17,126 @@ from torch import Tensor
 from vargen.decoding import (
     Accelerator,
     Draft,
+    Jacobi,
     JacobiTree,
     Noise,
+    Purpose,
+    Sampling,
+    ScaleSchedule,
+    Speculative,
     SpeculativeTree,
+    Stage,
     StaticTree,
+    Step,
     Tree,
     Verdict,
     acceptance_rule,
     recursive_rejection,
+    speculative_sampling,
     traversal,
 )
-from vargen.decoding.next_token.acceptance import SiblingDecision, Siblings, verify_siblings
+from vargen.decoding.next_scale.acceptance import scale_rule
+from vargen.decoding.next_token.acceptance import SiblingDecision, Siblings, gather_p_and_q, resample_rejected, verify_siblings
 from vargen.decoding.next_token.trees.shapes import make_fan, make_k_ary
+from vargen.decoding.sampling import filter_logits
+from vargen.evaluation.table_models import TableModel
 
 TREE = ("chain", "tree")
-BINARY_TREE = StaticTree(make_k_ary(2, 2))
+BINARY_TREE, TWO_SIBLINGS = StaticTree(make_k_ary(2, 2)), StaticTree((-1, 0, 0))
 
 
-# -- rules --------------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Control:
+    """A method with a mistake.
+
+    Attributes:
+        mistake, source: what is wrong, and where it was released.
+        method: the method.
+        kind: `"chain"`, `"window"` (drafts stay for the next pass), `"tree"` or `"scale"`.
+        passes: number of passes after which the mistake shows.
+        sampling: temperature and filters.
+        change: makes the wrong target from the right one, which then runs without temperature and filters.
+    """
+
+    mistake: str
+    source: str
+    method: Accelerator | ScaleSchedule
+    kind: str
+    passes: int = 1
+    sampling: Sampling = dataclasses.field(default_factory=Sampling)
+    change: Callable[[TableModel, Sampling], TableModel] | None = None
+
+
+# -- chains and windows -------------------------------------------------------------------------------------------------
+
+
+@acceptance_rule(exact=True)
+def resample_from_p(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verdict:
+    """A rejected token is resampled from p instead of the residual."""
+    verdict = speculative_sampling(probs, draft, noise, relaxation)
+    row = probs[torch.arange(len(probs)), verdict.count - 1]
+    resampled = noise.select_slot(verdict.count - 1).fold_in(1).sample(row[:, None], Purpose.RESIDUAL)[:, 0]
+    return replace(verdict, next_token=resampled)
+
+
+@acceptance_rule(exact=True)
+def uniform_bonus(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verdict:
+    """If the whole draft is accepted, a uniformly distributed token is committed."""
+    verdict = speculative_sampling(probs, draft, noise, relaxation)
+    last = noise.select_slot(verdict.count - 1).fold_in(1)
+    whole = (verdict.count == probs.shape[1])[:, None]
+    weights = torch.where(whole, torch.ones_like(probs[:, 0]), one_hot(verdict.next_token, probs.shape[2]))
+    return replace(verdict, next_token=last.sample(weights[:, None], Purpose.RESIDUAL)[:, 0])
+
+
+def one_hot(tokens: Tensor, vocab: int) -> Tensor:
+    """float32 `[B, V]`."""
+    return torch.nn.functional.one_hot(tokens, vocab).float()
+
+
+@dataclass(frozen=True)
+class OffByThreePercent(Speculative):
+    """Records 0.97 q + 0.03 / V instead of q."""
+
+    def propose(self, *arguments: Any) -> Draft:
+        draft = super().propose(*arguments)
+        assert draft.probs is not None
+        return replace(draft, probs=0.97 * draft.probs + 0.03 / draft.probs.shape[2])
+
+
+def filter_first(model: TableModel, sampling: Sampling) -> TableModel:
+    """Return the model with the temperature applied after the filters."""
+    wrong = copy(model)
+    wrong.table = filter_logits(model.table, sampling.top_k, sampling.top_p).clamp(min=-1e4) / sampling.temperature
+    return wrong
+
+
+@dataclass(frozen=True)
+class KeepsOldProbs(Jacobi):
+    """Draft tokens that the coupling kept are recorded with their old q."""
+
+    def observe(self, state: Any, step: Step) -> Any:
+        state = super().observe(state, step)
+        if state.last is None or step.draft.probs is None:
+            return state
+        kept = state.last.resampled[:, :-1] == step.draft.tokens
+        probs = state.last.probs.clone()
+        probs[:, :-1] = torch.where(kept[..., None], step.draft.probs, probs[:, :-1])
+        return replace(state, last=replace(state.last, probs=probs))
+
+
+def couple_by_one_uniform(step: Step) -> Tensor:
+    """The maximal coupling, with the uniform of the first slot for all slots."""
+    first = replace(step.noise, position=step.noise.position[:, :1].expand_as(step.noise.position))
+    p, q = gather_p_and_q(step.probs, step.draft)
+    kept = first.uniform(Purpose.RESAMPLE_ACCEPT)[:, :-1] * q < p
+    return resample_rejected(step.probs, step.draft, step.noise, kept)
+
+
+stale_traversal = acceptance_rule(exact=True, topologies=TREE, leaves_first=True)(traversal.function)
+
+
+# -- trees --------------------------------------------------------------------------------------------------------------
 
 
 def _inverted(siblings: Siblings) -> SiblingDecision:
@@ -42,49 +147,54 @@ def _inverted(siblings: Siblings) -> SiblingDecision:
 
 @acceptance_rule(exact=True, topologies=TREE)
 def inverted_residual(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verdict:
-    """LANTERN's static trees as released: after a rejection the residual is q - p instead of p - q."""
+    """After a rejection the residual is q - p instead of p - q."""
     return verify_siblings(_inverted, probs, draft, noise)
 
 
-class _SharedUniform(Noise):
-    def branch(self, number: Any) -> Noise:
-        return self
+class _SharedUniform:
+    """Noise whose `fold_in` changes nothing."""
+
+    def __init__(self, noise: Noise):
+        self.noise = noise
+
+    def fold_in(self, number: Any) -> Noise:
+        return replace(self.noise.fold_in(number), position=self.noise.position)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.noise, name)
 
 
 @acceptance_rule(exact=True, topologies=TREE)
 def shared_uniform(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verdict:
     """All siblings share one uniform."""
-    return recursive_rejection(probs, draft, _SharedUniform(noise.seeds, noise.position, noise.step), relaxation)
+    wrong: Any = _SharedUniform(noise)
+    return recursive_rejection(probs, draft, wrong, relaxation)
 
 
 @acceptance_rule(exact=True, topologies=TREE)
-def stale_uniforms(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verdict:
-    """Sequoia as released: uniforms are sampled once per tree slot and reused in every pass."""
-    return recursive_rejection(probs, draft, Noise(noise.seeds, noise.position - noise.position[:, :1]), relaxation)
-
-
-stale_traversal = acceptance_rule(exact=True, topologies=TREE)(traversal.function)
-
-
-# -- drafters -----------------------------------------------------------------------------------------------------------
+def reused_uniforms(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verdict:
+    """Uniforms are sampled once per tree slot and reused in every pass."""
+    return recursive_rejection(
+        probs, draft, replace(noise, position=noise.position - noise.position[:, :1], step=0), relaxation
+    )
 
 
 def _first_of_pair(tree: Tree) -> Tensor:
-    """Return for each draft `[S]` its parent's first child: the draft itself or its earlier sibling."""
+    """Return for each draft token `[S]` its parent's first child: the draft token itself or its earlier sibling."""
     return tree.children[tree.parents[1:], 0] - 1
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class IgnoresEarlierSiblings(SpeculativeTree):
-    """SJD-PAC as released: sampled without replacement, but recorded with the probabilities of the first sibling."""
+    """Sampled without replacement, but recorded with the probabilities of the first sibling."""
 
     def propose(self, *arguments: Any) -> Draft:
         draft = super().propose(*arguments)
         assert draft.probs is not None
-        return dataclasses.replace(draft, probs=draft.probs[:, _first_of_pair(draft.tree)])
+        return replace(draft, probs=draft.probs[:, _first_of_pair(draft.tree)])
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class RemovesEarlierSiblings(SpeculativeTree):
     """Sampled with replacement, but recorded as sampled without."""
 
@@ -95,10 +205,10 @@ class RemovesEarlierSiblings(SpeculativeTree):
         less = draft.probs.scatter(2, earlier[..., None], 0.0)
         less = less / less.sum(-1, keepdim=True).clamp_min(1e-30)
         later = (draft.tree.sibling_rank[1:] > 0)[:, None]
-        return dataclasses.replace(draft, probs=torch.where(later, less, draft.probs))
+        return replace(draft, probs=torch.where(later, less, draft.probs))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class SortsSiblings(SpeculativeTree):
     """Sampling order lost: the more probable of two siblings comes first, as if it had been sampled first."""
 
@@ -108,10 +218,10 @@ class SortsSiblings(SpeculativeTree):
         q = draft.probs[:, :1]
         tokens = draft.tokens.gather(1, q[:, 0].gather(1, draft.tokens).argsort(1, descending=True))
         less = q.scatter(2, tokens[:, :1, None], 0.0)
-        return dataclasses.replace(draft, tokens=tokens, probs=torch.cat([q, less / less.sum(-1, keepdim=True)], 1))
+        return replace(draft, tokens=tokens, probs=torch.cat([q, less / less.sum(-1, keepdim=True)], 1))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class KeepsLikeliest(SpeculativeTree):
     """Re-ranking after sampling: only the more probable of two siblings is kept, with the q that it was sampled from."""
 
@@ -120,39 +230,120 @@ class KeepsLikeliest(SpeculativeTree):
         assert draft.probs is not None and draft.tree.max_children == 2 and draft.tree.max_path == 2
         best = draft.probs[:, 0].gather(1, draft.tokens).argmax(1, keepdim=True)
         probs = draft.probs[torch.arange(len(best))[:, None], best]
-        return Draft(draft.tokens.gather(1, best), Tree.make_chain(1, best.device), probs, draft.valid)
+        valid = None if draft.valid is None else draft.valid[:, :1]
+        return Draft(draft.tokens.gather(1, best), Tree.make_chain(1, best.device), probs, valid)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class RecordsBestAsSampled(SpeculativeTree):
-    """MCSD as released, at temperature 0: the most probable children, recorded as if they had been sampled."""
+    """The most probable children, recorded as if they had been sampled."""
 
     def propose(self, *arguments: Any) -> Draft:
         best = super().propose(*arguments)
-        sampled = dataclasses.replace(self, child_sampling="without-replacement")
+        sampled = replace(self, child_sampling="without-replacement")
         probs = super(RecordsBestAsSampled, sampled).propose(*arguments).probs
         assert probs is not None
-        return dataclasses.replace(best, probs=probs[:, :1].expand(-1, 2, -1) if best.tree.max_path == 2 else probs)
+        return replace(best, probs=probs[:, :1].expand(-1, 2, -1) if best.tree.max_path == 2 else probs)
 
 
-TWO_SIBLINGS = StaticTree((-1, 0, 0))
-WRONG_TREES = {
-    "an inverted residual": Accelerator(drafter=SpeculativeTree(BINARY_TREE), acceptance=inverted_residual),
-    "one uniform for all siblings": Accelerator(drafter=SpeculativeTree(BINARY_TREE), acceptance=shared_uniform),
-    "uniforms of the first pass in all": Accelerator(drafter=SpeculativeTree(BINARY_TREE), acceptance=stale_uniforms),
-    "without replacement, recorded as with": Accelerator(
-        drafter=IgnoresEarlierSiblings(BINARY_TREE), acceptance=recursive_rejection
+# -- scales -------------------------------------------------------------------------------------------------------------
+
+
+@scale_rule(exact=True)
+def resample_scale_from_target(p: Tensor, q: Tensor, draft: Tensor, noise: Noise) -> tuple[Tensor, Tensor]:
+    """A rejected token is resampled from p instead of the residual."""
+    p_draft, q_draft = (each.gather(2, draft[..., None])[..., 0] for each in (p, q))
+    accepted = noise.uniform(Purpose.ACCEPT) * q_draft < p_draft
+    return torch.where(accepted, draft, noise.sample(p, Purpose.RESIDUAL)), accepted.all(1)
+
+
+@scale_rule(exact=True)
+def majority_argmax(p: Tensor, q: Tensor, draft: Tensor, noise: Noise) -> tuple[Tensor, Tensor]:
+    """A scale is accepted if half of its tokens are the target's most probable ones."""
+    kept = (p.argmax(-1) == draft).float().mean(1) >= 0.5
+    return torch.where(kept[:, None], draft, noise.sample(p, Purpose.RESIDUAL)), kept
+
+
+def _tree(drafter: Any, rule: Any = recursive_rejection) -> Accelerator:
+    return Accelerator(drafter=drafter, acceptance=rule)
+
+
+def _scales(rule: Any) -> ScaleSchedule:
+    return ScaleSchedule(stages=(Stage(num_drafted=2, rule=rule),))
+
+
+CONTROLS = (
+    Control(
+        "rejected token resampled from p",
+        "Lumina-mGPT 2.0",
+        Accelerator(drafter=Speculative(2), acceptance=resample_from_p),
+        "chain",
     ),
-    "with replacement, recorded as without": Accelerator(
-        drafter=RemovesEarlierSiblings(BINARY_TREE, "with-replacement"), acceptance=recursive_rejection
+    Control(
+        "uniform token after a full draft",
+        "SJD-PAC as released",
+        Accelerator(drafter=Speculative(1), acceptance=uniform_bonus),
+        "chain",
     ),
-    "siblings sorted after sampling": Accelerator(drafter=SortsSiblings(TWO_SIBLINGS), acceptance=recursive_rejection),
-    "the likelier of two samples kept": Accelerator(drafter=KeepsLikeliest(TWO_SIBLINGS), acceptance=recursive_rejection),
-    "the most probable recorded as sampled": Accelerator(
-        drafter=RecordsBestAsSampled(TWO_SIBLINGS, "top-k"), acceptance=recursive_rejection
+    Control(
+        "recorded q off by 3%",
+        "any drafter",
+        Accelerator(drafter=OffByThreePercent(2), acceptance=speculative_sampling),
+        "chain",
     ),
-    "a Jacobi window verified by traversal": Accelerator(
-        drafter=JacobiTree(make_fan(8, 2, 2), "maximal"), acceptance=stale_traversal
+    Control(
+        "temperature after the filters",
+        "CoDe as released",
+        Accelerator(drafter=Speculative(2), acceptance=speculative_sampling),
+        "chain",
+        sampling=Sampling(0.7, top_p=0.6),
+        change=filter_first,
     ),
-}
-REQUIRED_CONTROLS = ("an inverted residual", "with replacement, recorded as without", "the likelier of two samples kept")
+    Control(
+        "kept drafts recorded with their old q",
+        "SCD as released for Lumina and Janus",
+        Accelerator(drafter=KeepsOldProbs(4, "maximal"), acceptance=speculative_sampling),
+        "window",
+        passes=2,
+    ),
+    Control(
+        "coupling with one uniform for all slots",
+        "a likely shortcut",
+        Accelerator(drafter=Jacobi(4, couple_by_one_uniform), acceptance=speculative_sampling),
+        "window",
+        passes=2,
+    ),
+    Control(
+        "a window verified by traversal",
+        "block verification on SJD",
+        _tree(JacobiTree(make_fan(8, 2, 2), "maximal"), stale_traversal),
+        "window",
+        passes=2,
+    ),
+    Control("inverted residual", "LANTERN's static trees", _tree(SpeculativeTree(BINARY_TREE), inverted_residual), "tree"),
+    Control("one uniform for all siblings", "a likely shortcut", _tree(SpeculativeTree(BINARY_TREE), shared_uniform), "tree"),
+    Control(
+        "uniforms reused in every pass",
+        "Sequoia as released",
+        _tree(SpeculativeTree(BINARY_TREE), reused_uniforms),
+        "tree",
+        passes=2,
+    ),
+    Control("q forgets removed siblings", "SJD-PAC as released", _tree(IgnoresEarlierSiblings(BINARY_TREE)), "tree"),
+    Control(
+        "q removes siblings that were replaced",
+        "the opposite mistake",
+        _tree(RemovesEarlierSiblings(BINARY_TREE, "with-replacement")),
+        "tree",
+    ),
+    Control("siblings sorted after sampling", "a likely shortcut", _tree(SortsSiblings(TWO_SIBLINGS)), "tree"),
+    Control("the likelier of two samples kept", "re-ranking after sampling", _tree(KeepsLikeliest(TWO_SIBLINGS)), "tree"),
+    Control(
+        "most probable tokens recorded as sampled",
+        "MCSD as released",
+        _tree(RecordsBestAsSampled(TWO_SIBLINGS, "top-k")),
+        "tree",
+    ),
+    Control("rejected tokens resampled from p", "token by token", _scales(resample_scale_from_target), "scale"),
+    Control("accepted if half are the likeliest", "lijrjyan/SDVAR", _scales(majority_argmax), "scale"),
+)

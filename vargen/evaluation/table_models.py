@@ -119,6 +119,11 @@ class TableModel(TokenModel):
             total *= probabilities.gather(1, sequences[:, n : n + 1])[:, 0]
         return total.view([V] * N)
 
+    def find_most_probable(self, condition: int, to_probs: Callable[[Tensor], Tensor]) -> tuple[int, ...]:
+        """Return the most probable sequence of N tokens."""
+        joint = self.joint(condition, to_probs)
+        return tuple(int(place) for place in torch.unravel_index(joint.argmax(), joint.shape))
+
 
 class TableEagle(AutoregressiveHead):
     """`AutoregressiveHead` that looks up a table by a slot's token and the token in its feature.

@@ -13,11 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vargen.decoding.noise import Noise, Purpose, sample_uniform, sample_uniform64
-from vargen.kernels.row_ops import sample_categorical
+from vargen.decoding.noise import Noise, Purpose
 
 VerifyScaleFunction = Callable[[Tensor, Tensor, Tensor, Noise], tuple[Tensor, Tensor]]
-_MAX_ATTEMPTS = 2**17  # then the last sample is used: a bias of at most 1 / (e 2^17) = 3e-6, too small to matter in float32
 
 
 @dataclass(frozen=True)
@@ -57,17 +55,14 @@ def joint_coupling(p: Tensor, q: Tensor, draft: Tensor, noise: Noise) -> tuple[T
     rule.
     """
     log_p, log_q = _sum_log_probs(p, draft), _sum_log_probs(q, draft)
-    first = noise.position[:, :1]
-    accepted = sample_uniform(noise.seeds, first, Purpose.ACCEPT, noise.step)[:, 0].log() + log_q < log_p
-    tokens, rejected = draft, ~accepted
-    for step in range(_MAX_ATTEMPTS):
-        if not rejected.any():
-            break
-        attempt = sample_categorical(p, sample_uniform64(noise.seeds, noise.position, Purpose.RESIDUAL, step))
-        tokens = torch.where(rejected[:, None], attempt, tokens)
-        ratio = (_sum_log_probs(q, attempt) - _sum_log_probs(p, attempt)).exp()  # Q / P
-        rejected = rejected & (sample_uniform(noise.seeds, first, Purpose.RESAMPLE_ACCEPT, step)[:, 0] >= 1 - ratio)
-    return tokens, accepted
+    first = noise.select_slot(torch.zeros(len(p), dtype=torch.int64, device=p.device))
+    accepted = first.uniform(Purpose.ACCEPT)[:, 0] < (log_p - log_q).exp()
+
+    def residual_accept_prob(tokens: Tensor) -> Tensor:
+        return 1 - (_sum_log_probs(q, tokens) - _sum_log_probs(p, tokens)).exp()  # 1 - Q / P
+
+    resampled = noise.sample_by_rejection(p, residual_accept_prob, ~accepted)
+    return torch.where(accepted[:, None], draft, resampled), accepted
 
 
 @scale_rule(exact=True, draft_noise=Purpose.TOKEN)

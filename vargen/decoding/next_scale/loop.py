@@ -79,15 +79,17 @@ def decode_scales(
     stages = method.bind(model)
     run = Run(model.device, sum(model.scale_tokens), callback, profile)
     images = ImageState(seeds.to(model.device), model, stages, sampling, fixed_scales, fixed_tokens)
-    models = _ModelStates(model, condition, stages)
-    _run_loop(run, images, models)
-    stats = images.stats(method.name, models.tokens_fed)
+    stats = images.stats(method.name, run_scales(run, images, model, condition))
     run.close(stats)
     return DecodeOutput(images.tokens, images.length, stats, finished=not run.stopped, canvas=images.canvases[-1])
 
 
-def _run_loop(run: Run, images: ImageState, models: _ModelStates) -> None:
-    """Run the algorithm. Every pass completes at least one scale of every image."""
+def run_scales(run: Run, images: ImageState, model: ScaleModel, condition: Any) -> dict[str, Counter[int]]:
+    """Run the algorithm. Every pass completes at least one scale of every image.
+
+    Returns the number of passes of each model by the number of tokens they fed.
+    """
+    models = _ModelStates(model, condition, images.stages)
     while images.scale < len(images.stages) and not run.stopped:
         stage = images.stages[images.scale]
         with run.part("draft"):
@@ -102,6 +104,7 @@ def _run_loop(run: Run, images: ImageState, models: _ModelStates) -> None:
             run.record(*images.summarize_pass(logits), images.length, images.length - before)
             images.commit_scales(scales)
             models.rollback(images.scale)
+    return models.tokens_fed
 
 
 class _ModelStates:

@@ -63,9 +63,10 @@ class ImageState:
         sampling: Sampling,
         fixed_scales: Sequence[Tensor] = (),
         fixed_tokens: FixedTokens | None = None,
+        noise_class: Callable[[Tensor, Tensor], Noise] = Noise,
     ):
         self.seeds, self.model, self.stages = seeds, model, stages
-        self.sampling, self.fixed_tokens = sampling, fixed_tokens
+        self.sampling, self.fixed_tokens, self.noise_class = sampling, fixed_tokens, noise_class
         B, device = len(seeds), seeds.device
         self.sizes = model.scale_tokens
         self.ends = list(accumulate(self.sizes))
@@ -97,7 +98,8 @@ class ImageState:
         It is the same in every pass; that is safe because the samples of a discarded draft had no effect.
         """
         at = self.token_slice(scale)
-        return Noise(self.seeds, torch.arange(at.start, at.stop, device=self.seeds.device).expand(len(self.seeds), -1))
+        position = torch.arange(at.start, at.stop, device=self.seeds.device)
+        return self.noise_class(self.seeds, position.expand(len(self.seeds), -1))
 
     def _append_scale(self, scale: int) -> None:
         canvas, following = self.model.add(self.canvases[-1], self.tokens[:, self.token_slice(scale)], scale)
@@ -131,9 +133,10 @@ class ImageState:
         for scale in range(self.scale, min(self.scale + stage.num_drafted, self.stage_end(stage) - 1)):
             logits = models.run("draft", [*self.inputs, *drafts.inputs], 1, [stage.guidance])[0]
             probs = self.compute_probs(logits, scale, canvas)
-            tokens = self.make_noise(scale).sample(probs, stage.rule.draft_noise)
             at = self.token_slice(scale)
-            tokens = torch.where((self.length >= at.stop)[:, None], self.tokens[:, at], tokens)
+            decided = (self.length >= at.stop)[:, None]
+            tokens = self.make_noise(scale).where(~decided).sample(probs, stage.rule.draft_noise)
+            tokens = torch.where(decided, self.tokens[:, at], tokens)
             canvas, following = self.model.add(canvas, tokens, scale)
             drafts.tokens.append(tokens)
             drafts.probs.append(probs)
@@ -162,9 +165,10 @@ class ImageState:
             drafted = (scale < self.draft_start + stage.num_drafted) & (scale < last)
             if i < len(drafts.tokens):
                 draft = drafts.tokens[i]
-                tokens, same = stage.rule(probs, drafts.probs[i], draft, noise)
+                verified = noise.where((undecided & drafted)[:, None])
+                tokens, same = stage.rule(probs, drafts.probs[i], draft, verified)
                 if not drafted.all():
-                    sampled = noise.sample(probs, Purpose.TOKEN)
+                    sampled = noise.where((undecided & ~drafted)[:, None]).sample(probs, Purpose.TOKEN)
                     tokens = torch.where(drafted[:, None], tokens, sampled)
                     same = torch.where(drafted, same, (sampled == draft).all(1))
                 canvas = drafts.canvases[i]
@@ -172,7 +176,7 @@ class ImageState:
                 self.by_scale[scale]["kept"] += int((undecided & drafted & same).sum())
             else:
                 undecided = undecided & ~drafted  # not for images that draft this scale in the next pass
-                tokens, same = noise.sample(probs, Purpose.TOKEN), ongoing
+                tokens, same = noise.where(undecided[:, None]).sample(probs, Purpose.TOKEN), ongoing
             self.by_scale[scale]["passes"] += 1
             self.tokens[:, at] = torch.where(undecided[:, None], tokens, self.tokens[:, at])
             self.length = torch.where(undecided, at.stop, self.length)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -127,8 +128,8 @@ def prefill(
     if len(out.logits) != len(seeds):
         raise ValueError(f"condition must have a row for each of the {len(seeds)} seeds, got {len(out.logits)}")
     images = ImageState.start(seeds, run.total, drafter.max_width)
-    token_noise = TokenNoise(seeds, run.total + drafter.max_width)
-    return DecodePass(run, model, drafter, rule, sampling, token_noise), LoopState(images, draft_state, cache), out
+    make_noise = partial(Noise, token_noise=TokenNoise(seeds, run.total + drafter.max_width))
+    return DecodePass(run, model, drafter, rule, sampling, make_noise), LoopState(images, draft_state, cache), out
 
 
 @register_state
@@ -141,22 +142,29 @@ class LoopState:
     cache: Any
 
 
+MakeNoise = Callable[[Tensor, Tensor, int | Tensor], Noise]  # (seeds [B], position [B, T], number of the pass)
+
+
 @dataclass(frozen=True)
 class DecodePass:
-    """The pass after the prefill, as a function from state to state."""
+    """The pass after the prefill, as a function from state to state.
+
+    Attributes:
+        make_noise: the source of all random numbers. Another one enumerates them; see `vargen.evaluation.enumeration`.
+    """
 
     run: Run
     model: TokenModel
     drafter: Drafter
     rule: AcceptanceRule
     sampling: Sampling
-    token_noise: TokenNoise
+    make_noise: MakeNoise
 
     def sample_first_token(self, images: ImageState, out: Output) -> None:
         """Sample token 0 from the output of the prefill."""
         seeds, position = images.seeds, torch.zeros_like(images.seeds)[:, None]
         empty = Draft.make_empty(len(seeds), self.model.vocab, seeds.device)
-        noise, probs = Noise(seeds, position, own=self.token_noise), to_probs(out.logits, self.sampling)
+        noise, probs = self.make_noise(seeds, position, 0), to_probs(out.logits, self.sampling)
         images.tokens[:, 0] = shared_noise(probs, empty, noise, images.relaxation).next_token
         images.committed_histogram[1] += len(seeds)
         run = self.run
@@ -172,12 +180,13 @@ class DecodePass:
         run, model, drafter, rule, sampling = self.run, self.model, self.drafter, self.rule, self.sampling
         images, cache = state.images, state.cache
         with run.part("draft"):
-            draft = drafter.propose(state.draft, images.tokens, images.length, images.step)
+            noise = self.make_noise(images.seeds, images.length[:, None], images.step)
+            draft = drafter.propose(state.draft, images.tokens, images.length, noise)
             inputs = images.build_inputs(draft)
         with run.part("target"):
             out = model.forward(inputs, cache, draft.tree)
         with run.part("accept"):
-            noise = Noise(images.seeds, images.length[:, None] + draft.tree.depth, images.step, self.token_noise)
+            noise = noise.shift(draft.tree.depth)
             probs = to_probs(out.logits, sampling)
             verdict = rule(probs, add_unfiltered_probs(draft, rule, out.logits, sampling), noise, images.relaxation)
         with run.part("commit"):

@@ -160,6 +160,10 @@ class Drafter:
         """Return the drafter with at most `vocab` children per slot."""
         return self
 
+    def fix_length(self, drafts: int) -> Self:
+        """Return the drafter with `drafts` draft tokens per pass if their number is automatic, otherwise unchanged."""
+        return self
+
     def with_window(self, window: int | str) -> Self:
         """Return the drafter with another window: the number of tokens fed per pass, or the name of a policy that selects it.
 
@@ -175,12 +179,13 @@ class Drafter:
         """Return the state of B new images after the prefill, whose output is `first`."""
         return None
 
-    def propose(self, state: Any, tokens: Tensor, length: Tensor, step: int | Tensor) -> Draft:
-        """Return the draft of pass `step`. Changes nothing in the state except caches, in place.
+    def propose(self, state: Any, tokens: Tensor, length: Tensor, noise: Noise) -> Draft:
+        """Return the draft of a pass. Changes nothing in the state except caches, in place.
 
         Args:
             tokens: int64 `[B, N + max_width]`, valid up to `length` `[B]`. The last valid token is the root.
-            step: pass number, used by `Noise`; an int or a device tensor.
+            noise: noise of the pass; its position `[B, 1]` is that of the token after the root. The drafter takes all random
+                numbers from it, for later positions through `Noise.shift`.
         """
         raise NotImplementedError
 
@@ -200,11 +205,18 @@ class AcceptanceRule:
         exact: whether the output is distributed as the target.
         topologies: which drafts it can verify, of `"chain"` and `"tree"`.
         requires: what it requires of the drafter's sampling; see `Drafter.provides`.
+        sequential_tokens: whether it commits the tokens that sequential decoding selects with the same noise.
+        leaves_first: whether it tests the children of a slot before the slot itself. If so, it compares
+            `noise.fold_in(slots).uniform(Purpose.ACCEPT)` at slot s with the acceptance probability of s. Otherwise it compares
+            `noise.fold_in(k).uniform(Purpose.ACCEPT)` at slot s with that of the k-th child of s. The exactness check relies on
+            this.
     """
 
     exact: bool
     topologies: tuple[str, ...] = ("chain",)
     requires: tuple[str, ...] = ()
+    sequential_tokens: bool = False
+    leaves_first: bool = False
 
     def bind(self, model: TokenModel) -> Self:
         """Return the rule for a model, with whatever it needs from it, such as the codebook.
@@ -237,6 +249,8 @@ class FunctionRule(AcceptanceRule):
     exact: bool
     topologies: tuple[str, ...] = ("chain",)
     requires: tuple[str, ...] = ()
+    sequential_tokens: bool = False
+    leaves_first: bool = False
 
     @property
     def __name__(self) -> str:
@@ -247,10 +261,15 @@ class FunctionRule(AcceptanceRule):
 
 
 def acceptance_rule(
-    *, exact: bool, topologies: tuple[str, ...] = ("chain",), requires: tuple[str, ...] = ()
+    *,
+    exact: bool,
+    topologies: tuple[str, ...] = ("chain",),
+    requires: tuple[str, ...] = (),
+    sequential_tokens: bool = False,
+    leaves_first: bool = False,
 ) -> Callable[[VerifyFunction], FunctionRule]:
     """Decorate a function as an `AcceptanceRule`; see there for the arguments."""
-    return lambda function: FunctionRule(function, exact, topologies, requires)
+    return lambda function: FunctionRule(function, exact, topologies, requires, sequential_tokens, leaves_first)
 
 
 class DraftHead:

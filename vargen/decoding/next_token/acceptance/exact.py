@@ -73,8 +73,9 @@ def resample_rejected(
     weights = probs.clone()  # updated in place to save memory: V is large
     weights[:, :-1].addcmul_(dense_draft_probs(probs, draft), coupled[..., None].to(probs.dtype), value=-1).clamp_(min=0)
     empty = weights[:, :-1].sum(-1) <= 0  # p equals q up to rounding: keep the draft token
-    sampled = noise.sample(weights, Purpose.RESAMPLE)
-    sampled[:, :-1] = torch.where(accepted & coupled | empty, draft.tokens, sampled[:, :-1])
+    kept = accepted & coupled | empty
+    sampled = noise.where(torch.nn.functional.pad(~kept, (0, 1), value=True)).sample(weights, Purpose.RESAMPLE)
+    sampled[:, :-1] = torch.where(kept, draft.tokens, sampled[:, :-1])
     return sampled
 
 
@@ -96,12 +97,12 @@ def verify_chain(accepted: Tensor, probs: Tensor, draft: Draft, noise: Noise) ->
         if draft.valid is not None:
             rejected = rejected & draft.valid[at, slot]
         target = torch.where(rejected[:, None], residual_weights(target, dense_draft_probs(probs, draft)[at, slot]), target)
-    next_token = noise.at(row).sample(target[:, None], Purpose.RESIDUAL)[:, 0]
+    next_token = noise.select_slot(row).sample(target[:, None], Purpose.RESIDUAL)[:, 0]
     path = torch.arange(T, device=probs.device).expand(B, T)
     return Verdict(path=path, count=count, next_token=next_token)
 
 
-@acceptance_rule(exact=True, topologies=("chain", "tree"))
+@acceptance_rule(exact=True, topologies=("chain", "tree"), sequential_tokens=True)
 def shared_noise(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verdict:
     """Exact, and identical to sequential decoding: accept a draft token if it equals the token that the shared noise selects.
 

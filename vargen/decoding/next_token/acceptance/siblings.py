@@ -122,7 +122,7 @@ def verify_siblings(
     path, count, reached = follow_accepted(decisions.accepted, draft.tree)
     last = path.gather(1, count[:, None] - 1)
     residual = _final_residual(rule, probs, draft, last, limits)
-    verdict = Verdict(path, count, noise.at(last[:, 0]).sample(residual, Purpose.RESIDUAL)[:, 0])
+    verdict = Verdict(path, count, noise.select_slot(last[:, 0]).sample(residual, Purpose.RESIDUAL)[:, 0])
     if relaxation is None:
         return verdict
     parent = draft.tree.parents.clamp(min=0).expand_as(reached)
@@ -143,7 +143,7 @@ def _test_all_slots(rule: SiblingRule, probs: Tensor, draft: Draft, noise: Noise
         siblings, exists = _gather_siblings(child, p, draft, limits)
         decision = rule(siblings)
         is_tested = exists & ~closed[:, slots]
-        is_accepted = (noise.branch(rank).uniform(Purpose.ACCEPT)[:, slots] < decision.accept_prob) & is_tested
+        is_accepted = (noise.fold_in(rank).uniform(Purpose.ACCEPT)[:, slots] < decision.accept_prob) & is_tested
         # Slots without a child of this rank write to entry 0.
         accepted, tested = accepted.scatter(1, child, is_accepted), tested.scatter(1, child, is_tested)
         closed = closed.index_copy(1, slots, closed[:, slots] | is_accepted)

@@ -72,7 +72,7 @@ def k_seq(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verd
     rho, beta = _solve_rho(p, q, number)
     tokens = draft.tokens[image[..., None], at]
     accept_prob = p.gather(2, tokens) / (rho[..., None] * q.gather(2, tokens))
-    uniforms = [noise.branch(rank).uniform(Purpose.ACCEPT)[:, parents] for rank in range(tree.max_children)]
+    uniforms = [noise.fold_in(rank).uniform(Purpose.ACCEPT)[:, parents] for rank in range(tree.max_children)]
     hit = exists & (torch.stack(uniforms, -1) < accept_prob) if uniforms else exists
     hit = hit & (hit.cumsum(-1) == 1)  # only the first
     accepted = torch.zeros(B, T, dtype=torch.bool, device=probs.device).scatter(1, children.flatten(1), hit.flatten(1))
@@ -85,7 +85,7 @@ def k_seq(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verd
     target = probs[image, last]
     residual = (target - torch.minimum(q[image, row], target / rho[image, row][..., None]) * share[..., None]).clamp_min_(0)
     residual = torch.where(has[..., None] & (residual.sum(-1, keepdim=True) > 0), residual, target)
-    return Verdict(path, count, noise.at(last[:, 0]).sample(residual, Purpose.RESIDUAL)[:, 0])
+    return Verdict(path, count, noise.select_slot(last[:, 0]).sample(residual, Purpose.RESIDUAL)[:, 0])
 
 
 def _solve_rho(p: Tensor, q: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:
@@ -99,7 +99,7 @@ def _solve_rho(p: Tensor, q: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:
     return high, torch.minimum(q, p / high[..., None]).sum(-1)
 
 
-@acceptance_rule(exact=True, topologies=("chain", "tree"), requires=("independent-per-pass",))
+@acceptance_rule(exact=True, topologies=("chain", "tree"), requires=("independent-per-pass",), leaves_first=True)
 def traversal(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verdict:
     """Accept the first path that passes, starting from the leaves (Weng et al. 2025, traversal verification).
 
@@ -139,9 +139,9 @@ def traversal(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> 
         reach[:, slot] = accept_prob
         residual[image, parent], reach[image, parent] = rest, fixed
     slots = torch.arange(T, device=probs.device)
-    passes = noise.branch(slots).uniform(Purpose.ACCEPT) < reach
+    passes = noise.fold_in(slots).uniform(Purpose.ACCEPT) < reach
     passes[:, 0] = True
     last = torch.where(passes, tree.postorder, T).argmin(1)
     path, count = trace_path(last, tree)
-    next_token = noise.at(last).sample(residual[image, last][:, None], Purpose.RESIDUAL)[:, 0]
+    next_token = noise.select_slot(last).sample(residual[image, last][:, None], Purpose.RESIDUAL)[:, 0]
     return Verdict(path=path, count=count, next_token=next_token)

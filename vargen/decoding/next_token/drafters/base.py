@@ -13,6 +13,7 @@ from vargen.decoding.next_token.draft import Draft, Output
 from vargen.decoding.next_token.protocols import Drafter, TokenModel
 from vargen.decoding.next_token.trees.search import TreeController, search_best_tree
 from vargen.decoding.next_token.trees.shapes import AutoTree, StaticTree, TreeShape, parse_shape
+from vargen.decoding.noise import Noise
 from vargen.decoding.pass_costs import candidate_widths, measure_pass_costs
 from vargen.decoding.sampling import Sampling
 from vargen.values import short_repr
@@ -29,7 +30,7 @@ class Sequential(Drafter):
     def start(self, model: TokenModel, condition: Any, seeds: Tensor, sampling: Sampling, first: Output) -> Draft:
         return Draft.make_empty(len(seeds), model.vocab, torch.device(model.device))
 
-    def propose(self, state: Draft, tokens: Tensor, length: Tensor, step: int | Tensor) -> Draft:
+    def propose(self, state: Draft, tokens: Tensor, length: Tensor, noise: Noise) -> Draft:
         return state
 
 
@@ -93,6 +94,9 @@ class TreeDrafter(Drafter):
 
     def fit_to_vocab(self, vocab: int) -> Self:
         return self._with_shape(self.tree_shape.limit_children(vocab)) if self.tree_shape.children > vocab else self
+
+    def fix_length(self, drafts: int) -> Self:
+        return self._with_shape(self.representative_shape(drafts)) if isinstance(self.tree_shape, AutoTree) else self
 
     def _with_shape(self, shape: TreeShape | AutoTree) -> Self:
         changed: Any = self

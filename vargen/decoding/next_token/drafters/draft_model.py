@@ -39,7 +39,6 @@ def _drafting(small: dict[int, float], drafts: int) -> float:
 class DraftModelState:
     cache: Any
     sampling: Sampling
-    seeds: Tensor
     num_tokens: int
     length: int
     controller: WidthController | None
@@ -121,6 +120,9 @@ class Speculative(ChainDrafter):
         object.__setattr__(bound, "model", draft_model)
         return bound
 
+    def fix_length(self, drafts: int) -> Self:
+        return replace(self, length=drafts) if isinstance(self.length, str) else self
+
     def with_window(self, window: int | str) -> Self:
         """Set the length to `"auto"` if `window` is; numbers apply to windows and leave a chain unchanged."""
         return replace(self, length="auto") if window == "auto" else self
@@ -138,13 +140,13 @@ class Speculative(ChainDrafter):
             if model.device.type != "cpu":  # the length is fixed
                 controller = None
         cache, _ = draft_model.prefill(condition, max(2, self.max_length))
-        return DraftModelState(cache, sampling, seeds, model.grid[0] * model.grid[1], length, controller)
+        return DraftModelState(cache, sampling, model.grid[0] * model.grid[1], length, controller)
 
     def measure_cost(self, model: TokenModel, condition: Any, images: int, drafts: int) -> float:
         """Measured seconds of the draft model's passes for a chain of `drafts` tokens."""
         return _drafting(measure_pass_costs(self.require_draft_model(model), condition, images, [1, 2]), drafts)
 
-    def propose(self, state: DraftModelState, tokens: Tensor, length: Tensor, step: int | Tensor) -> Draft:
+    def propose(self, state: DraftModelState, tokens: Tensor, length: Tensor, noise: Noise) -> Draft:
         """Feed the last two committed tokens, then every draft token except the last.
 
         Two, because the draft model has not processed the last draft token of a fully accepted chain.
@@ -164,13 +166,12 @@ class Speculative(ChainDrafter):
         purpose = Purpose.TOKEN if self.shared_noise else Purpose.DRAFT
         drafted: list[Tensor] = []
         probs: list[Tensor] = []
-        position = length[:, None]
         for drafts in range(state.length):
             if drafts:
                 logits = model.forward(drafted[-1], cache, one).logits
                 model.commit(cache, torch.zeros_like(length)[:, None], torch.ones_like(length), one)
             probs.append(to_probs(logits, state.sampling))
-            drafted.append(Noise(state.seeds, position + drafts, step).sample(probs[-1], purpose))
+            drafted.append(noise.shift(drafts).sample(probs[-1], purpose))
         slots = torch.arange(state.length, device=device)
         valid = length[:, None] + slots < state.num_tokens
         return Draft(torch.cat(drafted, 1), Tree.make_chain(state.length, device), torch.cat(probs, 1), valid)

@@ -35,7 +35,6 @@ class DraftTreeState:
 
     cache: Any
     sampling: Sampling
-    seeds: Tensor
     num_tokens: int
     controller: TreeController | None = None
 
@@ -87,7 +86,7 @@ class SpeculativeTree(TreeDrafter):
                 model, condition, len(seeds), lambda parents: self._drafting_seconds(costs, StaticTree(parents))
             )
         cache, _ = draft_model.prefill(condition, max(shape.depth + 2, shape.num_expanded))
-        return DraftTreeState(cache, sampling, seeds, model.grid[0] * model.grid[1], controller)
+        return DraftTreeState(cache, sampling, model.grid[0] * model.grid[1], controller)
 
     def _drafting_seconds(self, costs: Mapping[int, float], shape: TreeShape) -> float:
         """Return the seconds the draft model spends on a tree, interpolated from measured pass costs by number of tokens."""
@@ -102,7 +101,7 @@ class SpeculativeTree(TreeDrafter):
         costs = measure_pass_costs(self.require_draft_model(model), condition, images, [1, 2, 4, 8, 16, 32, 64])
         return self._drafting_seconds(costs, self.representative_shape(drafts))
 
-    def propose(self, state: DraftTreeState, tokens: Tensor, length: Tensor, step: int | Tensor) -> Draft:
+    def propose(self, state: DraftTreeState, tokens: Tensor, length: Tensor, noise: Noise) -> Draft:
         """Grow the tree level by level.
 
         The draft model does not cache draft tokens: each level feeds the root and all expanded slots again. The first level
@@ -122,7 +121,7 @@ class SpeculativeTree(TreeDrafter):
         if shape is None:
             return Draft.make_empty(len(tokens), model.vocab, tokens.device)
         root = tokens.gather(1, length[:, None] - 1)[:, 0]
-        return grow_tree(expand, shape, self.child_sampling, root, Noise(state.seeds, length[:, None], step), state.num_tokens)
+        return grow_tree(expand, shape, self.child_sampling, root, noise, state.num_tokens)
 
     def _catch_up(self, model: TokenModel, cache: Any, tokens: Tensor, length: Tensor) -> Tensor:
         """Feed the newest committed tokens, after which everything before the root is in the cache.

@@ -38,7 +38,6 @@ class EagleState:
     cache: Any
     features: FeatureBuffer
     sampling: Sampling
-    seeds: Tensor
     num_tokens: int
     controller: TreeController | None = None
 
@@ -63,9 +62,9 @@ class Eagle(HeadDrafter):
                 fixed_cost=interpolate_cost(seconds, _TYPICAL_COMMIT),
             )
         cache = self.model.start(len(seeds), max(shape.depth + 1, shape.num_expanded))
-        return EagleState(cache, FeatureBuffer.from_prefill(first, len(seeds)), sampling, seeds, num_tokens, controller)
+        return EagleState(cache, FeatureBuffer.from_prefill(first, len(seeds)), sampling, num_tokens, controller)
 
-    def propose(self, state: EagleState, tokens: Tensor, length: Tensor, step: int | Tensor) -> Draft:
+    def propose(self, state: EagleState, tokens: Tensor, length: Tensor, noise: Noise) -> Draft:
         head, cache, tree = self.model, state.cache, self.next_shape(state.controller)
         if tree is None:  # update the head's cache without drafting
             _catch_up(head, cache, state.features, tokens, length)
@@ -83,7 +82,7 @@ class Eagle(HeadDrafter):
             return to_probs(level.logits, state.sampling)
 
         root = tokens.gather(1, length[:, None] - 1)[:, 0]
-        draft = grow_tree(expand, tree, self.child_sampling, root, Noise(state.seeds, length[:, None], step), state.num_tokens)
+        draft = grow_tree(expand, tree, self.child_sampling, root, noise, state.num_tokens)
         head.commit(cache, state.features.count.clamp(max=1))  # the root, after which the levels were fed
         return draft
 

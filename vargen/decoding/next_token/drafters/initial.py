@@ -49,8 +49,7 @@ InitialDraft = Callable[[Context], tuple[Tensor, Tensor]]
 
 def draft_uniform(context: Context) -> tuple[Tensor, Tensor]:
     """Sample uniformly, with q = 1 / V. (Recording a one-hot q would be exact too, but is accepted far less often.)"""
-    uniforms = context.noise.uniform(Purpose.DRAFT)
-    return (uniforms * context.vocab).long().clamp_(max=context.vocab - 1), context.uniform_probs
+    return context.noise.sample_evenly(context.vocab, Purpose.DRAFT), context.uniform_probs
 
 
 MISSING_LOW_RES = "drafts from a low resolution need a model for it beside this one, and there is none"

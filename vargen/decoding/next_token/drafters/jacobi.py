@@ -63,7 +63,6 @@ class JacobiState:
         last: None if the last pass had no draft.
     """
 
-    seeds: Tensor
     vocab: int
     num_tokens: int
     columns: int
@@ -130,6 +129,9 @@ class Jacobi(Drafter):
         """Return the drafter with a window of at most `tokens` tokens."""
         return replace(self, window=tokens) if isinstance(self.window, int) and self.window > tokens else self
 
+    def fix_length(self, drafts: int) -> Self:
+        return self if isinstance(self.window, int) else replace(self, window=drafts + 1)
+
     def with_window(self, window: int | str) -> Self:
         """Return the drafter with another window; see `window` above."""
         return replace(self, window=window)
@@ -137,17 +139,16 @@ class Jacobi(Drafter):
     def start(self, model: TokenModel, condition: Any, seeds: Tensor, sampling: Sampling, first: Output) -> JacobiState:
         (rows, columns), window = model.grid, parse_window(self.window).start(model, condition, len(seeds))
         low_res = None if self.low_res_model is None else self.low_res_model.start(condition, seeds, sampling)
-        return JacobiState(seeds, model.vocab, rows * columns, columns, window, low_res)
+        return JacobiState(model.vocab, rows * columns, columns, window, low_res)
 
-    def propose(self, state: JacobiState, tokens: Tensor, length: Tensor, step: int | Tensor) -> Draft:
-        return self.propose_window(state, state.window.choose_width(), tokens, length, step)
+    def propose(self, state: JacobiState, tokens: Tensor, length: Tensor, noise: Noise) -> Draft:
+        return self.propose_window(state, state.window.choose_width(), tokens, length, noise)
 
-    def propose_window(self, state: JacobiState, width: int, tokens: Tensor, length: Tensor, step: int | Tensor) -> Draft:
+    def propose_window(self, state: JacobiState, width: int, tokens: Tensor, length: Tensor, noise: Noise) -> Draft:
         """Return the draft of a pass that feeds `width` tokens."""
         if width == 1:
             return Draft.make_empty(len(tokens), state.vocab, tokens.device)
-        position = length[:, None] + torch.arange(width - 1, device=tokens.device)
-        noise = Noise(state.seeds, position, step)
+        noise = noise.shift(torch.arange(width - 1, device=tokens.device))
         initial: InitialDraft = resolve_name("initial", self.initial, INITIAL_DRAFTS)
         if self.low_res_model is not None:
             low_res = self._refresh(state, tokens, length) if state.last is None else state.low_res
@@ -157,7 +158,7 @@ class Jacobi(Drafter):
             probs = probs.expand(len(tokens), width - 1, -1)
         else:
             drafted, probs = _shift_window(state, state.last, initial, tokens, length, noise)
-        return Draft(drafted, Tree.make_chain(width - 1, tokens.device), probs, position < state.num_tokens)
+        return Draft(drafted, Tree.make_chain(width - 1, tokens.device), probs, noise.position < state.num_tokens)
 
     def observe(self, state: JacobiState, step: Step) -> JacobiState:
         state.window.observe(step.verdict.count, step.noise.position[:, 0] < state.num_tokens)
@@ -190,7 +191,7 @@ def _shift_window(
     known = tokens.scatter(1, noise.position.clamp(max=tokens.shape[1] - 1), shifted)  # undefined after the known ones
     num_known = length + (T_old - last.num_committed)
     first = _first_unseen_slot(last, noise.position.shape[1])
-    unseen_noise = replace(noise, position=noise.position[:, first:])
+    unseen_noise = replace(noise, position=noise.position[:, first:]).where(unseen[:, first:])
     drafted, probs = initial(Context(state.vocab, state.columns, known, num_known, last.probs[:, -1], unseen_noise))
     drafted = torch.where(unseen, torch.cat([shifted[:, :first], drafted], dim=1), shifted)
     if probs.shape[1] == 1:  # one row for all positions: indexing an appended row is cheaper than an element-wise select

@@ -140,15 +140,16 @@ class JacobiTree(TreeDrafter):
         shape = self.next_shape(state.controller)
         return shape.parents_tuple if isinstance(shape, StaticTree) else (-1,)
 
-    def propose(self, state: JacobiTreeState, tokens: Tensor, length: Tensor, step: int | Tensor) -> Draft:
+    def propose(self, state: JacobiTreeState, tokens: Tensor, length: Tensor, noise: Noise) -> Draft:
         parents = self._next_parents(state)
         plan = _plan_window(parents, tokens.device)
-        chain = self.jacobi.propose_window(state.chain, len(plan.first_children) + 1, tokens, length, step)
+        chain = self.jacobi.propose_window(state.chain, len(plan.first_children) + 1, tokens, length, noise)
         if len(parents) == 1:
             return chain
         assert chain.probs is not None and chain.valid is not None
-        noise = Noise(state.chain.seeds, length[:, None] + torch.arange(plan.num_branching, device=tokens.device), step)
-        candidates, exists = self._candidates(chain, noise, plan)  # padded to the same number at every position
+        candidates, exists = self._candidates(
+            chain, noise.shift(torch.arange(plan.num_branching, device=tokens.device)), plan
+        )  # padded to the same number at every position
         drafted, valid = candidates[:, plan.depth, plan.rank], exists[:, plan.depth, plan.rank]
         probs = chain.probs[:, plan.depth]
         if len(plan.later_siblings):
@@ -164,10 +165,9 @@ class JacobiTree(TreeDrafter):
         tokens, K, num_branching = chain.tokens[..., None], plan.tree.max_children, plan.num_branching
         if K == 1:
             return tokens, torch.ones_like(tokens, dtype=torch.bool)
-        V = chain.probs.shape[-1]
         purpose = Purpose.TOKEN if self.coupling == "gumbel" else Purpose.CHOICE
-        others = chain.probs[:, :num_branching].scatter(2, tokens[:, :num_branching], 0.0) / noise.exponential(V, purpose)
-        value, further = others.topk(K - 1, dim=-1)
+        others = chain.probs[:, :num_branching].scatter(2, tokens[:, :num_branching], 0.0)
+        further, value = noise.sample_without_replacement(others, K - 1, purpose)
         pad = (0, 0, 0, tokens.shape[1] - num_branching)
         further, value = torch.nn.functional.pad(further, pad), torch.nn.functional.pad(value, pad)
         return torch.cat([tokens, further], -1), torch.cat([torch.ones_like(tokens, dtype=torch.bool), value > 0], -1)

@@ -88,7 +88,6 @@ def _find_index(examples: Tensor, vocab: int, columns: int, device: torch.device
 @register_state
 @dataclass
 class LookupState:
-    seeds: Tensor
     num_tokens: int
     columns: int
     vocab: int
@@ -145,9 +144,9 @@ class Lookup(ChainDrafter):
         examples = model.example_tokens if self.max_matches else None
         index = None if examples is None else _find_index(examples, model.vocab, columns, seeds.device)
         power = self.sharpness / max(sampling.temperature, MIN_TEMPERATURE)
-        return LookupState(seeds, rows * columns, columns, model.vocab, power, index)
+        return LookupState(rows * columns, columns, model.vocab, power, index)
 
-    def propose(self, state: LookupState, tokens: Tensor, length: Tensor, step: int | Tensor) -> Draft:
+    def propose(self, state: LookupState, tokens: Tensor, length: Tensor, noise: Noise) -> Draft:
         known, found = tokens.clone(), torch.ones_like(length, dtype=torch.bool)
         drafted, probs, valid = [], [], []
         for slot in range(self.length):
@@ -157,7 +156,7 @@ class Lookup(ChainDrafter):
             found = found & (most[:, 0] > 0) & (position[:, 0] < state.num_tokens)
             weights = (weights / most.clamp_min(1e-30)) ** state.power
             q = torch.where(found[:, None], weights / weights.sum(1, keepdim=True), 0.0)
-            token = torch.where(found[:, None], Noise(state.seeds, position, step).sample(q[:, None], Purpose.DRAFT), 0)
+            token = torch.where(found[:, None], noise.shift(slot).sample(q[:, None], Purpose.DRAFT), 0)
             known.scatter_(1, position, token)
             drafted.append(token)
             probs.append(q)

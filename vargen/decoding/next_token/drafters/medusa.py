@@ -32,7 +32,6 @@ from vargen.deprecation import renamed_fields
 class MedusaState:
     features: FeatureBuffer
     sampling: Sampling
-    seeds: Tensor
     num_tokens: int
     controller: TreeController | None = None
 
@@ -58,13 +57,13 @@ class Medusa(HeadDrafter):
         images, num_tokens = len(seeds), model.grid[0] * model.grid[1]
         seconds = _measure_head_seconds(self.model, first, images) if isinstance(self.tree_shape, AutoTree) else 0.0
         controller = self.make_controller(model, condition, images, lambda parents: seconds)
-        return MedusaState(FeatureBuffer.from_prefill(first, images), sampling, seeds, num_tokens, controller)
+        return MedusaState(FeatureBuffer.from_prefill(first, images), sampling, num_tokens, controller)
 
     def measure_cost(self, model: TokenModel, condition: Any, images: int, drafts: int) -> float:
         """Measured seconds of the heads for a draft; tree construction is excluded."""
         return _measure_head_seconds(self.find_head(model), model.prefill(condition, 1)[1], images) if drafts else 0.0
 
-    def propose(self, state: MedusaState, tokens: Tensor, length: Tensor, step: int | Tensor) -> Draft:
+    def propose(self, state: MedusaState, tokens: Tensor, length: Tensor, noise: Noise) -> Draft:
         tree = self.next_shape(state.controller)
         if tree is None:
             return Draft.make_empty(len(tokens), self.model.vocab, tokens.device)
@@ -75,7 +74,7 @@ class Medusa(HeadDrafter):
         def expand(frontier: Frontier) -> Tensor:
             return probs[:, frontier.depth, None].expand(-1, frontier.tokens.shape[1], -1)
 
-        return grow_tree(expand, tree, self.child_sampling, root, Noise(state.seeds, length[:, None], step), state.num_tokens)
+        return grow_tree(expand, tree, self.child_sampling, root, noise, state.num_tokens)
 
     def observe(self, state: MedusaState, step: Step) -> MedusaState:
         if state.controller is not None:

@@ -30,7 +30,6 @@ class RecycleState:
     each token, with weights of 0 for tokens not seen yet.
     """
 
-    seeds: Tensor
     num_tokens: int
     candidates: Tensor
     weights: Tensor
@@ -64,9 +63,9 @@ class Recycle(ChainDrafter):
         rows, columns = model.grid
         shape = (len(seeds), model.vocab, min(self.top_k, model.vocab))
         candidates = torch.zeros(shape, dtype=torch.int64, device=seeds.device)
-        return RecycleState(seeds, rows * columns, candidates, torch.zeros(shape, device=seeds.device))
+        return RecycleState(rows * columns, candidates, torch.zeros(shape, device=seeds.device))
 
-    def propose(self, state: RecycleState, tokens: Tensor, length: Tensor, step: int | Tensor) -> Draft:
+    def propose(self, state: RecycleState, tokens: Tensor, length: Tensor, noise: Noise) -> Draft:
         image = torch.arange(len(tokens), device=tokens.device)
         fed, probs = [tokens.gather(1, length[:, None] - 1)[:, 0]], []
         known = torch.ones_like(length, dtype=torch.bool)
@@ -76,8 +75,7 @@ class Recycle(ChainDrafter):
             known = known & (weights.sum(1) > 0) & (length + slot < state.num_tokens)
             q = torch.zeros(len(tokens), state.weights.shape[1], device=tokens.device)
             q.scatter_add_(1, state.candidates[image, fed[-1]], weights)
-            noise = Noise(state.seeds, (length + slot)[:, None], step)
-            fed.append(torch.where(known, noise.sample(q[:, None], Purpose.DRAFT)[:, 0], 0))
+            fed.append(torch.where(known, noise.shift(slot).sample(q[:, None], Purpose.DRAFT)[:, 0], 0))
             probs.append(q)
             valid.append(known)
         chain = Tree.make_chain(self.length, tokens.device)

@@ -20,6 +20,7 @@ from vargen.decoding.next_token.draft import Draft, Output, Step
 from vargen.decoding.next_token.drafters.jacobi import Jacobi, JacobiState
 from vargen.decoding.next_token.graphs import register_state
 from vargen.decoding.next_token.protocols import TokenModel
+from vargen.decoding.noise import Noise
 from vargen.decoding.sampling import Sampling
 from vargen.values import number_field, short_repr, validate_fields
 
@@ -65,8 +66,8 @@ class Wavefront(Jacobi):
         settled = torch.zeros(len(seeds), model.grid[0] * model.grid[1] + 1, dtype=torch.bool, device=seeds.device)
         return WavefrontState(super().start(model, condition, seeds, sampling, first), settled)
 
-    def propose(self, state: Any, tokens: Tensor, length: Tensor, step: int | Tensor) -> Draft:
-        draft = super().propose(state.jacobi, tokens, length, step)
+    def propose(self, state: Any, tokens: Tensor, length: Tensor, noise: Noise) -> Draft:
+        draft = super().propose(state.jacobi, tokens, length, noise)
         position = length[:, None] + torch.arange(draft.tokens.shape[1], device=length.device)
         return replace(draft, force_accept=state.settled.gather(1, position.clamp(max=state.jacobi.num_tokens)))
 

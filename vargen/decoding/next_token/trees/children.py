@@ -12,7 +12,6 @@ from torch import Tensor
 
 from vargen.decoding.next_token.trees.shapes import AutoTree, DynamicTree, TreeShape
 from vargen.decoding.noise import Noise, Purpose
-from vargen.kernels.row_ops import sample_categorical
 from vargen.values import short_repr
 
 ChildSampling = Literal["top-k", "without-replacement", "with-replacement", "shared-noise"]
@@ -55,14 +54,14 @@ def sample_children(probs: Tensor, count: int, child_sampling: ChildSampling, no
     elif child_sampling == "shared-noise":
         order = probs / noise.exponential(V, Purpose.TOKEN)
     else:
-        slots = noise.branch(torch.arange(F, device=probs.device))
         if child_sampling == "with-replacement":
             ranks = torch.arange(count, device=probs.device).repeat(F)
             places = torch.arange(F, device=probs.device).repeat_interleave(count)
-            uniforms = noise.branch(places * count + ranks).uniform64(Purpose.DRAFT)
-            drafted = sample_categorical(probs.repeat_interleave(count, 1), uniforms).view(B, F, count)
+            samples = noise.fold_in(places * count + ranks).sample(probs.repeat_interleave(count, 1), Purpose.DRAFT)
+            drafted = samples.view(B, F, count)
             return drafted, probs.gather(2, drafted)
-        order = probs / slots.exponential(V, Purpose.DRAFT)
+        slots = noise.fold_in(torch.arange(F, device=probs.device))
+        return slots.sample_without_replacement(probs, count, Purpose.DRAFT)
     value, token = order.topk(count, dim=-1)
     return token, value
 

@@ -151,18 +151,13 @@ def _grow_static(
     for depth, step in enumerate(steps):
         parent = step.parent.expand(len(root), -1)
         q = expand(Frontier(tokens[:, step.slots], parent, step.expanded, tokens[:, step.known], depth))
-        drafted, value = sample_children(q, step.most, child_sampling, _shift_noise(noise, depth))
+        drafted, value = sample_children(q, step.most, child_sampling, noise.shift(depth))
         tokens[:, step.children] = drafted.flatten(1)[:, step.source]
         valid[:, step.children] = value.flatten(1)[:, step.source] > 0
         rows.append(q)
     valid = valid[:, 1:] & (noise.position + tree.depth[1:] - 1 < total)
     probs = _child_probs(rows, follows.expand(len(root), -1), tokens[:, 1:], tree, child_sampling)
     return Draft(tokens[:, 1:], tree, probs, valid)
-
-
-def _shift_noise(noise: Noise, depth: int) -> Noise:
-    """Return the noise of the tokens after slots at a depth."""
-    return Noise(noise.seeds, noise.position + depth, noise.step, noise.own)
 
 
 # -- dynamic trees ------------------------------------------------------------------------------------------------------
@@ -190,7 +185,7 @@ def _grow_dynamic(
             exists = levels[-1].exists.flatten(1)[image, order]
             expanded_tokens = torch.cat([expanded_tokens, tokens], 1)
         q = expand(Frontier(tokens, above, Tree.batched(parents, depth + 1, K), expanded_tokens, depth))
-        level = _score_children(q, expand_score, shape, child_sampling, _shift_noise(noise, depth))
+        level = _score_children(q, expand_score, shape, child_sampling, noise.shift(depth))
         level = level._replace(exists=level.exists & exists[..., None])
         levels.append(level)
         newest = torch.arange(expanded_tokens.shape[1] - F, expanded_tokens.shape[1], device=device)
