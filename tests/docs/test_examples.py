@@ -31,8 +31,13 @@ def test_generate_draws_one_picture_twice(example, capsys: pytest.CaptureFixture
 def test_compose_verifies_its_method_and_draws_with_it(example, capsys: pytest.CaptureFixture[str]) -> None:
     example("compose.py")
     told = capsys.readouterr().out
-    assert "mine is exact; detected: rejected token resampled from p" in told
+    assert "mine is exact: total variation distance" in told
     assert Path("mine.png").is_file() and "mine: " in told
+
+
+def test_a_function_of_ones_own_is_summed(example, capsys: pytest.CaptureFixture[str]) -> None:
+    example("check_function.py")
+    assert "total variation distance to the target: " in capsys.readouterr().out
 
 
 def test_every_example_is_tested(repo_root: Path) -> None:

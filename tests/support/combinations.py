@@ -88,8 +88,6 @@ class Combination:
 
     def method(self) -> Accelerator | None:
         drafter = make_drafter(self.drafter, self.shape, self.sampling)
-        if (self.sampling, self.rule) == ("top-k", "k_seq"):  # refused in the first pass
-            return None
         try:
             return drafter and Accelerator(drafter=drafter, acceptance=RULES[self.rule])
         except ValueError:  # the rule does not fit the drafter

@@ -22,7 +22,10 @@ class Coins(Noise):
         self.drawn_from.append(probs)
         return probs.argmax(-1)
 
-    def at(self, slot):
+    def select_slot(self, slot):
+        return self
+
+    def where(self, needed):
         return self
 
 

@@ -90,3 +90,14 @@ class Uniforms:
             keys, slots, folds = (torch.stack([getattr(u, name) for u in parts], dim) for name in ("key", "slot", "fold"))
             return Uniforms(first.noise, first.purpose, keys, slots, folds)
         return cls.__getattr__(None, name)  # type: ignore[arg-type]
+
+
+def _refuse(name: str) -> Any:
+    def operator(self: Uniforms, *others: Any) -> NoReturn:
+        getattr(self, name)  # raises
+
+    return operator
+
+
+for _name in ("add", "radd", "sub", "rsub", "truediv", "rtruediv", "neg", "pow", "eq", "ne"):
+    setattr(Uniforms, f"__{_name}__", _refuse(_name))

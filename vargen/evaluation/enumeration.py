@@ -231,7 +231,7 @@ class EnumeratedNoise(Noise):
         return int(self.step)
 
     def exponential(self, vocab: int, purpose: Purpose) -> NoReturn:
-        raise NotEnumerableError(
+        raise ReusedNoiseError(
             f"exponential noise for {purpose.name} cannot be enumerated: sample through Noise.sample or "
             "Noise.sample_without_replacement"
         )
@@ -267,8 +267,6 @@ class EnumeratedNoise(Noise):
 
     def sample_without_replacement(self, probs: Tensor, count: int, purpose: Purpose) -> tuple[Tensor, Tensor]:
         """Enumerate all orders, with the probabilities of Plackett (1975) and Luce (1959). Values only tell what exists."""
-        if purpose == Purpose.TOKEN:
-            self.exponential(probs.shape[-1], purpose)
         orders = torch.tensor(list(itertools.permutations(range(probs.shape[-1]), count)))  # [P, count]
         p = probs.double() / probs.double().sum(-1, keepdim=True).clamp_min(1e-300)
         each = p[..., orders]  # [B, T, P, count]
@@ -279,7 +277,8 @@ class EnumeratedNoise(Noise):
         rank = ((p <= 0).cumsum(-1) - 1)[..., orders]
         law = law * torch.where(place < possible, each > 0, (each <= 0) & (rank == place - possible)).all(-1)
         needed = self.enumeration.is_needed(self, purpose)
-        chosen = self.enumeration.choose_once(purpose, self._step, self.position, law, needed)
+        step = 0 if purpose == Purpose.TOKEN else self._step
+        chosen = self.enumeration.choose_once(purpose, step, self.position, law, needed)
         tokens = orders[chosen]
         value = torch.arange(count, 0, -1) * (p.gather(-1, tokens) > 0).float()
         return tokens, value

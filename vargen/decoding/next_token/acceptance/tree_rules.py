@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from vargen.decoding.next_token.acceptance import fused
+from vargen.decoding.next_token.acceptance.exact import dense_draft_probs
 from vargen.decoding.next_token.acceptance.siblings import (
     SiblingDecision,
     Siblings,
@@ -58,8 +59,9 @@ def k_seq(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verd
     With one child per slot it equals `speculative_sampling`. The number of siblings of a slot must not depend on the samples.
     Arguments: see `AcceptanceRule`.
     """
-    if draft.probs is None:
+    if draft.probs is None and draft.tree.max_children > 1:
         raise ValueError("k_seq needs siblings that were sampled, and this draft has no probabilities; use recursive_rejection")
+    draft_probs = dense_draft_probs(probs, draft)
     B, T, _ = probs.shape
     image, tree = torch.arange(B, device=probs.device)[:, None], draft.tree
     parents = tree.slots_with_rank[0] if tree.max_children else torch.zeros(1, dtype=torch.int64, device=probs.device)
@@ -67,7 +69,7 @@ def k_seq(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verd
     at = (children - 1).clamp(min=0)
     exists = children > 0 if draft.valid is None else (children > 0) & draft.valid[image[..., None], at]
     p = probs[:, parents]
-    q = draft.probs[image, at[..., 0]] if tree.max_children else p  # shared by all siblings of a slot
+    q = draft_probs[image, at[..., 0]] if tree.max_children else p  # shared by all siblings of a slot
     number = exists.sum(-1).to(probs.dtype)
     rho, beta = _solve_rho(p, q, number)
     tokens = draft.tokens[image[..., None], at]
