@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -18,12 +19,14 @@ RENAMED = {"chains": "sample", "samples": "sample"}
 
 def verify(
     methods: Annotated[
-        list[str],
+        list[str] | None,
         typer.Argument(
             metavar="METHOD|MODULE:NAME...",
-            help="Methods, also with settings as in sjd:window=8, or your own method, rule or drafter as module:name.",
+            help="Methods, also with settings as in sjd:window=8, or your own method, rule or drafter as module:name. "
+            "Default: a table of all methods for images.",
+            show_default=False,
         ),
-    ],
+    ] = None,
     sample: Annotated[
         int, typer.Option(metavar="N", help="Also sample N images per case, a second, independent check. 0: none.")
     ] = 0,
@@ -37,13 +40,18 @@ def verify(
     """
     if sample:
         check_range(sample, "sample", 1000, 10**8)
-    found = [load_method(method) for method in methods]
+    from vargen.decoding import PRESETS
+
+    names = methods or [name for name, preset in PRESETS.items() if preset.paradigm != "video"]
+    found = [load_method(name) for name in names]
 
     from vargen.evaluation.exactness import check_exactness
 
     reports = [check_exactness(method, sample) for method in found]
     if as_json:
         print_json([report.to_dict() for report in reports])
+    elif not methods:
+        print(format_summary(reports))
     else:
         for report in reports:
             print(format_report(report))
@@ -106,13 +114,37 @@ def complete_method(part: Any, name: str) -> Any:
     return part
 
 
+def format_distance(value: float | None) -> str:
+    """Format a total variation distance; those of exact methods are rounding errors."""
+    return "" if value is None else "0" if value == 0 else f"{value:.0e}" if value < 1e-4 else f"{value:.4f}"
+
+
+def format_controls(controls: Iterable[tuple[str, str, float]]) -> str:
+    """Format the negative controls as a table."""
+    rows = [[mistake, source, format_distance(distance)] for mistake, source, distance in controls]
+    return table(["known mistake", "source", "distance"], rows, "<<>")
+
+
+def format_summary(reports: list[Report]) -> str:
+    """Format one row per method, and all negative controls."""
+    rows = [
+        [
+            each.name,
+            each.claims if each.keeps_its_claim else f"NOT {each.claims}",
+            "summed" if each.proof == "summed" else "images compared",
+            f"{sum(finding.drafts for finding in each.findings):,}",
+            f"{sum(finding.outcomes for finding in each.findings):,}" if each.proof == "summed" else "",
+            format_distance(each.worst),
+        ]
+        for each in reports
+    ]
+    controls = dict.fromkeys(control for each in reports for control in each.controls)
+    titles = ["method", "", "", "drafts", "outcomes", "worst distance"]
+    return table(titles, rows, "<<<>>>") + "\n\n" + format_controls(controls)
+
+
 def format_report(report: Report) -> str:
     """Format the report for the terminal."""
-    from vargen.evaluation.exactness import TOLERANCE
-
-    def format_distance(value: float | None) -> str:
-        return "" if value is None else f"{value:.1e}" if value < TOLERANCE * 100 else f"{value:.4f}"
-
     rows = [
         [
             each.case,
@@ -134,17 +166,12 @@ def format_report(report: Report) -> str:
         titles = ["case", "", "images", "", "different", "", "", "p-value"]
     else:
         titles = ["case", "passes", "drafts", "outcomes", "distance", "of drafts", "relaxation", "p-value"]
-        verdict = f"worst total variation distance {report.worst:.1e} over {drafts:,} drafts"
+        verdict = f"worst total variation distance {format_distance(report.worst)} over {drafts:,} drafts"
     words = "exact" if report.exact else "not exact" if report.claims == "exact" else "relaxed"
     detected = "all detected" if report.detects_controls else "NOT ALL DETECTED, so this run proves nothing"
     shown = [index for index in range(len(titles)) if titles[index] and any(row[index] for row in rows)]
-    controls = table(
-        ["known mistake", "source", "distance"],
-        [[mistake, source, f"{distance:.4f}"] for mistake, source, distance in report.controls],
-        "<<>",
-    )
     return (
         f"{report.name} claims to be {report.claims} and is {words}: {verdict}\n"
         + table([titles[i] for i in shown], [[row[i] for i in shown] for row in rows], "<" + ">" * (len(shown) - 1))
-        + f"\nnegative controls, {detected}:\n{controls}\n"
+        + f"\nnegative controls, {detected}:\n{format_controls(report.controls)}\n"
     )

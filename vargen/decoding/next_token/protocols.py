@@ -9,7 +9,7 @@ feature width, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Protocol, Self
 
@@ -249,8 +249,8 @@ class FunctionRule(AcceptanceRule):
     exact: bool
     topologies: tuple[str, ...] = ("chain",)
     requires: tuple[str, ...] = ()
-    sequential_tokens: bool = False
-    leaves_first: bool = False
+    sequential_tokens: bool = field(default=False, init=False)  # not part of the method's spec, which names the function
+    leaves_first: bool = field(default=False, init=False)
 
     @property
     def __name__(self) -> str:
@@ -269,7 +269,14 @@ def acceptance_rule(
     leaves_first: bool = False,
 ) -> Callable[[VerifyFunction], FunctionRule]:
     """Decorate a function as an `AcceptanceRule`; see there for the arguments."""
-    return lambda function: FunctionRule(function, exact, topologies, requires, sequential_tokens, leaves_first)
+
+    def decorate(function: VerifyFunction) -> FunctionRule:
+        rule = FunctionRule(function, exact, topologies, requires)
+        object.__setattr__(rule, "sequential_tokens", sequential_tokens)
+        object.__setattr__(rule, "leaves_first", leaves_first)
+        return rule
+
+    return decorate
 
 
 class DraftHead:
