@@ -92,10 +92,10 @@ def format_model(title: str, pipe: Any, model: str | None) -> str:
 def make_page() -> str:
     """The page; opens every packaged model."""
     from vargen.assets import packaged_models
-    from vargen.device import check_compile
+    from vargen.device import validate_compile
 
     try:
-        check_compile(True, "cpu")
+        validate_compile(True, "cpu")
         refusal = ""
     except ValueError as error:
         refusal = f"`compile=True` is refused on a CPU: {str(error).removeprefix('compile must be False on a CPU: ')}."

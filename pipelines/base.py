@@ -240,15 +240,15 @@ class VisualPipeline(DiffusionPipeline):
 
     @classmethod
     @abstractmethod
-    def check_method(cls, info: ModelInfo, method: Any) -> None:
+    def validate_method_for(cls, info: ModelInfo, method: Any) -> None:
         """Check from the model folder alone whether this method can run.
 
         Raises:
-            ValueError: with the missing component or the unsupported setting. `check_runs` has the checks that need weights.
+            ValueError: with the missing component or the unsupported setting. `validate_method` checks what needs the weights.
         """
 
     @abstractmethod
-    def check_runs(self, method: Any) -> None:
+    def validate_method(self, method: Any) -> None:
         """Raise ValueError with the reason if this pipeline cannot run a method."""
 
     def methods(self) -> list[Method]:
@@ -257,7 +257,7 @@ class VisualPipeline(DiffusionPipeline):
         for preset in list_methods(self.paradigm):
             reason = None
             try:
-                self.check_runs(preset)
+                self.validate_method(preset)
             except (ValueError, TypeError) as error:
                 reason = str(error)
             found.append(Method(preset.name, preset.kind, preset.summary, preset.source, reason))

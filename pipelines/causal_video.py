@@ -20,7 +20,7 @@ from vargen.models.causal_video import CausalVideoTransformer
 from vargen.models.condition import Condition
 from vargen.models.tokenizers.preview_decoder import PreviewDecoder
 from vargen.models.tokenizers.video_vae import CausalVideoVAE, StreamingDecoder
-from vargen.pipelines import validation as checks
+from vargen.pipelines import validation
 from vargen.pipelines.adapters import Guidance
 from vargen.pipelines.adapters.causal_video import CausalVideoBlockModel
 from vargen.pipelines.base import VisualPipeline
@@ -106,11 +106,11 @@ class CausalVideoPipeline(VisualPipeline):
     # -- properties -----------------------------------------------------------------------------------------------------
 
     @classmethod
-    def check_method(cls, info: ModelInfo, method: Any) -> None:
+    def validate_method_for(cls, info: ModelInfo, method: Any) -> None:
         if method.needs_draft_model and not info.has_draft:
             raise ValueError(f"{method.name} needs a draft_transformer, a smaller model, and this model has none")
 
-    def check_runs(self, method: Any) -> None:
+    def validate_method(self, method: Any) -> None:
         method.validate_models(self.decoding_model(), has_scorer=True)
 
     @property
@@ -204,8 +204,8 @@ class CausalVideoPipeline(VisualPipeline):
         if motion is not None and parse_int(motion, 0, levels - 1) is None:
             allowed = f"from 0 to {levels - 1}" if levels else "left out: this model has no motion levels"
             raise ValueError(f"motion must be {allowed}, got {short_repr(motion)}")
-        checks.check_window(window, sinks, self.transformer.geometry.block_frames)
-        schedule = checks.check_then(then, total)
+        validation.validate_window(window, sinks, self.transformer.geometry.block_frames)
+        schedule = validation.validate_prompt_schedule(then, total)
         scored = method.needs_scorer
         if prompt is None and prompt_embeds is None:
             raise ValueError("give a prompt, for example pipe('a waving cat')")
@@ -261,7 +261,7 @@ class CausalVideoPipeline(VisualPipeline):
         inputs = callback_on_step_end_tensor_inputs
         output = OutputOptions.build(self, output_type, return_dict, callback_on_step_end, inputs)
         is_list = isinstance(prompt, list | tuple)
-        prompts: list[Any] = checks.check_prompts(prompt) if is_list else [prompt]
+        prompts: list[Any] = validation.validate_prompts(prompt) if is_list else [prompt]
         seeds = resolve_seeds(generator, len(prompts))
         sources = [torch.Generator(device).manual_seed(seed) for seed, device in zip(seeds.seeds, seeds.devices, strict=True)]
         monitor = PassMonitor(self, options.pop("callback", None), callback_on_step_end)
@@ -325,7 +325,7 @@ class CausalVideoPipeline(VisualPipeline):
             return Condition(caption_embeds=prompt_embeds.to(self._execution_device))
         if prompt is None:
             raise ValueError("give a prompt, for example pipe('a waving cat')")
-        if len(checks.check_prompts(prompt)) != 1:
+        if len(validation.validate_prompts(prompt)) != 1:
             raise ValueError(f"prompt must be one, got {len(prompt)}: a stream is one video; a call takes several")
         embeds, mask = self.encode_prompt(prompt, clean)
         return Condition(caption_embeds=embeds[:, mask[0]], caption_mask=mask[:, mask[0]])

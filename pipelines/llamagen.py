@@ -15,20 +15,20 @@ from vargen.convert.llamagen import convert_llamagen
 from vargen.decoding import DEFAULT_METHOD, Accelerator, DecodeOutput, Eagle, Jacobi, Medusa, decode
 from vargen.decoding.next_token.drafters.heads import HeadDrafter
 from vargen.decoding.next_token.drafters.initial import LOW_RES_DRAFTS, MISSING_LOW_RES
-from vargen.device import check_compile
+from vargen.device import validate_compile
 from vargen.models.heads.eagle import EagleDrafter
 from vargen.models.heads.medusa import MedusaDrafter
 from vargen.models.heads.upsampler import TokenUpsampler
 from vargen.models.llamagen import SIZES, LlamaGenTransformer
 from vargen.models.tokenizers.vq import VQModel
-from vargen.pipelines import validation as checks
+from vargen.pipelines import validation
 from vargen.pipelines.adapters import Guidance, to_guidance
 from vargen.pipelines.adapters.drafters import EagleModel, LowResolutionDrafter, MedusaHeads, check_low_res
 from vargen.pipelines.adapters.llamagen import LlamaGenTokenModel
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.components import TEXT_COMPONENTS, Component, ModelFamily, register_family
 from vargen.pipelines.generation import CandidateSelection, GenerationRequest, OutputOptions, run_request
-from vargen.pipelines.images import ImagePipelineOutput, decode_pixels, preprocess_images, validate_tokens
+from vargen.pipelines.images import ImagePipelineOutput, decode_pixels, preprocess_images, validate_decode_arguments
 from vargen.pipelines.prompts import PromptInputs, PromptNames
 from vargen.scoring.protocol import Scorer
 
@@ -93,7 +93,7 @@ class LlamaGenPipeline(VisualPipeline):
     # -- properties -----------------------------------------------------------------------------------------------------
 
     @classmethod
-    def check_method(cls, info: ModelInfo, method: Accelerator) -> None:
+    def validate_method_for(cls, info: ModelInfo, method: Accelerator) -> None:
         drafter = method.drafter
         drafter.validate_grid(info.tokens)
         if isinstance(drafter, HeadDrafter) and drafter.model is None and drafter.kind not in info.drafters:
@@ -101,7 +101,7 @@ class LlamaGenPipeline(VisualPipeline):
         if isinstance(drafter, Jacobi) and drafter.initial in LOW_RES_DRAFTS and not info.low_res:
             raise ValueError(MISSING_LOW_RES)
 
-    def check_runs(self, method: Accelerator) -> None:
+    def validate_method(self, method: Accelerator) -> None:
         method.bind(self.decoding_model(1.0))
 
     @property
@@ -228,8 +228,8 @@ class LlamaGenPipeline(VisualPipeline):
             ValueError: for an invalid guidance scale, or `compile` on a CPU.
         """
         device, guidance = self._device_of(self.transformer), to_guidance(guidance)
-        check_compile(compile, device)
-        checks.check_guidance(guidance.scale)
+        validate_compile(compile, device)
+        validation.validate_guidance(guidance.scale)
         codes = None if self.vqvae is None else self.codebook.to(device)
 
         def adapt(transformer: Any) -> Any:
@@ -275,7 +275,7 @@ class LlamaGenPipeline(VisualPipeline):
             ValueError, TypeError: for tokens that do not fit this model, or an unknown output type.
             NonFinitePixelsError: for NaN or infinite pixels; the message has the image and position of the first one.
         """
-        validate_tokens(tokens, length, output_type, self.vqvae.config.codebook_size)
+        validate_decode_arguments(tokens, length, output_type, self.vqvae.config.codebook_size)
         side = self.transformer.config.grid_size
         if tokens.dim() not in (2, 3) or not len(tokens) or tokens[0].numel() != side**2:
             raise ValueError(f"tokens must be [B, {side**2}] or [B, {side}, {side}], got {list(tokens.shape)}")

@@ -22,7 +22,7 @@ MAX_IMAGES = 1024  # per call; a larger number is a typo or a job for a batch sc
 MAX_SEED = 2**63 - 1
 
 
-def check_prompts(prompt: Any, name: str = "prompt") -> list[str]:
+def validate_prompts(prompt: Any, name: str = "prompt") -> list[str]:
     """Return the prompts as a list.
 
     Raises:
@@ -49,22 +49,22 @@ def _visible(char: str) -> bool:
     return not char.isspace() and (char.isascii() or unicodedata.category(char) not in ("Cf", "Cc", "Mn"))
 
 
-def check_guidance(guidance_scale: Any) -> float:
+def validate_guidance(guidance_scale: Any) -> float:
     """Return the guidance scale as a float. Raises ValueError unless it is a finite number from 0 to 1000."""
     return OPTIONS["guidance_scale"].check(guidance_scale)
 
 
-def check_sampling(settings: Mapping[str, Any]) -> tuple[float, Sampling]:
+def validate_sampling(settings: Mapping[str, Any]) -> tuple[float, Sampling]:
     """Split the settings into the guidance scale (default 1) and a `Sampling` of `temperature`, `top_k` and `top_p`.
 
     Raises:
         ValueError, TypeError: naming the setting, its value and what is allowed.
     """
     others = {name: value for name, value in settings.items() if name != "guidance_scale"}
-    return check_guidance(settings.get("guidance_scale", 1.0)), Sampling(**others)
+    return validate_guidance(settings.get("guidance_scale", 1.0)), Sampling(**others)
 
 
-def check_guidance_interval(interval: Any) -> int | None:
+def validate_guidance_interval(interval: Any) -> int | None:
     """Return the last guided step, or None. Raises ValueError unless it is None or a whole number of at least 0."""
     number = parse_int(interval, 0)
     if interval is not None and number is None:
@@ -72,7 +72,7 @@ def check_guidance_interval(interval: Any) -> int | None:
     return None if number is None else min(number, 2**31)  # beyond every grid, and representable in a tensor
 
 
-def check_class_labels(class_labels: Any, num_classes: int, id2label: dict[int, str] | None = None) -> list[int]:
+def resolve_class_labels(class_labels: Any, num_classes: int, id2label: dict[int, str] | None = None) -> list[int]:
     """Return the class numbers as a list; names are looked up in `id2label`.
 
     Raises:
@@ -105,7 +105,7 @@ def _class_number(label: Any, num_classes: int, id2label: dict[int, str]) -> int
     return number
 
 
-def check_count(num_images_per_prompt: Any, prompts: int) -> int:
+def validate_num_images(num_images_per_prompt: Any, prompts: int) -> int:
     """Return the count as an int. Raises ValueError if it is below 1 or the call would exceed `MAX_IMAGES` images."""
     count = parse_int(num_images_per_prompt, 1)
     if count is None:
@@ -117,7 +117,7 @@ def check_count(num_images_per_prompt: Any, prompts: int) -> int:
     return count
 
 
-def check_embeds(embeds: Tensor, mask: Any, name: str) -> tuple[Tensor, Tensor]:
+def validate_embeds(embeds: Tensor, mask: Any, name: str) -> tuple[Tensor, Tensor]:
     """Return caption features `[B, P, C]` and their mask as bool `[B, P]`. Without a mask all features are valid.
 
     Raises:
@@ -145,7 +145,7 @@ def check_embeds(embeds: Tensor, mask: Any, name: str) -> tuple[Tensor, Tensor]:
     return embeds, given.bool()
 
 
-def check_callback(callback: Any, tensor_inputs: Any, known: list[str]) -> None:
+def validate_callback(callback: Any, tensor_inputs: Any, known: list[str]) -> None:
     """Raise TypeError or ValueError unless `callback` is None or callable and `tensor_inputs` is None or names in `known`."""
     if callback is not None and not callable(callback):
         raise TypeError(f"callback_on_step_end must be a function, or None, got {short_repr(callback)}")
@@ -154,7 +154,7 @@ def check_callback(callback: Any, tensor_inputs: Any, known: list[str]) -> None:
         raise ValueError(f"callback_on_step_end_tensor_inputs must be among {known}, got {short_repr(tensor_inputs)}")
 
 
-def check_answer(answer: Any, tokens: Tensor, vocab: int, skipped: Tensor) -> dict[str, Any]:
+def validate_callback_result(answer: Any, tokens: Tensor, vocab: int, skipped: Tensor) -> dict[str, Any]:
     """Validate what `callback_on_step_end` returned, and return it as a dictionary.
 
     Args:
@@ -164,7 +164,7 @@ def check_answer(answer: Any, tokens: Tensor, vocab: int, skipped: Tensor) -> di
         TypeError: unless it is a dictionary or None.
         ValueError: for tokens of a wrong shape or outside the vocabulary.
     """
-    answer = check_answer_type(answer)
+    answer = validate_callback_result_type(answer)
     latents = answer.get("latents")
     if latents is not None and latents is not tokens:
         returned = "latents that callback_on_step_end returned"
@@ -172,13 +172,13 @@ def check_answer(answer: Any, tokens: Tensor, vocab: int, skipped: Tensor) -> di
         if shape != list(tokens.shape):
             given = short_repr(latents) if shape is None else shape
             raise ValueError(f"{returned} must be a tensor {list(tokens.shape)}, got {given}")
-        check_tokens(latents, vocab, returned, skipped=skipped)
+        validate_tokens(latents, vocab, returned, skipped=skipped)
     else:
-        check_tokens(tokens, vocab, "tokens that callback_on_step_end changed", skipped=skipped)  # edited in place
+        validate_tokens(tokens, vocab, "tokens that callback_on_step_end changed", skipped=skipped)  # edited in place
     return dict(answer)
 
 
-def check_answer_type(answer: Any) -> Mapping[str, Any]:
+def validate_callback_result_type(answer: Any) -> Mapping[str, Any]:
     """Return what `callback_on_step_end` returned as a mapping.
 
     Raises:
@@ -194,7 +194,9 @@ def check_answer_type(answer: Any) -> Mapping[str, Any]:
     return answer
 
 
-def check_tokens(tokens: Any, vocab: int, argument: str = "tokens", minimum: int = 0, skipped: Tensor | None = None) -> Tensor:
+def validate_tokens(
+    tokens: Any, vocab: int, argument: str = "tokens", minimum: int = 0, skipped: Tensor | None = None
+) -> Tensor:
     """Raise TypeError or ValueError unless `tokens` is an integer tensor with values from `minimum` to `vocab` - 1.
 
     Args:
@@ -210,7 +212,7 @@ def check_tokens(tokens: Any, vocab: int, argument: str = "tokens", minimum: int
     return tokens
 
 
-def check_seed(seed: Any, images: int) -> int:
+def validate_seed(seed: Any, images: int) -> int:
     """Return the seed of the first of `images` images, which have consecutive seeds.
 
     Raises:
@@ -224,7 +226,7 @@ def check_seed(seed: Any, images: int) -> int:
     return number
 
 
-def check_batch(batch: Any) -> int:
+def validate_batch_size(batch: Any) -> int:
     """Raise ValueError unless it is a whole number of images from 1 to `MAX_IMAGES`."""
     number = parse_int(batch, 1, MAX_IMAGES)
     if number is None:
@@ -232,7 +234,7 @@ def check_batch(batch: Any) -> int:
     return number
 
 
-def check_rows(max_sequence_length: Any) -> int:
+def validate_max_sequence_length(max_sequence_length: Any) -> int:
     """Raise ValueError unless it is a whole number of at least 1."""
     number = parse_int(max_sequence_length, 1)
     if number is None:
@@ -240,7 +242,7 @@ def check_rows(max_sequence_length: Any) -> int:
     return number
 
 
-def check_output_type(output_type: Any) -> str:
+def validate_output_type(output_type: Any) -> str:
     """Raise ValueError for an unknown output type."""
     known = ("pil", "np", "pt", "latent")
     if not isinstance(output_type, str) or output_type not in known:
@@ -248,7 +250,7 @@ def check_output_type(output_type: Any) -> str:
     return output_type
 
 
-def check_window(window: Any, sinks: Any, block: int) -> None:
+def validate_window(window: Any, sinks: Any, block: int) -> None:
     if sinks is not None and parse_int(sinks, 0) is None:
         raise ValueError(f"sinks must be a whole number of latent frames from 0, got {short_repr(sinks)}")
     least = block + (sinks or 0)
@@ -256,13 +258,13 @@ def check_window(window: Any, sinks: Any, block: int) -> None:
         raise ValueError(f"window must be a whole number of at least {least} latent frames, got {short_repr(window)}")
 
 
-def check_then(then: Any, blocks: int) -> dict[int, str]:
+def validate_prompt_schedule(then: Any, blocks: int) -> dict[int, str]:
     if then is None:
         return {}
     if not isinstance(then, Mapping) or any(parse_int(block, 1, blocks - 1) is None for block in then):
         raise ValueError(f"then must map blocks from 1 to {blocks - 1} to prompts, got {short_repr(then)}")
     for prompt in then.values():
-        if len(check_prompts(prompt, "then")) != 1:
+        if len(validate_prompts(prompt, "then")) != 1:
             raise ValueError(f"then must have one prompt for each block, got {short_repr(prompt)}")
     return dict(then)
 

@@ -18,7 +18,7 @@ from vargen.models.tokenizers.multi_scale_quantizer import MultiScaleQuantizer
 from vargen.models.tokenizers.multi_scale_vq import MultiScaleVQModel
 from vargen.models.tokenizers.vq import NonFinitePixelsError
 from vargen.models.var import SCALES, VARTransformer, official_config
-from vargen.pipelines import validation as checks
+from vargen.pipelines import validation
 from vargen.pipelines.adapters import Guidance, to_guidance
 from vargen.pipelines.adapters.var import VARScaleModel
 from vargen.pipelines.base import VisualPipeline
@@ -29,10 +29,10 @@ from vargen.pipelines.images import (
     ImagePipelineOutput,
     InpaintSource,
     KeptTokens,
-    check_source,
     decode_pixels,
     preprocess_images,
-    validate_tokens,
+    validate_decode_arguments,
+    validate_source,
 )
 from vargen.pipelines.prompts import PromptInputs, PromptNames
 
@@ -89,12 +89,12 @@ class VARPipeline(VisualPipeline):
     # -- properties -----------------------------------------------------------------------------------------------------
 
     @classmethod
-    def check_method(cls, info: ModelInfo, method: Any) -> None:
+    def validate_method_for(cls, info: ModelInfo, method: Any) -> None:
         method.assign_stages(info.steps)
         if method.needs_draft_model and not info.has_draft:
             raise ValueError(f"{method.name} needs a draft_transformer, a smaller model, and this model has none")
 
-    def check_runs(self, method: Any) -> None:
+    def validate_method(self, method: Any) -> None:
         method.bind(self.decoding_model(1.0))
 
     @property
@@ -184,8 +184,8 @@ class VARPipeline(VisualPipeline):
         output = OutputOptions.build(self, output_type, return_dict, callback_on_step_end, inputs, compile)
         method = self.resolve_method(accelerator)
         selection = CandidateSelection.build(num_candidates, scorer, self.named_scorer)
-        source = check_source(image, mask, strength, self.vqvae.image_size, self.image_processor)
-        self.check_runs(method)
+        source = validate_source(image, mask, strength, self.vqvae.image_size, self.image_processor)
+        self.validate_method(method)
         request = GenerationRequest.build(
             self,
             method,
@@ -221,7 +221,7 @@ class VARPipeline(VisualPipeline):
             compile: see `__call__`.
         """
         guidance, quantizer, device = to_guidance(guidance), self._quantizer(), self._device_of(self.transformer)
-        checks.check_guidance(guidance.scale)
+        validation.validate_guidance(guidance.scale)
         draft = self.draft_transformer and VARScaleModel(self.draft_transformer, quantizer, guidance, device=device)
         forward = self._compiled_transformer() if compile else None
         return VARScaleModel(self.transformer, quantizer, guidance, compiled_forward=forward, draft_model=draft, device=device)
@@ -265,7 +265,7 @@ class VARPipeline(VisualPipeline):
             ValueError, TypeError: for tokens that do not fit this model, or an unknown output type.
             NonFinitePixelsError: for NaN or infinite pixels; the message has the image and position of the first one.
         """
-        validate_tokens(tokens, length, output_type, self.vqvae.config.codebook_size, minimum=-1)
+        validate_decode_arguments(tokens, length, output_type, self.vqvae.config.codebook_size, minimum=-1)
         if tokens.dim() != 2 or not len(tokens) or tokens.shape[1] != self.vqvae.tokens:
             raise ValueError(f"tokens must be [B, {self.vqvae.tokens}], got {list(tokens.shape)}")
         if output_type == "latent":

@@ -22,14 +22,14 @@ from vargen.decoding import BlockStream, VideoBlock, VideoStats
 from vargen.decoding.video.policies import validate_threshold
 from vargen.files import atomic_file, expand_user
 from vargen.models.causal_video import geometry_from_config
-from vargen.pipelines.validation import check_answer_type
+from vargen.pipelines.validation import validate_callback_result_type
 from vargen.values import parse_float, parse_int, short_repr
 
 FORMATS = (".mp4", ".gif", ".webp")
 _CODECS = ("libx264", "mpeg4")  # in order of preference
 
 
-def check_video_path(path: Any, name: str = "path") -> Path:
+def validate_video_path(path: Any, name: str = "path") -> Path:
     """Validate the path of a video file, and return it.
 
     Raises:
@@ -58,7 +58,7 @@ def save_video(frames: Any, path: Any, fps: float, comment: str = "") -> Path:
         ImportError: for .mp4 without PyAV.
         OSError: if the file cannot be written; no partial file is left then.
     """
-    file, rate = check_video_path(path), parse_float(fps)
+    file, rate = validate_video_path(path), parse_float(fps)
     if rate is None or rate <= 0:
         raise ValueError(f"fps must be a number above 0, got {short_repr(fps)}")
     images = _to_pil_frames(frames)
@@ -245,7 +245,7 @@ class PassMonitor:
     def __call__(self, progress: BlockProgress) -> bool:
         stop = self.callback is not None and self.callback(progress) is False
         if not stop and self.on_step_end is not None:
-            result = check_answer_type(self.on_step_end(self.pipe, progress.passes - 1, progress.block, {}))
+            result = validate_callback_result_type(self.on_step_end(self.pipe, progress.passes - 1, progress.block, {}))
             stop = bool(result.get("stop", False))
         self.stopped = stop or (self.call is not None and self.call.interrupted)
         return not self.stopped

@@ -14,7 +14,7 @@ from recipes.registry import PACKAGED, RECIPES, Input, output_folder, resolve_ne
 from vargen.cli.options import Device, check_range, select_device
 from vargen.device import set_threads
 from vargen.files import expand_user
-from vargen.pipelines import validation as checks
+from vargen.pipelines.validation import validate_sampling
 from vargen.training.config import CONFIGS, from_dict, load_config
 
 FOLDERS = (Path(__file__).parent / "configs", CONFIGS)
@@ -191,7 +191,7 @@ def package_model(
 
 def _check_defaults(name: str, defaults: dict[str, Any]) -> None:
     if name != "emoji-video":
-        checks.check_sampling(defaults)
+        validate_sampling(defaults)
         return
     for key, value in defaults.items():
         number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

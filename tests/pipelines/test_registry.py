@@ -49,7 +49,9 @@ def test_a_description_says_what_the_pipeline_does(folder: Path) -> None:
     assert pipeline_class(said.pipeline) is type(pipe)
     assert (said.condition, said.vocab, said.tokens) == ("text", pipe.vocab, pipe.tokens) and not said.has_draft
     with pytest.raises(ValueError, match="window"):
-        type(pipe).check_method(said, Accelerator(drafter=Jacobi(window=said.tokens + 1), acceptance=speculative_sampling))
+        type(pipe).validate_method_for(
+            said, Accelerator(drafter=Jacobi(window=said.tokens + 1), acceptance=speculative_sampling)
+        )
 
 
 def test_methods_say_why_not() -> None:

@@ -24,7 +24,7 @@ from vargen.cli.options import (
     select_dtype,
 )
 from vargen.cli.results import ResultWriter
-from vargen.device import check_compile, set_threads
+from vargen.device import set_threads, validate_compile
 from vargen.values import short_repr
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def baseline(
     results, names = ResultWriter(as_json), model or ["emoji"]
     results.check(names)
     place, kind, machine = setup_device(device, dtype, threads, names)
-    check_compile(compile, place)
+    validate_compile(compile, place)
 
     from vargen.device import summarize_machine
     from vargen.evaluation.speed import measure_baseline

@@ -102,10 +102,10 @@ def compare(
     from vargen.evaluation.compare import compare as run
     from vargen.evaluation.contact_sheets import method_grid
     from vargen.evaluation.plots import plot_speedups
-    from vargen.pipelines import validation as checks
+    from vargen.pipelines import validation
     from vargen.pipelines.registry import open_pipeline
 
-    checks.check_seed(seed, -(-len(prompts) // checks.check_batch(batch_size)) * batch_size)
+    validation.validate_seed(seed, -(-len(prompts) // validation.validate_batch_size(batch_size)) * batch_size)
     check_request(model, selected, sampling, leave_out=methods is None)
     pipe = open_pipeline(model, torch_dtype=kind).to(place)
     if methods is None:
@@ -166,17 +166,17 @@ def check_request(model: str, methods: dict[str, Method], sampling: dict[str, An
     Raises:
         ValueError: with the reason, if something is unsupported.
     """
-    from vargen.pipelines import validation as checks
+    from vargen.pipelines import validation
     from vargen.pipelines.registry import describe, pipeline_class
 
-    _, checked = checks.check_sampling(sampling)
+    _, checked = validation.validate_sampling(sampling)
     opened = describe(model)
     if opened.condition != "text":
         raise ValueError("model must generate from text, and this one generates classes")
     checked.validate_top_k(opened.vocab)
     for name, method in list(methods.items()):
         try:
-            pipeline_class(opened.pipeline).check_method(opened, method)
+            pipeline_class(opened.pipeline).validate_method_for(opened, method)
         except ValueError as error:
             if not leave_out:
                 raise

@@ -103,7 +103,7 @@ class EvaluateOptions:
         """Return the prompts or the classes to generate in turn."""
         from vargen.evaluation.generation import select_classes
         from vargen.pipelines.registry import describe
-        from vargen.pipelines.validation import check_prompts
+        from vargen.pipelines.validation import validate_prompts
 
         model = describe(self.model)
         if self.prompt_file is not None and self.classes is not None:
@@ -115,7 +115,7 @@ class EvaluateOptions:
             return list(select_classes(self.classes or "each", model.num_classes, model.id2label, seed, count))
         if self.classes is not None:
             raise ValueError("this model generates from text: give --prompt-file instead of --classes")
-        return check_prompts(read_prompts(self.prompt_file or packaged_prompts()), "prompts")
+        return validate_prompts(read_prompts(self.prompt_file or packaged_prompts()), "prompts")
 
 
 def evaluate(

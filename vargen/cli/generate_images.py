@@ -14,7 +14,7 @@ from vargen.cli.inputs import SourceFiles, parse_class_labels, report_emoji_name
 from vargen.cli.options import select_device, select_dtype
 from vargen.cli.outputs import OutputFile, check_distinct_paths, model_files, resolve_outputs, slugify
 from vargen.cli.results import Write, describe_failed_write, save_image, write_each
-from vargen.device import check_compile
+from vargen.device import validate_compile
 
 if TYPE_CHECKING:
     from vargen.cli.generate import GenerateOptions
@@ -66,7 +66,7 @@ def generate_images(options: GenerateOptions, own: ImageOptions) -> None:
         typer.Exit: with code 1 if an image or another output could not be written.
     """
     device = select_device(options.device)
-    check_compile(own.compile, device)
+    validate_compile(own.compile, device)
     requested = options.jobs()
     kind = "class " if own.by_class else ""
     files = resolve_outputs(options.output, [f"{slugify(kind + subject)}-{seed}" for subject, seed in requested])

@@ -36,12 +36,12 @@ def generate_videos(options: GenerateOptions, image: Path | None, video: dict[st
 
     from vargen.decoding import VideoMethod, resolve_method
     from vargen.pipelines.registry import describe, open_pipeline, pipeline_class
-    from vargen.pipelines.videos import check_video_path, save_video
+    from vargen.pipelines.videos import save_video, validate_video_path
 
     model = describe(options.model)
     if options.accelerator is not None:
         method = resolve_method(options.accelerator, VideoMethod.paradigm)
-        pipeline_class(model.pipeline).check_method(model, method)
+        pipeline_class(model.pipeline).validate_method_for(model, method)
         if "tau" in video:
             method.with_tau(video["tau"])
     jobs = options.jobs()
@@ -49,7 +49,7 @@ def generate_videos(options: GenerateOptions, image: Path | None, video: dict[st
         options.output, [f"{slugify(text)}-{seed}" for text, seed in jobs], suffixes=SUFFIXES, default=_DEFAULT_SUFFIX
     )
     for file in files:
-        check_video_path(file.path, "output")
+        validate_video_path(file.path, "output")
     call = {**video, "accelerator": options.accelerator}
     if options.scorer is not None:
         call["scorer"] = options.scorer

@@ -16,13 +16,13 @@ import torch
 from vargen.convert.state_dicts import (
     State,
     build_network,
-    check_dtype,
     check_inputs,
     clamp_top_k,
     count_modules,
     read_checkpoint,
     read_labels,
     require_shape,
+    validate_dtype,
 )
 from vargen.files import atomic_folder
 from vargen.model_files import write_model_index
@@ -78,7 +78,7 @@ def convert_llamagen(
         ValueError: a file is damaged, holds more than tensors, is not of the kind that its argument takes, lacks a
             tensor or has one of the wrong shape; the files do not match each other; heads or grid cannot be inferred.
     """
-    check_dtype(dtype)
+    validate_dtype(dtype)
     if tokenizer is not None and text_encoder is None:
         raise ValueError("tokenizer comes with a text_encoder; give both, or neither and use prompt_embeds")
     transformer, vq, output = Path(transformer), Path(vq), Path(output)

@@ -66,7 +66,7 @@ class ImageService:
             return found
         try:
             method = self.pipe.resolve_method(name)
-            self.pipe.check_runs(method)
+            self.pipe.validate_method(method)
         except (ValueError, TypeError) as error:
             return replace(found, name=name, reason=str(error))
         return replace(found, name=name, kind=method.kind)

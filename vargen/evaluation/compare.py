@@ -19,7 +19,7 @@ from vargen.decoding import DecodeStats, Method, Progress
 from vargen.evaluation.decoders import PricedDecoder, open_decoder
 from vargen.models.condition import Condition
 from vargen.pipelines.base import VisualPipeline
-from vargen.pipelines.validation import check_batch, check_prompts, check_seed
+from vargen.pipelines.validation import validate_batch_size, validate_prompts, validate_seed
 
 
 @dataclass
@@ -103,8 +103,8 @@ def compare(
     """
     if pipe.baseline not in methods:
         raise ValueError(f"methods must include {pipe.baseline!r}, the baseline of every ratio, got {', '.join(methods)}")
-    prompts, batch = check_prompts(prompts), check_batch(batch)
-    seed = check_seed(seed, -(-len(prompts) // batch) * batch)
+    prompts, batch = validate_prompts(prompts), validate_batch_size(batch)
+    seed = validate_seed(seed, -(-len(prompts) // batch) * batch)
     chosen = {**pipe.default_sampling, **(settings or {})}
     decoder = open_decoder(pipe, chosen)
     filled = [prompts[i % len(prompts)] for i in range(-(-len(prompts) // batch) * batch)]

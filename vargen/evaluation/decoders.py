@@ -16,7 +16,7 @@ from vargen.decoding import DecodeOutput, DecodeStats, Progress, Sampling, Scale
 from vargen.decoding.pass_costs import measure_pass_costs, time_call, use_best_threads
 from vargen.models.condition import Condition
 from vargen.pipelines.base import VisualPipeline
-from vargen.pipelines.validation import check_sampling
+from vargen.pipelines.validation import validate_sampling
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def open_decoder(pipe: VisualPipeline, settings: Mapping[str, Any] | None = None
         settings: `guidance_scale`, `temperature`, `top_k` and `top_p` where they differ from the checkpoint's.
         compile: run the passes through `torch.compile`.
     """
-    scale, sampling = check_sampling({**pipe.default_sampling, **(settings or {})})
+    scale, sampling = validate_sampling({**pipe.default_sampling, **(settings or {})})
     kinds = {"next-token": TokenPricedDecoder, "next-scale": ScalePricedDecoder}
     return kinds[pipe.paradigm](pipe.decoding_model(scale, compile=compile), sampling)
 

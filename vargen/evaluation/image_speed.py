@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from vargen.decoding.pass_costs import time_call
-from vargen.device import check_compile
+from vargen.device import validate_compile
 from vargen.evaluation.networks import BenchmarkModel
 from vargen.evaluation.speed import weight_readers
 
@@ -79,7 +79,7 @@ def measure_image_speed(
     if batch < 1 or rounds < 1:
         raise ValueError(f"batch and rounds must be at least 1, got {batch} and {rounds}")
     transformer, device = network.transformer, network.transformer.device
-    check_compile(compile, device)
+    validate_compile(compile, device)
     decoder = network.decoder(compile)
     condition, seeds = network.condition(batch), torch.arange(batch)
     published_tokens, published_pixels = network.published_sampler(batch)

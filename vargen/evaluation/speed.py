@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from vargen.decoding import DecodeStats, Method, Progress
-from vargen.device import check_compile
+from vargen.device import validate_compile
 from vargen.evaluation.networks import BenchmarkModel
 
 _VISIT_SECONDS, _VISIT_PASSES = 0.05, 5  # timed passes of one visit: until either is reached
@@ -212,7 +212,7 @@ def measure_baseline(
     """
     if batch < 1 or not 0 <= seconds < math.inf:
         raise ValueError(f"batch must be at least 1 and seconds a finite number of at least 0, got {batch} and {seconds}")
-    check_compile(compile, network.transformer.device)
+    validate_compile(compile, network.transformer.device)
     transformer, decoder = network.transformer, network.decoder(compile)
     condition, seeds = network.condition(batch), torch.arange(batch)
 

@@ -25,7 +25,7 @@ from diffusers.configuration_utils import ConfigMixin, register_to_config
 from vargen.models.causal_video_blocks import Block, Head, Plan, build_rotary_3d, plan_attention, timestep_embedding
 from vargen.models.causal_video_cache import TextCache, VideoCache, visible_frames
 from vargen.models.causal_video_geometry import VideoGeometry
-from vargen.models.weight_storage import ModelMixin, QuantizedStorageMixin, check_format  # noqa: F401
+from vargen.models.weight_storage import ModelMixin, QuantizedStorageMixin, validate_weight_format  # noqa: F401
 
 
 class CausalVideoTransformer(QuantizedStorageMixin, ConfigMixin):
@@ -72,7 +72,7 @@ class CausalVideoTransformer(QuantizedStorageMixin, ConfigMixin):
         weight_format: str | None = None,
     ):
         super().__init__()
-        check_format(weight_format)
+        validate_weight_format(weight_format)
         sizes = (channels, height, width, patch, block_frames, spatial_stride, temporal_stride, fps)
         self.geometry = VideoGeometry(*sizes)
         if dim % num_heads or dim // num_heads % 2 or dim // num_heads < 6:

@@ -21,7 +21,7 @@ from torch import Tensor
 from vargen.models.causal_video_geometry import VideoGeometry
 
 
-def check_window(window: int | None, sinks: int, least: int) -> None:
+def validate_attention_window(window: int | None, sinks: int, least: int) -> None:
     """Raise ValueError unless a window (None for all frames) has room for `sinks` and at least `least` more frames."""
     for name, value in (("window", window), ("sinks", sinks)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
@@ -79,7 +79,7 @@ class VideoCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ):
-        check_window(window, sinks, geometry.block_frames)
+        validate_attention_window(window, sinks, geometry.block_frames)
         if window is None and (isinstance(frames, bool) or not isinstance(frames, int) or frames < 1):
             raise ValueError(f"frames must be a whole number of at least 1, got {frames!r}")
         self.geometry, self.window, self.sinks = geometry, window, sinks

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 # DiffusionPipeline looks for the name `ModelMixin` in this very module to learn how to load the component.
-from vargen.models.weight_storage import ModelMixin, QuantizedStorageMixin, check_format  # noqa: F401
+from vargen.models.weight_storage import ModelMixin, QuantizedStorageMixin, validate_weight_format  # noqa: F401
 
 from diffusers.configuration_utils import ConfigMixin, register_to_config  # isort: skip  # after the torchvision guard
 
@@ -54,7 +54,7 @@ class MiniLMTextEncoder(QuantizedStorageMixin, ConfigMixin):
         weight_format: str = "int8",
     ) -> None:
         super().__init__()
-        check_format(weight_format)
+        validate_weight_format(weight_format)
         # Imported late, because importing transformers takes seconds.
         from transformers import BertConfig, BertModel
 

@@ -33,7 +33,7 @@ from diffusers.utils import BaseOutput
 
 from vargen.models.tokenizers.multi_scale_vq import SCALES_256, SCALES_512
 from vargen.models.var_blocks import Block, HeadModulation, Modulation, ScaleCache, modulate, two_layers
-from vargen.models.weight_storage import ModelMixin, QuantizedStorageMixin, check_format  # noqa: F401
+from vargen.models.weight_storage import ModelMixin, QuantizedStorageMixin, validate_weight_format  # noqa: F401
 
 # Official scale tables: sides of the scales, by the image size in pixels.
 SCALES: dict[int, tuple[int, ...]] = {
@@ -104,7 +104,7 @@ class VARTransformer(QuantizedStorageMixin, ConfigMixin):
         weight_format: str | None = None,
     ):
         super().__init__()
-        check_format(weight_format)
+        validate_weight_format(weight_format)
         width, heads, sides = dim or 64 * depth, n_head or depth, tuple(scales)
         if condition not in ("class", "text"):
             raise ValueError(f"condition must be 'class' or 'text', got {condition!r}")

@@ -78,7 +78,7 @@ def dequantize_rows(values: Tensor, scale: Tensor) -> Tensor:
     return (values.float().reshape(*scale.shape, -1) * scale[..., None]).reshape(values.shape)
 
 
-def check_format(weight_format: Any) -> None:
+def validate_weight_format(weight_format: Any) -> None:
     """Raise ValueError unless `weight_format` is None or one of `WEIGHT_FORMATS`."""
     if weight_format is not None and weight_format not in WEIGHT_FORMATS:
         raise ValueError(f"unknown weight_format {weight_format!r}; expected one of {WEIGHT_FORMATS}")

@@ -29,7 +29,7 @@ from diffusers.utils.accelerate_utils import apply_forward_hook
 from vargen.models.tokenizers.hybrid_blocks import HEAD_WIDTH, HybridDecoder, HybridEncoder
 from vargen.models.tokenizers.multi_scale_quantizer import MultiScaleQuantizer
 from vargen.models.tokenizers.vq_blocks import NORM_GROUPS, Decoder, Encoder, Naming
-from vargen.models.weight_storage import ModelMixin, QuantizedStorageMixin, check_format  # noqa: F401
+from vargen.models.weight_storage import ModelMixin, QuantizedStorageMixin, validate_weight_format  # noqa: F401
 
 SCALES_256 = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16)
 SCALES_512 = (1, 2, 3, 4, 6, 9, 13, 18, 24, 32)
@@ -95,7 +95,7 @@ class MultiScaleVQModel(QuantizedStorageMixin, ConfigMixin):
         weight_format: str | None = None,
     ):
         super().__init__()
-        check_format(weight_format)
+        validate_weight_format(weight_format)
         scales = tuple(scales)
         scale_codes = tuple(scale_codes) if scale_codes is not None else (codebook_size,) * len(scales)
         _check(architecture, scales, scale_codes, codebook_size, shared_phi, ch, tuple(ch_mult))

@@ -21,7 +21,7 @@ from diffusers.configuration_utils import ConfigMixin, register_to_config
 
 from vargen.models.tokenizers.hybrid_blocks import ConvBlock, Double, PixelNorm, unfold
 from vargen.models.tokenizers.video_vae import DecodeState
-from vargen.models.weight_storage import ModelMixin, QuantizedStorageMixin, check_format  # noqa: F401
+from vargen.models.weight_storage import ModelMixin, QuantizedStorageMixin, validate_weight_format  # noqa: F401
 
 
 class PreviewDecoder(QuantizedStorageMixin, ConfigMixin):
@@ -48,7 +48,7 @@ class PreviewDecoder(QuantizedStorageMixin, ConfigMixin):
         weight_format: str | None = None,
     ):
         super().__init__()
-        check_format(weight_format)
+        validate_weight_format(weight_format)
         if stride < 2 or stride % 2:
             raise ValueError(f"stride must be an even number of at least 2, got {stride}")
         coarse, fine = widths

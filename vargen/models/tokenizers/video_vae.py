@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from vargen.compat import ensure_torchvision
 from vargen.models.tokenizers.hybrid_blocks import HEAD_WIDTH, ConvBlock, Double, Halve, PixelNorm, Trunk, fold, unfold
-from vargen.models.weight_storage import ModelMixin, QuantizedStorageMixin, check_format  # noqa: F401
+from vargen.models.weight_storage import ModelMixin, QuantizedStorageMixin, validate_weight_format  # noqa: F401
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ class CausalVideoVAE(QuantizedStorageMixin, ConfigMixin):
         weight_format: str | None = None,
     ):
         super().__init__()
-        check_format(weight_format)
+        validate_weight_format(weight_format)
         widths = tuple(widths)
         stride = patch * 2 ** (len(widths) - 1)
         if size < stride or size % stride:

@@ -25,7 +25,7 @@ from diffusers.utils import BaseOutput
 from diffusers.utils.accelerate_utils import apply_forward_hook
 
 from vargen.models.tokenizers.vq_blocks import NORM_GROUPS, Decoder, Encoder, Naming
-from vargen.models.weight_storage import ModelMixin, QuantizedStorageMixin, check_format  # noqa: F401
+from vargen.models.weight_storage import ModelMixin, QuantizedStorageMixin, validate_weight_format  # noqa: F401
 
 _NAMING = Naming(down="conv_blocks", up="conv_blocks", blocks="res", middle=("0", "1", "2"))
 CODEBOOK_USED_SLOTS = 65536  # length of the usage buffer that official files carry
@@ -132,7 +132,7 @@ class VQModel(QuantizedStorageMixin, ConfigMixin):
         weight_format: str | None = None,
     ):
         super().__init__()
-        check_format(weight_format)
+        validate_weight_format(weight_format)
         if len(encoder_ch_mult) != len(decoder_ch_mult):
             raise ValueError(
                 f"encoder_ch_mult {tuple(encoder_ch_mult)} and decoder_ch_mult {tuple(decoder_ch_mult)} must have equal length"
