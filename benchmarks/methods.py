@@ -168,7 +168,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("runs/methods"))
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    able = [method.name for method in open_pipeline(arguments.model).methods() if method.reason is None]
+    able = [method.name for method in open_pipeline(arguments.model).list_methods() if method.unsupported_reason is None]
     methods = arguments.methods.split(",") if arguments.methods else [name for name in able if name != "auto"]
     gpu, report = GPU(), {}
     for setting in (DEFAULTS, PLAIN):

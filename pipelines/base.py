@@ -18,7 +18,7 @@ from torch import Tensor
 
 from vargen.compat import ensure_torchvision, hide_progress_bars, load_options, report_memory
 from vargen.decoding import DEFAULT_METHOD, list_methods, resolve_method
-from vargen.deprecation import renamed_attribute
+from vargen.deprecation import renamed_attribute, renamed_fields
 from vargen.files import atomic_merge, expand_user
 from vargen.models.condition import Condition
 from vargen.pipelines import loading, prompts
@@ -40,20 +40,21 @@ _RELEASE = tuple(int(part) for part in diffusers.__version__.split(".")[:2])
 _DTYPE = "dtype" if _RELEASE >= (0, 42) else "torch_dtype"  # argument name of diffusers
 
 
+@renamed_fields(reason="unsupported_reason")
 @dataclass(frozen=True)
-class Method:
+class MethodInfo:
     """A preset, and whether a pipeline supports it.
 
     Attributes:
         name, kind, summary, source: from the preset; kind is `"exact"` or `"relaxed"`.
-        reason: why this pipeline cannot run it; None if it can.
+        unsupported_reason: why this pipeline cannot run it; None if it can.
     """
 
     name: str
     kind: str
     summary: str
     source: str
-    reason: str | None = None
+    unsupported_reason: str | None = None
 
 
 class VisualPipeline(DiffusionPipeline):
@@ -70,7 +71,7 @@ class VisualPipeline(DiffusionPipeline):
         pixel_decoder: name of the component that decodes tokens or latents to pixels.
         usual_sampling: sampling settings used where neither the call nor the checkpoint sets them.
         prompt_names: names that replace characters in a prompt; None if prompts are used as typed.
-        examples: for image models, example tokens `[M, N]` for lookup drafters.
+        example_tokens: for image models, example tokens `[M, N]` for lookup drafters.
         fps: frames per second of video models.
     """
 
@@ -85,6 +86,12 @@ class VisualPipeline(DiffusionPipeline):
     _callback_tensor_inputs: ClassVar[list[str]] = ["latents"]
 
     # Names of version 0.1, which go with 0.3.
+    vocab = renamed_attribute("vocab", "vocab_size")
+    tokens = renamed_attribute("tokens", "num_tokens")
+    steps = renamed_attribute("steps", "num_baseline_passes")
+    examples = renamed_attribute("examples", "example_tokens")
+    methods = renamed_attribute("methods", "list_methods")
+    check_runs = renamed_attribute("check_runs", "validate_method")
     token_model = renamed_attribute("token_model", "decoding_model")
     scale_model = renamed_attribute("scale_model", "decoding_model")
     block_model = renamed_attribute("block_model", "decoding_model")
@@ -99,7 +106,7 @@ class VisualPipeline(DiffusionPipeline):
     text_encoder: Any
     tokenizer: Any
     prompt_names: PromptNames | None
-    examples: Tensor | None = None
+    example_tokens: Tensor | None = None
     fps: int | None = None
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -125,7 +132,7 @@ class VisualPipeline(DiffusionPipeline):
         self.register_modules(**components)
         self.register_to_config(**config)
         self.prompt_names = PromptNames(prompt_names) if isinstance(prompt_names, dict) else prompt_names
-        self.examples = None
+        self.example_tokens = None
         # A pipeline loaded without networks can still encode prompts.
         factor = getattr(getattr(self, self.pixel_decoder), "downsampling", 8)
         self.image_processor = VaeImageProcessor(vae_scale_factor=factor)
@@ -171,8 +178,8 @@ class VisualPipeline(DiffusionPipeline):
             kwargs |= loading.load_shared_components(folder, kwargs)
             pipe = super().from_pretrained(str(folder), **{**load_options(), **kwargs})
         if examples is not None and pipe.transformer is not None:
-            loading.check_example_tokens(examples, pipe.vocab, pipe.tokens)
-        pipe.examples = examples
+            loading.check_example_tokens(examples, pipe.vocab_size, pipe.num_tokens)
+        pipe.example_tokens = examples
         return pipe
 
     @classmethod
@@ -185,10 +192,10 @@ class VisualPipeline(DiffusionPipeline):
 
     @classmethod
     def from_pipe(cls, pipeline: DiffusionPipeline, **kwargs: Any) -> Self:
-        """As in diffusers. Also copies `prompt_names` and `examples`, which are not part of the config."""
+        """As in diffusers. Also copies `prompt_names` and `example_tokens`, which are not part of the config."""
         kwargs.setdefault("prompt_names", getattr(pipeline, "prompt_names", None))
         pipe = super().from_pipe(pipeline, **kwargs)
-        pipe.examples = getattr(pipeline, "examples", None)
+        pipe.example_tokens = getattr(pipeline, "example_tokens", None)
         return pipe
 
     def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
@@ -208,9 +215,13 @@ class VisualPipeline(DiffusionPipeline):
             super().save_pretrained(str(staged), **kwargs)
             if self.prompt_names is not None:
                 self.prompt_names.save(staged)
-            if self.examples is not None:
-                loading.save_example_tokens(self.examples, staged)
-        own = {prompts.PROMPT_NAMES_FILE: self.prompt_names, loading.EXAMPLES_FILE: self.examples, loading.SHARED_FILE: None}
+            if self.example_tokens is not None:
+                loading.save_example_tokens(self.example_tokens, staged)
+        own = {
+            prompts.PROMPT_NAMES_FILE: self.prompt_names,
+            loading.EXAMPLES_FILE: self.example_tokens,
+            loading.SHARED_FILE: None,
+        }
         for name in (name for name, value in own.items() if value is None):
             (folder / name).unlink(missing_ok=True)
 
@@ -251,7 +262,7 @@ class VisualPipeline(DiffusionPipeline):
     def validate_method(self, method: Any) -> None:
         """Raise ValueError with the reason if this pipeline cannot run a method."""
 
-    def methods(self) -> list[Method]:
+    def list_methods(self) -> list[MethodInfo]:
         """List the presets of this paradigm, each with its name, kind, and the reason if this pipeline cannot run it."""
         found = []
         for preset in list_methods(self.paradigm):
@@ -260,7 +271,7 @@ class VisualPipeline(DiffusionPipeline):
                 self.validate_method(preset)
             except (ValueError, TypeError) as error:
                 reason = str(error)
-            found.append(Method(preset.name, preset.kind, preset.summary, preset.source, reason))
+            found.append(MethodInfo(preset.name, preset.kind, preset.summary, preset.source, reason))
         return found
 
     def resolve_method(self, accelerator: Any) -> Any:
@@ -312,12 +323,12 @@ class VisualPipeline(DiffusionPipeline):
     # -- images ---------------------------------------------------------------------------------------------------------
 
     @property
-    def vocab(self) -> int:
+    def vocab_size(self) -> int:
         """Vocabulary size V."""
         return self.transformer.config.vocab_size
 
     @property
-    def tokens(self) -> int:
+    def num_tokens(self) -> int:
         """Number of tokens N of an image."""
         return self.transformer.tokens
 
@@ -338,7 +349,7 @@ class VisualPipeline(DiffusionPipeline):
 
     @property
     @abstractmethod
-    def steps(self) -> int:
+    def num_baseline_passes(self) -> int:
         """Number of forward passes that the baseline takes for an image."""
 
     @property
@@ -359,7 +370,7 @@ class VisualPipeline(DiffusionPipeline):
         """Guidance scale, temperature, top-k and top-p that a call uses by default: the checkpoint's, else the family's."""
         stored = {name: value for name, value in (self.config.defaults or {}).items() if value is not None}
         usual = dict(self.usual_sampling)
-        if usual["top_k"] is not None and usual["top_k"] > self.vocab:
+        if usual["top_k"] is not None and usual["top_k"] > self.vocab_size:
             usual["top_k"] = None
         return {**usual, **stored}
 
@@ -376,7 +387,7 @@ class VisualPipeline(DiffusionPipeline):
 
     def _progress_total(self, request: Any) -> int:
         """Total of the progress bar."""
-        return self.tokens
+        return self.num_tokens
 
     @property
     def interrupt(self) -> bool:

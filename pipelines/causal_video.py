@@ -107,7 +107,7 @@ class CausalVideoPipeline(VisualPipeline):
 
     @classmethod
     def validate_method_for(cls, info: ModelInfo, method: Any) -> None:
-        if method.needs_draft_model and not info.has_draft:
+        if method.needs_draft_model and "draft_transformer" not in info.components:
             raise ValueError(f"{method.name} needs a draft_transformer, a smaller model, and this model has none")
 
     def validate_method(self, method: Any) -> None:
@@ -127,18 +127,18 @@ class CausalVideoPipeline(VisualPipeline):
         return self.transformer.geometry.fps
 
     @property
-    def vocab(self) -> int:
+    def vocab_size(self) -> int:
         """0: a video has no tokens."""
         return 0
 
     @property
-    def tokens(self) -> int:
+    def num_tokens(self) -> int:
         """Number of frames of a video of default length."""
         geometry = self.transformer.geometry
         return geometry.pixel_frames(0, self.setting("num_blocks") * geometry.block_frames)
 
     @property
-    def steps(self) -> int:
+    def num_baseline_passes(self) -> int:
         """Number of passes of the baseline for a video of default length."""
         return self.setting("num_blocks") * (len(self.setting("levels") or shifted_levels()) + 1) - 1
 

@@ -112,7 +112,7 @@ class GenerationRequest:
             validation.validate_prompts(negative.prompt, "negative_prompt")
         given = {name: value for name, value in settings.items() if value is not None}
         scale, sampling = validation.validate_sampling({**pipe.default_sampling, **given})
-        sampling.validate_top_k(pipe.vocab)
+        sampling.validate_top_k(pipe.vocab_size)
         interval = validation.validate_guidance_interval(guidance_interval)
         per_prompt = validation.validate_num_images(num_images_per_prompt, 1)
         condition, num_prompts = encode_condition(pipe, inputs)
@@ -198,7 +198,7 @@ def _step_callback(
             return not call.interrupted
         skipped = progress.tokens < 0  # scales that the schedule skips
         result = on_step_end(pipe, progress.step - 1, num_tokens, {"latents": progress.tokens})
-        result = validation.validate_callback_result(result, progress.tokens, pipe.vocab, skipped)
+        result = validation.validate_callback_result(result, progress.tokens, pipe.vocab_size, skipped)
         latents = result.get("latents")
         if latents is not None and latents is not progress.tokens:
             progress.tokens.copy_(latents)

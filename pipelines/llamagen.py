@@ -95,10 +95,10 @@ class LlamaGenPipeline(VisualPipeline):
     @classmethod
     def validate_method_for(cls, info: ModelInfo, method: Accelerator) -> None:
         drafter = method.drafter
-        drafter.validate_grid(info.tokens)
-        if isinstance(drafter, HeadDrafter) and drafter.model is None and drafter.kind not in info.drafters:
+        drafter.validate_grid(info.num_tokens)
+        if isinstance(drafter, HeadDrafter) and drafter.model is None and drafter.kind not in info.components:
             raise ValueError(drafter.missing_head_message())
-        if isinstance(drafter, Jacobi) and drafter.initial in LOW_RES_DRAFTS and not info.low_res:
+        if isinstance(drafter, Jacobi) and drafter.initial in LOW_RES_DRAFTS and "low_res" not in info.components:
             raise ValueError(MISSING_LOW_RES)
 
     def validate_method(self, method: Accelerator) -> None:
@@ -110,7 +110,7 @@ class LlamaGenPipeline(VisualPipeline):
         return ((side, side),)
 
     @property
-    def steps(self) -> int:
+    def num_baseline_passes(self) -> int:
         return self.transformer.tokens
 
     @property
@@ -247,7 +247,7 @@ class LlamaGenPipeline(VisualPipeline):
             compiled_forward=self._compiled_transformer() if compile else None,
             codebook=codes,
             draft_model=adapt(self.draft_transformer),
-            example_tokens=self.examples,
+            example_tokens=self.example_tokens,
             draft_heads=heads,
             low_res=low_res,
             device=device,

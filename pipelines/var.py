@@ -90,8 +90,8 @@ class VARPipeline(VisualPipeline):
 
     @classmethod
     def validate_method_for(cls, info: ModelInfo, method: Any) -> None:
-        method.assign_stages(info.steps)
-        if method.needs_draft_model and not info.has_draft:
+        method.assign_stages(info.num_baseline_passes)
+        if method.needs_draft_model and "draft_transformer" not in info.components:
             raise ValueError(f"{method.name} needs a draft_transformer, a smaller model, and this model has none")
 
     def validate_method(self, method: Any) -> None:
@@ -102,7 +102,7 @@ class VARPipeline(VisualPipeline):
         return tuple((side, side) for side in self.transformer.scales)
 
     @property
-    def steps(self) -> int:
+    def num_baseline_passes(self) -> int:
         return len(self.transformer.scales)
 
     @property

@@ -42,7 +42,7 @@ def test_every_preset_is_listed_or_says_why_not(service: ImageService) -> None:
     assert set(service.methods) == {preset.name for preset in list_methods("next-token")}
     assert "ar" in {each.name for each in service.available}
     for each in service.methods.values():
-        assert each.reason is None or len(each.reason) > 10
+        assert each.unsupported_reason is None or len(each.unsupported_reason) > 10
 
 
 def test_previews_are_transparent_where_nothing_is_drawn(service: ImageService, slow: Callable[[float], None]) -> None:

@@ -57,7 +57,7 @@ def test_pictures_are_drawn_by_the_default(emoji):
     "name", [preset.name for preset in list_methods("next-token") if preset.name not in ("ar", DEFAULT_METHOD)]
 )
 def test_presets_run_in_batches_and_commit_more_than_one_token_a_pass(emoji, name):
-    if reason := next(method.reason for method in emoji.methods() if method.name == name):
+    if reason := next(method.unsupported_reason for method in emoji.list_methods() if method.name == name):
         pytest.skip(reason)
     result = draw(emoji, PROMPTS[:3], name)
     assert result.images.shape == (3, 16, 16)

@@ -17,7 +17,7 @@ from vargen.decoding import PRESETS, VideoMethod
 from vargen.models.causal_video import CausalVideoTransformer
 from vargen.pipelines import videos as video_files
 from vargen.pipelines.causal_video import CausalVideoPipeline
-from vargen.pipelines.registry import describe, open_pipeline, paradigm_of
+from vargen.pipelines.registry import inspect_model, open_pipeline, paradigm_of
 from vargen.pipelines.videos import save_video
 from vargen.scoring.frames import FrameScorer
 from vargen.training.dataset import CaptionBank
@@ -45,10 +45,18 @@ def seeded(seed: int = 0) -> torch.Generator:
 
 def test_the_packaged_folder_opens_and_says_what_it_is(folder: Path, pipe: CausalVideoPipeline) -> None:
     assert isinstance(pipe, CausalVideoPipeline) and paradigm_of(folder) == "video"
-    said = describe(folder)
-    assert (said.fps, said.tokens, said.has_draft, said.condition, said.steps) == (12, 6, True, "text", 3 * 5 - 1)
-    methods = pipe.methods()
-    assert [each.name for each in methods][:3] == ["target", "sdvg", "stride"] and all(each.reason is None for each in methods)
+    said = inspect_model(folder)
+    assert (said.fps, said.num_tokens, "draft_transformer" in said.components, said.condition, said.num_baseline_passes) == (
+        12,
+        6,
+        True,
+        "text",
+        3 * 5 - 1,
+    )
+    methods = pipe.list_methods()
+    assert [each.name for each in methods][:3] == ["target", "sdvg", "stride"] and all(
+        each.unsupported_reason is None for each in methods
+    )
 
 
 @pytest.mark.parametrize(("kind", "shape"), [("np", (1, 6, 16, 16, 3)), ("pt", (1, 6, 3, 16, 16)), ("latent", (1, 6, 4, 2, 2))])
@@ -219,7 +227,9 @@ def test_scorers_of_pictures_see_as_many_frames_of_a_block_as_the_checkpoint_say
 
 def test_without_a_drafter_the_target_draws(pipe) -> None:
     alone = CausalVideoPipeline(pipe.vae, pipe.transformer, pipe.text_encoder, pipe.tokenizer)
-    assert alone.resolve_method(None).name == "target" and "draft_transformer" not in str(alone.methods()[0].reason)
+    assert alone.resolve_method(None).name == "target" and "draft_transformer" not in str(
+        alone.list_methods()[0].unsupported_reason
+    )
     with pytest.raises(ValueError, match="needs a model to draft with"):
         alone("a cat", accelerator="sdvg")
     assert pipe.resolve_method(None) == PRESETS["sdvg"].with_tau(-0.5) and not pipe.resolve_method(VideoMethod(lazy=False)).lazy

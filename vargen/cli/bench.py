@@ -222,10 +222,10 @@ def setup_device(device: Device, dtype: Dtype, threads: int | None, models: Sequ
 
     from vargen.device import describe_machine
     from vargen.evaluation.networks import official_sizes
-    from vargen.pipelines.registry import describe
+    from vargen.pipelines.registry import inspect_model
 
     saved = next((name for name in models if name not in official_sizes()), None)
-    folder = None if saved is None else describe(saved).folder
+    folder = None if saved is None else inspect_model(saved).folder
     place = select_device(device)
     machine = describe_machine()
     load = machine["load"]

@@ -109,9 +109,9 @@ def compare(
     check_request(model, selected, sampling, leave_out=methods is None)
     pipe = open_pipeline(model, torch_dtype=kind).to(place)
     if methods is None:
-        for method in pipe.methods():
-            if method.name in selected and method.reason is not None:
-                print_status(f"{method.name} was left out: {method.reason}")
+        for method in pipe.list_methods():
+            if method.name in selected and method.unsupported_reason is not None:
+                print_status(f"{method.name} was left out: {method.unsupported_reason}")
                 del selected[method.name]
     report_emoji_names(pipe, prompts)
     with progress_bar("batches") as show:
@@ -141,10 +141,10 @@ def select_methods(methods: str | None, model: str = "emoji", window: str | None
         ValueError: for an unknown preset, setting or window.
     """
     from vargen.decoding import DEFAULT_METHOD, list_methods, resolve_method
-    from vargen.pipelines.registry import describe, pipeline_class
+    from vargen.pipelines.registry import inspect_model, pipeline_class
     from vargen.specs import split_specs
 
-    kind = pipeline_class(describe(model).pipeline)
+    kind = pipeline_class(inspect_model(model).pipeline)
     names = split_specs(methods) if methods is not None else []
     if methods is not None and not names:
         raise ValueError(f"methods must name at least one method, got {methods!r}")
@@ -167,13 +167,13 @@ def check_request(model: str, methods: dict[str, Method], sampling: dict[str, An
         ValueError: with the reason, if something is unsupported.
     """
     from vargen.pipelines import validation
-    from vargen.pipelines.registry import describe, pipeline_class
+    from vargen.pipelines.registry import inspect_model, pipeline_class
 
     _, checked = validation.validate_sampling(sampling)
-    opened = describe(model)
+    opened = inspect_model(model)
     if opened.condition != "text":
         raise ValueError("model must generate from text, and this one generates classes")
-    checked.validate_top_k(opened.vocab)
+    checked.validate_top_k(opened.vocab_size)
     for name, method in list(methods.items()):
         try:
             pipeline_class(opened.pipeline).validate_method_for(opened, method)

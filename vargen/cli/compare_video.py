@@ -45,10 +45,10 @@ def select_video_methods(options: VideoComparisonOptions) -> dict[str, Any]:
         ValueError: for a method that is unknown or that the model does not support.
     """
     from vargen.decoding import list_methods, resolve_method
-    from vargen.pipelines.registry import describe, pipeline_class
+    from vargen.pipelines.registry import inspect_model, pipeline_class
     from vargen.specs import split_specs
 
-    model = describe(options.model)
+    model = inspect_model(options.model)
     kind = pipeline_class(model.pipeline)
     names = split_specs(options.methods or [])
     found = {name: resolve_method(name, kind.paradigm) for name in (kind.baseline, *names)}

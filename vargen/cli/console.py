@@ -80,7 +80,7 @@ class Commands(CommandGroup):
                 raise
             if os.environ.get("VARGEN_DEBUG", "") not in ("", "0"):
                 traceback.print_exception(error, file=sys.stderr)
-            print_status(f"error: {describe(error)}")
+            print_status(f"error: {describe_error(error)}")
             raise typer.Exit(2 if is_bad_input(error) else 1) from None
 
 
@@ -112,7 +112,7 @@ def is_bad_input(error: Exception) -> bool:
     return frame is not None and str(frame.tb_frame.f_globals.get("__name__")).startswith(("vargen.", "recipes."))
 
 
-def describe(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     """Format an error as one printable line; failures include the type and how to get the traceback."""
     text = " ".join(str(error).split())
     text = "".join(c if c.isprintable() else "?" for c in text)

@@ -81,14 +81,14 @@ class EvaluateOptions:
         check_writable(self.output, "output")
 
         from vargen.evaluation.generation import GenerationPlan
-        from vargen.pipelines.registry import describe, pipeline_class
+        from vargen.pipelines.registry import inspect_model, pipeline_class
         from vargen.specs import split_specs
 
         prompts = self._select_prompts()
         return GenerationPlan(
             model=self.model,
             output=str(self.output),
-            methods=tuple(split_specs(self.methods or [pipeline_class(describe(self.model).pipeline).baseline])),
+            methods=tuple(split_specs(self.methods or [pipeline_class(inspect_model(self.model).pipeline).baseline])),
             prompts=tuple(prompts),
             num=self.num_images or len(prompts),
             seed=self.seed,
@@ -102,10 +102,10 @@ class EvaluateOptions:
     def _select_prompts(self) -> list[Any]:
         """Return the prompts or the classes to generate in turn."""
         from vargen.evaluation.generation import select_classes
-        from vargen.pipelines.registry import describe
+        from vargen.pipelines.registry import inspect_model
         from vargen.pipelines.validation import validate_prompts
 
-        model = describe(self.model)
+        model = inspect_model(self.model)
         if self.prompt_file is not None and self.classes is not None:
             raise ValueError("give --prompt-file or --classes, not both")
         if model.condition == "class":

@@ -126,12 +126,12 @@ def _check_request(options: GenerateOptions, own: ImageOptions) -> tuple[ModelIn
         ValueError: for a folder that is not a model, or a model that cannot generate what was requested.
     """
     from vargen.decoding import Sampling, resolve_method
-    from vargen.pipelines.registry import describe, pipeline_class
+    from vargen.pipelines.registry import inspect_model, pipeline_class
 
-    model = describe(options.model)
+    model = inspect_model(options.model)
     kind = pipeline_class(model.pipeline)
     method = resolve_method(kind.default_method if options.accelerator is None else options.accelerator, kind.paradigm)
-    Sampling(top_k=own.sampling.get("top_k")).validate_top_k(model.vocab)
+    Sampling(top_k=own.sampling.get("top_k")).validate_top_k(model.vocab_size)
     if model.condition == "class" and not own.by_class:
         labels = f"--class-label 0 to {model.num_classes - 1}"
         raise ValueError(f"this model generates classes: give {labels} instead of a prompt")

@@ -35,10 +35,10 @@ def generate_videos(options: GenerateOptions, image: Path | None, video: dict[st
     import torch
 
     from vargen.decoding import VideoMethod, resolve_method
-    from vargen.pipelines.registry import describe, open_pipeline, pipeline_class
+    from vargen.pipelines.registry import inspect_model, open_pipeline, pipeline_class
     from vargen.pipelines.videos import save_video, validate_video_path
 
-    model = describe(options.model)
+    model = inspect_model(options.model)
     if options.accelerator is not None:
         method = resolve_method(options.accelerator, VideoMethod.paradigm)
         pipeline_class(model.pipeline).validate_method_for(model, method)

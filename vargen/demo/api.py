@@ -84,8 +84,17 @@ def add_api_endpoints(service: ImageService, queue_options: dict[str, Any]) -> N
 
     def methods() -> list[dict[str, Any]]:
         """List the methods: name, "exact" or "relaxed", a summary, the paper, and the reason if this model cannot run it."""
-        found = service.methods.values()
-        return [{**vars(method), "experimental": PRESETS[method.name].experimental} for method in found]
+        return [
+            {
+                "name": method.name,
+                "kind": method.kind,
+                "summary": method.summary,
+                "source": method.source,
+                "reason": method.unsupported_reason,
+                "experimental": PRESETS[method.name].experimental,
+            }
+            for method in service.methods.values()
+        ]
 
     gr.api(generate, api_name="generate", **queue_options)
     gr.api(compare, api_name="compare", **queue_options)

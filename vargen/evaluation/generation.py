@@ -22,7 +22,7 @@ from vargen.decoding import DecodeStats, Speculative, resolve_method
 from vargen.device import set_threads
 from vargen.evaluation.run_directory import ManifestWriter, Record, RunDirectory, describe_write_error, hash_files
 from vargen.files import atomic_file
-from vargen.pipelines.registry import describe, open_pipeline, pipeline_class
+from vargen.pipelines.registry import inspect_model, open_pipeline, pipeline_class
 from vargen.pipelines.validation import MAX_SEED, resolve_class_labels, validate_batch_size, validate_sampling
 from vargen.values import parse_int, short_repr
 
@@ -111,10 +111,10 @@ class GenerationPlan:
         Raises:
             ValueError: the model cannot generate images with the settings or methods.
         """
-        info = describe(self.model)
+        info = inspect_model(self.model)
         family = pipeline_class(info.pipeline)
         _, sampling = validate_sampling(self.sampling)
-        sampling.validate_top_k(info.vocab)
+        sampling.validate_top_k(info.vocab_size)
         validate_batch_size(self.batch)
         by_class = info.condition == "class"
         if any(isinstance(prompt, str) == by_class for prompt in self.prompts):
@@ -124,7 +124,7 @@ class GenerationPlan:
         for name in self.methods:
             method = resolve_method(name, family.paradigm)
             family.validate_method_for(info, method)
-            if isinstance(getattr(method, "drafter", None), Speculative) and not info.has_draft:
+            if isinstance(getattr(method, "drafter", None), Speculative) and "draft_transformer" not in info.components:
                 raise ValueError(f"method {name} needs a draft_transformer, and model {self.model} has none")
             specs[name] = {**method.spec(), "kind": method.kind}
         if not specs or len(specs) < len(self.methods):

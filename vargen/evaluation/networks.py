@@ -63,7 +63,7 @@ class BenchmarkModel:
             condition, shapes = self.condition(rows), {width: scales_of(model.scale_tokens, width) for width in widths}
             return {width: scale_pass(model, condition, rows, *shape, 1.0) for width, shape in shapes.items()}
         caches = half_filled_caches(transformer, rows, widths)
-        fed = {width: torch.randint(self.pipe.vocab, (rows, width), device=transformer.device) for width in widths}
+        fed = {width: torch.randint(self.pipe.vocab_size, (rows, width), device=transformer.device) for width in widths}
         # The cache's length does not advance, so every call repeats the same pass.
         return {width: lambda width=width: transformer(fed[width], cache=caches[width]) for width in widths}  # type: ignore[misc]
 

@@ -144,9 +144,9 @@ def measure_steps(
         ValueError: a pass would feed more tokens than the grid has, or a number is below 1.
     """
     transformer, device = network.transformer, network.transformer.device
-    if not tokens or not batches or min(*tokens, *batches, rounds) < 1 or max(tokens) > network.pipe.tokens:
+    if not tokens or not batches or min(*tokens, *batches, rounds) < 1 or max(tokens) > network.pipe.num_tokens:
         raise ValueError(
-            f"tokens must be from 1 to the {network.pipe.tokens} of the grid, batch and rounds at least 1; "
+            f"tokens must be from 1 to the {network.pipe.num_tokens} of the grid, batch and rounds at least 1; "
             f"got tokens {list(tokens)}, batch {list(batches)}, rounds {rounds}"
         )
     weight_bytes = network.weight_bytes
@@ -184,7 +184,7 @@ def measure_steps(
         dtype=str(transformer.dtype).removeprefix("torch."),
         device=str(device),
         guidance=guidance,
-        cached_tokens=network.pipe.tokens // 2,
+        cached_tokens=network.pipe.num_tokens // 2,
         parameters=sum(p.numel() for p in transformer.parameters()),
         weight_bytes=weight_bytes,
         read_milliseconds=1e3 * read,

@@ -147,14 +147,14 @@ class GeneratedImages:
     def __init__(self, folder: Path, pipe: LlamaGenPipeline, prompts: PromptSource, config: HeadConfig):
         self.folder, self.pipe, self.prompts, self.config = folder, pipe, prompts, config
         self.scale, self.sampling = validate_sampling({**pipe.default_sampling, **config.sampling})
-        self.sampling.validate_top_k(pipe.vocab)
+        self.sampling.validate_top_k(pipe.vocab_size)
         self.fingerprint = (
             f"transformer {weights_digest(pipe.transformer)}, guidance {self.scale}, {self.sampling}, {prompts.name}, "
             f"seed {config.seed}, batches of {config.generation_batch_size}, {config.validation_images} for validation, "
             f"{config.temperature_one_fraction} at temperature 1"
         )
         self.training = config.num_images - config.validation_images
-        self.tokens = np.zeros((config.num_images, pipe.tokens), dtype=np.int32)
+        self.tokens = np.zeros((config.num_images, pipe.num_tokens), dtype=np.int32)
 
     def uses_temperature_one(self, number: int) -> bool:
         """Whether an image is generated at temperature 1; the same for all images of a batch."""
