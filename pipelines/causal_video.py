@@ -159,7 +159,7 @@ class CausalVideoPipeline(VisualPipeline):
         accelerator: str | VideoMethod | None = None,
         tau: float | None = None,
         scorer: Any = None,
-        then: Mapping[int, str] | None = None,
+        prompt_schedule: Mapping[int, str] | None = None,
         window: int | None = None,
         sinks: int | None = None,
         motion: int | None = None,
@@ -181,7 +181,7 @@ class CausalVideoPipeline(VisualPipeline):
             tau: acceptance threshold on the scorer's scale, for methods that have one. None: the checkpoint's, else the
                 method's.
             scorer: scorer of drafts, for methods that score; see `resolve_frame_scorer`.
-            then: further prompts, by the number (above 0) of the block from which on each applies.
+            prompt_schedule: further prompts, by the number (above 0) of the block from which on each applies.
             window, sinks: maximum number of latent frames that a block attends to, and how many of them are the first frames
                 of the video. None: the checkpoint's default; without a window a block attends to all frames.
             motion: motion level, for models trained with motion levels.
@@ -205,7 +205,7 @@ class CausalVideoPipeline(VisualPipeline):
             allowed = f"from 0 to {levels - 1}" if levels else "left out: this model has no motion levels"
             raise ValueError(f"motion must be {allowed}, got {short_repr(motion)}")
         validation.validate_window(window, sinks, self.transformer.geometry.block_frames)
-        schedule = validation.validate_prompt_schedule(then, total)
+        schedule = validation.validate_prompt_schedule(prompt_schedule, total)
         scored = method.needs_scorer
         if prompt is None and prompt_embeds is None:
             raise ValueError("give a prompt, for example pipe('a waving cat')")

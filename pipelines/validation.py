@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from vargen.decoding import Sampling
+from vargen.deprecation import warn_renamed
 from vargen.options import OPTIONS
 from vargen.values import parse_int, short_repr
 
@@ -258,21 +259,23 @@ def validate_window(window: Any, sinks: Any, block: int) -> None:
         raise ValueError(f"window must be a whole number of at least {least} latent frames, got {short_repr(window)}")
 
 
-def validate_prompt_schedule(then: Any, blocks: int) -> dict[int, str]:
-    if then is None:
+def validate_prompt_schedule(prompt_schedule: Any, num_blocks: int) -> dict[int, str]:
+    if prompt_schedule is None:
         return {}
-    if not isinstance(then, Mapping) or any(parse_int(block, 1, blocks - 1) is None for block in then):
-        raise ValueError(f"then must map blocks from 1 to {blocks - 1} to prompts, got {short_repr(then)}")
-    for prompt in then.values():
-        if len(validate_prompts(prompt, "then")) != 1:
-            raise ValueError(f"then must have one prompt for each block, got {short_repr(prompt)}")
-    return dict(then)
+    last = num_blocks - 1
+    if not isinstance(prompt_schedule, Mapping) or any(parse_int(block, 1, last) is None for block in prompt_schedule):
+        raise ValueError(f"prompt_schedule must map blocks from 1 to {last} to prompts, got {short_repr(prompt_schedule)}")
+    for prompt in prompt_schedule.values():
+        if len(validate_prompts(prompt, "prompt_schedule")) != 1:
+            raise ValueError(f"prompt_schedule must have one prompt for each block, got {short_repr(prompt)}")
+    return dict(prompt_schedule)
 
 
 # -- arguments that a call does not have ---------------------------------------------------------------------------------
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
+_RENAMED = {"then": "prompt_schedule"}  # arguments of version 0.1, which go with 0.3
 _ONE_SIZE = "a model generates one size; resize the images that a call returns, as by image.resize((256, 256))"
 _INSTEAD = {
     "seed": "give generator=torch.Generator().manual_seed({value})",
@@ -300,6 +303,10 @@ def reject_unknown_arguments(call: _F, accepted: Set[str]) -> _F:
         if "negative_prompt" in given and _is_blank(given["negative_prompt"]):
             del given["negative_prompt"]
         for name in given.keys() - accepted:
+            if (new := _RENAMED.get(name)) in accepted:
+                warn_renamed(f"{name}=", f"{new}=")
+                given[new] = given.pop(name)
+                continue
             remedy = _instead(name, given[name], accepted)
             raise TypeError(f"{type(self).__name__} takes no {name}, got {short_repr(given[name])}: {remedy}")
         return call(self, *args, **given)

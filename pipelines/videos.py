@@ -20,6 +20,7 @@ from torch import Tensor
 from vargen.compat import without_autocast
 from vargen.decoding import BlockStream, VideoBlock, VideoStats
 from vargen.decoding.video.policies import validate_threshold
+from vargen.deprecation import renamed_attribute
 from vargen.files import atomic_file, expand_user
 from vargen.models.causal_video import geometry_from_config
 from vargen.pipelines.validation import validate_callback_result_type
@@ -163,7 +164,7 @@ class VideoStream(Iterator[VideoBlock]):
     @without_autocast
     def __next__(self) -> VideoBlock:
         if (prompt := self._prompts.pop(self._next, None)) is not None:
-            self.switch(prompt)
+            self.switch_prompt(prompt)
         block = next(self._blocks)
         self._next = block.number + 1
         return block
@@ -184,11 +185,13 @@ class VideoStream(Iterator[VideoBlock]):
 
     @torch.no_grad()
     @without_autocast
-    def switch(self, prompt: str) -> None:
+    def switch_prompt(self, prompt: str) -> None:
         """Use another prompt from the next block on, also to score drafts."""
         condition = self._pipe.encode_video_condition(prompt, None, self._clean)
         score = None if self._scorer is None else self._scorer.bind(self._pipe.scorer_prompt(prompt))
         self._blocks.change_prompt(condition, score)
+
+    switch = renamed_attribute("switch", "switch_prompt")  # goes with 0.3
 
     def cancel(self) -> None:
         """End the video within one pass. Can be called from any thread."""

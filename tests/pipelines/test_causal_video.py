@@ -119,12 +119,14 @@ def test_prompts_switch_between_blocks(pipe: CausalVideoPipeline) -> None:
         result = pipe("a cat", scorer=score, tau=-math.inf, num_blocks=4, output_type="latent", generator=seeded(), **options)
         return result.frames[0]
 
-    plain, changed = made(), made(then={2: "a dog"})
+    plain, changed = made(), made(prompt_schedule={2: "a dog"})
     assert torch.equal(plain[:4], changed[:4]) and not torch.allclose(plain[4:], changed[4:])
     assert seen[3:] == ["a cat, 3d style", "a dog, 3d style", "a dog, 3d style"], "this model draws one style"
     stream = pipe.stream("a cat", scorer=score, tau=-math.inf, num_blocks=4, generator=seeded())
+    with pytest.deprecated_call():
+        pipe.stream("a cat", num_blocks=2, then={1: "a dog"})
     live = [next(stream).latents, next(stream).latents]
-    stream.switch("a dog")
+    stream.switch_prompt("a dog")
     assert torch.equal(torch.cat([*live, *(block.latents for block in stream)]), changed)
 
 
@@ -154,7 +156,7 @@ def test_calls_stop_when_asked(pipe: CausalVideoPipeline) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"prompt": ["a", "b"], "then": {7: "c"}}, "then must map"),
+        ({"prompt": ["a", "b"], "prompt_schedule": {7: "c"}}, "prompt_schedule"),
         ({"num_blocks": 0}, "num_blocks must be .* got 0"),
         ({"num_blocks": 10**9}, "num_blocks must be .* got 1000000000"),
         ({"num_blocks": 2.5}, "num_blocks must be"),
@@ -164,8 +166,8 @@ def test_calls_stop_when_asked(pipe: CausalVideoPipeline) -> None:
         ({"window": 1}, "window must be .* at least 2"),
         ({"sinks": -1}, "sinks must be"),
         ({"motion": 2}, "motion must be from 0 to 1"),
-        ({"then": {0: "a dog"}}, "then must map blocks from 1 to 2"),
-        ({"then": {1: ""}}, "then"),
+        ({"prompt_schedule": {0: "a dog"}}, "prompt_schedule"),
+        ({"prompt_schedule": {1: ""}}, "prompt_schedule"),
         ({"prompt": None, "prompt_embeds": torch.zeros(1, 3, 7), "accelerator": "draft"}, "prompt_embeds must be"),
         ({"prompt": None, "prompt_embeds": torch.zeros(1, 3, 384)}, "give prompt, not prompt_embeds"),
     ],
