@@ -303,7 +303,7 @@ def reject_unknown_arguments(call: _F, accepted: Set[str]) -> _F:
         if "negative_prompt" in given and _is_blank(given["negative_prompt"]):
             del given["negative_prompt"]
         for name in given.keys() - accepted:
-            if (new := _RENAMED.get(name)) in accepted:
+            if (new := _RENAMED.get(name, name)) in accepted:
                 warn_renamed(f"{name}=", f"{new}=")
                 given[new] = given.pop(name)
                 continue

@@ -35,7 +35,7 @@ def test_the_pictures_are_the_pipelines(service: ImageService) -> None:
         WANTED.prompt, num_images_per_prompt=2, guidance_scale=2.0, temperature=1.0, top_k=64, top_p=1.0, generator=generators
     )
     assert [each.tobytes() for each in drawn.images] == [each.tobytes() for each in direct.images]
-    assert sum(service.start(WANTED).result().stats.accepted_histogram) > 0
+    assert sum(service.start(WANTED).result().stats.committed_histogram) > 0
 
 
 def test_every_preset_is_listed_or_says_why_not(service: ImageService) -> None:
@@ -183,7 +183,7 @@ def test_a_scorer_that_fails_loses_no_picture(service: ImageService) -> None:
         broken.close()
 
 
-def test_parameters_of_andescribe_mismatch_promise_no_same_picture(service: ImageService) -> None:
+def test_parameters_of_a_mismatch_promise_no_same_picture(service: ImageService) -> None:
     assert not describe_mismatch(service, "ar", None) and not describe_mismatch(service, "ar", service.name)
     for method, model, named in (("ar", "emoji-var", "emoji-var"), ("magic", None, "magic"), ("ar", ["x"], "x")):
         told = describe_mismatch(service, method, model)

@@ -44,7 +44,7 @@ def test_the_default_draws_the_picture_of_ar_whatever_a_pass_costs(emoji, sequen
     if dear == 0.0:
         assert result.stats.tokens_per_pass > 2
     if dear == 10.0:
-        assert result.stats.tokens_per_pass == 1.0 and set(result.stats.fed) == {1}
+        assert result.stats.tokens_per_pass == 1.0 and set(result.stats.passes_by_width) == {1}
 
 
 def test_pictures_are_drawn_by_the_default(emoji):

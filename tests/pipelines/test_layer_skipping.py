@@ -50,7 +50,7 @@ def test_a_target_that_skips_nothing_that_matters_accepts_every_draft():
     stats = decode(
         model, condition, torch.arange(2), Accelerator(drafter=LayerSkip(4, skip=(1, 2)), acceptance=speculative_sampling)
     ).stats
-    assert stats.accepted_histogram[5] == 2 * 3  # token 0, then three chains of four and what follows each
+    assert stats.committed_histogram[5] == 2 * 3  # token 0, then three chains of four and what follows each
 
 
 @pytest.mark.parametrize("layers", [(4,), (-1,), (0, 1, 2, 3)])

@@ -192,18 +192,18 @@ def comparison_table(comparison: Comparison) -> str:
             method.kind,
             f"{method.seconds_per_image:.2f}",
             f"{method.seconds_quartiles[0]:.2f}-{method.seconds_quartiles[1]:.2f}",
-            f"{method.ratio:.2f}",
+            f"{method.speedup:.2f}",
             f"{method.tokens_per_pass:.2f}",
-            f"{method.allowed:.2f}",
+            f"{method.predicted_speedup:.2f}",
             f"{method.efficiency:.2f}",
             f"{100 * method.share_by_part.get('draft', 0.0):.0f} %",
             f"{100 * sum(method.share_by_part.get(part, 0.0) for part in ('accept', 'commit')):.0f} %",
             f"{method.relaxation_per_image:.2f}",
-            f"{method.same_as_baseline}/{method.images}",
+            f"{method.num_identical_images}/{method.images}",
         ]
         for method in comparison.methods
     ]
-    head = ["method", "kind", "s/image", "quartiles", "ratio", "tokens/pass", "allowed", "efficiency", "drafting", "rest"]
+    head = ["method", "kind", "s/image", "quartiles", "speedup", "tokens/pass", "predicted", "efficiency", "drafting", "rest"]
     head += ["relaxation", f"same as {comparison.baseline}"]
     curve = ", ".join(f"{width}: {1e3 * seconds:.2f}" for width, seconds in comparison.cost_curve.items())
     sampling = ", ".join(f"{key} {value:g}" for key, value in comparison.sampling.items() if value is not None)

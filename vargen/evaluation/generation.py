@@ -224,7 +224,7 @@ class ImageGenerator:
 
 def per_image_statistics(stats: DecodeStats, row: int) -> dict[str, Any]:
     """Return one image's share of the cost of its batch; `active_passes` is the number of passes it took part in."""
-    committing = sum(stats.accepted_histogram)
+    committing = sum(stats.committed_histogram)
     return {
         "seconds": stats.seconds / stats.images,
         "tokens": stats.tokens / stats.images,

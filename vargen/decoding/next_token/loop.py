@@ -223,7 +223,7 @@ class ImageState:
         length: int64 `[B]`, number of tokens committed so far.
         relaxation: float32 `[B]`, relaxation spent so far.
         committed_histogram: int64 `[max_width + 1]`; entry k counts the (pass, image) pairs that committed k tokens.
-        sibling_counts: int64 `[max_width, 2]`; see `DecodeStats.siblings`.
+        sibling_counts: int64 `[max_width, 2]`; see `DecodeStats.sibling_counts`.
         num_tokens: N.
         step: number of the next pass; the prefill is pass 1. A tensor if the device counts passes.
     """
@@ -284,10 +284,10 @@ class ImageState:
             accelerator=name,
             images=len(self.seeds),
             tokens=int(self.length.sum()),
-            accepted_histogram=histogram,
-            fed=widths,
+            committed_histogram=histogram,
+            passes_by_width=widths,
             relaxation=self.relaxation.tolist(),
             seeds=self.seeds.tolist(),
             threads=threads,
-            siblings=siblings,
+            sibling_counts=siblings,
         )
