@@ -32,7 +32,7 @@ from vargen.pipelines.videos import (
     DEFAULT_SETTINGS,
     CausalVideoPipelineOutput,
     PassMonitor,
-    VideoRequest,
+    VideoGenerationRequest,
     VideoStream,
     check_geometry,
     check_settings,
@@ -270,12 +270,12 @@ class CausalVideoPipeline(VisualPipeline):
             self.stream(each, generator=source, callback=monitor, **options)
             for each, source in zip(prompts, sources, strict=True)
         ]
-        return run_request(self, VideoRequest(streams, is_list, monitor, output))
+        return run_request(self, VideoGenerationRequest(streams, is_list, monitor, output))
 
-    def _progress_total(self, request: VideoRequest) -> int:
+    def _progress_total(self, request: VideoGenerationRequest) -> int:
         return sum(stream.blocks for stream in request.streams)
 
-    def _generate(self, request: VideoRequest, call: RunningCall, bar: Any) -> CausalVideoPipelineOutput:
+    def _generate(self, request: VideoGenerationRequest, call: RunningCall, bar: Any) -> CausalVideoPipelineOutput:
         request.monitor.call, output_type = call, request.output.output_type
         videos: list[list[Tensor]] = []
         for stream in request.streams:

@@ -222,7 +222,7 @@ def to_output_frames(block: VideoBlock, output_type: str) -> Tensor:
 
 
 @dataclass(frozen=True)
-class VideoRequest:
+class VideoGenerationRequest:
     """A call with validated arguments: a lazy stream for each video.
 
     Attributes:

@@ -7,7 +7,7 @@ import torch
 from tiny_models import text_var_pipeline
 
 from vargen.decoding import PRESETS, ScaleSchedule, Stage
-from vargen.evaluation.compare import compare
+from vargen.evaluation.compare import compare_methods
 from vargen.evaluation.decoders import ScalePricedDecoder, open_decoder
 from vargen.pipelines.var import VARPipeline
 
@@ -21,7 +21,7 @@ def pipe() -> VARPipeline:
 
 def test_schedules_are_compared(pipe: VARPipeline) -> None:
     methods = {**{name: PRESETS[name] for name in ("plain", "code", "economy")}, "speculative": SPECULATIVE}
-    result = compare(pipe, ["a red apple", "a cat", "b"], methods, batch=2)
+    result = compare_methods(pipe, ["a red apple", "a cat", "b"], methods, batch=2)
     assert result.baseline == "plain" and len(result.prompts) == 4 and set(result.tokens) == set(methods)
     assert {1, 4, 9, 16} <= set(result.cost_curve)
     by_name = {method.name: method for method in result.methods}
@@ -34,7 +34,7 @@ def test_schedules_are_compared(pipe: VARPipeline) -> None:
         assert method.efficiency == pytest.approx(method.speedup / method.predicted_speedup) and method.step_cost > 0
         assert method.share_by_part["target"] > 0
     with pytest.raises(ValueError, match="methods must include 'plain'"):
-        compare(pipe, ["a"], {"code": PRESETS["code"]})  # type: ignore[dict-item]
+        compare_methods(pipe, ["a"], {"code": PRESETS["code"]})  # type: ignore[dict-item]
 
 
 def test_passes_are_priced_by_model_and_guidance(pipe: VARPipeline, monkeypatch: pytest.MonkeyPatch) -> None:

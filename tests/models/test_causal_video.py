@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from vargen.models.causal_video import CausalVideoTransformer, geometry_from_config, pass_flops
-from vargen.models.causal_video_blocks import build_rotary_3d, rotate, split_rotary_dims
+from vargen.models.causal_video_blocks import apply_rotary, build_rotary_3d, split_rotary_dims
 from vargen.models.causal_video_cache import VideoCache, visible_frames
 from vargen.models.causal_video_geometry import VideoGeometry
 
@@ -223,8 +223,8 @@ def test_rope_is_relative_and_split_as_published():
     x = torch.randn(1, 6, 1, 128)
     for shift in (1, 1000):
         near, far = build_rotary_3d(128, 0, 3, 1, 2, x.device), build_rotary_3d(128, shift, 3, 1, 2, x.device)
-        scores = [rotate(x, table)[0, :, 0] @ rotate(x, table)[0, :, 0].T for table in (near, far)]
-        assert torch.allclose(*scores, atol=2e-3) and not torch.allclose(rotate(x, near), rotate(x, far), atol=0.1)
+        scores = [apply_rotary(x, table)[0, :, 0] @ apply_rotary(x, table)[0, :, 0].T for table in (near, far)]
+        assert torch.allclose(*scores, atol=2e-3) and not torch.allclose(apply_rotary(x, near), apply_rotary(x, far), atol=0.1)
 
 
 def test_padding_of_captions_is_hidden_or_seen(model):

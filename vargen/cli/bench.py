@@ -20,7 +20,7 @@ from vargen.cli.options import (
     TorchThreads,
     check_range,
     parse_int_list,
-    select_device,
+    require_device,
     select_dtype,
 )
 from vargen.cli.results import ResultWriter
@@ -188,7 +188,7 @@ def kernels(
     check_range(repeats, "repeats", 1)
     results, names = ResultWriter(as_json), shape or ["LlamaGen-B"]
 
-    from vargen.evaluation.kernel_speed import NETWORK_SHAPES, measure, measure_copy_rate, standard_operations
+    from vargen.evaluation.kernel_speed import NETWORK_SHAPES, measure_copy_rate, measure_operations, standard_operations
 
     for name in names:
         if name not in NETWORK_SHAPES:
@@ -202,7 +202,7 @@ def kernels(
 
     with torch.inference_mode():
         rate = measure_copy_rate(place)
-        timings = measure(standard_operations(names, widths, lengths, kind, place), place, repeats, rate)
+        timings = measure_operations(standard_operations(names, widths, lengths, kind, place), place, repeats, rate)
     backend, reason = explain_kernels(place)
     document = {
         "machine": machine, "gigabytes_per_second": rate / 1e9, "kernels": backend, "reason": reason,
@@ -226,7 +226,7 @@ def setup_device(device: Device, dtype: Dtype, threads: int | None, models: Sequ
 
     saved = next((name for name in models if name not in official_sizes()), None)
     folder = None if saved is None else inspect_model(saved).folder
-    place = select_device(device)
+    place = require_device(device)
     machine = describe_machine()
     load = machine["load"]
     if load is not None and load > 0.5 * machine["cores"]:

@@ -99,7 +99,7 @@ def compare(
     place, kind, machine = setup_device(device, dtype, threads, [model])
 
     from vargen.device import summarize_machine
-    from vargen.evaluation.compare import compare as run
+    from vargen.evaluation.compare import compare_methods
     from vargen.evaluation.contact_sheets import method_grid
     from vargen.evaluation.plots import plot_speedups
     from vargen.pipelines import validation
@@ -115,7 +115,7 @@ def compare(
                 del selected[method.name]
     report_emoji_names(pipe, prompts)
     with progress_bar("batches") as show:
-        comparison = run(pipe, prompts, selected, batch_size, seed, sampling, show)
+        comparison = compare_methods(pipe, prompts, selected, batch_size, seed, sampling, show)
 
     def save_images() -> None:
         image = method_grid(pipe, comparison)

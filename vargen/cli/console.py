@@ -42,13 +42,13 @@ def accept_old_names(renamed: Mapping[str, str]) -> dict[str, Any]:
     def normalize(name: str) -> str:
         if name not in renamed:
             return name
-        warn_renamed(f"--{name}", f"--{renamed[name]}")
+        warn_deprecated(f"--{name}", f"--{renamed[name]}")
         return renamed[name]
 
     return {"token_normalize_func": normalize}
 
 
-def warn_renamed(old: str, new: str) -> None:
+def warn_deprecated(old: str, new: str) -> None:
     print_status(f"warning: {old} is deprecated and will be removed in the next minor version; use {new}")
 
 
@@ -59,7 +59,7 @@ class CommandGroup(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args and (new := self.renamed.get(args[0])):
-            warn_renamed(args[0], " ".join(new))
+            warn_deprecated(args[0], " ".join(new))
             args = [*new, *args[1:]]
         return super().resolve_command(ctx, args)
 

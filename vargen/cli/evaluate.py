@@ -31,12 +31,12 @@ from vargen.cli.options import (
     explicit_options,
     makes_video,
     reject_options,
+    require_device,
     select_backend,
-    select_device,
 )
 from vargen.cli.outputs import check_run_outputs, check_writable
 from vargen.cli.results import ResultWriter
-from vargen.cli.score import Extractor, MetricOptions, Reference, Resize, Scorers, load_reference, score_run
+from vargen.cli.score import Extractor, MetricOptions, Reference, Resize, Scorers, load_reference_or_default, score_run
 from vargen.files import expand_user
 from vargen.values import short_repr
 
@@ -191,7 +191,7 @@ def evaluate(
         evaluate_videos(videos, folder, prompt_file, num_images, threads, results)
         return
     quiet_libraries()
-    place = select_device(device)
+    place = require_device(device)
     options = EvaluateOptions(
         folder, model, methods, num_images, prompt_file, classes, batch_size, seed, sampling, dtype, str(place), threads
     )
@@ -208,7 +208,7 @@ def evaluate(
 
     run = RunDirectory(folder)
     # Checked before hours of generation: missing weights, and statistics of another extractor.
-    statistics = load_reference(reference, metrics, run.path / MEASUREMENTS)
+    statistics = load_reference_or_default(reference, metrics, run.path / MEASUREMENTS)
     _generate(plan, part, run_on)
     if missing := len(plan.pending_batches(run.complete_records())) if part[1] > 1 else 0:
         done = f"shard {shard} is finished; other shards still have to generate {missing} batches"
@@ -219,10 +219,10 @@ def evaluate(
 
 def _generate(plan: GenerationPlan, part: tuple[int, int], backend: RunBackend) -> int:
     """Generate the missing images of one shard, and return their number."""
-    from vargen.evaluation.generation import generate_images
+    from vargen.evaluation.generation import generate_missing_images
 
     with progress_bar("generating", "images") as show:
-        return generate_images(plan, *part, backend=backend, progress=show)
+        return generate_missing_images(plan, *part, backend=backend, progress=show)
 
 
 def parse_shard(text: str) -> tuple[int, int]:

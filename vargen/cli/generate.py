@@ -177,11 +177,11 @@ def generate(
         reject_options("is for image models, and this model generates video", **for_images, **more)
         generate_videos(options, source.image, explicit_options(**for_video))
         return
-    from vargen.cli.generate_images import ImageOptions, generate_images
+    from vargen.cli.generate_images import ImageOptions, generate_image_files
 
     reject_options("is for video models, such as emoji-video", **for_video)
     own = ImageOptions(bool(class_label), contact_sheet, source, sampling, negative_prompt, best_of, batch_size, compile)
-    generate_images(options, own)
+    generate_image_files(options, own)
 
 
 def resolve_seed(seed: int | None, num_images: int) -> int:

@@ -11,7 +11,7 @@ import typer
 
 from vargen.cli.console import FileNames, print_json, print_status
 from vargen.cli.inputs import SourceFiles, parse_class_labels, report_emoji_names
-from vargen.cli.options import select_device, select_dtype
+from vargen.cli.options import require_device, select_dtype
 from vargen.cli.outputs import OutputFile, check_distinct_paths, model_files, resolve_outputs, slugify
 from vargen.cli.results import Write, describe_failed_write, save_image, write_each
 from vargen.device import validate_compile
@@ -45,7 +45,7 @@ class ImageJob:
 
 
 @dataclass
-class GeneratedImages:
+class GenerationRecords:
     """What a run has generated: a record per saved image, statistics per batch, and the seconds spent on generation."""
 
     records: list[dict[str, Any]] = field(default_factory=list)
@@ -58,14 +58,14 @@ class GeneratedImages:
         return sum(stats.tokens for stats in self.stats) / seconds if seconds else 0.0
 
 
-def generate_images(options: GenerateOptions, own: ImageOptions) -> None:
+def generate_image_files(options: GenerateOptions, own: ImageOptions) -> None:
     """Generate an image for each prompt or class and seed; print the name of each file.
 
     Raises:
         ValueError: for a request that the model does not support, before any weight is read.
         typer.Exit: with code 1 if an image or another output could not be written.
     """
-    device = select_device(options.device)
+    device = require_device(options.device)
     validate_compile(own.compile, device)
     requested = options.jobs()
     kind = "class " if own.by_class else ""
@@ -150,7 +150,7 @@ def _generate_batches(
     batch_size: int,
     quiet: bool,
     names: FileNames,
-) -> GeneratedImages:
+) -> GenerationRecords:
     """Generate and save images batch by batch.
 
     An image that cannot be written is reported and the others are still saved; if no image of a batch can be written,
@@ -159,7 +159,7 @@ def _generate_batches(
     import torch
 
     key = "class_label" if pipe.is_class_conditional else "prompt"
-    made = GeneratedImages()
+    made = GenerationRecords()
     try:
         for start in range(0, len(jobs), batch_size):
             batch = jobs[start : start + batch_size]
@@ -210,7 +210,7 @@ def _parameters(pipe: Any, model: str, call: dict[str, Any], dtype: Any) -> dict
     }
 
 
-def _document(made: GeneratedImages, parameters: dict[str, Any]) -> dict[str, Any]:
+def _document(made: GenerationRecords, parameters: dict[str, Any]) -> dict[str, Any]:
     from vargen.decoding import DecodeStats
 
     return {"images": made.records, **parameters, "stats": DecodeStats.merge(made.stats).to_dict()}

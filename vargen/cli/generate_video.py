@@ -11,7 +11,7 @@ import typer
 
 from vargen.cli.console import FileNames, print_json, print_status
 from vargen.cli.inputs import read_source, report_emoji_names
-from vargen.cli.options import select_device, select_dtype
+from vargen.cli.options import require_device, select_dtype
 from vargen.cli.outputs import check_distinct_paths, model_files, resolve_outputs, slugify
 from vargen.cli.results import describe_failed_write, unused_path, write_each
 
@@ -57,7 +57,7 @@ def generate_videos(options: GenerateOptions, image: Path | None, video: dict[st
         call["image"] = read_source(image, "image")
     inputs: dict[str, list[Path | None]] = {"prompt_file": [options.prompt_file], "image": [image]}
     check_distinct_paths({"output": files}, {**inputs, "a file of model": model_files(options.model)})
-    device = select_device(options.device)
+    device = require_device(options.device)
     dtype = select_dtype(options.dtype, device, model.folder)
     started = time.perf_counter()
     pipe: Any = open_pipeline(model.folder, torch_dtype=dtype).to(device)

@@ -89,7 +89,7 @@ class Comparison:
         return {key: value for key, value in asdict(self).items() if key != "tokens"}
 
 
-def compare(
+def compare_methods(
     pipe: VisualPipeline,
     prompts: Sequence[str],
     methods: dict[str, Method],

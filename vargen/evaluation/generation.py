@@ -246,7 +246,7 @@ def run_locally(worker: Callable[[Any], Any], argument: Any, units: list[Any]) -
         yield from map(work, units)
 
 
-def generate_images(
+def generate_missing_images(
     plan: GenerationPlan,
     shard: int = 1,
     shards: int = 1,

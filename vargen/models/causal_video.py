@@ -22,7 +22,14 @@ ensure_torchvision()
 
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 
-from vargen.models.causal_video_blocks import Block, Head, Plan, build_rotary_3d, plan_attention, timestep_embedding
+from vargen.models.causal_video_blocks import (
+    CausalVideoBlock,
+    ModulatedHead,
+    Plan,
+    build_rotary_3d,
+    plan_attention,
+    timestep_embedding,
+)
 from vargen.models.causal_video_cache import TextCache, VideoCache, visible_frames
 from vargen.models.causal_video_geometry import VideoGeometry
 from vargen.models.weight_storage import ModelMixin, QuantizedStorageMixin, validate_weight_format  # noqa: F401
@@ -45,7 +52,7 @@ class CausalVideoTransformer(QuantizedStorageMixin, ConfigMixin):
         ValueError: for an invalid geometry, or heads whose width is not an even whole number of at least 6.
     """
 
-    _no_split_modules: ClassVar[list[str]] = ["Block"]
+    _no_split_modules: ClassVar[list[str]] = ["CausalVideoBlock"]
     layer_prefixes: ClassVar[dict[str, tuple[str, ...]]] = {"num_layers": ("blocks.",)}
     kept: ClassVar[tuple[str, ...]] = ("modulation", "motion_embedding.weight", "patch_embedding.weight")
 
@@ -84,8 +91,8 @@ class CausalVideoTransformer(QuantizedStorageMixin, ConfigMixin):
         self.time_projection = nn.Sequential(nn.SiLU(), nn.Linear(dim, 6 * dim))
         if motion_levels:
             self.motion_embedding = nn.Embedding(motion_levels + 1, dim)  # the last one: any level
-        self.blocks = nn.ModuleList(Block(dim, ffn_dim, num_heads) for _ in range(num_layers))
-        self.head = Head(dim, channels * patch * patch)
+        self.blocks = nn.ModuleList(CausalVideoBlock(dim, ffn_dim, num_heads) for _ in range(num_layers))
+        self.head = ModulatedHead(dim, channels * patch * patch)
 
     # -- computed once per video -------------------------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ PATCH = 4  # side of the pixel patches that the first layer folds into channels
 _LONGEST = 32  # maximum tokens of a caption
 
 
-class Block(nn.Module):
+class ImageTowerBlock(nn.Module):
     """Residual block: norm, GELU and 3x3 convolution, twice."""
 
     def __init__(self, channels: int, groups: int):
@@ -69,7 +69,7 @@ class ImageTextModel(ModelMixin, ConfigMixin):
         for stage, (width, count) in enumerate(zip(widths, blocks, strict=True)):
             if stage:
                 stages.append(nn.Conv2d(widths[stage - 1], width, 3, stride=2, padding=1))
-            stages.append(nn.Sequential(*(Block(width, groups) for _ in range(count))))
+            stages.append(nn.Sequential(*(ImageTowerBlock(width, groups) for _ in range(count))))
         self.stages = nn.Sequential(*stages)
         self.norm_out = nn.GroupNorm(groups, widths[-1])
         self.image_projection = nn.Linear(widths[-1], embed_dim)

@@ -28,8 +28,8 @@ from vargen.models.llamagen_blocks import (
     CaptionEmbedder,
     LabelEmbedder,
     Linear,
+    LlamaGenBlock,
     RMSNorm,
-    TransformerBlock,
     build_rotary_2d,
     rotation,
 )
@@ -92,9 +92,9 @@ class LlamaGenTransformer(TransposableWeights, QuantizedStorageMixin, ConfigMixi
 
     _supports_gradient_checkpointing = False
     partly_read_parameters = ("tok_embeddings.", "cls_embedding.")  # of which a pass reads a few rows, or nothing
-    _no_split_modules: ClassVar[list[str]] = ["TransformerBlock"]
+    _no_split_modules: ClassVar[list[str]] = ["LlamaGenBlock"]
     layer_prefixes: ClassVar[dict[str, tuple[str, ...]]] = {"n_layer": ("layers.",)}
-    _repeated_blocks: ClassVar[list[str]] = ["TransformerBlock"]
+    _repeated_blocks: ClassVar[list[str]] = ["LlamaGenBlock"]
     _skip_layerwise_casting_patterns: ClassVar[list[str]] = ["norm", "tok_embeddings", "cls_embedding"]
 
     rotary: Tensor
@@ -134,7 +134,7 @@ class LlamaGenTransformer(TransposableWeights, QuantizedStorageMixin, ConfigMixi
             LabelEmbedder(num_classes, dim) if condition == "class" else CaptionEmbedder(caption_dim, dim, cls_token_num)
         )
         self.tok_embeddings = nn.Embedding(vocab_size, dim)
-        self.layers = nn.ModuleList(TransformerBlock(dim, n_head, n_kv_head, hidden, norm_eps, dropout) for _ in range(n_layer))
+        self.layers = nn.ModuleList(LlamaGenBlock(dim, n_head, n_kv_head, hidden, norm_eps, dropout) for _ in range(n_layer))
         self.norm = RMSNorm(dim, norm_eps)
         self.output = Linear(dim, vocab_size)
         self.embedding_dropout = nn.Dropout(dropout)

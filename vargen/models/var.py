@@ -32,7 +32,7 @@ from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.utils import BaseOutput
 
 from vargen.models.tokenizers.multi_scale_vq import SCALES_256, SCALES_512
-from vargen.models.var_blocks import Block, HeadModulation, Modulation, ScaleCache, modulate, two_layers
+from vargen.models.var_blocks import HeadModulation, Modulation, ScaleCache, VARBlock, modulate, two_layers
 from vargen.models.weight_storage import ModelMixin, QuantizedStorageMixin, validate_weight_format  # noqa: F401
 
 # Official scale tables: sides of the scales, by the image size in pixels.
@@ -78,9 +78,9 @@ class VARTransformer(QuantizedStorageMixin, ConfigMixin):
     _supports_gradient_checkpointing = False
     # Read once per image, or a few rows per pass.
     partly_read_parameters = ("ada_lin", "class_emb", "caption_", "null_cond", "pos_", "lvl_embed")
-    _no_split_modules: ClassVar[list[str]] = ["Block"]
+    _no_split_modules: ClassVar[list[str]] = ["VARBlock"]
     layer_prefixes: ClassVar[dict[str, tuple[str, ...]]] = {"depth": ("blocks.",)}
-    _repeated_blocks: ClassVar[list[str]] = ["Block"]
+    _repeated_blocks: ClassVar[list[str]] = ["VARBlock"]
     _skip_layerwise_casting_patterns: ClassVar[list[str]] = ["norm", "embed", "emb", "head_nm", "pos_", "ada_"]
 
     lvl_1L: Tensor
@@ -127,7 +127,7 @@ class VARTransformer(QuantizedStorageMixin, ConfigMixin):
         if shared_aln:
             self.shared_ada_lin = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
         hidden = round(width * mlp_ratio)
-        self.blocks = nn.ModuleList(Block(width, heads, hidden, attn_l2_norm, shared_aln) for _ in range(depth))
+        self.blocks = nn.ModuleList(VARBlock(width, heads, hidden, attn_l2_norm, shared_aln) for _ in range(depth))
         self.head_nm = HeadModulation(width)
         self.head = nn.Linear(width, vocab_size)
         levels = torch.cat([torch.full((side * side,), i) for i, side in enumerate(sides)])[None]

@@ -22,7 +22,7 @@ from vargen.kernels.dispatch import is_eager_cpu
 from vargen.kernels.linear import TransposableWeights, transpose_linear_weights
 from vargen.models.kv_cache import KVCache
 from vargen.models.llamagen import MAX_GRID
-from vargen.models.llamagen_blocks import Linear, TransformerBlock, build_rotary_2d, rotation
+from vargen.models.llamagen_blocks import Linear, LlamaGenBlock, build_rotary_2d, rotation
 
 ensure_torchvision()
 
@@ -75,7 +75,7 @@ class EagleDrafter(TransposableWeights, ModelMixin, ConfigMixin):
         hidden = int(2 * (4 * dim) / 3 * (ffn_dim_multiplier or 1.0))
         hidden = multiple_of * math.ceil(hidden / multiple_of)
         self.fc = Linear(dim * (3 if above else 2), dim)
-        self.layer = TransformerBlock(dim, n_head, n_head, hidden, norm_eps, dropout=0.0)
+        self.layer = LlamaGenBlock(dim, n_head, n_head, hidden, norm_eps, dropout=0.0)
         # Divisors of the inputs, measured at the start of training. A norm would discard the magnitude of features.
         self.register_buffer("feature_scale", torch.ones(dim))
         self.register_buffer("token_scale", torch.ones(()))

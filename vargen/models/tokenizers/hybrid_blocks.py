@@ -79,7 +79,7 @@ class Double(nn.Module):
         return unfold(self.conv(x_BCYX), 2)
 
 
-class TransformerBlock(nn.Module):
+class ViTBlock(nn.Module):
     """Attention over all positions, then an MLP of four times the width; both are initialized as the identity."""
 
     def __init__(self, width: int):
@@ -107,7 +107,7 @@ class Trunk(nn.Module):
     def __init__(self, width: int, side: int, blocks: int):
         super().__init__()
         self.position = nn.Parameter(0.02 * torch.randn(1, side * side, width))
-        self.blocks = nn.ModuleList(TransformerBlock(width) for _ in range(blocks))
+        self.blocks = nn.ModuleList(ViTBlock(width) for _ in range(blocks))
         self.norm = nn.LayerNorm(width, eps=1e-6)
 
     def forward(self, x_BCRG: Tensor) -> Tensor:

@@ -68,7 +68,7 @@ class MultiScaleVQModel(QuantizedStorageMixin, ConfigMixin):
             widths that are not divisible by norm groups or attention heads.
     """
 
-    _no_split_modules: ClassVar[list[str]] = ["ResnetBlock", "AttnBlock", "ConvBlock", "TransformerBlock"]
+    _no_split_modules: ClassVar[list[str]] = ["ResnetBlock", "AttnBlock", "ConvBlock", "ViTBlock"]
     layer_prefixes: ClassVar[dict[str, tuple[str, ...]]] = {  # of both architectures
         "num_res_blocks": ("encoder.down.0.block.", "encoder.levels.0."),
         "transformer_blocks": ("encoder.trunk.blocks.",),

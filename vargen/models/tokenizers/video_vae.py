@@ -156,7 +156,7 @@ class CausalVideoVAE(QuantizedStorageMixin, ConfigMixin):
         ValueError: for a size that is not divisible by the strides, or a last width not divisible by the head width.
     """
 
-    _no_split_modules: ClassVar[list[str]] = ["ConvBlock", "TransformerBlock", "CausalMix"]
+    _no_split_modules: ClassVar[list[str]] = ["ConvBlock", "ViTBlock", "CausalMix"]
     layer_prefixes: ClassVar[dict[str, tuple[str, ...]]] = {
         "conv_blocks": ("encoder.levels.0.",),
         "transformer_blocks": ("encoder.trunk.blocks.",),
