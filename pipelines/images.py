@@ -269,6 +269,6 @@ class KeptTokens:
 
     def __call__(self, canvas: Tensor, scale: int) -> tuple[Tensor, Tensor]:
         """Tokens int64 `[B, n]` for a scale, given the latent so far `[B, C, R, G]`, and bool `[B, n]`, True where kept."""
-        share = self.quantizer.shrink(self.kept_area, scale)
-        residual = self.quantizer.shrink((self.latent - canvas) * self.kept_area, scale) / share.clamp(min=1e-6)
-        return self.quantizer.nearest(residual, scale).flatten(1), (share >= _HALF).flatten(1)
+        share = self.quantizer.downsample(self.kept_area, scale)
+        residual = self.quantizer.downsample((self.latent - canvas) * self.kept_area, scale) / share.clamp(min=1e-6)
+        return self.quantizer.find_nearest(residual, scale).flatten(1), (share >= _HALF).flatten(1)

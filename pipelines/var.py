@@ -250,7 +250,7 @@ class VARPipeline(VisualPipeline):
 
         latent, quantizer = per_image(self._encode_latent(source.pixels)), self._quantizer()
         kept = None if source.mask is None else KeptTokens.build(quantizer, latent, per_image(source.mask))
-        tokens = quantizer.quantise(latent)
+        tokens = quantizer.quantize(latent)
         return FixedTokens([part.flatten(1) for part in tokens[: source.num_kept_scales(len(tokens))]], kept)
 
     @torch.no_grad()
@@ -298,7 +298,7 @@ class VARPipeline(VisualPipeline):
 
     def _encode_latent(self, pixels: Tensor) -> Tensor:
         """Encode pixels `[B, 3, Y, X]` in [-1, 1] to latents `[B, C, R, G]` before quantization."""
-        latent = self.vqvae.latent(pixels.to(self._device_of(self.vqvae), self.vqvae.dtype)).float()
+        latent = self.vqvae.encode_latent(pixels.to(self._device_of(self.vqvae), self.vqvae.dtype)).float()
         NonFinitePixelsError.check(latent)
         return latent.to(self._device_of(self.transformer))
 
@@ -314,7 +314,7 @@ class VARPipeline(VisualPipeline):
             NonFinitePixelsError: if the tokenizer returns NaN or infinite values for finite ones.
         """
         latent = self._encode_latent(preprocess_images(images, self.image_processor, self.vqvae.image_size))
-        return torch.cat([tokens.flatten(1) for tokens in self._quantizer().quantise(latent)], dim=1)
+        return torch.cat([tokens.flatten(1) for tokens in self._quantizer().quantize(latent)], dim=1)
 
 
 VAR = register_family(

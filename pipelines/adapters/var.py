@@ -110,7 +110,7 @@ class VARScaleModel:
     def add(self, canvas: Tensor, tokens: Tensor, scale: int) -> tuple[Tensor, Tensor | None]:
         side = self.quantiser.scales[scale]
         canvas = canvas + self.quantiser.lookup(tokens.unflatten(1, (side, side)), scale)
-        return canvas, self.quantiser.input_of(canvas, scale + 1)
+        return canvas, self.quantiser.transformer_input(canvas, scale + 1)
 
     # -- passes -------------------------------------------------------------------------------------------------------
 

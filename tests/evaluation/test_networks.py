@@ -49,7 +49,7 @@ def test_the_opponent_draws_the_official_tokens() -> None:
     class Tokenizer:
         quantize, scale_codes = model.quantiser, model.scale_codes
 
-        def empty_latent(self, batch: int) -> Tensor:
+        def zero_latent(self, batch: int) -> Tensor:
             return model.canvas(batch)
 
         def next_input(self, canvas: Tensor, tokens: Tensor, k: int) -> tuple[Tensor, Tensor | None]:

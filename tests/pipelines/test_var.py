@@ -235,7 +235,7 @@ def test_what_a_mask_leaves_black_stays(classes: VARPipeline, method: Any) -> No
         before = tokens.clone()
         before[:, 14:] = -1
         lacking = target - classes._accumulate_scales(before, None)[0]
-        codes = classes.vqvae.quantize.nearest(lacking, 3)
+        codes = classes.vqvae.quantize.find_nearest(lacking, 3)
         assert torch.equal(tokens[0, 14:].view(4, 4)[:, :2], codes[0, :, :2]), "black cells hold the nearest codes"
         error = (canvas - target).square().mean((0, 1, 2))
         assert error[:2].mean() < error[2:].mean()

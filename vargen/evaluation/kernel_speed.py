@@ -233,7 +233,7 @@ def commit_operation(
 
         def keep() -> None:
             cache.rollback(start)
-            cache.keep(paths, count)
+            cache.commit_path(paths, count)
 
         return keep
 

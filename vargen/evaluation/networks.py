@@ -118,7 +118,7 @@ class BenchmarkModel:
         from torch.utils.flop_counter import FlopCounterMode
 
         with FlopCounterMode(display=False) as counter, torch.no_grad():
-            self.pipe.vqvae.decode_latent(self.pipe.vqvae.empty_latent(1))
+            self.pipe.vqvae.decode_latent(self.pipe.vqvae.zero_latent(1))
         return batch * counter.get_total_flops()
 
 
@@ -131,7 +131,7 @@ def half_filled_caches(transformer: Any, rows: int, widths: Sequence[int]) -> di
     keys, values = widest.k.flatten(), widest.v.flatten()
     for cache in caches.values():
         cache.k, cache.v = keys[: cache.k.numel()].view_as(cache.k), values[: cache.v.numel()].view_as(cache.v)
-        cache.advance(transformer.tokens // 2)
+        cache.commit_chain(transformer.tokens // 2)
     return caches
 
 

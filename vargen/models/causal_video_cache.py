@@ -107,13 +107,13 @@ class VideoCache:
             return frame
         return self.sinks + (frame - self.sinks) % (self.window - self.sinks)
 
-    def room(self) -> int:
+    def free_frames(self) -> int:
         """Return how many more frames fit before a frame is evicted or the cache is full."""
         return max(0, self.slots - self.frames)
 
     # -- life cycle of a block -------------------------------------------------------------------------------------
 
-    def begin(self, frames: int | None = None) -> None:
+    def begin_block(self, frames: int | None = None) -> None:
         """Start the next `frames` frames (default: a block), which passes then write. Replaces the current block.
 
         Several blocks can be started together, as long as none evicts frames that another one attends to.
@@ -127,9 +127,9 @@ class VideoCache:
         if self.window is None and self.frames + count > self.slots:
             more = self.frames + count
             raise ValueError(f"the cache is for {self.slots} frames, got {more}: make it larger, or give a window")
-        if count > self.geometry.block_frames and count > self.room():
+        if count > self.geometry.block_frames and count > self.free_frames():
             raise ValueError(
-                f"{count} frames are more than a block, and the window has room for {self.room()} more: commit them one by one"
+                f"{count} frames are more than a block, and the window has room for {self.free_frames()}: commit them singly"
             )
         if self.frames + count < self._written > self.slots:
             lost = self._written - self.frames

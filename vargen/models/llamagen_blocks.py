@@ -33,7 +33,7 @@ def build_rotary_2d(grid: int, head_dim: int, base: float = 10000.0) -> Tensor:
     return torch.stack([angles.cos(), angles.sin()], dim=-1)
 
 
-def rotation(table_TK2: Tensor) -> Rotary:
+def rotary_factors(table_TK2: Tensor) -> Rotary:
     """Return the factors for `apply_rotary`, once per pass: complex numbers `[..., T, 1, K/2]`, one operation per layer.
 
     The compiler does not support complex numbers, and autograd needs copies for them. In these cases, return real factors
@@ -46,7 +46,7 @@ def rotation(table_TK2: Tensor) -> Rotary:
 
 
 def apply_rotary(x_BTHK: Tensor, rotary: Rotary) -> Tensor:
-    """Rotate interleaved pairs (x0, x1), (x2, x3), ... in float32; see `rotation`. Complex factors rotate float32 in place."""
+    """Rotate interleaved pairs (x0, x1), (x2, x3), ... in float32 (complex factors: in place)."""
     x = x_BTHK.float()
     if isinstance(rotary, Tensor):
         return x.view(torch.complex64).mul_(rotary).view(torch.float32).type_as(x_BTHK)
@@ -154,14 +154,14 @@ class LlamaGenBlock(nn.Module):
     def forward(self, x_BTD: Tensor, rotary: Rotary, visible: Tensor) -> Tensor:
         """Run on whole sequences. `visible`, bool `[B or 1, 1, T, T]` or `[T, T]`: which columns each row attends to."""
         q, k, v = self.attention.project(self.attention_norm(x_BTD), rotary)
-        return self.finish(x_BTD, self.attention.attend(q, k.transpose(1, 2), v.transpose(1, 2), visible))
+        return self.add_residuals(x_BTD, self.attention.attend(q, k.transpose(1, 2), v.transpose(1, 2), visible))
 
-    def finish(self, x_BTD: Tensor, attended_BTD: Tensor, ffn_scale: Tensor | None = None) -> Tensor:
+    def add_residuals(self, x_BTD: Tensor, attended_BTD: Tensor, ffn_scale: Tensor | None = None) -> Tensor:
         """Add attention output and feed-forward to the residual; `ffn_scale`: see `RMSNorm.weight_times_sqrt_dim`."""
-        h = x_BTD + self._kept(attended_BTD)
-        return h + self._kept(self.feed_forward(self.ffn_norm(h, ffn_scale)))
+        h = x_BTD + self._apply_dropout(attended_BTD)
+        return h + self._apply_dropout(self.feed_forward(self.ffn_norm(h, ffn_scale)))
 
-    def _kept(self, x: Tensor) -> Tensor:
+    def _apply_dropout(self, x: Tensor) -> Tensor:
         """Apply dropout in training; skip the call otherwise."""
         return self.dropout(x) if self.training else x
 

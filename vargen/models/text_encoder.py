@@ -93,7 +93,7 @@ class MiniLMTextEncoder(QuantizedStorageMixin, ConfigMixin):
             raise ValueError(f"attention_mask {list(attention_mask.shape)} does not fit input_ids {list(input_ids.shape)}")
         return self.bert(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state.float()
 
-    def scales_of(self, name: str, weight: Tensor) -> int | None:
+    def num_scale_groups(self, name: str, weight: Tensor) -> int | None:
         # A row of the word embeddings affects only one token. Linear layers, and position and segment embeddings, affect all
         # tokens, so they have finer scales or none.
         if weight.ndim != 2 or name.endswith(_UNQUANTIZED):
@@ -101,5 +101,5 @@ class MiniLMTextEncoder(QuantizedStorageMixin, ConfigMixin):
         columns = weight.shape[1]
         return 1 if "word_embeddings" in name or columns % 32 else columns // 32
 
-    def kept_dtype(self, name: str) -> torch.dtype:
+    def unquantized_dtype(self, name: str) -> torch.dtype:
         return torch.float16 if name.endswith(_UNQUANTIZED) else torch.float32

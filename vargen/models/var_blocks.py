@@ -206,5 +206,5 @@ class HeadModulation(nn.Module):
         self.ada_lin = nn.Sequential(nn.SiLU(), nn.Linear(dim, 2 * dim))
 
 
-def two_layers(width_in: int, width: int) -> nn.Sequential:
+def make_caption_mlp(width_in: int, width: int) -> nn.Sequential:
     return nn.Sequential(nn.Linear(width_in, width), nn.GELU(approximate="tanh"), nn.Linear(width, width))

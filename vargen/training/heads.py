@@ -193,7 +193,7 @@ class HeadTrainer(Trainer):
         temperature = self.images.temperature(numbers, self.device)
         plain = replace(self.images.sampling, temperature=1.0)
         probs = to_probs(output.logits.float() / temperature[:, None, None].clamp(min=1e-5), plain)
-        return output.hidden.float(), self.target.tok_embeddings(rows).float(), probs
+        return output.hidden_states.float(), self.target.tok_embeddings(rows).float(), probs
 
     def step(self, step: int) -> dict[str, Tensor]:
         """Run one training step; returns its losses."""
