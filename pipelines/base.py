@@ -18,7 +18,7 @@ from torch import Tensor
 
 from vargen.compat import ensure_torchvision, hide_progress_bars, load_options, report_memory
 from vargen.decoding import DEFAULT_METHOD, list_methods, resolve_method
-from vargen.deprecation import renamed_attribute, renamed_fields
+from vargen.deprecation import renamed_attributes, renamed_fields
 from vargen.files import atomic_merge, expand_user
 from vargen.models.condition import Condition
 from vargen.pipelines import loading, prompts
@@ -57,6 +57,12 @@ class MethodInfo:
     unsupported_reason: str | None = None
 
 
+@renamed_attributes(  # names of version 0.1, which go with 0.3
+    vocab="vocab_size", tokens="num_tokens", steps="num_baseline_passes", examples="example_tokens", methods="list_methods",
+    check_runs="validate_method", token_model="decoding_model", scale_model="decoding_model", block_model="decoding_model",
+    condition="encode_condition", read_prompt="normalize_prompt", scored_prompt="scorer_prompt",
+    frame_scorer="resolve_frame_scorer",
+)  # fmt: skip
 class VisualPipeline(DiffusionPipeline):
     """Generation of images or videos with an autoregressive model of any family.
 
@@ -84,21 +90,6 @@ class VisualPipeline(DiffusionPipeline):
     usual_sampling: ClassVar[dict[str, Any]] = {"guidance_scale": 4.0, "temperature": 1.0, "top_k": None, "top_p": 1.0}
     model_cpu_offload_seq = "text_encoder->transformer->vqvae"
     _callback_tensor_inputs: ClassVar[list[str]] = ["latents"]
-
-    # Names of version 0.1, which go with 0.3.
-    vocab = renamed_attribute("vocab", "vocab_size")
-    tokens = renamed_attribute("tokens", "num_tokens")
-    steps = renamed_attribute("steps", "num_baseline_passes")
-    examples = renamed_attribute("examples", "example_tokens")
-    methods = renamed_attribute("methods", "list_methods")
-    check_runs = renamed_attribute("check_runs", "validate_method")
-    token_model = renamed_attribute("token_model", "decoding_model")
-    scale_model = renamed_attribute("scale_model", "decoding_model")
-    block_model = renamed_attribute("block_model", "decoding_model")
-    condition = renamed_attribute("condition", "encode_condition")
-    read_prompt = renamed_attribute("read_prompt", "normalize_prompt")
-    scored_prompt = renamed_attribute("scored_prompt", "scorer_prompt")
-    frame_scorer = renamed_attribute("frame_scorer", "resolve_frame_scorer")
 
     transformer: Any
     vqvae: Any
@@ -258,9 +249,9 @@ class VisualPipeline(DiffusionPipeline):
             ValueError: with the missing component or the unsupported setting. `validate_method` checks what needs the weights.
         """
 
-    @abstractmethod
     def validate_method(self, method: Any) -> None:
         """Raise ValueError with the reason if this pipeline cannot run a method."""
+        method.bind(self.decoding_model())
 
     def list_methods(self) -> list[MethodInfo]:
         """List the presets of this paradigm, each with its name, kind, and the reason if this pipeline cannot run it."""
@@ -284,7 +275,15 @@ class VisualPipeline(DiffusionPipeline):
 
     @abstractmethod
     def decoding_model(self, *arguments: Any, **options: Any) -> Any:
-        """Return the adapter of the transformers for the loop of this paradigm."""
+        """Return the adapter of the transformers for the loop of this paradigm.
+
+        Args:
+            guidance: for image models, classifier-free guidance or its scale.
+            compile: for image models, see `__call__`.
+
+        Raises:
+            ValueError: for an invalid guidance scale, or `compile` on a CPU.
+        """
 
     # -- prompts and classes --------------------------------------------------------------------------------------------
 
@@ -359,7 +358,12 @@ class VisualPipeline(DiffusionPipeline):
 
     @abstractmethod
     def decode_tokens(self, tokens: Tensor, length: Tensor | None = None, output_type: str = "pil") -> Any:
-        """Decode tokens `[B, N]` to images. The area of tokens past `length [B]` is left white."""
+        """Decode tokens `[B, N]` to images. The area of tokens past `length [B]` is left white, or not refined further.
+
+        Raises:
+            ValueError, TypeError: for tokens that do not fit this model, or an unknown output type.
+            NonFinitePixelsError: for NaN or infinite pixels; the message has the image and position of the first one.
+        """
 
     @abstractmethod
     def preview(self, tokens: Tensor, num_tokens: int) -> list[Image.Image]:

@@ -196,9 +196,8 @@ class CausalVideoPipeline(VisualPipeline):
         """
         if self.transformer is None or self.vae is None:
             raise ValueError("this pipeline was loaded without a transformer or vae: it only encodes prompts")
-        total = self.setting("num_blocks") if num_blocks is None else parse_int(num_blocks, 1, MAX_BLOCKS)
-        if total is None:
-            raise ValueError(f"num_blocks must be a whole number from 1 to {MAX_BLOCKS}, got {short_repr(num_blocks)}")
+        blocks = self.setting("num_blocks") if num_blocks is None else num_blocks
+        total = validation.require_int(blocks, "num_blocks", 1, MAX_BLOCKS)
         method = self.resolve_method(accelerator, tau)
         levels = self.transformer.config.motion_levels
         if motion is not None and parse_int(motion, 0, levels - 1) is None:
@@ -214,7 +213,7 @@ class CausalVideoPipeline(VisualPipeline):
         condition = self.encode_video_condition(prompt, prompt_embeds, clean_prompt)
         frame_scorer = self.resolve_frame_scorer(scorer) if scored else None
         seeds = resolve_seeds(generator, 1)
-        blocks = decode_video(
+        stream = decode_video(
             self.decoding_model(window, sinks, motion),
             condition,
             int(seeds.noise_seeds[0]),
@@ -227,8 +226,8 @@ class CausalVideoPipeline(VisualPipeline):
             callback=callback,
             profile=profile,
         )
-        blocks.stats.seed = seeds.seeds[0]
-        return VideoStream(self, blocks, frame_scorer, schedule, clean_prompt)
+        stream.stats.seed = seeds.seeds[0]
+        return VideoStream(self, stream, frame_scorer, schedule, clean_prompt)
 
     @torch.no_grad()
     @without_autocast

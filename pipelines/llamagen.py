@@ -101,9 +101,6 @@ class LlamaGenPipeline(VisualPipeline):
         if isinstance(drafter, Jacobi) and drafter.initial in LOW_RES_DRAFTS and "low_res" not in info.components:
             raise ValueError(MISSING_LOW_RES)
 
-    def validate_method(self, method: Accelerator) -> None:
-        method.bind(self.decoding_model(1.0))
-
     @property
     def grids(self) -> tuple[tuple[int, int], ...]:
         side = self.transformer.config.grid_size
@@ -218,15 +215,7 @@ class LlamaGenPipeline(VisualPipeline):
         return decode(model, request.condition, seeds, request.method, request.sampling, callback=callback)
 
     def decoding_model(self, guidance: Guidance | float = 1.0, *, compile: bool = False) -> LlamaGenTokenModel:
-        """Return the adapter of the transformer and its drafters for `vargen.decoding.decode`.
-
-        Args:
-            guidance: classifier-free guidance, or its scale.
-            compile: see `__call__`.
-
-        Raises:
-            ValueError: for an invalid guidance scale, or `compile` on a CPU.
-        """
+        """Return the adapter of the transformer and its drafters for `vargen.decoding.decode`."""
         device, guidance = self._device_of(self.transformer), to_guidance(guidance)
         validate_compile(compile, device)
         validation.validate_guidance(guidance.scale)
@@ -236,8 +225,11 @@ class LlamaGenPipeline(VisualPipeline):
             return transformer and LlamaGenTokenModel(transformer, guidance, device=device)
 
         low = adapt(self.low_res)
-        trained = {name: (each.adapter, getattr(self, name)) for name, each in self.family.drafters.items()}
-        heads = {name: partial(adapter, network) for name, (adapter, network) in trained.items() if network is not None}
+        heads = {
+            name: partial(each.adapter, network)
+            for name, each in self.family.drafters.items()
+            if (network := getattr(self, name)) is not None
+        }
         low_res = None
         if low is not None and codes is not None:
             low_res = LowResolutionDrafter(low, self.grid, self.upsampler, self.vqvae, codes)
@@ -254,10 +246,7 @@ class LlamaGenPipeline(VisualPipeline):
         )
 
     def load_low_res(self, low_res: Any, upsampler: Any = None) -> None:
-        """Load a low-resolution transformer and, if given, its up-sampler, as `load_drafter` does.
-
-        Without one, an up-sampler that was loaded earlier is removed.
-        """
+        """Load a low-resolution transformer as `load_drafter` does, and its up-sampler; None removes an earlier one."""
         if upsampler is None:
             self.register_modules(upsampler=None)
         self.load_drafter(*(each for each in (low_res, upsampler) if each is not None))
@@ -267,14 +256,7 @@ class LlamaGenPipeline(VisualPipeline):
     @torch.no_grad()
     @without_autocast
     def decode_tokens(self, tokens: Tensor, length: Tensor | None = None, output_type: str = "pil") -> Any:
-        """Decode tokens int64 `[B, N]` or `[B, rows, columns]` to images. The area of tokens past `length [B]` is left white.
-
-        With `length`, this also previews an image during generation.
-
-        Raises:
-            ValueError, TypeError: for tokens that do not fit this model, or an unknown output type.
-            NonFinitePixelsError: for NaN or infinite pixels; the message has the image and position of the first one.
-        """
+        """Decode tokens int64 `[B, N]` or `[B, rows, columns]` to images; white past `length [B]`."""
         validate_decode_arguments(tokens, length, output_type, self.vqvae.config.codebook_size)
         side = self.transformer.config.grid_size
         if tokens.dim() not in (2, 3) or not len(tokens) or tokens[0].numel() != side**2:

@@ -67,10 +67,9 @@ def validate_sampling(settings: Mapping[str, Any]) -> tuple[float, Sampling]:
 
 def validate_guidance_interval(interval: Any) -> int | None:
     """Return the last guided step, or None. Raises ValueError unless it is None or a whole number of at least 0."""
-    number = parse_int(interval, 0)
-    if interval is not None and number is None:
-        raise ValueError(f"guidance_interval must be None or a whole number of at least 0, got {short_repr(interval)}")
-    return None if number is None else min(number, 2**31)  # beyond every grid, and representable in a tensor
+    if interval is None:
+        return None
+    return min(require_int(interval, "guidance_interval", 0), 2**31)  # beyond every grid, and representable in a tensor
 
 
 def resolve_class_labels(class_labels: Any, num_classes: int, id2label: dict[int, str] | None = None) -> list[int]:
@@ -100,17 +99,21 @@ def _class_number(label: Any, num_classes: int, id2label: dict[int, str]) -> int
         raise ValueError(f"unknown class name {short_repr(label)}; {hint}")
     if isinstance(label, bool) or not isinstance(label, Integral):
         raise TypeError(f"class_labels must hold class numbers or names, got {short_repr(label)}")
-    number = parse_int(label, 0, num_classes - 1)
+    return require_int(label, "class label", 0, num_classes - 1)
+
+
+def require_int(value: Any, name: str, minimum: int, maximum: int | None = None) -> int:
+    """Return `value` as an int. Raises ValueError unless it is a whole number from `minimum` to `maximum`."""
+    number = parse_int(value, minimum, maximum)
     if number is None:
-        raise ValueError(f"class label must be from 0 to {num_classes - 1}, got {short_repr(label)}")
+        allowed = f"of at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
+        raise ValueError(f"{name} must be a whole number {allowed}, got {short_repr(value)}")
     return number
 
 
 def validate_num_images(num_images_per_prompt: Any, prompts: int) -> int:
     """Return the count as an int. Raises ValueError if it is below 1 or the call would exceed `MAX_IMAGES` images."""
-    count = parse_int(num_images_per_prompt, 1)
-    if count is None:
-        raise ValueError(f"num_images_per_prompt must be a whole number of at least 1, got {short_repr(num_images_per_prompt)}")
+    count = require_int(num_images_per_prompt, "num_images_per_prompt", 1)
     if count * prompts > MAX_IMAGES:
         raise ValueError(
             f"one call makes at most {MAX_IMAGES} images, got {prompts} prompts x {short_repr(count)}; split the call"
@@ -219,9 +222,7 @@ def validate_seed(seed: Any, images: int) -> int:
     Raises:
         ValueError: unless it is a whole number of at least 0 and the seed of the last image fits in 63 bits.
     """
-    number = parse_int(seed, 0, MAX_SEED)
-    if number is None:
-        raise ValueError(f"seed must be a whole number from 0 to {MAX_SEED}, got {short_repr(seed)}")
+    number = require_int(seed, "seed", 0, MAX_SEED)
     if number + images - 1 > MAX_SEED:
         raise ValueError(f"seed must be at most {MAX_SEED} for the last of {images} images, got {number} for the first")
     return number
@@ -229,18 +230,12 @@ def validate_seed(seed: Any, images: int) -> int:
 
 def validate_batch_size(batch: Any) -> int:
     """Raise ValueError unless it is a whole number of images from 1 to `MAX_IMAGES`."""
-    number = parse_int(batch, 1, MAX_IMAGES)
-    if number is None:
-        raise ValueError(f"batch must be a whole number from 1 to {MAX_IMAGES}, got {short_repr(batch)}")
-    return number
+    return require_int(batch, "batch", 1, MAX_IMAGES)
 
 
 def validate_max_sequence_length(max_sequence_length: Any) -> int:
     """Raise ValueError unless it is a whole number of at least 1."""
-    number = parse_int(max_sequence_length, 1)
-    if number is None:
-        raise ValueError(f"max_sequence_length must be a whole number of at least 1, got {short_repr(max_sequence_length)}")
-    return number
+    return require_int(max_sequence_length, "max_sequence_length", 1)
 
 
 def validate_output_type(output_type: Any) -> str:
@@ -252,11 +247,11 @@ def validate_output_type(output_type: Any) -> str:
 
 
 def validate_window(window: Any, sinks: Any, block: int) -> None:
-    if sinks is not None and parse_int(sinks, 0) is None:
-        raise ValueError(f"sinks must be a whole number of latent frames from 0, got {short_repr(sinks)}")
-    least = block + (sinks or 0)
-    if window is not None and parse_int(window, least) is None:
-        raise ValueError(f"window must be a whole number of at least {least} latent frames, got {short_repr(window)}")
+    """Raise ValueError unless `window` and `sinks` are None or numbers of latent frames, and a block fits beside the sinks."""
+    if sinks is not None:
+        require_int(sinks, "sinks", 0)
+    if window is not None:
+        require_int(window, "window", block + (sinks or 0))
 
 
 def validate_prompt_schedule(prompt_schedule: Any, num_blocks: int) -> dict[int, str]:

@@ -17,6 +17,7 @@ from vargen.cli.results import describe_failed_write, unused_path, write_each
 
 if TYPE_CHECKING:
     from vargen.cli.generate import GenerateOptions
+    from vargen.pipelines.registry import ModelInfo
 
 SUFFIXES = (".mp4", ".gif", ".webp")
 _DEFAULT_SUFFIX = ".webp"  # needs no extra package, and loops
@@ -34,16 +35,12 @@ def generate_videos(options: GenerateOptions, image: Path | None, video: dict[st
     """
     import torch
 
-    from vargen.decoding import VideoMethod, resolve_method
-    from vargen.pipelines.registry import inspect_model, open_pipeline, pipeline_class
+    from vargen.pipelines.registry import inspect_model, open_pipeline
     from vargen.pipelines.videos import save_video, validate_video_path
 
     model = inspect_model(options.model)
     if options.accelerator is not None:
-        method = resolve_method(options.accelerator, VideoMethod.paradigm)
-        pipeline_class(model.pipeline).validate_method_for(model, method)
-        if "tau" in video:
-            method.with_tau(video["tau"])
+        _check_method(options.accelerator, model, video)
     jobs = options.jobs()
     files = resolve_outputs(
         options.output, [f"{slugify(text)}-{seed}" for text, seed in jobs], suffixes=SUFFIXES, default=_DEFAULT_SUFFIX
@@ -55,21 +52,19 @@ def generate_videos(options: GenerateOptions, image: Path | None, video: dict[st
         call["scorer"] = options.scorer
     if image is not None:
         call["image"] = read_source(image, "image")
-    inputs: dict[str, list[Path | None]] = {"prompt_file": [options.prompt_file], "image": [image]}
-    check_distinct_paths({"output": files}, {**inputs, "a file of model": model_files(options.model)})
+    inputs = {"prompt_file": [options.prompt_file], "image": [image], "a file of model": model_files(options.model)}
+    check_distinct_paths({"output": files}, inputs)
     device = require_device(options.device)
-    dtype = select_dtype(options.dtype, device, model.folder)
     started = time.perf_counter()
-    pipe: Any = open_pipeline(model.folder, torch_dtype=dtype).to(device)
+    pipe: Any = open_pipeline(model.folder, torch_dtype=select_dtype(options.dtype, device, model.folder)).to(device)
     seconds_load = time.perf_counter() - started
     if not options.quiet:
         report_emoji_names(pipe, options.prompts)
     records: list[dict[str, Any]] = []
     names = FileNames(silent=options.as_json)
     for number, ((text, seed), file) in enumerate(zip(jobs, files, strict=True), 1):
-        label = f"video {number} of {len(jobs)}, blocks"
-        hidden = True if options.quiet else None  # None: hidden if stderr is not a terminal
-        pipe.set_progress_bar_config(desc=label, disable=hidden, leave=False, file=sys.stderr)
+        label = f"video {number} of {len(jobs)}, blocks"  # disable=None hides the bar if stderr is not a terminal
+        pipe.set_progress_bar_config(desc=label, disable=options.quiet or None, leave=False, file=sys.stderr)
         result = pipe(text, generator=torch.Generator().manual_seed(seed), **call)
         for failure in result.stats.failures:
             print_status(f"{text}: {failure}")
@@ -88,6 +83,16 @@ def generate_videos(options: GenerateOptions, image: Path | None, video: dict[st
         write_each([("json", lambda: print_json({"videos": records, **about}))])
     if len(records) < len(jobs) or names.failed:
         raise typer.Exit(1)
+
+
+def _check_method(name: str, model: ModelInfo, video: dict[str, Any]) -> None:
+    from vargen.decoding import VideoMethod, resolve_method
+    from vargen.pipelines.registry import pipeline_class
+
+    method = resolve_method(name, VideoMethod.paradigm)
+    pipeline_class(model.pipeline).validate_method_for(model, method)
+    if "tau" in video:
+        method.with_tau(video["tau"])
 
 
 def _summarize(result: Any) -> str:

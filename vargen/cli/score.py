@@ -130,10 +130,7 @@ def score(
     device: DeviceName = Device.auto,
     threads: Threads = None,
 ) -> None:
-    """Score images from any source.
-
-    For a run of `vargen eval`, its report is written.
-    """
+    """Score images from any source. For a run of `vargen eval`, its report is written."""
     from vargen.evaluation.run_directory import MEASUREMENTS, RUN_FILE, RunDirectory
 
     quiet_libraries()

@@ -7,6 +7,7 @@ operations at the rate of a large matrix product. Both rates are measured here. 
 from __future__ import annotations
 
 import statistics
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -83,18 +84,16 @@ def measure_image_speed(
     decoder = network.decoder(compile)
     condition, seeds = network.condition(batch), torch.arange(batch)
     published_tokens, published_pixels = network.published_sampler(batch)
-    seconds: dict[str, list[float]] = {}
-
-    def part(name: str, run: Callable[[], Any]) -> Any:
-        spent, result = time_call(run, device)
-        seconds.setdefault(name, []).append(spent)
-        return result
-
+    stages: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+        "": (lambda: decoder.decode(condition, seeds, network.pipe.baseline), network.pixels),
+        "reference_": (published_tokens, published_pixels),
+    }
+    seconds: dict[str, list[float]] = defaultdict(list)
     for done in range(rounds + 1):
-        tokens = part("token_milliseconds", lambda: decoder.decode(condition, seeds, network.pipe.baseline))
-        part("pixel_milliseconds", partial(network.pixels, tokens))
-        latents = part("reference_token_milliseconds", published_tokens)
-        part("reference_pixel_milliseconds", partial(published_pixels, latents))
+        for name, (generate, decode) in stages.items():
+            spent, tokens = time_call(generate, device)
+            seconds[f"{name}token_milliseconds"].append(spent)
+            seconds[f"{name}pixel_milliseconds"].append(time_call(partial(decode, tokens), device)[0])
         if progress:
             progress(done, rounds)
     each = {name: 1e3 * statistics.median(times[1:]) / batch for name, times in seconds.items()}

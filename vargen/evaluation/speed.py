@@ -163,22 +163,6 @@ def measure_steps(
             progress(done + 1, rounds)
     read = min(min(case.seconds) for case in readers)
     medians = {key: statistics.median(case.seconds) for key, case in cases.items()}
-    results = []
-    for (batch, width), case in cases.items():
-        median, one = medians[batch, width], medians.get((batch, 1))
-        few = len(case.seconds) < 2
-        low, _, high = [median] * 3 if few else statistics.quantiles(case.seconds, n=4, method="inclusive")
-        results.append(
-            StepResult(
-                batch=batch,
-                tokens=width,
-                milliseconds=1e3 * median,
-                quartiles=(1e3 * low, 1e3 * high),
-                passes=len(case.seconds),
-                over_one=median / one if one else None,
-                over_read=median / read,
-            )
-        )
     return StepReport(
         model=network.name,
         dtype=str(transformer.dtype).removeprefix("torch."),
@@ -188,7 +172,24 @@ def measure_steps(
         parameters=sum(p.numel() for p in transformer.parameters()),
         weight_bytes=weight_bytes,
         read_milliseconds=1e3 * read,
-        results=results,
+        results=[
+            _summarize_case(batch, width, case.seconds, medians.get((batch, 1)), read) for (batch, width), case in cases.items()
+        ],
+    )
+
+
+def _summarize_case(batch: int, width: int, seconds: list[float], one: float | None, read: float) -> StepResult:
+    """Return the result of a case from the seconds of its passes, of a pass of one token, and of a read of the weights."""
+    median = statistics.median(seconds)
+    low, _, high = [median] * 3 if len(seconds) < 2 else statistics.quantiles(seconds, n=4, method="inclusive")
+    return StepResult(
+        batch=batch,
+        tokens=width,
+        milliseconds=1e3 * median,
+        quartiles=(1e3 * low, 1e3 * high),
+        passes=len(seconds),
+        over_one=median / one if one else None,
+        over_read=median / read,
     )
 
 
