@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,8 +53,8 @@ def generate_videos(options: GenerateOptions, image: Path | None, video: dict[st
         call["scorer"] = options.scorer
     if image is not None:
         call["image"] = read_source(image, "image")
-    inputs = {"prompt_file": [options.prompt_file], "image": [image], "a file of model": model_files(options.model)}
-    check_distinct_paths({"output": files}, inputs)
+    inputs: dict[str, Iterable[Path | None]] = {"prompt_file": [options.prompt_file], "image": [image]}
+    check_distinct_paths({"output": files}, {**inputs, "a file of model": model_files(options.model)})
     device = require_device(options.device)
     started = time.perf_counter()
     pipe: Any = open_pipeline(model.folder, torch_dtype=select_dtype(options.dtype, device, model.folder)).to(device)
