@@ -75,9 +75,9 @@ def compare(
 ) -> None:
     """Compare the speed and the images of several methods.
 
-    Reports time, passes and excess acceptance, all measured in one run. `ratio` is the speedup: the baseline's seconds
-    divided by the method's. `allowed` is the speedup if a step cost only its passes, and efficiency is `ratio` divided by
-    `allowed`.
+    Reports time, passes and excess acceptance, all measured in one run. Speedup is the baseline's seconds
+    divided by the method's; `predicted` is the speedup if a step cost only its passes, and efficiency is the first divided by
+    the second.
     """
     file = resolve_outputs(output, ["comparison"])[0]
     results = ResultWriter(as_json, plot)
