@@ -11,7 +11,7 @@ import torch
 from tiny_models import text_var_pipeline
 
 from vargen.pipelines.loading import SHARED_FILE as FILE
-from vargen.pipelines.registry import describe, open_pipeline
+from vargen.pipelines.registry import inspect_model, open_pipeline
 
 ALL = {"text_encoder": "emoji", "tokenizer": "emoji", "prompt_names": "emoji"}
 
@@ -37,7 +37,7 @@ def test_it_draws_what_a_folder_with_its_own_parts_draws(folder: Path, tmp_path:
 
 def test_saved_over_a_borrower_it_borrows_no_more(folder: Path) -> None:
     open_pipeline(folder).save_pretrained(folder)
-    assert not (folder / FILE).exists() and describe(folder).condition == "text"
+    assert not (folder / FILE).exists() and inspect_model(folder).condition == "text"
 
 
 def test_what_a_caller_brings_is_not_borrowed(folder: Path) -> None:
@@ -58,7 +58,7 @@ def test_what_a_caller_brings_is_not_borrowed(folder: Path) -> None:
 def test_what_cannot_be_borrowed_is_told_before_a_weight_is_loaded(folder: Path, said: object, message: str) -> None:
     (folder / FILE).write_text(json.dumps(said))
     with pytest.raises(ValueError, match=message):
-        describe(folder)
+        inspect_model(folder)
 
 
 def test_a_damaged_file_is_named(folder: Path) -> None:

@@ -80,7 +80,7 @@ def decode_scales(
     run = Run(model.device, sum(model.scale_tokens), callback, profile)
     images = ImageState(seeds.to(model.device), model, stages, sampling, fixed_scales, fixed_tokens)
     stats = images.stats(method.name, run_scales(run, images, model, condition))
-    run.close(stats)
+    run.finish(stats)
     return DecodeOutput(images.tokens, images.length, stats, finished=not run.stopped, canvas=images.canvases[-1])
 
 
@@ -92,16 +92,16 @@ def run_scales(run: Run, images: ImageState, model: ScaleModel, condition: Any) 
     models = _ModelStates(model, condition, images.stages)
     while images.scale < len(images.stages) and not run.stopped:
         stage = images.stages[images.scale]
-        with run.part("draft"):
+        with run.time_part("draft"):
             drafts = images.draft_scales(models, stage)
-        with run.part("target"):
+        with run.time_part("target"):
             inputs = [*images.inputs, *drafts.inputs]
             logits = models.run(stage.model, inputs, 1 + len(drafts.inputs), images.list_guidance())
-        with run.part("accept"):
+        with run.time_part("accept"):
             before = images.length
             scales = images.verify_scales(logits, drafts)
-        with run.part("commit"):
-            run.record(*images.summarize_pass(logits), images.length, images.length - before)
+        with run.time_part("commit"):
+            run.end_pass(*images.summarize_pass(logits), images.length, images.length - before)
             images.commit_scales(scales)
             models.rollback(images.scale)
     return models.tokens_fed
