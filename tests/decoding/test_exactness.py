@@ -308,5 +308,5 @@ def test_a_drafter_equal_to_the_target_is_always_accepted(length):
     accelerator = Accelerator(drafter=Speculative(length, twin), acceptance=speculative_sampling)
     result = decode(model, torch.zeros(400, dtype=torch.int64), torch.arange(400), accelerator, Sampling(0.9, 4, 0.95))
     full = 20 // (length + 1)
-    assert result.stats.accepted_histogram[length + 1] == 400 * full
-    assert sum(result.stats.accepted_histogram[2:]) == 400 * (full + (20 % (length + 1) > 1))
+    assert result.stats.committed_histogram[length + 1] == 400 * full
+    assert sum(result.stats.committed_histogram[2:]) == 400 * (full + (20 % (length + 1) > 1))

@@ -1,7 +1,8 @@
 """Enumerate the outcomes of an acceptance rule: the slot at which it ends, then the token after it.
 
-A rule compares uniforms with acceptance probabilities, one for each draft token. It is run three times: once to record the
-probabilities, then with answers that make it end at a given slot, with the answers that do not matter set to False and to True.
+A rule compares uniforms with acceptance probabilities, one for each draft token, or uses no uniforms at all. It is run three
+times: once to record the probabilities, then with answers that make it end at a given slot, with the answers that do not matter
+set to False and to True.
 
 Shape suffixes: B rows, T tokens fed in one pass, C elements of one request.
 """
@@ -120,10 +121,13 @@ class EnumeratedRule(AcceptanceRule):
         each, position, B = self.enumeration, noise.position, len(probs)
         self.draft, self.most_drafts = draft, max(self.most_drafts, each.count_rows())
         tests = each.tests = SlotTests(draft, self.rule.leaves_first, B)
-        self.rule(probs, draft, noise, relaxation)
+        recorded = self.rule(probs, draft, noise, relaxation)
         tests.is_recording = False
         low, high = each.find_interval(Purpose.ACCEPT, tests.step, tests.key)
         ends, starts_of_each, ends_of_each = tests.end_probs(low, high)
+        if not bool((tests.key >= 0).any()):  # a rule without uniforms ends where it ends
+            last = recorded.path.gather(1, recorded.count[:, None] - 1)[:, 0]
+            ends = torch.nn.functional.one_hot(last, ends.shape[1]).double()
         if each.forced is not None:  # nothing is accepted
             ends = torch.nn.functional.one_hot(torch.zeros(B, dtype=torch.int64), ends.shape[1]).double()
         tests.last = each.choose(ends[:, None], (position[:, :1] < each.num_tokens))[:, 0]

@@ -21,6 +21,12 @@ class NotEnumerableError(ValueError):
     """A drafter or a rule uses random numbers in a way that cannot be enumerated; the message says what it must do instead."""
 
 
+_MESSAGE = (
+    "uniforms were used through {!r}: to be enumerated, a uniform of Noise.uniform may only be compared with a probability, as "
+    "in `uniforms < p` or `uniforms * q < p`"
+)
+
+
 class Uniforms:
     """Uniforms that are compared with probabilities, elementwise. Anything else raises NotEnumerableError.
 
@@ -70,10 +76,7 @@ class Uniforms:
     __ge__ = __gt__
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise NotEnumerableError(
-            f"uniforms were used through {name!r}: to be enumerated, a uniform of Noise.uniform may only be compared with a "
-            "probability, as in `uniforms < p` or `uniforms * q < p`"
-        )
+        raise NotEnumerableError(_MESSAGE.format(name))
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -94,7 +97,7 @@ class Uniforms:
 
 def _refuse(name: str) -> Any:
     def operator(self: Uniforms, *others: Any) -> NoReturn:
-        getattr(self, name)  # raises
+        raise NotEnumerableError(_MESSAGE.format(name))
 
     return operator
 

@@ -127,7 +127,8 @@ class Enumeration:
         return self._decided[self._next - 1]
 
     def _split(self, probs: Tensor, needed: Tensor, limit: int) -> None:
-        rows, weights, outcomes = torch.arange(len(self)), self.weights, []
+        rows, weights = torch.arange(len(self)), self.weights
+        outcomes: list[Tensor] = []
         probs = probs / probs.sum(-1, keepdim=True)
         for c in range(probs.shape[1]):
             law, split = probs[rows, c], needed[rows, c]

@@ -61,7 +61,7 @@ class _Pass(NamedTuple):
     before: Tensor
     length_before: Tensor
     draft: Draft
-    count: Tensor
+    num_committed: Tensor
     tokens: Tensor
     length: Tensor
     relaxation: Tensor
@@ -145,7 +145,7 @@ def sum_pass(
     for number, record in enumerate(records):
         law = each.last_law if number == passes - 1 else None
         distances.append(
-            expected.distance(weights, record.tokens, record.length, record.count, law, rule, number == passes - 1)
+            expected.distance(weights, record.tokens, record.length, record.num_committed, law, rule, number == passes - 1)
         )
         drafts.append(_draft_distance(weights, record) if not independent else 0.0)
         relaxation = float((weights * record.relaxation).sum())
