@@ -40,9 +40,9 @@ def test_the_card_states_the_figures_of_the_runs():
 
 
 def test_rows_equal_the_picture_alone_and_repeat(emoji):
-    prompts = ["a red apple", "grinning face, 3d style", "flag of france"]
-    together = emoji(prompts, generator=seeded(1, 2, 3), output_type="latent").images
-    assert together.shape == (3, 16, 16)
+    prompts = ["a red apple", "grinning face, 3d style"]
+    together = emoji(prompts, generator=seeded(1, 2), output_type="latent").images
+    assert together.shape == (2, 16, 16)
     for row, prompt in enumerate(prompts):
         alone = emoji(prompt, generator=seeded(row + 1)[0], output_type="latent").images[0]
         assert torch.equal(alone, together[row])

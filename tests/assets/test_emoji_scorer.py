@@ -62,10 +62,11 @@ def test_a_caption_is_embedded_once_and_many_are_forgotten(scorer: ImageTextScor
     embed = scorer.embed_captions
     monkeypatch.setattr(scorer, "embed_captions", lambda texts: (asked.extend(texts), embed(texts))[1])
     monkeypatch.setattr(scorer, "_latest", {})
+    monkeypatch.setattr("vargen.scoring.image_text._KEPT_CAPTIONS", 20)
     pictures = [Image.new("RGB", (64, 64), "red")] * 2
     first = scorer.score(pictures, ["a red square", "a cat"])
     assert torch.equal(scorer.score(pictures, ["a red square", "a cat"]), first) and asked == ["a red square", "a cat"]
-    for start in range(0, 600, 60):
-        texts = [f"number {start + k}" for k in range(60)]
-        scorer.score(pictures[:1] * 60, texts)
-    assert len(scorer._latest) <= 256 and torch.allclose(scorer.score(pictures, ["a red square", "a cat"]), first, atol=1e-4)
+    for start in range(0, 60, 12):
+        scorer.score(pictures[:1] * 12, [f"number {start + k}" for k in range(12)])
+        assert len(scorer._latest) <= 20
+    assert torch.allclose(scorer.score(pictures, ["a red square", "a cat"]), first, atol=1e-4)

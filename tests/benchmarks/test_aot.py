@@ -13,15 +13,15 @@ import pytest
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton, an extra, is not installed")
 
 
-# The largest of each kind, by kernel and dtype: every variant for one generation, the widest heads and each rule for the others.
+# The largest of each kernel and dtype for every generation; every variant for one.
 COMPILE = """
 import json
 from benchmarks.kernels_static.costs import make_report
-from benchmarks.kernels_static.shipped import VOCABULARIES, acceptance, attention, commit, sampling, sampling_from_probs, small_cases
-from benchmarks.kernels_static.shipped import torch
+from benchmarks.kernels_static.shipped import *
 V = max(VOCABULARIES)
 every = [attention("7B", 16, 1024, torch.float32), attention("7B", 64, 1024), attention("LlamaGen-3B", 32, 1024)]
-every += [sampling(V, 1, token=True), sampling_from_probs(V, 32), *acceptance(V, 32), *small_cases(32), commit("LlamaGen-3B", 32)]
+every += [sampling(V, 1, token=True), sampling_from_probs(V, 32), *acceptance(V, 32), *small_cases(32)]
+every += [commit("LlamaGen-3B", 32)]
 more = [attention("LlamaGen-B", 32, 1024, torch.float16), attention("7B", 16, 1024, chain=True), attention("grouped", 16, 1024)]
 more += [attention(model, T, 1024) for model, T in (("LlamaGen-B", 128), ("LlamaGen-3B", 1), ("LlamaGen-3B", 128))]
 more += [attention("emoji", 16, 256, torch.float32), attention("emoji", 16, 256), sampling(V, 32, filters=False)]
