@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import text_var_pipeline
+from tiny_models import text_var_pipeline, tiny_var
 
 from vargen.pipelines.loading import SHARED_FILE as FILE
 from vargen.pipelines.registry import describe, open_pipeline
@@ -18,7 +18,9 @@ ALL = {"text_encoder": "emoji", "tokenizer": "emoji", "prompt_names": "emoji"}
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    text_var_pipeline().save_pretrained(tmp_path / "model")
+    pipe = text_var_pipeline(draft=False)
+    pipe.register_modules(transformer=tiny_var("text", caption_dim=384))  # as wide as the encoder of emoji
+    pipe.save_pretrained(tmp_path / "model")
     for part in ("text_encoder", "tokenizer"):
         shutil.rmtree(tmp_path / "model" / part)
     (tmp_path / "model" / FILE).write_text(json.dumps(ALL))

@@ -99,7 +99,7 @@ def test_a_mask_may_be_a_list(texts):
         assert torch.equal(expected, texts(prompt_embeds=embeds, prompt_mask=given, **options).images)
 
 
-EMBEDS = torch.zeros(1, 12, 384)
+EMBEDS = torch.zeros(1, 12, 32)
 MASK = torch.ones(1, 12)
 
 
@@ -117,7 +117,7 @@ BAD_TEXT_CALLS = [
     ("prompt", {}),
     ("class_labels", {"class_labels": 3}),
     *(("prompt_embeds", {"prompt_embeds": value}) for value in (
-        torch.zeros(1, 5, 384), [[0.0]], EMBEDS[:0], EMBEDS.long(), EMBEDS + math.nan)),
+        torch.zeros(1, 5, 32), [[0.0]], EMBEDS[:0], EMBEDS.long(), EMBEDS + math.nan)),
     *(("prompt_mask", {"prompt_embeds": EMBEDS, "prompt_mask": value}) for value in (
         torch.ones(1, 5), "all", [[1], [1, 2]], [[True] * 5], MASK / 2)),
     ("prompt_mask", {"prompt": "a cat", "prompt_mask": MASK}),
@@ -126,7 +126,7 @@ BAD_TEXT_CALLS = [
     ("negative_prompt_mask", {"prompt": "a cat", "negative_prompt": "red", "negative_prompt_mask": MASK}),
     ("negative_prompt_embeds", {"prompt": "a cat", "negative_prompt": "red", "negative_prompt_embeds": EMBEDS}),
     ("negative_prompt_embeds", {"prompt": "a cat", "negative_prompt_embeds": EMBEDS[:0]}),
-    ("negative_prompt", {"prompt": "a cat", "negative_prompt_embeds": torch.zeros(3, 12, 384)}),
+    ("negative_prompt", {"prompt": "a cat", "negative_prompt_embeds": torch.zeros(3, 12, 32)}),
     ("window", {"prompt": "a cat", "accelerator": WINDOW}),
     ("length", {"prompt": "a cat", "accelerator": LENGTH}),
 ]  # fmt: skip

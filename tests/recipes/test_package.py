@@ -19,7 +19,7 @@ ENCODER = vargen.assets.packaged_model_path("emoji")
 def runs(tmp_path):
     tokenizer, generator = tmp_path / "tokenizer", tmp_path / "generator"
     tiny_vq().save_pretrained(tokenizer / "vqvae")
-    tiny_transformer("text", cls_token_num=32).save_pretrained(generator / "transformer")
+    tiny_transformer("text", cls_token_num=32, caption_dim=384).save_pretrained(generator / "transformer")
     tokenizer.joinpath("log.jsonl").write_text(
         json.dumps({"step": 30, "seconds": 7200.0, "psnr": 25.5, "codebook_use": 0.5, "perplexity": 9.0}) + "\n"
     )
@@ -65,7 +65,7 @@ def test_other_figures_in_place_of_recall_leave_what_was_there(runs, tmp_path, t
 
 def test_a_drafter_goes_along(runs, tmp_path):
     drafter = tmp_path / "drafter"
-    tiny_transformer("text", cls_token_num=32).save_pretrained(drafter / "transformer")
+    tiny_transformer("text", cls_token_num=32, caption_dim=384).save_pretrained(drafter / "transformer")
     drafter.joinpath("log.jsonl").write_text(
         json.dumps({"step": 70, "seconds": 60.0, "final_held_out_loss": 5.125, "final_entropy": 4.5}) + "\n"
     )

@@ -24,7 +24,7 @@ def runs(tmp_path: Path) -> dict[str, Path]:
     found = {name: tmp_path / name for name in ("tokenizer", "model", "small")}
     tiny_multi_scale_vq().save_pretrained(found["tokenizer"] / "vqvae")
     for seed, name in enumerate(("model", "small")):
-        tiny_var("text", seed).save_pretrained(found[name] / "transformer")
+        tiny_var("text", seed, caption_dim=384).save_pretrained(found[name] / "transformer")
         (found[name] / "log.jsonl").write_text(json.dumps(FIGURES) + "\n")
     (found["tokenizer"] / "log.jsonl").write_text(json.dumps({"step": 30, "seconds": 7200.0, "psnr": 22.5}) + "\n")
     return found

@@ -10,8 +10,8 @@ import sys
 import numpy as np
 import pytest
 import torch
-from tiny_models import tiny_vq
-from tiny_training import Killed, check_resumes, data, generator_recipe, tiny_encoder
+from tiny_models import tiny_encoder, tiny_vq
+from tiny_training import Killed, check_resumes, data, generator_recipe
 
 from recipes.emoji import tokenizer
 from recipes.emoji.codebook import Codebook, flat_color_codes, quantize_flat_patches_together

@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 import torch
-from tiny_models import tiny_transformer, tiny_vq
-from tiny_training import check_resumes, data, generator_recipe, tiny_encoder
+from tiny_models import tiny_encoder, tiny_transformer, tiny_vq
+from tiny_training import check_resumes, data, generator_recipe
 
 from recipes.package import package_emoji, package_low_res
 from vargen import LlamaGenPipeline

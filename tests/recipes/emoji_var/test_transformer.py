@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from tiny_training import check_resumes, tiny_encoder
+from tiny_models import tiny_encoder
+from tiny_training import check_resumes
 
 from recipes.emoji.captions import can_recolor
 from recipes.emoji.dataset import EmojiDataset, is_held_out_style
