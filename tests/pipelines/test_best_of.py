@@ -105,16 +105,15 @@ def test_bad_requests_are_told(pipe: Any, options: dict[str, Any], error: type, 
         pipe("a", **options)
 
 
-@pytest.mark.parametrize("make", [text_pipeline, text_var_pipeline])
-def test_a_scorer_may_be_named(make: Any) -> None:
-    pipe, scorer = make(), open_scorer("emoji-scorer")
-    pipe.set_progress_bar_config(disable=True)
-    stats = pipe("a red apple", num_candidates=3, scorer="emoji-scorer", generator=seeds(2)[0]).stats
-    assert stats.scorer == scorer.name
-    given = pipe("a red apple", num_candidates=3, scorer=scorer, generator=seeds(2)[0]).stats
-    assert given.scores == stats.scores and given.seeds == stats.seeds
-    with pytest.raises(ValueError, match="no-such-scorer"):
-        pipe("a red apple", num_candidates=3, scorer="no-such-scorer")
+def test_a_scorer_may_be_named(pipe: Any) -> None:
+    scorer, scales = open_scorer("emoji-scorer"), text_var_pipeline()
+    for each in (pipe, scales):
+        each.set_progress_bar_config(disable=True)
+        stats = each("a red apple", num_candidates=3, scorer="emoji-scorer", generator=seeds(2)[0]).stats
+        given = each("a red apple", num_candidates=3, scorer=scorer, generator=seeds(2)[0]).stats
+        assert stats.scorer == scorer.name and given.scores == stats.scores and given.seeds == stats.seeds
+        with pytest.raises(ValueError, match="no-such-scorer"):
+            each("a red apple", num_candidates=3, scorer="no-such-scorer")
 
 
 def test_a_scorer_needs_words(pipe: Any) -> None:

@@ -97,18 +97,18 @@ def test_training_lowers_the_losses(tmp_path):
     train_tokenizer(tmp_path / "tokenizer", recipe)
     losses = [r["reconstruction"] for r in TrainingRun(tmp_path / "tokenizer", {}, 0).read_log() if "reconstruction" in r]
     assert losses[-1] < 0.7 * losses[0]
-    recipe = generator_recipe(schedule=Schedule(steps=40, learning_rate=5e-3, warmup_steps=2), dropout=0.0)
+    recipe = generator_recipe(schedule=Schedule(steps=25, learning_rate=5e-3, warmup_steps=2), dropout=0.0)
     figures = train_next_token(tmp_path / "generator", recipe)
     assert figures["held_out_loss"] < 0.8 * np.log(64) and 0 <= figures["entropy"] < np.log(64)
 
 
 def test_the_last_steps_train_the_decoder_alone(tmp_path):
-    """Resumed with ten steps more, all of them the decoder's: codes and tokens stay, reconstructions get better."""
-    schedule = Schedule(steps=20, learning_rate=3e-3, warmup_steps=2)
+    """Resumed with eight steps more, all of them the decoder's: codes and tokens stay, reconstructions get better."""
+    schedule = Schedule(steps=12, learning_rate=3e-3, warmup_steps=2)
     before = train_tokenizer(tmp_path / "run", tokenizer_recipe(schedule=schedule))
     first = VQModel.from_pretrained(tmp_path / "run" / "vqvae")
-    longer = dataclasses.replace(schedule, steps=35)
-    after = train_tokenizer(tmp_path / "run", tokenizer_recipe(schedule=longer, decoder_steps=15))
+    longer = dataclasses.replace(schedule, steps=20)
+    after = train_tokenizer(tmp_path / "run", tokenizer_recipe(schedule=longer, decoder_steps=8))
     second = VQModel.from_pretrained(tmp_path / "run" / "vqvae")
     old, new = first.state_dict(), second.state_dict()
     changed = {name.split(".")[0] for name in old if not torch.equal(old[name], new[name])}
@@ -140,9 +140,10 @@ def test_pictures_tokenizer_and_model_must_fit(tmp_path, side, codes, message):
 
 
 def test_another_recipe_does_not_resume_the_run(tmp_path):
-    train_tokenizer(tmp_path / "run")
+    short = Schedule(steps=6, learning_rate=2e-3, warmup_steps=2)
+    train_tokenizer(tmp_path / "run", tokenizer_recipe(schedule=short))
     with pytest.raises(ValueError, match="settings"):
-        train_tokenizer(tmp_path / "run", tokenizer_recipe(seed=1))
+        train_tokenizer(tmp_path / "run", tokenizer_recipe(schedule=short, seed=1))
 
 
 class Hostile:
@@ -387,10 +388,10 @@ def test_plain_patches_of_a_colour_share_the_code_nearest_to_their_mean():
 
 def test_training_brings_plain_patches_to_one_code(tmp_path):
     """Held-out pictures, each patch quantised by itself: fewer codes for a colour than without the shared targets."""
-    schedule = Schedule(steps=60, learning_rate=3e-3, warmup_steps=2)
+    schedule = Schedule(steps=25, learning_rate=3e-3, warmup_steps=2)
     apart, together = (
         train_tokenizer(
-            tmp_path / str(weight), tokenizer_recipe(schedule=schedule, evaluate_every=60, flat_patch_weight=weight)
+            tmp_path / str(weight), tokenizer_recipe(schedule=schedule, evaluate_every=25, flat_patch_weight=weight)
         )["plain_perplexity"]
         for weight in (0.0, 10.0)
     )
