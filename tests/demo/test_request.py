@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
+from rejects import rejects
 
 pytest.importorskip("gradio")
 
@@ -73,8 +74,7 @@ def test_damaged_parameters_get_a_message(tmp_path: Path, text: str) -> None:
     chunk = PngInfo()
     chunk.add_text("vargen", text)
     Image.new("RGB", (8, 8)).save(tmp_path / "a.png", pnginfo=chunk)
-    with pytest.raises(ValueError, match="damaged"):
-        read_parameters(tmp_path / "a.png")
+    rejects(lambda: read_parameters(tmp_path / "a.png"), "damaged")
 
 
 @pytest.mark.parametrize(

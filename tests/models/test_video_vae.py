@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from rejects import rejects
 
 from vargen.models.causal_video_geometry import VideoGeometry
 from vargen.models.tokenizers.video_vae import CausalVideoVAE, DecodeState, StreamingDecoder
@@ -103,8 +104,7 @@ def test_a_state_of_other_videos_is_refused(model):
     _, state = model.decode_block(latents())
     with pytest.raises(ValueError, match="the state is of 2 videos, the latents are of 1"):
         model.decode_block(latents()[:1], state)
-    with pytest.raises(ValueError, match="pixels"):
-        model.encode(torch.zeros(1, 2, 3, 16, 24))
+    rejects(lambda: model.encode(torch.zeros(1, 2, 3, 16, 24)), "pixels")
 
 
 @pytest.mark.parametrize(

@@ -84,8 +84,7 @@ def test_pictures_are_not_encoded_by_weights_that_hold_nan(spoilt, part):
 def test_pictures_with_nan_are_refused(classes):
     pixels = torch.rand(1, 3, 8, 8)
     pixels[0, 1, 2, 3] = math.nan
-    with pytest.raises(ValueError, match="images"):
-        classes.encode_image(pixels)
+    rejects(lambda: classes.encode_image(pixels), "images")
 
 
 # -- conditions -------------------------------------------------------------------------------------------------------
@@ -165,8 +164,7 @@ def test_numpys_numbers_draw_what_pythons_draw(texts):
     [torch.zeros(1, 3, dtype=torch.int64), torch.zeros(1, 16), [0] * 16, torch.full((1, 16), 64), torch.full((1, 16), -1)],
 )
 def test_a_callback_cannot_put_in_tokens_that_are_none(classes, latents):
-    with pytest.raises((ValueError, TypeError), match="latents that callback_on_step_end returned must be"):
-        classes(class_labels=3, callback_on_step_end=lambda *_: {"latents": latents})
+    rejects(lambda: classes(class_labels=3, callback_on_step_end=lambda *_: {"latents": latents}), "latents")
 
 
 @pytest.mark.parametrize(
@@ -195,8 +193,7 @@ def test_a_callback_cannot_spoil_tokens_in_place(classes):
     def spoil(pipe, step, drawn, tensors):
         tensors["latents"].fill_(64)
 
-    with pytest.raises(ValueError, match="tokens that callback_on_step_end changed must be from 0 to 63, got 64 to 64"):
-        classes(class_labels=3, callback_on_step_end=spoil)
+    rejects(lambda: classes(class_labels=3, callback_on_step_end=spoil), "callback_on_step_end")
 
 
 # -- the parts of a call ----------------------------------------------------------------------------------------------
@@ -218,14 +215,12 @@ def test_invalid_tokens_are_not_decoded(classes, case):
 
 @pytest.mark.parametrize("images", [None, [], "a.png", [Image.new("RGB", (8, 8)), 7], torch.zeros(8, 8), TOKENS[:0]])
 def test_what_is_no_picture_is_not_encoded(classes, images):
-    with pytest.raises((ValueError, TypeError), match="images"):
-        classes.encode_image(images)
+    rejects(lambda: classes.encode_image(images), "images")
 
 
 @pytest.mark.parametrize("rows", [0, -1, 2.5, True])
 def test_max_sequence_length_is_checked(texts, rows):
-    with pytest.raises(ValueError, match="max_sequence_length"):
-        texts.encode_prompt("a cat", max_sequence_length=rows)
+    rejects(lambda: texts.encode_prompt("a cat", max_sequence_length=rows), "max_sequence_length")
 
 
 # -- autocast ---------------------------------------------------------------------------------------------------------

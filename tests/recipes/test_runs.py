@@ -10,6 +10,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from rejects import rejects
 from tiny_models import tiny_encoder, tiny_vq
 from tiny_training import Killed, check_resumes, data, generator_recipe
 
@@ -80,8 +81,7 @@ def test_training_in_bfloat16(tmp_path, monkeypatch, kind):
 
 def test_a_run_that_could_not_draw_its_curves_does_not_begin(tmp_path, monkeypatch):
     monkeypatch.setattr(compat.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match="the curves of a run need matplotlib"):
-        train_tokenizer(tmp_path / "run")
+    rejects(lambda: train_tokenizer(tmp_path / "run"), "run", ImportError)
     assert not (tmp_path / "run").exists()
 
 
@@ -142,8 +142,7 @@ def test_pictures_tokenizer_and_model_must_fit(tmp_path, side, codes, message):
 def test_another_recipe_does_not_resume_the_run(tmp_path):
     short = Schedule(steps=6, learning_rate=2e-3, warmup_steps=2)
     train_tokenizer(tmp_path / "run", tokenizer_recipe(schedule=short))
-    with pytest.raises(ValueError, match="settings"):
-        train_tokenizer(tmp_path / "run", tokenizer_recipe(schedule=short, seed=1))
+    rejects(lambda: train_tokenizer(tmp_path / "run", tokenizer_recipe(schedule=short, seed=1)), "settings")
 
 
 class Hostile:
@@ -204,8 +203,7 @@ def test_what_is_no_checkpoint_of_a_run_is_refused(tmp_path, content):
 def test_a_run_cannot_be_resumed_to_less_than_it_has_done(tmp_path):
     state = _checkpointed(tmp_path / "run")
     before = state.read_bytes()
-    with pytest.raises(ValueError, match="steps"):
-        TrainingRun(tmp_path / "run", {"kind": "x"}, 4).load_checkpoint()
+    rejects(TrainingRun(tmp_path / "run", {"kind": "x"}, 4).load_checkpoint, "steps")
     assert state.read_bytes() == before
     assert TrainingRun(tmp_path / "run", {"kind": "x"}, 5).load_checkpoint()["step"] == 5
 
@@ -440,8 +438,7 @@ def test_a_run_belongs_to_its_tokenizer(tmp_path):
     with torch.no_grad():
         other.quantize.embedding.weight.neg_()
     other.save_pretrained(tmp_path / "vq")
-    with pytest.raises(ValueError, match="settings"):
-        train_next_token(tmp_path / "run")
+    rejects(lambda: train_next_token(tmp_path / "run"), "settings")
 
 
 def test_a_run_starts_from_given_weights(tmp_path):
@@ -454,11 +451,9 @@ def test_a_run_starts_from_given_weights(tmp_path):
     second = second.state_dict()
     assert all(torch.allclose(value, second[name], atol=1e-6) for name, value in first.state_dict().items())
     wider = dataclasses.replace(still, model={**still.model, "n_layer": 1})
-    with pytest.raises(ValueError, match="init"):
-        train_next_token(tmp_path / "other", wider, given)
+    rejects(lambda: train_next_token(tmp_path / "other", wider, given), "init")
     assert not (tmp_path / "other").exists()
-    with pytest.raises(ValueError, match="settings"):
-        train_next_token(tmp_path / "still", still)
+    rejects(lambda: train_next_token(tmp_path / "still", still), "settings")
 
 
 def test_a_low_resolution_is_a_start_for_the_full_one(tmp_path):

@@ -6,6 +6,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from rejects import rejects
 from tiny_training import check_resumes
 
 from recipes.emoji.dataset import EmojiDataset
@@ -96,8 +97,7 @@ def test_training_in_bfloat16(tmp_path, monkeypatch):
 
 
 def test_pictures_of_another_size_are_refused_before_anything_is_written(tmp_path):
-    with pytest.raises(ValueError, match="scales"):
-        trainer.train_multi_scale_tokenizer(recipe(), data(size=32), tmp_path / "run", CPU)
+    rejects(lambda: trainer.train_multi_scale_tokenizer(recipe(), data(size=32), tmp_path / "run", CPU), "scales")
     assert not (tmp_path / "run").exists()
 
 
@@ -196,8 +196,7 @@ def test_focus_weighs_styles_groups_and_skin_tones():
     ]  # fmt: skip
     weights = SamplingWeights().weights(records)
     assert weights.sum() == pytest.approx(1) and np.allclose(weights / weights[0], [1, 0.2, 0.5, 0.2 * 0.5 * 0.05])
-    with pytest.raises(ValueError, match="sampling_weights"):
-        SamplingWeights(styles={"3d": 0.0, "noto": 0.0}).weights(records)
+    rejects(lambda: SamplingWeights(styles={"3d": 0.0, "noto": 0.0}).weights(records), "sampling_weights")
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from rejects import rejects
 from tiny_training import check_resumes
 
 from recipes.emoji_video import transformer as trainer
@@ -179,8 +180,7 @@ def test_latents_are_computed_once_for_an_encoder(tmp_path, vae, monkeypatch):
         assert np.array_equal(clip_latents(tmp_path, clips, network, CPU), made)
     check_same_encoder(tmp_path, network, tmp_path)
     network.latent_std.fill_(2.0)
-    with pytest.raises(ValueError, match="latents of another autoencoder"):
-        check_same_encoder(tmp_path, network, tmp_path)
+    rejects(lambda: check_same_encoder(tmp_path, network, tmp_path), "latents")
     assert not np.array_equal(clip_latents(tmp_path, clips, network, CPU), made)
 
 
@@ -304,10 +304,8 @@ def test_networks_that_do_not_fit_are_refused(tmp_path, vae, change, message):
 
 
 def test_a_teacher_is_given_for_consistency_and_for_nothing_else(tmp_path, vae, flow):
-    with pytest.raises(ValueError, match="teacher must be given"):
-        train(tmp_path / "run", vae, recipe(objective="consistency"))
-    with pytest.raises(ValueError, match="teacher must be given"):
-        train(tmp_path / "run", vae, teacher_folder=flow[0] / "transformer")
+    rejects(lambda: train(tmp_path / "run", vae, recipe(objective="consistency")), "teacher")
+    rejects(lambda: train(tmp_path / "run", vae, teacher_folder=flow[0] / "transformer"), "teacher")
     with pytest.raises(ValueError, match="init"):
         train(tmp_path / "run", vae, recipe(model={**SHAPE, "dim": 12}), init_folder=flow[0] / "transformer")
 
