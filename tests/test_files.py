@@ -358,10 +358,7 @@ def test_files_take_their_places_together_or_not_at_all(tmp_path: Path) -> None:
 )
 def test_a_full_disk_has_one_message(tmp_path: Path, error: Exception, number: int) -> None:
     output = tmp_path / "deep" / "out"
-    with (
-        pytest.raises(OSError, match="out was not written") as caught,
-        atomic_folder(output, [], False) as folder,
-    ):
+    with pytest.raises(OSError, match="out was not written") as caught, atomic_folder(output, [], False) as folder:
         (folder / "half").write_text("half")
         raise error
     assert caught.value.errno == number and ".vargen" not in str(caught.value)

@@ -83,11 +83,7 @@ def test_a_converted_class_model_draws_the_official_greedy_tokens(
     assert convert_llamagen(*files, tmp_path / "out", grid_size=4) == tmp_path / "out"
     io = _io("c2i")
     result = _open(tmp_path / "out")(
-        class_labels=io["class_labels"],
-        guidance_scale=scale,
-        guidance_interval=interval,
-        temperature=0.0,
-        output_type="latent",
+        class_labels=io["class_labels"], guidance_scale=scale, guidance_interval=interval, temperature=0.0, output_type="latent"
     )
     assert torch.equal(result.images.flatten(1), io[f"greedy_tokens_{case}"])
 

@@ -8,17 +8,7 @@ import torch
 from rejects import rejects
 from torch import Tensor
 
-from vargen.decoding import (
-    PRESETS,
-    Noise,
-    Progress,
-    Purpose,
-    Sampling,
-    ScaleSchedule,
-    Stage,
-    decode_scales,
-    list_methods,
-)
+from vargen.decoding import PRESETS, Noise, Progress, Purpose, Sampling, ScaleSchedule, Stage, decode_scales, list_methods
 from vargen.decoding.next_scale.acceptance import joint_coupling, shared_noise
 from vargen.decoding.sampling import to_probs
 from vargen.evaluation import exactness
@@ -191,10 +181,7 @@ BAD: Sequence[tuple[ScaleSchedule, str]] = (
     ),
     (ScaleSchedule("before", (Stage(until=-3), Stage())), r"until of stage 1 of 'before' must be .* got -3"),
     (ScaleSchedule("short", (Stage(until=2),)), r"the stages of 'short' end at scale 2 of 3: the last needs until=None"),
-    (
-        ScaleSchedule("behind", (Stage(), Stage())),
-        "stage 2 of 'behind' has no scale left",
-    ),
+    (ScaleSchedule("behind", (Stage(), Stage())), "stage 2 of 'behind' has no scale left"),
 )
 
 

@@ -157,11 +157,7 @@ def _set(name: str, value: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Te
     ],
 )
 def test_foreign_weights_are_named(
-    tmp_path: Path,
-    tiny: MiniLMTextEncoder,
-    change: Callable[[dict[str, Tensor]], None],
-    tensor: str,
-    reason: str,
+    tmp_path: Path, tiny: MiniLMTextEncoder, change: Callable[[dict[str, Tensor]], None], tensor: str, reason: str
 ) -> None:
     tiny.save_pretrained(tmp_path)
     tensors = load_file(tmp_path / _WEIGHTS)

@@ -62,8 +62,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage",
-    [lambda b: b[: len(b) - 1], lambda b: b[:20], lambda b: b"", lambda b: b"\x80\x02}q" * 50, lambda b: b + b"more"],
+    "damage", [lambda b: b[: len(b) - 1], lambda b: b[:20], lambda b: b"", lambda b: b"\x80\x02}q" * 50, lambda b: b + b"more"]
 )
 def test_a_damaged_file_is_refused(damage: Callable[[bytes], bytes], tmp_path: Path) -> None:
     file = tmp_path / f"{_STEM}.safetensors"

@@ -33,8 +33,7 @@ def test_captions_splits_and_further_fields_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "line",
-    ["", "[]", '{"text": "a"}', '{"caption": ""}', '{"captions": [1]}', '{"caption": "a", "split": "dev"}'],
+    "line", ["", "[]", '{"text": "a"}', '{"caption": ""}', '{"captions": [1]}', '{"caption": "a", "split": "dev"}']
 )
 def test_a_line_that_is_none_is_named(tmp_path: Path, line: str) -> None:
     with pytest.raises(ValueError, match="line 2"):

@@ -12,12 +12,7 @@ from tiny_training import check_resumes, data, generator_recipe
 from recipes.package import package_emoji, package_low_res
 from vargen import LlamaGenPipeline
 from vargen.training.config import Schedule
-from vargen.training.low_res import (
-    TwoResolutionTokens,
-    UpsamplerConfig,
-    downscale_dataset,
-    train_upsampler,
-)
+from vargen.training.low_res import TwoResolutionTokens, UpsamplerConfig, downscale_dataset, train_upsampler
 from vargen.training.next_token import train_next_token
 from vargen.training.token_cache import BackgroundTokenizer
 

@@ -130,11 +130,7 @@ def test_a_run_does_not_resume_with_another_tokenizer(tmp_path, trained):
 
 @pytest.mark.parametrize(
     ("model", "size", "message"),
-    [
-        ({"scales": [1, 2, 3]}, 16, "scales"),
-        ({"vocab_size": 31}, 16, "vocab_size"),
-        ({}, 32, "images"),
-    ],
+    [({"scales": [1, 2, 3]}, 16, "scales"), ({"vocab_size": 31}, 16, "vocab_size"), ({}, 32, "images")],
 )
 def test_what_does_not_fit_is_named_before_training(tmp_path, tokenizer, model, size, message):
     changed = recipe(model={**recipe().model, **model})

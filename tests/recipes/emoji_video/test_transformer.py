@@ -12,13 +12,7 @@ from tiny_training import check_resumes
 from recipes.emoji_video import transformer as trainer
 from recipes.emoji_video.batches import EMPTY_CAPTION, ClipBatches, check_same_encoder, clip_latents, motion_levels
 from recipes.emoji_video.clips import VideoDataset
-from recipes.emoji_video.generate import (
-    VideoEvaluation,
-    euler_levels,
-    make_block_noise,
-    sample_latents,
-    sampling_settings,
-)
+from recipes.emoji_video.generate import VideoEvaluation, euler_levels, make_block_noise, sample_latents, sampling_settings
 from recipes.emoji_video.losses import VideoLoss
 from recipes.emoji_video.preview import PreviewConfig, train_video_preview
 from recipes.emoji_video.transformer import VideoConfig
