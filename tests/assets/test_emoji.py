@@ -1,15 +1,10 @@
 """The packaged model as users get it: its size, its seeds, its batches."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
 
 from vargen import LlamaGenPipeline
-from vargen.assets import packaged_model_path, packaged_models
-
-MEBIBYTE = 2**20
 
 
 @pytest.fixture(scope="module")
@@ -21,22 +16,6 @@ def emoji() -> LlamaGenPipeline:
 
 def seeded(*seeds: int) -> list[torch.Generator]:
     return [torch.Generator().manual_seed(seed) for seed in seeds]
-
-
-def test_it_is_packaged_within_the_budget():
-    assert "emoji" in packaged_models()
-    folder = packaged_model_path("emoji")
-    assert all(file.stat().st_size <= 40 * MEBIBYTE for file in folder.rglob("*.safetensors"))
-    assert sum(file.stat().st_size for file in folder.parent.rglob("*") if file.is_file()) <= 100 * MEBIBYTE
-    assert not [file for file in folder.rglob("*") if file.suffix in (".bin", ".pt", ".pth", ".pkl")]
-
-
-def test_the_card_states_the_figures_of_the_runs():
-    folder = packaged_model_path("emoji")
-    figures = json.loads((folder / "training.json").read_text())
-    card = (folder / "README.md").read_text()
-    assert f"PSNR {figures['tokenizer']['psnr']:.2f} dB" in card
-    assert f"loss {figures['generator']['final_held_out_loss']:.3f}" in card
 
 
 def test_rows_equal_the_picture_alone_and_repeat(emoji):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
 from typing import Any
@@ -10,14 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from vargen.assets import packaged_model_path
 from vargen.decoding import PRESETS, Threshold, list_methods
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.registry import open_pipeline
 from vargen.scoring.frames import FrameScorer
 from vargen.scoring.image_text import ImageTextScorer
 
-FOLDER = packaged_model_path("emoji-video")
 THINGS = ["winking face", "beating heart", "man running", "butterfly", "face with rolling eyes", "woman juggling"]
 
 
@@ -40,28 +37,11 @@ def frames_of(pipe: Any, prompt: str, method: Any, seed: int = 0, blocks: int = 
     return torch.cat([block.frames for block in stream])
 
 
-def test_it_is_small_and_says_nothing_of_the_machine_that_made_it() -> None:
-    files = [file for file in FOLDER.rglob("*") if file.is_file()]
-    assert sum(file.stat().st_size for file in files) <= 32 * 2**20
-    assert not (FOLDER / "text_encoder").exists(), "it borrows that of emoji"
-    for file in files:
-        assert file.stat().st_mode & 0o044 == 0o044, f"{file.name} is for its owner alone"
-        if file.suffix == ".json":
-            assert "_name_or_path" not in file.read_text("utf-8"), file
-
-
 def test_parts_have_the_sizes_that_were_asked_for(pipe: Any) -> None:
     millions = {
         part: sum(p.numel() for p in getattr(pipe, part).parameters()) / 1e6 for part in ("transformer", "draft_transformer")
     }
     assert 5 <= millions["transformer"] <= 8 and 1 <= millions["draft_transformer"] <= 2
-
-
-def test_the_card_states_the_figures_of_the_runs() -> None:
-    figures, card = json.loads((FOLDER / "training.json").read_text()), (FOLDER / "README.md").read_text()
-    assert f"PSNR of {figures['vae']['psnr']:.2f} dB" in card
-    for name in ("target", "drafter"):
-        assert f"| {name} | {figures[name]['step']:.0f} | {figures[name]['seconds'] / 3600:.2f} |" in card
 
 
 def test_things_move_and_show_what_was_asked_for(pipe: Any, videos: list[torch.Tensor]) -> None:
