@@ -24,6 +24,11 @@ def pipe() -> VisualPipeline:
     return opened
 
 
+@pytest.fixture(scope="module")
+def scorer() -> ImageTextScorer:
+    return ImageTextScorer()
+
+
 def seeded(*seeds: int) -> list[torch.Generator]:
     return [torch.Generator().manual_seed(seed) for seed in seeds]
 
@@ -43,9 +48,8 @@ def test_rows_equal_the_picture_alone(pipe: Any) -> None:
 
 
 @pytest.mark.parametrize("method", [preset.name for preset in list_methods("next-scale")])
-def test_by_every_method_pictures_show_what_was_asked_for(pipe: Any, method: str) -> None:
+def test_by_every_method_pictures_show_what_was_asked_for(pipe: Any, scorer: ImageTextScorer, method: str) -> None:
     pictures = pipe(THINGS, accelerator=method, generator=seeded(*range(6))).images
-    scorer = ImageTextScorer()
     own = scorer.score(pictures, THINGS)
     others = torch.stack([scorer.score(pictures, THINGS[k:] + THINGS[:k]) for k in range(1, 6)])
     assert (own > others.amax(0)).float().mean() >= 5 / 6

@@ -8,19 +8,8 @@ import pytest
 
 
 def test_step_reports_every_case(run: Any, text_model: Path) -> None:
-    words = (
-        "--model",
-        text_model,
-        "--tokens-per-pass",
-        "1,4",
-        "--batch-size",
-        "1,2",
-        "--repeats",
-        2,
-        "--threads",
-        1,
-        "--guidance",
-    )
+    words = ("--model", text_model, "--tokens-per-pass", "1,4", "--batch-size", "1,2", "--repeats", 2, "--threads", 1)
+    words += ("--guidance",)
     result = run("bench", "step", *words, "--json", "-")
     assert result.exit_code == 0, result.output
     document = json.loads(result.stdout)

@@ -194,20 +194,8 @@ def test_what_cannot_be_written_takes_nothing_with_it(full_disk: Any, text_model
 
 
 def test_a_plot_of_steps_that_cannot_be_written_leaves_table_and_json(full_disk: Any, text_model: Path) -> None:
-    words = (
-        "--model",
-        text_model,
-        "--tokens-per-pass",
-        "1",
-        "--batch-size",
-        "1",
-        "--repeats",
-        1,
-        "--json",
-        "a.json",
-        "--plot",
-        "a.png",
-    )
+    words = ("--model", text_model, "--tokens-per-pass", "1", "--batch-size", "1", "--repeats", 1, "--json", "a.json")
+    words += ("--plot", "a.png")
     result = full_disk(4000)("bench", "step", *words)
     assert result.exit_code == 1 and "x weights" in result.stdout and json.loads(Path("a.json").read_text())["reports"]
     assert result.stderr.splitlines()[-1] == "error: plot 'a.png' was not written: File too large"
