@@ -365,20 +365,19 @@ def test_memory_stays_flat_over_many_blocks(name: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"blocks": 0}, "blocks must be a whole number from 1"),
-        ({"blocks": 10**9}, "blocks must be a whole number from 1"),
-        ({"seed": 1.5}, "seed must be"),
+        ({"blocks": 0}, "blocks"),
+        ({"blocks": 10**9}, "blocks"),
+        ({"seed": 1.5}, "seed"),
         ({"method": "sjd"}, "is for next-token models"),
         ({"method": "sdvgg"}, "unknown accelerator"),
         ({"score": None}, "needs a scorer"),
-        ({"given": [torch.zeros(1, 1, 3, 2, 2)]}, r"given must be latents"),
+        ({"given": [torch.zeros(1, 1, 3, 2, 2)]}, "given"),
         ({"model": CausalVideoBlockModel(transformer(0), LEVELS)}, "needs a model to draft with"),
     ],
 )
 def test_bad_arguments_are_named_before_anything_runs(options, message: str) -> None:
     options = {"method": "sdvg", **options}
-    with pytest.raises(ValueError, match=message):
-        stream(options.pop("method"), **options)
+    rejects(lambda: stream(options.pop("method"), **options), message)
 
 
 def test_models_of_different_latents_are_refused() -> None:

@@ -208,17 +208,16 @@ def test_what_a_model_lacks_is_said() -> None:
     ("options", "error", "message"),
     [
         ({"model": "none"}, ValueError, "model"),
-        ({"until": 0}, ValueError, "until must be a whole number other than 0"),
-        ({"until": 1.5}, ValueError, "until must be a whole number"),
+        ({"until": 0}, ValueError, "until"),
+        ({"until": 1.5}, ValueError, "until"),
         ({"num_drafted": -1}, ValueError, "num_drafted"),
         ({"num_drafted": 2, "model": "draft"}, ValueError, "model"),
-        ({"rule": "joint"}, TypeError, "rule must be a ScaleRule"),
-        ({"guidance": -1}, ValueError, "guidance must be a finite factor"),
+        ({"rule": "joint"}, TypeError, "rule"),
+        ({"guidance": -1}, ValueError, "guidance"),
     ],
 )
 def test_stages_are_checked(options: dict, error: type, message: str) -> None:
-    with pytest.raises(error, match=message):
-        Stage(**options)
+    rejects(lambda: Stage(**options), message, error)
 
 
 @pytest.mark.parametrize(
@@ -226,12 +225,11 @@ def test_stages_are_checked(options: dict, error: type, message: str) -> None:
     [
         ({"fixed_scales": [torch.zeros(64, 2, dtype=torch.int64)]}, ValueError, "fixed_scales"),
         ({"fixed_scales": [torch.full((64, 1), 3)]}, ValueError, "fixed_scales"),
-        ({"sampling": Sampling(top_k=4)}, ValueError, "top_k must be at most"),
-        ({"callback": 3}, TypeError, "callback must be a function"),
+        ({"sampling": Sampling(top_k=4)}, ValueError, "top_k"),
+        ({"callback": 3}, TypeError, "callback"),
         ({"schedule": ScaleSchedule}, TypeError, "must be a preset's name"),
     ],
 )
 def test_calls_are_checked(options: dict, error: type, message: str) -> None:
-    with pytest.raises(error, match=message):
-        drawn(tables(), **options)
+    rejects(lambda: drawn(tables(), **options), message, error)
     rejects(lambda: ScaleSchedule(stages=(3,)), "stages", TypeError)

@@ -35,8 +35,7 @@ _SIGNATURE = b"\x89PNG\r\n\x1a\n"
     ],
 )
 def test_limits_are_told_in_words(given: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        PageRequest(**given)
+    rejects(lambda: PageRequest(**given), message)
 
 
 def test_parameters_go_through_a_png(tmp_path: Path) -> None:

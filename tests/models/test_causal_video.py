@@ -167,12 +167,11 @@ def test_memory_of_a_window_is_flat(model):
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [({"window": 3, "sinks": 2}, "window must be at least 4 frames"), ({"sinks": 1}, "sinks must be 0 without a window"),
-     ({"window": -1}, "window must be a whole number"), ({"window": 4.0}, "window must be"), ({"frames": 0}, "frames must be")],
+    [({"window": 3, "sinks": 2}, "window"), ({"sinks": 1}, "sinks"),
+     ({"window": -1}, "window"), ({"window": 4.0}, "window"), ({"frames": 0}, "frames")],
 )  # fmt: skip
 def test_caches_that_cannot_be_are_refused(model, arguments, message):
-    with pytest.raises(ValueError, match=message):
-        model.new_cache(1, **arguments)
+    rejects(lambda: model.new_cache(1, **arguments), message)
 
 
 def test_a_cache_says_what_it_cannot_do(model):

@@ -268,15 +268,14 @@ def test_a_new_model_is_uniform_and_a_saved_one_the_same(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"condition": "words"}, "condition must be 'class' or 'text'"),
-        ({"dim": 50}, "dim must be divisible by n_head, got 50 / 3"),
-        ({"scales": (1, 3, 2)}, r"scales must be sides that grow, at least one, got \(1, 3, 2\)"),
-        ({"scales": ()}, "scales must be"),
+        ({"condition": "words"}, "condition"),
+        ({"dim": 50}, "dim"),
+        ({"scales": (1, 3, 2)}, "scales"),
+        ({"scales": ()}, "scales"),
     ],
 )
 def test_bad_shapes_are_named(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        _random(**arguments)
+    rejects(lambda: _random(**arguments), message)
 
 
 def test_bad_passes_are_named() -> None:

@@ -91,18 +91,17 @@ def test_classes_are_scored_by_name() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"num_candidates": 0}, ValueError, "num_candidates must be a whole number of at least 1, got 0"),
-        ({"num_candidates": 2.5}, ValueError, "num_candidates must be"),
-        ({"num_candidates": 4}, ValueError, "scorer must be given to choose among 4 candidates"),
-        ({"num_candidates": 4, "scorer": 3}, TypeError, "scorer must be a scorer or a function"),
+        ({"num_candidates": 0}, ValueError, "num_candidates"),
+        ({"num_candidates": 2.5}, ValueError, "num_candidates"),
+        ({"num_candidates": 4}, ValueError, "scorer"),
+        ({"num_candidates": 4, "scorer": 3}, TypeError, "scorer"),
         ({"num_candidates": 1025, "scorer": brightness}, ValueError, "at most 1024 images, got 1 x 1025 candidates"),
         ({"num_candidates": 2, "scorer": lambda images, prompts: [1.0]}, ValueError, "must give 2 numbers"),
         ({"scorer": lambda images, prompts: [float("nan")]}, NonFiniteScoreError, "gave nan"),
     ],
 )
 def test_bad_requests_are_told(pipe: Any, options: dict[str, Any], error: type, message: str) -> None:
-    with pytest.raises(error, match=message):
-        pipe("a", **options)
+    rejects(lambda: pipe("a", **options), message, error)
 
 
 def test_a_scorer_may_be_named(pipe: Any) -> None:

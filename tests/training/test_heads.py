@@ -163,8 +163,7 @@ def test_without_guidance_one_half_is_trained(tmp_path: Path) -> None:
     ],
 )
 def test_bad_recipes_are_refused(changes, match: str) -> None:
-    with pytest.raises(ValueError, match=match):
-        recipe("eagle", **changes)
+    rejects(lambda: recipe("eagle", **changes), match)
 
 
 def test_settings_that_a_drafter_lacks_are_refused(tmp_path: Path) -> None:

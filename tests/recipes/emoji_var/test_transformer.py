@@ -134,8 +134,7 @@ def test_a_run_does_not_resume_with_another_tokenizer(tmp_path, trained):
 )
 def test_what_does_not_fit_is_named_before_training(tmp_path, tokenizer, model, size, message):
     changed = recipe(model={**recipe().model, **model})
-    with pytest.raises(ValueError, match=message):
-        var.train_next_scale(changed, data(size=size), tokenizer, ENCODER, tmp_path / "run", CPU)
+    rejects(lambda: var.train_next_scale(changed, data(size=size), tokenizer, ENCODER, tmp_path / "run", CPU), message)
     assert not (tmp_path / "run").exists()
 
 

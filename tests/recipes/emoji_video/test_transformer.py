@@ -292,8 +292,7 @@ def test_a_preview_is_trained_and_resumed(tmp_path, vae):
      ({"temporal_stride": 4}, "temporal_stride"), ({"channels": 16}, "channels")],
 )  # fmt: skip
 def test_networks_that_do_not_fit_are_refused(tmp_path, vae, change, message):
-    with pytest.raises(ValueError, match=message):
-        train(tmp_path / "run", vae, recipe(model={**SHAPE, **change}))
+    rejects(lambda: train(tmp_path / "run", vae, recipe(model={**SHAPE, **change})), message)
     assert not (tmp_path / "run").exists()
 
 
@@ -307,11 +306,10 @@ def test_a_teacher_is_given_for_consistency_and_for_nothing_else(tmp_path, vae, 
 @pytest.mark.parametrize(
     ("change", "message"),
     [({"objective": "gan"}, "objective"), ({"self_rollout_probability": 1.5}, "self_rollout_probability"),
-     ({"levels": [500, 1000]}, "steps must fall"), ({"optimizer": "sgd"}, "optimizer"), ({"euler_steps": 0}, "euler_steps")],
+     ({"levels": [500, 1000]}, "steps"), ({"optimizer": "sgd"}, "optimizer"), ({"euler_steps": 0}, "euler_steps")],
 )  # fmt: skip
 def test_recipes_that_cannot_be_are_refused(change, message):
-    with pytest.raises(ValueError, match=message):
-        recipe(**change)
+    rejects(lambda: recipe(**change), message)
 
 
 @pytest.mark.parametrize(
