@@ -19,6 +19,8 @@ from typing import Any
 
 from vargen.decoding import PRESETS
 from vargen.decoding.next_token.drafters import Eagle, Jacobi, LayerSkip, Medusa, Speculative, SpeculativeTree
+from vargen.deprecation import RENAMED_FIELDS
+from vargen.evaluation.compare import MethodResult
 from vargen.pipelines.registry import open_pipeline
 
 DEFAULTS, PLAIN = "as packaged", "temperature 1, no filters"
@@ -105,7 +107,7 @@ def projected(method: dict[str, Any], shape: Shape, gpu: GPU, overlap: bool) -> 
 
     Tokens per pass are taken as they are: another model accepts other shares of the same drafts.
     """
-    steps = {int(width): passes for width, passes in method["fed"].items()}
+    steps = {int(width): passes for width, passes in method["passes_by_width"].items()}
     step = sum(shape.seconds(gpu, fed, overlap=overlap) * passes for fed, passes in steps.items()) / sum(steps.values())
     step += drafting(method["name"], method["tokens_per_pass"], shape, gpu, overlap) if max(steps) > 1 else 0.0
     return method["tokens_per_pass"] * shape.seconds(gpu, 1, overlap=overlap) / step
@@ -128,11 +130,13 @@ def measured(arguments: argparse.Namespace, setting: str, methods: list[str]) ->
     command = ["vargen", "eval", "-o", str(folder / "eval"), "--prompt-file", str(arguments.prompts), "--batch-size", "8"]
     subprocess.run([*command, "--num-images", str(arguments.pictures), *common], check=True, stdout=subprocess.DEVNULL)
     quality = {each["name"]: each for each in json.loads((folder / "eval" / "metrics.json").read_text())["methods"]}
-    return [each | {"quality": quality[each["name"]]} for each in json.loads(speed.read_text())["methods"]]
+    new_names = RENAMED_FIELDS[MethodResult.__name__]  # the file may be of an earlier version
+    rows = [{new_names.get(key, key): value for key, value in row.items()} for row in json.loads(speed.read_text())["methods"]]
+    return [row | {"quality": quality[row["name"]]} for row in rows]
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    head = ["method", "", "tokens per pass", "ratio", "drafting", "rest beside the pass", "relaxation"]
+    head = ["method", "", "tokens per pass", "speedup", "drafting", "rest beside the pass", "relaxation"]
     head += ["score less that of `ar`", "KID x 1000"]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for row in rows:
@@ -168,7 +172,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("runs/methods"))
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    able = [method.name for method in open_pipeline(arguments.model).methods() if method.reason is None]
+    able = [method.name for method in open_pipeline(arguments.model).list_methods() if method.unsupported_reason is None]
     methods = arguments.methods.split(",") if arguments.methods else [name for name in able if name != "auto"]
     gpu, report = GPU(), {}
     for setting in (DEFAULTS, PLAIN):

@@ -73,11 +73,11 @@ def main() -> None:
     for name in names:
         start = time.process_time()
         stats = decode(model, condition, torch.arange(images), METHODS[name], sampling).stats
-        turns = sum(stats.accepted_histogram)
-        variance = sum(n * (k - stats.tokens_per_pass) ** 2 for k, n in enumerate(stats.accepted_histogram)) / turns
+        turns = sum(stats.committed_histogram)
+        variance = sum(n * (k - stats.tokens_per_pass) ** 2 for k, n in enumerate(stats.committed_histogram)) / turns
         row = {
             "method": name,
-            "fed": max(stats.fed),
+            "fed": max(stats.passes_by_width),
             "tokens_per_pass": round(stats.tokens_per_pass, 3),
             "standard_error": round(math.sqrt(variance / turns), 3),
             "sibling_rates": [round(rate, 3) for rate in stats.sibling_rates],

@@ -79,10 +79,10 @@ def format_model(title: str, pipe: Any, model: str | None) -> str:
     reasons: dict[str, int] = {}
     heads = " | ".join(f"{device} {dtype}" for device, dtype in COLUMNS)
     lines = [f"| method | kind | status | {heads} |", "|---|---|---|" + "---|" * len(COLUMNS)]
-    for method in pipe.methods():
+    for method in pipe.list_methods():
         cells = [make_cell(model, method.name, *column) for column in COLUMNS]
-        if method.reason is not None:
-            cells = [f"refused ({reasons.setdefault(method.reason, len(reasons) + 1)})"] * len(COLUMNS)
+        if method.unsupported_reason is not None:
+            cells = [f"refused ({reasons.setdefault(method.unsupported_reason, len(reasons) + 1)})"] * len(COLUMNS)
         status = "experimental" if PRESETS[method.name].experimental else "core"
         lines.append(f"| `{method.name}` | {method.kind} | {status} | {' | '.join(cells)} |")
     notes = [f"{number}. {reason}" for reason, number in reasons.items()]
@@ -92,10 +92,10 @@ def format_model(title: str, pipe: Any, model: str | None) -> str:
 def make_page() -> str:
     """The page; opens every packaged model."""
     from vargen.assets import packaged_models
-    from vargen.device import check_compile
+    from vargen.device import validate_compile
 
     try:
-        check_compile(True, "cpu")
+        validate_compile(True, "cpu")
         refusal = ""
     except ValueError as error:
         refusal = f"`compile=True` is refused on a CPU: {str(error).removeprefix('compile must be False on a CPU: ')}."

@@ -187,9 +187,7 @@ def sample_from_logits(
 
     Args:
         unconditional: logits of the same shape and dtype, for guidance u + scale (c - u).
-        temperature: above 0.
-        top_k: from 1 to V; None keeps all tokens.
-        top_p: in (0, 1].
+        temperature, top_k, top_p: above 0; from 1 to V, or None to keep all tokens; in (0, 1].
         noise: noise keys for `[B, T]` rows; logits are then `[B, T, V]`.
         probs: whether to return probabilities.
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from vargen.compat import ensure_torchvision, hide_progress_bars, load_options, report_memory
 from vargen.decoding import DEFAULT_METHOD, list_methods, resolve_method
-from vargen.deprecation import renamed_attribute
+from vargen.deprecation import renamed_attributes, renamed_fields
 from vargen.files import atomic_merge, expand_user
 from vargen.models.condition import Condition
 from vargen.pipelines import loading, prompts
@@ -40,22 +40,29 @@ _RELEASE = tuple(int(part) for part in diffusers.__version__.split(".")[:2])
 _DTYPE = "dtype" if _RELEASE >= (0, 42) else "torch_dtype"  # argument name of diffusers
 
 
+@renamed_fields(reason="unsupported_reason")
 @dataclass(frozen=True)
-class Method:
+class MethodInfo:
     """A preset, and whether a pipeline supports it.
 
     Attributes:
         name, kind, summary, source: from the preset; kind is `"exact"` or `"relaxed"`.
-        reason: why this pipeline cannot run it; None if it can.
+        unsupported_reason: why this pipeline cannot run it; None if it can.
     """
 
     name: str
     kind: str
     summary: str
     source: str
-    reason: str | None = None
+    unsupported_reason: str | None = None
 
 
+@renamed_attributes(  # names of version 0.1, which go with 0.3
+    vocab="vocab_size", tokens="num_tokens", steps="num_baseline_passes", examples="example_tokens", methods="list_methods",
+    check_runs="validate_method", token_model="decoding_model", scale_model="decoding_model", block_model="decoding_model",
+    condition="encode_condition", read_prompt="normalize_prompt", scored_prompt="scorer_prompt",
+    frame_scorer="resolve_frame_scorer",
+)  # fmt: skip
 class VisualPipeline(DiffusionPipeline):
     """Generation of images or videos with an autoregressive model of any family.
 
@@ -70,7 +77,7 @@ class VisualPipeline(DiffusionPipeline):
         pixel_decoder: name of the component that decodes tokens or latents to pixels.
         usual_sampling: sampling settings used where neither the call nor the checkpoint sets them.
         prompt_names: names that replace characters in a prompt; None if prompts are used as typed.
-        examples: for image models, example tokens `[M, N]` for lookup drafters.
+        example_tokens: for image models, example tokens `[M, N]` for lookup drafters.
         fps: frames per second of video models.
     """
 
@@ -84,22 +91,13 @@ class VisualPipeline(DiffusionPipeline):
     model_cpu_offload_seq = "text_encoder->transformer->vqvae"
     _callback_tensor_inputs: ClassVar[list[str]] = ["latents"]
 
-    # Names of version 0.1, which go with 0.3.
-    token_model = renamed_attribute("token_model", "decoding_model")
-    scale_model = renamed_attribute("scale_model", "decoding_model")
-    block_model = renamed_attribute("block_model", "decoding_model")
-    condition = renamed_attribute("condition", "encode_condition")
-    read_prompt = renamed_attribute("read_prompt", "normalize_prompt")
-    scored_prompt = renamed_attribute("scored_prompt", "scorer_prompt")
-    frame_scorer = renamed_attribute("frame_scorer", "resolve_frame_scorer")
-
     transformer: Any
     vqvae: Any
     draft_transformer: Any = None
     text_encoder: Any
     tokenizer: Any
     prompt_names: PromptNames | None
-    examples: Tensor | None = None
+    example_tokens: Tensor | None = None
     fps: int | None = None
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -125,7 +123,7 @@ class VisualPipeline(DiffusionPipeline):
         self.register_modules(**components)
         self.register_to_config(**config)
         self.prompt_names = PromptNames(prompt_names) if isinstance(prompt_names, dict) else prompt_names
-        self.examples = None
+        self.example_tokens = None
         # A pipeline loaded without networks can still encode prompts.
         factor = getattr(getattr(self, self.pixel_decoder), "downsampling", 8)
         self.image_processor = VaeImageProcessor(vae_scale_factor=factor)
@@ -171,8 +169,8 @@ class VisualPipeline(DiffusionPipeline):
             kwargs |= loading.load_shared_components(folder, kwargs)
             pipe = super().from_pretrained(str(folder), **{**load_options(), **kwargs})
         if examples is not None and pipe.transformer is not None:
-            loading.check_example_tokens(examples, pipe.vocab, pipe.tokens)
-        pipe.examples = examples
+            loading.check_example_tokens(examples, pipe.vocab_size, pipe.num_tokens)
+        pipe.example_tokens = examples
         return pipe
 
     @classmethod
@@ -185,10 +183,10 @@ class VisualPipeline(DiffusionPipeline):
 
     @classmethod
     def from_pipe(cls, pipeline: DiffusionPipeline, **kwargs: Any) -> Self:
-        """As in diffusers. Also copies `prompt_names` and `examples`, which are not part of the config."""
+        """As in diffusers. Also copies `prompt_names` and `example_tokens`, which are not part of the config."""
         kwargs.setdefault("prompt_names", getattr(pipeline, "prompt_names", None))
         pipe = super().from_pipe(pipeline, **kwargs)
-        pipe.examples = getattr(pipeline, "examples", None)
+        pipe.example_tokens = getattr(pipeline, "example_tokens", None)
         return pipe
 
     def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
@@ -208,9 +206,13 @@ class VisualPipeline(DiffusionPipeline):
             super().save_pretrained(str(staged), **kwargs)
             if self.prompt_names is not None:
                 self.prompt_names.save(staged)
-            if self.examples is not None:
-                loading.save_example_tokens(self.examples, staged)
-        own = {prompts.PROMPT_NAMES_FILE: self.prompt_names, loading.EXAMPLES_FILE: self.examples, loading.SHARED_FILE: None}
+            if self.example_tokens is not None:
+                loading.save_example_tokens(self.example_tokens, staged)
+        own = {
+            prompts.PROMPT_NAMES_FILE: self.prompt_names,
+            loading.EXAMPLES_FILE: self.example_tokens,
+            loading.SHARED_FILE: None,
+        }
         for name in (name for name, value in own.items() if value is None):
             (folder / name).unlink(missing_ok=True)
 
@@ -240,27 +242,27 @@ class VisualPipeline(DiffusionPipeline):
 
     @classmethod
     @abstractmethod
-    def check_method(cls, info: ModelInfo, method: Any) -> None:
+    def validate_method_for(cls, info: ModelInfo, method: Any) -> None:
         """Check from the model folder alone whether this method can run.
 
         Raises:
-            ValueError: with the missing component or the unsupported setting. `check_runs` has the checks that need weights.
+            ValueError: with the missing component or the unsupported setting. `validate_method` checks what needs the weights.
         """
 
-    @abstractmethod
-    def check_runs(self, method: Any) -> None:
+    def validate_method(self, method: Any) -> None:
         """Raise ValueError with the reason if this pipeline cannot run a method."""
+        method.bind(self.decoding_model())
 
-    def methods(self) -> list[Method]:
+    def list_methods(self) -> list[MethodInfo]:
         """List the presets of this paradigm, each with its name, kind, and the reason if this pipeline cannot run it."""
         found = []
         for preset in list_methods(self.paradigm):
             reason = None
             try:
-                self.check_runs(preset)
+                self.validate_method(preset)
             except (ValueError, TypeError) as error:
                 reason = str(error)
-            found.append(Method(preset.name, preset.kind, preset.summary, preset.source, reason))
+            found.append(MethodInfo(preset.name, preset.kind, preset.summary, preset.source, reason))
         return found
 
     def resolve_method(self, accelerator: Any) -> Any:
@@ -273,7 +275,15 @@ class VisualPipeline(DiffusionPipeline):
 
     @abstractmethod
     def decoding_model(self, *arguments: Any, **options: Any) -> Any:
-        """Return the adapter of the transformers for the loop of this paradigm."""
+        """Return the adapter of the transformers for the loop of this paradigm.
+
+        Args:
+            guidance: for image models, classifier-free guidance or its scale.
+            compile: for image models, see `__call__`.
+
+        Raises:
+            ValueError: for an invalid guidance scale, or `compile` on a CPU.
+        """
 
     # -- prompts and classes --------------------------------------------------------------------------------------------
 
@@ -312,12 +322,12 @@ class VisualPipeline(DiffusionPipeline):
     # -- images ---------------------------------------------------------------------------------------------------------
 
     @property
-    def vocab(self) -> int:
+    def vocab_size(self) -> int:
         """Vocabulary size V."""
         return self.transformer.config.vocab_size
 
     @property
-    def tokens(self) -> int:
+    def num_tokens(self) -> int:
         """Number of tokens N of an image."""
         return self.transformer.tokens
 
@@ -338,7 +348,7 @@ class VisualPipeline(DiffusionPipeline):
 
     @property
     @abstractmethod
-    def steps(self) -> int:
+    def num_baseline_passes(self) -> int:
         """Number of forward passes that the baseline takes for an image."""
 
     @property
@@ -348,7 +358,12 @@ class VisualPipeline(DiffusionPipeline):
 
     @abstractmethod
     def decode_tokens(self, tokens: Tensor, length: Tensor | None = None, output_type: str = "pil") -> Any:
-        """Decode tokens `[B, N]` to images. The area of tokens past `length [B]` is left white."""
+        """Decode tokens `[B, N]` to images. The area of tokens past `length [B]` is left white, or not refined further.
+
+        Raises:
+            ValueError, TypeError: for tokens that do not fit this model, or an unknown output type.
+            NonFinitePixelsError: for NaN or infinite pixels; the message has the image and position of the first one.
+        """
 
     @abstractmethod
     def preview(self, tokens: Tensor, num_tokens: int) -> list[Image.Image]:
@@ -359,7 +374,7 @@ class VisualPipeline(DiffusionPipeline):
         """Guidance scale, temperature, top-k and top-p that a call uses by default: the checkpoint's, else the family's."""
         stored = {name: value for name, value in (self.config.defaults or {}).items() if value is not None}
         usual = dict(self.usual_sampling)
-        if usual["top_k"] is not None and usual["top_k"] > self.vocab:
+        if usual["top_k"] is not None and usual["top_k"] > self.vocab_size:
             usual["top_k"] = None
         return {**usual, **stored}
 
@@ -376,7 +391,7 @@ class VisualPipeline(DiffusionPipeline):
 
     def _progress_total(self, request: Any) -> int:
         """Total of the progress bar."""
-        return self.tokens
+        return self.num_tokens
 
     @property
     def interrupt(self) -> bool:

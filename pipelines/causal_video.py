@@ -20,7 +20,7 @@ from vargen.models.causal_video import CausalVideoTransformer
 from vargen.models.condition import Condition
 from vargen.models.tokenizers.preview_decoder import PreviewDecoder
 from vargen.models.tokenizers.video_vae import CausalVideoVAE, StreamingDecoder
-from vargen.pipelines import validation as checks
+from vargen.pipelines import validation
 from vargen.pipelines.adapters import Guidance
 from vargen.pipelines.adapters.causal_video import CausalVideoBlockModel
 from vargen.pipelines.base import VisualPipeline
@@ -32,7 +32,7 @@ from vargen.pipelines.videos import (
     DEFAULT_SETTINGS,
     CausalVideoPipelineOutput,
     PassMonitor,
-    VideoRequest,
+    VideoGenerationRequest,
     VideoStream,
     check_geometry,
     check_settings,
@@ -106,11 +106,11 @@ class CausalVideoPipeline(VisualPipeline):
     # -- properties -----------------------------------------------------------------------------------------------------
 
     @classmethod
-    def check_method(cls, info: ModelInfo, method: Any) -> None:
-        if method.needs_draft_model and not info.has_draft:
+    def validate_method_for(cls, info: ModelInfo, method: Any) -> None:
+        if method.needs_draft_model and "draft_transformer" not in info.components:
             raise ValueError(f"{method.name} needs a draft_transformer, a smaller model, and this model has none")
 
-    def check_runs(self, method: Any) -> None:
+    def validate_method(self, method: Any) -> None:
         method.validate_models(self.decoding_model(), has_scorer=True)
 
     @property
@@ -127,18 +127,18 @@ class CausalVideoPipeline(VisualPipeline):
         return self.transformer.geometry.fps
 
     @property
-    def vocab(self) -> int:
+    def vocab_size(self) -> int:
         """0: a video has no tokens."""
         return 0
 
     @property
-    def tokens(self) -> int:
+    def num_tokens(self) -> int:
         """Number of frames of a video of default length."""
         geometry = self.transformer.geometry
         return geometry.pixel_frames(0, self.setting("num_blocks") * geometry.block_frames)
 
     @property
-    def steps(self) -> int:
+    def num_baseline_passes(self) -> int:
         """Number of passes of the baseline for a video of default length."""
         return self.setting("num_blocks") * (len(self.setting("levels") or shifted_levels()) + 1) - 1
 
@@ -159,7 +159,7 @@ class CausalVideoPipeline(VisualPipeline):
         accelerator: str | VideoMethod | None = None,
         tau: float | None = None,
         scorer: Any = None,
-        then: Mapping[int, str] | None = None,
+        prompt_schedule: Mapping[int, str] | None = None,
         window: int | None = None,
         sinks: int | None = None,
         motion: int | None = None,
@@ -181,7 +181,7 @@ class CausalVideoPipeline(VisualPipeline):
             tau: acceptance threshold on the scorer's scale, for methods that have one. None: the checkpoint's, else the
                 method's.
             scorer: scorer of drafts, for methods that score; see `resolve_frame_scorer`.
-            then: further prompts, by the number (above 0) of the block from which on each applies.
+            prompt_schedule: further prompts, by the number (above 0) of the block from which on each applies.
             window, sinks: maximum number of latent frames that a block attends to, and how many of them are the first frames
                 of the video. None: the checkpoint's default; without a window a block attends to all frames.
             motion: motion level, for models trained with motion levels.
@@ -196,16 +196,15 @@ class CausalVideoPipeline(VisualPipeline):
         """
         if self.transformer is None or self.vae is None:
             raise ValueError("this pipeline was loaded without a transformer or vae: it only encodes prompts")
-        total = self.setting("num_blocks") if num_blocks is None else parse_int(num_blocks, 1, MAX_BLOCKS)
-        if total is None:
-            raise ValueError(f"num_blocks must be a whole number from 1 to {MAX_BLOCKS}, got {short_repr(num_blocks)}")
+        blocks = self.setting("num_blocks") if num_blocks is None else num_blocks
+        total = validation.require_int(blocks, "num_blocks", 1, MAX_BLOCKS)
         method = self.resolve_method(accelerator, tau)
         levels = self.transformer.config.motion_levels
         if motion is not None and parse_int(motion, 0, levels - 1) is None:
             allowed = f"from 0 to {levels - 1}" if levels else "left out: this model has no motion levels"
             raise ValueError(f"motion must be {allowed}, got {short_repr(motion)}")
-        checks.check_window(window, sinks, self.transformer.geometry.block_frames)
-        schedule = checks.check_then(then, total)
+        validation.validate_window(window, sinks, self.transformer.geometry.block_frames)
+        schedule = validation.validate_prompt_schedule(prompt_schedule, total)
         scored = method.needs_scorer
         if prompt is None and prompt_embeds is None:
             raise ValueError("give a prompt, for example pipe('a waving cat')")
@@ -214,7 +213,7 @@ class CausalVideoPipeline(VisualPipeline):
         condition = self.encode_video_condition(prompt, prompt_embeds, clean_prompt)
         frame_scorer = self.resolve_frame_scorer(scorer) if scored else None
         seeds = resolve_seeds(generator, 1)
-        blocks = decode_video(
+        stream = decode_video(
             self.decoding_model(window, sinks, motion),
             condition,
             int(seeds.noise_seeds[0]),
@@ -227,8 +226,8 @@ class CausalVideoPipeline(VisualPipeline):
             callback=callback,
             profile=profile,
         )
-        blocks.stats.seed = seeds.seeds[0]
-        return VideoStream(self, blocks, frame_scorer, schedule, clean_prompt)
+        stream.stats.seed = seeds.seeds[0]
+        return VideoStream(self, stream, frame_scorer, schedule, clean_prompt)
 
     @torch.no_grad()
     @without_autocast
@@ -261,7 +260,7 @@ class CausalVideoPipeline(VisualPipeline):
         inputs = callback_on_step_end_tensor_inputs
         output = OutputOptions.build(self, output_type, return_dict, callback_on_step_end, inputs)
         is_list = isinstance(prompt, list | tuple)
-        prompts: list[Any] = checks.check_prompts(prompt) if is_list else [prompt]
+        prompts: list[Any] = validation.validate_prompts(prompt) if is_list else [prompt]
         seeds = resolve_seeds(generator, len(prompts))
         sources = [torch.Generator(device).manual_seed(seed) for seed, device in zip(seeds.seeds, seeds.devices, strict=True)]
         monitor = PassMonitor(self, options.pop("callback", None), callback_on_step_end)
@@ -270,12 +269,12 @@ class CausalVideoPipeline(VisualPipeline):
             self.stream(each, generator=source, callback=monitor, **options)
             for each, source in zip(prompts, sources, strict=True)
         ]
-        return run_request(self, VideoRequest(streams, is_list, monitor, output))
+        return run_request(self, VideoGenerationRequest(streams, is_list, monitor, output))
 
-    def _progress_total(self, request: VideoRequest) -> int:
+    def _progress_total(self, request: VideoGenerationRequest) -> int:
         return sum(stream.blocks for stream in request.streams)
 
-    def _generate(self, request: VideoRequest, call: RunningCall, bar: Any) -> CausalVideoPipelineOutput:
+    def _generate(self, request: VideoGenerationRequest, call: RunningCall, bar: Any) -> CausalVideoPipelineOutput:
         request.monitor.call, output_type = call, request.output.output_type
         videos: list[list[Tensor]] = []
         for stream in request.streams:
@@ -325,7 +324,7 @@ class CausalVideoPipeline(VisualPipeline):
             return Condition(caption_embeds=prompt_embeds.to(self._execution_device))
         if prompt is None:
             raise ValueError("give a prompt, for example pipe('a waving cat')")
-        if len(checks.check_prompts(prompt)) != 1:
+        if len(validation.validate_prompts(prompt)) != 1:
             raise ValueError(f"prompt must be one, got {len(prompt)}: a stream is one video; a call takes several")
         embeds, mask = self.encode_prompt(prompt, clean)
         return Condition(caption_embeds=embeds[:, mask[0]], caption_mask=mask[:, mask[0]])

@@ -16,7 +16,7 @@ from typing import Any
 from vargen.models.component_files import check_network_files, check_t5_files, check_tokenizer_files
 from vargen.models.text_encoder import MiniLMTextEncoder
 from vargen.options import OPTIONS
-from vargen.pipelines.validation import check_sampling
+from vargen.pipelines.validation import validate_sampling
 from vargen.values import short_repr
 
 ClassPath = tuple[str, str]  # library (or vargen module) and class name, as in model_index.json
@@ -98,7 +98,7 @@ def check_sampling_defaults(defaults: Any, transformer: Mapping[str, Any]) -> No
     if not isinstance(defaults, dict) or any(name not in OPTIONS for name in defaults):
         raise ValueError(f"defaults must be a dict of {', '.join(OPTIONS)}, or None, got {short_repr(defaults)}")
     try:
-        _, sampling = check_sampling({name: value for name, value in defaults.items() if value is not None})
+        _, sampling = validate_sampling({name: value for name, value in defaults.items() if value is not None})
         if transformer:
             sampling.validate_top_k(transformer["vocab_size"])
     except (ValueError, TypeError) as error:

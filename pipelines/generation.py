@@ -13,9 +13,9 @@ from torch import Tensor
 
 from vargen.decoding import DecodeOutput, DecodeStats, Progress, Sampling
 from vargen.decoding.seeds import ImageSeeds, resolve_seeds
-from vargen.device import check_compile
+from vargen.device import validate_compile
 from vargen.models.condition import Condition
-from vargen.pipelines import validation as checks
+from vargen.pipelines import validation
 from vargen.pipelines.adapters import Guidance
 from vargen.pipelines.images import split_on_out_of_memory
 from vargen.pipelines.prompts import PromptInputs, encode_condition, encode_negative_condition, repeat_condition, scorer_prompts
@@ -49,9 +49,9 @@ class OutputOptions:
         if pipe.transformer is None or getattr(pipe, pipe.pixel_decoder) is None:
             missing = f"transformer or {pipe.pixel_decoder}"
             raise ValueError(f"this pipeline was loaded without a {missing}: it only encodes prompts")
-        checks.check_output_type(output_type)
-        check_compile(compile, pipe._device_of(pipe.transformer))
-        checks.check_callback(callback, tensor_inputs, pipe._callback_tensor_inputs)
+        validation.validate_output_type(output_type)
+        validate_compile(compile, pipe._device_of(pipe.transformer))
+        validation.validate_callback(callback, tensor_inputs, pipe._callback_tensor_inputs)
         return cls(output_type, return_dict, callback, compile)
 
 
@@ -109,14 +109,14 @@ class GenerationRequest:
             ValueError, TypeError: before any image is generated; the message names the argument.
         """
         if negative.prompt is not None:
-            checks.check_prompts(negative.prompt, "negative_prompt")
+            validation.validate_prompts(negative.prompt, "negative_prompt")
         given = {name: value for name, value in settings.items() if value is not None}
-        scale, sampling = checks.check_sampling({**pipe.default_sampling, **given})
-        sampling.validate_top_k(pipe.vocab)
-        interval = checks.check_guidance_interval(guidance_interval)
-        per_prompt = checks.check_count(num_images_per_prompt, 1)
+        scale, sampling = validation.validate_sampling({**pipe.default_sampling, **given})
+        sampling.validate_top_k(pipe.vocab_size)
+        interval = validation.validate_guidance_interval(guidance_interval)
+        per_prompt = validation.validate_num_images(num_images_per_prompt, 1)
         condition, num_prompts = encode_condition(pipe, inputs)
-        images = num_prompts * checks.check_count(per_prompt, num_prompts)
+        images = num_prompts * validation.validate_num_images(per_prompt, num_prompts)
         selection.validate_num_images(images)
         texts = () if selection.scorer is None else scorer_prompts(pipe, inputs.prompt, condition)
         seeds = resolve_seeds(generator, images).for_candidates(selection.num_candidates)
@@ -198,7 +198,7 @@ def _step_callback(
             return not call.interrupted
         skipped = progress.tokens < 0  # scales that the schedule skips
         result = on_step_end(pipe, progress.step - 1, num_tokens, {"latents": progress.tokens})
-        result = checks.check_answer(result, progress.tokens, pipe.vocab, skipped)
+        result = validation.validate_callback_result(result, progress.tokens, pipe.vocab_size, skipped)
         latents = result.get("latents")
         if latents is not None and latents is not progress.tokens:
             progress.tokens.copy_(latents)

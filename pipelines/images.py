@@ -19,7 +19,7 @@ from torch import Tensor
 from vargen.decoding import DecodeStats
 from vargen.models.tokenizers.multi_scale_quantizer import MultiScaleQuantizer
 from vargen.models.tokenizers.vq import NonFinitePixelsError
-from vargen.pipelines.validation import check_output_type, check_tokens
+from vargen.pipelines.validation import validate_output_type, validate_tokens
 from vargen.reading import on_white
 from vargen.values import parse_float, short_repr
 
@@ -42,7 +42,7 @@ class ImagePipelineOutput(BaseOutput):
     stats: DecodeStats
 
 
-def validate_tokens(tokens: Any, length: Any, output_type: Any, codes: int, minimum: int = 0) -> None:
+def validate_decode_arguments(tokens: Any, length: Any, output_type: Any, codes: int, minimum: int = 0) -> None:
     """Validate the arguments of `decode_tokens`; the caller checks the number of tokens.
 
     Args:
@@ -52,8 +52,8 @@ def validate_tokens(tokens: Any, length: Any, output_type: Any, codes: int, mini
     Raises:
         ValueError, TypeError: naming the argument.
     """
-    check_output_type(output_type)
-    check_tokens(tokens, codes, minimum=minimum)
+    validate_output_type(output_type)
+    validate_tokens(tokens, codes, minimum=minimum)
     if length is not None and tuple(length.shape) != (len(tokens),):
         raise ValueError(f"length must be [{len(tokens)}], one per image, got {list(length.shape)}")
 
@@ -160,7 +160,7 @@ class InpaintSource:
         return scales - math.ceil(round(self.strength * scales, 6))
 
 
-def check_source(image: Any, mask: Any, strength: Any, side: int, processor: Any) -> InpaintSource | None:
+def validate_source(image: Any, mask: Any, strength: Any, side: int, processor: Any) -> InpaintSource | None:
     """Validate the `image`, `mask` and `strength` of a call. Returns None if there is no image.
 
     Args:
@@ -269,6 +269,6 @@ class KeptTokens:
 
     def __call__(self, canvas: Tensor, scale: int) -> tuple[Tensor, Tensor]:
         """Tokens int64 `[B, n]` for a scale, given the latent so far `[B, C, R, G]`, and bool `[B, n]`, True where kept."""
-        share = self.quantizer.shrink(self.kept_area, scale)
-        residual = self.quantizer.shrink((self.latent - canvas) * self.kept_area, scale) / share.clamp(min=1e-6)
-        return self.quantizer.nearest(residual, scale).flatten(1), (share >= _HALF).flatten(1)
+        share = self.quantizer.downsample(self.kept_area, scale)
+        residual = self.quantizer.downsample((self.latent - canvas) * self.kept_area, scale) / share.clamp(min=1e-6)
+        return self.quantizer.find_nearest(residual, scale).flatten(1), (share >= _HALF).flatten(1)

@@ -15,20 +15,20 @@ from vargen.convert.llamagen import convert_llamagen
 from vargen.decoding import DEFAULT_METHOD, Accelerator, DecodeOutput, Eagle, Jacobi, Medusa, decode
 from vargen.decoding.next_token.drafters.heads import HeadDrafter
 from vargen.decoding.next_token.drafters.initial import LOW_RES_DRAFTS, MISSING_LOW_RES
-from vargen.device import check_compile
+from vargen.device import validate_compile
 from vargen.models.heads.eagle import EagleDrafter
 from vargen.models.heads.medusa import MedusaDrafter
 from vargen.models.heads.upsampler import TokenUpsampler
 from vargen.models.llamagen import SIZES, LlamaGenTransformer
 from vargen.models.tokenizers.vq import VQModel
-from vargen.pipelines import validation as checks
+from vargen.pipelines import validation
 from vargen.pipelines.adapters import Guidance, to_guidance
 from vargen.pipelines.adapters.drafters import EagleModel, LowResolutionDrafter, MedusaHeads, check_low_res
 from vargen.pipelines.adapters.llamagen import LlamaGenTokenModel
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.components import TEXT_COMPONENTS, Component, ModelFamily, register_family
 from vargen.pipelines.generation import CandidateSelection, GenerationRequest, OutputOptions, run_request
-from vargen.pipelines.images import ImagePipelineOutput, decode_pixels, preprocess_images, validate_tokens
+from vargen.pipelines.images import ImagePipelineOutput, decode_pixels, preprocess_images, validate_decode_arguments
 from vargen.pipelines.prompts import PromptInputs, PromptNames
 from vargen.scoring.protocol import Scorer
 
@@ -93,16 +93,13 @@ class LlamaGenPipeline(VisualPipeline):
     # -- properties -----------------------------------------------------------------------------------------------------
 
     @classmethod
-    def check_method(cls, info: ModelInfo, method: Accelerator) -> None:
+    def validate_method_for(cls, info: ModelInfo, method: Accelerator) -> None:
         drafter = method.drafter
-        drafter.validate_grid(info.tokens)
-        if isinstance(drafter, HeadDrafter) and drafter.model is None and drafter.kind not in info.drafters:
+        drafter.validate_grid(info.num_tokens)
+        if isinstance(drafter, HeadDrafter) and drafter.model is None and drafter.kind not in info.components:
             raise ValueError(drafter.missing_head_message())
-        if isinstance(drafter, Jacobi) and drafter.initial in LOW_RES_DRAFTS and not info.low_res:
+        if isinstance(drafter, Jacobi) and drafter.initial in LOW_RES_DRAFTS and "low_res" not in info.components:
             raise ValueError(MISSING_LOW_RES)
-
-    def check_runs(self, method: Accelerator) -> None:
-        method.bind(self.decoding_model(1.0))
 
     @property
     def grids(self) -> tuple[tuple[int, int], ...]:
@@ -110,7 +107,7 @@ class LlamaGenPipeline(VisualPipeline):
         return ((side, side),)
 
     @property
-    def steps(self) -> int:
+    def num_baseline_passes(self) -> int:
         return self.transformer.tokens
 
     @property
@@ -218,26 +215,21 @@ class LlamaGenPipeline(VisualPipeline):
         return decode(model, request.condition, seeds, request.method, request.sampling, callback=callback)
 
     def decoding_model(self, guidance: Guidance | float = 1.0, *, compile: bool = False) -> LlamaGenTokenModel:
-        """Return the adapter of the transformer and its drafters for `vargen.decoding.decode`.
-
-        Args:
-            guidance: classifier-free guidance, or its scale.
-            compile: see `__call__`.
-
-        Raises:
-            ValueError: for an invalid guidance scale, or `compile` on a CPU.
-        """
+        """Return the adapter of the transformer and its drafters for `vargen.decoding.decode`."""
         device, guidance = self._device_of(self.transformer), to_guidance(guidance)
-        check_compile(compile, device)
-        checks.check_guidance(guidance.scale)
+        validate_compile(compile, device)
+        validation.validate_guidance(guidance.scale)
         codes = None if self.vqvae is None else self.codebook.to(device)
 
         def adapt(transformer: Any) -> Any:
             return transformer and LlamaGenTokenModel(transformer, guidance, device=device)
 
         low = adapt(self.low_res)
-        trained = {name: (each.adapter, getattr(self, name)) for name, each in self.family.drafters.items()}
-        heads = {name: partial(adapter, network) for name, (adapter, network) in trained.items() if network is not None}
+        heads = {
+            name: partial(each.adapter, network)
+            for name, each in self.family.drafters.items()
+            if (network := getattr(self, name)) is not None
+        }
         low_res = None
         if low is not None and codes is not None:
             low_res = LowResolutionDrafter(low, self.grid, self.upsampler, self.vqvae, codes)
@@ -247,17 +239,14 @@ class LlamaGenPipeline(VisualPipeline):
             compiled_forward=self._compiled_transformer() if compile else None,
             codebook=codes,
             draft_model=adapt(self.draft_transformer),
-            example_tokens=self.examples,
+            example_tokens=self.example_tokens,
             draft_heads=heads,
             low_res=low_res,
             device=device,
         )
 
     def load_low_res(self, low_res: Any, upsampler: Any = None) -> None:
-        """Load a low-resolution transformer and, if given, its up-sampler, as `load_drafter` does.
-
-        Without one, an up-sampler that was loaded earlier is removed.
-        """
+        """Load a low-resolution transformer as `load_drafter` does, and its up-sampler; None removes an earlier one."""
         if upsampler is None:
             self.register_modules(upsampler=None)
         self.load_drafter(*(each for each in (low_res, upsampler) if each is not None))
@@ -267,15 +256,8 @@ class LlamaGenPipeline(VisualPipeline):
     @torch.no_grad()
     @without_autocast
     def decode_tokens(self, tokens: Tensor, length: Tensor | None = None, output_type: str = "pil") -> Any:
-        """Decode tokens int64 `[B, N]` or `[B, rows, columns]` to images. The area of tokens past `length [B]` is left white.
-
-        With `length`, this also previews an image during generation.
-
-        Raises:
-            ValueError, TypeError: for tokens that do not fit this model, or an unknown output type.
-            NonFinitePixelsError: for NaN or infinite pixels; the message has the image and position of the first one.
-        """
-        validate_tokens(tokens, length, output_type, self.vqvae.config.codebook_size)
+        """Decode tokens int64 `[B, N]` or `[B, rows, columns]` to images; white past `length [B]`."""
+        validate_decode_arguments(tokens, length, output_type, self.vqvae.config.codebook_size)
         side = self.transformer.config.grid_size
         if tokens.dim() not in (2, 3) or not len(tokens) or tokens[0].numel() != side**2:
             raise ValueError(f"tokens must be [B, {side**2}] or [B, {side}, {side}], got {list(tokens.shape)}")

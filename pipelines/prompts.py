@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vargen.compat import tokenized, tokenizer_lock, without_autocast
 from vargen.models.condition import Condition
-from vargen.pipelines import validation as checks
+from vargen.pipelines import validation
 from vargen.values import short_repr
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def encode_prompt(
     Raises:
         ValueError, TypeError: for invalid prompts, or if the text encoder or P is missing.
     """
-    prompts = checks.check_prompts(prompt)
+    prompts = validation.validate_prompts(prompt)
     if pipe.text_encoder is None or pipe.tokenizer is None:
         raise ValueError("this pipeline was loaded without a text encoder: pass prompt_embeds")
     if pipe.transformer is None and max_sequence_length is None:
@@ -150,7 +150,9 @@ def encode_prompt(
             logger.warning("%s", hint)
     if clean:
         prompts = [clean_caption(text) for text in prompts]
-    rows = pipe.max_caption_tokens if max_sequence_length is None else checks.check_rows(max_sequence_length)
+    rows = (
+        pipe.max_caption_tokens if max_sequence_length is None else validation.validate_max_sequence_length(max_sequence_length)
+    )
     warn_if_truncated(pipe.tokenizer, prompts, rows)
     options = {"padding": "max_length", "truncation": True, "max_length": rows, "return_tensors": "pt"}
     return left_pad(*encode_tokens(pipe, tokenized(pipe.tokenizer, prompts, **options)))
@@ -182,7 +184,7 @@ def encode_condition(pipe: VisualPipeline, inputs: PromptInputs, name: str = "pr
             raise ValueError(f"{name}{'_embeds' * (prompt is None)} is not supported: this model is class-conditional; {use}")
         if class_labels is None or prompt is not None:
             raise ValueError(f"this model is class-conditional: {use}, not a prompt")
-        labels = checks.check_class_labels(class_labels, classes, pipe.class_names)
+        labels = validation.resolve_class_labels(class_labels, classes, pipe.class_names)
         return Condition(class_labels=torch.tensor(labels, device=device)), len(labels)
     if class_labels is not None:
         raise ValueError("class_labels is not supported: this model generates from text; pass a prompt")
@@ -193,7 +195,7 @@ def encode_condition(pipe: VisualPipeline, inputs: PromptInputs, name: str = "pr
                 f"{name}_embeds must be [B, {expected[0]}, {expected[1]}] and come without {name}, "
                 f"got {tuple(embeds.shape)}" + (f" and {name}={prompt!r:.40}" if prompt is not None else "")
             )
-        embeds, mask = checks.check_embeds(embeds, mask, name)
+        embeds, mask = validation.validate_embeds(embeds, mask, name)
         return Condition(caption_embeds=embeds.to(device), caption_mask=mask.to(device)), len(embeds)
     if prompt is None:
         raise ValueError("give a prompt, for example pipe('a red apple')")
@@ -224,7 +226,7 @@ def scorer_prompts(pipe: VisualPipeline, prompt: Any, condition: Condition) -> l
         return [names[label].split(",")[0] for label in labels]
     if prompt is None:
         raise ValueError("scorer needs words: give a prompt, not prompt_embeds")
-    return [pipe.normalize_prompt(text).text for text in checks.check_prompts(prompt)]
+    return [pipe.normalize_prompt(text).text for text in validation.validate_prompts(prompt)]
 
 
 def repeat_condition(condition: Condition, count: int) -> Condition:

@@ -24,7 +24,7 @@ __all__ = [
     "FAMILIES",
     "LLAMAGEN",
     "VAR",
-    "describe",
+    "inspect_model",
     "open_pipeline",
     "paradigm_of",
     "pipeline_class",
@@ -73,33 +73,29 @@ class ModelInfo:
         folder: path of the folder.
         pipeline: name of the pipeline class.
         condition: `"text"` or `"class"`.
-        vocab: vocabulary size V; 0 for video models.
-        tokens: number of tokens N of an image; for video models, the number of frames of a video of default length.
+        vocab_size: vocabulary size V; 0 for video models.
+        num_tokens: number of tokens N of an image; for video models, the number of frames of a video of default length.
         num_classes, id2label: number of classes, and their names by number (`"class"` only).
-        has_draft: whether it has a draft transformer.
-        steps: number of passes of the baseline, for an image or a video of default length.
+        components: names of the components in the folder, such as `"draft_transformer"`.
+        num_baseline_passes: number of passes of the baseline, for an image or a video of default length.
         image_size: width and height in pixels of the source image of a call; None if calls take no image.
-        drafters: names of the drafters in the folder that are trained on the transformer's features.
-        low_res: whether it has a low-resolution transformer.
         fps: frames per second of video models; None for image models.
     """
 
     folder: Path
     pipeline: str
     condition: str
-    vocab: int
-    tokens: int
+    vocab_size: int
+    num_tokens: int
     num_classes: int
     id2label: dict[int, str]
-    has_draft: bool
-    steps: int
+    components: tuple[str, ...]
+    num_baseline_passes: int
     image_size: int | None = None
-    drafters: tuple[str, ...] = ()
-    low_res: bool = False
     fps: int | None = None
 
 
-def describe(name: Any) -> ModelInfo:
+def inspect_model(name: Any) -> ModelInfo:
     """Locate a model, validate its files, and describe it from its configuration. No weights are read.
 
     Raises:
@@ -107,7 +103,6 @@ def describe(name: Any) -> ModelInfo:
     """
     folder = check_model_folder(name)
     family, index = folder.family, folder.index
-    present = [part for part in family.components if (index.get(part) or [None])[0]]
     with torch.device("meta"):  # fills in default values that the files omit
         networks = {
             part: component.network_class.from_config(component.network_class.load_config(folder.path / part))
@@ -120,14 +115,12 @@ def describe(name: Any) -> ModelInfo:
         folder.path,
         type(pipe).__name__,
         "class" if pipe.is_class_conditional else "text",
-        pipe.vocab,
-        pipe.tokens,
+        pipe.vocab_size,
+        pipe.num_tokens,
         pipe.transformer.config.get("num_classes", 0),
         pipe.class_names,
-        "draft_transformer" in present,
-        pipe.steps,
+        tuple(part for part in family.components if (index.get(part) or [None])[0]),
+        pipe.num_baseline_passes,
         pipe.image_size,
-        tuple(part for part in present if part in family.drafters),
-        "low_res" in present,
         pipe.fps,
     )

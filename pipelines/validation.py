@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from vargen.decoding import Sampling
+from vargen.deprecation import warn_renamed
 from vargen.options import OPTIONS
 from vargen.values import parse_int, short_repr
 
@@ -22,7 +23,7 @@ MAX_IMAGES = 1024  # per call; a larger number is a typo or a job for a batch sc
 MAX_SEED = 2**63 - 1
 
 
-def check_prompts(prompt: Any, name: str = "prompt") -> list[str]:
+def validate_prompts(prompt: Any, name: str = "prompt") -> list[str]:
     """Return the prompts as a list.
 
     Raises:
@@ -49,30 +50,29 @@ def _visible(char: str) -> bool:
     return not char.isspace() and (char.isascii() or unicodedata.category(char) not in ("Cf", "Cc", "Mn"))
 
 
-def check_guidance(guidance_scale: Any) -> float:
+def validate_guidance(guidance_scale: Any) -> float:
     """Return the guidance scale as a float. Raises ValueError unless it is a finite number from 0 to 1000."""
     return OPTIONS["guidance_scale"].check(guidance_scale)
 
 
-def check_sampling(settings: Mapping[str, Any]) -> tuple[float, Sampling]:
+def validate_sampling(settings: Mapping[str, Any]) -> tuple[float, Sampling]:
     """Split the settings into the guidance scale (default 1) and a `Sampling` of `temperature`, `top_k` and `top_p`.
 
     Raises:
         ValueError, TypeError: naming the setting, its value and what is allowed.
     """
     others = {name: value for name, value in settings.items() if name != "guidance_scale"}
-    return check_guidance(settings.get("guidance_scale", 1.0)), Sampling(**others)
+    return validate_guidance(settings.get("guidance_scale", 1.0)), Sampling(**others)
 
 
-def check_guidance_interval(interval: Any) -> int | None:
+def validate_guidance_interval(interval: Any) -> int | None:
     """Return the last guided step, or None. Raises ValueError unless it is None or a whole number of at least 0."""
-    number = parse_int(interval, 0)
-    if interval is not None and number is None:
-        raise ValueError(f"guidance_interval must be None or a whole number of at least 0, got {short_repr(interval)}")
-    return None if number is None else min(number, 2**31)  # beyond every grid, and representable in a tensor
+    if interval is None:
+        return None
+    return min(require_int(interval, "guidance_interval", 0), 2**31)  # beyond every grid, and representable in a tensor
 
 
-def check_class_labels(class_labels: Any, num_classes: int, id2label: dict[int, str] | None = None) -> list[int]:
+def resolve_class_labels(class_labels: Any, num_classes: int, id2label: dict[int, str] | None = None) -> list[int]:
     """Return the class numbers as a list; names are looked up in `id2label`.
 
     Raises:
@@ -99,17 +99,21 @@ def _class_number(label: Any, num_classes: int, id2label: dict[int, str]) -> int
         raise ValueError(f"unknown class name {short_repr(label)}; {hint}")
     if isinstance(label, bool) or not isinstance(label, Integral):
         raise TypeError(f"class_labels must hold class numbers or names, got {short_repr(label)}")
-    number = parse_int(label, 0, num_classes - 1)
+    return require_int(label, "class label", 0, num_classes - 1)
+
+
+def require_int(value: Any, name: str, minimum: int, maximum: int | None = None) -> int:
+    """Return `value` as an int. Raises ValueError unless it is a whole number from `minimum` to `maximum`."""
+    number = parse_int(value, minimum, maximum)
     if number is None:
-        raise ValueError(f"class label must be from 0 to {num_classes - 1}, got {short_repr(label)}")
+        allowed = f"of at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
+        raise ValueError(f"{name} must be a whole number {allowed}, got {short_repr(value)}")
     return number
 
 
-def check_count(num_images_per_prompt: Any, prompts: int) -> int:
+def validate_num_images(num_images_per_prompt: Any, prompts: int) -> int:
     """Return the count as an int. Raises ValueError if it is below 1 or the call would exceed `MAX_IMAGES` images."""
-    count = parse_int(num_images_per_prompt, 1)
-    if count is None:
-        raise ValueError(f"num_images_per_prompt must be a whole number of at least 1, got {short_repr(num_images_per_prompt)}")
+    count = require_int(num_images_per_prompt, "num_images_per_prompt", 1)
     if count * prompts > MAX_IMAGES:
         raise ValueError(
             f"one call makes at most {MAX_IMAGES} images, got {prompts} prompts x {short_repr(count)}; split the call"
@@ -117,7 +121,7 @@ def check_count(num_images_per_prompt: Any, prompts: int) -> int:
     return count
 
 
-def check_embeds(embeds: Tensor, mask: Any, name: str) -> tuple[Tensor, Tensor]:
+def validate_embeds(embeds: Tensor, mask: Any, name: str) -> tuple[Tensor, Tensor]:
     """Return caption features `[B, P, C]` and their mask as bool `[B, P]`. Without a mask all features are valid.
 
     Raises:
@@ -145,7 +149,7 @@ def check_embeds(embeds: Tensor, mask: Any, name: str) -> tuple[Tensor, Tensor]:
     return embeds, given.bool()
 
 
-def check_callback(callback: Any, tensor_inputs: Any, known: list[str]) -> None:
+def validate_callback(callback: Any, tensor_inputs: Any, known: list[str]) -> None:
     """Raise TypeError or ValueError unless `callback` is None or callable and `tensor_inputs` is None or names in `known`."""
     if callback is not None and not callable(callback):
         raise TypeError(f"callback_on_step_end must be a function, or None, got {short_repr(callback)}")
@@ -154,7 +158,7 @@ def check_callback(callback: Any, tensor_inputs: Any, known: list[str]) -> None:
         raise ValueError(f"callback_on_step_end_tensor_inputs must be among {known}, got {short_repr(tensor_inputs)}")
 
 
-def check_answer(answer: Any, tokens: Tensor, vocab: int, skipped: Tensor) -> dict[str, Any]:
+def validate_callback_result(answer: Any, tokens: Tensor, vocab: int, skipped: Tensor) -> dict[str, Any]:
     """Validate what `callback_on_step_end` returned, and return it as a dictionary.
 
     Args:
@@ -164,7 +168,7 @@ def check_answer(answer: Any, tokens: Tensor, vocab: int, skipped: Tensor) -> di
         TypeError: unless it is a dictionary or None.
         ValueError: for tokens of a wrong shape or outside the vocabulary.
     """
-    answer = check_answer_type(answer)
+    answer = validate_callback_result_type(answer)
     latents = answer.get("latents")
     if latents is not None and latents is not tokens:
         returned = "latents that callback_on_step_end returned"
@@ -172,13 +176,13 @@ def check_answer(answer: Any, tokens: Tensor, vocab: int, skipped: Tensor) -> di
         if shape != list(tokens.shape):
             given = short_repr(latents) if shape is None else shape
             raise ValueError(f"{returned} must be a tensor {list(tokens.shape)}, got {given}")
-        check_tokens(latents, vocab, returned, skipped=skipped)
+        validate_tokens(latents, vocab, returned, skipped=skipped)
     else:
-        check_tokens(tokens, vocab, "tokens that callback_on_step_end changed", skipped=skipped)  # edited in place
+        validate_tokens(tokens, vocab, "tokens that callback_on_step_end changed", skipped=skipped)  # edited in place
     return dict(answer)
 
 
-def check_answer_type(answer: Any) -> Mapping[str, Any]:
+def validate_callback_result_type(answer: Any) -> Mapping[str, Any]:
     """Return what `callback_on_step_end` returned as a mapping.
 
     Raises:
@@ -194,7 +198,9 @@ def check_answer_type(answer: Any) -> Mapping[str, Any]:
     return answer
 
 
-def check_tokens(tokens: Any, vocab: int, argument: str = "tokens", minimum: int = 0, skipped: Tensor | None = None) -> Tensor:
+def validate_tokens(
+    tokens: Any, vocab: int, argument: str = "tokens", minimum: int = 0, skipped: Tensor | None = None
+) -> Tensor:
     """Raise TypeError or ValueError unless `tokens` is an integer tensor with values from `minimum` to `vocab` - 1.
 
     Args:
@@ -210,37 +216,29 @@ def check_tokens(tokens: Any, vocab: int, argument: str = "tokens", minimum: int
     return tokens
 
 
-def check_seed(seed: Any, images: int) -> int:
+def validate_seed(seed: Any, images: int) -> int:
     """Return the seed of the first of `images` images, which have consecutive seeds.
 
     Raises:
         ValueError: unless it is a whole number of at least 0 and the seed of the last image fits in 63 bits.
     """
-    number = parse_int(seed, 0, MAX_SEED)
-    if number is None:
-        raise ValueError(f"seed must be a whole number from 0 to {MAX_SEED}, got {short_repr(seed)}")
+    number = require_int(seed, "seed", 0, MAX_SEED)
     if number + images - 1 > MAX_SEED:
         raise ValueError(f"seed must be at most {MAX_SEED} for the last of {images} images, got {number} for the first")
     return number
 
 
-def check_batch(batch: Any) -> int:
+def validate_batch_size(batch: Any) -> int:
     """Raise ValueError unless it is a whole number of images from 1 to `MAX_IMAGES`."""
-    number = parse_int(batch, 1, MAX_IMAGES)
-    if number is None:
-        raise ValueError(f"batch must be a whole number from 1 to {MAX_IMAGES}, got {short_repr(batch)}")
-    return number
+    return require_int(batch, "batch", 1, MAX_IMAGES)
 
 
-def check_rows(max_sequence_length: Any) -> int:
+def validate_max_sequence_length(max_sequence_length: Any) -> int:
     """Raise ValueError unless it is a whole number of at least 1."""
-    number = parse_int(max_sequence_length, 1)
-    if number is None:
-        raise ValueError(f"max_sequence_length must be a whole number of at least 1, got {short_repr(max_sequence_length)}")
-    return number
+    return require_int(max_sequence_length, "max_sequence_length", 1)
 
 
-def check_output_type(output_type: Any) -> str:
+def validate_output_type(output_type: Any) -> str:
     """Raise ValueError for an unknown output type."""
     known = ("pil", "np", "pt", "latent")
     if not isinstance(output_type, str) or output_type not in known:
@@ -248,29 +246,31 @@ def check_output_type(output_type: Any) -> str:
     return output_type
 
 
-def check_window(window: Any, sinks: Any, block: int) -> None:
-    if sinks is not None and parse_int(sinks, 0) is None:
-        raise ValueError(f"sinks must be a whole number of latent frames from 0, got {short_repr(sinks)}")
-    least = block + (sinks or 0)
-    if window is not None and parse_int(window, least) is None:
-        raise ValueError(f"window must be a whole number of at least {least} latent frames, got {short_repr(window)}")
+def validate_window(window: Any, sinks: Any, block: int) -> None:
+    """Raise ValueError unless `window` and `sinks` are None or numbers of latent frames, and a block fits beside the sinks."""
+    if sinks is not None:
+        require_int(sinks, "sinks", 0)
+    if window is not None:
+        require_int(window, "window", block + (sinks or 0))
 
 
-def check_then(then: Any, blocks: int) -> dict[int, str]:
-    if then is None:
+def validate_prompt_schedule(prompt_schedule: Any, num_blocks: int) -> dict[int, str]:
+    if prompt_schedule is None:
         return {}
-    if not isinstance(then, Mapping) or any(parse_int(block, 1, blocks - 1) is None for block in then):
-        raise ValueError(f"then must map blocks from 1 to {blocks - 1} to prompts, got {short_repr(then)}")
-    for prompt in then.values():
-        if len(check_prompts(prompt, "then")) != 1:
-            raise ValueError(f"then must have one prompt for each block, got {short_repr(prompt)}")
-    return dict(then)
+    last = num_blocks - 1
+    if not isinstance(prompt_schedule, Mapping) or any(parse_int(block, 1, last) is None for block in prompt_schedule):
+        raise ValueError(f"prompt_schedule must map blocks from 1 to {last} to prompts, got {short_repr(prompt_schedule)}")
+    for prompt in prompt_schedule.values():
+        if len(validate_prompts(prompt, "prompt_schedule")) != 1:
+            raise ValueError(f"prompt_schedule must have one prompt for each block, got {short_repr(prompt)}")
+    return dict(prompt_schedule)
 
 
 # -- arguments that a call does not have ---------------------------------------------------------------------------------
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
+_RENAMED = {"then": "prompt_schedule"}  # arguments of version 0.1, which go with 0.3
 _ONE_SIZE = "a model generates one size; resize the images that a call returns, as by image.resize((256, 256))"
 _INSTEAD = {
     "seed": "give generator=torch.Generator().manual_seed({value})",
@@ -298,6 +298,10 @@ def reject_unknown_arguments(call: _F, accepted: Set[str]) -> _F:
         if "negative_prompt" in given and _is_blank(given["negative_prompt"]):
             del given["negative_prompt"]
         for name in given.keys() - accepted:
+            if (new := _RENAMED.get(name, name)) in accepted:
+                warn_renamed(f"{name}=", f"{new}=")
+                given[new] = given.pop(name)
+                continue
             remedy = _instead(name, given[name], accepted)
             raise TypeError(f"{type(self).__name__} takes no {name}, got {short_repr(given[name])}: {remedy}")
         return call(self, *args, **given)

@@ -18,7 +18,7 @@ from vargen.models.tokenizers.multi_scale_quantizer import MultiScaleQuantizer
 from vargen.models.tokenizers.multi_scale_vq import MultiScaleVQModel
 from vargen.models.tokenizers.vq import NonFinitePixelsError
 from vargen.models.var import SCALES, VARTransformer, official_config
-from vargen.pipelines import validation as checks
+from vargen.pipelines import validation
 from vargen.pipelines.adapters import Guidance, to_guidance
 from vargen.pipelines.adapters.var import VARScaleModel
 from vargen.pipelines.base import VisualPipeline
@@ -29,10 +29,10 @@ from vargen.pipelines.images import (
     ImagePipelineOutput,
     InpaintSource,
     KeptTokens,
-    check_source,
     decode_pixels,
     preprocess_images,
-    validate_tokens,
+    validate_decode_arguments,
+    validate_source,
 )
 from vargen.pipelines.prompts import PromptInputs, PromptNames
 
@@ -89,20 +89,17 @@ class VARPipeline(VisualPipeline):
     # -- properties -----------------------------------------------------------------------------------------------------
 
     @classmethod
-    def check_method(cls, info: ModelInfo, method: Any) -> None:
-        method.assign_stages(info.steps)
-        if method.needs_draft_model and not info.has_draft:
+    def validate_method_for(cls, info: ModelInfo, method: Any) -> None:
+        method.assign_stages(info.num_baseline_passes)
+        if method.needs_draft_model and "draft_transformer" not in info.components:
             raise ValueError(f"{method.name} needs a draft_transformer, a smaller model, and this model has none")
-
-    def check_runs(self, method: Any) -> None:
-        method.bind(self.decoding_model(1.0))
 
     @property
     def grids(self) -> tuple[tuple[int, int], ...]:
         return tuple((side, side) for side in self.transformer.scales)
 
     @property
-    def steps(self) -> int:
+    def num_baseline_passes(self) -> int:
         return len(self.transformer.scales)
 
     @property
@@ -158,34 +155,26 @@ class VARPipeline(VisualPipeline):
                 [0, 1] or uint8. It must have the model's size. One for all prompts, or one per prompt.
             mask: white in the area to inpaint; a PIL image, or numbers in [0, 1], of the size of the image.
             strength: fraction of the scales to regenerate, from the finest down, in [0, 1]. Default: 0.8, and 1 with a mask.
-            class_labels: one class or several, by number or, where the checkpoint has them, name (`condition="class"`).
-            num_images_per_prompt: number of images per prompt or class.
-            num_candidates, scorer: as in `LlamaGenPipeline`: generate several candidates per image, and keep the best.
+            class_labels, num_images_per_prompt, num_candidates, scorer, negative_prompt: as in `LlamaGenPipeline`.
             guidance_scale: scale of classifier-free guidance, at least 0; 1 disables it. Guidance grows linearly over the
                 scales from none at the first to this value at the last. The official `cfg` is this value minus 1. None: the
                 checkpoint's default; so for `temperature`, `top_k` and `top_p`.
-            negative_prompt: replaces the null caption in guidance; one for all prompts, or one per prompt.
             accelerator: name of a preset (`vargen info presets` lists them), or a `ScaleSchedule`.
             generator, prompt_embeds, prompt_mask, negative_prompt_embeds, negative_prompt_mask: as in `LlamaGenPipeline`.
-            output_type: `"pil"`, `"np"`, `"pt"`, or `"latent"` for the tokens.
-            return_dict: False returns `(images,)`.
+            output_type, return_dict, compile, clean_prompt: as in `LlamaGenPipeline`.
             callback_on_step_end: called as `f(pipe, step, tokens_drawn, {"latents": tokens})` after every pass;
                 `pipe.preview(tokens, tokens_drawn)` returns the partial image. It may change the tokens of the latest scale.
                 Returning `{"stop": True}`, or setting `pipe._interrupt`, ends the call with the tokens generated so far.
-            compile: run the passes through `torch.compile`; the first call takes minutes. Rejected on CPUs: no gain.
-            clean_prompt: clean the prompt as in the training of official text models (needs ftfy and beautifulsoup4).
 
         Raises:
-            ValueError, TypeError: for invalid arguments, naming the argument, its value and what is allowed.
-            NonFiniteLogitsError: if the transformer returns NaN or infinite logits.
-            NonFinitePixelsError: if the tokenizer returns NaN or infinite pixels.
+            ValueError, TypeError, NonFiniteLogitsError, NonFinitePixelsError, NonFiniteScoreError: as in `LlamaGenPipeline`.
         """
         inputs = callback_on_step_end_tensor_inputs
         output = OutputOptions.build(self, output_type, return_dict, callback_on_step_end, inputs, compile)
         method = self.resolve_method(accelerator)
         selection = CandidateSelection.build(num_candidates, scorer, self.named_scorer)
-        source = check_source(image, mask, strength, self.vqvae.image_size, self.image_processor)
-        self.check_runs(method)
+        source = validate_source(image, mask, strength, self.vqvae.image_size, self.image_processor)
+        self.validate_method(method)
         request = GenerationRequest.build(
             self,
             method,
@@ -214,14 +203,9 @@ class VARPipeline(VisualPipeline):
         )
 
     def decoding_model(self, guidance: Guidance | float = 1.0, *, compile: bool = False) -> VARScaleModel:
-        """Return the adapter of the transformer and its draft model for `vargen.decoding.decode_scales`.
-
-        Args:
-            guidance: classifier-free guidance, or its scale.
-            compile: see `__call__`.
-        """
+        """Return the adapter of the transformer and its draft model for `vargen.decoding.decode_scales`."""
         guidance, quantizer, device = to_guidance(guidance), self._quantizer(), self._device_of(self.transformer)
-        checks.check_guidance(guidance.scale)
+        validation.validate_guidance(guidance.scale)
         draft = self.draft_transformer and VARScaleModel(self.draft_transformer, quantizer, guidance, device=device)
         forward = self._compiled_transformer() if compile else None
         return VARScaleModel(self.transformer, quantizer, guidance, compiled_forward=forward, draft_model=draft, device=device)
@@ -250,7 +234,7 @@ class VARPipeline(VisualPipeline):
 
         latent, quantizer = per_image(self._encode_latent(source.pixels)), self._quantizer()
         kept = None if source.mask is None else KeptTokens.build(quantizer, latent, per_image(source.mask))
-        tokens = quantizer.quantise(latent)
+        tokens = quantizer.quantize(latent)
         return FixedTokens([part.flatten(1) for part in tokens[: source.num_kept_scales(len(tokens))]], kept)
 
     @torch.no_grad()
@@ -260,12 +244,8 @@ class VARPipeline(VisualPipeline):
 
         Scales that contain -1 or end past `length [B]` are skipped, which gives a coarser image, or a white one if no scale is
         left. So this also previews an image during generation.
-
-        Raises:
-            ValueError, TypeError: for tokens that do not fit this model, or an unknown output type.
-            NonFinitePixelsError: for NaN or infinite pixels; the message has the image and position of the first one.
         """
-        validate_tokens(tokens, length, output_type, self.vqvae.config.codebook_size, minimum=-1)
+        validate_decode_arguments(tokens, length, output_type, self.vqvae.config.codebook_size, minimum=-1)
         if tokens.dim() != 2 or not len(tokens) or tokens.shape[1] != self.vqvae.tokens:
             raise ValueError(f"tokens must be [B, {self.vqvae.tokens}], got {list(tokens.shape)}")
         if output_type == "latent":
@@ -298,7 +278,7 @@ class VARPipeline(VisualPipeline):
 
     def _encode_latent(self, pixels: Tensor) -> Tensor:
         """Encode pixels `[B, 3, Y, X]` in [-1, 1] to latents `[B, C, R, G]` before quantization."""
-        latent = self.vqvae.latent(pixels.to(self._device_of(self.vqvae), self.vqvae.dtype)).float()
+        latent = self.vqvae.encode_latent(pixels.to(self._device_of(self.vqvae), self.vqvae.dtype)).float()
         NonFinitePixelsError.check(latent)
         return latent.to(self._device_of(self.transformer))
 
@@ -308,13 +288,9 @@ class VARPipeline(VisualPipeline):
         """Encode PIL images or a tensor `[B, 3, Y, X]` (float in [0, 1], or uint8) to tokens int64 `[B, L]` of all scales.
 
         Scales are ordered from coarse to fine. Images are resized to the model's size.
-
-        Raises:
-            ValueError, TypeError: if it is not an image, or has another dtype or values outside [0, 1].
-            NonFinitePixelsError: if the tokenizer returns NaN or infinite values for finite ones.
         """
         latent = self._encode_latent(preprocess_images(images, self.image_processor, self.vqvae.image_size))
-        return torch.cat([tokens.flatten(1) for tokens in self._quantizer().quantise(latent)], dim=1)
+        return torch.cat([tokens.flatten(1) for tokens in self._quantizer().quantize(latent)], dim=1)
 
 
 VAR = register_family(

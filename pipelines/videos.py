@@ -20,16 +20,17 @@ from torch import Tensor
 from vargen.compat import without_autocast
 from vargen.decoding import BlockStream, VideoBlock, VideoStats
 from vargen.decoding.video.policies import validate_threshold
+from vargen.deprecation import renamed_attribute
 from vargen.files import atomic_file, expand_user
 from vargen.models.causal_video import geometry_from_config
-from vargen.pipelines.validation import check_answer_type
+from vargen.pipelines.validation import validate_callback_result_type
 from vargen.values import parse_float, parse_int, short_repr
 
 FORMATS = (".mp4", ".gif", ".webp")
 _CODECS = ("libx264", "mpeg4")  # in order of preference
 
 
-def check_video_path(path: Any, name: str = "path") -> Path:
+def validate_video_path(path: Any, name: str = "path") -> Path:
     """Validate the path of a video file, and return it.
 
     Raises:
@@ -58,7 +59,7 @@ def save_video(frames: Any, path: Any, fps: float, comment: str = "") -> Path:
         ImportError: for .mp4 without PyAV.
         OSError: if the file cannot be written; no partial file is left then.
     """
-    file, rate = check_video_path(path), parse_float(fps)
+    file, rate = validate_video_path(path), parse_float(fps)
     if rate is None or rate <= 0:
         raise ValueError(f"fps must be a number above 0, got {short_repr(fps)}")
     images = _to_pil_frames(frames)
@@ -163,7 +164,7 @@ class VideoStream(Iterator[VideoBlock]):
     @without_autocast
     def __next__(self) -> VideoBlock:
         if (prompt := self._prompts.pop(self._next, None)) is not None:
-            self.switch(prompt)
+            self.switch_prompt(prompt)
         block = next(self._blocks)
         self._next = block.number + 1
         return block
@@ -184,11 +185,13 @@ class VideoStream(Iterator[VideoBlock]):
 
     @torch.no_grad()
     @without_autocast
-    def switch(self, prompt: str) -> None:
+    def switch_prompt(self, prompt: str) -> None:
         """Use another prompt from the next block on, also to score drafts."""
         condition = self._pipe.encode_video_condition(prompt, None, self._clean)
         score = None if self._scorer is None else self._scorer.bind(self._pipe.scorer_prompt(prompt))
         self._blocks.change_prompt(condition, score)
+
+    switch = renamed_attribute("switch", "switch_prompt")  # goes with 0.3
 
     def cancel(self) -> None:
         """End the video within one pass. Can be called from any thread."""
@@ -219,7 +222,7 @@ def to_output_frames(block: VideoBlock, output_type: str) -> Tensor:
 
 
 @dataclass(frozen=True)
-class VideoRequest:
+class VideoGenerationRequest:
     """A call with validated arguments: a lazy stream for each video.
 
     Attributes:
@@ -245,7 +248,7 @@ class PassMonitor:
     def __call__(self, progress: BlockProgress) -> bool:
         stop = self.callback is not None and self.callback(progress) is False
         if not stop and self.on_step_end is not None:
-            result = check_answer_type(self.on_step_end(self.pipe, progress.passes - 1, progress.block, {}))
+            result = validate_callback_result_type(self.on_step_end(self.pipe, progress.passes - 1, progress.block, {}))
             stop = bool(result.get("stop", False))
         self.stopped = stop or (self.call is not None and self.call.interrupted)
         return not self.stopped

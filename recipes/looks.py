@@ -14,7 +14,7 @@ from recipes.emoji.lookup_examples import choose_examples, load_cached_tokens
 from recipes.registry import output_folder, resolve_network_folder
 from vargen.cli.console import print_json, progress_bar
 from vargen.cli.inputs import read_prompts
-from vargen.cli.options import Device, check_range, select_device
+from vargen.cli.options import Device, check_range, require_device
 from vargen.device import set_threads
 from vargen.evaluation.contact_sheets import numbered_sheet
 from vargen.files import atomic_merge, expand_user
@@ -94,7 +94,7 @@ def lookup_examples(
     if not (folder / "vqvae" / "config.json").is_file():
         raise FileNotFoundError(f"model must be a model folder with a vqvae, got {str(folder)!r}")
     images = _load_data(data)
-    vqvae = VQModel.from_pretrained(folder / "vqvae", use_safetensors=True).to(select_device(device)).eval()
+    vqvae = VQModel.from_pretrained(folder / "vqvae", use_safetensors=True).to(require_device(device)).eval()
     cached = None if generator is None else load_cached_tokens(expand_user(generator, "generator"), vqvae, len(images.images))
     with progress_bar("tokens", "images") as progress:
         tokens = choose_examples(vqvae, images, count, cached, progress=progress)

@@ -15,7 +15,7 @@ from vargen.files import atomic_file, atomic_folder, atomic_merge
 from vargen.models.text_encoder import MiniLMTextEncoder
 from vargen.pipelines.loading import SHAREABLE, SHARED_FILE
 from vargen.pipelines.prompts import PROMPT_NAMES_FILE
-from vargen.training.run import TrainingRun, find_checkpoint, read_checkpoint
+from vargen.training.run import TrainingRun, find_checkpoint, read_training_checkpoint
 
 _RECALL = [f"top{count}_{group}" for group in COUNTS for count in (1, 5)]
 
@@ -66,7 +66,7 @@ def read_recall(file: Path) -> dict[str, float]:
 
 def read_settings(run: Path) -> dict[str, Any]:
     """Return the settings in a run's checkpoint."""
-    return read_checkpoint(find_checkpoint(run))["settings"]
+    return read_training_checkpoint(find_checkpoint(run))["settings"]
 
 
 def text_parts(shared_from: Path) -> dict[str, Any]:

@@ -11,10 +11,10 @@ from typing import Any
 from recipes.emoji.dataset import load_emoji_dataset
 from recipes.package import package_emoji, package_head, package_low_res, package_scorer, package_var, package_video
 from recipes.registry import PACKAGED, RECIPES, Input, output_folder, resolve_network_folder
-from vargen.cli.options import Device, check_range, select_device
+from vargen.cli.options import Device, check_range, require_device
 from vargen.device import set_threads
 from vargen.files import expand_user
-from vargen.pipelines import validation as checks
+from vargen.pipelines.validation import validate_sampling
 from vargen.training.config import CONFIGS, from_dict, load_config
 
 FOLDERS = (Path(__file__).parent / "configs", CONFIGS)
@@ -45,7 +45,7 @@ def run_recipe(
     if unknown := folders.keys() - recipe.inputs.keys():
         known = ", ".join(recipe.inputs) or "none"
         raise ValueError(f"{name} has no input {min(unknown)!r}; its inputs: {known}")
-    place = select_device(device)
+    place = require_device(device)
     resolved = {item.argument: resolve_input(key, item, folders.get(key)) for key, item in recipe.inputs.items()}
     set_threads(threads)
     arguments = {argument: value for argument, value in resolved.items() if value is not None}
@@ -191,7 +191,7 @@ def package_model(
 
 def _check_defaults(name: str, defaults: dict[str, Any]) -> None:
     if name != "emoji-video":
-        checks.check_sampling(defaults)
+        validate_sampling(defaults)
         return
     for key, value in defaults.items():
         number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

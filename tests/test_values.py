@@ -14,7 +14,7 @@ from vargen import Accelerator
 from vargen.decoding import GroupedRule, Jacobi, Sampling, Speculative
 from vargen.decoding.next_token.draft_length import AutoWindow
 from vargen.options import OPTIONS, Option, options_table
-from vargen.pipelines import validation as checks
+from vargen.pipelines import validation
 from vargen.values import parse_float, parse_int, short_repr
 
 
@@ -51,11 +51,11 @@ NUMPY = [
     (lambda x: Sampling(temperature=x).temperature, np.float32(0.5)),
     (lambda x: Sampling(top_p=x).top_p, np.float16(0.5)),
     (lambda x: Sampling(top_k=x).top_k, np.int64(7)),
-    (lambda x: checks.check_guidance(x), np.float32(2.5)),
-    (lambda x: checks.check_guidance_interval(x), np.int32(3)),
-    (lambda x: checks.check_count(x, 1), np.int64(3)),
-    (lambda x: checks.check_class_labels(x, 10)[0], np.int64(3)),
-    (lambda x: checks.check_class_labels([x], 10)[0], np.uint8(3)),
+    (lambda x: validation.validate_guidance(x), np.float32(2.5)),
+    (lambda x: validation.validate_guidance_interval(x), np.int32(3)),
+    (lambda x: validation.validate_num_images(x, 1), np.int64(3)),
+    (lambda x: validation.resolve_class_labels(x, 10)[0], np.int64(3)),
+    (lambda x: validation.resolve_class_labels([x], 10)[0], np.uint8(3)),
     (lambda x: Jacobi(window=x).window, np.int64(8)),
     (lambda x: Speculative(length=x).length, np.int64(3)),
     (lambda x: GroupedRule(size=x).size, np.int64(5)),
@@ -85,9 +85,9 @@ def test_no_setting_takes_what_is_no_number(read, bad):
         lambda x: Sampling(temperature=x),
         lambda x: Sampling(top_p=x),
         lambda x: Sampling(top_k=x).validate_top_k(64),
-        lambda x: checks.check_guidance(x),
-        lambda x: checks.check_count(x, 1),
-        lambda x: checks.check_class_labels(x, 10),
+        lambda x: validation.validate_guidance(x),
+        lambda x: validation.validate_num_images(x, 1),
+        lambda x: validation.resolve_class_labels(x, 10),
         lambda x: GroupedRule(delta=x),
     ],
 )
@@ -98,7 +98,7 @@ def test_huge_numbers_get_an_answer_of_a_line(read, huge):
 
 
 def test_guidance_that_float32_logits_do_not_hold_is_refused():
-    rejects(lambda: checks.check_guidance(1e38), "guidance_scale")
+    rejects(lambda: validation.validate_guidance(1e38), "guidance_scale")
 
 
 def test_parts_of_an_accelerator_are_objects_not_classes():

@@ -69,3 +69,24 @@ def test_a_banned_word_is_found_in_any_kind_of_name(tmp_path: Path) -> None:
         "def drawn_tokens(coins): ...\nclass JudgedDraft: ...\nx.told = 1\nwithdrawn = 2\n"
     )
     assert {name for _, name in banned_identifiers(tmp_path, "some")} == {"drawn_tokens", "coins", "JudgedDraft", "told"}
+
+
+SAME_ROLE = {  # public names of two or more modules -> why
+    "ImageState": "the state of a batch of images, in the loop of each paradigm",
+    "apply_rotary": "rotary positions of two families, whose tables differ",
+    "detect_transformer": "the converter of each family",
+    "main": "entry point of a program",
+    "refuse_swapped_files": "the converters of two families",
+    "shared_noise": "the rule of each paradigm that accepts what the image's noise selects",
+    "verify_chain": "the rule and its version with kernels",
+}
+
+
+def test_public_names_are_unique(repo_root: Path) -> None:
+    homes: dict[str, set[str]] = {}
+    for file in (file for folder in ("vargen", "pipelines") for file in (repo_root / folder).rglob("*.py")):
+        for node in ast.parse(file.read_text("utf-8")).body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, set()).add(str(file.relative_to(repo_root)))
+    repeated = {name: sorted(files) for name, files in homes.items() if len(files) > 1}
+    assert repeated.keys() == SAME_ROLE.keys(), {name: repeated.get(name) for name in repeated.keys() ^ SAME_ROLE.keys()}

@@ -28,6 +28,17 @@ def renamed_attribute(old: str, new: str) -> property:
     return property(read)
 
 
+def renamed_attributes(**new_names: str) -> Callable[[type[T]], type[T]]:
+    """Decorate a class whose attributes were renamed: the old names can be read."""
+
+    def decorate(cls: type[T]) -> type[T]:
+        for old, new in new_names.items():
+            setattr(cls, old, renamed_attribute(old, new))
+        return cls
+
+    return decorate
+
+
 def renamed_keywords(**new_names: str) -> Callable[[F], F]:
     """Decorate a function whose keyword arguments were renamed: it accepts the old names, too."""
 
@@ -53,9 +64,7 @@ def renamed_fields(**new_names: str) -> Callable[[type[T]], type[T]]:
     def decorate(cls: type[T]) -> type[T]:
         setattr(cls, "__init__", renamed_keywords(**new_names)(cls.__init__))  # noqa: B010
         RENAMED_FIELDS[cls.__name__] = new_names
-        for old, new in new_names.items():
-            setattr(cls, old, renamed_attribute(old, new))
-        return cls
+        return renamed_attributes(**new_names)(cls)
 
     return decorate
 

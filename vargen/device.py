@@ -151,7 +151,7 @@ def select_device(name: str | torch.device) -> torch.device:
     return device
 
 
-def check_compile(compile: bool, device: str | torch.device) -> None:
+def validate_compile(compile: bool, device: str | torch.device) -> None:
     """Raise ValueError if compiled passes are requested on a CPU.
 
     The compiled code copies the cache to write to it, which is over half of its time, and, because all passes have the same

@@ -97,8 +97,8 @@ class CausalVideoBlockModel:
             levels[1] = self.transformer.config.motion_levels  # the unguided row has the null level
         return self.transformer.text_cache(padded, mask, levels)
 
-    def room(self, state: VideoState) -> int:
-        return max(state.cache.room(), self.block_shape[0])
+    def free_frames(self, state: VideoState) -> int:
+        return max(state.cache.free_frames(), self.block_shape[0])
 
     def forward(
         self, state: VideoState, clean: Sequence[Tensor], noisy: Tensor | None = None, level: float = 0.0
@@ -106,7 +106,7 @@ class CausalVideoBlockModel:
         cache = state.cache
         held = sum(part.shape[1] for part in clean)
         latents = torch.cat([*clean, *(() if noisy is None else (noisy,))], 1)
-        cache.begin(latents.shape[1])
+        cache.begin_block(latents.shape[1])
         steps = torch.zeros(self.rows_per_video, latents.shape[1], device=self.device)
         steps[:, held:] = level * TIMESTEPS
         velocity = self.transformer(latents.expand(self.rows_per_video, -1, -1, -1, -1), steps, state.text, cache)

@@ -106,7 +106,7 @@ class EagleModel(AutoregressiveHead):
         return seen.gather(1, index) * known[..., None]
 
     def commit(self, state: EagleCache, count: Tensor) -> None:
-        state.cache.advance(count.repeat(self.target.rows_per_image))
+        state.cache.commit_chain(count.repeat(self.target.rows_per_image))
 
 
 class MedusaHeads(ParallelHeads):
@@ -126,8 +126,8 @@ if TYPE_CHECKING:
     from vargen.pipelines.adapters.llamagen import LlamaGenTokenModel
 
 _WINDOW = 16
-_AHEAD = 2  # low-resolution rows to resample after the completed ones
-_PASSES = 2  # over these rows: the second pass conditions on the tokens sampled in the first
+_ROWS_RESAMPLED = 2  # low-resolution rows to resample after the completed ones
+_RESAMPLE_PASSES = 2  # over these rows: the second pass conditions on the tokens sampled in the first
 
 
 @register_state
@@ -183,7 +183,7 @@ class LowResolutionDrafter:
         low = low.unflatten(1, self.model.grid)
         if self.upsampler is not None:
             return self.upsampler.features(low)
-        return enlarged(low, self.grid, self.vqvae.decode, self.vqvae.encode).flatten(1)
+        return upsample_tokens(low, self.grid, self.vqvae.decode, self.vqvae.encode).flatten(1)
 
     def refresh(self, state: LowResState, tokens: Tensor, committed: Tensor) -> LowResState:
         """Synchronize the low-resolution image with the tokens accepted so far (MuLo-SD).
@@ -199,7 +199,7 @@ class LowResolutionDrafter:
         images = (whole > state.shown).nonzero()[:, 0]  # images with a newly completed row
         if not len(images):
             return state
-        seen = pooled(tokens[:, : self.grid[0] * self.grid[1]], self.grid, self.model.grid, self.codes)
+        seen = downsample_tokens(tokens[:, : self.grid[0] * self.grid[1]], self.grid, self.model.grid, self.codes)
         low = torch.where(torch.arange(rows * columns, device=whole.device) < whole[:, None], seen, state.low)
         cache = self.model.prefill(state.condition, rows * columns)[0] if state.cache is None else state.cache
         low = self._resample_rows(replace(state, low=low, cache=cache), whole, images)
@@ -212,14 +212,14 @@ class LowResolutionDrafter:
         Afterwards the cache holds the first `whole` tokens."""
         (rows, columns), device = self.model.grid, whole.device
         n, news = rows * columns, whole - state.shown
-        T = min(int(news.max()) + _AHEAD * columns - 1, n)
+        T = min(int(news.max()) + _ROWS_RESAMPLED * columns - 1, n)
         tree, slots = Tree.make_chain(T - 1, device), torch.arange(T, device=device)
         fed = state.shown[:, None] + slots
         first = int(news[images].min()) - 1  # earlier slots predict tokens that are known
         position, start = fed[images, first:] + 1, whole[images, None]
-        resampled = (position >= start) & (position < start + _AHEAD * columns)
+        resampled = (position >= start) & (position < start + _ROWS_RESAMPLED * columns)
         noise, low = Noise(state.seeds[images], position), F.pad(state.low, (0, T + 1))
-        for _ in range(_PASSES):
+        for _ in range(_RESAMPLE_PASSES):
             out = self.model.forward(low.gather(1, fed), state.cache, tree)
             sampled = noise.sample(to_probs(out.logits[images, first:], state.sampling), Purpose.TOKEN)
             row = low[images]
@@ -251,14 +251,14 @@ def check_low_res(configs: Mapping[str, Any]) -> None:
     require_equal(configs, "upsampler", "low_grid", "low_res", "grid_size")
 
 
-def pooled(tokens: Tensor, grid: tuple[int, int], low: tuple[int, int], codes: Tensor) -> Tensor:
+def downsample_tokens(tokens: Tensor, grid: tuple[int, int], low: tuple[int, int], codes: Tensor) -> Tensor:
     """Downsample tokens `[B, N]` to the grid `low`, int64 `[B, n]`: the codes nearest to the mean embeddings of the blocks."""
     (R, C), (r, c) = grid, low
     means = codes[tokens].unflatten(1, (r, R // r, c, C // c)).mean((2, 4)).flatten(1, 2)
     return (means @ codes.T).argmax(-1)
 
 
-def enlarged(
+def upsample_tokens(
     low: Tensor, grid: tuple[int, int], decoded: Callable[[Tensor], Tensor], encoded: Callable[[Tensor], Tensor]
 ) -> Tensor:
     """Upsample tokens `[B, r, c]` to a larger grid, int64 `[B, R, C]`: decode, resize the pixels and encode."""

@@ -82,7 +82,7 @@ class LlamaGenTokenModel(TokenModel):
         """
         if self._offloaded:
             raise ValueError("layers cannot be skipped while the transformer is offloaded or cast layer by layer")
-        view = self.transformer.skipping(layers)
+        view = self.transformer.without_layers(layers)
         options: dict[str, Any] = {"compress_prefix": self.compress_prefix, "codebook": self.codebook, "device": self.device}
         return LlamaGenTokenModel(view, self.guidance, **options)
 
@@ -91,7 +91,7 @@ class LlamaGenTokenModel(TokenModel):
         cache = self.transformer.new_cache(num_rows(condition), max_width, self.compress_prefix, self.device)
         with self._tensor_mode():
             out = self.transformer(condition=condition, cache=cache, guidance=self._scale)
-        return cache, Output(out.logits, out.hidden)
+        return cache, Output(out.logits, out.hidden_states)
 
     def forward(self, tokens: Tensor, state: KVCache, tree: Tree) -> Output:
         rows, scale = self.guidance.repeat(tokens), self._scale_at(state.length[: len(tokens), None] + tree.depth)
@@ -101,7 +101,7 @@ class LlamaGenTokenModel(TokenModel):
             places = {"positions": state.length[:, None] + self._repeat_rows(tree.depth, 1), "ancestors": ancestors}
         with self._tensor_mode():
             out = self.compiled_forward(rows, cache=state, guidance=scale, **places)
-        return Output(out.logits, out.hidden)
+        return Output(out.logits, out.hidden_states)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Embeddings `[R, T, D]` of tokens `[B, T]`, an input of trained drafters."""
@@ -131,9 +131,9 @@ class LlamaGenTokenModel(TokenModel):
 
     def commit(self, state: KVCache, path: Tensor, count: Tensor, tree: Tree) -> None:
         if tree.is_chain:
-            state.advance(self.guidance.repeat(count))
+            state.commit_chain(self.guidance.repeat(count))
         else:
-            state.keep(self.guidance.repeat(path), self.guidance.repeat(count))
+            state.commit_path(self.guidance.repeat(path), self.guidance.repeat(count))
 
     def rollback(self, state: KVCache, length: Tensor) -> None:
         state.rollback(self.guidance.repeat(length))

@@ -19,7 +19,7 @@ from vargen.models.var_blocks import ScaleCache
 from vargen.pipelines.adapters import Guidance, cost_key, num_rows, to_guidance
 
 
-class ScaleState:
+class VARState:
     """Cache state of B images: conditional rows and, under guidance, unconditional rows.
 
     Unconditional rows may hold fewer scales: they skip the scales without guidance, and catch up when guidance resumes.
@@ -110,27 +110,23 @@ class VARScaleModel:
     def add(self, canvas: Tensor, tokens: Tensor, scale: int) -> tuple[Tensor, Tensor | None]:
         side = self.quantiser.scales[scale]
         canvas = canvas + self.quantiser.lookup(tokens.unflatten(1, (side, side)), scale)
-        return canvas, self.quantiser.input_of(canvas, scale + 1)
+        return canvas, self.quantiser.transformer_input(canvas, scale + 1)
 
     # -- passes -------------------------------------------------------------------------------------------------------
 
-    def start(self, condition: Condition) -> ScaleState:
+    def start(self, condition: Condition) -> VARState:
         conditions = self.guidance.conditions(condition, self.transformer)
         if self.device.type == "cpu":  # on a GPU this would synchronize, and fixed shapes allow graph capture
             conditions = _trim_padding(conditions)
         rows = self.guidance.rows_per_image * num_rows(condition)
         prefix = max(0 if each.caption_embeds is None else each.caption_embeds.shape[1] for each in conditions)
-        return ScaleState(self.transformer.new_cache(rows, prefix, self.device), conditions)
+        return VARState(self.transformer.new_cache(rows, prefix, self.device), conditions)
 
-    def forward(
-        self, state: ScaleState, inputs: Sequence[Tensor | None], count: int, guidance: Sequence[float]
-    ) -> list[Tensor]:
+    def forward(self, state: VARState, inputs: Sequence[Tensor | None], count: int, guidance: Sequence[float]) -> list[Tensor]:
         with inference_mode_for(self.device):
             return self._guided(state, inputs, count, guidance)
 
-    def _guided(
-        self, state: ScaleState, inputs: Sequence[Tensor | None], count: int, guidance: Sequence[float]
-    ) -> list[Tensor]:
+    def _guided(self, state: VARState, inputs: Sequence[Tensor | None], count: int, guidance: Sequence[float]) -> list[Tensor]:
         last = len(inputs)
         strength = self._guidance_strength(last - count, guidance)
         if self.guidance.rows_per_image == 1 or not any(guidance):
@@ -181,7 +177,7 @@ class VARScaleModel:
             begin = end
         return parts
 
-    def rollback(self, state: ScaleState, scale: int) -> None:
+    def rollback(self, state: VARState, scale: int) -> None:
         for cache in state.row_caches:
             if scale == 0:
                 cache.scale = 0

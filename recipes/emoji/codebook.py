@@ -118,14 +118,14 @@ def quantize_flat_patches_together(model: VQModel, z_BERG: Tensor, colors_BRG: T
     Args:
         colors_BRG: of `flat_color_codes`.
     """
-    indices = model.quantize.nearest(z_BERG)
+    indices = model.quantize.find_nearest(z_BERG)
     flat = colors_BRG >= 0
     if not flat.any():
         return indices
     _, group = colors_BRG[flat].unique(return_inverse=True)
     z_NE = z_BERG.detach().movedim(1, -1)[flat]
     sums = z_NE.new_zeros(int(group.max()) + 1, z_NE.shape[1]).index_add_(0, group, z_NE)
-    shared = model.quantize.nearest(F.normalize(sums, dim=-1).T[None, :, :, None]).flatten()
+    shared = model.quantize.find_nearest(F.normalize(sums, dim=-1).T[None, :, :, None]).flatten()
     indices = indices.clone()
     indices[flat] = shared[group]
     return indices

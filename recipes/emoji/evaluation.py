@@ -136,9 +136,9 @@ def load_pipeline(model: str, transformer: Path | None = None) -> Any:
     Raises:
         ValueError: if the components are not compatible.
     """
-    from vargen.pipelines.registry import describe, pipeline_class
+    from vargen.pipelines.registry import inspect_model, pipeline_class
 
-    kind = pipeline_class(describe(model).pipeline)
+    kind = pipeline_class(inspect_model(model).pipeline)
     parts = {"transformer": LlamaGenTransformer.from_pretrained(transformer).eval()} if transformer else {}
     pipe = kind.from_pretrained(model, torch_dtype=torch.float32, **parts)
     pipe.set_progress_bar_config(disable=True)

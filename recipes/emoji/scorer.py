@@ -35,7 +35,7 @@ from recipes.emoji.dataset import EmojiDataset
 from recipes.emoji.scorer_evaluation import blur, evaluate_scorer
 from vargen.device import preferred_dtype
 from vargen.files import atomic_file
-from vargen.models.image_text import ImageTextModel, pooled_features, resized
+from vargen.models.image_text import ImageTextModel, embed_texts, resize_images
 from vargen.models.text_encoder import MiniLMTextEncoder
 from vargen.models.tokenizers.vq import VQModel
 from vargen.training.augment import WeightedIndices
@@ -94,7 +94,7 @@ class CaptionTable:
                     self.features = torch.from_numpy(stored["features"])
                     return
         tokenizer = AutoTokenizer.from_pretrained(encoder_folder / "tokenizer")
-        self.features = pooled_features(encoder, tokenizer, self.texts).half()
+        self.features = embed_texts(encoder, tokenizer, self.texts).half()
         with atomic_file(path) as temporary, open(temporary, "wb") as file:
             np.savez(file, features=self.features.numpy(), made_of=np.array(fingerprint))
 
@@ -207,7 +207,7 @@ def augment(pixels_BCYX: Tensor, size: int, rng: np.random.Generator) -> Tensor:
     theta[:, :, 2] = shift
     grid = F.affine_grid(theta, list(pixels_BCYX.shape), align_corners=False).to(pixels_BCYX.device)
     moved = F.grid_sample(pixels_BCYX - 1, grid, align_corners=False) + 1  # pads with zeros, which are white here
-    small = resized(moved, size)
+    small = resize_images(moved, size)
     third = torch.arange(B) % 3 == 0
     small[third] = blur(small[third], float(rng.uniform(0.3, 1.5)) * size / 64)
     quarter = torch.arange(B) % 4 == 1

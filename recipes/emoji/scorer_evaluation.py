@@ -12,7 +12,7 @@ from torch import Tensor
 
 from recipes.emoji.captions import STYLES, captions_without_style, full_captions
 from recipes.emoji.dataset import EmojiDataset, is_held_out_style
-from vargen.models.image_text import ImageTextModel, resized
+from vargen.models.image_text import ImageTextModel, resize_images
 from vargen.models.tokenizers.vq import VQModel
 from vargen.scoring.image_text import ImageTextScorer
 from vargen.training.dataset import to_pixels
@@ -29,7 +29,7 @@ def embed_images(model: ImageTextModel, images: np.ndarray, size: int, batch_siz
     """Return unit vectors float32 `[N, E]` of uint8 images `[N, Y, X, 3]`."""
     device = next(model.parameters()).device
     parts = [
-        model.encode_image(resized(to_pixels(images[start : start + batch_size], device), size))
+        model.encode_image(resize_images(to_pixels(images[start : start + batch_size], device), size))
         for start in range(0, len(images), batch_size)
     ]
     return torch.cat(parts).cpu()

@@ -51,8 +51,8 @@ def quantize_scales(model: MultiScaleVQModel, f_BCRG: Tensor) -> QuantizedScales
     f_hat: Tensor | float = 0.0
     for k in range(len(model.scales)):
         with torch.no_grad():
-            z = quantize.shrink(rest, k)
-            out.tokens.append(quantize.nearest(z, k))
+            z = quantize.downsample(rest, k)
+            out.tokens.append(quantize.find_nearest(z, k))
             out.vectors.append(flatten_vectors(z) / quantize.gain(k))
         h = quantize.lookup(out.tokens[-1], k)
         rest = rest - h.detach()
@@ -92,14 +92,14 @@ class ScaleCodebook(Codebook):
         for first, last, scales in self.groups():
             passing, samples = rest, []
             for k in scales:  # within a group, vectors are subtracted without quantization: there are no codes yet
-                z = quantize.shrink(passing, k)
+                z = quantize.downsample(passing, k)
                 quantize.gains[k] = z.square().mean().sqrt()
-                passing = passing - quantize.enlarge(z, k)
+                passing = passing - quantize.upsample(z, k)
                 vectors = flatten_vectors(z) / quantize.gain(k)
                 samples.append(vectors[torch.randint(len(vectors), (_KMEANS_SAMPLES,), generator=generator)])
             self.weight[first:last] = self.kmeans(torch.cat(samples), last - first, generator)
             for k in scales:
-                rest = rest - quantize.lookup(quantize.nearest(quantize.shrink(rest, k), k), k)
+                rest = rest - quantize.lookup(quantize.find_nearest(quantize.downsample(rest, k), k), k)
         self.sums.copy_(self.weight)
         self.counts.fill_(1.0)
 

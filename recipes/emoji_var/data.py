@@ -49,7 +49,7 @@ class LatentStore(EncodedVariants):
         super().__init__(folder, "latents", hash_encoder(vq), images, config, device, shape, np.float16)
 
     def encode(self, pixels_BCYX: Tensor) -> np.ndarray:
-        return self.vq.latent(pixels_BCYX).float().cpu().numpy()
+        return self.vq.encode_latent(pixels_BCYX).float().cpu().numpy()
 
     def __call__(self, indices: Sequence[int], variants: Sequence[int]) -> Tensor:
         """Return float32 `[B, C, R, G]`."""
@@ -118,11 +118,11 @@ class SelfCorrection:
         f_hat = torch.zeros_like(latents_BCRG)
         inputs, targets = [], []
         for k in range(count):
-            target = quantize.nearest(quantize.shrink(latents_BCRG - f_hat, k), k)
+            target = quantize.find_nearest(quantize.downsample(latents_BCRG - f_hat, k), k)
             targets.append(target.flatten(1))
             if k + 1 < count:
                 f_hat = f_hat + quantize.lookup(self.corrupt(target, k, generator), k)
-                inputs.append(quantize.shrink(f_hat, k + 1).flatten(2).mT)
+                inputs.append(quantize.downsample(f_hat, k + 1).flatten(2).mT)
         joined = torch.cat(inputs, 1) if inputs else latents_BCRG.new_zeros(len(latents_BCRG), 0, latents_BCRG.shape[1])
         return joined, torch.cat(targets, 1)
 

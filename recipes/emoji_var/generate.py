@@ -116,7 +116,7 @@ def sample_tokens(
     copies = 2 if guidance else 1
     prefix = 0 if condition.caption_embeds is None else condition.caption_embeds.shape[1]
     cache = model.new_cache(copies * len(features), prefix, device=features.device)
-    f_hat, tokens = vq.empty_latent(len(features)), []
+    f_hat, tokens = vq.zero_latent(len(features)), []
     inputs: Tensor | None = None
     for k in range(scales or len(vq.scales)):
         both = None if inputs is None else inputs.repeat(copies, 1, 1)

@@ -144,7 +144,7 @@ def evaluate_multi_scale(
     latents = []
     for start in range(0, len(images), batch_size):
         pixels = to_pixels(images[start : start + batch_size], device)
-        f = model.latent(pixels).float()
+        f = model.encode_latent(pixels).float()
         latents.append(f.cpu())
         quantized = quantize_scales(model, f)
         for k, f_hat in enumerate(quantized.sums):
@@ -228,7 +228,7 @@ class MultiScaleTokenizerTrainer(Trainer):
         pixels = to_pixels(self.batches(step), self.device)
         latents, loss, metrics = self.latents(pixels, step, generator)
         with self.amp():
-            decoded = self.model.reconstruct(latents)
+            decoded = self.model.decode_unclamped(latents)
         decoded = decoded.float()
         reconstruction = reconstruction_loss(decoded, pixels, config, self.model.downsampling)
         reconstruction = reconstruction + config.wavelet_weight * wavelet_loss(decoded - pixels)
@@ -240,7 +240,7 @@ class MultiScaleTokenizerTrainer(Trainer):
         config, model = self.config, self.model
         frozen = step >= config.schedule.steps - config.decoder_steps
         with self.amp(), torch.set_grad_enabled(not frozen):
-            f = model.latent(pixels)
+            f = model.encode_latent(pixels)
         f = f.float()
         if step < config.autoencoder_steps:
             self.recent = [*self.recent[1 - _RECENT :], f.detach()]

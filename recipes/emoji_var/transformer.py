@@ -143,7 +143,7 @@ class NextScaleLoss:
     def _cross_entropy(self, batch: LatentBatch, generator: torch.Generator, scales: int) -> tuple[Tensor, Tensor]:
         inputs, targets = self.correct(batch.latents, generator, scales)
         with self._amp():
-            features = self.model.hidden(inputs, batch.condition)
+            features = self.model.forward_features(inputs, batch.condition)
         head, weights = self.model.head, self.weights[: targets.shape[1]]
         return chunked_cross_entropy(head.weight, head.bias, features.float(), targets, weights, self.dtype)
 
@@ -167,7 +167,7 @@ class NextScaleLoss:
         if half:
             condition = batch.condition.rows(slice(0, half))
             generated = sample_tokens(self.teacher, self.vq, condition, generator, _TEACHER_GUIDANCE, scales=early)
-            f_hat, rows = self.vq.empty_latent(half), []
+            f_hat, rows = self.vq.zero_latent(half), []
             for k, tokens in enumerate(generated):
                 f_hat, following = self.vq.next_input(f_hat, tokens, k)
                 rows.append(following)

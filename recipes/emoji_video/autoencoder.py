@@ -141,7 +141,7 @@ def fit_standardization(model: CausalVideoVAE, data: VideoDataset, device: torch
     every_fourth = slice(None, None, 4)  # consecutive frames are similar
     count, total, squares = 0, torch.zeros(2), torch.zeros(2)
     for start in range(0, len(indices), _CLIPS):
-        mean, _ = model.moments(to_video(data.frames[indices[start : start + _CLIPS], every_fourth], device))
+        mean, _ = model.encode_moments(to_video(data.frames[indices[start : start + _CLIPS], every_fourth], device))
         channels = mean.double().movedim(2, 0).flatten(1).cpu()
         if not count:
             total, squares = torch.zeros(len(channels)).double(), torch.zeros(len(channels)).double()
@@ -185,7 +185,7 @@ class AutoencoderTrainer(Trainer):
         config = self.config
         pixels = to_video(self.batches(step), self.device)
         with self.amp():
-            mean, log_variance = self.model.moments(pixels)
+            mean, log_variance = self.model.encode_moments(pixels)
             decoded, _ = self.model.decoder(self.add_noise(mean, log_variance, step))
         decoded = decoded.float()
         frames, real = decoded.flatten(0, 1), pixels.flatten(0, 1)

@@ -90,7 +90,7 @@ def sample_latents(
 
     done = []
     for block in range(blocks):
-        cache.begin()
+        cache.begin_block()
         shape = geometry.latent_shape(B)
         x = make_block_noise(seed, block, 0, shape, device) if block or first is None else first
         for step, level in enumerate(levels if block or first is None else ()):

@@ -36,14 +36,15 @@ def test_reports_every_method_with_pictures_figures_and_histograms(run: Any, tex
     by_name = {method["name"]: method for method in document["methods"]}
     assert list(by_name) == ["ar", "sjd:window=4", "gumbel:window=4", "gsd:window=4"]
     by_name = {name.split(":")[0]: method for name, method in by_name.items()}
-    assert by_name["ar"]["ratio"] == 1.0 and by_name["ar"]["same_as_baseline"] == 4 and by_name["ar"]["allowed"] == 1.0
-    assert by_name["gumbel"]["same_as_baseline"] == 4 and by_name["gumbel"]["relaxation_per_image"] == 0
+    assert by_name["ar"]["speedup"] == by_name["ar"]["predicted_speedup"] == 1.0
+    assert by_name["ar"]["num_identical_images"] == by_name["gumbel"]["num_identical_images"] == 4
+    assert by_name["gumbel"]["relaxation_per_image"] == 0
     assert by_name["gsd"]["kind"] == "relaxed" and by_name["gsd"]["relaxation_per_image"] > 0
     for method in by_name.values():
-        assert sum(k * n for k, n in enumerate(method["accepted_histogram"])) == 4 * 16
+        assert sum(k * n for k, n in enumerate(method["committed_histogram"])) == 4 * 16
         batches = 4 // document["batch"]
-        assert sum(method["fed"].values()) == (method["passes_per_batch"] - 1) * batches  # the prefill feeds none
-        assert method["efficiency"] == pytest.approx(method["ratio"] / method["allowed"])
+        assert sum(method["passes_by_width"].values()) == (method["passes_per_batch"] - 1) * batches  # the prefill feeds none
+        assert method["efficiency"] == pytest.approx(method["speedup"] / method["predicted_speedup"])
         assert 0 < sum(method["share_by_part"].values()) <= 1.001
     with Image.open("out/grid.png") as grid:
         assert grid.width > 3 * 128 and grid.height > 4 * 128

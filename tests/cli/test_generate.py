@@ -54,7 +54,7 @@ def test_json_is_one_document_and_png_says_how_it_was_made(run: Any, text_model:
     assert {image["prompt"] for image in document["images"]} == {"a cat"}
     assert document["seconds_load"] > 0 and document["seconds_generate"] > 0 and document["tokens_per_second"] > 0
     assert document["stats"]["tokens"] == 32
-    assert sum(k * passes for k, passes in enumerate(document["stats"]["accepted_histogram"])) == 32
+    assert sum(k * passes for k, passes in enumerate(document["stats"]["committed_histogram"])) == 32
     with Image.open("new/folder/a-cat-6.png") as opened:
         said = json.loads(opened.info["vargen"])
     assert said["versions"].pop("torch") and said["versions"]["vargen"] == __version__

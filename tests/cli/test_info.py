@@ -74,7 +74,7 @@ def test_info_says_how_many_threads_were_chosen_and_why(tmp_path: Path, monkeypa
     monkeypatch.setenv("VARGEN_CACHE", str(tmp_path))
     monkeypatch.setattr("vargen.device.user_thread_count", lambda: None)
     assert "measured with the first image" in info.describe_threads()
-    here, now = cost.describe_machine(torch.device("cpu")), time.time()
+    here, now = cost.describe_hardware(torch.device("cpu")), time.time()
     measured = {1: {"1": 0.010, "16": 0.040}, 2: {"1": 0.009, "16": 0.020}}
     entries = {f"net, batch 1, {n} threads, {here}": {"measured": now, "seconds": each} for n, each in measured.items()}
     entries |= {"net, batch 1, 2 threads, another machine": {"measured": now, "seconds": {"1": 0.001}}}

@@ -102,7 +102,7 @@ def test_a_finished_image_never_writes_past_its_grid(name: str) -> None:
         assert torch.equal(held[committed], result.tokens[committed])
     assert result.length.tolist() == [TOKENS] * 3 and result.tokens.max() < VOCAB
     stats = result.stats
-    assert stats.tokens == sum(number * count for number, count in enumerate(stats.accepted_histogram)) == 3 * TOKENS
+    assert stats.tokens == sum(number * count for number, count in enumerate(stats.committed_histogram)) == 3 * TOKENS
     assert stats.passes == len(lengths) and (stats.passes < TOKENS or name in ("ar", "auto"))
 
 

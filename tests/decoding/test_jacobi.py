@@ -112,7 +112,7 @@ def test_the_automatic_window_does_not_probe_where_nothing_could_pay(price, fed,
     monkeypatch.setattr("vargen.decoding.next_token.draft_length.measure_pass_costs", lambda *_: {1: 1.0, 4: 4 * price})
     model = TableModel(vocab=4, tokens=60, spread=30.0)
     result = decode(model, torch.zeros(2, dtype=torch.int64), torch.arange(2), Accelerator(drafter=Jacobi("auto", "gumbel")))
-    assert set(result.stats.fed) == fed
+    assert set(result.stats.passes_by_width) == fed
 
 
 def chains(monkeypatch, target, small=0.05):
@@ -139,15 +139,15 @@ def test_the_automatic_chain_grows_where_drafts_stand_and_ends_where_they_fall(m
     chains(monkeypatch, lambda width: 1 + 0.02 * width)
     target, twin, condition, seeds = models()
     result = decode(target, condition, seeds, speculative(twin))
-    assert max(result.stats.fed) == 9 and 1 not in result.stats.fed
+    assert max(result.stats.passes_by_width) == 9 and 1 not in result.stats.passes_by_width
     target, stranger, *_ = models(seed=99)
     chains(monkeypatch, lambda width: 1 + 0.2 * width, small=0.3)
     result = decode(target, condition, seeds, speculative(stranger))
-    assert result.finished and result.stats.fed[1] > 30  # after a few probes
+    assert result.finished and result.stats.passes_by_width[1] > 30  # after a few probes
     asked = len(stranger.passes)
     chains(monkeypatch, lambda width: 1 + 1.0 * width, small=0.3)
     result = decode(target, condition, seeds, speculative(stranger))
-    assert set(result.stats.fed) == {1} and len(stranger.passes) == asked  # nothing could pay: no draft at all
+    assert set(result.stats.passes_by_width) == {1} and len(stranger.passes) == asked  # nothing could pay: no draft at all
 
 
 @pytest.mark.parametrize("seed", [5, 99])
@@ -166,7 +166,7 @@ def test_the_automatic_window_changes_no_picture_of_same_noise(costs, monkeypatc
     plain = decode(model, condition, seeds)
     fast = decode(model, condition, seeds, Accelerator(drafter=Jacobi("auto", "gumbel")))
     assert torch.equal(fast.tokens, plain.tokens)
-    assert set(fast.stats.fed) <= set(costs)
+    assert set(fast.stats.passes_by_width) <= set(costs)
 
 
 def test_the_cost_curve_is_measured_once_per_network_and_batch():

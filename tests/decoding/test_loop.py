@@ -61,8 +61,8 @@ def test_what_is_drafted_never_changes_what_is_drawn(shape, batch):
     assert torch.equal(plain.tokens, fast.tokens)
     assert fast.stats.passes < plain.stats.passes
     assert fast.stats.tokens == batch * 23
-    assert sum(k * n for k, n in enumerate(fast.stats.accepted_histogram)) == batch * 23
-    assert max(k for k, n in enumerate(fast.stats.accepted_histogram) if n) > 1
+    assert sum(k * n for k, n in enumerate(fast.stats.committed_histogram)) == batch * 23
+    assert max(k for k, n in enumerate(fast.stats.committed_histogram) if n) > 1
 
 
 def test_ar_feeds_one_token_a_pass():

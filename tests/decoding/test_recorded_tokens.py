@@ -23,7 +23,9 @@ METHODS = list(json.loads(RECORD.read_text())["methods"])
 
 def recordable(pipe: LlamaGenPipeline) -> list[str]:
     """Presets that the model can run, except the default: its windows follow costs, and its images equal those of ar."""
-    return [method.name for method in pipe.methods() if method.reason is None and method.name != DEFAULT_METHOD]
+    return [
+        method.name for method in pipe.list_methods() if method.unsupported_reason is None and method.name != DEFAULT_METHOD
+    ]
 
 
 def open_pipeline() -> LlamaGenPipeline:

@@ -61,9 +61,9 @@ def test_a_good_draft_model_saves_passes() -> None:
         for drafted, passes in ((1, 3), (2, 2), (4, 1), (9, 1)):
             result = drawn(model, speculative(rule, drafted))
             assert result.stats.passes == passes, (rule.__name__, drafted)
-            assert sum(result.stats.fed.values()) == passes
+            assert sum(result.stats.passes_by_width.values()) == passes
             assert all(scale["kept"] == scale["drafted"] for scale in result.stats.by_scale)
-    assert drawn(model).stats.passes == 5 and drawn(model).stats.fed == {1: 3, 2: 2}
+    assert drawn(model).stats.passes == 5 and drawn(model).stats.passes_by_width == {1: 3, 2: 2}
 
 
 def test_a_scale_is_accepted_with_the_probability_of_a_maximal_coupling() -> None:
@@ -160,7 +160,7 @@ def test_statistics_say_what_each_scale_took() -> None:
     stats, scales = result.stats, result.stats.by_scale
     assert [scale["tokens"] for scale in scales] == [1, 2, 2] and stats.tokens == 64 * 5
     assert scales[0]["drafted"] == 64 and 0 < scales[0]["kept"] < 64 and scales[2]["drafted"] == 0
-    assert sum(stats.draft_fed.values()) >= 2 and stats.to_dict()["draft_fed"] and stats.relaxation == [0.0] * 64
+    assert sum(stats.to_dict()["draft_passes_by_width"].values()) >= 2 and stats.relaxation == [0.0] * 64
     both = type(stats).merge([stats, stats])
     assert both.by_scale[0]["drafted"] == 128 and both.by_scale[0]["tokens"] == 1
 

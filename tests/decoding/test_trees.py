@@ -265,12 +265,12 @@ def test_statistics_count_siblings_by_rank():
                     if child and step.draft.valid[row, child - 1]:
                         table[rank][0] += 1
                         table[rank][1] += child in path
-    assert stats.siblings == table and stats.sibling_rates[0] > stats.sibling_rates[2] > 0
-    extra = sum(hits for _, hits in table) - (40 * 30 - sum(stats.accepted_histogram))
+    assert stats.sibling_counts == table and stats.sibling_rates[0] > stats.sibling_rates[2] > 0
+    extra = sum(hits for _, hits in table) - (40 * 30 - sum(stats.committed_histogram))
     assert 0 <= extra <= 40, "the token behind the last of a picture is past the grid"
     joined = type(stats).merge([stats, stats])
-    assert joined.siblings == [[2 * part for part in row] for row in table]
-    assert stats.to_dict()["siblings"] == table
+    assert joined.sibling_counts == [[2 * part for part in row] for row in table]
+    assert stats.to_dict()["sibling_counts"] == table
 
 
 @pytest.mark.parametrize("make", [
@@ -293,11 +293,11 @@ def test_an_automatic_tree_follows_the_costs_and_keeps_the_picture(make, dear, m
     plain = decode(target, condition, seeds, "ar")
     result = decode(target, condition, seeds, make(AutoTree(nodes=15, depth=8)))
     assert torch.equal(result.tokens, plain.tokens)
-    widest = max(result.stats.fed)
+    widest = max(result.stats.passes_by_width)
     if dear == 0.0:
-        assert widest == 16 and len(result.stats.siblings) > 1
+        assert widest == 16 and len(result.stats.sibling_counts) > 1
     elif dear == 10.0:
-        assert set(result.stats.fed) == {1}
+        assert set(result.stats.passes_by_width) == {1}
     else:
         assert 1 < widest < 16
 

@@ -35,14 +35,14 @@ def test_the_pictures_are_the_pipelines(service: ImageService) -> None:
         WANTED.prompt, num_images_per_prompt=2, guidance_scale=2.0, temperature=1.0, top_k=64, top_p=1.0, generator=generators
     )
     assert [each.tobytes() for each in drawn.images] == [each.tobytes() for each in direct.images]
-    assert sum(service.start(WANTED).result().stats.accepted_histogram) > 0
+    assert sum(service.start(WANTED).result().stats.committed_histogram) > 0
 
 
 def test_every_preset_is_listed_or_says_why_not(service: ImageService) -> None:
     assert set(service.methods) == {preset.name for preset in list_methods("next-token")}
     assert "ar" in {each.name for each in service.available}
     for each in service.methods.values():
-        assert each.reason is None or len(each.reason) > 10
+        assert each.unsupported_reason is None or len(each.unsupported_reason) > 10
 
 
 def test_previews_are_transparent_where_nothing_is_drawn(service: ImageService, slow: Callable[[float], None]) -> None:
@@ -183,7 +183,7 @@ def test_a_scorer_that_fails_loses_no_picture(service: ImageService) -> None:
         broken.close()
 
 
-def test_parameters_of_andescribe_mismatch_promise_no_same_picture(service: ImageService) -> None:
+def test_parameters_of_a_mismatch_promise_no_same_picture(service: ImageService) -> None:
     assert not describe_mismatch(service, "ar", None) and not describe_mismatch(service, "ar", service.name)
     for method, model, named in (("ar", "emoji-var", "emoji-var"), ("magic", None, "magic"), ("ar", ["x"], "x")):
         told = describe_mismatch(service, method, model)

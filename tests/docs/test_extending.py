@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from vargen.cli.main import app
 from vargen.decoding import Draft, GroupedRule, Noise, Tree
 from vargen.pipelines.components import register_family
-from vargen.pipelines.registry import FAMILIES, describe
+from vargen.pipelines.registry import FAMILIES, inspect_model
 
 
 @pytest.fixture
@@ -114,11 +114,11 @@ def test_a_folder_of_a_registered_family_is_checked(guide: dict[str, str], tmp_p
     )
     file = tmp_path / "model" / "model_index.json"
     index = json.loads(file.read_text())
-    assert describe(tmp_path / "model").pipeline == "PalettePipeline"
+    assert inspect_model(tmp_path / "model").pipeline == "PalettePipeline"
     for vqvae in (["vargen.models.tokenizers.vq", "VQModel"], ["other", "Palette"], [None, None]):
         file.write_text(json.dumps({**index, "vqvae": vqvae}))
-        rejects(lambda: describe(tmp_path / "model"), "vqvae")
+        rejects(lambda: inspect_model(tmp_path / "model"), "vqvae")
     file.write_text(json.dumps(index))
     (tmp_path / "model" / "vqvae" / "palette.py").touch()
     with pytest.raises(ValueError, match=r"palette\.py is program code"):
-        describe(tmp_path / "model")
+        inspect_model(tmp_path / "model")

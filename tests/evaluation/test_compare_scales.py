@@ -7,7 +7,7 @@ import torch
 from tiny_models import text_var_pipeline
 
 from vargen.decoding import PRESETS, ScaleSchedule, Stage
-from vargen.evaluation.compare import compare
+from vargen.evaluation.compare import compare_methods
 from vargen.evaluation.decoders import ScalePricedDecoder, open_decoder
 from vargen.pipelines.var import VARPipeline
 
@@ -21,20 +21,20 @@ def pipe() -> VARPipeline:
 
 def test_schedules_are_compared(pipe: VARPipeline) -> None:
     methods = {**{name: PRESETS[name] for name in ("plain", "code", "economy")}, "speculative": SPECULATIVE}
-    result = compare(pipe, ["a red apple", "a cat", "b"], methods, batch=2)
+    result = compare_methods(pipe, ["a red apple", "a cat", "b"], methods, batch=2)
     assert result.baseline == "plain" and len(result.prompts) == 4 and set(result.tokens) == set(methods)
     assert {1, 4, 9, 16} <= set(result.cost_curve)
     by_name = {method.name: method for method in result.methods}
     assert [method.kind for method in result.methods] == ["exact", "relaxed", "relaxed", "exact"]
     plain = by_name["plain"]
-    assert (plain.ratio, plain.allowed, plain.same_as_baseline, plain.tokens_per_pass) == (1.0, 1.0, 4, 7.5)
-    assert by_name["code"].allowed > 1 and by_name["code"].same_as_baseline < 4
+    assert (plain.speedup, plain.predicted_speedup, plain.num_identical_images, plain.tokens_per_pass) == (1.0, 1.0, 4, 7.5)
+    assert by_name["code"].predicted_speedup > 1 and by_name["code"].num_identical_images < 4
     assert by_name["speculative"].passes_per_batch <= 4
     for method in result.methods:
-        assert method.efficiency == pytest.approx(method.ratio / method.allowed) and method.step_cost > 0
+        assert method.efficiency == pytest.approx(method.speedup / method.predicted_speedup) and method.step_cost > 0
         assert method.share_by_part["target"] > 0
     with pytest.raises(ValueError, match="methods must include 'plain'"):
-        compare(pipe, ["a"], {"code": PRESETS["code"]})  # type: ignore[dict-item]
+        compare_methods(pipe, ["a"], {"code": PRESETS["code"]})  # type: ignore[dict-item]
 
 
 def test_passes_are_priced_by_model_and_guidance(pipe: VARPipeline, monkeypatch: pytest.MonkeyPatch) -> None:

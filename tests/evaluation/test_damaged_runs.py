@@ -19,7 +19,7 @@ from rejects import rejects
 from tiny_models import class_pipeline
 
 from vargen.evaluation.evaluate import EvaluationResult, evaluate_run, write_report_files
-from vargen.evaluation.generation import GenerationPlan, generate_images
+from vargen.evaluation.generation import GenerationPlan, generate_missing_images
 from vargen.evaluation.measurement import MetricModels
 from vargen.evaluation.reference_statistics import FeatureStatistics
 from vargen.evaluation.run_directory import RunDirectory
@@ -58,7 +58,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def clean(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("runs") / "clean"
-    generate_images(asked(model, output))
+    generate_missing_images(asked(model, output))
     return output
 
 
@@ -126,14 +126,14 @@ def test_its_picture_is_drawn_again(run: Path, model: Path) -> None:
     manifest.write_text("\n".join([json.dumps({**json.loads(first), "seconds": -5}), *rest]) + "\n")
     found = evaluated(run)
     assert sorted(row.num_images for row in found.rows) == [4, 5] and all(0 < row.speed["seconds"] < 1e6 for row in found.rows)
-    assert generate_images(asked(model, run)) == 1, "the picture of that line"
+    assert generate_missing_images(asked(model, run)) == 1, "the picture of that line"
     assert [row.num_images for row in evaluated(run).rows] == [5, 5]
 
 
 def test_a_manifest_folder_that_is_a_file_is_named(run: Path, model: Path) -> None:
     shutil.rmtree(run / "manifest")
     (run / "manifest").write_text("")
-    for step in (lambda: generate_images(asked(model, run)), lambda: evaluate_run(RunDirectory(run), PARTS)):
+    for step in (lambda: generate_missing_images(asked(model, run)), lambda: evaluate_run(RunDirectory(run), PARTS)):
         with pytest.raises(ValueError, match=r"manifest.* must be a folder"):
             step()
 
@@ -202,13 +202,13 @@ def test_what_is_no_regular_file_is_never_waited_for(other: str, run: Path, mode
     for file in (run / "measurements").rglob("*.npz"):
         put(file)
     assert sorted(row.num_images for row in evaluated(run).rows) == [4, 5]
-    assert generate_images(asked(model, run)) == 1 and images[0].is_file(), "the picture is drawn again"
+    assert generate_missing_images(asked(model, run)) == 1 and images[0].is_file(), "the picture is drawn again"
     put(run / "manifest" / "shard-2-of-2.jsonl")
     with pytest.raises(ValueError, match=r"shard-2-of-2\.jsonl.*not a regular file"):
         evaluate_run(RunDirectory(run), PARTS)
     (run / "manifest" / "shard-2-of-2.jsonl").unlink()
     put(run / "manifest" / "shard-1-of-1.jsonl")
-    rejects(lambda: generate_images(asked(model, run)), "shard-1-of-1.jsonl")
+    rejects(lambda: generate_missing_images(asked(model, run)), "shard-1-of-1.jsonl")
     put(run / "run.json")
     rejects(lambda: evaluate_run(RunDirectory(run), PARTS), "run.json")
     for reading in (open_regular, lambda path: read_text(path, "prompts", 100)):

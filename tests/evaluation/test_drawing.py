@@ -18,8 +18,8 @@ from tiny_models import class_pipeline, class_var_pipeline, text_pipeline
 
 from vargen.cli.console import quiet_libraries
 from vargen.decoding import NeighborhoodRule, resolve_method, speculative_sampling
-from vargen.evaluation.generation import GenerationPlan, ImageGenerator, generate_images, run_locally, select_classes
-from vargen.evaluation.run_directory import ManifestWriter, RunDirectory, read_manifest, slugify
+from vargen.evaluation.generation import GenerationPlan, ImageGenerator, generate_missing_images, run_locally, select_classes
+from vargen.evaluation.run_directory import ManifestWriter, RunDirectory, read_manifest, to_file_name
 
 METHODS = ("ar", "gsd:budget=3,window=4")
 
@@ -40,7 +40,7 @@ def make_plan(model: Path, output: Path, **changes: Any) -> GenerationPlan:
 def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """Pictures of an undisturbed run, by name."""
     output = tmp_path_factory.mktemp("runs") / "whole"
-    assert generate_images(make_plan(model, output)) == 14
+    assert generate_missing_images(make_plan(model, output)) == 14
     return images(output)
 
 
@@ -93,7 +93,7 @@ def test_a_picture_is_what_the_pipeline_draws_of_its_seed(whole: dict[str, bytes
 
 
 def test_two_shards_draw_what_one_does(model: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
-    drawn = [generate_images(make_plan(model, tmp_path / "run"), shard, 2) for shard in (2, 1)]
+    drawn = [generate_missing_images(make_plan(model, tmp_path / "run"), shard, 2) for shard in (2, 1)]
     assert sum(drawn) == 14 and 0 < drawn[0] < 14
     assert images(tmp_path / "run") == whole
     assert len(lines(tmp_path / "run")) == len(set(lines(tmp_path / "run"))) == 14
@@ -102,10 +102,10 @@ def test_two_shards_draw_what_one_does(model: Path, whole: dict[str, bytes], tmp
 def test_more_methods_and_more_pictures_are_drawn_beside_the_old_ones(
     model: Path, whole: dict[str, bytes], tmp_path: Path
 ) -> None:
-    assert generate_images(make_plan(model, tmp_path / "run", num=3, methods=METHODS[:1])) == 3
-    assert generate_images(make_plan(model, tmp_path / "run", num=3, methods=METHODS)) == 3
-    assert generate_images(make_plan(model, tmp_path / "run")) == 8
-    assert images(tmp_path / "run") == whole and generate_images(make_plan(model, tmp_path / "run")) == 0
+    assert generate_missing_images(make_plan(model, tmp_path / "run", num=3, methods=METHODS[:1])) == 3
+    assert generate_missing_images(make_plan(model, tmp_path / "run", num=3, methods=METHODS)) == 3
+    assert generate_missing_images(make_plan(model, tmp_path / "run")) == 8
+    assert images(tmp_path / "run") == whole and generate_missing_images(make_plan(model, tmp_path / "run")) == 0
 
 
 # -- stopped and resumed ------------------------------------------------------------------------------------------------
@@ -114,23 +114,23 @@ def test_more_methods_and_more_pictures_are_drawn_beside_the_old_ones(
 @pytest.mark.parametrize("units", [0, 1, 3])
 def test_an_interrupted_run_goes_on(units: int, model: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
-        generate_images(make_plan(model, tmp_path / "run"), backend=stopping_after(units))
+        generate_missing_images(make_plan(model, tmp_path / "run"), backend=stopping_after(units))
     told: list[tuple[int, int]] = []
-    rest = generate_images(make_plan(model, tmp_path / "run"), progress=lambda done, total: told.append((done, total)))
+    rest = generate_missing_images(make_plan(model, tmp_path / "run"), progress=lambda done, total: told.append((done, total)))
     assert told[0] == (14 - rest, 14) and told[-1] == (14, 14)
     assert images(tmp_path / "run") == whole and len(lines(tmp_path / "run")) == 14
 
 
 def test_a_truncated_line_is_cut_off_and_its_picture_drawn_again(model: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
-    generate_images(make_plan(model, tmp_path / "run"))
+    generate_missing_images(make_plan(model, tmp_path / "run"))
     (manifest,) = (tmp_path / "run/manifest").glob("*.jsonl")
     manifest.write_bytes(manifest.read_bytes()[:-20])
-    assert generate_images(make_plan(model, tmp_path / "run")) == 1
+    assert generate_missing_images(make_plan(model, tmp_path / "run")) == 1
     assert images(tmp_path / "run") == whole and len(lines(tmp_path / "run")) == len(set(lines(tmp_path / "run"))) == 14
     data = manifest.read_bytes().split(b"\n")
     data[2] = b'{"index": 1, "met\x00\x00'  # blocks that a crashed disk lost
     manifest.write_bytes(b"\n".join(data))
-    assert generate_images(make_plan(model, tmp_path / "run")) == 1 and images(tmp_path / "run") == whole
+    assert generate_missing_images(make_plan(model, tmp_path / "run")) == 1 and images(tmp_path / "run") == whole
 
 
 def test_a_batch_of_which_a_part_is_missing_is_drawn_beside_the_same_others(model: Path, tmp_path: Path) -> None:
@@ -145,12 +145,12 @@ def test_a_batch_of_which_a_part_is_missing_is_drawn_beside_the_same_others(mode
 
 
 def test_missing_and_changed_pictures_are_drawn_again(model: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
-    generate_images(make_plan(model, tmp_path / "run"))
+    generate_missing_images(make_plan(model, tmp_path / "run"))
     first, second, third = (tmp_path / "run" / name for name in list(whole)[:3])
     first.unlink()
     second.write_bytes(b"")
     third.write_bytes(whole[list(whole)[2]][:-9])
-    assert generate_images(make_plan(model, tmp_path / "run")) == 3
+    assert generate_missing_images(make_plan(model, tmp_path / "run")) == 3
     assert images(tmp_path / "run") == whole
     assert len(RunDirectory(tmp_path / "run").complete_records()) == 14
 
@@ -169,8 +169,8 @@ def test_kill_9_loses_nothing_and_generates_nothing_twice(model: Path, tmp_path:
     process.wait()
     before = lines(tmp_path / "killed")
     assert 6 <= len(before) < 60, "the kill came too late or too early to show anything"
-    assert generate_images(run) == 60 - len(before)
-    assert generate_images(replace(run, output=str(tmp_path / "whole"))) == 60
+    assert generate_missing_images(run) == 60 - len(before)
+    assert generate_missing_images(replace(run, output=str(tmp_path / "whole"))) == 60
     assert images(tmp_path / "killed") == images(tmp_path / "whole")
     after = lines(tmp_path / "killed")
     assert after[: len(before)] == before and len(after) == len(set(after)) == 60
@@ -189,7 +189,7 @@ def test_a_full_disk_is_told_leaves_nothing_half_written_and_is_resumed(
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     run = make_plan(model, tmp_path / "run")
     with pytest.raises(KeyboardInterrupt):
-        generate_images(run, backend=stopping_after(1))
+        generate_missing_images(run, backend=stopping_after(1))
     try:
         (manifest,) = (tmp_path / "run/manifest").glob("*.jsonl")
         for size, what in (
@@ -199,13 +199,13 @@ def test_a_full_disk_is_told_leaves_nothing_half_written_and_is_resumed(
             resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
             held = manifest.read_bytes()
             with pytest.raises(OSError, match=what + r".*make room"):
-                generate_images(run)
+                generate_missing_images(run)
             assert manifest.read_bytes() == held
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
     assert all(len(data) == len(whole[name]) for name, data in images(tmp_path / "run").items())
-    assert generate_images(run) == 11
+    assert generate_missing_images(run) == 11
     assert images(tmp_path / "run") == whole and len(lines(tmp_path / "run")) == 14
 
 
@@ -223,33 +223,33 @@ def test_a_full_disk_is_told_leaves_nothing_half_written_and_is_resumed(
     ],
 )
 def test_a_run_of_other_settings_is_refused_and_stays(change: dict[str, Any], told: str, model: Path, tmp_path: Path) -> None:
-    generate_images(make_plan(model, tmp_path / "run", num=3))
+    generate_missing_images(make_plan(model, tmp_path / "run", num=3))
     held = (tmp_path / "run/run.json").read_bytes()
     with pytest.raises(ValueError, match=f"run of other settings: .*{told}"):
-        generate_images(make_plan(model, tmp_path / "run", **change))
+        generate_missing_images(make_plan(model, tmp_path / "run", **change))
     assert (tmp_path / "run/run.json").read_bytes() == held
 
 
 def test_other_weights_of_the_same_name_are_other_settings(model: Path, tmp_path: Path) -> None:
     class_pipeline().save_pretrained(tmp_path / "model")
-    generate_images(make_plan(tmp_path / "model", tmp_path / "run", num=3))
+    generate_missing_images(make_plan(tmp_path / "model", tmp_path / "run", num=3))
     changed = class_pipeline()
     changed.transformer.output.weight.data.mul_(2)
     changed.save_pretrained(tmp_path / "model")
     with pytest.raises(ValueError, match=r"weights was"):
-        generate_images(make_plan(tmp_path / "model", tmp_path / "run", num=3))
+        generate_missing_images(make_plan(tmp_path / "model", tmp_path / "run", num=3))
 
 
 def test_a_folder_with_other_contents_and_a_damaged_run_are_refused(model: Path, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/thesis.txt").write_text("")
     with pytest.raises(ValueError, match="holds other files and no run"):
-        generate_images(make_plan(model, tmp_path / "mine"))
+        generate_missing_images(make_plan(model, tmp_path / "mine"))
     assert [file.name for file in (tmp_path / "mine").iterdir()] == ["thesis.txt"]
     (tmp_path / "run").mkdir()
     for text in ("{", "[]", '{"methods": 3}'):
         (tmp_path / "run/run.json").write_text(text)
-        rejects(lambda: generate_images(make_plan(model, tmp_path / "run")), "run")
+        rejects(lambda: generate_missing_images(make_plan(model, tmp_path / "run")), "run")
 
 
 @pytest.mark.parametrize(
@@ -270,7 +270,7 @@ def test_a_folder_with_other_contents_and_a_damaged_run_are_refused(model: Path,
 )
 def test_what_cannot_be_drawn_is_told_first(change: dict[str, Any], told: str, model: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=told):
-        generate_images(make_plan(model, tmp_path / "run", **change))
+        generate_missing_images(make_plan(model, tmp_path / "run", **change))
     assert not (tmp_path / "run").exists()
 
 
@@ -285,7 +285,7 @@ def test_method_settings_reach_the_parts() -> None:
     with pytest.raises(ValueError, match="unknown acceptance 'typcal'; did you mean 'typical'"):
         resolve_method("scd:acceptance=typcal", "next-token")
     assert resolve_method("code", "next-scale").name == "code"
-    assert slugify("gsd:budget=3,window=4") == "gsd-budget-3-window-4"
+    assert to_file_name("gsd:budget=3,window=4") == "gsd-budget-3-window-4"
 
 
 def test_settings_of_a_schedule_are_of_its_stages() -> None:
@@ -300,12 +300,12 @@ def test_schedules_are_drawn_of_a_next_scale_model(tmp_path: Path) -> None:
     class_var_pipeline().save_pretrained(tmp_path / "model")
     methods = ("plain", "code", "code:until.1=-3")
     wanted = make_plan(tmp_path / "model", tmp_path / "run", methods=methods, num=2, batch=2)
-    assert generate_images(wanted) == 6
+    assert generate_missing_images(wanted) == 6
     pictures = images(tmp_path / "run")
     assert len(pictures) == 6 and len(set(pictures.values())) == 6
     class_var_pipeline(draft=False).save_pretrained(tmp_path / "alone")
     with pytest.raises(ValueError, match="needs a draft_transformer"):
-        generate_images(replace(wanted, model=str(tmp_path / "alone"), output=str(tmp_path / "other")))
+        generate_missing_images(replace(wanted, model=str(tmp_path / "alone"), output=str(tmp_path / "other")))
 
 
 # -- the journal --------------------------------------------------------------------------------------------------------
@@ -323,10 +323,10 @@ def test_a_journal_has_one_writer(tmp_path: Path) -> None:
 
 
 def test_records_of_version_0_1_are_read(model: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
-    generate_images(make_plan(model, tmp_path / "run"))
+    generate_missing_images(make_plan(model, tmp_path / "run"))
     (manifest,) = (tmp_path / "run/manifest").glob("*.jsonl")
     manifest.write_text(manifest.read_text().replace('"index"', '"item"').replace('"active_passes"', '"turns"'))
-    assert generate_images(make_plan(model, tmp_path / "run")) == 0
+    assert generate_missing_images(make_plan(model, tmp_path / "run")) == 0
 
 
 def test_a_text_model_records_what_it_read(tmp_path: Path) -> None:
@@ -335,7 +335,7 @@ def test_a_text_model_records_what_it_read(tmp_path: Path) -> None:
     pipe.save_pretrained(tmp_path / "model")
     folders = str(tmp_path / "model"), str(tmp_path / "run")
     made = GenerationPlan(*folders, ("ar",), ("a dog", "a cat"), num=3, batch=2, threads=1)
-    assert generate_images(made) == 3
+    assert generate_missing_images(made) == 3
     records = RunDirectory(tmp_path / "run").complete_records()
     assert [records["ar", i]["text"] for i in range(3)] == ["a dog", "a cat", "a dog"]
     assert all(records["ar", i]["tokens"] == 16 and records["ar", i]["seconds"] > 0 for i in range(3))

@@ -25,7 +25,7 @@ from vargen.evaluation.evaluate import (
     statistics_of,
     write_report_files,
 )
-from vargen.evaluation.generation import GenerationPlan, generate_images
+from vargen.evaluation.generation import GenerationPlan, generate_missing_images
 from vargen.evaluation.image_files import UnreadableImageError, list_images
 from vargen.evaluation.measurement import MetricModels, measure_images
 from vargen.evaluation.metrics import compute_distances, mean_with_ci
@@ -229,7 +229,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     class_pipeline().save_pretrained(folder / "model")
     methods = ("ar", "gumbel", "sjd", "gsd:delta=1,budget=none")
     folders = str(folder / "model"), str(folder / "run")
-    generate_images(GenerationPlan(*folders, methods, tuple(range(10)), num=12, batch=6, threads=1))
+    generate_missing_images(GenerationPlan(*folders, methods, tuple(range(10)), num=12, batch=6, threads=1))
     return RunDirectory(folder / "run")
 
 

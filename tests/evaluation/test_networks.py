@@ -50,7 +50,7 @@ def test_the_opponent_draws_the_official_tokens() -> None:
     class Tokenizer:
         quantize, scale_codes = model.quantiser, model.scale_codes
 
-        def empty_latent(self, batch: int) -> Tensor:
+        def zero_latent(self, batch: int) -> Tensor:
             return model.canvas(batch)
 
         def next_input(self, canvas: Tensor, tokens: Tensor, k: int) -> tuple[Tensor, Tensor | None]:
@@ -112,7 +112,7 @@ def test_a_packaged_model_by_name() -> None:
     assert "llamagen-b" in official_sizes()
     rejects(lambda: check_benchmark_model("nothing"), "nothing")
     found = open_benchmark_model("emoji", torch.float32, torch.device("cpu"))
-    assert found.pipe.tokens == 256 and found.guidance_scale == 1.25 and found.pipe.text_encoder is None
+    assert found.pipe.num_tokens == 256 and found.guidance_scale == 1.25 and found.pipe.text_encoder is None
 
 
 def test_networks_by_name(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +121,7 @@ def test_networks_by_name(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     pipe = text_var_pipeline(draft=False)
     pipe.save_pretrained(tmp_path / "model")
     stored = open_benchmark_model(str(tmp_path / "model"), torch.float32, torch.device("cpu"))
-    assert stored.guidance_scale == 3.0 and stored.pipe.tokens == 30 and stored.pipe.baseline == "plain"
+    assert stored.guidance_scale == 3.0 and stored.pipe.num_tokens == 30 and stored.pipe.baseline == "plain"
     tiny = {"depth": 1, "dim": 32, "n_head": 1, "scales": (1, 2), "vocab_size": 64, "code_dim": 8}
     vqvae = dict(tiny_multi_scale_vq(scales=(1, 2)).config)
     size = {"transformer": tiny, "vqvae": {name: value for name, value in vqvae.items() if not name.startswith("_")}}

@@ -21,7 +21,7 @@ import torch
 from tiny_models import class_pipeline
 
 from vargen.compat import installed_version
-from vargen.evaluation.generation import GenerationPlan, generate_images, run_locally
+from vargen.evaluation.generation import GenerationPlan, generate_missing_images, run_locally
 from vargen.evaluation.image_files import ImageFile, list_images
 from vargen.evaluation.measurement import MetricModels, measure_images
 from vargen.evaluation.ray_backend import Actor, ray_backend
@@ -116,7 +116,7 @@ def is_actor(pid: int) -> bool:
 
 
 def test_two_actors_measure_what_one_process_does(model: Path, cluster: Path, tmp_path: Path) -> None:
-    assert generate_images(make_plan(model, tmp_path / "one")) == 28
+    assert generate_missing_images(make_plan(model, tmp_path / "one")) == 28
     files = list_images(tmp_path / "one/images", ["a"] * 28) * 6
     files = [ImageFile(i, p.file, p.text, p.sha256) for i, p in enumerate(files)]
     models = MetricModels(("ray_parts:level",), "ray_parts:net", threads=1)
@@ -169,13 +169,13 @@ def test_a_killed_actor_and_the_end_of_rays_process_lose_nothing(model: Path, cl
     killer = threading.Thread(target=kill_one)
     killer.start()
     with pytest.raises(RuntimeError, match="-9"):
-        generate_images(make_plan(model, tmp_path / "killed"), backend=killing)
+        generate_missing_images(make_plan(model, tmp_path / "killed"), backend=killing)
     killer.join()
     assert killed and len(set(record.read_text().split())) >= 3, "no actor was killed and replaced"
     assert of_it and not outliving(of_it), "Ray's processes outlive the one that started them"
     assert len(lines(tmp_path / "killed")) == 24
-    assert generate_images(make_plan(model, tmp_path / "killed")) == 4
-    generate_images(make_plan(model, tmp_path / "whole"))
+    assert generate_missing_images(make_plan(model, tmp_path / "killed")) == 4
+    generate_missing_images(make_plan(model, tmp_path / "whole"))
     assert images(tmp_path / "killed") == images(tmp_path / "whole")
     assert len(lines(tmp_path / "killed")) == len(set(lines(tmp_path / "killed"))) == 28
 
@@ -195,8 +195,8 @@ def test_a_killed_command_leaves_no_process_and_is_resumed(model: Path, cluster:
     assert cluster_of_it and not outliving(cluster_of_it), "Ray's processes outlive the one that asked for them"
     before = lines(tmp_path / "killed")
     assert 4 <= len(before) < 100, "the kill came too late or too early to show anything"
-    assert generate_images(plan) == 100 - len(before)
-    generate_images(replace(plan, output=str(tmp_path / "whole")))
+    assert generate_missing_images(plan) == 100 - len(before)
+    generate_missing_images(replace(plan, output=str(tmp_path / "whole")))
     assert images(tmp_path / "killed") == images(tmp_path / "whole") and len(images(tmp_path / "whole")) == 100
     after = lines(tmp_path / "killed")
     assert after[: len(before)] == before and len(after) == len(set(after)) == 100

@@ -31,7 +31,7 @@ def test_caches_that_share_memory_work_like_caches_of_their_own(network: Benchma
         own = model.new_cache(3, scratch=width)
         own.k.copy_(cache.k)
         own.v.copy_(cache.v)
-        own.advance(8)
+        own.commit_chain(8)
         fed = torch.randint(64, (3, width))
         expected = model(fed, cache=own).logits
         for _ in range(2):  # a pass does not move the pointer, so the next is the same pass

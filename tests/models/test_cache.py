@@ -59,7 +59,7 @@ def _filled(
     model(condition=condition, cache=cache)
     for position in range(max(lengths)):
         model(tokens[:, position : position + 1], cache=cache)
-        cache.advance(1)
+        cache.commit_chain(1)
     cache.rollback(torch.tensor(lengths))
     return cache
 
@@ -118,11 +118,11 @@ def test_a_pass_over_many_tokens_is_that_many_passes_over_one(
     fed = _ahead(tokens, lengths, T)
     one, many = (_filled(model, condition, tokens, lengths, compress_prefix=compress) for _ in range(2))
     together = model(fed, cache=many).logits
-    many.advance(T)
+    many.commit_chain(T)
     apart = []
     for step in range(T):
         apart.append(model(fed[:, step : step + 1], cache=one).logits)
-        one.advance(1)
+        one.commit_chain(1)
     torch.testing.assert_close(together, torch.cat(apart, 1), **_CLOSE)
     whole = model(tokens, condition).logits
     for row, n in enumerate(lengths):
@@ -144,7 +144,7 @@ def test_rows_advance_by_their_own_counts(model: LlamaGenTransformer, condition:
         logits = model(fed, cache=cache).logits
         for row, (n, kept) in enumerate(zip(lengths, count.tolist(), strict=True)):
             torch.testing.assert_close(logits[row, :kept], whole[row, n + 1 : n + 1 + kept], **_CLOSE)
-        cache.advance(count)
+        cache.commit_chain(count)
         lengths = [n + k for n, k in zip(lengths, count.tolist(), strict=True)]
     assert lengths == [_N - 4] * 3 == cache.length.tolist()
 
@@ -157,7 +157,7 @@ def test_what_is_rolled_back_was_never_fed(
     clean, used = (_filled(model, condition, tokens, lengths) for _ in range(2))
     model((_ahead(tokens, lengths, 6) + 7) % _VOCAB, cache=used)  # other tokens
     if moved:
-        used.advance(torch.tensor([6, 1, 3]))
+        used.commit_chain(torch.tensor([6, 1, 3]))
         used.rollback(torch.tensor(lengths))
     fed = _ahead(tokens, lengths, 4)
     assert torch.equal(model(fed, cache=used).logits, model(fed, cache=clean).logits), "to the last bit"
@@ -221,7 +221,7 @@ def test_a_kept_path_goes_on_as_its_chain(model: LlamaGenTransformer, condition:
     fed = torch.randint(_VOCAB, (_ROWS, len(_PARENTS)), generator=torch.Generator().manual_seed(5))
     cache = _filled(model, condition, tokens, lengths)
     _tree_pass(model, cache, fed, _ancestors(_PARENTS))
-    cache.keep(paths, count)
+    cache.commit_path(paths, count)
     assert cache.length.tolist() == [6, 2, 11]
 
     further = torch.randint(_VOCAB, (_ROWS, 3), generator=torch.Generator().manual_seed(6))
@@ -260,7 +260,7 @@ def test_a_row_at_its_end_disturbs_neither_its_grid_nor_its_neighbours(
     assert not expected[1, : cache.prefix + full].any()
 
     kept = [store.clone() for store in (cache.k, cache.v)]
-    cache.keep(torch.tensor([[0, 1, 3, 5]] * 3), torch.tensor([4, _N - full, 1]))
+    cache.commit_path(torch.tensor([[0, 1, 3, 5]] * 3), torch.tensor([4, _N - full, 1]))
     assert cache.length.tolist() == [9, _N, 1]
     for store, old in zip((cache.k, cache.v), kept, strict=True):
         changed = (store != old).any(dim=(0, 2, 4))
@@ -295,7 +295,7 @@ def test_full_rows_stay_as_they_are_while_others_go_on(
         for row in (0, 2):
             n = lengths[row] + 3 * step
             torch.testing.assert_close(logits[row], whole[row, n + 1 : n + 4], **_CLOSE)
-        cache.advance(torch.tensor([3, 0, 3]))
+        cache.commit_chain(torch.tensor([3, 0, 3]))
         assert torch.equal(_held(cache, 1), held) and cache.length[1] == _N
 
 

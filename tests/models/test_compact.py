@@ -36,7 +36,7 @@ def test_what_is_read_is_what_was_written_to_within_half_a_scale(network: Any, t
         scale = stored.get(f"{name}.scale")
         far = (read.state_dict()[name].float() - value.float()).abs().max()
         assert far <= (0 if scale is None else scale.max() / 2 * 1.0001), name
-        if name.endswith(network.kept) and network.kept:
+        if name.endswith(network.unquantized_suffixes) and network.unquantized_suffixes:
             assert scale is None and stored[name].dtype == torch.float32
 
 

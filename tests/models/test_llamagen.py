@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vargen.models.condition import Condition
 from vargen.models.llamagen import LlamaGenTransformer
-from vargen.models.llamagen_blocks import Attention, RMSNorm, build_rotary_2d, rotate, rotation
+from vargen.models.llamagen_blocks import LlamaGenAttention, RMSNorm, apply_rotary, build_rotary_2d, rotary_factors
 
 _GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 _KINDS = ["c2i", "t2i"]
@@ -99,7 +99,7 @@ def test_cached_greedy_decoding_is_the_official_one(kind: str, scale: float, cas
         token = guided[-1].argmax(-1)
         assert torch.equal(token, io[f"greedy_tokens_{case}"][:, position]), position
         logits = model(token.repeat(len(logits) // 2)[:, None], cache=cache).logits[:, -1]
-        cache.advance(1)
+        cache.commit_chain(1)
     torch.testing.assert_close(torch.stack(guided, 1), io[f"greedy_logits_{case}"], atol=_CLOSE, rtol=0)
 
 
@@ -130,14 +130,14 @@ def test_step_by_step_is_teacher_forcing_at_every_position(overrides: dict[str, 
     model = _random(**overrides)
     condition = _random_condition(model, 3)
     if condition.caption_mask is not None:
-        condition = Condition(None, condition.caption_embeds, condition.caption_mask[:, : model.prefix_rows])
+        condition = Condition(None, condition.caption_embeds, condition.caption_mask[:, : model.num_prefix_rows])
     tokens = torch.randint(40, (3, 16))
     expected = model(tokens, condition)
     cache = model.new_cache(3, compress_prefix=compress)
     output = [model(condition=condition, cache=cache)]
     for position in range(15):
         output.append(model(tokens[:, position : position + 1], cache=cache))
-        cache.advance(1)
+        cache.commit_chain(1)
     assert output[0].logits.shape == (3, 1, 40) and output[0].features.shape == (3, 1, model.config.dim)
     torch.testing.assert_close(torch.cat([o.logits for o in output], 1), expected.logits, atol=2e-5, rtol=1e-5)
     torch.testing.assert_close(torch.cat([o.features for o in output], 1), expected.features, atol=2e-5, rtol=1e-5)
@@ -177,7 +177,7 @@ def test_a_row_does_not_depend_on_its_batch(condition: str, dtype: torch.dtype, 
         logits = [model(condition=chosen, cache=cache).logits]
         for position in range(0, 15, 3):
             logits.append(model(tokens[pick, position : position + 3], cache=cache).logits)
-            cache.advance(3)
+            cache.commit_chain(3)
         return torch.cat(logits, 1)
 
     together = run(slice(0, 5))
@@ -214,17 +214,17 @@ def test_rotation_turns_interleaved_pairs() -> None:
     x = torch.randn(2, 16, 3, 16)
     pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
     turned = pairs * torch.view_as_complex(table.contiguous())[:, None]
-    torch.testing.assert_close(rotate(x, rotation(table)), torch.view_as_real(turned).flatten(-2))
+    torch.testing.assert_close(apply_rotary(x, rotary_factors(table)), torch.view_as_real(turned).flatten(-2))
     with torch.no_grad():
-        assert isinstance(rotation(table), Tensor), "one complex factor where nothing records gradients"
-        torch.testing.assert_close(rotate(x.clone(), rotation(table)), torch.view_as_real(turned).flatten(-2))
-        half = rotate(x.bfloat16(), rotation(table.bfloat16()))
-    torch.testing.assert_close(half, rotate(x.bfloat16(), rotation(table.bfloat16())))
+        assert isinstance(rotary_factors(table), Tensor), "one complex factor where nothing records gradients"
+        torch.testing.assert_close(apply_rotary(x.clone(), rotary_factors(table)), torch.view_as_real(turned).flatten(-2))
+        half = apply_rotary(x.bfloat16(), rotary_factors(table.bfloat16()))
+    torch.testing.assert_close(half, apply_rotary(x.bfloat16(), rotary_factors(table.bfloat16())))
     first = torch.zeros(1, 16, 1, 16)
     first[..., 0] = 1
-    moved = rotate(first, rotation(table))[0, :, 0]
+    moved = apply_rotary(first, rotary_factors(table))[0, :, 0]
     assert (moved[:, 2:] == 0).all(), "the partner of channel 0 is channel 1, not channel 8"
-    assert rotate(x.bfloat16(), rotation(table)).dtype == torch.bfloat16
+    assert apply_rotary(x.bfloat16(), rotary_factors(table)).dtype == torch.bfloat16
 
 
 @torch.inference_mode()
@@ -256,7 +256,7 @@ def test_scores_depend_on_the_distance_of_cells_alone() -> None:
     q, k = torch.randn(1, 1, 1, 16), torch.randn(1, 1, 1, 16)
 
     def score(a: tuple[int, int], b: tuple[int, int]) -> Tensor:
-        return (rotate(q, rotation(table[a][None])) * rotate(k, rotation(table[b][None]))).sum()
+        return (apply_rotary(q, rotary_factors(table[a][None])) * apply_rotary(k, rotary_factors(table[b][None]))).sum()
 
     torch.testing.assert_close(score((2, 3), (1, 0)), score((4, 5), (3, 2)), atol=1e-5, rtol=0)
     assert (score((2, 3), (1, 0)) - score((3, 2), (0, 1))).abs() > 1e-2
@@ -268,19 +268,19 @@ def test_queries_and_keys_of_the_conditioning_are_exactly_zero(condition: str, m
     """So a prefix of n rows is one slot of score log n, and its keys need no storage."""
     model = _random(condition)
     rows, seen = _random_condition(model, 3), []
-    attend = Attention.attend
+    attend = LlamaGenAttention.attend
 
-    def spy(self: Attention, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-        seen.append((q[:, : model.prefix_rows], k[:, :, : model.prefix_rows], q[:, model.prefix_rows :]))
+    def spy(self: LlamaGenAttention, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        seen.append((q[:, : model.num_prefix_rows], k[:, :, : model.num_prefix_rows], q[:, model.num_prefix_rows :]))
         return attend(self, q, k, v, bias)
 
-    monkeypatch.setattr(Attention, "attend", spy)
+    monkeypatch.setattr(LlamaGenAttention, "attend", spy)
     model(torch.randint(40, (3, 16)), rows)
     assert len(seen) == 2
     assert all((q == 0).all() and (k == 0).all() and (image != 0).any() for q, k, image in seen)
     cache = model.new_cache(3, compress_prefix=False)
     model(condition=rows, cache=cache)
-    assert (cache.k == 0).all() and (cache.v[:, :, :, : model.prefix_rows] != 0).any()
+    assert (cache.k == 0).all() and (cache.v[:, :, :, : model.num_prefix_rows] != 0).any()
 
 
 def test_norm_rounds_before_it_scales() -> None:

@@ -105,7 +105,7 @@ def test_steps_add_up_to_the_whole(gains: bool) -> None:
     if gains:
         model.quantize.gains.copy_(torch.tensor([3.0, 1.5, 0.7, 0.2]))
     tokens = model.encode(torch.rand(3, 3, 20, 20) * 2 - 1)
-    f_hat, inputs = model.empty_latent(3), []
+    f_hat, inputs = model.zero_latent(3), []
     for k, of_scale in enumerate(tokens):
         before = f_hat.clone()
         following, given = model.next_input(f_hat, of_scale.flatten(1), k)
@@ -117,14 +117,14 @@ def test_steps_add_up_to_the_whole(gains: bool) -> None:
             assert given.shape == (3, model.scales[k + 1] ** 2, 8)
             inputs.append(given)
     assert torch.equal(torch.cat(inputs, 1), model.teacher_inputs(tokens))
-    assert torch.equal(f_hat, model.sum_latent(tokens))
+    assert torch.equal(f_hat, model.accumulate_latents(tokens))
     assert torch.equal(model.decode_latent(f_hat), model.decode(tokens))
 
 
 def test_each_scale_takes_the_nearest_of_its_codes_for_what_is_left() -> None:
     model = _hybrid(scale_gains=True, scale_codes=(8, 20, 50, 50))
     model.quantize.gains.copy_(torch.tensor([2.0, 1.0, 0.5, 0.3]))
-    rest = model.latent(torch.rand(2, 3, 20, 20) * 2 - 1)
+    rest = model.encode_latent(torch.rand(2, 3, 20, 20) * 2 - 1)
     for k, tokens in enumerate(model.quantize_latent(rest)):
         cells = torch.nn.functional.adaptive_avg_pool2d(rest, model.scales[k]).movedim(1, -1)
         codes = model.codebook[: model.scale_codes[k]] * model.quantize.gains[k]
@@ -143,16 +143,16 @@ def test_first_scales_alone_give_a_picture_and_the_rest_changes_it() -> None:
         with pytest.raises(ValueError, match=f"tokens must be of 1 to 4 scales, got {len(wrong)}"):
             model.decode(wrong)
     rejects(lambda: model.decode([tokens[0], tokens[2]]), "tokens")
-    rejects(lambda: model.next_input(model.empty_latent(2), tokens[1], 2), "tokens")
+    rejects(lambda: model.next_input(model.zero_latent(2), tokens[1], 2), "tokens")
 
 
 def test_a_picture_does_not_depend_on_its_batch() -> None:
     model = _hybrid()
     pixels = torch.rand(4, 3, 20, 20) * 2 - 1
-    together, latents = model.encode(pixels), model.latent(pixels)
+    together, latents = model.encode(pixels), model.encode_latent(pixels)
     pictures = model.decode(together)
     for row in range(4):
-        torch.testing.assert_close(model.latent(pixels[row : row + 1])[0], latents[row], atol=1e-5, rtol=0)
+        torch.testing.assert_close(model.encode_latent(pixels[row : row + 1])[0], latents[row], atol=1e-5, rtol=0)
         alone = model.decode([tokens[row : row + 1] for tokens in together])
         torch.testing.assert_close(alone[0], pictures[row], atol=1e-5, rtol=0)
 
@@ -196,9 +196,11 @@ def test_codes_are_compared_and_summed_in_float32(dtype: torch.dtype) -> None:
     for parameter in model.parameters():
         parameter.copy_(parameter.to(dtype))
     tokens = model.encode(torch.rand(2, 3, 20, 20) * 2 - 1)
-    assert rounded.codebook.dtype == rounded.sum_latent(tokens).dtype == torch.float32
-    assert torch.equal(rounded.sum_latent(tokens), model.sum_latent(tokens))
-    assert torch.equal(rounded.quantize_latent(model.sum_latent(tokens))[0], model.quantize_latent(model.sum_latent(tokens))[0])
+    assert rounded.codebook.dtype == rounded.accumulate_latents(tokens).dtype == torch.float32
+    assert torch.equal(rounded.accumulate_latents(tokens), model.accumulate_latents(tokens))
+    assert torch.equal(
+        rounded.quantize_latent(model.accumulate_latents(tokens))[0], model.quantize_latent(model.accumulate_latents(tokens))[0]
+    )
     assert rounded.decode(tokens).dtype == dtype
 
 

@@ -45,7 +45,7 @@ def _filled(model: LlamaGenTransformer, lengths: list[int], guidance: bool) -> K
     model(condition=condition, cache=cache)
     for column in tokens.repeat(2 if guidance else 1, 1).unbind(1):
         model(column[:, None], cache=cache)
-        cache.advance(1)
+        cache.commit_chain(1)
     cache.rollback(torch.tensor(lengths))
     return cache
 
@@ -57,7 +57,7 @@ def _pass(model: LlamaGenTransformer, lengths: list[int], T: int, guidance: bool
     tokens = torch.randint(_VOCAB, (len(lengths), T), generator=torch.Generator().manual_seed(4)).repeat(1 + guidance, 1)
     if not general:
         with torch.inference_mode():
-            assert isinstance(cache.span(T).slots, slice) == (len(set(lengths)) == 1), "rows alike, and not others"
+            assert isinstance(cache.view_for_pass(T).slots, slice) == (len(set(lengths)) == 1), "rows alike, and not others"
             return model(tokens, cache=cache, guidance=_SCALE if guidance else None).logits, cache
     ordinary = model.new_cache(cache.rows, scratch=cache.scratch)
     for name in ("k", "v", "length", "prefix_bias"):

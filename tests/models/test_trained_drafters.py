@@ -42,10 +42,10 @@ def test_drafts_are_what_training_unrolls(above: bool, guidance: float) -> None:
     tokens, condition = torch.randint(64, (2, _N), generator=torch.Generator().manual_seed(0)), _condition()
     joined = condition if guidance == 1.0 else condition.join(transformer.null_condition(condition))
     rows = tokens.repeat(model.rows_per_image, 1)
-    hidden = transformer(rows, joined).hidden  # row j predicted token j
+    hidden = transformer(rows, joined).hidden_states  # row j predicted token j
     over = torch.zeros_like(hidden)
     over[:, 3:] = hidden[:, 1:-2]  # slot j: behind the token above token j + 1, which is in slot j + 2 - 4 columns
-    unrolled = drafter.unrolled(hidden, transformer.tok_embeddings(rows), _STEPS, over if above else None)
+    unrolled = drafter.unroll(hidden, transformer.tok_embeddings(rows), _STEPS, over if above else None)
 
     eagle = model.draft_heads["eagle"]
     state = eagle.start(2, 6)

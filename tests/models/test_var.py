@@ -87,7 +87,7 @@ def _step_by_step(model: VARTransformer, inputs: Tensor, condition: Condition, g
     cache = model.new_cache(len(inputs), _prefix(condition))
     outputs, fed = [], 0
     for count in groups:
-        start, end = (model.start_of(k) - model.ends[0] for k in (fed, fed + count))
+        start, end = (model.first_token_of(k) - model.ends[0] for k in (fed, fed + count))
         part = inputs[:, max(start, 0) : end] if end > 0 else None
         outputs.append(model(part, condition=None if fed else condition, cache=cache))
         fed += count
@@ -179,7 +179,7 @@ def test_a_scale_sees_itself_and_coarser_ones_only() -> None:
     before = model(inputs, condition).logits
     for scale in (1, 2):
         changed = inputs.clone()
-        start, end = (model.start_of(k) - 1 for k in (scale, scale + 1))
+        start, end = (model.first_token_of(k) - 1 for k in (scale, scale + 1))
         changed[:, end - 1] += 1.0  # the last token of the scale
         after = model(changed, condition).logits
         assert torch.equal(after[:, : start + 1], before[:, : start + 1])
@@ -196,7 +196,7 @@ def test_fewer_scales_are_the_first_of_all() -> None:
         part = model(inputs[:, : end - 1], condition)
         torch.testing.assert_close(part.logits, full[:, :end], atol=2e-5, rtol=1e-5)
         only = model(inputs[:, : end - 1], condition, logits_of=1).logits
-        torch.testing.assert_close(only, full[:, model.start_of(last) : end], atol=2e-5, rtol=1e-5)
+        torch.testing.assert_close(only, full[:, model.first_token_of(last) : end], atol=2e-5, rtol=1e-5)
 
 
 @torch.inference_mode()

@@ -65,14 +65,14 @@ def test_the_token_is_the_nearest_code_on_the_sphere() -> None:
     torch.testing.assert_close(z.norm(dim=1), torch.ones(2, 8, 8))
     codes = F.normalize(model.quantize.embedding.weight, dim=-1)
     distance = (z.movedim(1, -1)[..., None, :] - codes).square().sum(-1)
-    assert torch.equal(model.quantize.nearest(z), distance.argmin(-1))
-    assert torch.equal(model.quantize.nearest(z * 7), distance.argmin(-1)), "length is of no matter"
+    assert torch.equal(model.quantize.find_nearest(z), distance.argmin(-1))
+    assert torch.equal(model.quantize.find_nearest(z * 7), distance.argmin(-1)), "length is of no matter"
 
 
 def test_a_code_is_found_again_and_its_stored_length_is_of_no_matter() -> None:
     model = _tiny()
     every = torch.arange(50).view(1, 5, 10)
-    assert torch.equal(model.quantize.nearest(model.quantize.lookup(every)), every)
+    assert torch.equal(model.quantize.find_nearest(model.quantize.lookup(every)), every)
     pixels, tokens = torch.rand(1, 3, 8, 8), torch.randint(50, (1, 4, 4))
     before = model.encode(pixels), model.decode(tokens)
     model.quantize.embedding.weight.mul_(torch.rand(50, 1) * 3 + 0.1)
@@ -88,7 +88,7 @@ def test_codes_are_compared_in_float32_whatever_the_weights_are(dtype: torch.dty
     assert quantize.codebook().dtype == quantize.lookup(torch.zeros(1, 2, 2, dtype=torch.int64)).dtype == torch.float32
     assert torch.equal(quantize.codebook(), F.normalize(weight.float(), dim=-1))
     every = torch.arange(50).view(1, 5, 10)
-    assert torch.equal(quantize.nearest(quantize.lookup(every)), every)
+    assert torch.equal(quantize.find_nearest(quantize.lookup(every)), every)
 
 
 # -- shapes --------------------------------------------------------------------------------------------------------

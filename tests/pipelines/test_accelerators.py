@@ -44,7 +44,7 @@ def test_the_default_draws_the_picture_of_ar_whatever_a_pass_costs(emoji, sequen
     if dear == 0.0:
         assert result.stats.tokens_per_pass > 2
     if dear == 10.0:
-        assert result.stats.tokens_per_pass == 1.0 and set(result.stats.fed) == {1}
+        assert result.stats.tokens_per_pass == 1.0 and set(result.stats.passes_by_width) == {1}
 
 
 def test_pictures_are_drawn_by_the_default(emoji):
@@ -57,7 +57,7 @@ def test_pictures_are_drawn_by_the_default(emoji):
     "name", [preset.name for preset in list_methods("next-token") if preset.name not in ("ar", DEFAULT_METHOD)]
 )
 def test_presets_run_in_batches_and_commit_more_than_one_token_a_pass(emoji, name):
-    if reason := next(method.reason for method in emoji.methods() if method.name == name):
+    if reason := next(method.unsupported_reason for method in emoji.list_methods() if method.name == name):
         pytest.skip(reason)
     end = 256 if name == "wavefront" else 128  # it relaxes nothing in the upper half; whole images: test_contract.py
     result = draw(emoji, PROMPTS, name, callback_on_step_end=lambda pipe, step, least, tensors: {"stop": least >= end})

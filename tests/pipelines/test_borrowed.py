@@ -12,7 +12,7 @@ from rejects import rejects
 from tiny_models import text_var_pipeline, tiny_var
 
 from vargen.pipelines.loading import SHARED_FILE as FILE
-from vargen.pipelines.registry import describe, open_pipeline
+from vargen.pipelines.registry import inspect_model, open_pipeline
 
 ALL = {"text_encoder": "emoji", "tokenizer": "emoji", "prompt_names": "emoji"}
 
@@ -40,7 +40,7 @@ def test_it_draws_what_a_folder_with_its_own_parts_draws(folder: Path, tmp_path:
 
 def test_saved_over_a_borrower_it_borrows_no_more(folder: Path) -> None:
     open_pipeline(folder).save_pretrained(folder)
-    assert not (folder / FILE).exists() and describe(folder).condition == "text"
+    assert not (folder / FILE).exists() and inspect_model(folder).condition == "text"
 
 
 def test_what_a_caller_brings_is_not_borrowed(folder: Path) -> None:
@@ -60,7 +60,7 @@ def test_what_a_caller_brings_is_not_borrowed(folder: Path) -> None:
 )
 def test_what_cannot_be_borrowed_is_told_before_a_weight_is_loaded(folder: Path, said: object, message: str) -> None:
     (folder / FILE).write_text(json.dumps(said))
-    rejects(lambda: describe(folder), message)
+    rejects(lambda: inspect_model(folder), message)
 
 
 def test_a_damaged_file_is_named(folder: Path) -> None:

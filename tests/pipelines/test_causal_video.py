@@ -18,7 +18,7 @@ from vargen.decoding import PRESETS, VideoMethod
 from vargen.models.causal_video import CausalVideoTransformer
 from vargen.pipelines import videos as video_files
 from vargen.pipelines.causal_video import CausalVideoPipeline
-from vargen.pipelines.registry import describe, open_pipeline, paradigm_of
+from vargen.pipelines.registry import inspect_model, open_pipeline, paradigm_of
 from vargen.pipelines.videos import save_video
 from vargen.scoring.frames import FrameScorer
 from vargen.training.dataset import CaptionBank
@@ -46,10 +46,18 @@ def seeded(seed: int = 0) -> torch.Generator:
 
 def test_the_packaged_folder_opens_and_says_what_it_is(folder: Path, pipe: CausalVideoPipeline) -> None:
     assert isinstance(pipe, CausalVideoPipeline) and paradigm_of(folder) == "video"
-    said = describe(folder)
-    assert (said.fps, said.tokens, said.has_draft, said.condition, said.steps) == (12, 6, True, "text", 3 * 5 - 1)
-    methods = pipe.methods()
-    assert [each.name for each in methods][:3] == ["target", "sdvg", "stride"] and all(each.reason is None for each in methods)
+    said = inspect_model(folder)
+    assert (said.fps, said.num_tokens, "draft_transformer" in said.components, said.condition, said.num_baseline_passes) == (
+        12,
+        6,
+        True,
+        "text",
+        3 * 5 - 1,
+    )
+    methods = pipe.list_methods()
+    assert [each.name for each in methods][:3] == ["target", "sdvg", "stride"] and all(
+        each.unsupported_reason is None for each in methods
+    )
 
 
 @pytest.mark.parametrize(("kind", "shape"), [("np", (1, 6, 16, 16, 3)), ("pt", (1, 6, 3, 16, 16)), ("latent", (1, 6, 4, 2, 2))])
@@ -111,12 +119,14 @@ def test_prompts_switch_between_blocks(pipe: CausalVideoPipeline) -> None:
         result = pipe("a cat", scorer=score, tau=-math.inf, num_blocks=4, output_type="latent", generator=seeded(), **options)
         return result.frames[0]
 
-    plain, changed = made(), made(then={2: "a dog"})
+    plain, changed = made(), made(prompt_schedule={2: "a dog"})
     assert torch.equal(plain[:4], changed[:4]) and not torch.allclose(plain[4:], changed[4:])
     assert seen[3:] == ["a cat, 3d style", "a dog, 3d style", "a dog, 3d style"], "this model draws one style"
     stream = pipe.stream("a cat", scorer=score, tau=-math.inf, num_blocks=4, generator=seeded())
+    with pytest.deprecated_call():
+        pipe.stream("a cat", num_blocks=2, then={1: "a dog"})
     live = [next(stream).latents, next(stream).latents]
-    stream.switch("a dog")
+    stream.switch_prompt("a dog")
     assert torch.equal(torch.cat([*live, *(block.latents for block in stream)]), changed)
 
 
@@ -146,7 +156,7 @@ def test_calls_stop_when_asked(pipe: CausalVideoPipeline) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"prompt": ["a", "b"], "then": {7: "c"}}, "then"),
+        ({"prompt": ["a", "b"], "prompt_schedule": {7: "c"}}, "prompt_schedule"),
         ({"num_blocks": 0}, "num_blocks"),
         ({"num_blocks": 10**9}, "num_blocks"),
         ({"num_blocks": 2.5}, "num_blocks"),
@@ -156,8 +166,8 @@ def test_calls_stop_when_asked(pipe: CausalVideoPipeline) -> None:
         ({"window": 1}, "window"),
         ({"sinks": -1}, "sinks"),
         ({"motion": 2}, "motion"),
-        ({"then": {0: "a dog"}}, "then"),
-        ({"then": {1: ""}}, "then"),
+        ({"prompt_schedule": {0: "a dog"}}, "prompt_schedule"),
+        ({"prompt_schedule": {1: ""}}, "prompt_schedule"),
         ({"prompt": None, "prompt_embeds": torch.zeros(1, 3, 7), "accelerator": "draft"}, "prompt_embeds"),
         ({"prompt": None, "prompt_embeds": torch.zeros(1, 3, 384)}, "give prompt, not prompt_embeds"),
     ],
@@ -217,7 +227,9 @@ def test_scorers_of_pictures_see_as_many_frames_of_a_block_as_the_checkpoint_say
 
 def test_without_a_drafter_the_target_draws(pipe) -> None:
     alone = CausalVideoPipeline(pipe.vae, pipe.transformer, pipe.text_encoder, pipe.tokenizer)
-    assert alone.resolve_method(None).name == "target" and "draft_transformer" not in str(alone.methods()[0].reason)
+    assert alone.resolve_method(None).name == "target" and "draft_transformer" not in str(
+        alone.list_methods()[0].unsupported_reason
+    )
     with pytest.raises(ValueError, match="needs a model to draft with"):
         alone("a cat", accelerator="sdvg")
     assert pipe.resolve_method(None) == PRESETS["sdvg"].with_tau(-0.5) and not pipe.resolve_method(VideoMethod(lazy=False)).lazy

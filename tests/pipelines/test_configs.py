@@ -14,7 +14,7 @@ import vargen.assets
 from vargen.models import component_files
 from vargen.models.component_files import check_network_files
 from vargen.models.image_text import ImageTextModel
-from vargen.pipelines.registry import FAMILIES, describe
+from vargen.pipelines.registry import FAMILIES, inspect_model
 from vargen.pipelines.videos import check_settings
 from vargen.scoring.image_text import load_image_tower
 from vargen.weight_files import read_weight_header
@@ -104,7 +104,7 @@ def test_a_whole_model_is_refused_before_a_network_of_that_size_is_built(
     name: str, part: str, field: str, value: Any, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=rf"{part}.config\.json.*{field}") as refused:
-        describe(copied(name, part, tmp_path / "model", **{field: value}))
+        inspect_model(copied(name, part, tmp_path / "model", **{field: value}))
     assert "\n" not in str(refused.value)
 
 

@@ -13,7 +13,7 @@ from PIL import Image
 from tiny_families import TINY, Tiny, made, seeded, seeds_of
 
 from vargen import open_pipeline
-from vargen.pipelines.registry import FAMILIES, describe, paradigm_of
+from vargen.pipelines.registry import FAMILIES, inspect_model, paradigm_of
 
 ALL = slice(0, 3)
 
@@ -44,7 +44,7 @@ def test_output_types_agree(opened: tuple[Tiny, Any]) -> None:
     assert all(isinstance(image, Image.Image) and image.size == (side, side) for image in pil)
     assert np.abs(np.stack(pil).reshape(array.shape) - array * 255).max() <= 0.51
     if pipe.paradigm != "video":
-        assert images["latent"].dtype == torch.int64 and images["latent"].numel() == pipe.tokens
+        assert images["latent"].dtype == torch.int64 and images["latent"].numel() == pipe.num_tokens
         assert np.allclose(pipe.decode_tokens(images["latent"], output_type="np"), array)
     (by_place,) = tiny.call(pipe, output_type="latent", return_dict=False)
     assert torch.equal(by_place, images["latent"])
@@ -113,7 +113,7 @@ def test_the_progress_bar_counts_to_its_total(opened: tuple[Tiny, Any]) -> None:
         tiny.call(pipe)
     finally:
         pipe.set_progress_bar_config(disable=True)
-    total = tiny.options["num_blocks"] if tiny.options else pipe.tokens
+    total = tiny.options["num_blocks"] if tiny.options else pipe.num_tokens
     assert f"{total}/{total}" in shown.getvalue()
 
 
@@ -195,11 +195,11 @@ def test_bad_conditions_are_named_before_anything_runs(opened: tuple[Tiny, Any],
 
 def test_why_a_method_is_not_available_is_what_a_call_says(opened: tuple[Tiny, Any]) -> None:
     tiny, pipe = opened
-    for method in pipe.methods():
-        if method.reason is not None:
+    for method in pipe.list_methods():
+        if method.unsupported_reason is not None:
             with pytest.raises(ValueError) as caught:
                 tiny.call(pipe, method=method.name)
-            assert str(caught.value) == method.reason
+            assert str(caught.value) == method.unsupported_reason
 
 
 def test_weights_that_are_not_finite_make_no_image(opened: tuple[Tiny, Any], new: Any) -> None:
@@ -216,12 +216,19 @@ def test_weights_that_are_not_finite_make_no_image(opened: tuple[Tiny, Any], new
 def test_a_saved_folder_is_described_and_opens(opened: tuple[Tiny, Any], tmp_path: Path) -> None:
     tiny, pipe = opened
     pipe.save_pretrained(tmp_path / "saved")
-    info, again = describe(tmp_path / "saved"), open_pipeline(tmp_path / "saved")
+    info, again = inspect_model(tmp_path / "saved"), open_pipeline(tmp_path / "saved")
     again.set_progress_bar_config(disable=True)
     assert type(again) is type(pipe) and paradigm_of(tmp_path / "saved") == pipe.paradigm
-    assert (info.pipeline, info.tokens, info.steps, info.fps) == (tiny.pipeline, pipe.tokens, pipe.steps, pipe.fps)
-    assert (info.vocab, info.condition) == (pipe.vocab, "class" if tiny.argument == "class_labels" else "text")
-    assert info.has_draft == (pipe.components["draft_transformer"] is not None) and not list(tmp_path.rglob("*.bin"))
+    assert (info.pipeline, info.num_tokens, info.num_baseline_passes, info.fps) == (
+        tiny.pipeline,
+        pipe.num_tokens,
+        pipe.num_baseline_passes,
+        pipe.fps,
+    )
+    assert (info.vocab_size, info.condition) == (pipe.vocab_size, "class" if tiny.argument == "class_labels" else "text")
+    assert set(info.components) == {name for name, part in pipe.components.items() if part is not None} and not list(
+        tmp_path.rglob("*.bin")
+    )
     assert torch.equal(made(tiny.call(again)), made(tiny.call(pipe)))
 
 

@@ -51,7 +51,7 @@ def test_a_target_that_skips_nothing_that_matters_accepts_every_draft():
     stats = decode(
         model, condition, torch.arange(2), Accelerator(drafter=LayerSkip(4, skip=(1, 2)), acceptance=speculative_sampling)
     ).stats
-    assert stats.accepted_histogram[5] == 2 * 3  # token 0, then three chains of four and what follows each
+    assert stats.committed_histogram[5] == 2 * 3  # token 0, then three chains of four and what follows each
 
 
 @pytest.mark.parametrize("layers", [(4,), (-1,), (0, 1, 2, 3)])
@@ -64,9 +64,9 @@ def test_layers_that_cannot_be_skipped_are_refused(layers):
 
 def test_a_pipeline_says_what_keeps_it_from_skipping():
     pipe = class_pipeline()  # of two layers
-    reasons = {method.name: method.reason for method in pipe.methods()}
+    reasons = {method.name: method.unsupported_reason for method in pipe.list_methods()}
     assert "three" in reasons["layer-skip"] and reasons["lookup"] is None and reasons["recycle"] is None
     deeper = class_pipeline(n_layer=4)
-    assert {method.name: method.reason for method in deeper.methods()}["layer-skip"] is None
+    assert {method.name: method.unsupported_reason for method in deeper.list_methods()}["layer-skip"] is None
     deeper.transformer.layers[0]._hf_hook = object()  # as accelerate's offloading leaves one
-    assert "offloaded" in {method.name: method.reason for method in deeper.methods()}["layer-skip"]
+    assert "offloaded" in {method.name: method.unsupported_reason for method in deeper.list_methods()}["layer-skip"]

@@ -256,7 +256,7 @@ def test_a_t5_encoder_is_a_component_like_any_other(tmp_path, texts):
 def compiling(monkeypatch):
     """As on a GPU, where compiling is allowed."""
     for module in ("generation", "llamagen"):
-        monkeypatch.setattr(f"vargen.pipelines.{module}.check_compile", lambda compile, device: None)
+        monkeypatch.setattr(f"vargen.pipelines.{module}.validate_compile", lambda compile, device: None)
 
 
 def test_compile_is_refused_on_a_cpu_before_work_starts(classes, monkeypatch):

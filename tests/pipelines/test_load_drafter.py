@@ -93,8 +93,8 @@ def test_a_packaged_drafter_is_found_by_its_name(tmp_path: Path, monkeypatch) ->
 
 def test_methods_say_why_a_trained_drafter_is_missing(tmp_path: Path) -> None:
     pipe = class_pipeline()
-    reasons = {method.name: method.reason for method in pipe.methods()}
+    reasons = {method.name: method.unsupported_reason for method in pipe.list_methods()}
     for kind, names in {"eagle": ("eagle", "eagle-gumbel", "eagle-2"), "medusa": ("medusa",)}.items():
         assert all(f"train drafter {kind}" in reasons[name] for name in names)
         pipe.load_drafter(saved(tmp_path / kind, kind))
-        assert all(method.reason is None for method in pipe.methods() if method.name in names)
+        assert all(method.unsupported_reason is None for method in pipe.list_methods() if method.name in names)

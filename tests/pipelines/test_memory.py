@@ -43,10 +43,10 @@ def test_halves_draw_the_same_pictures(pipe, monkeypatch, caplog):
         halves = draw(pipe, 5)
     assert tries == [5, 2, 3] and "two halves" in caplog.text
     assert torch.equal(halves.images, whole.images)
-    for name in ("images", "tokens", "seeds", "accepted_histogram", "relaxation"):
+    for name in ("images", "tokens", "seeds", "committed_histogram", "relaxation"):
         assert getattr(halves.stats, name) == getattr(whole.stats, name)
     assert halves.stats.passes == 2 * whole.stats.passes
-    assert halves.stats.fed == {1: 2 * whole.stats.fed[1]}
+    assert halves.stats.passes_by_width == {1: 2 * whole.stats.passes_by_width[1]}
 
 
 def test_halves_are_halved_again_until_one_image_does_not_fit(pipe, monkeypatch):

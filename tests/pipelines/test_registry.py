@@ -13,7 +13,7 @@ import vargen
 from recipes.emoji.captions import STYLES
 from vargen import LlamaGenPipeline, open_pipeline
 from vargen.decoding import PRESETS, Accelerator, Jacobi, list_methods, resolve_method, speculative_sampling
-from vargen.pipelines.registry import describe, pipeline_class
+from vargen.pipelines.registry import inspect_model, pipeline_class
 
 ROOT = Path(vargen.__file__).parents[1]
 
@@ -45,21 +45,29 @@ def test_a_folder_of_no_family_is_refused(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_description_says_what_the_pipeline_does(folder: Path) -> None:
-    said, pipe = describe(folder), open_pipeline(folder)
+    said, pipe = inspect_model(folder), open_pipeline(folder)
     assert pipeline_class(said.pipeline) is type(pipe)
-    assert (said.condition, said.vocab, said.tokens) == ("text", pipe.vocab, pipe.tokens) and not said.has_draft
+    assert (said.condition, said.vocab_size, said.num_tokens) == (
+        "text",
+        pipe.vocab_size,
+        pipe.num_tokens,
+    ) and "draft_transformer" not in said.components
     with pytest.raises(ValueError, match="window"):
-        type(pipe).check_method(said, Accelerator(drafter=Jacobi(window=said.tokens + 1), acceptance=speculative_sampling))
+        type(pipe).validate_method_for(
+            said, Accelerator(drafter=Jacobi(window=said.num_tokens + 1), acceptance=speculative_sampling)
+        )
 
 
 def test_methods_say_why_not() -> None:
-    found = {method.name: method for method in class_pipeline().methods()}
+    found = {method.name: method for method in class_pipeline().list_methods()}
     assert list(found) == [preset.name for preset in list_methods("next-token")]
-    assert found["ar"].reason is None and found["ar"].kind == "exact" and found["gsd"].kind == "relaxed"
-    assert "draft_transformer" in found["speculative"].reason
+    assert found["ar"].unsupported_reason is None and found["ar"].kind == "exact" and found["gsd"].kind == "relaxed"
+    assert "draft_transformer" in found["speculative"].unsupported_reason
     parts = {"vqvae": tiny_vq(), "transformer": tiny_transformer("class")}
     able = LlamaGenPipeline(**parts, draft_transformer=tiny_transformer("class", n_layer=1))
-    lacking = {method.name: method.reason for method in able.methods() if method.reason is not None}
+    lacking = {
+        method.name: method.unsupported_reason for method in able.list_methods() if method.unsupported_reason is not None
+    }
     trained = {name for name, reason in lacking.items() if "vargen train drafter" in reason}
     assert trained == {"eagle", "eagle-gumbel", "eagle-2", "lantern", "medusa"}
     few = {"layer-skip", "pac", "gumbel-tree", "mulo", "mulo-exact", "wavefront"}  # too few layers, or tokens, for these

@@ -87,7 +87,7 @@ def test_compaction_leaves_the_cache_of_a_fresh_prefill(kind, scale, compress, p
                     kept, fresh = getattr(cache, store)[:, mine, :, :end], getattr(alone, store)[:, half, :, :end]
                     torch.testing.assert_close(kept, fresh, **CLOSE)
             if len(row) < total:
-                alone.advance(len(row))
+                alone.commit_chain(len(row))
                 fresh = model.forward(tokens[:1, :1], alone, Tree.make_chain(0)).logits[0]
                 kept = model.forward(tokens[:1, :1].expand(images, 1), cache, Tree.make_chain(0)).logits[image]
                 torch.testing.assert_close(kept, fresh, **CLOSE)

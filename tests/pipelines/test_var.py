@@ -81,12 +81,12 @@ def test_code_is_the_two_models_by_hand(classes: VARPipeline) -> None:
 
 
 def test_methods_and_what_they_lack(classes: VARPipeline) -> None:
-    reasons = {method.name: method.reason for method in classes.methods()}
+    reasons = {method.name: method.unsupported_reason for method in classes.list_methods()}
     for name in ("scale-spec", "scale-gumbel"):
         assert "has no scale left" in str(reasons.pop(name)), "the first stage takes all four scales"
     assert reasons == dict.fromkeys(["plain", "code", "economy"])
     alone = class_var_pipeline(draft=False)
-    reasons = {method.name: method.reason for method in alone.methods()}
+    reasons = {method.name: method.unsupported_reason for method in alone.list_methods()}
     assert reasons["plain"] is None and "draft_transformer" in str(reasons["code"])
     with pytest.raises(ValueError, match="needs a smaller model"):
         alone(class_labels=3, accelerator="code")
@@ -96,7 +96,7 @@ def test_methods_and_what_they_lack(classes: VARPipeline) -> None:
 
 def test_the_kind_says_what_it_is(classes: VARPipeline) -> None:
     assert classes.grids == ((1, 1), (2, 2), (3, 3), (4, 4)) and classes.grid == (4, 4)
-    assert (classes.steps, classes.tokens, classes.vocab, classes.baseline) == (4, 30, 64, "plain")
+    assert (classes.num_baseline_passes, classes.num_tokens, classes.vocab_size, classes.baseline) == (4, 30, 64, "plain")
     assert classes.codebook.shape == (64, 8)
     assert class_var_pipeline().default_sampling["guidance_scale"] == 3.0
     assert class_var_pipeline().default_sampling["top_k"] is None, "the family's 900 are more than there are tokens"
@@ -236,7 +236,7 @@ def test_what_a_mask_leaves_black_stays(classes: VARPipeline, method: Any) -> No
         before = tokens.clone()
         before[:, 14:] = -1
         lacking = target - classes._accumulate_scales(before, None)[0]
-        codes = classes.vqvae.quantize.nearest(lacking, 3)
+        codes = classes.vqvae.quantize.find_nearest(lacking, 3)
         assert torch.equal(tokens[0, 14:].view(4, 4)[:, :2], codes[0, :, :2]), "black cells hold the nearest codes"
         error = (canvas - target).square().mean((0, 1, 2))
         assert error[:2].mean() < error[2:].mean()

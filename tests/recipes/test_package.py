@@ -73,7 +73,7 @@ def test_a_drafter_goes_along(runs, tmp_path):
     pipe = LlamaGenPipeline.from_pretrained(folder, torch_dtype=torch.float32)
     pipe.set_progress_bar_config(disable=True)
     result = pipe("a red apple", top_k=8, accelerator="speculative", output_type="latent")
-    assert result.stats.fed == {5: result.stats.passes - 1}
+    assert result.stats.passes_by_width == {5: result.stats.passes - 1}
     assert "`draft_transformer`" in (folder / "README.md").read_text() and "5.125" in (folder / "README.md").read_text()
     with pytest.raises(FileNotFoundError, match="finish the training run first"):
         package_emoji(*runs, ENCODER, tmp_path / "other", drafter_run=tmp_path / "nothing")

@@ -327,7 +327,7 @@ def test_codebook_revives_what_nothing_chooses():
     codebook = Codebook(vq, decay=0.5)
     z = torch.nn.functional.normalize(torch.randn(500, 8, generator=torch.Generator().manual_seed(0)), dim=-1)
     codebook.fit(z, torch.Generator().manual_seed(0))
-    used = vq.quantize.nearest(z.T[None, :, :, None]).flatten().unique()
+    used = vq.quantize.find_nearest(z.T[None, :, :, None]).flatten().unique()
     assert len(used) == 64
     codebook.counts[:10] = 0
     assert codebook.replace_dead_codes(z, torch.Generator().manual_seed(1)) == 10
@@ -375,11 +375,11 @@ def test_plain_patches_of_a_colour_share_the_code_nearest_to_their_mean():
     model = tiny_vq()
     z = torch.nn.functional.normalize(torch.randn(2, 8, 4, 4, generator=torch.Generator().manual_seed(0)), dim=1)
     colors = torch.tensor([-1, 7, 7, 9]).expand(2, 4, 4)
-    own, together = model.quantize.nearest(z), quantize_flat_patches_together(model, z, colors)
+    own, together = model.quantize.find_nearest(z), quantize_flat_patches_together(model, z, colors)
     assert torch.equal(own[..., 0], together[..., 0])  # not plain: as ever
     for column in (slice(1, 3), slice(3, 4)):
         mean = torch.nn.functional.normalize(z[..., column].mean((0, 2, 3)), dim=0)
-        assert (together[..., column] == model.quantize.nearest(mean[None, :, None, None]).item()).all()
+        assert (together[..., column] == model.quantize.find_nearest(mean[None, :, None, None]).item()).all()
     assert len(own[..., 1:].unique()) > 2
     assert torch.equal(own, quantize_flat_patches_together(model, z, torch.full((2, 4, 4), -1)))
 

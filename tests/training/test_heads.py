@@ -61,8 +61,8 @@ def test_it_learns_what_drafts_are_judged_by(kind: str, tmp_path: Path) -> None:
     method = Accelerator("one", (Eagle if kind == "eagle" else Medusa)(1), speculative_sampling)
     condition, _ = pipe.encode_condition(class_labels=[number % 10 for number in range(64)])
     stats = decode(pipe.decoding_model(2.0), condition, torch.arange(64), method, Sampling(top_k=20)).stats
-    tested = sum(stats.accepted_histogram[1:]) - 64
-    assert stats.accepted_histogram[2] / tested == pytest.approx(late["acceptance_1"], abs=0.1)
+    tested = sum(stats.committed_histogram[1:]) - 64
+    assert stats.committed_histogram[2] / tested == pytest.approx(late["acceptance_1"], abs=0.1)
 
 
 @pytest.mark.parametrize("kind", NETWORKS)

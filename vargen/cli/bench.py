@@ -20,11 +20,11 @@ from vargen.cli.options import (
     TorchThreads,
     check_range,
     parse_int_list,
-    select_device,
+    require_device,
     select_dtype,
 )
 from vargen.cli.results import ResultWriter
-from vargen.device import check_compile, set_threads
+from vargen.device import set_threads, validate_compile
 from vargen.values import short_repr
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def baseline(
     results, names = ResultWriter(as_json), model or ["emoji"]
     results.check(names)
     place, kind, machine = setup_device(device, dtype, threads, names)
-    check_compile(compile, place)
+    validate_compile(compile, place)
 
     from vargen.device import summarize_machine
     from vargen.evaluation.speed import measure_baseline
@@ -188,7 +188,7 @@ def kernels(
     check_range(repeats, "repeats", 1)
     results, names = ResultWriter(as_json), shape or ["LlamaGen-B"]
 
-    from vargen.evaluation.kernel_speed import NETWORK_SHAPES, measure, measure_copy_rate, standard_operations
+    from vargen.evaluation.kernel_speed import NETWORK_SHAPES, measure_copy_rate, measure_operations, standard_operations
 
     for name in names:
         if name not in NETWORK_SHAPES:
@@ -202,7 +202,7 @@ def kernels(
 
     with torch.inference_mode():
         rate = measure_copy_rate(place)
-        timings = measure(standard_operations(names, widths, lengths, kind, place), place, repeats, rate)
+        timings = measure_operations(standard_operations(names, widths, lengths, kind, place), place, repeats, rate)
     backend, reason = explain_kernels(place)
     document = {
         "machine": machine, "gigabytes_per_second": rate / 1e9, "kernels": backend, "reason": reason,
@@ -222,11 +222,11 @@ def setup_device(device: Device, dtype: Dtype, threads: int | None, models: Sequ
 
     from vargen.device import describe_machine
     from vargen.evaluation.networks import official_sizes
-    from vargen.pipelines.registry import describe
+    from vargen.pipelines.registry import inspect_model
 
     saved = next((name for name in models if name not in official_sizes()), None)
-    folder = None if saved is None else describe(saved).folder
-    place = select_device(device)
+    folder = None if saved is None else inspect_model(saved).folder
+    place = require_device(device)
     machine = describe_machine()
     load = machine["load"]
     if load is not None and load > 0.5 * machine["cores"]:

@@ -67,7 +67,7 @@ def distribution(
 
     from vargen.decoding import Accelerator, GroupedRule
     from vargen.evaluation.distribution import run_distribution_tests
-    from vargen.pipelines import validation as checks
+    from vargen.pipelines import validation
     from vargen.pipelines.registry import open_pipeline
 
     grouped = selected.get("gsd")
@@ -75,7 +75,7 @@ def distribution(
         wide = dataclasses.replace(grouped, acceptance=GroupedRule(size=50, delta=1.0))
         selected["gsd, 50 tokens a group"] = wide
     sampling = explicit_options(guidance_scale=guidance_scale)
-    checks.check_batch(batch_size)
+    validation.validate_batch_size(batch_size)
     check_request(model, selected, sampling)
     pipe = open_pipeline(model, torch_dtype=kind).to(place)
     lost: list[Path] = []

@@ -75,9 +75,9 @@ def compare(
 ) -> None:
     """Compare the speed and the images of several methods.
 
-    Reports time, passes and excess acceptance, all measured in one run. `ratio` is the speedup: the baseline's seconds
-    divided by the method's. `allowed` is the speedup if a step cost only its passes, and efficiency is `ratio` divided by
-    `allowed`.
+    Reports time, passes and excess acceptance, all measured in one run. Speedup is the baseline's seconds
+    divided by the method's; `predicted` is the speedup if a step cost only its passes, and efficiency is the first divided by
+    the second.
     """
     file = resolve_outputs(output, ["comparison"])[0]
     results = ResultWriter(as_json, plot)
@@ -99,23 +99,23 @@ def compare(
     place, kind, machine = setup_device(device, dtype, threads, [model])
 
     from vargen.device import summarize_machine
-    from vargen.evaluation.compare import compare as run
+    from vargen.evaluation.compare import compare_methods
     from vargen.evaluation.contact_sheets import method_grid
     from vargen.evaluation.plots import plot_speedups
-    from vargen.pipelines import validation as checks
+    from vargen.pipelines import validation
     from vargen.pipelines.registry import open_pipeline
 
-    checks.check_seed(seed, -(-len(prompts) // checks.check_batch(batch_size)) * batch_size)
+    validation.validate_seed(seed, -(-len(prompts) // validation.validate_batch_size(batch_size)) * batch_size)
     check_request(model, selected, sampling, leave_out=methods is None)
     pipe = open_pipeline(model, torch_dtype=kind).to(place)
     if methods is None:
-        for method in pipe.methods():
-            if method.name in selected and method.reason is not None:
-                print_status(f"{method.name} was left out: {method.reason}")
+        for method in pipe.list_methods():
+            if method.name in selected and method.unsupported_reason is not None:
+                print_status(f"{method.name} was left out: {method.unsupported_reason}")
                 del selected[method.name]
     report_emoji_names(pipe, prompts)
     with progress_bar("batches") as show:
-        comparison = run(pipe, prompts, selected, batch_size, seed, sampling, show)
+        comparison = compare_methods(pipe, prompts, selected, batch_size, seed, sampling, show)
 
     def save_images() -> None:
         image = method_grid(pipe, comparison)
@@ -141,10 +141,10 @@ def select_methods(methods: str | None, model: str = "emoji", window: str | None
         ValueError: for an unknown preset, setting or window.
     """
     from vargen.decoding import DEFAULT_METHOD, list_methods, resolve_method
-    from vargen.pipelines.registry import describe, pipeline_class
+    from vargen.pipelines.registry import inspect_model, pipeline_class
     from vargen.specs import split_specs
 
-    kind = pipeline_class(describe(model).pipeline)
+    kind = pipeline_class(inspect_model(model).pipeline)
     names = split_specs(methods) if methods is not None else []
     if methods is not None and not names:
         raise ValueError(f"methods must name at least one method, got {methods!r}")
@@ -166,17 +166,17 @@ def check_request(model: str, methods: dict[str, Method], sampling: dict[str, An
     Raises:
         ValueError: with the reason, if something is unsupported.
     """
-    from vargen.pipelines import validation as checks
-    from vargen.pipelines.registry import describe, pipeline_class
+    from vargen.pipelines import validation
+    from vargen.pipelines.registry import inspect_model, pipeline_class
 
-    _, checked = checks.check_sampling(sampling)
-    opened = describe(model)
+    _, checked = validation.validate_sampling(sampling)
+    opened = inspect_model(model)
     if opened.condition != "text":
         raise ValueError("model must generate from text, and this one generates classes")
-    checked.validate_top_k(opened.vocab)
+    checked.validate_top_k(opened.vocab_size)
     for name, method in list(methods.items()):
         try:
-            pipeline_class(opened.pipeline).check_method(opened, method)
+            pipeline_class(opened.pipeline).validate_method_for(opened, method)
         except ValueError as error:
             if not leave_out:
                 raise
@@ -192,18 +192,18 @@ def comparison_table(comparison: Comparison) -> str:
             method.kind,
             f"{method.seconds_per_image:.2f}",
             f"{method.seconds_quartiles[0]:.2f}-{method.seconds_quartiles[1]:.2f}",
-            f"{method.ratio:.2f}",
+            f"{method.speedup:.2f}",
             f"{method.tokens_per_pass:.2f}",
-            f"{method.allowed:.2f}",
+            f"{method.predicted_speedup:.2f}",
             f"{method.efficiency:.2f}",
             f"{100 * method.share_by_part.get('draft', 0.0):.0f} %",
             f"{100 * sum(method.share_by_part.get(part, 0.0) for part in ('accept', 'commit')):.0f} %",
             f"{method.relaxation_per_image:.2f}",
-            f"{method.same_as_baseline}/{method.images}",
+            f"{method.num_identical_images}/{method.images}",
         ]
         for method in comparison.methods
     ]
-    head = ["method", "kind", "s/image", "quartiles", "ratio", "tokens/pass", "allowed", "efficiency", "drafting", "rest"]
+    head = ["method", "kind", "s/image", "quartiles", "speedup", "tokens/pass", "predicted", "efficiency", "drafting", "rest"]
     head += ["relaxation", f"same as {comparison.baseline}"]
     curve = ", ".join(f"{width}: {1e3 * seconds:.2f}" for width, seconds in comparison.cost_curve.items())
     sampling = ", ".join(f"{key} {value:g}" for key, value in comparison.sampling.items() if value is not None)

@@ -45,22 +45,22 @@ def select_video_methods(options: VideoComparisonOptions) -> dict[str, Any]:
         ValueError: for a method that is unknown or that the model does not support.
     """
     from vargen.decoding import list_methods, resolve_method
-    from vargen.pipelines.registry import describe, pipeline_class
+    from vargen.pipelines.registry import inspect_model, pipeline_class
     from vargen.specs import split_specs
 
-    model = describe(options.model)
+    model = inspect_model(options.model)
     kind = pipeline_class(model.pipeline)
     names = split_specs(options.methods or [])
     found = {name: resolve_method(name, kind.paradigm) for name in (kind.baseline, *names)}
     for method in () if names else list_methods(kind.paradigm):
         try:
-            kind.check_method(model, method)
+            kind.validate_method_for(model, method)
         except ValueError as error:
             print_status(f"{method.name} was left out: {error}")
             continue
         found[method.name] = method
     for method in found.values():
-        kind.check_method(model, method)
+        kind.validate_method_for(model, method)
     if options.tau is None:
         return found
     return {name: each.with_tau(options.tau) if each.threshold is not None else each for name, each in found.items()}
@@ -88,7 +88,7 @@ def run_video_comparison(options: VideoComparisonOptions, prompts: list[str]) ->
     extractor = None if options.extractor in (None, "none") else load_extractor(str(options.extractor), place)
     pipe: Any = open_pipeline(options.model, torch_dtype=kind).to(place)
     for method in methods.values():
-        pipe.check_runs(method)
+        pipe.validate_method(method)
     call = {} if options.scorer is None else {"scorer": pipe.resolve_frame_scorer(options.scorer)}
     with progress_bar("videos") as show:
         return compare_video_methods(

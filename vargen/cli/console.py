@@ -42,13 +42,13 @@ def accept_old_names(renamed: Mapping[str, str]) -> dict[str, Any]:
     def normalize(name: str) -> str:
         if name not in renamed:
             return name
-        warn_renamed(f"--{name}", f"--{renamed[name]}")
+        warn_deprecated(f"--{name}", f"--{renamed[name]}")
         return renamed[name]
 
     return {"token_normalize_func": normalize}
 
 
-def warn_renamed(old: str, new: str) -> None:
+def warn_deprecated(old: str, new: str) -> None:
     print_status(f"warning: {old} is deprecated and will be removed in the next minor version; use {new}")
 
 
@@ -59,7 +59,7 @@ class CommandGroup(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args and (new := self.renamed.get(args[0])):
-            warn_renamed(args[0], " ".join(new))
+            warn_deprecated(args[0], " ".join(new))
             args = [*new, *args[1:]]
         return super().resolve_command(ctx, args)
 
@@ -80,7 +80,7 @@ class Commands(CommandGroup):
                 raise
             if os.environ.get("VARGEN_DEBUG", "") not in ("", "0"):
                 traceback.print_exception(error, file=sys.stderr)
-            print_status(f"error: {describe(error)}")
+            print_status(f"error: {describe_error(error)}")
             raise typer.Exit(2 if is_bad_input(error) else 1) from None
 
 
@@ -112,7 +112,7 @@ def is_bad_input(error: Exception) -> bool:
     return frame is not None and str(frame.tb_frame.f_globals.get("__name__")).startswith(("vargen.", "recipes."))
 
 
-def describe(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     """Format an error as one printable line; failures include the type and how to get the traceback."""
     text = " ".join(str(error).split())
     text = "".join(c if c.isprintable() else "?" for c in text)

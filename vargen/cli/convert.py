@@ -44,7 +44,7 @@ app = typer.Typer(cls=Converters, help="Convert official checkpoints.", no_args_
 
 
 @app.callback()
-def root() -> None:
+def convert() -> None:
     """Convert official checkpoints, with one command per model family."""
 
 

@@ -31,12 +31,12 @@ from vargen.cli.options import (
     explicit_options,
     makes_video,
     reject_options,
+    require_device,
     select_backend,
-    select_device,
 )
 from vargen.cli.outputs import check_run_outputs, check_writable
 from vargen.cli.results import ResultWriter
-from vargen.cli.score import Extractor, MetricOptions, Reference, Resize, Scorers, load_reference, score_run
+from vargen.cli.score import Extractor, MetricOptions, Reference, Resize, Scorers, load_reference_or_default, score_run
 from vargen.files import expand_user
 from vargen.values import short_repr
 
@@ -81,14 +81,14 @@ class EvaluateOptions:
         check_writable(self.output, "output")
 
         from vargen.evaluation.generation import GenerationPlan
-        from vargen.pipelines.registry import describe, pipeline_class
+        from vargen.pipelines.registry import inspect_model, pipeline_class
         from vargen.specs import split_specs
 
         prompts = self._select_prompts()
         return GenerationPlan(
             model=self.model,
             output=str(self.output),
-            methods=tuple(split_specs(self.methods or [pipeline_class(describe(self.model).pipeline).baseline])),
+            methods=tuple(split_specs(self.methods or [pipeline_class(inspect_model(self.model).pipeline).baseline])),
             prompts=tuple(prompts),
             num=self.num_images or len(prompts),
             seed=self.seed,
@@ -102,10 +102,10 @@ class EvaluateOptions:
     def _select_prompts(self) -> list[Any]:
         """Return the prompts or the classes to generate in turn."""
         from vargen.evaluation.generation import select_classes
-        from vargen.pipelines.registry import describe
-        from vargen.pipelines.validation import check_prompts
+        from vargen.pipelines.registry import inspect_model
+        from vargen.pipelines.validation import validate_prompts
 
-        model = describe(self.model)
+        model = inspect_model(self.model)
         if self.prompt_file is not None and self.classes is not None:
             raise ValueError("give --prompt-file or --classes, not both")
         if model.condition == "class":
@@ -115,7 +115,7 @@ class EvaluateOptions:
             return list(select_classes(self.classes or "each", model.num_classes, model.id2label, seed, count))
         if self.classes is not None:
             raise ValueError("this model generates from text: give --prompt-file instead of --classes")
-        return check_prompts(read_prompts(self.prompt_file or packaged_prompts()), "prompts")
+        return validate_prompts(read_prompts(self.prompt_file or packaged_prompts()), "prompts")
 
 
 def evaluate(
@@ -191,7 +191,7 @@ def evaluate(
         evaluate_videos(videos, folder, prompt_file, num_images, threads, results)
         return
     quiet_libraries()
-    place = select_device(device)
+    place = require_device(device)
     options = EvaluateOptions(
         folder, model, methods, num_images, prompt_file, classes, batch_size, seed, sampling, dtype, str(place), threads
     )
@@ -208,7 +208,7 @@ def evaluate(
 
     run = RunDirectory(folder)
     # Checked before hours of generation: missing weights, and statistics of another extractor.
-    statistics = load_reference(reference, metrics, run.path / MEASUREMENTS)
+    statistics = load_reference_or_default(reference, metrics, run.path / MEASUREMENTS)
     _generate(plan, part, run_on)
     if missing := len(plan.pending_batches(run.complete_records())) if part[1] > 1 else 0:
         done = f"shard {shard} is finished; other shards still have to generate {missing} batches"
@@ -219,10 +219,10 @@ def evaluate(
 
 def _generate(plan: GenerationPlan, part: tuple[int, int], backend: RunBackend) -> int:
     """Generate the missing images of one shard, and return their number."""
-    from vargen.evaluation.generation import generate_images
+    from vargen.evaluation.generation import generate_missing_images
 
     with progress_bar("generating", "images") as show:
-        return generate_images(plan, *part, backend=backend, progress=show)
+        return generate_missing_images(plan, *part, backend=backend, progress=show)
 
 
 def parse_shard(text: str) -> tuple[int, int]:

@@ -146,15 +146,15 @@ def generate(
 
     Image k of a run has the seed `seed + k` and does not depend on the others, so it can be reproduced alone.
     """
-    from vargen.pipelines import validation as checks
+    from vargen.pipelines import validation
 
     subjects = collect_prompts(prompts, prompt_file, class_label)
     sampling = explicit_options(guidance_scale=guidance_scale, temperature=temperature, top_k=top_k, top_p=top_p)
     negative_prompt = negative_prompt or None  # an empty negative prompt has no effect
-    checks.check_sampling(sampling)
-    checks.check_count(num_images_per_prompt, 1)
+    validation.validate_sampling(sampling)
+    validation.validate_num_images(num_images_per_prompt, 1)
     if negative_prompt is not None:
-        checks.check_prompts(negative_prompt, "negative_prompt")
+        validation.validate_prompts(negative_prompt, "negative_prompt")
     count = len(subjects) * num_images_per_prompt
     check_range(count, "the number of images", 1, MAX_IMAGES)
     first_seed = resolve_seed(seed, count)
@@ -177,11 +177,11 @@ def generate(
         reject_options("is for image models, and this model generates video", **for_images, **more)
         generate_videos(options, source.image, explicit_options(**for_video))
         return
-    from vargen.cli.generate_images import ImageOptions, generate_images
+    from vargen.cli.generate_images import ImageOptions, generate_image_files
 
     reject_options("is for video models, such as emoji-video", **for_video)
     own = ImageOptions(bool(class_label), contact_sheet, source, sampling, negative_prompt, best_of, batch_size, compile)
-    generate_images(options, own)
+    generate_image_files(options, own)
 
 
 def resolve_seed(seed: int | None, num_images: int) -> int:

@@ -11,10 +11,10 @@ import typer
 
 from vargen.cli.console import FileNames, print_json, print_status
 from vargen.cli.inputs import SourceFiles, parse_class_labels, report_emoji_names
-from vargen.cli.options import select_device, select_dtype
+from vargen.cli.options import require_device, select_dtype
 from vargen.cli.outputs import OutputFile, check_distinct_paths, model_files, resolve_outputs, slugify
 from vargen.cli.results import Write, describe_failed_write, save_image, write_each
-from vargen.device import check_compile
+from vargen.device import validate_compile
 
 if TYPE_CHECKING:
     from vargen.cli.generate import GenerateOptions
@@ -45,7 +45,7 @@ class ImageJob:
 
 
 @dataclass
-class GeneratedImages:
+class GenerationRecords:
     """What a run has generated: a record per saved image, statistics per batch, and the seconds spent on generation."""
 
     records: list[dict[str, Any]] = field(default_factory=list)
@@ -58,15 +58,15 @@ class GeneratedImages:
         return sum(stats.tokens for stats in self.stats) / seconds if seconds else 0.0
 
 
-def generate_images(options: GenerateOptions, own: ImageOptions) -> None:
+def generate_image_files(options: GenerateOptions, own: ImageOptions) -> None:
     """Generate an image for each prompt or class and seed; print the name of each file.
 
     Raises:
         ValueError: for a request that the model does not support, before any weight is read.
         typer.Exit: with code 1 if an image or another output could not be written.
     """
-    device = select_device(options.device)
-    check_compile(own.compile, device)
+    device = require_device(options.device)
+    validate_compile(own.compile, device)
     requested = options.jobs()
     kind = "class " if own.by_class else ""
     files = resolve_outputs(options.output, [f"{slugify(kind + subject)}-{seed}" for subject, seed in requested])
@@ -126,12 +126,12 @@ def _check_request(options: GenerateOptions, own: ImageOptions) -> tuple[ModelIn
         ValueError: for a folder that is not a model, or a model that cannot generate what was requested.
     """
     from vargen.decoding import Sampling, resolve_method
-    from vargen.pipelines.registry import describe, pipeline_class
+    from vargen.pipelines.registry import inspect_model, pipeline_class
 
-    model = describe(options.model)
+    model = inspect_model(options.model)
     kind = pipeline_class(model.pipeline)
     method = resolve_method(kind.default_method if options.accelerator is None else options.accelerator, kind.paradigm)
-    Sampling(top_k=own.sampling.get("top_k")).validate_top_k(model.vocab)
+    Sampling(top_k=own.sampling.get("top_k")).validate_top_k(model.vocab_size)
     if model.condition == "class" and not own.by_class:
         labels = f"--class-label 0 to {model.num_classes - 1}"
         raise ValueError(f"this model generates classes: give {labels} instead of a prompt")
@@ -150,7 +150,7 @@ def _generate_batches(
     batch_size: int,
     quiet: bool,
     names: FileNames,
-) -> GeneratedImages:
+) -> GenerationRecords:
     """Generate and save images batch by batch.
 
     An image that cannot be written is reported and the others are still saved; if no image of a batch can be written,
@@ -159,7 +159,7 @@ def _generate_batches(
     import torch
 
     key = "class_label" if pipe.is_class_conditional else "prompt"
-    made = GeneratedImages()
+    made = GenerationRecords()
     try:
         for start in range(0, len(jobs), batch_size):
             batch = jobs[start : start + batch_size]
@@ -210,7 +210,7 @@ def _parameters(pipe: Any, model: str, call: dict[str, Any], dtype: Any) -> dict
     }
 
 
-def _document(made: GeneratedImages, parameters: dict[str, Any]) -> dict[str, Any]:
+def _document(made: GenerationRecords, parameters: dict[str, Any]) -> dict[str, Any]:
     from vargen.decoding import DecodeStats
 
     return {"images": made.records, **parameters, "stats": DecodeStats.merge(made.stats).to_dict()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,12 +12,13 @@ import typer
 
 from vargen.cli.console import FileNames, print_json, print_status
 from vargen.cli.inputs import read_source, report_emoji_names
-from vargen.cli.options import select_device, select_dtype
+from vargen.cli.options import require_device, select_dtype
 from vargen.cli.outputs import check_distinct_paths, model_files, resolve_outputs, slugify
 from vargen.cli.results import describe_failed_write, unused_path, write_each
 
 if TYPE_CHECKING:
     from vargen.cli.generate import GenerateOptions
+    from vargen.pipelines.registry import ModelInfo
 
 SUFFIXES = (".mp4", ".gif", ".webp")
 _DEFAULT_SUFFIX = ".webp"  # needs no extra package, and loops
@@ -34,42 +36,36 @@ def generate_videos(options: GenerateOptions, image: Path | None, video: dict[st
     """
     import torch
 
-    from vargen.decoding import VideoMethod, resolve_method
-    from vargen.pipelines.registry import describe, open_pipeline, pipeline_class
-    from vargen.pipelines.videos import check_video_path, save_video
+    from vargen.pipelines.registry import inspect_model, open_pipeline
+    from vargen.pipelines.videos import save_video, validate_video_path
 
-    model = describe(options.model)
+    model = inspect_model(options.model)
     if options.accelerator is not None:
-        method = resolve_method(options.accelerator, VideoMethod.paradigm)
-        pipeline_class(model.pipeline).check_method(model, method)
-        if "tau" in video:
-            method.with_tau(video["tau"])
+        _check_method(options.accelerator, model, video)
     jobs = options.jobs()
     files = resolve_outputs(
         options.output, [f"{slugify(text)}-{seed}" for text, seed in jobs], suffixes=SUFFIXES, default=_DEFAULT_SUFFIX
     )
     for file in files:
-        check_video_path(file.path, "output")
+        validate_video_path(file.path, "output")
     call = {**video, "accelerator": options.accelerator}
     if options.scorer is not None:
         call["scorer"] = options.scorer
     if image is not None:
         call["image"] = read_source(image, "image")
-    inputs: dict[str, list[Path | None]] = {"prompt_file": [options.prompt_file], "image": [image]}
+    inputs: dict[str, Iterable[Path | None]] = {"prompt_file": [options.prompt_file], "image": [image]}
     check_distinct_paths({"output": files}, {**inputs, "a file of model": model_files(options.model)})
-    device = select_device(options.device)
-    dtype = select_dtype(options.dtype, device, model.folder)
+    device = require_device(options.device)
     started = time.perf_counter()
-    pipe: Any = open_pipeline(model.folder, torch_dtype=dtype).to(device)
+    pipe: Any = open_pipeline(model.folder, torch_dtype=select_dtype(options.dtype, device, model.folder)).to(device)
     seconds_load = time.perf_counter() - started
     if not options.quiet:
         report_emoji_names(pipe, options.prompts)
     records: list[dict[str, Any]] = []
     names = FileNames(silent=options.as_json)
     for number, ((text, seed), file) in enumerate(zip(jobs, files, strict=True), 1):
-        label = f"video {number} of {len(jobs)}, blocks"
-        hidden = True if options.quiet else None  # None: hidden if stderr is not a terminal
-        pipe.set_progress_bar_config(desc=label, disable=hidden, leave=False, file=sys.stderr)
+        label = f"video {number} of {len(jobs)}, blocks"  # disable=None hides the bar if stderr is not a terminal
+        pipe.set_progress_bar_config(desc=label, disable=options.quiet or None, leave=False, file=sys.stderr)
         result = pipe(text, generator=torch.Generator().manual_seed(seed), **call)
         for failure in result.stats.failures:
             print_status(f"{text}: {failure}")
@@ -88,6 +84,16 @@ def generate_videos(options: GenerateOptions, image: Path | None, video: dict[st
         write_each([("json", lambda: print_json({"videos": records, **about}))])
     if len(records) < len(jobs) or names.failed:
         raise typer.Exit(1)
+
+
+def _check_method(name: str, model: ModelInfo, video: dict[str, Any]) -> None:
+    from vargen.decoding import VideoMethod, resolve_method
+    from vargen.pipelines.registry import pipeline_class
+
+    method = resolve_method(name, VideoMethod.paradigm)
+    pipeline_class(model.pipeline).validate_method_for(model, method)
+    if "tau" in video:
+        method.with_tau(video["tau"])
 
 
 def _summarize(result: Any) -> str:

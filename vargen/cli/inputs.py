@@ -41,7 +41,7 @@ class SourceFiles:
 
         Raises:
             ValueError: for a model that does not support an input image, a file that is not an image, or input that
-                `check_source` rejects.
+                `validate_source` rejects.
         """
         given = {name: value for name, value in vars(self).items() if value is not None}
         if not given:
@@ -50,10 +50,10 @@ class SourceFiles:
             raise ValueError(f"{next(iter(given))} must be left out: only next-scale models start from an image")
         from diffusers.image_processor import VaeImageProcessor
 
-        from vargen.pipelines.images import check_source
+        from vargen.pipelines.images import validate_source
 
         images = {name: read_source(path, name) for name, path in (("image", self.image), ("mask", self.mask)) if path}
-        check_source(images.get("image"), images.get("mask"), self.strength, model.image_size, VaeImageProcessor())
+        validate_source(images.get("image"), images.get("mask"), self.strength, model.image_size, VaeImageProcessor())
         return {**images, **({} if self.strength is None else {"strength": self.strength})}
 
     def metadata(self) -> dict[str, Any]:
@@ -92,7 +92,7 @@ def collect_prompts(prompts: list[str] | None, prompt_file: Path | None, class_l
     Raises:
         ValueError: if none or both are given, or if standard input is named twice.
     """
-    from vargen.pipelines import validation as checks
+    from vargen.pipelines import validation
 
     if class_label:
         if prompts or prompt_file:
@@ -104,7 +104,7 @@ def collect_prompts(prompts: list[str] | None, prompt_file: Path | None, class_l
     listed = [*itertools.chain.from_iterable(parts), *(read_prompts(prompt_file) if prompt_file else [])]
     if not listed:
         raise ValueError('give a prompt, for example: vargen generate "a red apple"')
-    return checks.check_prompts(listed)
+    return validation.validate_prompts(listed)
 
 
 def read_prompts(path: Path, name: str = "prompt_file") -> list[str]:
@@ -135,8 +135,8 @@ def packaged_prompts() -> Path:
 
 def parse_class_labels(labels: list[str], model: ModelInfo) -> list[int]:
     """Return the class numbers of labels given by number or name."""
-    from vargen.pipelines import validation as checks
+    from vargen.pipelines import validation
 
     # Python does not parse integers of thousands of digits; no class label has more than nine.
     typed = [int(label) if label.strip().lstrip("-").isdecimal() and len(label) < 1000 else label for label in labels]
-    return checks.check_class_labels(typed, model.num_classes, model.id2label)
+    return validation.resolve_class_labels(typed, model.num_classes, model.id2label)

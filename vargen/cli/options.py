@@ -71,7 +71,7 @@ def explicit_options(**values: float | int | None) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def select_device(name: Device) -> torch.device:
+def require_device(name: Device) -> torch.device:
     """Select the device to run on; `auto` uses a GPU if there is one.
 
     Raises:

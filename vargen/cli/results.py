@@ -11,7 +11,7 @@ from typing import Any
 
 import typer
 
-from vargen.cli.console import describe, print_json, print_status
+from vargen.cli.console import describe_error, print_json, print_status
 from vargen.cli.outputs import OutputFile, check_distinct_paths, model_files, result_file
 from vargen.files import atomic_file
 
@@ -107,7 +107,7 @@ def write_each(writes: Iterable[Write]) -> None:
 
 
 def describe_failed_write(name: str, error: Exception) -> str:
-    reason = error.strerror if isinstance(error, OSError) and error.strerror else describe(error)
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else describe_error(error)
     return f"error: {name} was not written: {reason}"
 
 

@@ -19,8 +19,8 @@ from vargen.cli.options import (
     NumWorkers,
     Threads,
     check_range,
+    require_device,
     select_backend,
-    select_device,
 )
 from vargen.cli.outputs import check_run_outputs, result_file
 from vargen.cli.results import ResultWriter, Write
@@ -130,14 +130,11 @@ def score(
     device: DeviceName = Device.auto,
     threads: Threads = None,
 ) -> None:
-    """Score images from any source.
-
-    For a run of `vargen eval`, its report is written.
-    """
+    """Score images from any source. For a run of `vargen eval`, its report is written."""
     from vargen.evaluation.run_directory import MEASUREMENTS, RUN_FILE, RunDirectory
 
     quiet_libraries()
-    place = select_device(device)
+    place = require_device(device)
     path = expand_user(folder, "folder")
     check_range(reference_features, "reference_features", 0)
     results = ResultWriter(as_json)
@@ -158,7 +155,7 @@ def score(
             raise ValueError(
                 f"{given} is for a folder of images, and {str(folder)!r} is a run; name one of its images/ folders"
             )
-        score_run(run, metrics, load_reference(reference, metrics, run.path / MEASUREMENTS), run_on, results)
+        score_run(run, metrics, load_reference_or_default(reference, metrics, run.path / MEASUREMENTS), run_on, results)
         return
     files = FolderFiles(path, prompt_file, reference, samples_file, reference_file, reference_features)
     _score_folder(files, metrics, run_on, results)
@@ -190,12 +187,12 @@ def _score_folder(files: FolderFiles, metrics: MetricModels, backend: RunBackend
     if path.is_file():
         if files.prompts is not None or samples is not None:
             raise ValueError(f"prompt_file and export_samples are for a folder of images, and {str(path)!r} is a file")
-        found = evaluate_samples(path, metrics, load_reference(files.reference, metrics, None))
+        found = evaluate_samples(path, metrics, load_reference_or_default(files.reference, metrics, None))
     else:
         images = list_images(path, None if files.prompts is None else read_prompts(files.prompts))
         if not metrics.scorers and metrics.extractor is None and samples is None:
             raise ValueError("nothing to do: give --scorers, --extractor or --export-samples")
-        statistics = load_reference(files.reference, metrics, None)
+        statistics = load_reference_or_default(files.reference, metrics, None)
         with progress_bar("scoring", "images") as show:
             found = evaluate_folder(path.name, images, metrics, statistics, None, backend, show)
         if samples is not None:
@@ -237,15 +234,14 @@ def score_run(
     results.write(*_describe(found), [(f"report in {str(run.path)!r}", write_report)])
 
 
-def load_reference(path: Path | None, metrics: MetricModels, cache: Path | None) -> FeatureStatistics | None:
+def load_reference_or_default(path: Path | None, metrics: MetricModels, cache: Path | None) -> FeatureStatistics | None:
     """Load the reference of --reference; by default the packaged one of the extractor, if there is one."""
-    from vargen.evaluation.evaluate import default_reference
-    from vargen.evaluation.evaluate import load_reference as load
+    from vargen.evaluation.evaluate import default_reference, load_reference
 
     if path is not None:
-        return load(expand_user(path, "reference"), metrics, cache)
+        return load_reference(expand_user(path, "reference"), metrics, cache)
     found = default_reference(metrics.extractor)
-    return None if found is None else load(found, metrics)
+    return None if found is None else load_reference(found, metrics)
 
 
 def _describe(found: EvaluationResult) -> tuple[str, dict[str, object]]:

@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from vargen.cli.console import print_json, quiet_libraries
-from vargen.cli.options import Device, DeviceName, TorchThreads, check_range, select_device
+from vargen.cli.options import Device, DeviceName, TorchThreads, check_range, require_device
 from vargen.device import set_threads
 from vargen.files import expand_user
 
@@ -118,7 +118,7 @@ def _train_head(kind: str) -> Callable[..., None]:
         embeddings = features and expand_user(features, "features")
         shared = generated_images and expand_user(generated_images, "generated_images")
         set_threads(threads)
-        pipe = load_target(model, select_device(device))
+        pipe = load_target(model, require_device(device))
         captions = None if data is None else lambda: _load_data(data)
         source = select_prompt_source(pipe, config.num_images, captions, prompts, embeddings)
         print_json({"drafter": str(run / "drafter"), **train_head(kind, config, pipe, source, run, shared)})
@@ -143,7 +143,7 @@ def low_res(
 
     config = _config(recipe, "low-res", NextTokenConfig, steps)
     run, folder = _output(output, "low-res"), _model_folder(model)
-    images, place = _load_data(data), select_device(device)
+    images, place = _load_data(data), require_device(device)
     set_threads(threads)
     metrics = train_low_res(config, images, folder / "vqvae", folder, run, place)
     print_json({"model": str(run / "transformer"), **metrics})
@@ -165,7 +165,7 @@ def upsampler(
 
     config = _config(recipe, "upsampler", UpsamplerConfig, steps)
     run, folder = _output(output, "upsampler"), _model_folder(model)
-    images, place = _load_data(data), select_device(device)
+    images, place = _load_data(data), require_device(device)
     set_threads(threads)
     print_json({"model": str(run / "upsampler"), **train_upsampler(config, images, folder / "vqvae", run, place)})
 

@@ -15,11 +15,11 @@ import torch
 from vargen.convert.state_dicts import (
     State,
     build_network,
-    check_dtype,
     check_inputs,
     count_modules,
     read_checkpoint,
     require_shape,
+    validate_dtype,
 )
 from vargen.files import atomic_folder
 from vargen.model_files import write_model_index
@@ -147,7 +147,7 @@ def convert_causal_video(
         ValueError: a file is damaged, holds more than tensors, is of another kind of model, lacks a tensor, or has one
             of a wrong shape.
     """
-    check_dtype(dtype)
+    validate_dtype(dtype)
     if not transformer:
         raise ValueError("transformer must be one file or more, got none")
     if any(side < 16 or side % 16 for side in size):

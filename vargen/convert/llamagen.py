@@ -16,13 +16,13 @@ import torch
 from vargen.convert.state_dicts import (
     State,
     build_network,
-    check_dtype,
     check_inputs,
     clamp_top_k,
     count_modules,
     read_checkpoint,
     read_labels,
     require_shape,
+    validate_dtype,
 )
 from vargen.files import atomic_folder
 from vargen.model_files import write_model_index
@@ -52,12 +52,11 @@ def convert_llamagen(
     n_head: int | None = None,
     grid_size: int | None = None,
 ) -> Path:
-    """Convert official LlamaGen files, each `.pt`, `.pth`, `.bin` or `.safetensors`, to a pipeline folder.
+    """Convert official LlamaGen files, each `.pt`, `.pth`, `.bin` or `.safetensors`, to a pipeline folder; returns `output`.
 
     Args:
         transformer: class- or text-conditional GPT.
-        vq: its image tokenizer (VQ-16, VQ-8, or another of that architecture); EMA weights if the file has them.
-            Its dtype is kept.
+        vq: its image tokenizer (VQ-16, VQ-8 or similar); EMA weights if the file has them. Its dtype is kept.
         output: folder to create. It appears whole or not at all.
         text_encoder: folder of a T5 encoder (official: flan-t5-xl), for text models. Without one, the pipeline
             takes `prompt_embeds` instead of a prompt.
@@ -68,17 +67,13 @@ def convert_llamagen(
         n_head: number of attention heads, for a width and depth outside the official table.
         grid_size: side of the token grid, if neither the file nor its name (256, 384 or 512 pixels) determines it.
 
-    Returns:
-        `output`.
-
     Raises:
-        FileExistsError: `output` may not be replaced; raised before anything is read.
-        OSError: `output` cannot be written; raised before anything is read.
+        FileExistsError, OSError: `output` may not be replaced, or cannot be written; raised before anything is read.
         FileNotFoundError: an input is missing.
         ValueError: a file is damaged, holds more than tensors, is not of the kind that its argument takes, lacks a
             tensor or has one of the wrong shape; the files do not match each other; heads or grid cannot be inferred.
     """
-    check_dtype(dtype)
+    validate_dtype(dtype)
     if tokenizer is not None and text_encoder is None:
         raise ValueError("tokenizer comes with a text_encoder; give both, or neither and use prompt_embeds")
     transformer, vq, output = Path(transformer), Path(vq), Path(output)
@@ -91,13 +86,7 @@ def convert_llamagen(
         vq_config = detect_vq(codes, vq)
         downsampling = 2 ** (len(vq_config["encoder_ch_mult"]) - 1)
         config = detect_transformer(gpt, transformer, downsampling, n_head, grid_size)
-        if config["vocab_size"] != vq_config["codebook_size"]:
-            raise ValueError(
-                f"{transformer} and {vq} do not belong together: the transformer generates from "
-                f"{config['vocab_size']} tokens, the image tokenizer has {vq_config['codebook_size']} codes"
-            )
-        if id2label is not None and config["condition"] != "class":
-            raise ValueError("id2label names classes, but this transformer is text-conditional")
+        _check_compatible(config, transformer, vq_config, vq, id2label)
         labels = None if id2label is None else read_labels(Path(id2label), config["num_classes"])
         parts: dict[str, Any] = {}
         if text_encoder is not None:
@@ -109,6 +98,18 @@ def convert_llamagen(
         defaults = clamp_top_k(DEFAULTS[config["condition"]], config["vocab_size"])
         write_model_index(folder, "LlamaGenPipeline", parts, id2label=labels, defaults=defaults, prompt_styles=None)
     return output
+
+
+def _check_compatible(
+    config: dict[str, Any], transformer: Path, vq_config: dict[str, Any], vq: Path, id2label: Path | None
+) -> None:
+    if config["vocab_size"] != vq_config["codebook_size"]:
+        raise ValueError(
+            f"{transformer} and {vq} do not belong together: the transformer generates from "
+            f"{config['vocab_size']} tokens, the image tokenizer has {vq_config['codebook_size']} codes"
+        )
+    if id2label is not None and config["condition"] != "class":
+        raise ValueError("id2label names classes, but this transformer is text-conditional")
 
 
 # -- sizes from shapes ---------------------------------------------------------------------------------------

@@ -135,7 +135,7 @@ def count_modules(state: State, prefix: str) -> int:
     return len({key[len(prefix) :].split(".")[0] for key in state if key.startswith(prefix)})
 
 
-def check_dtype(dtype: torch.dtype | None) -> None:
+def validate_dtype(dtype: torch.dtype | None) -> None:
     """Raise ValueError unless weights can be stored in this dtype; None keeps that of a file."""
     if dtype not in (None, torch.float32, torch.float16, torch.bfloat16):
         raise ValueError(f"dtype must be None, torch.float32, torch.float16 or torch.bfloat16, got {dtype!r}")

@@ -14,13 +14,13 @@ import torch
 from vargen.convert.state_dicts import (
     State,
     build_network,
-    check_dtype,
     check_inputs,
     clamp_top_k,
     count_modules,
     read_checkpoint,
     read_labels,
     require_shape,
+    validate_dtype,
 )
 from vargen.files import atomic_folder
 from vargen.model_files import write_model_index
@@ -61,7 +61,7 @@ def convert_var(
         ValueError: a file is damaged, holds more than tensors, is not of the kind that its argument takes, lacks a tensor
             or has one of the wrong shape; or the files do not match each other.
     """
-    check_dtype(dtype)
+    validate_dtype(dtype)
     transformer, vae, output = Path(transformer), Path(vae), Path(output)
     inputs = [Path(path) for path in (transformer, vae, id2label) if path is not None]
     with atomic_folder(output, inputs, overwrite) as folder:

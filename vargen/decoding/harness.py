@@ -106,17 +106,17 @@ class Run:
         self._clock, self._finite_check = Clock(device, profile), _FiniteCheck(device)
 
     @property
-    def timed_by_part(self) -> bool:
+    def synchronizes_parts(self) -> bool:
         """Whether the device is synchronized between parts."""
         return self._clock.measures_parts and self._clock.device.type == "cuda"
 
     @contextmanager
-    def part(self, name: str) -> Iterator[None]:
+    def time_part(self, name: str) -> Iterator[None]:
         """Add the time of the block to the part `name`."""
         with self._clock.measure(name):
             yield
 
-    def record(self, logits: Tensor, position: Tensor, tokens: Tensor, length: Tensor, count: Tensor) -> None:
+    def end_pass(self, logits: Tensor, position: Tensor, tokens: Tensor, length: Tensor, count: Tensor) -> None:
         """Finish a pass.
 
         Args:
@@ -137,7 +137,7 @@ class Run:
                 self.stopped = self.callback(progress) is False and not complete
         self.finished = complete or self.stopped or self.passes >= self.total
 
-    def close(self, stats: DecodeStats) -> None:
+    def finish(self, stats: DecodeStats) -> None:
         """Wait for pending checks, and record passes and seconds in `stats`.
 
         Raises:

@@ -218,11 +218,11 @@ def _cache_key(model: TokenModel | BlockModel, images: int) -> str | None:
     """Key of a measurement in the cache file; None for models whose costs are not cached."""
     key = model.cost_key
     return (
-        None if key is None else f"{key}, batch {images}, {torch.get_num_threads()} threads, {describe_machine(model.device)}"
+        None if key is None else f"{key}, batch {images}, {torch.get_num_threads()} threads, {describe_hardware(model.device)}"
     )
 
 
-def describe_machine(device: torch.device) -> str:
+def describe_hardware(device: torch.device) -> str:
     """Describe the hardware and torch version that run the passes."""
     what = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{cpu_model()}, {available_cores()} cores"
     return f"{what}, torch {torch.__version__}"
@@ -267,7 +267,7 @@ def list_thread_choices(device: torch.device) -> list[tuple[str, int, dict[int, 
     """List the measurements on this machine: network and batch, tokens fed, and seconds of a pass by number of threads."""
     found: dict[tuple[str, int], dict[int, float]] = {}
     for name, entry in _read_cache().items():
-        match = re.fullmatch(rf"(.*), (\d+) threads, {re.escape(describe_machine(device))}", name)
+        match = re.fullmatch(rf"(.*), (\d+) threads, {re.escape(describe_hardware(device))}", name)
         if match is None:
             continue
         for width, seconds in entry.get("seconds", {}).items():

@@ -41,7 +41,7 @@ class Sampling:
             object.__setattr__(self, each.name, each.metadata["option"].check(getattr(self, each.name)))
 
     @property
-    def greedy(self) -> bool:
+    def is_greedy(self) -> bool:
         """Whether the most probable token is always taken."""
         return self.temperature == 0
 

@@ -8,7 +8,15 @@ from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 from typing import Any
 
+from vargen.deprecation import renamed_fields
 
+
+@renamed_fields(
+    fed="passes_by_width",
+    draft_fed="draft_passes_by_width",
+    accepted_histogram="committed_histogram",
+    siblings="sibling_counts",
+)
 @dataclass
 class DecodeStats:
     """Statistics of one `decode` call.
@@ -19,14 +27,14 @@ class DecodeStats:
         tokens: number of tokens committed, over all images.
         passes: number of target passes (function evaluations), including the prefill.
         seconds: wall-clock time of the loop, including the prefill.
-        accepted_histogram: entry `[k]` counts (pass, image) pairs that committed k tokens (index 0 is unused; the prefill
+        committed_histogram: entry `[k]` counts (pass, image) pairs that committed k tokens (index 0 is unused; the prefill
             commits 1).
-        fed: `{T: passes}`, number of passes that fed T tokens to each image, excluding the prefill.
-        siblings: for methods that draft trees, `[offered, accepted]` by sibling rank: how often an accepted slot had a child of
-            this rank, and how often that child was accepted.
+        passes_by_width: `{T: passes}`, number of passes that fed T tokens to each image, excluding the prefill.
+        sibling_counts: for methods that draft trees, `[offered, accepted]` by sibling rank: how often an accepted slot had a
+            child of this rank, and how often that child was accepted.
         scorer, scores, candidate_seeds: set if a scorer selected the images: its name, and for each image the scores and seeds
             of all candidates. `images` and `tokens` then count the candidates, and `seeds` are those of the selected images.
-        draft_fed: like `fed`, for passes of the draft model of next-scale models.
+        draft_passes_by_width: like `passes_by_width`, for passes of the draft model of next-scale models.
         by_scale: for next-scale models, per scale: number of tokens, the model that generated it, passes that fed it, number of
             images in which it was drafted and in which the draft was kept, and the seconds of the passes that started with it.
         relaxation: per image, acceptance probability spent beyond the exact rule, summed; zeros for exact rules.
@@ -41,43 +49,43 @@ class DecodeStats:
     tokens: int = 0
     passes: int = 0
     seconds: float = 0.0
-    accepted_histogram: list[int] = field(default_factory=list)
-    fed: dict[int, int] = field(default_factory=dict)
+    committed_histogram: list[int] = field(default_factory=list)
+    passes_by_width: dict[int, int] = field(default_factory=dict)
     relaxation: list[float] = field(default_factory=list)
     seconds_by_part: dict[str, float] = field(default_factory=dict)
     seeds: list[int] = field(default_factory=list)
     stopped: bool = False
     threads: int = 1
-    siblings: list[list[int]] = field(default_factory=list)
+    sibling_counts: list[list[int]] = field(default_factory=list)
     scorer: str | None = None
     scores: list[list[float]] = field(default_factory=list)
     candidate_seeds: list[list[int]] = field(default_factory=list)
-    draft_fed: dict[int, int] = field(default_factory=dict)
+    draft_passes_by_width: dict[int, int] = field(default_factory=dict)
     by_scale: list[dict[str, Any]] = field(default_factory=list)
 
     @staticmethod
     def merge(runs: Sequence[DecodeStats]) -> DecodeStats:
         """Combine the statistics of consecutive runs into one."""
         parts = sum((Counter(run.seconds_by_part) for run in runs), Counter())
-        columns = zip_longest(*(run.accepted_histogram for run in runs), fillvalue=0)
+        columns = zip_longest(*(run.committed_histogram for run in runs), fillvalue=0)
         return DecodeStats(
             accelerator=runs[0].accelerator,
             images=sum(run.images for run in runs),
             tokens=sum(run.tokens for run in runs),
             passes=sum(run.passes for run in runs),
             seconds=sum(run.seconds for run in runs),
-            accepted_histogram=[sum(column) for column in columns],
-            fed=dict(sum((Counter(run.fed) for run in runs), Counter())),
+            committed_histogram=[sum(column) for column in columns],
+            passes_by_width=dict(sum((Counter(run.passes_by_width) for run in runs), Counter())),
             relaxation=[value for run in runs for value in run.relaxation],
             seconds_by_part=dict(parts),
             seeds=[seed for run in runs for seed in run.seeds],
             stopped=any(run.stopped for run in runs),
             threads=max(run.threads for run in runs),
-            siblings=_sum_tables([run.siblings for run in runs]),
+            sibling_counts=_sum_tables([run.sibling_counts for run in runs]),
             scorer=runs[0].scorer,
             scores=[scores for run in runs for scores in run.scores],
             candidate_seeds=[seeds for run in runs for seeds in run.candidate_seeds],
-            draft_fed=dict(sum((Counter(run.draft_fed) for run in runs), Counter())),
+            draft_passes_by_width=dict(sum((Counter(run.draft_passes_by_width) for run in runs), Counter())),
             by_scale=[_merge_scales(scales) for scales in zip(*(run.by_scale for run in runs), strict=True)],
         )
 
@@ -88,13 +96,13 @@ class DecodeStats:
     @property
     def tokens_per_pass(self) -> float:
         """Mean number of tokens that a pass committed per unfinished image."""
-        turns = sum(self.accepted_histogram)
+        turns = sum(self.committed_histogram)
         return self.tokens / turns if turns else 0.0
 
     @property
     def sibling_rates(self) -> list[float]:
         """Acceptance rate of siblings by rank, which determines the best tree to draft."""
-        return [accepted / offered if offered else 0.0 for offered, accepted in self.siblings]
+        return [accepted / offered if offered else 0.0 for offered, accepted in self.sibling_counts]
 
     @property
     def relaxation_per_token(self) -> float:
@@ -117,11 +125,13 @@ class DecodeStats:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON, whose keys are strings."""
-        fed, drafted = ({str(width): passes for width, passes in each.items()} for each in (self.fed, self.draft_fed))
-        rates: dict[str, Any] = {"tokens_per_second": self.tokens_per_second, "tokens_per_pass": self.tokens_per_pass}
-        rates["sibling_rates"] = self.sibling_rates
-        rates["relaxation_per_token"] = self.relaxation_per_token
-        return {**asdict(self), "fed": fed, "draft_fed": drafted, **rates}
+        by_width = ("passes_by_width", "draft_passes_by_width")
+        rates = ("tokens_per_second", "tokens_per_pass", "sibling_rates", "relaxation_per_token")
+        return {
+            **asdict(self),
+            **{name: {str(width): passes for width, passes in getattr(self, name).items()} for name in by_width},
+            **{name: getattr(self, name) for name in rates},
+        }
 
 
 def _sum_tables(tables: list[list[list[int]]]) -> list[list[int]]:

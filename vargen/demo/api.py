@@ -16,6 +16,7 @@ from vargen.demo.image_service import ImageService
 from vargen.demo.jobs import POLL_SECONDS, Job, JobResult, user_errors
 from vargen.demo.race_tab import identical
 from vargen.demo.request import MAX_RACERS, PageRequest, new_seed
+from vargen.pipelines.base import MethodInfo
 
 
 def add_api_endpoints(service: ImageService, queue_options: dict[str, Any]) -> None:
@@ -84,12 +85,17 @@ def add_api_endpoints(service: ImageService, queue_options: dict[str, Any]) -> N
 
     def methods() -> list[dict[str, Any]]:
         """List the methods: name, "exact" or "relaxed", a summary, the paper, and the reason if this model cannot run it."""
-        found = service.methods.values()
-        return [{**vars(method), "experimental": PRESETS[method.name].experimental} for method in found]
+        return [_describe_method(method) for method in service.methods.values()]
 
     gr.api(generate, api_name="generate", **queue_options)
     gr.api(compare, api_name="compare", **queue_options)
     gr.api(methods, api_name="methods", queue=False)
+
+
+def _describe_method(method: MethodInfo) -> dict[str, Any]:
+    facts = dict(vars(method))
+    reason = facts.pop("unsupported_reason")
+    return {**facts, "reason": reason, "experimental": PRESETS[method.name].experimental}
 
 
 def _stream_until_done(

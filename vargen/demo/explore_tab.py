@@ -93,19 +93,21 @@ def build_explore_tab(service: ImageService, registry: JobRegistry, shared: Inpu
         for level in levels:
             jobs.append(service.start(request, control.accelerator(level), ticket.stop))
             while not jobs[-1].done.wait(POLL_SECONDS):
-                yield [gr.skip(), view(service, control, levels, jobs, request.prompt)]
+                yield [gr.skip(), render_strip(service, control, levels, jobs, request.prompt)]
             jobs[-1].result()
             if ticket.stop.is_set():
                 break
         news = "Stopped." if ticket.stop.is_set() else f"Done: seed {request.seed} in every image."
-        yield [rendering.status_line(news), view(service, control, levels, jobs, request.prompt)]
+        yield [rendering.status_line(news), render_strip(service, control, levels, jobs, request.prompt)]
 
     field.change(update_slider, field, strongest, **INSTANT_EVENT)
     controls = JobControls(start, stop, note, [field, strongest, count], [strip])
     connect_job(registry, shared, controls, check, run, queue_options)
 
 
-def view(service: ImageService, control: RelaxationControl, levels: Sequence[float], jobs: Sequence[Job], prompt: str) -> str:
+def render_strip(
+    service: ImageService, control: RelaxationControl, levels: Sequence[float], jobs: Sequence[Job], prompt: str
+) -> str:
     """Render the strip and its chart; images that have not started yet are empty."""
     started: list[Job | None] = [*jobs, *[None] * (len(levels) - len(jobs))]
     cards = [_make_card(service, control, level, job) for level, job in zip(levels, started, strict=True)]

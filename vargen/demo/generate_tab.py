@@ -47,7 +47,9 @@ def build_generate_tab(
         value=service.default_method, label="Method", elem_id="method", elem_classes="methods",
     )  # fmt: skip
     unavailable = [
-        f"{each.name} ({each.reason.split(': ')[0]})" for each in service.methods.values() if each.reason is not None
+        f"{each.name} ({each.unsupported_reason.split(': ')[0]})"
+        for each in service.methods.values()
+        if each.unsupported_reason is not None
     ]
     if unavailable:
         with gr.Accordion("Methods that this model cannot run", open=False):

@@ -17,7 +17,7 @@ from vargen.compat import installed_version, tokenized, tokenizer_lock
 from vargen.decoding import Accelerator
 from vargen.demo.jobs import Job, JobResult
 from vargen.demo.request import MAX_RACERS, ImageFolder, PageRequest
-from vargen.pipelines.base import Method, VisualPipeline
+from vargen.pipelines.base import MethodInfo, VisualPipeline
 from vargen.pipelines.prompts import describe_unreadable_words
 from vargen.scoring.protocol import Scorer, score_images
 from vargen.scoring.registry import DEFAULT_SCORER
@@ -44,31 +44,31 @@ class ImageService:
         self.pipe, self.name, self.scorer, self.scorer_name = pipe, name, scorer, scorer_name
         pipe.set_progress_bar_config(disable=True)
         self.by_class: bool = pipe.is_class_conditional
-        self.grids, self.total = pipe.grids, pipe.tokens  # per image: grids in generation order, and tokens
+        self.grids, self.total = pipe.grids, pipe.num_tokens  # per image: grids in generation order, and tokens
         self.baseline: str = pipe.baseline
         self.relaxes = pipe.paradigm == Accelerator.paradigm  # relaxed rules exist for this paradigm
-        self.live = pipe.steps <= _LIVE_PASSES  # fast enough to generate during typing
-        self.vocab: int = pipe.vocab
+        self.live = pipe.num_baseline_passes <= _LIVE_PASSES  # fast enough to generate during typing
+        self.vocab: int = pipe.vocab_size
         self.folder = ImageFolder()
         # Threads are reused, because each new one would create another thread pool in torch.
         self._threads = ThreadPoolExecutor(max_workers=2 * MAX_RACERS, thread_name_prefix="generate")
-        self.methods = {method.name: self._probe_method(method) for method in pipe.methods()}
+        self.methods = {method.name: self._probe_method(method) for method in pipe.list_methods()}
 
     @property
-    def available(self) -> list[Method]:
-        return [method for method in self.methods.values() if method.reason is None]
+    def available(self) -> list[MethodInfo]:
+        return [method for method in self.methods.values() if method.unsupported_reason is None]
 
-    def method(self, name: str) -> Method | None:
+    def method(self, name: str) -> MethodInfo | None:
         """Return a method by name, with or without settings such as `gumbel:window=8`; None for an unknown one."""
         preset, colon, _ = name.partition(":")
         found = self.methods.get(preset)
-        if found is None or found.reason is not None or not colon:
+        if found is None or found.unsupported_reason is not None or not colon:
             return found
         try:
             method = self.pipe.resolve_method(name)
-            self.pipe.check_runs(method)
+            self.pipe.validate_method(method)
         except (ValueError, TypeError) as error:
-            return replace(found, name=name, reason=str(error))
+            return replace(found, name=name, unsupported_reason=str(error))
         return replace(found, name=name, kind=method.kind)
 
     @property
@@ -92,11 +92,11 @@ class ImageService:
     def class_names(self) -> list[str]:
         return [names.split(",")[0] for names in self.pipe.class_names.values()]
 
-    def _probe_method(self, method: Method) -> Method:
+    def _probe_method(self, method: MethodInfo) -> MethodInfo:
         """Job one pass of a method that should work, so that a failure on this machine shows at startup, not during a
         request.
         """
-        if method.reason is not None:
+        if method.unsupported_reason is not None:
             return method
         subject = {"class_labels": 0} if self.by_class else {"prompt": "probe"}
         try:
@@ -105,14 +105,16 @@ class ImageService:
         except Exception as error:
             logger.info("method %s is not available: %s", method.name, error)
             readable = isinstance(error, ValueError | TypeError)
-            return replace(method, reason=str(error) if readable else "it failed at startup; the server's log has the reason")
+            return replace(
+                method, unsupported_reason=str(error) if readable else "it failed at startup; the server's log has the reason"
+            )
         return method
 
     def check(self, request: PageRequest) -> None:
         """Raise ValueError, with a message for users, if this model does not support the request."""
         method = self.method(request.method)
-        if method is None or method.reason is not None:
-            why = f": {method.reason}" if method else ""
+        if method is None or method.unsupported_reason is not None:
+            why = f": {method.unsupported_reason}" if method else ""
             names = ", ".join(each.name for each in self.available)
             raise ValueError(f"The method {short_repr(request.method)} is not available here{why}. Choose one of: {names}.")
         if request.best_of > 1 and self.scorer is None:
@@ -170,7 +172,7 @@ class ImageService:
             stop: set it to end the job within one pass.
             previews: whether to decode partial images during generation. every_pass: after each pass, regardless of the cost.
         """
-        job = Job(request, self.pipe.tokens, stop or threading.Event())
+        job = Job(request, self.pipe.num_tokens, stop or threading.Event())
         self._threads.submit(self._run_job, job, accelerator or request.method, previews, every_pass)
         return job
 

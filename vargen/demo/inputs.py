@@ -15,7 +15,7 @@ from vargen.demo.jobs import INSTANT_EVENT, QUEUED_EVENT, user_errors
 from vargen.demo.rendering import status_line, text
 from vargen.demo.request import MAX_PROMPT, MAX_SEED, PageRequest, new_seed, read_parameters, request_from_metadata
 from vargen.options import OPTIONS, Option
-from vargen.pipelines.base import Method
+from vargen.pipelines.base import MethodInfo
 
 ANY_STYLE = "any"
 EXAMPLES = (
@@ -144,7 +144,7 @@ class MethodList:
 
 
 def build_method_list(
-    component: type[Any], methods: Sequence[Method], describe: Callable[[Method], str], more_id: str, **options: Any
+    component: type[Any], methods: Sequence[MethodInfo], describe: Callable[[MethodInfo], str], more_id: str, **options: Any
 ) -> MethodList:
     """Lay out a list of methods; experimental ones are hidden until the checkbox below it is checked.
 

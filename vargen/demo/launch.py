@@ -122,16 +122,16 @@ def load_services(model: str, device_name: str, scorer_name: str | None) -> Serv
     from vargen.demo.image_service import ImageService
     from vargen.demo.video_service import VideoService
     from vargen.pipelines.loading import default_dtype
-    from vargen.pipelines.registry import describe, open_pipeline
+    from vargen.pipelines.registry import inspect_model, open_pipeline
     from vargen.scoring.registry import default_scorer, open_scorer
 
     device = select_device(device_name)
 
     def load(name: str) -> Any:
-        folder = describe(name).folder
+        folder = inspect_model(name).folder
         return open_pipeline(folder, torch_dtype=default_dtype(folder, device)).to(device)
 
-    generates_video = describe(model).fps is not None
+    generates_video = inspect_model(model).fps is not None
     name = scorer_name or default_scorer(model) or "none"
     scorer = None if name == "none" else open_scorer(name, device)
     # A path reveals something about this machine to visitors; its last part does not.

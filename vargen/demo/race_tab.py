@@ -54,20 +54,20 @@ def build_race_tab(service: ImageService, registry: JobRegistry, shared: Inputs,
         for request in requests:
             jobs.append(service.start(request, stop=ticket.stop))
             while not together and not jobs[-1].done.wait(POLL_SECONDS):
-                yield [gr.skip(), view(service, requests, jobs)]
+                yield [gr.skip(), render_race(service, requests, jobs)]
             if ticket.stop.is_set():
                 break
         while not all(job.done.wait(POLL_SECONDS) for job in jobs):
-            yield [gr.skip(), view(service, requests, jobs)]
+            yield [gr.skip(), render_race(service, requests, jobs)]
         results = [job.result() for job in jobs]
         news = verdict(results, ticket.stop.is_set(), service.baseline)
-        yield [rendering.status_line(news), view(service, requests, jobs)]
+        yield [rendering.status_line(news), render_race(service, requests, jobs)]
 
     controls = JobControls(start, stop, note, [racers.choice, order], [track])
     connect_job(registry, shared, controls, validate_racers, run, queue_options)
 
 
-def view(service: ImageService, requests: Sequence[PageRequest], jobs: Sequence[Job]) -> str:
+def render_race(service: ImageService, requests: Sequence[PageRequest], jobs: Sequence[Job]) -> str:
     """Render a card per method and their chart; methods that have not started yet are empty."""
     baseline = next((job.finished for job in jobs if job.request.method == service.baseline), None)
     started: list[Job | None] = [*jobs, *[None] * (len(requests) - len(jobs))]

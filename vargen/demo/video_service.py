@@ -26,7 +26,7 @@ class VideoService:
 
     def __init__(self, pipe: Any, name: str, scorer: Any = None):
         self.pipe, self.name, self.scorer = pipe, name, scorer
-        self.methods = [each for each in pipe.methods() if each.reason is None]
+        self.methods = [each for each in pipe.list_methods() if each.unsupported_reason is None]
         self._streams: dict[str, Any] = {}
         self._lock = threading.Lock()
 

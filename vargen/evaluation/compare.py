@@ -16,12 +16,21 @@ import torch
 from torch import Tensor
 
 from vargen.decoding import DecodeStats, Method, Progress
+from vargen.deprecation import renamed_fields
 from vargen.evaluation.decoders import PricedDecoder, open_decoder
 from vargen.models.condition import Condition
 from vargen.pipelines.base import VisualPipeline
-from vargen.pipelines.validation import check_batch, check_prompts, check_seed
+from vargen.pipelines.validation import validate_batch_size, validate_prompts, validate_seed
 
 
+@renamed_fields(
+    ratio="speedup",
+    ratio_quartiles="speedup_quartiles",
+    allowed="predicted_speedup",
+    accepted_histogram="committed_histogram",
+    fed="passes_by_width",
+    same_as_baseline="num_identical_images",
+)
 @dataclass
 class MethodResult:
     """Results of one method over all batches. Times include prefill, but not pixel decoding, which costs all methods the same.
@@ -29,16 +38,16 @@ class MethodResult:
     Attributes:
         kind: `"exact"` or `"relaxed"`.
         seconds_per_image: median and quartiles over the batches.
-        ratio: speedup over the baseline; median and quartiles over the batches.
+        speedup: over the baseline; median and quartiles over the batches.
         tokens_per_pass: tokens committed per pass and unfinished image.
         step_cost: mean cost of a step's passes, drafting included, relative to the narrowest pass of the cost curve.
-        allowed: predicted speedup if a step took only the time of its passes, by the cost curve.
-        efficiency: ratio / allowed.
+        predicted_speedup: speedup if a step took only the time of its passes, by the cost curve.
+        efficiency: speedup / predicted_speedup.
         share_by_part: share of the loop's seconds by part.
-        accepted_histogram: `[k]` passes times images that committed k tokens.
-        fed: number of passes by tokens fed per image.
+        committed_histogram: `[k]` passes times images that committed k tokens.
+        passes_by_width: number of passes by tokens fed per image.
         relaxation_per_image: mean excess acceptance beyond the exact rule.
-        same_as_baseline: number of images with exactly the baseline's tokens.
+        num_identical_images: number of images with exactly the baseline's tokens.
     """
 
     name: str
@@ -46,18 +55,18 @@ class MethodResult:
     images: int
     seconds_per_image: float = 0.0
     seconds_quartiles: tuple[float, float] = (0.0, 0.0)
-    ratio: float = 1.0
-    ratio_quartiles: tuple[float, float] = (1.0, 1.0)
+    speedup: float = 1.0
+    speedup_quartiles: tuple[float, float] = (1.0, 1.0)
     passes_per_batch: float = 0.0
     tokens_per_pass: float = 1.0
     step_cost: float = 1.0
-    allowed: float = 1.0
+    predicted_speedup: float = 1.0
     efficiency: float = 1.0
     share_by_part: dict[str, float] = field(default_factory=dict)
-    accepted_histogram: list[int] = field(default_factory=list)
-    fed: dict[int, int] = field(default_factory=dict)
+    committed_histogram: list[int] = field(default_factory=list)
+    passes_by_width: dict[int, int] = field(default_factory=dict)
     relaxation_per_image: float = 0.0
-    same_as_baseline: int = 0
+    num_identical_images: int = 0
 
 
 @dataclass
@@ -80,7 +89,7 @@ class Comparison:
         return {key: value for key, value in asdict(self).items() if key != "tokens"}
 
 
-def compare(
+def compare_methods(
     pipe: VisualPipeline,
     prompts: Sequence[str],
     methods: dict[str, Method],
@@ -103,8 +112,8 @@ def compare(
     """
     if pipe.baseline not in methods:
         raise ValueError(f"methods must include {pipe.baseline!r}, the baseline of every ratio, got {', '.join(methods)}")
-    prompts, batch = check_prompts(prompts), check_batch(batch)
-    seed = check_seed(seed, -(-len(prompts) // batch) * batch)
+    prompts, batch = validate_prompts(prompts), validate_batch_size(batch)
+    seed = validate_seed(seed, -(-len(prompts) // batch) * batch)
     chosen = {**pipe.default_sampling, **(settings or {})}
     decoder = open_decoder(pipe, chosen)
     filled = [prompts[i % len(prompts)] for i in range(-(-len(prompts) // batch) * batch)]
@@ -155,7 +164,7 @@ def _run_interleaved(
     if decoder.device.type == "cuda":  # times of parts need the host to wait for the device, which timed runs avoid
         first = condition.rows(groups[0]), seeds[groups[0]]
         shares = {name: [decoder.decode(*first, methods[name], profile=True).stats] for name in names}
-    widths = sorted({width for stats in runs.values() for run in stats for width in run.fed})
+    widths = sorted({width for stats in runs.values() for run in stats for width in run.passes_by_width})
     curve = decoder.measure_pass_seconds(condition.rows(groups[0]), batch, widths)
     shown = condition.rows(groups[0])
     spent = {name: decoder.estimate_seconds(methods[name], runs[name], curve, shown, batch) for name in names}
@@ -193,18 +202,16 @@ def _result(
     result = MethodResult(name, method.kind, images=sum(run.images for run in own))
     result.seconds_per_image, result.seconds_quartiles = _spread([run.seconds / batch for run in own])
     ratios = [slow.seconds / run.seconds for slow, run in zip(ratio_to, own, strict=True)]
-    result.ratio, result.ratio_quartiles = _spread(ratios)
+    result.speedup, result.speedup_quartiles = _spread(ratios)
     result.passes_per_batch = statistics.mean(run.passes for run in own)
-    result.tokens_per_pass = sum(run.tokens for run in own) / sum(sum(run.accepted_histogram) for run in own)
+    merged = DecodeStats.merge(own)
+    result.tokens_per_pass = merged.tokens_per_pass
     seconds, passes = spent[name]
     result.step_cost = seconds / passes / curve[min(curve)]
-    result.allowed = spent[baseline][0] / seconds
-    result.efficiency = result.ratio / result.allowed
-    longest = max(len(run.accepted_histogram) for run in own)
-    padded = [run.accepted_histogram + [0] * (longest - len(run.accepted_histogram)) for run in own]
-    result.accepted_histogram = [sum(column) for column in zip(*padded, strict=True)]
-    result.fed = {width: sum(run.fed.get(width, 0) for run in own) for width in sorted({w for run in own for w in run.fed})}
-    relaxation = [value for run in own for value in run.relaxation]
-    result.relaxation_per_image = statistics.mean(relaxation)
-    result.same_as_baseline = int((tokens[name] == tokens[baseline]).all(1).sum())
+    result.predicted_speedup = spent[baseline][0] / seconds
+    result.efficiency = result.speedup / result.predicted_speedup
+    result.committed_histogram = merged.committed_histogram
+    result.passes_by_width = dict(sorted(merged.passes_by_width.items()))
+    result.relaxation_per_image = statistics.mean(merged.relaxation)
+    result.num_identical_images = int((tokens[name] == tokens[baseline]).all(1).sum())
     return result

@@ -16,7 +16,7 @@ from vargen.decoding import DecodeOutput, DecodeStats, Progress, Sampling, Scale
 from vargen.decoding.pass_costs import measure_pass_costs, time_call, use_best_threads
 from vargen.models.condition import Condition
 from vargen.pipelines.base import VisualPipeline
-from vargen.pipelines.validation import check_sampling
+from vargen.pipelines.validation import validate_sampling
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def open_decoder(pipe: VisualPipeline, settings: Mapping[str, Any] | None = None
         settings: `guidance_scale`, `temperature`, `top_k` and `top_p` where they differ from the checkpoint's.
         compile: run the passes through `torch.compile`.
     """
-    scale, sampling = check_sampling({**pipe.default_sampling, **(settings or {})})
+    scale, sampling = validate_sampling({**pipe.default_sampling, **(settings or {})})
     kinds = {"next-token": TokenPricedDecoder, "next-scale": ScalePricedDecoder}
     return kinds[pipe.paradigm](pipe.decoding_model(scale, compile=compile), sampling)
 
@@ -85,7 +85,7 @@ class TokenPricedDecoder(PricedDecoder):
     def estimate_seconds(
         self, method: Any, runs: Sequence[DecodeStats], curve: dict[int, float], condition: Condition, batch: int
     ) -> tuple[float, int]:
-        fed = sum((Counter(run.fed) for run in runs), Counter())
+        fed = sum((Counter(run.passes_by_width) for run in runs), Counter())
         drafting = {width: method.drafter.measure_cost(self.model, condition, batch, width - 1) for width in fed}
         return sum(passes * (curve[width] + drafting[width]) for width, passes in fed.items()), sum(fed.values())
 
@@ -116,7 +116,7 @@ class ScalePricedDecoder(PricedDecoder):
     ) -> tuple[float, int]:
         stages, seconds, passes = method.bind(self.model), 0.0, 0
         for run in runs:
-            for model, fed in (("target", run.fed), ("draft", run.draft_fed)):
+            for model, fed in (("target", run.passes_by_width), ("draft", run.draft_passes_by_width)):
                 for width, count in fed.items():
                     first, last = scales_of(self.model.scale_tokens, width)
                     guided = stages[last].guidance != 0

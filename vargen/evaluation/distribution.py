@@ -10,7 +10,8 @@ Shape suffixes: I images, N tokens of the grid, V vocabulary, C codebook width.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -173,6 +174,17 @@ def label_cache(folder: Path, settings: dict[str, Any]) -> None:
         raise ValueError(f"cache {str(folder)!r} holds tokens of other settings: {listed[:400]}. Give another")
 
 
+@contextmanager
+def _reporting(path: Path, on_error: Callable[[Path, OSError], None] | None) -> Iterator[None]:
+    """Pass an OSError to `on_error` instead of raising it, if there is one."""
+    try:
+        yield
+    except OSError as error:
+        if on_error is None:
+            raise
+        on_error(path, error)
+
+
 def generate_tokens(
     pipe: VisualPipeline,
     prompts: Sequence[str],
@@ -205,14 +217,10 @@ def generate_tokens(
         "sampling": settings,
         "method": accelerator.spec(),
     }
-    keep = True
-    try:
+    keep = False  # without the label, the origin of the tokens would be unknown
+    with _reporting(folder, on_cache_error):
         label_cache(folder, label)
-    except OSError as error:
-        if on_cache_error is None:
-            raise
-        on_cache_error(folder, error)
-        keep = False  # without the label, the origin of the tokens would be unknown
+        keep = True
     parts, passes, relaxation = [], [], []
     for start in range(0, num_images, batch):
         file = folder / f"{seed}-{start}-{min(batch, num_images - start)}.npz"
@@ -228,15 +236,10 @@ def generate_tokens(
             parts.append(result.tokens.cpu())
             passes.append(result.stats.tokens_per_pass)
             relaxation.append(float(np.mean(result.stats.relaxation)))
-            tokens = parts[-1].numpy().astype(np.int32)
-            try:
-                if keep:
-                    with atomic_file(file) as temporary, temporary.open("wb") as stream:
-                        np.savez(stream, tokens=tokens, tokens_per_pass=passes[-1], relaxation=relaxation[-1])
-            except OSError as error:
-                if on_cache_error is None:
-                    raise
-                on_cache_error(file, error)
+            if keep:
+                tokens = parts[-1].numpy().astype(np.int32)
+                with _reporting(file, on_cache_error), atomic_file(file) as temporary, temporary.open("wb") as stream:
+                    np.savez(stream, tokens=tokens, tokens_per_pass=passes[-1], relaxation=relaxation[-1])
         if progress:
             progress(len(parts[-1]))
     return torch.cat(parts), {"tokens_per_pass": float(np.mean(passes)), "relaxation_per_image": float(np.mean(relaxation))}

@@ -24,7 +24,7 @@ from vargen.evaluation.metrics import MethodMetrics, compute_metrics, summarize_
 from vargen.evaluation.plots import plot_quality_vs_speed
 from vargen.evaluation.reference_statistics import FeatureStatistics, contains_samples, read_adm_samples, write_adm_samples
 from vargen.evaluation.report import write_report
-from vargen.evaluation.run_directory import MEASUREMENTS, Record, RunDirectory, describe_write_error, file_digest, slugify
+from vargen.evaluation.run_directory import MEASUREMENTS, Record, RunDirectory, describe_write_error, file_digest, to_file_name
 from vargen.scoring.image_text import packaged_scorers, scorer_folder
 
 logger = logging.getLogger("vargen")
@@ -256,7 +256,7 @@ def write_report_files(run: RunDirectory, result: EvaluationResult) -> list[str]
     for (method, index), record in sorted(run.records().items()):
         if method in groups and index < SHEET_IMAGES and run.is_intact(record):
             groups[method].append(_image_file(run, record))
-    figures += write_contact_sheets(run.path, groups, {name: slugify(name) for name in groups})
+    figures += write_contact_sheets(run.path, groups, {name: to_file_name(name) for name in groups})
     write_report(run.path, result.rows, result.baseline, result.about, figures)
     return ["metrics.json", "metrics.csv", "report.md", *figures]
 

@@ -149,7 +149,7 @@ def _scorer_tower(source: str, device: torch.device | str = "cpu") -> Extractor:
     model = load_image_tower(scorer_folder(source)).to(device)
 
     def run(pixels: Tensor) -> Tensor:
-        return model.pooled(preprocess(model, pixels.float() / 255))
+        return model.pool_features(preprocess(model, pixels.float() / 255))
 
     name = source if source in packaged_scorers() else Path(source).resolve().name
     return Extractor(name, tower_identity(model), run, device)

@@ -22,8 +22,8 @@ from vargen.decoding import DecodeStats, Speculative, resolve_method
 from vargen.device import set_threads
 from vargen.evaluation.run_directory import ManifestWriter, Record, RunDirectory, describe_write_error, hash_files
 from vargen.files import atomic_file
-from vargen.pipelines.registry import describe, open_pipeline, pipeline_class
-from vargen.pipelines.validation import MAX_SEED, check_batch, check_class_labels, check_sampling
+from vargen.pipelines.registry import inspect_model, open_pipeline, pipeline_class
+from vargen.pipelines.validation import MAX_SEED, resolve_class_labels, validate_batch_size, validate_sampling
 from vargen.values import parse_int, short_repr
 
 PromptOrClass = str | int
@@ -46,7 +46,7 @@ def select_classes(chosen: str, classes: int, names: dict[int, str], seed: int =
         return [_uniform(seed, index, classes) for index in range(max(count, 1))]
     parts = [part.strip() for part in chosen.split(",")]
     labels = [int(part) if part.lstrip("-").isdecimal() and len(part) < 1000 else part for part in parts]
-    return list(check_class_labels(labels, classes, names))
+    return list(resolve_class_labels(labels, classes, names))
 
 
 def _uniform(seed: int, index: int, below: int) -> int:
@@ -111,11 +111,11 @@ class GenerationPlan:
         Raises:
             ValueError: the model cannot generate images with the settings or methods.
         """
-        info = describe(self.model)
+        info = inspect_model(self.model)
         family = pipeline_class(info.pipeline)
-        _, sampling = check_sampling(self.sampling)
-        sampling.validate_top_k(info.vocab)
-        check_batch(self.batch)
+        _, sampling = validate_sampling(self.sampling)
+        sampling.validate_top_k(info.vocab_size)
+        validate_batch_size(self.batch)
         by_class = info.condition == "class"
         if any(isinstance(prompt, str) == by_class for prompt in self.prompts):
             wanted, given = ("classes", "prompts") if by_class else ("prompts", "classes")
@@ -123,8 +123,8 @@ class GenerationPlan:
         specs: dict[str, Any] = {}
         for name in self.methods:
             method = resolve_method(name, family.paradigm)
-            family.check_method(info, method)
-            if isinstance(getattr(method, "drafter", None), Speculative) and not info.has_draft:
+            family.validate_method_for(info, method)
+            if isinstance(getattr(method, "drafter", None), Speculative) and "draft_transformer" not in info.components:
                 raise ValueError(f"method {name} needs a draft_transformer, and model {self.model} has none")
             specs[name] = {**method.spec(), "kind": method.kind}
         if not specs or len(specs) < len(self.methods):
@@ -176,7 +176,7 @@ class ImageGenerator:
         self.pipe.set_progress_bar_config(disable=True)
         self.methods = {method: resolve_method(method, self.pipe.paradigm) for method in plan.methods}
         for method in self.methods.values():
-            self.pipe.check_runs(method)  # checks that need the weights, before the first batch
+            self.pipe.validate_method(method)  # checks that need the weights, before the first batch
 
     def __call__(self, batch: PendingBatch) -> list[Record]:
         """Write the missing images of a batch; returns a manifest record for each.
@@ -224,7 +224,7 @@ class ImageGenerator:
 
 def per_image_statistics(stats: DecodeStats, row: int) -> dict[str, Any]:
     """Return one image's share of the cost of its batch; `active_passes` is the number of passes it took part in."""
-    committing = sum(stats.accepted_histogram)
+    committing = sum(stats.committed_histogram)
     return {
         "seconds": stats.seconds / stats.images,
         "tokens": stats.tokens / stats.images,
@@ -246,7 +246,7 @@ def run_locally(worker: Callable[[Any], Any], argument: Any, units: list[Any]) -
         yield from map(work, units)
 
 
-def generate_images(
+def generate_missing_images(
     plan: GenerationPlan,
     shard: int = 1,
     shards: int = 1,

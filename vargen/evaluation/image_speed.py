@@ -7,6 +7,7 @@ operations at the rate of a large matrix product. Both rates are measured here. 
 from __future__ import annotations
 
 import statistics
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 from vargen.decoding.pass_costs import time_call
-from vargen.device import check_compile
+from vargen.device import validate_compile
 from vargen.evaluation.networks import BenchmarkModel
 from vargen.evaluation.speed import weight_readers
 
@@ -79,22 +80,20 @@ def measure_image_speed(
     if batch < 1 or rounds < 1:
         raise ValueError(f"batch and rounds must be at least 1, got {batch} and {rounds}")
     transformer, device = network.transformer, network.transformer.device
-    check_compile(compile, device)
+    validate_compile(compile, device)
     decoder = network.decoder(compile)
     condition, seeds = network.condition(batch), torch.arange(batch)
     published_tokens, published_pixels = network.published_sampler(batch)
-    seconds: dict[str, list[float]] = {}
-
-    def part(name: str, run: Callable[[], Any]) -> Any:
-        spent, result = time_call(run, device)
-        seconds.setdefault(name, []).append(spent)
-        return result
-
+    stages: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+        "": (lambda: decoder.decode(condition, seeds, network.pipe.baseline), network.pixels),
+        "reference_": (published_tokens, published_pixels),
+    }
+    seconds: dict[str, list[float]] = defaultdict(list)
     for done in range(rounds + 1):
-        tokens = part("token_milliseconds", lambda: decoder.decode(condition, seeds, network.pipe.baseline))
-        part("pixel_milliseconds", partial(network.pixels, tokens))
-        latents = part("reference_token_milliseconds", published_tokens)
-        part("reference_pixel_milliseconds", partial(published_pixels, latents))
+        for name, (generate, decode) in stages.items():
+            spent, tokens = time_call(generate, device)
+            seconds[f"{name}token_milliseconds"].append(spent)
+            seconds[f"{name}pixel_milliseconds"].append(time_call(partial(decode, tokens), device)[0])
         if progress:
             progress(done, rounds)
     each = {name: 1e3 * statistics.median(times[1:]) / batch for name, times in seconds.items()}

@@ -121,7 +121,7 @@ def measure_copy_rate(device: torch.device) -> float:
     return 2 * count / measure_seconds(lambda: target.copy_(source), device, 3)
 
 
-def measure(operations: list[Operation], device: torch.device, rounds: int, rate: float) -> list[Timing]:
+def measure_operations(operations: list[Operation], device: torch.device, rounds: int, rate: float) -> list[Timing]:
     """Measure every implementation of every operation."""
     found = []
     for each in operations:
@@ -233,7 +233,7 @@ def commit_operation(
 
         def keep() -> None:
             cache.rollback(start)
-            cache.keep(paths, count)
+            cache.commit_path(paths, count)
 
         return keep
 

@@ -23,7 +23,7 @@ from vargen.evaluation.generation import Backend, run_locally
 from vargen.evaluation.image_files import ImageFile, UnreadableImageError, read_image
 from vargen.evaluation.image_similarity import psnr, ssim
 from vargen.evaluation.reference_statistics import arrays_digest
-from vargen.evaluation.run_directory import describe_write_error, slugify
+from vargen.evaluation.run_directory import describe_write_error, to_file_name
 from vargen.files import atomic_file
 from vargen.reading import open_regular
 from vargen.scoring import Scorer, open_scorer, score_images
@@ -174,7 +174,7 @@ class _MeasurementCache:
     def _file(self, chunk: ImageChunk, name: str) -> Path | None:
         if self.folder is None or name not in self.identities:
             return None
-        return self.folder / slugify(self.names[name]) / slugify(chunk.group) / f"{chunk.number:05d}.npz"
+        return self.folder / to_file_name(self.names[name]) / to_file_name(chunk.group) / f"{chunk.number:05d}.npz"
 
     def _source(self, chunk: ImageChunk, name: str) -> str:
         images = [(each.index, each.sha256, each.text, each.baseline_file) for each in chunk.images]

@@ -63,7 +63,7 @@ class BenchmarkModel:
             condition, shapes = self.condition(rows), {width: scales_of(model.scale_tokens, width) for width in widths}
             return {width: scale_pass(model, condition, rows, *shape, 1.0) for width, shape in shapes.items()}
         caches = half_filled_caches(transformer, rows, widths)
-        fed = {width: torch.randint(self.pipe.vocab, (rows, width), device=transformer.device) for width in widths}
+        fed = {width: torch.randint(self.pipe.vocab_size, (rows, width), device=transformer.device) for width in widths}
         # The cache's length does not advance, so every call repeats the same pass.
         return {width: lambda width=width: transformer(fed[width], cache=caches[width]) for width in widths}  # type: ignore[misc]
 
@@ -118,7 +118,7 @@ class BenchmarkModel:
         from torch.utils.flop_counter import FlopCounterMode
 
         with FlopCounterMode(display=False) as counter, torch.no_grad():
-            self.pipe.vqvae.decode_latent(self.pipe.vqvae.empty_latent(1))
+            self.pipe.vqvae.decode_latent(self.pipe.vqvae.zero_latent(1))
         return batch * counter.get_total_flops()
 
 
@@ -131,7 +131,7 @@ def half_filled_caches(transformer: Any, rows: int, widths: Sequence[int]) -> di
     keys, values = widest.k.flatten(), widest.v.flatten()
     for cache in caches.values():
         cache.k, cache.v = keys[: cache.k.numel()].view_as(cache.k), values[: cache.v.numel()].view_as(cache.v)
-        cache.advance(transformer.tokens // 2)
+        cache.commit_chain(transformer.tokens // 2)
     return caches
 
 

@@ -40,12 +40,18 @@ def plot_speedups(comparison: Comparison, path: Path) -> None:
     figure = _new_figure(13, 3.8)
     speed, tokens, lengths = figure.subplots(1, 3)
     spread = [
-        [max(0.0, method.ratio - method.ratio_quartiles[0]) for method in methods],
-        [max(0.0, method.ratio_quartiles[1] - method.ratio) for method in methods],
+        [max(0.0, method.speedup - method.speedup_quartiles[0]) for method in methods],
+        [max(0.0, method.speedup_quartiles[1] - method.speedup) for method in methods],
     ]
-    bars = speed.bar(names, [method.ratio for method in methods], yerr=spread, capsize=3, label="measured")
-    speed.bar_label(bars, [f"{method.ratio:.2f}" for method in methods], padding=2)
-    speed.plot(names, [method.allowed for method in methods], "k_", markersize=22, label="allowed by passes and their cost")
+    bars = speed.bar(names, [method.speedup for method in methods], yerr=spread, capsize=3, label="measured")
+    speed.bar_label(bars, [f"{method.speedup:.2f}" for method in methods], padding=2)
+    speed.plot(
+        names,
+        [method.predicted_speedup for method in methods],
+        "k_",
+        markersize=22,
+        label="predicted from passes and their cost",
+    )
     speed.axhline(1.0, color="grey", linestyle="--", linewidth=1)
     speed.set(title=f"seconds of {comparison.baseline} / seconds, batch {comparison.batch}")
     speed.set_ylim(top=1.25 * speed.get_ylim()[1])  # room for the legend above the bars
@@ -55,7 +61,7 @@ def plot_speedups(comparison: Comparison, path: Path) -> None:
     tokens.set(title="tokens per target pass")
     tokens.margins(y=0.1)  # room for the label of the highest bar
     for method in methods:
-        counts = method.accepted_histogram[1:]
+        counts = method.committed_histogram[1:]
         passes = sum(counts)
         if method.name != comparison.baseline and passes > 0:
             shares = [count / passes for count in counts]

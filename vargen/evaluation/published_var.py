@@ -52,10 +52,10 @@ class PublishedVARSampler:
         B, P = len(vector_RD) // 2, 0 if prefix is None else prefix.shape[1]
         keys: list[Tensor | None] = [None] * len(model.blocks)
         values: list[Tensor | None] = [None] * len(model.blocks)
-        canvas, scale_tokens = self.vqvae.empty_latent(B), []
+        canvas, scale_tokens = self.vqvae.zero_latent(B), []
         following: Tensor | None = None
         for k in range(len(scales)):
-            place = slice(model.start_of(k), model.ends[k])
+            place = slice(model.first_token_of(k), model.ends[k])
             x = vector_RD[:, None] + model.pos_start if following is None else model.word_embed(following.repeat(2, 1, 1))
             x = x + model.lvl_embed(model.lvl_1L[:, place]) + model.pos_1LC[:, place]
             if k == 0 and prefix is not None:

@@ -135,7 +135,7 @@ class RunDirectory:
 
     def image(self, method: str, index: int) -> str:
         """Return the path of an image file, relative to the run directory."""
-        return f"images/{slugify(method)}/{index // _PER_FOLDER:03d}/{index:08d}.png"
+        return f"images/{to_file_name(method)}/{index // _PER_FOLDER:03d}/{index:08d}.png"
 
     def manifest_path(self, shard: int, shards: int) -> Path:
         """Return the manifest path of a shard. Raises ValueError if a file is in the place of the manifest folder."""
@@ -185,7 +185,7 @@ class RunDirectory:
         elif self.path.is_dir() and any(each for each in self.path.iterdir() if not each.name.startswith(".")):
             raise ValueError(f"output {str(self.path)!r} holds other files and no run; give a folder that is new or empty")
         methods = {**stored.get("methods", {}), **settings["methods"]}
-        if len({slugify(name) for name in methods}) < len(methods):
+        if len({to_file_name(name) for name in methods}) < len(methods):
             raise ValueError(f"methods need names that differ in letters and digits, got {', '.join(settings['methods'])}")
         merged = {**stored, **settings, "methods": methods, "num": max(settings["num"], stored.get("num", 0))}
         if merged != stored:
@@ -259,6 +259,6 @@ def hash_files(files: Iterable[Path]) -> str:
     return digest.hexdigest()[:16]
 
 
-def slugify(name: str) -> str:
+def to_file_name(name: str) -> str:
     """Convert the name of a method or instrument to a file name: `gsd:budget=5` becomes `gsd-budget-5`."""
     return re.sub("[^A-Za-z0-9.]+", "-", name).strip("-.")[:100] or "unnamed"

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from vargen.decoding import DecodeStats, Method, Progress
-from vargen.device import check_compile
+from vargen.device import validate_compile
 from vargen.evaluation.networks import BenchmarkModel
 
 _VISIT_SECONDS, _VISIT_PASSES = 0.05, 5  # timed passes of one visit: until either is reached
@@ -144,9 +144,9 @@ def measure_steps(
         ValueError: a pass would feed more tokens than the grid has, or a number is below 1.
     """
     transformer, device = network.transformer, network.transformer.device
-    if not tokens or not batches or min(*tokens, *batches, rounds) < 1 or max(tokens) > network.pipe.tokens:
+    if not tokens or not batches or min(*tokens, *batches, rounds) < 1 or max(tokens) > network.pipe.num_tokens:
         raise ValueError(
-            f"tokens must be from 1 to the {network.pipe.tokens} of the grid, batch and rounds at least 1; "
+            f"tokens must be from 1 to the {network.pipe.num_tokens} of the grid, batch and rounds at least 1; "
             f"got tokens {list(tokens)}, batch {list(batches)}, rounds {rounds}"
         )
     weight_bytes = network.weight_bytes
@@ -163,32 +163,33 @@ def measure_steps(
             progress(done + 1, rounds)
     read = min(min(case.seconds) for case in readers)
     medians = {key: statistics.median(case.seconds) for key, case in cases.items()}
-    results = []
-    for (batch, width), case in cases.items():
-        median, one = medians[batch, width], medians.get((batch, 1))
-        few = len(case.seconds) < 2
-        low, _, high = [median] * 3 if few else statistics.quantiles(case.seconds, n=4, method="inclusive")
-        results.append(
-            StepResult(
-                batch=batch,
-                tokens=width,
-                milliseconds=1e3 * median,
-                quartiles=(1e3 * low, 1e3 * high),
-                passes=len(case.seconds),
-                over_one=median / one if one else None,
-                over_read=median / read,
-            )
-        )
     return StepReport(
         model=network.name,
         dtype=str(transformer.dtype).removeprefix("torch."),
         device=str(device),
         guidance=guidance,
-        cached_tokens=network.pipe.tokens // 2,
+        cached_tokens=network.pipe.num_tokens // 2,
         parameters=sum(p.numel() for p in transformer.parameters()),
         weight_bytes=weight_bytes,
         read_milliseconds=1e3 * read,
-        results=results,
+        results=[
+            _summarize_case(batch, width, case.seconds, medians.get((batch, 1)), read) for (batch, width), case in cases.items()
+        ],
+    )
+
+
+def _summarize_case(batch: int, width: int, seconds: list[float], one: float | None, read: float) -> StepResult:
+    """Return the result of a case from the seconds of its passes, of a pass of one token, and of a read of the weights."""
+    median = statistics.median(seconds)
+    low, _, high = [median] * 3 if len(seconds) < 2 else statistics.quantiles(seconds, n=4, method="inclusive")
+    return StepResult(
+        batch=batch,
+        tokens=width,
+        milliseconds=1e3 * median,
+        quartiles=(1e3 * low, 1e3 * high),
+        passes=len(seconds),
+        over_one=median / one if one else None,
+        over_read=median / read,
     )
 
 
@@ -212,7 +213,7 @@ def measure_baseline(
     """
     if batch < 1 or not 0 <= seconds < math.inf:
         raise ValueError(f"batch must be at least 1 and seconds a finite number of at least 0, got {batch} and {seconds}")
-    check_compile(compile, network.transformer.device)
+    validate_compile(compile, network.transformer.device)
     transformer, decoder = network.transformer, network.decoder(compile)
     condition, seeds = network.condition(batch), torch.arange(batch)
 

@@ -86,7 +86,7 @@ class SyntheticModel:
     def switch(self, state: _State, condition: int) -> None:
         state.seed = condition
 
-    def room(self, state: _State) -> int:
+    def free_frames(self, state: _State) -> int:
         return 64 * SHAPE[0]
 
     def forward(self, state: _State, clean: Sequence[Tensor], noisy: Tensor | None = None, level: float = 0.0) -> Tensor | None:

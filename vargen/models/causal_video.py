@@ -22,10 +22,17 @@ ensure_torchvision()
 
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 
-from vargen.models.causal_video_blocks import Block, Head, Plan, build_rotary_3d, plan_attention, timestep_embedding
+from vargen.models.causal_video_blocks import (
+    CausalVideoBlock,
+    ModulatedHead,
+    Plan,
+    build_rotary_3d,
+    plan_attention,
+    timestep_embedding,
+)
 from vargen.models.causal_video_cache import TextCache, VideoCache, visible_frames
 from vargen.models.causal_video_geometry import VideoGeometry
-from vargen.models.weight_storage import ModelMixin, QuantizedStorageMixin, check_format  # noqa: F401
+from vargen.models.weight_storage import ModelMixin, QuantizedStorageMixin, validate_weight_format  # noqa: F401
 
 
 class CausalVideoTransformer(QuantizedStorageMixin, ConfigMixin):
@@ -45,9 +52,9 @@ class CausalVideoTransformer(QuantizedStorageMixin, ConfigMixin):
         ValueError: for an invalid geometry, or heads whose width is not an even whole number of at least 6.
     """
 
-    _no_split_modules: ClassVar[list[str]] = ["Block"]
+    _no_split_modules: ClassVar[list[str]] = ["CausalVideoBlock"]
     layer_prefixes: ClassVar[dict[str, tuple[str, ...]]] = {"num_layers": ("blocks.",)}
-    kept: ClassVar[tuple[str, ...]] = ("modulation", "motion_embedding.weight", "patch_embedding.weight")
+    unquantized_suffixes: ClassVar[tuple[str, ...]] = ("modulation", "motion_embedding.weight", "patch_embedding.weight")
 
     @register_to_config
     def __init__(
@@ -72,7 +79,7 @@ class CausalVideoTransformer(QuantizedStorageMixin, ConfigMixin):
         weight_format: str | None = None,
     ):
         super().__init__()
-        check_format(weight_format)
+        validate_weight_format(weight_format)
         sizes = (channels, height, width, patch, block_frames, spatial_stride, temporal_stride, fps)
         self.geometry = VideoGeometry(*sizes)
         if dim % num_heads or dim // num_heads % 2 or dim // num_heads < 6:
@@ -84,8 +91,8 @@ class CausalVideoTransformer(QuantizedStorageMixin, ConfigMixin):
         self.time_projection = nn.Sequential(nn.SiLU(), nn.Linear(dim, 6 * dim))
         if motion_levels:
             self.motion_embedding = nn.Embedding(motion_levels + 1, dim)  # the last one: any level
-        self.blocks = nn.ModuleList(Block(dim, ffn_dim, num_heads) for _ in range(num_layers))
-        self.head = Head(dim, channels * patch * patch)
+        self.blocks = nn.ModuleList(CausalVideoBlock(dim, ffn_dim, num_heads) for _ in range(num_layers))
+        self.head = ModulatedHead(dim, channels * patch * patch)
 
     # -- computed once per video -------------------------------------------------------------------------------------
 
@@ -193,23 +200,23 @@ class CausalVideoTransformer(QuantizedStorageMixin, ConfigMixin):
         if cache is not None and (context is not None or window is not None):
             raise ValueError("context and window must be None with a cache, which has them")
         rows, columns = (side // p for side in sides)
-        steps = _per_frame(timestep, latents_BFCYX)
+        steps = _expand_timestep(timestep, latents_BFCYX)
         start = 0 if cache is None else cache.frames
-        x, seen = latents_BFCYX, _seen(frames, geometry.block_frames, cache, context is not None, window, sinks)
+        x, seen = latents_BFCYX, _frame_visibility(frames, geometry.block_frames, cache, context is not None, window, sinks)
         if context is not None:
             x = torch.cat([context, x], 1)
-            given = torch.zeros_like(steps) if context_timestep is None else _per_frame(context_timestep, latents_BFCYX)
+            given = torch.zeros_like(steps) if context_timestep is None else _expand_timestep(context_timestep, latents_BFCYX)
             steps = torch.cat([given, steps], 1)
         plan = None if seen is None else plan_attention(seen, rows * columns)
         table = build_rotary_3d(self.head_dim, start, frames, rows, columns, x.device)
         if context is not None:
             table = (torch.cat([table[0]] * 2), torch.cat([table[1]] * 2))
-        out = self._tokens(self._embedded(x), steps, text, table, plan, cache)
+        out = self._tokens(self._embed_patches(x), steps, text, table, plan, cache)
         out = out[:, -frames * rows * columns :]
         patches = out.unflatten(1, (frames, rows, columns)).unflatten(-1, (p, p, -1))
         return patches.permute(0, 1, 6, 2, 4, 3, 5).flatten(5).flatten(3, 4)
 
-    def _embedded(self, x_BFCYX: Tensor) -> Tensor:
+    def _embed_patches(self, x_BFCYX: Tensor) -> Tensor:
         """Embed patches as tokens `[B, T, D]`: the official 3D convolution, computed as an equivalent matrix product."""
         p, weight = self.geometry.patch, self.patch_embedding.weight
         cells = x_BFCYX.to(weight.dtype).unflatten(4, (-1, p)).unflatten(3, (-1, p)).permute(0, 1, 3, 5, 2, 4, 6)
@@ -235,7 +242,7 @@ class CausalVideoTransformer(QuantizedStorageMixin, ConfigMixin):
         return self.head(x_BTD, step_BFD)
 
 
-def _per_frame(timestep: Tensor, latents_BFCYX: Tensor) -> Tensor:
+def _expand_timestep(timestep: Tensor, latents_BFCYX: Tensor) -> Tensor:
     """Expand timesteps to `[B, F]`."""
     B, frames = latents_BFCYX.shape[:2]
     if timestep.shape not in ((B,), (B, frames)):
@@ -243,7 +250,9 @@ def _per_frame(timestep: Tensor, latents_BFCYX: Tensor) -> Tensor:
     return (timestep if timestep.ndim == 2 else timestep[:, None].expand(-1, frames)).to(latents_BFCYX.device)
 
 
-def _seen(frames: int, block: int, cache: VideoCache | None, context: bool, window: int | None, sinks: int) -> Tensor | None:
+def _frame_visibility(
+    frames: int, block: int, cache: VideoCache | None, context: bool, window: int | None, sinks: int
+) -> Tensor | None:
     """Attention mask over frames, bool [rows, columns]; None if everything is visible."""
     if cache is not None:
         if frames != cache.pending:

@@ -45,7 +45,7 @@ def build_rotary_3d(
         return angles.cos().float().to(device), angles.sin().float().to(device)
 
 
-def rotate(x_BTHK: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
+def apply_rotary(x_BTHK: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
     """Rotate neighboring pairs of numbers by the angles of `build_rotary_3d`."""
     cos, sin = table
     a, b = x_BTHK.float().unflatten(-1, (-1, 2)).unbind(-1)
@@ -76,7 +76,7 @@ def attend(q_BHTK: Tensor, k_BHSK: Tensor, v_BHSK: Tensor, bias: Tensor | None) 
     return out.transpose(1, 2).flatten(2)
 
 
-class Attention(nn.Module):
+class WanAttention(nn.Module):
     """Attention projections, with norms over the full width of queries and keys."""
 
     def __init__(self, dim: int, heads: int):
@@ -129,16 +129,16 @@ def attend_with_plan(q_BHTK: Tensor, k_BHSK: Tensor, v_BHSK: Tensor, plan: Plan 
     return torch.cat(parts, 1)
 
 
-class SelfAttention(Attention):
+class SelfAttention(WanAttention):
     def forward(self, x_BTD: Tensor, table: tuple[Tensor, Tensor], plan: Plan | None, cache: LayerCache | None) -> Tensor:
         q, k, v = self.split(self.norm_q(self.q(x_BTD))), self.split(self.norm_k(self.k(x_BTD))), self.split(self.v(x_BTD))
-        q, k, v = rotate(q, table).transpose(1, 2), rotate(k, table).transpose(1, 2), v.transpose(1, 2)
+        q, k, v = apply_rotary(q, table).transpose(1, 2), apply_rotary(k, table).transpose(1, 2), v.transpose(1, 2)
         if cache is not None:
             k, v = cache.write(k, v)
         return self.o(attend_with_plan(q, k, v, plan))
 
 
-class CrossAttention(Attention):
+class CrossAttention(WanAttention):
     def project_kv(self, text_BPD: Tensor) -> tuple[Tensor, Tensor]:
         """Compute keys and values `[B, H, P, K]` of a prompt."""
         k, v = self.split(self.norm_k(self.k(text_BPD))), self.split(self.v(text_BPD))
@@ -150,7 +150,7 @@ class CrossAttention(Attention):
         return self.o(attend(q, k.type_as(q), v.type_as(q), bias))
 
 
-class Block(nn.Module):
+class CausalVideoBlock(nn.Module):
     """Self-attention, cross-attention and feed-forward. Self-attention and feed-forward are modulated per frame."""
 
     def __init__(self, dim: int, ffn_dim: int, heads: int):
@@ -179,25 +179,25 @@ class Block(nn.Module):
         """
         frames = steps_BF6D.shape[1]
         shift1, scale1, gate1, shift2, scale2, gate2 = (self.modulation + steps_BF6D).type_as(x_BTD).unsqueeze(3).unbind(2)
-        attended = self.self_attn(modulate(self.norm1(x_BTD), shift1, scale1), table, plan, cache)
-        x = gated(x_BTD, attended, gate1, frames)
+        attended = self.self_attn(modulate_frames(self.norm1(x_BTD), shift1, scale1), table, plan, cache)
+        x = apply_gate(x_BTD, attended, gate1, frames)
         x = x + self.cross_attn(self.norm3(x), text).type_as(x)
-        return gated(x, self.ffn(modulate(self.norm2(x), shift2, scale2)), gate2, frames)
+        return apply_gate(x, self.ffn(modulate_frames(self.norm2(x), shift2, scale2)), gate2, frames)
 
 
-def modulate(x_BTD: Tensor, shift_BF1D: Tensor, scale_BF1D: Tensor) -> Tensor:
+def modulate_frames(x_BTD: Tensor, shift_BF1D: Tensor, scale_BF1D: Tensor) -> Tensor:
     """x (1 + scale) + shift, with scale and shift per frame."""
     by_frame = x_BTD.unflatten(1, (scale_BF1D.shape[1], -1))
     return torch.addcmul(shift_BF1D, by_frame.type_as(shift_BF1D), 1 + scale_BF1D).flatten(1, 2)
 
 
-def gated(x_BTD: Tensor, update_BTD: Tensor, gate_BF1D: Tensor, frames: int) -> Tensor:
+def apply_gate(x_BTD: Tensor, update_BTD: Tensor, gate_BF1D: Tensor, frames: int) -> Tensor:
     """x + gate * update, with a gate per frame."""
     of_frames = (1, (frames, -1))
     return torch.addcmul(x_BTD.unflatten(*of_frames), update_BTD.type_as(x_BTD).unflatten(*of_frames), gate_BF1D).flatten(1, 2)
 
 
-class Head(nn.Module):
+class ModulatedHead(nn.Module):
     """Final norm, modulated per frame, and projection to patches."""
 
     def __init__(self, dim: int, out: int):
@@ -208,7 +208,7 @@ class Head(nn.Module):
 
     def forward(self, x_BTD: Tensor, step_BFD: Tensor) -> Tensor:
         shift, scale = (self.modulation + step_BFD[:, :, None]).type_as(x_BTD).unsqueeze(3).unbind(2)
-        return self.head(modulate(self.norm(x_BTD), shift, scale))
+        return self.head(modulate_frames(self.norm(x_BTD), shift, scale))
 
 
 def timestep_embedding(positions: Tensor, width: int) -> Tensor:

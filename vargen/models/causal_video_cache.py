@@ -21,7 +21,7 @@ from torch import Tensor
 from vargen.models.causal_video_geometry import VideoGeometry
 
 
-def check_window(window: int | None, sinks: int, least: int) -> None:
+def validate_attention_window(window: int | None, sinks: int, least: int) -> None:
     """Raise ValueError unless a window (None for all frames) has room for `sinks` and at least `least` more frames."""
     for name, value in (("window", window), ("sinks", sinks)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
@@ -79,7 +79,7 @@ class VideoCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ):
-        check_window(window, sinks, geometry.block_frames)
+        validate_attention_window(window, sinks, geometry.block_frames)
         if window is None and (isinstance(frames, bool) or not isinstance(frames, int) or frames < 1):
             raise ValueError(f"frames must be a whole number of at least 1, got {frames!r}")
         self.geometry, self.window, self.sinks = geometry, window, sinks
@@ -107,13 +107,13 @@ class VideoCache:
             return frame
         return self.sinks + (frame - self.sinks) % (self.window - self.sinks)
 
-    def room(self) -> int:
+    def free_frames(self) -> int:
         """Return how many more frames fit before a frame is evicted or the cache is full."""
         return max(0, self.slots - self.frames)
 
     # -- life cycle of a block -------------------------------------------------------------------------------------
 
-    def begin(self, frames: int | None = None) -> None:
+    def begin_block(self, frames: int | None = None) -> None:
         """Start the next `frames` frames (default: a block), which passes then write. Replaces the current block.
 
         Several blocks can be started together, as long as none evicts frames that another one attends to.
@@ -127,9 +127,9 @@ class VideoCache:
         if self.window is None and self.frames + count > self.slots:
             more = self.frames + count
             raise ValueError(f"the cache is for {self.slots} frames, got {more}: make it larger, or give a window")
-        if count > self.geometry.block_frames and count > self.room():
+        if count > self.geometry.block_frames and count > self.free_frames():
             raise ValueError(
-                f"{count} frames are more than a block, and the window has room for {self.room()} more: commit them one by one"
+                f"{count} frames are more than a block, and the window has room for {self.free_frames()}: commit them singly"
             )
         if self.frames + count < self._written > self.slots:
             lost = self._written - self.frames

@@ -27,7 +27,7 @@ PATCH = 4  # side of the pixel patches that the first layer folds into channels
 _LONGEST = 32  # maximum tokens of a caption
 
 
-class Block(nn.Module):
+class ImageTowerBlock(nn.Module):
     """Residual block: norm, GELU and 3x3 convolution, twice."""
 
     def __init__(self, channels: int, groups: int):
@@ -69,7 +69,7 @@ class ImageTextModel(ModelMixin, ConfigMixin):
         for stage, (width, count) in enumerate(zip(widths, blocks, strict=True)):
             if stage:
                 stages.append(nn.Conv2d(widths[stage - 1], width, 3, stride=2, padding=1))
-            stages.append(nn.Sequential(*(Block(width, groups) for _ in range(count))))
+            stages.append(nn.Sequential(*(ImageTowerBlock(width, groups) for _ in range(count))))
         self.stages = nn.Sequential(*stages)
         self.norm_out = nn.GroupNorm(groups, widths[-1])
         self.image_projection = nn.Linear(widths[-1], embed_dim)
@@ -78,20 +78,20 @@ class ImageTextModel(ModelMixin, ConfigMixin):
         self.pair_scale = nn.Parameter(torch.tensor(10.0).log())  # scale of the sigmoid over pairs, initialized as in SigLIP
         self.pair_bias = nn.Parameter(torch.tensor(-10.0))
 
-    def pooled(self, pixels_BCYX: Tensor) -> Tensor:
+    def pool_features(self, pixels_BCYX: Tensor) -> Tensor:
         """Compute features `[B, D]` of float images `[B, 3, Y, X]` in [-1, 1], where Y and X are multiples of 16."""
         return F.gelu(self.norm_out(self.stages(pixels_BCYX))).mean((2, 3))
 
     def encode_image(self, pixels_BCYX: Tensor) -> Tensor:
         """Embed images as unit vectors, float32 `[B, E]`."""
-        return F.normalize(self.image_projection(self.pooled(pixels_BCYX)).float(), dim=-1)
+        return F.normalize(self.image_projection(self.pool_features(pixels_BCYX)).float(), dim=-1)
 
     def encode_text(self, features_BD: Tensor) -> Tensor:
         """Embed mean-pooled unit text features `[B, text_dim]` as unit vectors, float32 `[B, E]`."""
         return F.normalize(self.text_projection(features_BD).float(), dim=-1)
 
 
-def resized(pixels_BCYX: Tensor, size: int) -> Tensor:
+def resize_images(pixels_BCYX: Tensor, size: int) -> Tensor:
     """Resize images to `size` x `size` pixels."""
     if pixels_BCYX.shape[-1] == size == pixels_BCYX.shape[-2]:
         return pixels_BCYX
@@ -99,7 +99,7 @@ def resized(pixels_BCYX: Tensor, size: int) -> Tensor:
 
 
 @torch.no_grad()
-def pooled_features(encoder: nn.Module, tokenizer: Any, texts: Sequence[str], batch_size: int = 256) -> Tensor:
+def embed_texts(encoder: nn.Module, tokenizer: Any, texts: Sequence[str], batch_size: int = 256) -> Tensor:
     """Mean-pooled unit text features, float32 `[len(texts), D]` on the CPU, pooled as in the sentence encoder's training."""
     order = sorted(range(len(texts)), key=lambda i: len(texts[i]))  # similar lengths together, to save padding
     found: list[Tensor] = [torch.empty(0)] * len(texts)

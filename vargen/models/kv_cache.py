@@ -78,7 +78,7 @@ class KVCache:
             self.k[layer, :, :, : self.prefix] = k_RPHK.transpose(1, 2)
         self.v[layer, :, :, : self.prefix] = v_RPHK.transpose(1, 2)
 
-    def span(self, T: int, earlier: int = 0) -> CacheView:
+    def view_for_pass(self, T: int, earlier: int = 0) -> CacheView:
         """Return the view of the cache for a pass that feeds T tokens after each row's pointer.
 
         `earlier` tokens that preceding passes fed after the pointer, and that were not committed, come first and stay visible.
@@ -98,7 +98,7 @@ class KVCache:
         ahead = self._image_slot[earlier : earlier + T] + offset
         return self._first_slot + ahead.clamp(max=self.tokens + self.scratch - 1)[..., None]
 
-    def seen(self, T: int, ancestors: Tensor | None, heads: int, reach: int, earlier: int = 0) -> Tensor | KernelMask:
+    def attention_mask(self, T: int, ancestors: Tensor | None, heads: int, reach: int, earlier: int = 0) -> Tensor | KernelMask:
         """Return the mask argument of `attention` for a pass over T tokens with `heads` query heads that reads `reach` slots.
 
         It is computed once for all layers.
@@ -140,7 +140,7 @@ class KVCache:
         prefix = self.prefix_bias[:, None, :].expand(-1, T, -1)
         return torch.cat([prefix, image], dim=-1)[:, None].to(dtype)
 
-    def advance(self, count_R: Tensor | int) -> None:
+    def commit_chain(self, count_R: Tensor | int) -> None:
         """Commit the first `count` tokens of the last pass in every row (a chain)."""
         self.length += count_R
 
@@ -148,7 +148,7 @@ class KVCache:
         """Set every row's pointer, and discard the tokens after it."""
         self.length.copy_(length_R)
 
-    def keep(self, accepted_RA: Tensor, count_R: Tensor) -> None:
+    def commit_path(self, accepted_RA: Tensor, count_R: Tensor) -> None:
         """Commit a path of the last pass: move its tokens to consecutive slots, and the pointer past them.
 
         Args:
@@ -192,7 +192,7 @@ class CacheView:
     """
 
     def __init__(self, cache: KVCache, slots: slice | Tensor, reach: int):
-        self.cache, self.slots, self.reach = cache, slots, reach
+        self.cache, self.slots, self.num_slots_read = cache, slots, reach
         if isinstance(slots, slice):  # views of all layers at once, which saves an operation per layer
             self._held = [store[:, :, :, :reach].unbind() for store in (cache.k, cache.v)]
             self._new = [store[:, :, :, slots].transpose(2, 3).unbind() for store in (cache.k, cache.v)]
@@ -206,4 +206,4 @@ class CacheView:
         k, v = self.cache.k[layer], self.cache.v[layer]
         k.flatten(0, 2).index_put_((self.slots,), k_RTHK)
         v.flatten(0, 2).index_put_((self.slots,), v_RTHK)
-        return k[:, :, : self.reach], v[:, :, : self.reach]
+        return k[:, :, : self.num_slots_read], v[:, :, : self.num_slots_read]

@@ -28,10 +28,10 @@ from vargen.models.llamagen_blocks import (
     CaptionEmbedder,
     LabelEmbedder,
     Linear,
+    LlamaGenBlock,
     RMSNorm,
-    TransformerBlock,
     build_rotary_2d,
-    rotation,
+    rotary_factors,
 )
 from vargen.values import short_repr
 
@@ -40,7 +40,7 @@ ensure_torchvision()
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.utils import BaseOutput
 
-from vargen.models.weight_storage import ModelMixin, QuantizedStorageMixin, check_format  # noqa: F401
+from vargen.models.weight_storage import ModelMixin, QuantizedStorageMixin, validate_weight_format  # noqa: F401
 
 # Official model sizes.
 SIZES: dict[str, dict[str, int]] = {
@@ -56,15 +56,20 @@ MAX_GRID = 256
 
 @dataclass
 class LlamaGenOutput(BaseOutput):
-    """`logits`: float32 `[B, T, V]`; `features`: last hidden states `[B, T, D]` after the final norm; `hidden`: the same before
-    the final norm, input of trained drafters. All are always set."""
+    """Logits and hidden states; all are always set.
+
+    Attributes:
+        logits: float32 `[B, T, V]`.
+        features: last hidden states `[B, T, D]`, after the final norm.
+        hidden_states: the same before the final norm, input of trained drafters.
+    """
 
     logits: Tensor
     features: Tensor = None  # type: ignore[assignment]  # a default lets accelerate's hooks rebuild the output from a dict
-    hidden: Tensor = None  # type: ignore[assignment]
+    hidden_states: Tensor = None  # type: ignore[assignment]
 
 
-def guided(features_BTD: Tensor, scale: float | Tensor) -> Tensor:
+def guide_features(features_BTD: Tensor, scale: float | Tensor) -> Tensor:
     """Classifier-free guidance `[B/2, T, D]` on features; the output layer is linear, so it can run on half of the rows."""
     high = features_BTD.to(torch.promote_types(features_BTD.dtype, torch.float32))
     conditional, unconditional = high.chunk(2)
@@ -92,9 +97,9 @@ class LlamaGenTransformer(TransposableWeights, QuantizedStorageMixin, ConfigMixi
 
     _supports_gradient_checkpointing = False
     partly_read_parameters = ("tok_embeddings.", "cls_embedding.")  # of which a pass reads a few rows, or nothing
-    _no_split_modules: ClassVar[list[str]] = ["TransformerBlock"]
+    _no_split_modules: ClassVar[list[str]] = ["LlamaGenBlock"]
     layer_prefixes: ClassVar[dict[str, tuple[str, ...]]] = {"n_layer": ("layers.",)}
-    _repeated_blocks: ClassVar[list[str]] = ["TransformerBlock"]
+    _repeated_blocks: ClassVar[list[str]] = ["LlamaGenBlock"]
     _skip_layerwise_casting_patterns: ClassVar[list[str]] = ["norm", "tok_embeddings", "cls_embedding"]
 
     rotary: Tensor
@@ -120,7 +125,7 @@ class LlamaGenTransformer(TransposableWeights, QuantizedStorageMixin, ConfigMixi
         weight_format: str | None = None,
     ):
         super().__init__()
-        check_format(weight_format)
+        validate_weight_format(weight_format)
         if condition not in ("class", "text"):
             raise ValueError(f"condition must be 'class' or 'text', got {condition!r}")
         if isinstance(grid_size, bool) or not isinstance(grid_size, int) or not 1 <= grid_size <= MAX_GRID:
@@ -134,7 +139,7 @@ class LlamaGenTransformer(TransposableWeights, QuantizedStorageMixin, ConfigMixi
             LabelEmbedder(num_classes, dim) if condition == "class" else CaptionEmbedder(caption_dim, dim, cls_token_num)
         )
         self.tok_embeddings = nn.Embedding(vocab_size, dim)
-        self.layers = nn.ModuleList(TransformerBlock(dim, n_head, n_kv_head, hidden, norm_eps, dropout) for _ in range(n_layer))
+        self.layers = nn.ModuleList(LlamaGenBlock(dim, n_head, n_kv_head, hidden, norm_eps, dropout) for _ in range(n_layer))
         self.norm = RMSNorm(dim, norm_eps)
         self.output = Linear(dim, vocab_size)
         self.embedding_dropout = nn.Dropout(dropout)
@@ -156,7 +161,7 @@ class LlamaGenTransformer(TransposableWeights, QuantizedStorageMixin, ConfigMixi
         return self.config.grid_size**2
 
     @property
-    def prefix_rows(self) -> int:
+    def num_prefix_rows(self) -> int:
         """Number of conditioning rows P."""
         return 1 if self.config.condition == "class" else self.config.cls_token_num
 
@@ -184,14 +189,14 @@ class LlamaGenTransformer(TransposableWeights, QuantizedStorageMixin, ConfigMixi
                 rows,
                 config.n_kv_head or config.n_head,
                 config.dim // config.n_head,
-                prefix=1 if compress_prefix else self.prefix_rows,
+                prefix=1 if compress_prefix else self.num_prefix_rows,
                 tokens=self.tokens,
                 scratch=scratch,
                 dtype=self.dtype,
                 device=device or self.device,
             )
 
-    def skipping(self, layers: Sequence[int]) -> LlamaGenTransformer:
+    def without_layers(self, layers: Sequence[int]) -> LlamaGenTransformer:
         """Return a view of this network without some of its layers, which shares all weights and the config.
 
         Raises:
@@ -222,7 +227,7 @@ class LlamaGenTransformer(TransposableWeights, QuantizedStorageMixin, ConfigMixi
         Teacher forcing (`tokens [B, N]`, `condition`): returns logits `[B, N, V]`; row i predicts token i from earlier ones.
         Prefill (`condition`, `cache`): stores the condition, and returns logits `[B, 1, V]` of token 0.
         Step (`tokens [B, T]`, `cache`): feeds T tokens after each row's pointer, and returns logits `[B, T, V]` of the token
-        after each. It does not advance the pointer: call `cache.advance` or `cache.keep` for the tokens to keep.
+        after each. It does not advance the pointer: call `cache.commit_chain` or `cache.commit_path` for the tokens to keep.
 
         Args:
             positions: int64 `[T]` or `[B, T]`, grid cell of each fed token. Default: consecutive from the pointer. Cells past
@@ -246,16 +251,16 @@ class LlamaGenTransformer(TransposableWeights, QuantizedStorageMixin, ConfigMixi
             raise ValueError("pass (tokens, condition), (condition, cache) or (tokens, cache)")
         features = self.norm(x)
         logits = self._logits(features, guidance)
-        return LlamaGenOutput(logits=logits, features=features, hidden=x) if return_dict else (logits, features, x)
+        return LlamaGenOutput(logits=logits, features=features, hidden_states=x) if return_dict else (logits, features, x)
 
     def head(self, hidden: Tensor, guidance: float | Tensor | None = None) -> Tensor:
         """Compute logits from last hidden states `[B, T, D]` before the final norm; `guidance` as in `forward`."""
         return self._logits(self.norm(hidden), guidance)
 
     def _logits(self, features: Tensor, guidance: float | Tensor | None) -> Tensor:
-        return self.output(features if guidance is None else guided(features, guidance)).float()
+        return self.output(features if guidance is None else guide_features(features, guidance)).float()
 
-    def hidden(self, tokens_BN: Tensor, condition: Condition) -> Tensor:
+    def forward_features(self, tokens_BN: Tensor, condition: Condition) -> Tensor:
         """Run teacher forcing without the head; returns features `[B, N, D]` after the final norm."""
         return self.norm(self._teacher_forced(tokens_BN, condition))
 
@@ -271,7 +276,7 @@ class LlamaGenTransformer(TransposableWeights, QuantizedStorageMixin, ConfigMixi
         x = self.embedding_dropout(torch.cat([prefix, self.tok_embeddings(tokens_BN[:, :-1])], dim=1))
         T = x.shape[1]
         # Zero rotary factors make queries and keys of conditioning rows exactly zero.
-        rotary = rotation(torch.cat([self.rotary.new_zeros(P, *self.rotary.shape[1:]), self.rotary[: T - P]]))
+        rotary = rotary_factors(torch.cat([self.rotary.new_zeros(P, *self.rotary.shape[1:]), self.rotary[: T - P]]))
         visible = torch.ones(T, T, dtype=torch.bool, device=x.device).tril()
         if condition.caption_mask is not None:
             visible = visible.expand(B, T, T).clone()
@@ -311,7 +316,7 @@ class LlamaGenTransformer(TransposableWeights, QuantizedStorageMixin, ConfigMixi
             cache.write_prefix(i, None, mean if compressed else v)
             if attention.n_kv_head != attention.n_head:
                 running = running.repeat_interleave(attention.n_head // attention.n_kv_head, dim=2)
-            x = layer.finish(x, attention.wo(running.flatten(2)))
+            x = layer.add_residuals(x, attention.wo(running.flatten(2)))
         return x[:, -1:]
 
     def _step(self, tokens_BT: Tensor, cache: KVCache, positions: Tensor | None, ancestors: Tensor | None) -> Tensor:
@@ -320,13 +325,13 @@ class LlamaGenTransformer(TransposableWeights, QuantizedStorageMixin, ConfigMixi
             raise ValueError(f"the cache was made for at most {cache.scratch} tokens a pass, got {T}")
         if positions is None:
             positions = cache.length[:, None] + torch.arange(T, device=tokens_BT.device)
-        rotary = rotation(self.rotary[positions.clamp(max=self.tokens - 1)])
-        span = cache.span(T)
-        bias = cache.seen(T, ancestors, self.config.n_head, span.reach)
+        rotary = rotary_factors(self.rotary[positions.clamp(max=self.tokens - 1)])
+        span = cache.view_for_pass(T)
+        bias = cache.attention_mask(T, ancestors, self.config.n_head, span.num_slots_read)
         x = self.tok_embeddings(tokens_BT)
         for i, layer in enumerate(self.layers):
             attention, scales = layer.attention, cache.norm_scales[i] if cache.norm_scales else (None, None)
             q, k, v = attention.project(layer.attention_norm(x, scales[0]), rotary)
             keys, values = span.write(i, k, v)
-            x = layer.finish(x, attention.attend(q, keys, values, bias), scales[1])
+            x = layer.add_residuals(x, attention.attend(q, keys, values, bias), scales[1])
         return x

@@ -33,8 +33,8 @@ def build_rotary_2d(grid: int, head_dim: int, base: float = 10000.0) -> Tensor:
     return torch.stack([angles.cos(), angles.sin()], dim=-1)
 
 
-def rotation(table_TK2: Tensor) -> Rotary:
-    """Return the factors for `rotate`, computed once per pass: complex numbers `[..., T, 1, K/2]`, one operation per layer.
+def rotary_factors(table_TK2: Tensor) -> Rotary:
+    """Return the factors for `apply_rotary`, once per pass: complex numbers `[..., T, 1, K/2]`, one operation per layer.
 
     The compiler does not support complex numbers, and autograd needs copies for them. In these cases, return real factors
     `[..., T, 1, K]` of a vector and of its swapped pairs.
@@ -45,8 +45,8 @@ def rotation(table_TK2: Tensor) -> Rotary:
     return cos.repeat_interleave(2, dim=-1)[..., None, :], torch.stack([-sin, sin], dim=-1).flatten(-2)[..., None, :]
 
 
-def rotate(x_BTHK: Tensor, rotary: Rotary) -> Tensor:
-    """Rotate interleaved pairs (x0, x1), (x2, x3), ... in float32; see `rotation`. Complex factors rotate float32 in place."""
+def apply_rotary(x_BTHK: Tensor, rotary: Rotary) -> Tensor:
+    """Rotate interleaved pairs (x0, x1), (x2, x3), ... in float32 (complex factors: in place)."""
     x = x_BTHK.float()
     if isinstance(rotary, Tensor):
         return x.view(torch.complex64).mul_(rotary).view(torch.float32).type_as(x_BTHK)
@@ -95,7 +95,7 @@ class RMSNorm(nn.Module):
         return (high * high.square().mean(-1, keepdim=True).add_(self.eps).rsqrt_()).type_as(x) * self.weight
 
 
-class Attention(nn.Module):
+class LlamaGenAttention(nn.Module):
     def __init__(self, dim: int, n_head: int, n_kv_head: int):
         super().__init__()
         self.n_head, self.n_kv_head, self.head_dim = n_head, n_kv_head, dim // n_head
@@ -106,7 +106,7 @@ class Attention(nn.Module):
         """Return rotated queries `[B, T, H, K]`, rotated keys, and values."""
         qkv = self.wqkv(x_BTD).view(*x_BTD.shape[:2], -1, self.head_dim)
         qk, v = qkv.split([self.n_head + self.n_kv_head, self.n_kv_head], dim=2)
-        q, k = rotate(qk, rotary).split([self.n_head, self.n_kv_head], dim=2)
+        q, k = apply_rotary(qk, rotary).split([self.n_head, self.n_kv_head], dim=2)
         return q, k, v
 
     def values(self, x_BTD: Tensor) -> Tensor:
@@ -129,7 +129,7 @@ class Attention(nn.Module):
         return self.wo(attend(q_BTHK, k_BHSK, v_BHSK, bias).flatten(2))
 
 
-class FeedForward(nn.Module):
+class SwiGLU(nn.Module):
     """SwiGLU: w2(silu(w1 x) * w3 x)."""
 
     def __init__(self, dim: int, hidden: int):
@@ -142,11 +142,11 @@ class FeedForward(nn.Module):
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
-class TransformerBlock(nn.Module):
+class LlamaGenBlock(nn.Module):
     def __init__(self, dim: int, n_head: int, n_kv_head: int, hidden: int, eps: float, dropout: float):
         super().__init__()
-        self.attention = Attention(dim, n_head, n_kv_head)
-        self.feed_forward = FeedForward(dim, hidden)
+        self.attention = LlamaGenAttention(dim, n_head, n_kv_head)
+        self.feed_forward = SwiGLU(dim, hidden)
         self.attention_norm = RMSNorm(dim, eps)
         self.ffn_norm = RMSNorm(dim, eps)
         self.dropout = nn.Dropout(dropout)
@@ -154,14 +154,14 @@ class TransformerBlock(nn.Module):
     def forward(self, x_BTD: Tensor, rotary: Rotary, visible: Tensor) -> Tensor:
         """Run on whole sequences. `visible`, bool `[B or 1, 1, T, T]` or `[T, T]`: which columns each row attends to."""
         q, k, v = self.attention.project(self.attention_norm(x_BTD), rotary)
-        return self.finish(x_BTD, self.attention.attend(q, k.transpose(1, 2), v.transpose(1, 2), visible))
+        return self.add_residuals(x_BTD, self.attention.attend(q, k.transpose(1, 2), v.transpose(1, 2), visible))
 
-    def finish(self, x_BTD: Tensor, attended_BTD: Tensor, ffn_scale: Tensor | None = None) -> Tensor:
+    def add_residuals(self, x_BTD: Tensor, attended_BTD: Tensor, ffn_scale: Tensor | None = None) -> Tensor:
         """Add attention output and feed-forward to the residual; `ffn_scale`: see `RMSNorm.weight_times_sqrt_dim`."""
-        h = x_BTD + self._kept(attended_BTD)
-        return h + self._kept(self.feed_forward(self.ffn_norm(h, ffn_scale)))
+        h = x_BTD + self._apply_dropout(attended_BTD)
+        return h + self._apply_dropout(self.feed_forward(self.ffn_norm(h, ffn_scale)))
 
-    def _kept(self, x: Tensor) -> Tensor:
+    def _apply_dropout(self, x: Tensor) -> Tensor:
         """Apply dropout in training; skip the call otherwise."""
         return self.dropout(x) if self.training else x
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 # DiffusionPipeline looks for the name `ModelMixin` in this very module to learn how to load the component.
-from vargen.models.weight_storage import ModelMixin, QuantizedStorageMixin, check_format  # noqa: F401
+from vargen.models.weight_storage import ModelMixin, QuantizedStorageMixin, validate_weight_format  # noqa: F401
 
 from diffusers.configuration_utils import ConfigMixin, register_to_config  # isort: skip  # after the torchvision guard
 
@@ -54,7 +54,7 @@ class MiniLMTextEncoder(QuantizedStorageMixin, ConfigMixin):
         weight_format: str = "int8",
     ) -> None:
         super().__init__()
-        check_format(weight_format)
+        validate_weight_format(weight_format)
         # Imported late, because importing transformers takes seconds.
         from transformers import BertConfig, BertModel
 
@@ -93,7 +93,7 @@ class MiniLMTextEncoder(QuantizedStorageMixin, ConfigMixin):
             raise ValueError(f"attention_mask {list(attention_mask.shape)} does not fit input_ids {list(input_ids.shape)}")
         return self.bert(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state.float()
 
-    def scales_of(self, name: str, weight: Tensor) -> int | None:
+    def num_scale_groups(self, name: str, weight: Tensor) -> int | None:
         # A row of the word embeddings affects only one token. Linear layers, and position and segment embeddings, affect all
         # tokens, so they have finer scales or none.
         if weight.ndim != 2 or name.endswith(_UNQUANTIZED):
@@ -101,5 +101,5 @@ class MiniLMTextEncoder(QuantizedStorageMixin, ConfigMixin):
         columns = weight.shape[1]
         return 1 if "word_embeddings" in name or columns % 32 else columns // 32
 
-    def kept_dtype(self, name: str) -> torch.dtype:
+    def unquantized_dtype(self, name: str) -> torch.dtype:
         return torch.float16 if name.endswith(_UNQUANTIZED) else torch.float32

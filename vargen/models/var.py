@@ -32,8 +32,8 @@ from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.utils import BaseOutput
 
 from vargen.models.tokenizers.multi_scale_vq import SCALES_256, SCALES_512
-from vargen.models.var_blocks import Block, HeadModulation, Modulation, ScaleCache, modulate, two_layers
-from vargen.models.weight_storage import ModelMixin, QuantizedStorageMixin, check_format  # noqa: F401
+from vargen.models.var_blocks import HeadModulation, Modulation, ScaleCache, VARBlock, make_caption_mlp, modulate
+from vargen.models.weight_storage import ModelMixin, QuantizedStorageMixin, validate_weight_format  # noqa: F401
 
 # Official scale tables: sides of the scales, by the image size in pixels.
 SCALES: dict[int, tuple[int, ...]] = {
@@ -78,9 +78,9 @@ class VARTransformer(QuantizedStorageMixin, ConfigMixin):
     _supports_gradient_checkpointing = False
     # Read once per image, or a few rows per pass.
     partly_read_parameters = ("ada_lin", "class_emb", "caption_", "null_cond", "pos_", "lvl_embed")
-    _no_split_modules: ClassVar[list[str]] = ["Block"]
+    _no_split_modules: ClassVar[list[str]] = ["VARBlock"]
     layer_prefixes: ClassVar[dict[str, tuple[str, ...]]] = {"depth": ("blocks.",)}
-    _repeated_blocks: ClassVar[list[str]] = ["Block"]
+    _repeated_blocks: ClassVar[list[str]] = ["VARBlock"]
     _skip_layerwise_casting_patterns: ClassVar[list[str]] = ["norm", "embed", "emb", "head_nm", "pos_", "ada_"]
 
     lvl_1L: Tensor
@@ -104,7 +104,7 @@ class VARTransformer(QuantizedStorageMixin, ConfigMixin):
         weight_format: str | None = None,
     ):
         super().__init__()
-        check_format(weight_format)
+        validate_weight_format(weight_format)
         width, heads, sides = dim or 64 * depth, n_head or depth, tuple(scales)
         if condition not in ("class", "text"):
             raise ValueError(f"condition must be 'class' or 'text', got {condition!r}")
@@ -117,8 +117,8 @@ class VARTransformer(QuantizedStorageMixin, ConfigMixin):
         if condition == "class":
             self.class_emb = nn.Embedding(num_classes + 1, width)
         else:
-            self.caption_proj = two_layers(caption_dim, width)
-            self.caption_cond = two_layers(caption_dim, width)
+            self.caption_proj = make_caption_mlp(caption_dim, width)
+            self.caption_cond = make_caption_mlp(caption_dim, width)
             self.null_cond = nn.Parameter(torch.zeros(1, width))
         self.word_embed = nn.Linear(code_dim, width)
         self.pos_start = nn.Parameter(torch.zeros(1, sides[0] ** 2, width))
@@ -127,7 +127,7 @@ class VARTransformer(QuantizedStorageMixin, ConfigMixin):
         if shared_aln:
             self.shared_ada_lin = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
         hidden = round(width * mlp_ratio)
-        self.blocks = nn.ModuleList(Block(width, heads, hidden, attn_l2_norm, shared_aln) for _ in range(depth))
+        self.blocks = nn.ModuleList(VARBlock(width, heads, hidden, attn_l2_norm, shared_aln) for _ in range(depth))
         self.head_nm = HeadModulation(width)
         self.head = nn.Linear(width, vocab_size)
         levels = torch.cat([torch.full((side * side,), i) for i, side in enumerate(sides)])[None]
@@ -153,7 +153,7 @@ class VARTransformer(QuantizedStorageMixin, ConfigMixin):
         """Number of image tokens L of all scales."""
         return self.ends[-1]
 
-    def start_of(self, scale: int) -> int:
+    def first_token_of(self, scale: int) -> int:
         """Number of tokens before `scale`."""
         return self.ends[scale - 1] if scale else 0
 
@@ -215,14 +215,14 @@ class VARTransformer(QuantizedStorageMixin, ConfigMixin):
         Raises:
             ValueError: for any other combination of arguments, or if `inputs` end inside a scale.
         """
-        features = self.hidden(inputs, condition, cache, logits_of)
+        features = self.forward_features(inputs, condition, cache, logits_of)
         if guidance is not None:
             conditional, unconditional = features.float().chunk(2)
             features = torch.lerp(unconditional, conditional, 1 + guidance[:, None]).to(self.dtype)
         logits = self.head(features).float()
         return VAROutput(logits=logits, features=features) if return_dict else (logits, features)
 
-    def hidden(
+    def forward_features(
         self,
         inputs: Tensor | None = None,
         condition: Condition | None = None,
@@ -233,29 +233,29 @@ class VARTransformer(QuantizedStorageMixin, ConfigMixin):
         first = cache.scale if cache is not None else 0
         if (condition is None) == (first == 0) or (inputs is None and (cache is None or condition is None)):
             raise ValueError("pass (inputs, condition), (condition, an empty cache) or (inputs, a cache that holds scales)")
-        begin = self.start_of(first)
+        begin = self.first_token_of(first)
         count = 0 if inputs is None else inputs.shape[1]
         last = self._last_scale(begin + count + (self.ends[0] if condition is not None else 0))
-        modulation, x, mask = self._enter(inputs, condition, cache, begin)
+        modulation, x, mask = self._embed_inputs(inputs, condition, cache, begin)
         prefix = x.shape[1] - (self.ends[last] - begin)
         if cache is not None and condition is not None:
             cache.modulation, cache.prefix_mask = modulation, mask
         slots = cache.prefix if cache is not None else prefix
-        visible = self._visible(first, last, prefix, slots, mask)
+        visible = self._attention_mask(first, last, prefix, slots, mask)
         place = 0 if condition is not None else slots + begin
         for i, block in enumerate(self.blocks):
             x = block(x, modulation.blocks[i], visible, cache, (i, place) if cache is not None else (0, 0))
         if cache is not None:
             cache.scale = last + 1
         wanted = first if features_of is None else max(first, last + 1 - features_of)
-        return modulate(x[:, prefix + self.start_of(wanted) - begin :], *modulation.head.unbind(0))
+        return modulate(x[:, prefix + self.first_token_of(wanted) - begin :], *modulation.head.unbind(0))
 
     def _last_scale(self, end: int) -> int:
         if end not in self.ends:
             raise ValueError(f"inputs must hold whole scales, ending at {', '.join(map(str, self.ends))} tokens, got {end}")
         return self.ends.index(end)
 
-    def _enter(
+    def _embed_inputs(
         self, inputs: Tensor | None, condition: Condition | None, cache: ScaleCache | None, begin: int
     ) -> tuple[Modulation, Tensor, Tensor | None]:
         """Return the modulation, the embedded inputs of a pass `[R, prefix + T, D]`, and the mask of valid caption rows."""
@@ -309,7 +309,7 @@ class VARTransformer(QuantizedStorageMixin, ConfigMixin):
         head = torch.stack([head[0] + 1, head[1]])
         return Modulation(blocks[:, :, :, None], head[:, :, None])
 
-    def _visible(self, first: int, last: int, fed_prefix: int, held_prefix: int, mask: Tensor | None) -> Tensor | None:
+    def _attention_mask(self, first: int, last: int, fed_prefix: int, held_prefix: int, mask: Tensor | None) -> Tensor | None:
         """Return the attention bias, `[T, S]` or `[R, 1, T, S]`, or None if everything is visible.
 
         A token attends to its own scale, all coarser ones and the caption. Caption rows attend only to the caption; padding
@@ -318,7 +318,7 @@ class VARTransformer(QuantizedStorageMixin, ConfigMixin):
         if first == last and not held_prefix:
             return None
         levels = F.pad(self.lvl_1L[0, : self.ends[last]], (held_prefix, 0), value=-1)
-        fed = levels[len(levels) - (self.ends[last] - self.start_of(first)) - fed_prefix :]
+        fed = levels[len(levels) - (self.ends[last] - self.first_token_of(first)) - fed_prefix :]
         visible = fed[:, None] >= levels[None]
         if mask is None or not held_prefix:
             return self._bias(visible)

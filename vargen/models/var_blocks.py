@@ -105,7 +105,7 @@ class ScaleCache:
         self.scale = scale
 
 
-class Attention(nn.Module):
+class VARAttention(nn.Module):
     """Attention with fused projections and no key bias. `l2_norm`: unit queries and keys, with a learned scale per head."""
 
     zero_k_bias: Tensor
@@ -150,7 +150,7 @@ class Attention(nn.Module):
         return self.proj(out.transpose(1, 2).flatten(2))
 
 
-class FeedForward(nn.Module):
+class GELUMLP(nn.Module):
     def __init__(self, dim: int, hidden: int):
         super().__init__()
         self.fc1 = nn.Linear(dim, hidden)
@@ -160,13 +160,13 @@ class FeedForward(nn.Module):
         return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
 
 
-class Block(nn.Module):
+class VARBlock(nn.Module):
     """Attention and feed-forward with adaptive norms, whose modulation has its own weights or an offset to shared ones."""
 
     def __init__(self, dim: int, n_head: int, hidden: int, l2_norm: bool, shared: bool):
         super().__init__()
-        self.attn = Attention(dim, n_head, l2_norm)
-        self.ffn = FeedForward(dim, hidden)
+        self.attn = VARAttention(dim, n_head, l2_norm)
+        self.ffn = GELUMLP(dim, hidden)
         if shared:
             self.ada_gss = nn.Parameter(torch.zeros(1, 1, 6, dim))
         else:
@@ -206,5 +206,5 @@ class HeadModulation(nn.Module):
         self.ada_lin = nn.Sequential(nn.SiLU(), nn.Linear(dim, 2 * dim))
 
 
-def two_layers(width_in: int, width: int) -> nn.Sequential:
+def make_caption_mlp(width_in: int, width: int) -> nn.Sequential:
     return nn.Sequential(nn.Linear(width_in, width), nn.GELU(approximate="tanh"), nn.Linear(width, width))

@@ -28,10 +28,10 @@ from diffusers.models.modeling_utils import ModelMixin
 WEIGHT_FORMATS = ("int8", "float16", "float32")
 _WEIGHTS_STEM = "diffusion_pytorch_model"
 _SCALE = ".scale"
-_LEVELS = 127
+_INT8_MAX = 127
 _SMALLEST = 2.0**-100  # minimum absolute maximum, for rows of zeros
 _GROUP_COLUMNS = 32
-_LEAST = 2048  # minimum number of elements of a quantized matrix
+_MIN_NUMEL = 2048  # minimum number of elements of a quantized matrix
 _HEADER_DTYPES = {torch.int8: "I8", torch.float16: "F16", torch.float32: "F32", torch.int64: "I64", torch.bool: "BOOL"}
 # Options of `ModelMixin.from_pretrained` for downloading or placing weights. They do not apply to a small local file, but
 # DiffusionPipeline passes them to every component.
@@ -68,7 +68,7 @@ def quantize_rows(weight: Tensor, groups: int = 1) -> tuple[Tensor, Tensor]:
     if groups < 1 or columns % groups:
         raise ValueError(f"{columns} columns do not divide into {groups} groups")
     grouped = weight.detach().float().cpu().reshape(rows, groups, columns // groups)
-    scale = grouped.abs().amax(dim=2).clamp_min(_SMALLEST) / _LEVELS
+    scale = grouped.abs().amax(dim=2).clamp_min(_SMALLEST) / _INT8_MAX
     scale = ((scale.view(torch.int32) + 0xFFF) & ~0xFFF).view(torch.float32)
     return torch.round(grouped / scale[..., None]).to(torch.int8).reshape(rows, columns), scale
 
@@ -78,7 +78,7 @@ def dequantize_rows(values: Tensor, scale: Tensor) -> Tensor:
     return (values.float().reshape(*scale.shape, -1) * scale[..., None]).reshape(values.shape)
 
 
-def check_format(weight_format: Any) -> None:
+def validate_weight_format(weight_format: Any) -> None:
     """Raise ValueError unless `weight_format` is None or one of `WEIGHT_FORMATS`."""
     if weight_format is not None and weight_format not in WEIGHT_FORMATS:
         raise ValueError(f"unknown weight_format {weight_format!r}; expected one of {WEIGHT_FORMATS}")
@@ -89,23 +89,28 @@ class QuantizedStorageMixin(ModelMixin):
 
     None: as in diffusers, in their own dtype. ``"int8"``: matrices and convolution filters as int8, each with a float32
     ``<name>.scale`` [rows, groups], where a group is 32 columns if these divide evenly and a whole row otherwise; other weights
-    in `kept_dtype`. ``"float16"`` and ``"float32"``: all weights in that dtype.
+    in `unquantized_dtype`. ``"float16"`` and ``"float32"``: all weights in that dtype.
 
     Attributes:
-        kept: suffixes of the names of weights that are never quantized.
+        unquantized_suffixes: suffixes of the names of weights that are never quantized.
     """
 
-    kept: ClassVar[tuple[str, ...]] = ()
+    unquantized_suffixes: ClassVar[tuple[str, ...]] = ()
     config: Any
 
-    def scales_of(self, name: str, weight: Tensor) -> int | None:
+    def num_scale_groups(self, name: str, weight: Tensor) -> int | None:
         """Return the number of scales per row of a weight in the int8 format, or None if it is not quantized."""
-        if weight.ndim < 2 or not weight.is_floating_point() or name.endswith(self.kept) or weight.numel() < _LEAST:
+        if (
+            weight.ndim < 2
+            or not weight.is_floating_point()
+            or name.endswith(self.unquantized_suffixes)
+            or weight.numel() < _MIN_NUMEL
+        ):
             return None
         columns = weight[0].numel()
         return 1 if columns % _GROUP_COLUMNS else columns // _GROUP_COLUMNS
 
-    def kept_dtype(self, name: str) -> torch.dtype:
+    def unquantized_dtype(self, name: str) -> torch.dtype:
         """Return the dtype of a weight that the int8 format does not quantize."""
         return torch.float32
 
@@ -116,7 +121,7 @@ class QuantizedStorageMixin(ModelMixin):
             return None
         found: Layout = {}
         for name, weight in self.state_dict().items():
-            scales = self.scales_of(name, weight) if weight_format == "int8" else None
+            scales = self.num_scale_groups(name, weight) if weight_format == "int8" else None
             found[name] = (self._stored_dtype(name, weight) if scales is None else torch.int8, tuple(weight.shape))
             if scales is not None:
                 found[name + _SCALE] = (torch.float32, (weight.shape[0], scales))
@@ -126,7 +131,7 @@ class QuantizedStorageMixin(ModelMixin):
         if not weight.is_floating_point():
             return weight.dtype
         weight_format = self.config.weight_format
-        return self.kept_dtype(name) if weight_format == "int8" else getattr(torch, weight_format)
+        return self.unquantized_dtype(name) if weight_format == "int8" else getattr(torch, weight_format)
 
     def stored_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the tensors in the weight file, by name."""
@@ -136,11 +141,11 @@ class QuantizedStorageMixin(ModelMixin):
         """Dtypes of the tensors in the weight file, as in a safetensors header, by name."""
         return {name: _HEADER_DTYPES[dtype] for name, (dtype, _) in (self.layout() or {}).items()}
 
-    def _pack(self) -> dict[str, Tensor]:
+    def _to_file_tensors(self) -> dict[str, Tensor]:
         """Return the tensors of the weight file in the configured format."""
         packed: dict[str, Tensor] = {}
         for name, weight in self.state_dict().items():
-            scales = self.scales_of(name, weight) if self.config.weight_format == "int8" else None
+            scales = self.num_scale_groups(name, weight) if self.config.weight_format == "int8" else None
             if scales is None:
                 packed[name] = weight.detach().to("cpu", self._stored_dtype(name, weight)).contiguous()
             else:
@@ -176,7 +181,7 @@ class QuantizedStorageMixin(ModelMixin):
             raise ValueError(f"{type(self).__name__} saves local safetensors files only")
         if not is_main_process:
             return
-        packed = self._pack()
+        packed = self._to_file_tensors()
         with atomic_merge(Path(save_directory)) as staged:
             (staged / _weights_name(variant)).write_bytes(save(packed, metadata={"format": "pt"}))
             (staged / "config.json").write_bytes(self.to_json_string().encode())
@@ -198,24 +203,24 @@ class QuantizedStorageMixin(ModelMixin):
             TypeError: an unknown option.
         """
         folder = Path(str(pretrained_model_name_or_path)) / (kwargs.get("subfolder") or "")
-        if not (folder / "config.json").is_file() and cls._format_of({}) is None:
+        if not (folder / "config.json").is_file() and cls._stored_format({}) is None:
             return super().from_pretrained(pretrained_model_name_or_path, **kwargs)  # a Hub model, or an error
         if not folder.is_dir():
             raise OSError(f"{folder} is not a folder with a saved {cls.__name__}")
         config = cls.load_config(str(folder))
-        if cls._format_of(config) is None:
+        if cls._stored_format(config) is None:
             return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
-        return cls._unpacked(folder, config, **{name: value for name, value in kwargs.items() if name != "subfolder"})
+        return cls._load_quantized(folder, config, **{name: value for name, value in kwargs.items() if name != "subfolder"})
 
     @classmethod
-    def _format_of(cls, config: Mapping[str, Any]) -> str | None:
+    def _stored_format(cls, config: Mapping[str, Any]) -> str | None:
         """Return the `weight_format` of a configuration, else the class's default."""
         from inspect import signature
 
         return config.get("weight_format", signature(cls.__init__).parameters["weight_format"].default)
 
     @classmethod
-    def _unpacked(cls, folder: Path, config: Any, **kwargs: Any) -> Self:
+    def _load_quantized(cls, folder: Path, config: Any, **kwargs: Any) -> Self:
         dtype = kwargs.pop("torch_dtype", None)
         dtype = kwargs.pop("dtype", None) or dtype
         variant, device_map = kwargs.pop("variant", None), kwargs.pop("device_map", None)

@@ -170,13 +170,13 @@ class ImageRewardScorer(BatchedScorer):
         super().__init__("image-reward", True, device, batch_size)
 
     def score_batch(self, images: Images, prompts: Sequence[str]) -> Tensor:
-        pixels = torch.stack([preprocess(image) for image in to_pil(images)]).to(self.device)
+        pixels = torch.stack([preprocess_image(image) for image in to_pil(images)]).to(self.device)
         options = {"padding": "max_length", "truncation": True, "max_length": CONTEXT, "return_tensors": "pt"}
         encoded = tokenized(self.tokenizer, list(prompts), **options).to(self.device)
         return self.network(pixels, encoded.input_ids, encoded.attention_mask)
 
 
-def preprocess(image: Image.Image) -> Tensor:
+def preprocess_image(image: Image.Image) -> Tensor:
     """Return float32 `[3, 224, 224]`: shorter side resized to 224 (bicubic), center crop, CLIP's mean and deviation."""
     from torchvision.transforms import functional as transforms
 

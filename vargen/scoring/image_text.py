@@ -23,7 +23,7 @@ import vargen.assets
 from vargen.compat import ensure_torchvision
 from vargen.files import check_not_interrupted, expand_user
 from vargen.models.component_files import check_network_files
-from vargen.models.image_text import ImageTextModel, pooled_features, resized
+from vargen.models.image_text import ImageTextModel, embed_texts, resize_images
 from vargen.models.text_encoder import MiniLMTextEncoder
 from vargen.scoring.protocol import BatchedScorer, Images, to_tensor
 from vargen.values import short_repr, suggest_names
@@ -80,7 +80,7 @@ class ImageTextScorer(BatchedScorer):
 
     def embed_captions(self, texts: Sequence[str]) -> Tensor:
         """Return unit vectors `[len(texts), E]`; their cosine similarity with an image's vector measures the match."""
-        return self.model.encode_text(pooled_features(self.encoder, self.tokenizer, texts).to(self.device))
+        return self.model.encode_text(embed_texts(self.encoder, self.tokenizer, texts).to(self.device))
 
     def embed_images(self, images: Images) -> Tensor:
         """Return unit vectors `[N, E]` of images."""
@@ -107,7 +107,7 @@ class ImageTextScorer(BatchedScorer):
 
 def preprocess(model: ImageTextModel, pixels_BCYX: Tensor) -> Tensor:
     """Convert images in [0, 1] to the image encoder's input: its size, values in [-1, 1]."""
-    return resized(pixels_BCYX * 2 - 1, model.config.image_size)
+    return resize_images(pixels_BCYX * 2 - 1, model.config.image_size)
 
 
 def load_image_tower(folder: Path) -> ImageTextModel:

@@ -20,8 +20,8 @@ from tqdm.auto import tqdm
 from vargen.decoding import Sampling, decode
 from vargen.files import atomic_file
 from vargen.models.condition import Condition
-from vargen.pipelines import validation as checks
 from vargen.pipelines.llamagen import LlamaGenPipeline
+from vargen.pipelines.validation import validate_sampling
 from vargen.training.dataset import CaptionedImages
 from vargen.weight_files import load_npz, weights_digest
 
@@ -146,15 +146,15 @@ class GeneratedImages:
 
     def __init__(self, folder: Path, pipe: LlamaGenPipeline, prompts: PromptSource, config: HeadConfig):
         self.folder, self.pipe, self.prompts, self.config = folder, pipe, prompts, config
-        self.scale, self.sampling = checks.check_sampling({**pipe.default_sampling, **config.sampling})
-        self.sampling.validate_top_k(pipe.vocab)
+        self.scale, self.sampling = validate_sampling({**pipe.default_sampling, **config.sampling})
+        self.sampling.validate_top_k(pipe.vocab_size)
         self.fingerprint = (
             f"transformer {weights_digest(pipe.transformer)}, guidance {self.scale}, {self.sampling}, {prompts.name}, "
             f"seed {config.seed}, batches of {config.generation_batch_size}, {config.validation_images} for validation, "
             f"{config.temperature_one_fraction} at temperature 1"
         )
         self.training = config.num_images - config.validation_images
-        self.tokens = np.zeros((config.num_images, pipe.tokens), dtype=np.int32)
+        self.tokens = np.zeros((config.num_images, pipe.num_tokens), dtype=np.int32)
 
     def uses_temperature_one(self, number: int) -> bool:
         """Whether an image is generated at temperature 1; the same for all images of a batch."""

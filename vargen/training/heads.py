@@ -193,7 +193,7 @@ class HeadTrainer(Trainer):
         temperature = self.images.temperature(numbers, self.device)
         plain = replace(self.images.sampling, temperature=1.0)
         probs = to_probs(output.logits.float() / temperature[:, None, None].clamp(min=1e-5), plain)
-        return output.hidden.float(), self.target.tok_embeddings(rows).float(), probs
+        return output.hidden_states.float(), self.target.tok_embeddings(rows).float(), probs
 
     def step(self, step: int) -> dict[str, Tensor]:
         """Run one training step; returns its losses."""
@@ -272,7 +272,7 @@ class HeadTrainer(Trainer):
         model = self.pipe.decoding_model(self.images.scale)
         numbers = list(range(self.images.training, self.config.num_images))[:_GENERATED]
         component = find_drafter(self.kind)
-        depth = min(self.model.config.get("heads", _DEPTH), self.pipe.tokens - 1)
+        depth = min(self.model.config.get("heads", _DEPTH), self.pipe.num_tokens - 1)
         drafter = component.drafter(depth, model=component.adapter(self.model, model))
         method = Accelerator(self.kind, drafter, speculative_sampling)
         seeds = torch.arange(len(numbers)) + (1 << 50)

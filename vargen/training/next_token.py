@@ -152,7 +152,7 @@ class _Features(nn.Module):
         self.model = model
 
     def forward(self, tokens: Tensor, condition: Condition) -> Tensor:
-        return self.model.hidden(tokens, condition)
+        return self.model.forward_features(tokens, condition)
 
 
 class NextTokenTrainer(Trainer):

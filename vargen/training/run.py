@@ -70,7 +70,7 @@ class TrainingRun:
         if not path.is_file():
             self._trim_log(0)  # of a run that was killed before its first checkpoint
             return None
-        state = read_checkpoint(path, map_location)
+        state = read_training_checkpoint(path, map_location)
         if state["settings"] != self.settings:
             raise ValueError(
                 f"{self.folder} contains a run with other settings ({state['settings']}); give another --output or remove it"
@@ -163,7 +163,7 @@ def find_checkpoint(folder: Path) -> Path:
     return old if old.is_file() and not new.is_file() else new
 
 
-def read_checkpoint(path: Path, map_location: torch.device | str = "cpu") -> dict[str, Any]:
+def read_training_checkpoint(path: Path, map_location: torch.device | str = "cpu") -> dict[str, Any]:
     """Read a checkpoint; ValueError if it is damaged or of another kind."""
     hint = "remove it to start again, or give another --output"
     state = load_pickle_safely(path, map_location=map_location, if_damaged=hint, if_foreign=hint)

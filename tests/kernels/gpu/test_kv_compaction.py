@@ -60,7 +60,7 @@ def test_equals_the_cache_of_the_model() -> None:
     cache.length.copy_(torch.tensor([0, 5, 11]))
     path, count = torch.tensor([[0, 2, 5], [0, 1, 3], [0, 1, 2]]), torch.tensor([3, 2, 1])
     got = run(cache.k, cache.v, cache.length.tolist(), path.tolist(), count.tolist(), 1, 12)
-    cache.keep(path, count)
+    cache.commit_path(path, count)
     assert torch.equal(got[0], cache.k) and torch.equal(got[1], cache.v) and torch.equal(got[2], cache.length)
 
 

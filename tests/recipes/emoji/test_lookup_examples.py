@@ -65,16 +65,16 @@ def test_a_run_of_another_tokenizer_or_data_set_is_refused(tmp_path):
 
 def test_a_folder_keeps_examples_and_lookup_uses_them(tmp_path):
     pipe = class_pipeline()
-    pipe.examples = torch.randint(64, (50, 16), generator=torch.Generator().manual_seed(1))
+    pipe.example_tokens = torch.randint(64, (50, 16), generator=torch.Generator().manual_seed(1))
     pipe.save_pretrained(tmp_path)
     opened = LlamaGenPipeline.from_pretrained(tmp_path, torch_dtype=torch.float32)
-    assert torch.equal(opened.examples.long(), pipe.examples) and opened.examples.dtype == torch.int16
-    assert opened.decoding_model(1.0).example_tokens is opened.examples
-    assert LlamaGenPipeline.from_pipe(opened).examples is opened.examples
+    assert torch.equal(opened.example_tokens.long(), pipe.example_tokens) and opened.example_tokens.dtype == torch.int16
+    assert opened.decoding_model(1.0).example_tokens is opened.example_tokens
+    assert LlamaGenPipeline.from_pipe(opened).example_tokens is opened.example_tokens
     opened.set_progress_bar_config(disable=True)
     generator = torch.Generator().manual_seed(1)
     assert opened(class_labels=3, accelerator="lookup", generator=generator, output_type="latent").stats.tokens == 16
-    opened.examples = None
+    opened.example_tokens = None
     opened.save_pretrained(tmp_path)
     assert not (tmp_path / EXAMPLES_FILE).exists()
 

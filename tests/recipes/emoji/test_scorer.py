@@ -150,7 +150,7 @@ def test_captions_are_encoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     def never(*_: Any) -> Any:
         raise AssertionError("encoded again")
 
-    monkeypatch.setattr("recipes.emoji.scorer.pooled_features", never)
+    monkeypatch.setattr("recipes.emoji.scorer.embed_texts", never)
     again = CaptionTable(tmp_path / "table.npz", texts, ENCODER, CPU)
     assert torch.equal(again(texts), table(texts))
     with pytest.raises(AssertionError, match="encoded again"):

@@ -132,7 +132,7 @@ def test_training_and_the_model_quantise_alike():
     book.fit_scales(f, seeded())
     out = quantize_scales(model, f)
     assert all(torch.equal(a, b) for a, b in zip(out.tokens, model.quantize_latent(f), strict=True))
-    assert torch.allclose(out.sums[-1], model.sum_latent(out.tokens))
+    assert torch.allclose(out.sums[-1], model.accumulate_latents(out.tokens))
     assert all((tokens < codes).all() for tokens, codes in zip(out.tokens, (4, 8, 32), strict=True))
 
 

@@ -215,8 +215,8 @@ def test_targets_mend_what_the_history_got_wrong():
     assert len(corrupted) == 2 and (corrupted[1] != right[1]).any()  # nothing follows the last scale
     assert all(int(a.max()) < codes for a, codes in zip(corrupted, vq.scale_codes, strict=False))
     torch.testing.assert_close(inputs, vq.teacher_inputs([*corrupted, right[-1]]))
-    rest = latents - vq.sum_latent(corrupted)
-    assert torch.equal(targets[:, -16:].view(4, 4, 4), vq.quantize.nearest(rest, 2))
+    rest = latents - vq.accumulate_latents(corrupted)
+    assert torch.equal(targets[:, -16:].view(4, 4, 4), vq.quantize.find_nearest(rest, 2))
     few, early = SelfCorrection(vq, 0.5)(latents, torch.Generator().manual_seed(0), 2)
     assert few.shape == (4, 4, 6) and early.shape == (4, 5)
 
@@ -255,7 +255,7 @@ def test_latents_are_kept_and_variants_are_what_they_say(tmp_path):
     store = LatentStore(tmp_path, images.images, vq, recipe(), CPU)
     first = store([5, 7, 5], [0, 1, 0])
     assert torch.equal(first[0], first[2]) and not torch.equal(first[0], first[1])
-    expected = vq.latent(torch.from_numpy(images.images[5:6].copy()).permute(0, 3, 1, 2).float() / 127.5 - 1)
+    expected = vq.encode_latent(torch.from_numpy(images.images[5:6].copy()).permute(0, 3, 1, 2).float() / 127.5 - 1)
     torch.testing.assert_close(first[:1], expected, atol=2e-2, rtol=2e-2)
     again = LatentStore(tmp_path, images.images, vq, recipe(), CPU)
     again.vq = None  # nothing is left to encode

@@ -82,7 +82,7 @@ def decode_scales(
     models = _ModelStates(model, condition, stages)
     _run_loop(run, images, models)
     stats = images.stats(method.name, models.tokens_fed)
-    run.close(stats)
+    run.finish(stats)
     return DecodeOutput(images.tokens, images.length, stats, finished=not run.stopped, canvas=images.canvases[-1])
 
 
@@ -90,16 +90,16 @@ def _run_loop(run: Run, images: ImageState, models: _ModelStates) -> None:
     """Run the algorithm. Every pass completes at least one scale of every image."""
     while images.scale < len(images.stages) and not run.stopped:
         stage = images.stages[images.scale]
-        with run.part("draft"):
+        with run.time_part("draft"):
             drafts = images.draft_scales(models, stage)
-        with run.part("target"):
+        with run.time_part("target"):
             inputs = [*images.inputs, *drafts.inputs]
             logits = models.run(stage.model, inputs, 1 + len(drafts.inputs), images.list_guidance())
-        with run.part("accept"):
+        with run.time_part("accept"):
             before = images.length
             scales = images.verify_scales(logits, drafts)
-        with run.part("commit"):
-            run.record(*images.summarize_pass(logits), images.length, images.length - before)
+        with run.time_part("commit"):
+            run.end_pass(*images.summarize_pass(logits), images.length, images.length - before)
             images.commit_scales(scales)
             models.rollback(images.scale)
 

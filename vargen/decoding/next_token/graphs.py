@@ -121,7 +121,7 @@ class CUDAGraph:
         self._graph.replay()
 
 
-def describe(state: Any) -> dict[str, Any]:
+def describe_state(state: Any) -> dict[str, Any]:
     """Return, by path such as `state.images.length`, what must be the same in every pass.
 
     This is the form of tensors, the value of plain objects, and the identity of frozen dataclasses and of objects that declare
@@ -218,20 +218,20 @@ class GraphedPass(Generic[S]):
     def _describe(self, state: S) -> dict[str, Any] | None:
         if self.blocker is None:
             try:
-                return describe(state)
+                return describe_state(state)
             except NotCapturableError as error:
                 self._fall_back(str(error))
         return None
 
     def _capture(self, state: S, replaced: set[str]) -> None:
         """Capture a pass over fixed buffers. Nothing is executed, so that after a failure passes run eagerly from `state`."""
-        description, leaves, spec = describe(state), _leaves(state), pytree.tree_structure(state)
+        description, leaves, spec = describe_state(state), _leaves(state), pytree.tree_structure(state)
         buffers = leaves | {path: leaves[path].clone(memory_format=torch.contiguous_format) for path in replaced}
         storages = {_storage(buffers[path]) for path in replaced}
 
         def run() -> Outputs:
             new_state, outputs = self._step(pytree.tree_unflatten(list(buffers.values()), spec))
-            if change := find_change(description, describe(new_state)):
+            if change := find_change(description, describe_state(new_state)):
                 raise NotCapturableError(change)
             new = {path: leaf for path, leaf in _leaves(new_state).items() if isinstance(leaf, Tensor)}
             moved = {path: leaf for path, leaf in new.items() if leaf is not buffers[path]}

@@ -83,7 +83,7 @@ def decode(
         run = Run(device, model.grid[0] * model.grid[1], callback, profile)
         images, widths = run_loop(run, model, condition, seeds.to(device), method, sampling, graphs)
         stats = images.make_stats(method.name, threads, widths)
-        run.close(stats)
+        run.finish(stats)
     # Clone outside inference mode, so that callers can train on the result.
     return DecodeOutput(images.tokens[:, : run.total].clone(), images.length.clone(), stats, finished=not run.stopped)
 
@@ -111,7 +111,7 @@ def run_loop(
     while not run.finished:
         state, (logits, position, count) = step(state)
         widths[logits.shape[1]] += 1
-        run.record(logits, position, state.images.tokens[:, : run.total], state.images.length, count)
+        run.end_pass(logits, position, state.images.tokens[:, : run.total], state.images.length, count)
     return state.images, dict(widths)
 
 
@@ -120,9 +120,9 @@ def prefill(
 ) -> tuple[DecodePass, LoopState, Output]:
     """Run the prefill. Returns the pass that continues from it, its first state, and the output that predicts token 0."""
     drafter, rule = accelerator.drafter.bind(model), accelerator.acceptance.bind(model)
-    with run.part("prefill"):
+    with run.time_part("prefill"):
         cache, out = model.prefill(condition, drafter.max_width)
-    with run.part("draft"):
+    with run.time_part("draft"):
         draft_state = drafter.start(model, condition, seeds, sampling, out)
     if len(out.logits) != len(seeds):
         raise ValueError(f"condition must have a row for each of the {len(seeds)} seeds, got {len(out.logits)}")
@@ -160,7 +160,7 @@ class DecodePass:
         images.tokens[:, 0] = shared_noise(probs, empty, noise, images.relaxation).next_token
         images.committed_histogram[1] += len(seeds)
         run = self.run
-        run.record(out.logits, position, images.tokens[:, : run.total], images.length, torch.ones_like(images.length))
+        run.end_pass(out.logits, position, images.tokens[:, : run.total], images.length, torch.ones_like(images.length))
 
     def __call__(self, state: LoopState) -> tuple[LoopState, Outputs]:
         """Run a pass.
@@ -171,16 +171,16 @@ class DecodePass:
         """
         run, model, drafter, rule, sampling = self.run, self.model, self.drafter, self.rule, self.sampling
         images, cache = state.images, state.cache
-        with run.part("draft"):
+        with run.time_part("draft"):
             draft = drafter.propose(state.draft, images.tokens, images.length, images.step)
             inputs = images.build_inputs(draft)
-        with run.part("target"):
+        with run.time_part("target"):
             out = model.forward(inputs, cache, draft.tree)
-        with run.part("accept"):
+        with run.time_part("accept"):
             noise = Noise(images.seeds, images.length[:, None] + draft.tree.depth, images.step, self.token_noise)
             probs = to_probs(out.logits, sampling)
             verdict = rule(probs, add_unfiltered_probs(draft, rule, out.logits, sampling), noise, images.relaxation)
-        with run.part("commit"):
+        with run.time_part("commit"):
             images, count = images.commit(inputs, draft, verdict)
             model.commit(cache, verdict.path, count, draft.tree)
             step = Step(draft, probs, out.features, verdict, noise, count, images.tokens, images.length)
@@ -197,7 +197,7 @@ def count_on_device(state: LoopState) -> LoopState:
 
 def find_capture_blocker(run: Run, model: TokenModel) -> str | None:
     """Return the reason not to capture passes, if one is known before the first pass."""
-    if run.timed_by_part:
+    if run.synchronizes_parts:
         return "their parts are timed"
     for each in (model, model.draft_model):
         if each is not None and each.capture_blocker:
@@ -207,7 +207,7 @@ def find_capture_blocker(run: Run, model: TokenModel) -> str | None:
 
 def add_unfiltered_probs(draft: Draft, rule: AcceptanceRule, logits: Tensor, sampling: Sampling) -> Draft:
     """Add `Draft.unfiltered_probs` if the rule is relaxed and sampling is greedy; otherwise return the draft unchanged."""
-    if rule.exact or not sampling.greedy:
+    if rule.exact or not sampling.is_greedy:
         return draft
     return replace(draft, unfiltered_probs=to_probs(logits, replace(sampling, temperature=1.0)))
 
@@ -223,7 +223,7 @@ class ImageState:
         length: int64 `[B]`, number of tokens committed so far.
         relaxation: float32 `[B]`, relaxation spent so far.
         committed_histogram: int64 `[max_width + 1]`; entry k counts the (pass, image) pairs that committed k tokens.
-        sibling_counts: int64 `[max_width, 2]`; see `DecodeStats.siblings`.
+        sibling_counts: int64 `[max_width, 2]`; see `DecodeStats.sibling_counts`.
         num_tokens: N.
         step: number of the next pass; the prefill is pass 1. A tensor if the device counts passes.
     """
@@ -284,10 +284,10 @@ class ImageState:
             accelerator=name,
             images=len(self.seeds),
             tokens=int(self.length.sum()),
-            accepted_histogram=histogram,
-            fed=widths,
+            committed_histogram=histogram,
+            passes_by_width=widths,
             relaxation=self.relaxation.tolist(),
             seeds=self.seeds.tolist(),
             threads=threads,
-            siblings=siblings,
+            sibling_counts=siblings,
         )

@@ -125,7 +125,7 @@ class BlockGenerator:
         while self.pending:
             count = 1
             if self.pending[0].shape[1] == block:  # others, such as a given image, are fed alone: blocks are aligned
-                count = max(1, min(len(self.pending), self.model.room(self.state) // block))
+                count = max(1, min(len(self.pending), self.model.free_frames(self.state) // block))
             self._forward(self.pending[:count])
             del self.pending[:count]
 

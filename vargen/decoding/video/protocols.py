@@ -52,7 +52,7 @@ class BlockModel(Protocol):
     def switch(self, state: Any, condition: Any) -> None:
         """Switch to another prompt. The content of the cache is unchanged."""
 
-    def room(self, state: Any) -> int:
+    def free_frames(self, state: Any) -> int:
         """Maximum number of latent frames that one pass may feed, at least a block.
 
         Feeding more would evict frames that some of them attend to.

@@ -22,7 +22,7 @@ from vargen.kernels.dispatch import is_eager_cpu
 from vargen.kernels.linear import TransposableWeights, transpose_linear_weights
 from vargen.models.kv_cache import KVCache
 from vargen.models.llamagen import MAX_GRID
-from vargen.models.llamagen_blocks import Linear, TransformerBlock, build_rotary_2d, rotation
+from vargen.models.llamagen_blocks import Linear, LlamaGenBlock, build_rotary_2d, rotary_factors
 
 ensure_torchvision()
 
@@ -75,7 +75,7 @@ class EagleDrafter(TransposableWeights, ModelMixin, ConfigMixin):
         hidden = int(2 * (4 * dim) / 3 * (ffn_dim_multiplier or 1.0))
         hidden = multiple_of * math.ceil(hidden / multiple_of)
         self.fc = Linear(dim * (3 if above else 2), dim)
-        self.layer = TransformerBlock(dim, n_head, n_head, hidden, norm_eps, dropout=0.0)
+        self.layer = LlamaGenBlock(dim, n_head, n_head, hidden, norm_eps, dropout=0.0)
         # Divisors of the inputs, measured at the start of training. A norm would discard the magnitude of features.
         self.register_buffer("feature_scale", torch.ones(dim))
         self.register_buffer("token_scale", torch.ones(()))
@@ -116,7 +116,7 @@ class EagleDrafter(TransposableWeights, ModelMixin, ConfigMixin):
                 device=device or self.device,
             )
 
-    def joined(self, features_RTD: Tensor, embeddings_RTD: Tensor, above_RTD: Tensor | None = None) -> Tensor:
+    def merge_inputs(self, features_RTD: Tensor, embeddings_RTD: Tensor, above_RTD: Tensor | None = None) -> Tensor:
         """Scale and project the inputs to the input of the layer, `[R, T, D]`."""
         parts = [features_RTD / self.feature_scale, embeddings_RTD / self.token_scale]
         if self.config.above:
@@ -149,16 +149,16 @@ class EagleDrafter(TransposableWeights, ModelMixin, ConfigMixin):
             raise ValueError(f"the cache was made for at most {cache.scratch} slots a proposal, got {earlier + T}")
         if positions is None:
             positions = cache.length[:, None] + torch.arange(earlier, earlier + T, device=features.device)
-        rotary = rotation(self.rotary[positions.clamp(max=self.tokens - 1)])
-        span = cache.span(T, earlier)
-        bias = cache.seen(T, ancestors, self.config.n_head, span.reach, earlier)
-        x = self.joined(features, embeddings, above)
+        rotary = rotary_factors(self.rotary[positions.clamp(max=self.tokens - 1)])
+        span = cache.view_for_pass(T, earlier)
+        bias = cache.attention_mask(T, ancestors, self.config.n_head, span.num_slots_read, earlier)
+        x = self.merge_inputs(features, embeddings, above)
         attention = self.layer.attention
         q, k, v = attention.project(self.layer.attention_norm(x), rotary)
         keys, values = span.write(0, k, v)
-        return self.layer.finish(x, attention.attend(q, keys, values, bias)) * self.feature_scale
+        return self.layer.add_residuals(x, attention.attend(q, keys, values, bias)) * self.feature_scale
 
-    def unrolled(self, features: Tensor, embeddings: Tensor, steps: int, above: Tensor | None = None) -> list[Tensor]:
+    def unroll(self, features: Tensor, embeddings: Tensor, steps: int, above: Tensor | None = None) -> list[Tensor]:
         """Run `steps` successive drafting steps at every slot for training (EAGLE-3's training-time test).
 
         At step s > 0, slot j takes the drafter's output of step s - 1 at slot j - 1, and attends as in drafting: to target
@@ -171,13 +171,13 @@ class EagleDrafter(TransposableWeights, ModelMixin, ConfigMixin):
             The output of each step, `[R, T, D]`.
         """
         T, layer = features.shape[1], self.layer
-        rotary = rotation(self.rotary[:T])
+        rotary = rotary_factors(self.rotary[:T])
         slot = torch.arange(T, device=features.device)
         distance = slot[:, None] - slot[None]  # from key k to query j
         keys, values, outputs = [], [], []
         given = features
         for step in range(steps):
-            x = self.joined(given, embeddings, above)
+            x = self.merge_inputs(given, embeddings, above)
             q, k, v = layer.attention.project(layer.attention_norm(x), rotary)
             keys.append(k.transpose(1, 2))
             values.append(v.transpose(1, 2))
@@ -185,7 +185,7 @@ class EagleDrafter(TransposableWeights, ModelMixin, ConfigMixin):
             attended = F.scaled_dot_product_attention(
                 q.transpose(1, 2), torch.cat(keys, 2), torch.cat(values, 2), attn_mask=visible
             )
-            output = layer.finish(x, layer.attention.wo(attended.transpose(1, 2).flatten(2))) * self.feature_scale
+            output = layer.add_residuals(x, layer.attention.wo(attended.transpose(1, 2).flatten(2))) * self.feature_scale
             outputs.append(output)
             given = F.pad(output[:, :-1], (0, 0, 1, 0))
         return outputs
@@ -204,5 +204,5 @@ class EagleDrafter(TransposableWeights, ModelMixin, ConfigMixin):
             above, start = torch.zeros_like(features), max(columns - 1, 0)
             offset = max(columns - 2, 0)
             above[:, start:] = features[:, start - offset : features.shape[1] - offset]
-        unrolled = self.unrolled(features, embeddings, min(steps, features.shape[1] - 1), above)
+        unrolled = self.unroll(features, embeddings, min(steps, features.shape[1] - 1), above)
         return [output[:, s:-1] for s, output in enumerate(unrolled)]

@@ -22,12 +22,12 @@ ensure_torchvision()
 
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 
-from vargen.models.weight_storage import ModelMixin, QuantizedStorageMixin, check_format  # noqa: F401
+from vargen.models.weight_storage import ModelMixin, QuantizedStorageMixin, validate_weight_format  # noqa: F401
 
 _ABOVE = (3, 5)  # receptive field at the high resolution: rows above, columns
 
 
-class _Residual(nn.Module):
+class _ConvResidual(nn.Module):
     """x + conv(silu(conv(norm x))), initialized as the identity."""
 
     def __init__(self, dim: int, kernel: int):
@@ -42,7 +42,7 @@ class _Residual(nn.Module):
         return x + self.second(F.silu(self.first(self.norm(x))))
 
 
-class _Place(nn.Module):
+class _PointwiseResidual(nn.Module):
     """x + mlp(norm x) at every position separately, initialized as the identity."""
 
     def __init__(self, dim: int):
@@ -71,7 +71,7 @@ class TokenUpsampler(QuantizedStorageMixin, ConfigMixin):
         ValueError: if `grid_size` is not a larger multiple of `low_grid`, or the width is not a multiple of 8.
     """
 
-    kept = ("embedding.weight",)
+    unquantized_suffixes = ("embedding.weight",)
     layer_prefixes: ClassVar[dict[str, tuple[str, ...]]] = {"blocks": ("low.",)}
 
     @register_to_config
@@ -86,7 +86,7 @@ class TokenUpsampler(QuantizedStorageMixin, ConfigMixin):
         codes: str | None = None,
     ):
         super().__init__()
-        check_format(weight_format)
+        validate_weight_format(weight_format)
         if low_grid < 1 or grid_size % low_grid or grid_size == low_grid:
             raise ValueError(f"grid_size must be a multiple of low_grid, got {grid_size} and {low_grid}")
         if dim < 8 or dim % 8:
@@ -94,11 +94,11 @@ class TokenUpsampler(QuantizedStorageMixin, ConfigMixin):
         self.factor = grid_size // low_grid
         self.embedding = nn.Embedding(vocab_size, dim)
         self.place = nn.Parameter(torch.zeros(1, dim, low_grid, low_grid))
-        self.low = nn.Sequential(*(_Residual(dim, 3) for _ in range(blocks)))
+        self.low = nn.Sequential(*(_ConvResidual(dim, 3) for _ in range(blocks)))
         self.up = nn.Conv2d(dim, dim * self.factor**2, 1)
         rows, columns = _ABOVE
         self.above = nn.Conv2d(dim + 1, dim, (rows, columns), padding=(0, columns // 2))
-        self.high = nn.Sequential(*(_Place(dim) for _ in range(blocks)))
+        self.high = nn.Sequential(*(_PointwiseResidual(dim) for _ in range(blocks)))
         self.norm = nn.LayerNorm(dim)
         self.output = nn.Linear(dim, vocab_size)
         nn.init.normal_(self.embedding.weight, std=0.1)
@@ -121,18 +121,18 @@ class TokenUpsampler(QuantizedStorageMixin, ConfigMixin):
         """
         x = features.flatten(2).movedim(1, 2)
         if position is None:
-            x = x + self._above_all(tokens, known, features.shape[-1])
+            x = x + self._context_all(tokens, known, features.shape[-1])
         else:
             x = x.gather(1, position[..., None].expand(-1, -1, x.shape[-1]))
-            x = x + self._above_some(tokens, known, features.shape[-1], position)
+            x = x + self._context_at(tokens, known, features.shape[-1], position)
         return self.output(self.norm(self.high(x)))
 
-    def _above_all(self, tokens: Tensor, known: Tensor, columns: int) -> Tensor:
+    def _context_all(self, tokens: Tensor, known: Tensor, columns: int) -> Tensor:
         """Features `[B, N, D]` of the rows above each token."""
-        seen = self._seen(tokens, known).movedim(-1, 1).unflatten(2, (-1, columns))
+        seen = self._masked_embedding(tokens, known).movedim(-1, 1).unflatten(2, (-1, columns))
         return self.above(F.pad(seen[:, :, :-1], (0, 0, _ABOVE[0], 0))).flatten(2).movedim(1, 2)  # row i: i - 3 to i - 1
 
-    def _above_some(self, tokens: Tensor, known: Tensor, columns: int, position: Tensor) -> Tensor:
+    def _context_at(self, tokens: Tensor, known: Tensor, columns: int, position: Tensor) -> Tensor:
         """The same at some positions, `[B, S, D]`.
 
         A pass drafts a few tokens, and a convolution of the whole grid would be most of its arithmetic. No state is kept
@@ -144,11 +144,11 @@ class TokenUpsampler(QuantizedStorageMixin, ConfigMixin):
         inside = (row >= 0) & (column >= 0) & (column < columns)
         at = torch.where(inside, row * columns + column, 0)
         near, there = (each.gather(1, at.flatten(1)).view_as(at) for each in (tokens, known))
-        seen = self._seen(near, there & inside)
+        seen = self._masked_embedding(near, there & inside)
         weight = self.above.weight.permute(2, 3, 1, 0).flatten(0, 2)  # same order of taps and channels as in `seen`
         return seen.flatten(2) @ weight + self.above.bias
 
-    def _seen(self, tokens: Tensor, known: Tensor) -> Tensor:
+    def _masked_embedding(self, tokens: Tensor, known: Tensor) -> Tensor:
         """Features `[..., D + 1]`: the embedding of a known token (else zero), and whether it is known."""
         known = known[..., None]
         return torch.cat([self.embedding(tokens) * known, known.to(self.embedding.weight.dtype)], dim=-1)

@@ -18,19 +18,19 @@ from torch import Tensor, nn
 HEAD_WIDTH = 32
 
 
-def fold(x_BCYX: Tensor, side: int) -> Tensor:
+def space_to_depth(x_BCYX: Tensor, side: int) -> Tensor:
     """Fold patches of `side` x `side` positions into channels: `[B, C*side*side, Y/side, X/side]`, channels-last."""
     cells = x_BCYX.permute(0, 2, 3, 1).unflatten(1, (-1, side)).unflatten(3, (-1, side)).transpose(2, 3)
     return cells.flatten(3).permute(0, 3, 1, 2)
 
 
-def unfold(x_BCYX: Tensor, side: int) -> Tensor:
-    """The inverse of `fold`."""
+def depth_to_space(x_BCYX: Tensor, side: int) -> Tensor:
+    """The inverse of `space_to_depth`."""
     cells = x_BCYX.permute(0, 2, 3, 1).unflatten(3, (side, side, -1)).transpose(2, 3)
     return cells.flatten(3, 4).flatten(1, 2).permute(0, 3, 1, 2)
 
 
-class PixelNorm(nn.Module):
+class ChannelLayerNorm(nn.Module):
     """Layer norm over the channels of each pixel of `[B, C, Y, X]`; the result is channels-last, for fast convolutions."""
 
     def __init__(self, channels: int):
@@ -48,7 +48,7 @@ class ConvBlock(nn.Module):
 
     def __init__(self, channels: int):
         super().__init__()
-        self.norm = PixelNorm(channels)
+        self.norm = ChannelLayerNorm(channels)
         self.conv1 = nn.Conv2d(channels, channels, 3, padding=1)
         self.conv2 = nn.Conv2d(channels, channels, 3, padding=1)
         nn.init.zeros_(self.conv2.weight)
@@ -57,7 +57,7 @@ class ConvBlock(nn.Module):
         return x_BCYX + self.conv2(F.silu(self.conv1(self.norm(x_BCYX))))
 
 
-class Halve(nn.Module):
+class PatchMerge(nn.Module):
     """Merges four neighbors into one position by a matrix product, which is faster than a strided convolution."""
 
     def __init__(self, in_channels: int, out_channels: int):
@@ -65,10 +65,10 @@ class Halve(nn.Module):
         self.conv = nn.Conv2d(4 * in_channels, out_channels, 1)
 
     def forward(self, x_BCYX: Tensor) -> Tensor:
-        return self.conv(fold(x_BCYX, 2))
+        return self.conv(space_to_depth(x_BCYX, 2))
 
 
-class Double(nn.Module):
+class PatchExpand(nn.Module):
     """Expands one position to four neighbors."""
 
     def __init__(self, in_channels: int, out_channels: int):
@@ -76,10 +76,10 @@ class Double(nn.Module):
         self.conv = nn.Conv2d(in_channels, 4 * out_channels, 1)
 
     def forward(self, x_BCYX: Tensor) -> Tensor:
-        return unfold(self.conv(x_BCYX), 2)
+        return depth_to_space(self.conv(x_BCYX), 2)
 
 
-class TransformerBlock(nn.Module):
+class ViTBlock(nn.Module):
     """Attention over all positions, then an MLP of four times the width; both are initialized as the identity."""
 
     def __init__(self, width: int):
@@ -101,13 +101,13 @@ class TransformerBlock(nn.Module):
         return x_BNC + self.fc2(F.gelu(self.fc1(self.norm2(x_BNC))))
 
 
-class Trunk(nn.Module):
+class ViTTrunk(nn.Module):
     """Transformer blocks over a grid of fixed size, with learned position embeddings."""
 
     def __init__(self, width: int, side: int, blocks: int):
         super().__init__()
         self.position = nn.Parameter(0.02 * torch.randn(1, side * side, width))
-        self.blocks = nn.ModuleList(TransformerBlock(width) for _ in range(blocks))
+        self.blocks = nn.ModuleList(ViTBlock(width) for _ in range(blocks))
         self.norm = nn.LayerNorm(width, eps=1e-6)
 
     def forward(self, x_BCRG: Tensor) -> Tensor:
@@ -128,12 +128,12 @@ class HybridEncoder(nn.Module):
         self.patch = patch
         self.conv_in = nn.Conv2d(3 * patch * patch, widths[0], 3, padding=1)
         self.levels = nn.ModuleList(nn.Sequential(*(ConvBlock(width) for _ in range(blocks))) for width in widths[:-1])
-        self.down = nn.ModuleList(Halve(a, b) for a, b in pairwise(widths))
-        self.trunk = Trunk(widths[-1], side, transformer_blocks)
+        self.down = nn.ModuleList(PatchMerge(a, b) for a, b in pairwise(widths))
+        self.trunk = ViTTrunk(widths[-1], side, transformer_blocks)
         self.out = nn.Conv2d(widths[-1], latent, 1)
 
     def forward(self, x_BCYX: Tensor) -> Tensor:
-        h = self.conv_in(fold(x_BCYX, self.patch))
+        h = self.conv_in(space_to_depth(x_BCYX, self.patch))
         for level, down in zip(self.levels, self.down, strict=True):
             h = down(level(h))
         z = self.out(self.trunk(h)).float()
@@ -148,14 +148,14 @@ class HybridDecoder(nn.Module):
         self.patch = patch
         widths = tuple(reversed(widths))
         self.conv_in = nn.Conv2d(latent, widths[0], 3, padding=1)
-        self.trunk = Trunk(widths[0], side, transformer_blocks + 1)
-        self.up = nn.ModuleList(Double(a, b) for a, b in pairwise(widths))
+        self.trunk = ViTTrunk(widths[0], side, transformer_blocks + 1)
+        self.up = nn.ModuleList(PatchExpand(a, b) for a, b in pairwise(widths))
         self.levels = nn.ModuleList(nn.Sequential(*(ConvBlock(width) for _ in range(blocks + 1))) for width in widths[1:])
-        self.norm_out = PixelNorm(widths[-1])
+        self.norm_out = ChannelLayerNorm(widths[-1])
         self.conv_out = nn.Conv2d(widths[-1], 3 * patch * patch, 3, padding=1)
 
     def forward(self, z_BERG: Tensor) -> Tensor:
         h = self.trunk(self.conv_in(z_BERG))
         for up, level in zip(self.up, self.levels, strict=True):
             h = level(up(h))
-        return unfold(self.conv_out(F.silu(self.norm_out(h))), self.patch)
+        return depth_to_space(self.conv_out(F.silu(self.norm_out(h))), self.patch)

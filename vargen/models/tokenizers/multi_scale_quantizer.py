@@ -68,12 +68,12 @@ class MultiScaleQuantizer(nn.Module):
         """Factor of the embeddings of scale k. Residuals decrease from scale to scale, while the codes are shared."""
         return self.gains[k].float() if hasattr(self, "gains") else 1.0
 
-    def shrink(self, rest_BCRG: Tensor, k: int) -> Tensor:
+    def downsample(self, rest_BCRG: Tensor, k: int) -> Tensor:
         """Downsample a latent-sized map to scale k, `[B, C, s, s]`, by the mean over the area of each cell."""
         side = self.scales[k]
         return rest_BCRG if side == rest_BCRG.shape[-1] else F.interpolate(rest_BCRG, size=(side, side), mode="area")
 
-    def nearest(self, z_BCss: Tensor, k: int) -> Tensor:
+    def find_nearest(self, z_BCss: Tensor, k: int) -> Tensor:
         """Indices `[B, s, s]` of the codes nearest to `z` at scale k."""
         z = z_BCss.float().movedim(1, -1) / self.gain(k)
         codes = self.codebook()[: self.scale_codes[k]]
@@ -81,7 +81,7 @@ class MultiScaleQuantizer(nn.Module):
         likeness = torch.addmm(codes.square().sum(-1) / -2, z.flatten(0, 2), codes.T)
         return likeness.max(-1).indices.view(z.shape[:-1])
 
-    def enlarge(self, h_BCss: Tensor, k: int) -> Tensor:
+    def upsample(self, h_BCss: Tensor, k: int) -> Tensor:
         """Upsample embeddings of scale k, `[B, C, s, s]`, to the latent's size, and apply phi."""
         side = self.scales[-1]
         if h_BCss.shape[-1] != side:
@@ -90,18 +90,18 @@ class MultiScaleQuantizer(nn.Module):
 
     def lookup(self, tokens: Tensor, k: int) -> Tensor:
         """Contribution of tokens `[B, s, s]` of scale k to the latent, float32 `[B, C, R, G]`."""
-        return self.enlarge(self.embedding(tokens).float().movedim(-1, 1) * self.gain(k), k)
+        return self.upsample(self.embedding(tokens).float().movedim(-1, 1) * self.gain(k), k)
 
-    def quantise(self, f_BCRG: Tensor) -> list[Tensor]:
+    def quantize(self, f_BCRG: Tensor) -> list[Tensor]:
         """Quantize latents to tokens int64 `[B, s, s]` per scale: each scale quantizes the residual of the earlier ones."""
         rest, tokens = f_BCRG.float(), []
         for k in range(len(self.scales)):
-            tokens.append(self.nearest(self.shrink(rest, k), k))
+            tokens.append(self.find_nearest(self.downsample(rest, k), k))
             rest = rest - self.lookup(tokens[-1], k)
         return tokens
 
-    def input_of(self, f_hat_BCRG: Tensor, k: int) -> Tensor | None:
+    def transformer_input(self, f_hat_BCRG: Tensor, k: int) -> Tensor | None:
         """Transformer input of scale k, `[B, N, C]`, from the sum `f_hat` of earlier scales; None after the last scale."""
         if k == len(self.scales):
             return None
-        return self.shrink(f_hat_BCRG, k).flatten(2).transpose(1, 2)
+        return self.downsample(f_hat_BCRG, k).flatten(2).transpose(1, 2)

@@ -28,13 +28,13 @@ from diffusers.utils.accelerate_utils import apply_forward_hook
 
 from vargen.models.tokenizers.hybrid_blocks import HEAD_WIDTH, HybridDecoder, HybridEncoder
 from vargen.models.tokenizers.multi_scale_quantizer import MultiScaleQuantizer
-from vargen.models.tokenizers.vq_blocks import NORM_GROUPS, Decoder, Encoder, Naming
-from vargen.models.weight_storage import ModelMixin, QuantizedStorageMixin, check_format  # noqa: F401
+from vargen.models.tokenizers.vq_blocks import NORM_GROUPS, VQDecoder, VQEncoder, VQParameterNames
+from vargen.models.weight_storage import ModelMixin, QuantizedStorageMixin, validate_weight_format  # noqa: F401
 
 SCALES_256 = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16)
 SCALES_512 = (1, 2, 3, 4, 6, 9, 13, 18, 24, 32)
 ARCHITECTURES = ("convolutional", "hybrid")
-_NAMING = Naming("down", "up", "block", ("block_1", "attn_1", "block_2"), fused=True, finest_first=True)
+_NAMING = VQParameterNames("down", "up", "block", ("block_1", "attn_1", "block_2"), fused=True, finest_first=True)
 
 
 @dataclass
@@ -68,14 +68,14 @@ class MultiScaleVQModel(QuantizedStorageMixin, ConfigMixin):
             widths that are not divisible by norm groups or attention heads.
     """
 
-    _no_split_modules: ClassVar[list[str]] = ["ResnetBlock", "AttnBlock", "ConvBlock", "TransformerBlock"]
+    _no_split_modules: ClassVar[list[str]] = ["ResnetBlock", "AttnBlock", "ConvBlock", "ViTBlock"]
     layer_prefixes: ClassVar[dict[str, tuple[str, ...]]] = {  # of both architectures
         "num_res_blocks": ("encoder.down.0.block.", "encoder.levels.0."),
         "transformer_blocks": ("encoder.trunk.blocks.",),
         "shared_phi": ("quantize.quant_resi.qresi_ls.",),
     }
 
-    kept: ClassVar[tuple[str, ...]] = ("quantize.embedding.weight", "ema_vocab_hit_SV")
+    unquantized_suffixes: ClassVar[tuple[str, ...]] = ("quantize.embedding.weight", "ema_vocab_hit_SV")
 
     @register_to_config
     def __init__(
@@ -95,7 +95,7 @@ class MultiScaleVQModel(QuantizedStorageMixin, ConfigMixin):
         weight_format: str | None = None,
     ):
         super().__init__()
-        check_format(weight_format)
+        validate_weight_format(weight_format)
         scales = tuple(scales)
         scale_codes = tuple(scale_codes) if scale_codes is not None else (codebook_size,) * len(scales)
         _check(architecture, scales, scale_codes, codebook_size, shared_phi, ch, tuple(ch_mult))
@@ -109,8 +109,8 @@ class MultiScaleVQModel(QuantizedStorageMixin, ConfigMixin):
             self.quant_conv: nn.Module = nn.Identity()  # the hybrid has such layers at its own end and start
             self.post_quant_conv: nn.Module = nn.Identity()
         else:
-            self.encoder = Encoder(3, ch, tuple(ch_mult), num_res_blocks, C, _NAMING)
-            self.decoder = Decoder(3, ch, tuple(ch_mult), num_res_blocks, C, _NAMING)
+            self.encoder = VQEncoder(3, ch, tuple(ch_mult), num_res_blocks, C, _NAMING)
+            self.decoder = VQDecoder(3, ch, tuple(ch_mult), num_res_blocks, C, _NAMING)
             self.quant_conv = nn.Conv2d(C, C, 3, padding=1)
             self.post_quant_conv = nn.Conv2d(C, C, 3, padding=1)
         self.quantize = MultiScaleQuantizer(scales, codebook_size, C, shared_phi, scale_codes, scale_gains)
@@ -139,7 +139,7 @@ class MultiScaleVQModel(QuantizedStorageMixin, ConfigMixin):
     # -- pixels to tokens --------------------------------------------------------------------------------------------
 
     @apply_forward_hook
-    def latent(self, pixels_BCYX: Tensor) -> Tensor:
+    def encode_latent(self, pixels_BCYX: Tensor) -> Tensor:
         """Encode pixels in [-1, 1] to latents `[B, C, R, G]` before quantization.
 
         Raises:
@@ -151,17 +151,17 @@ class MultiScaleVQModel(QuantizedStorageMixin, ConfigMixin):
         return self.quant_conv(self.encoder(pixels_BCYX))
 
     def quantize_latent(self, f_BCRG: Tensor) -> list[Tensor]:
-        """Quantize latents to tokens int64 `[B, s, s]` per scale; see `MultiScaleQuantizer.quantise`."""
-        return self.quantize.quantise(f_BCRG)
+        """Quantize latents to tokens int64 `[B, s, s]` per scale; see `MultiScaleQuantizer.quantize`."""
+        return self.quantize.quantize(f_BCRG)
 
     @apply_forward_hook  # lets CPU offload load the weights
     def encode(self, pixels_BCYX: Tensor) -> list[Tensor]:
         """Encode pixels `[B, 3, Y, X]` in [-1, 1] to tokens int64 `[B, s, s]` per scale."""
-        return self.quantize_latent(self.latent(pixels_BCYX))
+        return self.quantize_latent(self.encode_latent(pixels_BCYX))
 
     # -- tokens to pixels --------------------------------------------------------------------------------------------
 
-    def empty_latent(self, batch: int) -> Tensor:
+    def zero_latent(self, batch: int) -> Tensor:
         """Return the sum before the first scale: zeros `[B, C, R, G]`."""
         side = self.scales[-1]
         return torch.zeros(batch, self.config.codebook_embed_dim, side, side, device=self.quantize.embedding.weight.device)
@@ -170,7 +170,7 @@ class MultiScaleVQModel(QuantizedStorageMixin, ConfigMixin):
         """Add one scale to the sum, in teacher forcing and in sampling. Nothing is changed in place.
 
         Args:
-            f_hat_BCRG: sum of the scales before k, initially `empty_latent`.
+            f_hat_BCRG: sum of the scales before k, initially `zero_latent`.
             tokens: tokens of scale k, `[B, s, s]` or `[B, s*s]`.
             k: scale, from 0.
 
@@ -181,17 +181,17 @@ class MultiScaleVQModel(QuantizedStorageMixin, ConfigMixin):
             ValueError: if the tokens do not have the size of scale k.
         """
         f_hat = f_hat_BCRG + self.quantize.lookup(self._square(tokens, k), k)
-        return f_hat, self.quantize.input_of(f_hat, k + 1)
+        return f_hat, self.quantize.transformer_input(f_hat, k + 1)
 
     def teacher_inputs(self, tokens: Sequence[Tensor]) -> Tensor:
         """The transformer's inputs for teacher forcing, `[B, N of scales 1 to S-1, C]`, from the tokens of all scales."""
-        f_hat, inputs = self.empty_latent(len(tokens[0])), []
+        f_hat, inputs = self.zero_latent(len(tokens[0])), []
         for k in range(len(self.scales) - 1):
             f_hat, following = self.next_input(f_hat, tokens[k], k)
             inputs.append(following)
         return torch.cat(inputs, dim=1)  # type: ignore[arg-type]
 
-    def sum_latent(self, tokens: Sequence[Tensor]) -> Tensor:
+    def accumulate_latents(self, tokens: Sequence[Tensor]) -> Tensor:
         """Return the latent `[B, C, R, G]`, the sum over the given first scales or all scales.
 
         Raises:
@@ -199,12 +199,12 @@ class MultiScaleVQModel(QuantizedStorageMixin, ConfigMixin):
         """
         if not 1 <= len(tokens) <= len(self.scales):
             raise ValueError(f"tokens must be of 1 to {len(self.scales)} scales, got {len(tokens)}")
-        f_hat = self.empty_latent(len(tokens[0]))
+        f_hat = self.zero_latent(len(tokens[0]))
         for k, of_scale in enumerate(tokens):
             f_hat = f_hat + self.quantize.lookup(self._square(of_scale, k), k)
         return f_hat
 
-    def reconstruct(self, f_hat_BCRG: Tensor) -> Tensor:
+    def decode_unclamped(self, f_hat_BCRG: Tensor) -> Tensor:
         """Decode a latent to pixels `[B, 3, Y, X]`, which may be slightly outside [-1, 1]."""
         f_hat_BCRG = f_hat_BCRG.to(next(self.decoder.parameters()).dtype)
         if not torch.is_grad_enabled():  # convolutions keep the format; saves a tenth of the time on a CPU
@@ -214,14 +214,14 @@ class MultiScaleVQModel(QuantizedStorageMixin, ConfigMixin):
     @apply_forward_hook
     def decode_latent(self, f_hat_BCRG: Tensor) -> Tensor:
         """Decode a latent, such as the sum of the first scales (a preview) or of all, to pixels `[B, 3, Y, X]` in [-1, 1]."""
-        return self.reconstruct(f_hat_BCRG).clamp(-1, 1)
+        return self.decode_unclamped(f_hat_BCRG).clamp(-1, 1)
 
     @apply_forward_hook
     def decode(self, tokens: Sequence[Tensor]) -> Tensor:
         """Decode tokens per scale, `[B, s, s]` or `[B, s*s]`, to pixels `[B, 3, Y, X]` in [-1, 1].
 
-        The first scales alone give a coarse image. Raises as `sum_latent`."""
-        return self.decode_latent(self.sum_latent(tokens))
+        The first scales alone give a coarse image. Raises as `accumulate_latents`."""
+        return self.decode_latent(self.accumulate_latents(tokens))
 
     def forward(self, sample: Tensor, return_dict: bool = True) -> MultiScaleVQOutput | tuple[Tensor, list[Tensor]]:
         """Reconstruct pixels `[B, 3, Y, X]` in [-1, 1] through the codebook."""

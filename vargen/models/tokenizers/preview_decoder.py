@@ -19,9 +19,9 @@ ensure_torchvision()
 
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 
-from vargen.models.tokenizers.hybrid_blocks import ConvBlock, Double, PixelNorm, unfold
+from vargen.models.tokenizers.hybrid_blocks import ChannelLayerNorm, ConvBlock, PatchExpand, depth_to_space
 from vargen.models.tokenizers.video_vae import DecodeState
-from vargen.models.weight_storage import ModelMixin, QuantizedStorageMixin, check_format  # noqa: F401
+from vargen.models.weight_storage import ModelMixin, QuantizedStorageMixin, validate_weight_format  # noqa: F401
 
 
 class PreviewDecoder(QuantizedStorageMixin, ConfigMixin):
@@ -48,23 +48,23 @@ class PreviewDecoder(QuantizedStorageMixin, ConfigMixin):
         weight_format: str | None = None,
     ):
         super().__init__()
-        check_format(weight_format)
+        validate_weight_format(weight_format)
         if stride < 2 or stride % 2:
             raise ValueError(f"stride must be an even number of at least 2, got {stride}")
         coarse, fine = widths
         self.patch = stride // 2
         self.conv_in = nn.Conv2d(latent_channels, coarse, 3, padding=1)
         self.coarse = ConvBlock(coarse)
-        self.up = Double(coarse, fine)
+        self.up = PatchExpand(coarse, fine)
         self.fine = ConvBlock(fine)
-        self.norm_out = PixelNorm(fine)
+        self.norm_out = ChannelLayerNorm(fine)
         self.conv_out = nn.Conv2d(fine, 3 * self.patch**2, 3, padding=1)
 
     def forward(self, latents_BFCYX: Tensor) -> Tensor:
         """Decode normalized latents to pixels `[B, F, 3, Y', X']`, about [-1, 1], not clamped."""
         h = self.conv_in(latents_BFCYX.flatten(0, 1).type_as(self.conv_in.weight))
         h = self.fine(self.up(self.coarse(h)))
-        pixels = unfold(self.conv_out(F.silu(self.norm_out(h))), self.patch)
+        pixels = depth_to_space(self.conv_out(F.silu(self.norm_out(h))), self.patch)
         return pixels.unflatten(0, latents_BFCYX.shape[:2])
 
     def decode_block(self, latents_BFCYX: Tensor, state: DecodeState | None = None) -> tuple[Tensor, DecodeState]:

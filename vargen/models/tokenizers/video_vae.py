@@ -17,8 +17,17 @@ from diffusers.utils.accelerate_utils import apply_forward_hook
 from torch import Tensor, nn
 
 from vargen.compat import ensure_torchvision
-from vargen.models.tokenizers.hybrid_blocks import HEAD_WIDTH, ConvBlock, Double, Halve, PixelNorm, Trunk, fold, unfold
-from vargen.models.weight_storage import ModelMixin, QuantizedStorageMixin, check_format  # noqa: F401
+from vargen.models.tokenizers.hybrid_blocks import (
+    HEAD_WIDTH,
+    ChannelLayerNorm,
+    ConvBlock,
+    PatchExpand,
+    PatchMerge,
+    ViTTrunk,
+    depth_to_space,
+    space_to_depth,
+)
+from vargen.models.weight_storage import ModelMixin, QuantizedStorageMixin, validate_weight_format  # noqa: F401
 
 
 @dataclass(frozen=True)
@@ -64,7 +73,7 @@ _PAST = 2  # number of earlier frames in the receptive field of a causal layer
 _LOG_VARIANCE = (-12.0, 4.0)
 
 
-class CausalMix(nn.Module):
+class TemporalMixer(nn.Module):
     """x_t + MLP(norm(x_{t-2}), norm(x_{t-1}), norm(x_t)) at each position; initialized as the identity."""
 
     def __init__(self, width: int):
@@ -93,12 +102,12 @@ class FrameEncoder(nn.Module):
         self.patch = patch
         self.conv_in = nn.Conv2d(3 * patch * patch, widths[0], 3, padding=1)
         self.levels = nn.ModuleList(nn.Sequential(*(ConvBlock(width) for _ in range(conv_blocks))) for width in widths[:-1])
-        self.down = nn.ModuleList(Halve(a, b) for a, b in pairwise(widths))
-        self.trunk = Trunk(widths[-1], side, transformer_blocks)
+        self.down = nn.ModuleList(PatchMerge(a, b) for a, b in pairwise(widths))
+        self.trunk = ViTTrunk(widths[-1], side, transformer_blocks)
         self.out = nn.Conv2d(widths[-1], 2 * channels, 1)
 
     def forward(self, x_BCYX: Tensor) -> Tensor:
-        h = self.conv_in(fold(x_BCYX, self.patch))
+        h = self.conv_in(space_to_depth(x_BCYX, self.patch))
         for level, down in zip(self.levels, self.down, strict=True):
             h = down(level(h))
         return self.out(self.trunk(h)).float()
@@ -114,11 +123,11 @@ class CausalDecoder(nn.Module):
         self.patch = patch
         widths = tuple(reversed(widths))
         self.conv_in = nn.Conv2d(channels, widths[0], 3, padding=1)
-        self.trunk = Trunk(widths[0], side, transformer_blocks)
-        self.mixes = nn.ModuleList(CausalMix(widths[0]) for _ in range(transformer_blocks))
-        self.up = nn.ModuleList(Double(a, b) for a, b in pairwise(widths))
+        self.trunk = ViTTrunk(widths[0], side, transformer_blocks)
+        self.mixes = nn.ModuleList(TemporalMixer(widths[0]) for _ in range(transformer_blocks))
+        self.up = nn.ModuleList(PatchExpand(a, b) for a, b in pairwise(widths))
         self.levels = nn.ModuleList(nn.Sequential(*(ConvBlock(width) for _ in range(conv_blocks))) for width in widths[1:])
-        self.norm_out = PixelNorm(widths[-1])
+        self.norm_out = ChannelLayerNorm(widths[-1])
         self.conv_out = nn.Conv2d(widths[-1], 3 * patch * patch, 3, padding=1)
 
     def forward(self, z_BFCYX: Tensor, past: tuple[Tensor, ...] | None = None) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -135,7 +144,7 @@ class CausalDecoder(nn.Module):
         h = self.trunk.norm(h).transpose(1, 2).unflatten(2, side)
         for up, level in zip(self.up, self.levels, strict=True):
             h = level(up(h))
-        pixels = unfold(self.conv_out(F.silu(self.norm_out(h))), self.patch)
+        pixels = depth_to_space(self.conv_out(F.silu(self.norm_out(h))), self.patch)
         return pixels.unflatten(0, (B, -1)), tuple(kept)
 
 
@@ -156,12 +165,12 @@ class CausalVideoVAE(QuantizedStorageMixin, ConfigMixin):
         ValueError: for a size that is not divisible by the strides, or a last width not divisible by the head width.
     """
 
-    _no_split_modules: ClassVar[list[str]] = ["ConvBlock", "TransformerBlock", "CausalMix"]
+    _no_split_modules: ClassVar[list[str]] = ["ConvBlock", "ViTBlock", "TemporalMixer"]
     layer_prefixes: ClassVar[dict[str, tuple[str, ...]]] = {
         "conv_blocks": ("encoder.levels.0.",),
         "transformer_blocks": ("encoder.trunk.blocks.",),
     }
-    kept: ClassVar[tuple[str, ...]] = ("latent_mean", "latent_std")
+    unquantized_suffixes: ClassVar[tuple[str, ...]] = ("latent_mean", "latent_std")
     latent_mean: Tensor
     latent_std: Tensor
 
@@ -178,7 +187,7 @@ class CausalVideoVAE(QuantizedStorageMixin, ConfigMixin):
         weight_format: str | None = None,
     ):
         super().__init__()
-        check_format(weight_format)
+        validate_weight_format(weight_format)
         widths = tuple(widths)
         stride = patch * 2 ** (len(widths) - 1)
         if size < stride or size % stride:
@@ -201,7 +210,7 @@ class CausalVideoVAE(QuantizedStorageMixin, ConfigMixin):
 
     # -- pixels to latents -------------------------------------------------------------------------------------------
 
-    def moments(self, pixels_BFCYX: Tensor) -> tuple[Tensor, Tensor]:
+    def encode_moments(self, pixels_BFCYX: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and log variance `[B, F, C, Y', X']` float32 of the latents before normalization.
 
         Raises:
@@ -218,7 +227,7 @@ class CausalVideoVAE(QuantizedStorageMixin, ConfigMixin):
         """Normalize raw latents."""
         return (latents_BFCYX - self._channels(self.latent_mean)) / self._channels(self.latent_std)
 
-    def raw(self, latents_BFCYX: Tensor) -> Tensor:
+    def denormalize_latents(self, latents_BFCYX: Tensor) -> Tensor:
         """The inverse of `normalize_latents`."""
         return latents_BFCYX * self._channels(self.latent_std) + self._channels(self.latent_mean)
 
@@ -232,7 +241,7 @@ class CausalVideoVAE(QuantizedStorageMixin, ConfigMixin):
         Raises:
             ValueError: as `moments`.
         """
-        return self.normalize_latents(self.moments(pixels_BFCYX)[0])
+        return self.normalize_latents(self.encode_moments(pixels_BFCYX)[0])
 
     # -- latents to pixels -------------------------------------------------------------------------------------------
 
@@ -249,7 +258,7 @@ class CausalVideoVAE(QuantizedStorageMixin, ConfigMixin):
         state = state or DecodeState()
         if state.parts and len(state.parts[0]) != len(latents_BFCYX):
             raise ValueError(f"the state is of {len(state.parts[0])} videos, the latents are of {len(latents_BFCYX)}")
-        raw = self.raw(latents_BFCYX).type_as(self.decoder.conv_in.weight)
+        raw = self.denormalize_latents(latents_BFCYX).type_as(self.decoder.conv_in.weight)
         pixels, past = self.decoder(raw, state.parts or None)
         return pixels.float(), DecodeState(state.frames + latents_BFCYX.shape[1], past)
 

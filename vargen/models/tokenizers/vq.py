@@ -24,10 +24,10 @@ from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.utils import BaseOutput
 from diffusers.utils.accelerate_utils import apply_forward_hook
 
-from vargen.models.tokenizers.vq_blocks import NORM_GROUPS, Decoder, Encoder, Naming
-from vargen.models.weight_storage import ModelMixin, QuantizedStorageMixin, check_format  # noqa: F401
+from vargen.models.tokenizers.vq_blocks import NORM_GROUPS, VQDecoder, VQEncoder, VQParameterNames
+from vargen.models.weight_storage import ModelMixin, QuantizedStorageMixin, validate_weight_format  # noqa: F401
 
-_NAMING = Naming(down="conv_blocks", up="conv_blocks", blocks="res", middle=("0", "1", "2"))
+_NAMING = VQParameterNames(down="conv_blocks", up="conv_blocks", blocks="res", middle=("0", "1", "2"))
 CODEBOOK_USED_SLOTS = 65536  # length of the usage buffer that official files carry
 
 
@@ -78,7 +78,7 @@ class VectorQuantizer(nn.Module):
             return None
         return hashlib.sha256(weight.detach().half().cpu().numpy().tobytes()).hexdigest()[:16]
 
-    def nearest(self, z_BERG: Tensor) -> Tensor:
+    def find_nearest(self, z_BERG: Tensor) -> Tensor:
         """Indices `[B, R, G]` int64 of the nearest codes, which on the sphere have the greatest cosine similarity."""
         return self.cosines(z_BERG).argmax(-1)
 
@@ -115,7 +115,7 @@ class VQModel(QuantizedStorageMixin, ConfigMixin):
         "decoder_ch_mult": ("decoder.conv_blocks.",),
     }
 
-    kept: ClassVar[tuple[str, ...]] = ("quantize.embedding.weight", "codebook_used")
+    unquantized_suffixes: ClassVar[tuple[str, ...]] = ("quantize.embedding.weight", "codebook_used")
 
     @register_to_config
     def __init__(
@@ -132,15 +132,15 @@ class VQModel(QuantizedStorageMixin, ConfigMixin):
         weight_format: str | None = None,
     ):
         super().__init__()
-        check_format(weight_format)
+        validate_weight_format(weight_format)
         if len(encoder_ch_mult) != len(decoder_ch_mult):
             raise ValueError(
                 f"encoder_ch_mult {tuple(encoder_ch_mult)} and decoder_ch_mult {tuple(decoder_ch_mult)} must have equal length"
             )
         if ch % NORM_GROUPS:
             raise ValueError(f"ch must be a multiple of {NORM_GROUPS} (group norm), got {ch}")
-        self.encoder = Encoder(in_channels, ch, tuple(encoder_ch_mult), num_res_blocks, z_channels, _NAMING)
-        self.decoder = Decoder(out_channels, ch, tuple(decoder_ch_mult), num_res_blocks, z_channels, _NAMING)
+        self.encoder = VQEncoder(in_channels, ch, tuple(encoder_ch_mult), num_res_blocks, z_channels, _NAMING)
+        self.decoder = VQDecoder(out_channels, ch, tuple(decoder_ch_mult), num_res_blocks, z_channels, _NAMING)
         self.quantize = VectorQuantizer(codebook_size, codebook_embed_dim)
         self.quant_conv = nn.Conv2d(z_channels, codebook_embed_dim, 1)
         self.post_quant_conv = nn.Conv2d(codebook_embed_dim, z_channels, 1)

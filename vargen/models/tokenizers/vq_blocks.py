@@ -1,6 +1,6 @@
 """The convolutional encoder and decoder of VQGAN (Esser et al. 2021), shared by LlamaGen's and VAR's image tokenizers.
 
-The two publish the same network under different parameter names; `Naming` is that difference.
+The two publish the same network under different parameter names; `VQParameterNames` is that difference.
 
 Shape suffixes: B batch, C channels, Y/X pixel rows and columns, R/G grid rows and columns.
 """
@@ -17,7 +17,7 @@ NORM_GROUPS = 32
 
 
 @dataclass(frozen=True)
-class Naming:
+class VQParameterNames:
     """Names of the network's modules in official checkpoints.
 
     Attributes:
@@ -100,10 +100,10 @@ class Upsample(nn.Module):
         return self.conv(F.interpolate(x_BCYX, scale_factor=2.0, mode="nearest"))
 
 
-class Level(nn.Module):
+class VQLevel(nn.Module):
     """Blocks of one resolution. At the lowest resolution, attention follows each residual block."""
 
-    def __init__(self, in_channels: int, out_channels: int, blocks: int, attention: bool, naming: Naming):
+    def __init__(self, in_channels: int, out_channels: int, blocks: int, attention: bool, naming: VQParameterNames):
         super().__init__()
         widths = [in_channels] + [out_channels] * blocks
         self.naming = naming
@@ -118,16 +118,22 @@ class Level(nn.Module):
         return x_BCYX
 
 
-def middle(channels: int, naming: Naming) -> nn.ModuleDict:
+def make_mid_block(channels: int, naming: VQParameterNames) -> nn.ModuleDict:
     parts = (ResnetBlock(channels, channels), AttnBlock(channels, naming.fused), ResnetBlock(channels, channels))
     return nn.ModuleDict(dict(zip(naming.middle, parts, strict=True)))
 
 
-class Encoder(nn.Module):
+class VQEncoder(nn.Module):
     """Encodes pixels `[B, 3, Y, X]` to features `[B, z_channels, Y/2^k, X/2^k]`, k = levels - 1."""
 
     def __init__(
-        self, in_channels: int, ch: int, ch_mult: tuple[int, ...], num_res_blocks: int, z_channels: int, naming: Naming
+        self,
+        in_channels: int,
+        ch: int,
+        ch_mult: tuple[int, ...],
+        num_res_blocks: int,
+        z_channels: int,
+        naming: VQParameterNames,
     ):
         super().__init__()
         self.naming = naming
@@ -136,12 +142,12 @@ class Encoder(nn.Module):
         last = len(ch_mult) - 1
         levels = nn.ModuleList()
         for i in range(len(ch_mult)):
-            level = Level(widths[i], widths[i + 1], num_res_blocks, attention=i == last, naming=naming)
+            level = VQLevel(widths[i], widths[i + 1], num_res_blocks, attention=i == last, naming=naming)
             if i != last:
                 level.downsample = Downsample(widths[i + 1])
             levels.append(level)
         self.add_module(naming.down, levels)
-        self.mid = middle(widths[-1], naming)
+        self.mid = make_mid_block(widths[-1], naming)
         self.norm_out = group_norm(widths[-1])
         self.conv_out = nn.Conv2d(widths[-1], z_channels, 3, padding=1)
 
@@ -156,20 +162,26 @@ class Encoder(nn.Module):
         return self.conv_out(F.silu(self.norm_out(h)))
 
 
-class Decoder(nn.Module):
+class VQDecoder(nn.Module):
     """Mirror of the encoder, with one more residual block per level."""
 
     def __init__(
-        self, out_channels: int, ch: int, ch_mult: tuple[int, ...], num_res_blocks: int, z_channels: int, naming: Naming
+        self,
+        out_channels: int,
+        ch: int,
+        ch_mult: tuple[int, ...],
+        num_res_blocks: int,
+        z_channels: int,
+        naming: VQParameterNames,
     ):
         super().__init__()
         self.naming = naming
         widths = [ch * m for m in reversed(ch_mult)]
         self.conv_in = nn.Conv2d(z_channels, widths[0], 3, padding=1)
-        self.mid = middle(widths[0], naming)
+        self.mid = make_mid_block(widths[0], naming)
         levels = []
         for i, width in enumerate(widths):
-            level = Level(widths[max(i - 1, 0)], width, num_res_blocks + 1, attention=i == 0, naming=naming)
+            level = VQLevel(widths[max(i - 1, 0)], width, num_res_blocks + 1, attention=i == 0, naming=naming)
             if i != len(widths) - 1:
                 level.upsample = Upsample(width)
             levels.append(level)
