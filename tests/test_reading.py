@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from rejects import rejects
 
 import vargen
 from vargen.cli.inputs import read_source
@@ -68,10 +69,8 @@ def test_all_its_formats_are_read(tmp_path: Path, format: str) -> None:
 @pytest.mark.parametrize("side", [9_000, 12_000, 60_000])
 def test_too_many_pixels_are_refused_before_they_are_decoded(tmp_path: Path, side: int, recwarn: Any) -> None:
     (tmp_path / "large.png").write_bytes(huge_png(side))
-    with pytest.raises(ImageFileError, match=r"image '.*large\.png' cannot be read: it must have at most [\d,]+ pixels"):
-        read_source(tmp_path / "large.png", "image")
-    with pytest.raises(UnreadableImageError, match=r"large\.png.* pixels"):
-        read_image(tmp_path / "large.png")
+    rejects(lambda: read_source(tmp_path / "large.png", "image"), "large.png", ImageFileError)
+    rejects(lambda: read_image(tmp_path / "large.png"), "large.png", UnreadableImageError)
     assert not recwarn.list
 
 
@@ -105,13 +104,11 @@ def test_transparent_parts_are_white(tmp_path: Path) -> None:
 
 def test_deep_channels_are_refused(tmp_path: Path) -> None:
     Image.fromarray(np.full((4, 4), 40_000, np.uint16)).save(tmp_path / "x.png")
-    with pytest.raises(ImageFileError, match=r"x\.png' cannot be read: it must have 8 bits per channel"):
-        read_source(tmp_path / "x.png", "image")
+    rejects(lambda: read_source(tmp_path / "x.png", "image"), "x.png", ImageFileError)
 
 
 @pytest.mark.parametrize("length", [0, 5, 40, 60])
 def test_damaged_files_are_named(tmp_path: Path, length: int) -> None:
     Image.effect_noise((32, 32), 50).save(tmp_path / "x.png")
     (tmp_path / "x.png").write_bytes((tmp_path / "x.png").read_bytes()[:length])
-    with pytest.raises(ImageFileError, match=r"image '.*x\.png'"):
-        read_source(tmp_path / "x.png", "image")
+    rejects(lambda: read_source(tmp_path / "x.png", "image"), "x.png", ImageFileError)

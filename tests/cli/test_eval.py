@@ -135,20 +135,8 @@ def test_scorers_of_nan_and_statistics_of_others_end_it(run: Any, text_model: Pa
 
 
 def test_a_full_disk_is_a_failure_that_says_how_to_go_on(run: Any, full_disk: Callable[[int], Any], class_model: Path) -> None:
-    words = (
-        "eval",
-        "--generate-only",
-        "--model",
-        class_model,
-        "-o",
-        "out",
-        "--num-images",
-        4,
-        "--batch-size",
-        2,
-        "--threads",
-        1,
-    )
+    words = ("eval", "--generate-only", "--model", class_model, "-o", "out", "--num-images", 4, "--batch-size", 2)
+    words += ("--threads", 1)
     assert run(*words[:6], "--num-images", 2, *words[8:]).exit_code == 0
     full = full_disk(200)(*words)
     assert full.exit_code == 1 and "make room" in full.stderr

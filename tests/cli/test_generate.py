@@ -152,21 +152,8 @@ def test_a_sheet_that_cannot_be_written_takes_nothing_with_it(full_disk: Any, te
 
 
 def test_where_nothing_can_be_written_the_run_ends_with_its_batch(full_disk: Any, text_model: Path) -> None:
-    words = (
-        "a cat",
-        "-n",
-        5,
-        "--batch-size",
-        2,
-        "--model",
-        text_model,
-        "--seed",
-        1,
-        "-o",
-        "a.png",
-        "--contact-sheet",
-        "sheet.png",
-    )
+    words = ("a cat", "-n", 5, "--batch-size", 2, "--model", text_model, "--seed", 1, "-o", "a.png", "--contact-sheet")
+    words += ("sheet.png",)
     result = full_disk(100)("generate", *words)
     assert result.exit_code == 1 and result.stdout == ""
     assert result.stderr.splitlines() == [

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import typer
 from PIL import Image
+from rejects import rejects
 
 from vargen.cli import outputs
 from vargen.cli.outputs import (
@@ -134,8 +135,7 @@ def test_made_up_names_give_way_and_given_ones_do_not(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="is also output"):
             check_distinct_paths({"output": [first], "sheet": [second]})
     numbered = OutputFile(tmp_path / "a-1-2.png", explicit=True)
-    with pytest.raises(ValueError, match="may be used by output"):
-        check_distinct_paths({"output": [made_up], "sheet": [numbered]})
+    rejects(lambda: check_distinct_paths({"output": [made_up], "sheet": [numbered]}), "output")
     check_distinct_paths({"output": [given], "sheet": [numbered]})
 
 
@@ -182,5 +182,4 @@ def test_a_result_goes_to_a_file_of_its_kind(tmp_path: Path) -> None:
     for path in ("", "-", "a.json/", tmp_path):
         with pytest.raises(ValueError, match="plot"):
             result_file(path, ".png", "plot")
-    with pytest.raises(ValueError, match=r"json '~nosuchuser/a\.json' begins with a home folder"):
-        result_file("~nosuchuser/a.json", ".json", "json")
+    rejects(lambda: result_file("~nosuchuser/a.json", ".json", "json"), "json")

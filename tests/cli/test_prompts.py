@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 
 from vargen.cli import inputs as subjects
-from vargen.cli.main import app
+from vargen.cli.main import app, main
 
 PROMPTS = b"a cat\n\n# no prompt\na dog\n"
 
@@ -105,12 +104,14 @@ def test_images_are_drawn_on_when_the_reader_of_their_names_goes(
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
-def test_names_that_a_full_disk_took_are_a_failure_but_the_images_are_there(text_model: Path, tmp_path: Path) -> None:
-    main = "import sys; from vargen.cli.main import main; main()"
+def test_names_that_a_full_disk_took_are_a_failure_but_the_images_are_there(
+    run: Any, text_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ["generate", "a cat", "-n", "2", "--batch-size", "1", "--model", str(text_model), "--threads", "1", "-q"]
-    with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            [sys.executable, "-c", main, *words], stdout=full, stderr=subprocess.PIPE, text=True, cwd=tmp_path, timeout=200
-        )
-    assert done.returncode == 1 and len(list(tmp_path.glob("*.png"))) == 2
-    assert len(done.stderr.strip().splitlines()) == 1 and "No space left" in done.stderr, done.stderr
+    monkeypatch.setattr(sys, "argv", ["vargen", *words])
+    monkeypatch.setattr(sys, "stdout", open("/dev/full", "w"))  # noqa: SIM115 - main takes it over
+    with pytest.raises(SystemExit) as ended:
+        main()
+    said = capsys.readouterr().err
+    assert ended.value.code == 1 and len(list(Path().glob("*.png"))) == 2
+    assert len(said.strip().splitlines()) == 1 and "No space left" in said, said

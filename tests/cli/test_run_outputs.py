@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rejects import rejects
 
 from vargen.cli import outputs, results
 from vargen.cli.outputs import check_run_outputs
@@ -46,12 +47,10 @@ def test_a_name_of_a_file_of_the_run_is_refused(name: str, option: str, folder: 
 
 def test_a_run_to_be_made_and_one_whose_disk_ignores_case(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     beside = folder.parent
-    with pytest.raises(ValueError, match="json"):
-        check_run_outputs({"json": beside / "new/run.json"}, {}, "", beside / "new")
+    rejects(lambda: check_run_outputs({"json": beside / "new/run.json"}, {}, "", beside / "new"), "json")
     check_run_outputs({"json": beside / "NEW/run.json", "samples": beside / "RUN.npz"}, {}, "", beside / "new")
     monkeypatch.setattr(outputs, "ignores_case", lambda folder: True)
-    with pytest.raises(ValueError, match="json"):
-        check_run_outputs({"json": beside / "NEW/Run.json"}, {}, "", beside / "new")
+    rejects(lambda: check_run_outputs({"json": beside / "NEW/Run.json"}, {}, "", beside / "new"), "json")
 
 
 def test_what_lies_elsewhere_is_allowed_but_for_what_is_read(folder: Path) -> None:

@@ -5,19 +5,10 @@ from itertools import product
 
 import pytest
 import torch
+from rejects import rejects
 from torch import Tensor
 
-from vargen.decoding import (
-    PRESETS,
-    Noise,
-    Progress,
-    Purpose,
-    Sampling,
-    ScaleSchedule,
-    Stage,
-    decode_scales,
-    list_methods,
-)
+from vargen.decoding import PRESETS, Noise, Progress, Purpose, Sampling, ScaleSchedule, Stage, decode_scales, list_methods
 from vargen.decoding.next_scale.acceptance import joint_coupling, shared_noise
 from vargen.decoding.sampling import to_probs
 from vargen.evaluation import exactness
@@ -185,10 +176,7 @@ BAD: Sequence[tuple[ScaleSchedule, str]] = (
     ),
     (ScaleSchedule("before", (Stage(until=-3), Stage())), r"until of stage 1 of 'before' must be .* got -3"),
     (ScaleSchedule("short", (Stage(until=2),)), r"the stages of 'short' end at scale 2 of 3: the last needs until=None"),
-    (
-        ScaleSchedule("behind", (Stage(), Stage())),
-        "stage 2 of 'behind' has no scale left",
-    ),
+    (ScaleSchedule("behind", (Stage(), Stage())), "stage 2 of 'behind' has no scale left"),
 )
 
 
@@ -203,8 +191,7 @@ def test_schedules_that_do_not_fit_are_refused_before_any_pass(schedule: ScaleSc
 def test_what_a_model_lacks_is_said() -> None:
     model = tables()
     model.draft_model = None
-    with pytest.raises(ValueError, match="code needs a smaller model of the same image tokenizer"):
-        drawn(model, "code")
+    rejects(lambda: drawn(model, "code"), "code")
     model.draft_model = ScaleTable(scale_tokens=(1, 2, 3))
     with pytest.raises(ValueError, match="the draft model must be of the same image tokenizer: its scale_tokens"):
         drawn(model, "scale-spec")
@@ -216,17 +203,16 @@ def test_what_a_model_lacks_is_said() -> None:
     ("options", "error", "message"),
     [
         ({"model": "none"}, ValueError, "model"),
-        ({"until": 0}, ValueError, "until must be a whole number other than 0"),
-        ({"until": 1.5}, ValueError, "until must be a whole number"),
+        ({"until": 0}, ValueError, "until"),
+        ({"until": 1.5}, ValueError, "until"),
         ({"num_drafted": -1}, ValueError, "num_drafted"),
         ({"num_drafted": 2, "model": "draft"}, ValueError, "model"),
-        ({"rule": "joint"}, TypeError, "rule must be a ScaleRule"),
-        ({"guidance": -1}, ValueError, "guidance must be a finite factor"),
+        ({"rule": "joint"}, TypeError, "rule"),
+        ({"guidance": -1}, ValueError, "guidance"),
     ],
 )
 def test_stages_are_checked(options: dict, error: type, message: str) -> None:
-    with pytest.raises(error, match=message):
-        Stage(**options)
+    rejects(lambda: Stage(**options), message, error)
 
 
 @pytest.mark.parametrize(
@@ -234,13 +220,11 @@ def test_stages_are_checked(options: dict, error: type, message: str) -> None:
     [
         ({"fixed_scales": [torch.zeros(64, 2, dtype=torch.int64)]}, ValueError, "fixed_scales"),
         ({"fixed_scales": [torch.full((64, 1), 3)]}, ValueError, "fixed_scales"),
-        ({"sampling": Sampling(top_k=4)}, ValueError, "top_k must be at most"),
-        ({"callback": 3}, TypeError, "callback must be a function"),
+        ({"sampling": Sampling(top_k=4)}, ValueError, "top_k"),
+        ({"callback": 3}, TypeError, "callback"),
         ({"schedule": ScaleSchedule}, TypeError, "must be a preset's name"),
     ],
 )
 def test_calls_are_checked(options: dict, error: type, message: str) -> None:
-    with pytest.raises(error, match=message):
-        drawn(tables(), **options)
-    with pytest.raises(TypeError, match="stages must be a sequence of Stage"):
-        ScaleSchedule(stages=(3,))
+    rejects(lambda: drawn(tables(), **options), message, error)
+    rejects(lambda: ScaleSchedule(stages=(3,)), "stages", TypeError)

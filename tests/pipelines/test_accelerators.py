@@ -7,7 +7,7 @@ from vargen import Accelerator, LlamaGenPipeline
 from vargen.decoding import DEFAULT_METHOD, PRESETS, GroupedRule, Jacobi, list_methods
 from vargen.decoding import pass_costs as cost
 
-PROMPTS = ["a red apple, 3d style", "a grinning face, flat style", "a cat", "the flag of Japan", "a blue car"]
+PROMPTS = ["a red apple, 3d style", "a grinning face, flat style"]
 
 
 @pytest.fixture(scope="module")
@@ -24,17 +24,17 @@ def draw(pipe, prompts, accelerator, seed=11, **options):
 
 @pytest.fixture(scope="module")
 def sequential(emoji):
-    return {count: draw(emoji, PROMPTS[:count], "ar").images for count in (1, 5)}
+    return {count: draw(emoji, PROMPTS[:count], "ar").images for count in (1, 2)}
 
 
-@pytest.mark.parametrize(("window", "count"), [(2, 1), (16, 5), (64, 1)])
+@pytest.mark.parametrize(("window", "count"), [(2, 1), (16, 2), (64, 1)])
 def test_gumbel_draws_the_same_picture_bit_for_bit(emoji, sequential, window, count):
     fast = draw(emoji, PROMPTS[:count], Accelerator("gumbel", Jacobi(window, "gumbel")))
     assert torch.equal(fast.images, sequential[count])
     assert fast.stats.passes < 256
 
 
-@pytest.mark.parametrize(("dear", "count"), [(0.0, 5), (0.02, 1), (0.3, 1), (10.0, 5)])
+@pytest.mark.parametrize(("dear", "count"), [(0.0, 2), (0.02, 1), (0.3, 1), (10.0, 1)])
 def test_the_default_draws_the_picture_of_ar_whatever_a_pass_costs(emoji, sequential, monkeypatch, dear, count):
     """A pass of W tokens that takes 1 + dear (W - 1) of one: from free drafts to drafts that never pay."""
     monkeypatch.setattr(cost, "_time_pass", lambda model, state, images, width: 1 + dear * (width - 1))
@@ -59,10 +59,11 @@ def test_pictures_are_drawn_by_the_default(emoji):
 def test_presets_run_in_batches_and_commit_more_than_one_token_a_pass(emoji, name):
     if reason := next(method.unsupported_reason for method in emoji.list_methods() if method.name == name):
         pytest.skip(reason)
-    result = draw(emoji, PROMPTS[:3], name)
-    assert result.images.shape == (3, 16, 16)
+    end = 256 if name == "wavefront" else 128  # it relaxes nothing in the upper half; whole images: test_contract.py
+    result = draw(emoji, PROMPTS, name, callback_on_step_end=lambda pipe, step, least, tensors: {"stop": least >= end})
+    assert result.images.shape == (2, 16, 16)
     assert result.images.min() >= 0 and result.images.max() < emoji.transformer.config.vocab_size
-    assert result.stats.tokens_per_pass > 1.2 and result.stats.tokens == 3 * 256
+    assert result.stats.tokens_per_pass > 1.2 and 2 * end <= result.stats.tokens <= 2 * 256
     assert (max(result.stats.relaxation) > 0) == (PRESETS[name].kind == "relaxed")
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from rejects import rejects
 from tiny_models import class_pipeline, tiny_transformer
 
 from vargen.decoding import Accelerator, LayerSkip, decode, speculative_sampling
@@ -56,11 +57,9 @@ def test_a_target_that_skips_nothing_that_matters_accepts_every_draft():
 @pytest.mark.parametrize("layers", [(4,), (-1,), (0, 1, 2, 3)])
 def test_layers_that_cannot_be_skipped_are_refused(layers):
     model, _ = models()
-    with pytest.raises(ValueError, match="some of 0 to 3, but not all"):
-        model.skip_layers(layers)
+    rejects(lambda: model.skip_layers(layers), "some")
     if max(layers) == 4:
-        with pytest.raises(ValueError, match="some of 0 to 3"):
-            LayerSkip(skip=layers).bind(model)
+        rejects(lambda: LayerSkip(skip=layers).bind(model), "some")
 
 
 def test_a_pipeline_says_what_keeps_it_from_skipping():

@@ -2,13 +2,13 @@
 
 import json
 import logging
-import shutil
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from rejects import rejects
 from tiny_models import class_pipeline, text_pipeline, tiny_transformer, tiny_vq
 
 from vargen import LlamaGenPipeline
@@ -79,8 +79,7 @@ def test_each_prompt_may_have_its_negative_prompt(texts):
     alone = texts("cat", negative_prompt="dog", generator=seeded(2, 3), **options).images
     assert torch.equal(both[2:], alone)
     assert not torch.equal(alone, texts("cat", negative_prompt="red", generator=seeded(2, 3), **options).images)
-    with pytest.raises(ValueError, match="negative_prompt"):
-        texts(["apple", "cat"], negative_prompt=["a", "b", "c"])
+    rejects(lambda: texts(["apple", "cat"], negative_prompt=["a", "b", "c"]), "negative_prompt")
 
 
 def test_negative_prompt_embeds_replace_the_negative_prompt(texts):
@@ -269,24 +268,19 @@ def test_compile_is_refused_on_a_cpu_before_work_starts(classes, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_new_transformer_is_compiled_anew(monkeypatch, compiling):
+def test_compiled_passes_generate_the_same_and_a_new_transformer_is_compiled_again(monkeypatch, compiling):
+    """Traced as on a GPU; the code generator behind it is torch's own, another one there."""
     pipe, compiled = class_pipeline(), []
     real = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda module, **_: compiled.append(module) or real(module, backend="eager"))
+    monkeypatch.setattr(torch, "compile", lambda module, **_: compiled.append(module) or real(module, backend="aot_eager"))
     pipe.set_progress_bar_config(disable=True)
+    options = {"class_labels": [1, 2], "temperature": 0, "output_type": "latent"}
+    plain = pipe(**options).images
     for _ in range(2):
-        pipe(class_labels=3, compile=True)
+        assert torch.equal(pipe(**options, compile=True).images, plain)
     first, pipe.transformer = pipe.transformer, tiny_transformer("class", n_layer=1)
-    pipe(class_labels=3, compile=True)
+    pipe(**options, compile=True)
     assert compiled == [first, pipe.transformer]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not any(map(shutil.which, ("g++", "c++", "clang++"))), reason="torch.compile needs a C++ compiler here")
-def test_compiled_passes_draw_the_same(classes, compiling):
-    plain = classes(class_labels=[1, 2], temperature=0, output_type="latent").images
-    compiled = classes(class_labels=[1, 2], temperature=0, output_type="latent", compile=True).images
-    assert torch.equal(plain, compiled)
 
 
 def test_encode_image_inverts_the_size(classes):

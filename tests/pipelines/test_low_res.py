@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rejects import rejects
 from tiny_models import class_pipeline, text_pipeline, tiny_transformer
 
 from vargen import LlamaGenPipeline
@@ -148,18 +149,17 @@ def test_what_follows_is_what_the_model_draws_behind_what_was_committed(tmp_path
 @pytest.mark.parametrize(("small", "up", "message"), [
     ({"grid_size": 4}, {}, "grid_size 4 must divide 4"),
     ({"grid_size": 3}, {}, "grid_size 3 must divide"),
-    ({"vocab_size": 32}, {}, "vocab_size of low_res is 32"),
-    ({"num_classes": 5}, {}, "num_classes of low_res is 5"),
-    ({}, {"vocab_size": 32}, "vocab_size of upsampler is 32"),
-    ({}, {"low_grid": 1}, "low_grid of upsampler is 1"),
-    ({}, {"grid_size": 8}, "grid_size of upsampler is 8"),
+    ({"vocab_size": 32}, {}, "vocab_size"),
+    ({"num_classes": 5}, {}, "num_classes"),
+    ({}, {"vocab_size": 32}, "vocab_size"),
+    ({}, {"low_grid": 1}, "low_grid"),
+    ({}, {"grid_size": 8}, "grid_size"),
 ])  # fmt: skip
 def test_networks_that_do_not_belong_are_refused_before_weights_are_read(small, up, message, tmp_path, monkeypatch) -> None:
     low, above = saved(tmp_path, small, up)
     monkeypatch.setattr(LlamaGenTransformer, "from_pretrained", None)
     pipe = class_pipeline()
-    with pytest.raises(ValueError, match=message):
-        pipe.load_low_res(low, above)
+    rejects(lambda: pipe.load_low_res(low, above), message)
     assert pipe.low_res is None and pipe.upsampler is None
 
 
@@ -183,8 +183,7 @@ def test_folders_without_networks_and_with_code_are_refused(tmp_path) -> None:
         with pytest.raises(ValueError, match="drafter"):
             class_pipeline().load_low_res(*folders)
     (up / "upsampler" / "more.py").write_text("")
-    with pytest.raises(ValueError, match=r"more\.py"):
-        class_pipeline().load_low_res(low, up)
+    rejects(lambda: class_pipeline().load_low_res(low, up), "more.py")
 
 
 def test_an_upsampler_alone_is_refused() -> None:

@@ -35,7 +35,7 @@ def model_and_condition(kind: str, scale: float, images: int, compress: bool) ->
         return model, Condition(class_labels=torch.arange(images) % 10)
     generator = torch.Generator().manual_seed(2)
     mask = torch.arange(12) >= torch.randint(11, (images, 1), generator=generator)
-    rows = torch.randn(images, 12, 384, generator=generator) * mask[..., None]
+    rows = torch.randn(images, 12, 32, generator=generator) * mask[..., None]
     return model, Condition(caption_embeds=rows, caption_mask=mask)
 
 

@@ -28,7 +28,7 @@ def tiny(condition: str = "class", guidance_scale: float = 3.0, **options: Any) 
 def a_condition(model: VARScaleModel, images: int = 3) -> Condition:
     if model.transformer.config.condition == "class":
         return Condition(class_labels=torch.arange(images))
-    embeds = torch.randn(images, 12, 384, generator=torch.Generator().manual_seed(0))
+    embeds = torch.randn(images, 12, 32, generator=torch.Generator().manual_seed(0))
     mask = torch.arange(12) >= 12 - torch.tensor([[3], [5], [4]])[:images]
     return Condition(caption_embeds=embeds * mask[..., None], caption_mask=mask)
 

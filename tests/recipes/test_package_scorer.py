@@ -1,10 +1,10 @@
 """A scorer's card tells what was measured on the weights that are packaged."""
 
 import numpy as np
-import pytest
 import torch
 from PIL import Image
 from PIL.ImageFilter import GaussianBlur
+from rejects import rejects
 
 from recipes.emoji.dataset import EmojiDataset
 from recipes.emoji.scorer_evaluation import blur, mismatched_captions
@@ -35,6 +35,5 @@ def test_blurring_is_the_blur_of_pictures_on_white() -> None:
 
 
 def test_an_unfinished_run_is_refused(tmp_path) -> None:
-    with pytest.raises(FileNotFoundError, match="scorer is missing"):
-        package_scorer(tmp_path, tmp_path, data(), tmp_path / "out")
+    rejects(lambda: package_scorer(tmp_path, tmp_path, data(), tmp_path / "out"), "scorer", FileNotFoundError)
     assert not (tmp_path / "out").exists()

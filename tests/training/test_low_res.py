@@ -5,18 +5,14 @@ import json
 import numpy as np
 import pytest
 import torch
-from tiny_models import tiny_transformer, tiny_vq
-from tiny_training import check_resumes, data, generator_recipe, tiny_encoder
+from rejects import rejects
+from tiny_models import tiny_encoder, tiny_transformer, tiny_vq
+from tiny_training import check_resumes, data, generator_recipe
 
 from recipes.package import package_emoji, package_low_res
 from vargen import LlamaGenPipeline
 from vargen.training.config import Schedule
-from vargen.training.low_res import (
-    TwoResolutionTokens,
-    UpsamplerConfig,
-    downscale_dataset,
-    train_upsampler,
-)
+from vargen.training.low_res import TwoResolutionTokens, UpsamplerConfig, downscale_dataset, train_upsampler
 from vargen.training.next_token import train_next_token
 from vargen.training.token_cache import BackgroundTokenizer
 
@@ -56,8 +52,7 @@ def test_small_pictures_are_means():
 def test_a_grid_that_does_not_divide_the_pictures_is_refused():
     given = low_recipe()
     three = given.__class__(**{**vars(given), "model": {**given.model, "grid_size": 3}})
-    with pytest.raises(ValueError, match="grid_size"):
-        downscale_dataset(data(size=16), three, downsampling=2)
+    rejects(lambda: downscale_dataset(data(size=16), three, downsampling=2), "grid_size")
 
 
 def test_pairs_are_tokens_of_a_picture_at_both_sizes(tmp_path):
@@ -107,5 +102,4 @@ def test_finished_runs_become_parts_of_their_model(tmp_path, vq):
         network.quantize.embedding.weight[0] += 1
     network.save_pretrained(other)
     train_upsampler(recipe(), data(), other, tmp_path / "up-other", CPU)
-    with pytest.raises(ValueError, match="tokenizer"):
-        package_low_res(tmp_path / "low", tmp_path / "up-other", folder)
+    rejects(lambda: package_low_res(tmp_path / "low", tmp_path / "up-other", folder), "tokenizer")

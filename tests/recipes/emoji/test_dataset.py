@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from rejects import rejects
 
 from recipes.emoji import sources as emoji_sources
 from recipes.emoji.dataset import (
@@ -134,8 +135,7 @@ def test_hexcodes_are_normalized(text: str, expected: str) -> None:
 
 @pytest.mark.parametrize("text", ["", "readme", "1f34e-", "1f34e--200d"])
 def test_other_names_are_no_hexcodes(text: str) -> None:
-    with pytest.raises(ValueError, match="code-point"):
-        normalize_hexcode(text)
+    rejects(lambda: normalize_hexcode(text), "code-point")
 
 
 def test_split_is_fixed_and_near_five_percent() -> None:
@@ -191,8 +191,7 @@ def test_build(tmp_path: Path, packages: dict[str, dict[str, bytes]]) -> None:
         if record["style"] == "3d":
             assert np.abs(image[3, 3].astype(int) - colors[record["hexcode"]]).max() <= 2
     assert set(built.indices("train")) | set(built.indices("validation")) == set(range(len(built.records)))
-    with pytest.raises(ValueError, match="test"):
-        built.indices("test")
+    rejects(lambda: built.indices("test"), "test")
     build_emoji_dataset(tmp_path / "b", tmp_path / "cache", 16, progress=False, sources=sources)
     for name in ("images.npy", "records.json"):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
@@ -229,15 +228,13 @@ def test_a_wrong_checksum_leaves_nothing_behind(
     tarball.unlink()
     monkeypatch.setattr(emoji_sources.shutil, "which", lambda name: name)
     monkeypatch.setattr(emoji_sources.subprocess, "run", fake_npm)
-    with pytest.raises(ValueError, match="SHA-256"):
-        fetch_sources(tmp_path / "cache", sources)
+    rejects(lambda: fetch_sources(tmp_path / "cache", sources), "SHA-256")
     assert sorted(p.name for p in tarball.parent.iterdir()) == sorted(s.tarball for s in sources if s is not sources[1])
 
 
 def test_npm_failures_are_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(emoji_sources.shutil, "which", lambda name: None)
-    with pytest.raises(OSError, match="npm is not installed"):
-        fetch_sources(tmp_path)
+    rejects(lambda: fetch_sources(tmp_path), "npm", OSError)
 
     def failing(command: list[str], **_: Any) -> Any:
         return emoji_sources.subprocess.CompletedProcess(command, 1, "", "404 not found")

@@ -9,7 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from tiny_training import check_resumes, tiny_encoder
+from rejects import rejects
+from tiny_models import tiny_encoder
+from tiny_training import check_resumes
 
 from recipes.emoji.captions import can_recolor
 from recipes.emoji.dataset import EmojiDataset, is_held_out_style
@@ -119,8 +121,7 @@ def test_a_run_does_not_resume_with_another_tokenizer(tmp_path, trained):
     with torch.no_grad():
         other.quantize.embedding.weight[3] += 0.1
     other.save_pretrained(tmp_path / "other")
-    with pytest.raises(ValueError, match="settings"):
-        train(trained[0], tmp_path / "other")
+    rejects(lambda: train(trained[0], tmp_path / "other"), "settings")
     changed = tiny_vq()
     with torch.no_grad():
         next(changed.decoder.parameters()).add_(0.1)  # which has no say in tokens
@@ -129,16 +130,11 @@ def test_a_run_does_not_resume_with_another_tokenizer(tmp_path, trained):
 
 @pytest.mark.parametrize(
     ("model", "size", "message"),
-    [
-        ({"scales": [1, 2, 3]}, 16, "scales"),
-        ({"vocab_size": 31}, 16, "vocab_size"),
-        ({}, 32, "images"),
-    ],
+    [({"scales": [1, 2, 3]}, 16, "scales"), ({"vocab_size": 31}, 16, "vocab_size"), ({}, 32, "images")],
 )
 def test_what_does_not_fit_is_named_before_training(tmp_path, tokenizer, model, size, message):
     changed = recipe(model={**recipe().model, **model})
-    with pytest.raises(ValueError, match=message):
-        var.train_next_scale(changed, data(size=size), tokenizer, ENCODER, tmp_path / "run", CPU)
+    rejects(lambda: var.train_next_scale(changed, data(size=size), tokenizer, ENCODER, tmp_path / "run", CPU), message)
     assert not (tmp_path / "run").exists()
 
 
@@ -163,8 +159,7 @@ def test_packaged_recipes_make_models_of_the_size_they_should_have(name):
 
 
 def test_shares_outside_the_unit_interval_are_refused():
-    with pytest.raises(ValueError, match="code_noise"):
-        recipe(code_noise=1.5)
+    rejects(lambda: recipe(code_noise=1.5), "code_noise")
 
 
 # -- losses ------------------------------------------------------------------------------------------------------

@@ -6,18 +6,13 @@ import json
 import numpy as np
 import pytest
 import torch
+from rejects import rejects
 from tiny_training import check_resumes
 
 from recipes.emoji_video import transformer as trainer
 from recipes.emoji_video.batches import EMPTY_CAPTION, ClipBatches, check_same_encoder, clip_latents, motion_levels
 from recipes.emoji_video.clips import VideoDataset
-from recipes.emoji_video.generate import (
-    VideoEvaluation,
-    euler_levels,
-    make_block_noise,
-    sample_latents,
-    sampling_settings,
-)
+from recipes.emoji_video.generate import VideoEvaluation, euler_levels, make_block_noise, sample_latents, sampling_settings
 from recipes.emoji_video.losses import VideoLoss
 from recipes.emoji_video.preview import PreviewConfig, train_video_preview
 from recipes.emoji_video.transformer import VideoConfig
@@ -179,8 +174,7 @@ def test_latents_are_computed_once_for_an_encoder(tmp_path, vae, monkeypatch):
         assert np.array_equal(clip_latents(tmp_path, clips, network, CPU), made)
     check_same_encoder(tmp_path, network, tmp_path)
     network.latent_std.fill_(2.0)
-    with pytest.raises(ValueError, match="latents of another autoencoder"):
-        check_same_encoder(tmp_path, network, tmp_path)
+    rejects(lambda: check_same_encoder(tmp_path, network, tmp_path), "latents")
     assert not np.array_equal(clip_latents(tmp_path, clips, network, CPU), made)
 
 
@@ -298,16 +292,13 @@ def test_a_preview_is_trained_and_resumed(tmp_path, vae):
      ({"temporal_stride": 4}, "temporal_stride"), ({"channels": 16}, "channels")],
 )  # fmt: skip
 def test_networks_that_do_not_fit_are_refused(tmp_path, vae, change, message):
-    with pytest.raises(ValueError, match=message):
-        train(tmp_path / "run", vae, recipe(model={**SHAPE, **change}))
+    rejects(lambda: train(tmp_path / "run", vae, recipe(model={**SHAPE, **change})), message)
     assert not (tmp_path / "run").exists()
 
 
 def test_a_teacher_is_given_for_consistency_and_for_nothing_else(tmp_path, vae, flow):
-    with pytest.raises(ValueError, match="teacher must be given"):
-        train(tmp_path / "run", vae, recipe(objective="consistency"))
-    with pytest.raises(ValueError, match="teacher must be given"):
-        train(tmp_path / "run", vae, teacher_folder=flow[0] / "transformer")
+    rejects(lambda: train(tmp_path / "run", vae, recipe(objective="consistency")), "teacher")
+    rejects(lambda: train(tmp_path / "run", vae, teacher_folder=flow[0] / "transformer"), "teacher")
     with pytest.raises(ValueError, match="init"):
         train(tmp_path / "run", vae, recipe(model={**SHAPE, "dim": 12}), init_folder=flow[0] / "transformer")
 
@@ -315,11 +306,10 @@ def test_a_teacher_is_given_for_consistency_and_for_nothing_else(tmp_path, vae, 
 @pytest.mark.parametrize(
     ("change", "message"),
     [({"objective": "gan"}, "objective"), ({"self_rollout_probability": 1.5}, "self_rollout_probability"),
-     ({"levels": [500, 1000]}, "steps must fall"), ({"optimizer": "sgd"}, "optimizer"), ({"euler_steps": 0}, "euler_steps")],
+     ({"levels": [500, 1000]}, "steps"), ({"optimizer": "sgd"}, "optimizer"), ({"euler_steps": 0}, "euler_steps")],
 )  # fmt: skip
 def test_recipes_that_cannot_be_are_refused(change, message):
-    with pytest.raises(ValueError, match=message):
-        recipe(**change)
+    rejects(lambda: recipe(**change), message)
 
 
 @pytest.mark.parametrize(
