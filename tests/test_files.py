@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from rejects import rejects
 
-from vargen.files import atomic_file, atomic_folder, atomic_merge, check_not_interrupted
+from vargen.files import atomic_file, atomic_folder, atomic_merge, validate_not_interrupted
 
 
 def _tree(folder: Path) -> dict[str, str | None]:
@@ -263,11 +263,11 @@ def test_killed_at_any_moment_one_whole_model_is_left(how: str, tmp_path: Path) 
 def test_a_missing_model_that_was_being_replaced_is_reported_and_restored_by_the_next_write(tmp_path: Path) -> None:
     previous = tmp_path / ".out.vargen-previous"
     _write(previous, {**_OLD, **_MINE})
-    rejects(lambda: check_not_interrupted(tmp_path / "out"), "out", FileNotFoundError)
+    rejects(lambda: validate_not_interrupted(tmp_path / "out"), "out", FileNotFoundError)
     with pytest.raises(FileExistsError):
         _fill(tmp_path / "out")  # a model is there again, and may not be overwritten
     assert _files(tmp_path / "out") == {**_OLD, **_MINE}
-    check_not_interrupted(tmp_path / "out")
+    validate_not_interrupted(tmp_path / "out")
     _write(previous, _OLD)
     rejects(lambda: _replace(tmp_path / "out"), "out", OSError)
     assert _files(previous) == _OLD

@@ -32,7 +32,7 @@ READERS = [read_image, lambda path: read_source(path, "image"), lambda path: lis
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_a_picture_of_postscript_starts_no_program(tmp_path: Path, monkeypatch: Any, reader: Any) -> None:
+def test_an_image_of_postscript_starts_no_program(tmp_path: Path, monkeypatch: Any, reader: Any) -> None:
     started: list[Any] = []
     monkeypatch.setattr(subprocess, "Popen", lambda *words, **_: started.append(words))
     monkeypatch.setattr("PIL.EpsImagePlugin.gs_binary", "gs", raising=False)
@@ -50,7 +50,7 @@ def test_postscript_in_an_open_file_starts_none_either(tmp_path: Path) -> None:
         pass
 
 
-def test_every_place_that_opens_pictures_does_so_here() -> None:
+def test_every_place_that_opens_images_does_so_here() -> None:
     folders = ("vargen", "pipelines", "kernels", "benchmarks", "examples")
     files = [ROOT / "app.py", *(file for folder in folders for file in (ROOT / folder).rglob("*.py"))]
     for file in files:

@@ -18,7 +18,7 @@ def seeded(*seeds: int) -> list[torch.Generator]:
     return [torch.Generator().manual_seed(seed) for seed in seeds]
 
 
-def test_rows_equal_the_picture_alone_and_repeat(emoji):
+def test_rows_equal_the_image_alone_and_repeat(emoji):
     prompts = ["a red apple", "grinning face, 3d style"]
     half = {"callback_on_step_end": lambda pipe, step, least, tensors: {"stop": least >= 128}, "output_type": "latent"}
     together = emoji(prompts, generator=seeded(1, 2), **half).images
@@ -28,7 +28,7 @@ def test_rows_equal_the_picture_alone_and_repeat(emoji):
         assert torch.equal(alone[:8], together[row, :8])
 
 
-def test_pictures_follow_the_prompt_and_the_seed(emoji):
+def test_images_follow_the_prompt_and_the_seed(emoji):
     faces = emoji(["grinning face"] * 2, generator=seeded(1, 2), output_type="np").images
     assert faces.shape == (2, 128, 128, 3) and not np.allclose(faces[0], faces[1])
     middle = faces[:, 32:96, 32:96].mean((0, 1, 2))

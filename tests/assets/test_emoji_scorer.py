@@ -12,7 +12,7 @@ def scorer() -> ImageTextScorer:
     return ImageTextScorer("emoji-scorer")
 
 
-def test_shapes_of_a_colour_are_told(scorer: ImageTextScorer) -> None:
+def test_shapes_of_a_colour_are_reported(scorer: ImageTextScorer) -> None:
     """A drawn disc and heart, each nearer its own words than the other's."""
     disc, stripes = Image.new("RGB", (128, 128), "white"), Image.new("RGB", (128, 128), "white")
     from PIL import ImageDraw

@@ -41,14 +41,14 @@ def test_parts_have_the_sizes_that_were_asked_for(pipe: Any) -> None:
     assert millions["vqvae"] <= 6 and 8 <= millions["transformer"] <= 14 and 2 <= millions["draft_transformer"] <= 4
 
 
-def test_rows_equal_the_picture_alone(pipe: Any) -> None:
+def test_rows_equal_the_image_alone(pipe: Any) -> None:
     together = pipe(THINGS[:3], generator=seeded(1, 2, 3), output_type="latent").images
     for row, prompt in enumerate(THINGS[:3]):
         assert torch.equal(pipe(prompt, generator=seeded(row + 1)[0], output_type="latent").images[0], together[row])
 
 
 @pytest.mark.parametrize("method", [preset.name for preset in list_methods("next-scale")])
-def test_by_every_method_pictures_show_what_was_asked_for(pipe: Any, scorer: ImageTextScorer, method: str) -> None:
+def test_by_every_method_images_show_what_was_asked_for(pipe: Any, scorer: ImageTextScorer, method: str) -> None:
     pictures = pipe(THINGS, accelerator=method, generator=seeded(*range(6))).images
     own = scorer.score(pictures, THINGS)
     others = torch.stack([scorer.score(pictures, THINGS[k:] + THINGS[:k]) for k in range(1, 6)])

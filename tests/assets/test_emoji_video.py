@@ -79,7 +79,7 @@ def test_every_method_makes_a_video(pipe: Any, method: str) -> None:
     assert [row.number for row in result.stats.blocks] == [0, 1, 2]
 
 
-def test_a_draft_is_judged_by_one_frame_and_a_scorer_of_ones_own_by_as_many_as_it_says(pipe: Any) -> None:
+def test_a_draft_is_verified_by_one_frame_and_a_scorer_of_ones_own_by_as_many_as_it_says(pipe: Any) -> None:
     assert pipe.resolve_frame_scorer().frames == 1 and pipe.resolve_frame_scorer(ImageTextScorer()).frames == 1
     whole = FrameScorer(ImageTextScorer())
     assert pipe.resolve_frame_scorer(whole) is whole and whole.frames is None

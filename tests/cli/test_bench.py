@@ -93,7 +93,7 @@ def test_a_random_network_has_the_official_shape(monkeypatch: pytest.MonkeyPatch
     )
 
 
-def test_pictures_of_a_next_scale_model(run: Any, scale_model: Path) -> None:
+def test_images_of_a_next_scale_model(run: Any, scale_model: Path) -> None:
     words = ("bench", "images", "--model", scale_model, "--repeats", 1, "--batch-size", "1,2", "--threads", 1)
     result = run(*words, "--json", "a.json")
     assert result.exit_code == 0, result.output
@@ -103,7 +103,7 @@ def test_pictures_of_a_next_scale_model(run: Any, scale_model: Path) -> None:
         assert part in result.stdout
 
 
-def test_pictures_need_a_next_scale_model(run: Any, text_model: Path) -> None:
+def test_images_need_a_next_scale_model(run: Any, text_model: Path) -> None:
     result = run("bench", "images", "--model", text_model)
     assert result.exit_code == 2 and "model must be a next-scale one, such as var-d16" in result.stderr
     assert "repeats must be" in run("bench", "images", "--repeats", 0).stderr

@@ -22,7 +22,7 @@ def prompts(run: Any) -> Path:
     return Path("prompts.txt")
 
 
-def test_reports_every_method_with_pictures_figures_and_histograms(run: Any, text_model: Path, prompts: Path) -> None:
+def test_reports_every_method_with_images_figures_and_histograms(run: Any, text_model: Path, prompts: Path) -> None:
     words = ("--prompt-file", prompts, "--model", text_model, "--batch-size", 2)
     words += ("--methods", "sjd:window=4,gumbel:window=4,gsd:window=4")
     result = run("compare", *words, "-o", "out/grid.png", "--json", "out/a.json", "--plot", "out/a.png", "--top-k", 8)

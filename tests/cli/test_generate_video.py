@@ -61,7 +61,7 @@ def test_what_a_video_cannot_be_is_said(model: str, words: tuple[str, ...], mess
     assert not list(tmp_path.iterdir())
 
 
-def test_pictures_take_no_options_of_video(tmp_path, monkeypatch) -> None:
+def test_images_take_no_options_of_video(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     for words, name in ((("--tau", "1"), "tau"), (("--num-blocks", "2"), "num_blocks")):
         found = run("a cat", *words)

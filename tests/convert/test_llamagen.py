@@ -20,7 +20,7 @@ from vargen.models.llamagen import SIZES, LlamaGenTransformer
 from vargen.models.llamagen_blocks import build_rotary_2d
 from vargen.models.tokenizers.vq import VQModel
 from vargen.pipelines.llamagen import LLAMAGEN
-from vargen.pipelines.loading import check_model_folder
+from vargen.pipelines.loading import validate_model_folder
 
 State = dict[str, Tensor]
 
@@ -77,7 +77,7 @@ def _left(folder: Path) -> set[str]:
 
 
 @pytest.mark.parametrize(("scale", "interval", "case"), [(1.0, None, "cfg1"), (3.0, None, "cfg3"), (3.0, 5, "cfg3_interval")])
-def test_a_converted_class_model_draws_the_official_greedy_tokens(
+def test_a_converted_class_model_samples_the_official_greedy_tokens(
     files: tuple[Path, Path], tmp_path: Path, scale: float, interval: int | None, case: str
 ) -> None:
     assert convert_llamagen(*files, tmp_path / "out", grid_size=4) == tmp_path / "out"
@@ -89,7 +89,7 @@ def test_a_converted_class_model_draws_the_official_greedy_tokens(
 
 
 @pytest.mark.parametrize(("scale", "case"), [(1.0, "cfg1"), (3.0, "cfg3")])
-def test_a_converted_text_model_draws_the_official_greedy_tokens(
+def test_a_converted_text_model_samples_the_official_greedy_tokens(
     text_files: tuple[Path, Path], tmp_path: Path, scale: float, case: str
 ) -> None:
     convert_llamagen(*text_files, tmp_path / "out", grid_size=4, n_head=_TEXT_HEADS)
@@ -158,7 +158,7 @@ def test_a_missing_usage_counter_is_no_fault(files: tuple[Path, Path], tmp_path:
     del state["quantize.codebook_used"]
     torch.save(state, files[1])
     convert_llamagen(*files, tmp_path / "out", grid_size=4)
-    check_model_folder(tmp_path / "out", LLAMAGEN)
+    validate_model_folder(tmp_path / "out", LLAMAGEN)
 
 
 # -- what the shapes tell ------------------------------------------------------------------------------------------
@@ -356,7 +356,7 @@ def _drop(state: State, prefix: str) -> None:
         del state[name]
 
 
-def test_swapped_and_doubled_files_are_told(files: tuple[Path, Path], tmp_path: Path) -> None:
+def test_swapped_and_doubled_files_are_reported(files: tuple[Path, Path], tmp_path: Path) -> None:
     gpt, vq = files
     _refused((vq, gpt), tmp_path, r"swapped: .*vq\.pt is the image tokenizer and .*c2i\.pt is the transformer")
     _refused((vq, vq), tmp_path, r"vq\.pt is an image tokenizer, but was given as the transformer")

@@ -71,7 +71,7 @@ def test_an_infinite_threshold_is_one_of_the_models_bit_for_bit() -> None:
     assert not torch.equal(video(stream("draft"))[0], video(stream("target"))[0])
 
 
-def test_switching_drafting_off_and_on_does_not_change_what_the_target_draws() -> None:
+def test_switching_drafting_off_and_on_does_not_change_what_the_target_samples() -> None:
     method = replace(FREE, pause_after_rejections=2, pause_blocks=3).with_tau(math.inf)
     made = stream(method, 9)
     assert torch.equal(video(made)[0], video(stream("target", 9))[0])

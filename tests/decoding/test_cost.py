@@ -105,7 +105,7 @@ def test_costs_of_one_thing_are_not_taken_for_another(drawing: Any, monkeypatch:
     assert timed
 
 
-def test_old_costs_are_measured_anew(drawing: Any, monkeypatch: pytest.MonkeyPatch, kept_here: Path) -> None:
+def test_old_costs_are_measured_again(drawing: Any, monkeypatch: pytest.MonkeyPatch, kept_here: Path) -> None:
     _, model, condition = drawing
     cost.measure_pass_costs(model, condition, 1, (1,))
     ((name, entry),) = json.loads(kept_here.read_text()).items()

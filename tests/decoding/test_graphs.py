@@ -101,7 +101,7 @@ def test_drafts_from_a_low_resolution_are_captured(method: str, upsampled: bool)
     assert same(found, expected) and RecordedGraph.replays == expected.stats.passes - 3
 
 
-def test_a_small_picture_that_is_refreshed_is_run_one_by_one(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_small_image_that_is_refreshed_is_run_one_by_one(caplog: pytest.LogCaptureFixture) -> None:
     method = Accelerator("refreshed", Jacobi(16, "maximal", "low-res-refreshed"), speculative_sampling)
     model = tiny(low_res=tiny_low_res(True))
     expected = drawn(method, model=model)
@@ -244,7 +244,9 @@ def test_graphs_are_asked_for_by_a_variable_and_are_for_gpus(monkeypatch: pytest
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need an NVIDIA GPU")
 @pytest.mark.parametrize("method", METHODS)
-def test_a_real_graph_draws_the_same(method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_real_graph_generates_the_same(
+    method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     expected = drawn(method, device="cuda")
     monkeypatch.setenv("VARGEN_CUDA_GRAPHS", "1")
     with caplog.at_level(logging.WARNING, "vargen"):

@@ -35,7 +35,7 @@ def counts(tokens: torch.Tensor, vocab: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.7, top_k=3), Sampling(top_p=0.7)])
-def test_ar_draws_the_enumerated_joint_law(sampling):
+def test_ar_samples_the_enumerated_joint_law(sampling):
     model, n = TableModel(vocab=4, tokens=4, seed=3), 40_000
     result = decode(model, torch.zeros(n, dtype=torch.int64), torch.arange(n), "ar", sampling)
     exact = model.joint(0, lambda logits: to_probs(logits, sampling))
@@ -51,7 +51,7 @@ def test_ar_draws_the_enumerated_joint_law(sampling):
 
 @pytest.mark.parametrize("shape", TREES)
 @pytest.mark.parametrize("batch", [1, 5])
-def test_what_is_drafted_never_changes_what_is_drawn(shape, batch):
+def test_what_is_drafted_never_changes_what_is_sampled(shape, batch):
     """Same noise, same picture; at a vocabulary of 3 a blind guess is often right, so every path through commit is taken."""
     model = TableModel(vocab=3, tokens=23, seed=5)
     condition, seeds = torch.arange(batch) % 2, torch.arange(100, 100 + batch)

@@ -105,14 +105,14 @@ def test_to_repair_what_lies_before_a_refused_draft_would_bias_it(rule, right):
 
 @pytest.mark.parametrize("radius", [0, 1])
 @pytest.mark.parametrize("threshold", [0.3, 0.6])
-def test_pictures_are_no_further_from_the_target_than_was_reported(radius, threshold):
+def test_images_are_no_further_from_the_target_than_was_reported(radius, threshold):
     """What the rule keeps past the first refusal is counted, too."""
     method = Accelerator(drafter=drafts(6, "from-verdict"), acceptance=PooledRule(1, threshold, radius))
     found = sum_pass(method, SUMMED.model(), passes=2)
     assert DETECTED <= found.distance <= found.relaxation + TOLERANCE
 
 
-def test_nothing_granted_is_a_maximal_coupling():
+def test_nothing_allowed_is_a_maximal_coupling():
     rule = PooledRule(size=0, threshold=2.0)
     judged = Accelerator(drafter=drafts(6, "from-verdict"), acceptance=rule)
     arguments = (torch.zeros(64, dtype=torch.int64), torch.arange(64))
@@ -121,7 +121,7 @@ def test_nothing_granted_is_a_maximal_coupling():
     assert torch.equal(plain.tokens, found.tokens) and not any(found.stats.relaxation)
 
 
-def test_a_wider_radius_draws_more_anew():
+def test_a_wider_radius_resamples_more():
     model = TableModel(vocab=9, tokens=64, seed=6, rows=8)
     model.low_res = TableLowRes(TableModel(vocab=9, tokens=64, seed=8, rows=8))
     arguments = (model, torch.zeros(32, dtype=torch.int64), torch.arange(32))

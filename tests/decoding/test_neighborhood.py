@@ -70,7 +70,7 @@ def test_greedy_neighbourhoods_ask_whether_the_draft_would_be_the_likeliest(rule
 
 
 @pytest.mark.parametrize("drafter", [Jacobi(8), JacobiTree((-1, 0, 0, 1, 2, 3), "maximal")], ids=["chain", "tree"])
-def test_greedy_pictures_are_those_of_ar_but_for_what_the_budget_allows(drafter):
+def test_greedy_images_are_those_of_ar_but_for_what_the_budget_allows(drafter):
     model = TableModel(vocab=9, tokens=40, seed=6)
     model.codebook = codebook(9)
     arguments = (model, torch.zeros(16, dtype=torch.int64), torch.arange(16))
@@ -130,7 +130,7 @@ def test_a_table_is_made_once_and_kept(own_cache, monkeypatch):
 
 
 @pytest.mark.parametrize("damage", ["another codebook", "cut", "out of range", "too narrow", "not a table"])
-def test_a_file_that_is_no_table_of_this_codebook_is_made_anew(damage, own_cache):
+def test_a_file_that_is_no_table_of_this_codebook_is_made_again(damage, own_cache):
     from vargen.decoding.next_token.acceptance import neighborhood as neighbours
 
     right = build_neighbor_table(codebook(40), 6)

@@ -78,7 +78,7 @@ def test_trees_that_are_remembered_are_ordinary() -> None:
     assert not any(part.is_inference() for part in kept)
 
 
-def test_a_drawing_leaves_the_mode_as_it_was(pipe: LlamaGenPipeline) -> None:
+def test_a_generation_leaves_the_mode_as_it_was(pipe: LlamaGenPipeline) -> None:
     def callback(progress: Any) -> None:
         raise ZeroDivisionError
 

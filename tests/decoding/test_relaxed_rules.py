@@ -132,7 +132,7 @@ def test_a_walk_over_a_tree_that_is_a_chain_judges_as_on_the_chain(rule, budget)
     assert (a.next_token == b.next_token).float().mean() > 0.99  # one residual sums to one, the other does not: rounding
 
 
-def test_what_is_granted_is_how_far_one_step_is_from_the_target() -> None:
+def test_what_is_allowed_is_how_far_one_step_is_from_the_target() -> None:
     """With one position left to draft, the total variation is the mean relaxation."""
     model = TableModel(vocab=4, tokens=2, seed=1)
     model.draft_heads = {"eagle": TableEagle(TableModel(vocab=4, tokens=2, seed=9))}
@@ -194,7 +194,7 @@ def test_bad_parameters_are_named(rule, arguments, message):
         rule(**arguments)
 
 
-def test_noise_is_not_touched_by_what_is_granted():
+def test_noise_is_not_touched_by_what_is_allowed():
     """The same coins as the exact rule: who spent nothing was judged exactly."""
     p, q = random_probs(3000, 8, False).float().unbind(1)
     probs, drafted = p[:, None].expand(-1, 4, -1), q[:, None].expand(-1, 3, -1)

@@ -44,7 +44,7 @@ def test_drafting_keeps_the_distribution(rule, drafted: int, case: exactness.Sca
 
 
 @pytest.mark.parametrize("drafted", [1, 2])
-def test_the_same_picture_rule_draws_the_picture_of_plain(drafted: int) -> None:
+def test_the_same_image_rule_generates_the_image_of_plain(drafted: int) -> None:
     model = tables()
     assert torch.equal(drawn(model, speculative(shared_noise, drafted)).tokens, drawn(model).tokens)
 

@@ -47,7 +47,7 @@ def test_on_a_chain_recursive_rejection_is_the_exact_rule():
     assert other.count.float().mean() > 1.5
 
 
-def test_a_tree_of_each_image_is_judged_as_that_tree_alone():
+def test_a_tree_of_each_image_is_verified_as_that_tree_alone():
     shapes = [(-1, 0, 0, 1, 1, 2), (-1, 0, 1, 2, 3, 4), (-1, 0, 0, 0, 3, 3)]
     generator = torch.Generator().manual_seed(3)
     B, T, V = 3, 6, 7
@@ -91,7 +91,7 @@ def test_what_is_not_valid_is_refused_and_changes_nothing(rule):
     assert torch.equal(masked.count, plain.count) and torch.equal(masked.next_token, plain.next_token)
 
 
-def test_a_budget_caps_what_a_path_is_granted_and_zero_is_exact():
+def test_a_budget_caps_what_a_path_is_allowed_and_zero_is_exact():
     """A rule that would accept everything, on trees of its own for each image."""
 
     def generous(budget):

@@ -72,7 +72,7 @@ def test_methods(client: gradio_client.Client) -> None:
         ({"prompt": ["a"]}, "The prompt must be text"),
     ],
 )
-def test_bad_input_is_told_in_words(client: gradio_client.Client, given: dict, message: str) -> None:
+def test_bad_input_is_reported_in_words(client: gradio_client.Client, given: dict, message: str) -> None:
     with pytest.raises(Exception, match=r"(?s).*") as caught:
         client.predict(**given, api_name="/generate")
     assert message in str(caught.value) and "Traceback" not in str(caught.value)
@@ -131,7 +131,7 @@ def stopped(runs: list[Job], give_up: Callable[[], Any]) -> None:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_cancelled_job_ends_its_drawing(
+def test_a_cancelled_job_ends_its_generation(
     client: gradio_client.Client, runs: list[Job], slow: Callable[[float], None], name: str
 ) -> None:
     slow(0.5)  # half a minute a picture
@@ -142,7 +142,7 @@ def test_a_cancelled_job_ends_its_drawing(
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_killed_client_ends_its_drawing(address: str, runs: list[Job], slow: Callable[[float], None], name: str) -> None:
+def test_a_killed_client_ends_its_generation(address: str, runs: list[Job], slow: Callable[[float], None], name: str) -> None:
     slow(0.5)
     with subprocess.Popen([sys.executable, "-c", PROGRAM, address, json.dumps(CALLS[name]), f"/{name}"]) as program:
         try:
@@ -151,7 +151,7 @@ def test_a_killed_client_ends_its_drawing(address: str, runs: list[Job], slow: C
             program.kill()
 
 
-def test_a_plain_http_caller_that_hangs_up_ends_its_drawing(
+def test_a_plain_http_caller_that_hangs_up_ends_its_generation(
     address: str, runs: list[Job], slow: Callable[[float], None]
 ) -> None:
     slow(0.5)

@@ -77,7 +77,7 @@ def test_enter_starts_what_the_open_tab_starts(
     assert "Press Generate" in browser.text("#note"), "nothing was drawn in a tab that nobody sees"
 
 
-def test_stop_ends_a_drawing(browser: Any, slow: Callable[[float], None]) -> None:
+def test_stop_ends_a_generation(browser: Any, slow: Callable[[float], None]) -> None:
     slow(0.5)  # half a minute a picture
     browser.click("#generate")
     browser.says("#note", "Generating")
@@ -139,7 +139,7 @@ def test_explore(browser: Any) -> None:
     assert browser.text("#strip figure figcaption") == "exact"
 
 
-def test_a_dropped_picture_reloads_its_parameters(browser: Any, address: str, tmp_path: Path) -> None:
+def test_a_dropped_image_reloads_its_parameters(browser: Any, address: str, tmp_path: Path) -> None:
     chunk = PngInfo()
     told = {"prompt": "a blue ${1+1} {{whale}} <b>", "seed": 77, "accelerator": "ar", "guidance_scale": 2.5, "top_k": 9}
     chunk.add_text("vargen", json.dumps(told))

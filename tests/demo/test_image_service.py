@@ -28,7 +28,7 @@ from vargen.scoring.protocol import Images, to_pil, to_scorer
 WANTED = PageRequest("a red apple", "ar", 3, 2.0, 1.0, 0, 1.0, "", 2)
 
 
-def test_the_pictures_are_the_pipelines(service: ImageService) -> None:
+def test_the_images_are_the_pipelines(service: ImageService) -> None:
     drawn = service.start(WANTED, previews=False).result()
     generators = [torch.Generator().manual_seed(seed) for seed in (3, 4)]
     direct = service.pipe(
@@ -45,7 +45,7 @@ def test_every_preset_is_listed_or_says_why_not(service: ImageService) -> None:
         assert each.unsupported_reason is None or len(each.unsupported_reason) > 10
 
 
-def test_previews_are_transparent_where_nothing_is_drawn(service: ImageService, slow: Callable[[float], None]) -> None:
+def test_previews_are_transparent_where_nothing_is_generated(service: ImageService, slow: Callable[[float], None]) -> None:
     slow(0.02)
     run = service.start(PageRequest("a red apple", "ar"))
     run.result()
@@ -66,7 +66,7 @@ def test_a_run_stops_within_a_pass(service: ImageService, slow: Callable[[float]
     assert run.result().stopped and len(run.counts) <= before + 2
 
 
-def test_what_the_model_cannot_do_is_told(service: ImageService) -> None:
+def test_what_the_model_cannot_do_is_reported(service: ImageService) -> None:
     with pytest.raises(ValueError, match="Choose one of: auto, ar"):
         service.check(PageRequest("a", "nothing"))
     with pytest.raises(ValueError, match="at most 64"):
@@ -94,7 +94,7 @@ def test_relaxation_starts_at_the_exact_rule(service: ImageService) -> None:
         assert drawn.relaxation_per_token == 0
 
 
-def test_the_command_line_draws_the_same(service: ImageService) -> None:
+def test_the_command_line_generates_the_same(service: ImageService) -> None:
     line = command_line(service, PageRequest("it's $HOME", "ar", 4))
     assert line.startswith("vargen generate 'it'\"'\"'s $HOME' --seed 4 --accelerator ar")
 
@@ -145,7 +145,7 @@ def scoring(service: ImageService) -> ImageService:
     other.close()
 
 
-def test_a_picture_has_its_score(scoring: ImageService) -> None:
+def test_an_image_has_its_score(scoring: ImageService) -> None:
     drawn = scoring.start(WANTED, previews=False).result()
     scores = brightness(drawn.images, ["a red apple"] * 2)
     assert [each["score"] for each in drawn.records] == pytest.approx(scores) and drawn.records[0]["scorer"] == "brightness"
@@ -153,7 +153,7 @@ def test_a_picture_has_its_score(scoring: ImageService) -> None:
     assert rendering.score_caption(drawn.records[0]) == f"score {scores[0]:.1f}"
 
 
-def test_the_best_candidate_is_kept_and_can_be_drawn_again_alone(scoring: ImageService) -> None:
+def test_the_best_candidate_is_kept_and_can_be_generated_again_alone(scoring: ImageService) -> None:
     drawn = scoring.start(replace(WANTED, best_of=4), previews=False).result()
     assert len(drawn.images) == 2
     for number, (image, told) in enumerate(zip(drawn.images, drawn.records, strict=True)):
@@ -173,7 +173,7 @@ def test_candidates_need_a_scorer(service: ImageService) -> None:
     assert drawn.records == [{"seed": 3}, {"seed": 4}] and rendering.score_caption(drawn.records[0]) == ""
 
 
-def test_a_scorer_that_fails_loses_no_picture(service: ImageService) -> None:
+def test_a_scorer_that_fails_loses_no_image(service: ImageService) -> None:
     broken = ImageService(service.pipe, "tiny", to_scorer(lambda images, prompts: [float("nan")] * len(images), "broken"))
     try:
         assert broken.start(WANTED, previews=False).result().records == [{"seed": 3}, {"seed": 4}]
@@ -183,7 +183,7 @@ def test_a_scorer_that_fails_loses_no_picture(service: ImageService) -> None:
         broken.close()
 
 
-def test_parameters_of_a_mismatch_promise_no_same_picture(service: ImageService) -> None:
+def test_parameters_of_a_mismatch_promise_no_same_image(service: ImageService) -> None:
     assert not describe_mismatch(service, "ar", None) and not describe_mismatch(service, "ar", service.name)
     for method, model, named in (("ar", "emoji-var", "emoji-var"), ("magic", None, "magic"), ("ar", ["x"], "x")):
         told = describe_mismatch(service, method, model)

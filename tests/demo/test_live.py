@@ -49,7 +49,7 @@ def test_the_engine_runs_what_the_pipeline_runs(service: ImageService) -> None:
     assert run.counts == [1, 4, 9, 16]
 
 
-def test_previews_become_finer_pictures(service: ImageService) -> None:
+def test_previews_become_finer_images(service: ImageService) -> None:
     seen: list[bytes] = []
     service.pause = 0.1  # type: ignore[attr-defined]
     run = service.start(PageRequest("a cat", "plain", 3), every_pass=True)
@@ -61,7 +61,7 @@ def test_previews_become_finer_pictures(service: ImageService) -> None:
     assert all(Image.open(io.BytesIO(each)).size == (8, 8) for each in seen)
 
 
-def test_a_stopped_drawing_shows_what_is_there(service: ImageService) -> None:
+def test_a_stopped_generation_shows_what_is_there(service: ImageService) -> None:
     service.pause = 0.2  # type: ignore[attr-defined]
     run = service.start(PageRequest("a cat", "plain", 3))
     while not run.counts:
@@ -72,7 +72,7 @@ def test_a_stopped_drawing_shows_what_is_there(service: ImageService) -> None:
     assert drawn.stopped and drawn.stats.passes < 4 and drawn.images[0].size == (8, 8)
 
 
-def test_a_new_letter_stops_the_drawing_of_the_last_ones() -> None:
+def test_a_new_letter_stops_the_generation_of_the_last_ones() -> None:
     runs = JobRegistry()
     first, other, elsewhere = runs.enqueue("me", "live"), runs.enqueue("me"), runs.enqueue("you", "live")
     begun = runs.start(first)
@@ -84,7 +84,7 @@ def test_a_new_letter_stops_the_drawing_of_the_last_ones() -> None:
     assert runs.start(waiting) is None, "what has not begun never does"
 
 
-def test_the_picture_follows_what_is_typed(browser: Any, service: ImageService) -> None:
+def test_the_image_follows_what_is_typed(browser: Any, service: ImageService) -> None:
     prompts: list[str] = []
     start = service.start
 

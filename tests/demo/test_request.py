@@ -34,7 +34,7 @@ _SIGNATURE = b"\x89PNG\r\n\x1a\n"
         ({"prompt": "a", "num_images": 5}, "number of images"),
     ],
 )
-def test_limits_are_told_in_words(given: dict, message: str) -> None:
+def test_limits_are_reported_in_words(given: dict, message: str) -> None:
     rejects(lambda: PageRequest(**given), message)
 
 
@@ -50,7 +50,7 @@ def test_parameters_go_through_a_png(tmp_path: Path) -> None:
     assert not paths[2].exists()
 
 
-def test_pictures_of_the_command_line_are_read(tmp_path: Path) -> None:
+def test_images_of_the_command_line_are_read(tmp_path: Path) -> None:
     from vargen.cli.outputs import OutputFile
     from vargen.cli.results import save_image
 

@@ -120,7 +120,7 @@ def test_a_line_with_a_value_that_cannot_be_is_named(
     assert "line 1 of" in caplog.text and str(manifest) in caplog.text
 
 
-def test_its_picture_is_drawn_again(run: Path, model: Path) -> None:
+def test_its_image_is_generated_again(run: Path, model: Path) -> None:
     manifest = run / "manifest" / "shard-1-of-1.jsonl"
     first, *rest = manifest.read_text().splitlines()
     manifest.write_text("\n".join([json.dumps({**json.loads(first), "seconds": -5}), *rest]) + "\n")

@@ -95,7 +95,7 @@ def test_the_packaged_tower_and_any_module_are_extractors(tmp_path: Path, monkey
     assert linear[0].identity != linear[1].identity, "weights are part of an identity"
 
 
-def test_bad_extractors_and_pictures_are_refused() -> None:
+def test_bad_extractors_and_images_are_refused() -> None:
     broken = Extractor("broken", "broken-1", lambda pixels: torch.full((len(pixels), 3), float("nan")))
     with pytest.raises(ValueError, match="broken gave NaN"):
         broken(stack_images(noise(2)))
@@ -109,7 +109,7 @@ def test_bad_extractors_and_pictures_are_refused() -> None:
             load_extractor(spec)
 
 
-def test_a_picture_is_cut_to_its_centre_and_scaled() -> None:
+def test_an_image_is_cut_to_its_centre_and_scaled() -> None:
     wide = Image.new("RGB", (40, 20), "red")
     wide.paste("white", (10, 0, 30, 20))
     assert (to_uint8_array(wide, 10) == 255).all() and to_uint8_array(wide).shape == (20, 40, 3)
@@ -138,19 +138,19 @@ def test_statistics_survive_their_file(tmp_path: Path) -> None:
 
 def test_foreign_statistics_are_refused_but_published_ones_of_inception_pass(tmp_path: Path) -> None:
     ours = FeatureStatistics.from_features(torch.randn(50, 4), "net-1", (32, 32))
-    ours.check_extractor("net-1", "net")
-    rejects(lambda: ours.check_extractor("net-2", "net"), "net-1")
+    ours.validate_extractor("net-1", "net")
+    rejects(lambda: ours.validate_extractor("net-2", "net"), "net-1")
     with pytest.raises(ValueError, match="32 x 32, and these are 64 x 48"):
-        ours.check_size((48, 64))
-    ours.check_size((32, 32))
+        ours.validate_size((48, 64))
+    ours.validate_size((32, 32))
     np.savez(tmp_path / "adm.npz", mu=np.zeros(2048), sigma=np.eye(2048, dtype=np.float32), mu_s=np.zeros(3), arr_0=noise(2))
     published = FeatureStatistics.read(tmp_path / "adm.npz")
-    published.check_extractor("inception-2015-12-05-abc", "inception")
-    published.check_size((7, 7))
-    rejects(lambda: published.check_extractor("net-1", "net"), "extractor")
+    published.validate_extractor("inception-2015-12-05-abc", "inception")
+    published.validate_size((7, 7))
+    rejects(lambda: published.validate_extractor("net-1", "net"), "extractor")
     np.savez(tmp_path / "small.npz", mu=np.zeros(288), sigma=np.eye(288))
     with pytest.raises(ValueError, match="288 dimensions"):
-        FeatureStatistics.read(tmp_path / "small.npz").check_extractor("inception-2015-12-05-abc", "inception")
+        FeatureStatistics.read(tmp_path / "small.npz").validate_extractor("inception-2015-12-05-abc", "inception")
 
 
 def test_damaged_statistics_are_named(tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def folder_of(path: Path, count: int, size: tuple[int, int] = (16, 16), seed: in
 # -- any folder ------------------------------------------------------------------------------------------------------------
 
 
-def test_any_folder_of_pictures_is_scored(tmp_path: Path) -> None:
+def test_any_folder_of_images_is_scored(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "theirs", 70)
     pictures = list_images(folder, ["word"] * 70)
     reference = load_reference(folder_of(tmp_path / "real", 80, seed=1), PARTS)
@@ -102,7 +102,7 @@ def test_any_folder_of_pictures_is_scored(tmp_path: Path) -> None:
     assert dark.rows[0].distances["precision"] < row.distances["precision"]
 
 
-def test_too_few_pictures_are_said_not_measured(tmp_path: Path) -> None:
+def test_too_few_images_are_said_not_measured(tmp_path: Path) -> None:
     features = torch.randn(4, 8)
     found, notes = compute_distances(features, None, FeatureStatistics.from_features(torch.randn(20, 8)), False)
     assert "frechet" not in found and any("needs more than 8 images" in note for note in notes)
@@ -131,7 +131,7 @@ def test_what_was_measured_is_not_measured_again_but_what_changed_is(tmp_path: P
 
 
 @pytest.mark.parametrize("damage", ["truncated", "empty", "text"])
-def test_unreadable_pictures_are_named_or_passed_over(damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unreadable_images_are_named_or_passed_over(damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = folder_of(tmp_path / "p", 6)
     victim = folder / "0002.png"
     data = victim.read_bytes()
@@ -144,7 +144,7 @@ def test_unreadable_pictures_are_named_or_passed_over(damage: str, tmp_path: Pat
     assert "files that could not be read and are left out: 1" in found.rows[0].notes and "0002.png" in caplog.text
 
 
-def test_pictures_of_other_sizes_are_refused_or_resized(tmp_path: Path) -> None:
+def test_images_of_other_sizes_are_refused_or_resized(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "p", 4)
     folder_of(tmp_path / "wide", 1, (24, 16))
     (tmp_path / "wide/0000.png").rename(folder / "0009.png")
@@ -179,7 +179,7 @@ def test_a_scorer_of_nan_ends_the_measuring(tmp_path: Path) -> None:
     assert not (tmp_path / "cached").exists()
 
 
-def test_prompts_are_given_or_read_from_our_pictures_or_missed(tmp_path: Path) -> None:
+def test_prompts_are_given_or_read_from_our_images_or_missed(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "p", 2)
     assert [picture.text for picture in list_images(folder)] == [None, None]
     with pytest.raises(ValueError, match=r"0000\.png.*--prompt-file"):

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from vargen.evaluation.decoders import scales_of
-from vargen.evaluation.networks import BenchmarkModel, check_benchmark_model, official_sizes, open_benchmark_model
+from vargen.evaluation.networks import BenchmarkModel, official_sizes, open_benchmark_model, validate_benchmark_model
 from vargen.evaluation.published_var import PublishedVARSampler
 from vargen.models.condition import Condition
 from vargen.pipelines.adapters.var import VARScaleModel
@@ -29,7 +29,7 @@ def network(condition: str = "class", **overrides: Any) -> BenchmarkModel:
 
 @pytest.mark.parametrize("condition", ["class", "text"])
 @pytest.mark.parametrize("shared_aln", [False, True])
-def test_the_opponent_draws_what_ours_draws(condition: str, shared_aln: bool) -> None:
+def test_the_opponent_generates_what_ours_generates(condition: str, shared_aln: bool) -> None:
     """Greedily, where no noise is drawn."""
     made = network(condition, shared_aln=shared_aln)
     given = made.condition(2)
@@ -44,7 +44,7 @@ def test_the_opponent_draws_what_ours_draws(condition: str, shared_aln: bool) ->
         inputs.append(following)  # type: ignore[arg-type]
 
 
-def test_the_opponent_draws_the_official_tokens() -> None:
+def test_the_opponent_samples_the_official_tokens() -> None:
     model, io = official(2.5)
 
     class Tokenizer:
@@ -110,14 +110,14 @@ def test_scales_of_a_pass() -> None:
 
 def test_a_packaged_model_by_name() -> None:
     assert "llamagen-b" in official_sizes()
-    rejects(lambda: check_benchmark_model("nothing"), "nothing")
+    rejects(lambda: validate_benchmark_model("nothing"), "nothing")
     found = open_benchmark_model("emoji", torch.float32, torch.device("cpu"))
     assert found.pipe.num_tokens == 256 and found.guidance_scale == 1.25 and found.pipe.text_encoder is None
 
 
 def test_networks_by_name(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "var-d16" in official_sizes()
-    rejects(lambda: check_benchmark_model("llamagen-b", whole_images=True), "model")
+    rejects(lambda: validate_benchmark_model("llamagen-b", whole_images=True), "model")
     pipe = text_var_pipeline(draft=False)
     pipe.save_pretrained(tmp_path / "model")
     stored = open_benchmark_model(str(tmp_path / "model"), torch.float32, torch.device("cpu"))

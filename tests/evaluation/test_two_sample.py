@@ -48,7 +48,7 @@ def test_equal_distributions_give_large_p_values_and_uniform_ones_over_repeats()
         ({"tilt": 0.6}, "tokenizer features"),
     ],
 )
-def test_a_changed_law_is_told_apart(change, test):
+def test_a_changed_law_is_distinguished(change, test):
     results = two_sample_tests(images(500, 1), images(500, 2, **change), CODES, 4, permutations=99)
     assert results[test].p_value == 0.01
     assert results[test].statistic > results[test].expected

@@ -74,7 +74,7 @@ def test_costs_are_medians_of_parts() -> None:
     rejects(lambda: estimate_block_costs([target], [draft], [draft]), "costs")
 
 
-def test_on_a_pair_with_a_known_gap_a_score_places_the_target_better_than_chance() -> None:
+def test_on_a_pair_with_a_known_gap_a_score_places_the_target_better_than_probability() -> None:
     """With as many target blocks: those that a noisy scorer refused, and others."""
     model, decoder = synthetic_pair(Work(8, 1)), SyntheticDecoder(0)
 

@@ -299,7 +299,7 @@ def test_norm_rounds_before_it_scales() -> None:
 # -- conditions ------------------------------------------------------------------------------------------------------
 
 
-def test_the_null_twin_is_the_last_class_or_the_stored_caption_behind_the_same_mask() -> None:
+def test_the_null_twin_is_the_last_class_or_the_stored_caption_after_the_same_mask() -> None:
     null = _random().null_condition(Condition(class_labels=torch.tensor([3, 4])))
     assert null.class_labels is not None and null.class_labels.tolist() == [10, 10]
     model = _random("text")

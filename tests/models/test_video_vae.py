@@ -63,7 +63,7 @@ def test_frames_look_back_and_never_forward(model):
     assert (apart[:4] == 0).all() and (apart[4:] > 1e-6).all()
 
 
-def test_a_still_video_stands_still_from_its_first_frame(model):
+def test_a_still_video_stays_still_from_its_first_frame(model):
     pixels = model.decode(latents(1).expand(-1, 5, -1, -1, -1))
     assert close(pixels, pixels[:, :1].expand_as(pixels))
 

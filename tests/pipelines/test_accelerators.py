@@ -28,14 +28,14 @@ def sequential(emoji):
 
 
 @pytest.mark.parametrize(("window", "count"), [(2, 1), (16, 2), (64, 1)])
-def test_gumbel_draws_the_same_picture_bit_for_bit(emoji, sequential, window, count):
+def test_gumbel_generates_the_same_image_bit_for_bit(emoji, sequential, window, count):
     fast = draw(emoji, PROMPTS[:count], Accelerator("gumbel", Jacobi(window, "gumbel")))
     assert torch.equal(fast.images, sequential[count])
     assert fast.stats.passes < 256
 
 
 @pytest.mark.parametrize(("dear", "count"), [(0.0, 2), (0.02, 1), (0.3, 1), (10.0, 1)])
-def test_the_default_draws_the_picture_of_ar_whatever_a_pass_costs(emoji, sequential, monkeypatch, dear, count):
+def test_the_default_generates_the_image_of_ar_whatever_a_pass_costs(emoji, sequential, monkeypatch, dear, count):
     """A pass of W tokens that takes 1 + dear (W - 1) of one: from free drafts to drafts that never pay."""
     monkeypatch.setattr(cost, "_time_pass", lambda model, state, images, width: 1 + dear * (width - 1))
     monkeypatch.setattr(cost, "_lookup_costs", lambda model, images: {})
@@ -47,7 +47,7 @@ def test_the_default_draws_the_picture_of_ar_whatever_a_pass_costs(emoji, sequen
         assert result.stats.tokens_per_pass == 1.0 and set(result.stats.passes_by_width) == {1}
 
 
-def test_pictures_are_drawn_by_the_default(emoji):
+def test_images_are_generated_by_the_default(emoji):
     assert (
         emoji("a cat", output_type="latent", callback_on_step_end=lambda *_: {"stop": True}).stats.accelerator == DEFAULT_METHOD
     )
@@ -67,7 +67,7 @@ def test_presets_run_in_batches_and_commit_more_than_one_token_a_pass(emoji, nam
     assert (max(result.stats.relaxation) > 0) == (PRESETS[name].kind == "relaxed")
 
 
-def test_budget_of_relaxation_holds_for_pictures(emoji):
+def test_budget_of_relaxation_holds_for_images(emoji):
     accelerator = Accelerator("mine", Jacobi(16, "maximal"), GroupedRule(budget=1.5))
     assert max(draw(emoji, PROMPTS[:2], accelerator).stats.relaxation) <= 1.5 + 1e-4
 

@@ -27,7 +27,7 @@ def seeds(*numbers: int) -> list[torch.Generator]:
     return [torch.Generator().manual_seed(number) for number in numbers]
 
 
-def test_the_best_candidate_is_returned_and_its_seed_draws_it_again(pipe: Any) -> None:
+def test_the_best_candidate_is_returned_and_its_seed_generates_it_again(pipe: Any) -> None:
     result = pipe(["a", "b"], num_candidates=5, scorer=brightness, generator=seeds(3, 4), output_type="pt")
     stats = result.stats
     assert result.images.shape[0] == 2 and stats.scorer == "brightness" and [len(each) for each in stats.scores] == [5, 5]
@@ -40,14 +40,14 @@ def test_the_best_candidate_is_returned_and_its_seed_draws_it_again(pipe: Any) -
         assert float(again.mean()) == pytest.approx(stats.scores[row][best], abs=1e-6)
 
 
-def test_every_candidate_is_the_picture_of_its_seed(pipe: Any) -> None:
+def test_every_candidate_is_the_image_of_its_seed(pipe: Any) -> None:
     stats = pipe("a", num_candidates=4, scorer=brightness, generator=seeds(9)[0]).stats
     drawn = pipe("a", num_images_per_prompt=4, generator=seeds(*stats.candidate_seeds[0]), output_type="pt").images
     assert brightness(drawn, []).tolist() == pytest.approx(stats.scores[0], abs=1e-6)
     assert len(set(stats.candidate_seeds[0])) == 4
 
 
-def test_the_first_candidate_is_the_picture_without_candidates(pipe: Any) -> None:
+def test_the_first_candidate_is_the_image_without_candidates(pipe: Any) -> None:
     def first(images: torch.Tensor, prompts: list[str]) -> list[float]:
         return [-float(i % 3) for i in range(len(images))]
 
@@ -100,7 +100,7 @@ def test_classes_are_scored_by_name() -> None:
         ({"scorer": lambda images, prompts: [float("nan")]}, NonFiniteScoreError, "gave nan"),
     ],
 )
-def test_bad_requests_are_told(pipe: Any, options: dict[str, Any], error: type, message: str) -> None:
+def test_bad_requests_are_reported(pipe: Any, options: dict[str, Any], error: type, message: str) -> None:
     rejects(lambda: pipe("a", **options), message, error)
 
 

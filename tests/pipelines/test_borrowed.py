@@ -28,7 +28,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def test_it_draws_what_a_folder_with_its_own_parts_draws(folder: Path, tmp_path: Path) -> None:
+def test_it_generates_what_a_folder_with_its_own_parts_generates(folder: Path, tmp_path: Path) -> None:
     pipe = open_pipeline(folder)
     assert pipe.normalize_prompt("😺").text != "😺", "names come along"
     drawn = pipe("a red apple", generator=torch.Generator().manual_seed(1), output_type="latent").images
@@ -58,7 +58,7 @@ def test_what_a_caller_brings_is_not_borrowed(folder: Path) -> None:
         ({"prompt_names": "emoji"}, "config.json is missing"),
     ],
 )
-def test_what_cannot_be_borrowed_is_told_before_a_weight_is_loaded(folder: Path, said: object, message: str) -> None:
+def test_what_cannot_be_borrowed_is_reported_before_a_weight_is_loaded(folder: Path, said: object, message: str) -> None:
     (folder / FILE).write_text(json.dumps(said))
     rejects(lambda: inspect_model(folder), message)
 

@@ -130,7 +130,7 @@ def test_prompts_switch_between_blocks(pipe: CausalVideoPipeline) -> None:
     assert torch.equal(torch.cat([*live, *(block.latents for block in stream)]), changed)
 
 
-def test_a_video_starts_from_a_picture(pipe: CausalVideoPipeline) -> None:
+def test_a_video_starts_from_an_image(pipe: CausalVideoPipeline) -> None:
     red, blue = (Image.new("RGB", (16, 16), color) for color in ("red", "blue"))
     options: dict[str, Any] = {"accelerator": "target", "output_type": "pt"}
     a, b = (pipe("a cat", image=image, generator=seeded(), **options).frames for image in (red, blue))
@@ -205,7 +205,7 @@ def test_defaults_that_a_call_could_not_use_are_refused(pipe, defaults: dict[str
         CausalVideoPipeline(pipe.vae, pipe.transformer, defaults=defaults)
 
 
-def test_scorers_of_pictures_see_as_many_frames_of_a_block_as_the_checkpoint_says(pipe) -> None:
+def test_scorers_of_images_see_as_many_frames_of_a_block_as_the_checkpoint_says(pipe) -> None:
     seen = []
 
     def counting(images: torch.Tensor, prompts: list[str]) -> list[float]:
@@ -225,7 +225,7 @@ def test_scorers_of_pictures_see_as_many_frames_of_a_block_as_the_checkpoint_say
             assert seen and set(seen) == {count} and result.frames[0].shape[0] == 3 * frames
 
 
-def test_without_a_drafter_the_target_draws(pipe) -> None:
+def test_without_a_drafter_the_target_samples(pipe) -> None:
     alone = CausalVideoPipeline(pipe.vae, pipe.transformer, pipe.text_encoder, pipe.tokenizer)
     assert alone.resolve_method(None).name == "target" and "draft_transformer" not in str(
         alone.list_methods()[0].unsupported_reason

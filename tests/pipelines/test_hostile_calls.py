@@ -45,7 +45,7 @@ def spoilt() -> LlamaGenPipeline:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_pixels_that_are_not_finite_are_an_error_and_no_picture(spoilt, value):
+def test_pixels_that_are_not_finite_are_an_error_and_no_image(spoilt, value):
     with torch.no_grad():
         spoilt.vqvae.decoder.conv_out.bias[1] = value
     for kind in ("pil", "np", "pt"):
@@ -72,7 +72,7 @@ def test_previews_of_bad_pixels_are_refused_too(spoilt):
 
 
 @pytest.mark.parametrize("part", ["encoder.conv_in.weight", "quant_conv.bias", "quantize.embedding.weight"])
-def test_pictures_are_not_encoded_by_weights_that_hold_nan(spoilt, part):
+def test_images_are_not_encoded_by_weights_that_hold_nan(spoilt, part):
     picture = Image.new("RGB", (8, 8), "red")
     assert spoilt.encode_image(picture).shape == (1, 4, 4)
     with torch.no_grad():
@@ -81,7 +81,7 @@ def test_pictures_are_not_encoded_by_weights_that_hold_nan(spoilt, part):
         spoilt.encode_image(picture)
 
 
-def test_pictures_with_nan_are_refused(classes):
+def test_images_with_nan_are_refused(classes):
     pixels = torch.rand(1, 3, 8, 8)
     pixels[0, 1, 2, 3] = math.nan
     rejects(lambda: classes.encode_image(pixels), "images")
@@ -148,7 +148,7 @@ def test_bad_calls_of_a_text_model_are_named(texts, argument, arguments):
     rejects(lambda: texts(**arguments), argument)
 
 
-def test_numpys_numbers_draw_what_pythons_draw(texts):
+def test_numpys_numbers_generate_what_pythons_generate(texts):
     plain = {"num_images_per_prompt": 2, "guidance_scale": 2.5, "temperature": 0.5, "top_k": 9, "top_p": 0.5}
     numpys = {name: np.float32(value) if isinstance(value, float) else np.int64(value) for name, value in plain.items()}
     numpys["guidance_interval"] = np.int64(10**6)
@@ -213,7 +213,7 @@ def test_invalid_tokens_are_not_decoded(classes, case):
 
 
 @pytest.mark.parametrize("images", [None, [], "a.png", [Image.new("RGB", (8, 8)), 7], torch.zeros(8, 8), TOKENS[:0]])
-def test_what_is_no_picture_is_not_encoded(classes, images):
+def test_what_is_no_image_is_not_encoded(classes, images):
     rejects(lambda: classes.encode_image(images), "images")
 
 

@@ -15,7 +15,7 @@ def models() -> tuple[LlamaGenTokenModel, Condition]:
     return LlamaGenTokenModel(network, guidance=2.0), Condition(class_labels=torch.tensor([1, 7]))
 
 
-def test_the_view_draws_as_the_network_that_has_only_the_other_layers():
+def test_the_view_generates_as_the_network_that_has_only_the_other_layers():
     model, condition = models()
     short = tiny_transformer("class", n_layer=2)
     state = {name: value for name, value in model.transformer.state_dict().items() if not name.startswith("layers.")}

@@ -67,7 +67,7 @@ def test_guidance_scale_one_equals_the_conditional_model(classes):
     assert torch.equal(one, nearly) and not torch.equal(one, strong)
 
 
-def test_negative_prompt_changes_the_picture(texts):
+def test_negative_prompt_changes_the_image(texts):
     plain = texts("apple", generator=seeded(0)[0], output_type="latent").images
     led_away = texts("apple", negative_prompt="red", generator=seeded(0)[0], output_type="latent").images
     assert not torch.equal(plain, led_away)
@@ -109,7 +109,7 @@ def test_caption_features_are_left_aligned(texts):
 
 
 @pytest.mark.parametrize("text", ["사과를 먹는", "a red apple on a blue table by the calm sea", "apple " * 1667])
-def test_every_prompt_that_is_cut_is_told(texts, text, caplog):
+def test_every_prompt_that_is_cut_is_reported(texts, text, caplog):
     """Hangul too, of which one character is up to three tokens: these six are 15, and the model has twelve rows."""
     tokens = len(texts.tokenizer(text)["input_ids"])
     assert tokens > 12
@@ -166,7 +166,7 @@ def test_interrupt_from_outside_needs_no_callback(classes, monkeypatch):
     assert result.stats.stopped and result.stats.passes == 1
 
 
-def test_prompts_are_encoded_without_the_networks_that_draw(texts):
+def test_prompts_are_encoded_without_the_networks_that_generate(texts):
     alone = LlamaGenPipeline(None, None, texts.text_encoder, texts.tokenizer)
     embeds, mask = alone.encode_prompt("a red apple", max_sequence_length=12)
     expected = texts.encode_prompt("a red apple")
@@ -195,7 +195,7 @@ def offloadable() -> LlamaGenPipeline:
     return pipe
 
 
-def test_model_offload_draws_the_same(offloadable):
+def test_model_offload_generates_the_same(offloadable):
     """Weights wait on the CPU, and come for each network's `forward`: so passes must go through it."""
     expected = drawn_by(offloadable)
     offloadable.enable_model_cpu_offload(device="cpu")
@@ -205,7 +205,7 @@ def test_model_offload_draws_the_same(offloadable):
     assert offloadable.encode_image(expected[0]).shape == (1, 4, 4)
 
 
-def test_sequential_offload_draws_the_same(offloadable):
+def test_sequential_offload_generates_the_same(offloadable):
     """Every layer's weights come for that layer alone; outside their layer's `forward` they cannot be read."""
     from accelerate import cpu_offload  # diffusers' own method wants an accelerator
 
@@ -217,7 +217,7 @@ def test_sequential_offload_draws_the_same(offloadable):
     assert offloadable.encode_image(expected[0]).shape == (1, 4, 4)
 
 
-def test_layerwise_casting_draws_the_same():
+def test_layerwise_casting_generates_the_same():
     """Weights stored in float16 and cast back for their layer; these weights lose nothing by it."""
     pipe = text_pipeline()
     pipe.set_progress_bar_config(disable=True)

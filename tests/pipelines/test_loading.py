@@ -244,7 +244,7 @@ def test_a_dtype_goes_by_its_old_and_its_new_name(saved, name, monkeypatch):
 
 @pytest.mark.parametrize("variant", [None, "fp16"])
 @pytest.mark.parametrize("sizes", [("20KB", "10GB"), ("10GB", "20KB"), ("10KB", "20KB")])
-def test_saving_over_shards_leaves_none_behind(tmp_path, sizes, variant):
+def test_saving_over_shards_leaves_none_after(tmp_path, sizes, variant):
     """One file beside the shards of older weights: libraries differ in which they open."""
     for number, size in enumerate(sizes):
         pipe = class_pipeline()
@@ -265,14 +265,14 @@ def test_saving_over_shards_leaves_none_behind(tmp_path, sizes, variant):
 def test_a_name_too_long_for_any_file_or_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "snapshot_download", lambda *_, **__: pytest.fail("the hub was asked"))
     with pytest.raises(ValueError, match="unknown model") as refused:
-        loading.check_model_folder(name)
+        loading.validate_model_folder(name)
     assert len(str(refused.value)) < 400 and "\n" not in str(refused.value)
 
 
 def test_a_name_with_a_nul_byte_is_refused_by_its_argument(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "snapshot_download", lambda *_, **__: pytest.fail("the hub was asked"))
     with pytest.raises(ValueError, match="model") as refused:
-        loading.check_model_folder("x\0y")
+        loading.validate_model_folder("x\0y")
     assert len(str(refused.value)) < 400 and "\n" not in str(refused.value)
 
 

@@ -67,7 +67,7 @@ def test_captions_condition_both() -> None:
     assert not torch.equal(*pictures)
 
 
-def test_small_pictures_have_noise_of_their_own(monkeypatch) -> None:
+def test_small_images_have_noise_of_their_own(monkeypatch) -> None:
     """Were the same noise to draw both, drafts would know what the target is about to draw."""
     pipe, seeds = class_pipeline(), []
     pipe.register_modules(low_res=tiny_transformer("class", grid_size=2, n_layer=1))
@@ -121,7 +121,7 @@ def test_less_than_a_row_shows_nothing(tmp_path) -> None:
 
 
 @torch.inference_mode()
-def test_a_picture_as_it_was_drawn_stays(tmp_path) -> None:
+def test_an_image_as_it_was_generated_stays(tmp_path) -> None:
     """The noise of the rows behind is that which drew them first."""
     model, state = refreshing(tmp_path)
     shown = state.low.view(2, 4, 1, 4, 1).expand(2, 4, 2, 4, 2).reshape(2, 64)
@@ -132,7 +132,7 @@ def test_a_picture_as_it_was_drawn_stays(tmp_path) -> None:
 
 
 @torch.inference_mode()
-def test_what_follows_is_what_the_model_draws_behind_what_was_committed(tmp_path) -> None:
+def test_what_follows_is_what_the_model_generates_after_what_was_committed(tmp_path) -> None:
     """Also the second time, and of images at other rows; a whole prefix fed at once says so."""
     model, state = refreshing(tmp_path)
     tokens = torch.randint(64, (2, 64), generator=torch.Generator().manual_seed(1))

@@ -36,7 +36,7 @@ def draw(pipe, count: int, **options):
     return pipe(class_labels=list(range(count)), generator=generators, **settings)
 
 
-def test_halves_draw_the_same_pictures(pipe, monkeypatch, caplog):
+def test_halves_generate_the_same_images(pipe, monkeypatch, caplog):
     whole = draw(pipe, 5)
     tries = scarce(monkeypatch, 3)
     with caplog.at_level("WARNING", logger="vargen"):
@@ -58,7 +58,7 @@ def test_halves_are_halved_again_until_one_image_does_not_fit(pipe, monkeypatch)
         draw(pipe, 1)
 
 
-def test_pixels_are_decoded_in_halves_and_drawn_tokens_are_not_lost(pipe, monkeypatch, caplog):
+def test_pixels_are_decoded_in_halves_and_sampled_tokens_are_not_lost(pipe, monkeypatch, caplog):
     tokens = draw(pipe, 5).images
     whole, real, tries = pipe.decode_tokens(tokens, output_type="pt"), pipe.vqvae.decode, []
 

@@ -268,7 +268,7 @@ def test_t5_weights_too(copied):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
-def test_every_dtype_that_is_allowed_draws(saved, tmp_path, dtype):
+def test_every_dtype_that_is_allowed_generates(saved, tmp_path, dtype):
     folder = shutil.copytree(saved["class"], tmp_path / "model")
     for part in ("transformer", "vqvae"):
         file = folder / part / WEIGHTS

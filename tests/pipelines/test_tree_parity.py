@@ -104,7 +104,7 @@ def _of(condition: Condition, image: int) -> Condition:
     (SpeculativeTree(DynamicTree(7, 3, 3), "without-replacement"), traversal),
     (JacobiTree(make_fan(9, 2, 2)), recursive_rejection),
 ], ids=["dynamic", "jacobi"])  # fmt: skip
-def test_probabilities_behind_a_whole_run_are_those_of_one_pass(drafter, rule):
+def test_probabilities_after_a_whole_run_are_those_of_one_pass(drafter, rule):
     """Each pass of a run over trees says of the committed tokens what teacher forcing says of them."""
     model, condition = model_and_condition("class", 2.0, 3, True)
     model.draft_model = LlamaGenTokenModel(tiny_transformer("class", grid_size=GRID, n_layer=1), 2.0)

@@ -51,7 +51,7 @@ def half(size: int = 8) -> Image.Image:
 # -- a call ---------------------------------------------------------------------------------------------------------------
 
 
-def test_a_seed_is_a_picture_and_captions_matter(texts: VARPipeline) -> None:
+def test_a_seed_is_an_image_and_captions_matter(texts: VARPipeline) -> None:
     def draw(prompt: str, seed: int, **options: Any) -> torch.Tensor:
         return texts(prompt, generator=seeded(seed)[0], output_type="latent", **options).images
 
@@ -139,7 +139,7 @@ def test_a_preview_per_scale(classes: VARPipeline) -> None:
     assert len({picture for *_, picture in seen}) == 4 and seen[-1][2] == image.tobytes()
 
 
-def test_a_stopped_drawing_is_a_coarse_picture(classes: VARPipeline) -> None:
+def test_a_stopped_generation_is_a_coarse_image(classes: VARPipeline) -> None:
     def stop(pipe: VARPipeline, step: int, drawn: int, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
         return {"stop": step == 1}
 
@@ -154,7 +154,7 @@ def test_a_stopped_drawing_is_a_coarse_picture(classes: VARPipeline) -> None:
     assert (classes.decode_tokens(whole, torch.tensor([0]), output_type="np") == 1).all(), "white where nothing is drawn"
 
 
-def test_a_callback_may_change_the_scale_that_was_drawn_last(classes: VARPipeline) -> None:
+def test_a_callback_may_change_the_scale_that_was_generated_last(classes: VARPipeline) -> None:
     def first_is_seven(pipe: VARPipeline, step: int, drawn: int, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
         if step == 0:
             tensors["latents"][:, 0] = 7
@@ -170,7 +170,7 @@ def test_a_callback_may_change_the_scale_that_was_drawn_last(classes: VARPipelin
         classes(class_labels=3, callback_on_step_end=beyond)
 
 
-def test_halves_draw_the_same_pictures(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_halves_generate_the_same_images(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     from vargen.pipelines import var
 
     pipe = class_var_pipeline()
@@ -197,7 +197,7 @@ def test_halves_draw_the_same_pictures(monkeypatch: pytest.MonkeyPatch, caplog: 
 # -- pictures to start from ---------------------------------------------------------------------------------------------------
 
 
-def test_tokens_of_a_picture_are_a_picture_again(classes: VARPipeline) -> None:
+def test_tokens_of_an_image_are_an_image_again(classes: VARPipeline) -> None:
     tokens = classes.encode_image([a_picture(0), a_picture(1)])
     assert tokens.shape == (2, 30) and not torch.equal(tokens[0], tokens[1])
     assert torch.equal(classes.encode_image(a_picture(1))[0], tokens[1])
@@ -206,7 +206,7 @@ def test_tokens_of_a_picture_are_a_picture_again(classes: VARPipeline) -> None:
 
 
 @pytest.mark.parametrize(("strength", "kept"), [(0.0, 4), (0.01, 3), (0.25, 3), (0.5, 2), (0.6, 1), (1.0, 0)])
-def test_strength_is_the_share_of_scales_that_is_drawn(classes: VARPipeline, strength: float, kept: int) -> None:
+def test_strength_is_the_share_of_scales_that_is_generated(classes: VARPipeline, strength: float, kept: int) -> None:
     own, ends = classes.encode_image(a_picture())[0], [0, 1, 5, 14, 30]
     result = classes(
         class_labels=3, image=a_picture(), strength=strength, generator=seeded(3)[0], output_type="latent", top_p=1.0
@@ -253,7 +253,7 @@ def test_a_black_mask_keeps_all_and_a_white_one_nothing(classes: VARPipeline) ->
     assert torch.equal(draw(image=a_picture(), mask=white), draw())
 
 
-def test_each_prompt_may_have_its_picture_and_mask(texts: VARPipeline) -> None:
+def test_each_prompt_may_have_its_image_and_mask(texts: VARPipeline) -> None:
     images, masks = [a_picture(0), a_picture(1)], [half(), half().transpose(Image.Transpose.FLIP_LEFT_RIGHT)]
     options: dict[str, Any] = {"output_type": "latent", "strength": 0.9}
     together = texts(
@@ -264,7 +264,7 @@ def test_each_prompt_may_have_its_picture_and_mask(texts: VARPipeline) -> None:
         assert torch.equal(alone[0], together[k])
 
 
-def test_pictures_and_masks_as_tensors(classes: VARPipeline) -> None:
+def test_images_and_masks_as_tensors(classes: VARPipeline) -> None:
     options: dict[str, Any] = {"class_labels": 3, "output_type": "latent"}
     first = classes(image=a_picture(), mask=half(), generator=seeded(1)[0], **options).images
     pixels = torch.from_numpy(np.array(a_picture(), dtype=np.float32)).permute(2, 0, 1)[None] / 255
@@ -321,5 +321,5 @@ def test_bad_input_gets_an_error_before_any_pass(
         (torch.zeros(1, 30), TypeError, "tokens"),
     ],
 )
-def test_foreign_tokens_make_no_picture(classes: VARPipeline, tokens: Any, error: type[Exception], words: str) -> None:
+def test_foreign_tokens_make_no_image(classes: VARPipeline, tokens: Any, error: type[Exception], words: str) -> None:
     rejects(lambda: classes.decode_tokens(tokens), words, error)

@@ -63,7 +63,7 @@ def test_greedy_sampling_with_guidance_is_the_official_one() -> None:
         inputs.append(following)
 
 
-def test_the_loop_draws_the_official_tokens() -> None:
+def test_the_loop_samples_the_official_tokens() -> None:
     model, io = official(2.5)
     condition = Condition(class_labels=io["class_labels"])
     drawn = decode_scales(model, condition, torch.arange(2), "plain", Sampling(temperature=0))

@@ -29,7 +29,7 @@ def runs(tmp_path):
     return tokenizer, generator
 
 
-def test_the_folder_opens_and_draws(runs, tmp_path):
+def test_the_folder_opens_and_generates(runs, tmp_path):
     folder = package_emoji(*runs, ENCODER, tmp_path / "model", note="On a slow machine.")
     pipe = LlamaGenPipeline.from_pretrained(folder, torch_dtype=torch.float32)
     pipe.set_progress_bar_config(disable=True)

@@ -31,7 +31,7 @@ def runs(tmp_path: Path) -> dict[str, Path]:
     return found
 
 
-def test_the_folder_opens_and_draws_with_a_borrowed_encoder(runs: dict[str, Path], tmp_path: Path) -> None:
+def test_the_folder_opens_and_generates_with_a_borrowed_encoder(runs: dict[str, Path], tmp_path: Path) -> None:
     named = {"small_run": runs["small"], "defaults": {"temperature": 0.7, "top_k": 32}, "note": "On a slow machine."}
     folder = package_var(runs["tokenizer"], runs["model"], tmp_path / "out", SHARED_FROM, **named)
     assert not (folder / "text_encoder").exists() and not (folder / "tokenizer").exists()

@@ -79,7 +79,7 @@ def test_training_in_bfloat16(tmp_path, monkeypatch, kind):
     assert all(value.dtype == torch.float32 and value.isfinite().all() for value in weights.values())
 
 
-def test_a_run_that_could_not_draw_its_curves_does_not_begin(tmp_path, monkeypatch):
+def test_a_run_that_could_not_plot_its_curves_does_not_begin(tmp_path, monkeypatch):
     monkeypatch.setattr(compat.importlib.util, "find_spec", lambda name: None)
     rejects(lambda: train_tokenizer(tmp_path / "run"), "run", ImportError)
     assert not (tmp_path / "run").exists()
@@ -130,7 +130,7 @@ def test_a_decoder_needs_codes_to_learn_from(tmp_path, steps):
     ("side", "codes", "message"),
     [(32, 64, "grid_size"), (8, 64, "grid_size"), (16, 32, "vocab_size")],
 )  # fmt: skip
-def test_pictures_tokenizer_and_model_must_fit(tmp_path, side, codes, message):
+def test_images_tokenizer_and_model_must_fit(tmp_path, side, codes, message):
     torch.manual_seed(0)
     vq = {"ch": 32, "encoder_ch_mult": (1, 1), "decoder_ch_mult": (1, 1), "num_res_blocks": 1, "z_channels": 32}
     VQModel(codebook_size=codes, **vq).save_pretrained(tmp_path / "vqvae")
@@ -265,7 +265,7 @@ def test_the_code_prior_folds_into_an_ordinary_model():
     assert not torch.allclose(model(tokens, condition).logits, summed, atol=1e-2)
 
 
-def test_noise_takes_tokens_of_other_pictures_at_the_same_places():
+def test_noise_takes_tokens_of_other_images_at_the_same_places():
     tokens = 1000 + 3 * torch.arange(64 * 100).view(64, 100)  # all different, and no other number is in the batch
     torch.manual_seed(0)
     given = generator_losses.corrupt_tokens(tokens, 0.4)
@@ -277,7 +277,7 @@ def test_noise_takes_tokens_of_other_pictures_at_the_same_places():
     assert torch.equal(generator_losses.corrupt_tokens(tokens[:1], 1.0, 1.0), tokens[:1])  # there is no other picture
 
 
-def test_a_wrong_start_is_that_of_one_other_picture_and_needs_a_caption():
+def test_a_wrong_start_is_that_of_one_other_image_and_needs_a_caption():
     tokens = 100 * torch.arange(64)[:, None] + torch.arange(100)
     captioned = torch.arange(64) % 2 == 0
     torch.manual_seed(0)
@@ -305,7 +305,7 @@ def test_near_noise_takes_the_nearest_codes():
     assert torch.equal(generator_losses.NeighborNoise(codes, 0.0)(tokens), tokens)
 
 
-def test_tokens_with_which_a_picture_begins_weigh_more():
+def test_tokens_with_which_an_image_begins_weigh_more():
     row = torch.tensor([[7, 7, 1, 7] + [2] * 20])  # 7 is blank
     weights = generator_losses.first_token_weights(row, blank=7, weight=17.0)[0]
     assert weights[:3].tolist() == [17.0] * 3  # blank ones before it, and the first that shows something
@@ -360,7 +360,7 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path):
     assert target.read_text() == "old" and [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
-def test_plain_patches_are_told_with_their_colours():
+def test_plain_patches_are_reported_with_their_colours():
     """One number for a colour, within the tolerance; -1 for patches of several colours."""
     levels = np.full((1, 16, 16, 3), 255, dtype=np.uint8)
     levels[0, :8, 8:] = (200, 0, 0)

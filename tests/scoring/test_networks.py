@@ -150,7 +150,7 @@ def test_the_scorer_of_a_training_run_opens_and_scores(scorer_run: Path) -> None
     assert not torch.allclose(scores, scorer.score(images, PROMPTS[::-1])), "prompts make no difference"
 
 
-def test_fixed_captions_cancel_how_well_a_picture_fits_anything(scorer_run: Path) -> None:
+def test_fixed_captions_cancel_how_well_an_image_fits_anything(scorer_run: Path) -> None:
     (scorer_run / "scorer.json").write_text(json.dumps({"captions": ["a blue car", "a green tree"]}))
     scorer = open_scorer(str(scorer_run))
     image = pictures((48, 48), 1)

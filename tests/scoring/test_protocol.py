@@ -34,7 +34,7 @@ def greys(*levels: int) -> list[Image.Image]:
     return [Image.new("RGB", (8, 8), (level,) * 3) for level in levels]
 
 
-def test_both_forms_of_pictures_score_alike_in_any_batch() -> None:
+def test_both_forms_of_images_score_alike_in_any_batch() -> None:
     images, prompts = greys(0, 51, 102, 153, 255), list("abcde")
     tensor = to_tensor(images)
     expected = torch.tensor([0, 0.2, 0.4, 0.6, 1.0])
@@ -47,7 +47,7 @@ def test_both_forms_of_pictures_score_alike_in_any_batch() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_a_score_that_is_no_number_is_an_error_that_names_scorer_and_picture(bad: float) -> None:
+def test_a_score_that_is_no_number_is_an_error_that_names_scorer_and_image(bad: float) -> None:
     def spoil(scores: torch.Tensor) -> torch.Tensor:
         return torch.where(scores > 0.5, bad, scores)
 

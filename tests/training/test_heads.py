@@ -46,7 +46,7 @@ def weights(folder: Path, kind: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", NETWORKS)
-def test_it_learns_what_drafts_are_judged_by(kind: str, tmp_path: Path) -> None:
+def test_it_learns_what_drafts_are_verified_by(kind: str, tmp_path: Path) -> None:
     """The overlap on held-out pictures grows, and is the share of drafts that the exact rule accepts."""
     pipe = class_pipeline()
     frozen = {name: value.clone() for name, value in pipe.transformer.state_dict().items()}
@@ -70,7 +70,7 @@ def test_a_killed_run_resumes_to_the_same_weights(kind: str, tmp_path: Path) -> 
     check_resumes(lambda folder: train(kind, folder), tmp_path, 5, "drafter")
 
 
-def test_drawing_goes_on_where_it_was_killed(tmp_path: Path, monkeypatch) -> None:
+def test_generation_goes_on_where_it_was_killed(tmp_path: Path, monkeypatch) -> None:
     pipe = class_pipeline()
     whole = GeneratedImages(tmp_path / "whole", pipe, select_prompt_source(pipe, 24, None), recipe("eagle"))
     whole.generate_missing()
@@ -93,7 +93,7 @@ def test_drawing_goes_on_where_it_was_killed(tmp_path: Path, monkeypatch) -> Non
     assert len(drawn) == 4 and np.array_equal(store.tokens, whole.tokens) and store.tokens.any(axis=1).all()
 
 
-def test_pictures_are_those_of_the_target_at_its_guidance_and_sampling(tmp_path: Path) -> None:
+def test_images_are_those_of_the_target_at_its_guidance_and_sampling(tmp_path: Path) -> None:
     pipe = class_pipeline()
     store = GeneratedImages(tmp_path, pipe, select_prompt_source(pipe, 24, None), recipe("eagle", temperature_one_fraction=0.5))
     store.generate_missing()
@@ -103,7 +103,7 @@ def test_pictures_are_those_of_the_target_at_its_guidance_and_sampling(tmp_path:
     assert np.array_equal(store.tokens[8:10], again.numpy())
 
 
-def test_pictures_of_another_target_or_sampling_are_refused(tmp_path: Path) -> None:
+def test_images_of_another_target_or_sampling_are_refused(tmp_path: Path) -> None:
     train("eagle", tmp_path / "run")
     other = class_pipeline(n_layer=1)
     shared = tmp_path / "run" / "generated"
@@ -114,7 +114,7 @@ def test_pictures_of_another_target_or_sampling_are_refused(tmp_path: Path) -> N
     rejects(lambda: train("eagle", tmp_path / "run", other), "settings")
 
 
-def test_kinds_share_their_pictures(tmp_path: Path, monkeypatch) -> None:
+def test_kinds_share_their_images(tmp_path: Path, monkeypatch) -> None:
     train("eagle", tmp_path / "run")
     monkeypatch.setattr(drafter_data, "decode", None)
     pipe = class_pipeline()

@@ -40,7 +40,7 @@ def low_recipe():
     return generator_recipe().__class__(**{**vars(given), "model": {**given.model, **SMALL}})
 
 
-def test_small_pictures_are_means():
+def test_small_images_are_means():
     images, asked = data(size=16), low_recipe()
     small = downscale_dataset(images, asked, downsampling=2)
     assert small.images.shape == (24, 8, 8, 3) and small.records is images.records
@@ -49,13 +49,13 @@ def test_small_pictures_are_means():
     assert downscale_dataset(images, generator_recipe(), downsampling=2) is images
 
 
-def test_a_grid_that_does_not_divide_the_pictures_is_refused():
+def test_a_grid_that_does_not_divide_the_images_is_refused():
     given = low_recipe()
     three = given.__class__(**{**vars(given), "model": {**given.model, "grid_size": 3}})
     rejects(lambda: downscale_dataset(data(size=16), three, downsampling=2), "grid_size")
 
 
-def test_pairs_are_tokens_of_a_picture_at_both_sizes(tmp_path):
+def test_pairs_are_tokens_of_an_image_at_both_sizes(tmp_path):
     images, network = data(size=16), tiny_vq()
     store = TwoResolutionTokens(tmp_path, images.images, network, recipe(), CPU, 2)
     low, high = store([3, 7], [0, 0])

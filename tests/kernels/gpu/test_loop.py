@@ -44,7 +44,7 @@ def drawn(method: str | Accelerator, images: int, **overrides: object) -> torch.
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_a_picture_is_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_image_is_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     small = {"grid_size": 3, "n_layer": 1, "n_kv_head": 1}
     expected = drawn(METHODS[name], 1, **small)
     monkeypatch.setenv("VARGEN_KERNELS", "triton")
@@ -55,7 +55,7 @@ def test_a_picture_is_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     ("method", "images", "grid"), [("sjd", 2, 2), ("lantern-jacobi", 1, 3), ("recycle", 1, 3), ("speculative-tree", 1, 2)]
 )
-def test_pictures_of_presets_are_the_same(method: str, images: int, grid: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_of_presets_are_the_same(method: str, images: int, grid: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those whose drafter or rule is none of METHODS."""
     small, fitted = {"grid_size": grid, "n_layer": 1}, resolve_method(method).fit_to_grid(grid**2)
     expected = drawn(fitted, images, **small)

@@ -26,7 +26,7 @@ LARGE = [(4096, 100, 0.9), (8192, 5, 0.01), (8192, None, 1.0), (16384, 100, 0.9)
 
 
 @pytest.mark.parametrize(("V", "top_k", "top_p"), [*((V, *each) for V in (5, 1000) for each in FILTERS), *LARGE])
-def test_probabilities_and_draws(V: int, top_k: int | None, top_p: float) -> None:
+def test_probabilities_and_samples(V: int, top_k: int | None, top_p: float) -> None:
     top_k = None if top_k is None else min(top_k, V)
     logits, other = drawn_logits(1, 2, V), drawn_logits(1, 2, V, seed=1)
     seeds, position = torch.tensor([7]), torch.tensor([[3, 99]])
@@ -85,7 +85,7 @@ def test_numbers_that_are_none_have_no_probability_and_are_reported() -> None:
         assert out.tokens[0, 1] != 3 and out.tokens[0, 2] != 4 and out.tokens[0, 3] == 39 and out.tokens[0, 4] == 0
 
 
-def test_the_first_of_equal_ones_is_drawn() -> None:
+def test_the_first_of_equal_ones_is_generated() -> None:
     """Of a row that is read in several pieces."""
     noise = NoiseStream(torch.tensor([1], device=DEVICE), torch.zeros(1, 1, dtype=torch.int64, device=DEVICE), 0)
     assert sample_from_logits(torch.full((1, 1, 3000), torch.nan, device=DEVICE), noise=noise).tokens.tolist() == [[0]]  # type: ignore[union-attr]
@@ -103,7 +103,7 @@ def test_what_is_not_asked_for_is_not_made() -> None:
     assert torch.equal(both.tokens, token.tokens)  # type: ignore[arg-type]
 
 
-def test_draws_follow_the_probabilities() -> None:
+def test_samples_follow_the_probabilities() -> None:
     """200 draws of 5 tokens: each share within 5 standard deviations."""
     count = 200
     logits = torch.tensor([0.0, 1.0, -1.0, 2.0, 0.5])

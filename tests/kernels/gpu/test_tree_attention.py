@@ -115,11 +115,11 @@ def test_a_chain_needs_no_words() -> None:
 
 
 @pytest.mark.parametrize("chain", [True, False])
-def test_tokens_of_earlier_passes_behind_the_pointer(chain: bool) -> None:
+def test_tokens_of_earlier_passes_after_the_pointer(chain: bool) -> None:
     check(Case(5, [10, 31], earlier=62, chain=chain, room=40), tiles=SMALL, splits=2)
 
 
-def test_rows_begin_where_they_are_told() -> None:
+def test_rows_begin_where_they_are_reported() -> None:
     """Slots before the start may hold anything."""
     case, start = Case(3, [60, 70], P=40, room=70), torch.tensor([37, 5])
     for row in range(2):
@@ -140,7 +140,7 @@ def test_a_query_that_sees_nothing_gets_zeros(splits: int) -> None:
     assert (out[1].double() - case.expected()[1]).abs().max() < 3e-6
 
 
-def test_lengths_past_the_last_slot_read_none_behind_it() -> None:
+def test_lengths_past_the_last_slot_read_none_after_it() -> None:
     """The store lies before numbers that are none."""
     case = Case(2, [20], room=30)
     slots = case.k.shape[2]

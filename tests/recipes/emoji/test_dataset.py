@@ -148,7 +148,7 @@ def test_split_is_fixed_and_near_five_percent() -> None:
     assert split_of("1F34E") == "train"
 
 
-def test_records_join_names_with_pictures(packages: dict[str, dict[str, bytes]]) -> None:
+def test_records_join_names_with_images(packages: dict[str, dict[str, bytes]]) -> None:
     records, blobs, report = plan_records(packages)
     by_key = {(r["style"], r["hexcode"]): r for r in records}
     assert len(records) == len(blobs) == len(by_key)
@@ -199,7 +199,7 @@ def test_build(tmp_path: Path, packages: dict[str, dict[str, bytes]]) -> None:
         build_emoji_dataset(tmp_path / "c", tmp_path / "cache", 4)
 
 
-def test_an_undrawable_picture_leaves_the_old_data_set(tmp_path: Path, packages: dict[str, dict[str, bytes]]) -> None:
+def test_an_undrawable_image_leaves_the_old_data_set(tmp_path: Path, packages: dict[str, dict[str, bytes]]) -> None:
     pytest.importorskip("resvg_py")
     build_emoji_dataset(tmp_path / "out", tmp_path / "good", 16, progress=False, sources=_pack(tmp_path / "good", packages))
     before = (tmp_path / "out/images.npy").read_bytes()
@@ -211,7 +211,7 @@ def test_an_undrawable_picture_leaves_the_old_data_set(tmp_path: Path, packages:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["bad", "good", "out"]
 
 
-def test_a_wrong_checksum_leaves_nothing_behind(
+def test_a_wrong_checksum_leaves_nothing(
     tmp_path: Path, packages: dict[str, dict[str, bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sources = _pack(tmp_path / "cache", packages)

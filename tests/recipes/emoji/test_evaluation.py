@@ -58,7 +58,7 @@ def test_a_caption_is_found_as_far_as_it_is_among_the_nearest(off, top1, top5):
     assert all(value == (top1 if name.startswith("top1") else top5) for name, value in figures.items())
 
 
-def test_captions_are_as_many_as_asked_for_and_hold_those_that_are_drawn():
+def test_captions_are_as_many_as_asked_for_and_hold_those_that_are_generated():
     recall = CaptionRecall(
         data(), SamplingWeights(), Reader(60), counts={"seen": 3, "styles": 2, "concepts": 2}, num_candidates=30
     )

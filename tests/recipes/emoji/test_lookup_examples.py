@@ -21,7 +21,7 @@ def data() -> EmojiDataset:
     return EmojiDataset(images, [{"split": "validation" if i % 5 == 0 else "train"} for i in range(40)])  # type: ignore[typeddict-item]
 
 
-def test_examples_are_training_pictures_as_the_tokenizer_sees_them(data):
+def test_examples_are_training_images_as_the_tokenizer_sees_them(data):
     vqvae = tiny_vq()
     everything = vqvae.encode(torch.from_numpy(data.images).movedim(-1, 1) / 127.5 - 1).flatten(1)
     steps = []

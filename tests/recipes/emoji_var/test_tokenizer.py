@@ -96,7 +96,7 @@ def test_training_in_bfloat16(tmp_path, monkeypatch):
     assert all(value.dtype == torch.float32 and value.isfinite().all() for value in weights.values())
 
 
-def test_pictures_of_another_size_are_refused_before_anything_is_written(tmp_path):
+def test_images_of_another_size_are_refused_before_anything_is_written(tmp_path):
     rejects(lambda: trainer.train_multi_scale_tokenizer(recipe(), data(size=32), tmp_path / "run", CPU), "scales")
     assert not (tmp_path / "run").exists()
 
@@ -163,7 +163,7 @@ def test_idle_codes_are_moved_to_latents_of_their_own_scales():
         assert (out.vectors[scale] - book.weight[code]).abs().sum(1).min() == 0
 
 
-def test_perturbed_tokens_are_near_ones_in_a_share_of_the_pictures():
+def test_perturbed_tokens_are_near_ones_in_a_share_of_the_images():
     model = a_model()
     tokens = [torch.randint(codes, (200, s, s), generator=seeded()) for s, codes in ((1, 4), (2, 8), (4, 32))]
     assert all(map(torch.equal, TokenPerturbation(model, 3)(tokens, 0.5, 0.0, seeded()), tokens))

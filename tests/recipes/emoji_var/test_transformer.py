@@ -232,7 +232,7 @@ def test_noise_has_the_share_that_was_asked_for():
 # -- data ----------------------------------------------------------------------------------------------------------
 
 
-def test_held_out_cells_and_concepts_are_never_drawn(tmp_path):
+def test_held_out_cells_and_concepts_are_never_generated(tmp_path):
     images = data(600)
     held = {i for i, record in enumerate(images.records) if is_held_out_style(record) or record["split"] == "validation"}
     assert len(held) > 8 and len({images.records[i]["split"] for i in held}) == 2
@@ -283,7 +283,7 @@ def test_a_batch_depends_on_its_step_alone(tmp_path):
 
 
 @pytest.mark.parametrize("name", HUE_NAMES)
-def test_a_turned_picture_has_the_colour_that_is_asked_for(name):
+def test_a_turned_image_has_the_colour_that_is_asked_for(name):
     image = np.full((32, 32, 3), 255, dtype=np.uint8)
     image[8:24, 8:24] = (230, 40, 40)
     image[10:12, 10:12] = 128
@@ -293,7 +293,7 @@ def test_a_turned_picture_has_the_colour_that_is_asked_for(name):
     assert np.abs(rotate_hue(image, 360.0).astype(int) - image).max() <= 1
 
 
-def test_pictures_of_many_colours_or_none_have_no_dominant_one():
+def test_images_of_many_colours_or_none_have_no_dominant_one():
     gray, mixed = np.full((16, 16, 3), 90, dtype=np.uint8), np.full((16, 16, 3), 255, dtype=np.uint8)
     mixed[:8, :, 1:], mixed[8:, :, :2] = 0, 0
     assert dominant_hue(gray) is None and dominant_hue(mixed) is None
@@ -323,7 +323,7 @@ def test_captions_say_the_new_colour(text, new, expected):
 
 
 @torch.inference_mode()
-def test_drawing_follows_the_models_laws():
+def test_sampling_follows_the_models_laws():
     """A single draw's tokens of each scale have the laws that teacher forcing on earlier ones gives."""
     vq = tiny_vq()
     torch.manual_seed(0)

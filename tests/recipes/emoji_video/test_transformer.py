@@ -10,7 +10,7 @@ from rejects import rejects
 from tiny_training import check_resumes
 
 from recipes.emoji_video import transformer as trainer
-from recipes.emoji_video.batches import EMPTY_CAPTION, ClipBatches, check_same_encoder, clip_latents, motion_levels
+from recipes.emoji_video.batches import EMPTY_CAPTION, ClipBatches, clip_latents, motion_levels, validate_same_encoder
 from recipes.emoji_video.clips import VideoDataset
 from recipes.emoji_video.generate import VideoEvaluation, euler_levels, make_block_noise, sample_latents, sampling_settings
 from recipes.emoji_video.losses import VideoLoss
@@ -172,9 +172,9 @@ def test_latents_are_computed_once_for_an_encoder(tmp_path, vae, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(CausalVideoVAE, "encode", lambda *a: pytest.fail("encoded again"))
         assert np.array_equal(clip_latents(tmp_path, clips, network, CPU), made)
-    check_same_encoder(tmp_path, network, tmp_path)
+    validate_same_encoder(tmp_path, network, tmp_path)
     network.latent_std.fill_(2.0)
-    rejects(lambda: check_same_encoder(tmp_path, network, tmp_path), "latents")
+    rejects(lambda: validate_same_encoder(tmp_path, network, tmp_path), "latents")
     assert not np.array_equal(clip_latents(tmp_path, clips, network, CPU), made)
 
 
@@ -210,7 +210,7 @@ def test_places_that_move_count_more():
     assert weights.mean() == pytest.approx(1) and weights[1, 0, 0, 0] > 5 * weights[1, 0, 1, 1]
 
 
-def test_drawing_is_of_the_seed_and_each_block_of_its_own_noise(flow):
+def test_sampling_is_of_the_seed_and_each_block_of_its_own_noise(flow):
     model = CausalVideoTransformer.from_pretrained(flow[0] / "transformer")
     text = model.text_cache(Bank()(["a", "b"]).caption_embeds)
     null = model.text_cache(Bank()(["", ""]).caption_embeds)
@@ -227,7 +227,7 @@ def test_drawing_is_of_the_seed_and_each_block_of_its_own_noise(flow):
     assert len({tuple(noise.tolist()) for noise in noises}) == 8
 
 
-def test_a_drawn_block_sees_clean_ones(flow):
+def test_a_sampled_block_sees_clean_ones(flow):
     """What the cache holds of an earlier block is of a clean pass, not of its last noisy step."""
     model = CausalVideoTransformer.from_pretrained(flow[0] / "transformer")
     text = model.text_cache(Bank()(["a", "b"]).caption_embeds)
@@ -261,7 +261,7 @@ def test_euler_steps_follow_a_straight_flow_to_its_end():
         assert torch.allclose(sample_latents(model, text, 2, levels, euler=euler), torch.tensor(0.7), atol=1e-4)
 
 
-def test_a_frozen_video_is_told_from_one_that_moves(vae, flow, monkeypatch):
+def test_a_frozen_video_is_distinguished_from_one_that_moves(vae, flow, monkeypatch):
     clips, network = data(), CausalVideoVAE.from_pretrained(vae)
     evaluation = VideoEvaluation(clips, clip_latents_of(vae, clips), network, Bank(), recipe(), CPU)
     model = CausalVideoTransformer.from_pretrained(flow[0] / "transformer")
