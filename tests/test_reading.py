@@ -93,9 +93,9 @@ def test_pipes_devices_and_folders_are_not_waited_for(tmp_path: Path) -> None:
 
 
 def test_transparent_parts_are_white(tmp_path: Path) -> None:
-    picture = Image.new("RGBA", (2, 1), (0, 0, 0, 0))
-    picture.putpixel((1, 0), (10, 20, 30, 255))
-    picture.save(tmp_path / "x.png")
+    image = Image.new("RGBA", (2, 1), (0, 0, 0, 0))
+    image.putpixel((1, 0), (10, 20, 30, 255))
+    image.save(tmp_path / "x.png")
     expected = [[[255, 255, 255], [10, 20, 30]]]
     assert np.asarray(read_image(tmp_path / "x.png")).tolist() == expected
     assert np.asarray(read_source(tmp_path / "x.png", "image")).tolist() == expected

@@ -21,15 +21,15 @@ def test_shapes_of_a_colour_are_reported(scorer: ImageTextScorer) -> None:
     ImageDraw.Draw(stripes).rectangle((8, 24, 120, 64), fill=(0, 87, 183))
     ImageDraw.Draw(stripes).rectangle((8, 64, 120, 104), fill=(255, 215, 0))
     words = ["red circle", "flag: ukraine"]
-    scores = torch.stack([scorer.score([picture] * 2, words) for picture in (disc, stripes)])
+    scores = torch.stack([scorer.score([image] * 2, words) for image in (disc, stripes)])
     assert scores[0, 0] > scores[0, 1] + 2 and scores[1, 1] > scores[1, 0] + 2
 
 
 def test_scores_do_not_depend_on_the_batch(scorer: ImageTextScorer) -> None:
-    pictures = torch.rand(5, 3, 128, 128, generator=torch.Generator().manual_seed(0))
+    images = torch.rand(5, 3, 128, 128, generator=torch.Generator().manual_seed(0))
     words = ["a cat", "a dog", "a red apple", "a house", "a tree"]
-    alone = torch.cat([scorer.score(pictures[i : i + 1], words[i : i + 1]) for i in range(5)])
-    assert torch.allclose(scorer.score(pictures, words), alone, atol=1e-4)
+    alone = torch.cat([scorer.score(images[i : i + 1], words[i : i + 1]) for i in range(5)])
+    assert torch.allclose(scorer.score(images, words), alone, atol=1e-4)
 
 
 def test_a_caption_is_embedded_once_and_many_are_forgotten(scorer: ImageTextScorer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,10 +38,10 @@ def test_a_caption_is_embedded_once_and_many_are_forgotten(scorer: ImageTextScor
     monkeypatch.setattr(scorer, "embed_captions", lambda texts: (asked.extend(texts), embed(texts))[1])
     monkeypatch.setattr(scorer, "_latest", {})
     monkeypatch.setattr("vargen.scoring.image_text._KEPT_CAPTIONS", 20)
-    pictures = [Image.new("RGB", (64, 64), "red")] * 2
-    first = scorer.score(pictures, ["a red square", "a cat"])
-    assert torch.equal(scorer.score(pictures, ["a red square", "a cat"]), first) and asked == ["a red square", "a cat"]
+    images = [Image.new("RGB", (64, 64), "red")] * 2
+    first = scorer.score(images, ["a red square", "a cat"])
+    assert torch.equal(scorer.score(images, ["a red square", "a cat"]), first) and asked == ["a red square", "a cat"]
     for start in range(0, 60, 12):
-        scorer.score(pictures[:1] * 12, [f"number {start + k}" for k in range(12)])
+        scorer.score(images[:1] * 12, [f"number {start + k}" for k in range(12)])
         assert len(scorer._latest) <= 20
-    assert torch.allclose(scorer.score(pictures, ["a red square", "a cat"]), first, atol=1e-4)
+    assert torch.allclose(scorer.score(images, ["a red square", "a cat"]), first, atol=1e-4)

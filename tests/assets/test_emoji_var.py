@@ -49,18 +49,18 @@ def test_rows_equal_the_image_alone(pipe: Any) -> None:
 
 @pytest.mark.parametrize("method", [preset.name for preset in list_methods("next-scale")])
 def test_by_every_method_images_show_what_was_asked_for(pipe: Any, scorer: ImageTextScorer, method: str) -> None:
-    pictures = pipe(THINGS, accelerator=method, generator=seeded(*range(6))).images
-    own = scorer.score(pictures, THINGS)
-    others = torch.stack([scorer.score(pictures, THINGS[k:] + THINGS[:k]) for k in range(1, 6)])
+    shown = pipe(THINGS, accelerator=method, generator=seeded(*range(6))).images
+    own = scorer.score(shown, THINGS)
+    others = torch.stack([scorer.score(shown, THINGS[k:] + THINGS[:k]) for k in range(1, 6)])
     assert (own > others.amax(0)).float().mean() >= 5 / 6
 
 
 def test_what_a_mask_keeps_stays(pipe: Any) -> None:
-    picture = pipe("a red apple, 3d style", generator=seeded(0)).images[0]
-    mask = Image.new("L", picture.size)
+    pixels = pipe("a red apple, 3d style", generator=seeded(0)).images[0]
+    mask = Image.new("L", pixels.size)
     mask.paste(255, (64, 0, 128, 128))
-    anew = pipe("a green apple, 3d style", image=picture, mask=mask, generator=seeded(0)).images[0]
-    before, after = (np.asarray(each, dtype=float)[40:100] for each in (picture, anew))
+    again = pipe("a green apple, 3d style", image=pixels, mask=mask, generator=seeded(0)).images[0]
+    before, after = (np.asarray(each, dtype=float)[40:100] for each in (pixels, again))
     assert np.abs(before - after)[:, 20:48].mean() < 25, "the left half stays red"
     right = after[:, 80:100].mean((0, 1))
     assert right[1] > right[0], "and the right one is green"

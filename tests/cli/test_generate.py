@@ -168,8 +168,8 @@ def test_a_next_scale_model_is_generated_with_like_any_other(run: Any, scale_mod
     words = ("generate", "a red apple", "--model", scale_model, "--seed", 5)
     assert run(*words, "-o", "plain.png").exit_code == run(*words, "-o", "code.png", "--accelerator", "code").exit_code == 0
     with Image.open("plain.png") as plain, Image.open("code.png") as code:
-        told = json.loads(plain.info["vargen"])
-        assert (told["accelerator"], told["guidance_scale"], plain.size) == ("plain", 3.0, (8, 8))
+        reported = json.loads(plain.info["vargen"])
+        assert (reported["accelerator"], reported["guidance_scale"], plain.size) == ("plain", 3.0, (8, 8))
         assert plain.tobytes() != code.tobytes()
     refused = run(*words, "--accelerator", "ar")
     assert refused.exit_code == 2 and "is for next-token models" in refused.stderr

@@ -28,8 +28,8 @@ def test_a_prompt_becomes_a_looping_file(model: str, tmp_path: Path) -> None:
     said = json.loads(found.stdout)
     (video,) = said["videos"]
     assert said["fps"] == 12 and video["seed"] == 5 and len(video["stats"]["blocks"]) == 2
-    with Image.open(tmp_path / "cat.webp") as picture:
-        assert picture.n_frames == 4
+    with Image.open(tmp_path / "cat.webp") as image:
+        assert image.n_frames == 4
 
 
 def test_several_go_into_a_folder(model: str, tmp_path: Path) -> None:

@@ -35,10 +35,10 @@ def test_slugs_of_ordinary_and_hostile_prompts() -> None:
 
 
 def test_every_slug_is_a_safe_short_name() -> None:
-    draw = random.Random(0)
+    rng = random.Random(0)
     alphabet = string.printable + 'äßçñøÅ苹果🍎\x00\u202e/\\:*?"<>|.' * 4
     for _ in range(2000):
-        name = slugify("".join(draw.choices(alphabet, k=draw.randrange(120))))
+        name = slugify("".join(rng.choices(alphabet, k=rng.randrange(120))))
         assert 1 <= len(name) <= MAX_SLUG
         assert set(name) <= set(string.ascii_lowercase + string.digits + "-")
         assert not name.startswith("-") and not name.endswith("-")

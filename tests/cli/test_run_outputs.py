@@ -66,8 +66,8 @@ def test_what_lies_elsewhere_is_allowed_but_for_what_is_read(folder: Path) -> No
 def test_the_command_says_so_before_anything_is_written(
     verb: str, run: Any, class_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drawn = run("eval", "--generate-only", "--model", class_model, "-o", "out", "--num-images", 2, "--threads", 1)
-    assert drawn.exit_code == 0, drawn.stderr
+    generated = run("eval", "--generate-only", "--model", class_model, "-o", "out", "--num-images", 2, "--threads", 1)
+    assert generated.exit_code == 0, generated.stderr
     before = {file: file.read_bytes() for file in Path("out").rglob("*") if file.is_file()}
     monkeypatch.setattr(results, "write_each", lambda writes: pytest.fail("something was written"))
     words = ("eval", "--model", class_model, "-o", "out", "--num-images", 2) if verb == "eval" else ("score", "out")

@@ -118,11 +118,11 @@ def test_the_folder_is_the_one_that_the_pipeline_itself_saves(files: tuple[Path,
         assert kept[0] == kept[1]
         again = load_file(tmp_path / "again" / part / _WEIGHTS)
         assert all(torch.equal(v, again[k]) for k, v in network.state_dict().items())
-    drawn = [
+    generated = [
         opened(class_labels=label, generator=torch.Generator().manual_seed(0), output_type="pt").images
         for opened, label in ((pipe, 3), (_open(tmp_path / "again"), "great white"))
     ]
-    assert torch.equal(*drawn)
+    assert torch.equal(*generated)
     assert pipe.config.id2label == {"0": "tench", "3": "shark, great white"}
 
 

@@ -50,10 +50,10 @@ def noise_of(model: BlockModel, number: int):
 
 def test_noise_depends_on_seed_block_and_step_alone() -> None:
     seeds = torch.tensor([1, 2])
-    drawn = sample_normal(seeds, 3, 1001, 2)
-    assert torch.equal(drawn[1:], sample_normal(seeds[1:], 3, 1001, 2)) and drawn.shape == (2, 1001)
+    generated = sample_normal(seeds, 3, 1001, 2)
+    assert torch.equal(generated[1:], sample_normal(seeds[1:], 3, 1001, 2)) and generated.shape == (2, 1001)
     others = [sample_normal(seeds, 3, 1001, 1), sample_normal(seeds, 2, 1001, 2), sample_normal(seeds + 5, 3, 1001, 2)]
-    assert all(abs(float((drawn * other).mean())) < 0.1 for other in others)
+    assert all(abs(float((generated * other).mean())) < 0.1 for other in others)
     many = sample_normal(torch.tensor([5]), 0, 200_000)
     assert abs(float(many.mean())) < 0.01 and abs(float(many.std()) - 1) < 0.01
     assert abs(float((many**4).mean()) - 3) < 0.1 and float(many.abs().max()) < 6.7
@@ -253,9 +253,9 @@ def test_the_threshold_moves_while_the_video_is_made() -> None:
 
 def test_refining_begins_with_the_draft() -> None:
     full, part = stream(FREE.with_tau(math.inf), 4), stream(replace(FREE, refine=3).with_tau(math.inf), 4)
-    drawn, refined, drafted = video(full)[0], video(part)[0], video(stream("draft", 4))[0]
+    generated, refined, drafted = video(full)[0], video(part)[0], video(stream("draft", 4))[0]
     assert part.stats.passes["target"] < full.stats.passes["target"]
-    assert (refined - drafted)[:2].norm() < (drawn - drafted)[:2].norm()  # of block 0, whose past is equal
+    assert (refined - drafted)[:2].norm() < (generated - drafted)[:2].norm()  # of block 0, whose past is equal
 
 
 # -- prompts, given frames

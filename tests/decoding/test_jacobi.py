@@ -51,11 +51,11 @@ def test_initial_drafts_are_sampled_with_the_probabilities_they_record(initial, 
     position = torch.arange(5, 10).expand(images, -1)  # 7 tokens are known: the first two slots are not fresh
     noise = Noise(torch.arange(images), position, 3)
     known = torch.full((images,), 7)
-    drawn, probs = initial(Context(vocab, columns, tokens, known, last_probs, noise))
+    generated, probs = initial(Context(vocab, columns, tokens, known, last_probs, noise))
     probs = probs.expand(images, slots, vocab)
     assert torch.allclose(probs.sum(-1), torch.ones(images, slots), atol=1e-6)
     assert (probs[:1] == probs).all()
-    share = torch.nn.functional.one_hot(drawn, vocab).double().mean(0)
+    share = torch.nn.functional.one_hot(generated, vocab).double().mean(0)
     error = (share - probs[0]).abs()[2:]
     assert (error <= 5 * (probs[0, 2:] * (1 - probs[0, 2:]) / images).sqrt() + 1e-9).all()
 

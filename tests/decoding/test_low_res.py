@@ -114,10 +114,10 @@ def test_images_are_no_further_from_the_target_than_was_reported(radius, thresho
 
 def test_nothing_allowed_is_a_maximal_coupling():
     rule = PooledRule(size=0, threshold=2.0)
-    judged = Accelerator(drafter=drafts(6, "from-verdict"), acceptance=rule)
+    verified = Accelerator(drafter=drafts(6, "from-verdict"), acceptance=rule)
     arguments = (torch.zeros(64, dtype=torch.int64), torch.arange(64))
     plain = decode(GRID.model(), *arguments, Accelerator(drafter=drafts(6), acceptance=speculative_sampling))
-    found = decode(GRID.model(), *arguments, judged)
+    found = decode(GRID.model(), *arguments, verified)
     assert torch.equal(plain.tokens, found.tokens) and not any(found.stats.relaxation)
 
 

@@ -87,8 +87,8 @@ def test_samples_of_one_uniform_follow_their_law_pass_by_pass():
     probs, n = torch.tensor([0.5, 0.0, 0.3, 0.15, 0.05]), 200_000
     position = torch.arange(n)[None]
     one, two = (Noise(torch.tensor([9]), position, step).sample(probs.expand(1, n, 5), Purpose.RESAMPLE)[0] for step in (1, 2))
-    for drawn in (one, two):
-        assert (torch.bincount(drawn, minlength=5) / n - probs).abs().max() < 5 * math.sqrt(0.25 / n)
+    for generated in (one, two):
+        assert (torch.bincount(generated, minlength=5) / n - probs).abs().max() < 5 * math.sqrt(0.25 / n)
     together = torch.bincount(one * 5 + two, minlength=25).view(5, 5) / n
     assert (together - probs[:, None] * probs).abs().max() < 5 * math.sqrt(0.25 / n)
 
@@ -103,8 +103,8 @@ def test_exponential_has_its_mean_and_tail():
 def test_race_samples_from_its_law_and_never_what_has_no_probability():
     probs = torch.tensor([0.5, 0.0, 0.3, 0.15, 0.05])
     n = 200_000
-    drawn = sample_gumbel_max(probs.expand(1, n, 5), torch.tensor([9]), torch.arange(n)[None])[0]
-    share = torch.bincount(drawn, minlength=5) / n
+    generated = sample_gumbel_max(probs.expand(1, n, 5), torch.tensor([9]), torch.arange(n)[None])[0]
+    share = torch.bincount(generated, minlength=5) / n
     assert share[1] == 0
     assert (share - probs).abs().max() < 5 * math.sqrt(0.25 / n)
     certain = torch.tensor([0.0, 1.0, 0.0])

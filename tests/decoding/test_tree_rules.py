@@ -96,11 +96,11 @@ def test_a_budget_caps_what_a_path_is_allowed_and_zero_is_exact():
 
     def generous(budget):
         def test(siblings):
-            chance = siblings.exact_accept_prob
-            granted = 1 - chance
+            probability = siblings.exact_accept_prob
+            spent = 1 - probability
             if siblings.max_relaxation is not None:
-                granted = torch.minimum(granted, siblings.max_relaxation)
-            return acceptance.SiblingDecision(chance + granted, siblings.residual, granted)
+                spent = torch.minimum(spent, siblings.max_relaxation)
+            return acceptance.SiblingDecision(probability + spent, siblings.residual, spent)
 
         @acceptance_rule(exact=False, topologies=("tree",))
         def rule(probs, draft, noise, relaxation):

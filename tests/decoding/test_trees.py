@@ -234,9 +234,9 @@ def test_expected_tokens_are_what_a_run_commits():
         at, step = 0, 0
         while True:
             children = [slot for slot in range(len(parents)) if parents[slot] == at]
-            coin, row = torch.rand((), generator=generator).item(), rates[min(step, 1)]
+            uniform, row = torch.rand((), generator=generator).item(), rates[min(step, 1)]
             ranked = [sum(row[: rank + 1]) for rank in range(len(children))]
-            chosen = next((slot for slot, upto in zip(children, ranked, strict=True) if coin < upto), None)
+            chosen = next((slot for slot, upto in zip(children, ranked, strict=True) if uniform < upto), None)
             if chosen is None:
                 break
             at, step = chosen, step + 1

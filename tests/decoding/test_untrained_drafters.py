@@ -60,9 +60,9 @@ def test_an_index_counts_the_tokens_of_the_longest_known_surroundings():
     generator = torch.Generator().manual_seed(0)
     examples = torch.randint(4, (50, 12), generator=generator)
     index = NGramIndex(examples, 4, 4)
-    picture = torch.randint(4, (30, 12), generator=generator)
+    shown = torch.randint(4, (30, 12), generator=generator)
     place = torch.full((30, 1), 6)
-    key = make_context_keys(picture, place, 4, 4)
+    key = make_context_keys(shown, place, 4, 4)
     found = index.find(key[:, 0], 600)
     there = make_context_keys(examples, torch.arange(12).expand(50, 12), 4, 4)
     for image in range(30):

@@ -39,8 +39,8 @@ def test_generate(client: gradio_client.Client, service: ImageService) -> None:
     for number, path in enumerate(files):
         with Image.open(path) as image:
             assert image.format == "PNG" and image.size == (16, 16)
-            told = json.loads(image.text["vargen"])
-        assert told["seed"] == 7 + number
+            reported = json.loads(image.text["vargen"])
+        assert reported["seed"] == 7 + number
     again, _ = client.predict("a red apple", seed=8, api_name="/generate")
     assert Image.open(again[0]).tobytes() == Image.open(files[1]).tobytes(), "a seed is a picture"
 
@@ -125,8 +125,8 @@ def stopped(runs: list[Job], give_up: Callable[[], Any]) -> None:
     wait_until(lambda: runs and runs[0].counts)
     give_up()
     wait_until(runs[0].done.is_set)
-    drawn = runs[0].result()
-    assert drawn.stopped and runs[0].tokens < runs[0].total
+    generated = runs[0].result()
+    assert generated.stopped and runs[0].tokens < runs[0].total
     assert len(runs) == 1
 
 
@@ -181,8 +181,8 @@ def test_a_caller_that_listens_sees_how_far_it_is(client: gradio_client.Client, 
     *before, last = job.outputs()
     assert len(files) == 1 and report["seed"] == 7 and last[1] == report
     assert before and all(each[0] == [] for each in before)
-    drawn = [each[1]["tokens_generated"] for each in before]
-    assert drawn == sorted(drawn) and 0 <= drawn[0] < 64 and drawn[-1] <= 64 and before[0][1]["tokens"] == 64
+    generated = [each[1]["tokens_generated"] for each in before]
+    assert generated == sorted(generated) and 0 <= generated[0] < 64 and generated[-1] <= 64 and before[0][1]["tokens"] == 64
 
 
 def test_requests_bring_no_warnings_of_pandas(client: gradio_client.Client) -> None:
@@ -218,5 +218,5 @@ def test_eight_clients_at_once(address: str, service: ImageService, tmp_path: Pa
         assert sorted(pool.map(ask, range(24))) == list(range(24))
     if Path("/proc/self/status").exists():
         assert resident() - before < 60
-    drawing = [thread for thread in threading.enumerate() if thread.name.startswith("draw")]
-    assert len(drawing) <= 8
+    generation = [thread for thread in threading.enumerate() if thread.name.startswith("draw")]
+    assert len(generation) <= 8

@@ -70,11 +70,11 @@ def test_the_methods_and_the_scorer_generate_images(guide: dict[str, str], repo_
     pipe = text_pipeline(grid_size=6)
     pipe.set_progress_bar_config(disable=True)
 
-    def drawn(method: Any) -> torch.Tensor:
+    def generated(method: Any) -> torch.Tensor:
         generator = torch.Generator().manual_seed(1)
         return torch.as_tensor(pipe("a red apple", accelerator=method, generator=generator, output_type="latent").images)
 
-    assert torch.equal(drawn(methods.lookup_shared), drawn("ar"))
+    assert torch.equal(generated(methods.lookup_shared), generated("ar"))
     for method in (methods.medusa_like, methods.lookup):
         assert pipe("a red apple", accelerator=method).stats.accelerator == method.name
     scope = {"pipe": pipe, **vars(importlib.import_module("colorfulness"))}

@@ -93,8 +93,8 @@ def test_an_image_is_what_the_pipeline_generates_of_its_seed(whole: dict[str, by
 
 
 def test_two_shards_generate_what_one_does(model: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
-    drawn = [generate_missing_images(make_plan(model, tmp_path / "run"), shard, 2) for shard in (2, 1)]
-    assert sum(drawn) == 14 and 0 < drawn[0] < 14
+    generated = [generate_missing_images(make_plan(model, tmp_path / "run"), shard, 2) for shard in (2, 1)]
+    assert sum(generated) == 14 and 0 < generated[0] < 14
     assert images(tmp_path / "run") == whole
     assert len(lines(tmp_path / "run")) == len(set(lines(tmp_path / "run"))) == 14
 
@@ -303,8 +303,8 @@ def test_schedules_are_generated_of_a_next_scale_model(tmp_path: Path) -> None:
     methods = ("plain", "code", "code:until.1=-3")
     wanted = make_plan(tmp_path / "model", tmp_path / "run", methods=methods, num=2, batch=2)
     assert generate_missing_images(wanted) == 6
-    pictures = images(tmp_path / "run")
-    assert len(pictures) == 6 and len(set(pictures.values())) == 6
+    shown = images(tmp_path / "run")
+    assert len(shown) == 6 and len(set(shown.values())) == 6
     class_var_pipeline(draft=False).save_pretrained(tmp_path / "alone")
     with pytest.raises(ValueError, match="needs a draft_transformer"):
         generate_missing_images(replace(wanted, model=str(tmp_path / "alone"), output=str(tmp_path / "other")))

@@ -80,8 +80,8 @@ def test_the_packaged_tower_and_any_module_are_extractors(tmp_path: Path, monkey
     torch.manual_seed(0)
     ImageTextModel(widths=[16, 32], blocks=[1, 1], image_size=32).save_pretrained(tmp_path / "run/scorer")
     tower = load_extractor(str(tmp_path / "run"))
-    pictures = noise(5)
-    features = tower(stack_images(pictures))
+    images = noise(5)
+    features = tower(stack_images(images))
     assert features.pooled.shape == (5, 32) and features.logits is None
     (tmp_path / "mine_to_import.py").write_text(
         "import torch\ndef net():\n    return torch.nn.Sequential(torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten())\n"
@@ -89,7 +89,7 @@ def test_the_packaged_tower_and_any_module_are_extractors(tmp_path: Path, monkey
     monkeypatch.syspath_prepend(str(tmp_path))
     own = load_extractor("mine_to_import:net")
     sys.modules.pop("mine_to_import")
-    assert torch.allclose(own(stack_images(pictures)).pooled, torch.from_numpy(pictures).float().mean((1, 2)) / 255, atol=1e-5)
+    assert torch.allclose(own(stack_images(images)).pooled, torch.from_numpy(images).float().mean((1, 2)) / 255, atol=1e-5)
     assert own.identity != tower.identity
     linear = [module_extractor(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 2)), "net") for _ in range(2)]
     assert linear[0].identity != linear[1].identity, "weights are part of an identity"
@@ -172,18 +172,18 @@ def test_damaged_statistics_are_named(tmp_path: Path) -> None:
 
 
 def test_samples_are_written_and_read_as_the_field_does(tmp_path: Path) -> None:
-    pictures = noise(3, (8, 6))
-    write_adm_samples(tmp_path / "s.npz", iter(pictures), 3, (8, 6))
+    images = noise(3, (8, 6))
+    write_adm_samples(tmp_path / "s.npz", iter(images), 3, (8, 6))
     with np.load(tmp_path / "s.npz") as plain:
-        assert plain["arr_0"].dtype == np.uint8 and np.array_equal(plain["arr_0"], pictures)
-    np.savez(tmp_path / "theirs.npz", pictures, np.arange(3))  # arr_0, and labels
+        assert plain["arr_0"].dtype == np.uint8 and np.array_equal(plain["arr_0"], images)
+    np.savez(tmp_path / "theirs.npz", images, np.arange(3))  # arr_0, and labels
     for name in ("s.npz", "theirs.npz"):
         shape, found = read_adm_samples(tmp_path / name)
-        assert shape == (3, 8, 6, 3) and np.array_equal(np.stack(list(found)), pictures)
+        assert shape == (3, 8, 6, 3) and np.array_equal(np.stack(list(found)), images)
         assert contains_samples(tmp_path / name)
     for wrong in (noise(2, (8, 6)), noise(4, (8, 6)), noise(3, (6, 8))):
         with pytest.raises(ValueError, match="image"):
             write_adm_samples(tmp_path / "wrong.npz", iter(wrong), 3, (8, 6))
     assert not (tmp_path / "wrong.npz").exists() and len(list(tmp_path.iterdir())) == 2
-    np.savez(tmp_path / "floats.npz", pictures.astype(np.float32))
+    np.savez(tmp_path / "floats.npz", images.astype(np.float32))
     rejects(lambda: read_adm_samples(tmp_path / "floats.npz"), "uint8")

@@ -38,9 +38,9 @@ def test_the_opponent_generates_what_ours_generates(condition: str, shared_aln: 
     state, canvas, inputs = ours.start(given), ours.canvas(2), [None]
     for scale, theirs in enumerate(tokens):
         with torch.no_grad():
-            drawn = ours.forward(state, inputs, 1, [1.0])[0].argmax(-1)
-            canvas, following = ours.add(canvas, drawn, scale)
-        assert torch.equal(drawn, theirs)
+            generated = ours.forward(state, inputs, 1, [1.0])[0].argmax(-1)
+            canvas, following = ours.add(canvas, generated, scale)
+        assert torch.equal(generated, theirs)
         inputs.append(following)  # type: ignore[arg-type]
 
 
@@ -58,8 +58,8 @@ def test_the_opponent_samples_the_official_tokens() -> None:
 
     loop = PublishedVARSampler(model.transformer, Tokenizer())  # type: ignore[arg-type]
     tokens, _ = loop(Condition(class_labels=io["class_labels"]), torch.Generator(), 2.5, top_k=1)
-    for scale, drawn in enumerate(tokens):
-        assert torch.equal(drawn, io[f"greedy_tokens_cfg1.5_scale{scale}"])
+    for scale, generated in enumerate(tokens):
+        assert torch.equal(generated, io[f"greedy_tokens_cfg1.5_scale{scale}"])
 
 
 def test_its_filters_are_ours() -> None:
@@ -75,9 +75,9 @@ def test_its_filters_are_ours() -> None:
 def test_the_work_of_passes_is_counted(condition: str) -> None:
     made = network(condition)
     passes, counted = made.pass_work(2), 0
-    drawn = made.decoder()
+    generated = made.decoder()
     with FlopCounterMode(display=False) as counter:
-        drawn.decode(made.condition(2), torch.arange(2), "plain")
+        generated.decode(made.condition(2), torch.arange(2), "plain")
     counted = counter.get_total_flops()
     assert len(passes) == 4
     assert 0.8 < sum(operations for _, operations in passes) / counted < 1.25

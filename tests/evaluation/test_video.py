@@ -84,16 +84,16 @@ def test_on_a_pair_with_a_known_gap_a_score_places_the_target_better_than_probab
         found = [quality(seed, block.number, block.latents) for block in made]
         return made.stats, sum(found) / len(found)
 
-    by_score, by_chance = [], []
+    by_score, by_probability = [], []
     for seed in range(5):
         stats, value = run(Threshold(-0.2), seed)
         by_score.append(value)
         generator = torch.Generator().manual_seed(seed)
         order = [0, *(torch.randperm(23, generator=generator) + 1).tolist()]
-        by_chance.append(run(Replay([stats.sources[place] for place in order]), seed)[1])
+        by_probability.append(run(Replay([stats.sources[place] for place in order]), seed)[1])
         assert 0.2 < stats.acceptance < 0.95
     ends = [sum(run(SingleModel(draft), seed)[1] for seed in range(5)) / 5 for draft in (True, False)]
-    assert ends[0] < sum(by_chance) / 5 < sum(by_score) / 5 < ends[1] and ends[1] == pytest.approx(0, abs=1e-3)
+    assert ends[0] < sum(by_probability) / 5 < sum(by_score) / 5 < ends[1] and ends[1] == pytest.approx(0, abs=1e-3)
 
 
 def test_methods_are_compared_on_equal_prompts_and_seeds(model: str) -> None:

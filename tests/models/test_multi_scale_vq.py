@@ -150,11 +150,11 @@ def test_an_image_does_not_depend_on_its_batch() -> None:
     model = _hybrid()
     pixels = torch.rand(4, 3, 20, 20) * 2 - 1
     together, latents = model.encode(pixels), model.encode_latent(pixels)
-    pictures = model.decode(together)
+    images = model.decode(together)
     for row in range(4):
         torch.testing.assert_close(model.encode_latent(pixels[row : row + 1])[0], latents[row], atol=1e-5, rtol=0)
         alone = model.decode([tokens[row : row + 1] for tokens in together])
-        torch.testing.assert_close(alone[0], pictures[row], atol=1e-5, rtol=0)
+        torch.testing.assert_close(alone[0], images[row], atol=1e-5, rtol=0)
 
 
 # -- shapes, dtypes, files -----------------------------------------------------------------------------------------

@@ -126,19 +126,19 @@ def test_weights_that_change_between_images_are_seen() -> None:
     model = _model("class", torch.float32)
     condition = Condition(class_labels=torch.tensor([1, 2]))
 
-    def drawn() -> Tensor:
+    def generated() -> Tensor:
         with torch.no_grad():
             cache = model.new_cache(2, scratch=4)
             model(condition=condition, cache=cache)
             return model(torch.tensor([[1, 2], [3, 4]]), cache=cache).logits
 
-    before = drawn()
+    before = generated()
     for layer in model.layers:
         layer.attention_norm.weight.data.mul_(1.5)
         layer.ffn_norm.weight.data.neg_()
-    after = drawn()
+    after = generated()
     assert (after - before).abs().max() > 0.01
     fresh = LlamaGenTransformer.from_config(model.config).eval()
     fresh.load_state_dict(model.state_dict())
     model = fresh
-    assert torch.allclose(drawn(), after, atol=1e-5)
+    assert torch.allclose(generated(), after, atol=1e-5)

@@ -42,8 +42,8 @@ def test_the_best_candidate_is_returned_and_its_seed_generates_it_again(pipe: An
 
 def test_every_candidate_is_the_image_of_its_seed(pipe: Any) -> None:
     stats = pipe("a", num_candidates=4, scorer=brightness, generator=seeds(9)[0]).stats
-    drawn = pipe("a", num_images_per_prompt=4, generator=seeds(*stats.candidate_seeds[0]), output_type="pt").images
-    assert brightness(drawn, []).tolist() == pytest.approx(stats.scores[0], abs=1e-6)
+    generated = pipe("a", num_images_per_prompt=4, generator=seeds(*stats.candidate_seeds[0]), output_type="pt").images
+    assert brightness(generated, []).tolist() == pytest.approx(stats.scores[0], abs=1e-6)
     assert len(set(stats.candidate_seeds[0])) == 4
 
 

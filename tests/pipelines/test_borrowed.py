@@ -31,11 +31,11 @@ def folder(tmp_path: Path) -> Path:
 def test_it_generates_what_a_folder_with_its_own_parts_generates(folder: Path, tmp_path: Path) -> None:
     pipe = open_pipeline(folder)
     assert pipe.normalize_prompt("😺").text != "😺", "names come along"
-    drawn = pipe("a red apple", generator=torch.Generator().manual_seed(1), output_type="latent").images
+    generated = pipe("a red apple", generator=torch.Generator().manual_seed(1), output_type="latent").images
     pipe.save_pretrained(tmp_path / "whole")
     assert (tmp_path / "whole" / "text_encoder").is_dir() and not (tmp_path / "whole" / FILE).exists()
     whole = open_pipeline(tmp_path / "whole")
-    assert torch.equal(drawn, whole("a red apple", generator=torch.Generator().manual_seed(1), output_type="latent").images)
+    assert torch.equal(generated, whole("a red apple", generator=torch.Generator().manual_seed(1), output_type="latent").images)
 
 
 def test_saved_over_a_borrower_it_borrows_no_more(folder: Path) -> None:

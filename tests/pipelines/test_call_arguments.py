@@ -34,16 +34,16 @@ def drawer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return pipe
 
 
-def drawn(pipe: Any, **options: Any) -> np.ndarray:
+def generated(pipe: Any, **options: Any) -> np.ndarray:
     options = {"num_blocks": 1, "accelerator": "target", **options} if hasattr(pipe, "stream") else options
     result = pipe("a red apple", generator=seeded(), output_type="np", **options)
     return np.asarray(result.frames if hasattr(pipe, "stream") else result.images)
 
 
 def test_an_empty_negative_prompt_is_none(drawer: Any) -> None:
-    plain = drawn(drawer)
+    plain = generated(drawer)
     for blank in BLANKS:
-        assert np.array_equal(drawn(drawer, negative_prompt=blank), plain)
+        assert np.array_equal(generated(drawer, negative_prompt=blank), plain)
 
 
 def test_an_empty_negative_prompt_is_none_for_classes() -> None:

@@ -58,9 +58,9 @@ def test_every_field_is_checked(name: str, tmp_path: Path, monkeypatch: Any) -> 
             try:
                 validate_network_files(tmp_path, kind)
             except ValueError as error:
-                told = str(error).replace(str(tmp_path), "")
+                reported = str(error).replace(str(tmp_path), "")
                 possible = value is None or value == 0  # some mean another network, of which the shapes tell
-                assert field in told or (possible and "do not fit the model" in told), (field, value, told)
+                assert field in reported or (possible and "do not fit the model" in reported), (field, value, reported)
             else:
                 assert value is None or value == 0 or field == "codes", (field, value)
 

@@ -73,12 +73,12 @@ def test_previews_of_bad_pixels_are_refused_too(spoilt):
 
 @pytest.mark.parametrize("part", ["encoder.conv_in.weight", "quant_conv.bias", "quantize.embedding.weight"])
 def test_images_are_not_encoded_by_weights_that_hold_nan(spoilt, part):
-    picture = Image.new("RGB", (8, 8), "red")
-    assert spoilt.encode_image(picture).shape == (1, 4, 4)
+    image = Image.new("RGB", (8, 8), "red")
+    assert spoilt.encode_image(image).shape == (1, 4, 4)
     with torch.no_grad():
         spoilt.vqvae.get_parameter(part).view(-1)[0] = math.nan
     with pytest.raises(NonFinitePixelsError, match="first in image 1 of 1 at token row 0, column 0 of 4 x 4"):
-        spoilt.encode_image(picture)
+        spoilt.encode_image(image)
 
 
 def test_images_with_nan_are_refused(classes):
@@ -152,8 +152,8 @@ def test_numpys_numbers_generate_what_pythons_generate(texts):
     plain = {"num_images_per_prompt": 2, "guidance_scale": 2.5, "temperature": 0.5, "top_k": 9, "top_p": 0.5}
     numpys = {name: np.float32(value) if isinstance(value, float) else np.int64(value) for name, value in plain.items()}
     numpys["guidance_interval"] = np.int64(10**6)
-    drawn = [texts("a cat", generator=seeded(3), output_type="latent", **options).images for options in (plain, numpys)]
-    assert torch.equal(*drawn)
+    generated = [texts("a cat", generator=seeded(3), output_type="latent", **options).images for options in (plain, numpys)]
+    assert torch.equal(*generated)
 
 
 # -- callbacks --------------------------------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ def test_decode_says_what_it_takes(classes, change, message):
 
 
 def test_a_callback_cannot_spoil_tokens_in_place(classes):
-    def spoil(pipe, step, drawn, tensors):
+    def spoil(pipe, step, generated, tensors):
         tensors["latents"].fill_(64)
 
     rejects(lambda: classes(class_labels=3, callback_on_step_end=spoil), "callback_on_step_end")
@@ -227,25 +227,25 @@ def test_max_sequence_length_is_checked(texts, rows):
 
 @pytest.mark.parametrize("method", ["ar", "gumbel", "speculative"])
 def test_autocast_around_a_call_changes_nothing(texts, method):
-    pictures = []
+    shown = []
     for context in (contextlib.nullcontext(), torch.autocast("cpu", dtype=torch.bfloat16)):
         accelerator = Accelerator("narrow", Jacobi(4, "gumbel")) if method == "gumbel" else method
         with context:
-            pictures.append(texts("a cat", accelerator=accelerator, generator=seeded(1), output_type="pt").images)
-    assert pictures[1].dtype == torch.float32 and torch.equal(*pictures)
+            shown.append(texts("a cat", accelerator=accelerator, generator=seeded(1), output_type="pt").images)
+    assert shown[1].dtype == torch.float32 and torch.equal(*shown)
 
 
 def test_autocast_around_the_parts_of_a_call_changes_nothing(texts):
     condition, _ = texts.encode_condition("a cat")
     seeds, tokens = torch.tensor([5]), torch.arange(16).view(1, 4, 4)
-    picture = torch.rand(1, 3, 8, 8, generator=seeded(0))
+    image = torch.rand(1, 3, 8, 8, generator=seeded(0))
 
     def parts() -> list[torch.Tensor]:
         return [
             texts.encode_prompt("a cat")[0],
             decode(texts.decoding_model(2.0), condition, seeds).tokens,
             texts.decode_tokens(tokens, output_type="pt"),
-            texts.encode_image(picture),
+            texts.encode_image(image),
         ]
 
     alone = parts()

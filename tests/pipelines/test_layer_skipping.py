@@ -26,9 +26,9 @@ def test_the_view_generates_as_the_network_that_has_only_the_other_layers():
     view = model.skip_layers((1, 2))
     assert (model.num_layers, view.num_layers) == (4, 2)
     seeds = torch.arange(2)
-    drawn = decode(view, condition, seeds, "ar")
-    assert torch.equal(drawn.tokens, decode(LlamaGenTokenModel(short, guidance=2.0), condition, seeds, "ar").tokens)
-    assert not torch.equal(drawn.tokens, decode(model, condition, seeds, "ar").tokens)
+    generated = decode(view, condition, seeds, "ar")
+    assert torch.equal(generated.tokens, decode(LlamaGenTokenModel(short, guidance=2.0), condition, seeds, "ar").tokens)
+    assert not torch.equal(generated.tokens, decode(model, condition, seeds, "ar").tokens)
 
 
 def test_the_view_shares_every_weight_and_leaves_the_target_as_it_was():

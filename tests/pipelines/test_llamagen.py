@@ -182,7 +182,7 @@ def test_prompts_are_encoded_without_the_networks_that_generate(texts):
 PRESETS = ("ar", "gsd", "speculative")  # plain; asks for the codebook; has a second network
 
 
-def drawn_by(pipe: LlamaGenPipeline) -> list[torch.Tensor]:
+def generated_by(pipe: LlamaGenPipeline) -> list[torch.Tensor]:
     return [pipe("a red apple", generator=seeded(0)[0], output_type="pt", accelerator=name).images for name in PRESETS]
 
 
@@ -197,11 +197,11 @@ def offloadable() -> LlamaGenPipeline:
 
 def test_model_offload_generates_the_same(offloadable):
     """Weights wait on the CPU, and come for each network's `forward`: so passes must go through it."""
-    expected = drawn_by(offloadable)
+    expected = generated_by(offloadable)
     offloadable.enable_model_cpu_offload(device="cpu")
     hooked = [name for name, part in offloadable.components.items() if hasattr(part, "_hf_hook")]
     assert sorted(hooked) == ["text_encoder", "transformer", "vqvae"]
-    assert all(torch.equal(*pair) for pair in zip(expected, drawn_by(offloadable), strict=True))
+    assert all(torch.equal(*pair) for pair in zip(expected, generated_by(offloadable), strict=True))
     assert offloadable.encode_image(expected[0]).shape == (1, 4, 4)
 
 
@@ -209,11 +209,11 @@ def test_sequential_offload_generates_the_same(offloadable):
     """Every layer's weights come for that layer alone; outside their layer's `forward` they cannot be read."""
     from accelerate import cpu_offload  # diffusers' own method wants an accelerator
 
-    expected = drawn_by(offloadable)
+    expected = generated_by(offloadable)
     for part in ("text_encoder", "transformer", "draft_transformer", "vqvae"):
         cpu_offload(getattr(offloadable, part), torch.device("cpu"))
     assert offloadable.transformer.device.type == "meta"
-    assert all(torch.equal(*pair) for pair in zip(expected, drawn_by(offloadable), strict=True))
+    assert all(torch.equal(*pair) for pair in zip(expected, generated_by(offloadable), strict=True))
     assert offloadable.encode_image(expected[0]).shape == (1, 4, 4)
 
 

@@ -25,7 +25,7 @@ def saved(folder: Path, kind: str = "eagle", **changes) -> Path:
     return folder
 
 
-def drawn(pipe: LlamaGenPipeline, accelerator):
+def generated(pipe: LlamaGenPipeline, accelerator):
     generators = [torch.Generator().manual_seed(seed) for seed in (3, 4)]
     pipe.set_progress_bar_config(disable=True)
     options = {"accelerator": accelerator, "generator": generators, "output_type": "latent", "guidance_scale": 2.0}
@@ -36,17 +36,17 @@ def drawn(pipe: LlamaGenPipeline, accelerator):
 def test_a_loaded_drafter_drafts_and_is_saved_along(kind: str, drafter, tmp_path: Path) -> None:
     pipe, method = class_pipeline(), Accelerator("same", drafter, shared_noise)
     with pytest.raises(ValueError, match=rf"\({kind}\), and this pipeline has none"):
-        drawn(pipe, method)
+        generated(pipe, method)
     assert pipe.load_drafter(saved(tmp_path / "trained", kind)) == kind
-    found = drawn(pipe, method)
-    assert torch.equal(found.images, drawn(pipe, "ar").images) and found.stats.passes < 16
+    found = generated(pipe, method)
+    assert torch.equal(found.images, generated(pipe, "ar").images) and found.stats.passes < 16
 
     pipe.save_pretrained(tmp_path / "model")
     assert json.loads((tmp_path / "model" / "model_index.json").read_text())[kind][1] == DRAFTERS[kind][0].__name__
     again = LlamaGenPipeline.from_pretrained(tmp_path / "model")
     expected = getattr(pipe, kind).state_dict()
     assert all(torch.equal(value, expected[name]) for name, value in getattr(again, kind).state_dict().items())
-    assert torch.equal(drawn(again, method).images, found.images)
+    assert torch.equal(generated(again, method).images, found.images)
 
 
 @pytest.mark.parametrize("changes", [{"dim": 48}, {"vocab_size": 96}, {"grid_size": 8}])

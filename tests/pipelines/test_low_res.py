@@ -31,7 +31,7 @@ def saved(folder: Path, small: dict | None = None, up: dict | None = None) -> tu
     return folder / "low", folder / "up"
 
 
-def drawn(pipe: LlamaGenPipeline, accelerator, labels=(3, 4)):
+def generated(pipe: LlamaGenPipeline, accelerator, labels=(3, 4)):
     generators = [torch.Generator().manual_seed(seed) for seed in labels]
     pipe.set_progress_bar_config(disable=True)
     options = {"accelerator": accelerator, "generator": generators, "output_type": "latent", "guidance_scale": 2.0}
@@ -43,19 +43,19 @@ def drawn(pipe: LlamaGenPipeline, accelerator, labels=(3, 4)):
 def test_a_low_resolution_drafts_and_is_saved_along(method, trained, tmp_path: Path) -> None:
     pipe = class_pipeline()
     with pytest.raises(ValueError, match="need a model for it beside this one"):
-        drawn(pipe, method)
+        generated(pipe, method)
     low, up = saved(tmp_path)
     pipe.load_low_res(low, up if trained else None)
-    found = drawn(pipe, method)
+    found = generated(pipe, method)
     assert found.stats.passes < 16
-    alone = torch.cat([drawn(pipe, method, (label,)).images for label in (3, 4)])
+    alone = torch.cat([generated(pipe, method, (label,)).images for label in (3, 4)])
     assert torch.equal(alone, found.images)
 
     pipe.save_pretrained(tmp_path / "model")
     index = json.loads((tmp_path / "model" / "model_index.json").read_text())
     assert index["low_res"][1] == "LlamaGenTransformer" and (index["upsampler"][1] == "TokenUpsampler") == trained
     again = LlamaGenPipeline.from_pretrained(tmp_path / "model")
-    assert torch.equal(drawn(again, method).images, found.images)
+    assert torch.equal(generated(again, method).images, found.images)
 
 
 def test_captions_condition_both() -> None:
@@ -63,8 +63,8 @@ def test_captions_condition_both() -> None:
     pipe.register_modules(low_res=tiny_transformer("text", grid_size=2, n_layer=1))
     pipe.set_progress_bar_config(disable=True)
     options = {"accelerator": MULO, "output_type": "latent", "guidance_scale": 2.0}
-    pictures = [pipe(p, generator=torch.Generator().manual_seed(0), **options).images for p in ("a cat", "a house")]
-    assert not torch.equal(*pictures)
+    pixels = [pipe(p, generator=torch.Generator().manual_seed(0), **options).images for p in ("a cat", "a house")]
+    assert not torch.equal(*pixels)
 
 
 def test_small_images_have_noise_of_their_own(monkeypatch) -> None:
@@ -73,7 +73,7 @@ def test_small_images_have_noise_of_their_own(monkeypatch) -> None:
     pipe.register_modules(low_res=tiny_transformer("class", grid_size=2, n_layer=1))
     decode = llamagen_low_res.decode
     monkeypatch.setattr(llamagen_low_res, "decode", lambda *given: seeds.append(given[2]) or decode(*given))
-    drawn(pipe, EXACT)
+    generated(pipe, EXACT)
     (used,) = seeds
     assert len(used) == 2 and used[0] != used[1] and not {3, 4} & set(used.tolist())
 

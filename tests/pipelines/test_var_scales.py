@@ -66,9 +66,9 @@ def test_greedy_sampling_with_guidance_is_the_official_one() -> None:
 def test_the_loop_samples_the_official_tokens() -> None:
     model, io = official(2.5)
     condition = Condition(class_labels=io["class_labels"])
-    drawn = decode_scales(model, condition, torch.arange(2), "plain", Sampling(temperature=0))
+    generated = decode_scales(model, condition, torch.arange(2), "plain", Sampling(temperature=0))
     expected = torch.cat([io[f"greedy_tokens_cfg1.5_scale{scale}"] for scale in range(4)], dim=1)
-    assert torch.equal(drawn.tokens, expected)
+    assert torch.equal(generated.tokens, expected)
 
 
 @pytest.mark.parametrize("condition", ["class", "text"])

@@ -43,7 +43,7 @@ def test_both_forms_of_images_score_alike_in_any_batch() -> None:
         assert torch.allclose(scorer.score(images, prompts), expected)
         assert torch.allclose(scorer.score(tensor, prompts), expected)
         assert max(scorer.batches) <= size
-    assert [picture.getpixel((0, 0)) for picture in to_pil(tensor)] == [(v,) * 3 for v in (0, 51, 102, 153, 255)]
+    assert [image.getpixel((0, 0)) for image in to_pil(tensor)] == [(v,) * 3 for v in (0, 51, 102, 153, 255)]
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])

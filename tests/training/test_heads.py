@@ -74,14 +74,14 @@ def test_generation_goes_on_where_it_was_killed(tmp_path: Path, monkeypatch) -> 
     pipe = class_pipeline()
     whole = GeneratedImages(tmp_path / "whole", pipe, select_prompt_source(pipe, 24, None), recipe("eagle"))
     whole.generate_missing()
-    drawn, draw = [], GeneratedImages._generate_batch
+    generated, generate = [], GeneratedImages._generate_batch
 
     def mortal(store, numbers):
-        if len(drawn) == 2:
-            drawn.append("killed")
+        if len(generated) == 2:
+            generated.append("killed")
             raise Killed
-        drawn.append(numbers)
-        draw(store, numbers)
+        generated.append(numbers)
+        generate(store, numbers)
 
     monkeypatch.setattr(GeneratedImages, "_generate_batch", mortal)
     for _ in range(2):
@@ -90,7 +90,7 @@ def test_generation_goes_on_where_it_was_killed(tmp_path: Path, monkeypatch) -> 
             store.generate_missing()
         except Killed:
             continue
-    assert len(drawn) == 4 and np.array_equal(store.tokens, whole.tokens) and store.tokens.any(axis=1).all()
+    assert len(generated) == 4 and np.array_equal(store.tokens, whole.tokens) and store.tokens.any(axis=1).all()
 
 
 def test_images_are_those_of_the_target_at_its_guidance_and_sampling(tmp_path: Path) -> None:

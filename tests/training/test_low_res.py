@@ -81,9 +81,9 @@ def test_finished_runs_become_parts_of_their_model(tmp_path, vq):
         package_low_res(tmp_path / "low", tmp_path / "up", tmp_path / "model")
     generator, tokenizer = tmp_path / "generator", vq.parent
     tiny_transformer("text", cls_token_num=32, grid_size=8, caption_dim=32).save_pretrained(generator / "transformer")
-    told = {"step": 40, "seconds": 60.0, "final_held_out_loss": 4.25, "final_entropy": 3.5}
-    (generator / "log.jsonl").write_text(json.dumps(told) + "\n")
-    (tokenizer / "log.jsonl").write_text(json.dumps({**told, "psnr": 25.5, "codebook_use": 0.5, "perplexity": 9.0}) + "\n")
+    reported = {"step": 40, "seconds": 60.0, "final_held_out_loss": 4.25, "final_entropy": 3.5}
+    (generator / "log.jsonl").write_text(json.dumps(reported) + "\n")
+    (tokenizer / "log.jsonl").write_text(json.dumps({**reported, "psnr": 25.5, "codebook_use": 0.5, "perplexity": 9.0}) + "\n")
     folder = package_emoji(tokenizer, generator, ENCODER, tmp_path / "model")
     assert not (json.loads((folder / "model_index.json").read_text()).get("low_res") or [None])[0]
     small = downscale_dataset(data(), low_recipe(), downsampling=2)

@@ -16,7 +16,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.usefixtures("canaries")
 
 
-def drawn_logits(*shape: int, spread: float = 2.0, seed: int = 0) -> Tensor:
+def generated_logits(*shape: int, spread: float = 2.0, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator) * spread
 
@@ -28,7 +28,7 @@ LARGE = [(4096, 100, 0.9), (8192, 5, 0.01), (8192, None, 1.0), (16384, 100, 0.9)
 @pytest.mark.parametrize(("V", "top_k", "top_p"), [*((V, *each) for V in (5, 1000) for each in FILTERS), *LARGE])
 def test_probabilities_and_samples(V: int, top_k: int | None, top_p: float) -> None:
     top_k = None if top_k is None else min(top_k, V)
-    logits, other = drawn_logits(1, 2, V), drawn_logits(1, 2, V, seed=1)
+    logits, other = generated_logits(1, 2, V), generated_logits(1, 2, V, seed=1)
     seeds, position = torch.tensor([7]), torch.tensor([[3, 99]])
     options = {"temperature": 0.8, "top_k": top_k, "top_p": top_p}
     there = (each.to(DEVICE) for each in (logits, other, seeds, position))
@@ -46,7 +46,7 @@ def test_probabilities_and_samples(V: int, top_k: int | None, top_p: float) -> N
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_dtypes_of_logits(dtype: torch.dtype) -> None:
-    logits = drawn_logits(3, 300).to(dtype)
+    logits = generated_logits(3, 300).to(dtype)
     out = sample_from_logits(logits.to(DEVICE), top_k=20)
     torch.testing.assert_close(out.probs.cpu().double(), reference.probabilities(logits, top_k=20), atol=1e-6, rtol=0)
 
@@ -69,7 +69,7 @@ def test_ties_stay(top_k: int | None, top_p: float) -> None:
 
 
 def test_numbers_that_are_none_have_no_probability_and_are_reported() -> None:
-    logits = drawn_logits(5, 40)
+    logits = generated_logits(5, 40)
     logits[1, 3] = torch.nan
     logits[2, 4] = torch.inf
     logits[3, :39] = -torch.inf
@@ -93,7 +93,7 @@ def test_the_first_of_equal_ones_is_generated() -> None:
 
 
 def test_what_is_not_asked_for_is_not_made() -> None:
-    logits = drawn_logits(1, 2, 30).to(DEVICE)
+    logits = generated_logits(1, 2, 30).to(DEVICE)
     noise = NoiseStream(torch.tensor([1], device=DEVICE), torch.arange(2, device=DEVICE)[None], 0)
     both, token = (
         sample_from_logits(logits, noise=noise, top_k=5),

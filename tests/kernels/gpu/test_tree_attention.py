@@ -23,8 +23,8 @@ SMALL = Tiles(16, 16, 4, 2)  # many tiles of few slots
 
 
 def random_parents(count: int, seed: int) -> list[int]:
-    draw = random.Random(seed)
-    return [-1, *(draw.randrange(max(0, slot - 6), slot) for slot in range(1, count))]
+    generate = random.Random(seed)
+    return [-1, *(generate.randrange(max(0, slot - 6), slot) for slot in range(1, count))]
 
 
 class Case:

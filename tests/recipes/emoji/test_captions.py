@@ -50,13 +50,13 @@ def test_captions() -> None:
 
 def test_sampled_captions() -> None:
     rng = random.Random(0)
-    drawn = [sample_caption(_record(tones=["dark"]), rng) for _ in range(2000)]
+    generated = [sample_caption(_record(tones=["dark"]), rng) for _ in range(2000)]
     again = random.Random(0)
-    assert drawn == [sample_caption(_record(tones=["dark"]), again) for _ in range(2000)]
-    assert 0.27 < sum("style" not in caption for caption in drawn) / 2000 < 0.33
-    assert all("dark skin tone" in caption and caption == caption.lower() for caption in drawn)
-    assert sum("red apple" in caption for caption in drawn) > 1500
-    assert {"a red apple, dark skin tone, 3d style", "fruit, dark skin tone"} <= set(drawn)
+    assert generated == [sample_caption(_record(tones=["dark"]), again) for _ in range(2000)]
+    assert 0.27 < sum("style" not in caption for caption in generated) / 2000 < 0.33
+    assert all("dark skin tone" in caption and caption == caption.lower() for caption in generated)
+    assert sum("red apple" in caption for caption in generated) > 1500
+    assert {"a red apple, dark skin tone, 3d style", "fruit, dark skin tone"} <= set(generated)
     bare = {"label": "pickle", "group": "components", "style": "flat"}
     allowed = {"pickle", "emoji of pickle", "pickle, flat style", "emoji of pickle, flat style"}
     assert {sample_caption(bare, rng) for _ in range(200)} == allowed

@@ -43,11 +43,11 @@ def tiny_vq() -> MultiScaleVQModel:
 
 
 def data(count: int = 40, size: int = 16) -> EmojiDataset:
-    draw = np.random.default_rng(0)
+    generate = np.random.default_rng(0)
     images = np.full((count, size, size, 3), 255, dtype=np.uint8)
     records = []
     for i in range(count):
-        images[i, 3:13, 3:13] = (220, 30, 30) if i % 2 else draw.integers(0, 255, 3)
+        images[i, 3:13, 3:13] = (220, 30, 30) if i % 2 else generate.integers(0, 255, 3)
         records.append(
             {
                 "label": f"thing {i // 2}", "concept": f"{i // 2}", "tags": ["round"], "synonyms": [], "tones": [],
