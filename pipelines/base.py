@@ -157,7 +157,7 @@ class VisualPipeline(DiffusionPipeline):
         """
         if dtype is not None and torch_dtype is not None:
             raise ValueError(f"give dtype or torch_dtype, its older name, not both; got {dtype!r} and {torch_dtype!r}")
-        model = loading.check_model_folder(pretrained_model_name_or_path, cls.family, kwargs)
+        model = loading.validate_model_folder(pretrained_model_name_or_path, cls.family, kwargs)
         folder = model.path
         kwargs.setdefault("use_safetensors", True)
         with report_memory(folder):
@@ -169,7 +169,7 @@ class VisualPipeline(DiffusionPipeline):
             kwargs |= loading.load_shared_components(folder, kwargs)
             pipe = super().from_pretrained(str(folder), **{**load_options(), **kwargs})
         if examples is not None and pipe.transformer is not None:
-            loading.check_example_tokens(examples, pipe.vocab_size, pipe.num_tokens)
+            loading.validate_example_tokens(examples, pipe.vocab_size, pipe.num_tokens)
         pipe.example_tokens = examples
         return pipe
 

@@ -34,11 +34,11 @@ from vargen.pipelines.videos import (
     PassMonitor,
     VideoGenerationRequest,
     VideoStream,
-    check_geometry,
-    check_settings,
     save_video,
     stack_videos,
     to_output_frames,
+    validate_geometry,
+    validate_settings,
 )
 from vargen.scoring.frames import FrameScorer
 from vargen.scoring.registry import DEFAULT_SCORER
@@ -406,8 +406,8 @@ CAUSAL_VIDEO = register_family(
             **TEXT_COMPONENTS,
         },
         text_width="text_dim",
-        check_compatible=check_geometry,
-        check_defaults=check_settings,
+        check_compatible=validate_geometry,
+        check_defaults=validate_settings,
         convert=convert_causal_video,
     )
 )

@@ -13,7 +13,7 @@ from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any
 
-from vargen.models.component_files import check_network_files, check_t5_files, check_tokenizer_files
+from vargen.models.component_files import validate_network_files, validate_t5_files, validate_tokenizer_files
 from vargen.models.text_encoder import MiniLMTextEncoder
 from vargen.options import OPTIONS
 from vargen.pipelines.validation import validate_sampling
@@ -64,17 +64,17 @@ class Component:
         """Whether the component with this entry in the index is opened in the caller's dtype."""
         return self.follows_dtype if isinstance(self.follows_dtype, bool) else tuple(entry) in self.follows_dtype
 
-    def check_files(self, folder: Path, entry: Any, variant: str | None = None) -> Mapping[str, Any] | None:
+    def validate_files(self, folder: Path, entry: Any, variant: str | None = None) -> Mapping[str, Any] | None:
         """Validate the files of the component with this entry in the index; returns its configuration, None for tokenizers.
 
         Raises:
             ValueError: naming the file.
         """
         if isinstance(network_class := self.paths[tuple(entry)], type):
-            return check_network_files(folder, network_class, variant)
+            return validate_network_files(folder, network_class, variant)
         if tuple(entry) == _T5:
-            return check_t5_files(folder)
-        check_tokenizer_files(folder, entry[1])
+            return validate_t5_files(folder)
+        validate_tokenizer_files(folder, entry[1])
         return None
 
 
@@ -91,7 +91,7 @@ TEXT_COMPONENTS = {
 }
 
 
-def check_sampling_defaults(defaults: Any, transformer: Mapping[str, Any]) -> None:
+def validate_sampling_defaults(defaults: Any, transformer: Mapping[str, Any]) -> None:
     """Raise ValueError unless `defaults` is None or a dict of valid sampling settings (None where unset)."""
     if defaults is None:
         return
@@ -131,7 +131,7 @@ class ModelFamily:
     condition_settings: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     text_width: str = "caption_dim"
     check_compatible: Callable[[Mapping[str, Any]], None] = _check_nothing
-    check_defaults: Callable[[Any, Mapping[str, Any]], None] = check_sampling_defaults
+    check_defaults: Callable[[Any, Mapping[str, Any]], None] = validate_sampling_defaults
     convert: Callable[..., Path] | None = None
     official_sizes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
@@ -154,7 +154,7 @@ class ModelFamily:
         options = (f"--{name.replace('_', '-')} {'DIR' if name == 'output' else 'FILE'}" for name in needed)
         return " ".join(["vargen convert", self.name, *options])
 
-    def check_index(self, index: Mapping[str, Any], file: Path, given: Container[str] = ()) -> None:
+    def validate_index(self, index: Mapping[str, Any], file: Path, given: Container[str] = ()) -> None:
         """Raise ValueError unless an index names all required components, and only allowed classes.
 
         Args:

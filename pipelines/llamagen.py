@@ -23,7 +23,7 @@ from vargen.models.llamagen import SIZES, LlamaGenTransformer
 from vargen.models.tokenizers.vq import VQModel
 from vargen.pipelines import validation
 from vargen.pipelines.adapters import Guidance, to_guidance
-from vargen.pipelines.adapters.drafters import EagleModel, LowResolutionDrafter, MedusaHeads, check_low_res
+from vargen.pipelines.adapters.drafters import EagleModel, LowResolutionDrafter, MedusaHeads, validate_low_res
 from vargen.pipelines.adapters.llamagen import LlamaGenTokenModel
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.components import TEXT_COMPONENTS, Component, ModelFamily, register_family
@@ -317,7 +317,7 @@ LLAMAGEN = register_family(
             **TEXT_COMPONENTS,
         },
         condition_settings={"class": ("num_classes",), "text": ("cls_token_num", "caption_dim")},
-        check_compatible=check_low_res,
+        check_compatible=validate_low_res,
         convert=convert_llamagen,
         official_sizes={f"llamagen-{name.lower()}": {"transformer": size} for name, size in SIZES.items()},
     )

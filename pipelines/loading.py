@@ -24,8 +24,8 @@ import vargen.assets
 from vargen.assets import packaged_model_path, packaged_models
 from vargen.compat import load_options, report_memory
 from vargen.device import preferred_dtype
-from vargen.files import check_not_interrupted, expand_user
-from vargen.models.component_files import check_network_files, read_config, read_object, refuse_code_files
+from vargen.files import expand_user, validate_not_interrupted
+from vargen.models.component_files import read_config, read_object, refuse_code_files, validate_network_files
 from vargen.models.text_encoder import MiniLMTextEncoder
 from vargen.pipelines.components import FAMILIES, STORED_VALUES, ModelFamily, current_modules, find_family
 from vargen.values import short_repr
@@ -84,11 +84,13 @@ def find_model_folder(name: Any, family: ModelFamily | None = None, options: Map
     family = find_family(class_name, file)
     _check_options(options, family.components)
     index = current_modules(index, family)
-    family.check_index(index, file, options)
+    family.validate_index(index, file, options)
     return ModelFolder(path, index, family)
 
 
-def check_model_folder(name: Any, family: ModelFamily | None = None, options: Mapping[str, Any] | None = None) -> ModelFolder:
+def validate_model_folder(
+    name: Any, family: ModelFamily | None = None, options: Mapping[str, Any] | None = None
+) -> ModelFolder:
     """Locate a model as `find_model_folder` does, and validate its components without loading weights.
 
     Raises:
@@ -107,7 +109,7 @@ def check_model_folder(name: Any, family: ModelFamily | None = None, options: Ma
                 configs[part] = getattr(options[part], "config", None)
             elif entry[1]:
                 place = places.get(part, folder.path) / part
-                configs[part] = component.check_files(place, entry, options.get("variant"))
+                configs[part] = component.validate_files(place, entry, options.get("variant"))
     values = {each: options.get(each, folder.index.get(each)) for each in STORED_VALUES}
     try:
         folder.family.check(configs, **values)
@@ -141,7 +143,7 @@ def _locate(name: Any, options: Mapping[str, Any]) -> Path:
     path = expand_user(name, "model")
     if os.path.isdir(path):  # Path.is_dir would raise if the name is too long for a file name
         return path
-    check_not_interrupted(path)
+    validate_not_interrupted(path)
     if text.count("/") != 1 or text.startswith((".", "/", "~")) or len(text) > _MAX_ID:
         near = get_close_matches(text, packaged_models(), n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
@@ -243,7 +245,7 @@ def load_example_tokens(folder: Path) -> Tensor | None:
     return tokens
 
 
-def check_example_tokens(tokens: Tensor, vocab_size: int, num_tokens: int) -> None:
+def validate_example_tokens(tokens: Tensor, vocab_size: int, num_tokens: int) -> None:
     """Raise ValueError unless examples fit a model with these numbers of tokens in the vocabulary and in an image."""
     lowest, highest = int(tokens.min()), int(tokens.max())
     if tokens.shape[1] != num_tokens or lowest < 0 or highest >= vocab_size:
@@ -281,7 +283,7 @@ def resolve_drafter(name: Any, family: ModelFamily) -> tuple[str, Path, Mapping[
     for component_name, component in family.trainable.items():
         if component.network_class.__name__ == class_name:
             refuse_code_files(folder)
-            return component_name, folder, check_network_files(folder, component.network_class)
+            return component_name, folder, validate_network_files(folder, component.network_class)
     classes = ", ".join(each.network_class.__name__ for each in family.trainable.values()) or "none"
     raise ValueError(
         f"{folder / 'config.json'} describes a {class_name!r}; drafters of a {family.pipeline.__name__} are {classes}"

@@ -16,7 +16,7 @@ from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.causal_video import CAUSAL_VIDEO
 from vargen.pipelines.components import FAMILIES, STORED_VALUES
 from vargen.pipelines.llamagen import LLAMAGEN
-from vargen.pipelines.loading import check_model_folder, default_dtype, find_model_folder
+from vargen.pipelines.loading import default_dtype, find_model_folder, validate_model_folder
 from vargen.pipelines.var import VAR
 
 __all__ = [
@@ -99,9 +99,9 @@ def inspect_model(name: Any) -> ModelInfo:
     """Locate a model, validate its files, and describe it from its configuration. No weights are read.
 
     Raises:
-        ValueError: see `vargen.pipelines.loading.check_model_folder`.
+        ValueError: see `vargen.pipelines.loading.validate_model_folder`.
     """
-    folder = check_model_folder(name)
+    folder = validate_model_folder(name)
     family, index = folder.family, folder.index
     with torch.device("meta"):  # fills in default values that the files omit
         networks = {

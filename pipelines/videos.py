@@ -278,7 +278,7 @@ if TYPE_CHECKING:
     pass
 
 
-def check_settings(defaults: Any, transformer: Any = None) -> None:
+def validate_settings(defaults: Any, transformer: Any = None) -> None:
     """Raise ValueError unless it is None or a dict of valid settings in `DEFAULT_SETTINGS`."""
     if defaults is None:
         return
@@ -305,7 +305,7 @@ def check_settings(defaults: Any, transformer: Any = None) -> None:
         raise ValueError(f"defaults: {error}") from error
 
 
-def check_geometry(configs: Mapping[str, Any]) -> None:
+def validate_geometry(configs: Mapping[str, Any]) -> None:
     """Raise ValueError unless the draft transformer and the VAE have the latents of the transformer.
 
     Args:

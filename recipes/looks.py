@@ -14,7 +14,7 @@ from recipes.emoji.lookup_examples import choose_examples, load_cached_tokens
 from recipes.registry import output_folder, resolve_network_folder
 from vargen.cli.console import print_json, progress_bar
 from vargen.cli.inputs import read_prompts
-from vargen.cli.options import Device, check_range, require_device
+from vargen.cli.options import Device, require_device, validate_range
 from vargen.device import set_threads
 from vargen.evaluation.contact_sheets import numbered_sheet
 from vargen.files import atomic_merge, expand_user
@@ -45,7 +45,7 @@ def recall(
     threads: Threads = None,
 ) -> None:
     """Generate images from captions of the data; print how often the packaged scorer ranks the caption first among 1,000."""
-    check_range(num_images, "num_images", 1)
+    validate_range(num_images, "num_images", 1)
     pipe = _load_pipeline(model, transformer)
     settings = _settings(guidance, temperature)
     measure = CaptionRecall(_load_data(data), SamplingWeights(), ImageTextScorer())
@@ -89,7 +89,7 @@ def lookup_examples(
     device: Annotated[Device, typer.Option(help="auto takes a GPU where there is one.")] = Device.auto,
 ) -> None:
     """Write tokens of training images into a model's folder, for the preset lookup; two bytes per token."""
-    check_range(count, "count", 1)
+    validate_range(count, "count", 1)
     folder = expand_user(model, "model")
     if not (folder / "vqvae" / "config.json").is_file():
         raise FileNotFoundError(f"model must be a model folder with a vqvae, got {str(folder)!r}")

@@ -15,14 +15,12 @@ from recipes.emoji.dataset import EmojiDataset
 from recipes.emoji.evaluation import DEFAULTS
 from recipes.emoji.scorer import CaptionTable
 from recipes.emoji.scorer_evaluation import measure_packaged, select_reference_captions
-from recipes.emoji_var.data import check_same_encoder
-from recipes.emoji_video.batches import check_same_encoder as check_same_video_encoder
+from recipes.emoji_var.data import validate_same_encoder
+from recipes.emoji_video.batches import validate_same_encoder as check_same_video_encoder
 from recipes.emoji_video.transformer import SAMPLING
 from recipes.model_cards import emoji_card, head_card, low_res_card, scorer_card, var_card, video_card
 from recipes.packaging import (
     add_component,
-    check_finished,
-    check_size,
     final_metrics,
     folder_bytes,
     read_metrics,
@@ -31,12 +29,14 @@ from recipes.packaging import (
     store_as,
     strip_local_paths,
     text_parts,
+    validate_finished,
+    validate_size,
     write_model,
 )
 from vargen.files import atomic_merge
 from vargen.model_files import write_model_index
 from vargen.models.causal_video import CausalVideoTransformer
-from vargen.models.component_files import check_network_files
+from vargen.models.component_files import validate_network_files
 from vargen.models.heads.upsampler import TokenUpsampler
 from vargen.models.image_text import ImageTextModel
 from vargen.models.llamagen import LlamaGenTransformer
@@ -47,11 +47,11 @@ from vargen.models.tokenizers.vq import VQModel
 from vargen.models.var import VARTransformer
 from vargen.models.weight_storage import WEIGHT_FORMATS, QuantizedStorageMixin
 from vargen.pipelines.llamagen import LLAMAGEN, LlamaGenPipeline
-from vargen.pipelines.loading import check_model_folder, resolve_drafter
+from vargen.pipelines.loading import resolve_drafter, validate_model_folder
 from vargen.pipelines.prompts import PromptNames
 from vargen.pipelines.var import VARPipeline
 from vargen.scoring.image_text import FILE as CAPTIONS
-from vargen.training.token_cache import check_tokens, hash_tokens
+from vargen.training.token_cache import hash_tokens, validate_token_cache
 from vargen.weight_files import weights_digest
 
 MiB = 2**20
@@ -84,11 +84,13 @@ def package_emoji(
         ValueError: if a generator's run was trained on the tokens of another tokenizer, or `recall` lacks the metrics.
         FileNotFoundError: if a run is not finished. FileExistsError: if `output` exists and is not a model folder.
     """
-    runs = check_finished({"tokenizer": tokenizer_run, "generator": generator_run, "drafter": drafter_run}, tokenizer="vqvae")
+    runs = validate_finished(
+        {"tokenizer": tokenizer_run, "generator": generator_run, "drafter": drafter_run}, tokenizer="vqvae"
+    )
     measured = {} if recall is None else read_recall(recall)
     vqvae = VQModel.from_pretrained(tokenizer_run / "vqvae")
     for part in runs.keys() - {"tokenizer"}:
-        check_tokens(runs[part], vqvae, tokenizer_run)
+        validate_token_cache(runs[part], vqvae, tokenizer_run)
     transformer = LlamaGenTransformer.from_pretrained(generator_run / "transformer")
     drafter = LlamaGenTransformer.from_pretrained(drafter_run / "transformer") if drafter_run else None
     sampling = {key: value for key, value in DEFAULTS.items() if key != "top_k" or value <= transformer.config.vocab_size}
@@ -130,10 +132,10 @@ def package_var(
         model_run, small_run: contain `transformer/` and `log.jsonl`; the small one becomes `draft_transformer`.
         shared_from: folder of the packaged model whose text encoder the runs used; it is shared, not copied.
     """
-    runs = check_finished({"tokenizer": tokenizer_run, "model": model_run, "small": small_run}, tokenizer="vqvae")
+    runs = validate_finished({"tokenizer": tokenizer_run, "model": model_run, "small": small_run}, tokenizer="vqvae")
     vqvae = MultiScaleVQModel.from_pretrained(tokenizer_run / "vqvae")
     for part in runs.keys() - {"tokenizer"}:
-        check_same_encoder(runs[part], vqvae, tokenizer_run)
+        validate_same_encoder(runs[part], vqvae, tokenizer_run)
     transformer = VARTransformer.from_pretrained(model_run / "transformer")
     small = VARTransformer.from_pretrained(small_run / "transformer") if small_run else None
     store_as("int8", vqvae, transformer, small)
@@ -173,7 +175,7 @@ def package_video(
     if weight_format not in WEIGHT_FORMATS:
         raise ValueError(f"weight_format must be one of {', '.join(WEIGHT_FORMATS)}, got {weight_format!r}")
     named = {"vae": vae_run, "target": target_run, "drafter": drafter_run, "preview": preview_run}
-    runs = check_finished(named, vae="vae", preview="preview")
+    runs = validate_finished(named, vae="vae", preview="preview")
     for part in runs.keys() & {"target", "drafter"}:
         if not (runs[part] / SAMPLING).is_file():
             raise FileNotFoundError(f"{runs[part] / SAMPLING} is missing: finish the training run first")
@@ -232,7 +234,7 @@ def package_scorer(run: Path, model: Path, data: EmojiDataset, output: Path, not
     Args:
         run: contains `scorer/`. model: a packaged model with `text_encoder/`, `tokenizer/` and `vqvae/`.
     """
-    check_finished({"scorer": run}, scorer="scorer")
+    validate_finished({"scorer": run}, scorer="scorer")
     scorer = ImageTextModel.from_pretrained(run / "scorer", use_safetensors=True).half()
     with atomic_merge(output) as staged:
         scorer.save_pretrained(staged)
@@ -244,7 +246,7 @@ def package_scorer(run: Path, model: Path, data: EmojiDataset, output: Path, not
         last = json.loads((run / "log.jsonl").read_text("utf-8").splitlines()[-1])
         (staged / "README.md").write_text(scorer_card(scorer, metrics, last, note), "utf-8")
         (staged / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n", "utf-8")
-        check_size("emoji-scorer", folder_bytes(staged), MAX_BYTES["emoji-scorer"])
+        validate_size("emoji-scorer", folder_bytes(staged), MAX_BYTES["emoji-scorer"])
     return metrics
 
 
@@ -258,8 +260,8 @@ def package_head(run: Path, model: Any, note: str = "") -> dict[str, Any]:
         FileNotFoundError: if the run is not finished.
         ValueError: for a run for another model, or a head that is too large for a package.
     """
-    check_finished({"head": run}, head="drafter")
-    folder = check_model_folder(model, LLAMAGEN).path
+    validate_finished({"head": run}, head="drafter")
+    folder = validate_model_folder(model, LLAMAGEN).path
     target = LlamaGenTransformer.from_pretrained(folder / "transformer", torch_dtype=torch.float32, use_safetensors=True)
     kind, trained, config = resolve_drafter(run / "drafter", LLAMAGEN)
     LLAMAGEN.check({"transformer": target.config, kind: config})
@@ -269,7 +271,7 @@ def package_head(run: Path, model: Any, note: str = "") -> dict[str, Any]:
         )
     head = LLAMAGEN.components[kind].network_class.from_pretrained(trained, use_safetensors=True).half()
     size = sum(value.nbytes for value in head.state_dict().values())
-    check_size("head", size, MAX_BYTES["head"])
+    validate_size("head", size, MAX_BYTES["head"])
     metrics = read_metrics(run)
     add_component(folder, kind, head, head_card(kind, size, metrics, note))
     return {"drafter": str(folder / kind), "bytes": size, **final_metrics(metrics)}
@@ -283,21 +285,21 @@ def package_low_res(low_res: Path, upsampler: Path, model: Any, note: str = "") 
         ValueError: for runs with another tokenizer, vocabulary, condition or grid than the model's, or networks that are too
             large for a package.
     """
-    runs = check_finished({"low_res": low_res, "upsampler": upsampler}, upsampler="upsampler")
-    folder = check_model_folder(model, LLAMAGEN).path
+    runs = validate_finished({"low_res": low_res, "upsampler": upsampler}, upsampler="upsampler")
+    folder = validate_model_folder(model, LLAMAGEN).path
     codes = hash_tokens(VQModel.from_pretrained(folder / "vqvae").float())
     for run in runs.values():
         if read_settings(run).get("tokenizer") != codes:
             raise ValueError(f"the run in {run} was trained on the tokens of another tokenizer than that of {folder}")
     kinds: dict[str, Any] = {"low_res": LlamaGenTransformer, "upsampler": TokenUpsampler}
     places = {"low_res": low_res / "transformer", "upsampler": upsampler / "upsampler"}
-    configs = {"transformer": check_network_files(folder / "transformer", LlamaGenTransformer)}
-    configs |= {name: check_network_files(place, kinds[name]) for name, place in places.items()}
+    configs = {"transformer": validate_network_files(folder / "transformer", LlamaGenTransformer)}
+    configs |= {name: validate_network_files(place, kinds[name]) for name, place in places.items()}
     LLAMAGEN.check(configs)
     networks = {name: kinds[name].from_pretrained(place) for name, place in places.items()}
     store_as("int8", *networks.values())
     size = sum(p.numel() for network in networks.values() for p in network.parameters())  # a byte each
-    check_size("low_res and upsampler", size, MAX_BYTES["emoji-low-res"])
+    validate_size("low_res and upsampler", size, MAX_BYTES["emoji-low-res"])
     report: dict[str, Any] = {"folder": str(folder), "bytes": {}}
     for name, network in networks.items():
         metrics = read_metrics(runs[name])

@@ -20,7 +20,7 @@ from vargen.training.run import TrainingRun, find_checkpoint, read_training_chec
 _RECALL = [f"top{count}_{group}" for group in COUNTS for count in (1, 5)]
 
 
-def check_finished(runs: Mapping[str, Path | None], **parts: str) -> dict[str, Path]:
+def validate_finished(runs: Mapping[str, Path | None], **parts: str) -> dict[str, Path]:
     """Return the runs that are not None; FileNotFoundError if one lacks its trained network.
 
     Args:
@@ -109,7 +109,7 @@ def write_model(
         strip_local_paths(staged)
         size = folder_bytes(staged)
         if max_bytes is not None:
-            check_size(output.name, size, max_bytes)
+            validate_size(output.name, size, max_bytes)
         (staged / "README.md").write_text(card(size), "utf-8")
         (staged / "training.json").write_text(json.dumps(metrics, indent=1) + "\n", "utf-8")
     return output
@@ -142,7 +142,7 @@ def folder_bytes(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
-def check_size(name: str, size: int, max_bytes: int) -> None:
+def validate_size(name: str, size: int, max_bytes: int) -> None:
     """Raise ValueError if a packaged model is too large."""
     if size > max_bytes:
         raise ValueError(

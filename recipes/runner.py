@@ -11,7 +11,7 @@ from typing import Any
 from recipes.emoji.dataset import load_emoji_dataset
 from recipes.package import package_emoji, package_head, package_low_res, package_scorer, package_var, package_video
 from recipes.registry import PACKAGED, RECIPES, Input, output_folder, resolve_network_folder
-from vargen.cli.options import Device, check_range, require_device
+from vargen.cli.options import Device, require_device, validate_range
 from vargen.device import set_threads
 from vargen.files import expand_user
 from vargen.pipelines.validation import validate_sampling
@@ -62,7 +62,7 @@ def load_settings(
         if config is not None or steps is not None:
             raise ValueError(f"{name} builds a data set: leave steps and config out")
         return from_dict(recipe.config, dict(settings or {}), name)
-    check_range(steps, "steps", 1)
+    validate_range(steps, "steps", 1)
     source = expand_user(config, "config") if config else recipe.file or name
     return load_config(source, recipe.config, steps, settings, FOLDERS)
 
@@ -84,16 +84,16 @@ def resolve_input(key: str, item: Input, path: Path | None) -> Any:
         if not folder.is_dir() and item.packaged:
             raise FileNotFoundError(f"{key} must be a folder, got {str(folder)!r}")
         if item.argument == "text_encoder_folder":
-            check_parts(key, folder, "text_encoder", "tokenizer")
+            validate_parts(key, folder, "text_encoder", "tokenizer")
         elif item.argument == "model":
-            check_parts(key, folder, "text_encoder", "tokenizer", "vqvae")
+            validate_parts(key, folder, "text_encoder", "tokenizer", "vqvae")
     except FileNotFoundError as error:
         hint = f": run `python -m recipes {item.recipe}` first, or give --input {key}=DIR" if item.recipe and not path else ""
         raise FileNotFoundError(f"{error}{hint}") from None
     return folder
 
 
-def check_parts(key: str, folder: Path, *parts: str) -> None:
+def validate_parts(key: str, folder: Path, *parts: str) -> None:
     """Raise FileNotFoundError unless a folder contains these sub-folders."""
     if not all((folder / part).is_dir() for part in parts):
         raise FileNotFoundError(f"{key} {str(folder)!r} must contain {', '.join(f'{part}/' for part in parts)}")

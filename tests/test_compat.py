@@ -32,14 +32,24 @@ def run(code: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
 needs_torchvision = pytest.mark.skipif(installed_version("torchvision") is None, reason="torchvision is not installed")
 
 
+# What people use vargen with, and the distribution of each.
+_BESIDE = {"gradio": "gradio", "open_clip": "open-clip-torch", "triton": "triton", "ImageReward": "image-reward"}
+
+
 @needs_torchvision
 def test_everything_above_torchvision_imports_under_the_guard(repo_root: Path) -> None:
-    """Also with the root first on the path: transformers 5 probes `kernels` by an import, and must find no kernel library."""
+    """In one process, with the official ImageReward where it is installed: on the reference set, not on the latest one. Also
+    with the root first on the path: transformers 5 probes `kernels` by an import, and must find no kernel library."""
+    found = [package for package, distribution in _BESIDE.items() if installed_version(distribution)]
     done = run(
         "import importlib.metadata, sys; assert sys.path[0] == ''; "
         + _GUARD
+        + f"sys.path.append({str(Path(__file__).parent / 'support')!r})\n"
+        + "import image_reward_package; image_reward_package.restore_moved_functions()\n"
         + "import torchvision, transformers.utils; from torchvision.transforms import v2; from transformers import CLIPModel\n"
-        + "from diffusers import DiffusionPipeline; print(torchvision.__version__)\n"
+        + "from diffusers import AutoPipelineForText2Image, DiffusionPipeline; print(torchvision.__version__)\n"
+        + "".join(f"import {package}\n" for package in found)
+        + "import vargen; vargen.LlamaGenPipeline\n"
         + "owned = any(d.name == 'kernels' for d in importlib.metadata.distributions())\n"
         + "is_kernels_available = getattr(transformers.utils, 'is_kernels_available', lambda: False)\n"  # since 4.51
         + "assert owned or not is_kernels_available()",

@@ -16,12 +16,7 @@ import vargen
 from vargen.assets import packaged_model_path, packaged_models
 
 # Folder of the repository -> its place in an installed package.
-_FOLDERS = {
-    "vargen": "vargen",
-    "pipelines": "vargen/pipelines",
-    "kernels": "vargen/kernels",
-    "assets": "vargen/assets",
-}
+_FOLDERS = {"vargen": "vargen", "pipelines": "vargen/pipelines", "kernels": "vargen/kernels", "assets": "vargen/assets"}
 
 
 def python(*args: str | Path, cwd: Path, path: Path | None = None) -> subprocess.CompletedProcess[str]:

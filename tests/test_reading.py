@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from rejects import rejects
 
 import vargen
 from vargen.cli.inputs import read_source
@@ -31,7 +32,7 @@ READERS = [read_image, lambda path: read_source(path, "image"), lambda path: lis
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_a_picture_of_postscript_starts_no_program(tmp_path: Path, monkeypatch: Any, reader: Any) -> None:
+def test_an_image_of_postscript_starts_no_program(tmp_path: Path, monkeypatch: Any, reader: Any) -> None:
     started: list[Any] = []
     monkeypatch.setattr(subprocess, "Popen", lambda *words, **_: started.append(words))
     monkeypatch.setattr("PIL.EpsImagePlugin.gs_binary", "gs", raising=False)
@@ -49,7 +50,7 @@ def test_postscript_in_an_open_file_starts_none_either(tmp_path: Path) -> None:
         pass
 
 
-def test_every_place_that_opens_pictures_does_so_here() -> None:
+def test_every_place_that_opens_images_does_so_here() -> None:
     folders = ("vargen", "pipelines", "kernels", "benchmarks", "examples")
     files = [ROOT / "app.py", *(file for folder in folders for file in (ROOT / folder).rglob("*.py"))]
     for file in files:
@@ -68,10 +69,8 @@ def test_all_its_formats_are_read(tmp_path: Path, format: str) -> None:
 @pytest.mark.parametrize("side", [9_000, 12_000, 60_000])
 def test_too_many_pixels_are_refused_before_they_are_decoded(tmp_path: Path, side: int, recwarn: Any) -> None:
     (tmp_path / "large.png").write_bytes(huge_png(side))
-    with pytest.raises(ImageFileError, match=r"image '.*large\.png' cannot be read: it must have at most [\d,]+ pixels"):
-        read_source(tmp_path / "large.png", "image")
-    with pytest.raises(UnreadableImageError, match=r"large\.png.* pixels"):
-        read_image(tmp_path / "large.png")
+    rejects(lambda: read_source(tmp_path / "large.png", "image"), "large.png", ImageFileError)
+    rejects(lambda: read_image(tmp_path / "large.png"), "large.png", UnreadableImageError)
     assert not recwarn.list
 
 
@@ -94,9 +93,9 @@ def test_pipes_devices_and_folders_are_not_waited_for(tmp_path: Path) -> None:
 
 
 def test_transparent_parts_are_white(tmp_path: Path) -> None:
-    picture = Image.new("RGBA", (2, 1), (0, 0, 0, 0))
-    picture.putpixel((1, 0), (10, 20, 30, 255))
-    picture.save(tmp_path / "x.png")
+    image = Image.new("RGBA", (2, 1), (0, 0, 0, 0))
+    image.putpixel((1, 0), (10, 20, 30, 255))
+    image.save(tmp_path / "x.png")
     expected = [[[255, 255, 255], [10, 20, 30]]]
     assert np.asarray(read_image(tmp_path / "x.png")).tolist() == expected
     assert np.asarray(read_source(tmp_path / "x.png", "image")).tolist() == expected
@@ -105,13 +104,11 @@ def test_transparent_parts_are_white(tmp_path: Path) -> None:
 
 def test_deep_channels_are_refused(tmp_path: Path) -> None:
     Image.fromarray(np.full((4, 4), 40_000, np.uint16)).save(tmp_path / "x.png")
-    with pytest.raises(ImageFileError, match=r"x\.png' cannot be read: it must have 8 bits per channel"):
-        read_source(tmp_path / "x.png", "image")
+    rejects(lambda: read_source(tmp_path / "x.png", "image"), "x.png", ImageFileError)
 
 
 @pytest.mark.parametrize("length", [0, 5, 40, 60])
 def test_damaged_files_are_named(tmp_path: Path, length: int) -> None:
     Image.effect_noise((32, 32), 50).save(tmp_path / "x.png")
     (tmp_path / "x.png").write_bytes((tmp_path / "x.png").read_bytes()[:length])
-    with pytest.raises(ImageFileError, match=r"image '.*x\.png'"):
-        read_source(tmp_path / "x.png", "image")
+    rejects(lambda: read_source(tmp_path / "x.png", "image"), "x.png", ImageFileError)

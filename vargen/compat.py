@@ -35,7 +35,7 @@ def installed_version(distribution: str) -> str | None:
         return None
 
 
-def check_matplotlib(purpose: str) -> None:
+def validate_matplotlib(purpose: str) -> None:
     """Check that plots can be made, so that a long run fails at its start and not at its end. Does not import matplotlib.
 
     Args:

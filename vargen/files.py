@@ -201,7 +201,7 @@ def _restore_previous(target: Path) -> None:
         os.replace(previous, target)
 
 
-def check_not_interrupted(target: Path) -> None:
+def validate_not_interrupted(target: Path) -> None:
     """Raise FileNotFoundError if `target` is missing because a process was killed while it replaced it."""
     previous = previous_folder(target)
     if os.path.isdir(previous) and not os.path.exists(target):  # unlike Path's, false for names that are too long

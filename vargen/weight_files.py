@@ -58,13 +58,13 @@ def read_weight_header(folder: Path, stem: str, variant: str | None = None) -> W
     return {name: info for file in files for name, info in read_header(file).items()}
 
 
-def check_weights(found: WeightHeader, expected: Shapes, where: str, dtypes: Mapping[str, str] | None = None) -> None:
-    """Raise ValueError unless the tensors are exactly the `expected` ones, in usable dtypes; see `check_dtypes`."""
-    check_shapes({name: info.shape for name, info in found.items()}, expected, where)
-    check_dtypes(found, where, dtypes)
+def validate_weights(found: WeightHeader, expected: Shapes, where: str, dtypes: Mapping[str, str] | None = None) -> None:
+    """Raise ValueError unless the tensors are exactly the `expected` ones, in usable dtypes; see `validate_dtypes`."""
+    validate_shapes({name: info.shape for name, info in found.items()}, expected, where)
+    validate_dtypes(found, where, dtypes)
 
 
-def check_dtypes(found: WeightHeader, where: str, dtypes: Mapping[str, str] | None = None) -> None:
+def validate_dtypes(found: WeightHeader, where: str, dtypes: Mapping[str, str] | None = None) -> None:
     """Raise ValueError naming the first tensor of a wrong dtype.
 
     Args:
@@ -77,7 +77,7 @@ def check_dtypes(found: WeightHeader, where: str, dtypes: Mapping[str, str] | No
             raise ValueError(f"the weights in {where} cannot be used: {name} is {info.dtype}, expected {expected}")
 
 
-def check_layer_counts(
+def validate_layer_counts(
     found: WeightHeader, config: Mapping[str, Any], counted: Mapping[str, Sequence[str]], config_file: Path
 ) -> None:
     """Raise ValueError unless the file has the number of layers in its config; checked before a network of that size is built.
@@ -125,7 +125,7 @@ def read_header(file: Path) -> WeightHeader:
         raise ValueError(f"{file} is missing, damaged or not a safetensors file ({error}); fetch it again") from error
 
 
-def check_shapes(found: Shapes, expected: Shapes, where: str, ignore: Iterable[str] = ()) -> None:
+def validate_shapes(found: Shapes, expected: Shapes, where: str, ignore: Iterable[str] = ()) -> None:
     """Raise ValueError naming missing and unexpected tensors and those of another shape."""
     problems = [f"missing: {_names(expected.keys() - found.keys())}"] if expected.keys() - found.keys() else []
     extra = found.keys() - expected.keys() - set(ignore)

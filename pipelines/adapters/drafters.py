@@ -235,7 +235,7 @@ class LowResolutionDrafter:
         return to_probs(self.upsampler(state.upsampled, tokens[:, :N], known, position), state.sampling)
 
 
-def check_low_res(configs: Mapping[str, Any]) -> None:
+def validate_low_res(configs: Mapping[str, Any]) -> None:
     """Raise ValueError unless the grid of the low-resolution transformer divides the transformer's, and its up-sampler fits.
 
     Args:

@@ -28,7 +28,7 @@ from recipes.emoji.sources import SOURCES, Source, fetch_sources, read_tarball
 from vargen.files import cache_folder
 from vargen.reading import on_white, open_image
 from vargen.training.augment import SamplingWeights
-from vargen.training.dataset import CaptionedImages, Record, check_images, open_images, take_evenly
+from vargen.training.dataset import CaptionedImages, Record, open_images, take_evenly, validate_images
 
 TONES = {
     "1F3FB": "light",
@@ -300,5 +300,5 @@ def load_emoji_dataset(folder: Path) -> EmojiDataset:
         records = json.loads((folder / "records.json").read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
         raise ValueError(f"{folder}: records.json is damaged ({type(error).__name__}); {hint} again") from None
-    check_images(folder, images, records)
+    validate_images(folder, images, records)
     return EmojiDataset(images, records)

@@ -15,7 +15,7 @@ from torch import Tensor
 from recipes.emoji.dataset import EmojiDataset
 from vargen.models.tokenizers.vq import VQModel
 from vargen.training.dataset import to_pixels
-from vargen.training.token_cache import BackgroundTokenizer, check_tokens, hash_tokens
+from vargen.training.token_cache import BackgroundTokenizer, hash_tokens, validate_token_cache
 
 _BATCH = 32
 
@@ -26,7 +26,7 @@ def load_cached_tokens(run: Path, vqvae: VQModel, num_images: int) -> np.ndarray
     Raises:
         ValueError: if the run has cached no tokens, or those of another tokenizer or data set.
     """
-    check_tokens(run, vqvae, run)
+    validate_token_cache(run, vqvae, run)
     files = sorted(run.glob(f"tokens-{hash_tokens(vqvae)}-*.npy"))
     if not files:
         raise ValueError(f"{run} contains no cached tokens: give the folder of a generator's run, with tokens-*.npy")

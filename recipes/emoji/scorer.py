@@ -39,7 +39,7 @@ from vargen.models.image_text import ImageTextModel, embed_texts, resize_images
 from vargen.models.text_encoder import MiniLMTextEncoder
 from vargen.models.tokenizers.vq import VQModel
 from vargen.training.augment import WeightedIndices
-from vargen.training.config import Schedule, at_least, check_fractions
+from vargen.training.config import Schedule, at_least, validate_fractions
 from vargen.training.dataset import to_pixels
 from vargen.training.run import Trainer, export, fit
 from vargen.weight_files import weights_digest
@@ -69,7 +69,7 @@ class ScorerConfig:
     def __post_init__(self) -> None:
         at_least(self, 1, "batch_size", "evaluate_every", "checkpoint_every")
         at_least(self, 0, "encoded_per_step", "pair_weight", "weight_decay")
-        check_fractions(self, "reconstruction_probability", "code_noise", "recolor_probability", "label_smoothing")
+        validate_fractions(self, "reconstruction_probability", "code_noise", "recolor_probability", "label_smoothing")
         if not self.sizes or any(size < 16 or size % 16 for size in self.sizes):
             raise ValueError(f"sizes must be multiples of 16, at least one, got {self.sizes}")
 

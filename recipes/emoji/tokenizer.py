@@ -47,10 +47,10 @@ class TokenizerConfig:
     def __post_init__(self) -> None:
         at_least(self, 1, "batch_size", "crop", "revive_every", "evaluate_every", "checkpoint_every")
         at_least(self, 0, "autoencoder_steps", "decoder_steps", "full_image_fraction")
-        check_phases(self.schedule, self.autoencoder_steps, self.decoder_steps)
+        validate_phases(self.schedule, self.autoencoder_steps, self.decoder_steps)
 
 
-def check_phases(schedule: Schedule, autoencoder_steps: int, decoder_steps: int) -> None:
+def validate_phases(schedule: Schedule, autoencoder_steps: int, decoder_steps: int) -> None:
     """Raise ValueError unless a tokenizer's run has steps for its codebook between its first and its last phase."""
     phases = autoencoder_steps + decoder_steps
     if schedule.steps <= phases:

@@ -33,7 +33,7 @@ def hash_encoder(vq: MultiScaleVQModel) -> str:
     return weights_digest(vq.encoder, vq.quant_conv)
 
 
-def check_same_encoder(run: Path, vq: MultiScaleVQModel, tokenizer: Path) -> None:
+def validate_same_encoder(run: Path, vq: MultiScaleVQModel, tokenizer: Path) -> None:
     """Raise ValueError if a `run` stored latents of an encoder other than `tokenizer`'s."""
     cached = [file.name for file in run.glob("latents-*.npy")]
     if cached and not any(name.startswith(f"latents-{hash_encoder(vq)}-") for name in cached):

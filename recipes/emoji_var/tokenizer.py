@@ -23,12 +23,12 @@ from torch import Tensor
 
 from recipes.emoji.codebook import reconstruction_loss
 from recipes.emoji.dataset import EmojiDataset
-from recipes.emoji.tokenizer import check_phases
+from recipes.emoji.tokenizer import validate_phases
 from recipes.emoji_var.codebook import ScaleCodebook, TokenPerturbation, quantize_scales
 from vargen.files import atomic_file
 from vargen.models.tokenizers.multi_scale_vq import MultiScaleVQModel
 from vargen.training.augment import SamplingWeights, WeightedIndices
-from vargen.training.config import Schedule, at_least, check_fractions
+from vargen.training.config import Schedule, at_least, validate_fractions
 from vargen.training.dataset import to_pixels
 from vargen.training.run import Trainer, export, fit
 
@@ -70,12 +70,12 @@ class MultiScaleTokenizerConfig:
     def __post_init__(self) -> None:
         at_least(self, 1, "batch_size", "revive_every", "evaluate_every", "checkpoint_every", "near_codes", "autoencoder_steps")
         at_least(self, 0, "decoder_steps", "shift")
-        check_fractions(self, "truncated_fraction", "perturbed_fraction", "perturbed_tokens")
-        check_zoom(self.zoom)
-        check_phases(self.schedule, self.autoencoder_steps, self.decoder_steps)
+        validate_fractions(self, "truncated_fraction", "perturbed_fraction", "perturbed_tokens")
+        validate_zoom(self.zoom)
+        validate_phases(self.schedule, self.autoencoder_steps, self.decoder_steps)
 
 
-def check_zoom(zoom: list[Any]) -> None:
+def validate_zoom(zoom: list[Any]) -> None:
     """Raise ValueError unless `zoom` is a pair of a minimum and a maximum factor."""
     if len(zoom) != 2 or not 0 < zoom[0] <= zoom[1]:
         raise ValueError(f"zoom must be two factors above 0, the smaller one first, got {zoom}")

@@ -20,13 +20,13 @@ from recipes.emoji.dataset import EmojiDataset
 from recipes.emoji_var.data import LatentBatch, LatentBatches, LatentStore, SelfCorrection
 from recipes.emoji_var.generate import NextScaleEvaluation, sample_tokens, save_sample_sheet
 from vargen.device import preferred_dtype
-from vargen.models.component_files import check_network_files
+from vargen.models.component_files import validate_network_files
 from vargen.models.tokenizers.multi_scale_vq import MultiScaleVQModel
 from vargen.models.var import VARTransformer
 from vargen.training.augment import SamplingWeights
-from vargen.training.config import Schedule, at_least, check_fractions
+from vargen.training.config import Schedule, at_least, validate_fractions
 from vargen.training.dataset import CaptionBank
-from vargen.training.next_token import check_same_shape
+from vargen.training.next_token import validate_same_shape
 from vargen.training.next_token_losses import chunked_cross_entropy
 from vargen.training.optimizers import split_optimizers
 from vargen.training.run import Trainer, export, fit
@@ -67,7 +67,9 @@ class NextScaleConfig:
         at_least(self, 1, "batch_size", "early_scales", "max_caption_tokens", "late_scales")
         at_least(self, 1, "evaluate_every", "checkpoint_every")
         at_least(self, 0, "early_batch_size", "shift_pixels", "shift_variants", "weight_decay", "cross_entropy")
-        check_fractions(self, "caption_dropout", "code_noise", "flip_probability", "recolor_probability", "all_scales_fraction")
+        validate_fractions(
+            self, "caption_dropout", "code_noise", "flip_probability", "recolor_probability", "all_scales_fraction"
+        )
 
 
 def hash_tokenizer(vq: MultiScaleVQModel) -> str:
@@ -77,7 +79,7 @@ def hash_tokenizer(vq: MultiScaleVQModel) -> str:
     return weights_digest(vq.encoder, vq.quant_conv, vq.quantize.embedding, vq.quantize.quant_resi, gains)
 
 
-def check_var_fit(model: VARTransformer, vq: MultiScaleVQModel, side: int) -> None:
+def validate_var_fit(model: VARTransformer, vq: MultiScaleVQModel, side: int) -> None:
     """Raise ValueError unless the tokens of square images of `side` pixels match the model's scales and vocabulary."""
     if side != vq.image_size:
         raise ValueError(f"images must have the tokenizer's {vq.image_size} pixels, got {side}")
@@ -205,9 +207,9 @@ def _initial_model(config: NextScaleConfig, init_folder: Path | None) -> tuple[V
     model = VARTransformer(**options)
     if init_folder is None:
         return model, None
-    check_network_files(init_folder, VARTransformer)
+    validate_network_files(init_folder, VARTransformer)
     start = VARTransformer.from_pretrained(init_folder)
-    check_same_shape(init_folder, start, model, list(options))
+    validate_same_shape(init_folder, start, model, list(options))
     model.load_state_dict(start.state_dict())
     return model, weights_digest(start)
 
@@ -226,18 +228,18 @@ class NextScaleTrainer(Trainer):
         teacher_folder: Path | None,
         init_folder: Path | None,
     ):
-        check_network_files(tokenizer_folder, MultiScaleVQModel)
+        validate_network_files(tokenizer_folder, MultiScaleVQModel)
         if teacher_folder is not None:
-            check_network_files(teacher_folder, VARTransformer)
+            validate_network_files(teacher_folder, VARTransformer)
         torch.manual_seed(config.seed)
         model, init = _initial_model(config, init_folder)
         self.vq = vq = MultiScaleVQModel.from_pretrained(tokenizer_folder).to(device).eval().requires_grad_(False)
-        check_var_fit(model, vq, data.images.shape[1])
+        validate_var_fit(model, vq, data.images.shape[1])
         identity = {"tokenizer": hash_tokenizer(vq)} | ({} if init is None else {"init": init})
         teacher = None
         if teacher_folder is not None:
             teacher = VARTransformer.from_pretrained(teacher_folder).to(device).eval().requires_grad_(False)
-            check_var_fit(teacher, vq, data.images.shape[1])
+            validate_var_fit(teacher, vq, data.images.shape[1])
             identity["teacher"] = weights_digest(teacher)
         super().__init__(config, model, folder, device, "var", **identity)
         store = LatentStore(folder, data.images, vq, config, device)

@@ -16,7 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from recipes.emoji.codebook import reconstruction_loss
-from recipes.emoji_var.tokenizer import check_zoom, paste, save_rows, wavelet_loss
+from recipes.emoji_var.tokenizer import paste, save_rows, validate_zoom, wavelet_loss
 from recipes.emoji_video.clips import VideoDataset, motion_weights
 from vargen.models.tokenizers.video_vae import CausalVideoVAE
 from vargen.training.augment import WeightedIndices
@@ -55,7 +55,7 @@ class AutoencoderConfig:
         at_least(self, 1, "batch_size", "evaluate_every", "checkpoint_every")
         at_least(self, 2, "frames")
         at_least(self, 0, "shift", "motion_weight", "kl_weight", "latent_noise", "weight_decay")
-        check_zoom(self.zoom)
+        validate_zoom(self.zoom)
 
 
 def to_video(frames: np.ndarray, device: torch.device) -> Tensor:

@@ -41,7 +41,7 @@ def hash_encoder(vae: CausalVideoVAE) -> str:
     return weights_digest(vae.encoder, statistics)
 
 
-def check_same_encoder(run: Path, vae: CausalVideoVAE, vae_run: Path) -> None:
+def validate_same_encoder(run: Path, vae: CausalVideoVAE, vae_run: Path) -> None:
     """Raise ValueError if a `run` stored latents of an encoder other than `vae_run`'s."""
     cached = [file.name for file in run.glob("latents-*.npy")]
     if cached and f"latents-{hash_encoder(vae)}.npy" not in cached:

@@ -14,7 +14,7 @@ from recipes.emoji.codebook import reconstruction_loss
 from recipes.emoji_video.autoencoder import to_video
 from recipes.emoji_video.batches import clip_latents, hash_encoder
 from recipes.emoji_video.clips import VideoDataset
-from vargen.models.component_files import check_network_files
+from vargen.models.component_files import validate_network_files
 from vargen.models.tokenizers.preview_decoder import PreviewDecoder
 from vargen.models.tokenizers.video_vae import CausalVideoVAE
 from vargen.training.config import Schedule, at_least
@@ -58,7 +58,7 @@ class PreviewTrainer(Trainer):
     """Trains a preview decoder on the latents of an autoencoder."""
 
     def __init__(self, config: PreviewConfig, data: VideoDataset, vae_folder: Path, folder: Path, device: torch.device):
-        check_network_files(vae_folder, CausalVideoVAE)
+        validate_network_files(vae_folder, CausalVideoVAE)
         vae = CausalVideoVAE.from_pretrained(vae_folder).to(device).eval().requires_grad_(False)
         torch.manual_seed(config.seed)
         model = PreviewDecoder(**config.model)

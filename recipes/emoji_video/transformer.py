@@ -21,9 +21,9 @@ from recipes.emoji_video.losses import VideoLoss
 from vargen.decoding.video.denoising import shifted_levels
 from vargen.files import atomic_file
 from vargen.models.causal_video import CausalVideoTransformer
-from vargen.models.component_files import check_network_files
+from vargen.models.component_files import validate_network_files
 from vargen.models.tokenizers.video_vae import CausalVideoVAE
-from vargen.training.config import Schedule, at_least, check_fractions
+from vargen.training.config import Schedule, at_least, validate_fractions
 from vargen.training.dataset import CaptionBank
 from vargen.training.optimizers import split_optimizers
 from vargen.training.run import Trainer, export, fit
@@ -70,8 +70,8 @@ class VideoConfig:
     def __post_init__(self) -> None:
         at_least(self, 1, "batch_size", "max_caption_tokens", "euler_steps", "evaluate_every", "checkpoint_every")
         at_least(self, 0, "motion_weight", "guidance", "weight_decay", "adamw_learning_rate")
-        check_fractions(self, "caption_dropout", "motion_label_probability", "loop_shift_probability", "context_noise")
-        check_fractions(self, "diffusion_forcing_fraction", "self_rollout_probability", "ema_decay")
+        validate_fractions(self, "caption_dropout", "motion_label_probability", "loop_shift_probability", "context_noise")
+        validate_fractions(self, "diffusion_forcing_fraction", "self_rollout_probability", "ema_decay")
         if self.objective not in OBJECTIVES:
             raise ValueError(f"objective must be one of {', '.join(OBJECTIVES)}, got {self.objective!r}")
         if self.optimizer not in ("muon", "adamw"):
@@ -79,7 +79,7 @@ class VideoConfig:
         shifted_levels(self.levels, self.shift)  # raises ValueError
 
 
-def check_video_fit(model: CausalVideoTransformer, vae: CausalVideoVAE, data: VideoDataset) -> None:
+def validate_video_fit(model: CausalVideoTransformer, vae: CausalVideoVAE, data: VideoDataset) -> None:
     """Raise ValueError unless the autoencoder's latents of the clips match the model's geometry, in whole blocks."""
     geometry, side = model.geometry, vae.latent_side
     for name, value, expected in (
@@ -98,9 +98,9 @@ def check_video_fit(model: CausalVideoTransformer, vae: CausalVideoVAE, data: Vi
 
 
 def _load(folder: Path, vae: CausalVideoVAE, data: VideoDataset, device: torch.device) -> CausalVideoTransformer:
-    check_network_files(folder, CausalVideoTransformer)
+    validate_network_files(folder, CausalVideoTransformer)
     model = CausalVideoTransformer.from_pretrained(folder).to(device).eval().requires_grad_(False)
-    check_video_fit(model, vae, data)
+    validate_video_fit(model, vae, data)
     return model
 
 
@@ -122,11 +122,11 @@ class VideoTrainer(Trainer):
             raise ValueError(
                 f"teacher must be given for the objective 'consistency' and for no other, got {config.objective!r}"
             )
-        check_network_files(vae_folder, CausalVideoVAE)
+        validate_network_files(vae_folder, CausalVideoVAE)
         torch.manual_seed(config.seed)
         vae = CausalVideoVAE.from_pretrained(vae_folder).to(device).eval().requires_grad_(False)
         model = CausalVideoTransformer(**config.model).to(device)
-        check_video_fit(model, vae, data)
+        validate_video_fit(model, vae, data)
         identity = {"objective": config.objective, "vae": hash_encoder(vae)}
         teacher = None
         if teacher_folder is not None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
+from rejects import rejects
 
 from vargen.cli.compare import select_methods
 from vargen.decoding import Jacobi, Speculative
@@ -21,7 +22,7 @@ def prompts(run: Any) -> Path:
     return Path("prompts.txt")
 
 
-def test_reports_every_method_with_pictures_figures_and_histograms(run: Any, text_model: Path, prompts: Path) -> None:
+def test_reports_every_method_with_images_figures_and_histograms(run: Any, text_model: Path, prompts: Path) -> None:
     words = ("--prompt-file", prompts, "--model", text_model, "--batch-size", 2)
     words += ("--methods", "sjd:window=4,gumbel:window=4,gsd:window=4")
     result = run("compare", *words, "-o", "out/grid.png", "--json", "out/a.json", "--plot", "out/a.png", "--top-k", 8)
@@ -135,8 +136,7 @@ def test_a_cache_tells_weights_apart(tmp_path: Path) -> None:
     assert weights_digest(networks[0]) != weights_digest(networks[1])
     label_cache(tmp_path, {"weights": "a", "method": {"window": 4}})
     label_cache(tmp_path, {"weights": "a", "method": {"window": 4}})
-    with pytest.raises(ValueError, match=r"other settings: weights 'a' \(now 'b'\)"):
-        label_cache(tmp_path, {"weights": "b", "method": {"window": 4}})
+    rejects(lambda: label_cache(tmp_path, {"weights": "b", "method": {"window": 4}}), "weights")
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "0-0-5.npz").touch()
     with pytest.raises(ValueError, match="unknown settings"):
@@ -155,8 +155,7 @@ def test_methods_may_have_settings_as_in_eval() -> None:
     assert list(found) == ["ar", "scd:window=8", "scd", "gsd:budget=5,window=24"]
     assert [found[name].drafter.window for name in found if name != "ar"] == [8, 16, 24]
     assert found["gsd:budget=5,window=24"].acceptance.budget == 5
-    with pytest.raises(ValueError, match="gsd has no setting 'budgets'; did you mean 'budget'"):
-        select_methods("gsd:budgets=5")
+    rejects(lambda: select_methods("gsd:budgets=5"), "gsd")
 
 
 def test_an_output_that_is_an_input_is_refused(run: Any, text_model: Path) -> None:
@@ -196,20 +195,8 @@ def test_what_cannot_be_written_takes_nothing_with_it(full_disk: Any, text_model
 
 
 def test_a_plot_of_steps_that_cannot_be_written_leaves_table_and_json(full_disk: Any, text_model: Path) -> None:
-    words = (
-        "--model",
-        text_model,
-        "--tokens-per-pass",
-        "1",
-        "--batch-size",
-        "1",
-        "--repeats",
-        1,
-        "--json",
-        "a.json",
-        "--plot",
-        "a.png",
-    )
+    words = ("--model", text_model, "--tokens-per-pass", "1", "--batch-size", "1", "--repeats", 1, "--json", "a.json")
+    words += ("--plot", "a.png")
     result = full_disk(4000)("bench", "step", *words)
     assert result.exit_code == 1 and "x weights" in result.stdout and json.loads(Path("a.json").read_text())["reports"]
     assert result.stderr.splitlines()[-1] == "error: plot 'a.png' was not written: File too large"

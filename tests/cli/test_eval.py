@@ -41,7 +41,7 @@ def prompts_file(text: str = "a red apple\n# no prompt\na dog\na cat\n") -> str:
     return "prompts.txt"
 
 
-def test_one_command_draws_scores_and_reports(run: Any, text_model: Path) -> None:
+def test_one_command_generates_scores_and_reports(run: Any, text_model: Path) -> None:
     words = (
         "eval",
         "--model",
@@ -70,7 +70,7 @@ def test_one_command_draws_scores_and_reports(run: Any, text_model: Path) -> Non
     assert len(Path("out/manifest/shard-1-of-1.jsonl").read_text().splitlines()) == 18, "nothing was drawn twice"
 
 
-def test_shards_draw_apart_and_are_scored_together(run: Any, class_model: Path) -> None:
+def test_shards_generate_apart_and_are_scored_together(run: Any, class_model: Path) -> None:
     words = ("--model", class_model, "-o", "out", "--num-images", 9, "--batch-size", 2, "--threads", 1, "--methods", "ar,sjd")
     first = run("eval", *words, "--shard", "1/2", *MEASURE)
     assert first.exit_code == 0 and "vargen score out" in first.stderr and not Path("out/report.md").exists()
@@ -135,20 +135,8 @@ def test_scorers_of_nan_and_statistics_of_others_end_it(run: Any, text_model: Pa
 
 
 def test_a_full_disk_is_a_failure_that_says_how_to_go_on(run: Any, full_disk: Callable[[int], Any], class_model: Path) -> None:
-    words = (
-        "eval",
-        "--generate-only",
-        "--model",
-        class_model,
-        "-o",
-        "out",
-        "--num-images",
-        4,
-        "--batch-size",
-        2,
-        "--threads",
-        1,
-    )
+    words = ("eval", "--generate-only", "--model", class_model, "-o", "out", "--num-images", 4, "--batch-size", 2)
+    words += ("--threads", 1)
     assert run(*words[:6], "--num-images", 2, *words[8:]).exit_code == 0
     full = full_disk(200)(*words)
     assert full.exit_code == 1 and "make room" in full.stderr
@@ -177,7 +165,9 @@ def test_a_full_disk_is_a_failure_that_says_how_to_go_on(run: Any, full_disk: Ca
         (("--json", "x.txt"), "ending in .json"),
     ],
 )
-def test_wrong_options_are_told_before_anything_is_made(words: tuple[str, ...], told: str, run: Any, text_model: Path) -> None:
+def test_wrong_options_are_reported_before_anything_is_made(
+    words: tuple[str, ...], told: str, run: Any, text_model: Path
+) -> None:
     model = () if "--model" in words else ("--model", text_model)
     done = run("eval", *model, "-o", "out", *words)
     assert done.exit_code == 2 and told in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
@@ -195,7 +185,7 @@ def test_wrong_options_are_told_before_anything_is_made(words: tuple[str, ...], 
         (("pictures", "--scorers", "none", "--extractor", "none", "--save-reference", "r.npz"), "nothing to do"),
     ],
 )
-def test_wrong_folders_are_told(words: tuple[str, ...], told: str, run: Any) -> None:
+def test_wrong_folders_are_reported(words: tuple[str, ...], told: str, run: Any) -> None:
     Path("empty").mkdir()
     Path("pictures").mkdir()
     Image.new("RGB", (16, 16)).save("pictures/a.png")

@@ -33,7 +33,7 @@ def test_the_same_seed_gives_the_same_bytes(run: Any, text_model: Path) -> None:
     assert (pixels(Path("a.png")) != pixels(Path("c.png"))).any()
 
 
-def test_an_image_of_a_run_can_be_drawn_again_alone(run: Any, text_model: Path) -> None:
+def test_an_image_of_a_run_can_be_generated_again_alone(run: Any, text_model: Path) -> None:
     words = ("--model", text_model, "--quiet")
     together = run("generate", "a cat", "a dog", "-n", 2, "--seed", 10, "--batch-size", 3, "-o", "all.png", *words)
     assert together.stdout.split() == ["all-1.png", "all-2.png", "all-3.png", "all-4.png"]
@@ -85,7 +85,7 @@ def test_classes_by_number_and_by_name(run: Any, class_model: Path) -> None:
     assert [image["file"] for image in document["images"]] == ["class-3-1.png", "class-goldfish-2.png"]
 
 
-def test_a_long_prompt_is_cut_and_the_user_is_told_once(run: Any, text_model: Path) -> None:
+def test_a_long_prompt_is_cut_and_the_user_is_warned_once(run: Any, text_model: Path) -> None:
     prompt = ("a red apple on a table " * 500)[:10_000]
     result = run("generate", prompt, "-n", 3, "--batch-size", 2, "--model", text_model, "--seed", 1)
     assert result.exit_code == 0, result.output
@@ -152,21 +152,8 @@ def test_a_sheet_that_cannot_be_written_takes_nothing_with_it(full_disk: Any, te
 
 
 def test_where_nothing_can_be_written_the_run_ends_with_its_batch(full_disk: Any, text_model: Path) -> None:
-    words = (
-        "a cat",
-        "-n",
-        5,
-        "--batch-size",
-        2,
-        "--model",
-        text_model,
-        "--seed",
-        1,
-        "-o",
-        "a.png",
-        "--contact-sheet",
-        "sheet.png",
-    )
+    words = ("a cat", "-n", 5, "--batch-size", 2, "--model", text_model, "--seed", 1, "-o", "a.png", "--contact-sheet")
+    words += ("sheet.png",)
     result = full_disk(100)("generate", *words)
     assert result.exit_code == 1 and result.stdout == ""
     assert result.stderr.splitlines() == [
@@ -177,12 +164,12 @@ def test_where_nothing_can_be_written_the_run_ends_with_its_batch(full_disk: Any
     assert list(Path().iterdir()) == []
 
 
-def test_a_next_scale_model_is_drawn_with_like_any_other(run: Any, scale_model: Path) -> None:
+def test_a_next_scale_model_is_generated_with_like_any_other(run: Any, scale_model: Path) -> None:
     words = ("generate", "a red apple", "--model", scale_model, "--seed", 5)
     assert run(*words, "-o", "plain.png").exit_code == run(*words, "-o", "code.png", "--accelerator", "code").exit_code == 0
     with Image.open("plain.png") as plain, Image.open("code.png") as code:
-        told = json.loads(plain.info["vargen"])
-        assert (told["accelerator"], told["guidance_scale"], plain.size) == ("plain", 3.0, (8, 8))
+        reported = json.loads(plain.info["vargen"])
+        assert (reported["accelerator"], reported["guidance_scale"], plain.size) == ("plain", 3.0, (8, 8))
         assert plain.tobytes() != code.tobytes()
     refused = run(*words, "--accelerator", "ar")
     assert refused.exit_code == 2 and "is for next-token models" in refused.stderr

@@ -28,8 +28,8 @@ def test_a_prompt_becomes_a_looping_file(model: str, tmp_path: Path) -> None:
     said = json.loads(found.stdout)
     (video,) = said["videos"]
     assert said["fps"] == 12 and video["seed"] == 5 and len(video["stats"]["blocks"]) == 2
-    with Image.open(tmp_path / "cat.webp") as picture:
-        assert picture.n_frames == 4
+    with Image.open(tmp_path / "cat.webp") as image:
+        assert image.n_frames == 4
 
 
 def test_several_go_into_a_folder(model: str, tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_what_a_video_cannot_be_is_said(model: str, words: tuple[str, ...], mess
     assert not list(tmp_path.iterdir())
 
 
-def test_pictures_take_no_options_of_video(tmp_path, monkeypatch) -> None:
+def test_images_take_no_options_of_video(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     for words, name in ((("--tau", "1"), "tau"), (("--num-blocks", "2"), "num_blocks")):
         found = run("a cat", *words)

@@ -79,8 +79,8 @@ def test_info_says_how_many_threads_were_chosen_and_why(tmp_path: Path, monkeypa
     entries = {f"net, batch 1, {n} threads, {here}": {"measured": now, "seconds": each} for n, each in measured.items()}
     entries |= {"net, batch 1, 2 threads, another machine": {"measured": now, "seconds": {"1": 0.001}}}
     (tmp_path / "pass-costs.json").write_text(json.dumps(entries))
-    told = info.describe_threads().splitlines()
-    assert told[1:] == [
+    reported = info.describe_threads().splitlines()
+    assert reported[1:] == [
         "1 for net, batch 1, 1 tokens a pass: 10.0 ms with 1, 9.0 ms with 2",
         "2 for net, batch 1, 16 tokens a pass: 40.0 ms with 1, 20.0 ms with 2",
     ]

@@ -53,7 +53,7 @@ def test_an_old_name_gives_one_warning(run: Any, capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().err.count("warning: --num is deprecated") == 1
     done = run("verify", "ar", "--chains", 10)
     assert done.exit_code == 2 and done.stderr.splitlines()[0].startswith("warning: --chains is deprecated")
-    assert len(done.stderr.splitlines()) == 2 and "samples must be" in done.stderr
+    assert len(done.stderr.splitlines()) == 2 and "sample must be" in done.stderr
 
 
 @pytest.mark.parametrize(("words", "new"), [(("draw", "-o", "out"), "eval --generate-only"), (("bench", "ar"), "baseline")])

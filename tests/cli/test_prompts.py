@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 
 from vargen.cli import inputs as subjects
-from vargen.cli.main import app
+from vargen.cli.main import app, main
 
 PROMPTS = b"a cat\n\n# no prompt\na dog\n"
 
@@ -48,7 +47,7 @@ def test_prompts_come_from_standard_input(words: tuple[str, ...], run: Any, text
         (("a cat", "-n", "1024", "--prompt-file", "-"), b"a\n" * 50, "the number of images"),
     ],
 )
-def test_standard_input_that_is_none_is_told(
+def test_standard_input_that_is_none_is_reported(
     words: tuple[str, ...], data: bytes, said: str, run: Any, stdin: Any, text_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(subjects, "_MAX_BYTES", 150)
@@ -60,7 +59,7 @@ def test_standard_input_that_is_none_is_told(
 
 @pytest.mark.skipif(not Path("/dev/zero").exists(), reason="a device of POSIX")
 @pytest.mark.parametrize("name", ["/dev/zero", ".", "pipe", "missing"])
-def test_what_is_no_file_of_prompts_is_told_at_once(name: str, run: Any, text_model: Path, class_model: Path) -> None:
+def test_what_is_no_file_of_prompts_is_reported_at_once(name: str, run: Any, text_model: Path, class_model: Path) -> None:
     os.mkfifo("pipe")
     for verb in (("eval", "-o", "out", "--prompt-file"), ("generate", "--prompt-file")):
         result = run(*verb, name, "--model", text_model)
@@ -72,7 +71,7 @@ def test_what_is_no_file_of_prompts_is_told_at_once(name: str, run: Any, text_mo
     ("option", "value"),
     [("--num-images", 10**15), ("--num-images", 0), ("--resize", 10**8), ("--resize", 10**30), ("--resize", 1)],
 )
-def test_numbers_beyond_any_use_are_told_at_once(
+def test_numbers_beyond_any_use_are_reported_at_once(
     option: str, value: int, run: Any, class_model: Path, text_model: Path
 ) -> None:
     for model in (class_model, text_model):
@@ -83,7 +82,7 @@ def test_numbers_beyond_any_use_are_told_at_once(
     assert not Path("out").exists()
 
 
-def test_a_path_with_a_nul_byte_is_told(run: Any, text_model: Path) -> None:
+def test_a_path_with_a_nul_byte_is_reported(run: Any, text_model: Path) -> None:
     for option, name in (("--output", "output"), ("--contact-sheet", "contact_sheet")):
         for value in ("a\0b.png", "a\0b/"):
             result = run("generate", "a cat", "--model", text_model, option, value)
@@ -91,7 +90,7 @@ def test_a_path_with_a_nul_byte_is_told(run: Any, text_model: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a pipe of POSIX")
-def test_images_are_drawn_on_when_the_reader_of_their_names_goes(
+def test_images_are_generated_on_when_the_reader_of_their_names_goes(
     run: Any, text_model: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     reader, writer = os.pipe()
@@ -105,12 +104,14 @@ def test_images_are_drawn_on_when_the_reader_of_their_names_goes(
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
-def test_names_that_a_full_disk_took_are_a_failure_but_the_images_are_there(text_model: Path, tmp_path: Path) -> None:
-    main = "import sys; from vargen.cli.main import main; main()"
+def test_names_that_a_full_disk_took_are_a_failure_but_the_images_are_there(
+    run: Any, text_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ["generate", "a cat", "-n", "2", "--batch-size", "1", "--model", str(text_model), "--threads", "1", "-q"]
-    with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            [sys.executable, "-c", main, *words], stdout=full, stderr=subprocess.PIPE, text=True, cwd=tmp_path, timeout=200
-        )
-    assert done.returncode == 1 and len(list(tmp_path.glob("*.png"))) == 2
-    assert len(done.stderr.strip().splitlines()) == 1 and "No space left" in done.stderr, done.stderr
+    monkeypatch.setattr(sys, "argv", ["vargen", *words])
+    monkeypatch.setattr(sys, "stdout", open("/dev/full", "w"))  # noqa: SIM115 - main takes it over
+    with pytest.raises(SystemExit) as ended:
+        main()
+    said = capsys.readouterr().err
+    assert ended.value.code == 1 and len(list(Path().glob("*.png"))) == 2
+    assert len(said.strip().splitlines()) == 1 and "No space left" in said, said

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rejects import rejects
 
 from vargen.cli import outputs, results
-from vargen.cli.outputs import check_run_outputs
+from vargen.cli.outputs import validate_run_outputs
 
 MINE = '{"methods": {}, "subjects": [], "num": 1}'
 OUTSIDE = ("json", "samples", "save_reference")
@@ -38,37 +39,35 @@ NAMES += ["run/images/../run.json", "run/measurements/x/0.npz"]
 def test_a_name_of_a_file_of_the_run_is_refused(name: str, option: str, folder: Path) -> None:
     file = folder.parent / name
     with pytest.raises(ValueError, match=f"{option}.*run"):
-        check_run_outputs({option: file}, {}, "", folder)
+        validate_run_outputs({option: file}, {}, "", folder)
     for part in (folder, folder / "images" / "ar"):  # scored as a folder of pictures, or compared with
         with pytest.raises(ValueError, match=f"{option}.*run"):
-            check_run_outputs({option: file}, {"reference": part}, "")
+            validate_run_outputs({option: file}, {"reference": part}, "")
 
 
 def test_a_run_to_be_made_and_one_whose_disk_ignores_case(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     beside = folder.parent
-    with pytest.raises(ValueError, match="json"):
-        check_run_outputs({"json": beside / "new/run.json"}, {}, "", beside / "new")
-    check_run_outputs({"json": beside / "NEW/run.json", "samples": beside / "RUN.npz"}, {}, "", beside / "new")
+    rejects(lambda: validate_run_outputs({"json": beside / "new/run.json"}, {}, "", beside / "new"), "json")
+    validate_run_outputs({"json": beside / "NEW/run.json", "samples": beside / "RUN.npz"}, {}, "", beside / "new")
     monkeypatch.setattr(outputs, "ignores_case", lambda folder: True)
-    with pytest.raises(ValueError, match="json"):
-        check_run_outputs({"json": beside / "NEW/Run.json"}, {}, "", beside / "new")
+    rejects(lambda: validate_run_outputs({"json": beside / "NEW/Run.json"}, {}, "", beside / "new"), "json")
 
 
 def test_what_lies_elsewhere_is_allowed_but_for_what_is_read(folder: Path) -> None:
     beside = folder.parent
     (beside / "prompts.json").write_text("a cat")
     (beside / "pictures").mkdir()
-    check_run_outputs({"json": beside / "out.json", "samples": None}, {"folder": beside / "pictures"}, "", folder)
+    validate_run_outputs({"json": beside / "out.json", "samples": None}, {"folder": beside / "pictures"}, "", folder)
     with pytest.raises(ValueError, match="would overwrite prompt_file"):
-        check_run_outputs({"json": beside / "prompts.json"}, {"prompt_file": beside / "prompts.json"}, "", folder)
+        validate_run_outputs({"json": beside / "prompts.json"}, {"prompt_file": beside / "prompts.json"}, "", folder)
 
 
 @pytest.mark.parametrize("verb", ["eval", "score"])
 def test_the_command_says_so_before_anything_is_written(
     verb: str, run: Any, class_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drawn = run("eval", "--generate-only", "--model", class_model, "-o", "out", "--num-images", 2, "--threads", 1)
-    assert drawn.exit_code == 0, drawn.stderr
+    generated = run("eval", "--generate-only", "--model", class_model, "-o", "out", "--num-images", 2, "--threads", 1)
+    assert generated.exit_code == 0, generated.stderr
     before = {file: file.read_bytes() for file in Path("out").rglob("*") if file.is_file()}
     monkeypatch.setattr(results, "write_each", lambda writes: pytest.fail("something was written"))
     words = ("eval", "--model", class_model, "-o", "out", "--num-images", 2) if verb == "eval" else ("score", "out")

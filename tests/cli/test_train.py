@@ -32,7 +32,7 @@ n_layer = 1
 n_head = 2
 vocab_size = 64
 grid_size = 2
-caption_dim = 48
+caption_dim = 32
 cls_token_num = 16
 multiple_of = 32
 """

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from rejects import rejects
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -19,7 +20,7 @@ from vargen.models.llamagen import SIZES, LlamaGenTransformer
 from vargen.models.llamagen_blocks import build_rotary_2d
 from vargen.models.tokenizers.vq import VQModel
 from vargen.pipelines.llamagen import LLAMAGEN
-from vargen.pipelines.loading import check_model_folder
+from vargen.pipelines.loading import validate_model_folder
 
 State = dict[str, Tensor]
 
@@ -76,23 +77,19 @@ def _left(folder: Path) -> set[str]:
 
 
 @pytest.mark.parametrize(("scale", "interval", "case"), [(1.0, None, "cfg1"), (3.0, None, "cfg3"), (3.0, 5, "cfg3_interval")])
-def test_a_converted_class_model_draws_the_official_greedy_tokens(
+def test_a_converted_class_model_samples_the_official_greedy_tokens(
     files: tuple[Path, Path], tmp_path: Path, scale: float, interval: int | None, case: str
 ) -> None:
     assert convert_llamagen(*files, tmp_path / "out", grid_size=4) == tmp_path / "out"
     io = _io("c2i")
     result = _open(tmp_path / "out")(
-        class_labels=io["class_labels"],
-        guidance_scale=scale,
-        guidance_interval=interval,
-        temperature=0.0,
-        output_type="latent",
+        class_labels=io["class_labels"], guidance_scale=scale, guidance_interval=interval, temperature=0.0, output_type="latent"
     )
     assert torch.equal(result.images.flatten(1), io[f"greedy_tokens_{case}"])
 
 
 @pytest.mark.parametrize(("scale", "case"), [(1.0, "cfg1"), (3.0, "cfg3")])
-def test_a_converted_text_model_draws_the_official_greedy_tokens(
+def test_a_converted_text_model_samples_the_official_greedy_tokens(
     text_files: tuple[Path, Path], tmp_path: Path, scale: float, case: str
 ) -> None:
     convert_llamagen(*text_files, tmp_path / "out", grid_size=4, n_head=_TEXT_HEADS)
@@ -121,11 +118,11 @@ def test_the_folder_is_the_one_that_the_pipeline_itself_saves(files: tuple[Path,
         assert kept[0] == kept[1]
         again = load_file(tmp_path / "again" / part / _WEIGHTS)
         assert all(torch.equal(v, again[k]) for k, v in network.state_dict().items())
-    drawn = [
+    generated = [
         opened(class_labels=label, generator=torch.Generator().manual_seed(0), output_type="pt").images
         for opened, label in ((pipe, 3), (_open(tmp_path / "again"), "great white"))
     ]
-    assert torch.equal(*drawn)
+    assert torch.equal(*generated)
     assert pipe.config.id2label == {"0": "tench", "3": "shark, great white"}
 
 
@@ -145,8 +142,7 @@ def test_dtype_is_that_of_the_transformer(files: tuple[Path, Path], tmp_path: Pa
     written = load_file(tmp_path / "out" / "transformer" / _WEIGHTS)
     assert all(torch.equal(written[k], v.bfloat16()) for k, v in _golden("c2i").items())
     assert {v.dtype for v in load_file(tmp_path / "out" / "vqvae" / _WEIGHTS).values()} == {torch.float16}
-    with pytest.raises(ValueError, match="dtype"):
-        convert_llamagen(*files, tmp_path / "out2", grid_size=4, dtype=torch.int8)
+    rejects(lambda: convert_llamagen(*files, tmp_path / "out2", grid_size=4, dtype=torch.int8), "dtype")
 
 
 def test_official_sampling_defaults_are_stored_where_they_fit() -> None:
@@ -162,7 +158,7 @@ def test_a_missing_usage_counter_is_no_fault(files: tuple[Path, Path], tmp_path:
     del state["quantize.codebook_used"]
     torch.save(state, files[1])
     convert_llamagen(*files, tmp_path / "out", grid_size=4)
-    check_model_folder(tmp_path / "out", LLAMAGEN)
+    validate_model_folder(tmp_path / "out", LLAMAGEN)
 
 
 # -- what the shapes tell ------------------------------------------------------------------------------------------
@@ -242,8 +238,7 @@ def test_the_grid_comes_from_the_file_name(name: str, downsampling: int, grid: i
 
 @pytest.mark.parametrize("name", ["model.pt", "step_1384.pt", "384_from_256.pt", "256/model.pt"])
 def test_an_unknown_grid_is_asked_for(name: str) -> None:
-    with pytest.raises(ValueError, match=r"grid of .* is unknown.*Give grid_size"):
-        detect_transformer(_golden("c2i"), Path(name), 4)
+    rejects(lambda: detect_transformer(_golden("c2i"), Path(name), 4), "grid")
 
 
 @pytest.mark.parametrize(("kind", "prefix", "heads"), [("c2i", 1, 4), ("t2i", 120, 2)])
@@ -258,8 +253,7 @@ def test_a_stray_rotary_table_tells_grid_and_heads_and_is_dropped(
     config = json.loads((tmp_path / "out" / "transformer" / "config.json").read_text())
     assert (config["grid_size"], config["n_head"]) == (4, heads)
     assert "freqs_cis" not in load_file(tmp_path / "out" / "transformer" / _WEIGHTS)
-    with pytest.raises(ValueError, match=r"grid_size=5 contradicts .*4 x 4"):
-        convert_llamagen(file, vq, tmp_path / "out2", grid_size=5)
+    rejects(lambda: convert_llamagen(file, vq, tmp_path / "out2", grid_size=5), "grid_size")
     with pytest.raises(ValueError, match=rf"n_head=8 contradicts .*{heads} heads"):
         convert_llamagen(file, vq, tmp_path / "out2", n_head=8)
     torch.save({**_golden(kind), "freqs_cis": table[:-1]}, gpt)
@@ -270,8 +264,7 @@ def test_a_stray_rotary_table_tells_grid_and_heads_and_is_dropped(
 def test_heads_of_an_unknown_size_are_asked_for(text_files: tuple[Path, Path], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"width 64 and 2 layers.*give n_head"):
         convert_llamagen(*text_files, tmp_path / "out", grid_size=4)
-    with pytest.raises(ValueError, match="n_head=3 does not divide the width 64"):
-        convert_llamagen(*text_files, tmp_path / "out", grid_size=4, n_head=3)
+    rejects(lambda: convert_llamagen(*text_files, tmp_path / "out", grid_size=4, n_head=3), "n_head")
     with pytest.raises(ValueError, match=r"t2i\.pt does not describe a network.*divisible by 4"):
         convert_llamagen(*text_files, tmp_path / "out", grid_size=4, n_head=32)
 
@@ -363,7 +356,7 @@ def _drop(state: State, prefix: str) -> None:
         del state[name]
 
 
-def test_swapped_and_doubled_files_are_told(files: tuple[Path, Path], tmp_path: Path) -> None:
+def test_swapped_and_doubled_files_are_reported(files: tuple[Path, Path], tmp_path: Path) -> None:
     gpt, vq = files
     _refused((vq, gpt), tmp_path, r"swapped: .*vq\.pt is the image tokenizer and .*c2i\.pt is the transformer")
     _refused((vq, vq), tmp_path, r"vq\.pt is an image tokenizer, but was given as the transformer")
@@ -471,8 +464,7 @@ def test_what_is_there_is_kept_unless_it_is_to_be_overwritten(files: tuple[Path,
     (out / "model_index.json").write_text("mine")
     with pytest.raises(FileExistsError, match="exists and is not empty"):
         convert_llamagen(*files, out, grid_size=4)
-    with pytest.raises(ValueError, match="n_head=7"):
-        convert_llamagen(*files, out, grid_size=4, overwrite=True, n_head=7)
+    rejects(lambda: convert_llamagen(*files, out, grid_size=4, overwrite=True, n_head=7), "n_head")
     assert (out / "model_index.json").read_text() == "mine"
     convert_llamagen(*files, out, grid_size=4, overwrite=True)
     assert _left(out) == {"model_index.json", "transformer", "vqvae"}

@@ -69,7 +69,7 @@ def test_the_file_keeps_its_type_and_training_checkpoints_are_read(files: tuple[
 
 @pytest.mark.parametrize(("depth", "pixels"), [(16, 256), (30, 256), (36, 512)])
 @pytest.mark.parametrize("buffers", [True, False])
-def test_official_sizes_are_told_by_their_shapes(depth: int, pixels: int, buffers: bool) -> None:
+def test_official_sizes_are_reported_by_their_shapes(depth: int, pixels: int, buffers: bool) -> None:
     """With the level buffer of official files and without, as CoDe's could be."""
     with torch.device("meta"):
         model = VARTransformer(**official_config(depth, pixels))

@@ -23,7 +23,7 @@ def kept_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def drawing() -> tuple[Any, Any, Any]:
+def generation() -> tuple[Any, Any, Any]:
     """A pipeline, its model as decoding sees it, and a condition."""
     pipe = text_pipeline(grid_size=4)
     return pipe, pipe.decoding_model(2.0), pipe.encode_condition("a cat")[0]
@@ -47,8 +47,8 @@ def forget() -> None:
     cost._costs_by_key.clear()
 
 
-def test_costs_are_measured_once_and_kept_for_other_processes(drawing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, model, condition = drawing
+def test_costs_are_measured_once_and_kept_for_other_processes(generation: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, model, condition = generation
     timed = passes(monkeypatch)
     first = cost.measure_pass_costs(model, condition, 1, (1, 4))
     assert set(timed) == {1, 4}
@@ -64,8 +64,8 @@ def test_costs_are_measured_once_and_kept_for_other_processes(drawing: Any, monk
     assert set(timed) == {1, 2}
 
 
-def test_slow_passes_are_measured_once_but_for_a_report(drawing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, model, condition = drawing
+def test_slow_passes_are_measured_once_but_for_a_report(generation: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, model, condition = generation
     timed, forward = passes(monkeypatch), model.forward
     fed: list[int] = []
 
@@ -82,8 +82,8 @@ def test_slow_passes_are_measured_once_but_for_a_report(drawing: Any, monkeypatc
 
 
 @pytest.mark.parametrize("change", ["dtype", "guidance", "batch", "threads", "size"])
-def test_costs_of_one_thing_are_not_taken_for_another(drawing: Any, monkeypatch: pytest.MonkeyPatch, change: str) -> None:
-    pipe, model, condition = drawing
+def test_costs_of_one_thing_are_not_taken_for_another(generation: Any, monkeypatch: pytest.MonkeyPatch, change: str) -> None:
+    pipe, model, condition = generation
     cost.measure_pass_costs(model, condition, 1, (1,))
     timed, images, before = passes(monkeypatch), 1, torch.get_num_threads()
     if change == "dtype":
@@ -105,8 +105,8 @@ def test_costs_of_one_thing_are_not_taken_for_another(drawing: Any, monkeypatch:
     assert timed
 
 
-def test_old_costs_are_measured_anew(drawing: Any, monkeypatch: pytest.MonkeyPatch, kept_here: Path) -> None:
-    _, model, condition = drawing
+def test_old_costs_are_measured_again(generation: Any, monkeypatch: pytest.MonkeyPatch, kept_here: Path) -> None:
+    _, model, condition = generation
     cost.measure_pass_costs(model, condition, 1, (1,))
     ((name, entry),) = json.loads(kept_here.read_text()).items()
     kept_here.write_text(json.dumps({name: {**entry, "measured": time.time() - 40 * 86400}}))
@@ -117,8 +117,8 @@ def test_old_costs_are_measured_anew(drawing: Any, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"x": 1}', "\x00\xff", "FITTING"])
-def test_a_damaged_file_costs_a_measurement_and_nothing_else(drawing: Any, kept_here: Path, content: str) -> None:
-    _, model, condition = drawing
+def test_a_damaged_file_costs_a_measurement_and_nothing_else(generation: Any, kept_here: Path, content: str) -> None:
+    _, model, condition = generation
     cost.measure_pass_costs(model, condition, 1, (1,))
     if content == "FITTING":  # the right name, and nothing of use behind it
         (name,) = json.loads(kept_here.read_text())
@@ -128,16 +128,16 @@ def test_a_damaged_file_costs_a_measurement_and_nothing_else(drawing: Any, kept_
     assert cost.measure_pass_costs(model, condition, 1, (1,))[1] > 0
 
 
-def test_a_home_that_cannot_be_written_is_no_error(drawing: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_home_that_cannot_be_written_is_no_error(generation: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("VARGEN_CACHE", str(tmp_path / "file" / "below"))
-    _, model, condition = drawing
+    _, model, condition = generation
     assert cost.measure_pass_costs(model, condition, 1, (1,))[1] > 0
 
 
-def choice(drawing: Any, monkeypatch: pytest.MonkeyPatch, seconds: dict[int, float], width: int = 1) -> int:
+def choice(generation: Any, monkeypatch: pytest.MonkeyPatch, seconds: dict[int, float], width: int = 1) -> int:
     """Threads chosen on four cores where a pass takes so long by threads."""
-    _, model, condition = drawing
+    _, model, condition = generation
     monkeypatch.setattr(cost, "available_cores", lambda: 4)
     monkeypatch.setattr(cost, "_time_pass", lambda *_: seconds[torch.get_num_threads()])
     monkeypatch.setattr(cost, "user_thread_count", lambda: None)
@@ -155,23 +155,23 @@ def choice(drawing: Any, monkeypatch: pytest.MonkeyPatch, seconds: dict[int, flo
         ({1: 1.0, 2: 40.0, 4: 90.0}, 1),  # beside other programs
     ],
 )
-def test_threads_have_to_pay(drawing: Any, monkeypatch: pytest.MonkeyPatch, seconds: dict[int, float], chosen: int) -> None:
+def test_threads_have_to_pay(generation: Any, monkeypatch: pytest.MonkeyPatch, seconds: dict[int, float], chosen: int) -> None:
     before = torch.get_num_threads()
-    assert choice(drawing, monkeypatch, seconds) == chosen
+    assert choice(generation, monkeypatch, seconds) == chosen
     assert torch.get_num_threads() == before
 
 
-def test_a_number_that_a_person_chose_stays(drawing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, model, condition = drawing
+def test_a_number_that_a_person_chose_stays(generation: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, model, condition = generation
     timed = passes(monkeypatch)
     with device.limit_threads(2), cost.use_best_threads(model, condition, 1, 1) as count:
         assert count == 2
     assert not timed
 
 
-def test_one_thread_is_timed_by_its_processor_time(drawing: Any) -> None:
+def test_one_thread_is_timed_by_its_processor_time(generation: Any) -> None:
     """What other programs take from the clock is no cost of a pass."""
-    _, model, condition = drawing
+    _, model, condition = generation
     state, _ = model.prefill(condition, 1)
     forward = model.forward
 

@@ -275,13 +275,13 @@ def test_one_step_of_the_maximal_coupling_keeps_the_probs_and_couples_best(deter
     verdict = Verdict(path=torch.arange(2).expand(B, 2), count=one, next_token=one)  # in which a coupling has no say
     for d in range(V):
         draft = Draft(torch.full((B, 1), d), Tree.make_chain(1), None if deterministic else q[:, None])
-        chance = torch.where(q[:, d] > 0, p[:, d] / q[:, d], 0.0).clamp(max=1)
-        for coin, weight in ((chance * (1 - 1e-12), chance), (chance + 1e-12, 1 - chance)):
-            coins = Coins(0.0, B, 2)
-            coins.uniform = lambda purpose, coin=coin: coin[:, None].expand(B, 2)  # type: ignore[method-assign]
-            step = Step(draft, p[:, None].expand(B, 2, V), None, verdict, coins, one, one[:, None], one)
+        probability = torch.where(q[:, d] > 0, p[:, d] / q[:, d], 0.0).clamp(max=1)
+        for coin, weight in ((probability * (1 - 1e-12), probability), (probability + 1e-12, 1 - probability)):
+            uniforms = Coins(0.0, B, 2)
+            uniforms.uniform = lambda purpose, coin=coin: coin[:, None].expand(B, 2)  # type: ignore[method-assign]
+            step = Step(draft, p[:, None].expand(B, 2, V), None, verdict, uniforms, one, one[:, None], one)
             token = couple_maximally(step)[:, 0]
-            left = coins.drawn_from[0][:, 0]
+            left = uniforms.drawn_from[0][:, 0]
             resample_rejected = left / left.sum(-1, keepdim=True)
             kept = torch.nn.functional.one_hot(torch.full((B,), d), V).double()
             keeps = coin * q[:, d] < p[:, d]

@@ -52,7 +52,7 @@ def tiny_low_res(upsampled: bool) -> LowResolutionDrafter:
     return LowResolutionDrafter(small, (GRID, GRID), upsampler, tiny_vq(), codes)
 
 
-def drawn(
+def generated(
     method: str | Accelerator, images: int = 3, device: str = "cpu", model: LlamaGenTokenModel | None = None, **options: Any
 ) -> DecodeOutput:
     condition = Condition(class_labels=torch.arange(1, images + 1, device=device))
@@ -83,8 +83,8 @@ def same(found: DecodeOutput, expected: DecodeOutput) -> bool:
 @pytest.mark.parametrize("images", [3, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_captured_run_is_the_eager_one(method: str, images: int) -> None:
     method = resolve_method(method).fit_to_grid(GRID**2)
-    expected = drawn(method, images)
-    found = drawn(method, images, graphs=RecordedGraph)
+    expected = generated(method, images)
+    found = generated(method, images, graphs=RecordedGraph)
     assert same(found, expected)
     assert RecordedGraph.made == 1 and RecordedGraph.replays == expected.stats.passes - 3, "but the prefill and two passes"
 
@@ -96,27 +96,27 @@ def test_drafts_from_a_low_resolution_are_captured(method: str, upsampled: bool)
     if isinstance(method.acceptance, PooledRule):  # with fewer neighbours, or so small a vocabulary stands in two passes
         method = replace(method, acceptance=PooledRule(size=2))
     model = tiny(low_res=tiny_low_res(upsampled))
-    expected = drawn(method, model=model)
-    found = drawn(method, model=model, graphs=RecordedGraph)
+    expected = generated(method, model=model)
+    found = generated(method, model=model, graphs=RecordedGraph)
     assert same(found, expected) and RecordedGraph.replays == expected.stats.passes - 3
 
 
-def test_a_small_picture_that_is_refreshed_is_run_one_by_one(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_small_image_that_is_refreshed_is_run_one_by_one(caplog: pytest.LogCaptureFixture) -> None:
     method = Accelerator("refreshed", Jacobi(16, "maximal", "low-res-refreshed"), speculative_sampling)
     model = tiny(low_res=tiny_low_res(True))
-    expected = drawn(method, model=model)
+    expected = generated(method, model=model)
     with caplog.at_level(logging.WARNING, "vargen"):
-        assert same(drawn(method, model=model, graphs=RecordedGraph), expected)
+        assert same(generated(method, model=model, graphs=RecordedGraph), expected)
     assert len(caplog.records) == 1 and RecordedGraph.made == 0
 
 
 def test_relaxation_is_carried_to_its_budget() -> None:
     """What earlier passes granted counts against the budget, also in replays."""
     method = resolve_method("gsd")
-    free = drawn(method).stats.relaxation
+    free = generated(method).stats.relaxation
     method = replace(method, acceptance=replace(method.acceptance, budget=0.6 * min(free)))
-    expected = drawn(method)
-    assert same(drawn(method, graphs=RecordedGraph), expected) and RecordedGraph.replays
+    expected = generated(method)
+    assert same(generated(method, graphs=RecordedGraph), expected) and RecordedGraph.replays
     assert max(expected.stats.relaxation) <= 0.6 * min(free) * 1.001
 
 
@@ -126,15 +126,15 @@ def test_callbacks_see_every_pass() -> None:
 
     expected: list[list[int]] = []
     found: list[list[int]] = []
-    drawn("scd", callback=lengths(expected))
-    drawn("scd", callback=lengths(found), graphs=RecordedGraph)
+    generated("scd", callback=lengths(expected))
+    generated("scd", callback=lengths(found), graphs=RecordedGraph)
     assert found == expected and len({tuple(each) for each in found[-3:]}) > 1
 
 
 @pytest.mark.parametrize("method", ["ar", "scd"])
 def test_a_captured_run_can_be_stopped(method: str) -> None:
-    expected = drawn(method, callback=lambda progress: progress.step < 7)
-    found = drawn(method, callback=lambda progress: progress.step < 7, graphs=RecordedGraph)
+    expected = generated(method, callback=lambda progress: progress.step < 7)
+    found = generated(method, callback=lambda progress: progress.step < 7, graphs=RecordedGraph)
     assert not found.finished and same(found, expected)
 
 
@@ -182,9 +182,9 @@ class Odd(Jacobi):
 )
 def test_what_cannot_be_captured_is_run_one_by_one(does: str, reason: str, caplog: pytest.LogCaptureFixture) -> None:
     method = Accelerator("odd", Odd(6, "maximal", does=does), speculative_sampling)
-    expected = drawn(method)
+    expected = generated(method)
     with caplog.at_level(logging.WARNING, "vargen"):
-        assert same(drawn(method, graphs=RecordedGraph), expected)
+        assert same(generated(method, graphs=RecordedGraph), expected)
     assert [reason in each.getMessage() for each in caplog.records] == [True] and RecordedGraph.made == 0
 
 
@@ -195,9 +195,9 @@ def test_a_window_that_follows_measured_costs_is_run_one_by_one(
     seconds = {width: 1 + 0.01 * width for width in (1, 4, 16)}
     monkeypatch.setattr(AutoWindow, "start", lambda *_: _ControlledWindow(WidthController(seconds, PowerLawEstimate(0.4))))
     method = Accelerator("mine", Jacobi("auto", "gumbel"), resolve_method("gumbel").acceptance)
-    expected = drawn(method)
+    expected = generated(method)
     with caplog.at_level(logging.WARNING, "vargen"):
-        assert same(drawn(method, graphs=RecordedGraph), expected)
+        assert same(generated(method, graphs=RecordedGraph), expected)
     assert "state.draft.window" in caplog.text and RecordedGraph.made == 0
 
 
@@ -205,7 +205,7 @@ def test_what_fails_while_it_is_captured_is_run_one_by_one(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Amid the pass, where state has been changed already: it is as if it had not been tried."""
-    expected = drawn("eagle")
+    expected = generated("eagle")
     seen: list[str] = []
 
     def refuse(name: str) -> None:
@@ -215,15 +215,15 @@ def test_what_fails_while_it_is_captured_is_run_one_by_one(
 
     monkeypatch.setattr(RecordedGraph, "before", staticmethod(refuse))
     with caplog.at_level(logging.WARNING, "vargen"):
-        assert same(drawn("eagle", graphs=RecordedGraph), expected)
+        assert same(generated("eagle", graphs=RecordedGraph), expected)
     assert ["no such operation" in each.getMessage() for each in caplog.records] == [True]
 
 
 def test_moved_weights_are_not_captured(caplog: pytest.LogCaptureFixture) -> None:
-    expected, model = drawn("scd"), tiny()
+    expected, model = generated("scd"), tiny()
     model.capture_blocker = "weights are offloaded"
     with caplog.at_level(logging.WARNING, "vargen"):
-        assert same(drawn("scd", model=model, graphs=RecordedGraph), expected)
+        assert same(generated("scd", model=model, graphs=RecordedGraph), expected)
     assert "weights are offloaded" in caplog.text and RecordedGraph.made == 0
 
 
@@ -239,14 +239,16 @@ def test_graphs_are_asked_for_by_a_variable_and_are_for_gpus(monkeypatch: pytest
     assert explain_graphs(torch.device("cpu")).startswith("not captured")
     monkeypatch.setenv("VARGEN_CUDA_GRAPHS", "yes")
     with pytest.raises(ValueError, match="VARGEN_CUDA_GRAPHS"):
-        drawn("scd")
+        generated("scd")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need an NVIDIA GPU")
 @pytest.mark.parametrize("method", METHODS)
-def test_a_real_graph_draws_the_same(method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    expected = drawn(method, device="cuda")
+def test_a_real_graph_generates_the_same(
+    method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = generated(method, device="cuda")
     monkeypatch.setenv("VARGEN_CUDA_GRAPHS", "1")
     with caplog.at_level(logging.WARNING, "vargen"):
-        found = drawn(method, device="cuda")
+        found = generated(method, device="cuda")
     assert same(found, expected) and not caplog.records

@@ -31,7 +31,7 @@ from vargen.evaluation.table_models import TableLowRes, TableModel
 
 @pytest.mark.parametrize("width", [2, 7, 24])
 @pytest.mark.parametrize("coupling", ["independent", "maximal", "gumbel"])
-def test_same_noise_draws_the_sequential_picture_at_any_window(width, coupling):
+def test_same_noise_samples_the_sequential_image_at_any_window(width, coupling):
     model = TableModel(vocab=5, tokens=24, seed=3, rows=4)
     model.low_res = TableLowRes(TableModel(vocab=5, tokens=24, seed=8, rows=4))
     condition, seeds = torch.zeros(6, dtype=torch.int64), torch.arange(6)
@@ -43,7 +43,7 @@ def test_same_noise_draws_the_sequential_picture_at_any_window(width, coupling):
 
 @pytest.mark.parametrize("known_probs", [False, True])
 @pytest.mark.parametrize("initial", [draft_uniform, mixture])
-def test_initial_drafts_are_drawn_with_the_probabilities_they_record(initial, known_probs):
+def test_initial_drafts_are_sampled_with_the_probabilities_they_record(initial, known_probs):
     """Per position, the share of each token over many images against what is recorded; images differ in seeds alone."""
     images, slots, vocab, columns = 20_000, 5, 6, 3
     tokens = torch.tensor([[4, 1, 0, 5, 2, 2, 3, 9, 9, 9, 9, 9, 9]]).expand(images, -1)
@@ -51,11 +51,11 @@ def test_initial_drafts_are_drawn_with_the_probabilities_they_record(initial, kn
     position = torch.arange(5, 10).expand(images, -1)  # 7 tokens are known: the first two slots are not fresh
     noise = Noise(torch.arange(images), position, 3)
     known = torch.full((images,), 7)
-    drawn, probs = initial(Context(vocab, columns, tokens, known, last_probs, noise))
+    generated, probs = initial(Context(vocab, columns, tokens, known, last_probs, noise))
     probs = probs.expand(images, slots, vocab)
     assert torch.allclose(probs.sum(-1), torch.ones(images, slots), atol=1e-6)
     assert (probs[:1] == probs).all()
-    share = torch.nn.functional.one_hot(drawn, vocab).double().mean(0)
+    share = torch.nn.functional.one_hot(generated, vocab).double().mean(0)
     error = (share - probs[0]).abs()[2:]
     assert (error <= 5 * (probs[0, 2:] * (1 - probs[0, 2:]) / images).sqrt() + 1e-9).all()
 
@@ -83,7 +83,7 @@ def test_the_controller_takes_the_cheapest_token():
     assert set(state.controller.seconds_by_width) == {1, 2, 3, 4, 6, 8, 12, 16}
 
 
-def test_the_controller_waits_for_the_slowest_picture():
+def test_the_controller_waits_for_the_slowest_image():
     """A batch of which one picture never takes a draft lasts as long as without drafts, whatever the others take."""
     active = torch.ones(4, dtype=torch.bool)
     for counts, fed in (([5, 5, 5, 5], 8), ([1, 6, 6, 7], 1)):
@@ -151,7 +151,7 @@ def test_the_automatic_chain_grows_where_drafts_stand_and_ends_where_they_fall(m
 
 
 @pytest.mark.parametrize("seed", [5, 99])
-def test_the_automatic_chain_changes_no_picture_of_same_noise(seed, monkeypatch):
+def test_the_automatic_chain_changes_no_image_of_same_noise(seed, monkeypatch):
     chains(monkeypatch, lambda width: 1 + 0.05 * width)
     target, small, condition, seeds = models(seed=seed)
     plain = decode(target, condition, seeds)
@@ -160,7 +160,7 @@ def test_the_automatic_chain_changes_no_picture_of_same_noise(seed, monkeypatch)
 
 
 @pytest.mark.parametrize("costs", [{1: 1.0, 4: 4.0}, {1: 1.0, 4: 1.0}, {2: 1.0, 3: 1.1}])
-def test_the_automatic_window_changes_no_picture_of_same_noise(costs, monkeypatch):
+def test_the_automatic_window_changes_no_image_of_same_noise(costs, monkeypatch):
     monkeypatch.setattr("vargen.decoding.next_token.draft_length.measure_pass_costs", lambda *_: costs)
     model, condition, seeds = TableModel(vocab=4, tokens=60), torch.zeros(2, dtype=torch.int64), torch.arange(2)
     plain = decode(model, condition, seeds)

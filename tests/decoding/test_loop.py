@@ -35,23 +35,23 @@ def counts(tokens: torch.Tensor, vocab: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.7, top_k=3), Sampling(top_p=0.7)])
-def test_ar_draws_the_enumerated_joint_law(sampling):
+def test_ar_samples_the_enumerated_joint_law(sampling):
     model, n = TableModel(vocab=4, tokens=4, seed=3), 40_000
     result = decode(model, torch.zeros(n, dtype=torch.int64), torch.arange(n), "ar", sampling)
     exact = model.joint(0, lambda logits: to_probs(logits, sampling))
-    drawn = counts(result.tokens, 4) / n
+    generated = counts(result.tokens, 4) / n
     noise = (exact * (1 - exact) / n).sqrt().sum() * math.sqrt(2 / math.pi) / 2  # expected total variation of n draws
-    distance = (drawn - exact).abs().sum() / 2
+    distance = (generated - exact).abs().sum() / 2
     assert distance < 1.5 * noise
-    assert drawn[exact == 0].sum() == 0
+    assert generated[exact == 0].sum() == 0
     # The same check tells a wrong probs from the right one.
     wrong = model.joint(1, lambda logits: to_probs(logits, sampling))
-    assert (drawn - wrong).abs().sum() / 2 > 5 * noise
+    assert (generated - wrong).abs().sum() / 2 > 5 * noise
 
 
 @pytest.mark.parametrize("shape", TREES)
 @pytest.mark.parametrize("batch", [1, 5])
-def test_what_is_drafted_never_changes_what_is_drawn(shape, batch):
+def test_what_is_drafted_never_changes_what_is_sampled(shape, batch):
     """Same noise, same picture; at a vocabulary of 3 a blind guess is often right, so every path through commit is taken."""
     model = TableModel(vocab=3, tokens=23, seed=5)
     condition, seeds = torch.arange(batch) % 2, torch.arange(100, 100 + batch)
@@ -151,13 +151,15 @@ def test_same_noise_verdict_against_a_plain_walk():
             target = torch.rand(1, T, 4, generator=generator).softmax(-1)
             seeds, position = torch.tensor([trial]), drafter.tree.depth[None] + 1
             verdict = shared_noise(target, draft, Noise(seeds, position), torch.zeros(1))
-            drawn = sample_gumbel_max(target, seeds, position)[0].tolist()
+            generated = sample_gumbel_max(target, seeds, position)[0].tolist()
             path = [0]
             while True:
-                follows = [s for s in range(1, T) if parents[s] == path[-1] and int(draft.tokens[0, s - 1]) == drawn[path[-1]]]
+                follows = [
+                    s for s in range(1, T) if parents[s] == path[-1] and int(draft.tokens[0, s - 1]) == generated[path[-1]]
+                ]
                 if not follows:
                     break
                 path.append(follows[0])
             assert verdict.count.item() == len(path)
             assert verdict.path[0, : len(path)].tolist() == path
-            assert verdict.next_token.item() == drawn[path[-1]]
+            assert verdict.next_token.item() == generated[path[-1]]

@@ -49,8 +49,7 @@ def test_what_is_written_wrongly_is_refused(wrong: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "paradigm"),
-    [("sdvg:fused=true", "video"), ("sdvg:commit=eager", "video"), ("code:temperature.1=2", "next-scale")],
+    ("text", "paradigm"), [("sdvg:fused=true", "video"), ("sdvg:commit=eager", "video"), ("code:temperature.1=2", "next-scale")]
 )
 def test_a_removed_setting_is_an_error_that_names_it(text: str, paradigm: str) -> None:
     with pytest.raises(ValueError, match=r"was removed") as caught:

@@ -70,18 +70,18 @@ def test_greedy_neighbourhoods_ask_whether_the_draft_would_be_the_likeliest(rule
 
 
 @pytest.mark.parametrize("drafter", [Jacobi(8), JacobiTree((-1, 0, 0, 1, 2, 3), "maximal")], ids=["chain", "tree"])
-def test_greedy_pictures_are_those_of_ar_but_for_what_the_budget_allows(drafter):
+def test_greedy_images_are_those_of_ar_but_for_what_the_budget_allows(drafter):
     model = TableModel(vocab=9, tokens=40, seed=6)
     model.codebook = codebook(9)
     arguments = (model, torch.zeros(16, dtype=torch.int64), torch.arange(16))
     sequential = decode(*arguments, "ar", GREEDY).tokens
     for budget in (0.0, 3.0, None):
         rule = NeighborhoodRule(size=4, ratio=3.0, budget=budget)
-        drawn = decode(*arguments, Accelerator(drafter=drafter, acceptance=rule), GREEDY)
-        other = (drawn.tokens != sequential).any(1)
+        generated = decode(*arguments, Accelerator(drafter=drafter, acceptance=rule), GREEDY)
+        other = (generated.tokens != sequential).any(1)
         assert other.any() == (budget != 0)
-        assert all(spent <= (math.inf if budget is None else budget) for spent in drawn.stats.relaxation)
-        assert not other[torch.tensor(drawn.stats.relaxation) == 0].any()
+        assert all(spent <= (math.inf if budget is None else budget) for spent in generated.stats.relaxation)
+        assert not other[torch.tensor(generated.stats.relaxation) == 0].any()
 
 
 @pytest.fixture
@@ -130,7 +130,7 @@ def test_a_table_is_made_once_and_kept(own_cache, monkeypatch):
 
 
 @pytest.mark.parametrize("damage", ["another codebook", "cut", "out of range", "too narrow", "not a table"])
-def test_a_file_that_is_no_table_of_this_codebook_is_made_anew(damage, own_cache):
+def test_a_file_that_is_no_table_of_this_codebook_is_made_again(damage, own_cache):
     from vargen.decoding.next_token.acceptance import neighborhood as neighbours
 
     right = build_neighbor_table(codebook(40), 6)
@@ -235,8 +235,8 @@ def anything(p, q, tokens, near, counted):
 @pytest.mark.parametrize("wrong", [neighbours_stay, all_nearest_go, anything])
 def test_the_law_tells_the_residuals_of_released_code(wrong):
     p, q = random_probs(64, 9, False).unbind(1)
-    output, chance = one_step(with_residual(wrong), p, q)
-    extra = (q * chance).sum(1) - torch.minimum(p, q).sum(1)
+    output, probability = one_step(with_residual(wrong), p, q)
+    extra = (q * probability).sum(1) - torch.minimum(p, q).sum(1)
     above = total_variation(output, p) - extra
     assert above.min() > -1e-9  # no residual costs less than the optimal one
     assert above.max() > 1e-2

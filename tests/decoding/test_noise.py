@@ -68,7 +68,7 @@ def test_uniform_fills_the_unit_interval_evenly():
 
 
 @pytest.mark.parametrize("draw", [sample_uniform, sample_uniform64])
-def test_numpy_and_torch_make_the_same_coins(draw, monkeypatch):
+def test_numpy_and_torch_make_the_same_uniforms(draw, monkeypatch):
     seeds, position = torch.arange(40) * 7919 - 3, torch.arange(500).expand(40, -1)
     one = draw(seeds, position, Purpose.RESAMPLE, 9)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
@@ -78,17 +78,17 @@ def test_numpy_and_torch_make_the_same_coins(draw, monkeypatch):
 
 @pytest.mark.parametrize("draw", [sample_uniform, sample_uniform64, lambda *key: sample_exponential(*key[:2], 33, *key[2:])])
 @pytest.mark.parametrize("step", [0, 1, 9, 2**40])
-def test_a_pass_that_the_device_counts_has_the_same_coins(draw, step):
+def test_a_pass_that_the_device_counts_has_the_same_uniforms(draw, step):
     position = torch.arange(50).expand(len(SEEDS), -1)
     assert torch.equal(draw(SEEDS, position, Purpose.DRAFT, torch.tensor(step)), draw(SEEDS, position, Purpose.DRAFT, step))
 
 
-def test_draws_of_one_coin_follow_their_law_pass_by_pass():
+def test_samples_of_one_uniform_follow_their_law_pass_by_pass():
     probs, n = torch.tensor([0.5, 0.0, 0.3, 0.15, 0.05]), 200_000
     position = torch.arange(n)[None]
     one, two = (Noise(torch.tensor([9]), position, step).sample(probs.expand(1, n, 5), Purpose.RESAMPLE)[0] for step in (1, 2))
-    for drawn in (one, two):
-        assert (torch.bincount(drawn, minlength=5) / n - probs).abs().max() < 5 * math.sqrt(0.25 / n)
+    for generated in (one, two):
+        assert (torch.bincount(generated, minlength=5) / n - probs).abs().max() < 5 * math.sqrt(0.25 / n)
     together = torch.bincount(one * 5 + two, minlength=25).view(5, 5) / n
     assert (together - probs[:, None] * probs).abs().max() < 5 * math.sqrt(0.25 / n)
 
@@ -100,18 +100,18 @@ def test_exponential_has_its_mean_and_tail():
     assert noise.min() > 0
 
 
-def test_race_draws_from_its_law_and_never_what_has_no_probability():
+def test_race_samples_from_its_law_and_never_what_has_no_probability():
     probs = torch.tensor([0.5, 0.0, 0.3, 0.15, 0.05])
     n = 200_000
-    drawn = sample_gumbel_max(probs.expand(1, n, 5), torch.tensor([9]), torch.arange(n)[None])[0]
-    share = torch.bincount(drawn, minlength=5) / n
+    generated = sample_gumbel_max(probs.expand(1, n, 5), torch.tensor([9]), torch.arange(n)[None])[0]
+    share = torch.bincount(generated, minlength=5) / n
     assert share[1] == 0
     assert (share - probs).abs().max() < 5 * math.sqrt(0.25 / n)
     certain = torch.tensor([0.0, 1.0, 0.0])
     assert (sample_gumbel_max(certain.expand(1, 1000, 3), torch.tensor([9]), torch.arange(1000)[None]) == 1).all()
 
 
-def test_the_bits_of_many_draws_are_balanced_across_positions_and_tokens():
+def test_the_bits_of_many_samples_are_balanced_across_positions_and_tokens():
     """Each bit behind a draw is set half the time, along tokens and along positions, and positions do not go together."""
     noise = sample_exponential(torch.tensor([5]), torch.arange(64)[None], 4096)[0].double()
     bits = ((1 - (-noise).exp()) * 2**31).long()
@@ -124,7 +124,7 @@ def test_the_bits_of_many_draws_are_balanced_across_positions_and_tokens():
     assert abs(torch.corrcoef(position)[~torch.eye(64, dtype=torch.bool)].mean()) < 0.002
 
 
-def test_coins_of_passes_and_purposes_are_independent_but_token_noise_is_the_images_own():
+def test_uniforms_of_passes_and_purposes_are_independent_but_token_noise_is_the_images_own():
     seeds, position = torch.arange(3), torch.arange(5).expand(3, -1)
     probs = torch.full((3, 5, 64), 1 / 64)
     one, two = Noise(seeds, position, 1), Noise(seeds, position, 2)

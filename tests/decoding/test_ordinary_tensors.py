@@ -34,14 +34,14 @@ def test_tokens_and_lengths_may_be_trained_on(pipe: LlamaGenPipeline, accelerato
         assert not torch.is_inference_mode_enabled() and not torch.is_grad_enabled()
         seen.extend((progress.tokens, progress.tokens.clone(), progress.length, progress.num_committed))
 
-    drawn = decode(pipe.decoding_model(2.0), CONDITION, SEEDS, accelerator, callback=callback)
-    for tensor in (drawn.tokens, drawn.length, *seen):
+    generated = decode(pipe.decoding_model(2.0), CONDITION, SEEDS, accelerator, callback=callback)
+    for tensor in (generated.tokens, generated.length, *seen):
         assert not tensor.is_inference()
         learn(tensor)
         tensor.add_(0)
-    before = drawn.tokens.clone()
+    before = generated.tokens.clone()
     seen[0].zero_()  # the loop's own
-    assert torch.equal(drawn.tokens, before)
+    assert torch.equal(generated.tokens, before)
 
 
 def test_a_callback_may_write_tokens(pipe: LlamaGenPipeline) -> None:
@@ -78,7 +78,7 @@ def test_trees_that_are_remembered_are_ordinary() -> None:
     assert not any(part.is_inference() for part in kept)
 
 
-def test_a_drawing_leaves_the_mode_as_it_was(pipe: LlamaGenPipeline) -> None:
+def test_a_generation_leaves_the_mode_as_it_was(pipe: LlamaGenPipeline) -> None:
     def callback(progress: Any) -> None:
         raise ZeroDivisionError
 

@@ -42,8 +42,8 @@ from vargen.evaluation.table_models import TableEagle, TableModel
 def test_one_step_is_as_far_from_the_target_as_the_acceptance_that_is_added_and_reported(rule, zeros):
     p, q = random_probs(64, 9, zeros).unbind(1)
     rule = bind_rule(rule, 9)
-    output, chance = one_step(rule, p, q)
-    extra = (q * chance).sum(1) - torch.minimum(p, q).sum(1)
+    output, probability = one_step(rule, p, q)
+    extra = (q * probability).sum(1) - torch.minimum(p, q).sum(1)
     assert torch.allclose(output.sum(1), torch.ones(64, dtype=torch.float64))
     assert (total_variation(output, p) - extra).abs().max() < 1e-9
     assert extra.min() > -1e-12 and extra.max() > 0.05
@@ -60,20 +60,20 @@ def test_deterministic_drafts_obey_the_same_law(rule):
     rule = bind_rule(rule, 9)
     draft = Draft(torch.full((64, 1), 3), Tree.make_chain(1))
     one_hot = torch.zeros_like(p).index_fill_(1, torch.tensor([3]), 1.0)
-    output, chance = one_step(rule, p, one_hot)
+    output, probability = one_step(rule, p, one_hot)
     verdict = rule(p[:, None].expand(-1, 2, -1), draft, Coins(0.5, 64, 2), torch.zeros(64))
-    assert (total_variation(output, p) - (chance[:, 3] - p[:, 3])).abs().max() < 1e-9
-    assert torch.allclose(verdict.relaxation, chance[:, 3] - p[:, 3], atol=1e-9)
+    assert (total_variation(output, p) - (probability[:, 3] - p[:, 3])).abs().max() < 1e-9
+    assert torch.allclose(verdict.relaxation, probability[:, 3] - p[:, 3], atol=1e-9)
 
 
 @pytest.mark.parametrize("rule", RELAXED_RULES.values(), ids=RELAXED_RULES)
 def test_a_draft_refused_by_rounding_alone_is_redrawn_from_the_target(rule):
     p, _ = random_probs(16, 9, True).unbind(1)
-    coins = Coins(1e300, 16, 2)
+    uniforms = Coins(1e300, 16, 2)
     bind_rule(rule, 9)(
-        p[:, None].expand(-1, 2, -1), Draft(torch.zeros(16, 1).long(), Tree.make_chain(1), p[:, None]), coins, p[:, 0]
+        p[:, None].expand(-1, 2, -1), Draft(torch.zeros(16, 1).long(), Tree.make_chain(1), p[:, None]), uniforms, p[:, 0]
     )
-    assert torch.equal(coins.drawn_from[0][:, 0], p)
+    assert torch.equal(uniforms.drawn_from[0][:, 0], p)
 
 
 # -- whole runs -------------------------------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ def test_a_walk_over_a_tree_that_is_a_chain_judges_as_on_the_chain(rule, budget)
     assert (a.next_token == b.next_token).float().mean() > 0.99  # one residual sums to one, the other does not: rounding
 
 
-def test_what_is_granted_is_how_far_one_step_is_from_the_target() -> None:
+def test_what_is_allowed_is_how_far_one_step_is_from_the_target() -> None:
     """With one position left to draft, the total variation is the mean relaxation."""
     model = TableModel(vocab=4, tokens=2, seed=1)
     model.draft_heads = {"eagle": TableEagle(TableModel(vocab=4, tokens=2, seed=9))}
@@ -194,7 +194,7 @@ def test_bad_parameters_are_named(rule, arguments, message):
         rule(**arguments)
 
 
-def test_noise_is_not_touched_by_what_is_granted():
+def test_noise_is_not_touched_by_what_is_allowed():
     """The same coins as the exact rule: who spent nothing was judged exactly."""
     p, q = random_probs(3000, 8, False).float().unbind(1)
     probs, drafted = p[:, None].expand(-1, 4, -1), q[:, None].expand(-1, 3, -1)

@@ -5,19 +5,10 @@ from itertools import product
 
 import pytest
 import torch
+from rejects import rejects
 from torch import Tensor
 
-from vargen.decoding import (
-    PRESETS,
-    Noise,
-    Progress,
-    Purpose,
-    Sampling,
-    ScaleSchedule,
-    Stage,
-    decode_scales,
-    list_methods,
-)
+from vargen.decoding import PRESETS, Noise, Progress, Purpose, Sampling, ScaleSchedule, Stage, decode_scales, list_methods
 from vargen.decoding.next_scale.acceptance import joint_coupling, shared_noise
 from vargen.decoding.sampling import to_probs
 from vargen.evaluation import exactness
@@ -34,7 +25,7 @@ def tables(**changed) -> ScaleTable:
     return model
 
 
-def drawn(model: ScaleTable, schedule: str | ScaleSchedule = "plain", images: int = 64, **options):
+def generated(model: ScaleTable, schedule: str | ScaleSchedule = "plain", images: int = 64, **options):
     zeros = torch.zeros(images, dtype=torch.int64)
     return decode_scales(model, zeros, torch.arange(images) + 5, schedule, **options)
 
@@ -53,9 +44,9 @@ def test_drafting_keeps_the_distribution(rule, drafted: int, case: exactness.Sca
 
 
 @pytest.mark.parametrize("drafted", [1, 2])
-def test_the_same_picture_rule_draws_the_picture_of_plain(drafted: int) -> None:
+def test_the_same_image_rule_generates_the_image_of_plain(drafted: int) -> None:
     model = tables()
-    assert torch.equal(drawn(model, speculative(shared_noise, drafted)).tokens, drawn(model).tokens)
+    assert torch.equal(generated(model, speculative(shared_noise, drafted)).tokens, generated(model).tokens)
 
 
 def test_a_good_draft_model_saves_passes() -> None:
@@ -63,11 +54,11 @@ def test_a_good_draft_model_saves_passes() -> None:
     model.draft_model = ScaleTable(seed=4, scale_tokens=(1, 1, 1, 2, 2))  # the same tables: every draft is kept
     for rule in RULES:
         for drafted, passes in ((1, 3), (2, 2), (4, 1), (9, 1)):
-            result = drawn(model, speculative(rule, drafted))
+            result = generated(model, speculative(rule, drafted))
             assert result.stats.passes == passes, (rule.__name__, drafted)
             assert sum(result.stats.passes_by_width.values()) == passes
             assert all(scale["kept"] == scale["drafted"] for scale in result.stats.by_scale)
-    assert drawn(model).stats.passes == 5 and drawn(model).stats.passes_by_width == {1: 3, 2: 2}
+    assert generated(model).stats.passes == 5 and generated(model).stats.passes_by_width == {1: 3, 2: 2}
 
 
 def test_a_scale_is_accepted_with_the_probability_of_a_maximal_coupling() -> None:
@@ -90,7 +81,7 @@ def test_code_is_the_two_models_run_by_hand(handover: int) -> None:
     model = tables(scale_tokens=(1, 2, 2, 3))
     small = model.draft_model
     assert small is not None
-    result = drawn(model, ScaleSchedule("code", (Stage(until=handover), Stage(model="draft"))))
+    result = generated(model, ScaleSchedule("code", (Stage(until=handover), Stage(model="draft"))))
     canvas, seeds, zeros, start = model.canvas(64), torch.arange(64) + 5, torch.zeros(64, dtype=torch.int64), 0
     for scale, n in enumerate(model.scale_tokens):
         logits = (model if scale < handover else small).logits(zeros, canvas[:, :start], scale)
@@ -104,21 +95,21 @@ def test_code_is_the_two_models_run_by_hand(handover: int) -> None:
 
 def test_several_hand_overs_feed_only_what_is_missing() -> None:
     model = tables(scale_tokens=(1, 1, 2, 2))
-    drawn(model, ScaleSchedule("there and back", (Stage(until=1), Stage(until=3, model="draft"), Stage())))
+    generated(model, ScaleSchedule("there and back", (Stage(until=1), Stage(until=3, model="draft"), Stage())))
     assert model.passes == [(0, 0), (1, 3)] and model.draft_model.passes == [(0, 1), (2, 2)]
 
 
 def test_given_scales_stand_and_cost_no_pass() -> None:
     model = tables()
     given = [torch.tensor([[2]]).expand(64, -1).contiguous(), torch.tensor([[0, 1]]).expand(64, -1).contiguous()]
-    result = drawn(model, fixed_scales=given)
+    result = generated(model, fixed_scales=given)
     assert torch.equal(result.tokens[:, :3], torch.cat(given, 1)) and model.passes == [(0, 2)]
     assert result.stats.passes == 1 and result.stats.by_scale[0]["model"] == "given"
     third = model.logits(torch.zeros(64, dtype=torch.int64), torch.cat(given, 1), 2)
     expected = Noise(torch.arange(64) + 5, torch.arange(3, 5).expand(64, -1)).sample(third.softmax(-1), Purpose.TOKEN)
     assert torch.equal(result.tokens[:, 3:], expected)
     everything = [*given, torch.zeros(64, 2, dtype=torch.int64)]
-    assert drawn(model, fixed_scales=everything).stats.passes == 0
+    assert generated(model, fixed_scales=everything).stats.passes == 0
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
@@ -151,16 +142,16 @@ def test_a_callback_sees_every_pass_and_may_change_the_newest_scale() -> None:
         if progress.step == 1:
             progress.tokens[:, 0] = 1
 
-    result = drawn(model, callback=change)
+    result = generated(model, callback=change)
     assert seen == [(1, 1, 1), (2, 3, 2), (3, 5, 2)]
     given = [torch.ones(64, 1, dtype=torch.int64)]
-    assert torch.equal(result.tokens, drawn(model, fixed_scales=given).tokens)
-    stopped = drawn(model, callback=lambda progress: progress.step < 2)
+    assert torch.equal(result.tokens, generated(model, fixed_scales=given).tokens)
+    stopped = generated(model, callback=lambda progress: progress.step < 2)
     assert not stopped.finished and stopped.stats.stopped and (stopped.length == 3).all()
 
 
 def test_statistics_say_what_each_scale_took() -> None:
-    result = drawn(tables(), speculative(joint_coupling, 1))
+    result = generated(tables(), speculative(joint_coupling, 1))
     stats, scales = result.stats, result.stats.by_scale
     assert [scale["tokens"] for scale in scales] == [1, 2, 2] and stats.tokens == 64 * 5
     assert scales[0]["drafted"] == 64 and 0 < scales[0]["kept"] < 64 and scales[2]["drafted"] == 0
@@ -185,10 +176,7 @@ BAD: Sequence[tuple[ScaleSchedule, str]] = (
     ),
     (ScaleSchedule("before", (Stage(until=-3), Stage())), r"until of stage 1 of 'before' must be .* got -3"),
     (ScaleSchedule("short", (Stage(until=2),)), r"the stages of 'short' end at scale 2 of 3: the last needs until=None"),
-    (
-        ScaleSchedule("behind", (Stage(), Stage())),
-        "stage 2 of 'behind' has no scale left",
-    ),
+    (ScaleSchedule("behind", (Stage(), Stage())), "stage 2 of 'behind' has no scale left"),
 )
 
 
@@ -196,37 +184,35 @@ BAD: Sequence[tuple[ScaleSchedule, str]] = (
 def test_schedules_that_do_not_fit_are_refused_before_any_pass(schedule: ScaleSchedule, message: str) -> None:
     model = tables()
     with pytest.raises(ValueError, match=message):
-        drawn(model, schedule)
+        generated(model, schedule)
     assert not model.passes
 
 
 def test_what_a_model_lacks_is_said() -> None:
     model = tables()
     model.draft_model = None
-    with pytest.raises(ValueError, match="code needs a smaller model of the same image tokenizer"):
-        drawn(model, "code")
+    rejects(lambda: generated(model, "code"), "code")
     model.draft_model = ScaleTable(scale_tokens=(1, 2, 3))
     with pytest.raises(ValueError, match="the draft model must be of the same image tokenizer: its scale_tokens"):
-        drawn(model, "scale-spec")
+        generated(model, "scale-spec")
     with pytest.raises(ValueError, match="'ar' is for next-token models, and this is a next-scale one"):
-        drawn(model, "ar")
+        generated(model, "ar")
 
 
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
         ({"model": "none"}, ValueError, "model"),
-        ({"until": 0}, ValueError, "until must be a whole number other than 0"),
-        ({"until": 1.5}, ValueError, "until must be a whole number"),
+        ({"until": 0}, ValueError, "until"),
+        ({"until": 1.5}, ValueError, "until"),
         ({"num_drafted": -1}, ValueError, "num_drafted"),
         ({"num_drafted": 2, "model": "draft"}, ValueError, "model"),
-        ({"rule": "joint"}, TypeError, "rule must be a ScaleRule"),
-        ({"guidance": -1}, ValueError, "guidance must be a finite factor"),
+        ({"rule": "joint"}, TypeError, "rule"),
+        ({"guidance": -1}, ValueError, "guidance"),
     ],
 )
 def test_stages_are_checked(options: dict, error: type, message: str) -> None:
-    with pytest.raises(error, match=message):
-        Stage(**options)
+    rejects(lambda: Stage(**options), message, error)
 
 
 @pytest.mark.parametrize(
@@ -234,13 +220,11 @@ def test_stages_are_checked(options: dict, error: type, message: str) -> None:
     [
         ({"fixed_scales": [torch.zeros(64, 2, dtype=torch.int64)]}, ValueError, "fixed_scales"),
         ({"fixed_scales": [torch.full((64, 1), 3)]}, ValueError, "fixed_scales"),
-        ({"sampling": Sampling(top_k=4)}, ValueError, "top_k must be at most"),
-        ({"callback": 3}, TypeError, "callback must be a function"),
+        ({"sampling": Sampling(top_k=4)}, ValueError, "top_k"),
+        ({"callback": 3}, TypeError, "callback"),
         ({"schedule": ScaleSchedule}, TypeError, "must be a preset's name"),
     ],
 )
 def test_calls_are_checked(options: dict, error: type, message: str) -> None:
-    with pytest.raises(error, match=message):
-        drawn(tables(), **options)
-    with pytest.raises(TypeError, match="stages must be a sequence of Stage"):
-        ScaleSchedule(stages=(3,))
+    rejects(lambda: generated(tables(), **options), message, error)
+    rejects(lambda: ScaleSchedule(stages=(3,)), "stages", TypeError)

@@ -100,7 +100,7 @@ def test_coupled_drafts_generate_the_image_of_ar(kind, shape, guidance: float, i
 
 
 @pytest.mark.parametrize("kind", [Eagle, Medusa])
-def test_a_row_of_a_batch_is_the_picture_alone(kind) -> None:
+def test_a_row_of_a_batch_is_the_image_alone(kind) -> None:
     model, method = tiny(), Accelerator("mine", kind(DynamicTree(9, 3, 3)), traversal)
     together = decode(model, CONDITION, SEEDS, method).tokens
     for row in range(3):

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from rejects import rejects
 
 from vargen.decoding import (
     Accelerator,
@@ -144,7 +145,7 @@ def test_ties_never_part_a_child_from_its_parent(child_sampling):
     assert draft.tree.parents[0].tolist() == [-1, 0, 1, 2, 3]
 
 
-def test_children_are_drawn_without_replacement_in_the_order_of_their_keys():
+def test_children_are_sampled_without_replacement_in_the_order_of_their_keys():
     """Kool et al. 2019: the largest of log q + G, which are a sequential draw; q of each is what its elders left."""
     B, V = 4000, 5
     q = torch.tensor([0.5, 0.2, 0.15, 0.1, 0.05]).expand(B, V + 1, V)
@@ -162,7 +163,7 @@ def test_children_are_drawn_without_replacement_in_the_order_of_their_keys():
     assert torch.allclose(draft.probs[:, 0], q[:, 0])
 
 
-def test_branches_draw_with_coins_of_their_own():
+def test_branches_sample_with_uniforms_of_their_own():
     V = 400
     q = torch.full((50, V + 1, V), 1 / V)
     for shape in (StaticTree(make_k_ary(2, 2)), DynamicTree(6, 2, 2)):
@@ -175,7 +176,7 @@ def test_branches_draw_with_coins_of_their_own():
     assert (again.tokens == grown(StaticTree(make_k_ary(2, 2)), "without-replacement", q)[0].tokens).float().mean() < 0.05
 
 
-def test_coupled_children_hold_what_the_noise_of_the_image_draws():
+def test_coupled_children_hold_what_the_noise_of_the_image_samples():
     """Where the drafter is the target, the first child is always the token; the second of log p + G is the next."""
     q = table(30, 9, seed=2)
     draft, _ = grown(StaticTree(make_k_ary(2, 2)), "shared-noise", q)
@@ -233,9 +234,9 @@ def test_expected_tokens_are_what_a_run_commits():
         at, step = 0, 0
         while True:
             children = [slot for slot in range(len(parents)) if parents[slot] == at]
-            coin, row = torch.rand((), generator=generator).item(), rates[min(step, 1)]
+            uniform, row = torch.rand((), generator=generator).item(), rates[min(step, 1)]
             ranked = [sum(row[: rank + 1]) for rank in range(len(children))]
-            chosen = next((slot for slot, upto in zip(children, ranked, strict=True) if coin < upto), None)
+            chosen = next((slot for slot, upto in zip(children, ranked, strict=True) if uniform < upto), None)
             if chosen is None:
                 break
             at, step = chosen, step + 1
@@ -279,7 +280,7 @@ def test_statistics_count_siblings_by_rank():
     lambda shape: Accelerator(drafter=Medusa(shape, "shared-noise")),
 ], ids=["small model", "jacobi", "eagle", "medusa"])  # fmt: skip
 @pytest.mark.parametrize("dear", [0.0, 0.05, 10.0])
-def test_an_automatic_tree_follows_the_costs_and_keeps_the_picture(make, dear, monkeypatch):
+def test_an_automatic_tree_follows_the_costs_and_keeps_the_image(make, dear, monkeypatch):
     """From passes whose drafts are free, over such as pay for a few drafts, to ones that never pay."""
     monkeypatch.setattr(
         cost, "_time_pass", lambda model, state, images, width: 1 + dear * (width - 1) if model is target else 0.01
@@ -388,5 +389,4 @@ def test_nothing_is_read_from_the_device(child_sampling, rules):
             draft.tree.max_children,
             2,
         )
-    with pytest.raises(RuntimeError, match="meta"):
-        int(verdict.count[0])
+    rejects(lambda: int(verdict.count[0]), "meta", RuntimeError)

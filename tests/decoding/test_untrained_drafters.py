@@ -60,9 +60,9 @@ def test_an_index_counts_the_tokens_of_the_longest_known_surroundings():
     generator = torch.Generator().manual_seed(0)
     examples = torch.randint(4, (50, 12), generator=generator)
     index = NGramIndex(examples, 4, 4)
-    picture = torch.randint(4, (30, 12), generator=generator)
+    shown = torch.randint(4, (30, 12), generator=generator)
     place = torch.full((30, 1), 6)
-    key = make_context_keys(picture, place, 4, 4)
+    key = make_context_keys(shown, place, 4, 4)
     found = index.find(key[:, 0], 600)
     there = make_context_keys(examples, torch.arange(12).expand(50, 12), 4, 4)
     for image in range(30):
@@ -74,7 +74,7 @@ def test_an_index_counts_the_tokens_of_the_longest_known_surroundings():
         assert torch.allclose(torch.bincount(found[image], minlength=4) / 600, wanted, atol=0.02)
 
 
-def test_a_token_that_no_example_has_is_not_drafted_behind():
+def test_a_token_that_no_example_has_is_not_drafted_after():
     index = NGramIndex(torch.zeros(3, 8, dtype=torch.int16), 5, 4)
     assert (index.find(torch.tensor([3 * 6**3]), 4) == -1).all()
     model = TableModel(vocab=5, tokens=8, rows=2)
@@ -90,7 +90,7 @@ def test_a_token_that_no_example_has_is_not_drafted_behind():
 
 
 @pytest.mark.parametrize("drafter", [Lookup(3, max_matches=7), Recycle(3, top_k=4)], ids=["lookup", "recycle"])
-def test_drafts_are_drawn_with_the_probabilities_on_record(drafter):
+def test_drafts_are_sampled_with_the_probabilities_on_record(drafter):
     """Many images in one state: the share of each first draft is its probability, and drafts stay within their support."""
     model = TableModel(vocab=5, tokens=20, seed=2, rows=4)
     model.example_tokens = torch.randint(5, (40, 20), generator=torch.Generator().manual_seed(1))

@@ -77,7 +77,7 @@ def test_enter_starts_what_the_open_tab_starts(
     assert "Press Generate" in browser.text("#note"), "nothing was drawn in a tab that nobody sees"
 
 
-def test_stop_ends_a_drawing(browser: Any, slow: Callable[[float], None]) -> None:
+def test_stop_ends_a_generation(browser: Any, slow: Callable[[float], None]) -> None:
     slow(0.5)  # half a minute a picture
     browser.click("#generate")
     browser.says("#note", "Generating")
@@ -139,20 +139,20 @@ def test_explore(browser: Any) -> None:
     assert browser.text("#strip figure figcaption") == "exact"
 
 
-def test_a_dropped_picture_reloads_its_parameters(browser: Any, address: str, tmp_path: Path) -> None:
+def test_a_dropped_image_reloads_its_parameters(browser: Any, address: str, tmp_path: Path) -> None:
     chunk = PngInfo()
-    told = {"prompt": "a blue ${1+1} {{whale}} <b>", "seed": 77, "accelerator": "ar", "guidance_scale": 2.5, "top_k": 9}
-    chunk.add_text("vargen", json.dumps(told))
+    reported = {"prompt": "a blue ${1+1} {{whale}} <b>", "seed": 77, "accelerator": "ar", "guidance_scale": 2.5, "top_k": 9}
+    chunk.add_text("vargen", json.dumps(reported))
     Image.new("RGB", (8, 8)).save(tmp_path / "ours.png", pnginfo=chunk)
     Image.new("RGB", (8, 8)).save(tmp_path / "foreign.png")
     browser.drop("#drop input[type=file]", tmp_path / "ours.png")
-    browser.until(lambda: browser.value(FIELD) == told["prompt"])
+    browser.until(lambda: browser.value(FIELD) == reported["prompt"])
     browser.until(lambda: browser.value("#seed input") == "77")
     browser.until(lambda: browser.script("return document.querySelector('#lock input').checked"))
     browser.click("#generate")
     browser.says("#note", "seed 77")
     browser.until(lambda: browser.attribute("#stage img", "src").startswith("data:image/png"))
-    assert browser.attribute("#stage img", "alt") == told["prompt"], "what people type is text, not markup or a template"
+    assert browser.attribute("#stage img", "alt") == reported["prompt"], "what people type is text, not markup or a template"
 
     browser.open(address)
     browser.drop("#drop input[type=file]", tmp_path / "foreign.png")
@@ -232,9 +232,9 @@ def test_on_narrow_and_wide_screens_all_is_seen_and_the_image_is_above_the_metho
 
 def test_a_method_of_video_is_explained_where_it_is_chosen(browser: Any, video: Any) -> None:
     browser.press_tab("Video")
-    told = {each.name: each.summary for each in video.methods}
-    browser.says("#video-summary", told[video.default_method])
+    reported = {each.name: each.summary for each in video.methods}
+    browser.says("#video-summary", reported[video.default_method])
     browser.click("#video-method input")
     browser.script("[...document.querySelectorAll('[role=option]')].find(each => each.innerText.trim() === 'target')"
                    ".dispatchEvent(new MouseEvent('mousedown', {bubbles: true}))")  # fmt: skip
-    browser.says("#video-summary", told["target"])
+    browser.says("#video-summary", reported["target"])

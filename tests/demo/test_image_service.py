@@ -28,13 +28,13 @@ from vargen.scoring.protocol import Images, to_pil, to_scorer
 WANTED = PageRequest("a red apple", "ar", 3, 2.0, 1.0, 0, 1.0, "", 2)
 
 
-def test_the_pictures_are_the_pipelines(service: ImageService) -> None:
-    drawn = service.start(WANTED, previews=False).result()
+def test_the_images_are_the_pipelines(service: ImageService) -> None:
+    generated = service.start(WANTED, previews=False).result()
     generators = [torch.Generator().manual_seed(seed) for seed in (3, 4)]
     direct = service.pipe(
         WANTED.prompt, num_images_per_prompt=2, guidance_scale=2.0, temperature=1.0, top_k=64, top_p=1.0, generator=generators
     )
-    assert [each.tobytes() for each in drawn.images] == [each.tobytes() for each in direct.images]
+    assert [each.tobytes() for each in generated.images] == [each.tobytes() for each in direct.images]
     assert sum(service.start(WANTED).result().stats.committed_histogram) > 0
 
 
@@ -45,7 +45,7 @@ def test_every_preset_is_listed_or_says_why_not(service: ImageService) -> None:
         assert each.unsupported_reason is None or len(each.unsupported_reason) > 10
 
 
-def test_previews_are_transparent_where_nothing_is_drawn(service: ImageService, slow: Callable[[float], None]) -> None:
+def test_previews_are_transparent_where_nothing_is_generated(service: ImageService, slow: Callable[[float], None]) -> None:
     slow(0.02)
     run = service.start(PageRequest("a red apple", "ar"))
     run.result()
@@ -66,7 +66,7 @@ def test_a_run_stops_within_a_pass(service: ImageService, slow: Callable[[float]
     assert run.result().stopped and len(run.counts) <= before + 2
 
 
-def test_what_the_model_cannot_do_is_told(service: ImageService) -> None:
+def test_what_the_model_cannot_do_is_reported(service: ImageService) -> None:
     with pytest.raises(ValueError, match="Choose one of: auto, ar"):
         service.check(PageRequest("a", "nothing"))
     with pytest.raises(ValueError, match="at most 64"):
@@ -90,11 +90,11 @@ def test_relaxation_starts_at_the_exact_rule(service: ImageService) -> None:
         steps = knob.values(knob.most, 4)
         assert steps[0] == 0 and steps[-1] == knob.most
         assert knob.accelerator(0).kind == "exact" and knob.accelerator(knob.most).kind == "relaxed"
-        drawn = service.start(PageRequest("a cat"), knob.accelerator(0)).result()
-        assert drawn.relaxation_per_token == 0
+        generated = service.start(PageRequest("a cat"), knob.accelerator(0)).result()
+        assert generated.relaxation_per_token == 0
 
 
-def test_the_command_line_draws_the_same(service: ImageService) -> None:
+def test_the_command_line_generates_the_same(service: ImageService) -> None:
     line = command_line(service, PageRequest("it's $HOME", "ar", 4))
     assert line.startswith("vargen generate 'it'\"'\"'s $HOME' --seed 4 --accelerator ar")
 
@@ -112,17 +112,17 @@ def test_a_ticket_stops_what_waits_and_what_runs() -> None:
 
 
 def test_the_token_map_accounts_for_every_token() -> None:
-    drawing = rendering.token_map([1, 5, 0, 3], [(4, 4)])
-    assert "9 of 16 tokens generated in 4 passes" in drawing
-    assert drawing.count('class="u"') == 7 and ">5</text>" in drawing and "pass 2: 5 tokens" in drawing
+    generation = rendering.token_map([1, 5, 0, 3], [(4, 4)])
+    assert "9 of 16 tokens generated in 4 passes" in generation
+    assert generation.count('class="u"') == 7 and ">5</text>" in generation and "pass 2: 5 tokens" in generation
     assert rendering.token_map([9, 99], [(4, 4)]).count('class="u"') == 0
 
 
 def test_the_token_map_of_scales_shows_each() -> None:
     scales = [(side, side) for side in (1, 2, 3, 4)]
-    drawing = rendering.token_map([1, 4, 9], scales)
-    assert "14 of 30 tokens generated in 3 passes" in drawing and drawing.count('class="u"') == 16
-    assert drawing.count("<rect") == 1 + 2 + 3, "a pill per row of each scale"
+    generation = rendering.token_map([1, 4, 9], scales)
+    assert "14 of 30 tokens generated in 3 passes" in generation and generation.count('class="u"') == 16
+    assert generation.count("<rect") == 1 + 2 + 3, "a pill per row of each scale"
     assert rendering.token_map([5, 25], scales).count('class="u"') == 0
     places = re.findall(r'x="([\d.]+)" y="([\d.]+)"', rendering.token_map([1] * 30, scales))
     assert len(set(places)) == 30, "no two tokens lie on each other"
@@ -145,35 +145,41 @@ def scoring(service: ImageService) -> ImageService:
     other.close()
 
 
-def test_a_picture_has_its_score(scoring: ImageService) -> None:
-    drawn = scoring.start(WANTED, previews=False).result()
-    scores = brightness(drawn.images, ["a red apple"] * 2)
-    assert [each["score"] for each in drawn.records] == pytest.approx(scores) and drawn.records[0]["scorer"] == "brightness"
-    assert [each["seed"] for each in drawn.records] == [3, 4]
-    assert rendering.score_caption(drawn.records[0]) == f"score {scores[0]:.1f}"
+def test_an_image_has_its_score(scoring: ImageService) -> None:
+    generated = scoring.start(WANTED, previews=False).result()
+    scores = brightness(generated.images, ["a red apple"] * 2)
+    assert [each["score"] for each in generated.records] == pytest.approx(scores) and generated.records[0][
+        "scorer"
+    ] == "brightness"
+    assert [each["seed"] for each in generated.records] == [3, 4]
+    assert rendering.score_caption(generated.records[0]) == f"score {scores[0]:.1f}"
 
 
-def test_the_best_candidate_is_kept_and_can_be_drawn_again_alone(scoring: ImageService) -> None:
-    drawn = scoring.start(replace(WANTED, best_of=4), previews=False).result()
-    assert len(drawn.images) == 2
-    for number, (image, told) in enumerate(zip(drawn.images, drawn.records, strict=True)):
-        assert told["score"] == max(told["candidates"]) and len(told["candidates"]) == 4 and told["asked_seed"] == 3 + number
-        alone = scoring.start(replace(WANTED, seed=told["seed"], num_images=1), previews=False).result()
+def test_the_best_candidate_is_kept_and_can_be_generated_again_alone(scoring: ImageService) -> None:
+    generated = scoring.start(replace(WANTED, best_of=4), previews=False).result()
+    assert len(generated.images) == 2
+    for number, (image, reported) in enumerate(zip(generated.images, generated.records, strict=True)):
+        assert (
+            reported["score"] == max(reported["candidates"])
+            and len(reported["candidates"]) == 4
+            and reported["asked_seed"] == 3 + number
+        )
+        alone = scoring.start(replace(WANTED, seed=reported["seed"], num_images=1), previews=False).result()
         assert alone.images[0].tobytes() == image.tobytes()
-        saved = read_parameters(scoring.save(drawn)[number])
-        assert saved["seed"] == told["seed"] and saved["score"] == told["score"] and "best_of" not in saved
-    assert rendering.score_caption(drawn.records[0]).count(",") == 3, "its own score, and three others"
-    assert "--best-of 4" in command_line(scoring, drawn.request)
+        saved = read_parameters(scoring.save(generated)[number])
+        assert saved["seed"] == reported["seed"] and saved["score"] == reported["score"] and "best_of" not in saved
+    assert rendering.score_caption(generated.records[0]).count(",") == 3, "its own score, and three others"
+    assert "--best-of 4" in command_line(scoring, generated.request)
 
 
 def test_candidates_need_a_scorer(service: ImageService) -> None:
     with pytest.raises(ValueError, match="no scorer here"):
         service.check(PageRequest("a", best_of=2))
-    drawn = service.start(WANTED, previews=False).result()
-    assert drawn.records == [{"seed": 3}, {"seed": 4}] and rendering.score_caption(drawn.records[0]) == ""
+    generated = service.start(WANTED, previews=False).result()
+    assert generated.records == [{"seed": 3}, {"seed": 4}] and rendering.score_caption(generated.records[0]) == ""
 
 
-def test_a_scorer_that_fails_loses_no_picture(service: ImageService) -> None:
+def test_a_scorer_that_fails_loses_no_image(service: ImageService) -> None:
     broken = ImageService(service.pipe, "tiny", to_scorer(lambda images, prompts: [float("nan")] * len(images), "broken"))
     try:
         assert broken.start(WANTED, previews=False).result().records == [{"seed": 3}, {"seed": 4}]
@@ -183,19 +189,19 @@ def test_a_scorer_that_fails_loses_no_picture(service: ImageService) -> None:
         broken.close()
 
 
-def test_parameters_of_a_mismatch_promise_no_same_picture(service: ImageService) -> None:
+def test_parameters_of_a_mismatch_promise_no_same_image(service: ImageService) -> None:
     assert not describe_mismatch(service, "ar", None) and not describe_mismatch(service, "ar", service.name)
     for method, model, named in (("ar", "emoji-var", "emoji-var"), ("magic", None, "magic"), ("ar", ["x"], "x")):
-        told = describe_mismatch(service, method, model)
-        assert named in told and "another" in told
+        reported = describe_mismatch(service, method, model)
+        assert named in reported and "another" in reported
 
 
 def test_methods_take_settings(service: ImageService) -> None:
     wanted = replace(WANTED, method="gumbel:window=3", num_images=1)
     service.check(wanted)
-    drawn = service.start(wanted, previews=False).result()
+    generated = service.start(wanted, previews=False).result()
     plain = service.start(replace(wanted, method="ar"), previews=False).result()
-    assert drawn.images[0].tobytes() == plain.images[0].tobytes()
+    assert generated.images[0].tobytes() == plain.images[0].tobytes()
     for wrong in ("gumbel:window=x", "gumbel:windw=3", "gumbel:window=99999", "eagle:budget=3"):
         with pytest.raises(ValueError, match="not available here"):
             service.check(replace(wanted, method=wrong))

@@ -7,6 +7,7 @@ import socket
 from collections.abc import Iterator
 
 import pytest
+from rejects import rejects
 
 from vargen.demo.launch import Address, resolve_address, serve
 
@@ -40,20 +41,20 @@ def test_options_go_before_variables_and_variables_before_defaults() -> None:
         ("", None, NAMED, "--host must be a name or an address of this machine, got ''"),
     ],
 )
-def test_what_is_no_address_is_told(host: str | None, port: int | None, environ: dict[str, str], message: str) -> None:
+def test_what_is_no_address_is_reported(host: str | None, port: int | None, environ: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         resolve_address(host, port, environ)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "localhost"])
-def test_a_taken_port_is_told_by_the_name_that_the_user_knows(taken: int, host: str) -> None:
+def test_a_taken_port_is_reported_by_the_name_that_the_user_knows(taken: int, host: str) -> None:
     with pytest.raises(OSError, match=f"--port {taken} is used"):
         resolve_address(host, taken, {}).check()
     with pytest.raises(OSError, match=f"GRADIO_SERVER_PORT {taken} is used"):
         resolve_address(host, None, {"GRADIO_SERVER_PORT": str(taken)}).check()
 
 
-def test_a_port_that_is_taken_after_the_check_is_told_too(taken: int) -> None:
+def test_a_port_that_is_taken_after_the_check_is_reported_too(taken: int) -> None:
     gradio = pytest.importorskip("gradio")
     with gradio.Blocks() as empty:
         pass
@@ -61,11 +62,9 @@ def test_a_port_that_is_taken_after_the_check_is_told_too(taken: int) -> None:
         serve(empty, Address("127.0.0.1", taken))
 
 
-def test_an_address_of_another_machine_is_told() -> None:
-    with pytest.raises(OSError, match=r"--host must be a name or an address of this machine, got '192\.0\.2\.1'"):
-        resolve_address("192.0.2.1", None, {}).check()
-    with pytest.raises(OSError, match="GRADIO_SERVER_NAME must be a name or an address of this machine, got 'no such host'"):
-        resolve_address(None, None, {"GRADIO_SERVER_NAME": "no such host"}).check()
+def test_an_address_of_another_machine_is_reported() -> None:
+    rejects(resolve_address("192.0.2.1", None, {}).check, "192.0.2.1", OSError)
+    rejects(resolve_address(None, None, {"GRADIO_SERVER_NAME": "no such host"}).check, "GRADIO_SERVER_NAME", OSError)
 
 
 def test_a_free_address_is_fine(taken: int) -> None:

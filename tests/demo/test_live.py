@@ -42,14 +42,14 @@ def address(service: ImageService, serve_page: Any) -> Iterator[str]:
 def test_the_engine_runs_what_the_pipeline_runs(service: ImageService) -> None:
     assert set(service.methods) == {preset.name for preset in list_methods("next-scale")}
     assert (service.default_method, service.baseline, service.live, service.relaxes) == ("plain", "plain", True, False)
-    drawn = service.start(PageRequest("a cat", "code", 3)).result()
-    assert drawn.images[0].size == (8, 8) and drawn.stats.passes == 4
+    generated = service.start(PageRequest("a cat", "code", 3)).result()
+    assert generated.images[0].size == (8, 8) and generated.stats.passes == 4
     run = service.start(PageRequest("a cat", "plain", 3))
     run.result()
     assert run.counts == [1, 4, 9, 16]
 
 
-def test_previews_become_finer_pictures(service: ImageService) -> None:
+def test_previews_become_finer_images(service: ImageService) -> None:
     seen: list[bytes] = []
     service.pause = 0.1  # type: ignore[attr-defined]
     run = service.start(PageRequest("a cat", "plain", 3), every_pass=True)
@@ -61,18 +61,18 @@ def test_previews_become_finer_pictures(service: ImageService) -> None:
     assert all(Image.open(io.BytesIO(each)).size == (8, 8) for each in seen)
 
 
-def test_a_stopped_drawing_shows_what_is_there(service: ImageService) -> None:
+def test_a_stopped_generation_shows_what_is_there(service: ImageService) -> None:
     service.pause = 0.2  # type: ignore[attr-defined]
     run = service.start(PageRequest("a cat", "plain", 3))
     while not run.counts:
         time.sleep(0.01)
     run.stop.set()
-    drawn = run.result()
+    generated = run.result()
     service.pause = 0.0  # type: ignore[attr-defined]
-    assert drawn.stopped and drawn.stats.passes < 4 and drawn.images[0].size == (8, 8)
+    assert generated.stopped and generated.stats.passes < 4 and generated.images[0].size == (8, 8)
 
 
-def test_a_new_letter_stops_the_drawing_of_the_last_ones() -> None:
+def test_a_new_letter_stops_the_generation_of_the_last_ones() -> None:
     runs = JobRegistry()
     first, other, elsewhere = runs.enqueue("me", "live"), runs.enqueue("me"), runs.enqueue("you", "live")
     begun = runs.start(first)
@@ -84,7 +84,7 @@ def test_a_new_letter_stops_the_drawing_of_the_last_ones() -> None:
     assert runs.start(waiting) is None, "what has not begun never does"
 
 
-def test_the_picture_follows_what_is_typed(browser: Any, service: ImageService) -> None:
+def test_the_image_follows_what_is_typed(browser: Any, service: ImageService) -> None:
     prompts: list[str] = []
     start = service.start
 
@@ -104,10 +104,10 @@ def test_the_picture_follows_what_is_typed(browser: Any, service: ImageService) 
         browser.until(lambda: browser.attribute("#live-stage img", "src").startswith("data:image/png"))
         assert prompts[-1] == "a green frog" and len(prompts) < 2 + len("a green frog")
         browser.press_tab("Generate")
-        drawn = len(prompts)
+        generated = len(prompts)
         browser.write(FIELD, "a blue bird")
         time.sleep(0.5)
-        assert len(prompts) == drawn, "what is typed in another tab is not drawn"
+        assert len(prompts) == generated, "what is typed in another tab is not drawn"
         severe = [entry["message"] for entry in browser.driver.get_log("browser") if entry["level"] == "SEVERE"]
         assert not severe
     finally:

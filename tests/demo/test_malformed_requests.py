@@ -59,7 +59,7 @@ def private(http: Any, number: int, data: Any) -> str:
 
 
 @pytest.mark.parametrize("data", [[], ["a red apple"], ["a red apple"] * 40])
-def test_a_wrong_number_of_inputs_is_told_in_numbers(http: Any, quiet: Any, data: list[str]) -> None:
+def test_a_wrong_number_of_inputs_is_reported_in_numbers(http: Any, quiet: Any, data: list[str]) -> None:
     said = called(http, "generate", data)
     assert "event: error" in said and f"got {len(data)}" in said and "takes 10" in said
     quiet(said)

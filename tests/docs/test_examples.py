@@ -21,18 +21,18 @@ def example(tiny_model: Path, repo_root: Path, tmp_path: Path, monkeypatch: pyte
     return run
 
 
-def test_generate_draws_one_picture_twice(example, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_generates_one_image_twice(example, capsys: pytest.CaptureFixture[str]) -> None:
     example("generate.py")
-    told = capsys.readouterr().out
-    assert "the same picture, pixel for pixel" in told and "ar.png: 36 passes, 1.00 tokens a pass" in told
+    reported = capsys.readouterr().out
+    assert "the same picture, pixel for pixel" in reported and "ar.png: 36 passes, 1.00 tokens a pass" in reported
     assert Image.open("ar.png").tobytes() == Image.open("gumbel.png").tobytes()
 
 
-def test_compose_verifies_its_method_and_draws_with_it(example, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compose_verifies_its_method_and_generates_with_it(example, capsys: pytest.CaptureFixture[str]) -> None:
     example("compose.py")
-    told = capsys.readouterr().out
-    assert "mine is exact: total variation distance" in told
-    assert Path("mine.png").is_file() and "mine: " in told
+    reported = capsys.readouterr().out
+    assert "mine is exact: total variation distance" in reported
+    assert Path("mine.png").is_file() and "mine: " in reported
 
 
 def test_a_function_of_ones_own_is_summed(example, capsys: pytest.CaptureFixture[str]) -> None:

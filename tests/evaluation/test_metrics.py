@@ -52,9 +52,7 @@ def test_frechet_of_covariances_that_do_not_commute() -> None:
     assert frechet_distance(a, a) == pytest.approx(0.0, abs=1e-8)
 
 
-def test_frechet_refuses_sets_that_do_not_span_the_dimensions_and_warns_of_small_ones(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_frechet_refuses_sets_that_do_not_span_the_dimensions_and_warns_of_small_ones(caplog: pytest.LogCaptureFixture) -> None:
     few, enough, usual = (FeatureStatistics.from_features(gaussian(n, 8, n)) for n in (8, 9, 2048))
     for pair in ((few, usual), (usual, few)):
         with pytest.raises(ValueError, match="more than 8 images"):

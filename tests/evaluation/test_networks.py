@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 from golden_var import official
+from rejects import rejects
 from tiny_models import text_var_pipeline, tiny_multi_scale_vq, tiny_var
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from vargen.evaluation.decoders import scales_of
-from vargen.evaluation.networks import BenchmarkModel, check_benchmark_model, official_sizes, open_benchmark_model
+from vargen.evaluation.networks import BenchmarkModel, official_sizes, open_benchmark_model, validate_benchmark_model
 from vargen.evaluation.published_var import PublishedVARSampler
 from vargen.models.condition import Condition
 from vargen.pipelines.adapters.var import VARScaleModel
@@ -28,7 +29,7 @@ def network(condition: str = "class", **overrides: Any) -> BenchmarkModel:
 
 @pytest.mark.parametrize("condition", ["class", "text"])
 @pytest.mark.parametrize("shared_aln", [False, True])
-def test_the_opponent_draws_what_ours_draws(condition: str, shared_aln: bool) -> None:
+def test_the_opponent_generates_what_ours_generates(condition: str, shared_aln: bool) -> None:
     """Greedily, where no noise is drawn."""
     made = network(condition, shared_aln=shared_aln)
     given = made.condition(2)
@@ -37,13 +38,13 @@ def test_the_opponent_draws_what_ours_draws(condition: str, shared_aln: bool) ->
     state, canvas, inputs = ours.start(given), ours.canvas(2), [None]
     for scale, theirs in enumerate(tokens):
         with torch.no_grad():
-            drawn = ours.forward(state, inputs, 1, [1.0])[0].argmax(-1)
-            canvas, following = ours.add(canvas, drawn, scale)
-        assert torch.equal(drawn, theirs)
+            generated = ours.forward(state, inputs, 1, [1.0])[0].argmax(-1)
+            canvas, following = ours.add(canvas, generated, scale)
+        assert torch.equal(generated, theirs)
         inputs.append(following)  # type: ignore[arg-type]
 
 
-def test_the_opponent_draws_the_official_tokens() -> None:
+def test_the_opponent_samples_the_official_tokens() -> None:
     model, io = official(2.5)
 
     class Tokenizer:
@@ -57,8 +58,8 @@ def test_the_opponent_draws_the_official_tokens() -> None:
 
     loop = PublishedVARSampler(model.transformer, Tokenizer())  # type: ignore[arg-type]
     tokens, _ = loop(Condition(class_labels=io["class_labels"]), torch.Generator(), 2.5, top_k=1)
-    for scale, drawn in enumerate(tokens):
-        assert torch.equal(drawn, io[f"greedy_tokens_cfg1.5_scale{scale}"])
+    for scale, generated in enumerate(tokens):
+        assert torch.equal(generated, io[f"greedy_tokens_cfg1.5_scale{scale}"])
 
 
 def test_its_filters_are_ours() -> None:
@@ -74,9 +75,9 @@ def test_its_filters_are_ours() -> None:
 def test_the_work_of_passes_is_counted(condition: str) -> None:
     made = network(condition)
     passes, counted = made.pass_work(2), 0
-    drawn = made.decoder()
+    generated = made.decoder()
     with FlopCounterMode(display=False) as counter:
-        drawn.decode(made.condition(2), torch.arange(2), "plain")
+        generated.decode(made.condition(2), torch.arange(2), "plain")
     counted = counter.get_total_flops()
     assert len(passes) == 4
     assert 0.8 < sum(operations for _, operations in passes) / counted < 1.25
@@ -109,16 +110,14 @@ def test_scales_of_a_pass() -> None:
 
 def test_a_packaged_model_by_name() -> None:
     assert "llamagen-b" in official_sizes()
-    with pytest.raises(ValueError, match="unknown model 'nothing'"):
-        check_benchmark_model("nothing")
+    rejects(lambda: validate_benchmark_model("nothing"), "nothing")
     found = open_benchmark_model("emoji", torch.float32, torch.device("cpu"))
     assert found.pipe.num_tokens == 256 and found.guidance_scale == 1.25 and found.pipe.text_encoder is None
 
 
 def test_networks_by_name(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "var-d16" in official_sizes()
-    with pytest.raises(ValueError, match="model must be a next-scale one, such as var-d16"):
-        check_benchmark_model("llamagen-b", whole_images=True)
+    rejects(lambda: validate_benchmark_model("llamagen-b", whole_images=True), "model")
     pipe = text_var_pipeline(draft=False)
     pipe.save_pretrained(tmp_path / "model")
     stored = open_benchmark_model(str(tmp_path / "model"), torch.float32, torch.device("cpu"))

@@ -227,13 +227,13 @@ def test_a_kept_path_goes_on_as_its_chain(model: LlamaGenTransformer, condition:
     further = torch.randint(_VOCAB, (_ROWS, 3), generator=torch.Generator().manual_seed(6))
     logits = model(further, cache=cache).logits
     for row in range(_ROWS):
-        picture = tokens.clone()
+        image = tokens.clone()
         n, kept = lengths[row], int(count[row])
-        picture[row, n : n + kept] = fed[row, paths[row, :kept]]
-        picture[row, n + kept : n + kept + 3] = further[row]
-        chain = _filled(model, condition, picture, [n + kept] * 3)
+        image[row, n : n + kept] = fed[row, paths[row, :kept]]
+        image[row, n + kept : n + kept + 3] = further[row]
+        chain = _filled(model, condition, image, [n + kept] * 3)
         torch.testing.assert_close(_held(cache, row), _held(chain, row), **_CLOSE)
-        whole = model(picture, condition).logits[row, n + kept + 1 : n + kept + 4]
+        whole = model(image, condition).logits[row, n + kept + 1 : n + kept + 4]
         torch.testing.assert_close(logits[row], whole, **_CLOSE)
 
 

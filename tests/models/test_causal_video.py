@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from rejects import rejects
 
 from vargen.models.causal_video import CausalVideoTransformer, geometry_from_config, pass_flops
 from vargen.models.causal_video_blocks import apply_rotary, build_rotary_3d, split_rotary_dims
@@ -166,12 +167,11 @@ def test_memory_of_a_window_is_flat(model):
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [({"window": 3, "sinks": 2}, "window must be at least 4 frames"), ({"sinks": 1}, "sinks must be 0 without a window"),
-     ({"window": -1}, "window must be a whole number"), ({"window": 4.0}, "window must be"), ({"frames": 0}, "frames must be")],
+    [({"window": 3, "sinks": 2}, "window"), ({"sinks": 1}, "sinks"),
+     ({"window": -1}, "window"), ({"window": 4.0}, "window"), ({"frames": 0}, "frames")],
 )  # fmt: skip
 def test_caches_that_cannot_be_are_refused(model, arguments, message):
-    with pytest.raises(ValueError, match=message):
-        model.new_cache(1, **arguments)
+    rejects(lambda: model.new_cache(1, **arguments), message)
 
 
 def test_a_cache_says_what_it_cannot_do(model):
@@ -181,15 +181,12 @@ def test_a_cache_says_what_it_cannot_do(model):
     cache.begin_block()
     with pytest.raises(ValueError, match="2 frames were begun"):
         model(latents(3), ZERO, text, cache)
-    with pytest.raises(ValueError, match="frames"):
-        cache.commit(3)
-    with pytest.raises(ValueError, match="context and window must be None"):
-        model(latents(2), ZERO, text, cache, context=latents(2))
+    rejects(lambda: cache.commit(3), "frames")
+    rejects(lambda: model(latents(2), ZERO, text, cache, context=latents(2)), "context")
     cache.commit()
     with pytest.raises(ValueError, match="the cache is for 4 frames, got 6"):
         cache.begin_block(4)
-    with pytest.raises(ValueError, match="frames"):
-        cache.rollback(3)
+    rejects(lambda: cache.rollback(3), "frames")
     for bad in (0, -1, 1.5, True):
         with pytest.raises(ValueError, match="frames"):
             cache.begin_block(bad)
@@ -240,8 +237,7 @@ def test_padding_of_captions_is_hidden_or_seen(model):
     official = a_model(text_mask=False, text_len=7)
     short, long = embeds[:, :3], torch.cat([embeds[:, :3], torch.zeros(2, 4, 8).double()], 1)
     assert torch.equal(*(model_out(official, z, e) for e in (short, long)))
-    with pytest.raises(ValueError, match="embeds"):
-        official.text_cache(torch.zeros(1, 8, 8).double())
+    rejects(lambda: official.text_cache(torch.zeros(1, 8, 8).double()), "embeds")
 
 
 def model_out(model, z, embeds):
@@ -253,10 +249,8 @@ def test_a_level_of_motion_is_one_more_row():
     embeds = torch.randn(2, 4, 8).double()
     outs = [model(z, ZERO, model.text_cache(embeds, motion_B=torch.tensor([level] * 2))) for level in range(4)]
     assert torch.equal(outs[3], model(z, ZERO, model.text_cache(embeds))) and not torch.allclose(outs[0], outs[1], atol=1e-4)
-    with pytest.raises(ValueError, match="motion"):
-        model.text_cache(embeds, motion_B=torch.tensor([0, 4]))
-    with pytest.raises(ValueError, match="motion"):
-        a_model().text_cache(embeds, motion_B=torch.tensor([0, 0]))
+    rejects(lambda: model.text_cache(embeds, motion_B=torch.tensor([0, 4])), "motion")
+    rejects(lambda: a_model().text_cache(embeds, motion_B=torch.tensor([0, 0])), "motion")
 
 
 def test_prompts_can_be_chosen_from_a_text_cache(model):
@@ -276,14 +270,12 @@ def test_each_frame_has_its_own_timestep(model):
     mixed = model(z, torch.tensor([[0.0, 500.0]] * 2), text)
     assert not torch.allclose(mixed, model(z, ZERO, text), atol=1e-4)
     assert torch.equal(model(z, torch.full((2, 2), 500.0), text), model(z, torch.full((2,), 500.0), text))
-    with pytest.raises(ValueError, match="timestep"):
-        model(z, torch.zeros(3), text)
+    rejects(lambda: model(z, torch.zeros(3), text), "timestep")
 
 
 @pytest.mark.parametrize("shape", [(2, 2, 4, 4, 6), (2, 2, 3, 5, 6), (2, 3, 4, 6)])
 def test_latents_of_another_shape_are_refused(model, shape):
-    with pytest.raises(ValueError, match="latents"):
-        model(torch.zeros(shape).double(), ZERO, a_text(model))
+    rejects(lambda: model(torch.zeros(shape).double(), ZERO, a_text(model)), "latents")
 
 
 @pytest.mark.parametrize("change", [{"num_heads": 5}, {"num_heads": 8}, {"num_heads": 6}, {"patch": 4}])

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from rejects import rejects
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -132,7 +133,7 @@ def test_each_scale_takes_the_nearest_of_its_codes_for_what_is_left() -> None:
     assert tokens.max() >= 20 > 8, "the last scale uses codes that the first may not"
 
 
-def test_first_scales_alone_give_a_picture_and_the_rest_changes_it() -> None:
+def test_first_scales_alone_give_an_image_and_the_rest_changes_it() -> None:
     model = _hybrid()
     tokens = model.encode(torch.rand(2, 3, 20, 20) * 2 - 1)
     previews = [model.decode(tokens[:count]) for count in range(1, 5)]
@@ -141,21 +142,19 @@ def test_first_scales_alone_give_a_picture_and_the_rest_changes_it() -> None:
     for wrong in ([], [*tokens, tokens[-1]]):
         with pytest.raises(ValueError, match=f"tokens must be of 1 to 4 scales, got {len(wrong)}"):
             model.decode(wrong)
-    with pytest.raises(ValueError, match=r"tokens of scale 1 must be \[B, 2, 2\] or \[B, 4\], got \[2, 3, 3\]"):
-        model.decode([tokens[0], tokens[2]])
-    with pytest.raises(ValueError, match="tokens of scale 2 must be"):
-        model.next_input(model.zero_latent(2), tokens[1], 2)
+    rejects(lambda: model.decode([tokens[0], tokens[2]]), "tokens")
+    rejects(lambda: model.next_input(model.zero_latent(2), tokens[1], 2), "tokens")
 
 
-def test_a_picture_does_not_depend_on_its_batch() -> None:
+def test_an_image_does_not_depend_on_its_batch() -> None:
     model = _hybrid()
     pixels = torch.rand(4, 3, 20, 20) * 2 - 1
     together, latents = model.encode(pixels), model.encode_latent(pixels)
-    pictures = model.decode(together)
+    images = model.decode(together)
     for row in range(4):
         torch.testing.assert_close(model.encode_latent(pixels[row : row + 1])[0], latents[row], atol=1e-5, rtol=0)
         alone = model.decode([tokens[row : row + 1] for tokens in together])
-        torch.testing.assert_close(alone[0], pictures[row], atol=1e-5, rtol=0)
+        torch.testing.assert_close(alone[0], images[row], atol=1e-5, rtol=0)
 
 
 # -- shapes, dtypes, files -----------------------------------------------------------------------------------------
@@ -182,7 +181,7 @@ def test_shapes_that_cannot_be_are_refused(arguments: dict[str, Any], message: s
         MultiScaleVQModel(**arguments)
 
 
-def test_pictures_of_another_size_are_refused() -> None:
+def test_images_of_another_size_are_refused() -> None:
     model = _hybrid()
     assert (model.image_size, model.downsampling, model.tokens) == (20, 4, 39)
     for sides in ((20, 16), (40, 40)):

@@ -106,7 +106,7 @@ def test_also_with_fewer_key_heads_and_at_the_end_of_the_grid(heads: int) -> Non
 
 
 @pytest.mark.parametrize("dtype", _CLOSE)
-def test_guidance_before_the_output_product_is_guidance_behind_it(dtype: torch.dtype) -> None:
+def test_guidance_before_the_output_product_is_guidance_after_it(dtype: torch.dtype) -> None:
     """By number, by scalar, and by a scale of each token's own, of which 1 is the conditional row itself."""
     model, lengths = _model("class", dtype), [4, 2]
     tokens = torch.randint(_VOCAB, (2, 3), generator=torch.Generator().manual_seed(5)).repeat(2, 1)
@@ -121,24 +121,24 @@ def test_guidance_before_the_output_product_is_guidance_behind_it(dtype: torch.d
             assert (out.logits - expected).abs().max() < 5 * _CLOSE[dtype] * expected.square().mean().sqrt()
 
 
-def test_weights_that_change_between_pictures_are_seen() -> None:
+def test_weights_that_change_between_images_are_seen() -> None:
     """Nothing made for the passes of one cache outlives it: `.data` is changed unseen by torch's own counters."""
     model = _model("class", torch.float32)
     condition = Condition(class_labels=torch.tensor([1, 2]))
 
-    def drawn() -> Tensor:
+    def generated() -> Tensor:
         with torch.no_grad():
             cache = model.new_cache(2, scratch=4)
             model(condition=condition, cache=cache)
             return model(torch.tensor([[1, 2], [3, 4]]), cache=cache).logits
 
-    before = drawn()
+    before = generated()
     for layer in model.layers:
         layer.attention_norm.weight.data.mul_(1.5)
         layer.ffn_norm.weight.data.neg_()
-    after = drawn()
+    after = generated()
     assert (after - before).abs().max() > 0.01
     fresh = LlamaGenTransformer.from_config(model.config).eval()
     fresh.load_state_dict(model.state_dict())
     model = fresh
-    assert torch.allclose(drawn(), after, atol=1e-5)
+    assert torch.allclose(generated(), after, atol=1e-5)

@@ -140,7 +140,7 @@ def test_shapes_that_cannot_be_are_refused(arguments: dict[str, Any], message: s
 # -- batch, dtype, files -------------------------------------------------------------------------------------------
 
 
-def test_a_picture_does_not_depend_on_its_batch(official: tuple[VQModel, dict[str, Tensor]]) -> None:
+def test_an_image_does_not_depend_on_its_batch(official: tuple[VQModel, dict[str, Tensor]]) -> None:
     model, _ = official
     tokens = torch.randint(64, (5, 16))
     together = model.decode(tokens)

@@ -7,7 +7,7 @@ from vargen import Accelerator, LlamaGenPipeline
 from vargen.decoding import DEFAULT_METHOD, PRESETS, GroupedRule, Jacobi, list_methods
 from vargen.decoding import pass_costs as cost
 
-PROMPTS = ["a red apple, 3d style", "a grinning face, flat style", "a cat", "the flag of Japan", "a blue car"]
+PROMPTS = ["a red apple, 3d style", "a grinning face, flat style"]
 
 
 @pytest.fixture(scope="module")
@@ -17,29 +17,29 @@ def emoji():
     return pipe
 
 
-def draw(pipe, prompts, accelerator, seed=11, **options):
+def generate(pipe, prompts, accelerator, seed=11, **options):
     generators = [torch.Generator().manual_seed(seed + i) for i in range(len(prompts))]
     return pipe(prompts, accelerator=accelerator, generator=generators, output_type="latent", **options)
 
 
 @pytest.fixture(scope="module")
 def sequential(emoji):
-    return {count: draw(emoji, PROMPTS[:count], "ar").images for count in (1, 5)}
+    return {count: generate(emoji, PROMPTS[:count], "ar").images for count in (1, 2)}
 
 
-@pytest.mark.parametrize(("window", "count"), [(2, 1), (16, 5), (64, 1)])
-def test_gumbel_draws_the_same_picture_bit_for_bit(emoji, sequential, window, count):
-    fast = draw(emoji, PROMPTS[:count], Accelerator("gumbel", Jacobi(window, "gumbel")))
+@pytest.mark.parametrize(("window", "count"), [(2, 1), (16, 2), (64, 1)])
+def test_gumbel_generates_the_same_image_bit_for_bit(emoji, sequential, window, count):
+    fast = generate(emoji, PROMPTS[:count], Accelerator("gumbel", Jacobi(window, "gumbel")))
     assert torch.equal(fast.images, sequential[count])
     assert fast.stats.passes < 256
 
 
-@pytest.mark.parametrize(("dear", "count"), [(0.0, 5), (0.02, 1), (0.3, 1), (10.0, 5)])
-def test_the_default_draws_the_picture_of_ar_whatever_a_pass_costs(emoji, sequential, monkeypatch, dear, count):
+@pytest.mark.parametrize(("dear", "count"), [(0.0, 2), (0.02, 1), (0.3, 1), (10.0, 1)])
+def test_the_default_generates_the_image_of_ar_whatever_a_pass_costs(emoji, sequential, monkeypatch, dear, count):
     """A pass of W tokens that takes 1 + dear (W - 1) of one: from free drafts to drafts that never pay."""
     monkeypatch.setattr(cost, "_time_pass", lambda model, state, images, width: 1 + dear * (width - 1))
     monkeypatch.setattr(cost, "_lookup_costs", lambda model, images: {})
-    result = draw(emoji, PROMPTS[:count], DEFAULT_METHOD)
+    result = generate(emoji, PROMPTS[:count], DEFAULT_METHOD)
     assert torch.equal(result.images, sequential[count])
     if dear == 0.0:
         assert result.stats.tokens_per_pass > 2
@@ -47,7 +47,7 @@ def test_the_default_draws_the_picture_of_ar_whatever_a_pass_costs(emoji, sequen
         assert result.stats.tokens_per_pass == 1.0 and set(result.stats.passes_by_width) == {1}
 
 
-def test_pictures_are_drawn_by_the_default(emoji):
+def test_images_are_generated_by_the_default(emoji):
     assert (
         emoji("a cat", output_type="latent", callback_on_step_end=lambda *_: {"stop": True}).stats.accelerator == DEFAULT_METHOD
     )
@@ -59,30 +59,31 @@ def test_pictures_are_drawn_by_the_default(emoji):
 def test_presets_run_in_batches_and_commit_more_than_one_token_a_pass(emoji, name):
     if reason := next(method.unsupported_reason for method in emoji.list_methods() if method.name == name):
         pytest.skip(reason)
-    result = draw(emoji, PROMPTS[:3], name)
-    assert result.images.shape == (3, 16, 16)
+    end = 256 if name == "wavefront" else 128  # it relaxes nothing in the upper half; whole images: test_contract.py
+    result = generate(emoji, PROMPTS, name, callback_on_step_end=lambda pipe, step, least, tensors: {"stop": least >= end})
+    assert result.images.shape == (2, 16, 16)
     assert result.images.min() >= 0 and result.images.max() < emoji.transformer.config.vocab_size
-    assert result.stats.tokens_per_pass > 1.2 and result.stats.tokens == 3 * 256
+    assert result.stats.tokens_per_pass > 1.2 and 2 * end <= result.stats.tokens <= 2 * 256
     assert (max(result.stats.relaxation) > 0) == (PRESETS[name].kind == "relaxed")
 
 
-def test_budget_of_relaxation_holds_for_pictures(emoji):
+def test_budget_of_relaxation_holds_for_images(emoji):
     accelerator = Accelerator("mine", Jacobi(16, "maximal"), GroupedRule(budget=1.5))
-    assert max(draw(emoji, PROMPTS[:2], accelerator).stats.relaxation) <= 1.5 + 1e-4
+    assert max(generate(emoji, PROMPTS[:2], accelerator).stats.relaxation) <= 1.5 + 1e-4
 
 
 def test_distance_filter_uses_the_codebook_of_the_tokenizer(emoji):
-    near = draw(emoji, PROMPTS[:1], Accelerator("mine", Jacobi(16, "maximal"), GroupedRule(delta=1.0, distance=0.05)))
-    free = draw(emoji, PROMPTS[:1], Accelerator("mine", Jacobi(16, "maximal"), GroupedRule(delta=1.0)))
+    near = generate(emoji, PROMPTS[:1], Accelerator("mine", Jacobi(16, "maximal"), GroupedRule(delta=1.0, distance=0.05)))
+    free = generate(emoji, PROMPTS[:1], Accelerator("mine", Jacobi(16, "maximal"), GroupedRule(delta=1.0)))
     assert sum(near.stats.relaxation) < sum(free.stats.relaxation)
 
 
 def test_stopping_ends_within_one_pass(emoji):
     steps = []
 
-    def callback(pipe, step, drawn, tensors):
-        steps.append(drawn)
+    def callback(pipe, step, generated, tensors):
+        steps.append(generated)
         return {"stop": len(steps) == 4}
 
-    result = draw(emoji, PROMPTS[:1], "scd", callback_on_step_end=callback)
+    result = generate(emoji, PROMPTS[:1], "scd", callback_on_step_end=callback)
     assert len(steps) == 4 and result.stats.stopped and result.stats.tokens == steps[-1]

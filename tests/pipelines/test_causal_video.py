@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from rejects import rejects
 from tiny_video_folder import HOW, OWN, SHARED_FROM, video_folder
 
 from vargen.decoding import PRESETS, VideoMethod
@@ -94,8 +95,7 @@ def test_a_list_of_prompts_stops_as_a_whole(pipe: CausalVideoPipeline) -> None:
 
 
 def test_a_stream_is_one_video(pipe: CausalVideoPipeline) -> None:
-    with pytest.raises(ValueError, match="prompt"):
-        pipe.stream(["a", "b"])
+    rejects(lambda: pipe.stream(["a", "b"]), "prompt")
 
 
 def test_the_packaged_scorer_scores_where_none_is_given(pipe: CausalVideoPipeline) -> None:
@@ -130,7 +130,7 @@ def test_prompts_switch_between_blocks(pipe: CausalVideoPipeline) -> None:
     assert torch.equal(torch.cat([*live, *(block.latents for block in stream)]), changed)
 
 
-def test_a_video_starts_from_a_picture(pipe: CausalVideoPipeline) -> None:
+def test_a_video_starts_from_an_image(pipe: CausalVideoPipeline) -> None:
     red, blue = (Image.new("RGB", (16, 16), color) for color in ("red", "blue"))
     options: dict[str, Any] = {"accelerator": "target", "output_type": "pt"}
     a, b = (pipe("a cat", image=image, generator=seeded(), **options).frames for image in (red, blue))
@@ -157,18 +157,18 @@ def test_calls_stop_when_asked(pipe: CausalVideoPipeline) -> None:
     ("options", "message"),
     [
         ({"prompt": ["a", "b"], "prompt_schedule": {7: "c"}}, "prompt_schedule"),
-        ({"num_blocks": 0}, "num_blocks must be .* got 0"),
-        ({"num_blocks": 10**9}, "num_blocks must be .* got 1000000000"),
-        ({"num_blocks": 2.5}, "num_blocks must be"),
-        ({"tau": math.nan}, "tau must be .* got nan"),
-        ({"tau": 0.5, "accelerator": "stride"}, "tau must be left out"),
+        ({"num_blocks": 0}, "num_blocks"),
+        ({"num_blocks": 10**9}, "num_blocks"),
+        ({"num_blocks": 2.5}, "num_blocks"),
+        ({"tau": math.nan}, "tau"),
+        ({"tau": 0.5, "accelerator": "stride"}, "tau"),
         ({"accelerator": "sjd"}, "next-token"),
-        ({"window": 1}, "window must be .* at least 2"),
-        ({"sinks": -1}, "sinks must be"),
-        ({"motion": 2}, "motion must be from 0 to 1"),
+        ({"window": 1}, "window"),
+        ({"sinks": -1}, "sinks"),
+        ({"motion": 2}, "motion"),
         ({"prompt_schedule": {0: "a dog"}}, "prompt_schedule"),
         ({"prompt_schedule": {1: ""}}, "prompt_schedule"),
-        ({"prompt": None, "prompt_embeds": torch.zeros(1, 3, 7), "accelerator": "draft"}, "prompt_embeds must be"),
+        ({"prompt": None, "prompt_embeds": torch.zeros(1, 3, 7), "accelerator": "draft"}, "prompt_embeds"),
         ({"prompt": None, "prompt_embeds": torch.zeros(1, 3, 384)}, "give prompt, not prompt_embeds"),
     ],
 )
@@ -176,8 +176,7 @@ def test_bad_calls_are_named_before_anything_runs(
     pipe: CausalVideoPipeline, options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(CausalVideoTransformer, "forward", lambda *_, **__: pytest.fail("a pass was made"))
-    with pytest.raises((ValueError, TypeError), match=message):
-        pipe(**{"prompt": "a cat", **options})
+    rejects(lambda: pipe(**{"prompt": "a cat", **options}), message)
 
 
 @pytest.mark.parametrize(
@@ -193,8 +192,7 @@ def test_parts_that_do_not_belong_together_are_refused(pipe, part: str, changes:
     parts = {name: getattr(pipe, name) for name in ("vae", "transformer", "draft_transformer")}
     shapes = {"draft_transformer": OWN, "vae": {"size": 16, "widths": (8, 16, 64), "transformer_blocks": 1}}
     parts[part] = type(parts[part])(**{**shapes[part], **changes})
-    with pytest.raises(ValueError, match=message):
-        CausalVideoPipeline(**parts)
+    rejects(lambda: CausalVideoPipeline(**parts), message)
 
 
 @pytest.mark.parametrize(
@@ -207,7 +205,7 @@ def test_defaults_that_a_call_could_not_use_are_refused(pipe, defaults: dict[str
         CausalVideoPipeline(pipe.vae, pipe.transformer, defaults=defaults)
 
 
-def test_scorers_of_pictures_see_as_many_frames_of_a_block_as_the_checkpoint_says(pipe) -> None:
+def test_scorers_of_images_see_as_many_frames_of_a_block_as_the_checkpoint_says(pipe) -> None:
     seen = []
 
     def counting(images: torch.Tensor, prompts: list[str]) -> list[float]:
@@ -227,7 +225,7 @@ def test_scorers_of_pictures_see_as_many_frames_of_a_block_as_the_checkpoint_say
             assert seen and set(seen) == {count} and result.frames[0].shape[0] == 3 * frames
 
 
-def test_without_a_drafter_the_target_draws(pipe) -> None:
+def test_without_a_drafter_the_target_samples(pipe) -> None:
     alone = CausalVideoPipeline(pipe.vae, pipe.transformer, pipe.text_encoder, pipe.tokenizer)
     assert alone.resolve_method(None).name == "target" and "draft_transformer" not in str(
         alone.list_methods()[0].unsupported_reason
@@ -301,14 +299,13 @@ def test_a_full_disk_leaves_the_old_file_as_it_was(tmp_path: Path, suffix: str, 
 @pytest.mark.parametrize(
     ("given", "name", "fps", "message"),
     [
-        ([], "a.gif", 12, "frames must be"),
+        ([], "a.gif", 12, "frames"),
         (frames(), "a.avi", 12, "must end in one of"),
-        (frames(), "a.gif", 0, "fps must be"),
+        (frames(), "a.gif", 0, "fps"),
         ([*frames(1), *frames(1, (4, 4))], "a.gif", 12, "one size"),
         (np.full((2, 4, 4, 3), math.nan), "a.gif", 12, "finite"),
     ],
 )
 def test_bad_videos_are_named(tmp_path: Path, given: Any, name: str, fps: float, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        save_video(given, tmp_path / name, fps)
+    rejects(lambda: save_video(given, tmp_path / name, fps), message)
     assert not list(tmp_path.iterdir())

@@ -12,10 +12,10 @@ import torch
 
 import vargen.assets
 from vargen.models import component_files
-from vargen.models.component_files import check_network_files
+from vargen.models.component_files import validate_network_files
 from vargen.models.image_text import ImageTextModel
 from vargen.pipelines.registry import FAMILIES, inspect_model
-from vargen.pipelines.videos import check_settings
+from vargen.pipelines.videos import validate_settings
 from vargen.scoring.image_text import load_image_tower
 from vargen.weight_files import read_weight_header
 
@@ -51,16 +51,16 @@ def test_every_field_is_checked(name: str, tmp_path: Path, monkeypatch: Any) -> 
     monkeypatch.setattr(component_files, "read_weight_header", lambda *_: header)
     held = json.loads((ROOT / name / "config.json").read_text("utf-8"))
     kind = KINDS[held["_class_name"]]
-    check_network_files(ROOT / name, kind)
+    validate_network_files(ROOT / name, kind)
     for field in (field for field in held if not field.startswith("_")):
         for value in VALUES:
             (tmp_path / "config.json").write_text(json.dumps({**held, field: value}))
             try:
-                check_network_files(tmp_path, kind)
+                validate_network_files(tmp_path, kind)
             except ValueError as error:
-                told = str(error).replace(str(tmp_path), "")
+                reported = str(error).replace(str(tmp_path), "")
                 possible = value is None or value == 0  # some mean another network, of which the shapes tell
-                assert field in told or (possible and "do not fit the model" in told), (field, value, told)
+                assert field in reported or (possible and "do not fit the model" in reported), (field, value, reported)
             else:
                 assert value is None or value == 0 or field == "codes", (field, value)
 
@@ -121,4 +121,4 @@ def test_a_scorer_is_checked_likewise(field: str, value: Any, tmp_path: Path) ->
 @pytest.mark.parametrize("value", [-1, "x", math.nan, 10**12])
 def test_defaults_of_video_have_bounds(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"defaults: {name} must be"):
-        check_settings({name: value})
+        validate_settings({name: value})

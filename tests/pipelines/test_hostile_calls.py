@@ -45,7 +45,7 @@ def spoilt() -> LlamaGenPipeline:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_pixels_that_are_not_finite_are_an_error_and_no_picture(spoilt, value):
+def test_pixels_that_are_not_finite_are_an_error_and_no_image(spoilt, value):
     with torch.no_grad():
         spoilt.vqvae.decoder.conv_out.bias[1] = value
     for kind in ("pil", "np", "pt"):
@@ -72,20 +72,19 @@ def test_previews_of_bad_pixels_are_refused_too(spoilt):
 
 
 @pytest.mark.parametrize("part", ["encoder.conv_in.weight", "quant_conv.bias", "quantize.embedding.weight"])
-def test_pictures_are_not_encoded_by_weights_that_hold_nan(spoilt, part):
-    picture = Image.new("RGB", (8, 8), "red")
-    assert spoilt.encode_image(picture).shape == (1, 4, 4)
+def test_images_are_not_encoded_by_weights_that_hold_nan(spoilt, part):
+    image = Image.new("RGB", (8, 8), "red")
+    assert spoilt.encode_image(image).shape == (1, 4, 4)
     with torch.no_grad():
         spoilt.vqvae.get_parameter(part).view(-1)[0] = math.nan
     with pytest.raises(NonFinitePixelsError, match="first in image 1 of 1 at token row 0, column 0 of 4 x 4"):
-        spoilt.encode_image(picture)
+        spoilt.encode_image(image)
 
 
-def test_pictures_with_nan_are_refused(classes):
+def test_images_with_nan_are_refused(classes):
     pixels = torch.rand(1, 3, 8, 8)
     pixels[0, 1, 2, 3] = math.nan
-    with pytest.raises(ValueError, match="images"):
-        classes.encode_image(pixels)
+    rejects(lambda: classes.encode_image(pixels), "images")
 
 
 # -- conditions -------------------------------------------------------------------------------------------------------
@@ -99,7 +98,7 @@ def test_a_mask_may_be_a_list(texts):
         assert torch.equal(expected, texts(prompt_embeds=embeds, prompt_mask=given, **options).images)
 
 
-EMBEDS = torch.zeros(1, 12, 384)
+EMBEDS = torch.zeros(1, 12, 32)
 MASK = torch.ones(1, 12)
 
 
@@ -117,7 +116,7 @@ BAD_TEXT_CALLS = [
     ("prompt", {}),
     ("class_labels", {"class_labels": 3}),
     *(("prompt_embeds", {"prompt_embeds": value}) for value in (
-        torch.zeros(1, 5, 384), [[0.0]], EMBEDS[:0], EMBEDS.long(), EMBEDS + math.nan)),
+        torch.zeros(1, 5, 32), [[0.0]], EMBEDS[:0], EMBEDS.long(), EMBEDS + math.nan)),
     *(("prompt_mask", {"prompt_embeds": EMBEDS, "prompt_mask": value}) for value in (
         torch.ones(1, 5), "all", [[1], [1, 2]], [[True] * 5], MASK / 2)),
     ("prompt_mask", {"prompt": "a cat", "prompt_mask": MASK}),
@@ -126,7 +125,7 @@ BAD_TEXT_CALLS = [
     ("negative_prompt_mask", {"prompt": "a cat", "negative_prompt": "red", "negative_prompt_mask": MASK}),
     ("negative_prompt_embeds", {"prompt": "a cat", "negative_prompt": "red", "negative_prompt_embeds": EMBEDS}),
     ("negative_prompt_embeds", {"prompt": "a cat", "negative_prompt_embeds": EMBEDS[:0]}),
-    ("negative_prompt", {"prompt": "a cat", "negative_prompt_embeds": torch.zeros(3, 12, 384)}),
+    ("negative_prompt", {"prompt": "a cat", "negative_prompt_embeds": torch.zeros(3, 12, 32)}),
     ("window", {"prompt": "a cat", "accelerator": WINDOW}),
     ("length", {"prompt": "a cat", "accelerator": LENGTH}),
 ]  # fmt: skip
@@ -149,12 +148,12 @@ def test_bad_calls_of_a_text_model_are_named(texts, argument, arguments):
     rejects(lambda: texts(**arguments), argument)
 
 
-def test_numpys_numbers_draw_what_pythons_draw(texts):
+def test_numpys_numbers_generate_what_pythons_generate(texts):
     plain = {"num_images_per_prompt": 2, "guidance_scale": 2.5, "temperature": 0.5, "top_k": 9, "top_p": 0.5}
     numpys = {name: np.float32(value) if isinstance(value, float) else np.int64(value) for name, value in plain.items()}
     numpys["guidance_interval"] = np.int64(10**6)
-    drawn = [texts("a cat", generator=seeded(3), output_type="latent", **options).images for options in (plain, numpys)]
-    assert torch.equal(*drawn)
+    generated = [texts("a cat", generator=seeded(3), output_type="latent", **options).images for options in (plain, numpys)]
+    assert torch.equal(*generated)
 
 
 # -- callbacks --------------------------------------------------------------------------------------------------------
@@ -165,38 +164,35 @@ def test_numpys_numbers_draw_what_pythons_draw(texts):
     [torch.zeros(1, 3, dtype=torch.int64), torch.zeros(1, 16), [0] * 16, torch.full((1, 16), 64), torch.full((1, 16), -1)],
 )
 def test_a_callback_cannot_put_in_tokens_that_are_none(classes, latents):
-    with pytest.raises((ValueError, TypeError), match="latents that callback_on_step_end returned must be"):
-        classes(class_labels=3, callback_on_step_end=lambda *_: {"latents": latents})
+    rejects(lambda: classes(class_labels=3, callback_on_step_end=lambda *_: {"latents": latents}), "latents")
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"seeds": [1]}, r"seeds must be an int64 tensor \[B\].*got \[1\]"),
-        ({"seeds": torch.ones(1)}, "seeds must be an int64 tensor.*torch.float32"),
-        ({"seeds": torch.ones(1, 1, dtype=torch.int64)}, r"seeds must be an int64 tensor \[B\].*\[1, 1\]"),
-        ({"seeds": torch.ones(0, dtype=torch.int64)}, "seeds must hold one number per image, got none"),
-        ({"sampling": {"temperature": 1}}, "sampling must be a Sampling"),
-        ({"callback": True}, "callback must be a function of a Progress"),
-        ({"model": None}, "model must be a TokenModel.*got None"),
-        ({"seeds": torch.arange(3)}, "condition must have a row for each of the 3 seeds, got 1"),
-        ({"accelerator": None}, "accelerator must be a preset's name or an Accelerator, got None"),
-        ({"sampling": Sampling(top_k=10**30)}, "top_k must be at most the vocabulary of 64 tokens"),
+        ({"seeds": [1]}, "seeds"),
+        ({"seeds": torch.ones(1)}, "seeds"),
+        ({"seeds": torch.ones(1, 1, dtype=torch.int64)}, "seeds"),
+        ({"seeds": torch.ones(0, dtype=torch.int64)}, "seeds"),
+        ({"sampling": {"temperature": 1}}, "sampling"),
+        ({"callback": True}, "callback"),
+        ({"model": None}, "model"),
+        ({"seeds": torch.arange(3)}, "condition"),
+        ({"accelerator": None}, "accelerator"),
+        ({"sampling": Sampling(top_k=10**30)}, "top_k"),
     ],
 )
 def test_decode_says_what_it_takes(classes, change, message):
     condition, _ = classes.encode_condition(class_labels=3)
     arguments = {"model": classes.decoding_model(2.0), "seeds": torch.ones(1, dtype=torch.int64), **change}
-    with pytest.raises((ValueError, TypeError), match=message):
-        decode(condition=condition, **arguments)
+    rejects(lambda: decode(condition=condition, **arguments), message)
 
 
 def test_a_callback_cannot_spoil_tokens_in_place(classes):
-    def spoil(pipe, step, drawn, tensors):
+    def spoil(pipe, step, generated, tensors):
         tensors["latents"].fill_(64)
 
-    with pytest.raises(ValueError, match="tokens that callback_on_step_end changed must be from 0 to 63, got 64 to 64"):
-        classes(class_labels=3, callback_on_step_end=spoil)
+    rejects(lambda: classes(class_labels=3, callback_on_step_end=spoil), "callback_on_step_end")
 
 
 # -- the parts of a call ----------------------------------------------------------------------------------------------
@@ -217,15 +213,13 @@ def test_invalid_tokens_are_not_decoded(classes, case):
 
 
 @pytest.mark.parametrize("images", [None, [], "a.png", [Image.new("RGB", (8, 8)), 7], torch.zeros(8, 8), TOKENS[:0]])
-def test_what_is_no_picture_is_not_encoded(classes, images):
-    with pytest.raises((ValueError, TypeError), match="images"):
-        classes.encode_image(images)
+def test_what_is_no_image_is_not_encoded(classes, images):
+    rejects(lambda: classes.encode_image(images), "images")
 
 
 @pytest.mark.parametrize("rows", [0, -1, 2.5, True])
 def test_max_sequence_length_is_checked(texts, rows):
-    with pytest.raises(ValueError, match="max_sequence_length"):
-        texts.encode_prompt("a cat", max_sequence_length=rows)
+    rejects(lambda: texts.encode_prompt("a cat", max_sequence_length=rows), "max_sequence_length")
 
 
 # -- autocast ---------------------------------------------------------------------------------------------------------
@@ -233,25 +227,25 @@ def test_max_sequence_length_is_checked(texts, rows):
 
 @pytest.mark.parametrize("method", ["ar", "gumbel", "speculative"])
 def test_autocast_around_a_call_changes_nothing(texts, method):
-    pictures = []
+    shown = []
     for context in (contextlib.nullcontext(), torch.autocast("cpu", dtype=torch.bfloat16)):
         accelerator = Accelerator("narrow", Jacobi(4, "gumbel")) if method == "gumbel" else method
         with context:
-            pictures.append(texts("a cat", accelerator=accelerator, generator=seeded(1), output_type="pt").images)
-    assert pictures[1].dtype == torch.float32 and torch.equal(*pictures)
+            shown.append(texts("a cat", accelerator=accelerator, generator=seeded(1), output_type="pt").images)
+    assert shown[1].dtype == torch.float32 and torch.equal(*shown)
 
 
 def test_autocast_around_the_parts_of_a_call_changes_nothing(texts):
     condition, _ = texts.encode_condition("a cat")
     seeds, tokens = torch.tensor([5]), torch.arange(16).view(1, 4, 4)
-    picture = torch.rand(1, 3, 8, 8, generator=seeded(0))
+    image = torch.rand(1, 3, 8, 8, generator=seeded(0))
 
     def parts() -> list[torch.Tensor]:
         return [
             texts.encode_prompt("a cat")[0],
             decode(texts.decoding_model(2.0), condition, seeds).tokens,
             texts.decode_tokens(tokens, output_type="pt"),
-            texts.encode_image(picture),
+            texts.encode_image(image),
         ]
 
     alone = parts()

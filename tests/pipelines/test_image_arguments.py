@@ -25,10 +25,10 @@ def calls(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, int,
     token, scale, video = class_pipeline(), class_var_pipeline(), open_pipeline(video_folder(tmp_path_factory.mktemp("runs")))
     for pipe in (token, scale, video):
         pipe.set_progress_bar_config(disable=True)
-    drawn: Any = {"class_labels": 3, "output_type": "latent"}
+    generated: Any = {"class_labels": 3, "output_type": "latent"}
     made: Any = {"num_blocks": 1, "accelerator": "target", "output_type": "latent"}
     return {
-        "next-scale": ("image", 8, lambda image: scale(image=image, strength=0.4, generator=seeded(), **drawn).images),
+        "next-scale": ("image", 8, lambda image: scale(image=image, strength=0.4, generator=seeded(), **generated).images),
         "video": ("image", 16, lambda image: video("a cat", image=image, generator=seeded(), **made).frames),
         "next-token tokens": ("images", 8, token.encode_image),
         "next-scale tokens": ("images", 8, scale.encode_image),

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from rejects import rejects
 from tiny_models import class_pipeline, tiny_transformer
 
 from vargen.decoding import Accelerator, LayerSkip, decode, speculative_sampling
@@ -14,7 +15,7 @@ def models() -> tuple[LlamaGenTokenModel, Condition]:
     return LlamaGenTokenModel(network, guidance=2.0), Condition(class_labels=torch.tensor([1, 7]))
 
 
-def test_the_view_draws_as_the_network_that_has_only_the_other_layers():
+def test_the_view_generates_as_the_network_that_has_only_the_other_layers():
     model, condition = models()
     short = tiny_transformer("class", n_layer=2)
     state = {name: value for name, value in model.transformer.state_dict().items() if not name.startswith("layers.")}
@@ -25,9 +26,9 @@ def test_the_view_draws_as_the_network_that_has_only_the_other_layers():
     view = model.skip_layers((1, 2))
     assert (model.num_layers, view.num_layers) == (4, 2)
     seeds = torch.arange(2)
-    drawn = decode(view, condition, seeds, "ar")
-    assert torch.equal(drawn.tokens, decode(LlamaGenTokenModel(short, guidance=2.0), condition, seeds, "ar").tokens)
-    assert not torch.equal(drawn.tokens, decode(model, condition, seeds, "ar").tokens)
+    generated = decode(view, condition, seeds, "ar")
+    assert torch.equal(generated.tokens, decode(LlamaGenTokenModel(short, guidance=2.0), condition, seeds, "ar").tokens)
+    assert not torch.equal(generated.tokens, decode(model, condition, seeds, "ar").tokens)
 
 
 def test_the_view_shares_every_weight_and_leaves_the_target_as_it_was():
@@ -56,11 +57,9 @@ def test_a_target_that_skips_nothing_that_matters_accepts_every_draft():
 @pytest.mark.parametrize("layers", [(4,), (-1,), (0, 1, 2, 3)])
 def test_layers_that_cannot_be_skipped_are_refused(layers):
     model, _ = models()
-    with pytest.raises(ValueError, match="some of 0 to 3, but not all"):
-        model.skip_layers(layers)
+    rejects(lambda: model.skip_layers(layers), "some")
     if max(layers) == 4:
-        with pytest.raises(ValueError, match="some of 0 to 3"):
-            LayerSkip(skip=layers).bind(model)
+        rejects(lambda: LayerSkip(skip=layers).bind(model), "some")
 
 
 def test_a_pipeline_says_what_keeps_it_from_skipping():

@@ -2,13 +2,13 @@
 
 import json
 import logging
-import shutil
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from rejects import rejects
 from tiny_models import class_pipeline, text_pipeline, tiny_transformer, tiny_vq
 
 from vargen import LlamaGenPipeline
@@ -67,7 +67,7 @@ def test_guidance_scale_one_equals_the_conditional_model(classes):
     assert torch.equal(one, nearly) and not torch.equal(one, strong)
 
 
-def test_negative_prompt_changes_the_picture(texts):
+def test_negative_prompt_changes_the_image(texts):
     plain = texts("apple", generator=seeded(0)[0], output_type="latent").images
     led_away = texts("apple", negative_prompt="red", generator=seeded(0)[0], output_type="latent").images
     assert not torch.equal(plain, led_away)
@@ -79,8 +79,7 @@ def test_each_prompt_may_have_its_negative_prompt(texts):
     alone = texts("cat", negative_prompt="dog", generator=seeded(2, 3), **options).images
     assert torch.equal(both[2:], alone)
     assert not torch.equal(alone, texts("cat", negative_prompt="red", generator=seeded(2, 3), **options).images)
-    with pytest.raises(ValueError, match="negative_prompt"):
-        texts(["apple", "cat"], negative_prompt=["a", "b", "c"])
+    rejects(lambda: texts(["apple", "cat"], negative_prompt=["a", "b", "c"]), "negative_prompt")
 
 
 def test_negative_prompt_embeds_replace_the_negative_prompt(texts):
@@ -110,7 +109,7 @@ def test_caption_features_are_left_aligned(texts):
 
 
 @pytest.mark.parametrize("text", ["사과를 먹는", "a red apple on a blue table by the calm sea", "apple " * 1667])
-def test_every_prompt_that_is_cut_is_told(texts, text, caplog):
+def test_every_prompt_that_is_cut_is_reported(texts, text, caplog):
     """Hangul too, of which one character is up to three tokens: these six are 15, and the model has twelve rows."""
     tokens = len(texts.tokenizer(text)["input_ids"])
     assert tokens > 12
@@ -167,7 +166,7 @@ def test_interrupt_from_outside_needs_no_callback(classes, monkeypatch):
     assert result.stats.stopped and result.stats.passes == 1
 
 
-def test_prompts_are_encoded_without_the_networks_that_draw(texts):
+def test_prompts_are_encoded_without_the_networks_that_generate(texts):
     alone = LlamaGenPipeline(None, None, texts.text_encoder, texts.tokenizer)
     embeds, mask = alone.encode_prompt("a red apple", max_sequence_length=12)
     expected = texts.encode_prompt("a red apple")
@@ -183,7 +182,7 @@ def test_prompts_are_encoded_without_the_networks_that_draw(texts):
 PRESETS = ("ar", "gsd", "speculative")  # plain; asks for the codebook; has a second network
 
 
-def drawn_by(pipe: LlamaGenPipeline) -> list[torch.Tensor]:
+def generated_by(pipe: LlamaGenPipeline) -> list[torch.Tensor]:
     return [pipe("a red apple", generator=seeded(0)[0], output_type="pt", accelerator=name).images for name in PRESETS]
 
 
@@ -196,29 +195,29 @@ def offloadable() -> LlamaGenPipeline:
     return pipe
 
 
-def test_model_offload_draws_the_same(offloadable):
+def test_model_offload_generates_the_same(offloadable):
     """Weights wait on the CPU, and come for each network's `forward`: so passes must go through it."""
-    expected = drawn_by(offloadable)
+    expected = generated_by(offloadable)
     offloadable.enable_model_cpu_offload(device="cpu")
     hooked = [name for name, part in offloadable.components.items() if hasattr(part, "_hf_hook")]
     assert sorted(hooked) == ["text_encoder", "transformer", "vqvae"]
-    assert all(torch.equal(*pair) for pair in zip(expected, drawn_by(offloadable), strict=True))
+    assert all(torch.equal(*pair) for pair in zip(expected, generated_by(offloadable), strict=True))
     assert offloadable.encode_image(expected[0]).shape == (1, 4, 4)
 
 
-def test_sequential_offload_draws_the_same(offloadable):
+def test_sequential_offload_generates_the_same(offloadable):
     """Every layer's weights come for that layer alone; outside their layer's `forward` they cannot be read."""
     from accelerate import cpu_offload  # diffusers' own method wants an accelerator
 
-    expected = drawn_by(offloadable)
+    expected = generated_by(offloadable)
     for part in ("text_encoder", "transformer", "draft_transformer", "vqvae"):
         cpu_offload(getattr(offloadable, part), torch.device("cpu"))
     assert offloadable.transformer.device.type == "meta"
-    assert all(torch.equal(*pair) for pair in zip(expected, drawn_by(offloadable), strict=True))
+    assert all(torch.equal(*pair) for pair in zip(expected, generated_by(offloadable), strict=True))
     assert offloadable.encode_image(expected[0]).shape == (1, 4, 4)
 
 
-def test_layerwise_casting_draws_the_same():
+def test_layerwise_casting_generates_the_same():
     """Weights stored in float16 and cast back for their layer; these weights lose nothing by it."""
     pipe = text_pipeline()
     pipe.set_progress_bar_config(disable=True)
@@ -269,24 +268,19 @@ def test_compile_is_refused_on_a_cpu_before_work_starts(classes, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_new_transformer_is_compiled_anew(monkeypatch, compiling):
+def test_compiled_passes_generate_the_same_and_a_new_transformer_is_compiled_again(monkeypatch, compiling):
+    """Traced as on a GPU; the code generator behind it is torch's own, another one there."""
     pipe, compiled = class_pipeline(), []
     real = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda module, **_: compiled.append(module) or real(module, backend="eager"))
+    monkeypatch.setattr(torch, "compile", lambda module, **_: compiled.append(module) or real(module, backend="aot_eager"))
     pipe.set_progress_bar_config(disable=True)
+    options = {"class_labels": [1, 2], "temperature": 0, "output_type": "latent"}
+    plain = pipe(**options).images
     for _ in range(2):
-        pipe(class_labels=3, compile=True)
+        assert torch.equal(pipe(**options, compile=True).images, plain)
     first, pipe.transformer = pipe.transformer, tiny_transformer("class", n_layer=1)
-    pipe(class_labels=3, compile=True)
+    pipe(**options, compile=True)
     assert compiled == [first, pipe.transformer]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not any(map(shutil.which, ("g++", "c++", "clang++"))), reason="torch.compile needs a C++ compiler here")
-def test_compiled_passes_draw_the_same(classes, compiling):
-    plain = classes(class_labels=[1, 2], temperature=0, output_type="latent").images
-    compiled = classes(class_labels=[1, 2], temperature=0, output_type="latent", compile=True).images
-    assert torch.equal(plain, compiled)
 
 
 def test_encode_image_inverts_the_size(classes):

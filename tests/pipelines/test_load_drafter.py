@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rejects import rejects
 from tiny_models import class_pipeline, class_var_pipeline
 
 from vargen import LlamaGenPipeline
@@ -24,7 +25,7 @@ def saved(folder: Path, kind: str = "eagle", **changes) -> Path:
     return folder
 
 
-def drawn(pipe: LlamaGenPipeline, accelerator):
+def generated(pipe: LlamaGenPipeline, accelerator):
     generators = [torch.Generator().manual_seed(seed) for seed in (3, 4)]
     pipe.set_progress_bar_config(disable=True)
     options = {"accelerator": accelerator, "generator": generators, "output_type": "latent", "guidance_scale": 2.0}
@@ -35,17 +36,17 @@ def drawn(pipe: LlamaGenPipeline, accelerator):
 def test_a_loaded_drafter_drafts_and_is_saved_along(kind: str, drafter, tmp_path: Path) -> None:
     pipe, method = class_pipeline(), Accelerator("same", drafter, shared_noise)
     with pytest.raises(ValueError, match=rf"\({kind}\), and this pipeline has none"):
-        drawn(pipe, method)
+        generated(pipe, method)
     assert pipe.load_drafter(saved(tmp_path / "trained", kind)) == kind
-    found = drawn(pipe, method)
-    assert torch.equal(found.images, drawn(pipe, "ar").images) and found.stats.passes < 16
+    found = generated(pipe, method)
+    assert torch.equal(found.images, generated(pipe, "ar").images) and found.stats.passes < 16
 
     pipe.save_pretrained(tmp_path / "model")
     assert json.loads((tmp_path / "model" / "model_index.json").read_text())[kind][1] == DRAFTERS[kind][0].__name__
     again = LlamaGenPipeline.from_pretrained(tmp_path / "model")
     expected = getattr(pipe, kind).state_dict()
     assert all(torch.equal(value, expected[name]) for name, value in getattr(again, kind).state_dict().items())
-    assert torch.equal(drawn(again, method).images, found.images)
+    assert torch.equal(generated(again, method).images, found.images)
 
 
 @pytest.mark.parametrize("changes", [{"dim": 48}, {"vocab_size": 96}, {"grid_size": 8}])
@@ -64,8 +65,7 @@ def test_a_drafter_of_other_sizes_is_refused_before_its_weights_are_read(kind, c
 
 def test_what_is_no_drafter_is_refused(tmp_path: Path) -> None:
     pipe = class_pipeline()
-    with pytest.raises(ValueError, match="drafter"):
-        pipe.load_drafter(tmp_path / "nowhere")
+    rejects(lambda: pipe.load_drafter(tmp_path / "nowhere"), "drafter")
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"config\.json is missing"):
         pipe.load_drafter(tmp_path / "empty")
@@ -75,14 +75,11 @@ def test_what_is_no_drafter_is_refused(tmp_path: Path) -> None:
     folder = saved(tmp_path / "cut")
     weights = folder / "diffusion_pytorch_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:100])
-    with pytest.raises(ValueError, match="damaged"):
-        pipe.load_drafter(folder)
+    rejects(lambda: pipe.load_drafter(folder), "damaged")
     (saved(tmp_path / "code") / "model.py").write_text("print('hello')")
-    with pytest.raises(ValueError, match="program code"):
-        pipe.load_drafter(tmp_path / "code")
+    rejects(lambda: pipe.load_drafter(tmp_path / "code"), "code")
     (tmp_path / "trained").mkdir()
-    with pytest.raises(ValueError, match="drafters of a VARPipeline are none"):
-        class_var_pipeline().load_drafter(saved(tmp_path / "trained"))
+    rejects(lambda: class_var_pipeline().load_drafter(saved(tmp_path / "trained")), "drafters")
 
 
 def test_a_packaged_drafter_is_found_by_its_name(tmp_path: Path, monkeypatch) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rejects import rejects
 from tiny_models import class_pipeline, text_pipeline, tiny_transformer
 
 from vargen import LlamaGenPipeline
@@ -30,7 +31,7 @@ def saved(folder: Path, small: dict | None = None, up: dict | None = None) -> tu
     return folder / "low", folder / "up"
 
 
-def drawn(pipe: LlamaGenPipeline, accelerator, labels=(3, 4)):
+def generated(pipe: LlamaGenPipeline, accelerator, labels=(3, 4)):
     generators = [torch.Generator().manual_seed(seed) for seed in labels]
     pipe.set_progress_bar_config(disable=True)
     options = {"accelerator": accelerator, "generator": generators, "output_type": "latent", "guidance_scale": 2.0}
@@ -42,19 +43,19 @@ def drawn(pipe: LlamaGenPipeline, accelerator, labels=(3, 4)):
 def test_a_low_resolution_drafts_and_is_saved_along(method, trained, tmp_path: Path) -> None:
     pipe = class_pipeline()
     with pytest.raises(ValueError, match="need a model for it beside this one"):
-        drawn(pipe, method)
+        generated(pipe, method)
     low, up = saved(tmp_path)
     pipe.load_low_res(low, up if trained else None)
-    found = drawn(pipe, method)
+    found = generated(pipe, method)
     assert found.stats.passes < 16
-    alone = torch.cat([drawn(pipe, method, (label,)).images for label in (3, 4)])
+    alone = torch.cat([generated(pipe, method, (label,)).images for label in (3, 4)])
     assert torch.equal(alone, found.images)
 
     pipe.save_pretrained(tmp_path / "model")
     index = json.loads((tmp_path / "model" / "model_index.json").read_text())
     assert index["low_res"][1] == "LlamaGenTransformer" and (index["upsampler"][1] == "TokenUpsampler") == trained
     again = LlamaGenPipeline.from_pretrained(tmp_path / "model")
-    assert torch.equal(drawn(again, method).images, found.images)
+    assert torch.equal(generated(again, method).images, found.images)
 
 
 def test_captions_condition_both() -> None:
@@ -62,17 +63,17 @@ def test_captions_condition_both() -> None:
     pipe.register_modules(low_res=tiny_transformer("text", grid_size=2, n_layer=1))
     pipe.set_progress_bar_config(disable=True)
     options = {"accelerator": MULO, "output_type": "latent", "guidance_scale": 2.0}
-    pictures = [pipe(p, generator=torch.Generator().manual_seed(0), **options).images for p in ("a cat", "a house")]
-    assert not torch.equal(*pictures)
+    pixels = [pipe(p, generator=torch.Generator().manual_seed(0), **options).images for p in ("a cat", "a house")]
+    assert not torch.equal(*pixels)
 
 
-def test_small_pictures_have_noise_of_their_own(monkeypatch) -> None:
+def test_small_images_have_noise_of_their_own(monkeypatch) -> None:
     """Were the same noise to draw both, drafts would know what the target is about to draw."""
     pipe, seeds = class_pipeline(), []
     pipe.register_modules(low_res=tiny_transformer("class", grid_size=2, n_layer=1))
     decode = llamagen_low_res.decode
     monkeypatch.setattr(llamagen_low_res, "decode", lambda *given: seeds.append(given[2]) or decode(*given))
-    drawn(pipe, EXACT)
+    generated(pipe, EXACT)
     (used,) = seeds
     assert len(used) == 2 and used[0] != used[1] and not {3, 4} & set(used.tolist())
 
@@ -120,7 +121,7 @@ def test_less_than_a_row_shows_nothing(tmp_path) -> None:
 
 
 @torch.inference_mode()
-def test_a_picture_as_it_was_drawn_stays(tmp_path) -> None:
+def test_an_image_as_it_was_generated_stays(tmp_path) -> None:
     """The noise of the rows behind is that which drew them first."""
     model, state = refreshing(tmp_path)
     shown = state.low.view(2, 4, 1, 4, 1).expand(2, 4, 2, 4, 2).reshape(2, 64)
@@ -131,7 +132,7 @@ def test_a_picture_as_it_was_drawn_stays(tmp_path) -> None:
 
 
 @torch.inference_mode()
-def test_what_follows_is_what_the_model_draws_behind_what_was_committed(tmp_path) -> None:
+def test_what_follows_is_what_the_model_generates_after_what_was_committed(tmp_path) -> None:
     """Also the second time, and of images at other rows; a whole prefix fed at once says so."""
     model, state = refreshing(tmp_path)
     tokens = torch.randint(64, (2, 64), generator=torch.Generator().manual_seed(1))
@@ -148,18 +149,17 @@ def test_what_follows_is_what_the_model_draws_behind_what_was_committed(tmp_path
 @pytest.mark.parametrize(("small", "up", "message"), [
     ({"grid_size": 4}, {}, "grid_size 4 must divide 4"),
     ({"grid_size": 3}, {}, "grid_size 3 must divide"),
-    ({"vocab_size": 32}, {}, "vocab_size of low_res is 32"),
-    ({"num_classes": 5}, {}, "num_classes of low_res is 5"),
-    ({}, {"vocab_size": 32}, "vocab_size of upsampler is 32"),
-    ({}, {"low_grid": 1}, "low_grid of upsampler is 1"),
-    ({}, {"grid_size": 8}, "grid_size of upsampler is 8"),
+    ({"vocab_size": 32}, {}, "vocab_size"),
+    ({"num_classes": 5}, {}, "num_classes"),
+    ({}, {"vocab_size": 32}, "vocab_size"),
+    ({}, {"low_grid": 1}, "low_grid"),
+    ({}, {"grid_size": 8}, "grid_size"),
 ])  # fmt: skip
 def test_networks_that_do_not_belong_are_refused_before_weights_are_read(small, up, message, tmp_path, monkeypatch) -> None:
     low, above = saved(tmp_path, small, up)
     monkeypatch.setattr(LlamaGenTransformer, "from_pretrained", None)
     pipe = class_pipeline()
-    with pytest.raises(ValueError, match=message):
-        pipe.load_low_res(low, above)
+    rejects(lambda: pipe.load_low_res(low, above), message)
     assert pipe.low_res is None and pipe.upsampler is None
 
 
@@ -183,8 +183,7 @@ def test_folders_without_networks_and_with_code_are_refused(tmp_path) -> None:
         with pytest.raises(ValueError, match="drafter"):
             class_pipeline().load_low_res(*folders)
     (up / "upsampler" / "more.py").write_text("")
-    with pytest.raises(ValueError, match=r"more\.py"):
-        class_pipeline().load_low_res(low, up)
+    rejects(lambda: class_pipeline().load_low_res(low, up), "more.py")
 
 
 def test_an_upsampler_alone_is_refused() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rejects import rejects
 from tiny_models import class_pipeline, text_pipeline, tiny_transformer, tiny_vq
 
 import vargen
@@ -30,8 +31,7 @@ def test_open_pipeline_finds_the_class_in_the_folder(folder: Path) -> None:
     pipe = open_pipeline(folder, torch_dtype=torch.float64)
     assert type(pipe) is LlamaGenPipeline and pipe.transformer.dtype == torch.float64
     assert list(pipe.config.prompt_styles) == ["3d", "flat"] and pipe.default_sampling["top_k"] == 7
-    with pytest.raises(ValueError, match="unknown model 'emojj': did you mean 'emoji'"):
-        open_pipeline("emojj")
+    rejects(lambda: open_pipeline("emojj"), "emojj")
 
 
 def test_a_folder_of_no_family_is_refused(folder: Path, tmp_path: Path) -> None:
@@ -75,10 +75,8 @@ def test_methods_say_why_not() -> None:
 
 
 def test_methods_of_another_family_are_refused() -> None:
-    with pytest.raises(ValueError, match="'ar' is for next-token models, and this is a next-scale one"):
-        resolve_method("ar", "next-scale")
-    with pytest.raises(ValueError, match="unknown accelerator 'sdj'; did you mean 'sjd'"):
-        resolve_method("sdj", "next-token")
+    rejects(lambda: resolve_method("ar", "next-scale"), "next-scale")
+    rejects(lambda: resolve_method("sdj", "next-token"), "sdj")
     assert resolve_method("sjd") is PRESETS["sjd"]
 
 
@@ -89,8 +87,7 @@ def test_styles_of_the_packaged_model_are_those_of_its_captions() -> None:
 
 @pytest.mark.parametrize("styles", ["flat", ["3d", 4], ["", "flat"], {"3d": 1}])
 def test_styles_must_be_words(styles: object) -> None:
-    with pytest.raises(ValueError, match="prompt_styles"):
-        LlamaGenPipeline(**class_pipeline().components, prompt_styles=styles)
+    rejects(lambda: LlamaGenPipeline(**class_pipeline().components, prompt_styles=styles), "prompt_styles")
 
 
 def test_a_device_may_be_named_at_opening(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,8 +112,7 @@ def test_an_unknown_argument_of_opening_is_named(folder: Path, name: str) -> Non
         LlamaGenPipeline.from_pretrained(folder, **{name: 1})
     with pytest.raises(TypeError, match=r"^eagle is no argument"):  # of this family
         open_pipeline("emoji-var", eagle=None)
-    with pytest.raises(TypeError, match=r"^device is no argument.*open_pipeline\(name, device="):
-        LlamaGenPipeline.from_pretrained(folder, device="cpu")
+    rejects(lambda: LlamaGenPipeline.from_pretrained(folder, device="cpu"), "device", TypeError)
 
 
 # Verbs that take or make files of one family are named after it.

@@ -35,7 +35,7 @@ def model_and_condition(kind: str, scale: float, images: int, compress: bool) ->
         return model, Condition(class_labels=torch.arange(images) % 10)
     generator = torch.Generator().manual_seed(2)
     mask = torch.arange(12) >= torch.randint(11, (images, 1), generator=generator)
-    rows = torch.randn(images, 12, 384, generator=generator) * mask[..., None]
+    rows = torch.randn(images, 12, 32, generator=generator) * mask[..., None]
     return model, Condition(caption_embeds=rows, caption_mask=mask)
 
 
@@ -104,7 +104,7 @@ def _of(condition: Condition, image: int) -> Condition:
     (SpeculativeTree(DynamicTree(7, 3, 3), "without-replacement"), traversal),
     (JacobiTree(make_fan(9, 2, 2)), recursive_rejection),
 ], ids=["dynamic", "jacobi"])  # fmt: skip
-def test_probabilities_behind_a_whole_run_are_those_of_one_pass(drafter, rule):
+def test_probabilities_after_a_whole_run_are_those_of_one_pass(drafter, rule):
     """Each pass of a run over trees says of the committed tokens what teacher forcing says of them."""
     model, condition = model_and_condition("class", 2.0, 3, True)
     model.draft_model = LlamaGenTokenModel(tiny_transformer("class", grid_size=GRID, n_layer=1), 2.0)

@@ -251,7 +251,7 @@ def test_whatever_a_folder_may_name_exists_and_is_what_we_save(saved: Path, tmp_
         assert any(hasattr(importlib.import_module(library), name) for library, name in component.paths)
     class_pipeline().save_pretrained(tmp_path / "class")
     for folder in (saved, tmp_path / "class"):
-        found = loading.check_model_folder(folder, LLAMAGEN, {"trust_remote_code": False})
+        found = loading.validate_model_folder(folder, LLAMAGEN, {"trust_remote_code": False})
         assert found.path == folder and found.family is LLAMAGEN
 
 

@@ -1,10 +1,10 @@
 """A scorer's card tells what was measured on the weights that are packaged."""
 
 import numpy as np
-import pytest
 import torch
 from PIL import Image
 from PIL.ImageFilter import GaussianBlur
+from rejects import rejects
 
 from recipes.emoji.dataset import EmojiDataset
 from recipes.emoji.scorer_evaluation import blur, mismatched_captions
@@ -26,7 +26,7 @@ def test_foreign_captions_are_of_another_concept_of_the_group() -> None:
     assert mismatched_captions(data(), [0, 2]) == ["thing 2", "thing 0"], "none of the group is there"
 
 
-def test_blurring_is_the_blur_of_pictures_on_white() -> None:
+def test_blurring_is_the_blur_of_images_on_white() -> None:
     image = Image.new("RGB", (64, 64), "white")
     image.paste((200, 30, 60), (20, 24, 44, 40))
     ours = blur(torch.from_numpy(np.array(image)).permute(2, 0, 1)[None].float() / 255, 2.0, padding=1.0)[0]
@@ -35,6 +35,5 @@ def test_blurring_is_the_blur_of_pictures_on_white() -> None:
 
 
 def test_an_unfinished_run_is_refused(tmp_path) -> None:
-    with pytest.raises(FileNotFoundError, match="scorer is missing"):
-        package_scorer(tmp_path, tmp_path, data(), tmp_path / "out")
+    rejects(lambda: package_scorer(tmp_path, tmp_path, data(), tmp_path / "out"), "scorer", FileNotFoundError)
     assert not (tmp_path / "out").exists()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rejects import rejects
 from safetensors.torch import load_file
 from tiny_models import tiny_multi_scale_vq, tiny_var
 
@@ -24,13 +25,13 @@ def runs(tmp_path: Path) -> dict[str, Path]:
     found = {name: tmp_path / name for name in ("tokenizer", "model", "small")}
     tiny_multi_scale_vq().save_pretrained(found["tokenizer"] / "vqvae")
     for seed, name in enumerate(("model", "small")):
-        tiny_var("text", seed).save_pretrained(found[name] / "transformer")
+        tiny_var("text", seed, caption_dim=384).save_pretrained(found[name] / "transformer")
         (found[name] / "log.jsonl").write_text(json.dumps(FIGURES) + "\n")
     (found["tokenizer"] / "log.jsonl").write_text(json.dumps({"step": 30, "seconds": 7200.0, "psnr": 22.5}) + "\n")
     return found
 
 
-def test_the_folder_opens_and_draws_with_a_borrowed_encoder(runs: dict[str, Path], tmp_path: Path) -> None:
+def test_the_folder_opens_and_generates_with_a_borrowed_encoder(runs: dict[str, Path], tmp_path: Path) -> None:
     named = {"small_run": runs["small"], "defaults": {"temperature": 0.7, "top_k": 32}, "note": "On a slow machine."}
     folder = package_var(runs["tokenizer"], runs["model"], tmp_path / "out", SHARED_FROM, **named)
     assert not (folder / "text_encoder").exists() and not (folder / "tokenizer").exists()
@@ -57,6 +58,5 @@ def test_an_unfinished_run_leaves_the_old_folder(runs: dict[str, Path], tmp_path
 
 def test_runs_of_different_tokenizers_are_not_joined(runs: dict[str, Path], tmp_path: Path) -> None:
     (runs["small"] / "latents-0123456789abcdef-0-8-7.npy").write_bytes(b"")
-    with pytest.raises(ValueError, match="small was trained on the latents of another tokenizer"):
-        package_var(runs["tokenizer"], runs["model"], tmp_path / "out", SHARED_FROM, runs["small"])
+    rejects(lambda: package_var(runs["tokenizer"], runs["model"], tmp_path / "out", SHARED_FROM, runs["small"]), "small")
     assert not (tmp_path / "out").exists()

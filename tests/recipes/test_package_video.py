@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rejects import rejects
 from safetensors.torch import load_file
 
 import vargen.assets
@@ -96,13 +97,10 @@ def test_what_does_not_belong_together_is_not_joined(runs: dict[str, Path], tmp_
         join(runs, tmp_path / "out")
     (runs["drafter"] / "sampling.json").write_text(json.dumps(HOW))
     CausalVideoTransformer(**{**SHAPE, "block_frames": 3}).save_pretrained(runs["drafter"] / "transformer")
-    with pytest.raises(ValueError, match="geometry of the drafter must be the target's"):
-        join(runs, tmp_path / "out")
+    rejects(lambda: join(runs, tmp_path / "out"), "geometry")
     next(runs["drafter"].glob("latents-*.npy")).rename(runs["drafter"] / "latents-0123456789abcdef.npy")
-    with pytest.raises(ValueError, match="latents of another autoencoder"):
-        join(runs, tmp_path / "out")
-    with pytest.raises(ValueError, match="weight_format must be one of"):
-        join(runs, tmp_path / "out", weight_format="int4")
+    rejects(lambda: join(runs, tmp_path / "out"), "latents")
+    rejects(lambda: join(runs, tmp_path / "out", weight_format="int4"), "weight_format")
     monkeypatch.setitem(MAX_BYTES, "emoji-video", 1000)
     with pytest.raises(ValueError, match="store it as int8"):
         package_video(runs["vae"], runs["target"], tmp_path / "out", SHARED_FROM)

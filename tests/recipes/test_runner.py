@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rejects import rejects
 from typer.testing import CliRunner
 
 import vargen.assets
@@ -94,8 +95,7 @@ def test_every_recipe_takes_or_refuses_a_run_of_one_step(name: str, caplog: pyte
     """A tokenizer has parts that need their steps; a warm-up is cut, and that is logged."""
     caplog.set_level("WARNING", "vargen")
     if RECIPES[name].config in (TokenizerConfig, MultiScaleTokenizerConfig):
-        with pytest.raises(ValueError, match=r"steps must be at least \d+"):
-            load(name, 1)
+        rejects(lambda: load(name, 1), "steps")
         whole = load(name)
         least = whole.autoencoder_steps + whole.decoder_steps + 1
         assert load(name, least).schedule.steps == least
@@ -120,8 +120,7 @@ def test_sampling_weights_are_part_of_a_multi_scale_tokenizer(folder: Path) -> N
     weights = load_config("mine.toml", MultiScaleTokenizerConfig).sampling_weights
     assert (weights.skin_tones, weights.styles) == (0.5, {"noto": 2})
     Path("mine.toml").write_text("[model]\nch = 32\n[sampling_weights]\nstyles = {noto = -2}\n")
-    with pytest.raises(ValueError, match="styles"):
-        load_config("mine.toml", MultiScaleTokenizerConfig)
+    rejects(lambda: load_config("mine.toml", MultiScaleTokenizerConfig), "styles")
 
 
 def test_a_recipe_is_trained_with_the_settings_asked_for(images: Path) -> None:

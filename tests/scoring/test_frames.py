@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from rejects import rejects
 
 from vargen.scoring.frames import FrameScorer, jump
 from vargen.scoring.protocol import FunctionScorer, NonFiniteScoreError
@@ -53,7 +54,5 @@ def test_what_is_no_score_is_an_error() -> None:
     view = SimpleNamespace(frames=moving(0.5, 0.1), previous=None)
     with pytest.raises(NonFiniteScoreError):
         FrameScorer(lambda images, prompts: [float("nan")] * 4).bind("a")(view)
-    with pytest.raises(ValueError, match="step_weight"):
-        FrameScorer(lambda images, prompts: [], -1)
-    with pytest.raises(TypeError, match="scorer must be"):
-        FrameScorer(3)
+    rejects(lambda: FrameScorer(lambda images, prompts: [], -1), "step_weight")
+    rejects(lambda: FrameScorer(3), "scorer", TypeError)

@@ -22,7 +22,7 @@ ENCODER = vargen.assets.packaged_model_path("emoji")
 PROMPTS = ["a red apple", "two dogs on a bench, 3d style, with very many more words than " + "thirty-five tokens " * 12]
 
 
-def pictures(size: tuple[int, int] = (40, 56), count: int = 2) -> list[Image.Image]:
+def shown(size: tuple[int, int] = (40, 56), count: int = 2) -> list[Image.Image]:
     random = np.random.default_rng(0)
     return [Image.fromarray(random.integers(0, 256, (*size, 3), dtype=np.uint8)) for _ in range(count)]
 
@@ -66,7 +66,7 @@ def small_official(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_image_reward_scores_as_the_package_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     official = small_official(tmp_path, monkeypatch)
-    images = pictures()
+    images = shown()
     expected = [official.score(prompt, image) for prompt, image in zip(PROMPTS, images, strict=True)]
     weights = f"weights={tmp_path / 'ImageReward.pt'}"
     alone = [open_scorer(f"image-reward:{weights}").score([i], [p])[0] for p, i in zip(PROMPTS, images, strict=True)]
@@ -112,7 +112,7 @@ def test_clip_reads_a_local_checkpoint_and_names_it(tmp_path: Path, monkeypatch:
     torch.save(network.state_dict(), tmp_path / "tiny.pt")
     scorer = open_scorer(f"clip:model=tiny-clip,weights={tmp_path / 'tiny.pt'},prefix=a photo of", batch_size=1)
     assert "tiny-clip" in scorer.name and "tiny.pt" in scorer.name
-    images = pictures((32, 32), 6)
+    images = shown((32, 32), 6)
     scores = scorer.score(images, ["a dog", "an emoji of a house"] * 3)
     tokens = open_clip.get_tokenizer("tiny-clip")(["a photo of a dog", "a photo of an emoji of a house"])
     with torch.no_grad():
@@ -141,7 +141,7 @@ def scorer_run(tmp_path: Path) -> Path:
 def test_the_scorer_of_a_training_run_opens_and_scores(scorer_run: Path) -> None:
     scorer = open_scorer(str(scorer_run))
     assert isinstance(scorer, ImageTextScorer)
-    images = pictures((48, 48))
+    images = shown((48, 48))
     scores = scorer.score(images, PROMPTS)
     model = scorer.model
     with torch.inference_mode():
@@ -150,10 +150,10 @@ def test_the_scorer_of_a_training_run_opens_and_scores(scorer_run: Path) -> None
     assert not torch.allclose(scores, scorer.score(images, PROMPTS[::-1])), "prompts make no difference"
 
 
-def test_fixed_captions_cancel_how_well_a_picture_fits_anything(scorer_run: Path) -> None:
+def test_fixed_captions_cancel_how_well_an_image_fits_anything(scorer_run: Path) -> None:
     (scorer_run / "scorer.json").write_text(json.dumps({"captions": ["a blue car", "a green tree"]}))
     scorer = open_scorer(str(scorer_run))
-    image = pictures((48, 48), 1)
+    image = shown((48, 48), 1)
     first, second = (float(scorer.score(image, [text])) for text in ("a blue car", "a green tree"))
     assert first != second and abs(first + second) < 1e-4
 

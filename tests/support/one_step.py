@@ -44,21 +44,21 @@ def one_step(rule, p: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor, torc
     Each draft d is offered with probability q(d); the coin's threshold is found by bisection on the rule itself.
     """
     B, V = p.shape
-    total, granted = torch.zeros_like(p), torch.zeros_like(p)
+    total, spent = torch.zeros_like(p), torch.zeros_like(p)
     rows = p[:, None].expand(B, 2, V)
     for d in range(V):
         draft = Draft(torch.full((B, 1), d), Tree.make_chain(1), q[:, None])
         low, high = torch.zeros(B, dtype=torch.float64), torch.ones(B, dtype=torch.float64)
         for _ in range(60):
             middle = (low + high) / 2
-            coins = Coins(0.0, B, 2)
-            coins.uniform = lambda purpose, middle=middle: middle[:, None].expand(B, 2)  # type: ignore[method-assign]
-            accepted = rule(rows, draft, coins, torch.zeros(B, dtype=torch.float64)).count > 1
+            uniforms = Coins(0.0, B, 2)
+            uniforms.uniform = lambda purpose, middle=middle: middle[:, None].expand(B, 2)  # type: ignore[method-assign]
+            accepted = rule(rows, draft, uniforms, torch.zeros(B, dtype=torch.float64)).count > 1
             low, high = torch.where(accepted, middle, low), torch.where(accepted, high, middle)
         refused = Coins(1e300, B, 2)  # no ratio is that large, unless q is 0: then the draft is never offered
         assert ((rule(rows, draft, refused, torch.zeros(B, dtype=torch.float64)).count == 1) | (q[:, d] == 0)).all()
         left = refused.drawn_from[-1][:, 0]  # the last draw of a rule is the token
         total[:, d] += q[:, d] * low
         total += (q[:, d] * (1 - low))[:, None] * left / left.sum(-1, keepdim=True)
-        granted[:, d] = low
-    return total, granted
+        spent[:, d] = low
+    return total, spent

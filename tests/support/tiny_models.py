@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
+import shutil
+import tempfile
+from functools import cache
 from pathlib import Path
 
 import torch
 from transformers import AutoTokenizer
 
-import vargen.assets
+from vargen.assets import packaged_model_path
 from vargen.models.llamagen import LlamaGenTransformer
 from vargen.models.text_encoder import MiniLMTextEncoder
 from vargen.models.tokenizers.multi_scale_vq import MultiScaleVQModel
@@ -15,6 +19,19 @@ from vargen.models.tokenizers.vq import VQModel
 from vargen.models.var import VARTransformer
 from vargen.pipelines.llamagen import LlamaGenPipeline
 from vargen.pipelines.var import VARPipeline
+
+
+@cache
+def tiny_encoder() -> Path:
+    """A folder with a text encoder of one narrow layer and the packaged tokenizer; its features have 32 columns."""
+    folder = Path(tempfile.mkdtemp(prefix="vargen-encoder-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        network = MiniLMTextEncoder(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
+    network.save_pretrained(folder / "text_encoder")
+    shutil.copytree(packaged_model_path("emoji") / "tokenizer", folder / "tokenizer")
+    return folder
 
 
 def tiny_vq() -> VQModel:
@@ -28,12 +45,15 @@ def tiny_transformer(condition: str = "text", **overrides) -> LlamaGenTransforme
     torch.manual_seed(0)
     arguments = {
         "dim": 32, "n_layer": 2, "n_head": 2, "vocab_size": 64, "grid_size": 4, "num_classes": 10,
-        "caption_dim": 384, "cls_token_num": 12, "multiple_of": 32, **overrides,
+        "caption_dim": 32, "cls_token_num": 12, "multiple_of": 32, **overrides,
     }  # fmt: skip
     model = LlamaGenTransformer(condition=condition, **arguments).eval()
     torch.nn.init.normal_(model.output.weight, std=0.3)  # zero as built: every probs would be uniform
     for layer in model.layers:
         torch.nn.init.normal_(layer.attention.wqkv.weight, std=0.2)
+    if condition == "text":
+        for layer in (model.cls_embedding.cap_proj.fc1, model.cls_embedding.cap_proj.fc2):
+            torch.nn.init.normal_(layer.weight, std=0.5)
     return model
 
 
@@ -43,13 +63,12 @@ def class_pipeline(**overrides) -> LlamaGenPipeline:
     )
 
 
-def text_pipeline(encoder: Path | None = None, **overrides) -> LlamaGenPipeline:
-    encoder = encoder or Path(vargen.assets.__file__).parent / "emoji"
+def text_pipeline(**overrides) -> LlamaGenPipeline:
     return LlamaGenPipeline(
         vqvae=tiny_vq(),
         transformer=tiny_transformer("text", **overrides),
-        text_encoder=MiniLMTextEncoder.from_pretrained(encoder / "text_encoder"),
-        tokenizer=AutoTokenizer.from_pretrained(encoder / "tokenizer"),
+        text_encoder=MiniLMTextEncoder.from_pretrained(tiny_encoder() / "text_encoder"),
+        tokenizer=AutoTokenizer.from_pretrained(tiny_encoder() / "tokenizer"),
     )
 
 
@@ -68,7 +87,7 @@ def tiny_var(condition: str = "text", seed: int = 0, **overrides) -> VARTransfor
     """Weights large enough that pictures depend on their condition; much is zero as built."""
     shape = {
         "scales": (1, 2, 3, 4), "depth": 2, "dim": 32, "n_head": 2, "vocab_size": 64, "code_dim": 8, "num_classes": 10,
-        "caption_dim": 384, "caption_rows": 12, **overrides,
+        "caption_dim": 32, "caption_rows": 12, **overrides,
     }  # fmt: skip
     model = VARTransformer(condition=condition, **shape).eval()
     generator = torch.Generator().manual_seed(seed)
@@ -87,13 +106,12 @@ def class_var_pipeline(draft: bool = True, vq: dict | None = None, **overrides) 
     )
 
 
-def text_var_pipeline(encoder: Path | None = None, draft: bool = True, **overrides) -> VARPipeline:
-    encoder = encoder or Path(vargen.assets.__file__).parent / "emoji"
+def text_var_pipeline(draft: bool = True, **overrides) -> VARPipeline:
     return VARPipeline(
         vqvae=tiny_multi_scale_vq(),
         transformer=tiny_var("text", **overrides),
-        text_encoder=MiniLMTextEncoder.from_pretrained(encoder / "text_encoder"),
-        tokenizer=AutoTokenizer.from_pretrained(encoder / "tokenizer"),
+        text_encoder=MiniLMTextEncoder.from_pretrained(tiny_encoder() / "text_encoder"),
+        tokenizer=AutoTokenizer.from_pretrained(tiny_encoder() / "tokenizer"),
         draft_transformer=tiny_var("text", seed=5, depth=1, dim=16, n_head=1) if draft else None,
         defaults={"guidance_scale": 3.0},
     )

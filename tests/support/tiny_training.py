@@ -2,37 +2,17 @@
 
 from __future__ import annotations
 
-import atexit
-import shutil
-import tempfile
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-import vargen.assets
 from recipes.emoji.dataset import EmojiDataset
-from vargen.models.text_encoder import MiniLMTextEncoder
 from vargen.training.config import Schedule
 from vargen.training.next_token import NextTokenConfig
 from vargen.training.run import Trainer, TrainingRun
-
-
-@cache
-def tiny_encoder() -> Path:
-    """A folder with a text encoder of one narrow layer and the packaged tokenizer; its features have 32 columns."""
-    folder = Path(tempfile.mkdtemp(prefix="vargen-encoder-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        network = MiniLMTextEncoder(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
-    network.save_pretrained(folder / "text_encoder")
-    shutil.copytree(vargen.assets.packaged_model_path("emoji") / "tokenizer", folder / "tokenizer")
-    return folder
 
 
 def data(count: int = 24, size: int = 16) -> EmojiDataset:

@@ -32,7 +32,7 @@ def test_a_single_dark_pixel_makes_a_patch_no_blank():
     assert (found[:, :, :2].flatten(1)[:, 1:] == tokens_of.code).all()
 
 
-def test_the_code_is_that_of_an_empty_picture_whatever_the_size_and_the_decoder():
+def test_the_code_is_that_of_an_empty_image_whatever_the_size_and_the_decoder():
     vqvae = tiny_vq()
     tokens_of, digest = BackgroundTokenizer(vqvae), hash_tokens(vqvae)
     found = vqvae.encode(torch.ones(1, 3, 32, 32)).flatten().bincount()

@@ -18,10 +18,10 @@ from vargen.cli.options import (
     Json,
     Threads,
     TorchThreads,
-    check_range,
     parse_int_list,
     require_device,
     select_dtype,
+    validate_range,
 )
 from vargen.cli.results import ResultWriter
 from vargen.device import set_threads, validate_compile
@@ -70,7 +70,7 @@ def step(
     """
     widths = parse_int_list(tokens_per_pass, "tokens_per_pass")
     batches = parse_int_list(batch_size, "batch_size", _MAX_BATCH)
-    check_range(repeats, "repeats", 1)
+    validate_range(repeats, "repeats", 1)
     results = ResultWriter(as_json, plot)
     from vargen.evaluation.networks import official_sizes
 
@@ -146,7 +146,7 @@ def images(
     rate of a large matrix product.
     """
     batches = parse_int_list(batch_size, "batch_size", _MAX_BATCH)
-    check_range(repeats, "repeats", 1)
+    validate_range(repeats, "repeats", 1)
     results, names = ResultWriter(as_json), model or ["var-d16"]
     results.check(names)
     place, kind, machine = setup_device(device, dtype, threads, names)
@@ -185,7 +185,7 @@ def kernels(
     """
     widths = parse_int_list(tokens_per_pass, "tokens_per_pass", 256)
     lengths = parse_int_list(cached_tokens, "cached_tokens", 16384)
-    check_range(repeats, "repeats", 1)
+    validate_range(repeats, "repeats", 1)
     results, names = ResultWriter(as_json), shape or ["LlamaGen-B"]
 
     from vargen.evaluation.kernel_speed import NETWORK_SHAPES, measure_copy_rate, measure_operations, standard_operations
@@ -237,10 +237,10 @@ def setup_device(device: Device, dtype: Dtype, threads: int | None, models: Sequ
 
 def _open_networks(names: Sequence[str], place: Any, kind: Any, with_pixels: bool = False) -> Iterator[tuple[str, Any]]:
     """Yield each network by name, one in memory at a time; all are checked before the first is opened."""
-    from vargen.evaluation.networks import check_benchmark_model, open_benchmark_model
+    from vargen.evaluation.networks import open_benchmark_model, validate_benchmark_model
 
     for name in names:
-        check_benchmark_model(name, whole_images=with_pixels)
+        validate_benchmark_model(name, whole_images=with_pixels)
     for name in names:
         yield name, open_benchmark_model(name, kind, place)
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from vargen.cli.bench import setup_device
-from vargen.cli.compare import Window, check_request, select_methods
+from vargen.cli.compare import Window, select_methods, validate_request
 from vargen.cli.console import print_status, progress_bar, table
 from vargen.cli.inputs import MAX_IMAGES, read_prompts
 from vargen.cli.options import (
@@ -23,10 +23,10 @@ from vargen.cli.options import (
     Json,
     ModelName,
     Threads,
-    check_range,
     explicit_options,
+    validate_range,
 )
-from vargen.cli.outputs import check_writable, model_files
+from vargen.cli.outputs import model_files, validate_writable
 from vargen.cli.results import ResultWriter, describe_failed_write
 from vargen.files import expand_user
 
@@ -57,10 +57,10 @@ def distribution(
     p-values mean that the distributions differ. Comparing `ar` with itself shows the results of the tests where there is no
     difference. A guidance scale of 1 halves the work and broadens the distribution.
     """
-    check_range(num_images, "num_images", 2, MAX_IMAGES)
-    check_range(permutations, "permutations", 1)
+    validate_range(num_images, "num_images", 2, MAX_IMAGES)
+    validate_range(permutations, "permutations", 1)
     results, cache = ResultWriter(as_json), expand_user(token_cache, "token_cache")
-    check_writable(cache, "token_cache")
+    validate_writable(cache, "token_cache")
     inputs = {"prompt_file": [expand_user(prompt_file, "prompt_file")], "a file of token_cache": model_files(str(cache))}
     results.check([model], inputs=inputs)
     prompts = read_prompts(prompt_file)
@@ -78,7 +78,7 @@ def distribution(
         selected["gsd, 50 tokens a group"] = wide
     sampling = explicit_options(guidance_scale=guidance_scale)
     validation.validate_batch_size(batch_size)
-    check_request(model, selected, sampling)
+    validate_request(model, selected, sampling)
     pipe = open_pipeline(model, torch_dtype=kind).to(place)
     tests = partial(run_distribution_tests, pipe, prompts, selected, num_images, batch_size, cache, permutations, sampling)
     report, saved = _run_with_progress(tests, num_images * (len(selected) + 1))

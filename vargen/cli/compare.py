@@ -24,10 +24,10 @@ from vargen.cli.options import (
     Threads,
     TopK,
     TopP,
-    check_range,
     explicit_options,
     makes_video,
     reject_options,
+    validate_range,
 )
 from vargen.cli.outputs import resolve_outputs
 from vargen.cli.results import ResultWriter, save_image
@@ -88,7 +88,7 @@ def compare(
     if makes_video(model):
         more = {"batch_size": None if batch_size == 1 else batch_size, **sampling}
         reject_options("is for image models, and this model generates video", window=window, **more)
-        check_range(seed, "seed", 0, 2**63 - 1 - len(prompts))
+        validate_range(seed, "seed", 0, 2**63 - 1 - len(prompts))
         set_threads(threads)
         names = None if methods is None else [methods]
         options = VideoComparisonOptions(model, names, num_blocks, tau, scorer, seed, device=device, dtype=dtype)
@@ -106,7 +106,7 @@ def compare(
     from vargen.pipelines.registry import open_pipeline
 
     validation.validate_seed(seed, -(-len(prompts) // validation.validate_batch_size(batch_size)) * batch_size)
-    check_request(model, selected, sampling, leave_out=methods is None)
+    validate_request(model, selected, sampling, leave_out=methods is None)
     pipe = open_pipeline(model, torch_dtype=kind).to(place)
     if methods is None:
         for method in pipe.list_methods():
@@ -157,7 +157,7 @@ def select_methods(methods: str | None, model: str = "emoji", window: str | None
     return {name: method.with_window(size) for name, method in found.items()}
 
 
-def check_request(model: str, methods: dict[str, Method], sampling: dict[str, Any], leave_out: bool = False) -> None:
+def validate_request(model: str, methods: dict[str, Method], sampling: dict[str, Any], leave_out: bool = False) -> None:
     """Check that the model generates from prompts and supports the methods and settings, before any weight is read.
 
     Args:

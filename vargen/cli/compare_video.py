@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from vargen.cli.bench import setup_device
 from vargen.cli.console import print_status, progress_bar, table
 from vargen.cli.inputs import MAX_IMAGES, packaged_prompts, read_prompts
-from vargen.cli.options import Device, Dtype, check_range
-from vargen.cli.outputs import OutputFile, check_writable
+from vargen.cli.options import Device, Dtype, validate_range
+from vargen.cli.outputs import OutputFile, validate_writable
 from vargen.cli.results import ResultWriter, Write, save_image, write_json
 from vargen.files import atomic_file
 
@@ -78,7 +78,7 @@ def run_video_comparison(options: VideoComparisonOptions, prompts: list[str]) ->
     from vargen.scoring.registry import open_scorer
     from vargen.specs import split_specs
 
-    check_range(options.num_blocks, "num_blocks", 1)
+    validate_range(options.num_blocks, "num_blocks", 1)
     methods = select_video_methods(options)
     place, kind, _ = setup_device(options.device, options.dtype, None, [options.model])
     scorers = [name for name in split_specs(options.scorers or []) if name != "none"]
@@ -125,8 +125,8 @@ def evaluate_videos(
     from vargen.device import set_threads
     from vargen.evaluation.report import video_to_markdown
 
-    check_writable(folder, "output")
-    check_range(num_videos, "num_images", 1, MAX_IMAGES)
+    validate_writable(folder, "output")
+    validate_range(num_videos, "num_images", 1, MAX_IMAGES)
     set_threads(threads)
     prompts = read_prompts(prompt_file or packaged_prompts())
     found = run_video_comparison(options, [prompts[k % len(prompts)] for k in range(num_videos or len(prompts))])

@@ -16,7 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 from vargen.cli.console import quiet_libraries
-from vargen.cli.options import check_range
+from vargen.cli.options import validate_range
 from vargen.files import expand_user
 
 _FOLDERS = ("output", "text_encoder", "tokenizer")  # arguments that take a folder
@@ -86,7 +86,7 @@ def converter_command(name: str, convert: Callable[..., Path]) -> Any:
             if isinstance(value, Path | list):
                 given[key] = expand_user(value, key) if isinstance(value, Path) else [expand_user(each, key) for each in value]
             elif isinstance(value, int) and not isinstance(value, bool):
-                check_range(value, key, 1)
+                validate_range(value, key, 1)
         print(convert(**given, dtype=None if dtype is StoredDtype.file else getattr(torch, dtype.value)))
 
     run.__signature__, run.__annotations__ = signature(run).replace(parameters=parameters), annotations  # type: ignore[attr-defined]

@@ -27,14 +27,14 @@ from vargen.cli.options import (
     Threads,
     TopK,
     TopP,
-    check_range,
     explicit_options,
     makes_video,
     reject_options,
     require_device,
     select_backend,
+    validate_range,
 )
-from vargen.cli.outputs import check_run_outputs, check_writable
+from vargen.cli.outputs import validate_run_outputs, validate_writable
 from vargen.cli.results import ResultWriter
 from vargen.cli.score import Extractor, MetricOptions, Reference, Resize, Scorers, load_reference_or_default, score_run
 from vargen.files import expand_user
@@ -76,9 +76,9 @@ class EvaluateOptions:
         Raises:
             ValueError: for a value that is not allowed, or options that the model does not support.
         """
-        check_range(self.num_images, "num_images", 1, MAX_IMAGES)
-        check_range(self.threads, "threads", 1)
-        check_writable(self.output, "output")
+        validate_range(self.num_images, "num_images", 1, MAX_IMAGES)
+        validate_range(self.threads, "threads", 1)
+        validate_writable(self.output, "output")
 
         from vargen.evaluation.generation import GenerationPlan
         from vargen.pipelines.registry import inspect_model, pipeline_class
@@ -175,7 +175,7 @@ def evaluate(
     part = parse_shard(shard)
     results, folder = ResultWriter(as_json), expand_user(output, "output")
     inputs = {"prompt_file": prompt_file, "reference": reference}
-    check_run_outputs({"json": results.json_file}, inputs, model, folder)
+    validate_run_outputs({"json": results.json_file}, inputs, model, folder)
     if generate_only:
         reject_options(
             "cannot be used with --generate-only", scorers=scorers, extractor=extractor, reference=reference, resize=resize,

@@ -22,11 +22,11 @@ from vargen.cli.options import (
     Threads,
     TopK,
     TopP,
-    check_range,
     explicit_options,
     makes_video,
     parse_integer,
     reject_options,
+    validate_range,
 )
 from vargen.device import set_threads
 from vargen.files import expand_user
@@ -156,10 +156,10 @@ def generate(
     if negative_prompt is not None:
         validation.validate_prompts(negative_prompt, "negative_prompt")
     count = len(subjects) * num_images_per_prompt
-    check_range(count, "the number of images", 1, MAX_IMAGES)
+    validate_range(count, "the number of images", 1, MAX_IMAGES)
     first_seed = resolve_seed(seed, count)
-    check_range(batch_size, "batch_size", 1)
-    check_range(best_of, "best_of", 1)
+    validate_range(batch_size, "batch_size", 1)
+    validate_range(best_of, "best_of", 1)
     import_libraries()
     set_threads(threads)
     options = GenerateOptions(
@@ -190,7 +190,7 @@ def resolve_seed(seed: int | None, num_images: int) -> int:
     Raises:
         ValueError: if the first or the last image's seed is out of range.
     """
-    check_range(seed, "seed", 0, _MAX_SEED)
+    validate_range(seed, "seed", 0, _MAX_SEED)
     first = secrets.randbelow(2**32) if seed is None else seed
     if first + num_images - 1 > _MAX_SEED:
         raise ValueError(f"seed must be at most {_MAX_SEED} for the last of {num_images} images, got {seed} for the first")

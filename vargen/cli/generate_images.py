@@ -12,7 +12,7 @@ import typer
 from vargen.cli.console import FileNames, print_json, print_status
 from vargen.cli.inputs import SourceFiles, parse_class_labels, report_emoji_names
 from vargen.cli.options import require_device, select_dtype
-from vargen.cli.outputs import OutputFile, check_distinct_paths, model_files, resolve_outputs, slugify
+from vargen.cli.outputs import OutputFile, model_files, resolve_outputs, slugify, validate_distinct_paths
 from vargen.cli.results import Write, describe_failed_write, save_image, write_each
 from vargen.device import validate_compile
 
@@ -72,7 +72,7 @@ def generate_image_files(options: GenerateOptions, own: ImageOptions) -> None:
     files = resolve_outputs(options.output, [f"{slugify(kind + subject)}-{seed}" for subject, seed in requested])
     sheet = None if own.contact_sheet is None else resolve_outputs(own.contact_sheet, ["sheet"], "contact_sheet")[0]
     inputs = {"prompt_file": [options.prompt_file], **own.source.files(), "a file of model": model_files(options.model)}
-    check_distinct_paths({"output": files, "contact_sheet": [sheet]}, inputs)
+    validate_distinct_paths({"output": files, "contact_sheet": [sheet]}, inputs)
     model, method = _check_request(options, own)
     source_images = own.source.load(model)
     subjects: list[Any] = [subject for subject, _ in requested]

@@ -13,7 +13,7 @@ import typer
 from vargen.cli.console import FileNames, print_json, print_status
 from vargen.cli.inputs import read_source, report_emoji_names
 from vargen.cli.options import require_device, select_dtype
-from vargen.cli.outputs import check_distinct_paths, model_files, resolve_outputs, slugify
+from vargen.cli.outputs import model_files, resolve_outputs, slugify, validate_distinct_paths
 from vargen.cli.results import describe_failed_write, unused_path, write_each
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def generate_videos(options: GenerateOptions, image: Path | None, video: dict[st
     if image is not None:
         call["image"] = read_source(image, "image")
     inputs: dict[str, Iterable[Path | None]] = {"prompt_file": [options.prompt_file], "image": [image]}
-    check_distinct_paths({"output": files}, {**inputs, "a file of model": model_files(options.model)})
+    validate_distinct_paths({"output": files}, {**inputs, "a file of model": model_files(options.model)})
     device = require_device(options.device)
     started = time.perf_counter()
     pipe: Any = open_pipeline(model.folder, torch_dtype=select_dtype(options.dtype, device, model.folder)).to(device)

@@ -97,7 +97,7 @@ def select_dtype(name: Dtype, place: torch.device, folder: Path | None = None) -
 
 def select_backend(name: Backend, num_workers: int | None, place: torch.device, threads: int | None) -> RunBackend:
     """Select where an evaluation runs: in this process, or on Ray."""
-    check_range(num_workers, "num_workers", 1)
+    validate_range(num_workers, "num_workers", 1)
     if name is Backend.local:
         if num_workers is not None:
             raise ValueError("num_workers needs --backend ray; the local backend is one process (see --shard for several)")
@@ -134,7 +134,7 @@ def parse_int_list(text: str, name: str, most: int = 10**9) -> list[int]:
     return list(dict.fromkeys(int(part) for part in parts))
 
 
-def check_range(value: int | None, name: str, low: int, high: int | None = None) -> None:
+def validate_range(value: int | None, name: str, low: int, high: int | None = None) -> None:
     """Raise ValueError unless `value` is from `low` to `high`, or None for an option that was not given."""
     if value is not None and (value < low or (high is not None and value > high)):
         allowed = f"of at least {low}" if high is None else f"from {low} to {high}"

@@ -12,7 +12,7 @@ from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from vargen.compat import check_matplotlib
+from vargen.compat import validate_matplotlib
 from vargen.files import expand_user
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
@@ -52,7 +52,7 @@ def resolve_outputs(
     """
     if output is None or _is_folder(output, name):
         folder = expand_user(output or ".", name)
-        check_writable(folder, name)
+        validate_writable(folder, name)
         return [OutputFile(folder / f"{stem}{default}", explicit=False) for stem in stems]
     path = expand_user(output, name)
     known = ", ".join(suffix[1:] for suffix in suffixes)
@@ -60,7 +60,7 @@ def resolve_outputs(
         raise ValueError(f"{name} must be a folder (end it with {os.sep}) or a file ending in one of {known}, got {output!r}")
     if len(os.fsencode(path.name)) > _MAX_NAME:
         raise ValueError(f"{name} must have a name of at most {_MAX_NAME} bytes, got {len(os.fsencode(path.name))}")
-    check_writable(path.parent, name)
+    validate_writable(path.parent, name)
     paths = [path]
     if len(stems) > 1:
         paths = [path.with_name(f"{path.stem}-{number}{path.suffix}") for number in range(1, len(stems) + 1)]
@@ -93,13 +93,13 @@ def result_file(path: str | Path | None, suffix: str, name: str) -> Path | None:
     file = expand_user(path, name)
     if file.suffix.lower() != suffix or file.is_dir():
         raise ValueError(f"{name} must be a file ending in {suffix}, got {str(path)!r}")
-    check_writable(file.parent, name)
+    validate_writable(file.parent, name)
     if name == "plot":
-        check_matplotlib("--plot needs")
+        validate_matplotlib("--plot needs")
     return file
 
 
-def check_writable(folder: Path, name: str = "output") -> None:
+def validate_writable(folder: Path, name: str = "output") -> None:
     """Raise ValueError unless files can be created in `folder`, or the folder itself can be. Leaves no file on disk."""
     try:
         nearest = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists() or p.is_symlink())
@@ -112,7 +112,7 @@ def check_writable(folder: Path, name: str = "output") -> None:
         raise ValueError(f"{name} folder {str(folder)!r} cannot be written: {reason}") from error
 
 
-def check_distinct_paths(
+def validate_distinct_paths(
     outputs: Mapping[str, Iterable[OutputFile | Path | None]], inputs: Mapping[str, Iterable[Path | None]] | None = None
 ) -> None:
     """Raise ValueError if two outputs of a command are the same file, or if one would overwrite an input.
@@ -146,7 +146,7 @@ def check_distinct_paths(
             raise ValueError(f"{message}; name another file")
 
 
-def check_run_outputs(
+def validate_run_outputs(
     outputs: Mapping[str, Path | None], inputs: Mapping[str, Path | None], model: str, run: Path | None = None
 ) -> None:
     """Raise ValueError if an output of an evaluation would overwrite an input or a file of a run.
@@ -160,7 +160,7 @@ def check_run_outputs(
         if folder is not None:
             _check_outside(outputs, folder)
     files = {name: [path] for name, path in read.items()} | {"a file of model": model_files(model) if model else []}
-    check_distinct_paths({name: [file] for name, file in outputs.items()}, files)
+    validate_distinct_paths({name: [file] for name, file in outputs.items()}, files)
 
 
 def _find_run(path: Path) -> Path | None:

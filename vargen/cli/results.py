@@ -12,7 +12,7 @@ from typing import Any
 import typer
 
 from vargen.cli.console import describe_error, print_json, print_status
-from vargen.cli.outputs import OutputFile, check_distinct_paths, model_files, result_file
+from vargen.cli.outputs import OutputFile, model_files, result_file, validate_distinct_paths
 from vargen.files import atomic_file
 
 # Lower-case suffix -> Pillow's format and save options.
@@ -47,7 +47,7 @@ class ResultWriter:
     ) -> None:
         """Raise ValueError if outputs are the same file, or would overwrite an input or a file of a model."""
         every = {**(outputs or {}), "json": [self.json_file], "plot": [self.plot_file]}
-        check_distinct_paths(every, {**(inputs or {}), "a file of model": model_files(*models)})
+        validate_distinct_paths(every, {**(inputs or {}), "a file of model": model_files(*models)})
 
     def write(
         self,

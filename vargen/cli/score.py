@@ -18,11 +18,11 @@ from vargen.cli.options import (
     Json,
     NumWorkers,
     Threads,
-    check_range,
     require_device,
     select_backend,
+    validate_range,
 )
-from vargen.cli.outputs import check_run_outputs, result_file
+from vargen.cli.outputs import result_file, validate_run_outputs
 from vargen.cli.results import ResultWriter, Write
 from vargen.files import expand_user
 
@@ -84,7 +84,7 @@ class MetricOptions:
         Args:
             model: provides the default scorer and extractor; empty for none.
         """
-        check_range(self.resize, "resize", 16, _MAX_SIDE)
+        validate_range(self.resize, "resize", 16, _MAX_SIDE)
 
         from vargen.evaluation.measurement import MetricModels
         from vargen.scoring.registry import default_scorer
@@ -136,11 +136,11 @@ def score(
     quiet_libraries()
     place = require_device(device)
     path = expand_user(folder, "folder")
-    check_range(reference_features, "reference_features", 0)
+    validate_range(reference_features, "reference_features", 0)
     results = ResultWriter(as_json)
     samples_file = result_file(export_samples, ".npz", "export_samples")
     reference_file = result_file(save_reference, ".npz", "save_reference")
-    check_run_outputs(
+    validate_run_outputs(
         {"json": results.json_file, "export_samples": samples_file, "save_reference": reference_file},
         {"folder": path, "prompt_file": prompt_file, "reference": reference},
         "",

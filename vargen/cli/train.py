@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from vargen.cli.console import print_json, quiet_libraries
-from vargen.cli.options import Device, DeviceName, TorchThreads, check_range, require_device
+from vargen.cli.options import Device, DeviceName, TorchThreads, require_device, validate_range
 from vargen.device import set_threads
 from vargen.files import expand_user
 
@@ -63,7 +63,7 @@ Model = Annotated[str, typer.Option(metavar="NAME|DIR", help="The model to draft
 def _config(recipe: str | None, name: str, kind: type[R], steps: int | None) -> R:
     from vargen.training.config import load_config
 
-    check_range(steps, "steps", 1)
+    validate_range(steps, "steps", 1)
     return load_config(expand_user(recipe, "recipe") if recipe else name, kind, steps)
 
 
@@ -112,7 +112,7 @@ def _train_head(kind: str) -> Callable[..., None]:
         from vargen.training.heads import HeadConfig, load_target, train_head
 
         run = _output(output, kind)
-        check_range(num_images, "num_images", 2)
+        validate_range(num_images, "num_images", 2)
         config = _config(recipe, kind, HeadConfig, steps).with_images(num_images)
         prompts = prompt_file and expand_user(prompt_file, "prompt_file")
         embeddings = features and expand_user(features, "features")
@@ -173,9 +173,9 @@ def upsampler(
 def _model_folder(model: str) -> Path:
     """Return the folder of a text-conditional LlamaGen, which has its image tokenizer and text encoder."""
     from vargen.pipelines.llamagen import LLAMAGEN
-    from vargen.pipelines.loading import check_model_folder
+    from vargen.pipelines.loading import validate_model_folder
 
-    folder = check_model_folder(model, LLAMAGEN).path
+    folder = validate_model_folder(model, LLAMAGEN).path
     for part in ("vqvae", "text_encoder", "tokenizer"):
         if not (folder / part).is_dir():
             raise FileNotFoundError(f"model {model!r} must have a {part}, which a low-resolution drafter shares")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from vargen.cli.console import print_json, table
-from vargen.cli.options import check_range
+from vargen.cli.options import validate_range
 
 if TYPE_CHECKING:
     from vargen.decoding import Method
@@ -39,7 +39,7 @@ def verify(
     reports, or if a negative control was not detected.
     """
     if sample:
-        check_range(sample, "sample", 1000, 10**8)
+        validate_range(sample, "sample", 1000, 10**8)
     from vargen.decoding import PRESETS
 
     names = methods or [name for name, preset in PRESETS.items() if preset.paradigm != "video"]

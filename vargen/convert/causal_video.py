@@ -15,11 +15,11 @@ import torch
 from vargen.convert.state_dicts import (
     State,
     build_network,
-    check_inputs,
     count_modules,
     read_checkpoint,
     require_shape,
     validate_dtype,
+    validate_input_files,
 )
 from vargen.files import atomic_folder
 from vargen.model_files import write_model_index
@@ -155,7 +155,7 @@ def convert_causal_video(
     with atomic_folder(output, list(transformer), overwrite) as folder:
         state: State = {}
         for file in transformer:
-            check_inputs(transformer=file)
+            validate_input_files(transformer=file)
             part = read_checkpoint(file, prefer=_AVERAGED)
             if twice := state.keys() & part.keys():
                 raise ValueError(f"{file} holds {min(twice)}, which an earlier file holds, too; give parts of one model")

@@ -16,13 +16,13 @@ import torch
 from vargen.convert.state_dicts import (
     State,
     build_network,
-    check_inputs,
     clamp_top_k,
     count_modules,
     read_checkpoint,
     read_labels,
     require_shape,
     validate_dtype,
+    validate_input_files,
 )
 from vargen.files import atomic_folder
 from vargen.model_files import write_model_index
@@ -79,8 +79,8 @@ def convert_llamagen(
     transformer, vq, output = Path(transformer), Path(vq), Path(output)
     inputs = [Path(p) for p in (transformer, vq, text_encoder, tokenizer, id2label) if p is not None]
     with atomic_folder(output, inputs, overwrite) as folder:
-        check_inputs(transformer=transformer, vq=vq, id2label=id2label and Path(id2label))
-        check_inputs(text_encoder=text_encoder and Path(text_encoder), tokenizer=tokenizer and Path(tokenizer))
+        validate_input_files(transformer=transformer, vq=vq, id2label=id2label and Path(id2label))
+        validate_input_files(text_encoder=text_encoder and Path(text_encoder), tokenizer=tokenizer and Path(tokenizer))
         gpt, codes = read_checkpoint(transformer), read_checkpoint(vq, prefer="ema")
         refuse_swapped_files(gpt, transformer, codes, vq)
         vq_config = detect_vq(codes, vq)

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from vargen.weight_files import check_shapes, load_pickle_safely, read_header
+from vargen.weight_files import load_pickle_safely, read_header, validate_shapes
 
 State = dict[str, Tensor]
 
@@ -98,7 +98,7 @@ def build_network(
     except ValueError as error:
         raise ValueError(f"{file} does not describe a network that this library has: {error}") from error
     expected = {key: tuple(value.shape) for key, value in network.state_dict().items()}
-    check_shapes({key: tuple(value.shape) for key, value in state.items()}, expected, str(file))
+    validate_shapes({key: tuple(value.shape) for key, value in state.items()}, expected, str(file))
     placed: State = {}
     storages: set[int] = set()
     for name, value in state.items():
@@ -141,7 +141,7 @@ def validate_dtype(dtype: torch.dtype | None) -> None:
         raise ValueError(f"dtype must be None, torch.float32, torch.float16 or torch.bfloat16, got {dtype!r}")
 
 
-def check_inputs(**inputs: Path | None) -> None:
+def validate_input_files(**inputs: Path | None) -> None:
     """Check a converter's input paths, passed by argument name, before any is read; None means not given.
 
     Raises:

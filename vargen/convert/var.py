@@ -14,13 +14,13 @@ import torch
 from vargen.convert.state_dicts import (
     State,
     build_network,
-    check_inputs,
     clamp_top_k,
     count_modules,
     read_checkpoint,
     read_labels,
     require_shape,
     validate_dtype,
+    validate_input_files,
 )
 from vargen.files import atomic_folder
 from vargen.model_files import write_model_index
@@ -65,7 +65,7 @@ def convert_var(
     transformer, vae, output = Path(transformer), Path(vae), Path(output)
     inputs = [Path(path) for path in (transformer, vae, id2label) if path is not None]
     with atomic_folder(output, inputs, overwrite) as folder:
-        check_inputs(transformer=transformer, vae=vae, id2label=id2label and Path(id2label))
+        validate_input_files(transformer=transformer, vae=vae, id2label=id2label and Path(id2label))
         network, codes = read_checkpoint(transformer, prefer="var_wo_ddp"), read_checkpoint(vae, prefer="vae_local")
         refuse_swapped_files(network, transformer, codes, vae)
         config = detect_transformer(network, transformer)

@@ -82,7 +82,7 @@ def load_reference(
     if contains_samples(path, alone=True):
         return _extract_samples(path, extractor, models.resize, cache_folder)
     statistics = FeatureStatistics.read(path)
-    statistics.check_extractor(extractor.identity, extractor.name, f"reference {str(path)!r}")
+    statistics.validate_extractor(extractor.identity, extractor.name, f"reference {str(path)!r}")
     if statistics.features is None and contains_samples(path):
         statistics.features = _extract_samples(path, extractor, models.resize, cache_folder).features
     return statistics
@@ -224,7 +224,7 @@ def _compute_rows(
     rows = []
     for group, found in measured.items():
         if reference is not None and found.size is not None:
-            reference.check_size(found.size)
+            reference.validate_size(found.size)
         other = measured[baseline] if baseline is not None and group != baseline else None
         normalized = bool(extractor is not None and extractor.normalized)
         rows.append(compute_metrics(group, found, other, reference, normalized, models.titles()))

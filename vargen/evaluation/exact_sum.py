@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -108,33 +108,7 @@ def sum_pass(
         raise ValueError("VARGEN_KERNELS must not enable kernels on the CPU: their random numbers cannot be enumerated")
 
     def program() -> tuple[list[_Pass], EnumeratedRule]:
-        B = len(each)
-        seeds = torch.zeros(B, dtype=torch.int64)
-        run = Run(torch.device("cpu"), N, None, False)
-        decode_pass, state, out = prefill(run, model, torch.full((B,), condition), seeds, method, sampling)
-        rule = EnumeratedRule(decode_pass.rule, each)
-        decode_pass = replace(decode_pass, rule=rule, make_noise=each.make_noise)
-        if prefix:
-            each.forced = torch.full((B,), prefix[0])
-        decode_pass.sample_first_token(state.images, out)
-        if prefix:
-            state.images.tokens[:, 0] = prefix[0]
-        for token in prefix[1:]:
-            each.forced = torch.full((B,), token)
-            state, _ = decode_pass(state)
-        each.forced, spent = None, state.images.relaxation.double().clone()
-        records = []
-        for number in range(passes):
-            each.is_last_pass = number == passes - 1
-            before, length = state.images.tokens.clone(), state.images.length.clone()
-            state, _ = decode_pass(state)
-            assert rule.draft is not None
-            images = state.images
-            records.append(
-                _Pass(before, length, rule.draft, images.length - length, images.tokens.clone(), images.length.clone(),
-                      images.relaxation.double() - spent)
-            )  # fmt: skip
-        return records, rule
+        return _run_passes(each, method, model, condition, prefix, sampling, passes)
 
     with torch.no_grad():
         records, rule = each.run(program)
@@ -144,12 +118,48 @@ def sum_pass(
     distances, drafts = [], []
     for number, record in enumerate(records):
         law = each.last_law if number == passes - 1 else None
-        distances.append(
-            expected.distance(weights, record.tokens, record.length, record.num_committed, law, rule, number == passes - 1)
-        )
+        distances.append(expected.distance(weights, record, law, each.settled))
         drafts.append(_draft_distance(weights, record) if not independent else 0.0)
         relaxation = float((weights * record.relaxation).sum())
     return PassSum(max(distances), max(drafts), relaxation, rule.most_drafts, len(each), passes)
+
+
+def _run_passes(
+    each: Enumeration,
+    method: Accelerator,
+    model: TableModel,
+    condition: int,
+    prefix: Sequence[int],
+    sampling: Sampling,
+    passes: int,
+) -> tuple[list[_Pass], EnumeratedRule]:
+    """Run the passes after a prefix, with one row per outcome decided so far. Passes before them commit the prefix."""
+    B = len(each)
+    run = Run(torch.device("cpu"), model.tokens, None, False)
+    seeds = torch.zeros(B, dtype=torch.int64)
+    decode_pass, state, out = prefill(run, model, torch.full((B,), condition), seeds, method, sampling)
+    rule = EnumeratedRule(decode_pass.rule, each)
+    decode_pass = replace(decode_pass, rule=rule, make_noise=each.make_noise)
+    if prefix:
+        each.forced = torch.full((B,), prefix[0])
+    decode_pass.sample_first_token(state.images, out)
+    if prefix:
+        state.images.tokens[:, 0] = prefix[0]
+    for token in prefix[1:]:
+        each.forced = torch.full((B,), token)
+        state, _ = decode_pass(state)
+    each.forced, spent = None, state.images.relaxation.double().clone()
+    records = []
+    for number in range(passes):
+        each.is_last_pass = number == passes - 1
+        before, length = state.images.tokens.clone(), state.images.length.clone()
+        state, _ = decode_pass(state)
+        assert rule.draft is not None
+        images = state.images
+        relaxation = images.relaxation.double() - spent
+        committed = images.length - length
+        records.append(_Pass(before, length, rule.draft, committed, images.tokens.clone(), images.length.clone(), relaxation))
+    return records, rule
 
 
 class _Target:
@@ -168,18 +178,16 @@ class _Target:
                 raise ValueError(f"prefix must be possible under the model, got {tuple(prefix)}, which has probability 0")
             self.probs = self.probs / self.probs.sum()
 
-    def distance(
-        self, weights: Tensor, tokens: Tensor, length: Tensor, count: Tensor, law: Tensor | None, rule: Any, is_last: bool
-    ) -> float:
+    def distance(self, weights: Tensor, record: _Pass, law: Tensor | None, settled: Tensor) -> float:
         """Total variation distance between the committed tokens of all rows, continued by the target, and the target.
 
-        With a `law` `[B, V]`, the last token of a row that was not finished by its draft has this distribution.
+        With a `law` `[B, V]`, the token after the draft has this distribution; `settled` `[B]` is the position after it.
         """
         V, N = self.vocab, self.tokens
+        tokens, length, count = record.tokens, record.length, record.num_committed
         mass = [torch.zeros(V**n, dtype=torch.float64) for n in range(N + 1)]
         spread = torch.zeros_like(length, dtype=torch.bool)
         if law is not None:
-            settled = rule.enumeration.settled  # the position of the token after the draft, plus one
             spread = (count > 0) & (settled <= N)
         fixed = length - spread.long()
         for n in range(N + 1):

@@ -17,7 +17,7 @@ from vargen.models.condition import Condition
 from vargen.models.kv_cache import KVCache
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.components import ModelFamily
-from vargen.pipelines.loading import check_model_folder
+from vargen.pipelines.loading import validate_model_folder
 from vargen.pipelines.registry import FAMILIES, open_pipeline
 
 _CAPTION_TOKENS = 8  # of a dummy condition
@@ -140,7 +140,7 @@ def official_sizes() -> dict[str, ModelFamily]:
     return {name: family for family in FAMILIES.values() for name in family.official_sizes}
 
 
-def check_benchmark_model(name: str, whole_images: bool = False) -> ModelFamily:
+def validate_benchmark_model(name: str, whole_images: bool = False) -> ModelFamily:
     """Return the family of a model that `open_benchmark_model` can open; reads no weight.
 
     Args:
@@ -150,7 +150,7 @@ def check_benchmark_model(name: str, whole_images: bool = False) -> ModelFamily:
         ValueError: for an unknown or damaged model, or one of another paradigm.
     """
     sizes = official_sizes()
-    family = sizes[name] if name in sizes else check_model_folder(name).family
+    family = sizes[name] if name in sizes else validate_model_folder(name).family
     paradigm = family.pipeline.paradigm
     if whole_images and paradigm != "next-scale":
         able = next(each for each, other in sizes.items() if other.pipeline.paradigm == "next-scale")
@@ -164,9 +164,9 @@ def open_benchmark_model(name: str, dtype: torch.dtype, device: torch.device) ->
     """Load a packaged model, a folder or a Hub model, or create one of an official size with random weights.
 
     Raises:
-        ValueError: see `check_benchmark_model`.
+        ValueError: see `validate_benchmark_model`.
     """
-    family, components = check_benchmark_model(name), {}
+    family, components = validate_benchmark_model(name), {}
     if name not in family.official_sizes:
         unused = dict.fromkeys(part for part, component in family.components.items() if not component.required)
         return BenchmarkModel(name, open_pipeline(name, device=device, dtype=dtype, **unused))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vargen.compat import check_matplotlib
+from vargen.compat import validate_matplotlib
 from vargen.files import atomic_file
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def _new_figure(width: float, height: float) -> Any:
     """Return a figure that is not tied to a window system. Raises ImportError if matplotlib is not installed."""
-    check_matplotlib("a plot needs")
+    validate_matplotlib("a plot needs")
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")

@@ -77,7 +77,7 @@ class FeatureStatistics:
         chosen = torch.randperm(len(self.features), generator=torch.Generator().manual_seed(seed))[:max_features]
         return replace(self, features=self.features[chosen.sort().values] if max_features else None)
 
-    def check_extractor(self, identity: str, name: str, what: str = "reference") -> None:
+    def validate_extractor(self, identity: str, name: str, what: str = "reference") -> None:
         """Raise ValueError unless these statistics may be compared with features of the extractor `identity`."""
         if self.extractor is not None and self.extractor != identity:
             raise ValueError(
@@ -90,7 +90,7 @@ class FeatureStatistics:
                 f"has {self.dimensions} dimensions, and images are measured by {name}"
             )
 
-    def check_size(self, size: tuple[int, int], what: str = "reference") -> None:
+    def validate_size(self, size: tuple[int, int], what: str = "reference") -> None:
         """Raise ValueError if these statistics are of images of another size than `size`, (Y, X)."""
         if self.size is not None and self.size != tuple(size):
             raise ValueError(

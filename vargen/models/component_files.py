@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from vargen.models.config_bounds import check_config
+from vargen.models.config_bounds import validate_config
 from vargen.models.weight_storage import QuantizedStorageMixin
-from vargen.weight_files import check_dtypes, check_layer_counts, check_weights, read_header, read_weight_header
+from vargen.weight_files import read_header, read_weight_header, validate_dtypes, validate_layer_counts, validate_weights
 
 _INCOMPLETE = "the folder is incomplete, download or convert it again"
 # Files with the vocabulary of a tokenizer, any one of which suffices.
@@ -52,7 +52,7 @@ def read_config(file: Path) -> dict[str, Any]:
     return config
 
 
-def check_network_files(folder: Path, network_class: Any, variant: str | None = None) -> Mapping[str, Any]:
+def validate_network_files(folder: Path, network_class: Any, variant: str | None = None) -> Mapping[str, Any]:
     """Compare a folder's weight file with the network that its configuration describes.
 
     Numbers of layers are compared before a network of that size is built, even on the meta device: a network class has
@@ -75,22 +75,22 @@ def check_network_files(folder: Path, network_class: Any, variant: str | None = 
             "weight_format='int8'"
         )
     header = read_weight_header(folder, "diffusion_pytorch_model", variant)
-    check_layer_counts(header, config, getattr(network_class, "layer_prefixes", {}), file)
+    validate_layer_counts(header, config, getattr(network_class, "layer_prefixes", {}), file)
     try:
-        check_config(network_class, config)
+        validate_config(network_class, config)
         with torch.device("meta"):
             network = network_class.from_config(config)
     except Exception as error:
         raise ValueError(f"{file} does not describe a {network_class.__name__}: {error}") from error
     if isinstance(network, QuantizedStorageMixin) and network.config.weight_format is not None:
-        check_weights(header, network.stored_shapes(), str(folder), network.stored_dtypes())
+        validate_weights(header, network.stored_shapes(), str(folder), network.stored_dtypes())
     else:
         shapes = {key: tuple(value.shape) for key, value in network.state_dict().items()}
-        check_weights(header, shapes, str(folder))
+        validate_weights(header, shapes, str(folder))
     return network.config
 
 
-def check_t5_files(folder: Path) -> Mapping[str, Any]:
+def validate_t5_files(folder: Path) -> Mapping[str, Any]:
     """Validate a T5 text encoder and return its configuration. Tensor names are not compared, because transformers renames
     tensors while loading.
 
@@ -108,13 +108,13 @@ def check_t5_files(folder: Path) -> Mapping[str, Any]:
     if not weights:
         raise ValueError(f"{folder / 'model.safetensors'} is missing; {_INCOMPLETE}")
     header = {name: info for weight in weights for name, info in read_header(weight).items()}
-    check_layer_counts(header, config, {"num_layers": ("encoder.block.",)}, file)
+    validate_layer_counts(header, config, {"num_layers": ("encoder.block.",)}, file)
     if not config.get("quantization_config"):  # quantized weights have other dtypes
-        check_dtypes(header, str(folder))
+        validate_dtypes(header, str(folder))
     return config
 
 
-def check_tokenizer_files(folder: Path, class_name: str) -> None:
+def validate_tokenizer_files(folder: Path, class_name: str) -> None:
     """Validate a tokenizer's files. Without them, transformers reports that another library is missing, which misleads.
 
     Raises:

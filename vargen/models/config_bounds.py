@@ -37,7 +37,7 @@ _FLOAT_LIMITS: dict[str, tuple[float, float]] = {
 }
 
 
-def check_config(network_class: type, config: Mapping[str, Any]) -> None:
+def validate_config(network_class: type, config: Mapping[str, Any]) -> None:
     """Validate a configuration against the argument types of a network's class, without building the network.
 
     Raises:

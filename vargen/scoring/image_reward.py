@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from vargen.assets import packaged_model_path
 from vargen.compat import ensure_torchvision, tokenized
 from vargen.scoring.protocol import BatchedScorer, Images, require_local_file, to_pil
-from vargen.weight_files import check_shapes, load_pickle_safely, weights_digest
+from vargen.weight_files import load_pickle_safely, validate_shapes, weights_digest
 
 ensure_torchvision()
 
@@ -106,7 +106,7 @@ def build_from_state_dict(state: dict[str, Tensor], source: str = "weights") -> 
     with torch.device("meta"):
         network = ImageRewardNetwork(vision_config, text_config)
     expected = {name: tuple(value.shape) for name, value in network.state_dict().items()}
-    check_shapes({name: tuple(value.shape) for name, value in own.items()}, expected, source)
+    validate_shapes({name: tuple(value.shape) for name, value in own.items()}, expected, source)
     network = network.to_empty(device="cpu")
     network.load_state_dict({name: value.float() for name, value in own.items()})
     for module in network.modules():  # a buffer stored in no file, and uninitialized after `to_empty`

@@ -21,8 +21,8 @@ from torch import Tensor
 
 import vargen.assets
 from vargen.compat import ensure_torchvision
-from vargen.files import check_not_interrupted, expand_user
-from vargen.models.component_files import check_network_files
+from vargen.files import expand_user, validate_not_interrupted
+from vargen.models.component_files import validate_network_files
 from vargen.models.image_text import ImageTextModel, embed_texts, resize_images
 from vargen.models.text_encoder import MiniLMTextEncoder
 from vargen.scoring.protocol import BatchedScorer, Images, to_tensor
@@ -117,7 +117,7 @@ def load_image_tower(folder: Path) -> ImageTextModel:
         ValueError: it cannot be opened.
     """
     try:
-        check_network_files(folder, ImageTextModel)
+        validate_network_files(folder, ImageTextModel)
         return ImageTextModel.from_pretrained(folder, use_safetensors=True).eval().requires_grad_(False)
     except MemoryError:
         raise
@@ -149,7 +149,7 @@ def scorer_folder(source: str | Path) -> Path:
     else:
         path = expand_user(source, "scorer")
         if not os.path.isdir(path):
-            check_not_interrupted(path)
+            validate_not_interrupted(path)
             hint = suggest_names(str(source), names)
             raise ValueError(f"unknown scorer {short_repr(str(source))}: give a packaged one or a folder; {hint}")
     for folder in (path, path / "scorer"):

@@ -69,7 +69,9 @@ class BatchedScorer:
         with torch.inference_mode():
             for start in range(0, len(prompts), self.batch_size):
                 chosen = slice(start, start + self.batch_size)
-                parts.append(check_scores(self.score_batch(images[chosen], prompts[chosen]), len(prompts[chosen]), self.name))
+                parts.append(
+                    validate_scores(self.score_batch(images[chosen], prompts[chosen]), len(prompts[chosen]), self.name)
+                )
         return torch.cat(parts)
 
     def score_batch(self, images: Images, prompts: Sequence[str]) -> Tensor:
@@ -119,7 +121,7 @@ def score_images(scorer: Scorer | Callable[..., Any], images: Images, prompts: S
     """
     validate_pairs(images, prompts)
     call = scorer.score if isinstance(scorer, Scorer) else scorer
-    return check_scores(call(images, prompts), len(prompts), name or getattr(scorer, "name", "the scorer"))
+    return validate_scores(call(images, prompts), len(prompts), name or getattr(scorer, "name", "the scorer"))
 
 
 def validate_pairs(images: Any, prompts: Any) -> None:
@@ -137,7 +139,7 @@ def validate_pairs(images: Any, prompts: Any) -> None:
         raise ValueError(f"give one prompt per image and at least one, got {len(images)} images, {len(prompts)} prompts")
 
 
-def check_scores(values: Any, count: int, name: str) -> Tensor:
+def validate_scores(values: Any, count: int, name: str) -> Tensor:
     """Return `values` as finite float32 `[count]` on the CPU; raises as `score_images` does."""
     try:
         scores = torch.as_tensor(values).detach().to("cpu", torch.float32)

@@ -79,7 +79,7 @@ def at_least(config: Any, least: int, *names: str) -> None:
             raise ValueError(f"{name} must be at least {least}, got {getattr(config, name)!r}")
 
 
-def check_fractions(config: Any, *names: str) -> None:
+def validate_fractions(config: Any, *names: str) -> None:
     """Raise ValueError if a field is not a number from 0 to 1."""
     for name in names:
         if not 0 <= getattr(config, name) <= 1:

@@ -117,7 +117,7 @@ def load_captioned_images(folder: Path) -> CaptionedImages:
         records.append({"split": split, **record, "captions": texts})
         if records[-1]["split"] not in ("train", "validation"):
             raise ValueError(f"{folder / CAPTIONS}: line {number + 1}: split must be 'train' or 'validation'")
-    check_images(folder, images, records)
+    validate_images(folder, images, records)
     return CaptionedImages(images, records)
 
 
@@ -132,7 +132,7 @@ def open_images(folder: Path, beside: str, hint: str) -> np.ndarray:
         raise ValueError(f"{folder}: {IMAGES} is damaged ({type(error).__name__}); {hint}") from None
 
 
-def check_images(folder: Path, images: np.ndarray, records: Sequence[Record]) -> None:
+def validate_images(folder: Path, images: np.ndarray, records: Sequence[Record]) -> None:
     """Raise ValueError unless the images are uint8 `[N, size, size, 3]` with one record each."""
     square = images.ndim == 4 and images.shape[1] == images.shape[2] and images.shape[3] == 3
     if not square or images.dtype != np.uint8 or len(images) != len(records):

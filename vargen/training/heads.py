@@ -24,9 +24,9 @@ from vargen.decoding.sampling import to_probs
 from vargen.options import OPTIONS
 from vargen.pipelines.components import Component
 from vargen.pipelines.llamagen import LlamaGenPipeline
-from vargen.pipelines.loading import check_model_folder
+from vargen.pipelines.loading import validate_model_folder
 from vargen.pipelines.registry import open_pipeline
-from vargen.training.config import Schedule, at_least, check_fractions
+from vargen.training.config import Schedule, at_least, validate_fractions
 from vargen.training.generated_images import GeneratedImages, PromptSource
 from vargen.training.run import Trainer, export, fit
 from vargen.weight_files import weights_digest
@@ -61,7 +61,7 @@ class HeadConfig:
         at_least(self, 1, "num_images", "validation_images", "generation_batch_size", "batch_size", "unroll_steps")
         at_least(self, 1, "evaluate_every", "checkpoint_every")
         at_least(self, 0, "feature_weight", "weight_decay")
-        check_fractions(self, "temperature_one_fraction")
+        validate_fractions(self, "temperature_one_fraction")
         if self.validation_images >= self.num_images:
             raise ValueError(f"validation_images must be less than num_images, {self.num_images}, got {self.validation_images}")
         weights = self.step_weights
@@ -108,7 +108,7 @@ def build_head(kind: str, target: Any, settings: dict[str, Any]) -> Any:
 
 def load_target(model: Any, device: torch.device) -> LlamaGenPipeline:
     """Load a LlamaGen to draft for in float32, packaged or from a folder; ValueError for a model of another family."""
-    if check_model_folder(model).family is not LlamaGenPipeline.family:
+    if validate_model_folder(model).family is not LlamaGenPipeline.family:
         raise ValueError(f"model must be a LlamaGen, whose features heads take, got {str(model)!r}")
     return open_pipeline(model, torch_dtype=torch.float32).to(device)
 

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vargen.models.component_files import check_network_files
+from vargen.models.component_files import validate_network_files
 from vargen.models.condition import Condition
 from vargen.models.llamagen import LlamaGenTransformer
 from vargen.models.tokenizers.vq import VQModel
 from vargen.training.augment import SamplingWeights
-from vargen.training.config import Schedule, at_least, check_fractions
+from vargen.training.config import Schedule, at_least, validate_fractions
 from vargen.training.dataset import CaptionBank, CaptionedImages, take_evenly
 from vargen.training.next_token_evaluation import NextTokenEvaluation
 from vargen.training.next_token_losses import (
@@ -32,7 +32,7 @@ from vargen.training.next_token_losses import (
 )
 from vargen.training.optimizers import split_optimizers
 from vargen.training.run import Trainer, export, fit
-from vargen.training.token_cache import CaptionBatches, TokenStore, check_fit, hash_tokens
+from vargen.training.token_cache import CaptionBatches, TokenStore, hash_tokens, validate_fit
 from vargen.weight_files import weights_digest
 
 _AVERAGE_EVERY = 5  # steps
@@ -76,8 +76,8 @@ class NextTokenConfig:
         at_least(self, 1, "batch_size", "max_caption_tokens", "evaluate_every", "checkpoint_every")
         at_least(self, 1, "first_token_weight")
         at_least(self, 0, "shift_pixels", "shift_variants", "dropout", "weight_decay", "recall_images")
-        check_fractions(self, "caption_dropout", "flip_probability", "recolor_probability", "token_noise", "neighbor_noise")
-        check_fractions(self, "wrong_prefix_probability", "average_last_fraction", "adamw_beta2")
+        validate_fractions(self, "caption_dropout", "flip_probability", "recolor_probability", "token_noise", "neighbor_noise")
+        validate_fractions(self, "wrong_prefix_probability", "average_last_fraction", "adamw_beta2")
         if self.optimizer not in ("muon", "adamw"):
             raise ValueError(f"optimizer must be 'muon' or 'adamw', got {self.optimizer!r}")
 
@@ -129,14 +129,14 @@ def load_or_init(config: NextTokenConfig, init_folder: Path | None) -> tuple[Lla
     model = LlamaGenTransformer(**{"dropout": config.dropout, **options})
     if init_folder is None:
         return model, None
-    check_network_files(init_folder, LlamaGenTransformer)
+    validate_network_files(init_folder, LlamaGenTransformer)
     start = LlamaGenTransformer.from_pretrained(init_folder)
-    check_same_shape(init_folder, start, model, [name for name in options if name != "grid_size"])  # no weight depends on it
+    validate_same_shape(init_folder, start, model, [name for name in options if name != "grid_size"])  # no weight depends on it
     model.load_state_dict(start.state_dict())
     return model, weights_digest(start)
 
 
-def check_same_shape(folder: Path, start: Any, model: Any, names: list[str]) -> None:
+def validate_same_shape(folder: Path, start: Any, model: Any, names: list[str]) -> None:
     """Raise ValueError if the weights of `start` differ from `model` in one of these settings."""
     other = {name: start.config[name] for name in names if start.config[name] != model.config[name]}
     if other:
@@ -176,7 +176,7 @@ class NextTokenTrainer(Trainer):
         torch.manual_seed(config.seed)
         model, start = load_or_init(config, init_folder)
         vqvae = VQModel.from_pretrained(tokenizer_folder).to(device).float().eval().requires_grad_(False)
-        check_fit(model, vqvae, data.images.shape[1])
+        validate_fit(model, vqvae, data.images.shape[1])
         identity = {"tokenizer": hash_tokens(vqvae)} | ({"init": start} if start else {})
         super().__init__(config, model, folder, device, "generator", **identity)
         self.store = TokenStore(folder, data.images, vqvae, config, device)

@@ -21,7 +21,7 @@ from filelock import FileLock, Timeout
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from vargen.compat import check_matplotlib
+from vargen.compat import validate_matplotlib
 from vargen.device import preferred_dtype
 from vargen.files import atomic_file, atomic_merge
 from vargen.weight_files import load_pickle_safely
@@ -63,7 +63,7 @@ class TrainingRun:
             ValueError: if another process trains in the folder, or if it contains a run with other settings, a run that is
                 already past this run's last step, or a checkpoint that is damaged or of another kind.
         """
-        check_matplotlib("the curves of a run need")
+        validate_matplotlib("the curves of a run need")
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock()
         path = find_checkpoint(self.folder)

@@ -64,14 +64,14 @@ class BackgroundTokenizer:
         return tokens.masked_fill(lowest.flatten(1) >= _WHITE, self.code)
 
 
-def check_tokens(run: Path, vqvae: VQModel, tokenizer: Path) -> None:
+def validate_token_cache(run: Path, vqvae: VQModel, tokenizer: Path) -> None:
     """Raise ValueError if a generator's `run` stored tokens of an encoder or codebook other than `tokenizer`'s."""
     cached = list(run.glob("tokens-*.npy"))
     if cached and not any(hash_encoder(vqvae) in path.name for path in cached):
         raise ValueError(f"{run} was trained on the tokens of another tokenizer than {tokenizer}; give that one")
 
 
-def check_fit(model: LlamaGenTransformer, vqvae: VQModel, side: int) -> None:
+def validate_fit(model: LlamaGenTransformer, vqvae: VQModel, side: int) -> None:
     """Raise ValueError unless the tokens of square images of `side` pixels match the model's grid and vocabulary."""
     grid, vocabulary = model.config.grid_size, model.config.vocab_size
     if side != grid * vqvae.downsampling:

@@ -12,12 +12,14 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @triton.jit(do_not_specialize=["step"])
-def _all(seed_ptr, position_ptr, unit_ptr, coin_ptr, lane_ptr, race_ptr, V, step, BLOCK: tl.constexpr, PURPOSE: tl.constexpr):
+def _all(
+    seed_ptr, position_ptr, unit_ptr, uniform_ptr, lane_ptr, race_ptr, V, step, BLOCK: tl.constexpr, PURPOSE: tl.constexpr
+):
     row = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
     key = counter_noise.make_noise_key(tl.load(seed_ptr + row), tl.load(position_ptr + row), PURPOSE, step)
     tl.store(unit_ptr + row, counter_noise.uniform32(key))
-    tl.store(coin_ptr + row, counter_noise.uniform64(key))
+    tl.store(uniform_ptr + row, counter_noise.uniform64(key))
     tl.store(lane_ptr + row * V + lane, counter_noise.lane_uniforms(key, lane), mask=lane < V)
     tl.store(race_ptr + row * V + lane, counter_noise.exponential_from_key(key, lane), mask=lane < V)
 
@@ -30,13 +32,13 @@ def test_noise_is_that_of_the_reference(purpose: noise.Purpose, step: int, count
     seeds = torch.tensor([0, 1, -1, 2**63 - 1, -(2**63), 12345678901234567], device=DEVICE)
     position = torch.tensor([0, 1, 575, 2**32, 3 * 2**32 + 17, 5], device=DEVICE)[:, None]
     R = len(seeds)
-    units, coins = torch.empty(R, device=DEVICE), torch.empty(R, dtype=torch.float64, device=DEVICE)
+    units, uniforms = torch.empty(R, device=DEVICE), torch.empty(R, dtype=torch.float64, device=DEVICE)
     lanes, races = torch.empty(2, R, V, device=DEVICE)
     number = torch.tensor(step, device=DEVICE) if counted else step
     block = {"BLOCK": 2048, "PURPOSE": int(purpose), "enable_fp_fusion": False}
-    _all[(R,)](seeds, position, units, coins, lanes, races, V, number, **block)
+    _all[(R,)](seeds, position, units, uniforms, lanes, races, V, number, **block)
     assert torch.equal(units, noise.sample_uniform(seeds, position, purpose, step)[:, 0])
-    assert torch.equal(coins, noise.sample_uniform64(seeds, position, purpose, step)[:, 0])
+    assert torch.equal(uniforms, noise.sample_uniform64(seeds, position, purpose, step)[:, 0])
     expected = noise._unit_(noise._lane_bits(noise._make_keys(seeds, position, purpose, step), V))[:, 0]
     assert torch.equal(lanes, expected), "the uniform numbers of a race"
     assert torch.equal(races, reference.exponential(lanes))

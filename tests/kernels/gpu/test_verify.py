@@ -60,12 +60,12 @@ class Case:
 
 
 def random_tree(T: int, B: int | None, seed: int) -> Tree:
-    draw = random.Random(seed)
+    generate = random.Random(seed)
 
     def parents() -> tuple[int, ...]:
         found = [-1]
         while len(found) < T:
-            found.append(draw.randrange(max(0, len(found) - 5), len(found)))
+            found.append(generate.randrange(max(0, len(found) - 5), len(found)))
         return tuple(found)
 
     if B is None:

@@ -4,6 +4,7 @@ import random
 from typing import Any
 
 import pytest
+from rejects import rejects
 
 from recipes.emoji.captions import captions, sample_caption, to_noun_phrase
 
@@ -44,19 +45,18 @@ def test_captions() -> None:
     assert captions(_record(label="unicorn"))[1] == "a unicorn, 3d style"
     assert not any("a french fries" in caption for caption in captions(_record(label="french fries")))
     assert captions({"label": "pickle", "group": "components", "style": "flat"})[0] == "pickle, flat style"
-    with pytest.raises(ValueError, match="oil"):
-        captions(_record(style="oil"))
+    rejects(lambda: captions(_record(style="oil")), "oil")
 
 
 def test_sampled_captions() -> None:
     rng = random.Random(0)
-    drawn = [sample_caption(_record(tones=["dark"]), rng) for _ in range(2000)]
+    generated = [sample_caption(_record(tones=["dark"]), rng) for _ in range(2000)]
     again = random.Random(0)
-    assert drawn == [sample_caption(_record(tones=["dark"]), again) for _ in range(2000)]
-    assert 0.27 < sum("style" not in caption for caption in drawn) / 2000 < 0.33
-    assert all("dark skin tone" in caption and caption == caption.lower() for caption in drawn)
-    assert sum("red apple" in caption for caption in drawn) > 1500
-    assert {"a red apple, dark skin tone, 3d style", "fruit, dark skin tone"} <= set(drawn)
+    assert generated == [sample_caption(_record(tones=["dark"]), again) for _ in range(2000)]
+    assert 0.27 < sum("style" not in caption for caption in generated) / 2000 < 0.33
+    assert all("dark skin tone" in caption and caption == caption.lower() for caption in generated)
+    assert sum("red apple" in caption for caption in generated) > 1500
+    assert {"a red apple, dark skin tone, 3d style", "fruit, dark skin tone"} <= set(generated)
     bare = {"label": "pickle", "group": "components", "style": "flat"}
     allowed = {"pickle", "emoji of pickle", "pickle, flat style", "emoji of pickle, flat style"}
     assert {sample_caption(bare, rng) for _ in range(200)} == allowed

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from rejects import rejects
 
 from recipes.emoji import sources as emoji_sources
 from recipes.emoji.dataset import (
@@ -134,8 +135,7 @@ def test_hexcodes_are_normalized(text: str, expected: str) -> None:
 
 @pytest.mark.parametrize("text", ["", "readme", "1f34e-", "1f34e--200d"])
 def test_other_names_are_no_hexcodes(text: str) -> None:
-    with pytest.raises(ValueError, match="code-point"):
-        normalize_hexcode(text)
+    rejects(lambda: normalize_hexcode(text), "code-point")
 
 
 def test_split_is_fixed_and_near_five_percent() -> None:
@@ -148,7 +148,7 @@ def test_split_is_fixed_and_near_five_percent() -> None:
     assert split_of("1F34E") == "train"
 
 
-def test_records_join_names_with_pictures(packages: dict[str, dict[str, bytes]]) -> None:
+def test_records_join_names_with_images(packages: dict[str, dict[str, bytes]]) -> None:
     records, blobs, report = plan_records(packages)
     by_key = {(r["style"], r["hexcode"]): r for r in records}
     assert len(records) == len(blobs) == len(by_key)
@@ -191,8 +191,7 @@ def test_build(tmp_path: Path, packages: dict[str, dict[str, bytes]]) -> None:
         if record["style"] == "3d":
             assert np.abs(image[3, 3].astype(int) - colors[record["hexcode"]]).max() <= 2
     assert set(built.indices("train")) | set(built.indices("validation")) == set(range(len(built.records)))
-    with pytest.raises(ValueError, match="test"):
-        built.indices("test")
+    rejects(lambda: built.indices("test"), "test")
     build_emoji_dataset(tmp_path / "b", tmp_path / "cache", 16, progress=False, sources=sources)
     for name in ("images.npy", "records.json"):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
@@ -200,7 +199,7 @@ def test_build(tmp_path: Path, packages: dict[str, dict[str, bytes]]) -> None:
         build_emoji_dataset(tmp_path / "c", tmp_path / "cache", 4)
 
 
-def test_an_undrawable_picture_leaves_the_old_data_set(tmp_path: Path, packages: dict[str, dict[str, bytes]]) -> None:
+def test_an_undrawable_image_leaves_the_old_data_set(tmp_path: Path, packages: dict[str, dict[str, bytes]]) -> None:
     pytest.importorskip("resvg_py")
     build_emoji_dataset(tmp_path / "out", tmp_path / "good", 16, progress=False, sources=_pack(tmp_path / "good", packages))
     before = (tmp_path / "out/images.npy").read_bytes()
@@ -212,7 +211,7 @@ def test_an_undrawable_picture_leaves_the_old_data_set(tmp_path: Path, packages:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["bad", "good", "out"]
 
 
-def test_a_wrong_checksum_leaves_nothing_behind(
+def test_a_wrong_checksum_leaves_nothing(
     tmp_path: Path, packages: dict[str, dict[str, bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sources = _pack(tmp_path / "cache", packages)
@@ -229,15 +228,13 @@ def test_a_wrong_checksum_leaves_nothing_behind(
     tarball.unlink()
     monkeypatch.setattr(emoji_sources.shutil, "which", lambda name: name)
     monkeypatch.setattr(emoji_sources.subprocess, "run", fake_npm)
-    with pytest.raises(ValueError, match="SHA-256"):
-        fetch_sources(tmp_path / "cache", sources)
+    rejects(lambda: fetch_sources(tmp_path / "cache", sources), "SHA-256")
     assert sorted(p.name for p in tarball.parent.iterdir()) == sorted(s.tarball for s in sources if s is not sources[1])
 
 
 def test_npm_failures_are_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(emoji_sources.shutil, "which", lambda name: None)
-    with pytest.raises(OSError, match="npm is not installed"):
-        fetch_sources(tmp_path)
+    rejects(lambda: fetch_sources(tmp_path), "npm", OSError)
 
     def failing(command: list[str], **_: Any) -> Any:
         return emoji_sources.subprocess.CompletedProcess(command, 1, "", "404 not found")

@@ -48,24 +48,24 @@ def test_a_caption_is_found_as_far_as_it_is_among_the_nearest(off, top1, top5):
     """Pictures of the thing `off` places before: its own caption is in that place."""
     recall = CaptionRecall(data(), SamplingWeights(), Reader(60), counts={"seen": 12, "styles": 4, "concepts": 5})
 
-    def draw(prompts, seed):
+    def generate(prompts, seed):
         assert all(prompt.endswith(" style") for prompt in prompts)
         numbers = torch.tensor([(int(prompt.split()[1].strip(",")) - off) % 60 for prompt in prompts])
         return numbers.float().view(-1, 1, 1, 1).expand(-1, 3, 2, 2)
 
-    figures = recall(draw, batch_size=5)
+    figures = recall(generate, batch_size=5)
     assert set(figures) == {f"top{k}_{group}" for k in (1, 5) for group in ("seen", "styles", "concepts")}
     assert all(value == (top1 if name.startswith("top1") else top5) for name, value in figures.items())
 
 
-def test_captions_are_as_many_as_asked_for_and_hold_those_that_are_drawn():
+def test_captions_are_as_many_as_asked_for_and_hold_those_that_are_generated():
     recall = CaptionRecall(
         data(), SamplingWeights(), Reader(60), counts={"seen": 3, "styles": 2, "concepts": 2}, num_candidates=30
     )
     assert len(recall.captions) == len(set(recall.captions)) == 30
-    drawn = []
-    recall(lambda prompts, seed: drawn.extend(prompts) or torch.zeros(len(prompts), 3, 2, 2), num_images=3)
-    assert 3 <= len(drawn) <= 4 and all(prompt.split(",")[0] in recall.captions for prompt in drawn)
+    generated = []
+    recall(lambda prompts, seed: generated.extend(prompts) or torch.zeros(len(prompts), 3, 2, 2), num_images=3)
+    assert 3 <= len(generated) <= 4 and all(prompt.split(",")[0] in recall.captions for prompt in generated)
 
 
 def test_groups_are_what_they_say():
@@ -88,19 +88,19 @@ def test_candidates_are_of_one_style_and_the_right_one_is_first():
 
 
 def test_choice_counts_the_likeliest_and_measures_the_distance():
-    told = caption_ranking(torch.tensor([[1.0, 2.0, 3.0], [5.0, 4.0, 6.0]]))
-    assert told == {"rank": 0.5, "gap": pytest.approx(0.75)}
+    reported = caption_ranking(torch.tensor([[1.0, 2.0, 3.0], [5.0, 4.0, 6.0]]))
+    assert reported == {"rank": 0.5, "gap": pytest.approx(0.75)}
 
 
 def test_a_blind_sheet_has_its_key_beside_it(tmp_path):
     prompts = [f"thing {n}" for n in range(10)]
     seen = {}
 
-    def draw(texts, seed):
+    def generate(texts, seed):
         seen.update({text: seed + n for n, text in enumerate(texts)})
         return torch.rand(len(texts), 3, 8, 8)
 
-    key = numbered_sheet(prompts, draw, tmp_path / "sheet.png", seed=3, batch=4)
-    told = json.loads(key.read_text())
-    assert sorted(told.values()) == prompts and list(told.values()) != prompts
+    key = numbered_sheet(prompts, generate, tmp_path / "sheet.png", seed=3, batch=4)
+    reported = json.loads(key.read_text())
+    assert sorted(reported.values()) == prompts and list(reported.values()) != prompts
     assert (tmp_path / "sheet.png").stat().st_size > 100 and set(seen) == set(prompts)

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from rejects import rejects
 from tiny_models import class_pipeline, tiny_vq
 
 from recipes.emoji.dataset import EmojiDataset
@@ -20,7 +21,7 @@ def data() -> EmojiDataset:
     return EmojiDataset(images, [{"split": "validation" if i % 5 == 0 else "train"} for i in range(40)])  # type: ignore[typeddict-item]
 
 
-def test_examples_are_training_pictures_as_the_tokenizer_sees_them(data):
+def test_examples_are_training_images_as_the_tokenizer_sees_them(data):
     vqvae = tiny_vq()
     everything = vqvae.encode(torch.from_numpy(data.images).movedim(-1, 1) / 127.5 - 1).flatten(1)
     steps = []
@@ -59,8 +60,7 @@ def test_a_run_of_another_tokenizer_or_data_set_is_refused(tmp_path):
     with pytest.raises(ValueError, match="40"):
         load_cached_tokens(tmp_path, vqvae, 40)
     own.write_bytes(b"no array")
-    with pytest.raises(ValueError, match="damaged"):
-        load_cached_tokens(tmp_path, vqvae, 40)
+    rejects(lambda: load_cached_tokens(tmp_path, vqvae, 40), "damaged")
 
 
 def test_a_folder_keeps_examples_and_lookup_uses_them(tmp_path):
@@ -93,8 +93,7 @@ def test_damaged_examples_are_named(tmp_path, damage):
         (tmp_path / EXAMPLES_FILE).write_bytes((tmp_path / EXAMPLES_FILE).read_bytes()[:20])
     if damage in ("no tokens", "floats"):
         save_file({"tokens" if damage == "floats" else "other": torch.zeros(5, 16)}, tmp_path / EXAMPLES_FILE)
-    with pytest.raises(ValueError, match="examples"):
-        LlamaGenPipeline.from_pretrained(tmp_path)
+    rejects(lambda: LlamaGenPipeline.from_pretrained(tmp_path), "examples")
 
 
 def test_wide_vocabularies_take_wider_numbers(tmp_path):

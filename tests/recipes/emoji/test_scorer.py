@@ -118,7 +118,7 @@ def test_held_out_cells_are_a_fixed_small_share_of_training_pairs() -> None:
     assert is_held_out_style({"concept": "1F3F0", "style": "flat", "split": "validation"}) is False
 
 
-def test_a_changed_colour_changes_picture_and_caption_together() -> None:
+def test_a_changed_colour_changes_image_and_caption_together() -> None:
     assert swap_color_words("a red apple, flat style", "red", "blue") == "a blue apple, flat style"
     assert swap_color_words("a reddish fox", "red", "blue") == "a reddish fox"
     assert extract_color_words({"label": "Green salad", "group": "food & drink"}) == ["green"]
@@ -134,7 +134,7 @@ def test_a_changed_colour_changes_picture_and_caption_together() -> None:
     assert -1 in batch.concept.tolist(), "a changed picture belongs to no concept"
 
 
-def test_only_pictures_without_sides_or_writing_are_mirrored() -> None:
+def test_only_images_without_sides_or_writing_are_mirrored() -> None:
     cases = [("objects", "hammer", True), ("objects", "left luggage", False), ("flags", "flag: Fiji", False),
            ("symbols", "plus", False), ("travel & places", "eight o’clock", False)]  # fmt: skip
     for group, label, expected in cases:

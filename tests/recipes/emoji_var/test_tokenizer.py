@@ -6,6 +6,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from rejects import rejects
 from tiny_training import check_resumes
 
 from recipes.emoji.dataset import EmojiDataset
@@ -95,9 +96,8 @@ def test_training_in_bfloat16(tmp_path, monkeypatch):
     assert all(value.dtype == torch.float32 and value.isfinite().all() for value in weights.values())
 
 
-def test_pictures_of_another_size_are_refused_before_anything_is_written(tmp_path):
-    with pytest.raises(ValueError, match="scales"):
-        trainer.train_multi_scale_tokenizer(recipe(), data(size=32), tmp_path / "run", CPU)
+def test_images_of_another_size_are_refused_before_anything_is_written(tmp_path):
+    rejects(lambda: trainer.train_multi_scale_tokenizer(recipe(), data(size=32), tmp_path / "run", CPU), "scales")
     assert not (tmp_path / "run").exists()
 
 
@@ -163,7 +163,7 @@ def test_idle_codes_are_moved_to_latents_of_their_own_scales():
         assert (out.vectors[scale] - book.weight[code]).abs().sum(1).min() == 0
 
 
-def test_perturbed_tokens_are_near_ones_in_a_share_of_the_pictures():
+def test_perturbed_tokens_are_near_ones_in_a_share_of_the_images():
     model = a_model()
     tokens = [torch.randint(codes, (200, s, s), generator=seeded()) for s, codes in ((1, 4), (2, 8), (4, 32))]
     assert all(map(torch.equal, TokenPerturbation(model, 3)(tokens, 0.5, 0.0, seeded()), tokens))
@@ -196,22 +196,20 @@ def test_focus_weighs_styles_groups_and_skin_tones():
     ]  # fmt: skip
     weights = SamplingWeights().weights(records)
     assert weights.sum() == pytest.approx(1) and np.allclose(weights / weights[0], [1, 0.2, 0.5, 0.2 * 0.5 * 0.05])
-    with pytest.raises(ValueError, match="sampling_weights"):
-        SamplingWeights(styles={"3d": 0.0, "noto": 0.0}).weights(records)
+    rejects(lambda: SamplingWeights(styles={"3d": 0.0, "noto": 0.0}).weights(records), "sampling_weights")
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"zoom": [1.1, 0.8]}, "zoom"),
-        ({"decoder_steps": 12}, "steps must be at least 17"),
+        ({"decoder_steps": 12}, "steps"),
         ({"truncated_fraction": -0.1}, "truncated_fraction"),
         ({"batch_size": 0}, "batch_size"),
     ],
 )
 def test_impossible_recipes_are_refused(changes, message):
-    with pytest.raises(ValueError, match=message):
-        recipe(**changes)
+    rejects(lambda: recipe(**changes), message)
 
 
 def test_impossible_factors_are_refused():

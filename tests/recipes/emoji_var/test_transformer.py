@@ -9,7 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from tiny_training import check_resumes, tiny_encoder
+from rejects import rejects
+from tiny_models import tiny_encoder
+from tiny_training import check_resumes
 
 from recipes.emoji.captions import can_recolor
 from recipes.emoji.dataset import EmojiDataset, is_held_out_style
@@ -41,11 +43,11 @@ def tiny_vq() -> MultiScaleVQModel:
 
 
 def data(count: int = 40, size: int = 16) -> EmojiDataset:
-    draw = np.random.default_rng(0)
+    generate = np.random.default_rng(0)
     images = np.full((count, size, size, 3), 255, dtype=np.uint8)
     records = []
     for i in range(count):
-        images[i, 3:13, 3:13] = (220, 30, 30) if i % 2 else draw.integers(0, 255, 3)
+        images[i, 3:13, 3:13] = (220, 30, 30) if i % 2 else generate.integers(0, 255, 3)
         records.append(
             {
                 "label": f"thing {i // 2}", "concept": f"{i // 2}", "tags": ["round"], "synonyms": [], "tones": [],
@@ -119,8 +121,7 @@ def test_a_run_does_not_resume_with_another_tokenizer(tmp_path, trained):
     with torch.no_grad():
         other.quantize.embedding.weight[3] += 0.1
     other.save_pretrained(tmp_path / "other")
-    with pytest.raises(ValueError, match="settings"):
-        train(trained[0], tmp_path / "other")
+    rejects(lambda: train(trained[0], tmp_path / "other"), "settings")
     changed = tiny_vq()
     with torch.no_grad():
         next(changed.decoder.parameters()).add_(0.1)  # which has no say in tokens
@@ -129,16 +130,11 @@ def test_a_run_does_not_resume_with_another_tokenizer(tmp_path, trained):
 
 @pytest.mark.parametrize(
     ("model", "size", "message"),
-    [
-        ({"scales": [1, 2, 3]}, 16, "scales"),
-        ({"vocab_size": 31}, 16, "vocab_size"),
-        ({}, 32, "images"),
-    ],
+    [({"scales": [1, 2, 3]}, 16, "scales"), ({"vocab_size": 31}, 16, "vocab_size"), ({}, 32, "images")],
 )
 def test_what_does_not_fit_is_named_before_training(tmp_path, tokenizer, model, size, message):
     changed = recipe(model={**recipe().model, **model})
-    with pytest.raises(ValueError, match=message):
-        var.train_next_scale(changed, data(size=size), tokenizer, ENCODER, tmp_path / "run", CPU)
+    rejects(lambda: var.train_next_scale(changed, data(size=size), tokenizer, ENCODER, tmp_path / "run", CPU), message)
     assert not (tmp_path / "run").exists()
 
 
@@ -163,8 +159,7 @@ def test_packaged_recipes_make_models_of_the_size_they_should_have(name):
 
 
 def test_shares_outside_the_unit_interval_are_refused():
-    with pytest.raises(ValueError, match="code_noise"):
-        recipe(code_noise=1.5)
+    rejects(lambda: recipe(code_noise=1.5), "code_noise")
 
 
 # -- losses ------------------------------------------------------------------------------------------------------
@@ -237,7 +232,7 @@ def test_noise_has_the_share_that_was_asked_for():
 # -- data ----------------------------------------------------------------------------------------------------------
 
 
-def test_held_out_cells_and_concepts_are_never_drawn(tmp_path):
+def test_held_out_cells_and_concepts_are_never_generated(tmp_path):
     images = data(600)
     held = {i for i, record in enumerate(images.records) if is_held_out_style(record) or record["split"] == "validation"}
     assert len(held) > 8 and len({images.records[i]["split"] for i in held}) == 2
@@ -288,7 +283,7 @@ def test_a_batch_depends_on_its_step_alone(tmp_path):
 
 
 @pytest.mark.parametrize("name", HUE_NAMES)
-def test_a_turned_picture_has_the_colour_that_is_asked_for(name):
+def test_a_turned_image_has_the_colour_that_is_asked_for(name):
     image = np.full((32, 32, 3), 255, dtype=np.uint8)
     image[8:24, 8:24] = (230, 40, 40)
     image[10:12, 10:12] = 128
@@ -298,7 +293,7 @@ def test_a_turned_picture_has_the_colour_that_is_asked_for(name):
     assert np.abs(rotate_hue(image, 360.0).astype(int) - image).max() <= 1
 
 
-def test_pictures_of_many_colours_or_none_have_no_dominant_one():
+def test_images_of_many_colours_or_none_have_no_dominant_one():
     gray, mixed = np.full((16, 16, 3), 90, dtype=np.uint8), np.full((16, 16, 3), 255, dtype=np.uint8)
     mixed[:8, :, 1:], mixed[8:, :, :2] = 0, 0
     assert dominant_hue(gray) is None and dominant_hue(mixed) is None
@@ -328,7 +323,7 @@ def test_captions_say_the_new_colour(text, new, expected):
 
 
 @torch.inference_mode()
-def test_drawing_follows_the_models_laws():
+def test_sampling_follows_the_models_laws():
     """A single draw's tokens of each scale have the laws that teacher forcing on earlier ones gives."""
     vq = tiny_vq()
     torch.manual_seed(0)

@@ -6,18 +6,13 @@ import json
 import numpy as np
 import pytest
 import torch
+from rejects import rejects
 from tiny_training import check_resumes
 
 from recipes.emoji_video import transformer as trainer
-from recipes.emoji_video.batches import EMPTY_CAPTION, ClipBatches, check_same_encoder, clip_latents, motion_levels
+from recipes.emoji_video.batches import EMPTY_CAPTION, ClipBatches, clip_latents, motion_levels, validate_same_encoder
 from recipes.emoji_video.clips import VideoDataset
-from recipes.emoji_video.generate import (
-    VideoEvaluation,
-    euler_levels,
-    make_block_noise,
-    sample_latents,
-    sampling_settings,
-)
+from recipes.emoji_video.generate import VideoEvaluation, euler_levels, make_block_noise, sample_latents, sampling_settings
 from recipes.emoji_video.losses import VideoLoss
 from recipes.emoji_video.preview import PreviewConfig, train_video_preview
 from recipes.emoji_video.transformer import VideoConfig
@@ -177,10 +172,9 @@ def test_latents_are_computed_once_for_an_encoder(tmp_path, vae, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(CausalVideoVAE, "encode", lambda *a: pytest.fail("encoded again"))
         assert np.array_equal(clip_latents(tmp_path, clips, network, CPU), made)
-    check_same_encoder(tmp_path, network, tmp_path)
+    validate_same_encoder(tmp_path, network, tmp_path)
     network.latent_std.fill_(2.0)
-    with pytest.raises(ValueError, match="latents of another autoencoder"):
-        check_same_encoder(tmp_path, network, tmp_path)
+    rejects(lambda: validate_same_encoder(tmp_path, network, tmp_path), "latents")
     assert not np.array_equal(clip_latents(tmp_path, clips, network, CPU), made)
 
 
@@ -216,14 +210,14 @@ def test_places_that_move_count_more():
     assert weights.mean() == pytest.approx(1) and weights[1, 0, 0, 0] > 5 * weights[1, 0, 1, 1]
 
 
-def test_drawing_is_of_the_seed_and_each_block_of_its_own_noise(flow):
+def test_sampling_is_of_the_seed_and_each_block_of_its_own_noise(flow):
     model = CausalVideoTransformer.from_pretrained(flow[0] / "transformer")
     text = model.text_cache(Bank()(["a", "b"]).caption_embeds)
     null = model.text_cache(Bank()(["", ""]).caption_embeds)
-    drawn = sample_latents(model, text, 3, [1.0, 0.5], seed=4)
-    assert drawn.shape == (2, 6, 4, 2, 2) and torch.equal(drawn, sample_latents(model, text, 3, [1.0, 0.5], seed=4))
-    assert torch.allclose(drawn[:, :4], sample_latents(model, text, 2, [1.0, 0.5], seed=4), atol=1e-5)
-    assert not torch.allclose(drawn, sample_latents(model, text, 3, [1.0, 0.5], seed=5), atol=1e-2)
+    generated = sample_latents(model, text, 3, [1.0, 0.5], seed=4)
+    assert generated.shape == (2, 6, 4, 2, 2) and torch.equal(generated, sample_latents(model, text, 3, [1.0, 0.5], seed=4))
+    assert torch.allclose(generated[:, :4], sample_latents(model, text, 2, [1.0, 0.5], seed=4), atol=1e-5)
+    assert not torch.allclose(generated, sample_latents(model, text, 3, [1.0, 0.5], seed=5), atol=1e-2)
     plain = sample_latents(model, text, 2, [1.0, 0.5], null=null, guidance=1.0)
     assert torch.equal(plain, sample_latents(model, text, 2, [1.0, 0.5]))
     assert not torch.allclose(plain, sample_latents(model, text, 2, [1.0, 0.5], null=null, guidance=4.0), atol=1e-4)
@@ -233,21 +227,21 @@ def test_drawing_is_of_the_seed_and_each_block_of_its_own_noise(flow):
     assert len({tuple(noise.tolist()) for noise in noises}) == 8
 
 
-def test_a_drawn_block_sees_clean_ones(flow):
+def test_a_sampled_block_sees_clean_ones(flow):
     """What the cache holds of an earlier block is of a clean pass, not of its last noisy step."""
     model = CausalVideoTransformer.from_pretrained(flow[0] / "transformer")
     text = model.text_cache(Bank()(["a", "b"]).caption_embeds)
-    drawn = sample_latents(model, text, 2, [1.0, 0.5], seed=3)
+    generated = sample_latents(model, text, 2, [1.0, 0.5], seed=3)
     cache = model.new_cache(2, 4)
     cache.begin_block()
-    model(drawn[:, :2], torch.zeros(2), text, cache)
+    model(generated[:, :2], torch.zeros(2), text, cache)
     cache.commit()
     cache.begin_block()
     x = make_block_noise(3, 1, 0, (2, 2, 4, 2, 2), CPU)
     x = x - model(x, torch.full((2,), 1000.0), text, cache)
     x = 0.5 * x + 0.5 * make_block_noise(3, 1, 1, x.shape, CPU)
     x = x - 0.5 * model(x, torch.full((2,), 500.0), text, cache)
-    assert torch.allclose(x, drawn[:, 2:], atol=1e-5)
+    assert torch.allclose(x, generated[:, 2:], atol=1e-5)
 
 
 def test_euler_steps_follow_a_straight_flow_to_its_end():
@@ -267,7 +261,7 @@ def test_euler_steps_follow_a_straight_flow_to_its_end():
         assert torch.allclose(sample_latents(model, text, 2, levels, euler=euler), torch.tensor(0.7), atol=1e-4)
 
 
-def test_a_frozen_video_is_told_from_one_that_moves(vae, flow, monkeypatch):
+def test_a_frozen_video_is_distinguished_from_one_that_moves(vae, flow, monkeypatch):
     clips, network = data(), CausalVideoVAE.from_pretrained(vae)
     evaluation = VideoEvaluation(clips, clip_latents_of(vae, clips), network, Bank(), recipe(), CPU)
     model = CausalVideoTransformer.from_pretrained(flow[0] / "transformer")
@@ -298,16 +292,13 @@ def test_a_preview_is_trained_and_resumed(tmp_path, vae):
      ({"temporal_stride": 4}, "temporal_stride"), ({"channels": 16}, "channels")],
 )  # fmt: skip
 def test_networks_that_do_not_fit_are_refused(tmp_path, vae, change, message):
-    with pytest.raises(ValueError, match=message):
-        train(tmp_path / "run", vae, recipe(model={**SHAPE, **change}))
+    rejects(lambda: train(tmp_path / "run", vae, recipe(model={**SHAPE, **change})), message)
     assert not (tmp_path / "run").exists()
 
 
 def test_a_teacher_is_given_for_consistency_and_for_nothing_else(tmp_path, vae, flow):
-    with pytest.raises(ValueError, match="teacher must be given"):
-        train(tmp_path / "run", vae, recipe(objective="consistency"))
-    with pytest.raises(ValueError, match="teacher must be given"):
-        train(tmp_path / "run", vae, teacher_folder=flow[0] / "transformer")
+    rejects(lambda: train(tmp_path / "run", vae, recipe(objective="consistency")), "teacher")
+    rejects(lambda: train(tmp_path / "run", vae, teacher_folder=flow[0] / "transformer"), "teacher")
     with pytest.raises(ValueError, match="init"):
         train(tmp_path / "run", vae, recipe(model={**SHAPE, "dim": 12}), init_folder=flow[0] / "transformer")
 
@@ -315,11 +306,10 @@ def test_a_teacher_is_given_for_consistency_and_for_nothing_else(tmp_path, vae, 
 @pytest.mark.parametrize(
     ("change", "message"),
     [({"objective": "gan"}, "objective"), ({"self_rollout_probability": 1.5}, "self_rollout_probability"),
-     ({"levels": [500, 1000]}, "steps must fall"), ({"optimizer": "sgd"}, "optimizer"), ({"euler_steps": 0}, "euler_steps")],
+     ({"levels": [500, 1000]}, "steps"), ({"optimizer": "sgd"}, "optimizer"), ({"euler_steps": 0}, "euler_steps")],
 )  # fmt: skip
 def test_recipes_that_cannot_be_are_refused(change, message):
-    with pytest.raises(ValueError, match=message):
-        recipe(**change)
+    rejects(lambda: recipe(**change), message)
 
 
 @pytest.mark.parametrize(

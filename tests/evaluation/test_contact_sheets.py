@@ -6,7 +6,7 @@ from PIL import Image
 from vargen.evaluation.contact_sheets import contact_sheet
 
 
-def test_every_picture_is_on_the_sheet():
+def test_every_image_is_on_the_sheet():
     colours = ["red", "lime", "blue", "yellow", "cyan"]
     sheet = contact_sheet([Image.new("RGB", (20, 20), c) for c in colours], ["x" * 90, "", "c", "d", "e"], columns=3, cell=40)
     assert sheet.width == 3 * 46 + 6 and sheet.height == 2 * 62 + 6

@@ -10,8 +10,8 @@ from PIL import Image
 
 
 @pytest.fixture
-def picture(run: Any, scale_model: Path) -> Path:
-    assert run("generate", "a cat", "--model", scale_model, "--seed", 1, "-o", "cat.png").exit_code == 0
+def picture(run: Any) -> Path:
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (8, 8, 3), dtype=np.uint8)).save("cat.png")
     mask = Image.new("L", (8, 8), 0)
     mask.paste(255, (0, 0, 8, 4))
     mask.save("mask.png")
@@ -23,7 +23,7 @@ def pixels(path: str | Path) -> np.ndarray:
         return np.asarray(opened.convert("RGB")).astype(int)
 
 
-def test_strength_says_how_much_is_drawn_anew(run: Any, scale_model: Path, picture: Path) -> None:
+def test_strength_says_how_much_is_regenerated(run: Any, scale_model: Path, picture: Path) -> None:
     def drawn(strength: float, name: str) -> np.ndarray:
         words = ("--image", picture, "--strength", strength, "--model", scale_model, "--seed", 5, "-o", name)
         result = run("generate", "a dog", *words)
@@ -40,7 +40,7 @@ def test_strength_says_how_much_is_drawn_anew(run: Any, scale_model: Path, pictu
     assert said["image"] == "cat.png" and said["strength"] == 1.0
 
 
-def test_a_mask_is_white_where_it_is_drawn_anew(run: Any, scale_model: Path, picture: Path) -> None:
+def test_a_mask_is_white_where_it_is_regenerated(run: Any, scale_model: Path, picture: Path) -> None:
     words = ("--image", picture, "--mask", "mask.png", "--model", scale_model, "--json", "-o", "out.png")
     document = json.loads(run("generate", "a dog", "--seed", 5, *words).stdout)
     assert document["mask"] == "mask.png" and document["stats"]["images"] == 1
@@ -68,6 +68,6 @@ def test_bad_input(run: Any, scale_model: Path, picture: Path, words: tuple[Any,
     assert picture.read_bytes() == before and len(list(Path().glob("a-dog*"))) == 0
 
 
-def test_models_that_start_from_no_picture_say_so(run: Any, text_model: Path, picture: Path) -> None:
+def test_models_that_start_from_no_image_say_so(run: Any, text_model: Path, picture: Path) -> None:
     result = run("generate", "a dog", "--model", text_model, "--image", picture)
     assert result.exit_code == 2 and "image must be left out" in result.stderr

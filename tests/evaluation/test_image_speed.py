@@ -42,8 +42,8 @@ def test_the_report_adds_up(network: BenchmarkModel) -> None:
 
 def test_the_opponent_has_weights_of_its_own_in_float32() -> None:
     network = benchmark_model(tiny_var("class").bfloat16())
-    draw, pixels = network.published_sampler(2)
-    assert pixels(draw()).shape == (2, 3, 8, 8)
+    generate, pixels = network.published_sampler(2)
+    assert pixels(generate()).shape == (2, 3, 8, 8)
     assert network.transformer.dtype == torch.bfloat16, "ours stays as it is"
 
 

@@ -8,6 +8,7 @@ from itertools import product
 
 import pytest
 import torch
+from rejects import rejects
 from tiny_video import LEVELS, condition, models, preview, stream, transformer, vae, video
 
 from vargen.decoding import (
@@ -49,10 +50,10 @@ def noise_of(model: BlockModel, number: int):
 
 def test_noise_depends_on_seed_block_and_step_alone() -> None:
     seeds = torch.tensor([1, 2])
-    drawn = sample_normal(seeds, 3, 1001, 2)
-    assert torch.equal(drawn[1:], sample_normal(seeds[1:], 3, 1001, 2)) and drawn.shape == (2, 1001)
+    generated = sample_normal(seeds, 3, 1001, 2)
+    assert torch.equal(generated[1:], sample_normal(seeds[1:], 3, 1001, 2)) and generated.shape == (2, 1001)
     others = [sample_normal(seeds, 3, 1001, 1), sample_normal(seeds, 2, 1001, 2), sample_normal(seeds + 5, 3, 1001, 2)]
-    assert all(abs(float((drawn * other).mean())) < 0.1 for other in others)
+    assert all(abs(float((generated * other).mean())) < 0.1 for other in others)
     many = sample_normal(torch.tensor([5]), 0, 200_000)
     assert abs(float(many.mean())) < 0.01 and abs(float(many.std()) - 1) < 0.01
     assert abs(float((many**4).mean()) - 3) < 0.1 and float(many.abs().max()) < 6.7
@@ -70,7 +71,7 @@ def test_an_infinite_threshold_is_one_of_the_models_bit_for_bit() -> None:
     assert not torch.equal(video(stream("draft"))[0], video(stream("target"))[0])
 
 
-def test_switching_drafting_off_and_on_does_not_change_what_the_target_draws() -> None:
+def test_switching_drafting_off_and_on_does_not_change_what_the_target_samples() -> None:
     method = replace(FREE, pause_after_rejections=2, pause_blocks=3).with_tau(math.inf)
     made = stream(method, 9)
     assert torch.equal(video(made)[0], video(stream("target", 9))[0])
@@ -252,9 +253,9 @@ def test_the_threshold_moves_while_the_video_is_made() -> None:
 
 def test_refining_begins_with_the_draft() -> None:
     full, part = stream(FREE.with_tau(math.inf), 4), stream(replace(FREE, refine=3).with_tau(math.inf), 4)
-    drawn, refined, drafted = video(full)[0], video(part)[0], video(stream("draft", 4))[0]
+    generated, refined, drafted = video(full)[0], video(part)[0], video(stream("draft", 4))[0]
     assert part.stats.passes["target"] < full.stats.passes["target"]
-    assert (refined - drafted)[:2].norm() < (drawn - drafted)[:2].norm()  # of block 0, whose past is equal
+    assert (refined - drafted)[:2].norm() < (generated - drafted)[:2].norm()  # of block 0, whose past is equal
 
 
 # -- prompts, given frames
@@ -271,8 +272,7 @@ def test_a_prompt_can_be_switched_between_blocks() -> None:
         if not lazy:
             first = rest
     assert closely(first, rest), "what waits is seen under the prompt that it was made under"
-    with pytest.raises(ValueError, match="score must be given"):
-        stream(FREE, 3).change_prompt(condition(1))
+    rejects(lambda: stream(FREE, 3).change_prompt(condition(1)), "score")
 
 
 @pytest.mark.parametrize("frames", [1, 2, 3])
@@ -314,8 +314,7 @@ class Broken(CausalVideoBlockModel):
 
 def test_latents_that_are_not_finite_are_an_error_and_a_draft_of_them_is_refused() -> None:
     good = models()
-    with pytest.raises(NonFiniteLatentsError, match=r"target .* block 1 of 3"):
-        video(stream("target", 3, Broken(transformer(0), LEVELS)))
+    rejects(lambda: video(stream("target", 3, Broken(transformer(0), LEVELS))), "target", NonFiniteLatentsError)
     small = Broken(transformer(1, dim=12, num_heads=1, num_layers=1), LEVELS)
     pair = CausalVideoBlockModel(good.transformer, LEVELS, draft_model=small)
     routed_around = stream(replace(FREE, refine=2).with_tau(-math.inf), 3, pair)
@@ -344,43 +343,41 @@ def test_a_run_is_cancelled_between_steps() -> None:
         raise KeyError("mine")
 
     made = stream("target", 5, callback=raises)
-    with pytest.raises(KeyError, match="mine"):
-        next(made)
+    rejects(lambda: next(made), "mine", KeyError)
     assert made.target is None and list(made) == []
 
 
 @pytest.mark.parametrize("name", ["sdvg", "draft", "target"])
-def test_memory_stays_flat_over_200_blocks(name: str) -> None:
+def test_memory_stays_flat_over_many_blocks(name: str) -> None:
     method = PRESETS[name]
-    made = stream(method.with_tau(-math.inf) if method.threshold else method, 200, models(6, 2))
+    made = stream(method.with_tau(-math.inf) if method.threshold else method, 80, models(6, 2))
     sizes = []
     for _ in made:
         generators = [each for each in (made.target, made.drafter) if each is not None]
         waiting = sum(part.numel() for each in generators for part in each.pending)
         sizes.append((sum(each.state.cache.nbytes for each in generators), waiting, made._full.state.nbytes))
     held = [size[0] for size in sizes]
-    assert len(sizes) == 200 and len(set(held)) == 1
-    assert max(size[1] for size in sizes[100:]) == max(size[1] for size in sizes[50:100])
+    assert len(sizes) == 80 and len(set(held)) == 1
+    assert max(size[1] for size in sizes[50:]) == max(size[1] for size in sizes[25:50])
     assert len({size[2] for size in sizes}) == 1
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"blocks": 0}, "blocks must be a whole number from 1"),
-        ({"blocks": 10**9}, "blocks must be a whole number from 1"),
-        ({"seed": 1.5}, "seed must be"),
+        ({"blocks": 0}, "blocks"),
+        ({"blocks": 10**9}, "blocks"),
+        ({"seed": 1.5}, "seed"),
         ({"method": "sjd"}, "is for next-token models"),
         ({"method": "sdvgg"}, "unknown accelerator"),
         ({"score": None}, "needs a scorer"),
-        ({"given": [torch.zeros(1, 1, 3, 2, 2)]}, r"given must be latents"),
+        ({"given": [torch.zeros(1, 1, 3, 2, 2)]}, "given"),
         ({"model": CausalVideoBlockModel(transformer(0), LEVELS)}, "needs a model to draft with"),
     ],
 )
 def test_bad_arguments_are_named_before_anything_runs(options, message: str) -> None:
     options = {"method": "sdvg", **options}
-    with pytest.raises(ValueError, match=message):
-        stream(options.pop("method"), **options)
+    rejects(lambda: stream(options.pop("method"), **options), message)
 
 
 def test_models_of_different_latents_are_refused() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rejects import rejects
 from tiny_models import class_pipeline, class_var_pipeline, text_pipeline
 
 from vargen.cli.console import quiet_libraries
@@ -74,7 +75,7 @@ def test_seeds_and_subjects_depend_on_the_item_alone() -> None:
             GenerationPlan("m", "o", ("ar",), *wrong)
 
 
-def test_a_picture_is_what_the_pipeline_draws_of_its_seed(whole: dict[str, bytes], model: Path, tmp_path: Path) -> None:
+def test_an_image_is_what_the_pipeline_generates_of_its_seed(whole: dict[str, bytes], model: Path, tmp_path: Path) -> None:
     import io
 
     import numpy as np
@@ -91,14 +92,14 @@ def test_a_picture_is_what_the_pipeline_draws_of_its_seed(whole: dict[str, bytes
     assert str(model) not in stored.info["vargen"]
 
 
-def test_two_shards_draw_what_one_does(model: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
-    drawn = [generate_missing_images(make_plan(model, tmp_path / "run"), shard, 2) for shard in (2, 1)]
-    assert sum(drawn) == 14 and 0 < drawn[0] < 14
+def test_two_shards_generate_what_one_does(model: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
+    generated = [generate_missing_images(make_plan(model, tmp_path / "run"), shard, 2) for shard in (2, 1)]
+    assert sum(generated) == 14 and 0 < generated[0] < 14
     assert images(tmp_path / "run") == whole
     assert len(lines(tmp_path / "run")) == len(set(lines(tmp_path / "run"))) == 14
 
 
-def test_more_methods_and_more_pictures_are_drawn_beside_the_old_ones(
+def test_more_methods_and_more_images_are_generated_beside_the_old_ones(
     model: Path, whole: dict[str, bytes], tmp_path: Path
 ) -> None:
     assert generate_missing_images(make_plan(model, tmp_path / "run", num=3, methods=METHODS[:1])) == 3
@@ -120,7 +121,9 @@ def test_an_interrupted_run_goes_on(units: int, model: Path, whole: dict[str, by
     assert images(tmp_path / "run") == whole and len(lines(tmp_path / "run")) == 14
 
 
-def test_a_truncated_line_is_cut_off_and_its_picture_drawn_again(model: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
+def test_a_truncated_line_is_cut_off_and_its_image_generated_again(
+    model: Path, whole: dict[str, bytes], tmp_path: Path
+) -> None:
     generate_missing_images(make_plan(model, tmp_path / "run"))
     (manifest,) = (tmp_path / "run/manifest").glob("*.jsonl")
     manifest.write_bytes(manifest.read_bytes()[:-20])
@@ -132,7 +135,7 @@ def test_a_truncated_line_is_cut_off_and_its_picture_drawn_again(model: Path, wh
     assert generate_missing_images(make_plan(model, tmp_path / "run")) == 1 and images(tmp_path / "run") == whole
 
 
-def test_a_batch_of_which_a_part_is_missing_is_drawn_beside_the_same_others(model: Path, tmp_path: Path) -> None:
+def test_a_batch_of_which_a_part_is_missing_is_generated_beside_the_same_others(model: Path, tmp_path: Path) -> None:
     """Rounding depends on what else is in a batch, on some machines: the batches of a resumed run are those of a whole one."""
     run = make_plan(model, tmp_path / "run", methods=("ar",))
     whole_units = [batch.indices for batch in run.pending_batches(())]
@@ -143,7 +146,7 @@ def test_a_batch_of_which_a_part_is_missing_is_drawn_beside_the_same_others(mode
     assert sorted(parts[0] + parts[1]) == whole_units and not set(parts[0]) & set(parts[1])
 
 
-def test_missing_and_changed_pictures_are_drawn_again(model: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
+def test_missing_and_changed_images_are_generated_again(model: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
     generate_missing_images(make_plan(model, tmp_path / "run"))
     first, second, third = (tmp_path / "run" / name for name in list(whole)[:3])
     first.unlink()
@@ -178,7 +181,7 @@ def test_kill_9_loses_nothing_and_generates_nothing_twice(model: Path, tmp_path:
 # -- a full disk -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_full_disk_is_told_leaves_nothing_half_written_and_is_resumed(
+def test_a_full_disk_is_reported_leaves_nothing_half_written_and_is_resumed(
     model: Path, whole: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel refuses what is too large: first the manifest, then a picture."""
@@ -248,8 +251,7 @@ def test_a_folder_with_other_contents_and_a_damaged_run_are_refused(model: Path,
     (tmp_path / "run").mkdir()
     for text in ("{", "[]", '{"methods": 3}'):
         (tmp_path / "run/run.json").write_text(text)
-        with pytest.raises(ValueError, match=r"run\.json"):
-            generate_missing_images(make_plan(model, tmp_path / "run"))
+        rejects(lambda: generate_missing_images(make_plan(model, tmp_path / "run")), "run")
 
 
 @pytest.mark.parametrize(
@@ -268,7 +270,7 @@ def test_a_folder_with_other_contents_and_a_damaged_run_are_refused(model: Path,
         ({"methods": ("gsd:budget=3", "gsd:budget=-3")}, "budget"),
     ],
 )
-def test_what_cannot_be_drawn_is_told_first(change: dict[str, Any], told: str, model: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_generated_is_reported_first(change: dict[str, Any], told: str, model: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=told):
         generate_missing_images(make_plan(model, tmp_path / "run", **change))
     assert not (tmp_path / "run").exists()
@@ -293,17 +295,16 @@ def test_settings_of_a_schedule_are_of_its_stages() -> None:
     assert [(stage.until, stage.model) for stage in made.stages] == [(-3, "target"), (None, "draft")]
     with pytest.raises(ValueError, match=r"until\.[12]"):
         resolve_method("code:until=3", "next-scale")
-    with pytest.raises(ValueError, match="temperature"):
-        resolve_method("code:temperature.1=-1", "next-scale")
+    rejects(lambda: resolve_method("code:temperature.1=-1", "next-scale"), "temperature")
 
 
-def test_schedules_are_drawn_of_a_next_scale_model(tmp_path: Path) -> None:
+def test_schedules_are_generated_of_a_next_scale_model(tmp_path: Path) -> None:
     class_var_pipeline().save_pretrained(tmp_path / "model")
     methods = ("plain", "code", "code:until.1=-3")
     wanted = make_plan(tmp_path / "model", tmp_path / "run", methods=methods, num=2, batch=2)
     assert generate_missing_images(wanted) == 6
-    pictures = images(tmp_path / "run")
-    assert len(pictures) == 6 and len(set(pictures.values())) == 6
+    shown = images(tmp_path / "run")
+    assert len(shown) == 6 and len(set(shown.values())) == 6
     class_var_pipeline(draft=False).save_pretrained(tmp_path / "alone")
     with pytest.raises(ValueError, match="needs a draft_transformer"):
         generate_missing_images(replace(wanted, model=str(tmp_path / "alone"), output=str(tmp_path / "other")))
