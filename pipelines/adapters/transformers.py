@@ -105,7 +105,8 @@ class _PassCache(Cache):
     is_compileable = False
 
     def __init__(self, cache: KVCache, view: CacheView | None):  # without transformers' own initialization
-        self.cache, self.view, self.layers = cache, view, []
+        self.cache, self.view = cache, view
+        self.layers: list[Any] = []
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -156,9 +157,9 @@ class TransformersTokenModel(TokenModel):
         weight = next(language_model.model.parameters())
         self.device, self.dtype = weight.device, weight.dtype
         config = language_model.body.config.get_text_config()
-        self.num_layers, self._kv_heads = config.num_hidden_layers, getattr(config, "num_key_value_heads", None)
-        self._kv_heads = self._kv_heads or config.num_attention_heads
-        self._head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        heads = config.num_attention_heads
+        self._num_layers, self._kv_heads = config.num_hidden_layers, int(getattr(config, "num_key_value_heads", None) or heads)
+        self._head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
         if any(hasattr(module, "_hf_hook") for module in language_model.model.modules()):
             self.capture_blocker = "weights are moved or cast by hooks in each pass"
         forced = language_model.forced
@@ -173,7 +174,7 @@ class TransformersTokenModel(TokenModel):
         R, P = ids.shape
         rows, columns = self.grid
         cache = KVCache(
-            self.num_layers,
+            self._num_layers,
             R,
             self._kv_heads,
             self._head_dim,

@@ -74,7 +74,8 @@ def make_emu3(codes: int = 24, seed: int = 0, **changed: Any) -> tuple[Any, Any]
     model = Emu3ForConditionalGeneration(Emu3Config(
         text_config=text_config(attention_dropout=0.0, **changed),
         vq_config={"codebook_size": codes, "embed_dim": 4, "latent_channels": 4, "base_channels": 32,
-                   "channel_multiplier": [1, 1], "num_res_blocks": 1, "attn_resolutions": [1], "hidden_size": 32, "num_attention_heads": 1,
+                   "channel_multiplier": [1, 1], "num_res_blocks": 1, "attn_resolutions": [1], "hidden_size": 32,
+                   "num_attention_heads": 1,
                    "temporal_downsample_factor": 1, "in_channels": 3, "out_channels": 3},
         vocabulary_map={"<image>": 5, "<|extra_200|>": 8, **names},
     ))  # fmt: skip
