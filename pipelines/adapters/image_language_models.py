@@ -40,7 +40,7 @@ class Janus(ImageLanguageModel):
         if negative is not None:
             raise ValueError("negative_prompt must be None: the unconditional rows of Janus have no text")
         tokenizer = processor.tokenizer
-        found = pad_left(
+        found = pad_prompts(
             [processor(text=[each], generation_mode="image")["input_ids"][0] for each in prompts], tokenizer.pad_token_id
         )
         if not guided:
@@ -101,7 +101,7 @@ class Emu3(ImageLanguageModel):
         texts = [each["input_ids"][0] for each in found]
         if guided:
             texts += [processor(text=[each])["input_ids"][0] for each in negative or [_NEGATIVE] * len(prompts)]
-        return pad_left(texts, processor.tokenizer.pad_token_id)
+        return pad_prompts(texts, processor.tokenizer.pad_token_id)
 
     def decode_pixels(self, tokens: Tensor) -> Tensor:
         ids = torch.nn.functional.pad(self.ids[tokens], (0, 3))  # its three last tokens are cut off
@@ -128,7 +128,7 @@ def describe_language_model(model: Any, **options: Any) -> ImageLanguageModel:
     return found(model, **options)
 
 
-def pad_left(rows: Sequence[Sequence[int] | Tensor], pad: int) -> PromptRows:
+def pad_prompts(rows: Sequence[Sequence[int] | Tensor], pad: int) -> PromptRows:
     """Return rows of different lengths as one table, padded on the left with `pad`."""
     P = max(len(row) for row in rows)
     ids, valid = torch.full((len(rows), P), pad), torch.zeros(len(rows), P, dtype=torch.bool)

@@ -9,14 +9,18 @@ import torch
 from tiny_language_models import make_emu3, make_janus, randomize, text_config
 
 import vargen
+from vargen.compat import installed_version
 from vargen.decoding import PRESETS, Sampling, Tree, decode, list_methods
 from vargen.decoding.next_token.log_probs import compute_log_probs
 from vargen.evaluation.exact_sum import sum_pass
-from vargen.pipelines.adapters.image_language_models import Emu3, Janus, describe_language_model, pad_left
+from vargen.pipelines.adapters.image_language_models import Emu3, Janus, describe_language_model, pad_prompts
 from vargen.pipelines.adapters.shared_noise import SharedNoiseLogitsProcessor
 from vargen.pipelines.adapters.transformers import PromptRows, TransformersTokenModel
 
-pytestmark = pytest.mark.packages
+pytestmark = [
+    pytest.mark.packages,
+    pytest.mark.skipif(installed_version("transformers") < "4.50", reason="Janus came with transformers 4.50"),
+]
 PROMPTS = ["a red apple", "a blue car on the moon", "dog"]
 SIZE = (4, 5)  # of Emu3, in tokens
 # Other numbers of heads, layers, widths and tokens pass without a change of code.
@@ -160,6 +164,7 @@ class SummedModel(TransformersTokenModel):
         ids = torch.cat([conditional.expand(B, -1), blank.expand(B, -1)])
         return super().prefill(PromptRows(ids, torch.ones_like(ids).bool()), max_width)
 
+    @torch.no_grad()
     def joint(self, condition: int, to_probs: Any) -> torch.Tensor:
         images = torch.cartesian_prod(*[torch.arange(self.vocab)] * self.tokens)
         state, out = self.prefill(torch.zeros(len(images)), self.tokens)
@@ -284,7 +289,7 @@ def test_images_come_in_every_form(pipe: Any) -> None:
 
 
 def test_padding_on_the_left_keeps_the_tokens() -> None:
-    found = pad_left([[5, 6], torch.tensor([7, 8, 9])], 0)
+    found = pad_prompts([[5, 6], torch.tensor([7, 8, 9])], 0)
     assert found.ids.tolist() == [[0, 5, 6], [7, 8, 9]] and found.valid.tolist() == [[False, True, True], [True] * 3]
 
 
