@@ -105,6 +105,8 @@ class LanguageModelPipeline:
         if negative is not None and len(negative) not in (1, len(prompts)):
             raise ValueError(f"negative_prompt must be one, or one for each of {len(prompts)} prompts, got {len(negative)}")
         validation.validate_output_type(output_type)
+        if not known.has_pixels and output_type != "latent":
+            raise ValueError(f"output_type must be 'latent': another pipeline decodes the tokens of {known.class_name}")
         method = resolve_method(accelerator)
         defaults = {name: getattr(known, name) for name in ("guidance_scale", "temperature", "top_k", "top_p")}
         given = {"guidance_scale": guidance_scale, "temperature": temperature, "top_k": top_k, "top_p": top_p}

@@ -5,6 +5,7 @@ Shape suffixes: B images, R rows, P prompt tokens, T fed tokens, N tokens of the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -110,7 +111,68 @@ class Emu3(ImageLanguageModel):
         return (pixels.float() / 2 + 0.5).clamp(0, 1)
 
 
-MODELS: dict[str, type[ImageLanguageModel]] = {each.class_name: each for each in (Janus, Emu3)}
+class GLMImage(ImageLanguageModel):
+    """GLM-Image (`GlmImageForConditionalGeneration`): a preview, then the image, in one sequence, with three axes of positions.
+
+    Ids beyond the codebook, which mark the start and the end of images, are never sampled; transformers may sample them. The
+    image is made from the tokens by diffusers' `GlmImagePipeline`; see `to_prior_tokens`.
+
+    Args:
+        size: height and width of the image in tokens of 32 x 32 pixels.
+    """
+
+    class_name = "GlmImageForConditionalGeneration"
+    temperature, top_p, has_pixels = 0.9, 0.75, False
+
+    def __init__(self, model: Any, size: tuple[int, int] = (32, 32)):
+        super().__init__(model)
+        self.body, self.size = model.model.language_model, size
+        rows, columns = size
+        side = _GLM_PATCH // 2  # the preview has about 16 x 16 tokens
+        self.preview = int(math.sqrt(rows / columns) * side), int(math.sqrt(columns / rows) * side)
+        offsets, start = [], 0
+        for height, width in (self.preview, size):
+            place = torch.cartesian_prod(torch.arange(height), torch.arange(width)).T.reshape(2, -1)
+            offsets.append(start + torch.cat([torch.zeros(1, height * width, dtype=torch.int64), place]))
+            start += max(height, width)
+        weight = model.get_output_embeddings().weight
+        self._offsets = torch.cat(offsets, 1).to(weight.device)  # [3, N]
+        self.vocab, self.grid = model.config.vq_config.num_embeddings, (1, self._offsets.shape[1])
+        self._head = weight.detach()[: self.vocab]
+        self.codebook = model.model.vqmodel.quantize.embedding.weight.detach()
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return self.model.get_input_embeddings()(tokens)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        return torch.nn.functional.linear(hidden, self._head)
+
+    def positions(self, start: Tensor, index: Tensor) -> Tensor:
+        return start[None, :, None] + self._offsets[:, index.clamp(max=self.grid[1] - 1)]
+
+    def prompt_positions(self, positions: Tensor) -> Tensor:
+        return positions.expand(3, -1, -1)
+
+    def encode_prompts(self, processor: Any, prompts: list[str], negative: list[str] | None, guided: bool) -> PromptRows:
+        if guided or negative is not None:
+            raise ValueError("guidance_scale must be 1, and negative_prompt None: GLM-Image has no unconditional prompt")
+        rows, columns = self.size
+        texts = []
+        for prompt in prompts:
+            messages = [{"role": "user", "content": [{"type": "text", "text": prompt}]}]
+            size = {"target_h": rows * _GLM_PATCH, "target_w": columns * _GLM_PATCH}
+            found = processor.apply_chat_template([messages], tokenize=True, processor_kwargs=size, return_dict=True)
+            texts.append(found["input_ids"][0])
+        return pad_prompts(texts, processor.tokenizer.pad_token_id)
+
+    def to_prior_tokens(self, tokens: Tensor) -> Tensor:
+        """Return `prior_token_ids` of diffusers' `GlmImagePipeline`: the image's tokens on a grid of twice its size."""
+        grid = tokens[:, self.preview[0] * self.preview[1] :].unflatten(1, self.size)
+        return grid.repeat_interleave(2, 1).repeat_interleave(2, 2).flatten(1)
+
+
+_GLM_PATCH = 32  # pixels per token of the image
+MODELS: dict[str, type[ImageLanguageModel]] = {each.class_name: each for each in (Janus, Emu3, GLMImage)}
 
 
 def describe_language_model(model: Any, **options: Any) -> ImageLanguageModel:

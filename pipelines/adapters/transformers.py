@@ -48,6 +48,7 @@ class ImageLanguageModel:
     Attributes:
         class_name: name of the class in transformers.
         guidance_scale, temperature, top_k, top_p: defaults of the published model.
+        has_pixels: whether it decodes its tokens to images itself.
         body: the language model without its head; takes embeddings and returns hidden states after the final norm.
         vocab: number V of image tokens.
         grid: rows and columns.
@@ -61,6 +62,7 @@ class ImageLanguageModel:
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float = 1.0
+    has_pixels: bool = True
     body: Any
     vocab: int
     grid: tuple[int, int]
@@ -91,11 +93,7 @@ class ImageLanguageModel:
         raise NotImplementedError
 
     def decode_pixels(self, tokens: Tensor) -> Tensor:
-        """Images float `[B, 3, height, width]` in [0, 1] of tokens `[B, N]`.
-
-        Raises:
-            NotImplementedError: if the tokens are decoded by another pipeline; says which.
-        """
+        """Images float `[B, 3, height, width]` in [0, 1] of tokens `[B, N]`, if `has_pixels`."""
         raise NotImplementedError
 
 

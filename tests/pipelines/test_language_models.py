@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_language_models import make_emu3, make_janus, randomize, text_config
+from tiny_language_models import make_emu3, make_glm, make_janus, randomize, text_config
 
 import vargen
 from vargen.compat import installed_version
@@ -36,6 +36,13 @@ def janus() -> Any:
 @pytest.fixture(scope="module")
 def emu3() -> Any:
     return vargen.accelerate(*make_emu3(), size=SIZE)
+
+
+@pytest.fixture(scope="module")
+def glm() -> Any:
+    if installed_version("transformers") < "5":
+        pytest.skip("GLM-Image came with transformers 5")
+    return vargen.accelerate(*make_glm(), size=(2, 3))
 
 
 @pytest.fixture(params=["janus", "emu3"])
@@ -82,6 +89,28 @@ def test_greedy_tokens_of_emu3_are_those_of_its_generate(emu3: Any) -> None:
     found = emu3(PROMPTS, temperature=0, output_type="latent").tokens
     for number in range(len(PROMPTS)):
         assert torch.equal(found[number], emu3_generate(emu3, number, []))
+
+
+def test_greedy_tokens_of_glm_image_are_those_of_its_generate(glm: Any) -> None:
+    size = {"target_h": 64, "target_w": 96, "padding": True, "padding_side": "left", "return_tensors": "pt"}
+    messages = [[{"role": "user", "content": [{"type": "text", "text": prompt}]}] for prompt in PROMPTS]
+    inputs = glm.processor.apply_chat_template(messages, tokenize=True, return_dict=True, processor_kwargs=size)
+    known, N = glm.language_model, glm.language_model.grid[1]
+    markers = list(range(known.vocab, known.vocab + 4))
+    expected = known.model.generate(**inputs, do_sample=False, max_new_tokens=N, suppress_tokens=markers)[:, -N:]
+    for method in ("ar", "gumbel", "recycle"):
+        assert torch.equal(glm(PROMPTS, accelerator=method, temperature=0, output_type="latent").tokens, expected)
+
+
+def test_glm_image_returns_tokens_for_another_pipeline(glm: Any) -> None:
+    found = glm(PROMPTS[0], output_type="latent", generator=torch.Generator().manual_seed(1))
+    prior = glm.language_model.to_prior_tokens(found.tokens).view(4, 6)
+    assert torch.equal(prior[::2, ::2], found.tokens[0, -6:].view(2, 3)) and torch.equal(prior[::2], prior[1::2])
+    assert torch.equal(found.tokens, glm(PROMPTS[0], accelerator="ar", output_type="latent",
+                                         generator=torch.Generator().manual_seed(1)).tokens)  # fmt: skip
+    for arguments in ({"output_type": "pil"}, {"guidance_scale": 2.0, "output_type": "latent"}):
+        with pytest.raises(ValueError, match=next(iter(arguments))):
+            glm(PROMPTS[0], **arguments)
 
 
 def test_rows_of_emu3_end_with_their_token(emu3: Any) -> None:

@@ -40,7 +40,7 @@ def randomize(model: Any, seed: int, spread: float = 0.3) -> Any:
 
 def text_config(**changed: Any) -> dict[str, Any]:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-             "num_key_value_heads": 2, "vocab_size": 80, "max_position_embeddings": 256}  # fmt: skip
+             "num_key_value_heads": 2, "vocab_size": 80, "max_position_embeddings": 320}  # fmt: skip
     return {**sizes, "pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS, **changed}
 
 
@@ -82,3 +82,27 @@ def make_emu3(codes: int = 24, seed: int = 0, **changed: Any) -> tuple[Any, Any]
     tokenizer = make_tokenizer(GPT2TokenizerFast, image_token="<image>", boi_token="<boi>", eoi_token="<eoi>",
                                image_wrapper_token="<wrap>", eof_token="<eof>")  # fmt: skip
     return randomize(model, seed), Emu3Processor(Emu3ImageProcessor(), tokenizer)
+
+
+def make_glm(codes: int = 24, seed: int = 0, **changed: Any) -> tuple[Any, Any]:
+    """A GLM-Image (transformers 5), and its processor."""
+    from transformers import (
+        GlmImageConfig,
+        GlmImageForConditionalGeneration,
+        GlmImageImageProcessor,
+        GlmImageProcessor,
+        PreTrainedTokenizerFast,
+    )
+
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1], "partial_rotary_factor": 1.0}
+    text = {**text_config(vision_vocab_size=codes + 4, rope_parameters=rope, **changed), "eos_token_id": None}
+    model = GlmImageForConditionalGeneration(GlmImageConfig(
+        text_config=text, image_start_token_id=codes, image_end_token_id=codes + 1,
+        vision_config={"depth": 1, "hidden_size": 16, "num_heads": 2, "image_size": 64, "patch_size": 16,
+                       "intermediate_size": 32},
+        vq_config={"embed_dim": 8, "num_embeddings": codes, "latent_channels": 16},
+    ))  # fmt: skip
+    model.generation_config.eos_token_id = None
+    tokenizer = make_tokenizer(PreTrainedTokenizerFast, image_token="<image>", grid_bos_token="<boi>", grid_eos_token="<eoi>")
+    template = "{% for m in messages %}{% for c in m['content'] %}{{ c['text'] }}{% endfor %}{% endfor %}"
+    return randomize(model, seed), GlmImageProcessor(GlmImageImageProcessor(), tokenizer, chat_template=template)
