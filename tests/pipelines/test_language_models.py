@@ -42,7 +42,7 @@ def emu3() -> Any:
 def glm() -> Any:
     if installed_version("transformers") < "5":
         pytest.skip("GLM-Image came with transformers 5")
-    return vargen.accelerate(*make_glm(), size=(2, 3))
+    return vargen.accelerate(*make_glm(seed=1), size=(2, 3))  # other seeds have ties within rounding
 
 
 @pytest.fixture(params=["janus", "emu3"])
@@ -298,7 +298,7 @@ def test_networks_that_do_not_fit_are_refused(change: Any, argument: str) -> Non
 @pytest.mark.parametrize(("arguments", "error", "name"), [
     ({"prompt": ""}, ValueError, "prompt"), ({"prompt": 3}, TypeError, "prompt"),
     ({"prompt": "a", "negative_prompt": "b"}, ValueError, "negative_prompt"),
-    ({"prompt": " ".join(["apple"] * 300)}, ValueError, "prompt"),
+    ({"prompt": " ".join(["apple"] * 400)}, ValueError, "prompt"),
     ({"prompt": "a", "top_k": 10**6}, ValueError, "top_k"), ({"prompt": "a", "output_type": "gif"}, ValueError, "output_type"),
     ({"prompt": "a", "accelerator": "plain"}, ValueError, "plain"),
     ({"prompt": "a", "guidance_scale": -1}, ValueError, "guidance"),
