@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,10 +15,14 @@ from vargen.decoding import Accelerator, Sampling, decode, resolve_method
 from vargen.decoding.method import DEFAULT_METHOD
 from vargen.decoding.next_token.log_probs import compute_log_probs
 from vargen.decoding.seeds import resolve_seeds
+from vargen.device import select_device
+from vargen.files import expand_user
+from vargen.models.component_files import read_config, refuse_code_files
 from vargen.pipelines import validation
-from vargen.pipelines.adapters.image_language_models import describe_language_model
+from vargen.pipelines.adapters.image_language_models import MODELS, describe_language_model
 from vargen.pipelines.adapters.transformers import PromptRows, TransformersTokenModel
 from vargen.pipelines.images import ImagePipelineOutput, decode_pixels
+from vargen.values import short_repr
 
 logger = logging.getLogger("vargen")
 
@@ -162,3 +167,73 @@ class LanguageModelPipeline:
 def accelerate(model: Any, processor: Any, draft_model: Any = None, **options: Any) -> LanguageModelPipeline:
     """Return a pipeline for an image language model of transformers; see `LanguageModelPipeline`."""
     return LanguageModelPipeline(model, processor, draft_model, **options)
+
+
+_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+
+
+def open_language_model(
+    name: str | Path,
+    draft_model: str | Path | None = None,
+    *,
+    torch_dtype: torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    **options: Any,
+) -> LanguageModelPipeline:
+    """Load an image language model from a folder of transformers, or from the hub, and return its pipeline.
+
+    Weights are read from safetensors only, and nothing in the folder is run.
+
+    Args:
+        name: a folder with `config.json`, or a hub id `"owner/name"`.
+        draft_model: the same, for a smaller model with the same image tokens.
+        torch_dtype: of both models. Default: that of the stored weights on a GPU, float32 on a CPU.
+        device: where the models run; `"auto"` selects a GPU if there is one. Default: the CPU.
+        **options: of the model's description, such as `size` of Emu3.
+
+    Raises:
+        ValueError: before any weight is read: if there is no such folder, the folder asks for code or has no safetensors, its
+            class is not supported, or the installed transformers lacks it.
+    """
+    place = torch.device("cpu") if device is None else select_device(device)
+    dtype = torch_dtype or (torch.float32 if place.type == "cpu" else "auto")
+    folders = [_find_folder(each) for each in (name, draft_model) if each is not None]
+    classes = [_find_class(folder) for folder in folders]  # of both, before the weights of one are read
+    from transformers import AutoProcessor
+
+    processor = AutoProcessor.from_pretrained(folders[0], local_files_only=True, trust_remote_code=False)
+    models = [
+        cls.from_pretrained(folder, torch_dtype=dtype, use_safetensors=True, local_files_only=True).to(place).eval()
+        for cls, folder in zip(classes, folders, strict=True)
+    ]
+    return LanguageModelPipeline(models[0], processor, *models[1:], **options)
+
+
+def _find_folder(name: str | Path) -> Path:
+    path = expand_user(name)
+    if path.is_dir():
+        return path
+    if str(name).count("/") != 1:
+        raise ValueError(f"model must be a folder or a hub id owner/name, got {short_repr(str(name))}")
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(str(name), allow_patterns=_FILES))
+
+
+def _find_class(folder: Path) -> Any:
+    """Return the class of transformers of a folder, whose files are validated without reading weights."""
+    file = folder / "config.json"
+    if not file.is_file():
+        raise ValueError(f"{folder} holds no config.json, so it is not a model of transformers")
+    refuse_code_files(folder)
+    found = (read_config(file).get("architectures") or [None])[0]
+    if found not in MODELS:
+        raise ValueError(f"{file} describes a {found!r}; vargen runs {', '.join(MODELS)}")
+    if not any(folder.glob("*.safetensors")):
+        raise ValueError(f"{folder} holds no *.safetensors, and vargen reads no other weights of transformers")
+    import transformers
+
+    cls = getattr(transformers, found, None)
+    if cls is None:
+        raise ValueError(f"{found} needs transformers {MODELS[found].since}, got {transformers.__version__}")
+    return cls

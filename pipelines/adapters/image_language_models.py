@@ -19,7 +19,7 @@ from vargen.values import short_repr
 class Janus(ImageLanguageModel):
     """Janus-Pro (`JanusForConditionalGeneration`): its own embedding, aligner and head for image tokens, on a square grid."""
 
-    class_name = "JanusForConditionalGeneration"
+    class_name, since = "JanusForConditionalGeneration", "4.50"
     guidance_scale = 5.0
 
     def __init__(self, model: Any):
@@ -66,7 +66,7 @@ class Emu3(ImageLanguageModel):
         size: height and width of the image in tokens; 90 x 90 at 720 x 720 pixels.
     """
 
-    class_name = "Emu3ForConditionalGeneration"
+    class_name, since = "Emu3ForConditionalGeneration", "4.48"
     guidance_scale, top_k = 3.0, 2048
 
     def __init__(self, model: Any, size: tuple[int, int] = (90, 90)):
@@ -121,7 +121,7 @@ class GLMImage(ImageLanguageModel):
         size: height and width of the image in tokens of 32 x 32 pixels.
     """
 
-    class_name = "GlmImageForConditionalGeneration"
+    class_name, since = "GlmImageForConditionalGeneration", "5.0"
     temperature, top_p, has_pixels = 0.9, 0.75, False
 
     def __init__(self, model: Any, size: tuple[int, int] = (32, 32)):

@@ -46,7 +46,7 @@ class ImageLanguageModel:
         model: an instance of the class.
 
     Attributes:
-        class_name: name of the class in transformers.
+        class_name, since: name of the class in transformers, and the version that it came with.
         guidance_scale, temperature, top_k, top_p: defaults of the published model.
         has_pixels: whether it decodes its tokens to images itself.
         body: the language model without its head; takes embeddings and returns hidden states after the final norm.
@@ -58,6 +58,7 @@ class ImageLanguageModel:
     """
 
     class_name: str
+    since: str
     guidance_scale: float = 1.0
     temperature: float = 1.0
     top_k: int | None = None

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -327,3 +330,45 @@ def test_emu3_has_a_size_of_its_own() -> None:
     assert Emu3(model).grid == (90, 91)
     with pytest.raises(ValueError, match="size"):
         vargen.accelerate(model, processor, size=(1, 1000))(PROMPTS[0])
+
+
+# -- folders ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model, processor = make_janus()
+    path = tmp_path_factory.mktemp("janus")
+    model.save_pretrained(path)
+    processor.save_pretrained(path)
+    return path
+
+
+def test_a_folder_opens_as_the_model_in_memory(folder: Path, janus: Any) -> None:
+    opened = vargen.open_language_model(folder, folder)
+    calls = {"temperature": 0, "output_type": "latent"}
+    assert torch.equal(opened(PROMPTS, **calls).tokens, janus(PROMPTS, **calls).tokens)
+    assert opened.draft is not None and opened(PROMPTS, accelerator="speculative", **calls).stats.tokens_per_pass > 3
+
+
+def spoil(path: Path, how: str) -> None:
+    config = json.loads((path / "config.json").read_text())
+    if how == "config.json":
+        (path / "config.json").unlink()
+    elif how == "program code":
+        (path / "modeling.py").write_text("raise SystemExit")
+    elif how == "safetensors":
+        (path / "model.safetensors").rename(path / "pytorch_model.bin")
+    else:
+        config.update({"auto_map": {"auto_map": {"AutoModel": "x.Y"}}, "LlamaForCausalLM": {"architectures": [how]}}[how])
+        (path / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("how", ["config.json", "program code", "safetensors", "auto_map", "LlamaForCausalLM"])
+def test_folders_that_do_not_fit_are_refused(folder: Path, tmp_path: Path, how: str) -> None:
+    path = Path(shutil.copytree(folder, tmp_path / "copy"))
+    spoil(path, how)
+    with pytest.raises(ValueError, match=how):
+        vargen.open_language_model(path)
+    with pytest.raises(ValueError, match="hub id"):
+        vargen.open_language_model(tmp_path / "nothing")
