@@ -344,10 +344,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_a_folder_opens_as_the_model_in_memory(folder: Path, janus: Any) -> None:
+def test_a_folder_opens_as_the_model_in_memory(folder: Path) -> None:
     opened = vargen.open_language_model(folder, folder)
     calls = {"temperature": 0, "output_type": "latent"}
-    assert torch.equal(opened(PROMPTS, **calls).tokens, janus(PROMPTS, **calls).tokens)
+    in_memory = vargen.accelerate(make_janus()[0], opened.processor)  # whose tokenizer transformers 5 rebuilds as a Llama's
+    assert torch.equal(opened(PROMPTS, **calls).tokens, in_memory(PROMPTS, **calls).tokens)
     assert opened.draft is not None and opened(PROMPTS, accelerator="speculative", **calls).stats.tokens_per_pass > 3
 
 
