@@ -29,7 +29,7 @@ make_chain = getattr(Tree, "make_chain", None) or Tree.of_chain  # its name in o
 torch.set_num_threads(1)
 pipe = LlamaGenPipeline.from_pretrained("emoji", torch_dtype=torch.float32)
 pipe.set_progress_bar_config(disable=True)
-condition, _ = pipe.encode_condition("a red apple")
+condition, _ = (getattr(pipe, "encode_condition", None) or pipe.condition)("a red apple")  # its name until 0.1
 settings = pipe.default_sampling
 sampling = Sampling(settings["temperature"], settings["top_k"], settings["top_p"])
 model = getattr(pipe, "decoding_model", None) or pipe.token_model  # its name until 0.1
