@@ -14,7 +14,6 @@ from vargen.training.config import Schedule
 from vargen.training.next_token import NextTokenConfig
 from vargen.training.run import Trainer, TrainingRun
 
-
 _plot_metrics = TrainingRun.plot_metrics  # before conftest.py replaces it
 
 
