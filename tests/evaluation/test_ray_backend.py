@@ -151,9 +151,9 @@ def test_a_killed_actor_is_replaced_and_the_end_of_rays_process_leaves_none(clus
 
 
 def test_a_killed_command_leaves_no_process_and_is_resumed(model: Path, cluster: Path, tmp_path: Path) -> None:
-    plan = GenerationPlan(str(model), str(tmp_path / "killed"), ("ar",), tuple(range(10)), num=60, batch=2, threads=1)
+    plan = GenerationPlan(str(model), str(tmp_path / "killed"), ("ar",), tuple(range(10)), num=40, batch=2, threads=1)
     words = [sys.executable, "-c", "from vargen.cli.main import main; main()", "eval", "--generate-only", "--model", str(model)]
-    words += ["--num-images", "60", "--batch-size", "2", "--threads", "1", "--methods", "ar"]
+    words += ["--num-images", "40", "--batch-size", "2", "--threads", "1", "--methods", "ar"]
     words += ["--backend", "ray", "--num-workers", "1", "-o", plan.output]
     process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 200
@@ -164,9 +164,9 @@ def test_a_killed_command_leaves_no_process_and_is_resumed(model: Path, cluster:
     process.wait()
     assert cluster_of_it and not outliving(cluster_of_it), "Ray's processes outlive the one that asked for them"
     before = lines(tmp_path / "killed")
-    assert 4 <= len(before) < 60, "the kill came too late or too early to show anything"
-    assert generate_missing_images(plan) == 60 - len(before)
+    assert 4 <= len(before) < 40, "the kill came too late or too early to show anything"
+    assert generate_missing_images(plan) == 40 - len(before)
     generate_missing_images(replace(plan, output=str(tmp_path / "whole")))
-    assert images(tmp_path / "killed") == images(tmp_path / "whole") and len(images(tmp_path / "whole")) == 60
+    assert images(tmp_path / "killed") == images(tmp_path / "whole") and len(images(tmp_path / "whole")) == 40
     after = lines(tmp_path / "killed")
-    assert after[: len(before)] == before and len(after) == len(set(after)) == 60
+    assert after[: len(before)] == before and len(after) == len(set(after)) == 40
