@@ -15,7 +15,7 @@ BANNED = frozenset(
     "pictures stands stood told youngers".split()
 )
 # Folder -> how many identifiers with a banned word are left in it.
-LEFT = {"vargen": 0, "pipelines": 0, "kernels": 0, "recipes": 0}
+LEFT = {"vargen": 0, "pipelines": 0, "kernels": 0, "recipes": 0, "tests": 24}
 PAGES_LEFT = {"README.md": 0, "docs": 5}
 
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from vargen.models.tokenizers.vq import VQModel
     from vargen.models.var import VARTransformer
     from vargen.pipelines.causal_video import CausalVideoPipeline
+    from vargen.pipelines.language_model import accelerate, open_language_model
     from vargen.pipelines.llamagen import LlamaGenPipeline
     from vargen.pipelines.registry import open_pipeline
     from vargen.pipelines.var import VARPipeline
@@ -34,6 +35,8 @@ __all__ = [
     "VARTransformer",
     "VQModel",
     "__version__",
+    "accelerate",
+    "open_language_model",
     "open_pipeline",
 ]
 
@@ -48,6 +51,8 @@ _HOMES = {
     "VARPipeline": "vargen.pipelines.var",
     "VARTransformer": "vargen.models.var",
     "VQModel": "vargen.models.tokenizers.vq",
+    "accelerate": "vargen.pipelines.language_model",
+    "open_language_model": "vargen.pipelines.language_model",
     "open_pipeline": "vargen.pipelines.registry",
 }
 

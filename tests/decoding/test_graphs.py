@@ -232,11 +232,11 @@ def test_moved_weights_are_not_captured(caplog: pytest.LogCaptureFixture) -> Non
 
 def test_graphs_are_asked_for_by_a_variable_and_are_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not read_graph_setting(torch.device("cuda"))
-    assert explain_graphs(torch.device("cuda")) == "not captured; VARGEN_CUDA_GRAPHS=1 captures them"
+    assert explain_graphs(torch.device("cuda")).startswith("not captured")
     monkeypatch.setenv("VARGEN_CUDA_GRAPHS", "1")
     assert read_graph_setting(torch.device("cuda")) and not read_graph_setting(torch.device("cpu"))
-    assert explain_graphs(torch.device("cuda")).startswith("captured, by VARGEN_CUDA_GRAPHS=1")
-    assert "are for NVIDIA GPUs, and this runs on cpu" in explain_graphs(torch.device("cpu"))
+    assert explain_graphs(torch.device("cuda")).startswith("captured")
+    assert explain_graphs(torch.device("cpu")).startswith("not captured")
     monkeypatch.setenv("VARGEN_CUDA_GRAPHS", "yes")
     with pytest.raises(ValueError, match="VARGEN_CUDA_GRAPHS"):
         generated("scd")

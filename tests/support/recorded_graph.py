@@ -39,7 +39,7 @@ class _Reads(TorchDispatchMode):
 
 
 class RecordedGraph(TorchDispatchMode):
-    """A `vargen.decoding.next_token.graphs.Graph`.
+    """Stands in for `vargen.decoding.next_token.graphs.CUDAGraph`.
 
     Class attributes:
         made: graphs that were captured. replays: of all of them. before: called before each operation that is recorded.
@@ -72,13 +72,14 @@ class RecordedGraph(TorchDispatchMode):
             self.operations.append((operation, args, kwargs, [] if operation._schema.is_mutable else fresh))
         return out
 
-    def capture(self, run: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    @classmethod
+    def capture(cls, run: Callable[[], tuple[Tensor, ...]]) -> tuple[Callable[[], None], tuple[Tensor, ...]]:
         """As a CUDA graph, it does nothing yet: what the recording changed is put back."""
-        type(self).made += 1
+        cls.made += 1
         changed = _Changed()
         try:
-            with changed, self:
-                return run()
+            with changed, cls() as graph:
+                return graph.replay, run()
         finally:
             changed.undo()
 

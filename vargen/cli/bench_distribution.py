@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -78,14 +80,23 @@ def distribution(
     validation.validate_batch_size(batch_size)
     validate_request(model, selected, sampling)
     pipe = open_pipeline(model, torch_dtype=kind).to(place)
-    lost: list[Path] = []
+    tests = partial(run_distribution_tests, pipe, prompts, selected, num_images, batch_size, cache, permutations, sampling)
+    report, saved = _run_with_progress(tests, num_images * (len(selected) + 1))
+    results.write(_distribution_table(report), {"machine": machine, **report})
+    if not saved:
+        raise typer.Exit(1)
+
+
+def _run_with_progress(tests: Callable[..., dict[str, Any]], total: int) -> tuple[dict[str, Any], bool]:
+    """Run the tests on `total` images with a progress bar. Returns their report, and whether all tokens were saved."""
+    done, saved = 0, True
 
     def on_cache_error(file: Path, error: OSError) -> None:
-        if not lost:
+        nonlocal saved
+        if saved:
             print_status(describe_failed_write(f"token_cache {str(file)!r}", error) + "; the run continues without it")
-        lost.append(file)
+        saved = False
 
-    total, done = num_images * (len(selected) + 1), 0
     with progress_bar("generating", "images") as show:
 
         def advance(count: int) -> None:
@@ -94,12 +105,8 @@ def distribution(
             show(done, total)
 
         show(0, total)
-        report = run_distribution_tests(
-            pipe, prompts, selected, num_images, batch_size, cache, permutations, sampling, advance, on_cache_error
-        )
-    results.write(_distribution_table(report), {"machine": machine, **report})
-    if lost:
-        raise typer.Exit(1)
+        report = tests(progress=advance, on_cache_error=on_cache_error)
+    return report, saved
 
 
 def _distribution_table(report: dict[str, Any]) -> str:

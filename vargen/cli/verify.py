@@ -69,6 +69,7 @@ def load_method(name: str) -> Method:
     """
     from vargen.decoding import PRESETS, Accelerator, ScaleSchedule, resolve_method
     from vargen.specs import import_object
+    from vargen.values import short_repr
 
     preset, colon, rest = name.partition(":")
     if not colon or "=" in rest or preset in PRESETS:
@@ -81,7 +82,8 @@ def load_method(name: str) -> Method:
     if not isinstance(found, Accelerator | ScaleSchedule):
         raise TypeError(
             f"method {name!r} must be an Accelerator, a ScaleSchedule, an AcceptanceRule (a function decorated with "
-            f"acceptance_rule(exact=..., topologies=...)) or a Drafter, got {type(part).__name__}"
+            f"acceptance_rule(exact=..., topologies=...)) or a Drafter, got {short_repr(part)}"
+            + (", a class: give an object" if isinstance(part, type) else "")
         )
     return found
 

@@ -1,9 +1,7 @@
 """Counter-based noise: a function of (image seed, position, purpose, pass), not a stream consumed in order.
 
 A row of a batch therefore gets the same samples as the image alone, and a draft token shares its noise with the same position
-when it is sampled later. Keys are mixed with SplitMix64 (Steele, Lea & Flood 2014). The many values of a key come from the
-32-bit mixer with Wellons' constants (lowbias32), which is several times cheaper than 64-bit mixing on a CPU. Integer arithmetic
-wraps identically on every device.
+when it is sampled later. See `vargen.decoding.noise_bits` for the bits.
 
 The pass number may be a device scalar, which a captured pass increments itself; the noise is identical.
 
@@ -13,17 +11,15 @@ Shape suffixes: B images, T positions, V vocabulary.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from functools import lru_cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from vargen.device import normal_tensors
+from vargen.decoding.noise_bits import UNIT, exponential_of_keys, lane_bits, make_keys, to_unit_, uses_numpy
 from vargen.kernels.dispatch import is_eager_cpu, supports_rows
 from vargen.kernels.row_ops import sample_categorical
 
@@ -42,116 +38,28 @@ class Purpose(IntEnum):
     LATENT = 8  # video latents: step 0 is the initial noise, step k is added again before denoising step k
 
 
-def _to_signed(value: int, bits: int = 64) -> int:
-    """Interpret the low bits as a two's complement integer."""
-    value &= (1 << bits) - 1
-    return value - (1 << bits) if value >= 1 << (bits - 1) else value
-
-
-_ALL = (1 << 64) - 1
-_GOLDEN = _to_signed(0x9E3779B97F4A7C15)
-_MIX1 = _to_signed(0xBF58476D1CE4E5B9)
-_MIX2 = _to_signed(0x94D049BB133111EB)
-_GOLDEN32 = _to_signed(0x9E3779B9, 32)
-_LOW1 = _to_signed(0x7FEB352D, 32)
-_LOW2 = _to_signed(0x846CA68B, 32)
 FOLD = 1 << 32  # position offset of `Noise.fold_in`, larger than any grid
 _MAX_ATTEMPTS = 1 << 17
-_UNIT = 2.0**-31 * (1 - 2.0**-24)  # scales 31 bits plus a half to (0, 1); never rounds to 1
-
-
-def _shift_(z: Tensor, bits: int) -> Tensor:
-    """z ^ (z >>> bits). Right shifts of signed integers extend the sign, hence the mask."""
-    width = 64 if z.dtype == torch.int64 else 32
-    return z.bitwise_xor_((z >> bits).bitwise_and_((1 << (width - bits)) - 1))
-
-
-def _mix_(z: Tensor) -> Tensor:
-    _shift_(z, 30).mul_(_MIX1)
-    _shift_(z, 27).mul_(_MIX2)
-    return _shift_(z, 31)
-
-
-def _make_keys(seeds: Tensor, position: Tensor, purpose: int, step: int | Tensor = 0) -> Tensor:
-    """int64 `[B, T]`, the key of one independent stream per position."""
-    if isinstance(step, Tensor):  # same value; wraps on the device
-        key = _mix_(seeds + (step * 64 + (int(purpose) + 1)) * _GOLDEN)
-    else:
-        stream = _to_signed(_GOLDEN * (int(purpose) + 1 + 64 * step))
-        if _use_numpy(seeds):
-            return _keys_numpy(seeds.numpy(), position.numpy(), stream)
-        key = _mix_(seeds + stream)
-    return _mix_(key[:, None] + (position + 1) * _GOLDEN)
-
-
-def _keys_numpy(seeds: np.ndarray, position: np.ndarray, stream: int) -> Tensor:
-    key = _mix_numpy_(seeds.astype(np.uint64) + np.uint64(stream & _ALL))
-    keys = _mix_numpy_(key[:, None] + (position.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN & _ALL))
-    return torch.from_numpy(keys.view(np.int64))
-
-
-def _lane_bits(keys: Tensor, vocab: int) -> Tensor:
-    """Expand keys `[B, T]` to V random values each, int32 `[B, T, V]`."""
-    lanes = _lane_offsets(vocab, keys.device)
-    if _use_numpy(keys):
-        return _lane_bits_numpy(keys.numpy(), lanes.numpy())
-    low, high = keys[..., None].to(torch.int32), (keys[..., None] >> 32).to(torch.int32)  # both casts wrap to the low 32 bits
-    z = _shift_(lanes + low, 16).mul_(_LOW1).bitwise_xor_(high)
-    return _shift_(_shift_(z, 15).mul_(_LOW2), 16)
-
-
-def _lane_bits_numpy(keys: np.ndarray, lanes: np.ndarray) -> Tensor:
-    parts = np.ascontiguousarray(keys).view(np.uint32).reshape(*keys.shape, 2)
-    z = lanes.view(np.uint32) + parts[..., :1]
-    z ^= z >> np.uint32(16)
-    z *= np.uint32(_LOW1 & 0xFFFFFFFF)
-    z ^= parts[..., 1:]
-    z ^= z >> np.uint32(15)
-    z *= np.uint32(_LOW2 & 0xFFFFFFFF)
-    z ^= z >> np.uint32(16)
-    return torch.from_numpy(z.view(np.int32))
-
-
-def _use_numpy(keys: Tensor) -> bool:
-    """Return whether to mix with NumPy, which gives the same bits on a CPU.
-
-    Its small operations take a fifth of the time of torch's, and it has unsigned shifts.
-    """
-    return sys.byteorder == "little" and is_eager_cpu(keys)
-
-
-def _mix_numpy_(z: np.ndarray) -> np.ndarray:
-    z ^= z >> np.uint64(30)
-    z *= np.uint64(_MIX1 & _ALL)
-    z ^= z >> np.uint64(27)
-    z *= np.uint64(_MIX2 & _ALL)
-    z ^= z >> np.uint64(31)
-    return z
-
-
-def _unit_(bits: Tensor) -> Tensor:
-    """Convert the 31 low bits to float32 in (0, 1), with fine resolution near 0, where the smallest exponential is decided."""
-    return bits.bitwise_and_(0x7FFFFFFF).to(torch.float32).mul_(_UNIT).add_(_UNIT / 2)
 
 
 def derive_seeds(seeds: Tensor, purpose: Purpose) -> Tensor:
     """int64 `[B]`: seeds of other images, whose noise is independent of the noise of these."""
-    return _make_keys(seeds, torch.zeros(len(seeds), 1, dtype=torch.int64, device=seeds.device), purpose)[:, 0]
+    return make_keys(seeds, torch.zeros(len(seeds), 1, dtype=torch.int64, device=seeds.device), purpose)[:, 0]
 
 
 def sample_uniform(seeds: Tensor, position: Tensor, purpose: Purpose, step: int | Tensor = 0) -> Tensor:
     """Uniforms float32 `[B, T]` in (0, 1), for seeds int64 `[B]` and positions int64 `[B, T]`."""
-    keys = _make_keys(seeds, position, purpose, step)
-    if _use_numpy(keys):
+    keys = make_keys(seeds, position, purpose, step)
+    if uses_numpy(keys):
         bits = (keys.numpy().view(np.uint64) >> np.uint64(32)) & np.uint64(0x7FFFFFFF)
-        return torch.from_numpy(bits.astype(np.float32) * np.float32(_UNIT) + np.float32(_UNIT / 2))
-    return _unit_(keys >> 32)
+        return torch.from_numpy(bits.astype(np.float32) * np.float32(UNIT) + np.float32(UNIT / 2))
+    return to_unit_(keys >> 32)
 
 
 def sample_uniform64(seeds: Tensor, position: Tensor, purpose: Purpose, step: int | Tensor = 0) -> Tensor:
     """Uniforms float64 `[B, T]` in (0, 1), with 52 bits, enough to sample from any vocabulary."""
-    keys = _make_keys(seeds, position, purpose, step)
-    if _use_numpy(keys):
+    keys = make_keys(seeds, position, purpose, step)
+    if uses_numpy(keys):
         return torch.from_numpy(((keys.numpy().view(np.uint64) >> np.uint64(12)) + 0.5) * 2.0**-52)
     return ((keys >> 12).bitwise_and_((1 << 52) - 1).to(torch.float64) + 0.5) * 2.0**-52
 
@@ -160,7 +68,7 @@ def sample_exponential(
     seeds: Tensor, position: Tensor, vocab: int, purpose: Purpose = Purpose.TOKEN, step: int | Tensor = 0
 ) -> Tensor:
     """Exponential(1) noise, float32 `[B, T, V]` > 0. Its negative logarithm is standard Gumbel noise."""
-    return _exponential(_make_keys(seeds, position, purpose, step), vocab)
+    return exponential_of_keys(make_keys(seeds, position, purpose, step), vocab)
 
 
 def sample_normal(seeds: Tensor, block: int, count: int, step: int = 0) -> Tensor:
@@ -169,22 +77,11 @@ def sample_normal(seeds: Tensor, block: int, count: int, step: int = 0) -> Tenso
     Box-Muller transform (1958) of 31 bits each: magnitudes are at most 6.7.
     """
     position = torch.full((len(seeds), 1), block, dtype=torch.int64, device=seeds.device)
-    keys = _make_keys(seeds, position, Purpose.LATENT, step)
+    keys = make_keys(seeds, position, Purpose.LATENT, step)
     half = (count + 1) // 2
-    first, second = _unit_(_lane_bits(keys, 2 * half)[:, 0]).split(half, 1)
+    first, second = to_unit_(lane_bits(keys, 2 * half)[:, 0]).split(half, 1)
     radius, angle = first.log().mul_(-2).sqrt_(), second * (2 * math.pi)
     return torch.cat([radius * angle.cos(), radius * angle.sin()], 1)[:, :count]
-
-
-def _exponential(keys: Tensor, vocab: int) -> Tensor:
-    return _unit_(_lane_bits(keys, vocab)).neg_().log1p_().neg_()
-
-
-@lru_cache(maxsize=8)
-@normal_tensors()
-def _lane_offsets(vocab: int, device: torch.device) -> Tensor:
-    """int32 `[V]`, widely spaced; never modified in place."""
-    return torch.arange(1, vocab + 1, dtype=torch.int32, device=device).mul_(_GOLDEN32)
 
 
 class TokenNoise:
@@ -199,15 +96,15 @@ class TokenNoise:
     """
 
     def __init__(self, seeds: Tensor, positions: int):
-        self._keys = _make_keys(seeds, torch.arange(positions, device=seeds.device).expand(len(seeds), -1), Purpose.TOKEN)
+        self._keys = make_keys(seeds, torch.arange(positions, device=seeds.device).expand(len(seeds), -1), Purpose.TOKEN)
         self._ring = np.empty((len(seeds), 0, 0), np.float32)  # [B, W, V], position p at index p % W
         self._ring_position = np.empty((len(seeds), 0), np.int64)  # [B, W], the cached positions
 
     def exponential(self, position: Tensor, vocab: int) -> Tensor:
         """Same values as `sample_exponential`."""
         keys = self._keys.gather(1, position)
-        if position.shape[1] == 1 or not _use_numpy(keys):
-            return _exponential(keys, vocab)
+        if position.shape[1] == 1 or not uses_numpy(keys):
+            return exponential_of_keys(keys, vocab)
         at, image = position.numpy(), np.arange(len(keys))[:, None]
         reach = int((at.max(1) - at.min(1)).max()) + 1
         if reach > self._ring.shape[1] or vocab != self._ring.shape[2]:
@@ -216,7 +113,7 @@ class TokenNoise:
         missing = self._ring_position[image, slot] != at
         if missing.any():
             place = np.broadcast_to(image, at.shape)[missing], slot[missing]
-            self._ring[place] = _exponential(keys[torch.from_numpy(missing)], vocab).numpy()
+            self._ring[place] = exponential_of_keys(keys[torch.from_numpy(missing)], vocab).numpy()
             self._ring_position[place] = at[missing]
         return torch.from_numpy(self._ring[image, slot])
 

@@ -22,15 +22,6 @@ from vargen.pipelines.base import MethodInfo
 def add_api_endpoints(service: ImageService, queue_options: dict[str, Any]) -> None:
     """Register the endpoints with the page under construction."""
 
-    def make_request(
-        prompt: str, method: str, seed: int | None, given: dict[str, Any], num_images: int = 1, best_of: int = 1
-    ) -> PageRequest:
-        values = {**service.defaults, **{name: value for name, value in given.items() if value is not None}}
-        values |= {"num_images": num_images, "best_of": best_of}
-        found = PageRequest(prompt, method, new_seed() if seed is None else seed, **values)
-        service.check(found)
-        return found
-
     def generate(
         prompt: str,
         method: str | None = None,
@@ -54,7 +45,8 @@ def add_api_endpoints(service: ImageService, queue_options: dict[str, Any]) -> N
         with user_errors():
             given: dict[str, Any] = {"guidance_scale": guidance_scale, "temperature": temperature, "top_k": top_k}
             given |= {"top_p": top_p, "negative_prompt": negative_prompt}
-            request = make_request(prompt, method or service.default_method, seed, given, num_images, best_of)
+            method = method or service.default_method
+            request = _make_request(service, prompt, method, seed, given, num_images=num_images, best_of=best_of)
             result = yield from _stream_until_done(service.start(request, previews=False))
             yield [_file(path) for path in service.save(result)], _report(service, result)
 
@@ -71,13 +63,8 @@ def add_api_endpoints(service: ImageService, queue_options: dict[str, Any]) -> N
             if not isinstance(methods, list) or not 2 <= len(methods) <= MAX_RACERS:
                 raise ValueError(f"Give a list of two to {MAX_RACERS} methods.")
             seed = new_seed() if seed is None else seed
-            requests = [make_request(prompt, method, seed, {}) for method in methods]
-            results: list[JobResult] = []
-            progress: list[dict[str, Any]] = []
-            for request in requests:
-                job = service.start(request, previews=False)
-                results.append((yield from _stream_until_done(job, progress)))
-                progress.append(_progress(job))
+            requests = [_make_request(service, prompt, method, seed, {}) for method in methods]
+            results = yield from _stream_in_turn(service, requests)
             baseline = next((each for each in results if each.request.method == service.baseline), None)
             same = [None if baseline is None else identical(each, baseline) for each in results]
             reports = [{**_report(service, each), "identical": one} for each, one in zip(results, same, strict=True)]
@@ -96,6 +83,29 @@ def _describe_method(method: MethodInfo) -> dict[str, Any]:
     facts = dict(vars(method))
     reason = facts.pop("unsupported_reason")
     return {**facts, "reason": reason, "experimental": PRESETS[method.name].experimental}
+
+
+def _make_request(
+    service: ImageService, prompt: str, method: str, seed: int | None, given: dict[str, Any], **counts: int
+) -> PageRequest:
+    """Return a valid request. The model's defaults replace values of `given` that are None, and a random seed a missing one."""
+    values = {**service.defaults, **{name: value for name, value in given.items() if value is not None}, **counts}
+    request = PageRequest(prompt, method, new_seed() if seed is None else seed, **values)
+    service.check(request)
+    return request
+
+
+def _stream_in_turn(
+    service: ImageService, requests: list[PageRequest]
+) -> Generator[tuple[list[Any], Any], None, list[JobResult]]:
+    """Run one job per request. Yield the progress of all jobs so far, and return their results."""
+    results: list[JobResult] = []
+    progress: list[dict[str, Any]] = []
+    for request in requests:
+        job = service.start(request, previews=False)
+        results.append((yield from _stream_until_done(job, progress)))
+        progress.append(_progress(job))
+    return results
 
 
 def _stream_until_done(

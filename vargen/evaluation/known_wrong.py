@@ -320,7 +320,7 @@ CONTROLS = (
         "window",
         passes=2,
     ),
-    Control("inverted residual", "LANTERN's static trees", _tree(SpeculativeTree(BINARY_TREE), inverted_residual), "tree"),
+    Control("inverted residual", "a wrong sign", _tree(SpeculativeTree(BINARY_TREE), inverted_residual), "tree"),
     Control("one uniform for all siblings", "a likely shortcut", _tree(SpeculativeTree(BINARY_TREE), shared_uniform), "tree"),
     Control(
         "uniforms reused in every pass",

@@ -5,7 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vargen.decoding import noise
+from vargen.decoding import noise, noise_bits
 from vargen.kernels import counter_noise, reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -39,7 +39,7 @@ def test_noise_is_that_of_the_reference(purpose: noise.Purpose, step: int, count
     _all[(R,)](seeds, position, units, uniforms, lanes, races, V, number, **block)
     assert torch.equal(units, noise.sample_uniform(seeds, position, purpose, step)[:, 0])
     assert torch.equal(uniforms, noise.sample_uniform64(seeds, position, purpose, step)[:, 0])
-    expected = noise._unit_(noise._lane_bits(noise._make_keys(seeds, position, purpose, step), V))[:, 0]
+    expected = noise_bits.to_unit_(noise_bits.lane_bits(noise_bits.make_keys(seeds, position, purpose, step), V))[:, 0]
     assert torch.equal(lanes, expected), "the uniform numbers of a race"
     assert torch.equal(races, reference.exponential(lanes))
     apart = (

@@ -22,7 +22,7 @@ from vargen.decoding.next_token.accelerator import Accelerator
 from vargen.decoding.next_token.acceptance import shared_noise
 from vargen.decoding.next_token.acceptance.siblings import count_sibling_acceptance
 from vargen.decoding.next_token.draft import Draft, Output, Step, Verdict
-from vargen.decoding.next_token.graphs import CUDAGraph, Graph, GraphedPass, Outputs, read_graph_setting, register_state
+from vargen.decoding.next_token.graphs import CUDAGraph, GraphedPass, Outputs, read_graph_setting, register_state
 from vargen.decoding.next_token.protocols import AcceptanceRule, Drafter, TokenModel
 from vargen.decoding.noise import Noise, TokenNoise
 from vargen.decoding.pass_costs import use_best_threads
@@ -45,7 +45,7 @@ def decode(
     *,
     callback: Callback | None = None,
     profile: bool = False,
-    graphs: type[Graph] | None = None,
+    graphs: type[CUDAGraph] | None = None,
 ) -> DecodeOutput:
     """Generate the tokens of B images.
 
@@ -96,7 +96,7 @@ def run_loop(
     seeds: Tensor,
     accelerator: Accelerator,
     sampling: Sampling,
-    graphs: type[Graph] | None = None,
+    graphs: type[CUDAGraph] | None = None,
 ) -> tuple[ImageState, dict[int, int]]:
     """Run the algorithm. Every pass commits at least one token to every unfinished image, whatever was drafted.
 

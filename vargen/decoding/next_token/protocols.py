@@ -192,7 +192,7 @@ class Drafter:
     def observe(self, state: Any, step: Step) -> Any:
         """Return the state for the next pass, given the result of this one.
 
-        Passes are captured as a CUDA graph only if the state can be described; see `vargen.decoding.next_token.graphs`.
+        What a state may hold so that passes can be captured as a CUDA graph: `vargen.decoding.next_token.graphs`.
         """
         return state
 

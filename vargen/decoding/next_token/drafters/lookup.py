@@ -33,7 +33,7 @@ class NGramIndex:
         vocab: V.
     """
 
-    in_place = True  # it never changes; see `graphs.describe`
+    in_place = True  # it never changes; see `graphs.find_replaced`
 
     def __init__(self, examples: Tensor, vocab: int, columns: int):
         tokens = examples.long()

@@ -160,7 +160,7 @@ class TreeController:
                 estimate.depth[width] = max(rates, key=lambda depth: rates[depth])
                 steps[width] = seconds[width] + drafting(estimate.tree(width))
         self.estimate, self.choose_once = estimate, choose_once
-        self.in_place = choose_once  # it never changes then; see `graphs.describe`
+        self.in_place = choose_once  # it never changes then; see `graphs.find_replaced`
         self._width_controller = WidthController(steps, estimate, warmup_passes=0 if choose_once else 4, switch_margin=1.1)
         self.parents = self._choose()
 

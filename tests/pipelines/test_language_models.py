@@ -1,0 +1,375 @@
+"""Image language models of transformers: the tokens of their own `generate`, by every method, from real processors."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_language_models import make_emu3, make_glm, make_janus, randomize, text_config
+
+import vargen
+from vargen.compat import installed_version
+from vargen.decoding import PRESETS, Sampling, Tree, decode, list_methods
+from vargen.decoding.next_token.log_probs import compute_log_probs
+from vargen.evaluation.exact_sum import sum_pass
+from vargen.pipelines.adapters.image_language_models import Emu3, Janus, describe_language_model, pad_prompts
+from vargen.pipelines.adapters.shared_noise import SharedNoiseLogitsProcessor
+from vargen.pipelines.adapters.transformers import PromptRows, TransformersTokenModel
+
+pytestmark = [
+    pytest.mark.packages,
+    pytest.mark.skipif(installed_version("transformers") < "4.50", reason="Janus came with transformers 4.50"),
+]
+PROMPTS = ["a red apple", "a blue car on the moon", "dog"]
+SIZE = (4, 5)  # of Emu3, in tokens
+# Other numbers of heads, layers, widths and tokens pass without a change of code.
+JANUS = [{}, {"side": 3, "codes": 40, "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 8},
+         {"side": 5, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def janus() -> Any:
+    return vargen.accelerate(*make_janus())
+
+
+@pytest.fixture(scope="module")
+def emu3() -> Any:
+    return vargen.accelerate(*make_emu3(), size=SIZE)
+
+
+@pytest.fixture(scope="module")
+def glm() -> Any:
+    if installed_version("transformers") < "5":
+        pytest.skip("GLM-Image came with transformers 5")
+    return vargen.accelerate(*make_glm(seed=1), size=(2, 3))  # other seeds have ties within rounding
+
+
+@pytest.fixture(params=["janus", "emu3"])
+def pipe(request: pytest.FixtureRequest) -> Any:
+    return request.getfixturevalue(request.param)
+
+
+def rows(pipe: Any, guided: bool = True) -> PromptRows:
+    return pipe._encode(PROMPTS, None, guided, 1)
+
+
+@pytest.mark.parametrize("sizes", JANUS, ids=str)
+def test_greedy_tokens_of_janus_are_those_of_its_generate(sizes: dict[str, Any]) -> None:
+    model, processor = make_janus(seed=3, **sizes)
+    inputs = processor(text=PROMPTS, generation_mode="image", padding=True, padding_side="left", return_tensors="pt")
+    expected = model.generate(
+        inputs=inputs["input_ids"], attention_mask=inputs["attention_mask"], generation_mode="image",
+        guidance_scale=5.0, do_sample=False, max_length=200,
+    )  # fmt: skip
+    found = vargen.accelerate(model, processor)(PROMPTS, temperature=0, output_type="latent")
+    assert torch.equal(found.tokens, expected)
+
+
+def emu3_generate(pipe: Any, number: int, processors: list[Any], **options: Any) -> torch.Tensor:
+    """Image tokens by the model's own `generate`, as its documentation calls it."""
+    model, ids, found = pipe.language_model.model, pipe.language_model.ids, rows(pipe)
+    own, negative = (found.ids[at][found.valid[at]][None] for at in (number, number + len(PROMPTS)))
+    start, (height, width) = own.shape[1], SIZE
+
+    def allowed(batch: int, sequence: torch.Tensor) -> list[int]:
+        ends = (len(sequence) - start + 1) % (width + 1) == 0
+        return ids[-1:].tolist() if ends else ids[:-1].tolist()
+
+    out = model.generate(
+        own, attention_mask=torch.ones_like(own), negative_prompt_ids=negative,
+        negative_prompt_attention_mask=torch.ones_like(negative), guidance_scale=3.0, do_sample=False,
+        max_new_tokens=height * (width + 1), prefix_allowed_tokens_fn=allowed, logits_processor=processors, **options,
+    )  # fmt: skip
+    place = {token: index for index, token in enumerate(ids.tolist())}
+    return torch.tensor([place[token] for token in out[0, start:].tolist()])
+
+
+def test_greedy_tokens_of_emu3_are_those_of_its_generate(emu3: Any) -> None:
+    found = emu3(PROMPTS, temperature=0, output_type="latent").tokens
+    for number in range(len(PROMPTS)):
+        assert torch.equal(found[number], emu3_generate(emu3, number, []))
+
+
+def test_greedy_tokens_of_glm_image_are_those_of_its_generate(glm: Any) -> None:
+    size = {"target_h": 64, "target_w": 96, "padding": True, "padding_side": "left", "return_tensors": "pt"}
+    messages = [[{"role": "user", "content": [{"type": "text", "text": prompt}]}] for prompt in PROMPTS]
+    inputs = glm.processor.apply_chat_template(messages, tokenize=True, return_dict=True, processor_kwargs=size)
+    known, N = glm.language_model, glm.language_model.grid[1]
+    markers = list(range(known.vocab, known.vocab + 4))
+    expected = known.model.generate(**inputs, do_sample=False, max_new_tokens=N, suppress_tokens=markers)[:, -N:]
+    for method in ("ar", "gumbel", "recycle"):
+        assert torch.equal(glm(PROMPTS, accelerator=method, temperature=0, output_type="latent").tokens, expected)
+
+
+def test_glm_image_returns_tokens_for_another_pipeline(glm: Any) -> None:
+    found = glm(PROMPTS[0], output_type="latent", generator=torch.Generator().manual_seed(1))
+    prior = glm.language_model.to_prior_tokens(found.tokens).view(4, 6)
+    assert torch.equal(prior[::2, ::2], found.tokens[0, -6:].view(2, 3)) and torch.equal(prior[::2], prior[1::2])
+    assert torch.equal(found.tokens, glm(PROMPTS[0], accelerator="ar", output_type="latent",
+                                         generator=torch.Generator().manual_seed(1)).tokens)  # fmt: skip
+    for arguments in ({"output_type": "pil"}, {"guidance_scale": 2.0, "output_type": "latent"}):
+        with pytest.raises(ValueError, match=next(iter(arguments))):
+            glm(PROMPTS[0], **arguments)
+
+
+def test_rows_of_emu3_end_with_their_token(emu3: Any) -> None:
+    found = emu3(PROMPTS[0], output_type="latent", generator=torch.Generator().manual_seed(1))
+    grid = found.images[0]
+    assert grid.shape == (SIZE[0], SIZE[1] + 1) and (grid[:, -1] == emu3.language_model.vocab - 1).all()
+    assert (grid[:, :-1] < emu3.language_model.vocab - 1).all()
+
+
+NEXT_TOKEN = [preset.name for preset in list_methods("next-token")]
+
+
+@pytest.mark.parametrize("name", NEXT_TOKEN)
+def test_every_preset_runs_or_says_why_not(pipe: Any, name: str) -> None:
+    method = PRESETS[name].fit_to_grid(pipe.language_model.grid[0] * pipe.language_model.grid[1], pipe.language_model.vocab)
+    seeds, model = torch.arange(3), pipe.decoding_model(3.0)
+    try:
+        found = decode(model, rows(pipe), seeds, method)
+    except ValueError as error:
+        missing = "speculative speculative-tree layer-skip eagle eagle-2 eagle-gumbel medusa lantern mulo mulo-exact".split()
+        assert name in missing and any(word in str(error) for word in ("draft", "layers", "resolution"))
+        return
+    assert found.tokens.shape == (3, pipe.language_model.grid[0] * pipe.language_model.grid[1])
+    if method.acceptance.sequential_tokens:
+        assert torch.equal(found.tokens, decode(model, rows(pipe), seeds, "ar").tokens)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("guidance_scale", [1.0, 4.0])
+def test_chains_and_trees_equal_sequential_passes(attention: str, guidance_scale: float) -> None:
+    """Random chains and trees, commits of other lengths in each row, and rollbacks, against one token per pass."""
+    model, processor = make_janus(side=5)
+    model.set_attn_implementation(attention)
+    pipe = vargen.accelerate(model, processor)
+    adapter, condition = pipe.decoding_model(guidance_scale), rows(pipe, guidance_scale != 1)
+    generator = torch.Generator().manual_seed(7)
+    state, _ = adapter.prefill(condition, 8)
+    history: list[list[int]] = [[], [], []]
+    trees = [Tree.make_chain(3), Tree.from_parents((-1, 0, 0, 1, 1, 2)), Tree.make_chain(0),
+             Tree.batched(torch.tensor([(-1, 0, 0, 1), (-1, 0, 1, 2), (-1, 0, 0, 0)]), 4, 3)]  # fmt: skip
+    for turn in range(8):
+        tree = trees[turn % len(trees)]
+        T = tree.parents.shape[-1]
+        fed = torch.randint(adapter.vocab, (3, T), generator=generator)
+        logits = adapter.forward(fed, state, tree).logits
+        ancestors = tree.ancestors.expand(3, T, T)
+        paths, counts = torch.zeros(3, tree.max_path, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)
+        for row in range(3):
+            slot = int(torch.randint(T, (1,), generator=generator))
+            path = ancestors[row, slot].nonzero()[:, 0]
+            tokens = history[row] + fed[row, path].tolist()
+            assert torch.allclose(logits[row, slot], sequential(adapter, condition, row, tokens), atol=1e-4)
+            paths[row, : len(path)], counts[row], history[row] = path, len(path), tokens
+        adapter.commit(state, paths, counts, tree)
+        if turn == 4:
+            history = [tokens[: max(1, len(tokens) - 1)] for tokens in history]
+            adapter.rollback(state, torch.tensor([len(tokens) for tokens in history]))
+
+
+def sequential(adapter: TransformersTokenModel, condition: PromptRows, row: int, tokens: list[int]) -> torch.Tensor:
+    """Logits after some tokens of one row, fed one by one."""
+    own = [row] if adapter.rows_per_image == 1 else [row, row + 3]
+    state, _ = adapter.prefill(PromptRows(condition.ids[own], condition.valid[own]), 1)
+    for token in tokens:
+        logits = adapter.forward(torch.tensor([[token]]), state, Tree.make_chain(0)).logits
+        adapter.commit(state, torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, dtype=torch.int64), Tree.make_chain(0))
+    return logits[0, 0]
+
+
+class SummedModel(TransformersTokenModel):
+    """A model that is small enough to enumerate: its condition is the number of rows."""
+
+    def __init__(self, description: Any, condition: PromptRows):
+        super().__init__(description, 3.0)
+        self.condition, self.tokens = condition, self.grid[0] * self.grid[1]
+
+    def prefill(self, condition: torch.Tensor, max_width: int) -> Any:
+        B = len(condition)
+        conditional, blank = self.condition.ids
+        ids = torch.cat([conditional.expand(B, -1), blank.expand(B, -1)])
+        return super().prefill(PromptRows(ids, torch.ones_like(ids).bool()), max_width)
+
+    @torch.no_grad()
+    def joint(self, condition: int, to_probs: Any) -> torch.Tensor:
+        images = torch.cartesian_prod(*[torch.arange(self.vocab)] * self.tokens)
+        state, out = self.prefill(torch.zeros(len(images)), self.tokens)
+        later = self.forward(images[:, :-1], state, Tree.make_chain(self.tokens - 2)).logits
+        probs = to_probs(torch.cat([out.logits, later], 1)).double()
+        return probs.gather(2, images[..., None])[..., 0].prod(1).view([self.vocab] * self.tokens)
+
+
+@pytest.mark.parametrize("name", ["sjd", "scd", "pac", "lookup", "recycle"])
+def test_exact_rules_sum_to_the_model_s_distribution(name: str) -> None:
+    model, processor = make_janus(side=2, codes=3)
+    description = Janus(model)
+    condition = description.encode_prompts(processor, ["a red apple"], None, True)
+    summed: Any = SummedModel(description, condition)
+    summed.example_tokens = torch.randint(3, (6, 4), generator=torch.Generator().manual_seed(1))
+    method = PRESETS[name].fit_to_grid(4, 3)
+    found = sum_pass(method, summed, passes=2, sampling=Sampling(1.2, top_p=0.9))
+    assert max(found.distance, found.draft_distance) < 1e-5
+
+
+def test_a_smaller_model_of_the_same_tokens_drafts() -> None:
+    (large, processor), (small, _) = make_janus(num_hidden_layers=3), make_janus(seed=5, hidden_size=16)
+    pipe = vargen.accelerate(large, processor, small)
+    found = pipe(PROMPTS, accelerator="speculative", generator=torch.Generator().manual_seed(1), output_type="latent")
+    assert found.stats.accelerator == "speculative" and found.tokens.shape == (3, 16)
+    with pytest.raises(ValueError, match="draft_model"):
+        vargen.accelerate(large, processor, make_janus(codes=25)[0])
+
+
+@pytest.mark.parametrize("method", ["ar", "scd", "gumbel", "recycle"])
+def test_log_probs_are_those_of_the_model_whatever_the_method(janus: Any, method: str) -> None:
+    generator = torch.Generator().manual_seed(4)
+    found = janus(PROMPTS, accelerator=method, generator=generator, temperature=0.8, top_k=9, return_log_probs=True)
+    model, condition, sampling = janus.decoding_model(5.0), rows(janus), Sampling(0.8, 9)
+    one_by_one = compute_log_probs(model, condition, found.tokens, sampling, width=1)
+    for own, other in zip((found.log_probs, found.plain_log_probs), one_by_one, strict=True):
+        assert torch.allclose(own, other, atol=1e-4) and own.isfinite().all() and (own <= 0).all()
+    assert found.log_probs.mean() > found.plain_log_probs.mean()  # filters sharpen
+
+
+def test_relaxed_methods_say_that_log_probs_are_not_theirs(janus: Any, caplog: pytest.LogCaptureFixture) -> None:
+    janus(PROMPTS[0], accelerator="gsd", return_log_probs=True)
+    assert "gsd" in caplog.text
+
+
+# -- shared noise in the loops of transformers --------------------------------------------------------------------------
+
+
+def test_tokens_of_emu3_s_own_loop_with_shared_noise_are_those_of_ar(emu3: Any) -> None:
+    found, sampling = rows(emu3), Sampling(0.9, 12)
+    seeds = torch.tensor([11, 12, 13])
+    expected = decode(emu3.decoding_model(3.0), found, seeds, "ar", sampling).tokens
+    for number in range(len(PROMPTS)):
+        start = int(found.valid[number].sum())
+        noise = SharedNoiseLogitsProcessor(seeds[number], start, sampling, emu3.language_model.ids)
+        assert torch.equal(emu3_generate(emu3, number, [noise]), expected[number])
+
+
+@pytest.mark.parametrize("draft", ["assistant", "prompt lookup"])
+def test_assisted_generation_returns_the_sampled_tokens_of_plain_decoding(draft: str) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    large, small = (
+        randomize(LlamaForCausalLM(LlamaConfig(**text_config(num_hidden_layers=layers))), 1, 0.1) for layers in (3, 1)
+    )
+    ids = torch.randint(4, 70, (1, 9), generator=torch.Generator().manual_seed(2))
+    options = {"do_sample": False, "max_new_tokens": 24, "attention_mask": torch.ones_like(ids)}
+    drafts = {"assistant_model": small} if draft == "assistant" else {"prompt_lookup_num_tokens": 3}
+    runs = []
+    for more in ({}, drafts):
+        noise = SharedNoiseLogitsProcessor([5], ids.shape[1], Sampling(1.3, 20))
+        runs.append(large.generate(ids, logits_processor=[noise], **options, **more))
+    assert torch.equal(*runs) and len(set(runs[0][0, 9:].tolist())) > 5
+    other = SharedNoiseLogitsProcessor([6], ids.shape[1], Sampling(1.3, 20))
+    assert not torch.equal(large.generate(ids, logits_processor=[other], **options), runs[0])
+
+
+# -- bad input ----------------------------------------------------------------------------------------------------------
+
+
+def test_other_models_are_refused() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    with pytest.raises(TypeError, match="model must be one of Janus"):
+        vargen.accelerate(LlamaForCausalLM(LlamaConfig(**text_config())), None)
+    with pytest.raises(TypeError):
+        describe_language_model(make_janus()[0], size=(4, 4))
+
+
+@pytest.mark.parametrize(("change", "argument"), [
+    (lambda model: model.train(), "evaluation mode"),
+    (lambda model: setattr(model.config.get_text_config(), "_attn_implementation", "flash_attention_2"), "attn_implementation"),
+    (lambda model: setattr(model.config.get_text_config(), "layer_types", ["sliding_attention"] * 2), "sliding_attention"),
+], ids=["training", "flash", "sliding"])  # fmt: skip
+def test_networks_that_do_not_fit_are_refused(change: Any, argument: str) -> None:
+    model, processor = make_janus()
+    change(model)
+    with pytest.raises(ValueError, match=argument):
+        vargen.accelerate(model, processor)
+
+
+@pytest.mark.parametrize(("arguments", "error", "name"), [
+    ({"prompt": ""}, ValueError, "prompt"), ({"prompt": 3}, TypeError, "prompt"),
+    ({"prompt": "a", "negative_prompt": "b"}, ValueError, "negative_prompt"),
+    ({"prompt": " ".join(["apple"] * 400)}, ValueError, "prompt"),
+    ({"prompt": "a", "top_k": 10**6}, ValueError, "top_k"), ({"prompt": "a", "output_type": "gif"}, ValueError, "output_type"),
+    ({"prompt": "a", "accelerator": "plain"}, ValueError, "plain"),
+    ({"prompt": "a", "guidance_scale": -1}, ValueError, "guidance"),
+])  # fmt: skip
+def test_bad_arguments_are_named(janus: Any, arguments: dict[str, Any], error: Any, name: str) -> None:
+    with pytest.raises(error, match=name):
+        janus(**arguments)
+
+
+def test_images_come_in_every_form(pipe: Any) -> None:
+    made = {kind: pipe(PROMPTS[:2], generator=torch.Generator().manual_seed(2), output_type=kind).images for kind in
+            ("pil", "np", "pt", "latent")}  # fmt: skip
+    height, width = made["np"].shape[1:3]
+    assert made["pil"][0].size == (width, height) and made["pt"].shape == (2, 3, height, width)
+    assert made["latent"].shape == (2, *pipe.language_model.grid)
+    assert made["pt"].min() >= 0 and made["pt"].max() <= 1
+
+
+def test_padding_on_the_left_keeps_the_tokens() -> None:
+    found = pad_prompts([[5, 6], torch.tensor([7, 8, 9])], 0)
+    assert found.ids.tolist() == [[0, 5, 6], [7, 8, 9]] and found.valid.tolist() == [[False, True, True], [True] * 3]
+
+
+def test_emu3_has_a_size_of_its_own() -> None:
+    model, processor = make_emu3()
+    assert Emu3(model).grid == (90, 91)
+    with pytest.raises(ValueError, match="size"):
+        vargen.accelerate(model, processor, size=(1, 1000))(PROMPTS[0])
+
+
+# -- folders ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model, processor = make_janus()
+    path = tmp_path_factory.mktemp("janus")
+    model.save_pretrained(path)
+    processor.save_pretrained(path)
+    return path
+
+
+def test_a_folder_opens_as_the_model_in_memory(folder: Path) -> None:
+    opened = vargen.open_language_model(folder, folder)
+    calls = {"temperature": 0, "output_type": "latent"}
+    in_memory = vargen.accelerate(make_janus()[0], opened.processor)  # whose tokenizer transformers 5 rebuilds as a Llama's
+    assert torch.equal(opened(PROMPTS, **calls).tokens, in_memory(PROMPTS, **calls).tokens)
+    assert opened.draft is not None and opened(PROMPTS, accelerator="speculative", **calls).stats.tokens_per_pass > 3
+
+
+def spoil(path: Path, how: str) -> None:
+    config = json.loads((path / "config.json").read_text())
+    if how == "config.json":
+        (path / "config.json").unlink()
+    elif how == "program code":
+        (path / "modeling.py").write_text("raise SystemExit")
+    elif how == "safetensors":
+        (path / "model.safetensors").rename(path / "pytorch_model.bin")
+    else:
+        config.update({"auto_map": {"auto_map": {"AutoModel": "x.Y"}}, "LlamaForCausalLM": {"architectures": [how]}}[how])
+        (path / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("how", ["config.json", "program code", "safetensors", "auto_map", "LlamaForCausalLM"])
+def test_folders_that_do_not_fit_are_refused(folder: Path, tmp_path: Path, how: str) -> None:
+    path = Path(shutil.copytree(folder, tmp_path / "copy"))
+    spoil(path, how)
+    with pytest.raises(ValueError, match=how):
+        vargen.open_language_model(path)
+    with pytest.raises(ValueError, match="hub id"):
+        vargen.open_language_model(tmp_path / "nothing")

@@ -1,0 +1,108 @@
+"""Tiny random image language models of transformers, with processors of a few words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from vargen.compat import ensure_torchvision
+
+ensure_torchvision()
+
+WORDS = "a red blue green apple car cat dog on under the moon 0 1 2 3 4 5 6 7 8 9 * lowres , blurry".split()
+SPECIAL = ["<pad>", "<s>", "</s>", "<boi>", "<eoi>", "<image>", "<wrap>", "<eof>", "<eol>"]
+PAD, BOS, EOS, BOI = range(4)
+
+
+def make_tokenizer(cls: Any, **special: str) -> Any:
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+
+    vocab = {word: number for number, word in enumerate([*SPECIAL, *WORDS, "<unk>"])}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    parts = [
+        pre_tokenizers.Split(Regex(r"\s+"), "removed"),
+        pre_tokenizers.Digits(True),
+        pre_tokenizers.Punctuation("isolated"),
+    ]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(parts)
+    return cls(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>",
+               extra_special_tokens=special)  # fmt: skip
+
+
+def randomize(model: Any, seed: int, spread: float = 0.3) -> Any:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * spread)
+    return model.eval()
+
+
+def text_config(**changed: Any) -> dict[str, Any]:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "vocab_size": 80, "max_position_embeddings": 320}  # fmt: skip
+    return {**sizes, "pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS, **changed}
+
+
+def make_janus(side: int = 4, codes: int = 24, seed: int = 0, **changed: Any) -> tuple[Any, Any]:
+    """A Janus of `side` x `side` tokens, and its processor."""
+    from transformers import JanusConfig, JanusForConditionalGeneration, JanusImageProcessor, JanusProcessor, LlamaTokenizerFast
+
+    config = text_config(**changed)
+    width = config["hidden_size"]
+    model = JanusForConditionalGeneration(JanusConfig(
+        text_config={"model_type": "llama", **config}, tie_word_embeddings=False,
+        vision_config={"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8 * side,
+                       "patch_size": 8, "projection_dim": width, "num_image_tokens": side**2, "mlp_ratio": 2.0},
+        vq_config={"embed_dim": 4, "num_embeddings": codes, "latent_channels": 8, "base_channels": 32,
+                   "channel_multiplier": [1, 1], "num_res_blocks": 1, "projection_dim": width, "image_token_embed_dim": width,
+                   "num_patches": side},
+    ))  # fmt: skip
+    generation = model.generation_config
+    generation.bos_token_id, generation.pad_token_id, generation.eos_token_id = BOS, PAD, EOS
+    generation.generation_kwargs = {"boi_token_id": BOI}
+    tokenizer = make_tokenizer(LlamaTokenizerFast, image_token="<image>", boi_token="<boi>", eoi_token="<eoi>")
+    return randomize(model, seed), JanusProcessor(JanusImageProcessor(), tokenizer)
+
+
+def make_emu3(codes: int = 24, seed: int = 0, **changed: Any) -> tuple[Any, Any]:
+    """An Emu3 whose image tokens are scattered over the vocabulary, and its processor."""
+    from transformers import Emu3Config, Emu3ForConditionalGeneration, Emu3ImageProcessor, Emu3Processor, GPT2TokenizerFast
+
+    first = len(SPECIAL) + len(WORDS) + 1
+    names = {f"<|visual token {number:06d}|>": first + (7 * number) % codes for number in range(codes)}
+    model = Emu3ForConditionalGeneration(Emu3Config(
+        text_config=text_config(attention_dropout=0.0, **changed),
+        vq_config={"codebook_size": codes, "embed_dim": 4, "latent_channels": 4, "base_channels": 32,
+                   "channel_multiplier": [1, 1], "num_res_blocks": 1, "attn_resolutions": [1], "hidden_size": 32,
+                   "num_attention_heads": 1,
+                   "temporal_downsample_factor": 1, "in_channels": 3, "out_channels": 3},
+        vocabulary_map={"<image>": 5, "<|extra_200|>": 8, **names},
+    ))  # fmt: skip
+    tokenizer = make_tokenizer(GPT2TokenizerFast, image_token="<image>", boi_token="<boi>", eoi_token="<eoi>",
+                               image_wrapper_token="<wrap>", eof_token="<eof>")  # fmt: skip
+    return randomize(model, seed), Emu3Processor(Emu3ImageProcessor(), tokenizer)
+
+
+def make_glm(codes: int = 24, seed: int = 0, **changed: Any) -> tuple[Any, Any]:
+    """A GLM-Image (transformers 5), and its processor."""
+    from transformers import (
+        GlmImageConfig,
+        GlmImageForConditionalGeneration,
+        GlmImageImageProcessor,
+        GlmImageProcessor,
+        PreTrainedTokenizerFast,
+    )
+
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1], "partial_rotary_factor": 1.0}
+    text = {**text_config(vision_vocab_size=codes + 4, rope_parameters=rope, **changed), "eos_token_id": None}
+    model = GlmImageForConditionalGeneration(GlmImageConfig(
+        text_config=text, image_start_token_id=codes, image_end_token_id=codes + 1,
+        vision_config={"depth": 1, "hidden_size": 16, "num_heads": 2, "image_size": 64, "patch_size": 16,
+                       "intermediate_size": 32},
+        vq_config={"embed_dim": 8, "num_embeddings": codes, "latent_channels": 16},
+    ))  # fmt: skip
+    model.generation_config.eos_token_id = None
+    tokenizer = make_tokenizer(PreTrainedTokenizerFast, image_token="<image>", grid_bos_token="<boi>", grid_eos_token="<eoi>")
+    template = "{% for m in messages %}{% for c in m['content'] %}{{ c['text'] }}{% endfor %}{% endfor %}"
+    return randomize(model, seed), GlmImageProcessor(GlmImageImageProcessor(), tokenizer, chat_template=template)
