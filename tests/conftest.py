@@ -89,6 +89,13 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket.socket, "connect", guarded)
 
 
+@pytest.fixture(autouse=True)
+def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training runs of tests plot no curves, a third of their time, except in `tiny_training.check_resumes`."""
+    if (run := sys.modules.get("vargen.training.run")) is not None:
+        monkeypatch.setattr(run.TrainingRun, "plot_metrics", lambda *_: None)
+
+
 @pytest.fixture
 def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache folder, also for the subprocesses of the test."""

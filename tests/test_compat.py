@@ -23,47 +23,34 @@ def qnms(dets, scores, iou_threshold): ...
 """
 
 
-def run(code: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """Run code in a fresh interpreter."""
-    env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONSAFEPATH")}
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=cwd, timeout=300)
-
-
 needs_torchvision = pytest.mark.skipif(installed_version("torchvision") is None, reason="torchvision is not installed")
 
 
 # What people use vargen with, and the distribution of each.
 _BESIDE = {"gradio": "gradio", "open_clip": "open-clip-torch", "triton": "triton", "ImageReward": "image-reward"}
 
-
-@needs_torchvision
-def test_everything_above_torchvision_imports_under_the_guard(repo_root: Path) -> None:
-    """In one process, with the official ImageReward where it is installed: on the reference set, not on the latest one. Also
-    with the root first on the path: transformers 5 probes `kernels` by an import, and must find no kernel library."""
-    found = [package for package, distribution in _BESIDE.items() if installed_version(distribution)]
-    done = run(
-        "import importlib.metadata, sys; assert sys.path[0] == ''; "
-        + _GUARD
-        + f"sys.path.append({str(Path(__file__).parent / 'support')!r})\n"
-        + "import image_reward_package; image_reward_package.restore_moved_functions()\n"
-        + "import torchvision, transformers.utils; from torchvision.transforms import v2; from transformers import CLIPModel\n"
-        + "from diffusers import AutoPipelineForText2Image, DiffusionPipeline; print(torchvision.__version__)\n"
-        + "".join(f"import {package}\n" for package in found)
-        + "import vargen; vargen.LlamaGenPipeline\n"
-        + "owned = any(d.name == 'kernels' for d in importlib.metadata.distributions())\n"
-        + "is_kernels_available = getattr(transformers.utils, 'is_kernels_available', lambda: False)\n"  # since 4.51
-        + "assert owned or not is_kernels_available()",
-        repo_root,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip().startswith(installed_version("torchvision") or "")
-
-
+# In one process, with the official ImageReward where it is installed: on the reference set, not on the latest one. Also
+# with the root first on the path: transformers 5 probes `kernels` by an import, and must find no kernel library.
+_EVERYTHING = (
+    "import importlib.metadata, os, sys; os.chdir(sys.argv[2]); sys.path.insert(0, '')\n"
+    + _GUARD
+    + f"sys.path.append({str(Path(__file__).parent / 'support')!r})\n"
+    + "import image_reward_package; image_reward_package.restore_moved_functions()\n"
+    + "import torchvision, transformers.utils; from torchvision.transforms import v2; from transformers import CLIPModel\n"
+    + "from diffusers import AutoPipelineForText2Image, DiffusionPipeline\n"
+    + f"assert torchvision.__version__.startswith({installed_version('torchvision') or ''!r})\n"
+    + "".join(f"import {package}\n" for package, distribution in _BESIDE.items() if installed_version(distribution))
+    + "import vargen; vargen.LlamaGenPipeline\n"
+    + "owned = any(d.name == 'kernels' for d in importlib.metadata.distributions())\n"
+    + "is_kernels_available = getattr(transformers.utils, 'is_kernels_available', lambda: False)\n"  # since 4.51
+    + "assert owned or not is_kernels_available()"
+)
 _HEAL = """
+import sys
 try:
     import torchvision
 except RuntimeError as error:
-    print(error)
+    print(error, file=sys.stderr)
 else:
     raise SystemExit("loads")
 for package, name in (("transformers", "CLIPModel"), ("diffusers", "DiffusionPipeline")):
@@ -73,26 +60,20 @@ for package, name in (("transformers", "CLIPModel"), ("diffusers", "DiffusionPip
         continue
     raise AssertionError(f"{package} imports without the guard")
 """
+_HEALED = _HEAL + _GUARD + "\nfrom transformers import CLIPModel\nfrom diffusers import DiffusionPipeline"
+_ABSENT = (
+    "import sys; sys.modules['torchvision'] = None\n"  # as absent, for import and for find_spec
+    "from vargen.compat import ensure_torchvision; assert ensure_torchvision() is False\n"
+)
+_WITHOUT = _ABSENT + "from diffusers import DiffusionPipeline; from transformers import T5EncoderModel"
 
-
-@needs_torchvision
-def test_the_guard_is_needed_here_and_heals_a_process_where_others_failed_first() -> None:
-    """The control: without the guard these imports fail, where torchvision's binary does not load."""
-    done = run(_HEAL + _GUARD + "\nfrom transformers import CLIPModel\nfrom diffusers import DiffusionPipeline")
-    if done.stderr.strip() == "loads":
-        pytest.skip("NOT TESTED HERE: this torchvision loads over this torch, so there is no failure to heal")
-    assert done.returncode == 0, done.stderr
-    assert "operator torchvision::nms does not exist" in done.stdout
-
-
-# -- other torchvisions, each in a process forked from one that has imported torch
-
+# Runs each code in a process forked from one that has imported torch, with its folder first on the path.
 _FORK = """
 import json, os, sys, torch, traceback
 for folder, code in json.loads(sys.argv[1]):
     if (child := os.fork()) == 0:
         os.dup2(os.open(os.path.join(folder, "stderr"), os.O_CREAT | os.O_WRONLY), 2)
-        sys.path.insert(0, folder)
+        sys.path[:] = [folder, *(place for place in sys.path if place)]
         try:
             exec(code, {})
         except BaseException:
@@ -120,27 +101,61 @@ FAKES = [
 ]
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="no fork")
-def test_operators_are_declared_after_that_failure_alone_and_no_other_is_hidden(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def ended(repo_root: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]:
+    """The exit status and the standard error of every code, by its name or its number in `FAKES`."""
+    if sys.platform == "win32":
+        pytest.skip("no fork")
+    folder = tmp_path_factory.mktemp("codes")
+    codes = {"everything": _EVERYTHING, "healed": _HEALED, "without": _WITHOUT}
+    codes |= {str(number): code for number, (_, code, *_) in enumerate(FAKES)}
+    for name in codes:
+        (folder / name).mkdir()
     for number, (init, *_) in enumerate(FAKES):
-        (tmp_path / f"{number}/torchvision").mkdir(parents=True)
-        (tmp_path / f"{number}/torchvision/__init__.py").write_text(init)
-        (tmp_path / f"{number}/torchvision/extension.py").write_text("")
-    cases = [(str(tmp_path / str(number)), code) for number, (_, code, *_) in enumerate(FAKES)]
-    done = subprocess.run([sys.executable, "-c", _FORK, json.dumps(cases)], capture_output=True, text=True, timeout=300)
-    errors = [(tmp_path / f"{number}/stderr").read_text() for number in range(len(FAKES))]
-    assert done.stdout.split() == [str(code) for *_, code, _ in FAKES], (done.stderr, errors)
-    assert all(expected in error for error, (*_, expected) in zip(errors, FAKES, strict=True)), errors
-    assert errors[0].count("INFO:vargen:") == 1, errors[0]
-
-
-def test_without_torchvision_the_core_imports() -> None:
-    done = run(
-        "import sys; sys.modules['torchvision'] = None\n"  # as absent, for import and for find_spec
-        "from vargen.compat import ensure_torchvision; assert ensure_torchvision() is False\n"
-        "assert 'torch' not in sys.modules\n"
-        "from diffusers import DiffusionPipeline; from transformers import T5EncoderModel"
+        (folder / f"{number}/torchvision").mkdir()
+        (folder / f"{number}/torchvision/__init__.py").write_text(init)
+        (folder / f"{number}/torchvision/extension.py").write_text("")
+    cases = json.dumps([(str(folder / name), code) for name, code in codes.items()])
+    done = subprocess.run(
+        [sys.executable, "-c", _FORK, cases, str(repo_root)], capture_output=True, text=True, timeout=600, env=_environment()
     )
+    assert done.returncode == 0, done.stderr
+    stati = map(int, done.stdout.split())
+    return {name: (status, (folder / name / "stderr").read_text()) for name, status in zip(codes, stati, strict=True)}
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONSAFEPATH")}
+
+
+@needs_torchvision
+def test_everything_above_torchvision_imports_under_the_guard(ended: dict[str, tuple[int, str]]) -> None:
+    status, complaints = ended["everything"]
+    assert status == 0, complaints
+
+
+@needs_torchvision
+def test_the_guard_is_needed_here_and_heals_a_process_where_others_failed_first(ended: dict[str, tuple[int, str]]) -> None:
+    """The control: without the guard these imports fail, where torchvision's binary does not load."""
+    status, complaints = ended["healed"]
+    if complaints.strip().endswith("SystemExit: loads"):
+        pytest.skip("NOT TESTED HERE: this torchvision loads over this torch, so there is no failure to heal")
+    assert status == 0, complaints
+    assert "operator torchvision::nms does not exist" in complaints
+
+
+def test_operators_are_declared_after_that_failure_alone_and_no_other_is_hidden(ended: dict[str, tuple[int, str]]) -> None:
+    for number, (_, _, expected, message) in enumerate(FAKES):
+        status, complaints = ended[str(number)]
+        assert status == expected and message in complaints, complaints
+    assert ended["0"][1].count("INFO:vargen:") == 1, ended["0"][1]
+
+
+def test_without_torchvision_the_core_imports(ended: dict[str, tuple[int, str]]) -> None:
+    status, complaints = ended["without"]
+    assert status == 0, complaints
+    light = [sys.executable, "-c", _ABSENT + "assert 'torch' not in sys.modules"]
+    done = subprocess.run(light, capture_output=True, text=True, env=_environment())
     assert done.returncode == 0, done.stderr
 
 

@@ -190,7 +190,7 @@ for name in ("kernels", "pipelines", "assets"):
 
 # Images of the pages, and prompts that only training and blind ratings use.
 _LEFT_OUT = ("assets/**/*.png", "assets/**/*.webp", "assets/sheet.txt", "assets/everyday.txt", "assets/motion.txt")
-_MOST_BYTES = 91_000_000  # 88 MB of these are weights, which do not compress
+_MOST_BYTES = 102_000_000  # not compressed, which saves 10 MB and takes seconds; 88 MB are weights
 
 
 def wanted_files(repo_root: Path) -> set[str]:
@@ -218,7 +218,7 @@ def test_the_wheel_holds_what_users_need_and_works(repo_root: Path, tmp_path: Pa
     (source / "assets/__pycache__").mkdir(exist_ok=True)
     (source / "assets/__pycache__/stale.cpython-311.pyc").write_bytes(b"")
     offline = ("--no-deps", "--no-index", "--disable-pip-version-check")
-    build = ("--no-build-isolation", "-w", "wheels", source)
+    build = ("--no-build-isolation", "--config-settings=--build-option=--compression=stored", "-w", "wheels", source)
     done = python("-m", "pip", "wheel", *offline, *build, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
 

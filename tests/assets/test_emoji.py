@@ -20,12 +20,12 @@ def seeded(*seeds: int) -> list[torch.Generator]:
 
 def test_rows_equal_the_image_alone_and_repeat(emoji):
     prompts = ["a red apple", "grinning face, 3d style"]
-    half = {"callback_on_step_end": lambda pipe, step, least, tensors: {"stop": least >= 128}, "output_type": "latent"}
+    half = {"callback_on_step_end": lambda pipe, step, least, tensors: {"stop": least >= 64}, "output_type": "latent"}
     together = emoji(prompts, generator=seeded(1, 2), **half).images
     assert together.shape == (2, 16, 16)
     for row, prompt in enumerate(prompts):
         alone = emoji(prompt, generator=seeded(row + 1)[0], **half).images[0]
-        assert torch.equal(alone[:8], together[row, :8])
+        assert torch.equal(alone[:4], together[row, :4])
 
 
 def test_images_follow_the_prompt_and_the_seed(emoji):
@@ -39,9 +39,9 @@ def test_bfloat16_keeps_its_seed_and_stays_near_float32():
     """Two runs in bfloat16 are one picture; against float32 the laws move by rounding: most of the first tokens agree."""
     pipe = LlamaGenPipeline.from_pretrained("emoji", torch_dtype=torch.bfloat16)
     pipe.set_progress_bar_config(disable=True)
-    stop = {"callback_on_step_end": lambda *a: {"stop": a[1] == 20}, "output_type": "latent"}
+    stop = {"callback_on_step_end": lambda *a: {"stop": a[1] == 10}, "output_type": "latent"}
     a, b = (pipe("grinning face", generator=seeded(5)[0], **stop).images for _ in range(2))
     assert torch.equal(a, b)
     pipe.transformer.float()
     exact = pipe("grinning face", generator=seeded(5)[0], **stop).images
-    assert (a == exact).flatten()[:32].float().mean() > 0.5
+    assert (a == exact).flatten()[:16].float().mean() > 0.5

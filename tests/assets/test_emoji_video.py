@@ -26,12 +26,17 @@ def pipe() -> VisualPipeline:
 
 
 @pytest.fixture(scope="module")
+def scorer() -> ImageTextScorer:
+    return ImageTextScorer()
+
+
+@pytest.fixture(scope="module")
 def videos(pipe: Any) -> list[torch.Tensor]:
     """The target's, of every thing."""
     return [frames_of(pipe, prompt, "target", seed) for seed, prompt in enumerate(THINGS)]
 
 
-def frames_of(pipe: Any, prompt: str, method: Any, seed: int = 0, blocks: int = 4) -> torch.Tensor:
+def frames_of(pipe: Any, prompt: str, method: Any, seed: int = 0, blocks: int = 3) -> torch.Tensor:
     """float32 `[F, 3, Y, X]`."""
     stream = pipe.stream(prompt, accelerator=method, num_blocks=blocks, generator=torch.Generator().manual_seed(seed))
     return torch.cat([block.frames for block in stream])
@@ -44,22 +49,21 @@ def test_parts_have_the_sizes_that_were_asked_for(pipe: Any) -> None:
     assert 5 <= millions["transformer"] <= 8 and 1 <= millions["draft_transformer"] <= 2
 
 
-def test_things_move_and_show_what_was_asked_for(pipe: Any, videos: list[torch.Tensor]) -> None:
+def test_things_move_and_show_what_was_asked_for(pipe: Any, scorer: ImageTextScorer, videos: list[torch.Tensor]) -> None:
     for prompt, frames in zip(THINGS, videos, strict=True):
         assert frames.diff(dim=0).abs().mean() > 0.005, f"{prompt} stands still"
-    scorer, texts = ImageTextScorer(), [pipe.scorer_prompt(prompt) for prompt in THINGS]
+    texts = [pipe.scorer_prompt(prompt) for prompt in THINGS]
     assert texts[0] == "winking face, 3d style"
-    scores = torch.stack([
-        torch.stack([scorer.score(frames, [text] * len(frames)).mean() for text in texts]) for frames in videos
-    ])  # fmt: skip
-    assert (scores.argmax(1) == torch.arange(len(THINGS))).float().mean() >= 5 / 6
+    shown = scorer.embed_images(torch.stack(videos)[:, ::3].flatten(0, 1)).unflatten(0, (len(THINGS), -1)).mean(1)
+    nearest = (shown @ scorer.embed_captions(texts).T).argmax(1)
+    assert (nearest == torch.arange(len(THINGS))).float().mean() >= 5 / 6
 
 
-def test_the_target_is_better_than_the_drafter_and_the_scorer_sees_it(pipe: Any, videos: list[torch.Tensor]) -> None:
-    scorer = ImageTextScorer()
-
+def test_the_target_is_better_than_the_drafter_and_the_scorer_sees_it(
+    pipe: Any, scorer: ImageTextScorer, videos: list[torch.Tensor]
+) -> None:
     def score(prompt: str, frames: torch.Tensor) -> float:
-        return float(scorer.score(frames, [pipe.scorer_prompt(prompt)] * len(frames)).mean())
+        return float(scorer.score(frames[::3], [pipe.scorer_prompt(prompt)] * len(frames[::3])).mean())
 
     drafts = [frames_of(pipe, prompt, "draft", seed) for seed, prompt in enumerate(THINGS)]
     assert sum(score(prompt, videos[k]) > score(prompt, drafts[k]) for k, prompt in enumerate(THINGS)) >= 4
@@ -67,19 +71,21 @@ def test_the_target_is_better_than_the_drafter_and_the_scorer_sees_it(pipe: Any,
 
 @pytest.mark.parametrize("tau", [-math.inf, math.inf])
 def test_all_drafts_and_no_drafts_are_the_two_models_bit_for_bit(pipe: Any, tau: float) -> None:
-    routed = replace(PRESETS["sdvg"], policy=Threshold(tau), forced=())
+    routed = replace(PRESETS["sdvg"], policy=Threshold(tau), target_blocks=())
     alone = "draft" if tau < 0 else "target"
-    assert torch.equal(frames_of(pipe, "winking face", routed, 3), frames_of(pipe, "winking face", alone, 3))
+    assert torch.equal(frames_of(pipe, "winking face", routed, 3, 2), frames_of(pipe, "winking face", alone, 3, 2))
 
 
 @pytest.mark.parametrize("method", [preset.name for preset in list_methods("video")])
 def test_every_method_makes_a_video(pipe: Any, method: str) -> None:
-    result = pipe("beating heart", accelerator=method, num_blocks=3, generator=torch.Generator().manual_seed(2))
-    assert len(result.frames[0]) == 12 and result.frames[0][0].size == (64, 64)
-    assert [row.number for row in result.stats.blocks] == [0, 1, 2]
+    result = pipe("beating heart", accelerator=method, num_blocks=2, generator=torch.Generator().manual_seed(2))
+    assert len(result.frames[0]) == 8 and result.frames[0][0].size == (64, 64)
+    assert [row.number for row in result.stats.blocks] == [0, 1]
 
 
-def test_a_draft_is_verified_by_one_frame_and_a_scorer_of_ones_own_by_as_many_as_it_says(pipe: Any) -> None:
-    assert pipe.resolve_frame_scorer().frames == 1 and pipe.resolve_frame_scorer(ImageTextScorer()).frames == 1
-    whole = FrameScorer(ImageTextScorer())
+def test_a_draft_is_verified_by_one_frame_and_a_scorer_of_ones_own_by_as_many_as_it_says(
+    pipe: Any, scorer: ImageTextScorer
+) -> None:
+    assert pipe.resolve_frame_scorer().frames == 1 and pipe.resolve_frame_scorer(scorer).frames == 1
+    whole = FrameScorer(scorer)
     assert pipe.resolve_frame_scorer(whole) is whole and whole.frames is None

@@ -15,10 +15,10 @@ LEAST = 8.0  # what a person does not recognize is below it; pictures of the mod
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["emoji", "emoji-var"])
-def test_every_example_of_the_page_generates_what_it_says(model: str) -> None:
+@pytest.mark.parametrize(("model", "method"), [("emoji", "ar"), ("emoji-var", "plain")])
+def test_every_example_of_the_page_generates_what_it_says(model: str, method: str) -> None:
     pipe, scorer = open_pipeline(model), open_scorer("emoji-scorer")
     pipe.set_progress_bar_config(disable=True)
-    images = pipe(EXAMPLES, generator=[torch.Generator().manual_seed(0) for _ in EXAMPLES]).images
+    images = pipe(EXAMPLES, accelerator=method, generator=[torch.Generator().manual_seed(0) for _ in EXAMPLES]).images
     scores = dict(zip(EXAMPLES, scorer.score(images, EXAMPLES).tolist(), strict=True))
     assert min(scores.values()) > LEAST, scores

@@ -141,10 +141,9 @@ def test_a_cancelled_job_ends_its_generation(
     assert client.predict("a blue ball", seed=1, api_name="/generate")[1]["seed"] == 1, "the place in the queue is free again"
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_a_killed_client_ends_its_generation(address: str, runs: list[Job], slow: Callable[[float], None], name: str) -> None:
+def test_a_killed_client_ends_its_generation(address: str, runs: list[Job], slow: Callable[[float], None]) -> None:
     slow(0.5)
-    with subprocess.Popen([sys.executable, "-c", PROGRAM, address, json.dumps(CALLS[name]), f"/{name}"]) as program:
+    with subprocess.Popen([sys.executable, "-c", PROGRAM, address, json.dumps(CALLS["compare"]), "/compare"]) as program:
         try:
             stopped(runs, program.kill)
         finally:
@@ -215,7 +214,7 @@ def test_eight_clients_at_once(address: str, service: ImageService, tmp_path: Pa
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(ask, range(8)))  # what is allocated once is allocated now
         before = resident()
-        assert sorted(pool.map(ask, range(24))) == list(range(24))
+        assert sorted(pool.map(ask, range(16))) == list(range(16))
     if Path("/proc/self/status").exists():
         assert resident() - before < 60
     generation = [thread for thread in threading.enumerate() if thread.name.startswith("draw")]

@@ -160,22 +160,22 @@ def test_missing_and_changed_images_are_generated_again(model: Path, whole: dict
 @pytest.mark.slow
 def test_kill_9_loses_nothing_and_generates_nothing_twice(model: Path, tmp_path: Path) -> None:
     """The command is killed while it works; the run is resumed here."""
-    run = make_plan(model, tmp_path / "killed", methods=("ar",), num=60, batch=2)
+    run = make_plan(model, tmp_path / "killed", methods=("ar",), num=30, batch=2)
     words = [sys.executable, "-c", "from vargen.cli.main import main; main()", "eval", "--generate-only", "--model", str(model)]
-    words += ["--num-images", "60", "--batch-size", "2", "--threads", "1", "--methods", "ar", "-o", run.output]
+    words += ["--num-images", "30", "--batch-size", "2", "--threads", "1", "--methods", "ar", "-o", run.output]
     process = subprocess.Popen(words, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
-    while process.poll() is None and len(lines(tmp_path / "killed")) < 6 and time.monotonic() < deadline:
+    while process.poll() is None and len(lines(tmp_path / "killed")) < 4 and time.monotonic() < deadline:
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
     process.wait()
     before = lines(tmp_path / "killed")
-    assert 6 <= len(before) < 60, "the kill came too late or too early to show anything"
-    assert generate_missing_images(run) == 60 - len(before)
-    assert generate_missing_images(replace(run, output=str(tmp_path / "whole"))) == 60
+    assert 4 <= len(before) < 30, "the kill came too late or too early to show anything"
+    assert generate_missing_images(run) == 30 - len(before)
+    assert generate_missing_images(replace(run, output=str(tmp_path / "whole"))) == 30
     assert images(tmp_path / "killed") == images(tmp_path / "whole")
     after = lines(tmp_path / "killed")
-    assert after[: len(before)] == before and len(after) == len(set(after)) == 60
+    assert after[: len(before)] == before and len(after) == len(set(after)) == 30
 
 
 # -- a full disk -----------------------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from tiny_models import class_pipeline
 
 from vargen.compat import installed_version
@@ -29,25 +29,32 @@ from vargen.evaluation.run_directory import read_manifest
 
 psutil = pytest.importorskip("psutil")
 pytestmark = pytest.mark.slow
-METHODS = ("ar", "gsd:budget=3,window=4")
 
 PARTS = """
-import os, time, torch
-from vargen.evaluation.generation import ImageGenerator
+import os, signal
+from contextlib import suppress
+from pathlib import Path
 
-class SlowGenerator(ImageGenerator):
-    "Records its process, takes long enough to be killed while it works, and never ends its last unit."
+class Worker:
+    "Records its process, which kills itself at the first unit of all; the last unit never ends."
+    def __init__(self, argument):
+        self.argument, self.record = argument, Path(os.environ["ACTORS"])
     def __call__(self, unit):
-        with open(os.environ["ACTORS"], "a") as file:
+        with open(self.record, "a") as file:
             file.write(f"{os.getpid()}\\n")
-        time.sleep(600 if unit == self.plan.pending_batches(())[-1] else 0.2)
-        return super().__call__(unit)
+        with suppress(FileExistsError):
+            self.record.with_suffix(".killed").touch(exist_ok=False)
+            os.kill(os.getpid(), signal.SIGKILL)
+        if unit is None:
+            signal.pause()
+        return self.argument, unit
 
 def level(images, prompts):
     from vargen.scoring.protocol import to_tensor
     return to_tensor(images).mean((1, 2, 3))
 
 def net():
+    import torch
     torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten())
 """
@@ -74,10 +81,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.syspath_prepend(str(parts))
         yield parts
     sys.modules.pop("ray_parts", None)
-
-
-def make_plan(model: Path, output: Path, num: int = 14) -> GenerationPlan:
-    return GenerationPlan(str(model), str(output), METHODS, tuple(range(10)), num=num, batch=2, threads=1)
 
 
 def images(output: Path) -> dict[str, bytes]:
@@ -107,17 +110,10 @@ def outliving(processes: list[Any]) -> list[Any]:
     return alive
 
 
-def is_actor(pid: int) -> bool:
-    """Whether a process is still one of Ray's workers: after its end another process may have its number."""
-    try:
-        return b"ray::" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False
-
-
-def test_two_actors_measure_what_one_process_does(model: Path, cluster: Path, tmp_path: Path) -> None:
-    assert generate_missing_images(make_plan(model, tmp_path / "one")) == 28
-    files = list_images(tmp_path / "one/images", ["a"] * 28) * 6
+def test_two_actors_measure_what_one_process_does(cluster: Path, tmp_path: Path) -> None:
+    for i in range(4):
+        Image.effect_noise((16, 16), 50).convert("RGB").save(tmp_path / f"{i}.png")
+    files = list_images(tmp_path, ["a"] * 4) * 40
     files = [ImageFile(i, p.file, p.text, p.sha256) for i, p in enumerate(files)]
     models = MetricModels(("ray_parts:level",), "ray_parts:net", threads=1)
     loaded = "ray" in sys.modules
@@ -139,52 +135,26 @@ def test_errors_of_actors_and_of_rays_process_keep_their_type(cluster: Path, mon
         list(ray_backend(2, "cpu", 1)(int, "7", [None]))
 
 
-def test_a_killed_actor_and_the_end_of_rays_process_lose_nothing(model: Path, cluster: Path, tmp_path: Path) -> None:
-    """The killed actor is replaced and each unit but the last two is returned; then Ray's process is killed."""
-    record = cluster / "actors.txt"
-    parts = import_module("ray_parts")
-    killed: list[int] = []
-    of_it: list[Any] = []
-
-    def kill_one() -> None:
-        deadline = time.monotonic() + 120
-        while time.monotonic() < deadline:
-            written = record.read_text() if record.exists() else ""
-            pids = written[: written.rfind("\n") + 1].split()  # of whole lines: a part of a number is another process
-            if len(pids) >= 3 and is_actor(int(pids[-1])):
-                killed.append(int(pids[-1]))
-                os.kill(killed[0], signal.SIGKILL)
-                return
-            time.sleep(0.02)
-
-    def killing(_: Any, argument: Any, units: list[Any]) -> Iterator[Any]:
-        results = ray_backend(2, "cpu", 1)(parts.SlowGenerator, argument, units)
-        for _ in units[2:]:  # Ray keeps one result back until the next
-            yield next(results)
-        (driver,) = (p for p in psutil.Process().children() if "ray_backend" in " ".join(p.cmdline()))
-        of_it.extend(driver.children(recursive=True))
-        driver.kill()
-        yield from results
-
-    killer = threading.Thread(target=kill_one)
-    killer.start()
+def test_a_killed_actor_is_replaced_and_the_end_of_rays_process_leaves_none(cluster: Path) -> None:
+    """The only actor is killed at its first unit; Ray's process, after results of all units but the last two."""
+    units = [*range(6), None]
+    results = ray_backend(1, "cpu", 1)(import_module("ray_parts").Worker, "given", units)
+    found = [next(results) for _ in units[2:]]  # Ray keeps one result back until the next
+    assert found == [("given", unit) for unit in range(5)]
+    assert len(set((cluster / "actors.txt").read_text().split())) == 2, "no actor was killed and replaced"
+    (driver,) = (p for p in psutil.Process().children() if "ray_backend" in " ".join(p.cmdline()))
+    of_it = driver.children(recursive=True)
+    driver.kill()
     with pytest.raises(RuntimeError, match="-9"):
-        generate_missing_images(make_plan(model, tmp_path / "killed"), backend=killing)
-    killer.join()
-    assert killed and len(set(record.read_text().split())) >= 3, "no actor was killed and replaced"
+        list(results)
     assert of_it and not outliving(of_it), "Ray's processes outlive the one that started them"
-    assert len(lines(tmp_path / "killed")) == 24
-    assert generate_missing_images(make_plan(model, tmp_path / "killed")) == 4
-    generate_missing_images(make_plan(model, tmp_path / "whole"))
-    assert images(tmp_path / "killed") == images(tmp_path / "whole")
-    assert len(lines(tmp_path / "killed")) == len(set(lines(tmp_path / "killed"))) == 28
 
 
 def test_a_killed_command_leaves_no_process_and_is_resumed(model: Path, cluster: Path, tmp_path: Path) -> None:
-    plan = GenerationPlan(str(model), str(tmp_path / "killed"), ("ar",), tuple(range(10)), num=100, batch=2, threads=1)
+    plan = GenerationPlan(str(model), str(tmp_path / "killed"), ("ar",), tuple(range(10)), num=40, batch=2, threads=1)
     words = [sys.executable, "-c", "from vargen.cli.main import main; main()", "eval", "--generate-only", "--model", str(model)]
-    words += ["--num-images", "100", "--batch-size", "2", "--threads", "1", "--methods", "ar"]
-    words += ["--backend", "ray", "--num-workers", "2", "-o", plan.output]
+    words += ["--num-images", "40", "--batch-size", "2", "--threads", "1", "--methods", "ar"]
+    words += ["--backend", "ray", "--num-workers", "1", "-o", plan.output]
     process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 200
     while process.poll() is None and len(lines(tmp_path / "killed")) < 4 and time.monotonic() < deadline:
@@ -194,9 +164,9 @@ def test_a_killed_command_leaves_no_process_and_is_resumed(model: Path, cluster:
     process.wait()
     assert cluster_of_it and not outliving(cluster_of_it), "Ray's processes outlive the one that asked for them"
     before = lines(tmp_path / "killed")
-    assert 4 <= len(before) < 100, "the kill came too late or too early to show anything"
-    assert generate_missing_images(plan) == 100 - len(before)
+    assert 4 <= len(before) < 40, "the kill came too late or too early to show anything"
+    assert generate_missing_images(plan) == 40 - len(before)
     generate_missing_images(replace(plan, output=str(tmp_path / "whole")))
-    assert images(tmp_path / "killed") == images(tmp_path / "whole") and len(images(tmp_path / "whole")) == 100
+    assert images(tmp_path / "killed") == images(tmp_path / "whole") and len(images(tmp_path / "whole")) == 40
     after = lines(tmp_path / "killed")
-    assert after[: len(before)] == before and len(after) == len(set(after)) == 100
+    assert after[: len(before)] == before and len(after) == len(set(after)) == 40

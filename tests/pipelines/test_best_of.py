@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from rejects import rejects
+from tiny_families import brightness
 from tiny_models import class_pipeline, text_pipeline, text_var_pipeline
 
 from vargen.decoding.seeds import resolve_seeds
@@ -19,8 +20,7 @@ def pipe() -> Any:
     return pipe
 
 
-def brightness(images: torch.Tensor, prompts: list[str]) -> torch.Tensor:
-    return images.mean((1, 2, 3))
+NAME = "tiny_families:brightness"
 
 
 def seeds(*numbers: int) -> list[torch.Generator]:
@@ -105,10 +105,10 @@ def test_bad_requests_are_reported(pipe: Any, options: dict[str, Any], error: ty
 
 
 def test_a_scorer_may_be_named(pipe: Any) -> None:
-    scorer, scales = open_scorer("emoji-scorer"), text_var_pipeline()
+    scorer, scales = open_scorer(NAME), text_var_pipeline()
     for each in (pipe, scales):
         each.set_progress_bar_config(disable=True)
-        stats = each("a red apple", num_candidates=3, scorer="emoji-scorer", generator=seeds(2)[0]).stats
+        stats = each("a red apple", num_candidates=3, scorer=NAME, generator=seeds(2)[0]).stats
         given = each("a red apple", num_candidates=3, scorer=scorer, generator=seeds(2)[0]).stats
         assert stats.scorer == scorer.name and given.scores == stats.scores and given.seeds == stats.seeds
         with pytest.raises(ValueError, match="no-such-scorer"):

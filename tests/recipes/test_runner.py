@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import re
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -225,11 +225,13 @@ def test_bad_input_is_named_and_leaves_nothing(images: Path, words: list[str], n
     assert sorted(p.name for p in Path().iterdir()) == ["bad.toml", "data", "empty"]
 
 
-def test_it_runs_from_a_checkout(repo_root: Path) -> None:
-    done = subprocess.run([sys.executable, "-m", "recipes", "list"], cwd=repo_root, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    for name in RECIPES:
-        assert name in done.stdout
+def test_it_runs_as_a_module(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["recipes", "list"])
+    monkeypatch.delitem(sys.modules, "recipes.__main__")
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("recipes", run_name="__main__")
+    listed = capsys.readouterr().out
+    assert ended.value.code == 0 and all(name in listed for name in RECIPES)
 
 
 def test_every_recipe_is_documented(repo_root: Path) -> None:

@@ -4,7 +4,7 @@ import dataclasses
 import os
 import pathlib
 import pickle
-import subprocess
+import signal
 import sys
 
 import numpy as np
@@ -233,21 +233,29 @@ def test_damaged_tokens_are_named(tmp_path, kept):
     assert "allow_pickle" not in str(caught.value) and store is not None
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="no fork")
 def test_one_process_at_a_time_trains_in_a_folder(tmp_path):
-    hold = (
-        "import sys; from pathlib import Path; from vargen.training.run import TrainingRun\n"
-        "run = TrainingRun(Path(sys.argv[1]), {}, 1); run.load_checkpoint(); print('held', flush=True); sys.stdin.read()"
-    )
-    pipe = subprocess.PIPE
-    with subprocess.Popen([sys.executable, "-c", hold, str(tmp_path)], stdin=pipe, stdout=pipe, text=True) as other:
-        assert other.stdout.readline() == "held\n"
+    ready, held = os.pipe()
+    if (other := os.fork()) == 0:
+        try:
+            holder = TrainingRun(tmp_path, {}, 1)
+            holder.load_checkpoint()
+            os.write(held, b"held")
+            signal.pause()
+        finally:
+            os._exit(1)
+    os.close(held)
+    try:
+        assert os.read(ready, 4) == b"held"
         with pytest.raises(ValueError, match="another process"):
             TrainingRun(tmp_path, {}, 1).load_checkpoint()
-        other.kill()
+    finally:
+        os.kill(other, signal.SIGKILL)
+        os.waitpid(other, 0)
+        os.close(ready)
     first = TrainingRun(tmp_path, {}, 1)  # a killed process holds nothing
-    assert (
-        first.load_checkpoint() is None and TrainingRun(tmp_path, {}, 1).load_checkpoint() is None
-    )  # nor does this one shut itself out
+    assert first.load_checkpoint() is None
+    assert TrainingRun(tmp_path, {}, 1).load_checkpoint() is None  # nor does this one shut itself out
 
 
 def test_the_code_prior_folds_into_an_ordinary_model():

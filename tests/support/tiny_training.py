@@ -14,6 +14,8 @@ from vargen.training.config import Schedule
 from vargen.training.next_token import NextTokenConfig
 from vargen.training.run import Trainer, TrainingRun
 
+_plot_metrics = TrainingRun.plot_metrics  # before conftest.py replaces it
+
 
 def data(count: int = 24, size: int = 16) -> EmojiDataset:
     random = np.random.default_rng(0)
@@ -62,7 +64,9 @@ def check_resumes(train: Callable[[Path], Any], folder: Path, killed_at: int, pa
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
         patch.setattr(Trainer, "update", killed)
         train(folder / "killed")
-    assert train(folder / "killed") == expected
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TrainingRun, "plot_metrics", _plot_metrics)
+        assert train(folder / "killed") == expected
     (weights,) = (folder / "whole" / part).glob("*.safetensors")
     assert weights.read_bytes() == (folder / "killed" / part / weights.name).read_bytes()
     logs = [[{**line, "seconds": 0} for line in TrainingRun(folder / name, {}, 0).read_log()] for name in ("whole", "killed")]
