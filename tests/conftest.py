@@ -68,12 +68,16 @@ PACKAGE_TESTS = (
 )
 
 
+WAITING = ("test_ray_backend.py", "test_app.py", "test_generation.py")  # these wait for processes for long
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     folder = Path(__file__).parent
     for item in items:
         path = item.path.relative_to(folder)
         if path.as_posix() in PACKAGE_TESTS or path.parts[0] in PACKAGE_TESTS:
             item.add_marker(pytest.mark.packages)
+    items.sort(key=lambda item: item.path.name not in WAITING)  # first, so that others run beside them
 
 
 @pytest.fixture(autouse=True)
