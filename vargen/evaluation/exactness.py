@@ -37,7 +37,7 @@ from vargen.evaluation.table_models import ScaleTable, TableEagle, TableLowRes, 
 TOLERANCE = 1e-6  # total variation distance of an exact method, from float32 probabilities
 DETECTED = 1e-3  # distance at which a negative control counts as detected
 MAX_DRAFTS = {"chain": 20_000, "tree": 4_000}  # of a case; an outcome of a tree costs ten times that of a chain
-SEEDS = 5_000  # images of a case that are compared with sequential decoding
+SEEDS = 3_000  # images of a case that are compared with sequential decoding
 MIN_P_VALUE = 1e-4
 
 
