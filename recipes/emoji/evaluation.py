@@ -139,7 +139,8 @@ def load_pipeline(model: str, transformer: Path | None = None) -> Any:
     from vargen.pipelines.registry import inspect_model, pipeline_class
 
     kind = pipeline_class(inspect_model(model).pipeline)
-    parts = {"transformer": LlamaGenTransformer.from_pretrained(transformer).eval()} if transformer else {}
+    network = kind.family.components["transformer"].network_class
+    parts = {"transformer": network.from_pretrained(transformer).eval()} if transformer else {}
     pipe = kind.from_pretrained(model, torch_dtype=torch.float32, **parts)
     pipe.set_progress_bar_config(disable=True)
     return pipe
