@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from diffusers.image_processor import VaeImageProcessor
 from torch import Tensor
 
 from vargen.compat import without_autocast
@@ -22,6 +23,7 @@ from vargen.pipelines import validation
 from vargen.pipelines.adapters.image_language_models import MODELS, describe_language_model
 from vargen.pipelines.adapters.transformers import PromptRows, TransformersTokenModel
 from vargen.pipelines.images import ImagePipelineOutput, decode_pixels
+from vargen.pipelines.loading import fetch_folder
 from vargen.values import short_repr
 
 logger = logging.getLogger("vargen")
@@ -156,12 +158,8 @@ class LanguageModelPipeline:
         pixels = decode_pixels(self.language_model.decode_pixels, tokens)
         if output_type == "pt":
             return pixels
-        array = pixels.permute(0, 2, 3, 1).cpu().numpy()
-        if output_type == "np":
-            return array
-        from PIL import Image
-
-        return [Image.fromarray((each * 255).round().astype("uint8")) for each in array]
+        array = VaeImageProcessor.pt_to_numpy(pixels)
+        return array if output_type == "np" else VaeImageProcessor.numpy_to_pil(array)
 
 
 def accelerate(model: Any, processor: Any, draft_model: Any = None, **options: Any) -> LanguageModelPipeline:
@@ -215,9 +213,7 @@ def _find_folder(name: str | Path) -> Path:
         return path
     if str(name).count("/") != 1:
         raise ValueError(f"model must be a folder or a hub id owner/name, got {short_repr(str(name))}")
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(str(name), allow_patterns=_FILES))
+    return fetch_folder(str(name), _FILES)
 
 
 def _find_class(folder: Path) -> Any:

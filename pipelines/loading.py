@@ -153,10 +153,15 @@ def _locate(name: Any, options: Mapping[str, Any]) -> Path:
         )
     known = ("cache_dir", "force_download", "local_files_only", "token", "revision")
     given = {key: options[key] for key in known if key in options}
+    return fetch_folder(text, _HUB_PATTERNS, **given)
+
+
+def fetch_folder(name: str, patterns: Collection[str], **options: Any) -> Path:
+    """Return the folder of a hub model, with the files that match the patterns. ValueError if it cannot be fetched."""
     try:  # not DiffusionPipeline.download, which accepts only components of diffusers and transformers
-        return Path(snapshot_download(text, allow_patterns=_HUB_PATTERNS, **given))
+        return Path(snapshot_download(name, allow_patterns=list(patterns), **options))
     except Exception as error:
-        raise ValueError(f"no local folder {text!r} exists, and fetching the hub model of that name failed: {error}") from error
+        raise ValueError(f"no local folder {name!r} exists, and fetching the hub model of that name failed: {error}") from error
 
 
 def default_dtype(folder: Path, device: str | torch.device = "cpu") -> torch.dtype:
