@@ -17,9 +17,7 @@ from vargen.decoding.next_token.draft import Draft, Tree, Verdict
 from vargen.decoding.next_token.protocols import AcceptanceRule
 from vargen.decoding.noise import Noise, Purpose
 from vargen.evaluation.enumerated_uniforms import NotEnumerableError
-from vargen.evaluation.enumeration import Enumeration
-
-_SAME = 1e-5  # distributions that differ by less are the same up to rounding
+from vargen.evaluation.enumeration import SAME, Enumeration
 
 
 class SlotTests:
@@ -99,7 +97,6 @@ def _answers_for_each_end(tree: Tree, leaves_first: bool) -> Tensor:
         is_last = parents[..., None, :] == torch.arange(T)[:, None]
         rejected = parent_accepted & ~accepted & (has_accepted_sibling_later | is_last)
     answers = accepted.to(torch.int8) - (rejected & ~accepted).to(torch.int8)
-    answers = answers.clone()
     answers[..., 0] = 0  # the root is not tested
     return answers
 
@@ -143,7 +140,7 @@ class EnumeratedRule(AcceptanceRule):
         agrees = (verdict.count == depth + 1) & (other.count == verdict.count) & (ended == tests.last)
         agrees &= other.next_token == verdict.next_token
         if law is not None and each.last_law is not None:
-            agrees &= (law - each.last_law).abs().amax(1) < _SAME
+            agrees &= (law - each.last_law).abs().amax(1) < SAME
         each.tests = None
         if not bool((agrees | (position[:, 0] >= each.num_tokens)).all()):
             raise NotEnumerableError(

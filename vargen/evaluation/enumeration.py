@@ -25,7 +25,7 @@ from vargen.decoding.noise import FOLD, Noise, Purpose
 from vargen.evaluation.enumerated_uniforms import NotEnumerableError, Uniforms
 
 R = TypeVar("R")
-_SAME = 1e-5  # laws that differ by less are the same up to rounding
+SAME = 1e-5  # laws that differ by less are the same up to rounding
 
 
 class TooManyOutcomesError(Exception):
@@ -65,7 +65,7 @@ class Enumeration:
         num_tokens: number of positions; random numbers of later ones have no effect.
         max_drafts, limit: maximum number of rows while draft tokens are sampled, and at any time.
         settled: int64 `[B]`, positions before this are committed: resampling them has no effect.
-        tests: collects or answers the tests of an acceptance rule while it runs; see `vargen.evaluation.exactness`.
+        tests: collects or answers the tests of an acceptance rule while it runs; see `vargen.evaluation.enumerated_rule`.
         forced: int64 `[B]` while tokens are forced instead of enumerated; None otherwise.
         last_law: in the last pass, the distribution `[B, V]` of the token after the draft, which is not split.
     """
@@ -200,7 +200,7 @@ class Enumeration:
             same = (key[:, :, None] == old_key[:, None, :]) & needed[:, :, None]
             found, place = same.any(2), same.long().argmax(2)
             old = old_law.gather(1, place[..., None].expand_as(law)) if old_law.shape[2] == law.shape[2] else law + 1
-            if bool((found & ((old - law).abs().amax(2) > _SAME)).any()):
+            if bool((found & ((old - law).abs().amax(2) > SAME)).any()):
                 raise ReusedNoiseError(
                     f"noise for {purpose.name} is used twice, with different probabilities, which cannot be enumerated; a rule "
                     "with sequential_tokens=True is compared with sequential decoding instead"

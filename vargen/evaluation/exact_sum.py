@@ -28,7 +28,7 @@ from vargen.decoding.sampling import Sampling, to_probs
 from vargen.evaluation.enumerated_rule import EnumeratedRule
 from vargen.evaluation.enumerated_uniforms import NotEnumerableError
 from vargen.evaluation.enumeration import Enumeration, ReusedNoiseError, TooManyOutcomesError
-from vargen.evaluation.table_models import ScaleTable, TableModel
+from vargen.evaluation.table_models import ScaleTable, TableModel, encode_sequences
 
 MAX_DRAFTS = 20_000
 
@@ -39,8 +39,8 @@ class PassSum:
 
     Attributes:
         distance: total variation distance between committed tokens, continued by the target, and the target's distribution.
-        draft_distance: largest total variation distance between draft tokens of a slot and their recorded q; 0 if the rule
-            needs no q.
+        draft_distance: largest total variation distance between draft tokens of a slot and their recorded q; 0 for
+            drafters that sample all draft tokens again in every pass, whose q statement (1) covers.
         relaxation: expected relaxation that the rule reported; None for next-scale methods, which report none.
         most_drafts: number of drafts summed in the pass that has most.
         outcomes: number of drafts times outcomes of the rule.
@@ -170,7 +170,7 @@ class _Target:
         joint = model.joint(condition, lambda logits: to_probs(logits, sampling)).flatten()
         self.joint, self.probs = joint, joint.clone()
         if prefix:
-            code = sum(token * self.vocab ** (len(prefix) - 1 - i) for i, token in enumerate(prefix))
+            code = encode_sequences(torch.tensor([prefix]), self.vocab)
             keep = torch.zeros(self.vocab ** len(prefix), dtype=torch.float64)
             keep[code] = 1.0
             self.probs = (joint.view(len(keep), -1) * keep[:, None]).flatten()
@@ -194,7 +194,7 @@ class _Target:
             rows = (fixed == n).nonzero()[:, 0]
             if not len(rows):
                 continue
-            code = (tokens[rows, :n] * V ** torch.arange(n - 1, -1, -1)).sum(1)
+            code = encode_sequences(tokens[rows, :n], V)
             own = ~spread[rows]
             mass[n].index_add_(0, code[own], weights[rows[own]])
             rows, code = rows[~own], code[~own]
@@ -266,7 +266,7 @@ def sum_images(
         tokens = each.run(program)
     V, L = model.vocab, tokens.shape[1]
     found = torch.zeros(V**L, dtype=torch.float64)
-    found.index_add_(0, (tokens * V ** torch.arange(L - 1, -1, -1)).sum(1), each.weights)
+    found.index_add_(0, encode_sequences(tokens, V), each.weights)
     truth = model.joint(0, lambda logits: to_probs(logits, sampling))
     return PassSum(float((found - truth).abs().sum()) / 2, 0.0, None, len(each), len(each), len(stages))
 

@@ -36,7 +36,7 @@ from vargen.evaluation.table_models import ScaleTable, TableEagle, TableLowRes, 
 
 TOLERANCE = 1e-6  # total variation distance of an exact method, from float32 probabilities
 DETECTED = 1e-3  # distance at which a negative control counts as detected
-MAX_DRAFTS = {"chain": 20_000, "tree": 4_000}  # of a case; an outcome of a tree costs ten times that of a chain
+CASE_DRAFTS = {"chain": 20_000, "tree": 4_000}  # of a case; an outcome of a tree costs ten times that of a chain
 SEEDS = 3_000  # images of a case that are compared with sequential decoding
 MIN_P_VALUE = 1e-4
 
@@ -221,7 +221,7 @@ def check_exactness(method: Method, samples: int = 0, max_drafts: int | None = N
     Args:
         method: windows, chains and trees are cut to the models' few tokens, the stages of a schedule to their scales.
         samples: number of images to sample per case, for a second, independent check. 0: none.
-        max_drafts: maximum number of drafts to sum per case. Default: `MAX_DRAFTS`.
+        max_drafts: maximum number of drafts to sum per case. Default: `CASE_DRAFTS`.
 
     Raises:
         ValueError: `samples` is positive and below 1,000, or table models cannot run the method.
@@ -270,7 +270,7 @@ def sum_case(method: Accelerator | ScaleSchedule, case: Case | ScaleCase, max_dr
     likeliest = model.find_most_probable(0, lambda logits: to_probs(logits, case.sampling))
     independent = "independent-per-pass" in fitted.drafter.provides
     lengths = range(case.after, case.tokens) if independent else [0]
-    limit = max_drafts or MAX_DRAFTS[method.topology]
+    limit = max_drafts or CASE_DRAFTS[method.topology]
     for length, passes in [(lengths[0], 3), (lengths[0], 2), *((length, 1) for length in lengths)]:
         prefix = likeliest[:length]
         try:

@@ -13,7 +13,7 @@ import torch
 
 from vargen.decoding import Method, Noise, Purpose, Sampling, decode, decode_scales
 from vargen.decoding.sampling import to_probs
-from vargen.evaluation.table_models import ScaleTable, TableModel
+from vargen.evaluation.table_models import ScaleTable, TableModel, encode_sequences
 
 _SIMULATIONS = 20_000
 
@@ -39,7 +39,7 @@ def sample_images(method: Method, model: TableModel | ScaleTable, sampling: Samp
     condition, seeds = torch.zeros(samples, dtype=torch.int64), torch.arange(samples) + 10**6
     tokens = loop(model, condition, seeds, method, sampling).tokens
     V, N = model.vocab, tokens.shape[1]
-    counts = torch.bincount((tokens * V ** torch.arange(N - 1, -1, -1)).sum(1), minlength=V**N)
+    counts = torch.bincount(encode_sequences(tokens, V), minlength=V**N)
     truth = model.joint(0, lambda logits: to_probs(logits, sampling)).flatten()
     return compute_p_value(counts.numpy(), truth.numpy())
 

@@ -16,6 +16,11 @@ from vargen.decoding.next_token.protocols import DraftHead
 from vargen.decoding.noise import Purpose
 
 
+def encode_sequences(tokens: Tensor, vocab: int) -> Tensor:
+    """Number sequences `[B, N]` as the entries of a flattened `joint`, int64 `[B]`: the first token is the most significant."""
+    return (tokens * vocab ** torch.arange(tokens.shape[1] - 1, -1, -1)).sum(1)
+
+
 @dataclass
 class TableState:
     history: Tensor  # [B, N + T] cached tokens
