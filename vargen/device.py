@@ -10,6 +10,7 @@ import os
 import platform
 import sys
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     import torch
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # read by torch; users set the thread count by them
+GRAPHS_VARIABLE = "VARGEN_CUDA_GRAPHS"
 
 
 def set_passive_openmp_wait() -> None:
@@ -204,6 +206,41 @@ def inference_mode_for(device: torch.device) -> AbstractContextManager[None]:
     import torch
 
     return torch.inference_mode() if device.type == "cpu" else torch.no_grad()
+
+
+def read_graph_setting(device: torch.device) -> bool:
+    """Return whether passes on this device should be captured; raise ValueError if VARGEN_CUDA_GRAPHS is neither 0 nor 1."""
+    value = os.environ.get(GRAPHS_VARIABLE, "") or "0"
+    if value not in ("0", "1"):
+        raise ValueError(f"{GRAPHS_VARIABLE} must be 0 or 1, got {value!r}")
+    return value == "1" and device.type == "cuda"
+
+
+def explain_graphs(device: torch.device) -> str:
+    """Describe whether passes on this device are captured."""
+    return (
+        "captured where possible" if read_graph_setting(device) else f"not captured; {GRAPHS_VARIABLE}=1 captures them on CUDA"
+    )
+
+
+@contextmanager
+def record_host_syncs() -> Iterator[list[str]]:
+    """Yield a list that holds, after the block, the places (`file:line`) where the host waited for a CUDA device."""
+    import torch
+
+    syncs: list[str] = []
+    mode = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield syncs
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+    for each in caught:
+        if "called a synchronizing CUDA operation" in str(each.message):
+            syncs.append(f"{os.path.basename(each.filename)}:{each.lineno}")
+        else:
+            warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
 
 
 # -- description of the machine: a speed is meaningless without it ------------------------------------------------------

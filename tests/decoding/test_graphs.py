@@ -18,7 +18,8 @@ from vargen.decoding import Accelerator, DecodeOutput, Jacobi, Sampling, decode,
 from vargen.decoding.next_token.acceptance.pooled import PooledRule
 from vargen.decoding.next_token.draft_length import AutoWindow, PowerLawEstimate, WidthController, _ControlledWindow
 from vargen.decoding.next_token.drafters.jacobi import JacobiState
-from vargen.decoding.next_token.graphs import explain_graphs, read_graph_setting, register_state
+from vargen.decoding.next_token.graphs import register_state
+from vargen.device import explain_graphs, read_graph_setting
 from vargen.models.condition import Condition
 from vargen.models.heads.eagle import EagleDrafter
 from vargen.models.heads.medusa import MedusaDrafter

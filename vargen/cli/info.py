@@ -107,8 +107,7 @@ def collect_facts() -> dict[str, Any]:
     from vargen import __version__
     from vargen.assets import packaged_model_path, packaged_models
     from vargen.compat import installed_version
-    from vargen.decoding.next_token.graphs import explain_graphs
-    from vargen.device import describe_machine, preferred_dtype
+    from vargen.device import describe_machine, explain_graphs, preferred_dtype
     from vargen.kernels.dispatch import explain_kernels
 
     machine = describe_machine()

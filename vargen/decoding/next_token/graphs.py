@@ -1,29 +1,26 @@
 """Passes of the token loop as a CUDA graph: one replay per pass, with no other kernel launch from the host.
 
-A pass consists of a hundred or more small kernels, and the host takes longer to launch them than a GPU to run them. A replay
-runs no Python, and reads and writes the same memory as the capture. Passes are therefore functions from state to state, and
-states are trees of dataclasses (`register_state`). Each tensor that a pass replaces gets a buffer at a fixed address, to which
-the captured pass copies the new value. Everything else must stay the same; see `find_replaced`.
+A pass consists of a hundred or more small kernels, and the host takes longer to launch them than a GPU to run them. Passes are
+functions from state to state, and states are trees of dataclasses (`register_state`). A captured pass copies each tensor that
+it replaces to a buffer at a fixed address. Everything else must stay the same; see `find_replaced`.
 
-Enabled by VARGEN_CUDA_GRAPHS=1. Passes run one by one, with a warning that gives the reason, if the host selects what to draft
-(on a GPU, none of vargen's methods does), reads values of the device, or changes a state in another way; if weights are moved
-between passes; or if parts are timed (`profile`). Passes of next-scale models have growing shapes and are not captured.
+Enabled by VARGEN_CUDA_GRAPHS=1. Passes run one by one, with a warning that gives the reason, if the host selects what to draft,
+reads values of the device, or changes a state in another way; if weights are moved between passes; or if parts are timed.
+Passes of next-scale models have growing shapes and are not captured.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-GRAPHS_ENV = "VARGEN_CUDA_GRAPHS"
+from vargen.device import GRAPHS_VARIABLE, record_host_syncs
+
 WARMUP_PASSES = 2  # minimum before capture: compilation and allocation cannot be captured
 MAX_WARMUP_PASSES = 4  # until a graph could repeat a pass
 S = TypeVar("S")
@@ -36,39 +33,10 @@ def register_state(cls: type[S]) -> type[S]:
     return cls
 
 
-def read_graph_setting(device: torch.device) -> bool:
-    """Return whether passes on this device should be captured; raise ValueError if VARGEN_CUDA_GRAPHS is neither 0 nor 1."""
-    value = os.environ.get(GRAPHS_ENV, "") or "0"
-    if value not in ("0", "1"):
-        raise ValueError(f"{GRAPHS_ENV} must be 0 or 1, got {value!r}")
-    return value == "1" and device.type == "cuda"
-
-
-def explain_graphs(device: torch.device) -> str:
-    """Describe whether passes on this device are captured."""
-    return "captured where possible" if read_graph_setting(device) else f"not captured; {GRAPHS_ENV}=1 captures them on CUDA"
-
-
 class CUDAGraph:
     """The two functions of a GPU that `GraphedPass` needs; the tests replace them."""
 
-    @staticmethod
-    @contextmanager
-    def record_syncs() -> Iterator[list[str]]:
-        """Yield a list that holds, after the block, the places where the host waited for the device."""
-        syncs: list[str] = []
-        mode = torch.cuda.get_sync_debug_mode()
-        with warnings.catch_warnings(record=True, action="always") as caught:
-            torch.cuda.set_sync_debug_mode("warn")
-            try:
-                yield syncs
-            finally:
-                torch.cuda.set_sync_debug_mode(mode)
-        for each in caught:
-            if "called a synchronizing CUDA operation" in str(each.message):
-                syncs.append(f"{os.path.basename(each.filename)}:{each.lineno}")
-            else:
-                warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
+    record_syncs = staticmethod(record_host_syncs)
 
     @staticmethod
     def capture(run: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]:
@@ -85,8 +53,8 @@ def find_leaves(state: Any) -> dict[str, Any]:
 def find_replaced(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Tensor]:
     """Return the tensors that a pass replaced, given the leaves of the state before and after it.
 
-    Raise RuntimeError if a graph cannot repeat the pass. Tensors must keep their form, and plain values must stay equal. Other
-    objects must stay the same object, and must be frozen dataclasses or declare `in_place = True`: only their tensors change.
+    Raise RuntimeError if a graph cannot repeat the pass: tensors must keep their form, plain values must stay equal, and other
+    objects must stay the same and be frozen dataclasses or declare `in_place = True`, so that only their tensors change.
     """
     if paths := before.keys() ^ after.keys():
         raise RuntimeError(f"{min(paths)} exists only after some passes")
@@ -139,13 +107,14 @@ class GraphedPass(Generic[S]):
             if syncs:
                 raise RuntimeError(f"the host reads values in a pass, at {', '.join(dict.fromkeys(syncs))}")
             if self._passes >= WARMUP_PASSES:
-                self._capture(state, replaced)
+                self._passes = MAX_WARMUP_PASSES  # a failed capture is not repeated
+                self._captured = self._capture(state, replaced)
         except RuntimeError as error:
             if self._passes >= MAX_WARMUP_PASSES:
                 self._fall_back(str(error))
         return state, outputs
 
-    def _capture(self, state: S, replaced: dict[str, Tensor]) -> None:
+    def _capture(self, state: S, replaced: dict[str, Tensor]) -> tuple[S, Callable[[], None], Outputs]:
         """Capture the next passes over fixed buffers. Nothing is executed: after a failure, passes run eagerly from `state`."""
         buffers = {path: tensor.clone() for path, tensor in replaced.items()}
         leaves = find_leaves(state) | buffers
@@ -161,11 +130,8 @@ class GraphedPass(Generic[S]):
                 buffers[path].copy_(value)
             return outputs
 
-        try:
-            self._captured = fixed, *self._graph.capture(run)
-        except RuntimeError as error:
-            self._fall_back(str(error))
+        return fixed, *self._graph.capture(run)
 
     def _fall_back(self, reason: str) -> None:
         self.blocker = reason
-        logging.getLogger("vargen").warning("%s=1: passes are run one by one: %s", GRAPHS_ENV, reason)
+        logging.getLogger("vargen").warning("%s=1: passes are run one by one: %s", GRAPHS_VARIABLE, reason)

@@ -22,14 +22,14 @@ from vargen.decoding.next_token.accelerator import Accelerator
 from vargen.decoding.next_token.acceptance import shared_noise
 from vargen.decoding.next_token.acceptance.siblings import count_sibling_acceptance
 from vargen.decoding.next_token.draft import Draft, Output, Step, Verdict
-from vargen.decoding.next_token.graphs import CUDAGraph, GraphedPass, Outputs, read_graph_setting, register_state
+from vargen.decoding.next_token.graphs import CUDAGraph, GraphedPass, Outputs, register_state
 from vargen.decoding.next_token.protocols import AcceptanceRule, Drafter, TokenModel
 from vargen.decoding.noise import Noise, TokenNoise
 from vargen.decoding.pass_costs import use_best_threads
 from vargen.decoding.presets import resolve_method
 from vargen.decoding.sampling import Sampling, to_probs
 from vargen.decoding.stats import DecodeStats
-from vargen.device import inference_mode_for, normal_tensors
+from vargen.device import inference_mode_for, normal_tensors, read_graph_setting
 from vargen.kernels.dispatch import read_kernel_setting
 from vargen.values import short_repr
 
