@@ -301,7 +301,7 @@ class CausalVideoPipeline(VisualPipeline):
         scale = float(self.setting("guidance"))
         options: dict[str, Any] = {
             "levels": self.setting("levels") or shifted_levels(),
-            "fresh_noise": not self.setting("euler"),
+            "resamples_noise": not self.setting("euler"),
             "guidance": Guidance(scale, negative=None if scale == 1 else self.encode_empty_caption()),
             "window": self.setting("window") if window is None else window,
             "sinks": self.setting("sinks") if sinks is None else sinks,

@@ -138,15 +138,15 @@ class GenerationRequest:
         """Number of images to generate, including candidates."""
         return len(self.seeds.seeds)
 
-    def rows(self, rows: slice) -> GenerationRequest:
+    def select_rows(self, rows: slice) -> GenerationRequest:
         """Return the request for some of the images to generate."""
         negative = self.guidance.negative
         return replace(
             self,
-            condition=self.condition.rows(rows),
-            guidance=replace(self.guidance, negative=negative and negative.rows(rows)),
-            seeds=self.seeds.rows(rows),
-            fixed=self.fixed and self.fixed.rows(rows),
+            condition=self.condition.select_rows(rows),
+            guidance=replace(self.guidance, negative=negative and negative.select_rows(rows)),
+            seeds=self.seeds.select_rows(rows),
+            fixed=self.fixed and self.fixed.select_rows(rows),
         )
 
 
@@ -169,7 +169,7 @@ def generate_images(pipe: VisualPipeline, request: GenerationRequest, call: Runn
     """Generate the requested images and select among candidates. Returns the images in the requested form, and statistics."""
 
     def decode(rows: slice) -> DecodeOutput:
-        return pipe._decode(request.rows(rows), callback)
+        return pipe._decode(request.select_rows(rows), callback)
 
     def to_images(result: DecodeOutput, output_type: str) -> Any:
         return pipe.decode_tokens(result.tokens, result.length if result.stats.stopped else None, output_type)

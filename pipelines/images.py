@@ -235,7 +235,7 @@ class FixedTokens:
     scales: list[Tensor]
     kept: KeptTokens | None
 
-    def rows(self, rows: slice) -> FixedTokens:
+    def select_rows(self, rows: slice) -> FixedTokens:
         """Return the same for some of the images."""
         kept = self.kept
         if kept is not None:

@@ -32,7 +32,7 @@ class CausalVideoBlockModel:
 
     Args:
         levels: noise level of each step; see `vargen.decoding.video.denoising.shifted_levels`.
-        fresh_noise: see `BlockModel`.
+        resamples_noise: see `BlockModel`.
         guidance: classifier-free guidance; with scale 1 only the row with the prompt runs, as in distilled models. Any other
             scale requires its negative condition.
         window: maximum number of latent frames that a block attends to, including its own and the sinks; None for all.
@@ -50,7 +50,7 @@ class CausalVideoBlockModel:
         transformer: CausalVideoTransformer,
         levels: Sequence[float],
         *,
-        fresh_noise: bool = True,
+        resamples_noise: bool = True,
         guidance: Guidance | float = 1.0,
         window: int | None = None,
         sinks: int = 0,
@@ -61,7 +61,7 @@ class CausalVideoBlockModel:
         guidance = to_guidance(guidance)
         if guidance.rows_per_image == 2 and guidance.negative is None:
             raise ValueError(f"guidance must have a negative condition for scale {guidance.scale}")
-        self.transformer, self.levels, self.fresh_noise = transformer, tuple(levels), fresh_noise
+        self.transformer, self.levels, self.resamples_noise = transformer, tuple(levels), resamples_noise
         self.guidance, self.rows_per_video = guidance, guidance.rows_per_image
         self.window, self.sinks, self.motion, self.draft_model = window, sinks, motion, draft_model
         self.device = device or transformer.device

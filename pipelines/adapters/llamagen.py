@@ -87,7 +87,7 @@ class LlamaGenTokenModel(TokenModel):
         return LlamaGenTokenModel(view, self.guidance, **options)
 
     def prefill(self, condition: Condition, max_width: int) -> tuple[KVCache, Output]:
-        condition = reduce(Condition.join, self.guidance.conditions(condition, self.transformer))
+        condition = reduce(Condition.cat, self.guidance.conditions(condition, self.transformer))
         cache = self.transformer.new_cache(num_rows(condition), max_width, self.compress_prefix, self.device)
         with self._tensor_mode():
             out = self.transformer(condition=condition, cache=cache, guidance=self._scale)

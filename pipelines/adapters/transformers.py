@@ -200,7 +200,7 @@ class TransformersTokenModel(TokenModel):
         if not tree.is_chain:
             ancestors = self._repeat(tree.ancestors) if tree.ancestors.dim() == 3 else tree.ancestors
         view = cache.view_for_pass(T)
-        mask = cache.bias(T, ancestors, self.dtype, view.num_slots_read)
+        mask = cache.additive_mask(T, ancestors, self.dtype, view.num_slots_read)
         index = cache.length[:, None] + depth
         positions = self.description.positions(state.start, index)
         embeddings = self.description.embed(self._repeat(tokens))

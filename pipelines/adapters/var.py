@@ -33,7 +33,7 @@ class VARState:
     def __init__(self, cache: ScaleCache, conditions: Sequence[Condition]):
         self.full_cache, self.conditions = cache, conditions
         B = cache.rows // len(conditions)
-        self.row_caches = [cache.part(slice(start, start + B)) for start in range(0, cache.rows, B)]
+        self.row_caches = [cache.select_rows(slice(start, start + B)) for start in range(0, cache.rows, B)]
 
     @property
     def in_sync(self) -> bool:
@@ -46,15 +46,15 @@ class VARState:
         self.full_cache.scale = first.scale
         if first.scale and self.full_cache.modulation is None:  # conditional and unconditional rows were started separately
             assert first.modulation is not None and last.modulation is not None
-            self.full_cache.modulation = first.modulation.join(last.modulation)
+            self.full_cache.modulation = first.modulation.cat(last.modulation)
             if first.prefix_mask is not None and last.prefix_mask is not None:
                 self.full_cache.prefix_mask = torch.cat([first.prefix_mask, last.prefix_mask])
-        return self.full_cache, self.conditions[0].join(self.conditions[1])
+        return self.full_cache, self.conditions[0].cat(self.conditions[1])
 
     def split_rows(self) -> None:
         """Update `row_caches` from `full_cache` after a pass over all rows."""
         B = len(self.full_cache.k[0]) // 2
-        self.row_caches = [self.full_cache.part(slice(0, B)), self.full_cache.part(slice(B, 2 * B))]
+        self.row_caches = [self.full_cache.select_rows(slice(0, B)), self.full_cache.select_rows(slice(B, 2 * B))]
 
 
 class VARScaleModel:

@@ -112,7 +112,7 @@ def sample_tokens(
     sampling = sampling or Sampling()
     features = condition.class_labels if condition.class_labels is not None else condition.caption_embeds
     assert features is not None
-    rows = condition.join(model.null_condition(condition)) if guidance else condition
+    rows = condition.cat(model.null_condition(condition)) if guidance else condition
     copies = 2 if guidance else 1
     prefix = 0 if condition.caption_embeds is None else condition.caption_embeds.shape[1]
     cache = model.new_cache(copies * len(features), prefix, device=features.device)

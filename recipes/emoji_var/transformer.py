@@ -167,7 +167,7 @@ class NextScaleLoss:
         half, early = len(batch.texts) // 2, len(self.model.scales) - 1
         inputs, targets = self.correct(batch.latents, generator)
         if half:
-            condition = batch.condition.rows(slice(0, half))
+            condition = batch.condition.select_rows(slice(0, half))
             generated = sample_tokens(self.teacher, self.vq, condition, generator, _TEACHER_GUIDANCE, scales=early)
             f_hat, rows = self.vq.zero_latent(half), []
             for k, tokens in enumerate(generated):

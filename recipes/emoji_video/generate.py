@@ -76,7 +76,7 @@ def sample_latents(
     geometry, B = model.geometry, len(text.keys[0])
     device = text.keys[0].device
     guided = null is not None and guidance != 1
-    both = text.join(null) if guided and null is not None else text
+    both = text.cat(null) if guided and null is not None else text
     copies = 2 if guided else 1
     cache = model.new_cache(copies * B, blocks * geometry.block_frames, dtype=text.keys[0].dtype, device=device)
 

@@ -415,7 +415,7 @@ def test_guidance_runs_a_second_row_and_a_velocity_can_be_followed() -> None:
     assert not closely(video(stream("target", 2, guided))[0], plain)
     same = CausalVideoBlockModel(transformer(0), LEVELS, guidance=Guidance(2.0, negative=condition()))
     assert closely(video(stream("target", 2, same))[0], plain), "guidance away from the prompt itself changes nothing"
-    followed = CausalVideoBlockModel(transformer(0), LEVELS, fresh_noise=False)
+    followed = CausalVideoBlockModel(transformer(0), LEVELS, resamples_noise=False)
     shape = followed.block_shape
     x = make_block_noise(7, 0, 0, shape, torch.device("cpu"))
     state = followed.start(condition(), 4)

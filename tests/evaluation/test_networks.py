@@ -13,7 +13,7 @@ from tiny_models import text_var_pipeline, tiny_multi_scale_vq, tiny_var
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from vargen.evaluation.decoders import scales_of
+from vargen.evaluation.decoders import find_pass_scales
 from vargen.evaluation.networks import BenchmarkModel, official_sizes, open_benchmark_model, validate_benchmark_model
 from vargen.evaluation.published_var import PublishedVARSampler
 from vargen.models.condition import Condition
@@ -105,7 +105,14 @@ def test_passes_stand_at_their_place_and_can_be_repeated() -> None:
 
 def test_scales_of_a_pass() -> None:
     tokens = (1, 4, 9, 16, 25)
-    assert [scales_of(tokens, width) for width in (1, 5, 14, 13, 25, 41)] == [(0, 0), (0, 1), (0, 2), (1, 2), (4, 4), (3, 4)]
+    assert [find_pass_scales(tokens, width) for width in (1, 5, 14, 13, 25, 41)] == [
+        (0, 0),
+        (0, 1),
+        (0, 2),
+        (1, 2),
+        (4, 4),
+        (3, 4),
+    ]
 
 
 def test_a_packaged_model_by_name() -> None:

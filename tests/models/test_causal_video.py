@@ -7,7 +7,7 @@ import pytest
 import torch
 from rejects import rejects
 
-from vargen.models.causal_video import CausalVideoTransformer, geometry_from_config, pass_flops
+from vargen.models.causal_video import CausalVideoTransformer, estimate_pass_flops, geometry_from_config
 from vargen.models.causal_video_blocks import apply_rotary, build_rotary_3d, split_rotary_dims
 from vargen.models.causal_video_cache import VideoCache, visible_frames
 from vargen.models.causal_video_geometry import VideoGeometry
@@ -255,13 +255,13 @@ def test_a_level_of_motion_is_one_more_row():
 
 def test_prompts_can_be_chosen_from_a_text_cache(model):
     text, z = a_text(model), latents(2)
-    assert torch.allclose(model(z[1:], ZERO[1:], text.rows(slice(1, 2))), model(z, ZERO, text)[1:], atol=1e-9)
-    assert torch.allclose(model(z[[1]], ZERO[1:], text.rows([1])), model(z, ZERO, text)[1:], atol=1e-9)
-    both = text.rows([0]).join(text.rows([1]))
+    assert torch.allclose(model(z[1:], ZERO[1:], text.select_rows(slice(1, 2))), model(z, ZERO, text)[1:], atol=1e-9)
+    assert torch.allclose(model(z[[1]], ZERO[1:], text.select_rows([1])), model(z, ZERO, text)[1:], atol=1e-9)
+    both = text.select_rows([0]).cat(text.select_rows([1]))
     assert all(torch.equal(a, b) for a, b in zip((*both.keys, *both.values), (*text.keys, *text.values), strict=True))
     assert torch.equal(both.bias, text.bias)
     bare = model.text_cache(torch.randn(1, 5, 8).double())
-    assert bare.join(bare).bias is None and torch.equal(bare.join(text.rows([1])).bias[1:], text.bias[1:])
+    assert bare.cat(bare).bias is None and torch.equal(bare.cat(text.select_rows([1])).bias[1:], text.bias[1:])
     assert text.nbytes == 2 * 2 * 2 * 5 * 24 * 8
 
 
@@ -312,9 +312,9 @@ def test_official_shapes_have_the_published_sizes(shape, billions, per_token):
 def test_official_passes_cost_what_the_table_says():
     small, large = SimpleNamespace(**WAN_13), SimpleNamespace(**WAN_14)
     for keys, teras in ((4680, 16.2), (9360, 20.2), (18_720, 28.3), (32_760, 40.4)):
-        assert pass_flops(small, 4680, keys, 512) / 1e12 == pytest.approx(teras, abs=0.1)
+        assert estimate_pass_flops(small, 4680, keys, 512) / 1e12 == pytest.approx(teras, abs=0.1)
     for keys, teras in ((4680, 132), (9360, 150), (18_720, 186), (32_760, 239)):
-        assert pass_flops(large, 4680, keys, 512) / 1e12 == pytest.approx(teras, abs=1)
+        assert estimate_pass_flops(large, 4680, keys, 512) / 1e12 == pytest.approx(teras, abs=1)
 
 
 def test_a_video_of_another_size_has_a_cache_of_its_size(model):

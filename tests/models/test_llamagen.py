@@ -85,7 +85,7 @@ def test_cached_greedy_decoding_is_the_official_one(kind: str, scale: float, cas
     model, io = _official(kind)
     interval = json.loads((_GOLDEN / f"llamagen_{kind}" / "config.json").read_text())["cfg_interval_case"]
     condition = _condition(io)
-    rows = condition.join(model.null_condition(condition)) if scale != 1 else condition
+    rows = condition.cat(model.null_condition(condition)) if scale != 1 else condition
     cache = model.new_cache(4 if scale != 1 else 2, compress_prefix=compress)
     logits = model(condition=rows, cache=cache).logits[:, -1]
     guided: list[Tensor] = []
@@ -311,18 +311,18 @@ def test_the_null_twin_is_the_last_class_or_the_stored_caption_after_the_same_ma
 
 
 def test_joined_conditions_are_one_batch() -> None:
-    classes = Condition(class_labels=torch.tensor([1])).join(Condition(class_labels=torch.tensor([2, 3])))
+    classes = Condition(class_labels=torch.tensor([1])).cat(Condition(class_labels=torch.tensor([2, 3])))
     assert classes.class_labels is not None and classes.class_labels.tolist() == [1, 2, 3]
     embeds, mask = torch.randn(2, 6, 12), torch.tensor([[False] * 4 + [True] * 2] * 2)
     masked, open_ = Condition(caption_embeds=embeds, caption_mask=mask), Condition(caption_embeds=embeds[:1])
     for joined, expected in (
-        (masked.join(open_), torch.cat([mask, torch.ones(1, 6, dtype=torch.bool)])),
-        (open_.join(masked), torch.cat([torch.ones(1, 6, dtype=torch.bool), mask])),
+        (masked.cat(open_), torch.cat([mask, torch.ones(1, 6, dtype=torch.bool)])),
+        (open_.cat(masked), torch.cat([torch.ones(1, 6, dtype=torch.bool), mask])),
     ):
         assert joined.caption_mask is not None and torch.equal(joined.caption_mask.bool(), expected)
-    assert open_.join(open_).caption_mask is None
+    assert open_.cat(open_).caption_mask is None
     with pytest.raises(ValueError, match="classes with one of captions"):
-        classes.join(masked)
+        classes.cat(masked)
 
 
 @torch.inference_mode()

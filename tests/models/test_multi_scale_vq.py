@@ -10,7 +10,7 @@ from rejects import rejects
 from safetensors.torch import load_file
 from torch import Tensor
 
-from vargen.models.tokenizers.multi_scale_quantizer import phi_table
+from vargen.models.tokenizers.multi_scale_quantizer import assign_phi
 from vargen.models.tokenizers.multi_scale_vq import SCALES_256, SCALES_512, MultiScaleVQModel
 
 _GOLDEN = Path(__file__).resolve().parent.parent / "golden"
@@ -81,8 +81,8 @@ def test_teacher_forcing_feeds_the_official_input(official: Golden) -> None:
 def test_the_official_phi_of_each_scale() -> None:
     """Ten scales have two exact ties, which a float decides wrongly in some precision; the others have none."""
     tables = {10: "0011122333", 12: "000111222333", 13: "0001112222333", 14: "00011112222333", 6: "001233", 4: "0123"}
-    assert {S: "".join(map(str, phi_table(S, 4))) for S in tables} == tables
-    assert phi_table(3, 1) == (0, 0, 0) and phi_table(1, 4) == (0,) and phi_table(4, 2) == (0, 0, 1, 1)
+    assert {S: "".join(map(str, assign_phi(S, 4))) for S in tables} == tables
+    assert assign_phi(3, 1) == (0, 0, 0) and assign_phi(1, 4) == (0,) and assign_phi(4, 2) == (0, 0, 1, 1)
 
 
 @pytest.mark.parametrize("scales", [SCALES_256, SCALES_512])

@@ -39,7 +39,7 @@ def _filled(model: LlamaGenTransformer, lengths: list[int], guidance: bool) -> K
         visible = torch.arange(6) >= torch.arange(B)[:, None] + 1
         condition = Condition(None, torch.randn(B, 6, 12, generator=generator) * visible[..., None], visible)
     if guidance:
-        condition, lengths = condition.join(model.null_condition(condition)), 2 * lengths
+        condition, lengths = condition.cat(model.null_condition(condition)), 2 * lengths
     tokens = torch.randint(_VOCAB, (B, max(lengths)), generator=torch.Generator().manual_seed(3))
     cache = model.new_cache(len(lengths), scratch=16)
     model(condition=condition, cache=cache)

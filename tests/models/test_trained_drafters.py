@@ -40,7 +40,7 @@ def test_drafts_are_what_training_unrolls(above: bool, guidance: float) -> None:
     transformer, drafter = tiny_transformer("class"), _eagle(above)
     model = LlamaGenTokenModel(transformer, guidance, draft_heads={"eagle": partial(EagleModel, drafter)})
     tokens, condition = torch.randint(64, (2, _N), generator=torch.Generator().manual_seed(0)), _condition()
-    joined = condition if guidance == 1.0 else condition.join(transformer.null_condition(condition))
+    joined = condition if guidance == 1.0 else condition.cat(transformer.null_condition(condition))
     rows = tokens.repeat(model.rows_per_image, 1)
     hidden = transformer(rows, joined).hidden_states  # row j predicted token j
     over = torch.zeros_like(hidden)

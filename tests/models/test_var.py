@@ -114,7 +114,7 @@ def test_cached_greedy_sampling_with_guidance_is_the_official_one() -> None:
     f_hat: Tensor | float = 0.0
     inputs: Tensor | None = None
     for scale in range(len(model.scales)):
-        rows = condition.join(model.null_condition(condition)) if scale == 0 else None
+        rows = condition.cat(model.null_condition(condition)) if scale == 0 else None
         logits = model(None if inputs is None else inputs.repeat(2, 1, 1), condition=rows, cache=cache).logits
         conditional, null = logits.chunk(2)
         strength = 1.5 * scale / (len(model.scales) - 1)

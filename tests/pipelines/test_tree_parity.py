@@ -118,7 +118,7 @@ def test_probabilities_after_a_whole_run_are_those_of_one_pass(drafter, rule):
 
     model.__class__ = Watched
     result = decode(model, condition, torch.arange(3), Accelerator(drafter=drafter, acceptance=rule), Sampling())
-    joined = condition.join(model.transformer.null_condition(condition))
+    joined = condition.cat(model.transformer.null_condition(condition))
     teacher = model.transformer(result.tokens.repeat(2, 1), joined, guidance=torch.tensor(2.0)).logits
     compared = 0
     for length, tree, logits, tokens in seen:

@@ -150,7 +150,7 @@ def test_padding_of_captions_is_not_computed() -> None:
     state = model.start(a_condition(model))
     assert state.full_cache.prefix == 5 and state.full_cache.k.shape[3] == 5 + 30
     whole = Condition(caption_embeds=a_condition(model).caption_embeds, caption_mask=a_condition(model).caption_mask)
-    row = model.start(whole.rows(slice(0, 1)))
+    row = model.start(whole.select_rows(slice(0, 1)))
     assert row.full_cache.prefix == 3
     torch.testing.assert_close(
         model.forward(row, [None], 1, [1.0])[0], model.forward(state, [None], 1, [1.0])[0][:1], atol=2e-5, rtol=1e-5

@@ -21,7 +21,7 @@ class ImageSeeds(NamedTuple):
     noise_seeds: Tensor
     devices: list[torch.device]
 
-    def rows(self, rows: slice) -> ImageSeeds:
+    def select_rows(self, rows: slice) -> ImageSeeds:
         """Return the seeds of some images."""
         return ImageSeeds(self.seeds[rows], self.noise_seeds[rows], self.devices[rows])
 

@@ -120,7 +120,7 @@ def compare_methods(
     condition, _ = pipe.encode_condition(filled)
     seeds = torch.arange(seed, seed + len(filled))
     groups = [slice(start, start + batch) for start in range(0, len(filled), batch)]
-    with decoder.limit_threads(condition.rows(groups[0]), batch) as threads:  # one count for all methods
+    with decoder.limit_threads(condition.select_rows(groups[0]), batch) as threads:  # one count for all methods
         results, all_tokens, curve = _run_interleaved(decoder, condition, seeds, groups, methods, pipe.baseline, progress)
     return Comparison(
         model=type(pipe.transformer).__name__,
@@ -148,13 +148,13 @@ def _run_interleaved(
     """Run the methods in rotation; returns the results, the tokens by method, and the cost curve."""
     names, batch = list(methods), groups[0].stop
     for name in names:  # warm-up; also fails early if a method cannot run
-        decoder.decode(condition.rows(groups[0]), seeds[groups[0]], methods[name], callback=_stop_after_warmup)
+        decoder.decode(condition.select_rows(groups[0]), seeds[groups[0]], methods[name], callback=_stop_after_warmup)
     runs: dict[str, list[DecodeStats]] = {name: [] for name in names}
     tokens: dict[str, list[Tensor]] = {name: [] for name in names}
     total = len(groups) * len(names)
     for turn, group in enumerate(groups):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            result = decoder.decode(condition.rows(group), seeds[group], methods[name])
+            result = decoder.decode(condition.select_rows(group), seeds[group], methods[name])
             runs[name].append(result.stats)
             tokens[name].append(result.tokens.cpu())
             if progress:
@@ -162,11 +162,11 @@ def _run_interleaved(
     all_tokens = {name: torch.cat(parts) for name, parts in tokens.items()}
     shares = runs
     if decoder.device.type == "cuda":  # times of parts need the host to wait for the device, which timed runs avoid
-        first = condition.rows(groups[0]), seeds[groups[0]]
+        first = condition.select_rows(groups[0]), seeds[groups[0]]
         shares = {name: [decoder.decode(*first, methods[name], profile=True).stats] for name in names}
     widths = sorted({width for stats in runs.values() for run in stats for width in run.passes_by_width})
-    curve = decoder.measure_pass_seconds(condition.rows(groups[0]), batch, widths)
-    shown = condition.rows(groups[0])
+    curve = decoder.measure_pass_seconds(condition.select_rows(groups[0]), batch, widths)
+    shown = condition.select_rows(groups[0])
     spent = {name: decoder.estimate_seconds(methods[name], runs[name], curve, shown, batch) for name in names}
     results = [_result(methods[name], name, runs, baseline, all_tokens, curve, spent, batch) for name in names]
     for measured in results:

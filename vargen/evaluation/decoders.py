@@ -108,7 +108,7 @@ class ScalePricedDecoder(PricedDecoder):
     def measure_pass_seconds(self, condition: Condition, batch: int, widths: Sequence[int]) -> dict[int, float]:
         """Measure guided passes of the target, each at its scales of an image."""
         each = sorted({self.model.scale_tokens[0], *widths})
-        shapes = {width: ("target", *scales_of(self.model.scale_tokens, width), True) for width in each}
+        shapes = {width: ("target", *find_pass_scales(self.model.scale_tokens, width), True) for width in each}
         return {width: self._seconds(shape, condition, batch, cached=False) for width, shape in shapes.items()}
 
     def estimate_seconds(
@@ -118,7 +118,7 @@ class ScalePricedDecoder(PricedDecoder):
         for run in runs:
             for model, fed in (("target", run.passes_by_width), ("draft", run.draft_passes_by_width)):
                 for width, count in fed.items():
-                    first, last = scales_of(self.model.scale_tokens, width)
+                    first, last = find_pass_scales(self.model.scale_tokens, width)
                     guided = stages[last].guidance != 0
                     known = curve.get(width) if model == "target" and guided else None
                     each = self._seconds((model, first, last, guided), condition, batch) if known is None else known
@@ -135,7 +135,7 @@ class ScalePricedDecoder(PricedDecoder):
         return self._measured[shape, batch]
 
 
-def scales_of(scale_tokens: Sequence[int], width: int) -> tuple[int, int]:
+def find_pass_scales(scale_tokens: Sequence[int], width: int) -> tuple[int, int]:
     """Return the first and the last scale of a pass of `width` tokens; if ambiguous, the pass with the fewest scales.
 
     Raises:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from vargen.decoding import DecodeOutput
-from vargen.evaluation.decoders import PricedDecoder, open_decoder, scale_pass, scales_of
+from vargen.evaluation.decoders import PricedDecoder, find_pass_scales, open_decoder, scale_pass
 from vargen.evaluation.published_var import PublishedVARSampler
 from vargen.models.condition import Condition
 from vargen.models.kv_cache import KVCache
@@ -60,7 +60,7 @@ class BenchmarkModel:
         transformer, widths = self.transformer, sorted(set(widths))
         if self.pipe.paradigm == "next-scale":
             model: Any = self.pipe.decoding_model(1.0)
-            condition, shapes = self.condition(rows), {width: scales_of(model.scale_tokens, width) for width in widths}
+            condition, shapes = self.condition(rows), {width: find_pass_scales(model.scale_tokens, width) for width in widths}
             return {width: scale_pass(model, condition, rows, *shape, 1.0) for width, shape in shapes.items()}
         caches = half_filled_caches(transformer, rows, widths)
         fed = {width: torch.randint(self.pipe.vocab_size, (rows, width), device=transformer.device) for width in widths}

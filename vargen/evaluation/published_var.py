@@ -47,7 +47,7 @@ class PublishedVARSampler:
     ) -> tuple[list[Tensor], Tensor]:
         """Return tokens int64 `[B, n]` of each scale, and the sum of their embeddings, `[B, C, R, G]`."""
         model, scales = self.transformer, self.transformer.scales
-        rows = condition.join(model.null_condition(condition))
+        rows = condition.cat(model.null_condition(condition))
         vector_RD, prefix, mask = model.embed_condition(rows)
         B, P = len(vector_RD) // 2, 0 if prefix is None else prefix.shape[1]
         keys: list[Tensor | None] = [None] * len(model.blocks)

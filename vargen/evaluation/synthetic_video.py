@@ -67,7 +67,7 @@ class SyntheticModel:
         errors: distribution of its own errors, see `hardness`; None for a model without any.
     """
 
-    fresh_noise = True
+    resamples_noise = True
     block_shape = SHAPE
     device = torch.device("cpu")
 

@@ -237,8 +237,8 @@ class CausalVideoTransformer(QuantizedStorageMixin, ConfigMixin):
         step_BFD = self.time_embedding(wave)
         steps_BF6D = self.time_projection(step_BFD).unflatten(-1, (6, -1))
         for layer, block in enumerate(self.blocks):
-            part = None if cache is None else cache.part(layer)
-            x_BTD = block(x_BTD, steps_BF6D, text.part(layer), table, plan, part)
+            part = None if cache is None else cache.layer(layer)
+            x_BTD = block(x_BTD, steps_BF6D, text.layer(layer), table, plan, part)
         return self.head(x_BTD, step_BFD)
 
 
@@ -275,7 +275,7 @@ def geometry_from_config(config: object) -> VideoGeometry:
     return VideoGeometry(**{part.name: getattr(config, part.name) for part in fields(VideoGeometry)})
 
 
-def pass_flops(config: object, tokens: int, keys: int, text: int) -> float:
+def estimate_pass_flops(config: object, tokens: int, keys: int, text: int) -> float:
     """Return the floating-point operations of one pass over tokens of a video, to project costs on large machines.
 
     Args:

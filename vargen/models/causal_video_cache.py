@@ -101,7 +101,7 @@ class VideoCache:
         """Index of the frame after the current block."""
         return self.frames + self.pending
 
-    def slot(self, frame: int) -> int:
+    def slot_of(self, frame: int) -> int:
         """Return the slot of a frame."""
         if self.window is None or frame < self.sinks:
             return frame
@@ -147,7 +147,7 @@ class VideoCache:
             raise ValueError(f"{self.pending} frames of {tokens} tokens were begun, got {k_BHTK.shape[2]} tokens")
         self._written = max(self._written, self.end)
         done = 0
-        for slot, count in self._runs():
+        for slot, count in self._slot_runs():
             into, of = slice(slot * tokens, (slot + count) * tokens), slice(done * tokens, (done + count) * tokens)
             self.keys[layer, :, :, into] = k_BHTK[:, :, of].to(self.keys.dtype)
             self.values[layer, :, :, into] = v_BHTK[:, :, of].to(self.values.dtype)
@@ -155,15 +155,15 @@ class VideoCache:
         seen = min(self.end, self.slots) * tokens
         return self.keys[layer, :, :, :seen].type_as(k_BHTK), self.values[layer, :, :, :seen].type_as(v_BHTK)
 
-    def part(self, layer: int) -> LayerCache:
+    def layer(self, layer: int) -> LayerCache:
         """Return the cache of one layer."""
         return LayerCache(self, layer)
 
-    def _runs(self) -> list[tuple[int, int]]:
+    def _slot_runs(self) -> list[tuple[int, int]]:
         """Slots of the pending frames as runs (first, count): at most three, split at the sinks and where the ring wraps."""
         runs: list[tuple[int, int]] = []
         for frame in range(self.frames, self.end):
-            slot = self.slot(frame)
+            slot = self.slot_of(frame)
             if runs and sum(runs[-1]) == slot:
                 runs[-1] = (runs[-1][0], runs[-1][1] + 1)
             else:
@@ -231,11 +231,11 @@ class TextCache:
         """Size of keys and values in bytes."""
         return sum(part.numel() * part.element_size() for part in (*self.keys, *self.values))
 
-    def part(self, layer: int) -> LayerTextCache:
+    def layer(self, layer: int) -> LayerTextCache:
         """Return keys, values and bias of one layer."""
         return self.keys[layer], self.values[layer], self.bias
 
-    def join(self, other: TextCache) -> TextCache:
+    def cat(self, other: TextCache) -> TextCache:
         """Concatenate with other prompts of the same number of text rows P."""
         keys, values = (
             tuple(torch.cat(pair) for pair in zip(a, b, strict=True))
@@ -248,7 +248,7 @@ class TextCache:
         zeros = [k.new_zeros(len(k), *shape, dtype=torch.float32) for k in (self.keys[0], other.keys[0])]
         return TextCache(keys, values, torch.cat([z if b is None else b for z, b in zip(zeros, biases, strict=True)]))
 
-    def rows(self, chosen: slice | Sequence[int]) -> TextCache:
+    def select_rows(self, chosen: slice | Sequence[int]) -> TextCache:
         """Return some of the prompts."""
         index = chosen if isinstance(chosen, slice) else list(chosen)
         keys, values = (tuple(part[index] for part in parts) for parts in (self.keys, self.values))

@@ -25,12 +25,12 @@ class Condition:
     caption_embeds: Tensor | None = None
     caption_mask: Tensor | None = None
 
-    def rows(self, chosen: slice) -> Condition:
+    def select_rows(self, chosen: slice) -> Condition:
         """Return a slice of the batch."""
         parts = (self.class_labels, self.caption_embeds, self.caption_mask)
         return Condition(*(None if part is None else part[chosen] for part in parts))
 
-    def join(self, other: Condition) -> Condition:
+    def cat(self, other: Condition) -> Condition:
         """Concatenate this batch with another. If only one has a mask, all caption rows of the other stay visible.
 
         Raises:
@@ -39,7 +39,7 @@ class Condition:
         labels, embeds = (self.class_labels, other.class_labels), (self.caption_embeds, other.caption_embeds)
         masks = [self.caption_mask, other.caption_mask]
         if (labels[0] is None) != (labels[1] is None) or (embeds[0] is None) != (embeds[1] is None):
-            raise ValueError("cannot join a condition of classes with one of captions")
+            raise ValueError("cannot concatenate a condition of classes with one of captions")
         if (masks[0] is None) != (masks[1] is None):
             pairs_of_masks = [(m, e) for m, e in zip(masks, embeds, strict=True) if e is not None]
             masks = [torch.ones(e.shape[:2], dtype=torch.bool, device=e.device) if m is None else m for m, e in pairs_of_masks]

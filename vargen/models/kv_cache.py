@@ -104,8 +104,8 @@ class KVCache:
         It is computed once for all layers.
 
         Args:
-            ancestors: as in `bias`, or packed as int64 words `[T, W]` or `[B, T, W]`, one tree per image for all its CFG rows.
-            earlier: as in `span`.
+            ancestors: as in `additive_mask`, or packed as int64 words `[T, W]` or `[B, T, W]`: one tree per image.
+            earlier: as in `view_for_pass`.
         """
         words = ancestors is not None and ancestors.dtype == torch.int64
         if self.fused and not torch.is_grad_enabled():
@@ -115,16 +115,18 @@ class KVCache:
             ancestors = unpack_bits(ancestors, earlier + T)
             if ancestors.dim() == 3:
                 ancestors = ancestors.repeat(self.rows // len(ancestors), 1, 1)
-        return fold_bias(self.bias(T, ancestors, self.k.dtype, reach, earlier), heads, self.k.shape[2])
+        return fold_bias(self.additive_mask(T, ancestors, self.k.dtype, reach, earlier), heads, self.k.shape[2])
 
-    def bias(self, T: int, ancestors: Tensor | None, dtype: torch.dtype, slots: int | None = None, earlier: int = 0) -> Tensor:
+    def additive_mask(
+        self, T: int, ancestors: Tensor | None, dtype: torch.dtype, slots: int | None = None, earlier: int = 0
+    ) -> Tensor:
         """Return the additive attention bias `[R, 1, T, S]` of a pass over T tokens.
 
         Args:
             ancestors: bool `[T, E + T]` or `[R, T, E + T]` with E = `earlier`. `[..., i, j]` is True if token j after the
                 pointer is token E + i or one of its ancestors. None for a chain, where all earlier tokens are ancestors.
             slots: number of slots S to include. Default: all.
-            earlier: as in `span`.
+            earlier: as in `view_for_pass`.
         """
         image_slot = self._image_slot if slots is None else self._image_slot[: slots - self.prefix]
         offset = image_slot - self.length[:, None]  # [R, image slots]; negative: committed; t: draft token t

@@ -31,11 +31,11 @@ class Modulation:
     blocks: Tensor
     head: Tensor
 
-    def rows(self, chosen: slice) -> Modulation:
+    def select_rows(self, chosen: slice) -> Modulation:
         """Return a view of a slice of the rows."""
         return Modulation(self.blocks[:, :, chosen], self.head[:, chosen])
 
-    def join(self, other: Modulation) -> Modulation:
+    def cat(self, other: Modulation) -> Modulation:
         """Concatenate with the modulation of other rows."""
         return Modulation(torch.cat([self.blocks, other.blocks], dim=2), torch.cat([self.head, other.head], dim=1))
 
@@ -76,13 +76,13 @@ class ScaleCache:
     def nbytes(self) -> int:
         return self.k.nbytes + self.v.nbytes
 
-    def part(self, chosen: slice) -> ScaleCache:
+    def select_rows(self, chosen: slice) -> ScaleCache:
         """Return a slice of the rows as a cache with shared memory and its own `scale`."""
         part = copy.copy(self)
         part.k, part.v = self.k[:, chosen], self.v[:, chosen]
         part.rows = part.k.shape[1]
         if self.modulation is not None:
-            part.modulation = self.modulation.rows(chosen)
+            part.modulation = self.modulation.select_rows(chosen)
         if self.prefix_mask is not None:
             part.prefix_mask = self.prefix_mask[chosen]
         return part

@@ -20,7 +20,7 @@ _DOMINANT = 0.75  # minimum share of the colored part that is near one hue
 _NEAR = 22.0  # degrees
 
 
-def color_of_hue(degrees: float) -> str:
+def find_color_word(degrees: float) -> str:
     """Return the color name of a hue."""
     return next((name for name, upper in _UPPER.items() if degrees < upper), "red")
 

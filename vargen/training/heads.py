@@ -188,7 +188,7 @@ class HeadTrainer(Trainer):
         condition = self.images.condition(numbers)
         rows = tokens
         if self._guidance is not None:
-            rows, condition = tokens.repeat(2, 1), condition.join(self.target.null_condition(condition))
+            rows, condition = tokens.repeat(2, 1), condition.cat(self.target.null_condition(condition))
         output = self.target(rows, condition, guidance=self._guidance)
         temperature = self.images.temperature(numbers, self.device)
         plain = replace(self.images.sampling, temperature=1.0)

@@ -20,8 +20,8 @@ from vargen.training.augment import (
     HUES,
     AugmentationConfig,
     WeightedIndices,
-    color_of_hue,
     dominant_hue,
+    find_color_word,
     recolor_caption,
     rotate_hue,
     shift_images,
@@ -152,7 +152,7 @@ class AugmentedBatches:
         hue = self.store.hue(i)
         if hue is None:
             return text, variant
-        old = color_of_hue(hue)
+        old = find_color_word(hue)
         if uniform >= self.config.recolor_probability:
             return recolor_caption(text, old, old) or text, variant
         new = rng.choice([color for color in HUE_NAMES if color != old])

@@ -23,7 +23,7 @@ from recipes.runner import load_settings
 from vargen.models.condition import Condition
 from vargen.models.tokenizers.multi_scale_vq import MultiScaleVQModel
 from vargen.models.var import VARTransformer
-from vargen.training.augment import HUE_NAMES, HUES, SamplingWeights, color_of_hue, dominant_hue, recolor_caption, rotate_hue
+from vargen.training.augment import HUE_NAMES, HUES, SamplingWeights, dominant_hue, find_color_word, recolor_caption, rotate_hue
 from vargen.training.config import Schedule
 from vargen.training.dataset import CaptionBank
 from vargen.training.next_token_losses import chunked_cross_entropy
@@ -261,7 +261,7 @@ def test_latents_are_kept_and_variants_are_what_they_say(tmp_path):
     again.vq = None  # nothing is left to encode
     assert torch.equal(again([5, 7, 5], [0, 1, 0]), first)
     blue = store.image(1, len(store.offsets) + HUE_NAMES.index("blue"))
-    assert color_of_hue(dominant_hue(blue)) == "blue" and color_of_hue(dominant_hue(store.image(1, 0))) == "red"
+    assert find_color_word(dominant_hue(blue)) == "blue" and find_color_word(dominant_hue(store.image(1, 0))) == "red"
 
 
 def test_a_batch_depends_on_its_step_alone(tmp_path):
@@ -288,7 +288,7 @@ def test_a_turned_image_has_the_colour_that_is_asked_for(name):
     image[8:24, 8:24] = (230, 40, 40)
     image[10:12, 10:12] = 128
     changed = rotate_hue(image, HUES[name] - dominant_hue(image))
-    assert color_of_hue(dominant_hue(changed)) == name
+    assert find_color_word(dominant_hue(changed)) == name
     assert (changed[10:12, 10:12] == 128).all() and (changed[0] == 255).all()
     assert np.abs(rotate_hue(image, 360.0).astype(int) - image).max() <= 1
 
@@ -330,7 +330,7 @@ def test_sampling_follows_the_models_laws():
     model = VARTransformer(**{"condition": "text", **recipe().model}).eval()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=1 / parameter.shape[-1] ** 0.5)
-    condition = Condition(caption_embeds=torch.randn(1, 5, 32)).rows(slice(0, 1))
+    condition = Condition(caption_embeds=torch.randn(1, 5, 32)).select_rows(slice(0, 1))
     many = Condition(
         caption_embeds=condition.caption_embeds.expand(3000, -1, -1), caption_mask=torch.ones(3000, 5, dtype=torch.bool)
     )

@@ -79,7 +79,7 @@ def step_noise_level(model: BlockModel, noisy: Tensor, clean: Tensor, step: int,
     It is the estimate with fresh noise or, for a model that follows its velocity, the point on the line between the two.
     """
     level, following = model.levels[step], model.levels[step + 1]
-    if model.fresh_noise:
+    if model.resamples_noise:
         return add_noise(clean, noise(step + 1), following)
     return clean + (following / level) * (noisy - clean)
 

@@ -22,7 +22,7 @@ class BlockModel(Protocol):
     Attributes:
         block_shape: `(F, C, Y, X)` of the latents of a block.
         levels: noise level of each step, decreasing from 1.
-        fresh_noise: whether fresh noise is added to the estimate of a step for the next one (distilled models); otherwise the
+        resamples_noise: whether noise is added to the estimate of a step for the next one (distilled models); otherwise the
             sampler follows the velocity.
         draft_model: a smaller model with the same latents; None if there is none.
         cost_key: as in `TokenModel`.
@@ -35,7 +35,7 @@ class BlockModel(Protocol):
     def levels(self) -> tuple[float, ...]: ...
 
     @property
-    def fresh_noise(self) -> bool: ...
+    def resamples_noise(self) -> bool: ...
 
     @property
     def device(self) -> torch.device: ...

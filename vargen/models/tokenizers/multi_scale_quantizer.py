@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-def phi_table(scales: int, shared: int) -> tuple[int, ...]:
+def assign_phi(scales: int, shared: int) -> tuple[int, ...]:
     """Return which of `shared` convolutions each scale uses: the one whose tick is nearest to the scale's position in [0, 1].
 
     Ticks are evenly spaced, from 1/12 to 11/12 for four convolutions and from 1/(2n) to 1 - 1/(2n) for any other number n. With
@@ -50,7 +50,7 @@ class MultiScaleQuantizer(nn.Module):
         super().__init__()
         self.scales = scales
         self.scale_codes = scale_codes
-        self.phi_of_scale = phi_table(len(scales), shared_phi)
+        self.phi_of_scale = assign_phi(len(scales), shared_phi)
         self.embedding = nn.Embedding(codes, width)
         self.quant_resi = nn.ModuleDict({"qresi_ls": nn.ModuleList(Phi(width) for _ in range(shared_phi))})
         self.register_buffer("ema_vocab_hit_SV", torch.zeros(len(scales), codes))
