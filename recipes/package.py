@@ -103,8 +103,8 @@ def package_emoji(
         prompt_styles=list(_EMOJI_STYLES),
         prompt_names=PromptNames.load(shared_from),
     )
-    vqvae.half()  # every parameter, including the codebook: decoding normalizes its rows in float32
-    store_as("int8", transformer, drafter)
+    store_as("int8", transformer)
+    store_as("int6", vqvae, drafter)
     metrics = {part: read_metrics(run, part) for part, run in runs.items()}
     metrics["generator"] |= measured
 
@@ -138,7 +138,7 @@ def package_var(
         validate_same_encoder(runs[part], vqvae, tokenizer_run)
     transformer = VARTransformer.from_pretrained(model_run / "transformer")
     small = VARTransformer.from_pretrained(small_run / "transformer") if small_run else None
-    store_as("int8", vqvae, transformer, small)
+    store_as("int6", vqvae, transformer, small)
     pipeline = VARPipeline(
         vqvae=vqvae,
         transformer=transformer,
@@ -159,7 +159,7 @@ def package_video(
     drafter_run: Path | None = None,
     preview_run: Path | None = None,
     defaults: Mapping[str, Any] | None = None,
-    weight_format: str = "int8",
+    weight_format: str = "int6",
     note: str = "",
 ) -> Path:
     """Write the pipeline folder `output`; see `package_var`.
@@ -167,7 +167,7 @@ def package_video(
     Args:
         vae_run: contains `vae/`. target_run, drafter_run: contain `transformer/` and `sampling.json`; the second becomes
             `draft_transformer`. preview_run: contains `preview/`, which becomes `preview_decoder`.
-        weight_format: "int8" or "float16".
+        weight_format: one of `WEIGHT_FORMATS`.
 
     Raises:
         ValueError: for runs of different autoencoders, geometries or noise levels, or a model that is too large.
@@ -229,13 +229,14 @@ def _video_sampling(runs: Mapping[str, Path]) -> dict[str, Any]:
 
 
 def package_scorer(run: Path, model: Path, data: EmojiDataset, output: Path, note: str = "") -> dict[str, Any]:
-    """Write a finished scorer in float16 to `output`; returns the metrics of the packaged weights.
+    """Write a finished scorer to `output`; returns the metrics of the packaged weights.
 
     Args:
         run: contains `scorer/`. model: a packaged model with `text_encoder/`, `tokenizer/` and `vqvae/`.
     """
     validate_finished({"scorer": run}, scorer="scorer")
-    scorer = ImageTextModel.from_pretrained(run / "scorer", use_safetensors=True).half()
+    scorer = ImageTextModel.from_pretrained(run / "scorer", use_safetensors=True)
+    store_as("int6", scorer)
     with atomic_merge(output) as staged:
         scorer.save_pretrained(staged)
         strip_local_paths(staged)
@@ -251,7 +252,7 @@ def package_scorer(run: Path, model: Path, data: EmojiDataset, output: Path, not
 
 
 def package_head(run: Path, model: Any, note: str = "") -> dict[str, Any]:
-    """Write a finished head in float16 into the folder of its model, as a component; returns its metrics.
+    """Write a finished head into the folder of its model, as a component; returns its metrics.
 
     Args:
         run: contains `drafter/`. model: a packaged model, or a model's folder.
@@ -269,8 +270,9 @@ def package_head(run: Path, model: Any, note: str = "") -> dict[str, Any]:
         raise ValueError(
             f"the run in {run} was trained for another transformer than that of {folder}: train one for this model"
         )
-    head = LLAMAGEN.components[kind].network_class.from_pretrained(trained, use_safetensors=True).half()
-    size = sum(value.nbytes for value in head.state_dict().values())
+    head = LLAMAGEN.components[kind].network_class.from_pretrained(trained, use_safetensors=True)
+    store_as("int6", head)
+    size = sum(value.numel() for value in head.state_dict().values())  # a byte each
     validate_size("head", size, MAX_BYTES["head"])
     metrics = read_metrics(run)
     add_component(folder, kind, head, head_card(kind, size, metrics, note))
@@ -278,7 +280,7 @@ def package_head(run: Path, model: Any, note: str = "") -> dict[str, Any]:
 
 
 def package_low_res(low_res: Path, upsampler: Path, model: Any, note: str = "") -> dict[str, Any]:
-    """Write both networks in int8 into the folder of their model, as components; returns their metrics.
+    """Write both networks into the folder of their model, as components; returns their metrics.
 
     Raises:
         FileNotFoundError: if a run is not finished.
@@ -297,7 +299,7 @@ def package_low_res(low_res: Path, upsampler: Path, model: Any, note: str = "") 
     configs |= {name: validate_network_files(place, kinds[name]) for name, place in places.items()}
     LLAMAGEN.check(configs)
     networks = {name: kinds[name].from_pretrained(place) for name, place in places.items()}
-    store_as("int8", *networks.values())
+    store_as("int6", *networks.values())
     size = sum(p.numel() for network in networks.values() for p in network.parameters())  # a byte each
     validate_size("low_res and upsampler", size, MAX_BYTES["emoji-low-res"])
     report: dict[str, Any] = {"folder": str(folder), "bytes": {}}

@@ -19,17 +19,18 @@ MAKERS = {"VQModel": tiny_vq, "LlamaGenTransformer": tiny_transformer, "MultiSca
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 
-@pytest.fixture(params=MAKERS, ids=str)
+@pytest.fixture(params=[(name, weight_format) for name in MAKERS for weight_format in ("int8", "int6")], ids="-".join)
 def network(request: pytest.FixtureRequest) -> Any:
-    made = MAKERS[request.param]()
-    made.register_to_config(weight_format="int8")
+    made = MAKERS[request.param[0]]()
+    made.register_to_config(weight_format=request.param[1])
     return made
 
 
 def test_what_is_read_is_what_was_written_to_within_half_a_scale(network: Any, tmp_path: Path) -> None:
     network.save_pretrained(tmp_path)
     stored = load_file(tmp_path / WEIGHTS)
-    assert any(value.dtype == torch.int8 for value in stored.values()), "nothing of it is quantized"
+    integers = [value for value in stored.values() if value.dtype == torch.int8]
+    assert max(int(value.abs().max()) for value in integers) == {"int8": 127, "int6": 31}[network.config.weight_format]
     read = type(network).from_pretrained(tmp_path)
     assert not read.training and read.dtype == torch.float32
     for name, value in network.state_dict().items():
@@ -49,7 +50,7 @@ def test_writing_it_again_writes_the_same(network: Any, tmp_path: Path) -> None:
 
 def test_it_is_checked_by_its_header_and_loaded_in_another_dtype(network: Any, tmp_path: Path) -> None:
     network.save_pretrained(tmp_path)
-    assert validate_network_files(tmp_path, type(network))["weight_format"] == "int8"
+    assert validate_network_files(tmp_path, type(network))["weight_format"] == network.config.weight_format
     half = type(network).from_pretrained(tmp_path, torch_dtype=torch.bfloat16, low_cpu_mem_usage=False)
     assert half.dtype == torch.bfloat16
     stored = load_file(tmp_path / WEIGHTS)

@@ -51,7 +51,7 @@ def join(runs: dict[str, Path], output: Path, **more) -> Path:
     return package_video(runs["vae"], runs["target"], output, SHARED_FROM, runs["drafter"], runs["preview"], **more)
 
 
-def test_the_folder_holds_int8_networks_that_open(runs: dict[str, Path], tmp_path: Path) -> None:
+def test_the_folder_holds_int6_networks_that_open(runs: dict[str, Path], tmp_path: Path) -> None:
     folder = join(runs, tmp_path / "out", note="On a slow machine.", defaults={"num_blocks": 6})
     index = json.loads((folder / "model_index.json").read_text())
     assert index["_class_name"] == "CausalVideoPipeline" and index["defaults"] == {**HOW, "num_blocks": 6}
@@ -64,11 +64,11 @@ def test_the_folder_holds_int8_networks_that_open(runs: dict[str, Path], tmp_pat
     for part, kind in kinds.items():
         weights = folder / part / "diffusion_pytorch_model.safetensors"
         assert any(value.dtype == torch.int8 for value in load_file(weights).values()), part
-        assert kind.from_pretrained(folder / part).config.weight_format == "int8"
+        assert kind.from_pretrained(folder / part).config.weight_format == "int6"
         assert weights.stat().st_mode & 0o044 == 0o044
     was = CausalVideoTransformer.from_pretrained(runs["target"] / "transformer").state_dict()
     now = CausalVideoTransformer.from_pretrained(folder / "transformer").state_dict()
-    assert all((was[name] - now[name]).abs().max() <= 0.01 * was[name].abs().max() for name in was)
+    assert all((was[name] - now[name]).abs().max() <= was[name].abs().max() / 61 for name in was)
     card = (folder / "README.md").read_text()
     figures = ("27.50 dB", "29.25 dB on training", "2.00 hours", "0.250, 0.500", "| 0.81 | 10% | 19.5 |", "1.2%", "2 steps")
     for said in (*figures, "On a slow machine."):

@@ -191,7 +191,7 @@ def test_a_packaged_drafter_opens_with_its_model(kind: str, tmp_path: Path) -> N
     again = LlamaGenPipeline.from_pretrained(tmp_path / "model")
     expected = weights(tmp_path / "run", kind)
     for name, value in getattr(again, kind).state_dict().items():
-        torch.testing.assert_close(value, expected[name], atol=1e-3, rtol=1e-3)
+        assert (value - expected[name]).abs().max() <= expected[name].abs().max() / 61, name  # half a step of int6
     assert "For a test." in (tmp_path / "model" / kind / "README.md").read_text()
 
 

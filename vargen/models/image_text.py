@@ -21,7 +21,8 @@ from vargen.compat import ensure_torchvision, tokenized
 ensure_torchvision()
 
 from diffusers.configuration_utils import ConfigMixin, register_to_config
-from diffusers.models.modeling_utils import ModelMixin
+
+from vargen.models.weight_storage import ModelMixin, QuantizedStorageMixin, validate_weight_format  # noqa: F401
 
 PATCH = 4  # side of the pixel patches that the first layer folds into channels
 _LONGEST = 32  # maximum tokens of a caption
@@ -42,7 +43,7 @@ class ImageTowerBlock(nn.Module):
         return x_BCYX + self.conv2(F.gelu(self.norm2(h)))
 
 
-class ImageTextModel(ModelMixin, ConfigMixin):
+class ImageTextModel(QuantizedStorageMixin, ConfigMixin):
     """Maps images and captions to unit vectors in a common embedding space.
 
     Args:
@@ -52,6 +53,7 @@ class ImageTextModel(ModelMixin, ConfigMixin):
         embed_dim: dimension E of the common space.
         image_size: width and height in pixels at which images are scored; any multiple of 16 works.
         groups: number of groups of the group norms; must divide every width.
+        weight_format: storage format of `save_pretrained`; see `QuantizedStorageMixin`.
     """
 
     @register_to_config
@@ -63,8 +65,10 @@ class ImageTextModel(ModelMixin, ConfigMixin):
         embed_dim: int = 384,
         image_size: int = 96,
         groups: int = 16,
+        weight_format: str | None = None,
     ):
         super().__init__()
+        validate_weight_format(weight_format)
         stages: list[nn.Module] = [nn.PixelUnshuffle(PATCH), nn.Conv2d(3 * PATCH**2, widths[0], 3, padding=1)]
         for stage, (width, count) in enumerate(zip(widths, blocks, strict=True)):
             if stage:

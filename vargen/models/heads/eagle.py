@@ -27,10 +27,11 @@ from vargen.models.llamagen_blocks import Linear, LlamaGenBlock, build_rotary_2d
 ensure_torchvision()
 
 from diffusers.configuration_utils import ConfigMixin, register_to_config
-from diffusers.models.modeling_utils import ModelMixin
+
+from vargen.models.weight_storage import ModelMixin, QuantizedStorageMixin, validate_weight_format  # noqa: F401
 
 
-class EagleDrafter(TransposableWeights, ModelMixin, ConfigMixin):
+class EagleDrafter(TransposableWeights, QuantizedStorageMixin, ConfigMixin):
     """One-layer drafter on the features of a target transformer.
 
     Slot j takes the feature that predicted token j and the embedding of token j, and returns the feature that predicts token
@@ -40,6 +41,7 @@ class EagleDrafter(TransposableWeights, ModelMixin, ConfigMixin):
         dim, vocab_size, grid_size: as in the target.
         n_head, multiple_of, ffn_dim_multiplier, norm_eps, rope_base: parameters of the layer, as in `LlamaGenTransformer`.
         above: add the target's feature after the token above the one to predict as an input; zero where there is none yet.
+        weight_format: storage format of `save_pretrained`; see `QuantizedStorageMixin`.
 
     Raises:
         ValueError: for a grid size outside 1 to 256, or a width that is not divisible by the heads and the two rotary axes.
@@ -66,8 +68,10 @@ class EagleDrafter(TransposableWeights, ModelMixin, ConfigMixin):
         norm_eps: float = 1e-5,
         rope_base: float = 10000.0,
         above: bool = False,
+        weight_format: str | None = None,
     ):
         super().__init__()
+        validate_weight_format(weight_format)
         if isinstance(grid_size, bool) or not isinstance(grid_size, int) or not 1 <= grid_size <= MAX_GRID:
             raise ValueError(f"grid_size must be a whole number from 1 to {MAX_GRID}, got {grid_size!r}")
         if dim % n_head or (dim // n_head) % 4:

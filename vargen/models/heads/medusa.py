@@ -23,7 +23,8 @@ from vargen.models.llamagen_blocks import Linear
 ensure_torchvision()
 
 from diffusers.configuration_utils import ConfigMixin, register_to_config
-from diffusers.models.modeling_utils import ModelMixin
+
+from vargen.models.weight_storage import ModelMixin, QuantizedStorageMixin, validate_weight_format  # noqa: F401
 
 
 class ResidualBlock(nn.Module):
@@ -57,13 +58,14 @@ class MedusaHead(nn.Module):
         return x
 
 
-class MedusaDrafter(TransposableWeights, ModelMixin, ConfigMixin):
+class MedusaDrafter(TransposableWeights, QuantizedStorageMixin, ConfigMixin):
     """Maps the target's feature that predicted token j, and token j, to features that predict tokens j + 1 to j + h.
 
     Args:
         dim, vocab_size, grid_size: as in the target.
         heads: number of heads h, one per future token.
         blocks: residual blocks per head.
+        weight_format: storage format of `save_pretrained`; see `QuantizedStorageMixin`.
 
     Raises:
         ValueError: for fewer than one head.
@@ -77,8 +79,17 @@ class MedusaDrafter(TransposableWeights, ModelMixin, ConfigMixin):
     token_scale: Tensor
 
     @register_to_config
-    def __init__(self, dim: int = 768, vocab_size: int = 16384, grid_size: int = 16, heads: int = 3, blocks: int = 2):
+    def __init__(
+        self,
+        dim: int = 768,
+        vocab_size: int = 16384,
+        grid_size: int = 16,
+        heads: int = 3,
+        blocks: int = 2,
+        weight_format: str | None = None,
+    ):
         super().__init__()
+        validate_weight_format(weight_format)
         if isinstance(heads, bool) or not isinstance(heads, int) or heads < 1:
             raise ValueError(f"heads must be a whole number of at least 1, got {heads!r}")
         self.ahead = nn.ModuleList(MedusaHead(dim, blocks) for _ in range(heads))

@@ -105,6 +105,9 @@ class TokenUpsampler(QuantizedStorageMixin, ConfigMixin):
         nn.init.normal_(self.output.weight, std=0.02)
         nn.init.zeros_(self.output.bias)
 
+    def unquantized_dtype(self, name: str) -> torch.dtype:
+        return torch.float16 if self.config.weight_format == "int6" and name == "embedding.weight" else torch.float32
+
     def features(self, low: Tensor) -> Tensor:
         """Compute features `[B, D, R, C]` from low-resolution tokens `[B, r, c]`, once per image."""
         x = self.low(self.embedding(low).movedim(-1, 1) + self.place)
