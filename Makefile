@@ -5,6 +5,7 @@
 # make test-latest                  the tests that meet other packages than torch, on the latest set
 # make test-lowest                  the same, on the oldest packages that pyproject.toml allows
 # make test-gpu                     the kernels and CUDA graphs, on a machine with an NVIDIA GPU
+# make gpu                          everything that depends on the GPU, checked and measured in ten minutes: report/report.md
 # make docs                         the documentation site, in build/site
 # make lint                         ruff and mypy
 # make clean                        remove what make made, images excepted
@@ -35,7 +36,7 @@ DOCS      := .venv-docs
 PYTEST    := pytest -n 2 --dist worksteal
 SOURCES   := $(wildcard app.py) vargen pipelines kernels assets recipes examples tests benchmarks docs
 
-.PHONY: image demo test test-latest test-lowest test-gpu docs lint ruff types clean
+.PHONY: image demo test test-latest test-lowest test-gpu gpu docs lint ruff types clean
 
 image: $(REFERENCE)/.core
 	@$(REFERENCE)/bin/vargen generate --model "$$MODEL" --seed "$$SEED" -o "$$OUT" -- "$$PROMPT"
@@ -57,6 +58,9 @@ test-lowest: $(LOWEST)/.fast
 test-gpu: $(REFERENCE)/.all
 	$(REFERENCE)/bin/python -c 'import torch; torch.cuda.is_available() or exit("make test-gpu needs an NVIDIA GPU")'
 	$(REFERENCE)/bin/pytest tests/kernels tests/decoding/test_graphs.py
+
+gpu: $(REFERENCE)/.all
+	$(REFERENCE)/bin/vargen bench gpu --minutes 10 -o report
 
 # mkdocstrings reads the sources without importing them, so this environment needs no torch.
 docs: $(DOCS)/.tools

@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vargen.device_profiles import find_profile
 from vargen.values import short_repr
 
 if TYPE_CHECKING:
@@ -209,11 +210,17 @@ def inference_mode_for(device: torch.device) -> AbstractContextManager[None]:
 
 
 def read_graph_setting(device: torch.device) -> bool:
-    """Return whether passes on this device should be captured; raise ValueError if VARGEN_CUDA_GRAPHS is neither 0 nor 1."""
-    value = os.environ.get(GRAPHS_VARIABLE, "") or "0"
-    if value not in ("0", "1"):
+    """Return whether passes on this device should be captured: as VARGEN_CUDA_GRAPHS says, else as measured for this GPU.
+
+    Raises:
+        ValueError: if VARGEN_CUDA_GRAPHS is neither 0 nor 1.
+    """
+    value = os.environ.get(GRAPHS_VARIABLE, "")
+    if value not in ("", "0", "1"):
         raise ValueError(f"{GRAPHS_VARIABLE} must be 0 or 1, got {value!r}")
-    return value == "1" and device.type == "cuda"
+    if device.type != "cuda":
+        return False
+    return value == "1" if value else bool(find_profile(str(device)).graphs)
 
 
 def explain_graphs(device: torch.device) -> str:

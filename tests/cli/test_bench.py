@@ -136,3 +136,22 @@ def test_kernels_say_what_a_cpu_cannot_measure(run: Any) -> None:
 def test_kernels_refuse_other_shapes(run: Any, words: list[str], said: str) -> None:
     result = run("bench", "kernels", *words)
     assert result.exit_code != 0 and said in result.output
+
+
+def test_gpu_writes_a_report_of_what_runs_here(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # the process of a part would run interpreted kernels
+    result = run("bench", "gpu", "--part", "kernels", "--device", "cpu", "-o", "report", "--minutes", "0.5", "--json")
+    assert result.exit_code == 0, result.output
+    (part,) = json.loads(result.stdout)["parts"]
+    assert part["status"] == "skipped" and "needs CUDA" in part["reason"]
+    assert "needs CUDA" in Path("report/report.md").read_text() and not Path("report/profile.json").exists()
+    assert json.loads(Path("report/report.json").read_text())["parts"] == [part]
+
+
+@pytest.mark.parametrize(
+    ("words", "name"), [(["--minutes", "0"], "minutes"), (["--part", "speed"], "part"), (["-o", "a.txt"], "output")]
+)
+def test_gpu_refuses_bad_input_before_it_writes(run: Any, words: list[str], name: str) -> None:
+    Path("a.txt").touch()
+    result = run("bench", "gpu", "-o", "report", *words)
+    assert result.exit_code == 2 and name in result.stderr and not Path("report").exists()

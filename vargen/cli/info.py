@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import tempfile
 import textwrap
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,17 +17,23 @@ app = typer.Typer(help="Show versions, devices, packaged models and presets.", i
 
 _PACKAGES = ("vargen", "torch", "diffusers", "transformers", "safetensors", "torchvision", "triton")
 _WIDTH = 100  # columns per line
+_CHECK_SECONDS = 60.0
 _JSON = typer.Option("--json", help="Print one JSON document.")
 
 
 @app.callback()
-def info(ctx: typer.Context, as_json: Annotated[bool, _JSON] = False) -> None:
+def info(
+    ctx: typer.Context,
+    as_json: Annotated[bool, _JSON] = False,
+    check: Annotated[bool, typer.Option("--check", help="Also check kernels and tokens on this device, in a minute.")] = False,
+) -> None:
     if ctx.invoked_subcommand is not None:
         return
     quiet_libraries()
     facts = collect_facts()
+    found = check_device(facts["default_device"]) if check else []
     if as_json:
-        print_json(facts)
+        print_json({**facts, **({"checks": found} if check else {})})
         return
     machine = facts["machine"]
     bfloat16 = "in hardware" if machine["bfloat16_in_hardware"] else "emulated, slow"
@@ -47,6 +55,18 @@ def info(ctx: typer.Context, as_json: Annotated[bool, _JSON] = False) -> None:
     if not facts["models"]:
         print("  none")
     print("\nPresets: " + ", ".join(preset["name"] for preset in facts["presets"]))
+    for part in found:
+        checks = f", {len(part['rows'])} checks" if part["rows"] else ""
+        print(f"\n{part['title']}: {part['status']}{checks}" + textwrap.indent(f"\n{part['reason']}".rstrip(), "  "))
+
+
+def check_device(device: str) -> list[dict[str, Any]]:
+    """Run the checks of the device report for at most a minute; returns the results as plain values."""
+    from vargen.evaluation.device_parts import PARTS
+    from vargen.evaluation.device_report import run_report
+
+    with tempfile.TemporaryDirectory() as folder:
+        return [asdict(each) for each in run_report(PARTS, ["kernels", "tokens"], device, _CHECK_SECONDS, Path(folder))]
 
 
 @app.command("presets")

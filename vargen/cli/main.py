@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar
 import typer
 
 from vargen import __version__
-from vargen.cli import bench, bench_distribution, compare, convert, evaluate, generate, info, score, train, verify
+from vargen.cli import bench, bench_distribution, bench_gpu, compare, convert, evaluate, generate, info, score, train, verify
 from vargen.cli.console import Commands, StandardOutput, accept_old_names, configure_logging, print_status
 from vargen.cli.results import describe_failed_write
 
@@ -56,6 +56,7 @@ app.add_typer(info.app, name="info")
 bench.app.command("distribution", context_settings=accept_old_names(bench_distribution.RENAMED))(
     bench_distribution.distribution
 )
+bench.app.command("gpu")(bench_gpu.gpu)
 app.add_typer(bench.app, name="bench")
 app.add_typer(train.app, name="train")
 app.add_typer(convert.app, name="convert")
