@@ -16,9 +16,10 @@ from vargen.compat import installed_version
 from vargen.decoding import PRESETS, Sampling, Tree, decode, list_methods
 from vargen.decoding.next_token.log_probs import compute_log_probs
 from vargen.evaluation.exact_sum import sum_pass
-from vargen.pipelines.adapters.image_language_models import Emu3, Janus, describe_language_model, pad_prompts
+from vargen.pipelines.adapters.image_language_models import Emu3, Janus, describe_language_model
+from vargen.pipelines.adapters.language_model_base import PromptRows, pad_prompts
 from vargen.pipelines.adapters.shared_noise import SharedNoiseLogitsProcessor
-from vargen.pipelines.adapters.transformers import PromptRows, TransformersTokenModel
+from vargen.pipelines.adapters.transformers import TransformersTokenModel
 
 pytestmark = [
     pytest.mark.packages,
@@ -53,8 +54,8 @@ def pipe(request: pytest.FixtureRequest) -> Any:
     return request.getfixturevalue(request.param)
 
 
-def rows(pipe: Any, guided: bool = True) -> PromptRows:
-    return pipe._encode(PROMPTS, None, guided, 1)
+def rows(pipe: Any) -> PromptRows:
+    return pipe.encode_condition(PROMPTS)[0]
 
 
 @pytest.mark.parametrize("sizes", JANUS, ids=str)
@@ -72,7 +73,8 @@ def test_greedy_tokens_of_janus_are_those_of_its_generate(sizes: dict[str, Any])
 def emu3_generate(pipe: Any, number: int, processors: list[Any], **options: Any) -> torch.Tensor:
     """Image tokens by the model's own `generate`, as its documentation calls it."""
     model, ids, found = pipe.language_model.model, pipe.language_model.ids, rows(pipe)
-    own, negative = (found.ids[at][found.valid[at]][None] for at in (number, number + len(PROMPTS)))
+    assert found.unconditional is not None
+    own, negative = (each.ids[number][each.valid[number]][None] for each in (found, found.unconditional))
     start, (height, width) = own.shape[1], SIZE
 
     def allowed(batch: int, sequence: torch.Tensor) -> list[int]:
@@ -148,7 +150,7 @@ def test_chains_and_trees_equal_sequential_passes(attention: str, guidance_scale
     model, processor = make_janus(side=5)
     model.set_attn_implementation(attention)
     pipe = vargen.accelerate(model, processor)
-    adapter, condition = pipe.decoding_model(guidance_scale), rows(pipe, guidance_scale != 1)
+    adapter, condition = pipe.decoding_model(guidance_scale), rows(pipe)
     generator = torch.Generator().manual_seed(7)
     state, _ = adapter.prefill(condition, 8)
     history: list[list[int]] = [[], [], []]
@@ -175,8 +177,7 @@ def test_chains_and_trees_equal_sequential_passes(attention: str, guidance_scale
 
 def sequential(adapter: TransformersTokenModel, condition: PromptRows, row: int, tokens: list[int]) -> torch.Tensor:
     """Logits after some tokens of one row, fed one by one."""
-    own = [row] if adapter.rows_per_image == 1 else [row, row + 3]
-    state, _ = adapter.prefill(PromptRows(condition.ids[own], condition.valid[own]), 1)
+    state, _ = adapter.prefill(condition.rows([row]), 1)
     for token in tokens:
         logits = adapter.forward(torch.tensor([[token]]), state, Tree.make_chain(0)).logits
         adapter.commit(state, torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, dtype=torch.int64), Tree.make_chain(0))
@@ -191,10 +192,7 @@ class SummedModel(TransformersTokenModel):
         self.condition, self.tokens = condition, self.grid[0] * self.grid[1]
 
     def prefill(self, condition: torch.Tensor, max_width: int) -> Any:
-        B = len(condition)
-        conditional, blank = self.condition.ids
-        ids = torch.cat([conditional.expand(B, -1), blank.expand(B, -1)])
-        return super().prefill(PromptRows(ids, torch.ones_like(ids).bool()), max_width)
+        return super().prefill(self.condition.repeat(len(condition)), max_width)
 
     @torch.no_grad()
     def joint(self, condition: int, to_probs: Any) -> torch.Tensor:
@@ -209,7 +207,7 @@ class SummedModel(TransformersTokenModel):
 def test_exact_rules_sum_to_the_model_s_distribution(name: str) -> None:
     model, processor = make_janus(side=2, codes=3)
     description = Janus(model)
-    condition = description.encode_prompts(processor, ["a red apple"], None, True)
+    condition = description.encode_prompts(processor, ["a red apple"], None)
     summed: Any = SummedModel(description, condition)
     summed.example_tokens = torch.randint(3, (6, 4), generator=torch.Generator().manual_seed(1))
     method = PRESETS[name].fit_to_grid(4, 3)
@@ -349,7 +347,7 @@ def test_a_folder_opens_as_the_model_in_memory(folder: Path) -> None:
     calls = {"temperature": 0, "output_type": "latent"}
     in_memory = vargen.accelerate(make_janus()[0], opened.processor)  # whose tokenizer transformers 5 rebuilds as a Llama's
     assert torch.equal(opened(PROMPTS, **calls).tokens, in_memory(PROMPTS, **calls).tokens)
-    assert opened.draft is not None and opened(PROMPTS, accelerator="speculative", **calls).stats.tokens_per_pass > 3
+    assert opened.draft_model is not None and opened(PROMPTS, accelerator="speculative", **calls).stats.tokens_per_pass > 3
 
 
 def spoil(path: Path, how: str) -> None:
