@@ -123,7 +123,7 @@ class LanguageModelPipeline(VisualPipeline):
     def validate_method_for(cls, info: ModelInfo, method: Accelerator) -> None:
         drafter = method.drafter
         drafter.validate_grid(info.num_tokens)
-        if isinstance(drafter, HeadDrafter) and drafter.model is None:
+        if isinstance(drafter, HeadDrafter) and drafter.model is None and drafter.kind not in info.components:
             raise ValueError(drafter.missing_head_message())
 
     def _device_of(self, component: Any) -> torch.device:
@@ -293,6 +293,8 @@ class LanguageModelPipeline(VisualPipeline):
             ValueError: before any weight is read, if a folder holds no draft head, damaged files or code, or a head that was
                 trained for another model.
         """
+        if not self.decoding_model().has_features:
+            raise ValueError("drafter must wait until the model is loaded without offloading, whose hooks hide its features")
         known, loaded = self.language_model, {}
         found = [resolve_drafter(each, LlamaGenPipeline.family) for each in (drafter, *others)]
         for name, folder, config in found:
@@ -311,7 +313,9 @@ class LanguageModelPipeline(VisualPipeline):
         return next(iter(loaded))
 
     def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
-        """Write the model and its processor as a folder of transformers, which `open_pipeline` opens, without draft heads.
+        """Write the model and its processor as a folder of transformers, and each draft head in a subfolder of its name.
+
+        `open_pipeline` opens it with its draft heads; transformers opens it without them. A draft model is not saved.
 
         Args:
             kwargs: passed to `save_pretrained` of the model.
@@ -319,6 +323,8 @@ class LanguageModelPipeline(VisualPipeline):
         with atomic_merge(expand_user(save_directory, "save_directory")) as staged:
             self.model.save_pretrained(str(staged), safe_serialization=True, **kwargs)
             self.processor.save_pretrained(str(staged))
+            for name, network in self._heads.items():
+                network.save_pretrained(str(staged / name), safe_serialization=True)
 
     # -- images -----------------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from vargen.models.component_files import read_config, refuse_code_files
 from vargen.pipelines.adapters.image_language_models import MODELS, describe_language_model
 from vargen.pipelines.adapters.language_model_base import ImageLanguageModel, validate_network
 from vargen.pipelines.language_model import LanguageModelPipeline
+from vargen.pipelines.llamagen import LlamaGenPipeline
 from vargen.pipelines.loading import default_dtype, locate_folder
 from vargen.weight_files import read_header
 
@@ -77,7 +78,10 @@ def open_language_model(
                 folder, use_safetensors=True, local_files_only=True, **{_dtype_argument(): kind}, **loading
             )
         models.append(model.to(place).eval() if moved else model.eval())
-    return LanguageModelPipeline(models[0], processor, *models[1:], size=size)
+    pipe = LanguageModelPipeline(models[0], processor, *models[1:], size=size)
+    if heads := _list_heads(folders[0]):
+        pipe.load_drafter(*(folders[0] / name for name in heads))
+    return pipe
 
 
 def _dtype_argument() -> str:
@@ -85,6 +89,11 @@ def _dtype_argument() -> str:
     import transformers
 
     return "dtype" if tuple(int(part) for part in transformers.__version__.split(".")[:2]) >= (4, 56) else "torch_dtype"
+
+
+def _list_heads(folder: Path) -> list[str]:
+    """Return the draft heads that `LanguageModelPipeline.save_pretrained` stored in a folder."""
+    return [name for name in LlamaGenPipeline.family.drafters if (folder / name / "config.json").is_file()]
 
 
 def find_architecture(folder: Path) -> str | None:
@@ -104,7 +113,7 @@ def describe_folder(folder: Path, size: tuple[int, int] | None = None) -> ImageL
     """
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} holds no config.json, so it is not a model of transformers")
-    refuse_code_files(folder)
+    refuse_code_files(folder, _list_heads(folder))
     file, found = folder / "config.json", find_architecture(folder)
     if found not in MODELS:
         raise ValueError(f"{file} describes a {found!r}; vargen runs {', '.join(MODELS)}")
@@ -120,7 +129,7 @@ def describe_folder(folder: Path, size: tuple[int, int] | None = None) -> ImageL
         config = cls.config_class.from_pretrained(folder, local_files_only=True)
         with torch.device("meta"):
             model = cls(config).eval()
-    except (KeyError, AttributeError, OSError, AssertionError, RuntimeError) as error:
+    except Exception as error:  # classes of transformers validate little, and fail in many ways
         raise ValueError(f"{file} does not describe a {found}: {error}") from error
     described = describe_language_model(model, **({} if size is None else {"size": size}))
     validate_network(described)
@@ -141,7 +150,7 @@ def load_processor(folder: Path) -> Any:
 
     try:
         return AutoProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:  # as above
         raise ValueError(f"{folder} holds no processor that transformers can load: {error}") from error
 
 
@@ -155,5 +164,5 @@ def describe_model(folder: Path) -> Mapping[str, Any]:
     described.validate_processor(load_processor(folder))
     tokens = described.grid[0] * described.grid[1]
     return {"folder": folder, "pipeline": LanguageModelPipeline.__name__, "condition": "text", "vocab_size": described.vocab,
-            "num_tokens": tokens, "num_classes": 0, "id2label": {}, "components": ("model", "processor"),
+            "num_tokens": tokens, "num_classes": 0, "id2label": {}, "components": ("model", "processor", *_list_heads(folder)),
             "num_baseline_passes": tokens, "makes_images": described.has_pixels}  # fmt: skip

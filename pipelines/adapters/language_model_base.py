@@ -226,11 +226,12 @@ def read_weight(module: Any, name: str = "weight") -> Tensor:
 
 def find_device(module: Any) -> torch.device:
     """Return the device where a module runs. While accelerate offloads it, its weights are on another one."""
-    hooks = getattr(module, "_hf_hook", None)
-    for hook in getattr(hooks, "hooks", [hooks]):
-        place = getattr(hook, "execution_device", None)
-        if place is not None:
-            return torch.device("cuda", place) if isinstance(place, int) else torch.device(place)
+    for part in module.modules():
+        hooks = getattr(part, "_hf_hook", None)
+        for hook in getattr(hooks, "hooks", [hooks]):
+            place = getattr(hook, "execution_device", None)
+            if place is not None:
+                return torch.device("cuda", place) if isinstance(place, int) else torch.device(place)
     return next(module.parameters()).device
 
 

@@ -116,7 +116,7 @@ class TransformersTokenModel(TokenModel):
         self._hooked = any(hasattr(module, "_hf_hook") for module in language_model.model.modules())
         kept = [layer for layer in range(len(body.layers)) if layer not in skipped]
         self._places = {layer: place for place, layer in enumerate(kept)}
-        self.num_layers = 0 if self._hooked else len(kept)
+        self.num_layers = len(kept)
         if self._hooked:  # a view would be run by the hooks of the network it is a view of
             self.capture_blocker = "weights are moved or cast by hooks in each pass"
             self._body, self._norm = body, None
@@ -132,6 +132,11 @@ class TransformersTokenModel(TokenModel):
         layers_used = f"{len(kept)} layers, " if skipped else ""
         self.cost_key = f"{name}, {layers_used}transformers {transformers_version}"
         self.draft_heads = {name: make(self) for name, make in (draft_heads or {}).items()} if self._norm else {}
+
+    @property
+    def has_features(self) -> bool:
+        """Whether passes return features, which draft heads take; hooks that load weights hide them."""
+        return self._norm is not None
 
     def skip_layers(self, layers: Sequence[int]) -> TransformersTokenModel:
         """Return the same model without some of its layers, which share the weights.

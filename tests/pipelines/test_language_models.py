@@ -287,8 +287,9 @@ def test_other_models_are_refused() -> None:
 @pytest.mark.parametrize(("change", "argument"), [
     (lambda model: model.train(), "evaluation mode"),
     (lambda model: setattr(model.config.get_text_config(), "_attn_implementation", "flash_attention_2"), "attn_implementation"),
+    (lambda model: setattr(model.config.get_text_config(), "_attn_implementation", "flex_attention"), "attn_implementation"),
     (lambda model: setattr(model.config.get_text_config(), "layer_types", ["sliding_attention"] * 2), "sliding_attention"),
-], ids=["training", "flash", "sliding"])  # fmt: skip
+], ids=["training", "flash", "flex", "sliding"])  # fmt: skip
 def test_networks_that_do_not_fit_are_refused(change: Any, argument: str) -> None:
     model, processor = make_janus()
     change(model)

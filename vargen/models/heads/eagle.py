@@ -40,6 +40,7 @@ class EagleDrafter(TransposableWeights, ModelMixin, ConfigMixin):
         dim, vocab_size, grid_size: as in the target.
         n_head, multiple_of, ffn_dim_multiplier, norm_eps, rope_base: parameters of the layer, as in `LlamaGenTransformer`.
         above: add the target's feature after the token above the one to predict as an input; zero where there is none yet.
+        target: digest that identifies a target of transformers; None for a LlamaGen, which its sizes identify.
 
     Raises:
         ValueError: for a grid size outside 1 to 256, or a width that is not divisible by the heads and the two rotary axes.
@@ -47,6 +48,7 @@ class EagleDrafter(TransposableWeights, ModelMixin, ConfigMixin):
 
     target_settings: ClassVar[tuple[str, ...]] = (  # copied from the target
         "dim", "vocab_size", "grid_size", "n_head", "multiple_of", "ffn_dim_multiplier", "norm_eps", "rope_base",
+        "target",
     )  # fmt: skip
     trains_features: ClassVar[bool] = True  # whether the loss also compares features with the target's
 
@@ -66,6 +68,7 @@ class EagleDrafter(TransposableWeights, ModelMixin, ConfigMixin):
         norm_eps: float = 1e-5,
         rope_base: float = 10000.0,
         above: bool = False,
+        target: str | None = None,
     ):
         super().__init__()
         if isinstance(grid_size, bool) or not isinstance(grid_size, int) or not 1 <= grid_size <= MAX_GRID:

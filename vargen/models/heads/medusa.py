@@ -64,20 +64,29 @@ class MedusaDrafter(TransposableWeights, ModelMixin, ConfigMixin):
         dim, vocab_size, grid_size: as in the target.
         heads: number of heads h, one per future token.
         blocks: residual blocks per head.
+        target: digest that identifies a target of transformers; None for a LlamaGen, which its sizes identify.
 
     Raises:
         ValueError: for fewer than one head.
     """
 
     layer_prefixes: ClassVar[dict[str, tuple[str, ...]]] = {"heads": ("ahead.",), "blocks": ("ahead.0.blocks.",)}
-    target_settings: ClassVar[tuple[str, ...]] = ("dim", "vocab_size", "grid_size")  # copied from the target
+    target_settings: ClassVar[tuple[str, ...]] = ("dim", "vocab_size", "grid_size", "target")  # copied from the target
     trains_features: ClassVar[bool] = False  # whether the loss also compares features with the target's
 
     feature_scale: Tensor
     token_scale: Tensor
 
     @register_to_config
-    def __init__(self, dim: int = 768, vocab_size: int = 16384, grid_size: int = 16, heads: int = 3, blocks: int = 2):
+    def __init__(
+        self,
+        dim: int = 768,
+        vocab_size: int = 16384,
+        grid_size: int = 16,
+        heads: int = 3,
+        blocks: int = 2,
+        target: str | None = None,
+    ):
         super().__init__()
         if isinstance(heads, bool) or not isinstance(heads, int) or heads < 1:
             raise ValueError(f"heads must be a whole number of at least 1, got {heads!r}")
