@@ -75,7 +75,9 @@ def measure(model: TransformersTokenModel, timer: ModuleTimer, method: Accelerat
     ids = torch.randint(1, 1024, (2, PROMPT_TOKENS), generator=generator)
     run, seeds = Run(torch.device("cpu"), SIDE**2), torch.tensor([7])
     sampling = Sampling()
-    step, state, out = prefill(run, model, PromptRows(ids, torch.ones_like(ids).bool()), seeds, method, sampling)
+    valid = torch.ones(1, PROMPT_TOKENS, dtype=torch.bool)
+    condition = PromptRows(ids[:1], valid, PromptRows(ids[1:], valid))
+    step, state, out = prefill(run, model, condition, seeds, method, sampling)
     step.sample_first_token(state.images, out)
     if start > 1:  # as if these tokens had been generated: passes over zeros take as long
         state.images.length.fill_(start)

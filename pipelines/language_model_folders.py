@@ -129,6 +129,11 @@ def describe_folder(folder: Path, size: tuple[int, int] | None = None) -> ImageL
         config = cls.config_class.from_pretrained(folder, local_files_only=True)
         with torch.device("meta"):
             model = cls(config).eval()
+    except ImportError as error:  # transformers 4.53 imports every configuration, and that of gemma3n needs a newer timm
+        raise ValueError(
+            f"transformers {transformers.__version__} cannot construct a {found} beside the installed packages ({error}); "
+            "4.57.6 can, also beside timm 0.6.13, which image-reward 1.5 needs"
+        ) from error
     except Exception as error:  # classes of transformers validate little, and fail in many ways
         raise ValueError(f"{file} does not describe a {found}: {error}") from error
     described = describe_language_model(model, **({} if size is None else {"size": size}))

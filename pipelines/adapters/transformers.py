@@ -125,7 +125,7 @@ class TransformersTokenModel(TokenModel):
             layers = torch.nn.ModuleList(body.layers[layer] for layer in kept)
             self._body._modules = {**body._modules, "layers": layers, "norm": torch.nn.Identity()}
         forced = language_model.forced
-        self._forced = None if forced is None else forced.to(self.device)
+        self.forced = None if forced is None else forced.to(self.device)
         self._forced_tokens = None if forced is None else forced[forced >= 0].unique().to(self.device)
         sizes = hashlib.sha256(config.to_json_string().encode()).hexdigest()[:12]
         name = f"{language_model.class_name} {sizes}, {self.dtype}, {self.rows_per_image} rows an image".replace("torch.", "")
@@ -230,9 +230,9 @@ class TransformersTokenModel(TokenModel):
             if self.guidance.interval is not None:  # position 1 is decoding step 0
                 scale = torch.where(position <= self.guidance.interval + 1, scale, 1.0)[..., None]
             logits = unconditional + scale * (conditional - unconditional)
-        if self._forced is None:
+        if self.forced is None:
             return logits
         assert self._forced_tokens is not None
-        token = self._forced[position.clamp(max=len(self._forced) - 1)][..., None]
+        token = self.forced[position.clamp(max=len(self.forced) - 1)][..., None]
         certain = torch.full_like(logits, _FLOOR).scatter(-1, token.clamp(min=0), 0.0)
         return torch.where(token >= 0, certain, logits.index_fill(-1, self._forced_tokens, _FLOOR))

@@ -1,4 +1,4 @@
-"""Image language models of transformers in use: memory, layers, draft heads, devices and dtypes, the command line, bad folders."""
+"""Image language models of transformers in use: memory, layers, draft heads, devices, the command line, bad folders."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_model_without_some_layers_drafts_for_itself(name: str) -> None:
     method = Accelerator("skip", LayerSkip(3, shared_noise=True, skip="1+2"), shared_noise)
     found = sample(pipe, method)
     assert torch.equal(found.tokens, sample(pipe, "ar").tokens)
-    assert 1 < found.stats.tokens_per_pass and sample(pipe, "layer-skip").tokens.shape == found.tokens.shape
+    assert found.stats.tokens_per_pass > 1 and sample(pipe, "layer-skip").tokens.shape == found.tokens.shape
     view = model.skip_layers([1, 2])
     cache = view.prefill(condition, 4)[0].cache
     assert len(cache.k) == 2, "a view has a cache for its own layers only"
@@ -158,7 +158,7 @@ def test_draft_heads_of_another_model_are_refused(change: str, tmp_path: Path) -
     MedusaDrafter(**settings).save_pretrained(tmp_path / "drafter")
     with pytest.raises(ValueError, match=change):
         pipe.load_drafter(tmp_path)
-    with pytest.raises(ValueError, match="emoji|trained|low_res"):
+    with pytest.raises(ValueError, match="low_res"):
         pipe.load_drafter("emoji/low_res/transformer")
     assert not pipe.draft_heads
 
@@ -213,9 +213,10 @@ def test_a_model_that_is_cast_or_changed_later_is_used_as_it_is(name: str) -> No
     cast = sample(pipe, "gumbel", temperature=0)
     assert pipe.decoding_model().dtype == torch.bfloat16 and cast.tokens.shape == before.shape
     model = pipe.decoding_model()
-    state, out = model.prefill(pipe.encode_condition(PROMPTS)[0], 4)
+    with torch.no_grad():
+        state, out = model.prefill(pipe.encode_condition(PROMPTS)[0], 4)
+        exact = make(name).decoding_model().prefill(pipe.encode_condition(PROMPTS)[0], 4)[1]
     assert state.cache.k.dtype == torch.bfloat16 and out.logits.dtype == torch.float32
-    exact = make(name).decoding_model().prefill(pipe.encode_condition(PROMPTS)[0], 4)[1]
     assert torch.allclose(out.logits, exact.logits, atol=0.1 * float(exact.logits.std()))
     with torch.no_grad():
         for parameter in pipe.to(torch.float32).model.parameters():

@@ -16,6 +16,7 @@ from vargen.compat import installed_version
 from vargen.decoding import PRESETS, Sampling, Tree, decode, list_methods
 from vargen.decoding.next_token.log_probs import compute_log_probs
 from vargen.evaluation.exact_sum import sum_pass
+from vargen.pipelines.adapters.glm_image import PreviewDrafter
 from vargen.pipelines.adapters.image_language_models import Emu3, Janus, describe_language_model
 from vargen.pipelines.adapters.language_model_base import PromptRows, pad_prompts
 from vargen.pipelines.adapters.shared_noise import SharedNoiseLogitsProcessor
@@ -125,6 +126,19 @@ def test_rows_of_emu3_end_with_their_token(emu3: Any) -> None:
     assert (grid[:, :-1] < emu3.language_model.vocab - 1).all()
 
 
+def test_forced_tokens_are_drafted_as_they_are_and_not_counted(emu3: Any) -> None:
+    from vargen.decoding import Draft
+
+    forced, vocab = emu3.language_model.forced, emu3.vocab_size
+    draft = Draft(torch.zeros(2, 7, dtype=torch.int64), Tree.make_chain(7), torch.full((2, 7, vocab), 1 / vocab))
+    found = draft.put_forced(forced, torch.tensor([1, 20]))
+    assert found.tokens.tolist() == [[0, 0, 0, 0, vocab - 1, 0, 0], [0, 0, 0, vocab - 1] + [vocab - 1] * 3]
+    assert found.probs is not None and torch.equal(found.probs.argmax(-1)[0, 4], torch.tensor(vocab - 1))
+    assert torch.equal(found.probs[0, 0], draft.probs[0, 0]) and torch.allclose(found.probs.sum(-1), torch.ones(2, 7))
+    stats = emu3(PROMPTS, accelerator="ar", output_type="latent").stats
+    assert (stats.tokens, stats.forced) == (3 * 24, 3 * 4) and stats.tokens_per_pass == 20 / 24
+
+
 NEXT_TOKEN = [preset.name for preset in list_methods("next-token")]
 
 
@@ -203,16 +217,38 @@ class SummedModel(TransformersTokenModel):
         return probs.gather(2, images[..., None])[..., 0].prod(1).view([self.vocab] * self.tokens)
 
 
+@pytest.mark.parametrize("described", ["janus", "emu3"])
 @pytest.mark.parametrize("name", ["sjd", "scd", "pac", "lookup", "recycle"])
-def test_exact_rules_sum_to_the_model_s_distribution(name: str) -> None:
-    model, processor = make_janus(side=2, codes=3)
-    description = Janus(model)
+def test_exact_rules_sum_to_the_model_s_distribution(name: str, described: str) -> None:
+    """Also where a token is forced: the ends of two rows of Emu3."""
+    model, processor = make_janus(side=2, codes=3) if described == "janus" else make_emu3(codes=2)
+    description: Any = Janus(model) if described == "janus" else Emu3(model, size=(2, 1))
     condition = description.encode_prompts(processor, ["a red apple"], None)
     summed: Any = SummedModel(description, condition)
     summed.example_tokens = torch.randint(3, (6, 4), generator=torch.Generator().manual_seed(1))
     method = PRESETS[name].fit_to_grid(4, 3)
     found = sum_pass(method, summed, passes=2, sampling=Sampling(1.2, top_p=0.9))
     assert max(found.distance, found.draft_distance) < 1e-5
+
+
+def test_drafts_from_a_preview_are_exact() -> None:
+    """A preview of two tokens, and an image of two, in the places of the four tokens of a Janus."""
+    model, processor = make_janus(side=2, codes=3)
+    description = Janus(model)
+    summed: Any = SummedModel(description, description.encode_prompts(processor, ["a red apple"], None))
+    summed.low_res = PreviewDrafter(3, (1, 2), (1, 2))
+    summed.low_res.grid = summed.grid
+    found = sum_pass(PRESETS["mulo-exact"].fit_to_grid(4, 3), summed, passes=2, sampling=Sampling(1.2, top_p=0.9))
+    assert max(found.distance, found.draft_distance) < 1e-5
+
+
+def test_an_image_is_drafted_from_the_place_in_its_preview() -> None:
+    drafter = PreviewDrafter(5, (2, 3), (4, 6))
+    assert drafter.source(torch.arange(30)).tolist() == [-1] * 6 + [0, 0, 1, 1, 2, 2] * 2 + [3, 3, 4, 4, 5, 5] * 2
+    tokens, position = torch.tensor([[1, 2, 3, 4, 0, 1] + [0] * 24]), torch.tensor([[5, 8, 27]])
+    probs = drafter.probs(None, tokens, torch.tensor([4]), position)
+    assert torch.equal(probs[0, 1], torch.eye(5)[2]), "shown by token 1 of the preview"
+    assert torch.equal(probs[0, [0, 2]], torch.full((2, 5), 0.2)), "of the preview itself, or not known yet"
 
 
 def test_a_smaller_model_of_the_same_tokens_drafts() -> None:

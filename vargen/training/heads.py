@@ -118,7 +118,10 @@ def load_target(model: Any, device: torch.device) -> Any:
     info = inspect_model(model)
     kind = pipeline_class(info.pipeline)
     if kind.paradigm != LlamaGenPipeline.paradigm:
-        raise ValueError(f"model must be a next-token model, whose features heads take, got {str(model)!r}")
+        raise ValueError(
+            "model must be a LlamaGen or an image language model of transformers, whose features heads take, got "
+            f"{str(model)!r}"
+        )
     dtype = torch.float32 if issubclass(kind, LlamaGenPipeline) else default_dtype(info.folder, device)
     return open_pipeline(model, torch_dtype=dtype).to(device)
 
@@ -220,7 +223,7 @@ class HeadTrainer(Trainer):
         return losses | ({"features": features.detach() / total} if self.model.trains_features else {})
 
     def _kl_divergence(self, drafted: Tensor, probs: Tensor, temperature: Tensor, first: int) -> Tensor:
-        """Return the mean KL(p || q) in nats, with p `[B, T, V]` of tokens from number `first`, and q from features `[R, T, D]`.
+        """Return the mean KL(p || q) in nats, with p `[B, T, V]` and q from features `[R, T, D]`, of the tokens from `first`.
 
         q is not filtered, so that every token gets a gradient.
         """
