@@ -81,8 +81,7 @@ class LanguageModelPipeline(VisualPipeline):
     pixel_decoder: ClassVar[str] = "transformer"
 
     def __init__(self, model: Any, processor: Any, draft_model: Any = None, size: tuple[int, int] | None = None):
-        options = {} if size is None else {"size": size}
-        self._describe = partial(describe_language_model, **options)
+        self._describe = partial(describe_language_model, size=size)
         described = self._describe(model)
         described.validate_processor(processor)
         if draft_model is not None:
@@ -129,7 +128,7 @@ class LanguageModelPipeline(VisualPipeline):
     def _device_of(self, component: Any) -> torch.device:
         return self.language_model.device
 
-    is_class_conditional, class_names, reads_prompts = False, {}, True  # type: ignore[assignment]
+    is_class_conditional, class_names, reads_prompts = False, {}, True
 
     @property
     def vocab_size(self) -> int:
@@ -218,7 +217,7 @@ class LanguageModelPipeline(VisualPipeline):
         prompts = validation.validate_prompts(prompt)
         images = len(prompts) * validation.validate_num_images(num_images_per_prompt, len(prompts))
         selection.validate_num_images(images)
-        condition, _ = self.encode_condition(prompts, negative_prompt)
+        condition, _ = self.encode_condition(prompts, negative_prompt=negative_prompt)
         seeds = resolve_seeds(generator, images).for_candidates(selection.num_candidates)
         texts = [] if selection.scorer is None else [text for text in prompts for _ in range(images // len(prompts))]
         condition = condition.repeat(len(seeds.seeds) // len(prompts))
@@ -226,12 +225,14 @@ class LanguageModelPipeline(VisualPipeline):
                                        output=output, return_log_probs=return_log_probs)  # fmt: skip
         return run_request(self, request)
 
-    def encode_condition(self, prompt: Any = None, negative_prompt: Any = None) -> tuple[Any, int]:
+    def encode_condition(self, prompt: Any = None, *, negative_prompt: Any = None, **inputs: Any) -> tuple[Any, int]:
         """Return the `PromptRows` of prompts and negative prompts, and the number of prompts.
 
         Raises:
-            ValueError, TypeError: also for a prompt that does not fit the context beside the image.
+            ValueError, TypeError: also for a prompt that does not fit the context beside the image, or another kind of input.
         """
+        if inputs:
+            raise TypeError(f"{next(iter(inputs))} must be left out: this model reads prompts")
         prompts = validation.validate_prompts(prompt)
         negative = None if negative_prompt is None else validation.validate_prompts(negative_prompt, "negative_prompt")
         if negative is not None and len(negative) not in (1, len(prompts)):

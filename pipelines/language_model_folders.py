@@ -78,7 +78,7 @@ def open_language_model(
                 folder, use_safetensors=True, local_files_only=True, **{_dtype_argument(): kind}, **loading
             )
         models.append(model.to(place).eval() if moved else model.eval())
-    pipe = LanguageModelPipeline(models[0], processor, *models[1:], size=size)
+    pipe = LanguageModelPipeline(models[0], processor, models[1] if models[1:] else None, size)
     if heads := _list_heads(folders[0]):
         pipe.load_drafter(*(folders[0] / name for name in heads))
     return pipe
@@ -136,7 +136,7 @@ def describe_folder(folder: Path, size: tuple[int, int] | None = None) -> ImageL
         ) from error
     except Exception as error:  # classes of transformers validate little, and fail in many ways
         raise ValueError(f"{file} does not describe a {found}: {error}") from error
-    described = describe_language_model(model, **({} if size is None else {"size": size}))
+    described = describe_language_model(model, size)
     validate_network(described)
     _ = described.max_prompt_tokens  # the image fits the context
     return described

@@ -18,7 +18,6 @@ from vargen.pipelines.adapters.language_model_base import (
     make_sliced_head,
     pad_prompts,
     read_weight,
-    validate_size,
 )
 
 _GLM_PATCH = 32  # pixels per token of the image
@@ -74,11 +73,11 @@ class GLMImage(ImageLanguageModel):
 
     class_name, since, processor_name = "GlmImageForConditionalGeneration", "5.0", "GlmImageProcessor"
     image_weights = ("language_model.", "lm_head.", "vqmodel.")
-    temperature, top_p, guided, has_pixels = 0.9, 0.75, False, False
+    temperature, top_p, guided, has_pixels, has_sizes = 0.9, 0.75, False, False, True
 
     def __init__(self, model: Any, size: tuple[int, int] = (32, 32)):
         super().__init__(model)
-        self.body, self.size = model.model.language_model, validate_size(size)
+        self.body, self.size = model.model.language_model, size
         rows, columns = size
         side = _GLM_PATCH // 2  # the preview has about 16 x 16 tokens
         self.preview = int(math.sqrt(rows / columns) * side), int(math.sqrt(columns / rows) * side)
@@ -89,12 +88,15 @@ class GLMImage(ImageLanguageModel):
             start += max(height, width)
         self._offsets = torch.cat(offsets, 1).to(self.device)  # [3, N]
         self.vocab, self.grid = model.config.vq_config.num_embeddings, (1, self._offsets.shape[1])
-        self.head = make_sliced_head(model.get_output_embeddings(), slice(self.vocab))
+        self._head = make_sliced_head(model.get_output_embeddings(), slice(self.vocab))
         self.codebook = read_weight(model.model.vqmodel.quantize.embedding)
         self.low_res = PreviewDrafter(self.vocab, self.preview, size)
 
     def embed(self, tokens: Tensor) -> Tensor:
         return self.model.get_input_embeddings()(tokens)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        return self._head(hidden)
 
     def positions(self, start: Tensor, index: Tensor) -> Tensor:
         return start[None, :, None] + self._offsets[:, index.clamp(max=self.grid[1] - 1)]

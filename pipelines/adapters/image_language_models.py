@@ -79,11 +79,11 @@ class Emu3(ImageLanguageModel):
 
     class_name, since, processor_name = "Emu3ForConditionalGeneration", "4.48", "Emu3Processor"
     image_weights = ("text_model.", "lm_head.", "vqmodel.")
-    guidance_scale, top_k = 3.0, 2048
+    guidance_scale, top_k, has_sizes = 3.0, 2048, True
 
     def __init__(self, model: Any, size: tuple[int, int] = (90, 90)):
         super().__init__(model)
-        self.body, self.size = model.model.text_model, validate_size(size)
+        self.body, self.size = model.model.text_model, size
         mapping = model.model.vocabulary_mapping
         ids = [mapping.img2bpe[number] for number in sorted(mapping.img2bpe)]  # in the order of the codebook
         self.ids = torch.tensor([*ids, mapping.eol_token_id], device=self.device)
@@ -94,10 +94,13 @@ class Emu3(ImageLanguageModel):
         codes = read_weight(model.model.vqmodel.quantize.embedding).float()
         far = codes.new_full((1, codes.shape[1]), 1e4)  # the end of a row is like no token
         self.codebook = torch.cat([codes, far])
-        self.head = make_sliced_head(model.get_output_embeddings(), self.ids)  # 18% of the reads of the whole head
+        self._head = make_sliced_head(model.get_output_embeddings(), self.ids)  # 18% of the reads of the whole head
 
     def embed(self, tokens: Tensor) -> Tensor:
         return self.model.get_input_embeddings()(self.ids[tokens])
+
+    def head(self, hidden: Tensor) -> Tensor:
+        return self._head(hidden)
 
     def encode_prompts(self, processor: Any, prompts: list[str], negative: list[str] | None) -> PromptRows:
         rows, columns = self.size
@@ -121,16 +124,21 @@ class Emu3(ImageLanguageModel):
 MODELS: dict[str, type[ImageLanguageModel]] = {each.class_name: each for each in (Janus, Emu3, GLMImage)}
 
 
-def describe_language_model(model: Any, **options: Any) -> ImageLanguageModel:
+def describe_language_model(model: Any, size: tuple[int, int] | None = None) -> ImageLanguageModel:
     """Return the description of a model of transformers.
 
     Args:
-        options: of the description, such as `size` of Emu3.
+        size: rows and columns of the image in tokens, for a model of several sizes. None: the published one.
 
     Raises:
-        TypeError: if vargen has no description of its class, or the description does not take an option.
+        TypeError: if vargen has no description of its class, or a size is given for a model of one size.
+        ValueError: if the size is not two positive numbers.
     """
     found = MODELS.get(type(model).__name__)
     if found is None:
         raise TypeError(f"model must be one of {', '.join(MODELS)} of transformers, got {short_repr(type(model).__name__)}")
-    return found(model, **options)
+    if size is None:
+        return found(model)
+    if not found.has_sizes:
+        raise TypeError(f"size must be None: {found.class_name} generates images of one size, got {short_repr(size)}")
+    return found(model, validate_size(size))  # type: ignore[call-arg]

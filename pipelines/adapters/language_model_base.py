@@ -83,6 +83,7 @@ class ImageLanguageModel:
         guidance_scale, temperature, top_k, top_p: defaults of the published model.
         guided: whether it has unconditional rows.
         has_pixels: whether it decodes its tokens to images itself.
+        has_sizes: whether it generates images of several sizes, and its constructor takes a `size`.
         body: the language model without its head; takes embeddings and returns hidden states after its last module, `norm`.
         vocab: number V of image tokens.
         grid: rows and columns.
@@ -102,6 +103,7 @@ class ImageLanguageModel:
     top_p: float = 1.0
     guided: bool = True
     has_pixels: bool = True
+    has_sizes: bool = False
     body: Any
     vocab: int
     grid: tuple[int, int]

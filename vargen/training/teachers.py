@@ -45,8 +45,9 @@ class TransformerTeacher:
     """`Teacher` of a LlamaGen's transformer."""
 
     def __init__(self, network: Any):
-        self.network = network.eval().requires_grad_(False)
-        self.device, self.dtype, self.settings = network.device, network.dtype, network.config
+        self.network: Any = network.eval().requires_grad_(False)
+        self.device, self.dtype = network.device, network.dtype
+        self.settings: Mapping[str, Any] = network.config
 
     def outputs(self, tokens: Tensor, condition: Any, scale: float) -> tuple[Tensor, Tensor, Tensor]:
         rows, guidance = tokens, None if scale == 1 else scale
@@ -68,10 +69,13 @@ class LanguageModelTeacher:
     """`Teacher` of an image language model of transformers."""
 
     def __init__(self, pipe: LanguageModelPipeline):
-        self.pipe, self.network = pipe, pipe.model.eval().requires_grad_(False)
+        self.pipe = pipe
+        self.network: Any = pipe.model.eval().requires_grad_(False)
         model, described = pipe.decoding_model(), pipe.language_model
         self.device, self.dtype = model.device, model.dtype
-        self.settings = described.head_settings | _attention_settings(described) | {"grid_columns": described.grid[1]}
+        self.settings: Mapping[str, Any] = (
+            described.head_settings | _attention_settings(described) | {"grid_columns": described.grid[1]}
+        )
         self._models = {1.0: model}
 
     def _model(self, scale: float) -> TransformersTokenModel:
