@@ -83,6 +83,8 @@ def find_model_folder(name: Any, family: ModelFamily | None = None, options: Map
     if not file.is_file():
         commands = " or ".join(f"`{each.convert_command}`" for each in families if each.convert_command)
         hint = f". For official files run {commands} first" if commands else ""
+        if (path / "config.json").is_file():
+            hint = "; it may be a model of transformers, which only open_pipeline and the commands for images open"
         raise ValueError(f"{path} holds no model_index.json, so it is not a pipeline folder{hint}")
     index = name.index if isinstance(name, ModelFolder) else read_config(file)
     class_name = index.get("_class_name")

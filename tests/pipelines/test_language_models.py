@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,14 @@ from vargen.compat import installed_version
 from vargen.decoding import PRESETS, Sampling, Tree, decode, list_methods
 from vargen.decoding.next_token.log_probs import compute_log_probs
 from vargen.evaluation.exact_sum import sum_pass
+from vargen.models.heads.eagle import EagleDrafter
+from vargen.models.heads.medusa import MedusaDrafter
 from vargen.pipelines.adapters.glm_image import PreviewDrafter
 from vargen.pipelines.adapters.image_language_models import Emu3, Janus, describe_language_model
 from vargen.pipelines.adapters.language_model_base import PromptRows, pad_prompts
 from vargen.pipelines.adapters.shared_noise import SharedNoiseLogitsProcessor
 from vargen.pipelines.adapters.transformers import TransformersTokenModel
+from vargen.training.teachers import make_teacher
 
 pytestmark = [
     pytest.mark.packages,
@@ -140,21 +144,46 @@ def test_forced_tokens_are_drafted_as_they_are_and_not_counted(emu3: Any) -> Non
 
 
 NEXT_TOKEN = [preset.name for preset in list_methods("next-token")]
+LOW_RES = ("mulo", "mulo-exact")
 
 
-@pytest.mark.parametrize("name", NEXT_TOKEN)
-def test_every_preset_runs_or_says_why_not(pipe: Any, name: str) -> None:
-    method = PRESETS[name].fit_to_grid(pipe.language_model.grid[0] * pipe.language_model.grid[1], pipe.language_model.vocab)
-    seeds, model = torch.arange(3), pipe.decoding_model(3.0)
-    try:
-        found = decode(model, rows(pipe), seeds, method)
-    except ValueError as error:
-        missing = "speculative speculative-tree layer-skip eagle eagle-2 eagle-gumbel medusa lantern mulo mulo-exact".split()
-        assert name in missing and any(word in str(error) for word in ("draft", "layers", "resolution"))
+@pytest.fixture(scope="module")
+def equipped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Pipelines with all that a method may need: layers to skip, a draft model, and draft heads."""
+    makers: dict[str, Any] = {"janus": (make_janus, None), "emu3": (make_emu3, SIZE)}
+    if installed_version("transformers") >= "5":
+        makers["glm"] = (partial(make_glm, seed=1), (2, 3))
+    found = {}
+    for name, (make, size) in makers.items():
+        (model, processor), (small, _) = make(num_hidden_layers=4), make(num_hidden_layers=1)
+        found[name] = vargen.accelerate(model, processor, small, size=size)
+        settings = make_teacher(found[name]).settings
+        for cls in (EagleDrafter, MedusaDrafter):
+            folder = tmp_path_factory.mktemp(name)
+            cls(**{each: settings[each] for each in cls.target_settings}).save_pretrained(folder)
+            found[name].load_drafter(folder)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [(model, name) for model in ("janus", "emu3") for name in NEXT_TOKEN]
+    + [("glm", name) for name in (*LOW_RES, "layer-skip", "eagle-gumbel", "speculative")],
+)
+def test_every_preset_runs_or_says_why_not(equipped: dict[str, Any], model: str, name: str) -> None:
+    if model not in equipped:
+        pytest.skip("GLM-Image came with transformers 5")
+    pipe, seeds = equipped[model], torch.arange(2)
+    method = PRESETS[name].fit_to_grid(pipe.num_tokens, pipe.vocab_size)
+    adapter, condition = pipe.decoding_model(1.0 if model == "glm" else 3.0), rows(pipe).rows([0, 1])
+    if name in LOW_RES and model != "glm":
+        with pytest.raises(ValueError, match="resolution"):
+            decode(adapter, condition, seeds, method)
         return
-    assert found.tokens.shape == (3, pipe.language_model.grid[0] * pipe.language_model.grid[1])
+    found = decode(adapter, condition, seeds, method)
+    assert found.tokens.shape == (2, pipe.num_tokens) and found.stats.tokens_per_pass > 0.8
     if method.acceptance.sequential_tokens:
-        assert torch.equal(found.tokens, decode(model, rows(pipe), seeds, "ar").tokens)
+        assert torch.equal(found.tokens, decode(adapter, condition, seeds, "ar").tokens)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
