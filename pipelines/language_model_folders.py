@@ -122,6 +122,10 @@ def describe_folder(folder: Path, size: tuple[int, int] | None = None) -> ImageL
     cls: Any = getattr(transformers, found, None)
     if cls is None:
         raise ValueError(f"{found} needs transformers {MODELS[found].since}, got {transformers.__version__}")
+    if (folder / "adapter_config.json").is_file():
+        raise ValueError(
+            f"{folder} holds an adapter, for which transformers would fetch another model: merge it into its model"
+        )
     names = _read_weight_names(folder)
     if missing := [part for part in MODELS[found].image_weights if not any(part in name for name in names)]:
         raise ValueError(f"{folder} holds no weights {missing[0]}*, without which a {found} generates no images")

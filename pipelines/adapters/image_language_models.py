@@ -121,7 +121,44 @@ class Emu3(ImageLanguageModel):
         return (pixels.float() / 2 + 0.5).clamp(0, 1)
 
 
-MODELS: dict[str, type[ImageLanguageModel]] = {each.class_name: each for each in (Janus, Emu3, GLMImage)}
+class Chameleon(ImageLanguageModel):
+    """Chameleon and models of its class, such as Anole (`ChameleonForConditionalGeneration`): a slice of the vocabulary.
+
+    transformers masks image tokens in its own `generate`, and has no decoder for them: the tokens are returned. Unconditional
+    rows, for a guidance scale other than 1, begin at the token that starts the image, as in Lumina-mGPT (arXiv 2408.02657).
+    """
+
+    class_name, since, processor_name = "ChameleonForConditionalGeneration", "4.43", "ChameleonProcessor"
+    image_weights = ("lm_head.", "vqmodel.")
+    has_pixels = False
+
+    def __init__(self, model: Any):
+        super().__init__(model)
+        self.body = model.model
+        mapping, vq = model.model.vocabulary_mapping, model.config.vq_config
+        side = vq.resolution // 2 ** (len(vq.channel_multiplier) - 1)
+        self.ids = torch.tensor([mapping.img2bpe[number] for number in sorted(mapping.img2bpe)], device=self.device)
+        self.vocab, self.grid = len(self.ids), (side, side)
+        self.codebook = read_weight(model.model.vqmodel.quantize.embedding)
+        self._head = make_sliced_head(model.get_output_embeddings(), self.ids)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return self.model.get_input_embeddings()(self.ids[tokens])
+
+    def head(self, hidden: Tensor) -> Tensor:
+        return self._head(hidden)
+
+    def encode_prompts(self, processor: Any, prompts: list[str], negative: list[str] | None) -> PromptRows:
+        tokenizer, start = processor.tokenizer, processor.image_start_token_id
+        texts = [processor(text=[each], return_for_text_completion=True)["input_ids"][0] for each in prompts]
+        blank: list[Any] = [[]] * len(prompts)
+        if negative is not None:
+            blank = [processor(text=[each], return_for_text_completion=True)["input_ids"][0] for each in negative]
+        own, other = (pad_prompts([[*each, start] for each in rows], tokenizer.pad_token_id) for rows in (texts, blank))
+        return replace(own, unconditional=other)
+
+
+MODELS: dict[str, type[ImageLanguageModel]] = {each.class_name: each for each in (Janus, Emu3, GLMImage, Chameleon)}
 
 
 def describe_language_model(model: Any, size: tuple[int, int] | None = None) -> ImageLanguageModel:

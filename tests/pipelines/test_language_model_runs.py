@@ -342,7 +342,8 @@ def drop_weights(path: Path, part: str) -> None:
     (lambda path: change_config(path, text_config={"model_type": "llama", "max_position_embeddings": 9}), "context"),
     (lambda path: change_config(path, text_config="llama"), r"config\.json"),
     (lambda path: [file.unlink() for file in path.glob("*token*")], "processor"),
-], ids=["no image head", "damaged", "short context", "no text model", "no processor"])  # fmt: skip
+    (lambda path: (path / "adapter_config.json").write_text("{}"), "adapter"),
+], ids=["no image head", "damaged", "short context", "no text model", "no processor", "adapter"])  # fmt: skip
 def test_folders_are_refused_before_weights_are_read(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoil: Any, word: str
 ) -> None:

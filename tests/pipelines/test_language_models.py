@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_language_models import make_emu3, make_glm, make_janus, randomize, text_config
+from tiny_language_models import make_chameleon, make_emu3, make_glm, make_janus, randomize, text_config
 
 import vargen
 from vargen.compat import installed_version
@@ -110,6 +110,28 @@ def test_greedy_tokens_of_glm_image_are_those_of_its_generate(glm: Any) -> None:
     expected = known.model.generate(**inputs, do_sample=False, max_new_tokens=N, suppress_tokens=markers)[:, -N:]
     for method in ("ar", "gumbel", "recycle"):
         assert torch.equal(glm(PROMPTS, accelerator=method, temperature=0, output_type="latent").tokens, expected)
+
+
+@pytest.mark.parametrize("swin_norm", [False, True])
+def test_greedy_tokens_of_chameleon_are_those_of_its_own_network(swin_norm: bool) -> None:
+    """Its `generate` masks image tokens, so the reference are passes over the whole sequence, with its own head."""
+    model, processor = make_chameleon(swin_norm=swin_norm)
+    pipe = vargen.accelerate(model, processor)
+    ids, start = pipe.language_model.ids, processor.image_start_token_id
+    for method in ("ar", "gumbel", "recycle"):
+        found = pipe(PROMPTS, accelerator=method, temperature=0, guidance_scale=3.0, output_type="latent").tokens
+        for number, prompt in enumerate(PROMPTS):
+            text = processor(text=[prompt], return_for_text_completion=True)["input_ids"][0]
+            rows, tokens = [[*text, start], [start]], []
+            for _ in range(16):
+                logits = [model.lm_head(model.model(torch.tensor([row])).last_hidden_state[0, -1])[ids] for row in rows]
+                tokens.append(int((logits[1] + 3 * (logits[0] - logits[1])).argmax()))
+                rows = [[*row, int(ids[tokens[-1]])] for row in rows]
+            assert found[number].tolist() == tokens
+    with pytest.raises(ValueError, match="output_type"):
+        pipe(PROMPTS[0])
+    negative = pipe.encode_condition("dog", negative_prompt="a blue car")[0].unconditional
+    assert negative is not None and negative.ids.shape[1] > 2 and negative.ids[0, -1] == start
 
 
 def test_glm_image_returns_tokens_for_another_pipeline(glm: Any) -> None:
