@@ -94,9 +94,9 @@ class VisualPipeline(DiffusionPipeline):
     transformer: Any
     vqvae: Any
     draft_transformer: Any = None
-    text_encoder: Any
-    tokenizer: Any
-    prompt_names: PromptNames | None
+    text_encoder: Any = None
+    tokenizer: Any = None
+    prompt_names: PromptNames | None = None
     example_tokens: Tensor | None = None
     fps: int | None = None
 
@@ -123,10 +123,14 @@ class VisualPipeline(DiffusionPipeline):
         self.register_modules(**components)
         self.register_to_config(**config)
         self.prompt_names = PromptNames(prompt_names) if isinstance(prompt_names, dict) else prompt_names
-        self.example_tokens = None
         # A pipeline loaded without networks can still encode prompts.
         factor = getattr(getattr(self, self.pixel_decoder), "downsampling", 8)
         self.image_processor = VaeImageProcessor(vae_scale_factor=factor)
+        self._init_calls()
+
+    def _init_calls(self) -> None:
+        """Create what calls use beside the components."""
+        self.example_tokens = None
         self._scorers: dict[tuple[str, torch.device], Scorer] = {}
         self._calls = RunningCalls()
         self._compiled: Any = None
@@ -293,6 +297,11 @@ class VisualPipeline(DiffusionPipeline):
         return self.transformer.config.get("condition") == "class"
 
     @property
+    def reads_prompts(self) -> bool:
+        """Whether it encodes prompts itself."""
+        return self.text_encoder is not None
+
+    @property
     def class_names(self) -> dict[int, str]:
         """Comma-separated synonyms by class number; empty if the checkpoint has no class names."""
         return {int(number): names for number, names in (self.config.get("id2label") or {}).items()}
@@ -386,8 +395,8 @@ class VisualPipeline(DiffusionPipeline):
 
     def _generate(self, request: Any, call: RunningCall, bar: Any) -> Any:
         """Generate what a call requests; returns the pipeline's output."""
-        images, stats = generate_images(self, request, call, bar)
-        return self.output_class(images=images, stats=stats)
+        images, result = generate_images(self, request, call, bar)
+        return self.output_class(images=images, stats=result.stats)
 
     def _progress_total(self, request: Any) -> int:
         """Total of the progress bar."""

@@ -165,8 +165,8 @@ def run_request(pipe: VisualPipeline, request: Any) -> Any:
     return output if request.output.return_dict else (output[0],)
 
 
-def generate_images(pipe: VisualPipeline, request: GenerationRequest, call: RunningCall, bar: Any) -> tuple[Any, DecodeStats]:
-    """Generate the requested images and select among candidates. Returns the images in the requested form, and statistics."""
+def generate_images(pipe: VisualPipeline, request: GenerationRequest, call: RunningCall, bar: Any) -> tuple[Any, DecodeOutput]:
+    """Generate the requested images and select among candidates. Returns the images in the requested form, and their tokens."""
 
     def decode(rows: slice) -> DecodeOutput:
         return pipe._decode(request.select_rows(rows), callback)
@@ -181,7 +181,7 @@ def generate_images(pipe: VisualPipeline, request: GenerationRequest, call: Runn
     result.stats.seeds = request.seeds.seeds
     if request.selection.scorer is not None:
         result = request.selection.select(result, request.seeds, to_images(result, "pt"), request.scorer_prompts)
-    return to_images(result, request.output.output_type), result.stats
+    return to_images(result, request.output.output_type), result
 
 
 def _step_callback(

@@ -1,30 +1,42 @@
-"""Pipeline around an image language model of transformers that is already in memory: `vargen.accelerate(model, processor)`."""
+"""Pipeline around an image language model of transformers that is in memory; `language_model_folders` opens folders.
+
+Shape suffixes: B images, N tokens of the grid.
+"""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from diffusers.image_processor import VaeImageProcessor
+from PIL import Image
 from torch import Tensor
 
-from vargen.compat import without_autocast
-from vargen.decoding import Accelerator, Sampling, decode, resolve_method
-from vargen.decoding.method import DEFAULT_METHOD
+from vargen.compat import load_options, without_autocast
+from vargen.decoding import DEFAULT_METHOD, Accelerator, DecodeOutput, decode
+from vargen.decoding.next_token.drafters.heads import HeadDrafter
 from vargen.decoding.next_token.log_probs import compute_log_probs
 from vargen.decoding.seeds import resolve_seeds
-from vargen.device import select_device
-from vargen.files import expand_user
-from vargen.models.component_files import read_config, refuse_code_files
+from vargen.files import atomic_merge, expand_user
 from vargen.pipelines import validation
-from vargen.pipelines.adapters.image_language_models import MODELS, describe_language_model
-from vargen.pipelines.adapters.transformers import PromptRows, TransformersTokenModel
-from vargen.pipelines.images import ImagePipelineOutput, decode_pixels
-from vargen.pipelines.loading import fetch_folder
-from vargen.values import short_repr
+from vargen.pipelines.adapters import Guidance, to_guidance
+from vargen.pipelines.adapters.image_language_models import describe_language_model
+from vargen.pipelines.adapters.language_model_base import ImageLanguageModel
+from vargen.pipelines.adapters.transformers import TransformersTokenModel
+from vargen.pipelines.base import VisualPipeline
+from vargen.pipelines.components import ModelFamily
+from vargen.pipelines.generation import CandidateSelection, GenerationRequest, OutputOptions, generate_images, run_request
+from vargen.pipelines.images import ImagePipelineOutput, decode_pixels, validate_decode_arguments
+from vargen.pipelines.llamagen import LlamaGenPipeline
+from vargen.pipelines.loading import resolve_drafter
+from vargen.scoring.protocol import Scorer
+
+if TYPE_CHECKING:
+    from vargen.pipelines.registry import ModelInfo
 
 logger = logging.getLogger("vargen")
 
@@ -43,35 +55,116 @@ class LanguageModelOutput(ImagePipelineOutput):
     plain_log_probs: Tensor | None = None
 
 
-class LanguageModelPipeline:
-    """Generates images with an image language model of transformers, by any next-token method of vargen.
+@dataclass(frozen=True)
+class LanguageModelRequest(GenerationRequest):
+    """A `GenerationRequest`, and whether log-probabilities are returned."""
+
+    return_log_probs: bool = False
+
+
+class LanguageModelPipeline(VisualPipeline):
+    """Text to image with an image language model of transformers, by any next-token method.
 
     Args:
         model: see `vargen.pipelines.adapters.image_language_models`; in evaluation mode. Its weights stay where they are.
         processor: the model's processor.
-        draft_model: a smaller model of the same class with the same image tokens, for `speculative`.
-        options: of the model's description, such as `size` of Emu3.
+        draft_model: a smaller model of the same class with the same image tokens, for `accelerator="speculative"`.
+        size: rows and columns of the image in tokens, for models that have more than one size. None: that of the model.
 
     Raises:
-        TypeError: if the class of the model is unknown.
+        TypeError: if the class of the model is unknown, the processor is that of another, or the model has one size only.
         ValueError: if the network does not fit, or the draft model has other image tokens.
     """
 
-    def __init__(self, model: Any, processor: Any, draft_model: Any = None, **options: Any):
-        self.language_model = describe_language_model(model, **options)
-        self.processor = processor
-        self.draft = None if draft_model is None else describe_language_model(draft_model, **options)
-        if self.draft is not None:
-            for name in ("vocab", "grid"):
-                own, other = getattr(self.language_model, name), getattr(self.draft, name)
-                if own != other:
-                    raise ValueError(f"draft_model must have the {name} of the model, {own}, got {other}")
-        self.decoding_model(1.0)  # refuses networks that do not fit
+    paradigm: ClassVar[str] = "next-token"
+    output_class: ClassVar[Any] = LanguageModelOutput
+    pixel_decoder: ClassVar[str] = "transformer"
 
-    def decoding_model(self, guidance_scale: float) -> TransformersTokenModel:
-        """Return the adapter of the model, for `vargen.decoding.decode`."""
-        draft = None if self.draft is None else TransformersTokenModel(self.draft, guidance_scale)
-        return TransformersTokenModel(self.language_model, guidance_scale, draft)
+    def __init__(self, model: Any, processor: Any, draft_model: Any = None, size: tuple[int, int] | None = None):
+        self._describe = partial(describe_language_model, size=size)
+        described = self._describe(model)
+        described.validate_processor(processor)
+        if draft_model is not None:
+            described.validate_draft(self._describe(draft_model))
+        self._init_calls()
+        self.model, self.processor, self.draft_model = model, processor, draft_model
+        self._descriptions: dict[str, tuple[Any, ImageLanguageModel]] = {}
+        self._heads: dict[str, Any] = {}
+        self.register_to_config(defaults=None, id2label=None, prompt_styles=None)
+        self.decoding_model()  # refuses networks that do not fit
+
+    # -- what the base class needs to know ----------------------------------------------------------------------------------
+
+    @property
+    def components(self) -> dict[str, Any]:
+        """The model, its processor and the draft model, for functions of diffusers that move or free networks."""
+        return {"model": self.model, "processor": self.processor, "draft_model": self.draft_model}
+
+    @property
+    def transformer(self) -> Any:
+        """The model of transformers."""
+        return self.model
+
+    @property
+    def language_model(self) -> ImageLanguageModel:
+        """The description of the model; a new one after its weights were moved, cast or changed."""
+        return self._description("model")
+
+    def _description(self, name: str) -> ImageLanguageModel:
+        model = getattr(self, name)
+        weight = model.get_output_embeddings().weight
+        key = (weight.device, weight.dtype, weight.data_ptr(), weight._version)
+        if name not in self._descriptions or self._descriptions[name][0] != key:
+            self._descriptions[name] = key, self._describe(model)
+        return self._descriptions[name][1]
+
+    @classmethod
+    def validate_method_for(cls, info: ModelInfo, method: Accelerator) -> None:
+        drafter = method.drafter
+        drafter.validate_grid(info.num_tokens)
+        if isinstance(drafter, HeadDrafter) and drafter.model is None and drafter.kind not in info.components:
+            raise ValueError(drafter.missing_head_message())
+
+    def _device_of(self, component: Any) -> torch.device:
+        return self.language_model.device
+
+    is_class_conditional, class_names, reads_prompts = False, {}, True
+
+    @property
+    def vocab_size(self) -> int:
+        return self.language_model.vocab
+
+    @property
+    def grids(self) -> tuple[tuple[int, int], ...]:
+        return (self.language_model.grid,)
+
+    @property
+    def num_tokens(self) -> int:
+        rows, columns = self.language_model.grid
+        return rows * columns
+
+    @property
+    def num_baseline_passes(self) -> int:
+        return self.num_tokens
+
+    @property
+    def max_caption_tokens(self) -> int:
+        return self.language_model.max_prompt_tokens
+
+    @property
+    def codebook(self) -> Any:
+        return self.language_model.codebook
+
+    @property
+    def default_sampling(self) -> dict[str, Any]:
+        return self.language_model.default_sampling
+
+    @property
+    def draft_heads(self) -> dict[str, Any]:
+        """The networks that `load_drafter` loaded, by name."""
+        return dict(self._heads)
+
+    # -- the call ---------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     @without_autocast
@@ -82,154 +175,191 @@ class LanguageModelPipeline:
         negative_prompt: str | list[str] | None = None,
         num_images_per_prompt: int = 1,
         guidance_scale: float | None = None,
+        guidance_interval: int | None = None,
         temperature: float | None = None,
         top_k: int | None = None,
         top_p: float | None = None,
         accelerator: str | Accelerator = DEFAULT_METHOD,
         generator: torch.Generator | list[torch.Generator] | None = None,
+        num_candidates: int = 1,
+        scorer: str | Scorer | Callable[[Any, list[str]], Any] | None = None,
         output_type: str = "pil",
+        return_dict: bool = True,
+        callback_on_step_end: Callable[[Any, int, int, dict[str, Any]], dict[str, Any] | None] | None = None,
+        callback_on_step_end_tensor_inputs: list[str] | None = None,
         return_log_probs: bool = False,
-    ) -> LanguageModelOutput:
+    ) -> LanguageModelOutput | tuple[Any]:
         """Generate images.
 
         Args:
             prompt: one prompt or several.
             negative_prompt: replaces the unconditional prompt, for models that take one; one for all, or one per prompt.
-            num_images_per_prompt: number of images per prompt.
             guidance_scale, temperature, top_k, top_p: None selects the published default of the model.
-            accelerator: name of a next-token preset, or an `Accelerator`.
-            generator: as in `LlamaGenPipeline.__call__`.
-            output_type: `"pil"`, `"np"`, `"pt"`, or `"latent"` for the tokens.
             return_log_probs: also return log-probabilities of the tokens; see `compute_log_probs`.
+            accelerator, generator, num_candidates, output_type and all others: see `LlamaGenPipeline.__call__`.
 
         Raises:
             ValueError, TypeError: for invalid arguments, naming the argument, its value and what is allowed.
             NonFiniteLogitsError: if the model returns NaN or infinite logits.
         """
-        known = self.language_model
+        known, inputs = self.language_model, callback_on_step_end_tensor_inputs
+        output = OutputOptions.build(self, output_type, return_dict, callback_on_step_end, inputs)
+        if not known.has_pixels and output_type != "latent":
+            raise ValueError(f"output_type must be 'latent': another pipeline decodes the tokens of {known.class_name}")
+        selection = CandidateSelection.build(num_candidates, scorer, self.named_scorer)
+        method = self.resolve_method(accelerator)
+        given = {"guidance_scale": guidance_scale, "temperature": temperature, "top_k": top_k, "top_p": top_p}
+        settings = {**self.default_sampling, **{name: value for name, value in given.items() if value is not None}}
+        scale, sampling = validation.validate_sampling(settings)
+        sampling.validate_top_k(known.vocab)
+        guidance = Guidance(scale, validation.validate_guidance_interval(guidance_interval))
+        method.bind(self.decoding_model(guidance))
+        prompts = validation.validate_prompts(prompt)
+        images = len(prompts) * validation.validate_num_images(num_images_per_prompt, len(prompts))
+        selection.validate_num_images(images)
+        condition, _ = self.encode_condition(prompts, negative_prompt=negative_prompt)
+        seeds = resolve_seeds(generator, images).for_candidates(selection.num_candidates)
+        texts = [] if selection.scorer is None else [text for text in prompts for _ in range(images // len(prompts))]
+        condition = condition.repeat(len(seeds.seeds) // len(prompts))
+        request = LanguageModelRequest(method, condition, guidance, seeds, sampling, len(prompts), selection, texts,
+                                       output=output, return_log_probs=return_log_probs)  # fmt: skip
+        return run_request(self, request)
+
+    def encode_condition(self, prompt: Any = None, *, negative_prompt: Any = None, **inputs: Any) -> tuple[Any, int]:
+        """Return the `PromptRows` of prompts and negative prompts, and the number of prompts.
+
+        Raises:
+            ValueError, TypeError: also for a prompt that does not fit the context beside the image, or another kind of input.
+        """
+        if inputs:
+            raise TypeError(f"{next(iter(inputs))} must be left out: this model reads prompts")
         prompts = validation.validate_prompts(prompt)
         negative = None if negative_prompt is None else validation.validate_prompts(negative_prompt, "negative_prompt")
         if negative is not None and len(negative) not in (1, len(prompts)):
             raise ValueError(f"negative_prompt must be one, or one for each of {len(prompts)} prompts, got {len(negative)}")
-        validation.validate_output_type(output_type)
-        if not known.has_pixels and output_type != "latent":
-            raise ValueError(f"output_type must be 'latent': another pipeline decodes the tokens of {known.class_name}")
-        method = resolve_method(accelerator)
-        defaults = {name: getattr(known, name) for name in ("guidance_scale", "temperature", "top_k", "top_p")}
-        given = {"guidance_scale": guidance_scale, "temperature": temperature, "top_k": top_k, "top_p": top_p}
-        settings = {**defaults, **{name: value for name, value in given.items() if value is not None}}
-        scale, sampling = validation.validate_sampling(settings)
-        if sampling.top_k is not None and sampling.top_k > known.vocab and top_k is None:
-            sampling = Sampling(sampling.temperature, None, sampling.top_p)
-        per_prompt = validation.validate_num_images(num_images_per_prompt, len(prompts))
-        seeds = resolve_seeds(generator, len(prompts) * per_prompt)
-        model = self.decoding_model(scale)
         blank = None if negative is None else negative * (len(prompts) // len(negative))
-        rows = self._encode(prompts, blank, scale != 1, per_prompt)
-        result = decode(model, rows, seeds.noise_seeds, method, sampling)
-        result.stats.seeds = seeds.seeds
-        images = self.decode_tokens(result.tokens, output_type)
-        if not return_log_probs:
-            return LanguageModelOutput(images, result.stats, result.tokens)
-        if method.kind != "exact":
-            logger.warning("log-probabilities are those of the model; %s samples from another distribution", method.name)
-        log_probs, plain = compute_log_probs(model, rows, result.tokens, sampling)
-        return LanguageModelOutput(images, result.stats, result.tokens, log_probs, plain)
+        found, limit = self.language_model.encode_prompts(self.processor, prompts, blank), self.max_caption_tokens
+        for name, rows in (("prompt", found), ("negative_prompt", found.unconditional)):
+            if rows is not None and rows.ids.shape[1] > limit:
+                raise ValueError(
+                    f"{name} must be at most {limit} tokens, so that the image fits the context, got {rows.ids.shape[1]}"
+                )
+        return found, len(prompts)
 
-    def _encode(self, prompts: list[str], negative: list[str] | None, guided: bool, per_prompt: int) -> PromptRows:
-        found = self.language_model.encode_prompts(self.processor, prompts, negative, guided)
-        limit = getattr(self.language_model.body.config.get_text_config(), "max_position_embeddings", None)
-        rows, columns = self.language_model.grid
-        if limit is not None and rows * columns >= limit:
-            raise ValueError(f"size must fit the context of {limit} tokens, got {rows} x {columns} tokens")
-        if limit is not None and found.ids.shape[1] + rows * columns > limit:
+    def decoding_model(self, guidance: Guidance | float = 1.0, *, compile: bool = False) -> TransformersTokenModel:
+        """Return the adapter of the model and its drafters for `vargen.decoding.decode`."""
+        guidance = to_guidance(guidance)
+        if compile:
             raise ValueError(
-                f"prompt must be at most {limit - rows * columns} tokens, so that the image fits the context of {limit}, got "
-                f"{found.ids.shape[1]}"
+                "compile must be False: models of transformers are not compiled here, call model.compile() instead"
             )
-        ids, valid = (each.repeat_interleave(per_prompt, 0) for each in (found.ids, found.valid))
-        return PromptRows(ids, valid)
+        validation.validate_guidance(guidance.scale)
+        draft = None if self.draft_model is None else TransformersTokenModel(self._description("draft_model"), guidance)
+        known = LlamaGenPipeline.family.drafters
+        device = self.language_model.device
+        heads = {name: partial(known[name].adapter, network.to(device)) for name, network in self._heads.items()}
+        return TransformersTokenModel(
+            self.language_model, guidance, draft, draft_heads=heads, example_tokens=self.example_tokens
+        )
+
+    def _decode(self, request: GenerationRequest, callback: Any) -> DecodeOutput:
+        model: Any = self.decoding_model(request.guidance)
+        rows, seeds = request.condition, request.seeds.noise_seeds
+        return decode(model, rows, seeds, request.method, request.sampling, callback=callback)
+
+    def _generate(self, request: Any, call: Any, bar: Any) -> LanguageModelOutput:
+        images, result = generate_images(self, request, call, bar)
+        if not request.return_log_probs or not result.finished:
+            return LanguageModelOutput(images, result.stats, result.tokens)
+        if request.method.kind != "exact":
+            name = request.method.name
+            logger.warning("log-probabilities are those of the model; %s samples from another distribution", name)
+        rows = request.condition.select_rows(slice(None, None, request.selection.num_candidates))
+        model = self.decoding_model(request.guidance)
+        own, plain = compute_log_probs(model, rows, result.tokens, request.sampling)
+        return LanguageModelOutput(images, result.stats, result.tokens, own, plain)
+
+    # -- drafters and files -------------------------------------------------------------------------------------------------
+
+    def load_drafter(self, drafter: Any, *others: Any) -> str:
+        """Load a draft head that `vargen train drafter` trained for this model, and use it in later calls.
+
+        Args:
+            drafter, others: folders of training runs or of saved networks. All are loaded, or none.
+
+        Returns:
+            Name of the head of `drafter`, such as `"eagle"`.
+
+        Raises:
+            ValueError: before any weight is read, if a folder holds no draft head, damaged files or code, or a head that was
+                trained for another model.
+        """
+        if not self.decoding_model().has_features:
+            raise ValueError("drafter must wait until the model is loaded without offloading, whose hooks hide its features")
+        known, loaded = self.language_model, {}
+        found = [resolve_drafter(each, LlamaGenPipeline.family) for each in (drafter, *others)]
+        for name, folder, config in found:
+            if name not in LlamaGenPipeline.family.drafters:
+                raise ValueError(
+                    f"{folder} holds a {name}, which drafts for LlamaGen only; {known.class_name} takes draft heads"
+                )
+            for setting, own in known.head_settings.items():
+                if config.get(setting, own) != own:
+                    raise ValueError(f"{folder} was trained for another model: {setting} is {config[setting]}, not {own}")
+        options = {"torch_dtype": self.decoding_model().dtype, "use_safetensors": True, **load_options()}
+        for name, folder, _ in found:
+            network_class = LlamaGenPipeline.family.drafters[name].network_class
+            loaded[name] = network_class.from_pretrained(folder, **options).eval()
+        self._heads.update(loaded)
+        return next(iter(loaded))
+
+    def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
+        """Write the model and its processor as a folder of transformers, and each draft head in a subfolder of its name.
+
+        `open_pipeline` opens it with its draft heads; transformers opens it without them. A draft model is not saved.
+
+        Args:
+            kwargs: passed to `save_pretrained` of the model.
+        """
+        with atomic_merge(expand_user(save_directory, "save_directory")) as staged:
+            self.model.save_pretrained(str(staged), safe_serialization=True, **kwargs)
+            self.processor.save_pretrained(str(staged))
+            for name, network in self._heads.items():
+                network.save_pretrained(str(staged / name), safe_serialization=True)
+
+    # -- images -----------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def decode_tokens(self, tokens: Tensor, output_type: str = "pil") -> Any:
-        """Decode tokens int64 `[B, N]` to images; `"latent"` returns them as `[B, rows, columns]`."""
+    @without_autocast
+    def decode_tokens(self, tokens: Tensor, length: Tensor | None = None, output_type: str = "pil") -> Any:
+        """Decode tokens int64 `[B, N]` or `[B, rows, columns]` to images; white past `length [B]`."""
+        known = self.language_model
+        validate_decode_arguments(tokens, length, output_type, known.vocab)
+        if tokens.dim() not in (2, 3) or not len(tokens) or tokens[0].numel() != self.num_tokens:
+            raise ValueError(f"tokens must be [B, {self.num_tokens}], got {list(tokens.shape)}")
+        tokens = tokens.reshape(-1, self.num_tokens).to(known.device)
         if output_type == "latent":
-            return tokens.reshape(-1, *self.language_model.grid)
-        pixels = decode_pixels(self.language_model.decode_pixels, tokens)
+            return tokens.reshape(-1, *known.grid)
+        pixels = decode_pixels(known.decode_pixels, tokens)
+        if length is not None:
+            mask = known.mask_generated(length.to(pixels.device), (pixels.shape[2], pixels.shape[3]))
+            pixels = torch.where(mask, pixels, 1.0)
         if output_type == "pt":
             return pixels
         array = VaeImageProcessor.pt_to_numpy(pixels)
         return array if output_type == "np" else VaeImageProcessor.numpy_to_pil(array)
 
+    def preview(self, tokens: Tensor, num_tokens: int) -> list[Image.Image]:
+        images, length = self.decode_tokens(tokens), torch.tensor([num_tokens])
+        for image in images:
+            mask = self.language_model.mask_generated(length, (image.height, image.width))[0, 0]
+            image.putalpha(Image.fromarray(mask.numpy().astype("uint8") * 255))
+        return images
+
+
+LanguageModelPipeline.family = ModelFamily("language-model", LanguageModelPipeline, {}, convert=None)
+
 
 def accelerate(model: Any, processor: Any, draft_model: Any = None, **options: Any) -> LanguageModelPipeline:
-    """Return a pipeline for an image language model of transformers; see `LanguageModelPipeline`."""
+    """Return a pipeline for an image language model of transformers; see `LanguageModelPipeline` for arguments and errors."""
     return LanguageModelPipeline(model, processor, draft_model, **options)
-
-
-_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
-
-
-def open_language_model(
-    name: str | Path,
-    draft_model: str | Path | None = None,
-    *,
-    torch_dtype: torch.dtype | None = None,
-    device: str | torch.device | None = None,
-    **options: Any,
-) -> LanguageModelPipeline:
-    """Load an image language model from a folder of transformers, or from the hub, and return its pipeline.
-
-    Weights are read from safetensors only, and nothing in the folder is run.
-
-    Args:
-        name: a folder with `config.json`, or a hub id `"owner/name"`.
-        draft_model: the same, for a smaller model with the same image tokens.
-        torch_dtype: of both models. Default: that of the stored weights on a GPU, float32 on a CPU.
-        device: where the models run; `"auto"` selects a GPU if there is one. Default: the CPU.
-        **options: of the model's description, such as `size` of Emu3.
-
-    Raises:
-        ValueError: before any weight is read: if there is no such folder, the folder asks for code or has no safetensors, its
-            class is not supported, or the installed transformers lacks it.
-    """
-    place = torch.device("cpu") if device is None else select_device(device)
-    dtype = torch_dtype or (torch.float32 if place.type == "cpu" else "auto")
-    folders = [_find_folder(each) for each in (name, draft_model) if each is not None]
-    classes = [_find_class(folder) for folder in folders]  # of both, before the weights of one are read
-    from transformers import AutoProcessor
-
-    processor = AutoProcessor.from_pretrained(folders[0], local_files_only=True, trust_remote_code=False)
-    models = [
-        cls.from_pretrained(folder, torch_dtype=dtype, use_safetensors=True, local_files_only=True).to(place).eval()
-        for cls, folder in zip(classes, folders, strict=True)
-    ]
-    return LanguageModelPipeline(models[0], processor, *models[1:], **options)
-
-
-def _find_folder(name: str | Path) -> Path:
-    path = expand_user(name)
-    if path.is_dir():
-        return path
-    if str(name).count("/") != 1:
-        raise ValueError(f"model must be a folder or a hub id owner/name, got {short_repr(str(name))}")
-    return fetch_folder(str(name), _FILES)
-
-
-def _find_class(folder: Path) -> Any:
-    """Return the class of transformers of a folder, whose files are validated without reading weights."""
-    file = folder / "config.json"
-    if not file.is_file():
-        raise ValueError(f"{folder} holds no config.json, so it is not a model of transformers")
-    refuse_code_files(folder)
-    found = (read_config(file).get("architectures") or [None])[0]
-    if found not in MODELS:
-        raise ValueError(f"{file} describes a {found!r}; vargen runs {', '.join(MODELS)}")
-    if not any(folder.glob("*.safetensors")):
-        raise ValueError(f"{folder} holds no *.safetensors, and vargen reads no other weights of transformers")
-    import transformers
-
-    cls = getattr(transformers, found, None)
-    if cls is None:
-        raise ValueError(f"{found} needs transformers {MODELS[found].since}, got {transformers.__version__}")
-    return cls

@@ -36,7 +36,14 @@ EXAMPLES_FILE = "examples.safetensors"
 _MAX_EXAMPLES_BYTES = 2**26  # the packaged file has a sixteenth of that
 _SMALL_NETWORK = 50_000_000  # parameters
 _MAX_ID = 96  # characters of a model id on the Hub
-_HUB_PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.md"]  # files to fetch: none that could be executed
+_HUB_PATTERNS = [
+    "*.json",
+    "*.safetensors",
+    "*.txt",
+    "*.model",
+    "*.md",
+    "*.jinja",
+]  # files to fetch: none that could be executed
 # Arguments of diffusers' `from_pretrained` other than components. It ignores unknown ones silently.
 _OPTIONS = frozenset(
     "torch_dtype dtype cache_dir force_download proxies local_files_only token revision variant use_safetensors device_map "
@@ -70,19 +77,21 @@ def find_model_folder(name: Any, family: ModelFamily | None = None, options: Map
     """
     options = options or {}
     families = [family] if family else list(FAMILIES.values())
-    _check_options(options, {component for each in families for component in each.components})
-    path = name.path if isinstance(name, ModelFolder) else _locate(name, options)
+    check_options(options, {component for each in families for component in each.components})
+    path = name.path if isinstance(name, ModelFolder) else locate_folder(name, options)
     file = path / "model_index.json"
     if not file.is_file():
         commands = " or ".join(f"`{each.convert_command}`" for each in families if each.convert_command)
         hint = f". For official files run {commands} first" if commands else ""
+        if (path / "config.json").is_file():
+            hint = "; it may be a model of transformers, which only open_pipeline and the commands for images open"
         raise ValueError(f"{path} holds no model_index.json, so it is not a pipeline folder{hint}")
     index = name.index if isinstance(name, ModelFolder) else read_config(file)
     class_name = index.get("_class_name")
     if family is not None and class_name != family.pipeline.__name__:
         raise ValueError(f"{file} describes a {class_name!r}, this class opens {family.pipeline.__name__!r}")
     family = find_family(class_name, file)
-    _check_options(options, family.components)
+    check_options(options, family.components)
     index = current_modules(index, family)
     family.validate_index(index, file, options)
     return ModelFolder(path, index, family)
@@ -118,7 +127,7 @@ def validate_model_folder(
     return folder
 
 
-def _check_options(options: Mapping[str, Any], components: Collection[str]) -> None:
+def check_options(options: Mapping[str, Any], components: Collection[str]) -> None:
     """Raise ValueError for options of `from_pretrained` that request remote code, TypeError for unknown options."""
     known = [*_OPTIONS, *STORED_VALUES, "prompt_names", *components]
     for name in options:
@@ -135,7 +144,7 @@ def _check_options(options: Mapping[str, Any], components: Collection[str]) -> N
             raise ValueError(f"{name} must be left out, got {options[name]!r}: vargen runs no code that comes with a model")
 
 
-def _locate(name: Any, options: Mapping[str, Any]) -> Path:
+def locate_folder(name: Any, options: Mapping[str, Any]) -> Path:
     """Return the folder of a packaged, local or Hub model."""
     text = str(name)
     if text in packaged_models():
@@ -171,7 +180,8 @@ def default_dtype(folder: Path, device: str | torch.device = "cpu") -> torch.dty
     the method: a pass over more tokens rounds differently, so `auto` and `ar` no longer generate the same image for a seed.
     """
     if torch.device(device).type == "cpu":
-        files = (folder / "transformer").glob("*.safetensors")
+        whole = (folder / "config.json").is_file()  # a folder of transformers, which has its weights itself
+        files = (folder if whole else folder / "transformer").glob("*.safetensors")
         if sum(math.prod(info.shape) for file in files for info in read_header(file).values()) < _SMALL_NETWORK:
             return torch.float32
     return preferred_dtype(device)

@@ -5,6 +5,7 @@ Importing this module registers the families of vargen.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,14 @@ from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.causal_video import CAUSAL_VIDEO
 from vargen.pipelines.components import FAMILIES, STORED_VALUES
 from vargen.pipelines.llamagen import LLAMAGEN
-from vargen.pipelines.loading import default_dtype, find_model_folder, validate_model_folder
+from vargen.pipelines.loading import (
+    ModelFolder,
+    check_options,
+    default_dtype,
+    find_model_folder,
+    locate_folder,
+    validate_model_folder,
+)
 from vargen.pipelines.var import VAR
 
 __all__ = [
@@ -30,9 +38,16 @@ __all__ = [
     "pipeline_class",
 ]
 
+_LANGUAGE_MODEL = "LanguageModelPipeline"  # imported when needed: it imports transformers
+_LANGUAGE_MODEL_OPTIONS = ("draft_model", "size", "attn_implementation")  # beside those of diffusers
+
 
 def pipeline_class(name: str) -> type[VisualPipeline]:
     """Return the pipeline class with this name."""
+    if name == _LANGUAGE_MODEL:
+        from vargen.pipelines.language_model import LanguageModelPipeline
+
+        return LanguageModelPipeline
     return FAMILIES[name].pipeline
 
 
@@ -42,22 +57,45 @@ def paradigm_of(name: Any) -> str:
     Raises:
         ValueError: see `vargen.pipelines.loading.find_model_folder`.
     """
+    if _find_language_model(name) is not None:
+        return pipeline_class(_LANGUAGE_MODEL).paradigm
     return find_model_folder(name).family.pipeline.paradigm
+
+
+def _find_language_model(name: Any, options: Mapping[str, Any] | None = None) -> Path | None:
+    """Return the folder of a model of transformers, None for a model of vargen or of diffusers; fetches a hub model.
+
+    Raises:
+        ValueError: for an unknown name. TypeError: for an option that no model has.
+    """
+    if isinstance(name, ModelFolder):
+        return None
+    options = options or {}
+    known = {component for family in FAMILIES.values() for component in family.components}
+    check_options({key: value for key, value in options.items() if key not in _LANGUAGE_MODEL_OPTIONS}, known)
+    folder = locate_folder(name, options)
+    return folder if (folder / "config.json").is_file() and not (folder / "model_index.json").is_file() else None
 
 
 def open_pipeline(name: Any, *, device: str | torch.device | None = None, **options: Any) -> VisualPipeline:
     """Load a packaged model by name, a local folder, or a Hub model, of any family.
 
     Args:
-        name: name of a packaged model, such as `"emoji"`; a folder with a `model_index.json`; or a Hub id `"owner/name"`.
+        name: name of a packaged model, such as `"emoji"`; a folder with a `model_index.json`, or of transformers with an image
+            language model; or a Hub id `"owner/name"`.
         device: device such as `"cuda"`; `"auto"` selects a GPU if there is one. The default dtype is then the fastest of the
             device. None leaves the pipeline on the CPU.
-        **options: passed to `VisualPipeline.from_pretrained`, such as `torch_dtype`.
+        **options: passed to `VisualPipeline.from_pretrained`, such as `torch_dtype`; for a model of transformers, to
+            `vargen.open_language_model`.
 
     Raises:
         ValueError, TypeError: see `VisualPipeline.from_pretrained`; also for an invalid or unavailable device.
     """
     place = None if device is None else select_device(device)
+    if (language_model := _find_language_model(name, options)) is not None:
+        from vargen.pipelines.language_model_folders import open_language_model
+
+        return open_language_model(language_model, device=place, **options)
     folder = find_model_folder(name, None, options)
     if place is not None and options.get("torch_dtype") is None and options.get("dtype") is None:
         options["torch_dtype"] = default_dtype(folder.path, place)
@@ -80,6 +118,7 @@ class ModelInfo:
         num_baseline_passes: number of passes of the baseline, for an image or a video of default length.
         image_size: width and height in pixels of the source image of a call; None if calls take no image.
         fps: frames per second of video models; None for image models.
+        makes_images: False if another pipeline decodes the tokens.
     """
 
     folder: Path
@@ -93,6 +132,7 @@ class ModelInfo:
     num_baseline_passes: int
     image_size: int | None = None
     fps: int | None = None
+    makes_images: bool = True
 
 
 def inspect_model(name: Any) -> ModelInfo:
@@ -101,6 +141,10 @@ def inspect_model(name: Any) -> ModelInfo:
     Raises:
         ValueError: see `vargen.pipelines.loading.validate_model_folder`.
     """
+    if (language_model := _find_language_model(name)) is not None:
+        from vargen.pipelines.language_model_folders import describe_model
+
+        return ModelInfo(**describe_model(language_model))
     folder = validate_model_folder(name)
     family, index = folder.family, folder.index
     with torch.device("meta"):  # fills in default values that the files omit

@@ -25,10 +25,11 @@ _ALLOWED: dict[str, set[str]] = {
     "decoding": {"kernels"},
     "scoring": {"models", "kernels"},  # a scorer is a network with a measure on top
     "convert": {"models", "kernels"},  # adapters from official parameter names
-    "kernels": set(),
+    "kernels": {"device_profiles"},
     "assets": set(),
     "compat": set(),
-    "device": set(),
+    "device": {"device_profiles"},
+    "device_profiles": set(),
     "files": set(),
     "model_files": set(),
     "options": {"values"},
@@ -39,8 +40,8 @@ _ALLOWED: dict[str, set[str]] = {
 }
 _ALLOWED["recipes"] = set(_ALLOWED)
 _COMMON = {
-    "vargen", "assets", "compat", "deprecation", "device", "files", "model_files", "options", "reading", "specs", "values",
-    "weight_files",
+    "vargen", "assets", "compat", "deprecation", "device", "device_profiles", "files", "model_files", "options", "reading",
+    "specs", "values", "weight_files",
 }  # fmt: skip
 _ROOT_FOLDERS = ("pipelines", "kernels", "assets")
 

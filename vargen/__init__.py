@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from vargen.models.tokenizers.vq import VQModel
     from vargen.models.var import VARTransformer
     from vargen.pipelines.causal_video import CausalVideoPipeline
-    from vargen.pipelines.language_model import accelerate, open_language_model
+    from vargen.pipelines.language_model import accelerate
+    from vargen.pipelines.language_model_folders import open_language_model
     from vargen.pipelines.llamagen import LlamaGenPipeline
     from vargen.pipelines.registry import open_pipeline
     from vargen.pipelines.var import VARPipeline
@@ -52,7 +53,7 @@ _HOMES = {
     "VARTransformer": "vargen.models.var",
     "VQModel": "vargen.models.tokenizers.vq",
     "accelerate": "vargen.pipelines.language_model",
-    "open_language_model": "vargen.pipelines.language_model",
+    "open_language_model": "vargen.pipelines.language_model_folders",
     "open_pipeline": "vargen.pipelines.registry",
 }
 

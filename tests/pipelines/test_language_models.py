@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny_language_models import make_emu3, make_glm, make_janus, randomize, text_config
+from tiny_language_models import make_chameleon, make_emu3, make_glm, make_janus, randomize, text_config
 
 import vargen
 from vargen.compat import installed_version
 from vargen.decoding import PRESETS, Sampling, Tree, decode, list_methods
 from vargen.decoding.next_token.log_probs import compute_log_probs
 from vargen.evaluation.exact_sum import sum_pass
-from vargen.pipelines.adapters.image_language_models import Emu3, Janus, describe_language_model, pad_prompts
+from vargen.models.heads.eagle import EagleDrafter
+from vargen.models.heads.medusa import MedusaDrafter
+from vargen.pipelines.adapters.glm_image import PreviewDrafter
+from vargen.pipelines.adapters.image_language_models import Emu3, Janus, describe_language_model
+from vargen.pipelines.adapters.language_model_base import PromptRows, pad_prompts
 from vargen.pipelines.adapters.shared_noise import SharedNoiseLogitsProcessor
-from vargen.pipelines.adapters.transformers import PromptRows, TransformersTokenModel
+from vargen.pipelines.adapters.transformers import TransformersTokenModel
+from vargen.training.teachers import make_teacher
 
 pytestmark = [
     pytest.mark.packages,
@@ -53,8 +59,8 @@ def pipe(request: pytest.FixtureRequest) -> Any:
     return request.getfixturevalue(request.param)
 
 
-def rows(pipe: Any, guided: bool = True) -> PromptRows:
-    return pipe._encode(PROMPTS, None, guided, 1)
+def rows(pipe: Any) -> PromptRows:
+    return pipe.encode_condition(PROMPTS)[0]
 
 
 @pytest.mark.parametrize("sizes", JANUS, ids=str)
@@ -72,7 +78,8 @@ def test_greedy_tokens_of_janus_are_those_of_its_generate(sizes: dict[str, Any])
 def emu3_generate(pipe: Any, number: int, processors: list[Any], **options: Any) -> torch.Tensor:
     """Image tokens by the model's own `generate`, as its documentation calls it."""
     model, ids, found = pipe.language_model.model, pipe.language_model.ids, rows(pipe)
-    own, negative = (found.ids[at][found.valid[at]][None] for at in (number, number + len(PROMPTS)))
+    assert found.unconditional is not None
+    own, negative = (each.ids[number][each.valid[number]][None] for each in (found, found.unconditional))
     start, (height, width) = own.shape[1], SIZE
 
     def allowed(batch: int, sequence: torch.Tensor) -> list[int]:
@@ -105,6 +112,28 @@ def test_greedy_tokens_of_glm_image_are_those_of_its_generate(glm: Any) -> None:
         assert torch.equal(glm(PROMPTS, accelerator=method, temperature=0, output_type="latent").tokens, expected)
 
 
+@pytest.mark.parametrize("swin_norm", [False, True])
+def test_greedy_tokens_of_chameleon_are_those_of_its_own_network(swin_norm: bool) -> None:
+    """Its `generate` masks image tokens, so the reference are passes over the whole sequence, with its own head."""
+    model, processor = make_chameleon(swin_norm=swin_norm)
+    pipe = vargen.accelerate(model, processor)
+    ids, start = pipe.language_model.ids, processor.image_start_token_id
+    for method in ("ar", "gumbel", "recycle"):
+        found = pipe(PROMPTS, accelerator=method, temperature=0, guidance_scale=3.0, output_type="latent").tokens
+        for number, prompt in enumerate(PROMPTS):
+            text = processor(text=[prompt], return_for_text_completion=True)["input_ids"][0]
+            rows, tokens = [[*text, start], [start]], []
+            for _ in range(16):
+                logits = [model.lm_head(model.model(torch.tensor([row])).last_hidden_state[0, -1])[ids] for row in rows]
+                tokens.append(int((logits[1] + 3 * (logits[0] - logits[1])).argmax()))
+                rows = [[*row, int(ids[tokens[-1]])] for row in rows]
+            assert found[number].tolist() == tokens
+    with pytest.raises(ValueError, match="output_type"):
+        pipe(PROMPTS[0])
+    negative = pipe.encode_condition("dog", negative_prompt="a blue car")[0].unconditional
+    assert negative is not None and negative.ids.shape[1] > 2 and negative.ids[0, -1] == start
+
+
 def test_glm_image_returns_tokens_for_another_pipeline(glm: Any) -> None:
     found = glm(PROMPTS[0], output_type="latent", generator=torch.Generator().manual_seed(1))
     prior = glm.language_model.to_prior_tokens(found.tokens).view(4, 6)
@@ -123,22 +152,60 @@ def test_rows_of_emu3_end_with_their_token(emu3: Any) -> None:
     assert (grid[:, :-1] < emu3.language_model.vocab - 1).all()
 
 
+def test_forced_tokens_are_drafted_as_they_are_and_not_counted(emu3: Any) -> None:
+    from vargen.decoding import Draft
+
+    forced, vocab = emu3.language_model.forced, emu3.vocab_size
+    draft = Draft(torch.zeros(2, 7, dtype=torch.int64), Tree.make_chain(7), torch.full((2, 7, vocab), 1 / vocab))
+    found = draft.put_forced(forced, torch.tensor([1, 20]))
+    assert found.tokens.tolist() == [[0, 0, 0, 0, vocab - 1, 0, 0], [0, 0, 0, vocab - 1] + [vocab - 1] * 3]
+    assert found.probs is not None and torch.equal(found.probs.argmax(-1)[0, 4], torch.tensor(vocab - 1))
+    assert torch.equal(found.probs[0, 0], draft.probs[0, 0]) and torch.allclose(found.probs.sum(-1), torch.ones(2, 7))
+    stats = emu3(PROMPTS, accelerator="ar", output_type="latent").stats
+    assert (stats.tokens, stats.forced) == (3 * 24, 3 * 4) and stats.tokens_per_pass == 20 / 24
+
+
 NEXT_TOKEN = [preset.name for preset in list_methods("next-token")]
+LOW_RES = ("mulo", "mulo-exact")
 
 
-@pytest.mark.parametrize("name", NEXT_TOKEN)
-def test_every_preset_runs_or_says_why_not(pipe: Any, name: str) -> None:
-    method = PRESETS[name].fit_to_grid(pipe.language_model.grid[0] * pipe.language_model.grid[1], pipe.language_model.vocab)
-    seeds, model = torch.arange(3), pipe.decoding_model(3.0)
-    try:
-        found = decode(model, rows(pipe), seeds, method)
-    except ValueError as error:
-        missing = "speculative speculative-tree layer-skip eagle eagle-2 eagle-gumbel medusa lantern mulo mulo-exact".split()
-        assert name in missing and any(word in str(error) for word in ("draft", "layers", "resolution"))
+@pytest.fixture(scope="module")
+def equipped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Pipelines with all that a method may need: layers to skip, a draft model, and draft heads."""
+    makers: dict[str, Any] = {"janus": (make_janus, None), "emu3": (make_emu3, SIZE)}
+    if installed_version("transformers") >= "5":
+        makers["glm"] = (partial(make_glm, seed=1), (2, 3))
+    found = {}
+    for name, (make, size) in makers.items():
+        (model, processor), (small, _) = make(num_hidden_layers=4), make(num_hidden_layers=1)
+        found[name] = vargen.accelerate(model, processor, small, size=size)
+        settings = make_teacher(found[name]).settings
+        for cls in (EagleDrafter, MedusaDrafter):
+            folder = tmp_path_factory.mktemp(name)
+            cls(**{each: settings[each] for each in cls.target_settings}).save_pretrained(folder)
+            found[name].load_drafter(folder)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [(model, name) for model in ("janus", "emu3") for name in NEXT_TOKEN]
+    + [("glm", name) for name in (*LOW_RES, "layer-skip", "eagle-gumbel", "speculative")],
+)
+def test_every_preset_runs_or_says_why_not(equipped: dict[str, Any], model: str, name: str) -> None:
+    if model not in equipped:
+        pytest.skip("GLM-Image came with transformers 5")
+    pipe, seeds = equipped[model], torch.arange(2)
+    method = PRESETS[name].fit_to_grid(pipe.num_tokens, pipe.vocab_size)
+    adapter, condition = pipe.decoding_model(1.0 if model == "glm" else 3.0), rows(pipe).select_rows([0, 1])
+    if name in LOW_RES and model != "glm":
+        with pytest.raises(ValueError, match="resolution"):
+            decode(adapter, condition, seeds, method)
         return
-    assert found.tokens.shape == (3, pipe.language_model.grid[0] * pipe.language_model.grid[1])
+    found = decode(adapter, condition, seeds, method)
+    assert found.tokens.shape == (2, pipe.num_tokens) and found.stats.tokens_per_pass > 0.8
     if method.acceptance.sequential_tokens:
-        assert torch.equal(found.tokens, decode(model, rows(pipe), seeds, "ar").tokens)
+        assert torch.equal(found.tokens, decode(adapter, condition, seeds, "ar").tokens)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -148,7 +215,7 @@ def test_chains_and_trees_equal_sequential_passes(attention: str, guidance_scale
     model, processor = make_janus(side=5)
     model.set_attn_implementation(attention)
     pipe = vargen.accelerate(model, processor)
-    adapter, condition = pipe.decoding_model(guidance_scale), rows(pipe, guidance_scale != 1)
+    adapter, condition = pipe.decoding_model(guidance_scale), rows(pipe)
     generator = torch.Generator().manual_seed(7)
     state, _ = adapter.prefill(condition, 8)
     history: list[list[int]] = [[], [], []]
@@ -175,8 +242,7 @@ def test_chains_and_trees_equal_sequential_passes(attention: str, guidance_scale
 
 def sequential(adapter: TransformersTokenModel, condition: PromptRows, row: int, tokens: list[int]) -> torch.Tensor:
     """Logits after some tokens of one row, fed one by one."""
-    own = [row] if adapter.rows_per_image == 1 else [row, row + 3]
-    state, _ = adapter.prefill(PromptRows(condition.ids[own], condition.valid[own]), 1)
+    state, _ = adapter.prefill(condition.select_rows([row]), 1)
     for token in tokens:
         logits = adapter.forward(torch.tensor([[token]]), state, Tree.make_chain(0)).logits
         adapter.commit(state, torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, dtype=torch.int64), Tree.make_chain(0))
@@ -191,10 +257,7 @@ class SummedModel(TransformersTokenModel):
         self.condition, self.tokens = condition, self.grid[0] * self.grid[1]
 
     def prefill(self, condition: torch.Tensor, max_width: int) -> Any:
-        B = len(condition)
-        conditional, blank = self.condition.ids
-        ids = torch.cat([conditional.expand(B, -1), blank.expand(B, -1)])
-        return super().prefill(PromptRows(ids, torch.ones_like(ids).bool()), max_width)
+        return super().prefill(self.condition.repeat(len(condition)), max_width)
 
     @torch.no_grad()
     def joint(self, condition: int, to_probs: Any) -> torch.Tensor:
@@ -205,16 +268,38 @@ class SummedModel(TransformersTokenModel):
         return probs.gather(2, images[..., None])[..., 0].prod(1).view([self.vocab] * self.tokens)
 
 
+@pytest.mark.parametrize("described", ["janus", "emu3"])
 @pytest.mark.parametrize("name", ["sjd", "scd", "pac", "lookup", "recycle"])
-def test_exact_rules_sum_to_the_model_s_distribution(name: str) -> None:
-    model, processor = make_janus(side=2, codes=3)
-    description = Janus(model)
-    condition = description.encode_prompts(processor, ["a red apple"], None, True)
+def test_exact_rules_sum_to_the_model_s_distribution(name: str, described: str) -> None:
+    """Also where a token is forced: the ends of two rows of Emu3."""
+    model, processor = make_janus(side=2, codes=3) if described == "janus" else make_emu3(codes=2)
+    description: Any = Janus(model) if described == "janus" else Emu3(model, size=(2, 1))
+    condition = description.encode_prompts(processor, ["a red apple"], None)
     summed: Any = SummedModel(description, condition)
     summed.example_tokens = torch.randint(3, (6, 4), generator=torch.Generator().manual_seed(1))
     method = PRESETS[name].fit_to_grid(4, 3)
     found = sum_pass(method, summed, passes=2, sampling=Sampling(1.2, top_p=0.9))
     assert max(found.distance, found.draft_distance) < 1e-5
+
+
+def test_drafts_from_a_preview_are_exact() -> None:
+    """A preview of two tokens, and an image of two, in the places of the four tokens of a Janus."""
+    model, processor = make_janus(side=2, codes=3)
+    description = Janus(model)
+    summed: Any = SummedModel(description, description.encode_prompts(processor, ["a red apple"], None))
+    summed.low_res = PreviewDrafter(3, (1, 2), (1, 2))
+    summed.low_res.grid = summed.grid
+    found = sum_pass(PRESETS["mulo-exact"].fit_to_grid(4, 3), summed, passes=2, sampling=Sampling(1.2, top_p=0.9))
+    assert max(found.distance, found.draft_distance) < 1e-5
+
+
+def test_an_image_is_drafted_from_the_place_in_its_preview() -> None:
+    drafter = PreviewDrafter(5, (2, 3), (4, 6))
+    assert drafter.source(torch.arange(30)).tolist() == [-1] * 6 + [0, 0, 1, 1, 2, 2] * 2 + [3, 3, 4, 4, 5, 5] * 2
+    tokens, position = torch.tensor([[1, 2, 3, 4, 0, 1] + [0] * 24]), torch.tensor([[5, 8, 27]])
+    probs = drafter.probs(None, tokens, torch.tensor([4]), position)
+    assert torch.equal(probs[0, 1], torch.eye(5)[2]), "shown by token 1 of the preview"
+    assert torch.equal(probs[0, [0, 2]], torch.full((2, 5), 0.2)), "of the preview itself, or not known yet"
 
 
 def test_a_smaller_model_of_the_same_tokens_drafts() -> None:
@@ -289,8 +374,9 @@ def test_other_models_are_refused() -> None:
 @pytest.mark.parametrize(("change", "argument"), [
     (lambda model: model.train(), "evaluation mode"),
     (lambda model: setattr(model.config.get_text_config(), "_attn_implementation", "flash_attention_2"), "attn_implementation"),
+    (lambda model: setattr(model.config.get_text_config(), "_attn_implementation", "flex_attention"), "attn_implementation"),
     (lambda model: setattr(model.config.get_text_config(), "layer_types", ["sliding_attention"] * 2), "sliding_attention"),
-], ids=["training", "flash", "sliding"])  # fmt: skip
+], ids=["training", "flash", "flex", "sliding"])  # fmt: skip
 def test_networks_that_do_not_fit_are_refused(change: Any, argument: str) -> None:
     model, processor = make_janus()
     change(model)
@@ -349,7 +435,7 @@ def test_a_folder_opens_as_the_model_in_memory(folder: Path) -> None:
     calls = {"temperature": 0, "output_type": "latent"}
     in_memory = vargen.accelerate(make_janus()[0], opened.processor)  # whose tokenizer transformers 5 rebuilds as a Llama's
     assert torch.equal(opened(PROMPTS, **calls).tokens, in_memory(PROMPTS, **calls).tokens)
-    assert opened.draft is not None and opened(PROMPTS, accelerator="speculative", **calls).stats.tokens_per_pass > 3
+    assert opened.draft_model is not None and opened(PROMPTS, accelerator="speculative", **calls).stats.tokens_per_pass > 3
 
 
 def spoil(path: Path, how: str) -> None:

@@ -84,6 +84,30 @@ def make_emu3(codes: int = 24, seed: int = 0, **changed: Any) -> tuple[Any, Any]
     return randomize(model, seed), Emu3Processor(Emu3ImageProcessor(), tokenizer)
 
 
+def make_chameleon(codes: int = 24, seed: int = 0, **changed: Any) -> tuple[Any, Any]:
+    """A Chameleon of 4 x 4 tokens, and its processor; its image tokens count backward in the vocabulary."""
+    from transformers import (
+        ChameleonConfig,
+        ChameleonForConditionalGeneration,
+        ChameleonImageProcessor,
+        ChameleonProcessor,
+        LlamaTokenizerFast,
+    )
+
+    last = len(SPECIAL) + len(WORDS) + codes
+    names = {
+        "IMGIMG" + "".join("ABCDEFGHIJ"[int(digit)] for digit in str(number)) + "Z": last - number for number in range(codes)
+    }
+    model = ChameleonForConditionalGeneration(ChameleonConfig(
+        **text_config(**changed),
+        vq_config={"embed_dim": 4, "num_embeddings": codes, "latent_channels": 4, "base_channels": 32, "resolution": 8,
+                   "channel_multiplier": [1, 1], "num_res_blocks": 1, "attn_resolutions": []},
+        vocabulary_map={"<image>": 5, **names},
+    ))  # fmt: skip
+    tokenizer = make_tokenizer(LlamaTokenizerFast, image_token="<image>", boi_token="<boi>", eoi_token="<eoi>")
+    return randomize(model, seed), ChameleonProcessor(ChameleonImageProcessor(), tokenizer, image_seq_length=16)
+
+
 def make_glm(codes: int = 24, seed: int = 0, **changed: Any) -> tuple[Any, Any]:
     """A GLM-Image (transformers 5), and its processor."""
     from transformers import (

@@ -132,6 +132,8 @@ def _check_request(options: GenerateOptions, own: ImageOptions) -> tuple[ModelIn
     kind = pipeline_class(model.pipeline)
     method = resolve_method(kind.default_method if options.accelerator is None else options.accelerator, kind.paradigm)
     Sampling(top_k=own.sampling.get("top_k")).validate_top_k(model.vocab_size)
+    if not model.makes_images:
+        raise ValueError("model must make images itself; another pipeline decodes the tokens of this one: see docs/models.md")
     if model.condition == "class" and not own.by_class:
         labels = f"--class-label 0 to {model.num_classes - 1}"
         raise ValueError(f"this model generates classes: give {labels} instead of a prompt")

@@ -42,6 +42,7 @@ class DecodeStats:
         seeds: per image, the seed that reproduces it: the one passed to `decode`, or in a pipeline call that of a generator.
         stopped: whether a callback ended the run early.
         threads: number of CPU threads that passes used.
+        forced: number of `tokens` that were the only possible ones at their positions, such as ends of rows.
     """
 
     accelerator: str
@@ -62,6 +63,7 @@ class DecodeStats:
     candidate_seeds: list[list[int]] = field(default_factory=list)
     draft_passes_by_width: dict[int, int] = field(default_factory=dict)
     by_scale: list[dict[str, Any]] = field(default_factory=list)
+    forced: int = 0
 
     @staticmethod
     def merge(runs: Sequence[DecodeStats]) -> DecodeStats:
@@ -86,6 +88,7 @@ class DecodeStats:
             scores=[scores for run in runs for scores in run.scores],
             candidate_seeds=[seeds for run in runs for seeds in run.candidate_seeds],
             draft_passes_by_width=dict(sum((Counter(run.draft_passes_by_width) for run in runs), Counter())),
+            forced=sum(run.forced for run in runs),
             by_scale=[_merge_scales(scales) for scales in zip(*(run.by_scale for run in runs), strict=True)],
         )
 
@@ -95,9 +98,9 @@ class DecodeStats:
 
     @property
     def tokens_per_pass(self) -> float:
-        """Mean number of tokens that a pass committed per unfinished image."""
+        """Mean number of tokens that a pass committed per unfinished image, without forced ones, which cost no decision."""
         turns = sum(self.committed_histogram)
-        return self.tokens / turns if turns else 0.0
+        return (self.tokens - self.forced) / turns if turns else 0.0
 
     @property
     def sibling_rates(self) -> list[float]:

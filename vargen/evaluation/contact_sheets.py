@@ -69,7 +69,7 @@ def method_grid(pipe: VisualPipeline, comparison: Comparison, max_columns: int =
     columns = min(max_columns, len(comparison.prompts))
     images: list[Image.Image] = []
     for method in comparison.methods:
-        images += pipe.decode_tokens(comparison.tokens[method.name][:columns].to(pipe.vqvae.device))
+        images += pipe.decode_tokens(comparison.tokens[method.name][:columns].to(pipe.device))
     labels = [(method.name, f"{method.seconds_per_image:.2f} s") for method in comparison.methods]
     return labeled_grid(labels, images, [*comparison.prompts[:columns]] * len(labels), cell)
 

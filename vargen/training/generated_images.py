@@ -123,7 +123,7 @@ def select_prompt_source(
         raise ValueError("give prompts or features, not both")
     if features:
         return CaptionFile(pipe, features)
-    if pipe.text_encoder is None:
+    if not pipe.reads_prompts:
         raise ValueError("this model has no text encoder: give features, a .npz file with embeds [n, P, C] and mask [n, P]")
     if prompts is not None:
         return Prompts.of_file(pipe, prompts)

@@ -24,11 +24,12 @@ from vargen.decoding.sampling import to_probs
 from vargen.options import OPTIONS
 from vargen.pipelines.components import Component
 from vargen.pipelines.llamagen import LlamaGenPipeline
-from vargen.pipelines.loading import validate_model_folder
-from vargen.pipelines.registry import open_pipeline
+from vargen.pipelines.loading import default_dtype
+from vargen.pipelines.registry import inspect_model, open_pipeline, pipeline_class
 from vargen.training.config import Schedule, at_least, validate_fractions
 from vargen.training.generated_images import GeneratedImages, PromptSource
 from vargen.training.run import Trainer, export, fit
+from vargen.training.teachers import make_teacher
 from vargen.weight_files import weights_digest
 
 _SLOTS = 1024  # positions per chunk of logits: a whole batch would exceed a CPU's cache, and some memories
@@ -100,17 +101,29 @@ def build_head(kind: str, target: Any, settings: dict[str, Any]) -> Any:
         ValueError: for an unknown kind, a setting that the drafter does not have, or unsupported sizes.
     """
     network_class = find_drafter(kind).network_class
+    if target.get("grid_columns", target["grid_size"]) != target["grid_size"]:  # it cannot know which token is above
+        settings = {name: value for name, value in settings.items() if name != "above"}
     try:
-        return network_class(**{**{name: target[name] for name in network_class.target_settings}, **settings})
+        own = {name: target[name] for name in network_class.target_settings if name in target}
+        return network_class(**{**own, **settings})
     except TypeError as error:
         raise ValueError(f"model has a setting that {network_class.__name__} lacks: {error}") from error
 
 
-def load_target(model: Any, device: torch.device) -> LlamaGenPipeline:
-    """Load a LlamaGen to draft for in float32, packaged or from a folder; ValueError for a model of another family."""
-    if validate_model_folder(model).family is not LlamaGenPipeline.family:
-        raise ValueError(f"model must be a LlamaGen, whose features heads take, got {str(model)!r}")
-    return open_pipeline(model, torch_dtype=torch.float32).to(device)
+def load_target(model: Any, device: torch.device) -> Any:
+    """Load the model to draft for, packaged or from a folder; ValueError for a model of another paradigm.
+
+    A LlamaGen is loaded in float32, a model of transformers in the fastest dtype of the device.
+    """
+    info = inspect_model(model)
+    kind = pipeline_class(info.pipeline)
+    if kind.paradigm != LlamaGenPipeline.paradigm:
+        raise ValueError(
+            "model must be a LlamaGen or an image language model of transformers, whose features heads take, got "
+            f"{str(model)!r}"
+        )
+    dtype = torch.float32 if issubclass(kind, LlamaGenPipeline) else default_dtype(info.folder, device)
+    return open_pipeline(model, torch_dtype=dtype).to(device)
 
 
 def train_head(
@@ -156,25 +169,21 @@ class HeadTrainer(Trainer):
     ):
         torch.manual_seed(config.seed)
         self.kind, self.pipe = kind, pipe
-        self.target = pipe.transformer.eval().requires_grad_(False)
-        model = build_head(kind, self.target.config, config.model)
+        self.teacher = make_teacher(pipe)
+        model = build_head(kind, self.teacher.settings, config.model)
         self.images = GeneratedImages(images_folder, pipe, prompts, config)
-        super().__init__(config, model, folder, self.target.device, kind, target=weights_digest(self.target))
+        super().__init__(config, model, folder, self.teacher.device, kind, target=weights_digest(self.teacher.network))
         rate, decay = config.schedule.learning_rate, config.weight_decay
         self.optimizers = [torch.optim.AdamW(self.model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=decay)]
 
     @torch.no_grad()
     def fit_input_scales(self) -> None:
         """Measure the scales that normalize the drafter's inputs, before the first step."""
-        hidden, _, _ = self.teacher_outputs(list(range(min(self.config.batch_size, self.images.training))))
+        hidden, embeddings, _ = self.teacher_outputs(list(range(min(self.config.batch_size, self.images.training))))
         self.model.feature_scale.copy_(hidden.float().square().mean((0, 1)).sqrt().clamp(min=1e-4))
-        self.model.token_scale.copy_(self.target.tok_embeddings.weight.float().square().mean().sqrt().clamp(min=1e-4))
+        self.model.token_scale.copy_(self.teacher.token_scale(embeddings).clamp(min=1e-4))
 
     # -- one batch ------------------------------------------------------------------------------------------------------
-
-    @property
-    def _guidance(self) -> float | None:
-        return None if self.images.scale == 1.0 else self.images.scale
 
     @torch.no_grad()
     def teacher_outputs(self, numbers: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
@@ -185,15 +194,11 @@ class HeadTrainer(Trainer):
                 probabilities `[B, N, V]` of each token.
         """
         tokens = torch.from_numpy(self.images.tokens[list(numbers)].astype(np.int64)).to(self.device)
-        condition = self.images.condition(numbers)
-        rows = tokens
-        if self._guidance is not None:
-            rows, condition = tokens.repeat(2, 1), condition.cat(self.target.null_condition(condition))
-        output = self.target(rows, condition, guidance=self._guidance)
+        hidden, embeddings, logits = self.teacher.outputs(tokens, self.images.condition(numbers), self.images.scale)
         temperature = self.images.temperature(numbers, self.device)
         plain = replace(self.images.sampling, temperature=1.0)
-        probs = to_probs(output.logits.float() / temperature[:, None, None].clamp(min=1e-5), plain)
-        return output.hidden_states.float(), self.target.tok_embeddings(rows).float(), probs
+        probs = to_probs(logits.float() / temperature[:, None, None].clamp(min=1e-5), plain)
+        return hidden, embeddings, probs
 
     def step(self, step: int) -> dict[str, Tensor]:
         """Run one training step; returns its losses."""
@@ -209,7 +214,7 @@ class HeadTrainer(Trainer):
             for depth, drafted in enumerate(self.model.training_outputs(hidden, embeddings, self.config.unroll_steps)):
                 weight, first = config.weight(depth), depth + 1
                 total += weight
-                divergence = divergence + weight * self._kl_divergence(drafted, probs[:, first:], temperature)
+                divergence = divergence + weight * self._kl_divergence(drafted, probs[:, first:], temperature, first)
                 if self.model.trains_features and config.feature_weight:
                     features = features + weight * F.smooth_l1_loss(drafted / scale, hidden[:, first:] / scale)
         loss = (divergence + config.feature_weight * features) / total
@@ -217,8 +222,8 @@ class HeadTrainer(Trainer):
         losses = {"loss": loss.detach(), "divergence": divergence.detach() / total}
         return losses | ({"features": features.detach() / total} if self.model.trains_features else {})
 
-    def _kl_divergence(self, drafted: Tensor, probs: Tensor, temperature: Tensor) -> Tensor:
-        """Return the mean KL(p || q) in nats, with p `[B, T, V]` and q from features `[R, T, D]`.
+    def _kl_divergence(self, drafted: Tensor, probs: Tensor, temperature: Tensor, first: int) -> Tensor:
+        """Return the mean KL(p || q) in nats, with p `[B, T, V]` and q from features `[R, T, D]`, of the tokens from `first`.
 
         q is not filtered, so that every token gets a gradient.
         """
@@ -228,11 +233,12 @@ class HeadTrainer(Trainer):
         for start in range(0, T, size):
             part = slice(start, start + size)
             # Checkpointed: logits are recomputed chunk by chunk in the backward pass, and not stored.
-            total = total + checkpoint(self._kl_chunk, drafted[:, part], probs[:, part], temperature, use_reentrant=False)
+            inputs = drafted[:, part], probs[:, part], temperature, first + start
+            total = total + checkpoint(self._kl_chunk, *inputs, use_reentrant=False)
         return total / (len(probs) * T)
 
-    def _kl_chunk(self, drafted: Tensor, probs: Tensor, temperature: Tensor) -> Tensor:
-        logits = self.target.head(drafted.to(self.target.dtype), self._guidance) / temperature[:, None, None].clamp(min=1e-5)
+    def _kl_chunk(self, drafted: Tensor, probs: Tensor, temperature: Tensor, first: int) -> Tensor:
+        logits = self.teacher.head(drafted, first, self.images.scale) / temperature[:, None, None].clamp(min=1e-5)
         entropy = torch.special.entr(probs).sum()
         return -(probs * logits.log_softmax(-1)).sum() - entropy
 
@@ -255,7 +261,7 @@ class HeadTrainer(Trainer):
             temperature = self.images.temperature(numbers, self.device)[:, None, None].clamp(min=1e-5)
             tokens = torch.from_numpy(self.images.tokens[numbers]).to(self.device)
             for depth, drafted in enumerate(self.model.training_outputs(hidden, embeddings, self.config.unroll_steps)):
-                logits = self.target.head(drafted.to(self.target.dtype), self._guidance)
+                logits = self.teacher.head(drafted, depth + 1, self.images.scale)
                 q = to_probs(logits / temperature, replace(self.images.sampling, temperature=1.0))
                 acceptance = torch.minimum(probs[:, depth + 1 :], q).sum(-1)
                 foreground = tokens[:, depth + 1 :] != common

@@ -6,7 +6,7 @@ slots on the longest path, V vocabulary, D feature width, W int64 words of the p
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
@@ -193,6 +193,27 @@ class Draft:
         """Return an empty draft: a pass that feeds the root alone."""
         tokens = torch.zeros(images, 0, dtype=torch.int64, device=device)
         return cls(tokens, Tree.make_chain(0, device), torch.zeros(images, 0, vocab, device=device))
+
+    def put_forced(self, forced: Tensor | None, length: Tensor) -> Draft:
+        """Return a chain with the only possible token at each position that has one, of which nothing is sampled: q is 1.
+
+        Trees are returned unchanged, because drafts of heads and draft models have these tokens by their own logits.
+
+        Args:
+            forced: int64 `[N]`; see `TokenModel`.
+            length: int64 `[B]`, number of committed tokens.
+        """
+        S = self.tokens.shape[1]
+        if forced is None or not self.tree.is_chain or not S:
+            return self
+        position = length[:, None] + torch.arange(S, device=length.device)
+        token = forced[position.clamp(max=len(forced) - 1)]
+        known, token = token >= 0, token.clamp(min=0)
+        tokens, probs = torch.where(known, token, self.tokens), self.probs
+        if probs is not None:
+            certain = torch.zeros_like(probs).scatter(-1, token[..., None], 1.0)
+            probs = torch.where(known[..., None], certain, probs)
+        return replace(self, tokens=tokens, probs=probs)
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ def decode(
     with use_best_threads(model, condition, len(seeds), max_width) as threads, inference_mode_for(device):
         run = Run(device, model.grid[0] * model.grid[1], callback, profile)
         images, widths = run_loop(run, model, condition, seeds.to(device), method, sampling, graphs)
-        stats = images.make_stats(method.name, threads, widths)
+        stats = images.make_stats(method.name, threads, widths, model.forced)
         run.finish(stats)
     # Clone outside inference mode, so that callers can train on the result.
     return DecodeOutput(images.tokens[:, : run.total].clone(), images.length.clone(), stats, finished=not run.stopped)
@@ -181,7 +181,7 @@ class DecodePass:
         images, cache = state.images, state.cache
         with run.time_part("draft"):
             noise = self.make_noise(images.seeds, images.length[:, None], images.step)
-            draft = drafter.propose(state.draft, images.tokens, images.length, noise)
+            draft = drafter.propose(state.draft, images.tokens, images.length, noise).put_forced(model.forced, images.length)
             inputs = images.build_inputs(draft)
         with run.time_part("target"):
             out = model.forward(inputs, cache, draft.tree)
@@ -283,12 +283,18 @@ class ImageState:
             self.sibling_counts[: draft.tree.max_children] += count_sibling_acceptance(draft, verdict, count > 0).sum(0)
         return replace(self, length=self.length + count, step=self.step + 1), count
 
-    def make_stats(self, name: str, threads: int, widths: dict[int, int]) -> DecodeStats:
-        """Return the statistics of a finished run; `widths` counts its passes by the number of tokens they fed."""
+    def make_stats(self, name: str, threads: int, widths: dict[int, int], forced: Tensor | None = None) -> DecodeStats:
+        """Return the statistics of a finished run.
+
+        Args:
+            widths: its passes by the number of tokens they fed.
+            forced: see `TokenModel`.
+        """
         histogram, siblings = self.committed_histogram.tolist(), self.sibling_counts.tolist()
         histogram[0] = 0  # passes run after an image was finished
         while siblings and not siblings[-1][0]:  # ranks that no tree had
             siblings.pop()
+        only = None if forced is None else (forced >= 0).cumsum(0)  # forced tokens up to each position
         return DecodeStats(
             accelerator=name,
             images=len(self.seeds),
@@ -299,4 +305,5 @@ class ImageState:
             seeds=self.seeds.tolist(),
             threads=threads,
             sibling_counts=siblings,
+            forced=0 if only is None else int(only[self.length - 1].sum()),
         )

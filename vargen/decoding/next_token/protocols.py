@@ -34,6 +34,7 @@ class TokenModel:
         low_res: a low-resolution model from which draft tokens can be sampled.
         example_tokens: integers `[M, N]`, tokens of M images, such as training images. The same tensor object is returned as
             long as its contents are unchanged.
+        forced: int64 `[N]`, the only possible token of positions such as the end of a row, as in the logits; -1 elsewhere.
         num_layers: number of layers that `skip_layers` can skip.
         capture_blocker: why a CUDA graph cannot capture a pass of this model; None if it can.
         cost_key: identifies what the cost of a pass depends on besides batch size and machine: model sizes, dtype, guidance,
@@ -48,6 +49,7 @@ class TokenModel:
     draft_heads: Mapping[str, DraftHead] = MappingProxyType({})
     low_res: LowResModel | None = None
     example_tokens: Tensor | None = None
+    forced: Tensor | None = None
     num_layers: int = 0
     capture_blocker: str | None = None
     cost_key: Hashable = None

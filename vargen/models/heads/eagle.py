@@ -41,6 +41,7 @@ class EagleDrafter(TransposableWeights, QuantizedStorageMixin, ConfigMixin):
         dim, vocab_size, grid_size: as in the target.
         n_head, multiple_of, ffn_dim_multiplier, norm_eps, rope_base: parameters of the layer, as in `LlamaGenTransformer`.
         above: add the target's feature after the token above the one to predict as an input; zero where there is none yet.
+        target: digest that identifies a target of transformers; None for a LlamaGen, which its sizes identify.
         weight_format: storage format of `save_pretrained`; see `QuantizedStorageMixin`.
 
     Raises:
@@ -49,6 +50,7 @@ class EagleDrafter(TransposableWeights, QuantizedStorageMixin, ConfigMixin):
 
     target_settings: ClassVar[tuple[str, ...]] = (  # copied from the target
         "dim", "vocab_size", "grid_size", "n_head", "multiple_of", "ffn_dim_multiplier", "norm_eps", "rope_base",
+        "target",
     )  # fmt: skip
     trains_features: ClassVar[bool] = True  # whether the loss also compares features with the target's
 
@@ -68,6 +70,7 @@ class EagleDrafter(TransposableWeights, QuantizedStorageMixin, ConfigMixin):
         norm_eps: float = 1e-5,
         rope_base: float = 10000.0,
         above: bool = False,
+        target: str | None = None,
         weight_format: str | None = None,
     ):
         super().__init__()

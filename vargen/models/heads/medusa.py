@@ -65,6 +65,7 @@ class MedusaDrafter(TransposableWeights, QuantizedStorageMixin, ConfigMixin):
         dim, vocab_size, grid_size: as in the target.
         heads: number of heads h, one per future token.
         blocks: residual blocks per head.
+        target: digest that identifies a target of transformers; None for a LlamaGen, which its sizes identify.
         weight_format: storage format of `save_pretrained`; see `QuantizedStorageMixin`.
 
     Raises:
@@ -72,7 +73,7 @@ class MedusaDrafter(TransposableWeights, QuantizedStorageMixin, ConfigMixin):
     """
 
     layer_prefixes: ClassVar[dict[str, tuple[str, ...]]] = {"heads": ("ahead.",), "blocks": ("ahead.0.blocks.",)}
-    target_settings: ClassVar[tuple[str, ...]] = ("dim", "vocab_size", "grid_size")  # copied from the target
+    target_settings: ClassVar[tuple[str, ...]] = ("dim", "vocab_size", "grid_size", "target")  # copied from the target
     trains_features: ClassVar[bool] = False  # whether the loss also compares features with the target's
 
     feature_scale: Tensor
@@ -86,6 +87,7 @@ class MedusaDrafter(TransposableWeights, QuantizedStorageMixin, ConfigMixin):
         grid_size: int = 16,
         heads: int = 3,
         blocks: int = 2,
+        target: str | None = None,
         weight_format: str | None = None,
     ):
         super().__init__()

@@ -1,0 +1,262 @@
+"""What an image language model of transformers must be for `TransformersTokenModel`, and what differs from model to model.
+
+Shape suffixes: B images, R rows (B, times two with guidance: conditional rows first), P prompt tokens, T fed tokens, N tokens
+of the grid, V tokens of the image vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vargen.models.llamagen import MAX_GRID
+from vargen.values import parse_int, short_repr
+from vargen.weight_files import weights_digest
+
+_ATTENTION = ("sdpa", "eager")
+
+
+@dataclass(frozen=True)
+class PromptRows:
+    """Tokenized prompts of B images.
+
+    Attributes:
+        ids: int64 `[B, P]`, padded on the left.
+        valid: bool `[B, P]`, which ids are tokens.
+        unconditional: the prompts of the unconditional rows, of any length; None for a model without them.
+    """
+
+    ids: Tensor
+    valid: Tensor
+    unconditional: PromptRows | None = None
+
+    def select_rows(self, rows: Any) -> PromptRows:
+        """Return the prompts of some images, given by a slice or their indices."""
+        blank = self.unconditional
+        return PromptRows(self.ids[rows], self.valid[rows], blank and blank.select_rows(rows))
+
+    def repeat(self, count: int) -> PromptRows:
+        """Repeat each prompt `count` times."""
+        index = torch.arange(len(self.ids), device=self.ids.device).repeat_interleave(count)
+        return self.select_rows(index)
+
+    def join(self, pad: int = 0) -> PromptRows:
+        """Return conditional and unconditional rows as one table `[2 B, P]`; those without unconditional rows unchanged."""
+        if self.unconditional is None:
+            return self
+        rows = [row[valid] for each in (self, self.unconditional) for row, valid in zip(each.ids, each.valid, strict=True)]
+        return pad_prompts(rows, pad)
+
+
+def pad_prompts(rows: Sequence[Sequence[int] | Tensor], pad: int) -> PromptRows:
+    """Return rows of different lengths as one table, padded on the left with `pad`."""
+    P = max(len(row) for row in rows)
+    ids, valid = torch.full((len(rows), P), pad), torch.zeros(len(rows), P, dtype=torch.bool)
+    for number, row in enumerate(rows):
+        ids[number, P - len(row) :], valid[number, P - len(row) :] = torch.as_tensor(row), True
+    return PromptRows(ids, valid)
+
+
+def validate_size(size: Any) -> tuple[int, int]:
+    """Return the rows and columns of an image; ValueError unless they are two positive whole numbers."""
+    numbers = [parse_int(each, 1) for each in size] if isinstance(size, tuple | list) else []
+    if len(numbers) != 2 or None in numbers:
+        raise ValueError(f"size must be rows and columns of the image in tokens, such as (32, 32), got {short_repr(size)}")
+    return numbers[0], numbers[1]  # type: ignore[return-value]
+
+
+class ImageLanguageModel:
+    """What `TransformersTokenModel` needs to know about a model; one subclass per class of transformers.
+
+    Args:
+        model: an instance of the class.
+
+    Attributes:
+        class_name, since: name of the class in transformers, and the version that it came with.
+        processor_name: name of the class of its processor.
+        image_weights: parts of the names of weights that generate images; a checkpoint of another kind lacks them.
+        guidance_scale, temperature, top_k, top_p: defaults of the published model.
+        guided: whether it has unconditional rows.
+        has_pixels: whether it decodes its tokens to images itself.
+        has_sizes: whether it generates images of several sizes, and its constructor takes a `size`.
+        body: the language model without its head; takes embeddings and returns hidden states after its last module, `norm`.
+        vocab: number V of image tokens.
+        grid: rows and columns.
+        codebook: float `[V, C]`, whose distances say how similar tokens are.
+        forced: int64 `[N]`, the token of positions that have only one, which occurs nowhere else; -1 elsewhere. None if no
+            position is forced.
+        low_res: a `LowResModel`, if the tokens include those of a smaller image. None: they do not.
+    """
+
+    class_name: str
+    since: str
+    processor_name: str
+    image_weights: tuple[str, ...]
+    guidance_scale: float = 1.0
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    guided: bool = True
+    has_pixels: bool = True
+    has_sizes: bool = False
+    body: Any
+    vocab: int
+    grid: tuple[int, int]
+    codebook: Tensor | None = None
+    forced: Tensor | None = None
+    low_res: Any = None
+
+    def __init__(self, model: Any):
+        self.model = model
+        self.device = find_device(model.get_input_embeddings())
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Embeddings `[R, T, D]` of image tokens `[R, T]`."""
+        raise NotImplementedError
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits `[R, T, V]` of image tokens."""
+        raise NotImplementedError
+
+    def positions(self, start: Tensor, index: Tensor) -> Tensor:
+        """Position ids of image tokens, as `body` takes them: index `[R, T]` in the grid, after `start` `[R]` prompt tokens."""
+        return start[:, None] + index
+
+    def prompt_positions(self, positions: Tensor) -> Tensor:
+        """Position ids of a prompt, given those of its tokens `[R, P]`, as `body` takes them."""
+        return positions
+
+    def encode_prompts(self, processor: Any, prompts: list[str], negative: list[str] | None) -> PromptRows:
+        """Tokenize prompts, and negative prompts for the unconditional rows.
+
+        Raises:
+            ValueError: if the model takes no negative prompt, or the processor cannot describe the image.
+        """
+        raise NotImplementedError
+
+    def decode_pixels(self, tokens: Tensor) -> Tensor:
+        """Images float `[B, 3, height, width]` in [0, 1] of tokens `[B, N]`, if `has_pixels`."""
+        raise NotImplementedError
+
+    @property
+    def default_sampling(self) -> dict[str, Any]:
+        """Guidance scale, temperature, top-k and top-p of the published model; a top-k beyond the vocabulary keeps all."""
+        top_k = None if self.top_k is None or self.top_k > self.vocab else self.top_k
+        scale, temperature, top_p = self.guidance_scale, self.temperature, self.top_p
+        return {"guidance_scale": scale, "temperature": temperature, "top_k": top_k, "top_p": top_p}
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """Maximum number of prompt tokens, so that the image fits the context.
+
+        Raises:
+            ValueError: if the image alone does not fit.
+        """
+        (rows, columns), limit = self.grid, self.body.config.get_text_config().max_position_embeddings
+        if rows * columns >= limit:
+            raise ValueError(f"size must fit the context of {limit} tokens, got {rows} x {columns} tokens")
+        return int(limit - rows * columns)
+
+    @property
+    def head_settings(self) -> dict[str, Any]:
+        """Settings of draft heads for this model, by which those of another model are refused.
+
+        A head sees the grid as a square: with the model's columns where it fits, so that it knows rows and columns.
+        """
+        (rows, columns), text = self.grid, self.body.config.get_text_config()
+        side = columns if rows <= columns <= MAX_GRID else math.isqrt(rows * columns - 1) + 1
+        return {"dim": text.hidden_size, "vocab_size": self.vocab, "grid_size": side, "target": self.head_digest}
+
+    @property
+    def head_digest(self) -> str:
+        """Digest of the weights of the image head, which identifies the model."""
+        return weights_digest(self.model.get_output_embeddings())
+
+    def mask_generated(self, length: Tensor, pixels: tuple[int, int]) -> Tensor:
+        """Return which pixels, bool `[B, 1, height, width]`, show the first `length` `[B]` tokens of the grid."""
+        generated = torch.arange(self.grid[0] * self.grid[1], device=length.device) < length[:, None]
+        shown = self.forced is None or self.forced.view(self.grid)[0] < 0  # columns that are part of the image
+        cells = generated.view(-1, 1, *self.grid).float()
+        cells = cells if shown is True else cells[..., shown]
+        return torch.nn.functional.interpolate(cells, size=pixels) > 0
+
+    def validate_draft(self, draft: ImageLanguageModel) -> None:
+        """Raise ValueError unless a smaller model has the same image tokens."""
+        for name in ("class_name", "vocab", "grid"):
+            own, other = getattr(self, name), getattr(draft, name)
+            if own != other:
+                raise ValueError(f"draft_model must have the {name} of the model, {own}, got {other}")
+
+    def validate_processor(self, processor: Any) -> None:
+        """Raise TypeError for the processor of another model, ValueError for one whose tokens the model does not embed."""
+        found = type(processor).__name__
+        if found != self.processor_name:
+            raise TypeError(f"processor must be a {self.processor_name}, that of a {self.class_name}, got {short_repr(found)}")
+        embedded, known = self.model.get_input_embeddings().num_embeddings, len(processor.tokenizer)
+        if known > embedded:
+            raise ValueError(f"processor must be that of the model, which embeds {embedded} tokens, got one of {known} tokens")
+
+
+def make_sliced_head(module: Any, ids: Tensor | slice) -> Callable[[Tensor], Tensor]:
+    """Return an output layer for some of the tokens of `module`, whose other weights are then not read.
+
+    A quantized layer is run whole, and its logits are sliced.
+    """
+    weight = read_weight(module)
+    if not isinstance(ids, slice):
+        ids = ids.to(weight.device)
+    if type(module) is not torch.nn.Linear or not weight.is_floating_point():
+        return lambda hidden: module(hidden)[..., ids]
+    part, bias = weight[ids], None if module.bias is None else read_weight(module, "bias")[ids]
+    return lambda hidden: torch.nn.functional.linear(hidden, part, bias)
+
+
+def read_weight(module: Any, name: str = "weight") -> Tensor:
+    """Return a weight of a module, on the device where the module runs also while it is offloaded."""
+    if not hasattr(module, "_hf_hook"):
+        return getattr(module, name).detach()
+    from accelerate.utils import align_module_device
+
+    with align_module_device(module, find_device(module)):
+        return getattr(module, name).detach().clone()
+
+
+def find_device(module: Any) -> torch.device:
+    """Return the device where a module runs. While accelerate offloads it, its weights are on another one."""
+    for part in module.modules():
+        hooks = getattr(part, "_hf_hook", None)
+        for hook in getattr(hooks, "hooks", [hooks]):
+            place = getattr(hook, "execution_device", None)
+            if place is not None:
+                return torch.device("cuda", place) if isinstance(place, int) else torch.device(place)
+    return next(module.parameters()).device
+
+
+def validate_network(described: ImageLanguageModel) -> None:
+    """Raise ValueError if a network of transformers does not fit the cache and the mask of `TransformersTokenModel`."""
+    model = described.model
+    config = model.config.get_text_config()
+    attention = config._attn_implementation
+    if attention not in _ATTENTION:
+        raise ValueError(
+            f"attn_implementation must be {' or '.join(_ATTENTION)}, whose masks may be a tree, got {short_repr(attention)}; "
+            "reload the model with attn_implementation='sdpa'"
+        )
+    other = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention"})
+    if other or getattr(config, "sliding_window", None):
+        raise ValueError(
+            f"layers of {type(model).__name__} must attend to all tokens, got {', '.join(other) or 'sliding windows'}"
+        )
+    if model.training:
+        raise ValueError(f"{type(model).__name__} must be in evaluation mode, got training mode: call model.eval()")
+    devices = {str(described.device): None, **{str(find_device(layer)): None for layer in described.body.layers}}
+    if len(devices) > 1:
+        raise ValueError(
+            f"layers of {type(model).__name__} must run on one device, got {', '.join(devices)}; load it with a device_map of "
+            "one device, or of one device and 'cpu' or 'disk', from where weights are then loaded in each pass"
+        )

@@ -1,0 +1,177 @@
+"""Folders of transformers with an image language model: validated before weights are read, described, and opened."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vargen.compat import report_memory
+from vargen.device import select_device
+from vargen.models.component_files import read_config, refuse_code_files
+from vargen.pipelines.adapters.image_language_models import MODELS, describe_language_model
+from vargen.pipelines.adapters.language_model_base import ImageLanguageModel, validate_network
+from vargen.pipelines.language_model import LanguageModelPipeline
+from vargen.pipelines.llamagen import LlamaGenPipeline
+from vargen.pipelines.loading import default_dtype, locate_folder
+from vargen.weight_files import read_header
+
+# Arguments of transformers' `from_pretrained` that place, quantize or attend; all others are set here.
+_LOADING = ("device_map", "max_memory", "offload_folder", "quantization_config", "attn_implementation")
+_FETCHING = ("cache_dir", "force_download", "local_files_only", "token", "revision")
+
+
+def open_language_model(
+    name: str | Path,
+    draft_model: str | Path | None = None,
+    *,
+    torch_dtype: torch.dtype | None = None,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    size: tuple[int, int] | None = None,
+    **options: Any,
+) -> LanguageModelPipeline:
+    """Open an image language model of transformers, with safetensors only and without running code of the folder.
+
+    Args:
+        name: a folder with `config.json`, or a hub id `"owner/name"`.
+        draft_model: the same, for a smaller model with the same image tokens.
+        torch_dtype, dtype: of both models. Default: the fastest of the device; float32 for small models on a CPU.
+        device: where the models run; `"auto"` selects a GPU if there is one. Default: the CPU.
+        size: rows and columns of the image in tokens; see `LanguageModelPipeline`.
+        **options: of transformers, for the model: `device_map`, `max_memory`, `offload_folder`, `quantization_config`,
+            `attn_implementation`; `cache_dir`, `force_download`, `local_files_only`, `token` and `revision` of the hub.
+
+    Raises:
+        ValueError: before any weight is read: if there is no such folder, the folder asks for code, has no safetensors or no
+            weights that generate images, its class is not supported, its processor is missing, the draft model does not fit, or
+            the installed transformers lacks the class.
+        TypeError: for an unknown option, or the processor of another model; also before any weight is read.
+        ImportError: if the package of a quantization is not installed.
+    """
+    if unknown := sorted(options.keys() - {*_LOADING, *_FETCHING}):
+        raise TypeError(f"{unknown[0]} is no argument for opening an image language model: it takes torch_dtype, device, size, "
+                        f"draft_model, {', '.join((*_LOADING, *_FETCHING))}")  # fmt: skip
+    if dtype is not None and torch_dtype is not None:
+        raise ValueError(f"give dtype or torch_dtype, its older name, not both; got {dtype!r} and {torch_dtype!r}")
+    if device is not None and options.get("device_map") is not None:
+        raise ValueError(f"give device or device_map, not both; got {device!r} and {options['device_map']!r}")
+    place = torch.device("cpu") if device is None else select_device(device)
+    fetching = {key: value for key, value in options.items() if key in _FETCHING}
+    folders = [locate_folder(each, fetching) for each in (name, draft_model) if each is not None]
+    described = [describe_folder(folder, size) for folder in folders]  # of both, before the weights of one are read
+    processor = load_processor(folders[0])
+    described[0].validate_processor(processor)
+    for each in described[1:]:
+        described[0].validate_draft(each)
+    kind = torch_dtype or dtype or default_dtype(folders[0], place)
+    models = []
+    for number, (folder, known) in enumerate(zip(folders, described, strict=True)):
+        loading = {} if number else {key: value for key, value in options.items() if key in _LOADING}
+        moved = loading.get("device_map") is None
+        if moved and loading.get("quantization_config") is not None:
+            loading["device_map"], moved = {"": place}, False
+        with report_memory(folder):
+            model = type(known.model).from_pretrained(
+                folder, use_safetensors=True, local_files_only=True, **{_dtype_argument(): kind}, **loading
+            )
+        models.append(model.to(place).eval() if moved else model.eval())
+    pipe = LanguageModelPipeline(models[0], processor, models[1] if models[1:] else None, size)
+    if heads := _list_heads(folders[0]):
+        pipe.load_drafter(*(folders[0] / name for name in heads))
+    return pipe
+
+
+def _dtype_argument() -> str:
+    """Return the name of the argument for a dtype in the installed transformers."""
+    import transformers
+
+    return "dtype" if tuple(int(part) for part in transformers.__version__.split(".")[:2]) >= (4, 56) else "torch_dtype"
+
+
+def _list_heads(folder: Path) -> list[str]:
+    """Return the draft heads that `LanguageModelPipeline.save_pretrained` stored in a folder."""
+    return [name for name in LlamaGenPipeline.family.drafters if (folder / name / "config.json").is_file()]
+
+
+def find_architecture(folder: Path) -> str | None:
+    """Return the class of transformers that a folder's `config.json` names; None for a folder of another kind."""
+    file = folder / "config.json"
+    if not file.is_file() or (folder / "model_index.json").is_file():
+        return None
+    found = read_config(file).get("architectures")
+    return str(found[0]) if isinstance(found, list) and found else None
+
+
+def describe_folder(folder: Path, size: tuple[int, int] | None = None) -> ImageLanguageModel:
+    """Validate a folder and describe its model, whose weights are not read and take no memory.
+
+    Raises:
+        ValueError, TypeError: see `open_language_model`.
+    """
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{folder} holds no config.json, so it is not a model of transformers")
+    refuse_code_files(folder, _list_heads(folder))
+    file, found = folder / "config.json", find_architecture(folder)
+    if found not in MODELS:
+        raise ValueError(f"{file} describes a {found!r}; vargen runs {', '.join(MODELS)}")
+    import transformers
+
+    cls: Any = getattr(transformers, found, None)
+    if cls is None:
+        raise ValueError(f"{found} needs transformers {MODELS[found].since}, got {transformers.__version__}")
+    if (folder / "adapter_config.json").is_file():
+        raise ValueError(
+            f"{folder} holds an adapter, for which transformers would fetch another model: merge it into its model"
+        )
+    names = _read_weight_names(folder)
+    if missing := [part for part in MODELS[found].image_weights if not any(part in name for name in names)]:
+        raise ValueError(f"{folder} holds no weights {missing[0]}*, without which a {found} generates no images")
+    try:
+        config = cls.config_class.from_pretrained(folder, local_files_only=True)
+        with torch.device("meta"):
+            model = cls(config).eval()
+    except ImportError as error:  # transformers 4.53 imports every configuration, and that of gemma3n needs a newer timm
+        raise ValueError(
+            f"transformers {transformers.__version__} cannot construct a {found} beside the installed packages ({error}); "
+            "4.57.6 can, also beside timm 0.6.13, which image-reward 1.5 needs"
+        ) from error
+    except Exception as error:  # classes of transformers validate little, and fail in many ways
+        raise ValueError(f"{file} does not describe a {found}: {error}") from error
+    described = describe_language_model(model, size)
+    validate_network(described)
+    _ = described.max_prompt_tokens  # the image fits the context
+    return described
+
+
+def _read_weight_names(folder: Path) -> set[str]:
+    files = list(folder.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"{folder} holds no *.safetensors, and vargen reads no other weights of transformers")
+    return {name for file in files for name in read_header(file)}
+
+
+def load_processor(folder: Path) -> Any:
+    """Load the processor of a folder, without code of the folder. ValueError if there is none."""
+    from transformers import AutoProcessor
+
+    try:
+        return AutoProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # as above
+        raise ValueError(f"{folder} holds no processor that transformers can load: {error}") from error
+
+
+def describe_model(folder: Path) -> Mapping[str, Any]:
+    """Return the fields of `ModelInfo` for a folder; no weights are read.
+
+    Raises:
+        ValueError, TypeError: see `open_language_model`; the processor is validated, too.
+    """
+    described = describe_folder(folder)
+    described.validate_processor(load_processor(folder))
+    tokens = described.grid[0] * described.grid[1]
+    return {"folder": folder, "pipeline": LanguageModelPipeline.__name__, "condition": "text", "vocab_size": described.vocab,
+            "num_tokens": tokens, "num_classes": 0, "id2label": {}, "components": ("model", "processor", *_list_heads(folder)),
+            "num_baseline_passes": tokens, "makes_images": described.has_pixels}  # fmt: skip
