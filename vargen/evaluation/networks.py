@@ -125,6 +125,11 @@ class BenchmarkModel:
 def half_filled_caches(transformer: Any, rows: int, widths: Sequence[int]) -> dict[int, KVCache]:
     """By width, a cache for passes of `width` tokens, half full of random keys and values. The caches share memory."""
     caches = {width: transformer.new_cache(rows, scratch=width) for width in sorted(widths)}
+    if transformer.config.get("quantization"):
+        for cache in caches.values():
+            cache.fill_randomly()
+            cache.commit_chain(transformer.tokens // 2)
+        return caches
     widest = caches[max(widths)]
     widest.k.normal_()
     widest.v.normal_()
