@@ -28,34 +28,9 @@ _HIDDEN = f32(-np.inf)
 
 
 @njit(**INNER)
-def quantize_head(row, limit, out, step):  # type: ignore[no-untyped-def]
-    """Quantize float32 `row` to 16-bit integers at every `step`-th place of `out`; returns the largest absolute value."""
-    top = SMALLEST
-    for j in range(len(row)):
-        top = max(top, abs(row[j]))
-    factor = limit / top
-    for j in range(len(row)):
-        out[j * step] = np.int16((row[j] * factor + ROUND) - ROUND)
-    return top
-
-
-@njit(**INNER)
-def rotate(row, cos_sin):  # type: ignore[no-untyped-def]
-    """Rotate interleaved pairs of float32 `[K]` in place by `[K/2, 2]`."""
-    for j in range(len(cos_sin)):
-        even, odd, cos, sin = row[2 * j], row[2 * j + 1], cos_sin[j, 0], cos_sin[j, 1]
-        row[2 * j] = even * cos - odd * sin
-        row[2 * j + 1] = even * sin + odd * cos
-
-
-@njit(**INNER)
-def store_value(row, limit, v, slot):  # type: ignore[no-untyped-def]
-    """Quantize a value `row [K]` to a slot of `v [S/2, K', 2]`; returns its scale."""
-    return quantize_head(row, f32(limit), v[slot >> 1].reshape(-1)[slot & 1 :], 2) * f32(1 / limit)
-
-
-@njit(**INNER)
-def write_tokens(sums, stride, scale, channel_scale, cos_sin, length, prefix, limits, k, v, k_scale, v_scale, q, q_scale, row):  # type: ignore[no-untyped-def]
+def write_tokens(
+    sums, stride, scale, channel_scale, cos_sin, length, prefix, limits, k, v, k_scale, v_scale, q, q_scale, row, T, K, H
+):  # type: ignore[no-untyped-def]  # fmt: skip
     """Rotate and quantize the queries, keys and values of a pass; write keys and values to the slots after each row's pointer.
 
     Args:
@@ -63,42 +38,46 @@ def write_tokens(sums, stride, scale, channel_scale, cos_sin, length, prefix, li
         cos_sin: float32 `[R, T, K/2, 2]`.
         length: int64 `[R]`, pointer of each row, at most the number of image tokens.
         limits: largest integers of keys and of values.
-        q, q_scale: written: int16 `[R, G, H/G T + 3, K]`, and float32 scales of scores `[R, G, H/G T]`.
+        q, q_scale: written: int16 `[R, G, H/G T, K]`, and float32 scales of scores `[R, G, H/G T]`.
         row: float32 `[K]`, scratch.
     """
-    R, T = cos_sin.shape[:2]
-    G, K = k.shape[1], len(row)
-    group = (q.shape[2] - (QUERIES - 1)) // T
-    H = G * group
-    score_limit, value_limit = limits
-    root = f32(K**-0.5)
+    R, G = k.shape[0], k.shape[1]
+    group = H // G
+    score_limit, value_limit = f32(limits[0]), f32(limits[1])
+    score_unit, value_unit, root = f32(1 / limits[0]), f32(1 / limits[1]), f32(K**-0.5)
     for r in range(R):
         for t in range(T):
             m, slot = r * T + t, prefix + length[r] + t
             a = scale[m]
             for h in range(H + 2 * G):
-                first = m * stride + h * K
-                line, channels = sums[first : first + K], channel_scale[h * K : h * K + K]
+                first, channel = m * stride + h * K, h * K
                 for j in range(K):
-                    row[j] = f32(line[j]) * a * channels[j]
+                    row[j] = f32(sums[first + j]) * a * channel_scale[channel + j]
                 if h < H + G:
-                    rotate(row, cos_sin[r, t])
+                    for j in range(K // 2):
+                        even, odd, cos, sin = row[2 * j], row[2 * j + 1], cos_sin[r, t, j, 0], cos_sin[r, t, j, 1]
+                        row[2 * j] = even * cos - odd * sin
+                        row[2 * j + 1] = even * sin + odd * cos
+                top = SMALLEST
+                for j in range(K):
+                    top = max(top, abs(row[j]))
+                factor = (score_limit if h < H + G else value_limit) / top
+                for j in range(K):
+                    row[j] = (row[j] * factor + ROUND) - ROUND
                 if h < H:
                     g, number = h // group, (h % group) * T + t
-                    top = quantize_head(row, f32(score_limit), q[r, g, number], 1)
-                    q_scale[r, g, number] = top * f32(1 / score_limit) * root
+                    for j in range(K):
+                        q[r, g, number, j] = np.int16(row[j])
+                    q_scale[r, g, number] = top * score_unit * root
                 elif h < H + G:
-                    g = h - H
-                    top = SMALLEST
-                    for j in range(K):
-                        top = max(top, abs(row[j]))
-                    factor = f32(score_limit) / top
-                    for j in range(K):
-                        k[r, g, j >> 1, slot, j & 1] = np.int16((row[j] * factor + ROUND) - ROUND)
-                    k_scale[r, g, slot] = top * f32(1 / score_limit)
+                    for j in range(K // 2):
+                        k[r, h - H, j, slot, 0] = np.int16(row[2 * j])
+                        k[r, h - H, j, slot, 1] = np.int16(row[2 * j + 1])
+                    k_scale[r, h - H, slot] = top * score_unit
                 else:
-                    g = h - H - G
-                    v_scale[r, g, slot] = store_value(row, value_limit, v[r, g], slot)
+                    for j in range(K):
+                        v[r, h - H - G, slot >> 1, j, slot & 1] = np.int16(row[j])
+                    v_scale[r, h - H - G, slot] = top * value_unit
 
 
 @njit(**INNER)
@@ -129,85 +108,86 @@ def pair_dots(rows, row, row_stride, column, column_stride, steps, vectors, out,
 
 
 @njit(**INNER)
-def weigh_slots(dots, scale, k_scale, v_scale, bias, visible, first, count, row, weights):  # type: ignore[no-untyped-def]
-    """Softmax of one query over `count` slots, as integer weights of the quantized values.
+def weigh_slots(dots, w, scale, k_scale, v_scale, bias, ancestors, r, g, t, first, count, row, weights):  # type: ignore[no-untyped-def]
+    """Softmax of query `w` of a block over `count` slots, as integer weights of the quantized values.
 
     Args:
-        dots: int32 `[count]`, products of the integers.
-        bias: float32 `[P]`, added to the first P scores.
-        visible: bool `[T']`, of slots from `first` on; empty if all are visible.
+        dots: int32 `[4, S]`, products of the integers.
+        bias: float32 `[R, P]`, added to the first P scores.
+        ancestors: bool `[R, T, T]`, which of the slots from `first` on are visible; `[R, 0, 0]`: all.
         row: float32 scratch.
-        weights: int16, written; zero from `count` to the next multiple of 16.
+        weights: int16 `[4, S]`, written, and set to zero from `count` to the next multiple of 16.
 
     Returns:
         The scale of the weighted sum.
     """
     top, value_top = _HIDDEN, SMALLEST
     for i in range(count):
-        row[i] = f32(dots[i]) * scale * k_scale[i]
-    for i in range(len(bias)):
-        row[i] += bias[i]
-    for i in range(len(visible)):
-        if not visible[i]:
+        row[i] = f32(dots[w, i]) * scale * k_scale[r, g, i]
+    for i in range(bias.shape[1]):
+        row[i] += bias[r, i]
+    for i in range(ancestors.shape[1]):
+        if not ancestors[r, t, i]:
             row[first + i] = _HIDDEN
     for i in range(count):
         top = max(top, row[i])
-        value_top = max(value_top, v_scale[i] if row[i] > _HIDDEN else ZERO)
+        value_top = max(value_top, v_scale[r, g, i] if row[i] > _HIDDEN else ZERO)
     total = i64(0)
     for i in range(count):
         term = (exp(row[i] - top) * _UNITS + ROUND) - ROUND
         total += i64(i32(term))
-        row[i] = term * v_scale[i]
+        row[i] = term * v_scale[r, g, i]
     unit = f32(_SUM / (f64(total) * f64(value_top)))
     for i in range(count):
-        weights[i] = np.int16((row[i] * unit + ROUND) - ROUND)
+        weights[w, i] = np.int16((row[i] * unit + ROUND) - ROUND)
     for i in range(count, -(-count // 16) * 16):
-        weights[i] = 0
+        weights[w, i] = 0
     return value_top * _SUM_UNIT
 
 
 @njit(**INNER)
-def attend_slots(q, q_scale, k, v, k_scale, v_scale, bias, length, prefix, T, ancestors, dots, row, weights, sums, out):  # type: ignore[no-untyped-def]
+def attend_slots(
+    q, q_scale, k, v, k_scale, v_scale, bias, length, prefix, ancestors, dots, row, weights, sums, out, T, H
+):  # type: ignore[no-untyped-def]  # fmt: skip
     """Attention of a pass over the cache, float32 `out [R T, H K]`.
 
     Args:
-        q, q_scale: see `write_tokens`.
+        q, q_scale: see `write_tokens`; three more queries than used are read.
         ancestors: bool `[R, T, T]`, which tokens of the pass each token attends to; `[R, 0, 0]` for a chain.
-        dots, row, weights, sums: scratch: int32 `[4, S]`, float32 `[S]`, int16 `[4, S]`, int32 `[4, K']`.
+        dots, row, weights, sums: scratch: int32 `[4, S]`, float32 `[S + 4]`, int16 `[4, S]`, int32 `[4, K']`.
     """
-    R, G, _, S = k.shape[:4]
-    K = 2 * k.shape[2]
-    count = q.shape[2] - (QUERIES - 1)
-    group, columns = count // T, v.shape[3]
+    R, G, S, K, columns = k.shape[0], k.shape[1], k.shape[3], 2 * k.shape[2], v.shape[3]
+    group = H // G
+    count = group * T
+    query, key, value = i64(q.ctypes.data), i64(k.ctypes.data), i64(v.ctypes.data)
+    products, shares, total = i64(dots.ctypes.data), i64(weights.ctypes.data), i64(sums.ctypes.data)
     for r in range(R):
         first = prefix + length[r]
         end = first + T
+        vectors = -(-end // 16)
         for g in range(G):
+            head = r * G + g
             number = 0
             while number < count:
                 block = QUERIES if count - number >= QUERIES - 1 else 1
-                pair_dots(
-                    block, q[r, g, number].ctypes.data, 2 * K, k[r, g].ctypes.data, 4 * S, K // 2, -(-end // 16),
-                    dots.ctypes.data, 4 * S,
-                )  # fmt: skip
+                source, keys = query + 2 * K * (head * q.shape[2] + number), key + 2 * K * S * head
+                pair_dots(block, source, 2 * K, keys, 4 * S, K // 2, vectors, products, 4 * S)
                 for w in range(min(block, count - number)):
                     t = (number + w) % T
                     seen = end if ancestors.shape[1] else first + t + 1
-                    visible = ancestors[r, t] if ancestors.shape[1] else ancestors[r].reshape(-1)[:0]
-                    scale = weigh_slots(
-                        dots[w], q_scale[r, g, number + w], k_scale[r, g], v_scale[r, g], bias[r], visible, first, seen, row,
-                        weights[w],
+                    scale = q_scale[r, g, number + w]
+                    row[S + w] = weigh_slots(
+                        dots, w, scale, k_scale, v_scale, bias, ancestors, r, g, t, first, seen, row, weights
                     )  # fmt: skip
-                    for i in range(-(-seen // 16) * 16, -(-end // 16) * 16):
+                    for i in range(-(-seen // 16) * 16, 16 * vectors):
                         weights[w, i] = 0
-                    row[S + w] = scale
+                values = value + 2 * S * columns * head
+                steps = -(-end // 2)
                 pair_dots(
-                    block, weights.ctypes.data, 2 * S, v[r, g].ctypes.data, 4 * columns, -(-end // 2), columns // 16,
-                    sums.ctypes.data, 4 * columns,
+                    block, shares, 2 * S, values, 4 * columns, steps, columns // 16, total, 4 * columns
                 )  # fmt: skip
                 for w in range(min(block, count - number)):
-                    t, h = (number + w) % T, g * group + (number + w) // T
-                    scale = row[S + w]
+                    at, h = r * T + (number + w) % T, g * group + (number + w) // T
                     for j in range(K):
-                        out[r * T + t, h * K + j] = f32(sums[w, j]) * scale
+                        out[at, h * K + j] = f32(sums[w, j]) * row[S + w]
                 number += block

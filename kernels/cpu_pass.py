@@ -23,6 +23,7 @@ from vargen.kernels.cpu_steps import (
     PANEL,
     add_rows,
     f32,
+    i64,
     norm,
     norm_rows,
     pack_matrix,
@@ -81,12 +82,17 @@ class Buffers(NamedTuple):
     dots: np.ndarray  # int32 [4, S]
     attention: np.ndarray  # int16 [4, S]
     value_sums: np.ndarray  # int32 [4, K']
+    q: np.ndarray  # int16 [R, G, H/G T + 3, K]
+    q_scale: np.ndarray  # float32 [R, G, H/G T]
+    cos_sin: np.ndarray  # float32 [R, T, K/2, 2]
+    length: np.ndarray  # int64 [R]
 
 
 def make_buffers(weights: Weights, slots: Slots, tokens: int) -> Buffers:
     """Allocate buffers for passes of up to `tokens` tokens."""
-    H, _, K, F = (int(size) for size in weights.sizes)
-    M, D, S = slots.k.shape[1] * tokens, weights.norms.shape[1], slots.k.shape[4]
+    H, G, K, F = (int(size) for size in weights.sizes)
+    R, D, S = slots.k.shape[1], weights.norms.shape[1], slots.k.shape[4]
+    M, queries = R * tokens, H // G * tokens
     columns = max(weights.start.shape[1], len(weights.output_start))
     return Buffers(
         x=np.zeros((M, D), np.float32),
@@ -99,6 +105,10 @@ def make_buffers(weights: Weights, slots: Slots, tokens: int) -> Buffers:
         dots=np.zeros((QUERIES, S), np.int32),
         attention=np.zeros((QUERIES, S), np.int16),
         value_sums=np.zeros((QUERIES, slots.v.shape[4]), np.int32),
+        q=np.zeros((R, G, queries + QUERIES - 1, K), np.int16),
+        q_scale=np.zeros((R, G, queries), np.float32),
+        cos_sin=np.zeros((R, tokens, K // 2, 2), np.float32),
+        length=np.zeros(R, np.int64),
     )
 
 
@@ -121,12 +131,8 @@ def run_layers(weights, slots, buffers, tokens, positions, ancestors):  # type: 
     R, T = tokens.shape
     M, D = R * T, weights.norms.shape[1]
     x, scale, sums, row, wide = buffers.x[:M], buffers.scale, buffers.sums, buffers.row, buffers.wide
-    group = H // G
-    q = np.zeros((R, G, group * T + QUERIES - 1, K), np.int16)
-    q_scale = np.zeros((R, G, group * T), np.float32)
-    cos_sin = np.empty((R, T, K // 2, 2), np.float32)
+    q, q_scale, cos_sin, length = buffers.q, buffers.q_scale, buffers.cos_sin, buffers.length
     last = len(weights.rotary) - 1
-    length = np.empty(R, np.int64)
     for r in range(R):
         length[r] = min(slots.length[r], last + 1)  # full rows write only to scratch
         for t in range(T):
@@ -157,11 +163,11 @@ def run_layers(weights, slots, buffers, tokens, positions, ancestors):  # type: 
                 k, v, k_scale, v_scale = slots.k[layer], slots.v[layer], slots.k_scale[layer], slots.v_scale[layer]
                 write_tokens(
                     sums, columns, scale, channels, cos_sin, length, prefix, slots.limits, k, v, k_scale, v_scale, q, q_scale,
-                    row[:K],
+                    row, T, K, H,
                 )  # fmt: skip
                 attend_slots(
-                    q, q_scale, k, v, k_scale, v_scale, slots.bias, length, prefix, T, ancestors, buffers.dots, row,
-                    buffers.attention, buffers.value_sums, buffers.attended,
+                    q, q_scale, k, v, k_scale, v_scale, slots.bias, length, prefix, ancestors, buffers.dots, row,
+                    buffers.attention, buffers.value_sums, buffers.attended, T, H,
                 )  # fmt: skip
                 for m in range(M):
                     scale[m] = quantize(buffers.attended[m], H * K, wide[m])
@@ -201,7 +207,7 @@ def run_output(weights, buffers, guidance, states, features, logits):  # type: i
                 buffers.scale[m] = quantize(row, D, buffers.wide[m])
             else:
                 buffers.scale[m] = quantize(features[r, t], D, buffers.wide[m])
-    product(buffers.wide, rows * T, weights.output.ctypes.data, weights.output_start, -(-D // 4), buffers.sums, columns)
+    product(buffers.wide, rows * T, i64(weights.output.ctypes.data), weights.output_start, -(-D // 4), buffers.sums, columns)
     for r in range(rows):
         for t in range(T):
             m = r * T + t

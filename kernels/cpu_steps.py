@@ -14,7 +14,7 @@ from numba import njit
 from vargen.kernels.cpu_vector import byte_dot_1, byte_dot_2, byte_dot_4, byte_dot_6, float_of_bits
 from vargen.kernels.int8_format import EXP_RANGE, EXP_TERMS, INT8_MAX, LN_2, LOG2_E, NORM_MAX, TINY
 
-OPTIONS = {"fastmath": {"nnan", "nsz"}, "boundscheck": False, "error_model": "numpy", "nogil": True}
+OPTIONS = {"fastmath": {"nnan", "nsz"}, "boundscheck": False, "error_model": "numpy", "nogil": True, "_nrt": False}
 INNER = {**OPTIONS, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}  # functions that only compiled ones call
 PANEL = 64  # columns of a matrix that are stored together
 
