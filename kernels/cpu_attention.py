@@ -1,7 +1,7 @@
 """Attention of a CPU pass, for Numba: bit for bit `vargen.kernels.int8.attend_int8`, over a cache of pairs of 16-bit integers.
 
-Keys are stored as `[R, G, K/2, S, 2]` and values as `[R, G, S/2, K', 2]` (K' is K rounded up to 16), so that an instruction
-multiplies two numbers of 16 slots, or of 16 columns, at once. Slots are [ prefix | image tokens | scratch ].
+Two 16-bit integers share an int32: keys are `[R, G, K/2, S]`, two numbers of a slot, and values `[R, G, S/2, K']` (K' is K rounded
+up to 16), the same number of two slots. So an instruction multiplies two numbers of 16 slots, or of 16 columns, at once. Slots are [ prefix | image tokens | scratch ].
 
 Shape suffixes: R rows, T tokens of the pass, H query heads, G key heads, K head width, S slots, P prefix slots.
 """
@@ -11,8 +11,10 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from vargen.kernels.cpu_steps import INNER, ROUND, SMALLEST, ZERO, exp, f32, f64, i32, i64
+from vargen.kernels.cpu_steps import INNER, ROUND, SMALLEST, exp, f32, f64, i32, i64, largest
 from vargen.kernels.cpu_vector import (
+    bits_of_float,
+    float_of_bits,
     pair_dot_1x1,
     pair_dot_1x2,
     pair_dot_1x4,
@@ -28,6 +30,12 @@ _HIDDEN = f32(-np.inf)
 
 
 @njit(**INNER)
+def join_pair(low, high):  # type: ignore[no-untyped-def]
+    """The int32 with these 16-bit integers."""
+    return i32((high << i32(16)) | (low & i32(0xFFFF)))
+
+
+@njit(**INNER)
 def write_tokens(
     sums, stride, scale, channel_scale, cos_sin, length, prefix, limits, k, v, k_scale, v_scale, q, q_scale, row, T, K, H
 ):  # type: ignore[no-untyped-def]  # fmt: skip
@@ -39,7 +47,7 @@ def write_tokens(
         length: int64 `[R]`, pointer of each row, at most the number of image tokens.
         limits: largest integers of keys and of values.
         q, q_scale: written: int16 `[R, G, H/G T, K]`, and float32 scales of scores `[R, G, H/G T]`.
-        row: float32 `[K]`, scratch.
+        row: float32 `[(H + 2 G) K]`, scratch.
     """
     R, G = k.shape[0], k.shape[1]
     group = H // G
@@ -48,35 +56,38 @@ def write_tokens(
     for r in range(R):
         for t in range(T):
             m, slot = r * T + t, prefix + length[r] + t
-            a = scale[m]
+            a, line = scale[m], m * stride
+            for j in range((H + 2 * G) * K):
+                row[j] = f32(sums[line + j]) * a * channel_scale[j]
             for h in range(H + 2 * G):
-                first, channel = m * stride + h * K, h * K
-                for j in range(K):
-                    row[j] = f32(sums[first + j]) * a * channel_scale[channel + j]
+                first = h * K
                 if h < H + G:
                     for j in range(K // 2):
-                        even, odd, cos, sin = row[2 * j], row[2 * j + 1], cos_sin[r, t, j, 0], cos_sin[r, t, j, 1]
-                        row[2 * j] = even * cos - odd * sin
-                        row[2 * j + 1] = even * sin + odd * cos
-                top = SMALLEST
-                for j in range(K):
-                    top = max(top, abs(row[j]))
+                        even, odd, cos, sin = (
+                            row[first + 2 * j],
+                            row[first + 2 * j + 1],
+                            cos_sin[r, t, j, 0],
+                            cos_sin[r, t, j, 1],
+                        )
+                        row[first + 2 * j] = even * cos - odd * sin
+                        row[first + 2 * j + 1] = even * sin + odd * cos
+                top = largest(row, first, K)
                 factor = (score_limit if h < H + G else value_limit) / top
-                for j in range(K):
+                for j in range(first, first + K):
                     row[j] = (row[j] * factor + ROUND) - ROUND
                 if h < H:
                     g, number = h // group, (h % group) * T + t
                     for j in range(K):
-                        q[r, g, number, j] = np.int16(row[j])
+                        q[r, g, number, j] = np.int16(row[first + j])
                     q_scale[r, g, number] = top * score_unit * root
                 elif h < H + G:
                     for j in range(K // 2):
-                        k[r, h - H, j, slot, 0] = np.int16(row[2 * j])
-                        k[r, h - H, j, slot, 1] = np.int16(row[2 * j + 1])
+                        k[r, h - H, j, slot] = join_pair(i32(row[first + 2 * j]), i32(row[first + 2 * j + 1]))
                     k_scale[r, h - H, slot] = top * score_unit
                 else:
                     for j in range(K):
-                        v[r, h - H - G, slot >> 1, j, slot & 1] = np.int16(row[j])
+                        old, new = v[r, h - H - G, slot >> 1, j], i32(row[first + j])
+                        v[r, h - H - G, slot >> 1, j] = join_pair(old, new) if slot & 1 else join_pair(new, old >> i32(16))
                     v_scale[r, h - H - G, slot] = top * value_unit
 
 
@@ -116,32 +127,36 @@ def weigh_slots(dots, w, scale, k_scale, v_scale, bias, ancestors, r, g, t, firs
         bias: float32 `[R, P]`, added to the first P scores.
         ancestors: bool `[R, T, T]`, which of the slots from `first` on are visible; `[R, 0, 0]`: all.
         row: float32 scratch.
-        weights: int16 `[4, S]`, written, and set to zero from `count` to the next multiple of 16.
+        weights: int16 `[4, S]`, written up to the next multiple of 16, with zeros from `count` on.
 
     Returns:
         The scale of the weighted sum.
     """
-    top, value_top = _HIDDEN, SMALLEST
-    for i in range(count):
+    end = -(-count // 16) * 16  # loops over whole vectors
+    for i in range(end):
         row[i] = f32(dots[w, i]) * scale * k_scale[r, g, i]
+    for i in range(count, end):
+        row[i] = _HIDDEN
     for i in range(bias.shape[1]):
         row[i] += bias[r, i]
     for i in range(ancestors.shape[1]):
         if not ancestors[r, t, i]:
             row[first + i] = _HIDDEN
-    for i in range(count):
-        top = max(top, row[i])
-        value_top = max(value_top, v_scale[r, g, i] if row[i] > _HIDDEN else ZERO)
+    most, value_most = i32(-(2**31)), bits_of_float(SMALLEST)
+    for i in range(end):
+        bits = bits_of_float(row[i])
+        most = max(most, bits ^ ((bits >> i32(31)) & i32(2**31 - 1)))  # integers in the order of the scores
+        value_most = max(value_most, bits_of_float(v_scale[r, g, i]) if row[i] > _HIDDEN else i32(0))
+    top = float_of_bits(most ^ ((most >> i32(31)) & i32(2**31 - 1)))
+    value_top = float_of_bits(value_most)
     total = i64(0)
-    for i in range(count):
+    for i in range(end):
         term = (exp(row[i] - top) * _UNITS + ROUND) - ROUND
         total += i64(i32(term))
         row[i] = term * v_scale[r, g, i]
     unit = f32(_SUM / (f64(total) * f64(value_top)))
-    for i in range(count):
+    for i in range(end):
         weights[w, i] = np.int16((row[i] * unit + ROUND) - ROUND)
-    for i in range(count, -(-count // 16) * 16):
-        weights[w, i] = 0
     return value_top * _SUM_UNIT
 
 

@@ -28,8 +28,8 @@ def call_once(passes: Any) -> None:
         eps=1e-5,
     )
     slots = passes.Slots(
-        k=np.zeros((layers, rows, heads, head_dim // 2, 16, 2), np.int16),
-        v=np.zeros((layers, rows, heads, 8, 16, 2), np.int16),
+        k=np.zeros((layers, rows, heads, head_dim // 2, 16), np.int32),
+        v=np.zeros((layers, rows, heads, 8, 16), np.int32),
         k_scale=np.ones((layers, rows, heads, 16), np.float32),
         v_scale=np.ones((layers, rows, heads, 16), np.float32),
         length=np.zeros(rows, np.int64),

@@ -16,13 +16,14 @@ from typing import NamedTuple
 import numpy as np
 from numba import config, njit
 
-from vargen.kernels.cpu_attention import QUERIES, attend_slots, write_tokens
+from vargen.kernels.cpu_attention import QUERIES, attend_slots, join_pair, write_tokens
 from vargen.kernels.cpu_steps import (
     INNER,
     OPTIONS,
     PANEL,
     add_rows,
     f32,
+    i32,
     i64,
     norm,
     norm_rows,
@@ -60,8 +61,8 @@ class Weights(NamedTuple):
 class Slots(NamedTuple):
     """The cache of a pass, and the largest integers of keys and of values."""
 
-    k: np.ndarray  # int16 [L, R, G, K/2, S, 2]
-    v: np.ndarray  # int16 [L, R, G, S/2, K', 2]
+    k: np.ndarray  # int32 [L, R, G, K/2, S], pairs of 16-bit integers: see `cpu_attention`
+    v: np.ndarray  # int32 [L, R, G, S/2, K']
     k_scale: np.ndarray  # float32 [L, R, G, S]
     v_scale: np.ndarray  # float32 [L, R, G, S]
     length: np.ndarray  # int64 [R]
@@ -101,7 +102,7 @@ def make_buffers(weights: Weights, slots: Slots, tokens: int) -> Buffers:
         scale=np.zeros(M, np.float32),
         sums=np.zeros(M * columns, np.int32),
         attended=np.zeros((M, H * K), np.float32),
-        row=np.zeros(max(D, F, H * K, S) + QUERIES, np.float32),
+        row=np.zeros(max(D, F, (H + 2 * G) * K, S) + QUERIES, np.float32),
         dots=np.zeros((QUERIES, S), np.int32),
         attention=np.zeros((QUERIES, S), np.int16),
         value_sums=np.zeros((QUERIES, slots.v.shape[4]), np.int32),
@@ -236,8 +237,9 @@ def move_slots(slots, path, count, tokens):  # type: ignore[no-untyped-def]
                 for g in range(G):
                     k, v = slots.k[layer, r, g], slots.v[layer, r, g]
                     for pair in range(pairs):
-                        k[pair, target, 0], k[pair, target, 1] = k[pair, source, 0], k[pair, source, 1]
+                        k[pair, target] = k[pair, source]
                     for j in range(v.shape[1]):
-                        v[target >> 1, j, target & 1] = v[source >> 1, j, source & 1]
+                        old, new = v[target >> 1, j], v[source >> 1, j] >> i32(16 * (source & 1))
+                        v[target >> 1, j] = join_pair(old, new) if target & 1 else join_pair(new, old >> i32(16))
                     slots.k_scale[layer, r, g, target] = slots.k_scale[layer, r, g, source]
                     slots.v_scale[layer, r, g, target] = slots.v_scale[layer, r, g, source]

@@ -1,7 +1,7 @@
 """The steps between the products of a CPU pass, for Numba: bit for bit the operations of `vargen.kernels.int8`.
 
-No fused multiply-adds and no other order of float operations: of LLVM's fast-math flags, only those for NaN and signed zeros
-are set, without which a maximum is not vectorized. Sums are of integers.
+No fused multiply-adds and no other order of float operations: none of LLVM's fast-math flags that would allow them is set. Sums
+and maxima are of integers, which LLVM vectorizes.
 
 Shape suffixes: M rows of a product, D width, F hidden width, N output channels.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from vargen.kernels.cpu_vector import byte_dot_1, byte_dot_2, byte_dot_4, byte_dot_6, float_of_bits
+from vargen.kernels.cpu_vector import bits_of_float, byte_dot_1, byte_dot_2, byte_dot_4, byte_dot_6, float_of_bits
 from vargen.kernels.int8_format import EXP_RANGE, EXP_TERMS, INT8_MAX, LN_2, LOG2_E, NORM_MAX, TINY
 
 OPTIONS = {"fastmath": {"nnan", "nsz"}, "boundscheck": False, "error_model": "numpy", "nogil": True, "_nrt": False}
@@ -44,11 +44,18 @@ def exp(x):  # type: ignore[no-untyped-def]
 
 
 @njit(**INNER)
+def largest(row, first, count):  # type: ignore[no-untyped-def]
+    """Largest absolute value of float32 `row[first : first + count]`, at least `TINY`."""
+    top = bits_of_float(SMALLEST)
+    for d in range(first, first + count):
+        top = max(top, bits_of_float(abs(row[d])))
+    return float_of_bits(top)
+
+
+@njit(**INNER)
 def quantize(row, count, out):  # type: ignore[no-untyped-def]
     """Quantize float32 `row[:count]` to bytes `out`, with 128 added; returns the scale."""
-    top = SMALLEST
-    for d in range(count):
-        top = max(top, abs(row[d]))
+    top = largest(row, 0, count)
     factor = _INT8 / top
     for d in range(count):
         out[d] = np.uint8(i32((row[d] * factor + ROUND) - ROUND) + i32(128))
@@ -59,9 +66,7 @@ def quantize(row, count, out):  # type: ignore[no-untyped-def]
 def norm(x, weight, eps, out):  # type: ignore[no-untyped-def]
     """`exact_rms_norm` of float32 `x [D]` to `out [D]`."""
     D = len(x)
-    top = SMALLEST
-    for d in range(D):
-        top = max(top, abs(x[d]))
+    top = largest(x, 0, D)
     factor = _NORM / top
     squares = i64(0)
     for d in range(D):

@@ -101,3 +101,13 @@ def float_of_bits(context, bits):  # type: ignore[no-untyped-def]
         return builder.bitcast(arguments[0], ir.FloatType())
 
     return types.float32(types.int32), generate
+
+
+@intrinsic
+def bits_of_float(context, number):  # type: ignore[no-untyped-def]
+    """The bits (int32) of a float32. Those of nonnegative numbers have the order of the numbers."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        return builder.bitcast(arguments[0], _I32)
+
+    return types.int32(types.float32), generate

@@ -127,16 +127,17 @@ class Int8Cache:
 
     def fill_randomly(self) -> None:
         """Fill all slots with random keys and values, for measurements."""
-        self.k.copy_(torch.randn(self.k.shape).mul_(100).round_().clamp_(-self.limits[0], self.limits[0]))
-        self.v.copy_(torch.randn(self.v.shape).mul_(100).round_().clamp_(-self.limits[1], self.limits[1]))
+        for store, limit in zip((self.k, self.v), self.limits, strict=True):
+            integers = store if store.dtype == torch.float32 else store.view(torch.int16)
+            integers.copy_(torch.randn(integers.shape).mul_(100).round_().clamp_(-limit, limit))
         self.k_scale.fill_(0.01)
         self.v_scale.fill_(0.01)
 
 
 class PairedInt8Cache(Int8Cache):
-    """The same cache for the compiled pass: int16 keys `[L, R, G, K/2, S', 2]` and values `[L, R, G, S'/2, K', 2]`.
+    """The same cache for the compiled pass: keys `[L, R, G, K/2, S']` and values `[L, R, G, S'/2, K']`, int32.
 
-    S' and K' are slots and head width rounded up to 16. Only the compiled pass writes tokens.
+    Each is a pair of 16-bit integers, of the same slot or of two slots. S' and K' are slots and head width rounded up to 16. Only the compiled pass writes tokens.
 
     Args:
         compiled: module `vargen.kernels.cpu_pass`.
@@ -155,21 +156,22 @@ class PairedInt8Cache(Int8Cache):
     def _allocate(self) -> None:
         slots, width = (-(-each // 16) * 16 for each in (self.slots, self.head_dim))
         shape = (self.layers, self.rows, self.heads)
-        self.k = torch.zeros(*shape, self.head_dim // 2, slots, 2, dtype=torch.int16)
-        self.v = torch.zeros(*shape, slots // 2, width, 2, dtype=torch.int16)
+        self.k = torch.zeros(*shape, self.head_dim // 2, slots, dtype=torch.int32)
+        self.v = torch.zeros(*shape, slots // 2, width, dtype=torch.int32)
         self.k_scale, self.v_scale = (torch.zeros(*shape, slots) for _ in range(2))
 
     def _write_values(self, layer: int, values_RGPK: Tensor, scale_RGP: Tensor) -> None:
         for slot in range(self.prefix):
-            self.v[layer, :, :, slot // 2, : self.head_dim, slot % 2] = values_RGPK[:, :, slot].to(torch.int16)
+            pairs = self.v[layer, :, :, slot // 2].view(torch.int16).unflatten(-1, (-1, 2))
+            pairs[:, :, : self.head_dim, slot % 2] = values_RGPK[:, :, slot].to(torch.int16)
         self.v_scale[layer, :, :, : self.prefix] = scale_RGP
 
     def write(self, layer: int, slots_RT: Tensor, k_RTGK: Tensor, v_RTGK: Tensor) -> None:
         raise NotImplementedError("the compiled pass writes tokens itself")
 
     def view(self, layer: int, slots: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        k = self.k[layer].transpose(-1, -2).flatten(2, 3)[..., :slots]
-        v = self.v[layer].transpose(-1, -2).flatten(2, 3)[:, :, :slots, : self.head_dim]
+        k, v = (store[layer].view(torch.int16).unflatten(-1, (-1, 2)).mT.flatten(2, 3) for store in (self.k, self.v))
+        k, v = k[..., :slots], v[:, :, :slots, : self.head_dim]
         return k, self.k_scale[layer, ..., :slots], v, self.v_scale[layer, ..., :slots]
 
     def _move_slots(self, accepted_RA: Tensor, count_R: Tensor) -> None:
