@@ -1,7 +1,8 @@
 """Attention of a CPU pass, for Numba: bit for bit `vargen.kernels.int8.attend_int8`, over a cache of pairs of 16-bit integers.
 
-Two 16-bit integers share an int32: keys are `[R, G, K/2, S]`, two numbers of a slot, and values `[R, G, S/2, K']` (K' is K rounded
-up to 16), the same number of two slots. So an instruction multiplies two numbers of 16 slots, or of 16 columns, at once. Slots are [ prefix | image tokens | scratch ].
+Two 16-bit integers share an int32: keys are `[R, G, K/2, S]`, two numbers of a slot, and values `[R, G, S/2, K']` (K' is K
+rounded up to 16), the same number of two slots. So an instruction multiplies two numbers of 16 slots, or of 16 columns, at
+once. Slots are [ prefix | image tokens | scratch ].
 
 Shape suffixes: R rows, T tokens of the pass, H query heads, G key heads, K head width, S slots, P prefix slots.
 """

@@ -32,6 +32,7 @@ from vargen.kernels.cpu_steps import (
     quantize,
     swiglu_rows,
 )
+from vargen.kernels.cpu_vector import read_ticks
 
 __all__ = ["PANEL", "Slots", "Weights", "make_buffers", "move_slots", "pack_matrix", "run_layers", "run_output"]
 # `vargen.kernels.cpu` sets the folder of compiled code before it imports this module.
@@ -87,6 +88,7 @@ class Buffers(NamedTuple):
     q_scale: np.ndarray  # float32 [R, G, H/G T]
     cos_sin: np.ndarray  # float32 [R, T, K/2, 2]
     length: np.ndarray  # int64 [R]
+    ticks: np.ndarray  # int64 [3], time spent so far: products, attention, other steps
 
 
 def make_buffers(weights: Weights, slots: Slots, tokens: int) -> Buffers:
@@ -110,6 +112,7 @@ def make_buffers(weights: Weights, slots: Slots, tokens: int) -> Buffers:
         q_scale=np.zeros((R, G, queries), np.float32),
         cos_sin=np.zeros((R, tokens, K // 2, 2), np.float32),
         length=np.zeros(R, np.int64),
+        ticks=np.zeros(3, np.int64),
     )
 
 
@@ -146,6 +149,8 @@ def run_layers(weights, slots, buffers, tokens, positions, ancestors):  # type: 
                 buffers.x[r * T + t, d] = weights.embedding[tokens[r, t], d]
     prefix = slots.bias.shape[1]
     qkv, attended, gates = _padded((H + 2 * G) * K), _padded(D), _padded(2 * F)
+    ticks = buffers.ticks
+    before = read_ticks()
     norm_rows(x, weights.norms[0], weights.eps, row, wide, scale)
     for layer in range(len(weights.packed)):
         first = 0
@@ -158,7 +163,11 @@ def run_layers(weights, slots, buffers, tokens, positions, ancestors):  # type: 
             elif stage == 3:
                 columns, factors, inputs = attended, buffers.hidden, F
             start, channels = weights.start[layer, first:], weights.scale[layer, first:]
+            now = read_ticks()
+            ticks[2] += now - before
             product(factors, M, weights.packed[layer, stage], start, -(-inputs // 4), sums, columns)
+            before = read_ticks()
+            ticks[0] += before - now
             first += columns
             if stage == 0:
                 k, v, k_scale, v_scale = slots.k[layer], slots.v[layer], slots.k_scale[layer], slots.v_scale[layer]
@@ -172,12 +181,16 @@ def run_layers(weights, slots, buffers, tokens, positions, ancestors):  # type: 
                 )  # fmt: skip
                 for m in range(M):
                     scale[m] = quantize(buffers.attended[m], H * K, wide[m])
+                now = read_ticks()
+                ticks[1] += now - before
+                before = now
             elif stage == 2:
                 swiglu_rows(sums, columns, scale, channels, M, F, row, buffers.hidden)
             else:
                 add_rows(x, sums, columns, scale, channels)
                 if stage == 1 or layer + 1 < len(weights.packed):
                     norm_rows(x, weights.norms[2 * layer + (stage + 1) // 2], weights.eps, row, wide, scale)
+    ticks[2] += read_ticks() - before
 
 
 @njit(**_COMPILED)
@@ -191,7 +204,8 @@ def run_output(weights, buffers, guidance, states, features, logits):  # type: i
     """
     R, T, D = states.shape
     V = logits.shape[2]
-    row, columns = buffers.row, len(weights.output_start)
+    row, columns, ticks = buffers.row, len(weights.output_start), buffers.ticks
+    before = read_ticks()
     for r in range(R):
         for t in range(T):
             for d in range(D):
@@ -208,13 +222,18 @@ def run_output(weights, buffers, guidance, states, features, logits):  # type: i
                 buffers.scale[m] = quantize(row, D, buffers.wide[m])
             else:
                 buffers.scale[m] = quantize(features[r, t], D, buffers.wide[m])
+    now = read_ticks()
+    ticks[2] += now - before
     product(buffers.wide, rows * T, i64(weights.output.ctypes.data), weights.output_start, -(-D // 4), buffers.sums, columns)
+    before = read_ticks()
+    ticks[0] += before - now
     for r in range(rows):
         for t in range(T):
             m = r * T + t
             a, line = buffers.scale[m], buffers.sums[m * columns : m * columns + V]
             for v in range(V):
                 logits[r, t, v] = f32(line[v]) * a * weights.output_scale[v]
+    ticks[2] += read_ticks() - before
 
 
 @njit(**_COMPILED)

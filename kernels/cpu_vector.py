@@ -111,3 +111,14 @@ def bits_of_float(context, number):  # type: ignore[no-untyped-def]
         return builder.bitcast(arguments[0], _I32)
 
     return types.int32(types.float32), generate
+
+
+@intrinsic
+def read_ticks(context):  # type: ignore[no-untyped-def]
+    """The processor's time stamp, int64, in ticks of a fixed length."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        function = ir.FunctionType(_I64, ())
+        return builder.call(cgutils.get_or_insert_function(builder.module, function, "llvm.readcyclecounter"), [])
+
+    return types.int64(), generate

@@ -137,7 +137,8 @@ class Int8Cache:
 class PairedInt8Cache(Int8Cache):
     """The same cache for the compiled pass: keys `[L, R, G, K/2, S']` and values `[L, R, G, S'/2, K']`, int32.
 
-    Each is a pair of 16-bit integers, of the same slot or of two slots. S' and K' are slots and head width rounded up to 16. Only the compiled pass writes tokens.
+    Each is a pair of 16-bit integers, of the same slot or of two slots. S' and K' are slots and head width rounded up to 16.
+    Only the compiled pass writes tokens.
 
     Args:
         compiled: module `vargen.kernels.cpu_pass`.

@@ -161,6 +161,11 @@ class LlamaGenTransformer(TransposableWeights, QuantizedStorageMixin, ConfigMixi
         """Whether its products are those of 8-bit integers."""
         return self.config.quantization is not None
 
+    @property
+    def pass_backend(self) -> str:
+        """What runs the passes, as far as their time depends on it: empty for floating point."""
+        return int8.describe_backend() if self.quantized else ""
+
     def _apply(self, fn: Any, *args: Any, **options: Any) -> Any:
         table = self.rotary
         super()._apply(fn, *args, **options)

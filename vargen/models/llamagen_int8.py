@@ -49,6 +49,11 @@ def make_cache(network: LlamaGenTransformer, rows: int, scratch: int, prefix: in
     return Int8Cache(*shape, **options) if compiled is None else PairedInt8Cache(compiled, *shape, **options)
 
 
+def describe_backend() -> str:
+    """Return what runs the steps of caches that are made now."""
+    return "int8 operators" if load_compiled_passes() is None else "compiled int8"
+
+
 def compute_logits(network: LlamaGenTransformer, features: Tensor, guidance: Guidance) -> Tensor:
     """Compute logits from features `[B, T, D]` after the final norm, guided if `guidance` is given."""
     return network.output(features if guidance is None else guide_rows(features, guidance))

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vargen.kernels.cpu import warn_if_slow
+from vargen.kernels.cpu import load_compiled_passes, warn_if_slow
 from vargen.kernels.int8 import int8_linear, quantize_activations, quantize_weight_rows, regroup_weight_rows
 from vargen.values import short_repr
 
@@ -89,6 +89,7 @@ def quantize_weights(
         ValueError: if a weight is not finite; the message names it.
     """
     warn_if_slow()
+    load_compiled_passes()  # starts to build them, if they are not there
     found: dict[str, Tensor] = dict(weights)
     for layer in layers:
         name = f"{layer}.weight"
