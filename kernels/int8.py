@@ -24,6 +24,7 @@ width, S cache slots, N output channels.
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -161,6 +162,12 @@ def regroup_weight_rows(values_NK: Tensor, scale: Tensor) -> tuple[Tensor, Tenso
     return (grouped * factor[..., None]).round_().clamp_(-INT8_MAX, INT8_MAX).to(torch.int8).flatten(1), top * (1 / INT8_MAX)
 
 
+@lru_cache
+def _cached_constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.full((), value, dtype=dtype, device=device)
+
+
 def _constant(value: float, like: Tensor) -> Tensor:
     """A number as a tensor, because torch computes `number / tensor` as a product with the reciprocal."""
-    return torch.full((), value, dtype=like.dtype, device=like.device)
+    return _cached_constant(float(value), like.dtype, like.device)
