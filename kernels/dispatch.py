@@ -2,7 +2,7 @@
 
 By default, Triton kernels run on NVIDIA GPUs if Triton is installed, and torch runs elsewhere. VARGEN_KERNELS=reference selects
 torch everywhere. VARGEN_KERNELS=triton requires the kernels, and raises an error where they cannot run. With TRITON_INTERPRET=1
-they run on a CPU, for tests only.
+they run on a CPU, for tests only. VARGEN_KERNELS=cpu requires the compiled int8 passes of `vargen.kernels.cpu`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ logger = logging.getLogger("vargen")
 
 KERNELS_ENV = "VARGEN_KERNELS"
 MAX_VOCAB = 16384  # largest vocabulary whose row fits in the registers of a program
-_CHOICES = ("auto", "reference", "triton")
+_CHOICES = ("auto", "reference", "triton", "cpu")
 
 
 def is_eager_cpu(tensor: Tensor) -> bool:
@@ -37,7 +37,7 @@ def is_eager_cpu_float32(x: Tensor) -> bool:
 
 
 def read_kernel_setting() -> str:
-    """Return the value of VARGEN_KERNELS: `"auto"`, `"reference"` or `"triton"`.
+    """Return the value of VARGEN_KERNELS: `"auto"`, `"reference"`, `"triton"` or `"cpu"`.
 
     Raises:
         ValueError: for anything else.
@@ -55,8 +55,8 @@ def explain_kernels(device: torch.device | str) -> tuple[str, str]:
         ValueError: if VARGEN_KERNELS has an invalid value, or requires kernels that cannot run on the device.
     """
     asked, kind = read_kernel_setting(), torch.device(device).type
-    if asked == "reference":
-        return "reference", f"{KERNELS_ENV}=reference"
+    if asked in ("reference", "cpu"):
+        return "reference", f"{KERNELS_ENV}={asked}"
     installed = _has_triton()
     if asked == "triton":
         if not installed:

@@ -28,6 +28,7 @@ from vargen.files import expand_user, validate_not_interrupted
 from vargen.models.component_files import read_config, read_object, refuse_code_files, validate_network_files
 from vargen.models.text_encoder import MiniLMTextEncoder
 from vargen.pipelines.components import FAMILIES, STORED_VALUES, ModelFamily, current_modules, find_family
+from vargen.pipelines.quantization import stored_quantization
 from vargen.values import short_repr
 from vargen.weight_files import read_header
 
@@ -47,9 +48,9 @@ _HUB_PATTERNS = [
 # Arguments of diffusers' `from_pretrained` other than components. It ignores unknown ones silently.
 _OPTIONS = frozenset(
     "torch_dtype dtype cache_dir force_download proxies local_files_only token revision variant use_safetensors device_map "
-    "max_memory offload_folder offload_state_dict low_cpu_mem_usage disable_mmap quantization_config output_loading_info "
-    "mirror trust_remote_code custom_pipeline custom_revision load_connected_pipeline use_onnx use_flashpack from_flax "
-    "dduf_file provider sess_options provider_options".split()
+    "max_memory offload_folder offload_state_dict low_cpu_mem_usage disable_mmap quantization quantization_config "
+    "output_loading_info mirror trust_remote_code custom_pipeline custom_revision load_connected_pipeline use_onnx "
+    "use_flashpack from_flax dduf_file provider sess_options provider_options".split()
 )
 
 
@@ -174,12 +175,15 @@ def fetch_folder(name: str, patterns: Collection[str], **options: Any) -> Path:
 
 
 def default_dtype(folder: Path, device: str | torch.device = "cpu") -> torch.dtype:
-    """Return the fastest dtype of a device for the transformer of a pipeline folder; float32 for a small one on a CPU.
+    """Return the fastest dtype of a device for the transformer of a pipeline folder; float32 for a small or quantized one on a
+    CPU.
 
     Passes of a small network are bound by the number of operations, so bfloat16 gains little. It also makes images depend on
     the method: a pass over more tokens rounds differently, so `auto` and `ar` no longer generate the same image for a seed.
     """
     if torch.device(device).type == "cpu":
+        if stored_quantization(folder / "transformer"):
+            return torch.float32
         whole = (folder / "config.json").is_file()  # a folder of transformers, which has its weights itself
         files = (folder if whole else folder / "transformer").glob("*.safetensors")
         if sum(math.prod(info.shape) for file in files for info in read_header(file).values()) < _SMALL_NETWORK:
@@ -187,12 +191,15 @@ def default_dtype(folder: Path, device: str | torch.device = "cpu") -> torch.dty
     return preferred_dtype(device)
 
 
-def resolve_dtypes(folder: ModelFolder, given: torch.dtype | dict[str, torch.dtype] | None) -> dict[str, torch.dtype]:
+def resolve_dtypes(
+    folder: ModelFolder, given: torch.dtype | dict[str, torch.dtype] | None, quantized: Collection[str] = ()
+) -> dict[str, torch.dtype]:
     """Return the dtype of each component: that of the caller or, by default, the fastest one for those that follow it, float32
     for the others.
 
     Args:
         given: a dtype, or a dict of dtypes by component (`"default"` for those not named), as in diffusers.
+        quantized: components with 8-bit integer products, whose other steps are float32.
 
     Raises:
         ValueError: for anything else.
@@ -205,7 +212,15 @@ def resolve_dtypes(folder: ModelFolder, given: torch.dtype | dict[str, torch.dty
     dtype = given if isinstance(given, torch.dtype) else own.get("default", fast)
     components = folder.family.components.items()
     following = [name for name, each in components if each.follows(folder.index.get(name) or ())]
-    return {"default": torch.float32, **dict.fromkeys(following, dtype), **own}
+    found = {"default": torch.float32, **dict.fromkeys(following, dtype), **own}
+    for name in quantized:
+        asked = own.get(name, own.get("default", given))
+        if asked not in (None, torch.float32):
+            raise ValueError(
+                f"dtype must be float32 for {name} with quantization='int8', whose other steps compute in it, got {asked}"
+            )
+        found[name] = torch.float32
+    return found
 
 
 def shared_component_folders(folder: Path) -> dict[str, Path]:

@@ -161,9 +161,16 @@ def encode_prompt(
 def encode_tokens(pipe: VisualPipeline, encoded: Any) -> tuple[Tensor, Tensor]:
     """Run the text encoder. Returns features `[B, P, C]` and the mask, bool `[B, P]`."""
     device = pipe._execution_device
-    mask = encoded.attention_mask.to(device)
-    features = pipe.text_encoder(input_ids=encoded.input_ids.to(device), attention_mask=mask)
-    return features if isinstance(features, Tensor) else features[0], mask.bool()
+    ids, mask = encoded.input_ids.to(device), encoded.attention_mask.to(device)
+
+    def encode(ids: Tensor, mask: Tensor) -> Tensor:
+        features = pipe.text_encoder(input_ids=ids, attention_mask=mask)
+        return features if isinstance(features, Tensor) else features[0]
+
+    if pipe.transformer is not None and pipe.transformer.config.get("quantization"):
+        # One prompt at a time: float products of a batch are rounded otherwise, and int8 would amplify the difference.
+        return torch.cat([encode(*row) for row in zip(ids.split(1), mask.split(1), strict=True)]), mask.bool()
+    return encode(ids, mask), mask.bool()
 
 
 def encode_condition(pipe: VisualPipeline, inputs: PromptInputs, name: str = "prompt") -> tuple[Condition, int]:

@@ -85,8 +85,8 @@ def open_pipeline(name: Any, *, device: str | torch.device | None = None, **opti
             language model; or a Hub id `"owner/name"`.
         device: device such as `"cuda"`; `"auto"` selects a GPU if there is one. The default dtype is then the fastest of the
             device. None leaves the pipeline on the CPU.
-        **options: passed to `VisualPipeline.from_pretrained`, such as `torch_dtype`; for a model of transformers, to
-            `vargen.open_language_model`.
+        **options: passed to `VisualPipeline.from_pretrained`, such as `torch_dtype` or `quantization`; for a model of
+            transformers, to `vargen.open_language_model`.
 
     Raises:
         ValueError, TypeError: see `VisualPipeline.from_pretrained`; also for an invalid or unavailable device.
@@ -95,9 +95,14 @@ def open_pipeline(name: Any, *, device: str | torch.device | None = None, **opti
     if (language_model := _find_language_model(name, options)) is not None:
         from vargen.pipelines.language_model_folders import open_language_model
 
+        if options.get("quantization") is None:
+            options.pop("quantization", None)
         return open_language_model(language_model, device=place, **options)
     folder = find_model_folder(name, None, options)
-    if place is not None and options.get("torch_dtype") is None and options.get("dtype") is None:
+    quantized = options.get("quantization") is not None or options.get("quantization_config") is not None
+    if quantized and place is not None and place.type != "cpu":
+        raise ValueError(f"quantization computes on a CPU, got device={str(place)!r}; leave one of the two out")
+    if place is not None and not quantized and options.get("torch_dtype") is None and options.get("dtype") is None:
         options["torch_dtype"] = default_dtype(folder.path, place)
     pipe = folder.family.pipeline.from_pretrained(folder, **options)  # validates the rest of the folder
     return pipe if place is None else pipe.to(place)

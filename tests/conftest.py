@@ -26,6 +26,8 @@ os.environ.update(
     TORCHINDUCTOR_CACHE_DIR=f"{_caches.name}/inductor",
     GRADIO_TEMP_DIR=f"{_caches.name}/gradio",
 )
+# Code of compiled passes, which takes seconds to build, is kept from run to run; its folder is named after its sources.
+os.environ.setdefault("NUMBA_CACHE_DIR", f"{tempfile.gettempdir()}/vargen-tests-numba-{os.getuid()}")
 if not Path("/dev/nvidiactl").exists():
     # No NVIDIA GPU: Triton interprets its kernels in NumPy. It reads this when it is imported, which any library may do.
     os.environ["TRITON_INTERPRET"] = "1"

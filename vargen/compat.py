@@ -25,6 +25,11 @@ _declared: list[Any] = []
 _OPERATOR_SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 
 
+def cache_folder() -> Path:
+    """Return the folder of downloads, data sets and measurements: `$VARGEN_CACHE`, or `~/.cache/vargen`."""
+    return Path(os.environ.get("VARGEN_CACHE") or Path.home() / ".cache" / "vargen")
+
+
 def installed_version(distribution: str) -> str | None:
     """Return the version of an installed distribution, or None if it is not installed, without importing the package."""
     from importlib.metadata import PackageNotFoundError, version  # importing it takes longer than the rest of this module

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from vargen.compat import cache_folder as cache_folder
 from vargen.model_files import list_model_files, stale_weight_files
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -39,11 +40,6 @@ def expand_user(path: str | Path, name: str = "path") -> Path:
             f"{name} {str(path)!r} begins with a home folder that is not known; write it in full, or as ./{path} if the name "
             "itself begins with ~"
         ) from None
-
-
-def cache_folder() -> Path:
-    """Return the folder of downloads, data sets and measurements: `$VARGEN_CACHE`, or `~/.cache/vargen`."""
-    return Path(os.environ.get("VARGEN_CACHE") or Path.home() / ".cache" / "vargen")
 
 
 # -- files -----------------------------------------------------------------------------------------------------------

@@ -72,7 +72,8 @@ class LlamaGenTokenModel(TokenModel):
         layers = "" if self.num_layers == transformer.config.n_layer else f"{self.num_layers} layers"
         compiled = "" if self.compiled_forward is transformer else "compiled"
         prefix = "" if compress_prefix else "whole prefix"
-        self.cost_key = cost_key(transformer, f"{self.rows_per_image} rows an image", layers, compiled, prefix)
+        rows = f"{self.rows_per_image} rows an image"
+        self.cost_key = cost_key(transformer, rows, layers, compiled, prefix, transformer.pass_backend)
 
     def skip_layers(self, layers: Sequence[int]) -> LlamaGenTokenModel:
         """Return the same model without some layers of its transformer, which share the weights.

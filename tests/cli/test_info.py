@@ -16,7 +16,9 @@ def test_info_as_json(run: Any) -> None:
     assert result.exit_code == 0 and result.stderr == ""
     document = json.loads(result.stdout)
     parts = {"versions", "machine", "threads", "default_device", "default_dtype", "kernels", "graphs", "models", "presets"}
+    parts |= {"cpu_instructions", "int8_passes"}
     assert set(document) == parts and document["kernels"].startswith(("reference: ", "triton: "))
+    assert document["int8_passes"].startswith(("compiled: ", "operators: "))
     assert document["graphs"].startswith(("captured", "not captured"))
     assert document["versions"]["vargen"] == __version__ and document["versions"]["torch"]
     assert {"cpu", "cores", "threads", "bfloat16_in_hardware", "gpus", "torch"} <= set(document["machine"])

@@ -33,7 +33,7 @@ def test_triton_without_a_gpu_is_an_error_that_says_so(monkeypatch: pytest.Monke
 
 def test_other_values_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VARGEN_KERNELS", "cuda")
-    with pytest.raises(ValueError, match="VARGEN_KERNELS must be one of auto, reference, triton, got 'cuda'"):
+    with pytest.raises(ValueError, match="VARGEN_KERNELS must be one of auto, reference, triton, cpu, got 'cuda'"):
         dispatch.uses_triton(torch.zeros(1))
 
 

@@ -16,6 +16,7 @@ from vargen.cli.options import (
     Dtype,
     DtypeName,
     Json,
+    QuantizationName,
     Threads,
     TorchThreads,
     parse_int_list,
@@ -60,13 +61,15 @@ def step(
     device: DeviceName = Device.auto,
     threads: TorchThreads = None,
     guidance: Annotated[bool, typer.Option("--guidance", help="Two CFG rows per image, as with guidance.")] = False,
+    quantization: QuantizationName = None,
     repeats: Repeats = 7,
     as_json: Json = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Write a chart of the curves.")] = None,
 ) -> None:
     """Measure the cost of a pass by its number of tokens.
 
-    Costs are relative to a pass of one token, and to reading the weights once.
+    Costs are relative to a pass of one token, and to reading the weights once in their format. On a CPU, the time is divided
+    into products of weights, attention and other steps, and the time that a step takes beside its pass is reported.
     """
     widths = parse_int_list(tokens_per_pass, "tokens_per_pass")
     batches = parse_int_list(batch_size, "batch_size", _MAX_BATCH)
@@ -76,14 +79,14 @@ def step(
 
     names = model or ["emoji", next(iter(official_sizes()))]
     results.check(names)
-    place, kind, machine = setup_device(device, dtype, threads, names)
+    place, kind, machine = setup_device(device, dtype, threads, names, quantization)
 
     from vargen.device import summarize_machine
     from vargen.evaluation.plots import plot_pass_cost
     from vargen.evaluation.speed import measure_steps
 
     reports = []
-    for name, network in _open_networks(names, place, kind):
+    for name, network in _open_networks(names, place, kind, quantization=quantization):
         with progress_bar(name) as show:
             reports.append(measure_steps(network, widths, batches, guidance=guidance, rounds=repeats, progress=show))
     document = {"machine": machine, "reports": [report.to_dict() for report in reports]}
@@ -100,6 +103,7 @@ def baseline(
     threads: Threads = None,
     seconds: Annotated[float, typer.Option(metavar="X", help="Measure each batch size for at least this many seconds.")] = 10.0,
     compile: Compile = False,
+    quantization: QuantizationName = None,
     as_json: Json = None,
 ) -> None:
     """Measure sequential decoding: one token per pass.
@@ -111,14 +115,14 @@ def baseline(
         raise ValueError(f"seconds must be a finite number of at least 0, got {seconds}")
     results, names = ResultWriter(as_json), model or ["emoji"]
     results.check(names)
-    place, kind, machine = setup_device(device, dtype, threads, names)
+    place, kind, machine = setup_device(device, dtype, threads, names, quantization)
     validate_compile(compile, place)
 
     from vargen.device import summarize_machine
     from vargen.evaluation.speed import measure_baseline
 
     reports = []
-    for name, network in _open_networks(names, place, kind):
+    for name, network in _open_networks(names, place, kind, quantization=quantization):
         with progress_bar(name) as show:
             for done, count in enumerate(batches):
                 show(done, len(batches))
@@ -212,7 +216,9 @@ def kernels(
     results.write(f"{about}\n\n{_kernels_table(timings)}", document)
 
 
-def setup_device(device: Device, dtype: Dtype, threads: int | None, models: Sequence[str]) -> tuple[Any, Any, dict[str, Any]]:
+def setup_device(
+    device: Device, dtype: Dtype, threads: int | None, models: Sequence[str], quantization: str | None = None
+) -> tuple[Any, Any, dict[str, Any]]:
     """Return the torch device, the dtype and a description of the machine.
 
     The default dtype is that of the first model that is not random.
@@ -232,20 +238,24 @@ def setup_device(device: Device, dtype: Dtype, threads: int | None, models: Sequ
     if load is not None and load > 0.5 * machine["cores"]:
         busy = f"the load average is {load:.1f} on {machine['cores']} cores"
         print_status(f"warning: {busy}, so the measured times will vary")
-    return place, select_dtype(dtype, place, folder), machine
+    return place, select_dtype(dtype, place, folder, quantization), machine
 
 
-def _open_networks(names: Sequence[str], place: Any, kind: Any, with_pixels: bool = False) -> Iterator[tuple[str, Any]]:
+def _open_networks(
+    names: Sequence[str], place: Any, kind: Any, with_pixels: bool = False, quantization: str | None = None
+) -> Iterator[tuple[str, Any]]:
     """Yield each network by name, one in memory at a time; all are checked before the first is opened."""
     from vargen.evaluation.networks import open_benchmark_model, validate_benchmark_model
 
     for name in names:
         validate_benchmark_model(name, whole_images=with_pixels)
     for name in names:
-        yield name, open_benchmark_model(name, kind, place)
+        yield name, open_benchmark_model(name, kind, place, quantization)
 
 
 def _step_table(report: StepReport) -> str:
+    from vargen.evaluation.pass_parts import PARTS
+
     rows = [
         [
             str(result.batch),
@@ -254,15 +264,20 @@ def _step_table(report: StepReport) -> str:
             f"{result.quartiles[0]:.2f}-{result.quartiles[1]:.2f}",
             "" if result.over_one is None else f"{result.over_one:.2f}",
             f"{result.over_read:.2f}",
+            *(f"{result.parts[part]:.2f}" for part in PARTS if part in result.parts),
         ]
         for result in report.results
     ]
-    head = ["batch", "tokens", "ms", "quartiles", "x 1 token", "x weights"]
+    parts = [part for part in PARTS if part in report.results[0].parts]
+    head = ["batch", "tokens", "ms", "quartiles", "x 1 token", "x weights", *parts]
     cfg = ", two CFG rows per image" if report.guidance else ""
+    sizes = ", ".join(f"{value:.2f} ms for batch size {batch}" for batch, value in report.beside_milliseconds.items())
+    beside = f"beside a pass of sequential decoding: {sizes}\n" if sizes else ""
+    parameters = f"{report.parameters / 1e6:.1f} M parameters"
     return (
-        f"{report.model}: {report.parameters / 1e6:.1f} M parameters, {report.cached_tokens} cached tokens{cfg}\n"
+        f"{report.model}, {report.dtype}: {parameters}, {report.cached_tokens} cached tokens{cfg}\n"
         f"reading {report.weight_bytes / 1e6:.1f} MB of weights once: {report.read_milliseconds:.2f} ms, "
-        f"{report.gigabytes_per_second:.1f} GB/s\n" + table(head, rows, ">>>>>>")
+        f"{report.gigabytes_per_second:.1f} GB/s\n{beside}" + table(head, rows, ">>>>>>" + ">" * len(parts))
     )
 
 

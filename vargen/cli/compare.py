@@ -19,6 +19,7 @@ from vargen.cli.options import (
     Guidance,
     Json,
     ModelName,
+    QuantizationName,
     Seed,
     Temperature,
     Threads,
@@ -70,6 +71,7 @@ def compare(
         str | None, typer.Option(metavar="NAME", help="Video: scores drafted blocks. Default: emoji-scorer.")
     ] = None,
     dtype: DtypeName = Dtype.auto,
+    quantization: QuantizationName = None,
     device: DeviceName = Device.auto,
     threads: Threads = None,
 ) -> None:
@@ -91,12 +93,14 @@ def compare(
         validate_range(seed, "seed", 0, 2**63 - 1 - len(prompts))
         set_threads(threads)
         names = None if methods is None else [methods]
-        options = VideoComparisonOptions(model, names, num_blocks, tau, scorer, seed, device=device, dtype=dtype)
+        options = VideoComparisonOptions(
+            model, names, num_blocks, tau, scorer, seed, device=device, dtype=dtype, quantization=quantization
+        )
         compare_and_write(options, prompts, file, results)
         return
     reject_options("is for video models", **for_video)
     selected = select_methods(methods, model, window)
-    place, kind, machine = setup_device(device, dtype, threads, [model])
+    place, kind, machine = setup_device(device, dtype, threads, [model], quantization)
 
     from vargen.device import summarize_machine
     from vargen.evaluation.compare import compare_methods
@@ -107,7 +111,7 @@ def compare(
 
     validation.validate_seed(seed, -(-len(prompts) // validation.validate_batch_size(batch_size)) * batch_size)
     validate_request(model, selected, sampling, leave_out=methods is None)
-    pipe = open_pipeline(model, torch_dtype=kind).to(place)
+    pipe = open_pipeline(model, torch_dtype=kind, quantization=quantization).to(place)
     if methods is None:
         for method in pipe.list_methods():
             if method.name in selected and method.unsupported_reason is not None:

@@ -36,6 +36,7 @@ class VideoComparisonOptions:
     extractor: str | None = None
     device: Device = Device.auto
     dtype: Dtype = Dtype.auto
+    quantization: str | None = None
 
 
 def select_video_methods(options: VideoComparisonOptions) -> dict[str, Any]:
@@ -80,13 +81,13 @@ def run_video_comparison(options: VideoComparisonOptions, prompts: list[str]) ->
 
     validate_range(options.num_blocks, "num_blocks", 1)
     methods = select_video_methods(options)
-    place, kind, _ = setup_device(options.device, options.dtype, None, [options.model])
+    place, kind, _ = setup_device(options.device, options.dtype, None, [options.model], options.quantization)
     scorers = [name for name in split_specs(options.scorers or []) if name != "none"]
     if len(scorers) > 1:
         raise ValueError(f"scorers must be at most one for video, got {', '.join(scorers)}")
     scorer = open_scorer(scorers[0], place) if scorers else None
     extractor = None if options.extractor in (None, "none") else load_extractor(str(options.extractor), place)
-    pipe: Any = open_pipeline(options.model, torch_dtype=kind).to(place)
+    pipe: Any = open_pipeline(options.model, torch_dtype=kind, quantization=options.quantization).to(place)
     for method in methods.values():
         pipe.validate_method(method)
     call = {} if options.scorer is None else {"scorer": pipe.resolve_frame_scorer(options.scorer)}

@@ -22,6 +22,7 @@ from vargen.cli.options import (
     Json,
     ModelName,
     NumWorkers,
+    QuantizationName,
     Seed,
     Temperature,
     Threads,
@@ -67,6 +68,7 @@ class EvaluateOptions:
     seed: int
     sampling: dict[str, Any]
     dtype: Dtype
+    quantization: str | None
     device: str
     threads: int | None
 
@@ -95,6 +97,7 @@ class EvaluateOptions:
             batch=self.batch_size,
             sampling=self.sampling,
             dtype=None if self.dtype is Dtype.auto else self.dtype.value,
+            quantization=self.quantization,
             device=self.device,
             threads=self.threads,
         )
@@ -161,6 +164,7 @@ def evaluate(
     top_k: TopK = None,
     top_p: TopP = None,
     dtype: DtypeName = Dtype.auto,
+    quantization: QuantizationName = None,
     device: DeviceName = Device.auto,
     threads: Threads = None,
     as_json: Json = None,
@@ -186,14 +190,33 @@ def evaluate(
         for_images |= {"generate_only": generate_only, **sampling}
         reject_options("is for image models, and this model generates video", **for_images)
         videos = VideoComparisonOptions(
-            model, methods, seed=seed, scorers=scorers, extractor=extractor, device=device, dtype=dtype
+            model,
+            methods,
+            seed=seed,
+            scorers=scorers,
+            extractor=extractor,
+            device=device,
+            dtype=dtype,
+            quantization=quantization,
         )
         evaluate_videos(videos, folder, prompt_file, num_images, threads, results)
         return
     quiet_libraries()
     place = require_device(device)
     options = EvaluateOptions(
-        folder, model, methods, num_images, prompt_file, classes, batch_size, seed, sampling, dtype, str(place), threads
+        folder,
+        model,
+        methods,
+        num_images,
+        prompt_file,
+        classes,
+        batch_size,
+        seed,
+        sampling,
+        dtype,
+        quantization,
+        str(place),
+        threads,
     )
     plan = options.plan()
     run_on = select_backend(backend, num_workers, place, threads)

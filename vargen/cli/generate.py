@@ -18,6 +18,7 @@ from vargen.cli.options import (
     DtypeName,
     Guidance,
     ModelName,
+    QuantizationName,
     Temperature,
     Threads,
     TopK,
@@ -53,6 +54,7 @@ class GenerateOptions:
     scorer: str | None
     device: Device
     dtype: Dtype
+    quantization: str | None
     as_json: bool
     quiet: bool
 
@@ -135,6 +137,7 @@ def generate(
         int | None, typer.Option(metavar="N", help="Video: level of motion, for models trained with one.")
     ] = None,
     dtype: DtypeName = Dtype.auto,
+    quantization: QuantizationName = None,
     device: DeviceName = Device.auto,
     compile: Annotated[bool, typer.Option("--compile", help="Compile the network first (GPU only; takes minutes).")] = False,
     batch_size: Annotated[int, typer.Option(metavar="N", help="Images generated at once, including candidates.")] = 8,
@@ -164,7 +167,7 @@ def generate(
     set_threads(threads)
     options = GenerateOptions(
         subjects, num_images_per_prompt, first_seed, model, accelerator, output,
-        prompt_file and expand_user(prompt_file, "prompt_file"), scorer, device, dtype, as_json, quiet,
+        prompt_file and expand_user(prompt_file, "prompt_file"), scorer, device, dtype, quantization, as_json, quiet,
     )  # fmt: skip
     source = SourceFiles.expand(image, mask, strength)
     for_images = {"class_label": class_label, "mask": mask, "strength": strength, "contact_sheet": contact_sheet}

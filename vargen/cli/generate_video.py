@@ -57,7 +57,8 @@ def generate_videos(options: GenerateOptions, image: Path | None, video: dict[st
     validate_distinct_paths({"output": files}, {**inputs, "a file of model": model_files(options.model)})
     device = require_device(options.device)
     started = time.perf_counter()
-    pipe: Any = open_pipeline(model.folder, torch_dtype=select_dtype(options.dtype, device, model.folder)).to(device)
+    dtype = select_dtype(options.dtype, device, model.folder, options.quantization)
+    pipe: Any = open_pipeline(model.folder, torch_dtype=dtype, quantization=options.quantization).to(device)
     seconds_load = time.perf_counter() - started
     if not options.quiet:
         report_emoji_names(pipe, options.prompts)

@@ -15,7 +15,7 @@ from vargen.cli.console import print_json, quiet_libraries, table
 
 app = typer.Typer(help="Show versions, devices, packaged models and presets.", invoke_without_command=True)
 
-_PACKAGES = ("vargen", "torch", "diffusers", "transformers", "safetensors", "torchvision", "triton")
+_PACKAGES = ("vargen", "torch", "diffusers", "transformers", "safetensors", "torchvision", "triton", "numba", "torchao")
 _WIDTH = 100  # columns per line
 _CHECK_SECONDS = 60.0
 _JSON = typer.Option("--json", help="Print one JSON document.")
@@ -45,6 +45,8 @@ def info(
         *([["gpu", "none"]] if not gpus else []),
         ["default dtype", f"{facts['default_dtype']}; float32 for small models on a CPU"],
         ["kernels", facts["kernels"]],
+        ["cpu instructions", ", ".join(facts["cpu_instructions"]) or "none of those that passes use"],
+        ["int8 passes", facts["int8_passes"]],
         ["passes are", facts["graphs"]],
         *(["passes run on" if not number else "", line] for number, line in enumerate(facts["threads"].splitlines())),
     ]
@@ -128,6 +130,7 @@ def collect_facts() -> dict[str, Any]:
     from vargen.assets import packaged_model_path, packaged_models
     from vargen.compat import installed_version
     from vargen.device import describe_machine, explain_graphs, preferred_dtype
+    from vargen.kernels.cpu import cpu_instructions, explain_int8_passes
     from vargen.kernels.dispatch import explain_kernels
 
     machine = describe_machine()
@@ -145,6 +148,8 @@ def collect_facts() -> dict[str, Any]:
         "default_device": device,
         "default_dtype": str(preferred_dtype(device)).removeprefix("torch."),
         "kernels": ": ".join(explain_kernels(device)),
+        "cpu_instructions": list(cpu_instructions()),
+        "int8_passes": ": ".join(explain_int8_passes()),
         "graphs": explain_graphs(torch.device(device)),
         "models": models,
         "presets": presets(),

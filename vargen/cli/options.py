@@ -53,6 +53,10 @@ ModelName = Annotated[
 ]
 DeviceName = Annotated[Device, typer.Option(help="auto: a GPU if there is one.")]
 DtypeName = Annotated[Dtype, typer.Option(help="Of the transformer's weights. auto: the fastest on this device.")]
+QuantizationName = Annotated[
+    str | None,
+    typer.Option("--quantization", metavar="int8", help="8-bit integer products, on a CPU. Default: as in the folder."),
+]
 Threads = Annotated[int | None, typer.Option(metavar="N", help="CPU threads. Default: autotuned.")]
 TorchThreads = Annotated[int | None, typer.Option(metavar="N", help="CPU threads. Default: torch's.")]
 BackendName = Annotated[Backend, typer.Option(help="ray: several processes or machines (needs the extra `ray`).")]
@@ -84,14 +88,24 @@ def require_device(name: Device) -> torch.device:
     return selected
 
 
-def select_dtype(name: Dtype, place: torch.device, folder: Path | None = None) -> torch.dtype:
-    """Select the dtype of the large networks; `auto` takes the default for the device and for the model in `folder`."""
+def select_dtype(name: Dtype, place: torch.device, folder: Path | None = None, quantization: str | None = None) -> torch.dtype:
+    """Select the dtype of the large networks; `auto` takes the default for the device and for the model in `folder`.
+
+    Raises:
+        ValueError: for an unknown quantization, or one on another device than a CPU.
+    """
     import torch
 
+    from vargen.models.quantization import validate_quantization
     from vargen.pipelines.loading import default_dtype
 
+    validate_quantization(quantization)
+    if quantization is not None and place.type != "cpu":
+        raise ValueError(f"quantization computes on a CPU, got device={str(place)!r}; leave it out, or use --device cpu")
     if name is not Dtype.auto:
         return getattr(torch, name.value)
+    if quantization is not None:
+        return torch.float32
     return device.preferred_dtype(place) if folder is None else default_dtype(folder, place)
 
 

@@ -22,6 +22,7 @@ from vargen.decoding import DecodeStats, Speculative, resolve_method
 from vargen.device import set_threads
 from vargen.evaluation.run_directory import ManifestWriter, Record, RunDirectory, describe_write_error, hash_files
 from vargen.files import atomic_file
+from vargen.pipelines.quantization import resolve_quantization
 from vargen.pipelines.registry import inspect_model, open_pipeline, pipeline_class
 from vargen.pipelines.validation import MAX_SEED, resolve_class_labels, validate_batch_size, validate_sampling
 from vargen.values import parse_int, short_repr
@@ -76,6 +77,7 @@ class GenerationPlan:
         sampling: guidance_scale, temperature, top_k, top_p where they differ from the model's.
         batch: images per batch. threads: number of CPU threads; None: autotuned.
         dtype: of the transformer, such as `"float32"`; None is the model's default. device: such as `"cpu"`.
+        quantization: such as `"int8"`, see `VisualPipeline.from_pretrained`; None is that of the folder.
 
     Raises:
         ValueError: `num` is below 1, there are no prompts or classes, or a seed does not fit in 63 bits.
@@ -90,6 +92,7 @@ class GenerationPlan:
     batch: int = 8
     sampling: dict[str, Any] = field(default_factory=dict)
     dtype: str | None = None
+    quantization: str | None = None
     device: str = "cpu"
     threads: int | None = None
 
@@ -113,6 +116,7 @@ class GenerationPlan:
         """
         info = inspect_model(self.model)
         family = pipeline_class(info.pipeline)
+        resolve_quantization(self.quantization)
         _, sampling = validate_sampling(self.sampling)
         sampling.validate_top_k(info.vocab_size)
         validate_batch_size(self.batch)
@@ -137,6 +141,7 @@ class GenerationPlan:
             "seed": self.seed,
             "batch": self.batch,
             "dtype": self.dtype,
+            **({} if self.quantization is None else {"quantization": self.quantization}),
             "device": torch.device(self.device).type,
             "subjects": list(self.prompts),
             "num": self.num,
@@ -172,7 +177,7 @@ class ImageGenerator:
         self.plan, self.run = plan, RunDirectory(Path(plan.output))
         set_threads(plan.threads)
         dtype = None if plan.dtype is None else getattr(torch, plan.dtype)
-        self.pipe = open_pipeline(plan.model, torch_dtype=dtype).to(plan.device)
+        self.pipe = open_pipeline(plan.model, torch_dtype=dtype, quantization=plan.quantization).to(plan.device)
         self.pipe.set_progress_bar_config(disable=True)
         self.methods = {method: resolve_method(method, self.pipe.paradigm) for method in plan.methods}
         for method in self.methods.values():

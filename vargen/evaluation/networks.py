@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,8 +13,10 @@ from torch import Tensor
 from vargen.decoding import DecodeOutput
 from vargen.evaluation.decoders import PricedDecoder, find_pass_scales, open_decoder, scale_pass
 from vargen.evaluation.published_var import PublishedVARSampler
+from vargen.kernels.cpu import load_compiled_passes
 from vargen.models.condition import Condition
 from vargen.models.kv_cache import KVCache
+from vargen.models.quantization import quantize_network
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.components import ModelFamily
 from vargen.pipelines.loading import validate_model_folder
@@ -33,6 +35,11 @@ class BenchmarkModel:
 
     name: str
     pipe: VisualPipeline
+    _caches: dict[int, dict[int, Any]] = field(default_factory=dict, repr=False)  # of `passes`, by rows and width
+
+    def pass_buffers(self, rows: int, width: int) -> Any:
+        """Return the buffers of a pass of `passes` that has run, if it is a compiled one; else None."""
+        return getattr(self._caches.get(rows, {}).get(width), "buffers", None)
 
     @property
     def transformer(self) -> Any:
@@ -62,7 +69,7 @@ class BenchmarkModel:
             model: Any = self.pipe.decoding_model(1.0)
             condition, shapes = self.condition(rows), {width: find_pass_scales(model.scale_tokens, width) for width in widths}
             return {width: scale_pass(model, condition, rows, *shape, 1.0) for width, shape in shapes.items()}
-        caches = half_filled_caches(transformer, rows, widths)
+        caches = self._caches[rows] = half_filled_caches(transformer, rows, widths)
         fed = {width: torch.randint(self.pipe.vocab_size, (rows, width), device=transformer.device) for width in widths}
         # The cache's length does not advance, so every call repeats the same pass.
         return {width: lambda width=width: transformer(fed[width], cache=caches[width]) for width in widths}  # type: ignore[misc]
@@ -125,6 +132,11 @@ class BenchmarkModel:
 def half_filled_caches(transformer: Any, rows: int, widths: Sequence[int]) -> dict[int, KVCache]:
     """By width, a cache for passes of `width` tokens, half full of random keys and values. The caches share memory."""
     caches = {width: transformer.new_cache(rows, scratch=width) for width in sorted(widths)}
+    if transformer.config.get("quantization"):
+        for cache in caches.values():
+            cache.fill_randomly()
+            cache.commit_chain(transformer.tokens // 2)
+        return caches
     widest = caches[max(widths)]
     widest.k.normal_()
     widest.v.normal_()
@@ -160,16 +172,22 @@ def validate_benchmark_model(name: str, whole_images: bool = False) -> ModelFami
     return family
 
 
-def open_benchmark_model(name: str, dtype: torch.dtype, device: torch.device) -> BenchmarkModel:
+def open_benchmark_model(
+    name: str, dtype: torch.dtype, device: torch.device, quantization: str | None = None
+) -> BenchmarkModel:
     """Load a packaged model, a folder or a Hub model, or create one of an official size with random weights.
+
+    A quantized next-token model is returned with its compiled passes, if it has any.
 
     Raises:
         ValueError: see `validate_benchmark_model`.
     """
     family, components = validate_benchmark_model(name), {}
+    if quantization is not None:
+        load_compiled_passes(wait=True)
     if name not in family.official_sizes:
         unused = dict.fromkeys(part for part, component in family.components.items() if not component.required)
-        return BenchmarkModel(name, open_pipeline(name, device=device, dtype=dtype, **unused))
+        return BenchmarkModel(name, open_pipeline(name, device=device, dtype=dtype, quantization=quantization, **unused))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         for part, config in family.official_sizes[name].items():
@@ -180,4 +198,6 @@ def open_benchmark_model(name: str, dtype: torch.dtype, device: torch.device) ->
     pipe: VisualPipeline = family.pipeline(**{"vqvae": None, **components})
     pipe.to(device)
     pipe.transformer.to(dtype)
+    if quantization is not None:
+        quantize_network(pipe.transformer, quantization)
     return BenchmarkModel(name, pipe)

@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor
 from vargen.decoding import DecodeStats, Method, Progress
 from vargen.device import validate_compile
 from vargen.evaluation.networks import BenchmarkModel
+from vargen.evaluation.pass_parts import measure_parts, measure_time_beside
 
 _VISIT_SECONDS, _VISIT_PASSES = 0.05, 5  # timed passes of one visit: until either is reached
 _LONG_PASS = 0.1  # seconds; a pass this long evicts what another case left in the caches, so needs no untimed one
@@ -31,7 +32,7 @@ class StepResult:
     """Result of one case. `milliseconds` is the median of the timed passes, `quartiles` the first and the third.
 
     `over_one` is the cost relative to the one-token pass at the same batch size (None if that was not measured), `over_read`
-    relative to reading the weights once.
+    relative to reading the weights once. `parts` are the milliseconds of `vargen.evaluation.pass_parts.PARTS`, on a CPU.
     """
 
     batch: int
@@ -41,11 +42,15 @@ class StepResult:
     passes: int
     over_one: float | None
     over_read: float
+    parts: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """All cases of a model. `read_milliseconds` is the fastest read of `weight_bytes` bytes with the same number of threads."""
+    """All cases of a model. `read_milliseconds` is the fastest read of `weight_bytes` bytes with the same number of threads.
+
+    `beside_milliseconds`, by batch size, is the time of a step of sequential decoding beside its pass, measured on a CPU.
+    """
 
     model: str
     dtype: str
@@ -56,6 +61,7 @@ class StepReport:
     weight_bytes: int
     read_milliseconds: float
     results: list[StepResult]
+    beside_milliseconds: Mapping[int, float] = field(default_factory=dict)
 
     @property
     def gigabytes_per_second(self) -> float:
@@ -82,6 +88,11 @@ class BaselineReport:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def describe_dtype(transformer: Any) -> str:
+    """Name of the format that a transformer computes in, such as `"float32"` or `"int8"`."""
+    return transformer.config.get("quantization") or str(transformer.dtype).removeprefix("torch.")
 
 
 def weight_readers(nbytes: int, device: torch.device) -> list[Callable[[], Tensor]]:
@@ -152,8 +163,9 @@ def measure_steps(
     weight_bytes = network.weight_bytes
     readers = [_Case(read, device) for read in weight_readers(weight_bytes, device)]
     cases: dict[tuple[int, int], _Case] = {}
+    rows_per_image = 2 if guidance else 1
     for batch in dict.fromkeys(batches):
-        rows = batch * (2 if guidance else 1)
+        rows = batch * rows_per_image
         for width, run in network.passes(rows, tokens).items():
             cases[batch, width] = _Case(run, device)
     for done in range(rounds):
@@ -162,10 +174,17 @@ def measure_steps(
         if progress:
             progress(done + 1, rounds)
     read = min(min(case.seconds) for case in readers)
+    parts: dict[tuple[int, int], dict[str, float]] = {}
+    beside: Mapping[int, float] = {}
+    if device.type == "cpu":
+        for (batch, width), case in cases.items():
+            parts[batch, width] = measure_parts(case.run, network.pass_buffers(batch * rows_per_image, width))
+        if network.pipe.paradigm == "next-token":
+            beside = measure_time_beside(network, batches)
     medians = {key: statistics.median(case.seconds) for key, case in cases.items()}
     return StepReport(
         model=network.name,
-        dtype=str(transformer.dtype).removeprefix("torch."),
+        dtype=describe_dtype(transformer),
         device=str(device),
         guidance=guidance,
         cached_tokens=network.pipe.num_tokens // 2,
@@ -173,13 +192,22 @@ def measure_steps(
         weight_bytes=weight_bytes,
         read_milliseconds=1e3 * read,
         results=[
-            _summarize_case(batch, width, case.seconds, medians.get((batch, 1)), read) for (batch, width), case in cases.items()
+            _summarize_case(batch, width, case.seconds, medians.get((batch, 1)), read, parts.get((batch, width), {}))
+            for (batch, width), case in cases.items()
         ],
+        beside_milliseconds=beside,
     )
 
 
-def _summarize_case(batch: int, width: int, seconds: list[float], one: float | None, read: float) -> StepResult:
-    """Return the result of a case from the seconds of its passes, of a pass of one token, and of a read of the weights."""
+def _summarize_case(
+    batch: int, width: int, seconds: list[float], one: float | None, read: float, shares: Mapping[str, float]
+) -> StepResult:
+    """Return the result of a case.
+
+    Args:
+        seconds, one, read: seconds of its passes, of a pass of one token, and of a read of the weights.
+        shares: of the parts of a pass.
+    """
     median = statistics.median(seconds)
     low, _, high = [median] * 3 if len(seconds) < 2 else statistics.quantiles(seconds, n=4, method="inclusive")
     return StepResult(
@@ -190,6 +218,7 @@ def _summarize_case(batch: int, width: int, seconds: list[float], one: float | N
         passes=len(seconds),
         over_one=median / one if one else None,
         over_read=median / read,
+        parts={part: 1e3 * median * share for part, share in shares.items()},
     )
 
 
@@ -233,7 +262,7 @@ def measure_baseline(
     whole = sum(parts.values())
     return BaselineReport(
         model=network.name,
-        dtype=str(transformer.dtype).removeprefix("torch."),
+        dtype=describe_dtype(transformer),
         device=str(transformer.device),
         batch=batch,
         guidance_scale=network.guidance_scale,

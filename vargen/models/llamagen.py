@@ -22,7 +22,9 @@ from vargen.compat import ensure_torchvision
 from vargen.device import normal_tensors
 from vargen.kernels.dispatch import is_eager_cpu
 from vargen.kernels.linear import TransposableWeights, transpose_linear_weights
+from vargen.models import llamagen_int8 as int8
 from vargen.models.condition import Condition
+from vargen.models.int8_cache import Int8Cache
 from vargen.models.kv_cache import KVCache
 from vargen.models.llamagen_blocks import (
     CaptionEmbedder,
@@ -33,6 +35,7 @@ from vargen.models.llamagen_blocks import (
     build_rotary_2d,
     rotary_factors,
 )
+from vargen.models.quantization import replace_linear_layers, validate_placement, validate_quantization
 from vargen.values import short_repr
 
 ensure_torchvision()
@@ -89,10 +92,11 @@ class LlamaGenTransformer(TransposableWeights, QuantizedStorageMixin, ConfigMixi
         multiple_of, ffn_dim_multiplier: the feed-forward width is 8/3 dim times the multiplier, rounded up to `multiple_of`.
         dropout: dropout of embeddings and residuals, in training only.
         weight_format: storage format of `save_pretrained`; see `QuantizedStorageMixin`.
+        quantization: `"int8"` for 8-bit integer products on a CPU; see `vargen.models.quantization`. None: floating point.
 
     Raises:
-        ValueError: for an unknown condition, a grid size outside 1 to 256, or a width that is not divisible by the heads and
-            the two rotary axes.
+        ValueError: for an unknown condition or format, a grid size outside 1 to 256, or a width that is not divisible by the
+            heads and the two rotary axes.
     """
 
     _supports_gradient_checkpointing = False
@@ -123,9 +127,11 @@ class LlamaGenTransformer(TransposableWeights, QuantizedStorageMixin, ConfigMixi
         rope_base: float = 10000.0,
         dropout: float = 0.0,
         weight_format: str | None = None,
+        quantization: str | None = None,
     ):
         super().__init__()
         validate_weight_format(weight_format)
+        validate_quantization(quantization)
         if condition not in ("class", "text"):
             raise ValueError(f"condition must be 'class' or 'text', got {condition!r}")
         if isinstance(grid_size, bool) or not isinstance(grid_size, int) or not 1 <= grid_size <= MAX_GRID:
@@ -147,10 +153,24 @@ class LlamaGenTransformer(TransposableWeights, QuantizedStorageMixin, ConfigMixi
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:
                 nn.init.zeros_(parameter) if name == "output.weight" else nn.init.normal_(parameter, std=0.02)
+        if quantization is not None:
+            replace_linear_layers(self)
+
+    @property
+    def quantized(self) -> bool:
+        """Whether its products are those of 8-bit integers."""
+        return self.config.quantization is not None
+
+    @property
+    def pass_backend(self) -> str:
+        """What runs the passes, as far as their time depends on it: empty for floating point."""
+        return int8.describe_backend() if self.quantized else ""
 
     def _apply(self, fn: Any, *args: Any, **options: Any) -> Any:
         table = self.rotary
         super()._apply(fn, *args, **options)
+        if self.quantized:
+            validate_placement(self)
         if self.rotary.dtype != table.dtype:  # keep float32: rounded angles could not be restored
             self.rotary = table.to(self.rotary.device)
         return self
@@ -176,7 +196,7 @@ class LlamaGenTransformer(TransposableWeights, QuantizedStorageMixin, ConfigMixi
 
     def new_cache(
         self, rows: int, scratch: int = 1, compress_prefix: bool = True, device: torch.device | None = None
-    ) -> KVCache:
+    ) -> KVCache | Int8Cache:
         """Create a cache for `rows` rows. `compress_prefix=False` stores all conditioning rows instead of one exact slot.
 
         Args:
@@ -184,6 +204,8 @@ class LlamaGenTransformer(TransposableWeights, QuantizedStorageMixin, ConfigMixi
         """
         config = self.config
         with normal_tensors():  # writable in and outside of inference mode
+            if self.quantized:
+                return int8.make_cache(self, rows, scratch, 1 if compress_prefix else self.num_prefix_rows)
             return KVCache(
                 len(self.layers),
                 rows,
@@ -216,7 +238,7 @@ class LlamaGenTransformer(TransposableWeights, QuantizedStorageMixin, ConfigMixi
         self,
         tokens: Tensor | None = None,
         condition: Condition | None = None,
-        cache: KVCache | None = None,
+        cache: KVCache | Int8Cache | None = None,
         positions: Tensor | None = None,
         ancestors: Tensor | None = None,
         guidance: float | Tensor | None = None,
@@ -241,6 +263,10 @@ class LlamaGenTransformer(TransposableWeights, QuantizedStorageMixin, ConfigMixi
         Raises:
             ValueError: for any other combination of arguments.
         """
+        if isinstance(cache, Int8Cache) and condition is None and tokens is not None:
+            self._validate_width(tokens, cache)
+            logits, features, x = int8.run_step(self, tokens, cache, positions, ancestors, guidance)
+            return LlamaGenOutput(logits=logits, features=features, hidden_states=x) if return_dict else (logits, features, x)
         if condition is not None and tokens is not None and cache is None:
             x = self._teacher_forced(tokens, condition)
         elif condition is not None and tokens is None and cache is not None:
@@ -249,26 +275,31 @@ class LlamaGenTransformer(TransposableWeights, QuantizedStorageMixin, ConfigMixi
             x = self._step(tokens, cache, positions, ancestors)
         else:
             raise ValueError("pass (tokens, condition), (condition, cache) or (tokens, cache)")
-        features = self.norm(x)
+        features = self._final_norm(x)
         logits = self._logits(features, guidance)
         return LlamaGenOutput(logits=logits, features=features, hidden_states=x) if return_dict else (logits, features, x)
 
     def head(self, hidden: Tensor, guidance: float | Tensor | None = None) -> Tensor:
         """Compute logits from last hidden states `[B, T, D]` before the final norm; `guidance` as in `forward`."""
-        return self._logits(self.norm(hidden), guidance)
+        return self._logits(self._final_norm(hidden), guidance)
+
+    def _final_norm(self, x: Tensor) -> Tensor:
+        return int8.final_norm(self, x) if self.quantized else self.norm(x)
 
     def _logits(self, features: Tensor, guidance: float | Tensor | None) -> Tensor:
+        if self.quantized:
+            return int8.compute_logits(self, features, guidance)
         return self.output(features if guidance is None else guide_features(features, guidance)).float()
 
     def forward_features(self, tokens_BN: Tensor, condition: Condition) -> Tensor:
         """Run teacher forcing without the head; returns features `[B, N, D]` after the final norm."""
-        return self.norm(self._teacher_forced(tokens_BN, condition))
+        return self._final_norm(self._teacher_forced(tokens_BN, condition))
 
     def _embed(self, condition: Condition) -> Tensor:
         given = condition.class_labels if self.config.condition == "class" else condition.caption_embeds
         if given is None:
             raise ValueError(f"this model is conditioned on {self.config.condition}; the condition holds none")
-        return self.cls_embedding(given).to(self.dtype)
+        return int8.embed_condition(self, condition) if self.quantized else self.cls_embedding(given).to(self.dtype)
 
     def _teacher_forced(self, tokens_BN: Tensor, condition: Condition) -> Tensor:
         prefix = self._embed(condition)
@@ -276,22 +307,27 @@ class LlamaGenTransformer(TransposableWeights, QuantizedStorageMixin, ConfigMixi
         x = self.embedding_dropout(torch.cat([prefix, self.tok_embeddings(tokens_BN[:, :-1])], dim=1))
         T = x.shape[1]
         # Zero rotary factors make queries and keys of conditioning rows exactly zero.
-        rotary = rotary_factors(torch.cat([self.rotary.new_zeros(P, *self.rotary.shape[1:]), self.rotary[: T - P]]))
+        cos_sin = torch.cat([self.rotary.new_zeros(P, *self.rotary.shape[1:]), self.rotary[: T - P]])
         visible = torch.ones(T, T, dtype=torch.bool, device=x.device).tril()
         if condition.caption_mask is not None:
             visible = visible.expand(B, T, T).clone()
             visible[:, :, :P] &= condition.caption_mask.bool()[:, None]
             visible |= torch.eye(T, dtype=torch.bool, device=x.device)  # padding attends only to itself
             visible = visible[:, None]
+        if self.quantized:
+            return int8.forward_sequence(self, x, cos_sin, visible)[:, P - 1 :]
+        rotary = rotary_factors(cos_sin)
         for layer in self.layers:
             x = layer(x, rotary, visible)
         return x[:, P - 1 :]
 
-    def _prefill(self, condition: Condition, cache: KVCache) -> Tensor:
+    def _prefill(self, condition: Condition, cache: KVCache | Int8Cache) -> Tensor:
         """Run the conditioning rows without a score matrix.
 
         Their attention scores are all zero, so the output of a row is the running mean of values. For later tokens, n visible
         rows are equivalent to one slot of key zero, value mean(v) and score log(n)."""
+        if isinstance(cache, Int8Cache):
+            return int8.run_prefill(self, self._embed(condition), condition.caption_mask, cache)
         if is_eager_cpu(cache.k):
             transpose_linear_weights(self)
             cache.norm_scales = [
@@ -319,10 +355,15 @@ class LlamaGenTransformer(TransposableWeights, QuantizedStorageMixin, ConfigMixi
             x = layer.add_residuals(x, attention.wo(running.flatten(2)))
         return x[:, -1:]
 
-    def _step(self, tokens_BT: Tensor, cache: KVCache, positions: Tensor | None, ancestors: Tensor | None) -> Tensor:
+    def _validate_width(self, tokens_BT: Tensor, cache: KVCache | Int8Cache) -> int:
+        """Return the number of tokens of a pass; ValueError if the cache has no place for them."""
         T = tokens_BT.shape[1]
         if cache.scratch < T:
             raise ValueError(f"the cache was made for at most {cache.scratch} tokens a pass, got {T}")
+        return T
+
+    def _step(self, tokens_BT: Tensor, cache: KVCache, positions: Tensor | None, ancestors: Tensor | None) -> Tensor:
+        T = self._validate_width(tokens_BT, cache)
         if positions is None:
             positions = cache.length[:, None] + torch.arange(T, device=tokens_BT.device)
         rotary = rotary_factors(self.rotary[positions.clamp(max=self.tokens - 1)])

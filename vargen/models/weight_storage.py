@@ -8,7 +8,7 @@ the error, and a file that a wheel or Git compresses to three quarters of one in
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from vargen.compat import drop_empty_notices, ensure_torchvision
 from vargen.files import atomic_merge
+from vargen.models.quantization import SCALE_SUFFIX, quantize_network, quantize_weights, quantized_layers, validate_quantization
 
 ensure_torchvision()
 drop_empty_notices()
@@ -92,6 +93,8 @@ class QuantizedStorageMixin(ModelMixin):
     None: as in diffusers, in their own dtype. ``"int8"`` and ``"int6"``: matrices and convolution filters as int8, which int6
     limits to -31..31, each with a float32 ``<name>.scale`` [rows, groups], where a group is 32 columns if these divide evenly
     and a whole row otherwise; other weights in `unquantized_dtype`. ``"float16"`` and ``"float32"``: all weights in that dtype.
+    A network that computes with int8 weights (`vargen.models.quantization`) stores these as they are, with a float32
+    ``<layer>.weight_scale`` [rows] each.
 
     Attributes:
         unquantized_suffixes: suffixes of the names of weights that are never quantized.
@@ -132,6 +135,8 @@ class QuantizedStorageMixin(ModelMixin):
     def _stored_dtype(self, name: str, weight: Tensor) -> torch.dtype:
         if not weight.is_floating_point():
             return weight.dtype
+        if name.endswith(SCALE_SUFFIX):
+            return torch.float32
         weight_format = self.config.weight_format
         return self.unquantized_dtype(name) if weight_format in _BITS else getattr(torch, weight_format)
 
@@ -190,11 +195,14 @@ class QuantizedStorageMixin(ModelMixin):
             (staged / "config.json").write_bytes(self.to_json_string().encode())
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike[str] | None, **kwargs: Any) -> Self:
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: str | os.PathLike[str] | None, *, quantization: str | None = None, **kwargs: Any
+    ) -> Self:
         """Load a folder written by `save_pretrained`; what is stored by a `weight_format` as float32, in evaluation mode.
 
         Args:
             pretrained_model_name_or_path: the folder.
+            quantization: ``"int8"`` to compute with int8 weights; see `vargen.models.quantization`. Default: as in the folder.
             **kwargs: as diffusers has them; with a `weight_format`: ``subfolder``; ``torch_dtype`` (or ``dtype``) to
                 convert to; ``variant`` of the file name; ``device_map``, a device name or ``{"": device}``. The options
                 of diffusers for downloads and memory are then accepted without effect.
@@ -202,18 +210,23 @@ class QuantizedStorageMixin(ModelMixin):
         Raises:
             OSError: the folder or a file is missing or unreadable, or ``config.json`` is not valid.
             ValueError: the weight file is corrupt, or does not hold exactly the tensors, shapes and dtypes
-                that the configuration asks for; the message names the file and the tensor.
+                that the configuration asks for; the message names the file and the tensor. Also for an unknown quantization,
+                or another dtype than float32 with it.
             TypeError: an unknown option.
         """
+        validate_quantization(quantization)
         folder = Path(str(pretrained_model_name_or_path)) / (kwargs.get("subfolder") or "")
         if not (folder / "config.json").is_file() and cls._stored_format({}) is None:
-            return super().from_pretrained(pretrained_model_name_or_path, **kwargs)  # a Hub model, or an error
+            network = super().from_pretrained(pretrained_model_name_or_path, **kwargs)  # a Hub model, or an error
+            return network if quantization is None else quantize_network(network, quantization)
         if not folder.is_dir():
             raise OSError(f"{folder} is not a folder with a saved {cls.__name__}")
         config = cls.load_config(str(folder))
         if cls._stored_format(config) is None:
-            return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
-        return cls._load_quantized(folder, config, **{name: value for name, value in kwargs.items() if name != "subfolder"})
+            network = super().from_pretrained(pretrained_model_name_or_path, **kwargs)
+            return network if quantization is None else quantize_network(network, quantization)
+        options = {name: value for name, value in kwargs.items() if name != "subfolder"}
+        return cls._load_quantized(folder, config, quantization, **options)
 
     @classmethod
     def _stored_format(cls, config: Mapping[str, Any]) -> str | None:
@@ -223,7 +236,7 @@ class QuantizedStorageMixin(ModelMixin):
         return config.get("weight_format", signature(cls.__init__).parameters["weight_format"].default)
 
     @classmethod
-    def _load_quantized(cls, folder: Path, config: Any, **kwargs: Any) -> Self:
+    def _load_quantized(cls, folder: Path, config: Any, quantization: str | None, **kwargs: Any) -> Self:
         dtype = kwargs.pop("torch_dtype", None)
         dtype = kwargs.pop("dtype", None) or dtype
         variant, device_map = kwargs.pop("variant", None), kwargs.pop("device_map", None)
@@ -231,11 +244,19 @@ class QuantizedStorageMixin(ModelMixin):
         if unknown:
             raise TypeError(f"from_pretrained got unknown options: {', '.join(unknown)}")
         model: Self = cls.from_config(config)
-        weights = _read_weights(folder / _weights_name(variant), model.layout() or {})
-        if isinstance(dtype, torch.dtype):  # cast here, because diffusers warns about casting a whole network
+        layout, layers = model.layout() or {}, quantized_layers(model)
+        if quantization is not None and not layers:
+            model = cls.from_config({**config, "quantization": quantization})
+            layers = quantized_layers(model)
+        if layers and dtype not in (None, torch.float32):
+            raise ValueError(f"dtype must be float32 with quantization='int8', whose other steps compute in it, got {dtype}")
+        weights, stored = _read_weights(folder / _weights_name(variant), layout, {f"{name}.weight" for name in layers})
+        if layers:
+            weights = quantize_weights(layers, weights, stored)
+        elif isinstance(dtype, torch.dtype):  # cast here, because diffusers warns about casting a whole network
             weights = {name: value.to(dtype) if value.is_floating_point() else value for name, value in weights.items()}
         model.load_state_dict(weights, assign=True)
-        model.requires_grad_(True)
+        model.requires_grad_(not layers)
         if device_map is not None:
             model.to(device_map[""] if isinstance(device_map, dict) else device_map)
         return model.eval()
@@ -245,8 +266,15 @@ def _weights_name(variant: str | None) -> str:
     return f"{_WEIGHTS_STEM}.{variant}.safetensors" if variant else f"{_WEIGHTS_STEM}.safetensors"
 
 
-def _read_weights(path: Path, expected: Layout) -> dict[str, Tensor]:
-    """Read and validate a weight file; returns tensors by name, floats in float32 (errors: see `from_pretrained`)."""
+def _read_weights(
+    path: Path, expected: Layout, kept: Container[str] = ()
+) -> tuple[dict[str, Tensor], dict[str, tuple[Tensor, Tensor]]]:
+    """Read and validate a weight file (errors: see `from_pretrained`).
+
+    Returns:
+        Tensors by name, floats in float32; and matrices that are stored as int8 and named in `kept`, as int8 [rows, columns]
+        with their scales [rows, groups].
+    """
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing")
     try:
@@ -266,9 +294,12 @@ def _read_weights(path: Path, expected: Layout) -> dict[str, Tensor]:
         if dtype.is_floating_point and not torch.isfinite(stored[name]).all():
             raise ValueError(f"{path}: tensor {name!r} holds values that are not finite")
     found: dict[str, Tensor] = {}
+    integers: dict[str, tuple[Tensor, Tensor]] = {}
     for name, value in stored.items():
-        if name + _SCALE in expected:
+        if name + _SCALE in expected and name in kept:
+            integers[name] = (value.flatten(1), stored[name + _SCALE])
+        elif name + _SCALE in expected:
             found[name] = dequantize_rows(value.flatten(1), stored[name + _SCALE]).view(value.shape)
         elif not name.endswith(_SCALE) or name.removesuffix(_SCALE) not in expected:
             found[name] = value.float() if value.is_floating_point() else value
-    return found
+    return found, integers

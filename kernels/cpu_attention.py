@@ -1,0 +1,209 @@
+"""Attention of a CPU pass, for Numba: bit for bit `vargen.kernels.int8.attend_int8`, over a cache of pairs of 16-bit integers.
+
+Two 16-bit integers share an int32: keys are `[R, G, K/2, S]`, two numbers of a slot, and values `[R, G, S/2, K']` (K' is K
+rounded up to 16), the same number of two slots. So an instruction multiplies two numbers of 16 slots, or of 16 columns, at
+once. Slots are [ prefix | image tokens | scratch ].
+
+Shape suffixes: R rows, T tokens of the pass, H query heads, G key heads, K head width, S slots, P prefix slots.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from vargen.kernels.cpu_steps import INNER, ROUND, SMALLEST, exp, f32, f64, i32, i64, largest
+from vargen.kernels.cpu_vector import (
+    bits_of_float,
+    float_of_bits,
+    pair_dot_1x1,
+    pair_dot_1x2,
+    pair_dot_1x4,
+    pair_dot_4x1,
+    pair_dot_4x2,
+    pair_dot_4x4,
+)
+from vargen.kernels.int8_format import EXP_UNITS, WEIGHT_SUM
+
+QUERIES = 4  # queries of a block: 16 vectors of sums fit the registers
+_UNITS, _SUM, _SUM_UNIT = f32(EXP_UNITS), WEIGHT_SUM, f32(1 / WEIGHT_SUM)
+_HIDDEN = f32(-np.inf)
+
+
+@njit(**INNER)
+def join_pair(low, high):
+    """The int32 with these 16-bit integers."""
+    return i32((high << i32(16)) | (low & i32(0xFFFF)))
+
+
+@njit(**INNER)
+def write_tokens(
+    sums, stride, scale, channel_scale, cos_sin, length, prefix, limits, k, v, k_scale, v_scale, q, q_scale, row, T, K, H
+):  # fmt: skip
+    """Rotate and quantize the queries, keys and values of a pass; write keys and values to the slots after each row's pointer.
+
+    Args:
+        sums: int32 product with `stride` columns a row: queries, keys, values.
+        cos_sin: float32 `[R, T, K/2, 2]`.
+        length: int64 `[R]`, pointer of each row, at most the number of image tokens.
+        limits: largest integers of keys and of values.
+        q, q_scale: written: int16 `[R, G, H/G T, K]`, and float32 scales of scores `[R, G, H/G T]`.
+        row: float32 `[(H + 2 G) K]`, scratch.
+    """
+    R, G = k.shape[0], k.shape[1]
+    group = H // G
+    score_limit, value_limit = f32(limits[0]), f32(limits[1])
+    score_unit, value_unit, root = f32(1 / limits[0]), f32(1 / limits[1]), f32(K**-0.5)
+    for r in range(R):
+        for t in range(T):
+            m, slot = r * T + t, prefix + length[r] + t
+            a, line = scale[m], m * stride
+            for j in range((H + 2 * G) * K):
+                row[j] = f32(sums[line + j]) * a * channel_scale[j]
+            for h in range(H + 2 * G):
+                first = h * K
+                if h < H + G:
+                    for j in range(K // 2):
+                        even, odd, cos, sin = (
+                            row[first + 2 * j],
+                            row[first + 2 * j + 1],
+                            cos_sin[r, t, j, 0],
+                            cos_sin[r, t, j, 1],
+                        )
+                        row[first + 2 * j] = even * cos - odd * sin
+                        row[first + 2 * j + 1] = even * sin + odd * cos
+                top = largest(row, first, K)
+                factor = (score_limit if h < H + G else value_limit) / top
+                for j in range(first, first + K):
+                    row[j] = (row[j] * factor + ROUND) - ROUND
+                if h < H:
+                    g, number = h // group, (h % group) * T + t
+                    for j in range(K):
+                        q[r, g, number, j] = np.int16(row[first + j])
+                    q_scale[r, g, number] = top * score_unit * root
+                elif h < H + G:
+                    for j in range(K // 2):
+                        k[r, h - H, j, slot] = join_pair(i32(row[first + 2 * j]), i32(row[first + 2 * j + 1]))
+                    k_scale[r, h - H, slot] = top * score_unit
+                else:
+                    for j in range(K):
+                        old, new = v[r, h - H - G, slot >> 1, j], i32(row[first + j])
+                        v[r, h - H - G, slot >> 1, j] = join_pair(old, new) if slot & 1 else join_pair(new, old >> i32(16))
+                    v_scale[r, h - H - G, slot] = top * value_unit
+
+
+@njit(**INNER)
+def pair_dots(rows, row, row_stride, column, column_stride, steps, vectors, out, out_stride):
+    """Dot products of one or four rows of pairs with 16 x `vectors` columns; addresses as in `cpu_vector.make_dot`."""
+    at = 0
+    while at < vectors:
+        source, target, left = column + 64 * at, out + 64 * at, vectors - at
+        if rows == 1:
+            if left >= 4:
+                pair_dot_1x4(row, row_stride, source, column_stride, steps, 0, target, out_stride)
+                at += 4
+            elif left >= 2:
+                pair_dot_1x2(row, row_stride, source, column_stride, steps, 0, target, out_stride)
+                at += 2
+            else:
+                pair_dot_1x1(row, row_stride, source, column_stride, steps, 0, target, out_stride)
+                at += 1
+        elif left >= 4:
+            pair_dot_4x4(row, row_stride, source, column_stride, steps, 0, target, out_stride)
+            at += 4
+        elif left >= 2:
+            pair_dot_4x2(row, row_stride, source, column_stride, steps, 0, target, out_stride)
+            at += 2
+        else:
+            pair_dot_4x1(row, row_stride, source, column_stride, steps, 0, target, out_stride)
+            at += 1
+
+
+@njit(**INNER)
+def weigh_slots(dots, w, scale, k_scale, v_scale, bias, ancestors, r, g, t, first, count, row, weights):
+    """Softmax of query `w` of a block over `count` slots, as integer weights of the quantized values.
+
+    Args:
+        dots: int32 `[4, S]`, products of the integers.
+        bias: float32 `[R, P]`, added to the first P scores.
+        ancestors: bool `[R, T, T]`, which of the slots from `first` on are visible; `[R, 0, 0]`: all.
+        row: float32 scratch.
+        weights: int16 `[4, S]`, written up to the next multiple of 16, with zeros from `count` on.
+
+    Returns:
+        The scale of the weighted sum.
+    """
+    end = -(-count // 16) * 16  # loops over whole vectors
+    for i in range(end):
+        row[i] = f32(dots[w, i]) * scale * k_scale[r, g, i]
+    for i in range(count, end):
+        row[i] = _HIDDEN
+    for i in range(bias.shape[1]):
+        row[i] += bias[r, i]
+    for i in range(ancestors.shape[1]):
+        if not ancestors[r, t, i]:
+            row[first + i] = _HIDDEN
+    most, value_most = i32(-(2**31)), bits_of_float(SMALLEST)
+    for i in range(end):
+        bits = bits_of_float(row[i])
+        most = max(most, bits ^ ((bits >> i32(31)) & i32(2**31 - 1)))  # integers in the order of the scores
+        value_most = max(value_most, bits_of_float(v_scale[r, g, i]) if row[i] > _HIDDEN else i32(0))
+    top = float_of_bits(most ^ ((most >> i32(31)) & i32(2**31 - 1)))
+    value_top = float_of_bits(value_most)
+    total = i64(0)
+    for i in range(end):
+        term = (exp(row[i] - top) * _UNITS + ROUND) - ROUND
+        total += i64(i32(term))
+        row[i] = term * v_scale[r, g, i]
+    unit = f32(_SUM / (f64(total) * f64(value_top)))
+    for i in range(end):
+        weights[w, i] = np.int16((row[i] * unit + ROUND) - ROUND)
+    return value_top * _SUM_UNIT
+
+
+@njit(**INNER)
+def attend_slots(
+    q, q_scale, k, v, k_scale, v_scale, bias, length, prefix, ancestors, dots, row, weights, sums, out, T, H
+):  # fmt: skip
+    """Attention of a pass over the cache, float32 `out [R T, H K]`.
+
+    Args:
+        q, q_scale: see `write_tokens`; three more queries than used are read.
+        ancestors: bool `[R, T, T]`, which tokens of the pass each token attends to; `[R, 0, 0]` for a chain.
+        dots, row, weights, sums: scratch: int32 `[4, S]`, float32 `[S + 4]`, int16 `[4, S]`, int32 `[4, K']`.
+    """
+    R, G, S, K, columns = k.shape[0], k.shape[1], k.shape[3], 2 * k.shape[2], v.shape[3]
+    group = H // G
+    count = group * T
+    query, key, value = i64(q.ctypes.data), i64(k.ctypes.data), i64(v.ctypes.data)
+    products, shares, total = i64(dots.ctypes.data), i64(weights.ctypes.data), i64(sums.ctypes.data)
+    for r in range(R):
+        first = prefix + length[r]
+        end = first + T
+        vectors = -(-end // 16)
+        for g in range(G):
+            head = r * G + g
+            number = 0
+            while number < count:
+                block = QUERIES if count - number >= QUERIES - 1 else 1
+                source, keys = query + 2 * K * (head * q.shape[2] + number), key + 2 * K * S * head
+                pair_dots(block, source, 2 * K, keys, 4 * S, K // 2, vectors, products, 4 * S)
+                for w in range(min(block, count - number)):
+                    t = (number + w) % T
+                    seen = end if ancestors.shape[1] else first + t + 1
+                    scale = q_scale[r, g, number + w]
+                    row[S + w] = weigh_slots(
+                        dots, w, scale, k_scale, v_scale, bias, ancestors, r, g, t, first, seen, row, weights
+                    )  # fmt: skip
+                    for i in range(-(-seen // 16) * 16, 16 * vectors):
+                        weights[w, i] = 0
+                values = value + 2 * S * columns * head
+                steps = -(-end // 2)
+                pair_dots(
+                    block, shares, 2 * S, values, 4 * columns, steps, columns // 16, total, 4 * columns
+                )  # fmt: skip
+                for w in range(min(block, count - number)):
+                    at, h = r * T + (number + w) % T, g * group + (number + w) // T
+                    for j in range(K):
+                        out[at, h * K + j] = f32(sums[w, j]) * row[S + w]
+                number += block

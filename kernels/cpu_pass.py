@@ -1,0 +1,264 @@
+"""A whole decoding pass of a Llama-like transformer on a CPU as one compiled function, over buffers allocated once.
+
+Between its products of 8-bit integers, which read each weight once, are four steps a layer: norm and quantize; dequantize,
+rotate, write the cache, attend, quantize; dequantize, add, norm, quantize; dequantize, SwiGLU, quantize. The result is bit for
+bit that of the operators in `vargen.kernels.int8`, for any number of tokens and rows.
+
+Shape suffixes: L layers, R rows (images; twice as many under guidance), B images, T tokens of the pass, M = R T, D width, H
+query heads, G key heads, K head width, F hidden width, S cache slots, P prefix slots, V vocabulary, N output channels of all
+products of a layer, each product padded to a multiple of 64.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import config, njit
+
+from vargen.kernels.cpu_attention import QUERIES, attend_slots, join_pair, write_tokens
+from vargen.kernels.cpu_steps import (
+    INNER,
+    OPTIONS,
+    PANEL,
+    add_rows,
+    f32,
+    i32,
+    i64,
+    norm,
+    norm_rows,
+    pack_matrix,
+    product,
+    quantize,
+    swiglu_rows,
+)
+from vargen.kernels.cpu_vector import read_ticks
+
+__all__ = ["PANEL", "Slots", "Weights", "make_buffers", "move_slots", "pack_matrix", "run_layers", "run_output"]
+# `vargen.kernels.cpu` sets the folder of compiled code before it imports this module.
+_COMPILED = {**OPTIONS, "cache": bool(config.CACHE_DIR)}
+
+
+class Weights(NamedTuple):
+    """Weights of the layers that a pass runs, and of the output layer; numbers of `sizes` are H, G, K, F.
+
+    `packed` has the addresses of the four matrices of each layer: queries, keys and values; attention output; gate and up;
+    down. `start` and `scale` have their initial sums and channel scales one after the other.
+    """
+
+    sizes: np.ndarray  # int64 [4]
+    packed: np.ndarray  # int64 [L, 4]
+    start: np.ndarray  # int32 [L, N]
+    scale: np.ndarray  # float32 [L, N]
+    norms: np.ndarray  # float32 [2 L + 1, D]
+    output: np.ndarray  # int8, packed
+    output_start: np.ndarray  # int32 [V']
+    output_scale: np.ndarray  # float32 [V']
+    embedding: np.ndarray  # float32 [V, D]
+    rotary: np.ndarray  # float32 [tokens, K/2, 2]
+    eps: float
+
+
+class Slots(NamedTuple):
+    """The cache of a pass, and the largest integers of keys and of values."""
+
+    k: np.ndarray  # int32 [L, R, G, K/2, S], pairs of 16-bit integers: see `cpu_attention`
+    v: np.ndarray  # int32 [L, R, G, S/2, K']
+    k_scale: np.ndarray  # float32 [L, R, G, S]
+    v_scale: np.ndarray  # float32 [L, R, G, S]
+    length: np.ndarray  # int64 [R]
+    bias: np.ndarray  # float32 [R, P]
+    limits: tuple[int, int]
+
+
+class Buffers(NamedTuple):
+    """Intermediate results of a pass over at most M tokens of all rows."""
+
+    x: np.ndarray  # float32 [M, D]
+    wide: np.ndarray  # uint8 [M, max(D, H K) rounded up to 4]
+    hidden: np.ndarray  # uint8 [M, F rounded up to 4]
+    scale: np.ndarray  # float32 [M]
+    sums: np.ndarray  # int32 [M N'], N' the most columns of a product
+    attended: np.ndarray  # float32 [M, H K]
+    row: np.ndarray  # float32, the longest row and the slots
+    dots: np.ndarray  # int32 [4, S]
+    attention: np.ndarray  # int16 [4, S]
+    value_sums: np.ndarray  # int32 [4, K']
+    q: np.ndarray  # int16 [R, G, H/G T + 3, K]
+    q_scale: np.ndarray  # float32 [R, G, H/G T]
+    cos_sin: np.ndarray  # float32 [R, T, K/2, 2]
+    length: np.ndarray  # int64 [R]
+    ticks: np.ndarray  # int64 [3], time spent so far: products, attention, other steps
+
+
+def make_buffers(weights: Weights, slots: Slots, tokens: int) -> Buffers:
+    """Allocate buffers for passes of up to `tokens` tokens."""
+    H, G, K, F = (int(size) for size in weights.sizes)
+    R, D, S = slots.k.shape[1], weights.norms.shape[1], slots.k.shape[4]
+    M, queries = R * tokens, H // G * tokens
+    columns = max(weights.start.shape[1], len(weights.output_start))
+    return Buffers(
+        x=np.zeros((M, D), np.float32),
+        wide=np.full((M, -(-max(D, H * K) // 4) * 4), 128, np.uint8),
+        hidden=np.full((M, -(-F // 4) * 4), 128, np.uint8),
+        scale=np.zeros(M, np.float32),
+        sums=np.zeros(M * columns, np.int32),
+        attended=np.zeros((M, H * K), np.float32),
+        row=np.zeros(max(D, F, (H + 2 * G) * K, S) + QUERIES, np.float32),
+        dots=np.zeros((QUERIES, S), np.int32),
+        attention=np.zeros((QUERIES, S), np.int16),
+        value_sums=np.zeros((QUERIES, slots.v.shape[4]), np.int32),
+        q=np.zeros((R, G, queries + QUERIES - 1, K), np.int16),
+        q_scale=np.zeros((R, G, queries), np.float32),
+        cos_sin=np.zeros((R, tokens, K // 2, 2), np.float32),
+        length=np.zeros(R, np.int64),
+        ticks=np.zeros(3, np.int64),
+    )
+
+
+@njit(**INNER)
+def _padded(columns):
+    return -(-columns // PANEL) * PANEL
+
+
+@njit(**_COMPILED)
+def run_layers(weights, slots, buffers, tokens, positions, ancestors):
+    """Run all layers over tokens int64 `[R, T]`, after each row's pointer. `buffers.x` becomes the last residual.
+
+    Writes the cache, but does not move its pointers.
+
+    Args:
+        positions: int64 `[R, T]`, grid cells, which are clamped to the last one; `[0, 0]`: consecutive from the pointer.
+        ancestors: bool `[R, T, T]`, which tokens of the pass each token attends to; `[R, 0, 0]` for a chain.
+    """
+    H, G, K, F = weights.sizes
+    R, T = tokens.shape
+    M, D = R * T, weights.norms.shape[1]
+    x, scale, sums, row, wide = buffers.x[:M], buffers.scale, buffers.sums, buffers.row, buffers.wide
+    q, q_scale, cos_sin, length = buffers.q, buffers.q_scale, buffers.cos_sin, buffers.length
+    last = len(weights.rotary) - 1
+    for r in range(R):
+        length[r] = min(slots.length[r], last + 1)  # full rows write only to scratch
+        for t in range(T):
+            cell = min(positions[r, t] if len(positions) else length[r] + t, last)
+            for j in range(K // 2):
+                cos_sin[r, t, j, 0], cos_sin[r, t, j, 1] = weights.rotary[cell, j, 0], weights.rotary[cell, j, 1]
+    for r in range(R):
+        for t in range(T):
+            for d in range(D):
+                buffers.x[r * T + t, d] = weights.embedding[tokens[r, t], d]
+    prefix = slots.bias.shape[1]
+    qkv, attended, gates = _padded((H + 2 * G) * K), _padded(D), _padded(2 * F)
+    ticks = buffers.ticks
+    before = read_ticks()
+    norm_rows(x, weights.norms[0], weights.eps, row, wide, scale)
+    for layer in range(len(weights.packed)):
+        first = 0
+        for stage in range(4):  # a loop, so that the product is compiled only once
+            columns, factors, inputs = qkv, wide, D
+            if stage == 1:
+                columns, inputs = attended, H * K
+            elif stage == 2:
+                columns = gates
+            elif stage == 3:
+                columns, factors, inputs = attended, buffers.hidden, F
+            start, channels = weights.start[layer, first:], weights.scale[layer, first:]
+            now = read_ticks()
+            ticks[2] += now - before
+            product(factors, M, weights.packed[layer, stage], start, -(-inputs // 4), sums, columns)
+            before = read_ticks()
+            ticks[0] += before - now
+            first += columns
+            if stage == 0:
+                k, v, k_scale, v_scale = slots.k[layer], slots.v[layer], slots.k_scale[layer], slots.v_scale[layer]
+                write_tokens(
+                    sums, columns, scale, channels, cos_sin, length, prefix, slots.limits, k, v, k_scale, v_scale, q, q_scale,
+                    row, T, K, H,
+                )  # fmt: skip
+                attend_slots(
+                    q, q_scale, k, v, k_scale, v_scale, slots.bias, length, prefix, ancestors, buffers.dots, row,
+                    buffers.attention, buffers.value_sums, buffers.attended, T, H,
+                )  # fmt: skip
+                for m in range(M):
+                    scale[m] = quantize(buffers.attended[m], H * K, wide[m])
+                now = read_ticks()
+                ticks[1] += now - before
+                before = now
+            elif stage == 2:
+                swiglu_rows(sums, columns, scale, channels, M, F, row, buffers.hidden)
+            else:
+                add_rows(x, sums, columns, scale, channels)
+                if stage == 1 or layer + 1 < len(weights.packed):
+                    norm_rows(x, weights.norms[2 * layer + (stage + 1) // 2], weights.eps, row, wide, scale)
+    ticks[2] += read_ticks() - before
+
+
+@njit(**_COMPILED)
+def run_output(weights, buffers, guidance, states, features, logits):
+    """Run the final norm, guidance and the output layer over `buffers.x`.
+
+    Args:
+        guidance: float32 `[B, T]`, scales of classifier-free guidance between the first and the last B rows; `[0, 0]` without.
+        states, features: float32 `[R, T, D]`, written: residuals before and after the final norm.
+        logits: float32 `[B, T, V]`, written; all R rows without guidance.
+    """
+    R, T, D = states.shape
+    V = logits.shape[2]
+    row, columns, ticks = buffers.row, len(weights.output_start), buffers.ticks
+    before = read_ticks()
+    for r in range(R):
+        for t in range(T):
+            for d in range(D):
+                states[r, t, d] = buffers.x[r * T + t, d]
+            norm(states[r, t], weights.norms[len(weights.norms) - 1], weights.eps, features[r, t])
+    B = len(guidance)
+    rows = B if B else R
+    for r in range(rows):
+        for t in range(T):
+            m = r * T + t
+            if B:
+                for d in range(D):
+                    row[d] = (features[r, t, d] - features[B + r, t, d]) * guidance[r, t] + features[B + r, t, d]
+                buffers.scale[m] = quantize(row, D, buffers.wide[m])
+            else:
+                buffers.scale[m] = quantize(features[r, t], D, buffers.wide[m])
+    now = read_ticks()
+    ticks[2] += now - before
+    product(buffers.wide, rows * T, i64(weights.output.ctypes.data), weights.output_start, -(-D // 4), buffers.sums, columns)
+    before = read_ticks()
+    ticks[0] += before - now
+    for r in range(rows):
+        for t in range(T):
+            m = r * T + t
+            a, line = buffers.scale[m], buffers.sums[m * columns : m * columns + V]
+            for v in range(V):
+                logits[r, t, v] = f32(line[v]) * a * weights.output_scale[v]
+    ticks[2] += read_ticks() - before
+
+
+@njit(**_COMPILED)
+def move_slots(slots, path, count, tokens):
+    """Move the accepted tokens of the last pass to consecutive slots after each row's pointer, which does not move.
+
+    Args:
+        path: int64 `[R, A]`, indices among the pass's tokens, strictly increasing up to `count [R]`.
+        tokens: number of image tokens; rows that have all are left as they are.
+    """
+    L, R, G, pairs = slots.k.shape[:4]
+    prefix = slots.bias.shape[1]
+    for layer in range(L):
+        for r in range(R):
+            first = prefix + min(slots.length[r], tokens)
+            for step in range(count[r]):
+                source, target = first + path[r, step], first + step
+                if source == target:
+                    continue
+                for g in range(G):
+                    k, v = slots.k[layer, r, g], slots.v[layer, r, g]
+                    for pair in range(pairs):
+                        k[pair, target] = k[pair, source]
+                    for j in range(v.shape[1]):
+                        old, new = v[target >> 1, j], v[source >> 1, j] >> i32(16 * (source & 1))
+                        v[target >> 1, j] = join_pair(old, new) if target & 1 else join_pair(new, old >> i32(16))
+                    slots.k_scale[layer, r, g, target] = slots.k_scale[layer, r, g, source]
+                    slots.v_scale[layer, r, g, target] = slots.v_scale[layer, r, g, source]

@@ -1,0 +1,151 @@
+"""The steps between the products of a CPU pass, for Numba: bit for bit the operations of `vargen.kernels.int8`.
+
+No fused multiply-adds and no other order of float operations: none of LLVM's fast-math flags that would allow them is set. Sums
+and maxima are of integers, which LLVM vectorizes.
+
+Shape suffixes: M rows of a product, D width, F hidden width, N output channels.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from vargen.kernels.cpu_vector import bits_of_float, byte_dot_1, byte_dot_2, byte_dot_4, byte_dot_6, float_of_bits
+from vargen.kernels.int8_format import EXP_RANGE, EXP_TERMS, INT8_MAX, LN_2, LOG2_E, NORM_MAX, TINY
+
+OPTIONS = {"fastmath": {"nnan", "nsz"}, "boundscheck": False, "error_model": "numpy", "nogil": True, "_nrt": False}
+INNER = {**OPTIONS, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}  # functions that only compiled ones call
+PANEL = 64  # columns of a matrix that are stored together
+
+f32, i32, i64, f64 = np.float32, np.int32, np.int64, np.float64
+ROUND = f32(1.5 * 2**23)  # adding and subtracting it rounds to the nearest integer, ties to even, for |x| < 2^22
+ONE, ZERO, SMALLEST = f32(1), f32(0), f32(TINY)
+_RANGE, _LOG2_E, _LN_2 = f32(EXP_RANGE), f32(LOG2_E), f32(LN_2)
+_T0, _T1, _T2, _T3, _T4, _T5, _T6 = (f32(term) for term in EXP_TERMS)
+_INT8, _INT8_UNIT = f32(INT8_MAX), f32(1 / INT8_MAX)
+_NORM, _NORM_UNIT = f32(NORM_MAX), 1 / NORM_MAX
+
+
+@njit(**INNER)
+def exp(x):
+    """`exact_exp` of a float32."""
+    power = min(max(x, -_RANGE), _RANGE) * _LOG2_E
+    whole = (power + ROUND) - ROUND
+    rest = (power - whole) * _LN_2
+    total = _T0
+    total = total * rest + _T1
+    total = total * rest + _T2
+    total = total * rest + _T3
+    total = total * rest + _T4
+    total = total * rest + _T5
+    total = total * rest + _T6
+    return total * float_of_bits(i32((i32(whole) + i32(127)) << i32(23)))
+
+
+@njit(**INNER)
+def largest(row, first, count):
+    """Largest absolute value of float32 `row[first : first + count]`, at least `TINY`."""
+    top = bits_of_float(SMALLEST)
+    for d in range(first, first + count):
+        top = max(top, bits_of_float(abs(row[d])))
+    return float_of_bits(top)
+
+
+@njit(**INNER)
+def quantize(row, count, out):
+    """Quantize float32 `row[:count]` to bytes `out`, with 128 added; returns the scale."""
+    top = largest(row, 0, count)
+    factor = _INT8 / top
+    for d in range(count):
+        out[d] = np.uint8(i32((row[d] * factor + ROUND) - ROUND) + i32(128))
+    return top * _INT8_UNIT
+
+
+@njit(**INNER)
+def norm(x, weight, eps, out):
+    """`exact_rms_norm` of float32 `x [D]` to `out [D]`."""
+    D = len(x)
+    top = largest(x, 0, D)
+    factor = _NORM / top
+    squares = i64(0)
+    for d in range(D):
+        value = i32((x[d] * factor + ROUND) - ROUND)
+        squares += i64(i32(value * value))
+    unit = f64(top) * _NORM_UNIT
+    mean = f64(squares) * unit * unit * (1.0 / D) + eps
+    scale = f32(1.0 / np.sqrt(mean))
+    for d in range(D):
+        out[d] = x[d] * scale * weight[d]
+
+
+@njit(**INNER)
+def norm_rows(x, weight, eps, row, out, scale):
+    """Norm and quantize rows `x [M, D]`; `row [D]` is scratch."""
+    for m in range(len(x)):
+        norm(x[m], weight, eps, row)
+        scale[m] = quantize(row, x.shape[1], out[m])
+
+
+@njit(**INNER)
+def add_rows(x, sums, stride, scale, channel_scale):
+    """Add a product, int32 sums with `stride` columns a row, to the residual `x [M, D]`."""
+    for m in range(len(x)):
+        a, line = scale[m], sums[m * stride : m * stride + x.shape[1]]
+        for d in range(x.shape[1]):
+            x[m, d] += f32(line[d]) * a * channel_scale[d]
+
+
+@njit(**INNER)
+def swiglu_rows(sums, stride, scale, channel_scale, rows, F, row, out):
+    """SwiGLU of a product `[M, 2 F]`, and quantize it; replaces the scales of the rows."""
+    for m in range(rows):
+        a = scale[m]
+        gates, ups = sums[m * stride : m * stride + F], sums[m * stride + F : m * stride + 2 * F]
+        for f in range(F):
+            gate = f32(gates[f]) * a * channel_scale[f]
+            row[f] = gate / (exp(-gate) + ONE)
+        for f in range(F):
+            row[f] = row[f] * (f32(ups[f]) * a * channel_scale[F + f])
+        scale[m] = quantize(row, F, out[m])
+
+
+@njit(**INNER)
+def product(x, rows, matrix, start, steps, sums, N):
+    """Products of byte rows `x [M, 4 steps]` with a packed matrix of N columns, a multiple of 64, to int32 `sums [M, N]`.
+
+    Args:
+        matrix: address of `pack_matrix`'s bytes.
+        start: int32 `[N]`, initial sums, which undo the 128 added to the bytes.
+    """
+    row_stride, address, out_stride = x.strides[0], x.ctypes.data, 4 * N
+    for n in range(0, N, PANEL):
+        panel, first, column = matrix + n * steps * 4, start.ctypes.data + 4 * n, sums.ctypes.data + 4 * n
+        m = 0
+        while m < rows:
+            row, out, left = address + m * row_stride, column + m * out_stride, rows - m
+            if left >= 6:
+                byte_dot_6(row, row_stride, panel, 4 * PANEL, steps, first, out, out_stride)
+                m += 6
+            elif left >= 4:
+                byte_dot_4(row, row_stride, panel, 4 * PANEL, steps, first, out, out_stride)
+                m += 4
+            elif left >= 2:
+                byte_dot_2(row, row_stride, panel, 4 * PANEL, steps, first, out, out_stride)
+                m += 2
+            else:
+                byte_dot_1(row, row_stride, panel, 4 * PANEL, steps, first, out, out_stride)
+                m += 1
+
+
+def pack_matrix(weight_NK: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Reorder an int8 matrix for `product`: 64 columns side by side, four consecutive inputs of each together.
+
+    Returns:
+        int8 bytes, and int32 `[N']`, minus 128 times the sum of each output channel; N' is N rounded up to 64.
+    """
+    N, K = weight_NK.shape
+    padded = np.zeros((-(-N // PANEL) * PANEL, -(-K // 4) * 4), np.int8)
+    padded[:N, :K] = weight_NK
+    packed = padded.reshape(len(padded) // PANEL, PANEL, -1, 4).transpose(0, 2, 1, 3)
+    return np.ascontiguousarray(packed).reshape(-1), -128 * padded.sum(1, dtype=np.int32)

@@ -1,0 +1,198 @@
+"""Opening, saving and running pipelines with 8-bit integer products: bad input, bit-equal folders, exactness, equal images."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from int8_passes import compiled_passes
+from rejects import rejects
+from tiny_models import class_pipeline, text_pipeline, tiny_transformer
+from torch import Tensor
+
+from vargen import LlamaGenPipeline, open_pipeline
+from vargen.decoding import Output, Sampling, Tree, resolve_method
+from vargen.evaluation.exact_sum import sum_pass
+from vargen.evaluation.exactness import DETECTED, TOLERANCE
+from vargen.kernels import cpu
+from vargen.models.condition import Condition
+from vargen.models.quantization import quantize_network
+from vargen.pipelines.adapters.llamagen import LlamaGenTokenModel
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A float32 pipeline whose weights are stored as int8."""
+    path = tmp_path_factory.mktemp("model")
+    pipe = text_pipeline(grid_size=6)
+    pipe.transformer.register_to_config(weight_format="int8")
+    pipe.save_pretrained(path)
+    return path
+
+
+def open_int8(folder: Path) -> LlamaGenPipeline:
+    pipe = open_pipeline(folder, quantization="int8")
+    pipe.set_progress_bar_config(disable=True)
+    assert isinstance(pipe, LlamaGenPipeline)
+    return pipe
+
+
+def test_a_quantized_folder_saved_and_loaded_again_is_bit_equal(folder: Path, tmp_path: Path) -> None:
+    pipe = open_int8(folder)
+    assert pipe.transformer.layers[0].attention.wqkv.weight.dtype == torch.int8
+    pipe.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "transformer/config.json").read_text())["quantization"] == "int8"
+    for again in (open_pipeline(tmp_path), open_pipeline(tmp_path, device="cpu", quantization="int8")):
+        states = pipe.transformer.state_dict(), again.transformer.state_dict()
+        assert states[0].keys() == states[1].keys()
+        assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+    sizes = [(place / "transformer/diffusion_pytorch_model.safetensors").stat().st_size for place in (folder, tmp_path)]
+    assert sizes[1] < 1.1 * sizes[0]
+
+
+def test_a_network_quantized_in_memory_is_the_one_that_is_opened_from_floats(tmp_path: Path) -> None:
+    pipe = class_pipeline()
+    pipe.save_pretrained(tmp_path)
+    opened = open_pipeline(tmp_path, quantization="int8").transformer.state_dict()
+    quantized = quantize_network(pipe.transformer).state_dict()
+    assert all(torch.equal(value, opened[name]) for name, value in quantized.items())
+
+
+def test_what_cannot_be_quantized_is_refused_before_weights_are_read(folder: Path, tmp_path: Path) -> None:
+    rejects(lambda: open_pipeline(folder, quantization="int4"), "quantization must be 'int8', or None, got 'int4'")
+    rejects(lambda: open_pipeline(folder, quantization="int8", torch_dtype=torch.bfloat16), "dtype must be float32")
+    rejects(lambda: open_pipeline(folder, quantization="int8", quantization_config=object()), "not both")
+    pipe = open_int8(folder)
+    rejects(lambda: pipe("a cat", compile=True), "compile must be False on a CPU")
+    broken = class_pipeline()
+    torch.nn.init.constant_(broken.transformer.layers[1].feed_forward.w2.weight, float("nan"))
+    rejects(lambda: quantize_network(broken.transformer), "layers.1.feed_forward.w2.weight holds values that are not finite")
+
+
+def test_the_configuration_of_diffusers_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Int8DynamicActivationInt8WeightConfig:
+        """Stands for torchao's."""
+
+    def open_with(config: object) -> str | None:
+        return open_pipeline(folder, quantization_config=config).transformer.config.quantization
+
+    config = SimpleNamespace(quant_mapping={"transformer": SimpleNamespace(quant_type=Int8DynamicActivationInt8WeightConfig())})
+    monkeypatch.setattr("vargen.pipelines.quantization.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match="quantization_config needs torchao: pip install torchao"):
+        open_with(config)
+    monkeypatch.setattr("vargen.pipelines.quantization.find_spec", lambda name: object())
+    assert open_with(config) == open_with(Int8DynamicActivationInt8WeightConfig()) == "int8"
+    other = SimpleNamespace(quant_mapping={"text_encoder": config})
+    rejects(lambda: open_with(other), "quantization_config must be torchao's Int8DynamicActivationInt8WeightConfig")
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_methods_and_batches_generate_the_same_image(folder: Path, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if backend == "cpu":
+        compiled_passes()
+    monkeypatch.setenv("VARGEN_KERNELS", backend)
+    pipe, prompts = open_int8(folder), ["a cat", "a red apple", "a small blue house with a tree"]
+
+    def tokens(method: str, rows: list[int]) -> Tensor:
+        generators = [torch.Generator().manual_seed(row) for row in rows]
+        call = {"accelerator": method, "generator": generators, "output_type": "latent"}
+        return pipe([prompts[row] for row in rows], **call).images
+
+    expected = torch.cat([tokens("ar", [row]) for row in range(3)])
+    for method, rows in (("gumbel:window=5", [0, 1, 2]), ("gumbel:window=2", [2, 0]), ("ar", [1, 2])):
+        assert torch.equal(tokens(method, rows), expected[rows]), method
+
+
+class EnumerableModel(LlamaGenTokenModel):
+    """A quantized class-conditional transformer that is small enough to enumerate; its own passes give its distribution."""
+
+    @property
+    def tokens(self) -> int:
+        return self.transformer.tokens
+
+    def prefill(self, condition: Tensor, max_width: int):  # type: ignore[no-untyped-def, override]
+        cache, out = super().prefill(Condition(class_labels=condition), max_width)
+        return cache, Output(out.logits, out.features)
+
+    def joint(self, condition: int, to_probs: Callable[[Tensor], Tensor]) -> Tensor:
+        sequences = torch.cartesian_prod(*[torch.arange(self.vocab)] * self.tokens)
+        with torch.no_grad():
+            cache, out = self.prefill(torch.full((len(sequences),), condition), 1)
+            total = torch.ones(len(sequences), dtype=torch.float64)
+            for n in range(self.tokens):
+                total *= to_probs(out.logits)[:, 0].double().gather(1, sequences[:, n : n + 1])[:, 0]
+                out = self.forward(sequences[:, n : n + 1], cache, Tree.make_chain(0, self.device))
+                cache.commit_chain(1)
+        return total.view([self.vocab] * self.tokens)
+
+
+def enumerable_model(quantized: bool = True) -> EnumerableModel:
+    networks = [tiny_transformer("class", vocab_size=3, grid_size=2, dim=dim) for dim in (32, 16)]
+    for network in networks:
+        torch.nn.init.normal_(network.output.weight, std=0.2)
+        if quantized:
+            quantize_network(network)
+    target, draft = (EnumerableModel(network, 2.0) for network in networks)
+    target.draft_model = draft
+    return target
+
+
+@pytest.mark.parametrize("method", ["sjd:window=2", "speculative:length=2"])
+def test_exact_methods_sample_from_the_quantized_model(method: str) -> None:
+    model, chosen, sampling = enumerable_model(), resolve_method(method), Sampling(temperature=2.0)
+    found = sum_pass(chosen, model, (1,), sampling, passes=1 + method.startswith("sjd"))  # type: ignore[arg-type]
+    assert found.distance < TOLERANCE and found.outcomes > 9
+    target: Any = (enumerable_model(quantized=False), sampling)
+    wrong = sum_pass(chosen, model, (1,), sampling, target=target)  # type: ignore[arg-type]
+    assert wrong.distance > DETECTED, "the check must distinguish the quantized model from the model"
+
+
+def test_without_numba_or_vector_instructions_operators_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "cpu_instructions", lambda: ("AVX2",))
+    assert cpu.load_compiled_passes() is None
+    name, reason = cpu.explain_int8_passes()
+    assert name == "operators" and "AVX-512 VNNI" in reason and "float32 may be faster" in reason
+    monkeypatch.setattr(cpu, "cpu_instructions", lambda: ("AVX-512 VNNI",))
+    monkeypatch.setattr(cpu, "find_spec", lambda name: None)
+    assert cpu.explain_int8_passes() == ("operators", "Numba is not installed: pip install vargen[cpu]")
+    monkeypatch.setenv("VARGEN_KERNELS", "cpu")
+    with pytest.raises(ValueError, match="VARGEN_KERNELS=cpu needs compiled passes: Numba is not installed"):
+        cpu.load_compiled_passes()
+
+
+def test_operators_serve_while_the_compiled_passes_are_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if cpu.find_compiled_blocker() is not None:
+        pytest.skip("compiled passes cannot run here")
+    state = cpu._State()
+    monkeypatch.setattr(cpu, "_state", state)
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    started: list[list[str]] = []
+
+    class Failing:
+        returncode, stderr = 1, None
+
+        def __init__(self, command: list[str], **options: object):
+            started.append(command)
+
+        def poll(self) -> int | None:
+            return None if len(polled) < 2 else 1
+
+    polled: list[int] = []
+    monkeypatch.setattr(cpu.subprocess, "Popen", Failing)
+    for _ in range(2):
+        assert cpu.load_compiled_passes() is None and cpu.find_compiled_blocker() is None
+        polled.append(1)
+    assert len(started) == 1, "it is built once"
+    assert cpu.load_compiled_passes() is None
+    assert "compiling them failed (exit status 1)" in str(cpu.find_compiled_blocker())
+
+
+def test_a_folder_that_cannot_be_written_is_noticed(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert not cpu._is_writable(tmp_path / "file" / "below")
+    assert cpu._is_writable(tmp_path / "new")

@@ -1,0 +1,86 @@
+"""Passes of tiny quantized transformers, by torch operators and compiled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from vargen.kernels.cpu import find_compiled_blocker, load_compiled_passes
+from vargen.models.condition import Condition
+from vargen.models.int8_cache import Int8Cache, PairedInt8Cache
+from vargen.models.llamagen import LlamaGenTransformer
+from vargen.models.quantization import quantize_network
+
+VOCAB, TOKENS, SCRATCH = 40, 16, 8
+BACKENDS = ("operators", "compiled")
+
+
+def compiled_passes() -> Any:
+    """The compiled passes; skips the test where they cannot run."""
+    if (reason := find_compiled_blocker()) is not None:
+        pytest.skip(reason)
+    return load_compiled_passes(wait=True)
+
+
+def quantized_transformer(**overrides: Any) -> LlamaGenTransformer:
+    torch.manual_seed(0)
+    shape: dict[str, Any] = {
+        "dim": 48, "n_layer": 2, "n_head": 6, "vocab_size": VOCAB, "grid_size": 4, "num_classes": 10, "caption_dim": 12,
+        "cls_token_num": 6, "multiple_of": 16, "condition": "text", **overrides,
+    }  # fmt: skip
+    model = LlamaGenTransformer(**shape).eval()
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=1.5 / parameter.shape[1] ** 0.5)
+        else:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    return quantize_network(model)
+
+
+def condition_of(rows: list[int]) -> Condition:
+    """Captions of these images; that of image i depends only on i."""
+    embeds = torch.stack([torch.randn(6, 12, generator=torch.Generator().manual_seed(i)) for i in rows])
+    visible = torch.arange(6) >= torch.tensor(rows)[:, None] % 4
+    return Condition(None, embeds * visible[..., None], visible)
+
+
+class Images:
+    """Images of a transformer, under guidance, whose cached tokens are the same for any backend, batch and width.
+
+    Args:
+        rows: numbers of the images. lengths: number of cached tokens of each.
+        width: tokens of the passes that fill the cache.
+    """
+
+    def __init__(
+        self, model: LlamaGenTransformer, backend: str, rows: list[int], lengths: list[int], width: int = 1, prefix: int = 1
+    ):
+        self.model, self.rows = model, rows
+        config = model.config
+        shape = (len(model.layers), 2 * len(rows), config.n_kv_head or config.n_head, config.dim // config.n_head)
+        options = {"prefix": prefix, "tokens": TOKENS, "scratch": SCRATCH}
+        self.cache: Int8Cache = (
+            PairedInt8Cache(compiled_passes(), *shape, **options) if backend == "compiled" else Int8Cache(*shape, **options)
+        )
+        condition = condition_of(rows)
+        with torch.inference_mode():
+            condition = condition.cat(model.null_condition(condition))
+            self.first = model(condition=condition, cache=self.cache, guidance=2.0).logits
+        for start in range(0, max(lengths), width):
+            self.feed(self.tokens(start, min(width, max(lengths) - start)))
+            self.cache.commit_chain(min(width, max(lengths) - start))
+        self.cache.rollback(torch.tensor(2 * lengths))
+
+    def tokens(self, start: int, count: int) -> Tensor:
+        """Tokens `[B, count]` of the images from a position on."""
+        whole = [torch.randint(VOCAB, (2 * TOKENS,), generator=torch.Generator().manual_seed(100 + i)) for i in self.rows]
+        return torch.stack(whole)[:, start : start + count]
+
+    def feed(self, tokens: Tensor, guidance: Any = 2.0, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits, features and hidden states of a pass over tokens `[B, T]`."""
+        with torch.inference_mode():
+            out = self.model(tokens.repeat(2, 1), cache=self.cache, guidance=guidance, **options)
+        return out.logits, out.features, out.hidden_states

@@ -1,0 +1,242 @@
+"""Passes of a LlamaGen transformer with 8-bit integer products: prefill, step and teacher forcing.
+
+They take the arguments of `LlamaGenTransformer.forward`. Rows are independent of each other and of the number of tokens of a
+pass, bit by bit. A step runs as one compiled function where `vargen.kernels.cpu` has it, and by torch operators elsewhere, with
+the same bits.
+
+Shape suffixes: B rows (images; twice as many under guidance), P conditioning rows, N image tokens of the grid, T tokens of one
+pass, D width, H heads, G key heads, K head width.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vargen.kernels.cpu import load_compiled_passes
+from vargen.kernels.int8 import (
+    attend_int8,
+    exact_gelu,
+    exact_rms_norm,
+    exact_swiglu,
+    guide_rows,
+    quantize_activations,
+    rotate_pairs,
+)
+from vargen.kernels.int8_format import score_limit, value_limit
+from vargen.models.condition import Condition
+from vargen.models.int8_cache import Int8Cache, PairedInt8Cache
+from vargen.models.quantization import as_array
+
+if TYPE_CHECKING:
+    from vargen.models.llamagen import LlamaGenTransformer
+    from vargen.models.llamagen_blocks import LlamaGenBlock
+
+Guidance = float | Tensor | None
+Outputs = tuple[Tensor, Tensor, Tensor]  # logits, features, hidden states
+
+
+def make_cache(network: LlamaGenTransformer, rows: int, scratch: int, prefix: int) -> Int8Cache:
+    """Create a cache of the kind that the passes on this machine use."""
+    config = network.config
+    shape = (len(network.layers), rows, config.n_kv_head or config.n_head, config.dim // config.n_head)
+    options = {"prefix": prefix, "tokens": network.tokens, "scratch": scratch}
+    compiled = load_compiled_passes()
+    return Int8Cache(*shape, **options) if compiled is None else PairedInt8Cache(compiled, *shape, **options)
+
+
+def describe_backend() -> str:
+    """Return what runs the steps of caches that are made now."""
+    return "int8 operators" if load_compiled_passes() is None else "compiled int8"
+
+
+def compute_logits(network: LlamaGenTransformer, features: Tensor, guidance: Guidance) -> Tensor:
+    """Compute logits from features `[B, T, D]` after the final norm, guided if `guidance` is given."""
+    return network.output(features if guidance is None else guide_rows(features, guidance))
+
+
+def final_norm(network: LlamaGenTransformer, x: Tensor) -> Tensor:
+    """Final norm of residuals `[B, T, D]`."""
+    return exact_rms_norm(x, network.norm.weight, network.norm.eps)
+
+
+def embed_condition(network: LlamaGenTransformer, condition: Condition) -> Tensor:
+    """Embed a condition: float32 `[B, P, D]`."""
+    if condition.class_labels is not None:
+        return network.cls_embedding(condition.class_labels)
+    projection = network.cls_embedding.cap_proj
+    assert condition.caption_embeds is not None
+    return projection.fc2(exact_gelu(projection.fc1(condition.caption_embeds.float())))
+
+
+def run_prefill(network: LlamaGenTransformer, x: Tensor, mask: Tensor | None, cache: Int8Cache) -> Tensor:
+    """Run embedded conditioning rows `[B, P, D]` as `LlamaGenTransformer._prefill` does; returns the last residual."""
+    B, P, _ = x.shape
+    visible = torch.ones(B, P) if mask is None else mask.float()
+    seen = visible.cumsum(1)
+    total = seen[:, -1:]
+    compressed = cache.prefix == 1
+    logarithms = torch.tensor([-math.inf, *(math.log(count) for count in range(1, P + 1))])  # the same for any batch
+    cache.prefix_bias.copy_(logarithms[total.long()] if compressed else logarithms[visible.long()])
+    for i, layer in enumerate(network.layers):
+        attention = layer.attention
+        first = (attention.n_head + attention.n_kv_head) * attention.head_dim
+        values, scale = quantize_activations(exact_rms_norm(x, layer.attention_norm.weight, layer.attention_norm.eps))
+        v = attention.wqkv.rows(first).multiply(values, scale).unflatten(-1, (-1, attention.head_dim))
+        weighted = v * visible[:, :, None, None]
+        sums = weighted.cumsum(1)  # torch adds one row after the other
+        running = (sums + v - weighted) / (seen + 1 - visible)[:, :, None, None]
+        cache.write_prefix(i, sums[:, -1:] / total.clamp_min(1)[:, :, None, None] if compressed else v)
+        x = add_residuals(layer, x, running.repeat_interleave(attention.n_head // attention.n_kv_head, dim=2))
+    return x[:, -1:]
+
+
+def project(layer: LlamaGenBlock, x: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return rotated queries `[B, T, H, K]`, rotated keys `[B, T, G, K]` and values of residuals `[B, T, D]`."""
+    attention = layer.attention
+    values, scale = quantize_activations(exact_rms_norm(x, layer.attention_norm.weight, layer.attention_norm.eps))
+    qkv = attention.wqkv.multiply(values, scale).unflatten(-1, (-1, attention.head_dim))
+    qk, v = qkv.split([attention.n_head + attention.n_kv_head, attention.n_kv_head], dim=2)
+    q, k = rotate_pairs(qk, cos_sin).split([attention.n_head, attention.n_kv_head], dim=2)
+    return q, k, v
+
+
+def add_residuals(layer: LlamaGenBlock, x: Tensor, attended_BTHK: Tensor) -> Tensor:
+    """Add attention output and feed-forward to residuals `[B, T, D]`."""
+    feed_forward, norm = layer.feed_forward, layer.ffn_norm
+    x = x + layer.attention.wo(attended_BTHK.flatten(2))
+    values, scale = quantize_activations(exact_rms_norm(x, norm.weight, norm.eps))
+    gate, up = feed_forward.w1.multiply(values, scale), feed_forward.w3.multiply(values, scale)
+    return x + feed_forward.w2(exact_swiglu(gate, up))
+
+
+def forward_sequence(network: LlamaGenTransformer, x: Tensor, cos_sin: Tensor, visible: Tensor) -> Tensor:
+    """Run whole sequences `[B, T, D]` with rotary factors `[T, K/2, 2]`; `visible`: bool `[T, T]` or `[B, 1, T, T]`."""
+    bias = torch.zeros(visible.shape).masked_fill_(~visible, -math.inf).view(-1, 1, *visible.shape[-2:])
+    limits = score_limit(network.config.dim // network.config.n_head), value_limit(network.num_prefix_rows + network.tokens)
+    for layer in network.layers:
+        q, k, v = project(layer, x, cos_sin[None])
+        keys, key_scale = quantize_activations(k, limits[0], torch.float32)
+        values, value_scale = quantize_activations(v, limits[1], torch.float32)
+        x = add_residuals(
+            layer,
+            x,
+            attend_int8(
+                q, keys.permute(0, 2, 3, 1), key_scale[..., 0].transpose(1, 2), values.transpose(1, 2),
+                value_scale[..., 0].transpose(1, 2), bias,
+            ),
+        )  # fmt: skip
+    return x
+
+
+def run_step(
+    network: LlamaGenTransformer,
+    tokens_BT: Tensor,
+    cache: Int8Cache,
+    positions: Tensor | None,
+    ancestors: Tensor | None,
+    guidance: Guidance,
+) -> Outputs:
+    """Feed T tokens after each row's pointer; arguments as in `LlamaGenTransformer.forward`."""
+    B, T = tokens_BT.shape
+    if isinstance(cache, PairedInt8Cache):
+        return _compiled_step(network, tokens_BT, cache, positions, ancestors, guidance)
+    if positions is None:
+        positions = cache.length[:, None] + torch.arange(T)
+    cos_sin = network.rotary[positions.expand(B, T).clamp(max=network.tokens - 1)]
+    slots, bias = cache.slots_of_pass(T), cache.attention_bias(T, ancestors)
+    x = network.tok_embeddings(tokens_BT)
+    for i, layer in enumerate(network.layers):
+        q, k, v = project(layer, x, cos_sin)
+        cache.write(i, slots, k, v)
+        x = add_residuals(layer, x, attend_int8(q, *cache.view(i, bias.shape[-1]), bias))
+    features = final_norm(network, x)
+    return compute_logits(network, features, guidance), features, x
+
+
+# -- the compiled pass --------------------------------------------------------------------------------------------------
+
+_NO_POSITIONS, _NO_SCALES = np.zeros((0, 0), np.int64), np.zeros((0, 0), np.float32)
+
+
+def _compiled_step(
+    network: LlamaGenTransformer,
+    tokens_BT: Tensor,
+    cache: PairedInt8Cache,
+    positions: Tensor | None,
+    ancestors: Tensor | None,
+    guidance: Guidance,
+) -> Outputs:
+    B, T = tokens_BT.shape
+    compiled = cache.compiled
+    if cache.buffers is None:
+        cache.weights = packed_weights(network, compiled)
+        cache.buffers = compiled.make_buffers(cache.weights, cache.arrays, cache.scratch)
+    weights = cache.weights
+    tokens = as_array(tokens_BT)
+    cells = _NO_POSITIONS if positions is None else as_array(positions.expand(B, T))
+    tree = np.zeros((B, 0, 0), np.bool_) if ancestors is None else as_array(ancestors.expand(B, T, T))
+    compiled.run_layers(weights, cache.arrays, cache.buffers, tokens, cells, tree)
+    scales = _NO_SCALES
+    if guidance is not None:
+        given = torch.as_tensor(guidance, dtype=torch.float32)
+        scales = as_array((given[..., 0] if given.dim() else given).expand(B // 2, T))
+    D, V = network.config.dim, network.config.vocab_size
+    logits = torch.empty(B if guidance is None else B // 2, T, V)
+    features, hidden = torch.empty(B, T, D), torch.empty(B, T, D)
+    compiled.run_output(weights, cache.buffers, scales, hidden.numpy(), features.numpy(), logits.numpy())
+    return logits, features, hidden
+
+
+def packed_weights(network: LlamaGenTransformer, compiled: Any) -> Any:
+    """Return `compiled.Weights` of a network, which are packed once and kept with it. Weights may not change afterwards."""
+    layers = [
+        (each.attention.wqkv, each.attention.wo, each.feed_forward.w1, each.feed_forward.w3, each.feed_forward.w2)
+        for each in network.layers
+    ]
+    key = tuple(layer.weight.data_ptr() for parts in layers for layer in parts)
+    known = network.__dict__.get("_packed_weights")
+    if known is None or known[0] != key:
+        known = network.__dict__["_packed_weights"] = (key, *_pack(network, layers, compiled))
+    return known[1]
+
+
+def _pack(network: LlamaGenTransformer, layers: list[tuple[Any, ...]], compiled: Any) -> tuple[Any, Any]:
+    """Return the weights, and the arrays that they have addresses of."""
+    kept, addresses, starts, scales = [], [], [], []
+    for wqkv, wo, w1, w3, w2 in layers:
+        parts = [_pack_matrix(compiled, *each) for each in ((wqkv,), (wo,), (w1, w3), (w2,))]
+        kept.append(parts)
+        addresses.append([packed.ctypes.data for packed, _, _ in parts])
+        starts.append(np.concatenate([start for _, start, _ in parts]))
+        scales.append(np.concatenate([scale for _, _, scale in parts]))
+    config = network.config
+    G = config.n_kv_head or config.n_head
+    norms = [norm.weight for layer in network.layers for norm in (layer.attention_norm, layer.ffn_norm)]
+    output, output_start, output_scale = _pack_matrix(compiled, network.output)
+    weights = compiled.Weights(
+        sizes=np.array([config.n_head, G, config.dim // config.n_head, layers[0][2].out_features]),
+        packed=np.array(addresses),
+        start=np.stack(starts),
+        scale=np.stack(scales),
+        norms=np.stack([as_array(norm) for norm in (*norms, network.norm.weight)]),
+        output=output,
+        output_start=output_start,
+        output_scale=output_scale,
+        embedding=as_array(network.tok_embeddings.weight),
+        rotary=as_array(network.rotary),
+        eps=float(network.norm.eps),
+    )
+    return weights, kept
+
+
+def _pack_matrix(compiled: Any, *layers: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Pack layers with the same input as one matrix: bytes, initial sums and channel scales."""
+    packed, start = compiled.pack_matrix(np.concatenate([as_array(layer.weight) for layer in layers]))
+    scale = np.ones(len(start), np.float32)
+    scale[: sum(layer.out_features for layer in layers)] = np.concatenate([as_array(layer.weight_scale) for layer in layers])
+    return packed, start, scale

@@ -1,0 +1,151 @@
+"""Networks that compute with 8-bit integer products: linear layers with int8 weights and their formats.
+
+The weights of an `Int8Linear` have a scale per output channel, and each row of its input gets its own scale. See
+`vargen.kernels.int8` for the arithmetic, which returns the same bits for a row whatever is beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from vargen.kernels.cpu import load_compiled_passes, warn_if_slow
+from vargen.kernels.int8 import int8_linear, quantize_activations, quantize_weight_rows, regroup_weight_rows
+from vargen.values import short_repr
+
+QUANTIZATIONS = ("int8",)
+SCALE_SUFFIX = "weight_scale"  # of the name of a layer's scales in weight files
+
+
+def validate_quantization(quantization: Any) -> None:
+    """Raise ValueError unless `quantization` is None or one of `QUANTIZATIONS`."""
+    if quantization is not None and quantization not in QUANTIZATIONS:
+        allowed = ", ".join(map(repr, QUANTIZATIONS))
+        raise ValueError(f"quantization must be {allowed}, or None, got {short_repr(quantization)}")
+
+
+class Int8Linear(nn.Module):
+    """A linear layer with int8 weights `[N, K]` and float32 scales `[N]` of its output channels, for inference only."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = False):
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.weight = nn.Parameter(torch.zeros(out_features, in_features, dtype=torch.int8), requires_grad=False)
+        self.weight_scale = nn.Parameter(torch.ones(out_features), requires_grad=False)
+        self.bias = nn.Parameter(torch.zeros(out_features), requires_grad=False) if bias else None
+
+    def requires_grad_(self, requires_grad: bool = True) -> Int8Linear:
+        """Leave the parameters without gradients: integers have none."""
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return float32 `[..., N]` for float32 `[..., K]`."""
+        return self.multiply(*quantize_activations(x))
+
+    def multiply(self, values: Tensor, scale: Tensor) -> Tensor:
+        """Return float32 `[..., N]` for quantized rows: int8 `[..., K]` and float32 scales `[..., 1]`."""
+        out = int8_linear(values, scale, self.weight, self.weight_scale)
+        return out if self.bias is None else out.add_(self.bias)
+
+    def rows(self, first: int) -> Int8Linear:
+        """Return the layer without its first output channels; it shares the weights."""
+        part = Int8Linear.__new__(Int8Linear)
+        nn.Module.__init__(part)
+        part.in_features, part.out_features = self.in_features, self.out_features - first
+        part.weight = nn.Parameter(self.weight[first:], requires_grad=False)
+        part.weight_scale = nn.Parameter(self.weight_scale[first:], requires_grad=False)
+        part.bias = None if self.bias is None else nn.Parameter(self.bias[first:], requires_grad=False)
+        return part
+
+
+def replace_linear_layers(network: nn.Module) -> None:
+    """Replace every linear layer of a network by an `Int8Linear` of the same shape, without weights."""
+    for parent in list(network.modules()):
+        for name, layer in list(parent.named_children()):
+            if isinstance(layer, nn.Linear):
+                setattr(parent, name, Int8Linear(layer.in_features, layer.out_features, layer.bias is not None))
+
+
+def quantized_layers(network: nn.Module) -> dict[str, Int8Linear]:
+    """Return the quantized layers of a network by name."""
+    return {name: layer for name, layer in network.named_modules() if isinstance(layer, Int8Linear)}
+
+
+def quantize_weights(
+    layers: Mapping[str, Any], weights: Mapping[str, Tensor], stored: Mapping[str, tuple[Tensor, Tensor]]
+) -> dict[str, Tensor]:
+    """Return the state of a quantized network from that of the network before.
+
+    Args:
+        layers: names of the quantized layers.
+        weights: the other network's tensors by name.
+        stored: by name, weights that are stored as int8 `[N, K]` with scales `[N, groups]`. They become int8 directly.
+
+    Raises:
+        ValueError: if a weight is not finite; the message names it.
+    """
+    warn_if_slow()
+    load_compiled_passes()  # starts to build them, if they are not there
+    found: dict[str, Tensor] = dict(weights)
+    for layer in layers:
+        name = f"{layer}.weight"
+        if f"{layer}.{SCALE_SUFFIX}" in weights:  # quantized already
+            continue
+        if name in stored:
+            values, scale = regroup_weight_rows(*stored[name])
+        else:
+            if not torch.isfinite(weights[name]).all():
+                raise ValueError(f"{name} holds values that are not finite, so it cannot be quantized")
+            values, scale = quantize_weight_rows(weights[name])
+        found[name], found[f"{layer}.{SCALE_SUFFIX}"] = values.contiguous(), scale.contiguous()
+    return found
+
+
+def validate_placement(network: nn.Module) -> None:
+    """Raise ValueError unless a quantized network is in float32 and on a CPU (or on the meta device)."""
+    for name, parameter in network.named_parameters():
+        if parameter.device.type not in ("cpu", "meta") or parameter.dtype not in (torch.int8, torch.float32):
+            given = f"{str(parameter.dtype).removeprefix('torch.')} on {parameter.device}"
+            raise ValueError(
+                f"a network with quantization='int8' computes in float32 on a CPU, got {given} ({name}): open the model with "
+                "that dtype and device, and without quantization"
+            )
+
+
+def quantize_network(network: Any, quantization: str = "int8") -> Any:
+    """Quantize the linear layers of a network in place, for inference on a CPU; returns it.
+
+    Its other weights become float32, and saving it stores the quantized ones.
+
+    Args:
+        network: a transformer with a `quantization` setting in its configuration.
+
+    Raises:
+        ValueError: for an unknown format, a network that does not support it, one on another device than a CPU, or weights that
+            are not finite.
+    """
+    validate_quantization(quantization)
+    if "quantization" not in network.config:
+        raise ValueError(f"quantization={quantization!r} is not supported by {type(network).__name__}")
+    if network.config.quantization == quantization:
+        return network
+    if network.device.type != "cpu":
+        raise ValueError(
+            f"quantization={quantization!r} computes on a CPU, and the network is on {network.device}: move it with .to('cpu')"
+        )
+    weights = {name: value.float() if value.is_floating_point() else value for name, value in network.state_dict().items()}
+    names = [name for name, layer in network.named_modules() if isinstance(layer, nn.Linear)]
+    state = quantize_weights(dict.fromkeys(names), weights, {})
+    replace_linear_layers(network)
+    network.load_state_dict(state, assign=True)
+    network.register_to_config(quantization=quantization, weight_format="float32")
+    return network.requires_grad_(False).eval()
+
+
+def as_array(tensor: Tensor) -> np.ndarray:
+    """Return a contiguous NumPy array of a CPU tensor, which shares its memory if that is contiguous."""
+    return np.ascontiguousarray(tensor.detach().numpy())
