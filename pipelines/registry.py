@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 _LANGUAGE_MODEL = "LanguageModelPipeline"  # imported when needed: it imports transformers
-_LANGUAGE_MODEL_OPTIONS = ("draft_model", "size", "attn_implementation")  # beside those of diffusers
+_LANGUAGE_MODEL_OPTIONS = ("draft_model", "size", "negative_format", "attn_implementation")  # beside those of diffusers
 
 
 def pipeline_class(name: str) -> type[VisualPipeline]:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
+from recorded_graph import RecordedGraph
 from tiny_language_models import make_emu3, make_glm, make_janus
 from torch.utils import _pytree as pytree
 from typer.testing import CliRunner
@@ -83,6 +84,16 @@ def test_the_memory_of_a_run_is_fixed_at_its_start(method: str) -> None:
             sizes.append(sum(tensor.nbytes for tensor in held["others"]))
     assert len(held["cache"]) == 2 and len(places) == 1, "the cache is not allocated again"
     assert run.passes > 3 and max(sizes[1:]) <= sizes[0]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_passes_can_be_captured_as_a_graph(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host waits for no value within a pass, and the state of a pass is a tree of tensors at fixed places."""
+    pipe = make(name)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)  # takes the passes of a GPU
+    monkeypatch.setattr(RecordedGraph, "made", 0)
+    inputs = pipe.decoding_model(), pipe.encode_condition(PROMPTS)[0], torch.arange(2), "gumbel"
+    assert torch.equal(decode(*inputs, graphs=RecordedGraph).tokens, decode(*inputs).tokens) and RecordedGraph.made == 1
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -319,6 +330,22 @@ def test_a_model_without_pixels_is_refused_by_the_command_line(tmp_path: Path) -
     make("glm", max_position_embeddings=4096).save_pretrained(tmp_path)
     result = CliRunner().invoke(app, ["generate", "a red apple", "--model", str(tmp_path)])
     assert result.exit_code == 2 and "docs/models.md" in result.output
+
+
+def test_the_page_generates_with_a_folder_of_transformers(folder: Path) -> None:
+    from vargen.demo.launch import load_services
+    from vargen.demo.request import PageRequest
+
+    services = load_services(str(folder), "cpu", "none")
+    try:
+        request = PageRequest(PROMPTS[0], guidance_scale=services.main.defaults["guidance_scale"], num_images=2)
+        services.main.check(request)
+        job = services.main.start(request, every_pass=True)
+        job.done.wait()
+        assert job.error is None and len(job.finished.images) == len(job.preview) == 2
+        assert {method.name for method in services.main.available} >= {"ar", "gumbel", "scd"}
+    finally:
+        services.close()
 
 
 # -- folders that do not fit --------------------------------------------------------------------------------------------------

@@ -411,6 +411,20 @@ def test_padding_on_the_left_keeps_the_tokens() -> None:
     assert found.ids.tolist() == [[0, 5, 6], [7, 8, 9]] and found.valid.tolist() == [[False, True, True], [True] * 3]
 
 
+def test_negative_prompts_of_emu3_come_in_both_forms() -> None:
+    found = []
+    for form in ("text", "image"):
+        pipe = vargen.accelerate(*make_emu3(), size=SIZE, negative_format=form)
+        own = pipe.encode_condition("a dog", negative_prompt="a dog")[0]
+        assert own.unconditional is not None
+        found.append((own.ids.tolist(), own.unconditional.ids.tolist()))
+    assert found[0][0] == found[1][0] == found[1][1] and len(found[0][1][0]) < len(found[0][0][0])
+    with pytest.raises(ValueError, match="negative_format"):
+        vargen.accelerate(*make_emu3(), negative_format="both")
+    with pytest.raises(TypeError, match="negative_format"):
+        vargen.accelerate(*make_janus(), negative_format="text")
+
+
 def test_emu3_has_a_size_of_its_own() -> None:
     model, processor = make_emu3()
     assert Emu3(model).grid == (90, 91)
