@@ -130,11 +130,11 @@ def test_a_view_equals_a_model_that_was_built_without_these_layers() -> None:
 # -- draft heads ------------------------------------------------------------------------------------------------------------
 
 
-def train(pipe: LanguageModelPipeline, kind: str, folder: Path, steps: int) -> dict[str, float]:
-    schedule = Schedule(steps=steps, learning_rate=1e-2, warmup_steps=1)
+def train(pipe: LanguageModelPipeline, kind: str, folder: Path) -> dict[str, float]:
+    schedule = Schedule(steps=2, learning_rate=1e-2, warmup_steps=1)
     config = HeadConfig(
-        model={"above": True} if kind == "eagle" else {"heads": 3, "blocks": 1}, schedule=schedule, num_images=40,
-        validation_images=8, generation_batch_size=16, batch_size=8, evaluate_every=100,
+        model={"above": True} if kind == "eagle" else {"heads": 3, "blocks": 1}, schedule=schedule, num_images=12,
+        validation_images=4, generation_batch_size=8, batch_size=8, evaluate_every=100,
     )  # fmt: skip
     return train_head(kind, config, pipe, Prompts(pipe, PROMPTS, ["a cat"], "words"), folder)
 
@@ -142,12 +142,9 @@ def train(pipe: LanguageModelPipeline, kind: str, folder: Path, steps: int) -> d
 @pytest.mark.parametrize(("name", "kind"), [("janus", "eagle"), ("emu3", "medusa"), ("glm", "medusa")])
 def test_draft_heads_are_trained_loaded_and_saved(name: str, kind: str, tmp_path: Path) -> None:
     pipe = make(name)
-    if name == "glm":  # has more tokens than a test should train on
-        train(pipe, kind, tmp_path / "late", 2)
-    else:
-        early, late = train(pipe, kind, tmp_path / "early", 1), train(pipe, kind, tmp_path / "late", 20)
-        assert late["acceptance_1"] > early["acceptance_1"]
-    assert pipe.load_drafter(tmp_path / "late") == kind
+    metrics = train(pipe, kind, tmp_path / "run")
+    assert 0 < metrics["acceptance_1"] <= 1 and metrics["tokens_per_pass"] >= 1
+    assert pipe.load_drafter(tmp_path / "run") == kind
     plain = sample(pipe, "ar").tokens
     if kind == "eagle":
         found = sample(pipe, "eagle-gumbel")
