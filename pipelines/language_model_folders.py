@@ -75,7 +75,8 @@ def open_language_model(
     for number, (folder, known) in enumerate(zip(folders, described, strict=True)):
         loading = {} if number else {key: value for key, value in options.items() if key in _LOADING}
         moved = loading.get("device_map") is None
-        if moved and loading.get("quantization_config") is not None:
+        stored = getattr(known.model.config, "quantization_config", None)
+        if moved and (loading.get("quantization_config") or stored) is not None:  # such weights cannot be moved later
             loading["device_map"], moved = {"": place}, False
         with report_memory(folder):
             model = type(known.model).from_pretrained(

@@ -249,12 +249,18 @@ def test_a_dtype_and_a_device_map_are_those_of_transformers(folder: Path) -> Non
 
 
 @pytest.mark.skipif(installed_version("bitsandbytes") is not None, reason="bitsandbytes is installed")
-def test_a_quantization_without_its_package_is_refused_before_weights_are_read(folder: Path, monkeypatch: Any) -> None:
+def test_a_quantization_without_its_package_is_refused_before_weights_are_read(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from transformers import BitsAndBytesConfig
 
     monkeypatch.setattr("safetensors.torch.load_file", lambda *_: pytest.fail("weights were read"))
     with pytest.raises(ImportError, match="bitsandbytes"):
         open_pipeline(folder, quantization_config=BitsAndBytesConfig(load_in_8bit=True))
+    path = Path(shutil.copytree(folder, tmp_path / "copy"))
+    change_config(path, quantization_config={"quant_method": "bitsandbytes", "load_in_8bit": True})
+    with pytest.raises(ImportError, match="bitsandbytes"):
+        open_pipeline(path)
 
 
 class IntegerLinear(torch.nn.Module):
