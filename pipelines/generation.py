@@ -40,6 +40,7 @@ class OutputOptions:
     return_dict: bool = True
     callback: OnStepEnd | None = None
     compile: bool = False
+    return_log_probs: bool = False
 
     @classmethod
     def build(

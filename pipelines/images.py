@@ -42,6 +42,20 @@ class ImagePipelineOutput(BaseOutput):
     stats: DecodeStats
 
 
+@dataclass
+class LanguageModelOutput(ImagePipelineOutput):
+    """Output of `LanguageModelPipeline`.
+
+    Attributes:
+        tokens: int64 `[B, N]`.
+        log_probs, plain_log_probs: float32 `[B, N]`, if they were requested; see `compute_log_probs`.
+    """
+
+    tokens: Tensor | None = None
+    log_probs: Tensor | None = None
+    plain_log_probs: Tensor | None = None
+
+
 def validate_decode_arguments(tokens: Any, length: Any, output_type: Any, codes: int, minimum: int = 0) -> None:
     """Validate the arguments of `decode_tokens`; the caller checks the number of tokens.
 

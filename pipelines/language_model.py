@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -16,7 +16,7 @@ from diffusers.image_processor import VaeImageProcessor
 from PIL import Image
 from torch import Tensor
 
-from vargen.compat import load_options, without_autocast
+from vargen.compat import without_autocast
 from vargen.decoding import DEFAULT_METHOD, Accelerator, DecodeOutput, decode
 from vargen.decoding.next_token.drafters.heads import HeadDrafter
 from vargen.decoding.next_token.log_probs import compute_log_probs
@@ -30,36 +30,14 @@ from vargen.pipelines.adapters.transformers import TransformersTokenModel
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.components import ModelFamily
 from vargen.pipelines.generation import CandidateSelection, GenerationRequest, OutputOptions, generate_images, run_request
-from vargen.pipelines.images import ImagePipelineOutput, decode_pixels, validate_decode_arguments
+from vargen.pipelines.images import LanguageModelOutput, decode_pixels, validate_decode_arguments
 from vargen.pipelines.llamagen import LlamaGenPipeline
-from vargen.pipelines.loading import resolve_drafter
 from vargen.scoring.protocol import Scorer
 
 if TYPE_CHECKING:
     from vargen.pipelines.registry import ModelInfo
 
 logger = logging.getLogger("vargen")
-
-
-@dataclass
-class LanguageModelOutput(ImagePipelineOutput):
-    """Output of `LanguageModelPipeline`.
-
-    Attributes:
-        tokens: int64 `[B, N]`.
-        log_probs, plain_log_probs: float32 `[B, N]`, if they were requested; see `compute_log_probs`.
-    """
-
-    tokens: Tensor | None = None
-    log_probs: Tensor | None = None
-    plain_log_probs: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class LanguageModelRequest(GenerationRequest):
-    """A `GenerationRequest`, and whether log-probabilities are returned."""
-
-    return_log_probs: bool = False
 
 
 class LanguageModelPipeline(VisualPipeline):
@@ -69,10 +47,11 @@ class LanguageModelPipeline(VisualPipeline):
         model: see `vargen.pipelines.adapters.image_language_models`; in evaluation mode. Its weights stay where they are.
         processor: the model's processor.
         draft_model: a smaller model of the same class with the same image tokens, for `accelerator="speculative"`.
-        size: rows and columns of the image in tokens, for models that have more than one size. None: that of the model.
+        size: rows and columns of the image in tokens, for models that have more than one size. None: the published one.
+        negative_format: see `Emu3`, the only model that has one.
 
     Raises:
-        TypeError: if the class of the model is unknown, the processor is that of another, or the model has one size only.
+        TypeError: if the class of the model is unknown, the processor is that of another, or the model takes no such option.
         ValueError: if the network does not fit, or the draft model has other image tokens.
     """
 
@@ -80,8 +59,11 @@ class LanguageModelPipeline(VisualPipeline):
     output_class: ClassVar[Any] = LanguageModelOutput
     pixel_decoder: ClassVar[str] = "transformer"
 
-    def __init__(self, model: Any, processor: Any, draft_model: Any = None, size: tuple[int, int] | None = None):
-        self._describe = partial(describe_language_model, size=size)
+    def __init__(
+        self, model: Any, processor: Any, draft_model: Any = None,
+        size: tuple[int, int] | None = None, negative_format: str | None = None,
+    ):  # fmt: skip
+        self._describe = partial(describe_language_model, size=size, negative_format=negative_format)
         described = self._describe(model)
         described.validate_processor(processor)
         if draft_model is not None:
@@ -89,7 +71,7 @@ class LanguageModelPipeline(VisualPipeline):
         self._init_calls()
         self.model, self.processor, self.draft_model = model, processor, draft_model
         self._descriptions: dict[str, tuple[Any, ImageLanguageModel]] = {}
-        self._heads: dict[str, Any] = {}
+        self.draft_heads: dict[str, Any] = {}
         self.register_to_config(defaults=None, id2label=None, prompt_styles=None)
         self.decoding_model()  # refuses networks that do not fit
 
@@ -159,11 +141,6 @@ class LanguageModelPipeline(VisualPipeline):
     def default_sampling(self) -> dict[str, Any]:
         return self.language_model.default_sampling
 
-    @property
-    def draft_heads(self) -> dict[str, Any]:
-        """The networks that `load_drafter` loaded, by name."""
-        return dict(self._heads)
-
     # -- the call ---------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -204,6 +181,7 @@ class LanguageModelPipeline(VisualPipeline):
         """
         known, inputs = self.language_model, callback_on_step_end_tensor_inputs
         output = OutputOptions.build(self, output_type, return_dict, callback_on_step_end, inputs)
+        output = replace(output, return_log_probs=return_log_probs)
         if not known.has_pixels and output_type != "latent":
             raise ValueError(f"output_type must be 'latent': another pipeline decodes the tokens of {known.class_name}")
         selection = CandidateSelection.build(num_candidates, scorer, self.named_scorer)
@@ -221,8 +199,7 @@ class LanguageModelPipeline(VisualPipeline):
         seeds = resolve_seeds(generator, images).for_candidates(selection.num_candidates)
         texts = [] if selection.scorer is None else [text for text in prompts for _ in range(images // len(prompts))]
         condition = condition.repeat(len(seeds.seeds) // len(prompts))
-        request = LanguageModelRequest(method, condition, guidance, seeds, sampling, len(prompts), selection, texts,
-                                       output=output, return_log_probs=return_log_probs)  # fmt: skip
+        request = GenerationRequest(method, condition, guidance, seeds, sampling, len(prompts), selection, texts, output=output)
         return run_request(self, request)
 
     def encode_condition(self, prompt: Any = None, *, negative_prompt: Any = None, **inputs: Any) -> tuple[Any, int]:
@@ -233,43 +210,34 @@ class LanguageModelPipeline(VisualPipeline):
         """
         if inputs:
             raise TypeError(f"{next(iter(inputs))} must be left out: this model reads prompts")
-        prompts = validation.validate_prompts(prompt)
-        negative = None if negative_prompt is None else validation.validate_prompts(negative_prompt, "negative_prompt")
-        if negative is not None and len(negative) not in (1, len(prompts)):
-            raise ValueError(f"negative_prompt must be one, or one for each of {len(prompts)} prompts, got {len(negative)}")
-        blank = None if negative is None else negative * (len(prompts) // len(negative))
-        found, limit = self.language_model.encode_prompts(self.processor, prompts, blank), self.max_caption_tokens
-        for name, rows in (("prompt", found), ("negative_prompt", found.unconditional)):
-            if rows is not None and rows.ids.shape[1] > limit:
-                raise ValueError(
-                    f"{name} must be at most {limit} tokens, so that the image fits the context, got {rows.ids.shape[1]}"
-                )
+        prompts, blank = validation.validate_prompts(prompt), None
+        if negative_prompt is not None:
+            negative = validation.validate_prompts(negative_prompt, "negative_prompt")
+            if len(negative) not in (1, len(prompts)):
+                raise ValueError(f"negative_prompt must be one, or one for each of {len(prompts)} prompts, got {len(negative)}")
+            blank = negative * (len(prompts) // len(negative))
+        found = self.language_model.encode_prompts(self.processor, prompts, blank)
+        self.language_model.validate_lengths(found)
         return found, len(prompts)
 
     def decoding_model(self, guidance: Guidance | float = 1.0, *, compile: bool = False) -> TransformersTokenModel:
         """Return the adapter of the model and its drafters for `vargen.decoding.decode`."""
         guidance = to_guidance(guidance)
         if compile:
-            raise ValueError(
-                "compile must be False: models of transformers are not compiled here, call model.compile() instead"
-            )
+            raise ValueError("compile must be False: vargen does not compile models of transformers; call model.compile()")
         validation.validate_guidance(guidance.scale)
         draft = None if self.draft_model is None else TransformersTokenModel(self._description("draft_model"), guidance)
-        known = LlamaGenPipeline.family.drafters
-        device = self.language_model.device
-        heads = {name: partial(known[name].adapter, network.to(device)) for name, network in self._heads.items()}
-        return TransformersTokenModel(
-            self.language_model, guidance, draft, draft_heads=heads, example_tokens=self.example_tokens
-        )
+        described, known = self.language_model, LlamaGenPipeline.family.drafters
+        heads = {name: partial(known[name].adapter, each.to(described.device)) for name, each in self.draft_heads.items()}
+        return TransformersTokenModel(described, guidance, draft, draft_heads=heads, example_tokens=self.example_tokens)
 
     def _decode(self, request: GenerationRequest, callback: Any) -> DecodeOutput:
-        model: Any = self.decoding_model(request.guidance)
-        rows, seeds = request.condition, request.seeds.noise_seeds
-        return decode(model, rows, seeds, request.method, request.sampling, callback=callback)
+        model, seeds = self.decoding_model(request.guidance), request.seeds.noise_seeds
+        return decode(model, request.condition, seeds, request.method, request.sampling, callback=callback)
 
     def _generate(self, request: Any, call: Any, bar: Any) -> LanguageModelOutput:
         images, result = generate_images(self, request, call, bar)
-        if not request.return_log_probs or not result.finished:
+        if not request.output.return_log_probs or not result.finished:
             return LanguageModelOutput(images, result.stats, result.tokens)
         if request.method.kind != "exact":
             name = request.method.name
@@ -294,23 +262,10 @@ class LanguageModelPipeline(VisualPipeline):
             ValueError: before any weight is read, if a folder holds no draft head, damaged files or code, or a head that was
                 trained for another model.
         """
-        if not self.decoding_model().has_features:
-            raise ValueError("drafter must wait until the model is loaded without offloading, whose hooks hide its features")
-        known, loaded = self.language_model, {}
-        found = [resolve_drafter(each, LlamaGenPipeline.family) for each in (drafter, *others)]
-        for name, folder, config in found:
-            if name not in LlamaGenPipeline.family.drafters:
-                raise ValueError(
-                    f"{folder} holds a {name}, which drafts for LlamaGen only; {known.class_name} takes draft heads"
-                )
-            for setting, own in known.head_settings.items():
-                if config.get(setting, own) != own:
-                    raise ValueError(f"{folder} was trained for another model: {setting} is {config[setting]}, not {own}")
-        options = {"torch_dtype": self.decoding_model().dtype, "use_safetensors": True, **load_options()}
-        for name, folder, _ in found:
-            network_class = LlamaGenPipeline.family.drafters[name].network_class
-            loaded[name] = network_class.from_pretrained(folder, **options).eval()
-        self._heads.update(loaded)
+        from vargen.pipelines.language_model_folders import load_draft_heads
+
+        loaded = load_draft_heads(self.decoding_model(), drafter, *others)
+        self.draft_heads.update(loaded)
         return next(iter(loaded))
 
     def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
@@ -324,7 +279,7 @@ class LanguageModelPipeline(VisualPipeline):
         with atomic_merge(expand_user(save_directory, "save_directory")) as staged:
             self.model.save_pretrained(str(staged), safe_serialization=True, **kwargs)
             self.processor.save_pretrained(str(staged))
-            for name, network in self._heads.items():
+            for name, network in self.draft_heads.items():
                 network.save_pretrained(str(staged / name), safe_serialization=True)
 
     # -- images -----------------------------------------------------------------------------------------------------------

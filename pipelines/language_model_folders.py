@@ -8,14 +8,15 @@ from typing import Any
 
 import torch
 
-from vargen.compat import report_memory
+from vargen.compat import load_options, report_memory
 from vargen.device import select_device
 from vargen.models.component_files import read_config, refuse_code_files
 from vargen.pipelines.adapters.image_language_models import MODELS, describe_language_model
 from vargen.pipelines.adapters.language_model_base import ImageLanguageModel, validate_network
+from vargen.pipelines.adapters.transformers import TransformersTokenModel
 from vargen.pipelines.language_model import LanguageModelPipeline
 from vargen.pipelines.llamagen import LlamaGenPipeline
-from vargen.pipelines.loading import default_dtype, locate_folder
+from vargen.pipelines.loading import default_dtype, locate_folder, resolve_drafter
 from vargen.weight_files import read_header
 
 # Arguments of transformers' `from_pretrained` that place, quantize or attend; all others are set here.
@@ -31,6 +32,7 @@ def open_language_model(
     dtype: torch.dtype | None = None,
     device: str | torch.device | None = None,
     size: tuple[int, int] | None = None,
+    negative_format: str | None = None,
     **options: Any,
 ) -> LanguageModelPipeline:
     """Open an image language model of transformers, with safetensors only and without running code of the folder.
@@ -40,7 +42,7 @@ def open_language_model(
         draft_model: the same, for a smaller model with the same image tokens.
         torch_dtype, dtype: of both models. Default: the fastest of the device; float32 for small models on a CPU.
         device: where the models run; `"auto"` selects a GPU if there is one. Default: the CPU.
-        size: rows and columns of the image in tokens; see `LanguageModelPipeline`.
+        size, negative_format: see `LanguageModelPipeline`.
         **options: of transformers, for the model: `device_map`, `max_memory`, `offload_folder`, `quantization_config`,
             `attn_implementation`; `cache_dir`, `force_download`, `local_files_only`, `token` and `revision` of the hub.
 
@@ -52,8 +54,8 @@ def open_language_model(
         ImportError: if the package of a quantization is not installed.
     """
     if unknown := sorted(options.keys() - {*_LOADING, *_FETCHING}):
-        raise TypeError(f"{unknown[0]} is no argument for opening an image language model: it takes torch_dtype, device, size, "
-                        f"draft_model, {', '.join((*_LOADING, *_FETCHING))}")  # fmt: skip
+        allowed = ", ".join(("draft_model", "torch_dtype", "device", "size", "negative_format", *_LOADING, *_FETCHING))
+        raise TypeError(f"{unknown[0]} is no argument for opening an image language model, which are {allowed}")
     if dtype is not None and torch_dtype is not None:
         raise ValueError(f"give dtype or torch_dtype, its older name, not both; got {dtype!r} and {torch_dtype!r}")
     if device is not None and options.get("device_map") is not None:
@@ -61,7 +63,9 @@ def open_language_model(
     place = torch.device("cpu") if device is None else select_device(device)
     fetching = {key: value for key, value in options.items() if key in _FETCHING}
     folders = [locate_folder(each, fetching) for each in (name, draft_model) if each is not None]
-    described = [describe_folder(folder, size) for folder in folders]  # of both, before the weights of one are read
+    described = [
+        describe_folder(folder, size, negative_format) for folder in folders
+    ]  # of both, before the weights of one are read
     processor = load_processor(folders[0])
     described[0].validate_processor(processor)
     for each in described[1:]:
@@ -71,14 +75,15 @@ def open_language_model(
     for number, (folder, known) in enumerate(zip(folders, described, strict=True)):
         loading = {} if number else {key: value for key, value in options.items() if key in _LOADING}
         moved = loading.get("device_map") is None
-        if moved and loading.get("quantization_config") is not None:
+        stored = getattr(known.model.config, "quantization_config", None)
+        if moved and (loading.get("quantization_config") or stored) is not None:  # such weights cannot be moved later
             loading["device_map"], moved = {"": place}, False
         with report_memory(folder):
             model = type(known.model).from_pretrained(
                 folder, use_safetensors=True, local_files_only=True, **{_dtype_argument(): kind}, **loading
             )
         models.append(model.to(place).eval() if moved else model.eval())
-    pipe = LanguageModelPipeline(models[0], processor, models[1] if models[1:] else None, size)
+    pipe = LanguageModelPipeline(models[0], processor, models[1] if models[1:] else None, size, negative_format)
     if heads := _list_heads(folders[0]):
         pipe.load_drafter(*(folders[0] / name for name in heads))
     return pipe
@@ -105,7 +110,9 @@ def find_architecture(folder: Path) -> str | None:
     return str(found[0]) if isinstance(found, list) and found else None
 
 
-def describe_folder(folder: Path, size: tuple[int, int] | None = None) -> ImageLanguageModel:
+def describe_folder(
+    folder: Path, size: tuple[int, int] | None = None, negative_format: str | None = None
+) -> ImageLanguageModel:
     """Validate a folder and describe its model, whose weights are not read and take no memory.
 
     Raises:
@@ -140,7 +147,7 @@ def describe_folder(folder: Path, size: tuple[int, int] | None = None) -> ImageL
         ) from error
     except Exception as error:  # classes of transformers validate little, and fail in many ways
         raise ValueError(f"{file} does not describe a {found}: {error}") from error
-    described = describe_language_model(model, size)
+    described = describe_language_model(model, size=size, negative_format=negative_format)
     validate_network(described)
     _ = described.max_prompt_tokens  # the image fits the context
     return described
@@ -175,3 +182,23 @@ def describe_model(folder: Path) -> Mapping[str, Any]:
     return {"folder": folder, "pipeline": LanguageModelPipeline.__name__, "condition": "text", "vocab_size": described.vocab,
             "num_tokens": tokens, "num_classes": 0, "id2label": {}, "components": ("model", "processor", *_list_heads(folder)),
             "num_baseline_passes": tokens, "makes_images": described.has_pixels}  # fmt: skip
+
+
+def load_draft_heads(target: TransformersTokenModel, *names: Any) -> dict[str, Any]:
+    """Return the draft heads in folders of training runs or of saved networks, by name.
+
+    Raises:
+        ValueError: before any weight is read; see `LanguageModelPipeline.load_drafter`.
+    """
+    if not target.has_features:
+        raise ValueError("drafter must wait until the model is loaded without offloading, whose hooks hide its features")
+    known, family = target.description, LlamaGenPipeline.family
+    found = [resolve_drafter(each, family) for each in names]
+    for name, folder, config in found:
+        if name not in family.drafters:
+            raise ValueError(f"{folder} holds a {name}, which drafts for LlamaGen only, not for {known.class_name}")
+        for setting, own in known.head_settings.items():
+            if config.get(setting, own) != own:
+                raise ValueError(f"{folder} was trained for another model: {setting} is {config[setting]}, not {own}")
+    options = {"torch_dtype": target.dtype, "use_safetensors": True, **load_options()}
+    return {name: family.drafters[name].network_class.from_pretrained(folder, **options).eval() for name, folder, _ in found}

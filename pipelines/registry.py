@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 _LANGUAGE_MODEL = "LanguageModelPipeline"  # imported when needed: it imports transformers
-_LANGUAGE_MODEL_OPTIONS = ("draft_model", "size", "attn_implementation")  # beside those of diffusers
+_LANGUAGE_MODEL_OPTIONS = ("draft_model", "size", "negative_format", "attn_implementation")  # beside those of diffusers
 
 
 def pipeline_class(name: str) -> type[VisualPipeline]:
@@ -57,24 +57,25 @@ def paradigm_of(name: Any) -> str:
     Raises:
         ValueError: see `vargen.pipelines.loading.find_model_folder`.
     """
-    if _find_language_model(name) is not None:
+    folder, of_transformers = _locate(name)
+    if of_transformers:
         return pipeline_class(_LANGUAGE_MODEL).paradigm
-    return find_model_folder(name).family.pipeline.paradigm
+    return find_model_folder(folder).family.pipeline.paradigm
 
 
-def _find_language_model(name: Any, options: Mapping[str, Any] | None = None) -> Path | None:
-    """Return the folder of a model of transformers, None for a model of vargen or of diffusers; fetches a hub model.
+def _locate(name: Any, options: Mapping[str, Any] | None = None) -> tuple[Any, bool]:
+    """Return the folder of a model, fetched once from the hub, and whether transformers wrote it.
 
     Raises:
         ValueError: for an unknown name. TypeError: for an option that no model has.
     """
     if isinstance(name, ModelFolder):
-        return None
+        return name, False
     options = options or {}
     known = {component for family in FAMILIES.values() for component in family.components}
     check_options({key: value for key, value in options.items() if key not in _LANGUAGE_MODEL_OPTIONS}, known)
     folder = locate_folder(name, options)
-    return folder if (folder / "config.json").is_file() and not (folder / "model_index.json").is_file() else None
+    return folder, (folder / "config.json").is_file() and not (folder / "model_index.json").is_file()
 
 
 def open_pipeline(name: Any, *, device: str | torch.device | None = None, **options: Any) -> VisualPipeline:
@@ -92,13 +93,14 @@ def open_pipeline(name: Any, *, device: str | torch.device | None = None, **opti
         ValueError, TypeError: see `VisualPipeline.from_pretrained`; also for an invalid or unavailable device.
     """
     place = None if device is None else select_device(device)
-    if (language_model := _find_language_model(name, options)) is not None:
+    located, of_transformers = _locate(name, options)
+    if of_transformers:
         from vargen.pipelines.language_model_folders import open_language_model
 
         if options.get("quantization") is None:
             options.pop("quantization", None)
-        return open_language_model(language_model, device=place, **options)
-    folder = find_model_folder(name, None, options)
+        return open_language_model(located, device=place, **options)
+    folder = find_model_folder(located, None, options)
     quantized = options.get("quantization") is not None or options.get("quantization_config") is not None
     if quantized and place is not None and place.type != "cpu":
         raise ValueError(f"quantization computes on a CPU, got device={str(place)!r}; leave one of the two out")
@@ -146,11 +148,12 @@ def inspect_model(name: Any) -> ModelInfo:
     Raises:
         ValueError: see `vargen.pipelines.loading.validate_model_folder`.
     """
-    if (language_model := _find_language_model(name)) is not None:
+    located, of_transformers = _locate(name)
+    if of_transformers:
         from vargen.pipelines.language_model_folders import describe_model
 
-        return ModelInfo(**describe_model(language_model))
-    folder = validate_model_folder(name)
+        return ModelInfo(**describe_model(located))
+    folder = validate_model_folder(located)
     family, index = folder.family, folder.index
     with torch.device("meta"):  # fills in default values that the files omit
         networks = {

@@ -18,6 +18,7 @@ from vargen.pipelines.adapters.language_model_base import (
     make_sliced_head,
     pad_prompts,
     read_weight,
+    validate_size,
 )
 
 _GLM_PATCH = 32  # pixels per token of the image
@@ -73,11 +74,12 @@ class GLMImage(ImageLanguageModel):
 
     class_name, since, processor_name = "GlmImageForConditionalGeneration", "5.0", "GlmImageProcessor"
     image_weights = ("language_model.", "lm_head.", "vqmodel.")
-    temperature, top_p, guided, has_pixels, has_sizes = 0.9, 0.75, False, False, True
+    temperature, top_p, guided, has_pixels = 0.9, 0.75, False, False
+    options = ("size",)
 
     def __init__(self, model: Any, size: tuple[int, int] = (32, 32)):
         super().__init__(model)
-        self.body, self.size = model.model.language_model, size
+        self.body, self.size = model.model.language_model, validate_size(size)
         rows, columns = size
         side = _GLM_PATCH // 2  # the preview has about 16 x 16 tokens
         self.preview = int(math.sqrt(rows / columns) * side), int(math.sqrt(columns / rows) * side)

@@ -75,15 +75,24 @@ class Emu3(ImageLanguageModel):
 
     Args:
         size: height and width of the image in tokens; 90 x 90 at 720 x 720 pixels.
+        negative_format: `"text"` for a negative prompt without the size of the image, as in the documentation of transformers;
+            `"image"` for one with it, as in the code of the paper (arXiv 2409.18869).
+
+    Raises:
+        ValueError: if the size is not two positive numbers, or the format is neither.
     """
 
     class_name, since, processor_name = "Emu3ForConditionalGeneration", "4.48", "Emu3Processor"
     image_weights = ("text_model.", "lm_head.", "vqmodel.")
-    guidance_scale, top_k, has_sizes = 3.0, 2048, True
+    guidance_scale, top_k = 3.0, 2048
+    options = ("size", "negative_format")
 
-    def __init__(self, model: Any, size: tuple[int, int] = (90, 90)):
+    def __init__(self, model: Any, size: tuple[int, int] = (90, 90), negative_format: str = "text"):
         super().__init__(model)
-        self.body, self.size = model.model.text_model, size
+        self.body, self.size = model.model.text_model, validate_size(size)
+        if negative_format not in ("text", "image"):
+            raise ValueError(f"negative_format must be 'text' or 'image', got {short_repr(negative_format)}")
+        self.negative_format = negative_format
         mapping = model.model.vocabulary_mapping
         ids = [mapping.img2bpe[number] for number in sorted(mapping.img2bpe)]  # in the order of the codebook
         self.ids = torch.tensor([*ids, mapping.eol_token_id], device=self.device)
@@ -110,7 +119,8 @@ class Emu3(ImageLanguageModel):
         size = tuple(found[0]["image_sizes"][0])
         if size != self.size:
             raise ValueError(f"size must be one that Emu3's processor can write, such as {size}, got {self.size}")
-        blank = [processor(text=[each])["input_ids"][0] for each in negative or [_NEGATIVE] * len(prompts)]
+        own = options if self.negative_format == "image" else {}
+        blank = [processor(text=[each], **own)["input_ids"][0] for each in negative or [_NEGATIVE] * len(prompts)]
         texts, pad = [each["input_ids"][0] for each in found], processor.tokenizer.pad_token_id
         return replace(pad_prompts(texts, pad), unconditional=pad_prompts(blank, pad))
 
@@ -161,21 +171,21 @@ class Chameleon(ImageLanguageModel):
 MODELS: dict[str, type[ImageLanguageModel]] = {each.class_name: each for each in (Janus, Emu3, GLMImage, Chameleon)}
 
 
-def describe_language_model(model: Any, size: tuple[int, int] | None = None) -> ImageLanguageModel:
+def describe_language_model(model: Any, **options: Any) -> ImageLanguageModel:
     """Return the description of a model of transformers.
 
     Args:
-        size: rows and columns of the image in tokens, for a model of several sizes. None: the published one.
+        options: of its constructor, such as `size`, rows and columns of the image in tokens. None selects the published value.
 
     Raises:
-        TypeError: if vargen has no description of its class, or a size is given for a model of one size.
-        ValueError: if the size is not two positive numbers.
+        TypeError: if vargen has no description of its class, or its description takes no such option.
+        ValueError: if an option is not valid.
     """
     found = MODELS.get(type(model).__name__)
     if found is None:
         raise TypeError(f"model must be one of {', '.join(MODELS)} of transformers, got {short_repr(type(model).__name__)}")
-    if size is None:
-        return found(model)
-    if not found.has_sizes:
-        raise TypeError(f"size must be None: {found.class_name} generates images of one size, got {short_repr(size)}")
-    return found(model, validate_size(size))  # type: ignore[call-arg]
+    given = {name: value for name, value in options.items() if value is not None}
+    for name, value in given.items():
+        if name not in found.options:
+            raise TypeError(f"{name} must be None for a {found.class_name}, got {short_repr(value)}")
+    return found(model, **given)

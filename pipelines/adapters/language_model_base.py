@@ -83,7 +83,7 @@ class ImageLanguageModel:
         guidance_scale, temperature, top_k, top_p: defaults of the published model.
         guided: whether it has unconditional rows.
         has_pixels: whether it decodes its tokens to images itself.
-        has_sizes: whether it generates images of several sizes, and its constructor takes a `size`.
+        options: names of further arguments of the constructor.
         body: the language model without its head; takes embeddings and returns hidden states after its last module, `norm`.
         vocab: number V of image tokens.
         grid: rows and columns.
@@ -103,7 +103,7 @@ class ImageLanguageModel:
     top_p: float = 1.0
     guided: bool = True
     has_pixels: bool = True
-    has_sizes: bool = False
+    options: tuple[str, ...] = ()
     body: Any
     vocab: int
     grid: tuple[int, int]
@@ -161,6 +161,14 @@ class ImageLanguageModel:
         if rows * columns >= limit:
             raise ValueError(f"size must fit the context of {limit} tokens, got {rows} x {columns} tokens")
         return int(limit - rows * columns)
+
+    def validate_lengths(self, rows: PromptRows) -> None:
+        """Raise ValueError for a prompt or negative prompt that does not fit the context beside the image."""
+        limit = self.max_prompt_tokens
+        for name, each in (("prompt", rows), ("negative_prompt", rows.unconditional)):
+            if each is not None and each.ids.shape[1] > limit:
+                found = each.ids.shape[1]
+                raise ValueError(f"{name} must be at most {limit} tokens, so that the image fits the context, got {found}")
 
     @property
     def head_settings(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
+from recorded_graph import RecordedGraph
 from tiny_language_models import make_emu3, make_glm, make_janus
 from torch.utils import _pytree as pytree
 from typer.testing import CliRunner
@@ -86,6 +87,16 @@ def test_the_memory_of_a_run_is_fixed_at_its_start(method: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
+def test_passes_can_be_captured_as_a_graph(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host waits for no value within a pass, and the state of a pass is a tree of tensors at fixed places."""
+    pipe = make(name)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)  # takes the passes of a GPU
+    monkeypatch.setattr(RecordedGraph, "made", 0)
+    inputs = pipe.decoding_model(), pipe.encode_condition(PROMPTS)[0], torch.arange(2), "gumbel"
+    assert torch.equal(decode(*inputs, graphs=RecordedGraph).tokens, decode(*inputs).tokens) and RecordedGraph.made == 1
+
+
+@pytest.mark.parametrize("name", MODELS)
 def test_a_model_without_some_layers_drafts_for_itself(name: str) -> None:
     pipe = make(name, num_hidden_layers=4)
     model, (condition, _) = pipe.decoding_model(), pipe.encode_condition(PROMPTS)
@@ -119,11 +130,11 @@ def test_a_view_equals_a_model_that_was_built_without_these_layers() -> None:
 # -- draft heads ------------------------------------------------------------------------------------------------------------
 
 
-def train(pipe: LanguageModelPipeline, kind: str, folder: Path, steps: int) -> dict[str, float]:
-    schedule = Schedule(steps=steps, learning_rate=1e-2, warmup_steps=1)
+def train(pipe: LanguageModelPipeline, kind: str, folder: Path) -> dict[str, float]:
+    schedule = Schedule(steps=2, learning_rate=1e-2, warmup_steps=1)
     config = HeadConfig(
-        model={"above": True} if kind == "eagle" else {"heads": 3, "blocks": 1}, schedule=schedule, num_images=40,
-        validation_images=8, generation_batch_size=16, batch_size=8, evaluate_every=100,
+        model={"above": True} if kind == "eagle" else {"heads": 3, "blocks": 1}, schedule=schedule, num_images=12,
+        validation_images=4, generation_batch_size=8, batch_size=8, evaluate_every=100,
     )  # fmt: skip
     return train_head(kind, config, pipe, Prompts(pipe, PROMPTS, ["a cat"], "words"), folder)
 
@@ -131,12 +142,9 @@ def train(pipe: LanguageModelPipeline, kind: str, folder: Path, steps: int) -> d
 @pytest.mark.parametrize(("name", "kind"), [("janus", "eagle"), ("emu3", "medusa"), ("glm", "medusa")])
 def test_draft_heads_are_trained_loaded_and_saved(name: str, kind: str, tmp_path: Path) -> None:
     pipe = make(name)
-    if name == "glm":  # has more tokens than a test should train on
-        train(pipe, kind, tmp_path / "late", 2)
-    else:
-        early, late = train(pipe, kind, tmp_path / "early", 1), train(pipe, kind, tmp_path / "late", 20)
-        assert late["acceptance_1"] > early["acceptance_1"]
-    assert pipe.load_drafter(tmp_path / "late") == kind
+    metrics = train(pipe, kind, tmp_path / "run")
+    assert 0 < metrics["acceptance_1"] <= 1 and metrics["tokens_per_pass"] >= 1
+    assert pipe.load_drafter(tmp_path / "run") == kind
     plain = sample(pipe, "ar").tokens
     if kind == "eagle":
         found = sample(pipe, "eagle-gumbel")
@@ -241,12 +249,18 @@ def test_a_dtype_and_a_device_map_are_those_of_transformers(folder: Path) -> Non
 
 
 @pytest.mark.skipif(installed_version("bitsandbytes") is not None, reason="bitsandbytes is installed")
-def test_a_quantization_without_its_package_is_refused_before_weights_are_read(folder: Path, monkeypatch: Any) -> None:
+def test_a_quantization_without_its_package_is_refused_before_weights_are_read(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from transformers import BitsAndBytesConfig
 
     monkeypatch.setattr("safetensors.torch.load_file", lambda *_: pytest.fail("weights were read"))
     with pytest.raises(ImportError, match="bitsandbytes"):
         open_pipeline(folder, quantization_config=BitsAndBytesConfig(load_in_8bit=True))
+    path = Path(shutil.copytree(folder, tmp_path / "copy"))
+    change_config(path, quantization_config={"quant_method": "bitsandbytes", "load_in_8bit": True})
+    with pytest.raises(ImportError, match="bitsandbytes"):
+        open_pipeline(path)
 
 
 class IntegerLinear(torch.nn.Module):
@@ -321,6 +335,22 @@ def test_a_model_without_pixels_is_refused_by_the_command_line(tmp_path: Path) -
     assert result.exit_code == 2 and "docs/models.md" in result.output
 
 
+def test_the_page_generates_with_a_folder_of_transformers(folder: Path) -> None:
+    from vargen.demo.launch import load_services
+    from vargen.demo.request import PageRequest
+
+    services = load_services(str(folder), "cpu", "none")
+    try:
+        request = PageRequest(PROMPTS[0], guidance_scale=services.main.defaults["guidance_scale"], num_images=2)
+        services.main.check(request)
+        job = services.main.start(request, every_pass=True)
+        job.done.wait()
+        assert job.error is None and len(job.finished.images) == len(job.preview) == 2
+        assert {method.name for method in services.main.available} >= {"ar", "gumbel", "scd"}
+    finally:
+        services.close()
+
+
 # -- folders that do not fit --------------------------------------------------------------------------------------------------
 
 
@@ -387,3 +417,18 @@ def test_sizes_are_rows_and_columns(size: Any) -> None:
     model, processor = make_emu3()
     with pytest.raises(ValueError, match="size"):
         vargen.accelerate(model, processor, size=size)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_layers_get_masks_of_floats_and_no_cache_of_transformers(attention: str) -> None:
+    """Eager attention adds a mask of booleans as ones; and the caches of transformers have one length for all rows."""
+    from transformers import DynamicCache, StaticCache
+
+    pipe, seen = make("janus"), []
+    pipe.model.set_attn_implementation(attention)
+    layer = pipe.model.model.language_model.layers[0]
+    layer.register_forward_pre_hook(lambda _, args, options: seen.append(options), with_kwargs=True)
+    for method in ("gumbel", "recycle"):
+        sample(pipe, method)
+    assert all(each["attention_mask"].is_floating_point() and each["attention_mask"].dim() == 4 for each in seen)
+    assert not any(isinstance(each["past_key_values"], DynamicCache | StaticCache) for each in seen) and len(seen) > 3

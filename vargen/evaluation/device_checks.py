@@ -16,7 +16,7 @@ from vargen.kernels.dispatch import KERNELS_ENV
 PROMPTS = ("a red apple", "a cat with a hat, 3d", "a blue car", "pizza")
 _SEED = 7
 # By variant: VARGEN_KERNELS and VARGEN_CUDA_GRAPHS.
-VARIANTS = {
+BACKEND_SETTINGS = {
     "torch": ("reference", "0"),
     "kernels": ("triton", "0"),
     "torch, graphs": ("reference", "1"),
@@ -28,7 +28,7 @@ VARIANTS = {
 def use_variant(name: str) -> Iterator[None]:
     """Set the environment variables of a variant in the block; not thread-safe, but a part has its process for itself."""
     before = {key: os.environ.get(key) for key in (KERNELS_ENV, GRAPHS_VARIABLE)}
-    os.environ.update(zip(before, VARIANTS[name], strict=True))
+    os.environ.update(zip(before, BACKEND_SETTINGS[name], strict=True))
     try:
         yield
     finally:
@@ -40,7 +40,7 @@ def use_variant(name: str) -> Iterator[None]:
 
 
 def list_variants(device: str) -> list[str]:
-    return list(VARIANTS) if device == "cuda" else ["torch"]
+    return list(BACKEND_SETTINGS) if device == "cuda" else ["torch"]
 
 
 def check_kernels(device: str) -> Iterator[Row]:
