@@ -22,7 +22,7 @@ _ALLOWED: dict[str, set[str]] = {
     "evaluation": {"pipelines", "models", "decoding", "scoring", "kernels"},  # it times the kernels
     "training": {"pipelines", "models", "decoding", "scoring"},
     "models": {"kernels"},
-    "decoding": {"kernels"},
+    "decoding": {"kernels", "device_profiles"},
     "scoring": {"models", "kernels"},  # a scorer is a network with a measure on top
     "convert": {"models", "kernels"},  # adapters from official parameter names
     "kernels": {"device_profiles"},

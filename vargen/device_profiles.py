@@ -1,8 +1,8 @@
-"""Measured choices per GPU model, in `device_profiles.json`: whether Triton kernels and CUDA graphs are used by default.
+"""Measured choices per GPU model, in `device_profiles.json`: use of Triton kernels and CUDA graphs, and the window of `auto`.
 
 `vargen bench gpu` measures them and writes a profile of the same form, which is reviewed before it enters the file. A card that
-is not in the file is unmeasured: kernels run after their self-check, and passes are not captured. VARGEN_KERNELS and
-VARGEN_CUDA_GRAPHS take precedence.
+is not in the file is unmeasured: kernels run after their self-check, passes are not captured, and `auto` uses its largest
+window. VARGEN_KERNELS and VARGEN_CUDA_GRAPHS take precedence.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+_CHEAP = 1.25
 FILE = Path(__file__).with_name("device_profiles.json")
 
 
@@ -24,11 +25,13 @@ class DeviceProfile:
     Attributes:
         kernels: whether Triton kernels are faster than torch, and right.
         graphs: whether captured passes are faster than passes launched one by one, with the same tokens.
+        window: tokens that `auto` feeds per pass: the most that cost little more than one.
         source: page in `benchmarks/`, or the report, that shows it.
     """
 
     kernels: bool | None = None
     graphs: bool | None = None
+    window: int | None = None
     source: str = ""
 
 
@@ -64,6 +67,7 @@ def derive_profile(results: Sequence[Any], source: str) -> dict[str, Any]:
         DeviceProfile(
             kernels=_is_faster(rows, "kernels", "torch") if "kernels" in passed else _known_wrong(parts, "kernels"),
             graphs=_is_faster(rows, "kernels, graphs", "kernels") if "tokens" in passed else _known_wrong(parts, "tokens"),
+            window=_widest_cheap_pass(rows),
             source=source,
         )
     )
@@ -75,6 +79,13 @@ def _is_faster(rows: Sequence[Mapping[str, Any]], variant: str, other: str) -> b
     pairs = [(ms, seconds.get((model, tokens, other))) for (model, tokens, each), ms in seconds.items() if each == variant]
     both = [(ms, old) for ms, old in pairs if old is not None]
     return sum(ms / old for ms, old in both) < len(both) if both else None
+
+
+def _widest_cheap_pass(rows: Sequence[Mapping[str, Any]]) -> int | None:
+    """The widest pass, of any model and variant, that costs at most `_CHEAP` passes over one token; None if none was timed."""
+    one = {(row["model"], row["variant"]): float(row["ms"]) for row in rows if row["tokens"] == 1}
+    keys = [(row, one.get((row["model"], row["variant"]))) for row in rows if row["tokens"] > 1]
+    return max((int(row["tokens"]) for row, ms in keys if ms and float(row["ms"]) <= _CHEAP * ms), default=None)
 
 
 def _known_wrong(parts: Mapping[str, Any], name: str) -> bool | None:

@@ -158,11 +158,11 @@ def measured(status: str = "done", graphs: float = 1.0) -> list[PartResult]:
 
 
 def test_a_profile_says_what_was_measured_and_right() -> None:
-    assert derive_profile(measured(), "page") == {"kernels": True, "graphs": True, "source": "page"}
+    assert derive_profile(measured(), "page") == {"kernels": True, "graphs": True, "window": 16, "source": "page"}
     assert derive_profile(measured(graphs=2.5), "")["graphs"] is False
     assert derive_profile(measured("failed"), "")["kernels"] is False, "wrong kernels are not used, however fast"
     assert derive_profile(measured("stopped"), "")["kernels"] is None
-    assert derive_profile([], "") == {"kernels": None, "graphs": None, "source": ""}
+    assert derive_profile([], "") == {"kernels": None, "graphs": None, "window": None, "source": ""}
 
 
 def test_the_packaged_profiles_are_valid() -> None:

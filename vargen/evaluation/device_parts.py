@@ -5,8 +5,10 @@ Passes are timed in the variants that a device has: torch alone, Triton kernels,
 
 from __future__ import annotations
 
+import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,6 +48,24 @@ def measure_passes(device: str) -> Iterator[Row]:
                     "x weights read once": each.over_read,
                     "GB/s": report.gigabytes_per_second,
                 }
+        if device == "cuda" and next_token:
+            yield _compiled_row(network)
+
+
+def _compiled_row(network: Any) -> Row:
+    """A step of the baseline with a compiled pass, and with what is beside the pass."""
+    from vargen.evaluation.speed import measure_baseline
+
+    report = measure_baseline(network, 1, seconds=0.0, compile=True)
+    return {
+        "model": network.name,
+        "dtype": report.dtype,
+        "variant": "compiled, whole step",
+        "tokens": 1,
+        "ms": report.milliseconds_per_pass,
+        "x weights read once": "not measured",
+        "GB/s": "not measured",
+    }
 
 
 def _scale_widths(network: Any) -> list[int]:
@@ -221,17 +241,26 @@ def measure_videos(device: str) -> Iterator[Row]:
 
 def describe_device(device: str) -> dict[str, str]:
     """Return the machine and the software for the head of the report, by name."""
-    import triton
-
     from vargen import __version__
+    from vargen.compat import installed_version
 
     machine = describe_machine()
+    versions = {
+        "vargen": __version__,
+        "torch": torch.__version__,
+        "triton": installed_version("triton"),
+        "CUDA": torch.version.cuda,
+    }
     gpus = ", ".join(f"{gpu['name']}, {gpu['memory_gib']} GiB" for gpu in machine["gpus"]) or "none"
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+    )
     return {
         "device": device,
         "gpu": gpus,
         "cpu": f"{machine['cpu']}, {machine['cores']} cores",
-        "software": f"vargen {__version__}, torch {torch.__version__}, triton {triton.__version__}, CUDA {torch.version.cuda}",
+        "software": ", ".join(f"{name} {version}" for name, version in versions.items()),
+        "commit": commit.stdout.strip() or "not a checkout",
     }
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from vargen.decoding.next_token.protocols import TokenModel
 from vargen.decoding.pass_costs import DRAFTING_EFFICIENCY, candidate_widths, measure_pass_costs
+from vargen.device_profiles import find_profile
 from vargen.values import number_field, parse_int, short_repr, suggest_names, validate_fields
 
 MAX_WINDOW = 4096  # larger than any grid
@@ -74,8 +75,8 @@ class AutoWindow:
 
     See `WidthController`. The selection depends on timing and on the batch, so two runs may feed different widths: the
     distribution of the images is unchanged, and with the rule `shared_noise` so are the images themselves. With other rules,
-    use a fixed window for reproducible images. On a GPU it always feeds `max_width`, because a changing shape would require
-    synchronization.
+    use a fixed window for reproducible images. On a GPU it always feeds the window of the GPU's profile, or else `max_width`,
+    because a changing shape would require synchronization.
 
     Args:
         max_width: maximum number of tokens fed, at least 2.
@@ -97,7 +98,7 @@ class AutoWindow:
     def start(self, model: TokenModel, condition: Any, images: int) -> WindowState:
         max_width = min(self.max_width, model.grid[0] * model.grid[1])
         if model.device.type != "cpu":
-            return FixedWindow(max_width)
+            return FixedWindow(min(find_profile(str(model.device)).window or max_width, max_width))
         seconds = measure_pass_costs(model, condition, images, candidate_widths(max_width))
         estimate = PowerLawEstimate(self.optimistic_rate, self.ema_decay)
         return _ControlledWindow(WidthController(seconds, estimate, self.warmup_passes, 4, switch_margin=1.1))
