@@ -31,7 +31,7 @@ _HIDDEN = f32(-np.inf)
 
 
 @njit(**INNER)
-def join_pair(low, high):  # type: ignore[no-untyped-def]
+def join_pair(low, high):
     """The int32 with these 16-bit integers."""
     return i32((high << i32(16)) | (low & i32(0xFFFF)))
 
@@ -39,7 +39,7 @@ def join_pair(low, high):  # type: ignore[no-untyped-def]
 @njit(**INNER)
 def write_tokens(
     sums, stride, scale, channel_scale, cos_sin, length, prefix, limits, k, v, k_scale, v_scale, q, q_scale, row, T, K, H
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     """Rotate and quantize the queries, keys and values of a pass; write keys and values to the slots after each row's pointer.
 
     Args:
@@ -93,7 +93,7 @@ def write_tokens(
 
 
 @njit(**INNER)
-def pair_dots(rows, row, row_stride, column, column_stride, steps, vectors, out, out_stride):  # type: ignore[no-untyped-def]
+def pair_dots(rows, row, row_stride, column, column_stride, steps, vectors, out, out_stride):
     """Dot products of one or four rows of pairs with 16 x `vectors` columns; addresses as in `cpu_vector.make_dot`."""
     at = 0
     while at < vectors:
@@ -120,7 +120,7 @@ def pair_dots(rows, row, row_stride, column, column_stride, steps, vectors, out,
 
 
 @njit(**INNER)
-def weigh_slots(dots, w, scale, k_scale, v_scale, bias, ancestors, r, g, t, first, count, row, weights):  # type: ignore[no-untyped-def]
+def weigh_slots(dots, w, scale, k_scale, v_scale, bias, ancestors, r, g, t, first, count, row, weights):
     """Softmax of query `w` of a block over `count` slots, as integer weights of the quantized values.
 
     Args:
@@ -164,7 +164,7 @@ def weigh_slots(dots, w, scale, k_scale, v_scale, bias, ancestors, r, g, t, firs
 @njit(**INNER)
 def attend_slots(
     q, q_scale, k, v, k_scale, v_scale, bias, length, prefix, ancestors, dots, row, weights, sums, out, T, H
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     """Attention of a pass over the cache, float32 `out [R T, H K]`.
 
     Args:

@@ -117,12 +117,12 @@ def make_buffers(weights: Weights, slots: Slots, tokens: int) -> Buffers:
 
 
 @njit(**INNER)
-def _padded(columns):  # type: ignore[no-untyped-def]
+def _padded(columns):
     return -(-columns // PANEL) * PANEL
 
 
 @njit(**_COMPILED)
-def run_layers(weights, slots, buffers, tokens, positions, ancestors):  # type: ignore[no-untyped-def]
+def run_layers(weights, slots, buffers, tokens, positions, ancestors):
     """Run all layers over tokens int64 `[R, T]`, after each row's pointer. `buffers.x` becomes the last residual.
 
     Writes the cache, but does not move its pointers.
@@ -194,7 +194,7 @@ def run_layers(weights, slots, buffers, tokens, positions, ancestors):  # type: 
 
 
 @njit(**_COMPILED)
-def run_output(weights, buffers, guidance, states, features, logits):  # type: ignore[no-untyped-def]
+def run_output(weights, buffers, guidance, states, features, logits):
     """Run the final norm, guidance and the output layer over `buffers.x`.
 
     Args:
@@ -237,7 +237,7 @@ def run_output(weights, buffers, guidance, states, features, logits):  # type: i
 
 
 @njit(**_COMPILED)
-def move_slots(slots, path, count, tokens):  # type: ignore[no-untyped-def]
+def move_slots(slots, path, count, tokens):
     """Move the accepted tokens of the last pass to consecutive slots after each row's pointer, which does not move.
 
     Args:

@@ -28,7 +28,7 @@ _NORM, _NORM_UNIT = f32(NORM_MAX), 1 / NORM_MAX
 
 
 @njit(**INNER)
-def exp(x):  # type: ignore[no-untyped-def]
+def exp(x):
     """`exact_exp` of a float32."""
     power = min(max(x, -_RANGE), _RANGE) * _LOG2_E
     whole = (power + ROUND) - ROUND
@@ -44,7 +44,7 @@ def exp(x):  # type: ignore[no-untyped-def]
 
 
 @njit(**INNER)
-def largest(row, first, count):  # type: ignore[no-untyped-def]
+def largest(row, first, count):
     """Largest absolute value of float32 `row[first : first + count]`, at least `TINY`."""
     top = bits_of_float(SMALLEST)
     for d in range(first, first + count):
@@ -53,7 +53,7 @@ def largest(row, first, count):  # type: ignore[no-untyped-def]
 
 
 @njit(**INNER)
-def quantize(row, count, out):  # type: ignore[no-untyped-def]
+def quantize(row, count, out):
     """Quantize float32 `row[:count]` to bytes `out`, with 128 added; returns the scale."""
     top = largest(row, 0, count)
     factor = _INT8 / top
@@ -63,7 +63,7 @@ def quantize(row, count, out):  # type: ignore[no-untyped-def]
 
 
 @njit(**INNER)
-def norm(x, weight, eps, out):  # type: ignore[no-untyped-def]
+def norm(x, weight, eps, out):
     """`exact_rms_norm` of float32 `x [D]` to `out [D]`."""
     D = len(x)
     top = largest(x, 0, D)
@@ -80,7 +80,7 @@ def norm(x, weight, eps, out):  # type: ignore[no-untyped-def]
 
 
 @njit(**INNER)
-def norm_rows(x, weight, eps, row, out, scale):  # type: ignore[no-untyped-def]
+def norm_rows(x, weight, eps, row, out, scale):
     """Norm and quantize rows `x [M, D]`; `row [D]` is scratch."""
     for m in range(len(x)):
         norm(x[m], weight, eps, row)
@@ -88,7 +88,7 @@ def norm_rows(x, weight, eps, row, out, scale):  # type: ignore[no-untyped-def]
 
 
 @njit(**INNER)
-def add_rows(x, sums, stride, scale, channel_scale):  # type: ignore[no-untyped-def]
+def add_rows(x, sums, stride, scale, channel_scale):
     """Add a product, int32 sums with `stride` columns a row, to the residual `x [M, D]`."""
     for m in range(len(x)):
         a, line = scale[m], sums[m * stride : m * stride + x.shape[1]]
@@ -97,7 +97,7 @@ def add_rows(x, sums, stride, scale, channel_scale):  # type: ignore[no-untyped-
 
 
 @njit(**INNER)
-def swiglu_rows(sums, stride, scale, channel_scale, rows, F, row, out):  # type: ignore[no-untyped-def]
+def swiglu_rows(sums, stride, scale, channel_scale, rows, F, row, out):
     """SwiGLU of a product `[M, 2 F]`, and quantize it; replaces the scales of the rows."""
     for m in range(rows):
         a = scale[m]
@@ -111,7 +111,7 @@ def swiglu_rows(sums, stride, scale, channel_scale, rows, F, row, out):  # type:
 
 
 @njit(**INNER)
-def product(x, rows, matrix, start, steps, sums, N):  # type: ignore[no-untyped-def]
+def product(x, rows, matrix, start, steps, sums, N):
     """Products of byte rows `x [M, 4 steps]` with a packed matrix of N columns, a multiple of 64, to int32 `sums [M, N]`.
 
     Args:

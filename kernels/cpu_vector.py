@@ -43,8 +43,8 @@ def make_dot(rows: int, vectors: int, name: str, kind: Any) -> Callable[..., Non
     """
 
     @intrinsic
-    def dot(context, row, row_stride, column, column_stride, steps, start, out, out_stride):  # type: ignore[no-untyped-def]
-        def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def dot(context, row, row_stride, column, column_stride, steps, start, out, out_stride):
+        def generate(context, builder, signature, arguments):
             row, row_stride, column, column_stride, steps, start, out, out_stride = arguments
             instruction = cgutils.get_or_insert_function(builder.module, ir.FunctionType(_SUMS, (_SUMS, kind, kind)), name)
             sums = [[cgutils.alloca_once(builder, _SUMS) for _ in range(vectors)] for _ in range(rows)]
@@ -94,30 +94,30 @@ pair_dot_4x1, pair_dot_4x2, pair_dot_4x4 = (_pair_dot(4, vectors) for vectors in
 
 
 @intrinsic
-def float_of_bits(context, bits):  # type: ignore[no-untyped-def]
+def float_of_bits(context, bits):
     """The float32 with these bits (int32)."""
 
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, arguments):
         return builder.bitcast(arguments[0], ir.FloatType())
 
     return types.float32(types.int32), generate
 
 
 @intrinsic
-def bits_of_float(context, number):  # type: ignore[no-untyped-def]
+def bits_of_float(context, number):
     """The bits (int32) of a float32. Those of nonnegative numbers have the order of the numbers."""
 
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, arguments):
         return builder.bitcast(arguments[0], _I32)
 
     return types.int32(types.float32), generate
 
 
 @intrinsic
-def read_ticks(context):  # type: ignore[no-untyped-def]
+def read_ticks(context):
     """The processor's time stamp, int64, in ticks of a fixed length."""
 
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, arguments):
         function = ir.FunctionType(_I64, ())
         return builder.call(cgutils.get_or_insert_function(builder.module, function, "llvm.readcyclecounter"), [])
 

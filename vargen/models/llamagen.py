@@ -269,7 +269,7 @@ class LlamaGenTransformer(TransposableWeights, QuantizedStorageMixin, ConfigMixi
             x = self._teacher_forced(tokens, condition)
         elif condition is not None and tokens is None and cache is not None:
             x = self._prefill(condition, cache)
-        elif condition is None and tokens is not None and cache is not None:
+        elif condition is None and tokens is not None and isinstance(cache, KVCache):
             x = self._step(tokens, cache, positions, ancestors)
         else:
             raise ValueError("pass (tokens, condition), (condition, cache) or (tokens, cache)")
