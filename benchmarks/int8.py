@@ -112,6 +112,7 @@ def measure_images(images: int, timed: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--models", nargs="*", default=["emoji", "llamagen-b"], help="whose passes are measured")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--images", type=int, default=64)
     parser.add_argument("--timed-images", type=int, default=16)
@@ -120,7 +121,7 @@ def main() -> None:
     Clock.timer = staticmethod(time.process_time)
     with limit_threads(1):
         document: dict[str, Any] = {"machine": describe_machine(), "int8_passes": explain_int8_passes()}
-        document["passes"] = {name: measure_passes(name, options.rounds) for name in ("emoji", "llamagen-b")}
+        document["passes"] = {name: measure_passes(name, options.rounds) for name in options.models}
         if options.images:
             document["images"] = measure_images(options.images, options.timed_images)
     options.json.write_text(json.dumps(document, indent=1) + "\n")

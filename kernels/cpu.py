@@ -121,7 +121,7 @@ def load_compiled_passes(wait: bool | None = None) -> Any:
 def _build(folder: Path, wait: bool) -> None:
     """Load the compiled code if it is there, or start to build it."""
     if _stamp(folder).is_file():
-        _state.module = _load(folder)
+        _state.module = load_code(folder)
         return
     if _state.process is None and _state.thread is None:
         kept = _is_writable(folder)
@@ -131,7 +131,7 @@ def _build(folder: Path, wait: bool) -> None:
             _state.thread = threading.Thread(target=_build_here, daemon=True)
             _state.thread.start()
         else:
-            command = [sys.executable, "-m", "vargen.kernels.cpu_build", str(folder)]
+            command = [sys.executable, "-m", "vargen.kernels.cpu_build", str(folder), str(_stamp(folder))]
             _state.process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
             )
@@ -146,7 +146,7 @@ def _build(folder: Path, wait: bool) -> None:
     if process.poll() is None:
         return
     if _stamp(folder).is_file():
-        _state.module = _load(folder)
+        _state.module = load_code(folder)
     else:
         message = process.stderr.read().decode(errors="replace").strip().splitlines() if process.stderr else []
         _fail(message[-1] if message else f"exit status {process.returncode}")
@@ -154,7 +154,7 @@ def _build(folder: Path, wait: bool) -> None:
 
 def _build_here() -> None:
     try:
-        _state.module = _load(None)
+        _state.module = load_code(None)
     except Exception as error:  # whatever a compiler raises, operators still serve
         _fail(str(error))
 
@@ -164,7 +164,7 @@ def _fail(message: str) -> None:
     logger.warning("int8 passes run by torch operators: %s", _state.failure)
 
 
-def _load(folder: Path | None) -> ModuleType:
+def load_code(folder: Path | None) -> ModuleType:
     """Import the passes, whose code is in a folder or, for None, compiled now; returns after the first call of each."""
     from numba import config
 

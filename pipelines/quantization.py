@@ -62,8 +62,8 @@ def quantized_components(folder: ModelFolder, quantization: str | None, given: M
     """
     found: dict[str, str] = {}
     for part, component in folder.family.components.items():
-        network = component.network_class
-        if not isinstance(network, type) or "quantization" not in signature(network.__init__).parameters or part in given:
+        network: Any = component.network_class
+        if not isinstance(network, type) or "quantization" not in signature(network).parameters or part in given:
             if part == "transformer" and quantization is not None and part not in given:
                 name = getattr(network, "__name__", network)
                 raise ValueError(f"quantization={quantization!r} is not supported by {name}; leave it out")

@@ -16,6 +16,7 @@ from torch import Tensor
 from vargen.decoding import Output, TokenModel, Tree
 from vargen.device import normal_tensors
 from vargen.models.condition import Condition
+from vargen.models.int8_cache import Int8Cache
 from vargen.models.kv_cache import KVCache
 from vargen.models.llamagen import LlamaGenOutput, LlamaGenTransformer
 from vargen.pipelines.adapters import Guidance, cost_key, num_rows, to_guidance
@@ -87,14 +88,14 @@ class LlamaGenTokenModel(TokenModel):
         options: dict[str, Any] = {"compress_prefix": self.compress_prefix, "codebook": self.codebook, "device": self.device}
         return LlamaGenTokenModel(view, self.guidance, **options)
 
-    def prefill(self, condition: Condition, max_width: int) -> tuple[KVCache, Output]:
+    def prefill(self, condition: Condition, max_width: int) -> tuple[KVCache | Int8Cache, Output]:
         condition = reduce(Condition.cat, self.guidance.conditions(condition, self.transformer))
         cache = self.transformer.new_cache(num_rows(condition), max_width, self.compress_prefix, self.device)
         with self._tensor_mode():
             out = self.transformer(condition=condition, cache=cache, guidance=self._scale)
         return cache, Output(out.logits, out.hidden_states)
 
-    def forward(self, tokens: Tensor, state: KVCache, tree: Tree) -> Output:
+    def forward(self, tokens: Tensor, state: KVCache | Int8Cache, tree: Tree) -> Output:
         rows, scale = self.guidance.repeat(tokens), self._scale_at(state.length[: len(tokens), None] + tree.depth)
         places = {}
         if not tree.is_chain:
@@ -130,11 +131,11 @@ class LlamaGenTokenModel(TokenModel):
         """Repeat a per-image tensor of a tree for the CFG rows of the network."""
         return part if part.dim() == dims else self.guidance.repeat(part)
 
-    def commit(self, state: KVCache, path: Tensor, count: Tensor, tree: Tree) -> None:
+    def commit(self, state: KVCache | Int8Cache, path: Tensor, count: Tensor, tree: Tree) -> None:
         if tree.is_chain:
             state.commit_chain(self.guidance.repeat(count))
         else:
             state.commit_path(self.guidance.repeat(path), self.guidance.repeat(count))
 
-    def rollback(self, state: KVCache, length: Tensor) -> None:
+    def rollback(self, state: KVCache | Int8Cache, length: Tensor) -> None:
         state.rollback(self.guidance.repeat(length))

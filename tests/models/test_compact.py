@@ -11,8 +11,10 @@ import torch
 from rejects import rejects
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny_multi_scale_vq, tiny_transformer, tiny_var, tiny_vq
+from tiny_video import transformer as video_transformer
 
 from vargen.models.component_files import validate_network_files
+from vargen.models.quantization import quantized_layers
 
 MAKERS = {"VQModel": tiny_vq, "LlamaGenTransformer": tiny_transformer, "MultiScaleVQModel": tiny_multi_scale_vq,
           "VARTransformer": tiny_var}  # fmt: skip
@@ -63,6 +65,31 @@ def test_it_is_checked_by_its_header_and_loaded_in_another_dtype(network: Any, t
     del stored[matrix]
     save_file(stored, tmp_path / WEIGHTS)
     rejects(lambda: type(network).from_pretrained(tmp_path), "missing")
+
+
+QUANTIZABLE = {"LlamaGenTransformer": tiny_transformer, "VARTransformer": tiny_var, "CausalVideoTransformer": video_transformer}
+
+
+@pytest.mark.parametrize("name", QUANTIZABLE)
+def test_a_network_that_computes_in_int8_is_stored_as_it_is(name: str, tmp_path: Path) -> None:
+    made = QUANTIZABLE[name]()
+    made.save_pretrained(tmp_path / "float")
+    opened = type(made).from_pretrained(tmp_path / "float", quantization="int8")
+    opened.save_pretrained(tmp_path / "once")
+    assert validate_network_files(tmp_path / "once", type(made))["quantization"] == "int8"
+    again = type(made).from_pretrained(tmp_path / "once")
+    again.save_pretrained(tmp_path / "again")
+    state, found = opened.state_dict(), again.state_dict()
+    assert state.keys() == found.keys() and all(torch.equal(value, found[key]) for key, value in state.items())
+    assert (tmp_path / "once" / WEIGHTS).read_bytes() == (tmp_path / "again" / WEIGHTS).read_bytes()
+    layers = quantized_layers(opened)
+    assert layers and all(layer.weight.dtype == torch.int8 for layer in layers.values())
+    floats = made.state_dict()
+    for key, layer in layers.items():
+        error = floats[f"{key}.weight"].float() - layer.weight.float() * layer.weight_scale[:, None]
+        assert (error.abs().amax(1) <= layer.weight_scale * 0.5001).all()
+    with pytest.raises(ValueError, match="quantization must be 'int8', or None, got 'int3'"):
+        type(made).from_pretrained(tmp_path / "float", quantization="int3")
 
 
 def test_without_a_format_it_is_stored_as_it_is(tmp_path: Path) -> None:

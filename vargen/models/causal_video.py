@@ -32,6 +32,7 @@ from vargen.models.causal_video_blocks import (
 )
 from vargen.models.causal_video_cache import TextCache, VideoCache, visible_frames
 from vargen.models.causal_video_geometry import VideoGeometry
+from vargen.models.quantization import replace_linear_layers, validate_quantization
 from vargen.models.weight_storage import ModelMixin, QuantizedStorageMixin, validate_weight_format  # noqa: F401
 
 
@@ -47,6 +48,7 @@ class CausalVideoTransformer(QuantizedStorageMixin, ConfigMixin):
         freq_dim: width of the sinusoidal timestep embedding.
         motion_levels: number of motion levels, 0 for none; official models have none.
         weight_format: storage format of `save_pretrained`; see `QuantizedStorageMixin`.
+        quantization: `"int8"` for 8-bit integer products of the blocks on a CPU; see `vargen.models.quantization`.
 
     Raises:
         ValueError: for an invalid geometry, or heads whose width is not an even whole number of at least 6.
@@ -54,6 +56,7 @@ class CausalVideoTransformer(QuantizedStorageMixin, ConfigMixin):
 
     _no_split_modules: ClassVar[list[str]] = ["CausalVideoBlock"]
     layer_prefixes: ClassVar[dict[str, tuple[str, ...]]] = {"num_layers": ("blocks.",)}
+    float_layers: ClassVar[tuple[str, ...]] = ("text_embedding", "time_embedding", "time_projection", "head.head")
     unquantized_suffixes: ClassVar[tuple[str, ...]] = ("modulation", "motion_embedding.weight", "patch_embedding.weight")
 
     @register_to_config
@@ -77,9 +80,11 @@ class CausalVideoTransformer(QuantizedStorageMixin, ConfigMixin):
         freq_dim: int = 256,
         motion_levels: int = 0,
         weight_format: str | None = None,
+        quantization: str | None = None,
     ):
         super().__init__()
         validate_weight_format(weight_format)
+        validate_quantization(quantization)
         sizes = (channels, height, width, patch, block_frames, spatial_stride, temporal_stride, fps)
         self.geometry = VideoGeometry(*sizes)
         if dim % num_heads or dim // num_heads % 2 or dim // num_heads < 6:
@@ -93,6 +98,8 @@ class CausalVideoTransformer(QuantizedStorageMixin, ConfigMixin):
             self.motion_embedding = nn.Embedding(motion_levels + 1, dim)  # the last one: any level
         self.blocks = nn.ModuleList(CausalVideoBlock(dim, ffn_dim, num_heads) for _ in range(num_layers))
         self.head = ModulatedHead(dim, channels * patch * patch)
+        if quantization is not None:
+            replace_linear_layers(self)
 
     # -- computed once per video -------------------------------------------------------------------------------------
 

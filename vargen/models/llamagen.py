@@ -35,7 +35,7 @@ from vargen.models.llamagen_blocks import (
     build_rotary_2d,
     rotary_factors,
 )
-from vargen.models.quantization import replace_linear_layers, validate_placement, validate_quantization
+from vargen.models.quantization import replace_linear_layers, validate_quantization
 from vargen.values import short_repr
 
 ensure_torchvision()
@@ -169,8 +169,6 @@ class LlamaGenTransformer(TransposableWeights, QuantizedStorageMixin, ConfigMixi
     def _apply(self, fn: Any, *args: Any, **options: Any) -> Any:
         table = self.rotary
         super()._apply(fn, *args, **options)
-        if self.quantized:
-            validate_placement(self)
         if self.rotary.dtype != table.dtype:  # keep float32: rounded angles could not be restored
             self.rotary = table.to(self.rotary.device)
         return self
@@ -271,7 +269,7 @@ class LlamaGenTransformer(TransposableWeights, QuantizedStorageMixin, ConfigMixi
             x = self._teacher_forced(tokens, condition)
         elif condition is not None and tokens is None and cache is not None:
             x = self._prefill(condition, cache)
-        elif condition is None and tokens is not None and cache is not None:
+        elif condition is None and tokens is not None and isinstance(cache, KVCache):
             x = self._step(tokens, cache, positions, ancestors)
         else:
             raise ValueError("pass (tokens, condition), (condition, cache) or (tokens, cache)")

@@ -34,7 +34,6 @@ from vargen.models.quantization import as_array
 
 if TYPE_CHECKING:
     from vargen.models.llamagen import LlamaGenTransformer
-    from vargen.models.llamagen_blocks import LlamaGenBlock
 
 Guidance = float | Tensor | None
 Outputs = tuple[Tensor, Tensor, Tensor]  # logits, features, hidden states
@@ -61,7 +60,8 @@ def compute_logits(network: LlamaGenTransformer, features: Tensor, guidance: Gui
 
 def final_norm(network: LlamaGenTransformer, x: Tensor) -> Tensor:
     """Final norm of residuals `[B, T, D]`."""
-    return exact_rms_norm(x, network.norm.weight, network.norm.eps)
+    norm: Any = network.norm
+    return exact_rms_norm(x, norm.weight, norm.eps)
 
 
 def embed_condition(network: LlamaGenTransformer, condition: Condition) -> Tensor:
@@ -82,7 +82,8 @@ def run_prefill(network: LlamaGenTransformer, x: Tensor, mask: Tensor | None, ca
     compressed = cache.prefix == 1
     logarithms = torch.tensor([-math.inf, *(math.log(count) for count in range(1, P + 1))])  # the same for any batch
     cache.prefix_bias.copy_(logarithms[total.long()] if compressed else logarithms[visible.long()])
-    for i, layer in enumerate(network.layers):
+    layers: Any = network.layers
+    for i, layer in enumerate(layers):
         attention = layer.attention
         first = (attention.n_head + attention.n_kv_head) * attention.head_dim
         values, scale = quantize_activations(exact_rms_norm(x, layer.attention_norm.weight, layer.attention_norm.eps))
@@ -95,7 +96,7 @@ def run_prefill(network: LlamaGenTransformer, x: Tensor, mask: Tensor | None, ca
     return x[:, -1:]
 
 
-def project(layer: LlamaGenBlock, x: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def project(layer: Any, x: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return rotated queries `[B, T, H, K]`, rotated keys `[B, T, G, K]` and values of residuals `[B, T, D]`."""
     attention = layer.attention
     values, scale = quantize_activations(exact_rms_norm(x, layer.attention_norm.weight, layer.attention_norm.eps))
@@ -105,7 +106,7 @@ def project(layer: LlamaGenBlock, x: Tensor, cos_sin: Tensor) -> tuple[Tensor, T
     return q, k, v
 
 
-def add_residuals(layer: LlamaGenBlock, x: Tensor, attended_BTHK: Tensor) -> Tensor:
+def add_residuals(layer: Any, x: Tensor, attended_BTHK: Tensor) -> Tensor:
     """Add attention output and feed-forward to residuals `[B, T, D]`."""
     feed_forward, norm = layer.feed_forward, layer.ffn_norm
     x = x + layer.attention.wo(attended_BTHK.flatten(2))
@@ -216,18 +217,21 @@ def _pack(network: LlamaGenTransformer, layers: list[tuple[Any, ...]], compiled:
         scales.append(np.concatenate([scale for _, _, scale in parts]))
     config = network.config
     G = config.n_kv_head or config.n_head
-    norms = [norm.weight for layer in network.layers for norm in (layer.attention_norm, layer.ffn_norm)]
+    blocks: Any = network.layers
+    norms: list[Any] = [norm.weight for block in blocks for norm in (block.attention_norm, block.ffn_norm)]
+    embedding: Any = network.tok_embeddings
+    final: Any = network.norm
     output, output_start, output_scale = _pack_matrix(compiled, network.output)
     weights = compiled.Weights(
         sizes=np.array([config.n_head, G, config.dim // config.n_head, layers[0][2].out_features]),
         packed=np.array(addresses),
         start=np.stack(starts),
         scale=np.stack(scales),
-        norms=np.stack([as_array(norm) for norm in (*norms, network.norm.weight)]),
+        norms=np.stack([as_array(norm) for norm in (*norms, final.weight)]),
         output=output,
         output_start=output_start,
         output_scale=output_scale,
-        embedding=as_array(network.tok_embeddings.weight),
+        embedding=as_array(embedding.weight),
         rotary=as_array(network.rotary),
         eps=float(network.norm.eps),
     )

@@ -62,12 +62,21 @@ class Int8Linear(nn.Module):
         return part
 
 
-def replace_linear_layers(network: nn.Module) -> None:
-    """Replace every linear layer of a network by an `Int8Linear` of the same shape, without weights."""
-    for parent in list(network.modules()):
-        for name, layer in list(parent.named_children()):
-            if isinstance(layer, nn.Linear):
-                setattr(parent, name, Int8Linear(layer.in_features, layer.out_features, layer.bias is not None))
+def linear_layers(network: Any) -> dict[str, nn.Linear]:
+    """Return the layers that quantization replaces, by name: linear ones whose names contain none of `float_layers`."""
+    named = network.named_modules()
+    return {
+        name: layer
+        for name, layer in named
+        if isinstance(layer, nn.Linear) and not any(part in name for part in network.float_layers)
+    }
+
+
+def replace_linear_layers(network: Any) -> None:
+    """Replace the `linear_layers` of a network by `Int8Linear` ones of the same shape, without weights."""
+    for name, layer in linear_layers(network).items():
+        parent, _, own = name.rpartition(".")
+        setattr(network.get_submodule(parent), own, Int8Linear(layer.in_features, layer.out_features, layer.bias is not None))
 
 
 def quantized_layers(network: nn.Module) -> dict[str, Int8Linear]:
@@ -138,8 +147,7 @@ def quantize_network(network: Any, quantization: str = "int8") -> Any:
             f"quantization={quantization!r} computes on a CPU, and the network is on {network.device}: move it with .to('cpu')"
         )
     weights = {name: value.float() if value.is_floating_point() else value for name, value in network.state_dict().items()}
-    names = [name for name, layer in network.named_modules() if isinstance(layer, nn.Linear)]
-    state = quantize_weights(dict.fromkeys(names), weights, {})
+    state = quantize_weights(linear_layers(network), weights, {})
     replace_linear_layers(network)
     network.load_state_dict(state, assign=True)
     network.register_to_config(quantization=quantization, weight_format="float32")

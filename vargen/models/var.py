@@ -31,6 +31,7 @@ ensure_torchvision()
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.utils import BaseOutput
 
+from vargen.models.quantization import replace_linear_layers, validate_quantization
 from vargen.models.tokenizers.multi_scale_vq import SCALES_256, SCALES_512
 from vargen.models.var_blocks import HeadModulation, Modulation, ScaleCache, VARBlock, make_caption_mlp, modulate
 from vargen.models.weight_storage import ModelMixin, QuantizedStorageMixin, validate_weight_format  # noqa: F401
@@ -70,6 +71,7 @@ class VARTransformer(QuantizedStorageMixin, ConfigMixin):
         shared_aln: one modulation network for all blocks, as in the official 512-pixel model, instead of one per block.
         attn_l2_norm: unit queries and keys, as in all released weights.
         weight_format: storage format of `save_pretrained`; see `QuantizedStorageMixin`.
+        quantization: `"int8"` for 8-bit integer products of the blocks on a CPU; see `vargen.models.quantization`.
 
     Raises:
         ValueError: for an unknown condition, a width not divisible by the heads, or scales that do not increase.
@@ -80,6 +82,7 @@ class VARTransformer(QuantizedStorageMixin, ConfigMixin):
     partly_read_parameters = ("ada_lin", "class_emb", "caption_", "null_cond", "pos_", "lvl_embed")
     _no_split_modules: ClassVar[list[str]] = ["VARBlock"]
     layer_prefixes: ClassVar[dict[str, tuple[str, ...]]] = {"depth": ("blocks.",)}
+    float_layers: ClassVar[tuple[str, ...]] = ("word_embed", "ada_lin", "caption_")
     _repeated_blocks: ClassVar[list[str]] = ["VARBlock"]
     _skip_layerwise_casting_patterns: ClassVar[list[str]] = ["norm", "embed", "emb", "head_nm", "pos_", "ada_"]
 
@@ -102,9 +105,11 @@ class VARTransformer(QuantizedStorageMixin, ConfigMixin):
         shared_aln: bool = False,
         attn_l2_norm: bool = True,
         weight_format: str | None = None,
+        quantization: str | None = None,
     ):
         super().__init__()
         validate_weight_format(weight_format)
+        validate_quantization(quantization)
         width, heads, sides = dim or 64 * depth, n_head or depth, tuple(scales)
         if condition not in ("class", "text"):
             raise ValueError(f"condition must be 'class' or 'text', got {condition!r}")
@@ -133,6 +138,8 @@ class VARTransformer(QuantizedStorageMixin, ConfigMixin):
         levels = torch.cat([torch.full((side * side,), i) for i, side in enumerate(sides)])[None]
         self.register_buffer("lvl_1L", levels, persistent=False)
         self._init_weights()
+        if quantization is not None:
+            replace_linear_layers(self)
 
     def _init_weights(self) -> None:
         """Initialize blocks as the identity, the head as uniform, and modulation as that of a plain layer norm."""

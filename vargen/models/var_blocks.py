@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vargen.models.quantization import Int8Linear
+
 _NORM_EPS = 1e-6
 _SHORTEST = 1e-12  # minimum norm of a query or key that is normalized
 _MOST_SHARPNESS = math.log(100)  # maximum of a head's log scale of unit queries
@@ -123,7 +125,11 @@ class VARAttention(nn.Module):
     def project(self, x_RTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return scaled queries, keys and values, `[R, H, T, K]`."""
         bias = torch.cat([self.q_bias, self.zero_k_bias.type_as(self.q_bias), self.v_bias])
-        fused = F.linear(x_RTD, self.mat_qkv.weight, bias).unflatten(-1, (3, self.n_head, self.head_dim))
+        if isinstance(self.mat_qkv, Int8Linear):
+            fused = self.mat_qkv(x_RTD).add_(bias)
+        else:
+            fused = F.linear(x_RTD, self.mat_qkv.weight, bias)
+        fused = fused.unflatten(-1, (3, self.n_head, self.head_dim))
         q, k, v = fused.permute(2, 0, 3, 1, 4)
         if self.l2_norm:
             both = fused[:, :, :2].float()

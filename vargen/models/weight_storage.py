@@ -19,7 +19,14 @@ from torch import Tensor
 
 from vargen.compat import drop_empty_notices, ensure_torchvision
 from vargen.files import atomic_merge
-from vargen.models.quantization import SCALE_SUFFIX, quantize_network, quantize_weights, quantized_layers, validate_quantization
+from vargen.models.quantization import (
+    SCALE_SUFFIX,
+    quantize_network,
+    quantize_weights,
+    quantized_layers,
+    validate_placement,
+    validate_quantization,
+)
 
 ensure_torchvision()
 drop_empty_notices()
@@ -97,11 +104,19 @@ class QuantizedStorageMixin(ModelMixin):
     ``<layer>.weight_scale`` [rows] each.
 
     Attributes:
-        unquantized_suffixes: suffixes of the names of weights that are never quantized.
+        unquantized_suffixes: suffixes of the names of weights that are never quantized in storage.
+        float_layers: parts of the names of linear layers that compute in floating point in a quantized network.
     """
 
     unquantized_suffixes: ClassVar[tuple[str, ...]] = ()
+    float_layers: ClassVar[tuple[str, ...]] = ()
     config: Any
+
+    def _apply(self, fn: Any, *args: Any, **options: Any) -> Any:
+        super()._apply(fn, *args, **options)
+        if self.config.get("quantization"):
+            validate_placement(self)
+        return self
 
     def num_scale_groups(self, name: str, weight: Tensor) -> int | None:
         """Return the number of scales per row of a weight in an integer format, or None if it is not quantized."""
