@@ -33,7 +33,8 @@ REFERENCE := .venv
 LATEST    := .venv-latest
 LOWEST    := .venv-lowest
 DOCS      := .venv-docs
-PYTEST    := pytest -n 2 --dist worksteal
+# One process more than most laptops have cores for: many tests wait for other processes.
+PYTEST    := pytest -n 3 --dist worksteal
 SOURCES   := $(wildcard app.py) vargen pipelines kernels assets recipes examples tests benchmarks docs
 
 .PHONY: image demo test test-latest test-lowest test-gpu gpu docs lint ruff types clean

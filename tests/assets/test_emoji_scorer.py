@@ -4,7 +4,10 @@ import pytest
 import torch
 from PIL import Image
 
-from vargen.scoring.image_text import ImageTextScorer
+from vargen.evaluation.evaluate import REFERENCE
+from vargen.evaluation.features import load_extractor
+from vargen.evaluation.reference_statistics import FeatureStatistics
+from vargen.scoring.image_text import ImageTextScorer, scorer_folder
 
 
 @pytest.fixture(scope="module")
@@ -45,3 +48,9 @@ def test_a_caption_is_embedded_once_and_many_are_forgotten(scorer: ImageTextScor
         scorer.score(images[:1] * 12, [f"number {start + k}" for k in range(12)])
         assert len(scorer._latest) <= 20
     assert torch.allclose(scorer.score(images, ["a red square", "a cat"]), first, atol=1e-4)
+
+
+def test_the_packaged_statistics_are_those_of_its_weights() -> None:
+    extractor = load_extractor("emoji-scorer")
+    statistics = FeatureStatistics.read(scorer_folder("emoji-scorer") / REFERENCE)
+    assert statistics.extractor == extractor.identity and statistics.count == 14058

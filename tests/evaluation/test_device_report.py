@@ -88,7 +88,7 @@ def test_late_and_crashed_parts_do_not_stop_the_others(tmp_path: Path, monkeypat
         return popen([sys.executable, "-c", SCRIPT, *words[3:]], **options)
 
     monkeypatch.setattr(subprocess, "Popen", start)
-    parts = {name: Part("-", lambda device: iter(()), share) for name, share in zip(names, (0.2, 1, 1), strict=True)}
+    parts = {name: Part("-", lambda device: iter(()), share) for name, share in zip(names, (0.15, 1, 1), strict=True)}
     results = run_report(parts, names, "cpu", 120.0, tmp_path, lambda each: seen.append(each.name))
     assert seen == names
     late, crashed, skipped = results
