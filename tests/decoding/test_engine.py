@@ -12,9 +12,20 @@ import torch
 from rejects import rejects
 from table_methods import METHODS, PRESETS_OF_TOKENS, TOKENS, table_model
 
-from vargen.decoding import NonFiniteLogitsError, Sampling, decode
+from vargen.decoding import (
+    Accelerator,
+    Eagle,
+    Jacobi,
+    JacobiTree,
+    NonFiniteLogitsError,
+    Sampling,
+    Speculative,
+    decode,
+    shared_noise,
+)
 from vargen.decoding.next_token.engine import Engine, FinishedImage
 from vargen.decoding.next_token.graphs import find_leaves
+from vargen.decoding.next_token.rows import insert_rows
 from vargen.evaluation.table_models import TableModel
 
 JOINING = [*PRESETS_OF_TOKENS, *(name for name in ("jacobi, low-res", "local repair", "draft model, shared noise"))]
@@ -133,6 +144,30 @@ def test_greedy_requests_of_a_relaxed_rule_wait_for_the_others() -> None:
     assert engine.num_active == 1 and engine.num_waiting == 1
     found = finish(engine)
     assert torch.equal(found[1].tokens, decode(table_model(), CONDITION[1:2], SEEDS[1:2], METHODS["gsd"], greedy).tokens[0])
+
+
+AUTOMATIC = {
+    "length": Speculative("auto", shared_noise=True),
+    "window": Jacobi("auto", "gumbel"),
+    "tree of a window": JacobiTree("auto", "gumbel"),
+    "tree of a head": Eagle("auto", "shared-noise"),
+}
+
+
+@pytest.mark.parametrize("name", AUTOMATIC)
+def test_images_join_where_the_draft_is_automatic(name: str) -> None:
+    engine = Engine(table_model(), Accelerator(drafter=AUTOMATIC[name], acceptance=shared_noise), batch_size=2)
+    engine.submit(CONDITION, SEEDS)
+    found, expected = finish(engine), decode(table_model(), CONDITION, SEEDS).tokens
+    assert all(torch.equal(found[row].tokens, expected[row]) for row in range(len(SEEDS)))
+
+
+def test_a_state_whose_rows_are_unknown_is_refused() -> None:
+    class Plain:
+        rows = torch.zeros(2)
+
+    for state in (Plain(), [torch.zeros(2)], {"rows": torch.zeros(2)}):
+        rejects(lambda state=state: insert_rows(state, state, torch.tensor([0])), "state", TypeError)
 
 
 def test_an_image_of_one_token_ends_with_its_prefill() -> None:

@@ -138,6 +138,7 @@ class Engine:
         self._reports: deque[tuple[Tensor, list[tuple[int, ImageRequest | None]]]] = deque()  # that the host has not read yet
         self._num_delayed = 1 if self.device.type == "cuda" else 0  # read while the next pass runs
         self._submitted, self._threads = 0, 0
+        self._state: LoopState  # from the first requests on
         self._widths: Counter[int] = Counter()
 
     # -- requests ---------------------------------------------------------------------------------------------------------
@@ -221,6 +222,8 @@ class Engine:
 
     def make_stats(self, finished: Sequence[FinishedImage]) -> DecodeStats:
         """Return statistics: of these images, and of all passes so far."""
+        if not self._is_open:
+            return DecodeStats(self.method.name, 0)
         images, whole = self._state.images, [image for image in finished if image.error is None]
         relaxation = torch.tensor([image.relaxation for image in whole])
         seeds = torch.tensor([image.seed for image in whole], dtype=torch.int64)
@@ -233,12 +236,16 @@ class Engine:
     def copy_progress(self, tokens: Tensor, length: Tensor) -> None:
         """Copy the images that are being generated to rows `number` of tokens int64 `[M, N]` and length int64 `[M]`."""
         rows, numbers = self._active_rows()
+        if not rows:
+            return
         tokens[numbers] = self._state.images.tokens[rows, : self.num_tokens]
         length[numbers] = self._state.images.length[rows]
 
     def replace_tokens(self, tokens: Tensor) -> None:
         """Continue with changed tokens `[M, N]`; see `copy_progress`."""
         rows, numbers = self._active_rows()
+        if not rows:
+            return
         self._state.images.tokens[rows, : self.num_tokens] = tokens[numbers]
 
     def _active_rows(self) -> tuple[list[int], list[int]]:

@@ -35,7 +35,11 @@ def insert_rows(state: Any, new: Any, rows: Tensor) -> Any:
     """Return `state` with the images of `new` in rows int64 `[n]` of its batch. Both are of the same class.
 
     Tensors are written in place; tuples and registered states (`register_state`) are followed; an object with a method
-    `insert_rows` decides itself; everything else is kept.
+    `insert_rows` decides itself. Numbers, strings, frozen dataclasses, and objects that belong to the batch as a whole, which
+    declare `is_shared = True`, are kept.
+
+    Raises:
+        TypeError: for anything else, whose rows would silently be those of earlier images.
     """
     if hasattr(state, "insert_rows"):
         return state.insert_rows(new, rows)
@@ -46,7 +50,11 @@ def insert_rows(state: Any, new: Any, rows: Tensor) -> Any:
     if is_dataclass(state) and type(state) in pytree.SUPPORTED_NODES:
         parts = {each.name: insert_rows(getattr(state, each.name), getattr(new, each.name), rows) for each in fields(state)}
         return replace(state, **parts)  # type: ignore[type-var]
-    return state
+    is_frozen = getattr(getattr(state, "__dataclass_params__", None), "frozen", False)
+    if state is None or isinstance(state, int | float | str) or is_frozen or getattr(state, "is_shared", False):
+        return state
+    name = type(state).__name__
+    raise TypeError(f"state of a batch that images join must be registered (register_state) or have insert_rows, got {name}")
 
 
 def select_rows(condition: Any, rows: list[int]) -> Any:

@@ -34,6 +34,7 @@ class NGramIndex:
     """
 
     in_place = True  # it never changes; see `graphs.find_replaced`
+    is_shared = True  # see `rows.insert_rows`
 
     def __init__(self, examples: Tensor, vocab: int, columns: int):
         tokens = examples.long()
