@@ -94,6 +94,8 @@ class Engine:
     sampling differently: greedy requests wait until all others have finished, and vice versa. Images that join later must not
     have a longer prefix of conditioning rows than the first ones; conditions of one `encode_condition` have equal ones.
 
+    It is not safe to call its methods from several threads at once.
+
     Widths of automatic methods (`auto`, `window="auto"`) are selected for the whole batch, and methods that depend on them are
     reproducible only with the rule `shared_noise`, as in `decode`.
 
