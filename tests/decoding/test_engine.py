@@ -120,7 +120,7 @@ def test_states_keep_their_size(name: str) -> None:
     for row in range(1, len(SEEDS)):
         while engine.num_active or engine.num_waiting:
             engine.step()
-        leaves = find_leaves(engine._state)
+        leaves = find_leaves(engine._batch._state)
         sizes.append({path: leaf.shape[:1] for path, leaf in leaves.items() if isinstance(leaf, torch.Tensor)})
         engine.submit(CONDITION[row : row + 1], SEEDS[row : row + 1])
         engine.step()
@@ -181,6 +181,7 @@ BAD: dict[str, tuple[Any, ...]] = {
     "batch_size": (lambda: Engine(table_model(), "ar", batch_size=0), ValueError),
     "model": (lambda: Engine("emoji", "ar"), TypeError),  # type: ignore[arg-type]
     "initial": (lambda: Engine(table_model(), METHODS["jacobi, maximal"]), ValueError),
+    "condition": (lambda: Engine(table_model()).submit(CONDITION[:2], SEEDS), ValueError),
     "seeds": (lambda: Engine(table_model()).submit(CONDITION, SEEDS.float()), TypeError),
     "top_k": (lambda: Engine(table_model()).submit(CONDITION, SEEDS, Sampling(top_k=1000)), ValueError),
 }

@@ -12,11 +12,10 @@ Shape suffixes: B images of the batch, N tokens of the grid, T tokens fed in one
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import takewhile
 from typing import Any
 
@@ -26,37 +25,17 @@ from torch import Tensor
 from vargen.compat import without_autocast
 from vargen.decoding.harness import NonFiniteLogitsError, Run, describe_non_finite_logits, validate_call
 from vargen.decoding.next_token.accelerator import Accelerator
-from vargen.decoding.next_token.draft import Output
-from vargen.decoding.next_token.graphs import CUDAGraph, GraphedPass, Outputs
-from vargen.decoding.next_token.loop import (
-    DecodePass,
-    ImageState,
-    LoopState,
-    find_capture_blocker,
-    require_batch_size,
-    validate_token_model,
-)
-from vargen.decoding.next_token.protocols import Drafter, TokenModel
+from vargen.decoding.next_token.graphs import CUDAGraph
+from vargen.decoding.next_token.loop import require_batch_size, validate_token_model
+from vargen.decoding.next_token.protocols import TokenModel
 from vargen.decoding.next_token.rows import select_rows
-from vargen.decoding.noise import Noise, TokenNoise
-from vargen.decoding.pass_costs import use_best_threads
+from vargen.decoding.next_token.running_batch import ImageRequest, RunningBatch
 from vargen.decoding.presets import resolve_method
-from vargen.decoding.sampling import RowSampling, Sampling
+from vargen.decoding.sampling import Sampling
 from vargen.decoding.stats import DecodeStats
 from vargen.device import inference_mode_for, limit_threads, normal_tensors, read_graph_setting
 from vargen.kernels.dispatch import read_kernel_setting
 from vargen.values import parse_int, short_repr
-
-
-@dataclass(frozen=True, eq=False)
-class ImageRequest:
-    """A requested image: its number, the row `index` of its condition, its seed and its sampling options."""
-
-    number: int
-    condition: Any
-    index: int
-    seed: int
-    sampling: Sampling
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,20 +107,16 @@ class Engine:
         size = require_batch_size(batch_size)
         self.model, self.batch_size, self.device = model, size, torch.device(model.device)
         self.num_tokens = model.grid[0] * model.grid[1]
-        self._drafter, self._rule = self.method.bind(model)
-        fixed = self.method.drafter.fix_length(max(self._drafter.max_width - 1, 1)).fit_to_grid(self.num_tokens)
-        self._joining = fixed.bind(model)  # starts without measuring pass costs
-        self._graphs = CUDAGraph if graphs is None and read_graph_setting(self.device) else graphs
+        graphs = CUDAGraph if graphs is None and read_graph_setting(self.device) else graphs
         self._run = Run(self.device, self.num_tokens, None, profile)
+        self._batch = RunningBatch(model, self.method, size, self._run, graphs)
         self._max_joining = max(1, size // 4)
         self._waiting: deque[ImageRequest] = deque()
         self._rows: list[ImageRequest | None] = [None] * size
-        self._is_open, self._rows_were_freed = False, False
+        self._rows_were_freed = False
         self._reports: deque[tuple[Tensor, list[tuple[int, ImageRequest | None]]]] = deque()  # that the host has not read yet
         self._num_delayed = 1 if self.device.type == "cuda" else 0  # read while the next pass runs
-        self._submitted, self._threads = 0, 0
-        self._state: LoopState  # from the first requests on
-        self._widths: Counter[int] = Counter()
+        self._submitted = 0
 
     # -- requests ---------------------------------------------------------------------------------------------------------
 
@@ -157,12 +132,16 @@ class Engine:
             Numbers of the M requests, which count from 0.
 
         Raises:
-            ValueError: if `top_k` exceeds the vocabulary, or there are no seeds.
+            ValueError: if `top_k` exceeds the vocabulary, there are no seeds, or the condition has fewer rows.
             TypeError: if seeds or sampling have the wrong type.
         """
         sampling = Sampling() if sampling is None else sampling
         validate_call(seeds, sampling, None)
         sampling.validate_top_k(self.model.vocab)
+        try:
+            select_rows(condition, [len(seeds) - 1])
+        except IndexError as error:
+            raise ValueError(f"condition must have a row for each of the {len(seeds)} seeds, got fewer") from error
         first, self._submitted = self._submitted, self._submitted + len(seeds)
         new = [ImageRequest(first + i, condition, i, seed, sampling) for i, seed in enumerate(seeds.tolist())]
         self._waiting.extend(new)
@@ -211,27 +190,24 @@ class Engine:
     @without_autocast
     def step(self) -> list[FinishedImage]:
         """Admit requests to free rows, run one pass, and return the images that finished; [] if there is nothing to do."""
-        with inference_mode_for(self.device), limit_threads(self._threads) if self._threads else nullcontext():
+        with inference_mode_for(self.device), limit_threads(self._batch.threads) if self._batch.is_open else nullcontext():
             self._refused: list[FinishedImage] = []
             self._admit()
             finished = self._refused + self._read_reports(self._num_delayed)
             if self.num_active:
-                self._state, (logits, position, _) = self._step(self._state)
-                self._run.passes += 1
-                self._widths[logits.shape[1]] += 1
-                self._add_report(logits, position, self._state.images)
+                self._reports.append((self._batch.run_pass(), list(enumerate(self._rows))))
             return finished + self._read_reports(self._num_delayed if self.num_active else 0)
 
     def make_stats(self, finished: Sequence[FinishedImage]) -> DecodeStats:
         """Return statistics: of these images, and of all passes so far."""
-        if not self._is_open:
+        if not self._batch.is_open:
             return DecodeStats(self.method.name, 0)
-        images, whole = self._state.images, [image for image in finished if image.error is None]
+        images, whole = self._batch.images, [image for image in finished if image.error is None]
         relaxation = torch.tensor([image.relaxation for image in whole])
         seeds = torch.tensor([image.seed for image in whole], dtype=torch.int64)
         length = torch.full((len(whole),), self.num_tokens, device=images.length.device)
         images = replace(images, seeds=seeds, length=length, relaxation=relaxation)
-        stats = images.make_stats(self.method.name, self._threads, dict(self._widths), self.model.forced)
+        stats = images.make_stats(self.method.name, self._batch.threads, dict(self._batch.widths), self.model.forced)
         self._run.finish(stats)
         return stats
 
@@ -240,15 +216,15 @@ class Engine:
         rows, numbers = self._active_rows()
         if not rows:
             return
-        tokens[numbers] = self._state.images.tokens[rows, : self.num_tokens]
-        length[numbers] = self._state.images.length[rows]
+        tokens[numbers] = self._batch.images.tokens[rows, : self.num_tokens]
+        length[numbers] = self._batch.images.length[rows]
 
     def replace_tokens(self, tokens: Tensor) -> None:
         """Continue with changed tokens `[M, N]`; see `copy_progress`."""
         rows, numbers = self._active_rows()
         if not rows:
             return
-        self._state.images.tokens[rows, : self.num_tokens] = tokens[numbers]
+        self._batch.images.tokens[rows, : self.num_tokens] = tokens[numbers]
 
     def _active_rows(self) -> tuple[list[int], list[int]]:
         held = [(row, request.number) for row, request in enumerate(self._rows) if request is not None]
@@ -262,117 +238,47 @@ class Engine:
         chosen: list[ImageRequest] = []
         while self._waiting and len(chosen) < len(free) and self._fits(self._waiting[0], chosen):
             chosen.append(self._waiting.popleft())
-        if chosen and not self._is_open:
+        if chosen and not self._batch.is_open:
             first = _take_same_condition(chosen)
-            self._open(first)
+            self._place(first, free[: len(first)], self._batch.open(first))
             chosen, free = chosen[len(first) :], free[len(first) :]
         while chosen:
             joining = _take_same_condition(chosen)[: self._max_joining]
-            self._join(joining, free[: len(joining)])
+            rows = free[: len(joining)]
+            try:
+                self._place(joining, rows, self._batch.join(joining, rows))
+            except ValueError as error:
+                self._refused += [self._refuse(request, error) for request in joining]
             chosen, free = chosen[len(joining) :], free[len(joining) :]
-        if self._rows_were_freed and self._is_open:
-            self._reset_idle_rows()
+        idle = [row for row, held in enumerate(self._rows) if held is None]
+        if idle and self._batch.is_open and self._rows_were_freed:
+            self._batch.empty_caches(idle)
+        self._rows_were_freed = False
+
+    def _place(self, requests: list[ImageRequest], rows: list[int], report: Tensor) -> None:
+        """Record which images are in which rows, and the report of their prefill."""
+        for row, request in zip(rows, requests, strict=True):
+            self._rows[row] = request
+        self._reports.append((report, list(zip(rows, requests, strict=True))))
 
     def _fits(self, request: ImageRequest, chosen: list[ImageRequest]) -> bool:
         """Whether a request can run together with the others."""
         beside = chosen or [held for held in self._rows if held is not None]
-        if self._rule.exact or not beside:
+        if self._batch.rule.exact or not beside:
             return True
         return beside[0].sampling.is_greedy == request.sampling.is_greedy
 
-    def _open(self, requests: list[ImageRequest]) -> None:
-        """Allocate all states. Rows without a request start with a copy of the first one, and are free."""
-        padded = requests + requests[:1] * (self.batch_size - len(requests))
-        condition = select_rows(padded[0].condition, [each.index for each in padded])
-        with use_best_threads(self.model, condition, self.batch_size, self._drafter.max_width) as threads:
-            self._threads = threads
-        seeds = self._make_seeds(padded)
-        self._sampling = RowSampling([each.sampling for each in padded])
-        cache, draft, out, images = self._start(self._drafter, condition, seeds, self._sampling)
-        images.committed_histogram[1] = len(requests)
-        self._token_noise = TokenNoise(seeds, self.num_tokens + self._drafter.max_width)
-        make_noise = partial(Noise, token_noise=self._token_noise)
-        self._pass = DecodePass(self._run, self.model, self._drafter, self._rule, self._sampling, make_noise)
-        self._step: Callable[[LoopState], tuple[LoopState, Outputs]] = self._pass
-        if self._graphs is not None:
-            self._step = GraphedPass(self._pass, self._graphs, find_capture_blocker(self._run, self.model))
-        self._state, self._is_open = LoopState(images, draft, cache), True
-        self._rows[: len(requests)] = requests
-        if idle := list(range(len(requests), self.batch_size)):
-            self._free(idle)
-        self._add_report(out.logits, torch.zeros_like(seeds)[:, None], images)
-
-    def _join(self, requests: list[ImageRequest], rows: list[int]) -> None:
-        """Prefill requests and write them into free rows of all states."""
-        condition = select_rows(requests[0].condition, [each.index for each in requests])
-        seeds, sampling = self._make_seeds(requests), RowSampling([each.sampling for each in requests])
-        cache, draft, out, new = self._start(self._joining, condition, seeds, sampling)
-        state, index = self._state, torch.tensor(rows, device=self.device)
-        try:
-            cache = self.model.join(state.cache, cache, index)
-        except ValueError as error:  # the requests do not fit beside the others; nothing was written
-            self._refused += [self._fail(request, error) for request in requests]
-            return
-        self._token_noise.replace_rows(index, seeds)
-        self._sampling.insert_rows(sampling, index)
-        if self._sampling.is_mixed:
-            self._step = self._pass  # a captured pass would keep the options of its rows
-        images = state.images.insert_rows(new, index)
-        draft = self._drafter.join(state.draft, draft, index, images.tokens, images.length)
-        self._state = LoopState(images, draft, cache)
-        for row, request in zip(rows, requests, strict=True):
-            self._rows[row] = request
-        self._add_report(out.logits, torch.zeros_like(seeds)[:, None], new, rows)
-
-    def _fail(self, request: ImageRequest, error: Exception) -> FinishedImage:
+    def _refuse(self, request: ImageRequest, error: Exception) -> FinishedImage:
         tokens = torch.zeros(self.num_tokens, dtype=torch.int64, device=self.device)
         return FinishedImage(request.number, request.seed, tokens, 0, 0.0, error)
 
-    def _make_seeds(self, requests: list[ImageRequest]) -> Tensor:
-        return torch.tensor([each.seed for each in requests], dtype=torch.int64, device=self.device)
-
-    def _start(
-        self, drafter: Drafter, condition: Any, seeds: Tensor, sampling: RowSampling
-    ) -> tuple[Any, Any, Output, ImageState]:
-        """Prefill images. Returns the model's cache, the drafter's state, the output, and the images with their first token."""
-        with self._run.time_part("prefill"):
-            cache, out = self.model.prefill(condition, self._drafter.max_width)
-        if len(out.logits) != len(seeds):
-            raise ValueError(f"condition must have a row for each seed, got {len(out.logits)} rows for {len(seeds)} seeds")
-        with self._run.time_part("draft"):
-            draft = drafter.start(self.model, condition, seeds, sampling, out)
-        images = ImageState.start(seeds, self.num_tokens, self._drafter.max_width)
-        images = replace(images, step=torch.full_like(seeds, 2))
-        images.put_first_token(out, sampling, Noise(seeds, torch.zeros_like(seeds)[:, None], 0))
-        self._run.passes += 1
-        return cache, draft, out, images
-
     def _free(self, rows: list[int]) -> None:
-        """Make rows free. A free row is a finished image, which passes leave unchanged."""
-        index = torch.tensor(rows, device=self.device)
-        self._state.images.length.index_fill_(0, index, self.num_tokens)
-        self._state.images.tokens.index_fill_(0, index, 0)  # those of an image that failed may be invalid
+        self._batch.free(rows)
         for row in rows:
             self._rows[row] = None
         self._rows_were_freed = True
 
-    def _reset_idle_rows(self) -> None:
-        """Empty the model's cache of rows that stay free, so that attention reads only what the others need."""
-        idle = torch.tensor([held is None for held in self._rows], device=self.device)
-        if idle.any():
-            self.model.rollback(self._state.cache, torch.where(idle, 0, self._state.images.length - 1))
-        self._rows_were_freed = False
-
     # -- results ------------------------------------------------------------------------------------------------------------
-
-    def _add_report(self, logits: Tensor, position: Tensor, images: ImageState, rows: list[int] | None = None) -> None:
-        """Compute what the host needs to know of a pass: for each row, the first position whose logits are not finite (N if
-        all are), the length, and the number of the next pass."""
-        bad = ~logits.sum(-1).isfinite() & (position < self.num_tokens)
-        first = torch.where(bad, position, self.num_tokens).amin(1)
-        assert isinstance(images.step, Tensor)
-        held = enumerate(self._rows) if rows is None else [(row, self._rows[row]) for row in rows]
-        self._reports.append((torch.stack([first, images.length, images.step]), list(held)))
 
     def _read_reports(self, num_delayed: int) -> list[FinishedImage]:
         """Free the rows of images that finished or failed, according to all reports except the last `num_delayed`."""
@@ -387,8 +293,8 @@ class Engine:
                 if position < self.num_tokens:
                     error = NonFiniteLogitsError(describe_non_finite_logits(position, self.num_tokens, step - 1))
                 with normal_tensors():
-                    tokens = self._state.images.tokens[row, : self.num_tokens].clone()
-                relaxation = float(self._state.images.relaxation[row])
+                    tokens = self._batch.images.tokens[row, : self.num_tokens].clone()
+                relaxation = float(self._batch.images.relaxation[row])
                 ended.append((row, FinishedImage(request.number, request.seed, tokens, step - 1, relaxation, error)))
             if ended:
                 self._free([row for row, _ in ended])
