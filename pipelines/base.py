@@ -398,6 +398,11 @@ class VisualPipeline(DiffusionPipeline):
 
     # -- calls ----------------------------------------------------------------------------------------------------------
 
+    def joins_running_batch(self, method: Any) -> bool:
+        """Whether images can join a batch while others are generated. Otherwise they are generated batch by batch, as those of
+        next-scale models, whose passes differ in shape."""
+        return False
+
     @abstractmethod
     def _decode(self, request: GenerationRequest, callback: Any) -> Any:
         """Run the loop of this paradigm."""

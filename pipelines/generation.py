@@ -70,6 +70,7 @@ class GenerationRequest:
         selection: how one of several candidates is selected.
         scorer_prompts: one text per image, not repeated for its candidates; empty without a scorer.
         fixed: tokens that are kept from a source image; see `vargen.pipelines.images.FixedTokens`.
+        batch_size: maximum number of images to generate at a time; None: all.
         output: form of the result.
     """
 
@@ -82,6 +83,7 @@ class GenerationRequest:
     selection: CandidateSelection = field(default_factory=lambda: CandidateSelection())
     scorer_prompts: Sequence[str] = ()
     fixed: Any = None
+    batch_size: int | None = None
     output: OutputOptions = OutputOptions()
 
     @classmethod
@@ -98,13 +100,14 @@ class GenerationRequest:
         num_images_per_prompt: int,
         generator: Any,
         guidance_interval: int | None = None,
+        batch_size: int | None = None,
     ) -> GenerationRequest:
         """Validate the arguments of an image pipeline's call, encode its conditions, and resolve its seeds.
 
         Args:
             inputs, negative: the condition, and the negative condition of guidance.
             settings: guidance scale, temperature, top-k and top-p; None selects the checkpoint's default.
-            num_images_per_prompt, generator, guidance_interval: arguments of the call.
+            num_images_per_prompt, generator, guidance_interval, batch_size: arguments of the call.
 
         Raises:
             ValueError, TypeError: before any image is generated; the message names the argument.
@@ -119,6 +122,8 @@ class GenerationRequest:
         condition, num_prompts = encode_condition(pipe, inputs)
         images = num_prompts * validation.validate_num_images(per_prompt, num_prompts)
         selection.validate_num_images(images)
+        if batch_size is not None:
+            batch_size = validation.validate_batch_size(batch_size, "batch_size")
         texts = () if selection.scorer is None else scorer_prompts(pipe, inputs.prompt, condition)
         seeds = resolve_seeds(generator, images).for_candidates(selection.num_candidates)
         rows = images * selection.num_candidates
@@ -131,6 +136,7 @@ class GenerationRequest:
             num_prompts,
             selection,
             [text for text in texts for _ in range(per_prompt)],
+            batch_size=batch_size,
             output=output,
         )
 
@@ -175,9 +181,17 @@ def generate_images(pipe: VisualPipeline, request: GenerationRequest, call: Runn
     def to_images(result: DecodeOutput, output_type: str) -> Any:
         return pipe.decode_tokens(result.tokens, result.length if result.stats.stopped else None, output_type)
 
-    callback = _step_callback(pipe, call, bar, request.output.callback)
-    remedy, rows = "use a smaller model or dtype", slice(0, request.num_images)
-    parts = split_on_out_of_memory(decode, rows, "generating", remedy, stop=lambda part: part.stats.stopped)
+    images = request.num_images
+    at_once = images if request.batch_size is None else min(request.batch_size, images)
+    is_list = at_once < images and pipe.joins_running_batch(request.method)
+    callback = _step_callback(pipe, call, bar, request.output.callback, is_list)
+    remedy, parts = "use a smaller model or dtype", list[DecodeOutput]()
+    step = images if is_list else at_once
+    for first in range(0, images, step):
+        rows = slice(first, min(first + step, images))
+        parts += split_on_out_of_memory(decode, rows, "generating", remedy, stop=lambda part: part.stats.stopped)
+        if parts[-1].stats.stopped:
+            break
     result = _join_outputs(parts, request.num_images)
     result.stats.seeds = request.seeds.seeds
     if request.selection.scorer is not None:
@@ -186,14 +200,18 @@ def generate_images(pipe: VisualPipeline, request: GenerationRequest, call: Runn
 
 
 def _step_callback(
-    pipe: VisualPipeline, call: RunningCall, bar: Any, on_step_end: OnStepEnd | None
+    pipe: VisualPipeline, call: RunningCall, bar: Any, on_step_end: OnStepEnd | None, is_list: bool
 ) -> Callable[[Progress], bool | None]:
-    """Return a callback that updates the progress bar and calls the user's callback with the arguments of diffusers."""
+    """Return a callback that updates the progress bar and calls the user's callback with the arguments of diffusers.
+
+    Args:
+        is_list: whether images begin one after another. The number of tokens is then their mean, otherwise the smallest.
+    """
 
     def callback(progress: Progress) -> bool | None:
         # Reading the length synchronizes with the device, so on CUDA it is read every 16 steps only.
         if progress.tokens.device.type == "cpu" or progress.step % 16 == 0 or on_step_end is not None:
-            num_tokens = int(progress.length.amin())
+            num_tokens = int(progress.length.float().mean() if is_list else progress.length.amin())
             bar.update(num_tokens - bar.n)
         if on_step_end is None:
             return not call.interrupted

@@ -151,6 +151,7 @@ class LanguageModelPipeline(VisualPipeline):
         *,
         negative_prompt: str | list[str] | None = None,
         num_images_per_prompt: int = 1,
+        batch_size: int | None = None,
         guidance_scale: float | None = None,
         guidance_interval: int | None = None,
         temperature: float | None = None,
@@ -173,7 +174,7 @@ class LanguageModelPipeline(VisualPipeline):
             negative_prompt: replaces the unconditional prompt, for models that take one; one for all, or one per prompt.
             guidance_scale, temperature, top_k, top_p: None selects the published default of the model.
             return_log_probs: also return log-probabilities of the tokens; see `compute_log_probs`.
-            accelerator, generator, num_candidates, output_type and all others: see `LlamaGenPipeline.__call__`.
+            accelerator, generator, batch_size, output_type and all others: see `LlamaGenPipeline.__call__`.
 
         Raises:
             ValueError, TypeError: for invalid arguments, naming the argument, its value and what is allowed.
@@ -195,11 +196,14 @@ class LanguageModelPipeline(VisualPipeline):
         prompts = validation.validate_prompts(prompt)
         images = len(prompts) * validation.validate_num_images(num_images_per_prompt, len(prompts))
         selection.validate_num_images(images)
+        size = None if batch_size is None else validation.validate_batch_size(batch_size, "batch_size")
         condition, _ = self.encode_condition(prompts, negative_prompt=negative_prompt)
         seeds = resolve_seeds(generator, images).for_candidates(selection.num_candidates)
         texts = [] if selection.scorer is None else [text for text in prompts for _ in range(images // len(prompts))]
         condition = condition.repeat(len(seeds.seeds) // len(prompts))
-        request = GenerationRequest(method, condition, guidance, seeds, sampling, len(prompts), selection, texts, output=output)
+        request = GenerationRequest(
+            method, condition, guidance, seeds, sampling, len(prompts), selection, texts, batch_size=size, output=output
+        )
         return run_request(self, request)
 
     def encode_condition(self, prompt: Any = None, *, negative_prompt: Any = None, **inputs: Any) -> tuple[Any, int]:
@@ -231,9 +235,13 @@ class LanguageModelPipeline(VisualPipeline):
         heads = {name: partial(known[name].adapter, each.to(described.device)) for name, each in self.draft_heads.items()}
         return TransformersTokenModel(described, guidance, draft, draft_heads=heads, example_tokens=self.example_tokens)
 
+    def joins_running_batch(self, method: Accelerator) -> bool:
+        return method.drafter.join_blocker is None
+
     def _decode(self, request: GenerationRequest, callback: Any) -> DecodeOutput:
         model, seeds = self.decoding_model(request.guidance), request.seeds.noise_seeds
-        return decode(model, request.condition, seeds, request.method, request.sampling, callback=callback)
+        options: Any = {"callback": callback, "batch_size": request.batch_size}
+        return decode(model, request.condition, seeds, request.method, request.sampling, **options)
 
     def _generate(self, request: Any, call: Any, bar: Any) -> LanguageModelOutput:
         images, result = generate_images(self, request, call, bar)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -128,6 +129,7 @@ class LlamaGenPipeline(VisualPipeline):
         *,
         class_labels: int | str | list[int | str] | Tensor | None = None,
         num_images_per_prompt: int = 1,
+        batch_size: int | None = None,
         guidance_scale: float | None = None,
         guidance_interval: int | None = None,
         temperature: float | None = None,
@@ -155,6 +157,8 @@ class LlamaGenPipeline(VisualPipeline):
             prompt: one prompt or several (`condition="text"`).
             class_labels: one class or several, by number or, where the checkpoint has them, name (`condition="class"`).
             num_images_per_prompt: number of images per prompt or class.
+            batch_size: maximum number of images to generate at a time; None generates all at once. If there are more, each
+                finished image makes room for the next one, so that none waits for the slowest.
             guidance_scale: scale of classifier-free guidance, at least 0; 1 disables it. None: the checkpoint's default; so for
                 `temperature` (at least 0; 0 is greedy), `top_k` (from 1 to the vocabulary size, which keeps every token) and
                 `top_p` (in (0, 1]).
@@ -206,13 +210,19 @@ class LlamaGenPipeline(VisualPipeline):
             num_images_per_prompt=num_images_per_prompt,
             generator=generator,
             guidance_interval=guidance_interval,
+            batch_size=batch_size,
         )
         return run_request(self, request)
+
+    def joins_running_batch(self, method: Accelerator) -> bool:
+        return method.drafter.join_blocker is None
 
     def _decode(self, request: GenerationRequest, callback: Any) -> DecodeOutput:
         model = self.decoding_model(request.guidance, compile=request.output.compile)
         seeds = request.seeds.noise_seeds
-        return decode(model, request.condition, seeds, request.method, request.sampling, callback=callback)
+        condition, options = request.condition, {"callback": callback, "batch_size": request.batch_size}
+        condition = replace(condition, negative=request.guidance.negative)
+        return decode(model, condition, seeds, request.method, request.sampling, **options)
 
     def decoding_model(self, guidance: Guidance | float = 1.0, *, compile: bool = False) -> LlamaGenTokenModel:
         """Return the adapter of the transformer and its drafters for `vargen.decoding.decode`."""

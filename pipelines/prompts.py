@@ -239,7 +239,8 @@ def scorer_prompts(pipe: VisualPipeline, prompt: Any, condition: Condition) -> l
 def repeat_condition(condition: Condition, count: int) -> Condition:
     """Repeat each row `count` times; the rows of prompt 0 come first."""
     parts = (condition.class_labels, condition.caption_embeds, condition.caption_mask)
-    return Condition(*(None if part is None else part.repeat_interleave(count, dim=0) for part in parts))
+    labels, embeds, mask = (None if part is None else part.repeat_interleave(count, dim=0) for part in parts)
+    return Condition(labels, embeds, mask)
 
 
 # A model that was trained with names, such as "grinning cat" for "😺", has a table of them in its folder.

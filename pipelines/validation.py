@@ -228,9 +228,9 @@ def validate_seed(seed: Any, images: int) -> int:
     return number
 
 
-def validate_batch_size(batch: Any) -> int:
+def validate_batch_size(batch: Any, name: str = "batch") -> int:
     """Raise ValueError unless it is a whole number of images from 1 to `MAX_IMAGES`."""
-    return require_int(batch, "batch", 1, MAX_IMAGES)
+    return require_int(batch, name, 1, MAX_IMAGES)
 
 
 def validate_max_sequence_length(max_sequence_length: Any) -> int:

@@ -127,6 +127,7 @@ class VARPipeline(VisualPipeline):
         strength: float | None = None,
         class_labels: int | str | list[int | str] | Tensor | None = None,
         num_images_per_prompt: int = 1,
+        batch_size: int | None = None,
         num_candidates: int = 1,
         scorer: Any = None,
         guidance_scale: float | None = None,
@@ -156,6 +157,8 @@ class VARPipeline(VisualPipeline):
             mask: white in the area to inpaint; a PIL image, or numbers in [0, 1], of the size of the image.
             strength: fraction of the scales to regenerate, from the finest down, in [0, 1]. Default: 0.8, and 1 with a mask.
             class_labels, num_images_per_prompt, num_candidates, scorer, negative_prompt: as in `LlamaGenPipeline`.
+            batch_size: maximum number of images to generate at a time; None generates all at once. Passes of scales differ in
+                shape, so that images start together: a list is generated batch by batch, in order.
             guidance_scale: scale of classifier-free guidance, at least 0; 1 disables it. Guidance grows linearly over the
                 scales from none at the first to this value at the last. The official `cfg` is this value minus 1. None: the
                 checkpoint's default; so for `temperature`, `top_k` and `top_p`.
@@ -185,6 +188,7 @@ class VARPipeline(VisualPipeline):
             output,
             num_images_per_prompt=num_images_per_prompt,
             generator=generator,
+            batch_size=batch_size,
         )
         fixed = None if source is None else self._encode_source(source, request.num_prompts, request.num_images)
         return run_request(self, replace(request, fixed=fixed))

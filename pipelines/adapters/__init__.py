@@ -20,7 +20,7 @@ class Guidance:
     Attributes:
         scale: 1 runs without the unconditional rows.
         interval: last guided decoding step of a next-token model, counted from 0; None guides all.
-        negative: condition of the unconditional rows. Default: the null condition.
+        negative: condition of the unconditional rows, unless the condition has its own. Default: the null condition.
     """
 
     scale: float = 1.0
@@ -36,7 +36,7 @@ class Guidance:
         """Return the condition of the conditional rows and, under guidance, that of the unconditional rows."""
         if self.rows_per_image == 1:
             return [condition]
-        return [condition, self.negative or transformer.null_condition(condition)]
+        return [condition, condition.negative or self.negative or transformer.null_condition(condition)]
 
     def repeat(self, tensor: Tensor) -> Tensor:
         """Repeat a tensor `[B, ...]` for the CFG rows, `[R, ...]`."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from vargen.decoding import AutoregressiveHead, Noise, Output, ParallelHeads, Sampling, Tree, decode
 from vargen.decoding.next_token.graphs import register_state
+from vargen.decoding.next_token.rows import insert_rows
 from vargen.decoding.noise import Purpose, derive_seeds
 from vargen.decoding.sampling import to_probs
 from vargen.device import normal_tensors
@@ -185,6 +186,12 @@ class LowResolutionDrafter:
             return self.upsampler.features(low)
         return upsample_tokens(low, self.grid, self.vqvae.decode, self.vqvae.encode).flatten(1)
 
+    def join(self, state: LowResState, new: LowResState, rows: Tensor) -> LowResState:
+        if state.cache is not None:
+            state.cache.insert_rows(self.model.prefill(new.condition, self.model.grid[0] * self.model.grid[1])[0], rows)
+        inserted = insert_rows(replace(state, cache=None), replace(new, cache=None), rows)
+        return replace(inserted, cache=state.cache)
+
     def refresh(self, state: LowResState, tokens: Tensor, committed: Tensor) -> LowResState:
         """Synchronize the low-resolution image with the tokens accepted so far (MuLo-SD).
 
@@ -219,9 +226,10 @@ class LowResolutionDrafter:
         position, start = fed[images, first:] + 1, whole[images, None]
         resampled = (position >= start) & (position < start + _ROWS_RESAMPLED * columns)
         noise, low = Noise(state.seeds[images], position), F.pad(state.low, (0, T + 1))
+        sampling = state.sampling.select_rows(images)
         for _ in range(_RESAMPLE_PASSES):
             out = self.model.forward(low.gather(1, fed), state.cache, tree)
-            sampled = noise.sample(to_probs(out.logits[images, first:], state.sampling), Purpose.TOKEN)
+            sampled = noise.sample(to_probs(out.logits[images, first:], sampling), Purpose.TOKEN)
             row = low[images]
             low = low.index_copy(0, images, row.scatter(1, position, torch.where(resampled, sampled, row.gather(1, position))))
         self.model.commit(state.cache, slots.expand(len(low), T), news, tree)

@@ -47,6 +47,10 @@ class PreviewDrafter:
         """Return the state: the preview is part of the tokens, and is final before the image begins."""
         return state
 
+    def join(self, state: Tensor, new: Tensor, rows: Tensor) -> Tensor:
+        """Return the state, which nothing reads."""
+        return state
+
     def source(self, position: Tensor) -> Tensor:
         """Return the positions in the preview that show the place of positions `[B, S]`; those of the preview are -1."""
         (r, c), (R, C) = self.preview, self.size

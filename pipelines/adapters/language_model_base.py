@@ -46,16 +46,19 @@ class PromptRows:
         return self.select_rows(index)
 
     def join(self, pad: int = 0) -> PromptRows:
-        """Return conditional and unconditional rows as one table `[2 B, P]`; those without unconditional rows unchanged."""
+        """Return conditional and unconditional rows as one table `[2 B, P]`; those without unconditional rows unchanged.
+
+        P is the width of the wider one, also for some rows of longer prompts, which then fit beside the others.
+        """
         if self.unconditional is None:
             return self
         rows = [row[valid] for each in (self, self.unconditional) for row, valid in zip(each.ids, each.valid, strict=True)]
-        return pad_prompts(rows, pad)
+        return pad_prompts(rows, pad, max(self.ids.shape[1], self.unconditional.ids.shape[1]))
 
 
-def pad_prompts(rows: Sequence[Sequence[int] | Tensor], pad: int) -> PromptRows:
-    """Return rows of different lengths as one table, padded on the left with `pad`."""
-    P = max(len(row) for row in rows)
+def pad_prompts(rows: Sequence[Sequence[int] | Tensor], pad: int, width: int = 0) -> PromptRows:
+    """Return rows of different lengths as one table of at least `width` columns, padded on the left with `pad`."""
+    P = max(width, *(len(row) for row in rows))
     ids, valid = torch.full((len(rows), P), pad), torch.zeros(len(rows), P, dtype=torch.bool)
     for number, row in enumerate(rows):
         ids[number, P - len(row) :], valid[number, P - len(row) :] = torch.as_tensor(row), True

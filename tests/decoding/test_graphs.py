@@ -14,7 +14,7 @@ import torch
 from recorded_graph import HostReadError, RecordedGraph
 from tiny_models import tiny_transformer, tiny_vq
 
-from vargen.decoding import Accelerator, DecodeOutput, Jacobi, Sampling, decode, resolve_method, speculative_sampling
+from vargen.decoding import Accelerator, DecodeOutput, Engine, Jacobi, Sampling, decode, resolve_method, speculative_sampling
 from vargen.decoding.next_token.acceptance.pooled import PooledRule
 from vargen.decoding.next_token.draft_length import AutoWindow, PowerLawEstimate, WidthController, _ControlledWindow
 from vargen.decoding.next_token.drafters.jacobi import JacobiState
@@ -88,6 +88,18 @@ def test_a_captured_run_is_the_eager_one(method: str, images: int) -> None:
     found = generated(method, images, graphs=RecordedGraph)
     assert same(found, expected)
     assert RecordedGraph.made == 1 and RecordedGraph.replays == expected.stats.passes - 3, "but the prefill and two passes"
+
+
+@pytest.mark.parametrize("method", ["ar", "scd", "gumbel", "eagle", "speculative"])
+def test_images_join_a_captured_run(method: str) -> None:
+    method = resolve_method(method).fit_to_grid(GRID**2)
+    expected = generated(method, 5)
+    engine = Engine(tiny(), method, batch_size=2, graphs=RecordedGraph)
+    conditions, seeds = Condition(class_labels=torch.arange(1, 6)), torch.arange(3, 8)
+    engine.submit(conditions, seeds, Sampling(0.9, top_k=20))
+    found = {image.number: image.tokens for image in engine.run()}
+    assert all(torch.equal(found[row], expected.tokens[row]) for row in range(5))
+    assert RecordedGraph.made == 1 and RecordedGraph.replays > expected.stats.passes
 
 
 @pytest.mark.parametrize("upsampled", [True, False])

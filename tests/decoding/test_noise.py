@@ -165,3 +165,25 @@ def test_noise_that_is_kept_is_the_same_noise(monkeypatch):
     )
     own.exponential(tree, 33)
     assert not made, "nothing is made twice"
+
+
+@pytest.mark.parametrize("purpose", [Purpose.TOKEN, Purpose.ACCEPT, Purpose.DRAFT])
+@pytest.mark.parametrize("compiling", [False, True])  # torch on all devices; NumPy on a CPU
+def test_each_image_may_have_a_number_of_its_own_passes(purpose, compiling, monkeypatch):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
+    position, step = torch.arange(4).expand(len(SEEDS), -1), torch.tensor([2, 9, 2, 2**40, 3])
+    noise = Noise(SEEDS, position, step)
+    for row in range(len(SEEDS)):
+        alone = Noise(SEEDS[row : row + 1], position[:1], int(step[row]))
+        assert torch.equal(noise.uniform(purpose)[row], alone.uniform(purpose)[0])
+        assert torch.equal(noise.uniform64(purpose)[row], alone.uniform64(purpose)[0])
+    if purpose != Purpose.TOKEN:
+        assert torch.equal(Noise(*noise.key).uniform(purpose), noise.uniform(purpose))
+
+
+def test_rows_of_cached_noise_are_replaced():
+    position, vocab = torch.arange(3).expand(len(SEEDS), -1), 5
+    cached = TokenNoise(SEEDS, 8)
+    cached.exponential(position, vocab)
+    cached.replace_rows(torch.tensor([1, 4]), SEEDS[[2, 0]])
+    assert torch.equal(cached.exponential(position, vocab), sample_exponential(SEEDS[[0, 2, 2, 3, 0]], position, vocab))

@@ -75,6 +75,20 @@ def test_seeds_and_subjects_depend_on_the_item_alone() -> None:
             GenerationPlan("m", "o", ("ar",), *wrong)
 
 
+def test_units_of_several_batches_give_the_same_images_and_resume(whole: dict[str, bytes], model: Path, tmp_path: Path) -> None:
+    plan = make_plan(model, tmp_path / "run", unit=5)
+    with pytest.raises(KeyboardInterrupt):
+        generate_missing_images(plan, backend=stopping_after(1))
+    some = images(tmp_path / "run")
+    next(iter(sorted((tmp_path / "run").glob("images/**/*.png")))).unlink()
+    assert generate_missing_images(plan) == 14 - len(some) + 1 and images(tmp_path / "run") == whole
+    records = [record for file in (tmp_path / "run").glob("manifest/*.jsonl") for record in read_manifest(file)]
+    assert {record["batch"] for record in records} == {2, 3} and all(record["passes"] > 0 for record in records)
+    rejects(lambda: generate_missing_images(replace(plan, unit=None)), "unit", ValueError)
+    for wrong in (2, 0, 10**6):
+        rejects(lambda unit=wrong: make_plan(model, tmp_path / "bad", unit=unit).validate(), "unit", ValueError)
+
+
 def test_an_image_is_what_the_pipeline_generates_of_its_seed(whole: dict[str, bytes], model: Path, tmp_path: Path) -> None:
     import io
 

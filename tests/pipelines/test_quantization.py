@@ -98,14 +98,15 @@ def test_methods_and_batches_generate_the_same_image(folder: Path, backend: str,
     monkeypatch.setenv("VARGEN_KERNELS", backend)
     pipe, prompts = open_int8(folder), ["a cat", "a red apple", "a small blue house with a tree"]
 
-    def tokens(method: str, rows: list[int]) -> Tensor:
+    def tokens(method: str, rows: list[int], batch_size: int | None = None) -> Tensor:
         generators = [torch.Generator().manual_seed(row) for row in rows]
-        call = {"accelerator": method, "generator": generators, "output_type": "latent"}
+        call = {"accelerator": method, "generator": generators, "output_type": "latent", "batch_size": batch_size}
         return pipe([prompts[row] for row in rows], **call).images
 
     expected = torch.cat([tokens("ar", [row]) for row in range(3)])
     for method, rows in (("gumbel:window=5", [0, 1, 2]), ("gumbel:window=2", [2, 0]), ("ar", [1, 2])):
         assert torch.equal(tokens(method, rows), expected[rows]), method
+    assert torch.equal(tokens("gumbel:window=5", [0, 1, 2], 2), expected), "an image joins a running batch"
 
 
 class EnumerableModel(LlamaGenTokenModel):

@@ -49,6 +49,7 @@ RENAMED = {
     "num": "num-images",
     "prompts": "prompt-file",
     "batch": "batch-size",
+    "unit": "unit-size",
     "engine": "backend",
     "actors": "num-workers",
 }
@@ -65,6 +66,7 @@ class EvaluateOptions:
     prompt_file: Path | None
     classes: str | None
     batch_size: int
+    unit_size: int | None
     seed: int
     sampling: dict[str, Any]
     dtype: Dtype
@@ -100,6 +102,7 @@ class EvaluateOptions:
             quantization=self.quantization,
             device=self.device,
             threads=self.threads,
+            unit=self.unit_size,
         )
 
     def _select_prompts(self) -> list[Any]:
@@ -146,6 +149,13 @@ def evaluate(
         ),
     ] = None,
     batch_size: Annotated[int, typer.Option(metavar="N", help="Images generated at once.")] = 8,
+    unit_size: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Images of a list in which each finished one makes room for the next. Default: fixed batches.",
+        ),
+    ] = None,
     shard: Annotated[
         str, typer.Option(metavar="I/N", help="Generate only part I of N, from 1; other processes generate the others.")
     ] = "1/1",
@@ -186,7 +196,13 @@ def evaluate(
             json=as_json,
         )  # fmt: skip
     if makes_video(model):
-        for_images = {"classes": classes, "resize": resize, "reference": reference, "shard": part[1] > 1}
+        for_images = {
+            "classes": classes,
+            "unit_size": unit_size,
+            "resize": resize,
+            "reference": reference,
+            "shard": part[1] > 1,
+        }
         for_images |= {"generate_only": generate_only, **sampling}
         reject_options("is for image models, and this model generates video", **for_images)
         videos = VideoComparisonOptions(
@@ -211,6 +227,7 @@ def evaluate(
         prompt_file,
         classes,
         batch_size,
+        unit_size,
         seed,
         sampling,
         dtype,

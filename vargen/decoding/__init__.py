@@ -37,6 +37,7 @@ from vargen.decoding.next_token.drafters import (
     Wavefront,
 )
 from vargen.decoding.next_token.drafters.base import ChainDrafter, TreeDrafter
+from vargen.decoding.next_token.engine import Engine, FinishedImage
 from vargen.decoding.next_token.loop import decode
 from vargen.decoding.next_token.protocols import AcceptanceRule, AutoregressiveHead, Drafter, ParallelHeads, TokenModel
 from vargen.decoding.next_token.trees.shapes import AutoTree, DynamicTree, StaticTree
@@ -83,6 +84,8 @@ __all__ = [
     "Drafter",
     "DynamicTree",
     "Eagle",
+    "Engine",
+    "FinishedImage",
     "FixedWindow",
     "GroupedRule",
     "Jacobi",

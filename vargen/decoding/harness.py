@@ -63,6 +63,14 @@ class DecodeOutput:
     canvas: Tensor | None = None
 
 
+def describe_non_finite_logits(position: int, total: int, step: int) -> str:
+    """Return the error message for logits that are not finite at a token in a pass."""
+    return (
+        f"the model returned NaN or infinite logits at token {position} of {total}, pass {step}; no image is returned. Check "
+        "the checkpoint, or run with torch_dtype=torch.float32"
+    )
+
+
 Callback = Callable[[Progress], bool | None]
 
 
@@ -220,8 +228,5 @@ class _FiniteCheck:
     def _read(self, report: Tensor, step: int) -> bool:
         position, shortest = report.tolist()
         if position < self.total:
-            raise NonFiniteLogitsError(
-                f"the model returned NaN or infinite logits at token {position} of {self.total}, pass {step}; no image is "
-                "returned. Check the checkpoint, or run with torch_dtype=torch.float32"
-            )
+            raise NonFiniteLogitsError(describe_non_finite_logits(position, self.total, step))
         return shortest >= self.total

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vargen.decoding.noise_bits import UNIT, exponential_of_keys, lane_bits, make_keys, to_unit_, uses_numpy
+from vargen.decoding.noise_bits import UNIT, add_steps, exponential_of_keys, lane_bits, make_keys, to_unit_, uses_numpy
 from vargen.kernels.dispatch import is_eager_cpu, supports_rows
 from vargen.kernels.row_ops import sample_categorical
 
@@ -100,6 +100,12 @@ class TokenNoise:
         self._ring = np.empty((len(seeds), 0, 0), np.float32)  # [B, W, V], position p at index p % W
         self._ring_position = np.empty((len(seeds), 0), np.int64)  # [B, W], the cached positions
 
+    def replace_rows(self, rows: Tensor, seeds: Tensor) -> None:
+        """Continue with other images, whose seeds are int64 `[n]`, in some rows `[n]` of the batch."""
+        positions = torch.arange(self._keys.shape[1], device=seeds.device).expand(len(seeds), -1)
+        self._keys.index_copy_(0, rows, make_keys(seeds, positions, Purpose.TOKEN))
+        self._ring_position[rows.tolist()] = -1
+
     def exponential(self, position: Tensor, vocab: int) -> Tensor:
         """Same values as `sample_exponential`."""
         keys = self._keys.gather(1, position)
@@ -150,7 +156,8 @@ class Noise:
     Attributes:
         seeds: int64 `[B]`.
         position: int64 `[B, T]`, grid position of the token after each fed slot.
-        step: pass number; an int64 scalar tensor if the device counts passes, with identical results.
+        step: pass number; an int64 tensor if the device counts passes, with identical results: `[]`, or `[B]` if images of a
+            batch did not start together (`vargen.decoding.next_token.engine`).
         token_noise: cached shared noise of the images; None recomputes it.
         needed: bool, broadcasts to `[B, T]`; samples elsewhere have no effect on what is generated. Used only where outcomes
             are enumerated (`vargen.evaluation.enumeration`). None: all are needed.
@@ -240,6 +247,13 @@ class Noise:
             number: at least 0, or an int64 tensor that broadcasts to the positions.
         """
         return self.shift(number * FOLD)
+
+    @property
+    def key(self) -> tuple[Tensor, Tensor, int | Tensor]:
+        """Seeds, positions and pass number for kernels, which take one number for all images. Not for `Purpose.TOKEN`."""
+        if isinstance(self.step, Tensor) and self.step.dim():
+            return add_steps(self.seeds, self.step), self.position, 0
+        return self.seeds, self.position, self.step
 
     def where(self, needed: Tensor) -> Noise:
         """Return this noise, for a caller that uses samples only where `needed` is True."""

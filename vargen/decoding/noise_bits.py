@@ -48,19 +48,22 @@ def _mix_(z: Tensor) -> Tensor:
 
 
 def make_keys(seeds: Tensor, position: Tensor, purpose: int, step: int | Tensor = 0) -> Tensor:
-    """int64 `[B, T]`, the key of one independent stream per position."""
+    """int64 `[B, T]`, the key of one independent stream per position; `step` is a number, or int64 `[]` or `[B]`."""
     if isinstance(step, Tensor):  # same value; wraps on the device
+        if step.dim() and uses_numpy(seeds):
+            number = step.numpy().astype(np.uint64) * np.uint64(64) + np.uint64(int(purpose) + 1)
+            return _keys_numpy(seeds.numpy(), position.numpy(), number * np.uint64(_GOLDEN & _ALL))
         key = _mix_(seeds + (step * 64 + (int(purpose) + 1)) * _GOLDEN)
     else:
         stream = _to_signed(_GOLDEN * (int(purpose) + 1 + 64 * step))
         if uses_numpy(seeds):
-            return _keys_numpy(seeds.numpy(), position.numpy(), stream)
+            return _keys_numpy(seeds.numpy(), position.numpy(), np.uint64(stream & _ALL))
         key = _mix_(seeds + stream)
     return _mix_(key[:, None] + (position + 1) * _GOLDEN)
 
 
-def _keys_numpy(seeds: np.ndarray, position: np.ndarray, stream: int) -> Tensor:
-    key = _mix_numpy_(seeds.astype(np.uint64) + np.uint64(stream & _ALL))
+def _keys_numpy(seeds: np.ndarray, position: np.ndarray, stream: np.ndarray | np.uint64) -> Tensor:
+    key = _mix_numpy_(seeds.astype(np.uint64) + stream)
     keys = _mix_numpy_(key[:, None] + (position.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN & _ALL))
     return torch.from_numpy(keys.view(np.int64))
 
@@ -118,3 +121,8 @@ def exponential_of_keys(keys: Tensor, vocab: int) -> Tensor:
 def _lane_offsets(vocab: int, device: torch.device) -> Tensor:
     """int32 `[V]`, widely spaced; never modified in place."""
     return torch.arange(1, vocab + 1, dtype=torch.int32, device=device).mul_(_GOLDEN32)
+
+
+def add_steps(seeds: Tensor, step: Tensor) -> Tensor:
+    """Return seeds int64 `[B]` whose noise at pass 0 is that of `seeds` at the passes `step` `[B]`."""
+    return seeds + step * _to_signed(64 * _GOLDEN)

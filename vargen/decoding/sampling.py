@@ -6,7 +6,8 @@ from here, which defines "the same distribution" in this library.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 from torch import Tensor
@@ -45,12 +46,77 @@ class Sampling:
         """Whether the most probable token is always taken."""
         return self.temperature == 0
 
+    def with_temperature(self, temperature: float) -> Sampling:
+        """Return the options with another temperature."""
+        return replace(self, temperature=temperature)
+
+    def select_rows(self, rows: Tensor) -> Sampling:
+        """Return the options of some images `[n]` of a batch, which all have these."""
+        return self
+
     def validate_top_k(self, vocab: int) -> None:
         """Raise ValueError if `top_k` exceeds the vocabulary."""
         if self.top_k is not None and self.top_k > vocab:
             raise ValueError(
                 f"top_k must be at most the vocabulary of {vocab} tokens, got {short_repr(self.top_k)}; None keeps all"
             )
+
+
+class RowSampling(Sampling):
+    """The sampling options of each image of a batch; see `to_probs`.
+
+    Images with equal options are computed together, by the same operations as without the others.
+
+    Args:
+        rows: one per image. For relaxed rules, either all are greedy or none is.
+    """
+
+    def __init__(self, rows: Sequence[Sampling]):
+        super().__init__(temperature=rows[0].temperature)  # for `is_greedy`
+        object.__setattr__(self, "rows", list(rows))
+        self._find_groups()
+
+    rows: list[Sampling]
+    _groups: dict[Sampling, list[int]]
+
+    def _find_groups(self) -> None:
+        groups: dict[Sampling, list[int]] = {}
+        for row, sampling in enumerate(self.rows):
+            groups.setdefault(sampling, []).append(row)
+        object.__setattr__(self, "_groups", groups)
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether options differ between images."""
+        return len(self._groups) > 1
+
+    def with_temperature(self, temperature: float) -> RowSampling:
+        return RowSampling([each.with_temperature(temperature) for each in self.rows])
+
+    def select_rows(self, rows: Tensor) -> RowSampling:
+        return RowSampling([self.rows[row] for row in rows.tolist()])
+
+    def validate_top_k(self, vocab: int) -> None:
+        for each in self.rows:
+            each.validate_top_k(vocab)
+
+    def insert_rows(self, new: RowSampling, rows: Tensor) -> RowSampling:
+        """Replace the options of some rows `[n]` of the batch by those of n other images, in place."""
+        for row, sampling in zip(rows.tolist(), new.rows, strict=True):
+            self.rows[row] = sampling
+        object.__setattr__(self, "temperature", new.temperature)
+        self._find_groups()
+        return self
+
+    def to_probs(self, logits: Tensor) -> Tensor:
+        """Probabilities, float32 `[B, ..., V]`, from guided logits `[B, ..., V]`."""
+        if not self.is_mixed:
+            return to_probs(logits, next(iter(self._groups)))
+        probs = torch.empty_like(logits, dtype=torch.float32)
+        for sampling, rows in self._groups.items():
+            index = torch.tensor(rows, device=logits.device)
+            probs[index] = to_probs(logits[index], sampling)
+        return probs
 
 
 def apply_guidance(conditional: Tensor, unconditional: Tensor, scale: float | Tensor) -> Tensor:
@@ -79,6 +145,8 @@ def filter_logits(logits: Tensor, top_k: int | None, top_p: float) -> Tensor:
 
 def to_probs(logits: Tensor, sampling: Sampling) -> Tensor:
     """Probabilities, float32 `[..., V]`, from guided logits `[..., V]`."""
+    if isinstance(sampling, RowSampling):
+        return sampling.to_probs(logits)
     temperature = max(sampling.temperature, MIN_TEMPERATURE)
     if supports_rows(logits) and not torch.is_grad_enabled():
         from vargen.kernels.sampler import sample_from_logits

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from vargen.decoding import AutoregressiveHead, Noise, Output, ParallelHeads, Sampling, TokenModel, Tree
 from vargen.decoding.next_token.protocols import DraftHead
+from vargen.decoding.next_token.rows import insert_rows, put_rows
 from vargen.decoding.noise import Purpose
 
 
@@ -26,6 +27,10 @@ class TableState:
     history: Tensor  # [B, N + T] cached tokens
     length: Tensor  # [B]
     fed: Tensor | None = None
+
+    def insert_rows(self, new: TableState, rows: Tensor) -> TableState:
+        """Replace images of the batch; `fed` belongs to the pass between two calls."""
+        return TableState(put_rows(self.history, new.history, rows), put_rows(self.length, new.length, rows))
 
 
 def _features(tokens: Tensor, condition: Tensor) -> Tensor:
@@ -184,6 +189,9 @@ class TableLowRes:
         condition, coarse, _ = state
         shown = torch.arange(tokens.shape[1]) < committed[:, None]
         return condition, coarse, (coarse + (tokens * shown).sum(1)) % self.vocab
+
+    def join(self, state: tuple[Tensor, ...], new: tuple[Tensor, ...], rows: Tensor) -> Any:
+        return insert_rows(state, new, rows)
 
     def probs(self, state: tuple[Tensor, Tensor, Tensor], tokens: Tensor, length: Tensor, position: Tensor) -> Tensor:
         condition, _, coarse = state

@@ -19,19 +19,36 @@ class Condition:
         class_labels: int64 `[B]`, 0 to `num_classes - 1`, or `num_classes` for the null class.
         caption_embeds: `[B, P, caption_dim]`, valid rows last (left padding), padding rows zero.
         caption_mask: bool `[B, P]`, True where valid; None makes all rows visible.
+        negative: condition of the unconditional rows in guidance. None: see `vargen.pipelines.adapters.Guidance`.
     """
 
     class_labels: Tensor | None = None
     caption_embeds: Tensor | None = None
     caption_mask: Tensor | None = None
+    negative: Condition | None = None
 
-    def select_rows(self, chosen: slice) -> Condition:
-        """Return a slice of the batch."""
-        parts = (self.class_labels, self.caption_embeds, self.caption_mask)
-        return Condition(*(None if part is None else part[chosen] for part in parts))
+    @property
+    def _parts(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        return self.class_labels, self.caption_embeds, self.caption_mask
+
+    def select_rows(self, chosen: slice | Tensor) -> Condition:
+        """Return some rows of the batch, given by a slice or by indices int64 `[n]`."""
+        negative = self.negative and self.negative.select_rows(chosen)
+        labels, embeds, mask = (None if part is None else part[chosen] for part in self._parts)
+        return Condition(labels, embeds, mask, negative)
+
+    def insert_rows(self, new: Condition, rows: Tensor) -> Condition:
+        """Return the batch with the rows of another one in some of its rows, int64 `[n]`."""
+        pairs = zip(self._parts, new._parts, strict=True)
+        parts = (None if held is None or given is None else held.index_copy(0, rows, given.to(held)) for held, given in pairs)
+        labels, embeds, mask = parts
+        negative = None if self.negative is None or new.negative is None else self.negative.insert_rows(new.negative, rows)
+        return Condition(labels, embeds, mask, negative)
 
     def cat(self, other: Condition) -> Condition:
-        """Concatenate this batch with another. If only one has a mask, all caption rows of the other stay visible.
+        """Concatenate this batch with another, without `negative`.
+
+        If only one has a mask, all caption rows of the other stay visible.
 
         Raises:
             ValueError: if one has class labels and the other captions.
@@ -44,4 +61,5 @@ class Condition:
             pairs_of_masks = [(m, e) for m, e in zip(masks, embeds, strict=True) if e is not None]
             masks = [torch.ones(e.shape[:2], dtype=torch.bool, device=e.device) if m is None else m for m, e in pairs_of_masks]
         pairs = (labels, embeds, masks)
-        return Condition(*(None if a is None or b is None else torch.cat([a, b.to(a)]) for a, b in pairs))
+        joined = [None if a is None or b is None else torch.cat([a, b.to(a)]) for a, b in pairs]
+        return Condition(joined[0], joined[1], joined[2])

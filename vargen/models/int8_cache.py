@@ -55,8 +55,12 @@ class Int8Cache:
         self.k_scale, self.v_scale = torch.zeros(shape), torch.zeros(shape)
 
     @property
+    def _stores(self) -> tuple[Tensor, ...]:
+        return self.k, self.v, self.k_scale, self.v_scale
+
+    @property
     def nbytes(self) -> int:
-        return sum(store.nbytes for store in (self.k, self.v, self.k_scale, self.v_scale))
+        return sum(store.nbytes for store in self._stores)
 
     def write_prefix(self, layer: int, v_RPGK: Tensor) -> None:
         """Store the values of the conditioning, float32. Its keys are zero, as LlamaGen's always are."""
@@ -65,6 +69,24 @@ class Int8Cache:
 
     def _write_values(self, layer: int, values_RGPK: Tensor, scale_RGP: Tensor) -> None:
         self.v[layer, :, :, : self.prefix], self.v_scale[layer, :, :, : self.prefix] = values_RGPK, scale_RGP
+
+    def insert_rows(self, new: Int8Cache, rows: Tensor) -> Int8Cache:
+        """Replace images of the batch by those of another cache of the same network, in place; see `KVCache.insert_rows`.
+
+        Raises:
+            ValueError: if the prefix has another length: pairs of slots would be split.
+        """
+        if new.prefix != self.prefix:
+            raise ValueError(f"condition must have {self.prefix} rows, as in the running batch, got {new.prefix}")
+        images = self.rows * len(rows) // new.rows
+        index = torch.cat([rows + first for first in range(0, self.rows, images)])
+        for held, given in zip(self._stores, new._stores, strict=True):
+            held.index_fill_(1, index, 0)
+            part = (slice(None), slice(None), *(slice(min(a, b)) for a, b in zip(held.shape[2:], given.shape[2:], strict=True)))
+            held[part].index_copy_(1, index, given[part])
+        self.prefix_bias.index_copy_(0, index, new.prefix_bias)
+        self.length.index_copy_(0, index, new.length)
+        return self
 
     def slots_of_pass(self, T: int) -> Tensor:
         """Return the slots int64 `[R, T]` that a pass over T tokens writes. Full rows write only to scratch."""

@@ -78,6 +78,33 @@ class KVCache:
             self.k[layer, :, :, : self.prefix] = k_RPHK.transpose(1, 2)
         self.v[layer, :, :, : self.prefix] = v_RPHK.transpose(1, 2)
 
+    def insert_rows(self, new: KVCache, rows: Tensor) -> KVCache:
+        """Replace images of the batch by those of another cache of the same network, in place.
+
+        Whole rows are overwritten, so that nothing of the earlier images remains, such as NaN.
+
+        Args:
+            new: with a prefix of at most as many slots, which is aligned with the end of this one's.
+            rows: int64 `[n]`, numbers of the images to replace. Rows of the network that belong to the same images follow after
+                those of all images (CFG rows).
+
+        Raises:
+            ValueError: if the prefix is longer.
+        """
+        if new.prefix > self.prefix:
+            raise ValueError(f"condition must have at most {self.prefix} rows, as in the running batch, got {new.prefix}")
+        images = self.rows * len(rows) // new.rows
+        index = torch.cat([rows + first for first in range(0, self.rows, images)])
+        first, used = self.prefix - new.prefix, new.prefix + min(self.tokens + self.scratch, new.tokens + new.scratch)
+        for held, given in ((self.k, new.k), (self.v, new.v)):
+            if used < self.slots:
+                held.index_fill_(1, index, 0)
+            held[:, :, :, first : first + used].index_copy_(1, index, given[:, :, :, :used])
+        self.prefix_bias.index_fill_(0, index, float("-inf"))
+        self.prefix_bias[:, first:].index_copy_(0, index, new.prefix_bias)
+        self.length.index_copy_(0, index, new.length)
+        return self
+
     def view_for_pass(self, T: int, earlier: int = 0) -> CacheView:
         """Return the view of the cache for a pass that feeds T tokens after each row's pointer.
 

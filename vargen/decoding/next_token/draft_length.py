@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -182,6 +182,7 @@ class WidthController:
     min_warmup_width: int = 2
     switch_margin: float = 1.0
     width: int = 0
+    is_shared: ClassVar[bool] = True  # see `rows.insert_rows`
 
     def __post_init__(self) -> None:
         optimistic = {w: self.tokens_per_second(w, self.estimate.optimistic_tokens(w)) for w in self.seconds_by_width}

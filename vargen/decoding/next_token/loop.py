@@ -24,6 +24,7 @@ from vargen.decoding.next_token.acceptance.siblings import count_sibling_accepta
 from vargen.decoding.next_token.draft import Draft, Output, Step, Verdict
 from vargen.decoding.next_token.graphs import CUDAGraph, GraphedPass, Outputs, register_state
 from vargen.decoding.next_token.protocols import AcceptanceRule, Drafter, TokenModel
+from vargen.decoding.next_token.rows import insert_rows
 from vargen.decoding.noise import Noise, TokenNoise
 from vargen.decoding.pass_costs import use_best_threads
 from vargen.decoding.presets import resolve_method
@@ -31,7 +32,7 @@ from vargen.decoding.sampling import Sampling, to_probs
 from vargen.decoding.stats import DecodeStats
 from vargen.device import inference_mode_for, normal_tensors, read_graph_setting
 from vargen.kernels.dispatch import read_kernel_setting
-from vargen.values import short_repr
+from vargen.values import parse_int, short_repr
 
 
 @torch.no_grad()
@@ -46,6 +47,7 @@ def decode(
     callback: Callback | None = None,
     profile: bool = False,
     graphs: type[CUDAGraph] | None = None,
+    batch_size: int | None = None,
 ) -> DecodeOutput:
     """Generate the tokens of B images.
 
@@ -59,6 +61,8 @@ def decode(
         profile: on CUDA, synchronize between the parts of a step so that `seconds_by_part` is filled.
         graphs: class that captures passes as a graph. Default: `CUDAGraph` if VARGEN_CUDA_GRAPHS=1 and the model is on a GPU,
             otherwise None.
+        batch_size: maximum number of images at a time. If there are more, each finished image makes room for the next one, as
+            in `vargen.decoding.next_token.engine`. None: all at once.
 
     Returns:
         Tokens `[B, N]`, lengths `[B]` and `DecodeStats`.
@@ -72,8 +76,12 @@ def decode(
     read_kernel_setting()  # fail on an invalid VARGEN_KERNELS or VARGEN_CUDA_GRAPHS before any work
     method: Accelerator = resolve_method(accelerator)
     sampling = Sampling() if sampling is None else sampling
-    if isinstance(model, type) or not isinstance(model, TokenModel):
-        raise TypeError(f"model must be a TokenModel, such as pipe.decoding_model(1.0), got {short_repr(model)}")
+    validate_token_model(model)
+    if batch_size is not None and not (isinstance(seeds, Tensor) and 0 < len(seeds) <= require_batch_size(batch_size)):
+        from vargen.decoding.next_token.batching import decode_list  # which runs passes of this loop
+
+        options: Any = {"callback": callback, "profile": profile, "graphs": graphs, "batch_size": batch_size}
+        return decode_list(model, condition, seeds, method, sampling, **options)
     device = torch.device(model.device)
     if read_graph_setting(device) and graphs is None:
         graphs = CUDAGraph
@@ -87,6 +95,20 @@ def decode(
         run.finish(stats)
     # Clone outside inference mode, so that callers can train on the result.
     return DecodeOutput(images.tokens[:, : run.total].clone(), images.length.clone(), stats, finished=not run.stopped)
+
+
+def require_batch_size(batch_size: Any) -> int:
+    """Return the batch size. Raises ValueError unless it is a whole number of at least 1."""
+    size = parse_int(batch_size, 1)
+    if size is None:
+        raise ValueError(f"batch_size must be a whole number of at least 1, got {short_repr(batch_size)}")
+    return size
+
+
+def validate_token_model(model: Any) -> None:
+    """Raise TypeError unless it is a `TokenModel`."""
+    if isinstance(model, type) or not isinstance(model, TokenModel):
+        raise TypeError(f"model must be a TokenModel, such as pipe.decoding_model(1.0), got {short_repr(model)}")
 
 
 def run_loop(
@@ -161,13 +183,9 @@ class DecodePass:
     make_noise: MakeNoise
 
     def sample_first_token(self, images: ImageState, out: Output) -> None:
-        """Sample token 0 from the output of the prefill."""
-        seeds, position = images.seeds, torch.zeros_like(images.seeds)[:, None]
-        empty = Draft.make_empty(len(seeds), self.model.vocab, seeds.device)
-        noise, probs = self.make_noise(seeds, position, 0), to_probs(out.logits, self.sampling)
-        images.tokens[:, 0] = shared_noise(probs, empty, noise, images.relaxation).next_token
-        images.committed_histogram[1] += len(seeds)
-        run = self.run
+        """Sample token 0 from the output of the prefill, and finish that pass."""
+        run, position = self.run, torch.zeros_like(images.seeds)[:, None]
+        images.put_first_token(out, self.sampling, self.make_noise(images.seeds, position, 0))
         run.end_pass(out.logits, position, images.tokens[:, : run.total], images.length, torch.ones_like(images.length))
 
     def __call__(self, state: LoopState) -> tuple[LoopState, Outputs]:
@@ -218,7 +236,7 @@ def add_unfiltered_probs(draft: Draft, rule: AcceptanceRule, logits: Tensor, sam
     """Add `Draft.unfiltered_probs` if the rule is relaxed and sampling is greedy; otherwise return the draft unchanged."""
     if rule.exact or not sampling.is_greedy:
         return draft
-    return replace(draft, unfiltered_probs=to_probs(logits, replace(sampling, temperature=1.0)))
+    return replace(draft, unfiltered_probs=to_probs(logits, sampling.with_temperature(1.0)))
 
 
 @register_state
@@ -234,7 +252,8 @@ class ImageState:
         committed_histogram: int64 `[max_width + 1]`; entry k counts the (pass, image) pairs that committed k tokens.
         sibling_counts: int64 `[max_width, 2]`; see `DecodeStats.sibling_counts`.
         num_tokens: N.
-        step: number of the next pass; the prefill is pass 1. A tensor if the device counts passes.
+        step: number of the next pass; the prefill is pass 1. A tensor `[]` if the device counts passes, and `[B]` if images did
+            not start together.
     """
 
     seeds: Tensor
@@ -261,6 +280,20 @@ class ImageState:
             sibling_counts=torch.zeros(max_width, 2, dtype=torch.int64, device=device),
             num_tokens=num_tokens,
         )
+
+    def insert_rows(self, new: ImageState, rows: Tensor) -> ImageState:
+        """Replace images in rows int64 `[n]` of the batch, in place. Statistics of passes are those of all images."""
+        names = ("seeds", "tokens", "length", "relaxation", "step")
+        parts = {name: insert_rows(getattr(self, name), getattr(new, name), rows) for name in names}
+        self.committed_histogram += new.committed_histogram
+        return replace(self, **parts)
+
+    def put_first_token(self, out: Output, sampling: Sampling, noise: Noise) -> None:
+        """Sample token 0 from the output of the prefill, given the noise at position 0."""
+        empty = Draft.make_empty(len(self.seeds), out.logits.shape[-1], self.seeds.device)
+        probs = to_probs(out.logits, sampling)
+        self.tokens[:, 0] = shared_noise(probs, empty, noise, self.relaxation).next_token
+        self.committed_histogram[1] += len(self.seeds)
 
     def build_inputs(self, draft: Draft) -> Tensor:
         """Return the tokens to feed, int64 `[B, T]`: the root, then the draft."""

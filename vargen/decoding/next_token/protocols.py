@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from vargen.decoding.next_token.draft import Draft, Output, Step, Tree, Verdict
+from vargen.decoding.next_token.rows import insert_rows
 from vargen.decoding.noise import Noise
 from vargen.decoding.sampling import Sampling
 
@@ -77,6 +78,10 @@ class TokenModel:
         """Truncate the state of each row to its first `length` `[B]` tokens."""
         raise NotImplementedError
 
+    def join(self, state: Any, new: Any, rows: Tensor) -> Any:
+        """Return the state of a running batch with the images of `new`, a state after prefill, in rows int64 `[n]`."""
+        return insert_rows(state, new, rows)
+
     def skip_layers(self, layers: Sequence[int]) -> TokenModel:
         """Return a view of the model without these layers, numbered from 0. It has its own states and shares the weights.
 
@@ -107,6 +112,9 @@ class LowResModel(Protocol):
 
         Apart from these tokens, the new state may depend only on noise that is used for nothing else.
         """
+
+    def join(self, state: Any, new: Any, rows: Tensor) -> Any:
+        """Return the state of a running batch with the images of `new`, which `start` returned, in rows int64 `[n]`."""
 
     def probs(self, state: Any, tokens: Tensor, length: Tensor, position: Tensor) -> Tensor:
         """Probabilities float32 `[B, S, V]` of the target's tokens at positions `[B, S]`, from which draft tokens are sampled.
@@ -141,6 +149,11 @@ class Drafter:
         number does not depend on the samples.
         """
         return ()
+
+    @property
+    def join_blocker(self) -> str | None:
+        """Why images cannot join a running batch (`vargen.decoding.next_token.engine`); None if they can."""
+        return None
 
     def bind(self, model: TokenModel) -> Self:
         """Return the drafter for a model; called before anything is allocated.
@@ -190,6 +203,16 @@ class Drafter:
                 numbers from it, for later positions through `Noise.shift`.
         """
         raise NotImplementedError
+
+    def join(self, state: Any, new: Any, rows: Tensor, tokens: Tensor, length: Tensor) -> Any:
+        """Return the state of a running batch with new images in some of its rows.
+
+        Args:
+            new: state that `start` returned for n images.
+            rows: int64 `[n]`, which images of the batch they replace.
+            tokens, length: of the whole batch, as in `propose`; the new images have one token.
+        """
+        return insert_rows(state, new, rows)
 
     def observe(self, state: Any, step: Step) -> Any:
         """Return the state for the next pass, given the result of this one.

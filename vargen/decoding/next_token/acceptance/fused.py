@@ -30,7 +30,7 @@ def verify_chain(
     """Verdict of `speculative_sampling` on a chain, or of a relaxed rule, given its acceptance probabilities `[B, T - 1]`."""
     from vargen.kernels.verify_chain import verify_chain
 
-    given = (probs, draft.tokens, draft.probs, draft.valid, noise.seeds, noise.position, noise.step)
+    given = (probs, draft.tokens, draft.probs, draft.valid, *noise.key)
     count, next_token, spent = verify_chain(
         *given, accept_prob=accept_prob, relaxation=relaxation, budget=budget, tightening=tightening
     )
@@ -43,7 +43,7 @@ def verify_recursive_rejection(probs: Tensor, draft: Draft, noise: Noise) -> Ver
     from vargen.kernels.verify_tree import verify_recursive_rejection
 
     given = (probs, draft.tokens, draft.probs, draft.valid, draft.tree.children, draft.tree.max_path)
-    return Verdict(*verify_recursive_rejection(*given, noise.seeds, noise.position, noise.step))
+    return Verdict(*verify_recursive_rejection(*given, *noise.key))
 
 
 def verify_shared_noise(sampled: Tensor, draft: Draft) -> Verdict:
@@ -60,4 +60,4 @@ def verify_traversal(probs: Tensor, draft: Draft, noise: Noise) -> Verdict:
 
     tree = draft.tree
     given = (probs, draft.tokens, draft.probs, draft.valid, tree.children, tree.parents, tree.depth, tree.postorder)
-    return Verdict(*verify_traversal(*given, tree.max_path, noise.seeds, noise.position, noise.step))
+    return Verdict(*verify_traversal(*given, tree.max_path, *noise.key))

@@ -30,6 +30,7 @@ from vargen.decoding.next_token.drafters.initial import (
 )
 from vargen.decoding.next_token.graphs import register_state
 from vargen.decoding.next_token.protocols import Drafter, LowResModel, TokenModel
+from vargen.decoding.next_token.rows import put_rows
 from vargen.decoding.noise import Noise, Purpose
 from vargen.decoding.sampling import Sampling
 from vargen.kernels.dispatch import is_eager_cpu
@@ -70,6 +71,15 @@ class JacobiState:
     low_res: Any = None
     last: LastPass | None = None
 
+    def insert_rows(self, new: JacobiState, rows: Tensor) -> JacobiState:
+        """Replace images of the batch. The whole window of a new image consists of initial draft tokens."""
+        last = self.last
+        if last is not None:
+            T, n = last.probs.shape[1], len(rows)
+            values = ((last.probs, 0), (last.resampled, 0), (last.num_committed, T))
+            last = LastPass(*(put_rows(held, held.new_full((n, *held.shape[1:]), value), rows) for held, value in values))
+        return replace(self, last=last)
+
 
 @dataclass(frozen=True)
 class Jacobi(Drafter):
@@ -105,6 +115,12 @@ class Jacobi(Drafter):
     @property
     def max_width(self) -> int:
         return parse_window(self.window).max_width
+
+    @property
+    def join_blocker(self) -> str | None:
+        if isinstance(self.initial, str):
+            return None
+        return "initial must be a name: a function may use the last pass of the batch, which an image that joins has not seen"
 
     def bind(self, model: TokenModel) -> Self:
         """Return the drafter with the low-resolution model, if it needs one.
@@ -159,6 +175,13 @@ class Jacobi(Drafter):
         else:
             drafted, probs = _shift_window(state, state.last, initial, tokens, length, noise)
         return Draft(drafted, Tree.make_chain(width - 1, tokens.device), probs, noise.position < state.num_tokens)
+
+    def join(self, state: JacobiState, new: JacobiState, rows: Tensor, tokens: Tensor, length: Tensor) -> JacobiState:
+        state = state.insert_rows(new, rows)
+        if self.low_res_model is None:
+            return state
+        state = replace(state, low_res=self.low_res_model.join(state.low_res, new.low_res, rows))
+        return replace(state, low_res=self._refresh(state, tokens, length))
 
     def observe(self, state: JacobiState, step: Step) -> JacobiState:
         state.window.observe(step.verdict.count, step.noise.position[:, 0] < state.num_tokens)

@@ -127,6 +127,10 @@ class JacobiTree(TreeDrafter):
             raise TypeError("shape of a JacobiTree must be a StaticTree or an AutoTree, got a DynamicTree")
         return tree
 
+    @property
+    def join_blocker(self) -> str | None:
+        return self.jacobi.join_blocker
+
     def bind(self, model: TokenModel) -> Self:
         bound = replace(super().bind(model))
         object.__setattr__(bound, "jacobi", self.jacobi.bind(model))

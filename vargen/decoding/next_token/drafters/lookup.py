@@ -17,7 +17,7 @@ from vargen.decoding.next_token.drafters.base import ChainDrafter
 from vargen.decoding.next_token.graphs import register_state
 from vargen.decoding.next_token.protocols import TokenModel
 from vargen.decoding.noise import Noise, Purpose
-from vargen.decoding.sampling import MIN_TEMPERATURE, Sampling
+from vargen.decoding.sampling import MIN_TEMPERATURE, RowSampling, Sampling
 from vargen.deprecation import renamed_fields
 from vargen.values import number_field, validate_fields
 
@@ -34,6 +34,7 @@ class NGramIndex:
     """
 
     in_place = True  # it never changes; see `graphs.find_replaced`
+    is_shared = True  # see `rows.insert_rows`
 
     def __init__(self, examples: Tensor, vocab: int, columns: int):
         tokens = examples.long()
@@ -91,7 +92,7 @@ class LookupState:
     num_tokens: int
     columns: int
     vocab: int
-    power: float
+    power: float | Tensor  # a tensor `[B, 1]` if temperatures differ between images
     index: NGramIndex | None
 
 
@@ -143,7 +144,10 @@ class Lookup(ChainDrafter):
         rows, columns = model.grid
         examples = model.example_tokens if self.max_matches else None
         index = None if examples is None else _find_index(examples, model.vocab, columns, seeds.device)
-        power = self.sharpness / max(sampling.temperature, MIN_TEMPERATURE)
+        power: float | Tensor = self.sharpness / max(sampling.temperature, MIN_TEMPERATURE)
+        if isinstance(sampling, RowSampling):
+            temperatures = torch.tensor([[each.temperature] for each in sampling.rows], device=seeds.device)
+            power = self.sharpness / temperatures.clamp(min=MIN_TEMPERATURE)
         return LookupState(rows * columns, columns, model.vocab, power, index)
 
     def propose(self, state: LookupState, tokens: Tensor, length: Tensor, noise: Noise) -> Draft:

@@ -20,6 +20,7 @@ from vargen.decoding.next_token.draft import Draft, Output, Step
 from vargen.decoding.next_token.drafters.jacobi import Jacobi, JacobiState
 from vargen.decoding.next_token.graphs import register_state
 from vargen.decoding.next_token.protocols import TokenModel
+from vargen.decoding.next_token.rows import insert_rows
 from vargen.decoding.noise import Noise
 from vargen.decoding.sampling import Sampling
 from vargen.values import number_field, short_repr, validate_fields
@@ -70,6 +71,10 @@ class Wavefront(Jacobi):
         draft = super().propose(state.jacobi, tokens, length, noise)
         position = length[:, None] + torch.arange(draft.tokens.shape[1], device=length.device)
         return replace(draft, force_accept=state.settled.gather(1, position.clamp(max=state.jacobi.num_tokens)))
+
+    def join(self, state: Any, new: Any, rows: Tensor, tokens: Tensor, length: Tensor) -> Any:
+        jacobi = super().join(state.jacobi, new.jacobi, rows, tokens, length)
+        return WavefrontState(jacobi, insert_rows(state.settled, new.settled, rows))
 
     def observe(self, state: Any, step: Step) -> Any:
         """Mark the tokens that this pass sampled with enough settled context as settled."""

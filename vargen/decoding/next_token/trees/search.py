@@ -140,6 +140,8 @@ class TreeController:
         choose_once: whether to select once, as on a GPU.
     """
 
+    is_shared = True  # see `rows.insert_rows`
+
     def __init__(
         self,
         policy: AutoTree,

@@ -1,0 +1,228 @@
+"""Continuous batching: an image is the same whatever is beside it and whenever it joined the batch."""
+
+from __future__ import annotations
+
+import math
+import random
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from rejects import rejects
+from table_methods import METHODS, PRESETS_OF_TOKENS, TOKENS, table_model
+
+from vargen.decoding import (
+    Accelerator,
+    Eagle,
+    Jacobi,
+    JacobiTree,
+    NonFiniteLogitsError,
+    Sampling,
+    Speculative,
+    decode,
+    shared_noise,
+)
+from vargen.decoding.next_token.engine import Engine, FinishedImage
+from vargen.decoding.next_token.graphs import find_leaves
+from vargen.decoding.next_token.rows import insert_rows
+from vargen.evaluation.table_models import TableModel
+
+JOINING = [*PRESETS_OF_TOKENS, *(name for name in ("jacobi, low-res", "local repair", "draft model, shared noise"))]
+SEEDS, CONDITION = torch.arange(100, 105), torch.tensor([0, 1, 1, 0, 1])
+
+
+def finish(engine: Engine) -> dict[int, FinishedImage]:
+    return {image.number: image for image in engine.run()}
+
+
+def run_with_random_arrivals(engine: Engine, samplings: list[Sampling], seed: str) -> dict[int, FinishedImage]:
+    """Submit images at random passes, one or two at once."""
+    choose, found, first = random.Random(seed), {}, 0
+    while first < len(SEEDS) or engine.num_waiting or engine.num_active:
+        if first < len(SEEDS) and choose.random() < 0.3:
+            last = min(first + choose.choice([1, 2]), len(SEEDS))
+            for row in range(first, last):
+                assert engine.submit(CONDITION[row : row + 1], SEEDS[row : row + 1], samplings[row]) == [row]
+            first = last
+        found |= {image.number: image for image in engine.step()}
+    return found
+
+
+@pytest.mark.parametrize("name", JOINING)
+def test_an_image_is_the_same_whenever_it_joins_and_whatever_is_beside_it(name: str) -> None:
+    options = [Sampling(0.9, top_p=0.95), Sampling(0.7, top_k=4)]
+    samplings = [options[row % 2] for row in range(len(SEEDS))]
+    found = run_with_random_arrivals(Engine(table_model(), METHODS[name], batch_size=3), samplings, name)
+    for which, sampling in enumerate(options):
+        rows = list(range(which, len(SEEDS), 2))
+        alone = decode(table_model(), CONDITION[rows], SEEDS[rows], METHODS[name], sampling)
+        for place, row in enumerate(rows):
+            assert torch.equal(found[row].tokens, alone.tokens[place]) and found[row].error is None
+            assert math.isclose(found[row].relaxation, alone.stats.relaxation[place], abs_tol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["gumbel", "scd", "eagle"])
+def test_passes_are_those_of_the_list_schedule(name: str) -> None:
+    """Each image takes the first free row, and the passes that it takes part in are those that it needs alone."""
+    engine = Engine(table_model(), METHODS[name], batch_size=3)
+    engine.submit(CONDITION, SEEDS)
+    found = finish(engine)
+    ends = [0, 0, 0]
+    for row in range(len(SEEDS)):
+        alone = decode(table_model(), CONDITION[row : row + 1], SEEDS[row : row + 1], METHODS[name])
+        assert found[row].passes == alone.stats.passes
+        ends[ends.index(min(ends))] += alone.stats.passes - 1
+    stats = engine.make_stats(list(found.values()))
+    assert sum(stats.passes_by_width.values()) == max(ends) and stats.tokens == len(SEEDS) * TOKENS
+    assert stats.tokens == sum(number * count for number, count in enumerate(stats.committed_histogram))
+
+
+@pytest.mark.parametrize("name", ["gumbel", "scd", "speculative", "eagle", "mulo"])
+def test_a_request_whose_logits_are_not_finite_ends_alone(name: str) -> None:
+    model = table_model()
+    assert model.draft_model is not None  # shared by all drafters
+    for table in (model, model.draft_model):
+        table.table = torch.cat([table.table, table.table[:1]])
+    expected = decode(model, CONDITION, SEEDS, METHODS[name]).tokens
+    broken = CONDITION.clone()
+    broken[[1, 4]] = 2
+    model.table[2, 11:] = math.nan
+    engine = Engine(model, METHODS[name], batch_size=3)
+    engine.submit(broken, SEEDS)
+    found = finish(engine)
+    for row in range(len(SEEDS)):
+        if row in (1, 4):
+            assert isinstance(found[row].error, NonFiniteLogitsError)
+        else:
+            assert found[row].error is None and torch.equal(found[row].tokens, expected[row])
+
+
+@pytest.mark.parametrize("name", ["gumbel", "eagle", "speculative", "recycle"])
+def test_a_cancelled_request_frees_its_row_and_changes_no_other(name: str) -> None:
+    engine = Engine(table_model(), METHODS[name], batch_size=2)
+    engine.submit(CONDITION, SEEDS)
+    found = engine.step() + engine.step()
+    assert engine.num_active == 2 and engine.cancel(1) and engine.cancel(3) and engine.num_active == 1
+    found += list(engine.run())
+    expected = decode(table_model(), CONDITION, SEEDS, METHODS[name]).tokens
+    assert sorted(image.number for image in found) == [0, 2, 4]
+    assert all(torch.equal(image.tokens, expected[image.number]) for image in found)
+    assert not engine.cancel(0) and not engine.cancel(3)
+    rejects(lambda: engine.cancel(5), "number", ValueError)
+
+
+@pytest.mark.parametrize("name", ["gumbel", "eagle", "recycle", "mulo"])
+def test_states_keep_their_size(name: str) -> None:
+    engine = Engine(table_model(), METHODS[name], batch_size=2)
+    engine.submit(CONDITION[:1], SEEDS[:1])
+    sizes = []
+    for row in range(1, len(SEEDS)):
+        while engine.num_active or engine.num_waiting:
+            engine.step()
+        leaves = find_leaves(engine._batch._state)
+        sizes.append({path: leaf.shape[:1] for path, leaf in leaves.items() if isinstance(leaf, torch.Tensor)})
+        engine.submit(CONDITION[row : row + 1], SEEDS[row : row + 1])
+        engine.step()
+    assert all(each == sizes[0] for each in sizes)
+
+
+def test_reports_that_are_read_later_change_no_image() -> None:
+    """As on a GPU, where the host reads the result of a pass while the next one runs."""
+    engine = Engine(table_model(), METHODS["gumbel"], batch_size=2)
+    engine._num_delayed = 1
+    engine.submit(CONDITION, SEEDS)
+    found, expected = finish(engine), decode(table_model(), CONDITION, SEEDS, METHODS["gumbel"]).tokens
+    assert all(torch.equal(found[row].tokens, expected[row]) for row in range(len(SEEDS)))
+
+
+def test_greedy_requests_of_a_relaxed_rule_wait_for_the_others() -> None:
+    engine, greedy = Engine(table_model(), METHODS["gsd"], batch_size=2), Sampling(0.0)
+    engine.submit(CONDITION[:1], SEEDS[:1])
+    engine.submit(CONDITION[1:2], SEEDS[1:2], greedy)
+    engine.step()
+    assert engine.num_active == 1 and engine.num_waiting == 1
+    found = finish(engine)
+    assert torch.equal(found[1].tokens, decode(table_model(), CONDITION[1:2], SEEDS[1:2], METHODS["gsd"], greedy).tokens[0])
+
+
+AUTOMATIC = {
+    "length": Speculative("auto", shared_noise=True),
+    "window": Jacobi("auto", "gumbel"),
+    "tree of a window": JacobiTree("auto", "gumbel"),
+    "tree of a head": Eagle("auto", "shared-noise"),
+}
+
+
+@pytest.mark.parametrize("name", AUTOMATIC)
+def test_images_join_where_the_draft_is_automatic(name: str) -> None:
+    engine = Engine(table_model(), Accelerator(drafter=AUTOMATIC[name], acceptance=shared_noise), batch_size=2)
+    engine.submit(CONDITION, SEEDS)
+    found, expected = finish(engine), decode(table_model(), CONDITION, SEEDS).tokens
+    assert all(torch.equal(found[row].tokens, expected[row]) for row in range(len(SEEDS)))
+
+
+def test_a_state_whose_rows_are_unknown_is_refused() -> None:
+    class Plain:
+        rows = torch.zeros(2)
+
+    for state in (Plain(), [torch.zeros(2)], {"rows": torch.zeros(2)}):
+        rejects(lambda state=state: insert_rows(state, state, torch.tensor([0])), "state", TypeError)
+
+
+def test_an_image_of_one_token_ends_with_its_prefill() -> None:
+    engine = Engine(TableModel(vocab=3, tokens=1), "ar", batch_size=2)
+    engine.submit(CONDITION, SEEDS)
+    found = finish(engine)
+    assert [found[row].tokens.tolist() for row in range(len(SEEDS))] == decode(engine.model, CONDITION, SEEDS).tokens.tolist()
+
+
+BAD: dict[str, tuple[Any, ...]] = {
+    "batch_size": (lambda: Engine(table_model(), "ar", batch_size=0), ValueError),
+    "model": (lambda: Engine("emoji", "ar"), TypeError),  # type: ignore[arg-type]
+    "initial": (lambda: Engine(table_model(), METHODS["jacobi, maximal"]), ValueError),
+    "condition": (lambda: Engine(table_model()).submit(CONDITION[:2], SEEDS), ValueError),
+    "seeds": (lambda: Engine(table_model()).submit(CONDITION, SEEDS.float()), TypeError),
+    "top_k": (lambda: Engine(table_model()).submit(CONDITION, SEEDS, Sampling(top_k=1000)), ValueError),
+}
+
+
+@pytest.mark.parametrize("argument", BAD)
+def test_bad_arguments_are_named(argument: str) -> None:
+    call, error = BAD[argument]
+    rejects(call, argument, error)
+
+
+# -- decode of a list -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["auto", "scd", "eagle"])
+def test_a_list_longer_than_the_batch_gives_the_same_images(name: str) -> None:
+    whole = decode(table_model(), CONDITION, SEEDS, METHODS[name])
+    parts = decode(table_model(), CONDITION, SEEDS, METHODS[name], batch_size=2)
+    assert torch.equal(parts.tokens, whole.tokens) and torch.equal(parts.length, whole.length) and parts.finished
+    assert parts.stats.seeds == whole.stats.seeds and parts.stats.images == whole.stats.images == len(SEEDS)
+    assert parts.stats.tokens == whole.stats.tokens and parts.stats.passes > whole.stats.passes
+
+
+def test_a_callback_sees_all_images_of_a_list_may_change_them_and_stops_it() -> None:
+    seen: list[list[int]] = []
+
+    def callback(progress: Any) -> bool:
+        seen.append(progress.length.tolist())
+        progress.tokens[0, 0] = 7
+        return len(seen) < 25
+
+    result = decode(table_model(), CONDITION, SEEDS, METHODS["scd"], batch_size=2, callback=callback)
+    assert result.stats.stopped and not result.finished and result.length.tolist() == seen[-1] and result.tokens[0, 0] == 7
+    assert result.stats.tokens == sum(seen[-1]) and seen[0][2:] == [0, 0, 0] and len(result.stats.relaxation) == len(SEEDS)
+    assert all(old <= new for before, after in pairwise(seen) for old, new in zip(before, after, strict=True))
+
+
+def test_a_list_with_logits_that_are_not_finite_is_an_error() -> None:
+    model = table_model()
+    model.table[1, 11:] = math.nan
+    with pytest.raises(NonFiniteLogitsError, match=rf"token \d+ of {TOKENS}, pass \d+"):
+        decode(model, CONDITION, SEEDS, METHODS["gumbel"], batch_size=2)
+    rejects(lambda: decode(model, CONDITION, SEEDS, batch_size=0), "batch_size", ValueError)
+    rejects(lambda: decode(model, CONDITION, SEEDS.float(), batch_size=2), "seeds", TypeError)  # type: ignore[arg-type]

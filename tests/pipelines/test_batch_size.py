@@ -1,0 +1,67 @@
+"""`pipe(prompts, batch_size=...)`: the images of the list generated at once, with fewer at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from rejects import rejects
+from tiny_language_models import make_janus
+from tiny_models import class_var_pipeline, text_pipeline
+
+import vargen
+from vargen.compat import installed_version
+from vargen.decoding import Engine
+
+PROMPTS = ["a red apple", "dog", "a very long prompt of many words about a cat with a hat", "tree", "car"]
+
+
+def generate(pipe: Any, **options: Any) -> Any:
+    generators = [torch.Generator().manual_seed(number) for number in range(5)]
+    return pipe(generator=generators, output_type="latent", **options)
+
+
+@pytest.mark.parametrize("method", ["gumbel:window=4", "ar"])
+@pytest.mark.parametrize("guidance", [1.0, 3.0])
+def test_images_of_a_list_are_those_of_one_batch(method: str, guidance: float) -> None:
+    pipe = text_pipeline()
+    pipe.transformer.double()
+    options = {"prompt": PROMPTS, "accelerator": method, "guidance_scale": guidance, "guidance_interval": 5}
+    negative = {"negative_prompt": [f"no {prompt}" for prompt in PROMPTS]} if guidance != 1 else {}
+    whole, parts = generate(pipe, **options, **negative), generate(pipe, batch_size=2, **options, **negative)
+    assert torch.equal(whole.images, parts.images) and parts.stats.seeds == whole.stats.seeds
+    assert whole.stats.passes < parts.stats.passes
+
+
+@pytest.mark.packages
+@pytest.mark.skipif(installed_version("transformers") < "4.50", reason="Janus came with transformers 4.50")
+def test_prompts_of_different_length_join_a_language_model() -> None:
+    model, processor = make_janus()
+    pipe = vargen.accelerate(model.double(), processor)
+    for method in ("gumbel:window=4", "scd:window=3"):
+        options = {"prompt": PROMPTS, "accelerator": method}
+        assert torch.equal(generate(pipe, **options).images, generate(pipe, batch_size=2, **options).images)
+    engine = Engine(pipe.decoding_model(1.0), "ar", batch_size=2)
+    short, long = (pipe.encode_condition([prompt])[0] for prompt in (PROMPTS[1], PROMPTS[2]))
+    engine.submit(short, torch.tensor([1]))
+    engine.submit(long, torch.tensor([2]))
+    found = {image.number: image for image in engine.run()}
+    assert found[0].error is None and isinstance(found[1].error, ValueError)
+
+
+def test_next_scale_models_generate_a_list_batch_by_batch() -> None:
+    pipe, sizes = class_var_pipeline(), []
+
+    def count(pipe: Any, step: int, tokens: int, tensors: dict[str, Any]) -> dict[str, Any]:
+        sizes.append(len(tensors["latents"]))
+        return {}
+
+    whole = generate(pipe, class_labels=[0, 1, 2, 3, 0])
+    parts = generate(pipe, class_labels=[0, 1, 2, 3, 0], batch_size=2, callback_on_step_end=count)
+    assert torch.equal(whole.images, parts.images) and set(sizes) == {1, 2}
+
+
+@pytest.mark.parametrize("value", [0, -1, 2.5, "2", 10**9])
+def test_a_bad_batch_size_is_named(value: Any) -> None:
+    rejects(lambda: text_pipeline()("dog", batch_size=value), "batch_size", ValueError)
