@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -15,7 +16,7 @@ from vargen.files import expand_user
 from vargen.values import short_repr
 
 _MAX_MINUTES = 24 * 60
-_STARTUP = 5.0  # seconds until the first part and after the last one
+_MARGIN = 5.0  # seconds for the start of the interpreter, and for what follows the last part
 
 
 def gpu(
@@ -31,6 +32,7 @@ def gpu(
     order. Each part runs in its own process and stops in time. Writes report.md, a JSON file per part and, on a GPU,
     profile.json with the choices that it supports. On a CPU, what needs CUDA is skipped.
     """
+    end = time.monotonic() + 60 * minutes - min(_MARGIN, 6 * minutes)
     if not 0 < minutes <= _MAX_MINUTES:
         raise ValueError(f"minutes must be above 0 and at most {_MAX_MINUTES}, got {minutes:g}")
     folder = expand_user(output, "output")
@@ -61,7 +63,7 @@ def gpu(
         write_markdown(results, facts, folder)
         write_json(folder / "report.json", {"facts": facts, "parts": [asdict(each) for each in results]})
 
-    run_report(PARTS, names, place, 60 * minutes - min(_STARTUP, 6 * minutes), folder, save)
+    run_report(PARTS, names, place, end - time.monotonic(), folder, save)
     if place == "cuda":
         import torch
 
