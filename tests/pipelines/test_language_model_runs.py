@@ -32,6 +32,7 @@ pytestmark = [
     pytest.mark.packages,
     pytest.mark.skipif(installed_version("transformers") < "4.50", reason="Janus came with transformers 4.50"),
 ]
+needs_accelerate = pytest.mark.skipif(installed_version("accelerate") is None, reason="accelerate is not installed")
 PROMPTS = ["a red apple", "dog"]
 
 
@@ -184,6 +185,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@needs_accelerate
 @pytest.mark.parametrize(("name", "how"), [("janus", "cpu"), ("janus", "disk"), ("emu3", "cpu"), ("glm", "cpu")])
 def test_offloaded_models_generate_the_same_tokens(name: str, how: str, tmp_path: Path) -> None:
     from accelerate import cpu_offload, disk_offload
@@ -235,6 +237,7 @@ def test_a_model_that_is_cast_or_changed_later_is_used_as_it_is(name: str) -> No
     assert not torch.equal(sample(pipe, "ar", temperature=0).tokens, before)
 
 
+@needs_accelerate
 def test_a_dtype_and_a_device_map_are_those_of_transformers(folder: Path) -> None:
     pipe = open_pipeline(folder, dtype=torch.bfloat16, device_map={"": "cpu"})
     assert pipe.model.dtype == torch.bfloat16 and sample(pipe, "gumbel").tokens.shape == (2, 16)
@@ -248,6 +251,7 @@ def test_a_dtype_and_a_device_map_are_those_of_transformers(folder: Path) -> Non
         open_pipeline(folder, vqvae=None)
 
 
+@needs_accelerate
 @pytest.mark.skipif(installed_version("bitsandbytes") is not None, reason="bitsandbytes is installed")
 def test_a_quantization_without_its_package_is_refused_before_weights_are_read(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
