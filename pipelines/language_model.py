@@ -18,7 +18,6 @@ from torch import Tensor
 
 from vargen.compat import without_autocast
 from vargen.decoding import DEFAULT_METHOD, Accelerator, DecodeOutput, decode
-from vargen.decoding.next_token.drafters.heads import HeadDrafter
 from vargen.decoding.next_token.log_probs import compute_log_probs
 from vargen.decoding.seeds import resolve_seeds
 from vargen.files import atomic_merge, expand_user
@@ -31,7 +30,7 @@ from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.components import ModelFamily
 from vargen.pipelines.generation import CandidateSelection, GenerationRequest, OutputOptions, generate_images, run_request
 from vargen.pipelines.images import LanguageModelOutput, decode_pixels, validate_decode_arguments
-from vargen.pipelines.llamagen import LlamaGenPipeline
+from vargen.pipelines.llamagen import LlamaGenPipeline, validate_drafter
 from vargen.scoring.protocol import Scorer
 
 if TYPE_CHECKING:
@@ -102,10 +101,7 @@ class LanguageModelPipeline(VisualPipeline):
 
     @classmethod
     def validate_method_for(cls, info: ModelInfo, method: Accelerator) -> None:
-        drafter = method.drafter
-        drafter.validate_grid(info.num_tokens)
-        if isinstance(drafter, HeadDrafter) and drafter.model is None and drafter.kind not in info.components:
-            raise ValueError(drafter.missing_head_message())
+        validate_drafter(method.drafter, info)
 
     def _device_of(self, component: Any) -> torch.device:
         return self.language_model.device
