@@ -82,10 +82,16 @@ def _is_faster(rows: Sequence[Mapping[str, Any]], variant: str, other: str) -> b
 
 
 def _widest_cheap_pass(rows: Sequence[Mapping[str, Any]]) -> int | None:
-    """The widest pass, of any model and variant, that costs at most `_CHEAP` passes over one token; None if none was timed."""
+    """The widest pass that costs at most `_CHEAP` passes over one token in some variant of every next-token model that was
+    timed; None without one."""
+    rows = [row for row in rows if row["paradigm"] == "next-token"]
     one = {(row["model"], row["variant"]): float(row["ms"]) for row in rows if row["tokens"] == 1}
-    keys = [(row, one.get((row["model"], row["variant"]))) for row in rows if row["tokens"] > 1]
-    return max((int(row["tokens"]) for row, ms in keys if ms and float(row["ms"]) <= _CHEAP * ms), default=None)
+    widest: dict[str, int] = {}
+    for row in rows:
+        if float(row["ms"]) <= _CHEAP * one.get((row["model"], row["variant"]), 0.0):
+            widest[row["model"]] = max(widest.get(row["model"], 1), int(row["tokens"]))
+    found = min(widest.values(), default=1)
+    return found if found > 1 else None
 
 
 def _known_wrong(parts: Mapping[str, Any], name: str) -> bool | None:

@@ -148,11 +148,12 @@ def test_variants_are_set_for_their_block_only(monkeypatch: pytest.MonkeyPatch) 
 
 def measured(status: str = "done", graphs: float = 1.0) -> list[PartResult]:
     rows: list[Row] = [
-        {"model": "emoji", "tokens": tokens, "variant": variant, "ms": ms}
+        {"model": "emoji", "paradigm": "next-token", "tokens": tokens, "variant": variant, "ms": ms}
         for tokens, (variant, ms) in itertools.product(
             (1, 16), {"torch": 3.0, "kernels": 2.0, "kernels, graphs": graphs}.items()
         )
     ]
+    rows += [{"model": "var", "paradigm": "next-scale", "tokens": tokens, "variant": "torch", "ms": 1.0} for tokens in (1, 256)]
     passes = PartResult("passes", "", "done", rows=rows)
     return [PartResult("kernels", "", status, rows=[{"result": ""}]), PartResult("tokens", "", "done"), passes]
 

@@ -41,6 +41,7 @@ def measure_passes(device: str) -> Iterator[Row]:
             for each in report.results:
                 yield {
                     "model": name,
+                    "paradigm": network.pipe.paradigm,
                     "dtype": report.dtype,
                     "variant": variant,
                     "tokens": each.tokens,
@@ -59,6 +60,7 @@ def _compiled_row(network: Any) -> Row:
     report = measure_baseline(network, 1, seconds=0.0, compile=True)
     return {
         "model": network.name,
+        "paradigm": network.pipe.paradigm,
         "dtype": report.dtype,
         "variant": "compiled, whole step",
         "tokens": 1,
@@ -91,7 +93,7 @@ def _capture_passes(network: Any) -> Any:
     return CapturedModel(network.name, network.pipe)
 
 
-def comparelist_core_methods(device: str) -> Iterator[Row]:
+def compare_core_methods(device: str) -> Iterator[Row]:
     """Core methods on the packaged models, each with the baseline in the same run."""
     from vargen.decoding import resolve_method
     from vargen.evaluation.compare import compare_methods
@@ -224,7 +226,7 @@ def measure_videos(device: str) -> Iterator[Row]:
                 found = model.forward(state, clean, noisy, level)
                 assert found is not None
                 clean, noisy = [], found  # the time of a step does not depend on its input
-            clean = [noisy.to(noisy.dtype)]
+            clean = [noisy]
             if device == "cuda":
                 torch.cuda.synchronize()
             seconds = time.perf_counter() - start
@@ -268,7 +270,7 @@ PARTS = {
     "kernels": Part("Kernels against the references", check_kernels, 2),
     "tokens": Part("The same tokens by torch, kernels and graphs", check_tokens, 2),
     "passes": Part("Cost of a pass", measure_passes, 3),
-    "methods": Part("Core methods beside the baseline", comparelist_core_methods, 3),
+    "methods": Part("Core methods beside the baseline", compare_core_methods, 3),
     "batches": Part("Batch sizes and memory", measure_batches, 2),
     "images": Part("Next-scale images beside the published loop", measure_scale_images, 2),
     "videos": Part("Video blocks", measure_videos, 1),

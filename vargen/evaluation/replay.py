@@ -6,6 +6,7 @@ of a network, and only the number of accepted tokens comes from a histogram that
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -38,8 +39,9 @@ class ReplayedAcceptance(AcceptanceRule):
         self.cumulative = (counts.cumsum(0) / counts.sum()).float()
 
     def bind(self, model: Any) -> ReplayedAcceptance:
-        self.cumulative = self.cumulative.to(model.device)
-        return self
+        bound = copy.copy(self)
+        bound.cumulative = self.cumulative.to(model.device)
+        return bound
 
     def __call__(self, probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verdict:
         B, T = probs.shape[:2]
