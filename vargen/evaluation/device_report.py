@@ -183,14 +183,14 @@ def write_markdown(results: Sequence[PartResult], facts: Mapping[str, str], fold
 
 
 def _table(rows: Sequence[Row]) -> list[str]:
-    head = list(rows[0])
-    body = [[_cell(row.get(name, "")) for name in head] for row in rows]
-    return [f"| {' | '.join(line)} |" for line in [head, ["---"] * len(head), *body]]
+    from vargen.evaluation.report import format_table  # not needed by the processes of the parts
+
+    heads = list(rows[0])
+    return format_table(heads, [[_cell(row.get(name, "")) for name in heads] for row in rows])
 
 
 def _cell(value: str | int | float) -> str:
-    text = f"{value:.4g}" if isinstance(value, float) else str(value)
-    return text.replace("|", "\\|").replace("\n", " ")
+    return f"{value:.4g}" if isinstance(value, float) else str(value).replace("\n", " ")
 
 
 def _main(name: str, device: str, seconds: str, file: str) -> None:

@@ -34,6 +34,11 @@ def table_cells(columns: Sequence[Column], rows: Sequence[Any]) -> tuple[list[st
 def markdown_table(columns: Sequence[Column], rows: Sequence[Any]) -> list[str]:
     """Return the lines of a Markdown table."""
     heads, cells = table_cells(columns, rows)
+    return format_table(heads, cells)
+
+
+def format_table(heads: Sequence[str], cells: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a Markdown table."""
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
     return lines + ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in cells]
 
