@@ -19,7 +19,7 @@ import torch
 from vargen.decoding import PRESETS, Accelerator, Sampling
 from vargen.decoding.harness import Run
 from vargen.decoding.next_token.loop import prefill
-from vargen.pipelines.adapters.image_language_models import Janus
+from vargen.models.language_models.supported import Janus
 from vargen.pipelines.adapters.transformers import PromptRows, TransformersTokenModel
 
 PROMPT_TOKENS = 32

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from vargen.decoding import Output, TokenModel, Tree, decode
 from vargen.decoding.harness import Progress
-from vargen.pipelines.adapters.glm_image import PreviewDrafter
+from vargen.models.language_models.glm_image import PreviewDrafter
 
 PREVIEW, SIZE = (16, 16), (32, 32)
 SHARES = (0.0, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9)

@@ -21,10 +21,10 @@ from vargen.decoding import DEFAULT_METHOD, Accelerator, DecodeOutput, decode
 from vargen.decoding.next_token.log_probs import compute_log_probs
 from vargen.decoding.seeds import resolve_seeds
 from vargen.files import atomic_merge, expand_user
+from vargen.models.language_models.base import ImageLanguageModel
+from vargen.models.language_models.supported import describe_language_model
 from vargen.pipelines import validation
 from vargen.pipelines.adapters import Guidance, to_guidance
-from vargen.pipelines.adapters.image_language_models import describe_language_model
-from vargen.pipelines.adapters.language_model_base import ImageLanguageModel
 from vargen.pipelines.adapters.transformers import TransformersTokenModel
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.components import ModelFamily
@@ -43,7 +43,7 @@ class LanguageModelPipeline(VisualPipeline):
     """Text to image with an image language model of transformers, by any next-token method.
 
     Args:
-        model: see `vargen.pipelines.adapters.image_language_models`; in evaluation mode. Its weights stay where they are.
+        model: see `vargen.models.language_models.supported`; in evaluation mode. Its weights stay where they are.
         processor: the model's processor.
         draft_model: a smaller model of the same class with the same image tokens, for `accelerator="speculative"`.
         size: rows and columns of the image in tokens, for models that have more than one size. None: the published one.

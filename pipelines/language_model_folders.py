@@ -11,8 +11,8 @@ import torch
 from vargen.compat import load_options, report_memory
 from vargen.device import select_device
 from vargen.models.component_files import read_config, refuse_code_files
-from vargen.pipelines.adapters.image_language_models import MODELS, describe_language_model
-from vargen.pipelines.adapters.language_model_base import ImageLanguageModel, validate_network
+from vargen.models.language_models.base import ImageLanguageModel, validate_network
+from vargen.models.language_models.supported import MODELS, describe_language_model
 from vargen.pipelines.adapters.transformers import TransformersTokenModel
 from vargen.pipelines.language_model import LanguageModelPipeline
 from vargen.pipelines.llamagen import LlamaGenPipeline

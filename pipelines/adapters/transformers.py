@@ -1,7 +1,7 @@
 """Adapter of causal language models of transformers that generate images as tokens.
 
 The network is used unchanged: it gets our cache through transformers' cache interface, an additive 4-D mask, and explicit
-position ids. `ImageLanguageModel` describes what differs from model to model; see `image_language_models`.
+position ids. `ImageLanguageModel` describes what differs from model to model; see `vargen.models.language_models`.
 
 Shape suffixes: B images, R rows (B, times two with guidance: conditional rows first), P prompt tokens, T fed tokens, A path
 slots, H heads, K head width, D feature width, V tokens of the image vocabulary.
@@ -28,8 +28,8 @@ from transformers.cache_utils import Cache
 from vargen.decoding import Output, TokenModel, Tree
 from vargen.decoding.next_token.graphs import register_state
 from vargen.models.kv_cache import CacheView, KVCache
+from vargen.models.language_models.base import ImageLanguageModel, PromptRows, validate_network
 from vargen.pipelines.adapters import Guidance, to_guidance
-from vargen.pipelines.adapters.language_model_base import ImageLanguageModel, PromptRows, validate_network
 from vargen.values import short_repr
 
 _FLOOR = -1e9  # logit of tokens that cannot occur: infinite logits are errors, and this survives a division by 1e-5

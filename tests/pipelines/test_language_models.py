@@ -19,9 +19,9 @@ from vargen.decoding.next_token.log_probs import compute_log_probs
 from vargen.evaluation.exact_sum import sum_pass
 from vargen.models.heads.eagle import EagleDrafter
 from vargen.models.heads.medusa import MedusaDrafter
-from vargen.pipelines.adapters.glm_image import PreviewDrafter
-from vargen.pipelines.adapters.image_language_models import Emu3, Janus, describe_language_model
-from vargen.pipelines.adapters.language_model_base import PromptRows, pad_prompts
+from vargen.models.language_models.base import PromptRows, pad_prompts
+from vargen.models.language_models.glm_image import PreviewDrafter
+from vargen.models.language_models.supported import Emu3, Janus, describe_language_model
 from vargen.pipelines.adapters.shared_noise import SharedNoiseLogitsProcessor
 from vargen.pipelines.adapters.transformers import TransformersTokenModel
 from vargen.training.teachers import make_teacher

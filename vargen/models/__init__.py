@@ -1,1 +1,1 @@
-"""Networks only: weights in, tensors out. No sampling, no loops, no files."""
+"""Networks, and descriptions of image language models: weights in, tensors out. No sampling, no loops, no files."""

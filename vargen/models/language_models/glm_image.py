@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vargen.pipelines.adapters.language_model_base import (
+from vargen.models.language_models.base import (
     ImageLanguageModel,
     PromptRows,
     make_sliced_head,

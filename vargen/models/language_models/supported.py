@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vargen.pipelines.adapters.glm_image import GLMImage
-from vargen.pipelines.adapters.language_model_base import (
+from vargen.models.language_models.base import (
     ImageLanguageModel,
     PromptRows,
     make_sliced_head,
@@ -20,6 +19,7 @@ from vargen.pipelines.adapters.language_model_base import (
     read_weight,
     validate_size,
 )
+from vargen.models.language_models.glm_image import GLMImage
 from vargen.values import short_repr
 from vargen.weight_files import weights_digest
 
