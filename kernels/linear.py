@@ -28,7 +28,7 @@ def transpose_linear_weights(network: nn.Module, transposed: bool = True) -> Non
     """
     with _laying_out:
         for layer in network.modules():
-            if isinstance(layer, nn.Linear):
+            if isinstance(layer, nn.Linear) and type(layer.weight) is nn.Parameter:  # others have layouts of their own
                 weight = layer.weight
                 # In the inference mode of the weight, so that a trainable weight remains trainable.
                 with torch.inference_mode(weight.is_inference()), torch.no_grad():

@@ -5,7 +5,7 @@ Importing this module registers the families of vargen.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from vargen.device import select_device
+from vargen.models.quantization import quantize_network
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.causal_video import CAUSAL_VIDEO
 from vargen.pipelines.components import FAMILIES, STORED_VALUES
@@ -25,6 +26,7 @@ from vargen.pipelines.loading import (
     locate_folder,
     validate_model_folder,
 )
+from vargen.pipelines.quantization import gpu_quantized_components, resolve_quantization
 from vargen.pipelines.var import VAR
 
 __all__ = [
@@ -91,6 +93,7 @@ def open_pipeline(name: Any, *, device: str | torch.device | None = None, **opti
 
     Raises:
         ValueError, TypeError: see `VisualPipeline.from_pretrained`; also for an invalid or unavailable device.
+        ImportError: for a quantization on a GPU, without torchao.
     """
     place = None if device is None else select_device(device)
     located, of_transformers = _locate(name, options)
@@ -101,13 +104,20 @@ def open_pipeline(name: Any, *, device: str | torch.device | None = None, **opti
             options.pop("quantization", None)
         return open_language_model(located, device=place, **options)
     folder = find_model_folder(located, None, options)
-    quantized = options.get("quantization") is not None or options.get("quantization_config") is not None
-    if quantized and place is not None and place.type != "cpu":
-        raise ValueError(f"quantization computes on a CPU, got device={str(place)!r}; leave one of the two out")
-    if place is not None and not quantized and options.get("torch_dtype") is None and options.get("dtype") is None:
+    quantization = resolve_quantization(options.get("quantization"), options.get("quantization_config"), place)
+    after_moving: Collection[str] = ()  # components that are quantized on their GPU
+    if quantization is not None and place is not None and place.type != "cpu":
+        after_moving = gpu_quantized_components(folder, quantization, options)
+        options = {name: value for name, value in options.items() if name not in ("quantization", "quantization_config")}
+    has_dtype = any(options.get(name) is not None for name in ("torch_dtype", "dtype"))
+    if place is not None and (quantization is None or after_moving) and not has_dtype:
         options["torch_dtype"] = default_dtype(folder.path, place)
     pipe = folder.family.pipeline.from_pretrained(folder, **options)  # validates the rest of the folder
-    return pipe if place is None else pipe.to(place)
+    if place is not None:
+        pipe.to(place)
+    for part in after_moving:
+        quantize_network(getattr(pipe, part), quantization)
+    return pipe
 
 
 @dataclass(frozen=True)

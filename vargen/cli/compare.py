@@ -111,7 +111,7 @@ def compare(
 
     validation.validate_seed(seed, -(-len(prompts) // validation.validate_batch_size(batch_size)) * batch_size)
     validate_request(model, selected, sampling, leave_out=methods is None)
-    pipe = open_pipeline(model, torch_dtype=kind, quantization=quantization).to(place)
+    pipe = open_pipeline(model, device=place, torch_dtype=kind, quantization=quantization)
     if methods is None:
         for method in pipe.list_methods():
             if method.name in selected and method.unsupported_reason is not None:

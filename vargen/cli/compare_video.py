@@ -87,7 +87,7 @@ def run_video_comparison(options: VideoComparisonOptions, prompts: list[str]) ->
         raise ValueError(f"scorers must be at most one for video, got {', '.join(scorers)}")
     scorer = open_scorer(scorers[0], place) if scorers else None
     extractor = None if options.extractor in (None, "none") else load_extractor(str(options.extractor), place)
-    pipe: Any = open_pipeline(options.model, torch_dtype=kind, quantization=options.quantization).to(place)
+    pipe: Any = open_pipeline(options.model, device=place, torch_dtype=kind, quantization=options.quantization)
     for method in methods.values():
         pipe.validate_method(method)
     call = {} if options.scorer is None else {"scorer": pipe.resolve_frame_scorer(options.scorer)}

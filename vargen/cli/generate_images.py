@@ -86,7 +86,7 @@ def generate_image_files(options: GenerateOptions, own: ImageOptions) -> None:
     scorer = open_scorer(options.scorer or DEFAULT_SCORER, device) if own.best_of > 1 or options.scorer else None
     dtype = select_dtype(options.dtype, device, model.folder, options.quantization)
     started = time.perf_counter()
-    pipe = open_pipeline(model.folder, torch_dtype=dtype, quantization=options.quantization).to(device)
+    pipe = open_pipeline(model.folder, device=device, torch_dtype=dtype, quantization=options.quantization)
     seconds_load = time.perf_counter() - started
     call: dict[str, Any] = {**own.sampling, "accelerator": method, "negative_prompt": own.negative_prompt}
     parameters = {**_parameters(pipe, options.model_title, call, dtype), **own.source.metadata()}

@@ -58,7 +58,7 @@ def generate_videos(options: GenerateOptions, image: Path | None, video: dict[st
     device = require_device(options.device)
     started = time.perf_counter()
     dtype = select_dtype(options.dtype, device, model.folder, options.quantization)
-    pipe: Any = open_pipeline(model.folder, torch_dtype=dtype, quantization=options.quantization).to(device)
+    pipe: Any = open_pipeline(model.folder, device=device, torch_dtype=dtype, quantization=options.quantization)
     seconds_load = time.perf_counter() - started
     if not options.quiet:
         report_emoji_names(pipe, options.prompts)

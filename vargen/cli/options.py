@@ -55,7 +55,7 @@ DeviceName = Annotated[Device, typer.Option(help="auto: a GPU if there is one.")
 DtypeName = Annotated[Dtype, typer.Option(help="Of the transformer's weights. auto: the fastest on this device.")]
 QuantizationName = Annotated[
     str | None,
-    typer.Option("--quantization", metavar="int8", help="8-bit integer products, on a CPU. Default: as in the folder."),
+    typer.Option("--quantization", metavar="int8|float8", help="8-bit products; float8 on a GPU. Default: as in the folder."),
 ]
 Threads = Annotated[int | None, typer.Option(metavar="N", help="CPU threads. Default: autotuned.")]
 TorchThreads = Annotated[int | None, typer.Option(metavar="N", help="CPU threads. Default: torch's.")]
@@ -92,19 +92,18 @@ def select_dtype(name: Dtype, place: torch.device, folder: Path | None = None, q
     """Select the dtype of the large networks; `auto` takes the default for the device and for the model in `folder`.
 
     Raises:
-        ValueError: for an unknown quantization, or one on another device than a CPU.
+        ValueError: for a quantization that is unknown or that the device does not have.
+        ImportError: for a quantization on a GPU, without torchao.
     """
     import torch
 
     from vargen.models.quantization import validate_quantization
     from vargen.pipelines.loading import default_dtype
 
-    validate_quantization(quantization)
-    if quantization is not None and place.type != "cpu":
-        raise ValueError(f"quantization computes on a CPU, got device={str(place)!r}; leave it out, or use --device cpu")
+    validate_quantization(quantization, place)
     if name is not Dtype.auto:
         return getattr(torch, name.value)
-    if quantization is not None:
+    if quantization is not None and place.type == "cpu":
         return torch.float32
     return device.preferred_dtype(place) if folder is None else default_dtype(folder, place)
 

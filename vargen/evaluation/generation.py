@@ -128,7 +128,7 @@ class GenerationPlan:
         """
         info = inspect_model(self.model)
         family = pipeline_class(info.pipeline)
-        resolve_quantization(self.quantization)
+        resolve_quantization(self.quantization, device=torch.device(self.device))
         _, sampling = validate_sampling(self.sampling)
         sampling.validate_top_k(info.vocab_size)
         validate_batch_size(self.batch)
@@ -193,7 +193,7 @@ class ImageGenerator:
         self.plan, self.run = plan, RunDirectory(Path(plan.output))
         set_threads(plan.threads)
         dtype = None if plan.dtype is None else getattr(torch, plan.dtype)
-        self.pipe = open_pipeline(plan.model, torch_dtype=dtype, quantization=plan.quantization).to(plan.device)
+        self.pipe = open_pipeline(plan.model, device=plan.device, torch_dtype=dtype, quantization=plan.quantization)
         self.pipe.set_progress_bar_config(disable=True)
         self.methods = {method: resolve_method(method, self.pipe.paradigm) for method in plan.methods}
         for method in self.methods.values():

@@ -15,17 +15,28 @@ from torch import Tensor, nn
 
 from vargen.kernels.cpu import load_compiled_passes, warn_if_slow
 from vargen.kernels.int8 import int8_linear, quantize_activations, quantize_weight_rows, regroup_weight_rows
+from vargen.models.gpu_quantization import GPU_FORMATS, quantize_for_gpu, validate_gpu_quantization
 from vargen.values import short_repr
 
 QUANTIZATIONS = ("int8",)
 SCALE_SUFFIX = "weight_scale"  # of the name of a layer's scales in weight files
 
 
-def validate_quantization(quantization: Any) -> None:
-    """Raise ValueError unless `quantization` is None or one of `QUANTIZATIONS`."""
-    if quantization is not None and quantization not in QUANTIZATIONS:
+def validate_quantization(quantization: Any, device: torch.device | None = None) -> None:
+    """Check that a format can be used on a device; None is a CPU.
+
+    Raises:
+        ValueError: for an unknown format, or one that the device does not have.
+        ImportError: for a GPU, without torchao.
+    """
+    if quantization is None:
+        return
+    if device is not None and device.type not in ("cpu", "meta"):
+        validate_gpu_quantization(quantization, device)
+    elif quantization not in QUANTIZATIONS:
         allowed = ", ".join(map(repr, QUANTIZATIONS))
-        raise ValueError(f"quantization must be {allowed}, or None, got {short_repr(quantization)}")
+        place = "; on a GPU, also 'float8'" if quantization in GPU_FORMATS else ""
+        raise ValueError(f"quantization must be {allowed}, or None on a CPU, got {short_repr(quantization)}{place}")
 
 
 class Int8Linear(nn.Module):
@@ -120,32 +131,32 @@ def validate_placement(network: nn.Module) -> None:
         if parameter.device.type not in ("cpu", "meta") or parameter.dtype not in (torch.int8, torch.float32):
             given = f"{str(parameter.dtype).removeprefix('torch.')} on {parameter.device}"
             raise ValueError(
-                f"a network with quantization='int8' computes in float32 on a CPU, got {given} ({name}): open the model with "
-                "that dtype and device, and without quantization"
+                f"a network with quantization='int8' computes in float32 on a CPU, got {given} ({name}): for a GPU, "
+                "open the model with open_pipeline(..., device='cuda', quantization='int8')"
             )
 
 
 def quantize_network(network: Any, quantization: str = "int8") -> Any:
-    """Quantize the linear layers of a network in place, for inference on a CPU; returns it.
+    """Quantize the linear layers of a network in place, for inference on its device; returns it.
 
-    Its other weights become float32, and saving it stores the quantized ones.
+    On a CPU, its other weights become float32, and saving it stores the quantized ones. On a GPU, see
+    `vargen.models.gpu_quantization`; such a network is not saved.
 
     Args:
         network: a transformer with a `quantization` setting in its configuration.
 
     Raises:
-        ValueError: for an unknown format, a network that does not support it, one on another device than a CPU, or weights that
-            are not finite.
+        ValueError: for an unknown format, a network or a device that does not support it, or weights that are not finite.
+        ImportError: for a GPU, without torchao.
     """
-    validate_quantization(quantization)
+    validate_quantization(quantization, network.device)
     if "quantization" not in network.config:
         raise ValueError(f"quantization={quantization!r} is not supported by {type(network).__name__}")
     if network.config.quantization == quantization:
         return network
     if network.device.type != "cpu":
-        raise ValueError(
-            f"quantization={quantization!r} computes on a CPU, and the network is on {network.device}: move it with .to('cpu')"
-        )
+        quantize_for_gpu(network, set(linear_layers(network)), quantization)
+        return network
     weights = {name: value.float() if value.is_floating_point() else value for name, value in network.state_dict().items()}
     state = quantize_weights(linear_layers(network), weights, {})
     replace_linear_layers(network)
