@@ -79,6 +79,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         path = item.path.relative_to(folder)
         if path.as_posix() in PACKAGE_TESTS or path.parts[0] in PACKAGE_TESTS:
             item.add_marker(pytest.mark.packages)
+        if path.parts[0] == "recipes":  # training of the packaged models, which are not part of the package
+            item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: item.path.name not in WAITING)  # first, so that others run beside them
 
 

@@ -68,9 +68,10 @@ def distance(method: Accelerator, case: Case = SMALL, passes: int = 3) -> float:
     return max(found.distance, found.draft_distance)
 
 
+@pytest.mark.parametrize("max_drafts", [500, pytest.param(3000, marks=pytest.mark.slow)])  # `vargen verify` sums more
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
-def test_every_preset_keeps_its_claim(method) -> None:
-    report = check_exactness(method, max_drafts=2000)  # `vargen verify` sums more
+def test_every_preset_keeps_its_claim(method, max_drafts: int) -> None:
+    report = check_exactness(method, max_drafts=max_drafts)
     assert report.keeps_its_claim and report.detects_controls, report
     assert report.exact == (method.kind == "exact") or method.name in ("wavefront", "economy")
     assert len(report.findings) == len(SCALE_CASES if method.paradigm == "next-scale" else CASES)

@@ -108,11 +108,12 @@ def valid_combinations() -> tuple[Combination, ...]:
 
 def _cover() -> list[Combination]:
     """Greedily: in each turn the combination that adds most pairs, and of equal ones the first."""
-    left = set().union(*map(pairs, valid_combinations()))
+    covered = {each: pairs(each) for each in valid_combinations()}
+    left = set().union(*covered.values())
     chosen = []
     while left:
-        chosen.append(max(valid_combinations(), key=lambda each: len(pairs(each) & left)))
-        left -= pairs(chosen[-1])
+        chosen.append(max(covered, key=lambda each: len(covered[each] & left)))
+        left -= covered[chosen[-1]]
     return chosen
 
 
