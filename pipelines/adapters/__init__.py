@@ -12,6 +12,8 @@ from torch import Tensor
 
 from vargen.models.condition import Condition
 
+ARBITRARY_CAPTION_TOKENS = 8
+
 
 @dataclass(frozen=True)
 class Guidance:
@@ -53,6 +55,17 @@ def num_rows(condition: Condition) -> int:
     rows = condition.class_labels if condition.class_labels is not None else condition.caption_embeds
     assert rows is not None
     return len(rows)
+
+
+def arbitrary_condition(pipe: Any, batch: int) -> Condition:
+    """Return a condition of the right shape for `batch` images; its content does not affect the time of a pass."""
+    config, device = pipe.transformer.config, pipe.transformer.device
+    if pipe.is_class_conditional:
+        return Condition(class_labels=torch.arange(batch, device=device) % config.num_classes)
+    mask = torch.zeros(batch, pipe.max_caption_tokens, dtype=torch.bool, device=device)
+    mask[:, -ARBITRARY_CAPTION_TOKENS:] = True
+    embeds = torch.randn(*mask.shape, config.caption_dim, device=device) * mask[..., None]
+    return Condition(caption_embeds=embeds, caption_mask=mask)
 
 
 def cost_key(transformer: torch.nn.Module, *facts: str) -> str:

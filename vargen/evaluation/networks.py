@@ -17,12 +17,11 @@ from vargen.kernels.cpu import load_compiled_passes
 from vargen.models.condition import Condition
 from vargen.models.kv_cache import KVCache
 from vargen.models.quantization import quantize_network
+from vargen.pipelines.adapters import ARBITRARY_CAPTION_TOKENS, arbitrary_condition
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.components import ModelFamily
 from vargen.pipelines.loading import validate_model_folder
 from vargen.pipelines.registry import FAMILIES, open_pipeline
-
-_CAPTION_TOKENS = 8  # of a dummy condition
 
 
 @dataclass(frozen=True)
@@ -76,13 +75,7 @@ class BenchmarkModel:
 
     def condition(self, batch: int) -> Condition:
         """Return an arbitrary condition of the right shape; its content does not affect the time of a pass."""
-        config, device = self.transformer.config, self.transformer.device
-        if self.pipe.is_class_conditional:
-            return Condition(class_labels=torch.arange(batch, device=device) % config.num_classes)
-        mask = torch.zeros(batch, self.pipe.max_caption_tokens, dtype=torch.bool, device=device)
-        mask[:, -_CAPTION_TOKENS:] = True
-        embeds = torch.randn(*mask.shape, config.caption_dim, device=device) * mask[..., None]
-        return Condition(caption_embeds=embeds, caption_mask=mask)
+        return arbitrary_condition(self.pipe, batch)
 
     def decoder(self, compile: bool = False) -> PricedDecoder:
         """Return a decoder with the checkpoint's sampling settings; `compile` runs the passes through `torch.compile`."""
@@ -109,7 +102,7 @@ class BenchmarkModel:
         config, scales = self.transformer.config, self.transformer.scales
         D, V = self.transformer.lvl_embed.embedding_dim, config.vocab_size
         rows = batch * (1 if self.guidance_scale == 1 else 2)
-        caption = 0 if self.pipe.is_class_conditional else min(_CAPTION_TOKENS, self.pipe.max_caption_tokens)
+        caption = 0 if self.pipe.is_class_conditional else min(ARBITRARY_CAPTION_TOKENS, self.pipe.max_caption_tokens)
         matrices = {name: p.numel() for name, p in self.transformer.named_parameters() if p.dim() == 2}
         once = sum(count for name, count in matrices.items() if "ada_lin" in name)
         linear = sum(count for name, count in matrices.items() if name.startswith("blocks.") and "ada_lin" not in name)
