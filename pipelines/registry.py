@@ -5,7 +5,7 @@ Importing this module registers the families of vargen.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,9 +113,9 @@ def open_pipeline(name: Any, *, device: str | torch.device | None = None, **opti
             lambda: open_pipeline(folder, device=place, quantization="int8", **others),
         )
     quantization = resolve_quantization(options.get("quantization"), options.get("quantization_config"), place)
-    after_moving: Collection[str] = ()  # components that are quantized on their GPU
+    after_moving: dict[str, str] = {}  # the formats of components that are quantized on their GPU
     if quantization is not None and place is not None and place.type != "cpu":
-        after_moving = gpu_quantized_components(folder, quantization, options)
+        after_moving = dict.fromkeys(gpu_quantized_components(folder, quantization, options), quantization)
         options = {name: value for name, value in options.items() if name not in ("quantization", "quantization_config")}
     has_dtype = any(options.get(name) is not None for name in ("torch_dtype", "dtype"))
     if place is not None and (quantization is None or after_moving) and not has_dtype:
@@ -123,8 +123,8 @@ def open_pipeline(name: Any, *, device: str | torch.device | None = None, **opti
     pipe = folder.family.pipeline.from_pretrained(folder, **options)  # validates the rest of the folder
     if place is not None:
         pipe.to(place)
-    for part in after_moving:
-        quantize_network(getattr(pipe, part), quantization)
+    for part, kind in after_moving.items():
+        quantize_network(getattr(pipe, part), kind)
     return pipe
 
 
