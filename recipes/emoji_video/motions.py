@@ -17,7 +17,7 @@ from PIL import Image
 SPEEDS = ("slowly", "", "quickly")  # the word for a motion's speed; none for the usual one
 _SPEED_NAMED = 0.5  # probability of naming a speed other than the usual one
 _HELD_OUT_PER_MILLE = 80
-_OVERSAMPLING = 2  # frames are drawn at this multiple of their size, then averaged
+_OVERSAMPLING = 2  # frames are rendered at this multiple of their size, then averaged
 _WHITE = (255, 255, 255)
 
 
@@ -165,7 +165,7 @@ def motion_caption(motion: Motion, noun: str, article: str, speed: str, rng: ran
 
 
 def render(image: np.ndarray, poses: Poses, side: int) -> np.ndarray:
-    """Draw an image on white in each pose.
+    """Render an image on white in each pose.
 
     Args:
         image: uint8 `[Y, X, 3]`, square, on white.
@@ -188,6 +188,6 @@ def render(image: np.ndarray, poses: Poses, side: int) -> np.ndarray:
             wide * cosine, wide * sine, -wide * (cosine * x0 + sine * y0) + image.shape[1] / 2,
             -tall * sine, tall * cosine, tall * (sine * x0 - cosine * y0 + pivot) + image.shape[0] / 2,
         )  # fmt: skip
-        drawn = source.transform((canvas, canvas), Image.Transform.AFFINE, matrix, Image.Resampling.BICUBIC, fillcolor=_WHITE)
-        frame[:] = np.asarray(drawn.reduce(_OVERSAMPLING))
+        turned = source.transform((canvas, canvas), Image.Transform.AFFINE, matrix, Image.Resampling.BICUBIC, fillcolor=_WHITE)
+        frame[:] = np.asarray(turned.reduce(_OVERSAMPLING))
     return frames

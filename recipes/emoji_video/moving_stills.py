@@ -1,6 +1,6 @@
 """Training clips of still images that move, with captions that name the motion: see `motions`.
 
-Every clip is drawn and encoded when it is needed, so that no two are alike.
+Every clip is rendered and encoded when it is needed, so that no two are alike.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _RECOLORED = 0.15
 
 
 class MovingStills:
-    """Draws clips of moving stills, and their captions, as a function of a seed.
+    """Renders clips of moving stills, and their captions, as a function of a seed.
 
     Args:
         frames, side: of a clip.
@@ -44,7 +44,7 @@ class MovingStills:
         self.sample = WeightedIndices(indices, weights)
         self.images: dict[int, np.ndarray] = {}
 
-    def draw(self, index: int, motion: Motion, rng: random.Random) -> tuple[np.ndarray, str]:
+    def render_clip(self, index: int, motion: Motion, rng: random.Random) -> tuple[np.ndarray, str]:
         """Return a clip, uint8 `[F, side, side, 3]`, and a caption of it."""
         record = self.stills.records[index]
         image = self.images.setdefault(index, np.asarray(self.stills.images[index]))
@@ -68,7 +68,7 @@ class MovingStills:
         for index in self.sample(points).tolist():
             concept = self.stills.records[index]["concept"]
             allowed = [motion for name, motion in MOTIONS.items() if not is_held_out_motion(concept, name)]
-            found.append(self.draw(index, rng.choice(allowed), rng))
+            found.append(self.render_clip(index, rng.choice(allowed), rng))
         return found
 
 

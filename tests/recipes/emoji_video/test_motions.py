@@ -124,7 +124,7 @@ def test_training_never_shows_a_held_out_combination(monkeypatch):
     config = recipe(still_fraction=0.5)
     source = MovingStills(stills(), config, FRAMES, SIDE)
     seen = []
-    monkeypatch.setattr(source, "draw", lambda index, motion, rng: seen.append((str(index), motion)))
+    monkeypatch.setattr(source, "render_clip", lambda index, motion, rng: seen.append((str(index), motion)))
     source.examples(0, 600)
     named = {motion: name for name, motion in MOTIONS.items()}
     pairs = {(concept, named[motion]) for concept, motion in seen}
