@@ -6,7 +6,7 @@ decoder state is immutable, so continuing from the previous state discards the b
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -155,32 +155,43 @@ class BlockStream(Iterator[VideoBlock]):
         """Run the algorithm for one block: latents `[1, F, C, Y, X]` and frames `[F', 3, Y, X]`."""
         draft = None
         if self._should_draft(record):
-            draft = self._denoise("draft")
+            exit_step = self.method.exit_step
+            draft = self._denoise("target", last=exit_step) if exit_step else self._denoise("draft")
             if self._verify_draft(record, draft):
                 record.source = "draft"
                 return draft, self._accept(draft, record)
         first = self.method.refine if draft is not None and bool(draft.isfinite().all()) else 0
-        latents = self._denoise("target", first, draft if first else None)
+        if draft is not None and self.method.exit_step:
+            latents = self._resume()
+        else:
+            latents = self._denoise("target", first, draft if first else None)
         record.source = "refined" if first else "target"
         if record.number == 0 and self.method.policy.needs_reference_score:
             record.score, record.scores, record.failure = self._score_latents(latents)
         return latents, self._accept(latents, record)
 
     def _should_draft(self, record: BlockRecord) -> bool:
-        reason = "undrafted" if self.drafter is None else self._decisions.reason_not_to_draft(record.number)
+        missing = self.drafter is None and not self.method.exit_step
+        reason = "undrafted" if missing else self._decisions.reason_not_to_draft(record.number)
         if reason is not None:
             record.outcome = reason
         return reason is None
 
-    def _denoise(self, name: str, first: int = 0, draft: Tensor | None = None) -> Tensor:
+    def _denoise(self, name: str, first: int = 0, draft: Tensor | None = None, last: int | None = None) -> Tensor:
         generator = self._generators()[name]
-        shape, device = generator.model.block_shape, generator.model.device
         with self._clock.measure("commit"):
             generator.update_cache()
         with self._clock.measure(name):
-            return generator.generate(
-                lambda step: make_block_noise(int(self.request.seed), self._number, step, shape, device), first, draft
-            )
+            return generator.generate(self._noise(generator), first, draft, last)
+
+    def _resume(self) -> Tensor:
+        assert self.target is not None
+        with self._clock.measure("target"):
+            return self.target.resume(self._noise(self.target))
+
+    def _noise(self, generator: BlockGenerator) -> Callable[[int], Tensor]:
+        shape, device = generator.model.block_shape, generator.model.device
+        return lambda step: make_block_noise(int(self.request.seed), self._number, step, shape, device)
 
     def _verify_draft(self, record: BlockRecord, draft: Tensor) -> bool:
         """Return whether a draft is accepted, and record the outcome."""
@@ -208,7 +219,7 @@ class BlockStream(Iterator[VideoBlock]):
     def _accept(self, latents: Tensor, record: BlockRecord) -> Tensor:
         """Advance the decoders past the block and return its frames."""
         if not bool(latents.isfinite().all()):
-            model = "drafter" if record.source == "draft" else "target"
+            model = "drafter" if record.source == "draft" and not self.method.exit_step else "target"
             raise NonFiniteLatentsError(
                 f"the {model} generated NaN or infinite latents in block {record.number} of {self.blocks}; no frame is decoded "
                 "from them. Check the checkpoint, or run with torch_dtype=torch.float32"

@@ -72,6 +72,14 @@ VIDEO_METHODS: tuple[VideoMethod, ...] = (
         experimental=True,
     ),
     VideoMethod(
+        name="early-exit",
+        policy=Stride(2),
+        exit_step=1,
+        summary="every second block is the large model's estimate after its first step; no small model",
+        source="as target; consistency models make such estimates: Song et al. 2023, arXiv 2303.01469",
+        experimental=True,
+    ),
+    VideoMethod(
         name="stride",
         policy=Stride(),
         summary="the large model generates every third block, without scores: what a scorer must beat",
