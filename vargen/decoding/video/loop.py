@@ -22,6 +22,7 @@ from vargen.decoding.video.method import VideoDecisions, VideoMethod
 from vargen.decoding.video.policies import SingleModel, validate_threshold
 from vargen.decoding.video.protocols import BlockModel
 from vargen.decoding.video.request import BlockCallback, BlockProgress, VideoBlock, VideoRequest
+from vargen.decoding.video.routing import DraftRouter, DraftView
 from vargen.decoding.video.scoring import BlockDecoder, BlockDecoderState, BlockScorer, BlockView, ScoreResult, score_block
 from vargen.decoding.video.stats import BlockRecord, VideoStats
 from vargen.device import limit_threads, normal_tensors
@@ -56,6 +57,7 @@ class BlockStream(Iterator[VideoBlock]):
         self._preview = None if previews is None else BlockDecoderState(previews)
         self._number = 0
         self._cancelled = False
+        self._last_block: Tensor | None = None
         self._threads: int | None = None  # number of CPU threads, selected by measurement
 
     # -- control during generation -------------------------------------------------------------------------------------------
@@ -202,10 +204,23 @@ class BlockStream(Iterator[VideoBlock]):
         elif self.method.policy.needs_scores:
             record.score, record.scores, record.failure = self._score_latents(draft)
             accepted = record.score is not None and policy.should_accept(record.number, record.score)
+        elif self.method.policy.needs_router:
+            record.score = self._rank_draft()
+            accepted = policy.should_accept(record.number, record.score)
         else:
             accepted = policy.should_accept(record.number, None)
         record.outcome = "accepted" if accepted else "rejected"
         return accepted
+
+    def _rank_draft(self) -> float:
+        """Return 1 minus the router's rank of the draft; 0 at the start of a video, which routers do not know."""
+        generator = self.target if self.method.exit_step else self.drafter
+        if self._last_block is None:
+            return 0.0
+        assert self.request.router is not None and generator is not None
+        with self._clock.measure("score"):
+            view = DraftView(self._number, torch.stack(generator.estimates), self._last_block)
+            return 1 - self.request.router(view)
 
     def _score_latents(self, latents: Tensor) -> ScoreResult:
         assert self._score is not None
@@ -231,6 +246,7 @@ class BlockStream(Iterator[VideoBlock]):
 
     def _add_finished(self, latents: Tensor, last: bool) -> None:
         """Pass a finished block to both models; each decides when to update its cache."""
+        self._last_block = latents
         with self._clock.measure("commit"):
             for generator in self._generators().values():
                 generator.add_finished(latents, last)
@@ -267,6 +283,7 @@ def decode_video(
     given: Sequence[Tensor] = (),
     callback: BlockCallback | None = None,
     profile: bool = False,
+    router: DraftRouter | None = None,
 ) -> BlockStream:
     """Generate a video of `blocks` blocks, one at a time, as the result is iterated.
 
@@ -282,6 +299,7 @@ def decode_video(
         given: latents `[1, F', C, Y, X]` that the video starts with, such as those of an image; they are not yielded.
         callback: called after every pass; returning False ends the run before the block is finished.
         profile: on CUDA, synchronize between the parts of a step to measure their seconds.
+        router: ranks drafts, for methods with a `LearnedRouting`.
 
     Raises:
         ValueError: if the method is unknown or cannot run on these models, or a number is out of range.
@@ -291,5 +309,5 @@ def decode_video(
     if isinstance(model, type) or not isinstance(model, BlockModel):
         raise TypeError(f"model must be a BlockModel, got {short_repr(model)}")
     chosen = resolve_method(method, VideoMethod.paradigm)
-    request = VideoRequest(model, condition, seed, chosen, blocks, decoder, preview, score, given, callback, profile)
+    request = VideoRequest(model, condition, seed, chosen, blocks, decoder, preview, score, given, callback, profile, router)
     return BlockStream(request)

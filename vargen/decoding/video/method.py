@@ -118,8 +118,8 @@ class VideoMethod(Method):
         policy: Any = self.policy
         return replace(self, policy=replace(policy, tau=value))
 
-    def validate_models(self, model: BlockModel, has_scorer: bool) -> None:
-        """Raise ValueError if the models, or the missing scorer, do not allow to run the method."""
+    def validate_models(self, model: BlockModel, has_scorer: bool, has_router: bool = False) -> None:
+        """Raise ValueError if the models, or a missing scorer or router, do not allow to run the method."""
         draft = model.draft_model
         if self.needs_draft_model and draft is None:
             raise ValueError(f"accelerator {self.name!r} needs a model to draft with, and this one has none")
@@ -133,6 +133,8 @@ class VideoMethod(Method):
                 raise ValueError(f"{name} must be below the target's {len(model.levels)} steps, got {step}")
         if self.needs_scorer and not has_scorer:
             raise ValueError(f"accelerator {self.name!r} needs a scorer, and none is given")
+        if self.policy.needs_router and not has_router:
+            raise ValueError(f"accelerator {self.name!r} needs a router, which `vargen train router` trains, and there is none")
 
     @property
     def settings(self) -> dict[str, Any]:
