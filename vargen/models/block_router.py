@@ -57,11 +57,11 @@ class BlockRouter(ModelMixin, ConfigMixin):
     Args:
         steps: denoising steps of a draft. channels: C.
         drafter: digest of the network that makes the drafts, which `validate_drafter` compares.
-        exit_step: 0 if a small model drafts; otherwise the draft is the target's estimate after this many steps.
+        exit_step: None if a small model drafts; otherwise the draft is the target's estimate after this many steps.
     """
 
     @register_to_config
-    def __init__(self, steps: int = 4, channels: int = 4, drafter: str = "", exit_step: int = 0):
+    def __init__(self, steps: int = 4, channels: int = 4, drafter: str = "", exit_step: int | None = None):
         super().__init__()
         count = steps - 1 + 5 + 4 * channels + 1
         self.register_buffer("mean", torch.zeros(count))
@@ -82,9 +82,9 @@ class BlockRouter(ModelMixin, ConfigMixin):
         return torch.searchsorted(self.ranks, gain).clamp(max=RANKS - 1) / (RANKS - 1)
 
     def validate_drafter(self, drafter: str, exit_step: int) -> None:
-        """Raise ValueError unless drafts are made by the network with the digest `drafter` and this `exit_step`."""
-        if exit_step != self.config.exit_step:
-            raise ValueError(f"the router is for exit_step {self.config.exit_step}, the method has {exit_step}")
+        """Raise ValueError unless drafts are made by the network with the digest `drafter` and this `exit_step` (0: none)."""
+        if exit_step != (self.config.exit_step or 0):
+            raise ValueError(f"the router is for exit_step {self.config.exit_step or 0}, the method has {exit_step}")
         if drafter != self.config.drafter:
             raise ValueError(
                 f"the router is for drafts of the network {self.config.drafter!r}, not of {drafter!r}: train it again with "

@@ -175,7 +175,7 @@ def train_router(config: RouterConfig, pipe: Any, prompts: Sequence[str], folder
         raise ValueError(f"prompts must be at least 2, got {len(prompts)}")
     steps = config.exit_step or len(model.levels)
     digest = drafter_digest(pipe, config.exit_step)
-    router = BlockRouter(steps=steps, channels=model.block_shape[1], drafter=digest, exit_step=config.exit_step)
+    router = BlockRouter(steps=steps, channels=model.block_shape[1], drafter=digest, exit_step=config.exit_step or None)
     metrics = fit_router(router, stored_pairs(pipe, prompts, folder, config), config.ridge)
     with atomic_merge(folder / "router") as staged:
         router.eval().save_pretrained(staged)
