@@ -18,6 +18,7 @@ from torch import Tensor
 
 from vargen.decoding.video.denoising import TIMESTEPS, make_block_noise, predict_clean, step_noise_level
 from vargen.decoding.video.scoring import BlockView, min_score
+from vargen.device import preferred_dtype
 from vargen.models.condition import Condition
 from vargen.models.tokenizers.video_vae import DecodeState
 from vargen.scoring.frames import FrameScorer
@@ -130,7 +131,7 @@ class BlockScores:
 def score_tree(
     pipe: Any, tree: Sequence[TreeBlock], prompt: str, judge: FrameScorer, every: int = 1
 ) -> tuple[list[BlockScores], float]:
-    """Decode and score all blocks of a tree.
+    """Decode and score all blocks of a tree, in bfloat16 where that is fast.
 
     Args:
         pipe: the video pipeline that made it, with a decoder of previews. judge: scores drafts for routing. every: interval of
@@ -139,7 +140,14 @@ def score_tree(
     Returns:
         The scores of each block, and the routing score of block 0.
     """
-    text = pipe.scorer_prompt(prompt)
+    device = pipe.transformer.device
+    with torch.autocast(device.type, torch.bfloat16, enabled=preferred_dtype(device) == torch.bfloat16):
+        return _score_blocks(pipe, tree, pipe.scorer_prompt(prompt), judge, every)
+
+
+def _score_blocks(
+    pipe: Any, tree: Sequence[TreeBlock], text: str, judge: FrameScorer, every: int
+) -> tuple[list[BlockScores], float]:
     bound = judge.bind(text)
     state, found, first = None, [], 0.0
     for number, block in enumerate(tree):
