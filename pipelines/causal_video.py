@@ -16,12 +16,14 @@ from vargen.decoding import VideoMethod, decode_video
 from vargen.decoding.seeds import resolve_seeds
 from vargen.decoding.video.denoising import shifted_levels
 from vargen.decoding.video.request import BlockProgress
+from vargen.models.block_router import BlockRouter
 from vargen.models.causal_video import CausalVideoTransformer
 from vargen.models.condition import Condition
 from vargen.models.tokenizers.preview_decoder import PreviewDecoder
 from vargen.models.tokenizers.video_vae import CausalVideoVAE, StreamingDecoder
 from vargen.pipelines import validation
 from vargen.pipelines.adapters import Guidance
+from vargen.pipelines.adapters.block_router import bind_router
 from vargen.pipelines.adapters.causal_video import CausalVideoBlockModel
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.components import TEXT_COMPONENTS, Component, ModelFamily, register_family
@@ -65,6 +67,7 @@ class CausalVideoPipeline(VisualPipeline):
         transformer: the large (target) model.
         draft_transformer: a small model with the same latents.
         preview_decoder: a cheap decoder for the frames on which drafts are scored.
+        router: ranks drafts for `sdvg-learned`; `vargen train router` trains it for this pair of models.
         text_encoder, tokenizer: encoder of prompts.
         defaults: the checkpoint's `levels` (noise levels of the steps), `euler`, `guidance`, `num_blocks`, `tau`, `window`,
             `sinks`, `caption_rows` and `scored_frames`.
@@ -84,6 +87,7 @@ class CausalVideoPipeline(VisualPipeline):
 
     vae: Any
     preview_decoder: Any
+    router: Any
 
     def __init__(
         self,
@@ -93,13 +97,14 @@ class CausalVideoPipeline(VisualPipeline):
         tokenizer: Any = None,
         draft_transformer: CausalVideoTransformer | None = None,
         preview_decoder: PreviewDecoder | None = None,
+        router: BlockRouter | None = None,
         defaults: dict[str, Any] | None = None,
         prompt_styles: list[str] | None = None,
         prompt_names: PromptNames | dict[str, str] | None = None,
     ):
         components = {
             "vae": vae, "transformer": transformer, "text_encoder": text_encoder, "tokenizer": tokenizer,
-            "draft_transformer": draft_transformer, "preview_decoder": preview_decoder,
+            "draft_transformer": draft_transformer, "preview_decoder": preview_decoder, "router": router,
         }  # fmt: skip
         self._register_components(components, {"defaults": defaults, "prompt_styles": prompt_styles}, prompt_names)
 
@@ -109,9 +114,11 @@ class CausalVideoPipeline(VisualPipeline):
     def validate_method_for(cls, info: ModelInfo, method: Any) -> None:
         if method.needs_draft_model and "draft_transformer" not in info.components:
             raise ValueError(f"{method.name} needs a draft_transformer, a smaller model, and this model has none")
+        if method.policy.needs_router and "router" not in info.components:
+            raise ValueError(f"{method.name} needs a router, which `vargen train router` trains, and this model has none")
 
     def validate_method(self, method: Any) -> None:
-        method.validate_models(self.decoding_model(), has_scorer=True)
+        method.validate_models(self.decoding_model(), has_scorer=True, has_router=bind_router(self, method) is not None)
 
     @property
     def max_caption_tokens(self) -> int:
@@ -225,6 +232,7 @@ class CausalVideoPipeline(VisualPipeline):
             given=self._encode_first_frame(image),
             callback=callback,
             profile=profile,
+            router=bind_router(self, method),
         )
         stream.stats.seed = seeds.seeds[0]
         return VideoStream(self, stream, frame_scorer, schedule, clean_prompt)
@@ -403,6 +411,7 @@ CAUSAL_VIDEO = register_family(
                 (CausalVideoTransformer,), follows_dtype=True, matches=("text_dim", "motion_levels")
             ),
             "preview_decoder": Component((PreviewDecoder,), matches={"latent_channels": "channels"}),
+            "router": Component((BlockRouter,), matches=("channels",), run_folder="router"),
             **TEXT_COMPONENTS,
         },
         text_width="text_dim",

@@ -116,7 +116,10 @@ _generator = Recipe(
 _var = Recipe(
     NextScaleConfig, train_next_scale, {**_DATA, **_SCALE_CODES, **_TEXT, **_INIT, "teacher": _TEACHER}, "transformer"
 )
-_video = Recipe(VideoConfig, train_video, {**_CLIPS, **_VAE, **_TEXT, **_INIT, "teacher": _TEACHER}, "transformer")
+_STILLS = Input("stills", load=load_emoji_dataset)
+_video = Recipe(
+    VideoConfig, train_video, {**_CLIPS, **_VAE, **_TEXT, **_INIT, "teacher": _TEACHER, "stills": _STILLS}, "transformer"
+)
 _heads = {**_DATA, **_MODEL, "generated-images": Input("generated_images")}
 
 
@@ -156,6 +159,7 @@ RECIPES = {
     "emoji-video-drafter": _video,
     "emoji-video-target-steps": _from(_video, teacher="emoji-video-target"),
     "emoji-video-drafter-steps": _from(_video, teacher="emoji-video-target", init="emoji-video-drafter"),
+    "emoji-video-motions": _from(_video, vae="packaged:emoji-video", init="packaged:emoji-video", stills="emoji-data"),
 }
 
 

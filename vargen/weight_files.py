@@ -201,11 +201,16 @@ def load_npz(file: Path, *names: str) -> dict[str, np.ndarray]:
     raise ValueError(f"{file} is damaged or was not written by vargen ({reason}); remove it, and it is written again")
 
 
-def weights_digest(*networks: torch.nn.Module | None) -> str:
-    """Return sixteen hexadecimal digits that change if any weight of the networks changes."""
+def weights_digest(*networks: torch.nn.Module | None, dtype: torch.dtype | None = None) -> str:
+    """Return sixteen hexadecimal digits that change if any weight of the networks changes.
+
+    Args:
+        dtype: floating-point weights are rounded to it first, so that the digest is that of wider dtypes, too.
+    """
     digest = hashlib.sha256()
     for network in networks:
         for name, value in sorted(network.state_dict().items()) if network is not None else ():
             digest.update(name.encode())
+            value = value.to(dtype) if dtype is not None and value.is_floating_point() else value
             digest.update(value.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]

@@ -76,6 +76,12 @@ def _with_article(phrase: str, group: str) -> str | None:
     return f"{'an' if vowel else 'a'} {phrase}"
 
 
+def noun_and_article(record: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the name of a record's concept, and the article that it takes: "a", "an" or the empty string."""
+    name = to_noun_phrase(record["label"])
+    return name, (_with_article(name, record["group"]) or name)[: -len(name)].rstrip()
+
+
 def _tone_phrase(tones: list[str]) -> str:
     """Return ``"medium-dark skin tone"``, ``"light and dark skin tones"`` or the empty string."""
     if not tones:

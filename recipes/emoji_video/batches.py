@@ -67,13 +67,23 @@ def clip_latents(folder: Path, data: VideoDataset, vae: CausalVideoVAE, device: 
     return latents
 
 
+def motion_borders(data: VideoDataset, levels: int) -> np.ndarray:
+    """Return the motions between `levels` levels that are equally frequent among training clips, ascending."""
+    motion = np.array([data.records[i]["motion"] for i in data.indices("train")])
+    return np.quantile(motion, np.arange(1, levels) / levels) if levels else np.zeros(0)
+
+
 def motion_levels(data: VideoDataset, levels: int) -> np.ndarray:
-    """Return the motion level of each clip, int64 `[N]` from 0 to `levels` - 1, equally frequent among training clips."""
+    """Return the motion level of each clip, int64 `[N]` from 0 to `levels` - 1; see `motion_borders`."""
     motion = np.array([record["motion"] for record in data.records])
-    if not levels:
-        return np.zeros(len(motion), dtype=np.int64)
-    borders = np.quantile(motion[data.indices("train")], np.arange(1, levels) / levels)
-    return np.searchsorted(borders, motion, side="right").astype(np.int64)
+    return np.searchsorted(motion_borders(data, levels), motion, side="right").astype(np.int64)
+
+
+def place_weights(clip: np.ndarray, motion_weight: float) -> np.ndarray:
+    """Return loss weights of the places of latents `[F, C, Y, X]`: `[F, 1, Y, X]`, mean 1, greater where they move."""
+    change = np.abs(np.diff(clip, axis=0, prepend=clip[:1])).mean(1, keepdims=True)
+    weights = 1 + motion_weight * change / max(float(change.mean()), 1e-6)
+    return (weights / weights.mean()).astype(np.float32)
 
 
 @dataclass(frozen=True)
@@ -126,9 +136,7 @@ class ClipBatches:
 
     def place_weights(self, clip: np.ndarray, shifted: bool) -> np.ndarray:
         """Return `[F, 1, Y, X]`: greater where latents move, and 0 for the first block of a shifted loop."""
-        change = np.abs(np.diff(clip, axis=0, prepend=clip[:1])).mean(1, keepdims=True)
-        weights = 1 + self.config.motion_weight * change / max(float(change.mean()), 1e-6)
-        weights = (weights / weights.mean()).astype(np.float32)
+        weights = place_weights(clip, self.config.motion_weight)
         if shifted:
             weights[: self.block] = 0
         return weights

@@ -2,7 +2,8 @@
 
 Flow matching with a separate noise level for each block is diffusion forcing (Chen et al. 2024, arXiv:2407.01392); with clean
 blocks before noisy ones it is teacher forcing with a cache's visibility (Hu et al. 2024, "ACDiT", arXiv:2412.07720).
-Consistency: Song et al. 2023 (arXiv:2303.01469), causally: each block along its own trajectory, after clean context.
+Consistency: Song et al. 2023 (arXiv:2303.01469), causally: each block along its own trajectory, after clean context; with a
+teacher by its flow (their section 4), without one by the clip's own trajectory (section 5).
 
 Shape suffixes: B clips, F frames, C latent channels, Y/X latent rows and columns.
 """
@@ -55,7 +56,7 @@ class VideoLoss:
         config = self.config
         generator = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
         noise = torch.randn(batch.clean.shape, generator=generator).to(batch.clean)
-        if config.objective == "consistency":
+        if config.objective != "flow":
             return self.consistency_loss(batch, noise, self.context(step, batch, generator), generator)
         forcing = step < config.diffusion_forcing_fraction * config.schedule.steps
         return self.flow_loss(batch, noise, None if forcing else self.context(step, batch, generator), generator)
@@ -110,20 +111,25 @@ class VideoLoss:
         return _weighted_mean(error, batch.weights), {"velocity": error.detach().mean()}
 
     def consistency_loss(self, batch: ClipBatch, noise: Tensor, context: Tensor, generator: torch.Generator) -> LossAndMetrics:
-        """Return the distance of the model's prediction at a level from its average's prediction at the next level.
+        """Return the distance of the model's prediction at a level from its average's prediction at a lower one.
 
-        The teacher's flow leads from the one level to the next.
+        The teacher's flow leads from the one level to the next. Without a teacher, the lower level is any one on the line
+        between noise and clip, down to the clip itself, which new captions are learned from directly.
         """
-        assert self.teacher is not None
         B, F = noise.shape[:2]
         b = self.model.geometry.block_frames
         grid = torch.tensor([*euler_levels(self.config), 0.0])
-        index = torch.randint(self.config.euler_steps, (B, -(-F // b)), generator=generator).repeat_interleave(b, 1)[:, :F]
-        level, following = (grid[index + i].to(noise) for i in (0, 1))
+        steps, shape = self.config.euler_steps, (B, -(-F // b))
+        index = torch.randint(steps, shape, generator=generator)
+        ahead = torch.ones_like(index)
+        if self.teacher is None:
+            ahead += (torch.rand(shape, generator=generator) * (steps - index)).long()
+        level, following = (grid[i].repeat_interleave(b, 1)[:, :F].to(noise) for i in (index, index + ahead))
         wide, wide_following = (x[..., None, None, None] for x in (level, following))
         noisy = add_noise(batch.clean, noise, wide)
         with self.amp(), torch.no_grad():
-            nearer = noisy + (wide_following - wide) * self.guided_velocity(noisy, level, batch, context)
+            direction = noise - batch.clean if self.teacher is None else self.guided_velocity(noisy, level, batch, context)
+            nearer = noisy + (wide_following - wide) * direction
             text = encode_captions(self.average, self.bank, batch.texts, batch.motion)
             v = self.average(nearer, following * TIMESTEPS, text, context=context).float()
             target = predict_clean(nearer, v, wide_following)

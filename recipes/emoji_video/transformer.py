@@ -1,4 +1,6 @@
-"""Train a `CausalVideoTransformer`, a target or a small drafter: on clips, or to generate in few steps with a teacher's flow.
+"""Train a `CausalVideoTransformer`, a target or a small drafter: on clips, or to generate in few steps.
+
+Clips are animated ones, or a mixture of them and of still images that move.
 
 The average of the weights is saved.
 """
@@ -7,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,15 +17,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recipes.emoji_video.batches import ClipBatches, clip_latents, hash_encoder
+from recipes.emoji.dataset import EmojiDataset
+from recipes.emoji_video.batches import ClipBatch, ClipBatches, clip_latents, hash_encoder
 from recipes.emoji_video.clips import VideoDataset
 from recipes.emoji_video.generate import VideoEvaluation, sampling_settings
 from recipes.emoji_video.losses import VideoLoss
+from recipes.emoji_video.moving_stills import MixedBatches
 from vargen.decoding.video.denoising import shifted_levels
 from vargen.files import atomic_file
 from vargen.models.causal_video import CausalVideoTransformer
 from vargen.models.component_files import validate_network_files
 from vargen.models.tokenizers.video_vae import CausalVideoVAE
+from vargen.training.augment import SamplingWeights
 from vargen.training.config import Schedule, at_least, validate_fractions
 from vargen.training.dataset import CaptionBank
 from vargen.training.optimizers import split_optimizers
@@ -30,7 +36,7 @@ from vargen.training.run import Trainer, export, fit
 from vargen.weight_files import weights_digest
 
 SAMPLING = "sampling.json"  # the sampling settings of a run's model
-OBJECTIVES = ("flow", "consistency")
+OBJECTIVES = ("flow", "consistency", "consistency-training")
 
 
 @dataclass(frozen=True)
@@ -38,7 +44,7 @@ class VideoConfig:
     """How to train a `CausalVideoTransformer` on latents. `model` contains the keyword arguments of its constructor.
 
     With the objective "flow" it learns the velocity of data; with "consistency" it learns to reach the end of a teacher's flow
-    in few steps.
+    in few steps; with "consistency-training", a model of few steps learns from clips alone.
     """
 
     model: dict[str, Any]
@@ -48,6 +54,8 @@ class VideoConfig:
     batch_size: int = 16  # clips
     max_caption_tokens: int = 20  # longer captions are truncated: one shape for all batches
     caption_dropout: float = 0.1
+    still_fraction: float = 0.0  # of a batch's clips that are still images in motion
+    still_weights: SamplingWeights = field(default_factory=SamplingWeights)  # how often each kind of still image is sampled
     motion_label_probability: float = 0.5  # of conditioning on a clip's motion level
     loop_shift_probability: float = 0.3  # of starting a loop at another block, which has no loss
     diffusion_forcing_fraction: float = 0.75  # first part of training: a noise level per block; then clean contexts
@@ -70,7 +78,9 @@ class VideoConfig:
     def __post_init__(self) -> None:
         at_least(self, 1, "batch_size", "max_caption_tokens", "euler_steps", "evaluate_every", "checkpoint_every")
         at_least(self, 0, "motion_weight", "guidance", "weight_decay", "adamw_learning_rate")
-        validate_fractions(self, "caption_dropout", "motion_label_probability", "loop_shift_probability", "context_noise")
+        validate_fractions(
+            self, "still_fraction", "caption_dropout", "motion_label_probability", "loop_shift_probability", "context_noise"
+        )
         validate_fractions(self, "diffusion_forcing_fraction", "self_rollout_probability", "ema_decay")
         if self.objective not in OBJECTIVES:
             raise ValueError(f"objective must be one of {', '.join(OBJECTIVES)}, got {self.objective!r}")
@@ -117,11 +127,14 @@ class VideoTrainer(Trainer):
         device: torch.device,
         teacher_folder: Path | None,
         init_folder: Path | None,
+        stills: EmojiDataset | None,
     ):
         if (config.objective == "consistency") != (teacher_folder is not None):
             raise ValueError(
                 f"teacher must be given for the objective 'consistency' and for no other, got {config.objective!r}"
             )
+        if (round(config.still_fraction * config.batch_size) > 0) != (stills is not None):
+            raise ValueError(f"stills must be given if still_fraction is above 0, and only then, got {config.still_fraction}")
         validate_network_files(vae_folder, CausalVideoVAE)
         torch.manual_seed(config.seed)
         vae = CausalVideoVAE.from_pretrained(vae_folder).to(device).eval().requires_grad_(False)
@@ -146,7 +159,11 @@ class VideoTrainer(Trainer):
         latents = clip_latents(folder, data, vae, device)
         bank = CaptionBank(text_encoder_folder, config.max_caption_tokens, device)
         block, levels = model.geometry.block_frames, model.config.motion_levels
-        self.batches = ClipBatches(data, latents, config, block, levels, device)
+        self.batches: Callable[[int], ClipBatch]
+        if stills is None:
+            self.batches = ClipBatches(data, latents, config, block, levels, device)
+        else:
+            self.batches = MixedBatches(data, stills, latents, vae, config, block, levels, device)
         self.evaluation = VideoEvaluation(data, latents, vae, bank, config, device)
         self.loss = VideoLoss(model, self.average, bank, config, teacher)
         optimizers = split_optimizers(dict(model.named_parameters()), lambda name: name.startswith("blocks."), config)
@@ -191,6 +208,7 @@ def train_video(
     device: torch.device,
     teacher_folder: Path | None = None,
     init_folder: Path | None = None,
+    stills: EmojiDataset | None = None,
 ) -> dict[str, float]:
     """Train until `config.schedule.steps`, resuming the run in `folder`; saves the averaged weights to `folder/transformer`.
 
@@ -199,7 +217,7 @@ def train_video(
     Args:
         vae_folder: a saved `CausalVideoVAE`. text_encoder_folder: contains `text_encoder/` and `tokenizer/`.
         teacher_folder: a saved `CausalVideoTransformer`, the teacher of consistency; a model of the same width starts from its
-            weights. init_folder: weights to start from instead.
+            weights. init_folder: weights to start from instead. stills: images for `still_fraction` of the clips.
 
     Returns:
         The metrics of `VideoEvaluation`.
@@ -209,7 +227,7 @@ def train_video(
             run to resume has others of them; or if the run diverged.
     """
     folders = vae_folder, text_encoder_folder, folder
-    trainer = VideoTrainer(config, data, *folders, device, teacher_folder, init_folder)
+    trainer = VideoTrainer(config, data, *folders, device, teacher_folder, init_folder, stills)
     fit(trainer)
     with atomic_file(folder / SAMPLING) as temporary:
         temporary.write_text(json.dumps(sampling_settings(config), indent=1) + "\n", "utf-8")

@@ -1,4 +1,4 @@
-"""`vargen train drafter`: train drafters for your own model. The training of the packaged models is in `recipes/`."""
+"""`vargen train`: networks that users train for their own model. The training of the packaged models is in `recipes/`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _registered_drafters() -> dict[str, Any]:
     return LlamaGenPipeline.family.drafters
 
 
-app = typer.Typer(help="Train drafters for your own model.", no_args_is_help=True)
+app = typer.Typer(help="Train drafters, and routers of video drafts, for your own model.", no_args_is_help=True)
 drafter = typer.Typer(cls=Drafters, help="Train draft heads, a low-resolution model, or its up-sampler.", no_args_is_help=True)
 app.add_typer(drafter, name="drafter")
 
@@ -168,6 +168,37 @@ def upsampler(
     images, place = _load_data(data), require_device(device)
     set_threads(threads)
     print_json({"model": str(run / "upsampler"), **train_upsampler(config, images, folder / "vqvae", run, place)})
+
+
+@app.command()
+def router(
+    prompt_file: Annotated[Path, typer.Option(metavar="FILE", help="One prompt per line; a hundred are enough.")],
+    model: Annotated[str, typer.Option(metavar="NAME|DIR", help="The video model, packaged or a folder.")] = "emoji-video",
+    output: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="For pairs and weights. An unfinished run in it is resumed. Default: runs/router."),
+    ] = None,
+    blocks: Annotated[int, typer.Option(metavar="N", help="Length of the videos. Each block more doubles the work.")] = 6,
+    exit_step: Annotated[
+        int, typer.Option(metavar="N", help="For early-exit: the draft is the large model's estimate after N steps.")
+    ] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the first prompt; the next has one more.")] = 0,
+    device: DeviceName = Device.auto,
+    threads: TorchThreads = None,
+) -> None:
+    """Train the router of sdvg-learned: it predicts which drafts of a video the large model would improve."""
+    quiet_libraries()
+    from vargen.cli.inputs import read_prompts
+    from vargen.pipelines.causal_video import CAUSAL_VIDEO
+    from vargen.pipelines.loading import validate_model_folder
+    from vargen.pipelines.registry import open_pipeline
+    from vargen.training.router import RouterConfig, train_router
+
+    config, run, prompts = RouterConfig(blocks, seed, exit_step), _output(output, "router"), read_prompts(prompt_file)
+    place = require_device(device)
+    set_threads(threads)
+    pipe = open_pipeline(str(validate_model_folder(model, CAUSAL_VIDEO).path)).to(place)
+    print_json({"router": str(run / "router"), **train_router(config, pipe, prompts, run)})
 
 
 def _model_folder(model: str) -> Path:

@@ -59,6 +59,7 @@ from vargen.decoding.video.policies import (
 )
 from vargen.decoding.video.protocols import BlockModel
 from vargen.decoding.video.request import VideoBlock
+from vargen.decoding.video.routing import DraftView, LearnedRouting
 from vargen.decoding.video.scoring import BlockDecoder, BlockView, min_score
 from vargen.decoding.video.stats import BlockRecord, VideoStats
 from vargen.deprecation import find_renamed
@@ -81,6 +82,7 @@ __all__ = [
     "DecodeOutput",
     "DecodeStats",
     "Draft",
+    "DraftView",
     "Drafter",
     "DynamicTree",
     "Eagle",
@@ -91,6 +93,7 @@ __all__ = [
     "Jacobi",
     "JacobiTree",
     "LayerSkip",
+    "LearnedRouting",
     "Lookup",
     "Medusa",
     "Method",

@@ -13,6 +13,7 @@ Shape suffixes: B rows, H heads, K head width, S slots (tokens), T tokens of a p
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 
 import torch
@@ -169,6 +170,12 @@ class VideoCache:
             else:
                 runs.append((slot, 1))
         return runs
+
+    def select_rows(self, chosen: Sequence[int]) -> VideoCache:
+        """Return a cache with copies of some of the videos, in this order; a video may be chosen several times."""
+        selected = copy(self)
+        selected.keys, selected.values = self.keys[:, list(chosen)], self.values[:, list(chosen)]
+        return selected
 
     def commit(self, frames: int | None = None) -> None:
         """Commit the first `frames` pending frames (default: all), whose keys and values should be from a clean pass.

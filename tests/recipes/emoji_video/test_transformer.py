@@ -7,67 +7,20 @@ import numpy as np
 import pytest
 import torch
 from rejects import rejects
+from tiny_clips import SHAPE, VAE, Bank, clip_latents_of, data, recipe
 from tiny_training import check_resumes
 
 from recipes.emoji_video import transformer as trainer
 from recipes.emoji_video.batches import EMPTY_CAPTION, ClipBatches, clip_latents, motion_levels, validate_same_encoder
-from recipes.emoji_video.clips import VideoDataset
 from recipes.emoji_video.generate import VideoEvaluation, euler_levels, make_block_noise, sample_latents, sampling_settings
 from recipes.emoji_video.losses import VideoLoss
 from recipes.emoji_video.preview import PreviewConfig, train_video_preview
-from recipes.emoji_video.transformer import VideoConfig
 from recipes.runner import load_settings
 from vargen.models.causal_video import CausalVideoTransformer
 from vargen.models.tokenizers.video_vae import CausalVideoVAE
 from vargen.training.config import Schedule
 
 CPU = torch.device("cpu")
-VAE = {"size": 16, "widths": [8, 16, 32], "transformer_blocks": 1}
-SHAPE = {
-    "dim": 24, "ffn_dim": 32, "num_heads": 2, "num_layers": 1, "channels": 4, "height": 2, "width": 2, "patch": 1,
-    "block_frames": 2, "spatial_stride": 8, "temporal_stride": 1, "fps": 12, "text_dim": 8, "text_len": None, "text_mask": True,
-    "freq_dim": 16, "motion_levels": 2,
-}  # fmt: skip
-
-
-def data(count: int = 10, frames: int = 6, size: int = 16) -> VideoDataset:
-    random = np.random.default_rng(0)
-    clips = np.full((count, frames, size, size, 3), 255, dtype=np.uint8)
-    records = []
-    for i, clip in enumerate(clips):
-        color = random.integers(0, 255, 3)
-        for t, frame in enumerate(clip):
-            x = round((size - 6) * (0.5 + 0.5 * np.cos(2 * np.pi * t / frames)))
-            frame[5:11, x : x + 6] = color
-        records.append(
-            {
-                "split": "validation" if i < 2 else "train", "loops": i % 2 == 0, "motion": float(i + 1), "label": f"thing {i}",
-                "group": "objects", "style": "3d", "concept": str(i),
-            }
-        )  # fmt: skip
-    return VideoDataset(clips, records)
-
-
-def recipe(**changes) -> VideoConfig:
-    base = {
-        "schedule": Schedule(steps=6, learning_rate=3e-3, warmup_steps=1), "batch_size": 3, "max_caption_tokens": 6,
-        "euler_steps": 4, "diffusion_forcing_fraction": 0.5, "self_rollout_probability": 0.5, "evaluate_every": 4,
-        "checkpoint_every": 2, "levels": [1000, 500],
-    }  # fmt: skip
-    return VideoConfig(**{"model": SHAPE, **base, **changes})
-
-
-class Bank:
-    """Features that are a function of the words."""
-
-    def __init__(self, *arguments):
-        pass
-
-    def __call__(self, texts):
-        from vargen.models.condition import Condition
-
-        rows = [torch.randn(3, 8, generator=torch.Generator().manual_seed(sum(map(ord, text)))) for text in texts]
-        return Condition(caption_embeds=torch.stack(rows), caption_mask=torch.ones(len(texts), 3, dtype=torch.bool))
 
 
 @pytest.fixture(autouse=True)
@@ -155,14 +108,6 @@ def test_consistency_has_nothing_to_learn_where_the_model_already_goes_to_one_po
     batch = ClipBatches(clips, latents, recipe(), 2, 2, CPU)(0)
     loss, metrics = losses(0, batch)
     assert loss < 1e-4 and metrics["consistency_error"] < 1e-4
-
-
-def clip_latents_of(vae, clips):
-    import tempfile
-    from pathlib import Path
-
-    with tempfile.TemporaryDirectory() as folder:
-        return clip_latents(Path(folder), clips, CausalVideoVAE.from_pretrained(vae), CPU)
 
 
 def test_latents_are_computed_once_for_an_encoder(tmp_path, vae, monkeypatch):

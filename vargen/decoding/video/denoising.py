@@ -98,12 +98,14 @@ class BlockGenerator:
         passes: number of passes so far, including cache updates.
         blocks_fed: number of blocks fed by them, which determines their cost on a busy machine.
         pending: finished blocks that are not in the cache yet.
+        estimates: the clean estimate `[1, F, C, Y, X]` after each step of the latest block.
     """
 
     def __init__(self, model: BlockModel, condition: Any, frames: int, lazy: bool = True, on_pass: PassCallback = lambda: None):
         self.model, self.condition, self.on_pass = model, condition, on_pass
         self.state = model.start(condition, frames)
         self.pending: list[Tensor] = []
+        self.estimates: list[Tensor] = []
         self._max_pending = MAX_PENDING_BLOCKS if lazy else 0
         self.passes = self.blocks_fed = 0
 
@@ -129,22 +131,36 @@ class BlockGenerator:
             self._forward(self.pending[:count])
             del self.pending[:count]
 
-    def generate(self, noise: Callable[[int], Tensor], first: int = 0, draft: Tensor | None = None) -> Tensor:
+    def generate(
+        self, noise: Callable[[int], Tensor], first: int = 0, draft: Tensor | None = None, last: int | None = None
+    ) -> Tensor:
         """Denoise the block after the finished ones: latents float32 `[1, F, C, Y, X]`.
 
         Args:
             noise: function of the step; see `make_block_noise`.
             first: the step to start with.
             draft: latents to which noise is added to the level of that step; None starts from noise.
+            last: the number of steps after which to return the clean estimate; None for all. `resume` runs the others.
         """
-        model = self.model
         self.update_cache()
-        x = noise(0) if draft is None else add_noise(draft, noise(first), model.levels[first])
-        for step in range(first, len(model.levels)):
-            estimate = self._forward([], x, model.levels[step])
+        self.estimates = []
+        self._noisy = noise(0) if draft is None else add_noise(draft, noise(first), self.model.levels[first])
+        return self._denoise(noise, first, len(self.model.levels) if last is None else last)
+
+    def resume(self, noise: Callable[[int], Tensor]) -> Tensor:
+        """Run the remaining steps of a block that `generate` left early."""
+        done = len(self.estimates)
+        self._noisy = step_noise_level(self.model, self._noisy, self.estimates[-1], done - 1, noise)
+        return self._denoise(noise, done, len(self.model.levels))
+
+    def _denoise(self, noise: Callable[[int], Tensor], first: int, end: int) -> Tensor:
+        for step in range(first, end):
+            estimate = self._forward([], self._noisy, self.model.levels[step])
             assert estimate is not None
-            x = estimate if step + 1 == len(model.levels) else step_noise_level(model, x, estimate, step, noise)
-        return x
+            self.estimates.append(estimate)
+            if step + 1 < end:
+                self._noisy = step_noise_level(self.model, self._noisy, estimate, step, noise)
+        return self.estimates[-1]
 
     def _forward(self, clean: list[Tensor], noisy: Tensor | None = None, level: float = 0.0) -> Tensor | None:
         estimate = self.model.forward(self.state, clean, noisy, level)

@@ -6,7 +6,7 @@ decoder state is immutable, so continuing from the previous state discards the b
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -22,6 +22,7 @@ from vargen.decoding.video.method import VideoDecisions, VideoMethod
 from vargen.decoding.video.policies import SingleModel, validate_threshold
 from vargen.decoding.video.protocols import BlockModel
 from vargen.decoding.video.request import BlockCallback, BlockProgress, VideoBlock, VideoRequest
+from vargen.decoding.video.routing import DraftRouter, DraftView
 from vargen.decoding.video.scoring import BlockDecoder, BlockDecoderState, BlockScorer, BlockView, ScoreResult, score_block
 from vargen.decoding.video.stats import BlockRecord, VideoStats
 from vargen.device import limit_threads, normal_tensors
@@ -56,6 +57,7 @@ class BlockStream(Iterator[VideoBlock]):
         self._preview = None if previews is None else BlockDecoderState(previews)
         self._number = 0
         self._cancelled = False
+        self._last_block: Tensor | None = None
         self._threads: int | None = None  # number of CPU threads, selected by measurement
 
     # -- control during generation -------------------------------------------------------------------------------------------
@@ -155,32 +157,43 @@ class BlockStream(Iterator[VideoBlock]):
         """Run the algorithm for one block: latents `[1, F, C, Y, X]` and frames `[F', 3, Y, X]`."""
         draft = None
         if self._should_draft(record):
-            draft = self._denoise("draft")
+            exit_step = self.method.exit_step
+            draft = self._denoise("target", last=exit_step) if exit_step else self._denoise("draft")
             if self._verify_draft(record, draft):
                 record.source = "draft"
                 return draft, self._accept(draft, record)
         first = self.method.refine if draft is not None and bool(draft.isfinite().all()) else 0
-        latents = self._denoise("target", first, draft if first else None)
+        if draft is not None and self.method.exit_step:
+            latents = self._resume()
+        else:
+            latents = self._denoise("target", first, draft if first else None)
         record.source = "refined" if first else "target"
         if record.number == 0 and self.method.policy.needs_reference_score:
             record.score, record.scores, record.failure = self._score_latents(latents)
         return latents, self._accept(latents, record)
 
     def _should_draft(self, record: BlockRecord) -> bool:
-        reason = "undrafted" if self.drafter is None else self._decisions.reason_not_to_draft(record.number)
+        missing = self.drafter is None and not self.method.exit_step
+        reason = "undrafted" if missing else self._decisions.reason_not_to_draft(record.number)
         if reason is not None:
             record.outcome = reason
         return reason is None
 
-    def _denoise(self, name: str, first: int = 0, draft: Tensor | None = None) -> Tensor:
+    def _denoise(self, name: str, first: int = 0, draft: Tensor | None = None, last: int | None = None) -> Tensor:
         generator = self._generators()[name]
-        shape, device = generator.model.block_shape, generator.model.device
         with self._clock.measure("commit"):
             generator.update_cache()
         with self._clock.measure(name):
-            return generator.generate(
-                lambda step: make_block_noise(int(self.request.seed), self._number, step, shape, device), first, draft
-            )
+            return generator.generate(self._noise(generator), first, draft, last)
+
+    def _resume(self) -> Tensor:
+        assert self.target is not None
+        with self._clock.measure("target"):
+            return self.target.resume(self._noise(self.target))
+
+    def _noise(self, generator: BlockGenerator) -> Callable[[int], Tensor]:
+        shape, device = generator.model.block_shape, generator.model.device
+        return lambda step: make_block_noise(int(self.request.seed), self._number, step, shape, device)
 
     def _verify_draft(self, record: BlockRecord, draft: Tensor) -> bool:
         """Return whether a draft is accepted, and record the outcome."""
@@ -191,10 +204,23 @@ class BlockStream(Iterator[VideoBlock]):
         elif self.method.policy.needs_scores:
             record.score, record.scores, record.failure = self._score_latents(draft)
             accepted = record.score is not None and policy.should_accept(record.number, record.score)
+        elif self.method.policy.needs_router:
+            record.score = self._rank_draft()
+            accepted = policy.should_accept(record.number, record.score)
         else:
             accepted = policy.should_accept(record.number, None)
         record.outcome = "accepted" if accepted else "rejected"
         return accepted
+
+    def _rank_draft(self) -> float:
+        """Return 1 minus the router's rank of the draft; 0 at the start of a video, which routers do not know."""
+        generator = self.target if self.method.exit_step else self.drafter
+        if self._last_block is None:
+            return 0.0
+        assert self.request.router is not None and generator is not None
+        with self._clock.measure("score"):
+            view = DraftView(self._number, torch.stack(generator.estimates), self._last_block)
+            return 1 - self.request.router(view)
 
     def _score_latents(self, latents: Tensor) -> ScoreResult:
         assert self._score is not None
@@ -208,7 +234,7 @@ class BlockStream(Iterator[VideoBlock]):
     def _accept(self, latents: Tensor, record: BlockRecord) -> Tensor:
         """Advance the decoders past the block and return its frames."""
         if not bool(latents.isfinite().all()):
-            model = "drafter" if record.source == "draft" else "target"
+            model = "drafter" if record.source == "draft" and not self.method.exit_step else "target"
             raise NonFiniteLatentsError(
                 f"the {model} generated NaN or infinite latents in block {record.number} of {self.blocks}; no frame is decoded "
                 "from them. Check the checkpoint, or run with torch_dtype=torch.float32"
@@ -220,6 +246,7 @@ class BlockStream(Iterator[VideoBlock]):
 
     def _add_finished(self, latents: Tensor, last: bool) -> None:
         """Pass a finished block to both models; each decides when to update its cache."""
+        self._last_block = latents
         with self._clock.measure("commit"):
             for generator in self._generators().values():
                 generator.add_finished(latents, last)
@@ -256,6 +283,7 @@ def decode_video(
     given: Sequence[Tensor] = (),
     callback: BlockCallback | None = None,
     profile: bool = False,
+    router: DraftRouter | None = None,
 ) -> BlockStream:
     """Generate a video of `blocks` blocks, one at a time, as the result is iterated.
 
@@ -271,6 +299,7 @@ def decode_video(
         given: latents `[1, F', C, Y, X]` that the video starts with, such as those of an image; they are not yielded.
         callback: called after every pass; returning False ends the run before the block is finished.
         profile: on CUDA, synchronize between the parts of a step to measure their seconds.
+        router: ranks drafts, for methods with a `LearnedRouting`.
 
     Raises:
         ValueError: if the method is unknown or cannot run on these models, or a number is out of range.
@@ -280,5 +309,5 @@ def decode_video(
     if isinstance(model, type) or not isinstance(model, BlockModel):
         raise TypeError(f"model must be a BlockModel, got {short_repr(model)}")
     chosen = resolve_method(method, VideoMethod.paradigm)
-    request = VideoRequest(model, condition, seed, chosen, blocks, decoder, preview, score, given, callback, profile)
+    request = VideoRequest(model, condition, seed, chosen, blocks, decoder, preview, score, given, callback, profile, router)
     return BlockStream(request)

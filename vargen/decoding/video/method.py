@@ -35,6 +35,8 @@ class VideoMethod(Method):
         pause_after_rejections: after this many consecutive rejections, drafting pauses for `pause_blocks` blocks; None: never.
         refine: the target finishes a rejected draft from this step, after noise is added to the level of that step; 0 generates
             the block from noise.
+        exit_step: the draft is the target's own clean estimate after this many steps, and a rejected block goes on from there;
+            no small model is needed. 0: the small model drafts.
         lazy: whether the target's cache is updated only when the target is needed, instead of after every block.
 
     Raises:
@@ -48,6 +50,7 @@ class VideoMethod(Method):
     pause_after_rejections: int | None = None
     pause_blocks: int = 8
     refine: int = 0
+    exit_step: int = 0
     lazy: bool = True
     paradigm: ClassVar[Literal["video"]] = "video"
 
@@ -61,19 +64,32 @@ class VideoMethod(Method):
         if not isinstance(blocks, tuple | list) or any(parse_int(block, 0) is None for block in blocks):
             raise ValueError(f"target_blocks must be numbers of blocks, from 0, got {short_repr(blocks)}")
         object.__setattr__(self, "target_blocks", tuple(blocks))
-        limits = (("max_accepted_in_row", 1), ("pause_after_rejections", 1), ("pause_blocks", 1), ("refine", 0))
-        for name, least in limits:
+        limits = (
+            ("max_accepted_in_row", 1),
+            ("pause_after_rejections", 1),
+            ("pause_blocks", 1),
+            ("refine", 0),
+            ("exit_step", 0),
+        )
+        for name, least in (*limits, ("exit_step", 0)):
             value = getattr(self, name)
             if parse_int(value, least) is None and not (
                 value is None and name in ("max_accepted_in_row", "pause_after_rejections")
             ):
                 raise ValueError(f"{name} must be a whole number of at least {least}, got {short_repr(value)}")
+        if self.refine and self.exit_step:
+            raise ValueError(f"refine must be 0 with an exit_step, got {self.refine}: a rejected estimate is refined anyway")
         if not isinstance(self.lazy, bool):
             raise TypeError(f"lazy must be True or False, got {short_repr(self.lazy)}")
 
     @property
-    def needs_draft_model(self) -> bool:
+    def drafts(self) -> bool:
+        """Whether some blocks may be drafted, by the small model or by fewer steps of the target."""
         return not (isinstance(self.policy, SingleModel) and not self.policy.draft)
+
+    @property
+    def needs_draft_model(self) -> bool:
+        return self.drafts and not self.exit_step
 
     @property
     def needs_scorer(self) -> bool:
@@ -82,7 +98,7 @@ class VideoMethod(Method):
     @property
     def kind(self) -> Literal["exact", "relaxed"]:
         """`"exact"` if every block is what the target would generate alone, otherwise `"relaxed"`."""
-        return "relaxed" if self.needs_draft_model else "exact"
+        return "relaxed" if self.drafts else "exact"
 
     @property
     def threshold(self) -> float | None:
@@ -102,8 +118,8 @@ class VideoMethod(Method):
         policy: Any = self.policy
         return replace(self, policy=replace(policy, tau=value))
 
-    def validate_models(self, model: BlockModel, has_scorer: bool) -> None:
-        """Raise ValueError if the models, or the missing scorer, do not allow to run the method."""
+    def validate_models(self, model: BlockModel, has_scorer: bool, has_router: bool = False) -> None:
+        """Raise ValueError if the models, or a missing scorer or router, do not allow to run the method."""
         draft = model.draft_model
         if self.needs_draft_model and draft is None:
             raise ValueError(f"accelerator {self.name!r} needs a model to draft with, and this one has none")
@@ -112,10 +128,13 @@ class VideoMethod(Method):
                 f"the drafter's blocks have latents {list(draft.block_shape)}, the target's {list(model.block_shape)} "
                 "[F, C, Y, X]: latents cross between them, so they must be equal"
             )
-        if self.refine >= len(model.levels) and self.refine:
-            raise ValueError(f"refine must be below the target's {len(model.levels)} steps, got {self.refine}")
+        for name in ("refine", "exit_step"):
+            if (step := getattr(self, name)) >= len(model.levels) and step:
+                raise ValueError(f"{name} must be below the target's {len(model.levels)} steps, got {step}")
         if self.needs_scorer and not has_scorer:
             raise ValueError(f"accelerator {self.name!r} needs a scorer, and none is given")
+        if self.policy.needs_router and not has_router:
+            raise ValueError(f"accelerator {self.name!r} needs a router, which `vargen train router` trains, and there is none")
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -47,11 +47,12 @@ class Policy(ABC):
     """Base class of policies. Constructors raise ValueError or TypeError for a value that is not allowed, and name it.
 
     Attributes:
-        needs_scores: whether drafts must be scored.
+        needs_scores: whether drafts must be scored. needs_router: whether a trained router must rank them.
         needs_reference_score: whether block 0 must be scored, whichever model generated it.
     """
 
     needs_scores: ClassVar[bool] = False
+    needs_router: ClassVar[bool] = False
     needs_reference_score: ClassVar[bool] = False
 
     @abstractmethod

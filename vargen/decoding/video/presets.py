@@ -12,6 +12,7 @@ from vargen.decoding.video.policies import (
     Stride,
     Threshold,
 )
+from vargen.decoding.video.routing import LearnedRouting
 
 VIDEO_METHODS: tuple[VideoMethod, ...] = (
     VideoMethod(
@@ -69,6 +70,21 @@ VIDEO_METHODS: tuple[VideoMethod, ...] = (
         refine=2,
         summary="sdvg whose rejected drafts get noise and are finished by the large model's last steps",
         source="as sdvg, and Meng et al. 2021, SDEdit, arXiv 2108.01073",
+        experimental=True,
+    ),
+    VideoMethod(
+        name="sdvg-learned",
+        policy=LearnedRouting(),
+        summary="sdvg that a trained router decides, from what the small model computed; nothing is decoded or scored",
+        source="as sdvg",
+        experimental=True,
+    ),
+    VideoMethod(
+        name="early-exit",
+        policy=Stride(2),
+        exit_step=1,
+        summary="every second block is the large model's estimate after its first step; no small model",
+        source="as target; consistency models make such estimates: Song et al. 2023, arXiv 2303.01469",
         experimental=True,
     ),
     VideoMethod(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from vargen.decoding.video.method import VideoMethod
 from vargen.decoding.video.protocols import BlockModel
+from vargen.decoding.video.routing import DraftRouter
 from vargen.decoding.video.scoring import BlockDecoder, BlockScorer
 from vargen.decoding.video.stats import BlockRecord
 from vargen.deprecation import renamed_attribute
@@ -67,13 +68,14 @@ class VideoRequest:
     given: Sequence[Tensor]
     callback: BlockCallback | None
     profile: bool
+    router: DraftRouter | None = None
 
     def __post_init__(self) -> None:
         if parse_int(self.blocks, 1, MAX_BLOCKS) is None:
             raise ValueError(f"blocks must be a whole number from 1 to {MAX_BLOCKS}, got {short_repr(self.blocks)}")
         if parse_int(self.seed, -(2**63), 2**63 - 1) is None:
             raise ValueError(f"seed must be a whole number of 64 bits, got {short_repr(self.seed)}")
-        for name, function in (("callback", self.callback), ("score", self.score)):
+        for name, function in (("callback", self.callback), ("score", self.score), ("router", self.router)):
             if function is not None and not callable(function):
                 raise TypeError(f"{name} must be a function or None, got {short_repr(function)}")
         for latents in self.given:
@@ -81,4 +83,4 @@ class VideoRequest:
             if shape is None or len(shape) != 5 or shape[2:] != list(self.model.block_shape[1:]):
                 got = short_repr(latents) if shape is None else shape
                 raise ValueError(f"given must be latents [1, F, *{list(self.model.block_shape[1:])}], got {got}")
-        self.method.validate_models(self.model, self.score is not None)
+        self.method.validate_models(self.model, self.score is not None, self.router is not None)

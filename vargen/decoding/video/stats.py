@@ -23,7 +23,8 @@ class BlockRecord:
     Attributes:
         number: from 0.
         seed: of the video; with `number` it determines the noise of the block.
-        source: of the latents: the target, the draft, or the draft refined by the target.
+        source: of the latents: the target, the draft (of the small model, or an early estimate of the target), or the draft
+            refined by the target.
         outcome: of the draft: accepted or rejected; forced if the target had to generate the block; undrafted if the
             policy, or a series of rejections, skipped drafting.
         score: of the draft (or of the target's block if that was scored); None if nothing was scored.

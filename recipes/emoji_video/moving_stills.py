@@ -1,0 +1,120 @@
+"""Training clips of still images that move, with captions that name the motion: see `motions`.
+
+Every clip is rendered and encoded when it is needed, so that no two are alike.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from recipes.emoji.captions import can_recolor, noun_and_article, style_phrase
+from recipes.emoji.dataset import EmojiDataset
+from recipes.emoji_video.autoencoder import to_video
+from recipes.emoji_video.batches import EMPTY_CAPTION, ClipBatch, ClipBatches, motion_borders, place_weights
+from recipes.emoji_video.clips import VideoDataset
+from recipes.emoji_video.motions import MOTIONS, SPEEDS, Motion, is_held_out_motion, motion_caption, render
+from vargen.device import preferred_dtype
+from vargen.models.tokenizers.video_vae import CausalVideoVAE
+from vargen.training.augment import HUE_NAMES, HUES, WeightedIndices, dominant_hue, find_color_word, recolor_caption, rotate_hue
+
+if TYPE_CHECKING:
+    from recipes.emoji_video.transformer import VideoConfig
+
+_STYLE_NAMED = 0.4
+_RECOLORED = 0.15
+
+
+class MovingStills:
+    """Renders clips of moving stills, and their captions, as a function of a seed.
+
+    Args:
+        frames, side: of a clip.
+    """
+
+    def __init__(self, stills: EmojiDataset, config: VideoConfig, frames: int, side: int):
+        self.stills, self.frames, self.side = stills, frames, side
+        indices = stills.training_indices()
+        weights = config.still_weights.weights([stills.records[i] for i in indices])
+        self.sample = WeightedIndices(indices, weights)
+        self.images: dict[int, np.ndarray] = {}
+
+    def render_clip(self, index: int, motion: Motion, rng: random.Random) -> tuple[np.ndarray, str]:
+        """Return a clip, uint8 `[F, side, side, 3]`, and a caption of it."""
+        record = self.stills.records[index]
+        image = self.images.setdefault(index, np.asarray(self.stills.images[index]))
+        noun, article = noun_and_article(record)
+        if rng.random() < _RECOLORED and can_recolor(record) and (hue := dominant_hue(image)) is not None:
+            old, new = find_color_word(hue), rng.choice(HUE_NAMES)
+            if changed := recolor_caption(noun, old, new):
+                image = rotate_hue(image, HUES[new] - hue) if new != old else image
+                noun, article = changed, article and ("an" if new == "orange" else "a")
+        if rng.random() < _STYLE_NAMED:
+            noun = f"{noun}, {style_phrase(record['style'])}"
+        speed = rng.randrange(len(SPEEDS))
+        poses = motion.poses(self.frames, motion.rates[speed], rng.choice(motion.phases))
+        return render(image, poses, self.side), motion_caption(motion, noun, article, SPEEDS[speed], rng)
+
+    def examples(self, seed: int, count: int) -> list[tuple[np.ndarray, str]]:
+        """Return `count` clips with captions of training combinations."""
+        rng = random.Random(seed)
+        points = np.random.default_rng(seed).random(count)
+        found = []
+        for index in self.sample(points).tolist():
+            concept = self.stills.records[index]["concept"]
+            allowed = [motion for name, motion in MOTIONS.items() if not is_held_out_motion(concept, name)]
+            found.append(self.render_clip(index, rng.choice(allowed), rng))
+        return found
+
+
+class MixedBatches:
+    """Batches of animated clips and moving stills, as a function of (seed, step)."""
+
+    def __init__(
+        self,
+        data: VideoDataset,
+        stills: EmojiDataset,
+        latents: np.ndarray,
+        vae: CausalVideoVAE,
+        config: VideoConfig,
+        block: int,
+        levels: int,
+        device: torch.device,
+    ):
+        self.count = round(config.still_fraction * config.batch_size)
+        animated = replace(config, batch_size=config.batch_size - self.count, still_fraction=0.0)
+        self.animated = ClipBatches(data, latents, animated, block, levels, device)
+        self.stills = MovingStills(stills, config, *data.frames.shape[1:3])
+        self.vae, self.config, self.levels, self.device = vae, config, levels, device
+        self.borders = motion_borders(data, levels)
+
+    def __call__(self, step: int) -> ClipBatch:
+        one, other = self.animated(step), self.moved(step)
+        tensors = (torch.cat([getattr(one, key), getattr(other, key)]) for key in ("clean", "weights", "motion"))
+        clean, weights, motion = tensors
+        return ClipBatch(clean, weights, one.texts + other.texts, motion)
+
+    def moved(self, step: int) -> ClipBatch:
+        """Return the batch's moving stills."""
+        config = self.config
+        words = random.Random(f"{config.seed} {step}")
+        clips, texts = zip(*self.stills.examples(config.seed * 1_000_003 + step, self.count), strict=True)
+        clean = encode(self.vae, np.stack(clips), self.device)
+        weights = np.stack([place_weights(clip, config.motion_weight) for clip in clean.cpu().numpy()])
+        motions = [np.abs(np.diff(clip.astype(np.float32), axis=0)).mean() for clip in clips]
+        known = [words.random() < config.motion_label_probability for _ in clips]
+        motion = np.where(known, np.searchsorted(self.borders, motions, side="right"), self.levels)
+        kept = [EMPTY_CAPTION if words.random() < config.caption_dropout else text for text in texts]
+        return ClipBatch(clean, torch.from_numpy(weights).to(self.device), kept, torch.from_numpy(motion).to(self.device))
+
+
+@torch.no_grad()
+def encode(vae: CausalVideoVAE, clips: np.ndarray, device: torch.device) -> Tensor:
+    """Return the latents, float32 `[N, F, C, Y, X]`, of uint8 clips."""
+    with torch.autocast(device.type, torch.bfloat16, enabled=preferred_dtype(device) == torch.bfloat16):
+        return vae.encode(to_video(clips, device)).float()

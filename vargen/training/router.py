@@ -1,0 +1,183 @@
+"""Train a `BlockRouter` for the drafts of a pair of video models, from pairs of blocks that the pair itself generates.
+
+Both models continue the same past, in trees of all routed videos (see `routing_tree`). The router predicts the score of the
+target's block minus that of the draft. The pairs of each prompt are stored, so that a killed run continues; the fit is a ridge
+regression in closed form. Equal prompts, seeds and weights give equal routers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from vargen.decoding.seeds import resolve_seeds
+from vargen.files import atomic_file, atomic_merge
+from vargen.models.block_router import RANKS, BlockRouter, describe_draft
+from vargen.pipelines.adapters.block_router import drafter_digest
+from vargen.pipelines.routing_tree import build_routing_tree, score_tree
+from vargen.scoring.frames import FrameScorer
+from vargen.training.config import at_least
+from vargen.weight_files import weights_digest
+
+logger = logging.getLogger("vargen")
+_FOLDS = 4  # of the prompts: what calibrates a share is predicted by a fit without the prompt
+
+
+@dataclass(frozen=True)
+class RouterConfig:
+    """How to train a `BlockRouter`.
+
+    Attributes:
+        blocks: of each tree, which has 2^(blocks - 1) - 1 pairs. seed: of the first prompt; the next has seed + 1.
+        exit_step: as in `VideoMethod`. ridge: penalty of the squared weights of standardized statistics.
+        every: interval of the frames of a block that are scored.
+    """
+
+    blocks: int = 6
+    seed: int = 0
+    exit_step: int = 0
+    ridge: float = 30.0
+    every: int = 2
+
+    def __post_init__(self) -> None:
+        at_least(self, 2, "blocks")
+        at_least(self, 1, "every")
+        at_least(self, 0, "seed", "exit_step", "ridge")
+
+
+@dataclass(frozen=True)
+class RouterPairs:
+    """Pairs of a prompt: statistics of the drafts, float32 `[n, D]`, and gains of the target, float32 `[n]`."""
+
+    statistics: np.ndarray
+    gains: np.ndarray
+
+
+def generate_pairs(pipe: Any, prompt: str, seed: int, config: RouterConfig) -> RouterPairs:
+    """Generate the tree of a prompt and return its pairs, from block 1 on."""
+    model, condition = pipe.decoding_model(), pipe.encode_video_condition(prompt)
+    noise_seed = int(resolve_seeds(torch.Generator().manual_seed(seed), 1).noise_seeds[0])
+    tree = build_routing_tree(model, condition, noise_seed, config.blocks, config.exit_step or None)
+    scores, _ = score_tree(pipe, tree, prompt, FrameScorer(pipe.resolve_frame_scorer().scorer, frames=1), config.every)
+    found, gains = [], []
+    for number, (block, score) in enumerate(zip(tree, scores, strict=True)):
+        if block.previous is not None:
+            found.append(describe_draft(block.estimates, block.previous, number))
+            gains.append(score.target - score.draft)
+    return RouterPairs(torch.cat(found).cpu().numpy(), np.concatenate(gains).astype(np.float32))
+
+
+def stored_pairs(pipe: Any, prompts: Sequence[str], folder: Path, config: RouterConfig) -> list[RouterPairs]:
+    """Return the pairs of each prompt, from the run in `folder` where they are stored."""
+    networks = (pipe.transformer, None if config.exit_step else pipe.draft_transformer, pipe.vae)
+    name = f"{weights_digest(*networks)}-{config.blocks}-{config.exit_step}-{config.every}"
+    place = folder / "pairs"
+    place.mkdir(parents=True, exist_ok=True)
+    found = []
+    for number, prompt in enumerate(tqdm(prompts, desc="generating pairs", mininterval=5)):
+        seed = config.seed + number
+        path = place / f"{name}-{seed}.npz"
+        stored = _load(path, prompt) if path.is_file() else None
+        if stored is None:
+            stored = generate_pairs(pipe, prompt, seed, config)
+            with atomic_file(path) as temporary, open(temporary, "wb") as file:
+                text = np.frombuffer(prompt.encode(), dtype=np.uint8)
+                np.savez(file, statistics=stored.statistics, gains=stored.gains, prompt=text)
+        found.append(stored)
+    return found
+
+
+def _load(path: Path, prompt: str) -> RouterPairs | None:
+    """Return stored pairs; None if they are of another prompt."""
+    with np.load(path, allow_pickle=False) as file:
+        same = file["prompt"].tobytes().decode() == prompt
+        return RouterPairs(file["statistics"], file["gains"]) if same else None
+
+
+def fit_router(router: BlockRouter, pairs: Sequence[RouterPairs], ridge: float) -> dict[str, float]:
+    """Fit a router in closed form, and calibrate its ranks on predictions for prompts that the fit did not see.
+
+    Returns:
+        `correlation` of such predictions with the gains; `gain`, the mean gain; `deviation` of gains; `pairs`.
+
+    Raises:
+        ValueError: for fewer than two prompts.
+    """
+    if len(pairs) < 2:
+        raise ValueError(f"prompts must be at least 2, got {len(pairs)}")
+    folds = min(_FOLDS, len(pairs))
+    predicted = np.zeros(0)
+    for fold in range(folds):
+        _solve(router, [each for i, each in enumerate(pairs) if i % folds != fold], ridge)
+        held_out = [each for i, each in enumerate(pairs) if i % folds == fold]
+        predicted = np.concatenate([predicted, *(_predict(router, each.statistics) for each in held_out)])
+    gains = np.concatenate([each.gains for fold in range(folds) for each in pairs[fold::folds]])
+    _solve(router, pairs, ridge)
+    router.ranks.copy_(torch.from_numpy(np.quantile(predicted, np.linspace(0, 1, RANKS))))
+    spread = float(predicted.std() * gains.std())
+    correlation = float(((predicted - predicted.mean()) * (gains - gains.mean())).mean()) / spread if spread else 0.0
+    return {
+        "correlation": correlation,
+        "gain": float(gains.mean()),
+        "deviation": float(gains.std()),
+        "pairs": float(len(gains)),
+    }
+
+
+def _predict(router: BlockRouter, statistics: np.ndarray) -> np.ndarray:
+    with torch.no_grad():
+        return router.predict_gain(torch.from_numpy(statistics)).double().numpy()
+
+
+def _solve(router: BlockRouter, pairs: Sequence[RouterPairs], ridge: float) -> None:
+    statistics = np.concatenate([each.statistics for each in pairs]).astype(np.float64)
+    gains = np.concatenate([each.gains for each in pairs]).astype(np.float64)
+    mean, scale = statistics.mean(0), statistics.std(0) + 1e-6
+    inputs = (statistics - mean) / scale
+    weights = np.linalg.solve(inputs.T @ inputs + ridge * np.eye(inputs.shape[1]), inputs.T @ (gains - gains.mean()))
+    with torch.no_grad():
+        values: tuple[tuple[Tensor, np.ndarray], ...] = (
+            (router.mean, mean), (router.scale, scale), (router.gain.weight, weights[None]),
+            (router.gain.bias, gains.mean(keepdims=True)),
+        )  # fmt: skip
+        for tensor, value in values:
+            tensor.copy_(torch.from_numpy(value))
+
+
+def train_router(config: RouterConfig, pipe: Any, prompts: Sequence[str], folder: Path) -> dict[str, float]:
+    """Generate pairs, resuming the run in `folder`, and save the fitted router to `folder/router`.
+
+    Args:
+        pipe: a video pipeline with a decoder of previews, in float32, and a draft transformer unless `exit_step` is given.
+
+    Returns:
+        The metrics of `fit_router`.
+
+    Raises:
+        ValueError: if the pipeline lacks a component, `exit_step` is not below the number of steps, or there are fewer than two
+            prompts.
+    """
+    model = pipe.decoding_model()
+    for name in ("preview_decoder", *(() if config.exit_step else ("draft_transformer",))):
+        if getattr(pipe, name) is None:
+            raise ValueError(f"the model must have a {name}, which the training of a router needs")
+    if config.exit_step >= len(model.levels):
+        raise ValueError(f"exit_step must be below the {len(model.levels)} steps of the model, got {config.exit_step}")
+    if len(prompts) < 2:
+        raise ValueError(f"prompts must be at least 2, got {len(prompts)}")
+    steps = config.exit_step or len(model.levels)
+    digest = drafter_digest(pipe, config.exit_step)
+    router = BlockRouter(steps=steps, channels=model.block_shape[1], drafter=digest, exit_step=config.exit_step or None)
+    metrics = fit_router(router, stored_pairs(pipe, prompts, folder, config), config.ridge)
+    with atomic_merge(folder / "router") as staged:
+        router.eval().save_pretrained(staged)
+    logger.info("%s: %s", folder / "router", metrics)
+    return metrics
