@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,15 @@ from PIL import Image
 from rejects import rejects
 from tiny_families import brightness, seeded
 from tiny_wan import SIZE, TEXT, official_files, save_self_forcing, text_state, transformer_state
+from torch.profiler import ProfilerActivity, profile
 
 from vargen import open_pipeline
 from vargen.convert.causal_video import convert_causal_video
 from vargen.decoding import PRESETS
 from vargen.pipelines import video_memory
+from vargen.pipelines.loading import validate_model_folder
 from vargen.pipelines.registry import inspect_model
+from vargen.pipelines.video_memory import predict_memory, weight_bytes
 
 VIDEO: dict[str, Any] = {"num_blocks": 3, "output_type": "pt", "scorer": brightness}
 
@@ -178,6 +182,67 @@ def test_a_stream_of_300_blocks_holds_memory_flat(framewise: Any) -> None:
     sizes = [live_bytes() for block in stream if block.number in (20, 150, 298)]
     assert len(stream.stats.blocks) == 300 and {"draft", "target"} == set(stream.stats.sources)
     assert max(sizes) - min(sizes) < 0.01 * max(sizes), sizes
+
+
+class ManyThenOne:
+    """A scorer that rejects the last draft of seven: the target's cache is then six blocks behind."""
+
+    def bind(self, prompt: str) -> Any:
+        return lambda view: torch.tensor([float(view.number < 6)])
+
+
+class Blank:
+    """A decoder that needs no memory."""
+
+    def decode_block(self, latents: torch.Tensor, state: Any = None) -> tuple[torch.Tensor, Any]:
+        return torch.zeros(1, 1, 3, 1, 1), None
+
+
+def allocated_peak(run: Any) -> int:
+    """The most bytes that torch's allocator has given out while a function runs, beyond those before it."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        run()
+    events = [each for each in found.profiler.kineto_results.events() if each.name() == "[memory]"]
+    return max(accumulate(each.nbytes() for each in sorted(events, key=lambda each: each.start_ns())))
+
+
+@pytest.mark.parametrize("phase", ["prompt", "denoising", "decoding"])
+def test_memory_is_predicted_before_anything_is_loaded(
+    pipe: Any, folder: Path, phase: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The largest phase is that of the prompt here; the others are measured without those above them."""
+    if phase != "prompt":
+        condition = pipe.encode_video_condition("a cat")
+        monkeypatch.setattr(type(pipe), "encode_video_condition", lambda *_: condition)
+    if phase == "denoising":
+        monkeypatch.setattr(type(pipe), "_streaming_decoder", lambda _: Blank())
+
+    def run() -> None:
+        options = {"tau": 0.5, "scorer": ManyThenOne(), "generator": seeded(0)[0]}
+        for block in pipe.stream("a cat", accelerator="sdvg", **options):
+            del block
+
+    run()  # fills tables that stay
+    with monkeypatch.context() as patch:
+        patch.setattr("safetensors.torch.load_file", lambda *_: pytest.fail("weights were read"))
+        predicted = predict_memory(validate_model_folder(folder))
+    weights = sum(weight_bytes(pipe.components[part]) for part in predicted.weights)
+    assert sum(predicted.weights.values()) == weights
+    measured = weights + allocated_peak(run)
+    expected = predicted.peak if phase == "prompt" else getattr(predicted, phase)
+    expected -= predicted.decoder if phase == "denoising" else 0
+    assert expected == pytest.approx(measured, rel=0.1)
+
+
+def test_memory_follows_device_dtype_and_window(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    located = validate_model_folder(folder)
+    plain, half = predict_memory(located), predict_memory(located, "cuda")
+    assert half.caches["transformer"] * 2 == plain.caches["transformer"] and half.weights["vae"] * 2 == plain.weights["vae"]
+    windowed = predict_memory(located, window=6, sinks=3)
+    frame = 2 * 2 * 2 * 48 * 4  # keys and values of two layers, of two tokens of 48 columns, in float32
+    assert plain.caches["transformer"] - windowed.caches["transformer"] == (21 - 6) * frame
+    monkeypatch.setattr(video_memory, "_LARGE", 1000)
+    assert half.denoising - predict_memory(located, "cuda").denoising == half.weights["text_encoder"]
 
 
 def test_a_large_text_encoder_is_on_the_device_only_for_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:

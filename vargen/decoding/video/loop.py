@@ -159,6 +159,9 @@ class BlockStream(Iterator[VideoBlock]):
             if self._verify_draft(record, draft):
                 record.source = "draft"
                 return draft, self._accept(draft, record)
+            for decoder in (self._full, self._preview):
+                if decoder is not None:
+                    decoder.discard()
         first = self.method.refine if draft is not None and bool(draft.isfinite().all()) else 0
         latents = self._denoise("target", first, draft if first else None)
         record.source = "refined" if first else "target"
