@@ -14,13 +14,13 @@ from vargen.compat import tokenized, without_autocast
 from vargen.convert.causal_video import convert_causal_video
 from vargen.decoding import VideoMethod, decode_video
 from vargen.decoding.seeds import resolve_seeds
-from vargen.decoding.video.denoising import shifted_levels
 from vargen.decoding.video.request import BlockProgress
 from vargen.models.block_router import BlockRouter
 from vargen.models.causal_video import CausalVideoTransformer
 from vargen.models.condition import Condition
 from vargen.models.tokenizers.preview_decoder import PreviewDecoder
 from vargen.models.tokenizers.video_vae import CausalVideoVAE, StreamingDecoder
+from vargen.models.tokenizers.wan_vae import AutoencoderKLWan, WanStreamingDecoder
 from vargen.pipelines import validation
 from vargen.pipelines.adapters import Guidance
 from vargen.pipelines.adapters.block_router import bind_router
@@ -29,9 +29,16 @@ from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.components import TEXT_COMPONENTS, Component, ModelFamily, register_family
 from vargen.pipelines.generation import OutputOptions, RunningCall, run_request
 from vargen.pipelines.images import preprocess_images
-from vargen.pipelines.prompts import PromptNames, encode_tokens
+from vargen.pipelines.prompts import NormalizedPrompt, PromptNames, encode_prompt, encode_tokens
+from vargen.pipelines.video_memory import on_device
+from vargen.pipelines.video_settings import (
+    clean_whitespace,
+    resolve_levels,
+    resolve_setting,
+    validate_geometry,
+    validate_settings,
+)
 from vargen.pipelines.videos import (
-    DEFAULT_SETTINGS,
     CausalVideoPipelineOutput,
     PassMonitor,
     VideoGenerationRequest,
@@ -39,8 +46,6 @@ from vargen.pipelines.videos import (
     save_video,
     stack_videos,
     to_output_frames,
-    validate_geometry,
-    validate_settings,
 )
 from vargen.scoring.frames import FrameScorer
 from vargen.scoring.registry import DEFAULT_SCORER
@@ -65,12 +70,12 @@ class CausalVideoPipeline(VisualPipeline):
     Args:
         vae: video VAE with a causal decoder.
         transformer: the large (target) model.
-        draft_transformer: a small model with the same latents.
+        draft_transformer: a small model with the same latents. Without one, the target drafts with its `draft_steps`, if it has
+            such a setting.
         preview_decoder: a cheap decoder for the frames on which drafts are scored.
         router: ranks drafts for `sdvg-learned`; `vargen train router` trains it for this pair of models.
         text_encoder, tokenizer: encoder of prompts.
-        defaults: the checkpoint's `levels` (noise levels of the steps), `euler`, `guidance`, `num_blocks`, `tau`, `window`,
-            `sinks`, `caption_rows` and `scored_frames`.
+        defaults: the checkpoint's settings; see `vargen.pipelines.video_settings.DEFAULT_SETTINGS`.
         prompt_styles, prompt_names: as in `LlamaGenPipeline`.
 
     Raises:
@@ -91,7 +96,7 @@ class CausalVideoPipeline(VisualPipeline):
 
     def __init__(
         self,
-        vae: CausalVideoVAE,
+        vae: CausalVideoVAE | AutoencoderKLWan,
         transformer: CausalVideoTransformer,
         text_encoder: Any = None,
         tokenizer: Any = None,
@@ -112,7 +117,8 @@ class CausalVideoPipeline(VisualPipeline):
 
     @classmethod
     def validate_method_for(cls, info: ModelInfo, method: Any) -> None:
-        if method.needs_draft_model and "draft_transformer" not in info.components:
+        drafts = "draft_transformer" in info.components or resolve_setting(info.defaults, "draft_steps") is not None
+        if method.needs_draft_model and not drafts:
             raise ValueError(f"{method.name} needs a draft_transformer, a smaller model, and this model has none")
         if method.policy.needs_router and "router" not in info.components:
             raise ValueError(f"{method.name} needs a router, which `vargen train router` trains, and this model has none")
@@ -125,9 +131,18 @@ class CausalVideoPipeline(VisualPipeline):
         return int(self.transformer.config.text_len or self.setting("caption_rows"))
 
     def setting(self, name: str) -> Any:
-        """Return the checkpoint's value of a setting, else the one in `DEFAULT_SETTINGS`."""
-        value = (self.config.defaults or {}).get(name)
-        return DEFAULT_SETTINGS[name] if value is None else value
+        """Return the checkpoint's value of a setting; see `vargen.pipelines.video_settings.DEFAULT_SETTINGS`."""
+        return resolve_setting(self.config.defaults, name)
+
+    @property
+    def drafts(self) -> bool:
+        """Whether there is a model to draft with."""
+        return self.draft_transformer is not None or self.setting("draft_steps") is not None
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the transformer: the text encoder is on another one while it is not used."""
+        return super().device if self.transformer is None else self.transformer.device
 
     @property
     def fps(self) -> int:  # type: ignore[override]
@@ -147,7 +162,7 @@ class CausalVideoPipeline(VisualPipeline):
     @property
     def num_baseline_passes(self) -> int:
         """Number of passes of the baseline for a video of default length."""
-        return self.setting("num_blocks") * (len(self.setting("levels") or shifted_levels()) + 1) - 1
+        return self.setting("num_blocks") * (len(resolve_levels(self.config.defaults)) + 1) - 1
 
     @property
     def image_size(self) -> int:
@@ -308,7 +323,6 @@ class CausalVideoPipeline(VisualPipeline):
         """Return the adapter of both models for `vargen.decoding.decode_video`; arguments as in `stream`."""
         scale = float(self.setting("guidance"))
         options: dict[str, Any] = {
-            "levels": self.setting("levels") or shifted_levels(),
             "resamples_noise": not self.setting("euler"),
             "guidance": Guidance(scale, negative=None if scale == 1 else self.encode_empty_caption()),
             "window": self.setting("window") if window is None else window,
@@ -316,8 +330,20 @@ class CausalVideoPipeline(VisualPipeline):
             "motion": motion,
             "device": self._device_of(self.transformer),
         }
-        draft = self.draft_transformer and CausalVideoBlockModel(self.draft_transformer, **options)
-        return CausalVideoBlockModel(self.transformer, draft_model=draft, **options)
+        levels, draft_levels = (resolve_levels(self.config.defaults, draft) for draft in (False, True))
+        drafter = self.draft_transformer or self.transformer
+        draft = CausalVideoBlockModel(drafter, draft_levels, **options) if self.drafts else None
+        return CausalVideoBlockModel(self.transformer, levels, draft_model=draft, **options)
+
+    def normalize_prompt(self, prompt: str) -> NormalizedPrompt:
+        """See `VisualPipeline.normalize_prompt`. Prompts are cleaned first, if the text encoder was trained so."""
+        cleaned = clean_whitespace(prompt) if self.setting("prompt_cleaning") == "whitespace" else prompt
+        return super().normalize_prompt(cleaned)
+
+    def encode_prompt(self, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        """See `vargen.pipelines.prompts.encode_prompt`. A large text encoder is on the device only meanwhile."""
+        with on_device(self.text_encoder, self._execution_device):
+            return encode_prompt(self, *arguments, **options)
 
     def encode_video_condition(self, prompt: Any, prompt_embeds: Any = None, clean: bool = False) -> Condition:
         """Return the condition of one video.
@@ -341,7 +367,8 @@ class CausalVideoPipeline(VisualPipeline):
         """Return the null condition: features of an empty caption, as in training with caption dropout."""
         if self.text_encoder is None or self.tokenizer is None:
             raise ValueError("this pipeline was loaded without a text encoder, which guidance needs")
-        return Condition(caption_embeds=encode_tokens(self, tokenized(self.tokenizer, [""], return_tensors="pt"))[0])
+        with on_device(self.text_encoder, self._execution_device):
+            return Condition(caption_embeds=encode_tokens(self, tokenized(self.tokenizer, [""], return_tensors="pt"))[0])
 
     def scorer_prompt(self, prompt: str) -> str:
         """Return the prompt for scorers: normalized, with the model's style appended if the model has only one.
@@ -368,20 +395,17 @@ class CausalVideoPipeline(VisualPipeline):
         return scorer if bound else FrameScorer(scorer, frames=frames)
 
     def _streaming_decoder(self) -> StreamingDecoder:
-        if isinstance(self.vae, StreamingDecoder):
-            return self.vae
-        from vargen.models.tokenizers.wan_vae import WanStreamingDecoder
-
-        return WanStreamingDecoder(self.vae)
+        return self.vae if isinstance(self.vae, StreamingDecoder) else WanStreamingDecoder(self.vae)
 
     def _encode_first_frame(self, image: Any) -> list[Tensor]:
         """Encode the start image of a video to latents."""
         if image is None:
             return []
-        rows, columns = self.transformer.geometry.pixel_size
-        pixels = preprocess_images(image, self.image_processor, rows, "image")
-        if len(pixels) != 1 or pixels.shape[2:] != (rows, columns):
-            raise ValueError(f"image must be one image of {columns} x {rows} pixels, got {list(pixels.shape)}")
+        if not self.setting("image"):
+            raise ValueError("image must be left out: this model was not trained to start from one frame")
+        pixels = preprocess_images(image, self.image_processor, self.transformer.geometry.pixel_size, "image")
+        if len(pixels) != 1:
+            raise ValueError(f"image must be one image, got {len(pixels)}")
         decoder: Any = self._streaming_decoder()
         return [decoder.encode(pixels[None].to(self._device_of(self.vae)))]
 
@@ -391,7 +415,7 @@ class CausalVideoPipeline(VisualPipeline):
         Raises:
             ValueError, TypeError: for an unknown method or one of another paradigm, or `tau` for a method without a threshold.
         """
-        default = self.default_method if self.draft_transformer is not None else self.baseline
+        default = self.default_method if self.drafts else self.baseline
         method = super().resolve_method(default if accelerator is None else accelerator)
         if tau is not None:
             return method.with_tau(tau)
@@ -406,7 +430,12 @@ CAUSAL_VIDEO = register_family(
         pipeline=CausalVideoPipeline,
         components={
             "transformer": Component((CausalVideoTransformer,), required=True, follows_dtype=True),
-            "vae": Component((CausalVideoVAE,), required=True, matches={"latent_channels": "channels"}),
+            "vae": Component(
+                (CausalVideoVAE, AutoencoderKLWan),
+                required=True,
+                follows_dtype=(("diffusers", "AutoencoderKLWan"),),
+                matches={"latent_channels": "channels", "z_dim": "channels"},
+            ),
             "draft_transformer": Component(
                 (CausalVideoTransformer,), follows_dtype=True, matches=("text_dim", "motion_levels")
             ),

@@ -13,6 +13,7 @@ from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any
 
+from vargen.model_files import class_library
 from vargen.models.component_files import validate_network_files, validate_t5_files, validate_tokenizer_files
 from vargen.models.text_encoder import MiniLMTextEncoder
 from vargen.options import OPTIONS
@@ -53,7 +54,7 @@ class Component:
     @property
     def paths(self) -> dict[ClassPath, Any]:
         """The allowed classes, by library and name as in an index."""
-        return {each if isinstance(each, tuple) else (each.__module__, each.__name__): each for each in self.classes}
+        return {each if isinstance(each, tuple) else (class_library(each), each.__name__): each for each in self.classes}
 
     @property
     def network_class(self) -> Any:
@@ -72,8 +73,8 @@ class Component:
         """
         if isinstance(network_class := self.paths[tuple(entry)], type):
             return validate_network_files(folder, network_class, variant)
-        if tuple(entry) == _T5:
-            return validate_t5_files(folder)
+        if tuple(entry) in _T5_TYPES:
+            return validate_t5_files(folder, _T5_TYPES[tuple(entry)])
         validate_tokenizer_files(folder, entry[1])
         return None
 
@@ -81,12 +82,13 @@ class Component:
 # Classes are listed one by one, because allowing a whole library is not safe: diffusers imports whatever an index names (up to
 # 0.37 also from a file of that name in the component's folder), and `DiffusionPipeline` is itself a class of diffusers. The
 # last two tokenizers are the class names in transformers 4 and 5 of a tokenizer that has only a tokenizer.json.
-_T5 = ("transformers", "T5EncoderModel")
+_T5, _UMT5 = ("transformers", "T5EncoderModel"), ("transformers", "UMT5EncoderModel")
+_T5_TYPES = {_T5: "t5", _UMT5: "umt5"}  # model_type in the configuration
 _TOKENIZERS = (
     "BertTokenizer", "BertTokenizerFast", "T5Tokenizer", "T5TokenizerFast", "PreTrainedTokenizerFast", "TokenizersBackend",
 )  # fmt: skip
 TEXT_COMPONENTS = {
-    "text_encoder": Component((MiniLMTextEncoder, _T5), follows_dtype=(_T5,)),
+    "text_encoder": Component((MiniLMTextEncoder, _T5, _UMT5), follows_dtype=(_T5, _UMT5)),
     "tokenizer": Component(tuple(("transformers", name) for name in _TOKENIZERS)),
 }
 
@@ -151,7 +153,7 @@ class ModelFamily:
         if self.convert is None:
             return None
         needed = [name for name, each in signature(self.convert).parameters.items() if each.default is Parameter.empty]
-        options = (f"--{name.replace('_', '-')} {'DIR' if name == 'output' else 'FILE'}" for name in needed)
+        options = (f"--{name.replace('_', '-')} {'DIR' if name in ('output', 'wan') else 'FILE'}" for name in needed)
         return " ".join(["vargen convert", self.name, *options])
 
     def validate_index(self, index: Mapping[str, Any], file: Path, given: Container[str] = ()) -> None:

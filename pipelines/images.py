@@ -115,10 +115,11 @@ def decode_pixels(decode: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
     return pixels
 
 
-def preprocess_images(images: Any, processor: Any, side: int, name: str = "images") -> Tensor:
-    """Convert images to float32 `[B, 3, side, side]` in [-1, 1], and resize them.
+def preprocess_images(images: Any, processor: Any, side: int | tuple[int, int], name: str = "images") -> Tensor:
+    """Convert images to float32 `[B, 3, Y, X]` in [-1, 1], and resize them.
 
     Args:
+        side: rows and columns, or the number of both.
         images: PIL images, a tensor `[B, 3, Y, X]` or an array `[B, Y, X, 3]`; floating-point numbers in [0, 1], or uint8.
         name: name of the argument in error messages.
 
@@ -134,7 +135,8 @@ def preprocess_images(images: Any, processor: Any, side: int, name: str = "image
         raise ValueError(f"{name} must be [B, 3, Y, X] as a tensor, [B, Y, X, 3] as an array, got {list(images.shape)}")
     else:
         images = _unit(images, name)
-    pixels: Tensor = processor.preprocess(images, height=side, width=side)
+    rows, columns = (side, side) if isinstance(side, int) else side
+    pixels: Tensor = processor.preprocess(images, height=rows, width=columns)
     return pixels
 
 

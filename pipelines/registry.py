@@ -6,7 +6,7 @@ Importing this module registers the families of vargen.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +144,7 @@ class ModelInfo:
         image_size: width and height in pixels of the source image of a call; None if calls take no image.
         fps: frames per second of video models; None for image models.
         makes_images: False if another pipeline decodes the tokens.
+        defaults: the settings that the folder stores.
     """
 
     folder: Path
@@ -158,6 +159,7 @@ class ModelInfo:
     image_size: int | None = None
     fps: int | None = None
     makes_images: bool = True
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
 def inspect_model(name: Any) -> ModelInfo:
@@ -173,11 +175,11 @@ def inspect_model(name: Any) -> ModelInfo:
         return ModelInfo(**describe_model(located))
     folder = validate_model_folder(located)
     family, index = folder.family, folder.index
+    required = {part: component for part, component in family.components.items() if component.required}
     with torch.device("meta"):  # fills in default values that the files omit
         networks = {
-            part: component.network_class.from_config(component.network_class.load_config(folder.path / part))
-            for part, component in family.components.items()
-            if component.required
+            part: kind.from_config(kind.load_config(folder.path / part))
+            for part, kind in ((each, component.paths[tuple(index[each])]) for each, component in required.items())
         }
         values = {key: index[key] for key in STORED_VALUES if index.get(key) is not None}
         pipe: VisualPipeline = family.pipeline(**networks, **values)
@@ -193,4 +195,5 @@ def inspect_model(name: Any) -> ModelInfo:
         pipe.num_baseline_passes,
         pipe.image_size,
         pipe.fps,
+        defaults=index.get("defaults") or {},
     )

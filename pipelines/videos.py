@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,12 +17,10 @@ from torch import Tensor
 
 from vargen.compat import without_autocast
 from vargen.decoding import BlockStream, VideoBlock, VideoStats
-from vargen.decoding.video.policies import validate_threshold
 from vargen.deprecation import renamed_attribute
 from vargen.files import atomic_file, expand_user
-from vargen.models.causal_video import geometry_from_config
 from vargen.pipelines.validation import validate_callback_result_type
-from vargen.values import parse_float, parse_int, short_repr
+from vargen.values import parse_float, short_repr
 
 FORMATS = (".mp4", ".gif", ".webp")
 _CODECS = ("libx264", "mpeg4")  # in order of preference
@@ -252,73 +248,3 @@ class PassMonitor:
             stop = bool(result.get("stop", False))
         self.stopped = stop or (self.call is not None and self.call.interrupted)
         return not self.stopped
-
-
-# Settings that `defaults` may contain, with the values used otherwise.
-DEFAULT_SETTINGS: dict[str, Any] = {
-    "levels": None,  # noise levels of the steps; None: those of the distilled models
-    "euler": False,  # integrate the velocity instead of adding fresh noise to each estimate
-    "guidance": 1.0,
-    "num_blocks": 8,
-    "tau": None,  # None: the method's
-    "window": None,
-    "sinks": 0,
-    "caption_rows": 64,
-    "scored_frames": None,  # frames of a drafted block to score; None: all
-}
-_LIMITS = {  # minimum and maximum
-    "num_blocks": (1, 100_000),
-    "window": (1, 1_000_000),
-    "sinks": (0, 1_000_000),
-    "caption_rows": (1, 65_536),
-    "scored_frames": (1, 1024),
-}
-
-if TYPE_CHECKING:
-    pass
-
-
-def validate_settings(defaults: Any, transformer: Any = None) -> None:
-    """Raise ValueError unless it is None or a dict of valid settings in `DEFAULT_SETTINGS`."""
-    if defaults is None:
-        return
-    if not isinstance(defaults, dict) or any(name not in DEFAULT_SETTINGS for name in defaults):
-        raise ValueError(f"defaults must be a dict of {', '.join(DEFAULT_SETTINGS)}, or None, got {short_repr(defaults)}")
-    given = {name: value for name, value in defaults.items() if value is not None}
-    levels = given.get("levels", [1.0])
-    numbers = [parse_float(level) for level in levels] if isinstance(levels, list | tuple) and levels else [None]
-    falling = None not in numbers and all(a > b for a, b in pairwise(numbers))  # type: ignore[operator]
-    if not falling or not 0 < numbers[-1] <= numbers[0] <= 1:  # type: ignore[operator]
-        raise ValueError(f"defaults: levels must fall from at most 1 to above 0, got {short_repr(levels)}")
-    if not isinstance(given.get("euler", False), bool):
-        raise ValueError(f"defaults: euler must be true or false, got {short_repr(given['euler'])}")
-    guidance = parse_float(given.get("guidance", 1.0))
-    if guidance is None or guidance < 0:
-        raise ValueError(f"defaults: guidance must be a number of at least 0, got {short_repr(given['guidance'])}")
-    for name, (minimum, maximum) in _LIMITS.items():
-        if name in given and parse_int(given[name], minimum, maximum) is None:
-            allowed = f"a whole number from {minimum} to {maximum}"
-            raise ValueError(f"defaults: {name} must be {allowed}, got {short_repr(given[name])}")
-    try:
-        validate_threshold(given.get("tau", 0.0))
-    except TypeError as error:
-        raise ValueError(f"defaults: {error}") from error
-
-
-def validate_geometry(configs: Mapping[str, Any]) -> None:
-    """Raise ValueError unless the draft transformer and the VAE have the latents of the transformer.
-
-    Args:
-        configs: configuration by component, None for a missing one.
-    """
-    geometry = geometry_from_config(SimpleNamespace(**configs["transformer"]))
-    if draft := configs.get("draft_transformer"):
-        other = geometry_from_config(SimpleNamespace(**draft))
-        if not geometry.same_latents(other):
-            raise ValueError(f"draft_transformer and transformer do not belong together: {other} and {geometry}")
-    size = (configs.get("vae") or {}).get("size")
-    if size is not None and (size, size) != geometry.pixel_size:
-        raise ValueError(
-            f"vae and transformer do not belong together: frames of the vae are {size} pixels square, those of the "
-            f"transformer's latents {list(geometry.pixel_size)}"
-        )

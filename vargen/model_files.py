@@ -70,11 +70,21 @@ def _is_model_file(file: Path) -> bool:
     return weights[0] in _WEIGHT_STEMS if weights else _PART_FILE.fullmatch(file.name) is not None
 
 
+def class_library(kind: type) -> str:
+    """Return how an index names the place of a class: its library, or its module for a class of vargen."""
+    library = kind.__module__.partition(".")[0]
+    return library if library in ("diffusers", "transformers") else kind.__module__
+
+
 def write_model_index(folder: Path, pipeline: str, parts: Mapping[str, Any], **values: Any) -> None:
-    """Write `model_index.json` as the pipeline's `save_pretrained` does, without the components that are missing."""
+    """Write `model_index.json` as the pipeline's `save_pretrained` does, without the components that are missing.
+
+    Args:
+        parts: components or their classes by name, None for a missing one.
+    """
     index: dict[str, Any] = {"_class_name": pipeline, "_diffusers_version": installed_version("diffusers"), **values}
     for name, part in parts.items():
-        kind = type(part)
-        library = "transformers" if kind.__module__.startswith("transformers.") else kind.__module__
+        kind = part if isinstance(part, type) else type(part)
+        library = class_library(kind)
         index[name] = [None, None] if part is None else [library, kind.__name__]
     (folder / "model_index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", "utf-8")

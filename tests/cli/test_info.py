@@ -88,3 +88,13 @@ def test_info_says_how_many_threads_were_chosen_and_why(tmp_path: Path, monkeypa
     ]
     monkeypatch.setattr("vargen.device.user_thread_count", lambda: (3, "OMP_NUM_THREADS"))
     assert info.describe_threads() == "3 CPU threads, set by OMP_NUM_THREADS"
+
+
+def test_the_memory_of_a_video_model_is_predicted(run: Any) -> None:
+    found = json.loads(run("info", "--model", "emoji-video", "--device", "cuda", "--json").stdout)
+    assert found["peak"] == max(found[phase] for phase in ("prompt", "denoising", "decoding")) and found["dtype"] == "bfloat16"
+    assert set(found["weights"]) >= {"transformer", "vae", "draft_transformer", "text_encoder"}
+    printed = run("info", "--model", "emoji-video").stdout
+    assert "cache: transformer" in printed and "peak: decoding" in printed
+    refused = run("info", "--model", "emoji")
+    assert refused.exit_code == 2 and "must be a video model" in refused.stderr

@@ -1,15 +1,31 @@
-"""Names of causal video transformers, original and diffusers', and the files that hold them."""
+"""Official files of causal video models: names, what is stored with them, and which files are refused."""
 
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from tiny_wan import (
+    SIZE,
+    TARGET,
+    State,
+    original_vae_names,
+    save_self_forcing,
+    save_wan,
+    text_state,
+    transformer_state,
+    vae_state,
+)
 
-from vargen.convert.causal_video import convert_causal_video, to_diffusers, to_original
+from vargen.convert.causal_video import convert_causal_video, parse_steps
+from vargen.convert.video_checkpoints import CHECKPOINTS, find_published
+from vargen.convert.wan_parts import TEXT_FILE, VAE_FILE, detect_wan_vae, rename_wan_vae
+from vargen.convert.wan_transformer import to_diffusers, to_original
 from vargen.models.causal_video import CausalVideoTransformer
 
-from diffusers import WanTransformer3DModel  # isort: skip  (after the torchvision guard)
+from diffusers import AutoencoderKLWan, WanTransformer3DModel  # isort: skip  (after the torchvision guard)
 
 SHAPE = {
     "dim": 24, "ffn_dim": 32, "num_heads": 2, "num_layers": 2, "channels": 4, "height": 4, "width": 6, "patch": 2,
@@ -67,53 +83,242 @@ def test_names_go_both_ways_and_cover_all_parameters(theirs):
             to_diffusers(wrong)
 
 
-@pytest.mark.parametrize("kind", ["original", "diffusers", "self-forcing", "parts"])
-def test_files_of_all_kinds_give_the_same_network(theirs, tmp_path, kind):
-    state = state_of(theirs)
-    original = {to_original(name): value for name, value in state.items()}
-    files = [tmp_path / "model.safetensors"]
-    if kind == "parts":
-        files.append(tmp_path / "more.safetensors")
-        names = sorted(original)
-        save_file({name: original[name] for name in names[:9]}, files[0])
-        save_file({name: original[name] for name in names[9:]}, files[1])
-    elif kind == "self-forcing":
-        files = [tmp_path / "self_forcing_dmd.pt"]
-        averaged = {f"model.{name}": value for name, value in original.items()}
-        torch.save({"generator": {name: value + 1 for name, value in averaged.items()}, "generator_ema": averaged}, files[0])
-    else:
-        save_file(original if kind == "original" else state, files[0])
-    folder = convert_causal_video(files, tmp_path / "out", n_head=2, size=(32, 48))
+# -- files of all kinds ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def wan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_wan(tmp_path_factory.mktemp("wan"))
+
+
+@pytest.fixture
+def convert(wan: Path, tmp_path: Path) -> Any:
+    """Converts files with the tiny heads and size, to a folder that is returned."""
+
+    def run(*files: Path, **options: Any) -> Path:
+        given = {"n_head": TARGET["num_heads"], "size": SIZE, "wan": wan, "output": tmp_path / "out", **options}
+        return convert_causal_video(list(files), **given)
+
+    return run
+
+
+def defaults_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "model_index.json").read_text())["defaults"]
+
+
+def files_of(kind: str, folder: Path, state: State) -> list[Path]:
+    """The same weights in files of different origin."""
+    file, names = folder / "model.pt", list(state)
+    if kind in ("original", "diffusers", "parts"):
+        files = [folder / "model.safetensors", folder / "more.safetensors"]
+        named = {to_diffusers(name) if kind == "diffusers" else name: value for name, value in state.items()}
+        save_file(dict(list(named.items())[: 9 if kind == "parts" else None]), files[0])
+        if kind == "parts":
+            save_file({name: named[name] for name in names[9:]}, files[1])
+        return files[: 2 if kind == "parts" else 1]
+    if kind == "averaged":
+        return [save_self_forcing(file, state)]
+    named = {f"model.{name}": value for name, value in state.items()}
+    if kind == "wrapped inside":
+        named = {name.replace(".self_attn", "._fsdp_wrapped_module.self_attn"): value for name, value in named.items()}
+        named = {name.replace(".ffn", "._checkpoint_wrapped_module.ffn"): value for name, value in named.items()}
+    elif kind == "repackaged":
+        named = {f"model.diffusion_model.{name}": value for name, value in state.items()}
+    elif kind == "heads of a critic":
+        named |= {"_cls_pred_branch.0.weight": torch.ones(2, 2), "_register_tokens": torch.ones(1, 2)}
+        named |= {"_gan_ca_blocks.0.norm.weight": torch.ones(2), "model._register_tokens": torch.ones(3)}
+    torch.save(named if kind == "repackaged" else {"generator": named, "step": 3}, file)
+    return [file]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["original", "diffusers", "parts", "averaged", "generator alone", "wrapped inside", "repackaged", "heads of a critic"],
+)
+def test_files_of_all_kinds_give_the_same_network(convert, tmp_path, kind):
+    state = transformer_state()
+    folder = convert(*files_of(kind, tmp_path, state))
     model = CausalVideoTransformer.from_pretrained(folder / "transformer")
-    assert all(torch.equal(value, original[name]) for name, value in model.state_dict().items())
-    assert (model.geometry.height, model.geometry.width, model.config.text_len) == (4, 6, 512)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert (model.geometry.height, model.geometry.width, model.config.text_len) == (2, 4, 512)
     index = json.loads((folder / "model_index.json").read_text())
     assert index["_class_name"] == "CausalVideoPipeline"
     assert index["transformer"] == ["vargen.models.causal_video", "CausalVideoTransformer"]
 
 
-def test_what_is_wrong_is_named_and_nothing_is_written(theirs, tmp_path):
-    original = {to_original(name): value for name, value in state_of(theirs).items()}
-    file, out = tmp_path / "model.safetensors", tmp_path / "out"
+def test_weights_that_are_not_averaged_are_taken_on_request(convert, tmp_path):
+    state = transformer_state()
+    folder = convert(save_self_forcing(tmp_path / "model.pt", state), no_ema=True)
+    model = CausalVideoTransformer.from_pretrained(folder / "transformer")
+    assert torch.equal(model.head.head.weight, state["head.head.weight"] + 1)
 
-    def refused(message: str, state: dict[str, torch.Tensor], **more) -> None:
+
+# -- settings ----------------------------------------------------------------------------------------------------------
+
+
+def test_settings_are_those_of_self_forcing_unless_given(convert, tmp_path):
+    file = save_self_forcing(tmp_path / "model.pt", transformer_state())
+    plain = defaults_of(convert(file))
+    assert (plain["steps"], plain["shift"], plain["num_blocks"], plain["window"]) == ([1000, 750, 500, 250], 5.0, 7, None)
+    options = {"block_frames": 2, "window": 8, "sinks": 2, "steps": "1000,500", "no_warp": True, "image": True}
+    folder = convert(file, **options, overwrite=True)
+    stored = defaults_of(folder)
+    assert (stored["steps"], stored["shift"], stored["num_blocks"]) == ([1000, 500], 1.0, 10)
+    assert (stored["window"], stored["sinks"], stored["image"]) == (8, 2, True)
+    assert json.loads((folder / "transformer" / "config.json").read_text())["block_frames"] == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("framewise-2step.pt", {"steps": [1000, 500], "num_blocks": 21, "image": True}),
+        ("chunkwise/causal_forcing.pt", {"steps": [1000, 750, 500, 250], "num_blocks": 7, "image": False}),
+        ("autoregressive_checkpoint/model.pt", {"steps": [1000, 757, 522], "shift": 1.0}),
+        ("longlive_base.pt", {"window": 12, "sinks": 3}),
+    ],
+)
+def test_published_files_bring_their_settings(convert, tmp_path, name, expected):
+    file = tmp_path / name
+    file.parent.mkdir(exist_ok=True)
+    found = defaults_of(convert(save_self_forcing(file, transformer_state())))
+    assert {key: found[key] for key in expected} == expected
+
+
+def test_weights_of_a_ladder_are_stored_once(convert, tmp_path):
+    file = save_self_forcing(tmp_path / "model.pt", transformer_state())
+    same = save_self_forcing(tmp_path / "copy.pt", transformer_state())
+    folder = convert(file, draft=[same], draft_steps="1000,500")
+    assert defaults_of(folder)["draft_steps"] == [1000, 500] and not (folder / "draft_transformer").exists()
+    with pytest.raises(ValueError, match="holds the weights of the transformer: give draft_steps"):
+        convert(file, draft=[same], overwrite=True)
+
+
+def test_a_drafter_of_fewer_steps_keeps_them(convert, tmp_path):
+    target = save_self_forcing(tmp_path / "target.pt", transformer_state(block_frames=1))
+    faster = save_self_forcing(tmp_path / "framewise-1step.pt", transformer_state(5))
+    folder = convert(target, draft=[faster], block_frames=1)
+    assert defaults_of(folder)["draft_steps"] == [1000] and (folder / "draft_transformer").is_dir()
+    with pytest.raises(ValueError, match="blocks of 1 and 3 latent frames"):
+        convert(target, draft=[faster], overwrite=True)
+
+
+def test_latents_of_wan_22_have_another_stride_and_rate(convert, tmp_path):
+    file = save_self_forcing(tmp_path / "model.pt", transformer_state(channels=48))
+    with pytest.raises(ValueError, match="do not belong together: 16 and 48 latent channels"):
+        convert(file, size=(64, 96))
+    with pytest.raises(ValueError, match="size must be multiples of 32 pixels"):
+        convert(file, size=(480, 832 + 16))
+
+
+# -- what is refused -----------------------------------------------------------------------------------------------------
+
+
+def test_what_is_wrong_is_named_and_nothing_is_written(convert, tmp_path):
+    original, file = transformer_state(), tmp_path / "model.safetensors"
+
+    def refused(message: str, state: State, **more) -> None:
         save_file(state, file)
         with pytest.raises(ValueError, match=message):
-            convert_causal_video([file], out, **{"n_head": 2, **more})
-        assert not out.exists()
+            convert(file, **more)
+        assert not (tmp_path / "out").exists()
 
-    refused("n_head must be given: a width of 24", original, n_head=None)
+    refused("n_head must be given: a width of 48", original, n_head=None)
     refused("missing: 1 .*norm_k", {n: v for n, v in original.items() if n != "blocks.1.self_attn.norm_k.weight"})
     refused("takes an image beside its latents", {**original, "img_emb.proj.0.weight": torch.zeros(2)})
+    refused("VACE", {**original, "vace_blocks.0.ffn.0.weight": torch.zeros(2)})
+    refused("is a LoRA", {"blocks.0.self_attn.q.lora_A.weight": torch.zeros(2)})
+    refused("weights are quantized", {**original, "blocks.0.self_attn.q.weight_scale": torch.zeros(2)})
+    refused("unexpected: 1 .*action", {**original, "action_embedding.weight": torch.zeros(2)})
+    refused("float8", {name: value.to(torch.float8_e4m3fn) for name, value in original.items()})
     refused("it has no patch_embedding.weight", {"a": torch.zeros(2)})
-    refused("is not a parameter", {**state_of(theirs), "blocks.0.extra.weight": torch.zeros(2)})
+    diffusers = {to_diffusers(name): value for name, value in original.items()}
+    refused("is not a parameter", {**diffusers, "blocks.0.extra.weight": torch.zeros(2)})
     refused("NaN", {**original, "head.modulation": original["head.modulation"] * float("nan")})
-    refused("size must be multiples of 16 pixels, got 480x830", original, size=(480, 830))
+    refused("20 latent channels, expected 16 or 48", transformer_state(channels=20))
+    refused("size must be multiples of 16 pixels, got '480x830'", original, size=(480, 830))
     refused("dtype must be", original, dtype=torch.int8)
     refused("num_heads must divide", original, n_head=5)
+    refused("block_frames must be", original, block_frames=0)
+    refused("window must be at least 3", original, window=2)
+    refused("sinks must be 0 without a window", original, sinks=2)
+    refused("steps must fall", original, steps="1000,1000")
+    refused("draft_steps must fall", original, draft_steps="a")
     with pytest.raises(ValueError, match="which an earlier file holds, too"):
-        convert_causal_video([file, file], out)
+        convert(file, file)
     with pytest.raises(FileNotFoundError, match="does not exist"):
-        convert_causal_video([tmp_path / "none.pt"], out)
+        convert(tmp_path / "none.pt")
     with pytest.raises(ValueError, match="one file or more"):
-        convert_causal_video([], out)
+        convert()
+
+
+def test_steps_are_parsed_or_refused():
+    assert parse_steps("1000, 937.5", "steps") == [1000.0, 937.5]
+    for wrong in ("", "1001", "500,750", "0", "nan", "1000,inf"):
+        with pytest.raises(ValueError, match="steps must fall"):
+            parse_steps(wrong, "steps")
+
+
+@pytest.mark.parametrize("checkpoint", [each for each in CHECKPOINTS if each.refused], ids=lambda each: each.name)
+def test_files_that_run_another_algorithm_are_refused_by_name(convert, tmp_path, checkpoint):
+    for pattern in checkpoint.files:
+        file = tmp_path / pattern.replace("*", "-x")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(b"never opened")
+        with pytest.raises(ValueError, match=f"is {checkpoint.name}: "):
+            convert(file)
+
+
+def test_other_models_of_wan_are_refused_by_their_folder(convert, tmp_path):
+    file = tmp_path / "transformer" / "diffusion_pytorch_model-00001-of-00002.safetensors"
+    file.parent.mkdir()
+    file.write_bytes(b"never opened")
+    (file.parent / "config.json").write_text('{"_class_name": "WanModel"}')
+    with pytest.raises(ValueError, match="is not causal"):
+        convert(file)
+    (tmp_path / "transformer_2").mkdir()
+    with pytest.raises(ValueError, match="two experts"):
+        convert(file)
+    assert find_published(tmp_path / "model.pt") is None
+
+
+def test_parts_of_another_model_are_refused(convert, tmp_path):
+    target = save_self_forcing(tmp_path / "model.pt", transformer_state())
+    other = save_self_forcing(tmp_path / "draft.pt", transformer_state(1, draft=True, text_dim=8))
+    with pytest.raises(ValueError, match="they have 8 and 16 columns of text features"):
+        convert(target, draft=[other])
+    with pytest.raises(ValueError, match="16 and 8 columns of text features"):
+        convert(other, n_head=2)
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    with pytest.raises(ValueError, match=r"it has no Wan2.1_VAE.pth or vae/"):
+        convert(target, wan=bare)
+
+    def refused(message: str, file: str, state: State) -> None:
+        folder = save_wan(tmp_path / "changed")
+        torch.save(state, folder / file)
+        with pytest.raises(ValueError, match=message):
+            convert(target, wan=folder)
+
+    refused("unexpected: 1", VAE_FILE, {**vae_state(), "more.weight": torch.zeros(2)})
+    refused("is Wan2.2's autoencoder", VAE_FILE, {**vae_state(), "encoder.downsamples.0.downsamples.0.x": torch.zeros(2)})
+    refused("it has no conv2.weight|no encoder.conv1", VAE_FILE, transformer_state())
+    refused("which is not a parameter of a UMT5", TEXT_FILE, {**text_state(), "head.weight": torch.zeros(2)})
+    refused("it has no token_embedding.weight", TEXT_FILE, vae_state())
+
+
+# -- names of the other parts --------------------------------------------------------------------------------------------
+
+
+def test_names_of_the_autoencoder_are_those_that_diffusers_converts():
+    from diffusers.loaders.single_file_utils import convert_wan_vae_to_diffusers
+
+    with torch.device("meta"):
+        official = AutoencoderKLWan()
+    original = original_vae_names(official)
+    assert convert_wan_vae_to_diffusers(dict(original)).keys() == official.state_dict().keys()
+    found = detect_wan_vae(original, Path("vae.pth"))
+    renamed = rename_wan_vae(original, found["num_res_blocks"])
+    expected = {name: value.shape for name, value in official.state_dict().items()}
+    assert {name: value.shape for name, value in renamed.items()} == expected
+    for name, value in found.items():
+        assert official.config[name] == value

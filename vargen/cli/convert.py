@@ -19,7 +19,7 @@ from vargen.cli.console import quiet_libraries
 from vargen.cli.options import validate_range
 from vargen.files import expand_user
 
-_FOLDERS = ("output", "text_encoder", "tokenizer")  # arguments that take a folder
+_FOLDERS = ("output", "text_encoder", "tokenizer", "wan")  # arguments that take a folder
 
 
 class StoredDtype(StrEnum):

@@ -12,6 +12,8 @@ from typing import Annotated, Any
 import typer
 
 from vargen.cli.console import print_json, quiet_libraries, table
+from vargen.cli.model_memory import print_memory
+from vargen.cli.options import Device
 
 app = typer.Typer(help="Show versions, devices, packaged models and presets.", invoke_without_command=True)
 
@@ -26,10 +28,15 @@ def info(
     ctx: typer.Context,
     as_json: Annotated[bool, _JSON] = False,
     check: Annotated[bool, typer.Option("--check", help="Also check kernels and tokens on this device, in a minute.")] = False,
+    model: Annotated[str | None, typer.Option(metavar="NAME", help="The memory that this video model needs, instead.")] = None,
+    device: Annotated[Device, typer.Option(help="With --model: where it would run; cuda needs no GPU here.")] = Device.auto,
 ) -> None:
     if ctx.invoked_subcommand is not None:
         return
     quiet_libraries()
+    if model is not None:
+        print_memory(model, device.value, as_json)
+        return
     facts = collect_facts()
     found = check_device(facts["default_device"]) if check else []
     if as_json:

@@ -1,170 +1,202 @@
-"""Conversion of causal video transformers with Wan2.1's layout, under original or diffusers names, to a folder for vargen.
-
-Self-Forcing, CausVid, Causal-Forcing and Krea's model have this layout. EMA weights are used if a file has them.
-"""
+"""Conversion of causal video models with Wan2.1's layout, such as Self-Forcing, to a folder for vargen."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from vargen.convert.state_dicts import (
-    State,
-    build_network,
-    count_modules,
-    read_checkpoint,
-    require_shape,
-    validate_dtype,
-    validate_input_files,
-)
+from vargen.convert.state_dicts import State, build_network, describe_network, validate_dtype, validate_input_files
+from vargen.convert.video_checkpoints import find_published
+from vargen.convert.wan_parts import WanPart, read_wan_parts
+from vargen.convert.wan_transformer import detect_transformer, read_transformer, resolve_latent_size
 from vargen.files import atomic_folder
 from vargen.model_files import write_model_index
 from vargen.models.causal_video import CausalVideoTransformer
+from vargen.models.causal_video_cache import validate_attention_window
+from vargen.values import parse_int, short_repr
 
-_KIND = "causal video transformer"
-_HEAD_DIM = 128  # in all official models
-_AVERAGED = "generator_ema"
-
-# Original names to diffusers names. The two number the norms differently: `norm3` in the former is `norm2` in the latter.
-_OUTER = {
-    "patch_embedding": "patch_embedding",
-    "text_embedding.0": "condition_embedder.text_embedder.linear_1",
-    "text_embedding.2": "condition_embedder.text_embedder.linear_2",
-    "time_embedding.0": "condition_embedder.time_embedder.linear_1",
-    "time_embedding.2": "condition_embedder.time_embedder.linear_2",
-    "time_projection.1": "condition_embedder.time_proj",
-    "head.head": "proj_out",
-    "head.modulation": "scale_shift_table",
-}
-_ATTENTION = {"q": "to_q", "k": "to_k", "v": "to_v", "o": "to_out.0", "norm_q": "norm_q", "norm_k": "norm_k"}
-_INNER = {
-    "modulation": "scale_shift_table",
-    **{f"self_attn.{a}": f"attn1.{b}" for a, b in _ATTENTION.items()},
-    **{f"cross_attn.{a}": f"attn2.{b}" for a, b in _ATTENTION.items()},
-    "norm3": "norm2",
-    "ffn.0": "ffn.net.0.proj",
-    "ffn.2": "ffn.net.2",
-}
-_BARE = ("modulation", "scale_shift_table")  # parameters that are not in a submodule
-_BLOCK = re.compile(r"blocks\.(\d+)\.(.+)")
-
-
-def _map_name(name: str, outer: dict[str, str], inner: dict[str, str]) -> str:
-    block = _BLOCK.fullmatch(name)
-    table, prefix, rest = (inner, f"blocks.{block[1]}.", block[2]) if block else (outer, "", name)
-    if rest in table and rest.endswith(_BARE):
-        return prefix + table[rest]
-    module, _, parameter = rest.rpartition(".")
-    if module not in table or module.endswith(_BARE):
-        raise ValueError(f"{name!r} is not a parameter of a {_KIND}")
-    return f"{prefix}{table[module]}.{parameter}"
-
-
-def to_diffusers(name: str) -> str:
-    """Return a parameter's name in `WanTransformer3DModel`; ValueError for a name that official models do not have."""
-    return _map_name(name, _OUTER, _INNER)
-
-
-def to_original(name: str) -> str:
-    """Inverse of `to_diffusers`."""
-    return _map_name(name, {b: a for a, b in _OUTER.items()}, {b: a for a, b in _INNER.items()})
-
-
-def to_original_names(state: State, file: str) -> State:
-    """Return the weights under their original names, whichever of the two naming schemes the file uses.
-
-    Raises:
-        ValueError: naming the file, for a name of neither scheme.
-    """
-    prefixes = ("model.", "_fsdp_wrapped_module.")
-    while state and any(all(name.startswith(prefix) for name in state) for prefix in prefixes):
-        state = {name.partition(".")[2]: value for name, value in state.items()}
-    if "patch_embedding.weight" not in state:
-        raise ValueError(f"{file} is not a {_KIND}: it has no patch_embedding.weight")
-    if not any(name.startswith("condition_embedder.") for name in state):
-        return state
-    try:
-        return {to_original(name): value for name, value in state.items()}
-    except ValueError as error:
-        raise ValueError(f"{file}: {error}") from None
-
-
-def detect_transformer(state: State, file: Path, heads: int | None = None) -> dict[str, Any]:
-    """Infer the arguments of `CausalVideoTransformer` from a state dict with original names.
-
-    Raises:
-        ValueError: the state dict is of another kind of model, or the number of heads cannot be inferred.
-    """
-
-    def shape(name: str, dims: int = 2) -> torch.Size:
-        return require_shape(state, name, dims, file, _KIND)
-
-    dim, channels, depth, patch, other = shape("patch_embedding.weight", 5)
-    if depth != 1 or patch != other:
-        raise ValueError(f"{file} has patches of {depth}x{patch}x{other}, expected one frame and a square")
-    if "img_emb.proj.0.weight" in state or shape("head.head.weight")[0] != channels * patch * patch:
-        raise ValueError(f"{file} takes an image beside its latents, which is not supported: give a text-to-video model")
-    if heads is None and dim % _HEAD_DIM:
-        raise ValueError(f"n_head must be given: a width of {dim} is no multiple of the official heads' {_HEAD_DIM}")
-    return {
-        "dim": dim,
-        "ffn_dim": shape("blocks.0.ffn.0.weight")[0],
-        "num_heads": heads or dim // _HEAD_DIM,
-        "num_layers": count_modules(state, "blocks."),
-        "channels": channels,
-        "patch": patch,
-        "text_dim": shape("text_embedding.0.weight")[1],
-        "freq_dim": shape("time_embedding.0.weight")[1],
-    }
+_FRAMES = 21  # latent frames of the videos on which the official models were trained
+_BLOCK_FRAMES, _STEPS, _SHIFT = 3, "1000,750,500,250", 5.0  # of Self-Forcing
+_MAX_TIMESTEP = 1000
 
 
 def convert_causal_video(
     transformer: Sequence[Path],
+    wan: Path,
     output: Path,
     *,
+    draft: Sequence[Path] = (),
+    block_frames: int | None = None,
+    window: int | None = None,
+    sinks: int | None = None,
+    steps: str | None = None,
+    draft_steps: str | None = None,
+    no_warp: bool = False,
+    image: bool = False,
+    no_ema: bool = False,
     n_head: int | None = None,
-    size: tuple[int, int] = (480, 832),
+    size: tuple[int, int] | None = None,
     dtype: torch.dtype | None = None,
     overwrite: bool = False,
 ) -> Path:
-    """Convert a causal video transformer in Wan2.1's layout, such as Self-Forcing's, to a folder with `transformer/`.
+    """Convert a causal video model in Wan2.1's layout, such as Self-Forcing's, to a model folder.
+
+    Settings that weights do not determine are those of the published model, if the file name is known, else of Self-Forcing.
 
     Args:
         transformer: `.pt`, `.pth`, `.bin` or `.safetensors` files; several files are parts of one model.
+        wan: folder of Wan2.1, original or in diffusers' format, for the autoencoder, text encoder and tokenizer.
         output: folder to create. It appears whole or not at all.
-        n_head: number of attention heads, for a width that is not a multiple of 128.
-        size: rows and columns of the videos, in pixels.
-        dtype: storage dtype of the weights; by default that of the file.
+        draft: files of a smaller or faster model that drafts. Weights equal to the transformer's are stored once.
+        block_frames: latent frames per block.
+        window: maximum number of latent frames that a block attends to, with itself and the sinks. Default: all.
+        sinks: how many of them are the first frames of the video.
+        steps: timesteps, from 1000 down, before warping, separated by commas.
+        draft_steps: timesteps of the drafting model; without draft, the transformer drafts with these.
+        no_warp: timesteps are noise levels times 1000 already.
+        image: videos may start from an image, as the model was trained with a single first frame.
+        no_ema: prefer the weights that are not averaged, where a file has both.
+        n_head: number of attention heads, for a width that is not a multiple of 128. Those of a drafting model have the same
+            width.
+        size: rows and columns of the videos, in pixels. Default: 480 832, or 704 1280 for Wan2.2's latents.
+        dtype: storage dtype of transformers; by default that of the file.
         overwrite: replace `output` if it is a model folder.
 
     Raises:
         FileExistsError, OSError: `output` cannot be written; raised before anything is read.
         FileNotFoundError: an input is missing.
-        ValueError: a file is damaged, holds more than tensors, is of another kind of model, lacks a tensor, or has one
-            of a wrong shape.
+        ValueError: a file is damaged, holds more than tensors, is of another kind of model or one that runs another algorithm,
+            lacks a tensor, or has one of a wrong shape; the models do not match; or a setting is out of range. Raised before
+            weights are read, except for weights that are not finite.
     """
     validate_dtype(dtype)
-    if not transformer:
-        raise ValueError("transformer must be one file or more, got none")
-    if any(side < 16 or side % 16 for side in size):
-        raise ValueError(f"size must be multiples of 16 pixels, got {size[0]}x{size[1]}")
-    with atomic_folder(output, list(transformer), overwrite) as folder:
-        state: State = {}
-        for file in transformer:
-            validate_input_files(transformer=file)
-            part = read_checkpoint(file, prefer=_AVERAGED)
-            if twice := state.keys() & part.keys():
-                raise ValueError(f"{file} holds {min(twice)}, which an earlier file holds, too; give parts of one model")
-            state |= part
-        first = transformer[0]
-        state = to_original_names(state, str(first))
-        config = detect_transformer(state, first, n_head)
-        config |= {"height": size[0] // 8, "width": size[1] // 8}
-        network = build_network(CausalVideoTransformer, config, state, first, dtype)
-        network.save_pretrained(folder / "transformer")
-        write_model_index(folder, "CausalVideoPipeline", {"transformer": network})
+    given = {"block_frames": block_frames, "window": window, "sinks": sinks, "steps": steps, "no_warp": no_warp or None}
+    with atomic_folder(output, [*transformer, *draft, wan], overwrite) as folder:
+        validate_input_files(wan=wan)
+        state = read_transformer(transformer, "transformer", not no_ema)
+        settings = _published_settings(transformer[0]) | {name: value for name, value in given.items() if value is not None}
+        defaults = _validate_settings(settings, image, draft_steps)
+        config = detect_transformer(state, transformer[0], n_head)
+        config |= resolve_latent_size(size, config["channels"], config["patch"])
+        config["block_frames"] = settings.get("block_frames", _BLOCK_FRAMES)
+        describe_network(CausalVideoTransformer, config, state, transformer[0])
+        networks = {"transformer": (config, state, transformer[0])}
+        if draft:
+            drafting = read_transformer(draft, "draft", not no_ema)
+            head_dim = config["dim"] // config["num_heads"]
+            draft_config = config | detect_transformer(drafting, draft[0], head_dim=head_dim)
+            describe_network(CausalVideoTransformer, draft_config, drafting, draft[0])
+            _validate_pair(draft_config, draft[0], config, transformer[0])
+            defaults |= _draft_defaults(draft[0], draft_steps, defaults)
+            if not _same_weights(drafting, state):
+                networks["draft_transformer"] = (draft_config, drafting, draft[0])
+            elif "draft_steps" not in defaults:
+                raise ValueError(f"draft {draft[0]} holds the weights of the transformer: give draft_steps, with fewer steps")
+        parts = read_wan_parts(wan)
+        _validate_parts(parts, config, wan, transformer[0])
+        kinds: dict[str, Any] = {}
+        for name, (arguments, weights, file) in networks.items():
+            build_network(CausalVideoTransformer, arguments, weights, file, dtype).save_pretrained(folder / name)
+            kinds[name] = CausalVideoTransformer
+        for name, part in parts.items():
+            part.write(folder / name)
+            kinds[name] = part.kind
+        write_model_index(folder, "CausalVideoPipeline", kinds, defaults=defaults)
     return output
+
+
+# -- settings --------------------------------------------------------------------------------------------------------------
+
+
+def _published_settings(file: Path) -> dict[str, Any]:
+    found = find_published(file)
+    return {} if found is None else dict(found.settings)
+
+
+def _validate_settings(settings: Mapping[str, Any], image: bool, draft_steps: str | None) -> dict[str, Any]:
+    """Return the `defaults` of the folder.
+
+    Raises:
+        ValueError: for a value that is out of range; the message names it.
+    """
+    block, window = settings.get("block_frames", _BLOCK_FRAMES), settings.get("window")
+    sinks = settings.get("sinks", 0)
+    if parse_int(block, 1, _FRAMES) is None:
+        raise ValueError(f"block_frames must be a whole number from 1 to {_FRAMES}, got {short_repr(block)}")
+    validate_attention_window(window, sinks, block)
+    return {
+        "steps": parse_steps(settings.get("steps", _STEPS), "steps"),
+        "shift": 1.0 if settings.get("no_warp") else _SHIFT,
+        **({} if draft_steps is None else {"draft_steps": parse_steps(draft_steps, "draft_steps")}),
+        "num_blocks": _FRAMES // block,
+        "window": window,
+        "sinks": sinks,
+        "image": image or bool(settings.get("image")),
+        "prompt_cleaning": "whitespace",
+    }
+
+
+def parse_steps(text: str, name: str) -> list[float]:
+    """Parse timesteps that are separated by commas.
+
+    Raises:
+        ValueError: naming the argument, unless they fall from at most 1000 to above 0.
+    """
+    try:
+        steps = [float(part) for part in str(text).split(",")]
+    except ValueError:
+        steps = []
+    if not steps or not all(a > b for a, b in pairwise(steps)) or not 0 < steps[-1] <= steps[0] <= _MAX_TIMESTEP:
+        raise ValueError(f"{name} must fall from at most {_MAX_TIMESTEP} to above 0, such as {_STEPS}, got {short_repr(text)}")
+    return steps
+
+
+def _draft_defaults(file: Path, draft_steps: str | None, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the timesteps of a published drafting model that differ from those of the transformer."""
+    published = _published_settings(file)
+    if draft_steps is not None or "steps" not in published:
+        return {}
+    steps = parse_steps(published["steps"], "steps")
+    if published.get("no_warp"):
+        raise ValueError(f"{file} has noise levels of its own: give draft_steps, before warping")
+    return {} if steps == defaults["steps"] else {"draft_steps": steps}
+
+
+# -- what belongs together -------------------------------------------------------------------------------------------------
+
+
+def _same_weights(a: State, b: State) -> bool:
+    return a.keys() == b.keys() and all(
+        a[name].dtype == b[name].dtype and a[name].shape == b[name].shape and torch.equal(a[name], b[name]) for name in a
+    )
+
+
+def _validate_pair(draft: Mapping[str, Any], draft_file: Path, config: Mapping[str, Any], file: Path) -> None:
+    """Raise ValueError unless two transformers exchange latents and take the same text features."""
+    published = _published_settings(draft_file).get("block_frames", config["block_frames"])
+    if published != config["block_frames"]:
+        frames = f"blocks of {published} and {config['block_frames']} latent frames"
+        raise ValueError(f"draft {draft_file} and transformer {file} do not belong together: they have {frames}")
+    for name, what in (("channels", "latent channels"), ("text_dim", "columns of text features")):
+        if draft[name] != config[name]:
+            raise ValueError(
+                f"draft {draft_file} and transformer {file} do not belong together: they have {draft[name]} and {config[name]} "
+                f"{what}"
+            )
+
+
+def _validate_parts(parts: Mapping[str, WanPart], config: Mapping[str, Any], wan: Path, file: Path) -> None:
+    """Raise ValueError unless the transformer has the latents of the autoencoder and the features of the text encoder."""
+    vae, text = parts["vae"].config, parts["text_encoder"].config
+    pairs = (
+        ("latent channels", vae["z_dim"], config["channels"]),
+        ("pixels per latent position", vae["scale_factor_spatial"], config["spatial_stride"]),
+        ("columns of text features", text["d_model"], config["text_dim"]),
+    )
+    for what, found, expected in pairs:
+        if found != expected:
+            raise ValueError(f"wan {str(wan)!r} and transformer {file} do not belong together: {found} and {expected} {what}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,13 @@ from vargen.weight_files import load_pickle_safely, read_header, validate_shapes
 
 State = dict[str, Tensor]
 
-_FOLDERS = ("text_encoder", "tokenizer")  # arguments that take a folder
+_FOLDERS = ("text_encoder", "tokenizer", "wan")  # arguments that take a folder
 _PICKLES = (".pt", ".pth", ".bin")
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")  # parts of names, anywhere in them
 
 
-def read_checkpoint(file: Path, prefer: str | None = None) -> State:
+def read_checkpoint(file: Path, prefer: str | Sequence[str] = ()) -> State:
     """Return the tensors under their plain names, from under `prefer`, `model`, `module` or `state_dict`, or from the top.
 
     Each of these keys may itself be under `trainer`, where VAR's training script keeps its networks.
@@ -43,7 +44,7 @@ def read_checkpoint(file: Path, prefer: str | None = None) -> State:
     if isinstance(content, Mapping) and isinstance(content.get("trainer"), Mapping):
         content = content["trainer"]
     if isinstance(content, Mapping):
-        places = [prefer, "model", "module", "state_dict"]
+        places = [*((prefer,) if isinstance(prefer, str) else prefer), "model", "module", "state_dict"]
         content = next((content[p] for p in places if isinstance(content.get(p), Mapping)), content)
     if not isinstance(content, Mapping):
         raise ValueError(f"{file} holds a {type(content).__name__}, expected tensors by name")
@@ -55,7 +56,7 @@ def read_checkpoint(file: Path, prefer: str | None = None) -> State:
         _require_plain_tensor(f"{name} in {file}", value)
     state = {strip_wrapper_prefixes(str(name)): value.detach() for name, value in content.items()}
     if len(state) != len(content):
-        raise ValueError(f"{file} holds a tensor twice, with and without a 'module.' or '_orig_mod.' prefix")
+        raise ValueError(f"{file} holds a tensor twice, with and without a prefix such as 'module.' or '_orig_mod.'")
     return state
 
 
@@ -72,8 +73,8 @@ def _require_plain_tensor(name: str, value: Tensor) -> None:
 
 
 def strip_wrapper_prefixes(name: str) -> str:
-    """Strip the prefixes that distributed training and torch.compile add to a parameter's name."""
-    parts = [part for part in name.split(".") if part != "_orig_mod"]
+    """Strip what distributed training, activation checkpointing and torch.compile add to a parameter's name."""
+    parts = [part for part in name.split(".") if part not in _WRAPPERS]
     while len(parts) > 1 and parts[0] == "module":
         parts.pop(0)
     return ".".join(parts)
@@ -92,18 +93,10 @@ def build_network(
         ValueError: naming the file, if a tensor is missing, unexpected, of another shape, not floating-point
             or not finite.
     """
-    try:
-        with torch.device("meta"):
-            network = kind(**config)
-    except ValueError as error:
-        raise ValueError(f"{file} does not describe a network that this library has: {error}") from error
-    expected = {key: tuple(value.shape) for key, value in network.state_dict().items()}
-    validate_shapes({key: tuple(value.shape) for key, value in state.items()}, expected, str(file))
+    network = describe_network(kind, config, state, file)
     placed: State = {}
     storages: set[int] = set()
     for name, value in state.items():
-        if value.dtype not in _FLOATS:
-            raise ValueError(f"{name} in {file} is {value.dtype}, expected floating-point weights of 16, 32 or 64 bits")
         weight = value.to(dtype or value.dtype).contiguous()
         if not weight.isfinite().all():
             reason = f"does not fit {dtype}" if value.isfinite().all() else "holds NaN or infinite numbers"
@@ -114,6 +107,25 @@ def build_network(
         storages.add(weight.untyped_storage().data_ptr())
         placed[name] = weight
     network.load_state_dict(placed, strict=True, assign=True)
+    return network
+
+
+def describe_network(kind: Callable[..., nn.Module], config: dict[str, Any], state: State, file: Path) -> Any:
+    """Return the network `kind(**config)` on the meta device. Compares the tensors of `state` without reading them.
+
+    Raises:
+        ValueError: naming the file, if a tensor is missing, unexpected, of another shape or not floating-point.
+    """
+    try:
+        with torch.device("meta"):
+            network = kind(**config)
+    except ValueError as error:
+        raise ValueError(f"{file} does not describe a network that this library has: {error}") from error
+    expected = {key: tuple(value.shape) for key, value in network.state_dict().items()}
+    validate_shapes({key: tuple(value.shape) for key, value in state.items()}, expected, str(file))
+    for name, value in state.items():
+        if value.dtype not in _FLOATS:
+            raise ValueError(f"{name} in {file} is {value.dtype}, expected floating-point weights of 16, 32 or 64 bits")
     return network
 
 

@@ -136,7 +136,7 @@ class CausalVideoTransformer(QuantizedStorageMixin, ConfigMixin):
         levels = self.config.motion_levels
         if motion is None:
             motion = torch.full((len(rows),), levels, device=rows.device)
-        if not levels or motion.shape != rows.shape[:1] or int(motion.min()) < 0 or int(motion.max()) > levels:
+        elif not levels or motion.shape != rows.shape[:1] or int(motion.min()) < 0 or int(motion.max()) > levels:
             raise ValueError(f"motion must be {len(rows)} levels from 0 to {levels}, got {motion.tolist()}")
         row = self.motion_embedding(motion.to(rows.device))[:, None]
         one = torch.ones(len(rows), 1, dtype=torch.bool, device=rows.device)

@@ -90,18 +90,18 @@ def validate_network_files(folder: Path, network_class: Any, variant: str | None
     return network.config
 
 
-def validate_t5_files(folder: Path) -> Mapping[str, Any]:
-    """Validate a T5 text encoder and return its configuration. Tensor names are not compared, because transformers renames
-    tensors while loading.
+def validate_t5_files(folder: Path, model_type: str = "t5") -> Mapping[str, Any]:
+    """Validate a T5 or UMT5 text encoder and return its configuration. Tensor names are not compared, because transformers
+    renames tensors while loading.
 
     Raises:
-        ValueError: if the configuration is missing, not T5 or does not match the weights in size, or if weights are missing,
-            damaged or not floating-point.
+        ValueError: if the configuration is missing, of another `model_type` or does not match the weights in size, or if
+            weights are missing, damaged or not floating-point.
     """
     file, adapter = folder / "config.json", folder / "adapter_config.json"
     config = read_config(file)
-    if config.get("model_type") != "t5":
-        raise ValueError(f"{file} has model_type: {config.get('model_type')!r}, expected 't5'")
+    if config.get("model_type") != model_type:
+        raise ValueError(f"{file} has model_type: {config.get('model_type')!r}, expected {model_type!r}")
     if adapter.exists():  # transformers would download the base model that it names
         raise ValueError(f"{adapter} makes this the adapter of another model; merge it into the encoder's weights")
     weights = sorted(folder.glob("*.safetensors"))

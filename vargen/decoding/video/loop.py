@@ -162,6 +162,9 @@ class BlockStream(Iterator[VideoBlock]):
             if self._verify_draft(record, draft):
                 record.source = "draft"
                 return draft, self._accept(draft, record)
+            for decoder in (self._full, self._preview):
+                if decoder is not None:
+                    decoder.discard()
         first = self.method.refine if draft is not None and bool(draft.isfinite().all()) else 0
         if draft is not None and self.method.exit_step:
             latents = self._resume()

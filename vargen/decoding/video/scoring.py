@@ -38,9 +38,14 @@ class BlockDecoderState:
         The result is cached, so that a block decoded for scoring is not decoded again when it is accepted.
         """
         if self._latest is None or self._latest[0] is not latents:
+            self.discard()
             pixels, state = self.decoder.decode_block(latents, self.state)
             self._latest = latents, BlockFrames((pixels[0].float() / 2 + 0.5).clamp(0, 1), state)
         return self._latest[1]
+
+    def discard(self) -> None:
+        """Free the result for a block that was not accepted."""
+        self._latest = None
 
     def accept(self, latents: Tensor) -> Tensor:
         """Advance past the block and return its frames."""

@@ -1,0 +1,260 @@
+"""A model of the official layout, from its files to a video: Self-Forcing's pair, Wan's autoencoder and text encoder."""
+
+from __future__ import annotations
+
+import gc
+import math
+from dataclasses import replace
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from rejects import rejects
+from tiny_families import brightness, seeded
+from tiny_wan import SIZE, TEXT, official_files, save_self_forcing, text_state, transformer_state
+from torch.profiler import ProfilerActivity, profile
+
+from vargen import open_pipeline
+from vargen.convert.causal_video import convert_causal_video
+from vargen.decoding import PRESETS
+from vargen.pipelines import video_memory
+from vargen.pipelines.loading import validate_model_folder
+from vargen.pipelines.registry import inspect_model
+from vargen.pipelines.video_memory import predict_memory, weight_bytes
+
+VIDEO: dict[str, Any] = {"num_blocks": 3, "output_type": "pt", "scorer": brightness}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return official_files(tmp_path_factory.mktemp("official"))
+
+
+@pytest.fixture(scope="module")
+def folder(files: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return convert_causal_video(output=tmp_path_factory.mktemp("converted") / "model", **files)
+
+
+def opened(folder: Path) -> Any:
+    pipe = open_pipeline(folder)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+@pytest.fixture(scope="module")
+def pipe(folder: Path) -> Any:
+    return opened(folder)
+
+
+@pytest.fixture(scope="module")
+def framewise(files: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A pair of one frame a block and one step."""
+    place = tmp_path_factory.mktemp("framewise")
+    target = save_self_forcing(place / "framewise-1step.pt", transformer_state())
+    return opened(convert_causal_video(**{**files, "transformer": [target], "output": place / "model"}))
+
+
+class MostBlocks:
+    """A scorer that rejects every fourth draft at any threshold between 0 and 1."""
+
+    def bind(self, prompt: str) -> Any:
+        return lambda view: torch.tensor([float(view.number % 4 != 2)])
+
+
+def frames(pipe: Any, method: Any, **options: Any) -> torch.Tensor:
+    return pipe("a cat", accelerator=method, generator=seeded(5)[0], **{**VIDEO, **options}).frames[0]
+
+
+def test_official_files_become_an_mp4(pipe: Any, tmp_path: Path) -> None:
+    av = pytest.importorskip("av")
+    result = pipe("a cat", generator=seeded(0)[0], tau=0.0, num_blocks=2, scorer=brightness)
+    assert len(result.frames[0]) == 1 + 5 * 4 and result.frames[0][0].size == SIZE[::-1] and result.fps == 16
+    assert result.stats.accelerator == "sdvg" and result.stats.sources == ("target", "draft")
+    assert [sum(block.passes.values()) for block in result.stats.blocks] == [4, 5], (
+        "the target's cache waits for its next block"
+    )
+    file = pipe.save_video(result.frames[0], tmp_path / "cat.mp4")
+    with av.open(str(file)) as container:
+        assert sum(1 for _ in container.decode(container.streams.video[0])) == 21
+        assert float(container.streams.video[0].average_rate) == 16
+
+
+def test_a_folder_says_what_it_is(folder: Path, pipe: Any) -> None:
+    said = inspect_model(folder)
+    assert (said.pipeline, said.fps, said.num_tokens, said.num_baseline_passes) == ("CausalVideoPipeline", 16, 81, 7 * 5 - 1)
+    assert pipe.decoding_model().levels == pytest.approx((1, 0.9375, 5 / 6, 0.625))
+
+
+def test_infinite_thresholds_are_the_drafter_and_the_target(pipe: Any) -> None:
+    everywhere = replace(PRESETS["sdvg"], target_blocks=())
+    target, draft = frames(pipe, "target"), frames(pipe, "draft")
+    assert torch.equal(frames(pipe, everywhere, tau=math.inf), target)
+    assert torch.equal(frames(pipe, everywhere, tau=-math.inf), draft) and not torch.equal(target, draft)
+
+
+def test_a_refused_draft_leaves_no_trace_in_the_decoder(pipe: Any) -> None:
+    """Blocks are decoded with the causal features of the accepted ones: as the whole video at once."""
+    options = {"num_blocks": 4, "tau": 0.5, "scorer": MostBlocks()}
+    result = pipe("a cat", generator=seeded(5)[0], **{**options, "output_type": "latent"})
+    mixed = frames(pipe, "sdvg", **options)
+    assert {"accepted", "rejected"} <= {block.outcome for block in result.stats.blocks}, result.stats.sources
+    config = pipe.vae.config
+    mean, std = (torch.tensor(each)[:, None, None, None] for each in (config.latents_mean, config.latents_std))
+    whole = pipe.vae.decode(result.frames.transpose(1, 2) * std + mean).sample[0].transpose(0, 1)
+    torch.testing.assert_close(mixed, (whole / 2 + 0.5).clamp(0, 1), atol=1e-4, rtol=0)
+
+
+def test_a_stream_switches_prompts(pipe: Any) -> None:
+    plain = frames(pipe, "target")
+    stream = pipe.stream("a cat", num_blocks=3, accelerator="target", generator=seeded(5)[0])
+    parts = [next(stream).frames]
+    stream.switch_prompt("a dog")
+    switched = torch.cat([*parts, *(block.frames for block in stream)])
+    assert torch.equal(switched[:9], plain[:9]) and not torch.allclose(switched[9:], plain[9:], atol=1e-4)
+
+
+def test_prompts_are_cleaned_as_for_wan(pipe: Any) -> None:
+    embeds = [pipe.encode_prompt(text)[0] for text in ("a cat &amp;amp; a dog", "  a  cat &\na dog ")]
+    assert torch.equal(*embeds) and pipe.normalize_prompt("a\u00a0cat &lt;3").text == "a cat <3"
+
+
+def test_text_features_are_those_of_the_original_encoder(pipe: Any) -> None:
+    """Against a port of the encoder for one prompt: unscaled attention with position biases of each layer."""
+    embeds, mask = pipe.encode_prompt("a cat")
+    ids = pipe.tokenizer("a cat", return_tensors="pt").input_ids[0]
+    state, heads = text_state(), TEXT["num_heads"]
+
+    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * state[f"{name}.weight"]
+
+    distance = torch.arange(len(ids))[None] - torch.arange(len(ids))[:, None]  # from a query to a key; below 8: own buckets
+    buckets = distance.abs() + 16 * (distance > 0)
+    x = state["token_embedding.weight"][ids]
+    for n in range(TEXT["num_layers"]):
+        block, y = f"blocks.{n}", norm(x, f"blocks.{n}.norm1")
+        q, k, v = ((y @ state[f"{block}.attn.{each}.weight"].T).unflatten(1, (heads, -1)).transpose(0, 1) for each in "qkv")
+        bias = state[f"{block}.pos_embedding.embedding.weight"][buckets].movedim(-1, 0)
+        attended = ((q @ k.mT + bias).softmax(-1) @ v).transpose(0, 1).flatten(1)
+        x = x + attended @ state[f"{block}.attn.o.weight"].T
+        y = norm(x, f"{block}.norm2")
+        gate = torch.nn.functional.gelu(y @ state[f"{block}.ffn.gate.0.weight"].T, approximate="tanh")
+        x = x + ((y @ state[f"{block}.ffn.fc1.weight"].T) * gate) @ state[f"{block}.ffn.fc2.weight"].T
+    torch.testing.assert_close(embeds[mask], norm(x, "norm"), atol=1e-4, rtol=1e-4)
+
+
+def test_an_image_is_the_first_frame_where_the_checkpoint_allows(pipe: Any, framewise: Any) -> None:
+    red = Image.new("RGB", (64, 64), "red")
+    rejects(lambda: frames(pipe, "target", image=red), "image")
+    latents = frames(framewise, "target", image=red, output_type="latent")
+    assert latents.shape == (3, 16, 2, 4) and framewise.setting("num_blocks") == 21
+    shape = frames(framewise, "target", image=red).shape
+    assert shape == (12, 3, *SIZE), "four frames a block, as the image is the first"
+    assert not torch.allclose(latents, frames(framewise, "target", output_type="latent"), atol=1e-3)
+
+
+def test_the_target_drafts_with_fewer_steps(files: dict[str, Any], tmp_path: Path) -> None:
+    folder = convert_causal_video(**{**files, "draft": [], "output": tmp_path / "out"}, draft_steps="1000,500")
+    ladder = opened(folder)
+    assert ladder.resolve_method(None).name == "sdvg" and ladder.draft_transformer is None
+    model = ladder.decoding_model()
+    assert model.draft_model.transformer is model.transformer and len(model.draft_model.levels) == 2
+    type(ladder).validate_method_for(inspect_model(folder), PRESETS["sdvg"])
+    stats = ladder("a cat", generator=seeded(0)[0], tau=-math.inf, **VIDEO).stats
+    assert [block.passes for block in stats.blocks][1]["draft"] == 3, "a cache update and two steps"
+
+
+def live_bytes() -> int:
+    """Bytes of all tensors that are alive, each storage once."""
+    gc.collect()
+    storages = {}
+    for each in gc.get_objects():
+        if issubclass(type(each), torch.Tensor) and each.device.type == "cpu":
+            storages[each.untyped_storage().data_ptr()] = each.untyped_storage().nbytes()
+    return sum(storages.values())
+
+
+def test_a_stream_of_300_blocks_holds_memory_flat(framewise: Any) -> None:
+    options = {"num_blocks": 300, "window": 6, "sinks": 3, "tau": 0.5, "scorer": MostBlocks()}
+    stream = framewise.stream("a cat", accelerator="sdvg", generator=seeded(0)[0], **options)
+    sizes = [live_bytes() for block in stream if block.number in (20, 150, 298)]
+    assert len(stream.stats.blocks) == 300 and {"draft", "target"} == set(stream.stats.sources)
+    assert max(sizes) - min(sizes) < 0.01 * max(sizes), sizes
+
+
+class ManyThenOne:
+    """A scorer that rejects the last draft of seven: the target's cache is then six blocks behind."""
+
+    def bind(self, prompt: str) -> Any:
+        return lambda view: torch.tensor([float(view.number < 6)])
+
+
+class Blank:
+    """A decoder that needs no memory."""
+
+    def decode_block(self, latents: torch.Tensor, state: Any = None) -> tuple[torch.Tensor, Any]:
+        return torch.zeros(1, 1, 3, 1, 1), None
+
+
+def allocated_peak(run: Any) -> int:
+    """The most bytes that torch's allocator has given out while a function runs, beyond those before it."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        run()
+    events = [each for each in found.profiler.kineto_results.events() if each.name() == "[memory]"]
+    return max(accumulate(each.nbytes() for each in sorted(events, key=lambda each: each.start_ns())))
+
+
+@pytest.mark.parametrize("phase", ["prompt", "denoising", "decoding"])
+def test_memory_is_predicted_before_anything_is_loaded(
+    pipe: Any, folder: Path, phase: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The largest phase is that of the prompt here; the others are measured without those above them."""
+    if phase != "prompt":
+        condition = pipe.encode_video_condition("a cat")
+        monkeypatch.setattr(type(pipe), "encode_video_condition", lambda *_: condition)
+    if phase == "denoising":
+        monkeypatch.setattr(type(pipe), "_streaming_decoder", lambda _: Blank())
+
+    def run() -> None:
+        options = {"tau": 0.5, "scorer": ManyThenOne(), "generator": seeded(0)[0]}
+        for block in pipe.stream("a cat", accelerator="sdvg", **options):
+            del block
+
+    run()  # fills tables that stay
+    with monkeypatch.context() as patch:
+        patch.setattr("safetensors.torch.load_file", lambda *_: pytest.fail("weights were read"))
+        predicted = predict_memory(validate_model_folder(folder))
+    weights = sum(weight_bytes(pipe.components[part]) for part in predicted.weights)
+    assert sum(predicted.weights.values()) == weights
+    measured = weights + allocated_peak(run)
+    expected = predicted.peak if phase == "prompt" else getattr(predicted, phase)
+    expected -= predicted.decoder if phase == "denoising" else 0
+    assert expected == pytest.approx(measured, rel=0.1)
+
+
+def test_memory_follows_device_dtype_and_window(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    located = validate_model_folder(folder)
+    plain, half = predict_memory(located), predict_memory(located, "cuda")
+    assert half.caches["transformer"] * 2 == plain.caches["transformer"] and half.weights["vae"] * 2 == plain.weights["vae"]
+    windowed = predict_memory(located, window=6, sinks=3)
+    frame = 2 * 2 * 2 * 48 * 4  # keys and values of two layers, of two tokens of 48 columns, in float32
+    assert plain.caches["transformer"] - windowed.caches["transformer"] == (21 - 6) * frame
+    monkeypatch.setattr(video_memory, "_LARGE", 1000)
+    assert half.denoising - predict_memory(located, "cuda").denoising == half.weights["text_encoder"]
+
+
+def test_a_large_text_encoder_is_on_the_device_only_for_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder, device = torch.nn.Linear(4, 4), torch.device("meta")
+    with video_memory.on_device(encoder, device):
+        assert encoder.weight.device.type == "cpu", "a small one stays"
+    monkeypatch.setattr(video_memory, "_LARGE", 10)
+    moves: list[str] = []
+    monkeypatch.setattr(torch.nn.Linear, "to", lambda self, place: moves.append(str(place)))
+    with pytest.raises(RuntimeError), video_memory.on_device(encoder, device):
+        raise RuntimeError
+    assert moves == ["meta", "cpu"]
+    with video_memory.on_device(encoder, torch.device("cpu")), video_memory.on_device(None, device):
+        pass
+    assert moves == ["meta", "cpu"]

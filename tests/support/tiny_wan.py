@@ -1,0 +1,101 @@
+"""Official files of a tiny random video model with Wan2.1's layout: names, nesting and formats are those of the real ones."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from tiny_video import randomised
+
+from vargen.convert.wan_parts import TEXT_FILE, TOKENIZER_FOLDER, VAE_FILE
+from vargen.models.causal_video import CausalVideoTransformer
+
+from diffusers import AutoencoderKLWan  # isort: skip  (after the torchvision guard)
+
+State = dict[str, torch.Tensor]
+TEXT = {"vocab_size": 40, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 3}
+TARGET = {"dim": 48, "ffn_dim": 64, "num_heads": 4, "num_layers": 2, "text_dim": 16, "freq_dim": 16}
+DRAFT = {**TARGET, "dim": 24, "num_heads": 2, "num_layers": 1}
+SIZE = (16, 32)  # pixels
+VAE = {"base_dim": 4, "dim_mult": [1, 1, 2, 2], "num_res_blocks": 1}
+
+
+@cache
+def transformer_state(seed: int = 0, draft: bool = False, **changes: Any) -> State:
+    return dict(randomised(CausalVideoTransformer(**{**(DRAFT if draft else TARGET), **changes}), seed).state_dict())
+
+
+@cache
+def vae_state() -> State:
+    return original_vae_names(randomised(AutoencoderKLWan(**VAE), 3, 0.2))
+
+
+def original_vae_names(vae: AutoencoderKLWan) -> State:
+    """The weights of an autoencoder under their original names, from diffusers' names and independently of the converter."""
+    renamed, blocks = {}, vae.config.num_res_blocks
+    for name, value in vae.state_dict().items():
+        new = re.sub(r"^quant_conv", "conv1", re.sub(r"^post_quant_conv", "conv2", name))
+        new = new.replace("encoder.down_blocks", "encoder.downsamples")
+        new = new.replace(".conv_in.", ".conv1#").replace(".norm_out.", ".head.0.").replace(".conv_out.", ".head.2.")
+        if found := re.match(r"decoder\.up_blocks\.(\d)\.(resnets|upsamplers)\.(\d)\.(.*)", new):
+            place = int(found[1]) * (blocks + 2) + (int(found[3]) if found[2] == "resnets" else blocks + 1)
+            new = f"decoder.upsamples.{place}.{found[4]}"
+        new = new.replace("mid_block.resnets.0", "middle.0").replace("mid_block.resnets.1", "middle.2")
+        new = new.replace("mid_block.attentions.0", "middle.1")
+        for inner, place in (("norm1", 0), ("conv1", 2), ("norm2", 3), ("conv2", 6)):
+            new = new.replace(f".{inner}.", f".residual.{place}.")
+        renamed[new.replace("conv_shortcut", "shortcut").replace("#", ".")] = value
+    return renamed
+
+
+@cache
+def text_state() -> State:
+    generator = torch.Generator().manual_seed(4)
+    width, inner, hidden = TEXT["d_model"], TEXT["d_kv"] * TEXT["num_heads"], TEXT["d_ff"]
+    shapes = {"token_embedding.weight": (TEXT["vocab_size"], width), "norm.weight": (width,)}
+    for n in range(TEXT["num_layers"]):
+        shapes |= {f"blocks.{n}.norm{i}.weight": (width,) for i in (1, 2)}
+        shapes |= {f"blocks.{n}.attn.{name}.weight": (inner, width) for name in "qkv"}
+        shapes |= {f"blocks.{n}.ffn.{name}.weight": (hidden, width) for name in ("gate.0", "fc1")}
+        shapes |= {f"blocks.{n}.attn.o.weight": (width, inner), f"blocks.{n}.ffn.fc2.weight": (width, hidden)}
+        shapes |= {f"blocks.{n}.pos_embedding.embedding.weight": (32, TEXT["num_heads"])}
+    return {name: torch.randn(shape, generator=generator) * 0.5 for name, shape in shapes.items()}
+
+
+def save_tokenizer(folder: Path) -> None:
+    """A tokenizer of T5's kind, whose tokens are letters and a few words."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import T5TokenizerFast
+
+    pieces = ["<pad>", "</s>", "<unk>", "\u2581", "\u2581a", "\u2581cat", "\u2581dog", *"abcdefghijklmnopqrstuvwxyz"]
+    words = Tokenizer(models.Unigram([(piece, -float(n)) for n, piece in enumerate(pieces)], unk_id=2))
+    words.pre_tokenizer, words.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    words.post_processor = processors.TemplateProcessing(single=["$A", "</s>"], special_tokens=[("</s>", 1)])
+    T5TokenizerFast(tokenizer_object=words, extra_ids=0).save_pretrained(folder)
+
+
+def save_wan(folder: Path) -> Path:
+    """The original files of Wan2.1 beside its transformer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.save(vae_state(), folder / VAE_FILE)
+    torch.save(text_state(), folder / TEXT_FILE)
+    save_tokenizer(folder / TOKENIZER_FOLDER)
+    return folder
+
+
+def save_self_forcing(file: Path, state: State, **others: Any) -> Path:
+    """A training file: the weights and their average, under a wrapper's names."""
+    named = {f"model.{name}": value for name, value in state.items()}
+    torch.save({"generator": {name: value + 1 for name, value in named.items()}, "generator_ema": named, **others}, file)
+    return file
+
+
+def official_files(folder: Path) -> dict[str, Any]:
+    """The required arguments of the converter, and a drafter."""
+    wan = save_wan(folder / "Wan2.1-T2V-1.3B")
+    target = save_self_forcing(folder / "self_forcing_dmd_large.pt", transformer_state())
+    draft = save_self_forcing(folder / "self_forcing_dmd.pt", transformer_state(1, draft=True))
+    return {"transformer": [target], "wan": wan, "draft": [draft], "size": SIZE, "n_head": TARGET["num_heads"]}
