@@ -180,7 +180,7 @@ class GenerationThread:
             if handle not in self._waiting:
                 return
             self._waiting.remove(handle)
-        handle.send(TaskFailed(TaskCancelledError("the task was cancelled")))
+        handle.send(TaskFailed(TaskCancelledError()))
 
     # -- the thread -----------------------------------------------------------------------------------------------------------
 

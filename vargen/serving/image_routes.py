@@ -92,7 +92,10 @@ async def _stream(
     common = _describe(generation, card)
     while left:
         try:
-            handle, event = await asyncio.wait_for(events.get(), max(0.0, deadline - time.monotonic()))
+            async with asyncio.timeout(
+                max(0.0, deadline - time.monotonic())
+            ):  # before 3.12, wait_for may swallow a cancellation
+                handle, event = await events.get()
             if isinstance(event, TaskFailed):
                 raise event.error
         except Exception as error:
