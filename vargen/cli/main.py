@@ -65,7 +65,7 @@ app.command("compare", context_settings=accept_old_names(compare.RENAMED))(compa
 app.command("verify", context_settings=accept_old_names(verify.RENAMED))(verify.verify)
 app.command("eval", context_settings=accept_old_names(evaluate.RENAMED))(evaluate.evaluate)
 app.command("score", context_settings=accept_old_names(score.RENAMED))(score.score)
-app.command("serve")(serve.serve)
+app.command("serve")(serve.serve_model)
 app.add_typer(info.app, name="info")
 bench.app.command("distribution", context_settings=accept_old_names(bench_distribution.RENAMED))(
     bench_distribution.distribution

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 
 
-def serve(
+def serve_model(
     model: ModelName = "emoji",
     host: Annotated[
         str, typer.Option(metavar="ADDRESS", help="Address to serve at; 0.0.0.0 lets other machines in.")

@@ -14,7 +14,7 @@ from vargen.serving.tasks import GeneratedImage, GeneratedVideo, TaskHandle
 from vargen.serving.video_schedule import VideoSchedule
 
 
-class Schedule(Protocol):
+class TaskSchedule(Protocol):
     """Runs tasks in slots. Only `num_active` is read by other threads."""
 
     @property
@@ -31,7 +31,7 @@ class Schedule(Protocol):
         """Give up all running tasks, and return them."""
 
 
-def open_schedule(pipe: VisualPipeline, accelerator: Any, slots: int, guidance_scale: float | None) -> Schedule:
+def open_schedule(pipe: VisualPipeline, accelerator: Any, slots: int, guidance_scale: float | None) -> TaskSchedule:
     """Return the schedule for a pipeline and a method.
 
     Raises:
