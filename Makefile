@@ -125,7 +125,7 @@ $(REFERENCE)/.all: pyproject.toml constraints.txt | $(REFERENCE)/.torch
 
 # Everything but the official ImageReward, which does not import with today's transformers.
 $(LATEST)/.fast: pyproject.toml constraints-latest.txt | $(LATEST)/.torch
-	$(LATEST)/bin/python -m pip install -c constraints-latest.txt -e ".[demo,eval,kernels,video,train,dev]"
+	$(LATEST)/bin/python -m pip install -c constraints-latest.txt -e ".[demo,eval,kernels,video,serve,train,dev]"
 	@touch $@
 
 # uv, because pip resolves to the newest only. It keeps the torch that is there: torch's own lower bound is not tried, because

@@ -1,10 +1,9 @@
-"""Video output: the result of a call, a video stream, and writing mp4 (PyAV), GIF and WebP files (Pillow) atomically."""
+"""Video output: the result of a call, a video stream, and writing MP4, GIF and WebP files atomically."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,11 +18,11 @@ from vargen.compat import without_autocast
 from vargen.decoding import BlockStream, VideoBlock, VideoStats
 from vargen.deprecation import renamed_attribute
 from vargen.files import atomic_file, expand_user
+from vargen.pipelines.mp4 import Mp4Writer, import_av
 from vargen.pipelines.validation import validate_callback_result_type
 from vargen.values import parse_float, short_repr
 
 FORMATS = (".mp4", ".gif", ".webp")
-_CODECS = ("libx264", "mpeg4")  # in order of preference
 
 
 def validate_video_path(path: Any, name: str = "path") -> Path:
@@ -37,7 +36,7 @@ def validate_video_path(path: Any, name: str = "path") -> Path:
     if file.suffix.lower() not in FORMATS:
         raise ValueError(f"{name} must end in one of {', '.join(FORMATS)}, got {short_repr(str(path))}")
     if file.suffix.lower() == ".mp4":
-        _import_av()
+        import_av()
     return file
 
 
@@ -61,7 +60,10 @@ def save_video(frames: Any, path: Any, fps: float, comment: str = "") -> Path:
     images = _to_pil_frames(frames)
     with atomic_file(file) as temporary:
         if file.suffix.lower() == ".mp4":
-            _write_mp4(images, temporary, rate, comment)
+            writer = Mp4Writer(str(temporary), images[0].size, rate, comment)
+            for image in images:
+                writer.add(image)
+            writer.close()
         else:
             _write_animation(images, temporary, rate, file.suffix.lower(), comment)
     return file
@@ -87,36 +89,6 @@ def _write_animation(images: list[Image.Image], file: Path, fps: float, suffix: 
         images[0].save(file, format="GIF", disposal=2, comment=comment.encode()[:255] or None, **options)
     else:
         images[0].save(file, format="WEBP", lossless=True, **options)
-
-
-def _write_mp4(images: list[Image.Image], file: Path, fps: float, comment: str) -> None:
-    """Use H.264 if FFmpeg has it. yuv420p needs even sides: odd ones are extended by repeating the last row or column."""
-    av = _import_av()
-    codec = next((name for name in _CODECS if name in av.codecs_available), _CODECS[-1])
-    width, height = images[0].size
-    with av.open(str(file), "w", format="mp4") as container:
-        if comment:
-            container.metadata["comment"] = comment
-        stream = container.add_stream(codec, rate=Fraction(fps).limit_denominator(1001))
-        stream.width, stream.height, stream.pix_fmt = width + width % 2, height + height % 2, "yuv420p"
-        if codec == "libx264":
-            stream.options = {"crf": "12", "preset": "medium"}
-        else:
-            stream.bit_rate = max(1_000_000, width * height * 10)
-        for image in images:
-            pixels = np.pad(np.asarray(image), ((0, height % 2), (0, width % 2), (0, 0)), mode="edge")
-            for packet in stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")):
-                container.mux(packet)
-        for packet in stream.encode():
-            container.mux(packet)
-
-
-def _import_av() -> Any:
-    try:
-        import av
-    except ImportError as error:
-        raise ImportError('mp4 needs PyAV: pip install "av>=12"; .gif and .webp need nothing') from error
-    return av
 
 
 if TYPE_CHECKING:

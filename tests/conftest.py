@@ -64,6 +64,7 @@ PACKAGE_TESTS = (
     "models/test_weights.py",
     "pipelines",
     "scoring",
+    "serving",
     "test_compat.py",
     "test_reading.py",
     "training/test_heads.py",

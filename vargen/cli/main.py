@@ -10,7 +10,20 @@ from typing import Annotated, Any, ClassVar
 import typer
 
 from vargen import __version__
-from vargen.cli import bench, bench_distribution, bench_gpu, compare, convert, evaluate, generate, info, score, train, verify
+from vargen.cli import (
+    bench,
+    bench_distribution,
+    bench_gpu,
+    compare,
+    convert,
+    evaluate,
+    generate,
+    info,
+    score,
+    serve,
+    train,
+    verify,
+)
 from vargen.cli.console import Commands, StandardOutput, accept_old_names, configure_logging, print_status
 from vargen.cli.results import describe_failed_write
 
@@ -52,6 +65,7 @@ app.command("compare", context_settings=accept_old_names(compare.RENAMED))(compa
 app.command("verify", context_settings=accept_old_names(verify.RENAMED))(verify.verify)
 app.command("eval", context_settings=accept_old_names(evaluate.RENAMED))(evaluate.evaluate)
 app.command("score", context_settings=accept_old_names(score.RENAMED))(score.score)
+app.command("serve")(serve.serve_model)
 app.add_typer(info.app, name="info")
 bench.app.command("distribution", context_settings=accept_old_names(bench_distribution.RENAMED))(
     bench_distribution.distribution

@@ -55,7 +55,8 @@ def decode_list(
             tokens[image.number], length[image.number] = image.tokens, engine.num_tokens
             images.append(image)
         if callback is not None:
-            engine.copy_progress(tokens, length)
+            numbers, active, lengths = engine.copy_active()
+            tokens[numbers], length[numbers] = active, lengths
             progress = Progress(engine.passes, tokens, length.clone(), engine.num_tokens, length - before)
             is_complete = len(images) == len(seeds)
             stopped = callback(progress) is False and not is_complete

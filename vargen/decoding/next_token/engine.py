@@ -211,16 +211,20 @@ class Engine:
         self._run.finish(stats)
         return stats
 
-    def copy_progress(self, tokens: Tensor, length: Tensor) -> None:
-        """Copy the images that are being generated to rows `number` of tokens int64 `[M, N]` and length int64 `[M]`."""
+    def copy_active(self) -> tuple[list[int], Tensor, Tensor]:
+        """Copy the images that are being generated: the numbers of M requests, tokens int64 `[M, N]` and lengths int64 `[M]`.
+
+        Tokens from the length on are not generated yet.
+        """
         rows, numbers = self._active_rows()
         if not rows:
-            return
-        tokens[numbers] = self._batch.images.tokens[rows, : self.num_tokens]
-        length[numbers] = self._batch.images.length[rows]
+            empty = torch.zeros(0, self.num_tokens, dtype=torch.int64, device=self.device)
+            return [], empty, empty[:, 0]
+        with normal_tensors():
+            return numbers, self._batch.images.tokens[rows, : self.num_tokens].clone(), self._batch.images.length[rows].clone()
 
     def replace_tokens(self, tokens: Tensor) -> None:
-        """Continue with changed tokens `[M, N]`; see `copy_progress`."""
+        """Continue with changed tokens int64 `[M, N]`, whose row `number` is that of each request."""
         rows, numbers = self._active_rows()
         if not rows:
             return

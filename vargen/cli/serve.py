@@ -1,0 +1,119 @@
+"""`vargen serve`: generate for many clients at once behind OpenAI's HTTP interface."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from vargen.cli.console import print_status, quiet_libraries
+from vargen.cli.options import (
+    Device,
+    DeviceName,
+    Dtype,
+    DtypeName,
+    Guidance,
+    ModelName,
+    QuantizationName,
+    Threads,
+    makes_video,
+    reject_options,
+    require_device,
+    select_dtype,
+    validate_range,
+)
+from vargen.compat import installed_version
+from vargen.device import set_threads
+
+if TYPE_CHECKING:
+    from vargen.pipelines.base import VisualPipeline
+
+_PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
+
+
+def serve_model(
+    model: ModelName = "emoji",
+    host: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="Address to serve at; 0.0.0.0 lets other machines in.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(metavar="N", help="0: a free one.")] = 8000,
+    name: Annotated[
+        str | None,
+        typer.Option(metavar="TEXT", help="Name of the model for clients. Default: its own."),
+    ] = None,
+    accelerator: Annotated[
+        str | None, typer.Option(metavar="METHOD", help="Method of all requests. Default: the model's.")
+    ] = None,
+    guidance_scale: Guidance = None,
+    slots: Annotated[int | None, typer.Option(metavar="N", help="Images generated at a time. Default: 4, and 1 video.")] = None,
+    max_waiting: Annotated[
+        int, typer.Option(metavar="N", help="Images that may wait for a slot; more are refused with status 429.")
+    ] = 64,
+    max_images: Annotated[int, typer.Option(metavar="N", help="Largest n of a request.")] = 10,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="A request that takes longer is cancelled.")] = 120.0,
+    dtype: DtypeName = Dtype.auto,
+    quantization: QuantizationName = None,
+    device: DeviceName = Device.auto,
+    threads: Threads = None,
+) -> None:
+    """Serve a model by OpenAI's HTTP interface until Ctrl-C.
+
+    The environment variable VARGEN_API_KEY, if it is set, is the key that clients must send.
+    """
+    for package in _PACKAGES:
+        if installed_version(package) is None:
+            raise ImportError(f'vargen serve needs {package}: pip install -c constraints.txt -e ".[serve]"')
+    from vargen.serving.access import read_api_key
+    from vargen.serving.limits import RequestLimits
+
+    validate_range(port, "port", 0, 65535)
+    validate_range(slots, "slots", 1, 1024)
+    validate_range(max_waiting, "max_waiting", 1, 10**6)
+    validate_range(max_images, "max_images", 1, 1024)
+    limits, key = RequestLimits(images=max_images, seconds=timeout), read_api_key(os.environ)
+    is_video = makes_video(model)
+    if is_video:
+        reject_options("is for image models, and this model generates video", guidance_scale=guidance_scale)
+    set_threads(threads)
+    quiet_libraries()
+    place = require_device(device)
+
+    from vargen.serving.app import build_app
+    from vargen.serving.generation import GenerationThread
+    from vargen.serving.launch import open_socket, run_server, warm_up
+
+    listener = open_socket(host, port)  # before weights are loaded
+    title = name or (Path(model).resolve().name if Path(model).is_dir() else model)
+    pipe = _open_model(model, place, dtype, quantization)
+    options: dict[str, Any] = {"max_waiting": max_waiting, "guidance_scale": guidance_scale}
+    generation = GenerationThread(pipe, accelerator, slots=slots or (1 if is_video else 4), **options)
+    try:
+        card = warm_up(pipe, generation, title)
+        app = build_app(card, generation, limits, key)
+        if not _is_local(host) and key is None:
+            print_status("Everyone who can reach this machine can use the service: VARGEN_API_KEY is not set.")
+        address = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}/v1"
+        run_server(app, listener, limits, lambda: print(f"vargen serves {title} at {address}  (Ctrl-C ends it)", flush=True))
+    finally:
+        generation.close(drain=False, timeout=30)
+
+
+def _open_model(model: str, place: Any, dtype: Dtype, quantization: str | None) -> VisualPipeline:
+    from vargen.pipelines.registry import inspect_model, open_pipeline
+
+    folder = inspect_model(model).folder
+    options = {"torch_dtype": select_dtype(dtype, place, folder, quantization), "quantization": quantization}
+    pipe = open_pipeline(folder, **options).to(place)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def _is_local(host: str) -> bool:
+    """Whether an address can only be reached from this machine."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

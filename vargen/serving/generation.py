@@ -1,0 +1,217 @@
+"""The thread that generates: it owns the pipeline, a bounded queue of tasks and the slots in which they run."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from vargen.pipelines.base import VisualPipeline
+from vargen.pipelines.validation import require_int, validate_batch_size
+from vargen.serving.schedules import open_schedule
+from vargen.serving.tasks import (
+    GeneratedImage,
+    GeneratedVideo,
+    ImageTask,
+    Listener,
+    QueueFullError,
+    ServiceClosedError,
+    TaskCancelledError,
+    TaskFailed,
+    TaskHandle,
+    VideoTask,
+)
+
+logger = logging.getLogger("vargen")
+
+_RATE_IMAGES = 32  # finished images from which the rate is measured
+_IDLE_SECONDS = 60.0  # images that finished earlier no longer count for the rate
+
+
+@dataclass(frozen=True)
+class GenerationStats:
+    """Counts of a `GenerationThread`.
+
+    Attributes:
+        num_waiting, num_active: number of tasks in the queue and in slots.
+        images: number of finished images or videos.
+        tokens, passes: of finished images; passes are those that each took part in. The tokens of a video are its frames.
+        images_per_second: of the last minute.
+        alive: whether tasks are accepted.
+    """
+
+    num_waiting: int = 0
+    num_active: int = 0
+    images: int = 0
+    tokens: int = 0
+    passes: int = 0
+    images_per_second: float = 0.0
+    alive: bool = True
+
+
+class Generator(Protocol):
+    """What the HTTP interface needs: a `GenerationThread`, or replicas of one."""
+
+    def submit(self, tasks: Sequence[ImageTask | VideoTask], listener: Listener | None = None) -> list[TaskHandle]:
+        """See `GenerationThread.submit`."""
+
+    def close(self, drain: bool = True, timeout: float | None = None) -> None:
+        """See `GenerationThread.close`."""
+
+    @property
+    def stats(self) -> GenerationStats:
+        """See `GenerationThread.stats`."""
+
+
+class GenerationThread:
+    """Generates the tasks of many clients in one thread.
+
+    With methods whose images can join a running batch (see `VisualPipeline.joins_running_batch`), each slot takes the next task
+    as soon as its image has finished or was cancelled. Otherwise, as for next-scale models, tasks are generated in batches of
+    equal sampling options by arrival. Videos are generated block by block in turn. An image is the same whatever is beside it.
+
+    Example:
+        >>> with GenerationThread(open_pipeline("emoji"), slots=4) as generation:
+        ...     [handle] = generation.submit([ImageTask("a red apple", seed=7, sampling=Sampling())])
+        ...     handle.result().image.save("apple.png")
+
+    All methods can be called from any thread.
+
+    Args:
+        pipe: a pipeline on its device. Nothing else may use it meanwhile.
+        accelerator: see the call of the pipeline. None: the pipeline's default.
+        slots: maximum number of images at a time.
+        max_waiting: maximum number of tasks in the queue, beside those in slots.
+        guidance_scale: of all images; not for video. None: the checkpoint's default.
+
+    Raises:
+        ValueError, TypeError: for invalid arguments, or a method that cannot run on the pipeline.
+    """
+
+    def __init__(
+        self,
+        pipe: VisualPipeline,
+        accelerator: Any = None,
+        *,
+        slots: int = 4,
+        max_waiting: int = 64,
+        guidance_scale: float | None = None,
+    ):
+        self.slots = validate_batch_size(slots, "slots")
+        self.max_waiting = require_int(max_waiting, "max_waiting", 1, 10**6)
+        self._schedule = open_schedule(pipe, accelerator, self.slots, guidance_scale)
+        self._waiting: deque[TaskHandle] = deque()
+        self._changed = threading.Condition()
+        self._closing, self._draining = False, True
+        self._images = self._tokens = self._passes = 0
+        self._ends: deque[float] = deque(maxlen=_RATE_IMAGES)
+        self._thread = threading.Thread(target=self._run, name="generate", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> GenerationThread:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close(drain=False)
+
+    def submit(self, tasks: Sequence[ImageTask | VideoTask], listener: Listener | None = None) -> list[TaskHandle]:
+        """Queue tasks, all or none.
+
+        Args:
+            tasks: generated in this order.
+            listener: see `TaskHandle`.
+
+        Raises:
+            QueueFullError: if the queue has no room for all of them, unless slots are free for them.
+            ServiceClosedError: after `close`.
+        """
+        handles = [TaskHandle(task, listener, on_cancel=self._withdraw) for task in tasks]
+        with self._changed:
+            if self._closing:
+                raise ServiceClosedError("the service is shutting down")
+            free = max(0, self.slots - self._schedule.num_active)
+            if len(self._waiting) + len(handles) > self.max_waiting + free:
+                raise QueueFullError(self._seconds_until_free(len(handles)))
+            self._waiting.extend(handles)
+            self._changed.notify()
+        return handles
+
+    def close(self, drain: bool = True, timeout: float | None = None) -> None:
+        """Accept no more tasks, and end the thread.
+
+        Args:
+            drain: finish the accepted tasks first; otherwise, they are cancelled within one pass.
+            timeout: seconds to wait; the thread is then left to end with the process.
+        """
+        with self._changed:
+            self._closing, self._draining = True, self._draining and drain
+            self._changed.notify()
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout)
+
+    @property
+    def stats(self) -> GenerationStats:
+        """Counts so far."""
+        with self._changed:
+            active, alive = self._schedule.num_active, self._thread.is_alive() and not self._closing
+            return GenerationStats(len(self._waiting), active, self._images, self._tokens, self._passes, self._rate(), alive)
+
+    # -- queue ----------------------------------------------------------------------------------------------------------------
+
+    def _rate(self) -> float:
+        """Images per second."""
+        ends, now = [end for end in self._ends if end > time.monotonic() - _IDLE_SECONDS], time.monotonic()
+        return len(ends) / (now - ends[0]) if len(ends) > 1 else 0.0
+
+    def _seconds_until_free(self, count: int) -> int:
+        rate = self._rate()
+        return min(60, max(1, math.ceil(count / rate))) if rate else 1
+
+    def _withdraw(self, handle: TaskHandle) -> None:
+        """Take a cancelled task from the queue at once; one that runs is found before the next pass."""
+        with self._changed:
+            if handle not in self._waiting:
+                return
+            self._waiting.remove(handle)
+        handle.send(TaskFailed(TaskCancelledError()))
+
+    # -- the thread -----------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not (self._waiting or self._schedule.num_active or self._closing):
+                    self._changed.wait()
+                if self._closing and not self._draining:
+                    break
+                if self._closing and not (self._waiting or self._schedule.num_active):
+                    return
+                chosen = self._schedule.take(self._waiting)
+            try:
+                for handle, image in self._schedule.step(chosen):
+                    self._record(image)
+                    handle.send(image)
+            except Exception as error:  # of the whole batch: its images fail, and the next ones start in a new one
+                logger.exception("a pass failed")
+                self._end_all(self._schedule.reset(), error)
+        self._end_all([*self._schedule.reset(), *self._waiting], ServiceClosedError("the service is shutting down"))
+        self._waiting.clear()
+
+    def _record(self, image: GeneratedImage | GeneratedVideo) -> None:
+        with self._changed:
+            self._images, self._tokens = self._images + 1, self._tokens + image.num_tokens
+            self._passes += image.passes
+            self._ends.append(time.monotonic())
+
+    @staticmethod
+    def _end_all(handles: list[TaskHandle], error: Exception) -> None:
+        for handle in handles:
+            handle.send(TaskFailed(error))

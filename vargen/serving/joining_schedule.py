@@ -1,0 +1,104 @@
+"""A running batch that next-token images join and leave."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from itertools import groupby
+from typing import Any
+
+from vargen.decoding.next_token.engine import Engine, FinishedImage
+from vargen.decoding.next_token.rows import select_rows
+from vargen.decoding.seeds import resolve_seeds
+from vargen.pipelines.base import VisualPipeline
+from vargen.serving.tasks import Begun, GeneratedImage, TaskCancelledError, TaskFailed, TaskHandle, make_result
+
+
+class JoiningSchedule:
+    """Runs next-token images in an `Engine`: each slot takes the next task as soon as it is free.
+
+    Args:
+        pipe: the pipeline. method: resolved. slots: number of rows of the engine. guidance_scale: of all images, or None.
+    """
+
+    def __init__(self, pipe: VisualPipeline, method: Any, slots: int, guidance_scale: float | None):
+        self.pipe, self.method, self.slots = pipe, method, slots
+        scale = pipe.default_sampling["guidance_scale"] if guidance_scale is None else guidance_scale
+        self._model = pipe.decoding_model(scale)
+        self._engine = self._open()
+        self._running: dict[int, TaskHandle] = {}
+        self._misfits: deque[TaskHandle] = deque()  # whose condition is longer than the running batch has room for
+
+    @property
+    def num_active(self) -> int:
+        return len(self._running) + len(self._misfits)
+
+    def take(self, waiting: deque[TaskHandle]) -> list[TaskHandle]:
+        """Remove the tasks from the queue that start now."""
+        if self._misfits:  # nothing joins until the batch is empty and can be allocated for them
+            return []
+        return [waiting.popleft() for _ in range(min(self.slots - len(self._running), len(waiting)))]
+
+    def step(self, chosen: list[TaskHandle]) -> Iterator[tuple[TaskHandle, GeneratedImage]]:
+        """Start the tasks, run a pass, and yield the images that finished."""
+        if self._misfits and not self._running:
+            self._engine = self._open()
+            chosen = [self._misfits.popleft() for _ in range(min(self.slots, len(self._misfits)))]
+        for number, handle in list(self._running.items()):
+            if handle.cancelled:
+                self._engine.cancel(number)
+                del self._running[number]
+                handle.send(TaskFailed(TaskCancelledError()))
+        self._start(chosen)
+        for finished in self._engine.step():
+            if (result := self._finish(finished)) is not None:
+                yield result
+        if any(handle.task.num_partial_images for handle in self._running.values()):
+            self._send_partials()
+
+    def reset(self) -> list[TaskHandle]:
+        """Give up all running tasks, and return them."""
+        lost, self._running = [*self._running.values(), *self._misfits], {}
+        self._misfits.clear()
+        self._engine = self._open()
+        return lost
+
+    def _open(self) -> Engine:
+        return Engine(self._model, self.method, batch_size=self.slots)
+
+    def _start(self, handles: list[TaskHandle]) -> None:
+        """Submit tasks. Those of one subject and the same options share a prefill; each subject is encoded alone."""
+        key = lambda handle: (handle.task.subject, handle.task.sampling)  # noqa: E731
+        for (subject, sampling), group in groupby(handles, key=key):
+            together = list(group)
+            try:
+                names = {"class_labels": [subject]} if self.pipe.is_class_conditional else {"prompt": [subject]}
+                condition, _ = self.pipe.encode_condition(**names)
+                rows = select_rows(condition, [0] * len(together))
+                seeds = resolve_seeds([handle.task.generator for handle in together], len(together)).noise_seeds
+                numbers = self._engine.submit(rows, seeds, sampling)
+            except (ValueError, TypeError) as error:
+                for handle in together:
+                    handle.send(TaskFailed(error))
+                continue
+            for number, handle in zip(numbers, together, strict=True):
+                self._running[number] = handle
+                handle.send(Begun())
+
+    def _finish(self, finished: FinishedImage) -> tuple[TaskHandle, GeneratedImage] | None:
+        handle = self._running.pop(finished.number)
+        if isinstance(finished.error, ValueError):  # its condition does not fit beside the others
+            self._misfits.append(handle)
+            return None
+        if finished.error is not None:
+            handle.send(TaskFailed(finished.error))
+            return None
+        return handle, make_result(self.pipe, handle, finished.tokens[None], finished.passes)
+
+    def _send_partials(self) -> None:
+        numbers, tokens, lengths = self._engine.copy_active()
+        for number, row, length in zip(numbers, tokens, lengths.tolist(), strict=True):
+            handle = self._running[number]
+            handle.num_tokens = length
+            if handle.is_partial_due(length, self.pipe.num_tokens):
+                handle.send_partial(self.pipe.preview(row[None], length)[0], length)

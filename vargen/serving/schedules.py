@@ -1,0 +1,47 @@
+"""Which tasks run together: what each kind of model needs of the thread that generates."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from vargen.pipelines.base import VisualPipeline
+from vargen.pipelines.causal_video import CausalVideoPipeline
+from vargen.serving.batch_schedule import BatchSchedule
+from vargen.serving.joining_schedule import JoiningSchedule
+from vargen.serving.tasks import GeneratedImage, GeneratedVideo, TaskHandle
+from vargen.serving.video_schedule import VideoSchedule
+
+
+class TaskSchedule(Protocol):
+    """Runs tasks in slots. Only `num_active` is read by other threads."""
+
+    @property
+    def num_active(self) -> int:
+        """Number of tasks that run."""
+
+    def take(self, waiting: deque[TaskHandle]) -> list[TaskHandle]:
+        """Remove the tasks from the queue that start now."""
+
+    def step(self, chosen: list[TaskHandle]) -> Iterator[tuple[TaskHandle, GeneratedImage | GeneratedVideo]]:
+        """Start the tasks, go one step on, and yield what finished; report cancelled and failed tasks."""
+
+    def reset(self) -> list[TaskHandle]:
+        """Give up all running tasks, and return them."""
+
+
+def open_schedule(pipe: VisualPipeline, accelerator: Any, slots: int, guidance_scale: float | None) -> TaskSchedule:
+    """Return the schedule for a pipeline and a method.
+
+    Raises:
+        ValueError, TypeError: for a method that cannot run on the pipeline, or guidance of a video model.
+    """
+    if isinstance(pipe, CausalVideoPipeline):
+        if guidance_scale is not None:
+            raise ValueError("guidance_scale is for image models, and this model generates video")
+        return VideoSchedule(pipe, pipe.resolve_method(accelerator), slots)
+    method = pipe.resolve_method(pipe.default_method if accelerator is None else accelerator)
+    pipe.validate_method(method)
+    kind = JoiningSchedule if pipe.joins_running_batch(method) else BatchSchedule
+    return kind(pipe, method, slots, guidance_scale)
