@@ -39,13 +39,12 @@ from vargen.pipelines.registry import open_pipeline
 from vargen.pipelines.routing_tree import build_routing_tree, score_tree
 from vargen.scoring.frames import FrameScorer
 from vargen.scoring.protocol import score_images
-from vargen.training.router import RouterPairs, fit_router
+from vargen.training.router import RouterConfig, RouterPairs, fit_router
 
 SPEEDUPS = (1.3, 1.6, 1.9, 2.1)
 SHARES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
-FOLDS, RESAMPLES, CHANCES = 4, 2000, 16
-RIDGE = 30.0
-STEPS_OF = {BlockRouter(steps, 4).mean.numel(): steps for steps in range(1, 9)}  # by the number of statistics
+FOLDS, RESAMPLES, CHANCES = 8, 2000, 16
+RIDGE = RouterConfig().ridge
 
 
 @dataclass
@@ -100,7 +99,8 @@ def load_tree(pipe: Any, prompts: list[str], number: int, blocks: int, exit_step
         for n, (block, score) in enumerate(zip(tree, scores, strict=True)):
             stored |= {f"{name}{n}": getattr(score, name) for name in names}
             if block.previous is not None:
-                stored[f"statistics{n}"] = describe_draft(block.estimates, block.previous, n).numpy()
+                first_block = tree[0].target.expand_as(block.draft)
+                stored[f"statistics{n}"] = describe_draft(block.draft, block.previous, first_block, n).numpy()
         np.savez(path, **stored)
     with np.load(path) as file:
         parts = [[file[f"{name}{n}"] for n in range(blocks)] for name in names]
@@ -181,13 +181,17 @@ def best_routes(trees: Sequence[Tree], prices: Prices) -> list[list[Route]]:
     ]
 
 
-def fitted_scores(trees: Sequence[Tree], labels: Callable[[Tree], list[np.ndarray]]) -> Scores:
-    """Negative gains predicted by routers, each fitted without the fold of the tree."""
-    pairs = [RouterPairs(np.concatenate(tree.statistics), np.concatenate(labels(tree)).astype(np.float32)) for tree in trees]
+def fitted_scores(trees: Sequence[Tree], more: Sequence[Tree], labels: Callable[[Tree], list[np.ndarray]]) -> Scores:
+    """Negative gains predicted by routers, each fitted to `more` trees and to these, without the fold of the tree."""
+
+    def pairs_of(tree: Tree) -> RouterPairs:
+        return RouterPairs(np.concatenate(tree.statistics), np.concatenate(labels(tree)).astype(np.float32))
+
+    pairs, given = [pairs_of(tree) for tree in trees], [pairs_of(tree) for tree in more]
     found: dict[int, list[np.ndarray]] = {}
     for fold in range(FOLDS):
-        router = BlockRouter(STEPS_OF[trees[0].statistics[0].shape[1]], 4)
-        fit_router(router, [each for i, each in enumerate(pairs) if i % FOLDS != fold], RIDGE)
+        router = BlockRouter()
+        fit_router(router, [*given, *(each for i, each in enumerate(pairs) if i % FOLDS != fold)], RIDGE)
         with torch.no_grad():
             for tree in trees[fold::FOLDS]:
                 found[id(tree)] = [-router.predict_gain(torch.from_numpy(each)).numpy() for each in tree.statistics]
@@ -197,8 +201,8 @@ def fitted_scores(trees: Sequence[Tree], labels: Callable[[Tree], list[np.ndarra
 Policies = dict[str, list[list[Route]]]  # by name, for each setting, the route of each prompt
 
 
-def routes_of(trees: Sequence[Tree], prices: Prices) -> Policies:
-    """The routes of all policies on these trees."""
+def routes_of(trees: Sequence[Tree], more: Sequence[Tree], prices: Prices) -> Policies:
+    """The routes of all policies on these trees; routers are also fitted to `more` trees."""
 
     def table(score: Scores) -> np.ndarray:
         return np.array([score(t, n, row) for t in trees for n in range(1, t.blocks) for row in range(len(t.target[n]))])
@@ -214,8 +218,8 @@ def routes_of(trees: Sequence[Tree], prices: Prices) -> Policies:
         return float(tree.routing[n][row])
 
     offsets = [np.mean([t.routing[n].mean() - t.first for t in trees]) for n in range(trees[0].blocks)]
-    learned = fitted_scores(trees, lambda t: [a - b for a, b in zip(t.target[1:], t.draft[1:], strict=True)])
-    later = fitted_scores(trees, Tree.later_gains)
+    learned = fitted_scores(trees, more, lambda t: [a - b for a, b in zip(t.target[1:], t.draft[1:], strict=True)])
+    later = fitted_scores(trees, more, Tree.later_gains)
     found: Policies = {
         "learned": cuts(learned, True),
         "learned, later blocks": cuts(later, True),
@@ -286,13 +290,12 @@ def measure_prices(pipe: Any, prompts: list[str], blocks: int) -> tuple[BlockCos
             stream = pipe.stream(prompt, accelerator=method, num_blocks=blocks, generator=source, **given)
             list(stream)
             runs[name].append(stream.stats)
-    model = pipe.decoding_model()
-    router, draft = BlockRouter(len(model.levels), model.block_shape[0]), torch.randn(len(model.levels), 1, *model.block_shape)
+    router, draft = BlockRouter(), torch.randn(1, *pipe.decoding_model().block_shape)
     with torch.no_grad():
-        router(draft, draft[0], 1)
+        router(draft, draft, draft, 1)
         start = time.process_time()
         for _ in range(100):
-            router(draft, draft[0], 1)
+            router(draft, draft, draft, 1)
     return estimate_block_costs(runs["target"], runs["draft"], runs["rejecting"]), (time.process_time() - start) / 100
 
 
@@ -318,7 +321,8 @@ def report(found: dict[str, Any]) -> str:
     return f"""# Video: routing at equal time, {about["model"]}
 
 {machine["cpu"]}, {machine["threads"]} threads, load {machine["load"]:.1f}, torch {machine["torch"]}; seconds of the processor;
-{about["prompts"]} prompts, videos of {about["blocks"]} blocks. Command: `{about["command"]}`.
+{about["prompts"]} prompts (and {about["router_prompts"]} to fit routers to), videos of {about["blocks"]} blocks.
+Command: `{about["command"]}`.
 
 Milliseconds of a block: {parts}. Empty: outside of a policy's settings.
 
@@ -331,6 +335,7 @@ def main() -> None:
     parser.add_argument("--trees", type=Path, required=True, help="folder for the trees, which a later run continues")
     parser.add_argument("--model", default="emoji-video")
     parser.add_argument("--prompt-file", type=Path, default=Path(__file__).parent / "video_prompts.txt")
+    parser.add_argument("--router-prompts", type=Path, help="further prompts, to fit the router to")
     parser.add_argument("--prompts", type=int, default=64, help="use the first N")
     parser.add_argument("--blocks", type=int, default=6, help="of a video; each block more doubles the work")
     parser.add_argument("--exit-steps", type=int, nargs="*", default=[1], help="early exits to measure")
@@ -338,7 +343,10 @@ def main() -> None:
     torch.set_num_threads(1)
     Clock.timer = staticmethod(time.process_time)  # what other programs take does not count
     prompts = [line for line in given.prompt_file.read_text("utf-8").splitlines() if line.strip()]
-    given.trees.mkdir(parents=True, exist_ok=True)
+    others = [] if given.router_prompts is None else given.router_prompts.read_text("utf-8").split("\n")
+    others = [line for line in others if line.strip()]
+    more_trees = given.trees / "router"
+    more_trees.mkdir(parents=True, exist_ok=True)
     pipe = open_pipeline(given.model)
     costs, rank = measure_prices(pipe, prompts[:4], given.blocks)
     steps, found = len(pipe.decoding_model().levels), {}
@@ -346,13 +354,16 @@ def main() -> None:
         name = f"drafts: the target's estimate after step {exit_step} of {steps}" if exit_step else "drafts of the small model"
         trees = [load_tree(pipe, prompts, i, given.blocks, exit_step, given.trees) for i in range(given.prompts)]
         prices = Prices(costs, rank, steps, exit_step)
-        policies = routes_of(trees, prices)
+        more = [] if exit_step else [load_tree(pipe, others, i, given.blocks, 0, more_trees) for i in range(len(others))]
+        policies = routes_of(trees, more, prices)
         base = policies["stride"][0]  # every block by the target
         found[name] = compare(policies, base, np.array([tree.stranger for tree in trees]))
     words = ["python benchmarks/video_routing.py", f"--prompts {given.prompts}", f"--blocks {given.blocks}"]
+    words += [f"--router-prompts benchmarks/{given.router_prompts.name}"] * (given.router_prompts is not None)
     words += ["--exit-steps " + " ".join(map(str, given.exit_steps)), "--output ... --trees ..."]
     about = {
-        "model": given.model, "machine": describe_machine(), "prompts": given.prompts, "blocks": given.blocks,
+        "model": given.model, "machine": describe_machine(), "prompts": given.prompts, "router_prompts": len(others),
+        "blocks": given.blocks,
         "command": " ".join(words), "costs": {**vars(costs), "rank": rank},
     }  # fmt: skip
     result = {"about": about, "drafts": found}
