@@ -33,13 +33,11 @@ class TreeBlock:
 
     Attributes:
         target, draft: finished latents `[H, F, C, Y, X]` of the two.
-        estimates: of the draft, its clean estimate after each of its steps, `[steps, H, F, C, Y, X]`.
         previous: the last block of each history; None for block 0.
     """
 
     target: Tensor
     draft: Tensor
-    estimates: Tensor
     previous: Tensor | None
 
 
@@ -99,7 +97,7 @@ def build_routing_tree(
     for block in range(blocks):
         own = target.estimates(seed, block)
         drafted = own[:exit_step] if drafter is None else drafter.estimates(seed, block)
-        found.append(TreeBlock(own[-1], drafted[-1], drafted, previous))
+        found.append(TreeBlock(own[-1], drafted[-1], previous))
         if block + 1 == blocks:
             break
         rows = range(len(own[-1]))
@@ -129,12 +127,12 @@ class BlockScores:
 
 @torch.no_grad()
 def score_tree(
-    pipe: Any, tree: Sequence[TreeBlock], prompt: str, judge: FrameScorer, every: int = 1
+    pipe: Any, tree: Sequence[TreeBlock], prompt: str, scorer: FrameScorer, every: int = 1
 ) -> tuple[list[BlockScores], float]:
     """Decode and score all blocks of a tree, in bfloat16 where that is fast.
 
     Args:
-        pipe: the video pipeline that made it, with a decoder of previews. judge: scores drafts for routing. every: interval of
+        pipe: the video pipeline that made it, with a decoder of previews. scorer: scores drafts for routing. every: interval of
             the frames whose scores make up the score of a block, its last one included.
 
     Returns:
@@ -142,13 +140,13 @@ def score_tree(
     """
     device = pipe.transformer.device
     with torch.autocast(device.type, torch.bfloat16, enabled=preferred_dtype(device) == torch.bfloat16):
-        return _score_blocks(pipe, tree, pipe.scorer_prompt(prompt), judge, every)
+        return _score_blocks(pipe, tree, pipe.scorer_prompt(prompt), scorer, every)
 
 
 def _score_blocks(
-    pipe: Any, tree: Sequence[TreeBlock], text: str, judge: FrameScorer, every: int
+    pipe: Any, tree: Sequence[TreeBlock], text: str, scorer: FrameScorer, every: int
 ) -> tuple[list[BlockScores], float]:
-    bound = judge.bind(text)
+    bound = scorer.bind(text)
     state, found, first = None, [], 0.0
     for number, block in enumerate(tree):
         both = torch.cat([block.target, block.draft])
@@ -156,7 +154,7 @@ def _score_blocks(
         frames = (pixels / 2 + 0.5).clamp(0, 1)
         frames = frames[:, every - 1 :: every]
         flat = frames.flatten(0, 1)
-        scores = score_images(judge.scorer, flat, [text] * len(flat)).double().unflatten(0, frames.shape[:2]).mean(1)
+        scores = score_images(scorer.scorer, flat, [text] * len(flat)).double().unflatten(0, frames.shape[:2]).mean(1)
         own, drafted = scores.chunk(2)
         shown = (pipe.preview_decoder(block.draft) / 2 + 0.5).clamp(0, 1)
         before = None if block.previous is None else (pipe.preview_decoder(block.previous) / 2 + 0.5).clamp(0, 1)[:, -1]

@@ -28,6 +28,6 @@ def bind_router(pipe: Any, method: VideoMethod) -> DraftRouter | None:
     router.validate_drafter(drafter_digest(pipe, method.exit_step), method.exit_step)
 
     def rank(view: DraftView) -> float:
-        return float(router(view.estimates, view.previous, view.number)[0])
+        return float(router(view.latents, view.previous, view.first, view.number)[0])
 
     return rank

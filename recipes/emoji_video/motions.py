@@ -98,7 +98,7 @@ def _blink_in(frames: int, rate: float, phase: float) -> Poses:
 def _roll(frames: int, rate: float, phase: float) -> Poses:
     size, u = 0.66, _cycles(frames, rate, phase) % 1
     x = -0.83 + 1.66 * u
-    return _poses(frames, size, x=x, y=np.float64(0.44 - size / 2), angle=np.degrees(2 * x / size))
+    return _poses(frames, size, x=x, y=np.array(0.44 - size / 2), angle=np.degrees(2 * x / size))
 
 
 @dataclass(frozen=True)

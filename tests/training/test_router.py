@@ -50,7 +50,7 @@ def run(folder, tmp_path_factory):
 
 def invented_pairs(pipe, prompt, seed, config) -> RouterPairs:
     random = np.random.default_rng([seed, len(prompt)])
-    return RouterPairs(random.normal(size=(3, 25)).astype(np.float32), random.normal(size=3).astype(np.float32))
+    return RouterPairs(random.normal(size=(3, 136)).astype(np.float32), random.normal(size=3).astype(np.float32))
 
 
 def weights(folder) -> dict[str, torch.Tensor]:
@@ -58,29 +58,31 @@ def weights(folder) -> dict[str, torch.Tensor]:
 
 
 def test_statistics_are_of_each_draft_alone_and_finite_after_an_image():
-    estimates, previous = torch.randn(4, 3, 2, 4, 2, 2), torch.randn(3, 2, 4, 2, 2)
-    together = describe_draft(estimates, previous, 5)
-    assert together.shape == (3, BlockRouter(4, 4).mean.numel()) and (together[:, -1] == 5).all()
-    alone = describe_draft(estimates[:, 1:2], previous[1:2], 5)
+    draft, previous, first = torch.randn(3, 3, 2, 4, 2, 2).unbind(1)
+    together = describe_draft(draft, previous, first, 5)
+    assert together.shape == (3, BlockRouter().mean.numel()) and (together[:, -1] == 5).all()
+    alone = describe_draft(draft[1:2], previous[1:2], first[1:2], 5)
     torch.testing.assert_close(together[1:2], alone)
-    frozen = describe_draft(estimates[-1:].expand_as(estimates), previous[:, :1], 1)
-    assert frozen.isfinite().all() and (frozen[:, 0] < -13).all()
+    assert describe_draft(draft, previous[:, :1], first[:, :1], 1).isfinite().all()
+    blurred = describe_draft(draft.mean((-1, -2), keepdim=True).expand_as(draft), previous, first, 5)
+    sharpness = together.shape[1] - 6  # relative to the first block
+    assert (blurred[:, sharpness] < together[:, sharpness] - 5).all()
 
 
 def test_a_fit_finds_what_determines_the_gain_and_a_share_is_a_share():
     random = np.random.default_rng(0)
-    router = BlockRouter(4, 4)
+    router = BlockRouter()
     pairs = []
     for _ in range(12):
         statistics = random.normal(size=(40, router.mean.numel())).astype(np.float32)
         pairs.append(RouterPairs(statistics, 2 * statistics[:, 3] + random.normal(size=40).astype(np.float32) * 0.2))
-    metrics = fit_router(router, pairs, 1.0)
+    metrics = fit_router(router, pairs, 0.01)
     assert metrics["correlation"] > 0.95 and metrics["pairs"] == 480
     gain = router.predict_gain(torch.from_numpy(np.concatenate([each.statistics for each in pairs])))
     rank = torch.searchsorted(router.ranks, gain) / 100
     assert abs(float((rank <= 0.7).float().mean()) - 0.7) < 0.05
     with pytest.raises(ValueError, match="prompts"):
-        fit_router(router, pairs[:1], 1.0)
+        fit_router(router, pairs[:1], 0.01)
 
 
 def test_a_killed_training_continues_to_the_same_router(tmp_path, pipe, monkeypatch):
@@ -141,8 +143,8 @@ def test_bad_settings_are_named():
             LearnedRouting(bad)
     with pytest.raises(ValueError, match="blocks"):
         RouterConfig(blocks=1)
-    view = DraftView(1, torch.zeros(4, 1, 2, 4, 2, 2), torch.zeros(1, 2, 4, 2, 2))
-    assert 0 <= float(BlockRouter(4, 4)(view.estimates, view.previous, view.number)[0]) <= 1
+    view = DraftView(1, *torch.zeros(3, 1, 2, 4, 2, 2))
+    assert 0 <= float(BlockRouter()(view.latents, view.previous, view.first, view.number)[0]) <= 1
 
 
 def test_the_command_trains_a_router(tmp_path, folder, monkeypatch):

@@ -37,14 +37,14 @@ class RouterConfig:
 
     Attributes:
         blocks: of each tree, which has 2^(blocks - 1) - 1 pairs. seed: of the first prompt; the next has seed + 1.
-        exit_step: as in `VideoMethod`. ridge: penalty of the squared weights of standardized statistics.
+        exit_step: as in `VideoMethod`. ridge: penalty, per pair, of the squared weights of standardized statistics.
         every: interval of the frames of a block that are scored.
     """
 
     blocks: int = 6
     seed: int = 0
     exit_step: int = 0
-    ridge: float = 30.0
+    ridge: float = 0.5
     every: int = 2
 
     def __post_init__(self) -> None:
@@ -66,11 +66,12 @@ def generate_pairs(pipe: Any, prompt: str, seed: int, config: RouterConfig) -> R
     model, condition = pipe.decoding_model(), pipe.encode_video_condition(prompt)
     noise_seed = int(resolve_seeds(torch.Generator().manual_seed(seed), 1).noise_seeds[0])
     tree = build_routing_tree(model, condition, noise_seed, config.blocks, config.exit_step or None)
+    first = tree[0].target
     scores, _ = score_tree(pipe, tree, prompt, FrameScorer(pipe.resolve_frame_scorer().scorer, frames=1), config.every)
     found, gains = [], []
     for number, (block, score) in enumerate(zip(tree, scores, strict=True)):
         if block.previous is not None:
-            found.append(describe_draft(block.estimates, block.previous, number))
+            found.append(describe_draft(block.draft, block.previous, first.expand_as(block.draft), number))
             gains.append(score.target - score.draft)
     return RouterPairs(torch.cat(found).cpu().numpy(), np.concatenate(gains).astype(np.float32))
 
@@ -142,7 +143,9 @@ def _solve(router: BlockRouter, pairs: Sequence[RouterPairs], ridge: float) -> N
     gains = np.concatenate([each.gains for each in pairs]).astype(np.float64)
     mean, scale = statistics.mean(0), statistics.std(0) + 1e-6
     inputs = (statistics - mean) / scale
-    weights = np.linalg.solve(inputs.T @ inputs + ridge * np.eye(inputs.shape[1]), inputs.T @ (gains - gains.mean()))
+    weights = np.linalg.solve(
+        inputs.T @ inputs + ridge * len(gains) * np.eye(inputs.shape[1]), inputs.T @ (gains - gains.mean())
+    )
     with torch.no_grad():
         values: tuple[tuple[Tensor, np.ndarray], ...] = (
             (router.mean, mean), (router.scale, scale), (router.gain.weight, weights[None]),
@@ -173,9 +176,8 @@ def train_router(config: RouterConfig, pipe: Any, prompts: Sequence[str], folder
         raise ValueError(f"exit_step must be below the {len(model.levels)} steps of the model, got {config.exit_step}")
     if len(prompts) < 2:
         raise ValueError(f"prompts must be at least 2, got {len(prompts)}")
-    steps = config.exit_step or len(model.levels)
     digest = drafter_digest(pipe, config.exit_step)
-    router = BlockRouter(steps=steps, channels=model.block_shape[1], drafter=digest, exit_step=config.exit_step or None)
+    router = BlockRouter(channels=model.block_shape[1], drafter=digest, exit_step=config.exit_step or None)
     metrics = fit_router(router, stored_pairs(pipe, prompts, folder, config), config.ridge)
     with atomic_merge(folder / "router") as staged:
         router.eval().save_pretrained(staged)

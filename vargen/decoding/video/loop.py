@@ -57,7 +57,8 @@ class BlockStream(Iterator[VideoBlock]):
         self._preview = None if previews is None else BlockDecoderState(previews)
         self._number = 0
         self._cancelled = False
-        self._last_block: Tensor | None = None
+        self._previous: Tensor | None = None  # finished blocks: the latest one, and that at the start
+        self._first: Tensor | None = None
         self._threads: int | None = None  # number of CPU threads, selected by measurement
 
     # -- control during generation -------------------------------------------------------------------------------------------
@@ -208,22 +209,20 @@ class BlockStream(Iterator[VideoBlock]):
             record.score, record.scores, record.failure = self._score_latents(draft)
             accepted = record.score is not None and policy.should_accept(record.number, record.score)
         elif self.method.policy.needs_router:
-            record.score = self._rank_draft()
+            record.score = self._rank_draft(draft)
             accepted = policy.should_accept(record.number, record.score)
         else:
             accepted = policy.should_accept(record.number, None)
         record.outcome = "accepted" if accepted else "rejected"
         return accepted
 
-    def _rank_draft(self) -> float:
+    def _rank_draft(self, draft: Tensor) -> float:
         """Return 1 minus the router's rank of the draft; 0 at the start of a video, which routers do not know."""
-        generator = self.target if self.method.exit_step else self.drafter
-        if self._last_block is None:
+        if self._previous is None or self._first is None:
             return 0.0
-        assert self.request.router is not None and generator is not None
+        assert self.request.router is not None
         with self._clock.measure("score"):
-            view = DraftView(self._number, torch.stack(generator.estimates), self._last_block)
-            return 1 - self.request.router(view)
+            return 1 - self.request.router(DraftView(self._number, draft, self._previous, self._first))
 
     def _score_latents(self, latents: Tensor) -> ScoreResult:
         assert self._score is not None
@@ -249,7 +248,7 @@ class BlockStream(Iterator[VideoBlock]):
 
     def _add_finished(self, latents: Tensor, last: bool) -> None:
         """Pass a finished block to both models; each decides when to update its cache."""
-        self._last_block = latents
+        self._previous, self._first = latents, latents if self._first is None else self._first
         with self._clock.measure("commit"):
             for generator in self._generators().values():
                 generator.add_finished(latents, last)

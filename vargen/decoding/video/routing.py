@@ -1,4 +1,4 @@
-"""Routing by what the drafter computed, without decoding and scoring: the interface of routers, and their policy."""
+"""Routing by the latents of a draft, without decoding and scoring: the interface of routers, and their policy."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ class DraftView(NamedTuple):
 
     Attributes:
         number: index of the block, above 0.
-        estimates: clean estimate after each step, float `[S, 1, F, C, Y, X]`; the last one is the draft.
-        previous: the finished block before it, `[1, F, C, Y, X]`.
+        latents: the draft, float `[1, F, C, Y, X]`.
+        previous: the finished block before it. first: the one at the start of the video.
     """
 
     number: int
-    estimates: Tensor
+    latents: Tensor
     previous: Tensor
+    first: Tensor
 
 
 class DraftRouter(Protocol):
