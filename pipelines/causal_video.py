@@ -28,7 +28,6 @@ from vargen.pipelines.adapters.causal_video import CausalVideoBlockModel
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.components import TEXT_COMPONENTS, Component, ModelFamily, register_family
 from vargen.pipelines.generation import OutputOptions, RunningCall, run_request
-from vargen.pipelines.images import preprocess_images
 from vargen.pipelines.prompts import NormalizedPrompt, PromptNames, encode_prompt, encode_tokens
 from vargen.pipelines.video_memory import on_device
 from vargen.pipelines.video_settings import (
@@ -43,6 +42,7 @@ from vargen.pipelines.videos import (
     PassMonitor,
     VideoGenerationRequest,
     VideoStream,
+    encode_first_frame,
     save_video,
     stack_videos,
     to_output_frames,
@@ -241,10 +241,10 @@ class CausalVideoPipeline(VisualPipeline):
             int(seeds.noise_seeds[0]),
             method,
             blocks=total,
-            decoder=self._streaming_decoder(),
+            decoder=self.streaming_decoder(),
             preview=self.preview_decoder,
             score=None if frame_scorer is None else frame_scorer.bind(self.scorer_prompt(str(prompt))),
-            given=self._encode_first_frame(image),
+            given=encode_first_frame(self, image),
             callback=callback,
             profile=profile,
             router=bind_router(self, method),
@@ -394,20 +394,9 @@ class CausalVideoPipeline(VisualPipeline):
         bound = hasattr(scorer, "bind") and not isinstance(scorer, type)
         return scorer if bound else FrameScorer(scorer, frames=frames)
 
-    def _streaming_decoder(self) -> StreamingDecoder:
+    def streaming_decoder(self) -> StreamingDecoder:
+        """Return the decoder of latents, block by block."""
         return self.vae if isinstance(self.vae, StreamingDecoder) else WanStreamingDecoder(self.vae)
-
-    def _encode_first_frame(self, image: Any) -> list[Tensor]:
-        """Encode the start image of a video to latents."""
-        if image is None:
-            return []
-        if not self.setting("image"):
-            raise ValueError("image must be left out: this model was not trained to start from one frame")
-        pixels = preprocess_images(image, self.image_processor, self.transformer.geometry.pixel_size, "image")
-        if len(pixels) != 1:
-            raise ValueError(f"image must be one image, got {len(pixels)}")
-        decoder: Any = self._streaming_decoder()
-        return [decoder.encode(pixels[None].to(self._device_of(self.vae)))]
 
     def resolve_method(self, accelerator: Any, tau: Any = None) -> VideoMethod:
         """Return the method of a call with its threshold.

@@ -143,13 +143,13 @@ def _meta_networks(folder: ModelFolder, dtype: torch.dtype) -> dict[str, Any]:
         entry = tuple(folder.index.get(part) or (None, None))
         if entry[1] is None or part == "tokenizer":
             continue
-        place, kind = places.get(part, folder.path) / part, component.paths[entry]
+        place, kind = places.get(part, folder.path) / part, component.paths[entry]  # a class or, of transformers, its path
         with torch.device("meta"):
-            if isinstance(kind, type):
-                network = kind.from_config(kind.load_config(place))
+            if isinstance(kind, tuple):
+                encoder: Any = getattr(transformers, entry[1])
+                network = encoder(encoder.config_class.from_pretrained(place))
             else:
-                kind = getattr(transformers, entry[1])
-                network = kind(kind.config_class.from_pretrained(place))
+                network = kind.from_config(kind.load_config(place))
         found[part] = network.to(dtypes.get(part, dtypes["default"])).eval()
     return found
 

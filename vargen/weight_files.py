@@ -118,7 +118,7 @@ def read_header(file: Path) -> WeightHeader:
         ValueError: the file is missing, truncated or not safetensors.
     """
     try:
-        with safe_open(str(file), "pt") as opened:
+        with safe_open(str(file), "np") as opened:  # torch would map the file so that it must fit in memory
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
             return {name: TensorInfo(tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
     except (SafetensorError, OSError) as error:

@@ -68,6 +68,39 @@ def test_a_block_that_is_taken_back_leaves_no_trace(decoder, taken_back_at):
     assert (refused - instead[:, : refused.shape[1]]).abs().max() > 0.01
 
 
+@pytest.fixture
+def tiled(decoder) -> WanStreamingDecoder:
+    """Frames of 24 x 16 pixels in six tiles of 16 x 8, or one row of them."""
+    vae = AutoencoderKLWan.from_config(decoder.vae.config).eval().requires_grad_(False)
+    vae.load_state_dict(decoder.vae.state_dict())
+    vae.enable_tiling(16, 8, 8, 8)
+    return WanStreamingDecoder(vae)
+
+
+def test_tiles_keep_features_of_their_own(decoder, tiled):
+    z = latents()
+    whole, state = streamed(tiled, z, (5,))
+    assert whole.shape == (2, 17, 3, 24, 16) and len(state.parts) == 4 * len(streamed(decoder, z, (5,))[1].parts)
+    assert_same(streamed(tiled, z, (1, 4))[0], whole)
+    assert_same(whole[..., :8, :8], streamed(decoder, z[..., :2, :1], (5,))[0][..., :8, :8])
+    refused = tiled.decode_block(latents(2, seed=1), streamed(tiled, z[:, :3], (3,))[1])
+    assert refused[1].frames == 5 and torch.equal(streamed(tiled, z, (3, 2))[0], streamed(tiled, z, (3, 2))[0])
+    with pytest.raises(ValueError, match="tiling must not change"):
+        decoder.decode_block(z, state)
+
+
+def test_tiles_blend_and_large_ones_are_the_whole(decoder, tiled):
+    z = latents()
+    tiled.vae.enable_tiling(64, 64, 48, 48)
+    assert torch.equal(streamed(tiled, z, (3, 2))[0], streamed(decoder, z, (3, 2))[0])
+    tiled.vae.enable_tiling(16, 16, 8, 16)
+    blended = streamed(tiled, z, (5,))[0]
+    upper, lower = (streamed(decoder, z[..., rows, :], (5,))[0] for rows in (slice(0, 2), slice(1, 3)))
+    weight = torch.arange(1, 9)[:, None] / 9  # of the lower tile, in the eight rows of both
+    assert_same(blended[..., 8:16, :], upper[..., 8:, :] * (1 - weight) + lower[..., :8, :] * weight)
+    assert_same(blended[..., 16:, :], lower[..., 8:, :])
+
+
 def test_a_state_is_counted_and_of_its_videos(decoder):
     _, state = decoder.decode_block(latents())
     assert state.nbytes > 0

@@ -215,7 +215,7 @@ def test_memory_is_predicted_before_anything_is_loaded(
         condition = pipe.encode_video_condition("a cat")
         monkeypatch.setattr(type(pipe), "encode_video_condition", lambda *_: condition)
     if phase == "denoising":
-        monkeypatch.setattr(type(pipe), "_streaming_decoder", lambda _: Blank())
+        monkeypatch.setattr(type(pipe), "streaming_decoder", lambda _: Blank())
 
     def run() -> None:
         options = {"tau": 0.5, "scorer": ManyThenOne(), "generator": seeded(0)[0]}

@@ -59,8 +59,8 @@ def info(
     ]
     print(table(["", ""], rows, "<<").lstrip("\n"))
     print("\nPackaged models:")
-    for model in facts["models"]:
-        print(f"  {model['name']}  {model['megabytes']:.1f} MB  {model['summary']}".rstrip())
+    for each in facts["models"]:
+        print(f"  {each['name']}  {each['megabytes']:.1f} MB  {each['summary']}".rstrip())
     if not facts["models"]:
         print("  none")
     print("\nPresets: " + ", ".join(preset["name"] for preset in facts["presets"]))

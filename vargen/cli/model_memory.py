@@ -25,8 +25,9 @@ def print_memory(model: str, device: str, as_json: bool) -> None:
     if as_json:
         print_json({"model": model, "device": place, "dtype": dtype, **asdict(found), "peak": found.peak})
         return
-    rows = [[f"weights: {part}", size] for part, size in found.weights.items()]
-    rows += [[f"cache: {part}", size] for part, size in found.caches.items()]
-    rows += [["state of the decoder", found.decoder], ["peak: prompt", found.prompt], ["peak: denoising", found.denoising]]
-    rows += [["peak: decoding", found.decoding], ["peak", found.peak]]
-    print(table([f"{place}, {dtype}", "MB"], [[name, f"{size / 1e6:,.1f}"] for name, size in rows], "<>").lstrip("\n"))
+    sizes = {f"weights: {part}": size for part, size in found.weights.items()}
+    sizes |= {f"cache: {part}": size for part, size in found.caches.items()}
+    sizes |= {"state of the decoder": found.decoder, "peak: prompt": found.prompt, "peak: denoising": found.denoising}
+    sizes |= {"peak: decoding": found.decoding, "peak": found.peak}
+    rows = [[name, f"{size / 1e6:,.1f}"] for name, size in sizes.items()]
+    print(table([f"{place}, {dtype}", "MB"], rows, "<>").lstrip("\n"))

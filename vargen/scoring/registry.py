@@ -25,6 +25,12 @@ def _image_reward(**options: Any) -> Scorer:
     return ImageRewardScorer(**options)
 
 
+def _pick_score(**options: Any) -> Scorer:
+    from vargen.scoring.pick_score import PickScoreScorer
+
+    return PickScoreScorer(**options)
+
+
 def _packaged(**options: Any) -> Scorer:
     from vargen.scoring.image_text import ImageTextScorer
 
@@ -33,7 +39,8 @@ def _packaged(**options: Any) -> Scorer:
 
 DEFAULT_SCORER = "emoji-scorer"
 # Factories by name; any other name is that of a packaged scorer or a scorer's folder.
-SCORERS: dict[str, Callable[..., Scorer]] = {"clip": _clip, "image-reward": _image_reward}
+SCORERS: dict[str, Callable[..., Scorer]] = {"clip": _clip, "image-reward": _image_reward, "pick-score": _pick_score}
+_OPTIONS = {"clip": ("model", "weights", "prefix"), **dict.fromkeys(("image-reward", "pick-score"), ("weights", "tokenizer"))}
 
 
 def default_scorer(model: str) -> str | None:
@@ -58,8 +65,7 @@ def open_scorer(spec: str, device: torch.device | str = "cpu", batch_size: int |
     common: dict[str, Any] = {"device": device, **({} if batch_size is None else {"batch_size": batch_size})}
     if name not in SCORERS:
         return _packaged(source=name, **_check_options(options, ("text_encoder",), name), **common)
-    allowed = {"clip": ("model", "weights", "prefix"), "image-reward": ("weights", "tokenizer")}[name]
-    return SCORERS[name](**_check_options(options, allowed, name), **common)
+    return SCORERS[name](**_check_options(options, _OPTIONS[name], name), **common)
 
 
 def _check_options(options: dict[str, str], allowed: Sequence[str], name: str) -> dict[str, str]:
