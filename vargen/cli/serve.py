@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import ipaddress
+import json
 import os
+import signal
+import threading
+from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -27,11 +31,15 @@ from vargen.cli.options import (
 )
 from vargen.compat import installed_version
 from vargen.device import set_threads
+from vargen.values import short_repr
 
-if TYPE_CHECKING:
-    from vargen.pipelines.base import VisualPipeline
-
+_AUTOSCALING = '{"min_replicas": 1, "max_replicas": 4}'
 _PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
+
+
+class Engine(StrEnum):
+    local = "local"
+    ray = "ray"
 
 
 def serve_model(
@@ -54,6 +62,13 @@ def serve_model(
     ] = 64,
     max_images: Annotated[int, typer.Option(metavar="N", help="Largest n of a request.")] = 10,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", help="A request that takes longer is cancelled.")] = 120.0,
+    engine: Annotated[
+        Engine, typer.Option(help="ray: replicas on Ray Serve, in other processes or machines (needs the extra `ray`).")
+    ] = Engine.local,
+    replicas: Annotated[int | None, typer.Option(metavar="N", help="Of --engine ray, each with --slots. Default: 1.")] = None,
+    autoscaling: Annotated[
+        str | None, typer.Option(metavar="JSON", help=f"Of --engine ray: settings of Ray Serve, such as {_AUTOSCALING}.")
+    ] = None,
     dtype: DtypeName = Dtype.auto,
     quantization: QuantizationName = None,
     device: DeviceName = Device.auto,
@@ -73,6 +88,10 @@ def serve_model(
     validate_range(slots, "slots", 1, 1024)
     validate_range(max_waiting, "max_waiting", 1, 10**6)
     validate_range(max_images, "max_images", 1, 1024)
+    validate_range(replicas, "replicas", 1, 1024)
+    if engine is Engine.local:
+        reject_options("needs --engine ray", replicas=replicas, autoscaling=autoscaling)
+    scaling = _parse_autoscaling(autoscaling)
     limits, key = RequestLimits(images=max_images, seconds=timeout), read_api_key(os.environ)
     is_video = makes_video(model)
     if is_video:
@@ -81,34 +100,54 @@ def serve_model(
     quiet_libraries()
     place = require_device(device)
 
+    from vargen.pipelines.registry import inspect_model
     from vargen.serving.app import build_app
-    from vargen.serving.generation import GenerationThread
-    from vargen.serving.launch import open_socket, run_server, warm_up
+    from vargen.serving.launch import open_served_model, open_socket, run_server, warm_up
 
     listener = open_socket(host, port)  # before weights are loaded
     title = name or (Path(model).resolve().name if Path(model).is_dir() else model)
-    pipe = _open_model(model, place, dtype, quantization)
-    options: dict[str, Any] = {"max_waiting": max_waiting, "guidance_scale": guidance_scale}
-    generation = GenerationThread(pipe, accelerator, slots=slots or (1 if is_video else 4), **options)
+    folder = inspect_model(model).folder
+    weights = str(select_dtype(dtype, place, folder, quantization)).removeprefix("torch.")
+    slots = slots or (1 if is_video else 4)
+    generator: Any
+    if engine is Engine.ray:
+        from vargen.serving.ray_replicas import RayReplicas
+        from vargen.serving.replica import ReplicaOptions
+
+        loaded = (str(folder), title, str(place), weights, quantization)
+        generator = RayReplicas(
+            ReplicaOptions(*loaded, accelerator, guidance_scale, slots, threads), replicas or 1, max_waiting, scaling
+        )
+        signal.signal(signal.SIGHUP, lambda *_: threading.Thread(target=generator.restart).start())
+    else:
+        from vargen.serving.generation import GenerationThread
+
+        pipe = open_served_model(str(folder), str(place), weights, quantization)
+        generator = GenerationThread(
+            pipe, accelerator, slots=slots, max_waiting=max_waiting, guidance_scale=guidance_scale
+        )  # fmt: skip
     try:
-        card = warm_up(pipe, generation, title)
-        app = build_app(card, generation, limits, key)
+        card = generator.card if engine is Engine.ray else warm_up(pipe, generator, title)
+        app = build_app(card, generator, limits, key)
         if not _is_local(host) and key is None:
             print_status("Everyone who can reach this machine can use the service: VARGEN_API_KEY is not set.")
         address = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}/v1"
         run_server(app, listener, limits, lambda: print(f"vargen serves {title} at {address}  (Ctrl-C ends it)", flush=True))
     finally:
-        generation.close(drain=False, timeout=30)
+        generator.close(drain=False, timeout=30)
 
 
-def _open_model(model: str, place: Any, dtype: Dtype, quantization: str | None) -> VisualPipeline:
-    from vargen.pipelines.registry import inspect_model, open_pipeline
-
-    folder = inspect_model(model).folder
-    options = {"torch_dtype": select_dtype(dtype, place, folder, quantization), "quantization": quantization}
-    pipe = open_pipeline(folder, **options).to(place)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
+def _parse_autoscaling(text: str | None) -> dict[str, Any] | None:
+    """Return the settings of a JSON object. Raises ValueError for anything else."""
+    if text is None:
+        return None
+    try:
+        settings = json.loads(text)
+    except ValueError:
+        settings = None
+    if not isinstance(settings, dict):
+        raise ValueError(f"autoscaling must be a JSON object such as {_AUTOSCALING}, got {short_repr(text)}")
+    return settings
 
 
 def _is_local(host: str) -> bool:

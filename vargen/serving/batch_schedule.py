@@ -59,7 +59,7 @@ class BatchSchedule:
             return
         for handle, image in found:
             if image is None:
-                handle.send(TaskFailed(TaskCancelledError()))
+                handle.send(TaskFailed(TaskCancelledError("the task was cancelled")))
             else:
                 yield handle, image
 

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import logging
-import math
 import threading
-import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -17,8 +14,7 @@ from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.validation import require_int, validate_batch_size
 from vargen.serving.schedules import open_schedule
 from vargen.serving.tasks import (
-    GeneratedImage,
-    GeneratedVideo,
+    GenerationStats,
     ImageTask,
     Listener,
     QueueFullError,
@@ -28,32 +24,9 @@ from vargen.serving.tasks import (
     TaskHandle,
     VideoTask,
 )
+from vargen.serving.throughput import Throughput
 
 logger = logging.getLogger("vargen")
-
-_RATE_IMAGES = 32  # finished images from which the rate is measured
-_IDLE_SECONDS = 60.0  # images that finished earlier no longer count for the rate
-
-
-@dataclass(frozen=True)
-class GenerationStats:
-    """Counts of a `GenerationThread`.
-
-    Attributes:
-        num_waiting, num_active: number of tasks in the queue and in slots.
-        images: number of finished images or videos.
-        tokens, passes: of finished images; passes are those that each took part in. The tokens of a video are its frames.
-        images_per_second: of the last minute.
-        alive: whether tasks are accepted.
-    """
-
-    num_waiting: int = 0
-    num_active: int = 0
-    images: int = 0
-    tokens: int = 0
-    passes: int = 0
-    images_per_second: float = 0.0
-    alive: bool = True
 
 
 class Generator(Protocol):
@@ -110,8 +83,7 @@ class GenerationThread:
         self._waiting: deque[TaskHandle] = deque()
         self._changed = threading.Condition()
         self._closing, self._draining = False, True
-        self._images = self._tokens = self._passes = 0
-        self._ends: deque[float] = deque(maxlen=_RATE_IMAGES)
+        self._throughput = Throughput()
         self._thread = threading.Thread(target=self._run, name="generate", daemon=True)
         self._thread.start()
 
@@ -138,7 +110,7 @@ class GenerationThread:
                 raise ServiceClosedError("the service is shutting down")
             free = max(0, self.slots - self._schedule.num_active)
             if len(self._waiting) + len(handles) > self.max_waiting + free:
-                raise QueueFullError(self._seconds_until_free(len(handles)))
+                raise QueueFullError(self._throughput.seconds_until_free(len(handles)))
             self._waiting.extend(handles)
             self._changed.notify()
         return handles
@@ -160,19 +132,10 @@ class GenerationThread:
     def stats(self) -> GenerationStats:
         """Counts so far."""
         with self._changed:
-            active, alive = self._schedule.num_active, self._thread.is_alive() and not self._closing
-            return GenerationStats(len(self._waiting), active, self._images, self._tokens, self._passes, self._rate(), alive)
+            alive = self._thread.is_alive() and not self._closing
+            return self._throughput.make_stats(len(self._waiting), self._schedule.num_active, alive)
 
     # -- queue ----------------------------------------------------------------------------------------------------------------
-
-    def _rate(self) -> float:
-        """Images per second."""
-        ends, now = [end for end in self._ends if end > time.monotonic() - _IDLE_SECONDS], time.monotonic()
-        return len(ends) / (now - ends[0]) if len(ends) > 1 else 0.0
-
-    def _seconds_until_free(self, count: int) -> int:
-        rate = self._rate()
-        return min(60, max(1, math.ceil(count / rate))) if rate else 1
 
     def _withdraw(self, handle: TaskHandle) -> None:
         """Take a cancelled task from the queue at once; one that runs is found before the next pass."""
@@ -180,7 +143,7 @@ class GenerationThread:
             if handle not in self._waiting:
                 return
             self._waiting.remove(handle)
-        handle.send(TaskFailed(TaskCancelledError()))
+        handle.send(TaskFailed(TaskCancelledError("the task was cancelled")))
 
     # -- the thread -----------------------------------------------------------------------------------------------------------
 
@@ -197,19 +160,14 @@ class GenerationThread:
                 chosen = self._schedule.take(self._waiting)
             try:
                 for handle, image in self._schedule.step(chosen):
-                    self._record(image)
+                    with self._changed:
+                        self._throughput.record(image)
                     handle.send(image)
             except Exception as error:  # of the whole batch: its images fail, and the next ones start in a new one
                 logger.exception("a pass failed")
                 self._end_all(self._schedule.reset(), error)
         self._end_all([*self._schedule.reset(), *self._waiting], ServiceClosedError("the service is shutting down"))
         self._waiting.clear()
-
-    def _record(self, image: GeneratedImage | GeneratedVideo) -> None:
-        with self._changed:
-            self._images, self._tokens = self._images + 1, self._tokens + image.num_tokens
-            self._passes += image.passes
-            self._ends.append(time.monotonic())
 
     @staticmethod
     def _end_all(handles: list[TaskHandle], error: Exception) -> None:

@@ -48,7 +48,7 @@ class JoiningSchedule:
             if handle.cancelled:
                 self._engine.cancel(number)
                 del self._running[number]
-                handle.send(TaskFailed(TaskCancelledError()))
+                handle.send(TaskFailed(TaskCancelledError("the task was cancelled")))
         self._start(chosen)
         for finished in self._engine.step():
             if (result := self._finish(finished)) is not None:

@@ -8,12 +8,14 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import uvicorn
 from fastapi import FastAPI
 
 from vargen.decoding import Sampling
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.causal_video import CausalVideoPipeline
+from vargen.pipelines.registry import open_pipeline
 from vargen.serving.generation import GenerationThread
 from vargen.serving.limits import RequestLimits
 from vargen.serving.model_card import ModelCard
@@ -33,6 +35,20 @@ def open_socket(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
         raise OSError(f"host {host!r} and port {port} cannot be used: {error.strerror or error}") from error
+
+
+def open_served_model(model: str, device: str, dtype: str, quantization: str | None) -> VisualPipeline:
+    """Open a model for the service.
+
+    Args:
+        model: name or folder. device: such as `"cpu"`. dtype: such as `"float32"`. quantization: see `open_pipeline`.
+
+    Raises:
+        ValueError: see `open_pipeline`.
+    """
+    pipe = open_pipeline(model, torch_dtype=getattr(torch, dtype), quantization=quantization).to(torch.device(device))
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
 
 
 def warm_up(pipe: VisualPipeline, generation: GenerationThread, name: str) -> ModelCard:

@@ -34,9 +34,6 @@ class ServiceClosedError(RuntimeError):
 class TaskCancelledError(RuntimeError):
     """The task was cancelled."""
 
-    def __init__(self) -> None:
-        super().__init__("the task was cancelled")
-
 
 class TaskLostError(RuntimeError):
     """The process that generated the image ended."""
@@ -124,6 +121,27 @@ class TaskFailed:
     """The end of a task that was cancelled or failed."""
 
     error: BaseException
+
+
+@dataclass(frozen=True)
+class GenerationStats:
+    """Counts of a `GenerationThread`.
+
+    Attributes:
+        num_waiting, num_active: number of tasks in the queue and in slots.
+        images: number of finished images or videos.
+        tokens, passes: of finished images; passes are those that each took part in. The tokens of a video are its frames.
+        images_per_second: of the last minute.
+        alive: whether tasks are accepted.
+    """
+
+    num_waiting: int = 0
+    num_active: int = 0
+    images: int = 0
+    tokens: int = 0
+    passes: int = 0
+    images_per_second: float = 0.0
+    alive: bool = True
 
 
 Event = Begun | PartialImage | GeneratedImage | VideoFrames | GeneratedVideo | TaskFailed

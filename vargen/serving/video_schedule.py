@@ -47,7 +47,7 @@ class VideoSchedule:
                 handle.num_tokens += len(frames)
                 continue
             if handle.cancelled:
-                self._end(handle, TaskFailed(TaskCancelledError()))
+                self._end(handle, TaskFailed(TaskCancelledError("the task was cancelled")))
                 continue
             self._end(handle)
             yield handle, GeneratedVideo(handle.task.seed, sum(stream.stats.passes.values()), handle.num_tokens)

@@ -1,0 +1,195 @@
+"""Replicas of a `GenerationThread` on Ray Serve: the same service on several GPUs or machines.
+
+The HTTP server and the bounded queue stay in this process. A task goes to a replica with a free slot. If a replica ends, its
+tasks that had not begun go to another one; clients of those that had begun get an error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vargen.compat import installed_version
+from vargen.device import available_cores
+from vargen.serving.model_card import ModelCard
+from vargen.serving.replica import Replica, ReplicaOptions
+from vargen.serving.tasks import (
+    GeneratedImage,
+    GeneratedVideo,
+    GenerationStats,
+    ImageTask,
+    Listener,
+    QueueFullError,
+    ServiceClosedError,
+    TaskCancelledError,
+    TaskFailed,
+    TaskHandle,
+    TaskLostError,
+    VideoTask,
+)
+from vargen.serving.throughput import Throughput
+
+_ATTEMPTS = 5  # replicas that may end before a task has begun
+_APPLICATION = "vargen"
+# No usage statistics, logs in files only, and replicas with the priority of other processes, not the lowest.
+_SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_BACKEND_LOG_LEVEL": "fatal", "RAY_worker_niceness": "0"}
+
+
+class RayReplicas:
+    """Generates tasks on replicas; see `Generator`.
+
+    Uses the cluster of RAY_ADDRESS, else one on this machine that ends with this process.
+
+    Args:
+        options: of each replica.
+        replicas: their number, at least 1; with autoscaling, the number that bounds the tasks in slots.
+        max_waiting: maximum number of tasks in the queue, beside those in slots.
+        autoscaling: settings of Ray Serve's autoscaling, such as `{"min_replicas": 1, "max_replicas": 4}`.
+
+    Attributes:
+        card: description of the model.
+
+    Raises:
+        ImportError: if Ray is not installed.
+        RuntimeError: if no replica can be started.
+    """
+
+    def __init__(
+        self, options: ReplicaOptions, replicas: int = 1, max_waiting: int = 64, autoscaling: Mapping[str, Any] | None = None
+    ):
+        if installed_version("ray") is None:
+            raise ImportError('engine ray needs Ray: pip install "ray[data,serve]>=2.51"')
+        self.options, self.replicas, self.max_waiting, self._autoscaling = options, replicas, max_waiting, autoscaling
+        self._accepted: dict[TaskHandle, asyncio.Task[None] | None] = {}
+        self._throughput, self._changed, self._closing = Throughput(), threading.Condition(), False
+        _start_cluster(replicas, options)
+        self.restart()
+        self.card: ModelCard = self._replicas.describe.remote().result()
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="replicas", daemon=True).start()
+
+    def submit(self, tasks: Sequence[ImageTask | VideoTask], listener: Listener | None = None) -> list[TaskHandle]:
+        """See `GenerationThread.submit`."""
+        handles = [TaskHandle(task, listener, on_cancel=self._withdraw) for task in tasks]
+        with self._changed:
+            if self._closing:
+                raise ServiceClosedError("the service is shutting down")
+            if len(self._accepted) + len(handles) > self.max_waiting + self.options.slots * self.replicas:
+                raise QueueFullError(self._throughput.seconds_until_free(len(handles)))
+            self._accepted.update(dict.fromkeys(handles))
+        for handle in handles:
+            self._loop.call_soon_threadsafe(self._start, handle)
+        return handles
+
+    def close(self, drain: bool = True, timeout: float | None = None) -> None:
+        """See `GenerationThread.close`. Also ends the replicas, and Ray in this process."""
+        import ray
+        from ray import serve
+
+        with self._changed:
+            self._closing = True
+            if drain:
+                self._changed.wait_for(lambda: not self._accepted, timeout)
+            left = [task for task in self._accepted.values() if task is not None]
+        for task in left:
+            self._loop.call_soon_threadsafe(task.cancel)
+        with self._changed:
+            self._changed.wait_for(lambda: not self._accepted, 10)
+        serve.delete(_APPLICATION)
+        ray.shutdown()
+
+    def restart(self) -> None:
+        """Start the replicas, or replace them one after the other; each finishes what it has begun."""
+        from ray import serve
+
+        room: dict[str, Any] = {"num_replicas": self.replicas}
+        if self._autoscaling is not None:
+            room = {"autoscaling_config": dict(self._autoscaling)}
+        on_gpu = self.options.device.startswith("cuda")
+        deployment = serve.deployment(
+            Replica,
+            name="Replica",
+            max_ongoing_requests=self.options.slots,
+            ray_actor_options={"num_cpus": self.options.threads or 1, "num_gpus": 1 if on_gpu else 0},
+            graceful_shutdown_timeout_s=600,
+            health_check_period_s=2,
+            **room,
+        )
+        self._replicas = serve.run(deployment.bind(self.options), name=_APPLICATION, route_prefix=None)
+
+    @property
+    def stats(self) -> GenerationStats:
+        """See `GenerationThread.stats`."""
+        with self._changed:
+            begun = sum(handle.begun for handle in self._accepted)
+            return self._throughput.make_stats(len(self._accepted) - begun, begun, not self._closing)
+
+    # -- tasks; all of these run in the thread of the loop --------------------------------------------------------------------
+
+    def _withdraw(self, handle: TaskHandle) -> None:
+        self._loop.call_soon_threadsafe(self._cancel, handle)
+
+    def _cancel(self, handle: TaskHandle) -> None:
+        if (task := self._accepted.get(handle)) is not None:
+            task.cancel()
+
+    def _start(self, handle: TaskHandle) -> None:
+        if handle.cancelled:
+            self._end(handle)
+            return
+        task = self._loop.create_task(self._follow(handle))
+        with self._changed:
+            self._accepted[handle] = task
+        task.add_done_callback(lambda _: self._end(handle))
+
+    def _end(self, handle: TaskHandle) -> None:
+        with self._changed:
+            self._accepted.pop(handle, None)
+            self._changed.notify_all()
+        cancelled = TaskCancelledError("the task was cancelled")
+        handle.send(TaskFailed(cancelled if handle.cancelled else ServiceClosedError("the service is shutting down")))
+
+    async def _follow(self, handle: TaskHandle) -> None:
+        """Send a task to a replica and report its events; again if the replica ends before the task has begun."""
+        from ray.exceptions import RayActorError
+
+        for _ in range(_ATTEMPTS):
+            stream = self._replicas.options(stream=True).generate.remote(handle.task)
+            try:
+                async for event in stream:
+                    if isinstance(event, GeneratedImage | GeneratedVideo):
+                        with self._changed:
+                            self._throughput.record(event)
+                    handle.send(event)
+                return
+            except RayActorError:
+                if handle.begun:
+                    break
+            except Exception as error:
+                handle.send(TaskFailed(error))
+                return
+            finally:
+                stream.cancel()
+        handle.send(TaskFailed(TaskLostError("the replica that generated the image ended")))
+
+
+def _start_cluster(replicas: int, options: ReplicaOptions) -> None:
+    """Join the cluster of RAY_ADDRESS, or start one that only this machine can reach."""
+    for name, value in _SETTINGS.items():
+        os.environ.setdefault(name, value)
+    import ray
+    from ray import serve
+
+    for name in ("ray", "ray.serve"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    common: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
+    if os.environ.get("RAY_ADDRESS"):
+        ray.init(**common)
+    else:  # room for a rolling restart, which starts a replica before it ends one
+        cores = max(available_cores(), (replicas + 1) * (options.threads or 1)) + 1
+        ray.init(address="local", num_cpus=cores, include_dashboard=False, _node_ip_address="127.0.0.1", **common)
+    serve.start(proxy_location="Disabled", logging_config={"log_level": "ERROR"})
