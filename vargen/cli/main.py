@@ -10,7 +10,20 @@ from typing import Annotated, Any, ClassVar
 import typer
 
 from vargen import __version__
-from vargen.cli import bench, bench_distribution, bench_gpu, compare, convert, evaluate, generate, info, score, train, verify
+from vargen.cli import (
+    bench,
+    bench_distribution,
+    bench_gpu,
+    compare,
+    convert,
+    evaluate,
+    generate,
+    info,
+    regenerate,
+    score,
+    train,
+    verify,
+)
 from vargen.cli.console import Commands, StandardOutput, accept_old_names, configure_logging, print_status
 from vargen.cli.results import describe_failed_write
 
@@ -48,6 +61,7 @@ def root(
 
 
 app.command("generate", context_settings=accept_old_names(generate.RENAMED))(generate.generate)
+app.command("regenerate")(regenerate.regenerate)
 app.command("compare", context_settings=accept_old_names(compare.RENAMED))(compare.compare)
 app.command("verify", context_settings=accept_old_names(verify.RENAMED))(verify.verify)
 app.command("eval", context_settings=accept_old_names(evaluate.RENAMED))(evaluate.evaluate)
