@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from recipes import looks, runner
+from recipes import first_sight, looks, runner
 from vargen.cli.console import Commands, configure_logging, print_json, quiet_libraries, table
 from vargen.cli.options import Device
 from vargen.device import set_passive_openmp_wait
@@ -93,6 +93,7 @@ def package_model(
 
 app.command("recall")(looks.recall)
 app.command("sheet")(looks.sheet)
+app.command("first-sight")(first_sight.first_sight)
 app.command("lookup-examples")(looks.lookup_examples)
 
 if __name__ == "__main__":

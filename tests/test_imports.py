@@ -33,6 +33,7 @@ _ALLOWED: dict[str, set[str]] = {
     "device": {"device_profiles"},
     "device_profiles": set(),
     "files": set(),
+    "image_metadata": set(),
     "model_files": set(),
     "options": {"values"},
     "reading": {"files"},
@@ -42,8 +43,8 @@ _ALLOWED: dict[str, set[str]] = {
 }
 _ALLOWED["recipes"] = set(_ALLOWED)
 _COMMON = {
-    "vargen", "assets", "compat", "deprecation", "device", "device_profiles", "files", "model_files", "options", "reading",
-    "specs", "values", "weight_files",
+    "vargen", "assets", "compat", "deprecation", "device", "device_profiles", "files", "image_metadata", "model_files",
+    "options", "reading", "specs", "values", "weight_files",
 }  # fmt: skip
 _ROOT_FOLDERS = ("pipelines", "kernels", "assets")
 

@@ -76,6 +76,7 @@ SAME_ROLE = {  # public names of two or more modules -> why
     "apply_rotary": "rotary positions of two families, whose tables differ",
     "detect_transformer": "the converter of each family",
     "main": "entry point of a program",
+    "regenerate": "the command, and what it calls",
     "refuse_swapped_files": "the converters of two families",
     "shared_noise": "the rule of each paradigm that accepts what the image's noise selects",
     "verify_chain": "the rule and its version with kernels",

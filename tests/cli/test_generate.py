@@ -58,6 +58,8 @@ def test_json_is_one_document_and_png_says_how_it_was_made(run: Any, text_model:
     with Image.open("new/folder/a-cat-6.png") as opened:
         said = json.loads(opened.info["vargen"])
     assert said["versions"].pop("torch") and said["versions"]["vargen"] == __version__
+    digests = {name: said.pop(name) for name in ("model_digest", "tokens_digest")}
+    assert all(len(digest) == 16 for digest in digests.values()) and said.pop("processor")
     assert said == {
         "prompt": "a cat", "seed": 6, "model": "tiny-text", "accelerator": "auto", "negative_prompt": "a dog",
         "guidance_scale": 3.0, "temperature": 0.9, "top_k": 20, "top_p": 0.95, "dtype": said["dtype"],

@@ -67,7 +67,7 @@ def video(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VideoService]:
 
 @pytest.fixture(scope="session")
 def address(service: ImageService, video: VideoService) -> Iterator[str]:
-    yield from _serve_page(build_page(service, video=video))
+    yield from _serve_page(build_page(service, video=video, opening=True))
 
 
 @pytest.fixture(scope="session")
@@ -112,7 +112,7 @@ class Browser:
 
     def open(self, url: str) -> Browser:
         self.driver.get(url)
-        self.until(lambda: self.shown("#generate, #make"))
+        self.until(lambda: self.script("return Boolean(window.vargen)") and self.shown(".vg-start"))
         self.script(_KEEP_MESSAGES)
         return self
 
@@ -164,6 +164,26 @@ class Browser:
             return bool(self.script(f"return {tabs}.some(each => each.ariaSelected === 'true')", name))
 
         self.until(pressed)
+
+    def unfold(self, selector: str) -> None:
+        """Open an accordion, if it is not open yet."""
+
+        def opened() -> bool:
+            if self.script("return document.querySelector(arguments[0] + ' > button')?.classList.contains('open')", selector):
+                return True
+            self.script("document.querySelector(arguments[0] + ' > button').click()", selector)
+            return False
+
+        self.until(opened)
+
+    def resize(self, width: int, height: int) -> None:
+        metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
+        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+
+    def prefer(self, theme: str) -> None:
+        """Emulate the theme of the system: light or dark."""
+        features = [{"name": "prefers-color-scheme", "value": theme}]
+        self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
 
     def write(self, selector: str, value: str) -> None:
         """Replace a field's text; what is longer than the field allows is cut."""
@@ -264,6 +284,7 @@ def one_browser(open_browser: Callable[[], Browser]) -> Browser:
 def browser(one_browser: Browser, address: str) -> Browser:
     """The page just loaded: a new session, in a browser that all tests share."""
     one_browser.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    one_browser.prefer("light")
     for kind in ("browser", "performance"):
         one_browser.driver.get_log(kind)
     return one_browser.open(address)

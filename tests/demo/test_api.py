@@ -79,7 +79,7 @@ def test_bad_input_is_reported_in_words(client: gradio_client.Client, given: dic
 
 
 def test_other_endpoints_are_not_offered(client: gradio_client.Client) -> None:
-    assert set(client.view_api(return_format="dict")["named_endpoints"]) == {"/generate", "/compare", "/methods"}
+    assert set(client.view_api(return_format="dict")["named_endpoints"]) == {"/generate", "/stream", "/compare", "/methods"}
 
 
 @pytest.mark.parametrize("path", ["/etc/passwd", "pyproject.toml", "../../etc/passwd"])

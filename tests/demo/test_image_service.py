@@ -17,12 +17,14 @@ from diffusers.configuration_utils import FrozenDict
 
 from vargen.decoding import list_methods
 from vargen.demo import rendering
+from vargen.demo.command_lines import command_line
+from vargen.demo.drop_box import describe_mismatch
 from vargen.demo.explore_tab import CONTROLS
-from vargen.demo.generate_tab import command_line
 from vargen.demo.image_service import ImageService
-from vargen.demo.inputs import describe_mismatch, make_request
+from vargen.demo.inputs import make_request
 from vargen.demo.jobs import JobRegistry
-from vargen.demo.request import PageRequest, read_parameters
+from vargen.demo.request import PageRequest
+from vargen.image_metadata import read_parameters
 from vargen.scoring.protocol import Images, to_pil, to_scorer
 
 WANTED = PageRequest("a red apple", "ar", 3, 2.0, 1.0, 0, 1.0, "", 2)

@@ -103,7 +103,7 @@ def test_the_image_follows_what_is_typed(browser: Any, service: ImageService) ->
         browser.until(lambda: browser.attribute("#live-stage img", "src") not in ("", before))
         browser.until(lambda: browser.attribute("#live-stage img", "src").startswith("data:image/png"))
         assert prompts[-1] == "a green frog" and len(prompts) < 2 + len("a green frog")
-        browser.press_tab("Generate")
+        browser.press_tab("Image")
         generated = len(prompts)
         browser.write(FIELD, "a blue bird")
         time.sleep(0.5)

@@ -12,7 +12,8 @@ from rejects import rejects
 
 pytest.importorskip("gradio")
 
-from vargen.demo.request import MAX_SEED, ImageFolder, PageRequest, read_parameters, request_from_metadata
+from vargen.demo.request import MAX_SEED, ImageFolder, PageRequest, request_from_metadata
+from vargen.image_metadata import read_parameters
 
 _SIGNATURE = b"\x89PNG\r\n\x1a\n"
 

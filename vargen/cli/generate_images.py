@@ -80,6 +80,7 @@ def generate_image_files(options: GenerateOptions, own: ImageOptions) -> None:
         subjects = parse_class_labels(subjects, model)
     jobs = [ImageJob(subject, seed, file) for subject, (_, seed), file in zip(subjects, requested, files, strict=True)]
 
+    from vargen.pipelines.regeneration import model_digest
     from vargen.pipelines.registry import open_pipeline
     from vargen.scoring.registry import DEFAULT_SCORER, open_scorer
 
@@ -89,7 +90,8 @@ def generate_image_files(options: GenerateOptions, own: ImageOptions) -> None:
     pipe = open_pipeline(model.folder, device=device, torch_dtype=dtype, quantization=options.quantization)
     seconds_load = time.perf_counter() - started
     call: dict[str, Any] = {**own.sampling, "accelerator": method, "negative_prompt": own.negative_prompt}
-    parameters = {**_parameters(pipe, options.model_title, call, dtype), **own.source.metadata()}
+    parameters = {**_parameters(pipe, options.model_title, model_digest(model.folder), call), **own.source.metadata()}
+    parameters |= {"quantization": options.quantization} if options.quantization else {}
     call |= source_images
     if scorer is not None:
         call |= {"num_candidates": own.best_of, "scorer": scorer}
@@ -160,6 +162,8 @@ def _generate_batches(
     """
     import torch
 
+    from vargen.image_metadata import tokens_digest
+
     key = "class_label" if pipe.is_class_conditional else "prompt"
     made = GenerationRecords()
     try:
@@ -172,12 +176,14 @@ def _generate_batches(
             generators = [torch.Generator().manual_seed(job.seed) for job in batch]
             subjects: dict[str, Any] = {key if key == "prompt" else "class_labels": [job.subject for job in batch]}
             started = time.perf_counter()
-            result = pipe(**subjects, generator=generators, **call)
+            result = pipe(**subjects, generator=generators, output_type="latent", **call)
+            images = pipe.decode_tokens(result.images)
             made.seconds += time.perf_counter() - started
             made.stats.append(result.stats)
             before = len(made.records)
-            for number, (job, image) in enumerate(zip(batch, result.images, strict=True)):
-                record = {key: job.subject, **result.stats.describe_image(number)}
+            for number, (job, image) in enumerate(zip(batch, images, strict=True)):
+                digest = tokens_digest(result.images[number])
+                record = {key: job.subject, **result.stats.describe_image(number), "tokens_digest": digest}
                 try:
                     path = save_image(image, job.file, {**record, **parameters})
                 except OSError as error:
@@ -197,18 +203,16 @@ def _generate_batches(
     return made
 
 
-def _parameters(pipe: Any, model: str, call: dict[str, Any], dtype: Any) -> dict[str, Any]:
+def _parameters(pipe: Any, model: str, digest: str, call: dict[str, Any]) -> dict[str, Any]:
     """Return the generation parameters stored in an image's PNG and in the JSON document."""
-    from vargen.compat import installed_version
+    from vargen.pipelines.regeneration import environment_parameters
 
     return {
-        "model": model,
+        **environment_parameters(pipe, model, digest),
         "accelerator": call["accelerator"],
         "negative_prompt": call["negative_prompt"],
         **pipe.default_sampling,
         **{name: value for name, value in call.items() if name in pipe.default_sampling},
-        "dtype": str(dtype).removeprefix("torch."),
-        "versions": {name: installed_version(name) for name in ("vargen", "torch", "diffusers", "transformers")},
     }
 
 

@@ -19,6 +19,7 @@ from vargen.cli import (
     evaluate,
     generate,
     info,
+    regenerate,
     score,
     serve,
     train,
@@ -61,6 +62,7 @@ def root(
 
 
 app.command("generate", context_settings=accept_old_names(generate.RENAMED))(generate.generate)
+app.command("regenerate")(regenerate.regenerate)
 app.command("compare", context_settings=accept_old_names(compare.RENAMED))(compare.compare)
 app.command("verify", context_settings=accept_old_names(verify.RENAMED))(verify.verify)
 app.command("eval", context_settings=accept_old_names(evaluate.RENAMED))(evaluate.evaluate)

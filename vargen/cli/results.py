@@ -122,18 +122,16 @@ def unused_path(file: OutputFile) -> Path:
 
 
 def save_image(image: Any, file: OutputFile, parameters: dict[str, Any]) -> Path:
-    """Write a PIL image atomically and return its path. PNG files carry `parameters` as JSON in a text chunk `vargen`.
+    """Write a PIL image atomically and return its path. PNG files carry `parameters`: see `vargen.image_metadata`.
 
     A name that the user did not give never overwrites a file: `apple-7.png` becomes `apple-7-2.png`.
     """
-    from PIL.PngImagePlugin import PngInfo
+    from vargen.image_metadata import png_chunks
 
     path = unused_path(file)
     kind, options = _FORMATS[path.suffix.lower()]
     if kind == "PNG":
-        chunk = PngInfo()
-        chunk.add_text("vargen", json.dumps(parameters))
-        options = {**options, "pnginfo": chunk}
+        options = {**options, "pnginfo": png_chunks(parameters, image.size)}
     with atomic_file(path) as temporary:
         image.save(temporary, format=kind, **options)
     return path

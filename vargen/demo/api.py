@@ -1,4 +1,4 @@
-"""API endpoints: /generate, /compare and /methods. Their docstrings are the API documentation on the page.
+"""API endpoints: /generate, /stream, /compare and /methods. Their docstrings are the API documentation on the page.
 
 The endpoints that generate images are generators, because gradio can only end a generator: it closes one between two yields
 when the caller cancels the job or disconnects. They therefore yield progress regularly.
@@ -6,10 +6,12 @@ when the caller cancels the job or disconnects. They therefore yield progress re
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
-from typing import Any
+import base64
+from collections.abc import Callable, Generator, Iterator
+from typing import Any, TypedDict
 
 import gradio as gr
+from gradio.data_classes import FileData
 
 from vargen.decoding import PRESETS
 from vargen.demo.image_service import ImageService
@@ -17,6 +19,27 @@ from vargen.demo.jobs import POLL_SECONDS, Job, JobResult, user_errors
 from vargen.demo.race_tab import identical
 from vargen.demo.request import MAX_RACERS, PageRequest, new_seed
 from vargen.pipelines.base import MethodInfo
+
+
+class MethodReport(TypedDict):
+    """A method, as /methods describes it; `reason` is why this model cannot run it."""
+
+    name: str
+    kind: str
+    summary: str
+    source: str
+    reason: str | None
+    experimental: bool
+
+
+class StreamReport(TypedDict):
+    """The progress of a streamed job; `preview` is a WebP file in base64, empty until there is one."""
+
+    accelerator: str
+    tokens_generated: int
+    tokens: int
+    seconds: float
+    preview: str
 
 
 def add_api_endpoints(service: ImageService, queue_options: dict[str, Any]) -> None:
@@ -70,19 +93,52 @@ def add_api_endpoints(service: ImageService, queue_options: dict[str, Any]) -> N
             reports = [{**_report(service, each), "identical": one} for each, one in zip(results, same, strict=True)]
             yield [_file(path) for each in results for path in service.save(each)], reports
 
-    def methods() -> list[dict[str, Any]]:
+    def methods() -> list[MethodReport]:
         """List the methods: name, "exact" or "relaxed", a summary, the paper, and the reason if this model cannot run it."""
         return [_describe_method(method) for method in service.methods.values()]
 
-    gr.api(generate, api_name="generate", **queue_options)
-    gr.api(compare, api_name="compare", **queue_options)
-    gr.api(methods, api_name="methods", queue=False)
+    def stream(prompt: str, method: str | None = None, seed: int | None = None) -> Iterator[tuple[list[Any], StreamReport]]:
+        """Generate one image and return it while it is generated: a preview and the progress about four times a second.
+
+        The last value has the PNG file, too.
+        """
+        with user_errors():
+            request = _make_request(service, prompt, method or service.default_method, seed, {})
+            job = service.start(request)
+            try:
+                while not job.done.wait(POLL_SECONDS):
+                    yield [], _stream_report(job)
+                result = job.result()
+                yield [_file(path) for path in service.save(result)], _stream_report(job)
+            finally:
+                job.stop.set()
+
+    files, report = list[FileData], dict[str, Any]
+    _add_endpoint(generate, tuple[files, report], **queue_options)  # type: ignore[valid-type]
+    _add_endpoint(stream, tuple[files, StreamReport], **queue_options)  # type: ignore[valid-type]
+    _add_endpoint(compare, tuple[files, list[report]], **queue_options)  # type: ignore[valid-type]
+    _add_endpoint(methods, list[MethodReport], queue=False)
 
 
-def _describe_method(method: MethodInfo) -> dict[str, Any]:
-    facts = dict(vars(method))
-    reason = facts.pop("unsupported_reason")
-    return {**facts, "reason": reason, "experimental": PRESETS[method.name].experimental}
+def _add_endpoint(function: Callable[..., Any], returns: Any, **options: Any) -> None:
+    """Register a function under its name. Gradio documents the types of what it returns, but reads no Iterator of them."""
+    function.__annotations__["return"] = returns
+    gr.api(function, api_name=function.__name__, **options)
+
+
+def _describe_method(method: MethodInfo) -> MethodReport:
+    return {
+        "name": method.name, "kind": method.kind, "summary": method.summary, "source": method.source,
+        "reason": method.unsupported_reason, "experimental": PRESETS[method.name].experimental,
+    }  # fmt: skip
+
+
+def _stream_report(job: Job) -> StreamReport:
+    preview = base64.b64encode(job.preview[0]).decode() if job.preview else ""
+    return {
+        "accelerator": job.request.method, "tokens_generated": job.tokens, "tokens": job.total,
+        "seconds": round(job.seconds, 3), "preview": preview,
+    }  # fmt: skip
 
 
 def _make_request(

@@ -12,9 +12,10 @@ from vargen.decoding import Accelerator, GroupedRule, Jacobi, speculative_sampli
 from vargen.demo import rendering
 from vargen.demo.image_service import ImageService
 from vargen.demo.inputs import Inputs, make_request
-from vargen.demo.jobs import INSTANT_EVENT, POLL_SECONDS, START, Job, JobControls, JobRegistry, Ticket, connect_job, job_card
+from vargen.demo.jobs import INSTANT_EVENT, POLL_SECONDS, Job, JobControls, JobRegistry, Ticket, connect_job, job_card
+from vargen.demo.links import link_to
 from vargen.demo.rendering import ResultCard
-from vargen.demo.request import MAX_STRIP_IMAGES
+from vargen.demo.request import MAX_STRIP_IMAGES, PageRequest
 
 
 @dataclass(frozen=True)
@@ -67,9 +68,6 @@ def build_explore_tab(service: ImageService, registry: JobRegistry, shared: Inpu
             first.least, first.most, first.start, step=first.step, label="Up to", scale=2, elem_id="strongest"
         )
         count = gr.Slider(2, MAX_STRIP_IMAGES, 4, step=1, label="Images", scale=1, elem_id="steps")
-    with gr.Row():
-        start = gr.Button("Explore", variant="primary", elem_id="explore", elem_classes=START)
-        stop = gr.Button("Stop", variant="stop", interactive=False, elem_id="explore-stop")
     note = gr.HTML(rendering.status_line("One prompt and seed, from exact to relaxed.", "off"), elem_id="explore-note")
     strip = gr.HTML(elem_id="strip")
 
@@ -77,7 +75,7 @@ def build_explore_tab(service: ImageService, registry: JobRegistry, shared: Inpu
         control = CONTROLS[name]
         return gr.Slider(minimum=control.least, maximum=control.most, value=control.start, step=control.step)
 
-    def check(*values: Any) -> tuple[Any, RelaxationControl, list[float]]:
+    def read_request(*values: Any) -> tuple[PageRequest, RelaxationControl, list[float]]:
         *own, name, most, num_images = values
         control = CONTROLS.get(name)
         if control is None or not isinstance(most, int | float) or not control.least <= most <= control.most:
@@ -86,8 +84,11 @@ def build_explore_tab(service: ImageService, registry: JobRegistry, shared: Inpu
             raise ValueError(f"Choose from 2 to {MAX_STRIP_IMAGES} images.")
         return make_request(service, own, service.available[0].name), control, control.values(most, int(num_images))
 
+    def check(*values: Any) -> str:
+        return link_to(read_request(*values)[0], service.defaults, "explore")
+
     def run(ticket: Ticket, *values: Any) -> Iterator[list[Any]]:
-        request, control, levels = check(*values)
+        request, control, levels = read_request(*values)
         yield [rendering.status_line(f"Generating “{request.prompt}” {len(levels)} times …"), gr.skip()]
         jobs: list[Job] = []
         for level in levels:
@@ -101,8 +102,8 @@ def build_explore_tab(service: ImageService, registry: JobRegistry, shared: Inpu
         yield [rendering.status_line(news), render_strip(service, control, levels, jobs, request.prompt)]
 
     field.change(update_slider, field, strongest, **INSTANT_EVENT)
-    controls = JobControls(start, stop, note, [field, strongest, count], [strip])
-    connect_job(registry, shared, controls, check, run, queue_options)
+    controls = JobControls(note, [*shared.sampling, field, strongest, count], [strip])
+    connect_job(registry, shared.subject, "explore", controls, check, run, queue_options)
 
 
 def render_strip(

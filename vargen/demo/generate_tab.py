@@ -1,108 +1,187 @@
-"""The Generate tab: one method, live previews, the token map, and the images of this session."""
+"""The Image mode: live previews, the token map, and what a visitor does with a finished image."""
 
 from __future__ import annotations
 
-import shlex
+import io
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import gradio as gr
 
 from vargen.demo import rendering
+from vargen.demo.command_lines import command_line
+from vargen.demo.downloads import connect_download
+from vargen.demo.history import History
 from vargen.demo.image_service import ImageService
-from vargen.demo.inputs import Inputs, MethodList, build_method_list, make_request
-from vargen.demo.jobs import INSTANT_EVENT, POLL_SECONDS, START, Job, JobControls, JobRegistry, Ticket, connect_job
-from vargen.demo.request import MAX_CANDIDATES, MAX_IMAGES, PageRequest
-from vargen.scoring.registry import DEFAULT_SCORER
+from vargen.demo.inputs import Inputs, fill_inputs, filled_inputs, make_request
+from vargen.demo.jobs import INSTANT_EVENT, POLL_SECONDS, Job, JobControls, JobRegistry, JobResult, Ticket, connect_job
+from vargen.demo.links import link_to
+from vargen.demo.request import PageRequest
+from vargen.demo.share_card import share_card
+from vargen.demo.visits import PastImage, zip_images
 
-_MAX_GALLERY = 24  # images in a session's gallery
-_IDLE = "Press Generate, or Enter in the prompt."
+_MORE_IMAGES = 4  # of "more like this"
 
 
-def build_generate_tab(
-    service: ImageService, registry: JobRegistry, shared: Inputs, queue_options: dict[str, Any]
-) -> tuple[MethodList, gr.HTML]:
-    """Lay out the tab and connect its events.
+@dataclass(frozen=True)
+class ImageView:
+    """The components that show the images of one job, and what belongs to them: all of them change together."""
 
-    Returns:
-        The list of methods, and the status line; the drop box fills both.
-    """
-    with gr.Row(elem_id="go-row"):
-        count = gr.Dropdown(
-            [(f"{n} image{'s' if n > 1 else ''}", n) for n in range(1, MAX_IMAGES + 1)],
-            value=1, show_label=False, label="Images", container=False, min_width=130, scale=1, elem_id="count",
-        )  # fmt: skip
-        best = gr.Dropdown(
-            [(f"best of {n}", n) for n in (1, 2, 4, MAX_CANDIDATES)],
-            value=1, show_label=False, label="Candidates", container=False, min_width=130, scale=1, elem_id="best",
-            visible=service.scorer is not None,
-        )  # fmt: skip
-        start = gr.Button("Generate", variant="primary", min_width=130, scale=3, elem_id="generate", elem_classes=START)
-        stop = gr.Button("Stop", variant="stop", interactive=False, min_width=80, scale=1, elem_id="stop")
-    note = gr.HTML(rendering.status_line(_IDLE, "off"), elem_id="note")
-    stage = gr.HTML(_render([None], [], service, 0, 0.0, "an empty frame"), elem_id="stage")
-    download = gr.DownloadButton("Download PNG", interactive=False, size="md", elem_id="download")
-    methods = build_method_list(
-        gr.Radio, service.available, lambda each: f"{each.name} · {each.kind} · {each.summary}", "more-methods",
-        value=service.default_method, label="Method", elem_id="method", elem_classes="methods",
-    )  # fmt: skip
-    unavailable = [
-        f"{each.name} ({each.unsupported_reason.split(': ')[0]})"
-        for each in service.methods.values()
-        if each.unsupported_reason is not None
-    ]
-    if unavailable:
-        with gr.Accordion("Methods that this model cannot run", open=False):
-            gr.HTML(rendering.hint(f"{'; '.join(unavailable)}."), padding=True)
-    with gr.Accordion("Command line for the same images", open=False):
+    note: gr.HTML
+    stage: gr.HTML
+    actions: gr.Row
+    download: gr.DownloadButton
+    star: gr.Button
+    terminal: gr.Accordion
+    command: gr.Code
+    shown: gr.State
+
+    @property
+    def outputs(self) -> list[Any]:
+        """What `show` and `clear` return updates of."""
+        return [self.stage, self.actions, self.download, self.star, self.terminal, self.command, self.shown]
+
+    def clear(self, service: ImageService) -> list[Any]:
+        """Return the updates of a view whose image is not there yet."""
+        stage = _render([None], [], service, 0, 0.0, "an empty frame")
+        download = gr.DownloadButton(value=None, interactive=False)
+        return [stage, gr.Row(visible=False), download, _star(False), gr.Accordion(visible=False), "", []]
+
+    def show(self, service: ImageService, images: Sequence[PastImage], request: PageRequest) -> list[Any]:
+        """Return the updates that show finished images, which `request` generates."""
+        opened = [Path(each.file).read_bytes() for each in images]
+        captions = [f"seed {each.request.seed}{f', {each.score}' if each.score else ''}" for each in images]
+        first, several = images[0], len(images) > 1
+        link = link_to(request, service.defaults)
+        stage = _render(opened, first.counts, service, service.total, first.seconds, request.prompt, captions, link)
+        file = first.file
+        if several:
+            file = str(service.folder.write("vargen-images.zip", zip_images([each.file for each in images])))
+        label = f"Download {len(images)} PNGs (ZIP)" if several else "Download PNG"
+        download = gr.DownloadButton(label, value=file, interactive=True)
+        command = command_line(service, request)
+        starred = all(each.starred for each in images)
+        return [stage, gr.Row(visible=True), download, _star(starred), gr.Accordion(visible=True), command, list(images)]
+
+
+def build_generate_tab(service: ImageService, shared: Inputs) -> ImageView:
+    """Lay out the mode. Its events are connected by `connect_generate_tab`, when the strip of past images is there."""
+    note = gr.HTML(elem_id="note")
+    stage = gr.HTML(elem_id="stage")
+    with gr.Row(visible=False, elem_id="actions") as actions:
+        download = gr.DownloadButton("Download PNG", interactive=False, size="sm", elem_id="download", min_width=120)
+        copy = gr.Button("Copy link", size="sm", elem_id="copy-link", min_width=100)
+        card = gr.Button("Share card", size="sm", elem_id="card", min_width=100)
+        star = gr.Button("☆ Star", size="sm", elem_id="star", min_width=80)
+        more = gr.Button("More like this", size="sm", elem_id="more-like-this", min_width=120)
+        reuse = gr.Button("Reuse settings", size="sm", elem_id="reuse", min_width=120)
+    with gr.Accordion("Command line for the same images", open=False, visible=False, elem_id="command-line") as terminal:
         command = gr.Code(language="shell", interactive=False, show_label=False, wrap_lines=True, elem_id="command")
-    gallery = gr.Gallery(
-        label="Images of this session", columns=6, fit_columns=False, height="auto", format="png", interactive=False,
-        object_fit="contain", buttons=["download", "fullscreen"], elem_id="gallery", visible=False,
-    )  # fmt: skip
-    files = gr.State([], time_to_live=3600)
+    view = ImageView(note, stage, actions, download, star, terminal, command, gr.State([], time_to_live=3600))
+    copy.click(None, js="() => { window.vargen.copyLink(); }", api_visibility="private")
+    connect_download(card, lambda shown: _write_card(service, shown), view.shown)
 
-    def check(*values: Any) -> PageRequest:
+    def take_over(shown: list[PastImage]) -> dict[Any, Any]:
+        return fill_inputs(shared, shown[0].request) if shown else {shared.subject.once: False}
+
+    def take_next_seeds(shown: list[PastImage]) -> dict[Any, Any]:
+        if not shown:
+            return {shared.subject.once: False}
+        following = {shared.subject.seed: shown[-1].request.seed + 1, shared.count: _MORE_IMAGES, shared.best: 1}
+        return {**fill_inputs(shared, shown[-1].request), **following}
+
+    reuse.click(take_over, view.shown, filled_inputs(shared), **INSTANT_EVENT)
+    outputs = [*filled_inputs(shared), shared.count, shared.best]
+    taken = more.click(take_next_seeds, view.shown, outputs, **INSTANT_EVENT)
+    taken.success(None, None, None, js="() => { window.vargen.start('image'); }", api_visibility="private")
+    return view
+
+
+def connect_generate_tab(
+    service: ImageService,
+    registry: JobRegistry,
+    shared: Inputs,
+    view: ImageView,
+    history: History,
+    queue_options: dict[str, Any],
+) -> None:
+    """Connect the events that generate images and show those of the visit."""
+
+    def read_request(values: Sequence[Any]) -> PageRequest:
         *own, method, num_images, best_of = values
-        request = make_request(service, own, method, num_images, best_of)
+        return make_request(service, own, method, num_images, best_of)
+
+    def check(*values: Any) -> str:
+        request = read_request(values)
         if warnings := service.prompt_warnings(request.prompt):
             gr.Warning(rendering.text(warnings))
-        return request
+        return link_to(request, service.defaults)
 
     def run(ticket: Ticket, *values: Any) -> Iterator[list[Any]]:
-        *own, method, num_images, best_of, earlier = values
-        request = make_request(service, own, method, num_images, best_of)
+        *given, visit = values
+        request = read_request(given)
         job = service.start(request, stop=ticket.stop)
-        yield [rendering.status_line(f"Generating “{request.prompt}” by {method} …"), *[gr.skip()] * 5]
+        kept = [gr.skip() for _ in history.outputs]
+        rest = [gr.skip() for _ in view.outputs[1:]]
+        yield [rendering.status_line(f"Generating “{request.prompt}” by {request.method} …"), *view.clear(service), *kept]
         while not job.done.wait(POLL_SECONDS):
-            yield [gr.skip(), _render_running(job, service), *[gr.skip()] * 4]
+            yield [gr.skip(), _render_running(job, service), *rest, *kept]
         result = job.result()
         if result.stopped:
             alt, images = f"{request.prompt}, unfinished", job.preview or result.images
-            view = _render(images, job.counts, service, job.tokens, result.seconds, alt)
-            yield [rendering.status_line(f"Stopped after {job.tokens} of {job.total} tokens."), view, *[gr.skip()] * 4]
+            stage = _render(images, job.counts, service, job.tokens, result.seconds, alt)
+            yield [rendering.status_line(f"Stopped after {job.tokens} of {job.total} tokens."), stage, *rest, *kept]
             return
-        new = service.save(result)
-        kept = [*reversed(new), *earlier][:_MAX_GALLERY]
-        captions = [rendering.score_caption(record) for record in result.records] if service.scorer else []
+        past = past_images(service, result, job.counts)
+        history.store.add(visit, past)
         news = f"Generated in {result.seconds:.1f} seconds and {result.stats.passes} passes, seed {request.seed}."
-        yield [
-            rendering.status_line(news),
-            _render(result.images, job.counts, service, job.total, result.seconds, request.prompt, captions),
-            gr.Gallery(kept, visible=True, selected_index=None),
-            gr.DownloadButton(value=new[0], interactive=True),
-            command_line(service, request),
-            kept,
-        ]
+        yield [rendering.status_line(news), *view.show(service, past, request), *history.update(visit)]
 
-    def select(listed: list[str], selected: gr.SelectData) -> Any:
-        return gr.DownloadButton(value=listed[selected.index]) if selected.index < len(listed) else gr.skip()
+    def show_again(visit: str, selected: gr.SelectData) -> list[Any]:
+        listed = history.store.images(visit)
+        if not isinstance(selected.index, int) or not 0 <= selected.index < len(listed):
+            return [gr.skip() for _ in [view.note, *view.outputs]]
+        image = listed[selected.index]
+        news = f"From this visit: {image.seconds:.1f} seconds and {len(image.counts)} passes, seed {image.request.seed}."
+        return [rendering.status_line(news), *view.show(service, [image], image.request)]
 
-    outputs = [stage, gallery, download, command, files]
-    controls = JobControls(start, stop, note, [methods.choice, count, best], outputs, [files])
-    connect_job(registry, shared, controls, check, run, queue_options)
-    gallery.select(select, files, download, **INSTANT_EVENT)
-    return methods, note
+    def toggle_star(visit: str, shown: list[PastImage]) -> list[Any]:
+        starred = [history.store.toggle_star(visit, each.file) for each in shown]
+        return [_star(any(starred)), *history.update(visit)]
+
+    inputs = [*shared.sampling, shared.methods.choice, shared.count, shared.best]
+    controls = JobControls(view.note, inputs, [*view.outputs, *history.outputs], [history.visit])
+    connect_job(registry, shared.subject, "image", controls, check, run, queue_options)
+    again = history.gallery.select(show_again, history.visit, [view.note, *view.outputs], **INSTANT_EVENT)
+    again.success(None, None, None, js="() => { window.vargen.showResult(); }", api_visibility="private")
+    view.star.click(toggle_star, [history.visit, view.shown], [view.star, *history.outputs], **INSTANT_EVENT)
+
+
+def past_images(service: ImageService, result: JobResult, counts: Sequence[int]) -> list[PastImage]:
+    """Write the images of a finished job; returns what the visit keeps of them."""
+    return [
+        PastImage(
+            file, result.request.single(number, result.records[number]["seed"]), tuple(counts), result.seconds,
+            rendering.score_caption(result.records[number]),
+        )
+        for number, file in enumerate(service.save(result))
+    ]  # fmt: skip
+
+
+def _write_card(service: ImageService, shown: Sequence[PastImage]) -> str | None:
+    if not shown:
+        return None
+    image, file = shown[0], io.BytesIO()
+    footer = f"vargen · {service.name} · {image.request.method} · seed {image.request.seed}"
+    card = share_card(image.file, image.request.prompt, len(image.counts), service.total, image.seconds, footer)
+    card.save(file, format="PNG")
+    return str(service.folder.write("vargen-card.png", file.getvalue()))
+
+
+def _star(starred: bool) -> gr.Button:
+    return gr.Button("★ Starred" if starred else "☆ Star")
 
 
 def _render_running(job: Job, service: ImageService) -> str:
@@ -111,27 +190,19 @@ def _render_running(job: Job, service: ImageService) -> str:
 
 
 def _render(
-    images: Any, counts: list[int], service: ImageService, done: int, seconds: float, alt: str, captions: Sequence[str] = ()
+    images: Any,
+    counts: Sequence[int],
+    service: ImageService,
+    done: int,
+    seconds: float,
+    alt: str,
+    captions: Sequence[str] = (),
+    link: str = "",
 ) -> str:
     slowest = " of the slowest image" if len(images) > 1 else ""
     return (
-        f'<div class="vg-duo"><div><h3>Image</h3>{rendering.image_grid(images, alt, captions)}</div>'
+        f'<div class="vg-duo" data-link="{rendering.text(link)}"><div>{rendering.image_grid(images, alt, captions)}</div>'
         f"<div><h3>Token map{slowest}</h3>{rendering.token_map(counts, service.grids)}{rendering.legend()}"
-        f"{rendering.progress(done, service.total)}"
+        f"{rendering.progress(done, service.total, seconds)}"
         f"{rendering.numbers(rendering.speed(seconds, done, counts, len(images)))}</div></div>"
     )
-
-
-def command_line(service: ImageService, request: PageRequest) -> str:
-    """Return the command that generates the same images."""
-    prompt = ["--class-label", request.prompt] if service.by_class else [request.prompt]
-    parts = ["vargen", "generate", *prompt, "--seed", str(request.seed), "--accelerator", request.method]
-    parts += ["--guidance-scale", f"{request.guidance_scale:g}", "--temperature", f"{request.temperature:g}"]
-    parts += ["--top-k", str(request.top_k or service.vocab), "--top-p", f"{request.top_p:g}"]
-    parts += ["--negative-prompt", request.negative_prompt] if request.negative_prompt else []
-    parts += ["-n", str(request.num_images)] if request.num_images > 1 else []
-    if request.best_of > 1:
-        parts += ["--best-of", str(request.best_of)]
-        parts += ["--scorer", service.scorer_name] if service.scorer_name != DEFAULT_SCORER else []
-    parts += ["--model", service.name] if service.name != "emoji" else []
-    return shlex.join(parts)

@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from PIL import Image
 
-from vargen.compat import installed_version, tokenized, tokenizer_lock
+from vargen.compat import tokenized, tokenizer_lock
 from vargen.decoding import Accelerator
 from vargen.demo.jobs import Job, JobResult
 from vargen.demo.request import MAX_RACERS, ImageFolder, PageRequest
+from vargen.image_metadata import tokens_digest
 from vargen.pipelines.base import MethodInfo, VisualPipeline
 from vargen.pipelines.prompts import describe_unreadable_words
+from vargen.pipelines.regeneration import environment_parameters
 from vargen.scoring.protocol import Scorer, score_images
 from vargen.scoring.registry import DEFAULT_SCORER
 from vargen.values import short_repr
@@ -38,9 +40,18 @@ class ImageService:
         name: display name of the model; not a path.
         scorer: scores how well an image matches its prompt, and selects among candidates; None for no scores.
         scorer_name: as `vargen generate --scorer` takes it.
+        digest: of the model's weights; None if they are no folder's.
     """
 
-    def __init__(self, pipe: VisualPipeline, name: str, scorer: Scorer | None = None, scorer_name: str = DEFAULT_SCORER):
+    def __init__(
+        self,
+        pipe: VisualPipeline,
+        name: str,
+        scorer: Scorer | None = None,
+        scorer_name: str = DEFAULT_SCORER,
+        digest: str | None = None,
+    ):
+        self.digest = digest
         self.pipe, self.name, self.scorer, self.scorer_name = pipe, name, scorer, scorer_name
         pipe.set_progress_bar_config(disable=True)
         self.by_class: bool = pipe.is_class_conditional
@@ -247,27 +258,30 @@ class ImageService:
             found.append(file.getvalue())
         return found
 
+    @property
+    def environment(self) -> dict[str, Any]:
+        """What images record about model and machine."""
+        return environment_parameters(self.pipe, self.name, self.digest)
+
     def parameters(self, request: PageRequest, result: JobResult) -> dict[str, Any]:
         """Return the parameters stored in an image's PNG: its request, and what is needed to reproduce it."""
-        packages = ("vargen", "torch", "diffusers", "transformers")
         own = request.parameters()
         if self.by_class:
             own["class_label"] = own.pop("prompt")
         return {
             **own,
-            "model": self.name,
-            "dtype": str(self.pipe.transformer.dtype).removeprefix("torch."),
-            "versions": {name: installed_version(name) for name in packages},
+            **self.environment,
             "seconds": round(result.seconds, 3),
             "tokens_per_pass": round(result.stats.tokens_per_pass, 3),
         }
 
-    def save(self, result: JobResult, extra: dict[str, Any] | None = None) -> list[str]:
+    def save(self, result: JobResult) -> list[str]:
         """Write the images of a finished job; returns their files."""
         found = []
         for number, image in enumerate(result.images):
             parameters = self.parameters(result.request.single(number), result)
-            found.append(str(self.folder.save(image, {**parameters, **result.records[number], **(extra or {})})))
+            tokens = {"tokens_digest": tokens_digest(result.tokens[number])}
+            found.append(str(self.folder.save(image, {**parameters, **result.records[number], **tokens})))
         return found
 
     def close(self) -> None:

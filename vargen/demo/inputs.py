@@ -1,52 +1,65 @@
-"""The input column of the page: the prompt, the seed, the sampling parameters, a drop box for an image, and method lists."""
+"""What every mode of the page reads: the prompt, the start buttons beside it, style chips, and the folded Advanced settings."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import gradio as gr
 
-from vargen.decoding import PRESETS
 from vargen.demo.image_service import ImageService
-from vargen.demo.jobs import INSTANT_EVENT, QUEUED_EVENT, user_errors
-from vargen.demo.rendering import status_line, text
-from vargen.demo.request import MAX_PROMPT, MAX_SEED, PageRequest, new_seed, read_parameters, request_from_metadata
+from vargen.demo.method_lists import MethodList, build_method_list
+from vargen.demo.modes import ModeButtons, build_mode_buttons
+from vargen.demo.rendering import hint
+from vargen.demo.request import MAX_CANDIDATES, MAX_IMAGES, MAX_PROMPT, MAX_SEED, PageRequest, new_seed
 from vargen.options import OPTIONS, Option
-from vargen.pipelines.base import MethodInfo
 
 ANY_STYLE = "any"
-EXAMPLES = (
-    "a red apple", "a red heart", "a star", "sunflower", "a strawberry", "a Christmas tree", "a sailboat",
-    "a house, 3d style", "flag of ireland, flat style",
-)  # fmt: skip
+EXAMPLE = "a red apple"
 
 
 @dataclass(frozen=True)
-class Inputs:
-    """The components that every tab reads."""
+class Subject:
+    """What every mode reads, and its buttons.
+
+    Attributes:
+        buttons: those that start and stop a job, by mode.
+        lock: whether to keep the seed. once: set when a seed came with a link or an image: the next job takes it.
+    """
 
     seed_index: ClassVar[int] = 2  # of the seed in `values`
 
     prompt: gr.Textbox
+    buttons: dict[str, ModeButtons]
     style: gr.Radio
     seed: gr.Number
+    lock: gr.Checkbox
+    once: gr.Checkbox
+
+    @property
+    def values(self) -> list[Any]:
+        return [self.prompt, self.style, self.seed]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What modes read that generate with the image model: `methods`, `count` and `best` are those of the Image mode."""
+
+    subject: Subject
     guidance: gr.Slider
     temperature: gr.Slider
     top_k: gr.Number
     top_p: gr.Slider
     negative: gr.Textbox
-    lock: gr.Checkbox
-    dropped: gr.File
+    methods: MethodList
+    count: gr.Dropdown
+    best: gr.Dropdown
 
     @property
-    def values(self) -> list[Any]:
-        """The inputs of an event whose function passes them to `make_request`, in its order."""
-        return [
-            self.prompt, self.style, self.seed, self.guidance, self.temperature, self.top_k, self.top_p, self.negative,
-        ]  # fmt: skip
+    def sampling(self) -> list[Any]:
+        """The inputs that follow those of the subject, in the order of `make_request`."""
+        return [self.guidance, self.temperature, self.top_k, self.top_p, self.negative]
 
 
 def make_request(
@@ -58,61 +71,106 @@ def make_request(
         ValueError: with a message for users.
     """
     prompt, style, seed, guidance, temperature, top_k, top_p, negative = values
-    words = f"{style} style"
-    if style and style != ANY_STYLE and isinstance(prompt, str) and prompt.strip() and words not in prompt.lower():
-        prompt = f"{prompt.strip()}, {words}"
+    prompt = with_style(prompt, style)
     request = PageRequest(prompt, method, seed, guidance, temperature, top_k, top_p, negative, num_images, best_of)
     service.check(request)
     return request
 
 
-def build_inputs(service: ImageService) -> Inputs:
-    """Lay out the inputs."""
-    defaults = service.defaults
-    prompt = gr.Textbox(
-        label="Class" if service.by_class else "Prompt",
-        info="A class's name or number" if service.by_class else None,
-        placeholder="207" if service.by_class else "a red apple",
-        value="" if service.by_class else EXAMPLES[0],
-        lines=1,
-        max_lines=4,
-        max_length=MAX_PROMPT,
-        elem_id="prompt",
-        autofocus=True,
-    )
-    style = gr.Radio(
-        [ANY_STYLE, *service.styles], value=ANY_STYLE, label="Style", visible=bool(service.styles), elem_id="style",
-        elem_classes="chips",
-    )  # fmt: skip
-    examples = service.class_names[:8] if service.by_class else list(EXAMPLES)
-    with gr.Row(elem_id="examples"):
-        for example in examples:
-            button = gr.Button(example, size="sm", min_width=0, elem_classes="example")
-            button.click(None, None, prompt, js=f"() => {json.dumps(example)}", api_visibility="private")
-    with gr.Group():
-        with gr.Row(elem_id="seed-row"):
-            seed = gr.Number(label="Seed", value=new_seed(), precision=0, min_width=140, scale=3, elem_id="seed")
-            dice = gr.Button("⚄ New seed", size="md", min_width=120, scale=1, elem_id="dice")
-        lock = gr.Checkbox(
-            label="Keep this seed",
-            info="Otherwise each run takes a new one. The same seed gives the same image.",
-            elem_id="lock",
+def with_style(prompt: Any, style: Any) -> Any:
+    """Append the style to a prompt that does not name it."""
+    words = f"{style} style"
+    if style and style != ANY_STYLE and isinstance(prompt, str) and prompt.strip() and words not in prompt.lower():
+        return f"{prompt.strip()}, {words}"
+    return prompt
+
+
+def build_inputs(service: ImageService, modes: Sequence[str]) -> Inputs:
+    """Lay out the inputs of the page of an image model."""
+    prompt, buttons, style = build_top(modes, service.styles, service.class_names if service.by_class else None)
+    with gr.Accordion("Advanced: seed, method, sampling", open=False, elem_id="advanced"):
+        subject = Subject(prompt, buttons, style, *build_seed())
+        return Inputs(subject, *_build_sampling(service), *_build_image_options(service))
+
+
+def build_top(
+    modes: Sequence[str], styles: Sequence[str] = (), class_names: Sequence[str] | None = None, example: str = EXAMPLE
+) -> tuple[gr.Textbox, dict[str, ModeButtons], gr.Radio]:
+    """Lay out the prompt, the buttons beside it and the styles; with `class_names`, the prompt is a class."""
+    with gr.Row(elem_id="top"):
+        prompt = gr.Textbox(
+            label="Prompt" if class_names is None else "Class",
+            show_label=False,
+            container=False,
+            placeholder="Describe what to generate" if class_names is None else "The name or number of a class",
+            value=example if class_names is None else "".join(class_names[:1]) or "0",
+            lines=1,
+            max_lines=4,
+            max_length=MAX_PROMPT,
+            elem_id="prompt",
+            autofocus=True,
+            scale=1,
         )
-    with gr.Accordion("Sampling", open=False, elem_id="sampling"):
+        buttons = build_mode_buttons(modes)
+    style = gr.Radio(
+        [(f"{each} style", each) for each in (ANY_STYLE, *styles)], value=ANY_STYLE, label="Style", show_label=False,
+        container=False, visible=bool(styles), elem_id="style", elem_classes="chips",
+    )  # fmt: skip
+    return prompt, buttons, style
+
+
+def build_seed() -> tuple[gr.Number, gr.Checkbox, gr.Checkbox]:
+    """Lay out the seed, whether to keep it, and the mark of a seed that the next job takes."""
+    with gr.Row(elem_id="seed-row"):
+        seed = gr.Number(label="Seed", value=new_seed(), precision=0, min_width=140, scale=2, elem_id="seed")
+        lock = gr.Checkbox(
+            label="Keep this seed", info="Otherwise each run takes a new one.", elem_id="lock", min_width=180, scale=2
+        )
+        dice = gr.Button("New seed", size="md", min_width=110, scale=1, elem_id="dice")
+    once = gr.Checkbox(visible=False)
+    dice.click(new_seed, outputs=seed, queue=False, show_progress="hidden", api_visibility="private")
+    seed.input(lambda: True, None, once, queue=False, show_progress="hidden", api_visibility="private")
+    return seed, lock, once
+
+
+def _build_sampling(service: ImageService) -> tuple[gr.Slider, gr.Slider, gr.Number, gr.Slider, gr.Textbox]:
+    defaults = service.defaults
+    with gr.Row():
         guidance, temperature = _slider("guidance_scale", defaults), _slider("temperature", defaults)
+    with gr.Row():
         top_k = gr.Number(
             defaults["top_k"], precision=0, label=OPTIONS["top_k"].label, info=_info(OPTIONS["top_k"]) + "; 0 keeps all"
         )
         top_p = _slider("top_p", defaults)
-        negative = gr.Textbox(
-            label="Negative prompt", info="What guidance leads away from", max_length=MAX_PROMPT,
-            visible=not service.by_class,
+    negative = gr.Textbox(
+        label="Negative prompt", info="What guidance leads away from", max_length=MAX_PROMPT, visible=not service.by_class,
+    )  # fmt: skip
+    return guidance, temperature, top_k, top_p, negative
+
+
+def _build_image_options(service: ImageService) -> tuple[MethodList, gr.Dropdown, gr.Dropdown]:
+    with gr.Group(elem_id="image-options"):
+        with gr.Row():
+            count = gr.Dropdown(
+                [(f"{n} image{'s' if n > 1 else ''}", n) for n in range(1, MAX_IMAGES + 1)],
+                value=1, label="Images", min_width=130, elem_id="count",
+            )  # fmt: skip
+            best = gr.Dropdown(
+                [("no choice", 1), *((f"best of {n}", n) for n in (2, 4, MAX_CANDIDATES))],
+                value=1, label="Candidates of each image", min_width=130, elem_id="best", visible=service.scorer is not None,
+            )  # fmt: skip
+        methods = build_method_list(
+            gr.Radio, service.available, service.default_method, "more-methods", "Method", elem_id="method",
+            elem_classes="methods",
         )  # fmt: skip
-    dropped = gr.File(
-        label="Reload parameters: drop a PNG from here", file_types=[".png"], type="filepath", height=120, elem_id="drop"
-    )
-    dice.click(new_seed, outputs=seed, queue=False, show_progress="hidden", api_visibility="private")
-    return Inputs(prompt, style, seed, guidance, temperature, top_k, top_p, negative, lock, dropped)
+        unavailable = [
+            f"{each.name} ({each.unsupported_reason.split(': ')[0]})"
+            for each in service.methods.values()
+            if each.unsupported_reason is not None
+        ]
+        if unavailable:
+            gr.HTML(hint(f"This model cannot run: {'; '.join(unavailable)}."), padding=True)
+    return methods, count, best
 
 
 def _slider(name: str, defaults: dict[str, Any]) -> gr.Slider:
@@ -125,74 +183,19 @@ def _info(option: Option) -> str:
     return option.help[0].upper() + option.help[1:]
 
 
-def describe_mismatch(service: ImageService, method: str, model: object) -> str:
-    """Explain in one sentence why an image's parameters give another image here; empty if they give the same."""
-    if model not in (None, service.name):
-        return f"The image is from the model {model}; this model generates another one."
-    if method not in {each.name for each in service.available}:
-        return f"The image is from the method {method}, which is not available here; another method may give another image."
-    return ""
+def fill_subject(subject: Subject, request: PageRequest) -> dict[Any, Any]:
+    """Return the updates that take prompt and seed of a request over."""
+    seed = min(request.seed, MAX_SEED)
+    return {subject.prompt: request.prompt, subject.style: ANY_STYLE, subject.seed: seed, subject.once: True}
 
 
-@dataclass(frozen=True)
-class MethodList:
-    """A list of methods to choose from, core ones first, and the checkbox that adds the experimental ones, if there are any."""
-
-    choice: gr.Radio | gr.CheckboxGroup | gr.Dropdown
-    more: gr.Checkbox
-    choices: Callable[[bool], list[tuple[str, str]]]
+def fill_inputs(inputs: Inputs, request: PageRequest) -> dict[Any, Any]:
+    """Return the updates that take a request over: its seed is used once."""
+    sampling = [request.guidance_scale, request.temperature, request.top_k, request.top_p, request.negative_prompt]
+    found = {**fill_subject(inputs.subject, request), **dict(zip(inputs.sampling, sampling, strict=True))}
+    return {**found, **inputs.methods.select(request.method)}
 
 
-def build_method_list(
-    component: type[Any], methods: Sequence[MethodInfo], describe: Callable[[MethodInfo], str], more_id: str, **options: Any
-) -> MethodList:
-    """Lay out a list of methods; experimental ones are hidden until the checkbox below it is checked.
-
-    Args:
-        component: such as `gr.Radio`. describe: the label of a method. options: of the component; `value` is selected first.
-    """
-    core = [each for each in methods if not PRESETS[each.name].experimental]
-
-    def choices(more: bool) -> list[tuple[str, str]]:
-        return [(describe(each), each.name) for each in (methods if more else core)]
-
-    def update(more: bool, selected: Any) -> Any:
-        listed = choices(bool(more))
-        names = {name for _, name in listed}
-        if isinstance(selected, list):
-            return component(choices=listed, value=[name for name in selected if name in names])
-        return component(choices=listed, value=selected if selected in names else options["value"])
-
-    choice = component(choices(False), **options)
-    count = len(methods) - len(core)
-    more = gr.Checkbox(label=f"More methods ({count} experimental)", visible=count > 0, elem_id=more_id, container=False)
-    more.change(update, [more, choice], choice, **INSTANT_EVENT)
-    return MethodList(choice, more, choices)
-
-
-def reload_on_drop(service: ImageService, inputs: Inputs, methods: MethodList, note: gr.HTML) -> None:
-    """Connect the drop box: the parameters of a dropped image fill the page, and its seed is locked."""
-    outputs = [*inputs.values, inputs.lock, methods.more, methods.choice, note]
-
-    def reload(path: str | None) -> list[Any]:
-        if path is None:
-            return [gr.skip()] * len(outputs)
-        with user_errors():
-            parameters = read_parameters(path)
-            defaults = {**service.defaults, "method": service.available[0].name}
-            found = request_from_metadata(parameters, defaults)
-        lists: list[Any] = [gr.skip(), gr.skip()]
-        if found.method in {name for _, name in methods.choices(False)}:
-            lists = [gr.skip(), gr.Radio(value=found.method)]
-        elif found.method in {name for _, name in methods.choices(True)}:
-            lists = [True, gr.Radio(choices=methods.choices(True), value=found.method)]
-        if mismatch := describe_mismatch(service, found.method, parameters.get("model")):
-            gr.Warning(text(mismatch))
-        news = status_line(f"Parameters reloaded. {mismatch or 'Generate gives the same image.'}")
-        values = [
-            found.prompt, ANY_STYLE, min(found.seed, MAX_SEED), found.guidance_scale, found.temperature, found.top_k,
-            found.top_p, found.negative_prompt,
-        ]  # fmt: skip
-        return [*values, True, *lists, news]
-
-    inputs.dropped.upload(reload, inputs.dropped, outputs, **QUEUED_EVENT)
+def filled_inputs(inputs: Inputs) -> list[Any]:
+    """The outputs of an event that returns what `fill_inputs` does."""
+    return [*inputs.subject.values, inputs.subject.once, *inputs.sampling, inputs.methods.more, inputs.methods.choice]

@@ -21,19 +21,21 @@ from vargen.demo.rendering import ResultCard, status_line
 from vargen.demo.request import PageRequest, new_seed
 
 if TYPE_CHECKING:
-    from vargen.demo.inputs import Inputs
+    from vargen.demo.inputs import Subject
 
 logger = logging.getLogger("vargen")
 
-START = "vg-start"  # class of the button that Enter in the prompt presses
 POLL_SECONDS = 0.25  # how often the page looks at a running job
 # For immediate events that may report an error: gradio delivers messages to the page only through the queue.
 QUEUED_EVENT: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private", "concurrency_limit": None}
+PUSH_LINK = "(link) => { window.vargen.push(link); }"  # the address of the page becomes that of the latest job
+# For jobs: gradio shows the place in the queue and the expected seconds while one waits.
+WAITING: dict[str, Any] = {"show_progress": "minimal"}
 # For events that only update the page.
 INSTANT_EVENT: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
 
 
-@dataclass
+@dataclass(eq=False)
 class Ticket:
     """One request to start a job; `kind` identifies the part of the page that made it."""
 
@@ -59,6 +61,11 @@ class JobRegistry:
         with self._lock:
             self._tickets[number] = Ticket(session, kind)
         return number
+
+    def find(self, number: str) -> Ticket | None:
+        """Return a ticket that waits or runs."""
+        with self._lock:
+            return self._tickets.get(number)
 
     def start(self, number: str) -> Ticket | None:
         """Return the ticket whose turn has come; None if it was stopped while waiting, or never existed."""
@@ -199,7 +206,8 @@ def job_card(name: str, tag: str, job: Job | None, total: int, caption: str = ""
         caption = f"stopped after {result.seconds:.1f} s"
     else:
         image = result.images[0]
-    return ResultCard(name, tag, image, caption, badge, job.tokens, total, job.seconds, job.tokens_per_pass)
+    done = result is not None and not result.stopped
+    return ResultCard(name, tag, image, caption, badge, job.tokens, total, job.seconds, job.tokens_per_pass, done)
 
 
 def stream_job(registry: JobRegistry, number: str, run: Callable[[Ticket], Iterator[list[Any]]]) -> Iterator[list[Any]]:
@@ -221,14 +229,12 @@ def set_idle() -> list[Any]:
 
 @dataclass(frozen=True)
 class JobControls:
-    """What a tab that generates has: a start and a stop button, a status line, and its own inputs and outputs.
+    """What a mode that generates has, in addition to its start and stop buttons: a status line, and its inputs and outputs.
 
     Attributes:
-        inputs: read in addition to the inputs of the page. state: only passed to the job. outputs: that the job updates.
+        inputs: read in addition to those of the subject. state: only passed to the job. outputs: that the job updates.
     """
 
-    start: gr.Button
-    stop: gr.Button
     note: gr.HTML
     inputs: Sequence[Any]
     outputs: Sequence[Any]
@@ -237,53 +243,65 @@ class JobControls:
 
 def connect_job(
     registry: JobRegistry,
-    shared: Inputs,
+    subject: Subject,
+    mode: str,
     controls: JobControls,
-    check: Callable[..., object],
+    check: Callable[..., str],
     run: Callable[..., Iterator[list[Any]]],
     queue_options: dict[str, Any],
-) -> None:
-    """Connect the start and stop buttons of a tab.
+    on_stop: Callable[[str], object] = lambda number: None,
+) -> gr.Textbox:
+    """Connect the start and stop buttons of a mode.
 
     Args:
-        check: called with the values of the shared and the own inputs; raises ValueError for what cannot be started.
+        check: called with the values of the subject and the own inputs; returns the link to the result, or raises ValueError
+            for what cannot be started.
         run: called with a ticket, the same values and the state when the turn has come; yields the status line and outputs.
+        on_stop: called with the id of the ticket whose stop button was pressed.
+
+    Returns:
+        the component that holds the id of the latest ticket.
     """
-    ticket = gr.Textbox(visible=False)
+    buttons = subject.buttons[mode]
+    ticket, link = gr.Textbox(visible=False), gr.Textbox(visible=False)
 
     def start_clicked(request: gr.Request, *values: Any) -> list[Any]:
-        *own, locked = values
+        *own, locked, once = values
         with user_errors():
-            if not locked:
-                own[shared.seed_index] = new_seed()
-            check(*own)
+            if not locked and not once:
+                own[subject.seed_index] = new_seed()
+            address = check(*own)
         number = registry.enqueue(request.session_hash or "")
-        buttons = [gr.Button(interactive=False), gr.Button(interactive=True)]
-        return [number, own[shared.seed_index], *buttons, status_line("Waiting for other jobs …")]
+        pressed = [gr.Button(interactive=False), gr.Button(interactive=True)]
+        return [number, address, own[subject.seed_index], False, *pressed, status_line("Waiting for other jobs …")]
 
     def run_job(number: str, *values: Any) -> Iterator[list[Any]]:
         yield from stream_job(registry, number, lambda each: run(each, *values))
 
     def stop_clicked(number: str) -> list[Any]:
+        on_stop(number)
         if registry.stop(number):
             return [status_line("Removed from the queue."), *set_idle()]
         return [status_line("Stopping …"), gr.skip(), gr.skip()]
 
-    values, buttons = [*shared.values, *controls.inputs], [controls.start, controls.stop]
-    started = controls.start.click(
+    values, both = [*subject.values, *controls.inputs], [buttons.start, buttons.stop]
+    started = buttons.start.click(
         start_clicked,
-        [*values, shared.lock],
-        [ticket, shared.seed, *buttons, controls.note],
+        [*values, subject.lock, subject.once],
+        [ticket, link, subject.seed, subject.once, *both, controls.note],
         trigger_mode="once",
         **QUEUED_EVENT,
     )
+    started.success(None, link, None, js=PUSH_LINK, api_visibility="private")
     running = started.success(
         run_job,
         [ticket, *values, *controls.state],
         [controls.note, *controls.outputs],
-        show_progress="hidden",
+        **WAITING,
+        show_progress_on=controls.note,
         **queue_options,
     )
-    running.then(set_idle, None, buttons, **INSTANT_EVENT)
+    running.then(set_idle, None, both, **INSTANT_EVENT)
     running.failure(lambda: status_line("Not finished.", "off"), None, controls.note, **INSTANT_EVENT)
-    controls.stop.click(stop_clicked, ticket, [controls.note, *buttons], **INSTANT_EVENT)
+    buttons.stop.click(stop_clicked, ticket, [controls.note, *both], **INSTANT_EVENT)
+    return ticket

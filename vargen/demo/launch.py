@@ -22,7 +22,8 @@ from vargen.device import select_device, set_threads
 if TYPE_CHECKING:
     import gradio as gr
 
-VIDEO_MODEL = "emoji-video"  # has a tab on the page of the packaged image models
+# Models that have a mode on the page of the packaged image model, and the one whose images the page opens on.
+DEFAULT_MODEL, LIVE_MODEL, VIDEO_MODEL = "emoji", "emoji-var", "emoji-video"
 HOST_VARIABLE, PORT_VARIABLE = "GRADIO_SERVER_NAME", "GRADIO_SERVER_PORT"
 _FREE = "the first free one from 7860"
 
@@ -94,10 +95,17 @@ def resolve_address(host: str | None, port: int | None, environ: Mapping[str, st
 
 @dataclass(frozen=True)
 class Services:
-    """The models of the page: an image model or a video model, and a second one for the Video tab."""
+    """The models of the page.
+
+    Attributes:
+        main: an image model, or a video model alone. video, live: of the modes of these names; None for none.
+        opening: whether the page opens on recorded images, which are those of the packaged models.
+    """
 
     main: Any
     video: Any = None
+    live: Any = None
+    opening: bool = False
 
     def build_page(self, concurrency: int) -> gr.Blocks:
         from vargen.demo.page import build_page, build_video_page
@@ -105,16 +113,16 @@ class Services:
 
         if isinstance(self.main, VideoService):
             return build_video_page(self.main, concurrency)
-        return build_page(self.main, concurrency, self.video)
+        return build_page(self.main, concurrency, self.video, self.live, self.opening)
 
     def close(self) -> None:
-        self.main.close()
-        if self.video is not None:
-            self.video.close()
+        for service in (self.main, self.video, self.live):
+            if service is not None:
+                service.close()
 
 
 def load_services(model: str, device_name: str, scorer_name: str | None) -> Services:
-    """Load the models; the packaged video model, too, beside a packaged image model.
+    """Load the models; beside a packaged image model, the other packaged ones, too.
 
     Raises:
         ValueError, OSError, RuntimeError, ImportError: for a model or scorer that cannot be loaded.
@@ -122,6 +130,7 @@ def load_services(model: str, device_name: str, scorer_name: str | None) -> Serv
     from vargen.demo.image_service import ImageService
     from vargen.demo.video_service import VideoService
     from vargen.pipelines.loading import default_dtype
+    from vargen.pipelines.regeneration import model_digest
     from vargen.pipelines.registry import inspect_model, open_pipeline
     from vargen.scoring.registry import default_scorer, open_scorer
 
@@ -138,10 +147,12 @@ def load_services(model: str, device_name: str, scorer_name: str | None) -> Serv
     title = Path(model).resolve().name if Path(model).is_dir() else model
     if generates_video:
         return Services(VideoService(load(model), title, scorer))
-    has_video_tab = {model, VIDEO_MODEL} <= set(packaged_models())
-    pipe, video_pipe = load(model), load(VIDEO_MODEL) if has_video_tab else None
-    video = VideoService(video_pipe, VIDEO_MODEL, scorer) if video_pipe is not None else None
-    return Services(ImageService(pipe, title, scorer, name), video)
+    packaged = set(packaged_models())
+    pipe = load(model)
+    video = VideoService(load(VIDEO_MODEL), VIDEO_MODEL, scorer) if {model, VIDEO_MODEL} <= packaged else None
+    live = ImageService(load(LIVE_MODEL), LIVE_MODEL) if model == DEFAULT_MODEL and LIVE_MODEL in packaged else None
+    digest = model_digest(inspect_model(model).folder)
+    return Services(ImageService(pipe, title, scorer, name, digest), video, live, model == DEFAULT_MODEL)
 
 
 def serve(page: gr.Blocks, address: Address) -> str:
@@ -150,18 +161,24 @@ def serve(page: gr.Blocks, address: Address) -> str:
     Raises:
         OSError: if the port is in use.
     """
+    from starlette.middleware import Middleware
+    from starlette.staticfiles import StaticFiles
+
+    from vargen.demo import first_sight
+    from vargen.demo.link_preview import LinkPreview
+    from vargen.demo.look import CSS, FAVICON, build_theme
     from vargen.demo.malformed_requests import HANDLERS
-    from vargen.demo.page import CSS, FAVICON, build_theme
 
     # Before 6.20, gradio reads this deprecated status code at each request, and newer Starlette versions warn on stderr.
     warnings.filterwarnings("ignore", "'HTTP_422_UNPROCESSABLE_ENTITY' is deprecated", UserWarning, r"gradio\.routes")
+    preview = Middleware(LinkPreview, image=f"{first_sight.ROUTE}/preview.png")
     try:
         page.launch(
             server_name=address.host,
             server_port=address.port,
             share=False,
             show_error=True,
-            app_kwargs={"exception_handlers": HANDLERS},
+            app_kwargs={"exception_handlers": HANDLERS, "middleware": [preview]},
             ssr_mode=False,
             pwa=False,
             enable_monitoring=False,
@@ -179,6 +196,7 @@ def serve(page: gr.Blocks, address: Address) -> str:
             raise
         # gradio's message names an argument that the user did not give
         raise OSError(address.describe_port_conflict()) from error
+    page.app.mount(f"/{first_sight.ROUTE}", StaticFiles(directory=first_sight.FOLDER))
     return page.local_url
 
 

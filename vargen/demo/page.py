@@ -1,91 +1,105 @@
-"""The page: header, inputs and tabs, its look, and the page of a video model."""
+"""The page: prompt and buttons on top, one tab per mode, and below them the wall. Also the page of a video model alone."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import gradio as gr
 
+from vargen.demo import first_sight
 from vargen.demo.api import add_api_endpoints
+from vargen.demo.drop_box import build_drop_box
 from vargen.demo.explore_tab import build_explore_tab
-from vargen.demo.generate_tab import build_generate_tab
+from vargen.demo.generate_tab import build_generate_tab, connect_generate_tab
+from vargen.demo.history import History, build_history
 from vargen.demo.image_service import ImageService
-from vargen.demo.inputs import build_inputs, reload_on_drop
-from vargen.demo.jobs import START, JobRegistry
+from vargen.demo.inputs import Inputs, Subject, build_inputs, build_seed, build_top, fill_inputs, fill_subject, filled_inputs
+from vargen.demo.jobs import QUEUED_EVENT, JobRegistry, user_errors
+from vargen.demo.link_preview import TITLE
+from vargen.demo.links import request_of_link
 from vargen.demo.live_tab import build_live_tab
+from vargen.demo.look import SCRIPT
 from vargen.demo.malformed_requests import Page
+from vargen.demo.modes import mode_tab
 from vargen.demo.race_tab import build_race_tab
 from vargen.demo.rendering import text
 from vargen.demo.video_service import VideoService
-from vargen.demo.video_tab import build_video_controls, build_video_tab, connect_events, output_components
+from vargen.demo.video_tab import EXAMPLE, build_video_tab
+from vargen.demo.visits import VisitStore
 
-CSS = Path(__file__).with_name("style.css")
-FAVICON = Path(__file__).with_name("favicon.svg")
 _MAX_QUEUE = 32
-_TOGGLE_DARK = "() => { document.body.classList.toggle('dark'); }"
-# Enter in the prompt presses the button of the open tab: the buttons of the other tabs are not laid out.
-_PRESS_OPEN = f"() => {{ [...document.querySelectorAll('.{START}')].find(each => each.offsetParent)?.click(); }}"
+_START_LINKED = "(mode) => { if (mode) window.vargen.start(mode); }"
 
 
-def build_page(service: ImageService, concurrency: int = 1, video: VideoService | None = None) -> gr.Blocks:
+def build_page(
+    service: ImageService,
+    concurrency: int = 1,
+    video: VideoService | None = None,
+    live: ImageService | None = None,
+    opening: bool = False,
+) -> gr.Blocks:
     """Build the page of a loaded image model.
 
     Args:
         concurrency: maximum number of concurrent jobs over all visitors; the others wait in one queue.
-        video: a video model, which gets its own tab.
+        video: a video model, which gets a mode.
+        live: a model that generates while the visitor types; by default the image model itself, if it is fast enough.
+        opening: whether to open on the recorded race and the wall, whose seeds are those of the packaged models.
     """
     registry, queue_options = JobRegistry(), _queue_options(concurrency)
     private = {**queue_options, "api_visibility": "private"}
-    intro = "Images are generated token by token. See how methods that need fewer passes of the network speed this up."
-    with _page(intro, service.name, registry, concurrency) as page:
-        with gr.Row():
-            with gr.Column(scale=4, min_width=300):
-                shared = build_inputs(service)
-            with gr.Column(scale=7, min_width=320), gr.Tabs():
-                with gr.Tab("Generate") as generate:
-                    methods, note = build_generate_tab(service, registry, shared, private)
-                with gr.Tab("Race") as race:
-                    build_race_tab(service, registry, shared, private)
-                tabs = [generate, race]
-                if service.relaxes:
-                    with gr.Tab("Explore") as explore:
-                        build_explore_tab(service, registry, shared, private)
-                    tabs.append(explore)
-                if video is not None:
-                    with gr.Tab("Video") as moving:
-                        build_video_tab(video, registry, shared, private)
-                    tabs.append(moving)
-                if service.live:
-                    with gr.Tab("Live") as live:
-                        build_live_tab(service, registry, shared, (tabs, live), private)
-        shared.prompt.submit(None, js=_PRESS_OPEN, api_visibility="private")
-        reload_on_drop(service, shared, methods, note)
+    live = live or (service if service.live else None)
+    modes = ["image"]
+    modes += ["live"] if live is not None else []
+    modes += ["video"] if video is not None else []
+    modes += ["race", *(["explore"] if service.relaxes else [])]
+    with _page(service.name, registry, concurrency) as page:
+        shared = build_inputs(service, modes)
+        tabs: dict[str, gr.Tab] = {}
+        with gr.Tabs(elem_id="modes"):
+            with mode_tab("image") as tabs["image"]:
+                view = build_generate_tab(service, shared)
+                if opening:
+                    gr.HTML(first_sight.render_race(), elem_id="race-replay")
+            if live is not None:
+                with mode_tab("live") as tabs["live"]:
+                    pass
+            if video is not None:
+                with mode_tab("video") as tabs["video"]:
+                    build_video_tab(video, registry, shared.subject, private)
+            with mode_tab("race") as tabs["race"]:
+                build_race_tab(service, registry, shared, private)
+            if service.relaxes:
+                with mode_tab("explore") as tabs["explore"]:
+                    build_explore_tab(service, registry, shared, private)
+        if live is not None:
+            others = [tab for name, tab in tabs.items() if name != "live"]
+            with tabs["live"]:
+                build_live_tab(live, registry, shared.subject, (others, tabs["live"]), private)
+        history = build_history(service, VisitStore())
+        connect_generate_tab(service, registry, shared, view, history, private)
+        if opening:
+            _build_wall(tuple(modes), shared.subject)
+        build_drop_box(service, shared, view, private)
+        _connect_link(page, service, shared, modes, history)
         add_api_endpoints(service, queue_options)
     return page
 
 
 def build_video_page(service: VideoService, concurrency: int = 1) -> gr.Blocks:
-    """Build the page of a video model; see `build_page`."""
+    """Build the page of a video model alone; see `build_page`."""
     registry = JobRegistry()
-    intro = (
-        "A video is generated block by block: a small network drafts each block, a scorer scores it, and the large network "
-        "regenerates blocks that score too low."
-    )
-    with _page(intro, service.name, registry, concurrency) as page:
-        with gr.Row():
-            with gr.Column(scale=4, min_width=300):
-                prompt = gr.Textbox("waving hand", label="Prompt", elem_id="prompt", max_length=500)
-                seed = gr.Number(0, label="Seed", precision=0, minimum=0, maximum=2**32 - 1, elem_id="seed")
-                controls = build_video_controls(service)
-            with gr.Column(scale=7, min_width=320):
-                outputs = output_components()
-        private = {**_queue_options(concurrency), "api_visibility": "private"}
-        start_on = connect_events(service, registry, (prompt, seed, None), controls, outputs, private)
-        start_on(prompt.submit)
+    with _page(service.name, registry, concurrency) as page:
+        top = build_top(["video"], example=EXAMPLE)
+        with gr.Accordion("Seed", open=False, elem_id="advanced"):
+            subject = Subject(*top, *build_seed())
+        with gr.Tabs(elem_id="modes"), mode_tab("video"):
+            build_video_tab(service, registry, subject, {**_queue_options(concurrency), "api_visibility": "private"})
+        page.load(None, js="() => { window.vargen.open('video'); }", api_visibility="private")
+        _submit_prompt(subject)
     return page
 
 
@@ -93,13 +107,55 @@ def _queue_options(concurrency: int) -> dict[str, Any]:
     return {"concurrency_id": "generate", "concurrency_limit": concurrency}
 
 
+def _submit_prompt(subject: Subject) -> None:
+    """Have Enter in the prompt press the start button of the open mode: the other buttons are not laid out."""
+    subject.prompt.submit(None, js="() => { window.vargen.pressOpen(); }", api_visibility="private")
+
+
+def _build_wall(modes: tuple[str, ...], subject: Subject) -> None:
+    gr.HTML(first_sight.render_wall(modes), elem_id="wall")
+    choose = gr.Button(visible="hidden", elem_id="choose")
+    outputs = [*subject.values, subject.once]
+    choose.click(None, None, outputs, js="() => window.vargen.takeChosen()", api_visibility="private")
+
+
+def _connect_link(page: gr.Blocks, service: ImageService, shared: Inputs, modes: Sequence[str], history: History) -> None:
+    """Have a loaded page show the images of its visitor, and generate what its address says."""
+    mode = gr.Textbox(visible=False)
+
+    def read_link(visit: object, request: gr.Request) -> dict[Any, Any]:
+        query = dict(request.query_params)
+        wanted = query.get("mode", "image")
+        opened = history.store.open(visit)
+        shown = dict(zip([history.visit, *history.outputs], [opened, *history.update(opened)], strict=True))
+        with user_errors():
+            if wanted not in modes:
+                raise ValueError(f"This page has no mode {wanted!r}; it has {', '.join(modes)}.")
+            methods = query.pop("method", service.default_method).split(",")
+            found = request_of_link({**query, "method": methods[0]}, service.defaults)
+            if found is not None and wanted == "image":
+                service.check(found)
+        if found is None:
+            return {**shown, mode: ""}
+        filled = fill_inputs(shared, found) if wanted == "image" else fill_subject(shared.subject, found)
+        return {**shown, **filled, mode: wanted}
+
+    outputs = [history.visit, *history.outputs, mode, *filled_inputs(shared)]
+    loaded = page.load(read_link, history.visit, outputs, **QUEUED_EVENT)
+    loaded.success(None, mode, None, js=_START_LINKED, api_visibility="private")
+    _submit_prompt(shared.subject)
+
+
 @contextmanager
-def _page(intro: str, model: str, registry: JobRegistry, concurrency: int) -> Iterator[gr.Blocks]:
+def _page(model: str, registry: JobRegistry, concurrency: int) -> Iterator[gr.Blocks]:
     """Open a page with its header; jobs of a visitor who closes it are stopped."""
-    with Page(title="vargen", analytics_enabled=False, delete_cache=(3600, 86400)) as page:
-        head = f"<h1>vargen</h1><p>{intro} Model: <b>{text(model)}</b></p>"
-        gr.HTML(f'<div class="vg-head">{head}</div>')
-        gr.Button("Light / dark", size="sm", elem_id="theme").click(None, js=_TOGGLE_DARK, api_visibility="private")
+    with Page(title=TITLE, analytics_enabled=False, delete_cache=(3600, 86400)) as page:
+        gr.HTML(
+            f'<div class="vg-head"><h1>vargen</h1><p>Fast image and video generation. Model: <b>{text(model)}</b></p></div>'
+        )
+        theme = gr.Button("Light / dark", size="sm", elem_id="theme")
+        theme.click(None, js="() => { window.vargen.toggleTheme(); }", api_visibility="private")
+        page.load(None, js=SCRIPT.read_text("utf-8"), api_visibility="private")
         yield page
 
         def stop_visitor_jobs(request: gr.Request) -> None:
@@ -109,29 +165,3 @@ def _page(intro: str, model: str, registry: JobRegistry, concurrency: int) -> It
     # After each request, gradio rebuilds a table of all requests for a dashboard that is not served here.
     os.environ.setdefault("GRADIO_ANALYTICS_CACHE_FREQUENCY", str(2**31))
     page.queue(max_size=_MAX_QUEUE, default_concurrency_limit=concurrency)
-
-
-def build_theme() -> gr.themes.Base:
-    """Return the theme, light and dark: system fonts, one accent color, and no requests to other servers."""
-    colors = {
-        "block_title_background_fill": "none",
-        "block_title_text_color": "*neutral_700",
-        "block_label_background_fill": "none",
-        "block_label_text_color": "*neutral_700",
-        "block_border_width": "1px",
-    }
-    dark = {**colors, "block_title_text_color": "*neutral_200", "block_label_text_color": "*neutral_200"}
-    return gr.themes.Soft(
-        primary_hue="indigo",
-        secondary_hue="indigo",
-        neutral_hue="slate",
-        font=["system-ui", "-apple-system", "Segoe UI", "Roboto", "sans-serif"],
-        font_mono=["ui-monospace", "Consolas", "monospace"],
-    ).set(
-        body_background_fill="*neutral_100",
-        body_background_fill_dark="*neutral_950",
-        block_title_padding="0",
-        block_label_text_size="*text_sm",
-        **colors,
-        **{f"{name}_dark": value for name, value in dark.items()},
-    )

@@ -10,8 +10,10 @@ import torch
 
 from vargen.demo import rendering
 from vargen.demo.image_service import ImageService
-from vargen.demo.inputs import Inputs, build_method_list, make_request
-from vargen.demo.jobs import POLL_SECONDS, START, Job, JobControls, JobRegistry, JobResult, Ticket, connect_job, job_card
+from vargen.demo.inputs import Inputs, make_request
+from vargen.demo.jobs import POLL_SECONDS, Job, JobControls, JobRegistry, JobResult, Ticket, connect_job, job_card
+from vargen.demo.links import link_to
+from vargen.demo.method_lists import build_method_list
 from vargen.demo.rendering import ResultCard
 from vargen.demo.request import MAX_RACERS, PageRequest
 
@@ -23,10 +25,15 @@ IN_TURN, TOGETHER = "in turn", "together"
 def build_race_tab(service: ImageService, registry: JobRegistry, shared: Inputs, queue_options: dict[str, Any]) -> None:
     """Lay out the tab and connect its events."""
     names = [each.name for each in service.available]
+    note = gr.HTML(rendering.status_line("The same prompt and seed for each method.", "off"), elem_id="race-note")
+    track = gr.HTML(elem_id="track")
+    with gr.Column(visible=False, elem_id="compare") as beside:
+        slider = gr.ImageSlider(
+            label="Slide to compare", type="filepath", interactive=False, buttons=[], elem_id="slider", height=420
+        )  # fmt: skip
     racers = build_method_list(
-        gr.CheckboxGroup, service.available, lambda each: f"{each.name} · {each.kind}", "more-racers",
-        value=[name for name in _DEFAULT_RACERS if name in names] or names[:2],
-        label=f"Methods, two to {MAX_RACERS}", elem_id="racers", elem_classes="chips",
+        gr.CheckboxGroup, service.available, [name for name in _DEFAULT_RACERS if name in names] or names[:2],
+        "more-racers", f"Methods, two to {MAX_RACERS}", elem_id="racers", elem_classes="methods",
     )  # fmt: skip
     order = gr.Radio(
         [("In turn: each has the machine to itself", IN_TURN), ("Together: they share the machine", TOGETHER)],
@@ -34,11 +41,6 @@ def build_race_tab(service: ImageService, registry: JobRegistry, shared: Inputs,
         label="Start",
         elem_id="order",
     )
-    with gr.Row():
-        start = gr.Button("Race", variant="primary", elem_id="race", elem_classes=START)
-        stop = gr.Button("Stop", variant="stop", interactive=False, elem_id="race-stop")
-    note = gr.HTML(rendering.status_line("The same prompt and seed for each method.", "off"), elem_id="race-note")
-    track = gr.HTML(elem_id="track")
 
     def validate_racers(*values: Any) -> list[PageRequest]:
         *own, selected, _ = values
@@ -46,28 +48,39 @@ def build_race_tab(service: ImageService, registry: JobRegistry, shared: Inputs,
             raise ValueError(f"Choose two to {MAX_RACERS} methods to race; {len(selected)} are chosen.")
         return [make_request(service, own, name) for name in sorted(selected, key=names.index)]
 
+    def check(*values: Any) -> str:
+        requests = validate_racers(*values)
+        return link_to(requests[0], service.defaults, "race", method=",".join(each.method for each in requests))
+
     def run(ticket: Ticket, *values: Any) -> Iterator[list[Any]]:
         requests, together = validate_racers(*values), values[-1] == TOGETHER
         news = f"Racing {len(requests)} methods on “{requests[0].prompt}”, {TOGETHER if together else IN_TURN} …"
-        yield [rendering.status_line(news), gr.skip()]
+        yield [rendering.status_line(news), render_track(service, requests, []), gr.Column(visible=False), gr.skip()]
         jobs: list[Job] = []
         for request in requests:
             jobs.append(service.start(request, stop=ticket.stop))
             while not together and not jobs[-1].done.wait(POLL_SECONDS):
-                yield [gr.skip(), render_race(service, requests, jobs)]
+                yield [gr.skip(), render_track(service, requests, jobs), gr.skip(), gr.skip()]
             if ticket.stop.is_set():
                 break
         while not all(job.done.wait(POLL_SECONDS) for job in jobs):
-            yield [gr.skip(), render_race(service, requests, jobs)]
+            yield [gr.skip(), render_track(service, requests, jobs), gr.skip(), gr.skip()]
         results = [job.result() for job in jobs]
         news = verdict(results, ticket.stop.is_set(), service.baseline)
-        yield [rendering.status_line(news), render_race(service, requests, jobs)]
+        track_now = render_track(service, requests, jobs)
+        if ticket.stop.is_set():
+            yield [rendering.status_line(news), track_now, gr.skip(), gr.skip()]
+            return
+        first, last = (service.save(each)[0] for each in (results[0], results[-1]))
+        label = f"Slide to compare {results[0].request.method} (left) and {results[-1].request.method} (right)"
+        pair = gr.ImageSlider((first, last), label=label)
+        yield [rendering.status_line(news), track_now, gr.Column(visible=True), pair]
 
-    controls = JobControls(start, stop, note, [racers.choice, order], [track])
-    connect_job(registry, shared, controls, validate_racers, run, queue_options)
+    controls = JobControls(note, [*shared.sampling, racers.choice, order], [track, beside, slider])
+    connect_job(registry, shared.subject, "race", controls, check, run, queue_options)
 
 
-def render_race(service: ImageService, requests: Sequence[PageRequest], jobs: Sequence[Job]) -> str:
+def render_track(service: ImageService, requests: Sequence[PageRequest], jobs: Sequence[Job]) -> str:
     """Render a card per method and their chart; methods that have not started yet are empty."""
     baseline = next((job.finished for job in jobs if job.request.method == service.baseline), None)
     started: list[Job | None] = [*jobs, *[None] * (len(requests) - len(jobs))]

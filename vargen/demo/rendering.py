@@ -27,11 +27,11 @@ def image_tag(image: Image.Image | bytes | None, alt: str) -> str:
     """Return an `<img>` with inline data: finished images as PNG, previews unchanged; None gives an empty frame."""
     if image is None:
         return f'<div class="vg-image" role="img" aria-label="{text(alt)}"></div>'
-    kind = "webp"
     if isinstance(image, Image.Image):
         file = io.BytesIO()
         image.save(file, format="PNG")
-        image, kind = file.getvalue(), "png"
+        image = file.getvalue()
+    kind = "png" if image.startswith(b"\x89PNG") else "webp"
     data = base64.b64encode(image).decode()
     return f'<img class="vg-image" alt="{text(alt)}" src="data:image/{kind};base64,{data}">'
 
@@ -119,10 +119,12 @@ def legend() -> str:
     )
 
 
-def progress(done: int, total: int) -> str:
+def progress(done: int, total: int, seconds: float = 0.0) -> str:
+    """Show tokens generated so far and, if `seconds` of an active run are given, the expected seconds left."""
+    left = f", {seconds * (total - done) / done:.1f} s left" if seconds and 0 < done < total else ""
     return (
         f'<div class="vg-progress"><progress max="{total}" value="{done}" aria-label="tokens generated"></progress>'
-        f"<span>{done} of {total} tokens</span></div>"
+        f"<span>{done} of {total} tokens{left}</span></div>"
     )
 
 
@@ -154,7 +156,7 @@ class ResultCard:
         caption: below the image.
         badge: a highlight, such as "same image as ar".
         done: tokens so far, out of `total`.
-        seconds, tokens_per_pass: 0 if not known yet.
+        seconds, tokens_per_pass: 0 if not known yet. finished: whether they are final.
     """
 
     name: str
@@ -166,6 +168,7 @@ class ResultCard:
     total: int
     seconds: float
     tokens_per_pass: float
+    finished: bool = False
 
 
 def result_cards(cards: Sequence[ResultCard], prompt: str) -> str:
@@ -183,12 +186,15 @@ def result_cards(cards: Sequence[ResultCard], prompt: str) -> str:
 
 
 def chart(cards: Sequence[ResultCard], first: str = "method") -> str:
-    """Show seconds and tokens per pass of each card, as a table with bars as cells."""
-    longest = max((card.seconds for card in cards), default=0) or 1
-    most = max((card.tokens_per_pass for card in cards), default=0) or 1
+    """Show seconds and tokens per pass of each finished card, as a table with bars as cells: others are not comparable yet."""
+    finished = [card for card in cards if card.finished]
+    longest = max((card.seconds for card in finished), default=0) or 1
+    most = max((card.tokens_per_pass for card in finished), default=0) or 1
     rows = "".join(
         f'<tr><th scope="row">{text(card.name)}</th>{_bar(card.seconds / longest, f"{card.seconds:.2f} s", "a")}'
         f"{_bar(card.tokens_per_pass / most, f'{card.tokens_per_pass:.2f}', 'b')}</tr>"
+        if card.finished
+        else f'<tr><th scope="row">{text(card.name)}</th><td>{"running" if card.seconds else "waiting"}</td><td></td></tr>'
         for card in cards
     )
     return (

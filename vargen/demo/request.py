@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import io
 import math
 import secrets
 import tempfile
@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from PIL import Image, UnidentifiedImageError
-from PIL.PngImagePlugin import PngInfo
+from PIL import Image
 
 from vargen.decoding import DEFAULT_METHOD
+from vargen.image_metadata import png_chunks
 from vargen.options import OPTIONS
 
 MAX_PROMPT = 300  # characters
@@ -80,9 +80,9 @@ class PageRequest:
         values["accelerator"] = values.pop("method")
         return {**values, "top_k": self.top_k or None, "negative_prompt": self.negative_prompt or None}
 
-    def single(self, number: int) -> PageRequest:
-        """Return the request for image `number` of a batch alone."""
-        return replace(self, seed=self.seed + number, num_images=1, best_of=1)
+    def single(self, number: int, seed: int | None = None) -> PageRequest:
+        """Return the request for image `number` of a batch alone; `seed` is that of a selected candidate."""
+        return replace(self, seed=self.seed + number if seed is None else seed, num_images=1, best_of=1)
 
 
 def new_seed() -> int:
@@ -124,11 +124,6 @@ def _check_number(value: Any, least: float, most: float, whole: bool, title: str
     return int(value) if whole else float(value)
 
 
-CHUNK = "vargen"
-_MAX_CHUNK = 20_000  # characters; our own chunks have a few hundred
-_NO_PARAMETERS = "This PNG carries no vargen parameters. Drop one that was downloaded here or written by `vargen generate`."
-
-
 class ImageFolder:
     """A temporary folder with the latest images of the app.
 
@@ -136,22 +131,26 @@ class ImageFolder:
         max_files: number of files kept; older ones are deleted. Gradio serves copies, so images on screen do not disappear.
     """
 
-    def __init__(self, max_files: int = 256):
+    def __init__(self, max_files: int = 1024):
         self._folder = tempfile.TemporaryDirectory(prefix="vargen-demo-")
         self._files: deque[Path] = deque()
         self._max_files, self._count, self._lock = max_files, 0, threading.Lock()
 
     def save(self, image: Image.Image, parameters: dict[str, Any]) -> Path:
         """Write an image; its file name contains the seed and not the prompt."""
+        file = io.BytesIO()
+        image.save(file, format="PNG", pnginfo=png_chunks(parameters, image.size))
+        return self.write(f"vargen-{parameters['seed']}.png", file.getvalue())
+
+    def write(self, name: str, content: bytes) -> Path:
+        """Write a file of this name, in a folder of its own."""
         with self._lock:
             self._count += 1
-            path = Path(self._folder.name) / f"{self._count}" / f"vargen-{parameters['seed']}.png"
+            path = Path(self._folder.name) / f"{self._count}" / name
             self._files.append(path)
             old = [self._files.popleft() for _ in range(len(self._files) - self._max_files)]
         path.parent.mkdir()
-        chunk = PngInfo()
-        chunk.add_text(CHUNK, json.dumps(parameters))
-        image.save(path, format="PNG", pnginfo=chunk)
+        path.write_bytes(content)
         for each in old:
             each.unlink(missing_ok=True)
             each.parent.rmdir()
@@ -160,25 +159,3 @@ class ImageFolder:
     def close(self) -> None:
         """Delete the folder."""
         self._folder.cleanup()
-
-
-def read_parameters(path: str | Path) -> dict[str, Any]:
-    """Read the parameters in a PNG, without decoding pixels.
-
-    Raises:
-        ValueError: if it is not a PNG, or has no parameters, with a message for users.
-    """
-    try:
-        with Image.open(path, formats=["PNG"]) as image:
-            text = image.info.get(CHUNK)
-    except (UnidentifiedImageError, OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise ValueError("This file is not a readable PNG.") from error
-    if not isinstance(text, str):
-        raise ValueError(_NO_PARAMETERS)
-    try:
-        parameters = json.loads(text) if len(text) <= _MAX_CHUNK else None
-    except (ValueError, RecursionError):
-        parameters = None
-    if not isinstance(parameters, dict) or not {"prompt", "class_label"} & set(parameters):
-        raise ValueError("The vargen parameters in this PNG are damaged, so they cannot be reloaded.")
-    return parameters

@@ -27,7 +27,7 @@ class VideoService:
     def __init__(self, pipe: Any, name: str, scorer: Any = None):
         self.pipe, self.name, self.scorer = pipe, name, scorer
         self.methods = [each for each in pipe.list_methods() if each.unsupported_reason is None]
-        self._streams: dict[str, Any] = {}
+        self._streams: dict[object, Any] = {}
         self._lock = threading.Lock()
 
     @property
@@ -41,7 +41,7 @@ class VideoService:
         return 0.0 if tau is None else min(MAX_TAU, max(MIN_TAU, tau))
 
     def generate(
-        self, ticket: str, prompt: str, seed: int, num_blocks: int, method: str, tau: float
+        self, ticket: object, prompt: str, seed: int, num_blocks: int, method: str, tau: float
     ) -> Iterator[tuple[VideoBlock, Any]]:
         """Yield each finished block with all frames of the video so far, as uint8 `[F, Y, X, 3]`.
 
@@ -65,7 +65,7 @@ class VideoService:
                 self._streams.pop(ticket, None)
             stream.close()
 
-    def set_tau(self, ticket: str, tau: float) -> bool:
+    def set_tau(self, ticket: object, tau: float) -> bool:
         """Change the threshold of an active video; False if the video has none."""
         with self._lock:
             stream = self._streams.get(ticket)
@@ -74,7 +74,7 @@ class VideoService:
         stream.tau = tau
         return True
 
-    def stop(self, ticket: str) -> None:
+    def stop(self, ticket: object) -> None:
         """Stop a video within one pass."""
         with self._lock:
             stream = self._streams.get(ticket)

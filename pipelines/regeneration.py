@@ -1,0 +1,142 @@
+"""Generate an image again from the parameters that it carries, and compare tokens and pixels with those of the original."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+
+from vargen.compat import installed_version
+from vargen.image_metadata import pixels_digest, tokens_digest
+from vargen.pipelines.base import VisualPipeline
+
+_PACKAGES = ("vargen", "torch", "diffusers", "transformers")
+_SAMPLING = ("guidance_scale", "temperature", "top_k", "top_p")
+_WHOLE, _PIECES = 64 * 2**20, 64  # bytes of a file that are read in full; pieces of 1 MiB that are read of a larger one
+_SOURCES = ("image", "mask", "strength")
+
+
+@dataclass(frozen=True)
+class Regeneration:
+    """An image generated again.
+
+    Attributes:
+        image: the new image. same_tokens: None if the original does not record its tokens. same_pixels: compared with its file.
+        reasons: why it may differ, in sentences; empty if nothing is known to differ.
+    """
+
+    image: Image.Image
+    same_tokens: bool | None
+    same_pixels: bool
+    reasons: tuple[str, ...] = ()
+
+    def describe(self) -> str:
+        """Return the result in one or more sentences."""
+        if self.same_pixels:
+            tokens = {True: "tokens and pixels are", False: "pixels are, though not the tokens,", None: "pixels are"}
+            return f"The same image: its {tokens[self.same_tokens]} identical."
+        if self.same_tokens:
+            return "The same tokens, but not the same pixels: the decoder rounds differently here."
+        reasons = self.reasons or ("No recorded setting differs: rounding may have, or the file was edited.",)
+        return " ".join(["Another image.", *reasons])
+
+
+def model_digest(folder: Path) -> str:
+    """Return sixteen hexadecimal digits of a model folder's weights and index; of large files, parts are read."""
+    digest = hashlib.sha256()
+    files = [*folder.rglob("*.safetensors"), *folder.glob("*.json")]
+    for file in sorted(file for file in files if file.name not in ("training.json", "examples.safetensors")):
+        size = file.stat().st_size
+        digest.update(f"{file.relative_to(folder).as_posix()} {size}\n".encode())
+        with file.open("rb") as opened:
+            if size <= _WHOLE:
+                digest.update(opened.read())
+                continue
+            for piece in range(_PIECES):
+                opened.seek(piece * (size - 2**20) // (_PIECES - 1))
+                digest.update(opened.read(2**20))
+    return digest.hexdigest()[:16]
+
+
+def environment_parameters(pipe: VisualPipeline, model: str, digest: str | None) -> dict[str, Any]:
+    """Return what an image records about its model and machine, besides the arguments of the call."""
+    device = pipe.device
+    processor = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
+    return {
+        "model": model,
+        **({"model_digest": digest} if digest else {}),
+        "dtype": str(pipe.transformer.dtype).removeprefix("torch."),
+        "processor": f"{device.type} {processor}",
+        "versions": {name: installed_version(name) for name in _PACKAGES},
+    }
+
+
+def validate_regenerable(parameters: Mapping[str, Any]) -> None:
+    """Raise ValueError if parameters cannot be generated from alone."""
+    if found := [name for name in _SOURCES if parameters.get(name) is not None]:
+        raise ValueError(f"the image was generated from another one ({', '.join(found)}), which its parameters do not contain")
+    seed = parameters.get("seed")
+    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63:
+        raise ValueError(f"the image must carry a seed from 0 to 2^63 - 1, got {seed!r}")
+
+
+def regenerate(
+    pipe: VisualPipeline, parameters: Mapping[str, Any], original: Image.Image, here: Mapping[str, Any]
+) -> Regeneration:
+    """Generate an image again and compare it.
+
+    Args:
+        parameters: of the original. here: what `environment_parameters` returns for this pipeline.
+
+    Raises:
+        ValueError: for parameters that this pipeline does not take.
+    """
+    validate_regenerable(parameters)
+    subject = {"prompt": parameters.get("prompt"), "negative_prompt": parameters.get("negative_prompt")}
+    if pipe.is_class_conditional:
+        label = parameters.get("class_label", parameters.get("prompt"))
+        subject = {"class_labels": int(label) if isinstance(label, str) and label.isdecimal() else label}
+    sampling = {name: parameters[name] for name in _SAMPLING if parameters.get(name) is not None}
+    if "top_k" in parameters and parameters["top_k"] is None:
+        sampling["top_k"] = pipe.vocab_size
+    tokens = pipe(
+        **{name: value for name, value in subject.items() if value is not None},
+        **sampling,
+        accelerator=parameters.get("accelerator") or pipe.default_method,
+        generator=torch.Generator().manual_seed(parameters["seed"]),
+        output_type="latent",
+    ).images
+    return compare_images(parameters, original, tokens, pipe.decode_tokens(tokens)[0], here)
+
+
+def compare_images(
+    parameters: Mapping[str, Any], original: Image.Image, tokens: torch.Tensor, image: Image.Image, here: Mapping[str, Any]
+) -> Regeneration:
+    """Compare an image that was generated again with the original; see `regenerate`."""
+    recorded = parameters.get("tokens_digest")
+    same_tokens = None if recorded is None else recorded == tokens_digest(tokens)
+    same_pixels = pixels_digest(original) == pixels_digest(image)
+    return Regeneration(image, same_tokens, same_pixels, () if same_pixels else explain_difference(parameters, here))
+
+
+def explain_difference(parameters: Mapping[str, Any], here: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return a sentence for each recorded fact that can change an image and is different here."""
+    versions, own = parameters.get("versions") or {}, here["versions"]
+    torch_versions = (versions.get("torch"), own["torch"]) if isinstance(versions, dict) else (None, None)
+    facts: Sequence[tuple[str, Any, Any]] = (
+        ("model", parameters.get("model"), here["model"]),
+        ("weights of the model (digest)", parameters.get("model_digest"), here.get("model_digest")),
+        ("dtype", parameters.get("dtype"), here["dtype"]),
+        ("processor, whose float32 sums round differently", parameters.get("processor"), here["processor"]),
+        ("torch version", *torch_versions),
+    )
+    return tuple(
+        f"Another {what}: {given} there, {found} here."
+        for what, given, found in facts
+        if given is not None and found is not None and given != found
+    )

@@ -1,0 +1,146 @@
+"""What a visitor sees first, in headless Chromium: the race, the wall, contrast, the keyboard, and what a link looks like."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+from PIL import Image
+
+from vargen.demo import first_sight, rendering
+from vargen.demo.first_sight import FOLDER, read_wall, render_race
+from vargen.demo.image_service import ImageService
+from vargen.demo.rendering import ResultCard
+
+gradio_client = pytest.importorskip("gradio_client")
+
+FIELD = "#prompt textarea, #prompt input"
+
+
+def test_the_wall_has_its_files_and_only_modes_of_the_page() -> None:
+    tiles = read_wall(("image", "video"))
+    assert len(tiles) > 20 and all((FOLDER / tile["file"]).is_file() for tile in tiles)
+    places = [number for number, tile in enumerate(tiles) if tile["mode"] == "video"]
+    assert places[0] < 5 and len(places) > 3, "videos are among the images"
+    assert {tile["mode"] for tile in read_wall(("image",))} == {"image"}
+    assert "62 passes instead of 256" in render_race()
+
+
+def test_bars_compare_only_what_has_finished() -> None:
+    """The slowest method of a running race would otherwise have the shortest bar of seconds."""
+    slow = ResultCard("ar", "", None, "", "", 256, 256, 2.0, 1.0, True)
+    running = ResultCard("gumbel", "", None, "", "", 9, 256, 0.1, 4.0)
+    waiting = ResultCard("gsd", "", None, "", "", 0, 256, 0.0, 0.0)
+    shown = rendering.chart([slow, running, waiting])
+    assert shown.count('class="vg-bar vg-a"') == 1 and "running" in shown and "waiting" in shown
+
+
+@pytest.mark.parametrize(("width", "height"), [(1280, 900), (390, 844)])
+def test_the_first_screen_shows_prompt_race_and_wall(browser: Any, width: int, height: int) -> None:
+    browser.resize(width, height)
+    bottom = "return document.querySelector(arguments[0]).getBoundingClientRect().bottom"
+    for selector in ("#prompt", "#generate", ".vg-replay", ".vg-tile img"):
+        browser.until(lambda selector=selector: 0 < browser.script(bottom, selector) <= height)
+    browser.until(lambda: browser.script("return document.documentElement.scrollWidth") <= width)
+    browser.until(lambda: browser.script("return document.querySelector('.vg-tile img').naturalWidth") == 128)
+    assert not browser.shown("#seed"), "settings are folded away"
+    passes = [browser.until(lambda: int(browser.text(".vg-lane:last-of-type .vg-passes") or 0)) for _ in range(2)]
+    assert passes, "the race is replayed"
+    browser.until(lambda: browser.count(".vg-finished"))
+
+
+def test_a_tile_is_generated_again_where_it_belongs(browser: Any) -> None:
+    browser.click(".vg-tile[data-mode=image]")
+    tile = read_wall(("image",))[0]
+    browser.until(lambda: browser.attribute("#stage img", "alt") == tile["prompt"])
+    browser.says("#note", f"seed {tile['seed']}.")
+    assert not browser.shown(".vg-replay"), "the result takes the place of the race"
+    browser.click(".vg-tile[data-mode=video]")
+    video = next(each for each in read_wall(("image", "video")) if each["mode"] == "video")
+    browser.says("#video-note", "Generated ")
+    assert browser.attribute("#video-stage img", "alt").startswith(video["prompt"])
+    assert "mode=video" in browser.script("return location.search")
+
+
+def test_generate_is_few_tabs_away(browser: Any) -> None:
+    browser.script("document.activeElement.blur()")
+    browser.driver.execute_cdp_cmd("Page.bringToFront", {})
+    keys = 0
+    while browser.script("return document.activeElement.id") != "generate":
+        keys += 1
+        assert keys <= 5, browser.script("return document.activeElement.outerHTML")
+        press_tab_key(browser)
+
+
+def press_tab_key(browser: Any) -> None:
+    for kind in ("keyDown", "keyUp"):
+        event = {"type": kind, "key": "Tab", "code": "Tab", "windowsVirtualKeyCode": 9}
+        browser.driver.execute_cdp_cmd("Input.dispatchKeyEvent", event)
+
+
+def test_a_link_has_a_title_and_an_image_in_other_programs(address: str) -> None:
+    page = httpx.get(address, headers={"host": "demo.example", "x-forwarded-proto": "https"}).text
+    head = page.split("</head>")[0]
+    assert 'property="og:title" content="vargen' in head and 'content="Gradio"' not in head and "@Gradio" not in head
+    assert f'property="og:image" content="https://demo.example/{first_sight.ROUTE}/preview.png"' in head
+    with Image.open(io.BytesIO(httpx.get(f"{address}{first_sight.ROUTE}/preview.png").content)) as image:
+        assert image.size == (1200, 630)
+
+
+def test_a_waiting_job_says_its_place(browser: Any, address: str, slow: Callable[[float], None]) -> None:
+    slow(0.2)
+    job = gradio_client.Client(address, verbose=False, analytics_enabled=False).submit("a", api_name="/generate")
+    browser.click("#generate")
+    browser.says("#note", "queue: 1/1")
+    slow(0.0)
+    browser.says("#note", "Generated in")
+    job.result()
+
+
+_CONTRAST = """
+const parse = (text) => { const n = text.match(/[\\d.]+/g).map(Number); return n.length < 4 ? [...n.slice(0, 3), 1] : n; };
+const over = (top, below) => [0, 1, 2].map((k) => top[k] * top[3] + below[k] * (1 - top[3])).concat(1);
+const light = (color) => {
+  const [r, g, b] = color.slice(0, 3).map((c) => (c /= 255) <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4);
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+};
+const background = (element) => {
+  const layers = [];
+  for (let at = element; at; at = at.parentElement) {
+    const color = parse(getComputedStyle(at).backgroundColor);
+    layers.push(color);
+    if (color[3] === 1) break;
+  }
+  return layers.reverse().reduce((below, top) => over(top, below), [255, 255, 255, 1]);
+};
+const low = {}, walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+while (walker.nextNode()) {
+  const element = walker.currentNode.parentElement, text = walker.currentNode.textContent.trim();
+  if (!text || !element.checkVisibility({checkOpacity: true, checkVisibilityCSS: true})) continue;
+  if (element.closest('svg, script, style, :disabled, .toast-wrap') || !element.getClientRects().length) continue;
+  const style = getComputedStyle(element), below = background(element), ink = over(parse(style.color), below);
+  const [high, deep] = [light(ink), light(below)].sort((a, b) => b - a), size = parseFloat(style.fontSize);
+  const large = size >= 24 || (size >= 18.66 && style.fontWeight >= 700);
+  const ratio = (high + 0.05) / (deep + 0.05);
+  if (ratio < (large ? 3 : 4.5)) low[text.slice(0, 40)] = ratio.toFixed(2) + ' ' + style.color + ' on ' + below;
+}
+return low;
+"""
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_text_has_the_contrast_of_wcag_aa(browser: Any, service: ImageService, theme: str) -> None:
+    browser.prefer(theme)
+    browser.until(lambda: browser.script("return document.body.classList.contains('dark')") == (theme == "dark"))
+    browser.unfold("#advanced")
+    browser.click("#generate")
+    browser.says("#note", "Generated in")
+    low = {}
+    for tab in ("Image", "Video", "Race", "Explore"):
+        browser.press_tab(tab)
+        browser.until(lambda: browser.script("return document.getAnimations().every(each => each.playState !== 'running')"))
+        low |= browser.script(_CONTRAST)
+    assert not low

@@ -1,0 +1,194 @@
+"""What a visitor keeps and shares, in headless Chromium: links, history, theme, files, and a PNG that is dropped anywhere."""
+
+from __future__ import annotations
+
+import base64
+import io
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import httpx
+import pytest
+from PIL import Image
+from rejects import rejects
+
+from vargen.demo.image_service import ImageService
+from vargen.demo.links import link_to, request_of_link
+from vargen.demo.request import PageRequest
+from vargen.demo.share_card import SIZE, share_card
+from vargen.demo.visits import MAX_IMAGES_KEPT, PastImage, VisitStore
+from vargen.image_metadata import read_parameters
+
+FIELD = "#prompt textarea, #prompt input"
+DEFAULTS = {"guidance_scale": 4.0, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        PageRequest("a cat & a <dog>", "gumbel:window=8", 7),
+        PageRequest("a", "ar", 0, 2.5, 0.5, 9, 0.75, "blurry, ugly", 3, 4),
+    ],
+)
+def test_a_link_holds_its_request(request_: PageRequest) -> None:
+    query = {key: values[0] for key, values in parse_qs(urlsplit(link_to(request_, DEFAULTS)).query).items()}
+    assert request_of_link(query, DEFAULTS) == request_
+    assert set(query) >= {"prompt", "seed", "method"}
+
+
+def test_a_link_out_of_range_gets_a_message() -> None:
+    assert request_of_link({"seed": "3"}, DEFAULTS) is None
+    for query, message in (({"seed": "x"}, "seed"), ({"guidance": "99"}, "Guidance"), ({"images": "1e3"}, "number of images")):
+        rejects(lambda query=query: request_of_link({"prompt": "a", **query}, DEFAULTS), message)
+
+
+def test_a_visit_keeps_its_starred_images(tmp_path: Path) -> None:
+    store = VisitStore()
+    visit = store.open("made up")
+    assert store.open(visit) == visit != "made up"
+    images = [PastImage(str(tmp_path / f"{k}.png"), PageRequest("a", seed=k), (1,), 0.1) for k in range(MAX_IMAGES_KEPT + 9)]
+    for image in images:
+        Path(image.file).touch()
+    store.add(visit, images[:1])
+    assert store.toggle_star(visit, images[0].file) and not store.toggle_star("made up", images[0].file)
+    store.add(visit, images[1:])
+    kept = store.images(visit)
+    assert kept[0].starred and kept[0].file == images[0].file and kept[1].file == images[-1].file
+    assert len(kept) == MAX_IMAGES_KEPT + 1 and store.images("made up") == []
+
+
+def test_a_share_card_has_the_size_of_link_previews(tmp_path: Path) -> None:
+    Image.new("RGB", (16, 16), "red").save(tmp_path / "a.png")
+    card = share_card(tmp_path / "a.png", "a very long prompt " * 20, 62, 256, 0.5, "vargen")
+    assert card.size == SIZE and card.getpixel((300, 300)) == (255, 0, 0)
+
+
+def stage_source(browser: Any) -> str:
+    browser.until(lambda: browser.attribute("#stage img", "src").startswith("data:image/png"))
+    return browser.attribute("#stage img", "src")
+
+
+def file_of(browser: Any, selector: str) -> bytes:
+    """The content of the file that a download button has."""
+    href = browser.until(lambda: browser.script("return document.querySelector(arguments[0])?.href", selector))
+    return httpx.get(href).content
+
+
+def generate(browser: Any, prompt: str) -> None:
+    browser.write(FIELD, prompt)
+    browser.until(lambda: browser.ready("#generate"))
+    browser.driver.switch_to.active_element.send_keys("\ue009\ue007")  # Control and Enter
+    browser.until(lambda: browser.attribute("#stage img", "alt") == prompt)
+    browser.says("#note", "Generated in")
+
+
+def test_a_link_generates_its_image_and_reload_and_back_keep_everything(browser: Any, address: str) -> None:
+    browser.open(f"{address}?prompt=a+green+frog&seed=77&method=ar")
+    browser.says("#note", "seed 77")
+    assert browser.attribute("#stage img", "alt") == "a green frog" and browser.value(FIELD) == "a green frog"
+    first = stage_source(browser)
+    generate(browser, "a blue whale")
+    browser.until(lambda: "blue+whale" in browser.script("return location.search"))
+    second, link = stage_source(browser), browser.script("return location.search")
+    browser.until(lambda: browser.count("#gallery img") == 2)
+    browser.open(f"{address}{link}")  # as a reload does
+    browser.until(lambda: browser.attribute("#stage img", "alt") == "a blue whale")
+    browser.says("#note", "Generated in")
+    assert stage_source(browser) == second and browser.value(FIELD) == "a blue whale"
+    browser.until(lambda: browser.count("#gallery img") >= 2)
+    generate(browser, "a red bird")
+    browser.until(lambda: "red+bird" in browser.script("return location.search"))
+    browser.driver.back()
+    browser.until(lambda: browser.value(FIELD) == "a blue whale" and browser.script("return Boolean(window.vargen)"))
+    browser.until(lambda: browser.attribute("#stage img", "alt") == "a blue whale")
+    assert first != second
+
+
+def test_a_link_that_asks_for_nonsense_gets_a_message(browser: Any, address: str) -> None:
+    browser.driver.get(f"{address}?prompt=a&method=magic")
+    browser.until(lambda: "'magic' is not available" in browser.text("body"))
+
+
+def test_a_past_image_is_shown_with_all_that_belongs_to_it(browser: Any) -> None:
+    generate(browser, "a green frog")
+    browser.until(lambda: browser.count("#gallery img") >= 1)
+    first, width = stage_source(browser), browser.script("return document.querySelector('#stage img').width")
+    generate(browser, "a blue whale")
+    assert read_parameters(io.BytesIO(file_of(browser, "#download")))["prompt"] == "a blue whale"
+    browser.until(lambda: browser.count("#gallery .thumbnail-item img") >= 2)
+    browser.script("document.querySelectorAll('#gallery .thumbnail-item')[1].click()")
+    browser.until(lambda: browser.attribute("#stage img", "alt") == "a green frog")
+    assert stage_source(browser) == first and browser.script("return document.querySelector('#stage img').width") == width
+    browser.until(lambda: read_parameters(io.BytesIO(file_of(browser, "#download")))["prompt"] == "a green frog")
+    assert "green+frog" in browser.attribute("#stage [data-link]", "data-link")
+    browser.unfold("#command-line")
+    browser.says("#command", "a green frog")
+    assert browser.value(FIELD) == "a blue whale"
+    browser.click("#reuse")
+    browser.until(lambda: browser.value(FIELD) == "a green frog")
+    browser.click("#star")
+    browser.says("#star", "Starred")
+    browser.says("#gallery", "★")
+    browser.click("#stage img")
+    browser.until(lambda: browser.shown("dialog.vg-zoom img"))
+    assert browser.script("return document.querySelector('dialog.vg-zoom img').width") > width
+    browser.click("dialog.vg-zoom")
+    browser.until(lambda: not browser.count("dialog.vg-zoom"))
+
+
+def test_stop_leaves_nothing_of_the_image_before(browser: Any, slow: Callable[[float], None]) -> None:
+    generate(browser, "a green frog")
+    assert browser.shown("#download")
+    slow(0.5)
+    browser.click("#generate")
+    browser.says("#note", "Generating")
+    browser.click("#stop")
+    browser.says("#note", "Stopped after")
+    assert not browser.shown("#download") and not browser.shown("#command-line") and not browser.shown("#stop")
+
+
+def test_several_images_are_downloaded_together_and_each_has_its_seed(browser: Any) -> None:
+    generate(browser, "a green frog")
+    browser.click("#more-like-this")
+    browser.until(lambda: browser.count("#stage figcaption") == 4)
+    seeds = [
+        int(caption.split()[1].strip(",")) for caption in browser.text("#stage .vg-stage").split("\n") if "seed" in caption
+    ]
+    assert len(seeds) == 4 and seeds == list(range(seeds[0], seeds[0] + 4))
+    browser.says("#download", "4 PNGs")
+    with zipfile.ZipFile(io.BytesIO(file_of(browser, "#download"))) as archive:
+        found = [read_parameters(io.BytesIO(archive.read(name)))["seed"] for name in sorted(archive.namelist())]
+    assert found == seeds
+
+
+def test_the_theme_follows_the_system_until_one_is_chosen(browser: Any, address: str) -> None:
+    dark = "return document.body.classList.contains('dark')"
+    for theme in ("dark", "light"):
+        browser.prefer(theme)
+        browser.until(lambda theme=theme: browser.script(dark) == (theme == "dark"))
+    browser.click("#theme")
+    browser.until(lambda: browser.script(dark))
+    browser.open(address)
+    browser.until(lambda: browser.script(dark))
+    browser.script("localStorage.removeItem('vargen-theme')")
+
+
+_DROP = """
+const bytes = Uint8Array.from(atob(arguments[0]), c => c.charCodeAt(0)), transfer = new DataTransfer();
+transfer.items.add(new File([bytes], 'shared.png', {type: 'image/png'}));
+for (const kind of ['dragover', 'drop']) {
+  const event = new DragEvent(kind, {dataTransfer: transfer, bubbles: true, cancelable: true});
+  document.querySelector('#modes').dispatchEvent(event);
+}
+"""
+
+
+def test_a_png_dropped_anywhere_is_generated_again_and_compared(browser: Any, service: ImageService) -> None:
+    result = service.start(PageRequest("a green frog", "ar", 5), previews=False).result()
+    shared = Path(service.save(result)[0]).read_bytes()
+    browser.script(_DROP, base64.b64encode(shared).decode())
+    browser.says("#verdict", "The same image: its tokens and pixels are identical.")
+    assert browser.value(FIELD) == "a green frog"

@@ -1,0 +1,74 @@
+"""Parameters in PNG files: as JSON in the text chunk `vargen`, and in the `parameters` chunk that other programs show."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from PIL import Image, UnidentifiedImageError
+from PIL.PngImagePlugin import PngInfo
+
+if TYPE_CHECKING:
+    import torch
+
+CHUNK = "vargen"
+_TEXT_CHUNK = "parameters"
+_MAX_CHUNK = 20_000  # characters; our own chunks have a few hundred
+_NO_PARAMETERS = "This PNG carries no vargen parameters. Take one that the demo or `vargen generate` wrote."
+
+
+def png_chunks(parameters: Mapping[str, Any], size: tuple[int, int] | None = None) -> PngInfo:
+    """Return the text chunks of an image with these parameters; `size` is its width and height in pixels."""
+    chunks = PngInfo()
+    chunks.add_text(CHUNK, json.dumps(parameters))
+    chunks.add_itxt(_TEXT_CHUNK, describe_parameters(parameters, size))
+    return chunks
+
+
+def describe_parameters(parameters: Mapping[str, Any], size: tuple[int, int] | None = None) -> str:
+    """Return parameters as other image programs write and show them: the prompt, the negative prompt, one line of values."""
+    names = {
+        "Sampler": "accelerator", "CFG scale": "guidance_scale", "Seed": "seed", "Model": "model", "Model hash": "model_digest",
+        "Temperature": "temperature", "Top-k": "top_k", "Top-p": "top_p",
+    }  # fmt: skip
+    values = {title: parameters.get(name) for title, name in names.items()}
+    values["Size"] = None if size is None else f"{size[0]}x{size[1]}"
+    values["Version"] = f"vargen {version}" if (version := (parameters.get("versions") or {}).get("vargen")) else None
+    lines = [str(parameters.get("prompt", parameters.get("class_label", "")))]
+    lines += [f"Negative prompt: {negative}"] if (negative := parameters.get("negative_prompt")) else []
+    return "\n".join([*lines, ", ".join(f"{title}: {value}" for title, value in values.items() if value is not None)])
+
+
+def tokens_digest(tokens: torch.Tensor) -> str:
+    """Return sixteen hexadecimal digits that identify the tokens of an image, in generation order, on any machine."""
+    return hashlib.sha256(tokens.detach().cpu().reshape(-1).numpy().astype("<i8").tobytes()).hexdigest()[:16]
+
+
+def pixels_digest(image: Image.Image) -> str:
+    """Return sixteen hexadecimal digits that identify the pixels of an image."""
+    return hashlib.sha256(f"{image.size}".encode() + image.convert("RGB").tobytes()).hexdigest()[:16]
+
+
+def read_parameters(path: str | Path) -> dict[str, Any]:
+    """Read the parameters in a PNG, without decoding pixels.
+
+    Raises:
+        ValueError: if it is not a PNG, or has no parameters, with a message for users.
+    """
+    try:
+        with Image.open(path, formats=["PNG"]) as image:
+            text = image.info.get(CHUNK)
+    except (UnidentifiedImageError, OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise ValueError("This file is not a readable PNG.") from error
+    if not isinstance(text, str):
+        raise ValueError(_NO_PARAMETERS)
+    try:
+        parameters = json.loads(text) if len(text) <= _MAX_CHUNK else None
+    except (ValueError, RecursionError):
+        parameters = None
+    if not isinstance(parameters, dict) or not {"prompt", "class_label"} & set(parameters):
+        raise ValueError("The vargen parameters in this PNG are damaged, so they cannot be read.")
+    return parameters
