@@ -145,7 +145,8 @@ def encode_prompt(
     if pipe.transformer is None and max_sequence_length is None:
         raise ValueError("this pipeline was loaded without a transformer: pass max_sequence_length")
     prompts = [pipe.normalize_prompt(text).text for text in prompts]
-    for hint in dict.fromkeys(describe_unreadable_words(pipe.tokenizer, text) for text in prompts):
+    english = getattr(pipe.text_encoder.config, "model_type", None) != "umt5"  # which reads other languages, too
+    for hint in dict.fromkeys(describe_unreadable_words(pipe.tokenizer, text) for text in prompts if english):
         if hint:
             logger.warning("%s", hint)
     if clean:

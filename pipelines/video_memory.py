@@ -79,7 +79,7 @@ def predict_memory(
     """Predict the memory of a video model from its configuration, by running a block without memory on the meta device.
 
     It is that of a method that drafts, if the model can: all drafts are accepted until the target, whose cache waits for its
-    next block, is fed as many as it has room for. Workspaces of convolutions are not counted.
+    next block, is fed as many as it has room for. See `LiveBytes` for what is counted.
 
     Args:
         folder: result of `vargen.pipelines.loading.validate_model_folder`.

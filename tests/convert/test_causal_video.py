@@ -198,6 +198,11 @@ def test_a_drafter_of_fewer_steps_keeps_them(convert, tmp_path):
     faster = save_self_forcing(tmp_path / "framewise-1step.pt", transformer_state(5))
     folder = convert(target, draft=[faster], block_frames=1)
     assert defaults_of(folder)["draft_steps"] == [1000] and (folder / "draft_transformer").is_dir()
+    slower = save_self_forcing(tmp_path / "self_forcing_dmd.pt", transformer_state(5))
+    folder = convert(target, draft=[slower], steps="1000", overwrite=True)
+    assert defaults_of(folder)["draft_steps"] == [1000, 750, 500, 250]
+    with pytest.raises(ValueError, match="whether timesteps are warped"):
+        convert(target, draft=[slower], no_warp=True, overwrite=True)
     with pytest.raises(ValueError, match="blocks of 1 and 3 latent frames"):
         convert(target, draft=[faster], overwrite=True)
 

@@ -156,13 +156,17 @@ def parse_steps(text: str, name: str) -> list[float]:
 
 
 def _draft_defaults(file: Path, draft_steps: str | None, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the timesteps of a published drafting model that differ from those of the transformer."""
-    published = _published_settings(file)
-    if draft_steps is not None or "steps" not in published:
+    """Return the timesteps of a published drafting model, if they differ from those of the transformer.
+
+    Raises:
+        ValueError: if only one of the two has a warp, which they share.
+    """
+    published = find_published(file)
+    if draft_steps is not None or published is None:
         return {}
-    steps = parse_steps(published["steps"], "steps")
-    if published.get("no_warp"):
-        raise ValueError(f"{file} has noise levels of its own: give draft_steps, before warping")
+    if bool(published.settings.get("no_warp")) != (defaults["shift"] == 1):
+        raise ValueError(f"draft {file} and transformer differ in whether timesteps are warped: give draft_steps")
+    steps = parse_steps(published.settings.get("steps", _STEPS), "steps")
     return {} if steps == defaults["steps"] else {"draft_steps": steps}
 
 
