@@ -89,9 +89,14 @@ def compare(policies: Policies, base: list[Route], zero: np.ndarray, seed: int =
             found.append(None if outside else [float(column[0]), *map(float, np.quantile(usual, (0.025, 0.975)))])
         return found
 
-    return {
-        name: {"share": summary(values), "minus_stride": summary(values - curves["stride"])} for name, values in curves.items()
-    }
+    stride = curves["stride"]
+    found: dict[str, Any] = {}
+    for name, (seconds, quality) in arrays.items():
+        shares = (quality.mean(1) - zero.mean()) / (bq.mean() - zero.mean())
+        settings = np.stack([bs.mean() / seconds.mean(1), shares], 1).tolist()
+        difference = summary(curves[name] - stride)
+        found[name] = {"share": summary(curves[name]), "minus_stride": difference, "settings": settings}
+    return found
 
 
 def measure_prices(pipe: Any, prompts: list[str], blocks: int) -> tuple[BlockCosts, float]:
@@ -140,9 +145,11 @@ def report(found: dict[str, Any]) -> str:
 {about["prompts"]} prompts (and {about["router_prompts"]} to fit routers to), videos of {about["blocks"]} blocks.
 Command: `{about["command"]}`.
 
-Milliseconds of a block: {parts}. Empty: outside of a policy's settings. Stride: the target
-for every n-th block. Learned: routers that never saw the prompt. Relative: to the score of the target's block 0. Oracles know
-the scores of both blocks: of the next one, or of all videos that routing can make.
+Milliseconds of a block: {parts}.
+
+Empty: outside of a policy's settings. Stride: the target for every n-th block. Learned: routers that never saw the prompt.
+Relative: to the score of the target's block 0. Oracles know the scores of both blocks: of the next one, or of all videos that
+routing can make.
 
 """
         + "\n".join(lines)

@@ -76,7 +76,7 @@ def test_all_drafts_and_no_drafts_are_the_two_models_bit_for_bit(pipe: Any, tau:
     assert torch.equal(frames_of(pipe, "winking face", routed, 3, 2), frames_of(pipe, "winking face", alone, 3, 2))
 
 
-@pytest.mark.parametrize("method", [preset.name for preset in list_methods("video")])
+@pytest.mark.parametrize("method", [preset.name for preset in list_methods("video") if not preset.policy.needs_router])
 def test_every_method_makes_a_video(pipe: Any, method: str) -> None:
     result = pipe("beating heart", accelerator=method, num_blocks=2, generator=torch.Generator().manual_seed(2))
     assert len(result.frames[0]) == 8 and result.frames[0][0].size == (64, 64)

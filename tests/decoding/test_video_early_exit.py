@@ -55,7 +55,7 @@ def test_exits_need_fewer_passes_and_no_small_model() -> None:
     assert ALWAYS.kind == "relaxed" and not ALWAYS.needs_draft_model
     made = stream("early-exit", 5, without_a_small_model())
     video(made)
-    assert "".join(source[0] for source in made.stats.sources) == "tdtdt"
+    assert "".join(source[0] for source in made.stats.sources) == "tdddd"
     replay = replace(PRESETS["early-exit"], policy=Replay(made.stats.sources), target_blocks=())
     assert torch.equal(video(stream(replay, 5))[0], video(stream("early-exit", 5))[0])
 

@@ -64,14 +64,8 @@ class VideoMethod(Method):
         if not isinstance(blocks, tuple | list) or any(parse_int(block, 0) is None for block in blocks):
             raise ValueError(f"target_blocks must be numbers of blocks, from 0, got {short_repr(blocks)}")
         object.__setattr__(self, "target_blocks", tuple(blocks))
-        limits = (
-            ("max_accepted_in_row", 1),
-            ("pause_after_rejections", 1),
-            ("pause_blocks", 1),
-            ("refine", 0),
-            ("exit_step", 0),
-        )
-        for name, least in (*limits, ("exit_step", 0)):
+        limits = {"max_accepted_in_row": 1, "pause_after_rejections": 1, "pause_blocks": 1, "refine": 0, "exit_step": 0}
+        for name, least in limits.items():
             value = getattr(self, name)
             if parse_int(value, least) is None and not (
                 value is None and name in ("max_accepted_in_row", "pause_after_rejections")

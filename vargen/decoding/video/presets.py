@@ -81,9 +81,9 @@ VIDEO_METHODS: tuple[VideoMethod, ...] = (
     ),
     VideoMethod(
         name="early-exit",
-        policy=Stride(2),
+        policy=SingleModel(draft=True),
         exit_step=1,
-        summary="every second block is the large model's estimate after its first step; no small model",
+        summary="the large model stops after its first step, in every block but the first; no small model",
         source="as target; consistency models make such estimates: Song et al. 2023, arXiv 2303.01469",
         experimental=True,
     ),
