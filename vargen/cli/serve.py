@@ -33,6 +33,7 @@ from vargen.compat import installed_version
 from vargen.device import set_threads
 from vargen.values import short_repr
 
+_MAX_SECONDS = 86400
 _AUTOSCALING = '{"min_replicas": 1, "max_replicas": 4}'
 _PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 
@@ -89,6 +90,8 @@ def serve_model(
     validate_range(max_waiting, "max_waiting", 1, 10**6)
     validate_range(max_images, "max_images", 1, 1024)
     validate_range(replicas, "replicas", 1, 1024)
+    if not 0 < timeout <= _MAX_SECONDS:
+        raise ValueError(f"timeout must be over 0 and at most {_MAX_SECONDS} seconds, got {timeout:g}")
     if engine is Engine.local:
         reject_options("needs --engine ray", replicas=replicas, autoscaling=autoscaling)
     scaling = _parse_autoscaling(autoscaling)
@@ -100,13 +103,21 @@ def serve_model(
     quiet_libraries()
     place = require_device(device)
 
-    from vargen.pipelines.registry import inspect_model
+    from vargen.decoding import resolve_method
+    from vargen.pipelines.registry import inspect_model, pipeline_class
+    from vargen.pipelines.validation import validate_guidance
     from vargen.serving.app import build_app
     from vargen.serving.launch import open_served_model, open_socket, run_server, warm_up
 
+    info = inspect_model(model)
+    family = pipeline_class(info.pipeline)
+    if accelerator is not None:
+        family.validate_method_for(info, resolve_method(accelerator, family.paradigm))
+    if guidance_scale is not None:
+        validate_guidance(guidance_scale)
     listener = open_socket(host, port)  # before weights are loaded
     title = name or (Path(model).resolve().name if Path(model).is_dir() else model)
-    folder = inspect_model(model).folder
+    folder = info.folder
     weights = str(select_dtype(dtype, place, folder, quantization)).removeprefix("torch.")
     slots = slots or (1 if is_video else 4)
     generator: Any
