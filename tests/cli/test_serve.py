@@ -17,7 +17,6 @@ pytest.importorskip("fastapi")
     ("options", "words"),
     [
         (["--port", "70000"], "port"),
-        (["--host", "no.such.host.invalid"], "'no.such.host.invalid'"),
         (["--slots", "0"], "slots"),
         (["--max-waiting", "0"], "max_waiting"),
         (["--max-images", "0"], "max_images"),
@@ -39,11 +38,13 @@ def test_bad_options_are_refused_by_name(run: Any, monkeypatch: pytest.MonkeyPat
     assert not list(Path().iterdir())
 
 
-def test_a_port_in_use_is_named(run: Any) -> None:
+def test_an_address_that_cannot_be_used_is_named(run: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         result = run("serve", "--port", port)
     assert result.exit_code != 0 and str(port) in result.stderr and "Traceback" not in result.stderr
+    result = run("serve", "--host", "192.0.2.1", "--port", "0")  # of no machine
+    assert result.exit_code != 0 and "192.0.2.1" in result.stderr and "Traceback" not in result.stderr
 
 
 def test_a_key_that_no_header_can_hold_is_refused(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
