@@ -38,7 +38,7 @@ _AUTOSCALING = '{"min_replicas": 1, "max_replicas": 4}'
 _PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 
 
-class Engine(StrEnum):
+class ServeEngine(StrEnum):
     local = "local"
     ray = "ray"
 
@@ -64,8 +64,8 @@ def serve_model(
     max_images: Annotated[int, typer.Option(metavar="N", help="Largest n of a request.")] = 10,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", help="A request that takes longer is cancelled.")] = 120.0,
     engine: Annotated[
-        Engine, typer.Option(help="ray: replicas on Ray Serve, in other processes or machines (needs the extra `ray`).")
-    ] = Engine.local,
+        ServeEngine, typer.Option(help="ray: replicas on Ray Serve, in other processes or machines (needs the extra `ray`).")
+    ] = ServeEngine.local,
     replicas: Annotated[int | None, typer.Option(metavar="N", help="Of --engine ray, each with --slots. Default: 1.")] = None,
     autoscaling: Annotated[
         str | None, typer.Option(metavar="JSON", help=f"Of --engine ray: settings of Ray Serve, such as {_AUTOSCALING}.")
@@ -92,7 +92,7 @@ def serve_model(
     validate_range(replicas, "replicas", 1, 1024)
     if not 0 < timeout <= _MAX_SECONDS:
         raise ValueError(f"timeout must be over 0 and at most {_MAX_SECONDS} seconds, got {timeout:g}")
-    if engine is Engine.local:
+    if engine is ServeEngine.local:
         reject_options("needs --engine ray", replicas=replicas, autoscaling=autoscaling)
     scaling = _parse_autoscaling(autoscaling)
     limits, key = RequestLimits(images=max_images, seconds=timeout), read_api_key(os.environ)
@@ -121,7 +121,7 @@ def serve_model(
     weights = str(select_dtype(dtype, place, folder, quantization)).removeprefix("torch.")
     slots = slots or (1 if is_video else 4)
     generator: Any
-    if engine is Engine.ray:
+    if engine is ServeEngine.ray:
         from vargen.serving.ray_replicas import RayReplicas
         from vargen.serving.replica import ReplicaOptions
 
@@ -138,7 +138,7 @@ def serve_model(
             pipe, accelerator, slots=slots, max_waiting=max_waiting, guidance_scale=guidance_scale
         )  # fmt: skip
     try:
-        card = generator.card if engine is Engine.ray else warm_up(pipe, generator, title)
+        card = generator.card if engine is ServeEngine.ray else warm_up(pipe, generator, title)
         app = build_app(card, generator, limits, key)
         if not _is_local(host) and key is None:
             print_status("Everyone who can reach this machine can use the service: VARGEN_API_KEY is not set.")
