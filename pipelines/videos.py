@@ -18,8 +18,8 @@ from vargen.compat import without_autocast
 from vargen.decoding import BlockStream, VideoBlock, VideoStats
 from vargen.deprecation import renamed_attribute
 from vargen.files import atomic_file, expand_user
+from vargen.mp4 import Mp4Writer, import_av
 from vargen.pipelines.images import preprocess_images
-from vargen.pipelines.mp4 import Mp4Writer, import_av
 from vargen.pipelines.validation import validate_callback_result_type
 from vargen.values import parse_float, short_repr
 

@@ -35,6 +35,7 @@ _ALLOWED: dict[str, set[str]] = {
     "files": set(),
     "image_metadata": set(),
     "model_files": set(),
+    "mp4": set(),
     "options": {"values"},
     "reading": {"files"},
     "specs": {"values"},

@@ -40,9 +40,9 @@ def wait_until(condition: Callable[[], bool]) -> None:
     raise AssertionError("it did not happen")
 
 
-@pytest.mark.parametrize("method", ["gumbel", "scd", "gsd", "ar"])
+@pytest.mark.parametrize("method", ["gumbel", "gsd"])
 def test_images_of_random_arrivals_equal_those_generated_alone(text_pipe: Any, method: str) -> None:
-    choose, tasks = random.Random(method), [image_task(number) for number in range(12)]
+    choose, tasks = random.Random(method), [image_task(number) for number in range(8)]
     with GenerationThread(text_pipe, method, slots=3) as generation:
         handles = []
         while len(handles) < len(tasks):

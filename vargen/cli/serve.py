@@ -33,11 +33,12 @@ from vargen.compat import installed_version
 from vargen.device import set_threads
 from vargen.values import short_repr
 
+_MAX_SECONDS = 86400
 _AUTOSCALING = '{"min_replicas": 1, "max_replicas": 4}'
 _PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 
 
-class Engine(StrEnum):
+class ServeEngine(StrEnum):
     local = "local"
     ray = "ray"
 
@@ -63,8 +64,8 @@ def serve_model(
     max_images: Annotated[int, typer.Option(metavar="N", help="Largest n of a request.")] = 10,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", help="A request that takes longer is cancelled.")] = 120.0,
     engine: Annotated[
-        Engine, typer.Option(help="ray: replicas on Ray Serve, in other processes or machines (needs the extra `ray`).")
-    ] = Engine.local,
+        ServeEngine, typer.Option(help="ray: replicas on Ray Serve, in other processes or machines (needs the extra `ray`).")
+    ] = ServeEngine.local,
     replicas: Annotated[int | None, typer.Option(metavar="N", help="Of --engine ray, each with --slots. Default: 1.")] = None,
     autoscaling: Annotated[
         str | None, typer.Option(metavar="JSON", help=f"Of --engine ray: settings of Ray Serve, such as {_AUTOSCALING}.")
@@ -89,7 +90,9 @@ def serve_model(
     validate_range(max_waiting, "max_waiting", 1, 10**6)
     validate_range(max_images, "max_images", 1, 1024)
     validate_range(replicas, "replicas", 1, 1024)
-    if engine is Engine.local:
+    if not 0 < timeout <= _MAX_SECONDS:
+        raise ValueError(f"timeout must be over 0 and at most {_MAX_SECONDS} seconds, got {timeout:g}")
+    if engine is ServeEngine.local:
         reject_options("needs --engine ray", replicas=replicas, autoscaling=autoscaling)
     scaling = _parse_autoscaling(autoscaling)
     limits, key = RequestLimits(images=max_images, seconds=timeout), read_api_key(os.environ)
@@ -100,17 +103,25 @@ def serve_model(
     quiet_libraries()
     place = require_device(device)
 
-    from vargen.pipelines.registry import inspect_model
+    from vargen.decoding import resolve_method
+    from vargen.pipelines.registry import inspect_model, pipeline_class
+    from vargen.pipelines.validation import validate_guidance
     from vargen.serving.app import build_app
     from vargen.serving.launch import open_served_model, open_socket, run_server, warm_up
 
+    info = inspect_model(model)
+    family = pipeline_class(info.pipeline)
+    if accelerator is not None:
+        family.validate_method_for(info, resolve_method(accelerator, family.paradigm))
+    if guidance_scale is not None:
+        validate_guidance(guidance_scale)
     listener = open_socket(host, port)  # before weights are loaded
     title = name or (Path(model).resolve().name if Path(model).is_dir() else model)
-    folder = inspect_model(model).folder
+    folder = info.folder
     weights = str(select_dtype(dtype, place, folder, quantization)).removeprefix("torch.")
     slots = slots or (1 if is_video else 4)
     generator: Any
-    if engine is Engine.ray:
+    if engine is ServeEngine.ray:
         from vargen.serving.ray_replicas import RayReplicas
         from vargen.serving.replica import ReplicaOptions
 
@@ -127,7 +138,7 @@ def serve_model(
             pipe, accelerator, slots=slots, max_waiting=max_waiting, guidance_scale=guidance_scale
         )  # fmt: skip
     try:
-        card = generator.card if engine is Engine.ray else warm_up(pipe, generator, title)
+        card = generator.card if engine is ServeEngine.ray else warm_up(pipe, generator, title)
         app = build_app(card, generator, limits, key)
         if not _is_local(host) and key is None:
             print_status("Everyone who can reach this machine can use the service: VARGEN_API_KEY is not set.")

@@ -28,11 +28,14 @@ def open_socket(host: str, port: int) -> socket.socket:
     """Return a socket that listens at an address of this machine.
 
     Raises:
-        OSError: if that is impossible; the message names the option.
+        ValueError: for a host that does not exist.
+        OSError: if the address cannot be used.
     """
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family, backlog=2048)
+    except socket.gaierror as error:
+        raise ValueError(f"host must be a name or an address of this machine, got {host!r}") from error
     except OSError as error:
         raise OSError(f"host {host!r} and port {port} cannot be used: {error.strerror or error}") from error
 

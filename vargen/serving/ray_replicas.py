@@ -110,7 +110,7 @@ class RayReplicas:
         if self._autoscaling is not None:
             room = {"autoscaling_config": dict(self._autoscaling)}
         on_gpu = self.options.device.startswith("cuda")
-        deployment = serve.deployment(
+        deployment: Any = serve.deployment(
             Replica,
             name="Replica",
             max_ongoing_requests=self.options.slots,
@@ -158,7 +158,7 @@ class RayReplicas:
         from ray.exceptions import RayActorError
 
         for _ in range(_ATTEMPTS):
-            stream = self._replicas.options(stream=True).generate.remote(handle.task)
+            stream: Any = self._replicas.options(stream=True).generate.remote(handle.task)
             try:
                 async for event in stream:
                     if isinstance(event, GeneratedImage | GeneratedVideo):

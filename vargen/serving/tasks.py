@@ -145,7 +145,7 @@ class GenerationStats:
 
 
 Event = Begun | PartialImage | GeneratedImage | VideoFrames | GeneratedVideo | TaskFailed
-Listener = Callable[["TaskHandle", Event], None]
+Listener = Callable[["TaskHandle", Event], object]
 
 
 @dataclass(eq=False)
@@ -153,14 +153,14 @@ class TaskHandle:
     """An accepted task.
 
     Attributes:
-        task: that was submitted.
+        task: that was submitted, an `ImageTask` or a `VideoTask`.
         listener: called with each event, in the thread that generates; it must return at once. The last event is a
             `GeneratedImage`, a `GeneratedVideo` or a `TaskFailed`.
         begun: whether a slot has taken it.
         num_tokens: number of tokens so far, of tasks with partial images; of a video, the number of frames.
     """
 
-    task: ImageTask | VideoTask
+    task: Any
     listener: Listener | None = None
     begun: bool = False
     num_tokens: int = 0

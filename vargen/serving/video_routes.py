@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
-from vargen.pipelines.mp4 import Mp4Writer
+from vargen.mp4 import Mp4Writer
 from vargen.serving.connections import StreamedBody, run_while_connected
 from vargen.serving.errors import to_api_error
 from vargen.serving.generation import Generator

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
@@ -35,7 +35,7 @@ class Mp4Writer:
         live: write each frame at once, as a fragment of its own, so that players show what has been written.
     """
 
-    def __init__(self, file: str | BinaryIO, size: tuple[int, int], fps: float, comment: str = "", live: bool = False):
+    def __init__(self, file: Any, size: tuple[int, int], fps: float, comment: str = "", live: bool = False):
         self._av, (width, height) = import_av(), size
         codec = next((name for name in _CODECS if name in self._av.codecs_available), _CODECS[-1])
         options = {"movflags": "empty_moov+default_base_moof+frag_every_frame"} if live else {}

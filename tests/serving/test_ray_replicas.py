@@ -1,0 +1,115 @@
+"""Replicas that end: a task that had not begun goes to another one, and one that had begun fails. These are stand-ins."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+from PIL import Image
+from served import generate_alone, image_task
+
+pytest.importorskip("ray")
+from ray.exceptions import RayActorError
+
+from vargen.serving import ray_replicas, replica
+from vargen.serving.ray_replicas import RayReplicas
+from vargen.serving.replica import Replica, ReplicaOptions
+from vargen.serving.tasks import Begun, GeneratedImage, QueueFullError, TaskCancelledError, TaskFailed, TaskLostError
+
+OPTIONS = ReplicaOptions("tiny", "tiny", "cpu", "float32", None, "gumbel", None, 1, None)
+IMAGE = GeneratedImage(Image.new("RGB", (2, 2)), 7, 4, 16)
+
+
+class FakeHandle:
+    """A handle of Ray Serve whose streams follow scripts, one for each call; an exception ends a stream, None waits."""
+
+    def __init__(self, *scripts: list[Any]):
+        self.scripts, self.calls, self.cancelled = list(scripts), 0, threading.Event()
+        self.generate = self
+
+    def options(self, **_: Any) -> FakeHandle:
+        return self
+
+    def remote(self, _: Any) -> FakeHandle:
+        self.calls += 1
+        return self
+
+    def cancel(self) -> None:
+        self.cancelled.set()
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        for event in self.scripts[self.calls - 1]:
+            if isinstance(event, Exception):
+                raise event
+            if event is None:
+                await asyncio.sleep(30)
+            yield event
+
+
+@pytest.fixture
+def open_replicas(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.setattr(ray_replicas, "_start_cluster", lambda *_: None)
+
+    def make(*scripts: list[Any], **options: Any) -> RayReplicas:
+        handle = FakeHandle(*scripts)
+        described = type("Described", (), {"remote": lambda _: described(), "result": lambda _: "card"})
+        handle.describe = described()  # type: ignore[attr-defined]
+        monkeypatch.setattr(RayReplicas, "restart", lambda self: setattr(self, "_replicas", handle))
+        return RayReplicas(OPTIONS, **options)
+
+    yield make
+
+
+def test_a_task_that_had_not_begun_goes_to_another_replica(open_replicas: Any) -> None:
+    replicas = open_replicas([RayActorError()], [RayActorError()], [Begun(), IMAGE])
+    [handle] = replicas.submit([image_task(0)])
+    assert handle.result(30) is IMAGE and replicas._replicas.calls == 3
+    assert replicas.stats.images == 1 and replicas.card == "card"
+
+
+def test_a_task_that_had_begun_fails_with_its_replica(open_replicas: Any) -> None:
+    replicas = open_replicas([Begun(), RayActorError()], [Begun(), IMAGE])
+    [handle] = replicas.submit([image_task(0)])
+    with pytest.raises(TaskLostError):
+        handle.result(30)
+    assert replicas._replicas.calls == 1
+
+
+def test_cancelling_ends_the_stream_of_the_replica(open_replicas: Any) -> None:
+    replicas, begun = open_replicas([Begun(), None]), threading.Event()
+    [handle] = replicas.submit([image_task(0)], lambda _, event: begun.set())
+    assert begun.wait(30)
+    handle.cancel()
+    with pytest.raises(TaskCancelledError):
+        handle.result(30)
+    assert replicas._replicas.cancelled.wait(30)
+
+
+def test_the_queue_is_bounded(open_replicas: Any) -> None:
+    replicas = open_replicas(*[[None]] * 3, max_waiting=2)
+    replicas.submit([image_task(number) for number in range(3)])
+    with pytest.raises(QueueFullError):
+        replicas.submit([image_task(3)])
+    assert replicas.stats.num_waiting == 3
+
+
+def test_a_replica_yields_the_events_of_a_task(text_pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica, "open_served_model", lambda *_: text_pipe)
+    made = Replica(OPTIONS)
+    assert made.describe().size == (8, 8)
+    made.check_health()
+
+    async def collect(task: Any) -> list[Any]:
+        return [event async for event in made.generate(task)]
+
+    begun, image = asyncio.run(collect(image_task(0)))
+    assert isinstance(begun, Begun)
+    assert image.image.tobytes() == generate_alone(text_pipe, image_task(0), "gumbel").tobytes()
+    failed = asyncio.run(collect(image_task(0, subject=5)))[-1]
+    assert isinstance(failed, TaskFailed) and type(failed.error) is RuntimeError
+    made._generation.close(drain=False, timeout=30)
+    with pytest.raises(RuntimeError, match="ended"):
+        made.check_health()
