@@ -48,7 +48,7 @@ def build_drop_box(service: ImageService, inputs: Inputs, view: ImageView, queue
         news = status_line(f"Parameters reloaded. {mismatch or 'Generating the image again …'}")
         return {**fill_inputs(inputs, found), view.note: news, verdict: news}
 
-    def compare(path: str | None) -> list[Any]:
+    def regenerate_dropped(path: str | None) -> list[Any]:
         if path is None:
             return [gr.skip(), gr.skip()]
         with user_errors():
@@ -60,4 +60,4 @@ def build_drop_box(service: ImageService, inputs: Inputs, view: ImageView, queue
         return [status_line(found.describe())] * 2
 
     reloaded = dropped.upload(reload, dropped, [*filled_inputs(inputs), view.note, verdict], **QUEUED_EVENT)
-    reloaded.success(compare, dropped, [view.note, verdict], show_progress="hidden", **queue_options)
+    reloaded.success(regenerate_dropped, dropped, [view.note, verdict], show_progress="hidden", **queue_options)

@@ -65,6 +65,7 @@
       anchor.click();
     },
     chosen: null,
+    replayAt: null, // seconds at which the race is held, for screenshots
     // The values of a tile for prompt, style, seed and the mark of a seed that is used once; then its job starts.
     takeChosen() {
       const tile = vargen.chosen;
@@ -161,7 +162,8 @@
     };
     const frame = (now) => {
       if (!section.isConnected) return;
-      const seconds = still.matches ? Infinity : ((now - begun) % cycle) / 1000 / race.slowdown;
+      const running = still.matches ? Infinity : ((now - begun) % cycle) / 1000 / race.slowdown;
+      const seconds = vargen.replayAt ?? running;
       if (section.offsetParent) race.lanes.forEach((lane, number) => show(figures[number], lane, seconds));
       if (!still.matches) requestAnimationFrame(frame);
     };
