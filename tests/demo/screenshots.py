@@ -16,7 +16,7 @@ from selenium import webdriver
 
 FLAGS = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking --disable-sync"
 PROMPT, SEED = "a hamburger, flat style", 7
-FRAMES, HELD, SLOWDOWN = 56, 14, 3  # of the clip: frames of the race, frames of its end, times slower than recorded
+FRAMES, HELD, SLOWDOWN = 72, 14, 4  # of the clip: frames of the race, frames of its end, times slower than recorded
 MAX_CLIP = 2_000_000  # bytes
 
 
@@ -38,13 +38,14 @@ def resize(browser: Any, width: int, height: int, dark: bool = False) -> None:
 
 def shoot(browser: Any, path: Path, width: int, height: int, dark: bool = False) -> None:
     resize(browser, width, height, dark)
+    browser.execute_script("scrollTo(0, 0)")
     browser.save_screenshot(str(path))
     print(path, path.stat().st_size // 1024, "KiB")
 
 
 def record_race(browser: Any, path: Path) -> None:
     """Write the replayed race as a looping WebP, one screenshot per frame."""
-    resize(browser, 860, 900)
+    resize(browser, 1000, 900)
     race = json.loads(browser.execute_script("return document.querySelector('.vg-replay').dataset.race"))
     longest = max(lane["seconds"][-1] for lane in race["lanes"])
     section = browser.find_element("css selector", ".vg-replay")

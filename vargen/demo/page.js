@@ -24,10 +24,7 @@
     start(mode) {
       const title = vargen.titles[mode];
       [...document.querySelectorAll("button[role=tab]")].find((tab) => tab.innerText.trim() === title)?.click();
-      setTimeout(() => {
-        find(`.vg-start.vg-go-${mode}`)?.click();
-        vargen.showResult();
-      }, 80);
+      setTimeout(() => find(`.vg-start.vg-go-${mode}`)?.click(), 80);
     },
     pressOpen() {
       [...document.querySelectorAll(".vg-start")].find((button) => button.offsetParent)?.click();
@@ -70,6 +67,7 @@
     takeChosen() {
       const tile = vargen.chosen;
       setTimeout(() => vargen.start(tile.mode), 50);
+      vargen.showResult();
       return [tile.prompt, "any", Number(tile.seed), true];
     },
   });
