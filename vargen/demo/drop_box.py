@@ -14,7 +14,7 @@ from vargen.demo.jobs import QUEUED_EVENT, user_errors
 from vargen.demo.rendering import status_line, text
 from vargen.demo.request import PageRequest, request_from_metadata
 from vargen.image_metadata import read_parameters
-from vargen.pipelines.regeneration import compare_images
+from vargen.pipelines.regeneration import compare_images, validate_regenerable
 
 
 def describe_mismatch(service: ImageService, method: str, model: object) -> str:
@@ -43,6 +43,7 @@ def build_drop_box(service: ImageService, inputs: Inputs, view: ImageView, queue
             return {view.note: gr.skip()}
         with user_errors():
             parameters, found = read_request(path)
+            validate_regenerable(parameters)
         if mismatch := describe_mismatch(service, found.method, parameters.get("model")):
             gr.Warning(text(mismatch))
         news = status_line(f"Parameters reloaded. {mismatch or 'Generating the image again …'}")

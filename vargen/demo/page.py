@@ -17,7 +17,7 @@ from vargen.demo.generate_tab import build_generate_tab, connect_generate_tab
 from vargen.demo.history import History, build_history
 from vargen.demo.image_service import ImageService
 from vargen.demo.inputs import Inputs, Subject, build_inputs, build_seed, build_top, fill_inputs, fill_subject, filled_inputs
-from vargen.demo.jobs import QUEUED_EVENT, JobRegistry, user_errors
+from vargen.demo.jobs import QUEUED_EVENT, JobRegistry
 from vargen.demo.link_preview import TITLE
 from vargen.demo.links import request_of_link
 from vargen.demo.live_tab import build_live_tab
@@ -131,13 +131,16 @@ def _connect_link(
         wanted = query.get("mode", "image")
         opened = history.store.open(visit)
         shown = dict(zip([history.visit, *history.outputs], [opened, *history.update(opened)], strict=True))
-        with user_errors():
+        methods = query.pop("method", service.default_method).split(",")
+        try:
             if wanted not in modes:
                 raise ValueError(f"This page has no mode {wanted!r}; it has {', '.join(modes)}.")
-            methods = query.pop("method", service.default_method).split(",")
             found = request_of_link({**query, "method": methods[0]}, service.defaults)
             if found is not None and wanted == "image":
                 service.check(found)
+        except ValueError as error:
+            gr.Warning(text(error))
+            found = None
         if found is None:
             return {**shown, mode: ""}
         filled = fill_inputs(shared, found) if wanted == "image" else fill_subject(shared.subject, found)
