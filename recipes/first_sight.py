@@ -47,7 +47,11 @@ def first_sight(
     set_threads(threads)
     pipe, scorer = open_pipeline("emoji"), open_scorer("emoji-scorer")
     pipe.set_progress_bar_config(disable=True)
-    race = {"prompt": RACE[0], "seed": RACE[1], "lanes": [record_lane(pipe, *RACE[:2], method) for method in RACE[2]]}
+    race: dict[str, Any] = {
+        "prompt": RACE[0],
+        "seed": RACE[1],
+        "lanes": [record_lane(pipe, *RACE[:2], method) for method in RACE[2]],
+    }
     _generate(pipe, RACE[0], RACE[1]).save(folder / "race.webp", lossless=True)
     with progress_bar("wall", "tiles") as progress:
         tiles = [*_image_tiles(pipe, scorer, folder, progress), *_video_tiles(folder)]
@@ -64,14 +68,14 @@ def first_sight(
 
 
 def record_lane(pipe: Any, prompt: str, seed: int, method: str) -> dict[str, Any]:
-    """Generate the image several times; return tokens and seconds after each pass of the fastest run."""
+    """Generate the image several times; return tokens and processor seconds after each pass of the fastest run."""
     runs: list[list[tuple[int, float]]] = []
     for _ in range(_REPEATS):
         passes: list[tuple[int, float]] = []
-        start = time.perf_counter()
+        start = time.process_time()
 
         def note(_: Any, step: int, done: int, tensors: Any, passes: Any = passes, start: float = start) -> dict[str, Any]:
-            passes.append((done, round(time.perf_counter() - start, 4)))
+            passes.append((done, round(time.process_time() - start, 4)))
             return {}
 
         _generate(pipe, prompt, seed, accelerator=method, callback_on_step_end=note)
@@ -95,7 +99,7 @@ def _image_tiles(pipe: Any, scorer: Any, folder: Path, progress: Any) -> Iterato
 
 
 def _video_tiles(folder: Path) -> Iterator[dict[str, Any]]:
-    pipe = open_pipeline("emoji-video")
+    pipe: Any = open_pipeline("emoji-video")
     for number, prompt in enumerate(VIDEOS, 1):
         frames = [each.frames for each in pipe.stream(prompt, generator=torch.Generator().manual_seed(7))]
         shown = torch.cat(frames).mul(255).round().byte().permute(0, 2, 3, 1).numpy()

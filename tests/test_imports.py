@@ -45,7 +45,7 @@ _ALLOWED: dict[str, set[str]] = {
 _ALLOWED["recipes"] = set(_ALLOWED)
 _COMMON = {
     "vargen", "assets", "compat", "deprecation", "device", "device_profiles", "files", "image_metadata", "model_files",
-    "options", "reading", "specs", "values", "weight_files",
+    "mp4", "options", "reading", "specs", "values", "weight_files",
 }  # fmt: skip
 _ROOT_FOLDERS = ("pipelines", "kernels", "assets")
 

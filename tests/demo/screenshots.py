@@ -1,18 +1,23 @@
-"""Takes the screenshots of the README, beside a running `python app.py`; needs chromium, its driver and selenium:
+"""Takes the images of README and docs/demo.md, beside a running `python app.py`; needs chromium, its driver and selenium:
 `python tests/demo/screenshots.py http://127.0.0.1:7860 assets/screenshots`."""
 
 from __future__ import annotations
 
+import io
+import json
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
 from selenium import webdriver
 
 FLAGS = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking --disable-sync"
-PROMPT, SEED = "a hamburger, flat style", "7"
+PROMPT, SEED = "a hamburger, flat style", 7
+FRAMES, HELD, SLOWDOWN = 72, 14, 4  # of the clip: frames of the race, frames of its end, times slower than recorded
+MAX_CLIP = 2_000_000  # bytes
 
 
 def wait(browser: Any, selector: str, words: str) -> None:
@@ -23,69 +28,71 @@ def wait(browser: Any, selector: str, words: str) -> None:
     raise SystemExit(f"{selector} never said {words!r}")
 
 
-def write(browser: Any, selector: str, value: str) -> None:
-    field = browser.find_element("css selector", selector)
-    field.send_keys(webdriver.Keys.CONTROL, "a")
-    field.send_keys(value)
-
-
-def press(browser: Any, selector: str, name: str = "") -> None:
-    script = "[...document.querySelectorAll(arguments[0])].find(e => e.innerText.includes(arguments[1])).click()"
-    browser.execute_script(script, selector, name)
-    time.sleep(0.5)
-
-
-def shoot(browser: Any, path: Path, width: int, dark: bool) -> None:
-    browser.execute_script("document.body.classList.toggle('dark', arguments[0])", dark)
-    metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
+def resize(browser: Any, width: int, height: int, dark: bool = False) -> None:
+    metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-    time.sleep(0.4)
-    metrics["height"] = browser.execute_script("return document.querySelector('.gradio-container').scrollHeight")
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-    time.sleep(0.4)
+    theme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": theme})
+    time.sleep(1.0)
+
+
+def shoot(browser: Any, path: Path, width: int, height: int, dark: bool = False) -> None:
+    resize(browser, width, height, dark)
+    browser.execute_script("scrollTo(0, 0)")
     browser.save_screenshot(str(path))
-    print(
-        path, path.stat().st_size // 1024, "KiB", browser.execute_script("return document.documentElement.scrollWidth"), "wide"
-    )
+    print(path, path.stat().st_size // 1024, "KiB")
+
+
+def record_race(browser: Any, path: Path) -> None:
+    """Write the replayed race as a looping WebP, one screenshot per frame."""
+    resize(browser, 1000, 900)
+    race = json.loads(browser.execute_script("return document.querySelector('.vg-replay').dataset.race"))
+    longest = max(lane["seconds"][-1] for lane in race["lanes"])
+    section = browser.find_element("css selector", ".vg-replay")
+    frames = []
+    for number in range(FRAMES + 1):
+        browser.execute_script("window.vargen.replayAt = arguments[0]", longest * number / FRAMES)
+        time.sleep(0.06)
+        frames.append(Image.open(io.BytesIO(section.screenshot_as_png)).convert("RGB"))
+    step = round(1000 * SLOWDOWN * longest / FRAMES)
+    durations = [*[step] * FRAMES, step * HELD]
+    frames[0].save(path, save_all=True, append_images=frames[1:], duration=durations, loop=0, quality=80, method=6)
+    browser.execute_script("window.vargen.replayAt = null")
+    print(path, path.stat().st_size // 1024, "KiB,", frames[0].size)
+    if path.stat().st_size > MAX_CLIP:
+        raise SystemExit(f"{path} must have at most {MAX_CLIP} bytes")
+
+
+def open_link(browser: Any, address: str, mode: str, note: str, words: str, method: str, prompt: str = PROMPT) -> None:
+    browser.get(f"{address.rstrip('/')}/?mode={mode}&prompt={prompt.replace(' ', '+')}&seed={SEED}&method={method}")
+    wait(browser, note, words)
+    time.sleep(1)
 
 
 def main(address: str, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
+    narrow = Path(tempfile.gettempdir())
     options = webdriver.ChromeOptions()
     options.binary_location = "/usr/bin/chromium"
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
-        for flag in (*FLAGS.split(), f"--user-data-dir={profile}", "--window-size=1280,900"):
+        for flag in (*FLAGS.split(), "--hide-scrollbars", f"--user-data-dir={profile}", "--window-size=1280,900"):
             options.add_argument(flag)
         browser = webdriver.Chrome(options=options, service=webdriver.ChromeService("/usr/bin/chromedriver"))
         browser.get(address)
         wait(browser, "#generate", "Generate")
-        time.sleep(1)
-        write(browser, "#prompt textarea, #prompt input", PROMPT)
-        write(browser, "#seed input", SEED)
-        press(browser, "#lock label")
-        press(browser, "#method input[value=gumbel]")
-        press(browser, "#generate")
-        wait(browser, "#note", "Generated in")
-        time.sleep(1)
-        shoot(browser, folder / "generate.png", 1280, dark=False)
-        shoot(browser, Path(tempfile.gettempdir()) / "generate-390-dark.png", 390, dark=True)
-        shoot(browser, Path(tempfile.gettempdir()) / "generate-390.png", 390, dark=False)
-        press(browser, "button[role=tab]", "Race")
-        press(browser, "#race")
-        wait(browser, "#race-note", "was first")
-        shoot(browser, folder / "race.png", 1280, dark=True)
-        shoot(browser, Path(tempfile.gettempdir()) / "race-390.png", 390, dark=False)
-        press(browser, "button[role=tab]", "Explore")
-        press(browser, "#explore")
-        wait(browser, "#explore-note", "Done")
-        shoot(browser, Path(tempfile.gettempdir()) / "explore.png", 1280, dark=False)
-        press(browser, "button[role=tab]", "Video")
-        press(browser, "#video-examples button", "face with rolling eyes")
-        press(browser, "#video-make")
-        wait(browser, "#video-note", "Generated ")
-        time.sleep(1)
-        shoot(browser, folder / "video.png", 1280, dark=False)
-        shoot(browser, Path(tempfile.gettempdir()) / "video-390.png", 390, dark=True)
+        time.sleep(2)
+        record_race(browser, folder / "race.webp")
+        browser.execute_script("window.vargen.replayAt = 0.62 * arguments[0]", 1.0)
+        shoot(browser, folder / "first_sight.png", 1280, 900)
+        shoot(browser, narrow / "first-sight-390-dark.png", 390, 844, dark=True)
+        open_link(browser, address, "image", "#note", "Generated in", "gumbel")
+        shoot(browser, folder / "generate.png", 1280, 900)
+        shoot(browser, narrow / "generate-390.png", 390, 844)
+        open_link(browser, address, "race", "#race-note", "was first", "ar,gumbel,gsd")
+        shoot(browser, folder / "race.png", 1280, 900, dark=True)
+        open_link(browser, address, "video", "#video-note", "Generated ", "sdvg", "face with rolling eyes")
+        shoot(browser, folder / "video.png", 1280, 760)
+        shoot(browser, narrow / "video-390.png", 390, 844, dark=True)
         browser.quit()
 
 

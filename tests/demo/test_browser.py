@@ -149,7 +149,7 @@ def test_a_dropped_image_reloads_its_parameters(browser: Any, address: str, tmp_
     Image.new("RGB", (8, 8)).save(tmp_path / "foreign.png")
     browser.drop("#drop input[type=file]", tmp_path / "ours.png")
     browser.until(lambda: browser.value(FIELD) == reported["prompt"])
-    browser.says("#note", "Parameters reloaded")
+    browser.says("#verdict", "Another image.")
     browser.click("#generate")
     browser.says("#note", "seed 77")
     browser.until(lambda: browser.attribute("#stage img", "src").startswith("data:image/png"))

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-import httpx
 import pytest
 from PIL import Image
 from rejects import rejects
@@ -66,18 +65,32 @@ def test_a_share_card_has_the_size_of_link_previews(tmp_path: Path) -> None:
     assert card.size == SIZE and card.getpixel((300, 300)) == (255, 0, 0)
 
 
-def stage_source(browser: Any) -> str:
+def stage_pixels(browser: Any) -> bytes:
+    """The pixels of the image on the stage; its file also carries the seconds that it took."""
     browser.until(lambda: browser.attribute("#stage img", "src").startswith("data:image/png"))
-    return browser.attribute("#stage img", "src")
+    content = base64.b64decode(browser.attribute("#stage img", "src").split(",")[1])
+    with Image.open(io.BytesIO(content)) as opened:
+        return opened.tobytes()
 
 
-def file_of(browser: Any, selector: str) -> bytes:
-    """The content of the file that a download button has."""
-    href = browser.until(lambda: browser.script("return document.querySelector(arguments[0])?.href", selector))
-    return httpx.get(href).content
+@pytest.fixture
+def download(browser: Any, tmp_path: Path) -> Callable[[str], io.BytesIO]:
+    """Presses a button and returns the file that the browser saves."""
+    behavior = {"behavior": "allow", "downloadPath": str(tmp_path)}
+    browser.driver.execute_cdp_cmd("Browser.setDownloadBehavior", behavior)
+
+    def press(selector: str) -> io.BytesIO:
+        browser.click(selector)
+        file = browser.until(lambda: next((each for each in tmp_path.iterdir() if each.suffix in (".png", ".zip")), None))
+        content = io.BytesIO(file.read_bytes())
+        file.unlink()
+        return content
+
+    return press
 
 
 def generate(browser: Any, prompt: str) -> None:
+    """By Ctrl and Enter in the prompt."""
     browser.write(FIELD, prompt)
     browser.until(lambda: browser.ready("#generate"))
     browser.driver.switch_to.active_element.send_keys("\ue009\ue007")  # Control and Enter
@@ -89,15 +102,15 @@ def test_a_link_generates_its_image_and_reload_and_back_keep_everything(browser:
     browser.open(f"{address}?prompt=a+green+frog&seed=77&method=ar")
     browser.says("#note", "seed 77")
     assert browser.attribute("#stage img", "alt") == "a green frog" and browser.value(FIELD) == "a green frog"
-    first = stage_source(browser)
+    first = stage_pixels(browser)
     generate(browser, "a blue whale")
     browser.until(lambda: "blue+whale" in browser.script("return location.search"))
-    second, link = stage_source(browser), browser.script("return location.search")
+    second, link = stage_pixels(browser), browser.script("return location.search")
     browser.until(lambda: browser.count("#gallery img") == 2)
     browser.open(f"{address}{link}")  # as a reload does
     browser.until(lambda: browser.attribute("#stage img", "alt") == "a blue whale")
     browser.says("#note", "Generated in")
-    assert stage_source(browser) == second and browser.value(FIELD) == "a blue whale"
+    assert stage_pixels(browser) == second and browser.value(FIELD) == "a blue whale"
     browser.until(lambda: browser.count("#gallery img") >= 2)
     generate(browser, "a red bird")
     browser.until(lambda: "red+bird" in browser.script("return location.search"))
@@ -112,17 +125,17 @@ def test_a_link_that_asks_for_nonsense_gets_a_message(browser: Any, address: str
     browser.until(lambda: "'magic' is not available" in browser.text("body"))
 
 
-def test_a_past_image_is_shown_with_all_that_belongs_to_it(browser: Any) -> None:
+def test_a_past_image_is_shown_with_all_that_belongs_to_it(browser: Any, download: Callable[[str], Any]) -> None:
     generate(browser, "a green frog")
     browser.until(lambda: browser.count("#gallery img") >= 1)
-    first, width = stage_source(browser), browser.script("return document.querySelector('#stage img').width")
+    first, width = stage_pixels(browser), browser.script("return document.querySelector('#stage img').width")
     generate(browser, "a blue whale")
-    assert read_parameters(io.BytesIO(file_of(browser, "#download")))["prompt"] == "a blue whale"
+    assert read_parameters(download("#download"))["prompt"] == "a blue whale"
     browser.until(lambda: browser.count("#gallery .thumbnail-item img") >= 2)
     browser.script("document.querySelectorAll('#gallery .thumbnail-item')[1].click()")
     browser.until(lambda: browser.attribute("#stage img", "alt") == "a green frog")
-    assert stage_source(browser) == first and browser.script("return document.querySelector('#stage img').width") == width
-    browser.until(lambda: read_parameters(io.BytesIO(file_of(browser, "#download")))["prompt"] == "a green frog")
+    assert stage_pixels(browser) == first and browser.script("return document.querySelector('#stage img').width") == width
+    assert read_parameters(download("#download"))["prompt"] == "a green frog"
     assert "green+frog" in browser.attribute("#stage [data-link]", "data-link")
     browser.unfold("#command-line")
     browser.says("#command", "a green frog")
@@ -132,6 +145,10 @@ def test_a_past_image_is_shown_with_all_that_belongs_to_it(browser: Any) -> None
     browser.click("#star")
     browser.says("#star", "Starred")
     browser.says("#gallery", "★")
+    with Image.open(download("#card")) as card:
+        assert card.size == SIZE
+    with zipfile.ZipFile(download("#zip")) as archive:
+        assert len(archive.namelist()) == browser.count("#gallery .thumbnail-item")
     browser.click("#stage img")
     browser.until(lambda: browser.shown("dialog.vg-zoom img"))
     assert browser.script("return document.querySelector('dialog.vg-zoom img').width") > width
@@ -150,7 +167,7 @@ def test_stop_leaves_nothing_of_the_image_before(browser: Any, slow: Callable[[f
     assert not browser.shown("#download") and not browser.shown("#command-line") and not browser.shown("#stop")
 
 
-def test_several_images_are_downloaded_together_and_each_has_its_seed(browser: Any) -> None:
+def test_several_images_are_downloaded_together_and_each_has_its_seed(browser: Any, download: Callable[[str], Any]) -> None:
     generate(browser, "a green frog")
     browser.click("#more-like-this")
     browser.until(lambda: browser.count("#stage figcaption") == 4)
@@ -159,7 +176,7 @@ def test_several_images_are_downloaded_together_and_each_has_its_seed(browser: A
     ]
     assert len(seeds) == 4 and seeds == list(range(seeds[0], seeds[0] + 4))
     browser.says("#download", "4 PNGs")
-    with zipfile.ZipFile(io.BytesIO(file_of(browser, "#download"))) as archive:
+    with zipfile.ZipFile(download("#download")) as archive:
         found = [read_parameters(io.BytesIO(archive.read(name)))["seed"] for name in sorted(archive.namelist())]
     assert found == seeds
 

@@ -14,7 +14,7 @@ from vargen.demo.jobs import QUEUED_EVENT, user_errors
 from vargen.demo.rendering import status_line, text
 from vargen.demo.request import PageRequest, request_from_metadata
 from vargen.image_metadata import read_parameters
-from vargen.pipelines.regeneration import compare_images
+from vargen.pipelines.regeneration import compare_images, validate_regenerable
 
 
 def describe_mismatch(service: ImageService, method: str, model: object) -> str:
@@ -43,12 +43,13 @@ def build_drop_box(service: ImageService, inputs: Inputs, view: ImageView, queue
             return {view.note: gr.skip()}
         with user_errors():
             parameters, found = read_request(path)
+            validate_regenerable(parameters)
         if mismatch := describe_mismatch(service, found.method, parameters.get("model")):
             gr.Warning(text(mismatch))
         news = status_line(f"Parameters reloaded. {mismatch or 'Generating the image again …'}")
         return {**fill_inputs(inputs, found), view.note: news, verdict: news}
 
-    def compare(path: str | None) -> list[Any]:
+    def regenerate_dropped(path: str | None) -> list[Any]:
         if path is None:
             return [gr.skip(), gr.skip()]
         with user_errors():
@@ -60,4 +61,4 @@ def build_drop_box(service: ImageService, inputs: Inputs, view: ImageView, queue
         return [status_line(found.describe())] * 2
 
     reloaded = dropped.upload(reload, dropped, [*filled_inputs(inputs), view.note, verdict], **QUEUED_EVENT)
-    reloaded.success(compare, dropped, [view.note, verdict], show_progress="hidden", **queue_options)
+    reloaded.success(regenerate_dropped, dropped, [view.note, verdict], show_progress="hidden", **queue_options)

@@ -95,7 +95,9 @@ def build_generate_tab(service: ImageService, shared: Inputs) -> ImageView:
     reuse.click(take_over, view.shown, filled_inputs(shared), **INSTANT_EVENT)
     outputs = [*filled_inputs(shared), shared.count, shared.best]
     taken = more.click(take_next_seeds, view.shown, outputs, **INSTANT_EVENT)
-    taken.success(None, None, None, js="() => { window.vargen.start('image'); }", api_visibility="private")
+    taken.success(
+        None, None, None, js="() => { window.vargen.start('image'); window.vargen.showResult(); }", api_visibility="private"
+    )
     return view
 
 

@@ -1,4 +1,4 @@
-"""The images of this visit, below the wall's place: shown again at a click, kept over a reload, all in one ZIP file."""
+"""The images of this visit: shown again at a click, kept over a reload, all in one ZIP file."""
 
 from __future__ import annotations
 

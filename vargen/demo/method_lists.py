@@ -25,12 +25,13 @@ class MethodList:
         """Return label and name of each method; `more` includes the experimental ones."""
         return [(describe_method(each), each.name) for each in self.methods if more or not PRESETS[each.name].experimental]
 
-    def select(self, name: str) -> dict[Any, Any]:
-        """Return the updates that select a method, if it is listed."""
-        if name in {value for _, value in self.choices(False)}:
-            return {self.choice: type(self.choice)(value=name)}
-        if name in {value for _, value in self.choices(True)}:
-            return {self.more: True, self.choice: type(self.choice)(choices=self.choices(True), value=name)}
+    def select(self, *names: str) -> dict[Any, Any]:
+        """Return the updates that select methods, if they are listed; a list of which one is chosen takes one name."""
+        chosen: Any = list(names) if isinstance(self.choice, gr.CheckboxGroup) else names[0]
+        if set(names) <= {value for _, value in self.choices(False)}:
+            return {self.choice: type(self.choice)(value=chosen)}
+        if set(names) <= {value for _, value in self.choices(True)}:
+            return {self.more: True, self.choice: type(self.choice)(choices=self.choices(True), value=chosen)}
         return {}
 
 

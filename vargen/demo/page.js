@@ -24,10 +24,7 @@
     start(mode) {
       const title = vargen.titles[mode];
       [...document.querySelectorAll("button[role=tab]")].find((tab) => tab.innerText.trim() === title)?.click();
-      setTimeout(() => {
-        find(`.vg-start.vg-go-${mode}`)?.click();
-        vargen.showResult();
-      }, 80);
+      setTimeout(() => find(`.vg-start.vg-go-${mode}`)?.click(), 80);
     },
     pressOpen() {
       [...document.querySelectorAll(".vg-start")].find((button) => button.offsetParent)?.click();
@@ -65,10 +62,12 @@
       anchor.click();
     },
     chosen: null,
+    replayAt: null, // seconds at which the race is held, for screenshots
     // The values of a tile for prompt, style, seed and the mark of a seed that is used once; then its job starts.
     takeChosen() {
       const tile = vargen.chosen;
       setTimeout(() => vargen.start(tile.mode), 50);
+      vargen.showResult();
       return [tile.prompt, "any", Number(tile.seed), true];
     },
   });
@@ -161,7 +160,8 @@
     };
     const frame = (now) => {
       if (!section.isConnected) return;
-      const seconds = still.matches ? Infinity : ((now - begun) % cycle) / 1000 / race.slowdown;
+      const running = still.matches ? Infinity : ((now - begun) % cycle) / 1000 / race.slowdown;
+      const seconds = vargen.replayAt ?? running;
       if (section.offsetParent) race.lanes.forEach((lane, number) => show(figures[number], lane, seconds));
       if (!still.matches) requestAnimationFrame(frame);
     };

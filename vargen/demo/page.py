@@ -17,12 +17,13 @@ from vargen.demo.generate_tab import build_generate_tab, connect_generate_tab
 from vargen.demo.history import History, build_history
 from vargen.demo.image_service import ImageService
 from vargen.demo.inputs import Inputs, Subject, build_inputs, build_seed, build_top, fill_inputs, fill_subject, filled_inputs
-from vargen.demo.jobs import QUEUED_EVENT, JobRegistry, user_errors
+from vargen.demo.jobs import QUEUED_EVENT, JobRegistry
 from vargen.demo.link_preview import TITLE
 from vargen.demo.links import request_of_link
 from vargen.demo.live_tab import build_live_tab
 from vargen.demo.look import SCRIPT
 from vargen.demo.malformed_requests import Page
+from vargen.demo.method_lists import MethodList
 from vargen.demo.modes import mode_tab
 from vargen.demo.race_tab import build_race_tab
 from vargen.demo.rendering import text
@@ -71,7 +72,7 @@ def build_page(
                 with mode_tab("video") as tabs["video"]:
                     build_video_tab(video, registry, shared.subject, private)
             with mode_tab("race") as tabs["race"]:
-                build_race_tab(service, registry, shared, private)
+                racers = build_race_tab(service, registry, shared, private)
             if service.relaxes:
                 with mode_tab("explore") as tabs["explore"]:
                     build_explore_tab(service, registry, shared, private)
@@ -84,7 +85,7 @@ def build_page(
         if opening:
             _build_wall(tuple(modes), shared.subject)
         build_drop_box(service, shared, view, private)
-        _connect_link(page, service, shared, modes, history)
+        _connect_link(page, service, shared, modes, history, racers)
         add_api_endpoints(service, queue_options)
     return page
 
@@ -119,7 +120,9 @@ def _build_wall(modes: tuple[str, ...], subject: Subject) -> None:
     choose.click(None, None, outputs, js="() => window.vargen.takeChosen()", api_visibility="private")
 
 
-def _connect_link(page: gr.Blocks, service: ImageService, shared: Inputs, modes: Sequence[str], history: History) -> None:
+def _connect_link(
+    page: gr.Blocks, service: ImageService, shared: Inputs, modes: Sequence[str], history: History, racers: MethodList
+) -> None:
     """Have a loaded page show the images of its visitor, and generate what its address says."""
     mode = gr.Textbox(visible=False)
 
@@ -128,19 +131,23 @@ def _connect_link(page: gr.Blocks, service: ImageService, shared: Inputs, modes:
         wanted = query.get("mode", "image")
         opened = history.store.open(visit)
         shown = dict(zip([history.visit, *history.outputs], [opened, *history.update(opened)], strict=True))
-        with user_errors():
+        methods = query.pop("method", service.default_method).split(",")
+        try:
             if wanted not in modes:
                 raise ValueError(f"This page has no mode {wanted!r}; it has {', '.join(modes)}.")
-            methods = query.pop("method", service.default_method).split(",")
             found = request_of_link({**query, "method": methods[0]}, service.defaults)
             if found is not None and wanted == "image":
                 service.check(found)
+        except ValueError as error:
+            gr.Warning(text(error))
+            found = None
         if found is None:
             return {**shown, mode: ""}
         filled = fill_inputs(shared, found) if wanted == "image" else fill_subject(shared.subject, found)
+        filled |= racers.select(*methods) if wanted == "race" and len(methods) > 1 else {}
         return {**shown, **filled, mode: wanted}
 
-    outputs = [history.visit, *history.outputs, mode, *filled_inputs(shared)]
+    outputs = [history.visit, *history.outputs, mode, *filled_inputs(shared), racers.more, racers.choice]
     loaded = page.load(read_link, history.visit, outputs, **QUEUED_EVENT)
     loaded.success(None, mode, None, js=_START_LINKED, api_visibility="private")
     _submit_prompt(shared.subject)

@@ -13,7 +13,7 @@ from vargen.demo.image_service import ImageService
 from vargen.demo.inputs import Inputs, make_request
 from vargen.demo.jobs import POLL_SECONDS, Job, JobControls, JobRegistry, JobResult, Ticket, connect_job, job_card
 from vargen.demo.links import link_to
-from vargen.demo.method_lists import build_method_list
+from vargen.demo.method_lists import MethodList, build_method_list
 from vargen.demo.rendering import ResultCard
 from vargen.demo.request import MAX_RACERS, PageRequest
 
@@ -22,8 +22,8 @@ _DEFAULT_RACERS = ("ar", "gumbel", "gsd", "plain", "code")
 IN_TURN, TOGETHER = "in turn", "together"
 
 
-def build_race_tab(service: ImageService, registry: JobRegistry, shared: Inputs, queue_options: dict[str, Any]) -> None:
-    """Lay out the tab and connect its events."""
+def build_race_tab(service: ImageService, registry: JobRegistry, shared: Inputs, queue_options: dict[str, Any]) -> MethodList:
+    """Lay out the mode and connect its events. Returns the list of methods, which a link selects from."""
     names = [each.name for each in service.available]
     note = gr.HTML(rendering.status_line("The same prompt and seed for each method.", "off"), elem_id="race-note")
     track = gr.HTML(elem_id="track")
@@ -78,6 +78,7 @@ def build_race_tab(service: ImageService, registry: JobRegistry, shared: Inputs,
 
     controls = JobControls(note, [*shared.sampling, racers.choice, order], [track, beside, slider])
     connect_job(registry, shared.subject, "race", controls, check, run, queue_options)
+    return racers
 
 
 def render_track(service: ImageService, requests: Sequence[PageRequest], jobs: Sequence[Job]) -> str:

@@ -1,0 +1,33 @@
+"""What the wall of the demo shows is what its prompts and seeds generate, and looks like what they say, to a scorer."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+pytest.importorskip("gradio")
+
+from vargen.demo.first_sight import FOLDER, read_wall
+from vargen.pipelines.registry import open_pipeline
+from vargen.scoring.registry import open_scorer
+
+LEAST = 8.0  # what a person does not recognize is below it; images of the model's training captions have 10 to 13
+MOST_DIFFERENCE = 4.0  # mean over pixels, of 255: the tiles are compressed
+
+
+@pytest.mark.slow
+def test_tiles_of_the_wall_are_generated_again() -> None:
+    tiles = read_wall(("image",))[::3]
+    prompts = [tile["prompt"] for tile in tiles]
+    pipe, scorer = open_pipeline("emoji"), open_scorer("emoji-scorer")
+    pipe.set_progress_bar_config(disable=True)
+    seeds = [torch.Generator().manual_seed(tile["seed"]) for tile in tiles]
+    images = pipe(prompts, accelerator="gumbel", generator=seeds).images
+    scores = dict(zip(prompts, scorer.score(images, prompts).tolist(), strict=True))
+    assert min(scores.values()) > LEAST, scores
+    for tile, image in zip(tiles, images, strict=True):
+        with Image.open(FOLDER / tile["file"]) as stored:
+            difference = np.abs(np.asarray(stored.convert("RGB"), float) - np.asarray(image.convert("RGB"), float)).mean()
+        assert difference < MOST_DIFFERENCE, tile["prompt"]
