@@ -56,7 +56,7 @@ def test_a_newcomer_generates_an_image(one_browser: Any, served: str) -> None:
     browser = one_browser.open(served)
     browser.says(".vg-head", "emoji")
     browser.write("#prompt textarea, #prompt input", "grinning face")
-    browser.click("#style input[value='3d']")
+    browser.click("#style label:has(input[value='3d'])")
     browser.click("#generate")
     browser.says("#note", "Generated in")
     browser.until(lambda: browser.attribute("#stage img", "src").startswith("data:image/png"))

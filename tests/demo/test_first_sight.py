@@ -39,7 +39,9 @@ def test_bars_compare_only_what_has_finished() -> None:
 
 
 @pytest.mark.parametrize(("width", "height"), [(1280, 900), (390, 844)])
-def test_the_first_screen_shows_prompt_race_and_wall(browser: Any, width: int, height: int) -> None:
+def test_the_first_screen_shows_prompt_race_and_wall(browser: Any, address: str, width: int, height: int) -> None:
+    browser.script("localStorage.clear()")
+    browser.open(address)  # by a visitor without images
     browser.resize(width, height)
     bottom = "return document.querySelector(arguments[0]).getBoundingClientRect().bottom"
     for selector in ("#prompt", "#generate", ".vg-replay", ".vg-tile img"):

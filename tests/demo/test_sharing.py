@@ -209,3 +209,9 @@ def test_a_png_dropped_anywhere_is_generated_again_and_compared(browser: Any, se
     browser.script(_DROP, base64.b64encode(shared).decode())
     browser.says("#verdict", "The same image: its tokens and pixels are identical.")
     assert browser.value(FIELD) == "a green frog"
+
+
+def test_a_link_selects_a_method_with_settings(browser: Any, address: str) -> None:
+    browser.open(f"{address}?prompt=a+green+frog&seed=7&method=gumbel:window=3")
+    browser.says("#note", "seed 7")
+    assert "gumbel%3Awindow%3D3" in browser.attribute("#stage [data-link]", "data-link")

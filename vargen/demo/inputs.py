@@ -198,4 +198,4 @@ def fill_inputs(inputs: Inputs, request: PageRequest) -> dict[Any, Any]:
 
 def filled_inputs(inputs: Inputs) -> list[Any]:
     """The outputs of an event that returns what `fill_inputs` does."""
-    return [*inputs.subject.values, inputs.subject.once, *inputs.sampling, inputs.methods.more, inputs.methods.choice]
+    return [*inputs.subject.values, inputs.subject.once, *inputs.sampling, inputs.methods.choice]

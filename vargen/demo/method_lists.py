@@ -26,12 +26,18 @@ class MethodList:
         return [(describe_method(each), each.name) for each in self.methods if more or not PRESETS[each.name].experimental]
 
     def select(self, *names: str) -> dict[Any, Any]:
-        """Return the updates that select methods, if they are listed; a list of which one is chosen takes one name."""
+        """Return the updates that select methods, if they are listed; a list of which one is chosen takes one name.
+
+        A name with settings, such as `gumbel:window=8`, becomes a choice of its own.
+        """
         chosen: Any = list(names) if isinstance(self.choice, gr.CheckboxGroup) else names[0]
         if set(names) <= {value for _, value in self.choices(False)}:
             return {self.choice: type(self.choice)(value=chosen)}
-        if set(names) <= {value for _, value in self.choices(True)}:
-            return {self.more: True, self.choice: type(self.choice)(choices=self.choices(True), value=chosen)}
+        listed = self.choices(True)
+        known = {value for _, value in listed}
+        if {name.partition(":")[0] for name in names} <= known:
+            listed += [(name, name) for name in names if name not in known]
+            return {self.choice: type(self.choice)(choices=listed, value=chosen)}
         return {}
 
 

@@ -147,7 +147,7 @@ def _connect_link(
         filled |= racers.select(*methods) if wanted == "race" and len(methods) > 1 else {}
         return {**shown, **filled, mode: wanted}
 
-    outputs = [history.visit, *history.outputs, mode, *filled_inputs(shared), racers.more, racers.choice]
+    outputs = [history.visit, *history.outputs, mode, *filled_inputs(shared), racers.choice]
     loaded = page.load(read_link, history.visit, outputs, **QUEUED_EVENT)
     loaded.success(None, mode, None, js=_START_LINKED, api_visibility="private")
     _submit_prompt(shared.subject)
