@@ -130,7 +130,7 @@ _RENAMED_RULE_FIELDS: dict[str, Mapping[str, str]] = {
 }
 # Fields that only one of two versions has, and the value with which they change nothing.
 _NEUTRAL: dict[str, dict[str, Any]] = {
-    "": {"commit": {"name": "Lazy", "most": 16}, "fused": False, "lazy": True, "refine_margin": None},
+    "": {"commit": {"name": "Lazy", "most": 16}, "exit_step": 0, "fused": False, "lazy": True, "refine_margin": None},
     "Stage": {"temperature": 1.0, "top_k": None},
 }
 

@@ -8,6 +8,8 @@ from typing import IO
 
 from PIL import Image, ImageDraw, ImageFont
 
+from vargen.reading import FORMATS
+
 SIZE = (1200, 630)  # of the previews of links
 _INK, _SOFT, _PAPER, _ACCENT = "#1e2337", "#59607a", "#f3f5fa", "#4453bd"
 
@@ -19,7 +21,7 @@ def share_card(file: str | Path | IO[bytes], prompt: str, passes: int, tokens: i
         passes: of the network; tokens: of the image. footer: such as model, method and seed.
     """
     card = Image.new("RGB", SIZE, _PAPER)
-    with Image.open(file) as opened:
+    with Image.open(file, formats=FORMATS) as opened:
         side = 534
         factor = side // max(opened.size)
         method = Image.Resampling.NEAREST if factor * max(opened.size) == side else Image.Resampling.LANCZOS
