@@ -119,7 +119,7 @@ def ask(port: int, request: SoakRequest) -> dict[str, Any]:
         document = json.loads(last)
         text = document.get("b64_json") if request.stream else document["data"][0]["b64_json"]
         if text is not None:
-            return {**found, "image": digest(Image.open(io.BytesIO(base64.b64decode(text))))}
+            return {**found, "image": digest(Image.open(io.BytesIO(base64.b64decode(text)), formats=["PNG"]))}
     return {**found, "error": content[-300:].decode("utf-8", "replace")}
 
 
