@@ -2,7 +2,7 @@
 #                                  MODEL=emoji-var: by the next-scale model, in six passes; any folder; also for the page
 # make demo                         the page in the browser
 # make test                         lint, types and the tests, on the reference set of packages
-# make test-slow                    the tests that it leaves out: training by recipes, kernels compiled ahead of time, deeper sums
+# make test-extended                the tests that it leaves out: pages in a browser, training, quality of weights, deeper sums
 # make test-latest                  the tests that meet other packages than torch, on the latest set
 # make test-lowest                  the same, on the oldest packages that pyproject.toml allows
 # make test-gpu                     the kernels and CUDA graphs, on a machine with an NVIDIA GPU
@@ -38,7 +38,7 @@ DOCS      := .venv-docs
 PYTEST    := pytest -n 3 --dist worksteal
 SOURCES   := $(wildcard app.py) vargen pipelines kernels assets recipes examples tests benchmarks docs
 
-.PHONY: image demo test test-slow test-latest test-lowest test-gpu gpu docs lint ruff types clean
+.PHONY: image demo test test-extended test-latest test-lowest test-gpu gpu docs lint ruff types clean
 
 image: $(REFERENCE)/.core
 	@$(REFERENCE)/bin/vargen generate --model "$$MODEL" --seed "$$SEED" -o "$$OUT" -- "$$PROMPT"
@@ -47,10 +47,10 @@ demo: $(REFERENCE)/.demo
 	@$(REFERENCE)/bin/python app.py --model "$$MODEL"
 
 test: $(REFERENCE)/.all lint
-	$(REFERENCE)/bin/$(PYTEST) -m "not slow"
+	$(REFERENCE)/bin/$(PYTEST) -m "not slow and not extended"
 
-test-slow: $(REFERENCE)/.all
-	$(REFERENCE)/bin/$(PYTEST) -m slow
+test-extended: $(REFERENCE)/.all
+	$(REFERENCE)/bin/$(PYTEST) -m "slow or extended"
 
 test-latest: $(LATEST)/.fast
 	$(LATEST)/bin/$(PYTEST) -m "packages and not slow"

@@ -71,6 +71,21 @@ PACKAGE_TESTS = (
 )
 
 
+# What takes long for what it is: training, the quality of the packaged weights, whole processes, and pages in a browser.
+EXTENDED_TESTS = (
+    "assets",
+    "benchmarks/test_aot.py",
+    "demo/test_app.py",
+    "demo/test_browser.py",
+    "demo/test_first_sight.py",
+    "demo/test_live.py",
+    "demo/test_sharing.py",
+    "demo/test_video_page.py",
+    "recipes",
+    "serving/test_soak.py",
+    "training/test_heads.py",
+    "training/test_router.py",
+)
 WAITING = ("test_ray_backend.py", "test_app.py", "test_generation.py")  # these wait for processes for long
 
 
@@ -80,8 +95,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         path = item.path.relative_to(folder)
         if path.as_posix() in PACKAGE_TESTS or path.parts[0] in PACKAGE_TESTS:
             item.add_marker(pytest.mark.packages)
-        if path.parts[0] == "recipes":  # training of the packaged models, which are not part of the package
-            item.add_marker(pytest.mark.slow)
+        if path.as_posix() in EXTENDED_TESTS or path.parts[0] in EXTENDED_TESTS:
+            item.add_marker(pytest.mark.extended)
     items.sort(key=lambda item: item.path.name not in WAITING)  # first, so that others run beside them
 
 

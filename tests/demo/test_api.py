@@ -199,6 +199,7 @@ def resident() -> float:
     return int(status.split("VmRSS:")[1].split()[0]) / 1024
 
 
+@pytest.mark.extended
 def test_eight_clients_at_once(address: str, service: ImageService, tmp_path: Path) -> None:
     """None is lost, each gets its own picture, no drawing thread is left over, and memory is steady."""
     clients = [

@@ -177,6 +177,7 @@ def test_every_kind_of_drafter_is_listed() -> None:
         assert f"vargen train drafter {recipe.stem}" in text, recipe.stem
 
 
+@pytest.mark.extended
 def test_usage_runs(tiny_model: Path, tiny_scale_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On tiny models instead of the packaged and the official ones."""
     moving = tmp_path / "moving"

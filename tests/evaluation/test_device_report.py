@@ -81,6 +81,7 @@ device_report._main(*sys.argv[1:])
 """
 
 
+@pytest.mark.extended
 def test_late_and_crashed_parts_do_not_stop_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     popen, names, seen = subprocess.Popen, ["late", "crash", "skip"], []
 

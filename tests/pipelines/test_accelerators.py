@@ -65,7 +65,12 @@ def test_images_are_generated_by_the_default(emoji):
 
 
 @pytest.mark.parametrize(
-    "name", [preset.name for preset in list_methods("next-token") if preset.name not in ("ar", DEFAULT_METHOD)]
+    "name",
+    [
+        pytest.param(preset.name, marks=[pytest.mark.extended] if preset.experimental else [])
+        for preset in list_methods("next-token")
+        if preset.name not in ("ar", DEFAULT_METHOD)
+    ],
 )
 def test_presets_run_in_batches_and_commit_more_than_one_token_a_pass(emoji, name):
     if reason := next(method.unsupported_reason for method in emoji.list_methods() if method.name == name):

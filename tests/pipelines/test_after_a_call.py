@@ -69,6 +69,7 @@ def test_tiny_models_of_every_family(family: str, method: Any, tmp_path: Path) -
     check(FAMILIES[family][0](tmp_path / "runs"), method, tmp_path / "saved")
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("name", "method"), [("emoji", "sjd"), ("emoji-var", "plain"), ("emoji-video", "target")])
 def test_packaged_models_are_saved_after_a_call(name: str, method: str, tmp_path: Path) -> None:
     pipe, stop = open_pipeline(name), lambda _, step, *others: {"stop": step == 20}

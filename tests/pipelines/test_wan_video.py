@@ -182,6 +182,7 @@ def live_bytes() -> int:
     return sum(storages.values())
 
 
+@pytest.mark.extended
 def test_a_stream_of_300_blocks_holds_memory_flat(framewise: Any) -> None:
     options = {"num_blocks": 300, "window": 6, "sinks": 3, "tau": 0.5, "scorer": MostBlocks()}
     stream = framewise.stream("a cat", accelerator="sdvg", generator=seeded(0)[0], **options)
@@ -212,6 +213,7 @@ def allocated_peak(run: Any) -> int:
     return max(accumulate(each.nbytes() for each in sorted(events, key=lambda each: each.start_ns())))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("phase", ["prompt", "denoising", "decoding"])
 def test_memory_is_predicted_before_anything_is_loaded(
     pipe: Any, folder: Path, phase: str, monkeypatch: pytest.MonkeyPatch
@@ -240,6 +242,7 @@ def test_memory_is_predicted_before_anything_is_loaded(
     assert expected == pytest.approx(measured, rel=0.1)
 
 
+@pytest.mark.extended
 def test_memory_follows_device_dtype_and_window(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     located = validate_model_folder(folder)
     plain, half = predict_memory(located), predict_memory(located, "cuda")
