@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
-import vargen
+from rejects import rejects
 
 KINDS = {"STRING": str, "INT": int, "FLOAT": float}
 NODES = ("VargenImage", "VargenVideo")
@@ -82,9 +81,17 @@ def test_a_node_declares_inputs_and_outputs(package: ModuleType, name: str) -> N
 
 def test_the_image_is_that_of_the_pipeline(package: ModuleType) -> None:
     image, statistics = run(package.NODE_CLASS_MAPPINGS["VargenImage"], seed=7, method="gumbel")
-    result = vargen.open_pipeline("emoji")("a red apple", accelerator="gumbel", generator=torch.Generator().manual_seed(7))
+    pipe = package.image_node.open_model("emoji", package.image_node.PARADIGMS)  # as the node opened it
+    result = pipe("a red apple", accelerator="gumbel", generator=torch.Generator().manual_seed(7))
     assert np.array_equal((image[0].numpy() * 255).round().astype("uint8"), np.asarray(result.images[0]))
     assert statistics.startswith(f"gumbel: {result.stats.passes} passes, ") and statistics.endswith(", seed 7")
+
+
+def test_a_prompt_names_a_class_where_the_model_has_classes(package: ModuleType, tiny_scale_model: Path) -> None:
+    image, _ = run(package.NODE_CLASS_MAPPINGS["VargenImage"], model=str(tiny_scale_model), prompt="3")
+    assert len(image) == 1
+    node = package.NODE_CLASS_MAPPINGS["VargenImage"]
+    rejects(lambda: node().generate(**inputs_of(node, model=str(tiny_scale_model), prompt="10")), "class label")
 
 
 def test_frames_are_a_batch_of_images(package: ModuleType) -> None:
