@@ -10,7 +10,7 @@ from torch import Tensor
 from vargen.decoding import Accelerator, ScaleSchedule
 from vargen.device import normal_tensors
 
-from .model_inputs import DEFAULT_METHOD, check_model, describe_inputs, open_model
+from .model_inputs import MODEL_DEFAULT, check_model, describe_inputs, open_model
 
 PARADIGMS = (Accelerator.paradigm, ScaleSchedule.paradigm)
 
@@ -42,7 +42,7 @@ class VargenImage:
         pipe = open_model(model, PARADIGMS)
         label: int | str = int(prompt) if prompt.isdecimal() else prompt
         subject = {"class_labels": label} if pipe.is_class_conditional else {"prompt": prompt}
-        accelerator = {} if method == DEFAULT_METHOD else {"accelerator": method}
+        accelerator = {} if method == MODEL_DEFAULT else {"accelerator": method}
         result = pipe(**subject, **accelerator, generator=torch.Generator().manual_seed(seed), output_type="np")
         stats = result.stats
         statistics = (

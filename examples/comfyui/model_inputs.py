@@ -10,7 +10,7 @@ from vargen import open_pipeline
 from vargen.decoding import list_methods, resolve_method
 from vargen.pipelines.registry import inspect_model, paradigm_of, pipeline_class
 
-DEFAULT_METHOD = "default"
+MODEL_DEFAULT = "default"
 _MAX_SEED = 2**53 - 1  # the largest that ComfyUI's page stores exactly
 
 
@@ -21,7 +21,7 @@ def describe_inputs(model: str, prompt: str, paradigms: Sequence[str]) -> dict[s
         "model": ("STRING", {"default": model, "tooltip": "A packaged model, a folder, or owner/name on the hub."}),
         "prompt": ("STRING", {"default": prompt, "multiline": True}),
         "seed": ("INT", {"default": 0, "min": 0, "max": _MAX_SEED}),
-        "method": ([DEFAULT_METHOD, *methods], {"default": DEFAULT_METHOD, "tooltip": "default: the model's."}),
+        "method": ([MODEL_DEFAULT, *methods], {"default": MODEL_DEFAULT, "tooltip": "default: the model's."}),
     }
 
 
@@ -36,7 +36,7 @@ def check_model(model: str | None, method: str | None, paradigms: Sequence[str])
     try:
         _require_paradigm(model, paradigms)
         info = inspect_model(model)
-        if method not in (None, DEFAULT_METHOD):
+        if method not in (None, MODEL_DEFAULT):
             pipeline = pipeline_class(info.pipeline)
             pipeline.validate_method_for(info, resolve_method(method, pipeline.paradigm))
     except (ValueError, TypeError, OSError) as error:

@@ -10,7 +10,7 @@ from torch import Tensor
 from vargen.decoding import VideoMethod
 from vargen.device import normal_tensors
 
-from .model_inputs import DEFAULT_METHOD, check_model, describe_inputs, open_model
+from .model_inputs import MODEL_DEFAULT, check_model, describe_inputs, open_model
 
 PARADIGMS = (VideoMethod.paradigm,)
 
@@ -44,7 +44,7 @@ class VargenVideo:
         result = pipe(
             prompt,
             num_blocks=num_blocks or None,
-            accelerator=None if method == DEFAULT_METHOD else method,
+            accelerator=None if method == MODEL_DEFAULT else method,
             generator=torch.Generator().manual_seed(seed),
             output_type="np",
         )
