@@ -52,8 +52,8 @@ def render_race() -> str:
         f'<section class="vg-replay" data-race="{data}" aria-label="Race, replayed from a recording">'
         f'<div class="vg-pitch"><h2>The same image.<br> {ratio:.0f} times fewer passes.</h2>'
         f"<p>Image models generate token by token. vargen drafts several tokens and verifies them in one pass of the network: "
-        f"{len(accelerated['tokens'])} passes instead of {len(sequential['tokens'])}, in {accelerated['seconds'][-1]:.1f} seconds "
-        f"of processor time instead of {sequential['seconds'][-1]:.1f}.</p>"
+        f"{len(accelerated['tokens'])} passes instead of {len(sequential['tokens'])}, in "
+        f"{accelerated['seconds'][-1]:.1f} seconds of processor time instead of {sequential['seconds'][-1]:.1f}.</p>"
         f'<p class="vg-small">“{text(race["prompt"])}”, seed {race["seed"]}, on one CPU core, in slow motion.</p>'
         f"</div>{lanes}</section>"
     )
