@@ -177,7 +177,7 @@ def live_bytes() -> int:
     gc.collect()
     storages = {}
     for each in gc.get_objects():
-        if issubclass(type(each), torch.Tensor) and each.device.type == "cpu":
+        if type(each) in (torch.Tensor, torch.nn.Parameter) and each.device.type == "cpu":
             storages[each.untyped_storage().data_ptr()] = each.untyped_storage().nbytes()
     return sum(storages.values())
 
