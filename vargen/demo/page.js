@@ -26,6 +26,13 @@
       [...document.querySelectorAll("button[role=tab]")].find((tab) => tab.innerText.trim() === title)?.click();
       setTimeout(() => find(`.vg-start.vg-go-${mode}`)?.click(), 80);
     },
+    // Start a link's job once its prompt has reached the page, and with it the id of the visit; after two seconds in any case.
+    startLinked(mode, tries = 40) {
+      const prompt = new URLSearchParams(location.search).get("prompt") ?? "";
+      const shown = find("#prompt textarea, #prompt input")?.value;
+      if (tries && !(shown && prompt.startsWith(shown))) setTimeout(() => vargen.startLinked(mode, tries - 1), 50);
+      else vargen.start(mode);
+    },
     pressOpen() {
       [...document.querySelectorAll(".vg-start")].find((button) => button.offsetParent)?.click();
     },

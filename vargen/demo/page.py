@@ -32,7 +32,7 @@ from vargen.demo.video_tab import EXAMPLE, build_video_tab
 from vargen.demo.visits import VisitStore
 
 _MAX_QUEUE = 32
-_START_LINKED = "(mode) => { if (mode) window.vargen.start(mode); }"
+_START_LINKED = "(mode) => { if (mode) window.vargen.startLinked(mode); }"
 
 
 def build_page(
