@@ -64,22 +64,27 @@ def _format_name(config: Any) -> str:
     return kind if isinstance(kind, str) else type(kind).__name__
 
 
-def open_fastest(open_float: Callable[[], Any], open_int8: Callable[[], Any]) -> Any:
+def open_fastest(
+    folder: ModelFolder, device: torch.device | None, open_float: Callable[[], Any], open_int8: Callable[[], Any]
+) -> Any:
     """Open a pipeline in int8 if its passes are faster in it on this CPU, else in floating point; logs the choice.
 
     Compiled int8 passes are several times as fast. Where torch operators run, passes over 1 and 16 tokens are measured. On a
     GPU, and for other paradigms than next-token, floating point is kept. So is a folder's own format.
 
     Args:
+        folder: of the model. device: where it computes; None is a CPU.
         open_float, open_int8: open the pipeline in these formats.
     """
-    pipe = open_float()
-    network = pipe.transformer
-    if pipe.paradigm != "next-token" or network is None or network.device.type != "cpu" or network.quantized:
-        return pipe
+    on_cpu, stored = device is None or device.type == "cpu", stored_quantization(folder.path / "transformer")
+    if folder.family.pipeline.paradigm != "next-token" or not on_cpu or stored:
+        return open_float()
     if runs_compiled():
         logger.info("quantization='auto' selects int8, whose passes are compiled")
         return open_int8()
+    pipe = open_float()
+    if pipe.transformer is None:
+        return pipe
     quantized = open_int8()
     seconds = [sum(_pass_seconds(each)) for each in (pipe, quantized)]
     name, chosen = ("int8", quantized) if seconds[1] < seconds[0] else ("floating point", pipe)

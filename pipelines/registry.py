@@ -109,6 +109,8 @@ def open_pipeline(name: Any, *, device: str | torch.device | None = None, **opti
         plain = {name: value for name, value in options.items() if name != "quantization"}
         others = {name: value for name, value in plain.items() if name not in ("torch_dtype", "dtype")}  # int8 has one dtype
         return open_fastest(
+            folder,
+            place,
             lambda: open_pipeline(folder, device=place, **plain),
             lambda: open_pipeline(folder, device=place, quantization="int8", **others),
         )
