@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
+from vargen.adapters.transformers import PromptRows, TransformersTokenModel
 from vargen.decoding import PRESETS, Accelerator, Sampling
 from vargen.decoding.harness import Run
 from vargen.decoding.next_token.loop import prefill
 from vargen.models.language_models.supported import Janus
-from vargen.pipelines.adapters.transformers import PromptRows, TransformersTokenModel
 
 PROMPT_TOKENS = 32
 GUIDANCE_SCALE = 5.0

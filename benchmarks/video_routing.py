@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python benchmarks/video_routing.py --output benchmarks/video_routing_NAME_DATE --trees FOLDER
 
-For each prompt, the trees of all routed videos are generated and scored once (`vargen.pipelines.routing_tree`) and stored in
+For each prompt, the trees of all routed videos are generated and scored once (`vargen.training.routing_tree`) and stored in
 FOLDER, so that a killed run continues. Every policy at every setting is then one path through a tree. Seconds are those of the
 cost model, whose parts are measured in this run. A router never sees the prompt that it routes: it is fitted to other folds.
 Writes OUTPUT.json and OUTPUT.md.
@@ -27,9 +27,9 @@ from vargen.decoding.video.stats import BlockCosts, estimate_block_costs
 from vargen.device import describe_machine
 from vargen.models.block_router import BlockRouter, describe_draft
 from vargen.pipelines.registry import open_pipeline
-from vargen.pipelines.routing_tree import build_routing_tree, score_tree
 from vargen.scoring.frames import FrameScorer
 from vargen.scoring.protocol import score_images
+from vargen.training.routing_tree import build_routing_tree, score_tree
 
 SPEEDUPS = (1.3, 1.6, 1.9, 2.1)
 RESAMPLES = 2000

@@ -10,6 +10,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
+from vargen.adapters import Guidance
+from vargen.adapters.block_router import bind_router
+from vargen.adapters.causal_video import CausalVideoBlockModel
+from vargen.adapters.video_settings import (
+    clean_whitespace,
+    resolve_levels,
+    resolve_setting,
+    validate_geometry,
+    validate_settings,
+)
 from vargen.compat import tokenized, without_autocast
 from vargen.convert.causal_video import convert_causal_video
 from vargen.decoding import VideoMethod, decode_video
@@ -22,21 +32,11 @@ from vargen.models.tokenizers.preview_decoder import PreviewDecoder
 from vargen.models.tokenizers.video_vae import CausalVideoVAE, StreamingDecoder
 from vargen.models.tokenizers.wan_vae import AutoencoderKLWan, WanStreamingDecoder
 from vargen.pipelines import validation
-from vargen.pipelines.adapters import Guidance
-from vargen.pipelines.adapters.block_router import bind_router
-from vargen.pipelines.adapters.causal_video import CausalVideoBlockModel
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.components import TEXT_COMPONENTS, Component, ModelFamily, register_family
 from vargen.pipelines.generation import OutputOptions, RunningCall, run_request
 from vargen.pipelines.prompts import NormalizedPrompt, PromptNames, encode_prompt, encode_tokens
 from vargen.pipelines.video_memory import on_device
-from vargen.pipelines.video_settings import (
-    clean_whitespace,
-    resolve_levels,
-    resolve_setting,
-    validate_geometry,
-    validate_settings,
-)
 from vargen.pipelines.videos import (
     CausalVideoPipelineOutput,
     PassMonitor,
@@ -75,7 +75,7 @@ class CausalVideoPipeline(VisualPipeline):
         preview_decoder: a cheap decoder for the frames on which drafts are scored.
         router: ranks drafts for `sdvg-learned`; `vargen train router` trains it for this pair of models.
         text_encoder, tokenizer: encoder of prompts.
-        defaults: the checkpoint's settings; see `vargen.pipelines.video_settings.DEFAULT_SETTINGS`.
+        defaults: the checkpoint's settings; see `vargen.adapters.video_settings.DEFAULT_SETTINGS`.
         prompt_styles, prompt_names: as in `LlamaGenPipeline`.
 
     Raises:
@@ -131,7 +131,7 @@ class CausalVideoPipeline(VisualPipeline):
         return int(self.transformer.config.text_len or self.setting("caption_rows"))
 
     def setting(self, name: str) -> Any:
-        """Return the checkpoint's value of a setting; see `vargen.pipelines.video_settings.DEFAULT_SETTINGS`."""
+        """Return the checkpoint's value of a setting; see `vargen.adapters.video_settings.DEFAULT_SETTINGS`."""
         return resolve_setting(self.config.defaults, name)
 
     @property

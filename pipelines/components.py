@@ -15,6 +15,7 @@ from typing import Any
 
 from vargen.model_files import class_library
 from vargen.models.component_files import validate_network_files, validate_t5_files, validate_tokenizer_files
+from vargen.models.config_bounds import config_value, require_equal
 from vargen.models.text_encoder import MiniLMTextEncoder
 from vargen.options import OPTIONS
 from vargen.pipelines.validation import validate_sampling
@@ -217,22 +218,6 @@ class ModelFamily:
 
 def _pairs(matches: Mapping[str, str] | tuple[str, ...]) -> Mapping[str, str]:
     return matches if isinstance(matches, Mapping) else dict(zip(matches, matches, strict=True))
-
-
-def config_value(config: Any, setting: str) -> Any:
-    """Return a setting of a configuration, which is a mapping (of a file or diffusers) or an object (of transformers)."""
-    return config.get(setting) if isinstance(config, Mapping) else getattr(config, setting, None)
-
-
-def require_equal(configs: Mapping[str, Any], name: str, setting: str, other: str, other_setting: str) -> None:
-    """Raise ValueError if a setting of a component differs from that of another. Missing components and settings are equal."""
-    found, expected = config_value(configs.get(name), setting), config_value(configs.get(other), other_setting)
-    plain = [list(value) if isinstance(value, tuple) else value for value in (found, expected)]
-    if found is not None and configs.get(other) is not None and plain[0] != plain[1]:
-        raise ValueError(
-            f"{name} and {other} do not belong together: {setting} of {name} is {found!r}, and {other_setting} of {other} is "
-            f"{expected!r}"
-        )
 
 
 def _check_labels(id2label: Any, num_classes: int | None) -> None:

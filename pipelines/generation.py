@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from vargen.adapters import Guidance
 from vargen.decoding import DecodeOutput, DecodeStats, Progress, Sampling
 from vargen.decoding.seeds import ImageSeeds, resolve_seeds
 from vargen.device import validate_compile
 from vargen.models.condition import Condition
 from vargen.pipelines import validation
-from vargen.pipelines.adapters import Guidance
 from vargen.pipelines.images import split_on_out_of_memory
 from vargen.pipelines.prompts import PromptInputs, encode_condition, encode_negative_condition, repeat_condition, scorer_prompts
 from vargen.pipelines.validation import MAX_IMAGES

@@ -16,6 +16,8 @@ from diffusers.image_processor import VaeImageProcessor
 from PIL import Image
 from torch import Tensor
 
+from vargen.adapters import Guidance, to_guidance
+from vargen.adapters.transformers import TransformersTokenModel
 from vargen.compat import without_autocast
 from vargen.decoding import DEFAULT_METHOD, Accelerator, DecodeOutput, decode
 from vargen.decoding.next_token.log_probs import compute_log_probs
@@ -24,8 +26,6 @@ from vargen.files import atomic_merge, expand_user
 from vargen.models.language_models.base import ImageLanguageModel
 from vargen.models.language_models.supported import describe_language_model
 from vargen.pipelines import validation
-from vargen.pipelines.adapters import Guidance, to_guidance
-from vargen.pipelines.adapters.transformers import TransformersTokenModel
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.components import ModelFamily
 from vargen.pipelines.generation import CandidateSelection, GenerationRequest, OutputOptions, generate_images, run_request

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
+from vargen.adapters.transformers import TransformersTokenModel
 from vargen.compat import load_options, report_memory
 from vargen.device import select_device
 from vargen.models.component_files import read_config, refuse_code_files
 from vargen.models.language_models.base import ImageLanguageModel, validate_network
 from vargen.models.language_models.supported import MODELS, describe_language_model
-from vargen.pipelines.adapters.transformers import TransformersTokenModel
 from vargen.pipelines.language_model import LanguageModelPipeline
 from vargen.pipelines.llamagen import LlamaGenPipeline
 from vargen.pipelines.loading import default_dtype, locate_folder, resolve_drafter

@@ -11,6 +11,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from vargen.adapters import Guidance, to_guidance
+from vargen.adapters.drafters import EagleModel, LowResolutionDrafter, MedusaHeads, validate_low_res
+from vargen.adapters.llamagen import LlamaGenTokenModel
 from vargen.compat import without_autocast
 from vargen.convert.llamagen import convert_llamagen
 from vargen.decoding import DEFAULT_METHOD, Accelerator, DecodeOutput, Eagle, Jacobi, Medusa, decode
@@ -24,9 +27,6 @@ from vargen.models.heads.upsampler import TokenUpsampler
 from vargen.models.llamagen import SIZES, LlamaGenTransformer
 from vargen.models.tokenizers.vq import VQModel
 from vargen.pipelines import validation
-from vargen.pipelines.adapters import Guidance, to_guidance
-from vargen.pipelines.adapters.drafters import EagleModel, LowResolutionDrafter, MedusaHeads, validate_low_res
-from vargen.pipelines.adapters.llamagen import LlamaGenTokenModel
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.components import TEXT_COMPONENTS, Component, ModelFamily, register_family
 from vargen.pipelines.generation import CandidateSelection, GenerationRequest, OutputOptions, run_request

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from vargen.adapters import arbitrary_condition
 from vargen.decoding.pass_costs import measure_pass_costs
 from vargen.models.quantization import runs_compiled, validate_quantization
-from vargen.pipelines.adapters import arbitrary_condition
 from vargen.values import short_repr
 
 if TYPE_CHECKING:

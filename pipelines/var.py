@@ -11,6 +11,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from vargen.adapters import Guidance, to_guidance
+from vargen.adapters.var import VARScaleModel
 from vargen.compat import without_autocast
 from vargen.convert.var import DEFAULTS, convert_var
 from vargen.decoding import DecodeOutput, ScaleSchedule, decode_scales
@@ -19,8 +21,6 @@ from vargen.models.tokenizers.multi_scale_vq import MultiScaleVQModel
 from vargen.models.tokenizers.vq import NonFinitePixelsError
 from vargen.models.var import SCALES, VARTransformer, official_config
 from vargen.pipelines import validation
-from vargen.pipelines.adapters import Guidance, to_guidance
-from vargen.pipelines.adapters.var import VARScaleModel
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.components import TEXT_COMPONENTS, Component, ModelFamily, register_family
 from vargen.pipelines.generation import CandidateSelection, GenerationRequest, OutputOptions, run_request

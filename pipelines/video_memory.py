@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vargen.adapters import Guidance
+from vargen.adapters.causal_video import CausalVideoBlockModel
+from vargen.adapters.video_settings import resolve_levels, resolve_setting
 from vargen.decoding.video.denoising import MAX_PENDING_BLOCKS
 from vargen.models.condition import Condition
 from vargen.models.live_bytes import LiveBytes
 from vargen.models.tokenizers.video_vae import StreamingDecoder
 from vargen.models.tokenizers.wan_vae import WanStreamingDecoder
-from vargen.pipelines.adapters import Guidance
-from vargen.pipelines.adapters.causal_video import CausalVideoBlockModel
 from vargen.pipelines.loading import ModelFolder, default_dtype, resolve_dtypes, shared_component_folders
-from vargen.pipelines.video_settings import resolve_levels, resolve_setting
 
 _LARGE = 2**30  # bytes of an encoder that leaves the device; UMT5 has 11 GB in bfloat16
 

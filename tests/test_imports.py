@@ -1,9 +1,9 @@
 """The direction of imports: the tree is the design, and this file is where that is enforced.
 
 `app -> demo -> {pipelines, decoding}`; `cli -> serving -> {pipelines, decoding}`;
-`cli -> pipelines -> {models, decoding, scoring, convert} -> kernels`;
-`evaluation, training -> pipelines, models, decoding, scoring`, and `evaluation -> kernels`; `recipes -> anything`, and nothing
-imports recipes.
+`cli -> pipelines -> {adapters, models, decoding, scoring, convert} -> kernels`; `adapters -> {models, decoding}`;
+`evaluation, training -> pipelines, adapters, models, decoding, scoring`, and `evaluation -> kernels`;
+`recipes -> anything`, and nothing imports recipes.
 """
 
 import ast
@@ -20,9 +20,10 @@ _ALLOWED: dict[str, set[str]] = {
     "demo": {"pipelines", "decoding", "scoring"},  # the methods that it lists are data of decoding
     "cli": {"pipelines", "models", "decoding", "scoring", "convert", "kernels", "evaluation", "training", "serving"},
     "serving": {"pipelines", "decoding"},
-    "pipelines": {"models", "decoding", "scoring", "convert"},
-    "evaluation": {"pipelines", "models", "decoding", "scoring", "kernels"},  # it times the kernels
-    "training": {"pipelines", "models", "decoding", "scoring"},
+    "pipelines": {"adapters", "models", "decoding", "scoring", "convert"},
+    "adapters": {"models", "decoding"},  # the only part that sees both
+    "evaluation": {"pipelines", "adapters", "models", "decoding", "scoring", "kernels"},  # it times the kernels
+    "training": {"pipelines", "adapters", "models", "decoding", "scoring"},
     "models": {"kernels"},
     "decoding": {"kernels", "device_profiles"},
     "scoring": {"models", "kernels"},  # a scorer is a network with a measure on top

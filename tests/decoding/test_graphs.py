@@ -14,6 +14,8 @@ import torch
 from recorded_graph import HostReadError, RecordedGraph
 from tiny_models import tiny_transformer, tiny_vq
 
+from vargen.adapters.drafters import EagleModel, LowResolutionDrafter, MedusaHeads
+from vargen.adapters.llamagen import LlamaGenTokenModel
 from vargen.decoding import Accelerator, DecodeOutput, Engine, Jacobi, Sampling, decode, resolve_method, speculative_sampling
 from vargen.decoding.next_token.acceptance.pooled import PooledRule
 from vargen.decoding.next_token.draft_length import AutoWindow, PowerLawEstimate, WidthController, _ControlledWindow
@@ -24,8 +26,6 @@ from vargen.models.condition import Condition
 from vargen.models.heads.eagle import EagleDrafter
 from vargen.models.heads.medusa import MedusaDrafter
 from vargen.models.heads.upsampler import TokenUpsampler
-from vargen.pipelines.adapters.drafters import EagleModel, LowResolutionDrafter, MedusaHeads
-from vargen.pipelines.adapters.llamagen import LlamaGenTokenModel
 
 METHODS = ["ar", "auto", "scd", "sjd", "gumbel", "gsd", "lantern-jacobi", "lantern", "eagle", "pac", "speculative", "wavefront"]
 MORE = ["eagle-gumbel", "eagle-2", "gumbel-tree", "speculative-tree", "layer-skip", "lookup", "recycle", "medusa"]

@@ -10,6 +10,9 @@ import pytest
 import torch
 from tiny_models import tiny_transformer
 
+from vargen.adapters import Guidance
+from vargen.adapters.drafters import EagleModel, MedusaHeads
+from vargen.adapters.llamagen import LlamaGenTokenModel
 from vargen.decoding import (
     Accelerator,
     AutoTree,
@@ -29,9 +32,6 @@ from vargen.evaluation.table_models import TableEagle, TableMedusa, TableModel
 from vargen.models.condition import Condition
 from vargen.models.heads.eagle import EagleDrafter
 from vargen.models.heads.medusa import MedusaDrafter
-from vargen.pipelines.adapters import Guidance
-from vargen.pipelines.adapters.drafters import EagleModel, MedusaHeads
-from vargen.pipelines.adapters.llamagen import LlamaGenTokenModel
 
 TREE = (-1, 0, 0, 1, 1, 2)
 

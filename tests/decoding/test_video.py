@@ -11,6 +11,8 @@ import torch
 from rejects import rejects
 from tiny_video import LEVELS, condition, models, preview, stream, transformer, vae, video
 
+from vargen.adapters import Guidance
+from vargen.adapters.causal_video import CausalVideoBlockModel
 from vargen.decoding import (
     PRESETS,
     BlockModel,
@@ -24,8 +26,6 @@ from vargen.decoding import (
 )
 from vargen.decoding.noise import sample_normal
 from vargen.decoding.video.denoising import BlockGenerator, make_block_noise
-from vargen.pipelines.adapters import Guidance
-from vargen.pipelines.adapters.causal_video import CausalVideoBlockModel
 
 FREE = VideoMethod(policy=Threshold(), target_blocks=())
 

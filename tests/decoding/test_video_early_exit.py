@@ -8,10 +8,10 @@ import torch
 from rejects import rejects
 from tiny_video import LEVELS, condition, models, stream, transformer, video
 
+from vargen.adapters.causal_video import CausalVideoBlockModel
 from vargen.decoding import PRESETS, Replay, Stride, Threshold, VideoMethod
 from vargen.decoding.video.denoising import add_noise, make_block_noise
-from vargen.pipelines.adapters.causal_video import CausalVideoBlockModel
-from vargen.pipelines.routing_tree import build_routing_tree
+from vargen.training.routing_tree import build_routing_tree
 
 ALWAYS = VideoMethod(policy=Stride(1_000_000), exit_step=2)
 

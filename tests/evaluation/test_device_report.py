@@ -16,6 +16,7 @@ import torch
 from rejects import rejects
 from tiny_models import tiny_transformer
 
+from vargen.adapters.llamagen import LlamaGenTokenModel
 from vargen.decoding import decode, resolve_method
 from vargen.device_profiles import FILE, DeviceProfile, derive_profile, find_profile, read_profiles
 from vargen.evaluation import device_report
@@ -25,7 +26,6 @@ from vargen.evaluation.device_report import Part, PartResult, Row, SkipPart, Wro
 from vargen.evaluation.kernel_check import run_sanitizer
 from vargen.evaluation.replay import ReplayedAcceptance, replay_acceptance
 from vargen.models.condition import Condition
-from vargen.pipelines.adapters.llamagen import LlamaGenTokenModel
 
 
 def run(part: Any, seconds: float = 60.0) -> tuple[PartResult, list[int]]:

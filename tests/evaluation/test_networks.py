@@ -13,11 +13,11 @@ from tiny_models import text_var_pipeline, tiny_multi_scale_vq, tiny_var
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from vargen.adapters.var import VARScaleModel
 from vargen.evaluation.decoders import find_pass_scales
 from vargen.evaluation.networks import BenchmarkModel, official_sizes, open_benchmark_model, validate_benchmark_model
 from vargen.evaluation.published_var import PublishedVARSampler
 from vargen.models.condition import Condition
-from vargen.pipelines.adapters.var import VARScaleModel
 from vargen.pipelines.var import VAR, VARPipeline
 
 

@@ -15,10 +15,10 @@ from tiny_models import class_pipeline, class_var_pipeline
 from tiny_video import transformer
 
 from vargen import open_pipeline
+from vargen.adapters import cost_key
 from vargen.models import gpu_quantization
 from vargen.models.quantization import linear_layers, quantize_network, validate_quantization
 from vargen.models.weight_storage import QuantizedStorageMixin
-from vargen.pipelines.adapters import cost_key
 from vargen.pipelines.quantization import gpu_quantized_components, resolve_quantization
 from vargen.pipelines.registry import find_model_folder
 

@@ -8,12 +8,12 @@ import torch
 from rejects import rejects
 from tiny_models import tiny_transformer
 
+from vargen.adapters.drafters import EagleModel, MedusaHeads
+from vargen.adapters.llamagen import LlamaGenTokenModel
 from vargen.decoding import Tree
 from vargen.models.condition import Condition
 from vargen.models.heads.eagle import EagleDrafter
 from vargen.models.heads.medusa import MedusaDrafter
-from vargen.pipelines.adapters.drafters import EagleModel, MedusaHeads
-from vargen.pipelines.adapters.llamagen import LlamaGenTokenModel
 
 _N, _STEPS = 16, 3
 

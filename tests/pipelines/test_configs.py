@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import vargen.assets
+from vargen.adapters.video_settings import validate_settings
 from vargen.models import component_files
 from vargen.models.component_files import validate_network_files
 from vargen.models.image_text import ImageTextModel
 from vargen.pipelines.registry import FAMILIES, inspect_model
-from vargen.pipelines.video_settings import validate_settings
 from vargen.scoring.image_text import load_image_tower
 from vargen.weight_files import read_weight_header
 

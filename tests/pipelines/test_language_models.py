@@ -13,6 +13,8 @@ import torch
 from tiny_language_models import make_chameleon, make_emu3, make_glm, make_janus, randomize, text_config
 
 import vargen
+from vargen.adapters.shared_noise import SharedNoiseLogitsProcessor
+from vargen.adapters.transformers import TransformersTokenModel
 from vargen.compat import installed_version
 from vargen.decoding import PRESETS, Sampling, Tree, decode, list_methods
 from vargen.decoding.next_token.log_probs import compute_log_probs
@@ -22,8 +24,6 @@ from vargen.models.heads.medusa import MedusaDrafter
 from vargen.models.language_models.base import PromptRows, pad_prompts
 from vargen.models.language_models.glm_image import PreviewDrafter
 from vargen.models.language_models.supported import Emu3, Janus, describe_language_model
-from vargen.pipelines.adapters.shared_noise import SharedNoiseLogitsProcessor
-from vargen.pipelines.adapters.transformers import TransformersTokenModel
 from vargen.training.teachers import make_teacher
 
 pytestmark = [

@@ -5,9 +5,9 @@ import torch
 from rejects import rejects
 from tiny_models import class_pipeline, tiny_transformer
 
+from vargen.adapters.llamagen import LlamaGenTokenModel
 from vargen.decoding import Accelerator, LayerSkip, decode, speculative_sampling
 from vargen.models.condition import Condition
-from vargen.pipelines.adapters.llamagen import LlamaGenTokenModel
 
 
 def models() -> tuple[LlamaGenTokenModel, Condition]:

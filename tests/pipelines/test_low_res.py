@@ -9,12 +9,12 @@ from rejects import rejects
 from tiny_models import class_pipeline, text_pipeline, tiny_transformer
 
 from vargen import LlamaGenPipeline
+from vargen.adapters import drafters as llamagen_low_res
 from vargen.decoding import Accelerator, Jacobi, Noise, PooledRule, Sampling, Tree, speculative_sampling
 from vargen.decoding.noise import Purpose
 from vargen.models.condition import Condition
 from vargen.models.heads.upsampler import TokenUpsampler
 from vargen.models.llamagen import LlamaGenTransformer
-from vargen.pipelines.adapters import drafters as llamagen_low_res
 
 EXACT = Accelerator(drafter=Jacobi(8, "maximal", "low-res"), acceptance=speculative_sampling)
 MULO = Accelerator(drafter=Jacobi(8, "from-verdict", "low-res"), acceptance=PooledRule(4, 0.2, 1))

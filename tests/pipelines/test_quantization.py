@@ -16,13 +16,13 @@ from tiny_models import class_pipeline, text_pipeline, tiny_transformer
 from torch import Tensor
 
 from vargen import LlamaGenPipeline, open_pipeline
+from vargen.adapters.llamagen import LlamaGenTokenModel
 from vargen.decoding import Output, Sampling, Tree, resolve_method
 from vargen.evaluation.exact_sum import sum_pass
 from vargen.evaluation.exactness import DETECTED, TOLERANCE
 from vargen.kernels import cpu
 from vargen.models.condition import Condition
 from vargen.models.quantization import quantize_network
-from vargen.pipelines.adapters.llamagen import LlamaGenTokenModel
 from vargen.pipelines.quantization import _pass_seconds
 
 

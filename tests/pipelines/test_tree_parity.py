@@ -4,6 +4,7 @@ import pytest
 import torch
 from tiny_models import tiny_transformer
 
+from vargen.adapters.llamagen import LlamaGenTokenModel
 from vargen.decoding import (
     Accelerator,
     DynamicTree,
@@ -17,7 +18,6 @@ from vargen.decoding import (
 )
 from vargen.decoding.next_token.trees.shapes import make_fan
 from vargen.models.condition import Condition
-from vargen.pipelines.adapters.llamagen import LlamaGenTokenModel
 
 GRID, T, VOCAB = 4, 7, 64
 CLOSE = {"atol": 2e-5, "rtol": 1e-4}  # float32 sums in another order

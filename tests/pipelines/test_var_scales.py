@@ -10,9 +10,9 @@ from golden_var import official
 from tiny_models import tiny_multi_scale_vq, tiny_var
 from torch import Tensor
 
+from vargen.adapters.var import VARScaleModel
 from vargen.decoding import Sampling, decode_scales
 from vargen.models.condition import Condition
-from vargen.pipelines.adapters.var import VARScaleModel
 
 
 @pytest.fixture(autouse=True)

@@ -6,13 +6,13 @@ from functools import cache
 
 import torch
 
+from vargen.adapters.causal_video import CausalVideoBlockModel
 from vargen.decoding import BlockStream, BlockView, VideoMethod, decode_video
 from vargen.decoding.video.denoising import shifted_levels
 from vargen.models.causal_video import CausalVideoTransformer
 from vargen.models.condition import Condition
 from vargen.models.tokenizers.preview_decoder import PreviewDecoder
 from vargen.models.tokenizers.video_vae import CausalVideoVAE
-from vargen.pipelines.adapters.causal_video import CausalVideoBlockModel
 
 SHAPE = {
     "dim": 24, "ffn_dim": 32, "num_heads": 2, "num_layers": 2, "channels": 4, "height": 2, "width": 2, "patch": 1,

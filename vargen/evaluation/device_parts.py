@@ -199,10 +199,10 @@ def measure_scale_images(device: str) -> Iterator[Row]:
 
 def measure_videos(device: str) -> Iterator[Row]:
     """Blocks of a causal video transformer; on a GPU, of Self-Forcing's layout with random weights (no pixels decoded)."""
+    from vargen.adapters.causal_video import CausalVideoBlockModel
     from vargen.decoding.video.denoising import shifted_levels
     from vargen.models.causal_video import CausalVideoTransformer
     from vargen.models.condition import Condition
-    from vargen.pipelines.adapters.causal_video import CausalVideoBlockModel
     from vargen.pipelines.registry import open_pipeline
 
     if device == "cuda":

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vargen.adapters import ARBITRARY_CAPTION_TOKENS, arbitrary_condition
 from vargen.decoding import DecodeOutput
 from vargen.evaluation.decoders import PricedDecoder, find_pass_scales, open_decoder, scale_pass
 from vargen.evaluation.published_var import PublishedVARSampler
@@ -17,7 +18,6 @@ from vargen.kernels.cpu import load_compiled_passes
 from vargen.models.condition import Condition
 from vargen.models.kv_cache import KVCache
 from vargen.models.quantization import quantize_network
-from vargen.pipelines.adapters import ARBITRARY_CAPTION_TOKENS, arbitrary_condition
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.components import ModelFamily
 from vargen.pipelines.loading import validate_model_folder

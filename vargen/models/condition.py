@@ -19,7 +19,7 @@ class Condition:
         class_labels: int64 `[B]`, 0 to `num_classes - 1`, or `num_classes` for the null class.
         caption_embeds: `[B, P, caption_dim]`, valid rows last (left padding), padding rows zero.
         caption_mask: bool `[B, P]`, True where valid; None makes all rows visible.
-        negative: condition of the unconditional rows in guidance. None: see `vargen.pipelines.adapters.Guidance`.
+        negative: condition of the unconditional rows in guidance. None: see `vargen.adapters.Guidance`.
     """
 
     class_labels: Tensor | None = None

@@ -1,4 +1,4 @@
-"""Validation of types and bounds in network configurations, before a network of that size is built.
+"""Validation of network configurations, before a network of that size is built: types, bounds, and what components share.
 
 Most sizes are compared with the weights afterwards. Sizes that weights do not determine (grids, frames, caption rows) set the
 size of tables and caches, where a wrong number could require more memory than any machine has.
@@ -76,3 +76,19 @@ def _find_violation(name: str, value: Any, hint: Any) -> str | None:
     if fits and all(parse_int(each, minimum, maximum) is not None for each in value):
         return None
     return f"a list of 1 to {_MAX_LENGTH} whole numbers from {minimum} to {maximum}"
+
+
+def config_value(config: Any, setting: str) -> Any:
+    """Return a setting of a configuration, which is a mapping (of a file or diffusers) or an object (of transformers)."""
+    return config.get(setting) if isinstance(config, Mapping) else getattr(config, setting, None)
+
+
+def require_equal(configs: Mapping[str, Any], name: str, setting: str, other: str, other_setting: str) -> None:
+    """Raise ValueError if a setting of a component differs from that of another. Missing components and settings are equal."""
+    found, expected = config_value(configs.get(name), setting), config_value(configs.get(other), other_setting)
+    plain = [list(value) if isinstance(value, tuple) else value for value in (found, expected)]
+    if found is not None and configs.get(other) is not None and plain[0] != plain[1]:
+        raise ValueError(
+            f"{name} and {other} do not belong together: {setting} of {name} is {found!r}, and {other_setting} of {other} is "
+            f"{expected!r}"
+        )

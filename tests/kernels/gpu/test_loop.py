@@ -8,6 +8,8 @@ import pytest
 import torch
 from tiny_models import tiny_transformer
 
+from vargen.adapters.drafters import EagleModel
+from vargen.adapters.llamagen import LlamaGenTokenModel
 from vargen.decoding import Accelerator, Jacobi, Sampling, decode, resolve_method
 from vargen.decoding.harness import Run
 from vargen.decoding.next_token.acceptance import recursive_rejection, shared_noise, speculative_sampling
@@ -17,8 +19,6 @@ from vargen.decoding.next_token.loop import count_on_device, prefill
 from vargen.kernels.launch import record_launches
 from vargen.models.condition import Condition
 from vargen.models.heads.eagle import EagleDrafter
-from vargen.pipelines.adapters.drafters import EagleModel
-from vargen.pipelines.adapters.llamagen import LlamaGenTokenModel
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TREE = (-1, 0, 0, 1, 1)

@@ -25,11 +25,11 @@ ensure_torchvision()
 from transformers import __version__ as transformers_version
 from transformers.cache_utils import Cache
 
+from vargen.adapters import Guidance, to_guidance
 from vargen.decoding import Output, TokenModel, Tree
 from vargen.decoding.next_token.graphs import register_state
 from vargen.models.kv_cache import CacheView, KVCache
 from vargen.models.language_models.base import ImageLanguageModel, PromptRows, validate_network
-from vargen.pipelines.adapters import Guidance, to_guidance
 from vargen.values import short_repr
 
 _FLOOR = -1e9  # logit of tokens that cannot occur: infinite logits are errors, and this survives a division by 1e-5

@@ -20,12 +20,12 @@ from vargen.decoding.noise import Purpose, derive_seeds
 from vargen.decoding.sampling import to_probs
 from vargen.device import normal_tensors
 from vargen.models.condition import Condition
+from vargen.models.config_bounds import require_equal
 from vargen.models.heads.eagle import EagleDrafter
 from vargen.models.heads.medusa import MedusaDrafter
 from vargen.models.heads.upsampler import TokenUpsampler
 from vargen.models.kv_cache import KVCache
 from vargen.models.tokenizers.vq import VQModel
-from vargen.pipelines.components import require_equal
 
 
 class Target(Protocol):
@@ -124,7 +124,7 @@ class MedusaHeads(ParallelHeads):
 
 
 if TYPE_CHECKING:
-    from vargen.pipelines.adapters.llamagen import LlamaGenTokenModel
+    from vargen.adapters.llamagen import LlamaGenTokenModel
 
 _WINDOW = 16
 _ROWS_RESAMPLED = 2  # low-resolution rows to resample after the completed ones

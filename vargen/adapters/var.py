@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from vargen.adapters import Guidance, cost_key, num_rows, to_guidance
 from vargen.decoding.sampling import apply_guidance
 from vargen.device import inference_mode_for
 from vargen.models.condition import Condition
 from vargen.models.tokenizers.multi_scale_quantizer import MultiScaleQuantizer
 from vargen.models.var import VAROutput, VARTransformer
 from vargen.models.var_blocks import ScaleCache
-from vargen.pipelines.adapters import Guidance, cost_key, num_rows, to_guidance
 
 
 class VARState:

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from vargen.adapters import Guidance, cost_key, to_guidance
 from vargen.decoding.video.denoising import TIMESTEPS, predict_clean
 from vargen.models.causal_video import CausalVideoTransformer
 from vargen.models.causal_video_cache import TextCache, VideoCache
 from vargen.models.condition import Condition
-from vargen.pipelines.adapters import Guidance, cost_key, to_guidance
 
 
 @dataclass

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vargen.adapters import Guidance, cost_key, num_rows, to_guidance
+from vargen.adapters.drafters import LowResolutionDrafter
 from vargen.decoding import Output, TokenModel, Tree
 from vargen.device import normal_tensors
 from vargen.models.condition import Condition
 from vargen.models.int8_cache import Int8Cache
 from vargen.models.kv_cache import KVCache
 from vargen.models.llamagen import LlamaGenOutput, LlamaGenTransformer
-from vargen.pipelines.adapters import Guidance, cost_key, num_rows, to_guidance
-from vargen.pipelines.adapters.drafters import LowResolutionDrafter
 
 
 class LlamaGenTokenModel(TokenModel):
