@@ -11,6 +11,7 @@ import torch
 
 import vargen.assets
 from recipes.emoji.dataset import build_emoji_dataset, load_emoji_dataset
+from recipes.emoji.everyday import load_everyday_dataset
 from recipes.emoji.scorer import ScorerConfig
 from recipes.emoji.tokenizer import TokenizerConfig, train_tokenizer
 from recipes.emoji.trainers import train_eagle, train_emoji_generator, train_emoji_low_res, train_emoji_scorer, train_medusa
@@ -95,6 +96,7 @@ def _summary(built: Any) -> dict[str, Any]:
 
 
 _DATA = {"data": Input("data", "emoji-data", load=load_emoji_dataset)}
+_EVERYDAY_DATA = {"data": replace(_DATA["data"], load=load_everyday_dataset)}
 _CLIPS = {"data": Input("data", "emoji-video-data", load=load_video_dataset)}
 _TEXT = {"text-encoder": Input("text_encoder_folder", packaged="emoji")}
 _MODEL = {"model": Input("model", packaged="emoji")}
@@ -132,6 +134,8 @@ def _from(recipe: Recipe, **defaults: str) -> Recipe:
     return replace(recipe, inputs=inputs)
 
 
+_everyday = _from(_generator, tokenizer="packaged:emoji", init="packaged:emoji")
+
 RECIPES = {
     "emoji-data": Recipe(ImagesConfig, _build_images, cached="emoji-128"),
     "emoji-tokenizer": _tokenizer,
@@ -140,6 +144,7 @@ RECIPES = {
     "emoji-tokenizer-gpu": _tokenizer,
     "emoji-generator": _generator,
     "emoji-generator-gpu": _generator,
+    "emoji-everyday": replace(_everyday, inputs={**_everyday.inputs, **_EVERYDAY_DATA}, folder=""),
     "emoji-drafter": replace(_generator, folder=""),
     "emoji-low-res": Recipe(
         NextTokenConfig, train_emoji_low_res, {**_DATA, **_PACKAGED_CODES, **_TEXT, **_INIT}, "transformer", file="low-res"

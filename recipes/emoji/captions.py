@@ -65,21 +65,21 @@ def style_phrase(style: str) -> str:
     return f"{style} style"
 
 
-def _with_article(phrase: str, group: str) -> str | None:
-    """Return `phrase` with "a" or "an", or None where an article would read badly (plurals, flags, signs)."""
+def with_article(phrase: str, group: str) -> str | None:
+    """Return a phrase of a group with "a" or "an", or None where an article would read badly (plurals, flags, signs)."""
     last = phrase.split(",")[0].split(" with ")[0].split(" of ")[0].split(" in ")[0].split()[-1]
     plural = last.endswith("s") and not last.endswith(("ss", "us", "is"))
     if group not in _ARTICLE_GROUPS or plural or last in _NO_ARTICLE or not phrase[0].isalpha():
         return None
-    # "u" words mostly start with the sound of "you" here (unicorn, unicycle); "um-", "up-" and "un-" do not.
-    vowel = phrase[0] in "aeio" or phrase.startswith(("um", "up", "una", "unh"))
+    # "u", "eu" and "ew" mostly have the sound of "you" here (unicorn, euro, ewe); "um-", "up-" and "un-" do not.
+    vowel = (phrase[0] in "aeio" and not phrase.startswith(("eu", "ew"))) or phrase.startswith(("um", "up", "una", "unh"))
     return f"{'an' if vowel else 'a'} {phrase}"
 
 
 def noun_and_article(record: Mapping[str, Any]) -> tuple[str, str]:
     """Return the name of a record's concept, and the article that it takes: "a", "an" or the empty string."""
     name = to_noun_phrase(record["label"])
-    return name, (_with_article(name, record["group"]) or name)[: -len(name)].rstrip()
+    return name, (with_article(name, record["group"]) or name)[: -len(name)].rstrip()
 
 
 def _tone_phrase(tones: list[str]) -> str:
@@ -95,7 +95,7 @@ def _parts(record: Mapping[str, Any]) -> tuple[str, str | None, str, list[str], 
     tags = [tag.lower() for tag in record.get("tags", ()) if tag.lower() != name]
     # Two-letter keywords are country codes and chat slang; alone they name nothing.
     synonyms = [synonym.lower() for synonym in record.get("synonyms", ()) if len(synonym) > 2]
-    return name, _with_article(name, record["group"]), _tone_phrase(record.get("tones", [])), tags, synonyms
+    return name, with_article(name, record["group"]), _tone_phrase(record.get("tones", [])), tags, synonyms
 
 
 def _join(body: str, *extras: str) -> str:
