@@ -37,9 +37,7 @@ def describe_draft(draft_HFCYX: Tensor, previous_HFCYX: Tensor, first_HFCYX: Ten
     """
     draft, previous, first = draft_HFCYX.float(), previous_HFCYX.float(), first_HFCYX.float()
     shown, before, start = (block.mean(1) for block in (draft, previous, first))
-    sharp, sharp_before, sharp_start = (
-        _magnitude(b.diff(dim=-1)) + _magnitude(b.diff(dim=-2)) for b in (draft, previous, first)
-    )
+    sharp, sharp_before, sharp_start = (_sharpness(block) for block in (draft, previous, first))
     changes = [
         _magnitude(shown - start), _magnitude(before - start), sharp - sharp_start, sharp_before - sharp_start,
         sharp - sharp_before, sharp_start, _magnitude(draft.diff(dim=1)) - _magnitude(first.diff(dim=1)),
