@@ -29,7 +29,7 @@ from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.components import TEXT_COMPONENTS, Component, ModelFamily, register_family
 from vargen.pipelines.generation import OutputOptions, RunningCall, run_request
 from vargen.pipelines.prompts import NormalizedPrompt, PromptNames, encode_prompt, encode_tokens
-from vargen.pipelines.video_memory import on_device
+from vargen.pipelines.video_memory import on_device, resolve_run_ahead
 from vargen.pipelines.video_settings import (
     clean_whitespace,
     resolve_levels,
@@ -190,6 +190,7 @@ class CausalVideoPipeline(VisualPipeline):
         callback: Callable[[BlockProgress], bool | None] | None = None,
         clean_prompt: bool = False,
         profile: bool = False,
+        run_ahead: bool | None = None,
     ) -> VideoStream:
         """Return an iterator over the blocks of a video, each of which is generated on demand.
 
@@ -211,7 +212,7 @@ class CausalVideoPipeline(VisualPipeline):
             prompt_embeds: text features `[1, P, text_dim]` instead of a prompt; not for methods that score.
             callback: called with a `BlockProgress` after every pass; returning False ends the video.
             clean_prompt: see `LlamaGenPipeline`.
-            profile: see `decode_video`.
+            profile, run_ahead: see `decode_video`.
 
         Raises:
             ValueError, TypeError: before any pass, for invalid arguments, naming the argument, its value and what is allowed.
@@ -248,6 +249,7 @@ class CausalVideoPipeline(VisualPipeline):
             callback=callback,
             profile=profile,
             router=bind_router(self, method),
+            run_ahead=resolve_run_ahead(self, run_ahead),
         )
         stream.stats.seed = seeds.seeds[0]
         return VideoStream(self, stream, frame_scorer, schedule, clean_prompt)
