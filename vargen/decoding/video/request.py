@@ -91,8 +91,8 @@ class VideoRequest:
         self.method.validate_models(self.model, self.score is not None, self.router is not None)
 
     def should_run_ahead(self) -> bool:
-        """Return whether the next block is started early: not if parts are timed on CUDA, which waits for all work between."""
+        """Return whether the next block is started early. By default not in a run whose parts are timed one by one."""
         device = self.model.device
-        if self.profile and device.type == "cuda":
-            return False
-        return pays_off(device, torch.get_num_threads()) if self.run_ahead is None else self.run_ahead
+        if self.run_ahead is None:
+            return not self.profile and pays_off(device, torch.get_num_threads())
+        return self.run_ahead and not (self.profile and device.type == "cuda")  # there, timing waits for all work
