@@ -148,7 +148,7 @@ def test_an_error_in_a_block_that_is_discarded_is_none() -> None:
     assert torch.equal(video(made)[0], video(stream("target", 4))[0])
 
 
-def test_a_run_that_is_stopped_leaves_nothing_behind() -> None:
+def test_a_run_that_is_stopped_ends_its_worker() -> None:
     steps = []
 
     def stops(progress):

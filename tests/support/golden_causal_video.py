@@ -22,7 +22,7 @@ TIMESTEPS = (1000.0, 937.5, 2500 / 3, 625.0, 0.0)  # of the distilled models, th
 CASES = {"all": (None, 0, (3, 3, 3)), "window": (7, 2, (3, 3, 3, 3))}  # window, sinks, and frames by block
 
 
-def draw_weights(generator: torch.Generator) -> dict[str, Tensor]:
+def random_weights(generator: torch.Generator) -> dict[str, Tensor]:
     """Every tensor of the layout, random, with norms around 1."""
     dim, ffn = SHAPE["dim"], SHAPE["ffn_dim"]
     shapes: dict[str, tuple[int, ...]] = {
@@ -49,8 +49,8 @@ def draw_weights(generator: torch.Generator) -> dict[str, Tensor]:
         shapes.update({f"blocks.{layer}.norm3.{part}": (dim,) for part in ("weight", "bias")})
         shapes[f"blocks.{layer}.modulation"] = (1, 6, dim)
     shapes["head.modulation"] = (1, 2, dim)
-    drawn = {name: torch.randn(shape, generator=generator) * (0.3 if len(shape) > 1 else 0.1) for name, shape in shapes.items()}
-    return {name: value + float("norm" in name and name.endswith("weight")) for name, value in drawn.items()}
+    values = {name: torch.randn(shape, generator=generator) * (0.3 if len(shape) > 1 else 0.1) for name, shape in shapes.items()}
+    return {name: value + float("norm" in name and name.endswith("weight")) for name, value in values.items()}
 
 
 def noisy_block(golden: dict[str, Tensor], number: int, t: float) -> Tensor:
@@ -72,7 +72,7 @@ def run_port(golden: dict[str, Tensor], case: str) -> Tensor:
 
 def main() -> None:
     generator = torch.Generator().manual_seed(48)
-    golden = {f"weights.{name}": value for name, value in draw_weights(generator).items()}
+    golden = {f"weights.{name}": value for name, value in random_weights(generator).items()}
     blocks = max(len(blocks) for _, _, blocks in CASES.values())
     golden["text"] = torch.randn(5, SHAPE["text_dim"], generator=generator)
     for name in ("clean", "noise"):
