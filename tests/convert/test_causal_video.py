@@ -209,8 +209,13 @@ def test_a_drafter_of_fewer_steps_keeps_them(convert, tmp_path):
 
 def test_latents_of_wan_22_have_another_stride_and_rate(convert, tmp_path):
     file = save_self_forcing(tmp_path / "model.pt", transformer_state(channels=48))
-    with pytest.raises(ValueError, match="do not belong together: 16 and 48 latent channels"):
+    with pytest.raises(ValueError, match=r"the 48 latent channels of Wan2.2-TI2V-5B, .* the autoencoder of Wan2.1, with 16"):
         convert(file, size=(64, 96))
+    original = tmp_path / "original"
+    original.mkdir()
+    (original / "Wan2.2_VAE.pth").write_bytes(b"never opened")
+    with pytest.raises(ValueError, match=r"holds Wan2.2_VAE.pth, .* give Wan2.2-TI2V-5B in diffusers' format"):
+        convert(file, wan=original, size=(64, 96))
     with pytest.raises(ValueError, match="size must be multiples of 32 pixels"):
         convert(file, size=(480, 832 + 16))
 

@@ -49,7 +49,9 @@ def random_weights(generator: torch.Generator) -> dict[str, Tensor]:
         shapes.update({f"blocks.{layer}.norm3.{part}": (dim,) for part in ("weight", "bias")})
         shapes[f"blocks.{layer}.modulation"] = (1, 6, dim)
     shapes["head.modulation"] = (1, 2, dim)
-    values = {name: torch.randn(shape, generator=generator) * (0.3 if len(shape) > 1 else 0.1) for name, shape in shapes.items()}
+    values = {
+        name: torch.randn(shape, generator=generator) * (0.3 if len(shape) > 1 else 0.1) for name, shape in shapes.items()
+    }
     return {name: value + float("norm" in name and name.endswith("weight")) for name, value in values.items()}
 
 
