@@ -127,7 +127,10 @@ def main() -> None:
     prompts = (prompts * given.videos)[: given.videos]
     measure(pipe, prompts[:2], 2, METHODS["sdvg"])  # warm-up
     before = describe_machine()
-    rows = {name: measure(pipe, prompts, given.blocks, options) for name, options in METHODS.items()}
+    rows = {}
+    for name, options in METHODS.items():
+        rows[name] = measure(pipe, prompts, given.blocks, options)
+        print(to_table(rows), flush=True)
     machine = {**before, "load_after": describe_machine()["load"]}
     given.output.with_suffix(".json").write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
     head = summarize_machine(machine, torch.device("cpu"), pipe.dtype)
@@ -136,7 +139,6 @@ def main() -> None:
     )
     note = f"{head}; load {machine['load']:.1f} to {machine['load_after']:.1f}. Command: `{command}`."
     given.output.with_suffix(".md").write_text(f"# Video: running ahead, {given.model}\n\n{note}\n\n{to_table(rows)}")
-    print(to_table(rows))
 
 
 if __name__ == "__main__":

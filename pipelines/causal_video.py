@@ -43,6 +43,7 @@ from vargen.pipelines.videos import (
     VideoGenerationRequest,
     VideoStream,
     encode_first_frame,
+    resolve_preview_decoder,
     save_video,
     stack_videos,
     to_output_frames,
@@ -181,6 +182,7 @@ class CausalVideoPipeline(VisualPipeline):
         accelerator: str | VideoMethod | None = None,
         tau: float | None = None,
         scorer: Any = None,
+        preview_decoder: Any = None,
         prompt_schedule: Mapping[int, str] | None = None,
         window: int | None = None,
         sinks: int | None = None,
@@ -204,6 +206,7 @@ class CausalVideoPipeline(VisualPipeline):
             tau: acceptance threshold on the scorer's scale, for methods that have one. None: the checkpoint's, else the
                 method's.
             scorer: scorer of drafts, for methods that score; see `resolve_frame_scorer`.
+            preview_decoder: decoder of the frames that are scored; see `resolve_preview_decoder`. None: the model's, if any.
             prompt_schedule: further prompts, by the number (above 0) of the block from which on each applies.
             window, sinks: maximum number of latent frames that a block attends to, and how many of them are the first frames
                 of the video. None: the checkpoint's default; without a window a block attends to all frames.
@@ -243,7 +246,7 @@ class CausalVideoPipeline(VisualPipeline):
             method,
             blocks=total,
             decoder=self.streaming_decoder(),
-            preview=self.preview_decoder,
+            preview=resolve_preview_decoder(self, preview_decoder),
             score=None if frame_scorer is None else frame_scorer.bind(self.scorer_prompt(str(prompt))),
             given=encode_first_frame(self, image),
             callback=callback,

@@ -224,6 +224,26 @@ def test_scorers_of_images_see_as_many_frames_of_a_block_as_the_checkpoint_says(
             assert seen and set(seen) == {count} and result.frames[0].shape[0] == 3 * frames
 
 
+def test_drafts_are_scored_on_the_frames_of_a_given_decoder(pipe) -> None:
+    seen: list[torch.Size] = []
+
+    def tiny(latents: torch.Tensor) -> torch.Tensor:
+        return latents[:, :1, :3].clamp(-1, 1)
+
+    def size_of(images: torch.Tensor, prompts: Any) -> torch.Tensor:
+        seen.append(images.shape)
+        return torch.zeros(len(images))
+
+    options = {"num_blocks": 3, "tau": -1.0, "scorer": size_of, "output_type": "pt"}
+    plain, other = (pipe("a cat", preview_decoder=each, generator=seeded(), **options) for each in (None, tiny))
+    assert torch.equal(plain.frames, other.frames) and seen[0] != seen[-1] == (1, 3, 2, 2)
+    again = pipe("a cat", preview_decoder=pipe.preview_decoder, generator=seeded(), **options)
+    assert torch.equal(plain.frames, again.frames) and seen[-1] == seen[0]
+    for wrong in ("taehv", type(pipe.preview_decoder)):
+        rejects(lambda wrong=wrong: pipe("a cat", preview_decoder=wrong), "preview_decoder", TypeError)
+    rejects(lambda: pipe("a cat", preview_decoder=lambda latents: latents, generator=seeded(), **options), "preview_decoder")
+
+
 def test_a_video_that_runs_ahead_is_the_same(pipe, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"num_blocks": 4, "tau": 0.4, "scorer": brightness, "prompt_schedule": {2: "a dog"}, "output_type": "pt"}
     plain, ahead = (pipe("a cat", run_ahead=on, generator=seeded(), **options) for on in (False, True))
