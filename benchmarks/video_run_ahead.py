@@ -137,7 +137,7 @@ def main() -> None:
     command = (
         f"OMP_NUM_THREADS=1 python benchmarks/video_run_ahead.py --videos {given.videos} --blocks {given.blocks} --output ..."
     )
-    note = f"{head}; load {machine['load']:.1f} to {machine['load_after']:.1f}. Command: `{command}`."
+    note = f"{head}; {machine['cores']} cores, load {machine['load']:.1f} to {machine['load_after']:.1f}. Command: `{command}`."
     given.output.with_suffix(".md").write_text(f"# Video: running ahead, {given.model}\n\n{note}\n\n{to_table(rows)}")
 
 

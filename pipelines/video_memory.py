@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from vargen.decoding.video.denoising import MAX_PENDING_BLOCKS
-from vargen.decoding.video.run_ahead import pays_off
+from vargen.decoding.video.run_ahead import has_cores
 from vargen.models.condition import Condition
 from vargen.models.live_bytes import LiveBytes
 from vargen.models.tokenizers.video_vae import StreamingDecoder
@@ -102,7 +102,7 @@ def predict_memory(
         device: type of the device, which need not exist here.
         dtype: of the components that follow it. Default: the fastest of the device.
         num_blocks, window, sinks: as in a call. Default: the checkpoint's.
-        run_ahead: as in a call. The next block is then drafted while one is decoded.
+        run_ahead: as in a call. The next block is then drafted while one is decoded. Default: on a CPU with cores for it.
     """
     networks = _meta_networks(folder, dtype or default_dtype(folder.path, device))
     weights = {part: weight_bytes(network) for part, network in networks.items()}
@@ -145,7 +145,7 @@ def predict_memory(
         live.peak = live.current
         kept = decoder.decode_block(latents, state)
         decoding = live.peak
-        if pays_off(torch.device(device), torch.get_num_threads()) if run_ahead is None else run_ahead:
+        if has_cores(torch.device(device), torch.get_num_threads()) if run_ahead is None else run_ahead:
             name = "draft_transformer" if drafts else "transformer"
             cache = states[name].cache
             saved = 0 if cache.window is None else cache.nbytes * models[name].block_shape[0] // cache.slots

@@ -209,8 +209,10 @@ def test_two_videos_run_side_by_side() -> None:
 
 
 def test_it_is_off_where_no_core_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    for cores, threads, expected in ((2, 1, True), (2, 2, False), (1, 1, False), (16, 8, True)):
+    cases = ((2, 1, 0.9, True), (2, 1, 1.1, False), (2, 2, 0.0, False), (1, 1, None, False), (16, 8, 8.0, True))
+    for cores, threads, load, expected in (*cases, (2, 1, None, True)):
         monkeypatch.setattr(run_ahead, "available_cores", lambda cores=cores: cores)
+        monkeypatch.setattr(run_ahead, "load_average", lambda load=load: load)
         assert run_ahead.pays_off(torch.device("cpu"), threads) is expected
     assert not run_ahead.pays_off(torch.device("cuda"), 1)
     monkeypatch.setattr(run_ahead, "available_cores", lambda: 1)

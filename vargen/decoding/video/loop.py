@@ -304,7 +304,7 @@ def decode_video(
         profile: on CUDA, synchronize between the parts of a step to measure their seconds.
         router: ranks drafts, for methods with a `LearnedRouting`.
         run_ahead: generate the next block while a block is decoded and scored, on another thread, and on CUDA on another
-            stream. The result is the same. None: on a CPU with cores for a second set of threads, unless parts are profiled.
+            stream. The result is the same. None: on a CPU with free cores for it, unless parts are profiled.
 
     Raises:
         ValueError: if the method is unknown or cannot run on these models, or a number is out of range.

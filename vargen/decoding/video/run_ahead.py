@@ -22,19 +22,25 @@ from torch import Tensor
 
 from vargen.decoding.video.denoising import BlockGenerator
 from vargen.decoding.video.stats import VideoStats
-from vargen.device import available_cores, limit_threads
+from vargen.device import available_cores, limit_threads, load_average
 
 
 class StopRequested(Exception):
     """A callback or `cancel` ends the run."""
 
 
-def pays_off(device: torch.device, threads: int) -> bool:
-    """Return whether to run ahead by default: on a CPU with cores for a second set of threads.
-
-    On two cores with one thread each, it made 24 blocks of the packaged model in 0.79 of the time. CUDA was not measured.
-    """
+def has_cores(device: torch.device, threads: int) -> bool:
+    """Return whether a CPU has cores for a second set of threads; False for other devices, which were not measured."""
     return device.type == "cpu" and available_cores() >= 2 * threads
+
+
+def pays_off(device: torch.device, threads: int) -> bool:
+    """Return whether to run ahead by default: on a CPU with cores for a second set of threads, which nothing else uses.
+
+    On two cores with seven other runnable processes, a block of the packaged model took 0.95 to 1.26 times as long; see
+    benchmarks/video_run_ahead_emoji_xeon-amx-2-cores_2026-11-25.md.
+    """
+    return has_cores(device, threads) and available_cores() - (load_average() or 0.0) >= threads
 
 
 class AheadBlock(NamedTuple):
