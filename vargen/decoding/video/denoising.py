@@ -115,13 +115,13 @@ class BlockGenerator:
     Attributes:
         passes: number of passes so far, including cache updates.
         blocks_fed: number of blocks fed by them, which determines their cost on a busy machine.
-        estimates: the clean estimate `[1, F, C, Y, X]` after each step of the latest block.
+        estimates: the clean estimate `[1, F, C, Y, X]` after each step of the latest block. noisy: the input of its last step.
     """
 
     def __init__(self, model: BlockModel, context: BlockContext, on_pass: PassCallback = lambda: None):
         self.model, self.context, self.on_pass = model, context, on_pass
         self.estimates: list[Tensor] = []
-        self._noisy: Tensor | None = None
+        self.noisy: Tensor | None = None
         self.passes = self.blocks_fed = 0
 
     def add_finished(self, latents: Tensor, last: bool = False) -> None:
@@ -166,7 +166,7 @@ class BlockGenerator:
     def adopt(self, fork: BlockGenerator) -> None:
         """Continue where a fork is, as if this generator had run its passes."""
         self.context.state, self.context.pending = fork.context.state, fork.context.pending
-        self.estimates, self._noisy = fork.estimates, fork._noisy
+        self.estimates, self.noisy = fork.estimates, fork.noisy
         self.blocks_fed += fork.blocks_fed
         for _ in range(fork.passes):
             self.passes += 1
@@ -187,24 +187,24 @@ class BlockGenerator:
         """
         self.update_cache()
         self.estimates = []
-        self._noisy = noise(0) if draft is None else add_noise(draft, noise(first), self.model.levels[first])
+        self.noisy = noise(0) if draft is None else add_noise(draft, noise(first), self.model.levels[first])
         return self._denoise(noise, first, len(self.model.levels) if last is None else last)
 
     def resume(self, noise: Callable[[int], Tensor]) -> Tensor:
         """Run the remaining steps of a block that `generate` left early."""
         done = len(self.estimates)
-        assert self._noisy is not None
-        self._noisy = step_noise_level(self.model, self._noisy, self.estimates[-1], done - 1, noise)
+        assert self.noisy is not None
+        self.noisy = step_noise_level(self.model, self.noisy, self.estimates[-1], done - 1, noise)
         return self._denoise(noise, done, len(self.model.levels))
 
     def _denoise(self, noise: Callable[[int], Tensor], first: int, end: int) -> Tensor:
-        assert self._noisy is not None
+        assert self.noisy is not None
         for step in range(first, end):
-            estimate = self._forward([], self._noisy, self.model.levels[step])
+            estimate = self._forward([], self.noisy, self.model.levels[step])
             assert estimate is not None
             self.estimates.append(estimate)
             if step + 1 < end:
-                self._noisy = step_noise_level(self.model, self._noisy, estimate, step, noise)
+                self.noisy = step_noise_level(self.model, self.noisy, estimate, step, noise)
         return self.estimates[-1]
 
     def _forward(self, clean: list[Tensor], noisy: Tensor | None = None, level: float = 0.0) -> Tensor | None:

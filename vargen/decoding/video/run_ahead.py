@@ -129,8 +129,9 @@ class RunAhead:
         self._task = None
         if self._stream is not None:
             current = torch.cuda.current_stream(self.device)
-            for tensor in task.fork.estimates:
-                tensor.record_stream(current)
+            for tensor in (*task.fork.estimates, task.fork.noisy):
+                if tensor is not None:  # an error in the cache update leaves none
+                    tensor.record_stream(current)
         generator.adopt(task.fork)
         if error is not None:
             raise error
