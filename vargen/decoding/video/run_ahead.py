@@ -37,7 +37,7 @@ def has_cores(device: torch.device, threads: int) -> bool:
 def pays_off(device: torch.device, threads: int) -> bool:
     """Return whether to run ahead by default: on a CPU with cores for a second set of threads, which nothing else uses.
 
-    On two cores with seven other runnable processes, a block of the packaged model took 0.95 to 1.26 times as long; see
+    On two cores with a load of 7, videos of the packaged model took 0.95 to 1.26 times as long; see
     benchmarks/video_run_ahead_emoji_xeon-amx-2-cores_2026-11-25.md.
     """
     return has_cores(device, threads) and available_cores() - (load_average() or 0.0) >= threads
