@@ -88,7 +88,9 @@ def synthetic(work: Work, preview: bool, blocks: int) -> Runner:
 
     def run(method: VideoMethod, seed: int) -> tuple[VideoStats, float]:
         score = noisy_score(seed, products=work.score) if method.needs_scorer else None
-        stream = decode_video(model, seed, seed, method, blocks=blocks, decoder=full, preview=cheap, score=score)
+        stream = decode_video(
+            model, seed, seed, method, blocks=blocks, decoder=full, preview=cheap, score=score, run_ahead=False
+        )
         found = [quality(seed, block.number, block.latents) for block in stream]
         return stream.stats, statistics.mean(found)
 
@@ -119,7 +121,9 @@ class Packaged:
         prompt, other = (self.prompts[(seed + k) % len(self.prompts)] for k in range(2))
         source = torch.Generator().manual_seed(seed)
         judge = {"scorer": self.judge} if method.needs_scorer else {}
-        stream = self.pipe.stream(prompt, accelerator=method, num_blocks=self.blocks, generator=source, **judge)
+        stream = self.pipe.stream(
+            prompt, accelerator=method, num_blocks=self.blocks, generator=source, run_ahead=False, **judge
+        )
         frames = torch.cat([block.frames for block in stream])
         if method.name == "target":
             self.strangers[seed] = self._score(frames, other)

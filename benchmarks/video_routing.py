@@ -108,7 +108,7 @@ def measure_prices(pipe: Any, prompts: list[str], blocks: int) -> tuple[BlockCos
         for name, method in methods.items():
             given = {"scorer": frame_scorer} if method.needs_scorer else {}
             source = torch.Generator().manual_seed(number)
-            stream = pipe.stream(prompt, accelerator=method, num_blocks=blocks, generator=source, **given)
+            stream = pipe.stream(prompt, accelerator=method, num_blocks=blocks, generator=source, run_ahead=False, **given)
             list(stream)
             runs[name].append(stream.stats)
     router, draft = BlockRouter(), torch.randn(1, *pipe.decoding_model().block_shape)

@@ -36,13 +36,14 @@ from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.components import TEXT_COMPONENTS, Component, ModelFamily, register_family
 from vargen.pipelines.generation import OutputOptions, RunningCall, run_request
 from vargen.pipelines.prompts import NormalizedPrompt, PromptNames, encode_prompt, encode_tokens
-from vargen.pipelines.video_memory import on_device
+from vargen.pipelines.video_memory import on_device, resolve_run_ahead
 from vargen.pipelines.videos import (
     CausalVideoPipelineOutput,
     PassMonitor,
     VideoGenerationRequest,
     VideoStream,
     encode_first_frame,
+    resolve_preview_decoder,
     save_video,
     stack_videos,
     to_output_frames,
@@ -181,6 +182,7 @@ class CausalVideoPipeline(VisualPipeline):
         accelerator: str | VideoMethod | None = None,
         tau: float | None = None,
         scorer: Any = None,
+        preview_decoder: Any = None,
         prompt_schedule: Mapping[int, str] | None = None,
         window: int | None = None,
         sinks: int | None = None,
@@ -190,6 +192,7 @@ class CausalVideoPipeline(VisualPipeline):
         callback: Callable[[BlockProgress], bool | None] | None = None,
         clean_prompt: bool = False,
         profile: bool = False,
+        run_ahead: bool | None = None,
     ) -> VideoStream:
         """Return an iterator over the blocks of a video, each of which is generated on demand.
 
@@ -203,6 +206,7 @@ class CausalVideoPipeline(VisualPipeline):
             tau: acceptance threshold on the scorer's scale, for methods that have one. None: the checkpoint's, else the
                 method's.
             scorer: scorer of drafts, for methods that score; see `resolve_frame_scorer`.
+            preview_decoder: decoder of the frames that are scored; see `resolve_preview_decoder`. None: the model's, if any.
             prompt_schedule: further prompts, by the number (above 0) of the block from which on each applies.
             window, sinks: maximum number of latent frames that a block attends to, and how many of them are the first frames
                 of the video. None: the checkpoint's default; without a window a block attends to all frames.
@@ -211,7 +215,7 @@ class CausalVideoPipeline(VisualPipeline):
             prompt_embeds: text features `[1, P, text_dim]` instead of a prompt; not for methods that score.
             callback: called with a `BlockProgress` after every pass; returning False ends the video.
             clean_prompt: see `LlamaGenPipeline`.
-            profile: see `decode_video`.
+            profile, run_ahead: see `decode_video`.
 
         Raises:
             ValueError, TypeError: before any pass, for invalid arguments, naming the argument, its value and what is allowed.
@@ -242,12 +246,13 @@ class CausalVideoPipeline(VisualPipeline):
             method,
             blocks=total,
             decoder=self.streaming_decoder(),
-            preview=self.preview_decoder,
+            preview=resolve_preview_decoder(self, preview_decoder),
             score=None if frame_scorer is None else frame_scorer.bind(self.scorer_prompt(str(prompt))),
             given=encode_first_frame(self, image),
             callback=callback,
             profile=profile,
             router=bind_router(self, method),
+            run_ahead=resolve_run_ahead(self, run_ahead),
         )
         stream.stats.seed = seeds.seeds[0]
         return VideoStream(self, stream, frame_scorer, schedule, clean_prompt)

@@ -18,6 +18,7 @@ from vargen.compat import without_autocast
 from vargen.decoding import BlockStream, VideoBlock, VideoStats
 from vargen.deprecation import renamed_attribute
 from vargen.files import atomic_file, expand_user
+from vargen.models.tokenizers.video_vae import DecodeState, StreamingDecoder
 from vargen.mp4 import Mp4Writer, import_av
 from vargen.pipelines.images import preprocess_images
 from vargen.pipelines.validation import validate_callback_result_type
@@ -186,6 +187,45 @@ def encode_first_frame(pipe: CausalVideoPipeline, image: Any) -> list[Tensor]:
         raise ValueError(f"image must be one image, got {len(pixels)}")
     decoder: Any = pipe.streaming_decoder()
     return [decoder.encode(pixels[None].to(pipe._device_of(pipe.vae)))]
+
+
+@dataclass(frozen=True)
+class _FunctionDecoder:
+    """Decoder of each block by itself, by a function."""
+
+    function: Callable[[Tensor], Tensor]
+
+    def decode_block(self, latents_BFCYX: Tensor, state: DecodeState | None = None) -> tuple[Tensor, DecodeState]:
+        """See `StreamingDecoder`.
+
+        Raises:
+            ValueError: if the function returns no frames.
+        """
+        pixels = self.function(latents_BFCYX)
+        if not isinstance(pixels, Tensor) or pixels.ndim != 5 or pixels.shape[2] != 3 or not pixels.shape[1]:
+            got = list(pixels.shape) if isinstance(pixels, Tensor) else short_repr(pixels)
+            raise ValueError(f"preview_decoder must return pixels [1, F, 3, Y, X], got {got}")
+        return pixels, DecodeState((state or DecodeState()).frames + latents_BFCYX.shape[1])
+
+
+def resolve_preview_decoder(pipe: CausalVideoPipeline, preview_decoder: Any) -> StreamingDecoder | None:
+    """Return the decoder of frames that are scored; None to score the frames of the result.
+
+    Args:
+        preview_decoder: a `StreamingDecoder`, such as a `PreviewDecoder`, or a function of normalized latents `[1, F, C, Y, X]`
+            of a block that returns pixels `[1, F', 3, Y', X']` in [-1, 1], such as a tiny autoencoder. None: that of the model.
+
+    Raises:
+        TypeError: if it is neither.
+    """
+    if preview_decoder is None:
+        return pipe.preview_decoder
+    if isinstance(preview_decoder, StreamingDecoder) and not isinstance(preview_decoder, type):
+        return preview_decoder
+    if not callable(preview_decoder) or isinstance(preview_decoder, type):
+        allowed = "a function of latents, or an object with decode_block"
+        raise TypeError(f"preview_decoder must be {allowed}, got {short_repr(preview_decoder)}")
+    return _FunctionDecoder(preview_decoder)
 
 
 def stack_videos(videos: list[list[Tensor]], output_type: str) -> Any:

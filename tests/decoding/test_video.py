@@ -25,7 +25,7 @@ from vargen.decoding import (
     VideoMethod,
 )
 from vargen.decoding.noise import sample_normal
-from vargen.decoding.video.denoising import BlockGenerator, make_block_noise
+from vargen.decoding.video.denoising import BlockContext, BlockGenerator, make_block_noise
 
 FREE = VideoMethod(policy=Threshold(), target_blocks=())
 
@@ -83,13 +83,14 @@ def test_switching_drafting_off_and_on_does_not_change_what_the_target_samples()
 
 def after(makers: str, window: int | None, sinks: int, **changes):
     model = models(window, sinks)
-    made = stream(routed(makers, **changes), len(makers) + 1, model)
+    made = stream(routed(makers, **changes), len(makers) + 2, model, run_ahead=True)
     blocks = [next(made) for _ in makers]
+    made._ahead.discard()  # the next block had been started
     return model, made, [block.latents[None] for block in blocks]
 
 
 def keys(generator: BlockGenerator, frames: int) -> torch.Tensor:
-    cache = generator.state.cache
+    cache = generator.context.state.cache
     assert cache.frames == frames
     held = min(frames, cache.slots) * cache.geometry.frame_tokens
     return torch.cat([cache.keys[..., :held, :], cache.values[..., :held, :]])
@@ -105,8 +106,8 @@ def test_both_caches_are_those_of_a_fresh_prefill(makers: str, window: int | Non
         fresh = network.start(condition(), 2 * len(makers) + 2)
         for block in latents:
             network.forward(fresh, [block])
-        prefill = BlockGenerator(network, condition(), 2 * len(makers) + 2)
-        prefill.state = fresh
+        prefill = BlockGenerator(network, BlockContext(network, condition(), 2 * len(makers) + 2))
+        prefill.context.state = fresh
         assert closely(keys(generator, 2 * len(makers)), keys(prefill, 2 * len(makers)))
 
 
@@ -118,8 +119,8 @@ def test_a_drafter_that_kept_its_refused_draft_would_be_found() -> None:
     wrong = model.draft_model.start(condition(), 10)
     for block in [*latents[:1], -latents[1], *latents[2:]]:
         model.draft_model.forward(wrong, [block])
-    other = BlockGenerator(model.draft_model, condition(), 10)
-    other.state = wrong
+    other = BlockGenerator(model.draft_model, BlockContext(model.draft_model, condition(), 10))
+    other.context.state = wrong
     assert not closely(keys(made.drafter, 8), keys(other, 8))
 
 
@@ -141,8 +142,8 @@ def test_a_rolling_cache_with_sinks_is_one_that_is_rebuilt() -> None:
         state = model.start(condition(), 100)
         for block in blocks[:number]:
             model.forward(state, [block])
-        generator = BlockGenerator(model, condition(), 100)
-        generator.state = state
+        generator = BlockGenerator(model, BlockContext(model, condition(), 100))
+        generator.context.state = state
         with torch.no_grad():
             again = generator.generate(noise_of(model, number))
         assert closely(again, blocks[number])
@@ -354,8 +355,8 @@ def test_memory_stays_flat_over_many_blocks(name: str) -> None:
     sizes = []
     for _ in made:
         generators = [each for each in (made.target, made.drafter) if each is not None]
-        waiting = sum(part.numel() for each in generators for part in each.pending)
-        sizes.append((sum(each.state.cache.nbytes for each in generators), waiting, made._full.state.nbytes))
+        waiting = sum(part.numel() for each in generators for part in each.context.pending)
+        sizes.append((sum(each.context.state.cache.nbytes for each in generators), waiting, made._verifier.full.state.nbytes))
     held = [size[0] for size in sizes]
     assert len(sizes) == 80 and len(set(held)) == 1
     assert max(size[1] for size in sizes[50:]) == max(size[1] for size in sizes[25:50])

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from golden_causal_video import CASES, HEIGHT, SHAPE, TIMESTEPS, WIDTH, noisy_block, run_port
+from safetensors.torch import load_file
 from tiny_video import randomised
 from wan_port import PortCache, port
 
@@ -13,6 +15,7 @@ from vargen.models.causal_video import CausalVideoTransformer
 
 from diffusers import WanTransformer3DModel  # isort: skip  (after the torchvision guard)
 
+GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "causal_video.safetensors"
 MANIFEST = json.loads((Path(__file__).resolve().parents[1] / "golden" / "causal_video_manifest.json").read_text())
 SIZES = {
     "1.3B": {"dim": 1536, "ffn_dim": 8960, "num_heads": 12, "num_layers": 30},
@@ -64,6 +67,27 @@ def test_blocks_are_those_of_an_independent_port(shape, frames, window, sinks):
     found, expected = both(shape, frames, sum(frames), window, sinks)
     assert expected.abs().max() > 0.5
     torch.testing.assert_close(found, expected, atol=1e-4 * float(expected.abs().max()), rtol=0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", CASES)
+def test_blocks_are_those_of_stored_tensors(case):
+    """The port wrote them: neither it nor the network can change unnoticed."""
+    golden, (window, sinks, blocks) = load_file(GOLDEN), CASES[case]
+    state = {name.removeprefix("weights."): value for name, value in golden.items() if name.startswith("weights.")}
+    model = CausalVideoTransformer(height=HEIGHT, width=WIDTH, **SHAPE)
+    model.load_state_dict(state)
+    cache = model.eval().new_cache(1, sum(blocks), window=window, sinks=sinks)
+    text, found = model.text_cache(golden["text"][None]), []
+    for number, frames in enumerate(blocks):
+        cache.begin_block(frames)
+        for t in TIMESTEPS:
+            found.append(model(noisy_block(golden, number, t)[None], torch.tensor([t]), text, cache)[0])
+        cache.commit()
+    expected = golden[f"velocity.{case}"]
+    assert expected.abs().max() > 0.5
+    torch.testing.assert_close(torch.cat(found), expected, atol=1e-4 * float(expected.abs().max()), rtol=0)
+    torch.testing.assert_close(run_port(golden, case), expected, atol=1e-6, rtol=1e-6)
 
 
 @torch.no_grad()

@@ -138,7 +138,7 @@ def test_a_video_starts_from_an_image(pipe: CausalVideoPipeline) -> None:
 
 def test_a_window_keeps_long_videos_in_memory(pipe: CausalVideoPipeline) -> None:
     stream = pipe.stream("a cat", num_blocks=50, accelerator="target", window=4, sinks=2, generator=seeded())
-    sizes = {stream._blocks.target.state.cache.nbytes for _ in stream if stream._blocks.target}
+    sizes = {stream._blocks.target.context.state.cache.nbytes for _ in stream if stream._blocks.target}
     assert len(sizes) == 1
 
 
@@ -222,6 +222,36 @@ def test_scorers_of_images_see_as_many_frames_of_a_block_as_the_checkpoint_says(
             seen.clear()
             result = given("a cat", num_blocks=3, tau=-1.0, scorer=scorer, output_type="pt")
             assert seen and set(seen) == {count} and result.frames[0].shape[0] == 3 * frames
+
+
+def test_drafts_are_scored_on_the_frames_of_a_given_decoder(pipe) -> None:
+    seen: list[torch.Size] = []
+
+    def tiny(latents: torch.Tensor) -> torch.Tensor:
+        return latents[:, :1, :3].clamp(-1, 1)
+
+    def size_of(images: torch.Tensor, prompts: Any) -> torch.Tensor:
+        seen.append(images.shape)
+        return torch.zeros(len(images))
+
+    options = {"num_blocks": 3, "tau": -1.0, "scorer": size_of, "output_type": "pt"}
+    plain, other = (pipe("a cat", preview_decoder=each, generator=seeded(), **options) for each in (None, tiny))
+    assert torch.equal(plain.frames, other.frames) and seen[0] != seen[-1] == (1, 3, 2, 2)
+    again = pipe("a cat", preview_decoder=pipe.preview_decoder, generator=seeded(), **options)
+    assert torch.equal(plain.frames, again.frames) and seen[-1] == seen[0]
+    for wrong in ("taehv", type(pipe.preview_decoder)):
+        rejects(lambda wrong=wrong: pipe("a cat", preview_decoder=wrong), "preview_decoder", TypeError)
+    rejects(lambda: pipe("a cat", preview_decoder=lambda latents: latents, generator=seeded(), **options), "preview_decoder")
+
+
+def test_a_video_that_runs_ahead_is_the_same(pipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"num_blocks": 4, "tau": 0.4, "scorer": brightness, "prompt_schedule": {2: "a dog"}, "output_type": "pt"}
+    plain, ahead = (pipe("a cat", run_ahead=on, generator=seeded(), **options) for on in (False, True))
+    assert torch.equal(plain.frames, ahead.frames) and plain.stats.passes == ahead.stats.passes
+    assert plain.stats.blocks_discarded == plain.stats.seconds_hidden == 0 < ahead.stats.blocks_discarded
+    monkeypatch.setattr(pipe.vae, "_hf_hook", object(), raising=False)  # as diffusers leaves it when it offloads
+    rejects(lambda: pipe.stream("a cat", run_ahead=True), "run_ahead")
+    pipe.stream("a cat")
 
 
 def test_without_a_drafter_the_target_samples(pipe) -> None:

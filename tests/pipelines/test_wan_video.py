@@ -7,6 +7,7 @@ import math
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ import torch
 from PIL import Image
 from rejects import rejects
 from tiny_families import brightness, seeded
-from tiny_wan import SIZE, TEXT, official_files, save_self_forcing, text_state, transformer_state
+from tiny_video import randomised
+from tiny_wan import SIZE, TARGET, TEXT, VAE_22, official_files, save_self_forcing, text_state, transformer_state
 from torch.profiler import ProfilerActivity, profile
 
 from vargen import open_pipeline
@@ -24,6 +26,8 @@ from vargen.pipelines import video_memory
 from vargen.pipelines.loading import validate_model_folder
 from vargen.pipelines.registry import inspect_model
 from vargen.pipelines.video_memory import predict_memory, weight_bytes
+
+from diffusers import AutoencoderKLWan  # isort: skip  (after the torchvision guard)
 
 VIDEO: dict[str, Any] = {"num_blocks": 3, "output_type": "pt", "scorer": brightness}
 
@@ -161,6 +165,24 @@ def test_an_image_is_the_first_frame_where_the_checkpoint_allows(pipe: Any, fram
     assert not torch.allclose(latents, frames(framewise, "target", output_type="latent"), atol=1e-3)
 
 
+def test_latents_of_wan_22_become_frames_of_its_rate(files: dict[str, Any], folder: Path, tmp_path: Path) -> None:
+    wan, target = tmp_path / "Wan2.2-TI2V-5B-Diffusers", tmp_path / "model.pt"
+    for part in ("text_encoder", "tokenizer"):
+        copytree(folder / part, wan / part)
+    vae = randomised(AutoencoderKLWan(**VAE_22), 3, 0.2)
+    vae.save_pretrained(wan / "vae")
+    save_self_forcing(target, transformer_state(channels=48))
+    given = {"transformer": [target], "wan": wan, "n_head": TARGET["num_heads"], "size": (32, 64)}
+    large = opened(convert_causal_video(output=tmp_path / "out", **given))
+    assert large.fps == 24 and large.transformer.geometry.spatial_stride == 16
+    found, latents = (frames(large, "target", num_blocks=2, output_type=kind) for kind in ("pt", "latent"))
+    assert found.shape == (1 + 5 * 4, 3, 32, 64) and latents.shape == (6, 48, 2, 4)
+    whole = vae.decode((latents * 0.9 + 0.1)[None].transpose(1, 2)).sample[0].transpose(0, 1)
+    torch.testing.assert_close(found, whole / 2 + 0.5, atol=1e-5, rtol=0)
+    with pytest.raises(ValueError, match=r"the 16 latent channels of Wan2.1, .* the autoencoder of Wan2.2-TI2V-5B"):
+        convert_causal_video(**{**files, "wan": wan, "output": tmp_path / "other"})
+
+
 def test_the_target_drafts_with_fewer_steps(files: dict[str, Any], tmp_path: Path) -> None:
     folder = convert_causal_video(**{**files, "draft": [], "output": tmp_path / "out"}, draft_steps="1000,500")
     ladder = opened(folder)
@@ -226,14 +248,14 @@ def test_memory_is_predicted_before_anything_is_loaded(
         monkeypatch.setattr(type(pipe), "streaming_decoder", lambda _: Blank())
 
     def run() -> None:
-        options = {"tau": 0.5, "scorer": ManyThenOne(), "generator": seeded(0)[0]}
+        options = {"tau": 0.5, "scorer": ManyThenOne(), "generator": seeded(0)[0], "run_ahead": True}
         for block in pipe.stream("a cat", accelerator="sdvg", **options):
             del block
 
     run()  # fills tables that stay
     with monkeypatch.context() as patch:
         patch.setattr("safetensors.torch.load_file", lambda *_: pytest.fail("weights were read"))
-        predicted = predict_memory(validate_model_folder(folder))
+        predicted = predict_memory(validate_model_folder(folder), run_ahead=True)
     weights = sum(weight_bytes(pipe.components[part]) for part in predicted.weights)
     assert sum(predicted.weights.values()) == weights
     measured = weights + allocated_peak(run)

@@ -20,6 +20,11 @@ TEXT = {"vocab_size": 40, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2,
 TARGET = {"dim": 48, "ffn_dim": 64, "num_heads": 4, "num_layers": 2, "text_dim": 16, "freq_dim": 16}
 DRAFT = {**TARGET, "dim": 24, "num_heads": 2, "num_layers": 1}
 SIZE = (16, 32)  # pixels
+VAE_22 = {  # of Wan2.2-TI2V-5B: 48 channels, residual shortcuts, and pixels in patches
+    "base_dim": 4, "decoder_base_dim": 4, "z_dim": 48, "dim_mult": [1, 1, 2, 2], "num_res_blocks": 1, "is_residual": True,
+    "patch_size": 2, "in_channels": 12, "out_channels": 12, "scale_factor_spatial": 16, "latents_mean": [0.1] * 48,
+    "latents_std": [0.9] * 48,
+}  # fmt: skip
 VAE = {"base_dim": 4, "dim_mult": [1, 1, 2, 2], "num_res_blocks": 1}
 
 

@@ -5,7 +5,7 @@ Shape suffixes: F latent frames, C channels, Y/X rows and columns, P rows of tex
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -69,6 +69,14 @@ class CausalVideoBlockModel:
         self.block_shape = (geometry.block_frames, geometry.channels, geometry.height, geometry.width)
 
     @property
+    def shares_cache(self) -> bool:
+        draft, plain = self.draft_model, self.rows_per_video == 1
+        if draft is None or draft.transformer is not self.transformer or draft.rows_per_video != self.rows_per_video:
+            return False
+        own, other = ((m.window, m.sinks, m.motion, m.device) for m in (self, draft))
+        return own == other and (plain or draft.guidance.negative is self.guidance.negative)
+
+    @property
     def cost_key(self) -> str:
         return cost_key(self.transformer, f"{self.rows_per_video} rows", f"window {self.window}")
 
@@ -99,6 +107,10 @@ class CausalVideoBlockModel:
 
     def free_frames(self, state: VideoState) -> int:
         return max(state.cache.free_frames(), self.block_shape[0])
+
+    def fork(self, state: VideoState, first: int, frames: int) -> tuple[VideoState, Callable[[], None]]:
+        cache, undo = state.cache.fork(first, frames)
+        return VideoState(cache, state.text), undo
 
     def forward(
         self, state: VideoState, clean: Sequence[Tensor], noisy: Tensor | None = None, level: float = 0.0

@@ -196,6 +196,13 @@ def _validate_pair(draft: Mapping[str, Any], draft_file: Path, config: Mapping[s
 def _validate_parts(parts: Mapping[str, WanPart], config: Mapping[str, Any], wan: Path, file: Path) -> None:
     """Raise ValueError unless the transformer has the latents of the autoencoder and the features of the text encoder."""
     vae, text = parts["vae"].config, parts["text_encoder"].config
+    if (vae["z_dim"], config["channels"]) in ((16, 48), (48, 16)):
+        kinds = {16: "Wan2.1", 48: "Wan2.2-TI2V-5B"}
+        found, expected = kinds[vae["z_dim"]], kinds[config["channels"]]
+        raise ValueError(
+            f"transformer {file} has the {config['channels']} latent channels of {expected}, and wan {str(wan)!r} the "
+            f"autoencoder of {found}, with {vae['z_dim']}: give the folder of {expected}"
+        )
     pairs = (
         ("latent channels", vae["z_dim"], config["channels"]),
         ("pixels per latent position", vae["scale_factor_spatial"], config["spatial_stride"]),

@@ -28,6 +28,8 @@ from vargen.models.component_files import validate_network_files, validate_t5_fi
 from vargen.models.tokenizers.wan_vae import AutoencoderKLWan
 
 VAE_FILE, TEXT_FILE, TOKENIZER_FOLDER = "Wan2.1_VAE.pth", "models_t5_umt5-xxl-enc-bf16.pth", "google/umt5-xxl"
+_VAE_FILE_22 = "Wan2.2_VAE.pth"
+_DIFFUSERS_22 = "Wan2.2's autoencoder: give Wan2.2-TI2V-5B in diffusers' format, which has the statistics of its latents"
 _CHANNELS = 16  # of the latents whose mean and deviation diffusers has; the original file has none
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "spiece.model", "added_tokens.json",
@@ -82,6 +84,8 @@ def read_wan_parts(folder: Path) -> dict[str, WanPart]:
     Raises:
         ValueError: if one is missing, damaged or of another kind; the message names the file. No weight is read before.
     """
+    if (folder / _VAE_FILE_22).exists() and not (folder / "vae").is_dir():
+        raise ValueError(f"wan {str(folder)!r} holds {_VAE_FILE_22}, {_DIFFUSERS_22}")
     missing = [
         f"{file} or {part}/"
         for part, file in (("vae", VAE_FILE), ("text_encoder", TEXT_FILE), ("tokenizer", f"{TOKENIZER_FOLDER}/"))
@@ -134,7 +138,7 @@ def detect_wan_vae(state: State, file: Path) -> dict[str, Any]:
         return require_shape(state, name, dims, file, "Wan2.1 autoencoder")
 
     if any(name.startswith("encoder.downsamples.0.downsamples.") for name in state):
-        raise ValueError(f"{file} is Wan2.2's autoencoder: give a folder in diffusers' format, which has its statistics")
+        raise ValueError(f"{file} is {_DIFFUSERS_22}")
     base, channels = shape("encoder.conv1.weight")[0], shape("conv2.weight")[0]
     if channels != _CHANNELS:
         raise ValueError(f"{file} has latents of {channels} channels, expected Wan2.1's {_CHANNELS}")

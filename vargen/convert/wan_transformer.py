@@ -15,6 +15,8 @@ from vargen.values import short_repr
 _KIND = "causal video transformer"
 HEAD_DIM = 128  # in all official models
 _PLACES = ("generator_ema", "generator")  # where training files keep the weights, in order of preference
+# Classes in configurations beside the weights: of the original model, and of the folder of diffusers' format.
+_NOT_CAUSAL = ("WanModel", "WanPipeline", "WanImageToVideoPipeline", "WanVideoToVideoPipeline")
 _PREFIXES = ("model.", "diffusion_model.")
 _CRITIC_HEADS = ("_cls_pred_branch", "_register_tokens", "_gan_ca_blocks")  # of adversarial training, beside the network
 # Names of what other networks with this layout have in addition, and why they cannot be converted.
@@ -125,17 +127,26 @@ def read_transformer(files: Sequence[Path], name: str, averaged: bool = True) ->
 def _refuse_other_algorithms(file: Path) -> None:
     """Raise ValueError for files whose tensors are those of this layout, but which run another algorithm."""
     validate_checkpoint_file(file)
-    if (file.parent.parent / "transformer_2").is_dir():
+    named = "/".join(file.absolute().parts[-2:]).lower()
+    if (file.parent.parent / "transformer_2").is_dir() or "high_noise" in named or "low_noise" in named:
         reason = "two experts, one for high and one for low noise levels, and vargen runs one network"
         raise ValueError(f"{file} belongs to a model of {reason}")
-    config = file.parent / "config.json"
-    if file.name.startswith("diffusion_pytorch_model") and config.is_file():
-        try:
-            kind = json.loads(config.read_text("utf-8")).get("_class_name")
-        except (ValueError, AttributeError):
-            return
-        if kind == "WanModel":
+    if not file.name.startswith("diffusion_pytorch_model"):
+        return
+    for place in (file.parent / "config.json", file.parent.parent / "model_index.json"):
+        kind = _read_class_name(place)
+        if kind in _NOT_CAUSAL:
             raise ValueError(f"{file} is Wan's own model, which is not causal: give a model distilled from it")
+        if kind.startswith("AnyFlow"):
+            raise ValueError(f"{file} is AnyFlow: it predicts averages over intervals of time, and vargen velocities")
+
+
+def _read_class_name(file: Path) -> str:
+    """Return the class that a configuration names; empty without one."""
+    try:
+        return str(json.loads(file.read_text("utf-8")).get("_class_name", ""))
+    except (OSError, ValueError, AttributeError):
+        return ""
 
 
 def detect_transformer(state: State, file: Path, heads: int | None = None, head_dim: int = HEAD_DIM) -> dict[str, Any]:

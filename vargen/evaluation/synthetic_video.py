@@ -11,7 +11,7 @@ Shape suffixes: F frames, C channels, Y/X rows and columns.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -68,6 +68,7 @@ class SyntheticModel:
     """
 
     resamples_noise = True
+    shares_cache = False
     block_shape = SHAPE
     device = torch.device("cpu")
 
@@ -88,6 +89,9 @@ class SyntheticModel:
 
     def free_frames(self, state: _State) -> int:
         return 64 * SHAPE[0]
+
+    def fork(self, state: _State, first: int, frames: int) -> tuple[_State, Callable[[], None]]:
+        return replace(state), lambda: None  # passes replace `held`, and change nothing in it
 
     def forward(self, state: _State, clean: Sequence[Tensor], noisy: Tensor | None = None, level: float = 0.0) -> Tensor | None:
         for _ in range(self.products * (len(clean) + (noisy is not None))):

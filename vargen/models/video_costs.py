@@ -17,10 +17,11 @@ def project_speedup(
     draft_steps: int = 4,
     blocks: int = 7,
     text: int = 512,
+    shares_cache: bool = False,
 ) -> float:
     """Return how many times as fast as the target alone `sdvg` would be if time were proportional to operations.
 
-    Each finished block but the last passes once through the cache of both networks. Decoding and scoring are not counted, and
+    Each finished block but the last passes once through each cache. Decoding and scoring are not counted, and
     all frames are visible.
 
     Args:
@@ -30,6 +31,7 @@ def project_speedup(
         steps, draft_steps: denoising steps of a block.
         blocks: length of the video.
         text: rows of the prompt.
+        shares_cache: whether both are one network, and one cache serves both.
     """
     tokens = geometry.block_tokens
 
@@ -40,7 +42,7 @@ def project_speedup(
     for block in range(blocks):
         update = int(block + 1 < blocks)
         alone += cost(target, steps + update, block)
-        drafted += cost(target, update, block) + cost(draft, update, block)
+        drafted += cost(target, update, block) + (0.0 if shares_cache else cost(draft, update, block))
         drafted += cost(target, steps if block == 0 else (1 - acceptance) * steps, block)
         drafted += cost(draft, draft_steps, block) if block else 0.0
     return alone / drafted

@@ -11,6 +11,7 @@ whichever model generated it, before that model generates its next block.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from itertools import pairwise
 from typing import Any
 
@@ -84,52 +85,94 @@ def step_noise_level(model: BlockModel, noisy: Tensor, clean: Tensor, step: int,
     return clean + (following / level) * (noisy - clean)
 
 
-class BlockGenerator:
-    """Block generation of one model in one video, and its KV cache.
+class BlockContext:
+    """What a network attends to in one video: the finished blocks in its KV cache, and those that are not in it yet.
 
     Args:
         frames: maximum number of latent frames of the video.
-        lazy: delay cache updates until the model is needed, and then use as few passes as the cache allows; blocks after the
-            last one that this model generates are never fed. Otherwise update after every block. Both generate the same blocks
+        lazy: delay cache updates until the network is needed, and then use as few passes as the cache allows; blocks after the
+            last one that the network generates are never fed. Otherwise update after every block. Both generate the same blocks
             up to rounding.
+
+    Attributes:
+        state: of the network, with the cache.
+        pending: finished blocks that are not in the cache yet.
+    """
+
+    def __init__(self, model: BlockModel, condition: Any, frames: int, lazy: bool = True):
+        self.state = model.start(condition, frames)
+        self.pending: list[Tensor] = []
+        self.max_pending = MAX_PENDING_BLOCKS if lazy else 0
+
+
+class BlockGenerator:
+    """Block generation of one model in one video.
+
+    Args:
+        context: of the model's network; models with one network may share it.
         on_pass: called after every pass.
 
     Attributes:
         passes: number of passes so far, including cache updates.
         blocks_fed: number of blocks fed by them, which determines their cost on a busy machine.
-        pending: finished blocks that are not in the cache yet.
-        estimates: the clean estimate `[1, F, C, Y, X]` after each step of the latest block.
+        estimates: the clean estimate `[1, F, C, Y, X]` after each step of the latest block. noisy: the input of its last step.
     """
 
-    def __init__(self, model: BlockModel, condition: Any, frames: int, lazy: bool = True, on_pass: PassCallback = lambda: None):
-        self.model, self.condition, self.on_pass = model, condition, on_pass
-        self.state = model.start(condition, frames)
-        self.pending: list[Tensor] = []
+    def __init__(self, model: BlockModel, context: BlockContext, on_pass: PassCallback = lambda: None):
+        self.model, self.context, self.on_pass = model, context, on_pass
         self.estimates: list[Tensor] = []
-        self._max_pending = MAX_PENDING_BLOCKS if lazy else 0
+        self.noisy: Tensor | None = None
         self.passes = self.blocks_fed = 0
 
     def add_finished(self, latents: Tensor, last: bool = False) -> None:
         """Add a finished block `[1, F, C, Y, X]`. If `last`, the video ends with it, and no pass is run for it."""
-        self.pending.append(latents)
-        if len(self.pending) > self._max_pending and not last:
+        self.context.pending.append(latents)
+        if len(self.context.pending) > self.context.max_pending and not last:
             self.update_cache()
 
     def change_prompt(self, condition: Any) -> None:
         """Use another prompt. Pending blocks were generated under the old prompt and are cached under it first."""
         self.update_cache()
-        self.condition = condition
-        self.model.switch(self.state, condition)
+        self.model.switch(self.context.state, condition)
 
     def update_cache(self) -> None:
         """Write pending blocks to the cache in as few passes as the cache has room for."""
-        block = self.model.block_shape[0]
-        while self.pending:
+        block, pending = self.model.block_shape[0], self.context.pending
+        while pending:
             count = 1
-            if self.pending[0].shape[1] == block:  # others, such as a given image, are fed alone: blocks are aligned
-                count = max(1, min(len(self.pending), self.model.free_frames(self.state) // block))
-            self._forward(self.pending[:count])
-            del self.pending[:count]
+            if pending[0].shape[1] == block:  # others, such as a given image, are fed alone: blocks are aligned
+                count = max(1, min(len(pending), self.model.free_frames(self.context.state) // block))
+            self._forward(pending[:count])
+            del pending[:count]
+
+    # -- blocks that may be discarded ------------------------------------------------------------------------------------------
+
+    def can_fork(self) -> bool:
+        """Whether `fork` is allowed: not if one more finished block has to be fed at once."""
+        return len(self.context.pending) < self.context.max_pending
+
+    def fork(self, latents: Tensor, on_pass: PassCallback) -> tuple[BlockGenerator, Callable[[], None]]:
+        """Return a generator of the block that follows `latents` if these are finished, and a function that undoes its passes.
+
+        Until it is adopted or undone, this generator and others of its context may add finished blocks, but run no pass.
+        """
+        pending = [*self.context.pending, latents]
+        frames = sum(part.shape[1] for part in pending) + self.model.block_shape[0]
+        context = copy(self.context)
+        context.state, undo = self.model.fork(self.context.state, pending[0].shape[1], frames)
+        context.pending = pending
+        return BlockGenerator(self.model, context, on_pass), undo
+
+    def adopt(self, fork: BlockGenerator) -> None:
+        """Continue where a fork is, as if this generator had run its passes."""
+        self.context.state, self.context.pending = fork.context.state, fork.context.pending
+        self.estimates, self.noisy = fork.estimates, fork.noisy
+        self.blocks_fed += fork.blocks_fed
+        for _ in range(fork.passes):
+            self.passes += 1
+            self.on_pass()
+
+    # -- denoising -------------------------------------------------------------------------------------------------------------
 
     def generate(
         self, noise: Callable[[int], Tensor], first: int = 0, draft: Tensor | None = None, last: int | None = None
@@ -144,26 +187,28 @@ class BlockGenerator:
         """
         self.update_cache()
         self.estimates = []
-        self._noisy = noise(0) if draft is None else add_noise(draft, noise(first), self.model.levels[first])
+        self.noisy = noise(0) if draft is None else add_noise(draft, noise(first), self.model.levels[first])
         return self._denoise(noise, first, len(self.model.levels) if last is None else last)
 
     def resume(self, noise: Callable[[int], Tensor]) -> Tensor:
         """Run the remaining steps of a block that `generate` left early."""
         done = len(self.estimates)
-        self._noisy = step_noise_level(self.model, self._noisy, self.estimates[-1], done - 1, noise)
+        assert self.noisy is not None
+        self.noisy = step_noise_level(self.model, self.noisy, self.estimates[-1], done - 1, noise)
         return self._denoise(noise, done, len(self.model.levels))
 
     def _denoise(self, noise: Callable[[int], Tensor], first: int, end: int) -> Tensor:
+        assert self.noisy is not None
         for step in range(first, end):
-            estimate = self._forward([], self._noisy, self.model.levels[step])
+            estimate = self._forward([], self.noisy, self.model.levels[step])
             assert estimate is not None
             self.estimates.append(estimate)
             if step + 1 < end:
-                self._noisy = step_noise_level(self.model, self._noisy, estimate, step, noise)
+                self.noisy = step_noise_level(self.model, self.noisy, estimate, step, noise)
         return self.estimates[-1]
 
     def _forward(self, clean: list[Tensor], noisy: Tensor | None = None, level: float = 0.0) -> Tensor | None:
-        estimate = self.model.forward(self.state, clean, noisy, level)
+        estimate = self.model.forward(self.context.state, clean, noisy, level)
         self.passes += 1
         self.blocks_fed += len(clean) + (noisy is not None)
         self.on_pass()

@@ -1,13 +1,15 @@
 """The block loop: draft a block if the policy says so, decode and score it; accept it, or let the target generate the block.
 
 Models exchange latents, never keys and values. A rejected draft needs no undo: the caches hold only finished blocks, and the
-decoder state is immutable, so continuing from the previous state discards the block.
+decoder state is immutable, so continuing from the previous state discards the block. Only a block that was started ahead, after
+a draft that is then rejected, is undone; see `run_ahead.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,24 +19,22 @@ from vargen.compat import without_autocast
 from vargen.decoding.harness import Clock
 from vargen.decoding.pass_costs import block_threads
 from vargen.decoding.presets import resolve_method
-from vargen.decoding.video.denoising import BlockGenerator, make_block_noise
+from vargen.decoding.video.denoising import BlockContext, BlockGenerator, make_block_noise
 from vargen.decoding.video.method import VideoDecisions, VideoMethod
-from vargen.decoding.video.policies import SingleModel, validate_threshold
+from vargen.decoding.video.policies import validate_threshold
 from vargen.decoding.video.protocols import BlockModel
 from vargen.decoding.video.request import BlockCallback, BlockProgress, VideoBlock, VideoRequest
-from vargen.decoding.video.routing import DraftRouter, DraftView
-from vargen.decoding.video.scoring import BlockDecoder, BlockDecoderState, BlockScorer, BlockView, ScoreResult, score_block
+from vargen.decoding.video.routing import DraftRouter
+from vargen.decoding.video.run_ahead import RunAhead, StopRequested
+from vargen.decoding.video.scoring import BlockDecoder, BlockScorer
 from vargen.decoding.video.stats import BlockRecord, VideoStats
+from vargen.decoding.video.verification import DraftVerifier
 from vargen.device import limit_threads, normal_tensors
 from vargen.values import short_repr
 
 
 class NonFiniteLatentsError(RuntimeError):
     """A model returned NaN or infinite latents; no frame is returned."""
-
-
-class _StopRequested(Exception):
-    """A callback or `cancel` ends the run."""
 
 
 class BlockStream(Iterator[VideoBlock]):
@@ -50,15 +50,15 @@ class BlockStream(Iterator[VideoBlock]):
         self.stats = VideoStats(self.method.name, int(request.seed), threads=torch.get_num_threads())
         self.target: BlockGenerator | None = None
         self.drafter: BlockGenerator | None = None
-        self._condition, self._score = request.condition, request.score
+        self._condition = request.condition
         self._decisions = VideoDecisions(self.method, int(request.seed))
-        self._full = BlockDecoderState(request.decoder)
-        previews = request.preview if self.method.policy.needs_scores else None
-        self._preview = None if previews is None else BlockDecoderState(previews)
+        self._verifier = DraftVerifier(
+            self.method, self._decisions.policy, request.decoder, request.preview, request.score, request.router
+        )
         self._number = 0
         self._cancelled = False
-        self._previous: Tensor | None = None  # finished blocks: the latest one, and that at the start
-        self._first: Tensor | None = None
+        self._finished: tuple[Tensor, Tensor] | None = None  # latents of the first and the latest finished block
+        self._ahead: RunAhead | None = None
         self._threads: int | None = None  # number of CPU threads, selected by measurement
 
     # -- control during generation -------------------------------------------------------------------------------------------
@@ -80,21 +80,27 @@ class BlockStream(Iterator[VideoBlock]):
         Raises:
             ValueError: if the method scores drafts, and no `score` is given.
         """
-        if score is None and self._score is not None:
+        if score is None and self._verifier.score is not None:
             raise ValueError("score must be given with a new prompt: the old one scores the old prompt")
-        self._condition, self._score = condition, score
+        self._condition, self._verifier.score = condition, score
+        if self._ahead is not None:
+            self._ahead.discard()
         with torch.no_grad():
-            for generator in self._generators().values():
+            for generator in self._by_context():
                 generator.change_prompt(condition)
 
     def cancel(self) -> None:
         """End the run within one pass; the current block is discarded."""
         self._cancelled = True
+        if (ahead := self._ahead) is not None:
+            ahead.abandon()
 
     def close(self) -> None:
         """Free the caches; no further block is generated."""
-        self.target = self.drafter = None
-        self._full.state = None
+        if self._ahead is not None:
+            self._ahead.close()
+        self.target = self.drafter = self._ahead = None
+        self._verifier.full.state = None
         self._number = self.blocks
 
     # -- generation ----------------------------------------------------------------------------------------------------------
@@ -105,10 +111,10 @@ class BlockStream(Iterator[VideoBlock]):
             raise StopIteration
         try:
             if self._cancelled:
-                raise _StopRequested
+                raise StopRequested
             with torch.no_grad(), normal_tensors():
                 return self._advance()
-        except _StopRequested:
+        except StopRequested:
             self.stats.stopped = True
             self.close()
             raise StopIteration from None
@@ -145,35 +151,37 @@ class BlockStream(Iterator[VideoBlock]):
     def _start(self) -> None:
         model, given = self.request.model, self.request.given
         frames = self.blocks * model.block_shape[0] + sum(latents.shape[1] for latents in given)
-        self.target = BlockGenerator(model, self._condition, frames, self.method.lazy, self._after_pass)
+        context = BlockContext(model, self._condition, frames, self.method.lazy)
+        self.target = BlockGenerator(model, context, self._after_pass)
         if self.method.needs_draft_model and model.draft_model is not None:
-            self.drafter = BlockGenerator(model.draft_model, self._condition, frames, on_pass=self._after_pass)
+            shared = context if model.shares_cache else BlockContext(model.draft_model, self._condition, frames)
+            self.drafter = BlockGenerator(model.draft_model, shared, self._after_pass)
+        if self.request.should_run_ahead():
+            self._ahead = RunAhead(model.device, self.stats)
         for latents in (each.to(model.device, torch.float32) for each in given):
             self._add_finished(latents, last=False)
-            self._full.accept(latents)
-            if self._preview is not None:
-                self._preview.accept(latents)
+            self._verifier.accept(latents)
 
     def _generate(self, record: BlockRecord) -> tuple[Tensor, Tensor]:
         """Run the algorithm for one block: latents `[1, F, C, Y, X]` and frames `[F', 3, Y, X]`."""
         draft = None
         if self._should_draft(record):
             exit_step = self.method.exit_step
-            draft = self._denoise("target", last=exit_step) if exit_step else self._denoise("draft")
-            if self._verify_draft(record, draft):
+            draft = self._denoise("target", record, last=exit_step) if exit_step else self._denoise("draft", record)
+            if self.method.policy.needs_scores:
+                self._run_ahead(draft, drafted=True, verified=False)
+            if self._verifier.verify(record, draft, self._finished, self._clock):
                 record.source = "draft"
                 return draft, self._accept(draft, record)
-            for decoder in (self._full, self._preview):
-                if decoder is not None:
-                    decoder.discard()
+            self._verifier.discard()
         first = self.method.refine if draft is not None and bool(draft.isfinite().all()) else 0
         if draft is not None and self.method.exit_step:
             latents = self._resume()
         else:
-            latents = self._denoise("target", first, draft if first else None)
+            latents = self._denoise("target", record, first, draft if first else None)
         record.source = "refined" if first else "target"
         if record.number == 0 and self.method.policy.needs_reference_score:
-            record.score, record.scores, record.failure = self._score_latents(latents)
+            record.score, record.scores, record.failure = self._verifier.score_latents(0, latents, self._clock)
         return latents, self._accept(latents, record)
 
     def _should_draft(self, record: BlockRecord) -> bool:
@@ -183,55 +191,44 @@ class BlockStream(Iterator[VideoBlock]):
             record.outcome = reason
         return reason is None
 
-    def _denoise(self, name: str, first: int = 0, draft: Tensor | None = None, last: int | None = None) -> Tensor:
+    def _denoise(
+        self, name: str, record: BlockRecord, first: int = 0, draft: Tensor | None = None, last: int | None = None
+    ) -> Tensor:
         generator = self._generators()[name]
+        if self._ahead is not None:
+            before = None if self._finished is None or first else self._finished[1]
+            if (ahead := self._ahead.take(generator, before, last)) is not None:
+                record.seconds_hidden = ahead.seconds_hidden
+                self._clock.add("commit", ahead.commit_seconds)
+                self._clock.add(name, ahead.seconds)
+                return ahead.latents
         with self._clock.measure("commit"):
             generator.update_cache()
         with self._clock.measure(name):
-            return generator.generate(self._noise(generator), first, draft, last)
+            return generator.generate(self._noise(self._number), first, draft, last)
 
     def _resume(self) -> Tensor:
         assert self.target is not None
+        if self._ahead is not None:
+            self._ahead.discard()
         with self._clock.measure("target"):
-            return self.target.resume(self._noise(self.target))
+            return self.target.resume(self._noise(self._number))
 
-    def _noise(self, generator: BlockGenerator) -> Callable[[int], Tensor]:
-        shape, device = generator.model.block_shape, generator.model.device
-        return lambda step: make_block_noise(int(self.request.seed), self._number, step, shape, device)
+    def _noise(self, number: int) -> Callable[[int], Tensor]:
+        model = self.request.model
+        return partial(make_block_noise, int(self.request.seed), number, shape=model.block_shape, device=model.device)
 
-    def _verify_draft(self, record: BlockRecord, draft: Tensor) -> bool:
-        """Return whether a draft is accepted, and record the outcome."""
-        policy = self._decisions.policy
-        record.tau = policy.tau
-        if not isinstance(self.method.policy, SingleModel) and not bool(draft.isfinite().all()):
-            record.failure, accepted = "the drafter's latents are not finite", False
-        elif self.method.policy.needs_scores:
-            record.score, record.scores, record.failure = self._score_latents(draft)
-            accepted = record.score is not None and policy.should_accept(record.number, record.score)
-        elif self.method.policy.needs_router:
-            record.score = self._rank_draft(draft)
-            accepted = policy.should_accept(record.number, record.score)
-        else:
-            accepted = policy.should_accept(record.number, None)
-        record.outcome = "accepted" if accepted else "rejected"
-        return accepted
-
-    def _rank_draft(self, draft: Tensor) -> float:
-        """Return 1 minus the router's rank of the draft; 0 at the start of a video, which routers do not know."""
-        if self._previous is None or self._first is None:
-            return 0.0
-        assert self.request.router is not None
-        with self._clock.measure("score"):
-            return 1 - self.request.router(DraftView(self._number, draft, self._previous, self._first))
-
-    def _score_latents(self, latents: Tensor) -> ScoreResult:
-        assert self._score is not None
-        decoder = self._preview or self._full
-        with self._clock.measure("decode"):
-            frames = decoder.decode(latents).frames
-        with self._clock.measure("score"):
-            view = BlockView(self._number, latents[0], frames, decoder.last_frame)
-            return score_block(self._score, self.method.aggregate, view)
+    def _run_ahead(self, latents: Tensor, drafted: bool, verified: bool = True) -> None:
+        """Start the block after `latents` with the model that will probably generate it; before verification, a draft only."""
+        number = self._number + 1
+        if self._ahead is None or number >= self.blocks:
+            return
+        name, last = "target", None
+        if self._decisions.expects_draft(number, drafted) and (self.method.exit_step or self.drafter is not None):
+            name, last = ("target", self.method.exit_step) if self.method.exit_step else ("draft", None)
+        elif not verified:
+            return
+        self._ahead.start(self._generators()[name], latents, self._noise(number), last)
 
     def _accept(self, latents: Tensor, record: BlockRecord) -> Tensor:
         """Advance the decoders past the block and return its frames."""
@@ -241,21 +238,24 @@ class BlockStream(Iterator[VideoBlock]):
                 f"the {model} generated NaN or infinite latents in block {record.number} of {self.blocks}; no frame is decoded "
                 "from them. Check the checkpoint, or run with torch_dtype=torch.float32"
             )
+        self._run_ahead(latents, drafted=record.source == "draft")
         with self._clock.measure("decode"):
-            if self._preview is not None:
-                self._preview.accept(latents)
-            return self._full.accept(latents)
+            return self._verifier.accept(latents)
 
     def _add_finished(self, latents: Tensor, last: bool) -> None:
         """Pass a finished block to both models; each decides when to update its cache."""
-        self._previous, self._first = latents, latents if self._first is None else self._first
+        self._finished = (latents if self._finished is None else self._finished[0], latents)
         with self._clock.measure("commit"):
-            for generator in self._generators().values():
+            for generator in self._by_context():
                 generator.add_finished(latents, last)
 
     def _generators(self) -> dict[str, BlockGenerator]:
         named = (("target", self.target), ("draft", self.drafter))
         return {name: generator for name, generator in named if generator is not None}
+
+    def _by_context(self) -> list[BlockGenerator]:
+        """One generator for each context."""
+        return list({id(generator.context): generator for generator in self._generators().values()}.values())
 
     def _count_passes(self) -> dict[str, int]:
         return {name: generator.passes for name, generator in self._generators().items()}
@@ -269,7 +269,7 @@ class BlockStream(Iterator[VideoBlock]):
             if self.request.callback is not None and self.request.callback(progress) is False:
                 self._cancelled = True
         if self._cancelled:
-            raise _StopRequested
+            raise StopRequested
 
 
 def decode_video(
@@ -286,6 +286,7 @@ def decode_video(
     callback: BlockCallback | None = None,
     profile: bool = False,
     router: DraftRouter | None = None,
+    run_ahead: bool | None = None,
 ) -> BlockStream:
     """Generate a video of `blocks` blocks, one at a time, as the result is iterated.
 
@@ -302,6 +303,8 @@ def decode_video(
         callback: called after every pass; returning False ends the run before the block is finished.
         profile: on CUDA, synchronize between the parts of a step to measure their seconds.
         router: ranks drafts, for methods with a `LearnedRouting`.
+        run_ahead: generate the next block while a block is decoded and scored, on another thread, and on CUDA on another
+            stream. The result is the same. None: on a CPU with free cores for it, unless parts are profiled.
 
     Raises:
         ValueError: if the method is unknown or cannot run on these models, or a number is out of range.
@@ -311,5 +314,7 @@ def decode_video(
     if isinstance(model, type) or not isinstance(model, BlockModel):
         raise TypeError(f"model must be a BlockModel, got {short_repr(model)}")
     chosen = resolve_method(method, VideoMethod.paradigm)
-    request = VideoRequest(model, condition, seed, chosen, blocks, decoder, preview, score, given, callback, profile, router)
+    request = VideoRequest(
+        model, condition, seed, chosen, blocks, decoder, preview, score, given, callback, profile, router, run_ahead
+    )
     return BlockStream(request)

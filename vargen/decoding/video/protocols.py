@@ -5,7 +5,7 @@ Shape suffixes: F latent frames of a block, C latent channels, Y/X latent rows a
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -25,6 +25,7 @@ class BlockModel(Protocol):
         resamples_noise: whether noise is added to the estimate of a step for the next one (distilled models); otherwise the
             sampler follows the velocity.
         draft_model: a smaller model with the same latents; None if there is none.
+        shares_cache: whether `draft_model` is the same network with other steps, and one cache serves both.
         cost_key: as in `TokenModel`.
     """
 
@@ -44,6 +45,9 @@ class BlockModel(Protocol):
     def draft_model(self) -> BlockModel | None: ...
 
     @property
+    def shares_cache(self) -> bool: ...
+
+    @property
     def cost_key(self) -> Hashable: ...
 
     def start(self, condition: Any, frames: int) -> Any:
@@ -56,6 +60,14 @@ class BlockModel(Protocol):
         """Maximum number of latent frames that one pass may feed, at least a block.
 
         Feeding more would evict frames that some of them attend to.
+        """
+
+    def fork(self, state: Any, first: int, frames: int) -> tuple[Any, Callable[[], None]]:
+        """Return a state for passes that may be discarded, and a function that discards them; the two may share memory.
+
+        Args:
+            first: number of frames that the next pass feeds in any case.
+            frames: maximum number of frames that passes with the fork feed.
         """
 
     def forward(self, state: Any, clean: Sequence[Tensor], noisy: Tensor | None = None, level: float = 0.0) -> Tensor | None:

@@ -1,0 +1,27 @@
+"""Fixtures of the tests of video converters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_wan import SIZE, TARGET, save_wan
+
+from vargen.convert.causal_video import convert_causal_video
+
+
+@pytest.fixture(scope="module")
+def wan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_wan(tmp_path_factory.mktemp("wan"))
+
+
+@pytest.fixture
+def convert(wan: Path, tmp_path: Path) -> Any:
+    """Converts files with the tiny heads and size, to a folder that is returned."""
+
+    def run(*files: Path, **options: Any) -> Path:
+        given = {"n_head": TARGET["num_heads"], "size": SIZE, "wan": wan, "output": tmp_path / "out", **options}
+        return convert_causal_video(list(files), **given)
+
+    return run
