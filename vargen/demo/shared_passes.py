@@ -23,7 +23,7 @@ from vargen.serving.tasks import GeneratedImage, ImageTask, PassFinished, TaskCa
 _MAX_BATCHES = 4  # running batches, each with memory for all slots
 _POLL_SECONDS = 0.05  # how often a job that has no events looks whether it was stopped
 
-ShowPreview = Callable[[Tensor, int], None]
+ShowPreview = Callable[[Tensor, int], object]
 
 
 class SharedPasses:

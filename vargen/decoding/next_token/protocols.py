@@ -37,6 +37,7 @@ class TokenModel:
             long as its contents are unchanged.
         forced: int64 `[N]`, the only possible token of positions such as the end of a row, as in the logits; -1 elsewhere.
         num_layers: number of layers that `skip_layers` can skip.
+        packs_rows: whether `forward_packed` computes only the tokens that are fed.
         capture_blocker: why a CUDA graph cannot capture a pass of this model; None if it can.
         cost_key: identifies what the cost of a pass depends on besides batch size and machine: model sizes, dtype, guidance,
             compilation. None disables caching of measured costs.
@@ -52,6 +53,7 @@ class TokenModel:
     example_tokens: Tensor | None = None
     forced: Tensor | None = None
     num_layers: int = 0
+    packs_rows: bool = False
     capture_blocker: str | None = None
     cost_key: Hashable = None
 
@@ -69,6 +71,10 @@ class TokenModel:
         The output at each slot predicts the token that follows it.
         """
         raise NotImplementedError
+
+    def forward_packed(self, tokens: Tensor, state: Any, tree: Tree, fed: Tensor) -> Output:
+        """Feed only the first `fed` `[B]` of tokens `[B, T]`, a chain. Outputs of the others are finite and have no meaning."""
+        return self.forward(tokens, state, tree)
 
     def commit(self, state: Any, path: Tensor, count: Tensor, tree: Tree) -> None:
         """Keep the first `count` slots of `path` from the last pass (see `Verdict`) and discard the others."""
