@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 python benchmarks/serving_slots.py [--widths 1,16] [--repeats 3]
 
 A pass reads each weight once for all slots. Its seconds are measured with full slots and half of the grid in the cache, and do
-not depend on the values of weights. The projection is the roofline of `benchmarks/methods.py`. Tokens per pass are an assumption,
-because they depend on the weights: those of the packaged model with `gumbel`.
+not depend on the values of weights. The projection is the roofline of `benchmarks/methods.py`. Tokens per pass are assumed to
+be those of the packaged model with `gumbel`; they depend on the weights.
 """
 
 import argparse

@@ -19,7 +19,7 @@ from vargen.models.condition import Condition
 from vargen.models.int8_cache import Int8Cache
 from vargen.models.kv_cache import KVCache
 from vargen.models.llamagen import LlamaGenOutput, LlamaGenTransformer
-from vargen.models.packed_passes import packing_saves, run_packed_step
+from vargen.models.packed_passes import packing_saves
 from vargen.pipelines.adapters import Guidance, cost_key, num_rows, to_guidance
 from vargen.pipelines.adapters.drafters import LowResolutionDrafter
 
@@ -106,17 +106,14 @@ class LlamaGenTokenModel(TokenModel):
             out = self.compiled_forward(rows, cache=state, guidance=scale, **places)
         return Output(out.logits, out.hidden_states)
 
-    @property
-    def packs_rows(self) -> bool:  # type: ignore[override]
-        is_eager = self.compiled_forward is self.transformer and not self._offloaded and not torch.is_grad_enabled()
-        return is_eager and self.device.type == "cpu" and not self.transformer.quantized
-
     def forward_packed(self, tokens: Tensor, state: KVCache | Int8Cache, tree: Tree, fed: Tensor) -> Output:
-        used = self.packs_rows and tree.is_chain and packing_saves(fed, tokens.shape[1])
-        if not used or not isinstance(state, KVCache):
+        is_eager = self.compiled_forward is self.transformer and not self._offloaded and not torch.is_grad_enabled()
+        used = is_eager and tree.is_chain and packing_saves(fed, tokens.shape[1])
+        if not used or not isinstance(state, KVCache):  # 8-bit products have a cache of their own
             return self.forward(tokens, state, tree)
         rows, scale = self.guidance.repeat(tokens), self._scale_at(state.length[: len(tokens), None] + tree.depth)
-        return Output(*run_packed_step(self.transformer, rows, state, self.guidance.repeat(fed), scale))
+        out = self.transformer(rows, cache=state, guidance=scale, fed=self.guidance.repeat(fed))
+        return Output(out.logits, out.hidden_states)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Embeddings `[R, T, D]` of tokens `[B, T]`, an input of trained drafters."""

@@ -31,8 +31,8 @@ def packing_saves(fed: Tensor, T: int) -> bool:
 
 
 def run_packed_step(
-    network: LlamaGenTransformer, tokens_RT: Tensor, cache: KVCache, fed_R: Tensor, guidance: Tensor | None
-) -> tuple[Tensor, Tensor]:
+    network: LlamaGenTransformer, tokens_RT: Tensor, cache: KVCache, fed_R: Tensor, guidance: float | Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Feed the first `fed` tokens of each row, int64 `[R]` on a CPU, after its pointer; a chain.
 
     It is for inference in eager mode. Under guidance, the rows of an image feed the same tokens.
@@ -41,7 +41,7 @@ def run_packed_step(
         guidance: as in `LlamaGenTransformer.forward`.
 
     Returns:
-        Logits `[B, T, V]` and hidden states `[R, T, D]` before the final norm, zero for tokens that are not fed.
+        Logits `[B, T, V]`, and hidden states `[R, T, D]` after and before the final norm; zero for tokens that are not fed.
     """
     R, T = tokens_RT.shape
     steps = torch.arange(T)
@@ -60,15 +60,15 @@ def run_packed_step(
         queries[places] = q[0]
         attended = attend(queries.view(R, T, H, -1), keys, values, bias).reshape(R * T, D)
         x = layer.add_residuals(x, attention.wo(attended[places][None]), scales[1])
-    hidden = x.new_zeros(R * T, D)
-    hidden[places] = x[0]
-    images = R if guidance is None else R // 2
     packed = network.norm(x)
+    features, hidden = x.new_zeros(R * T, D), x.new_zeros(R * T, D)
+    features[places], hidden[places] = packed[0], x[0]
+    images = R if guidance is None else R // 2
     if guidance is not None:
         packed = packed.view(2, -1, D)  # the first and the last half of the rows feed as many tokens
         places = places[: packed.shape[1]]
-        if guidance.dim():
+        if isinstance(guidance, Tensor) and guidance.dim():
             guidance = guidance.expand(images, T, 1).reshape(-1, 1)[places]
     logits = torch.zeros(images * T, network.config.vocab_size)
     logits[places] = network._logits(packed, guidance)[0]
-    return logits.view(images, T, -1), hidden.view(R, T, D)
+    return logits.view(images, T, -1), features.view(R, T, D), hidden.view(R, T, D)

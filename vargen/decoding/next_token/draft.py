@@ -203,7 +203,7 @@ class Draft:
         return replace(self, valid=shorter if self.valid is None else self.valid & shorter, fed=fed)
 
     def count_fed(self, missing: Tensor) -> Tensor:
-        """Return how many tokens of a chain each image has to feed, int64 `[B]`, if `missing` `[B]` are left to generate."""
+        """Return how many tokens each image has to feed, int64 `[B]`, if `missing` `[B]` are left to generate; for chains."""
         width = self.tokens.shape[1] + 1
         return missing.clamp(max=width) if self.fed is None else torch.minimum(missing, self.fed.clamp(max=width))
 

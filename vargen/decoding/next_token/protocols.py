@@ -37,7 +37,6 @@ class TokenModel:
             long as its contents are unchanged.
         forced: int64 `[N]`, the only possible token of positions such as the end of a row, as in the logits; -1 elsewhere.
         num_layers: number of layers that `skip_layers` can skip.
-        packs_rows: whether `forward_packed` computes only the tokens that are fed.
         capture_blocker: why a CUDA graph cannot capture a pass of this model; None if it can.
         cost_key: identifies what the cost of a pass depends on besides batch size and machine: model sizes, dtype, guidance,
             compilation. None disables caching of measured costs.
@@ -53,7 +52,6 @@ class TokenModel:
     example_tokens: Tensor | None = None
     forced: Tensor | None = None
     num_layers: int = 0
-    packs_rows: bool = False
     capture_blocker: str | None = None
     cost_key: Hashable = None
 
@@ -73,7 +71,10 @@ class TokenModel:
         raise NotImplementedError
 
     def forward_packed(self, tokens: Tensor, state: Any, tree: Tree, fed: Tensor) -> Output:
-        """Feed only the first `fed` `[B]` of tokens `[B, T]`, a chain. Outputs of the others are finite and have no meaning."""
+        """Feed only the first `fed` `[B]` of tokens `[B, T]`, if that is faster and the tree is a chain.
+
+        Outputs of the others have no meaning, but are finite. Default: feed all.
+        """
         return self.forward(tokens, state, tree)
 
     def commit(self, state: Any, path: Tensor, count: Tensor, tree: Tree) -> None:

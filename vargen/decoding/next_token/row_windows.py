@@ -79,7 +79,7 @@ class RowWindow:
     in any batch. With `"auto"`, the windows of a batch add up to B times the window that `AutoWindow` selects from measured
     pass costs; what is said there of reproducible images applies. On a GPU, all images have the same window.
 
-    It saves time only for models that pack rows (`TokenModel.packs_rows`).
+    It saves time only for models that feed no more than that (`TokenModel.forward_packed`).
 
     Args:
         window: tokens fed to an image of ordinary acceptance, at least 2, or `"auto"`.
