@@ -55,13 +55,15 @@ class Shape:
     def head(self) -> int:
         return self.dim * self.vocab
 
-    def seconds(self, gpu: GPU, fed: float, layers: float | None = None, head: float = 1.0, overlap: bool = True) -> float:
-        """Of a pass over `fed` tokens of a picture by some of the layers and a share of the output layer.
+    def seconds(
+        self, gpu: GPU, fed: float, layers: float | None = None, head: float = 1.0, overlap: bool = True, images: int = 1
+    ) -> float:
+        """Of a pass over `fed` tokens of each picture by some of the layers and a share of the output layer.
 
         Weights, keys and values, logits and activations go through memory once; with `overlap` the longer of memory and
         arithmetic counts, else their sum.
         """
-        rows, layers = 2, self.layers if layers is None else layers
+        rows, layers = 2 * images, self.layers if layers is None else layers
         weights = layers * self.layer + head * self.head
         kept = 4 * layers * self.dim * (self.cached + fed)
         moved = 2 * weights + rows * (kept + 2 * fed * self.vocab * head + 24 * fed * self.dim * layers)

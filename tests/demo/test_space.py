@@ -78,6 +78,6 @@ def test_its_app_builds_the_page_and_serves_it_to_all(space: Path, service: Any,
         monkeypatch.setenv(variable, "")
     runpy.run_path(str(space / "app.py"), run_name="__main__")
     ((page, address),) = served
-    assert loaded == [(launch.DEFAULT_MODEL, "auto", None)]
+    assert loaded == [(launch.DEFAULT_MODEL, "auto", None, 1)]
     assert (address.host, address.port) == ("0.0.0.0", 7860)
     assert "Generate" in {block.value for block in page.blocks.values() if isinstance(block, gr.Button)}

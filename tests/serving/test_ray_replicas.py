@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
+import torch
 from PIL import Image
 from served import generate_alone, image_task
 
@@ -20,7 +21,7 @@ from vargen.serving.replica import Replica, ReplicaOptions
 from vargen.serving.tasks import Begun, GeneratedImage, QueueFullError, TaskCancelledError, TaskFailed, TaskLostError
 
 OPTIONS = ReplicaOptions("tiny", "tiny", "cpu", "float32", None, "gumbel", None, 1, None)
-IMAGE = GeneratedImage(Image.new("RGB", (2, 2)), 7, 4, 16)
+IMAGE = GeneratedImage(Image.new("RGB", (2, 2)), 7, 4, 16, torch.zeros(16, dtype=torch.int64))
 
 
 class FakeHandle:

@@ -21,6 +21,7 @@ from vargen.models.condition import Condition
 from vargen.models.int8_cache import Int8Cache
 from vargen.models.kv_cache import KVCache
 from vargen.models.llamagen import LlamaGenOutput, LlamaGenTransformer
+from vargen.models.packed_passes import packing_saves
 
 
 class LlamaGenTokenModel(TokenModel):
@@ -103,6 +104,15 @@ class LlamaGenTokenModel(TokenModel):
             places = {"positions": state.length[:, None] + self._repeat_rows(tree.depth, 1), "ancestors": ancestors}
         with self._tensor_mode():
             out = self.compiled_forward(rows, cache=state, guidance=scale, **places)
+        return Output(out.logits, out.hidden_states)
+
+    def forward_packed(self, tokens: Tensor, state: KVCache | Int8Cache, tree: Tree, fed: Tensor) -> Output:
+        is_eager = self.compiled_forward is self.transformer and not self._offloaded and not torch.is_grad_enabled()
+        used = is_eager and tree.is_chain and packing_saves(fed, tokens.shape[1])
+        if not used or not isinstance(state, KVCache):  # 8-bit products have a cache of their own
+            return self.forward(tokens, state, tree)
+        rows, scale = self.guidance.repeat(tokens), self._scale_at(state.length[: len(tokens), None] + tree.depth)
+        out = self.transformer(rows, cache=state, guidance=scale, fed=self.guidance.repeat(fed))
         return Output(out.logits, out.hidden_states)
 
     def embed(self, tokens: Tensor) -> Tensor:

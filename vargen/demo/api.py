@@ -158,7 +158,7 @@ def _stream_in_turn(
     results: list[JobResult] = []
     progress: list[dict[str, Any]] = []
     for request in requests:
-        job = service.start(request, previews=False)
+        job = service.start(request, previews=False, alone=True)
         results.append((yield from _stream_until_done(job, progress)))
         progress.append(_progress(job))
     return results

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import threading
 import time
@@ -14,9 +13,11 @@ import torch
 from PIL import Image
 
 from vargen.compat import tokenized, tokenizer_lock
-from vargen.decoding import Accelerator
+from vargen.decoding import Accelerator, DecodeStats
 from vargen.demo.jobs import Job, JobResult
+from vargen.demo.previews import PreviewSchedule
 from vargen.demo.request import MAX_RACERS, ImageFolder, PageRequest
+from vargen.demo.shared_passes import SharedPasses
 from vargen.image_metadata import tokens_digest
 from vargen.pipelines.base import MethodInfo, VisualPipeline
 from vargen.pipelines.prompts import describe_unreadable_words
@@ -27,9 +28,7 @@ from vargen.values import short_repr
 
 logger = logging.getLogger("vargen")
 
-_PREVIEW_SECONDS = 0.25
 _LIVE_PASSES = 16  # most passes per image of the baseline
-_PREVIEW_RATIO = 4  # previews take at most a fifth of the time: the next waits four times the cost of the last
 
 
 class ImageService:
@@ -41,6 +40,7 @@ class ImageService:
         scorer: scores how well an image matches its prompt, and selects among candidates; None for no scores.
         scorer_name: as `vargen generate --scorer` takes it.
         digest: of the model's weights; None if they are no folder's.
+        slots: maximum number of images that jobs of several visitors generate in the same passes; see `SharedPasses`.
     """
 
     def __init__(
@@ -50,6 +50,7 @@ class ImageService:
         scorer: Scorer | None = None,
         scorer_name: str = DEFAULT_SCORER,
         digest: str | None = None,
+        slots: int = 1,
     ):
         self.digest = digest
         self.pipe, self.name, self.scorer, self.scorer_name = pipe, name, scorer, scorer_name
@@ -61,8 +62,9 @@ class ImageService:
         self.live = pipe.num_baseline_passes <= _LIVE_PASSES  # fast enough to generate during typing
         self.vocab: int = pipe.vocab_size
         self.folder = ImageFolder()
+        self._shared = SharedPasses(pipe, slots) if slots > 1 else None
         # Threads are reused, because each new one would create another thread pool in torch.
-        self._threads = ThreadPoolExecutor(max_workers=2 * MAX_RACERS, thread_name_prefix="generate")
+        self._threads = ThreadPoolExecutor(max_workers=2 * MAX_RACERS + slots, thread_name_prefix="generate")
         self.methods = {method.name: self._probe_method(method) for method in pipe.list_methods()}
 
     @property
@@ -174,6 +176,7 @@ class ImageService:
         stop: threading.Event | None = None,
         previews: bool = True,
         every_pass: bool = False,
+        alone: bool = False,
     ) -> Job:
         """Start a job in another thread.
 
@@ -182,36 +185,37 @@ class ImageService:
             accelerator: replaces the method of the request.
             stop: set it to end the job within one pass.
             previews: whether to decode partial images during generation. every_pass: after each pass, regardless of the cost.
+            alone: whether the images must not be generated in the passes of other jobs, as where methods are compared.
         """
         job = Job(request, self.pipe.num_tokens, stop or threading.Event())
-        self._threads.submit(self._run_job, job, accelerator or request.method, previews, every_pass)
+        show = PreviewSchedule(self.pipe, job, previews, every_pass)
+        joins = not alone and accelerator is None
+        self._threads.submit(self._run_job, job, accelerator or request.method, show, joins)
         return job
 
-    def _run_job(self, job: Job, accelerator: str | Accelerator, previews: bool, every_pass: bool) -> None:
+    def _run_job(self, job: Job, accelerator: str | Accelerator, show: PreviewSchedule, joins: bool) -> None:
         try:
-            job.finished = self._generate(job, accelerator, previews, every_pass)
+            job.started = time.perf_counter()
+            shared = self._shared.submit(job) if joins and self._shared is not None else None
+            if shared is None:
+                job.finished = self._generate(job, accelerator, show)
+            else:
+                job.finished = self._make_result(job, *shared.run(show))
         except BaseException as error:
             job.error = error
         finally:
             job.done.set()
 
-    def _generate(self, job: Job, accelerator: str | Accelerator, previews: bool, every_pass: bool) -> JobResult:
+    def _generate(self, job: Job, accelerator: str | Accelerator, show: PreviewSchedule) -> JobResult:
+        """Generate the images of a job in a batch of their own."""
         request = job.request
-        job.started = time.perf_counter()
-        due = job.started + _PREVIEW_SECONDS
 
         def after_pass(_: Any, step: int, done: int, tensors: dict[str, Any]) -> dict[str, Any]:
-            nonlocal due
-            now = time.perf_counter()
             job.counts.append(done - job.tokens)
             job.tokens = done
             if job.stop.is_set():
                 return {"stop": True}
-            if previews and (every_pass or now >= due) and done < job.total:
-                job.preview = self._preview(tensors["latents"], done)
-                spent = time.perf_counter() - now
-                job.preview_seconds += spent
-                due = now + spent + max(_PREVIEW_SECONDS, _PREVIEW_RATIO * spent)
+            job.preview_seconds += show(tensors["latents"], done)
             return {}
 
         several = {"num_candidates": request.best_of, "scorer": self.scorer} if request.best_of > 1 else {}
@@ -230,9 +234,11 @@ class ImageService:
         )
         tokens, stats = result.images, result.stats
         length = torch.full((len(tokens),), job.tokens) if stats.stopped else None
-        images = self.pipe.decode_tokens(tokens, length)
-        records = [stats.describe_image(k) for k in range(len(images))]
-        if not several and not stats.stopped:
+        return self._make_result(job, self.pipe.decode_tokens(tokens, length), tokens, stats)
+
+    def _make_result(self, job: Job, images: list[Image.Image], tokens: torch.Tensor, stats: DecodeStats) -> JobResult:
+        request, records = job.request, [stats.describe_image(k) for k in range(len(images))]
+        if stats.scorer is None and not stats.stopped:
             scores = self._score_images(request, images)
             records = [{**record, **score} for record, score in zip(records, scores, strict=True)]
         return JobResult(request, images, tokens.cpu(), stats, stats.seconds - job.preview_seconds, stats.stopped, records)
@@ -248,15 +254,6 @@ class ImageService:
             logger.exception("the scorer %s failed", self.scorer_name)
             return [{}] * len(images)
         return [{"scorer": self.scorer.name, "score": score} for score in scores]
-
-    def _preview(self, tokens: torch.Tensor, done: int) -> list[bytes]:
-        """Encode partial images as small files, transparent where no token exists yet."""
-        found = []
-        for image in self.pipe.preview(tokens, done):
-            file = io.BytesIO()
-            image.save(file, format="WEBP", quality=80, method=0)
-            found.append(file.getvalue())
-        return found
 
     @property
     def environment(self) -> dict[str, Any]:
@@ -285,5 +282,7 @@ class ImageService:
         return found
 
     def close(self) -> None:
+        if self._shared is not None:
+            self._shared.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
         self.folder.close()

@@ -121,8 +121,8 @@ class Services:
                 service.close()
 
 
-def load_services(model: str, device_name: str, scorer_name: str | None) -> Services:
-    """Load the models; beside a packaged image model, the other packaged ones, too.
+def load_services(model: str, device_name: str, scorer_name: str | None, slots: int = 1) -> Services:
+    """Load the models; beside a packaged image model, the other packaged ones, too. `slots`: see `ImageService`.
 
     Raises:
         ValueError, OSError, RuntimeError, ImportError: for a model or scorer that cannot be loaded.
@@ -152,7 +152,7 @@ def load_services(model: str, device_name: str, scorer_name: str | None) -> Serv
     video = VideoService(load(VIDEO_MODEL), VIDEO_MODEL, scorer) if {model, VIDEO_MODEL} <= packaged else None
     live = ImageService(load(LIVE_MODEL), LIVE_MODEL) if model == DEFAULT_MODEL and LIVE_MODEL in packaged else None
     digest = model_digest(inspect_model(model).folder)
-    return Services(ImageService(pipe, title, scorer, name, digest), video, live, model == DEFAULT_MODEL)
+    return Services(ImageService(pipe, title, scorer, name, digest, slots), video, live, model == DEFAULT_MODEL)
 
 
 def serve(page: gr.Blocks, address: Address) -> str:
@@ -223,7 +223,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         except ModuleNotFoundError as error:
             sys.exit(f'{error.name} is not installed; run: pip install -c constraints.txt -e ".[demo]"')
         try:
-            services = load_services(options.model, options.device, options.scorer)
+            services = load_services(options.model, options.device, options.scorer, options.concurrency)
         except (ValueError, OSError, RuntimeError, ImportError) as error:
             sys.exit(f"error: {error}")
         if not address.local:
@@ -252,6 +252,12 @@ def _build_parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="scorer of `vargen score`, or none (default: emoji-scorer for packaged models)",
     )
-    parser.add_argument("--concurrency", type=int, default=1, metavar="N", help="concurrent jobs (default: 1)")
+    parser.add_argument(
+        "--concurrency",
+        type=int,
+        default=1,
+        metavar="N",
+        help="images generated at a time: visitors share the passes (default: 1)",
+    )
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: autotuned)")
     return parser

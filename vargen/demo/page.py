@@ -45,7 +45,8 @@ def build_page(
     """Build the page of a loaded image model.
 
     Args:
-        concurrency: maximum number of concurrent jobs over all visitors; the others wait in one queue.
+        concurrency: maximum number of concurrent jobs over all visitors; the others wait in one queue. To share passes,
+            give the services as many slots.
         video: a video model, which gets a mode.
         live: a model that generates while the visitor types; by default the image model itself, if it is fast enough.
         opening: whether to open on the recorded race and the wall, whose seeds are those of the packaged models.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -11,7 +12,15 @@ from vargen.decoding.next_token.engine import Engine, FinishedImage
 from vargen.decoding.next_token.rows import select_rows
 from vargen.decoding.seeds import resolve_seeds
 from vargen.pipelines.base import VisualPipeline
-from vargen.serving.tasks import Begun, GeneratedImage, TaskCancelledError, TaskFailed, TaskHandle, make_result
+from vargen.serving.tasks import (
+    Begun,
+    GeneratedImage,
+    PassFinished,
+    TaskCancelledError,
+    TaskFailed,
+    TaskHandle,
+    make_result,
+)
 
 
 class JoiningSchedule:
@@ -53,8 +62,8 @@ class JoiningSchedule:
         for finished in self._engine.step():
             if (result := self._finish(finished)) is not None:
                 yield result
-        if any(handle.task.num_partial_images for handle in self._running.values()):
-            self._send_partials()
+        if any(handle.task.num_partial_images or handle.task.reports_passes for handle in self._running.values()):
+            self._report_pass()
 
     def reset(self) -> list[TaskHandle]:
         """Give up all running tasks, and return them."""
@@ -93,12 +102,16 @@ class JoiningSchedule:
         if finished.error is not None:
             handle.send(TaskFailed(finished.error))
             return None
-        return handle, make_result(self.pipe, handle, finished.tokens[None], finished.passes)
+        stats = replace(finished.stats, seeds=[handle.task.seed])
+        return handle, make_result(self.pipe, handle, finished.tokens[None], finished.passes, stats)
 
-    def _send_partials(self) -> None:
+    def _report_pass(self) -> None:
         numbers, tokens, lengths = self._engine.copy_active()
+        counts = self._engine.list_counts()
         for number, row, length in zip(numbers, tokens, lengths.tolist(), strict=True):
             handle = self._running[number]
             handle.num_tokens = length
+            if handle.task.reports_passes:
+                handle.send(PassFinished(counts[number], row.cpu()))
             if handle.is_partial_due(length, self.pipe.num_tokens):
                 handle.send_partial(self.pipe.preview(row[None], length)[0], length)

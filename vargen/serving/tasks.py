@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from vargen.decoding import Sampling
+from vargen.decoding import DecodeStats, Sampling
 from vargen.pipelines.base import VisualPipeline
 
 logger = logging.getLogger("vargen")
@@ -48,12 +48,14 @@ class ImageTask:
         seed: of the image, which is the one of `pipe(..., generator=torch.Generator().manual_seed(seed))`.
         sampling: temperature, top-k and top-p.
         num_partial_images: number of partial images, evenly spaced in tokens.
+        reports_passes: whether each pass is an event, with methods whose images can join a running batch.
     """
 
     subject: str | int
     seed: int
     sampling: Sampling
     num_partial_images: int = 0
+    reports_passes: bool = False
 
     @property
     def generator(self) -> torch.Generator:
@@ -69,6 +71,7 @@ class VideoTask:
     seed: int
     num_blocks: int
     num_partial_images: int = field(default=0, init=False)
+    reports_passes: bool = field(default=False, init=False)
 
     @property
     def generator(self) -> torch.Generator:
@@ -91,13 +94,28 @@ class PartialImage:
 
 
 @dataclass(frozen=True, eq=False)
+class PassFinished:
+    """A pass: the tokens that each one so far has committed, and the image's tokens `[N]`, valid as far as these."""
+
+    counts: list[int]
+    tokens: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
 class GeneratedImage:
-    """The end of a task: its image, and the number of passes that it took part in."""
+    """The end of a task: its image, and the number of passes that it took part in.
+
+    Attributes:
+        tokens: integers, as `decode_tokens` takes them, without the batch.
+        stats: of this image alone, without seconds; None if it was generated in a batch by arrival.
+    """
 
     image: Image.Image
     seed: int
     passes: int
     num_tokens: int
+    tokens: torch.Tensor
+    stats: DecodeStats | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,7 +162,7 @@ class GenerationStats:
     alive: bool = True
 
 
-Event = Begun | PartialImage | GeneratedImage | VideoFrames | GeneratedVideo | TaskFailed
+Event = Begun | PartialImage | PassFinished | GeneratedImage | VideoFrames | GeneratedVideo | TaskFailed
 Listener = Callable[["TaskHandle", Event], object]
 
 
@@ -220,6 +238,9 @@ class TaskHandle:
         self.num_sent += 1
 
 
-def make_result(pipe: VisualPipeline, handle: TaskHandle, tokens: torch.Tensor, passes: int) -> GeneratedImage:
+def make_result(
+    pipe: VisualPipeline, handle: TaskHandle, tokens: torch.Tensor, passes: int, stats: DecodeStats | None = None
+) -> GeneratedImage:
     """Decode the tokens `[1, N]` of a finished image, alone, as if it had been generated alone."""
-    return GeneratedImage(pipe.decode_tokens(tokens)[0], handle.task.seed, passes, pipe.num_tokens)
+    image = pipe.decode_tokens(tokens)[0]
+    return GeneratedImage(image, handle.task.seed, passes, pipe.num_tokens, tokens[0].cpu(), stats)

@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from itertools import takewhile
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from vargen.decoding.next_token.graphs import CUDAGraph
 from vargen.decoding.next_token.loop import require_batch_size, validate_token_model
 from vargen.decoding.next_token.protocols import TokenModel
 from vargen.decoding.next_token.rows import select_rows
-from vargen.decoding.next_token.running_batch import ImageRequest, RunningBatch
+from vargen.decoding.next_token.running_batch import ImageRequest, RunningBatch, take_same_condition
 from vargen.decoding.presets import resolve_method
 from vargen.decoding.sampling import Sampling
 from vargen.decoding.stats import DecodeStats
@@ -46,8 +45,7 @@ class FinishedImage:
         number: of the request.
         seed: of the image.
         tokens: int64 `[N]`; invalid if there is an error.
-        passes: number of target passes that the image took part in, its prefill included.
-        relaxation: acceptance probability spent beyond the exact rule.
+        stats: of this image alone, without seconds.
         error: why the image failed: a `NonFiniteLogitsError`, or a ValueError for a condition that does not fit beside those of
             the running batch. None if it did not fail.
     """
@@ -55,9 +53,18 @@ class FinishedImage:
     number: int
     seed: int
     tokens: Tensor
-    passes: int
-    relaxation: float
+    stats: DecodeStats
     error: Exception | None = None
+
+    @property
+    def passes(self) -> int:
+        """Number of target passes that the image took part in, its prefill included."""
+        return self.stats.passes
+
+    @property
+    def relaxation(self) -> float:
+        """Acceptance probability spent beyond the exact rule."""
+        return sum(self.stats.relaxation)
 
 
 class Engine:
@@ -223,6 +230,13 @@ class Engine:
         with normal_tensors():
             return numbers, self._batch.images.tokens[rows, : self.num_tokens].clone(), self._batch.images.length[rows].clone()
 
+    def list_counts(self) -> dict[int, list[int]]:
+        """List, by request, the tokens that each pass of an image that is being generated has committed, prefill included.
+
+        On a GPU, the last pass is missing.
+        """
+        return {request.number: list(request.counts) for request in self._rows if request is not None}
+
     def replace_tokens(self, tokens: Tensor) -> None:
         """Continue with changed tokens int64 `[M, N]`, whose row `number` is that of each request."""
         rows, numbers = self._active_rows()
@@ -243,11 +257,11 @@ class Engine:
         while self._waiting and len(chosen) < len(free) and self._fits(self._waiting[0], chosen):
             chosen.append(self._waiting.popleft())
         if chosen and not self._batch.is_open:
-            first = _take_same_condition(chosen)
+            first = take_same_condition(chosen)
             self._place(first, free[: len(first)], self._batch.open(first))
             chosen, free = chosen[len(first) :], free[len(first) :]
         while chosen:
-            joining = _take_same_condition(chosen)[: self._max_joining]
+            joining = take_same_condition(chosen)[: self._max_joining]
             rows = free[: len(joining)]
             try:
                 self._place(joining, rows, self._batch.join(joining, rows))
@@ -274,7 +288,7 @@ class Engine:
 
     def _refuse(self, request: ImageRequest, error: Exception) -> FinishedImage:
         tokens = torch.zeros(self.num_tokens, dtype=torch.int64, device=self.device)
-        return FinishedImage(request.number, request.seed, tokens, 0, 0.0, error)
+        return FinishedImage(request.number, request.seed, tokens, request.make_stats(self.method.name), error)
 
     def _free(self, rows: list[int]) -> None:
         self._batch.free(rows)
@@ -290,8 +304,11 @@ class Engine:
         while len(self._reports) > num_delayed:
             report, held = self._reports.popleft()
             ended: list[tuple[int, FinishedImage]] = []
-            for (row, request), position, length, step in zip(held, *report.tolist(), strict=True):
-                if request is None or self._rows[row] is not request or (position == self.num_tokens > length):
+            for (row, request), position, length, step, width in zip(held, *report.tolist(), strict=True):
+                if request is None or self._rows[row] is not request:
+                    continue
+                request.record(length, width)
+                if position == self.num_tokens > length:
                     continue
                 error: Exception | None = None
                 if position < self.num_tokens:
@@ -299,13 +316,9 @@ class Engine:
                 with normal_tensors():
                     tokens = self._batch.images.tokens[row, : self.num_tokens].clone()
                 relaxation = float(self._batch.images.relaxation[row])
-                ended.append((row, FinishedImage(request.number, request.seed, tokens, step - 1, relaxation, error)))
+                stats = request.make_stats(self.method.name, self._batch.threads, relaxation, self.model.forced)
+                ended.append((row, FinishedImage(request.number, request.seed, tokens, stats, error)))
             if ended:
                 self._free([row for row, _ in ended])
                 found += [image for _, image in ended]
         return found
-
-
-def _take_same_condition(requests: list[ImageRequest]) -> list[ImageRequest]:
-    """Return the first requests, as far as their conditions are rows of the same one, which are prefilled together."""
-    return list(takewhile(lambda request: request.condition is requests[0].condition, requests))

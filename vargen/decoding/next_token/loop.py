@@ -202,7 +202,7 @@ class DecodePass:
             draft = drafter.propose(state.draft, images.tokens, images.length, noise).put_forced(model.forced, images.length)
             inputs = images.build_inputs(draft)
         with run.time_part("target"):
-            out = model.forward(inputs, cache, draft.tree)
+            out = model.forward_packed(inputs, cache, draft.tree, draft.count_fed(run.total - images.length))
         with run.time_part("accept"):
             noise = noise.shift(draft.tree.depth)
             probs = to_probs(out.logits, sampling)

@@ -5,9 +5,11 @@ Shape suffixes: B images of the batch, N tokens of the grid, T tokens fed in one
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -23,24 +25,59 @@ from vargen.decoding.next_token.rows import select_rows
 from vargen.decoding.noise import Noise, TokenNoise
 from vargen.decoding.pass_costs import use_best_threads
 from vargen.decoding.sampling import RowSampling, Sampling
+from vargen.decoding.stats import DecodeStats
 
 
 @dataclass(frozen=True, eq=False)
 class ImageRequest:
-    """A requested image: its number, the row `index` of its condition, its seed and its sampling options."""
+    """A requested image: its number, the row `index` of its condition, its seed and its sampling options.
+
+    Attributes:
+        counts: tokens committed by each of its passes that the host has read, prefill included.
+        widths: number of its passes by the number of tokens that they fed to it, prefill excluded.
+    """
 
     number: int
     condition: Any
     index: int
     seed: int
     sampling: Sampling
+    counts: list[int] = field(default_factory=list)
+    widths: Counter[int] = field(default_factory=Counter)
+
+    def record(self, length: int, width: int) -> None:
+        """Record a pass after which the image has `length` tokens; `width` is 0 for the prefill."""
+        self.counts.append(length - sum(self.counts))
+        if width:
+            self.widths[width] += 1
+
+    def make_stats(self, method: str, threads: int = 1, relaxation: float = 0.0, forced: Tensor | None = None) -> DecodeStats:
+        """Return the statistics of this image alone; `forced`: see `TokenModel`."""
+        length, histogram = sum(self.counts), Counter(self.counts)
+        return DecodeStats(
+            method,
+            images=1,
+            tokens=length,
+            passes=len(self.counts),
+            committed_histogram=[histogram[count] for count in range(max(histogram, default=0) + 1)],
+            passes_by_width=dict(self.widths),
+            relaxation=[relaxation],
+            seeds=[self.seed],
+            threads=threads,
+            forced=0 if forced is None else int((forced[:length] >= 0).sum()),
+        )
+
+
+def take_same_condition(requests: list[ImageRequest]) -> list[ImageRequest]:
+    """Return the first requests, as far as their conditions are rows of the same one, which are prefilled together."""
+    return list(takewhile(lambda request: request.condition is requests[0].condition, requests))
 
 
 class RunningBatch:
     """The states of B rows, each of which holds an image or is free.
 
-    What the host needs to know of a pass is a report, int64 `[3, B]` or, of images that join, `[3, n]`: the first position
-    whose logits are not finite (N if there is none), the length, and the number of the next pass.
+    What the host needs to know of a pass is a report, int64 `[4, B]` or, of images that join, `[4, n]`: the first position
+    whose logits are not finite (N if there is none), the length, the number of the next pass, and the number of tokens fed.
 
     Args:
         model: see `TokenModel`.
@@ -76,7 +113,7 @@ class RunningBatch:
     def open(self, requests: list[ImageRequest]) -> Tensor:
         """Allocate all states and start images in the first rows. The others hold copies of the first image, and are free.
 
-        Returns the report `[3, n]`.
+        Returns the report `[4, n]`.
         """
         padded = requests + requests[:1] * (self.size - len(requests))
         condition = select_rows(padded[0].condition, [each.index for each in padded])
@@ -98,7 +135,7 @@ class RunningBatch:
         return report
 
     def join(self, requests: list[ImageRequest], rows: list[int]) -> Tensor:
-        """Prefill images and write them into free rows of all states. Returns the report `[3, n]`.
+        """Prefill images and write them into free rows of all states. Returns the report `[4, n]`.
 
         Raises:
             ValueError: if their conditions do not fit beside the others; nothing was written.
@@ -118,12 +155,12 @@ class RunningBatch:
         return self._make_report(out.logits, torch.zeros_like(seeds)[:, None], new)
 
     def run_pass(self) -> Tensor:
-        """Run a pass. Returns its report `[3, B]`."""
+        """Run a pass. Returns its report `[4, B]`."""
         self._state, (logits, position, _) = self._step(self._state)
         self._run.passes += 1
         width = logits.shape[1]
         self.widths[width] = self.widths.get(width, 0) + 1
-        return self._make_report(logits, position, self.images)
+        return self._make_report(logits, position, self.images, width)
 
     def free(self, rows: list[int]) -> None:
         """Make rows free. A free row is a finished image, which passes leave unchanged."""
@@ -156,8 +193,8 @@ class RunningBatch:
         self._run.passes += 1
         return cache, draft, out, images
 
-    def _make_report(self, logits: Tensor, position: Tensor, images: ImageState) -> Tensor:
+    def _make_report(self, logits: Tensor, position: Tensor, images: ImageState, width: int = 0) -> Tensor:
         bad = ~logits.sum(-1).isfinite() & (position < self.num_tokens)
         first = torch.where(bad, position, self.num_tokens).amin(1)
         assert isinstance(images.step, Tensor)
-        return torch.stack([first, images.length, images.step])
+        return torch.stack([first, images.length, images.step, torch.full_like(images.length, width)])

@@ -111,11 +111,13 @@ def shared_noise(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) 
     probabilities q are not used. Arguments: see `AcceptanceRule`.
     """
     sampled = noise.sample(probs, Purpose.TOKEN)  # [B, T]: the token after each slot
-    if fused.is_available(probs):
+    if fused.is_available(probs) and draft.fed is None:
         return fused.verify_shared_noise(sampled, draft)
     tree = draft.tree
     agrees = sampled.new_ones(sampled.shape).bool()
     agrees[:, 1:] = draft.tokens == sampled.gather(1, tree.parents[..., 1:].expand(len(sampled), -1))
+    if draft.valid is not None:
+        agrees[:, 1:] &= draft.valid
     if tree.max_children > 1:  # siblings may hold the same token: accept only the first
         agrees = agrees & ~(agrees[:, None, :] & tree.earlier_siblings).any(-1)
     path, count, _ = follow_accepted(agrees, tree)

@@ -30,6 +30,7 @@ from vargen.decoding.next_token.drafters.initial import (
 )
 from vargen.decoding.next_token.graphs import register_state
 from vargen.decoding.next_token.protocols import Drafter, LowResModel, TokenModel
+from vargen.decoding.next_token.row_windows import RowWindows
 from vargen.decoding.next_token.rows import put_rows
 from vargen.decoding.noise import Noise, Purpose
 from vargen.decoding.sampling import Sampling
@@ -44,12 +45,14 @@ Initial = Literal["uniform", "low-res", "low-res-refreshed"]
 class LastPass:
     """Result of the last pass.
 
-    Its probabilities `[B, T, V]`, resampled tokens `[B, T]`, and number of committed tokens `[B]`.
+    Its probabilities `[B, T, V]`, resampled tokens `[B, T]`, and numbers of committed and of fed tokens `[B]`. What lies past
+    the tokens that were fed has no meaning.
     """
 
     probs: Tensor
     resampled: Tensor
     num_committed: Tensor
+    num_fed: Tensor
 
 
 @register_state
@@ -76,8 +79,10 @@ class JacobiState:
         last = self.last
         if last is not None:
             T, n = last.probs.shape[1], len(rows)
-            values = ((last.probs, 0), (last.resampled, 0), (last.num_committed, T))
+            values = ((last.probs, 0), (last.resampled, 0), (last.num_committed, T), (last.num_fed, T))
             last = LastPass(*(put_rows(held, held.new_full((n, *held.shape[1:]), value), rows) for held, value in values))
+        if isinstance(self.window, RowWindows):
+            self.window.restart(rows)
         return replace(self, last=last)
 
 
@@ -158,7 +163,8 @@ class Jacobi(Drafter):
         return JacobiState(model.vocab, rows * columns, columns, window, low_res)
 
     def propose(self, state: JacobiState, tokens: Tensor, length: Tensor, noise: Noise) -> Draft:
-        return self.propose_window(state, state.window.choose_width(), tokens, length, noise)
+        draft = self.propose_window(state, state.window.choose_width(), tokens, length, noise)
+        return draft.shorten(state.window.widths) if isinstance(state.window, RowWindows) else draft
 
     def propose_window(self, state: JacobiState, width: int, tokens: Tensor, length: Tensor, noise: Noise) -> Draft:
         """Return the draft of a pass that feeds `width` tokens."""
@@ -188,7 +194,9 @@ class Jacobi(Drafter):
         if step.probs.shape[1] == 1:  # if the window widens again, it starts from initial draft tokens
             return replace(state, last=None)
         coupling: Coupling = resolve_name("coupling", self.coupling, COUPLINGS)
-        last = LastPass(step.probs, coupling(step), step.verdict.count)
+        T = step.probs.shape[1]
+        fed = torch.full_like(step.verdict.count, T) if step.draft.fed is None else step.draft.fed.clamp(max=T)
+        last = LastPass(step.probs, coupling(step), step.verdict.count, fed)
         return replace(state, low_res=self._refresh(state, step.tokens, step.length), last=last)
 
     def _refresh(self, state: JacobiState, tokens: Tensor, length: Tensor) -> Any:
@@ -209,13 +217,14 @@ def _shift_window(
     (B, T_old, _), device = last.probs.shape, tokens.device
     image = torch.arange(B, device=device)[:, None]
     source = last.num_committed[:, None] + torch.arange(noise.position.shape[1], device=device)
-    unseen = source >= T_old
+    unseen = source >= last.num_fed[:, None]
     shifted = last.resampled.gather(1, source.clamp(max=T_old - 1))
     known = tokens.scatter(1, noise.position.clamp(max=tokens.shape[1] - 1), shifted)  # undefined after the known ones
-    num_known = length + (T_old - last.num_committed)
+    num_known = length + (last.num_fed - last.num_committed)
     first = _first_unseen_slot(last, noise.position.shape[1])
     unseen_noise = replace(noise, position=noise.position[:, first:]).where(unseen[:, first:])
-    drafted, probs = initial(Context(state.vocab, state.columns, known, num_known, last.probs[:, -1], unseen_noise))
+    last_probs = last.probs[image[:, 0], last.num_fed - 1]
+    drafted, probs = initial(Context(state.vocab, state.columns, known, num_known, last_probs, unseen_noise))
     drafted = torch.where(unseen, torch.cat([shifted[:, :first], drafted], dim=1), shifted)
     if probs.shape[1] == 1:  # one row for all positions: indexing an appended row is cheaper than an element-wise select
         rows = torch.cat([last.probs, probs.expand(B, 1, -1)], dim=1)
@@ -233,7 +242,7 @@ def _first_unseen_slot(last: LastPass, slots: int) -> int:
     """
     if not is_eager_cpu(last.num_committed):
         return 0
-    return min(last.probs.shape[1] - int(last.num_committed.max()), slots - 1)
+    return min(int((last.num_fed - last.num_committed).min()), slots - 1)
 
 
 Coupling = Callable[[Step], Tensor]
