@@ -24,7 +24,7 @@ from vargen.compat import cache_folder, installed_version
 
 logger = logging.getLogger("vargen")
 
-_SOURCES = ("int8_format", "cpu_vector", "cpu_steps", "cpu_attention", "cpu_pass", "cpu_build")
+_SOURCES = ("int8_format", "cpu_vector", "cpu_steps", "cpu_attention", "cpu_pass", "cpu_sample", "cpu_build")
 _FOLDER_ENV = "NUMBA_CACHE_DIR"  # Numba's own variable
 # By name, the flags of torch (or else of Linux) that a CPU with the instructions has.
 _INSTRUCTIONS = {
@@ -116,6 +116,11 @@ def load_compiled_passes(wait: bool | None = None) -> Any:
         if _state.module is None:
             _build(_code_folder(), required if wait is None else wait)
         return _state.module
+
+
+def loaded_passes() -> Any:
+    """Return the module that `load_compiled_passes` has loaded in this process, or None; starts nothing."""
+    return None if os.environ.get("VARGEN_KERNELS") == "reference" else _state.module
 
 
 def _build(folder: Path, wait: bool) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 from numba import config, njit
 
 from vargen.kernels.cpu_attention import QUERIES, attend_slots, join_pair, write_tokens
+from vargen.kernels.cpu_sample import commit_tokens, draft_window, sample_rows, verify_chain
 from vargen.kernels.cpu_steps import (
     INNER,
     OPTIONS,
@@ -34,7 +35,20 @@ from vargen.kernels.cpu_steps import (
 )
 from vargen.kernels.cpu_vector import read_ticks
 
-__all__ = ["PANEL", "Slots", "Weights", "make_buffers", "move_slots", "pack_matrix", "run_layers", "run_output"]
+__all__ = [
+    "PANEL",
+    "Slots",
+    "Weights",
+    "commit_tokens",
+    "draft_window",
+    "make_buffers",
+    "move_slots",
+    "pack_matrix",
+    "run_layers",
+    "run_output",
+    "sample_rows",
+    "verify_chain",
+]
 # `vargen.kernels.cpu` sets the folder of compiled code before it imports this module.
 _COMPILED = {**OPTIONS, "cache": bool(config.CACHE_DIR)}
 

@@ -151,6 +151,11 @@ class Drafter:
         return ()
 
     @property
+    def uses_probs(self) -> bool:
+        """Whether it needs the target's probabilities, if the rule does not (`AcceptanceRule.verify_tokens`)."""
+        return True
+
+    @property
     def join_blocker(self) -> str | None:
         """Why images cannot join a running batch (`vargen.decoding.next_token.engine`); None if they can."""
         return None
@@ -222,6 +227,9 @@ class Drafter:
         return state
 
 
+VerifyTokens = Callable[[Tensor, Draft], Verdict]
+
+
 class AcceptanceRule:
     """Base class of rules: pure functions of the target distribution after each fed slot, the draft, the noise, and the
     relaxation spent so far.
@@ -235,6 +243,8 @@ class AcceptanceRule:
             `noise.fold_in(slots).uniform(Purpose.ACCEPT)` at slot s with the acceptance probability of s. Otherwise it compares
             `noise.fold_in(k).uniform(Purpose.ACCEPT)` at slot s with that of the k-th child of s. The exactness check relies on
             this.
+        verify_tokens: the rule as a function of the draft and of the tokens int64 `[B, T]` that `noise.sample(probs,
+            Purpose.TOKEN)` returns; None if it needs more of the probabilities than these.
     """
 
     exact: bool
@@ -242,6 +252,7 @@ class AcceptanceRule:
     requires: tuple[str, ...] = ()
     sequential_tokens: bool = False
     leaves_first: bool = False
+    verify_tokens: VerifyTokens | None = None
 
     def bind(self, model: TokenModel) -> Self:
         """Return the rule for a model, with whatever it needs from it, such as the codebook.
@@ -276,6 +287,7 @@ class FunctionRule(AcceptanceRule):
     requires: tuple[str, ...] = ()
     sequential_tokens: bool = field(default=False, init=False)  # not part of the method's spec, which names the function
     leaves_first: bool = field(default=False, init=False)
+    verify_tokens: VerifyTokens | None = field(default=None, init=False, repr=False)
 
     @property
     def __name__(self) -> str:
@@ -292,6 +304,7 @@ def acceptance_rule(
     requires: tuple[str, ...] = (),
     sequential_tokens: bool = False,
     leaves_first: bool = False,
+    verify_tokens: VerifyTokens | None = None,
 ) -> Callable[[VerifyFunction], FunctionRule]:
     """Decorate a function as an `AcceptanceRule`; see there for the arguments."""
 
@@ -299,6 +312,7 @@ def acceptance_rule(
         rule = FunctionRule(function, exact, topologies, requires)
         object.__setattr__(rule, "sequential_tokens", sequential_tokens)
         object.__setattr__(rule, "leaves_first", leaves_first)
+        object.__setattr__(rule, "verify_tokens", verify_tokens)
         return rule
 
     return decorate
