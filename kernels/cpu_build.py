@@ -48,7 +48,7 @@ def call_once(passes: Any) -> None:
     options = np.ones(1, np.float32), np.full(1, vocab), np.ones(1)
     scratch, kept = np.zeros((3, vocab + 32), np.float32), np.zeros(vocab + 32, np.int32)
     passes.sample_rows(logits, *options, fed[:1], scratch, kept, fed[1:].copy())
-    one, held = np.ones(1, np.int64), np.zeros((1, 4), np.int64)
+    one, held = np.ones(1, np.int64), np.zeros((1, 6), np.int64)
     passes.commit_tokens(fed[:1], fed[:1], one, one, one, 4, held, held[0].copy(), one.copy(), one.copy())
     passes.verify_chain(fed[:1], fed[:1], one.copy(), one.copy())
     passes.draft_window(fed[:1], one, held, one, vocab, held.copy())

@@ -171,16 +171,17 @@ def commit_tokens(fed, path, accepted, next_token, length, num_tokens, tokens, h
 
     Args:
         fed: int64 `[B, T]`; path: int64 `[B, A]`; accepted, next_token, length: int64 `[B]`.
-        tokens, histogram: changed: int64 `[B, >= num_tokens]` and `[>= A + 1]`.
+        tokens, histogram: changed: int64 `[B, >= num_tokens + A]` and `[>= A + 1]`.
         count, total: written: int64 `[B]`, tokens committed, and the new length.
     """
+    slots = path.shape[1]
     for b in range(len(length)):
         count[b] = min(accepted[b], num_tokens - length[b])
         total[b] = length[b] + count[b]
         histogram[count[b]] += 1
-        for step in range(count[b]):
+        for step in range(slots):  # as the reference: also those that are not committed
             last = step == accepted[b] - 1
-            tokens[b, length[b] + step] = next_token[b] if last else fed[b, path[b, step + 1]]
+            tokens[b, length[b] + step] = next_token[b] if last else fed[b, path[b, (step + 1) % slots]]
 
 
 @njit(**_COMPILED)

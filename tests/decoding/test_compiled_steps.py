@@ -63,8 +63,8 @@ def test_rows_that_rounding_could_change_are_left_to_the_reference(compiled: Any
     tied = noise.log()  # p / E is the same for all tokens
     assert sample_row(compiled, tied) == -1
     assert sample_row(compiled, tied + torch.tensor([0, 0, 3 * MARGIN, 0])) == 2
-    halves = torch.tensor([0.0, -1e-6, -30, -30])  # whether the second passes depends on the last bit of the first
-    assert {sample_row(compiled, halves, 0.5, position) for position in range(20)} == {0, -1}
+    close = torch.tensor([0.0, -1e-6, -30, -30])  # whether the second passes depends on the last bit of the first
+    assert {sample_row(compiled, close, 0.5, position) for position in range(20)} == {0, -1}
     for value in (float("nan"), float("inf"), float("-inf")):
         assert sample_row(compiled, torch.tensor([0.0, value, 1.0])) == -1
 
