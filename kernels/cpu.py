@@ -173,12 +173,15 @@ def load_code(folder: Path | None) -> ModuleType:
     """Import the passes, whose code is in a folder or, for None, compiled now; returns after the first call of each."""
     from numba import config
 
-    before, config.CACHE_DIR = config.CACHE_DIR, "" if folder is None else str(folder)
+    before = config.CACHE_DIR, config.OPT
+    config.CACHE_DIR = "" if folder is None else str(folder)
+    config.OPT = type(config.OPT)(1)  # higher levels compile for longer, and the code is not faster
     try:
         from vargen.kernels import cpu_build, cpu_pass
+
+        cpu_build.call_once(cpu_pass)
     finally:
-        config.CACHE_DIR = before
-    cpu_build.call_once(cpu_pass)
+        config.CACHE_DIR, config.OPT = before
     return cpu_pass
 
 

@@ -5,6 +5,7 @@ It does not import torch, which would take a quarter of its time.
 
 from __future__ import annotations
 
+import gc
 import sys
 from pathlib import Path
 from typing import Any
@@ -57,5 +58,6 @@ def call_once(passes: Any) -> None:
 if __name__ == "__main__":
     from vargen.kernels.cpu import load_code
 
+    gc.disable()  # the compiler makes millions of objects, of which few can be freed
     load_code(Path(sys.argv[1]))
     Path(sys.argv[2]).touch()

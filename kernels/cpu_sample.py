@@ -21,7 +21,8 @@ from vargen.kernels.cpu_vector import LANES, bits_of_float, float_of_bits, keep_
 MARGIN = 2.0**-16  # relative; the rounding errors of a row are below 2^-19
 _ENOUGH = 0.05  # of the mass that top-p keeps: what may be kept at first beyond it
 _FAST = {"fastmath": {"nnan", "nsz", "reassoc"}}  # sums in any order
-_PART, _COMPILED = {**INNER, **_FAST}, {**OPTIONS, **_FAST, "cache": bool(config.CACHE_DIR)}
+_PART = {**INNER, **_FAST}
+_COMPILED = {**OPTIONS, **_FAST, "no_cfunc_wrapper": True, "cache": bool(config.CACHE_DIR)}
 _u32, _u64 = np.uint32, np.uint64
 _GOLDEN, _LOW1, _LOW2, _ONES = _u32(0x9E3779B9), _u32(0x7FEB352D), _u32(0x846CA68B), _u32(0x7FFFFFFF)
 _S15, _S16, _S32 = _u32(15), _u32(16), _u64(32)
