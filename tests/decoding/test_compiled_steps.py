@@ -86,8 +86,10 @@ def test_images_and_statistics_are_those_without_compiled_steps(method: str, mon
 
 def test_no_probabilities_are_computed_where_nothing_uses_them(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    monkeypatch.setattr("vargen.decoding.next_token.loop.to_probs", lambda *given: calls.append(given) or to_probs(*given))
-    for method, expected in (("ar", 1), ("gumbel", 1)):  # of the first token
+    monkeypatch.setattr(
+        "vargen.decoding.next_token.verification.to_probs", lambda *given: calls.append(given) or to_probs(*given)
+    )
+    for method, uses in (("ar", False), ("gumbel", False), ("scd", True)):
         calls.clear()
-        decode(table_model(), torch.tensor([0]), SEEDS[:1], method)
-        assert len(calls) == expected
+        decode(table_model(), torch.tensor([0]), SEEDS[:1], METHODS[method])
+        assert bool(calls) == uses

@@ -21,11 +21,12 @@ from vargen.decoding.harness import Callback, DecodeOutput, Run, validate_call
 from vargen.decoding.next_token.accelerator import Accelerator
 from vargen.decoding.next_token.acceptance import shared_noise
 from vargen.decoding.next_token.acceptance.siblings import count_sibling_acceptance
-from vargen.decoding.next_token.compiled_steps import commit_tokens, sample_from_logits
+from vargen.decoding.next_token.compiled_steps import commit_tokens
 from vargen.decoding.next_token.draft import Draft, Output, Step, Verdict
 from vargen.decoding.next_token.graphs import CUDAGraph, GraphedPass, Outputs, register_state
 from vargen.decoding.next_token.protocols import AcceptanceRule, Drafter, TokenModel
 from vargen.decoding.next_token.rows import insert_rows
+from vargen.decoding.next_token.verification import verify_draft
 from vargen.decoding.noise import Noise, TokenNoise
 from vargen.decoding.pass_costs import use_best_threads
 from vargen.decoding.presets import resolve_method
@@ -206,23 +207,13 @@ class DecodePass:
             out = model.forward(inputs, cache, draft.tree)
         with run.time_part("accept"):
             noise = noise.shift(draft.tree.depth)
-            probs, verdict = self._verify(out.logits, draft, noise, images.relaxation)
+            probs, verdict = verify_draft(self.rule, drafter, out.logits, draft, noise, images.relaxation, self.sampling)
         with run.time_part("commit"):
             images, count = images.commit(inputs, draft, verdict)
             model.commit(cache, verdict.path, count, draft.tree)
             step = Step(draft, probs, out.features, verdict, noise, count, images.tokens, images.length)
             state = LoopState(images, drafter.observe(state.draft, step), cache)
         return state, (out.logits, noise.position, count)
-
-    def _verify(self, logits: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> tuple[Tensor | None, Verdict]:
-        """Return the target's probabilities `[B, T, V]`, unless nothing uses them, and the verdict."""
-        rule, sampling = self.rule, self.sampling
-        if rule.verify_tokens is not None and not self.drafter.uses_probs:
-            tokens = sample_from_logits(logits, sampling, noise)
-            if tokens is not None:
-                return None, rule.verify_tokens(tokens, draft)
-        probs = to_probs(logits, sampling)
-        return probs, rule(probs, add_unfiltered_probs(draft, rule, logits, sampling), noise, relaxation)
 
 
 def count_on_device(state: LoopState) -> LoopState:
@@ -240,13 +231,6 @@ def find_capture_blocker(run: Run, model: TokenModel) -> str | None:
         if each is not None and each.capture_blocker:
             return each.capture_blocker
     return None
-
-
-def add_unfiltered_probs(draft: Draft, rule: AcceptanceRule, logits: Tensor, sampling: Sampling) -> Draft:
-    """Add `Draft.unfiltered_probs` if the rule is relaxed and sampling is greedy; otherwise return the draft unchanged."""
-    if rule.exact or not sampling.is_greedy:
-        return draft
-    return replace(draft, unfiltered_probs=to_probs(logits, sampling.with_temperature(1.0)))
 
 
 @register_state

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from vargen.decoding.next_token import compiled_steps
 from vargen.decoding.next_token.acceptance import fused
+from vargen.decoding.next_token.acceptance.function_rule import acceptance_rule
 from vargen.decoding.next_token.acceptance.siblings import follow_accepted
 from vargen.decoding.next_token.draft import Draft, Verdict
-from vargen.decoding.next_token.protocols import acceptance_rule
 from vargen.decoding.noise import Noise, Purpose
 
 
