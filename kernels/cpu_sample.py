@@ -156,7 +156,7 @@ def sample_rows(logits, temperature, top_k, top_p, keys, scratch, kept, tokens):
     Returns:
         The number of rows that the reference has to decide.
     """
-    undecided = 0
+    undecided = i64(0)
     for b in range(logits.shape[0]):
         for t in range(logits.shape[1]):
             tokens[b, t] = _sample_row(

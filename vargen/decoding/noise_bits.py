@@ -49,6 +49,7 @@ def _mix_(z: Tensor) -> Tensor:
 
 def make_seed_keys(seeds: np.ndarray, purpose: int, step: int | np.ndarray) -> np.ndarray:
     """Keys uint64 `[B]` of seeds int64 `[B]`, to which `make_keys` adds positions; `step` as there."""
+    stream: np.ndarray | np.uint64
     if isinstance(step, np.ndarray):
         stream = (step.astype(np.uint64).reshape(-1) * np.uint64(64) + np.uint64(int(purpose) + 1)) * np.uint64(_GOLDEN & _ALL)
     else:

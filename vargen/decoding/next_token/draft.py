@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -261,7 +261,7 @@ class Step:
     """
 
     draft: Draft
-    probs: Tensor | None
+    probs: Any
     features: Tensor | None
     verdict: Verdict
     noise: Noise
