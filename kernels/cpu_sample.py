@@ -18,7 +18,7 @@ from numba import config, njit
 from vargen.kernels.cpu_steps import INNER, OPTIONS, exp, f32, f64, i32, i64
 from vargen.kernels.cpu_vector import LANES, bits_of_float, float_of_bits, keep_vector
 
-MARGIN = 2.0**-16  # relative; the rounding errors of a row are below 2^-19
+MARGIN = 2.0**-16  # relative; rounding errors are about 2^-20, and 2^-18 for exp of very improbable tokens
 _ENOUGH = 0.05  # of the mass that top-p keeps: what may be kept at first beyond it
 _FAST = {"fastmath": {"nnan", "nsz", "reassoc"}}  # sums in any order
 _PART = {**INNER, **_FAST}
@@ -213,7 +213,7 @@ def draft_window(resampled, num_committed, position, seed_keys, vocab, drafted):
     Args:
         resampled, num_committed: int64 `[B, T]` and `[B]`, of the last pass.
         position: int64 `[B, S]`, grid positions of the draft tokens.
-        seed_keys: int64 `[B]`, of seed, purpose and pass (`vargen.decoding.noise_bits.seed_keys`).
+        seed_keys: int64 `[B]`, of seed, purpose and pass (`vargen.decoding.noise_bits.make_seed_keys`).
         drafted: int64 `[B, S]`, written.
     """
     for b in range(len(position)):

@@ -70,7 +70,9 @@ def test_rows_that_rounding_could_change_are_left_to_the_reference(compiled: Any
 
 
 @pytest.mark.parametrize("method", ["ar", "gumbel", "scd", "gumbel-tree"])
-def test_images_and_statistics_are_those_without_compiled_steps(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_and_statistics_are_those_without_compiled_steps(
+    method: str, compiled: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     condition, seeds, sampling = torch.tensor([0, 1, 1]), torch.arange(3), Sampling(0.9, top_p=0.9)
     found = []
     for loaded in (compiled_steps.loaded_passes, lambda: None):
@@ -82,6 +84,8 @@ def test_images_and_statistics_are_those_without_compiled_steps(method: str, mon
         stats = (out.stats.committed_histogram, out.stats.passes_by_width, out.stats.relaxation, out.stats.sibling_counts)
         found.append((out.tokens.tolist(), stats, joined))
     assert found[0] == found[1]
+    for name in ("sample_rows", "verify_chain", "draft_window", "commit_tokens"):
+        assert len(getattr(compiled, name).signatures) == 1, f"{name} was compiled again, which takes seconds"
 
 
 def test_no_probabilities_are_computed_where_nothing_uses_them(monkeypatch: pytest.MonkeyPatch) -> None:
