@@ -26,9 +26,10 @@ from vargen.evaluation.pass_parts import PARTS, measure_time_beside
 from vargen.evaluation.speed import weight_readers
 from vargen.kernels.cpu import explain_int8_passes, load_compiled_passes
 from vargen.models.quantization import quantize_network
+from vargen.scoring.protocol import score_images
 
 WIDTHS = (1, 4, 8, 16)
-PROMPTS = Path(__file__).with_name("eval_prompts.txt")
+PROMPTS, VIDEO_PROMPTS = (Path(__file__).with_name(f"{name}_prompts.txt") for name in ("eval", "video"))
 
 
 def time_once(run: Callable[[], Any]) -> float:
@@ -109,6 +110,53 @@ def measure_images(images: int, timed: int) -> dict[str, Any]:
     }
 
 
+@torch.inference_mode()
+def measure_sizes(names: list[str]) -> dict[str, Any]:
+    """Milliseconds of guided passes over 1 and 16 tokens in float32 and compiled int8, of one network in memory at a time."""
+    found: dict[str, Any] = {}
+    for name in names:
+        model = open_benchmark_model(name, torch.float32, torch.device("cpu"))
+        found[name] = {}
+        for kind in ("float32", "int8"):
+            if kind == "int8":
+                quantize_network(model.transformer)
+            passes = model.passes(2, (1, 16))
+            for run in passes.values():
+                run()
+            found[name][kind] = {width: 1e3 * min(time_once(run) for _ in range(4)) for width, run in passes.items()}
+    return found
+
+
+def measure_clips(clips: int) -> dict[str, Any]:
+    """Scores of clips of `emoji-video` in float32 and int8, and how much the pixels change between them."""
+    prompts = [line for line in VIDEO_PROMPTS.read_text("utf-8").splitlines() if line.strip() and line[0] != "#"][:clips]
+    pipes = {
+        "float32": open_pipeline("emoji-video", torch_dtype=torch.float32),
+        "int8": open_pipeline("emoji-video", quantization="int8"),
+    }
+    scorer, scores = pipes["float32"].resolve_frame_scorer(None).scorer, {kind: [] for kind in pipes}
+    changes, motion = [], []
+    for number, prompt in enumerate(prompts):
+        frames = {}
+        for kind, pipe in pipes.items():
+            stream = pipe.stream(prompt, accelerator="target", generator=torch.Generator().manual_seed(number))
+            frames[kind] = torch.cat([block.frames for block in stream])
+            text = pipe.scorer_prompt(prompt)
+            scores[kind].append(float(score_images(scorer, frames[kind], [text] * len(frames[kind])).mean()))
+        changes.append(float((frames["int8"] - frames["float32"]).square().mean().sqrt()))
+        motion.append(float(frames["float32"].diff(dim=0).square().mean().sqrt()))
+    both = torch.tensor([scores["float32"], scores["int8"]], dtype=torch.float64)
+    difference = both[1] - both[0]
+    return {
+        "clips": len(prompts),
+        "mean_score": dict(zip(pipes, both.mean(1).tolist(), strict=True)),
+        "mean_difference": float(difference.mean()),
+        "half_interval_of_difference": float(1.96 * difference.std() / len(prompts) ** 0.5),
+        "change_of_pixels": sum(changes) / len(changes),
+        "change_from_frame_to_frame": sum(motion) / len(motion),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, required=True)
@@ -116,6 +164,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--images", type=int, default=64)
     parser.add_argument("--timed-images", type=int, default=16)
+    parser.add_argument("--sizes", nargs="*", default=[], help="large networks, whose passes are measured one after the other")
+    parser.add_argument("--clips", type=int, default=0, help="clips of emoji-video in float32 and int8")
     options = parser.parse_args()
     load_compiled_passes(wait=True)
     Clock.timer = staticmethod(time.process_time)
@@ -124,6 +174,10 @@ def main() -> None:
         document["passes"] = {name: measure_passes(name, options.rounds) for name in options.models}
         if options.images:
             document["images"] = measure_images(options.images, options.timed_images)
+        if options.sizes:
+            document["sizes"] = measure_sizes(options.sizes)
+        if options.clips:
+            document["clips"] = measure_clips(options.clips)
     options.json.write_text(json.dumps(document, indent=1) + "\n")
     print(json.dumps(document, indent=1))
 

@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python benchmarks/row_windows.py [--images 64] [--slots 8] [--repeats 2]
 
-Settings run in turn in one process. `computed` counts the tokens that packed passes compute, without those of finished images and
+Settings run in turn in one process. `computed` counts the tokens of packed passes, without those of finished images and
 of places past the end of the grid. Images are compared with those of the first setting.
 """
 

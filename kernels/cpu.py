@@ -24,7 +24,7 @@ from vargen.compat import cache_folder, installed_version
 
 logger = logging.getLogger("vargen")
 
-_SOURCES = ("int8_format", "cpu_vector", "cpu_steps", "cpu_attention", "cpu_pass", "cpu_build")
+_SOURCES = ("int8_format", "cpu_vector", "cpu_steps", "cpu_attention", "cpu_pass", "cpu_sample", "cpu_build")
 _FOLDER_ENV = "NUMBA_CACHE_DIR"  # Numba's own variable
 # By name, the flags of torch (or else of Linux) that a CPU with the instructions has.
 _INSTRUCTIONS = {
@@ -118,6 +118,11 @@ def load_compiled_passes(wait: bool | None = None) -> Any:
         return _state.module
 
 
+def loaded_passes() -> Any:
+    """Return the module that `load_compiled_passes` has loaded in this process, or None; starts nothing."""
+    return None if os.environ.get("VARGEN_KERNELS") == "reference" else _state.module
+
+
 def _build(folder: Path, wait: bool) -> None:
     """Load the compiled code if it is there, or start to build it."""
     if _stamp(folder).is_file():
@@ -168,12 +173,15 @@ def load_code(folder: Path | None) -> ModuleType:
     """Import the passes, whose code is in a folder or, for None, compiled now; returns after the first call of each."""
     from numba import config
 
-    before, config.CACHE_DIR = config.CACHE_DIR, "" if folder is None else str(folder)
+    before = config.CACHE_DIR, config.OPT
+    config.CACHE_DIR = "" if folder is None else str(folder)
+    config.OPT = type(config.OPT)(1)  # higher levels compile for longer, and the code is not faster
     try:
         from vargen.kernels import cpu_build, cpu_pass
+
+        cpu_build.call_once(cpu_pass)
     finally:
-        config.CACHE_DIR = before
-    cpu_build.call_once(cpu_pass)
+        config.CACHE_DIR, config.OPT = before
     return cpu_pass
 
 

@@ -5,6 +5,7 @@ It does not import torch, which would take a quarter of its time.
 
 from __future__ import annotations
 
+import gc
 import sys
 from pathlib import Path
 from typing import Any
@@ -45,10 +46,18 @@ def call_once(passes: Any) -> None:
     states, logits = np.zeros((2, rows, tokens, width), np.float32), np.zeros((1, tokens, vocab), np.float32)
     passes.run_output(weights, buffers, np.ones((1, tokens), np.float32), states[0], states[1], logits)
     passes.move_slots(slots, fed, np.ones(rows, np.int64), 4)
+    options = np.ones(1, np.float32), np.full(1, vocab), np.ones(1)
+    scratch, kept = np.zeros((3, vocab + 32), np.float32), np.zeros(vocab + 32, np.int32)
+    passes.sample_rows(logits, *options, fed[:1], scratch, kept, fed[1:].copy())
+    one, held = np.ones(1, np.int64), np.zeros((1, 6), np.int64)
+    passes.commit_tokens(fed[:1], fed[:1], one, one, one, 4, held, held[0].copy(), one.copy(), one.copy())
+    passes.verify_chain(fed[:1], fed[:1], one.copy(), one.copy())
+    passes.draft_window(fed[:1], one, held, one, vocab, held.copy())
 
 
 if __name__ == "__main__":
     from vargen.kernels.cpu import load_code
 
+    gc.disable()  # the compiler makes millions of objects, of which few can be freed
     load_code(Path(sys.argv[1]))
     Path(sys.argv[2]).touch()

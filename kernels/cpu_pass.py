@@ -17,6 +17,7 @@ import numpy as np
 from numba import config, njit
 
 from vargen.kernels.cpu_attention import QUERIES, attend_slots, join_pair, write_tokens
+from vargen.kernels.cpu_sample import commit_tokens, draft_window, sample_rows, verify_chain
 from vargen.kernels.cpu_steps import (
     INNER,
     OPTIONS,
@@ -34,9 +35,22 @@ from vargen.kernels.cpu_steps import (
 )
 from vargen.kernels.cpu_vector import read_ticks
 
-__all__ = ["PANEL", "Slots", "Weights", "make_buffers", "move_slots", "pack_matrix", "run_layers", "run_output"]
+__all__ = [
+    "PANEL",
+    "Slots",
+    "Weights",
+    "commit_tokens",
+    "draft_window",
+    "make_buffers",
+    "move_slots",
+    "pack_matrix",
+    "run_layers",
+    "run_output",
+    "sample_rows",
+    "verify_chain",
+]
 # `vargen.kernels.cpu` sets the folder of compiled code before it imports this module.
-_COMPILED = {**OPTIONS, "cache": bool(config.CACHE_DIR)}
+_COMPILED = {**OPTIONS, "no_cfunc_wrapper": True, "cache": bool(config.CACHE_DIR)}
 
 
 class Weights(NamedTuple):
@@ -193,7 +207,6 @@ def run_layers(weights, slots, buffers, tokens, positions, ancestors):
     ticks[2] += read_ticks() - before
 
 
-@njit(**_COMPILED)
 def run_output(weights, buffers, guidance, states, features, logits):
     """Run the final norm, guidance and the output layer over `buffers.x`.
 
@@ -202,15 +215,25 @@ def run_output(weights, buffers, guidance, states, features, logits):
         states, features: float32 `[R, T, D]`, written: residuals before and after the final norm.
         logits: float32 `[B, T, V]`, written; all R rows without guidance.
     """
+    _run_output(
+        weights.norms[-1], weights.eps, weights.output, weights.output_start, weights.output_scale, buffers.x, buffers.row,
+        buffers.scale, buffers.wide, buffers.sums, buffers.ticks, guidance, states, features, logits,
+    )  # fmt: skip
+
+
+@njit(**_COMPILED)
+def _run_output(
+    norm_weight, eps, matrix, start, channel_scale, x, row, scale, wide, sums, ticks, guidance, states, features, logits
+):  # fmt: skip
+    """`run_output` with only the arrays that it needs, because each takes time to compile."""
     R, T, D = states.shape
-    V = logits.shape[2]
-    row, columns, ticks = buffers.row, len(weights.output_start), buffers.ticks
+    V, columns = logits.shape[2], len(start)
     before = read_ticks()
     for r in range(R):
         for t in range(T):
             for d in range(D):
-                states[r, t, d] = buffers.x[r * T + t, d]
-            norm(states[r, t], weights.norms[len(weights.norms) - 1], weights.eps, features[r, t])
+                states[r, t, d] = x[r * T + t, d]
+            norm(states[r, t], norm_weight, eps, features[r, t])
     B = len(guidance)
     rows = B if B else R
     for r in range(rows):
@@ -219,20 +242,20 @@ def run_output(weights, buffers, guidance, states, features, logits):
             if B:
                 for d in range(D):
                     row[d] = (features[r, t, d] - features[B + r, t, d]) * guidance[r, t] + features[B + r, t, d]
-                buffers.scale[m] = quantize(row, D, buffers.wide[m])
+                scale[m] = quantize(row, D, wide[m])
             else:
-                buffers.scale[m] = quantize(features[r, t], D, buffers.wide[m])
+                scale[m] = quantize(features[r, t], D, wide[m])
     now = read_ticks()
     ticks[2] += now - before
-    product(buffers.wide, rows * T, i64(weights.output.ctypes.data), weights.output_start, -(-D // 4), buffers.sums, columns)
+    product(wide, rows * T, i64(matrix.ctypes.data), start, -(-D // 4), sums, columns)
     before = read_ticks()
     ticks[0] += before - now
     for r in range(rows):
         for t in range(T):
             m = r * T + t
-            a, line = buffers.scale[m], buffers.sums[m * columns : m * columns + V]
+            a, line = scale[m], sums[m * columns : m * columns + V]
             for v in range(V):
-                logits[r, t, v] = f32(line[v]) * a * weights.output_scale[v]
+                logits[r, t, v] = f32(line[v]) * a * channel_scale[v]
     ticks[2] += read_ticks() - before
 
 

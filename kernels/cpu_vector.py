@@ -31,6 +31,12 @@ def _at(builder: Any, address: Any, offset: int) -> Any:
     return builder.add(address, _I64(offset))
 
 
+def _fill(builder: Any, value: Any, kind: Any) -> Any:
+    """A vector with this value in all lanes."""
+    single = builder.insert_element(ir.Constant(kind, ir.Undefined), value, _I32(0))
+    return builder.shuffle_vector(single, ir.Constant(kind, ir.Undefined), ir.Constant(_SUMS, [0] * LANES))
+
+
 def make_dot(rows: int, vectors: int, name: str, kind: Any) -> Callable[..., None]:
     """Make a function that adds dot products of `rows` rows with 16 x `vectors` columns to 32-bit sums, kept in registers.
 
@@ -61,9 +67,7 @@ def make_dot(rows: int, vectors: int, name: str, kind: Any) -> Callable[..., Non
                 factor = builder.add(row, builder.mul(loop.index, _I64(4)))
                 for number, each in enumerate(sums):
                     word = _load(builder, builder.add(factor, builder.mul(row_stride, _I64(number))), _I32)
-                    single = builder.insert_element(ir.Constant(_SUMS, ir.Undefined), word, _I32(0))
-                    same = builder.shuffle_vector(single, ir.Constant(_SUMS, ir.Undefined), ir.Constant(_SUMS, [0] * LANES))
-                    factors = builder.bitcast(same, kind)
+                    factors = builder.bitcast(_fill(builder, word, _SUMS), kind)
                     for place, values in zip(each, columns, strict=True):
                         builder.store(builder.call(instruction, [builder.load(place), factors, values]), place)
             for number, each in enumerate(sums):
@@ -91,6 +95,33 @@ def _pair_dot(rows: int, vectors: int) -> Callable[..., None]:
 byte_dot_1, byte_dot_2, byte_dot_4, byte_dot_6 = (_byte_dot(rows) for rows in (1, 2, 4, 6))
 pair_dot_1x1, pair_dot_1x2, pair_dot_1x4 = (_pair_dot(1, vectors) for vectors in (1, 2, 4))
 pair_dot_4x1, pair_dot_4x2, pair_dot_4x4 = (_pair_dot(4, vectors) for vectors in (1, 2, 4))
+
+
+@intrinsic
+def keep_vector(context, values, index, bound, kept_values, kept_index):
+    """Write those of 16 float32 numbers that are at least `bound`, side by side, and their index int32; returns their number.
+
+    Writes 16 numbers, of which those after the kept ones are undefined.
+
+    Args:
+        values, kept_values, kept_index: addresses.
+        index: of the first number.
+    """
+
+    def generate(context, builder, signature, arguments):
+        values, index, bound, kept_values, kept_index = arguments
+        floats, mask = ir.VectorType(ir.FloatType(), LANES), ir.VectorType(ir.IntType(1), LANES)
+        given = _load(builder, values, floats)
+        kept = builder.fcmp_ordered(">=", given, _fill(builder, bound, floats))
+        places = builder.add(_fill(builder, builder.trunc(index, _I32), _SUMS), ir.Constant(_SUMS, list(range(LANES))))
+        for kind, name, numbers, address in ((floats, "f32", given, kept_values), (_SUMS, "i32", places, kept_index)):
+            function = ir.FunctionType(kind, (kind, kind, mask))
+            compress = cgutils.get_or_insert_function(builder.module, function, f"llvm.x86.avx512.mask.compress.v16{name}")
+            side_by_side = builder.call(compress, [numbers, ir.Constant(kind, None), kept])
+            builder.store(side_by_side, builder.inttoptr(address, kind.as_pointer()), align=1)
+        return builder.zext(builder.ctpop(builder.bitcast(kept, _I16)), _I64)
+
+    return types.int64(types.intp, types.intp, types.float32, types.intp, types.intp), generate
 
 
 @intrinsic

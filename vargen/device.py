@@ -189,13 +189,25 @@ def cpu_has_bfloat16() -> bool:
 # -- torch mode of passes -----------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def normal_tensors() -> Iterator[None]:
-    """Make normal tensors inside `inference_mode_for`, for use after it: they may be written to and used in training."""
-    import torch
+class normal_tensors(contextlib.ContextDecorator):
+    """Make normal tensors inside `inference_mode_for`, for use after it: they may be written to and used in training.
 
-    with torch.inference_mode(False), torch.no_grad():
-        yield
+    A class, because passes enter it, and a generator takes several times as long.
+    """
+
+    def __enter__(self) -> None:
+        import torch
+
+        self._modes = torch.inference_mode(False), torch.no_grad()
+        for mode in self._modes:
+            mode.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        for mode in reversed(self._modes):
+            mode.__exit__(*error)
+
+    def _recreate_cm(self) -> normal_tensors:  # each call of a decorated function has its own
+        return normal_tensors()
 
 
 def inference_mode_for(device: torch.device) -> AbstractContextManager[None]:

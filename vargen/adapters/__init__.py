@@ -42,7 +42,7 @@ class Guidance:
 
     def repeat(self, tensor: Tensor) -> Tensor:
         """Repeat a tensor `[B, ...]` for the CFG rows, `[R, ...]`."""
-        return tensor.repeat(self.rows_per_image, *[1] * (tensor.dim() - 1))
+        return torch.cat([tensor] * self.rows_per_image) if self.rows_per_image > 1 else tensor
 
 
 def to_guidance(value: Guidance | float) -> Guidance:

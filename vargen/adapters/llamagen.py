@@ -97,8 +97,9 @@ class LlamaGenTokenModel(TokenModel):
         return cache, Output(out.logits, out.hidden_states)
 
     def forward(self, tokens: Tensor, state: KVCache | Int8Cache, tree: Tree) -> Output:
-        rows, scale = self.guidance.repeat(tokens), self._scale_at(state.length[: len(tokens), None] + tree.depth)
-        places = {}
+        rows, scale, places = self.guidance.repeat(tokens), self._scale, {}
+        if self.guidance.interval is not None:
+            scale = self._scale_at(state.length[: len(tokens), None] + tree.depth)
         if not tree.is_chain:
             ancestors = tree.ancestor_bits if state.fused else self._repeat_rows(tree.ancestors, 2)
             places = {"positions": state.length[:, None] + self._repeat_rows(tree.depth, 1), "ancestors": ancestors}

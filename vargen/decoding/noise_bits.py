@@ -47,23 +47,30 @@ def _mix_(z: Tensor) -> Tensor:
     return _shift_(z, 31)
 
 
+def make_seed_keys(seeds: np.ndarray, purpose: int, step: int | np.ndarray) -> np.ndarray:
+    """Keys uint64 `[B]` of seeds int64 `[B]`, to which `make_keys` adds positions; `step` as there."""
+    stream: np.ndarray | np.uint64
+    if isinstance(step, np.ndarray):
+        stream = (step.astype(np.uint64).reshape(-1) * np.uint64(64) + np.uint64(int(purpose) + 1)) * np.uint64(_GOLDEN & _ALL)
+    else:
+        stream = np.uint64(_GOLDEN * (int(purpose) + 1 + 64 * step) & _ALL)
+    return _mix_numpy_(seeds.astype(np.uint64) + stream)
+
+
 def make_keys(seeds: Tensor, position: Tensor, purpose: int, step: int | Tensor = 0) -> Tensor:
     """int64 `[B, T]`, the key of one independent stream per position; `step` is a number, or int64 `[]` or `[B]`."""
     if isinstance(step, Tensor):  # same value; wraps on the device
         if step.dim() and uses_numpy(seeds):
-            number = step.numpy().astype(np.uint64) * np.uint64(64) + np.uint64(int(purpose) + 1)
-            return _keys_numpy(seeds.numpy(), position.numpy(), number * np.uint64(_GOLDEN & _ALL))
+            return _keys_numpy(make_seed_keys(seeds.numpy(), purpose, step.numpy()), position.numpy())
         key = _mix_(seeds + (step * 64 + (int(purpose) + 1)) * _GOLDEN)
     else:
-        stream = _to_signed(_GOLDEN * (int(purpose) + 1 + 64 * step))
         if uses_numpy(seeds):
-            return _keys_numpy(seeds.numpy(), position.numpy(), np.uint64(stream & _ALL))
-        key = _mix_(seeds + stream)
+            return _keys_numpy(make_seed_keys(seeds.numpy(), purpose, step), position.numpy())
+        key = _mix_(seeds + _to_signed(_GOLDEN * (int(purpose) + 1 + 64 * step)))
     return _mix_(key[:, None] + (position + 1) * _GOLDEN)
 
 
-def _keys_numpy(seeds: np.ndarray, position: np.ndarray, stream: np.ndarray | np.uint64) -> Tensor:
-    key = _mix_numpy_(seeds.astype(np.uint64) + stream)
+def _keys_numpy(key: np.ndarray, position: np.ndarray) -> Tensor:
     keys = _mix_numpy_(key[:, None] + (position.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN & _ALL))
     return torch.from_numpy(keys.view(np.int64))
 

@@ -237,6 +237,12 @@ class EnumeratedNoise(Noise):
             "Noise.sample_without_replacement"
         )
 
+    def token_keys(self) -> None:
+        return None
+
+    def seed_keys(self, purpose: Purpose) -> None:
+        return None
+
     def uniform64(self, purpose: Purpose) -> NoReturn:
         raise NotEnumerableError(f"uniform64 for {purpose.name} cannot be enumerated: sample through Noise.sample")
 

@@ -183,9 +183,10 @@ def _compiled_step(
     tree = np.zeros((B, 0, 0), np.bool_) if ancestors is None else as_array(ancestors.expand(B, T, T))
     compiled.run_layers(weights, cache.arrays, cache.buffers, tokens, cells, tree)
     scales = _NO_SCALES
-    if guidance is not None:
-        given = torch.as_tensor(guidance, dtype=torch.float32)
-        scales = as_array((given[..., 0] if given.dim() else given).expand(B // 2, T))
+    if isinstance(guidance, Tensor) and guidance.dim():
+        scales = as_array(guidance[..., 0].float().expand(B // 2, T))
+    elif guidance is not None:
+        scales = np.full((B // 2, T), float(guidance), np.float32)
     D, V = network.config.dim, network.config.vocab_size
     logits = torch.empty(B if guidance is None else B // 2, T, V)
     features, hidden = torch.empty(B, T, D), torch.empty(B, T, D)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -171,7 +171,7 @@ class Draft:
         probs: float32 `[B, T - 1, V]`, q: the distribution each token was actually sampled from, given the tokens before it.
             For siblings sampled without replacement, q is zero on the earlier siblings and renormalized over the rest; for
             siblings sampled with replacement, all rows are equal. None for a deterministic proposal, which has probability one
-            on its token.
+            on its token, and where the rule does not use them (`AcceptanceRule.verify_tokens`).
         valid: bool `[B, T - 1]`, False where an image has no draft token in a slot (its window is shorter than that of the
             batch, or the grid ends). Rules reject such a slot, spend no relaxation on it, and sample its replacement from the
             target. None: all slots are valid.
@@ -262,7 +262,8 @@ class Step:
 
     Attributes:
         draft: the draft that was verified.
-        probs: float32 `[B, T, V]`, the target distribution after each fed slot.
+        probs: float32 `[B, T, V]`, the target distribution after each fed slot. None where neither the rule nor the drafter
+            uses it (`Drafter.uses_probs`).
         features: from the `Output` of the model.
         verdict: decision of the rule.
         noise: noise of the pass; its positions are those of the token after each slot.
@@ -273,7 +274,7 @@ class Step:
     """
 
     draft: Draft
-    probs: Tensor
+    probs: Any
     features: Tensor | None
     verdict: Verdict
     noise: Noise

@@ -21,10 +21,12 @@ from vargen.decoding.harness import Callback, DecodeOutput, Run, validate_call
 from vargen.decoding.next_token.accelerator import Accelerator
 from vargen.decoding.next_token.acceptance import shared_noise
 from vargen.decoding.next_token.acceptance.siblings import count_sibling_acceptance
+from vargen.decoding.next_token.compiled_steps import commit_tokens
 from vargen.decoding.next_token.draft import Draft, Output, Step, Verdict
 from vargen.decoding.next_token.graphs import CUDAGraph, GraphedPass, Outputs, register_state
 from vargen.decoding.next_token.protocols import AcceptanceRule, Drafter, TokenModel
 from vargen.decoding.next_token.rows import insert_rows
+from vargen.decoding.next_token.verification import verify_draft
 from vargen.decoding.noise import Noise, TokenNoise
 from vargen.decoding.pass_costs import use_best_threads
 from vargen.decoding.presets import resolve_method
@@ -195,7 +197,7 @@ class DecodePass:
             The next state, and three tensors: logits `[B, T, V]`, the positions `[B, T]` of the tokens they predict, and the
             number of tokens committed `[B]`.
         """
-        run, model, drafter, rule, sampling = self.run, self.model, self.drafter, self.rule, self.sampling
+        run, model, drafter = self.run, self.model, self.drafter
         images, cache = state.images, state.cache
         with run.time_part("draft"):
             noise = self.make_noise(images.seeds, images.length[:, None], images.step)
@@ -205,8 +207,7 @@ class DecodePass:
             out = model.forward_packed(inputs, cache, draft.tree, draft.count_fed(run.total - images.length))
         with run.time_part("accept"):
             noise = noise.shift(draft.tree.depth)
-            probs = to_probs(out.logits, sampling)
-            verdict = rule(probs, add_unfiltered_probs(draft, rule, out.logits, sampling), noise, images.relaxation)
+            probs, verdict = verify_draft(self.rule, drafter, out.logits, draft, noise, images.relaxation, self.sampling)
         with run.time_part("commit"):
             images, count = images.commit(inputs, draft, verdict)
             model.commit(cache, verdict.path, count, draft.tree)
@@ -230,13 +231,6 @@ def find_capture_blocker(run: Run, model: TokenModel) -> str | None:
         if each is not None and each.capture_blocker:
             return each.capture_blocker
     return None
-
-
-def add_unfiltered_probs(draft: Draft, rule: AcceptanceRule, logits: Tensor, sampling: Sampling) -> Draft:
-    """Add `Draft.unfiltered_probs` if the rule is relaxed and sampling is greedy; otherwise return the draft unchanged."""
-    if rule.exact or not sampling.is_greedy:
-        return draft
-    return replace(draft, unfiltered_probs=to_probs(logits, sampling.with_temperature(1.0)))
 
 
 @register_state
@@ -305,16 +299,20 @@ class ImageState:
         Returns:
             The next state, and the number of tokens committed, `[B]`; 0 for a finished image.
         """
-        count = torch.minimum(verdict.count, self.num_tokens - self.length)
-        committed = verdict.gather_committed(inputs)
-        slots = torch.arange(committed.shape[1], device=inputs.device)
-        self.tokens.scatter_(1, self.length[:, None] + slots, committed)
-        self.committed_histogram.scatter_add_(0, count, torch.ones_like(count))
+        done = commit_tokens(inputs, verdict, self.length, self.num_tokens, self.tokens, self.committed_histogram)
+        if done is None:
+            count = torch.minimum(verdict.count, self.num_tokens - self.length)
+            committed = verdict.gather_committed(inputs)
+            slots = torch.arange(committed.shape[1], device=inputs.device)
+            self.tokens.scatter_(1, self.length[:, None] + slots, committed)
+            self.committed_histogram.scatter_add_(0, count, torch.ones_like(count))
+            done = count, self.length + count
+        count, length = done
         if verdict.relaxation is not None:
             self.relaxation.add_(verdict.relaxation * (count > 0))
         if not draft.tree.is_chain:
             self.sibling_counts[: draft.tree.max_children] += count_sibling_acceptance(draft, verdict, count > 0).sum(0)
-        return replace(self, length=self.length + count, step=self.step + 1), count
+        return replace(self, length=length, step=self.step + 1), count
 
     def make_stats(self, name: str, threads: int, widths: dict[int, int], forced: Tensor | None = None) -> DecodeStats:
         """Return the statistics of a finished run.

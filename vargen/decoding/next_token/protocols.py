@@ -9,7 +9,6 @@ feature width, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Protocol, Self
 
@@ -158,6 +157,11 @@ class Drafter:
         return ()
 
     @property
+    def uses_probs(self) -> bool:
+        """Whether it needs the target's probabilities, if the rule does not (`AcceptanceRule.verify_tokens`)."""
+        return True
+
+    @property
     def join_blocker(self) -> str | None:
         """Why images cannot join a running batch (`vargen.decoding.next_token.engine`); None if they can."""
         return None
@@ -229,6 +233,9 @@ class Drafter:
         return state
 
 
+VerifyTokens = Callable[[Tensor, Draft], Verdict]
+
+
 class AcceptanceRule:
     """Base class of rules: pure functions of the target distribution after each fed slot, the draft, the noise, and the
     relaxation spent so far.
@@ -242,6 +249,8 @@ class AcceptanceRule:
             `noise.fold_in(slots).uniform(Purpose.ACCEPT)` at slot s with the acceptance probability of s. Otherwise it compares
             `noise.fold_in(k).uniform(Purpose.ACCEPT)` at slot s with that of the k-th child of s. The exactness check relies on
             this.
+        verify_tokens: the rule as a function of the draft and of the tokens int64 `[B, T]` that `noise.sample(probs,
+            Purpose.TOKEN)` returns; None if it needs more of the probabilities than these.
     """
 
     exact: bool
@@ -249,6 +258,7 @@ class AcceptanceRule:
     requires: tuple[str, ...] = ()
     sequential_tokens: bool = False
     leaves_first: bool = False
+    verify_tokens: VerifyTokens | None = None
 
     def bind(self, model: TokenModel) -> Self:
         """Return the rule for a model, with whatever it needs from it, such as the codebook.
@@ -268,47 +278,6 @@ class AcceptanceRule:
             relaxation: float32 `[B]`, relaxation that the image spent in earlier passes. Ignored by exact rules.
         """
         raise NotImplementedError
-
-
-VerifyFunction = Callable[[Tensor, Draft, Noise, Tensor], Verdict]
-
-
-@dataclass(frozen=True)
-class FunctionRule(AcceptanceRule):
-    """An `AcceptanceRule` given by a single function that needs nothing from the model."""
-
-    function: VerifyFunction
-    exact: bool
-    topologies: tuple[str, ...] = ("chain",)
-    requires: tuple[str, ...] = ()
-    sequential_tokens: bool = field(default=False, init=False)  # not part of the method's spec, which names the function
-    leaves_first: bool = field(default=False, init=False)
-
-    @property
-    def __name__(self) -> str:
-        return self.function.__name__
-
-    def __call__(self, probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verdict:
-        return self.function(probs, draft, noise, relaxation)
-
-
-def acceptance_rule(
-    *,
-    exact: bool,
-    topologies: tuple[str, ...] = ("chain",),
-    requires: tuple[str, ...] = (),
-    sequential_tokens: bool = False,
-    leaves_first: bool = False,
-) -> Callable[[VerifyFunction], FunctionRule]:
-    """Decorate a function as an `AcceptanceRule`; see there for the arguments."""
-
-    def decorate(function: VerifyFunction) -> FunctionRule:
-        rule = FunctionRule(function, exact, topologies, requires)
-        object.__setattr__(rule, "sequential_tokens", sequential_tokens)
-        object.__setattr__(rule, "leaves_first", leaves_first)
-        return rule
-
-    return decorate
 
 
 class DraftHead:

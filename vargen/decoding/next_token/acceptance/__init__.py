@@ -10,13 +10,14 @@ from vargen.decoding.next_token.acceptance.exact import (
     speculative_sampling,
     verify_chain,
 )
+from vargen.decoding.next_token.acceptance.function_rule import FunctionRule, acceptance_rule
 from vargen.decoding.next_token.acceptance.grouped import GroupedRule
 from vargen.decoding.next_token.acceptance.neighborhood import NeighborhoodRule
 from vargen.decoding.next_token.acceptance.pooled import PooledRule
 from vargen.decoding.next_token.acceptance.relaxed import RatioRule, RelaxedRule, TypicalRule, cap_to_budget, sum_relaxation
 from vargen.decoding.next_token.acceptance.siblings import SiblingDecision, SiblingRule, Siblings, verify_siblings
 from vargen.decoding.next_token.acceptance.tree_rules import k_seq, recursive_rejection, traversal
-from vargen.decoding.next_token.protocols import AcceptanceRule, FunctionRule, acceptance_rule
+from vargen.decoding.next_token.protocols import AcceptanceRule
 
 # Rules by the name used in method strings, each with its default settings.
 RULES: dict[str, AcceptanceRule] = {

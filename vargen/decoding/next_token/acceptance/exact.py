@@ -8,10 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from vargen.decoding.next_token import compiled_steps
 from vargen.decoding.next_token.acceptance import fused
+from vargen.decoding.next_token.acceptance.function_rule import acceptance_rule
 from vargen.decoding.next_token.acceptance.siblings import follow_accepted
 from vargen.decoding.next_token.draft import Draft, Verdict
-from vargen.decoding.next_token.protocols import acceptance_rule
 from vargen.decoding.noise import Noise, Purpose
 
 
@@ -102,18 +103,17 @@ def verify_chain(accepted: Tensor, probs: Tensor, draft: Draft, noise: Noise) ->
     return Verdict(path=path, count=count, next_token=next_token)
 
 
-@acceptance_rule(exact=True, topologies=("chain", "tree"), sequential_tokens=True)
-def shared_noise(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verdict:
-    """Exact, and identical to sequential decoding: accept a draft token if it equals the token that the shared noise selects.
-
-    With the Gumbel noise G fixed per image and position, the token at a position *is* argmax(log p + G) (Maddison et al. 2014);
-    a draft token is accepted exactly when it equals that token. With an empty draft this is sequential sampling. The draft
-    probabilities q are not used. Arguments: see `AcceptanceRule`.
-    """
-    sampled = noise.sample(probs, Purpose.TOKEN)  # [B, T]: the token after each slot
-    if fused.is_available(probs) and draft.fed is None:
+def verify_shared_tokens(sampled: Tensor, draft: Draft) -> Verdict:
+    """Verdict of `shared_noise`, given the tokens int64 `[B, T]` that the noise selects after each slot."""
+    if draft.fed is None and fused.is_available(sampled):
         return fused.verify_shared_noise(sampled, draft)
     tree = draft.tree
+    if tree.is_chain and draft.fed is None:
+        if (verdict := compiled_steps.verify_chain(sampled, draft)) is not None:
+            return verdict
+        count = 1 + (draft.tokens == sampled[:, :-1]).cumprod(1).sum(1)
+        path = torch.arange(tree.max_path, device=sampled.device).expand_as(sampled)
+        return Verdict(path, count, sampled.gather(1, count[:, None] - 1)[:, 0], sampled=sampled)
     agrees = sampled.new_ones(sampled.shape).bool()
     agrees[:, 1:] = draft.tokens == sampled.gather(1, tree.parents[..., 1:].expand(len(sampled), -1))
     if draft.valid is not None:
@@ -123,3 +123,14 @@ def shared_noise(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) 
     path, count, _ = follow_accepted(agrees, tree)
     last = path.gather(1, count[:, None] - 1)
     return Verdict(path=path, count=count, next_token=sampled.gather(1, last)[:, 0], sampled=sampled)
+
+
+@acceptance_rule(exact=True, topologies=("chain", "tree"), sequential_tokens=True, verify_tokens=verify_shared_tokens)
+def shared_noise(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verdict:
+    """Exact, and identical to sequential decoding: accept a draft token if it equals the token that the shared noise selects.
+
+    With the Gumbel noise G fixed per image and position, the token at a position *is* argmax(log p + G) (Maddison et al. 2014);
+    a draft token is accepted exactly when it equals that token. With an empty draft this is sequential sampling. The draft
+    probabilities q are not used. Arguments: see `AcceptanceRule`.
+    """
+    return verify_shared_tokens(noise.sample(probs, Purpose.TOKEN), draft)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from vargen.decoding.next_token.acceptance import fused
 from vargen.decoding.next_token.acceptance.exact import dense_draft_probs
+from vargen.decoding.next_token.acceptance.function_rule import acceptance_rule
 from vargen.decoding.next_token.acceptance.siblings import (
     SiblingDecision,
     Siblings,
@@ -18,7 +19,6 @@ from vargen.decoding.next_token.acceptance.siblings import (
     verify_siblings,
 )
 from vargen.decoding.next_token.draft import Draft, Verdict
-from vargen.decoding.next_token.protocols import acceptance_rule
 from vargen.decoding.noise import Noise, Purpose
 
 

@@ -24,6 +24,10 @@ class Sequential(Drafter):
     """Empty draft: each pass feeds the last token and commits the next one."""
 
     @property
+    def uses_probs(self) -> bool:
+        return False
+
+    @property
     def max_width(self) -> int:
         return 1
 

@@ -28,7 +28,7 @@ class Context:
         tokens: int64 `[B, M]`, by position: committed tokens, then older draft tokens of the window; undefined after that.
         known: int64 `[B]`, number of defined tokens, at least 1. Every fresh position is at or after it.
         last_probs: float32 `[B, V]`, target distribution at the last position that the window has processed; None before the
-            first pass.
+            first pass, and where probabilities are not computed (`Jacobi.uses_probs`).
         noise: noise at the S positions.
     """
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from vargen.decoding.next_token.acceptance import gather_p_and_q, resample_rejected
+from vargen.decoding.next_token.compiled_steps import draft_window
 from vargen.decoding.next_token.draft import Draft, Output, Step, Tree
 from vargen.decoding.next_token.draft_length import FixedWindow, WindowPolicy, WindowState, parse_window
 from vargen.decoding.next_token.drafters.initial import (
@@ -45,11 +46,11 @@ Initial = Literal["uniform", "low-res", "low-res-refreshed"]
 class LastPass:
     """Result of the last pass.
 
-    Its probabilities `[B, T, V]`, resampled tokens `[B, T]`, and numbers of committed and of fed tokens `[B]`. What lies past
-    the tokens that were fed has no meaning.
+    Its probabilities `[B, T, V]`, if they were computed, resampled tokens `[B, T]`, and numbers of committed and of fed tokens
+    `[B]`. What lies past the tokens that were fed has no meaning.
     """
 
-    probs: Tensor
+    probs: Tensor | None
     resampled: Tensor
     num_committed: Tensor
     num_fed: Tensor
@@ -78,9 +79,13 @@ class JacobiState:
         """Replace images of the batch. The whole window of a new image consists of initial draft tokens."""
         last = self.last
         if last is not None:
-            T, n = last.probs.shape[1], len(rows)
-            values = ((last.probs, 0), (last.resampled, 0), (last.num_committed, T), (last.num_fed, T))
-            last = LastPass(*(put_rows(held, held.new_full((n, *held.shape[1:]), value), rows) for held, value in values))
+            T, n = last.resampled.shape[1], len(rows)
+
+            def put(held: Tensor, value: int) -> Tensor:
+                return put_rows(held, held.new_full((n, *held.shape[1:]), value), rows)
+
+            probs = None if last.probs is None else put(last.probs, 0)
+            last = LastPass(probs, put(last.resampled, 0), put(last.num_committed, T), put(last.num_fed, T))
         if isinstance(self.window, RowWindows):
             self.window.restart(rows)
         return replace(self, last=last)
@@ -120,6 +125,10 @@ class Jacobi(Drafter):
     @property
     def max_width(self) -> int:
         return parse_window(self.window).max_width
+
+    @property
+    def uses_probs(self) -> bool:
+        return self.coupling != "gumbel" or not isinstance(self.initial, str)
 
     @property
     def join_blocker(self) -> str | None:
@@ -175,12 +184,22 @@ class Jacobi(Drafter):
         if self.low_res_model is not None:
             low_res = self._refresh(state, tokens, length) if state.last is None else state.low_res
             initial = make_low_res_initial(self.low_res_model, low_res)
-        if state.last is None:
+        drafted = self._shift_compiled(state, noise)
+        if drafted is not None:
+            probs = None
+        elif state.last is None:
             drafted, probs = initial(Context(state.vocab, state.columns, tokens, length, None, noise))
             probs = probs.expand(len(tokens), width - 1, -1)
         else:
             drafted, probs = _shift_window(state, state.last, initial, tokens, length, noise)
         return Draft(drafted, Tree.make_chain(width - 1, tokens.device), probs, noise.position < state.num_tokens)
+
+    def _shift_compiled(self, state: JacobiState, noise: Noise) -> Tensor | None:
+        """The draft tokens of `_shift_window` without probabilities, from a compiled function; None where it does not apply."""
+        last = state.last
+        if last is None or last.probs is not None or self.initial != "uniform" or isinstance(state.window, RowWindows):
+            return None
+        return draft_window(last.resampled, last.num_committed, noise, state.vocab)
 
     def join(self, state: JacobiState, new: JacobiState, rows: Tensor, tokens: Tensor, length: Tensor) -> JacobiState:
         state = state.insert_rows(new, rows)
@@ -191,10 +210,10 @@ class Jacobi(Drafter):
 
     def observe(self, state: JacobiState, step: Step) -> JacobiState:
         state.window.observe(step.verdict.count, step.noise.position[:, 0] < state.num_tokens)
-        if step.probs.shape[1] == 1:  # if the window widens again, it starts from initial draft tokens
+        if step.noise.position.shape[1] == 1:  # if the window widens again, it starts from initial draft tokens
             return replace(state, last=None)
         coupling: Coupling = resolve_name("coupling", self.coupling, COUPLINGS)
-        T = step.probs.shape[1]
+        T = step.noise.position.shape[1]
         fed = torch.full_like(step.verdict.count, T) if step.draft.fed is None else step.draft.fed.clamp(max=T)
         last = LastPass(step.probs, coupling(step), step.verdict.count, fed)
         return replace(state, low_res=self._refresh(state, step.tokens, step.length), last=last)
@@ -208,13 +227,13 @@ class Jacobi(Drafter):
 
 def _shift_window(
     state: JacobiState, last: LastPass, initial: InitialDraft, tokens: Tensor, length: Tensor, noise: Noise
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     """Shift committed tokens out of the window and fill its end with initial draft tokens.
 
-    Returns the draft tokens `[B, S]` and their probabilities `[B, S, V]`. Row t of the last pass belongs to position (old
-    length + t).
+    Returns the draft tokens `[B, S]` and, if those of the last pass are known, their probabilities `[B, S, V]`. Row t of the
+    last pass belongs to position (old length + t).
     """
-    (B, T_old, _), device = last.probs.shape, tokens.device
+    (B, T_old), device = last.resampled.shape, tokens.device
     image = torch.arange(B, device=device)[:, None]
     source = last.num_committed[:, None] + torch.arange(noise.position.shape[1], device=device)
     unseen = source >= last.num_fed[:, None]
@@ -223,9 +242,11 @@ def _shift_window(
     num_known = length + (last.num_fed - last.num_committed)
     first = _first_unseen_slot(last, noise.position.shape[1])
     unseen_noise = replace(noise, position=noise.position[:, first:]).where(unseen[:, first:])
-    last_probs = last.probs[image[:, 0], last.num_fed - 1]
+    last_probs = None if last.probs is None else last.probs[image[:, 0], last.num_fed - 1]
     drafted, probs = initial(Context(state.vocab, state.columns, known, num_known, last_probs, unseen_noise))
     drafted = torch.where(unseen, torch.cat([shifted[:, :first], drafted], dim=1), shifted)
+    if last.probs is None:
+        return drafted, None
     if probs.shape[1] == 1:  # one row for all positions: indexing an appended row is cheaper than an element-wise select
         rows = torch.cat([last.probs, probs.expand(B, 1, -1)], dim=1)
         return drafted, rows[image, torch.where(unseen, T_old, source)]

@@ -86,6 +86,6 @@ class Wavefront(Jacobi):
         left = settled[:, (place - 1).clamp(min=0)] | (column == 0)
         above = place - columns + (columns - 1 - column).clamp(max=self.reach)  # rightmost that must be settled
         over = settled[:, above.clamp(min=0)] | (place < columns)
-        fed = place < length + step.probs.shape[1]
+        fed = place < length + step.noise.position.shape[1]
         state.settled[:, :N] |= left & over & fed
         return replace(state, jacobi=super().observe(state.jacobi, step))

@@ -1,0 +1,99 @@
+"""Compiled steps beside a pass: the tokens of the torch reference, whatever the logits and the sampling options."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from int8_passes import compiled_passes
+from table_methods import METHODS, table_model
+
+from vargen.decoding import Sampling, decode
+from vargen.decoding.next_token import compiled_steps
+from vargen.decoding.next_token.engine import Engine
+from vargen.decoding.noise import Noise, Purpose
+from vargen.decoding.sampling import RowSampling, to_probs
+from vargen.kernels.cpu_sample import MARGIN
+
+SEEDS = torch.tensor([3, 2**62, 7])
+OPTIONS = {
+    "none": Sampling(),
+    "top-k": Sampling(top_k=5),
+    "top-p": Sampling(top_p=0.9),
+    "both": Sampling(0.8, top_k=30, top_p=0.6),
+    "small p": Sampling(top_p=1e-6),
+    "greedy": Sampling(0),
+    "by row": RowSampling([Sampling(), Sampling(1.3, top_k=7, top_p=0.5), Sampling(top_p=0.99)]),
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiled() -> Any:
+    return compiled_passes()
+
+
+def logits_of(kind: str, vocab: int) -> torch.Tensor:
+    made = torch.randn(3, 6, vocab, generator=torch.Generator().manual_seed(vocab))
+    return {"peaked": made * 5, "flat": made * 0.01, "ties": (made * 2).round(), "equal": made * 0.0}[kind]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("kind", ["peaked", "flat", "ties", "equal"])
+def test_sampled_tokens_are_those_of_the_reference(kind: str, options: str) -> None:
+    sampling = OPTIONS[options]
+    for vocab in (40, 100, 4096):
+        logits, noise = logits_of(kind, vocab), Noise(SEEDS, torch.arange(6) + torch.tensor([[0], [50], [9]]))
+        found = compiled_steps.sample_from_logits(logits, sampling, noise)
+        assert found is not None and torch.equal(found, noise.sample(to_probs(logits, sampling), Purpose.TOKEN))
+
+
+def sample_row(compiled: Any, logits: torch.Tensor, top_p: float = 1.0, position: int = 0) -> int:
+    """Token of one row, -1 where the reference has to decide."""
+    V, tokens = logits.shape[-1], np.zeros((1, 1), np.int64)
+    options = np.ones(1, np.float32), np.full(1, V), np.full(1, top_p)
+    key = Noise(SEEDS[:1], torch.full((1, 1), position)).token_keys()
+    assert key is not None
+    scratch = np.zeros((3, V + 32), np.float32), np.zeros(V + 32, np.int32)
+    compiled.sample_rows(logits.view(1, 1, V).numpy(), *options, key.numpy(), *scratch, tokens)
+    return int(tokens[0, 0])
+
+
+def test_rows_that_rounding_could_change_are_left_to_the_reference(compiled: Any) -> None:
+    noise = Noise(SEEDS[:1], torch.zeros(1, 1, dtype=torch.int64)).exponential(4, Purpose.TOKEN)[0, 0]
+    tied = noise.log()  # p / E is the same for all tokens
+    assert sample_row(compiled, tied) == -1
+    assert sample_row(compiled, tied + torch.tensor([0, 0, 3 * MARGIN, 0])) == 2
+    close = torch.tensor([0.0, -1e-6, -30, -30])  # whether the second passes depends on the last bit of the first
+    assert {sample_row(compiled, close, 0.5, position) for position in range(20)} == {0, -1}
+    for value in (float("nan"), float("inf"), float("-inf")):
+        assert sample_row(compiled, torch.tensor([0.0, value, 1.0])) == -1
+
+
+@pytest.mark.parametrize("method", ["ar", "gumbel", "scd", "gumbel-tree"])
+def test_images_and_statistics_are_those_without_compiled_steps(
+    method: str, compiled: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    condition, seeds, sampling = torch.tensor([0, 1, 1]), torch.arange(3), Sampling(0.9, top_p=0.9)
+    found = []
+    for loaded in (compiled_steps.loaded_passes, lambda: None):
+        monkeypatch.setattr(compiled_steps, "loaded_passes", loaded)
+        out = decode(table_model(), condition, seeds, METHODS[method], sampling)
+        engine = Engine(table_model(), METHODS[method], batch_size=2)
+        engine.submit(condition, seeds, sampling)
+        joined = {image.number: image.tokens.tolist() for image in engine.run()}
+        stats = (out.stats.committed_histogram, out.stats.passes_by_width, out.stats.relaxation, out.stats.sibling_counts)
+        found.append((out.tokens.tolist(), stats, joined))
+    assert found[0] == found[1]
+    for name in ("sample_rows", "verify_chain", "draft_window", "commit_tokens"):
+        assert len(getattr(compiled, name).signatures) == 1, f"{name} was compiled again, which takes seconds"
+
+
+def test_no_probabilities_are_computed_where_nothing_uses_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr(
+        "vargen.decoding.next_token.verification.to_probs", lambda *given: calls.append(given) or to_probs(*given)
+    )
+    for method, uses in (("ar", False), ("gumbel", False), ("scd", True)):
+        calls.clear()
+        decode(table_model(), torch.tensor([0]), SEEDS[:1], METHODS[method])
+        assert bool(calls) == uses
