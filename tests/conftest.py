@@ -78,6 +78,7 @@ EXTENDED_TESTS = (
     "demo/test_app.py",
     "demo/test_browser.py",
     "demo/test_first_sight.py",
+    "demo/test_inpainting.py",
     "demo/test_live.py",
     "demo/test_sharing.py",
     "demo/test_video_page.py",

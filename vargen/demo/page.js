@@ -20,11 +20,11 @@
     open(mode) {
       body.dataset.mode = mode;
     },
-    // Open a mode and press its start button, once what was filled in has reached the page.
+    // Open a mode and press its start button, once what was filled in has reached the page. Live starts when it is opened.
     start(mode) {
       const title = vargen.titles[mode];
       [...document.querySelectorAll("button[role=tab]")].find((tab) => tab.innerText.trim() === title)?.click();
-      setTimeout(() => find(`.vg-start.vg-go-${mode}`)?.click(), 80);
+      if (mode !== "live") setTimeout(() => find(`.vg-start.vg-go-${mode}`)?.click(), 80);
     },
     // Start a link's job once its prompt has reached the page, and with it the id of the visit; after two seconds in any case.
     startLinked(mode, tries = 40) {
@@ -126,7 +126,7 @@
     (event) => {
       body.classList.remove("vg-dragging");
       const field = find("#drop input[type=file]");
-      if (!carriesFiles(event) || !field || event.target.closest?.("#drop, #inpaint")) return;
+      if (!carriesFiles(event) || !field || event.target.closest?.("#drop, #live-columns")) return;
       event.preventDefault();
       field.files = event.dataTransfer.files;
       field.dispatchEvent(new Event("change", { bubbles: true }));

@@ -10,7 +10,7 @@ from typing import Any
 import gradio as gr
 
 from vargen.demo import first_sight
-from vargen.demo.api import add_api_endpoints
+from vargen.demo.api import add_api_endpoints, add_inpaint_endpoint
 from vargen.demo.drop_box import build_drop_box
 from vargen.demo.explore_tab import build_explore_tab
 from vargen.demo.generate_tab import build_generate_tab, connect_generate_tab
@@ -20,6 +20,7 @@ from vargen.demo.inputs import Inputs, Subject, build_inputs, build_seed, build_
 from vargen.demo.jobs import QUEUED_EVENT, JobRegistry
 from vargen.demo.link_preview import TITLE
 from vargen.demo.links import request_of_link
+from vargen.demo.live_editor import connect_script
 from vargen.demo.live_tab import build_live_tab
 from vargen.demo.look import SCRIPT
 from vargen.demo.malformed_requests import Page
@@ -80,6 +81,7 @@ def build_page(
             others = [tab for name, tab in tabs.items() if name != "live"]
             with tabs["live"]:
                 build_live_tab(live, registry, shared.subject, (others, tabs["live"]), private)
+            connect_script(page)
         history = build_history(service, VisitStore())
         connect_generate_tab(service, registry, shared, view, history, private)
         if opening:
@@ -87,6 +89,8 @@ def build_page(
         build_drop_box(service, shared, view, private)
         _connect_link(page, service, shared, modes, history, racers)
         add_api_endpoints(service, queue_options)
+        if live is not None:
+            add_inpaint_endpoint(live, queue_options)
     return page
 
 
