@@ -66,6 +66,16 @@ def test_a_newcomer_generates_an_image(one_browser: Any, served: str) -> None:
     browser.says("#note", "Generated in")
     browser.until(lambda: browser.attribute("#stage img", "src").startswith("data:image/png"))
     assert browser.attribute("#stage img", "alt") == "grinning face, 3d style"
+    chosen = "return document.querySelector('#style input:checked').value"
+    browser.write("#prompt textarea, #prompt input", "grinning face, flat style")
+    browser.until(lambda: browser.script(chosen) == "flat")
+    browser.click("#style label:has(input[value='3d'])")
+    browser.until(
+        lambda: browser.value("#prompt textarea, #prompt input") == "grinning face" and browser.script(chosen) == "3d"
+    )
+    browser.open(f"{served}?prompt=grinning+face,+flat+style&seed=7")
+    browser.until(lambda: browser.attribute("#stage img", "alt") == "grinning face, flat style")
+    assert browser.script(chosen) == "flat" and browser.value("#prompt textarea, #prompt input") == "grinning face"
     browser.press_tab("Race")
     browser.click("#race")
     browser.says("#race-note", "was first")

@@ -26,7 +26,8 @@ def test_the_wall_has_its_files_and_only_modes_of_the_page() -> None:
     places = [number for number, tile in enumerate(tiles) if tile["mode"] == "video"]
     assert places[0] < 5 and len(places) > 3, "videos are among the images"
     assert {tile["mode"] for tile in read_wall(("image",))} == {"image"}
-    assert "62 passes instead of 256" in render_race()
+    assert "62 passes instead of 256" in (shown := render_race()) and "2.3 times as fast" in shown
+    assert "1.1 seconds instead of 2.6" in shown, "the ratio of the seconds, with the reason why it is less than that of passes"
 
 
 def test_bars_compare_only_what_has_finished() -> None:

@@ -65,7 +65,7 @@ def build_live_tab(
         if ticket.stop.wait(_PAUSE):
             return
         source = read_painting(painting, strength, service.pipe.image_size or 0, service.pipe.grid)
-        request = PageRequest(with_style(prompt, style), method, seed, **service.defaults, source=source)
+        request = PageRequest(with_style(prompt, style, service.styles), method, seed, **service.defaults, source=source)
         service.check(request)
         job = service.start(request, stop=ticket.stop, every_pass=True)
         shown: list[bytes] = []

@@ -16,7 +16,17 @@ from vargen.demo.explore_tab import build_explore_tab
 from vargen.demo.generate_tab import build_generate_tab, connect_generate_tab
 from vargen.demo.history import History, build_history
 from vargen.demo.image_service import ImageService
-from vargen.demo.inputs import Inputs, Subject, build_inputs, build_seed, build_top, fill_inputs, fill_subject, filled_inputs
+from vargen.demo.inputs import (
+    ANY_STYLE,
+    Inputs,
+    Subject,
+    build_inputs,
+    build_seed,
+    build_top,
+    fill_inputs,
+    fill_subject,
+    filled_inputs,
+)
 from vargen.demo.jobs import QUEUED_EVENT, JobRegistry
 from vargen.demo.link_preview import TITLE
 from vargen.demo.links import request_of_link
@@ -129,6 +139,7 @@ def _connect_link(
 ) -> None:
     """Have a loaded page show the images of its visitor, and generate what its address says."""
     mode = gr.Textbox(visible=False)
+    arrived = gr.HTML(elem_id="linked")  # page.js waits for it: the other values are there, too, then
 
     def read_link(visit: object, request: gr.Request) -> dict[Any, Any]:
         query = dict(request.query_params)
@@ -146,12 +157,14 @@ def _connect_link(
             gr.Warning(text(error))
             found = None
         if found is None:
-            return {**shown, mode: ""}
+            return {**shown, mode: "", arrived: ""}
         filled = fill_inputs(shared, found) if wanted == "image" else fill_subject(shared.subject, found)
+        if wanted == "video":  # has no chips of styles
+            filled |= {shared.subject.prompt: found.prompt, shared.subject.style: ANY_STYLE}
         filled |= racers.select(*methods) if wanted == "race" and len(methods) > 1 else {}
-        return {**shown, **filled, mode: wanted}
+        return {**shown, **filled, mode: wanted, arrived: "<i></i>"}
 
-    outputs = [history.visit, *history.outputs, mode, *filled_inputs(shared), racers.choice]
+    outputs = [history.visit, *history.outputs, mode, arrived, *filled_inputs(shared), racers.choice]
     loaded = page.load(read_link, history.visit, outputs, **QUEUED_EVENT)
     loaded.success(None, mode, None, js=_START_LINKED, api_visibility="private")
     _submit_prompt(shared.subject)
