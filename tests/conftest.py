@@ -82,6 +82,7 @@ EXTENDED_TESTS = (
     "demo/test_live.py",
     "demo/test_sharing.py",
     "demo/test_video_page.py",
+    "demo/test_visitors.py",
     "recipes",
     "serving/test_soak.py",
     "training/test_heads.py",

@@ -60,8 +60,8 @@ def test_painted_cells_become_the_mask() -> None:
     assert found.image.tobytes() == noise().tobytes(), "not a pixel of the source changes on its way"
     white = np.asarray(found.mask) == 255
     assert white[:2, :2].all() and white[6:, 6:].all() and white.sum() == 8
-    varied = read_painting(sent(noise((30, 20))), 0.3, SIDE, GRID)
-    assert varied is not None and varied.mask is None and varied.strength == 0.3 and varied.image.size == (SIDE, SIDE)
+    varied = read_painting(sent(noise()), 0.3, SIDE, GRID)
+    assert varied is not None and varied.mask is None and varied.strength == 0.3
     assert read_painting("", 0.3, SIDE, GRID) is None
 
 
@@ -84,6 +84,8 @@ def test_what_is_no_painting_gets_a_message(text: str) -> None:
 def test_limits_are_named(tmp_path: Path) -> None:
     for strength in (-0.1, 1.5, float("nan"), "much"):
         rejects(lambda strength=strength: ImageSource(noise(), None, strength), "strength must be from 0")
+    rejects(lambda: read_painting(sent(noise((9, 8))), 0.3, SIDE, GRID), "must have 8x8 pixels, not 9x8")
+    rejects(lambda: read_painting(sent(noise()), 0.3, None, GRID), "cannot be read")
     rejects(lambda: read_upload({"path": "/etc/passwd"}, None, None, SIDE), "image must be a file")
     (tmp_path / "a.png").write_bytes(b"no image")
     noise().save(tmp_path / "b.png")

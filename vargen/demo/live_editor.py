@@ -37,14 +37,14 @@ class LiveEditor:
 
 
 def build_live_editor(service: ImageService) -> LiveEditor:
-    """Lay out the image with its brush, and what changes it beside or below it."""
-    rows, columns = service.pipe.grid
+    """Lay out the image with its brush, and what changes it beside or below it, if the model starts from an image."""
+    side, (rows, columns) = service.pipe.image_size, service.pipe.grid
     painting = gr.Textbox(visible=False)
     with gr.Row(elem_id="live-columns"):
         with gr.Column(elem_id="live-board", min_width=240):
             stage = gr.HTML(rendering.image_grid([None], "an empty frame"), elem_id="live-stage")
-            gr.HTML(_canvas(service.pipe.image_size or 0, rows, columns), elem_id="live-easel")
-        with gr.Column(elem_id="live-editor", min_width=240):
+            gr.HTML(_canvas(side or 0, rows, columns), visible=side is not None, elem_id="live-easel")
+        with gr.Column(visible=side is not None, elem_id="live-editor", min_width=240):
             gr.HTML(_brush_controls(), elem_id="live-brush")
             with gr.Row(elem_classes="vg-actions vg-while-painted"):
                 keep = gr.Button("Keep this", size="sm", min_width=0, elem_id="live-keep")

@@ -64,7 +64,7 @@ def build_live_tab(
         prompt, style, seed, method, painting, strength = values
         if ticket.stop.wait(_PAUSE):
             return
-        source = read_painting(painting, strength, service.pipe.image_size or 0, service.pipe.grid)
+        source = read_painting(painting, strength, service.pipe.image_size, service.pipe.grid)
         request = PageRequest(with_style(prompt, style, service.styles), method, seed, **service.defaults, source=source)
         service.check(request)
         job = service.start(request, stop=ticket.stop, every_pass=True)
@@ -77,8 +77,8 @@ def build_live_tab(
         if not result.stopped:
             news = f"{_describe(source)} in {result.seconds:.2f} seconds and {result.stats.passes} passes, seed {request.seed}."
             image = png_file(result.images[0], service.image_parameters(result, 0))
-            link = "" if source else link_to(request, service.defaults, "live")  # no link can hold an image
-            yield [rendering.status_line(news), rendering.image_grid([image], request.prompt), link]
+            address = "" if source else link_to(request, service.defaults, "live")  # no link can hold an image
+            yield [rendering.status_line(news), rendering.image_grid([image], request.prompt), address]
 
     def run_job(number: str, *values: Any) -> Iterator[list[Any]]:
         yield from stream_job(registry, number, lambda each: run(each, *values))

@@ -55,12 +55,13 @@ class ImageSource:
         return {name: value for name, value in found.items() if value is not None}
 
 
-def read_painting(sent: str, strength: Any, side: int, grid: tuple[int, int]) -> ImageSource | None:
+def read_painting(sent: str, strength: Any, side: int | None, grid: tuple[int, int]) -> ImageSource | None:
     """Read what brush.js sends: `{"image": data URL, "cells": a digit per cell, row by row, 1 where painted}`.
 
     Args:
         strength: of a variation; where cells are painted, they are generated anew.
-        side: width and height of the model's images. grid: rows and columns of cells.
+        side: width and height of the model's images, and of the image that is sent; None if it does not start from an image.
+        grid: rows and columns of cells.
 
     Returns:
         None if nothing was sent.
@@ -77,9 +78,9 @@ def read_painting(sent: str, strength: Any, side: int, grid: tuple[int, int]) ->
         known = isinstance(cells, str) and set(cells) <= {"0", "1"} and len(cells) in (0, grid[0] * grid[1])
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         known = False
-    if not known:
+    if side is None or not known:
         raise ValueError("The page sent an image that cannot be read. Please reload the page.")
-    image = _fit(_open(io.BytesIO(content), "The image"), side)
+    image = _open(io.BytesIO(content), "The image", (side, side))
     if "1" not in cells:
         return ImageSource(image, None, strength)
     return ImageSource(image, _mask_of_cells(cells, side, grid))
@@ -108,9 +109,12 @@ def _open_upload(file: Any, name: str) -> Image.Image:
     return _open(file["path"], f"The {name}")
 
 
-def _open(file: str | BinaryIO, name: str) -> Image.Image:
+def _open(file: str | BinaryIO, name: str, size: tuple[int, int] | None = None) -> Image.Image:
+    """Read an image; `size` is the only one that is allowed."""
     try:
         with open_image(file, name) as opened:
+            if size is not None and opened.size != size:
+                raise ImageFileError(name, f"it must have {size[0]}x{size[1]} pixels, not {opened.width}x{opened.height}")
             return on_white(ImageOps.exif_transpose(opened))
     except ImageFileError as error:
         raise ValueError(f"{name} cannot be read: {error.reason}.") from None
