@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from page_contrast import LOW_CONTRAST
 from PIL import Image
 from rejects import rejects
 
@@ -210,6 +211,17 @@ def test_only_what_is_painted_is_generated_again_and_it_follows_the_prompt(brows
     browser.says("#live-note", "Generated in")
     assert "image" not in shown(browser)[0] and not browser.shown("#live-restart")
     assert not [entry["message"] for entry in browser.driver.get_log("browser") if entry["level"] == "SEVERE"]
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_the_editor_has_the_contrast_of_wcag_aa(browser: Any, theme: str) -> None:
+    browser.prefer(theme)
+    browser.until(lambda: browser.script("return document.body.classList.contains('dark')") == (theme == "dark"))
+    open_live(browser)
+    drag(browser, (0.1, 0.1), (0.1, 0.4))
+    browser.until(lambda: browser.shown("#live-undo") and browser.shown("#live-restart"))
+    browser.until(lambda: browser.script("return document.getAnimations().every(each => each.playState !== 'running')"))
+    assert not browser.script(LOW_CONTRAST)
 
 
 def test_a_finger_paints_after_the_brush_was_taken(browser: Any) -> None:

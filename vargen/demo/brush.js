@@ -7,8 +7,8 @@
   let painting = false;
   const coarse = matchMedia("(pointer: coarse)").matches;
   let brushing = !coarse; // a finger first scrolls; a mouse paints at once
-  const picture = new Image();
-  picture.addEventListener("load", () => draw());
+  const base = new Image();
+  base.addEventListener("load", () => draw());
 
   const size = () => {
     const { side, rows, columns } = find("#live-easel canvas").dataset;
@@ -29,7 +29,7 @@
   const show = (image) => {
     state.covering = true;
     state.shown = image;
-    picture.src = image;
+    base.src = image;
   };
 
   const draw = () => {
@@ -40,7 +40,7 @@
     if (canvas.width !== cell * columns) [canvas.width, canvas.height] = [cell * columns, cell * rows];
     const pen = canvas.getContext("2d");
     pen.clearRect(0, 0, canvas.width, canvas.height);
-    if (state.covering) pen.drawImage(picture, 0, 0, canvas.width, canvas.height);
+    if (state.covering) pen.drawImage(base, 0, 0, canvas.width, canvas.height);
     const has = (row, column) => row >= 0 && column >= 0 && row < rows && column < columns && state.cells.has(row * columns + column);
     pen.fillStyle = "rgb(79 70 229 / .45)";
     const edges = new Path2D();

@@ -188,7 +188,7 @@
   // -- what gradio's buttons cannot say themselves
   const hints = {
     "#download": "The image as a file; it carries its prompt, seed and method",
-    "#card": "A picture to post: the image with its prompt, passes and seconds",
+    "#card": "To post: the image with its prompt, passes and seconds beside it",
     "#copy-link": "The address of this page that generates this image again",
     "#more-like-this": "Four images of the next seeds",
     "#reuse": "Take prompt, seed and settings of this image over",
