@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,11 +29,18 @@ def png_chunks(parameters: Mapping[str, Any], size: tuple[int, int] | None = Non
     return chunks
 
 
+def png_file(image: Image.Image, parameters: Mapping[str, Any]) -> bytes:
+    """Return an image as a PNG file that carries its parameters."""
+    file = io.BytesIO()
+    image.save(file, format="PNG", pnginfo=png_chunks(parameters, image.size))
+    return file.getvalue()
+
+
 def describe_parameters(parameters: Mapping[str, Any], size: tuple[int, int] | None = None) -> str:
     """Return parameters as other image programs write and show them: the prompt, the negative prompt, one line of values."""
     names = {
         "Sampler": "accelerator", "CFG scale": "guidance_scale", "Seed": "seed", "Model": "model", "Model hash": "model_digest",
-        "Temperature": "temperature", "Top-k": "top_k", "Top-p": "top_p",
+        "Temperature": "temperature", "Top-k": "top_k", "Top-p": "top_p", "Denoising strength": "strength",
     }  # fmt: skip
     values = {title: parameters.get(name) for title, name in names.items()}
     values["Size"] = None if size is None else f"{size[0]}x{size[1]}"

@@ -69,6 +69,21 @@ def open_link(browser: Any, address: str, mode: str, note: str, words: str, meth
     time.sleep(1)
 
 
+def paint_half(browser: Any, prompt: str) -> None:
+    """Paint over the right half of the live image, and have it follow another prompt."""
+    pointer, canvas = webdriver.ActionChains(browser), browser.find_element("css selector", "#live-easel canvas")
+    side = canvas.size["width"]
+    pointer.move_to_element_with_offset(canvas, side // 10, 4 - side // 2).click_and_hold()
+    for x, y in ((0, side - 8), (side // 5, 0), (0, 8 - side), (side // 7, 0), (0, side - 8)):
+        pointer.move_by_offset(x, y)
+    pointer.release().perform()
+    wait(browser, "#live-note", "Painted part")
+    field = browser.find_element("css selector", "#prompt textarea, #prompt input")
+    field.clear()
+    field.send_keys(prompt)
+    time.sleep(4)
+
+
 def main(address: str, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     narrow = Path(tempfile.gettempdir())
@@ -88,6 +103,11 @@ def main(address: str, folder: Path) -> None:
         open_link(browser, address, "image", "#note", "Generated in", "gumbel")
         shoot(browser, folder / "generate.png", 1280, 900)
         shoot(browser, narrow / "generate-390.png", 390, 844)
+        resize(browser, 1280, 900)
+        open_link(browser, address, "live", "#live-note", "Generated in", "plain", "a red apple, 3d style")
+        paint_half(browser, "a green apple")
+        shoot(browser, folder / "live.png", 1280, 760)
+        shoot(browser, narrow / "live-390.png", 390, 844, dark=True)
         open_link(browser, address, "race", "#race-note", "was first", "ar,gumbel,gsd")
         shoot(browser, folder / "race.png", 1280, 900, dark=True)
         open_link(browser, address, "video", "#video-note", "Generated ", "sdvg", "face with rolling eyes")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import io
+import json
 import os
 import re
 import signal
@@ -13,7 +16,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from vargen.demo.launch import main
 
@@ -61,11 +66,53 @@ def test_a_newcomer_generates_an_image(one_browser: Any, served: str) -> None:
     browser.says("#note", "Generated in")
     browser.until(lambda: browser.attribute("#stage img", "src").startswith("data:image/png"))
     assert browser.attribute("#stage img", "alt") == "grinning face, 3d style"
+    chosen = "return document.querySelector('#style input:checked').value"
+    browser.write("#prompt textarea, #prompt input", "grinning face, flat style")
+    browser.until(lambda: browser.script(chosen) == "flat")
+    browser.click("#style label:has(input[value='3d'])")
+    browser.until(
+        lambda: browser.value("#prompt textarea, #prompt input") == "grinning face" and browser.script(chosen) == "3d"
+    )
+    browser.open(f"{served}?prompt=grinning+face,+flat+style&seed=7")
+    browser.until(lambda: browser.attribute("#stage img", "alt") == "grinning face, flat style")
+    assert browser.script(chosen) == "flat" and browser.value("#prompt textarea, #prompt input") == "grinning face"
     browser.press_tab("Race")
     browser.click("#race")
     browser.says("#race-note", "was first")
     browser.until(lambda: browser.count("#track img[src^='data:image/png']") == 3)
     browser.says("#track", "times as fast as ar")
+
+
+def test_a_newcomer_paints_over_a_half_and_the_other_half_stays(one_browser: Any, served: str) -> None:
+    browser = one_browser.open(f"{served}?mode=live&prompt=a+red+apple,+3d+style&seed=7")
+    browser.says("#live-note", "Generated in")
+    from selenium import webdriver
+
+    before = live_pixels(browser)
+    pointer = webdriver.ActionChains(browser.driver)
+    canvas = browser.shown("#live-easel canvas")
+    browser.script("arguments[0].scrollIntoView({block: 'center'})", canvas)
+    across = canvas.size["width"]
+    pointer.move_to_element_with_offset(canvas, across // 4, 3 - across // 2).click_and_hold()
+    for x, y in ((0, across - 6), (across // 8, 0), (0, 6 - across), (across // 16, across - 6)):
+        pointer.move_by_offset(x, y)
+    pointer.release().perform()
+    browser.says("#live-note", "Painted part generated again")
+    browser.write("#prompt textarea, #prompt input", "a green apple, 3d style")
+    browser.until(lambda: browser.attribute("#live-stage img", "alt") == "a green apple, 3d style")
+    changed = np.abs(live_pixels(browser) - before).mean(2)
+    cells = json.loads(browser.script("return window.vargen.brush.read()"))["cells"]
+    grid = np.array([cell == "1" for cell in cells]).reshape(8, 8)
+    assert grid[:, 6:].all() and not grid[:, :4].any(), "the right of the image was painted"
+    kept, repainted = changed[:, :48].mean(), changed[:, 96:].mean()
+    assert kept < 8 and repainted > 3 * kept, "the tokenizer alone, which encodes and decodes the image, changes about 4 of 255"
+
+
+def live_pixels(browser: Any) -> Any:
+    browser.until(lambda: browser.attribute("#live-stage img", "src").startswith("data:image/png"))
+    content = base64.b64decode(browser.attribute("#live-stage img", "src").split(",")[1])
+    with Image.open(io.BytesIO(content)) as opened:
+        return np.asarray(opened.convert("RGB")).astype(int)
 
 
 def test_a_model_that_cannot_be_loaded_is_an_error_of_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,18 @@ Open = Callable[[], Any]
 FIELD = "#prompt textarea, #prompt input"
 
 
+_KEEP_PROGRESS = """
+window.progress = [];
+const keep = () => window.progress.push(document.querySelector('#stage .vg-progress')?.innerText ?? '');
+new MutationObserver(keep).observe(document.body, {childList: true, subtree: true});
+"""
+
+
 def test_type_generate_and_watch_the_preview_change(browser: Any, address: str, slow: Callable[[float], None]) -> None:
     slow(0.3)  # slowly, until two previews were seen
     browser.write(FIELD, "a green frog")
     browser.driver.switch_to.active_element.send_keys("\n")  # Enter draws
+    browser.script(_KEEP_PROGRESS)
     previews, maps = set(), set()
 
     def filled_in() -> bool:
@@ -35,6 +44,9 @@ def test_type_generate_and_watch_the_preview_change(browser: Any, address: str, 
     browser.until(filled_in)
     slow(0.0)
     browser.says("#note", "Generated in")
+    left = [float(seconds) for seconds in re.findall(r"([\d.]+) s left", browser.script("return window.progress.join()"))]
+    assert left and max(left) > 0.3, "at least one pass is left"
+    browser.until(lambda: browser.text("#stage .vg-progress") == "64 of 64 tokens")
     browser.until(lambda: browser.attribute("#stage svg", "aria-label").startswith("Token map: 64 of 64 tokens"))
     browser.until(lambda: browser.attribute("#stage img", "src").startswith("data:image/png"))
     assert "green frog" in browser.attribute("#stage img", "alt")
@@ -91,7 +103,15 @@ def test_stop_ends_a_generation(browser: Any, slow: Callable[[float], None]) -> 
     browser.says("#note", "Generated in")
 
 
+_SLIDER = """
+const slider = document.querySelector('#slider'), images = [...slider.querySelectorAll('img')];
+const below = images.map(each => each.getBoundingClientRect().bottom - slider.getBoundingClientRect().bottom);
+return [images[1].style.clipPath, Math.max(...below), ...images.map(each => each.naturalWidth)];
+"""
+
+
 def test_race(browser: Any, service: ImageService) -> None:
+    webdriver = pytest.importorskip("selenium.webdriver")
     browser.press_tab("Race")
     browser.click("#race")
     names = [name for name in ("ar", "gumbel", "gsd") if name in {each.name for each in service.available}]
@@ -105,6 +125,22 @@ def test_race(browser: Any, service: ImageService) -> None:
     browser.until(drawn)
     assert browser.count("#track figure") == browser.count("#track tbody tr") == len(names)
     assert "gumbel gave the same image" in browser.text("#race-note")
+    for method, words in [("ar", "one token per pass"), ("gumbel", "several tokens per pass")]:
+        lane = f".vg-lane[data-method={method}]"
+        assert browser.text("#track").count(words) == 1 and words in browser.script(
+            f"return document.querySelector('{lane}').textContent"
+        )
+    browser.until(lambda: browser.count("#slider img") == 2 and browser.shown("#slider img"))
+    assert f"{names[0]} (left) and {names[-1]} (right)" in browser.text("#slider")
+    browser.until(lambda: set(browser.script(_SLIDER)[2:]) == {16}, 20)
+    cut, bottom, *_ = browser.script(_SLIDER)
+    assert bottom <= 1, "the images are seen as a whole"
+    handle = browser.shown("#slider [data-testid=slider]")
+    browser.script("arguments[0].scrollIntoView({block: 'center'})", handle)
+    webdriver.ActionChains(browser.driver).drag_and_drop_by_offset(
+        handle.find_element("css selector", ".icon-wrap"), 100, 0
+    ).perform()
+    browser.until(lambda: browser.script(_SLIDER)[0] != cut)
 
 
 def test_race_needs_two_methods(browser: Any) -> None:

@@ -21,7 +21,7 @@ from vargen.demo.command_lines import command_line
 from vargen.demo.drop_box import describe_mismatch
 from vargen.demo.explore_tab import CONTROLS
 from vargen.demo.image_service import ImageService
-from vargen.demo.inputs import make_request
+from vargen.demo.inputs import make_request, split_style, with_style
 from vargen.demo.jobs import JobRegistry
 from vargen.demo.request import PageRequest
 from vargen.image_metadata import read_parameters
@@ -85,6 +85,14 @@ def test_styles_are_the_models_own(service: ImageService, monkeypatch: pytest.Mo
     assert service.styles == ("3d", "flat")
     values = ("a red apple", "3d", 1, 4.0, 1.0, 0, 1.0, "")
     assert make_request(service, values, "ar").prompt == "a red apple, 3d style"
+    assert with_style("a red apple, flat style", "3d", ("3d", "flat")) == "a red apple, 3d style"
+    assert with_style("a 3d style apple", "3d", ("3d", "flat")) == "a 3d style apple"
+    for prompt, parts in (
+        ("a, flat style", ("a", "flat")),
+        ("a, odd style", ("a, odd style", "any")),
+        ("flat", ("flat", "any")),
+    ):
+        assert split_style(prompt, ("3d", "flat")) == parts
 
 
 def test_relaxation_starts_at_the_exact_rule(service: ImageService) -> None:

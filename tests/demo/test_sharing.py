@@ -99,6 +99,7 @@ def generate(browser: Any, prompt: str) -> None:
 
 
 def test_a_link_generates_its_image_and_reload_and_back_keep_everything(browser: Any, address: str) -> None:
+    browser.script("localStorage.clear()")  # a visitor of whom nothing is known
     browser.open(f"{address}?prompt=a+green+frog&seed=77&method=ar")
     browser.says("#note", "seed 77")
     assert browser.attribute("#stage img", "alt") == "a green frog" and browser.value(FIELD) == "a green frog"
@@ -164,7 +165,9 @@ def test_stop_leaves_nothing_of_the_image_before(browser: Any, slow: Callable[[f
     browser.says("#note", "Generating")
     browser.click("#stop")
     browser.says("#note", "Stopped after")
-    assert not browser.shown("#download") and not browser.shown("#command-line") and not browser.shown("#stop")
+    assert not browser.shown("#download") and not browser.shown("#command-line")
+    browser.until(lambda: browser.ready("#generate") and not browser.shown("#stop"))
+    assert browser.text("#note").startswith("Stopped after"), "no later message takes its place"
 
 
 def test_several_images_are_downloaded_together_and_each_has_its_seed(browser: Any, download: Callable[[str], Any]) -> None:
@@ -209,6 +212,28 @@ def test_a_png_dropped_anywhere_is_generated_again_and_compared(browser: Any, se
     browser.script(_DROP, base64.b64encode(shared).decode())
     browser.says("#verdict", "The same image: its tokens and pixels are identical.")
     assert browser.value(FIELD) == "a green frog"
+
+
+def test_the_link_of_an_image_is_copied(browser: Any, address: str) -> None:
+    allowed = {"origin": address.rstrip("/"), "permissions": ["clipboardReadWrite", "clipboardSanitizedWrite"]}
+    browser.driver.execute_cdp_cmd("Browser.grantPermissions", allowed)
+    generate(browser, "a green frog")
+    browser.click("#copy-link")
+    browser.says("#copy-link", "Link copied")
+    copied = browser.script("return navigator.clipboard.readText()")
+    assert copied == address + browser.attribute("#stage [data-link]", "data-link") and "prompt=a+green+frog" in copied
+    assert browser.attribute("#copy-link", "title") != browser.attribute("#card", "title") != ""
+    browser.until(lambda: browser.text("#copy-link") == "Copy link")
+    pixels = stage_pixels(browser)
+    browser.open(copied)
+    browser.until(lambda: browser.attribute("#stage img", "alt") == "a green frog")
+    assert stage_pixels(browser) == pixels
+
+
+def test_a_link_to_the_prompt_that_a_new_page_has_takes_its_seed(browser: Any, address: str) -> None:
+    browser.open(f"{address}?prompt=a+red+apple&seed=78&method=ar")
+    browser.says("#note", "seed 78.")
+    assert "method=ar" in browser.attribute("#stage [data-link]", "data-link")
 
 
 def test_a_link_selects_a_method_with_settings(browser: Any, address: str) -> None:

@@ -1,4 +1,4 @@
-"""API endpoints: /generate, /stream, /compare and /methods. Their docstrings are the API documentation on the page.
+"""API endpoints: /generate, /stream, /compare, /inpaint and /methods. Their docstrings are the API documentation on the page.
 
 The endpoints that generate images are generators, because gradio can only end a generator: it closes one between two yields
 when the caller cancels the job or disconnects. They therefore yield progress regularly.
@@ -18,6 +18,7 @@ from vargen.demo.image_service import ImageService
 from vargen.demo.jobs import POLL_SECONDS, Job, JobResult, user_errors
 from vargen.demo.race_tab import identical
 from vargen.demo.request import MAX_RACERS, PageRequest, new_seed
+from vargen.demo.sources import read_upload
 from vargen.pipelines.base import MethodInfo
 
 
@@ -43,7 +44,7 @@ class StreamReport(TypedDict):
 
 
 def add_api_endpoints(service: ImageService, queue_options: dict[str, Any]) -> None:
-    """Register the endpoints with the page under construction."""
+    """Register the endpoints with the page under construction; `add_inpaint_endpoint` adds one more."""
 
     def generate(
         prompt: str,
@@ -118,6 +119,36 @@ def add_api_endpoints(service: ImageService, queue_options: dict[str, Any]) -> N
     _add_endpoint(stream, tuple[files, StreamReport], **queue_options)  # type: ignore[valid-type]
     _add_endpoint(compare, tuple[files, list[report]], **queue_options)  # type: ignore[valid-type]
     _add_endpoint(methods, list[MethodReport], queue=False)
+
+
+def add_inpaint_endpoint(service: ImageService, queue_options: dict[str, Any]) -> None:
+    """Register /inpaint, if the model takes a source image."""
+    side = service.pipe.image_size
+    if side is None:
+        return
+
+    def inpaint(
+        prompt: str,
+        image: FileData,
+        mask: FileData | None = None,
+        strength: float | None = None,
+        method: str | None = None,
+        seed: int | None = None,
+    ) -> Iterator[tuple[list[dict[str, Any]], dict[str, Any]]]:
+        """Generate a part of an image again, or vary all of it, by the model of the Live mode.
+
+        The mask has the size of the image and is white where the image is generated again; without a mask, it is varied as a
+        whole. Strength is the fraction of the scales that are generated again: 0 keeps the image, 1 generates a new one;
+        default 0.8, and 1 with a mask. Images of other sizes are cropped to a square and resized. Returns one PNG file and
+        its parameters, as /generate does; the file records digests of image and mask, which it does not contain.
+        """
+        with user_errors():
+            given = {"source": read_upload(image, mask, strength, side)}
+            request = _make_request(service, prompt, method or service.default_method, seed, given)
+            result = yield from _stream_until_done(service.start(request, previews=False))
+            yield [_file(path) for path in service.save(result)], _report(service, result)
+
+    _add_endpoint(inpaint, tuple[list[FileData], dict[str, Any]], **queue_options)
 
 
 def _add_endpoint(function: Callable[..., Any], returns: Any, **options: Any) -> None:

@@ -29,7 +29,7 @@ def describe_mismatch(service: ImageService, method: str, model: object) -> str:
 def build_drop_box(service: ImageService, inputs: Inputs, view: ImageView, queue_options: dict[str, Any]) -> None:
     """Lay out the drop box and connect it."""
     dropped = gr.File(
-        label="Drop a shared PNG anywhere on the page: it is generated again and compared", file_types=[".png"],
+        label="Drop a shared PNG: it is generated again", file_types=[".png"],
         type="filepath", height=110, elem_id="drop",
     )  # fmt: skip
     verdict = gr.HTML(elem_id="verdict")

@@ -56,8 +56,8 @@ def build_explore_tab(service: ImageService, registry: JobRegistry, shared: Inpu
     """Lay out the tab and connect its events."""
     first = CONTROLS["budget"]
     gr.Markdown(
-        "`gsd` accepts a draft by the total probability of a group of similar tokens. More relaxation accepts more tokens per "
-        "pass, and moves images away from the model's own distribution. The first image is exact.",
+        "`gsd` accepts similar tokens, too. The more it is relaxed, the more tokens a pass accepts, and the further images are "
+        "from the model's own distribution. The first image is exact.",
         elem_classes="vg-hint",
     )
     field = gr.Radio(

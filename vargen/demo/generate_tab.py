@@ -31,23 +31,21 @@ class ImageView:
 
     note: gr.HTML
     stage: gr.HTML
-    actions: gr.Row
     download: gr.DownloadButton
     star: gr.Button
-    terminal: gr.Accordion
     command: gr.Code
     shown: gr.State
 
     @property
     def outputs(self) -> list[Any]:
         """What `show` and `clear` return updates of."""
-        return [self.stage, self.actions, self.download, self.star, self.terminal, self.command, self.shown]
+        return [self.stage, self.download, self.star, self.command, self.shown]
 
     def clear(self, service: ImageService) -> list[Any]:
         """Return the updates of a view whose image is not there yet."""
         stage = _render([None], [], service, 0, 0.0, "an empty frame")
         download = gr.DownloadButton(value=None, interactive=False)
-        return [stage, gr.Row(visible=False), download, _star(False), gr.Accordion(visible=False), "", []]
+        return [stage, download, _star(False), "", []]
 
     def show(self, service: ImageService, images: Sequence[PastImage], request: PageRequest) -> list[Any]:
         """Return the updates that show finished images, which `request` generates."""
@@ -63,23 +61,24 @@ class ImageView:
         download = gr.DownloadButton(label, value=file, interactive=True)
         command = command_line(service, request)
         starred = all(each.starred for each in images)
-        return [stage, gr.Row(visible=True), download, _star(starred), gr.Accordion(visible=True), command, list(images)]
+        return [stage, download, _star(starred), command, list(images)]
 
 
 def build_generate_tab(service: ImageService, shared: Inputs) -> ImageView:
     """Lay out the mode. Its events are connected by `connect_generate_tab`, when the strip of past images is there."""
     note = gr.HTML(elem_id="note")
     stage = gr.HTML(elem_id="stage")
-    with gr.Row(visible=False, elem_id="actions") as actions:
+    # The style sheet shows these with a finished image: gradio at times loses an update of what is visible.
+    with gr.Row(elem_id="actions"):
         download = gr.DownloadButton("Download PNG", interactive=False, size="sm", elem_id="download", min_width=120)
+        card = gr.Button("Download with caption", size="sm", elem_id="card", min_width=100)
         copy = gr.Button("Copy link", size="sm", elem_id="copy-link", min_width=100)
-        card = gr.Button("Share card", size="sm", elem_id="card", min_width=100)
         star = gr.Button("☆ Star", size="sm", elem_id="star", min_width=80)
         more = gr.Button("More like this", size="sm", elem_id="more-like-this", min_width=120)
         reuse = gr.Button("Reuse settings", size="sm", elem_id="reuse", min_width=120)
-    with gr.Accordion("Command line for the same images", open=False, visible=False, elem_id="command-line") as terminal:
+    with gr.Accordion("Command line for the same images", open=False, elem_id="command-line"):
         command = gr.Code(language="shell", interactive=False, show_label=False, wrap_lines=True, elem_id="command")
-    view = ImageView(note, stage, actions, download, star, terminal, command, gr.State([], time_to_live=3600))
+    view = ImageView(note, stage, download, star, command, gr.State([], time_to_live=3600))
     copy.click(None, js="() => { window.vargen.copyLink(); }", api_visibility="private")
     connect_download(card, lambda shown: _write_card(service, shown), view.shown)
 
@@ -201,10 +200,10 @@ def _render(
     captions: Sequence[str] = (),
     link: str = "",
 ) -> str:
-    slowest = " of the slowest image" if len(images) > 1 else ""
+    title = f"Token map{' of the slowest image' if len(images) > 1 else ''}: each pill is one pass of the network"
     return (
         f'<div class="vg-duo" data-link="{rendering.text(link)}"><div>{rendering.image_grid(images, alt, captions)}</div>'
-        f"<div><h3>Token map{slowest}</h3>{rendering.token_map(counts, service.grids)}{rendering.legend()}"
+        f"<div><h3>{title}</h3>{rendering.token_map(counts, service.grids)}{rendering.legend()}"
         f"{rendering.progress(done, service.total, seconds)}"
         f"{rendering.numbers(rendering.speed(seconds, done, counts, len(images)))}</div></div>"
     )

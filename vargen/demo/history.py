@@ -22,27 +22,23 @@ class History:
 
     store: VisitStore
     visit: gr.BrowserState
-    column: gr.Column
     gallery: gr.Gallery
 
     @property
     def outputs(self) -> list[Any]:
         """What `update` returns updates of."""
-        return [self.column, self.gallery]
+        return [self.gallery]
 
     def update(self, visit: object) -> list[Any]:
         """Return the updates that show the images of a visit."""
         images = self.store.images(visit)
-        return [
-            gr.Column(visible=bool(images)),
-            gr.Gallery([(each.file, _caption(each)) for each in images], selected_index=None),
-        ]
+        return [gr.Gallery([(each.file, _caption(each)) for each in images], selected_index=None)]
 
 
 def build_history(service: ImageService, store: VisitStore) -> History:
-    """Lay out the strip, hidden while it is empty."""
+    """Lay out the strip, which the style sheet hides while it is empty."""
     visit = gr.BrowserState("", storage_key="vargen-visit")
-    with gr.Column(visible=False, elem_id="history") as column:
+    with gr.Column(elem_id="history"):
         gallery = gr.Gallery(
             label="Images of this visit", show_label=True, columns=8, fit_columns=False, height="auto", format="png",
             interactive=False, allow_preview=False, object_fit="contain", buttons=[], elem_id="gallery",
@@ -54,8 +50,8 @@ def build_history(service: ImageService, store: VisitStore) -> History:
         return str(service.folder.write("vargen.zip", zip_images(files))) if files else None
 
     connect_download(archive, write_archive, visit)
-    return History(store, visit, column, gallery)
+    return History(store, visit, gallery)
 
 
 def _caption(image: PastImage) -> str:
-    return f"{'★ ' if image.starred else ''}{image.request.seed}{f' · {image.score}' if image.score else ''}"
+    return "★" if image.starred else ""

@@ -221,6 +221,7 @@ class ImageService:
         several = {"num_candidates": request.best_of, "scorer": self.scorer} if request.best_of > 1 else {}
         result = self.pipe(
             **self._condition(request),
+            **(request.source.arguments() if request.source else {}),
             **several,
             num_images_per_prompt=request.num_images,
             guidance_scale=request.guidance_scale,
@@ -274,12 +275,13 @@ class ImageService:
 
     def save(self, result: JobResult) -> list[str]:
         """Write the images of a finished job; returns their files."""
-        found = []
-        for number, image in enumerate(result.images):
-            parameters = self.parameters(result.request.single(number), result)
-            tokens = {"tokens_digest": tokens_digest(result.tokens[number])}
-            found.append(str(self.folder.save(image, {**parameters, **result.records[number], **tokens})))
-        return found
+        records = (self.image_parameters(result, number) for number in range(len(result.images)))
+        return [str(self.folder.save(image, each)) for image, each in zip(result.images, records, strict=True)]
+
+    def image_parameters(self, result: JobResult, number: int) -> dict[str, Any]:
+        """Return the parameters stored in the PNG of an image of a finished job."""
+        tokens = {"tokens_digest": tokens_digest(result.tokens[number])}
+        return {**self.parameters(result.request.single(number), result), **result.records[number], **tokens}
 
     def close(self) -> None:
         if self._shared is not None:

@@ -71,18 +71,26 @@ def make_request(
         ValueError: with a message for users.
     """
     prompt, style, seed, guidance, temperature, top_k, top_p, negative = values
-    prompt = with_style(prompt, style)
+    prompt = with_style(prompt, style, service.styles)
     request = PageRequest(prompt, method, seed, guidance, temperature, top_k, top_p, negative, num_images, best_of)
     service.check(request)
     return request
 
 
-def with_style(prompt: Any, style: Any) -> Any:
-    """Append the style to a prompt that does not name it."""
+def with_style(prompt: Any, style: Any, styles: Sequence[str]) -> Any:
+    """Append the style to a prompt that does not name it, in place of another one of `styles` at its end."""
     words = f"{style} style"
     if style and style != ANY_STYLE and isinstance(prompt, str) and prompt.strip() and words not in prompt.lower():
-        return f"{prompt.strip()}, {words}"
+        return f"{split_style(prompt.strip(), styles)[0]}, {words}"
     return prompt
+
+
+def split_style(prompt: str, styles: Sequence[str]) -> tuple[str, str]:
+    """Return a prompt and its style apart: "a red apple, flat style" is "a red apple" and "flat"."""
+    for style in styles:
+        if prompt.endswith(f", {style} style"):
+            return prompt.removesuffix(f", {style} style"), style
+    return prompt, ANY_STYLE
 
 
 def build_inputs(service: ImageService, modes: Sequence[str]) -> Inputs:
@@ -116,6 +124,9 @@ def build_top(
         [(f"{each} style", each) for each in (ANY_STYLE, *styles)], value=ANY_STYLE, label="Style", show_label=False,
         container=False, visible=bool(styles), elem_id="style", elem_classes="chips",
     )  # fmt: skip
+    chips: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
+    prompt.input(None, [prompt, style], style, js="(...values) => window.vargen.styleOf(...values)", **chips)
+    style.input(None, [prompt, style], prompt, js="(prompt) => window.vargen.withoutStyle(prompt)", **chips)
     return prompt, buttons, style
 
 
@@ -156,8 +167,8 @@ def _build_image_options(service: ImageService) -> tuple[MethodList, gr.Dropdown
                 value=1, label="Images", min_width=130, elem_id="count",
             )  # fmt: skip
             best = gr.Dropdown(
-                [("no choice", 1), *((f"best of {n}", n) for n in (2, 4, MAX_CANDIDATES))],
-                value=1, label="Candidates of each image", min_width=130, elem_id="best", visible=service.scorer is not None,
+                [("one", 1), *((f"best of {n}", n) for n in (2, 4, MAX_CANDIDATES))],
+                value=1, label="Candidates", min_width=130, elem_id="best", visible=service.scorer is not None,
             )  # fmt: skip
         methods = build_method_list(
             gr.Radio, service.available, service.default_method, "more-methods", "Method", elem_id="method",
@@ -185,8 +196,8 @@ def _info(option: Option) -> str:
 
 def fill_subject(subject: Subject, request: PageRequest) -> dict[Any, Any]:
     """Return the updates that take prompt and seed of a request over."""
-    seed = min(request.seed, MAX_SEED)
-    return {subject.prompt: request.prompt, subject.style: ANY_STYLE, subject.seed: seed, subject.once: True}
+    prompt, style = split_style(request.prompt, [value for _, value in subject.style.choices])
+    return {subject.prompt: prompt, subject.style: style, subject.seed: min(request.seed, MAX_SEED), subject.once: True}
 
 
 def fill_inputs(inputs: Inputs, request: PageRequest) -> dict[Any, Any]:

@@ -282,7 +282,7 @@ def connect_job(
         on_stop(number)
         if registry.stop(number):
             return [status_line("Removed from the queue."), *set_idle()]
-        return [status_line("Stopping …"), gr.skip(), gr.skip()]
+        return [gr.skip(), gr.skip(), gr.Button(interactive=False)]  # the job itself says when it has stopped
 
     values, both = [*subject.values, *controls.inputs], [buttons.start, buttons.stop]
     started = buttons.start.click(

@@ -12,12 +12,15 @@ from vargen.demo.image_service import ImageService
 from vargen.demo.inputs import Subject, with_style
 from vargen.demo.jobs import INSTANT_EVENT, PUSH_LINK, JobRegistry, Ticket, stream_job
 from vargen.demo.links import link_to
+from vargen.demo.live_editor import build_live_editor, call_first, send_painting
 from vargen.demo.method_lists import build_method_list
 from vargen.demo.request import PageRequest, new_seed
+from vargen.demo.sources import ImageSource, read_painting
+from vargen.image_metadata import png_file
 
 _PAUSE = 0.15  # seconds without a keystroke before generation starts
 _POLL_SECONDS = 0.03  # how often to look for a new preview
-_IDLE = "Type a prompt: the image is generated while you type, with the same seed."
+_IDLE = "Type: the image is generated while you type. Then paint over a part of it to change only that."
 
 
 def build_live_tab(
@@ -34,11 +37,12 @@ def build_live_tab(
         tabs: the other tabs, and this one; typing while another tab is open does not start a job.
     """
     note = gr.HTML(rendering.status_line(_IDLE, "off"), elem_id="live-note")
-    stage = gr.HTML(rendering.image_grid([None], "an empty frame"), elem_id="live-stage")
-    methods = build_method_list(
-        gr.Radio, service.available, service.default_method, "more-live-methods", f"Method of the model {service.name}",
-        elem_id="live-method", elem_classes="methods",
-    )  # fmt: skip
+    editor = build_live_editor(service)
+    with gr.Accordion(f"Method of the model {service.name}", open=False):
+        methods = build_method_list(
+            gr.Radio, service.available, service.default_method, "more-live-methods", "Method", elem_id="live-method",
+            elem_classes="methods",
+        )  # fmt: skip
     another_seed = shared.buttons["live"].start
     link = gr.Textbox(visible=False)
     ticket, is_open = gr.Textbox(visible=False), gr.State(False)
@@ -57,10 +61,11 @@ def build_live_tab(
         return start_on_input(request, True, prompt)
 
     def run(ticket: Ticket, *values: Any) -> Iterator[list[Any]]:
-        prompt, style, seed, method = values
+        prompt, style, seed, method, painting, strength = values
         if ticket.stop.wait(_PAUSE):
             return
-        request = PageRequest(with_style(prompt, style), method, seed, **service.defaults)
+        source = read_painting(painting, strength, service.pipe.image_size, service.pipe.grid)
+        request = PageRequest(with_style(prompt, style, service.styles), method, seed, **service.defaults, source=source)
         service.check(request)
         job = service.start(request, stop=ticket.stop, every_pass=True)
         shown: list[bytes] = []
@@ -70,18 +75,32 @@ def build_live_tab(
                 yield [gr.skip(), rendering.image_grid([*shown], f"{request.prompt}, unfinished"), gr.skip()]
         result = job.result()
         if not result.stopped:
-            news = f"Generated in {result.seconds:.2f} seconds and {result.stats.passes} passes, seed {request.seed}."
-            stage_now = rendering.image_grid([*result.images], request.prompt)
-            yield [rendering.status_line(news), stage_now, link_to(request, service.defaults, "live")]
+            news = f"{_describe(source)} in {result.seconds:.2f} seconds and {result.stats.passes} passes, seed {request.seed}."
+            image = png_file(result.images[0], service.image_parameters(result, 0))
+            address = "" if source else link_to(request, service.defaults, "live")  # no link can hold an image
+            yield [rendering.status_line(news), rendering.image_grid([image], request.prompt), address]
 
     def run_job(number: str, *values: Any) -> Iterator[list[Any]]:
         yield from stream_job(registry, number, lambda each: run(each, *values))
 
     reseeded = another_seed.click(new_seed, None, shared.seed, **INSTANT_EVENT)
-    events = (reseeded.then, shared.prompt.input, shared.style.input, methods.choice.input)
-    started = [event(start_on_input, [is_open, shared.prompt], ticket, **INSTANT_EVENT) for event in events]
+    varied = editor.vary.click(new_seed, None, shared.seed, js=call_first("vary"), **INSTANT_EVENT)
+    typed = (reseeded.then, varied.then, shared.prompt.input, shared.style.input, methods.choice.input)
+    opened = [is_open, shared.prompt]
+    started = [event(start_on_input, opened, ticket, **INSTANT_EVENT) for event in typed]
+    for event, call in editor.changes:
+        started.append(event(start_on_input, opened, ticket, js=call_first(call), **INSTANT_EVENT))
     started.append(own_tab.select(start_on_open, shared.prompt, ticket, **INSTANT_EVENT))
     for each in started:
-        values = [ticket, shared.prompt, shared.style, shared.seed, methods.choice]
-        done = each.then(run_job, values, [note, stage, link], show_progress="hidden", **queue_options)
+        values = [ticket, shared.prompt, shared.style, shared.seed, methods.choice, editor.painting, editor.strength]
+        paint = send_painting(values.index(editor.painting))
+        done = each.then(
+            run_job, values, [note, editor.stage, link], js=paint, show_progress="hidden", **queue_options
+        )  # fmt: skip
         done.success(None, link, None, js=PUSH_LINK.replace("push", "replace"), api_visibility="private")
+
+
+def _describe(source: ImageSource | None) -> str:
+    if source is None:
+        return "Generated"
+    return f"Variation of strength {source.strength:g}" if source.mask is None else "Painted part generated again"

@@ -27,6 +27,7 @@ def build_theme() -> gr.themes.Base:
         "button_primary_background_fill": "*primary_600",
         "button_primary_background_fill_hover": "*primary_700",
         "checkbox_label_background_fill_selected": "*primary_600",
+        "checkbox_border_color": "*neutral_400",
     }
     dark_contrast = {
         "body_text_color_subdued_dark": "*neutral_300",
@@ -35,6 +36,7 @@ def build_theme() -> gr.themes.Base:
         "button_primary_background_fill_dark": "*primary_600",
         "button_primary_background_fill_hover_dark": "*primary_700",
         "checkbox_label_background_fill_selected_dark": "*primary_600",
+        "checkbox_border_color_dark": "*neutral_400",
     }
     dark = {**colors, "block_title_text_color": "*neutral_200", "block_label_text_color": "*neutral_200"}
     return gr.themes.Soft(

@@ -65,7 +65,7 @@ def build_method_list(
     core = [(describe_method(each), each.name) for each in methods if not PRESETS[each.name].experimental]
     choice = component(core, value=selected, label=label, **options)
     count = len(methods) - len(core)
-    more = gr.Checkbox(label=f"More methods ({count} experimental)", visible=count > 0, elem_id=more_id, container=False)
+    more = gr.Checkbox(label=f"More methods ({count} experimental)", visible=count > 0, elem_id=more_id, elem_classes="vg-more")
     found = MethodList(choice, more, methods)
     more.change(update, [more, choice], choice, **INSTANT_EVENT)
     return found

@@ -20,18 +20,28 @@
     open(mode) {
       body.dataset.mode = mode;
     },
-    // Open a mode and press its start button, once what was filled in has reached the page.
+    // Open a mode and press its start button, once what was filled in has reached the page. Live starts when it is opened.
     start(mode) {
       const title = vargen.titles[mode];
       [...document.querySelectorAll("button[role=tab]")].find((tab) => tab.innerText.trim() === title)?.click();
-      setTimeout(() => find(`.vg-start.vg-go-${mode}`)?.click(), 80);
+      if (mode !== "live") setTimeout(() => find(`.vg-start.vg-go-${mode}`)?.click(), 80);
     },
-    // Start a link's job once its prompt has reached the page, and with it the id of the visit; after two seconds in any case.
-    startLinked(mode, tries = 40) {
-      const prompt = new URLSearchParams(location.search).get("prompt") ?? "";
-      const shown = find("#prompt textarea, #prompt input")?.value;
-      if (tries && !(shown && prompt.startsWith(shown))) setTimeout(() => vargen.startLinked(mode, tries - 1), 50);
+    // Start a link's job once its values have reached the page, and with them the id of the visit; after five seconds in any case.
+    startLinked(mode, tries = 100) {
+      if (tries && !find("#linked i")) setTimeout(() => vargen.startLinked(mode, tries - 1), 50);
       else vargen.start(mode);
+    },
+    // Chips and prompt never name different styles: typed words select a chip, and a chip removes the words of another.
+    styles: () => [...document.querySelectorAll("#style input")].map((chip) => chip.value),
+    splitStyle(prompt) {
+      const style = vargen.styles().find((each) => prompt.endsWith(`, ${each} style`));
+      return style ? [prompt.slice(0, -`, ${style} style`.length), style] : [prompt, "any"];
+    },
+    styleOf: (prompt, chosen) => vargen.styles().find((each) => prompt.toLowerCase().includes(`${each} style`)) ?? chosen,
+    withoutStyle(prompt) {
+      const named = vargen.styles().find((each) => prompt.toLowerCase().includes(`${each} style`));
+      const place = named ? prompt.toLowerCase().indexOf(`${named} style`) : prompt.length;
+      return (prompt.slice(0, place).replace(/[,\s]+$/, "") + prompt.slice(place + `${named} style`.length)).trim();
     },
     pressOpen() {
       [...document.querySelectorAll(".vg-start")].find((button) => button.offsetParent)?.click();
@@ -75,7 +85,8 @@
       const tile = vargen.chosen;
       setTimeout(() => vargen.start(tile.mode), 50);
       vargen.showResult();
-      return [tile.prompt, "any", Number(tile.seed), true];
+      const [prompt, style] = tile.mode === "video" ? [tile.prompt, "any"] : vargen.splitStyle(tile.prompt);
+      return [prompt, style, Number(tile.seed), true];
     },
   });
   vargen.titles = { image: "Image", live: "Live", video: "Video", race: "Race", explore: "Explore" };
@@ -126,7 +137,7 @@
     (event) => {
       body.classList.remove("vg-dragging");
       const field = find("#drop input[type=file]");
-      if (!carriesFiles(event) || !field || event.target.closest?.("#drop, #inpaint")) return;
+      if (!carriesFiles(event) || !field || event.target.closest?.("#drop, #live-columns")) return;
       event.preventDefault();
       field.files = event.dataTransfer.files;
       field.dispatchEvent(new Event("change", { bubbles: true }));
@@ -174,7 +185,25 @@
     };
     requestAnimationFrame(frame);
   };
-  const watch = () => document.querySelectorAll(".vg-replay:not([data-playing])").forEach(replay);
+  // -- what gradio's buttons cannot say themselves
+  const hints = {
+    "#download": "The image as a file; it carries its prompt, seed and method",
+    "#card": "To post: the image with its prompt, passes and seconds beside it",
+    "#copy-link": "The address of this page that generates this image again",
+    "#more-like-this": "Four images of the next seeds",
+    "#reuse": "Take prompt, seed and settings of this image over",
+    "#star": "Starred images stay first among those of this visit",
+    "#live-keep": "Go on from this image",
+    "#live-undo": "Back to the image before",
+    "#live-restart": "Generate from the prompt alone",
+  };
+  const watch = () => {
+    document.querySelectorAll(".vg-replay:not([data-playing])").forEach(replay);
+    for (const [selector, hint] of Object.entries(hints)) {
+      const button = find(selector);
+      if (button && !button.title) button.title = hint;
+    }
+  };
   new MutationObserver(watch).observe(body, { childList: true, subtree: true });
   watch();
 }

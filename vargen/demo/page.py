@@ -10,16 +10,27 @@ from typing import Any
 import gradio as gr
 
 from vargen.demo import first_sight
-from vargen.demo.api import add_api_endpoints
+from vargen.demo.api import add_api_endpoints, add_inpaint_endpoint
 from vargen.demo.drop_box import build_drop_box
 from vargen.demo.explore_tab import build_explore_tab
 from vargen.demo.generate_tab import build_generate_tab, connect_generate_tab
 from vargen.demo.history import History, build_history
 from vargen.demo.image_service import ImageService
-from vargen.demo.inputs import Inputs, Subject, build_inputs, build_seed, build_top, fill_inputs, fill_subject, filled_inputs
+from vargen.demo.inputs import (
+    ANY_STYLE,
+    Inputs,
+    Subject,
+    build_inputs,
+    build_seed,
+    build_top,
+    fill_inputs,
+    fill_subject,
+    filled_inputs,
+)
 from vargen.demo.jobs import QUEUED_EVENT, JobRegistry
 from vargen.demo.link_preview import TITLE
 from vargen.demo.links import request_of_link
+from vargen.demo.live_editor import connect_script
 from vargen.demo.live_tab import build_live_tab
 from vargen.demo.look import SCRIPT
 from vargen.demo.malformed_requests import Page
@@ -81,6 +92,7 @@ def build_page(
             others = [tab for name, tab in tabs.items() if name != "live"]
             with tabs["live"]:
                 build_live_tab(live, registry, shared.subject, (others, tabs["live"]), private)
+            connect_script(page)
         history = build_history(service, VisitStore())
         connect_generate_tab(service, registry, shared, view, history, private)
         if opening:
@@ -88,6 +100,8 @@ def build_page(
         build_drop_box(service, shared, view, private)
         _connect_link(page, service, shared, modes, history, racers)
         add_api_endpoints(service, queue_options)
+        if live is not None:
+            add_inpaint_endpoint(live, queue_options)
     return page
 
 
@@ -126,6 +140,7 @@ def _connect_link(
 ) -> None:
     """Have a loaded page show the images of its visitor, and generate what its address says."""
     mode = gr.Textbox(visible=False)
+    arrived = gr.HTML(elem_id="linked")  # page.js waits for it: the other values are there, too, then
 
     def read_link(visit: object, request: gr.Request) -> dict[Any, Any]:
         query = dict(request.query_params)
@@ -143,12 +158,14 @@ def _connect_link(
             gr.Warning(text(error))
             found = None
         if found is None:
-            return {**shown, mode: ""}
+            return {**shown, mode: "", arrived: ""}
         filled = fill_inputs(shared, found) if wanted == "image" else fill_subject(shared.subject, found)
+        if wanted == "video":  # has no chips of styles
+            filled |= {shared.subject.prompt: found.prompt, shared.subject.style: ANY_STYLE}
         filled |= racers.select(*methods) if wanted == "race" and len(methods) > 1 else {}
-        return {**shown, **filled, mode: wanted}
+        return {**shown, **filled, mode: wanted, arrived: "<i></i>"}
 
-    outputs = [history.visit, *history.outputs, mode, *filled_inputs(shared), racers.choice]
+    outputs = [history.visit, *history.outputs, mode, arrived, *filled_inputs(shared), racers.choice]
     loaded = page.load(read_link, history.visit, outputs, **QUEUED_EVENT)
     loaded.success(None, mode, None, js=_START_LINKED, api_visibility="private")
     _submit_prompt(shared.subject)

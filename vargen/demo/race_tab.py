@@ -27,10 +27,8 @@ def build_race_tab(service: ImageService, registry: JobRegistry, shared: Inputs,
     names = [each.name for each in service.available]
     note = gr.HTML(rendering.status_line("The same prompt and seed for each method.", "off"), elem_id="race-note")
     track = gr.HTML(elem_id="track")
-    with gr.Column(visible=False, elem_id="compare") as beside:
-        slider = gr.ImageSlider(
-            label="Slide to compare", type="filepath", interactive=False, buttons=[], elem_id="slider", height=420
-        )  # fmt: skip
+    # The style sheet hides it while it has no images: gradio at times keeps what was hidden by an update.
+    slider = gr.ImageSlider(label="Slide to compare", type="filepath", interactive=False, buttons=[], elem_id="slider")
     racers = build_method_list(
         gr.CheckboxGroup, service.available, [name for name in _DEFAULT_RACERS if name in names] or names[:2],
         "more-racers", f"Methods, two to {MAX_RACERS}", elem_id="racers", elem_classes="methods",
@@ -55,28 +53,28 @@ def build_race_tab(service: ImageService, registry: JobRegistry, shared: Inputs,
     def run(ticket: Ticket, *values: Any) -> Iterator[list[Any]]:
         requests, together = validate_racers(*values), values[-1] == TOGETHER
         news = f"Racing {len(requests)} methods on “{requests[0].prompt}”, {TOGETHER if together else IN_TURN} …"
-        yield [rendering.status_line(news), render_track(service, requests, []), gr.Column(visible=False), gr.skip()]
+        yield [rendering.status_line(news), render_track(service, requests, []), None]
         jobs: list[Job] = []
         for request in requests:
             jobs.append(service.start(request, stop=ticket.stop, alone=True))
             while not together and not jobs[-1].done.wait(POLL_SECONDS):
-                yield [gr.skip(), render_track(service, requests, jobs), gr.skip(), gr.skip()]
+                yield [gr.skip(), render_track(service, requests, jobs), gr.skip()]
             if ticket.stop.is_set():
                 break
         while not all(job.done.wait(POLL_SECONDS) for job in jobs):
-            yield [gr.skip(), render_track(service, requests, jobs), gr.skip(), gr.skip()]
+            yield [gr.skip(), render_track(service, requests, jobs), gr.skip()]
         results = [job.result() for job in jobs]
         news = verdict(results, ticket.stop.is_set(), service.baseline)
         track_now = render_track(service, requests, jobs)
         if ticket.stop.is_set():
-            yield [rendering.status_line(news), track_now, gr.skip(), gr.skip()]
+            yield [rendering.status_line(news), track_now, gr.skip()]
             return
         first, last = (service.save(each)[0] for each in (results[0], results[-1]))
         label = f"Slide to compare {results[0].request.method} (left) and {results[-1].request.method} (right)"
         pair = gr.ImageSlider((first, last), label=label)
-        yield [rendering.status_line(news), track_now, gr.Column(visible=True), pair]
+        yield [rendering.status_line(news), track_now, pair]
 
-    controls = JobControls(note, [*shared.sampling, racers.choice, order], [track, beside, slider])
+    controls = JobControls(note, [*shared.sampling, racers.choice, order], [track, slider])
     connect_job(registry, shared.subject, "race", controls, check, run, queue_options)
     return racers
 

@@ -16,6 +16,14 @@ from PIL import Image
 
 _CELL = 20  # SVG units per token of the map
 _LEVELS = 8  # shades; larger counts of accepted tokens share the last
+# What methods are called beside their name where visitors meet them first.
+PLAIN_WORDS = {
+    "ar": "one token per pass",
+    "gumbel": "several tokens per pass",
+    "gsd": "accepts similar tokens, too",
+    "plain": "one scale per pass",
+    "code": "fine scales by a smaller model",
+}
 
 
 def text(value: object) -> str:
@@ -114,9 +122,7 @@ def _pieces(rows: Sequence[tuple[int, int, int]], first: int, last: int) -> Iter
 def legend() -> str:
     """Explain the token map."""
     shades = "".join(f'<i class="k{k}">{k}{"+" if k == _LEVELS else ""}</i>' for k in (1, 2, 3, 4, 6, _LEVELS))
-    return (
-        f'<p class="vg-legend"><span>One pill is one pass; tokens it accepted:</span> <span class="vg-keys">{shades}</span></p>'
-    )
+    return f'<p class="vg-legend"><span>Tokens that a pass accepted:</span> <span class="vg-keys">{shades}</span></p>'
 
 
 def progress(done: int, total: int, seconds: float = 0.0) -> str:
@@ -138,10 +144,10 @@ def speed(seconds: float, tokens: int, counts: Sequence[int], num_images: int = 
     """Return elapsed time, tokens per second and tokens per pass of an active run; `tokens` counts those of one image."""
     passes = len(counts)
     return {
+        "passes": str(passes),
+        "tokens per pass": f"{tokens / passes:.2f}" if passes else "–",
         "seconds": f"{seconds:.1f}",
         "tokens per second": f"{tokens * num_images / seconds:.0f}" if seconds > 0 else "–",
-        "tokens per pass": f"{tokens / passes:.2f}" if passes else "–",
-        "passes": str(passes),
     }
 
 
@@ -178,7 +184,7 @@ def result_cards(cards: Sequence[ResultCard], prompt: str) -> str:
         badge = f'<strong class="vg-badge">✓ {text(card.badge)}</strong>' if card.badge else ""
         tag = f'<span class="vg-tag">{text(card.tag)}</span>' if card.tag else ""
         cells.append(
-            f"<figure><figcaption><b>{text(card.name)}</b>{tag}</figcaption>"
+            f"<figure><figcaption><b>{text(card.name)}</b>{tag}<span>{PLAIN_WORDS.get(card.name, '')}</span></figcaption>"
             f"{image_tag(card.image, f'{prompt}, by {card.name}')}"
             f"{progress(card.done, card.total)}<p>{text(card.caption)}</p>{badge}</figure>"
         )

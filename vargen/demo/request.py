@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import io
 import math
 import secrets
 import tempfile
 import threading
 from collections import deque
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
 
 from vargen.decoding import DEFAULT_METHOD
-from vargen.image_metadata import png_chunks
+from vargen.demo.sources import ImageSource
+from vargen.image_metadata import png_file
 from vargen.options import OPTIONS
 
 MAX_PROMPT = 300  # characters
@@ -33,6 +33,8 @@ RANGES: dict[str, tuple[float, float, bool, str]] = {
     "best_of": (1, MAX_CANDIDATES, True, "The number of candidates"),
 }
 
+_NOT_RECORDED = ("num_images", "best_of", "source")  # fields that are no parameters of a single image
+
 
 @dataclass(frozen=True)
 class PageRequest:
@@ -47,6 +49,7 @@ class PageRequest:
         negative_prompt: empty for none.
         num_images: number of images.
         best_of: candidates per image, from which the scorer selects the best.
+        source: the image to vary or inpaint; None for generation from scratch.
 
     Raises:
         ValueError: for a value outside its limits, with a message for users.
@@ -62,6 +65,7 @@ class PageRequest:
     negative_prompt: str = ""
     num_images: int = 1
     best_of: int = 1
+    source: ImageSource | None = None
 
     def __post_init__(self) -> None:
         for name in ("prompt", "negative_prompt"):
@@ -75,10 +79,10 @@ class PageRequest:
 
     def parameters(self) -> dict[str, Any]:
         """Return the parameters as `vargen generate` writes them to a PNG, so that each can read the other's images."""
-        values = asdict(self)
-        del values["num_images"], values["best_of"]
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _NOT_RECORDED}
         values["accelerator"] = values.pop("method")
-        return {**values, "top_k": self.top_k or None, "negative_prompt": self.negative_prompt or None}
+        source = self.source.parameters() if self.source else {}
+        return {**values, "top_k": self.top_k or None, "negative_prompt": self.negative_prompt or None, **source}
 
     def single(self, number: int, seed: int | None = None) -> PageRequest:
         """Return the request for image `number` of a batch alone; `seed` is that of a selected candidate."""
@@ -97,7 +101,7 @@ def request_from_metadata(parameters: dict[str, Any], defaults: dict[str, Any]) 
     """
     prompt = parameters.get("prompt", parameters.get("class_label"))
     values = {**parameters, "prompt": None if prompt is None else str(prompt), "method": parameters.get("accelerator", "ar")}
-    known = {field.name for field in fields(PageRequest)} - {"num_images", "best_of"}
+    known = {field.name for field in fields(PageRequest)} - set(_NOT_RECORDED)
     given = {name: value for name, value in values.items() if name in known and value is not None}
     return PageRequest(**{**defaults, **({"top_k": 0} if "top_k" in parameters else {}), **given})
 
@@ -138,9 +142,7 @@ class ImageFolder:
 
     def save(self, image: Image.Image, parameters: dict[str, Any]) -> Path:
         """Write an image; its file name contains the seed and not the prompt."""
-        file = io.BytesIO()
-        image.save(file, format="PNG", pnginfo=png_chunks(parameters, image.size))
-        return self.write(f"vargen-{parameters['seed']}.png", file.getvalue())
+        return self.write(f"vargen-{parameters['seed']}.png", png_file(image, parameters))
 
     def write(self, name: str, content: bytes) -> Path:
         """Write a file of this name, in a folder of its own."""

@@ -27,8 +27,7 @@ _MAX_BLOCKS = 64
 def build_video_tab(service: VideoService, registry: JobRegistry, subject: Subject, queue_options: dict[str, Any]) -> None:
     """Lay out the mode and connect its events."""
     gr.Markdown(
-        f"The model {service.name} generates a video block by block: a small network drafts each block, a scorer scores it, "
-        "and the large network regenerates blocks that score too low.",
+        "A small network drafts each block of the video. The large one generates it again if the draft scores too low.",
         elem_classes="vg-hint",
     )
     with gr.Row(elem_id="video-examples", elem_classes="vg-examples"):

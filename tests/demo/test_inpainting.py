@@ -1,0 +1,258 @@
+"""Variations and inpainting on the page: what is read, what a PNG records, the endpoint, and the brush in a browser."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from page_contrast import LOW_CONTRAST
+from PIL import Image
+from rejects import rejects
+
+pytest.importorskip("gradio")
+
+import gradio_client
+import httpx
+from tiny_models import text_var_pipeline
+
+from vargen.demo.image_service import ImageService
+from vargen.demo.page import build_page
+from vargen.demo.request import PageRequest, request_from_metadata
+from vargen.demo.sources import ImageSource, read_painting, read_upload
+from vargen.image_metadata import png_file, read_parameters
+from vargen.pipelines.regeneration import validate_regenerable
+
+FIELD = "#prompt textarea, #prompt input"
+SIDE, GRID = 8, (4, 4)  # of the tiny model
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[ImageService]:
+    made = ImageService(text_var_pipeline(), "tiny")
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def address(service: ImageService, serve_page: Any) -> Iterator[str]:
+    yield from serve_page(build_page(service))
+
+
+def noise(size: tuple[int, int] = (SIDE, SIDE)) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(0).integers(0, 256, (*size[::-1], 3), dtype=np.uint8))
+
+
+def sent(image: Image.Image, cells: str = "") -> str:
+    data = base64.b64encode(png_file(image, {"prompt": "a"})).decode()
+    return json.dumps({"image": f"data:image/png;base64,{data}", "cells": cells})
+
+
+def test_painted_cells_become_the_mask() -> None:
+    cells = "1000000000000001"
+    found = read_painting(sent(noise(), cells), 0.3, SIDE, GRID)
+    assert found is not None and found.mask is not None and found.strength is None
+    assert found.image.tobytes() == noise().tobytes(), "not a pixel of the source changes on its way"
+    white = np.asarray(found.mask) == 255
+    assert white[:2, :2].all() and white[6:, 6:].all() and white.sum() == 8
+    varied = read_painting(sent(noise()), 0.3, SIDE, GRID)
+    assert varied is not None and varied.mask is None and varied.strength == 0.3
+    assert read_painting("", 0.3, SIDE, GRID) is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x",
+        "[]",
+        "{}",
+        '{"image": 1, "cells": ""}',
+        '{"image": "data:,!", "cells": ""}',
+        sent(noise(), "10"),
+        sent(noise(), "2" * 16),
+    ],
+)
+def test_what_is_no_painting_gets_a_message(text: str) -> None:
+    rejects(lambda: read_painting(text, 0.8, SIDE, GRID), "cannot be read")
+
+
+def test_limits_are_named(tmp_path: Path) -> None:
+    for strength in (-0.1, 1.5, float("nan"), "much"):
+        rejects(lambda strength=strength: ImageSource(noise(), None, strength), "strength must be from 0")
+    rejects(lambda: read_painting(sent(noise((9, 8))), 0.3, SIDE, GRID), "must have 8x8 pixels, not 9x8")
+    rejects(lambda: read_painting(sent(noise()), 0.3, None, GRID), "cannot be read")
+    rejects(lambda: read_upload({"path": "/etc/passwd"}, None, None, SIDE), "image must be a file")
+    (tmp_path / "a.png").write_bytes(b"no image")
+    noise().save(tmp_path / "b.png")
+    noise((9, 9)).save(tmp_path / "c.png")
+    rejects(lambda: read_upload(uploaded(tmp_path / "a.png"), None, None, SIDE), "The image cannot be read")
+    rejects(lambda: read_upload(uploaded(tmp_path / "b.png"), uploaded(tmp_path / "c.png"), None, SIDE), "must have 8x8")
+
+
+def uploaded(path: Path) -> dict[str, Any]:
+    return {"path": str(path), "meta": {"_type": "gradio.FileData"}}
+
+
+def test_the_page_inpaints_as_the_pipeline_does_and_the_file_says_so(service: ImageService) -> None:
+    source = read_painting(sent(noise(), "1100" * 4), 0.8, SIDE, GRID)
+    assert source is not None
+    result = service.start(PageRequest("a cat", "plain", 5, **service.defaults, source=source), previews=False).result()
+    own = service.defaults | {"top_k": service.vocab}
+    direct = service.pipe("a cat", image=source.image, mask=source.mask, generator=torch.Generator().manual_seed(5), **own)
+    assert result.images[0].tobytes() == direct.images[0].tobytes()
+    recorded = read_parameters(service.save(result)[0])
+    assert len(recorded["image"]) == len(recorded["mask"]) == 16 and recorded["image"] != recorded["mask"]
+    assert "strength" not in recorded and "source" not in recorded
+    rejects(
+        lambda: validate_regenerable(recorded), "generated from another one (image, mask), which its parameters do not contain"
+    )
+    assert request_from_metadata({**recorded, "source": "x"}, service.defaults).source is None
+
+
+def test_the_endpoint(address: str, service: ImageService, tmp_path: Path) -> None:
+    client = gradio_client.Client(address, verbose=False, download_files=str(tmp_path), analytics_enabled=False)
+    noise().save(tmp_path / "image.png")
+    Image.new("L", (SIDE, SIDE), 255).save(tmp_path / "mask.png")
+    image, mask = (gradio_client.handle_file(tmp_path / name) for name in ("image.png", "mask.png"))
+    kept, report = client.predict("a cat", image, strength=0, seed=1, api_name="/inpaint")
+    assert report["strength"] == 0 and report["stats"]["passes"] == 0 and read_parameters(kept[0])["image"] == report["image"]
+    seeds = [client.predict("a cat", image, mask, seed=seed, api_name="/inpaint")[0][0] for seed in (1, 2, 1)]
+    one, other, again = (Image.open(path).tobytes() for path in seeds)
+    assert one == again != other
+    types = client.view_api(return_format="dict")["named_endpoints"]["/inpaint"]
+    assert [each["parameter_name"] for each in types["parameters"]] == ["prompt", "image", "mask", "strength", "method", "seed"]
+
+
+@pytest.mark.parametrize("image", ["/etc/hostname", {"path": "/etc/hostname"}, {"path": "/etc/hostname", "meta": {}}])
+def test_files_of_the_server_are_no_uploads(address: str, image: Any) -> None:
+    assert "must be a file" in answer(address, image)
+
+
+def test_a_file_that_was_not_uploaded_is_refused(address: str, tmp_path: Path) -> None:
+    noise().save(tmp_path / "mine.png")
+    assert "error" in (said := answer(address, uploaded(tmp_path / "mine.png"))) and "complete" not in said
+
+
+def answer(address: str, image: Any) -> str:
+    """What the server says to a caller that uploads nothing."""
+    call = f"{address}gradio_api/call/inpaint"
+    number = httpx.post(call, json={"data": ["a cat", image, None, None, None, 1]}).json()["event_id"]
+    return httpx.get(f"{call}/{number}", timeout=60).text
+
+
+# -- in headless Chromium
+
+
+def touch(browser: Any, kind: str, *points: tuple[float, float]) -> None:
+    """Dispatch a touch over the image, at fractions of its width and height."""
+    left, top, width, height = box(browser)
+    places = [{"x": left + x * width, "y": top + y * height} for x, y in points]
+    browser.driver.execute_cdp_cmd("Input.dispatchTouchEvent", {"type": kind, "touchPoints": places})
+
+
+def box(browser: Any) -> list[float]:
+    found = "const {left, top, width, height} = document.querySelector('#live-easel canvas').getBoundingClientRect();"
+    return list(browser.script(found + "return [left, top, width, height]"))
+
+
+def drag(browser: Any, *points: tuple[float, float]) -> None:
+    """Paint with the mouse, along fractions of the image."""
+    browser.script("document.querySelector('#live-easel').scrollIntoView({block: 'center'})")
+    left, top, width, height = box(browser)
+    kinds = ["mousePressed", *["mouseMoved"] * (len(points) - 1), "mouseReleased"]
+    for kind, (x, y) in zip(kinds, [*points, points[-1]], strict=True):
+        place = {"x": left + x * width, "y": top + y * height, "button": "left", "buttons": 1, "clickCount": 1}
+        browser.driver.execute_cdp_cmd("Input.dispatchMouseEvent", {"type": kind, **place})
+
+
+def shown(browser: Any) -> tuple[dict[str, Any], np.ndarray]:
+    """The parameters and pixels of the finished image."""
+    browser.until(lambda: browser.attribute("#live-stage img", "src").startswith("data:image/png"))
+    content = base64.b64decode(browser.attribute("#live-stage img", "src").split(",")[1])
+    with Image.open(io.BytesIO(content)) as opened:
+        return json.loads(opened.text["vargen"]), np.asarray(opened.convert("RGB")).astype(int)
+
+
+def painted(browser: Any) -> list[int]:
+    """The painted cells."""
+    message = browser.script("return window.vargen.brush.read()")
+    return [place for place, cell in enumerate(json.loads(message)["cells"]) if cell == "1"] if message else []
+
+
+def open_live(browser: Any) -> None:
+    browser.press_tab("Live")
+    browser.says("#live-note", "Generated in")
+    browser.until(lambda: browser.attribute("#live-stage img", "src").startswith("data:image/png"))
+
+
+def test_only_what_is_painted_is_generated_again_and_it_follows_the_prompt(browser: Any) -> None:
+    open_live(browser)
+    parameters, before = shown(browser)
+    assert "image" not in parameters and not browser.shown("#live-undo")
+    drag(browser, (0.1, 0.1), (0.1, 0.9))
+    browser.says("#live-note", "Painted part generated again")
+    assert set(painted(browser)) >= {0, 4, 8, 12} and not set(painted(browser)) & {3, 7, 11, 15}
+    browser.write(FIELD, "a green frog")
+    browser.until(lambda: shown(browser)[0]["prompt"] == "a green frog")
+    parameters, after = shown(browser)
+    assert {"image", "mask"} <= parameters.keys() and (after != before).any()
+    browser.click("#live-undo")
+    browser.until(lambda: painted(browser) == [])
+    browser.click("#live-vary")
+    browser.says("#live-note", "Variation of strength 0.8")
+    assert shown(browser)[0]["strength"] == 0.8
+    browser.click("#live-restart")
+    browser.says("#live-note", "Generated in")
+    assert "image" not in shown(browser)[0] and not browser.shown("#live-restart")
+    assert not [entry["message"] for entry in browser.driver.get_log("browser") if entry["level"] == "SEVERE"]
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_the_editor_has_the_contrast_of_wcag_aa(browser: Any, theme: str) -> None:
+    browser.prefer(theme)
+    browser.until(lambda: browser.script("return document.body.classList.contains('dark')") == (theme == "dark"))
+    open_live(browser)
+    drag(browser, (0.1, 0.1), (0.1, 0.4))
+    browser.until(lambda: browser.shown("#live-undo") and browser.shown("#live-restart"))
+    browser.until(lambda: browser.script("return document.getAnimations().every(each => each.playState !== 'running')"))
+    assert not browser.script(LOW_CONTRAST)
+
+
+def test_a_finger_paints_after_the_brush_was_taken(browser: Any) -> None:
+    browser.driver.execute_cdp_cmd("Emulation.setTouchEmulationEnabled", {"enabled": True})
+    try:
+        browser.resize(390, 844)
+        browser.open(browser.script("return location.href"))
+        open_live(browser)
+        browser.until(lambda: browser.attribute(".vg-brush button", "aria-pressed") == "false")
+        browser.script("document.querySelector('.vg-brush button').click()")
+        browser.until(lambda: browser.count("#live-easel canvas.vg-brushing"))
+        browser.script("document.querySelector('#live-easel').scrollIntoView({block: 'center'})")
+        top = box(browser)[1]
+        touch(browser, "touchStart", (0.9, 0.1))
+        touch(browser, "touchMove", (0.9, 0.9))
+        touch(browser, "touchEnd")
+        browser.says("#live-note", "Painted part generated again")
+        assert set(painted(browser)) >= {3, 7, 11, 15} and box(browser)[1] == top, "the page does not scroll meanwhile"
+        assert browser.script("return document.documentElement.scrollWidth") <= 390
+    finally:
+        browser.driver.execute_cdp_cmd("Emulation.setTouchEmulationEnabled", {"enabled": False})
+
+
+def test_an_image_of_ones_own_is_varied(browser: Any, tmp_path: Path) -> None:
+    open_live(browser)
+    noise((40, 20)).save(tmp_path / "own.jpg")
+    browser.drop("#live-file input[type=file]", tmp_path / "own.jpg")
+    browser.says("#live-note", "Your image")
+    browser.click("#live-vary")
+    browser.says("#live-note", "Variation of strength")
+    assert {"image", "strength"} <= shown(browser)[0].keys()
+    (tmp_path / "none.png").write_bytes(b"no image")
+    browser.drop("#live-file input[type=file]", tmp_path / "none.png")
+    browser.says("#live-note", "not an image")

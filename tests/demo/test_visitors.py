@@ -1,0 +1,27 @@
+"""benchmarks/visitors.py: every answer is compared, stops and visitors who leave are counted, and memory is sampled."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import visitors
+from serving import SoakRequest, find_wrong
+
+from vargen.demo.image_service import ImageService
+
+
+def test_visitors_are_counted_and_their_images_compared(address: str, service: ImageService) -> None:
+    asked = [SoakRequest(0, "a cat", 3), SoakRequest(1, "a dog", 4, 0.0), SoakRequest(2, "a cat", 3, 0.0)]
+    asked += [SoakRequest(3, "a cat", 5, stream=True), SoakRequest(4, "x" * 400, 1)]
+    result, records = visitors.run_visitors(address, os.getpid(), asked, 2, "gumbel")
+    assert (result.answered, result.stopped, result.left, len(result.errors)) == (2, 1, 1, 1)
+    assert "at most 300" in result.errors[0] and 0 < result.p50 <= result.p99 and result.mib[0] > 1
+    assert find_wrong(records, asked, service.pipe, "ar") == []
+    swapped: list[dict[str, Any]] = [{**each, "number": 3 - each["number"]} for each in records if "image" in each]
+    assert sorted(find_wrong(swapped, asked, service.pipe, "ar")) == [0, 3], "another image is noticed"
+
+
+def test_growth_is_that_from_the_second_to_the_last_quarter() -> None:
+    figures = visitors.VisitResult(mib=[10.0, 50.0, 60.0, 62.5]).summary()["mib"]
+    assert figures == {"most": 62.5, "end": 62.5, "growth": 12.5}
