@@ -153,7 +153,7 @@ def _unit(images: Any, name: str) -> Any:
     return numbers.float().numpy() if array else numbers.float()
 
 
-VARIATION_STRENGTH, INPAINT_STRENGTH = 0.8, 1.0  # default strength without and with a mask
+DEFAULT_VARIATION_STRENGTH, DEFAULT_INPAINT_STRENGTH = 0.8, 1.0  # default strength without and with a mask
 _HALF = 0.5  # threshold of mask values, and of the kept fraction of a token's area
 
 
@@ -191,7 +191,13 @@ def validate_source(image: Any, mask: Any, strength: Any, side: int, processor: 
             if value is not None:
                 raise ValueError(f"{name} says what to do with an image, and none is given: pass image")
         return None
-    share = parse_float(strength) if strength is not None else INPAINT_STRENGTH if mask is not None else VARIATION_STRENGTH
+    share = (
+        parse_float(strength)
+        if strength is not None
+        else DEFAULT_INPAINT_STRENGTH
+        if mask is not None
+        else DEFAULT_VARIATION_STRENGTH
+    )
     if share is None or not 0 <= share <= 1:
         raise ValueError(f"strength must be from 0 (keep the image) to 1 (regenerate all of it), got {short_repr(strength)}")
     for width, height in _sizes(image):

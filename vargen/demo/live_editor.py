@@ -11,7 +11,7 @@ import gradio as gr
 
 from vargen.demo import rendering
 from vargen.demo.image_service import ImageService
-from vargen.pipelines.images import VARIATION_STRENGTH
+from vargen.pipelines.images import DEFAULT_VARIATION_STRENGTH
 
 SCRIPT = Path(__file__).with_name("brush.js")
 _HINT = "Paint over a part of the image: only this part is generated again, and it follows what you type."
@@ -50,7 +50,7 @@ def build_live_editor(service: ImageService) -> LiveEditor:
                 keep = gr.Button("Keep this", size="sm", min_width=0, elem_id="live-keep")
                 undo = gr.Button("Undo", size="sm", min_width=0, elem_id="live-undo")
             strength = gr.Slider(
-                0.05, 1, VARIATION_STRENGTH, step=0.05, label="How different", elem_id="live-strength",
+                0.05, 1, DEFAULT_VARIATION_STRENGTH, step=0.05, label="How different", elem_id="live-strength",
                 info="More like this: low strengths keep the composition, 1 keeps nothing.",
             )  # fmt: skip
             with gr.Row(elem_classes="vg-actions"):
