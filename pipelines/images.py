@@ -191,13 +191,8 @@ def validate_source(image: Any, mask: Any, strength: Any, side: int, processor: 
             if value is not None:
                 raise ValueError(f"{name} says what to do with an image, and none is given: pass image")
         return None
-    share = (
-        parse_float(strength)
-        if strength is not None
-        else DEFAULT_INPAINT_STRENGTH
-        if mask is not None
-        else DEFAULT_VARIATION_STRENGTH
-    )
+    usual = DEFAULT_VARIATION_STRENGTH if mask is None else DEFAULT_INPAINT_STRENGTH
+    share = usual if strength is None else parse_float(strength)
     if share is None or not 0 <= share <= 1:
         raise ValueError(f"strength must be from 0 (keep the image) to 1 (regenerate all of it), got {short_repr(strength)}")
     for width, height in _sizes(image):
