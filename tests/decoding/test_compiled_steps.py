@@ -13,6 +13,9 @@ from vargen.decoding.next_token import compiled_steps
 from vargen.decoding.next_token.engine import Engine
 from vargen.decoding.noise import Noise, Purpose
 from vargen.decoding.sampling import RowSampling, to_probs
+
+pytest.importorskip("numba")
+
 from vargen.kernels.cpu_sample import MARGIN
 
 SEEDS = torch.tensor([3, 2**62, 7])

@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import pytest
 import visitors
 from serving import SoakRequest, find_wrong
 
 from vargen.demo.image_service import ImageService
+
+pytest.importorskip("psutil")
 
 
 def test_visitors_are_counted_and_their_images_compared(address: str, service: ImageService) -> None:
