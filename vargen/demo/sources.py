@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from gradio_client.utils import is_file_obj_with_meta
 from PIL import Image, ImageOps
 
 from vargen.image_metadata import pixels_digest
@@ -103,6 +102,8 @@ def read_upload(image: Any, mask: Any, strength: Any, side: int) -> ImageSource:
 
 
 def _open_upload(file: Any, name: str) -> Image.Image:
+    from gradio_client.utils import is_file_obj_with_meta  # here: requests are validated without gradio, too
+
     # Only of such values, gradio has checked that the path is that of an uploaded file.
     if not is_file_obj_with_meta(file):
         raise ValueError(f"The {name} must be a file, for example gradio_client.handle_file('apple.png').")
