@@ -44,27 +44,46 @@ class SoakRequest:
 
 
 @dataclass
-class SoakResult:
-    """What a soak measured.
+class RunResult:
+    """What a run of clients measured.
 
     Attributes:
-        answered, cancelled: number of requests. retries: number of answers with status 429 or 503.
-        wrong: numbers of requests whose image is not the one generated alone. errors: other answers.
+        answered: number of requests.
+        wrong: numbers of requests whose image is not the one generated alone. errors: messages of requests that failed.
         seconds: from the first request to the last answer.
-        p50, p99: seconds of a request that was answered.
-        mib: memory of the server after the first 50 requests, at most from then on, and at the end.
-        kills: what was killed.
+        p50, p99: seconds of a request that was answered, its place in the queue included.
+        mib: memory of the server, sampled as each kind of run says.
     """
 
     answered: int = 0
-    cancelled: int = 0
-    retries: int = 0
     wrong: list[int] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     seconds: float = 0.0
     p50: float = 0.0
     p99: float = 0.0
     mib: list[float] = field(default_factory=list)
+
+    def count(self, records: list[dict[str, Any]]) -> None:
+        """Count the answers and errors among records of requests, and find the percentiles."""
+        seconds = sorted(record["seconds"] for record in records if "image" in record)
+        self.answered = len(seconds)
+        self.errors = [record["error"] for record in records if "error" in record]
+        if seconds:
+            self.p50, self.p99 = seconds[len(seconds) // 2], seconds[min(len(seconds) - 1, int(0.99 * len(seconds)))]
+
+
+@dataclass
+class SoakResult(RunResult):
+    """What a soak measured.
+
+    Attributes:
+        cancelled: number of requests. retries: number of answers with status 429 or 503.
+        mib: memory of the server after the first 50 requests, at most from then on, and at the end.
+        kills: what was killed.
+    """
+
+    cancelled: int = 0
+    retries: int = 0
     kills: list[str] = field(default_factory=list)
 
     @property
@@ -213,7 +232,9 @@ def run_soak(
                 result.kills.append("a replica")
         result.seconds = time.perf_counter() - started
         records = [record for file in files for record in _read_records(file)]
-    _summarize(result, records)
+    result.count(records)
+    result.cancelled = sum("cancelled" in record for record in records)
+    result.retries = sum(record["retries"] for record in records)
     return result, records
 
 
@@ -227,15 +248,6 @@ def _read_records(file: Path) -> list[dict[str, Any]]:
     """Read whole lines; the client may have been killed during one."""
     text = file.read_text() if file.exists() else ""
     return [json.loads(line) for line in text.split("\n")[:-1]]
-
-
-def _summarize(result: SoakResult, records: list[dict[str, Any]]) -> None:
-    seconds = sorted(record["seconds"] for record in records if "image" in record)
-    result.answered, result.cancelled = len(seconds), sum("cancelled" in record for record in records)
-    result.retries = sum(record["retries"] for record in records)
-    result.errors = [record["error"] for record in records if "error" in record]
-    if seconds:
-        result.p50, result.p99 = seconds[len(seconds) // 2], seconds[min(len(seconds) - 1, int(0.99 * len(seconds)))]
 
 
 def find_wrong(records: list[dict[str, Any]], requests: list[SoakRequest], pipe: Any, method: str) -> list[int]:

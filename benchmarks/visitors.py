@@ -23,38 +23,29 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from PIL import Image
-from serving import SoakRequest, digest, find_wrong, make_requests, measure_mib
+from serving import RunResult, SoakRequest, digest, find_wrong, make_requests, measure_mib
 
 _MANY = 100_000  # requests of a run by minutes: never all of them
 _SAMPLE_SECONDS = 1.0
 
 
 @dataclass
-class VisitResult:
-    """What a run measured.
+class VisitResult(RunResult):
+    """What visits measured.
 
     Attributes:
-        answered, stopped, left: number of requests.
-        wrong: numbers of requests whose image is not the one generated alone. errors: messages of requests that failed.
-        seconds: of the whole run. p50, p99: seconds of a request that was answered, its place in the queue included.
+        stopped, left: number of requests.
         mib: memory of the page and its child processes, a sample per second.
     """
 
-    answered: int = 0
     stopped: int = 0
     left: int = 0
-    wrong: list[int] = field(default_factory=list)
-    errors: list[str] = field(default_factory=list)
-    seconds: float = 0.0
-    p50: float = 0.0
-    p99: float = 0.0
-    mib: list[float] = field(default_factory=list)
 
     def summary(self) -> dict[str, Any]:
         """Return the figures; of memory, its growth from the second to the last quarter of the run, in MiB."""
@@ -104,12 +95,8 @@ def run_visitors(
         result.mib.append(measure_mib(process))
         time.sleep(_SAMPLE_SECONDS)
     result.seconds = time.perf_counter() - started
-    seconds = sorted(record["seconds"] for record in records if "image" in record)
-    result.answered = len(seconds)
+    result.count(records)
     result.stopped, result.left = (sum(kind in record for record in records) for kind in ("stopped", "left"))
-    result.errors = [record["error"] for record in records if "error" in record]
-    if seconds:
-        result.p50, result.p99 = seconds[len(seconds) // 2], seconds[min(len(seconds) - 1, int(0.99 * len(seconds)))]
     return result, records
 
 
