@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import wait_until
 
 from vargen.demo.image_service import ImageService
 from vargen.demo.jobs import Job
@@ -102,15 +103,6 @@ def runs(service: ImageService, monkeypatch: pytest.MonkeyPatch) -> list[Job]:
 
     monkeypatch.setattr(service, "start", start_and_tell)
     return started
-
-
-def wait_until(condition: Callable[[], Any], seconds: float = 60) -> None:
-    waiting = threading.Event()
-    for _ in range(int(seconds / 0.05)):
-        if condition():
-            return
-        waiting.wait(0.05)
-    raise AssertionError(f"not within {seconds} s")
 
 
 CALLS = {"generate": ["a red apple"], "compare": ["a red apple", ["ar", "gumbel"]]}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -16,12 +15,14 @@ pytest.importorskip("gradio")
 
 from served import Gate
 from tiny_models import class_var_pipeline
+from waiting import wait_until
 
 from vargen.decoding import NonFiniteLogitsError
 from vargen.demo.image_service import ImageService
 from vargen.demo.jobs import Job
 from vargen.demo.request import PageRequest
 from vargen.demo.shared_passes import slowest_counts
+from vargen.demo.sources import ImageSource
 
 ONE = PageRequest("a red apple", "ar", 3, 2.0)
 TWO = PageRequest("a very long sentence about a cat that sits", "ar", 8, 2.0, 0.7, 5, 0.9, num_images=2)
@@ -39,14 +40,6 @@ def gate(service: ImageService) -> Iterator[Gate]:
     made = Gate(service.pipe.transformer)
     yield made
     made.remove()
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    for _ in range(3000):
-        if condition():
-            return
-        time.sleep(0.01)
-    raise AssertionError("it did not happen")
 
 
 def assert_same(job: Job, alone: Job) -> None:
@@ -159,6 +152,12 @@ def test_what_cannot_share_passes_is_generated_in_a_batch_of_its_own(
 ) -> None:
     request = replace(ONE, **changes)
     assert_same(shared.start(request), service.start(request))
+
+
+def test_a_source_image_is_never_ignored(shared: ImageService) -> None:
+    job = shared.start(replace(ONE, source=ImageSource(Image.new("RGB", (8, 8)))))
+    with pytest.raises(TypeError, match="image"):  # of the pipeline, which takes none
+        job.result()
 
 
 def test_next_scale_images_are_generated_as_before() -> None:

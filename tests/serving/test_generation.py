@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 from served import Gate, generate_alone, image_task
 from tiny_language_models import make_emu3
 from tiny_models import class_pipeline
+from waiting import wait_until
 
 from vargen import accelerate
 from vargen.decoding import NonFiniteLogitsError, Sampling
@@ -30,14 +30,6 @@ from vargen.serving.tasks import (
 
 def pixels(image: Any) -> bytes:
     return bytes(image.convert("RGB").tobytes())
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    for _ in range(3000):
-        if condition():
-            return
-        time.sleep(0.01)
-    raise AssertionError("it did not happen")
 
 
 @pytest.mark.parametrize("method", ["gumbel", "gsd"])

@@ -42,12 +42,12 @@ class SharedPasses:
     def submit(self, job: Job) -> SharedJob | None:
         """Have a running batch generate the images of a job; None if they must be generated in a batch of their own.
 
-        That is the case for methods whose images cannot join a running batch, for more images than slots, for candidates, for
-        negative prompts, and if all running batches are of other methods or guidance scales.
+        That is the case for methods whose images cannot join a running batch, for more images than slots, for candidates,
+        negative prompts and source images, and if all running batches are of other methods or guidance scales.
         """
         request = job.request
         method = self.pipe.resolve_method(request.method)
-        alone = request.num_images > self.slots or request.best_of > 1 or request.negative_prompt
+        alone = request.num_images > self.slots or request.best_of > 1 or request.negative_prompt or request.source
         if alone or not self.pipe.joins_running_batch(method):
             return None
         shared = SharedJob(job, self.pipe, method.name)
@@ -151,9 +151,7 @@ class SharedJob:
     def _make_stats(self, handle: TaskHandle, image: GeneratedImage | None, counts: list[int]) -> DecodeStats:
         if image is not None and image.stats is not None:
             return image.stats
-        histogram = [counts.count(number) for number in range(max(counts, default=0) + 1)]
-        own: dict[str, Any] = {"committed_histogram": histogram, "relaxation": [0.0], "seeds": [handle.task.seed]}
-        return DecodeStats(self.method, 1, sum(counts), len(counts), **own)
+        return DecodeStats.from_counts(self.method, counts, handle.task.seed)
 
     def _cancel(self) -> None:
         for handle in self.handles:

@@ -53,18 +53,14 @@ class ImageRequest:
 
     def make_stats(self, method: str, threads: int = 1, relaxation: float = 0.0, forced: Tensor | None = None) -> DecodeStats:
         """Return the statistics of this image alone; `forced`: see `TokenModel`."""
-        length, histogram = sum(self.counts), Counter(self.counts)
-        return DecodeStats(
+        return DecodeStats.from_counts(
             method,
-            images=1,
-            tokens=length,
-            passes=len(self.counts),
-            committed_histogram=[histogram[count] for count in range(max(histogram, default=0) + 1)],
+            self.counts,
+            self.seed,
             passes_by_width=dict(self.widths),
             relaxation=[relaxation],
-            seeds=[self.seed],
             threads=threads,
-            forced=0 if forced is None else int((forced[:length] >= 0).sum()),
+            forced=0 if forced is None else int((forced[: sum(self.counts)] >= 0).sum()),
         )
 
 
