@@ -171,10 +171,15 @@ def drag(browser: Any, *points: tuple[float, float]) -> None:
         browser.driver.execute_cdp_cmd("Input.dispatchMouseEvent", {"type": kind, **place})
 
 
+def finished(browser: Any) -> str:
+    """The PNG of the finished image in base64, or nothing while scales are shown."""
+    kind, _, content = browser.attribute("#live-stage img", "src").partition(",")
+    return content if kind.startswith("data:image/png") else ""
+
+
 def shown(browser: Any) -> tuple[dict[str, Any], np.ndarray]:
     """The parameters and pixels of the finished image."""
-    browser.until(lambda: browser.attribute("#live-stage img", "src").startswith("data:image/png"))
-    content = base64.b64decode(browser.attribute("#live-stage img", "src").split(",")[1])
+    content = base64.b64decode(browser.until(lambda: finished(browser)))
     with Image.open(io.BytesIO(content)) as opened:
         return json.loads(opened.text["vargen"]), np.asarray(opened.convert("RGB")).astype(int)
 
@@ -188,7 +193,7 @@ def painted(browser: Any) -> list[int]:
 def open_live(browser: Any) -> None:
     browser.press_tab("Live")
     browser.says("#live-note", "Generated in")
-    browser.until(lambda: browser.attribute("#live-stage img", "src").startswith("data:image/png"))
+    browser.until(lambda: finished(browser))
 
 
 def test_only_what_is_painted_is_generated_again_and_it_follows_the_prompt(browser: Any) -> None:
