@@ -14,6 +14,7 @@ from vargen.decoding.video.policies import Policy, PolicyState
 from vargen.decoding.video.stats import BlockCosts, BlockRecord
 from vargen.models.block_router import BlockRouter
 from vargen.training.router import RouterConfig, RouterPairs, fit_router
+from vargen.training.routing_tree import later_gains
 
 SHARES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 FOLDS, CHANCES = 8, 16
@@ -39,16 +40,10 @@ class Tree:
     def blocks(self) -> int:
         return len(self.target)
 
-    def later_gains(self) -> list[np.ndarray]:
-        """The target's gain over a draft, with that of later blocks if their sources are chosen at random."""
-        found: list[np.ndarray] = []
-        value = None
-        for own, drafted in list(zip(self.target, self.draft, strict=True))[:0:-1]:
-            with_target = own + (0 if value is None else value[0::2])
-            with_draft = drafted + (0 if value is None else value[1::2])
-            found.insert(0, with_target - with_draft)
-            value = (with_target + with_draft) / 2
-        return found
+    def pairs(self) -> RouterPairs:
+        """What a router is fitted to."""
+        gains = np.concatenate(later_gains(self.target, self.draft)).astype(np.float32)
+        return RouterPairs(np.concatenate(self.statistics), gains)
 
 
 @dataclass(frozen=True)
@@ -122,28 +117,41 @@ def best_routes(trees: Sequence[Tree], prices: Prices) -> list[list[Route]]:
     ]
 
 
-def fitted_scores(trees: Sequence[Tree], more: Sequence[Tree], labels: Callable[[Tree], list[np.ndarray]]) -> Scores:
-    """Negative gains predicted by routers, each fitted to `more` trees and to these, without the fold of the tree."""
+def fitted_scores(rounds: Sequence[Sequence[Tree]], more: Sequence[Tree], known: bool) -> Scores:
+    """Negative gains predicted by routers that never saw the video.
 
-    def pairs_of(tree: Tree) -> RouterPairs:
-        return RouterPairs(np.concatenate(tree.statistics), np.concatenate(labels(tree)).astype(np.float32))
-
-    pairs, given = [pairs_of(tree) for tree in trees], [pairs_of(tree) for tree in more]
+    Args:
+        rounds: trees of the same prompts, by seed. more: trees of other prompts.
+        known: whether a router is fitted to the prompt's videos of other seeds; otherwise to those of other prompts alone.
+    """
+    pairs, given = [[tree.pairs() for tree in trees] for trees in rounds], [tree.pairs() for tree in more]
     found: dict[int, list[np.ndarray]] = {}
-    for fold in range(FOLDS):
+    for part in range(len(rounds) if known else FOLDS):
+        if known:
+            fit, judged = [each for k, row in enumerate(pairs) if k != part for each in row], list(rounds[part])
+        else:
+            fit = given + [each for row in pairs for i, each in enumerate(row) if i % FOLDS != part]
+            judged = [tree for trees in rounds for tree in trees[part::FOLDS]]
         router = BlockRouter()
-        fit_router(router, [*given, *(each for i, each in enumerate(pairs) if i % FOLDS != fold)], RIDGE)
+        fit_router(router, fit, RIDGE)
         with torch.no_grad():
-            for tree in trees[fold::FOLDS]:
+            for tree in judged:
                 found[id(tree)] = [-router.predict_gain(torch.from_numpy(each)).numpy() for each in tree.statistics]
     return lambda tree, n, row: float(found[id(tree)][n - 1][row])
+
+
+def mean_routes(routes: Sequence[Route], count: int) -> list[Route]:
+    """The mean route of each of `count` prompts, whose routes follow each other by seed."""
+    several = [routes[i::count] for i in range(count)]
+    return [Route(float(np.mean([r.quality for r in s])), float(np.mean([r.seconds for r in s]))) for s in several]
 
 
 Policies = dict[str, list[list[Route]]]  # by name, for each setting, the route of each prompt
 
 
-def routes_of(trees: Sequence[Tree], more: Sequence[Tree], prices: Prices) -> Policies:
-    """The routes of all policies on these trees; routers are also fitted to `more` trees."""
+def routes_of(rounds: Sequence[Sequence[Tree]], more: Sequence[Tree], prices: Prices) -> Policies:
+    """The mean routes of all policies on trees of the same prompts, by seed; those for new prompts know `more` trees too."""
+    trees, count = [tree for each in rounds for tree in each], len(rounds[0])
 
     def table(score: Scores) -> np.ndarray:
         return np.array([score(t, n, row) for t in trees for n in range(1, t.blocks) for row in range(len(t.target[n]))])
@@ -153,24 +161,22 @@ def routes_of(trees: Sequence[Tree], more: Sequence[Tree], prices: Prices) -> Po
         return [[walk(t, PolicyState(edge), score, prices, ranked) for t in trees] for edge in edges]
 
     def policy(kind: Policy, score: Scores | None = None) -> list[Route]:
-        return [walk(t, kind.start(i), score, prices, False) for i, t in enumerate(trees)]
+        return [walk(t, kind.start(i % count), score, prices, False) for i, t in enumerate(trees)]
 
     def seen(tree: Tree, n: int, row: int) -> float:
         return float(tree.routing[n][row])
 
     offsets = [np.mean([t.routing[n].mean() - t.first for t in trees]) for n in range(trees[0].blocks)]
-    learned = fitted_scores(trees, more, lambda t: [a - b for a, b in zip(t.target[1:], t.draft[1:], strict=True)])
-    later = fitted_scores(trees, more, Tree.later_gains)
-    found: Policies = {
-        "learned": cuts(learned, True),
-        "learned, later blocks": cuts(later, True),
+    found: Policies = {"learned": cuts(fitted_scores(rounds, [], known=True), True)} if len(rounds) > 1 else {}
+    found |= {
+        "learned, new prompts": cuts(fitted_scores(rounds, more, known=False), True),
         "stride": [policy(Stride(every)) for every in (1, 2, 3, 4, 5, 6)],
         "chance": [],
     }
     for share in SHARES:
-        several = [[walk(t, RandomShare(share).start(1000 * k + i), None, prices, False) for k in range(CHANCES)]
-                   for i, t in enumerate(trees)]  # fmt: skip
-        found["chance"].append([Route(np.mean([r.quality for r in s]), np.mean([r.seconds for r in s])) for s in several])
+        draws = [walk(t, RandomShare(share).start(1000 * k + i), None, prices, False)
+                 for k in range(CHANCES) for i, t in enumerate(trees)]  # fmt: skip
+        found["chance"].append(draws)
     if not prices.exit_step:
         found["threshold"] = cuts(seen, False)
         found["relative to block 0"] = [policy(RelativeThreshold(delta), seen) for delta in (-2, -1, -0.5, 0, 0.5, 1, 2, 4)]
@@ -183,4 +189,4 @@ def routes_of(trees: Sequence[Tree], more: Sequence[Tree], prices: Prices) -> Po
     edges = np.quantile(table(gain), [1 - share for share in SHARES])
     found["oracle, next block"] = [[walk(t, PolicyState(edge), gain, free, True) for t in trees] for edge in edges]
     found["oracle, whole video"] = best_routes(trees, free)
-    return found
+    return {name: [mean_routes(routes, count) for routes in settings] for name, settings in found.items()}

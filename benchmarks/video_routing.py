@@ -4,7 +4,8 @@
 
 For each prompt, the trees of all routed videos are generated and scored once (`vargen.training.routing_tree`) and stored in
 FOLDER, so that a killed run continues. Every policy at every setting is then one path through a tree. Seconds are those of the
-cost model, whose parts are measured in this run. A router never sees the prompt that it routes: it is fitted to other folds.
+cost model, whose parts are measured in this run. A router never sees the video that it routes. "learned" is fitted to the same
+prompts with other seeds, as a packaged router is; "learned, new prompts" to other prompts.
 Writes OUTPUT.json and OUTPUT.md.
 """
 
@@ -36,13 +37,13 @@ RESAMPLES = 2000
 
 
 @torch.no_grad()
-def load_tree(pipe: Any, prompts: list[str], number: int, blocks: int, exit_step: int, folder: Path) -> Tree:
-    """The tree of a prompt, generated if it is not stored."""
-    path = folder / f"{exit_step}-{blocks}-{number}.npz"
+def load_tree(pipe: Any, prompts: list[str], number: int, start: int, blocks: int, exit_step: int, folder: Path) -> Tree:
+    """The tree of a prompt, generated if it is not stored; prompt `number` has the seed `start + number`."""
+    path = folder / f"{exit_step}-{blocks}-{start + number}.npz"
     names = ("target", "draft", "routing")
     if not path.is_file():
         prompt, model = prompts[number], pipe.decoding_model()
-        seed = int(resolve_seeds(torch.Generator().manual_seed(number), 1).noise_seeds[0])
+        seed = int(resolve_seeds(torch.Generator().manual_seed(start + number), 1).noise_seeds[0])
         tree = build_routing_tree(model, pipe.encode_video_condition(prompt), seed, blocks, exit_step or None)
         frame_scorer = FrameScorer(pipe.resolve_frame_scorer().scorer, frames=1)
         scores, first = score_tree(pipe, tree, prompt, frame_scorer, every=2)
@@ -142,12 +143,14 @@ def report(found: dict[str, Any]) -> str:
         f"""# Video: routing at equal time, {about["model"]}
 
 {machine["cpu"]}, {machine["threads"]} threads, load {machine["load"]:.1f}, torch {machine["torch"]}; seconds of the processor;
-{about["prompts"]} prompts (and {about["router_prompts"]} to fit routers to), videos of {about["blocks"]} blocks.
+{about["prompts"]} prompts with {len(about["seeds"])} seeds (and {about["router_prompts"]} prompts to fit routers to), videos of
+{about["blocks"]} blocks.
 Command: `{about["command"]}`.
 
 Milliseconds of a block: {parts}.
 
-Empty: outside of a policy's settings. Stride: the target for every n-th block. Learned: routers that never saw the prompt.
+Empty: outside of a policy's settings. Stride: the target for every n-th block. Learned: routers fitted to videos of the same
+prompts with other seeds, or to videos of other prompts.
 Relative: to the score of the target's block 0. Oracles know the scores of both blocks: of the next one, or of all videos that
 routing can make.
 
@@ -164,6 +167,7 @@ def main() -> None:
     parser.add_argument("--model", default="emoji-video")
     parser.add_argument("--prompt-file", type=Path, default=Path(__file__).parent / "video_prompts.txt")
     parser.add_argument("--router-prompts", type=Path, help="further prompts, to fit the router to")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of prompt 0 in each round over the prompts")
     parser.add_argument("--prompts", type=int, default=64, help="use the first N")
     parser.add_argument("--blocks", type=int, default=6, help="of a video; each block more doubles the work")
     parser.add_argument("--exit-steps", type=int, nargs="*", default=[1], help="early exits to measure")
@@ -179,17 +183,23 @@ def main() -> None:
     costs, rank = measure_prices(pipe, prompts[:4], given.blocks)
     steps, policies = len(pipe.decoding_model().levels), {}
     for exit_step in (0, *given.exit_steps):
-        trees = [load_tree(pipe, prompts, i, given.blocks, exit_step, given.trees) for i in range(given.prompts)]
-        more = [] if exit_step else [load_tree(pipe, others, i, given.blocks, 0, more_trees) for i in range(len(others))]
-        routes = routes_of(trees, more, Prices(costs, rank, steps, exit_step))
+        rounds = [
+            [load_tree(pipe, prompts, i, seed, given.blocks, exit_step, given.trees) for i in range(given.prompts)]
+            for seed in given.seeds
+        ]
+        more = [] if exit_step else [load_tree(pipe, others, i, 0, given.blocks, 0, more_trees) for i in range(len(others))]
+        routes = routes_of(rounds, more, Prices(costs, rank, steps, exit_step))
         policies |= {f"exit after step {exit_step}, {name}" if exit_step else name: each for name, each in routes.items()}
-    found = compare(policies, policies["stride"][0], np.array([tree.stranger for tree in trees]))
+        if not exit_step:
+            zero = np.mean([[tree.stranger for tree in trees] for trees in rounds], axis=0)
+    found = compare(policies, policies["stride"][0], zero)
     words = ["python benchmarks/video_routing.py", f"--prompts {given.prompts}", f"--blocks {given.blocks}"]
+    words.append("--seeds " + " ".join(map(str, given.seeds)))
     words += [f"--router-prompts benchmarks/{given.router_prompts.name}"] * (given.router_prompts is not None)
     words += ["--exit-steps " + " ".join(map(str, given.exit_steps)), "--output ... --trees ..."]
     about = {
         "model": given.model, "machine": describe_machine(), "prompts": given.prompts, "router_prompts": len(others),
-        "blocks": given.blocks,
+        "blocks": given.blocks, "seeds": given.seeds,
         "command": " ".join(words), "costs": {**vars(costs), "rank": rank},
     }  # fmt: skip
     result = {"about": about, "policies": found}

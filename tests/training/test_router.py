@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from vargen.pipelines.registry import open_pipeline
 from vargen.scoring.frames import FrameScorer
 from vargen.training import router as training
 from vargen.training.router import RouterConfig, RouterPairs, fit_router, train_router
+from vargen.training.routing_tree import later_gains
 
 PROMPTS = ["a red apple", "a blue car", "a happy dog"]
 CONFIG = RouterConfig(blocks=3, every=1)
@@ -137,7 +139,31 @@ def test_early_exits_are_routed_without_a_small_model(tmp_path, pipe):
     assert stats.sources == ("target", "draft", "draft") and set(stats.passes) == {"target"}
 
 
+def test_later_gains_are_means_over_all_continuations():
+    random, blocks = np.random.default_rng(0), 4
+    target, draft = ([random.normal(size=2 ** max(0, n - 1)) for n in range(blocks)] for _ in range(2))
+
+    def rest(block, history):
+        """The mean sum of the scores of later blocks."""
+        sums = []
+        for choices in product((0, 1), repeat=blocks - 1 - block):
+            row, total = history, 0.0
+            for n, choice in enumerate(choices, block + 1):
+                total += (target, draft)[choice][n][row]
+                row = 2 * row + choice
+            sums.append(total)
+        return np.mean(sums)
+
+    for block, gains in enumerate(later_gains(target, draft), 1):
+        for row, gain in enumerate(gains):
+            own, other = target[block][row] + rest(block, 2 * row), draft[block][row] + rest(block, 2 * row + 1)
+            assert gain == pytest.approx(own - other)
+
+
 def test_bad_settings_are_named():
+    for seeds in ((), (3, -1)):
+        with pytest.raises(ValueError, match="seeds"):
+            RouterConfig(seeds=seeds)
     for bad in (-0.1, 1.5, "much"):
         with pytest.raises(ValueError, match="share"):
             LearnedRouting(bad)
@@ -151,7 +177,8 @@ def test_the_command_trains_a_router(tmp_path, folder, monkeypatch):
     monkeypatch.setattr(training, "generate_pairs", invented_pairs)
     (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
     words = ["train", "router", "--model", str(folder), "--prompt-file", str(tmp_path / "prompts.txt"), "--blocks", "2"]
-    done = CliRunner().invoke(app, [*words, "--output", str(tmp_path / "run"), "--device", "cpu"])
+    rounds = ["--seed", "0", "--seed", "50"]
+    done = CliRunner().invoke(app, [*words, *rounds, "--output", str(tmp_path / "run"), "--device", "cpu"])
     assert done.exit_code == 0, done.output
     printed = json.loads(done.stdout)
-    assert printed["pairs"] == 9 and (tmp_path / "run" / "router" / "config.json").is_file()
+    assert printed["pairs"] == 2 * 9 and (tmp_path / "run" / "router" / "config.json").is_file()

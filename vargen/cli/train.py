@@ -182,7 +182,12 @@ def router(
     exit_step: Annotated[
         int, typer.Option(metavar="N", help="For early-exit: the draft is the large model's estimate after N steps.")
     ] = 0,
-    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the first prompt; the next has one more.")] = 0,
+    seed: Annotated[
+        list[int] | None,
+        typer.Option(
+            metavar="N", help="Seed of the first prompt; the next has one more. Repeat for further rounds. Default: 0."
+        ),
+    ] = None,
     device: DeviceName = Device.auto,
     threads: TorchThreads = None,
 ) -> None:
@@ -194,7 +199,8 @@ def router(
     from vargen.pipelines.registry import open_pipeline
     from vargen.training.router import RouterConfig, train_router
 
-    config, run, prompts = RouterConfig(blocks, seed, exit_step), _output(output, "router"), read_prompts(prompt_file)
+    config = RouterConfig(blocks, tuple(seed or (0,)), exit_step)
+    run, prompts = _output(output, "router"), read_prompts(prompt_file)
     place = require_device(device)
     set_threads(threads)
     pipe = open_pipeline(str(validate_model_folder(model, CAUSAL_VIDEO).path)).to(place)

@@ -1,8 +1,8 @@
 """Train a `BlockRouter` for the drafts of a pair of video models, from pairs of blocks that the pair itself generates.
 
-Both models continue the same past, in trees of all routed videos (see `routing_tree`). The router predicts the score of the
-target's block minus that of the draft. The pairs of each prompt are stored, so that a killed run continues; the fit is a ridge
-regression in closed form. Equal prompts, seeds and weights give equal routers.
+Both models continue the same past, in trees of all routed videos (see `routing_tree`). The router predicts how much this and
+later blocks gain by the target's block instead of the draft: a ridge regression in closed form. The pairs of each video are
+stored, so that a killed run continues. Equal prompts, seeds and weights give equal routers.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from vargen.files import atomic_file, atomic_merge
 from vargen.models.block_router import RANKS, BlockRouter, describe_draft
 from vargen.scoring.frames import FrameScorer
 from vargen.training.config import at_least
-from vargen.training.routing_tree import build_routing_tree, score_tree
+from vargen.training.routing_tree import build_routing_tree, later_gains, score_tree
 from vargen.weight_files import weights_digest
 
 logger = logging.getLogger("vargen")
-_FOLDS = 4  # of the prompts: what calibrates a share is predicted by a fit without the prompt
+_FOLDS = 4  # of the videos: what calibrates a share is predicted by a fit without the video
 
 
 @dataclass(frozen=True)
@@ -36,26 +36,29 @@ class RouterConfig:
     """How to train a `BlockRouter`.
 
     Attributes:
-        blocks: of each tree, which has 2^(blocks - 1) - 1 pairs. seed: of the first prompt; the next has seed + 1.
+        blocks: of each tree, which has 2^(blocks - 1) - 1 pairs.
+        seeds: each of the first prompt of a round over all prompts; the next prompt has one more.
         exit_step: as in `VideoMethod`. ridge: penalty, per pair, of the squared weights of standardized statistics.
         every: interval of the frames of a block that are scored.
     """
 
     blocks: int = 6
-    seed: int = 0
+    seeds: tuple[int, ...] = (0,)
     exit_step: int = 0
-    ridge: float = 0.5
+    ridge: float = 0.1
     every: int = 2
 
     def __post_init__(self) -> None:
         at_least(self, 2, "blocks")
         at_least(self, 1, "every")
-        at_least(self, 0, "seed", "exit_step", "ridge")
+        at_least(self, 0, "exit_step", "ridge")
+        if not self.seeds or min(self.seeds) < 0:
+            raise ValueError(f"seeds must be one or more numbers from 0 on, got {self.seeds!r}")
 
 
 @dataclass(frozen=True)
 class RouterPairs:
-    """Pairs of a prompt: statistics of the drafts, float32 `[n, D]`, and gains of the target, float32 `[n]`."""
+    """Pairs of a prompt and a seed: statistics of the drafts, float32 `[n, D]`, and `later_gains`, float32 `[n]`."""
 
     statistics: np.ndarray
     gains: np.ndarray
@@ -68,49 +71,50 @@ def generate_pairs(pipe: Any, prompt: str, seed: int, config: RouterConfig) -> R
     tree = build_routing_tree(model, condition, noise_seed, config.blocks, config.exit_step or None)
     first = tree[0].target
     scores, _ = score_tree(pipe, tree, prompt, FrameScorer(pipe.resolve_frame_scorer().scorer, frames=1), config.every)
-    found, gains = [], []
-    for number, (block, score) in enumerate(zip(tree, scores, strict=True)):
-        if block.previous is not None:
-            found.append(describe_draft(block.draft, block.previous, first.expand_as(block.draft), number))
-            gains.append(score.target - score.draft)
+    gains = later_gains([score.target for score in scores], [score.draft for score in scores])
+    found = [
+        describe_draft(block.draft, block.previous, first.expand_as(block.draft), number)
+        for number, block in enumerate(tree)
+        if block.previous is not None
+    ]
     return RouterPairs(torch.cat(found).cpu().numpy(), np.concatenate(gains).astype(np.float32))
 
 
 def stored_pairs(pipe: Any, prompts: Sequence[str], folder: Path, config: RouterConfig) -> list[RouterPairs]:
-    """Return the pairs of each prompt, from the run in `folder` where they are stored."""
+    """Return the pairs of each seed and prompt, from the run in `folder` where they are stored."""
     networks = (pipe.transformer, None if config.exit_step else pipe.draft_transformer, pipe.vae)
     name = f"{weights_digest(*networks)}-{config.blocks}-{config.exit_step}-{config.every}"
     place = folder / "pairs"
     place.mkdir(parents=True, exist_ok=True)
     found = []
-    for number, prompt in enumerate(tqdm(prompts, desc="generating pairs", mininterval=5)):
-        seed = config.seed + number
+    videos = [(start + number, prompt) for start in config.seeds for number, prompt in enumerate(prompts)]
+    for seed, prompt in tqdm(videos, desc="generating pairs", mininterval=5):
         path = place / f"{name}-{seed}.npz"
         stored = _load(path, prompt) if path.is_file() else None
         if stored is None:
             stored = generate_pairs(pipe, prompt, seed, config)
             with atomic_file(path) as temporary, open(temporary, "wb") as file:
                 text = np.frombuffer(prompt.encode(), dtype=np.uint8)
-                np.savez(file, statistics=stored.statistics, gains=stored.gains, prompt=text)
+                np.savez(file, statistics=stored.statistics, later_gains=stored.gains, prompt=text)
         found.append(stored)
     return found
 
 
 def _load(path: Path, prompt: str) -> RouterPairs | None:
-    """Return stored pairs; None if they are of another prompt."""
+    """Return stored pairs; None if they are of another prompt or older than `later_gains`."""
     with np.load(path, allow_pickle=False) as file:
-        same = file["prompt"].tobytes().decode() == prompt
-        return RouterPairs(file["statistics"], file["gains"]) if same else None
+        same = file["prompt"].tobytes().decode() == prompt and "later_gains" in file
+        return RouterPairs(file["statistics"], file["later_gains"]) if same else None
 
 
 def fit_router(router: BlockRouter, pairs: Sequence[RouterPairs], ridge: float) -> dict[str, float]:
-    """Fit a router in closed form, and calibrate its ranks on predictions for prompts that the fit did not see.
+    """Fit a router in closed form, and calibrate its ranks on predictions for videos that the fit did not see.
 
     Returns:
         `correlation` of such predictions with the gains; `gain`, the mean gain; `deviation` of gains; `pairs`.
 
     Raises:
-        ValueError: for fewer than two prompts.
+        ValueError: for the pairs of fewer than two videos.
     """
     if len(pairs) < 2:
         raise ValueError(f"prompts must be at least 2, got {len(pairs)}")

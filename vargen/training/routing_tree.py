@@ -125,6 +125,25 @@ class BlockScores:
     routing: np.ndarray
 
 
+def later_gains(target: Sequence[np.ndarray], draft: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Return what a video gains by the target's block instead of the draft, with later blocks of random sources.
+
+    Args:
+        target, draft: scores `[H]` of the blocks of a tree, by block.
+
+    Returns:
+        From block 1 on, the gain in the sum of the scores of this block and of those after it, `[H]`.
+    """
+    found: list[np.ndarray] = []
+    later_target = later_draft = np.zeros(1)  # mean sums of the scores of later blocks
+    for own, drafted in list(zip(target, draft, strict=True))[:0:-1]:
+        with_target, with_draft = own + later_target, drafted + later_draft
+        found.insert(0, with_target - with_draft)
+        mean = (with_target + with_draft) / 2
+        later_target, later_draft = mean[0::2], mean[1::2]
+    return found
+
+
 @torch.no_grad()
 def score_tree(
     pipe: Any, tree: Sequence[TreeBlock], prompt: str, scorer: FrameScorer, every: int = 1
