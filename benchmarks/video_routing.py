@@ -195,8 +195,9 @@ def main() -> None:
     found = compare(policies, policies["stride"][0], zero)
     words = ["python benchmarks/video_routing.py", f"--prompts {given.prompts}", f"--blocks {given.blocks}"]
     words.append("--seeds " + " ".join(map(str, given.seeds)))
-    words += [f"--router-prompts benchmarks/{given.router_prompts.name}"] * (given.router_prompts is not None)
-    words += ["--exit-steps " + " ".join(map(str, given.exit_steps)), "--output ... --trees ..."]
+    if given.router_prompts is not None:
+        words.append(f"--router-prompts benchmarks/{given.router_prompts.name}")
+    words += [" ".join(map(str, ["--exit-steps", *given.exit_steps])), "--output ... --trees ..."]
     about = {
         "model": given.model, "machine": describe_machine(), "prompts": given.prompts, "router_prompts": len(others),
         "blocks": given.blocks, "seeds": given.seeds,
