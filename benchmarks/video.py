@@ -24,6 +24,7 @@ import torch
 
 from vargen.decoding import (
     PRESETS,
+    LearnedRouting,
     QuantileThreshold,
     RandomShare,
     RelativeThreshold,
@@ -76,6 +77,14 @@ def points(thresholds: list[float], deltas: list[float]) -> list[Point]:
         Point("chance", f"{share:g}", replace(base, policy=RandomShare(share))) for share in (0.5, 0.65, 0.75, 0.85, 0.95)
     ]
     return found
+
+
+def packaged_points(has_router: bool, steps: int) -> list[Point]:
+    """Further policies, which need trained weights."""
+    exits = [Point("early exit", f"{k}", replace(PRESETS["early-exit"], exit_step=k)) for k in range(1, steps)]
+    shares = (0.3, 0.5, 0.7, 0.85) if has_router else ()
+    learned = [Point("learned", f"{each:g}", replace(PRESETS["sdvg-learned"], policy=LearnedRouting(each))) for each in shares]
+    return exits + learned
 
 
 Runner = Callable[[VideoMethod, int], tuple[VideoStats, float]]
@@ -135,7 +144,7 @@ class Packaged:
 
 def measured(found: list[Point], run: Runner, videos: int) -> list[BlockCosts]:
     """Run all, taking turns; what the parts of a block cost, by video: a machine that others use changes its speed."""
-    costs = []
+    costs: list[BlockCosts] = []
     for seed in range(videos):
         for place in range(len(found)):
             point = found[(place + seed) % len(found)]
@@ -268,6 +277,7 @@ def main() -> None:
     parser.add_argument("--published", action="store_true", help="a synthetic pair of the published one's costs and quality")
     parser.add_argument("--preview", action="store_true", help="score on cheap previews")
     parser.add_argument("--thresholds", type=float, nargs="+", default=[-4, -2, -1, 0, 1, 2], help="of a packaged pair")
+    parser.add_argument("--policies", nargs="+", help="of a packaged pair, beside target, draft, and threshold")
     parser.add_argument("--frames", type=int, help="of a block of a packaged pair that the scorer sees; default: all")
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -277,6 +287,9 @@ def main() -> None:
         own = Packaged(given.model, prompts, given.blocks, given.preview, given.frames)
         run: Runner = own
         found = points(given.thresholds, [0.25, 0.5, 1, 2])
+        found += packaged_points(own.pipe.router is not None, len(own.pipe.decoding_model().levels))
+        if given.policies:
+            found = [point for point in found if point.policy in ("target", "draft", "threshold", *given.policies)]
     else:
         thresholds, deltas = [-0.6, -0.45, -0.3, -0.2, -0.14, -0.1], [0.1, 0.15, 0.25, 0.4, 0.6]
         work = PUBLISHED if given.published else Work()
@@ -289,6 +302,7 @@ def main() -> None:
     words += ["--published"] * given.published + ["--preview"] * given.preview
     words += [f"--frames {given.frames}"] * (given.frames is not None)
     words += [f"--thresholds {' '.join(f'{each:g}' for each in given.thresholds)}"] * bool(given.model)
+    words += [f"--policies {' '.join(map(repr, given.policies))}"] if given.policies else []
     pair = (given.model or "synthetic pair" + ", published costs" * given.published) + ", cheap previews" * given.preview
     pair += f", {given.frames} of a block's frames scored" * (given.frames is not None)
     about = {

@@ -118,13 +118,11 @@ def fit_router(router: BlockRouter, pairs: Sequence[RouterPairs], ridge: float) 
     """
     if len(pairs) < 2:
         raise ValueError(f"prompts must be at least 2, got {len(pairs)}")
-    folds = min(_FOLDS, len(pairs))
-    predicted = np.zeros(0)
-    for fold in range(folds):
-        _solve(router, [each for i, each in enumerate(pairs) if i % folds != fold], ridge)
-        held_out = [each for i, each in enumerate(pairs) if i % folds == fold]
-        predicted = np.concatenate([predicted, *(_predict(router, each.statistics) for each in held_out)])
-    gains = np.concatenate([each.gains for fold in range(folds) for each in pairs[fold::folds]])
+    predictions = []
+    for fold in np.array_split(np.arange(len(pairs)), min(_FOLDS, len(pairs))):
+        _solve(router, [*pairs[: fold[0]], *pairs[fold[-1] + 1 :]], ridge)
+        predictions += [_predict(router, pairs[i].statistics) for i in fold]
+    predicted, gains = np.concatenate(predictions), np.concatenate([each.gains for each in pairs])
     _solve(router, pairs, ridge)
     router.ranks.copy_(torch.from_numpy(np.quantile(predicted, np.linspace(0, 1, RANKS))))
     spread = float(predicted.std() * gains.std())
