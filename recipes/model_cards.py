@@ -222,6 +222,12 @@ def head_card(kind: str, size: int, metrics: Metrics, note: str) -> str:
     )
 
 
+def router_card(metrics: Metrics, note: str) -> str:
+    """Write the card of a router of video drafts."""
+    numbers = {name: f"{metrics[name]:.2f}" for name in ("correlation", "gain", "deviation")}
+    return _fill("router", videos=f"{metrics['videos']:.0f}", pairs=f"{metrics['pairs']:.0f}", note=note, **numbers)
+
+
 def low_res_card(name: str, metrics: Metrics, final: Metrics, note: str) -> str:
     """Write the card of a low-resolution transformer or its upsampler."""
     what = {

@@ -18,14 +18,11 @@ from recipes.emoji.scorer_evaluation import measure_packaged, select_reference_c
 from recipes.emoji_var.data import validate_same_encoder
 from recipes.emoji_video.batches import validate_same_encoder as check_same_video_encoder
 from recipes.emoji_video.transformer import SAMPLING
-from recipes.model_cards import emoji_card, head_card, low_res_card, scorer_card, var_card, video_card
+from recipes.model_cards import emoji_card, scorer_card, var_card, video_card
 from recipes.packaging import (
-    add_component,
-    final_metrics,
     folder_bytes,
     read_metrics,
     read_recall,
-    read_settings,
     store_as,
     strip_local_paths,
     text_parts,
@@ -36,8 +33,6 @@ from recipes.packaging import (
 from vargen.files import atomic_merge
 from vargen.model_files import write_model_index
 from vargen.models.causal_video import CausalVideoTransformer
-from vargen.models.component_files import validate_network_files
-from vargen.models.heads.upsampler import TokenUpsampler
 from vargen.models.image_text import ImageTextModel
 from vargen.models.llamagen import LlamaGenTransformer
 from vargen.models.tokenizers.multi_scale_vq import MultiScaleVQModel
@@ -46,13 +41,11 @@ from vargen.models.tokenizers.video_vae import CausalVideoVAE
 from vargen.models.tokenizers.vq import VQModel
 from vargen.models.var import VARTransformer
 from vargen.models.weight_storage import WEIGHT_FORMATS, QuantizedStorageMixin
-from vargen.pipelines.llamagen import LLAMAGEN, LlamaGenPipeline
-from vargen.pipelines.loading import resolve_drafter, validate_model_folder
+from vargen.pipelines.llamagen import LlamaGenPipeline
 from vargen.pipelines.prompts import PromptNames
 from vargen.pipelines.var import VARPipeline
 from vargen.scoring.image_text import FILE as CAPTIONS
-from vargen.training.token_cache import hash_tokens, validate_token_cache
-from vargen.weight_files import weights_digest
+from vargen.training.token_cache import validate_token_cache
 
 MiB = 2**20
 MAX_BYTES = {"head": 4 * MiB, "emoji-scorer": 8 * MiB, "emoji-low-res": 12 * MiB, "emoji-video": 32 * MiB}
@@ -249,63 +242,3 @@ def package_scorer(run: Path, model: Path, data: EmojiDataset, output: Path, not
         (staged / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n", "utf-8")
         validate_size("emoji-scorer", folder_bytes(staged), MAX_BYTES["emoji-scorer"])
     return metrics
-
-
-def package_head(run: Path, model: Any, note: str = "") -> dict[str, Any]:
-    """Write a finished head into the folder of its model, as a component; returns its metrics.
-
-    Args:
-        run: contains `drafter/`. model: a packaged model, or a model's folder.
-
-    Raises:
-        FileNotFoundError: if the run is not finished.
-        ValueError: for a run for another model, or a head that is too large for a package.
-    """
-    validate_finished({"head": run}, head="drafter")
-    folder = validate_model_folder(model, LLAMAGEN).path
-    target = LlamaGenTransformer.from_pretrained(folder / "transformer", torch_dtype=torch.float32, use_safetensors=True)
-    kind, trained, config = resolve_drafter(run / "drafter", LLAMAGEN)
-    LLAMAGEN.check({"transformer": target.config, kind: config})
-    if read_settings(run).get("target") != weights_digest(target):
-        raise ValueError(
-            f"the run in {run} was trained for another transformer than that of {folder}: train one for this model"
-        )
-    head = LLAMAGEN.components[kind].network_class.from_pretrained(trained, use_safetensors=True)
-    store_as("int6", head)
-    size = sum(value.numel() for value in head.state_dict().values())  # a byte each
-    validate_size("head", size, MAX_BYTES["head"])
-    metrics = read_metrics(run)
-    add_component(folder, kind, head, head_card(kind, size, metrics, note))
-    return {"drafter": str(folder / kind), "bytes": size, **final_metrics(metrics)}
-
-
-def package_low_res(low_res: Path, upsampler: Path, model: Any, note: str = "") -> dict[str, Any]:
-    """Write both networks into the folder of their model, as components; returns their metrics.
-
-    Raises:
-        FileNotFoundError: if a run is not finished.
-        ValueError: for runs with another tokenizer, vocabulary, condition or grid than the model's, or networks that are too
-            large for a package.
-    """
-    runs = validate_finished({"low_res": low_res, "upsampler": upsampler}, upsampler="upsampler")
-    folder = validate_model_folder(model, LLAMAGEN).path
-    codes = hash_tokens(VQModel.from_pretrained(folder / "vqvae").float())
-    for run in runs.values():
-        if read_settings(run).get("tokenizer") != codes:
-            raise ValueError(f"the run in {run} was trained on the tokens of another tokenizer than that of {folder}")
-    kinds: dict[str, Any] = {"low_res": LlamaGenTransformer, "upsampler": TokenUpsampler}
-    places = {"low_res": low_res / "transformer", "upsampler": upsampler / "upsampler"}
-    configs = {"transformer": validate_network_files(folder / "transformer", LlamaGenTransformer)}
-    configs |= {name: validate_network_files(place, kinds[name]) for name, place in places.items()}
-    LLAMAGEN.check(configs)
-    networks = {name: kinds[name].from_pretrained(place) for name, place in places.items()}
-    store_as("int6", *networks.values())
-    size = sum(p.numel() for network in networks.values() for p in network.parameters())  # a byte each
-    validate_size("low_res and upsampler", size, MAX_BYTES["emoji-low-res"])
-    report: dict[str, Any] = {"folder": str(folder), "bytes": {}}
-    for name, network in networks.items():
-        metrics = read_metrics(runs[name])
-        add_component(folder, name, network, low_res_card(name, metrics, final_metrics(metrics), note))
-        report["bytes"][name] = sum(file.stat().st_size for file in (folder / name).glob("*.safetensors"))
-        report[name] = final_metrics(metrics)
-    return report

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from recipes.emoji.dataset import load_emoji_dataset
-from recipes.package import package_emoji, package_head, package_low_res, package_scorer, package_var, package_video
+from recipes.package import package_emoji, package_scorer, package_var, package_video
+from recipes.package_components import package_head, package_low_res, package_router
 from recipes.registry import PACKAGED, RECIPES, Input, output_folder, resolve_network_folder
 from vargen.cli.options import Device, require_device, validate_range
 from vargen.device import set_threads
@@ -132,7 +133,8 @@ def summaries() -> list[tuple[str, str, str]]:
     return rows
 
 
-# The recipes whose runs make up each package, by their names on the command line; and the optional ones.
+# The recipes whose runs make up each package, by their names on the command line; and the optional ones. The run `router` is of
+# `vargen train router`.
 PACKAGES = {
     "emoji": {"tokenizer": "emoji-tokenizer", "generator": "emoji-generator", "drafter": "emoji-drafter"},
     "emoji-low-res": {"low-res": "emoji-low-res", "upsampler": "emoji-upsampler"},
@@ -146,9 +148,10 @@ PACKAGES = {
         "drafter": "emoji-video-drafter-steps",
         "preview": "emoji-video-preview",
     },
+    "emoji-video-router": {"router": "router"},
 }
 _OPTIONAL = {"drafter", "small", "preview"}
-_COMPONENTS = {"emoji-low-res", "emoji-eagle", "emoji-medusa"}
+_MODELS = {"emoji-low-res": "emoji", "emoji-eagle": "emoji", "emoji-medusa": "emoji", "emoji-video-router": "emoji-video"}
 
 
 def package_model(
@@ -164,7 +167,7 @@ def package_model(
     Args:
         runs: folders by name; by default the outputs of the recipes. A drafter, a small model and a preview decoder are omitted
             if there is no such folder.
-        output: the model's folder; for heads and a low-resolution model, the folder of the model they belong to.
+        output: the model's folder; for components, the folder of the model they belong to.
         defaults: of the model's calls. note, recall: see `package_emoji`.
 
     Raises:
@@ -177,14 +180,15 @@ def package_model(
     if unknown := folders.keys() - named.keys():
         raise ValueError(f"{name} has no run {min(unknown)!r}; its runs: {', '.join(named)}")
     for key, recipe in named.items():
-        if key not in folders and (key not in _OPTIONAL or output_folder(recipe).is_dir()):
-            folders[key] = output_folder(recipe)
+        place = output_folder(recipe) if recipe in RECIPES else Path("runs") / recipe
+        if key not in folders and (key not in _OPTIONAL or place.is_dir()):
+            folders[key] = place
     if defaults and name not in ("emoji", "emoji-var", "emoji-video"):
         raise ValueError(f"{name} has no call defaults: leave --set out")
     if recall is not None and name != "emoji":
         raise ValueError("recall is only for the card of emoji")
     _check_defaults(name, dict(defaults or {}))
-    place = expand_user(output, "output") if output else PACKAGED / ("emoji" if name in _COMPONENTS else name)
+    place = expand_user(output, "output") if output else PACKAGED / _MODELS.get(name, name)
     found = _package(name, folders, place, dict(defaults or {}), note, recall and expand_user(recall, "recall"))
     return {"output": str(place), "runs": {key: str(folder) for key, folder in folders.items()}, **found}
 
@@ -218,6 +222,8 @@ def _package(
         return package_scorer(runs["scorer"], emoji, load_emoji_dataset(output_folder("emoji-data")), output, note)
     elif name == "emoji-low-res":
         return package_low_res(runs["low-res"], runs["upsampler"], output, note)
+    elif name == "emoji-video-router":
+        return package_router(runs["router"], output, note)
     else:
         return package_head(runs["head"], output, note)
     return {}

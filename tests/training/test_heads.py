@@ -11,7 +11,7 @@ from rejects import rejects
 from tiny_models import class_pipeline, text_pipeline
 from tiny_training import Killed, check_resumes
 
-from recipes.package import package_head
+from recipes.package_components import package_head
 from vargen.assets import packaged_model_path
 from vargen.decoding import Accelerator, Eagle, Medusa, Sampling, decode, speculative_sampling
 from vargen.models.heads.eagle import EagleDrafter

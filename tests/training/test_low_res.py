@@ -9,7 +9,8 @@ from rejects import rejects
 from tiny_models import tiny_encoder, tiny_transformer, tiny_vq
 from tiny_training import check_resumes, data, generator_recipe
 
-from recipes.package import package_emoji, package_low_res
+from recipes.package import package_emoji
+from recipes.package_components import package_low_res
 from vargen import LlamaGenPipeline
 from vargen.training.config import Schedule
 from vargen.training.low_res import TwoResolutionTokens, UpsamplerConfig, downscale_dataset, train_upsampler

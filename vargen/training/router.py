@@ -7,6 +7,7 @@ stored, so that a killed run continues. Equal prompts, seeds and weights give eq
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from vargen.training.routing_tree import build_routing_tree, later_gains, score_
 from vargen.weight_files import weights_digest
 
 logger = logging.getLogger("vargen")
+METRICS_FILE = "training.json"
 _FOLDS = 4  # of the videos: what calibrates a share is predicted by a fit without the video
 
 
@@ -111,7 +113,8 @@ def fit_router(router: BlockRouter, pairs: Sequence[RouterPairs], ridge: float) 
     """Fit a router in closed form, and calibrate its ranks on predictions for videos that the fit did not see.
 
     Returns:
-        `correlation` of such predictions with the gains; `gain`, the mean gain; `deviation` of gains; `pairs`.
+        `correlation` of such predictions with the gains; `gain`, the mean gain; `deviation` of gains; numbers of `pairs` and
+        `videos`.
 
     Raises:
         ValueError: for the pairs of fewer than two videos.
@@ -132,6 +135,7 @@ def fit_router(router: BlockRouter, pairs: Sequence[RouterPairs], ridge: float) 
         "gain": float(gains.mean()),
         "deviation": float(gains.std()),
         "pairs": float(len(gains)),
+        "videos": float(len(pairs)),
     }
 
 
@@ -158,7 +162,7 @@ def _solve(router: BlockRouter, pairs: Sequence[RouterPairs], ridge: float) -> N
 
 
 def train_router(config: RouterConfig, pipe: Any, prompts: Sequence[str], folder: Path) -> dict[str, float]:
-    """Generate pairs, resuming the run in `folder`, and save the fitted router to `folder/router`.
+    """Generate pairs, resuming the run in `folder`; save the fitted router to `folder/router` and its metrics beside it.
 
     Args:
         pipe: a video pipeline with a decoder of previews, in float32, and a draft transformer unless `exit_step` is given.
@@ -183,5 +187,7 @@ def train_router(config: RouterConfig, pipe: Any, prompts: Sequence[str], folder
     metrics = fit_router(router, stored_pairs(pipe, prompts, folder, config), config.ridge)
     with atomic_merge(folder / "router") as staged:
         router.eval().save_pretrained(staged)
+    with atomic_file(folder / METRICS_FILE) as temporary:
+        temporary.write_text(json.dumps(metrics, indent=1) + "\n", "utf-8")
     logger.info("%s: %s", folder / "router", metrics)
     return metrics
