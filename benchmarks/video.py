@@ -82,7 +82,7 @@ def points(thresholds: list[float], deltas: list[float]) -> list[Point]:
 def packaged_points(has_router: bool, steps: int) -> list[Point]:
     """Further policies, which need trained weights."""
     exits = [Point("early exit", f"{k}", replace(PRESETS["early-exit"], exit_step=k)) for k in range(1, steps)]
-    shares = (0.3, 0.5, 0.7, 0.85) if has_router else ()
+    shares = (0.5, 0.7, 0.85, 0.92, 0.97) if has_router else ()
     learned = [Point("learned", f"{each:g}", replace(PRESETS["sdvg-learned"], policy=LearnedRouting(each))) for each in shares]
     return exits + learned
 
@@ -163,13 +163,23 @@ def median_costs(costs: list[BlockCosts]) -> BlockCosts:
     return BlockCosts(**{name: None if None in values else statistics.median(values) for name, values in found.items()})
 
 
-def rows(found: list[Point], costs: BlockCosts, each: list[BlockCosts], zero: float) -> list[dict[str, object]]:
+def share_intervals(found: list[Point], zero: np.ndarray, resamples: int = 2000) -> list[list[float]]:
+    """95 % intervals, over videos, of each point's share of the target's quality; `zero`: by video, what counts as none."""
+    chosen = np.random.default_rng(0).integers(len(zero), size=(resamples, len(zero)))
+    none, target = zero[chosen].mean(1), np.array(found[0].quality)[chosen].mean(1)
+    shares = [(np.array(point.quality)[chosen].mean(1) - none) / (target - none) for point in found]
+    return [np.quantile(each, (0.025, 0.975)).tolist() for each in shares]
+
+
+def rows(found: list[Point], costs: BlockCosts, each: list[BlockCosts], zeros: np.ndarray) -> list[dict[str, object]]:
     """A row of numbers for each point. `modelled` seconds are those of the cost model: equal work is equal time; what is
-    predicted of a video is by the costs `each` of its own turn. `zero`: the quality that counts as none of the target's."""
+    predicted of a video is by the costs `each` of its own turn. `zeros`: by video, the quality that counts as none of the
+    target's."""
+    zero, intervals = float(zeros.mean()), share_intervals(found, zeros)
     base = statistics.mean(costs.predict_seconds(run, False) for run in found[0].runs)
     low, high = (statistics.mean(point.quality) for point in (found[1], found[0]))
     table = []
-    for point in found:
+    for point, interval in zip(found, intervals, strict=True):
         modelled = statistics.mean(costs.predict_seconds(run, point.method.policy.needs_scores) for run in point.runs)
         table.append({
             "policy": point.policy,
@@ -181,6 +191,7 @@ def rows(found: list[Point], costs: BlockCosts, each: list[BlockCosts], zero: fl
             "quality": statistics.mean(point.quality),
             "retained": (statistics.mean(point.quality) - low) / (high - low),
             "of_target": (statistics.mean(point.quality) - zero) / (high - zero),
+            "of_target_interval": interval,
             "predicted_over_measured": statistics.median(
                 own.predict_seconds(run, point.method.policy.needs_scores) / run.seconds
                 for own, run in zip(each, point.runs, strict=True)
@@ -226,7 +237,8 @@ def report(table: list[dict], costs: BlockCosts, about: dict) -> str:
         f"| {row['policy']} {row['setting']} | {row['seconds']:.3f} | {row['modelled']:.3f} "
         f"| {row['predicted_over_measured']:.2f} | {row['speedup']:.2f} "
         f"| {'' if row['acceptance'] is None else format(row['acceptance'], '.2f')} | {row['quality']:.4f} "
-        f"| {100 * row['retained']:.0f} % |"
+        f"| {100 * row['retained']:.0f} % "
+        f"| {100 * row['of_target']:.1f} ({' to '.join(f'{100 * end:.1f}' for end in row['of_target_interval'])}) |"
         for row in table
     ]
     parts = ", ".join(f"{name} {1e3 * value:.2f}" for name, value in vars(costs).items() if value is not None)
@@ -244,10 +256,10 @@ Quality kept (0 %: the drafter's, 100 %: the target's) at equal time by the cost
 {chr(10).join(lines)}
 {shares}
 All settings. Modelled: by the cost model, from passes and verdicts; p/m: the median of modelled over measured seconds of a
-video.
+video; of target: the share of the target's score in percent, with 95 % intervals over videos.
 
-| policy, setting | s/video, median | modelled | p/m | speedup | accepted | quality | kept |
-|---|---|---|---|---|---|---|---|
+| policy, setting | s/video, median | modelled | p/m | speedup | accepted | quality | kept | of target |
+|---|---|---|---|---|---|---|---|---|
 {chr(10).join(full)}
 """
 
@@ -296,8 +308,8 @@ def main() -> None:
         run, found = synthetic(work, given.preview, given.blocks), points(thresholds, deltas)
     each = measured(found, run, given.videos)
     costs = median_costs(each)
-    zero = statistics.mean(own.strangers.values()) if given.model else 0.0
-    table = rows(found, costs, each, zero)
+    zeros = np.array([own.strangers[seed] if given.model else 0.0 for seed in range(given.videos)])
+    table = rows(found, costs, each, zeros)
     words = ["python benchmarks/video.py", *([f"--model {given.model}"] * bool(given.model))]
     words += ["--published"] * given.published + ["--preview"] * given.preview
     words += [f"--frames {given.frames}"] * (given.frames is not None)
@@ -306,7 +318,7 @@ def main() -> None:
     pair = (given.model or "synthetic pair" + ", published costs" * given.published) + ", cheap previews" * given.preview
     pair += f", {given.frames} of a block's frames scored" * (given.frames is not None)
     about = {
-        "pair": pair, "published": given.published, "zero": zero if given.model else None,
+        "pair": pair, "published": given.published, "zero": float(zeros.mean()) if given.model else None,
         "machine": describe_machine(), "videos": given.videos, "blocks": given.blocks,
         "command": " ".join([*words, f"--videos {given.videos} --blocks {given.blocks} --output ..."]),
     }  # fmt: skip

@@ -74,10 +74,9 @@ VIDEO_METHODS: tuple[VideoMethod, ...] = (
     ),
     VideoMethod(
         name="sdvg-learned",
-        policy=LearnedRouting(),
+        policy=LearnedRouting(0.9),
         summary="sdvg that a trained router decides, from what the small model computed; nothing is decoded or scored",
         source="as sdvg",
-        experimental=True,
     ),
     VideoMethod(
         name="early-exit",
