@@ -117,20 +117,20 @@ def best_routes(trees: Sequence[Tree], prices: Prices) -> list[list[Route]]:
     ]
 
 
-def fitted_scores(rounds: Sequence[Sequence[Tree]], more: Sequence[Tree], known: bool) -> Scores:
+def fitted_scores(rounds: Sequence[Sequence[Tree]], known: bool) -> Scores:
     """Negative gains predicted by routers that never saw the video.
 
     Args:
-        rounds: trees of the same prompts, by seed. more: trees of other prompts.
+        rounds: trees of the same prompts, by seed.
         known: whether a router is fitted to the prompt's videos of other seeds; otherwise to those of other prompts alone.
     """
-    pairs, given = [[tree.pairs() for tree in trees] for trees in rounds], [tree.pairs() for tree in more]
+    pairs = [[tree.pairs() for tree in trees] for trees in rounds]
     found: dict[int, list[np.ndarray]] = {}
     for part in range(len(rounds) if known else FOLDS):
         if known:
             fit, judged = [each for k, row in enumerate(pairs) if k != part for each in row], list(rounds[part])
         else:
-            fit = given + [each for row in pairs for i, each in enumerate(row) if i % FOLDS != part]
+            fit = [each for row in pairs for i, each in enumerate(row) if i % FOLDS != part]
             judged = [tree for trees in rounds for tree in trees[part::FOLDS]]
         router = BlockRouter()
         fit_router(router, fit, RIDGE)
@@ -149,8 +149,8 @@ def mean_routes(routes: Sequence[Route], count: int) -> list[Route]:
 Policies = dict[str, list[list[Route]]]  # by name, for each setting, the route of each prompt
 
 
-def routes_of(rounds: Sequence[Sequence[Tree]], more: Sequence[Tree], prices: Prices) -> Policies:
-    """The mean routes of all policies on trees of the same prompts, by seed; those for new prompts know `more` trees too."""
+def routes_of(rounds: Sequence[Sequence[Tree]], prices: Prices) -> Policies:
+    """The mean routes of all policies on trees of the same prompts, by seed."""
     trees, count = [tree for each in rounds for tree in each], len(rounds[0])
 
     def table(score: Scores) -> np.ndarray:
@@ -167,9 +167,9 @@ def routes_of(rounds: Sequence[Sequence[Tree]], more: Sequence[Tree], prices: Pr
         return float(tree.routing[n][row])
 
     offsets = [np.mean([t.routing[n].mean() - t.first for t in trees]) for n in range(trees[0].blocks)]
-    found: Policies = {"learned": cuts(fitted_scores(rounds, [], known=True), True)} if len(rounds) > 1 else {}
+    found: Policies = {"learned": cuts(fitted_scores(rounds, known=True), True)} if len(rounds) > 1 else {}
     found |= {
-        "learned, new prompts": cuts(fitted_scores(rounds, more, known=False), True),
+        "learned, new prompts": cuts(fitted_scores(rounds, known=False), True),
         "stride": [policy(Stride(every)) for every in (1, 2, 3, 4, 5, 6)],
         "chance": [],
     }

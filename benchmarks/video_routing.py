@@ -143,8 +143,7 @@ def report(found: dict[str, Any]) -> str:
         f"""# Video: routing at equal time, {about["model"]}
 
 {machine["cpu"]}, {machine["threads"]} threads, load {machine["load"]:.1f}, torch {machine["torch"]}; seconds of the processor;
-{about["prompts"]} prompts with {len(about["seeds"])} seeds (and {about["router_prompts"]} prompts to fit routers to), videos of
-{about["blocks"]} blocks.
+{about["prompts"]} prompts with {len(about["seeds"])} seeds, videos of {about["blocks"]} blocks.
 Command: `{about["command"]}`.
 
 Milliseconds of a block: {parts}.
@@ -166,7 +165,6 @@ def main() -> None:
     parser.add_argument("--trees", type=Path, required=True, help="folder for the trees, which a later run continues")
     parser.add_argument("--model", default="emoji-video")
     parser.add_argument("--prompt-file", type=Path, default=Path(__file__).parent / "video_prompts.txt")
-    parser.add_argument("--router-prompts", type=Path, help="further prompts, to fit the router to")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of prompt 0 in each round over the prompts")
     parser.add_argument("--prompts", type=int, default=64, help="use the first N")
     parser.add_argument("--blocks", type=int, default=6, help="of a video; each block more doubles the work")
@@ -175,10 +173,7 @@ def main() -> None:
     torch.set_num_threads(1)
     Clock.timer = staticmethod(time.process_time)  # what other programs take does not count
     prompts = [line for line in given.prompt_file.read_text("utf-8").splitlines() if line.strip()]
-    others = [] if given.router_prompts is None else given.router_prompts.read_text("utf-8").split("\n")
-    others = [line for line in others if line.strip()]
-    more_trees = given.trees / "router"
-    more_trees.mkdir(parents=True, exist_ok=True)
+    given.trees.mkdir(parents=True, exist_ok=True)
     pipe = open_pipeline(given.model)
     costs, rank = measure_prices(pipe, prompts[:4], given.blocks)
     steps, policies = len(pipe.decoding_model().levels), {}
@@ -187,19 +182,16 @@ def main() -> None:
             [load_tree(pipe, prompts, i, seed, given.blocks, exit_step, given.trees) for i in range(given.prompts)]
             for seed in given.seeds
         ]
-        more = [] if exit_step else [load_tree(pipe, others, i, 0, given.blocks, 0, more_trees) for i in range(len(others))]
-        routes = routes_of(rounds, more, Prices(costs, rank, steps, exit_step))
+        routes = routes_of(rounds, Prices(costs, rank, steps, exit_step))
         policies |= {f"exit after step {exit_step}, {name}" if exit_step else name: each for name, each in routes.items()}
         if not exit_step:
             zero = np.mean([[tree.stranger for tree in trees] for trees in rounds], axis=0)
     found = compare(policies, policies["stride"][0], zero)
     words = ["python benchmarks/video_routing.py", f"--prompts {given.prompts}", f"--blocks {given.blocks}"]
     words.append("--seeds " + " ".join(map(str, given.seeds)))
-    if given.router_prompts is not None:
-        words.append(f"--router-prompts benchmarks/{given.router_prompts.name}")
     words += [" ".join(map(str, ["--exit-steps", *given.exit_steps])), "--output ... --trees ..."]
     about = {
-        "model": given.model, "machine": describe_machine(), "prompts": given.prompts, "router_prompts": len(others),
+        "model": given.model, "machine": describe_machine(), "prompts": given.prompts,
         "blocks": given.blocks, "seeds": given.seeds,
         "command": " ".join(words), "costs": {**vars(costs), "rank": rank},
     }  # fmt: skip

@@ -55,7 +55,7 @@ def test_the_packaged_folder_opens_and_says_what_it_is(folder: Path, pipe: Causa
         3 * 5 - 1,
     )
     methods = pipe.list_methods()
-    assert [each.name for each in methods][:3] == ["target", "sdvg", "stride"]
+    assert [each.name for each in methods][:4] == ["target", "sdvg", "sdvg-learned", "stride"]
     assert [each.name for each in methods if each.unsupported_reason is not None] == ["sdvg-learned"], "it needs a router"
 
 
