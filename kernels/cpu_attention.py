@@ -88,7 +88,7 @@ def write_tokens(
                 else:
                     for j in range(K):
                         old, new = v[r, h - H - G, slot >> 1, j], i32(row[first + j])
-                        v[r, h - H - G, slot >> 1, j] = join_pair(old, new) if slot & 1 else join_pair(new, old >> i32(16))
+                        v[r, h - H - G, slot >> 1, j] = join_pair(old, new) if slot & 1 else join_pair(new, i32(old >> i32(16)))
                     v_scale[r, h - H - G, slot] = top * value_unit
 
 
@@ -146,8 +146,10 @@ def weigh_slots(dots, w, scale, k_scale, v_scale, bias, ancestors, r, g, t, firs
     most, value_most = i32(-(2**31)), bits_of_float(SMALLEST)
     for i in range(end):
         bits = bits_of_float(row[i])
-        most = max(most, bits ^ ((bits >> i32(31)) & i32(2**31 - 1)))  # integers in the order of the scores
-        value_most = max(value_most, bits_of_float(v_scale[r, g, i]) if row[i] > _HIDDEN else i32(0))
+        order = i32(bits ^ ((bits >> i32(31)) & i32(2**31 - 1)))  # integers in the order of the scores
+        most = order if order > most else most
+        bits = bits_of_float(v_scale[r, g, i]) if row[i] > _HIDDEN else i32(0)
+        value_most = bits if bits > value_most else value_most
     top = float_of_bits(most ^ ((most >> i32(31)) & i32(2**31 - 1)))
     value_top = float_of_bits(value_most)
     total = i64(0)
@@ -186,9 +188,10 @@ def attend_slots(
             number = 0
             while number < count:
                 block = QUERIES if count - number >= QUERIES - 1 else 1
+                used = block if block <= count - number else count - number
                 source, keys = query + 2 * K * (head * q.shape[2] + number), key + 2 * K * S * head
                 pair_dots(block, source, 2 * K, keys, 4 * S, K // 2, vectors, products, 4 * S)
-                for w in range(min(block, count - number)):
+                for w in range(used):
                     t = (number + w) % T
                     seen = end if ancestors.shape[1] else first + t + 1
                     scale = q_scale[r, g, number + w]
@@ -202,7 +205,7 @@ def attend_slots(
                 pair_dots(
                     block, shares, 2 * S, values, 4 * columns, steps, columns // 16, total, 4 * columns
                 )  # fmt: skip
-                for w in range(min(block, count - number)):
+                for w in range(used):
                     at, h = r * T + (number + w) % T, g * group + (number + w) // T
                     for j in range(K):
                         out[at, h * K + j] = f32(sums[w, j]) * row[S + w]

@@ -17,7 +17,6 @@ import numpy as np
 from numba import config, njit
 
 from vargen.kernels.cpu_attention import QUERIES, attend_slots, join_pair, write_tokens
-from vargen.kernels.cpu_sample import commit_tokens, draft_window, sample_rows, verify_chain
 from vargen.kernels.cpu_steps import (
     INNER,
     OPTIONS,
@@ -39,17 +38,13 @@ __all__ = [
     "PANEL",
     "Slots",
     "Weights",
-    "commit_tokens",
-    "draft_window",
     "make_buffers",
     "move_slots",
     "pack_matrix",
     "run_layers",
     "run_output",
-    "sample_rows",
-    "verify_chain",
 ]
-# `vargen.kernels.cpu` sets the folder of compiled code before it imports this module.
+# `vargen.kernels.cpu_code` sets the folder of compiled code before it imports this module.
 _COMPILED = {**OPTIONS, "no_cfunc_wrapper": True, "cache": bool(config.CACHE_DIR)}
 
 
@@ -281,7 +276,7 @@ def move_slots(slots, path, count, tokens):
                     for pair in range(pairs):
                         k[pair, target] = k[pair, source]
                     for j in range(v.shape[1]):
-                        old, new = v[target >> 1, j], v[source >> 1, j] >> i32(16 * (source & 1))
-                        v[target >> 1, j] = join_pair(old, new) if target & 1 else join_pair(new, old >> i32(16))
+                        old, new = v[target >> 1, j], i32(v[source >> 1, j] >> i32(16 * (source & 1)))
+                        v[target >> 1, j] = join_pair(old, new) if target & 1 else join_pair(new, i32(old >> i32(16)))
                     slots.k_scale[layer, r, g, target] = slots.k_scale[layer, r, g, source]
                     slots.v_scale[layer, r, g, target] = slots.v_scale[layer, r, g, source]

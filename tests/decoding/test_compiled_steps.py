@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from int8_passes import compiled_passes
+from int8_passes import compiled_code
 from table_methods import METHODS, table_model
 
 from vargen.decoding import Sampling, decode
@@ -16,6 +16,7 @@ from vargen.decoding.sampling import RowSampling, to_probs
 
 pytest.importorskip("numba")
 
+from vargen.kernels.cpu_code import TOKEN_STEPS
 from vargen.kernels.cpu_sample import MARGIN
 
 SEEDS = torch.tensor([3, 2**62, 7])
@@ -32,7 +33,7 @@ OPTIONS = {
 
 @pytest.fixture(autouse=True, scope="module")
 def compiled() -> Any:
-    return compiled_passes()
+    return compiled_code(TOKEN_STEPS)
 
 
 def logits_of(kind: str, vocab: int) -> torch.Tensor:
@@ -78,8 +79,8 @@ def test_images_and_statistics_are_those_without_compiled_steps(
 ) -> None:
     condition, seeds, sampling = torch.tensor([0, 1, 1]), torch.arange(3), Sampling(0.9, top_p=0.9)
     found = []
-    for loaded in (compiled_steps.loaded_passes, lambda: None):
-        monkeypatch.setattr(compiled_steps, "loaded_passes", loaded)
+    for loaded in (TOKEN_STEPS.loaded, lambda: None):
+        monkeypatch.setattr(TOKEN_STEPS, "loaded", loaded)
         out = decode(table_model(), condition, seeds, METHODS[method], sampling)
         engine = Engine(table_model(), METHODS[method], batch_size=2)
         engine.submit(condition, seeds, sampling)

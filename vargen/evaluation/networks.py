@@ -14,7 +14,7 @@ from vargen.adapters import ARBITRARY_CAPTION_TOKENS, arbitrary_condition
 from vargen.decoding import DecodeOutput
 from vargen.evaluation.decoders import PricedDecoder, find_pass_scales, open_decoder, scale_pass
 from vargen.evaluation.published_var import PublishedVARSampler
-from vargen.kernels.cpu import load_compiled_passes
+from vargen.kernels.cpu_code import TOKEN_PASS, TOKEN_STEPS
 from vargen.models.condition import Condition
 from vargen.models.kv_cache import KVCache
 from vargen.models.quantization import quantize_network
@@ -177,7 +177,8 @@ def open_benchmark_model(
     """
     family, components = validate_benchmark_model(name), {}
     if quantization is not None:
-        load_compiled_passes(wait=True)
+        for code in (TOKEN_PASS, TOKEN_STEPS):
+            code.load(wait=True)
     if name not in family.official_sizes:
         unused = dict.fromkeys(part for part, component in family.components.items() if not component.required)
         return BenchmarkModel(name, open_pipeline(name, device=device, dtype=dtype, quantization=quantization, **unused))

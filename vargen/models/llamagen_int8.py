@@ -1,8 +1,8 @@
 """Passes of a LlamaGen transformer with 8-bit integer products: prefill, step and teacher forcing.
 
 They take the arguments of `LlamaGenTransformer.forward`. Rows are independent of each other and of the number of tokens of a
-pass, bit by bit. A step runs as one compiled function where `vargen.kernels.cpu` has it, and by torch operators elsewhere, with
-the same bits.
+pass, bit by bit. A step runs as one compiled function where `vargen.kernels.cpu_code` has it, and by torch operators
+elsewhere, with the same bits.
 
 Shape suffixes: B rows (images; twice as many under guidance), P conditioning rows, N image tokens of the grid, T tokens of one
 pass, D width, H heads, G key heads, K head width.
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vargen.kernels.cpu import load_compiled_passes
+from vargen.kernels.cpu_code import TOKEN_PASS, TOKEN_STEPS
 from vargen.kernels.int8 import (
     attend_int8,
     exact_gelu,
@@ -44,13 +44,14 @@ def make_cache(network: LlamaGenTransformer, rows: int, scratch: int, prefix: in
     config = network.config
     shape = (len(network.layers), rows, config.n_kv_head or config.n_head, config.dim // config.n_head)
     options = {"prefix": prefix, "tokens": network.tokens, "scratch": scratch}
-    compiled = load_compiled_passes()
+    compiled = TOKEN_PASS.load()
+    TOKEN_STEPS.load()
     return Int8Cache(*shape, **options) if compiled is None else PairedInt8Cache(compiled, *shape, **options)
 
 
 def describe_backend() -> str:
     """Return what runs the steps of caches that are made now."""
-    return "int8 operators" if load_compiled_passes() is None else "compiled int8"
+    return "int8 operators" if TOKEN_PASS.load() is None else "compiled int8"
 
 
 def compute_logits(network: LlamaGenTransformer, features: Tensor, guidance: Guidance) -> Tensor:

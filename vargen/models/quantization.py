@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vargen.kernels.cpu import explain_int8_passes, load_compiled_passes, warn_if_slow
+from vargen.kernels.cpu_code import explain_int8_passes, warn_if_slow
 from vargen.kernels.int8 import int8_linear, quantize_activations, quantize_weight_rows, regroup_weight_rows
 from vargen.models.gpu_quantization import GPU_FORMATS, quantize_for_gpu, validate_gpu_quantization
 from vargen.values import short_repr
@@ -113,8 +113,6 @@ def quantize_weights(
     Raises:
         ValueError: if a weight is not finite; the message names it.
     """
-    warn_if_slow()
-    load_compiled_passes()  # starts to build them, if they are not there
     found: dict[str, Tensor] = dict(weights)
     for layer in layers:
         name = f"{layer}.weight"
@@ -128,6 +126,18 @@ def quantize_weights(
             values, scale = quantize_weight_rows(weights[name])
         found[name], found[f"{layer}.{SCALE_SUFFIX}"] = values.contiguous(), scale.contiguous()
     return found
+
+
+def quantization_of(network: Any) -> str | None:
+    """Return the format of the products of a network, on a CPU or a GPU; None for floating point."""
+    return network.config.get("quantization") or getattr(network, "gpu_quantization", None)
+
+
+def start_compiling(network: Any) -> None:
+    """Start to build the compiled code of a network's passes, if it is not there; warn where they would be slow without."""
+    warn_if_slow()
+    for code in network.compiled_code:
+        code.load()
 
 
 def validate_placement(network: nn.Module) -> None:
@@ -162,6 +172,7 @@ def quantize_network(network: Any, quantization: str = "int8") -> Any:
     if network.device.type != "cpu":
         quantize_for_gpu(network, set(linear_layers(network)), quantization)
         return network
+    start_compiling(network)
     weights = {name: value.float() if value.is_floating_point() else value for name, value in network.state_dict().items()}
     state = quantize_weights(linear_layers(network), weights, {})
     replace_linear_layers(network)

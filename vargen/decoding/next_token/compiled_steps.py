@@ -1,4 +1,4 @@
-"""Steps of the token loop beside its pass as compiled functions, where `vargen.kernels.cpu` has loaded them.
+"""Steps of the token loop beside its pass as compiled functions, where `vargen.kernels.cpu_code` has loaded them.
 
 A pass of less than a millisecond evicts what the interpreter needs from the caches, so that each small operation after it costs
 several microseconds.
@@ -19,7 +19,7 @@ from torch import Tensor
 from vargen.decoding.next_token.draft import Draft, Verdict
 from vargen.decoding.noise import Noise, Purpose
 from vargen.decoding.sampling import MIN_TEMPERATURE, RowSampling, Sampling, to_probs
-from vargen.kernels.cpu import loaded_passes
+from vargen.kernels.cpu_code import TOKEN_STEPS
 from vargen.kernels.dispatch import is_eager_cpu
 
 
@@ -41,7 +41,7 @@ _scratch = _Scratch()
 
 def _compiled(tensor: Tensor) -> Any:
     """The module of compiled functions, if it is loaded and these steps run on a CPU; else None."""
-    return loaded_passes() if is_eager_cpu(tensor) else None
+    return TOKEN_STEPS.loaded() if is_eager_cpu(tensor) else None
 
 
 def sample_from_logits(logits: Tensor, sampling: Sampling, noise: Noise) -> Tensor | None:
