@@ -165,13 +165,15 @@ def weigh_slots(dots, w, scale, k_scale, v_scale, bias, ancestors, r, g, t, firs
 
 @njit(**INNER)
 def attend_slots(
-    q, q_scale, k, v, k_scale, v_scale, bias, length, prefix, ancestors, dots, row, weights, sums, out, T, H
+    q, q_scale, k, v, k_scale, v_scale, bias, length, prefix, reach, ancestors, dots, row, weights, sums, out, T, H
 ):  # fmt: skip
     """Attention of a pass over the cache, float32 `out [R T, H K]`.
 
     Args:
         q, q_scale: see `write_tokens`; three more queries than used are read.
-        ancestors: bool `[R, T, T]`, which tokens of the pass each token attends to; `[R, 0, 0]` for a chain.
+        reach: int64 `[R, T]`, number of tokens of the pass that are visible to each token; 0: it sees nothing at all, and gets
+            zeros.
+        ancestors: bool `[R, T, T]`, which of these it attends to; `[R, 0, 0]`: all.
         dots, row, weights, sums: scratch: int32 `[4, S]`, float32 `[S + 4]`, int16 `[4, S]`, int32 `[4, K']`.
     """
     R, G, S, K, columns = k.shape[0], k.shape[1], k.shape[3], 2 * k.shape[2], v.shape[3]
@@ -193,11 +195,13 @@ def attend_slots(
                 pair_dots(block, source, 2 * K, keys, 4 * S, K // 2, vectors, products, 4 * S)
                 for w in range(used):
                     t = (number + w) % T
-                    seen = end if ancestors.shape[1] else first + t + 1
-                    scale = q_scale[r, g, number + w]
-                    row[S + w] = weigh_slots(
-                        dots, w, scale, k_scale, v_scale, bias, ancestors, r, g, t, first, seen, row, weights
-                    )  # fmt: skip
+                    seen, scale = first + reach[r, t], q_scale[r, g, number + w]
+                    if reach[r, t] == 0:
+                        seen, row[S + w] = i64(0), f32(0)
+                    else:
+                        row[S + w] = weigh_slots(
+                            dots, w, scale, k_scale, v_scale, bias, ancestors, r, g, t, first, seen, row, weights
+                        )  # fmt: skip
                     for i in range(-(-seen // 16) * 16, 16 * vectors):
                         weights[w, i] = 0
                 values = value + 2 * S * columns * head

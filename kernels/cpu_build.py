@@ -65,7 +65,42 @@ def load_token_steps() -> ModuleType:
     return steps
 
 
-LOADERS = {"int8 passes": load_token_pass, "sampling steps": load_token_steps}
+def load_scale_pass() -> ModuleType:
+    from vargen.kernels import cpu_scale_pass as passes
+
+    layers, rows, heads, width, hidden, vocab, tokens = 1, 2, 1, 4, 4, 4, 2
+    packed = [passes.pack_matrix(np.zeros(shape, np.int8))[0] for shape in ((12, 4), (4, 4), (4, 4), (4, 4))]
+    columns = len(packed[0]) // width
+    floats = np.ones((layers, 4 * columns), np.float32)
+    weights = passes.Weights(
+        sizes=np.array([width, hidden, 1]),
+        packed=np.array([[matrix.ctypes.data for matrix in packed]]),
+        start=np.zeros((layers, 4 * columns), np.int32),
+        scale=floats,
+        bias=floats,
+        sharpness=np.ones((layers, heads), np.float32),
+    )
+    slots = passes.Slots(
+        k=np.zeros((rows, layers, heads, width // 2, 16), np.int32),
+        v=np.zeros((rows, layers, heads, 8, 16), np.int32),
+        k_scale=np.ones((rows, layers, heads, 16), np.float32),
+        v_scale=np.ones((rows, layers, heads, 16), np.float32),
+        bias=np.zeros((rows, 1), np.float32),
+        limits=(100, 100),
+    )
+    buffers = passes.make_buffers(weights, slots, rows, tokens, columns)
+    x, modulation = np.ones((rows * tokens, width), np.float32), np.ones((layers, 6, rows, width), np.float32)
+    passes.run_layers(weights, slots, buffers, x, modulation, np.ones((rows, tokens), np.int64), 0)
+    features, logits = np.zeros((rows, tokens, width), np.float32), np.zeros((1, tokens, vocab), np.float32)
+    passes.run_head(
+        x.reshape(rows, tokens, width), modulation[0, :2].copy(), packed[1], weights.start[0, :columns].copy(), floats[0],
+        floats[0], np.ones(tokens, np.float32), buffers.row, buffers.scale, buffers.wide, buffers.sums, buffers.ticks,
+        features, logits,
+    )  # fmt: skip
+    return passes
+
+
+LOADERS = {"int8 passes": load_token_pass, "sampling steps": load_token_steps, "next-scale int8 passes": load_scale_pass}
 
 if __name__ == "__main__":
     from vargen.kernels.cpu_code import load_code

@@ -23,7 +23,10 @@ from vargen.kernels.cpu import BYTE_PRODUCTS, cpu_instructions, find_compiled_bl
 
 logger = logging.getLogger("vargen")
 
-_SOURCES = ("int8_format", "cpu_vector", "cpu_steps", "cpu_attention", "cpu_pass", "cpu_sample", "cpu_build")
+_SOURCES = (
+    "int8_format", "cpu_vector", "cpu_steps", "cpu_attention", "cpu_pass", "cpu_sample", "cpu_scale_steps", "cpu_scale_pass",
+    "cpu_build",
+)  # fmt: skip
 _FOLDER_ENV = "NUMBA_CACHE_DIR"  # Numba's own variable
 _SLOW = "; this CPU has no 8-bit dot products, so float32 may be faster"
 _loading = threading.Lock()  # Numba's settings are those of the process
@@ -126,6 +129,7 @@ class CompiledCode:
 
 TOKEN_PASS = CompiledCode("int8 passes")  # of next-token transformers
 TOKEN_STEPS = CompiledCode("sampling steps")  # beside these passes
+SCALE_PASS = CompiledCode("next-scale int8 passes")
 
 
 def warn_if_slow() -> None:

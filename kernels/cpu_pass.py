@@ -97,6 +97,7 @@ class Buffers(NamedTuple):
     q_scale: np.ndarray  # float32 [R, G, H/G T]
     cos_sin: np.ndarray  # float32 [R, T, K/2, 2]
     length: np.ndarray  # int64 [R]
+    reach: np.ndarray  # int64 [R, T]
     ticks: np.ndarray  # int64 [3], time spent so far: products, attention, other steps
 
 
@@ -121,6 +122,7 @@ def make_buffers(weights: Weights, slots: Slots, tokens: int) -> Buffers:
         q_scale=np.zeros((R, G, queries), np.float32),
         cos_sin=np.zeros((R, tokens, K // 2, 2), np.float32),
         length=np.zeros(R, np.int64),
+        reach=np.zeros((R, tokens), np.int64),
         ticks=np.zeros(3, np.int64),
     )
 
@@ -149,6 +151,7 @@ def run_layers(weights, slots, buffers, tokens, positions, ancestors):
     for r in range(R):
         length[r] = min(slots.length[r], last + 1)  # full rows write only to scratch
         for t in range(T):
+            buffers.reach[r, t] = T if ancestors.shape[1] else t + 1
             cell = min(positions[r, t] if len(positions) else length[r] + t, last)
             for j in range(K // 2):
                 cos_sin[r, t, j, 0], cos_sin[r, t, j, 1] = weights.rotary[cell, j, 0], weights.rotary[cell, j, 1]
@@ -185,8 +188,8 @@ def run_layers(weights, slots, buffers, tokens, positions, ancestors):
                     row, T, K, H,
                 )  # fmt: skip
                 attend_slots(
-                    q, q_scale, k, v, k_scale, v_scale, slots.bias, length, prefix, ancestors, buffers.dots, row,
-                    buffers.attention, buffers.value_sums, buffers.attended, T, H,
+                    q, q_scale, k, v, k_scale, v_scale, slots.bias, length, prefix, buffers.reach, ancestors,
+                    buffers.dots, row, buffers.attention, buffers.value_sums, buffers.attended, T, H,
                 )  # fmt: skip
                 for m in range(M):
                     scale[m] = quantize(buffers.attended[m], H * K, wide[m])

@@ -184,3 +184,15 @@ def quantize_network(network: Any, quantization: str = "int8") -> Any:
 def as_array(tensor: Tensor) -> np.ndarray:
     """Return a contiguous NumPy array of a CPU tensor, which shares its memory if that is contiguous."""
     return np.ascontiguousarray(tensor.detach().numpy())
+
+
+def pack_layers(compiled: Any, *layers: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Pack layers with the same input as one matrix for compiled passes: bytes, initial sums and channel scales.
+
+    Args:
+        compiled: a module of `vargen.kernels.cpu_code` with `pack_matrix`.
+    """
+    packed, start = compiled.pack_matrix(np.concatenate([as_array(layer.weight) for layer in layers]))
+    scale = np.ones(len(start), np.float32)
+    scale[: sum(layer.out_features for layer in layers)] = np.concatenate([as_array(layer.weight_scale) for layer in layers])
+    return packed, start, scale
