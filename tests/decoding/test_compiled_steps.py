@@ -9,7 +9,7 @@ from int8_passes import compiled_code
 from table_methods import METHODS, table_model
 
 from vargen.decoding import Sampling, decode
-from vargen.decoding.next_token import compiled_steps
+from vargen.decoding.compiled_sampling import sample_from_logits
 from vargen.decoding.next_token.engine import Engine
 from vargen.decoding.noise import Noise, Purpose
 from vargen.decoding.sampling import RowSampling, to_probs
@@ -47,7 +47,7 @@ def test_sampled_tokens_are_those_of_the_reference(kind: str, options: str) -> N
     sampling = OPTIONS[options]
     for vocab in (40, 100, 4096):
         logits, noise = logits_of(kind, vocab), Noise(SEEDS, torch.arange(6) + torch.tensor([[0], [50], [9]]))
-        found = compiled_steps.sample_from_logits(logits, sampling, noise)
+        found = sample_from_logits(logits, sampling, noise)
         assert found is not None and torch.equal(found, noise.sample(to_probs(logits, sampling), Purpose.TOKEN))
 
 

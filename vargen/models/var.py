@@ -31,7 +31,7 @@ ensure_torchvision()
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.utils import BaseOutput
 
-from vargen.kernels.cpu_code import SCALE_PASS, CompiledCode
+from vargen.kernels.cpu_code import SCALE_PASS, TOKEN_STEPS, CompiledCode
 from vargen.models import var_int8 as int8
 from vargen.models.quantization import replace_linear_layers, validate_quantization
 from vargen.models.tokenizers.multi_scale_vq import SCALES_256, SCALES_512
@@ -86,7 +86,7 @@ class VARTransformer(QuantizedStorageMixin, ConfigMixin):
     layer_prefixes: ClassVar[dict[str, tuple[str, ...]]] = {"depth": ("blocks.",)}
     float_layers: ClassVar[tuple[str, ...]] = ("word_embed", "ada_lin", "caption_")
     _repeated_blocks: ClassVar[list[str]] = ["VARBlock"]
-    compiled_code: ClassVar[tuple[CompiledCode, ...]] = (SCALE_PASS,)
+    compiled_code: ClassVar[tuple[CompiledCode, ...]] = (SCALE_PASS, TOKEN_STEPS)
     _skip_layerwise_casting_patterns: ClassVar[list[str]] = ["norm", "embed", "emb", "head_nm", "pos_", "ada_"]
 
     lvl_1L: Tensor

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vargen.kernels.cpu_code import SCALE_PASS
+from vargen.kernels.cpu_code import SCALE_PASS, TOKEN_STEPS
 from vargen.kernels.int8_format import score_limit, value_limit
 from vargen.models.condition import Condition
 from vargen.models.quantization import as_array, pack_layers
@@ -91,6 +91,7 @@ class Int8ScaleCache(ScaleCache):
 
 def make_scale_cache(network: VARTransformer, rows: int, prefix: int) -> Int8ScaleCache | None:
     """Create a cache for compiled passes; None where they do not run, or not yet. Their heads have even widths."""
+    TOKEN_STEPS.load()
     if network.head_dim % 2 or (compiled := SCALE_PASS.load()) is None:
         return None
     shape = (network.config.depth, rows, network.n_head, network.head_dim)
