@@ -147,7 +147,7 @@ def _embed_condition(network: VARTransformer, condition: Condition, cache: Int8S
 
     Each row is embedded alone, without its padding, so that it does not depend on the other rows.
     """
-    count = len(condition.class_labels if condition.class_labels is not None else condition.caption_embeds)
+    count = cache.rows
     x = torch.zeros(count, cache.prefix + network.ends[0], network.config.dim)
     mask = torch.zeros(count, cache.prefix, dtype=torch.bool)
     parts = []
