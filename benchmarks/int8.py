@@ -24,7 +24,7 @@ from vargen.device import describe_machine, limit_threads
 from vargen.evaluation.networks import BenchmarkModel, open_benchmark_model
 from vargen.evaluation.pass_parts import PARTS, measure_time_beside
 from vargen.evaluation.speed import weight_readers
-from vargen.kernels.cpu import explain_int8_passes, load_compiled_passes
+from vargen.kernels.cpu_code import TOKEN_PASS, TOKEN_STEPS, explain_int8_passes
 from vargen.models.quantization import quantize_network
 from vargen.scoring.protocol import score_images
 
@@ -167,7 +167,8 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="*", default=[], help="large networks, whose passes are measured one after the other")
     parser.add_argument("--clips", type=int, default=0, help="clips of emoji-video in float32 and int8")
     options = parser.parse_args()
-    load_compiled_passes(wait=True)
+    for code in (TOKEN_PASS, TOKEN_STEPS):
+        code.load(wait=True)
     Clock.timer = staticmethod(time.process_time)
     with limit_threads(1):
         document: dict[str, Any] = {"machine": describe_machine(), "int8_passes": explain_int8_passes()}

@@ -88,7 +88,7 @@ def write_tokens(
                 else:
                     for j in range(K):
                         old, new = v[r, h - H - G, slot >> 1, j], i32(row[first + j])
-                        v[r, h - H - G, slot >> 1, j] = join_pair(old, new) if slot & 1 else join_pair(new, old >> i32(16))
+                        v[r, h - H - G, slot >> 1, j] = join_pair(old, new) if slot & 1 else join_pair(new, i32(old >> i32(16)))
                     v_scale[r, h - H - G, slot] = top * value_unit
 
 
@@ -146,8 +146,10 @@ def weigh_slots(dots, w, scale, k_scale, v_scale, bias, ancestors, r, g, t, firs
     most, value_most = i32(-(2**31)), bits_of_float(SMALLEST)
     for i in range(end):
         bits = bits_of_float(row[i])
-        most = max(most, bits ^ ((bits >> i32(31)) & i32(2**31 - 1)))  # integers in the order of the scores
-        value_most = max(value_most, bits_of_float(v_scale[r, g, i]) if row[i] > _HIDDEN else i32(0))
+        order = i32(bits ^ ((bits >> i32(31)) & i32(2**31 - 1)))  # integers in the order of the scores
+        most = order if order > most else most
+        bits = bits_of_float(v_scale[r, g, i]) if row[i] > _HIDDEN else i32(0)
+        value_most = bits if bits > value_most else value_most
     top = float_of_bits(most ^ ((most >> i32(31)) & i32(2**31 - 1)))
     value_top = float_of_bits(value_most)
     total = i64(0)
@@ -163,13 +165,15 @@ def weigh_slots(dots, w, scale, k_scale, v_scale, bias, ancestors, r, g, t, firs
 
 @njit(**INNER)
 def attend_slots(
-    q, q_scale, k, v, k_scale, v_scale, bias, length, prefix, ancestors, dots, row, weights, sums, out, T, H
+    q, q_scale, k, v, k_scale, v_scale, bias, length, prefix, reach, ancestors, dots, row, weights, sums, out, T, H
 ):  # fmt: skip
     """Attention of a pass over the cache, float32 `out [R T, H K]`.
 
     Args:
         q, q_scale: see `write_tokens`; three more queries than used are read.
-        ancestors: bool `[R, T, T]`, which tokens of the pass each token attends to; `[R, 0, 0]` for a chain.
+        reach: int64 `[R, T]`, number of tokens of the pass that are visible to each token; 0: it sees nothing at all, and gets
+            zeros.
+        ancestors: bool `[R, T, T]`, which of these it attends to; `[R, 0, 0]`: all.
         dots, row, weights, sums: scratch: int32 `[4, S]`, float32 `[S + 4]`, int16 `[4, S]`, int32 `[4, K']`.
     """
     R, G, S, K, columns = k.shape[0], k.shape[1], k.shape[3], 2 * k.shape[2], v.shape[3]
@@ -186,15 +190,18 @@ def attend_slots(
             number = 0
             while number < count:
                 block = QUERIES if count - number >= QUERIES - 1 else 1
+                used = block if block <= count - number else count - number
                 source, keys = query + 2 * K * (head * q.shape[2] + number), key + 2 * K * S * head
                 pair_dots(block, source, 2 * K, keys, 4 * S, K // 2, vectors, products, 4 * S)
-                for w in range(min(block, count - number)):
+                for w in range(used):
                     t = (number + w) % T
-                    seen = end if ancestors.shape[1] else first + t + 1
-                    scale = q_scale[r, g, number + w]
-                    row[S + w] = weigh_slots(
-                        dots, w, scale, k_scale, v_scale, bias, ancestors, r, g, t, first, seen, row, weights
-                    )  # fmt: skip
+                    seen, scale = first + reach[r, t], q_scale[r, g, number + w]
+                    if reach[r, t] == 0:
+                        seen, row[S + w] = i64(0), f32(0)
+                    else:
+                        row[S + w] = weigh_slots(
+                            dots, w, scale, k_scale, v_scale, bias, ancestors, r, g, t, first, seen, row, weights
+                        )  # fmt: skip
                     for i in range(-(-seen // 16) * 16, 16 * vectors):
                         weights[w, i] = 0
                 values = value + 2 * S * columns * head
@@ -202,7 +209,7 @@ def attend_slots(
                 pair_dots(
                     block, shares, 2 * S, values, 4 * columns, steps, columns // 16, total, 4 * columns
                 )  # fmt: skip
-                for w in range(min(block, count - number)):
+                for w in range(used):
                     at, h = r * T + (number + w) % T, g * group + (number + w) // T
                     for j in range(K):
                         out[at, h * K + j] = f32(sums[w, j]) * row[S + w]

@@ -17,7 +17,6 @@ import numpy as np
 from numba import config, njit
 
 from vargen.kernels.cpu_attention import QUERIES, attend_slots, join_pair, write_tokens
-from vargen.kernels.cpu_sample import commit_tokens, draft_window, sample_rows, verify_chain
 from vargen.kernels.cpu_steps import (
     INNER,
     OPTIONS,
@@ -39,17 +38,13 @@ __all__ = [
     "PANEL",
     "Slots",
     "Weights",
-    "commit_tokens",
-    "draft_window",
     "make_buffers",
     "move_slots",
     "pack_matrix",
     "run_layers",
     "run_output",
-    "sample_rows",
-    "verify_chain",
 ]
-# `vargen.kernels.cpu` sets the folder of compiled code before it imports this module.
+# `vargen.kernels.cpu_code` sets the folder of compiled code before it imports this module.
 _COMPILED = {**OPTIONS, "no_cfunc_wrapper": True, "cache": bool(config.CACHE_DIR)}
 
 
@@ -102,6 +97,7 @@ class Buffers(NamedTuple):
     q_scale: np.ndarray  # float32 [R, G, H/G T]
     cos_sin: np.ndarray  # float32 [R, T, K/2, 2]
     length: np.ndarray  # int64 [R]
+    reach: np.ndarray  # int64 [R, T]
     ticks: np.ndarray  # int64 [3], time spent so far: products, attention, other steps
 
 
@@ -126,6 +122,7 @@ def make_buffers(weights: Weights, slots: Slots, tokens: int) -> Buffers:
         q_scale=np.zeros((R, G, queries), np.float32),
         cos_sin=np.zeros((R, tokens, K // 2, 2), np.float32),
         length=np.zeros(R, np.int64),
+        reach=np.zeros((R, tokens), np.int64),
         ticks=np.zeros(3, np.int64),
     )
 
@@ -154,6 +151,7 @@ def run_layers(weights, slots, buffers, tokens, positions, ancestors):
     for r in range(R):
         length[r] = min(slots.length[r], last + 1)  # full rows write only to scratch
         for t in range(T):
+            buffers.reach[r, t] = T if ancestors.shape[1] else t + 1
             cell = min(positions[r, t] if len(positions) else length[r] + t, last)
             for j in range(K // 2):
                 cos_sin[r, t, j, 0], cos_sin[r, t, j, 1] = weights.rotary[cell, j, 0], weights.rotary[cell, j, 1]
@@ -190,8 +188,8 @@ def run_layers(weights, slots, buffers, tokens, positions, ancestors):
                     row, T, K, H,
                 )  # fmt: skip
                 attend_slots(
-                    q, q_scale, k, v, k_scale, v_scale, slots.bias, length, prefix, ancestors, buffers.dots, row,
-                    buffers.attention, buffers.value_sums, buffers.attended, T, H,
+                    q, q_scale, k, v, k_scale, v_scale, slots.bias, length, prefix, buffers.reach, ancestors,
+                    buffers.dots, row, buffers.attention, buffers.value_sums, buffers.attended, T, H,
                 )  # fmt: skip
                 for m in range(M):
                     scale[m] = quantize(buffers.attended[m], H * K, wide[m])
@@ -281,7 +279,7 @@ def move_slots(slots, path, count, tokens):
                     for pair in range(pairs):
                         k[pair, target] = k[pair, source]
                     for j in range(v.shape[1]):
-                        old, new = v[target >> 1, j], v[source >> 1, j] >> i32(16 * (source & 1))
-                        v[target >> 1, j] = join_pair(old, new) if target & 1 else join_pair(new, old >> i32(16))
+                        old, new = v[target >> 1, j], i32(v[source >> 1, j] >> i32(16 * (source & 1)))
+                        v[target >> 1, j] = join_pair(old, new) if target & 1 else join_pair(new, i32(old >> i32(16)))
                     slots.k_scale[layer, r, g, target] = slots.k_scale[layer, r, g, source]
                     slots.v_scale[layer, r, g, target] = slots.v_scale[layer, r, g, source]

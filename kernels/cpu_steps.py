@@ -30,7 +30,8 @@ _NORM, _NORM_UNIT = f32(NORM_MAX), 1 / NORM_MAX
 @njit(**INNER)
 def exp(x):
     """`exact_exp` of a float32."""
-    power = min(max(x, -_RANGE), _RANGE) * _LOG2_E
+    bounded = x if x > -_RANGE else -_RANGE
+    power = (bounded if bounded < _RANGE else _RANGE) * _LOG2_E
     whole = (power + ROUND) - ROUND
     rest = (power - whole) * _LN_2
     total = _T0
@@ -48,14 +49,15 @@ def largest(row, first, count):
     """Largest absolute value of float32 `row[first : first + count]`, at least `TINY`."""
     top = bits_of_float(SMALLEST)
     for d in range(first, first + count):
-        top = max(top, bits_of_float(abs(row[d])))
+        bits = bits_of_float(abs(row[d]))
+        top = bits if bits > top else top
     return float_of_bits(top)
 
 
 @njit(**INNER)
 def quantize(row, count, out):
     """Quantize float32 `row[:count]` to bytes `out`, with 128 added; returns the scale."""
-    top = largest(row, 0, count)
+    top = largest(row, i64(0), count)
     factor = _INT8 / top
     for d in range(count):
         out[d] = np.uint8(i32((row[d] * factor + ROUND) - ROUND) + i32(128))
@@ -66,7 +68,7 @@ def quantize(row, count, out):
 def norm(x, weight, eps, out):
     """`exact_rms_norm` of float32 `x [D]` to `out [D]`."""
     D = len(x)
-    top = largest(x, 0, D)
+    top = largest(x, i64(0), D)
     factor = _NORM / top
     squares = i64(0)
     for d in range(D):

@@ -13,6 +13,7 @@ from PIL import Image
 
 from vargen.compat import installed_version
 from vargen.image_metadata import pixels_digest, tokens_digest
+from vargen.models.quantization import quantization_of
 from vargen.pipelines.base import VisualPipeline
 
 _PACKAGES = ("vargen", "torch", "diffusers", "transformers")
@@ -65,12 +66,13 @@ def model_digest(folder: Path) -> str:
 
 def environment_parameters(pipe: VisualPipeline, model: str, digest: str | None) -> dict[str, Any]:
     """Return what an image records about its model and machine, besides the arguments of the call."""
-    device = pipe.device
+    device, quantization = pipe.device, quantization_of(pipe.transformer)
     processor = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
     return {
         "model": model,
         **({"model_digest": digest} if digest else {}),
         "dtype": str(pipe.transformer.dtype).removeprefix("torch."),
+        **({"quantization": quantization} if quantization else {}),
         "processor": f"{device.type} {processor}",
         "versions": {name: installed_version(name) for name in _PACKAGES},
     }
@@ -132,6 +134,7 @@ def explain_difference(parameters: Mapping[str, Any], here: Mapping[str, Any]) -
         ("model", parameters.get("model"), here["model"]),
         ("weights of the model (digest)", parameters.get("model_digest"), here.get("model_digest")),
         ("dtype", parameters.get("dtype"), here["dtype"]),
+        ("quantization", parameters.get("quantization") or "none", here.get("quantization") or "none"),
         ("processor, whose float32 sums round differently", parameters.get("processor"), here["processor"]),
         ("torch version", *torch_versions),
     )

@@ -32,6 +32,16 @@ def test_a_class_and_its_label_come_back(run: Any, class_model: Path) -> None:
     assert found.exit_code == 0 and json.loads(found.stdout)["same_pixels"] is True
 
 
+def test_an_image_of_a_quantized_model_names_its_format(run: Any, text_model: Path) -> None:
+    words = ("--model", text_model, "--seed", 7, "--quantization", "auto", "-o", "a.png")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vargen.pipelines.quantization.runs_compiled", lambda: True)
+        assert run("generate", "a cat", *words).exit_code == 0
+    assert read_parameters("a.png")["quantization"] == "int8"
+    again = run("regenerate", "a.png", "--model", text_model)
+    assert again.exit_code == 0, again.output
+
+
 def test_what_differs_is_named(run: Any, text_model: Path, scale_model: Path) -> None:
     assert run("generate", "a cat", "--model", text_model, "--seed", 7, "--accelerator", "ar", "-o", "a.png").exit_code == 0
     with Image.open("a.png") as opened:
@@ -74,6 +84,8 @@ def test_equal_facts_explain_nothing() -> None:
     assert explain_difference(here, here) == () and explain_difference({}, here) == ()
     (reason,) = explain_difference({**here, "dtype": "bfloat16"}, here)
     assert reason == "Another dtype: bfloat16 there, float32 here."
+    (reason,) = explain_difference({**here, "quantization": "int8"}, here)
+    assert reason == "Another quantization: int8 there, none here."
     image = Image.new("RGB", (1, 1))
     assert "file was edited" in Regeneration(image, False, False).describe()
     assert "decoder" in Regeneration(image, True, False).describe()

@@ -5,17 +5,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from int8_passes import compiled_passes
+from int8_passes import compiled_code
 from table_methods import METHODS, table_model
 
 from vargen.decoding import Sampling, decode
-from vargen.decoding.next_token import compiled_steps
+from vargen.decoding.compiled_sampling import sample_from_logits
 from vargen.decoding.next_token.engine import Engine
 from vargen.decoding.noise import Noise, Purpose
 from vargen.decoding.sampling import RowSampling, to_probs
 
 pytest.importorskip("numba")
 
+from vargen.kernels.cpu_code import TOKEN_STEPS
 from vargen.kernels.cpu_sample import MARGIN
 
 SEEDS = torch.tensor([3, 2**62, 7])
@@ -32,7 +33,7 @@ OPTIONS = {
 
 @pytest.fixture(autouse=True, scope="module")
 def compiled() -> Any:
-    return compiled_passes()
+    return compiled_code(TOKEN_STEPS)
 
 
 def logits_of(kind: str, vocab: int) -> torch.Tensor:
@@ -46,7 +47,7 @@ def test_sampled_tokens_are_those_of_the_reference(kind: str, options: str) -> N
     sampling = OPTIONS[options]
     for vocab in (40, 100, 4096):
         logits, noise = logits_of(kind, vocab), Noise(SEEDS, torch.arange(6) + torch.tensor([[0], [50], [9]]))
-        found = compiled_steps.sample_from_logits(logits, sampling, noise)
+        found = sample_from_logits(logits, sampling, noise)
         assert found is not None and torch.equal(found, noise.sample(to_probs(logits, sampling), Purpose.TOKEN))
 
 
@@ -78,8 +79,8 @@ def test_images_and_statistics_are_those_without_compiled_steps(
 ) -> None:
     condition, seeds, sampling = torch.tensor([0, 1, 1]), torch.arange(3), Sampling(0.9, top_p=0.9)
     found = []
-    for loaded in (compiled_steps.loaded_passes, lambda: None):
-        monkeypatch.setattr(compiled_steps, "loaded_passes", loaded)
+    for loaded in (TOKEN_STEPS.loaded, lambda: None):
+        monkeypatch.setattr(TOKEN_STEPS, "loaded", loaded)
         out = decode(table_model(), condition, seeds, METHODS[method], sampling)
         engine = Engine(table_model(), METHODS[method], batch_size=2)
         engine.submit(condition, seeds, sampling)

@@ -7,6 +7,7 @@ from tiny_models import tiny_multi_scale_vq, tiny_var
 from vargen.evaluation.image_speed import measure_image_speed
 from vargen.evaluation.networks import BenchmarkModel
 from vargen.evaluation.speed import measure_baseline, measure_steps
+from vargen.models.quantization import dequantize_network, quantize_network
 from vargen.models.var import VARTransformer
 from vargen.pipelines.var import VARPipeline
 
@@ -45,6 +46,16 @@ def test_the_opponent_has_weights_of_its_own_in_float32() -> None:
     generate, pixels = network.published_sampler(2)
     assert pixels(generate()).shape == (2, 3, 8, 8)
     assert network.transformer.dtype == torch.bfloat16, "ours stays as it is"
+
+
+def test_a_quantized_model_is_compared_with_its_weights_in_float32() -> None:
+    network = benchmark_model(quantize_network(tiny_var("class")))
+    copied, layer = dequantize_network(network.transformer), network.transformer.blocks[0].ffn.fc1
+    assert copied.config.quantization is None and copied.dtype == torch.float32
+    assert torch.equal(copied.blocks[0].ffn.fc1.weight, layer.weight * layer.weight_scale[:, None])
+    report = measure_image_speed(network, rounds=1)
+    assert report.dtype == "int8" and report.roofline > 0
+    assert [case.tokens for case in measure_steps(network, [1, 16], [1], rounds=1).results] == [1, 16]
 
 
 def test_other_measurements_know_scales(network: BenchmarkModel) -> None:

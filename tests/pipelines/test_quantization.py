@@ -20,7 +20,7 @@ from vargen.adapters.llamagen import LlamaGenTokenModel
 from vargen.decoding import Output, Sampling, Tree, resolve_method
 from vargen.evaluation.exact_sum import sum_pass
 from vargen.evaluation.exactness import DETECTED, TOLERANCE
-from vargen.kernels import cpu
+from vargen.kernels import cpu, cpu_code
 from vargen.models.condition import Condition
 from vargen.models.quantization import quantize_network
 from vargen.pipelines.quantization import _pass_seconds
@@ -155,23 +155,24 @@ def test_exact_methods_sample_from_the_quantized_model(method: str) -> None:
 
 
 def test_without_numba_or_vector_instructions_operators_serve(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "cpu_instructions", lambda: ("AVX2",))
-    assert cpu.load_compiled_passes() is None
-    name, reason = cpu.explain_int8_passes()
+    for module in (cpu, cpu_code):
+        monkeypatch.setattr(module, "cpu_instructions", lambda: ("AVX2",))
+    assert cpu_code.TOKEN_PASS.load() is None
+    name, reason = cpu_code.explain_int8_passes()
     assert name == "operators" and "AVX-512 VNNI" in reason and "float32 may be faster" in reason
-    monkeypatch.setattr(cpu, "cpu_instructions", lambda: ("AVX-512 VNNI",))
+    for module in (cpu, cpu_code):
+        monkeypatch.setattr(module, "cpu_instructions", lambda: ("AVX-512 VNNI",))
     monkeypatch.setattr(cpu, "find_spec", lambda name: None)
-    assert cpu.explain_int8_passes() == ("operators", "Numba is not installed: pip install vargen[cpu]")
+    assert cpu_code.explain_int8_passes() == ("operators", "Numba is not installed: pip install vargen[cpu]")
     monkeypatch.setenv("VARGEN_KERNELS", "cpu")
-    with pytest.raises(ValueError, match="VARGEN_KERNELS=cpu needs compiled passes: Numba is not installed"):
-        cpu.load_compiled_passes()
+    with pytest.raises(ValueError, match="VARGEN_KERNELS=cpu needs compiled int8 passes: Numba is not installed"):
+        cpu_code.TOKEN_PASS.load()
 
 
 def test_operators_serve_while_the_compiled_passes_are_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if cpu.find_compiled_blocker() is not None:
         pytest.skip("compiled passes cannot run here")
-    state = cpu._State()
-    monkeypatch.setattr(cpu, "_state", state)
+    code = cpu_code.CompiledCode("int8 passes")
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
     started: list[list[str]] = []
 
@@ -185,19 +186,19 @@ def test_operators_serve_while_the_compiled_passes_are_built(tmp_path: Path, mon
             return None if len(polled) < 2 else 1
 
     polled: list[int] = []
-    monkeypatch.setattr(cpu.subprocess, "Popen", Failing)
+    monkeypatch.setattr(cpu_code.subprocess, "Popen", Failing)
     for _ in range(2):
-        assert cpu.load_compiled_passes() is None and cpu.find_compiled_blocker() is None
+        assert code.load() is None and code.failure is None
         polled.append(1)
     assert len(started) == 1, "it is built once"
-    assert cpu.load_compiled_passes() is None
-    assert "compiling them failed (exit status 1)" in str(cpu.find_compiled_blocker())
+    assert code.load() is None
+    assert "compiling them failed (exit status 1)" in str(code.failure)
 
 
 def test_a_folder_that_cannot_be_written_is_noticed(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    assert not cpu._is_writable(tmp_path / "file" / "below")
-    assert cpu._is_writable(tmp_path / "new")
+    assert not cpu_code._is_writable(tmp_path / "file" / "below")
+    assert cpu_code._is_writable(tmp_path / "new")
 
 
 def test_auto_selects_the_format_whose_passes_are_faster(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

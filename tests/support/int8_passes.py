@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from vargen.kernels.cpu import find_compiled_blocker, load_compiled_passes
+from vargen.kernels.cpu import find_compiled_blocker
+from vargen.kernels.cpu_code import TOKEN_PASS, CompiledCode
 from vargen.models.condition import Condition
 from vargen.models.int8_cache import Int8Cache, PairedInt8Cache
 from vargen.models.llamagen import LlamaGenTransformer
@@ -18,11 +19,15 @@ VOCAB, TOKENS, SCRATCH = 40, 16, 8
 BACKENDS = ("operators", "compiled")
 
 
-def compiled_passes() -> Any:
-    """The compiled passes; skips the test where they cannot run."""
+def compiled_code(code: CompiledCode) -> Any:
+    """The module of compiled functions; skips the test where they cannot run."""
     if (reason := find_compiled_blocker()) is not None:
         pytest.skip(reason)
-    return load_compiled_passes(wait=True)
+    return code.load(wait=True)
+
+
+def compiled_passes() -> Any:
+    return compiled_code(TOKEN_PASS)
 
 
 def quantized_transformer(**overrides: Any) -> LlamaGenTransformer:

@@ -53,7 +53,7 @@ class VARState:
 
     def split_rows(self) -> None:
         """Update `row_caches` from `full_cache` after a pass over all rows."""
-        B = len(self.full_cache.k[0]) // 2
+        B = self.full_cache.rows // 2
         self.row_caches = [self.full_cache.select_rows(slice(0, B)), self.full_cache.select_rows(slice(B, 2 * B))]
 
 
@@ -94,7 +94,9 @@ class VARScaleModel:
     @property
     def cost_key(self) -> str:
         compiled = "" if self.compiled_forward is self.transformer else "compiled"
-        return cost_key(self.transformer, f"{self.guidance.rows_per_image} rows an image", compiled)
+        return cost_key(
+            self.transformer, f"{self.guidance.rows_per_image} rows an image", compiled, self.transformer.pass_backend
+        )
 
     @property
     def vocab(self) -> int:

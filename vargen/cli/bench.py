@@ -141,6 +141,7 @@ def images(
     threads: TorchThreads = None,
     repeats: Repeats = 5,
     compile: Compile = False,
+    quantization: QuantizationName = None,
     as_json: Json = None,
 ) -> None:
     """Measure the time per image of a next-scale model.
@@ -153,13 +154,13 @@ def images(
     validate_range(repeats, "repeats", 1)
     results, names = ResultWriter(as_json), model or ["var-d16"]
     results.check(names)
-    place, kind, machine = setup_device(device, dtype, threads, names)
+    place, kind, machine = setup_device(device, dtype, threads, names, quantization)
 
     from vargen.device import summarize_machine
     from vargen.evaluation.image_speed import measure_image_speed
 
     reports = []
-    for name, network in _open_networks(names, place, kind, with_pixels=True):
+    for name, network in _open_networks(names, place, kind, with_pixels=True, quantization=quantization):
         for count in batches:
             with progress_bar(f"{name}, batch size {count}") as show:
                 reports.append(measure_image_speed(network, count, rounds=repeats, compile=compile, progress=show))

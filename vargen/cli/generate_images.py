@@ -91,7 +91,6 @@ def generate_image_files(options: GenerateOptions, own: ImageOptions) -> None:
     seconds_load = time.perf_counter() - started
     call: dict[str, Any] = {**own.sampling, "accelerator": method, "negative_prompt": own.negative_prompt}
     parameters = {**_parameters(pipe, options.model_title, model_digest(model.folder), call), **own.source.metadata()}
-    parameters |= {"quantization": options.quantization} if options.quantization else {}
     call |= source_images
     if scorer is not None:
         call |= {"num_candidates": own.best_of, "scorer": scorer}

@@ -137,7 +137,8 @@ def collect_facts() -> dict[str, Any]:
     from vargen.assets import packaged_model_path, packaged_models
     from vargen.compat import installed_version
     from vargen.device import describe_machine, explain_graphs, preferred_dtype
-    from vargen.kernels.cpu import cpu_instructions, explain_int8_passes
+    from vargen.kernels.cpu import cpu_instructions
+    from vargen.kernels.cpu_code import explain_int8_passes
     from vargen.kernels.dispatch import explain_kernels
 
     machine = describe_machine()

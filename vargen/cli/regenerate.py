@@ -73,7 +73,7 @@ def _regenerate(file: Path, parameters: dict[str, Any], model: str, device: Devi
     dtype = Dtype(recorded) if recorded in {each.value for each in Dtype} else Dtype.auto
     quantization = parameters.get("quantization")
     dtype_here = select_dtype(dtype, place, folder, quantization)
-    pipe = open_pipeline(folder, torch_dtype=dtype_here, quantization=quantization).to(place)
+    pipe = open_pipeline(folder, device=place, torch_dtype=dtype_here, quantization=quantization)
     pipe.set_progress_bar_config(disable=True)
     title = folder.resolve().name if Path(model).is_dir() else model
     here = regeneration.environment_parameters(pipe, title, regeneration.model_digest(folder))

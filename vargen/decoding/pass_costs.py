@@ -23,6 +23,7 @@ from vargen.decoding.next_token.protocols import TokenModel
 from vargen.decoding.video.protocols import BlockModel
 from vargen.device import available_cores, cpu_model, inference_mode_for, limit_threads, user_thread_count
 from vargen.files import atomic_file, cache_folder
+from vargen.kernels.cpu import cpu_instructions
 
 logger = logging.getLogger("vargen")
 
@@ -223,8 +224,11 @@ def _cache_key(model: TokenModel | BlockModel, images: int) -> str | None:
 
 
 def describe_hardware(device: torch.device) -> str:
-    """Describe the hardware and torch version that run the passes."""
-    what = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{cpu_model()}, {available_cores()} cores"
+    """Describe the hardware, a CPU with its vector instructions, and the torch version that run the passes."""
+    if device.type == "cuda":
+        what = torch.cuda.get_device_name(device)
+    else:  # virtual machines report different processors by one name
+        what = f"{cpu_model()}, {' '.join(cpu_instructions())}, {available_cores()} cores"
     return f"{what}, torch {torch.__version__}"
 
 

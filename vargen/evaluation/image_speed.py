@@ -19,6 +19,7 @@ from vargen.decoding.pass_costs import time_call
 from vargen.device import validate_compile
 from vargen.evaluation.networks import BenchmarkModel
 from vargen.evaluation.speed import weight_readers
+from vargen.models.quantization import quantization_of
 
 _MATMUL_SIZE = 1536  # rows and columns of the matrices that measure the rate
 
@@ -97,14 +98,16 @@ def measure_image_speed(
         if progress:
             progress(done, rounds)
     each = {name: 1e3 * statistics.median(times[1:]) / batch for name, times in seconds.items()}
-    bandwidth, rate = _bandwidth(network.weight_bytes, device), _matmul_rate(transformer.dtype, device)
+    quantization = quantization_of(transformer)
+    product = torch.int8 if quantization == "int8" else transformer.dtype
+    bandwidth, rate = _bandwidth(network.weight_bytes, device), _matmul_rate(product, device)
     lower_bound = sum(max(nbytes / bandwidth, operations / rate) for nbytes, operations in network.pass_work(batch))
     pixels = network.decoder_flops(batch) / _matmul_rate(torch.float32, device)
     roofline, roofline_with = 1e3 * lower_bound / batch, 1e3 * (lower_bound + pixels) / batch
     ours, with_pixels = each["token_milliseconds"], each["token_milliseconds"] + each["pixel_milliseconds"]
     return ImageSpeedReport(
         model=network.name,
-        dtype=str(transformer.dtype).removeprefix("torch."),
+        dtype=quantization or str(transformer.dtype).removeprefix("torch."),
         device=str(device),
         batch=batch,
         threads=torch.get_num_threads(),
@@ -128,9 +131,10 @@ def _bandwidth(nbytes: int, device: torch.device) -> float:
 
 
 def _matmul_rate(dtype: torch.dtype, device: torch.device) -> float:
-    """Return the floating-point operations per second of a product of large matrices."""
+    """Return the operations per second of a product of large matrices."""
     left, right = (torch.randn(_MATMUL_SIZE, _MATMUL_SIZE, device=device).to(dtype) for _ in range(2))
-    return 2 * _MATMUL_SIZE**3 / _fastest_run(lambda: left @ right, device)
+    multiply = torch._int_mm if dtype == torch.int8 else torch.matmul
+    return 2 * _MATMUL_SIZE**3 / _fastest_run(lambda: multiply(left, right), device)
 
 
 def _fastest_run(run: Callable[[], Any], device: torch.device, times: int = 5) -> float:

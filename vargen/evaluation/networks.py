@@ -14,10 +14,9 @@ from vargen.adapters import ARBITRARY_CAPTION_TOKENS, arbitrary_condition
 from vargen.decoding import DecodeOutput
 from vargen.evaluation.decoders import PricedDecoder, find_pass_scales, open_decoder, scale_pass
 from vargen.evaluation.published_var import PublishedVARSampler
-from vargen.kernels.cpu import load_compiled_passes
 from vargen.models.condition import Condition
 from vargen.models.kv_cache import KVCache
-from vargen.models.quantization import quantize_network
+from vargen.models.quantization import dequantize_network, quantize_network
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.components import ModelFamily
 from vargen.pipelines.loading import validate_model_folder
@@ -90,7 +89,7 @@ class BenchmarkModel:
 
     def published_sampler(self, batch: int) -> tuple[Callable[[], Tensor], Callable[[Tensor], Tensor]]:
         """Return a function that runs the published float32 loop on a batch, and one that decodes its result to pixels."""
-        sampler = PublishedVARSampler(*(copy.deepcopy(part).float() for part in (self.transformer, self.pipe.vqvae)))
+        sampler = PublishedVARSampler(dequantize_network(self.transformer), copy.deepcopy(self.pipe.vqvae).float())
         model: Any = self.pipe.decoding_model(self.guidance_scale)
         condition = model.start(self.condition(batch)).conditions[0]  # without padding rows, which would slow it down
         generator = torch.Generator(self.transformer.device).manual_seed(0)
@@ -170,14 +169,15 @@ def open_benchmark_model(
 ) -> BenchmarkModel:
     """Load a packaged model, a folder or a Hub model, or create one of an official size with random weights.
 
-    A quantized next-token model is returned with its compiled passes, if it has any.
+    A quantized model is returned with its compiled passes, if it has any.
 
     Raises:
         ValueError: see `validate_benchmark_model`.
     """
     family, components = validate_benchmark_model(name), {}
     if quantization is not None:
-        load_compiled_passes(wait=True)
+        for code in family.components["transformer"].network_class.compiled_code:
+            code.load(wait=True)
     if name not in family.official_sizes:
         unused = dict.fromkeys(part for part, component in family.components.items() if not component.required)
         return BenchmarkModel(name, open_pipeline(name, device=device, dtype=dtype, quantization=quantization, **unused))

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from vargen.compat import ensure_torchvision
 from vargen.device import normal_tensors
+from vargen.kernels.cpu_code import TOKEN_PASS, TOKEN_STEPS, CompiledCode
 from vargen.kernels.dispatch import is_eager_cpu
 from vargen.kernels.linear import TransposableWeights, transpose_linear_weights
 from vargen.models import llamagen_int8 as int8
@@ -105,6 +106,7 @@ class LlamaGenTransformer(TransposableWeights, QuantizedStorageMixin, ConfigMixi
     _no_split_modules: ClassVar[list[str]] = ["LlamaGenBlock"]
     layer_prefixes: ClassVar[dict[str, tuple[str, ...]]] = {"n_layer": ("layers.",)}
     _repeated_blocks: ClassVar[list[str]] = ["LlamaGenBlock"]
+    compiled_code: ClassVar[tuple[CompiledCode, ...]] = (TOKEN_PASS, TOKEN_STEPS)
     _skip_layerwise_casting_patterns: ClassVar[list[str]] = ["norm", "tok_embeddings", "cls_embedding"]
 
     rotary: Tensor

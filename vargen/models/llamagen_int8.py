@@ -1,8 +1,8 @@
 """Passes of a LlamaGen transformer with 8-bit integer products: prefill, step and teacher forcing.
 
 They take the arguments of `LlamaGenTransformer.forward`. Rows are independent of each other and of the number of tokens of a
-pass, bit by bit. A step runs as one compiled function where `vargen.kernels.cpu` has it, and by torch operators elsewhere, with
-the same bits.
+pass, bit by bit. A step runs as one compiled function where `vargen.kernels.cpu_code` has it, and by torch operators
+elsewhere, with the same bits.
 
 Shape suffixes: B rows (images; twice as many under guidance), P conditioning rows, N image tokens of the grid, T tokens of one
 pass, D width, H heads, G key heads, K head width.
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vargen.kernels.cpu import load_compiled_passes
+from vargen.kernels.cpu_code import TOKEN_PASS, TOKEN_STEPS
 from vargen.kernels.int8 import (
     attend_int8,
     exact_gelu,
@@ -30,7 +30,7 @@ from vargen.kernels.int8 import (
 from vargen.kernels.int8_format import score_limit, value_limit
 from vargen.models.condition import Condition
 from vargen.models.int8_cache import Int8Cache, PairedInt8Cache
-from vargen.models.quantization import as_array
+from vargen.models.quantization import as_array, pack_layers
 
 if TYPE_CHECKING:
     from vargen.models.llamagen import LlamaGenTransformer
@@ -44,13 +44,14 @@ def make_cache(network: LlamaGenTransformer, rows: int, scratch: int, prefix: in
     config = network.config
     shape = (len(network.layers), rows, config.n_kv_head or config.n_head, config.dim // config.n_head)
     options = {"prefix": prefix, "tokens": network.tokens, "scratch": scratch}
-    compiled = load_compiled_passes()
+    compiled = TOKEN_PASS.load()
+    TOKEN_STEPS.load()
     return Int8Cache(*shape, **options) if compiled is None else PairedInt8Cache(compiled, *shape, **options)
 
 
 def describe_backend() -> str:
     """Return what runs the steps of caches that are made now."""
-    return "int8 operators" if load_compiled_passes() is None else "compiled int8"
+    return "int8 operators" if TOKEN_PASS.load() is None else "compiled int8"
 
 
 def compute_logits(network: LlamaGenTransformer, features: Tensor, guidance: Guidance) -> Tensor:
@@ -211,7 +212,7 @@ def _pack(network: LlamaGenTransformer, layers: list[tuple[Any, ...]], compiled:
     """Return the weights, and the arrays that they have addresses of."""
     kept, addresses, starts, scales = [], [], [], []
     for wqkv, wo, w1, w3, w2 in layers:
-        parts = [_pack_matrix(compiled, *each) for each in ((wqkv,), (wo,), (w1, w3), (w2,))]
+        parts = [pack_layers(compiled, *each) for each in ((wqkv,), (wo,), (w1, w3), (w2,))]
         kept.append(parts)
         addresses.append([packed.ctypes.data for packed, _, _ in parts])
         starts.append(np.concatenate([start for _, start, _ in parts]))
@@ -222,7 +223,7 @@ def _pack(network: LlamaGenTransformer, layers: list[tuple[Any, ...]], compiled:
     norms: list[Any] = [norm.weight for block in blocks for norm in (block.attention_norm, block.ffn_norm)]
     embedding: Any = network.tok_embeddings
     final: Any = network.norm
-    output, output_start, output_scale = _pack_matrix(compiled, network.output)
+    output, output_start, output_scale = pack_layers(compiled, network.output)
     weights = compiled.Weights(
         sizes=np.array([config.n_head, G, config.dim // config.n_head, layers[0][2].out_features]),
         packed=np.array(addresses),
@@ -237,11 +238,3 @@ def _pack(network: LlamaGenTransformer, layers: list[tuple[Any, ...]], compiled:
         eps=float(network.norm.eps),
     )
     return weights, kept
-
-
-def _pack_matrix(compiled: Any, *layers: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Pack layers with the same input as one matrix: bytes, initial sums and channel scales."""
-    packed, start = compiled.pack_matrix(np.concatenate([as_array(layer.weight) for layer in layers]))
-    scale = np.ones(len(start), np.float32)
-    scale[: sum(layer.out_features for layer in layers)] = np.concatenate([as_array(layer.weight_scale) for layer in layers])
-    return packed, start, scale

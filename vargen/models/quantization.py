@@ -6,6 +6,7 @@ The weights of an `Int8Linear` have a scale per output channel, and each row of 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vargen.kernels.cpu import explain_int8_passes, load_compiled_passes, warn_if_slow
+from vargen.kernels.cpu_code import explain_int8_passes, warn_if_slow
 from vargen.kernels.int8 import int8_linear, quantize_activations, quantize_weight_rows, regroup_weight_rows
 from vargen.models.gpu_quantization import GPU_FORMATS, quantize_for_gpu, validate_gpu_quantization
 from vargen.values import short_repr
@@ -113,8 +114,6 @@ def quantize_weights(
     Raises:
         ValueError: if a weight is not finite; the message names it.
     """
-    warn_if_slow()
-    load_compiled_passes()  # starts to build them, if they are not there
     found: dict[str, Tensor] = dict(weights)
     for layer in layers:
         name = f"{layer}.weight"
@@ -128,6 +127,18 @@ def quantize_weights(
             values, scale = quantize_weight_rows(weights[name])
         found[name], found[f"{layer}.{SCALE_SUFFIX}"] = values.contiguous(), scale.contiguous()
     return found
+
+
+def quantization_of(network: Any) -> str | None:
+    """Return the format of the products of a network, on a CPU or a GPU; None for floating point."""
+    return network.config.get("quantization") or getattr(network, "gpu_quantization", None)
+
+
+def start_compiling(network: Any) -> None:
+    """Start to build the compiled code of a network's passes, if it is not there; warn where they would be slow without."""
+    warn_if_slow()
+    for code in network.compiled_code:
+        code.load()
 
 
 def validate_placement(network: nn.Module) -> None:
@@ -162,6 +173,7 @@ def quantize_network(network: Any, quantization: str = "int8") -> Any:
     if network.device.type != "cpu":
         quantize_for_gpu(network, set(linear_layers(network)), quantization)
         return network
+    start_compiling(network)
     weights = {name: value.float() if value.is_floating_point() else value for name, value in network.state_dict().items()}
     state = quantize_weights(linear_layers(network), weights, {})
     replace_linear_layers(network)
@@ -170,6 +182,30 @@ def quantize_network(network: Any, quantization: str = "int8") -> Any:
     return network.requires_grad_(False).eval()
 
 
+def dequantize_network(network: Any) -> Any:
+    """Return a float32 copy of a network, of int8 weights times their scales if it is quantized for a CPU."""
+    if not network.config.quantization:
+        return copy.deepcopy(network).float()
+    made = type(network).from_config({**network.config, "quantization": None, "weight_format": None}).eval()
+    state = {name: value for name, value in network.state_dict().items() if not name.endswith(SCALE_SUFFIX)}
+    for name, layer in quantized_layers(network).items():
+        state[f"{name}.weight"] = layer.weight.float() * layer.weight_scale[:, None]
+    made.load_state_dict(state)
+    return made
+
+
 def as_array(tensor: Tensor) -> np.ndarray:
     """Return a contiguous NumPy array of a CPU tensor, which shares its memory if that is contiguous."""
     return np.ascontiguousarray(tensor.detach().numpy())
+
+
+def pack_layers(compiled: Any, *layers: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Pack layers with the same input as one matrix for compiled passes: bytes, initial sums and channel scales.
+
+    Args:
+        compiled: a module of `vargen.kernels.cpu_code` with `pack_matrix`.
+    """
+    packed, start = compiled.pack_matrix(np.concatenate([as_array(layer.weight) for layer in layers]))
+    scale = np.ones(len(start), np.float32)
+    scale[: sum(layer.out_features for layer in layers)] = np.concatenate([as_array(layer.weight_scale) for layer in layers])
+    return packed, start, scale

@@ -31,6 +31,8 @@ ensure_torchvision()
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.utils import BaseOutput
 
+from vargen.kernels.cpu_code import SCALE_PASS, TOKEN_STEPS, CompiledCode
+from vargen.models import var_int8 as int8
 from vargen.models.quantization import replace_linear_layers, validate_quantization
 from vargen.models.tokenizers.multi_scale_vq import SCALES_256, SCALES_512
 from vargen.models.var_blocks import HeadModulation, Modulation, ScaleCache, VARBlock, make_caption_mlp, modulate
@@ -84,6 +86,7 @@ class VARTransformer(QuantizedStorageMixin, ConfigMixin):
     layer_prefixes: ClassVar[dict[str, tuple[str, ...]]] = {"depth": ("blocks.",)}
     float_layers: ClassVar[tuple[str, ...]] = ("word_embed", "ada_lin", "caption_")
     _repeated_blocks: ClassVar[list[str]] = ["VARBlock"]
+    compiled_code: ClassVar[tuple[CompiledCode, ...]] = (SCALE_PASS, TOKEN_STEPS)
     _skip_layerwise_casting_patterns: ClassVar[list[str]] = ["norm", "embed", "emb", "head_nm", "pos_", "ada_"]
 
     lvl_1L: Tensor
@@ -156,6 +159,16 @@ class VARTransformer(QuantizedStorageMixin, ConfigMixin):
                     parameter.zero_().view(6, -1)[:2] = 1.0
 
     @property
+    def quantized(self) -> bool:
+        """Whether its products are those of 8-bit integers, on a CPU."""
+        return self.config.quantization is not None
+
+    @property
+    def pass_backend(self) -> str:
+        """What runs the passes, as far as their time depends on it: empty for floating point."""
+        return ("int8 operators" if SCALE_PASS.load() is None else "compiled int8") if self.quantized else ""
+
+    @property
     def tokens(self) -> int:
         """Number of image tokens L of all scales."""
         return self.ends[-1]
@@ -181,6 +194,8 @@ class VARTransformer(QuantizedStorageMixin, ConfigMixin):
         Args:
             device: device of the passes. Default: the device of the weights, which differs while they are offloaded.
         """
+        if self.quantized and (made := int8.make_scale_cache(self, rows, prefix)) is not None:
+            return made
         return ScaleCache(
             self.config.depth,
             rows,
@@ -222,11 +237,15 @@ class VARTransformer(QuantizedStorageMixin, ConfigMixin):
         Raises:
             ValueError: for any other combination of arguments, or if `inputs` end inside a scale.
         """
-        features = self.forward_features(inputs, condition, cache, logits_of)
-        if guidance is not None:
-            conditional, unconditional = features.float().chunk(2)
-            features = torch.lerp(unconditional, conditional, 1 + guidance[:, None]).to(self.dtype)
-        logits = self.head(features).float()
+        if isinstance(cache, int8.Int8ScaleCache):
+            last = self._last_scale_of(inputs, condition, cache)
+            logits, features = int8.run_pass(self, inputs, condition, cache, last, logits_of, guidance)
+        else:
+            features = self.forward_features(inputs, condition, cache, logits_of)
+            if guidance is not None:
+                conditional, unconditional = features.float().chunk(2)
+                features = torch.lerp(unconditional, conditional, 1 + guidance[:, None]).to(self.dtype)
+            logits = self.head(features).float()
         return VAROutput(logits=logits, features=features) if return_dict else (logits, features)
 
     def forward_features(
@@ -237,12 +256,8 @@ class VARTransformer(QuantizedStorageMixin, ConfigMixin):
         features_of: int | None = None,
     ) -> Tensor:
         """Run `forward` without the head, and return its input `[R, T, D]`. Training fuses the head with the loss."""
-        first = cache.scale if cache is not None else 0
-        if (condition is None) == (first == 0) or (inputs is None and (cache is None or condition is None)):
-            raise ValueError("pass (inputs, condition), (condition, an empty cache) or (inputs, a cache that holds scales)")
+        first, last = cache.scale if cache is not None else 0, self._last_scale_of(inputs, condition, cache)
         begin = self.first_token_of(first)
-        count = 0 if inputs is None else inputs.shape[1]
-        last = self._last_scale(begin + count + (self.ends[0] if condition is not None else 0))
         modulation, x, mask = self._embed_inputs(inputs, condition, cache, begin)
         prefix = x.shape[1] - (self.ends[last] - begin)
         if cache is not None and condition is not None:
@@ -257,7 +272,13 @@ class VARTransformer(QuantizedStorageMixin, ConfigMixin):
         wanted = first if features_of is None else max(first, last + 1 - features_of)
         return modulate(x[:, prefix + self.first_token_of(wanted) - begin :], *modulation.head.unbind(0))
 
-    def _last_scale(self, end: int) -> int:
+    def _last_scale_of(self, inputs: Tensor | None, condition: Condition | None, cache: ScaleCache | None) -> int:
+        """Check the arguments of a pass, and return the last scale that it feeds."""
+        first = cache.scale if cache is not None else 0
+        if (condition is None) == (first == 0) or (inputs is None and (cache is None or condition is None)):
+            raise ValueError("pass (inputs, condition), (condition, an empty cache) or (inputs, a cache that holds scales)")
+        fed = (0 if inputs is None else inputs.shape[1]) + (self.ends[0] if condition is not None else 0)
+        end = self.first_token_of(first) + fed
         if end not in self.ends:
             raise ValueError(f"inputs must hold whole scales, ending at {', '.join(map(str, self.ends))} tokens, got {end}")
         return self.ends.index(end)

@@ -18,7 +18,7 @@ from vargen.models.quantization import Int8Linear
 
 _NORM_EPS = 1e-6
 _SHORTEST = 1e-12  # minimum norm of a query or key that is normalized
-_MOST_SHARPNESS = math.log(100)  # maximum of a head's log scale of unit queries
+MOST_SHARPNESS = math.log(100)  # maximum of a head's log scale of unit queries
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class VARAttention(nn.Module):
             both = fused[:, :, :2].float()
             both = both / both.norm(dim=-1, keepdim=True).clamp_min(_SHORTEST)
             q, k = both.permute(2, 0, 3, 1, 4)
-            q = q * self.scale_mul_1H11.clamp_max(_MOST_SHARPNESS).exp()
+            q = q * self.scale_mul_1H11.clamp_max(MOST_SHARPNESS).exp()
         else:
             q = q * (0.25 / math.sqrt(self.head_dim))
         return q.type_as(v), k.type_as(v), v

@@ -19,11 +19,13 @@ from torch import Tensor
 
 from vargen.compat import drop_empty_notices, ensure_torchvision
 from vargen.files import atomic_merge
+from vargen.kernels.cpu_code import CompiledCode
 from vargen.models.quantization import (
     SCALE_SUFFIX,
     quantize_network,
     quantize_weights,
     quantized_layers,
+    start_compiling,
     validate_placement,
     validate_quantization,
 )
@@ -106,11 +108,13 @@ class QuantizedStorageMixin(ModelMixin):
     Attributes:
         unquantized_suffixes: suffixes of the names of weights that are never quantized in storage.
         float_layers: parts of the names of linear layers that compute in floating point in a quantized network.
+        compiled_code: what its quantized passes are compiled to on a CPU.
         gpu_quantization: format of its linear layers on a GPU; see `vargen.models.gpu_quantization`.
     """
 
     unquantized_suffixes: ClassVar[tuple[str, ...]] = ()
     float_layers: ClassVar[tuple[str, ...]] = ()
+    compiled_code: ClassVar[tuple[CompiledCode, ...]] = ()
     gpu_quantization: str | None = None
     config: Any
 
@@ -275,6 +279,7 @@ class QuantizedStorageMixin(ModelMixin):
             raise ValueError(f"dtype must be float32 with quantization='int8', whose other steps compute in it, got {dtype}")
         weights, stored = _read_weights(folder / _weights_name(variant), layout, {f"{name}.weight" for name in layers})
         if layers:
+            start_compiling(model)
             weights = quantize_weights(layers, weights, stored)
         elif isinstance(dtype, torch.dtype):  # cast here, because diffusers warns about casting a whole network
             weights = {name: value.to(dtype) if value.is_floating_point() else value for name, value in weights.items()}

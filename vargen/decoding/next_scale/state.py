@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from vargen.decoding.compiled_sampling import sample_from_logits
 from vargen.decoding.next_scale.protocols import ScaleModel
 from vargen.decoding.next_scale.schedule import Stage
 from vargen.decoding.noise import Noise, Purpose
@@ -120,6 +121,11 @@ class ImageState:
         one_hot = torch.zeros_like(probs).scatter_(2, tokens[..., None], 1.0)
         return torch.where(fixed[..., None], one_hot, probs)
 
+    def sample_scale(self, logits: Tensor, scale: int, canvas: Tensor, noise: Noise) -> Tensor:
+        """Sample the tokens int64 `[B, n]` of a scale with the shared noise."""
+        tokens = None if self.fixed_tokens is not None else sample_from_logits(logits, self.sampling, noise)
+        return noise.sample(self.compute_probs(logits, scale, canvas), Purpose.TOKEN) if tokens is None else tokens
+
     def stage_end(self, stage: Stage) -> int:
         """Return the first scale after the current one that belongs to another stage."""
         return next((k for k in range(self.scale, len(self.stages)) if self.stages[k] is not stage), len(self.stages))
@@ -160,11 +166,11 @@ class ImageState:
         self.draft_start = self.draft_start.clamp(min=self.scale)
         for i, of_scale in enumerate(logits):
             scale, at = self.scale + i, self.token_slice(self.scale + i)
-            probs, noise = self.compute_probs(of_scale, scale, canvas), self.make_noise(scale)
+            noise = self.make_noise(scale)
             undecided = ongoing & (self.length < at.stop)
             drafted = (scale < self.draft_start + stage.num_drafted) & (scale < last)
             if i < len(drafts.tokens):
-                draft = drafts.tokens[i]
+                draft, probs = drafts.tokens[i], self.compute_probs(of_scale, scale, canvas)
                 verified = noise.where((undecided & drafted)[:, None])
                 tokens, same = stage.rule(probs, drafts.probs[i], draft, verified)
                 if not drafted.all():
@@ -176,7 +182,7 @@ class ImageState:
                 self.by_scale[scale]["kept"] += int((undecided & drafted & same).sum())
             else:
                 undecided = undecided & ~drafted  # not for images that draft this scale in the next pass
-                tokens, same = noise.where(undecided[:, None]).sample(probs, Purpose.TOKEN), ongoing
+                tokens, same = self.sample_scale(of_scale, scale, canvas, noise.where(undecided[:, None])), ongoing
             self.by_scale[scale]["passes"] += 1
             self.tokens[:, at] = torch.where(undecided[:, None], tokens, self.tokens[:, at])
             self.length = torch.where(undecided, at.stop, self.length)

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from vargen.decoding.next_token.compiled_steps import sample_from_logits
+from vargen.decoding.compiled_sampling import sample_from_logits
 from vargen.decoding.next_token.draft import Draft, Verdict
 from vargen.decoding.next_token.protocols import AcceptanceRule, Drafter
 from vargen.decoding.noise import Noise

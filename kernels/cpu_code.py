@@ -1,0 +1,183 @@
+"""Compiled code for a CPU, which Numba makes in seconds, in another process, once for all processes of a user.
+
+It is kept in the cache folder. Until it is there, torch operators run, with the same bits. Where nothing can be written, it is
+compiled in a thread of each process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from vargen.compat import cache_folder, installed_version
+from vargen.kernels.cpu import BYTE_PRODUCTS, cpu_instructions, find_compiled_blocker
+
+logger = logging.getLogger("vargen")
+
+_SOURCES = (
+    "int8_format", "cpu_vector", "cpu_steps", "cpu_attention", "cpu_pass", "cpu_sample", "cpu_scale_steps", "cpu_scale_pass",
+    "cpu_build",
+)  # fmt: skip
+_FOLDER_ENV = "NUMBA_CACHE_DIR"  # Numba's own variable
+_SLOW = "; this CPU has no 8-bit dot products, so float32 may be faster"
+_loading = threading.Lock()  # Numba's settings are those of the process
+
+
+class CompiledCode:
+    """A module of functions that are built together, each in its own process, so that several are built at once.
+
+    Args:
+        name: one of `vargen.kernels.cpu_build.LOADERS`, which is also part of messages.
+
+    Attributes:
+        failure: why it could not be built; None if it was, or was not yet.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.failure: str | None = None
+        self._lock = threading.Lock()
+        self._module: ModuleType | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._thread: threading.Thread | None = None
+
+    def load(self, wait: bool | None = None) -> Any:
+        """Return the module; None where it cannot run, and while it is being built.
+
+        Args:
+            wait: build it now instead of beside this process. Default: whether VARGEN_KERNELS is `cpu`.
+
+        Raises:
+            ValueError: if VARGEN_KERNELS is `cpu`, and compiled code cannot run here.
+        """
+        required = os.environ.get("VARGEN_KERNELS") == "cpu"
+        if (reason := find_compiled_blocker() or self.failure) is not None:
+            if required:
+                raise ValueError(f"VARGEN_KERNELS=cpu needs compiled {self.name}: {reason}")
+            return None
+        with self._lock:
+            if self._module is None:
+                self._build(required if wait is None else wait)
+            return self._module
+
+    def loaded(self) -> Any:
+        """Return the module if `load` has loaded it in this process, else None; starts nothing."""
+        return None if os.environ.get("VARGEN_KERNELS") == "reference" else self._module
+
+    def is_built(self) -> bool:
+        """Whether the code is loaded, or is in the cache folder."""
+        return self._module is not None or self._stamp().is_file()
+
+    def _build(self, wait: bool) -> None:
+        """Load the code if it is there, or start to build it."""
+        folder, stamp = _code_folder(), self._stamp()
+        if stamp.is_file():
+            self._module = load_code(self.name, folder)
+            return
+        if self._process is None and self._thread is None:
+            kept = _is_writable(folder)
+            where = f"in {folder}" if kept else f"for this process only, because {folder} cannot be written"
+            logger.warning("compiling %s for this CPU, which takes a few seconds, once: %s", self.name, where)
+            if not kept:
+                self._thread = threading.Thread(target=self._build_here, daemon=True)
+                self._thread.start()
+            else:
+                command = [sys.executable, "-m", "vargen.kernels.cpu_build", self.name, str(folder), str(stamp)]
+                self._process = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+                )
+        if self._thread is not None:
+            if wait:
+                self._thread.join()
+            return
+        process = self._process
+        assert process is not None
+        if wait:
+            process.wait()
+        if process.poll() is None:
+            return
+        if stamp.is_file():
+            self._module = load_code(self.name, folder)
+        else:
+            message = process.stderr.read().decode(errors="replace").strip().splitlines() if process.stderr else []
+            self._fail(message[-1] if message else f"exit status {process.returncode}")
+
+    def _build_here(self) -> None:
+        try:
+            self._module = load_code(self.name, None)
+        except Exception as error:  # whatever a compiler raises, operators still serve
+            self._fail(str(error))
+
+    def _fail(self, message: str) -> None:
+        self.failure = f"compiling them failed ({message})"
+        logger.warning("%s run by torch operators: %s", self.name, self.failure)
+
+    def _stamp(self) -> Path:
+        """File that marks the code for this CPU as complete."""
+        cpu = hashlib.sha256(" ".join((self.name, platform.machine(), *cpu_instructions())).encode())
+        return _code_folder() / f"complete-{cpu.hexdigest()[:12]}"
+
+
+TOKEN_PASS = CompiledCode("int8 passes")  # of next-token transformers
+TOKEN_STEPS = CompiledCode("sampling steps")  # beside these passes
+SCALE_PASS = CompiledCode("next-scale int8 passes")
+
+
+def warn_if_slow() -> None:
+    """Log a warning if int8 passes run on this CPU, but may take longer than float32 ones."""
+    name, reason = explain_int8_passes()
+    if name == "operators" and reason.endswith(_SLOW):
+        logger.warning("int8 passes run by torch operators: %s", reason)
+
+
+def explain_int8_passes() -> tuple[str, str]:
+    """Return how int8 passes run on this CPU, `"compiled"` or `"operators"`, and the reason."""
+    slow = "" if set(BYTE_PRODUCTS) & set(cpu_instructions()) else _SLOW
+    if reason := find_compiled_blocker() or TOKEN_PASS.failure:
+        return "operators", reason + slow
+    if not TOKEN_PASS.is_built():
+        return "compiled", "once they are built, which the first image starts"
+    return "compiled", "this CPU has AVX-512 VNNI, and Numba is installed"
+
+
+def load_code(name: str, folder: Path | None) -> ModuleType:
+    """Import a module, whose code is in a folder or, for None, compiled now; returns after the first call of each function."""
+    from numba import config
+
+    with _loading:
+        before = config.CACHE_DIR, config.OPT
+        config.CACHE_DIR = "" if folder is None else str(folder)
+        config.OPT = type(config.OPT)(1)  # higher levels compile for longer, and the code is not faster
+        try:
+            from vargen.kernels.cpu_build import LOADERS
+
+            return LOADERS[name]()
+        finally:
+            config.CACHE_DIR, config.OPT = before
+
+
+def _code_folder() -> Path:
+    """Folder of the code that the present sources, Numba and Python compile to. Numba keeps one version per CPU in it."""
+    digest = hashlib.sha256(f"{installed_version('numba')} {installed_version('llvmlite')} {sys.version}".encode())
+    for name in _SOURCES:
+        digest.update(Path(__file__).with_name(f"{name}.py").read_bytes())
+    parent = Path(os.environ.get(_FOLDER_ENV) or cache_folder() / "compiled")
+    return parent / f"vargen-{digest.hexdigest()[:16]}"
+
+
+def _is_writable(folder: Path) -> bool:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False

@@ -1,0 +1,246 @@
+"""Compiled passes of a VAR transformer with 8-bit integer products, over a cache of its own.
+
+A pass is one compiled function (`vargen.kernels.cpu_scale_pass`). Where that cannot run, and until it is built, the blocks run
+by torch operators over a `ScaleCache`. The two round differently. In compiled passes, rows are independent of each other and of
+the number of scales of a pass, bit by bit: products outside of the layers have the same shapes for a row in any batch.
+
+Shape suffixes: R rows (images; twice as many under guidance), B images, P caption rows, L image tokens of all scales, T tokens
+of one pass, n tokens with logits, D width, H heads, K head width, E code width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vargen.kernels.cpu_code import SCALE_PASS, TOKEN_STEPS
+from vargen.kernels.int8_format import score_limit, value_limit
+from vargen.models.condition import Condition
+from vargen.models.quantization import as_array, pack_layers
+from vargen.models.var_blocks import MOST_SHARPNESS, Modulation, ScaleCache
+
+if TYPE_CHECKING:
+    from vargen.models.var import VARTransformer
+
+
+class Int8ScaleCache(ScaleCache):
+    """The cache of compiled passes: keys `[R, layers, H, K/2, S]` and values `[R, layers, H, S/2, K']`.
+
+    Each int32 holds two 16-bit integers, of the same slot or of two slots. S is the number of slots and K' the head width,
+    rounded up to 16. Only compiled passes write it.
+
+    Args:
+        compiled: module `vargen.kernels.cpu_scale_pass`.
+        layers, rows, heads, head_dim: shape of the network and of the batch.
+        prefix, tokens: number of caption rows P, and of image tokens L.
+        most_slots: largest number of slots of any cache of the network, on which the values' precision depends.
+    """
+
+    def __init__(
+        self, compiled: Any, layers: int, rows: int, heads: int, head_dim: int, *, prefix: int, tokens: int, most_slots: int
+    ):
+        self.compiled, self.rows, self.prefix, self.tokens = compiled, rows, prefix, tokens
+        slots, width = (-(-each // 16) * 16 for each in (prefix + tokens, head_dim))
+        shape = (rows, layers, heads)
+        self.k = torch.zeros(*shape, head_dim // 2, slots, dtype=torch.int32)
+        self.v = torch.zeros(*shape, slots // 2, width, dtype=torch.int32)
+        self.k_scale, self.v_scale = torch.zeros(*shape, slots), torch.zeros(*shape, slots)
+        self.prefix_bias = torch.zeros(rows, prefix)
+        self.limits = (score_limit(head_dim), value_limit(most_slots))
+        self.scale = 0
+        self.modulation: Modulation | None = None
+        self.prefix_mask: Tensor | None = None
+        self._buffers: tuple[int, Any] = (0, None)  # the number of tokens that they are for
+
+    @property
+    def _stores(self) -> tuple[Tensor, ...]:
+        return self.k, self.v, self.k_scale, self.v_scale, self.prefix_bias
+
+    @property
+    def nbytes(self) -> int:
+        return sum(store.nbytes for store in self._stores)
+
+    def select_rows(self, chosen: slice) -> Int8ScaleCache:
+        part = copy.copy(self)
+        part.k, part.v, part.k_scale, part.v_scale, part.prefix_bias = (store[chosen] for store in self._stores)
+        part.rows, part._buffers = len(part.k), (0, None)
+        if self.modulation is not None:
+            part.modulation = self.modulation.select_rows(chosen)
+        if self.prefix_mask is not None:
+            part.prefix_mask = self.prefix_mask[chosen]
+        return part
+
+    def write(self, layer: int, start: int, k_RHTK: Tensor, v_RHTK: Tensor) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError("the compiled pass writes tokens itself")
+
+    def arrays(self) -> Any:
+        """The cache as the compiled pass takes it."""
+        return self.compiled.Slots(*(store.numpy() for store in self._stores), self.limits)
+
+    def buffers(self, weights: Any, slots: Any, tokens: int, output: int) -> Any:
+        """Buffers of passes over up to `tokens` tokens of each row, and an output layer of `output` columns. They are kept."""
+        if self._buffers[0] < tokens:
+            self._buffers = (tokens, self.compiled.make_buffers(weights, slots, self.rows, tokens, output))
+        return self._buffers[1]
+
+
+def make_scale_cache(network: VARTransformer, rows: int, prefix: int) -> Int8ScaleCache | None:
+    """Create a cache for compiled passes; None where they do not run, or not yet. Their heads have even widths."""
+    TOKEN_STEPS.load()
+    if network.head_dim % 2 or (compiled := SCALE_PASS.load()) is None:
+        return None
+    shape = (network.config.depth, rows, network.n_head, network.head_dim)
+    most = network.config.caption_rows + network.tokens
+    return Int8ScaleCache(compiled, *shape, prefix=prefix, tokens=network.tokens, most_slots=most)
+
+
+def run_pass(
+    network: VARTransformer,
+    inputs: Tensor | None,
+    condition: Condition | None,
+    cache: Int8ScaleCache,
+    last: int,
+    logits_of: int | None,
+    guidance: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Run the scales from `cache.scale` to `last`; arguments and results as in `VARTransformer.forward`."""
+    first, R, P = cache.scale, cache.rows, cache.prefix
+    begin = network.first_token_of(first)
+    tokens, fed = network.ends[last] - begin, P if condition is not None else 0
+    x = torch.empty(R, fed + tokens, network.config.dim)
+    if condition is not None:
+        x[:, : fed + network.ends[0]] = _embed_condition(network, condition, cache)
+    if inputs is not None:
+        _embed_inputs(network, inputs, first + (condition is not None), x[:, fed + tokens - inputs.shape[1] :])
+    place = slice(begin, begin + tokens)
+    x[:, fed:] += network.lvl_embed(network.lvl_1L[:, place]) + network.pos_1LC[:, place]
+    modulation = cache.modulation
+    assert modulation is not None
+    (weights, head), slots = scale_weights(network, cache.compiled), cache.arrays()
+    M, D = R * x.shape[1], network.config.dim
+    tokens_of_pass = max(x.shape[1], network.scales[-1] ** 2)  # of the largest one, so that buffers are made once
+    buffers = cache.buffers(weights, slots, tokens_of_pass, len(head[1]))
+    blocks = as_array(modulation.blocks[:, :, :, 0])
+    cache.compiled.run_layers(
+        weights, slots, buffers, x.view(M, D).numpy(), blocks, _reach(network, cache, first, last, fed), begin + P - fed
+    )
+    cache.scale = last + 1
+    wanted = first if logits_of is None else max(first, last + 1 - logits_of)
+    n = network.ends[last] - network.first_token_of(wanted)
+    strength = np.zeros(0, np.float32) if guidance is None else as_array(guidance.float())
+    rows = R if guidance is None else R // 2
+    features, logits = torch.empty(R, n, D), torch.empty(rows, n, network.config.vocab_size)
+    cache.compiled.run_head(
+        x.numpy(), as_array(modulation.head[:, :, 0]), *head, strength, buffers.row, buffers.scale, buffers.wide, buffers.sums,
+        buffers.ticks, features.numpy(), logits.numpy(),
+    )  # fmt: skip
+    return logits, features[:rows]
+
+
+def _embed_condition(network: VARTransformer, condition: Condition, cache: Int8ScaleCache) -> Tensor:
+    """Return the caption and the first scale's input, `[R, P + n, D]`, without their positions; sets the cache's modulation.
+
+    Each row is embedded alone, without its padding, so that it does not depend on the other rows.
+    """
+    count = cache.rows
+    x = torch.zeros(count, cache.prefix + network.ends[0], network.config.dim)
+    mask = torch.zeros(count, cache.prefix, dtype=torch.bool)
+    parts = []
+    for r in range(count):
+        row, valid = _unpadded_row(condition, r)
+        vector, caption, _ = network.embed_condition(row)
+        parts.append(network.modulation(vector))
+        x[r, cache.prefix :] = vector[:, None] + network.pos_start
+        if caption is not None:
+            mask[r, : len(valid)] = valid
+            x[r, : cache.prefix][mask[r]] = caption[0]
+    cache.modulation = Modulation(torch.cat([each.blocks for each in parts], 2), torch.cat([each.head for each in parts], 1))
+    cache.prefix_mask = mask
+    cache.prefix_bias.zero_().masked_fill_(~mask, -math.inf)
+    return x
+
+
+def _unpadded_row(condition: Condition, r: int) -> tuple[Condition, Tensor]:
+    """Return a row of a condition, a caption without its padding, and which of the caption's rows are valid."""
+    if condition.class_labels is not None:
+        return Condition(class_labels=condition.class_labels[r : r + 1]), torch.zeros(0, dtype=torch.bool)
+    caption = condition.caption_embeds
+    assert caption is not None
+    given = condition.caption_mask
+    valid = torch.ones(caption.shape[1], dtype=torch.bool) if given is None else given[r].bool()
+    return Condition(None, caption[r : r + 1, valid], torch.ones(1, int(valid.sum()), dtype=torch.bool)), valid
+
+
+def _embed_inputs(network: VARTransformer, inputs: Tensor, first: int, out: Tensor) -> None:
+    """Embed inputs `[R, T, E]` of the scales from `first` on, one product for each row and scale."""
+    inputs, begin, scale = inputs.to(out.dtype), 0, first
+    while begin < inputs.shape[1]:
+        end = begin + network.scales[scale] ** 2
+        for r in range(len(inputs)):
+            out[r, begin:end] = network.word_embed(inputs[r, begin:end])
+        begin, scale = end, scale + 1
+
+
+def _reach(network: VARTransformer, cache: Int8ScaleCache, first: int, last: int, fed: int) -> np.ndarray:
+    """Number of slots of the pass that each of its tokens sees, int64 `[R, T]`: its own scale, and the caption.
+
+    Caption rows see the caption; padding rows see nothing.
+    """
+    begin = network.first_token_of(first)
+    ends = [fed + end - begin for end in network.ends[first : last + 1]]
+    counts = [network.scales[scale] ** 2 for scale in range(first, last + 1)]
+    reach = np.empty((cache.rows, ends[-1]), np.int64)
+    reach[:, fed:] = np.repeat(ends, counts)
+    if fed:
+        assert cache.prefix_mask is not None
+        reach[:, :fed] = cache.prefix_mask.numpy() * fed
+    return reach
+
+
+def scale_weights(network: VARTransformer, compiled: Any) -> tuple[Any, tuple[np.ndarray, ...]]:
+    """Return `compiled.Weights` and the output layer, packed once and kept with the network. Weights may not change later."""
+    layers = [(block.attn.mat_qkv, block.attn.proj, block.ffn.fc1, block.ffn.fc2) for block in network.blocks]
+    key = tuple(layer.weight.data_ptr() for parts in layers for layer in parts)
+    known = network.__dict__.get("_packed_weights")
+    if known is None or known[0] != key:
+        known = network.__dict__["_packed_weights"] = (key, *_pack(network, layers, compiled))
+    return known[1], known[2]
+
+
+def _pack(network: VARTransformer, layers: Any, compiled: Any) -> tuple[Any, tuple[np.ndarray, ...], list[Any]]:
+    """Return the weights, the output layer, and the arrays that the weights have addresses of."""
+    kept = [[pack_layers(compiled, layer) for layer in parts] for parts in layers]
+    biases, sharpness = [], []
+    for block, parts in zip(network.blocks, kept, strict=True):
+        attention: Any = block.attn
+        zeros = torch.zeros_like(attention.q_bias)
+        qkv = torch.cat([attention.q_bias, zeros, attention.v_bias])
+        each = (qkv, attention.proj.bias, block.ffn.fc1.bias, block.ffn.fc2.bias)
+        biases.append(np.concatenate([_padded(bias, len(start)) for bias, (_, start, _) in zip(each, parts, strict=True)]))
+        if attention.l2_norm:
+            sharpness.append(as_array(attention.scale_mul_1H11.clamp_max(MOST_SHARPNESS).exp().flatten()))
+        else:
+            sharpness.append(np.full(attention.n_head, 0.25 / math.sqrt(attention.head_dim), np.float32))
+    first: Any = network.blocks[0]
+    weights = compiled.Weights(
+        sizes=np.array([network.config.dim, first.ffn.fc1.out_features, int(first.attn.l2_norm)]),
+        packed=np.array([[packed.ctypes.data for packed, _, _ in parts] for parts in kept]),
+        start=np.stack([np.concatenate([start for _, start, _ in parts]) for parts in kept]),
+        scale=np.stack([np.concatenate([scale for _, _, scale in parts]) for parts in kept]),
+        bias=np.stack(biases),
+        sharpness=np.stack(sharpness),
+    )
+    output, start, scale = pack_layers(compiled, network.head)
+    return weights, (output, start, scale, _padded(network.head.bias, len(start))), kept
+
+
+def _padded(bias: Tensor, count: int) -> np.ndarray:
+    """A bias with zeros up to `count` columns."""
+    out = np.zeros(count, np.float32)
+    out[: len(bias)] = as_array(bias)
+    return out
