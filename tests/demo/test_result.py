@@ -88,6 +88,7 @@ def test_an_image_is_compared_with_the_slow_way(browser: Any, address: str) -> N
     browser.click("#compare")
     browser.says("#race-note", "gave the same image as Slow (ar)")
     assert "mode=race&prompt=a+green+frog&seed=77&method=ar%2Cgumbel" in browser.script("return location.search")
+    browser.until(lambda: browser.attribute("#track .vg-copy", "data-link") == browser.script("return location.search"))
     assert browser.count("#track figure") == 2 and browser.text("#track").count("Same image as Slow (ar)") == 1
     assert browser.value(FIELD) == "a green frog"
 

@@ -58,7 +58,8 @@ def render_race() -> str:
         f'<section class="vg-replay" data-race="{data}" aria-label="Example, replayed from a recording">'
         f'<div class="vg-pitch"><p class="vg-example">Example: {text(subject)}</p>'
         f"<h2>The same image,<br> {ratio:.1f} times as fast.</h2>"
-        f"<p>{len(fast['tokens'])} steps instead of {len(slow['tokens'])}: "
+        f'<p title="A step over several tokens takes longer than one over a single token: the time falls less than the steps.">'
+        f"{len(fast['tokens'])} steps instead of {len(slow['tokens'])}: "
         f"{fast['seconds'][-1]:.1f} seconds instead of {slow['seconds'][-1]:.1f}.</p>"
         f'<p class="vg-small">A recording from one CPU core, in slow motion.</p></div>'
         f"{''.join(_render_lane(lane, subject) for lane in lanes)}"

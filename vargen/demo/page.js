@@ -199,6 +199,7 @@
     "#more-like-this": "Four images of the next seeds",
     "#reuse": "Take prompt, seed and settings of this image over",
     "#star": "Starred images stay first among those of this visit",
+    "#stage figcaption, #track figure p": "A match with the prompt: the more, the better",
     "#live-keep": "Go on from this image",
     "#live-undo": "Back to the image before",
     "#live-restart": "Generate from the prompt alone",

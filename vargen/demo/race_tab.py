@@ -81,6 +81,7 @@ def build_race_tab(service: ImageService, registry: JobRegistry, shared: Inputs,
             yield [rendering.status_line(news), track_now, gr.skip()]
             return
         first, last = (service.save(each)[0] for each in (results[0], results[-1]))
+        track_now += rendering.share_buttons(check(*values))
         label = f"Slide to compare {results[0].request.method} (left) and {results[-1].request.method} (right)"
         pair = gr.ImageSlider((first, last), label=label)
         yield [rendering.status_line(news), track_now, pair]
@@ -126,7 +127,7 @@ def _make_card(service: ImageService, request: PageRequest, job: Job | None, bas
         if baseline is not None and baseline is not result and not baseline.stopped:
             caption += f", {baseline.seconds / result.seconds:.2f} times as fast as {service.baseline}"
             badge = f"Same image as {rendering.plain_name(service.baseline)}" if identical(result, baseline) else ""
-        if score := rendering.score_caption(result.records[0]):
+        if not badge and (score := rendering.score_caption(result.records[0])):  # the same image has the same score
             caption += f", {score}"
         if kind == "relaxed":
             caption += f", relaxation {result.relaxation_per_token:.3f} per token"

@@ -167,7 +167,7 @@ class ResultCard:
 
     Attributes:
         name: shown above the image.
-        tag: next to the name, such as "exact".
+        tag: below the name, such as "exact".
         image: the image, a preview, or None.
         caption: below the image.
         badge: a highlight, such as "same image as ar".
@@ -192,10 +192,9 @@ def result_cards(cards: Sequence[ResultCard], prompt: str) -> str:
     cells = []
     for card in cards:
         badge = f'<strong class="vg-badge">✓ {text(card.badge)}</strong>' if card.badge else ""
-        tag = f'<span class="vg-tag">{text(card.tag)}</span>' if card.tag else ""
+        words = ", ".join(filter(None, [PLAIN_WORDS.get(card.name, ""), card.tag]))
         cells.append(
-            f"<figure><figcaption><b>{text(plain_name(card.name))}</b>{tag}"
-            f"<span>{PLAIN_WORDS.get(card.name, '')}</span></figcaption>"
+            f"<figure><figcaption><b>{text(plain_name(card.name))}</b><span>{text(words)}</span></figcaption>"
             f"{image_tag(card.image, f'{prompt}, by {card.name}')}"
             f"{progress(card.done, card.total)}<p>{text(card.caption)}</p>{badge}</figure>"
         )
