@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,6 @@ import pytest
 
 from vargen.demo import rendering
 from vargen.demo.generate_tab import describe_steps
-from vargen.demo.image_service import ImageService
-from vargen.demo.jobs import Job
 
 FIELD = "#prompt textarea, #prompt input"
 SIZES = [(1280, 900), (390, 844)]
@@ -104,17 +101,16 @@ def test_the_slow_way_is_compared_with_the_default(browser: Any, address: str) -
     assert "method=auto%2Car" in browser.script("return location.search")
 
 
-def test_what_a_page_generates_stops_when_it_is_left(
-    browser: Any, address: str, service: ImageService, permits: threading.Semaphore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its connection is closed, too: a browser has six to an address, and keeps pages that were left for Back."""
-    jobs: list[Job] = []
-    start = service.start
-    monkeypatch.setattr(service, "start", lambda *values, **more: jobs.append(start(*values, **more)) or jobs[-1])
-    browser.click("#generate")
-    browser.until(lambda: jobs)
-    browser.open(f"{address}?theme=other")
-    browser.until(lambda: jobs[0].stop.is_set())
+_LEAVE = """
+const stream = fetch('gradio_api/heartbeat/somebody').then(each => each.text()).then(() => 'ended', error => error.name);
+dispatchEvent(new PageTransitionEvent('pagehide'));
+return stream;
+"""
+
+
+def test_a_page_that_is_left_closes_its_streams(browser: Any) -> None:
+    """A browser has six connections to an address and keeps pages for Back: later pages would wait for a minute."""
+    assert browser.script(_LEAVE) == "AbortError"
 
 
 @pytest.mark.parametrize(("width", "height"), SIZES)
