@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import time
 from collections.abc import Iterator
@@ -13,11 +12,16 @@ import torch
 import typer
 from PIL import Image
 
+from vargen.assets import packaged_model_path
 from vargen.cli.console import print_json, progress_bar
+from vargen.demo.image_service import ImageService
+from vargen.demo.request import PageRequest
 from vargen.demo.share_card import share_card
 from vargen.demo.video_service import encode_animation
 from vargen.device import set_threads
 from vargen.files import expand_user
+from vargen.image_metadata import png_file
+from vargen.pipelines.regeneration import model_digest
 from vargen.pipelines.registry import open_pipeline
 from vargen.scoring.registry import open_scorer
 
@@ -52,15 +56,14 @@ def first_sight(
         "seed": RACE[1],
         "lanes": [record_lane(pipe, *RACE[:2], method) for method in RACE[2]],
     }
-    _generate(pipe, RACE[0], RACE[1]).save(folder / "race.webp", lossless=True)
+    write_race_image(pipe, folder / "race.png")
     with progress_bar("wall", "tiles") as progress:
         tiles = [*_image_tiles(pipe, scorer, folder, progress), *_video_tiles(folder)]
-    image = io.BytesIO()
-    _generate(pipe, RACE[0], RACE[1]).save(image, format="PNG")
-    image.seek(0)
     sequential, accelerated = race["lanes"]
     footer = f"vargen: the image of {len(sequential['tokens'])} passes, token for token"
-    card = share_card(image, RACE[0], len(accelerated["tokens"]), pipe.num_tokens, accelerated["seconds"][-1], footer)
+    card = share_card(
+        folder / "race.png", RACE[0], len(accelerated["tokens"]), pipe.num_tokens, accelerated["seconds"][-1], footer
+    )
     card.save(folder / "preview.png", optimize=True)
     (folder / "race.json").write_text(json.dumps(race) + "\n", "utf-8")
     (folder / "wall.json").write_text(json.dumps(tiles, indent=1) + "\n", "utf-8")
@@ -82,6 +85,26 @@ def record_lane(pipe: Any, prompt: str, seed: int, method: str) -> dict[str, Any
         runs.append(passes)
     passes = min(runs, key=lambda each: each[-1][1])
     return {"method": method, "grid": pipe.grids[-1], "tokens": [t for t, _ in passes], "seconds": [s for _, s in passes]}
+
+
+def write_race_image(pipe: Any, file: Path) -> None:
+    """Write the image of the race with its parameters, as the page saves one of a visitor.
+
+    Raises:
+        ValueError: the methods do not give the same image, as the page says.
+    """
+    prompt, seed, methods = RACE
+    service = ImageService(pipe, "emoji", digest=model_digest(packaged_model_path("emoji")))
+    requests = [PageRequest(prompt, method, seed, **service.defaults) for method in methods]
+    results = [service.start(request, previews=False).result() for request in requests]
+    content = png_file(results[-1].images[0], service.image_parameters(results[-1], 0))
+    pixels = {each.images[0].tobytes() for each in results}
+    service.close()
+    if len(pixels) != 1:
+        raise ValueError(
+            f"the methods of the race must give the same image, got {len(pixels)} images of {prompt!r}, seed {seed}"
+        )
+    file.write_bytes(content)
 
 
 def _generate(pipe: Any, prompt: str, seed: int, **options: Any) -> Image.Image:

@@ -80,6 +80,7 @@ EXTENDED_TESTS = (
     "demo/test_first_sight.py",
     "demo/test_inpainting.py",
     "demo/test_live.py",
+    "demo/test_result.py",
     "demo/test_sharing.py",
     "demo/test_video_page.py",
     "demo/test_visitors.py",

@@ -1,6 +1,9 @@
-"""What the wall of the demo shows is what its prompts and seeds generate, and looks like what they say, to a scorer."""
+"""What race and wall of the demo show is what their prompts and seeds generate, and looks like what they say, to a scorer."""
 
 from __future__ import annotations
+
+import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +13,7 @@ from PIL import Image
 pytest.importorskip("gradio")
 
 from vargen.demo.first_sight import FOLDER, read_wall
+from vargen.image_metadata import pixels_digest
 from vargen.pipelines.registry import open_pipeline
 from vargen.scoring.registry import open_scorer
 
@@ -17,12 +21,29 @@ LEAST = 8.0  # what a person does not recognize is below it; images of the model
 MOST_DIFFERENCE = 4.0  # mean over pixels, of 255: the tiles are compressed
 
 
+@pytest.fixture(scope="module")
+def pipe() -> Any:
+    opened: Any = open_pipeline("emoji")
+    opened.set_progress_bar_config(disable=True)
+    return opened
+
+
 @pytest.mark.slow
-def test_tiles_of_the_wall_are_generated_again() -> None:
+def test_both_sides_of_the_race_give_the_image_that_is_saved(pipe: Any) -> None:
+    race = json.loads((FOLDER / "race.json").read_text("utf-8"))
+    with Image.open(FOLDER / "race.png") as opened:
+        stored = pixels_digest(opened)
+    for lane in race["lanes"]:
+        seed = torch.Generator().manual_seed(race["seed"])
+        found = pipe(race["prompt"], accelerator=lane["method"], generator=seed)
+        assert pixels_digest(found.images[0]) == stored and found.stats.passes == len(lane["tokens"])
+
+
+@pytest.mark.slow
+def test_tiles_of_the_wall_are_generated_again(pipe: Any) -> None:
     tiles = read_wall(("image",))[::3]
     prompts = [tile["prompt"] for tile in tiles]
-    pipe, scorer = open_pipeline("emoji"), open_scorer("emoji-scorer")
-    pipe.set_progress_bar_config(disable=True)
+    scorer = open_scorer("emoji-scorer")
     seeds = [torch.Generator().manual_seed(tile["seed"]) for tile in tiles]
     images = pipe(prompts, accelerator="gumbel", generator=seeds).images
     scores = dict(zip(prompts, scorer.score(images, prompts).tolist(), strict=True))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import socket
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,11 +33,20 @@ _FLAGS = (
 
 @pytest.fixture(scope="session")
 def service() -> Iterator[ImageService]:
-    """A random model of 8 x 8 tokens that can be slowed down: `service.pause` is seconds slept before every pass."""
+    """A random model of 8 x 8 tokens that can be slowed down: `service.pause` is seconds slept before every pass.
+
+    With a semaphore in `service.permits`, each pass also waits until it is released.
+    """
     pipe = text_pipeline(grid_size=8)
-    made = ImageService(pipe, "tiny")
-    made.pause = 0.0  # type: ignore[attr-defined]
-    pipe.transformer.register_forward_pre_hook(lambda *_: time.sleep(made.pause))  # type: ignore[attr-defined]
+    made: Any = ImageService(pipe, "tiny")
+    made.pause, made.permits = 0.0, None
+
+    def wait(*_: Any) -> None:
+        time.sleep(made.pause)
+        if made.permits is not None:
+            made.permits.acquire()
+
+    pipe.transformer.register_forward_pre_hook(wait)
     yield made
     made.close()
 
@@ -90,6 +100,16 @@ def slow(service: ImageService) -> Callable[[float], None]:
         service.pause = seconds  # type: ignore[attr-defined]
 
     return set_pause
+
+
+@pytest.fixture
+def permits(service: ImageService) -> Iterator[threading.Semaphore]:
+    """Has passes wait; a release allows one."""
+    made = threading.Semaphore(0)
+    service.permits = made  # type: ignore[attr-defined]
+    yield made
+    service.permits = None  # type: ignore[attr-defined]
+    made.release(1000)
 
 
 # Messages vanish by themselves after seconds, which a busy machine may take to look.

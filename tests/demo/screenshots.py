@@ -43,11 +43,16 @@ def shoot(browser: Any, path: Path, width: int, height: int, dark: bool = False)
     print(path, path.stat().st_size // 1024, "KiB")
 
 
+def read_ends(browser: Any) -> list[float]:
+    """Return the seconds of the two sides of the race, the faster one first."""
+    race = json.loads(browser.execute_script("return document.querySelector('.vg-replay').dataset.race"))
+    return sorted(lane["seconds"][-1] for lane in race["lanes"])
+
+
 def record_race(browser: Any, path: Path) -> None:
     """Write the replayed race as a looping WebP, one screenshot per frame."""
     resize(browser, 1000, 900)
-    race = json.loads(browser.execute_script("return document.querySelector('.vg-replay').dataset.race"))
-    longest = max(lane["seconds"][-1] for lane in race["lanes"])
+    longest = read_ends(browser)[-1]
     section = browser.find_element("css selector", ".vg-replay")
     frames = []
     for number in range(FRAMES + 1):
@@ -97,7 +102,8 @@ def main(address: str, folder: Path) -> None:
         wait(browser, "#generate", "Generate")
         time.sleep(2)
         record_race(browser, folder / "race.webp")
-        browser.execute_script("window.vargen.replayAt = 0.62 * arguments[0]", 1.0)
+        # The faster side has finished, the other not.
+        browser.execute_script("window.vargen.replayAt = arguments[0]", sum(read_ends(browser)) / 2)
         shoot(browser, folder / "first_sight.png", 1280, 900)
         shoot(browser, narrow / "first-sight-390-dark.png", 390, 844, dark=True)
         open_link(browser, address, "image", "#note", "Generated in", "gumbel")

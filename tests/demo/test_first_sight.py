@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import io
+import json
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,7 +17,9 @@ from PIL import Image
 from vargen.demo import first_sight, rendering
 from vargen.demo.first_sight import FOLDER, read_wall, render_race
 from vargen.demo.image_service import ImageService
+from vargen.demo.modes import MODES
 from vargen.demo.rendering import ResultCard
+from vargen.image_metadata import read_parameters
 
 gradio_client = pytest.importorskip("gradio_client")
 
@@ -27,8 +32,7 @@ def test_the_wall_has_its_files_and_only_modes_of_the_page() -> None:
     places = [number for number, tile in enumerate(tiles) if tile["mode"] == "video"]
     assert places[0] < 5 and len(places) > 3, "videos are among the images"
     assert {tile["mode"] for tile in read_wall(("image",))} == {"image"}
-    assert "62 passes instead of 256" in (shown := render_race()) and "2.3 times as fast" in shown
-    assert "1.1 seconds instead of 2.6" in shown, "the ratio of the seconds, with the reason why it is less than that of passes"
+    assert "62 steps instead of 256: 1.1 seconds instead of 2.6." in (shown := render_race()) and "2.3 times as fast" in shown
 
 
 def test_bars_compare_only_what_has_finished() -> None:
@@ -54,6 +58,54 @@ def test_the_first_screen_shows_prompt_race_and_wall(browser: Any, address: str,
     passes = [browser.until(lambda: int(browser.text(".vg-lane:last-of-type .vg-passes") or 0)) for _ in range(2)]
     assert passes, "the race is replayed"
     browser.until(lambda: browser.count(".vg-finished"))
+
+
+@pytest.mark.parametrize(("width", "height"), [(1280, 900), (390, 844)])
+def test_the_first_screen_says_in_plain_words_what_it_shows_and_how_to_keep_it(browser: Any, width: int, height: int) -> None:
+    browser.resize(width, height)
+    bottom = "return document.querySelector(arguments[0]).getBoundingClientRect().bottom"
+    for selector in (".vg-replay .vg-save", ".vg-replay .vg-copy", ".vg-tile span"):
+        browser.until(lambda selector=selector: browser.shown(selector) and browser.script(bottom, selector) <= height)
+    assert browser.text(".vg-example") == "Example: a hamburger"
+    browser.until(lambda: browser.text(".vg-tile span") == "a red apple")
+    browser.script("window.vargen.replayAt = 99")
+    browser.until(lambda: browser.shown(".vg-replay .vg-badge"))
+    fast, slow = browser.script("return [...document.querySelectorAll('.vg-lane figcaption')].map(each => each.innerText)")
+    assert re.match(r"Fast [\d.]+ s\n62 steps", fast) and re.match(r"Slow [\d.]+ s\n256 steps", slow)
+    words = set(re.findall(r"[a-z]+", browser.text("body").lower()))
+    assert not words & {"token", "tokens", "pass", "passes", "sampling", "seed"}
+    assert "gumbel: several tokens per step" in browser.attribute(".vg-lane figcaption", "title")
+    assert browser.attribute("button[data-tab-id=race]", "title") == MODES["race"].summary
+    pointing = "return getComputedStyle(document.querySelector('#advanced .icon')).transform"
+    assert browser.script(pointing) == "matrix(0, -1, 1, 0, 0, 0)", "what is folded points to the right"
+
+
+def test_images_are_called_identical_once_both_are_there(browser: Any) -> None:
+    slow, fast = (max(lane["seconds"]) for lane in json.loads((FOLDER / "race.json").read_text("utf-8"))["lanes"])
+    for seconds, finished in (((fast + slow) / 2, 1), (slow, 2)):
+        browser.script("window.vargen.replayAt = arguments[0]", seconds)
+        browser.until(lambda finished=finished: browser.count(".vg-finished") == finished)
+        assert bool(browser.shown(".vg-replay .vg-badge")) == (finished == 2)
+
+
+def test_the_example_is_saved_with_its_parameters_and_shared_by_link(browser: Any, address: str, tmp_path: Path) -> None:
+    behavior = {"behavior": "allow", "downloadPath": str(tmp_path)}
+    browser.driver.execute_cdp_cmd("Browser.setDownloadBehavior", behavior)
+    browser.click(".vg-replay .vg-save")
+    file = browser.until(lambda: next(tmp_path.glob("*.png"), None))
+    race = json.loads((FOLDER / "race.json").read_text("utf-8"))
+    saved = read_parameters(file)
+    wanted = (race["prompt"], race["seed"], "gumbel")
+    assert (saved["prompt"], saved["seed"], saved["accelerator"]) == wanted
+    assert {"model_digest", "tokens_digest"} <= saved.keys(), "as `vargen regenerate` reads it"
+    allowed = {"origin": address.rstrip("/"), "permissions": ["clipboardReadWrite", "clipboardSanitizedWrite"]}
+    browser.driver.execute_cdp_cmd("Browser.grantPermissions", allowed)
+    browser.click(".vg-replay .vg-copy")
+    browser.says(".vg-replay .vg-copy", "Link copied")
+    browser.open(browser.script("return navigator.clipboard.readText()"))
+    browser.until(lambda: browser.attribute("#stage img", "alt") == race["prompt"])
+    browser.says("#note", f"seed {race['seed']}.")
+    assert "method=gumbel" in browser.attribute("#stage [data-link]", "data-link")
 
 
 def test_a_tile_is_generated_again_where_it_belongs(browser: Any) -> None:

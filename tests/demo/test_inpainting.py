@@ -196,10 +196,11 @@ def open_live(browser: Any) -> None:
     browser.until(lambda: finished(browser))
 
 
-def test_only_what_is_painted_is_generated_again_and_it_follows_the_prompt(browser: Any) -> None:
+def test_only_what_is_painted_is_generated_again_and_it_follows_the_prompt(browser: Any, tmp_path: Path) -> None:
     open_live(browser)
     parameters, before = shown(browser)
     assert "image" not in parameters and not browser.shown("#live-undo")
+    assert browser.attribute("#live-stage .vg-copy", "data-link").startswith("?mode=live&prompt=")
     drag(browser, (0.1, 0.1), (0.1, 0.9))
     browser.says("#live-note", "Painted part generated again")
     assert set(painted(browser)) >= {0, 4, 8, 12} and not set(painted(browser)) & {3, 7, 11, 15}
@@ -207,6 +208,11 @@ def test_only_what_is_painted_is_generated_again_and_it_follows_the_prompt(brows
     browser.until(lambda: shown(browser)[0]["prompt"] == "a green frog")
     parameters, after = shown(browser)
     assert {"image", "mask"} <= parameters.keys() and (after != before).any()
+    assert not browser.shown("#live-stage .vg-copy"), "no link holds an image"
+    behavior = {"behavior": "allow", "downloadPath": str(tmp_path)}
+    browser.driver.execute_cdp_cmd("Browser.setDownloadBehavior", behavior)
+    browser.click("#live-stage .vg-save")
+    assert read_parameters(browser.until(lambda: next(tmp_path.glob("*.png"), None))) == parameters
     browser.click("#live-undo")
     browser.until(lambda: painted(browser) == [])
     browser.click("#live-vary")

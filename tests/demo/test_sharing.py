@@ -178,7 +178,7 @@ def test_several_images_are_downloaded_together_and_each_has_its_seed(browser: A
         int(caption.split()[1].strip(",")) for caption in browser.text("#stage .vg-stage").split("\n") if "seed" in caption
     ]
     assert len(seeds) == 4 and seeds == list(range(seeds[0], seeds[0] + 4))
-    browser.says("#download", "4 PNGs")
+    browser.says("#download", "4 images")
     with zipfile.ZipFile(download("#download")) as archive:
         found = [read_parameters(io.BytesIO(archive.read(name)))["seed"] for name in sorted(archive.namelist())]
     assert found == seeds
@@ -223,7 +223,7 @@ def test_the_link_of_an_image_is_copied(browser: Any, address: str) -> None:
     copied = browser.script("return navigator.clipboard.readText()")
     assert copied == address + browser.attribute("#stage [data-link]", "data-link") and "prompt=a+green+frog" in copied
     assert browser.attribute("#copy-link", "title") != browser.attribute("#card", "title") != ""
-    browser.until(lambda: browser.text("#copy-link") == "Copy link")
+    browser.until(lambda: browser.text("#copy-link") == "Copy link to share")
     pixels = stage_pixels(browser)
     browser.open(copied)
     browser.until(lambda: browser.attribute("#stage img", "alt") == "a green frog")

@@ -183,7 +183,8 @@ def test_everything_fits_narrow_and_wide_screens(browser: Any) -> None:
         assert all(0 <= left < right <= width for left, _, right, _ in badges)
         (tau,), (stage,), (make,) = (browser.script(boxes, name) for name in ("#video-tau", "#video-stage", "#video-make"))
         assert make[3] - min(make[1], 0) < 900, "what starts it is on the first screen"
+        assert max(tau[3], stage[3]) - min(tau[1], stage[1]) < 560, "the slider and what it changes are seen together"
         if width < 640:
-            assert tau[3] <= stage[1] < tau[3] + 150, "the slider and what it changes are seen together"
+            assert stage[3] <= tau[1] < stage[3] + 40, "the slider is right under the video"
         else:
-            assert stage[2] <= tau[0] and abs(tau[1] - stage[1]) < 150, "they are side by side"
+            assert stage[2] <= tau[0] and abs(tau[1] - stage[1]) < 12, "they are side by side"

@@ -176,6 +176,7 @@
     },
   };
 
+  document.addEventListener("click", (event) => event.target.closest?.("#live-stage .vg-save") && window.vargen.brush.download());
   document.addEventListener("change", (event) => {
     if (event.target.matches?.("#live-file input") && event.target.files.length) open(event.target.files[0]);
   });

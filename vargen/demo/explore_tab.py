@@ -55,11 +55,6 @@ CONTROLS = {
 def build_explore_tab(service: ImageService, registry: JobRegistry, shared: Inputs, queue_options: dict[str, Any]) -> None:
     """Lay out the tab and connect its events."""
     first = CONTROLS["budget"]
-    gr.Markdown(
-        "`gsd` accepts similar tokens, too. The more it is relaxed, the more tokens a pass accepts, and the further images are "
-        "from the model's own distribution. The first image is exact.",
-        elem_classes="vg-hint",
-    )
     field = gr.Radio(
         [(each.label, each.field) for each in CONTROLS.values()], value=first.field, label="What to relax", elem_id="knob"
     )
@@ -68,7 +63,7 @@ def build_explore_tab(service: ImageService, registry: JobRegistry, shared: Inpu
             first.least, first.most, first.start, step=first.step, label="Up to", scale=2, elem_id="strongest"
         )
         count = gr.Slider(2, MAX_STRIP_IMAGES, 4, step=1, label="Images", scale=1, elem_id="steps")
-    note = gr.HTML(rendering.status_line("One prompt and seed, from exact to relaxed.", "off"), elem_id="explore-note")
+    note = gr.HTML(rendering.status_line("", "off"), elem_id="explore-note")
     strip = gr.HTML(elem_id="strip")
 
     def update_slider(name: str) -> gr.Slider:
@@ -119,5 +114,5 @@ def _make_card(service: ImageService, control: RelaxationControl, level: float, 
     caption = ""
     if job is not None and (result := job.finished) is not None:
         total, per_token = sum(result.stats.relaxation), result.relaxation_per_token
-        caption = f"relaxation {total:.1f}, {per_token:.3f} per token; {result.stats.passes} passes"
+        caption = f"relaxation {total:.1f}, {per_token:.3f} per token; {result.stats.passes} steps"
     return job_card(f"{control.field} {level:g}" if level else "exact", "", job, service.total, caption)

@@ -9,7 +9,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from vargen.demo.rendering import PLAIN_WORDS, text
+from vargen.demo.links import link_to
+from vargen.demo.rendering import PLAIN_NAMES, PLAIN_WORDS, share_buttons, text
+from vargen.demo.request import PageRequest
 
 FOLDER = Path(__file__).with_name("recordings")
 ROUTE = "first-sight"  # where the page serves the folder
@@ -35,38 +37,48 @@ def render_wall(modes: tuple[str, ...]) -> str:
         f'<button type="button" class="vg-tile" data-mode="{tile["mode"]}" data-prompt="{text(tile["prompt"])}" '
         f'data-seed="{tile["seed"]}" title="{text(tile["prompt"])}">'
         f'<img src="{ROUTE}/{tile["file"]}" alt="{text(tile["prompt"])}" width="128" height="128" decoding="async">'
-        f"{'<i>▶ video</i>' if tile['mode'] == 'video' else ''}</button>"
+        f"{'<i>▶ video</i>' if tile['mode'] == 'video' else ''}"
+        f'<span aria-hidden="true">{text(_subject(tile["prompt"]))}</span></button>'
         for tile in read_wall(modes)
     )
-    return f'<h2 class="vg-title">Click one: it is generated again, live</h2><div class="vg-wall">{tiles}</div>'
+    return f'<h2 class="vg-title">More examples: click to generate</h2><div class="vg-wall">{tiles}</div>'
 
 
 def render_race() -> str:
-    """Return the race: page.js replays the passes of both lanes over the finished image."""
+    """Return the race: page.js replays the passes of both lanes over the finished image, which can be saved and shared."""
     race = json.loads((FOLDER / "race.json").read_text("utf-8"))
-    sequential, accelerated = race["lanes"]
-    ratio = sequential["seconds"][-1] / accelerated["seconds"][-1]
-    lanes = "".join(_render_lane(lane, PLAIN_WORDS[lane["method"]]) for lane in race["lanes"])
-    data = text(json.dumps({"slowdown": _SLOWDOWN, "file": f"{ROUTE}/race.webp", "lanes": race["lanes"]}))
+    slow, fast = race["lanes"]
+    ratio = slow["seconds"][-1] / fast["seconds"][-1]
+    lanes = [fast, slow]
+    data = text(json.dumps({"slowdown": _SLOWDOWN, "lanes": lanes}))
+    subject = _subject(race["prompt"])
+    link = link_to(PageRequest(race["prompt"], fast["method"], race["seed"]), {})
+    share = share_buttons(link, name=f"vargen-{race['seed']}.png", file=f"{ROUTE}/race.png")
     return (
-        f'<section class="vg-replay" data-race="{data}" aria-label="Race, replayed from a recording">'
-        f'<div class="vg-pitch"><h2>The same image.<br> {ratio:.1f} times as fast.</h2>'
-        f"<p><b>{sequential['method']}</b> generates one token per pass of the network. <b>{accelerated['method']}</b> drafts "
-        f"several and verifies them at once: {len(accelerated['tokens'])} passes instead of {len(sequential['tokens'])}.</p>"
-        f"<p>A pass over several tokens takes longer than a pass over one, so the time falls less than the passes: "
-        f"{accelerated['seconds'][-1]:.1f} seconds instead of {sequential['seconds'][-1]:.1f}.</p>"
-        f'<p class="vg-small">“{text(race["prompt"])}”, seed {race["seed"]}, on one CPU core, in slow motion.</p>'
-        f"</div>{lanes}</section>"
+        f'<section class="vg-replay" data-race="{data}" aria-label="Example, replayed from a recording">'
+        f'<div class="vg-pitch"><p class="vg-example">Example: {text(subject)}</p>'
+        f"<h2>The same image,<br> {ratio:.1f} times as fast.</h2>"
+        f'<p title="A step over several tokens takes longer than one over a single token: the time falls less than the steps.">'
+        f"{len(fast['tokens'])} steps instead of {len(slow['tokens'])}: "
+        f"{fast['seconds'][-1]:.1f} seconds instead of {slow['seconds'][-1]:.1f}.</p>"
+        f'<p class="vg-small">A recording from one CPU core, in slow motion.</p></div>'
+        f"{''.join(_render_lane(lane, subject) for lane in lanes)}"
+        f'<div class="vg-outcome">{share}<span class="vg-badge">✓ Identical images</span></div></section>'
     )
 
 
-def _render_lane(lane: dict[str, Any], words: str) -> str:
+def _render_lane(lane: dict[str, Any], subject: str) -> str:
+    method, name = lane["method"], PLAIN_NAMES[lane["method"]]
     return (
-        f'<figure class="vg-lane" data-method="{text(lane["method"])}"><figcaption><span><b>{text(lane["method"])}</b> '
-        f"{text(words)}</span>"
-        f'<span class="vg-clock"><b class="vg-passes">{len(lane["tokens"])}</b> passes · '
-        f'<span class="vg-seconds">{lane["seconds"][-1]:.2f}</span> s</span></figcaption>'
-        f'<div class="vg-frame"><img src="{ROUTE}/race.webp" alt="the finished image, by {text(lane["method"])}">'
-        '<canvas aria-hidden="true"></canvas></div>'
-        '<p class="vg-result"><span>✓ identical image</span></p></figure>'
+        f'<figure class="vg-lane" data-method="{text(method)}">'
+        f'<figcaption title="Method {text(method)}: {text(PLAIN_WORDS[method])}; a step is one pass of the network">'
+        f'<b>{name}</b> <span class="vg-clock"><span class="vg-seconds">{lane["seconds"][-1]:.2f}</span> s</span>'
+        f'<small><span class="vg-passes">{len(lane["tokens"])}</span> steps, {text(method)}</small></figcaption>'
+        f'<div class="vg-frame"><img src="{ROUTE}/race.png" alt="{text(subject)}, {name.lower()}">'
+        '<canvas aria-hidden="true"></canvas></div></figure>'
     )
+
+
+def _subject(prompt: str) -> str:
+    """Return a prompt without its style."""
+    return prompt.partition(",")[0]

@@ -23,63 +23,76 @@ from vargen.demo.share_card import share_card
 from vargen.demo.visits import PastImage, zip_images
 
 _MORE_IMAGES = 4  # of "more like this"
+_IDLE = "Type a prompt, or click an example below."
+_COPY = "() => { window.vargen.copyLink(document.querySelector('#copy-link'), window.vargen.linkOf('#stage')); }"
 
 
 @dataclass(frozen=True)
 class ImageView:
-    """The components that show the images of one job, and what belongs to them: all of them change together."""
+    """The components that show the images of one job, and what belongs to them: all of them change together.
+
+    Attributes:
+        stage: the images. details: how they were generated.
+    """
 
     note: gr.HTML
     stage: gr.HTML
+    details: gr.HTML
     download: gr.DownloadButton
     star: gr.Button
     command: gr.Code
+    compare: gr.Button
     shown: gr.State
 
     @property
     def outputs(self) -> list[Any]:
         """What `show` and `clear` return updates of."""
-        return [self.stage, self.download, self.star, self.command, self.shown]
+        return [self.stage, self.details, self.download, self.star, self.command, self.shown]
 
     def clear(self, service: ImageService) -> list[Any]:
         """Return the updates of a view whose image is not there yet."""
-        stage = _render([None], [], service, 0, 0.0, "an empty frame")
+        stage = rendering.image_grid([None], "an empty frame")
         download = gr.DownloadButton(value=None, interactive=False)
-        return [stage, download, _star(False), "", []]
+        return [stage, _render_details([], service, 0, 0.0), download, _star(False), "", []]
 
     def show(self, service: ImageService, images: Sequence[PastImage], request: PageRequest) -> list[Any]:
         """Return the updates that show finished images, which `request` generates."""
         opened = [Path(each.file).read_bytes() for each in images]
-        captions = [f"seed {each.request.seed}{f', {each.score}' if each.score else ''}" for each in images]
         first, several = images[0], len(images) > 1
-        link = link_to(request, service.defaults)
-        stage = _render(opened, first.counts, service, service.total, first.seconds, request.prompt, captions, link)
+        captions = [_caption(each, several) for each in images]
+        stage = rendering.image_grid(opened, request.prompt, captions, link_to(request, service.defaults))
+        details = _render_details(first.counts, service, service.total, first.seconds, len(images))
         file = first.file
         if several:
             file = str(service.folder.write("vargen-images.zip", zip_images([each.file for each in images])))
-        label = f"Download {len(images)} PNGs (ZIP)" if several else "Download PNG"
+        label = f"Save {len(images)} images" if several else "Save image"
         download = gr.DownloadButton(label, value=file, interactive=True)
         command = command_line(service, request)
         starred = all(each.starred for each in images)
-        return [stage, download, _star(starred), command, list(images)]
+        return [stage, details, download, _star(starred), command, list(images)]
 
 
 def build_generate_tab(service: ImageService, shared: Inputs) -> ImageView:
     """Lay out the mode. Its events are connected by `connect_generate_tab`, when the strip of past images is there."""
-    note = gr.HTML(elem_id="note")
-    stage = gr.HTML(elem_id="stage")
-    # The style sheet shows these with a finished image: gradio at times loses an update of what is visible.
-    with gr.Row(elem_id="actions"):
-        download = gr.DownloadButton("Download PNG", interactive=False, size="sm", elem_id="download", min_width=120)
-        card = gr.Button("Download with caption", size="sm", elem_id="card", min_width=100)
-        copy = gr.Button("Copy link", size="sm", elem_id="copy-link", min_width=100)
-        star = gr.Button("☆ Star", size="sm", elem_id="star", min_width=80)
-        more = gr.Button("More like this", size="sm", elem_id="more-like-this", min_width=120)
-        reuse = gr.Button("Reuse settings", size="sm", elem_id="reuse", min_width=120)
+    note = gr.HTML(rendering.status_line(_IDLE, "off"), elem_id="note")
+    with gr.Row(elem_id="result"):
+        with gr.Column(min_width=240, elem_id="result-image"):
+            stage = gr.HTML(elem_id="stage")
+            # The style sheet shows these with a finished image: gradio at times loses an update of what is visible.
+            with gr.Row(elem_id="actions"):
+                download = gr.DownloadButton("Save image", interactive=False, size="sm", elem_id="download", min_width=0)
+                copy = gr.Button("Copy link to share", size="sm", elem_id="copy-link", min_width=0)
+                compare = gr.Button("Compare with slow", size="sm", elem_id="compare", min_width=0)
+                more = gr.Button("More like this", size="sm", elem_id="more-like-this", min_width=0)
+                card = gr.Button("Save with caption", size="sm", elem_id="card", min_width=0)
+                star = gr.Button("☆ Star", size="sm", elem_id="star", min_width=0)
+                reuse = gr.Button("Reuse settings", size="sm", elem_id="reuse", min_width=0)
+        with gr.Column(min_width=240, elem_id="result-details"):
+            details = gr.HTML(elem_id="details")
     with gr.Accordion("Command line for the same images", open=False, elem_id="command-line"):
         command = gr.Code(language="shell", interactive=False, show_label=False, wrap_lines=True, elem_id="command")
-    view = ImageView(note, stage, download, star, command, gr.State([], time_to_live=3600))
-    copy.click(None, js="() => { window.vargen.copyLink(); }", api_visibility="private")
+    view = ImageView(note, stage, details, download, star, command, compare, gr.State([], time_to_live=3600))
+    copy.click(None, js=_COPY, api_visibility="private")
     connect_download(card, lambda shown: _write_card(service, shown), view.shown)
 
     def take_over(shown: list[PastImage]) -> dict[Any, Any]:
@@ -125,19 +138,20 @@ def connect_generate_tab(
         request = read_request(given)
         job = service.start(request, stop=ticket.stop)
         kept = [gr.skip() for _ in history.outputs]
-        rest = [gr.skip() for _ in view.outputs[1:]]
+        rest = [gr.skip() for _ in view.outputs[2:]]
         yield [rendering.status_line(f"Generating “{request.prompt}” by {request.method} …"), *view.clear(service), *kept]
         while not job.done.wait(POLL_SECONDS):
-            yield [gr.skip(), _render_running(job, service), *rest, *kept]
+            yield [gr.skip(), *_render_running(job, service), *rest, *kept]
         result = job.result()
         if result.stopped:
-            alt, images = f"{request.prompt}, unfinished", job.preview or result.images
-            stage = _render(images, job.counts, service, job.tokens, result.seconds, alt)
-            yield [rendering.status_line(f"Stopped after {job.tokens} of {job.total} tokens."), stage, *rest, *kept]
+            stage = rendering.image_grid(job.preview or result.images, f"{request.prompt}, unfinished")
+            details = _render_details(job.counts, service, job.tokens, result.seconds)
+            yield [rendering.status_line(f"Stopped after {job.tokens} of {job.total} tokens."), stage, details, *rest, *kept]
             return
         past = past_images(service, result, job.counts)
         history.store.add(visit, past)
-        news = f"Generated in {result.seconds:.1f} seconds and {result.stats.passes} passes, seed {request.seed}."
+        steps = describe_steps(len(job.counts), service.pipe.num_baseline_passes)
+        news = f"Generated in {result.seconds:.1f} s: {steps}, seed {request.seed}."
         yield [rendering.status_line(news), *view.show(service, past, request), *history.update(visit)]
 
     def show_again(visit: str, selected: gr.SelectData) -> list[Any]:
@@ -145,7 +159,8 @@ def connect_generate_tab(
         if not isinstance(selected.index, int) or not 0 <= selected.index < len(listed):
             return [gr.skip() for _ in [view.note, *view.outputs]]
         image = listed[selected.index]
-        news = f"From this visit: {image.seconds:.1f} seconds and {len(image.counts)} passes, seed {image.request.seed}."
+        steps = describe_steps(len(image.counts), service.pipe.num_baseline_passes)
+        news = f"From this visit: {image.seconds:.1f} s, {steps}, seed {image.request.seed}."
         return [rendering.status_line(news), *view.show(service, [image], image.request)]
 
     def toggle_star(visit: str, shown: list[PastImage]) -> list[Any]:
@@ -162,10 +177,11 @@ def connect_generate_tab(
 
 def past_images(service: ImageService, result: JobResult, counts: Sequence[int]) -> list[PastImage]:
     """Write the images of a finished job; returns what the visit keeps of them."""
+    compared = result.request.num_images * result.request.best_of > 1  # a score alone says nothing
     return [
         PastImage(
             file, result.request.single(number, result.records[number]["seed"]), tuple(counts), result.seconds,
-            rendering.score_caption(result.records[number]),
+            rendering.score_caption(result.records[number]) if compared else "",
         )
         for number, file in enumerate(service.save(result))
     ]  # fmt: skip
@@ -185,25 +201,28 @@ def _star(starred: bool) -> gr.Button:
     return gr.Button("★ Starred" if starred else "☆ Star")
 
 
-def _render_running(job: Job, service: ImageService) -> str:
+def describe_steps(steps: int, baseline: int) -> str:
+    """Return the passes of an image, beside those of the baseline if that takes more: "45 steps instead of 256"."""
+    return f"{steps} step{'s' if steps != 1 else ''}{f' instead of {baseline}' if steps < baseline else ''}"
+
+
+def _caption(image: PastImage, several: bool) -> str:
+    """Return what an image of several, or the best of several candidates, needs beside the status line."""
+    own = [f"seed {image.request.seed}"] if several else []
+    return ", ".join([*own, image.score] if image.score else own)
+
+
+def _render_running(job: Job, service: ImageService) -> list[str]:
     images: list[Any] = [*job.preview] or [None] * (job.request.num_images * job.request.best_of)
-    return _render(images, list(job.counts), service, job.tokens, job.seconds, f"{job.request.prompt}, unfinished")
+    details = _render_details(list(job.counts), service, job.tokens, job.seconds, len(images))
+    return [rendering.image_grid(images, f"{job.request.prompt}, unfinished"), details]
 
 
-def _render(
-    images: Any,
-    counts: Sequence[int],
-    service: ImageService,
-    done: int,
-    seconds: float,
-    alt: str,
-    captions: Sequence[str] = (),
-    link: str = "",
-) -> str:
-    title = f"Token map{' of the slowest image' if len(images) > 1 else ''}: each pill is one pass of the network"
+def _render_details(counts: Sequence[int], service: ImageService, done: int, seconds: float, images: int = 1) -> str:
+    slowest = "Of the slowest image, each" if images > 1 else "Each"
     return (
-        f'<div class="vg-duo" data-link="{rendering.text(link)}"><div>{rendering.image_grid(images, alt, captions)}</div>'
-        f"<div><h3>{title}</h3>{rendering.token_map(counts, service.grids)}{rendering.legend()}"
+        f"<h3>{slowest} bar is one step: the longer, the more of the image at once.</h3>"
+        f"{rendering.token_map(counts, service.grids)}"
         f"{rendering.progress(done, service.total, seconds)}"
-        f"{rendering.numbers(rendering.speed(seconds, done, counts, len(images)))}</div></div>"
+        f"{rendering.numbers(rendering.speed(seconds, done, counts, images))}"
     )

@@ -43,7 +43,7 @@ def build_history(service: ImageService, store: VisitStore) -> History:
             label="Images of this visit", show_label=True, columns=8, fit_columns=False, height="auto", format="png",
             interactive=False, allow_preview=False, object_fit="contain", buttons=[], elem_id="gallery",
         )  # fmt: skip
-        archive = gr.Button("Download all as ZIP", size="sm", elem_id="zip")
+        archive = gr.Button("Save all (ZIP)", size="sm", elem_id="zip")
 
     def write_archive(owner: object) -> str | None:
         files = [each.file for each in store.images(owner)]

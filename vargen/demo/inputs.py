@@ -96,7 +96,7 @@ def split_style(prompt: str, styles: Sequence[str]) -> tuple[str, str]:
 def build_inputs(service: ImageService, modes: Sequence[str]) -> Inputs:
     """Lay out the inputs of the page of an image model."""
     prompt, buttons, style = build_top(modes, service.styles, service.class_names if service.by_class else None)
-    with gr.Accordion("Advanced: seed, method, sampling", open=False, elem_id="advanced"):
+    with gr.Accordion("Advanced settings", open=False, elem_id="advanced"):
         subject = Subject(prompt, buttons, style, *build_seed())
         return Inputs(subject, *_build_sampling(service), *_build_image_options(service))
 

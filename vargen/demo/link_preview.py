@@ -1,18 +1,20 @@
-"""What a link to the page looks like in other programs: title, sentence and image, where gradio names its own."""
+"""The head of the page: what a link to it looks like in other programs, where gradio names its own, and its first script."""
 
 from __future__ import annotations
 
 import html
 import re
+from pathlib import Path
 from typing import Any
 
-TITLE = "vargen: the same image in fewer passes"
-_DESCRIPTION = "Images and video by autoregressive models, several verified tokens per pass. Type a prompt and watch."
+TITLE = "vargen: the same image, faster"
+_DESCRIPTION = "Type a prompt and watch its image fill in, several pieces at a time. Then save it, or share its link."
+_SCRIPT = Path(__file__).with_name("leaving.js").read_text("utf-8")
 _TAG = re.compile(r'\s*<meta\s+(?:property|name)="(?:og|twitter):[^>]*>')
 
 
 class LinkPreview:
-    """ASGI middleware that replaces the Open Graph and Twitter tags of the page.
+    """ASGI middleware that replaces the Open Graph and Twitter tags of the page, and adds a script before those of gradio.
 
     Args:
         image: path of the preview image below the page, of 1200 x 630 pixels.
@@ -50,7 +52,7 @@ class LinkPreview:
         head, separator, rest = page.partition("</head>")
         query = {"og:type": "website", "og:title": TITLE, "og:description": _DESCRIPTION, "og:image": f"{base}{self.image}"}
         tags = "".join(f'<meta property="{name}" content="{html.escape(value)}" />' for name, value in query.items())
-        tags += '<meta name="twitter:card" content="summary_large_image" />'
+        tags += f'<meta name="twitter:card" content="summary_large_image" /><script>{_SCRIPT}</script>'
         return _TAG.sub("", head).replace("<head>", f"<head>{tags}", 1) + separator + rest
 
 

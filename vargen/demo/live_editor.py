@@ -14,7 +14,6 @@ from vargen.demo.image_service import ImageService
 from vargen.pipelines.images import DEFAULT_VARIATION_STRENGTH
 
 SCRIPT = Path(__file__).with_name("brush.js")
-_HINT = "Paint over a part of the image: only this part is generated again, and it follows what you type."
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,8 @@ def build_live_editor(service: ImageService) -> LiveEditor:
     painting = gr.Textbox(visible=False)
     with gr.Row(elem_id="live-columns"):
         with gr.Column(elem_id="live-board", min_width=240):
-            stage = gr.HTML(rendering.image_grid([None], "an empty frame"), elem_id="live-stage")
+            empty = rendering.image_grid([None], "an empty frame") + rendering.share_buttons("")
+            stage = gr.HTML(empty, elem_id="live-stage")
             gr.HTML(_canvas(side or 0, rows, columns), visible=side is not None, elem_id="live-easel")
         with gr.Column(visible=side is not None, elem_id="live-editor", min_width=240):
             gr.HTML(_brush_controls(), elem_id="live-brush")
@@ -51,18 +51,17 @@ def build_live_editor(service: ImageService) -> LiveEditor:
                 undo = gr.Button("Undo", size="sm", min_width=0, elem_id="live-undo")
             strength = gr.Slider(
                 0.05, 1, DEFAULT_VARIATION_STRENGTH, step=0.05, label="How different", elem_id="live-strength",
-                info="More like this: low strengths keep the composition, 1 keeps nothing.",
+                info="For More like this: 1 keeps nothing of the image.",
             )  # fmt: skip
             with gr.Row(elem_classes="vg-actions"):
                 vary = gr.Button("More like this", size="sm", min_width=0, elem_id="live-vary")
-                download = gr.Button("Download PNG", size="sm", min_width=0, elem_id="live-download")
                 own = gr.Button("Your own image", size="sm", min_width=0, elem_id="live-own")
                 restart = gr.Button(
                     "Start over", size="sm", min_width=0, elem_id="live-restart", elem_classes="vg-while-edited"
                 )
             gr.HTML('<input type="file" accept="image/*" hidden aria-label="Your own image">', elem_id="live-file")
     painted = gr.Button(visible="hidden", elem_id="live-painted")  # pressed by brush.js
-    for button, call in ((keep, "keep"), (undo, "undo"), (download, "download"), (own, "choose")):
+    for button, call in ((keep, "keep"), (undo, "undo"), (own, "choose")):
         button.click(None, js=f"() => {{ window.vargen.brush.{call}(); }}", api_visibility="private")
     changes = ((painted.click, "read"), (strength.release, "vary"), (restart.click, "restart"))
     return LiveEditor(stage, painting, strength, changes, vary)
@@ -92,6 +91,6 @@ def _canvas(side: int, rows: int, columns: int) -> str:
 
 def _brush_controls() -> str:
     return (
-        f'<p class="vg-hint">{_HINT}</p><div class="vg-brush"><button type="button" aria-pressed="false">Brush</button>'
+        '<div class="vg-brush"><button type="button" aria-pressed="false">Brush</button>'
         '<label>Size <input type="range" min="0" max="2" step="0.5" value="0.5" aria-label="Size of the brush"></label></div>'
     )

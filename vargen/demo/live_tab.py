@@ -19,8 +19,8 @@ from vargen.demo.sources import ImageSource, read_painting
 from vargen.image_metadata import png_file
 
 _PAUSE = 0.15  # seconds without a keystroke before generation starts
+_FILE = "vargen-live.png"
 _POLL_SECONDS = 0.03  # how often to look for a new preview
-_IDLE = "Type: the image is generated while you type. Then paint over a part of it to change only that."
 
 
 def build_live_tab(
@@ -36,7 +36,7 @@ def build_live_tab(
         service: of a model that needs only a few passes; it may be another one than that of the Image mode.
         tabs: the other tabs, and this one; typing while another tab is open does not start a job.
     """
-    note = gr.HTML(rendering.status_line(_IDLE, "off"), elem_id="live-note")
+    note = gr.HTML(rendering.status_line("", "off"), elem_id="live-note")
     editor = build_live_editor(service)
     with gr.Accordion(f"Method of the model {service.name}", open=False):
         methods = build_method_list(
@@ -72,13 +72,15 @@ def build_live_tab(
         while not job.done.wait(_POLL_SECONDS):
             if job.preview is not shown and not ticket.stop.is_set():
                 shown = job.preview
-                yield [gr.skip(), rendering.image_grid([*shown], f"{request.prompt}, unfinished"), gr.skip()]
+                preview = rendering.image_grid([*shown], f"{request.prompt}, unfinished")
+                yield [gr.skip(), preview + rendering.share_buttons(""), gr.skip()]
         result = job.result()
         if not result.stopped:
-            news = f"{_describe(source)} in {result.seconds:.2f} seconds and {result.stats.passes} passes, seed {request.seed}."
+            news = f"{_describe(source)} in {result.seconds:.2f} s, {result.stats.passes} steps, seed {request.seed}."
             image = png_file(result.images[0], service.image_parameters(result, 0))
             address = "" if source else link_to(request, service.defaults, "live")  # no link can hold an image
-            yield [rendering.status_line(news), rendering.image_grid([image], request.prompt), address]
+            shown_at_last = rendering.image_grid([image], request.prompt) + rendering.share_buttons(address, name=_FILE)
+            yield [rendering.status_line(news), shown_at_last, address]
 
     def run_job(number: str, *values: Any) -> Iterator[list[Any]]:
         yield from stream_job(registry, number, lambda each: run(each, *values))

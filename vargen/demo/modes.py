@@ -1,4 +1,4 @@
-"""The modes of the page: a tab and a start and a stop button each. Only the buttons of the open mode are shown."""
+"""The modes of the page: a tab and a start and a stop button each. One button is seen: start or stop of the open mode."""
 
 from __future__ import annotations
 
@@ -8,31 +8,40 @@ from dataclasses import dataclass
 
 import gradio as gr
 
+from vargen.demo.rendering import hint
+
 START = "vg-start"  # class of the buttons that Enter in the prompt presses
 
 
 @dataclass(frozen=True)
 class Mode:
-    """A mode: the label of its tab and of its start button, and the ids of its buttons."""
+    """A mode: the label of its tab and of its start button, the ids of its buttons, and what it does in a sentence."""
 
     title: str
     verb: str
     start_id: str
     stop_id: str
+    summary: str
 
 
 MODES = {
-    "image": Mode("Image", "Generate", "generate", "stop"),
-    "live": Mode("Live", "Another seed", "live", "live-stop"),
-    "video": Mode("Video", "Generate", "video-make", "video-stop"),
-    "race": Mode("Race", "Race", "race", "race-stop"),
-    "explore": Mode("Explore", "Explore", "explore", "explore-stop"),
-}
+    "image": Mode("Image", "Generate", "generate", "stop", "An image from a prompt, which fills in as you watch."),
+    "live": Mode("Live", "New image", "live", "live-stop", "Follows as you type. Paint over a part to change it."),
+    "video": Mode(
+        "Video", "Generate", "video-make", "video-stop",
+        "A small model drafts each block of the video; a large one redoes drafts that score too low.",
+    ),
+    "race": Mode("Race", "Race", "race", "race-stop", "Fast and slow methods side by side, on one prompt and seed."),
+    "explore": Mode(
+        "Explore", "Explore", "explore", "explore-stop",
+        "Faster still, if the image may change: from exact to more and more relaxed.",
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class ModeButtons:
-    """The buttons of a mode; a stop button is shown while it can be pressed."""
+    """The buttons of a mode; a stop button lies over the start button while it can be pressed."""
 
     start: gr.Button
     stop: gr.Button
@@ -44,11 +53,11 @@ def build_mode_buttons(names: Sequence[str]) -> dict[str, ModeButtons]:
         return {
             name: ModeButtons(
                 gr.Button(
-                    MODES[name].verb, variant="primary", min_width=120, elem_id=MODES[name].start_id,
+                    MODES[name].verb, variant="primary", min_width=0, elem_id=MODES[name].start_id,
                     elem_classes=[START, "vg-go", f"vg-go-{name}"],
                 ),
                 gr.Button(
-                    "Stop", variant="stop", interactive=False, min_width=76, elem_id=MODES[name].stop_id,
+                    "Stop", variant="stop", interactive=False, min_width=0, elem_id=MODES[name].stop_id,
                     elem_classes=["vg-stop", "vg-go", f"vg-go-{name}"],
                 ),
             )
@@ -58,7 +67,9 @@ def build_mode_buttons(names: Sequence[str]) -> dict[str, ModeButtons]:
 
 @contextmanager
 def mode_tab(name: str) -> Iterator[gr.Tab]:
-    """Open the tab of a mode."""
+    """Open the tab of a mode. What the first mode does is seen without a sentence."""
     with gr.Tab(MODES[name].title, id=name) as tab:
+        if name != "image":
+            gr.HTML(hint(MODES[name].summary))
         yield tab
     tab.select(None, js=f"() => {{ window.vargen.open({name!r}); }}", api_visibility="private")

@@ -22,8 +22,7 @@
     },
     // Open a mode and press its start button, once what was filled in has reached the page. Live starts when it is opened.
     start(mode) {
-      const title = vargen.titles[mode];
-      [...document.querySelectorAll("button[role=tab]")].find((tab) => tab.innerText.trim() === title)?.click();
+      find(`button[role=tab][data-tab-id=${mode}]`)?.click();
       if (mode !== "live") setTimeout(() => find(`.vg-start.vg-go-${mode}`)?.click(), 80);
     },
     // Start a link's job once its values have reached the page, and with them the id of the visit; after five seconds in any case.
@@ -55,13 +54,12 @@
     replace(link) {
       if (link) history.replaceState(null, "", link);
     },
-    async copyLink() {
-      const link = find("#stage [data-link]")?.dataset.link || location.search;
-      const button = find("#copy-link button, button#copy-link");
-      const label = button.innerText;
+    linkOf: (stage) => find(`${stage} [data-link]`)?.dataset.link || location.search,
+    async copyLink(button, link) {
+      button.dataset.label ||= button.innerText;
       const done = (text) => {
         button.innerText = text;
-        setTimeout(() => (button.innerText = label), 1500);
+        setTimeout(() => (button.innerText = button.dataset.label), 1500);
       };
       try {
         await navigator.clipboard.writeText(new URL(link, location.href).href);
@@ -89,7 +87,6 @@
       return [prompt, style, Number(tile.seed), true];
     },
   });
-  vargen.titles = { image: "Image", live: "Live", video: "Video", race: "Race", explore: "Explore" };
   addEventListener("popstate", () => location.reload());
 
   // -- the wall: the hidden button hands prompt and seed over
@@ -98,6 +95,13 @@
     if (tile) {
       vargen.chosen = tile.dataset;
       find("#choose").click();
+    }
+    const copy = event.target.closest?.(".vg-copy");
+    if (copy) vargen.copyLink(copy, copy.dataset.link);
+    const save = event.target.closest?.(".vg-save");
+    if (save && !save.closest("#live-stage")) {
+      const above = save.parentElement.previousElementSibling;
+      vargen.download({ url: save.dataset.file || find("img", above).src, orig_name: save.dataset.name });
     }
     const image = event.target.closest?.("#stage img.vg-image, #live-stage img.vg-image, #track img.vg-image");
     if (image) zoom(image);
@@ -181,28 +185,30 @@
       const running = still.matches ? Infinity : ((now - begun) % cycle) / 1000 / race.slowdown;
       const seconds = vargen.replayAt ?? running;
       if (section.offsetParent) race.lanes.forEach((lane, number) => show(figures[number], lane, seconds));
+      section.classList.toggle("vg-done", seconds >= Math.max(...ends));
       if (!still.matches) requestAnimationFrame(frame);
     };
     requestAnimationFrame(frame);
   };
   // -- what gradio's buttons cannot say themselves
   const hints = {
-    "#download": "The image as a file; it carries its prompt, seed and method",
-    "#card": "To post: the image with its prompt, passes and seconds beside it",
-    "#copy-link": "The address of this page that generates this image again",
+    "#download, .vg-save[data-name$=png]": "A PNG file; it carries its prompt, seed and method",
+    "#card": "To post: the image with its prompt, steps and seconds beside it",
+    "#copy-link, .vg-copy": "Who opens the link sees the same prompt and seed generated",
+    "#compare": "Race it: the same prompt and seed, one token per step",
     "#more-like-this": "Four images of the next seeds",
     "#reuse": "Take prompt, seed and settings of this image over",
     "#star": "Starred images stay first among those of this visit",
+    "#stage figcaption, #track figure p": "A match with the prompt: the more, the better",
     "#live-keep": "Go on from this image",
     "#live-undo": "Back to the image before",
     "#live-restart": "Generate from the prompt alone",
   };
+  for (const [mode, summary] of Object.entries(JSON.parse(find(".vg-head").dataset.modes))) hints[`[data-tab-id=${mode}]`] = summary;
   const watch = () => {
     document.querySelectorAll(".vg-replay:not([data-playing])").forEach(replay);
-    for (const [selector, hint] of Object.entries(hints)) {
-      const button = find(selector);
-      if (button && !button.title) button.title = hint;
-    }
+    for (const [selector, hint] of Object.entries(hints))
+      for (const button of document.querySelectorAll(selector)) button.title ||= hint;
   };
   new MutationObserver(watch).observe(body, { childList: true, subtree: true });
   watch();

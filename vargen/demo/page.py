@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -35,8 +36,8 @@ from vargen.demo.live_tab import build_live_tab
 from vargen.demo.look import SCRIPT
 from vargen.demo.malformed_requests import Page
 from vargen.demo.method_lists import MethodList
-from vargen.demo.modes import mode_tab
-from vargen.demo.race_tab import build_race_tab
+from vargen.demo.modes import MODES, mode_tab
+from vargen.demo.race_tab import build_race_tab, connect_comparison
 from vargen.demo.rendering import text
 from vargen.demo.video_service import VideoService
 from vargen.demo.video_tab import EXAMPLE, build_video_tab
@@ -69,7 +70,7 @@ def build_page(
     modes += ["live"] if live is not None else []
     modes += ["video"] if video is not None else []
     modes += ["race", *(["explore"] if service.relaxes else [])]
-    with _page(service.name, registry, concurrency) as page:
+    with _page(_describe_model(service, opening), registry, concurrency) as page:
         shared = build_inputs(service, modes)
         tabs: dict[str, gr.Tab] = {}
         with gr.Tabs(elem_id="modes"):
@@ -85,6 +86,7 @@ def build_page(
                     build_video_tab(video, registry, shared.subject, private)
             with mode_tab("race") as tabs["race"]:
                 racers = build_race_tab(service, registry, shared, private)
+                connect_comparison(service, view.compare, view.shown, shared, racers)
             if service.relaxes:
                 with mode_tab("explore") as tabs["explore"]:
                     build_explore_tab(service, registry, shared, private)
@@ -108,7 +110,7 @@ def build_page(
 def build_video_page(service: VideoService, concurrency: int = 1) -> gr.Blocks:
     """Build the page of a video model alone; see `build_page`."""
     registry = JobRegistry()
-    with _page(service.name, registry, concurrency) as page:
+    with _page(f"<b>{text(service.name)}</b>", registry, concurrency) as page:
         top = build_top(["video"], example=EXAMPLE)
         with gr.Accordion("Seed", open=False, elem_id="advanced"):
             subject = Subject(*top, *build_seed())
@@ -117,6 +119,11 @@ def build_video_page(service: VideoService, concurrency: int = 1) -> gr.Blocks:
         page.load(None, js="() => { window.vargen.open('video'); }", api_visibility="private")
         _submit_prompt(subject)
     return page
+
+
+def _describe_model(service: ImageService, packaged: bool) -> str:
+    """Return the name of a model, and what the packaged ones know, as HTML."""
+    return f"<b>{text(service.name)}</b>{' (small images of single objects)' if packaged else ''}"
 
 
 def _queue_options(concurrency: int) -> dict[str, Any]:
@@ -173,10 +180,12 @@ def _connect_link(
 
 @contextmanager
 def _page(model: str, registry: JobRegistry, concurrency: int) -> Iterator[gr.Blocks]:
-    """Open a page with its header; jobs of a visitor who closes it are stopped."""
+    """Open a page with its header; jobs of a visitor who closes it are stopped. `model` is HTML."""
     with Page(title=TITLE, analytics_enabled=False, delete_cache=(3600, 86400)) as page:
+        summaries = text(json.dumps({name: mode.summary for name, mode in MODES.items()}))  # page.js shows them over the tabs
         gr.HTML(
-            f'<div class="vg-head"><h1>vargen</h1><p>Fast image and video generation. Model: <b>{text(model)}</b></p></div>'
+            f'<div class="vg-head" data-modes="{summaries}"><h1>vargen</h1>'
+            f"<p>Fast image and video generation. Model: {model}</p></div>"
         )
         theme = gr.Button("Light / dark", size="sm", elem_id="theme")
         theme.click(None, js="() => { window.vargen.toggleTheme(); }", api_visibility="private")

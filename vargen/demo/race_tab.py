@@ -10,12 +10,23 @@ import torch
 
 from vargen.demo import rendering
 from vargen.demo.image_service import ImageService
-from vargen.demo.inputs import Inputs, make_request
-from vargen.demo.jobs import POLL_SECONDS, Job, JobControls, JobRegistry, JobResult, Ticket, connect_job, job_card
+from vargen.demo.inputs import Inputs, fill_inputs, filled_inputs, make_request
+from vargen.demo.jobs import (
+    INSTANT_EVENT,
+    POLL_SECONDS,
+    Job,
+    JobControls,
+    JobRegistry,
+    JobResult,
+    Ticket,
+    connect_job,
+    job_card,
+)
 from vargen.demo.links import link_to
 from vargen.demo.method_lists import MethodList, build_method_list
 from vargen.demo.rendering import ResultCard
 from vargen.demo.request import MAX_RACERS, PageRequest
+from vargen.demo.visits import PastImage
 
 # Selected first, as far as the model runs them: the baseline, a method with the same image, and a relaxed one.
 _DEFAULT_RACERS = ("ar", "gumbel", "gsd", "plain", "code")
@@ -25,7 +36,7 @@ IN_TURN, TOGETHER = "in turn", "together"
 def build_race_tab(service: ImageService, registry: JobRegistry, shared: Inputs, queue_options: dict[str, Any]) -> MethodList:
     """Lay out the mode and connect its events. Returns the list of methods, which a link selects from."""
     names = [each.name for each in service.available]
-    note = gr.HTML(rendering.status_line("The same prompt and seed for each method.", "off"), elem_id="race-note")
+    note = gr.HTML(rendering.status_line("", "off"), elem_id="race-note")
     track = gr.HTML(elem_id="track")
     # The style sheet hides it while it has no images: gradio at times keeps what was hidden by an update.
     slider = gr.ImageSlider(label="Slide to compare", type="filepath", interactive=False, buttons=[], elem_id="slider")
@@ -70,6 +81,7 @@ def build_race_tab(service: ImageService, registry: JobRegistry, shared: Inputs,
             yield [rendering.status_line(news), track_now, gr.skip()]
             return
         first, last = (service.save(each)[0] for each in (results[0], results[-1]))
+        track_now += rendering.share_buttons(check(*values))
         label = f"Slide to compare {results[0].request.method} (left) and {results[-1].request.method} (right)"
         pair = gr.ImageSlider((first, last), label=label)
         yield [rendering.status_line(news), track_now, pair]
@@ -77,6 +89,26 @@ def build_race_tab(service: ImageService, registry: JobRegistry, shared: Inputs,
     controls = JobControls(note, [*shared.sampling, racers.choice, order], [track, slider])
     connect_job(registry, shared.subject, "race", controls, check, run, queue_options)
     return racers
+
+
+def connect_comparison(service: ImageService, button: gr.Button, shown: gr.State, shared: Inputs, racers: MethodList) -> None:
+    """Have a button race the first of the images in `shown` against the baseline: same prompt, seed and sampling.
+
+    The rival of the baseline itself is the default method, or else another one that the model runs.
+    """
+    others = [service.default_method, *_DEFAULT_RACERS, *(each.name for each in service.available)]
+    known = {each.name for each in service.available} - {service.baseline}
+
+    def take_over(images: Sequence[PastImage]) -> dict[Any, Any]:
+        if not images:
+            return {shared.subject.once: False}
+        request = images[0].request
+        rivals = [request.method] if request.method != service.baseline else [name for name in others if name in known][:1]
+        return {**fill_inputs(shared, request), **racers.select(service.baseline, *rivals)}
+
+    taken = button.click(take_over, shown, [*filled_inputs(shared), racers.choice], **INSTANT_EVENT)
+    start = "() => { window.vargen.start('race'); window.vargen.showResult(); }"
+    taken.success(None, None, None, js=start, api_visibility="private")
 
 
 def render_track(service: ImageService, requests: Sequence[PageRequest], jobs: Sequence[Job]) -> str:
@@ -91,11 +123,11 @@ def _make_card(service: ImageService, request: PageRequest, job: Job | None, bas
     method = service.method(request.method)
     kind, caption, badge = method.kind if method else "", "", ""
     if job is not None and (result := job.finished) is not None:
-        caption = f"{result.seconds:.2f} s, {result.tokens_per_second:.0f} tokens per second, {result.stats.passes} passes"
+        caption = f"{result.seconds:.2f} s, {result.stats.passes} steps"
         if baseline is not None and baseline is not result and not baseline.stopped:
             caption += f", {baseline.seconds / result.seconds:.2f} times as fast as {service.baseline}"
-            badge = f"same image as {service.baseline}" if identical(result, baseline) else ""
-        if score := rendering.score_caption(result.records[0]):
+            badge = f"Same image as {rendering.plain_name(service.baseline)}" if identical(result, baseline) else ""
+        if not badge and (score := rendering.score_caption(result.records[0])):  # the same image has the same score
             caption += f", {score}"
         if kind == "relaxed":
             caption += f", relaxation {result.relaxation_per_token:.3f} per token"
@@ -112,7 +144,8 @@ def verdict(results: Sequence[JobResult], stopped: bool, baseline_name: str) -> 
     if stopped:
         return "The race was stopped."
     fastest = min(results, key=lambda each: each.seconds)
-    line = f"{fastest.request.method} was first: {fastest.seconds:.2f} seconds."
+    line = f"{rendering.plain_name(fastest.request.method)} was first: {fastest.seconds:.2f} seconds."
     baseline = next((each for each in results if each.request.method == baseline_name), None)
-    same = [each.request.method for each in results if baseline and each is not baseline and identical(each, baseline)]
-    return line + (f" {' and '.join(same)} gave the same image as {baseline_name}." if same else "")
+    same = [each for each in results if baseline and each is not baseline and identical(each, baseline)]
+    names = "It" if same == [fastest] else " and ".join(rendering.plain_name(each.request.method) for each in same)
+    return line + (f" {names} gave the same image as {rendering.plain_name(baseline_name)}." if same else "")

@@ -16,12 +16,14 @@ from PIL import Image
 
 _CELL = 20  # SVG units per token of the map
 _LEVELS = 8  # shades; larger counts of accepted tokens share the last
-# What methods are called beside their name where visitors meet them first.
+# What methods are called before their name where visitors meet them first, and what they do. A step is a pass of the network.
+PLAIN_NAMES = {"ar": "Slow", "plain": "Slow", "gumbel": "Fast", "auto": "Fast", "code": "Fast"}
 PLAIN_WORDS = {
-    "ar": "one token per pass",
-    "gumbel": "several tokens per pass",
+    "ar": "one token per step",
+    "gumbel": "several tokens per step",
+    "auto": "several tokens per step",
     "gsd": "accepts similar tokens, too",
-    "plain": "one scale per pass",
+    "plain": "one scale per step",
     "code": "fine scales by a smaller model",
 }
 
@@ -29,6 +31,11 @@ PLAIN_WORDS = {
 def text(value: object) -> str:
     """Escape any text as inert HTML, also for the template languages that Gradio applies to it."""
     return html.escape(str(value)).translate({ord("{"): "&#123;", ord("}"): "&#125;", ord("$"): "&#36;", ord("`"): "&#96;"})
+
+
+def plain_name(method: str) -> str:
+    """Return what a method is called, with its name: "Fast (gumbel)"; its name alone if it has no other."""
+    return f"{PLAIN_NAMES[method]} ({method})" if method in PLAIN_NAMES else method
 
 
 def image_tag(image: Image.Image | bytes | None, alt: str) -> str:
@@ -44,13 +51,25 @@ def image_tag(image: Image.Image | bytes | None, alt: str) -> str:
     return f'<img class="vg-image" alt="{text(alt)}" src="data:image/{kind};base64,{data}">'
 
 
-def image_grid(images: Sequence[Image.Image | bytes | None], alt: str, captions: Sequence[str] = ()) -> str:
-    """Show images as large as they fit, each with its caption if there is one."""
+def image_grid(images: Sequence[Image.Image | bytes | None], alt: str, captions: Sequence[str] = (), link: str = "") -> str:
+    """Show images as large as they fit, each with its caption if there is one; `link` generates finished ones again."""
     cells = [image_tag(image, alt if len(images) == 1 else f"{alt}, image {k}") for k, image in enumerate(images, 1)]
     if captions:
         pairs = zip(cells, captions, strict=True)
         cells = [f"<figure>{cell}<figcaption>{text(caption)}</figcaption></figure>" for cell, caption in pairs]
-    return f'<div class="vg-stage vg-n{min(len(images), 5)}">{"".join(cells)}</div>'
+    return f'<div class="vg-stage vg-n{min(len(images), 5)}" data-link="{text(link)}">{"".join(cells)}</div>'
+
+
+def share_buttons(link: str, kind: str = "image", name: str = "", file: str = "") -> str:
+    """Show the buttons that page.js connects: one saves what is above them, one copies its link. Reserves their place without.
+
+    Args:
+        link: empty if none generates this again. name: of the saved file; empty for nothing to save. file: its address, if it
+            is not that of the image above.
+    """
+    save = f'<button type="button" class="vg-save" data-name="{text(name)}" data-file="{text(file)}">Save {kind}</button>'
+    copy = f'<button type="button" class="vg-copy" data-link="{text(link)}">Copy link to share</button>'
+    return f'<div class="vg-share">{save if name else ""}{copy if link else ""}</div>'
 
 
 def score_caption(record: dict[str, Any]) -> str:
@@ -59,11 +78,11 @@ def score_caption(record: dict[str, Any]) -> str:
         return ""
     others = sorted((each for each in record.get("candidates", ())), reverse=True)[1:]
     beside = f", better than {', '.join(f'{each:.1f}' for each in others)}" if others else ""
-    return f"score {record['score']:.1f}{beside}"
+    return f"match with the prompt {record['score']:.1f}{beside}"
 
 
 def token_map(counts: Iterable[int], grids: Sequence[tuple[int, int]]) -> str:
-    """Show the tokens in generation order, one pill per pass, whose length is the number of tokens that the pass committed.
+    """Show the tokens in generation order, one bar per pass, whose length is the number of tokens that the pass committed.
 
     Args:
         grids: rows and columns of each grid of tokens; an image has one grid, or one per scale.
@@ -75,14 +94,12 @@ def token_map(counts: Iterable[int], grids: Sequence[tuple[int, int]]) -> str:
         count = min(count, total - position)
         if count < 1:
             continue
-        shade = min(count, _LEVELS)
-        pieces = list(_pieces(rows, position, position + count))
-        body = [f'<rect x="{x + 1.5}" y="{y + 1.5}" width="{wide - 3}" height="{_CELL - 3}" rx="6"/>' for x, y, wide in pieces]
-        if count > 1:
-            x, y, _ = pieces[0]
-            body.append(f'<text x="{x + _CELL / 2}" y="{y + _CELL / 2}">{count}</text>')
+        bars = "".join(
+            f'<rect x="{x + 1.5}" y="{y + 1.5}" width="{wide - 3}" height="{_CELL - 3}" rx="6"/>'
+            for x, y, wide in _pieces(rows, position, position + count)
+        )
         plural = "s" if count > 1 else ""
-        parts.append(f'<g class="k{shade}"><title>pass {passes}: {count} token{plural}</title>{"".join(body)}</g>')
+        parts.append(f'<g class="k{min(count, _LEVELS)}"><title>step {passes}: {count} token{plural}</title>{bars}</g>')
         position += count
     half = _CELL / 2
     rest = "".join(
@@ -119,18 +136,12 @@ def _pieces(rows: Sequence[tuple[int, int, int]], first: int, last: int) -> Iter
         start += columns
 
 
-def legend() -> str:
-    """Explain the token map."""
-    shades = "".join(f'<i class="k{k}">{k}{"+" if k == _LEVELS else ""}</i>' for k in (1, 2, 3, 4, 6, _LEVELS))
-    return f'<p class="vg-legend"><span>Tokens that a pass accepted:</span> <span class="vg-keys">{shades}</span></p>'
-
-
 def progress(done: int, total: int, seconds: float = 0.0) -> str:
-    """Show tokens generated so far and, if `seconds` of an active run are given, the expected seconds left."""
+    """Show the share of tokens generated and, if `seconds` of an active run are given, the expected seconds left."""
     left = f", {seconds * (total - done) / done:.1f} s left" if seconds and 0 < done < total else ""
     return (
-        f'<div class="vg-progress"><progress max="{total}" value="{done}" aria-label="tokens generated"></progress>'
-        f"<span>{done} of {total} tokens{left}</span></div>"
+        f'<div class="vg-progress" title="{done} of {total} tokens"><progress max="{total}" value="{done}" '
+        f'aria-label="tokens generated"></progress><span>{100 * done // total}%{left}</span></div>'
     )
 
 
@@ -141,12 +152,11 @@ def numbers(values: dict[str, str]) -> str:
 
 
 def speed(seconds: float, tokens: int, counts: Sequence[int], num_images: int = 1) -> dict[str, str]:
-    """Return elapsed time, tokens per second and tokens per pass of an active run; `tokens` counts those of one image."""
+    """Return passes, tokens per pass and tokens per second of an active run; `tokens` counts those of one image."""
     passes = len(counts)
     return {
-        "passes": str(passes),
-        "tokens per pass": f"{tokens / passes:.2f}" if passes else "–",
-        "seconds": f"{seconds:.1f}",
+        "steps": str(passes),
+        "tokens per step": f"{tokens / passes:.2f}" if passes else "–",
         "tokens per second": f"{tokens * num_images / seconds:.0f}" if seconds > 0 else "–",
     }
 
@@ -157,7 +167,7 @@ class ResultCard:
 
     Attributes:
         name: shown above the image.
-        tag: next to the name, such as "exact".
+        tag: below the name, such as "exact".
         image: the image, a preview, or None.
         caption: below the image.
         badge: a highlight, such as "same image as ar".
@@ -182,9 +192,9 @@ def result_cards(cards: Sequence[ResultCard], prompt: str) -> str:
     cells = []
     for card in cards:
         badge = f'<strong class="vg-badge">✓ {text(card.badge)}</strong>' if card.badge else ""
-        tag = f'<span class="vg-tag">{text(card.tag)}</span>' if card.tag else ""
+        words = ", ".join(filter(None, [PLAIN_WORDS.get(card.name, ""), card.tag]))
         cells.append(
-            f"<figure><figcaption><b>{text(card.name)}</b>{tag}<span>{PLAIN_WORDS.get(card.name, '')}</span></figcaption>"
+            f"<figure><figcaption><b>{text(plain_name(card.name))}</b><span>{text(words)}</span></figcaption>"
             f"{image_tag(card.image, f'{prompt}, by {card.name}')}"
             f"{progress(card.done, card.total)}<p>{text(card.caption)}</p>{badge}</figure>"
         )
@@ -197,15 +207,16 @@ def chart(cards: Sequence[ResultCard], first: str = "method") -> str:
     longest = max((card.seconds for card in finished), default=0) or 1
     most = max((card.tokens_per_pass for card in finished), default=0) or 1
     rows = "".join(
-        f'<tr><th scope="row">{text(card.name)}</th>{_bar(card.seconds / longest, f"{card.seconds:.2f} s", "a")}'
+        f'<tr><th scope="row">{text(plain_name(card.name))}</th>{_bar(card.seconds / longest, f"{card.seconds:.2f} s", "a")}'
         f"{_bar(card.tokens_per_pass / most, f'{card.tokens_per_pass:.2f}', 'b')}</tr>"
         if card.finished
-        else f'<tr><th scope="row">{text(card.name)}</th><td>{"running" if card.seconds else "waiting"}</td><td></td></tr>'
+        else f'<tr><th scope="row">{text(plain_name(card.name))}</th>'
+        f"<td>{'running' if card.seconds else 'waiting'}</td><td></td></tr>"
         for card in cards
     )
     return (
         f'<table class="vg-chart"><thead><tr><th scope="col">{text(first)}</th><th scope="col">seconds, less is faster</th>'
-        f'<th scope="col">tokens per pass, more is better</th></tr></thead><tbody>{rows}</tbody></table>'
+        f'<th scope="col">tokens per step, more is better</th></tr></thead><tbody>{rows}</tbody></table>'
     )
 
 
@@ -235,4 +246,5 @@ def block_badges(rows: Iterable[Any]) -> str:
             f'<span class="vg-block vg-{kind}" role="listitem" title="{text(title)}">'
             f"{row.number} {text(row.source)}{score} · {1e3 * row.seconds:.0f} ms</span>"
         )
-    return f'<div class="vg-blocks" role="list">{" ".join(cells)}</div>'
+    legend = '<p class="vg-hint">Solid: the large model. Dashed: the small model, with its score.</p>' if cells else ""
+    return f'<div class="vg-blocks" role="list">{" ".join(cells)}</div>{legend}'

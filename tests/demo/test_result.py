@@ -1,0 +1,131 @@
+"""What a visitor sees of a result, in headless Chromium: what it took, how to keep it, and that nothing moves meanwhile."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vargen.demo import rendering
+from vargen.demo.generate_tab import describe_steps
+
+FIELD = "#prompt textarea, #prompt input"
+SIZES = [(1280, 900), (390, 844)]
+
+
+def test_steps_are_compared_with_those_of_the_baseline_where_it_takes_more() -> None:
+    assert describe_steps(45, 256) == "45 steps instead of 256"
+    assert describe_steps(6, 6) == "6 steps" and describe_steps(1, 1) == "1 step"
+
+
+def test_the_token_map_needs_no_numbers() -> None:
+    shown = rendering.token_map([1, 3], [(2, 4)])
+    assert "<text" not in shown and "step 2: 3 tokens" in shown
+
+
+def generate(browser: Any, link: str) -> None:
+    browser.open(link)
+    browser.says("#note", "Generated in")
+    browser.until(lambda: browser.ready("#generate") and browser.ready("#download"))
+
+
+@pytest.mark.parametrize(("width", "height"), SIZES)
+def test_what_keeps_an_image_is_right_under_it(browser: Any, address: str, width: int, height: int) -> None:
+    browser.resize(width, height)
+    generate(browser, f"{address}?prompt=a+green+frog&seed=77&method=gumbel")
+    image, *buttons = (box(browser, name) for name in ("#stage img", "#download", "#copy-link"))
+    for button in buttons:
+        assert image["bottom"] <= button["top"] < image["bottom"] + 40 and button["bottom"] <= height
+        assert image["left"] - 1 <= button["left"] < button["right"] <= image["right"] + 1
+    assert browser.text("#download") == "Save image" and browser.text("#copy-link") == "Copy link to share"
+    assert re.search(r"in [\d.]+ s: \d+ steps instead of 64, seed 77\.", browser.text("#note"))
+    assert browser.text("#result").count("seed") == 0, "the seed is said once"
+    assert browser.text("#details h3").startswith("Each bar is one step")
+    browser.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def box(browser: Any, selector: str) -> dict[str, float]:
+    return dict(browser.script("return document.querySelector(arguments[0]).getBoundingClientRect().toJSON()", selector))
+
+
+_WATCH = """
+window.places = {};
+const watch = () => {
+  for (const selector of ['#prompt', '#go', '#stage .vg-image', '#details svg']) {
+    const found = document.querySelector(selector)?.getBoundingClientRect();
+    if (!found?.width) continue;
+    (window.places[selector] ??= new Set()).add([found.x, found.y + scrollY, found.width, found.height].join());
+  }
+  requestAnimationFrame(watch);
+};
+watch();
+"""
+
+
+@pytest.mark.parametrize("mode", ["image", "video"])
+def test_nothing_moves_while_something_is_generated(browser: Any, slow: Any, mode: str) -> None:
+    browser.press_tab(mode.title())
+    start = {"image": "#generate", "video": "#video-make"}[mode]
+    note, stop = {"image": ("#note", "#stop"), "video": ("#video-note", "#video-stop")}[mode]
+    browser.until(lambda: browser.ready(start))
+    slow(0.05)
+    browser.script(_WATCH)
+    browser.click(start)
+    if mode == "image":
+        browser.until(lambda: browser.shown(stop))
+    slow(0.0)
+    browser.says(note, "Generated ")
+    browser.until(lambda: browser.ready(start))
+    places = browser.script("return Object.entries(window.places).map(([name, seen]) => [name, [...seen]])")
+    assert {"#prompt", "#go"} <= {name for name, _ in places}
+    assert all(len(seen) == 1 for _, seen in places), places
+
+
+def test_an_image_is_compared_with_the_slow_way(browser: Any, address: str) -> None:
+    generate(browser, f"{address}?prompt=a+green+frog&seed=77&method=gumbel")
+    browser.click("#compare")
+    browser.says("#race-note", "gave the same image as Slow (ar)")
+    assert "mode=race&prompt=a+green+frog&seed=77&method=ar%2Cgumbel" in browser.script("return location.search")
+    browser.until(lambda: browser.attribute("#track .vg-copy", "data-link") == browser.script("return location.search"))
+    assert browser.count("#track figure") == 2 and browser.text("#track").count("Same image as Slow (ar)") == 1
+    assert browser.value(FIELD) == "a green frog"
+
+
+def test_the_slow_way_is_compared_with_the_default(browser: Any, address: str) -> None:
+    generate(browser, f"{address}?prompt=a+green+frog&seed=77&method=ar")
+    assert "instead of" not in browser.text("#note")
+    browser.click("#compare")
+    browser.says("#race-note", "gave the same image as Slow (ar)")
+    assert "method=auto%2Car" in browser.script("return location.search")
+
+
+_LEAVE = """
+const stream = fetch('gradio_api/heartbeat/somebody').then(each => each.text()).then(() => 'ended', error => error.name);
+dispatchEvent(new PageTransitionEvent('pagehide'));
+return stream;
+"""
+
+
+def test_a_page_that_is_left_closes_its_streams(browser: Any) -> None:
+    """A browser has six connections to an address and keeps pages for Back: later pages would wait for a minute."""
+    assert browser.script(_LEAVE) == "AbortError"
+
+
+@pytest.mark.parametrize(("width", "height"), SIZES)
+def test_a_video_is_saved_and_shared_from_right_under_it(
+    browser: Any, address: str, tmp_path: Path, width: int, height: int
+) -> None:
+    behavior = {"behavior": "allow", "downloadPath": str(tmp_path)}
+    browser.driver.execute_cdp_cmd("Browser.setDownloadBehavior", behavior)
+    browser.resize(width, height)
+    browser.open(f"{address}?mode=video&prompt=winking+face&seed=7&method=sdvg")
+    browser.says("#video-note", "Generated ")
+    browser.until(lambda: browser.shown("#video-stage .vg-save"))
+    assert box(browser, "#video-stage .vg-save")["bottom"] <= height
+    assert browser.attribute("#video-stage .vg-copy", "data-link") == browser.script("return location.search")
+    browser.click("#video-stage .vg-save")
+    file = browser.until(lambda: next(tmp_path.glob("*.webp"), None))
+    assert file.read_bytes()[8:12] == b"WEBP"
+    browser.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
