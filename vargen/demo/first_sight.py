@@ -61,7 +61,7 @@ def render_race() -> str:
         f'<p title="A step over several tokens takes longer than one over a single token: the time falls less than the steps.">'
         f"{len(fast['tokens'])} steps instead of {len(slow['tokens'])}: "
         f"{fast['seconds'][-1]:.1f} seconds instead of {slow['seconds'][-1]:.1f}.</p>"
-        f'<p class="vg-small">A recording from one CPU core, in slow motion.</p></div>'
+        f'<p class="vg-small">Recorded on one CPU core, and replayed in slow motion.</p></div>'
         f"{''.join(_render_lane(lane, subject) for lane in lanes)}"
         f'<div class="vg-outcome">{share}<span class="vg-badge">✓ Identical images</span></div></section>'
     )

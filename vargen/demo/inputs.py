@@ -16,7 +16,7 @@ from vargen.demo.request import MAX_CANDIDATES, MAX_IMAGES, MAX_PROMPT, MAX_SEED
 from vargen.options import OPTIONS, Option
 
 ANY_STYLE = "any"
-EXAMPLE = "a red apple"
+EXAMPLE = "a hamburger"  # also that of the recorded race
 
 
 @dataclass(frozen=True)

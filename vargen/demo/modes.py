@@ -26,10 +26,10 @@ class Mode:
 
 MODES = {
     "image": Mode("Image", "Generate", "generate", "stop", "An image from a prompt, which fills in as you watch."),
-    "live": Mode("Live", "New image", "live", "live-stop", "Follows as you type. Paint over a part to change it."),
+    "live": Mode("Live", "New image", "live", "live-stop", "Another model, which follows as you type. Paint over a part to change it."),
     "video": Mode(
         "Video", "Generate", "video-make", "video-stop",
-        "A small model drafts each block of the video; a large one redoes drafts that score too low.",
+        "A short loop: a small model drafts its parts, and a large one redoes those that fall short.",
     ),
     "race": Mode("Race", "Race", "race", "race-stop", "Fast and slow methods side by side, on one prompt and seed."),
     "explore": Mode(

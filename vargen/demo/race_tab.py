@@ -127,7 +127,7 @@ def _make_card(service: ImageService, request: PageRequest, job: Job | None, bas
         if baseline is not None and baseline is not result and not baseline.stopped:
             caption += f", {baseline.seconds / result.seconds:.2f} times as fast as {service.baseline}"
             badge = f"Same image as {rendering.plain_name(service.baseline)}" if identical(result, baseline) else ""
-        if not badge and (score := rendering.score_caption(result.records[0])):  # the same image has the same score
+        if score := rendering.score_caption(result.records[0]):
             caption += f", {score}"
         if kind == "relaxed":
             caption += f", relaxation {result.relaxation_per_token:.3f} per token"
