@@ -26,7 +26,9 @@ class Mode:
 
 MODES = {
     "image": Mode("Image", "Generate", "generate", "stop", "An image from a prompt, which fills in as you watch."),
-    "live": Mode("Live", "New image", "live", "live-stop", "Another model, which follows as you type. Paint over a part to change it."),
+    "live": Mode(
+        "Live", "New image", "live", "live-stop", "Another model follows as you type. Paint over a part to change it."
+    ),
     "video": Mode(
         "Video", "Generate", "video-make", "video-stop",
         "A short loop: a small model drafts its parts, and a large one redoes those that fall short.",
