@@ -82,7 +82,7 @@ def build_generate_tab(service: ImageService, shared: Inputs) -> ImageView:
             with gr.Row(elem_id="actions"):
                 download = gr.DownloadButton("Save image", interactive=False, size="sm", elem_id="download", min_width=0)
                 copy = gr.Button("Copy link to share", size="sm", elem_id="copy-link", min_width=0)
-                compare = gr.Button("Compare with slow", size="sm", elem_id="compare", min_width=0)
+                compare = gr.Button("Same as slow? Check", size="sm", elem_id="compare", min_width=0)
                 more = gr.Button("More like this", size="sm", elem_id="more-like-this", min_width=0)
                 card = gr.Button("Save with caption", size="sm", elem_id="card", min_width=0)
                 star = gr.Button("☆ Star", size="sm", elem_id="star", min_width=0)
