@@ -131,7 +131,7 @@ def quantize_weights(
 
 def quantization_of(network: Any) -> str | None:
     """Return the format of the products of a network, on a CPU or a GPU; None for floating point."""
-    return network.config.get("quantization") or getattr(network, "gpu_quantization", None)
+    return getattr(network.config, "quantization", None) or getattr(network, "gpu_quantization", None)
 
 
 def start_compiling(network: Any) -> None:
