@@ -23,7 +23,7 @@ from vargen.demo.share_card import share_card
 from vargen.demo.visits import PastImage, zip_images
 
 _MORE_IMAGES = 4  # of "more like this"
-_IDLE = "Press Generate, type another prompt, or click an example below."
+_IDLE = "Press Enter, type another prompt, or click an example below."
 _COPY = "() => { window.vargen.copyLink(document.querySelector('#copy-link'), window.vargen.linkOf('#stage')); }"
 
 
