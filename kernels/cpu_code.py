@@ -1,7 +1,7 @@
 """Compiled code for a CPU, which Numba makes in seconds, in another process, once for all processes of a user.
 
-It is kept in the cache folder. Until it is there, torch operators run, with the same bits. Where nothing can be written, it is
-compiled in a thread of each process.
+It is kept in the cache folder. Until it is there, torch operators run: with the same bits in next-token models, but in
+next-scale models they round differently. Where nothing can be written, it is compiled in a thread of each process.
 """
 
 from __future__ import annotations
