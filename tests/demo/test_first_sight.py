@@ -44,11 +44,16 @@ def test_bars_compare_only_what_has_finished() -> None:
     assert shown.count('class="vg-bar vg-a"') == 1 and "running" in shown and "waiting" in shown
 
 
+def open_first(browser: Any, address: str, width: int, height: int) -> None:
+    """Open the page as a visitor without images, whose strip would move what is below."""
+    browser.script("localStorage.clear()")
+    browser.open(address)
+    browser.resize(width, height)
+
+
 @pytest.mark.parametrize(("width", "height"), [(1280, 900), (390, 844)])
 def test_the_first_screen_shows_prompt_race_and_wall(browser: Any, address: str, width: int, height: int) -> None:
-    browser.script("localStorage.clear()")
-    browser.open(address)  # by a visitor without images
-    browser.resize(width, height)
+    open_first(browser, address, width, height)
     bottom = "return document.querySelector(arguments[0]).getBoundingClientRect().bottom"
     for selector in ("#prompt", "#generate", ".vg-replay", ".vg-tile img"):
         browser.until(lambda selector=selector: 0 < browser.script(bottom, selector) <= height)
@@ -61,8 +66,10 @@ def test_the_first_screen_shows_prompt_race_and_wall(browser: Any, address: str,
 
 
 @pytest.mark.parametrize(("width", "height"), [(1280, 900), (390, 844)])
-def test_the_first_screen_says_in_plain_words_what_it_shows_and_how_to_keep_it(browser: Any, width: int, height: int) -> None:
-    browser.resize(width, height)
+def test_the_first_screen_says_in_plain_words_what_it_shows_and_how_to_keep_it(
+    browser: Any, address: str, width: int, height: int
+) -> None:
+    open_first(browser, address, width, height)
     bottom = "return document.querySelector(arguments[0]).getBoundingClientRect().bottom"
     for selector in (".vg-replay .vg-save", ".vg-replay .vg-copy", ".vg-tile span"):
         browser.until(lambda selector=selector: browser.shown(selector) and browser.script(bottom, selector) <= height)
