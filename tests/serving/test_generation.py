@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from typing import Any
 
@@ -114,6 +115,38 @@ def test_the_queue_is_bounded_and_takes_all_images_of_a_request_or_none(text_pip
         gate.open()
         assert all(handle.result(30) for handle in [*running, *waiting, *more])
         assert generation.stats.images == 5 and generation.stats.tokens == 5 * text_pipe.num_tokens
+
+
+def test_tasks_that_are_being_started_hold_their_slots(text_pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    encode, encoding, go_on = text_pipe.encode_condition, threading.Event(), threading.Event()
+
+    def encode_later(**names: Any) -> Any:
+        encoding.set()
+        assert go_on.wait(30)
+        return encode(**names)
+
+    monkeypatch.setattr(text_pipe, "encode_condition", encode_later)
+    with GenerationThread(text_pipe, "gumbel", slots=2, max_waiting=2) as generation:
+        starting = generation.submit([image_task(0), image_task(1)])
+        assert encoding.wait(30) and (generation.stats.num_active, generation.stats.num_waiting) == (2, 0)
+        waiting = generation.submit([image_task(2), image_task(3)])
+        with pytest.raises(QueueFullError):
+            generation.submit([image_task(4)])
+        go_on.set()
+        assert all(handle.result(30) for handle in [*starting, *waiting])
+
+
+def test_an_encoder_that_fails_ends_the_tasks_that_it_was_starting(text_pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(**_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    with GenerationThread(text_pipe, "gumbel", slots=2) as generation, monkeypatch.context() as patch:
+        patch.setattr(text_pipe, "encode_condition", fail)
+        for handle in generation.submit([image_task(0), image_task(1)]):
+            with pytest.raises(RuntimeError, match="out of memory"):
+                handle.result(30)
+        patch.undo()
+        assert generation.submit([image_task(2)])[0].result(30) and generation.stats.num_active == 0
 
 
 def test_a_task_that_fails_ends_alone() -> None:

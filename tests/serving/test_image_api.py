@@ -246,7 +246,9 @@ def test_without_the_key_only_health_and_metrics_answer(address: str) -> None:
 
 def test_a_full_queue_answers_429_with_a_time(address: str, client: Any, gate: Gate, generation: GenerationThread) -> None:
     gate.close()
+    before = gate.passes
     streams = [client.images.generate(prompt="a dog", stream=True, n=2, timeout=30, partial_images=1) for _ in range(3)]
+    gate.wait_for_pass(before + 1)
     assert read_metrics(address)["vargen_queue_length"] == 4
     with pytest.raises(openai.RateLimitError) as full:
         client.images.generate(prompt="a dog")

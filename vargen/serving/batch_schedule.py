@@ -30,20 +30,18 @@ class BatchSchedule:
     def num_active(self) -> int:
         return len(self._batch)
 
-    def take(self, waiting: deque[TaskHandle]) -> list[TaskHandle]:
-        """Remove the tasks of the next batch from the queue: the first ones, as far as their sampling options are equal."""
-        self._batch = []
+    def take(self, waiting: deque[TaskHandle]) -> None:
+        """Take the next batch from the queue: the first tasks, as far as their sampling options are equal."""
         while waiting and len(self._batch) < self.slots:
             if self._batch and waiting[0].task.sampling != self._batch[0].task.sampling:
                 break
             self._batch.append(waiting.popleft())
-        return self._batch
 
-    def step(self, chosen: list[TaskHandle]) -> Iterator[tuple[TaskHandle, GeneratedImage]]:
-        """Generate a batch and yield its images. If it fails, its images are generated one by one, and those that fail end."""
-        for handle in chosen:
+    def step(self) -> Iterator[tuple[TaskHandle, GeneratedImage]]:
+        """Generate the batch and yield its images. If it fails, its images are generated one by one; those that fail end."""
+        for handle in self._batch:
             handle.send(Begun())
-        yield from self._finish(chosen)
+        yield from self._finish(self._batch)
         self._batch = []
 
     def _finish(self, handles: list[TaskHandle]) -> Iterator[tuple[TaskHandle, GeneratedImage]]:
@@ -64,7 +62,7 @@ class BatchSchedule:
                 yield handle, image
 
     def reset(self) -> list[TaskHandle]:
-        """Give up all running tasks, and return them."""
+        """Give up all tasks that were taken, and return them."""
         lost, self._batch = self._batch, []
         return lost
 

@@ -157,9 +157,9 @@ class GenerationThread:
                     break
                 if self._closing and not (self._waiting or self._schedule.num_active):
                     return
-                chosen = self._schedule.take(self._waiting)
+                self._schedule.take(self._waiting)
             try:
-                for handle, image in self._schedule.step(chosen):
+                for handle, image in self._schedule.step():
                     with self._changed:
                         self._throughput.record(image)
                     handle.send(image)

@@ -35,30 +35,30 @@ class JoiningSchedule:
         scale = pipe.default_sampling["guidance_scale"] if guidance_scale is None else guidance_scale
         self._model = pipe.decoding_model(scale)
         self._engine = self._open()
+        self._starting: list[TaskHandle] = []
         self._running: dict[int, TaskHandle] = {}
         self._misfits: deque[TaskHandle] = deque()  # whose condition is longer than the running batch has room for
 
     @property
     def num_active(self) -> int:
-        return len(self._running) + len(self._misfits)
+        return len(self._starting) + len(self._running) + len(self._misfits)
 
-    def take(self, waiting: deque[TaskHandle]) -> list[TaskHandle]:
-        """Remove the tasks from the queue that start now."""
-        if self._misfits:  # nothing joins until the batch is empty and can be allocated for them
-            return []
-        return [waiting.popleft() for _ in range(min(self.slots - len(self._running), len(waiting)))]
+    def take(self, waiting: deque[TaskHandle]) -> None:
+        """Take the tasks from the queue that start with the next step."""
+        if not self._misfits:  # otherwise nothing joins until the batch is empty and can be allocated for them
+            self._starting = [waiting.popleft() for _ in range(min(self.slots - len(self._running), len(waiting)))]
 
-    def step(self, chosen: list[TaskHandle]) -> Iterator[tuple[TaskHandle, GeneratedImage]]:
-        """Start the tasks, run a pass, and yield the images that finished."""
+    def step(self) -> Iterator[tuple[TaskHandle, GeneratedImage]]:
+        """Start the tasks that were taken, run a pass, and yield the images that finished."""
         if self._misfits and not self._running:
             self._engine = self._open()
-            chosen = [self._misfits.popleft() for _ in range(min(self.slots, len(self._misfits)))]
+            self._starting = [self._misfits.popleft() for _ in range(min(self.slots, len(self._misfits)))]
         for number, handle in list(self._running.items()):
             if handle.cancelled:
                 self._engine.cancel(number)
                 del self._running[number]
                 handle.send(TaskFailed(TaskCancelledError("the task was cancelled")))
-        self._start(chosen)
+        self._start()
         for finished in self._engine.step():
             if (result := self._finish(finished)) is not None:
                 yield result
@@ -66,8 +66,9 @@ class JoiningSchedule:
             self._report_pass()
 
     def reset(self) -> list[TaskHandle]:
-        """Give up all running tasks, and return them."""
-        lost, self._running = [*self._running.values(), *self._misfits], {}
+        """Give up all tasks that were taken, and return them."""
+        lost = [*self._starting, *self._running.values(), *self._misfits]
+        self._starting, self._running = [], {}
         self._misfits.clear()
         self._engine = self._open()
         return lost
@@ -75,10 +76,10 @@ class JoiningSchedule:
     def _open(self) -> Engine:
         return Engine(self._model, self.method, batch_size=self.slots)
 
-    def _start(self, handles: list[TaskHandle]) -> None:
-        """Submit tasks. Those of one subject and the same options share a prefill; each subject is encoded alone."""
+    def _start(self) -> None:
+        """Submit the tasks that were taken. Those of one subject and the same options share a prefill."""
         key = lambda handle: (handle.task.subject, handle.task.sampling)  # noqa: E731
-        for (subject, sampling), group in groupby(handles, key=key):
+        for (subject, sampling), group in groupby(list(self._starting), key=key):
             together = list(group)
             try:
                 names = {"class_labels": [subject]} if self.pipe.is_class_conditional else {"prompt": [subject]}
@@ -87,12 +88,14 @@ class JoiningSchedule:
                 seeds = resolve_seeds([handle.task.generator for handle in together], len(together)).noise_seeds
                 numbers = self._engine.submit(rows, seeds, sampling)
             except (ValueError, TypeError) as error:
+                del self._starting[: len(together)]
                 for handle in together:
                     handle.send(TaskFailed(error))
                 continue
             for number, handle in zip(numbers, together, strict=True):
                 self._running[number] = handle
                 handle.send(Begun())
+            del self._starting[: len(together)]
 
     def _finish(self, finished: FinishedImage) -> tuple[TaskHandle, GeneratedImage] | None:
         handle = self._running.pop(finished.number)

@@ -19,16 +19,16 @@ class TaskSchedule(Protocol):
 
     @property
     def num_active(self) -> int:
-        """Number of tasks that run."""
+        """Number of tasks taken and not finished, also while they are being started."""
 
-    def take(self, waiting: deque[TaskHandle]) -> list[TaskHandle]:
-        """Remove the tasks from the queue that start now."""
+    def take(self, waiting: deque[TaskHandle]) -> None:
+        """Take the tasks from the queue that start with the next step."""
 
-    def step(self, chosen: list[TaskHandle]) -> Iterator[tuple[TaskHandle, GeneratedImage | GeneratedVideo]]:
-        """Start the tasks, go one step on, and yield what finished; report cancelled and failed tasks."""
+    def step(self) -> Iterator[tuple[TaskHandle, GeneratedImage | GeneratedVideo]]:
+        """Start the tasks that were taken, go one step on, and yield what finished; report cancelled and failed tasks."""
 
     def reset(self) -> list[TaskHandle]:
-        """Give up all running tasks, and return them."""
+        """Give up all tasks that were taken, and return them."""
 
 
 def open_schedule(pipe: VisualPipeline, accelerator: Any, slots: int, guidance_scale: float | None) -> TaskSchedule:

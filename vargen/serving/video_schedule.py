@@ -20,21 +20,23 @@ class VideoSchedule:
 
     def __init__(self, pipe: CausalVideoPipeline, method: Any, slots: int):
         self.pipe, self.method, self.slots = pipe, method, slots
+        self._starting: deque[TaskHandle] = deque()
         self._running: dict[TaskHandle, VideoStream] = {}
 
     @property
     def num_active(self) -> int:
-        """Number of videos that run."""
-        return len(self._running)
+        """Number of videos taken and not finished."""
+        return len(self._starting) + len(self._running)
 
-    def take(self, waiting: deque[TaskHandle]) -> list[TaskHandle]:
-        """Remove the tasks from the queue that start now."""
-        return [waiting.popleft() for _ in range(min(self.slots - len(self._running), len(waiting)))]
+    def take(self, waiting: deque[TaskHandle]) -> None:
+        """Take the tasks from the queue that start with the next step."""
+        self._starting.extend(waiting.popleft() for _ in range(min(self.slots - len(self._running), len(waiting))))
 
-    def step(self, chosen: list[TaskHandle]) -> Iterator[tuple[TaskHandle, GeneratedVideo]]:
-        """Start the tasks, generate a block of each video, and yield the videos that finished."""
-        for handle in chosen:
-            self._start(handle)
+    def step(self) -> Iterator[tuple[TaskHandle, GeneratedVideo]]:
+        """Start the tasks that were taken, generate a block of each video, and yield the videos that finished."""
+        while self._starting:
+            self._start(self._starting[0])
+            self._starting.popleft()
         for handle, stream in list(self._running.items()):
             try:
                 block = next(stream, None)
@@ -53,11 +55,12 @@ class VideoSchedule:
             yield handle, GeneratedVideo(handle.task.seed, sum(stream.stats.passes.values()), handle.num_tokens)
 
     def reset(self) -> list[TaskHandle]:
-        """Give up all running tasks, and return them."""
-        lost = list(self._running)
-        for handle in lost:
+        """Give up all tasks that were taken, and return them."""
+        waiting, running = list(self._starting), list(self._running)
+        self._starting.clear()
+        for handle in running:
             self._end(handle)
-        return lost
+        return waiting + running
 
     def _start(self, handle: TaskHandle) -> None:
         task = handle.task
