@@ -64,12 +64,8 @@ def write_tokens(
                 first = h * K
                 if h < H + G:
                     for j in range(K // 2):
-                        even, odd, cos, sin = (
-                            row[first + 2 * j],
-                            row[first + 2 * j + 1],
-                            cos_sin[r, t, j, 0],
-                            cos_sin[r, t, j, 1],
-                        )
+                        even, odd = row[first + 2 * j], row[first + 2 * j + 1]
+                        cos, sin = cos_sin[r, t, j, 0], cos_sin[r, t, j, 1]
                         row[first + 2 * j] = even * cos - odd * sin
                         row[first + 2 * j + 1] = even * sin + odd * cos
                 top = largest(row, first, K)

@@ -1,23 +1,47 @@
-"""Compile CPU code: `python -m vargen.kernels.cpu_build NAME FOLDER STAMP` writes it to the folder, then an empty file.
+"""Compile CPU code: `python -m vargen.kernels.cpu_build PART FOLDER STAMP` writes it to the folder, then an empty file.
 
-It does not import torch, which would take a quarter of its time. Each loader calls each function of a module on a tiny network,
-which compiles it, or loads its code.
+It does not import torch, which would take a quarter of its time. Each loader calls functions of a module on a tiny network,
+which compiles them, or loads their code.
 """
 
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 
 
-def load_token_pass() -> ModuleType:
+def load_token_layers() -> ModuleType:
     from vargen.kernels import cpu_pass as passes
 
-    layers, rows, heads, head_dim, hidden, vocab, tokens = 1, 2, 1, 4, 4, 4, 2
+    weights, slots, tokens = _make_token_pass()
+    buffers = passes.make_buffers(weights, slots, tokens.shape[1])
+    passes.run_layers(weights, slots, buffers, tokens, tokens[:0, :0].copy(), np.zeros((len(tokens), 0, 0), np.bool_))
+    return passes
+
+
+def load_token_output() -> ModuleType:
+    from vargen.kernels import cpu_pass as passes
+
+    weights, slots, tokens = _make_token_pass()
+    (R, T), (V, D) = tokens.shape, weights.embedding.shape
+    states, logits = np.zeros((2, R, T, D), np.float32), np.zeros((1, T, V), np.float32)
+    buffers = passes.make_buffers(weights, slots, T)
+    passes.run_output(weights, buffers, np.ones((1, T), np.float32), states[0], states[1], logits)
+    passes.move_slots(slots, tokens, np.ones(R, np.int64), 4)
+    return passes
+
+
+def _make_token_pass() -> tuple[Any, Any, np.ndarray]:
+    """Weights, slots and tokens of a pass."""
+    from vargen.kernels import cpu_pass as passes
+
+    layers, rows, heads, head_dim, hidden, vocab = 1, 2, 1, 4, 4, 4
     width, columns = heads * head_dim, passes.PANEL
     matrices = [passes.pack_matrix(np.zeros(shape, np.int8))[0] for shape in ((12, 4), (4, 4), (8, 4), (4, 4))]
     weights = passes.Weights(
@@ -42,13 +66,7 @@ def load_token_pass() -> ModuleType:
         bias=np.zeros((rows, 1), np.float32),
         limits=(100, 100),
     )
-    fed = np.zeros((rows, tokens), np.int64)
-    buffers = passes.make_buffers(weights, slots, tokens)
-    passes.run_layers(weights, slots, buffers, fed, fed[:0, :0].copy(), np.zeros((rows, 0, 0), np.bool_))
-    states, logits = np.zeros((2, rows, tokens, width), np.float32), np.zeros((1, tokens, vocab), np.float32)
-    passes.run_output(weights, buffers, np.ones((1, tokens), np.float32), states[0], states[1], logits)
-    passes.move_slots(slots, fed, np.ones(rows, np.int64), 4)
-    return passes
+    return weights, slots, np.zeros((rows, 2), np.int64)
 
 
 def load_token_steps() -> ModuleType:
@@ -65,10 +83,10 @@ def load_token_steps() -> ModuleType:
     return steps
 
 
-def load_scale_pass() -> ModuleType:
+def load_scale_layers() -> ModuleType:
     from vargen.kernels import cpu_scale_pass as passes
 
-    layers, rows, heads, width, hidden, vocab, tokens = 1, 2, 1, 4, 4, 4, 2
+    layers, rows, heads, width, hidden, tokens = 1, 2, 1, 4, 4, 2
     packed = [passes.pack_matrix(np.zeros(shape, np.int8))[0] for shape in ((12, 4), (4, 4), (4, 4), (4, 4))]
     columns = len(packed[0]) // width
     floats = np.ones((layers, 4 * columns), np.float32)
@@ -91,20 +109,36 @@ def load_scale_pass() -> ModuleType:
     buffers = passes.make_buffers(weights, slots, rows, tokens, columns)
     x, modulation = np.ones((rows * tokens, width), np.float32), np.ones((layers, 6, rows, width), np.float32)
     passes.run_layers(weights, slots, buffers, x, modulation, np.ones((rows, tokens), np.int64), 0)
-    features, logits = np.zeros((rows, tokens, width), np.float32), np.zeros((1, tokens, vocab), np.float32)
+    return passes
+
+
+def load_scale_output() -> ModuleType:
+    from vargen.kernels import cpu_scale_pass as passes
+
+    R, T, D, V = 2, 2, 4, 4
+    matrix, columns = passes.pack_matrix(np.zeros((V, D), np.int8))[0], passes.PANEL
+    x, modulation, floats = np.ones((R, T, D), np.float32), np.ones((2, R, D), np.float32), np.ones(columns, np.float32)
     passes.run_head(
-        x.reshape(rows, tokens, width), modulation[0, :2].copy(), packed[1], weights.start[0, :columns].copy(), floats[0],
-        floats[0], np.ones(tokens, np.float32), buffers.row, buffers.scale, buffers.wide, buffers.sums, buffers.ticks,
-        features, logits,
+        x, modulation, matrix, np.zeros(columns, np.int32), floats, floats, np.ones(T, np.float32), np.zeros(D, np.float32),
+        np.zeros(R * T, np.float32), np.zeros((R * T, D), np.uint8), np.zeros(R * T * columns, np.int32),
+        np.zeros(3, np.int64), x.copy(), np.zeros((1, T, V), np.float32),
     )  # fmt: skip
     return passes
 
 
-LOADERS = {"int8 passes": load_token_pass, "sampling steps": load_token_steps, "next-scale int8 passes": load_scale_pass}
+LOADERS = {
+    "token layers": load_token_layers,
+    "token output": load_token_output,
+    "token steps": load_token_steps,
+    "scale layers": load_scale_layers,
+    "scale output": load_scale_output,
+}
 
 if __name__ == "__main__":
-    from vargen.kernels.cpu_code import load_code
+    from vargen.kernels.cpu_code import load_parts
 
+    if hasattr(os, "nice") and not sys.argv[1].endswith("layers"):
+        os.nice(5)  # the layers take longest
     gc.disable()  # the compiler makes millions of objects, of which few can be freed
-    load_code(sys.argv[1], Path(sys.argv[2]))
+    load_parts(sys.argv[1:2], Path(sys.argv[2]))
     Path(sys.argv[3]).touch()

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -33,21 +34,22 @@ _loading = threading.Lock()  # Numba's settings are those of the process
 
 
 class CompiledCode:
-    """A module of functions that are built together, each in its own process, so that several are built at once.
+    """A module of functions, built in parts, each in its own process, so that several cores build at once.
 
     Args:
-        name: one of `vargen.kernels.cpu_build.LOADERS`, which is also part of messages.
+        name: part of messages.
+        parts: names in `vargen.kernels.cpu_build.LOADERS`, the longest first.
 
     Attributes:
         failure: why it could not be built; None if it was, or was not yet.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, *parts: str) -> None:
+        self.name, self.parts = name, parts
         self.failure: str | None = None
         self._lock = threading.Lock()
         self._module: ModuleType | None = None
-        self._process: subprocess.Popen[bytes] | None = None
+        self._processes: list[subprocess.Popen[bytes]] = []
         self._thread: threading.Thread | None = None
 
     def load(self, wait: bool | None = None) -> Any:
@@ -75,15 +77,15 @@ class CompiledCode:
 
     def is_built(self) -> bool:
         """Whether the code is loaded, or is in the cache folder."""
-        return self._module is not None or self._stamp().is_file()
+        return self._module is not None or not self._list_missing()
 
     def _build(self, wait: bool) -> None:
         """Load the code if it is there, or start to build it."""
-        folder, stamp = _code_folder(), self._stamp()
-        if stamp.is_file():
-            self._module = load_code(self.name, folder)
+        folder, missing = _code_folder(), self._list_missing()
+        if not missing:
+            self._module = load_parts(self.parts, folder)
             return
-        if self._process is None and self._thread is None:
+        if not self._processes and self._thread is None:
             kept = _is_writable(folder)
             where = f"in {folder}" if kept else f"for this process only, because {folder} cannot be written"
             logger.warning("compiling %s for this CPU, which takes a few seconds, once: %s", self.name, where)
@@ -91,29 +93,34 @@ class CompiledCode:
                 self._thread = threading.Thread(target=self._build_here, daemon=True)
                 self._thread.start()
             else:
-                command = [sys.executable, "-m", "vargen.kernels.cpu_build", self.name, str(folder), str(stamp)]
-                self._process = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-                )
+                self._processes = [
+                    subprocess.Popen(
+                        [sys.executable, "-m", "vargen.kernels.cpu_build", part, str(folder), str(_stamp(part))],
+                        stdin=subprocess.DEVNULL,
+                        stdout=subprocess.DEVNULL,
+                        stderr=subprocess.PIPE,
+                    )
+                    for part in missing
+                ]
         if self._thread is not None:
             if wait:
                 self._thread.join()
             return
-        process = self._process
-        assert process is not None
-        if wait:
-            process.wait()
-        if process.poll() is None:
+        for process in self._processes:
+            if wait:
+                process.wait()
+            if process.poll() is None:
+                return
+        if not self._list_missing():
+            self._module = load_parts(self.parts, folder)
             return
-        if stamp.is_file():
-            self._module = load_code(self.name, folder)
-        else:
-            message = process.stderr.read().decode(errors="replace").strip().splitlines() if process.stderr else []
-            self._fail(message[-1] if message else f"exit status {process.returncode}")
+        process = next((each for each in self._processes if each.returncode), self._processes[0])
+        message = process.stderr.read().decode(errors="replace").strip().splitlines() if process.stderr else []
+        self._fail(message[-1] if message else f"exit status {process.returncode}")
 
     def _build_here(self) -> None:
         try:
-            self._module = load_code(self.name, None)
+            self._module = load_parts(self.parts, None)
         except Exception as error:  # whatever a compiler raises, operators still serve
             self._fail(str(error))
 
@@ -121,15 +128,13 @@ class CompiledCode:
         self.failure = f"compiling them failed ({message})"
         logger.warning("%s run by torch operators: %s", self.name, self.failure)
 
-    def _stamp(self) -> Path:
-        """File that marks the code for this CPU as complete."""
-        cpu = hashlib.sha256(" ".join((self.name, platform.machine(), *cpu_instructions())).encode())
-        return _code_folder() / f"complete-{cpu.hexdigest()[:12]}"
+    def _list_missing(self) -> list[str]:
+        return [part for part in self.parts if not _stamp(part).is_file()]
 
 
-TOKEN_PASS = CompiledCode("int8 passes")  # of next-token transformers
-TOKEN_STEPS = CompiledCode("sampling steps")  # beside these passes
-SCALE_PASS = CompiledCode("next-scale int8 passes")
+TOKEN_PASS = CompiledCode("int8 passes", "token layers", "token output")  # of next-token transformers
+TOKEN_STEPS = CompiledCode("sampling steps", "token steps")  # beside these passes
+SCALE_PASS = CompiledCode("next-scale int8 passes", "scale layers", "scale output")
 
 
 def warn_if_slow() -> None:
@@ -149,8 +154,8 @@ def explain_int8_passes() -> tuple[str, str]:
     return "compiled", "this CPU has AVX-512 VNNI, and Numba is installed"
 
 
-def load_code(name: str, folder: Path | None) -> ModuleType:
-    """Import a module, whose code is in a folder or, for None, compiled now; returns after the first call of each function."""
+def load_parts(parts: Sequence[str], folder: Path | None) -> ModuleType:
+    """Import the module of these parts, whose code is in a folder or, for None, compiled now."""
     from numba import config
 
     with _loading:
@@ -160,9 +165,15 @@ def load_code(name: str, folder: Path | None) -> ModuleType:
         try:
             from vargen.kernels.cpu_build import LOADERS
 
-            return LOADERS[name]()
+            return [LOADERS[part]() for part in parts][-1]
         finally:
             config.CACHE_DIR, config.OPT = before
+
+
+def _stamp(part: str) -> Path:
+    """File that marks a part for this CPU as complete."""
+    cpu = hashlib.sha256(" ".join((part, platform.machine(), *cpu_instructions())).encode())
+    return _code_folder() / f"complete-{cpu.hexdigest()[:12]}"
 
 
 def _code_folder() -> Path:

@@ -18,7 +18,6 @@ from numba import config, njit
 
 from vargen.kernels.cpu_attention import QUERIES, attend_slots, join_pair, write_tokens
 from vargen.kernels.cpu_steps import (
-    INNER,
     OPTIONS,
     PANEL,
     add_rows,
@@ -127,11 +126,6 @@ def make_buffers(weights: Weights, slots: Slots, tokens: int) -> Buffers:
     )
 
 
-@njit(**INNER)
-def _padded(columns):
-    return -(-columns // PANEL) * PANEL
-
-
 @njit(**_COMPILED)
 def run_layers(weights, slots, buffers, tokens, positions, ancestors):
     """Run all layers over tokens int64 `[R, T]`, after each row's pointer. `buffers.x` becomes the last residual.
@@ -149,10 +143,11 @@ def run_layers(weights, slots, buffers, tokens, positions, ancestors):
     q, q_scale, cos_sin, length = buffers.q, buffers.q_scale, buffers.cos_sin, buffers.length
     last = len(weights.rotary) - 1
     for r in range(R):
-        length[r] = min(slots.length[r], last + 1)  # full rows write only to scratch
+        length[r] = slots.length[r] if slots.length[r] <= last else last + 1  # full rows write only to scratch
         for t in range(T):
             buffers.reach[r, t] = T if ancestors.shape[1] else t + 1
-            cell = min(positions[r, t] if len(positions) else length[r] + t, last)
+            cell = positions[r, t] if len(positions) else length[r] + t
+            cell = cell if cell < last else last
             for j in range(K // 2):
                 cos_sin[r, t, j, 0], cos_sin[r, t, j, 1] = weights.rotary[cell, j, 0], weights.rotary[cell, j, 1]
     for r in range(R):
@@ -160,20 +155,16 @@ def run_layers(weights, slots, buffers, tokens, positions, ancestors):
             for d in range(D):
                 buffers.x[r * T + t, d] = weights.embedding[tokens[r, t], d]
     prefix = slots.bias.shape[1]
-    qkv, attended, gates = _padded((H + 2 * G) * K), _padded(D), _padded(2 * F)
+    columns_of = ((H + 2 * G) * K, D, 2 * F, D)
     ticks = buffers.ticks
     before = read_ticks()
-    norm_rows(x, weights.norms[0], weights.eps, row, wide, scale)
     for layer in range(len(weights.packed)):
         first = 0
         for stage in range(4):  # a loop, so that the product is compiled only once
-            columns, factors, inputs = qkv, wide, D
-            if stage == 1:
-                columns, inputs = attended, H * K
-            elif stage == 2:
-                columns = gates
-            elif stage == 3:
-                columns, factors, inputs = attended, buffers.hidden, F
+            columns = -(-columns_of[stage] // PANEL) * PANEL
+            factors, inputs = (buffers.hidden, F) if stage == 3 else (wide, H * K if stage == 1 else D)
+            if stage & 1 == 0:
+                norm_rows(x, weights.norms[2 * layer + (stage >> 1)], weights.eps, row, wide, scale)
             start, channels = weights.start[layer, first:], weights.scale[layer, first:]
             now = read_ticks()
             ticks[2] += now - before
@@ -200,8 +191,6 @@ def run_layers(weights, slots, buffers, tokens, positions, ancestors):
                 swiglu_rows(sums, columns, scale, channels, M, F, row, buffers.hidden)
             else:
                 add_rows(x, sums, columns, scale, channels)
-                if stage == 1 or layer + 1 < len(weights.packed):
-                    norm_rows(x, weights.norms[2 * layer + (stage + 1) // 2], weights.eps, row, wide, scale)
     ticks[2] += read_ticks() - before
 
 

@@ -172,7 +172,7 @@ def test_without_numba_or_vector_instructions_operators_serve(monkeypatch: pytes
 def test_operators_serve_while_the_compiled_passes_are_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if cpu.find_compiled_blocker() is not None:
         pytest.skip("compiled passes cannot run here")
-    code = cpu_code.CompiledCode("int8 passes")
+    code = cpu_code.CompiledCode("int8 passes", "token layers", "token output")
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
     started: list[list[str]] = []
 
@@ -190,7 +190,7 @@ def test_operators_serve_while_the_compiled_passes_are_built(tmp_path: Path, mon
     for _ in range(2):
         assert code.load() is None and code.failure is None
         polled.append(1)
-    assert len(started) == 1, "it is built once"
+    assert [command[3] for command in started] == ["token layers", "token output"], "each part is built once"
     assert code.load() is None
     assert "compiling them failed (exit status 1)" in str(code.failure)
 

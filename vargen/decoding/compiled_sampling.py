@@ -49,8 +49,8 @@ def sample_from_logits(logits: Tensor, sampling: Sampling, noise: Noise) -> Tens
     if (compiled := compiled_steps(logits)) is None or (keys := noise.token_keys()) is None:
         return None
     V, tokens = logits.shape[-1], np.empty(keys.shape, np.int64)
-    given = np.ascontiguousarray(logits.float().numpy())
-    undecided = compiled.sample_rows(given, *_row_options(sampling, len(logits), V), keys.numpy(), *_scratch.reserve(V), tokens)
+    given, key = (np.ascontiguousarray(tensor.numpy()) for tensor in (logits.float(), keys))  # the layout that is built
+    undecided = compiled.sample_rows(given, *_row_options(sampling, len(logits), V), key, *_scratch.reserve(V), tokens)
     for image, slot in np.argwhere(tokens < 0) if undecided else ():  # rare: rounding could change the token
         row = slice(image, image + 1)
         single = Noise(noise.seeds[row], noise.position[row, slot : slot + 1])
