@@ -69,21 +69,22 @@ def open_fastest(
 ) -> Any:
     """Open a pipeline in int8 if its passes are faster in it on this CPU, else in floating point; logs the choice.
 
-    Compiled int8 passes are several times as fast. Where torch operators run, passes over 1 and 16 tokens are measured. On a
-    GPU, and for other paradigms than next-token, floating point is kept. So is a folder's own format.
+    Compiled int8 passes are several times as fast. Where torch operators run, passes of next-token models over 1 and 16 tokens
+    are measured, and next-scale models stay in floating point. So do video models, all models on a GPU, and quantized folders
+    in their own format.
 
     Args:
         folder: of the model. device: where it computes; None is a CPU.
         open_float, open_int8: open the pipeline in these formats.
     """
-    on_cpu, stored = device is None or device.type == "cpu", stored_quantization(folder.path / "transformer")
-    if folder.family.pipeline.paradigm != "next-token" or not on_cpu or stored:
+    paradigm, on_cpu = folder.family.pipeline.paradigm, device is None or device.type == "cpu"
+    if paradigm == "video" or not on_cpu or stored_quantization(folder.path / "transformer"):
         return open_float()
     if runs_compiled():
         logger.info("quantization='auto' selects int8, whose passes are compiled")
         return open_int8()
     pipe = open_float()
-    if pipe.transformer is None:
+    if paradigm == "next-scale" or pipe.transformer is None:
         return pipe
     quantized = open_int8()
     seconds = [sum(_pass_seconds(each)) for each in (pipe, quantized)]

@@ -90,7 +90,7 @@ def open_pipeline(name: Any, *, device: str | torch.device | None = None, **opti
             device. None leaves the pipeline on the CPU.
         **options: passed to `VisualPipeline.from_pretrained`, such as `torch_dtype` or `quantization`; for a model of
             transformers, to `vargen.open_language_model`. `quantization` also takes the formats of a GPU, `"int8"` and
-            `"float8"`, and `"auto"`: int8 for a next-token model on a CPU whose passes it makes faster, else floating point.
+            `"float8"`, and `"auto"`: int8 for an image model on a CPU whose passes it makes faster, else floating point.
 
     Raises:
         ValueError, TypeError: see `VisualPipeline.from_pretrained`; also for an invalid or unavailable device.

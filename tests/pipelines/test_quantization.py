@@ -12,7 +12,7 @@ import pytest
 import torch
 from int8_passes import compiled_passes
 from rejects import rejects
-from tiny_models import class_pipeline, text_pipeline, tiny_transformer
+from tiny_models import class_pipeline, class_var_pipeline, text_pipeline, tiny_transformer
 from torch import Tensor
 
 from vargen import LlamaGenPipeline, open_pipeline
@@ -212,6 +212,16 @@ def test_auto_selects_the_format_whose_passes_are_faster(folder: Path, monkeypat
     assert opened(True, {})
     assert opened(False, {True: 1.0, False: 2.0})
     assert not opened(False, {True: 2.0, False: 1.0})
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_auto_quantizes_next_scale_models_where_passes_are_compiled(
+    compiled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vargen.pipelines.quantization.runs_compiled", lambda: compiled)
+    class_var_pipeline().save_pretrained(tmp_path)
+    pipe: Any = open_pipeline(tmp_path, quantization="auto")
+    assert pipe.transformer.quantized == pipe.draft_transformer.quantized == compiled
 
 
 def test_auto_measures_passes_and_keeps_the_format_of_a_folder(

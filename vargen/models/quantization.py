@@ -41,7 +41,7 @@ def validate_quantization(quantization: Any, device: torch.device | None = None)
 
 
 def runs_compiled() -> bool:
-    """Whether int8 passes of next-token transformers run as compiled functions on this CPU, not by torch operators."""
+    """Whether int8 passes run as compiled functions on this CPU, not by torch operators."""
     return explain_int8_passes()[0] == "compiled"
 
 
