@@ -42,6 +42,7 @@ from vargen.evaluation.synthetic_video import (
     PUBLISHED_DRAFTER,
     SyntheticDecoder,
     Work,
+    noisy_router,
     noisy_score,
     quality,
     synthetic_pair,
@@ -82,23 +83,29 @@ def points(thresholds: list[float], deltas: list[float]) -> list[Point]:
 def packaged_points(has_router: bool, steps: int) -> list[Point]:
     """Further policies, which need trained weights."""
     exits = [Point("early exit", f"{k}", replace(PRESETS["early-exit"], exit_step=k)) for k in range(1, steps)]
-    shares = (0.5, 0.7, 0.85, 0.92, 0.97) if has_router else ()
-    learned = [Point("learned", f"{each:g}", replace(PRESETS["sdvg-learned"], policy=LearnedRouting(each))) for each in shares]
-    return exits + learned
+    return exits + (learned_points() if has_router else [])
 
 
 Runner = Callable[[VideoMethod, int], tuple[VideoStats, float]]
 
 
-def synthetic(work: Work, preview: bool, blocks: int) -> Runner:
+def learned_points() -> list[Point]:
+    """Learned routing over its setting."""
+    shares = (0.5, 0.7, 0.85, 0.92, 0.97)
+    return [Point("learned", f"{each:g}", replace(PRESETS["sdvg-learned"], policy=LearnedRouting(each))) for each in shares]
+
+
+def synthetic(work: Work, preview: bool, blocks: int, correlation: float | None) -> Runner:
     """Runs a method on the synthetic pair; quality is known exactly."""
     model, full = synthetic_pair(work), SyntheticDecoder(work.decode)
     cheap = SyntheticDecoder(work.preview) if preview else None
 
     def run(method: VideoMethod, seed: int) -> tuple[VideoStats, float]:
         score = noisy_score(seed, products=work.score) if method.needs_scorer else None
+        router = None if correlation is None else noisy_router(seed, correlation, work.errors)
+        given = {"router": router} if method.policy.needs_router else {}
         stream = decode_video(
-            model, seed, seed, method, blocks=blocks, decoder=full, preview=cheap, score=score, run_ahead=False
+            model, seed, seed, method, blocks=blocks, decoder=full, preview=cheap, score=score, run_ahead=False, **given
         )
         found = [quality(seed, block.number, block.latents) for block in stream]
         return stream.stats, statistics.mean(found)
@@ -287,9 +294,12 @@ def main() -> None:
     parser.add_argument("--videos", type=int, default=12)
     parser.add_argument("--blocks", type=int, default=24)
     parser.add_argument("--published", action="store_true", help="a synthetic pair of the published one's costs and quality")
+    parser.add_argument(
+        "--router", type=float, metavar="R", help="a router of the synthetic pair that finds errors with this correlation"
+    )
     parser.add_argument("--preview", action="store_true", help="score on cheap previews")
     parser.add_argument("--thresholds", type=float, nargs="+", default=[-4, -2, -1, 0, 1, 2], help="of a packaged pair")
-    parser.add_argument("--policies", nargs="+", help="of a packaged pair, beside target, draft, and threshold")
+    parser.add_argument("--policies", nargs="+", help="beside target, draft, and threshold; default: all")
     parser.add_argument("--frames", type=int, help="of a block of a packaged pair that the scorer sees; default: all")
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -300,22 +310,29 @@ def main() -> None:
         run: Runner = own
         found = points(given.thresholds, [0.25, 0.5, 1, 2])
         found += packaged_points(own.pipe.router is not None, len(own.pipe.decoding_model().levels))
-        if given.policies:
-            found = [point for point in found if point.policy in ("target", "draft", "threshold", *given.policies)]
     else:
         thresholds, deltas = [-0.6, -0.45, -0.3, -0.2, -0.14, -0.1], [0.1, 0.15, 0.25, 0.4, 0.6]
         work = PUBLISHED if given.published else Work()
-        run, found = synthetic(work, given.preview, given.blocks), points(thresholds, deltas)
+        run, found = synthetic(work, given.preview, given.blocks, given.router), points(thresholds, deltas)
+        found += learned_points() if given.router is not None else []
+    if given.policies:
+        found = [point for point in found if point.policy in ("target", "draft", "threshold", *given.policies)]
     each = measured(found, run, given.videos)
     costs = median_costs(each)
-    zeros = np.array([own.strangers[seed] if given.model else 0.0 for seed in range(given.videos)])
+    if given.model:
+        zeros = np.array([own.strangers[seed] for seed in range(given.videos)])
+    else:  # where the drafter's share of the target's quality is the published one, or none
+        target, draft = (np.array(point.quality) for point in found[:2])
+        zeros = target - (target - draft) / ((1 - PUBLISHED_DRAFTER) if given.published else 1)
     table = rows(found, costs, each, zeros)
     words = ["python benchmarks/video.py", *([f"--model {given.model}"] * bool(given.model))]
     words += ["--published"] * given.published + ["--preview"] * given.preview
+    words += [f"--router {given.router:g}"] * (given.router is not None)
     words += [f"--frames {given.frames}"] * (given.frames is not None)
     words += [f"--thresholds {' '.join(f'{each:g}' for each in given.thresholds)}"] * bool(given.model)
     words += [f"--policies {' '.join(map(repr, given.policies))}"] if given.policies else []
     pair = (given.model or "synthetic pair" + ", published costs" * given.published) + ", cheap previews" * given.preview
+    pair += f", router with correlation {given.router:g}" * (given.router is not None)
     pair += f", {given.frames} of a block's frames scored" * (given.frames is not None)
     about = {
         "pair": pair, "published": given.published, "zero": float(zeros.mean()) if given.model else None,

@@ -14,8 +14,17 @@ from typer.testing import CliRunner
 
 from vargen.cli.main import app
 from vargen.decoding import PRESETS, BlockRecord, Replay, SingleModel, Threshold, VideoMethod, VideoStats, decode_video
+from vargen.decoding.video.routing import DraftView
 from vargen.decoding.video.stats import BlockCosts, estimate_block_costs
-from vargen.evaluation.synthetic_video import SyntheticDecoder, Work, noisy_score, quality, synthetic_pair
+from vargen.evaluation.synthetic_video import (
+    SyntheticDecoder,
+    Work,
+    hardness,
+    noisy_router,
+    noisy_score,
+    quality,
+    synthetic_pair,
+)
 from vargen.evaluation.video import block_discontinuity, compare_video_methods, drift, flicker
 from vargen.pipelines.registry import open_pipeline
 from vargen.scoring.protocol import to_scorer
@@ -136,3 +145,17 @@ def test_the_commands_write_tables_strips_and_reports(model: str, tmp_path: Path
     for wrong, message in ((["--methods", "sjd"], "next-token"), (["--window", "8"], "window")):
         refused = CliRunner().invoke(app, ["compare", "--prompt-file", str(prompts), "--model", model, *wrong])
         assert refused.exit_code != 0 and message in refused.output + str(refused.exception)
+
+
+@pytest.mark.parametrize("correlation", [0.0, 0.5, 1.0])
+def test_a_synthetic_router_ranks_by_the_error_of_a_draft(correlation: float) -> None:
+    ranks, sizes = [], []
+    for seed in range(20):
+        rank = noisy_router(seed, correlation)
+        for number in range(1, 21):
+            ranks.append(rank(DraftView(number, *[torch.zeros(1)] * 3)))
+            sizes.append(hardness(seed, number))
+    normal = torch.special.ndtri(torch.tensor(ranks, dtype=torch.float64))
+    true = torch.special.ndtri((torch.tensor(sizes).argsort().argsort() + 0.5) / len(sizes)).double()
+    assert abs(torch.corrcoef(torch.stack([normal, true]))[0, 1] - correlation) < 0.12
+    assert abs(sum(ranks) / len(ranks) - 0.5) < 0.06

@@ -10,6 +10,8 @@ Shape suffixes: F frames, C channels, Y/X rows and columns.
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -21,6 +23,7 @@ from torch import Tensor
 from vargen.decoding import BlockView
 from vargen.decoding.noise import Purpose, sample_normal, sample_uniform
 from vargen.decoding.video.denoising import shifted_levels
+from vargen.decoding.video.routing import DraftRouter, DraftView
 
 SHAPE = (3, 3, 8, 8)
 _SIZE = 192  # of the matrices whose products simulate work
@@ -46,10 +49,16 @@ OWN_ERRORS: Errors = ((0.75, 0.02, 0.05), (1.0, 0.12, 0.52))
 
 def hardness(seed: int, block: int, errors: Errors = OWN_ERRORS) -> float:
     """Return the size of the draft model's own error, by `errors`; each pair of consecutive blocks has one error range."""
-    places = torch.tensor([[block // 2, block + 1000]])
-    kind, size = sample_uniform(torch.tensor([seed]), places, Purpose.CHOICE)[0].tolist()
+    kind, size = _place(seed, block)
     low, high = next((low, high) for share, low, high in errors if kind <= share)
     return low + (high - low) * size
+
+
+def _place(seed: int, block: int) -> tuple[float, float]:
+    """Uniform numbers that determine the error of a block: of its range, and within it."""
+    places = torch.tensor([[block // 2, block + 1000]])
+    kind, size = sample_uniform(torch.tensor([seed]), places, Purpose.CHOICE)[0].tolist()
+    return kind, size
 
 
 @dataclass
@@ -137,6 +146,24 @@ def noisy_score(seed: int, noise: float = 0.03, products: int = 0) -> Callable[[
         return -errors + noise * _numbers(seed, view.number, 2)[0, :, 0, 0, 0]
 
     return score
+
+
+def noisy_router(seed: int, correlation: float, errors: Errors = OWN_ERRORS) -> DraftRouter:
+    """Return a router of one video whose ranks have this correlation with those of the drafter's own errors, both as normal
+    numbers; it costs nothing."""
+    normal = statistics.NormalDist()
+
+    def rank(view: DraftView) -> float:
+        (kind, size), lower = _place(seed, view.number), 0.0
+        for upper, _, _ in errors:
+            if kind <= upper:
+                break
+            lower = upper
+        true = normal.inv_cdf(min(max(lower + (upper - lower) * size, 1e-6), 1 - 1e-6))
+        noise = float(_numbers(seed, view.number, 3).flatten()[0])
+        return normal.cdf(correlation * true + math.sqrt(1 - correlation**2) * noise)
+
+    return rank
 
 
 @dataclass(frozen=True)
