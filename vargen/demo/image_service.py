@@ -19,6 +19,7 @@ from vargen.demo.previews import PreviewSchedule
 from vargen.demo.request import MAX_RACERS, ImageFolder, PageRequest
 from vargen.demo.shared_passes import SharedPasses
 from vargen.image_metadata import tokens_digest
+from vargen.models.quantization import quantization_of
 from vargen.pipelines.base import MethodInfo, VisualPipeline
 from vargen.pipelines.prompts import describe_unreadable_words
 from vargen.pipelines.regeneration import environment_parameters
@@ -89,6 +90,12 @@ class ImageService:
         """The method used if none is selected: the pipeline's default, or else one that the model supports."""
         names = [each.name for each in self.available]
         return self.pipe.default_method if self.pipe.default_method in names else names[0]
+
+    def repeats_baseline(self, method: str) -> bool:
+        """Whether a method, not the baseline itself, generates the baseline's image for a seed, rounding errors aside."""
+        quantization = quantization_of(self.pipe.transformer)
+        rounds = self.pipe.transformer.dtype != torch.float32 or (quantization is not None and self.pipe.device.type != "cpu")
+        return method != self.baseline and not rounds and self.pipe.resolve_method(method).sequential_tokens
 
     @property
     def defaults(self) -> dict[str, Any]:
