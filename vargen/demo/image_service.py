@@ -19,7 +19,6 @@ from vargen.demo.previews import PreviewSchedule
 from vargen.demo.request import MAX_RACERS, ImageFolder, PageRequest
 from vargen.demo.shared_passes import SharedPasses
 from vargen.image_metadata import tokens_digest
-from vargen.models.quantization import quantization_of
 from vargen.pipelines.base import MethodInfo, VisualPipeline
 from vargen.pipelines.prompts import describe_unreadable_words
 from vargen.pipelines.regeneration import environment_parameters
@@ -93,8 +92,8 @@ class ImageService:
 
     def repeats_baseline(self, method: str) -> bool:
         """Whether a method, not the baseline itself, generates the baseline's image for a seed, rounding errors aside."""
-        quantization = quantization_of(self.pipe.transformer)
-        rounds = self.pipe.transformer.dtype != torch.float32 or (quantization is not None and self.pipe.device.type != "cpu")
+        here = self.environment
+        rounds = here["dtype"] != "float32" or ("quantization" in here and self.pipe.device.type != "cpu")
         return method != self.baseline and not rounds and self.pipe.resolve_method(method).sequential_tokens
 
     @property
