@@ -49,7 +49,6 @@ from vargen.evaluation.exactness import (
     TOLERANCE,
     Case,
     check_exactness,
-    commits_sequential_tokens,
     compare_with_sequential,
     sum_case,
     sum_control,
@@ -87,7 +86,7 @@ def test_the_combinations_cover_every_pair() -> None:
 def test_every_combination_is_exact(combination: Combination) -> None:
     method = combination.method()
     case = combination.case
-    if commits_sequential_tokens(method):
+    if method.sequential_tokens:
         assert compare_with_sequential(method, case, 2000).exact
         return
     try:

@@ -99,7 +99,7 @@ def main(address: str, folder: Path) -> None:
             options.add_argument(flag)
         browser = webdriver.Chrome(options=options, service=webdriver.ChromeService("/usr/bin/chromedriver"))
         browser.get(address)
-        wait(browser, "#generate", "Generate")
+        wait(browser, ".vg-replay", "The same image")
         time.sleep(2)
         record_race(browser, folder / "race.webp")
         # The faster side has finished, the other not.

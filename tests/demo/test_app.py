@@ -80,7 +80,7 @@ def test_a_newcomer_generates_an_image(one_browser: Any, served: str) -> None:
     browser.click("#race")
     browser.says("#race-note", "was first")
     browser.until(lambda: browser.count("#track img[src^='data:image/png']") == 3)
-    browser.says("#track", "times as fast as ar")
+    browser.says("#track", "times as fast as Slow (ar)")
 
 
 def test_a_newcomer_paints_over_a_half_and_the_other_half_stays(one_browser: Any, served: str) -> None:

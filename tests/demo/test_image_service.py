@@ -47,6 +47,18 @@ def test_every_preset_is_listed_or_says_why_not(service: ImageService) -> None:
         assert each.unsupported_reason is None or len(each.unsupported_reason) > 10
 
 
+def test_methods_that_promise_the_image_of_the_baseline_generate_it(
+    service: ImageService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [each.name for each in service.available]
+    promised = [name for name in [*names, "gumbel:window=8"] if service.repeats_baseline(name)]
+    assert {"auto", "gumbel", "gumbel:window=8"} <= set(promised) and not {"ar", "scd", "gsd"} & set(promised)
+    slow, *same = [service.start(replace(WANTED, method=name)).result().tokens for name in ("ar", *promised)]
+    assert all(torch.equal(each, slow) for each in same)
+    monkeypatch.setattr(type(service.pipe.transformer), "dtype", torch.bfloat16)
+    assert not any(service.repeats_baseline(name) for name in names), "a wide pass rounds differently"
+
+
 def test_previews_are_transparent_where_nothing_is_generated(service: ImageService, slow: Callable[[float], None]) -> None:
     slow(0.02)
     run = service.start(PageRequest("a red apple", "ar"))

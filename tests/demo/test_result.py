@@ -43,7 +43,14 @@ def test_what_keeps_an_image_is_right_under_it(browser: Any, address: str, width
     assert re.search(r"in [\d.]+ s: \d+ steps instead of 64, seed 77\.", browser.text("#note"))
     assert browser.text("#result").count("seed") == 0, "the seed is said once"
     assert browser.text("#details h3").startswith("Each bar is one step")
+    assert browser.text("#same") == "Same image as the slow way, rounding errors aside."
+    assert max(box(browser, name)["bottom"] for name in ("#same", "#compare")) <= height
+    assert width > 640 or browser.script(SMALL, "#actions button, #zip", 44) == [], "fingers hit them"
     browser.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+SMALL = """return [...document.querySelectorAll(arguments[0])].filter(each => each.offsetParent)
+.map(each => [each.innerText, each.getBoundingClientRect().height]).filter(each => each[1] < arguments[1])"""
 
 
 def box(browser: Any, selector: str) -> dict[str, float]:
@@ -96,9 +103,20 @@ def test_an_image_is_compared_with_the_slow_way(browser: Any, address: str) -> N
 def test_the_slow_way_is_compared_with_the_default(browser: Any, address: str) -> None:
     generate(browser, f"{address}?prompt=a+green+frog&seed=77&method=ar")
     assert "instead of" not in browser.text("#note")
+    assert browser.text("#compare") == "Race the fast way" and not browser.text("#same").strip()
     browser.click("#compare")
     browser.says("#race-note", "gave the same image as Slow (ar)")
     assert "method=auto%2Car" in browser.script("return location.search")
+
+
+def test_the_same_image_is_promised_only_by_a_method_that_keeps_the_promise(browser: Any, address: str) -> None:
+    generate(browser, f"{address}?prompt=a+green+frog&seed=77&method=gumbel")
+    assert browser.text("#compare") == "Race to check" and browser.shown("#same")
+    browser.unfold("#advanced")
+    browser.click("#method input[value=gsd]")
+    browser.click("#generate")
+    browser.until(lambda: browser.ready("#compare") and browser.text("#compare") == "Race the slow way")
+    assert not browser.text("#same").strip() and not browser.shown("#same")
 
 
 _LEAVE = """
@@ -124,6 +142,7 @@ def test_a_video_is_saved_and_shared_from_right_under_it(
     browser.says("#video-note", "Generated ")
     browser.until(lambda: browser.shown("#video-stage .vg-save"))
     assert box(browser, "#video-stage .vg-save")["bottom"] <= height
+    assert width > 640 or browser.script(SMALL, "#video-stage button", 44) == []
     assert browser.attribute("#video-stage .vg-copy", "data-link") == browser.script("return location.search")
     browser.click("#video-stage .vg-save")
     file = browser.until(lambda: next(tmp_path.glob("*.webp"), None))

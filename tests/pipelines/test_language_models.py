@@ -203,7 +203,7 @@ def test_every_preset_runs_or_says_why_not(equipped: dict[str, Any], model: str,
         return
     found = decode(adapter, condition, seeds, method)
     assert found.tokens.shape == (2, pipe.num_tokens) and found.stats.tokens_per_pass > 0.8
-    if method.acceptance.sequential_tokens:
+    if method.sequential_tokens:
         assert torch.equal(found.tokens, decode(adapter, condition, seeds, "ar").tokens)
 
 

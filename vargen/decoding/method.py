@@ -44,6 +44,11 @@ class Method(ABC):
         """`"exact"` if the output follows the target model's own distribution, otherwise `"relaxed"`."""
 
     @property
+    def sequential_tokens(self) -> bool:
+        """Whether it commits the tokens that the sequential baseline selects with the same noise, rounding errors aside."""
+        return False
+
+    @property
     @abstractmethod
     def settings(self) -> dict[str, Any]:
         """The parameters of the method by name, for display."""

@@ -61,19 +61,21 @@ def render_race() -> str:
         f'<p title="A step over several tokens takes longer than one over a single token: the time falls less than the steps.">'
         f"{len(fast['tokens'])} steps instead of {len(slow['tokens'])}: "
         f"{fast['seconds'][-1]:.1f} seconds instead of {slow['seconds'][-1]:.1f}.</p>"
-        f'<p class="vg-small">Recorded on one CPU core, and replayed in slow motion.</p></div>'
+        f'<p class="vg-small">Recorded on one CPU core, shown in slow motion.</p></div>'
         f"{''.join(_render_lane(lane, subject) for lane in lanes)}"
         f'<div class="vg-outcome">{share}<span class="vg-badge">✓ Identical images</span></div></section>'
     )
 
 
 def _render_lane(lane: dict[str, Any], subject: str) -> str:
-    method, name = lane["method"], PLAIN_NAMES[lane["method"]]
+    method, name, passes = lane["method"], PLAIN_NAMES[lane["method"]], len(lane["tokens"])
+    each = "one patch each" if passes == lane["tokens"][-1] else "several patches each"
     return (
         f'<figure class="vg-lane" data-method="{text(method)}">'
-        f'<figcaption title="Method {text(method)}: {text(PLAIN_WORDS[method])}; a step is one pass of the network">'
+        f'<figcaption title="Method {text(method)}: {text(PLAIN_WORDS[method])}. '
+        'A step is one pass of the network, a token a patch of the image.">'
         f'<b>{name}</b> <span class="vg-clock"><span class="vg-seconds">{lane["seconds"][-1]:.2f}</span> s</span>'
-        f'<small><span class="vg-passes">{len(lane["tokens"])}</span> steps, {text(method)}</small></figcaption>'
+        f'<small><span class="vg-passes">{passes}</span> steps, <span class="vg-each">{each}</span></small></figcaption>'
         f'<div class="vg-frame"><img src="{ROUTE}/race.png" alt="{text(subject)}, {name.lower()}">'
         '<canvas aria-hidden="true"></canvas></div></figure>'
     )

@@ -32,7 +32,7 @@ class ImageView:
     """The components that show the images of one job, and what belongs to them: all of them change together.
 
     Attributes:
-        stage: the images. details: how they were generated.
+        stage: the images. details: how they were generated. same: says whether the baseline generates the same.
     """
 
     note: gr.HTML
@@ -41,19 +41,20 @@ class ImageView:
     download: gr.DownloadButton
     star: gr.Button
     command: gr.Code
+    same: gr.HTML
     compare: gr.Button
     shown: gr.State
 
     @property
     def outputs(self) -> list[Any]:
         """What `show` and `clear` return updates of."""
-        return [self.stage, self.details, self.download, self.star, self.command, self.shown]
+        return [self.stage, self.details, self.download, self.star, self.command, self.shown, self.same, self.compare]
 
     def clear(self, service: ImageService) -> list[Any]:
         """Return the updates of a view whose image is not there yet."""
         stage = rendering.image_grid([None], "an empty frame")
         download = gr.DownloadButton(value=None, interactive=False)
-        return [stage, _render_details([], service, 0, 0.0), download, _star(False), "", []]
+        return [stage, _render_details([], service, 0, 0.0), download, _star(False), "", [], gr.skip(), gr.skip()]
 
     def show(self, service: ImageService, images: Sequence[PastImage], request: PageRequest) -> list[Any]:
         """Return the updates that show finished images, which `request` generates."""
@@ -69,7 +70,8 @@ class ImageView:
         download = gr.DownloadButton(label, value=file, interactive=True)
         command = command_line(service, request)
         starred = all(each.starred for each in images)
-        return [stage, details, download, _star(starred), command, list(images)]
+        slow_way = _describe_slow_way(service, request.method, len(images))
+        return [stage, details, download, _star(starred), command, list(images), *slow_way]
 
 
 def build_generate_tab(service: ImageService, shared: Inputs) -> ImageView:
@@ -82,7 +84,9 @@ def build_generate_tab(service: ImageService, shared: Inputs) -> ImageView:
             with gr.Row(elem_id="actions"):
                 download = gr.DownloadButton("Save image", interactive=False, size="sm", elem_id="download", min_width=0)
                 copy = gr.Button("Copy link to share", size="sm", elem_id="copy-link", min_width=0)
-                compare = gr.Button("Same as slow? Check", size="sm", elem_id="compare", min_width=0)
+                with gr.Row(elem_id="same-row"):
+                    same = gr.HTML(elem_id="same")
+                    compare = gr.Button("Race the slow way", size="sm", elem_id="compare", min_width=0)
                 more = gr.Button("More like this", size="sm", elem_id="more-like-this", min_width=0)
                 card = gr.Button("Save with caption", size="sm", elem_id="card", min_width=0)
                 star = gr.Button("☆ Star", size="sm", elem_id="star", min_width=0)
@@ -91,7 +95,7 @@ def build_generate_tab(service: ImageService, shared: Inputs) -> ImageView:
             details = gr.HTML(elem_id="details")
     with gr.Accordion("Command line for the same images", open=False, elem_id="command-line"):
         command = gr.Code(language="shell", interactive=False, show_label=False, wrap_lines=True, elem_id="command")
-    view = ImageView(note, stage, details, download, star, command, compare, gr.State([], time_to_live=3600))
+    view = ImageView(note, stage, details, download, star, command, same, compare, gr.State([], time_to_live=3600))
     copy.click(None, js=_COPY, api_visibility="private")
     connect_download(card, lambda shown: _write_card(service, shown), view.shown)
 
@@ -197,6 +201,15 @@ def _write_card(service: ImageService, shown: Sequence[PastImage]) -> str | None
     return str(service.folder.write("vargen-card.png", file.getvalue()))
 
 
+def _describe_slow_way(service: ImageService, method: str, images: int) -> list[Any]:
+    """Return a line if the baseline generates the same images, and the label of the button that compares them."""
+    if service.repeats_baseline(method):
+        why = f"{method} keeps the tokens that {service.baseline} samples; rounding decides between equally probable ones"
+        same = f"Same image{'s' if images > 1 else ''} as the slow way, rounding errors aside."
+        return [rendering.hint(same, why), "Race to check"]
+    return ["", f"Race the {'fast' if method == service.baseline else 'slow'} way"]
+
+
 def _star(starred: bool) -> gr.Button:
     return gr.Button("★ Starred" if starred else "☆ Star")
 
@@ -219,9 +232,9 @@ def _render_running(job: Job, service: ImageService) -> list[str]:
 
 
 def _render_details(counts: Sequence[int], service: ImageService, done: int, seconds: float, images: int = 1) -> str:
-    slowest = "Of the slowest image, each" if images > 1 else "Each"
+    whose = " of the slowest image" if images > 1 else ""
     return (
-        f"<h3>{slowest} bar is one step: the longer, the more of the image at once.</h3>"
+        f"<h3>Each bar is one step{whose}; longer bars fill in more of the image.</h3>"
         f"{rendering.token_map(counts, service.grids)}"
         f"{rendering.progress(done, service.total, seconds)}"
         f"{rendering.numbers(rendering.speed(seconds, done, counts, images))}"

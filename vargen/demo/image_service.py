@@ -90,6 +90,12 @@ class ImageService:
         names = [each.name for each in self.available]
         return self.pipe.default_method if self.pipe.default_method in names else names[0]
 
+    def repeats_baseline(self, method: str) -> bool:
+        """Whether a method, not the baseline itself, generates the baseline's image for a seed, rounding errors aside."""
+        here = self.environment
+        rounds = here["dtype"] != "float32" or ("quantization" in here and self.pipe.device.type != "cpu")
+        return method != self.baseline and not rounds and self.pipe.resolve_method(method).sequential_tokens
+
     @property
     def defaults(self) -> dict[str, Any]:
         """Sampling defaults of the checkpoint, as `PageRequest` takes them."""

@@ -51,7 +51,7 @@ def build_live_editor(service: ImageService) -> LiveEditor:
                 undo = gr.Button("Undo", size="sm", min_width=0, elem_id="live-undo")
             strength = gr.Slider(
                 0.05, 1, DEFAULT_VARIATION_STRENGTH, step=0.05, label="How different", elem_id="live-strength",
-                info="For More like this: 1 keeps nothing of the image.",
+                info="How far “More like this” goes: 1 keeps nothing of the image.",
             )  # fmt: skip
             with gr.Row(elem_classes="vg-actions"):
                 vary = gr.Button("More like this", size="sm", min_width=0, elem_id="live-vary")

@@ -36,7 +36,7 @@ MODES = {
     "race": Mode("Race", "Race", "race", "race-stop", "Fast and slow methods side by side, on one prompt and seed."),
     "explore": Mode(
         "Explore", "Explore", "explore", "explore-stop",
-        "Faster still, if the image may change: from exact to more and more relaxed.",
+        "Trade exactness for speed: one prompt, from exact to more and more relaxed.",
     ),
 }  # fmt: skip
 

@@ -195,7 +195,7 @@
     "#download, .vg-save[data-name$=png]": "A PNG file; it carries its prompt, seed and method",
     "#card": "To post: the image with its prompt, steps and seconds beside it",
     "#copy-link, .vg-copy": "Who opens the link sees the same prompt and seed generated",
-    "#compare": "Race it: the same prompt and seed, one token per step",
+    "#compare": "Generate both in the Race mode, with the same prompt and seed",
     "#more-like-this": "Four images of the next seeds",
     "#reuse": "Take prompt, seed and settings of this image over",
     "#star": "Starred images stay first among those of this visit",

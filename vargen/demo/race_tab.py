@@ -122,11 +122,12 @@ def render_track(service: ImageService, requests: Sequence[PageRequest], jobs: S
 def _make_card(service: ImageService, request: PageRequest, job: Job | None, baseline: JobResult | None) -> ResultCard:
     method = service.method(request.method)
     kind, caption, badge = method.kind if method else "", "", ""
+    slow = rendering.plain_name(service.baseline)
     if job is not None and (result := job.finished) is not None:
         caption = f"{result.seconds:.2f} s, {result.stats.passes} steps"
         if baseline is not None and baseline is not result and not baseline.stopped:
-            caption += f", {baseline.seconds / result.seconds:.2f} times as fast as {service.baseline}"
-            badge = f"Same image as {rendering.plain_name(service.baseline)}" if identical(result, baseline) else ""
+            caption += f", {baseline.seconds / result.seconds:.2f} times as fast as {slow}"
+            badge = f"Same image as {slow}" if identical(result, baseline) else ""
         if score := rendering.score_caption(result.records[0]):
             caption += f", {score}"
         if kind == "relaxed":

@@ -22,7 +22,7 @@ PLAIN_WORDS = {
     "ar": "one token per step",
     "gumbel": "several tokens per step",
     "auto": "several tokens per step",
-    "gsd": "accepts similar tokens, too",
+    "gsd": "also accepts similar tokens",
     "plain": "one scale per step",
     "code": "fine scales by a smaller model",
 }
@@ -229,9 +229,10 @@ def status_line(message: str, kind: str = "") -> str:
     return f'<p class="vg-note {kind}" role="status" aria-live="polite">{text(message)}</p>'
 
 
-def hint(message: str) -> str:
-    """Show a line that explains the element above it."""
-    return f'<p class="vg-hint">{text(message)}</p>'
+def hint(message: str, more: str = "") -> str:
+    """Show a line that explains the element above it; `more` is shown where a pointer rests on it."""
+    title = f' title="{text(more)}"' if more else ""
+    return f'<p class="vg-hint"{title}>{text(message)}</p>'
 
 
 def block_badges(rows: Iterable[Any]) -> str:

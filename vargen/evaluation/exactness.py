@@ -21,7 +21,6 @@ from vargen.decoding import (
     Eagle,
     Medusa,
     Method,
-    Purpose,
     Sampling,
     ScaleSchedule,
     VideoMethod,
@@ -233,7 +232,7 @@ def check_exactness(method: Method, samples: int = 0, max_drafts: int | None = N
         raise ValueError(f"method {method.name!r} is for video: latents have no probabilities to sum")
     assert isinstance(method, Accelerator | ScaleSchedule)
     cases: tuple[Any, ...] = SCALE_CASES if isinstance(method, ScaleSchedule) else CASES
-    compared = commits_sequential_tokens(method)
+    compared = method.sequential_tokens
     findings = []
     for case in cases:
         finding = compare_with_sequential(method, case) if compared else sum_case(method, case, max_drafts)
@@ -250,14 +249,6 @@ def check_exactness(method: Method, samples: int = 0, max_drafts: int | None = N
         controls=controls,
         noise_p_value=measure_shared_noise() if compared else None,
     )
-
-
-def commits_sequential_tokens(method: Accelerator | ScaleSchedule) -> bool:
-    """Return whether a method claims to commit the tokens of sequential decoding with the same noise."""
-    if isinstance(method, Accelerator):
-        return method.acceptance.sequential_tokens
-    drafted = [stage for stage in method.stages if stage.num_drafted]
-    return method.kind == "exact" and all(stage.rule.draft_noise == Purpose.TOKEN for stage in drafted)
 
 
 def sum_case(method: Accelerator | ScaleSchedule, case: Case | ScaleCase, max_drafts: int | None = None) -> Finding | None:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 from vargen.decoding.method import Method, describe_part
 from vargen.decoding.next_scale.acceptance import ScaleRule, joint_coupling
 from vargen.decoding.next_scale.protocols import ScaleModel
+from vargen.decoding.noise import Purpose
 from vargen.deprecation import renamed_fields
 from vargen.values import parse_float, parse_int, short_repr
 
@@ -88,6 +89,11 @@ class ScaleSchedule(Method):
     def kind(self) -> Literal["exact", "relaxed"]:
         """`"exact"` if every scale follows the target's own distribution, otherwise `"relaxed"`."""
         return "exact" if all(stage.exact for stage in self.stages) else "relaxed"
+
+    @property
+    def sequential_tokens(self) -> bool:
+        drafted = [stage for stage in self.stages if stage.num_drafted]
+        return self.kind == "exact" and all(stage.rule.draft_noise == Purpose.TOKEN for stage in drafted)
 
     @property
     def settings(self) -> dict[str, Any]:

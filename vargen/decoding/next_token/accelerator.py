@@ -69,6 +69,10 @@ class Accelerator(Method):
         """`"exact"` if the output follows the target distribution, otherwise `"relaxed"`."""
         return "exact" if self.acceptance.exact else "relaxed"
 
+    @property
+    def sequential_tokens(self) -> bool:
+        return self.acceptance.sequential_tokens
+
     def bind(self, model: TokenModel) -> tuple[Drafter, AcceptanceRule]:
         """Return the drafter and the rule for a model.
 
