@@ -104,13 +104,14 @@ class LlamaGenTokenModel(TokenModel):
             ancestors = tree.ancestor_bits if state.fused else self._repeat_rows(tree.ancestors, 2)
             places = {"positions": state.length[:, None] + self._repeat_rows(tree.depth, 1), "ancestors": ancestors}
         with self._tensor_mode():
-            out = self.compiled_forward(rows, cache=state, guidance=scale, **places)
-        return Output(out.logits, out.hidden_states)
+            logits, _, hidden = self.compiled_forward(rows, cache=state, guidance=scale, return_dict=False, **places)
+        return Output(logits, hidden)
 
     def forward_packed(self, tokens: Tensor, state: KVCache | Int8Cache, tree: Tree, fed: Tensor) -> Output:
+        if isinstance(state, Int8Cache):
+            return self.forward(tokens, state, tree)
         is_eager = self.compiled_forward is self.transformer and not self._offloaded and not torch.is_grad_enabled()
-        used = is_eager and tree.is_chain and packing_saves(fed, tokens.shape[1])
-        if not used or not isinstance(state, KVCache):  # 8-bit products have a cache of their own
+        if not (is_eager and tree.is_chain and packing_saves(fed, tokens.shape[1])):
             return self.forward(tokens, state, tree)
         rows, scale = self.guidance.repeat(tokens), self._scale_at(state.length[: len(tokens), None] + tree.depth)
         out = self.transformer(rows, cache=state, guidance=scale, fed=self.guidance.repeat(fed))

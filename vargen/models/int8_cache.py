@@ -126,7 +126,8 @@ class Int8Cache:
 
     def commit_chain(self, count_R: Tensor | int) -> None:
         """Commit the first `count` tokens of the last pass in every row (a chain)."""
-        self.length += count_R
+        held = self.length.numpy()  # whose small operations take less time than torch's
+        held += count_R.numpy() if isinstance(count_R, Tensor) else count_R
 
     def rollback(self, length_R: Tensor) -> None:
         """Set every row's pointer, and discard the tokens after it."""

@@ -182,7 +182,6 @@ def _compiled_step(
     tokens = as_array(tokens_BT)
     cells = _NO_POSITIONS if positions is None else as_array(positions.expand(B, T))
     tree = np.zeros((B, 0, 0), np.bool_) if ancestors is None else as_array(ancestors.expand(B, T, T))
-    compiled.run_layers(weights, cache.arrays, cache.buffers, tokens, cells, tree)
     scales = _NO_SCALES
     if isinstance(guidance, Tensor) and guidance.dim():
         scales = as_array(guidance[..., 0].float().expand(B // 2, T))
@@ -191,6 +190,8 @@ def _compiled_step(
     D, V = network.config.dim, network.config.vocab_size
     logits = torch.empty(B if guidance is None else B // 2, T, V)
     features, hidden = torch.empty(B, T, D), torch.empty(B, T, D)
+    # All is at hand before the pass, which evicts from the CPU's caches what operators need.
+    compiled.run_layers(weights, cache.arrays, cache.buffers, tokens, cells, tree)
     compiled.run_output(weights, cache.buffers, scales, hidden.numpy(), features.numpy(), logits.numpy())
     return logits, features, hidden
 

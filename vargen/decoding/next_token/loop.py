@@ -13,11 +13,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from vargen.compat import without_autocast
-from vargen.decoding.harness import Callback, DecodeOutput, Run, validate_call
+from vargen.decoding.harness import Callback, DecodeOutput, Run, sum_rows, validate_call
 from vargen.decoding.next_token.accelerator import Accelerator
 from vargen.decoding.next_token.acceptance import shared_noise
 from vargen.decoding.next_token.acceptance.siblings import count_sibling_acceptance
@@ -33,7 +34,7 @@ from vargen.decoding.presets import resolve_method
 from vargen.decoding.sampling import Sampling, to_probs
 from vargen.decoding.stats import DecodeStats
 from vargen.device import inference_mode_for, normal_tensors, read_graph_setting
-from vargen.kernels.dispatch import read_kernel_setting
+from vargen.kernels.dispatch import is_eager_cpu, read_kernel_setting
 from vargen.values import parse_int, short_repr
 
 
@@ -134,9 +135,9 @@ def run_loop(
         step = GraphedPass(decode_pass, graphs, find_capture_blocker(run, model))
     widths: Counter[int] = Counter()
     while not run.finished:
-        state, (logits, position, count) = step(state)
-        widths[logits.shape[1]] += 1
-        run.end_pass(logits, position, state.images.tokens[:, : run.total], state.images.length, count)
+        state, (sums, position, count) = step(state)
+        widths[sums.shape[1]] += 1
+        run.end_pass(sums, position, state.images.tokens, state.images.length, count)
     return state.images, dict(widths)
 
 
@@ -188,14 +189,14 @@ class DecodePass:
         """Sample token 0 from the output of the prefill, and finish that pass."""
         run, position = self.run, torch.zeros_like(images.seeds)[:, None]
         images.put_first_token(out, self.sampling, self.make_noise(images.seeds, position, 0))
-        run.end_pass(out.logits, position, images.tokens[:, : run.total], images.length, torch.ones_like(images.length))
+        run.end_pass(sum_rows(out.logits), position, images.tokens, images.length, torch.ones_like(images.length))
 
     def __call__(self, state: LoopState) -> tuple[LoopState, Outputs]:
         """Run a pass.
 
         Returns:
-            The next state, and three tensors: logits `[B, T, V]`, the positions `[B, T]` of the tokens they predict, and the
-            number of tokens committed `[B]`.
+            The next state, and three tensors: the sum of each row of logits `[B, T]`, the positions `[B, T]` of the tokens they
+            predict, and the number of tokens committed `[B]`.
         """
         run, model, drafter = self.run, self.model, self.drafter
         images, cache = state.images, state.cache
@@ -204,16 +205,17 @@ class DecodePass:
             draft = drafter.propose(state.draft, images.tokens, images.length, noise).put_forced(model.forced, images.length)
             inputs = images.build_inputs(draft)
         with run.time_part("target"):
-            out = model.forward_packed(inputs, cache, draft.tree, draft.count_fed(run.total - images.length))
+            out = model.forward_packed(inputs, cache, draft.tree, draft.count_fed(run.total, images.length))
         with run.time_part("accept"):
-            noise = noise.shift(draft.tree.depth)
-            probs, verdict = verify_draft(self.rule, drafter, out.logits, draft, noise, images.relaxation, self.sampling)
+            noise = noise.shift(draft.tree.depth) if draft.tokens.shape[1] else noise
+            given = draft, noise, images.relaxation, self.sampling
+            probs, verdict, sums = verify_draft(self.rule, drafter, out.logits, *given)
         with run.time_part("commit"):
             images, count = images.commit(inputs, draft, verdict)
             model.commit(cache, verdict.path, count, draft.tree)
             step = Step(draft, probs, out.features, verdict, noise, count, images.tokens, images.length)
             state = LoopState(images, drafter.observe(state.draft, step), cache)
-        return state, (out.logits, noise.position, count)
+        return state, (sums, noise.position, count)
 
 
 def count_on_device(state: LoopState) -> LoopState:
@@ -291,6 +293,11 @@ class ImageState:
 
     def build_inputs(self, draft: Draft) -> Tensor:
         """Return the tokens to feed, int64 `[B, T]`: the root, then the draft."""
+        if is_eager_cpu(self.tokens):  # NumPy's small operations take less time than torch's
+            fed = np.empty((len(self.length), 1 + draft.tokens.shape[1]), np.int64)
+            fed[:, 0] = self.tokens.numpy()[np.arange(len(fed)), self.length.numpy() - 1]
+            fed[:, 1:] = draft.tokens.numpy()
+            return torch.from_numpy(fed)
         return torch.cat([self.tokens.gather(1, self.length[:, None] - 1), draft.tokens], dim=1)
 
     def commit(self, inputs: Tensor, draft: Draft, verdict: Verdict) -> tuple[ImageState, Tensor]:
