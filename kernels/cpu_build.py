@@ -33,6 +33,7 @@ def load_token_output() -> ModuleType:
     states, logits = np.zeros((2, R, T, D), np.float32), np.zeros((1, T, V), np.float32)
     buffers = passes.make_buffers(weights, slots, T)
     passes.run_output(weights, buffers, np.ones((1, T), np.float32), states[0], states[1], logits)
+    passes.advance(slots.length, np.ones(1, np.int64))
     passes.move_slots(slots, tokens, np.ones(R, np.int64), 4)
     return passes
 
@@ -81,6 +82,7 @@ def load_token_steps() -> ModuleType:
         np.zeros((rows, tokens, vocab), np.float32), *options, 0, one, fed, scratch, kept, fed[:, :1].copy(), fed.copy(), sums,
         one.copy(), one.copy(),
     )  # fmt: skip
+    steps.feed_tokens(held, one, fed[:, :1].copy(), vocab, fed.copy(), fed.copy(), one.copy())
     steps.commit_tokens(fed, fed, one, one, one, 4, held, held[0].copy(), one.copy(), one.copy())
     steps.draft_window(fed, one, fed, one, one, 3, vocab, vocab, fed[:, :1].copy(), valid)
     return steps

@@ -49,6 +49,7 @@ class CompiledCode:
         self.failure: str | None = None
         self._lock = threading.Lock()
         self._module: ModuleType | None = None
+        self._current: ModuleType | None = None
         self._processes: list[subprocess.Popen[bytes]] = []
         self._thread: threading.Thread | None = None
 
@@ -61,7 +62,7 @@ class CompiledCode:
         Raises:
             ValueError: if VARGEN_KERNELS is `cpu`, and compiled code cannot run here.
         """
-        required = os.environ.get("VARGEN_KERNELS") == "cpu"
+        required, self._current = os.environ.get("VARGEN_KERNELS") == "cpu", None
         if (reason := find_compiled_blocker() or self.failure) is not None:
             if required:
                 raise ValueError(f"VARGEN_KERNELS=cpu needs compiled {self.name}: {reason}")
@@ -69,11 +70,12 @@ class CompiledCode:
         with self._lock:
             if self._module is None:
                 self._build(required if wait is None else wait)
+            self._current = self._module
             return self._module
 
     def loaded(self) -> Any:
-        """Return the module if `load` has loaded it in this process, else None; starts nothing."""
-        return None if os.environ.get("VARGEN_KERNELS") == "reference" else self._module
+        """Return what the last `load` in this process returned, None before the first; starts nothing."""
+        return self._current
 
     def is_built(self) -> bool:
         """Whether the code is loaded, or is in the cache folder."""

@@ -37,6 +37,7 @@ __all__ = [
     "PANEL",
     "Slots",
     "Weights",
+    "advance",
     "make_buffers",
     "move_slots",
     "pack_matrix",
@@ -244,6 +245,13 @@ def _run_output(
             for v in range(V):
                 logits[r, t, v] = f32(line[v]) * a * channel_scale[v]
     ticks[2] += read_ticks() - before
+
+
+@njit(**_COMPILED)
+def advance(length, count):
+    """Add `count` int64 `[B]` to the pointers `length` `[R]` of the rows, of which R / B belong to an image."""
+    for r in range(len(length)):
+        length[r] += count[r % len(count)]
 
 
 @njit(**_COMPILED)

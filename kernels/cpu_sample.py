@@ -196,6 +196,25 @@ def sample_rows(
 
 
 @njit(**_COMPILED)
+def feed_tokens(tokens, length, drafted, num_tokens, inputs, position, fed):
+    """Put the last committed token of each image and its draft, a chain, side by side.
+
+    Args:
+        tokens: int64 `[B, >= N]`, valid up to `length` `[B]`.
+        drafted: int64 `[B, T - 1]`.
+        num_tokens: N.
+        inputs, position, fed: written: int64 `[B, T]`, positions of the tokens after these, and `[B]`, how many of them the
+            image still needs.
+    """
+    B, T = inputs.shape
+    for b in range(B):
+        fed[b] = min(num_tokens - length[b], T)
+        for t in range(T):
+            inputs[b, t] = drafted[b, t - 1] if t else tokens[b, length[b] - 1]
+            position[b, t] = length[b] + t
+
+
+@njit(**_COMPILED)
 def commit_tokens(fed, path, accepted, next_token, length, num_tokens, tokens, histogram, count, total):
     """Write the tokens after the accepted slots of a pass; see `vargen.decoding.next_token.loop.ImageState.commit`.
 

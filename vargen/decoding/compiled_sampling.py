@@ -79,7 +79,7 @@ def sample_from_logits(logits: Tensor, sampling: Sampling, noise: Noise, drafted
     if (compiled := compiled_steps(logits)) is None or not noise.is_keyed:
         return None
     B, T, V = logits.shape
-    seeds, position = (np.ascontiguousarray(part.numpy()) for part in (noise.seeds, noise.position))
+    seeds, position = np.ascontiguousarray(noise.seeds.numpy()), np.ascontiguousarray(noise.position.numpy())
     tokens, sums = np.empty((B, T), np.int64), np.empty((B, T), np.float32)
     chain = _NO_DRAFT if drafted is None else np.ascontiguousarray(drafted.numpy())
     count, following = (_NO_COUNT, _NO_COUNT) if drafted is None else np.empty((2, B), np.int64)

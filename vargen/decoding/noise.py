@@ -253,8 +253,6 @@ class Noise:
 
     def shift(self, offset: int | Tensor) -> Noise:
         """Return the noise of the positions `offset` after these, which broadcasts to `[B, T]`."""
-        if isinstance(offset, Tensor) and is_eager_cpu(self.position):  # NumPy's small operations take less time than torch's
-            return replace(self, position=torch.from_numpy(self.position.numpy() + offset.numpy()))
         return replace(self, position=self.position + offset)
 
     def fold_in(self, number: int | Tensor) -> Noise:

@@ -183,10 +183,9 @@ def _compiled_step(
     cells = _NO_POSITIONS if positions is None else as_array(positions.expand(B, T))
     tree = np.zeros((B, 0, 0), np.bool_) if ancestors is None else as_array(ancestors.expand(B, T, T))
     scales = _NO_SCALES
-    if isinstance(guidance, Tensor) and guidance.dim():
-        scales = as_array(guidance[..., 0].float().expand(B // 2, T))
-    elif guidance is not None:
-        scales = np.full((B // 2, T), float(guidance), np.float32)
+    if guidance is not None:
+        scales, given = np.empty((B // 2, T), np.float32), guidance.numpy() if isinstance(guidance, Tensor) else guidance
+        scales[...] = given[..., 0] if isinstance(given, np.ndarray) and given.ndim else given
     D, V = network.config.dim, network.config.vocab_size
     logits = torch.empty(B if guidance is None else B // 2, T, V)
     features, hidden = torch.empty(B, T, D), torch.empty(B, T, D)

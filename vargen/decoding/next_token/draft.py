@@ -10,14 +10,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from vargen.decoding.noise import Noise
 from vargen.device import normal_tensors
 from vargen.kernels.attention import pack_bits
-from vargen.kernels.dispatch import is_eager_cpu
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,12 +202,9 @@ class Draft:
         shorter = torch.arange(1, self.tokens.shape[1] + 1, device=fed.device) < fed[:, None]
         return replace(self, valid=shorter if self.valid is None else self.valid & shorter, fed=fed)
 
-    def count_fed(self, num_tokens: int, length: Tensor) -> Tensor:
-        """Return how many tokens each image has to feed, int64 `[B]`, if `length` `[B]` of N are committed; for chains."""
+    def count_fed(self, missing: Tensor) -> Tensor:
+        """Return how many tokens each image has to feed, int64 `[B]`, if `missing` `[B]` are left to generate; for chains."""
         width = self.tokens.shape[1] + 1
-        if self.fed is None and is_eager_cpu(length):  # NumPy's small operations take less time than torch's
-            return torch.from_numpy(np.minimum(num_tokens - length.numpy(), width))
-        missing = num_tokens - length
         return missing.clamp(max=width) if self.fed is None else torch.minimum(missing, self.fed.clamp(max=width))
 
     def put_forced(self, forced: Tensor | None, length: Tensor) -> Draft:

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,7 +21,7 @@ from vargen.decoding.harness import Callback, DecodeOutput, Run, sum_rows, valid
 from vargen.decoding.next_token.accelerator import Accelerator
 from vargen.decoding.next_token.acceptance import shared_noise
 from vargen.decoding.next_token.acceptance.siblings import count_sibling_acceptance
-from vargen.decoding.next_token.compiled_steps import commit_tokens
+from vargen.decoding.next_token.compiled_steps import commit_tokens, feed_tokens
 from vargen.decoding.next_token.draft import Draft, Output, Step, Verdict
 from vargen.decoding.next_token.graphs import CUDAGraph, GraphedPass, Outputs, register_state
 from vargen.decoding.next_token.protocols import AcceptanceRule, Drafter, TokenModel
@@ -34,7 +33,7 @@ from vargen.decoding.presets import resolve_method
 from vargen.decoding.sampling import Sampling, to_probs
 from vargen.decoding.stats import DecodeStats
 from vargen.device import inference_mode_for, normal_tensors, read_graph_setting
-from vargen.kernels.dispatch import is_eager_cpu, read_kernel_setting
+from vargen.kernels.dispatch import read_kernel_setting
 from vargen.values import parse_int, short_repr
 
 
@@ -201,13 +200,13 @@ class DecodePass:
         run, model, drafter = self.run, self.model, self.drafter
         images, cache = state.images, state.cache
         with run.time_part("draft"):
-            noise = self.make_noise(images.seeds, images.length[:, None], images.step)
+            noise = self.make_noise(images.seeds, images.length.unsqueeze(1), images.step)
             draft = drafter.propose(state.draft, images.tokens, images.length, noise).put_forced(model.forced, images.length)
-            inputs = images.build_inputs(draft)
+            inputs, position, fed = images.build_inputs(draft)
         with run.time_part("target"):
-            out = model.forward_packed(inputs, cache, draft.tree, draft.count_fed(run.total, images.length))
+            out = model.forward_packed(inputs, cache, draft.tree, fed)
         with run.time_part("accept"):
-            noise = noise.shift(draft.tree.depth) if draft.tokens.shape[1] else noise
+            noise = self.make_noise(images.seeds, position, images.step)
             given = draft, noise, images.relaxation, self.sampling
             probs, verdict, sums = verify_draft(self.rule, drafter, out.logits, *given)
         with run.time_part("commit"):
@@ -215,7 +214,7 @@ class DecodePass:
             model.commit(cache, verdict.path, count, draft.tree)
             step = Step(draft, probs, out.features, verdict, noise, count, images.tokens, images.length)
             state = LoopState(images, drafter.observe(state.draft, step), cache)
-        return state, (sums, noise.position, count)
+        return state, (sums, position, count)
 
 
 def count_on_device(state: LoopState) -> LoopState:
@@ -291,14 +290,18 @@ class ImageState:
         self.tokens[:, 0] = shared_noise(probs, empty, noise, self.relaxation).next_token
         self.committed_histogram[1] += len(self.seeds)
 
-    def build_inputs(self, draft: Draft) -> Tensor:
-        """Return the tokens to feed, int64 `[B, T]`: the root, then the draft."""
-        if is_eager_cpu(self.tokens):  # NumPy's small operations take less time than torch's
-            fed = np.empty((len(self.length), 1 + draft.tokens.shape[1]), np.int64)
-            fed[:, 0] = self.tokens.numpy()[np.arange(len(fed)), self.length.numpy() - 1]
-            fed[:, 1:] = draft.tokens.numpy()
-            return torch.from_numpy(fed)
-        return torch.cat([self.tokens.gather(1, self.length[:, None] - 1), draft.tokens], dim=1)
+    def build_inputs(self, draft: Draft) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the tokens to feed, int64 `[B, T]`: the root, then the draft.
+
+        Also the positions of the tokens after these, `[B, T]`, and how many of them each image needs, `[B]`.
+        """
+        if draft.tree.is_chain and draft.fed is None:
+            made = feed_tokens(self.tokens, self.length, draft.tokens, self.num_tokens)
+            if made is not None:
+                return made
+        length = self.length[:, None]
+        inputs = torch.cat([self.tokens.gather(1, length - 1), draft.tokens], dim=1)
+        return inputs, length + draft.tree.depth, draft.count_fed(self.num_tokens - self.length)
 
     def commit(self, inputs: Tensor, draft: Draft, verdict: Verdict) -> tuple[ImageState, Tensor]:
         """Commit the accepted tokens of `inputs` `[B, T]` (root and draft) and the next token.

@@ -6,7 +6,9 @@ Shape suffixes: B images, T tokens fed in one pass, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 
+import torch
 from torch import Tensor
 
 from vargen.decoding.compiled_sampling import sample_from_logits
@@ -16,6 +18,7 @@ from vargen.decoding.next_token.draft import Draft, Verdict
 from vargen.decoding.next_token.protocols import AcceptanceRule, Drafter
 from vargen.decoding.noise import Noise
 from vargen.decoding.sampling import Sampling, to_probs
+from vargen.device import normal_tensors
 
 
 def verify_draft(
@@ -41,12 +44,18 @@ def verify_draft(
         is_shared_chain = rule.verify_tokens is verify_shared_tokens and draft.tree.is_chain and draft.fed is None
         found = sample_from_logits(logits, sampling, noise, draft.tokens if is_shared_chain else None)
         if found is not None and found.outcome is not None:
-            return None, Verdict(draft.tree.depth.expand_as(found.tokens), *found.outcome, sampled=found.tokens), found.sums
+            return None, Verdict(_chain_path(*found.tokens.shape), *found.outcome, sampled=found.tokens), found.sums
         if found is not None:
             return None, rule.verify_tokens(found.tokens, draft), found.sums
     probs = to_probs(logits, sampling)
     verdict = rule(probs, _add_unfiltered_probs(draft, rule, logits, sampling), noise, relaxation)
     return probs, verdict, sum_rows(logits)
+
+
+@lru_cache(maxsize=64)
+@normal_tensors()
+def _chain_path(images: int, slots: int) -> Tensor:
+    return torch.arange(slots).repeat(images, 1)
 
 
 def _add_unfiltered_probs(draft: Draft, rule: AcceptanceRule, logits: Tensor, sampling: Sampling) -> Draft:
