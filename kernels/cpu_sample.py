@@ -60,13 +60,29 @@ def _keep_largest(values, V, k, low, high):
 
 
 @njit(**_PART)
+def _keep_about(values, V, k, low, high):
+    """Bounds around the k-th largest value: at least k values are not below the first, if possible at most a quarter more."""
+    for _ in range(12):
+        middle, count = (low + high) * f32(0.5), i32(0)
+        for v in range(V):
+            count = i32(count + i32(values[v] >= middle))
+        if count >= k:
+            low = middle
+            if count <= k + k // 4:
+                break
+        else:
+            high = middle
+    return low, high
+
+
+@njit(**_PART)
 def _keep_mass(values, weights, count, mass, enough, low, high):
     """A number such that the weights of the values not below it sum to more than `mass`, and if possible at most `enough`."""
     while low < high:
         middle = low + (high - low + 1) // 2
-        least, total = float_of_bits(_order(i32(middle))), f64(0)
+        least, total = float_of_bits(_order(i32(middle))), f32(0)
         for n in range(count):
-            total += f64(weights[n] if values[n] >= least else f32(0))
+            total += weights[n] if values[n] >= least else f32(0)
         if total > mass:
             low = middle
         else:
@@ -80,38 +96,54 @@ def _keep_mass(values, weights, count, mass, enough, low, high):
 def _sample_row(logits, temperature, k, p, key, scaled, values, weights, tokens):
     """Token of a row of logits float32 `[V]`; -1 if the reference has to decide, -2 if one is not finite. See `sample_rows`."""
     V = len(logits)
-    size, most, least = i32(0), i32(-(2**31)), _POSITIVE
     for v in range(V):
-        scaled[v] = logits[v] / temperature
-        bits = bits_of_float(scaled[v])
-        size = max(size, i32(bits_of_float(logits[v]) & _POSITIVE), i32(bits & _POSITIVE))
-        most, least = max(most, _order(bits)), min(least, _order(bits))
-    if size >= _INFINITE:  # or NaN
-        return i64(-2)
+        scaled[v] = logits[v]
+    if temperature != 1:
+        for v in range(V):
+            scaled[v] /= temperature
+    most, least = i32(-(2**31)), _POSITIVE
+    for v in range(V):
+        place = _order(bits_of_float(scaled[v]))
+        most, least = max(most, place), min(least, place)
+    if most >= _INFINITE or least <= i32(~_INFINITE):  # or NaN
+        for v in range(V):
+            if i32(bits_of_float(logits[v]) & _POSITIVE) >= _INFINITE:
+                return i64(-2)
+        return i64(-1)
     top, bound = float_of_bits(_order(most)), float_of_bits(_order(least))
+    above = top
     if k < V:
-        bound = _keep_largest(scaled, V, k, i64(least), i64(most))
+        bound, above = _keep_about(scaled, V, k, bound, top)
     for v in range(V, V + LANES):
         scaled[v] = f32(-np.inf)
     source, kept, places = i64(scaled.ctypes.data), i64(values.ctypes.data), i64(tokens.ctypes.data)
     count = i64(0)
     for v in range(0, V, LANES):
         count += keep_vector(source + 4 * v, v, bound, kept + 4 * count, places + 4 * count)
+    passing = i32(count)
+    if k < V:
+        low, high = i64(_order(bits_of_float(bound))), i64(_order(bits_of_float(above)))
+        bound, passing = _keep_largest(values, count, k, low, high), i32(0)
+        for n in range(count):
+            passing = i32(passing + i32(values[n] >= bound))
     total = f64(0)
     for n in range(count):
-        weights[n] = exp(values[n] - top)
+        weights[n] = exp(values[n] - top) if values[n] >= bound else f32(0)
         total += f64(weights[n])
     given = count
     if p < 1:
-        total -= f64(exp(bound - top)) * f64(max(count - k, 0))  # of exactly k values, without further ties
+        total -= f64(exp(bound - top)) * f64(max(passing - k, 0))  # of exactly k values, without further ties
         low = i64(_order(bits_of_float(bound)))
         enough = (p + _ENOUGH) * total
         bound = _keep_mass(values, weights, count, (p + MARGIN) * total, enough, low, i64(most))
+        for n in range(given, given + LANES):
+            values[n] = f32(-np.inf)
         count = i64(0)
-        for n in range(given):
-            if values[n] >= bound:
-                scaled[count], tokens[count] = weights[n], tokens[n]
-                count += 1
+        for n in range(0, given, LANES):  # their places are written as bits of `scaled`
+            count += keep_vector(kept + 4 * n, n, bound, kept + 4 * count, source + 4 * count)
+        for n in range(count):
+            place = bits_of_float(scaled[n])
+            scaled[n], tokens[n] = weights[place], tokens[place]
     else:
         for n in range(count):
             scaled[n] = weights[n]

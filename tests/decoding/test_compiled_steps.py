@@ -51,10 +51,10 @@ def test_sampled_tokens_are_those_of_the_reference(kind: str, options: str) -> N
         assert found is not None and torch.equal(found.tokens, noise.sample(to_probs(logits, sampling), Purpose.TOKEN))
 
 
-def sample_row(compiled: Any, logits: torch.Tensor, top_p: float = 1.0, position: int = 0) -> int:
-    """Token of one row, -1 where the reference has to decide."""
+def sample_row(compiled: Any, logits: torch.Tensor, top_p: float = 1.0, position: int = 0, temperature: float = 1.0) -> int:
+    """Token of one row; -1 where the reference has to decide, -2 where logits are not finite."""
     V, tokens = logits.shape[-1], np.zeros((1, 1), np.int64)
-    options = np.ones(1, np.float32), np.full(1, V), np.full(1, top_p)
+    options = np.full(1, temperature, np.float32), np.full(1, V), np.full(1, top_p)
     scratch = np.zeros((3, V + 32), np.float32), np.zeros(V + 32, np.int32)
     noise = int(Purpose.TOKEN), SEEDS[:1].numpy(), np.full((1, 1), position)
     draft, sums, outcome = np.zeros((0, 0), np.int64), np.zeros((1, 1), np.float32), np.zeros(0, np.int64)
@@ -72,6 +72,7 @@ def test_rows_that_rounding_could_change_are_left_to_the_reference(compiled: Any
     assert {sample_row(compiled, close, 0.5, position) for position in range(20)} == {0, -1}
     for value in (float("nan"), float("inf"), float("-inf")):
         assert sample_row(compiled, torch.tensor([0.0, value, 1.0])) == -2
+    assert sample_row(compiled, torch.tensor([0.0, 3e38, 1.0]), temperature=0.5) == -1  # finite, but not after division
 
 
 @pytest.mark.parametrize("method", ["ar", "gumbel", "scd", "gumbel-tree"])
