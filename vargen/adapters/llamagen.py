@@ -97,7 +97,8 @@ class LlamaGenTokenModel(TokenModel):
         return cache, Output(out.logits, out.hidden_states)
 
     def forward(self, tokens: Tensor, state: KVCache | Int8Cache, tree: Tree) -> Output:
-        rows, scale, places = self.guidance.repeat(tokens), self._scale, {}
+        rows = tokens if isinstance(state, Int8Cache) else self.guidance.repeat(tokens)
+        scale, places = self._scale, {}
         if self.guidance.interval is not None:
             scale = self._scale_at(state.length[: len(tokens), None] + tree.depth)
         if not tree.is_chain:

@@ -115,13 +115,9 @@ class TokenNoise:
         self._keys.index_copy_(0, rows, make_keys(seeds, positions, Purpose.TOKEN))
         self._ring_position[rows.tolist()] = -1
 
-    def keys(self, position: Tensor) -> Tensor:
-        """Keys int64 `[B, T]` of the noise at positions int64 `[B, T]`."""
-        return self._keys.gather(1, position)
-
     def exponential(self, position: Tensor, vocab: int) -> Tensor:
         """Same values as `sample_exponential`."""
-        keys = self.keys(position)
+        keys = self._keys.gather(1, position)
         if position.shape[1] == 1 or not uses_numpy(keys):
             return exponential_of_keys(keys, vocab)
         at, image = position.numpy(), np.arange(len(keys))[:, None]

@@ -143,10 +143,14 @@ def run_step(
     ancestors: Tensor | None,
     guidance: Guidance,
 ) -> Outputs:
-    """Feed T tokens after each row's pointer; arguments as in `LlamaGenTransformer.forward`."""
-    B, T = tokens_BT.shape
+    """Feed T tokens after the pointer of each row; arguments as in `LlamaGenTransformer.forward`.
+
+    Tokens may be those of images, which have the same number of rows each.
+    """
     if isinstance(cache, PairedInt8Cache):
         return _compiled_step(network, tokens_BT, cache, positions, ancestors, guidance)
+    B, T = cache.rows, tokens_BT.shape[1]
+    tokens_BT = tokens_BT.repeat(B // len(tokens_BT), 1)
     if positions is None:
         positions = cache.length[:, None] + torch.arange(T)
     cos_sin = network.rotary[positions.expand(B, T).clamp(max=network.tokens - 1)]
@@ -173,8 +177,7 @@ def _compiled_step(
     ancestors: Tensor | None,
     guidance: Guidance,
 ) -> Outputs:
-    B, T = tokens_BT.shape
-    compiled = cache.compiled
+    B, T, compiled = cache.rows, tokens_BT.shape[1], cache.compiled
     if cache.buffers is None:
         cache.weights = packed_weights(network, compiled)
         cache.buffers = compiled.make_buffers(cache.weights, cache.arrays, cache.scratch)
