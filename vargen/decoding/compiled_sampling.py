@@ -22,7 +22,7 @@ from vargen.kernels.dispatch import is_eager_cpu
 class _Scratch(threading.local):
     """Arrays of a thread that the compiled sampler takes: making them takes longer than sampling a row."""
 
-    size = 0
+    size, shape = 0, (0, 0)
     sampling: Sampling | None = None
 
     def reserve(self, vocab: int) -> tuple[np.ndarray, np.ndarray]:

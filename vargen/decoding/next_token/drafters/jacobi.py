@@ -191,6 +191,7 @@ class Jacobi(Drafter):
         if self.low_res_model is not None:
             low_res = self._refresh(state, tokens, length) if state.last is None else state.low_res
             initial = make_low_res_initial(self.low_res_model, low_res)
+        probs: Tensor | None
         if state.last is None:
             drafted, probs = initial(Context(state.vocab, state.columns, tokens, length, None, noise))
             probs = probs.expand(len(tokens), width - 1, -1)
