@@ -77,9 +77,9 @@ def load_token_steps() -> ModuleType:
     fed, one, held = np.zeros((rows, tokens), np.int64), np.ones(rows, np.int64), np.zeros((rows, 6), np.int64)
     options = np.ones(rows, np.float32), np.full(rows, vocab), np.ones(rows)
     scratch, kept = np.zeros((3, vocab + 32), np.float32), np.zeros(vocab + 32, np.int32)
-    sums, valid = np.zeros((rows, tokens), np.float32), np.zeros((rows, 1), np.bool_)
+    valid = np.zeros((rows, 1), np.bool_)
     steps.sample_rows(
-        np.zeros((rows, tokens, vocab), np.float32), *options, 0, one, fed, scratch, kept, fed[:, :1].copy(), fed.copy(), sums,
+        np.zeros((rows, tokens, vocab), np.float32), *options, 0, one, fed, scratch, kept, fed[:, :1].copy(), fed.copy(),
         one.copy(), one.copy(),
     )  # fmt: skip
     steps.feed_tokens(held, one, fed[:, :1].copy(), vocab, fed.copy(), fed.copy(), one.copy())

@@ -94,7 +94,7 @@ def _keep_mass(values, weights, count, mass, enough, low, high):
 
 @njit(**_PART)
 def _sample_row(logits, temperature, k, p, key, scaled, values, weights, tokens):
-    """Token of a row of logits float32 `[V]`; -1 if the reference has to decide, -2 if one is not finite. See `sample_rows`."""
+    """Token of a row of logits float32 `[V]`; -1 if the reference has to decide. The other arguments: see `sample_rows`."""
     V = len(logits)
     for v in range(V):
         scaled[v] = logits[v]
@@ -106,9 +106,6 @@ def _sample_row(logits, temperature, k, p, key, scaled, values, weights, tokens)
         place = _order(bits_of_float(scaled[v]))
         most, least = max(most, place), min(least, place)
     if most >= _INFINITE or least <= i32(~_INFINITE):  # or NaN
-        for v in range(V):
-            if i32(bits_of_float(logits[v]) & _POSITIVE) >= _INFINITE:
-                return i64(-2)
         return i64(-1)
     top, bound = float_of_bits(_order(most)), float_of_bits(_order(least))
     above = top
@@ -192,7 +189,7 @@ def _make_key(seed, purpose, step, position):
 
 @njit(**_COMPILED)
 def sample_rows(
-    logits, temperature, top_k, top_p, purpose, seeds, position, scratch, kept, drafted, tokens, sums, count, next_token
+    logits, temperature, top_k, top_p, purpose, seeds, position, scratch, kept, drafted, tokens, count, next_token
 ):  # fmt: skip
     """Sample a token from each row of logits float32 `[B, T, V]`, and accept the draft tokens that equal the sampled ones.
 
@@ -201,8 +198,7 @@ def sample_rows(
         purpose, seeds, position: of the noise; int64 `[B]` and `[B, T]`.
         scratch, kept: scratch, float32 and int32 `[3, V']` and `[V']`, V' at least 16 above V.
         drafted: int64 `[B, T - 1]`, a chain; `[0, 0]` without one.
-        tokens: int64 `[B, T]`, written; below 0 where the reference has to decide.
-        sums: float32 `[B, T]`, written: not finite where logits are not.
+        tokens: int64 `[B, T]`, written; -1 where the reference has to decide, such as where logits are not finite.
         count, next_token: int64 `[B]`, written: accepted slots with the root, and the token after them; `[0]` without a draft.
 
     Returns:
@@ -217,7 +213,6 @@ def sample_rows(
                 logits[b, t], temperature[b], top_k[b], top_p[b], key, scratch[0], scratch[1], scratch[2], kept
             )  # fmt: skip
             tokens[b, t] = token
-            sums[b, t] = f32(np.nan) if token == -2 else f32(0)
             undecided += i64(token < 0)
     for b in range(len(count)):
         slots = 1

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vargen.decoding.harness import sum_rows
 from vargen.decoding.noise import Noise, Purpose
 from vargen.decoding.sampling import MIN_TEMPERATURE, RowSampling, Sampling, to_probs
 from vargen.kernels.cpu_code import TOKEN_STEPS
@@ -80,16 +81,17 @@ def sample_from_logits(logits: Tensor, sampling: Sampling, noise: Noise, drafted
         return None
     B, T, V = logits.shape
     seeds, position = np.ascontiguousarray(noise.seeds.numpy()), np.ascontiguousarray(noise.position.numpy())
-    tokens, sums = np.empty((B, T), np.int64), np.empty((B, T), np.float32)
+    tokens, sums = np.empty((B, T), np.int64), np.zeros((B, T), np.float32)  # rows that are decided are finite
     chain = _NO_DRAFT if drafted is None else np.ascontiguousarray(drafted.numpy())
     count, following = (_NO_COUNT, _NO_COUNT) if drafted is None else np.empty((2, B), np.int64)
     undecided = compiled.sample_rows(
         np.ascontiguousarray(logits.float().numpy()), *_scratch.options(sampling, B, V), _TOKEN, seeds, position,
-        *_scratch.reserve(V), chain, tokens, sums, count, following,
+        *_scratch.reserve(V), chain, tokens, count, following,
     )  # fmt: skip
     for image, slot in np.argwhere(tokens < 0) if undecided else ():  # rare: rounding could change the token
         row = slice(image, image + 1)
         single = Noise(noise.seeds[row], noise.position[row, slot : slot + 1])
+        sums[image, slot] = sum_rows(logits[image, slot]).item()
         options = sampling.select_rows(torch.tensor([image]))
         tokens[image, slot] = single.sample(to_probs(logits[row, slot : slot + 1], options), Purpose.TOKEN).item()
     known = drafted is not None and not undecided
