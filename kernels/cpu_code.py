@@ -62,8 +62,9 @@ class CompiledCode:
         Raises:
             ValueError: if VARGEN_KERNELS is `cpu`, and compiled code cannot run here.
         """
-        required, self._current = os.environ.get("VARGEN_KERNELS") == "cpu", None
+        required = os.environ.get("VARGEN_KERNELS") == "cpu"
         if (reason := find_compiled_blocker() or self.failure) is not None:
+            self._current = None
             if required:
                 raise ValueError(f"VARGEN_KERNELS=cpu needs compiled {self.name}: {reason}")
             return None

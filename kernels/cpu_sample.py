@@ -40,23 +40,24 @@ def _order(bits):
 
 @njit(**_PART)
 def _keep_largest(values, V, k, low, high):
-    """A number that at least k values are not below: as few more as possible, which are ties.
+    """A number that at least k values are not below: as few more as possible, which are ties; and how many are not below it.
 
     Args:
-        low, high: ordered integers of the smallest and the largest value.
+        low, high: ordered integers: one that no value is below, and one that fewer than k values are above.
     """
+    passing = i32(V)
     while low < high:
         middle = low + (high - low + 1) // 2
         least, count = float_of_bits(_order(i32(middle))), i32(0)
         for v in range(V):
             count = i32(count + i32(values[v] >= least))
         if count >= k:
-            low = middle
+            low, passing = middle, count
         else:
             high = middle - 1
         if count == k:
             break
-    return float_of_bits(_order(i32(low)))
+    return float_of_bits(_order(i32(low))), passing
 
 
 @njit(**_PART)
@@ -120,9 +121,7 @@ def _sample_row(logits, temperature, k, p, key, scaled, values, weights, tokens)
     passing = i32(count)
     if k < V:
         low, high = i64(_order(bits_of_float(bound))), i64(_order(bits_of_float(above)))
-        bound, passing = _keep_largest(values, count, k, low, high), i32(0)
-        for n in range(count):
-            passing = i32(passing + i32(values[n] >= bound))
+        bound, passing = _keep_largest(values, count, k, low, high)
     total = f64(0)
     for n in range(count):
         weights[n] = exp(values[n] - top) if values[n] >= bound else f32(0)
