@@ -82,16 +82,16 @@ def measure(model: TransformersTokenModel, timer: ModuleTimer, method: Accelerat
     if start > 1:  # as if these tokens had been generated: passes over zeros take as long
         state.images.length.fill_(start)
         state.cache.cache.length.fill_(start - 1)
-    state, (logits, _, _) = step(state)  # warms up
+    state, _ = step(state)  # warms up
     peak, found = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, []
     for _ in range(passes):
         timer.seconds, before = 0.0, time.process_time()
-        state, (logits, position, count) = step(state)
-        run.end_pass(logits, position, state.images.tokens[:, : run.total], state.images.length, count)
+        state, (sums, position, count) = step(state)
+        run.end_pass(sums, position, state.images.tokens, state.images.length, count)
         found.append((timer.seconds, time.process_time() - before - timer.seconds))
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak) * 1024
     forward, beside = (sorted(part)[len(part) // 2] for part in zip(*found, strict=True))
-    return {"tokens_fed": logits.shape[1], "tokens_cached": start, "forward": forward, "beside": beside,
+    return {"tokens_fed": sums.shape[1], "tokens_cached": start, "forward": forward, "beside": beside,
             "share_beside": beside / forward, "peak_growth_bytes": grown, "cache_bytes": state.cache.cache.nbytes}  # fmt: skip
 
 

@@ -33,6 +33,7 @@ def load_token_output() -> ModuleType:
     states, logits = np.zeros((2, R, T, D), np.float32), np.zeros((1, T, V), np.float32)
     buffers = passes.make_buffers(weights, slots, T)
     passes.run_output(weights, buffers, np.ones((1, T), np.float32), states[0], states[1], logits)
+    passes.advance(slots.length, np.ones(1, np.int64))
     passes.move_slots(slots, tokens, np.ones(R, np.int64), 4)
     return passes
 
@@ -76,10 +77,14 @@ def load_token_steps() -> ModuleType:
     fed, one, held = np.zeros((rows, tokens), np.int64), np.ones(rows, np.int64), np.zeros((rows, 6), np.int64)
     options = np.ones(rows, np.float32), np.full(rows, vocab), np.ones(rows)
     scratch, kept = np.zeros((3, vocab + 32), np.float32), np.zeros(vocab + 32, np.int32)
-    steps.sample_rows(np.zeros((rows, tokens, vocab), np.float32), *options, fed, scratch, kept, fed.copy())
+    valid = np.zeros((rows, 1), np.bool_)
+    steps.sample_rows(
+        np.zeros((rows, tokens, vocab), np.float32), *options, 0, one, fed, scratch, kept, fed[:, :1].copy(), fed.copy(),
+        one.copy(), one.copy(),
+    )  # fmt: skip
+    steps.feed_tokens(held, one, fed[:, :1].copy(), vocab, fed.copy(), fed.copy(), one.copy())
     steps.commit_tokens(fed, fed, one, one, one, 4, held, held[0].copy(), one.copy(), one.copy())
-    steps.verify_chain(fed, fed, one.copy(), one.copy())
-    steps.draft_window(fed, one, held, one, vocab, held.copy())
+    steps.draft_window(fed, one, fed, one, one, 3, vocab, vocab, fed[:, :1].copy(), valid)
     return steps
 
 

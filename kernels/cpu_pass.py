@@ -37,6 +37,7 @@ __all__ = [
     "PANEL",
     "Slots",
     "Weights",
+    "advance",
     "make_buffers",
     "move_slots",
     "pack_matrix",
@@ -128,7 +129,7 @@ def make_buffers(weights: Weights, slots: Slots, tokens: int) -> Buffers:
 
 @njit(**_COMPILED)
 def run_layers(weights, slots, buffers, tokens, positions, ancestors):
-    """Run all layers over tokens int64 `[R, T]`, after each row's pointer. `buffers.x` becomes the last residual.
+    """Run all layers over tokens int64 `[B, T]`, after the pointer of each row. `buffers.x` becomes the last residual.
 
     Writes the cache, but does not move its pointers.
 
@@ -137,7 +138,7 @@ def run_layers(weights, slots, buffers, tokens, positions, ancestors):
         ancestors: bool `[R, T, T]`, which tokens of the pass each token attends to; `[R, 0, 0]` for a chain.
     """
     H, G, K, F = weights.sizes
-    R, T = tokens.shape
+    R, T = slots.k.shape[1], tokens.shape[1]
     M, D = R * T, weights.norms.shape[1]
     x, scale, sums, row, wide = buffers.x[:M], buffers.scale, buffers.sums, buffers.row, buffers.wide
     q, q_scale, cos_sin, length = buffers.q, buffers.q_scale, buffers.cos_sin, buffers.length
@@ -153,7 +154,7 @@ def run_layers(weights, slots, buffers, tokens, positions, ancestors):
     for r in range(R):
         for t in range(T):
             for d in range(D):
-                buffers.x[r * T + t, d] = weights.embedding[tokens[r, t], d]
+                buffers.x[r * T + t, d] = weights.embedding[tokens[r % len(tokens), t], d]
     prefix = slots.bias.shape[1]
     columns_of = ((H + 2 * G) * K, D, 2 * F, D)
     ticks = buffers.ticks
@@ -244,6 +245,13 @@ def _run_output(
             for v in range(V):
                 logits[r, t, v] = f32(line[v]) * a * channel_scale[v]
     ticks[2] += read_ticks() - before
+
+
+@njit(**_COMPILED)
+def advance(length, count):
+    """Add `count` int64 `[B]` to the pointers `length` `[R]` of the rows, of which R / B belong to an image."""
+    for r in range(len(length)):
+        length[r] += count[r % len(count)]
 
 
 @njit(**_COMPILED)

@@ -25,6 +25,7 @@ _PART = {**INNER, **_FAST}
 _COMPILED = {**OPTIONS, **_FAST, "no_cfunc_wrapper": True, "cache": bool(config.CACHE_DIR)}
 _u32, _u64 = np.uint32, np.uint64
 _GOLDEN, _LOW1, _LOW2, _ONES = _u32(0x9E3779B9), _u32(0x7FEB352D), _u32(0x846CA68B), _u32(0x7FFFFFFF)
+_GOLDEN64 = _u64(0x9E3779B97F4A7C15)
 _S15, _S16, _S32 = _u32(15), _u32(16), _u64(32)
 _UNIT = f32(2.0**-31 * (1 - 2.0**-24))
 _HALF = f32(_UNIT / f32(2))
@@ -39,23 +40,40 @@ def _order(bits):
 
 @njit(**_PART)
 def _keep_largest(values, V, k, low, high):
-    """A number that at least k values are not below: as few more as possible, which are ties.
+    """A number that at least k values are not below: as few more as possible, which are ties; and how many are not below it.
 
     Args:
-        low, high: ordered integers of the smallest and the largest value.
+        low, high: ordered integers: one that no value is below, and one that fewer than k values are above.
     """
+    passing = i32(V)
     while low < high:
         middle = low + (high - low + 1) // 2
         least, count = float_of_bits(_order(i32(middle))), i32(0)
         for v in range(V):
             count = i32(count + i32(values[v] >= least))
         if count >= k:
-            low = middle
+            low, passing = middle, count
         else:
             high = middle - 1
         if count == k:
             break
-    return float_of_bits(_order(i32(low)))
+    return float_of_bits(_order(i32(low))), passing
+
+
+@njit(**_PART)
+def _keep_about(values, V, k, low, high):
+    """Bounds around the k-th largest value: at least k values are not below the first, if possible at most a quarter more."""
+    for _ in range(12):
+        middle, count = (low + high) * f32(0.5), i32(0)
+        for v in range(V):
+            count = i32(count + i32(values[v] >= middle))
+        if count >= k:
+            low = middle
+            if count <= k + k // 4:
+                break
+        else:
+            high = middle
+    return low, high
 
 
 @njit(**_PART)
@@ -63,9 +81,9 @@ def _keep_mass(values, weights, count, mass, enough, low, high):
     """A number such that the weights of the values not below it sum to more than `mass`, and if possible at most `enough`."""
     while low < high:
         middle = low + (high - low + 1) // 2
-        least, total = float_of_bits(_order(i32(middle))), f64(0)
+        least, total = float_of_bits(_order(i32(middle))), f32(0)
         for n in range(count):
-            total += f64(weights[n] if values[n] >= least else f32(0))
+            total += weights[n] if values[n] >= least else f32(0)
         if total > mass:
             low = middle
         else:
@@ -77,44 +95,55 @@ def _keep_mass(values, weights, count, mass, enough, low, high):
 
 @njit(**_PART)
 def _sample_row(logits, temperature, k, p, key, scaled, values, weights, tokens):
-    """Token of a row of logits float32 `[V]`; -1 if the reference has to decide. For the last four arguments see below."""
+    """Token of a row of logits float32 `[V]`; -1 if the reference has to decide. The other arguments: see `sample_rows`."""
     V = len(logits)
-    size, most, least = i32(0), i32(-(2**31)), _POSITIVE
     for v in range(V):
-        scaled[v] = logits[v] / temperature
-        bits = bits_of_float(scaled[v])
-        size = max(size, i32(bits_of_float(logits[v]) & _POSITIVE), i32(bits & _POSITIVE))
-        most, least = max(most, _order(bits)), min(least, _order(bits))
-    if size >= _INFINITE:  # or NaN
+        scaled[v] = logits[v]
+    if temperature != 1:
+        for v in range(V):
+            scaled[v] /= temperature
+    most, least = i32(-(2**31)), _POSITIVE
+    for v in range(V):
+        place = _order(bits_of_float(scaled[v]))
+        most, least = max(most, place), min(least, place)
+    if most >= _INFINITE or least <= i32(~_INFINITE):  # or NaN
         return i64(-1)
     top, bound = float_of_bits(_order(most)), float_of_bits(_order(least))
+    above = top
     if k < V:
-        bound = _keep_largest(scaled, V, k, i64(least), i64(most))
+        bound, above = _keep_about(scaled, V, k, bound, top)
     for v in range(V, V + LANES):
         scaled[v] = f32(-np.inf)
     source, kept, places = i64(scaled.ctypes.data), i64(values.ctypes.data), i64(tokens.ctypes.data)
     count = i64(0)
     for v in range(0, V, LANES):
         count += keep_vector(source + 4 * v, v, bound, kept + 4 * count, places + 4 * count)
+    passing = i32(count)
+    if k < V:
+        low, high = i64(_order(bits_of_float(bound))), i64(_order(bits_of_float(above)))
+        bound, passing = _keep_largest(values, count, k, low, high)
     total = f64(0)
     for n in range(count):
-        weights[n] = exp(values[n] - top)
+        weights[n] = exp(values[n] - top) if values[n] >= bound else f32(0)
         total += f64(weights[n])
     given = count
     if p < 1:
-        total -= f64(exp(bound - top)) * f64(max(count - k, 0))  # of exactly k values, without further ties
+        total -= f64(exp(bound - top)) * f64(max(passing - k, 0))  # of exactly k values, without further ties
         low = i64(_order(bits_of_float(bound)))
         enough = (p + _ENOUGH) * total
         bound = _keep_mass(values, weights, count, (p + MARGIN) * total, enough, low, i64(most))
+        for n in range(given, given + LANES):
+            values[n] = f32(-np.inf)
         count = i64(0)
-        for n in range(given):
-            if values[n] >= bound:
-                scaled[count], tokens[count] = weights[n], tokens[n]
-                count += 1
+        for n in range(0, given, LANES):  # their places are written as bits of `scaled`
+            count += keep_vector(kept + 4 * n, n, bound, kept + 4 * count, source + 4 * count)
+        for n in range(count):
+            place = bits_of_float(scaled[n])
+            scaled[n], tokens[n] = weights[place], tokens[place]
     else:
         for n in range(count):
             scaled[n] = weights[n]
-    first, second = _u32(key), _u32(_u64(key) >> _S32)
+    first, second = _u32(key), _u32(key >> _S32)
     best, other, token = f64(1e-30), f64(1e-30), i64(-1)
     winner = f64(0)
     for n in range(count):
@@ -143,27 +172,72 @@ def _sample_row(logits, temperature, k, p, key, scaled, values, weights, tokens)
     return token
 
 
+@njit(**_PART)
+def _mix(z):
+    z = _u64(z ^ (z >> _u64(30))) * _u64(0xBF58476D1CE4E5B9)
+    z = _u64(z ^ (z >> _u64(27))) * _u64(0x94D049BB133111EB)
+    return _u64(z ^ (z >> _u64(31)))
+
+
+@njit(**_PART)
+def _make_key(seed, purpose, step, position):
+    """Key of the noise, as `vargen.decoding.noise_bits.make_keys` returns it, but unsigned."""
+    key = _mix(_u64(seed) + _u64(_u64(step) * _u64(64) + _u64(purpose + 1)) * _GOLDEN64)
+    return _mix(key + _u64(position + 1) * _GOLDEN64)
+
+
 @njit(**_COMPILED)
-def sample_rows(logits, temperature, top_k, top_p, keys, scratch, kept, tokens):
-    """Sample a token from each row of logits float32 `[B, T, V]`.
+def sample_rows(
+    logits, temperature, top_k, top_p, purpose, seeds, position, scratch, kept, drafted, tokens, count, next_token
+):  # fmt: skip
+    """Sample a token from each row of logits float32 `[B, T, V]`, and accept the draft tokens that equal the sampled ones.
 
     Args:
         temperature, top_k, top_p: float32, int64 and float64 `[B]`; V and 1 filter nothing.
-        keys: int64 `[B, T]`, of the noise (`vargen.decoding.noise_bits.make_keys`).
+        purpose, seeds, position: of the noise; int64 `[B]` and `[B, T]`.
         scratch, kept: scratch, float32 and int32 `[3, V']` and `[V']`, V' at least 16 above V.
-        tokens: int64 `[B, T]`, written; -1 where the reference has to decide.
+        drafted: int64 `[B, T - 1]`, a chain; `[0, 0]` without one.
+        tokens: int64 `[B, T]`, written; -1 where the reference has to decide, such as where logits are not finite.
+        count, next_token: int64 `[B]`, written: accepted slots with the root, and the token after them; `[0]` without a draft.
 
     Returns:
-        The number of rows that the reference has to decide.
+        The number of rows that the reference has to decide. If there are any, the last two arguments have no meaning.
     """
+    B, T = position.shape
     undecided = i64(0)
-    for b in range(logits.shape[0]):
-        for t in range(logits.shape[1]):
-            tokens[b, t] = _sample_row(
-                logits[b, t], temperature[b], top_k[b], top_p[b], keys[b, t], scratch[0], scratch[1], scratch[2], kept
+    for b in range(B):
+        for t in range(T):
+            key = _make_key(seeds[b], purpose, i64(0), position[b, t])
+            token = _sample_row(
+                logits[b, t], temperature[b], top_k[b], top_p[b], key, scratch[0], scratch[1], scratch[2], kept
             )  # fmt: skip
-            undecided += i64(tokens[b, t] < 0)
+            tokens[b, t] = token
+            undecided += i64(token < 0)
+    for b in range(len(count)):
+        slots = 1
+        while slots < T and drafted[b, slots - 1] == tokens[b, slots - 1]:
+            slots += 1
+        count[b], next_token[b] = slots, tokens[b, slots - 1]
     return undecided
+
+
+@njit(**_COMPILED)
+def feed_tokens(tokens, length, drafted, num_tokens, inputs, position, fed):
+    """Put the last committed token of each image and its draft, a chain, side by side.
+
+    Args:
+        tokens: int64 `[B, >= N]`, valid up to `length` `[B]`.
+        drafted: int64 `[B, T - 1]`.
+        num_tokens: N.
+        inputs, position, fed: written: int64 `[B, T]`, positions of the tokens after these, and `[B]`, how many of them the
+            image still needs.
+    """
+    B, T = inputs.shape
+    for b in range(B):
+        fed[b] = min(num_tokens - length[b], T)
+        for t in range(T):
+            inputs[b, t] = drafted[b, t - 1] if t else tokens[b, length[b] - 1]
+            position[b, t] = length[b] + t
 
 
 @njit(**_COMPILED)
@@ -186,42 +260,24 @@ def commit_tokens(fed, path, accepted, next_token, length, num_tokens, tokens, h
 
 
 @njit(**_COMPILED)
-def verify_chain(sampled, drafted, count, next_token):
-    """Accept the draft tokens int64 `[B, T - 1]` that equal the sampled ones `[B, T]`, up to the first that does not.
-
-    Args:
-        count, next_token: written: int64 `[B]`, accepted slots with the root, and the token after them.
-    """
-    for b in range(len(sampled)):
-        slots = 1
-        while slots < sampled.shape[1] and drafted[b, slots - 1] == sampled[b, slots - 1]:
-            slots += 1
-        count[b], next_token[b] = slots, sampled[b, slots - 1]
-
-
-@njit(**_PART)
-def _mix(z):
-    z = _u64(z ^ (z >> _u64(30))) * _u64(0xBF58476D1CE4E5B9)
-    z = _u64(z ^ (z >> _u64(27))) * _u64(0x94D049BB133111EB)
-    return _u64(z ^ (z >> _u64(31)))
-
-
-@njit(**_COMPILED)
-def draft_window(resampled, num_committed, position, seed_keys, vocab, drafted):
+def draft_window(resampled, num_committed, position, seeds, steps, purpose, num_tokens, vocab, drafted, valid):
     """Shift the committed tokens out of a Jacobi window; new positions get tokens from the uniform distribution.
 
     Args:
         resampled, num_committed: int64 `[B, T]` and `[B]`, of the last pass.
-        position: int64 `[B, S]`, grid positions of the draft tokens.
-        seed_keys: int64 `[B]`, of seed, purpose and pass (`vargen.decoding.noise_bits.make_seed_keys`).
-        drafted: int64 `[B, S]`, written.
+        position: int64 `[B, 1]`, of the first draft token.
+        seeds, steps, purpose: of the noise; int64 `[B]`, and `[1]` or `[B]`.
+        num_tokens: N.
+        drafted, valid: int64 and bool `[B, S]`, written: the draft tokens, and which are on the grid.
     """
-    for b in range(len(position)):
-        for s in range(position.shape[1]):
-            source = num_committed[b] + s
+    for b in range(len(drafted)):
+        step = steps[b if len(steps) > 1 else 0]
+        for s in range(drafted.shape[1]):
+            cell, source = position[b, 0] + s, num_committed[b] + s
+            valid[b, s] = cell < num_tokens
             if source < resampled.shape[1]:
                 drafted[b, s] = resampled[b, source]
                 continue
-            key = _mix(_u64(seed_keys[b]) + _u64(position[b, s] + 1) * _u64(0x9E3779B97F4A7C15))
+            key = _make_key(seeds[b], purpose, step, cell)
             uniform = f32(i32(_u32(key >> _S32) & _ONES)) * _UNIT + _HALF
             drafted[b, s] = min(i64(uniform * f32(vocab)), vocab - 1)

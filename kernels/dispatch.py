@@ -28,7 +28,7 @@ _CHOICES = ("auto", "reference", "triton", "cpu")
 
 def is_eager_cpu(tensor: Tensor) -> bool:
     """Whether to use the paths for eager passes on a CPU: NumPy, other orders of operands, dynamic shapes."""
-    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
+    return tensor.is_cpu and not torch.compiler.is_compiling()
 
 
 def is_eager_cpu_float32(x: Tensor) -> bool:

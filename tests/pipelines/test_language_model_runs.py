@@ -78,8 +78,8 @@ def test_the_memory_of_a_run_is_fixed_at_its_start(method: str) -> None:
         step.sample_first_token(state.images, out)
         places, sizes = set(), []
         while not run.finished:
-            state, (logits, position, count) = step(state)
-            run.end_pass(logits, position, state.images.tokens[:, : run.total], state.images.length, count)
+            state, (sums, position, count) = step(state)
+            run.end_pass(sums, position, state.images.tokens, state.images.length, count)
             held = held_tensors(state)
             places.add(tuple(tensor.data_ptr() for tensor in held["cache"]))
             sizes.append(sum(tensor.nbytes for tensor in held["others"]))

@@ -97,20 +97,22 @@ class LlamaGenTokenModel(TokenModel):
         return cache, Output(out.logits, out.hidden_states)
 
     def forward(self, tokens: Tensor, state: KVCache | Int8Cache, tree: Tree) -> Output:
-        rows, scale, places = self.guidance.repeat(tokens), self._scale, {}
+        rows = tokens if isinstance(state, Int8Cache) else self.guidance.repeat(tokens)
+        scale, places = self._scale, {}
         if self.guidance.interval is not None:
             scale = self._scale_at(state.length[: len(tokens), None] + tree.depth)
         if not tree.is_chain:
             ancestors = tree.ancestor_bits if state.fused else self._repeat_rows(tree.ancestors, 2)
             places = {"positions": state.length[:, None] + self._repeat_rows(tree.depth, 1), "ancestors": ancestors}
         with self._tensor_mode():
-            out = self.compiled_forward(rows, cache=state, guidance=scale, **places)
-        return Output(out.logits, out.hidden_states)
+            logits, _, hidden = self.compiled_forward(rows, cache=state, guidance=scale, return_dict=False, **places)
+        return Output(logits, hidden)
 
     def forward_packed(self, tokens: Tensor, state: KVCache | Int8Cache, tree: Tree, fed: Tensor) -> Output:
+        if isinstance(state, Int8Cache):
+            return self.forward(tokens, state, tree)
         is_eager = self.compiled_forward is self.transformer and not self._offloaded and not torch.is_grad_enabled()
-        used = is_eager and tree.is_chain and packing_saves(fed, tokens.shape[1])
-        if not used or not isinstance(state, KVCache):  # 8-bit products have a cache of their own
+        if not (is_eager and tree.is_chain and packing_saves(fed, tokens.shape[1])):
             return self.forward(tokens, state, tree)
         rows, scale = self.guidance.repeat(tokens), self._scale_at(state.length[: len(tokens), None] + tree.depth)
         out = self.transformer(rows, cache=state, guidance=scale, fed=self.guidance.repeat(fed))
@@ -143,7 +145,9 @@ class LlamaGenTokenModel(TokenModel):
         return part if part.dim() == dims else self.guidance.repeat(part)
 
     def commit(self, state: KVCache | Int8Cache, path: Tensor, count: Tensor, tree: Tree) -> None:
-        if tree.is_chain:
+        if tree.is_chain and isinstance(state, Int8Cache):
+            state.commit_images(count)
+        elif tree.is_chain:
             state.commit_chain(self.guidance.repeat(count))
         else:
             state.commit_path(self.guidance.repeat(path), self.guidance.repeat(count))

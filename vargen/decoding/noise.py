@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -25,7 +26,6 @@ from vargen.decoding.noise_bits import (
     exponential_of_keys,
     lane_bits,
     make_keys,
-    make_seed_keys,
     to_unit_,
     uses_numpy,
 )
@@ -115,13 +115,9 @@ class TokenNoise:
         self._keys.index_copy_(0, rows, make_keys(seeds, positions, Purpose.TOKEN))
         self._ring_position[rows.tolist()] = -1
 
-    def keys(self, position: Tensor) -> Tensor:
-        """Keys int64 `[B, T]` of the noise at positions int64 `[B, T]`."""
-        return self._keys.gather(1, position)
-
     def exponential(self, position: Tensor, vocab: int) -> Tensor:
         """Same values as `sample_exponential`."""
-        keys = self.keys(position)
+        keys = self._keys.gather(1, position)
         if position.shape[1] == 1 or not uses_numpy(keys):
             return exponential_of_keys(keys, vocab)
         at, image = position.numpy(), np.arange(len(keys))[:, None]
@@ -174,6 +170,7 @@ class Noise:
         token_noise: cached shared noise of the images; None recomputes it.
         needed: bool, broadcasts to `[B, T]`; samples elsewhere have no effect on what is generated. Used only where outcomes
             are enumerated (`vargen.evaluation.enumeration`). None: all are needed.
+        is_keyed: whether it is the function of seeds, positions, purposes and passes that compiled code computes (`make_keys`).
     """
 
     seeds: Tensor
@@ -181,23 +178,13 @@ class Noise:
     step: int | Tensor = 0
     token_noise: TokenNoise | None = None
     needed: Tensor | None = None
+    is_keyed: ClassVar[bool] = True
 
     def exponential(self, vocab: int, purpose: Purpose) -> Tensor:
         """Exponential noise, float32 `[B, T, V]` > 0, for Gumbel-max sampling."""
         if purpose == Purpose.TOKEN and self.token_noise is not None:
             return self.token_noise.exponential(self.position, vocab)
         return sample_exponential(self.seeds, self.position, vocab, purpose, 0 if purpose == Purpose.TOKEN else self.step)
-
-    def token_keys(self) -> Tensor | None:
-        """Keys int64 `[B, T]` of the shared noise; None if this noise is not a function of keys."""
-        if self.token_noise is not None:
-            return self.token_noise.keys(self.position)
-        return make_keys(self.seeds, self.position, Purpose.TOKEN)
-
-    def seed_keys(self, purpose: Purpose) -> np.ndarray | None:
-        """Keys uint64 `[B]` of the pass, without positions; None as in `token_keys`. Not for `Purpose.TOKEN`."""
-        step = self.step.numpy() if isinstance(self.step, Tensor) else self.step
-        return make_seed_keys(self.seeds.numpy(), purpose, step)
 
     def uniform(self, purpose: Purpose) -> Tensor:
         """Uniforms, float32 `[B, T]` in (0, 1)."""

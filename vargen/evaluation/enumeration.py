@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn, TypeVar
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -226,6 +226,7 @@ class EnumeratedNoise(Noise):
 
     fold: int | Tensor = 0
     enumeration: Enumeration = field(kw_only=True)
+    is_keyed: ClassVar[bool] = False
 
     @property
     def _step(self) -> int:
@@ -236,12 +237,6 @@ class EnumeratedNoise(Noise):
             f"exponential noise for {purpose.name} cannot be enumerated: sample through Noise.sample or "
             "Noise.sample_without_replacement"
         )
-
-    def token_keys(self) -> None:
-        return None
-
-    def seed_keys(self, purpose: Purpose) -> None:
-        return None
 
     def uniform64(self, purpose: Purpose) -> NoReturn:
         raise NotEnumerableError(f"uniform64 for {purpose.name} cannot be enumerated: sample through Noise.sample")

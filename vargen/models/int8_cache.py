@@ -128,6 +128,10 @@ class Int8Cache:
         """Commit the first `count` tokens of the last pass in every row (a chain)."""
         self.length += count_R
 
+    def commit_images(self, count_B: Tensor) -> None:
+        """The same, with a count for each image, which has as many rows as any other."""
+        self.commit_chain(count_B.repeat(self.rows // len(count_B)))
+
     def rollback(self, length_R: Tensor) -> None:
         """Set every row's pointer, and discard the tokens after it."""
         self.length.copy_(length_R)
@@ -196,6 +200,9 @@ class PairedInt8Cache(Int8Cache):
         k, v = (store[layer].view(torch.int16).unflatten(-1, (-1, 2)).mT.flatten(2, 3) for store in (self.k, self.v))
         k, v = k[..., :slots], v[:, :, :slots, : self.head_dim]
         return k, self.k_scale[layer, ..., :slots], v, self.v_scale[layer, ..., :slots]
+
+    def commit_images(self, count_B: Tensor) -> None:
+        self.compiled.advance(self.arrays.length, np.ascontiguousarray(count_B.numpy()))
 
     def _move_slots(self, accepted_RA: Tensor, count_R: Tensor) -> None:
         path, count = (np.ascontiguousarray(each.numpy()) for each in (accepted_RA, count_R))

@@ -143,10 +143,14 @@ def run_step(
     ancestors: Tensor | None,
     guidance: Guidance,
 ) -> Outputs:
-    """Feed T tokens after each row's pointer; arguments as in `LlamaGenTransformer.forward`."""
-    B, T = tokens_BT.shape
+    """Feed T tokens after the pointer of each row; arguments as in `LlamaGenTransformer.forward`.
+
+    Tokens may be those of images, which have the same number of rows each.
+    """
     if isinstance(cache, PairedInt8Cache):
         return _compiled_step(network, tokens_BT, cache, positions, ancestors, guidance)
+    B, T = cache.rows, tokens_BT.shape[1]
+    tokens_BT = tokens_BT.repeat(B // len(tokens_BT), 1)
     if positions is None:
         positions = cache.length[:, None] + torch.arange(T)
     cos_sin = network.rotary[positions.expand(B, T).clamp(max=network.tokens - 1)]
@@ -173,8 +177,7 @@ def _compiled_step(
     ancestors: Tensor | None,
     guidance: Guidance,
 ) -> Outputs:
-    B, T = tokens_BT.shape
-    compiled = cache.compiled
+    B, T, compiled = cache.rows, tokens_BT.shape[1], cache.compiled
     if cache.buffers is None:
         cache.weights = packed_weights(network, compiled)
         cache.buffers = compiled.make_buffers(cache.weights, cache.arrays, cache.scratch)
@@ -182,15 +185,15 @@ def _compiled_step(
     tokens = as_array(tokens_BT)
     cells = _NO_POSITIONS if positions is None else as_array(positions.expand(B, T))
     tree = np.zeros((B, 0, 0), np.bool_) if ancestors is None else as_array(ancestors.expand(B, T, T))
-    compiled.run_layers(weights, cache.arrays, cache.buffers, tokens, cells, tree)
     scales = _NO_SCALES
-    if isinstance(guidance, Tensor) and guidance.dim():
-        scales = as_array(guidance[..., 0].float().expand(B // 2, T))
-    elif guidance is not None:
-        scales = np.full((B // 2, T), float(guidance), np.float32)
+    if guidance is not None:
+        scales, given = np.empty((B // 2, T), np.float32), guidance.numpy() if isinstance(guidance, Tensor) else guidance
+        scales[...] = given[..., 0] if isinstance(given, np.ndarray) and given.ndim else given
     D, V = network.config.dim, network.config.vocab_size
     logits = torch.empty(B if guidance is None else B // 2, T, V)
     features, hidden = torch.empty(B, T, D), torch.empty(B, T, D)
+    # All is at hand before the pass, which evicts from the CPU's caches what operators need.
+    compiled.run_layers(weights, cache.arrays, cache.buffers, tokens, cells, tree)
     compiled.run_output(weights, cache.buffers, scales, hidden.numpy(), features.numpy(), logits.numpy())
     return logits, features, hidden
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from vargen.decoding.compiled_sampling import sample_from_logits
+from vargen.decoding.harness import sum_rows
 from vargen.decoding.next_scale.protocols import ScaleModel
 from vargen.decoding.next_scale.schedule import Stage
 from vargen.decoding.noise import Noise, Purpose
@@ -123,8 +124,8 @@ class ImageState:
 
     def sample_scale(self, logits: Tensor, scale: int, canvas: Tensor, noise: Noise) -> Tensor:
         """Sample the tokens int64 `[B, n]` of a scale with the shared noise."""
-        tokens = None if self.fixed_tokens is not None else sample_from_logits(logits, self.sampling, noise)
-        return noise.sample(self.compute_probs(logits, scale, canvas), Purpose.TOKEN) if tokens is None else tokens
+        found = None if self.fixed_tokens is not None else sample_from_logits(logits, self.sampling, noise)
+        return noise.sample(self.compute_probs(logits, scale, canvas), Purpose.TOKEN) if found is None else found.tokens
 
     def stage_end(self, stage: Stage) -> int:
         """Return the first scale after the current one that belongs to another stage."""
@@ -199,7 +200,7 @@ class ImageState:
 
     def summarize_pass(self, logits: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Return what the harness needs: values that are finite exactly if the logits are, their positions, and all tokens."""
-        sums = torch.cat([each.sum(-1, keepdim=True) for each in logits], dim=1)
+        sums = torch.cat([sum_rows(each) for each in logits], dim=1)
         start = self.token_slice(self.scale).start
         position = torch.arange(start, start + sums.shape[1], device=sums.device).expand(len(sums), -1)
         return sums, position, self.tokens

@@ -13,39 +13,55 @@ import torch
 from torch import Tensor
 
 from vargen.decoding.compiled_sampling import compiled_steps
-from vargen.decoding.next_token.draft import Draft, Verdict
+from vargen.decoding.next_token.draft import Verdict
 from vargen.decoding.noise import Noise, Purpose
 
 
-def verify_chain(sampled: Tensor, draft: Draft) -> Verdict | None:
-    """The verdict of `shared_noise` on a chain, given the tokens int64 `[B, T]` that the noise selects.
-
-    Returns None where no compiled function does it.
-    """
-    if (compiled := compiled_steps(sampled)) is None:
-        return None
-    count, next_token = np.empty(len(sampled), np.int64), np.empty(len(sampled), np.int64)
-    compiled.verify_chain(np.ascontiguousarray(sampled.numpy()), np.ascontiguousarray(draft.tokens.numpy()), count, next_token)
-    path = draft.tree.depth.expand_as(sampled)
-    return Verdict(path, torch.from_numpy(count), torch.from_numpy(next_token), sampled=sampled)
-
-
-def draft_window(resampled: Tensor, num_committed: Tensor, noise: Noise, vocab: int) -> Tensor | None:
-    """Shift the committed tokens out of a Jacobi window, and draft new positions uniformly; None as above.
+def draft_window(
+    resampled: Tensor, num_committed: Tensor, noise: Noise, slots: int, num_tokens: int, vocab: int
+) -> tuple[Tensor, Tensor] | None:
+    """Shift the committed tokens out of a Jacobi window, and draft new positions uniformly.
 
     Args:
         resampled, num_committed: int64 `[B, T]` and `[B]`, of the last pass.
-        noise: of the S draft tokens.
+        noise: of the first draft token: `[B, 1]`.
+        slots: number S of draft tokens.
+        num_tokens: N.
 
     Returns:
-        int64 `[B, S]`.
+        The draft tokens int64 `[B, S]`, and bool `[B, S]`, which of them are on the grid; None where no compiled function does
+        it.
     """
-    if (compiled := compiled_steps(resampled)) is None or (keys := noise.seed_keys(Purpose.DRAFT)) is None:
+    if (compiled := compiled_steps(resampled)) is None or not noise.is_keyed:
         return None
-    drafted = np.empty(noise.position.shape, np.int64)
-    arrays = (resampled.numpy(), num_committed.numpy(), noise.position.numpy())
-    compiled.draft_window(*map(np.ascontiguousarray, arrays), keys.view(np.int64), vocab, drafted)
-    return torch.from_numpy(drafted)
+    shape = len(resampled), slots
+    drafted, valid = np.empty(shape, np.int64), np.empty(shape, np.bool_)
+    steps = noise.step.numpy().reshape(-1) if isinstance(noise.step, Tensor) else np.array([noise.step])
+    arrays = (np.ascontiguousarray(part.numpy()) for part in (resampled, num_committed, noise.position, noise.seeds))
+    compiled.draft_window(*arrays, steps, int(Purpose.DRAFT), num_tokens, vocab, drafted, valid)
+    return torch.from_numpy(drafted), torch.from_numpy(valid)
+
+
+def feed_tokens(tokens: Tensor, length: Tensor, drafted: Tensor, num_tokens: int) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Put the last committed token of each image and its draft, a chain, side by side.
+
+    Args:
+        tokens: int64 `[B, >= N]`, valid up to `length` `[B]`.
+        drafted: int64 `[B, T - 1]`.
+        num_tokens: N.
+
+    Returns:
+        int64 `[B, T]`, the positions `[B, T]` of the tokens after these, and `[B]`, how many of them each image still needs.
+        None where no compiled function does it.
+    """
+    if (compiled := compiled_steps(tokens)) is None:
+        return None
+    shape = len(drafted), drafted.shape[1] + 1
+    made = np.empty(shape, np.int64), np.empty(shape, np.int64), np.empty(len(drafted), np.int64)
+    arrays = (np.ascontiguousarray(part.numpy()) for part in (length, drafted))
+    compiled.feed_tokens(tokens.numpy(), *arrays, num_tokens, *made)
+    inputs, position, fed = map(torch.from_numpy, made)
+    return inputs, position, fed
 
 
 def commit_tokens(

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from vargen.compat import without_autocast
-from vargen.decoding.harness import Callback, DecodeOutput, Run, validate_call
+from vargen.decoding.harness import Callback, DecodeOutput, Run, sum_rows, validate_call
 from vargen.decoding.next_token.accelerator import Accelerator
 from vargen.decoding.next_token.acceptance import shared_noise
 from vargen.decoding.next_token.acceptance.siblings import count_sibling_acceptance
-from vargen.decoding.next_token.compiled_steps import commit_tokens
+from vargen.decoding.next_token.compiled_steps import commit_tokens, feed_tokens
 from vargen.decoding.next_token.draft import Draft, Output, Step, Verdict
 from vargen.decoding.next_token.graphs import CUDAGraph, GraphedPass, Outputs, register_state
 from vargen.decoding.next_token.protocols import AcceptanceRule, Drafter, TokenModel
@@ -134,9 +134,9 @@ def run_loop(
         step = GraphedPass(decode_pass, graphs, find_capture_blocker(run, model))
     widths: Counter[int] = Counter()
     while not run.finished:
-        state, (logits, position, count) = step(state)
-        widths[logits.shape[1]] += 1
-        run.end_pass(logits, position, state.images.tokens[:, : run.total], state.images.length, count)
+        state, (sums, position, count) = step(state)
+        widths[sums.shape[1]] += 1
+        run.end_pass(sums, position, state.images.tokens, state.images.length, count)
     return state.images, dict(widths)
 
 
@@ -188,32 +188,33 @@ class DecodePass:
         """Sample token 0 from the output of the prefill, and finish that pass."""
         run, position = self.run, torch.zeros_like(images.seeds)[:, None]
         images.put_first_token(out, self.sampling, self.make_noise(images.seeds, position, 0))
-        run.end_pass(out.logits, position, images.tokens[:, : run.total], images.length, torch.ones_like(images.length))
+        run.end_pass(sum_rows(out.logits), position, images.tokens, images.length, torch.ones_like(images.length))
 
     def __call__(self, state: LoopState) -> tuple[LoopState, Outputs]:
         """Run a pass.
 
         Returns:
-            The next state, and three tensors: logits `[B, T, V]`, the positions `[B, T]` of the tokens they predict, and the
-            number of tokens committed `[B]`.
+            The next state, and three tensors: the sum of each row of logits `[B, T]`, the positions `[B, T]` of the tokens they
+            predict, and the number of tokens committed `[B]`.
         """
         run, model, drafter = self.run, self.model, self.drafter
         images, cache = state.images, state.cache
         with run.time_part("draft"):
-            noise = self.make_noise(images.seeds, images.length[:, None], images.step)
+            noise = self.make_noise(images.seeds, images.length.unsqueeze(1), images.step)
             draft = drafter.propose(state.draft, images.tokens, images.length, noise).put_forced(model.forced, images.length)
-            inputs = images.build_inputs(draft)
+            inputs, position, fed = images.build_inputs(draft)
         with run.time_part("target"):
-            out = model.forward_packed(inputs, cache, draft.tree, draft.count_fed(run.total - images.length))
+            out = model.forward_packed(inputs, cache, draft.tree, fed)
         with run.time_part("accept"):
-            noise = noise.shift(draft.tree.depth)
-            probs, verdict = verify_draft(self.rule, drafter, out.logits, draft, noise, images.relaxation, self.sampling)
+            noise = self.make_noise(images.seeds, position, images.step)
+            given = draft, noise, images.relaxation, self.sampling
+            probs, verdict, sums = verify_draft(self.rule, drafter, out.logits, *given)
         with run.time_part("commit"):
             images, count = images.commit(inputs, draft, verdict)
             model.commit(cache, verdict.path, count, draft.tree)
             step = Step(draft, probs, out.features, verdict, noise, count, images.tokens, images.length)
             state = LoopState(images, drafter.observe(state.draft, step), cache)
-        return state, (out.logits, noise.position, count)
+        return state, (sums, position, count)
 
 
 def count_on_device(state: LoopState) -> LoopState:
@@ -289,9 +290,18 @@ class ImageState:
         self.tokens[:, 0] = shared_noise(probs, empty, noise, self.relaxation).next_token
         self.committed_histogram[1] += len(self.seeds)
 
-    def build_inputs(self, draft: Draft) -> Tensor:
-        """Return the tokens to feed, int64 `[B, T]`: the root, then the draft."""
-        return torch.cat([self.tokens.gather(1, self.length[:, None] - 1), draft.tokens], dim=1)
+    def build_inputs(self, draft: Draft) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the tokens to feed, int64 `[B, T]`: the root, then the draft.
+
+        Also the positions of the tokens after these, `[B, T]`, and how many of them each image needs, `[B]`.
+        """
+        if draft.tree.is_chain and draft.fed is None:
+            made = feed_tokens(self.tokens, self.length, draft.tokens, self.num_tokens)
+            if made is not None:
+                return made
+        length = self.length[:, None]
+        inputs = torch.cat([self.tokens.gather(1, length - 1), draft.tokens], dim=1)
+        return inputs, length + draft.tree.depth, draft.count_fed(self.num_tokens - self.length)
 
     def commit(self, inputs: Tensor, draft: Draft, verdict: Verdict) -> tuple[ImageState, Tensor]:
         """Commit the accepted tokens of `inputs` `[B, T]` (root and draft) and the next token.

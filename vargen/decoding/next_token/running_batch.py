@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vargen.decoding.harness import Run
+from vargen.decoding.harness import Run, sum_rows
 from vargen.decoding.next_token.accelerator import Accelerator
 from vargen.decoding.next_token.draft import Output
 from vargen.decoding.next_token.graphs import CUDAGraph, GraphedPass, Outputs
@@ -126,7 +126,7 @@ class RunningBatch:
         if self._graphs is not None:
             self._step = GraphedPass(self._pass, self._graphs, find_capture_blocker(self._run, self.model))
         self._state = LoopState(images, draft, cache)
-        report = self._make_report(out.logits, torch.zeros_like(seeds)[:, None], images)[:, : len(requests)]
+        report = self._make_report(sum_rows(out.logits), torch.zeros_like(seeds)[:, None], images)[:, : len(requests)]
         self.free(list(range(len(requests), self.size)))
         return report
 
@@ -148,15 +148,15 @@ class RunningBatch:
         images = state.images.insert_rows(new, index)
         draft = self._drafter.join(state.draft, draft, index, images.tokens, images.length)
         self._state = LoopState(images, draft, cache)
-        return self._make_report(out.logits, torch.zeros_like(seeds)[:, None], new)
+        return self._make_report(sum_rows(out.logits), torch.zeros_like(seeds)[:, None], new)
 
     def run_pass(self) -> Tensor:
         """Run a pass. Returns its report `[4, B]`."""
-        self._state, (logits, position, _) = self._step(self._state)
+        self._state, (sums, position, _) = self._step(self._state)
         self._run.passes += 1
-        width = logits.shape[1]
+        width = sums.shape[1]
         self.widths[width] = self.widths.get(width, 0) + 1
-        return self._make_report(logits, position, self.images, width)
+        return self._make_report(sums, position, self.images, width)
 
     def free(self, rows: list[int]) -> None:
         """Make rows free. A free row is a finished image, which passes leave unchanged."""
@@ -189,8 +189,8 @@ class RunningBatch:
         self._run.passes += 1
         return cache, draft, out, images
 
-    def _make_report(self, logits: Tensor, position: Tensor, images: ImageState, width: int = 0) -> Tensor:
-        bad = ~logits.sum(-1).isfinite() & (position < self.num_tokens)
+    def _make_report(self, sums: Tensor, position: Tensor, images: ImageState, width: int = 0) -> Tensor:
+        bad = ~sums.isfinite() & (position < self.num_tokens)
         first = torch.where(bad, position, self.num_tokens).amin(1)
         assert isinstance(images.step, Tensor)
         return torch.stack([first, images.length, images.step, torch.full_like(images.length, width)])

@@ -6,14 +6,19 @@ Shape suffixes: B images, T tokens fed in one pass, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 
+import torch
 from torch import Tensor
 
 from vargen.decoding.compiled_sampling import sample_from_logits
+from vargen.decoding.harness import sum_rows
+from vargen.decoding.next_token.acceptance.exact import verify_shared_tokens
 from vargen.decoding.next_token.draft import Draft, Verdict
 from vargen.decoding.next_token.protocols import AcceptanceRule, Drafter
 from vargen.decoding.noise import Noise
 from vargen.decoding.sampling import Sampling, to_probs
+from vargen.device import normal_tensors
 
 
 def verify_draft(
@@ -24,7 +29,7 @@ def verify_draft(
     noise: Noise,
     relaxation: Tensor,
     sampling: Sampling,
-) -> tuple[Tensor | None, Verdict]:
+) -> tuple[Tensor | None, Verdict, Tensor]:
     """Verify a draft.
 
     Args:
@@ -32,14 +37,25 @@ def verify_draft(
         draft, noise, relaxation: see `AcceptanceRule`.
 
     Returns:
-        The target's probabilities float32 `[B, T, V]`, None if nothing uses them, and the verdict.
+        The target's probabilities float32 `[B, T, V]`, None if nothing uses them, the verdict, and the sum of each row of
+        logits, float32 `[B, T]` (`sum_rows`).
     """
     if rule.verify_tokens is not None and not drafter.uses_probs:
-        tokens = sample_from_logits(logits, sampling, noise)
-        if tokens is not None:
-            return None, rule.verify_tokens(tokens, draft)
+        is_shared_chain = rule.verify_tokens is verify_shared_tokens and draft.tree.is_chain and draft.fed is None
+        found = sample_from_logits(logits, sampling, noise, draft.tokens if is_shared_chain else None)
+        if found is not None and found.outcome is not None:
+            return None, Verdict(_chain_path(*found.tokens.shape), *found.outcome, sampled=found.tokens), found.sums
+        if found is not None:
+            return None, rule.verify_tokens(found.tokens, draft), found.sums
     probs = to_probs(logits, sampling)
-    return probs, rule(probs, _add_unfiltered_probs(draft, rule, logits, sampling), noise, relaxation)
+    verdict = rule(probs, _add_unfiltered_probs(draft, rule, logits, sampling), noise, relaxation)
+    return probs, verdict, sum_rows(logits)
+
+
+@lru_cache(maxsize=64)
+@normal_tensors()
+def _chain_path(images: int, slots: int) -> Tensor:
+    return torch.arange(slots).repeat(images, 1)
 
 
 def _add_unfiltered_probs(draft: Draft, rule: AcceptanceRule, logits: Tensor, sampling: Sampling) -> Draft:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vargen.decoding.next_token import compiled_steps
 from vargen.decoding.next_token.acceptance import fused
 from vargen.decoding.next_token.acceptance.function_rule import acceptance_rule
 from vargen.decoding.next_token.acceptance.siblings import follow_accepted
@@ -109,8 +108,6 @@ def verify_shared_tokens(sampled: Tensor, draft: Draft) -> Verdict:
         return fused.verify_shared_noise(sampled, draft)
     tree = draft.tree
     if tree.is_chain and draft.fed is None:
-        if (verdict := compiled_steps.verify_chain(sampled, draft)) is not None:
-            return verdict
         count = 1 + (draft.tokens == sampled[:, :-1]).cumprod(1).sum(1)
         path = torch.arange(tree.max_path, device=sampled.device).expand_as(sampled)
         return Verdict(path, count, sampled.gather(1, count[:, None] - 1)[:, 0], sampled=sampled)

@@ -46,14 +46,18 @@ Initial = Literal["uniform", "low-res", "low-res-refreshed"]
 class LastPass:
     """Result of the last pass.
 
-    Its probabilities `[B, T, V]`, if they were computed, resampled tokens `[B, T]`, and numbers of committed and of fed tokens
-    `[B]`. What lies past the tokens that were fed has no meaning.
+    Its probabilities `[B, T, V]`, if they were computed, resampled tokens `[B, T]`, and numbers of committed and, if they were
+    not T for all, of fed tokens `[B]`. What lies past the tokens that were fed has no meaning.
     """
 
     probs: Tensor | None
     resampled: Tensor
     num_committed: Tensor
-    num_fed: Tensor
+    num_fed: Tensor | None
+
+    def count_fed(self) -> Tensor:
+        """Number of fed tokens, int64 `[B]`."""
+        return torch.full_like(self.num_committed, self.resampled.shape[1]) if self.num_fed is None else self.num_fed
 
 
 @register_state
@@ -85,7 +89,8 @@ class JacobiState:
                 return put_rows(held, held.new_full((n, *held.shape[1:]), value), rows)
 
             probs = None if last.probs is None else put(last.probs, 0)
-            last = LastPass(probs, put(last.resampled, 0), put(last.num_committed, T), put(last.num_fed, T))
+            fed = None if last.num_fed is None else put(last.num_fed, T)
+            last = LastPass(probs, put(last.resampled, 0), put(last.num_committed, T), fed)
         if isinstance(self.window, RowWindows):
             self.window.restart(rows)
         return replace(self, last=last)
@@ -179,27 +184,31 @@ class Jacobi(Drafter):
         """Return the draft of a pass that feeds `width` tokens."""
         if width == 1:
             return Draft.make_empty(len(tokens), state.vocab, tokens.device)
+        if (draft := self._shift_compiled(state, width, noise)) is not None:
+            return draft
         noise = noise.shift(torch.arange(width - 1, device=tokens.device))
         initial: InitialDraft = resolve_name("initial", self.initial, INITIAL_DRAFTS)
         if self.low_res_model is not None:
             low_res = self._refresh(state, tokens, length) if state.last is None else state.low_res
             initial = make_low_res_initial(self.low_res_model, low_res)
-        drafted = self._shift_compiled(state, noise)
-        if drafted is not None:
-            probs = None
-        elif state.last is None:
+        probs: Tensor | None
+        if state.last is None:
             drafted, probs = initial(Context(state.vocab, state.columns, tokens, length, None, noise))
             probs = probs.expand(len(tokens), width - 1, -1)
         else:
             drafted, probs = _shift_window(state, state.last, initial, tokens, length, noise)
         return Draft(drafted, Tree.make_chain(width - 1, tokens.device), probs, noise.position < state.num_tokens)
 
-    def _shift_compiled(self, state: JacobiState, noise: Noise) -> Tensor | None:
-        """The draft tokens of `_shift_window` without probabilities, from a compiled function; None where it does not apply."""
+    def _shift_compiled(self, state: JacobiState, width: int, noise: Noise) -> Draft | None:
+        """The draft of `_shift_window` without probabilities, from a compiled function; None where it does not apply."""
         last = state.last
         if last is None or last.probs is not None or self.initial != "uniform" or isinstance(state.window, RowWindows):
             return None
-        return draft_window(last.resampled, last.num_committed, noise, state.vocab)
+        found = draft_window(last.resampled, last.num_committed, noise, width - 1, state.num_tokens, state.vocab)
+        if found is None:
+            return None
+        drafted, valid = found
+        return Draft(drafted, Tree.make_chain(width - 1), valid=valid)
 
     def join(self, state: JacobiState, new: JacobiState, rows: Tensor, tokens: Tensor, length: Tensor) -> JacobiState:
         state = state.insert_rows(new, rows)
@@ -209,12 +218,13 @@ class Jacobi(Drafter):
         return replace(state, low_res=self._refresh(state, tokens, length))
 
     def observe(self, state: JacobiState, step: Step) -> JacobiState:
-        state.window.observe(step.verdict.count, step.noise.position[:, 0] < state.num_tokens)
+        if not isinstance(state.window, FixedWindow):
+            state.window.observe(step.verdict.count, step.noise.position[:, 0] < state.num_tokens)
         if step.noise.position.shape[1] == 1:  # if the window widens again, it starts from initial draft tokens
             return replace(state, last=None)
         coupling: Coupling = resolve_name("coupling", self.coupling, COUPLINGS)
         T = step.noise.position.shape[1]
-        fed = torch.full_like(step.verdict.count, T) if step.draft.fed is None else step.draft.fed.clamp(max=T)
+        fed = None if step.draft.fed is None else step.draft.fed.clamp(max=T)
         last = LastPass(step.probs, coupling(step), step.verdict.count, fed)
         return replace(state, low_res=self._refresh(state, step.tokens, step.length), last=last)
 
@@ -236,13 +246,14 @@ def _shift_window(
     (B, T_old), device = last.resampled.shape, tokens.device
     image = torch.arange(B, device=device)[:, None]
     source = last.num_committed[:, None] + torch.arange(noise.position.shape[1], device=device)
-    unseen = source >= last.num_fed[:, None]
+    num_fed = last.count_fed()
+    unseen = source >= num_fed[:, None]
     shifted = last.resampled.gather(1, source.clamp(max=T_old - 1))
     known = tokens.scatter(1, noise.position.clamp(max=tokens.shape[1] - 1), shifted)  # undefined after the known ones
-    num_known = length + (last.num_fed - last.num_committed)
-    first = _first_unseen_slot(last, noise.position.shape[1])
+    num_known = length + (num_fed - last.num_committed)
+    first = _first_unseen_slot(num_fed - last.num_committed, noise.position.shape[1])
     unseen_noise = replace(noise, position=noise.position[:, first:]).where(unseen[:, first:])
-    last_probs = None if last.probs is None else last.probs[image[:, 0], last.num_fed - 1]
+    last_probs = None if last.probs is None else last.probs[image[:, 0], num_fed - 1]
     drafted, probs = initial(Context(state.vocab, state.columns, known, num_known, last_probs, unseen_noise))
     drafted = torch.where(unseen, torch.cat([shifted[:, :first], drafted], dim=1), shifted)
     if last.probs is None:
@@ -255,15 +266,15 @@ def _shift_window(
     return drafted, torch.cat([old[:, :first], new], dim=1)
 
 
-def _first_unseen_slot(last: LastPass, slots: int) -> int:
+def _first_unseen_slot(num_seen: Tensor, slots: int) -> int:
     """Return the first slot where any image may need an initial draft token, so that none are computed before it.
 
     At least one slot is computed, to know the shape. Off the eager CPU it returns 0: passes keep static shapes and the host
     does not wait for the device.
     """
-    if not is_eager_cpu(last.num_committed):
+    if not is_eager_cpu(num_seen):
         return 0
-    return min(int((last.num_fed - last.num_committed).min()), slots - 1)
+    return min(int(num_seen.min()), slots - 1)
 
 
 Coupling = Callable[[Step], Tensor]
