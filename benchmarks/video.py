@@ -327,12 +327,12 @@ def main() -> None:
     table = rows(found, costs, each, zeros)
     words = ["python benchmarks/video.py", *([f"--model {given.model}"] * bool(given.model))]
     words += ["--published"] * given.published + ["--preview"] * given.preview
-    words += [f"--router {given.router:g}"] * (given.router is not None)
+    words += [] if given.router is None else [f"--router {given.router:g}"]
     words += [f"--frames {given.frames}"] * (given.frames is not None)
     words += [f"--thresholds {' '.join(f'{each:g}' for each in given.thresholds)}"] * bool(given.model)
     words += [f"--policies {' '.join(map(repr, given.policies))}"] if given.policies else []
     pair = (given.model or "synthetic pair" + ", published costs" * given.published) + ", cheap previews" * given.preview
-    pair += f", router with correlation {given.router:g}" * (given.router is not None)
+    pair += "" if given.router is None else f", router with correlation {given.router:g}"
     pair += f", {given.frames} of a block's frames scored" * (given.frames is not None)
     about = {
         "pair": pair, "published": given.published, "zero": float(zeros.mean()) if given.model else None,

@@ -69,7 +69,7 @@ def render_race() -> str:
 
 def _render_lane(lane: dict[str, Any], subject: str) -> str:
     method, name, passes = lane["method"], PLAIN_NAMES[lane["method"]], len(lane["tokens"])
-    each = "one patch each" if passes == lane["tokens"][-1] else "several patches each"
+    each = "one patch each" if passes == lane["tokens"][-1] else "a few patches each"
     return (
         f'<figure class="vg-lane" data-method="{text(method)}">'
         f'<figcaption title="Method {text(method)}: {text(PLAIN_WORDS[method])}. '
