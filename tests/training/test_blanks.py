@@ -1,6 +1,8 @@
 """One code for whatever is blank: nothing else changes, and it decodes to white."""
 
+import pytest
 import torch
+from safetensors.torch import load_file
 from tiny_models import tiny_vq
 
 from vargen.assets import packaged_model_path
@@ -45,6 +47,18 @@ def test_the_code_is_that_of_an_empty_image_whatever_the_size_and_the_decoder():
     with torch.no_grad():
         vqvae.quantize.embedding.weight.neg_()
     assert hash_tokens(vqvae) != digest
+
+
+def test_rounded_weights_keep_the_blank_code_that_a_generator_was_trained_on():
+    """Rounded to int6 after training, the packaged tokenizer encodes a blank image mostly as another code."""
+    vqvae = VQModel.from_pretrained(packaged_model_path("emoji") / "vqvae").float().eval()
+    examples = load_file(packaged_model_path("emoji") / "examples.safetensors")["tokens"]
+    assert BackgroundTokenizer(vqvae).code == int(examples.flatten().long().mode().values)
+    digest = hash_tokens(vqvae)
+    vqvae.register_to_config(blank_code=None)
+    assert hash_tokens(vqvae) != digest
+    with pytest.raises(ValueError, match="blank_code must be None or from 0 to 15, got 16"):
+        VQModel(codebook_size=16, blank_code=16)
 
 
 def test_packaged_blanks_are_white():

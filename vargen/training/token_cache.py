@@ -33,7 +33,8 @@ def hash_encoder(vqvae: VQModel) -> str:
 
 def hash_tokens(vqvae: VQModel) -> str:
     """Return an identifier of the tokens that a `BackgroundTokenizer` computes; it is also part of the names of token files."""
-    return f"{hash_encoder(vqvae)}-blank"
+    code = vqvae.config.blank_code
+    return f"{hash_encoder(vqvae)}-blank{'' if code is None else code}"
 
 
 class BackgroundTokenizer:
@@ -45,13 +46,17 @@ class BackgroundTokenizer:
     instead of 26.9, with the packaged tokenizer), and only the caption determines the image.
 
     Attributes:
-        code: the code of blank patches: the most frequent one of a blank image. (With the packaged tokenizer, it decodes to
-            white by itself.)
+        code: the code of blank patches: the tokenizer's `blank_code`; without one, the most frequent code of a blank image.
+            (With the packaged tokenizer, it decodes to white by itself.) Rounded weights may have another most frequent code,
+            so a tokenizer whose weights are rounded after a generator was trained needs `blank_code`.
     """
 
     @torch.no_grad()
     def __init__(self, vqvae: VQModel):
         self.vqvae = vqvae
+        if vqvae.config.blank_code is not None:
+            self.code = vqvae.config.blank_code
+            return
         side = _SIDE * vqvae.downsampling  # independent of the image size: all sizes share the code
         empty = vqvae.encode(torch.ones(1, 3, side, side, device=vqvae.device))
         self.code = int(empty.flatten().mode().values)

@@ -103,9 +103,11 @@ class VQModel(QuantizedStorageMixin, ConfigMixin):
         num_res_blocks: residual blocks per encoder level (the decoder has one more). Official files have 2.
         z_channels: width of the features before and after the quantizer.
         weight_format: storage format of `save_pretrained`; see `QuantizedStorageMixin`.
+        blank_code: the code that a generator was trained to expect in blank patches; see `BackgroundTokenizer`.
 
     Raises:
-        ValueError: if a width is not divisible by 32, or encoder and decoder have different numbers of levels.
+        ValueError: if a width is not divisible by 32, encoder and decoder have different numbers of levels, or `blank_code` is
+            not one of the codes.
     """
 
     _no_split_modules: ClassVar[list[str]] = ["ResnetBlock", "AttnBlock"]
@@ -130,9 +132,12 @@ class VQModel(QuantizedStorageMixin, ConfigMixin):
         in_channels: int = 3,
         out_channels: int = 3,
         weight_format: str | None = None,
+        blank_code: int | None = None,
     ):
         super().__init__()
         validate_weight_format(weight_format)
+        if blank_code is not None and not 0 <= blank_code < codebook_size:
+            raise ValueError(f"blank_code must be None or from 0 to {codebook_size - 1}, got {blank_code}")
         if len(encoder_ch_mult) != len(decoder_ch_mult):
             raise ValueError(
                 f"encoder_ch_mult {tuple(encoder_ch_mult)} and decoder_ch_mult {tuple(decoder_ch_mult)} must have equal length"
