@@ -79,11 +79,17 @@ def motion_levels(data: VideoDataset, levels: int) -> np.ndarray:
     return np.searchsorted(motion_borders(data, levels), motion, side="right").astype(np.int64)
 
 
-def place_weights(clip: np.ndarray, motion_weight: float) -> np.ndarray:
-    """Return loss weights of the places of latents `[F, C, Y, X]`: `[F, 1, Y, X]`, mean 1, greater where they move."""
+def place_weights(clip: np.ndarray, motion_weight: float, without: int = 0) -> np.ndarray:
+    """Return loss weights of the places of latents `[F, C, Y, X]`: `[F, 1, Y, X]`, greater where they move, mean 1.
+
+    Args:
+        without: number of first frames whose weight is then set to 0.
+    """
     change = np.abs(np.diff(clip, axis=0, prepend=clip[:1])).mean(1, keepdims=True)
     weights = 1 + motion_weight * change / max(float(change.mean()), 1e-6)
-    return (weights / weights.mean()).astype(np.float32)
+    weights /= weights.mean()
+    weights[:without] = 0
+    return weights.astype(np.float32)
 
 
 @dataclass(frozen=True)
@@ -93,19 +99,27 @@ class ClipBatch:
     Attributes:
         clean: latents float32 `[B, F, C, Y, X]`. weights: loss weight of each place, `[B, F, 1, Y, X]`, mean about 1.
         texts: captions. motion: int64 `[B]`, levels; the last one means any.
+        kept: bool `[B]`, clips for which the predictions of the initial weights are kept; see `VideoLoss`.
     """
 
     clean: Tensor
     weights: Tensor
     texts: list[str]
     motion: Tensor
+    kept: Tensor
+
+    def select(self, rows: Tensor) -> ClipBatch:
+        """Return the clips where bool `rows` is True."""
+        texts = [text for text, wanted in zip(self.texts, rows.tolist(), strict=True) if wanted]
+        return ClipBatch(self.clean[rows], self.weights[rows], texts, self.motion[rows], self.kept[rows])
 
 
 class ClipBatches:
     """Training clips as a function of (seed, step).
 
     Clips start at their first frame, so that a caption describes how a video starts. Some loops start at another block, whose
-    loss weight is 0: this is how a model learns what follows the last block.
+    loss weight is 0: this is how a model learns what follows the last block. With `start_images`, every other clip follows a
+    block without loss that repeats its first frame, and the rest are `kept`.
     """
 
     def __init__(
@@ -121,25 +135,21 @@ class ClipBatches:
         rng = np.random.default_rng((config.seed, step))
         words = random.Random(config.seed * 1_000_003 + step)
         clips, weights, texts, motion = [], [], [], []
-        for index in self.sample(rng.random(config.batch_size)):
+        follows = np.arange(config.batch_size) % 2 == 0 if config.start_images else np.zeros(config.batch_size, dtype=bool)
+        for index, still in zip(self.sample(rng.random(config.batch_size)), follows, strict=True):
             record = self.data.records[index]
-            shifted = record["loops"] and rng.random() < config.loop_shift_probability
+            shifted = not still and record["loops"] and rng.random() < config.loop_shift_probability
             start = int(rng.integers(1, F // self.block)) * self.block if shifted else 0
-            clip = self.latents[index][window_frames(record, F, start, F)].astype(np.float32)
+            frames = window_frames(record, F, start, F)
+            clip = self.latents[index][np.r_[[0] * self.block, frames[: -self.block]] if still else frames].astype(np.float32)
             clips.append(clip)
-            weights.append(self.place_weights(clip, shifted))
+            weights.append(place_weights(clip, config.motion_weight, self.block if shifted or still else 0))
             texts.append(EMPTY_CAPTION if words.random() < config.caption_dropout else sample_caption(record, words))
             labeled = rng.random() < config.motion_label_probability
             motion.append(int(self.level_of_clip[index]) if labeled else self.levels)
         clean, places = (torch.from_numpy(np.stack(parts)).to(self.device) for parts in (clips, weights))
-        return ClipBatch(clean, places, texts, torch.tensor(motion, device=self.device))
-
-    def place_weights(self, clip: np.ndarray, shifted: bool) -> np.ndarray:
-        """Return `[F, 1, Y, X]`: greater where latents move, and 0 for the first block of a shifted loop."""
-        weights = place_weights(clip, self.config.motion_weight)
-        if shifted:
-            weights[: self.block] = 0
-        return weights
+        kept = torch.from_numpy(~follows if config.start_images else follows).to(self.device)
+        return ClipBatch(clean, places, texts, torch.tensor(motion, device=self.device), kept)
 
 
 def encode_captions(

@@ -35,6 +35,7 @@ class VideoLoss:
     Args:
         average: the average of the model's weights, the target of consistency, which also generates contexts.
         teacher: its flow is the target of consistency.
+        initial: the network before training, whose predictions are the target for a batch's `kept` clips.
     """
 
     def __init__(
@@ -44,8 +45,10 @@ class VideoLoss:
         bank: CaptionBank,
         config: VideoConfig,
         teacher: CausalVideoTransformer | None,
+        initial: CausalVideoTransformer | None = None,
     ):
         self.model, self.average, self.bank, self.config, self.teacher = model, average, bank, config, teacher
+        self.initial = initial
         self.dtype = preferred_dtype(model.device)
 
     def amp(self) -> torch.autocast:
@@ -114,7 +117,8 @@ class VideoLoss:
         """Return the distance of the model's prediction at a level from its average's prediction at a lower one.
 
         The teacher's flow leads from the one level to the next. Without a teacher, the lower level is any one on the line
-        between noise and clip, down to the clip itself, which new captions are learned from directly.
+        between noise and clip, down to the clip itself, which new captions are learned from directly. For `kept` clips the
+        target is what the initial weights predict at the same level (Li and Hoiem 2016, "Learning without Forgetting").
         """
         B, F = noise.shape[:2]
         b = self.model.geometry.block_frames
@@ -130,15 +134,25 @@ class VideoLoss:
         with self.amp(), torch.no_grad():
             direction = noise - batch.clean if self.teacher is None else self.guided_velocity(noisy, level, batch, context)
             nearer = noisy + (wide_following - wide) * direction
-            text = encode_captions(self.average, self.bank, batch.texts, batch.motion)
-            v = self.average(nearer, following * TIMESTEPS, text, context=context).float()
-            target = predict_clean(nearer, v, wide_following)
+            if self.initial is None:
+                target = self.prediction(self.average, nearer, following, batch, context)
+            else:
+                target, new = torch.empty_like(noisy), ~batch.kept
+                for network, rows, x, at in ((self.average, new, nearer, following), (self.initial, ~new, noisy, level)):
+                    if rows.any():
+                        target[rows] = self.prediction(network, x[rows], at[rows], batch.select(rows), context[rows])
         with self.amp():
-            text = encode_captions(self.model, self.bank, batch.texts, batch.motion)
-            v = self.model(noisy, level * TIMESTEPS, text, context=context)
-        error = predict_clean(noisy, v.float(), wide) - target
+            error = self.prediction(self.model, noisy, level, batch, context) - target
         smooth = (error.square() + _HUBER**2).sqrt() - _HUBER
         return _weighted_mean(smooth, batch.weights), {"consistency_error": error.detach().abs().mean()}
+
+    def prediction(
+        self, network: CausalVideoTransformer, noisy: Tensor, level: Tensor, batch: ClipBatch, context: Tensor
+    ) -> Tensor:
+        """Return the clean latents that a network predicts."""
+        text = encode_captions(network, self.bank, batch.texts, batch.motion)
+        v = network(noisy, level * TIMESTEPS, text, context=context).float()
+        return predict_clean(noisy, v, level[..., None, None, None])
 
     def guided_velocity(self, noisy: Tensor, level: Tensor, batch: ClipBatch, context: Tensor) -> Tensor:
         """Return the teacher's velocity with classifier-free guidance."""

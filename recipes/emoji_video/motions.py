@@ -46,6 +46,11 @@ def _poses(frames: int, size: float, pivot: float = 0.0, **values: np.ndarray) -
     return Poses(**arrays, pivot=pivot)
 
 
+def rest(size: float) -> Poses:
+    """Return one pose: in the middle, upright."""
+    return _poses(1, size)
+
+
 # A motion is a function of the number of frames, how often it repeats in them (or how fast it arrives) and its phase in [0, 1).
 PoseFunction = Callable[[int, float, float], Poses]
 

@@ -18,7 +18,7 @@ from recipes.emoji.dataset import EmojiDataset
 from recipes.emoji_video.autoencoder import to_video
 from recipes.emoji_video.batches import EMPTY_CAPTION, ClipBatch, ClipBatches, motion_borders, place_weights
 from recipes.emoji_video.clips import VideoDataset
-from recipes.emoji_video.motions import MOTIONS, SPEEDS, Motion, is_held_out_motion, motion_caption, render
+from recipes.emoji_video.motions import MOTIONS, SPEEDS, Motion, is_held_out_motion, motion_caption, render, rest
 from vargen.device import preferred_dtype
 from vargen.models.tokenizers.video_vae import CausalVideoVAE
 from vargen.training.augment import HUE_NAMES, HUES, WeightedIndices, dominant_hue, find_color_word, recolor_caption, rotate_hue
@@ -28,17 +28,18 @@ if TYPE_CHECKING:
 
 _STYLE_NAMED = 0.4
 _RECOLORED = 0.15
+_START_SIZES = 0.7, 1.0  # of start images, relative to the frame
 
 
 class MovingStills:
     """Renders clips of moving stills, and their captions, as a function of a seed.
 
     Args:
-        frames, side: of a clip.
+        frames, side: of a clip. start: how many of the frames show the image at rest, before it moves.
     """
 
-    def __init__(self, stills: EmojiDataset, config: VideoConfig, frames: int, side: int):
-        self.stills, self.frames, self.side = stills, frames, side
+    def __init__(self, stills: EmojiDataset, config: VideoConfig, frames: int, side: int, start: int = 0):
+        self.stills, self.frames, self.side, self.start = stills, frames, side, start
         indices = stills.training_indices()
         weights = config.still_weights.weights([stills.records[i] for i in indices])
         self.sample = WeightedIndices(indices, weights)
@@ -57,8 +58,11 @@ class MovingStills:
         if rng.random() < _STYLE_NAMED:
             noun = f"{noun}, {style_phrase(record['style'])}"
         speed = rng.randrange(len(SPEEDS))
-        poses = motion.poses(self.frames, motion.rates[speed], rng.choice(motion.phases))
-        return render(image, poses, self.side), motion_caption(motion, noun, article, SPEEDS[speed], rng)
+        clip = render(image, motion.poses(self.frames, motion.rates[speed], rng.choice(motion.phases)), self.side)
+        if self.start:
+            resting = render(image, rest(rng.uniform(*_START_SIZES)), self.side)
+            clip = np.concatenate([resting.repeat(self.start, 0), clip[: -self.start]])
+        return clip, motion_caption(motion, noun, article, SPEEDS[speed], rng)
 
     def examples(self, seed: int, count: int) -> list[tuple[np.ndarray, str]]:
         """Return `count` clips with captions of training combinations."""
@@ -73,7 +77,11 @@ class MovingStills:
 
 
 class MixedBatches:
-    """Batches of animated clips and moving stills, as a function of (seed, step)."""
+    """Batches of animated clips and moving stills, as a function of (seed, step).
+
+    With `start_images`, a still's first block shows it at rest and has no loss. So a video learns what moves from an image, not
+    from the caption; this takes a fraction of the steps, and works for images that training never shows.
+    """
 
     def __init__(
         self,
@@ -89,15 +97,16 @@ class MixedBatches:
         self.count = round(config.still_fraction * config.batch_size)
         animated = replace(config, batch_size=config.batch_size - self.count, still_fraction=0.0)
         self.animated = ClipBatches(data, latents, animated, block, levels, device)
-        self.stills = MovingStills(stills, config, *data.frames.shape[1:3])
+        self.start = block if config.start_images else 0
+        self.stills = MovingStills(stills, config, *data.frames.shape[1:3], self.start)
         self.vae, self.config, self.levels, self.device = vae, config, levels, device
         self.borders = motion_borders(data, levels)
 
     def __call__(self, step: int) -> ClipBatch:
         one, other = self.animated(step), self.moved(step)
-        tensors = (torch.cat([getattr(one, key), getattr(other, key)]) for key in ("clean", "weights", "motion"))
-        clean, weights, motion = tensors
-        return ClipBatch(clean, weights, one.texts + other.texts, motion)
+        names = ("clean", "weights", "motion", "kept")
+        clean, weights, motion, kept = (torch.cat([getattr(one, name), getattr(other, name)]) for name in names)
+        return ClipBatch(clean, weights, one.texts + other.texts, motion, kept)
 
     def moved(self, step: int) -> ClipBatch:
         """Return the batch's moving stills."""
@@ -105,12 +114,13 @@ class MixedBatches:
         words = random.Random(f"{config.seed} {step}")
         clips, texts = zip(*self.stills.examples(config.seed * 1_000_003 + step, self.count), strict=True)
         clean = encode(self.vae, np.stack(clips), self.device)
-        weights = np.stack([place_weights(clip, config.motion_weight) for clip in clean.cpu().numpy()])
-        motions = [np.abs(np.diff(clip.astype(np.float32), axis=0)).mean() for clip in clips]
+        weights = np.stack([place_weights(clip, config.motion_weight, self.start) for clip in clean.cpu().numpy()])
+        motions = [np.abs(np.diff(clip[self.start :].astype(np.float32), axis=0)).mean() for clip in clips]
         known = [words.random() < config.motion_label_probability for _ in clips]
         motion = np.where(known, np.searchsorted(self.borders, motions, side="right"), self.levels)
-        kept = [EMPTY_CAPTION if words.random() < config.caption_dropout else text for text in texts]
-        return ClipBatch(clean, torch.from_numpy(weights).to(self.device), kept, torch.from_numpy(motion).to(self.device))
+        named = [EMPTY_CAPTION if words.random() < config.caption_dropout else text for text in texts]
+        places, levels = torch.from_numpy(weights).to(self.device), torch.from_numpy(motion).to(self.device)
+        return ClipBatch(clean, places, named, levels, torch.zeros(len(clips), dtype=torch.bool, device=self.device))
 
 
 @torch.no_grad()

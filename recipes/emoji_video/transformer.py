@@ -56,6 +56,7 @@ class VideoConfig:
     caption_dropout: float = 0.1
     still_fraction: float = 0.0  # of a batch's clips that are still images in motion
     still_weights: SamplingWeights = field(default_factory=SamplingWeights)  # how often each kind of still image is sampled
+    start_images: bool = False  # moving stills and half of the animated clips follow a block of their image; see `MixedBatches`
     motion_label_probability: float = 0.5  # of conditioning on a clip's motion level
     loop_shift_probability: float = 0.3  # of starting a loop at another block, which has no loss
     diffusion_forcing_fraction: float = 0.75  # first part of training: a noise level per block; then clean contexts
@@ -135,6 +136,8 @@ class VideoTrainer(Trainer):
             )
         if (round(config.still_fraction * config.batch_size) > 0) != (stills is not None):
             raise ValueError(f"stills must be given if still_fraction is above 0, and only then, got {config.still_fraction}")
+        if config.start_images and (config.objective != "consistency-training" or stills is None or init_folder is None):
+            raise ValueError("start_images needs stills, init and the objective 'consistency-training'")
         validate_network_files(vae_folder, CausalVideoVAE)
         torch.manual_seed(config.seed)
         vae = CausalVideoVAE.from_pretrained(vae_folder).to(device).eval().requires_grad_(False)
@@ -155,6 +158,7 @@ class VideoTrainer(Trainer):
         elif teacher is not None and teacher.config.dim == model.config.dim:
             model.load_state_dict(teacher.state_dict())
         self.average = copy.deepcopy(model).eval().requires_grad_(False)
+        initial = copy.deepcopy(self.average) if config.start_images else None
         super().__init__(config, model, folder, device, "video", **identity)
         latents = clip_latents(folder, data, vae, device)
         bank = CaptionBank(text_encoder_folder, config.max_caption_tokens, device)
@@ -165,11 +169,11 @@ class VideoTrainer(Trainer):
         else:
             self.batches = MixedBatches(data, stills, latents, vae, config, block, levels, device)
         self.evaluation = VideoEvaluation(data, latents, vae, bank, config, device)
-        self.loss = VideoLoss(model, self.average, bank, config, teacher)
+        self.loss = VideoLoss(model, self.average, bank, config, teacher, initial)
         optimizers = split_optimizers(dict(model.named_parameters()), lambda name: name.startswith("blocks."), config)
         self.optimizers = optimizers[::-1]  # the order in the checkpoints of earlier versions
         if config.compile:
-            for network in (model, self.average, teacher):
+            for network in (model, self.average, teacher, initial):
                 for block_ in network.blocks if network is not None else ():
                     block_.compile(dynamic=False)  # same shapes and code: compiled only once
 

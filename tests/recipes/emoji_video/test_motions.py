@@ -1,6 +1,8 @@
 """Still images in motion: what the words say is what the frames show, and training never shows the held-out combinations."""
 
+import copy
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,8 +12,10 @@ from tiny_clips import CPU, VAE, Bank, clip_latents_of, data, recipe
 
 from recipes.emoji.dataset import EmojiDataset
 from recipes.emoji_video import transformer as trainer
+from recipes.emoji_video.losses import VideoLoss
 from recipes.emoji_video.motions import MOTIONS, SPEEDS, is_held_out_motion, motion_caption, render
 from recipes.emoji_video.moving_stills import MixedBatches, MovingStills
+from vargen.models.causal_video import CausalVideoTransformer
 from vargen.models.tokenizers.video_vae import CausalVideoVAE
 from vargen.training.augment import SamplingWeights
 
@@ -146,6 +150,33 @@ def test_a_batch_mixes_clips_and_moving_stills_as_a_function_of_its_step(vae):
     assert batch.motion.max() < 2
 
 
+def test_clips_follow_a_still_block_without_loss_and_the_rest_are_kept(vae):
+    clips = data(frames=6, size=16)
+    network = CausalVideoVAE.from_pretrained(vae)
+    config = recipe(batch_size=8, still_fraction=0.5, start_images=True)
+    batch = MixedBatches(clips, stills(), clip_latents_of(vae, clips), network, config, 2, 2, CPU)(1)
+    assert batch.kept.tolist() == [False, True, False, True] + [False] * 4
+    new = ~batch.kept
+    assert torch.equal(batch.clean[new, 0], batch.clean[new, 1]) and not batch.weights[new, :2].any()
+    assert batch.weights[new, 2:].gt(0).all()
+    chosen = batch.select(new)
+    assert chosen.texts == [text for text, kept in zip(batch.texts, batch.kept.tolist(), strict=True) if not kept]
+    assert torch.equal(chosen.clean, batch.clean[new])
+
+
+def test_kept_clips_have_no_loss_at_the_initial_weights(vae):
+    """Their target is what these predict, so only other clips change the weights."""
+    clips = data(frames=6, size=16)
+    config = recipe(objective="consistency-training", batch_size=8, still_fraction=0.5, start_images=True)
+    batches = MixedBatches(clips, stills(), clip_latents_of(vae, clips), CausalVideoVAE.from_pretrained(vae), config, 2, 2, CPU)
+    batch = batches(1)
+    torch.manual_seed(0)
+    model = CausalVideoTransformer(**config.model).eval()
+    loss = VideoLoss(model, model, Bank(None, 0, CPU), config, None, copy.deepcopy(model))
+    kept = batch.select(batch.kept)
+    assert loss(0, kept)[0] < 1e-5 < 1e-3 < loss(0, batch.select(~batch.kept))[0]
+
+
 def test_a_model_of_few_steps_learns_from_clips_alone(tmp_path, vae, monkeypatch):
     monkeypatch.setattr(trainer, "CaptionBank", Bank)
 
@@ -162,5 +193,10 @@ def test_a_model_of_few_steps_learns_from_clips_alone(tmp_path, vae, monkeypatch
     assert all(np.isfinite(list(found.values())))
     rejects(lambda: train(tmp_path / "without", config), "stills")
     rejects(lambda: train(tmp_path / "with", recipe(), stills=stills()), "stills")
+    rejects(lambda: train(tmp_path / "start", replace(config, start_images=True), stills=stills()), "start_images")
+    more = train(
+        tmp_path / "more", replace(config, start_images=True), stills=stills(), init_folder=tmp_path / "run/transformer"
+    )
+    assert all(np.isfinite(list(more.values())))
     with pytest.raises(ValueError, match="still_fraction"):
         recipe(still_fraction=1.5)

@@ -11,7 +11,14 @@ from tiny_clips import SHAPE, VAE, Bank, clip_latents_of, data, recipe
 from tiny_training import check_resumes
 
 from recipes.emoji_video import transformer as trainer
-from recipes.emoji_video.batches import EMPTY_CAPTION, ClipBatches, clip_latents, motion_levels, validate_same_encoder
+from recipes.emoji_video.batches import (
+    EMPTY_CAPTION,
+    ClipBatches,
+    clip_latents,
+    motion_levels,
+    place_weights,
+    validate_same_encoder,
+)
 from recipes.emoji_video.generate import VideoEvaluation, euler_levels, make_block_noise, sample_latents, sampling_settings
 from recipes.emoji_video.losses import VideoLoss
 from recipes.emoji_video.preview import PreviewConfig, train_video_preview
@@ -147,12 +154,11 @@ def test_batches_roll_loops_only_and_do_not_learn_what_is_given(vae):
 
 
 def test_places_that_move_count_more():
-    clips = data()
-    batches = ClipBatches(clips, np.zeros((10, 6, 4, 2, 2), np.float16), recipe(motion_weight=3.0), 2, 0, CPU)
     clip = np.zeros((6, 4, 2, 2), np.float32)
     clip[1::2, :, 0, 0] = 1
-    weights = batches.place_weights(clip, shifted=False)
+    weights = place_weights(clip, 3.0)
     assert weights.mean() == pytest.approx(1) and weights[1, 0, 0, 0] > 5 * weights[1, 0, 1, 1]
+    assert np.array_equal(place_weights(clip, 3.0, 2)[2:], weights[2:]) and not place_weights(clip, 3.0, 2)[:2].any()
 
 
 def test_sampling_is_of_the_seed_and_each_block_of_its_own_noise(flow):
