@@ -36,13 +36,13 @@ from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.components import TEXT_COMPONENTS, Component, ModelFamily, register_family
 from vargen.pipelines.generation import OutputOptions, RunningCall, run_request
 from vargen.pipelines.prompts import NormalizedPrompt, PromptNames, encode_prompt, encode_tokens
+from vargen.pipelines.start_images import encode_start_image
 from vargen.pipelines.video_memory import on_device, resolve_run_ahead
 from vargen.pipelines.videos import (
     CausalVideoPipelineOutput,
     PassMonitor,
     VideoGenerationRequest,
     VideoStream,
-    encode_first_frame,
     resolve_preview_decoder,
     save_video,
     stack_videos,
@@ -199,7 +199,8 @@ class CausalVideoPipeline(VisualPipeline):
         Args:
             prompt: text of the video. Only one; `__call__` accepts several.
             image: start image: a PIL image, or a tensor `[1, 3, Y, X]`, float in [0, 1] or uint8. It is resized. Its frame is
-                not part of the result.
+                not part of the result. Or a pipeline of an image model: it generates the image from the prompt without its
+                motion, with the seed of the video.
             num_blocks: length in blocks. None: the checkpoint's default.
             accelerator: name of a preset (`vargen info presets` lists them), or a `VideoMethod`. None: `"sdvg"`, or `"target"`
                 for a model without a draft transformer.
@@ -248,7 +249,7 @@ class CausalVideoPipeline(VisualPipeline):
             decoder=self.streaming_decoder(),
             preview=resolve_preview_decoder(self, preview_decoder),
             score=None if frame_scorer is None else frame_scorer.bind(self.scorer_prompt(str(prompt))),
-            given=encode_first_frame(self, image),
+            given=encode_start_image(self, image, prompt, seeds.seeds[0]),
             callback=callback,
             profile=profile,
             router=bind_router(self, method),

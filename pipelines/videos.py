@@ -20,7 +20,6 @@ from vargen.deprecation import renamed_attribute
 from vargen.files import atomic_file, expand_user
 from vargen.models.tokenizers.video_vae import DecodeState, StreamingDecoder
 from vargen.mp4 import Mp4Writer, import_av
-from vargen.pipelines.images import preprocess_images
 from vargen.pipelines.validation import validate_callback_result_type
 from vargen.values import parse_float, short_repr
 
@@ -170,23 +169,6 @@ class VideoStream(Iterator[VideoBlock]):
     def close(self) -> None:
         """Free the memory of a video that is not iterated to its end."""
         self._blocks.close()
-
-
-def encode_first_frame(pipe: CausalVideoPipeline, image: Any) -> list[Tensor]:
-    """Encode the start image of a video to latents; without one, return an empty list.
-
-    Raises:
-        ValueError: for more than one image, or a model that was not trained to start from an image.
-    """
-    if image is None:
-        return []
-    if not pipe.setting("image"):
-        raise ValueError("image must be left out: this model was not trained to start from one frame")
-    pixels = preprocess_images(image, pipe.image_processor, pipe.transformer.geometry.pixel_size, "image")
-    if len(pixels) != 1:
-        raise ValueError(f"image must be one image, got {len(pixels)}")
-    decoder: Any = pipe.streaming_decoder()
-    return [decoder.encode(pixels[None].to(pipe._device_of(pipe.vae)))]
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
+from tiny_models import text_pipeline
 from tiny_video_folder import video_folder
 from typer.testing import CliRunner
 
@@ -32,6 +33,17 @@ def test_a_prompt_becomes_a_looping_file(model: str, tmp_path: Path) -> None:
         assert image.n_frames == 4
 
 
+def test_an_image_model_generates_what_it_starts_from(model: str, tmp_path: Path) -> None:
+    drawn = tmp_path / "images"
+    text_pipeline().save_pretrained(drawn)
+    words = ("a cat", "--model", model, "--seed", "5", "--num-blocks", "1", "--accelerator", "target", "-q")
+    alone, started = tmp_path / "alone.webp", tmp_path / "started.webp"
+    assert run(*words, "-o", str(alone)).exit_code == 0
+    found = run(*words, "-o", str(started), "--image-model", str(drawn))
+    assert found.exit_code == 0, found.output
+    assert alone.read_bytes() != started.read_bytes()
+
+
 def test_several_go_into_a_folder(model: str, tmp_path: Path) -> None:
     words = ("a cat", "a dog", "--model", model, "-o", f"{tmp_path}/out/", "--seed", "1", "-q")
     found = run(*words, "--num-blocks", "1", "--accelerator", "stride:every=2")
@@ -50,6 +62,9 @@ def test_several_go_into_a_folder(model: str, tmp_path: Path) -> None:
         (("--top-k", "5"), "top_k"),
         (("--contact-sheet", "a.png"), "contact_sheet"),
         (("--image", "nowhere.png"), "image"),
+        (("--image-model", "nobody"), "nobody"),
+        (("--image-model", "emoji-video"), "image_model must generate images"),
+        (("--image-model", "emoji", "--image", "nowhere.png"), "image_model must be left out"),
         (("--scorer", "nobody"), "unknown scorer"),
     ],
 )

@@ -29,6 +29,8 @@ DEFAULT_SETTINGS: dict[str, Any] = {
     "caption_rows": 64,
     "scored_frames": None,  # frames of a drafted block to score; None: all
     "image": True,  # whether videos may start from an image
+    "image_frames": 1,  # number of latent frames that show the start image
+    "motions": None,  # phrases that ask for a motion, such as "bouncing", which a start image is generated without
     "prompt_cleaning": None,  # "whitespace": as Wan's text encoder was trained
 }
 _LIMITS = {  # minimum and maximum
@@ -37,6 +39,7 @@ _LIMITS = {  # minimum and maximum
     "sinks": (0, 1_000_000),
     "caption_rows": (1, 65_536),
     "scored_frames": (1, 1024),
+    "image_frames": (1, 64),
 }
 _MAX_SHIFT = 100.0
 
@@ -78,6 +81,9 @@ def validate_settings(defaults: Any, transformer: Any = None) -> None:
     for name in ("euler", "image"):
         if not isinstance(given.get(name, False), bool):
             raise ValueError(f"defaults: {name} must be true or false, got {short_repr(given[name])}")
+    motions = given.get("motions", [])
+    if not isinstance(motions, list | tuple) or not all(isinstance(each, str) and each.strip() for each in motions):
+        raise ValueError(f"defaults: motions must be a list of phrases, got {short_repr(motions)}")
     guidance, shift = parse_float(given.get("guidance", 1.0)), parse_float(given.get("shift", SHIFT))
     if guidance is None or guidance < 0:
         raise ValueError(f"defaults: guidance must be a number of at least 0, got {short_repr(given['guidance'])}")

@@ -136,6 +136,10 @@ def generate(
     motion: Annotated[
         int | None, typer.Option(metavar="N", help="Video: level of motion, for models trained with one.")
     ] = None,
+    image_model: Annotated[
+        str | None,
+        typer.Option(metavar="NAME|DIR", help="Video: image model that generates the image to start from, by the prompt."),
+    ] = None,
     dtype: DtypeName = Dtype.auto,
     quantization: QuantizationName = None,
     device: DeviceName = Device.auto,
@@ -171,7 +175,7 @@ def generate(
     )  # fmt: skip
     source = SourceFiles.expand(image, mask, strength)
     for_images = {"class_label": class_label, "mask": mask, "strength": strength, "contact_sheet": contact_sheet}
-    for_video = {"num_blocks": num_blocks, "tau": tau, "motion": motion}
+    for_video = {"num_blocks": num_blocks, "tau": tau, "motion": motion, "image_model": image_model}
     quiet_libraries()
     if makes_video(model):
         from vargen.cli.generate_video import generate_videos

@@ -28,7 +28,7 @@ def generate_videos(options: GenerateOptions, image: Path | None, video: dict[st
     """Generate a video for each prompt and seed; print the name of each file.
 
     Args:
-        image: to start from. video: arguments of the pipeline that only video has.
+        image: to start from. video: options that only video has.
 
     Raises:
         ValueError: for a request that the model does not support, before any weight is read.
@@ -40,6 +40,7 @@ def generate_videos(options: GenerateOptions, image: Path | None, video: dict[st
     from vargen.pipelines.videos import save_video, validate_video_path
 
     model = inspect_model(options.model)
+    image_model = _inspect_image_model(video.pop("image_model", None), image, model)
     if options.accelerator is not None:
         _check_method(options.accelerator, model, video)
     jobs = options.jobs()
@@ -59,6 +60,8 @@ def generate_videos(options: GenerateOptions, image: Path | None, video: dict[st
     started = time.perf_counter()
     dtype = select_dtype(options.dtype, device, model.folder, options.quantization)
     pipe: Any = open_pipeline(model.folder, device=device, torch_dtype=dtype, quantization=options.quantization)
+    if image_model is not None:
+        call["image"] = open_pipeline(image_model.folder, device=device, quantization=options.quantization)
     seconds_load = time.perf_counter() - started
     if not options.quiet:
         report_emoji_names(pipe, options.prompts)
@@ -85,6 +88,23 @@ def generate_videos(options: GenerateOptions, image: Path | None, video: dict[st
         write_each([("json", lambda: print_json({"videos": records, **about}))])
     if len(records) < len(jobs) or names.failed:
         raise typer.Exit(1)
+
+
+def _inspect_image_model(name: str | None, image: Path | None, model: ModelInfo) -> ModelInfo | None:
+    """Return the image model that generates start images; None if none is given."""
+    from vargen.adapters.video_settings import resolve_setting
+    from vargen.pipelines.registry import inspect_model
+
+    if name is None:
+        return None
+    if image is not None:
+        raise ValueError(f"image_model must be left out beside --image, got {name!r}")
+    if not resolve_setting(model.defaults, "image"):
+        raise ValueError(f"image_model must be left out: the model does not start from an image, got {name!r}")
+    found = inspect_model(name)
+    if found.fps is not None or found.condition != "text":
+        raise ValueError(f"image_model must generate images from prompts, got {name!r}")
+    return found
 
 
 def _check_method(name: str, model: ModelInfo, video: dict[str, Any]) -> None:

@@ -70,7 +70,7 @@ Json = Annotated[
 ]
 
 
-def explicit_options(**values: float | int | None) -> dict[str, Any]:
+def explicit_options(**values: float | int | str | None) -> dict[str, Any]:
     """Return only the options that were given; the model's defaults apply to the others."""
     return {name: value for name, value in values.items() if value is not None}
 

@@ -1,0 +1,70 @@
+"""Start images of videos: given ones, or ones that an image model generates from the prompt without its motion."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from vargen.decoding import VideoMethod
+from vargen.pipelines.base import VisualPipeline
+from vargen.pipelines.images import preprocess_images
+from vargen.values import short_repr
+
+if TYPE_CHECKING:
+    from vargen.pipelines.causal_video import CausalVideoPipeline
+
+_ADVERB = r"\w+ly"  # as in "quickly bouncing"
+
+
+def remove_motion(prompt: str, motions: Sequence[str]) -> str | None:
+    """Return a prompt without its motion, such as "a pizza" for "a quickly bouncing pizza" or "a pizza that bounces".
+
+    Args:
+        motions: phrases for motions, such as "bouncing" and "bounces".
+
+    Returns:
+        None if the prompt contains none of them, or nothing else.
+    """
+    phrases = "|".join(re.escape(each) for each in sorted(motions, key=len, reverse=True))
+    pattern = rf"(?:\b(?:that|which)\s+)?(?:\b{_ADVERB}\s+)?\b(?:{phrases})\b(?:\s+{_ADVERB}\b)?"
+    rest, count = re.subn(pattern, " ", prompt, flags=re.IGNORECASE) if motions else (prompt, 0)
+    still = re.sub(r"\s+(?=[\s,.!?]|$)", "", rest).strip(" ,.!?")
+    return still if count and re.sub(r"\b(?:an?|the)\b", "", still).strip() else None
+
+
+def encode_start_image(pipe: CausalVideoPipeline, image: Any, prompt: str | None, seed: int) -> list[Tensor]:
+    """Encode the start image of a video to latents; without one, return an empty list.
+
+    Args:
+        image: as preprocessed by `preprocess_images`, or a pipeline that generates it with `seed`; None for none.
+        prompt: of the video.
+
+    Raises:
+        ValueError: for more than one image, a model that was not trained to start from an image, or a pipeline and no prompt.
+    """
+    if image is None:
+        return []
+    if not pipe.setting("image"):
+        raise ValueError("image must be left out: this model was not trained to start from one frame")
+    if isinstance(image, VisualPipeline):
+        image = _generate(image, pipe, prompt, seed)
+    pixels = preprocess_images(image, pipe.image_processor, pipe.transformer.geometry.pixel_size, "image")
+    if len(pixels) != 1:
+        raise ValueError(f"image must be one image, got {len(pixels)}")
+    decoder: Any = pipe.streaming_decoder()
+    frames = 1 + (pipe.setting("image_frames") - 1) * pipe.transformer.geometry.temporal_stride
+    return [decoder.encode(pixels[None].repeat(1, frames, 1, 1, 1).to(pipe._device_of(pipe.vae)))]
+
+
+def _generate(image_pipe: VisualPipeline, pipe: CausalVideoPipeline, prompt: str | None, seed: int) -> Any:
+    if image_pipe.paradigm == VideoMethod.paradigm or image_pipe.is_class_conditional or prompt is None:
+        raise ValueError(
+            "image must be an image, or a pipeline that generates images from prompts, with a prompt; "
+            f"got {type(image_pipe).__name__} and prompt {short_repr(prompt)}"
+        )
+    still = remove_motion(prompt, pipe.setting("motions") or ()) or prompt
+    return image_pipe(still, generator=torch.Generator().manual_seed(seed)).images[0]

@@ -1,0 +1,90 @@
+"""A video starts from an image: as many frames of it as the model was trained with, or what an image model generates for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from rejects import rejects
+from tiny_models import class_pipeline, text_pipeline
+from tiny_video_folder import video_folder
+
+from recipes.emoji_video.motions import MOTIONS
+from vargen.pipelines.causal_video import CausalVideoPipeline
+from vargen.pipelines.registry import open_pipeline
+from vargen.pipelines.start_images import encode_start_image, remove_motion
+
+PHRASES = [phrase for motion in MOTIONS.values() for phrase in (motion.participle, motion.verb)]
+
+
+@pytest.fixture(scope="module")
+def pipe(tmp_path_factory: pytest.TempPathFactory) -> CausalVideoPipeline:
+    opened = open_pipeline(video_folder(tmp_path_factory.mktemp("runs")))
+    opened.set_progress_bar_config(disable=True)
+    return opened
+
+
+@pytest.mark.parametrize(
+    ("prompt", "still"),
+    [
+        ("a bouncing pizza", "a pizza"),
+        ("A quickly Bouncing pizza, 3d style", "A pizza, 3d style"),
+        ("an apple that bounces slowly, 3d style", "an apple, 3d style"),
+        ("rice slides in from the left", "rice"),
+        ("a strawberry sliding in from the left.", "a strawberry"),
+        ("a baby chick growing and shrinking", "a baby chick"),
+        ("a jelly bean spinning", "a jelly bean"),
+        ("bouncing", None),
+        ("a rolling", None),
+        ("a bouncingly red apple", None),
+        ("waving hand", None),
+    ],
+)
+def test_the_still_image_is_of_the_prompt_without_its_motion(prompt: str, still: str | None) -> None:
+    assert remove_motion(prompt, PHRASES) == still
+
+
+def test_without_phrases_no_motion_is_removed() -> None:
+    assert remove_motion("a bouncing pizza", ()) is None
+
+
+def test_an_image_model_generates_the_start_image_with_the_seed_of_the_video(
+    pipe: CausalVideoPipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(pipe.config.defaults, "motions", ["bouncing"])
+    draw = text_pipeline()
+    image = draw("a cat", generator=torch.Generator().manual_seed(5)).images[0]
+    options: dict[str, Any] = {"accelerator": "target", "output_type": "pt"}
+
+    def frames(start: Any) -> torch.Tensor:
+        return pipe("a bouncing cat", image=start, generator=torch.Generator().manual_seed(5), **options).frames
+
+    assert torch.equal(frames(draw), frames(image)) and not torch.equal(frames(draw), frames(None))
+
+
+def test_the_image_is_shown_as_long_as_in_training(pipe: CausalVideoPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    red = Image.new("RGB", (16, 16), "red")
+    (one,) = encode_start_image(pipe, red, None, 0)
+    monkeypatch.setitem(pipe.config.defaults, "image_frames", 2)
+    (two,) = encode_start_image(pipe, red, None, 0)
+    assert one.shape[1] == 1 and torch.equal(two, one.repeat(1, 2, 1, 1, 1))
+    made = pipe("a cat", image=red, num_blocks=2, accelerator="target", output_type="pt").frames
+    assert made.shape[1] == 2 * pipe.transformer.geometry.block_frames
+
+
+def test_what_generates_no_image_from_prompts_is_refused(pipe: CausalVideoPipeline, tmp_path: Path) -> None:
+    rejects(lambda: pipe("a cat", image=class_pipeline(), accelerator="target"), "image")
+    rejects(lambda: pipe("a cat", image=pipe, accelerator="target"), "image")
+    embeds = torch.zeros(1, 3, 384)
+    rejects(lambda: pipe(prompt_embeds=embeds, image=text_pipeline(), accelerator="target"), "image")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("image_frames", 0), ("image_frames", "two"), ("motions", "bouncing"), ("motions", [""])]
+)
+def test_settings_that_make_no_sense_are_refused(pipe: CausalVideoPipeline, name: str, value: Any) -> None:
+    components = {key: getattr(pipe, key) for key in ("vae", "transformer", "draft_transformer", "text_encoder", "tokenizer")}
+    rejects(lambda: CausalVideoPipeline(**components, defaults={**pipe.config.defaults, name: value}), name)
