@@ -67,6 +67,7 @@ def check_kernels(device: str) -> Iterator[Row]:
 
 def check_tokens(device: str) -> Iterator[Row]:
     """Whether kernels and graphs generate the tokens of torch alone in float32, and how many are equal in bfloat16."""
+    from vargen.decoding import resolve_method
     from vargen.pipelines.registry import open_pipeline
 
     different = []
@@ -85,7 +86,7 @@ def check_tokens(device: str) -> Iterator[Row]:
                 if share < 1:
                     different.append(f"{model}, {method}, {variant}: {100 * share:.1f} % of the tokens are equal")
                 yield _tokens_row(model, method, variant, "float32", share, count, "torch in float32")
-            if _repeats_baseline(method):  # up to rounding, in which a wide pass differs from a narrow one
+            if resolve_method(method).sequential_tokens:  # up to rounding, in which a wide pass differs from a narrow one
                 share = float((expected == baseline).float().mean())
                 yield _tokens_row(model, method, "torch", "float32", share, passes, pipe.baseline)
             tokens, count = _generate(half, method, list_variants(device)[-1])
@@ -103,14 +104,6 @@ def list_core_methods(pipe: Any) -> list[str]:
     names = [each.name for each in pipe.list_methods() if each.unsupported_reason is None]
     names = [name for name in names if not resolve_method(name).experimental]
     return [pipe.baseline, *(name for name in names if name not in (pipe.baseline, DEFAULT_METHOD))]
-
-
-def _repeats_baseline(method: str) -> bool:
-    """Whether a method promises the tokens of sequential decoding."""
-    from vargen.decoding import Accelerator, resolve_method
-
-    found = resolve_method(method)
-    return isinstance(found, Accelerator) and found.acceptance.sequential_tokens
 
 
 def _generate(pipe: Any, method: str, variant: str) -> tuple[torch.Tensor, int]:

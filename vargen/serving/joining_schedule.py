@@ -88,13 +88,12 @@ class JoiningSchedule:
                 seeds = resolve_seeds([handle.task.generator for handle in together], len(together)).noise_seeds
                 numbers = self._engine.submit(rows, seeds, sampling)
             except (ValueError, TypeError) as error:
-                del self._starting[: len(together)]
                 for handle in together:
                     handle.send(TaskFailed(error))
-                continue
-            for number, handle in zip(numbers, together, strict=True):
-                self._running[number] = handle
-                handle.send(Begun())
+            else:
+                for number, handle in zip(numbers, together, strict=True):
+                    self._running[number] = handle
+                    handle.send(Begun())
             del self._starting[: len(together)]
 
     def _finish(self, finished: FinishedImage) -> tuple[TaskHandle, GeneratedImage] | None:
