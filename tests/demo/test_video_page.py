@@ -16,6 +16,7 @@ from PIL import Image
 
 pytest.importorskip("gradio")
 
+from tiny_models import text_pipeline
 from tiny_video_folder import video_folder
 
 from vargen.decoding import BlockRecord
@@ -50,6 +51,17 @@ def test_frames_grow_block_by_block_and_play(service: VideoService) -> None:
     with Image.open(io.BytesIO(encode_animation(distinct, 12))) as played:
         assert played.n_frames == 6 and played.size == (16, 16)
     assert not service._streams
+
+
+def test_what_moves_in_a_known_way_starts_from_an_image_of_it(service: VideoService, monkeypatch: Any) -> None:
+    monkeypatch.setitem(service.pipe.config.defaults, "motions", ["bouncing"])
+    starting = VideoService(service.pipe, "emoji-video", service.scorer, text_pipeline())
+
+    def last(of: VideoService, prompt: str) -> Any:
+        return list(of.generate("a", prompt, 3, 2, "stride", 0.0))[-1][1]
+
+    assert (last(starting, "a cat") == last(service, "a cat")).all()
+    assert (last(starting, "a bouncing cat") != last(service, "a bouncing cat")).any()
 
 
 def test_the_threshold_moves_and_a_video_stops_while_it_is_made(service: VideoService) -> None:

@@ -149,7 +149,7 @@ def load_services(model: str, device_name: str, scorer_name: str | None, slots: 
         return Services(VideoService(load(model), title, scorer))
     packaged = set(packaged_models())
     pipe = load(model)
-    video = VideoService(load(VIDEO_MODEL), VIDEO_MODEL, scorer) if {model, VIDEO_MODEL} <= packaged else None
+    video = VideoService(load(VIDEO_MODEL), VIDEO_MODEL, scorer, pipe) if {model, VIDEO_MODEL} <= packaged else None
     live = ImageService(load(LIVE_MODEL), LIVE_MODEL) if model == DEFAULT_MODEL and LIVE_MODEL in packaged else None
     digest = model_digest(inspect_model(model).folder)
     return Services(ImageService(pipe, title, scorer, name, digest, slots), video, live, model == DEFAULT_MODEL)

@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 
 from vargen.decoding import VideoBlock, VideoMethod, resolve_method
+from vargen.pipelines.start_images import remove_motion
 
 MIN_TAU, MAX_TAU = -10.0, 10.0
 
@@ -21,11 +22,11 @@ class VideoService:
 
     Args:
         pipe: a video pipeline, on its device. name: display name of the model. scorer: scores drafts; None for the packaged
-            one.
+            one. image_pipe: generates the image that a video starts from if the prompt names one of the model's motions.
     """
 
-    def __init__(self, pipe: Any, name: str, scorer: Any = None):
-        self.pipe, self.name, self.scorer = pipe, name, scorer
+    def __init__(self, pipe: Any, name: str, scorer: Any = None, image_pipe: Any = None):
+        self.pipe, self.name, self.scorer, self.image_pipe = pipe, name, scorer, image_pipe
         self.methods = [each for each in pipe.list_methods() if each.unsupported_reason is None]
         self._streams: dict[object, Any] = {}
         self._lock = threading.Lock()
@@ -48,10 +49,11 @@ class VideoService:
         Raises:
             ValueError: as a call of the pipeline.
         """
+        starts = remove_motion(prompt, self.pipe.setting("motions") or ()) is not None
         threshold = tau if resolve_method(method, VideoMethod.paradigm).threshold is not None else None
         stream = self.pipe.stream(
-            prompt, num_blocks=num_blocks, accelerator=method, tau=threshold, scorer=self.scorer,
-            generator=torch.Generator().manual_seed(seed),
+            prompt, image=self.image_pipe if starts else None, num_blocks=num_blocks, accelerator=method, tau=threshold,
+            scorer=self.scorer, generator=torch.Generator().manual_seed(seed),
         )  # fmt: skip
         with self._lock:
             self._streams[ticket] = stream
