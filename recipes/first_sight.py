@@ -25,12 +25,12 @@ from vargen.pipelines.regeneration import model_digest
 from vargen.pipelines.registry import open_pipeline
 from vargen.scoring.registry import open_scorer
 
-RACE = ("a hamburger, flat style", 7, ("ar", "gumbel"))
+RACE = ("a hamburger, 3d style", 1, ("ar", "gumbel"))
 IMAGES = (
     "a red apple, 3d style", "grinning face, 3d style", "a rose, flat style", "a house, 3d style", "a bear, flat style",
     "a cookie, 3d style", "a bus, flat style", "a police officer, flat style", "a basketball, 3d style",
     "a yellow heart, 3d style", "a cat face, 3d style", "a Christmas tree, flat style", "three o'clock, flat style",
-    "a sailboat, flat style", "crying face, 3d style", "a mechanic, 3d style", "a strawberry, 3d style", "a fish, 3d style",
+    "a sailboat, flat style", "a snowman, 3d style", "an elephant, 3d style", "a strawberry, 3d style", "a butterfly, 3d style",
     "flag of ireland, flat style", "a red car, 3d style", "sunflower, flat style", "a full moon, 3d style",
     "an envelope, flat style", "a pig face, 3d style", "a student, 3d style", "a yellow star, 3d style",
 )  # fmt: skip

@@ -190,7 +190,8 @@ for name in ("kernels", "pipelines", "assets"):
 
 # Images of the pages, and prompts that only training and blind ratings use.
 _LEFT_OUT = (
-    "assets/**/*.png", "assets/**/*.webp", "assets/sheet.txt", "assets/everyday.txt", "assets/motion.txt", "assets/moving.txt",
+    "assets/**/*.png", "assets/**/*.webp", "assets/sheet.txt", "assets/everyday.txt", "assets/everyday_second.txt",
+    "assets/motion.txt", "assets/moving.txt",
 )  # fmt: skip
 _MOST_BYTES = 102_000_000  # not compressed, which saves 10 MB and takes seconds; 88 MB are weights
 

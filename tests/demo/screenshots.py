@@ -15,7 +15,7 @@ from PIL import Image
 from selenium import webdriver
 
 FLAGS = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking --disable-sync"
-PROMPT, SEED = "a hamburger, flat style", 7
+PROMPT, SEED = "a hamburger, 3d style", 1
 FRAMES, HELD, SLOWDOWN = 72, 14, 4  # of the clip: frames of the race, frames of its end, times slower than recorded
 MAX_CLIP = 2_000_000  # bytes
 

@@ -32,7 +32,7 @@ def test_the_wall_has_its_files_and_only_modes_of_the_page() -> None:
     places = [number for number, tile in enumerate(tiles) if tile["mode"] == "video"]
     assert places[0] < 5 and len(places) > 3, "videos are among the images"
     assert {tile["mode"] for tile in read_wall(("image",))} == {"image"}
-    assert "62 steps instead of 256: 1.1 seconds instead of 2.6." in (shown := render_race()) and "2.3 times as fast" in shown
+    assert "57 steps instead of 256: 1.2 seconds instead of 2.4." in (shown := render_race()) and "2.1 times as fast" in shown
 
 
 def test_bars_compare_only_what_has_finished() -> None:
@@ -86,7 +86,7 @@ def test_the_first_screen_says_in_plain_words_what_it_shows_and_how_to_keep_it(
     browser.script("window.vargen.replayAt = 99")
     browser.until(lambda: browser.shown(".vg-replay .vg-badge"))
     fast, slow = browser.script("return [...document.querySelectorAll('.vg-lane figcaption')].map(each => each.innerText)")
-    assert re.fullmatch(r"Fast [\d.]+ s\n62 steps,\s+a few patches each", fast)
+    assert re.fullmatch(r"Fast [\d.]+ s\n57 steps,\s+a few patches each", fast)
     assert re.fullmatch(r"Slow [\d.]+ s\n256 steps,\s+one patch each", slow)
     assert browser.script(_APART, ".vg-example", ".vg-replay .vg-badge")
     words = set(re.findall(r"[a-z]+", browser.text("body").lower()))
