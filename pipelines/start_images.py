@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from vargen.adapters.video_settings import resolve_setting
 from vargen.decoding import VideoMethod
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.images import preprocess_images
@@ -16,6 +17,7 @@ from vargen.values import short_repr
 
 if TYPE_CHECKING:
     from vargen.pipelines.causal_video import CausalVideoPipeline
+    from vargen.pipelines.registry import ModelInfo
 
 _ADVERB = r"\w+ly"  # as in "quickly bouncing"
 
@@ -34,6 +36,14 @@ def remove_motion(prompt: str, motions: Sequence[str]) -> str | None:
     rest, count = re.subn(pattern, " ", prompt, flags=re.IGNORECASE) if motions else (prompt, 0)
     still = re.sub(r"\s+(?=[\s,.!?]|$)", "", rest).strip(" ,.!?")
     return still if count and re.sub(r"\b(?:an?|the)\b", "", still).strip() else None
+
+
+def validate_image_model(model: ModelInfo, image_model: ModelInfo) -> None:
+    """Raise ValueError unless videos of `model` may start from an image, and `image_model` generates images from prompts."""
+    if not resolve_setting(model.defaults, "image"):
+        raise ValueError(f"image_model must be left out: {model.folder.name} was not trained to start from an image")
+    if image_model.fps is not None or image_model.condition != "text":
+        raise ValueError(f"image_model must generate images from prompts, got {image_model.folder.name}")
 
 
 def encode_start_image(pipe: CausalVideoPipeline, image: Any, prompt: str | None, seed: int) -> list[Tensor]:

@@ -34,12 +34,12 @@ def test_a_prompt_becomes_a_looping_file(model: str, tmp_path: Path) -> None:
 
 
 def test_an_image_model_generates_what_it_starts_from(model: str, tmp_path: Path) -> None:
-    drawn = tmp_path / "images"
-    text_pipeline().save_pretrained(drawn)
+    folder = tmp_path / "images"
+    text_pipeline().save_pretrained(folder)
     words = ("a cat", "--model", model, "--seed", "5", "--num-blocks", "1", "--accelerator", "target", "-q")
     alone, started = tmp_path / "alone.webp", tmp_path / "started.webp"
     assert run(*words, "-o", str(alone)).exit_code == 0
-    found = run(*words, "-o", str(started), "--image-model", str(drawn))
+    found = run(*words, "-o", str(started), "--image-model", str(folder))
     assert found.exit_code == 0, found.output
     assert alone.read_bytes() != started.read_bytes()
 

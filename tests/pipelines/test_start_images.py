@@ -55,14 +55,14 @@ def test_an_image_model_generates_the_start_image_with_the_seed_of_the_video(
     pipe: CausalVideoPipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(pipe.config.defaults, "motions", ["bouncing"])
-    draw = text_pipeline()
-    image = draw("a cat", generator=torch.Generator().manual_seed(5)).images[0]
+    image_pipe = text_pipeline()
+    image = image_pipe("a cat", generator=torch.Generator().manual_seed(5)).images[0]
     options: dict[str, Any] = {"accelerator": "target", "output_type": "pt"}
 
     def frames(start: Any) -> torch.Tensor:
         return pipe("a bouncing cat", image=start, generator=torch.Generator().manual_seed(5), **options).frames
 
-    assert torch.equal(frames(draw), frames(image)) and not torch.equal(frames(draw), frames(None))
+    assert torch.equal(frames(image_pipe), frames(image)) and not torch.equal(frames(image_pipe), frames(None))
 
 
 def test_the_image_is_shown_as_long_as_in_training(pipe: CausalVideoPipeline, monkeypatch: pytest.MonkeyPatch) -> None:

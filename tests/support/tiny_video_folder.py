@@ -37,4 +37,4 @@ def video_folder(runs: Path) -> Path:
     randomised(PreviewDecoder(4, (16, 16)), 5).save_pretrained(runs / "preview" / "preview")
     (runs / "preview" / "log.jsonl").write_text(json.dumps({"step": 3, "seconds": 60.0, "psnr": 22.0}) + "\n")
     parts = (runs / "vae", runs / "target", runs / "out", SHARED_FROM, runs / "drafter", runs / "preview")
-    return package_video(*parts, defaults={"num_blocks": 3, "tau": -0.5})
+    return package_video(*parts, defaults={"num_blocks": 3, "tau": -0.5, "image": True})

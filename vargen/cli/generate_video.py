@@ -92,18 +92,15 @@ def generate_videos(options: GenerateOptions, image: Path | None, video: dict[st
 
 def _inspect_image_model(name: str | None, image: Path | None, model: ModelInfo) -> ModelInfo | None:
     """Return the image model that generates start images; None if none is given."""
-    from vargen.adapters.video_settings import resolve_setting
     from vargen.pipelines.registry import inspect_model
+    from vargen.pipelines.start_images import validate_image_model
 
     if name is None:
         return None
     if image is not None:
         raise ValueError(f"image_model must be left out beside --image, got {name!r}")
-    if not resolve_setting(model.defaults, "image"):
-        raise ValueError(f"image_model must be left out: the model does not start from an image, got {name!r}")
     found = inspect_model(name)
-    if found.fps is not None or found.condition != "text":
-        raise ValueError(f"image_model must generate images from prompts, got {name!r}")
+    validate_image_model(model, found)
     return found
 
 
