@@ -54,7 +54,7 @@ def join(runs: dict[str, Path], output: Path, **more) -> Path:
 def test_the_folder_holds_int6_networks_that_open(runs: dict[str, Path], tmp_path: Path) -> None:
     folder = join(runs, tmp_path / "out", note="On a slow machine.", defaults={"num_blocks": 6})
     index = json.loads((folder / "model_index.json").read_text())
-    assert index["_class_name"] == "CausalVideoPipeline" and index["defaults"] == {**HOW, "num_blocks": 6}
+    assert index["_class_name"] == "CausalVideoPipeline" and index["defaults"] == {**HOW, "image": False, "num_blocks": 6}
     assert index["draft_transformer"] == ["vargen.models.causal_video", "CausalVideoTransformer"]
     assert index["text_encoder"] == ["vargen.models.text_encoder", "MiniLMTextEncoder"]
     assert not (folder / "text_encoder").exists()
