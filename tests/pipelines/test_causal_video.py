@@ -133,7 +133,10 @@ def test_a_video_starts_from_an_image(pipe: CausalVideoPipeline) -> None:
     red, blue = (Image.new("RGB", (16, 16), color) for color in ("red", "blue"))
     options: dict[str, Any] = {"accelerator": "target", "output_type": "pt"}
     a, b = (pipe("a cat", image=image, generator=seeded(), **options).frames for image in (red, blue))
-    assert a.shape == (1, 6, 3, 16, 16) and not torch.allclose(a, b)
+    assert a.shape == (1, 7, 3, 16, 16) and not torch.allclose(a[:, 1:], b[:, 1:])
+    latents = pipe("a cat", image=red, generator=seeded(), accelerator="target", output_type="latent").frames
+    decoded = pipe.vae.decode(latents.to(a))[0] / 2 + 0.5
+    torch.testing.assert_close(a[0], decoded.clamp(0, 1), atol=1e-4, rtol=0, msg="the image is part of the video")
 
 
 def test_a_window_keeps_long_videos_in_memory(pipe: CausalVideoPipeline) -> None:

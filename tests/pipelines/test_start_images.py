@@ -72,7 +72,7 @@ def test_the_image_is_shown_as_long_as_in_training(pipe: CausalVideoPipeline, mo
     (two,) = encode_start_image(pipe, red, None, 0)
     assert one.shape[1] == 1 and torch.equal(two, one.repeat(1, 2, 1, 1, 1))
     made = pipe("a cat", image=red, num_blocks=2, accelerator="target", output_type="pt").frames
-    assert made.shape[1] == 2 * pipe.transformer.geometry.block_frames
+    assert made.shape[1] == 2 + 2 * pipe.transformer.geometry.block_frames
 
 
 def test_what_generates_no_image_from_prompts_is_refused(pipe: CausalVideoPipeline, tmp_path: Path) -> None:

@@ -159,10 +159,10 @@ def test_an_image_is_the_first_frame_where_the_checkpoint_allows(pipe: Any, fram
     red = Image.new("RGB", (64, 64), "red")
     rejects(lambda: frames(pipe, "target", image=red), "image")
     latents = frames(framewise, "target", image=red, output_type="latent")
-    assert latents.shape == (3, 16, 2, 4) and framewise.setting("num_blocks") == 21
+    assert latents.shape == (4, 16, 2, 4) and framewise.setting("num_blocks") == 21
     shape = frames(framewise, "target", image=red).shape
-    assert shape == (12, 3, *SIZE), "four frames a block, as the image is the first"
-    assert not torch.allclose(latents, frames(framewise, "target", output_type="latent"), atol=1e-3)
+    assert shape == (13, 3, *SIZE), "four frames a block, after the image"
+    assert not torch.allclose(latents[1:], frames(framewise, "target", output_type="latent"), atol=1e-3)
 
 
 def test_latents_of_wan_22_become_frames_of_its_rate(files: dict[str, Any], folder: Path, tmp_path: Path) -> None:

@@ -58,6 +58,7 @@ class BlockStream(Iterator[VideoBlock]):
         self._number = 0
         self._cancelled = False
         self._finished: tuple[Tensor, Tensor] | None = None  # latents of the first and the latest finished block
+        self._given: list[tuple[Tensor, Tensor]] = []  # given latents and their frames, which the first block contains
         self._ahead: RunAhead | None = None
         self._threads: int | None = None  # number of CPU threads, selected by measurement
 
@@ -146,6 +147,8 @@ class BlockStream(Iterator[VideoBlock]):
         self.stats.blocks.append(record)
         self.stats.seconds += record.seconds
         self._number += 1
+        parts, self._given = [*self._given, (latents, frames)], []
+        latents, frames = torch.cat([part for part, _ in parts], 1), torch.cat([part for _, part in parts])
         return VideoBlock(record.number, latents[0], frames, record)
 
     def _start(self) -> None:
@@ -160,7 +163,7 @@ class BlockStream(Iterator[VideoBlock]):
             self._ahead = RunAhead(model.device, self.stats)
         for latents in (each.to(model.device, torch.float32) for each in given):
             self._add_finished(latents, last=False)
-            self._verifier.accept(latents)
+            self._given.append((latents, self._verifier.accept(latents)))
 
     def _generate(self, record: BlockRecord) -> tuple[Tensor, Tensor]:
         """Run the algorithm for one block: latents `[1, F, C, Y, X]` and frames `[F', 3, Y, X]`."""
@@ -299,7 +302,7 @@ def decode_video(
         decoder: decodes the returned frames.
         preview: a cheaper decoder for the frames that are scored.
         score: scores drafts, for methods that need it. An exception or a non-finite score rejects the draft.
-        given: latents `[1, F', C, Y, X]` that the video starts with, such as those of an image; they are not yielded.
+        given: latents `[1, F', C, Y, X]` that the video starts with, such as those of an image; the first block contains them.
         callback: called after every pass; returning False ends the run before the block is finished.
         profile: on CUDA, synchronize between the parts of a step to measure their seconds.
         router: ranks drafts, for methods with a `LearnedRouting`.

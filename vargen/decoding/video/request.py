@@ -38,7 +38,7 @@ class VideoBlock:
 
     Attributes:
         number: from 0.
-        latents: float32 `[F, C, Y, X]`.
+        latents: float32 `[F, C, Y, X]`, of the first block with given latents before its own.
         frames: float32 `[F', 3, Y, X]` in [0, 1].
         record: how it was generated.
     """
