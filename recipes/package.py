@@ -45,7 +45,7 @@ from vargen.pipelines.llamagen import LlamaGenPipeline
 from vargen.pipelines.prompts import PromptNames
 from vargen.pipelines.var import VARPipeline
 from vargen.scoring.image_text import FILE as CAPTIONS
-from vargen.training.token_cache import validate_token_cache
+from vargen.training.token_cache import BackgroundTokenizer, validate_token_cache
 
 MiB = 2**20
 MAX_BYTES = {"head": 4 * MiB, "emoji-scorer": 8 * MiB, "emoji-low-res": 12 * MiB, "emoji-video": 32 * MiB}
@@ -84,6 +84,7 @@ def package_emoji(
     vqvae = VQModel.from_pretrained(tokenizer_run / "vqvae")
     for part in runs.keys() - {"tokenizer"}:
         validate_token_cache(runs[part], vqvae, tokenizer_run)
+    vqvae.register_to_config(blank_code=BackgroundTokenizer(vqvae.eval()).code)  # rounded weights may compute another one
     transformer = LlamaGenTransformer.from_pretrained(generator_run / "transformer")
     drafter = LlamaGenTransformer.from_pretrained(drafter_run / "transformer") if drafter_run else None
     sampling = {key: value for key, value in DEFAULTS.items() if key != "top_k" or value <= transformer.config.vocab_size}

@@ -11,7 +11,7 @@ from tiny_models import tiny_transformer, tiny_vq
 import vargen.assets
 from recipes.package import package_emoji
 from vargen import LlamaGenPipeline
-from vargen.training.token_cache import hash_encoder
+from vargen.training.token_cache import BackgroundTokenizer, hash_encoder
 
 ENCODER = vargen.assets.packaged_model_path("emoji")
 
@@ -42,6 +42,7 @@ def test_the_folder_opens_and_generates(runs, tmp_path):
     for figure in figures:
         assert figure in card
     assert not [file for file in folder.rglob("*.json") if str(tmp_path) in file.read_text()], "no folder of this machine"
+    assert pipe.vqvae.config.blank_code == BackgroundTokenizer(tiny_vq()).code, "of the weights before they are rounded"
     trained, packaged = tiny_vq().state_dict(), pipe.vqvae.state_dict()
     for name, value in trained.items():
         step = 0 if name == "quantize.embedding.weight" else float(value.abs().max()) / 61  # half a step of int6
