@@ -200,7 +200,7 @@ class CausalVideoPipeline(VisualPipeline):
             prompt: text of the video. Only one; `__call__` accepts several.
             image: start image: a PIL image, or a tensor `[1, 3, Y, X]`, float in [0, 1] or uint8. It is resized. The
                 video begins with it. Or a pipeline of an image model: it generates the image from the prompt without its
-                motion, with the seed of the video.
+                motion, in the model's style if it has only one, with the seed of the video.
             num_blocks: length in blocks. None: the checkpoint's default.
             accelerator: name of a preset (`vargen info presets` lists them), or a `VideoMethod`. None: `"sdvg"`, or `"target"`
                 for a model without a draft transformer.

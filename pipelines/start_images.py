@@ -1,4 +1,7 @@
-"""Start images of videos: given ones, or ones that an image model generates from the prompt without its motion."""
+"""Start images of videos: given ones, or ones that an image model generates from the prompt without its motion.
+
+Of several candidates, if the video model's settings ask for them, the one that the video's scorer prefers is used.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
     from vargen.pipelines.registry import ModelInfo
 
 _ADVERB = r"\w+ly"  # as in "quickly bouncing"
+_PREPOSITION = r"(?:on|in|at|to|into|from|over|under|with)\b"  # what is left of "rolling on the floor" names no object
 
 
 def remove_motion(prompt: str, motions: Sequence[str]) -> str | None:
@@ -29,13 +33,14 @@ def remove_motion(prompt: str, motions: Sequence[str]) -> str | None:
         motions: phrases for motions, such as "bouncing" and "bounces".
 
     Returns:
-        None if the prompt contains none of them, or nothing else.
+        None if the prompt contains none of them, or names nothing else.
     """
     phrases = "|".join(re.escape(each) for each in sorted(motions, key=len, reverse=True))
     pattern = rf"(?:\b(?:that|which)\s+)?(?:\b{_ADVERB}\s+)?\b(?:{phrases})\b(?:\s+{_ADVERB}\b)?"
     rest, count = re.subn(pattern, " ", prompt, flags=re.IGNORECASE) if motions else (prompt, 0)
     still = re.sub(r"\s+(?=[\s,.!?]|$)", "", rest).strip(" ,.!?")
-    return still if count and re.sub(r"\b(?:an?|the)\b", "", still).strip() else None
+    names_object = re.sub(r"\b(?:an?|the)\b", "", still).strip() and not re.match(_PREPOSITION, still, flags=re.IGNORECASE)
+    return still if count and names_object else None
 
 
 def validate_image_model(model: ModelInfo, image_model: ModelInfo) -> None:
@@ -76,5 +81,8 @@ def _generate(image_pipe: VisualPipeline, pipe: CausalVideoPipeline, prompt: str
             "image must be an image, or a pipeline that generates images from prompts, with a prompt; "
             f"got {type(image_pipe).__name__} and prompt {short_repr(prompt)}"
         )
-    still = remove_motion(prompt, pipe.setting("motions") or ()) or prompt
-    return image_pipe(still, generator=torch.Generator().manual_seed(seed)).images[0]
+    still = pipe.scorer_prompt(remove_motion(prompt, pipe.setting("motions") or ()) or prompt)
+    candidates = pipe.setting("image_candidates")
+    scorer = pipe.resolve_frame_scorer().scorer if candidates > 1 else None
+    generator = torch.Generator().manual_seed(seed)
+    return image_pipe(still, generator=generator, num_candidates=candidates, scorer=scorer).images[0]

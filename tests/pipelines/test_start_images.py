@@ -41,6 +41,7 @@ def pipe(tmp_path_factory: pytest.TempPathFactory) -> CausalVideoPipeline:
         ("a rolling", None),
         ("a bouncingly red apple", None),
         ("waving hand", None),
+        ("rolling on the floor laughing", None),
     ],
 )
 def test_the_still_image_is_of_the_prompt_without_its_motion(prompt: str, still: str | None) -> None:
@@ -56,13 +57,20 @@ def test_an_image_model_generates_the_start_image_with_the_seed_of_the_video(
 ) -> None:
     monkeypatch.setitem(pipe.config.defaults, "motions", ["bouncing"])
     image_pipe = text_pipeline()
-    image = image_pipe("a cat", generator=torch.Generator().manual_seed(5)).images[0]
+
+    def image(count: int = 1) -> Image.Image:
+        options = {"num_candidates": count, "scorer": "emoji-scorer"}
+        return image_pipe("a cat, 3d style", generator=torch.Generator().manual_seed(6), **options).images[0]
+
     options: dict[str, Any] = {"accelerator": "target", "output_type": "pt"}
 
     def frames(start: Any) -> torch.Tensor:
-        return pipe("a bouncing cat", image=start, generator=torch.Generator().manual_seed(5), **options).frames
+        return pipe("a bouncing cat", image=start, generator=torch.Generator().manual_seed(6), **options).frames
 
-    assert torch.equal(frames(image_pipe), frames(image)) and not torch.equal(frames(image_pipe), frames(None))
+    first, best = image(), image(8)
+    assert torch.equal(frames(image_pipe), frames(first)) and not torch.equal(frames(image_pipe)[:, 1:], frames(None))
+    monkeypatch.setitem(pipe.config.defaults, "image_candidates", 8)
+    assert first.tobytes() != best.tobytes() and torch.equal(frames(image_pipe), frames(best))
 
 
 def test_the_image_is_shown_as_long_as_in_training(pipe: CausalVideoPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +91,8 @@ def test_what_generates_no_image_from_prompts_is_refused(pipe: CausalVideoPipeli
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("image_frames", 0), ("image_frames", "two"), ("motions", "bouncing"), ("motions", [""])]
+    ("name", "value"),
+    [("image_frames", 0), ("image_frames", "two"), ("image_candidates", 0), ("motions", "bouncing"), ("motions", [""])],
 )
 def test_settings_that_make_no_sense_are_refused(pipe: CausalVideoPipeline, name: str, value: Any) -> None:
     components = {key: getattr(pipe, key) for key in ("vae", "transformer", "draft_transformer", "text_encoder", "tokenizer")}

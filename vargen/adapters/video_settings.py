@@ -30,6 +30,7 @@ DEFAULT_SETTINGS: dict[str, Any] = {
     "scored_frames": None,  # frames of a drafted block to score; None: all
     "image": True,  # whether videos may start from an image
     "image_frames": 1,  # number of latent frames that show the start image
+    "image_candidates": 1,  # number of images that an image model generates, of which the best one is the start image
     "motions": None,  # phrases that ask for a motion, such as "bouncing", which a start image is generated without
     "prompt_cleaning": None,  # "whitespace": as Wan's text encoder was trained
 }
@@ -40,6 +41,7 @@ _LIMITS = {  # minimum and maximum
     "caption_rows": (1, 65_536),
     "scored_frames": (1, 1024),
     "image_frames": (1, 64),
+    "image_candidates": (1, 64),
 }
 _MAX_SHIFT = 100.0
 
