@@ -6,7 +6,8 @@ Shape suffixes: B clips, F frames, C latent channels, Y/X latent rows and column
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -150,6 +151,21 @@ class ClipBatches:
         clean, places = (torch.from_numpy(np.stack(parts)).to(self.device) for parts in (clips, weights))
         kept = torch.from_numpy(~follows if config.start_images else follows).to(self.device)
         return ClipBatch(clean, places, texts, torch.tensor(motion, device=self.device), kept)
+
+
+class PreparedAhead:
+    """Computes the batch of the next step on another thread while a step runs. `batches` is a function of the step."""
+
+    def __init__(self, batches: Callable[[int], ClipBatch]):
+        self.batches = batches
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="prepare-batch")
+        self._ahead: tuple[int, Future[ClipBatch]] | None = None
+
+    def __call__(self, step: int) -> ClipBatch:
+        number, ahead = self._ahead or (None, None)
+        batch = ahead.result() if ahead is not None and number == step else self.batches(step)
+        self._ahead = step + 1, self._pool.submit(self.batches, step + 1)
+        return batch
 
 
 def encode_captions(

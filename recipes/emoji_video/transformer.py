@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from recipes.emoji.dataset import EmojiDataset
-from recipes.emoji_video.batches import ClipBatch, ClipBatches, clip_latents, hash_encoder
+from recipes.emoji_video.batches import ClipBatch, ClipBatches, PreparedAhead, clip_latents, hash_encoder
 from recipes.emoji_video.clips import VideoDataset
 from recipes.emoji_video.generate import VideoEvaluation, sampling_settings
 from recipes.emoji_video.losses import VideoLoss
@@ -167,7 +167,7 @@ class VideoTrainer(Trainer):
         if stills is None:
             self.batches = ClipBatches(data, latents, config, block, levels, device)
         else:
-            self.batches = MixedBatches(data, stills, latents, vae, config, block, levels, device)
+            self.batches = PreparedAhead(MixedBatches(data, stills, latents, vae, config, block, levels, device))
         self.evaluation = VideoEvaluation(data, latents, vae, bank, config, device)
         self.loss = VideoLoss(model, self.average, bank, config, teacher, initial)
         optimizers = split_optimizers(dict(model.named_parameters()), lambda name: name.startswith("blocks."), config)

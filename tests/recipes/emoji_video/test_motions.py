@@ -14,6 +14,7 @@ from recipes.emoji.dataset import EmojiDataset
 from recipes.emoji_video import transformer as trainer
 from recipes.emoji_video.losses import VideoLoss
 from recipes.emoji_video.motions import MOTIONS, SPEEDS, is_held_out_motion, motion_caption, render
+from recipes.emoji_video.batches import PreparedAhead
 from recipes.emoji_video.moving_stills import MixedBatches, MovingStills
 from vargen.models.causal_video import CausalVideoTransformer
 from vargen.models.tokenizers.video_vae import CausalVideoVAE
@@ -148,6 +149,14 @@ def test_a_batch_mixes_clips_and_moving_stills_as_a_function_of_its_step(vae):
     words = [word for motion in MOTIONS.values() for word in (motion.participle, motion.verb)]
     assert [any(word in text for word in words) for text in batch.texts] == [False, False, True, True]
     assert batch.motion.max() < 2
+
+
+def test_a_batch_prepared_ahead_is_the_one_of_its_step():
+    computed = []
+    ahead = PreparedAhead(lambda step: computed.append(step) or step)  # type: ignore[arg-type,return-value]
+    assert [ahead(step) for step in (3, 4, 5, 9, 2)] == [3, 4, 5, 9, 2], "also after a jump"
+    ahead._pool.shutdown()
+    assert sorted(computed) == [2, 3, 3, 4, 5, 6, 9, 10], "in a run of steps, none is computed twice"
 
 
 def test_clips_follow_a_still_block_without_loss_and_the_rest_are_kept(vae):
