@@ -12,9 +12,9 @@ from tiny_clips import CPU, VAE, Bank, clip_latents_of, data, recipe
 
 from recipes.emoji.dataset import EmojiDataset
 from recipes.emoji_video import transformer as trainer
+from recipes.emoji_video.batches import PreparedAhead
 from recipes.emoji_video.losses import VideoLoss
 from recipes.emoji_video.motions import MOTIONS, SPEEDS, is_held_out_motion, motion_caption, render
-from recipes.emoji_video.batches import PreparedAhead
 from recipes.emoji_video.moving_stills import MixedBatches, MovingStills
 from vargen.models.causal_video import CausalVideoTransformer
 from vargen.models.tokenizers.video_vae import CausalVideoVAE
