@@ -161,7 +161,7 @@ def package_video(
     Args:
         vae_run: contains `vae/`. target_run, drafter_run: contain `transformer/` and `sampling.json`; the second becomes
             `draft_transformer`. preview_run: contains `preview/`, which becomes `preview_decoder`.
-        defaults: settings of the model, such as `image`: whether it was trained to start videos from an image (`start_images`).
+        defaults: settings of the model, besides those in `sampling.json`.
         weight_format: one of `WEIGHT_FORMATS`.
 
     Raises:
@@ -182,7 +182,7 @@ def package_video(
         for part, network in networks.items():
             network.save_pretrained(staged / part)
         missing = dict.fromkeys({"draft_transformer", "preview_decoder"} - networks.keys())
-        settings = {"defaults": {**sampling, "image": False, **(defaults or {})}, "prompt_styles": ["3d"]}
+        settings = {"defaults": {"image": False, **sampling, **(defaults or {})}, "prompt_styles": ["3d"]}
         write_model_index(staged, "CausalVideoPipeline", {**networks, **missing, **text_parts(shared_from)}, **settings)
 
     def card(size: int) -> str:

@@ -1,4 +1,7 @@
-"""Add trained components to packaged models: heads, small transformers with their upsamplers, routers of video drafts."""
+"""Add trained components to packaged models: heads, small transformers with their upsamplers, routers of video drafts.
+
+Or replace one: the large network of a video model.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +11,25 @@ from typing import Any
 
 import torch
 
-from recipes.model_cards import head_card, low_res_card, router_card
+from recipes.emoji_video.batches import validate_same_encoder as check_same_video_encoder
+from recipes.emoji_video.transformer import SAMPLING
+from recipes.model_cards import head_card, low_res_card, router_card, video_card
 from recipes.package import MAX_BYTES
 from recipes.packaging import (
     add_component,
     final_metrics,
+    folder_bytes,
     read_metrics,
     read_settings,
     store_as,
+    strip_local_paths,
     validate_finished,
     validate_size,
 )
 from vargen.adapters.block_router import drafter_digest
+from vargen.files import atomic_merge
 from vargen.models.block_router import BlockRouter
+from vargen.models.causal_video import CausalVideoTransformer
 from vargen.models.component_files import validate_network_files
 from vargen.models.heads.upsampler import TokenUpsampler
 from vargen.models.llamagen import LlamaGenTransformer
@@ -110,3 +119,40 @@ def package_router(run: Path, model: Any, note: str = "") -> dict[str, Any]:
     metrics = json.loads((run / METRICS_FILE).read_text("utf-8"))
     add_component(folder, "router", router, router_card(metrics, note))
     return {"router": str(folder / "router"), **metrics}
+
+
+def package_video_target(run: Path, model: Any, note: str = "") -> dict[str, Any]:
+    """Replace the large network of a video model, and the settings that it was trained with; returns the run's metrics.
+
+    Args:
+        run: contains `transformer/` and `sampling.json`. model: a packaged model, or the folder of one, whose other components
+            are kept.
+
+    Raises:
+        FileNotFoundError: if the run is not finished.
+        ValueError: for a run with another autoencoder, geometry or noise levels than the model's.
+    """
+    validate_finished({"target": run})
+    if not (run / SAMPLING).is_file():
+        raise FileNotFoundError(f"{run / SAMPLING} is missing: finish the training run first")
+    folder = validate_model_folder(model, CAUSAL_VIDEO).path
+    pipe = open_pipeline(str(folder))
+    check_same_video_encoder(run, pipe.vae, folder)
+    target = CausalVideoTransformer.from_pretrained(run / "transformer")
+    store_as("int6", target)
+    kept = {part: getattr(pipe, part) for part in ("vae", "draft_transformer", "preview_decoder")}
+    networks = {"transformer": target} | {part: network for part, network in kept.items() if network is not None}
+    CAUSAL_VIDEO.check({part: network.config for part, network in networks.items()})
+    index, trained = (json.loads(file.read_text("utf-8")) for file in (folder / "model_index.json", run / SAMPLING))
+    if pipe.drafts and (levels := index["defaults"]["levels"]) != trained["levels"]:
+        raise ValueError(f"levels must be those of the drafter, {levels}, got {trained['levels']}")
+    index["defaults"] |= trained
+    metrics = json.loads((folder / "training.json").read_text("utf-8")) | {"target": read_metrics(run)}
+    with atomic_merge(folder) as staged:
+        target.save_pretrained(staged / "transformer")
+        strip_local_paths(staged)
+        (staged / "model_index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", "utf-8")
+        (staged / "training.json").write_text(json.dumps(metrics, indent=1) + "\n", "utf-8")
+        card = video_card(networks, index["defaults"], "int6", folder_bytes(folder), metrics, note)
+        (staged / "README.md").write_text(card, "utf-8")
+    return {"transformer": str(folder / "transformer"), **final_metrics(metrics["target"])}

@@ -10,7 +10,7 @@ from typing import Any
 
 from recipes.emoji.dataset import load_emoji_dataset
 from recipes.package import package_emoji, package_scorer, package_var, package_video
-from recipes.package_components import package_head, package_low_res, package_router
+from recipes.package_components import package_head, package_low_res, package_router, package_video_target
 from recipes.registry import PACKAGED, RECIPES, Input, output_folder, resolve_network_folder
 from vargen.cli.options import Device, require_device, validate_range
 from vargen.device import set_threads
@@ -148,10 +148,14 @@ PACKAGES = {
         "drafter": "emoji-video-drafter-steps",
         "preview": "emoji-video-preview",
     },
+    "emoji-video-motions": {"target": "emoji-video-motions"},
     "emoji-video-router": {"router": "router"},
 }
 _OPTIONAL = {"drafter", "small", "preview"}
-_MODELS = {"emoji-low-res": "emoji", "emoji-eagle": "emoji", "emoji-medusa": "emoji", "emoji-video-router": "emoji-video"}
+_MODELS = {
+    "emoji-low-res": "emoji", "emoji-eagle": "emoji", "emoji-medusa": "emoji",
+    "emoji-video-motions": "emoji-video", "emoji-video-router": "emoji-video",
+}  # fmt: skip
 
 
 def package_model(
@@ -222,6 +226,8 @@ def _package(
         return package_scorer(runs["scorer"], emoji, load_emoji_dataset(output_folder("emoji-data")), output, note)
     elif name == "emoji-low-res":
         return package_low_res(runs["low-res"], runs["upsampler"], output, note)
+    elif name == "emoji-video-motions":
+        return package_video_target(runs["target"], output, note)
     elif name == "emoji-video-router":
         return package_router(runs["router"], output, note)
     else:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -29,6 +29,15 @@ if TYPE_CHECKING:
 _STYLE_NAMED = 0.4
 _RECOLORED = 0.15
 _START_SIZES = 0.7, 1.0  # of start images, relative to the frame
+_START_CANDIDATES = 4  # number of generated images of which a video starts from the best one
+
+
+def start_settings(config: VideoConfig, block: int) -> dict[str, Any]:
+    """Return the settings of a model that was trained with `start_images`, as in `vargen.adapters.video_settings`."""
+    if not config.start_images:
+        return {}
+    motions = [phrase for motion in MOTIONS.values() for phrase in (motion.participle, motion.verb)]
+    return {"image": True, "image_frames": block, "image_candidates": _START_CANDIDATES, "motions": motions}
 
 
 class MovingStills:

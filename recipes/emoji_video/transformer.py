@@ -22,7 +22,7 @@ from recipes.emoji_video.batches import ClipBatch, ClipBatches, PreparedAhead, c
 from recipes.emoji_video.clips import VideoDataset
 from recipes.emoji_video.generate import VideoEvaluation, sampling_settings
 from recipes.emoji_video.losses import VideoLoss
-from recipes.emoji_video.moving_stills import MixedBatches
+from recipes.emoji_video.moving_stills import MixedBatches, start_settings
 from vargen.decoding.video.denoising import shifted_levels
 from vargen.files import atomic_file
 from vargen.models.causal_video import CausalVideoTransformer
@@ -35,7 +35,7 @@ from vargen.training.optimizers import split_optimizers
 from vargen.training.run import Trainer, export, fit
 from vargen.weight_files import weights_digest
 
-SAMPLING = "sampling.json"  # the sampling settings of a run's model
+SAMPLING = "sampling.json"  # the settings of a run's model
 OBJECTIVES = ("flow", "consistency", "consistency-training")
 
 
@@ -234,6 +234,7 @@ def train_video(
     trainer = VideoTrainer(config, data, *folders, device, teacher_folder, init_folder, stills)
     fit(trainer)
     with atomic_file(folder / SAMPLING) as temporary:
-        temporary.write_text(json.dumps(sampling_settings(config), indent=1) + "\n", "utf-8")
+        settings = {**sampling_settings(config), **start_settings(config, trainer.model.geometry.block_frames)}
+        temporary.write_text(json.dumps(settings, indent=1) + "\n", "utf-8")
     panels = ("loss_seen", "loss_held_out"), ("motion", "held_out_motion", "static_fraction"), ("recall",)
     return export(trainer.run, trainer.average, "transformer", trainer.evaluate(), ("loss",), *panels)

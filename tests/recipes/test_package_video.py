@@ -13,9 +13,11 @@ from safetensors.torch import load_file
 import vargen.assets
 from recipes.emoji_video.batches import hash_encoder
 from recipes.package import MAX_BYTES, package_video
+from recipes.package_components import package_video_target
 from vargen.models.causal_video import CausalVideoTransformer
 from vargen.models.tokenizers.preview_decoder import PreviewDecoder
 from vargen.models.tokenizers.video_vae import CausalVideoVAE
+from vargen.pipelines.registry import open_pipeline
 
 SHARED_FROM = vargen.assets.packaged_model_path("emoji")
 VAE = {"size": 16, "widths": [8, 16, 64], "transformer_blocks": 1}
@@ -105,3 +107,31 @@ def test_what_does_not_belong_together_is_not_joined(runs: dict[str, Path], tmp_
     with pytest.raises(ValueError, match="store it as int8"):
         package_video(runs["vae"], runs["target"], tmp_path / "out", SHARED_FROM)
     assert not (tmp_path / "out").exists()
+
+
+def test_the_large_network_is_replaced_and_the_rest_is_kept(runs: dict[str, Path], tmp_path: Path) -> None:
+    folder = join(runs, tmp_path / "out")
+
+    def weights() -> dict[str, bytes]:
+        return {file.parent.name: file.read_bytes() for file in folder.rglob("*.safetensors")}
+
+    before, motions = weights(), {"image": True, "image_frames": 2, "motions": ["spinning"]}
+    rejects(lambda: package_video_target(runs["target"], folder), "autoencoder")  # its weights are not rounded
+    latents = f"latents-{hash_encoder(CausalVideoVAE.from_pretrained(folder / 'vae'))}.npy"
+    next(runs["target"].glob("latents-*.npy")).rename(runs["target"] / latents)
+    CausalVideoTransformer(**SHAPE).save_pretrained(runs["target"] / "transformer")
+    (runs["target"] / "sampling.json").write_text(json.dumps({**HOW, **motions}))
+    (runs["target"] / "log.jsonl").write_text(json.dumps({**FIGURES, "final_motion": 0.5, "motion": 0.66}) + "\n")
+    assert package_video_target(runs["target"], folder, "Moves.")["motion"] == 0.5
+    assert {part for part, content in weights().items() if content != before[part]} == {"transformer"}
+    pipe = open_pipeline(folder)
+    assert pipe.config.defaults == {**HOW, **motions} and pipe.draft_transformer is not None
+    assert pipe.setting("image_frames") == 2 and pipe.transformer.config.weight_format == "int6"
+    card = (folder / "README.md").read_text()
+    assert "Moves." in card and "| 0.66 | 10% | 19.5 |" in card and "27.50 dB" in card
+    (runs["target"] / "sampling.json").write_text(json.dumps({**HOW, "levels": [1.0]}))
+    rejects(lambda: package_video_target(runs["target"], folder), "levels")
+    (runs["target"] / "sampling.json").unlink()
+    with pytest.raises(FileNotFoundError, match="finish the training run first"):
+        package_video_target(runs["target"], folder)
+    assert open_pipeline(folder).config.defaults == {**HOW, **motions}
