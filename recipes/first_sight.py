@@ -58,7 +58,7 @@ def first_sight(
     }
     write_race_image(pipe, folder / "race.png")
     with progress_bar("wall", "tiles") as progress:
-        tiles = [*_image_tiles(pipe, scorer, folder, progress), *_video_tiles(folder)]
+        tiles = [*_image_tiles(pipe, scorer, folder, progress), *_video_tiles(pipe, folder)]
     sequential, accelerated = race["lanes"]
     footer = f"vargen: the image of {len(sequential['tokens'])} passes, token for token"
     card = share_card(
@@ -121,10 +121,11 @@ def _image_tiles(pipe: Any, scorer: Any, folder: Path, progress: Any) -> Iterato
         yield {"mode": "image", "prompt": prompt, "seed": _SEEDS[best], "file": f"image-{number}.webp"}
 
 
-def _video_tiles(folder: Path) -> Iterator[dict[str, Any]]:
+def _video_tiles(image_pipe: Any, folder: Path) -> Iterator[dict[str, Any]]:
     pipe: Any = open_pipeline("emoji-video")
+    image = image_pipe if pipe.setting("image") else None
     for number, prompt in enumerate(VIDEOS, 1):
-        frames = [each.frames for each in pipe.stream(prompt, generator=torch.Generator().manual_seed(7))]
+        frames = [each.frames for each in pipe.stream(prompt, image=image, generator=torch.Generator().manual_seed(7))]
         shown = torch.cat(frames).mul(255).round().byte().permute(0, 2, 3, 1).numpy()
         (folder / f"video-{number}.webp").write_bytes(encode_animation(shown, pipe.fps))
         yield {"mode": "video", "prompt": prompt, "seed": 7, "file": f"video-{number}.webp"}

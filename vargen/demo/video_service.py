@@ -12,7 +12,6 @@ import torch
 from PIL import Image
 
 from vargen.decoding import VideoBlock, VideoMethod, resolve_method
-from vargen.pipelines.start_images import remove_motion
 
 MIN_TAU, MAX_TAU = -10.0, 10.0
 
@@ -22,7 +21,7 @@ class VideoService:
 
     Args:
         pipe: a video pipeline, on its device. name: display name of the model. scorer: scores drafts; None for the packaged
-            one. image_pipe: generates the image that a video starts from if the prompt names one of the model's motions.
+            one. image_pipe: generates the image that a video starts from, if the model may start from one.
     """
 
     def __init__(self, pipe: Any, name: str, scorer: Any = None, image_pipe: Any = None):
@@ -49,11 +48,11 @@ class VideoService:
         Raises:
             ValueError: as a call of the pipeline.
         """
-        starts = remove_motion(prompt, self.pipe.setting("motions") or ()) is not None
+        image = self.image_pipe if self.pipe.setting("image") else None
         threshold = tau if resolve_method(method, VideoMethod.paradigm).threshold is not None else None
         stream = self.pipe.stream(
-            prompt, image=self.image_pipe if starts else None, num_blocks=num_blocks, accelerator=method, tau=threshold,
-            scorer=self.scorer, generator=torch.Generator().manual_seed(seed),
+            prompt, image=image, num_blocks=num_blocks, accelerator=method, tau=threshold, scorer=self.scorer,
+            generator=torch.Generator().manual_seed(seed),
         )  # fmt: skip
         with self._lock:
             self._streams[ticket] = stream
