@@ -43,12 +43,26 @@ def remove_motion(prompt: str, motions: Sequence[str]) -> str | None:
     return still if count and names_object else None
 
 
-def validate_image_model(model: ModelInfo, image_model: ModelInfo) -> None:
-    """Raise ValueError unless videos of `model` may start from an image, and `image_model` generates images from prompts."""
+def find_image_model(model: ModelInfo, name: str | None = None) -> ModelInfo | None:
+    """Return the image model that generates start images; None if there is none.
+
+    Args:
+        model: of the videos. name: a packaged model or a folder; None for the one in the model's settings, `"none"` for none.
+
+    Raises:
+        ValueError: if videos of `model` may not start from an image, or the other one generates no images from prompts.
+    """
+    from vargen.pipelines.registry import inspect_model  # which imports this file
+
+    chosen = resolve_setting(model.defaults, "image_model") if name is None else name
+    if chosen in (None, "none"):
+        return None
     if not resolve_setting(model.defaults, "image"):
         raise ValueError(f"image_model must be left out: {model.folder.name} was not trained to start from an image")
-    if image_model.fps is not None or image_model.condition != "text":
-        raise ValueError(f"image_model must generate images from prompts, got {image_model.folder.name}")
+    found = inspect_model(str(chosen))
+    if found.fps is not None or found.condition != "text":
+        raise ValueError(f"image_model must generate images from prompts, got {found.folder.name}")
+    return found
 
 
 def encode_start_image(pipe: CausalVideoPipeline, image: Any, prompt: str | None, seed: int) -> list[Tensor]:

@@ -37,7 +37,8 @@ def start_settings(config: VideoConfig, block: int) -> dict[str, Any]:
     if not config.start_images:
         return {}
     motions = [phrase for motion in MOTIONS.values() for phrase in (motion.participle, motion.verb)]
-    return {"image": True, "image_frames": block, "image_candidates": _START_CANDIDATES, "motions": motions}
+    images = {"image_model": "emoji", "image_frames": block, "image_candidates": _START_CANDIDATES}
+    return {"image": True, **images, "motions": motions}
 
 
 class MovingStills:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -41,7 +42,19 @@ def test_an_image_model_generates_what_it_starts_from(model: str, tmp_path: Path
     assert run(*words, "-o", str(alone)).exit_code == 0
     found = run(*words, "-o", str(started), "--image-model", str(folder))
     assert found.exit_code == 0, found.output
-    assert alone.read_bytes() != started.read_bytes()
+    with Image.open(alone) as one, Image.open(started) as other:
+        assert other.n_frames == one.n_frames + 1, "the image is the first frame"
+    settings = json.loads((Path(model) / "model_index.json").read_text())
+    folder = Path(shutil.copytree(model, tmp_path / "video"))
+    settings["defaults"]["image_model"] = "emoji"
+    (folder / "model_index.json").write_text(json.dumps(settings))
+    words = ("a cat", "--model", str(folder), *words[3:])
+    for name, frames in (("default", 3), ("none", 2)):
+        file = tmp_path / f"{name}.webp"
+        found = run(*words, "-o", str(file), *(() if name == "default" else ("--image-model", name)))
+        assert found.exit_code == 0, found.output
+        with Image.open(file) as image:
+            assert image.n_frames == frames, name
 
 
 def test_several_go_into_a_folder(model: str, tmp_path: Path) -> None:

@@ -92,7 +92,14 @@ def test_what_generates_no_image_from_prompts_is_refused(pipe: CausalVideoPipeli
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("image_frames", 0), ("image_frames", "two"), ("image_candidates", 0), ("motions", "bouncing"), ("motions", [""])],
+    [
+        ("image_frames", 0),
+        ("image_frames", "two"),
+        ("image_candidates", 0),
+        ("image_model", "sdxl"),
+        ("motions", "bouncing"),
+        ("motions", [""]),
+    ],
 )
 def test_settings_that_make_no_sense_are_refused(pipe: CausalVideoPipeline, name: str, value: Any) -> None:
     components = {key: getattr(pipe, key) for key in ("vae", "transformer", "draft_transformer", "text_encoder", "tokenizer")}

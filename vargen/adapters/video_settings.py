@@ -9,6 +9,7 @@ from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
+from vargen.assets import packaged_models
 from vargen.decoding.video.denoising import SHIFT, STEPS, TIMESTEPS, shifted_levels
 from vargen.decoding.video.policies import validate_threshold
 from vargen.models.causal_video import geometry_from_config
@@ -31,6 +32,7 @@ DEFAULT_SETTINGS: dict[str, Any] = {
     "image": True,  # whether videos may start from an image
     "image_frames": 1,  # number of latent frames that show the start image
     "image_candidates": 1,  # number of images that an image model generates, of which the best one is the start image
+    "image_model": None,  # packaged model that generates start images, unless a user asks for another
     "motions": None,  # phrases that ask for a motion, such as "bouncing", which a start image is generated without
     "prompt_cleaning": None,  # "whitespace": as Wan's text encoder was trained
 }
@@ -86,6 +88,9 @@ def validate_settings(defaults: Any, transformer: Any = None) -> None:
     motions = given.get("motions", [])
     if not isinstance(motions, list | tuple) or not all(isinstance(each, str) and each.strip() for each in motions):
         raise ValueError(f"defaults: motions must be a list of phrases, got {short_repr(motions)}")
+    if given.get("image_model", "emoji") not in packaged_models():
+        allowed = ", ".join(packaged_models())
+        raise ValueError(f"defaults: image_model must be one of {allowed}, got {short_repr(given['image_model'])}")
     guidance, shift = parse_float(given.get("guidance", 1.0)), parse_float(given.get("shift", SHIFT))
     if guidance is None or guidance < 0:
         raise ValueError(f"defaults: guidance must be a number of at least 0, got {short_repr(given['guidance'])}")

@@ -138,7 +138,7 @@ def generate(
     ] = None,
     image_model: Annotated[
         str | None,
-        typer.Option(metavar="NAME|DIR", help="Video: image model that generates the image to start from, by the prompt."),
+        typer.Option(metavar="NAME|DIR|none", help="Video: generates the image to start from. Default: the model's own."),
     ] = None,
     dtype: DtypeName = Dtype.auto,
     quantization: QuantizationName = None,

@@ -37,10 +37,14 @@ def generate_videos(options: GenerateOptions, image: Path | None, video: dict[st
     import torch
 
     from vargen.pipelines.registry import inspect_model, open_pipeline
+    from vargen.pipelines.start_images import find_image_model
     from vargen.pipelines.videos import save_video, validate_video_path
 
     model = inspect_model(options.model)
-    image_model = _inspect_image_model(video.pop("image_model", None), image, model)
+    image_model_name = video.pop("image_model", None)
+    if image is not None and image_model_name is not None:
+        raise ValueError(f"image_model must be left out beside --image, got {image_model_name!r}")
+    image_model = find_image_model(model, image_model_name) if image is None else None
     if options.accelerator is not None:
         _check_method(options.accelerator, model, video)
     jobs = options.jobs()
@@ -88,20 +92,6 @@ def generate_videos(options: GenerateOptions, image: Path | None, video: dict[st
         write_each([("json", lambda: print_json({"videos": records, **about}))])
     if len(records) < len(jobs) or names.failed:
         raise typer.Exit(1)
-
-
-def _inspect_image_model(name: str | None, image: Path | None, model: ModelInfo) -> ModelInfo | None:
-    """Return the image model that generates start images; None if none is given."""
-    from vargen.pipelines.registry import inspect_model
-    from vargen.pipelines.start_images import validate_image_model
-
-    if name is None:
-        return None
-    if image is not None:
-        raise ValueError(f"image_model must be left out beside --image, got {name!r}")
-    found = inspect_model(name)
-    validate_image_model(model, found)
-    return found
 
 
 def _check_method(name: str, model: ModelInfo, video: dict[str, Any]) -> None:

@@ -132,11 +132,12 @@ def load_services(model: str, device_name: str, scorer_name: str | None, slots: 
     from vargen.pipelines.loading import default_dtype
     from vargen.pipelines.regeneration import model_digest
     from vargen.pipelines.registry import inspect_model, open_pipeline
+    from vargen.pipelines.start_images import find_image_model
     from vargen.scoring.registry import default_scorer, open_scorer
 
     device = select_device(device_name)
 
-    def load(name: str) -> Any:
+    def load(name: str | Path) -> Any:
         folder = inspect_model(name).folder
         return open_pipeline(folder, torch_dtype=default_dtype(folder, device)).to(device)
 
@@ -146,7 +147,8 @@ def load_services(model: str, device_name: str, scorer_name: str | None, slots: 
     # A path reveals something about this machine to visitors; its last part does not.
     title = Path(model).resolve().name if Path(model).is_dir() else model
     if generates_video:
-        return Services(VideoService(load(model), title, scorer))
+        image_model = find_image_model(inspect_model(model))
+        return Services(VideoService(load(model), title, scorer, image_model and load(image_model.folder)))
     packaged = set(packaged_models())
     pipe = load(model)
     video = VideoService(load(VIDEO_MODEL), VIDEO_MODEL, scorer, pipe) if {model, VIDEO_MODEL} <= packaged else None
