@@ -36,7 +36,7 @@ from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.components import TEXT_COMPONENTS, Component, ModelFamily, register_family
 from vargen.pipelines.generation import OutputOptions, RunningCall, run_request
 from vargen.pipelines.prompts import NormalizedPrompt, PromptNames, encode_prompt, encode_tokens
-from vargen.pipelines.start_images import encode_start_image
+from vargen.pipelines.start_images import encode_start_image, open_image_pipe
 from vargen.pipelines.video_memory import on_device, resolve_run_ahead
 from vargen.pipelines.videos import (
     CausalVideoPipelineOutput,
@@ -113,6 +113,10 @@ class CausalVideoPipeline(VisualPipeline):
             "draft_transformer": draft_transformer, "preview_decoder": preview_decoder, "router": router,
         }  # fmt: skip
         self._register_components(components, {"defaults": defaults, "prompt_styles": prompt_styles}, prompt_names)
+
+    def _init_calls(self) -> None:
+        super()._init_calls()
+        self._image_pipes: dict[str, VisualPipeline] = {}
 
     # -- properties -----------------------------------------------------------------------------------------------------
 
@@ -198,9 +202,9 @@ class CausalVideoPipeline(VisualPipeline):
 
         Args:
             prompt: text of the video. Only one; `__call__` accepts several.
-            image: start image: a PIL image, or a tensor `[1, 3, Y, X]`, float in [0, 1] or uint8. It is resized. The
-                video begins with it. Or a pipeline of an image model: it generates the image from the prompt without its
-                motion, in the model's style if it has only one, with the seed of the video.
+            image: start image: a PIL image, or a tensor `[1, 3, Y, X]`, float in [0, 1] or uint8. It is resized, and
+                the video begins with it. Or a pipeline of an image model, or the name of one that is packaged: it generates the
+                image from the prompt without its motion, in the model's style if it has only one, with the seed of the video.
             num_blocks: length in blocks. None: the checkpoint's default.
             accelerator: name of a preset (`vargen info presets` lists them), or a `VideoMethod`. None: `"sdvg"`, or `"target"`
                 for a model without a draft transformer.
@@ -399,6 +403,12 @@ class CausalVideoPipeline(VisualPipeline):
             return FrameScorer(self.named_scorer(scorer or DEFAULT_SCORER), frames=frames)
         bound = hasattr(scorer, "bind") and not isinstance(scorer, type)
         return scorer if bound else FrameScorer(scorer, frames=frames)
+
+    def named_image_pipe(self, name: str) -> VisualPipeline:
+        """Return the pipeline of a packaged image model, or of one in a folder, opened on first use."""
+        if name not in self._image_pipes:
+            self._image_pipes[name] = open_image_pipe(name, self._execution_device)
+        return self._image_pipes[name]
 
     def streaming_decoder(self) -> StreamingDecoder:
         """Return the decoder of latents, block by block."""

@@ -52,14 +52,27 @@ def find_image_model(model: ModelInfo, name: str | None = None) -> ModelInfo | N
     Raises:
         ValueError: if videos of `model` may not start from an image, or the other one generates no images from prompts.
     """
-    from vargen.pipelines.registry import inspect_model  # which imports this file
-
     chosen = resolve_setting(model.defaults, "image_model") if name is None else name
     if chosen in (None, "none"):
         return None
     if not resolve_setting(model.defaults, "image"):
         raise ValueError(f"image_model must be left out: {model.folder.name} was not trained to start from an image")
-    found = inspect_model(str(chosen))
+    return _inspect(str(chosen))
+
+
+def open_image_pipe(name: str, device: torch.device) -> VisualPipeline:
+    """Open a model that generates images from prompts; ValueError for another one."""
+    from vargen.pipelines.registry import open_pipeline  # which imports this file
+
+    pipe: VisualPipeline = open_pipeline(_inspect(name).folder, device=device)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def _inspect(name: str) -> ModelInfo:
+    from vargen.pipelines.registry import inspect_model
+
+    found = inspect_model(name)
     if found.fps is not None or found.condition != "text":
         raise ValueError(f"image_model must generate images from prompts, got {found.folder.name}")
     return found
@@ -69,7 +82,7 @@ def encode_start_image(pipe: CausalVideoPipeline, image: Any, prompt: str | None
     """Encode the start image of a video to latents; without one, return an empty list.
 
     Args:
-        image: as preprocessed by `preprocess_images`, or a pipeline that generates it with `seed`; None for none.
+        image: as preprocessed by `preprocess_images`; or a pipeline that generates it with `seed`, or the name of its model.
         prompt: of the video.
 
     Raises:
@@ -79,6 +92,8 @@ def encode_start_image(pipe: CausalVideoPipeline, image: Any, prompt: str | None
         return []
     if not pipe.setting("image"):
         raise ValueError("image must be left out: this model was not trained to start from one frame")
+    if isinstance(image, str):
+        image = pipe.named_image_pipe(image)
     if isinstance(image, VisualPipeline):
         image = _generate(image, pipe, prompt, seed)
     pixels = preprocess_images(image, pipe.image_processor, pipe.transformer.geometry.pixel_size, "image")

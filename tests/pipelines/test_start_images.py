@@ -53,7 +53,7 @@ def test_without_phrases_no_motion_is_removed() -> None:
 
 
 def test_an_image_model_generates_the_start_image_with_the_seed_of_the_video(
-    pipe: CausalVideoPipeline, monkeypatch: pytest.MonkeyPatch
+    pipe: CausalVideoPipeline, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setitem(pipe.config.defaults, "motions", ["bouncing"])
     image_pipe = text_pipeline()
@@ -71,6 +71,11 @@ def test_an_image_model_generates_the_start_image_with_the_seed_of_the_video(
     assert torch.equal(frames(image_pipe), frames(first)) and not torch.equal(frames(image_pipe)[:, 1:], frames(None))
     monkeypatch.setitem(pipe.config.defaults, "image_candidates", 8)
     assert first.tobytes() != best.tobytes() and torch.equal(frames(image_pipe), frames(best))
+    folder = tmp_path / "images"
+    image_pipe.save_pretrained(folder)
+    assert torch.equal(frames(str(folder)), frames(best)) and pipe.named_image_pipe(str(folder)) is pipe.named_image_pipe(
+        str(folder)
+    )
 
 
 def test_the_image_is_shown_as_long_as_in_training(pipe: CausalVideoPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,6 +91,7 @@ def test_the_image_is_shown_as_long_as_in_training(pipe: CausalVideoPipeline, mo
 def test_what_generates_no_image_from_prompts_is_refused(pipe: CausalVideoPipeline, tmp_path: Path) -> None:
     rejects(lambda: pipe("a cat", image=class_pipeline(), accelerator="target"), "image")
     rejects(lambda: pipe("a cat", image=pipe, accelerator="target"), "image")
+    rejects(lambda: pipe("a cat", image="emoji-video", accelerator="target"), "image_model")
     embeds = torch.zeros(1, 3, 384)
     rejects(lambda: pipe(prompt_embeds=embeds, image=text_pipeline(), accelerator="target"), "image")
 
