@@ -136,6 +136,8 @@ def _from(recipe: Recipe, **defaults: str) -> Recipe:
 
 _everyday = _from(_generator, tokenizer="packaged:emoji", init="packaged:emoji")
 
+_motions = _from(_video, vae="packaged:emoji-video", init="packaged:emoji-video", stills="emoji-data")
+
 RECIPES = {
     "emoji-data": Recipe(ImagesConfig, _build_images, cached="emoji-128"),
     "emoji-tokenizer": _tokenizer,
@@ -164,7 +166,8 @@ RECIPES = {
     "emoji-video-drafter": _video,
     "emoji-video-target-steps": _from(_video, teacher="emoji-video-target"),
     "emoji-video-drafter-steps": _from(_video, teacher="emoji-video-target", init="emoji-video-drafter"),
-    "emoji-video-motions": _from(_video, vae="packaged:emoji-video", init="packaged:emoji-video", stills="emoji-data"),
+    "emoji-video-motions": _motions,
+    "emoji-video-motions-drafter": _from(_motions, init="packaged:emoji-video/draft_transformer"),
 }
 
 
