@@ -171,10 +171,7 @@ def package_video(
         raise ValueError(f"weight_format must be one of {', '.join(WEIGHT_FORMATS)}, got {weight_format!r}")
     named = {"vae": vae_run, "target": target_run, "drafter": drafter_run, "preview": preview_run}
     runs = validate_finished(named, vae="vae", preview="preview")
-    for part in runs.keys() & {"target", "drafter"}:
-        if not (runs[part] / SAMPLING).is_file():
-            raise FileNotFoundError(f"{runs[part] / SAMPLING} is missing: finish the training run first")
-    networks, sampling = _video_networks(runs), _video_sampling(runs)
+    sampling, networks = read_sampling(runs), _video_networks(runs)
     store_as(weight_format, *networks.values())
     metrics = {part: read_metrics(run) for part, run in runs.items()}
 
@@ -213,9 +210,17 @@ def _video_networks(runs: Mapping[str, Path]) -> dict[str, QuantizedStorageMixin
     return networks
 
 
-def _video_sampling(runs: Mapping[str, Path]) -> dict[str, Any]:
-    """Return the sampling settings of target and drafter; ValueError if they differ."""
-    found = {part: json.loads((runs[part] / SAMPLING).read_text("utf-8")) for part in ("target", "drafter") if part in runs}
+def read_sampling(runs: Mapping[str, Path]) -> dict[str, Any]:
+    """Return the settings of the runs `target` and `drafter` of a video model.
+
+    Raises:
+        FileNotFoundError: if a run is not finished. ValueError: if the settings differ.
+    """
+    files = {part: runs[part] / SAMPLING for part in ("target", "drafter") if part in runs}
+    for file in files.values():
+        if not file.is_file():
+            raise FileNotFoundError(f"{file} is missing: finish the training run first")
+    found = {part: json.loads(file.read_text("utf-8")) for part, file in files.items()}
     if "drafter" in found and found["drafter"] != found["target"]:
         raise ValueError(
             f"target and drafter must have the same sampling settings, got {found['target']} and {found['drafter']}"

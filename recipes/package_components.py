@@ -1,6 +1,6 @@
 """Add trained components to packaged models: heads, small transformers with their upsamplers, routers of video drafts.
 
-Or replace one: the large network of a video model.
+Or replace some: the networks of a video model.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from typing import Any
 import torch
 
 from recipes.emoji_video.batches import validate_same_encoder as check_same_video_encoder
-from recipes.emoji_video.transformer import SAMPLING
 from recipes.model_cards import head_card, low_res_card, router_card, video_card
-from recipes.package import MAX_BYTES
+from recipes.package import MAX_BYTES, read_sampling
 from recipes.packaging import (
     add_component,
     final_metrics,
@@ -121,38 +120,42 @@ def package_router(run: Path, model: Any, note: str = "") -> dict[str, Any]:
     return {"router": str(folder / "router"), **metrics}
 
 
-def package_video_target(run: Path, model: Any, note: str = "") -> dict[str, Any]:
-    """Replace the large network of a video model, and the settings that it was trained with; returns the run's metrics.
+def package_video_networks(target_run: Path, model: Any, drafter_run: Path | None = None, note: str = "") -> dict[str, Any]:
+    """Replace the networks of a video model, and the settings that they were trained with; returns the target's metrics.
+
+    A router is kept, and refuses another drafter: train and package a new one.
 
     Args:
-        run: contains `transformer/` and `sampling.json`. model: a packaged model, or the folder of one, whose other components
-            are kept.
+        target_run, drafter_run: contain `transformer/` and `sampling.json`. None keeps the drafter.
+        model: a packaged model, or the folder of one, whose other components are kept.
 
     Raises:
-        FileNotFoundError: if the run is not finished.
-        ValueError: for a run with another autoencoder, geometry or noise levels than the model's.
+        FileNotFoundError: if a run is not finished.
+        ValueError: for runs with another autoencoder, geometry or settings than the model's or each other's.
     """
-    validate_finished({"target": run})
-    if not (run / SAMPLING).is_file():
-        raise FileNotFoundError(f"{run / SAMPLING} is missing: finish the training run first")
+    runs = validate_finished({"target": target_run, "drafter": drafter_run})
+    settings = read_sampling(runs)
     folder = validate_model_folder(model, CAUSAL_VIDEO).path
     pipe = open_pipeline(str(folder))
-    check_same_video_encoder(run, pipe.vae, folder)
-    target = CausalVideoTransformer.from_pretrained(run / "transformer")
-    store_as("int6", target)
-    kept = {part: getattr(pipe, part) for part in ("vae", "draft_transformer", "preview_decoder")}
-    networks = {"transformer": target} | {part: network for part, network in kept.items() if network is not None}
+    networks = {part: getattr(pipe, part) for part in ("vae", "transformer", "draft_transformer", "preview_decoder")}
+    trained = {}
+    for part, run in zip(("transformer", "draft_transformer"), runs.values(), strict=False):
+        check_same_video_encoder(run, pipe.vae, folder)
+        trained[part] = CausalVideoTransformer.from_pretrained(run / "transformer")
+    store_as("int6", *trained.values())
+    networks = {part: network for part, network in (networks | trained).items() if network is not None}
     CAUSAL_VIDEO.check({part: network.config for part, network in networks.items()})
-    index, trained = (json.loads(file.read_text("utf-8")) for file in (folder / "model_index.json", run / SAMPLING))
-    if pipe.drafts and (levels := index["defaults"]["levels"]) != trained["levels"]:
-        raise ValueError(f"levels must be those of the drafter, {levels}, got {trained['levels']}")
-    index["defaults"] |= trained
-    metrics = json.loads((folder / "training.json").read_text("utf-8")) | {"target": read_metrics(run)}
+    index, metrics = (json.loads((folder / name).read_text("utf-8")) for name in ("model_index.json", "training.json"))
+    if pipe.drafts and "drafter" not in runs and (levels := index["defaults"]["levels"]) != settings["levels"]:
+        raise ValueError(f"levels must be those of the drafter, {levels}, got {settings['levels']}")
+    index["defaults"] |= settings
+    metrics |= {name: read_metrics(run) for name, run in runs.items()}
     with atomic_merge(folder) as staged:
-        target.save_pretrained(staged / "transformer")
+        for part, network in trained.items():
+            network.save_pretrained(staged / part)
         strip_local_paths(staged)
         (staged / "model_index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", "utf-8")
         (staged / "training.json").write_text(json.dumps(metrics, indent=1) + "\n", "utf-8")
         card = video_card(networks, index["defaults"], "int6", folder_bytes(folder), metrics, note)
         (staged / "README.md").write_text(card, "utf-8")
-    return {"transformer": str(folder / "transformer"), **final_metrics(metrics["target"])}
+    return {"model": str(folder), **final_metrics(metrics["target"])}

@@ -136,6 +136,7 @@ def _from(recipe: Recipe, **defaults: str) -> Recipe:
 
 _everyday = _from(_generator, tokenizer="packaged:emoji", init="packaged:emoji")
 
+_PACKAGED_DRAFTER = Input("init_folder", packaged="emoji-video", part="draft_transformer")
 _motions = _from(_video, vae="packaged:emoji-video", init="packaged:emoji-video", stills="emoji-data")
 
 RECIPES = {
@@ -167,7 +168,7 @@ RECIPES = {
     "emoji-video-target-steps": _from(_video, teacher="emoji-video-target"),
     "emoji-video-drafter-steps": _from(_video, teacher="emoji-video-target", init="emoji-video-drafter"),
     "emoji-video-motions": _motions,
-    "emoji-video-motions-drafter": _from(_motions, init="packaged:emoji-video/draft_transformer"),
+    "emoji-video-motions-drafter": replace(_motions, inputs={**_motions.inputs, "init": _PACKAGED_DRAFTER}),
 }
 
 

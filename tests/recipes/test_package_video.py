@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 import vargen.assets
 from recipes.emoji_video.batches import hash_encoder
 from recipes.package import MAX_BYTES, package_video
-from recipes.package_components import package_video_target
+from recipes.package_components import package_video_networks
 from vargen.models.causal_video import CausalVideoTransformer
 from vargen.models.tokenizers.preview_decoder import PreviewDecoder
 from vargen.models.tokenizers.video_vae import CausalVideoVAE
@@ -116,13 +116,13 @@ def test_the_large_network_is_replaced_and_the_rest_is_kept(runs: dict[str, Path
         return {file.parent.name: file.read_bytes() for file in folder.rglob("*.safetensors")}
 
     before, motions = weights(), {"image": True, "image_frames": 2, "motions": ["spinning"]}
-    rejects(lambda: package_video_target(runs["target"], folder), "autoencoder")  # its weights are not rounded
+    rejects(lambda: package_video_networks(runs["target"], folder), "autoencoder")  # its weights are not rounded
     latents = f"latents-{hash_encoder(CausalVideoVAE.from_pretrained(folder / 'vae'))}.npy"
     next(runs["target"].glob("latents-*.npy")).rename(runs["target"] / latents)
     CausalVideoTransformer(**SHAPE).save_pretrained(runs["target"] / "transformer")
     (runs["target"] / "sampling.json").write_text(json.dumps({**HOW, **motions}))
     (runs["target"] / "log.jsonl").write_text(json.dumps({**FIGURES, "final_motion": 0.5, "motion": 0.66}) + "\n")
-    assert package_video_target(runs["target"], folder, "Moves.")["motion"] == 0.5
+    assert package_video_networks(runs["target"], folder, note="Moves.")["motion"] == 0.5
     assert {part for part, content in weights().items() if content != before[part]} == {"transformer"}
     pipe = open_pipeline(folder)
     assert pipe.config.defaults == {**HOW, **motions} and pipe.draft_transformer is not None
@@ -130,8 +130,25 @@ def test_the_large_network_is_replaced_and_the_rest_is_kept(runs: dict[str, Path
     card = (folder / "README.md").read_text()
     assert "Moves." in card and "| 0.66 | 10% | 19.5 |" in card and "27.50 dB" in card
     (runs["target"] / "sampling.json").write_text(json.dumps({**HOW, "levels": [1.0]}))
-    rejects(lambda: package_video_target(runs["target"], folder), "levels")
+    rejects(lambda: package_video_networks(runs["target"], folder), "levels")
     (runs["target"] / "sampling.json").unlink()
     with pytest.raises(FileNotFoundError, match="finish the training run first"):
-        package_video_target(runs["target"], folder)
+        package_video_networks(runs["target"], folder)
     assert open_pipeline(folder).config.defaults == {**HOW, **motions}
+
+
+def test_both_networks_are_replaced_together(runs: dict[str, Path], tmp_path: Path) -> None:
+    folder = join(runs, tmp_path / "out")
+    latents = f"latents-{hash_encoder(CausalVideoVAE.from_pretrained(folder / 'vae'))}.npy"
+    for name, shape in (("target", SHAPE), ("drafter", {**SHAPE, "dim": 32})):
+        next(runs[name].glob("latents-*.npy")).rename(runs[name] / latents)
+        CausalVideoTransformer(**shape).save_pretrained(runs[name] / "transformer")
+        (runs[name] / "sampling.json").write_text(json.dumps({**HOW, "image": True}))
+    before = open_pipeline(folder)
+    package_video_networks(runs["target"], folder, runs["drafter"])
+    now = open_pipeline(folder)
+    for part in ("transformer", "draft_transformer"):
+        one, other = (next(getattr(pipe, part).parameters()) for pipe in (before, now))
+        assert one.shape == other.shape and not torch.equal(one, other), part
+    (runs["drafter"] / "sampling.json").write_text(json.dumps(HOW))
+    rejects(lambda: package_video_networks(runs["target"], folder, runs["drafter"]), "settings")
