@@ -116,7 +116,7 @@ class CausalVideoPipeline(VisualPipeline):
 
     def _init_calls(self) -> None:
         super()._init_calls()
-        self._image_pipes: dict[str, VisualPipeline] = {}
+        self._image_pipes: dict[tuple[str, torch.device], VisualPipeline] = {}
 
     # -- properties -----------------------------------------------------------------------------------------------------
 
@@ -406,9 +406,10 @@ class CausalVideoPipeline(VisualPipeline):
 
     def named_image_pipe(self, name: str) -> VisualPipeline:
         """Return the pipeline of a packaged image model, or of one in a folder, opened on first use."""
-        if name not in self._image_pipes:
-            self._image_pipes[name] = open_image_pipe(name, self._execution_device)
-        return self._image_pipes[name]
+        key = (name, self._execution_device)
+        if key not in self._image_pipes:
+            self._image_pipes[key] = open_image_pipe(*key)
+        return self._image_pipes[key]
 
     def streaming_decoder(self) -> StreamingDecoder:
         """Return the decoder of latents, block by block."""

@@ -73,9 +73,8 @@ def test_an_image_model_generates_the_start_image_with_the_seed_of_the_video(
     assert first.tobytes() != best.tobytes() and torch.equal(frames(image_pipe), frames(best))
     folder = tmp_path / "images"
     image_pipe.save_pretrained(folder)
-    assert torch.equal(frames(str(folder)), frames(best)) and pipe.named_image_pipe(str(folder)) is pipe.named_image_pipe(
-        str(folder)
-    )
+    assert torch.equal(frames(str(folder)), frames(best))
+    assert pipe.named_image_pipe(str(folder)) is pipe.named_image_pipe(str(folder)), "opened once"
 
 
 def test_the_image_is_shown_as_long_as_in_training(pipe: CausalVideoPipeline, monkeypatch: pytest.MonkeyPatch) -> None:

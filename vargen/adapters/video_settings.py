@@ -88,9 +88,8 @@ def validate_settings(defaults: Any, transformer: Any = None) -> None:
     motions = given.get("motions", [])
     if not isinstance(motions, list | tuple) or not all(isinstance(each, str) and each.strip() for each in motions):
         raise ValueError(f"defaults: motions must be a list of phrases, got {short_repr(motions)}")
-    if given.get("image_model", "emoji") not in packaged_models():
-        allowed = ", ".join(packaged_models())
-        raise ValueError(f"defaults: image_model must be one of {allowed}, got {short_repr(given['image_model'])}")
+    if "image_model" in given and given["image_model"] not in (packaged := packaged_models()):
+        raise ValueError(f"defaults: image_model must be one of {', '.join(packaged)}, got {short_repr(given['image_model'])}")
     guidance, shift = parse_float(given.get("guidance", 1.0)), parse_float(given.get("shift", SHIFT))
     if guidance is None or guidance < 0:
         raise ValueError(f"defaults: guidance must be a number of at least 0, got {short_repr(given['guidance'])}")

@@ -141,19 +141,19 @@ def load_services(model: str, device_name: str, scorer_name: str | None, slots: 
         folder = inspect_model(name).folder
         return open_pipeline(folder, torch_dtype=default_dtype(folder, device)).to(device)
 
-    generates_video = inspect_model(model).fps is not None
+    info = inspect_model(model)
     name = scorer_name or default_scorer(model) or "none"
     scorer = None if name == "none" else open_scorer(name, device)
     # A path reveals something about this machine to visitors; its last part does not.
     title = Path(model).resolve().name if Path(model).is_dir() else model
-    if generates_video:
-        image_model = find_image_model(inspect_model(model))
+    if info.fps is not None:
+        image_model = find_image_model(info)
         return Services(VideoService(load(model), title, scorer, image_model and load(image_model.folder)))
     packaged = set(packaged_models())
     pipe = load(model)
     video = VideoService(load(VIDEO_MODEL), VIDEO_MODEL, scorer, pipe) if {model, VIDEO_MODEL} <= packaged else None
     live = ImageService(load(LIVE_MODEL), LIVE_MODEL) if model == DEFAULT_MODEL and LIVE_MODEL in packaged else None
-    digest = model_digest(inspect_model(model).folder)
+    digest = model_digest(info.folder)
     return Services(ImageService(pipe, title, scorer, name, digest, slots), video, live, model == DEFAULT_MODEL)
 
 
