@@ -3,11 +3,16 @@
     OMP_NUM_THREADS=1 python benchmarks/video_viewing.py show --model emoji-video --output assets/emoji-video
     OMP_NUM_THREADS=1 python benchmarks/video_viewing.py blind --model emoji-video --output runs/blind --key runs/blind-key.tsv
     OMP_NUM_THREADS=1 python benchmarks/video_viewing.py rank --model emoji-video --output benchmarks/video_rank_NAME_DATE.json
+    OMP_NUM_THREADS=1 python benchmarks/video_viewing.py gain --captions moving --image-model emoji --output runs/gain.json
 
-`show` writes strips.png and eight looping webp files. `blind` draws the captions of assets/motion.txt by the target and writes
-them as 01.webp to 24.webp with a sheet of strips, in shuffled order and without a caption; which is which is in the key alone,
-which lies outside of the folder. `rank` counts the blocks in which the scorer puts the target's block above the drafter's: of
-the drafter's own video, and of the draft behind the target's past; without a difference there is nothing to route.
+`show` writes strips.png and eight looping webp files. `blind` generates the captions by the target and writes them as
+01.webp to 24.webp with a sheet of strips, and pages with all frames, in shuffled order and without a caption; which is which
+is in the key alone, which lies outside of the folder. `rank` counts the blocks in which the scorer puts the target's block
+above the drafter's: of the drafter's own video, and of the draft behind the target's past; without a difference there is
+nothing to route. `gain` is, by method, the score of each video's caption minus the mean score of the other captions.
+
+`--captions` names a list in assets: `motion`, or `moving`, whose captions ask for motions of things; `--image-model emoji`
+starts each video from an image.
 """
 
 from __future__ import annotations
@@ -31,12 +36,14 @@ from vargen.pipelines.registry import open_pipeline
 from vargen.scoring.frames import FrameScorer
 
 CELL, LABEL, GAP = 64, 150, 2
+PAGE_CLIPS, PAGE_COLUMNS, PAGE_CELL = 4, 10, 112
+GAIN_METHODS = ("target", "draft", "sdvg")
 KNOWN = 12  # the first captions are in the words of training
 
 
-def captions() -> list[tuple[str, str]]:
-    """Captions of assets/motion.txt, each with its motion."""
-    lines = (Path(vargen.assets.__file__).parent / "motion.txt").read_text("utf-8").splitlines()
+def captions(name: str = "motion") -> list[tuple[str, str]]:
+    """Captions of a list in assets, each with its motion."""
+    lines = (Path(vargen.assets.__file__).parent / f"{name}.txt").read_text("utf-8").splitlines()
     rows = [line.split(" | ") for line in lines if line and not line.startswith("#")]
     return [(caption, motion) for caption, motion in rows]
 
@@ -56,10 +63,26 @@ def strips(videos: list[list[Image.Image]], labels: list[str], columns: int = 8)
     return sheet
 
 
-def drawn(pipe: Any, texts: list[str], given: argparse.Namespace, accelerator: str) -> list[list[Image.Image]]:
+def page(videos: list[list[Image.Image]], first: int) -> Image.Image:
+    """All frames of some videos, numbered from `first` on."""
+    step, rows = PAGE_CELL + GAP, [-(-len(frames) // PAGE_COLUMNS) for frames in videos]
+    sheet = Image.new("RGB", (PAGE_COLUMNS * step, sum(rows) * step + 24 * len(videos)), "#888")
+    draw, top = ImageDraw.Draw(sheet), 0
+    for number, (frames, count) in enumerate(zip(videos, rows, strict=True), first):
+        draw.text((4, top + 5), f"clip {number}: {len(frames)} frames, left to right, top to bottom", fill="white")
+        for k, frame in enumerate(frames):
+            cell = frame.resize((PAGE_CELL, PAGE_CELL), Image.Resampling.LANCZOS)
+            sheet.paste(cell, (k % PAGE_COLUMNS * step, top + 24 + k // PAGE_COLUMNS * step))
+        top += 24 + count * step
+    return sheet
+
+
+def drawn(
+    pipe: Any, texts: list[str], given: argparse.Namespace, accelerator: str, image: str | None = None
+) -> list[list[Image.Image]]:
     """A video of each; the first has the seed that was given, the next one more."""
     sources = [torch.Generator().manual_seed(given.seed + k) for k in range(len(texts))]
-    return list(pipe(texts, generator=sources, accelerator=accelerator, num_blocks=given.blocks).frames)
+    return list(pipe(texts, generator=sources, accelerator=accelerator, num_blocks=given.blocks, image=image).frames)
 
 
 def save_sheet(sheet: Image.Image, path: Path) -> None:
@@ -69,8 +92,8 @@ def save_sheet(sheet: Image.Image, path: Path) -> None:
 
 def show(pipe: Any, given: argparse.Namespace) -> None:
     """Strips of all captions, and the first of each kind as loops, by the checkpoint's own method."""
-    texts = [caption for caption, _ in captions()]
-    videos = drawn(pipe, texts, given, given.accelerator or str(pipe.resolve_method(None).name))
+    texts = [caption for caption, _ in captions(given.captions)]
+    videos = drawn(pipe, texts, given, given.accelerator or str(pipe.resolve_method(None).name), given.image_model)
     save_sheet(strips(videos, texts), given.output / "strips.png")
     for number in given.loops or range(0, len(texts), 3):
         name = "-".join(texts[number].split())
@@ -81,13 +104,16 @@ def blind(pipe: Any, given: argparse.Namespace) -> None:
     """Videos and strips in shuffled order; the key is apart."""
     if given.key is None or given.output.resolve() in given.key.resolve().parents:
         raise SystemExit("error: --key must name a file outside of --output, which the viewer sees")
-    rows = captions()
-    videos = drawn(pipe, [caption for caption, _ in rows], given, given.accelerator or "target")
+    rows = captions(given.captions)
+    videos = drawn(pipe, [caption for caption, _ in rows], given, given.accelerator or "target", given.image_model)
     order = random.Random(given.seed).sample(range(len(rows)), len(rows))
     for place, number in enumerate(order, 1):
         pipe.save_video(videos[number], given.output / f"{place:02d}.webp")
     labels = [f"{place:02d}" for place in range(1, 1 + len(order))]
     save_sheet(strips([videos[number] for number in order], labels), given.output / "sheet.png")
+    for start in range(0, len(order), PAGE_CLIPS):
+        some = [videos[number] for number in order[start : start + PAGE_CLIPS]]
+        save_sheet(page(some, start + 1), given.output / f"page-{start // PAGE_CLIPS + 1}.png")
     lines = [f"{place:02d}\t{rows[number][0]}\t{rows[number][1]}\n" for place, number in enumerate(order, 1)]
     with atomic_file(given.key) as temporary:
         temporary.write_text("".join(lines), "utf-8")
@@ -134,22 +160,52 @@ def rank(pipe: Any, given: argparse.Namespace) -> None:
         temporary.write_text(json.dumps({**said, "rows": rows}, indent=1) + "\n", "utf-8")
 
 
+def gain(pipe: Any, given: argparse.Namespace) -> None:
+    """The score of each video's caption minus the mean score of the other captions, by method."""
+    texts = [caption for caption, _ in captions(given.captions)]
+    prompts, scorer = [pipe.scorer_prompt(text) for text in texts], pipe.resolve_frame_scorer().scorer
+    start = pipe.setting("image_frames") if given.image_model else 0
+    rows: list[dict[str, Any]] = []
+    for method in GAIN_METHODS:
+        scores = np.zeros((len(texts), len(texts)))
+        drafts = []
+        for row, text in enumerate(texts):
+            generator, image = torch.Generator().manual_seed(given.seed + row), given.image_model
+            made = pipe(text, generator=generator, accelerator=method, num_blocks=given.blocks, image=image)
+            shown = made.frames[0][start + 1 :: 4]
+            drafts.append(np.mean([source == "draft" for source in made.stats.sources]))
+            for column, prompt in enumerate(prompts):
+                scores[row, column] = np.mean(np.asarray(scorer.score(shown, [prompt] * len(shown))))
+        own = np.diag(scores)
+        gains = own - (scores.sum(1) - own) / (len(texts) - 1)
+        rows.append({
+            "method": method, "gain": float(gains.mean()), "standard_error": float(gains.std(ddof=1) / len(gains) ** 0.5),
+            "drafts": float(np.mean(drafts)), "gains": gains.round(2).tolist(),
+        })  # fmt: skip
+        print(f"{method}: {gains.mean():.2f}, {np.mean(drafts):.0%} of blocks by the drafter", flush=True)
+    said = {"model": given.model, "machine": describe_machine(), "captions": given.captions, "image_model": given.image_model}
+    with atomic_file(given.output) as temporary:
+        temporary.write_text(json.dumps({**said, "rows": rows}, indent=1) + "\n", "utf-8")
+
+
 def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("what", choices=("show", "blind", "rank"))
+    parser.add_argument("what", choices=("show", "blind", "rank", "gain"))
     parser.add_argument("--model", default="emoji-video")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--key", type=Path, help="of blind: what was drawn, for whoever compares the viewer's answers")
     parser.add_argument("--accelerator", help="default: the checkpoint's own; of blind: target")
     parser.add_argument("--blocks", type=int)
+    parser.add_argument("--captions", default="motion", choices=("motion", "moving"), help="list of captions in assets")
+    parser.add_argument("--image-model", help="generates the image that each video starts from")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--loops", type=int, nargs="*", help="of show: which captions become loops, from 0")
     given = parser.parse_args(words)
     torch.set_num_threads(1)
     pipe: Any = open_pipeline(given.model)
     pipe.set_progress_bar_config(disable=True)
-    (given.output.parent if given.what == "rank" else given.output).mkdir(parents=True, exist_ok=True)
-    {"show": show, "blind": blind, "rank": rank}[given.what](pipe, given)
+    (given.output.parent if given.what in ("rank", "gain") else given.output).mkdir(parents=True, exist_ok=True)
+    {"show": show, "blind": blind, "rank": rank, "gain": gain}[given.what](pipe, given)
 
 
 if __name__ == "__main__":

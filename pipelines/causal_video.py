@@ -14,6 +14,7 @@ from vargen.adapters import Guidance
 from vargen.adapters.block_router import bind_router
 from vargen.adapters.causal_video import CausalVideoBlockModel
 from vargen.adapters.video_settings import (
+    LORA_SIZE,
     clean_whitespace,
     resolve_levels,
     resolve_setting,
@@ -28,6 +29,7 @@ from vargen.decoding.video.request import BlockProgress
 from vargen.models.block_router import BlockRouter
 from vargen.models.causal_video import CausalVideoTransformer
 from vargen.models.condition import Condition
+from vargen.models.lora import CausalVideoLoRA
 from vargen.models.tokenizers.preview_decoder import PreviewDecoder
 from vargen.models.tokenizers.video_vae import CausalVideoVAE, StreamingDecoder
 from vargen.models.tokenizers.wan_vae import AutoencoderKLWan, WanStreamingDecoder
@@ -36,7 +38,7 @@ from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.components import TEXT_COMPONENTS, Component, ModelFamily, register_family
 from vargen.pipelines.generation import OutputOptions, RunningCall, run_request
 from vargen.pipelines.prompts import NormalizedPrompt, PromptNames, encode_prompt, encode_tokens
-from vargen.pipelines.start_images import encode_start_image, open_image_pipe
+from vargen.pipelines.start_images import MergedLoRAs, encode_start_image, open_image_pipe
 from vargen.pipelines.video_memory import on_device, resolve_run_ahead
 from vargen.pipelines.videos import (
     CausalVideoPipelineOutput,
@@ -75,6 +77,7 @@ class CausalVideoPipeline(VisualPipeline):
             such a setting.
         preview_decoder: a cheap decoder for the frames on which drafts are scored.
         router: ranks drafts for `sdvg-learned`; `vargen train router` trains it for this pair of models.
+        image_lora, draft_image_lora: LoRA of each model, only for videos that start from an image.
         text_encoder, tokenizer: encoder of prompts.
         defaults: the checkpoint's settings; see `vargen.adapters.video_settings.DEFAULT_SETTINGS`.
         prompt_styles, prompt_names: as in `LlamaGenPipeline`.
@@ -94,6 +97,8 @@ class CausalVideoPipeline(VisualPipeline):
     vae: Any
     preview_decoder: Any
     router: Any
+    image_lora: Any
+    draft_image_lora: Any
 
     def __init__(
         self,
@@ -104,6 +109,8 @@ class CausalVideoPipeline(VisualPipeline):
         draft_transformer: CausalVideoTransformer | None = None,
         preview_decoder: PreviewDecoder | None = None,
         router: BlockRouter | None = None,
+        image_lora: CausalVideoLoRA | None = None,
+        draft_image_lora: CausalVideoLoRA | None = None,
         defaults: dict[str, Any] | None = None,
         prompt_styles: list[str] | None = None,
         prompt_names: PromptNames | dict[str, str] | None = None,
@@ -111,12 +118,14 @@ class CausalVideoPipeline(VisualPipeline):
         components = {
             "vae": vae, "transformer": transformer, "text_encoder": text_encoder, "tokenizer": tokenizer,
             "draft_transformer": draft_transformer, "preview_decoder": preview_decoder, "router": router,
+            "image_lora": image_lora, "draft_image_lora": draft_image_lora,
         }  # fmt: skip
         self._register_components(components, {"defaults": defaults, "prompt_styles": prompt_styles}, prompt_names)
 
     def _init_calls(self) -> None:
         super()._init_calls()
         self._image_pipes: dict[tuple[str, torch.device], VisualPipeline] = {}
+        self._merged_loras = MergedLoRAs()
 
     # -- properties -----------------------------------------------------------------------------------------------------
 
@@ -244,8 +253,9 @@ class CausalVideoPipeline(VisualPipeline):
         condition = self.encode_video_condition(prompt, prompt_embeds, clean_prompt)
         frame_scorer = self.resolve_frame_scorer(scorer) if scored else None
         seeds = resolve_seeds(generator, 1)
+        given = encode_start_image(self, image, prompt, seeds.seeds[0])
         stream = decode_video(
-            self.decoding_model(window, sinks, motion),
+            self.decoding_model(window, sinks, motion, bool(given)),
             condition,
             int(seeds.noise_seeds[0]),
             method,
@@ -253,7 +263,7 @@ class CausalVideoPipeline(VisualPipeline):
             decoder=self.streaming_decoder(),
             preview=resolve_preview_decoder(self, preview_decoder),
             score=None if frame_scorer is None else frame_scorer.bind(self.scorer_prompt(str(prompt))),
-            given=encode_start_image(self, image, prompt, seeds.seeds[0]),
+            given=given,
             callback=callback,
             profile=profile,
             router=bind_router(self, method),
@@ -328,9 +338,13 @@ class CausalVideoPipeline(VisualPipeline):
     # -- steps of a call ------------------------------------------------------------------------------------------------
 
     def decoding_model(
-        self, window: int | None = None, sinks: int | None = None, motion: int | None = None
+        self, window: int | None = None, sinks: int | None = None, motion: int | None = None, from_image: bool = False
     ) -> CausalVideoBlockModel:
-        """Return the adapter of both models for `vargen.decoding.decode_video`; arguments as in `stream`."""
+        """Return the adapter of both models for `vargen.decoding.decode_video`; arguments as in `stream`.
+
+        Args:
+            from_image: whether the video starts from an image, for which a model may have a LoRA.
+        """
         scale = float(self.setting("guidance"))
         options: dict[str, Any] = {
             "resamples_noise": not self.setting("euler"),
@@ -341,9 +355,13 @@ class CausalVideoPipeline(VisualPipeline):
             "device": self._device_of(self.transformer),
         }
         levels, draft_levels = (resolve_levels(self.config.defaults, draft) for draft in (False, True))
-        drafter = self.draft_transformer or self.transformer
-        draft = CausalVideoBlockModel(drafter, draft_levels, **options) if self.drafts else None
-        return CausalVideoBlockModel(self.transformer, levels, draft_model=draft, **options)
+        target, drafter = self.transformer, self.draft_transformer
+        if from_image:
+            device = self._device_of(target)
+            target = self._merged_loras.network("transformer", target, self.image_lora, device)
+            drafter = self._merged_loras.network("draft_transformer", drafter, self.draft_image_lora, device)
+        draft = CausalVideoBlockModel(drafter or target, draft_levels, **options) if self.drafts else None
+        return CausalVideoBlockModel(target, levels, draft_model=draft, **options)
 
     def normalize_prompt(self, prompt: str) -> NormalizedPrompt:
         """See `VisualPipeline.normalize_prompt`. Prompts are cleaned first, if the text encoder was trained so."""
@@ -447,6 +465,8 @@ CAUSAL_VIDEO = register_family(
             ),
             "preview_decoder": Component((PreviewDecoder,), matches={"latent_channels": "channels"}),
             "router": Component((BlockRouter,), matches=("channels",), run_folder="router"),
+            "image_lora": Component((CausalVideoLoRA,), matches=LORA_SIZE),
+            "draft_image_lora": Component((CausalVideoLoRA,)),
             **TEXT_COMPONENTS,
         },
         text_width="text_dim",

@@ -78,6 +78,30 @@ def _inspect(name: str) -> ModelInfo:
     return found
 
 
+class MergedLoRAs:
+    """Networks with a LoRA merged in, each made on first use, and again if its network or LoRA is another one."""
+
+    def __init__(self) -> None:
+        self._merged: dict[str, tuple[Any, Any, Any]] = {}
+
+    def network(self, name: str, transformer: Any, lora: Any, device: torch.device) -> Any:
+        """Return a network with the LoRA, on a device and in the network's dtype; the network itself if either is None.
+
+        Args:
+            name: of the component, such as `"transformer"`.
+
+        Raises:
+            ValueError: see `CausalVideoLoRA.merge`.
+        """
+        if transformer is None or lora is None:
+            return transformer
+        *known, merged = self._merged.get(name, (None, None, None))
+        if known[0] is not transformer or known[1] is not lora or (merged.dtype, merged.device) != (transformer.dtype, device):
+            merged = lora.merge(transformer).to(device)
+            self._merged[name] = transformer, lora, merged
+        return merged
+
+
 def encode_start_image(pipe: CausalVideoPipeline, image: Any, prompt: str | None, seed: int) -> list[Tensor]:
     """Encode the start image of a video to latents; without one, return an empty list.
 

@@ -228,6 +228,13 @@ def router_card(metrics: Metrics, note: str) -> str:
     return _fill("router", videos=f"{metrics['videos']:.0f}", pairs=f"{metrics['pairs']:.0f}", note=note, **numbers)
 
 
+def lora_card(part: str, lora: Any, metrics: Metrics, note: str) -> str:
+    """Write the card of a LoRA for start images, of the component `part` of a video model."""
+    numbers = {name: f"{metrics[name]:.2f}" for name in ("motion", "psnr")} | {"static": f"{metrics['static_fraction']:.0%}"}
+    trained = {"steps": f"{metrics['step']:.0f}", "hours": _hours(metrics)}
+    return _fill("lora", part=part, rank=lora.config.rank, millions=_millions(lora), note=note, **trained, **numbers)
+
+
 def low_res_card(name: str, metrics: Metrics, final: Metrics, note: str) -> str:
     """Write the card of a low-resolution transformer or its upsampler."""
     what = {

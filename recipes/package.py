@@ -48,7 +48,13 @@ from vargen.scoring.image_text import FILE as CAPTIONS
 from vargen.training.token_cache import BackgroundTokenizer, validate_token_cache
 
 MiB = 2**20
-MAX_BYTES = {"head": 4 * MiB, "emoji-scorer": 8 * MiB, "emoji-low-res": 12 * MiB, "emoji-video": 32 * MiB}
+MAX_BYTES = {
+    "head": 4 * MiB,
+    "emoji-scorer": 8 * MiB,
+    "emoji-low-res": 12 * MiB,
+    "emoji-video": 32 * MiB,
+    "video-loras": 3 * MiB,
+}
 VAR_DEFAULTS = {"guidance_scale": 3.0, "temperature": 0.8, "top_p": 1.0}
 _EMOJI_STYLES = ("3d", "flat")  # sampled most in training; the others have lower quality and are not offered
 

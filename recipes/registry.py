@@ -19,6 +19,7 @@ from recipes.emoji_var.tokenizer import MultiScaleTokenizerConfig, train_multi_s
 from recipes.emoji_var.transformer import NextScaleConfig, train_next_scale
 from recipes.emoji_video.autoencoder import AutoencoderConfig, train_autoencoder
 from recipes.emoji_video.clips import build_video_dataset, load_video_dataset
+from recipes.emoji_video.lora import LoRAConfig, train_video_lora
 from recipes.emoji_video.preview import PreviewConfig, train_video_preview
 from recipes.emoji_video.transformer import VideoConfig, train_video
 from vargen.files import cache_folder, expand_user
@@ -118,10 +119,7 @@ _generator = Recipe(
 _var = Recipe(
     NextScaleConfig, train_next_scale, {**_DATA, **_SCALE_CODES, **_TEXT, **_INIT, "teacher": _TEACHER}, "transformer"
 )
-_STILLS = Input("stills", load=load_emoji_dataset)
-_video = Recipe(
-    VideoConfig, train_video, {**_CLIPS, **_VAE, **_TEXT, **_INIT, "teacher": _TEACHER, "stills": _STILLS}, "transformer"
-)
+_video = Recipe(VideoConfig, train_video, {**_CLIPS, **_VAE, **_TEXT, **_INIT, "teacher": _TEACHER}, "transformer")
 _heads = {**_DATA, **_MODEL, "generated-images": Input("generated_images")}
 
 
@@ -136,8 +134,19 @@ def _from(recipe: Recipe, **defaults: str) -> Recipe:
 
 _everyday = _from(_generator, tokenizer="packaged:emoji", init="packaged:emoji")
 
-_PACKAGED_DRAFTER = Input("init_folder", packaged="emoji-video", part="draft_transformer")
-_motions = _from(_video, vae="packaged:emoji-video", init="packaged:emoji-video", stills="emoji-data")
+_motions = Recipe(
+    LoRAConfig,
+    train_video_lora,
+    {
+        **_CLIPS,
+        "vae": replace(_VAE["vae"], recipe="", packaged="emoji-video"),
+        **_TEXT,
+        "network": Input("network_folder", packaged="emoji-video", part="transformer"),
+        "stills": Input("stills", "emoji-data", load=load_emoji_dataset),
+    },
+    "lora",
+)
+_drafter = replace(_motions.inputs["network"], part="draft_transformer")
 
 RECIPES = {
     "emoji-data": Recipe(ImagesConfig, _build_images, cached="emoji-128"),
@@ -168,7 +177,7 @@ RECIPES = {
     "emoji-video-target-steps": _from(_video, teacher="emoji-video-target"),
     "emoji-video-drafter-steps": _from(_video, teacher="emoji-video-target", init="emoji-video-drafter"),
     "emoji-video-motions": _motions,
-    "emoji-video-motions-drafter": replace(_motions, inputs={**_motions.inputs, "init": _PACKAGED_DRAFTER}),
+    "emoji-video-motions-drafter": replace(_motions, inputs={**_motions.inputs, "network": _drafter}),
 }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from recipes.emoji.dataset import load_emoji_dataset
 from recipes.package import package_emoji, package_scorer, package_var, package_video
-from recipes.package_components import package_head, package_low_res, package_router, package_video_networks
+from recipes.package_components import package_head, package_low_res, package_router, package_video_loras
 from recipes.registry import PACKAGED, RECIPES, Input, output_folder, resolve_network_folder
 from vargen.cli.options import Device, require_device, validate_range
 from vargen.device import set_threads
@@ -227,7 +227,7 @@ def _package(
     elif name == "emoji-low-res":
         return package_low_res(runs["low-res"], runs["upsampler"], output, note)
     elif name == "emoji-video-motions":
-        return package_video_networks(runs["target"], output, runs.get("drafter"), note)
+        return package_video_loras(runs["target"], output, runs.get("drafter"), note)
     elif name == "emoji-video-router":
         return package_router(runs["router"], output, note)
     else:

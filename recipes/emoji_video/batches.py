@@ -28,6 +28,7 @@ from vargen.training.dataset import CaptionBank
 from vargen.weight_files import weights_digest
 
 if TYPE_CHECKING:
+    from recipes.emoji_video.lora import LoRAConfig
     from recipes.emoji_video.transformer import VideoConfig
 
 _CLIPS = 8  # that are encoded at once
@@ -100,44 +101,46 @@ class ClipBatch:
     Attributes:
         clean: latents float32 `[B, F, C, Y, X]`. weights: loss weight of each place, `[B, F, 1, Y, X]`, mean about 1.
         texts: captions. motion: int64 `[B]`, levels; the last one means any.
-        kept: bool `[B]`, clips for which the predictions of the initial weights are kept; see `VideoLoss`.
     """
 
     clean: Tensor
     weights: Tensor
     texts: list[str]
     motion: Tensor
-    kept: Tensor
-
-    def select(self, rows: Tensor) -> ClipBatch:
-        """Return the clips where bool `rows` is True."""
-        texts = [text for text, wanted in zip(self.texts, rows.tolist(), strict=True) if wanted]
-        return ClipBatch(self.clean[rows], self.weights[rows], texts, self.motion[rows], self.kept[rows])
 
 
 class ClipBatches:
     """Training clips as a function of (seed, step).
 
     Clips start at their first frame, so that a caption describes how a video starts. Some loops start at another block, whose
-    loss weight is 0: this is how a model learns what follows the last block. With `start_images`, every other clip follows a
-    block without loss that repeats its first frame, and the rest are `kept`.
+    loss weight is 0: this is how a model learns what follows the last block.
+
+    Args:
+        after_image: whether all clips follow a block that repeats their first frame, whose loss weight is 0, instead.
     """
 
     def __init__(
-        self, data: VideoDataset, latents: np.ndarray, config: VideoConfig, block: int, levels: int, device: torch.device
+        self,
+        data: VideoDataset,
+        latents: np.ndarray,
+        config: VideoConfig | LoRAConfig,
+        block: int,
+        levels: int,
+        device: torch.device,
+        after_image: bool = False,
     ):
         self.data, self.latents, self.config, self.block, self.device = data, latents, config, block, device
+        self.after_image = after_image
         indices = data.indices("train")
         self.sample = WeightedIndices(indices, motion_weights([data.records[i] for i in indices]))
         self.levels, self.level_of_clip = levels, motion_levels(data, levels)
 
     def __call__(self, step: int) -> ClipBatch:
-        config, F = self.config, self.latents.shape[1]
+        config, F, still = self.config, self.latents.shape[1], self.after_image
         rng = np.random.default_rng((config.seed, step))
         words = random.Random(config.seed * 1_000_003 + step)
         clips, weights, texts, motion = [], [], [], []
-        follows = np.arange(config.batch_size) % 2 == 0 if config.start_images else np.zeros(config.batch_size, dtype=bool)
-        for index, still in zip(self.sample(rng.random(config.batch_size)), follows, strict=True):
+        for index in self.sample(rng.random(config.batch_size)):
             record = self.data.records[index]
             shifted = not still and record["loops"] and rng.random() < config.loop_shift_probability
             start = int(rng.integers(1, F // self.block)) * self.block if shifted else 0
@@ -149,8 +152,7 @@ class ClipBatches:
             labeled = rng.random() < config.motion_label_probability
             motion.append(int(self.level_of_clip[index]) if labeled else self.levels)
         clean, places = (torch.from_numpy(np.stack(parts)).to(self.device) for parts in (clips, weights))
-        kept = torch.from_numpy(~follows if config.start_images else follows).to(self.device)
-        return ClipBatch(clean, places, texts, torch.tensor(motion, device=self.device), kept)
+        return ClipBatch(clean, places, texts, torch.tensor(motion, device=self.device))
 
 
 class PreparedAhead:

@@ -26,20 +26,21 @@ from vargen.models.tokenizers.video_vae import CausalVideoVAE
 from vargen.training.dataset import CaptionBank
 
 if TYPE_CHECKING:
+    from recipes.emoji_video.lora import LoRAConfig
     from recipes.emoji_video.transformer import VideoConfig
 
 _GENERATED = {"seen": 16, "held_out": 8}  # clips generated per group
 _EVALUATED = 16  # clips per group whose loss is measured
 _LEVELS = (0.25, 0.5, 0.75, 0.95)
-_STATIC = 0.2  # of the real motion
+STATIC = 0.2  # of the real motion
 
 
-def euler_levels(config: VideoConfig) -> list[float]:
+def euler_levels(config: VideoConfig | LoRAConfig) -> list[float]:
     """Return the noise levels of a flow's steps, from 1 down, without 0."""
     return [shift_level(1 - i / config.euler_steps, config.shift) for i in range(config.euler_steps)]
 
 
-def sampling_settings(config: VideoConfig) -> dict[str, object]:
+def sampling_settings(config: VideoConfig | LoRAConfig) -> dict[str, object]:
     """Return the settings of `sample_latents` for a model with this config: `levels`, `euler` and `guidance`."""
     if config.objective == "flow":
         return {"levels": euler_levels(config), "euler": True, "guidance": config.guidance}
@@ -154,7 +155,7 @@ class VideoEvaluation:
                 continue
             error = ((clips[:, 0] - real[:, 0]) / 2).square().mean((1, 2, 3)).clamp_min(1e-10)
             metrics["motion"] = ratios.median().item()
-            metrics["static_fraction"] = (ratios < _STATIC).float().mean().item()
+            metrics["static_fraction"] = (ratios < STATIC).float().mean().item()
             metrics["recall"] = (-10 * error.log10()).mean().item()
         if sheet is not None and rows:
             save_rows([row[::2] for row in rows], sheet)

@@ -2,8 +2,8 @@
 
 Flow matching with a separate noise level for each block is diffusion forcing (Chen et al. 2024, arXiv:2407.01392); with clean
 blocks before noisy ones it is teacher forcing with a cache's visibility (Hu et al. 2024, "ACDiT", arXiv:2412.07720).
-Consistency: Song et al. 2023 (arXiv:2303.01469), causally: each block along its own trajectory, after clean context; with a
-teacher by its flow (their section 4), without one by the clip's own trajectory (section 5).
+Consistency: Song et al. 2023 (arXiv:2303.01469), section 4, causally: each block along its own trajectory of the teacher's
+flow, after clean context.
 
 Shape suffixes: B clips, F frames, C latent channels, Y/X latent rows and columns.
 """
@@ -23,6 +23,7 @@ from vargen.models.causal_video import CausalVideoTransformer
 from vargen.training.dataset import CaptionBank
 
 if TYPE_CHECKING:
+    from recipes.emoji_video.lora import LoRAConfig
     from recipes.emoji_video.transformer import VideoConfig
 
 LossAndMetrics = tuple[Tensor, dict[str, Tensor]]
@@ -35,7 +36,6 @@ class VideoLoss:
     Args:
         average: the average of the model's weights, the target of consistency, which also generates contexts.
         teacher: its flow is the target of consistency.
-        initial: the network before training, whose predictions are the target for a batch's `kept` clips.
     """
 
     def __init__(
@@ -43,12 +43,10 @@ class VideoLoss:
         model: CausalVideoTransformer,
         average: CausalVideoTransformer,
         bank: CaptionBank,
-        config: VideoConfig,
-        teacher: CausalVideoTransformer | None,
-        initial: CausalVideoTransformer | None = None,
+        config: VideoConfig | LoRAConfig,
+        teacher: CausalVideoTransformer | None = None,
     ):
         self.model, self.average, self.bank, self.config, self.teacher = model, average, bank, config, teacher
-        self.initial = initial
         self.dtype = preferred_dtype(model.device)
 
     def amp(self) -> torch.autocast:
@@ -111,40 +109,23 @@ class VideoLoss:
             text = encode_captions(self.model, self.bank, batch.texts, batch.motion)
             velocity = self.model(noisy, level * TIMESTEPS, text, context=context)
         error = (velocity.float() - (noise - batch.clean)).square()
-        return _weighted_mean(error, batch.weights), {"velocity": error.detach().mean()}
+        return weighted_mean(error, batch.weights), {"velocity": error.detach().mean()}
 
     def consistency_loss(self, batch: ClipBatch, noise: Tensor, context: Tensor, generator: torch.Generator) -> LossAndMetrics:
-        """Return the distance of the model's prediction at a level from its average's prediction at a lower one.
-
-        The teacher's flow leads from the one level to the next. Without a teacher, the lower level is any one on the line
-        between noise and clip, down to the clip itself, which new captions are learned from directly. For `kept` clips the
-        target is what the initial weights predict at the same level (Li and Hoiem 2016, "Learning without Forgetting").
-        """
+        """Return the distance of the model's prediction at a level from its average's at the next one of the teacher's flow."""
         B, F = noise.shape[:2]
         b = self.model.geometry.block_frames
         grid = torch.tensor([*euler_levels(self.config), 0.0])
-        steps, shape = self.config.euler_steps, (B, -(-F // b))
-        index = torch.randint(steps, shape, generator=generator)
-        ahead = torch.ones_like(index)
-        if self.teacher is None:
-            ahead += (torch.rand(shape, generator=generator) * (steps - index)).long()
-        level, following = (grid[i].repeat_interleave(b, 1)[:, :F].to(noise) for i in (index, index + ahead))
+        index = torch.randint(self.config.euler_steps, (B, -(-F // b)), generator=generator)
+        level, following = (grid[i].repeat_interleave(b, 1)[:, :F].to(noise) for i in (index, index + 1))
         wide, wide_following = (x[..., None, None, None] for x in (level, following))
         noisy = add_noise(batch.clean, noise, wide)
         with self.amp(), torch.no_grad():
-            direction = noise - batch.clean if self.teacher is None else self.guided_velocity(noisy, level, batch, context)
-            nearer = noisy + (wide_following - wide) * direction
-            if self.initial is None:
-                target = self.prediction(self.average, nearer, following, batch, context)
-            else:
-                target, new = torch.empty_like(noisy), ~batch.kept
-                for network, rows, x, at in ((self.average, new, nearer, following), (self.initial, ~new, noisy, level)):
-                    if rows.any():
-                        target[rows] = self.prediction(network, x[rows], at[rows], batch.select(rows), context[rows])
+            nearer = noisy + (wide_following - wide) * self.guided_velocity(noisy, level, batch, context)
+            target = self.prediction(self.average, nearer, following, batch, context)
         with self.amp():
             error = self.prediction(self.model, noisy, level, batch, context) - target
-        smooth = (error.square() + _HUBER**2).sqrt() - _HUBER
-        return _weighted_mean(smooth, batch.weights), {"consistency_error": error.detach().abs().mean()}
+        return consistency_distance(error, batch.weights)
 
     def prediction(
         self, network: CausalVideoTransformer, noisy: Tensor, level: Tensor, batch: ClipBatch, context: Tensor
@@ -166,5 +147,11 @@ class VideoLoss:
         return unconditional + self.config.guidance * (conditional - unconditional)
 
 
-def _weighted_mean(error_BFCYX: Tensor, weights_BF1YX: Tensor) -> Tensor:
+def consistency_distance(error: Tensor, weights: Tensor) -> LossAndMetrics:
+    """Return the pseudo-Huber loss of errors of latents, and values to log."""
+    smooth = (error.square() + _HUBER**2).sqrt() - _HUBER
+    return weighted_mean(smooth, weights), {"consistency_error": error.detach().abs().mean()}
+
+
+def weighted_mean(error_BFCYX: Tensor, weights_BF1YX: Tensor) -> Tensor:
     return (error_BFCYX * weights_BF1YX).mean() / weights_BF1YX.mean().clamp_min(1e-6)

@@ -1,6 +1,6 @@
 """Training clips of still images that move, with captions that name the motion: see `motions`.
 
-Every clip is rendered and encoded when it is needed, so that no two are alike.
+Clips are rendered and encoded when they are needed, so that no two are alike.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ from vargen.models.tokenizers.video_vae import CausalVideoVAE
 from vargen.training.augment import HUE_NAMES, HUES, WeightedIndices, dominant_hue, find_color_word, recolor_caption, rotate_hue
 
 if TYPE_CHECKING:
-    from recipes.emoji_video.transformer import VideoConfig
+    from recipes.emoji_video.lora import LoRAConfig
 
 _STYLE_NAMED = 0.4
 _RECOLORED = 0.15
 _START_SIZES = 0.7, 1.0  # of start images, relative to the frame
+_STEPS_PER_STILL = (
+    2  # steps in which moving stills are used, with other noise, because rendering and encoding them takes a third of a step
+)
 _START_CANDIDATES = 4  # number of generated images of which a video starts from the best one
 
 
-def start_settings(config: VideoConfig, block: int) -> dict[str, Any]:
-    """Return the settings of a model that was trained with `start_images`, as in `vargen.adapters.video_settings`."""
-    if not config.start_images:
-        return {}
+def start_settings(block: int) -> dict[str, Any]:
+    """Return the settings of a model with a LoRA for start images, as in `vargen.adapters.video_settings`."""
     motions = [phrase for motion in MOTIONS.values() for phrase in (motion.participle, motion.verb)]
     images = {"image_model": "emoji", "image_frames": block, "image_candidates": _START_CANDIDATES}
     return {"image": True, **images, "motions": motions}
@@ -48,7 +49,7 @@ class MovingStills:
         frames, side: of a clip. start: how many of the frames show the image at rest, before it moves.
     """
 
-    def __init__(self, stills: EmojiDataset, config: VideoConfig, frames: int, side: int, start: int = 0):
+    def __init__(self, stills: EmojiDataset, config: LoRAConfig, frames: int, side: int, start: int):
         self.stills, self.frames, self.side, self.start = stills, frames, side, start
         indices = stills.training_indices()
         weights = config.still_weights.weights([stills.records[i] for i in indices])
@@ -69,9 +70,8 @@ class MovingStills:
             noun = f"{noun}, {style_phrase(record['style'])}"
         speed = rng.randrange(len(SPEEDS))
         clip = render(image, motion.poses(self.frames, motion.rates[speed], rng.choice(motion.phases)), self.side)
-        if self.start:
-            resting = render(image, rest(rng.uniform(*_START_SIZES)), self.side)
-            clip = np.concatenate([resting.repeat(self.start, 0), clip[: -self.start]])
+        resting = render(image, rest(rng.uniform(*_START_SIZES)), self.side)
+        clip = np.concatenate([resting.repeat(self.start, 0), clip[: -self.start]])
         return clip, motion_caption(motion, noun, article, SPEEDS[speed], rng)
 
     def examples(self, seed: int, count: int) -> list[tuple[np.ndarray, str]]:
@@ -89,8 +89,8 @@ class MovingStills:
 class MixedBatches:
     """Batches of animated clips and moving stills, as a function of (seed, step).
 
-    With `start_images`, a still's first block shows it at rest and has no loss. So a video learns what moves from an image, not
-    from the caption; this takes a fraction of the steps, and works for images that training never shows.
+    The first block of each shows the image at rest and has no loss. So a video learns what moves from an image, not from the
+    caption; this takes a fraction of the steps, and works for images that training never shows.
     """
 
     def __init__(
@@ -99,30 +99,35 @@ class MixedBatches:
         stills: EmojiDataset,
         latents: np.ndarray,
         vae: CausalVideoVAE,
-        config: VideoConfig,
+        config: LoRAConfig,
         block: int,
         levels: int,
         device: torch.device,
     ):
         self.count = round(config.still_fraction * config.batch_size)
-        animated = replace(config, batch_size=config.batch_size - self.count, still_fraction=0.0)
-        self.animated = ClipBatches(data, latents, animated, block, levels, device)
-        self.start = block if config.start_images else 0
+        animated = replace(config, batch_size=config.batch_size - self.count)
+        self.animated = ClipBatches(data, latents, animated, block, levels, device, after_image=True)
+        self.start = block
         self.stills = MovingStills(stills, config, *data.frames.shape[1:3], self.start)
         self.vae, self.config, self.levels, self.device = vae, config, levels, device
         self.borders = motion_borders(data, levels)
+        self._moved: tuple[int, ClipBatch] | None = None
 
     def __call__(self, step: int) -> ClipBatch:
-        one, other = self.animated(step), self.moved(step)
-        names = ("clean", "weights", "motion", "kept")
-        clean, weights, motion, kept = (torch.cat([getattr(one, name), getattr(other, name)]) for name in names)
-        return ClipBatch(clean, weights, one.texts + other.texts, motion, kept)
+        number = step // _STEPS_PER_STILL
+        if self._moved is None or self._moved[0] != number:
+            self._moved = number, self.moved(number)
+        one, other = self.animated(step), self._moved[1]
+        clean, weights, motion = (
+            torch.cat([getattr(each, name) for each in (one, other)]) for name in ("clean", "weights", "motion")
+        )
+        return ClipBatch(clean, weights, one.texts + other.texts, motion)
 
-    def moved(self, step: int) -> ClipBatch:
-        """Return the batch's moving stills."""
+    def moved(self, number: int) -> ClipBatch:
+        """Return the batch with this number of moving stills."""
         config = self.config
-        words = random.Random(f"{config.seed} {step}")
-        clips, texts = zip(*self.stills.examples(config.seed * 1_000_003 + step, self.count), strict=True)
+        words = random.Random(f"{config.seed} {number}")
+        clips, texts = zip(*self.stills.examples(config.seed * 1_000_003 + number, self.count), strict=True)
         clean = encode(self.vae, np.stack(clips), self.device)
         weights = np.stack([place_weights(clip, config.motion_weight, self.start) for clip in clean.cpu().numpy()])
         motions = [np.abs(np.diff(clip[self.start :].astype(np.float32), axis=0)).mean() for clip in clips]
@@ -130,7 +135,7 @@ class MixedBatches:
         motion = np.where(known, np.searchsorted(self.borders, motions, side="right"), self.levels)
         named = [EMPTY_CAPTION if words.random() < config.caption_dropout else text for text in texts]
         places, levels = torch.from_numpy(weights).to(self.device), torch.from_numpy(motion).to(self.device)
-        return ClipBatch(clean, places, named, levels, torch.zeros(len(clips), dtype=torch.bool, device=self.device))
+        return ClipBatch(clean, places, named, levels)
 
 
 @torch.no_grad()

@@ -1,7 +1,5 @@
 """Train a `CausalVideoTransformer`, a target or a small drafter: on clips, or to generate in few steps.
 
-Clips are animated ones, or a mixture of them and of still images that move.
-
 The average of the weights is saved.
 """
 
@@ -9,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,18 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recipes.emoji.dataset import EmojiDataset
-from recipes.emoji_video.batches import ClipBatch, ClipBatches, PreparedAhead, clip_latents, hash_encoder
+from recipes.emoji_video.batches import ClipBatches, clip_latents, hash_encoder
 from recipes.emoji_video.clips import VideoDataset
 from recipes.emoji_video.generate import VideoEvaluation, sampling_settings
 from recipes.emoji_video.losses import VideoLoss
-from recipes.emoji_video.moving_stills import MixedBatches, start_settings
 from vargen.decoding.video.denoising import shifted_levels
 from vargen.files import atomic_file
 from vargen.models.causal_video import CausalVideoTransformer
 from vargen.models.component_files import validate_network_files
 from vargen.models.tokenizers.video_vae import CausalVideoVAE
-from vargen.training.augment import SamplingWeights
 from vargen.training.config import Schedule, at_least, validate_fractions
 from vargen.training.dataset import CaptionBank
 from vargen.training.optimizers import split_optimizers
@@ -36,7 +30,7 @@ from vargen.training.run import Trainer, export, fit
 from vargen.weight_files import weights_digest
 
 SAMPLING = "sampling.json"  # the settings of a run's model
-OBJECTIVES = ("flow", "consistency", "consistency-training")
+OBJECTIVES = ("flow", "consistency")
 
 
 @dataclass(frozen=True)
@@ -44,7 +38,7 @@ class VideoConfig:
     """How to train a `CausalVideoTransformer` on latents. `model` contains the keyword arguments of its constructor.
 
     With the objective "flow" it learns the velocity of data; with "consistency" it learns to reach the end of a teacher's flow
-    in few steps; with "consistency-training", a model of few steps learns from clips alone.
+    in few steps.
     """
 
     model: dict[str, Any]
@@ -54,9 +48,6 @@ class VideoConfig:
     batch_size: int = 16  # clips
     max_caption_tokens: int = 20  # longer captions are truncated: one shape for all batches
     caption_dropout: float = 0.1
-    still_fraction: float = 0.0  # of a batch's clips that are still images in motion
-    still_weights: SamplingWeights = field(default_factory=SamplingWeights)  # how often each kind of still image is sampled
-    start_images: bool = False  # moving stills and half of the animated clips follow a block of their image; see `MixedBatches`
     motion_label_probability: float = 0.5  # of conditioning on a clip's motion level
     loop_shift_probability: float = 0.3  # of starting a loop at another block, which has no loss
     diffusion_forcing_fraction: float = 0.75  # first part of training: a noise level per block; then clean contexts
@@ -79,9 +70,7 @@ class VideoConfig:
     def __post_init__(self) -> None:
         at_least(self, 1, "batch_size", "max_caption_tokens", "euler_steps", "evaluate_every", "checkpoint_every")
         at_least(self, 0, "motion_weight", "guidance", "weight_decay", "adamw_learning_rate")
-        validate_fractions(
-            self, "still_fraction", "caption_dropout", "motion_label_probability", "loop_shift_probability", "context_noise"
-        )
+        validate_fractions(self, "caption_dropout", "motion_label_probability", "loop_shift_probability", "context_noise")
         validate_fractions(self, "diffusion_forcing_fraction", "self_rollout_probability", "ema_decay")
         if self.objective not in OBJECTIVES:
             raise ValueError(f"objective must be one of {', '.join(OBJECTIVES)}, got {self.objective!r}")
@@ -108,7 +97,7 @@ def validate_video_fit(model: CausalVideoTransformer, vae: CausalVideoVAE, data:
         raise ValueError(f"block_frames must divide the clips' {data.frames.shape[1]} frames, got {geometry.block_frames}")
 
 
-def _load(folder: Path, vae: CausalVideoVAE, data: VideoDataset, device: torch.device) -> CausalVideoTransformer:
+def load_video_network(folder: Path, vae: CausalVideoVAE, data: VideoDataset, device: torch.device) -> CausalVideoTransformer:
     validate_network_files(folder, CausalVideoTransformer)
     model = CausalVideoTransformer.from_pretrained(folder).to(device).eval().requires_grad_(False)
     validate_video_fit(model, vae, data)
@@ -128,16 +117,11 @@ class VideoTrainer(Trainer):
         device: torch.device,
         teacher_folder: Path | None,
         init_folder: Path | None,
-        stills: EmojiDataset | None,
     ):
         if (config.objective == "consistency") != (teacher_folder is not None):
             raise ValueError(
                 f"teacher must be given for the objective 'consistency' and for no other, got {config.objective!r}"
             )
-        if (round(config.still_fraction * config.batch_size) > 0) != (stills is not None):
-            raise ValueError(f"stills must be given if still_fraction is above 0, and only then, got {config.still_fraction}")
-        if config.start_images and (config.objective != "consistency-training" or stills is None or init_folder is None):
-            raise ValueError("start_images needs stills, init and the objective 'consistency-training'")
         validate_network_files(vae_folder, CausalVideoVAE)
         torch.manual_seed(config.seed)
         vae = CausalVideoVAE.from_pretrained(vae_folder).to(device).eval().requires_grad_(False)
@@ -146,10 +130,10 @@ class VideoTrainer(Trainer):
         identity = {"objective": config.objective, "vae": hash_encoder(vae)}
         teacher = None
         if teacher_folder is not None:
-            teacher = _load(teacher_folder, vae, data, device)
+            teacher = load_video_network(teacher_folder, vae, data, device)
             identity["teacher"] = weights_digest(teacher)
         if init_folder is not None:
-            start = _load(init_folder, vae, data, device)
+            start = load_video_network(init_folder, vae, data, device)
             identity["init"] = weights_digest(start)
             try:
                 model.load_state_dict(start.state_dict())
@@ -158,22 +142,17 @@ class VideoTrainer(Trainer):
         elif teacher is not None and teacher.config.dim == model.config.dim:
             model.load_state_dict(teacher.state_dict())
         self.average = copy.deepcopy(model).eval().requires_grad_(False)
-        initial = copy.deepcopy(self.average) if config.start_images else None
         super().__init__(config, model, folder, device, "video", **identity)
         latents = clip_latents(folder, data, vae, device)
         bank = CaptionBank(text_encoder_folder, config.max_caption_tokens, device)
         block, levels = model.geometry.block_frames, model.config.motion_levels
-        self.batches: Callable[[int], ClipBatch]
-        if stills is None:
-            self.batches = ClipBatches(data, latents, config, block, levels, device)
-        else:
-            self.batches = PreparedAhead(MixedBatches(data, stills, latents, vae, config, block, levels, device))
+        self.batches = ClipBatches(data, latents, config, block, levels, device)
         self.evaluation = VideoEvaluation(data, latents, vae, bank, config, device)
-        self.loss = VideoLoss(model, self.average, bank, config, teacher, initial)
+        self.loss = VideoLoss(model, self.average, bank, config, teacher)
         optimizers = split_optimizers(dict(model.named_parameters()), lambda name: name.startswith("blocks."), config)
         self.optimizers = optimizers[::-1]  # the order in the checkpoints of earlier versions
         if config.compile:
-            for network in (model, self.average, teacher, initial):
+            for network in (model, self.average, teacher):
                 for block_ in network.blocks if network is not None else ():
                     block_.compile(dynamic=False)  # same shapes and code: compiled only once
 
@@ -212,7 +191,6 @@ def train_video(
     device: torch.device,
     teacher_folder: Path | None = None,
     init_folder: Path | None = None,
-    stills: EmojiDataset | None = None,
 ) -> dict[str, float]:
     """Train until `config.schedule.steps`, resuming the run in `folder`; saves the averaged weights to `folder/transformer`.
 
@@ -221,7 +199,7 @@ def train_video(
     Args:
         vae_folder: a saved `CausalVideoVAE`. text_encoder_folder: contains `text_encoder/` and `tokenizer/`.
         teacher_folder: a saved `CausalVideoTransformer`, the teacher of consistency; a model of the same width starts from its
-            weights. init_folder: weights to start from instead. stills: images for `still_fraction` of the clips.
+            weights. init_folder: weights to start from instead.
 
     Returns:
         The metrics of `VideoEvaluation`.
@@ -231,10 +209,9 @@ def train_video(
             run to resume has others of them; or if the run diverged.
     """
     folders = vae_folder, text_encoder_folder, folder
-    trainer = VideoTrainer(config, data, *folders, device, teacher_folder, init_folder, stills)
+    trainer = VideoTrainer(config, data, *folders, device, teacher_folder, init_folder)
     fit(trainer)
     with atomic_file(folder / SAMPLING) as temporary:
-        settings = {**sampling_settings(config), **start_settings(config, trainer.model.geometry.block_frames)}
-        temporary.write_text(json.dumps(settings, indent=1) + "\n", "utf-8")
+        temporary.write_text(json.dumps(sampling_settings(config), indent=1) + "\n", "utf-8")
     panels = ("loss_seen", "loss_held_out"), ("motion", "held_out_motion", "static_fraction"), ("recall",)
     return export(trainer.run, trainer.average, "transformer", trainer.evaluate(), ("loss",), *panels)

@@ -89,3 +89,18 @@ def test_a_draft_is_verified_by_one_frame_and_a_scorer_of_ones_own_by_as_many_as
     assert pipe.resolve_frame_scorer().frames == 1 and pipe.resolve_frame_scorer(scorer).frames == 1
     whole = FrameScorer(scorer)
     assert pipe.resolve_frame_scorer(whole) is whole and whole.frames is None
+
+
+@pytest.mark.parametrize("thing", ["a strawberry", "a red apple", "a hamburger"])
+def test_a_start_image_moves_as_the_prompt_says(pipe: Any, thing: str) -> None:
+    """What slides in is out of the frame at first, then in the middle."""
+    image = pipe.named_image_pipe("emoji")(f"{thing}, 3d style", generator=torch.Generator().manual_seed(1)).images[0]
+
+    def inked(prompt: str) -> torch.Tensor:
+        """Mean darkness of each frame after those of the start image, relative to the start image's."""
+        options = {"image": image, "accelerator": "target", "num_blocks": 4, "generator": torch.Generator().manual_seed(1)}
+        darkness = (1 - torch.cat([block.frames for block in pipe.stream(prompt, **options)])).mean((1, 2, 3))
+        return darkness[pipe.setting("image_frames") :] / darkness[0]
+
+    sliding = inked(f"{thing} sliding in from the left")
+    assert sliding[0] < 0.5 and sliding[-4:].min() > 0.3

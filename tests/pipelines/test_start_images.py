@@ -10,9 +10,11 @@ import torch
 from PIL import Image
 from rejects import rejects
 from tiny_models import class_pipeline, text_pipeline
+from tiny_video import randomised
 from tiny_video_folder import video_folder
 
 from recipes.emoji_video.motions import MOTIONS
+from vargen.models.lora import CausalVideoLoRA
 from vargen.pipelines.causal_video import CausalVideoPipeline
 from vargen.pipelines.registry import open_pipeline
 from vargen.pipelines.start_images import encode_start_image, remove_motion
@@ -82,9 +84,66 @@ def test_the_image_is_shown_as_long_as_in_training(pipe: CausalVideoPipeline, mo
     (one,) = encode_start_image(pipe, red, None, 0)
     monkeypatch.setitem(pipe.config.defaults, "image_frames", 2)
     (two,) = encode_start_image(pipe, red, None, 0)
-    assert one.shape[1] == 1 and torch.equal(two, one.repeat(1, 2, 1, 1, 1))
+    assert one.shape[1] == 1
+    torch.testing.assert_close(two, one.repeat(1, 2, 1, 1, 1))
     made = pipe("a cat", image=red, num_blocks=2, accelerator="target", output_type="pt").frames
     assert made.shape[1] == 2 + 2 * pipe.transformer.geometry.block_frames
+
+
+def a_lora(transformer: Any, seed: int) -> CausalVideoLoRA:
+    size = transformer.config
+    return randomised(CausalVideoLoRA(size.dim, size.ffn_dim, size.num_layers, rank=2), seed, 0.3)
+
+
+@pytest.fixture
+def with_loras(tmp_path: Path) -> CausalVideoPipeline:
+    """The same model with a LoRA of each network, saved and opened."""
+    opened = open_pipeline(video_folder(tmp_path))
+    loras = {"image_lora": a_lora(opened.transformer, 1), "draft_image_lora": a_lora(opened.draft_transformer, 2)}
+    opened.register_modules(**loras)
+    opened.save_pretrained(tmp_path / "with")
+    opened = open_pipeline(tmp_path / "with")
+    opened.set_progress_bar_config(disable=True)
+    return opened
+
+
+@pytest.mark.parametrize("accelerator", ["target", "draft", "sdvg:tau=-9"])
+def test_loras_are_used_for_videos_that_start_from_an_image(
+    pipe: CausalVideoPipeline, with_loras: CausalVideoPipeline, accelerator: str
+) -> None:
+    def frames(opened: CausalVideoPipeline, image: Any) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(3)
+        return opened("a cat", image=image, accelerator=accelerator, output_type="pt", generator=generator).frames
+
+    red = Image.new("RGB", (16, 16), "red")
+    start = pipe.setting("image_frames")
+    assert torch.equal(frames(pipe, None), frames(with_loras, None)), "as without one"
+    one, other = frames(pipe, red), frames(with_loras, red)
+    assert torch.equal(one[:, :start], other[:, :start]) and not torch.equal(one[:, start:], other[:, start:])
+    target = with_loras.image_lora.merge(with_loras.transformer)
+    drafter = with_loras.draft_image_lora.merge(with_loras.draft_transformer)
+    with_loras.register_modules(transformer=target, draft_transformer=drafter, image_lora=None, draft_image_lora=None)
+    assert torch.equal(frames(with_loras, red), other)
+
+
+def test_a_network_is_merged_once_and_again_after_a_change(with_loras: CausalVideoPipeline) -> None:
+    def target() -> Any:
+        return with_loras.decoding_model(from_image=True).transformer
+
+    first = target()
+    assert first is target() and first is not with_loras.transformer
+    assert with_loras.decoding_model().transformer is with_loras.transformer
+    with_loras.register_modules(image_lora=a_lora(with_loras.transformer, 9))
+    assert target() is not first and not torch.equal(next(iter(first.blocks)).ffn[0].weight, target().blocks[0].ffn[0].weight)
+    with_loras.to(torch.bfloat16)
+    assert target().dtype == torch.bfloat16
+
+
+def test_a_lora_of_another_size_is_refused(pipe: CausalVideoPipeline) -> None:
+    components = {key: getattr(pipe, key) for key in ("vae", "transformer", "draft_transformer", "text_encoder", "tokenizer")}
+    for name, other in (("image_lora", pipe.draft_transformer), ("draft_image_lora", pipe.transformer)):
+        lora = a_lora(other, 0)
+        rejects(lambda name=name, lora=lora: CausalVideoPipeline(**components, **{name: lora}), name)
 
 
 def test_what_generates_no_image_from_prompts_is_refused(pipe: CausalVideoPipeline, tmp_path: Path) -> None:

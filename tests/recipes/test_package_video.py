@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +14,14 @@ from safetensors.torch import load_file
 import vargen.assets
 from recipes.emoji_video.batches import hash_encoder
 from recipes.package import MAX_BYTES, package_video
-from recipes.package_components import package_video_networks
+from recipes.package_components import package_video_loras
 from vargen.models.causal_video import CausalVideoTransformer
+from vargen.models.lora import CausalVideoLoRA
 from vargen.models.tokenizers.preview_decoder import PreviewDecoder
 from vargen.models.tokenizers.video_vae import CausalVideoVAE
 from vargen.pipelines.registry import open_pipeline
+from vargen.training.run import TrainingRun
+from vargen.weight_files import weights_digest
 
 SHARED_FROM = vargen.assets.packaged_model_path("emoji")
 VAE = {"size": 16, "widths": [8, 16, 64], "transformer_blocks": 1}
@@ -109,46 +113,49 @@ def test_what_does_not_belong_together_is_not_joined(runs: dict[str, Path], tmp_
     assert not (tmp_path / "out").exists()
 
 
-def test_the_large_network_is_replaced_and_the_rest_is_kept(runs: dict[str, Path], tmp_path: Path) -> None:
+def lora_run(folder: Path, model: Path, part: str, **settings: Any) -> Path:
+    """A finished run of a LoRA for a network of a model folder."""
+    network = CausalVideoTransformer.from_pretrained(model / part)
+    size = network.config
+    CausalVideoLoRA(size.dim, size.ffn_dim, size.num_layers, rank=24).save_pretrained(folder / "lora")
+    (folder / "sampling.json").write_text(json.dumps({**HOW, "image": True, "image_frames": 2, **settings}))
+    record = {"step": 40, "seconds": 3600.0, "motion": 0.66, "static_fraction": 0.1, "psnr": 21.5, "final_motion": 0.66}
+    (folder / "log.jsonl").write_text(json.dumps(record) + "\n")
+    TrainingRun(folder, {"network": weights_digest(network)}, 40).save_checkpoint(40)
+    return folder
+
+
+def test_loras_are_added_and_the_rest_is_kept(runs: dict[str, Path], tmp_path: Path) -> None:
     folder = join(runs, tmp_path / "out")
-
-    def weights() -> dict[str, bytes]:
-        return {file.parent.name: file.read_bytes() for file in folder.rglob("*.safetensors")}
-
-    before, motions = weights(), {"image": True, "image_frames": 2, "motions": ["spinning"]}
-    rejects(lambda: package_video_networks(runs["target"], folder), "autoencoder")  # its weights are not rounded
-    latents = f"latents-{hash_encoder(CausalVideoVAE.from_pretrained(folder / 'vae'))}.npy"
-    next(runs["target"].glob("latents-*.npy")).rename(runs["target"] / latents)
-    CausalVideoTransformer(**SHAPE).save_pretrained(runs["target"] / "transformer")
-    (runs["target"] / "sampling.json").write_text(json.dumps({**HOW, **motions}))
-    (runs["target"] / "log.jsonl").write_text(json.dumps({**FIGURES, "final_motion": 0.5, "motion": 0.66}) + "\n")
-    assert package_video_networks(runs["target"], folder, note="Moves.")["motion"] == 0.5
-    assert {part for part, content in weights().items() if content != before[part]} == {"transformer"}
+    before = {file.parent.name: file.read_bytes() for file in folder.rglob("*.safetensors")}
+    target, drafter = (lora_run(tmp_path / part, folder, part) for part in ("transformer", "draft_transformer"))
+    assert package_video_loras(target, folder, note="Moves.")["motion"] == 0.66
     pipe = open_pipeline(folder)
-    assert pipe.config.defaults == {**HOW, **motions} and pipe.draft_transformer is not None
-    assert pipe.setting("image_frames") == 2 and pipe.transformer.config.weight_format == "int6"
-    card = (folder / "README.md").read_text()
-    assert "Moves." in card and "| 0.66 | 10% | 19.5 |" in card and "27.50 dB" in card
-    (runs["target"] / "sampling.json").write_text(json.dumps({**HOW, "levels": [1.0]}))
-    rejects(lambda: package_video_networks(runs["target"], folder), "levels")
-    (runs["target"] / "sampling.json").unlink()
-    with pytest.raises(FileNotFoundError, match="finish the training run first"):
-        package_video_networks(runs["target"], folder)
-    assert open_pipeline(folder).config.defaults == {**HOW, **motions}
+    assert pipe.draft_image_lora is None and pipe.image_lora.config.weight_format == "int6"
+    assert pipe.config.defaults == {**HOW, "image": True, "image_frames": 2}
+    assert before.items() <= {file.parent.name: file.read_bytes() for file in folder.rglob("*.safetensors")}.items()
+    card = (folder / "image_lora" / "README.md").read_text()
+    for said in ("Moves.", "motion 0.66", "10% of them static", "21.50 dB", "rank 20", "of the transformer"):
+        assert said in card, said
+    package_video_loras(target, folder, drafter)
+    pipe = open_pipeline(folder)
+    assert pipe.draft_image_lora.config.dim == pipe.draft_transformer.config.dim
+    assert not [file for file in folder.rglob("*.json") if str(tmp_path) in file.read_text()], "no folder of this machine"
 
 
-def test_both_networks_are_replaced_together(runs: dict[str, Path], tmp_path: Path) -> None:
+def test_loras_of_other_networks_are_not_added(runs: dict[str, Path], tmp_path: Path) -> None:
     folder = join(runs, tmp_path / "out")
-    latents = f"latents-{hash_encoder(CausalVideoVAE.from_pretrained(folder / 'vae'))}.npy"
-    for name, shape in (("target", SHAPE), ("drafter", {**SHAPE, "dim": 32})):
-        next(runs[name].glob("latents-*.npy")).rename(runs[name] / latents)
-        CausalVideoTransformer(**shape).save_pretrained(runs[name] / "transformer")
-        (runs[name] / "sampling.json").write_text(json.dumps({**HOW, "image": True}))
-    before = open_pipeline(folder)
-    package_video_networks(runs["target"], folder, runs["drafter"])
-    now = open_pipeline(folder)
-    for part in ("transformer", "draft_transformer"):
-        one, other = (next(getattr(pipe, part).parameters()) for pipe in (before, now))
-        assert one.shape == other.shape and not torch.equal(one, other), part
-    (runs["drafter"] / "sampling.json").write_text(json.dumps(HOW))
-    rejects(lambda: package_video_networks(runs["target"], folder, runs["drafter"]), "settings")
+    before = {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+    target, drafter = (lora_run(tmp_path / part, folder, part) for part in ("transformer", "draft_transformer"))
+    rejects(lambda: package_video_loras(drafter, folder), "transformer")
+    rejects(lambda: package_video_loras(target, folder, target), "draft_transformer")
+    other = lora_run(tmp_path / "levels", folder, "transformer", levels=[1.0])
+    rejects(lambda: package_video_loras(other, folder), "levels")
+    rejects(
+        lambda: package_video_loras(target, folder, lora_run(tmp_path / "frames", folder, "draft_transformer", image_frames=1)),
+        "settings",
+    )
+    (target / "sampling.json").unlink()
+    with pytest.raises(FileNotFoundError, match="finish the training run first"):
+        package_video_loras(target, folder)
+    assert before == {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}

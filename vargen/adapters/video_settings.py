@@ -13,6 +13,7 @@ from vargen.assets import packaged_models
 from vargen.decoding.video.denoising import SHIFT, STEPS, TIMESTEPS, shifted_levels
 from vargen.decoding.video.policies import validate_threshold
 from vargen.models.causal_video import geometry_from_config
+from vargen.models.config_bounds import require_equal
 from vargen.values import parse_float, parse_int, short_repr
 
 # Settings that `defaults` may contain, with the values used otherwise.
@@ -116,8 +117,11 @@ def _falls(values: Any, maximum: float) -> bool:
     return all(a > b for a, b in pairwise(found)) and 0 < found[-1] <= found[0] <= maximum
 
 
+LORA_SIZE = ("dim", "ffn_dim", "num_layers")  # of a LoRA and its network
+
+
 def validate_geometry(configs: Mapping[str, Any]) -> None:
-    """Raise ValueError unless the draft transformer and the VAE have the latents of the transformer.
+    """Raise ValueError unless the draft transformer, its LoRA and the VAE belong to each other and to the transformer.
 
     Args:
         configs: configuration by component, None for a missing one.
@@ -127,6 +131,9 @@ def validate_geometry(configs: Mapping[str, Any]) -> None:
         other = geometry_from_config(SimpleNamespace(**draft))
         if not geometry.same_latents(other):
             raise ValueError(f"draft_transformer and transformer do not belong together: {other} and {geometry}")
+    if configs.get("draft_image_lora"):
+        for name in LORA_SIZE:
+            require_equal(configs, "draft_image_lora", name, "draft_transformer", name)
     vae = configs.get("vae") or {}
     strides = {"scale_factor_spatial": geometry.spatial_stride, "scale_factor_temporal": geometry.temporal_stride}
     for name, stride in strides.items():

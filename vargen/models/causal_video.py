@@ -218,19 +218,23 @@ class CausalVideoTransformer(QuantizedStorageMixin, ConfigMixin):
         table = build_rotary_3d(self.head_dim, start, frames, rows, columns, x.device)
         if context is not None:
             table = (torch.cat([table[0]] * 2), torch.cat([table[1]] * 2))
-        out = self._tokens(self._embed_patches(x), steps, text, table, plan, cache)
-        out = out[:, -frames * rows * columns :]
-        patches = out.unflatten(1, (frames, rows, columns)).unflatten(-1, (p, p, -1))
-        return patches.permute(0, 1, 6, 2, 4, 3, 5).flatten(5).flatten(3, 4)
+        out = self.run_blocks(self.embed_patches(x), steps, text, table, plan, cache)
+        return self.join_patches(out[:, -frames * rows * columns :], frames, columns)
 
-    def _embed_patches(self, x_BFCYX: Tensor) -> Tensor:
+    def embed_patches(self, x_BFCYX: Tensor) -> Tensor:
         """Embed patches as tokens `[B, T, D]`: the official 3D convolution, computed as an equivalent matrix product."""
         p, weight = self.geometry.patch, self.patch_embedding.weight
         cells = x_BFCYX.to(weight.dtype).unflatten(4, (-1, p)).unflatten(3, (-1, p)).permute(0, 1, 3, 5, 2, 4, 6)
         tokens = nn.functional.linear(cells.flatten(4).flatten(1, 3), weight.flatten(1), self.patch_embedding.bias)
         return tokens.to(weight.dtype)  # also under autocast, so that the residual stream is not rounded
 
-    def _tokens(
+    def join_patches(self, out_BTD: Tensor, frames: int, columns: int) -> Tensor:
+        """Arrange the patches of `frames` frames, `columns` in a row, as `[B, F, C, Y, X]`."""
+        p = self.geometry.patch
+        patches = out_BTD.unflatten(1, (frames, -1, columns)).unflatten(-1, (p, p, -1))
+        return patches.permute(0, 1, 6, 2, 4, 3, 5).flatten(5).flatten(3, 4)
+
+    def run_blocks(
         self,
         x_BTD: Tensor,
         steps_BF: Tensor,
@@ -239,7 +243,11 @@ class CausalVideoTransformer(QuantizedStorageMixin, ConfigMixin):
         plan: Plan | None,
         cache: VideoCache | None,
     ) -> Tensor:
-        """Run blocks and head on tokens; returns `[B, T, C * p * p]`."""
+        """Run blocks and head on tokens; returns `[B, T, C * p * p]`.
+
+        Args:
+            plan: see `plan_attention`. cache: receives the keys and values of each layer, and returns those to attend to.
+        """
         wave = timestep_embedding(steps_BF, self.config.freq_dim).to(self.patch_embedding.weight.dtype)
         step_BFD = self.time_embedding(wave)
         steps_BF6D = self.time_projection(step_BFD).unflatten(-1, (6, -1))

@@ -222,10 +222,14 @@ class Trainer(ABC):
             for group in optimizer.param_groups:
                 group["lr"] = optimizer.defaults["lr"] * self.config.schedule.factor(step)
             optimizer.zero_grad(set_to_none=True)
-        loss.backward()
+        self.backward(loss)
         nn.utils.clip_grad_norm_(self.parameters(), 1.0)
         for optimizer in self.optimizers:
             optimizer.step()
+
+    def backward(self, loss: Tensor) -> None:
+        """Compute the gradients of `parameters`."""
+        loss.backward()
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that steps change."""

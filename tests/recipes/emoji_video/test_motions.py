@@ -1,24 +1,18 @@
 """Still images in motion: what the words say is what the frames show, and training never shows the held-out combinations."""
 
-import copy
 import random
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from rejects import rejects
-from tiny_clips import CPU, VAE, Bank, clip_latents_of, data, recipe
+from tiny_clips import CPU, VAE, clip_latents_of, data
+from tiny_stills import still, stills
 
-from recipes.emoji.dataset import EmojiDataset
-from recipes.emoji_video import transformer as trainer
 from recipes.emoji_video.batches import PreparedAhead
-from recipes.emoji_video.losses import VideoLoss
+from recipes.emoji_video.lora import LoRAConfig
 from recipes.emoji_video.motions import MOTIONS, SPEEDS, is_held_out_motion, motion_caption, render
 from recipes.emoji_video.moving_stills import MixedBatches, MovingStills
-from vargen.models.causal_video import CausalVideoTransformer
 from vargen.models.tokenizers.video_vae import CausalVideoVAE
-from vargen.training.augment import SamplingWeights
 
 SIDE, FRAMES = 32, 24
 
@@ -29,24 +23,6 @@ def vae(tmp_path_factory):
     folder = tmp_path_factory.mktemp("vae")
     CausalVideoVAE(**VAE).save_pretrained(folder)
     return folder
-
-
-def still(size: int = 64) -> np.ndarray:
-    """A blue square whose upper half is red."""
-    image = np.full((size, size, 3), 255, dtype=np.uint8)
-    image[8:32, 8:56], image[32:56, 8:56] = (200, 0, 0), (0, 0, 200)
-    return image
-
-
-def stills(count: int = 12) -> EmojiDataset:
-    records = [
-        {
-            "split": "train", "label": f"thing {i}", "group": "objects", "style": "3d", "concept": str(i), "tags": [],
-            "skin_tone": False,
-        }
-        for i in range(count)
-    ]  # fmt: skip
-    return EmojiDataset(np.stack([still()] * count), records)
 
 
 def track(name: str, speed: int = 1) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -126,8 +102,8 @@ def test_captions_read_well():
 
 
 def test_training_never_shows_a_held_out_combination(monkeypatch):
-    config = recipe(still_fraction=0.5)
-    source = MovingStills(stills(), config, FRAMES, SIDE)
+    config = LoRAConfig(still_fraction=0.5)
+    source = MovingStills(stills(), config, FRAMES, SIDE, 4)
     seen = []
     monkeypatch.setattr(source, "render_clip", lambda index, motion, rng: seen.append((str(index), motion)))
     source.examples(0, 600)
@@ -141,9 +117,10 @@ def test_training_never_shows_a_held_out_combination(monkeypatch):
 def test_a_batch_mixes_clips_and_moving_stills_as_a_function_of_its_step(vae):
     clips = data(frames=6, size=16)
     network = CausalVideoVAE.from_pretrained(vae)
-    config = recipe(batch_size=4, still_fraction=0.5, caption_dropout=0.0, motion_label_probability=1.0)
+    config = LoRAConfig(batch_size=4, still_fraction=0.5, caption_dropout=0.0, motion_label_probability=1.0)
     batches = MixedBatches(clips, stills(), clip_latents_of(vae, clips), network, config, 2, 2, CPU)
     batch, again, other = batches(1), batches(1), batches(2)
+    assert torch.equal(batch.clean[2:], batches(0).clean[2:]), "moving stills are used in two steps"
     assert batch.clean.shape == (4, 6, 4, 2, 2) and batch.weights.shape == (4, 6, 1, 2, 2)
     assert torch.equal(batch.clean, again.clean) and batch.texts == again.texts and batch.texts != other.texts
     words = [word for motion in MOTIONS.values() for word in (motion.participle, motion.verb)]
@@ -159,53 +136,16 @@ def test_a_batch_prepared_ahead_is_the_one_of_its_step():
     assert sorted(computed) == [2, 3, 3, 4, 5, 6, 9, 10], "in a run of steps, none is computed twice"
 
 
-def test_clips_follow_a_still_block_without_loss_and_the_rest_are_kept(vae):
+def test_clips_follow_a_block_of_their_first_frame_without_loss(vae):
     clips = data(frames=6, size=16)
-    network = CausalVideoVAE.from_pretrained(vae)
-    config = recipe(batch_size=8, still_fraction=0.5, start_images=True)
-    batch = MixedBatches(clips, stills(), clip_latents_of(vae, clips), network, config, 2, 2, CPU)(1)
-    assert batch.kept.tolist() == [False, True, False, True] + [False] * 4
-    new = ~batch.kept
-    assert torch.equal(batch.clean[new, 0], batch.clean[new, 1]) and not batch.weights[new, :2].any()
-    assert batch.weights[new, 2:].gt(0).all()
-    chosen = batch.select(new)
-    assert chosen.texts == [text for text, kept in zip(batch.texts, batch.kept.tolist(), strict=True) if not kept]
-    assert torch.equal(chosen.clean, batch.clean[new])
-
-
-def test_kept_clips_have_no_loss_at_the_initial_weights(vae):
-    """Their target is what these predict, so only other clips change the weights."""
-    clips = data(frames=6, size=16)
-    config = recipe(objective="consistency-training", batch_size=8, still_fraction=0.5, start_images=True)
-    batches = MixedBatches(clips, stills(), clip_latents_of(vae, clips), CausalVideoVAE.from_pretrained(vae), config, 2, 2, CPU)
-    batch = batches(1)
-    torch.manual_seed(0)
-    model = CausalVideoTransformer(**config.model).eval()
-    loss = VideoLoss(model, model, Bank(None, 0, CPU), config, None, copy.deepcopy(model))
-    kept = batch.select(batch.kept)
-    assert loss(0, kept)[0] < 1e-5 < 1e-3 < loss(0, batch.select(~batch.kept))[0]
-
-
-def test_a_model_of_few_steps_learns_from_clips_alone(tmp_path, vae, monkeypatch):
-    monkeypatch.setattr(trainer, "CaptionBank", Bank)
-
-    def train(folder, config, **more):
-        return trainer.train_video(config, data(), vae, vae, folder, CPU, **more)
-
-    config = recipe(
-        objective="consistency-training",
-        still_fraction=0.34,
-        still_weights=SamplingWeights(groups={}),
-        self_rollout_probability=0.0,
+    config = LoRAConfig(batch_size=4, still_fraction=0.5)
+    batch = MixedBatches(clips, stills(), clip_latents_of(vae, clips), CausalVideoVAE.from_pretrained(vae), config, 2, 2, CPU)(
+        1
     )
-    found = train(tmp_path / "run", config, stills=stills())
-    assert all(np.isfinite(list(found.values())))
-    rejects(lambda: train(tmp_path / "without", config), "stills")
-    rejects(lambda: train(tmp_path / "with", recipe(), stills=stills()), "stills")
-    rejects(lambda: train(tmp_path / "start", replace(config, start_images=True), stills=stills()), "start_images")
-    more = train(
-        tmp_path / "more", replace(config, start_images=True), stills=stills(), init_folder=tmp_path / "run/transformer"
-    )
-    assert all(np.isfinite(list(more.values())))
+    assert torch.equal(batch.clean[:, 0], batch.clean[:, 1]) and not batch.weights[:, :2].any()
+    assert batch.weights[:, 2:].gt(0).all()
+
+
+def test_a_fraction_of_stills_is_at_most_one():
     with pytest.raises(ValueError, match="still_fraction"):
-        recipe(still_fraction=1.5)
+        LoRAConfig(still_fraction=1.5)

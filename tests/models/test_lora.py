@@ -1,0 +1,107 @@
+"""A LoRA of a video network: merged, it is the network with W + B A, which shares all else; a new one changes nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from rejects import rejects
+from tiny_video import SHAPE, randomised, transformer
+
+from vargen.models.causal_video import CausalVideoTransformer
+from vargen.models.lora import CausalVideoLoRA
+from vargen.models.quantization import dequantize_network, quantize_network
+
+SIZE = {name: SHAPE[name] for name in ("dim", "ffn_dim", "num_layers")}
+LAYERS = {
+    *(f"{kind}_attn.{name}" for kind in ("self", "cross") for name in "qkvo"), "ffn.0", "ffn.2",
+}  # fmt: skip
+
+
+def a_lora(rank: int = 3, seed: int = 5, **more) -> CausalVideoLoRA:
+    return randomised(CausalVideoLoRA(**{**SIZE, **more}, rank=rank), seed, 0.2)
+
+
+def velocity(network: CausalVideoTransformer) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(2)
+    latents, embeds = torch.randn(1, 4, 4, 2, 2, generator=generator), torch.randn(1, 3, 8, generator=generator)
+    with torch.no_grad():
+        return network(latents, torch.full((1,), 500.0), network.text_cache(embeds))
+
+
+def test_all_matrices_of_the_blocks_have_an_update_and_nothing_else() -> None:
+    names = {name for name, _ in a_lora()._updates()}
+    assert names == {f"blocks.{number}.{layer}" for number in range(2) for layer in LAYERS}
+
+
+def test_merged_is_the_network_with_the_products_added() -> None:
+    network, lora = transformer(0), a_lora()
+    before = {name: value.clone() for name, value in network.state_dict().items()}
+    merged = lora.merge(network)
+    updates = dict(lora._updates())
+    for name, value in merged.state_dict().items():
+        update = updates.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
+        expected = before[name] if update is None else before[name] + update.B @ update.A
+        torch.testing.assert_close(value, expected)
+        assert update is not None or value.data_ptr() == network.state_dict()[name].data_ptr(), "shared"
+    assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
+    assert (velocity(merged) - velocity(network)).abs().max() > 1e-3
+    assert not merged.training and not any(parameter.requires_grad for parameter in merged.parameters())
+
+
+def test_a_new_lora_changes_nothing() -> None:
+    assert torch.equal(velocity(CausalVideoLoRA(**SIZE, rank=4).merge(transformer(0))), velocity(transformer(0)))
+
+
+def test_the_dtype_is_the_networks() -> None:
+    network = randomised(CausalVideoTransformer(**SHAPE), 0).to(torch.bfloat16)
+    merged = a_lora().merge(network)
+    assert merged.dtype == torch.bfloat16
+    torch.testing.assert_close(velocity(merged).float(), velocity(a_lora().merge(transformer(0))), rtol=0.1, atol=0.1)
+
+
+def test_8_bit_products_are_of_the_updated_matrices() -> None:
+    network = quantize_network(randomised(CausalVideoTransformer(**SHAPE), 0))
+    merged = a_lora().merge(network)
+    assert merged.config.quantization == "int8"
+    expected, found = a_lora().merge(dequantize_network(network)), dequantize_network(merged)
+    for name, value in expected.state_dict().items():
+        assert (found.state_dict()[name] - value).abs().max() <= value.abs().max() / 127
+    assert torch.isfinite(velocity(merged)).all() and not torch.equal(velocity(merged), velocity(network))
+
+
+@pytest.mark.parametrize("stored", [None, "int8", "float16"])
+def test_saved_and_loaded_it_is_the_same(stored: str | None, tmp_path: Path) -> None:
+    sizes = {"dim": 96, "ffn_dim": 128}  # large enough to be quantized
+    lora = randomised(CausalVideoLoRA(num_layers=1, rank=32, weight_format=stored, **sizes), 1, 0.2)
+    lora.save_pretrained(tmp_path)
+    loaded = CausalVideoLoRA.from_pretrained(tmp_path)
+    assert loaded.config.rank == 32
+    tolerance = {None: 0.0, "int8": 1 / 250, "float16": 1e-3}[stored]
+    for name, value in lora.state_dict().items():
+        assert (loaded.state_dict()[name] - value).abs().max() <= tolerance * value.abs().max()
+
+
+def test_a_lower_rank_is_the_closest_one() -> None:
+    lora = a_lora(rank=6)
+    smaller = lora.truncate(3)
+    assert smaller.config.rank == 3
+    for (_, update), (_, found) in zip(lora._updates(), smaller._updates(), strict=True):
+        product = update.B @ update.A
+        left_out = torch.linalg.svdvals(product)[3:].square().sum().sqrt()
+        torch.testing.assert_close((product - found.B @ found.A).norm(), left_out, rtol=1e-3, atol=1e-4)
+    same = dict(lora.truncate(6)._updates())
+    for name, update in lora._updates():
+        torch.testing.assert_close(same[name].B @ same[name].A, update.B @ update.A, rtol=1e-4, atol=1e-5)
+
+
+def test_what_cannot_be_merged_is_refused() -> None:
+    rejects(lambda: a_lora(rank=0), "rank")
+    rejects(lambda: a_lora(rank=25), "rank")
+    network = randomised(CausalVideoTransformer(**SHAPE), 0)
+    network.gpu_quantization = "int8"
+    rejects(lambda: a_lora().merge(network), "LoRA")
+    with torch.device("meta"):
+        offloaded = CausalVideoTransformer(**SHAPE)
+    rejects(lambda: a_lora().merge(offloaded), "LoRA")
