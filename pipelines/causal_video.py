@@ -216,7 +216,7 @@ class CausalVideoPipeline(VisualPipeline):
                 image from the prompt without its motion, in the model's style if it has only one, with the seed of the video.
             num_blocks: length in blocks. None: the checkpoint's default.
             accelerator: name of a preset (`vargen info presets` lists them), or a `VideoMethod`. None: `"sdvg"`, or `"target"`
-                for a model without a draft transformer.
+                for a model without a draft transformer, or see `resolve_method`.
             tau: acceptance threshold on the scorer's scale, for methods that have one. None: the checkpoint's, else the
                 method's.
             scorer: scorer of drafts, for methods that score; see `resolve_frame_scorer`.
@@ -238,7 +238,7 @@ class CausalVideoPipeline(VisualPipeline):
             raise ValueError("this pipeline was loaded without a transformer or vae: it only encodes prompts")
         blocks = self.setting("num_blocks") if num_blocks is None else num_blocks
         total = validation.require_int(blocks, "num_blocks", 1, MAX_BLOCKS)
-        method = self.resolve_method(accelerator, tau)
+        method = self.resolve_method(accelerator, tau, image is not None)
         levels = self.transformer.config.motion_levels
         if motion is not None and parse_int(motion, 0, levels - 1) is None:
             allowed = f"from 0 to {levels - 1}" if levels else "left out: this model has no motion levels"
@@ -433,13 +433,19 @@ class CausalVideoPipeline(VisualPipeline):
         """Return the decoder of latents, block by block."""
         return self.vae if isinstance(self.vae, StreamingDecoder) else WanStreamingDecoder(self.vae)
 
-    def resolve_method(self, accelerator: Any, tau: Any = None) -> VideoMethod:
+    def resolve_method(self, accelerator: Any, tau: Any = None, from_image: bool = False) -> VideoMethod:
         """Return the method of a call with its threshold.
+
+        Args:
+            from_image: whether the video starts from an image. If only the transformer has a LoRA for it, the draft transformer
+                does not move the image as the prompt says, and the default is `"target"`.
 
         Raises:
             ValueError, TypeError: for an unknown method or one of another paradigm, or `tau` for a method without a threshold.
         """
-        default = self.default_method if self.drafts else self.baseline
+        moves_less = from_image and self.draft_transformer is not None and self.draft_image_lora is None
+        drafts = self.drafts and not (moves_less and self.image_lora is not None)
+        default = self.default_method if drafts else self.baseline
         method = super().resolve_method(default if accelerator is None else accelerator)
         if tau is not None:
             return method.with_tau(tau)

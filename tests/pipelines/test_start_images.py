@@ -139,6 +139,19 @@ def test_a_network_is_merged_once_and_again_after_a_change(with_loras: CausalVid
     assert target().dtype == torch.bfloat16
 
 
+def test_a_drafter_that_does_not_move_start_images_is_not_the_default(with_loras: CausalVideoPipeline) -> None:
+    def names() -> list[str]:
+        return [with_loras.resolve_method(None, from_image=starts).name for starts in (False, True)]
+
+    assert names() == ["sdvg", "sdvg"]
+    with_loras.register_modules(draft_image_lora=None)
+    assert names() == ["sdvg", "target"] and with_loras.resolve_method("sdvg", from_image=True).name == "sdvg"
+    stats = with_loras("a cat", image=Image.new("RGB", (16, 16), "red"), num_blocks=2).stats
+    assert set(stats.sources) == {"target"}
+    with_loras.register_modules(image_lora=None)
+    assert names() == ["sdvg", "sdvg"]
+
+
 def test_a_lora_of_another_size_is_refused(pipe: CausalVideoPipeline) -> None:
     components = {key: getattr(pipe, key) for key in ("vae", "transformer", "draft_transformer", "text_encoder", "tokenizer")}
     for name, other in (("image_lora", pipe.draft_transformer), ("draft_image_lora", pipe.transformer)):

@@ -32,7 +32,8 @@ class VideoService:
 
     @property
     def default_method(self) -> str:
-        return str(self.pipe.resolve_method(None).name)
+        starts = self.image_pipe is not None and self.pipe.setting("image")
+        return str(self.pipe.resolve_method(None, from_image=starts).name)
 
     @property
     def default_tau(self) -> float:
@@ -90,9 +91,9 @@ class VideoService:
             stream.cancel()
 
 
-def encode_animation(frames: Any, fps: float) -> bytes:
-    """Encode uint8 `[F, Y, X, 3]` as a looping WebP."""
+def encode_animation(frames: Any, fps: float, quality: int = 90) -> bytes:
+    """Encode uint8 `[F, Y, X, 3]` as a looping WebP of a quality from 0 to 100."""
     images = [Image.fromarray(frame) for frame in frames]
     file = io.BytesIO()
-    images[0].save(file, "WEBP", save_all=True, append_images=images[1:], duration=round(1000 / fps), loop=0, quality=90)
+    images[0].save(file, "WEBP", save_all=True, append_images=images[1:], duration=round(1000 / fps), loop=0, quality=quality)
     return file.getvalue()

@@ -20,7 +20,7 @@ from vargen.demo.video_service import MAX_TAU, MIN_TAU, VideoService, encode_ani
 
 EXAMPLE = "waving hand"
 _FILE = "vargen.webp"
-_EXAMPLES = ("winking face", "beating heart", "waving hand", "face with rolling eyes")
+_EXAMPLES = ("winking face", "beating heart", "waving hand", "horse")
 _MAX_BLOCKS = 64
 
 

@@ -40,7 +40,7 @@ def open_schedule(pipe: VisualPipeline, accelerator: Any, slots: int, guidance_s
     if isinstance(pipe, CausalVideoPipeline):
         if guidance_scale is not None:
             raise ValueError("guidance_scale is for image models, and this model generates video")
-        return VideoSchedule(pipe, pipe.resolve_method(accelerator), slots)
+        return VideoSchedule(pipe, pipe.resolve_method(accelerator, from_image=pipe.setting("image_model") is not None), slots)
     method = pipe.resolve_method(pipe.default_method if accelerator is None else accelerator)
     pipe.validate_method(method)
     kind = JoiningSchedule if pipe.joins_running_batch(method) else BatchSchedule
