@@ -31,7 +31,7 @@ def velocity(network: CausalVideoTransformer) -> torch.Tensor:
 
 
 def test_all_matrices_of_the_blocks_have_an_update_and_nothing_else() -> None:
-    names = {name for name, _ in a_lora()._updates()}
+    names = {name for name, _ in a_lora().updates()}
     assert names == {f"blocks.{number}.{layer}" for number in range(2) for layer in LAYERS}
 
 
@@ -39,7 +39,7 @@ def test_merged_is_the_network_with_the_products_added() -> None:
     network, lora = transformer(0), a_lora()
     before = {name: value.clone() for name, value in network.state_dict().items()}
     merged = lora.merge(network)
-    updates = dict(lora._updates())
+    updates = dict(lora.updates())
     for name, value in merged.state_dict().items():
         update = updates.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
         expected = before[name] if update is None else before[name] + update.B @ update.A
@@ -87,12 +87,12 @@ def test_a_lower_rank_is_the_closest_one() -> None:
     lora = a_lora(rank=6)
     smaller = lora.truncate(3)
     assert smaller.config.rank == 3
-    for (_, update), (_, found) in zip(lora._updates(), smaller._updates(), strict=True):
+    for (_, update), (_, found) in zip(lora.updates(), smaller.updates(), strict=True):
         product = update.B @ update.A
         left_out = torch.linalg.svdvals(product)[3:].square().sum().sqrt()
         torch.testing.assert_close((product - found.B @ found.A).norm(), left_out, rtol=1e-3, atol=1e-4)
-    same = dict(lora.truncate(6)._updates())
-    for name, update in lora._updates():
+    same = dict(lora.truncate(6).updates())
+    for name, update in lora.updates():
         torch.testing.assert_close(same[name].B @ same[name].A, update.B @ update.A, rtol=1e-4, atol=1e-5)
 
 

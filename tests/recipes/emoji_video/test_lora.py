@@ -88,7 +88,7 @@ def test_the_gradients_are_those_of_the_product(parts):
     Loss()().backward()
     lora.take_gradients(network)
     assert all(parameter.grad is None for parameter in network.parameters())
-    updates = list(lora._updates())
+    updates = list(lora.updates())
     pairs = [(update.A.detach().requires_grad_(), update.B.detach().requires_grad_()) for _, update in updates]
     matrices = {
         f"network.{name}.weight": original.get_submodule(name).weight.detach() + B @ A
@@ -105,7 +105,7 @@ def test_training_writes_a_lora_and_keeps_the_network(tmp_path, parts):
     found = train(tmp_path / "run", parts)
     assert set(found) == {"motion", "static_fraction", "psnr"} and all(np.isfinite(list(found.values())))
     lora = CausalVideoLoRA.from_pretrained(tmp_path / "run/lora")
-    assert lora.config.rank == 2 and any(update.B.abs().max() > 1e-4 for _, update in lora._updates())
+    assert lora.config.rank == 2 and any(update.B.abs().max() > 1e-4 for _, update in lora.updates())
     settings = json.loads((tmp_path / "run/sampling.json").read_text())
     assert settings["image"] and settings["image_frames"] == SHAPE["block_frames"] and "bouncing" in settings["motions"]
     assert (tmp_path / "run/samples.png").is_file()
