@@ -17,6 +17,7 @@ from vargen.decoding import (
     resolve_method,
     shared_noise,
 )
+from vargen.decoding.harness import _FiniteCheck
 from vargen.decoding.noise import sample_gumbel_max
 from vargen.decoding.sampling import to_probs
 from vargen.evaluation.table_models import TableModel
@@ -93,6 +94,42 @@ def test_callback_sees_every_pass_and_can_stop():
     assert seen[-1][1] == [5, 5] and not result.finished and result.stats.stopped
     whole = decode(model, torch.zeros(2, dtype=torch.int64), seeds)
     assert torch.equal(result.tokens[:, :5], whole.tokens[:, :5])
+
+
+class LateEvent:
+    """Of a device that is behind: its report is there when it is asked for the n-th time."""
+
+    def __init__(self, n):
+        self.n = n
+
+    def query(self):
+        self.n -= 1
+        return self.n < 0
+
+    def synchronize(self):
+        self.n = 0
+
+
+@pytest.mark.parametrize("late", [0, 3, 100])
+@pytest.mark.parametrize("method", ["ar", "gumbel"])
+def test_passes_that_a_device_runs_after_the_end_are_not_counted(method, late, monkeypatch):
+    """A GPU is not waited for after each pass: it may run up to eight more than it needs."""
+    model, condition, seeds = TableModel(vocab=3, tokens=23, seed=5), torch.zeros(2, dtype=torch.int64), torch.arange(2)
+    method = resolve_method(method).fit_to_grid(23)
+    expected = decode(model, condition, seeds, method)
+    start = _FiniteCheck.__init__
+
+    def start_late(self, device):
+        start(self, device)
+        self.synchronous = False
+
+    monkeypatch.setattr(_FiniteCheck, "__init__", start_late)
+    monkeypatch.setattr(_FiniteCheck, "_send", staticmethod(lambda report: (LateEvent(late), report)))
+    run = []
+    found = decode(model, condition, seeds, method, callback=lambda progress: run.append(progress.step))
+    assert torch.equal(found.tokens, expected.tokens)
+    assert (found.stats.passes, found.stats.passes_by_width) == (expected.stats.passes, expected.stats.passes_by_width)
+    assert (len(run) > expected.stats.passes) == (late > 0 and expected.stats.passes < 23), "the device ran more"
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

@@ -108,7 +108,7 @@ class Run:
         profile: on CUDA, synchronize between parts to measure their seconds.
 
     Attributes:
-        passes: number of target passes so far.
+        passes: number of target passes so far; after `wait`, without those that a GPU ran after all images were complete.
         finished: whether the loop should end: all images are complete, the callback stopped it, or there were as many passes as
             tokens (each pass commits at least one).
         stopped: whether the callback stopped the run.
@@ -149,13 +149,18 @@ class Run:
                 self.stopped = self.callback(progress) is False and not complete
         self.finished = complete or self.stopped or self.passes >= self.total
 
-    def finish(self, stats: DecodeStats) -> None:
-        """Wait for pending checks, and record passes and seconds in `stats`.
+    def wait(self) -> None:
+        """Wait for pending checks.
 
         Raises:
             NonFiniteLogitsError: if a pending check fails, so that no image results from non-finite logits.
         """
         self._finite_check.flush()
+        self.passes = min(self.passes, self._finite_check.completed or self.passes)
+
+    def finish(self, stats: DecodeStats) -> None:
+        """Wait for pending checks, and record passes and seconds in `stats`; raises like `wait`."""
+        self.wait()
         stats.passes, stats.stopped = self.passes, self.stopped
         stats.seconds, stats.seconds_by_part = self._clock.read() - self._clock.started, dict(self._clock.parts)
 
@@ -211,34 +216,44 @@ _MAX_QUEUED_PASSES = 8  # limit of passes queued on a GPU before the host waits 
 
 
 class _FiniteCheck:
-    """Checks whether all images are finished and all logits finite, reading the device late enough not to wait for it."""
+    """Checks whether all images are finished and all logits finite, reading the device late enough not to wait for it.
+
+    Attributes:
+        completed: number of the first pass after which all images were finished, once that is known.
+    """
 
     def __init__(self, device: torch.device):
         self.synchronous = device.type != "cuda"
         self.queued: list[tuple[Any, Tensor, int]] = []
         self.total = 0
+        self.completed: int | None = None
 
     def submit(self, sums: Tensor, position: Tensor, length: Tensor, total: int, step: int) -> bool:
         """Return True if a completed pass has finished every image."""
         if self.synchronous and all(math.isfinite(each) for row in sums.tolist() for each in row):  # mostly; fewer operations
-            return min(length.tolist()) >= total
+            return self._note(min(length.tolist()) >= total, step)
         bad = ~sums.isfinite() & (position < total)
         where = torch.where(bad, position, total).amin()
         report = torch.stack([where, length.amin()])
         self.total = total
         if self.synchronous:
             return self._read(report, step)
-        host = torch.empty(2, dtype=torch.int64, pin_memory=True)
-        host.copy_(report, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(report.device))  # of this device, which need not be the current one
-        self.queued.append((event, host, step))
+        self.queued.append((*self._send(report), step))
         finished = False
         while self.queued and (len(self.queued) > _MAX_QUEUED_PASSES or self.queued[0][0].query()):
             event, host, seen = self.queued.pop(0)
             event.synchronize()
             finished |= self._read(host, seen)
         return finished
+
+    @staticmethod
+    def _send(report: Tensor) -> tuple[torch.cuda.Event, Tensor]:
+        """Copy a report to the host. Returns the event after which the tensor contains it."""
+        host = torch.empty(2, dtype=torch.int64, pin_memory=True)
+        host.copy_(report, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(report.device))  # of this device, which need not be the current one
+        return event, host
 
     def flush(self) -> None:
         """Wait for all pending checks."""
@@ -251,4 +266,9 @@ class _FiniteCheck:
         position, shortest = report.tolist()
         if position < self.total:
             raise NonFiniteLogitsError(describe_non_finite_logits(position, self.total, step))
-        return shortest >= self.total
+        return self._note(shortest >= self.total, step)
+
+    def _note(self, finished: bool, step: int) -> bool:
+        if finished and self.completed is None:
+            self.completed = step
+        return finished

@@ -132,12 +132,13 @@ def run_loop(
     if graphs is not None:
         state = count_on_device(state)
         step = GraphedPass(decode_pass, graphs, find_capture_blocker(run, model))
-    widths: Counter[int] = Counter()
+    widths: list[int] = []
     while not run.finished:
         state, (sums, position, count) = step(state)
-        widths[sums.shape[1]] += 1
+        widths.append(sums.shape[1])
         run.end_pass(sums, position, state.images.tokens, state.images.length, count)
-    return state.images, dict(widths)
+    run.wait()
+    return state.images, dict(Counter(widths[: run.passes - 1]))  # the first pass is the prefill
 
 
 def prefill(
