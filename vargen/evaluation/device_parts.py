@@ -87,7 +87,9 @@ def _capture_passes(network: Any) -> Any:
             for width, run in super().passes(rows, widths).items():
                 run()  # compiles and allocates
                 torch.cuda.synchronize()
-                captured[width] = CUDAGraph.capture(lambda run=run: (run().logits,))[0]  # type: ignore[misc]
+                replay, outputs = CUDAGraph.capture(lambda run=run: (run().logits,))  # type: ignore[misc]
+                # A graph reads and writes addresses, and keeps no tensor alive: the function does.
+                captured[width] = lambda replay=replay, used=(run, outputs): replay()  # type: ignore[misc]
             return captured
 
     return CapturedModel(network.name, network.pipe)
