@@ -22,7 +22,8 @@ Record = dict[str, Any]
 T = TypeVar("T")
 IMAGES, CAPTIONS = "images.npy", "captions.jsonl"
 _VALIDATION_EVERY = 20  # interval of validation images among those without a `split`
-_TEXTS = 16  # texts per batch of the text encoder
+_TEXTS = 16  # texts per batch of the text encoder on a CPU
+_GPU_TEXTS = 128
 _MAX_TEXTS = 60_000  # texts with features in memory: half a gigabyte
 
 
@@ -171,25 +172,25 @@ class CaptionBank:
 
     @torch.no_grad()
     def __call__(self, texts: Sequence[str]) -> Condition:
+        count = _TEXTS if self.device.type == "cpu" else _GPU_TEXTS
         missing = [text for text in dict.fromkeys(texts) if text not in self.features]
         if len(self.features) + len(missing) > _MAX_TEXTS:
             self.features.clear()
             missing = list(dict.fromkeys(texts))
-        for start in range(0, len(missing), _TEXTS):
-            part = missing[start : start + _TEXTS]
+        for start in range(0, len(missing), count):
+            part = missing[start : start + count]
             # A fixed batch shape: otherwise the last bits of a text's features would depend on the other texts of the
             # batch, and a resumed run would differ from an uninterrupted one.
-            full = part + [part[0]] * (_TEXTS - len(part))
+            full = part + [part[0]] * (count - len(part))
             options = {"padding": "max_length", "truncation": True, "max_length": self.rows, "return_tensors": "pt"}
             encoded = self.tokenizer(full, **options).to(self.device)
             with torch.autocast(self.device.type, enabled=False):  # features must not depend on the caller's autocast
                 outputs = self.encoder(encoded.input_ids, encoded.attention_mask)
-            for text, rows, count in zip(part, outputs, encoded.attention_mask.sum(1).tolist(), strict=False):
-                self.features[text] = rows[:count].half()
-        width = self.features[texts[0]].shape[1]
-        embeds = torch.zeros(len(texts), self.rows, width, device=self.device)
-        mask = torch.zeros(len(texts), self.rows, dtype=torch.bool, device=self.device)
-        for i, text in enumerate(texts):
-            rows = self.features[text]
-            embeds[i, : len(rows)], mask[i, : len(rows)] = rows.float(), True
+            for text, rows, length in zip(part, outputs.half(), encoded.attention_mask.sum(1).tolist(), strict=False):
+                self.features[text] = rows[:length].clone()
+        rows = [self.features[text] for text in texts]
+        counts = torch.tensor([len(each) for each in rows], device=self.device)
+        mask = torch.arange(self.rows, device=self.device) < counts[:, None]
+        embeds = torch.zeros(len(rows), self.rows, rows[0].shape[1], device=self.device)
+        embeds[mask] = torch.cat(rows).float()
         return Condition(caption_embeds=embeds, caption_mask=mask)
