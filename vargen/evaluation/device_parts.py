@@ -83,7 +83,7 @@ def _capture_passes(network: Any) -> Any:
     class CapturedModel(BenchmarkModel):
         @torch.no_grad()
         def passes(self, rows: int, widths: Sequence[int]) -> dict[int, Callable[[], Any]]:
-            captured = {}
+            captured: dict[int, Callable[[], Any]] = {}
             for width, run in super().passes(rows, widths).items():
                 run()  # compiles and allocates
                 torch.cuda.synchronize()
