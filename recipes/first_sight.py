@@ -14,7 +14,6 @@ from PIL import Image
 
 from vargen.assets import packaged_model_path
 from vargen.cli.console import print_json, progress_bar
-from vargen.demo.image_service import ImageService
 from vargen.demo.request import PageRequest
 from vargen.demo.share_card import share_card
 from vargen.demo.video_service import encode_animation
@@ -94,6 +93,8 @@ def write_race_image(pipe: Any, file: Path) -> None:
     Raises:
         ValueError: the methods do not give the same image, as the page says.
     """
+    from vargen.demo.image_service import ImageService  # needs gradio, which is not installed for training
+
     prompt, seed, methods = RACE
     service = ImageService(pipe, "emoji", digest=model_digest(packaged_model_path("emoji")))
     requests = [PageRequest(prompt, method, seed, **service.defaults) for method in methods]

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -250,3 +251,11 @@ def test_commands_of_pages_and_cards_exist(repo_root: Path) -> None:
     for command, argument in named:
         assert command in commands, command
         assert command != "package" or argument in runner.PACKAGES, argument
+
+
+def test_the_command_needs_nothing_of_the_demo(repo_root):
+    """The extra `train` has no gradio, and neither have machines that are made for training."""
+    lines = "import runpy, sys", "sys.modules['gradio'] = None", "sys.argv = ['recipes', 'list']"
+    code = "; ".join([*lines, "runpy.run_module('recipes', run_name='__main__')"])
+    run = subprocess.run([sys.executable, "-c", code], cwd=repo_root, capture_output=True, text=True, check=False)
+    assert run.returncode == 0 and "emoji-generator" in run.stdout, run.stderr
