@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from late_reports import delay_reports
 from recorded_graph import HostReadError, RecordedGraph
 from tiny_models import tiny_transformer, tiny_vq
 
@@ -121,6 +122,16 @@ def test_a_small_image_that_is_refreshed_is_run_one_by_one(caplog: pytest.LogCap
     with caplog.at_level(logging.WARNING, "vargen"):
         assert same(generated(method, model=model, graphs=RecordedGraph), expected)
     assert len(caplog.records) == 1 and RecordedGraph.made == 0
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_passes_that_a_device_runs_after_the_end_change_nothing(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither images nor statistics, but for the passes that were replayed."""
+    method = resolve_method(method).fit_to_grid(GRID**2)
+    expected = generated(method)
+    delay_reports(monkeypatch, 100)
+    assert same(generated(method, graphs=RecordedGraph), expected)
+    assert RecordedGraph.replays == min(expected.stats.passes + 8, GRID**2) - 3
 
 
 def test_relaxation_is_carried_to_its_budget() -> None:

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from drafters import GuessingDrafter
+from late_reports import delay_reports
 
 from vargen.decoding import (
     Accelerator,
@@ -17,7 +18,6 @@ from vargen.decoding import (
     resolve_method,
     shared_noise,
 )
-from vargen.decoding.harness import _FiniteCheck
 from vargen.decoding.noise import sample_gumbel_max
 from vargen.decoding.sampling import to_probs
 from vargen.evaluation.table_models import TableModel
@@ -96,20 +96,6 @@ def test_callback_sees_every_pass_and_can_stop():
     assert torch.equal(result.tokens[:, :5], whole.tokens[:, :5])
 
 
-class LateEvent:
-    """Of a device that is behind: its report is there when it is asked for the n-th time."""
-
-    def __init__(self, n):
-        self.n = n
-
-    def query(self):
-        self.n -= 1
-        return self.n < 0
-
-    def synchronize(self):
-        self.n = 0
-
-
 @pytest.mark.parametrize("late", [0, 3, 100])
 @pytest.mark.parametrize("method", ["ar", "gumbel"])
 def test_passes_that_a_device_runs_after_the_end_are_not_counted(method, late, monkeypatch):
@@ -117,14 +103,7 @@ def test_passes_that_a_device_runs_after_the_end_are_not_counted(method, late, m
     model, condition, seeds = TableModel(vocab=3, tokens=23, seed=5), torch.zeros(2, dtype=torch.int64), torch.arange(2)
     method = resolve_method(method).fit_to_grid(23)
     expected = decode(model, condition, seeds, method)
-    start = _FiniteCheck.__init__
-
-    def start_late(self, device):
-        start(self, device)
-        self.synchronous = False
-
-    monkeypatch.setattr(_FiniteCheck, "__init__", start_late)
-    monkeypatch.setattr(_FiniteCheck, "_send", staticmethod(lambda report: (LateEvent(late), report)))
+    delay_reports(monkeypatch, late)
     run = []
     found = decode(model, condition, seeds, method, callback=lambda progress: run.append(progress.step))
     assert torch.equal(found.tokens, expected.tokens)
