@@ -109,6 +109,11 @@ def test_passes_that_a_device_runs_after_the_end_are_not_counted(method, late, m
     assert torch.equal(found.tokens, expected.tokens)
     assert (found.stats.passes, found.stats.passes_by_width) == (expected.stats.passes, expected.stats.passes_by_width)
     assert (len(run) > expected.stats.passes) == (late > 0 and expected.stats.passes < 23), "the device ran more"
+    for last in (expected.stats.passes, expected.stats.passes + 3):
+        found = decode(model, condition, seeds, method, callback=lambda progress, last=last: progress.step < last)
+        assert found.finished and found.stats.passes == expected.stats.passes, "it was complete when it was stopped"
+    found = decode(model, condition, seeds, method, callback=lambda progress: progress.step < 3)
+    assert not found.finished and found.stats.passes == 3
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

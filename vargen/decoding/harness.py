@@ -111,7 +111,7 @@ class Run:
         passes: number of target passes so far; after `wait`, without those that a GPU ran after all images were complete.
         finished: whether the loop should end: all images are complete, the callback stopped it, or there were as many passes as
             tokens (each pass commits at least one).
-        stopped: whether the callback stopped the run.
+        stopped: whether the callback stopped the run before all images were complete.
     """
 
     def __init__(self, device: torch.device, total: int, callback: Callback | None = None, profile: bool = False):
@@ -156,7 +156,8 @@ class Run:
             NonFiniteLogitsError: if a pending check fails, so that no image results from non-finite logits.
         """
         self._finite_check.flush()
-        self.passes = min(self.passes, self._finite_check.completed or self.passes)
+        if (completed := self._finite_check.completed) is not None:
+            self.passes, self.stopped = min(self.passes, completed), False  # the callback stopped what was complete
 
     def finish(self, stats: DecodeStats) -> None:
         """Wait for pending checks, and record passes and seconds in `stats`; raises like `wait`."""
