@@ -231,21 +231,22 @@ class _FiniteCheck:
 
     def submit(self, sums: Tensor, position: Tensor, length: Tensor, total: int, step: int) -> bool:
         """Return True if a completed pass has finished every image."""
+        self.total = total
         if self.synchronous and all(math.isfinite(each) for row in sums.tolist() for each in row):  # mostly; fewer operations
-            return self._note(min(length.tolist()) >= total, step)
+            self._note_length(min(length.tolist()), step)
+            return self.completed is not None
         bad = ~sums.isfinite() & (position < total)
         where = torch.where(bad, position, total).amin()
         report = torch.stack([where, length.amin()])
-        self.total = total
         if self.synchronous:
-            return self._read(report, step)
-        self.queued.append((*self._send(report), step))
-        finished = False
+            self._read(report, step)
+        else:
+            self.queued.append((*self._send(report), step))
         while self.queued and (len(self.queued) > _MAX_QUEUED_PASSES or self.queued[0][0].query()):
             event, host, seen = self.queued.pop(0)
             event.synchronize()
-            finished |= self._read(host, seen)
-        return finished
+            self._read(host, seen)
+        return self.completed is not None
 
     @staticmethod
     def _send(report: Tensor) -> tuple[torch.cuda.Event, Tensor]:
@@ -263,13 +264,12 @@ class _FiniteCheck:
             self._read(host, step)
         self.queued.clear()
 
-    def _read(self, report: Tensor, step: int) -> bool:
+    def _read(self, report: Tensor, step: int) -> None:
         position, shortest = report.tolist()
         if position < self.total:
             raise NonFiniteLogitsError(describe_non_finite_logits(position, self.total, step))
-        return self._note(shortest >= self.total, step)
+        self._note_length(shortest, step)
 
-    def _note(self, finished: bool, step: int) -> bool:
-        if finished and self.completed is None:
+    def _note_length(self, shortest: int, step: int) -> None:
+        if shortest >= self.total and self.completed is None:
             self.completed = step
-        return finished

@@ -186,8 +186,8 @@ class CaptionBank:
             encoded = self.tokenizer(full, **options).to(self.device)
             with torch.autocast(self.device.type, enabled=False):  # features must not depend on the caller's autocast
                 outputs = self.encoder(encoded.input_ids, encoded.attention_mask)
-            for text, rows, length in zip(part, outputs.half(), encoded.attention_mask.sum(1).tolist(), strict=False):
-                self.features[text] = rows[:length].clone()
+            for text, output, length in zip(part, outputs.half(), encoded.attention_mask.sum(1).tolist(), strict=False):
+                self.features[text] = output[:length].clone()  # without the padding
         rows = [self.features[text] for text in texts]
         counts = torch.tensor([len(each) for each in rows], device=self.device)
         mask = torch.arange(self.rows, device=self.device) < counts[:, None]
