@@ -6,10 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from rejects import rejects
+from tiny_models import tiny_encoder
 
 from vargen.training.augment import SamplingWeights
-from vargen.training.dataset import CaptionedImages, load_captioned_images
+from vargen.training.dataset import CaptionBank, CaptionedImages, load_captioned_images
 
 
 def write(folder: Path, *lines: object, size: int = 4) -> Path:
@@ -59,3 +61,18 @@ def test_methods_may_be_overridden_for_captions_of_another_kind() -> None:
 
     data = Named(np.zeros((1, 4, 4, 3), np.uint8), [{"name": "cat", "split": "train"}])
     assert data.sample_caption(0, random.Random(0)) == "a cat"
+
+
+def test_captions_of_a_batch_are_those_alone_with_padding_behind() -> None:
+    bank = CaptionBank(tiny_encoder(), 8, torch.device("cpu"))
+    texts = ["a red apple", "cat", "a red apple", "a black cat with a very long tail on a wall", "", "cat"]
+    found = bank(texts)
+    assert found.caption_embeds is not None and found.caption_mask is not None
+    for text, rows, mask in zip(texts, found.caption_embeds, found.caption_mask, strict=True):
+        encoded = bank.tokenizer([text], truncation=True, max_length=8, return_tensors="pt")
+        count = encoded.input_ids.shape[1]
+        assert mask.tolist() == [True] * count + [False] * (8 - count)
+        with torch.no_grad():
+            expected = bank.encoder(encoded.input_ids, encoded.attention_mask)[0]
+        torch.testing.assert_close(rows[:count], expected, rtol=2e-3, atol=2e-3)
+        assert not rows[count:].any()
