@@ -63,7 +63,7 @@ def test_methods_may_be_overridden_for_captions_of_another_kind() -> None:
     assert data.sample_caption(0, random.Random(0)) == "a cat"
 
 
-def test_captions_of_a_batch_are_those_alone_with_padding_behind() -> None:
+def test_caption_features_in_a_batch_equal_those_of_the_caption() -> None:
     bank = CaptionBank(tiny_encoder(), 8, torch.device("cpu"))
     texts = ["a red apple", "cat", "a red apple", "a black cat with a very long tail on a wall", "", "cat"]
     found = bank(texts)
