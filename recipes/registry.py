@@ -116,6 +116,9 @@ _generator = Recipe(
     "transformer",
     folder="emoji-generator",
 )
+_scale_tokenizer = Recipe(
+    MultiScaleTokenizerConfig, train_multi_scale_tokenizer, {**_DATA, "init": replace(_INIT["init"], part="vqvae")}, "vqvae"
+)
 _var = Recipe(
     NextScaleConfig, train_next_scale, {**_DATA, **_SCALE_CODES, **_TEXT, **_INIT, "teacher": _TEACHER}, "transformer"
 )
@@ -165,7 +168,8 @@ RECIPES = {
     "emoji-eagle": Recipe(HeadConfig, train_eagle, _heads, "drafter", file="eagle"),
     "emoji-medusa": Recipe(HeadConfig, train_medusa, _heads, "drafter", file="medusa"),
     "emoji-scorer": Recipe(ScorerConfig, train_emoji_scorer, {**_DATA, **_MODEL}, "scorer"),
-    "emoji-var-tokenizer": Recipe(MultiScaleTokenizerConfig, train_multi_scale_tokenizer, _DATA, "vqvae"),
+    "emoji-var-tokenizer": _scale_tokenizer,
+    "emoji-var-decoder": _from(_scale_tokenizer, init="packaged:emoji-var"),
     "emoji-var": _var,
     "emoji-var-small": _from(_var, teacher="emoji-var"),
     "emoji-var-gpu": _from(_var, tokenizer="packaged:emoji-var", init="packaged:emoji-var"),

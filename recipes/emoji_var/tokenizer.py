@@ -26,11 +26,14 @@ from recipes.emoji.dataset import EmojiDataset
 from recipes.emoji.tokenizer import validate_phases
 from recipes.emoji_var.codebook import ScaleCodebook, TokenPerturbation, quantize_scales
 from vargen.files import atomic_file
+from vargen.models.component_files import validate_network_files
 from vargen.models.tokenizers.multi_scale_vq import MultiScaleVQModel
 from vargen.training.augment import SamplingWeights, WeightedIndices
 from vargen.training.config import Schedule, at_least, validate_fractions
 from vargen.training.dataset import to_pixels
+from vargen.training.next_token import validate_same_shape
 from vargen.training.run import Trainer, export, fit
+from vargen.weight_files import weights_digest
 
 _RECENT = 16  # batches of latents that the codebook is fitted to
 
@@ -39,7 +42,8 @@ _RECENT = 16  # batches of latents that the codebook is fitted to
 class MultiScaleTokenizerConfig:
     """How to train a `MultiScaleVQModel`. `model` contains the keyword arguments of its constructor.
 
-    There are three phases: `autoencoder_steps` without quantization, then with it, then `decoder_steps` of the decoder alone.
+    There are three phases: `autoencoder_steps` without quantization, then with it, then `decoder_steps` of the decoder alone. If
+    `autoencoder_steps` is 0, all steps train the decoder of a tokenizer that exists (`init_folder`).
     """
 
     model: dict[str, Any]
@@ -68,11 +72,16 @@ class MultiScaleTokenizerConfig:
     checkpoint_every: int = 100
 
     def __post_init__(self) -> None:
-        at_least(self, 1, "batch_size", "revive_every", "evaluate_every", "checkpoint_every", "near_codes", "autoencoder_steps")
-        at_least(self, 0, "decoder_steps", "shift")
+        at_least(self, 1, "batch_size", "revive_every", "evaluate_every", "checkpoint_every", "near_codes")
+        at_least(self, 0, "autoencoder_steps", "decoder_steps", "shift")
         validate_fractions(self, "truncated_fraction", "perturbed_fraction", "perturbed_tokens")
         validate_zoom(self.zoom)
-        validate_phases(self.schedule, self.autoencoder_steps, self.decoder_steps)
+        if self.autoencoder_steps:
+            validate_phases(self.schedule, self.autoencoder_steps, self.decoder_steps)
+
+    def is_frozen(self, step: int) -> bool:
+        """Whether only the decoder learns at `step`."""
+        return self.autoencoder_steps == 0 or step >= self.schedule.steps - self.decoder_steps
 
 
 def validate_zoom(zoom: list[Any]) -> None:
@@ -180,6 +189,29 @@ def save_rows(rows: list[Tensor], path: Path) -> None:
         Image.fromarray(values).save(temporary, format="PNG")
 
 
+def _initial_model(config: MultiScaleTokenizerConfig, init_folder: Path | None) -> tuple[MultiScaleVQModel, dict[str, str]]:
+    """Return the model to train, and the digest of the weights that it starts from as `init`, if there are some.
+
+    Raises:
+        ValueError: if there are trained weights to start from, but not all steps are the decoder's, or the reverse; or if the
+            weights are damaged or differ in shape from the config.
+    """
+    if (config.autoencoder_steps == 0) != (init_folder is not None):
+        raise ValueError(
+            "init must be given if autoencoder_steps is 0, when only the decoder learns, and only then; got "
+            f"autoencoder_steps = {config.autoencoder_steps} and init {None if init_folder is None else str(init_folder)!r}"
+        )
+    options = {"scale_gains": True, **config.model}
+    model = MultiScaleVQModel(**options)
+    if init_folder is None:
+        return model, {}
+    validate_network_files(init_folder, MultiScaleVQModel)
+    start = MultiScaleVQModel.from_pretrained(init_folder)
+    validate_same_shape(init_folder, start, model, list(options))
+    model.load_state_dict(start.state_dict())
+    return model, {"init": weights_digest(start)}
+
+
 class MultiScaleTokenizerTrainer(Trainer):
     """Trains a multi-scale tokenizer.
 
@@ -187,12 +219,19 @@ class MultiScaleTokenizerTrainer(Trainer):
         recent: latents of the last steps before there is a codebook, which is then fitted to them.
     """
 
-    def __init__(self, config: MultiScaleTokenizerConfig, data: EmojiDataset, folder: Path, device: torch.device):
+    def __init__(
+        self,
+        config: MultiScaleTokenizerConfig,
+        data: EmojiDataset,
+        folder: Path,
+        device: torch.device,
+        init_folder: Path | None = None,
+    ):
         torch.manual_seed(config.seed)
-        model = MultiScaleVQModel(**{"scale_gains": True, **config.model})
+        model, identity = _initial_model(config, init_folder)
         if (size := data.images.shape[1]) != model.image_size:
             raise ValueError(f"scales {model.scales} are for images of {model.image_size} pixels, got images of {size}")
-        super().__init__(config, model, folder, device, "var-tokenizer")
+        super().__init__(config, model, folder, device, "var-tokenizer", **identity)
         model.quantize.embedding.weight.requires_grad_(False)  # the codebook follows the latents instead
         trained = [p for p in model.parameters() if p.requires_grad]
         rate, decay = config.schedule.learning_rate, config.weight_decay
@@ -238,7 +277,7 @@ class MultiScaleTokenizerTrainer(Trainer):
     def latents(self, pixels: Tensor, step: int, generator: torch.Generator) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """Return the latents to decode, the loss on latents, and metrics for the log."""
         config, model = self.config, self.model
-        frozen = step >= config.schedule.steps - config.decoder_steps
+        frozen = config.is_frozen(step)
         with self.amp(), torch.set_grad_enabled(not frozen):
             f = model.encode_latent(pixels)
         f = f.float()
@@ -282,19 +321,27 @@ class MultiScaleTokenizerTrainer(Trainer):
 
 
 def train_multi_scale_tokenizer(
-    config: MultiScaleTokenizerConfig, data: EmojiDataset, folder: Path, device: torch.device
+    config: MultiScaleTokenizerConfig,
+    data: EmojiDataset,
+    folder: Path,
+    device: torch.device,
+    init_folder: Path | None = None,
 ) -> dict[str, float]:
     """Train until `config.schedule.steps`, resuming the run in `folder`; saves the model to `folder/vqvae`.
 
     Each evaluation saves `folder/reconstructions.png`.
 
+    Args:
+        init_folder: a saved tokenizer whose decoder is trained further; its tokens do not change.
+
     Returns:
         The metrics of `evaluate_multi_scale` on the validation images.
 
     Raises:
-        ValueError: if the images do not have the model's size, the folder contains another run, or the run diverged.
+        ValueError: if the images do not have the model's size, `init_folder` does not suit the config, the folder contains
+            another run, or the run diverged.
     """
-    trainer = MultiScaleTokenizerTrainer(config, data, folder, device)
+    trainer = MultiScaleTokenizerTrainer(config, data, folder, device, init_folder)
     fit(trainer)
     trainer.save_reconstructions()
     model = trainer.model

@@ -86,6 +86,27 @@ def test_the_last_steps_train_the_decoder_alone(tmp_path):
     assert {name.split(".")[0] for name in old if not torch.equal(old[name], new[name])} == {"decoder"}
 
 
+def test_the_decoder_of_a_trained_tokenizer_learns_further(tmp_path):
+    train(tmp_path / "run")
+    start, schedule = tmp_path / "run" / "vqvae", Schedule(steps=6, learning_rate=3e-3, warmup_steps=1)
+    config = recipe(schedule=schedule, autoencoder_steps=0, checkpoint_every=2)
+
+    def continue_run(folder):
+        return trainer.train_multi_scale_tokenizer(config, data(), folder, CPU, start)
+
+    check_resumes(continue_run, tmp_path, 3, "vqvae")
+    old = MultiScaleVQModel.from_pretrained(start).state_dict()
+    new = MultiScaleVQModel.from_pretrained(tmp_path / "whole" / "vqvae").state_dict()
+    assert {name.split(".")[0] for name in old if not torch.equal(old[name], new[name])} == {"decoder"}
+
+
+@pytest.mark.parametrize(("steps", "start"), [(0, None), (4, "start")])
+def test_a_trained_tokenizer_is_for_the_decoder_alone(tmp_path, steps, start):
+    config, start = recipe(autoencoder_steps=steps), start and tmp_path / start
+    rejects(lambda: trainer.train_multi_scale_tokenizer(config, data(), tmp_path / "run", CPU, start), "init")
+    assert not (tmp_path / "run").exists()
+
+
 def test_training_in_bfloat16(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "preferred_dtype", lambda device: torch.float32)
     expected = train(tmp_path / "float32")
