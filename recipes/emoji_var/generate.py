@@ -11,7 +11,7 @@ from torch import Tensor
 
 from recipes.emoji.dataset import EmojiDataset
 from recipes.emoji_var.data import LatentStore, SelfCorrection
-from recipes.emoji_var.tokenizer import save_rows
+from recipes.emoji_var.tokenizer_evaluation import save_rows
 from vargen.decoding import Sampling
 from vargen.decoding.sampling import to_probs
 from vargen.device import preferred_dtype

@@ -16,7 +16,8 @@ from PIL import Image
 from torch import Tensor
 
 from recipes.emoji.codebook import reconstruction_loss
-from recipes.emoji_var.tokenizer import paste, save_rows, validate_zoom, wavelet_loss
+from recipes.emoji_var.tokenizer import paste, validate_zoom, wavelet_loss
+from recipes.emoji_var.tokenizer_evaluation import save_rows
 from recipes.emoji_video.clips import VideoDataset, motion_weights
 from vargen.models.tokenizers.video_vae import CausalVideoVAE
 from vargen.training.augment import WeightedIndices

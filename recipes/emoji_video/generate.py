@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from recipes.emoji.captions import captions
-from recipes.emoji_var.tokenizer import save_rows
+from recipes.emoji_var.tokenizer_evaluation import save_rows
 from recipes.emoji_video.autoencoder import to_video
 from recipes.emoji_video.batches import EMPTY_CAPTION, encode_captions
 from recipes.emoji_video.clips import VideoDataset, motion_weights

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from recipes.emoji.dataset import EmojiDataset
-from recipes.emoji_var.tokenizer import save_rows
+from recipes.emoji_var.tokenizer_evaluation import save_rows
 from recipes.emoji_video.autoencoder import to_video
 from recipes.emoji_video.batches import PreparedAhead, clip_latents, encode_captions, hash_encoder
 from recipes.emoji_video.clips import VideoDataset
