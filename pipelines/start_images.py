@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from vargen.adapters.video_settings import resolve_setting
@@ -102,8 +103,19 @@ class MergedLoRAs:
         return merged
 
 
+def shrink_images(pixels_BCYX: Tensor, scale: float) -> Tensor:
+    """Shrink images in [-1, 1] to a fraction of their size, in the middle of white ones of their former size."""
+    Y, X = pixels_BCYX.shape[2:]
+    y, x = max(1, round(scale * Y)), max(1, round(scale * X))
+    small = F.interpolate(pixels_BCYX, (y, x), mode="bilinear", antialias=True)
+    top, left = (Y - y) // 2, (X - x) // 2
+    return F.pad(small, (left, X - x - left, top, Y - y - top), value=1.0)
+
+
 def encode_start_image(pipe: CausalVideoPipeline, image: Any, prompt: str | None, seed: int) -> list[Tensor]:
     """Encode the start image of a video to latents; without one, return an empty list.
+
+    If the prompt asks for one of the model's motions, the image is shrunk by the model's `image_scale`.
 
     Args:
         image: as preprocessed by `preprocess_images`; or a pipeline that generates it with `seed`, or the name of its model.
@@ -118,11 +130,14 @@ def encode_start_image(pipe: CausalVideoPipeline, image: Any, prompt: str | None
         raise ValueError("image must be left out: this model was not trained to start from one frame")
     if isinstance(image, str):
         image = pipe.named_image_pipe(image)
+    still = None if prompt is None else remove_motion(prompt, pipe.setting("motions") or ())
     if isinstance(image, VisualPipeline):
-        image = _generate(image, pipe, prompt, seed)
+        image = _generate(image, pipe, still or prompt, seed)
     pixels = preprocess_images(image, pipe.image_processor, pipe.transformer.geometry.pixel_size, "image")
     if len(pixels) != 1:
         raise ValueError(f"image must be one image, got {len(pixels)}")
+    if still is not None and (scale := pipe.setting("image_scale")) < 1:
+        pixels = shrink_images(pixels, scale)
     decoder: Any = pipe.streaming_decoder()
     frames = 1 + (pipe.setting("image_frames") - 1) * pipe.transformer.geometry.temporal_stride
     return [decoder.encode(pixels[None].repeat(1, frames, 1, 1, 1).to(pipe._device_of(pipe.vae)))]
@@ -134,7 +149,7 @@ def _generate(image_pipe: VisualPipeline, pipe: CausalVideoPipeline, prompt: str
             "image must be an image, or a pipeline that generates images from prompts, with a prompt; "
             f"got {type(image_pipe).__name__} and prompt {short_repr(prompt)}"
         )
-    still = pipe.scorer_prompt(remove_motion(prompt, pipe.setting("motions") or ()) or prompt)
+    still = pipe.scorer_prompt(prompt)
     candidates = pipe.setting("image_candidates")
     scorer = pipe.resolve_frame_scorer().scorer if candidates > 1 else None
     generator = torch.Generator().manual_seed(seed)

@@ -15,7 +15,6 @@ import numpy as np
 from PIL import Image
 
 SPEEDS = ("slowly", "", "quickly")  # the word for a motion's speed; none for the usual one
-_SPEED_NAMED = 0.5  # probability of naming a speed other than the usual one
 _HELD_OUT_PER_MILLE = 80
 _OVERSAMPLING = 2  # frames are rendered at this multiple of their size, then averaged
 _WHITE = (255, 255, 255)
@@ -51,59 +50,66 @@ def rest(size: float) -> Poses:
     return _poses(1, size)
 
 
-# A motion is a function of the number of frames, how often it repeats in them (or how fast it arrives) and its phase in [0, 1).
+# A motion is a function of the number of frames, how often it repeats in them (or how fast it arrives) and the size of the
+# image at rest. Except where the image first comes into view, it begins at rest in the middle: what follows a start image is
+# then determined by the words, and its size does not change at once.
 PoseFunction = Callable[[int, float, float], Poses]
 
 
-def _cycles(frames: int, rate: float, phase: float) -> np.ndarray:
-    return rate * np.arange(frames) / frames + phase
+def _cycles(frames: int, rate: float) -> np.ndarray:
+    return rate * np.arange(frames) / frames
 
 
-def _bounce(frames: int, rate: float, phase: float) -> Poses:
-    u = _cycles(frames, rate, phase) % 1
+def _across(frames: int, rate: float, size: float) -> np.ndarray:
+    """Return places on a way from the middle out of the frame and in again on the other side."""
+    return (1 + size) * ((_cycles(frames, rate) + 0.5) % 1 - 0.5)
+
+
+def _bounce(frames: int, rate: float, size: float) -> Poses:
+    ground, rise = 0.48 - size / 2, 0.96 - size
+    start = 0.5 + math.sqrt(max(0.0, 1 - ground / rise)) / 2  # falling, at the height of the middle
+    u = (_cycles(frames, rate) + start) % 1
     height = 1 - (2 * u - 1) ** 2
     squash = 0.22 * np.clip(1 - height / 0.3, 0, 1)
-    size = 0.7
     tall = size * (1 - squash)
-    return _poses(frames, size, y=0.46 - tall / 2 - 0.26 * height, width=size * (1 + squash / 2), height=tall)
+    return _poses(frames, size, y=0.48 - tall / 2 - rise * height, width=size * (1 + squash / 2), height=tall)
 
 
-def _spin(frames: int, rate: float, phase: float) -> Poses:
-    return _poses(frames, 0.72, angle=360 * _cycles(frames, rate, phase))
+def _spin(frames: int, rate: float, size: float) -> Poses:
+    return _poses(frames, size, angle=360 * _cycles(frames, rate))
 
 
-def _shake(frames: int, rate: float, phase: float) -> Poses:
-    swing = np.sin(2 * math.pi * _cycles(frames, rate, phase))
-    return _poses(frames, 0.78, x=0.09 * swing, angle=5 * swing)
+def _shake(frames: int, rate: float, size: float) -> Poses:
+    swing = np.sin(2 * math.pi * _cycles(frames, rate))
+    return _poses(frames, size, x=0.09 * swing, angle=5 * swing)
 
 
-def _pulse(frames: int, rate: float, phase: float) -> Poses:
-    size = 0.65 - 0.28 * np.cos(2 * math.pi * _cycles(frames, rate, phase))
-    return _poses(frames, 1.0, width=size, height=size)
+def _pulse(frames: int, rate: float, size: float) -> Poses:
+    pulse = size * (1 + 0.3 * np.sin(2 * math.pi * _cycles(frames, rate)))
+    return _poses(frames, size, width=pulse, height=pulse)
 
 
-def _slide_in(frames: int, rate: float, phase: float) -> Poses:
+def _slide_in(frames: int, rate: float, size: float) -> Poses:
     arrived = np.clip(rate * np.arange(frames) / frames, 0, 1)
-    return _poses(frames, 0.78, x=-0.85 * (1 - arrived) ** 2)
+    return _poses(frames, size, x=-(0.5 + size / 2) * (1 - arrived) ** 2)
 
 
-def _fall(frames: int, rate: float, phase: float) -> Poses:
-    return _poses(frames, 0.7, y=-0.85 + 1.7 * (_cycles(frames, rate, phase) % 1))
+def _fall(frames: int, rate: float, size: float) -> Poses:
+    return _poses(frames, size, y=_across(frames, rate, size))
 
 
-def _wave(frames: int, rate: float, phase: float) -> Poses:
-    return _poses(frames, 0.72, pivot=0.36, angle=24 * np.sin(2 * math.pi * _cycles(frames, rate, phase)))
+def _wave(frames: int, rate: float, size: float) -> Poses:
+    return _poses(frames, size, pivot=size / 2, angle=24 * np.sin(2 * math.pi * _cycles(frames, rate)))
 
 
-def _blink_in(frames: int, rate: float, phase: float) -> Poses:
+def _blink_in(frames: int, rate: float, size: float) -> Poses:
     done = rate * np.arange(frames) / frames
-    return _poses(frames, 0.82, visible=((done >= 1) | ((done * 3) % 1 >= 0.5)).astype(np.float64))
+    return _poses(frames, size, visible=((done >= 1) | ((done * 3) % 1 >= 0.5)).astype(np.float64))
 
 
-def _roll(frames: int, rate: float, phase: float) -> Poses:
-    size, u = 0.66, _cycles(frames, rate, phase) % 1
-    x = -0.83 + 1.66 * u
-    return _poses(frames, size, x=x, y=np.array(0.44 - size / 2), angle=np.degrees(2 * x / size))
+def _roll(frames: int, rate: float, size: float) -> Poses:
+    x = _across(frames, rate, size)
+    return _poses(frames, size, x=x, angle=np.degrees(2 * x / size))
 
 
 @dataclass(frozen=True)
@@ -113,8 +119,8 @@ class Motion:
     Attributes:
         participle: as in "a bouncing pizza". verb: as in "a pizza that bounces".
         after: whether the participle follows the noun, as in "a pizza sliding in from the left".
-        poses: from frames, rate and phase. rates: slow, usual, fast; multiples of 1 where the motion repeats.
-        loops: whether it repeats. phases: where it may start.
+        poses: from frames, rate and size. rates: slow, usual, fast, in times per clip where the motion repeats.
+        loops: whether it repeats.
     """
 
     participle: str
@@ -123,23 +129,20 @@ class Motion:
     rates: tuple[float, float, float]
     after: bool = False
     loops: bool = True
-    phases: tuple[float, ...] = (0.0,)
 
 
 MOTIONS: dict[str, Motion] = {
-    "bounce": Motion("bouncing", "bounces", _bounce, (1, 2, 3), phases=(0.0, 0.5)),
-    "spin": Motion("spinning", "spins", _spin, (1, 2, 3)),
-    "shake": Motion("shaking", "shakes", _shake, (4, 6, 8), phases=(0.0, 0.5)),
-    "pulse": Motion("growing and shrinking", "grows and shrinks", _pulse, (1, 2, 3), after=True, phases=(0.0, 0.5)),
+    "bounce": Motion("bouncing", "bounces", _bounce, (1, 2, 3)),
+    "spin": Motion("spinning", "spins", _spin, (0.5, 1, 2)),
+    "shake": Motion("shaking", "shakes", _shake, (4, 6, 8)),
+    "pulse": Motion("growing and shrinking", "grows and shrinks", _pulse, (1, 2, 3), after=True),
     "slide": Motion(
         "sliding in from the left", "slides in from the left", _slide_in, (1.2, 1.8, 3), after=True, loops=False
     ),
-    "fall": Motion("falling", "falls", _fall, (1, 2, 3), phases=(0.35,)),
-    "wave": Motion(
-        "waving side to side", "waves from side to side", _wave, (1, 2, 3), after=True, phases=(0.0, 0.5)
-    ),
+    "fall": Motion("falling", "falls", _fall, (0.5, 1, 2)),
+    "wave": Motion("waving side to side", "waves from side to side", _wave, (0.5, 1, 2), after=True),
     "blink": Motion("blinking into view", "blinks into view", _blink_in, (1.2, 1.8, 3), after=True, loops=False),
-    "roll": Motion("rolling", "rolls", _roll, (1, 2, 3), phases=(0.35,)),
+    "roll": Motion("rolling", "rolls", _roll, (0.5, 1, 2)),
 }  # fmt: skip
 
 
@@ -157,7 +160,7 @@ def motion_caption(motion: Motion, noun: str, article: str, speed: str, rng: ran
     """
     noun, comma, style = noun.partition(",")
     rest = comma + style
-    how = f" {speed}" if speed and rng.random() < _SPEED_NAMED else ""
+    how = f" {speed}" if speed else ""
     form = rng.random()
     with_article = f"{article} {noun}" if article else noun
     if form < 0.5 and not motion.after:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _STYLE_NAMED = 0.4
 _RECOLORED = 0.15
-_START_SIZES = 0.7, 1.0  # of start images, relative to the frame
+_SIZES = 0.68, 0.8  # of an image at rest, relative to the frame: there is room to move
 _STEPS_PER_STILL = (
     2  # steps in which moving stills are used, with other noise, because rendering and encoding them takes a third of a step
 )
@@ -39,6 +39,7 @@ def start_settings(block: int) -> dict[str, Any]:
     """Return the settings of a model with a LoRA for start images, as in `vargen.adapters.video_settings`."""
     motions = [phrase for motion in MOTIONS.values() for phrase in (motion.participle, motion.verb)]
     images = {"image_model": "emoji", "image_frames": block, "image_candidates": _START_CANDIDATES}
+    images["image_scale"] = sum(_SIZES) / 2
     return {"image": True, **images, "motions": motions}
 
 
@@ -68,9 +69,9 @@ class MovingStills:
                 noun, article = changed, article and ("an" if new == "orange" else "a")
         if rng.random() < _STYLE_NAMED:
             noun = f"{noun}, {style_phrase(record['style'])}"
-        speed = rng.randrange(len(SPEEDS))
-        clip = render(image, motion.poses(self.frames, motion.rates[speed], rng.choice(motion.phases)), self.side)
-        resting = render(image, rest(rng.uniform(*_START_SIZES)), self.side)
+        speed, size = rng.randrange(len(SPEEDS)), rng.uniform(*_SIZES)
+        clip = render(image, motion.poses(self.frames, motion.rates[speed], size), self.side)
+        resting = render(image, rest(size), self.side)
         clip = np.concatenate([resting.repeat(self.start, 0), clip[: -self.start]])
         return clip, motion_caption(motion, noun, article, SPEEDS[speed], rng)
 

@@ -288,7 +288,7 @@ def test_folders_of_earlier_versions_open(name: str, tmp_path: Path, repo_root: 
     pipe, packaged = open_pipeline(str(tmp_path)), open_pipeline(name)
     components = ("router", "image_lora", "draft_image_lora")  # what no earlier version had
     later: dict[str, object] = {part: (None, None) for part in components if part in packaged.config}
-    settings = ("image", "image_candidates", "image_frames", "image_model", "motions")
+    settings = ("image", "image_candidates", "image_frames", "image_model", "image_scale", "motions")
     later["defaults"] = {key: value for key, value in packaged.config["defaults"].items() if key not in settings}
     expected = {**packaged.config, **later, "_name_or_path": str(tmp_path)}
     assert type(pipe) is type(packaged) and dict(pipe.config) == expected

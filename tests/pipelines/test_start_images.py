@@ -90,6 +90,22 @@ def test_the_image_is_shown_as_long_as_in_training(pipe: CausalVideoPipeline, mo
     assert made.shape[1] == 2 + 2 * pipe.transformer.geometry.block_frames
 
 
+def test_an_image_that_moves_is_shrunk_as_in_training(pipe: CausalVideoPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    red, seen = Image.new("RGB", (16, 16), "red"), []
+    decoder: Any = type(pipe.vae)
+    encode = decoder.encode
+    monkeypatch.setattr(decoder, "encode", lambda self, pixels: seen.append(pixels[0, 0]) or encode(self, pixels))
+    monkeypatch.setitem(pipe.config.defaults, "motions", ["bouncing"])
+    monkeypatch.setitem(pipe.config.defaults, "image_scale", 0.5)
+    for prompt in ("a bouncing cat", "a cat", None):
+        encode_start_image(pipe, red, prompt, 0)
+    shrunk, whole, without = seen
+    assert torch.equal(whole, without) and torch.equal(whole[1:], -torch.ones_like(whole[1:]))
+    assert torch.allclose(shrunk[:, 4:12, 4:12], whole[:, 4:12, 4:12])
+    shrunk[:, 4:12, 4:12] = 1
+    assert torch.equal(shrunk, torch.ones_like(shrunk))
+
+
 def a_lora(transformer: Any, seed: int) -> CausalVideoLoRA:
     size = transformer.config
     return randomised(CausalVideoLoRA(size.dim, size.ffn_dim, size.num_layers, rank=2), seed, 0.3)
@@ -173,6 +189,9 @@ def test_what_generates_no_image_from_prompts_is_refused(pipe: CausalVideoPipeli
         ("image_frames", 0),
         ("image_frames", "two"),
         ("image_candidates", 0),
+        ("image_scale", 0),
+        ("image_scale", 1.5),
+        ("image_scale", "half"),
         ("image_model", "sdxl"),
         ("motions", "bouncing"),
         ("motions", [""]),

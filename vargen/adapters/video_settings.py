@@ -32,6 +32,7 @@ DEFAULT_SETTINGS: dict[str, Any] = {
     "scored_frames": None,  # frames of a drafted block to score; None: all
     "image": True,  # whether videos may start from an image
     "image_frames": 1,  # number of latent frames that show the start image
+    "image_scale": 1.0,  # size of the start image relative to the frame, if the prompt has one of `motions`: room to move
     "image_candidates": 1,  # number of images that an image model generates, of which the best one is the start image
     "image_model": None,  # packaged model that generates start images, unless a user asks for another
     "motions": None,  # phrases that ask for a motion, such as "bouncing", which a start image is generated without
@@ -96,6 +97,9 @@ def validate_settings(defaults: Any, transformer: Any = None) -> None:
         raise ValueError(f"defaults: guidance must be a number of at least 0, got {short_repr(given['guidance'])}")
     if shift is None or not 0 < shift <= _MAX_SHIFT:
         raise ValueError(f"defaults: shift must be a number above 0, up to {_MAX_SHIFT:g}, got {short_repr(given['shift'])}")
+    image_scale = parse_float(given.get("image_scale", 1.0))
+    if image_scale is None or not 0 < image_scale <= 1:
+        raise ValueError(f"defaults: image_scale must be a number above 0, up to 1, got {short_repr(given['image_scale'])}")
     if given.get("prompt_cleaning", "whitespace") != "whitespace":
         raise ValueError(f"defaults: prompt_cleaning must be 'whitespace' or null, got {short_repr(given['prompt_cleaning'])}")
     for name, (minimum, maximum) in _LIMITS.items():

@@ -10,11 +10,11 @@ from tiny_stills import still, stills
 
 from recipes.emoji_video.batches import PreparedAhead
 from recipes.emoji_video.lora import LoRAConfig
-from recipes.emoji_video.motions import MOTIONS, SPEEDS, is_held_out_motion, motion_caption, render
+from recipes.emoji_video.motions import MOTIONS, SPEEDS, is_held_out_motion, motion_caption, render, rest
 from recipes.emoji_video.moving_stills import MixedBatches, MovingStills
 from vargen.models.tokenizers.video_vae import CausalVideoVAE
 
-SIDE, FRAMES = 32, 24
+SIDE, FRAMES, SIZE = 32, 24, 0.74
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def vae(tmp_path_factory):
 def track(name: str, speed: int = 1) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Center in x and y (nan if nothing is visible), and area of what a motion shows, as fractions of the frame."""
     motion = MOTIONS[name]
-    frames = render(still(), motion.poses(FRAMES, motion.rates[speed], motion.phases[0]), SIDE)
+    frames = render(still(), motion.poses(FRAMES, motion.rates[speed], SIZE), SIDE)
     dark = (frames.min(-1) < 128).astype(float)
     area = dark.sum((1, 2))
     with np.errstate(invalid="ignore"):
@@ -60,25 +60,33 @@ def test_each_motion_moves_as_its_words_say():
 
 
 def test_a_spinning_image_turns_clockwise_and_a_waving_one_swings_back():
-    upright, quarter = render(still(), MOTIONS["spin"].poses(FRAMES, 1, 0.0), SIDE)[[0, 6]].astype(int)
+    upright, quarter = render(still(), MOTIONS["spin"].poses(FRAMES, 1, SIZE), SIDE)[[0, 6]].astype(int)
     red, blue = (quarter[..., 0] - quarter[..., 2] > 100), (quarter[..., 2] - quarter[..., 0] > 100)
     columns = np.arange(SIDE)
     assert upright[10, 16, 0] > upright[10, 16, 2] and (red * columns).sum() / red.sum() > (blue * columns).sum() / blue.sum()
-    angles = MOTIONS["wave"].poses(FRAMES, 1, 0.0).angle
+    angles = MOTIONS["wave"].poses(FRAMES, 1, SIZE).angle
     assert angles.max() > 20 and angles.min() < -20 and abs(angles[12]) < 1e-6
 
 
 def test_what_loops_ends_where_it_begins():
     for motion in MOTIONS.values():
-        if not motion.loops:
-            continue
-        for rate in motion.rates:
-            assert rate == int(rate)
-            one, two = (
-                motion.poses(FRAMES, rate, motion.phases[0]),
-                motion.poses(FRAMES + 1, rate * (FRAMES + 1) / FRAMES, motion.phases[0]),
-            )
+        if motion.loops:
+            one, two = motion.poses(FRAMES, 1, SIZE), motion.poses(FRAMES + 1, (FRAMES + 1) / FRAMES, SIZE)
             assert np.allclose(two.x[-1], one.x[0]) and np.allclose(two.width[-1], one.width[0])
+
+
+@pytest.mark.parametrize("size", [0.68, 0.8])
+def test_a_motion_follows_an_image_at_rest_and_stays_in_the_frame(size):
+    resting = rest(size)
+    for motion in MOTIONS.values():
+        poses = motion.poses(FRAMES, 1, size)
+        if motion.loops:
+            for name in ("x", "y", "angle", "width", "height"):
+                assert np.isclose(getattr(poses, name)[0], getattr(resting, name)[0]), motion.verb
+        else:
+            assert np.isclose(poses.width[-1], size) and np.isclose(poses.x[-1], 0) and poses.visible[-1]
+    low, high = (MOTIONS["bounce"].poses(240, 1, size).__dict__[name] for name in ("y", "height"))
+    assert np.abs(low).max() + high.max() / 2 < 0.5 + 1e-9
 
 
 def test_faster_is_faster():
@@ -91,11 +99,12 @@ def test_captions_read_well():
     bounce, slide = MOTIONS["bounce"], MOTIONS["slide"]
     texts = {motion_caption(bounce, "apple, 3d style", "an", "quickly", rng) for _ in range(200)}
     assert {
-        "a bouncing apple, 3d style",
+        "an apple bouncing quickly, 3d style",
         "a quickly bouncing apple, 3d style",
         "an apple that bounces quickly, 3d style",
     } <= texts
     assert not any("an bouncing" in text or "  " in text for text in texts)
+    assert all("quickly" in text for text in texts), "a caption determines the speed"
     texts = {motion_caption(slide, "rice", "", "", rng) for _ in range(200)}
     assert texts == {"rice sliding in from the left", "rice slides in from the left"}
     assert len(SPEEDS) == 3
