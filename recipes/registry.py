@@ -173,6 +173,7 @@ RECIPES = {
     "emoji-var": _var,
     "emoji-var-small": _from(_var, teacher="emoji-var"),
     "emoji-var-gpu": _from(_var, tokenizer="packaged:emoji-var", init="packaged:emoji-var"),
+    "emoji-var-balanced": _from(_var, tokenizer="packaged:emoji-var", init="packaged:emoji-var"),
     "emoji-var-focus": _from(_var, tokenizer="packaged:emoji-var", init="packaged:emoji-var"),
     "emoji-video-data": Recipe(ClipsConfig, _build_clips, cached="emoji-video-64"),
     "emoji-video-vae": Recipe(AutoencoderConfig, train_autoencoder, _CLIPS, "vae"),
