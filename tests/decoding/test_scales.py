@@ -168,6 +168,14 @@ def test_kinds_and_specs() -> None:
     assert PRESETS["scale-spec"].settings == {"until 1": 4, "num_drafted 1": 3, "rule 1": "joint_coupling"}
 
 
+@pytest.mark.parametrize(
+    ("fraction", "scales", "end"), [(0.8, 10, 8), (0.8, 6, 5), (0.8, 4, 3), (0.8, 2, 1), (0.01, 10, 1), (0.99, 10, 9)]
+)
+def test_a_stage_may_end_at_a_fraction_of_the_scales(fraction: float, scales: int, end: int) -> None:
+    stages = ScaleSchedule("part", (Stage(until=fraction), Stage(model="draft"))).assign_stages(scales)
+    assert [stage.model for stage in stages] == ["target"] * end + ["draft"] * (scales - end)
+
+
 BAD: Sequence[tuple[ScaleSchedule, str]] = (
     (ScaleSchedule("far", (Stage(until=4), Stage())), r"until of stage 1 of 'far' must be from 1 to 3.* got 4"),
     (
@@ -205,6 +213,8 @@ def test_what_a_model_lacks_is_said() -> None:
         ({"model": "none"}, ValueError, "model"),
         ({"until": 0}, ValueError, "until"),
         ({"until": 1.5}, ValueError, "until"),
+        ({"until": -0.5}, ValueError, "until"),
+        ({"until": float("nan")}, ValueError, "until"),
         ({"num_drafted": -1}, ValueError, "num_drafted"),
         ({"num_drafted": 2, "model": "draft"}, ValueError, "model"),
         ({"rule": "joint"}, TypeError, "rule"),

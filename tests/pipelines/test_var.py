@@ -66,7 +66,7 @@ def test_statistics_tell_of_every_scale(classes: VARPipeline) -> None:
     stats = classes(class_labels=[3, 4], accelerator="code").stats
     assert (stats.passes, stats.tokens, stats.images) == (4, 60, 2)
     assert [scale["tokens"] for scale in stats.by_scale] == [1, 4, 9, 16]
-    assert [scale["model"] for scale in stats.by_scale] == ["target", "target", "draft", "draft"]
+    assert [scale["model"] for scale in stats.by_scale] == ["target", "target", "target", "draft"]
     assert stats.tokens_per_pass == 7.5 and stats.to_dict()["by_scale"]
 
 

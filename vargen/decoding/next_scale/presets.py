@@ -13,8 +13,8 @@ NEXT_SCALE_METHODS: tuple[ScaleSchedule, ...] = (
     ),
     ScaleSchedule(
         name="code",
-        stages=(Stage(until=-2), Stage(model="draft")),
-        summary="collaborative decoding: the small model generates the last two scales, which hold most tokens",
+        stages=(Stage(until=0.8), Stage(model="draft")),
+        summary="collaborative decoding: the small model generates the last fifth of the scales, which holds most tokens",
         source="Chen et al. 2024, CoDe, arXiv 2411.17787",
     ),
     ScaleSchedule(

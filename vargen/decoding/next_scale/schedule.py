@@ -21,7 +21,8 @@ class Stage:
     """Consecutive scales that are generated in the same way.
 
     Args:
-        until: the first scale after this stage, counted from 0, or from the end if negative; None: all remaining scales.
+        until: the first scale after this stage, counted from 0, or from the end if negative; a fraction between 0 and 1 of the
+            scales, rounded, at least one less than all; None: all remaining scales.
         model: `"target"`, or `"draft"` for the draft model.
         num_drafted: number of scales that the draft model proposes per target pass; 0 disables drafting. A pass verifies them,
             and samples the next scale if all are accepted.
@@ -32,7 +33,7 @@ class Stage:
         ValueError, TypeError: if a value is invalid.
     """
 
-    until: int | None = None
+    until: int | float | None = None
     model: Literal["target", "draft"] = "target"
     num_drafted: int = 0
     rule: ScaleRule = joint_coupling
@@ -41,9 +42,11 @@ class Stage:
     def __post_init__(self) -> None:
         if self.model not in STAGE_MODELS:
             raise ValueError(f"model must be one of {', '.join(STAGE_MODELS)}, got {short_repr(self.model)}")
-        if self.until is not None and (parse_int(self.until, -(2**31)) is None or self.until == 0):
+        fraction = isinstance(self.until, float) and 0 < self.until < 1
+        if self.until is not None and not fraction and (parse_int(self.until, -(2**31)) is None or self.until == 0):
             raise ValueError(
-                f"until must be a whole number other than 0, or None for all that remain, got {short_repr(self.until)}"
+                "until must be a whole number other than 0, a fraction between 0 and 1, or None for all that remain, got "
+                f"{short_repr(self.until)}"
             )
         if parse_int(self.num_drafted, 0) is None:
             raise ValueError(f"num_drafted must be a whole number of at least 0, got {short_repr(self.num_drafted)}")
@@ -54,6 +57,14 @@ class Stage:
         guidance = parse_float(self.guidance)
         if guidance is None or guidance < 0:
             raise ValueError(f"guidance must be a finite factor of at least 0, got {short_repr(self.guidance)}")
+
+    def end(self, scales: int) -> int:
+        """Return the first scale after this stage, for a model with `scales` scales."""
+        if self.until is None:
+            return scales
+        if 0 < self.until < 1:
+            return min(max(1, round(self.until * scales)), scales - 1)
+        return int(self.until) + scales * (self.until < 0)
 
     @property
     def exact(self) -> bool:
@@ -127,7 +138,7 @@ class ScaleSchedule(Method):
         """
         found: list[Stage] = []
         for number, stage in enumerate(self.stages, 1):
-            end = scales if stage.until is None else stage.until + scales * (stage.until < 0)
+            end = stage.end(scales)
             if not len(found) < end <= scales:
                 if len(found) == scales:
                     raise ValueError(f"stage {number} of {self.name!r} has no scale left: earlier stages generate all {scales}")
