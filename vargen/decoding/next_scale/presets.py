@@ -14,7 +14,7 @@ NEXT_SCALE_METHODS: tuple[ScaleSchedule, ...] = (
     ScaleSchedule(
         name="code",
         stages=(Stage(until=0.8), Stage(model="draft")),
-        summary="collaborative decoding: the small model generates the last fifth of the scales, which holds most tokens",
+        summary="collaborative decoding: the small model generates the last fifth of the scales, half of the tokens or more",
         source="Chen et al. 2024, CoDe, arXiv 2411.17787",
     ),
     ScaleSchedule(
