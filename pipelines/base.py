@@ -178,7 +178,7 @@ class VisualPipeline(DiffusionPipeline):
             kwargs["prompt_names"] = PromptNames.load(loading.shared_component_folders(folder).get("prompt_names", folder))
         with report_memory(folder), hide_progress_bars(folder):
             examples = loading.load_example_tokens(folder)
-            kwargs |= loading.load_shared_components(folder, kwargs)
+            kwargs |= loading.load_text_components(model, kwargs, kwargs[_DTYPE], kwargs.get("variant"))
             kwargs |= load_quantized_components(model, formats, kwargs[_DTYPE], kwargs.get("variant"))
             pipe = super().from_pretrained(str(folder), **{**load_options(), **kwargs})
         if examples is not None and pipe.transformer is not None:

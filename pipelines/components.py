@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from vargen.model_files import class_library
-from vargen.models.component_files import validate_network_files, validate_t5_files, validate_tokenizer_files
+from vargen.models.component_files import validate_network_files
 from vargen.models.config_bounds import config_value, require_equal
-from vargen.models.text_encoder import MiniLMTextEncoder
+from vargen.models.text_encoder import TEXT_ENCODERS, MiniLMTextEncoder
+from vargen.models.tokenizer_folder import load_tokenizer, validate_tokenizer_files
+from vargen.models.transformers_folder import StoredNetwork
 from vargen.options import OPTIONS
 from vargen.pipelines.validation import validate_sampling
 from vargen.values import short_repr
@@ -74,17 +76,26 @@ class Component:
         """
         if isinstance(network_class := self.paths[tuple(entry)], type):
             return validate_network_files(folder, network_class, variant)
-        if tuple(entry) in _T5_TYPES:
-            return validate_t5_files(folder, _T5_TYPES[tuple(entry)])
+        if entry[1] in TEXT_ENCODERS:
+            return StoredNetwork(folder, TEXT_ENCODERS[entry[1]], variant=variant).config.to_dict()
         validate_tokenizer_files(folder, entry[1])
         return None
+
+    def load_foreign(self, folder: Path, entry: Any, dtype: Any, variant: str | None = None) -> Any:
+        """Load a component of transformers: a text encoder, in this dtype, or a tokenizer.
+
+        Raises:
+            ValueError: naming the file.
+        """
+        if entry[1] in TEXT_ENCODERS:
+            return StoredNetwork(folder, TEXT_ENCODERS[entry[1]], variant=variant).load(dtype)
+        return load_tokenizer(folder, entry[1])
 
 
 # Classes are listed one by one, because allowing a whole library is not safe: diffusers imports whatever an index names (up to
 # 0.37 also from a file of that name in the component's folder), and `DiffusionPipeline` is itself a class of diffusers. The
 # last two tokenizers are the class names in transformers 4 and 5 of a tokenizer that has only a tokenizer.json.
-_T5, _UMT5 = ("transformers", "T5EncoderModel"), ("transformers", "UMT5EncoderModel")
-_T5_TYPES = {_T5: "t5", _UMT5: "umt5"}  # model_type in the configuration
+_T5, _UMT5 = (("transformers", name) for name in TEXT_ENCODERS)
 _TOKENIZERS = (
     "BertTokenizer", "BertTokenizerFast", "T5Tokenizer", "T5TokenizerFast", "PreTrainedTokenizerFast", "TokenizersBackend",
 )  # fmt: skip

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from vargen.adapters import Guidance, to_guidance
 from vargen.adapters.transformers import TransformersTokenModel
-from vargen.compat import without_autocast
+from vargen.compat import report_panic, without_autocast
 from vargen.decoding import DEFAULT_METHOD, Accelerator, DecodeOutput, decode
 from vargen.decoding.next_token.log_probs import compute_log_probs
 from vargen.decoding.seeds import resolve_seeds
@@ -216,7 +216,8 @@ class LanguageModelPipeline(VisualPipeline):
             if len(negative) not in (1, len(prompts)):
                 raise ValueError(f"negative_prompt must be one, or one for each of {len(prompts)} prompts, got {len(negative)}")
             blank = negative * (len(prompts) // len(negative))
-        found = self.language_model.encode_prompts(self.processor, prompts, blank)
+        with report_panic():
+            found = self.language_model.encode_prompts(self.processor, prompts, blank)
         self.language_model.validate_lengths(found)
         return found, len(prompts)
 

@@ -13,11 +13,13 @@ from vargen.compat import load_options, report_memory
 from vargen.device import select_device
 from vargen.models.component_files import read_config, refuse_code_files
 from vargen.models.language_models.base import ImageLanguageModel, validate_network
+from vargen.models.language_models.processors import load_processor
 from vargen.models.language_models.supported import MODELS, describe_language_model
+from vargen.models.plain_values import one_line
+from vargen.models.transformers_folder import StoredNetwork
 from vargen.pipelines.language_model import LanguageModelPipeline
 from vargen.pipelines.llamagen import LlamaGenPipeline
 from vargen.pipelines.loading import default_dtype, locate_folder, resolve_drafter
-from vargen.weight_files import read_header
 
 # Arguments of transformers' `from_pretrained` that place, quantize or attend; all others are set here.
 _LOADING = ("device_map", "max_memory", "offload_folder", "quantization_config", "attn_implementation")
@@ -63,37 +65,27 @@ def open_language_model(
     place = torch.device("cpu") if device is None else select_device(device)
     fetching = {key: value for key, value in options.items() if key in _FETCHING}
     folders = [locate_folder(each, fetching) for each in (name, draft_model) if each is not None]
-    described = [
-        describe_folder(folder, size, negative_format) for folder in folders
-    ]  # of both, before the weights of one are read
-    processor = load_processor(folders[0])
+    found = [describe_folder(folder, size, negative_format) for folder in folders]  # before the weights of one are read
+    described = [each for _, each in found]
+    processor = load_processor(folders[0], type(described[0]))
     described[0].validate_processor(processor)
     for each in described[1:]:
         described[0].validate_draft(each)
     kind = torch_dtype or dtype or default_dtype(folders[0], place)
     models = []
-    for number, (folder, known) in enumerate(zip(folders, described, strict=True)):
+    for number, (folder, (stored, _)) in enumerate(zip(folders, found, strict=True)):
         loading = {} if number else {key: value for key, value in options.items() if key in _LOADING}
         moved = loading.get("device_map") is None
-        stored = getattr(known.model.config, "quantization_config", None)
-        if moved and (loading.get("quantization_config") or stored) is not None:  # such weights cannot be moved later
+        quantized = loading.get("quantization_config") is not None or stored.is_quantized
+        if moved and quantized:  # such weights cannot be moved later
             loading["device_map"], moved = {"": place}, False
         with report_memory(folder):
-            model = type(known.model).from_pretrained(
-                folder, use_safetensors=True, local_files_only=True, **{_dtype_argument(): kind}, **loading
-            )
+            model = stored.load(kind, **loading)
         models.append(model.to(place).eval() if moved else model.eval())
     pipe = LanguageModelPipeline(models[0], processor, models[1] if models[1:] else None, size, negative_format)
     if heads := _list_heads(folders[0]):
         pipe.load_drafter(*(folders[0] / name for name in heads))
     return pipe
-
-
-def _dtype_argument() -> str:
-    """Return the name of the argument for a dtype in the installed transformers."""
-    import transformers
-
-    return "dtype" if tuple(int(part) for part in transformers.__version__.split(".")[:2]) >= (4, 56) else "torch_dtype"
 
 
 def _list_heads(folder: Path) -> list[str]:
@@ -112,7 +104,7 @@ def find_architecture(folder: Path) -> str | None:
 
 def describe_folder(
     folder: Path, size: tuple[int, int] | None = None, negative_format: str | None = None
-) -> ImageLanguageModel:
+) -> tuple[StoredNetwork, ImageLanguageModel]:
     """Validate a folder and describe its model, whose weights are not read and take no memory.
 
     Raises:
@@ -120,54 +112,24 @@ def describe_folder(
     """
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} holds no config.json, so it is not a model of transformers")
-    refuse_code_files(folder, _list_heads(folder))
+    refuse_code_files(folder, [*_list_heads(folder), "custom_generate"])
     file, found = folder / "config.json", find_architecture(folder)
     if found not in MODELS:
         raise ValueError(f"{file} describes a {found!r}; vargen runs {', '.join(MODELS)}")
     import transformers
 
-    cls: Any = getattr(transformers, found, None)
-    if cls is None:
+    if getattr(transformers, found, None) is None:
         raise ValueError(f"{found} needs transformers {MODELS[found].since}, got {transformers.__version__}")
-    if (folder / "adapter_config.json").is_file():
-        raise ValueError(
-            f"{folder} holds an adapter, for which transformers would fetch another model: merge it into its model"
-        )
-    names = _read_weight_names(folder)
-    if missing := [part for part in MODELS[found].image_weights if not any(part in name for name in names)]:
-        raise ValueError(f"{folder} holds no weights {missing[0]}*, without which a {found} generates no images")
+    stored = StoredNetwork(folder, MODELS[found].stored)
     try:
-        config = cls.config_class.from_pretrained(folder, local_files_only=True)
-        with torch.device("meta"):
-            model = cls(config).eval()
-    except ImportError as error:  # transformers 4.53 imports every configuration, and that of gemma3n needs a newer timm
-        raise ValueError(
-            f"transformers {transformers.__version__} cannot construct a {found} beside the installed packages ({error}); "
-            "4.57.6 can, also beside timm 0.6.13, which image-reward 1.5 needs"
-        ) from error
-    except Exception as error:  # classes of transformers validate little, and fail in many ways
-        raise ValueError(f"{file} does not describe a {found}: {error}") from error
-    described = describe_language_model(model, size=size, negative_format=negative_format)
-    validate_network(described)
-    _ = described.max_prompt_tokens  # the image fits the context
-    return described
-
-
-def _read_weight_names(folder: Path) -> set[str]:
-    files = list(folder.glob("*.safetensors"))
-    if not files:
-        raise ValueError(f"{folder} holds no *.safetensors, and vargen reads no other weights of transformers")
-    return {name for file in files for name in read_header(file)}
-
-
-def load_processor(folder: Path) -> Any:
-    """Load the processor of a folder, without code of the folder. ValueError if there is none."""
-    from transformers import AutoProcessor
-
-    try:
-        return AutoProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # as above
-        raise ValueError(f"{folder} holds no processor that transformers can load: {error}") from error
+        described = describe_language_model(stored.skeleton, size=size, negative_format=negative_format)
+        validate_network(described)
+        _ = described.max_prompt_tokens  # the image fits the context
+    except (ValueError, TypeError):
+        raise
+    except Exception as error:  # from a value that its class does not validate
+        raise ValueError(f"{file} does not describe a {found}: {one_line(error)}") from error
+    return stored, described
 
 
 def describe_model(folder: Path) -> Mapping[str, Any]:
@@ -176,8 +138,8 @@ def describe_model(folder: Path) -> Mapping[str, Any]:
     Raises:
         ValueError, TypeError: see `open_language_model`; the processor is validated, too.
     """
-    described = describe_folder(folder)
-    described.validate_processor(load_processor(folder))
+    described = describe_folder(folder)[1]
+    described.validate_processor(load_processor(folder, type(described)))
     tokens = described.grid[0] * described.grid[1]
     return {"folder": folder, "pipeline": LanguageModelPipeline.__name__, "condition": "text", "vocab_size": described.vocab,
             "num_tokens": tokens, "num_classes": 0, "id2label": {}, "components": ("model", "processor", *_list_heads(folder)),

@@ -242,15 +242,29 @@ def shared_component_folders(folder: Path) -> dict[str, Path]:
     return {part: packaged_model_path(name) for part, name in shared.items()}
 
 
-def load_shared_components(folder: Path, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Load the shared components of a model folder, except those that the caller passes in `given`."""
-    from transformers import AutoTokenizer
+def load_text_components(
+    folder: ModelFolder, given: Mapping[str, Any], dtypes: Mapping[str, torch.dtype], variant: str | None
+) -> dict[str, Any]:
+    """Load the components of transformers, and those of another packaged model, except those that the caller passes in `given`.
 
-    loaders: dict[str, Any] = {"text_encoder": MiniLMTextEncoder, "tokenizer": AutoTokenizer}
-    shared = shared_component_folders(folder)
-    return {
-        part: loaders[part].from_pretrained(shared[part] / part) for part in shared if part in loaders and part not in given
-    }
+    diffusers would follow what their files say: classes, paths and code.
+
+    Raises:
+        ValueError: naming the file, for damaged ones.
+    """
+    shared, found = shared_component_folders(folder.path), dict[str, Any]()
+    for part in ("text_encoder", "tokenizer"):
+        component, entry = folder.family.components.get(part), folder.index.get(part) or [None, None]
+        if component is None or part in given or (entry[1] is None and part not in shared):
+            continue
+        place = shared.get(part, folder.path)
+        entry = entry if entry[1] is not None else read_config(place / "model_index.json")[part]
+        if entry[1] == MiniLMTextEncoder.__name__:
+            if part in shared:
+                found[part] = MiniLMTextEncoder.from_pretrained(place / part)
+        else:
+            found[part] = component.load_foreign(place / part, entry, dtypes.get(part, dtypes["default"]), variant)
+    return found
 
 
 def load_example_tokens(folder: Path) -> Tensor | None:

@@ -160,9 +160,17 @@ def encode_prompt(
 
 
 def encode_tokens(pipe: VisualPipeline, encoded: Any) -> tuple[Tensor, Tensor]:
-    """Run the text encoder. Returns features `[B, P, C]` and the mask, bool `[B, P]`."""
+    """Run the text encoder. Returns features `[B, P, C]` and the mask, bool `[B, P]`.
+
+    Raises:
+        ValueError: if the tokenizer returns an id that the text encoder does not embed.
+    """
     device = pipe._execution_device
     ids, mask = encoded.input_ids.to(device), encoded.attention_mask.to(device)
+
+    embedded = getattr(pipe.text_encoder.config, "vocab_size", None)
+    if embedded is not None and int(ids.max()) >= embedded:
+        raise ValueError(f"prompt has the token id {int(ids.max())}, and the text encoder embeds {embedded}; use its tokenizer")
 
     def encode(ids: Tensor, mask: Tensor) -> Tensor:
         features = pipe.text_encoder(input_ids=ids, attention_mask=mask)

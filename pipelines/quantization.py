@@ -6,7 +6,6 @@ with a scale per output channel, inputs with a scale per row.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
@@ -17,6 +16,7 @@ import torch
 
 from vargen.adapters import arbitrary_condition
 from vargen.decoding.pass_costs import measure_pass_costs
+from vargen.models.component_files import read_object
 from vargen.models.quantization import runs_compiled, validate_quantization
 from vargen.values import short_repr
 
@@ -145,8 +145,8 @@ def gpu_quantized_components(folder: ModelFolder, quantization: str, given: Mapp
 def stored_quantization(folder: Any) -> str | None:
     """Return the format that a component was saved in; None for floating point."""
     try:
-        return json.loads((folder / "config.json").read_text("utf-8")).get("quantization")
-    except (OSError, ValueError, AttributeError):  # reported when the folder is validated
+        return read_object(folder / "config.json").get("quantization")
+    except ValueError:  # reported when the folder is validated
         return None
 
 

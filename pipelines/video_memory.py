@@ -17,8 +17,10 @@ from vargen.decoding.video.denoising import MAX_PENDING_BLOCKS
 from vargen.decoding.video.run_ahead import has_cores
 from vargen.models.condition import Condition
 from vargen.models.live_bytes import LiveBytes
+from vargen.models.text_encoder import TEXT_ENCODERS
 from vargen.models.tokenizers.video_vae import StreamingDecoder
 from vargen.models.tokenizers.wan_vae import WanStreamingDecoder
+from vargen.models.transformers_folder import StoredNetwork
 from vargen.pipelines.loading import ModelFolder, default_dtype, resolve_dtypes, shared_component_folders
 
 _LARGE = 2**30  # bytes of an encoder that leaves the device; UMT5 has 11 GB in bfloat16
@@ -159,8 +161,6 @@ def predict_memory(
 
 def _meta_networks(folder: ModelFolder, dtype: torch.dtype) -> dict[str, Any]:
     """Build the networks of a folder without memory, in the dtypes that a pipeline would open them in."""
-    import transformers
-
     dtypes, places = resolve_dtypes(folder, dtype), shared_component_folders(folder.path)
     found: dict[str, Any] = {}
     for part, component in folder.family.components.items():
@@ -170,8 +170,7 @@ def _meta_networks(folder: ModelFolder, dtype: torch.dtype) -> dict[str, Any]:
         place, kind = places.get(part, folder.path) / part, component.paths[entry]  # a class or, of transformers, its path
         with torch.device("meta"):
             if isinstance(kind, tuple):
-                encoder: Any = getattr(transformers, entry[1])
-                network = encoder(encoder.config_class.from_pretrained(place))
+                network = StoredNetwork(place, TEXT_ENCODERS[kind[1]]).skeleton
             else:
                 network = kind.from_config(kind.load_config(place))
         found[part] = network.to(dtypes.get(part, dtypes["default"])).eval()

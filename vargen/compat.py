@@ -161,9 +161,28 @@ def tokenized(tokenizer: Any, texts: Any, **options: Any) -> Any:
 
     A fast tokenizer stores truncation and padding as its own state, sets them on each call, and raises "Already borrowed" if
     another thread reads them meanwhile.
+
+    Raises:
+        ValueError: if the tokenizer fails, as damaged ones do.
     """
-    with tokenizer_lock:
+    with tokenizer_lock, report_panic():
         return tokenizer(texts, **options)
+
+
+def is_panic(error: BaseException) -> bool:
+    """Whether it is a panic of a library in Rust, whose class is no Exception and can only be known by its name."""
+    return type(error).__name__ == "PanicException"
+
+
+@contextlib.contextmanager
+def report_panic() -> Iterator[None]:
+    """Raise ValueError instead of a panic of the library `tokenizers`, as damaged tokenizers cause with some texts."""
+    try:
+        yield
+    except BaseException as error:
+        if not is_panic(error):
+            raise
+        raise ValueError(f"prompt cannot be read by this model's tokenizer, which is damaged: {error}") from error
 
 
 def drop_empty_notices() -> None:

@@ -18,9 +18,11 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
+from vargen.reading import open_regular
 from vargen.values import short_repr
 
 Shapes = dict[str, tuple[int, ...]]
+_MAX_INDEX = 2**26  # bytes
 MAX_LAYERS = 1000  # networks with more are rejected early: even constructing them without memory takes minutes
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")  # dtypes that a network can compute in, by their safetensors names
 
@@ -45,17 +47,24 @@ def read_weight_header(folder: Path, stem: str, variant: str | None = None) -> W
     Raises:
         ValueError: a file is missing, damaged or not safetensors.
     """
+    return {name: info for file in find_weight_files(folder, stem, variant) for name, info in read_header(file).items()}
+
+
+def find_weight_files(folder: Path, stem: str, variant: str | None = None) -> list[Path]:
+    """Return the weight files of a network: one, or the shards that an index names.
+
+    Raises:
+        ValueError: a file is missing, or the index is damaged or names files elsewhere or of another format.
+    """
     named = f".{variant}" if variant else ""
     single, index = folder / f"{stem}{named}.safetensors", folder / f"{stem}.safetensors.index{named}.json"
     if index.is_file():  # diffusers prefers it as well
-        files = _shards(index)
-    elif single.is_file():
-        files = [single]
-    else:
+        return _shards(index)
+    if not single.is_file():
         others = sorted(p.name for p in folder.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
         reason = f"; {', '.join(others)} may run code when opened and is not read, convert it first" if others else ""
         raise ValueError(f"{single} is missing{reason}")
-    return {name: info for file in files for name, info in read_header(file).items()}
+    return [single]
 
 
 def validate_weights(found: WeightHeader, expected: Shapes, where: str, dtypes: Mapping[str, str] | None = None) -> None:
@@ -102,9 +111,10 @@ def validate_layer_counts(
 def _shards(index: Path) -> list[Path]:
     """Return the files that an index names, all of which must be in its own folder."""
     try:
-        names = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
+        with open_regular(index) as opened:
+            names = sorted(set(json.loads(opened.read(_MAX_INDEX))["weight_map"].values()))
         outside = [name for name in names if Path(name).name != name]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{index} is not an index of weight files ({error!r}); fetch it again") from error
     if outside:
         raise ValueError(f"{index} names {outside[0]!r}, which is not a file beside it")
@@ -118,6 +128,7 @@ def read_header(file: Path) -> WeightHeader:
         ValueError: the file is missing, truncated or not safetensors.
     """
     try:
+        open_regular(file).close()  # a pipe would block
         with safe_open(str(file), "np") as opened:  # torch would map the file so that it must fit in memory
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
             return {name: TensorInfo(tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}

@@ -363,6 +363,10 @@ def change_config(path: Path, **changed: Any) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | changed))
 
 
+def read_part(path: Path, name: str) -> dict[str, Any]:
+    return json.loads((path / "config.json").read_text())[name]
+
+
 def drop_weights(path: Path, part: str) -> None:
     from safetensors.torch import load_file, save_file
 
@@ -373,7 +377,7 @@ def drop_weights(path: Path, part: str) -> None:
 @pytest.mark.parametrize(("spoil", "word"), [
     (lambda path: drop_weights(path, "generation_head"), "generation_head"),
     (lambda path: (path / "model.safetensors").write_bytes(b"\0" * 40), "safetensors"),
-    (lambda path: change_config(path, text_config={"model_type": "llama", "max_position_embeddings": 9}), "context"),
+    (lambda path: change_config(path, text_config=read_part(path, "text_config") | {"max_position_embeddings": 9}), "context"),
     (lambda path: change_config(path, text_config="llama"), r"config\.json"),
     (lambda path: [file.unlink() for file in path.glob("*token*")], "processor"),
     (lambda path: (path / "adapter_config.json").write_text("{}"), "adapter"),

@@ -27,7 +27,10 @@ from vargen.convert.state_dicts import (
 from vargen.files import atomic_folder
 from vargen.model_files import write_model_index
 from vargen.models.llamagen import SIZES, LlamaGenTransformer
+from vargen.models.text_encoder import TEXT_ENCODERS
+from vargen.models.tokenizer_folder import load_tokenizer
 from vargen.models.tokenizers.vq import CODEBOOK_USED_SLOTS, VQModel
+from vargen.models.transformers_folder import StoredNetwork
 
 # (width, layers) -> heads: the released sizes, then 1B, XXXL and 7B, whose weights were not released.
 HEADS = {(size["dim"], size["n_layer"]): size["n_head"] for size in SIZES.values()}
@@ -248,18 +251,13 @@ def detect_vq(state: State, file: Path) -> dict[str, Any]:
 
 
 def _read_text_encoder(folder: Path, tokenizer: Path, config: dict[str, Any], dtype: torch.dtype | None) -> dict[str, Any]:
-    from transformers import AutoConfig, AutoTokenizer, T5EncoderModel  # takes seconds to import, and is rarely needed
-
     if config["condition"] != "text":
         raise ValueError("text_encoder goes with a text model, but this transformer is class-conditional")
-    options: dict[str, Any] = {"local_files_only": True}
     try:
-        described = AutoConfig.from_pretrained(str(folder), **options)
-        if described.model_type != "t5" or described.d_model != config["caption_dim"]:
+        stored = StoredNetwork(folder, TEXT_ENCODERS["T5EncoderModel"])
+        if stored.config.d_model != config["caption_dim"]:
             raise ValueError(f"expected a T5 encoder of width {config['caption_dim']}")
-        # "auto" would mean float32 if an old config names no dtype, even if the weights have another one.
-        encoder = T5EncoderModel.from_pretrained(str(folder), torch_dtype=dtype or "auto", **options)
-        words = AutoTokenizer.from_pretrained(str(tokenizer), **options)
-    except Exception as error:  # transformers raises many types
+        parts = {"text_encoder": stored.load(dtype), "tokenizer": load_tokenizer(tokenizer, "T5TokenizerFast")}
+    except ValueError as error:
         raise ValueError(f"cannot use the text encoder {folder}, tokenizer {tokenizer}: {error}") from error
-    return {"text_encoder": encoder, "tokenizer": words}
+    return parts

@@ -8,7 +8,6 @@ Sources: Wan Team 2025, "Wan" (arXiv:2503.20314); Chung et al. 2023, "UniMax" (a
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Callable, Mapping
@@ -24,8 +23,11 @@ from vargen.convert.state_dicts import (
     read_checkpoint,
     require_shape,
 )
-from vargen.models.component_files import validate_network_files, validate_t5_files, validate_tokenizer_files
+from vargen.models.component_files import read_config, validate_network_files
+from vargen.models.text_encoder import TEXT_ENCODERS
+from vargen.models.tokenizer_folder import validate_tokenizer_files
 from vargen.models.tokenizers.wan_vae import AutoencoderKLWan
+from vargen.models.transformers_folder import StoredNetwork
 
 VAE_FILE, TEXT_FILE, TOKENIZER_FOLDER = "Wan2.1_VAE.pth", "models_t5_umt5-xxl-enc-bf16.pth", "google/umt5-xxl"
 _VAE_FILE_22 = "Wan2.2_VAE.pth"
@@ -189,7 +191,7 @@ def _read_text_encoder(folder: Path) -> WanPart:
     from transformers import UMT5Config, UMT5EncoderModel  # takes seconds to import
 
     if (folder / "text_encoder").is_dir():
-        config = validate_t5_files(folder / "text_encoder", "umt5")
+        config = StoredNetwork(folder / "text_encoder", TEXT_ENCODERS["UMT5EncoderModel"]).config.to_dict()
         files = ("config.json", "*.safetensors", "*.safetensors.index.json")
         return WanPart(UMT5EncoderModel, config, _copy_files(folder / "text_encoder", files))
     file = folder / TEXT_FILE
@@ -254,7 +256,7 @@ def _read_tokenizer(folder: Path) -> WanPart:
     place = folder / "tokenizer" if (folder / "tokenizer").is_dir() else folder / TOKENIZER_FOLDER
     validate_tokenizer_files(place, "T5Tokenizer")
     file = place / "tokenizer_config.json"
-    found = json.loads(file.read_text("utf-8")).get("tokenizer_class") if file.is_file() else None
+    found = read_config(file).get("tokenizer_class") if file.is_file() else None
     name = _FAST.get(str(found), str(found or "T5TokenizerFast"))
     if name not in ("T5TokenizerFast", "PreTrainedTokenizerFast"):
         raise ValueError(f"{file} has tokenizer_class: {found!r}, expected that of T5")

@@ -1,4 +1,4 @@
-"""Validation of a component's folder without loading weights: configuration, headers of weight files, tokenizer files, code."""
+"""Validation of a component's folder without loading weights: configuration, headers of weight files, code."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ import torch
 
 from vargen.models.config_bounds import validate_config
 from vargen.models.weight_storage import QuantizedStorageMixin
-from vargen.weight_files import read_header, read_weight_header, validate_dtypes, validate_layer_counts, validate_weights
+from vargen.reading import open_regular
+from vargen.values import short_repr
+from vargen.weight_files import read_weight_header, validate_layer_counts, validate_weights
 
-_INCOMPLETE = "the folder is incomplete, download or convert it again"
-# Files with the vocabulary of a tokenizer, any one of which suffices.
-_VOCABULARY_FILES = {"BertTokenizer": ("tokenizer.json", "vocab.txt"), "T5Tokenizer": ("tokenizer.json", "spiece.model")}
+INCOMPLETE = "the folder is incomplete, download or convert it again"
 _CODE = (".py", ".pyc", ".pyd", ".so")
 # Configuration keys that make the library fetch or run code: remote classes of transformers and diffusers, and kernels from
 # the Hub, which transformers accepts as the name of an attention or expert implementation.
-_CODE_KEYS = frozenset({"auto_map", "trust_remote_code", "custom_pipelines"})
+_CODE_KEYS = ("auto_map", "trust_remote_code", "custom_pipelines", "custom_generate", "audio_tokenizer")
 _KERNEL_KEYS = ("implementation", "implementation_internal")
+_MAX_JSON = 2**26  # bytes of a JSON file
 _MAX_FILES = 10_000  # per component
 
 
@@ -29,12 +30,19 @@ def read_object(file: Path) -> dict[str, Any]:
     """Read the object in a JSON file.
 
     Raises:
-        ValueError: if the file is missing, not JSON, or not an object; the message names the file.
+        ValueError: if the file is missing, not a regular file, too large, not JSON, or not an object; the message names it.
     """
     if not file.is_file():
-        raise ValueError(f"{file} is missing; {_INCOMPLETE}")
+        raise ValueError(f"{file} is missing; {INCOMPLETE}")
     try:
-        content = json.loads(file.read_text("utf-8"))
+        with open_regular(file) as opened:
+            data = opened.read(_MAX_JSON + 1)
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read: {error.strerror or error}") from error
+    if len(data) > _MAX_JSON:
+        raise ValueError(f"{file} must have at most {_MAX_JSON:,} bytes")
+    try:
+        content = json.loads(data.decode("utf-8"))
     except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or nested too deeply
         raise ValueError(f"{file} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
@@ -43,12 +51,18 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 def read_config(file: Path) -> dict[str, Any]:
-    """Read a configuration; ValueError as `read_object`, or if it requests code to be fetched or run."""
+    """Read a configuration; ValueError as `read_object`, or if it requests code at any depth to be fetched or run."""
     config = read_object(file)
-    for key, value in config.items():
-        kernel = key.endswith(_KERNEL_KEYS) and isinstance(value, str | dict) and "/" in str(value)
-        if kernel or (key in _CODE_KEYS and value):
-            raise ValueError(f"{file} has {key!r}: {value!r}, which asks for code from elsewhere; vargen runs none")
+    waiting: list[Any] = [config]
+    while waiting:
+        values = waiting.pop()
+        waiting += [each for each in (values.values() if isinstance(values, dict) else values) if isinstance(each, dict | list)]
+        for key, value in values.items() if isinstance(values, dict) else ():
+            kernel = key.endswith(_KERNEL_KEYS) and isinstance(value, str | dict) and "/" in str(value)
+            if kernel or (key.startswith(_CODE_KEYS) and value):
+                raise ValueError(
+                    f"{file} has {key!r}: {short_repr(value)}, which asks for code from elsewhere; vargen runs none"
+                )
     return config
 
 
@@ -88,56 +102,6 @@ def validate_network_files(folder: Path, network_class: Any, variant: str | None
         shapes = {key: tuple(value.shape) for key, value in network.state_dict().items()}
         validate_weights(header, shapes, str(folder))
     return network.config
-
-
-def validate_t5_files(folder: Path, model_type: str = "t5") -> Mapping[str, Any]:
-    """Validate a T5 or UMT5 text encoder and return its configuration. Tensor names are not compared, because transformers
-    renames tensors while loading.
-
-    Raises:
-        ValueError: if the configuration is missing, of another `model_type` or does not match the weights in size, or if
-            weights are missing, damaged or not floating-point.
-    """
-    file, adapter = folder / "config.json", folder / "adapter_config.json"
-    config = read_config(file)
-    if config.get("model_type") != model_type:
-        raise ValueError(f"{file} has model_type: {config.get('model_type')!r}, expected {model_type!r}")
-    if adapter.exists():  # transformers would download the base model that it names
-        raise ValueError(f"{adapter} makes this the adapter of another model; merge it into the encoder's weights")
-    weights = sorted(folder.glob("*.safetensors"))
-    if not weights:
-        raise ValueError(f"{folder / 'model.safetensors'} is missing; {_INCOMPLETE}")
-    header = {name: info for weight in weights for name, info in read_header(weight).items()}
-    validate_layer_counts(header, config, {"num_layers": ("encoder.block.",)}, file)
-    if not config.get("quantization_config"):  # quantized weights have other dtypes
-        validate_dtypes(header, str(folder))
-    return config
-
-
-def validate_tokenizer_files(folder: Path, class_name: str) -> None:
-    """Validate a tokenizer's files. Without them, transformers reports that another library is missing, which misleads.
-
-    Raises:
-        ValueError: if a file is missing or damaged.
-    """
-    from tokenizers import Tokenizer
-
-    names = _VOCABULARY_FILES.get(class_name.removesuffix("Fast"), ("tokenizer.json",))
-    if not any((folder / name).is_file() for name in names):
-        others = "".join(f", and so is {name}" for name in names[1:])
-        raise ValueError(f"{folder / names[0]} is missing{others}; {_INCOMPLETE}")
-    for file in (folder / name for name in names):
-        if file.is_file() and not file.read_bytes().strip():
-            raise ValueError(f"{file} is empty and must hold a vocabulary; {_INCOMPLETE}")
-    for file in sorted(folder.glob("*.json")):
-        if file.name != "tokenizer.json":
-            read_config(file)
-            continue
-        read_object(file)  # reports invalid JSON more clearly than the tokenizer
-        try:
-            Tokenizer.from_file(str(file))
-        except Exception as error:  # tokenizers raises plain Exception
-            raise ValueError(f"{file} is damaged or not a tokenizer: {error}; download or convert it again") from error
 
 
 def refuse_code_files(folder: Path, components: Iterable[str] = ()) -> None:

@@ -1,4 +1,4 @@
-"""A MiniLM sentence encoder as a diffusers component whose weights are stored as int8 with row scales."""
+"""Text encoders: MiniLM as a diffusers component, whose weights are stored as int8 with row scales, and T5."""
 
 from __future__ import annotations
 
@@ -7,10 +7,18 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from vargen.models.transformers_folder import NetworkKind
+
 # DiffusionPipeline looks for the name `ModelMixin` in this very module to learn how to load the component.
 from vargen.models.weight_storage import ModelMixin, QuantizedStorageMixin, validate_weight_format  # noqa: F401
 
 from diffusers.configuration_utils import ConfigMixin, register_to_config  # isort: skip  # after the torchvision guard
+
+# Text encoders of transformers by the name of their class. A folder may hold the decoder of the whole model, too.
+TEXT_ENCODERS = {
+    name: NetworkKind(name, model_type, ignored=(r"^decoder\.", r"^lm_head\."), layers={"num_layers": ("encoder.block.",)})
+    for name, model_type in (("T5EncoderModel", "t5"), ("UMT5EncoderModel", "umt5"))
+}
 
 _UNQUANTIZED = ("position_embeddings.weight", "token_type_embeddings.weight")
 

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from vargen.assets import packaged_model_path
 from vargen.compat import ensure_torchvision, tokenized
+from vargen.models.tokenizer_folder import load_tokenizer
 from vargen.scoring.protocol import BatchedScorer, Images, require_local_file, to_pil
 from vargen.weight_files import load_pickle_safely, validate_shapes, weights_digest
 
 ensure_torchvision()
 
-from transformers import AutoTokenizer
 from transformers.models.blip.configuration_blip import BlipTextConfig, BlipVisionConfig
 from transformers.models.blip.modeling_blip import BlipVisionModel
 from transformers.models.blip.modeling_blip_text import BlipTextModel
@@ -164,7 +164,7 @@ class ImageRewardScorer(BatchedScorer):
         file = require_local_file(weights, "weights", "ImageReward", _HOW)
         folder = packaged_model_path("emoji") / "tokenizer" if tokenizer is None else Path(tokenizer)
         require_local_file(folder, "tokenizer", "ImageReward", "give a folder with bert-base-uncased's vocab.txt")
-        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.tokenizer = load_tokenizer(folder, "BertTokenizerFast")
         self.network = build_from_state_dict(load_pickle_safely(file, if_damaged=_HOW), str(file)).to(device)
         self.identity = f"image-reward-{weights_digest(self.network)}"
         super().__init__("image-reward", True, device, batch_size)

@@ -25,13 +25,13 @@ from vargen.files import expand_user, validate_not_interrupted
 from vargen.models.component_files import validate_network_files
 from vargen.models.image_text import ImageTextModel, embed_texts, resize_images
 from vargen.models.text_encoder import MiniLMTextEncoder
+from vargen.models.tokenizer_folder import load_tokenizer
 from vargen.scoring.protocol import BatchedScorer, Images, to_tensor
 from vargen.values import short_repr, suggest_names
 from vargen.weight_files import weights_digest
 
 ensure_torchvision()
 
-from transformers import AutoTokenizer
 
 FILE = "scorer.json"
 _KEPT_CAPTIONS = 256
@@ -64,7 +64,7 @@ class ImageTextScorer(BatchedScorer):
         self.model = load_image_tower(folder).to(device)
         encoder = _encoder_folder(folder, text_encoder or settings.get("text_encoder"))
         self.encoder = MiniLMTextEncoder.from_pretrained(encoder / "text_encoder").to(device).eval().requires_grad_(False)
-        self.tokenizer = AutoTokenizer.from_pretrained(encoder / "tokenizer")
+        self.tokenizer = load_tokenizer(encoder / "tokenizer", "BertTokenizerFast")
         if self.encoder.config.hidden_size != self.model.config.text_dim:
             raise ValueError(
                 f"text_encoder {str(encoder)!r} gives {self.encoder.config.hidden_size} features, and the scorer in "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,14 +11,15 @@ from torch import Tensor
 
 from vargen.compat import ensure_torchvision, tokenized
 from vargen.models.component_files import read_config
+from vargen.models.tokenizer_folder import choose_class, load_tokenizer
+from vargen.models.transformers_folder import NetworkKind, StoredNetwork
 from vargen.scoring.image_reward import SIDE, preprocess_image
 from vargen.scoring.protocol import BatchedScorer, Images, require_local_file, to_pil
 from vargen.weight_files import weights_digest
 
 ensure_torchvision()
 
-from transformers import AutoTokenizer, CLIPModel
-
+_CLIP = NetworkKind("CLIPModel", "clip", {"text_config": "CLIPTextConfig", "vision_config": "CLIPVisionConfig"})
 _HOW = "fetch the hub model yuvalkirstain/PickScore_v1 and give weights=FOLDER"
 
 
@@ -49,11 +49,10 @@ class PickScoreScorer(BatchedScorer):
         if config.get("model_type") != "clip" or side != SIDE:
             kind = f"model_type {config.get('model_type')!r} with images of {side} pixels"
             raise ValueError(f"weights {str(folder)!r} must be a CLIP model for images of {SIDE} pixels, got {kind}")
-        options: dict[str, Any] = {"local_files_only": True}
         try:
-            self.network = CLIPModel.from_pretrained(folder, use_safetensors=True, **options).to(device).eval()
-            self.tokenizer = AutoTokenizer.from_pretrained(words, **options)
-        except Exception as error:  # transformers raises many types
+            self.network = StoredNetwork(folder, _CLIP).load().to(device)
+            self.tokenizer = load_tokenizer(words, choose_class(words, "CLIPTokenizerFast", "PreTrainedTokenizerFast"))
+        except ValueError as error:
             raise ValueError(f"cannot use weights {str(folder)!r} and tokenizer {str(words)!r}: {error}") from error
         self.length = self.network.config.text_config.max_position_embeddings
         self.identity = f"pick-score-{weights_digest(self.network)}"

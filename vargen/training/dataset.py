@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer
 
 from vargen.models.condition import Condition
 from vargen.models.text_encoder import MiniLMTextEncoder
+from vargen.models.tokenizer_folder import load_tokenizer
 from vargen.training.augment import SamplingWeights
 
 Record = dict[str, Any]
@@ -166,7 +166,7 @@ class CaptionBank:
 
     def __init__(self, encoder_folder: Path, rows: int, device: torch.device):
         self.encoder = MiniLMTextEncoder.from_pretrained(encoder_folder / "text_encoder").to(device).eval()
-        self.tokenizer = AutoTokenizer.from_pretrained(encoder_folder / "tokenizer")
+        self.tokenizer = load_tokenizer(encoder_folder / "tokenizer", "BertTokenizerFast")
         self.rows, self.device = rows, device
         self.features: dict[str, Tensor] = {}
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from vargen.models.llamagen import MAX_GRID
+from vargen.models.transformers_folder import NetworkKind
 from vargen.values import parse_int, short_repr
 from vargen.weight_files import weights_digest
 
@@ -82,7 +83,10 @@ class ImageLanguageModel:
     Attributes:
         class_name, since: name of the class in transformers, and the version that it came with.
         processor_name: name of the class of its processor.
-        image_weights: parts of the names of weights that generate images; a checkpoint of another kind lacks them.
+        stored: what a folder with the model holds.
+        tokenizer_names, image_processor_name: classes of the parts of its processor; of tokenizers, the usual one first.
+        special_tokens: names of the special tokens that its prompts need.
+        uses_template: whether prompts pass through the chat template of the processor.
         guidance_scale, temperature, top_k, top_p: defaults of the published model.
         guided: whether it has unconditional rows.
         has_pixels: whether it decodes its tokens to images itself.
@@ -99,7 +103,11 @@ class ImageLanguageModel:
     class_name: str
     since: str
     processor_name: str
-    image_weights: tuple[str, ...]
+    stored: NetworkKind
+    tokenizer_names: tuple[str, ...]
+    image_processor_name: str
+    uses_template: bool = False
+    special_tokens: tuple[str, ...] = ("pad_token",)
     guidance_scale: float = 1.0
     temperature: float = 1.0
     top_k: int | None = None
@@ -208,6 +216,9 @@ class ImageLanguageModel:
         found = type(processor).__name__
         if found != self.processor_name:
             raise TypeError(f"processor must be a {self.processor_name}, that of a {self.class_name}, got {short_repr(found)}")
+        missing = [name for name in self.special_tokens if getattr(processor.tokenizer, name, None) is None]
+        if missing:
+            raise ValueError(f"processor must have a {missing[0]}, got a tokenizer without one")
         embedded, known = self.model.get_input_embeddings().num_embeddings, len(processor.tokenizer)
         if known > embedded:
             raise ValueError(f"processor must be that of the model, which embeds {embedded} tokens, got one of {known} tokens")

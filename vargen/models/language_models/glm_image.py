@@ -20,6 +20,7 @@ from vargen.models.language_models.base import (
     read_weight,
     validate_size,
 )
+from vargen.models.transformers_folder import NetworkKind
 
 _GLM_PATCH = 32  # pixels per token of the image
 
@@ -77,7 +78,13 @@ class GLMImage(ImageLanguageModel):
     """
 
     class_name, since, processor_name = "GlmImageForConditionalGeneration", "5.0", "GlmImageProcessor"
-    image_weights = ("language_model.", "lm_head.", "vqmodel.")
+    stored = NetworkKind(
+        class_name,
+        "glm_image",
+        {"text_config": "GlmImageTextConfig", "vision_config": "GlmImageVisionConfig", "vq_config": "GlmImageVQVAEConfig"},
+    )
+    tokenizer_names, image_processor_name = ("PreTrainedTokenizerFast",), "GlmImageImageProcessor"
+    uses_template = True
     temperature, top_p, guided, has_pixels = 0.9, 0.75, False, False
     options = ("size",)
 

@@ -20,6 +20,7 @@ from vargen.models.language_models.base import (
     validate_size,
 )
 from vargen.models.language_models.glm_image import GLMImage
+from vargen.models.transformers_folder import NetworkKind
 from vargen.values import short_repr
 from vargen.weight_files import weights_digest
 
@@ -28,7 +29,13 @@ class Janus(ImageLanguageModel):
     """Janus-Pro (`JanusForConditionalGeneration`): its own embedding, aligner and head for image tokens, on a square grid."""
 
     class_name, since, processor_name = "JanusForConditionalGeneration", "4.50", "JanusProcessor"
-    image_weights = ("generation_embeddings.", "generation_aligner.", "generation_head.", "vqmodel.")
+    stored = NetworkKind(
+        class_name,
+        "janus",
+        {"text_config": "LlamaConfig", "vision_config": "JanusVisionConfig", "vq_config": "JanusVQVAEConfig"},
+    )
+    tokenizer_names, image_processor_name = ("LlamaTokenizerFast", "PreTrainedTokenizerFast"), "JanusImageProcessor"
+    special_tokens = ("pad_token", "bos_token", "boi_token")
     guidance_scale = 5.0
 
     def __init__(self, model: Any):
@@ -83,7 +90,17 @@ class Emu3(ImageLanguageModel):
     """
 
     class_name, since, processor_name = "Emu3ForConditionalGeneration", "4.48", "Emu3Processor"
-    image_weights = ("text_model.", "lm_head.", "vqmodel.")
+    stored = NetworkKind(
+        class_name,
+        "emu3",
+        {"text_config": "Emu3TextConfig", "vq_config": "Emu3VQVAEConfig"},
+        renamed=(
+            (r"^text_model\.lm_head\.", "lm_head."),
+            (r"^text_model\.model\.", "model.text_model."),
+            (r"^vqmodel\.", "model.vqmodel."),
+        ),
+    )
+    tokenizer_names, image_processor_name = ("GPT2TokenizerFast",), "Emu3ImageProcessor"
     guidance_scale, top_k = 3.0, 2048
     options = ("size", "negative_format")
 
@@ -139,7 +156,8 @@ class Chameleon(ImageLanguageModel):
     """
 
     class_name, since, processor_name = "ChameleonForConditionalGeneration", "4.43", "ChameleonProcessor"
-    image_weights = ("lm_head.", "vqmodel.")
+    stored = NetworkKind(class_name, "chameleon", {"vq_config": "ChameleonVQVAEConfig"})
+    tokenizer_names, image_processor_name = ("LlamaTokenizerFast", "PreTrainedTokenizerFast"), "ChameleonImageProcessor"
     has_pixels = False
 
     def __init__(self, model: Any):

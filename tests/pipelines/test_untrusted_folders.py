@@ -1,0 +1,423 @@
+"""A folder is data: nothing in it runs, no value in it is a path or a class, and what was stored is what is loaded.
+
+Each case opens a folder in a process with 10 seconds and 2 GB: it generates the tokens of the folder before the attack, or is
+refused in one line that names a file of the folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from limited_process import open_and_sample, run_limited
+from safetensors.torch import load_file, save_file
+from tiny_language_models import make_chameleon, make_emu3, make_janus
+from tiny_models import text_pipeline
+
+import vargen
+from vargen.compat import installed_version
+from vargen.models.language_models.processors import reduce_template
+
+needs_janus = pytest.mark.skipif(installed_version("transformers") < "4.50", reason="Janus came with transformers 4.50")
+MARKER = "code-ran"
+CODE = f"open(__file__ + '.{MARKER}', 'w').close()\ngenerate = None\n"
+
+
+def save_language_model(folder: Path, make: Callable[..., Any] = make_janus, **changed: Any) -> tuple[Any, Any]:
+    model, processor = make(**changed)
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return model, processor
+
+
+@pytest.fixture(scope="module")
+def janus(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
+    folder = tmp_path_factory.mktemp("saved") / "janus"
+    save_language_model(folder)
+    return folder, open_and_sample(str(folder))
+
+
+@pytest.fixture(scope="module")
+def t5(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
+    """A pipeline of ours whose text encoder is a T5."""
+    from transformers import T5Config, T5EncoderModel
+
+    folder = tmp_path_factory.mktemp("saved") / "t5"
+    pipe = text_pipeline()
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 30_522, "d_model": 32, "d_kv": 8, "d_ff": 16, "num_layers": 2, "num_heads": 2}
+    pipe.register_modules(text_encoder=T5EncoderModel(T5Config(**sizes)).eval())
+    pipe.save_pretrained(folder)
+    return folder, open_and_sample(str(folder))
+
+
+def change(file: Path, **values: Any) -> None:
+    file.write_text(json.dumps({**(json.loads(file.read_text()) if file.exists() else {}), **values}))
+
+
+def change_part(file: Path, part: str, **values: Any) -> None:
+    change(file, **{part: {**json.loads(file.read_text())[part], **values}})
+
+
+def attack(saved: tuple[Path, list[int]], folder: Path, how: Callable[[Path], Any]) -> tuple[str, Any]:
+    """Return what opening a copy of a folder after an attack does; nothing of it may have run."""
+    shutil.copytree(saved[0], folder)
+    how(folder)
+    found = run_limited(open_and_sample, str(folder))
+    assert not list(folder.rglob(f"*{MARKER}")), "code of the folder ran"
+    return found
+
+
+def add_code(folder: Path, *parts: str) -> None:
+    place = folder.joinpath(*parts, "custom_generate")
+    place.mkdir(parents=True)
+    (place / "generate.py").write_text(CODE)
+
+
+def add_second_folder(folder: Path) -> None:
+    """A model within the model, with code."""
+    shutil.copytree(folder, folder.parent / "second")
+    shutil.move(folder.parent / "second", folder / "second")
+    add_code(folder, "second")
+
+
+AUDIO = {"audio_tokenizer_class": "JanusForConditionalGeneration", "audio_tokenizer_name_or_path": "second"}
+
+
+def name_audio_tokenizer(folder: Path, file: str, absolute: bool) -> None:
+    add_second_folder(folder)
+    value = {**AUDIO, "audio_tokenizer_name_or_path": str(folder / "second")} if absolute else AUDIO
+    change(folder / file, **(value if file == "audio_tokenizer_config.json" else {"audio_tokenizer": value}))
+
+
+AUTO_MAP = {"AutoModel": "modeling.Evil", "AutoProcessor": "processing.Evil", "AutoTokenizer": ["tokens.Evil", None]}
+ATTENTION = {"_attn_implementation": "flash_attention_2", "_attn_implementation_internal": "flash_attention_3"}
+
+
+@needs_janus
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        (add_code, "generate.py is program code"),
+        (lambda folder: name_audio_tokenizer(folder, "processor_config.json", False), "audio_tokenizer"),
+        (lambda folder: name_audio_tokenizer(folder, "processor_config.json", True), "audio_tokenizer"),
+        (lambda folder: change(folder / "config.json", auto_map=AUTO_MAP), "auto_map"),
+        (lambda folder: change(folder / "processor_config.json", auto_map=AUTO_MAP), "auto_map"),
+        (lambda folder: change(folder / "tokenizer_config.json", auto_map=AUTO_MAP), "auto_map"),
+        (lambda folder: change_part(folder / "config.json", "text_config", auto_map=AUTO_MAP), "auto_map"),
+        (lambda folder: (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "a/b"}'), "adapter_config"),
+        (lambda folder: change(folder / "config.json", quantization_config={"quant_method": "torchao"}), "quantization_config"),
+        (lambda folder: change_part(folder / "config.json", "text_config", model_type="gemma3"), "text_config"),
+        (lambda folder: change_part(folder / "config.json", "text_config", hidden_act="../evil"), "hidden_act"),
+    ],
+    ids=range(11),
+)
+def test_what_asks_for_code_or_another_model_is_refused(janus: Any, tmp_path: Path, how: Any, said: str) -> None:
+    kind, message = attack(janus, tmp_path / "model", how)
+    assert kind == "ValueError" and str(tmp_path / "model") in message and "\n" not in message, message
+    assert said in message, message
+
+
+@needs_janus
+@pytest.mark.parametrize(
+    "how",
+    [
+        lambda folder: name_audio_tokenizer(folder, "audio_tokenizer_config.json", False),
+        lambda folder: change(folder / "tokenizer_config.json", tokenizer_file="/dev/zero", vocab_file="/etc/passwd"),
+        lambda folder: change(folder / "tokenizer_config.json", tokenizer_class="EvilTokenizer", processor_class="Evil"),
+        lambda folder: change(folder / "config.json", transformers_weights="../other.safetensors", torchscript=True),
+        lambda folder: change_part(folder / "config.json", "text_config", **ATTENTION),
+        lambda folder: change(folder / "config.json", **ATTENTION),
+        lambda folder: (folder / "chat_template.jinja").write_text("{{ 'a' * 500000000 }}"),
+        lambda folder: change(folder / "tokenizer_config.json", chat_template="{{ 'a' * 500000000 }}"),
+        lambda folder: change(folder / "tokenizer_config.json", extra_ids=0, max_len_single_sentence=10**9),
+    ],
+    ids=range(9),
+)
+def test_values_that_name_files_classes_and_programs_have_no_effect(janus: Any, tmp_path: Path, how: Any) -> None:
+    assert attack(janus, tmp_path / "model", how) == ("returned", janus[1])
+
+
+@needs_janus
+def test_the_attention_of_a_folder_is_ours_to_choose(janus: Any, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(janus[0], tmp_path / "model"))
+    change(folder / "config.json", _attn_implementation="flash_attention_2")
+    change_part(folder / "config.json", "text_config", _attn_implementation="flash_attention_2")
+    assert vargen.open_pipeline(folder).model.config.get_text_config()._attn_implementation == "sdpa"
+
+
+# -- weights ------------------------------------------------------------------------------------------------------------------
+
+
+def edit_weights(file: Path, edit: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    weights = load_file(file)
+    edit(weights)
+    save_file(weights, file, {"format": "pt"})
+
+
+def drop(name: str) -> Callable[[dict[str, torch.Tensor]], Any]:
+    return lambda weights: weights.pop(next(each for each in weights if name in each))
+
+
+@needs_janus
+@pytest.mark.parametrize("name", ["layers.1.mlp.up_proj", "lm_head", "embed_tokens", "generation_head", "quantize.embedding"])
+def test_missing_weights_of_a_language_model_are_named(janus: Any, tmp_path: Path, name: str) -> None:
+    how = lambda folder: edit_weights(folder / "model.safetensors", drop(name))  # noqa: E731
+    kind, message = attack(janus, tmp_path / "model", how)
+    assert kind == "ValueError" and name in message
+
+
+@pytest.mark.parametrize("name", ["block.1.layer.0.SelfAttention.q", "shared", "final_layer_norm"])
+def test_missing_weights_of_a_text_encoder_are_named(t5: Any, tmp_path: Path, name: str) -> None:
+    how = lambda folder: edit_weights(folder / "text_encoder" / "model.safetensors", drop(name))  # noqa: E731
+    kind, message = attack(t5, tmp_path / "model", how)
+    assert kind == "ValueError" and name in message and "text_encoder" in message
+
+
+@needs_janus
+@pytest.mark.parametrize("make", [make_janus, make_emu3, make_chameleon])
+def test_no_tie_replaces_stored_weights(tmp_path: Path, make: Any) -> None:
+    """transformers 4 drops the head, which is refused; transformers 5 keeps both."""
+    model, _ = save_language_model(tmp_path / "model", make)
+    change(tmp_path / "model" / "config.json", tie_word_embeddings=True)
+    if make is not make_chameleon:
+        change_part(tmp_path / "model" / "config.json", "text_config", tie_word_embeddings=True)
+    size = {"size": (4, 5)} if make is make_emu3 else {}
+    if installed_version("transformers") < "5":
+        with pytest.raises(ValueError, match=r"stores a lm_head\.weight that the loaded network does not have"):
+            vargen.open_pipeline(tmp_path / "model", **size)
+        return
+    opened = vargen.open_pipeline(tmp_path / "model", **size).model.state_dict()
+    assert all(torch.equal(value, opened[name]) for name, value in model.state_dict().items())
+
+
+@needs_janus
+@pytest.mark.parametrize("make", [make_janus, make_emu3, make_chameleon])
+@pytest.mark.parametrize("kept", ["both", "embed_tokens", "lm_head"])
+def test_tied_weights_open_whichever_of_their_names_is_stored(tmp_path: Path, make: Any, kept: str) -> None:
+    model, processor = make()
+    for config in (model.config, model.config.get_text_config()):
+        config.tie_word_embeddings = True
+    model.tie_weights()
+    size = {"size": (4, 5)} if make is make_emu3 else {}
+    pipe = vargen.accelerate(model, processor, **size)
+    pipe.save_pretrained(tmp_path)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    tied = {name for name in weights if name == "lm_head.weight" or name.endswith("model.embed_tokens.weight")}
+    own = {name: value for name, value in weights.items() if name not in tied or kept == "both" or kept in name}
+    assert len(tied) > 1 and len(own) >= len(weights) - len(tied) + 1
+    if kept != "both":
+        save_file(own, tmp_path / "model.safetensors", {"format": "pt"})
+    opened = vargen.open_pipeline(tmp_path, **size)
+    for name, value in opened.model.state_dict().items():
+        assert torch.equal(value, weights[name]), name
+    ids = [each.encode_condition("a red apple")[0].ids for each in (pipe, opened)]
+    assert torch.equal(*ids)
+
+
+@needs_janus
+@pytest.mark.parametrize("old", [False, True])
+def test_names_of_earlier_releases_are_loaded(tmp_path: Path, old: bool) -> None:
+    model, _ = save_language_model(tmp_path, make_emu3)
+    former = {"lm_head.": "text_model.lm_head.", "model.text_model.": "text_model.model.", "model.vqmodel.": "vqmodel."}
+
+    def rename(name: str) -> str:
+        prefix = next(each for each in former if name.startswith(each))
+        return former[prefix] + name.removeprefix(prefix) if old else name
+
+    state = model.state_dict()
+    save_file({rename(name): value for name, value in state.items()}, tmp_path / "model.safetensors", {"format": "pt"})
+    opened = vargen.open_pipeline(tmp_path, size=(4, 5)).model.state_dict()
+    assert all(torch.equal(value, opened[name]) for name, value in state.items())
+
+
+def index_of(*names: str) -> Callable[[Path], Any]:
+    """Name other files in an index."""
+
+    def write(folder: Path) -> None:
+        weights = list(load_file(folder / "model.safetensors"))
+        (folder / "model.safetensors").rename(folder.parent / "outside.safetensors")
+        os.mkfifo(folder / "pipe.safetensors")
+        named = {weight: names[number % len(names)] for number, weight in enumerate(weights)}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": named}))
+
+    return write
+
+
+def put_fifo(folder: Path, name: str) -> None:
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+
+
+def link_to_device(folder: Path, name: str) -> None:
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to("/dev/zero")
+
+
+LM_FILES = ("model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
+
+
+@needs_janus
+@pytest.mark.parametrize(
+    "how",
+    [index_of("pipe.safetensors"), index_of("../outside.safetensors"), index_of("/etc/passwd"), index_of("weights.bin")]
+    + [lambda folder, name=name: put_fifo(folder, name) for name in LM_FILES]
+    + [lambda folder, name=name: link_to_device(folder, name) for name in LM_FILES],
+    ids=range(4 + 2 * len(LM_FILES)),
+)
+def test_pipes_devices_and_files_elsewhere_are_not_read(janus: Any, tmp_path: Path, how: Any) -> None:
+    kind, message = attack(janus, tmp_path / "model", how)
+    if kind == "returned":  # settings that need not be there
+        assert message == janus[1]
+    else:
+        assert kind == "ValueError" and str(tmp_path / "model") in message and len(message) < 600, (kind, message)
+
+
+# -- sizes ------------------------------------------------------------------------------------------------------------------
+
+
+@needs_janus
+@pytest.mark.parametrize(
+    ("part", "key", "value"),
+    [
+        ("text_config", "num_hidden_layers", 100_000),
+        ("text_config", "num_hidden_layers", 1000),
+        ("text_config", "vocab_size", 10**10),
+        ("text_config", "num_attention_heads", 0),
+        ("text_config", "rope_scaling", {"rope_type": "yarn", "factor": [[[[1]]]]}),
+        ("vision_config", "num_hidden_layers", 5000),
+        ("vision_config", "depth", 10**6),
+        ("vision_config", "num_image_tokens", 10**9),
+        ("vq_config", "num_res_blocks", 10**6),
+        ("vq_config", "channel_multiplier", [1] * 10**5),
+        ("vq_config", "num_hidden_layers", 10**9),
+        ("text_config", "rope_parameters", {"rope_type": "default", "mrope_section": [2, 1, -2.5]}),
+        ("text_config", "max_position_embeddings", True),
+    ],
+)
+def test_sizes_are_bounded_before_a_network_is_built(janus: Any, tmp_path: Path, part: str, key: str, value: Any) -> None:
+    kind, message = attack(janus, tmp_path / "model", lambda folder: change_part(folder / "config.json", part, **{key: value}))
+    assert kind == "ValueError" and str(tmp_path / "model") in message and "\n" not in message, (kind, message)
+
+
+@pytest.mark.parametrize(
+    ("file", "values"),
+    [
+        ("text_encoder/config.json", {"num_layers": 100_000}),
+        ("text_encoder/config.json", {"vocab_size": 10**10}),
+        ("text_encoder/config.json", {"feed_forward_proj": "gated-evil"}),
+        ("text_encoder/config.json", {"quantization_config": {"quant_method": "quanto"}}),
+        ("tokenizer/tokenizer_config.json", {"extra_ids": 10**6}),
+        ("tokenizer/tokenizer_config.json", {"model_max_length": "evil"}),
+        ("tokenizer/tokenizer_config.json", {"pad_token": {"content": {}}}),
+        ("tokenizer/tokenizer_config.json", {"added_tokens_decoder": {"4000000000": {"content": "x"}}}),
+        ("tokenizer/special_tokens_map.json", {"unk_token": 5}),
+    ],
+)
+def test_values_of_a_text_encoder_are_bounded_and_named(t5: Any, tmp_path: Path, file: str, values: Any) -> None:
+    kind, message = attack(t5, tmp_path / "model", lambda folder: change(folder / file, **values))
+    assert kind == "ValueError" and file in message and "\n" not in message and len(message) < 600, (kind, message)
+
+
+# -- tokenizers ---------------------------------------------------------------------------------------------------------------
+
+
+def edit_tokenizer(edit: Callable[[dict[str, Any]], Any]) -> Callable[[Path], Any]:
+    def write(folder: Path) -> None:
+        file = folder / "tokenizer.json"
+        content = json.loads(file.read_text())
+        edit(content)
+        file.write_text(json.dumps(content))
+
+    return write
+
+
+def replace(pattern: dict[str, str], content: str, times: int = 1) -> dict[str, Any]:
+    return {"normalizers": [{"type": "Replace", "pattern": pattern, "content": content}] * times, "type": "Sequence"}
+
+
+def split(pattern: str) -> dict[str, Any]:
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+
+
+BOMB = {"type": "Precompiled", "precompiled_charsmap": "BAAAAAAAAAA" + "YWFh" * 10_000}
+
+
+@needs_janus
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda content: content.update(normalizer=replace({"String": "a"}, "aa", 24)),
+        lambda content: content.update(normalizer=replace({"Regex": ""}, "a" * 1000)),
+        lambda content: content.update(normalizer={"type": "Prepend", "prepend": "a" * 10**6}),
+        lambda content: content.update(normalizer=BOMB),
+        lambda content: content.update(normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"}),
+        lambda content: content.update(normalizer={"type": "Evil"}),
+        lambda content: content.update(pre_tokenizer=split("(")),
+        lambda content: content.update(pre_tokenizer=split(r"^(a|\1|[^x])*(a|a)*(.|a)*$" * 3 + "x")),
+        lambda content: content.update(padding={"strategy": {"Fixed": 4_000_000_000}, "direction": "Left", "pad_id": 0,
+                                                "pad_type_id": 0, "pad_token": "x"}),
+        lambda content: content["model"]["vocab"].update(evil=4_000_000_000),
+        lambda content: content["model"]["vocab"].update(evil=-1),
+        lambda content: content["added_tokens"][0].update(id=4_000_000_000),
+        lambda content: content.update(model={"type": "Unigram", "unk_id": 77, "vocab": [["a", 0.0]]}),
+    ],
+    ids=range(13),
+)  # fmt: skip
+def test_tokenizers_cannot_multiply_abort_or_panic(janus: Any, tmp_path: Path, edit: Any) -> None:
+    kind, message = attack(janus, tmp_path / "model", edit_tokenizer(edit))
+    assert kind in ("ValueError", "returned") and len(message) < 600, (kind, message)
+    assert kind == "returned" or ("\n" not in message and ("tokenizer" in message)), message
+
+
+# -- chat templates ---------------------------------------------------------------------------------------------------------
+
+GLM = "{% for m in messages %}{% for c in m['content'] %}{{ c['text'] }}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (GLM, "'a  b' "),
+        ("[gMASK]<sop>{% for m in messages %}<|{{ m.role }}|>\n{% if m.content is string %}{{ m.content }}{% else %}"
+         "{% for c in m.content %}{% if c.type == 'text' %}{{ c.text | trim }}{% endif %}{% endfor %}{% endif %}\n{% endfor %}"
+         "{{ bos_token }}\u2581\"'{# no #}", "[gMASK]<sop><|user|>\n'a  b'<s>\u2581\"'"),
+        ("{% set ns = namespace(n=0) %}{% for m in messages %}{{ m['content'][0]['text'] ~ '!' }}{% endfor %}", "'a  b' !"),
+    ],
+)  # fmt: skip
+def test_a_chat_template_becomes_one_of_ours_with_the_same_text(template: str, expected: str, tmp_path: Path) -> None:
+    from jinja2 import Environment
+
+    own = reduce_template(template, tmp_path, {"bos_token": "<s>"})
+    message = {"role": "user", "content": [{"type": "text", "text": "'a  b' "}]}
+    assert Environment().from_string(own).render(messages=[message]) == expected
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ 'a' * 500000000 }}" + GLM,
+        "{{ '%500000000s' % 'a' }}" + GLM,
+        "{{ '{:500000000}'.format('a') }}" + GLM,
+        "{% for i in range(100000000) %}a{% endfor %}" + GLM,
+        "{% set a = 'aaaaaaaa' %}" + "{% set a = a ~ a %}" * 30 + "{{ a }}" + GLM,
+        "{% set ns = namespace(a='a') %}{% for m in messages %}{% set ns.a = ns.a + ns.a %}{% endfor %}" + GLM,
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}" + GLM,
+        "{% include 'x' %}" + GLM,
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages | tojson(indent=500000000) }}" + GLM,
+        "{% for a in messages recursive %}{{ loop(messages) }}{% endfor %}" + GLM,
+        "{{ raise_exception('x') }}" + GLM,
+        "no text", GLM + GLM, "{% for", "a" * 70_000 + GLM, "a" * 2000 + GLM,
+    ],
+    ids=range(17),
+)  # fmt: skip
+def test_a_chat_template_that_computes_is_refused(template: str) -> None:
+    kind, message = run_limited(reduce_template, template, Path("chat_template.jinja"), {})
+    assert kind == "ValueError" and message.startswith("chat_template.jinja") and "\n" not in message, (kind, message)

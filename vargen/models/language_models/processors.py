@@ -1,0 +1,158 @@
+"""Processors of image language models from the data files of a folder: no class, path or program of the folder is used.
+
+A chat template is a small program, and can ask for any amount of memory. It is run once, on a short text, and only if it
+consists of loops, conditions and output; what it puts before and after a text becomes a template of our own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from vargen.models.component_files import read_config
+from vargen.models.language_models.base import ImageLanguageModel
+from vargen.models.plain_values import one_line, pick_values, validate_string
+from vargen.models.tokenizer_folder import choose_class, load_tokenizer, report_panics
+from vargen.reading import open_regular
+from vargen.values import parse_float, short_repr
+
+_IMAGE_SETTINGS = (
+    "do_resize size resample do_rescale rescale_factor do_normalize image_mean image_std do_convert_rgb do_pad min_size "
+    "background_color min_pixels max_pixels spatial_factor do_center_crop crop_size patch_size temporal_patch_size merge_size"
+).split()
+_SETTINGS = {"image_seq_length": int, "use_default_system_prompt": bool}  # of processors, beside their parts and templates
+_MAX_SETTING = 2**31
+
+_MAX_TEMPLATE = 2**16  # characters
+_MARK, _ROOM = "%prompt%", "\t"
+_NODES = frozenset(
+    "Template Output TemplateData Const Name Getattr Getitem Slice For If CondExpr Compare Operand And Or Not Test Filter "
+    "Assign NSRef Keyword List Tuple Call Concat Add Sub Neg".split()
+)
+_FILTERS = frozenset("d default first last length lower safe string trim upper".split())
+_METHODS = frozenset("endswith get items keys lstrip rstrip startswith strip values".split())
+_FUNCTIONS = frozenset({"namespace", "raise_exception"})
+_MAX_LOOPS = 3  # nested
+
+
+def load_processor(folder: Path, model: type[ImageLanguageModel]) -> Any:
+    """Load the processor of a folder, of the classes that its model's description names.
+
+    Raises:
+        ValueError: for files that are missing or damaged, or hold values that are not allowed; the message names the file.
+    """
+    try:
+        return _build_processor(folder, model)
+    except ValueError as error:
+        raise ValueError(f"{folder} holds no processor of a {model.class_name}: {error}") from error
+
+
+def _build_processor(folder: Path, model: type[ImageLanguageModel]) -> Any:
+    import transformers
+
+    tokenizer = load_tokenizer(folder, choose_class(folder, *model.tokenizer_names))
+    file = folder / "processor_config.json"
+    settings = read_config(file) if file.is_file() else {}
+    values = pick_values(settings, _SETTINGS, file)
+    template = None
+    if model.uses_template:
+        template = reduce_template(*_find_template(folder, settings), tokenizer.special_tokens_map)
+    with report_panics(folder):
+        images = getattr(transformers, model.image_processor_name)(**_read_image_settings(folder, settings))
+        processor_class: Any = getattr(transformers, model.processor_name)
+        more = {"chat_template": template} if template is not None else {}
+        return processor_class(images, tokenizer, **values, **more)
+
+
+def _read_image_settings(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the listed settings of the image processor: those of its own file or, of later releases, of the processor's."""
+    file = folder / "preprocessor_config.json"
+    values = read_config(file) if file.is_file() else settings.get("image_processor")
+    if not isinstance(values, dict):
+        return {}
+    return {name: _validate_setting(name, values[name], file) for name in _IMAGE_SETTINGS if values.get(name) is not None}
+
+
+def _validate_setting(name: str, value: Any, file: Path) -> Any:
+    """Return a number, a truth value, or a list or mapping of numbers."""
+    each: list[Any] = value if isinstance(value, list) else list(value.values()) if isinstance(value, dict) else [value]
+    numbers = [parse_float(number) for number in each if not isinstance(number, bool)]
+    if len(each) > 16 or any(number is None or abs(number) > _MAX_SETTING for number in numbers):
+        raise ValueError(f"{file} has {name}: {short_repr(value)}, expected numbers of usual size")
+    return value
+
+
+# -- chat templates -------------------------------------------------------------------------------------------------------
+
+
+def _find_template(folder: Path, settings: Mapping[str, Any]) -> tuple[str, Path]:
+    """Return the text of a folder's chat template and the file that holds it."""
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        with open_regular(file) as opened:
+            return opened.read(_MAX_TEMPLATE + 1).decode("utf-8", "replace"), file
+    for name in ("chat_template.json", "processor_config.json", "tokenizer_config.json"):
+        file = folder / name
+        found = read_config(file).get("chat_template") if file.is_file() else None
+        if found is not None:
+            if not isinstance(found, str):
+                raise ValueError(f"{file} has chat_template: {short_repr(found)}, expected text")
+            return found, file
+    raise ValueError(f"{folder / 'chat_template.jinja'} is missing; download the folder again")
+
+
+def reduce_template(text: str, file: Path, tokens: Mapping[str, Any]) -> str:
+    """Return a chat template of our own for messages of one user: what a template puts around a text, around each text.
+
+    Args:
+        text: the template. file: names it in messages. tokens: special tokens by name, which it may use.
+
+    Raises:
+        ValueError: for a template that is too long, computes more than loops and conditions, or does not show the text once.
+    """
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    if len(text) > _MAX_TEMPLATE:
+        raise ValueError(f"{file} must have at most {_MAX_TEMPLATE:,} characters")
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    message = {"role": "user", "content": [{"type": "text", "text": f"{_ROOM}{_MARK}{_ROOM}"}]}
+    try:
+        found = _find_forbidden(environment.parse(text))
+        shown = None if found else environment.from_string(text).render(messages=[message], **tokens)
+    except Exception as error:  # a template can raise anything
+        raise ValueError(f"{file} is not a chat template that can be used: {one_line(error)}") from error
+    if found:
+        raise ValueError(f"{file} has {found}; vargen uses chat templates of loops, conditions and output only")
+    if shown is None or shown.count(_MARK) != 1:
+        raise ValueError(f"{file} must show the text of a message once")
+    before, _, after = shown.partition(_MARK)
+    trims = not (before.endswith(_ROOM) and after.startswith(_ROOM))
+    before, after = before.removesuffix(_ROOM), after.removeprefix(_ROOM)
+    parts = validate_string(before, file, "text before a prompt"), validate_string(after, file, "text after a prompt")
+    shown_text = "part['text'] | trim" if trims else "part['text']"
+    loops = "{% for message in messages %}{% for part in message['content'] %}"
+    return f"{loops}{{{{ {parts[0]!a} }}}}{{{{ {shown_text} }}}}{{{{ {parts[1]!a} }}}}{{% endfor %}}{{% endfor %}}"
+
+
+def _find_forbidden(node: Any, loops: int = 0, assigned: bool = False) -> str | None:
+    """Return what a template contains that could make its output much larger than itself; None if there is nothing."""
+    kind = type(node).__name__
+    if kind not in _NODES:
+        return f"the part {kind}"
+    if kind == "Filter" and node.name not in _FILTERS:
+        return f"the filter {node.name!r}"
+    if kind in ("Concat", "Add") and assigned:
+        return "a variable that grows"
+    if kind == "Call":
+        function = node.node
+        known = getattr(function, "attr", None) in _METHODS or getattr(function, "name", None) in _FUNCTIONS
+        if not known or node.dyn_args or node.dyn_kwargs:
+            return "the call of a function"
+    loops += kind == "For"
+    if loops > _MAX_LOOPS or (kind == "For" and node.recursive):
+        return f"more than {_MAX_LOOPS} nested loops"
+    for child in node.iter_child_nodes():
+        if found := _find_forbidden(child, loops, assigned or kind == "Assign"):
+            return found
+    return None

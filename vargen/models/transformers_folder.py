@@ -1,0 +1,229 @@
+"""Opening a network of transformers in a folder: class, configuration and weights are ours to choose and to check.
+
+The class comes from a table of ours, of the configuration only listed keys with plain values pass on, and transformers reads a
+private folder that holds nothing but these values and the weight files whose headers were checked. After loading, every stored
+tensor is compared with the parameter of its name, because the library fills what is missing and drops what is tied.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from vargen.compat import installed_version
+from vargen.models.component_files import read_config
+from vargen.models.network_config import pick_config, pick_generation, pick_quantization
+from vargen.models.plain_values import fill_folder, one_line
+from vargen.values import short_repr
+from vargen.weight_files import (
+    WeightHeader,
+    find_weight_files,
+    read_header,
+    validate_dtypes,
+    validate_layer_counts,
+    validate_shapes,
+)
+
+# Stored tensors that networks do not have as parameters: tables that they compute, and of quantized weights their scales.
+_COMPUTED = r"(^|\.)(rotary_emb\.inv_freq|position_ids|masked_bias)$"
+_SCALES = r"\.(SCB|weight_format|absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.bitsandbytes__\w+)$"
+_RELEASE = tuple(int(part) for part in (installed_version("transformers") or "0.0").split(".")[:2])
+_DTYPE = "dtype" if _RELEASE >= (4, 56) else "torch_dtype"  # argument name of transformers
+_PLAIN_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class NetworkKind:
+    """What a folder may hold.
+
+    Attributes:
+        class_name: name of a class of transformers.
+        model_type: of its configuration.
+        parts: classes of the nested configurations by key.
+        renamed: patterns in names of stored tensors and their replacements, for folders of earlier releases.
+        ignored: patterns of the names of stored tensors that the class has no use for.
+        layers: by key of a number of layers, what stands before the number of a layer in names of stored tensors.
+    """
+
+    class_name: str
+    model_type: str
+    parts: Mapping[str, str] | None = None
+    renamed: Sequence[tuple[str, str]] = ()
+    ignored: Sequence[str] = ()
+    layers: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+
+class StoredNetwork:
+    """A network in a folder, described by its configuration and the headers of its weight files; no weights were read.
+
+    Args:
+        folder: its folder. kind: what it must hold. stem, variant: of the names of its weight files.
+
+    Attributes:
+        network_class, config: class and configuration of transformers.
+        skeleton: the network without memory, in evaluation mode.
+        is_quantized: whether the folder stores quantized weights.
+
+    Raises:
+        ValueError: for a configuration that does not describe a network of the kind, or weights that do not fit it.
+    """
+
+    def __init__(self, folder: Path, kind: NetworkKind, stem: str = "model", variant: str | None = None):
+        import transformers
+
+        self.folder, self.kind = folder, kind
+        self.network_class: Any = getattr(transformers, kind.class_name)
+        file = folder / "config.json"
+        values = read_config(file)
+        if values.get("model_type") != kind.model_type:
+            raise ValueError(f"{file} has model_type: {short_repr(values.get('model_type'))}, expected {kind.model_type!r}")
+        if (adapter := folder / "adapter_config.json").exists():  # transformers would fetch the model that it names
+            raise ValueError(f"{adapter} makes this the adapter of another model: merge it into that model's weights")
+        self.files: dict[str, Path] = {}  # by name of a tensor as stored
+        header: WeightHeader = {}
+        for each in find_weight_files(folder, stem, variant):
+            for name, info in read_header(each).items():
+                if name in self.files:
+                    raise ValueError(f"{each} holds {name}, which is also in {self.files[name]}; download the folder again")
+                self.files[name], header[name] = each, info
+        self.names = {self._current_name(name): name for name in self.files}  # stored names by current ones
+        validate_layer_counts(header, values, kind.layers, file)
+        self.is_quantized = bool(values.get("quantization_config"))
+        picked = pick_config(self.network_class.config_class, values, kind.parts or {}, file, len(self.files))
+        try:
+            self.config = self.network_class.config_class(**picked)
+            with torch.device("meta"):
+                self.skeleton = self.network_class(self.config).eval()
+            self.skeleton.tie_weights()
+        except ImportError as error:  # transformers 4.53 imports every configuration, and that of gemma3n needs a newer timm
+            raise ValueError(
+                f"transformers {transformers.__version__} cannot construct a {kind.class_name} beside the installed packages "
+                f"({error}); 4.57.6 can, also beside timm 0.6.13, which image-reward 1.5 needs"
+            ) from error
+        except Exception as error:  # classes of transformers validate little, and fail in many ways
+            raise ValueError(f"{file} does not describe a {kind.class_name}: {one_line(error)}") from error
+        if self.is_quantized:
+            self.config.quantization_config = pick_quantization(values["quantization_config"], file)
+        self.generation = pick_generation(folder) if self.skeleton.can_generate() else {}
+        self._expected = self.skeleton.state_dict(keep_vars=True)
+        self._validate_header(header)
+
+    def _current_name(self, name: str) -> str:
+        for pattern, replacement in self.kind.renamed:
+            name = re.sub(pattern, replacement, name)
+        return name
+
+    def _is_ignored(self, name: str) -> bool:
+        patterns = [_COMPUTED, *self.kind.ignored, *([_SCALES] if self.is_quantized else [])]
+        return any(re.search(each, name) for each in patterns)
+
+    def _tied_names(self, name: str) -> list[str]:
+        """Names of the same parameter, the given one included."""
+        return [other for other, value in self._expected.items() if value is self._expected[name]]
+
+    def _validate_header(self, header: WeightHeader) -> None:
+        found = {name: header[stored] for name, stored in self.names.items()}
+        expected = {
+            name: tuple(value.shape)
+            for name, value in self._expected.items()
+            if name in found or not any(other in found for other in self._tied_names(name))
+        }
+        shapes = {name: info.shape for name, info in found.items()}
+        if self.is_quantized:  # packed weights have other shapes
+            shapes = {name: expected.get(name, shape) for name, shape in shapes.items()}
+        ignored = [name for name in found if name not in self._expected and self._is_ignored(name)]
+        validate_shapes({name: shape for name, shape in shapes.items() if name not in ignored}, expected, str(self.folder))
+        if not self.is_quantized:
+            floats = {name: found[name] for name in found if name in expected and self._expected[name].is_floating_point()}
+            validate_dtypes(floats, str(self.folder))
+
+    # -- loading ----------------------------------------------------------------------------------------------------------
+
+    def load(self, dtype: torch.dtype | None = None, **options: Any) -> Any:
+        """Load the network, in evaluation mode, and compare its parameters with the stored tensors.
+
+        Args:
+            dtype: of its parameters; None keeps that of the weights.
+            options: of `from_pretrained` of transformers that place or quantize.
+
+        Raises:
+            ValueError: if a parameter is not the stored tensor of its name, or the library cannot load the weights.
+            ImportError: if the package of a quantization is not installed.
+        """
+        place = tempfile.TemporaryDirectory(prefix="vargen-")
+        try:
+            fill_folder(Path(place.name), self._files_to_read(Path(place.name)))
+            options = {_DTYPE: dtype or "auto", "use_safetensors": True, "local_files_only": True, **options}
+            try:
+                network = self.network_class.from_pretrained(
+                    Path(place.name), config=self.config, trust_remote_code=False, **options
+                ).eval()
+            except (ImportError, MemoryError, torch.OutOfMemoryError):
+                raise
+            except Exception as error:  # as above
+                raise ValueError(f"{self.folder} cannot be loaded: {one_line(error)}") from error
+            self._verify(network)
+            if any(value.is_meta for value in network.state_dict().values()):  # on disk: read in each pass
+                weakref.finalize(network, place.cleanup)
+                place = None  # type: ignore[assignment]
+            return network
+        finally:
+            if place is not None:
+                place.cleanup()
+
+    def _files_to_read(self, place: Path) -> dict[str, Path | Mapping[str, Any]]:
+        """Return links to the weight files and their index; writes a copy of tied embeddings stored under their other name."""
+        paths = sorted(set(self.files.values()))
+        shard = {path: f"model-{i:05}-of-{len(paths):05}.safetensors" for i, path in enumerate(paths, 1)}
+        index = {name: shard[path] for name, path in self.files.items() if not self._is_ignored(self._current_name(name))}
+        absent = [name for name in self._expected if name not in self.names]  # their tied names are stored
+        source = self._embeddings_name() if absent else ""
+        if source in absent:
+            stored = next(self.names[name] for name in self._tied_names(source) if name in self.names)
+            with safe_open(str(self.files[stored]), "pt") as opened:
+                save_file({source: opened.get_tensor(stored)}, place / "tied.safetensors")
+            index[source] = "tied.safetensors"
+        files: dict[str, Path | Mapping[str, Any]] = {name: path for path, name in shard.items()}
+        files |= {"config.json": self.config.to_dict(), "generation_config.json": self.generation}
+        return {**files, "model.safetensors.index.json": {"metadata": {}, "weight_map": index}}
+
+    def _embeddings_name(self) -> str:
+        """Name of the input embeddings, from which the library fills those that are tied to them."""
+        embeddings = self.skeleton.get_input_embeddings().weight
+        return next(name for name, value in self._expected.items() if value is embeddings)
+
+    def _verify(self, network: Any) -> None:
+        """Raise ValueError unless every stored tensor is the parameter of its name, after the cast, and none is missing."""
+        loaded = network.state_dict(keep_vars=True)
+        offloaded = {name for name, value in loaded.items() if value.is_meta}
+        if offloaded and not any(hasattr(module, "_hf_hook") for module in network.modules()):
+            raise ValueError(f"{self.folder} stores no value for {min(offloaded)}")
+        for path in set(self.files.values()):
+            with safe_open(str(path), "pt") as opened:
+                for name, stored in self.names.items():
+                    if self.files[stored] == path and name in loaded and name not in offloaded:
+                        self._compare(name, loaded[name], opened.get_tensor(stored))
+        present = {value.data_ptr() for name, value in loaded.items() if name in self.names}
+        for name, value in loaded.items():
+            if name in self.names or name in offloaded or value.data_ptr() in present or self.is_quantized:
+                continue
+            if name in self._expected:
+                raise ValueError(f"{self.folder} stores no value for {name}")
+
+    def _compare(self, name: str, value: Tensor, stored: Tensor) -> None:
+        if value.dtype not in _PLAIN_DTYPES or not stored.is_floating_point() or type(value.data) is not Tensor:
+            return  # quantized, or not a weight
+        stored = stored.to(value.device, value.dtype)
+        if value.shape != stored.shape or not torch.allclose(value.detach(), stored, rtol=0, atol=0, equal_nan=True):
+            tied = "; tie_word_embeddings in config.json replaces it" if name.endswith("head.weight") else ""
+            raise ValueError(f"{self.folder} stores a {name} that the loaded network does not have{tied}")
