@@ -4,6 +4,7 @@ import ast
 import os
 import struct
 import subprocess
+import tracemalloc
 import zlib
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from rejects import rejects
 import vargen
 from vargen.cli.inputs import read_source
 from vargen.evaluation.image_files import UnreadableImageError, list_images, read_image
+from vargen.image_metadata import read_parameters
 from vargen.reading import FORMATS, ImageFileError, on_white, open_image, open_regular
 
 ROOT = Path(vargen.__file__).resolve().parents[1]
@@ -112,3 +114,24 @@ def test_damaged_files_are_named(tmp_path: Path, length: int) -> None:
     Image.effect_noise((32, 32), 50).save(tmp_path / "x.png")
     (tmp_path / "x.png").write_bytes((tmp_path / "x.png").read_bytes()[:length])
     rejects(lambda: read_source(tmp_path / "x.png", "image"), "x.png", ImageFileError)
+
+
+def test_a_huge_part_of_a_png_is_not_read(tmp_path: Path) -> None:
+    """A text of 3 GB before the pixels: Pillow would read it whole."""
+    file, whole = tmp_path / "a.png", tmp_path / "whole.png"
+    Image.new("RGB", (2, 2)).save(whole)
+    data, size = whole.read_bytes(), 3 * 10**9
+    with file.open("wb") as opened:
+        opened.write(data[:33] + size.to_bytes(4, "big") + b"tEXtvargen\0")
+        opened.truncate(33 + 12 + size)
+        opened.seek(33 + 12 + size)
+        opened.write(data[33:])
+    tracemalloc.start()
+    with pytest.raises(ValueError, match="not a readable PNG"):
+        read_parameters(file)
+    with pytest.raises(ImageFileError), open_image(file) as image:
+        image.load()
+    assert tracemalloc.get_traced_memory()[1] < 10**7
+    tracemalloc.stop()
+    with open_image(whole) as image:
+        assert image.size == (2, 2)

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 from PIL import Image, UnidentifiedImageError
 from PIL.PngImagePlugin import PngInfo
 
+from vargen.reading import open_regular, validate_png_chunks
+
 if TYPE_CHECKING:
     import torch
 
@@ -67,8 +69,10 @@ def read_parameters(path: str | Path) -> dict[str, Any]:
         ValueError: if it is not a PNG, or has no parameters, with a message for users.
     """
     try:
-        with Image.open(path, formats=["PNG"]) as image:
-            text = image.info.get(CHUNK)
+        with open_regular(path) as file:
+            validate_png_chunks(file)
+            with Image.open(file, formats=["PNG"]) as image:
+                text = image.info.get(CHUNK)
     except (UnidentifiedImageError, OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise ValueError("This file is not a readable PNG.") from error
     if not isinstance(text, str):

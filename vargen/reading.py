@@ -24,6 +24,7 @@ from vargen.files import expand_user
 STDIN = "-"  # means standard input in place of a file name
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 MAX_PIXELS = 80_000_000  # of an image; Pillow warns slightly above this
+_PNG, _MAX_CHUNK = b"\x89PNG\r\n\x1a\n", 2**24  # bytes of a part of a PNG other than its pixels
 _EIGHT_BITS = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBX", "RGBa", "CMYK", "YCbCr", "LAB", "HSV")
 
 
@@ -89,6 +90,22 @@ class ImageFileError(ValueError):
         self.reason = reason
 
 
+def validate_png_chunks(file: BinaryIO) -> None:
+    """Raise ValueError for a PNG with a part before its pixels that is larger than any use; Pillow would read it into memory.
+
+    Args:
+        file: of any format, open at its start, where it is again afterwards.
+    """
+    start = file.tell()
+    if file.read(len(_PNG)) == _PNG:
+        while len(head := file.read(8)) == 8 and head[4:] not in (b"IDAT", b"IEND"):
+            size = int.from_bytes(head[:4], "big")
+            if size > _MAX_CHUNK:
+                raise ValueError(f"a part of {size:,} bytes; at most {_MAX_CHUNK:,} are read")
+            file.seek(size + 4, os.SEEK_CUR)
+    file.seek(start)
+
+
 @contextmanager
 def open_image(source: str | os.PathLike[str] | BinaryIO, name: str = "image") -> Iterator[Image.Image]:
     """Yield an opened image whose pixels are not decoded yet.
@@ -106,6 +123,7 @@ def open_image(source: str | os.PathLike[str] | BinaryIO, name: str = "image") -
         with open_regular(path) if path is not None else nullcontext(source) as file:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # raised as an error here
+                validate_png_chunks(file)
                 image = Image.open(file, formats=FORMATS)
             with image:
                 if image.width * image.height > MAX_PIXELS:

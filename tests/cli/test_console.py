@@ -2,12 +2,15 @@
 
 import gc
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
+from waiting import wait_until
 
 from vargen import __version__
 from vargen.cli import console, generate
@@ -46,6 +49,7 @@ def raising(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
         (OSError("disk full"), 1, "error: OSError: disk full (VARGEN_DEBUG=1 shows the traceback)"),
         (RuntimeError("NaN \x1b[2J"), 1, "error: RuntimeError: NaN ?[2J (VARGEN_DEBUG=1 shows the traceback)"),
         (KeyboardInterrupt(), 130, "interrupted"),
+        (console.TerminatedError(), 143, "terminated"),
     ],
 )
 def test_errors_are_one_line_and_a_code(
@@ -55,6 +59,25 @@ def test_errors_are_one_line_and_a_code(
     raising(monkeypatch, error)
     result = run("generate", "a")
     assert (result.exit_code, result.stdout, result.stderr) == (code, "", line + "\n")
+
+
+@pytest.mark.parametrize(
+    "words", [["generate"], ["eval", "--num-images", "999", "--batch-size", "1"]], ids=["generate", "eval"]
+)
+def test_a_terminated_command_says_so(class_model: Path, tmp_path: Path, words: list[str]) -> None:
+    """SIGTERM arrives while the first images are written; whole files remain, and the exit code is the shell's."""
+    output = tmp_path / "out"
+    options = ["--class-label", "1", "-n", "999", "--batch-size", "1"] if words == ["generate"] else []
+    words = [*words, *options, "--model", str(class_model), "-o", f"{output}/"]
+    command = [sys.executable, "-c", "from vargen.cli.main import main; main()", *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        wait_until(lambda: list(output.rglob("*.png")) or process.poll() is not None, 60)
+        process.send_signal(signal.SIGTERM)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 143 and said.rstrip().splitlines()[-1] == "terminated", said[-500:]
+    for file in output.rglob("*.png"):
+        with Image.open(file) as image:
+            image.load()
 
 
 def test_debug_shows_the_traceback(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,8 @@ import torch
 import uvicorn
 
 from vargen.decoding import Sampling
-from vargen.serving.launch import open_socket
+from vargen.serving.launch import configure_server, open_socket
+from vargen.serving.limits import RequestLimits
 from vargen.serving.tasks import ImageTask
 
 PROMPTS = ["a red apple", "a very long sentence about a cat that sits", "b", "a dog"]
@@ -40,10 +41,12 @@ def generate_alone(pipe: Any, task: ImageTask, accelerator: Any = None, **option
 
 
 @contextmanager
-def serving(app: Any) -> Iterator[str]:
+def serving(app: Any, limits: RequestLimits | None = None) -> Iterator[str]:
     """Serve an application in a thread; yields its address."""
     listener = open_socket("127.0.0.1", 0)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=5))
+    config = configure_server(app, limits or RequestLimits(), log_level="critical")
+    config.timeout_graceful_shutdown = 5
+    server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()
     try:

@@ -1,6 +1,6 @@
 """Terminal handling shared by all commands: one-line errors and logs on stderr, tables and JSON on stdout.
 
-Exit codes: 0 success, 1 failure, 2 wrong usage or bad input, 130 interrupted.
+Exit codes: 0 success, 1 failure, 2 wrong usage or bad input, 130 interrupted, 143 terminated.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import io
 import json
 import logging
 import os
+import signal
 import sys
 import traceback
 import warnings
@@ -70,9 +71,9 @@ class Commands(CommandGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except KeyboardInterrupt:
-            print_status("interrupted")
-            raise typer.Exit(130) from None
+        except KeyboardInterrupt as error:
+            print_status("terminated" if isinstance(error, TerminatedError) else "interrupted")
+            raise typer.Exit(143 if isinstance(error, TerminatedError) else 130) from None
         except (typer.Exit, typer.Abort, BrokenPipeError):
             raise
         except Exception as error:
@@ -82,6 +83,21 @@ class Commands(CommandGroup):
                 traceback.print_exception(error, file=sys.stderr)
             print_status(f"error: {describe_error(error)}")
             raise typer.Exit(2 if is_bad_input(error) else 1) from None
+
+
+class TerminatedError(KeyboardInterrupt):
+    """The process received SIGTERM; it ends as if it were interrupted, and nothing is left half-written."""
+
+
+def raise_on_sigterm() -> None:
+    """Let SIGTERM end a command as an interruption does, unless the process ignores it."""
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _terminate)
+
+
+def _terminate(*_: Any) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not disturb the end
+    raise TerminatedError
 
 
 class StandardOutput(io.TextIOWrapper):

@@ -25,7 +25,14 @@ from vargen.cli import (
     train,
     verify,
 )
-from vargen.cli.console import Commands, StandardOutput, accept_old_names, configure_logging, print_status
+from vargen.cli.console import (
+    Commands,
+    StandardOutput,
+    accept_old_names,
+    configure_logging,
+    print_status,
+    raise_on_sigterm,
+)
 from vargen.cli.results import describe_failed_write
 
 
@@ -81,6 +88,7 @@ app.add_typer(convert.app, name="convert")
 def main() -> None:
     """Run the command line in this process."""
     _open_closed_streams()
+    raise_on_sigterm()
     if isinstance(sys.stderr, io.TextIOWrapper):
         sys.stderr.reconfigure(errors="backslashreplace")  # a file name may contain bytes that do not decode
     if isinstance(sys.stdout, io.TextIOWrapper):

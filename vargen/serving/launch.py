@@ -6,6 +6,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,11 +18,13 @@ from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.causal_video import CausalVideoPipeline
 from vargen.pipelines.registry import open_pipeline
 from vargen.serving.generation import GenerationThread
+from vargen.serving.http_protocol import LimitedProtocol
 from vargen.serving.limits import RequestLimits
 from vargen.serving.model_card import ModelCard
 from vargen.serving.tasks import ImageTask
 
 _SHUTDOWN_SECONDS = 10  # beyond the time of a request
+_HEADER_BYTES = 16 * 1024
 
 
 def open_socket(host: str, port: int) -> socket.socket:
@@ -69,6 +72,22 @@ def warm_up(pipe: VisualPipeline, generation: GenerationThread, name: str) -> Mo
     return ModelCard.of_images(pipe, name, handle.result().image.size)
 
 
+def configure_server(app: FastAPI, limits: RequestLimits, log_level: str = "warning") -> uvicorn.Config:
+    """Return the configuration of a server that no client can take down alone."""
+    protocol: Any = partial(LimitedProtocol, limits)
+    return uvicorn.Config(
+        app,
+        http=protocol,
+        ws="none",
+        log_level=log_level,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=30,
+        timeout_graceful_shutdown=int(limits.seconds) + _SHUTDOWN_SECONDS,
+        h11_max_incomplete_event_size=_HEADER_BYTES,
+    )
+
+
 def run_server(app: FastAPI, listener: socket.socket, limits: RequestLimits, on_ready: Callable[[], None]) -> None:
     """Serve until SIGINT or SIGTERM, and then finish the requests that were accepted. A second signal ends them.
 
@@ -78,17 +97,7 @@ def run_server(app: FastAPI, listener: socket.socket, limits: RequestLimits, on_
         limits: whose seconds limit the shutdown, too.
         on_ready: called when requests are answered.
     """
-    config = uvicorn.Config(
-        app,
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        timeout_keep_alive=30,
-        timeout_graceful_shutdown=int(limits.seconds) + _SHUTDOWN_SECONDS,
-        limit_concurrency=2 * limits.connections,
-        h11_max_incomplete_event_size=16 * 1024,
-    )
-    server = _Server(config, on_ready)
+    server = _Server(configure_server(app, limits), on_ready)
     # uvicorn raises the signal again when it has shut down; what follows still has to run then.
     previous = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
