@@ -86,11 +86,12 @@ types: $(REFERENCE)/.all
 	cp -r recipes build/types/
 	cd build/types && ../../$(REFERENCE)/bin/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p vargen -p recipes
 
-# Shell: installs torch into the environment of the target, as the constraints in $(1) have it; what needs torch then finds it
-# there. Whoever cannot reach the CPU wheels gets those of the ordinary index, and is told.
+# Shell: installs the packages $(2) into the environment of the target, as the constraints in $(1) have them; what needs torch
+# then finds it there. torchvision comes along: that of another index does not load beside it. Whoever cannot reach the CPU wheels
+# gets those of the ordinary index, and is told.
 define install_torch
 set -e; \
-install() { $(@D)/bin/python -m pip install -c $(1) "$$@" torch; }; \
+install() { $(@D)/bin/python -m pip install -c $(1) "$$@" $(2); }; \
 if [ "$$TORCH_INDEX" != auto ]; then install $${TORCH_INDEX:+--index-url "$$TORCH_INDEX"}; exit; fi; \
 if [ "$$(uname -s)" = Linux ] && ! nvidia-smi -L > /dev/null 2>&1; then \
   if $(@D)/bin/python -c 'from urllib.request import urlopen; urlopen("$(CPU_WHEELS)/torch/", timeout=5)' 2> /dev/null; then \
@@ -103,12 +104,17 @@ install
 endef
 
 # The stamps: packages are installed again only when what decides them changes.
-$(REFERENCE)/.torch $(LOWEST)/.torch: %/.torch: constraints.txt | %/bin/python
-	@$(call install_torch,$<)
+$(REFERENCE)/.torch: constraints.txt | $(REFERENCE)/bin/python
+	@$(call install_torch,$<,torch torchvision)
+	@touch $@
+
+# The extras of this set leave torchvision out.
+$(LOWEST)/.torch: constraints.txt | $(LOWEST)/bin/python
+	@$(call install_torch,$<,torch)
 	@touch $@
 
 $(LATEST)/.torch: constraints-latest.txt | $(LATEST)/bin/python
-	@$(call install_torch,$<)
+	@$(call install_torch,$<,torch torchvision)
 	@touch $@
 
 $(REFERENCE)/.core: pyproject.toml constraints.txt | $(REFERENCE)/.torch

@@ -23,14 +23,24 @@ GPU = "#!/bin/sh\nexit $NO_GPU\n"
 @pytest.mark.parametrize(
     ("machine", "index", "asked", "told"),
     [
-        ({}, None, [f"--index-url {CPU_WHEELS} torch"], f"torch from {CPU_WHEELS}"),
-        ({"NO_GPU": "0"}, None, ["torch"], ""),
-        ({"UNREACHABLE": "1"}, None, ["torch"], "cannot be used: torch from the ordinary index"),
-        ({"BROKEN": CPU_WHEELS}, None, [f"--index-url {CPU_WHEELS} torch", "torch"], "cannot be used: torch from the ordinary"),
-        ({}, "", ["torch"], ""),
-        ({}, "https://wheels.example/simple", ["--index-url https://wheels.example/simple torch"], ""),
-        ({"NO_GPU": "0"}, CPU_WHEELS, [f"--index-url {CPU_WHEELS} torch"], ""),
-        ({"BROKEN": "whl.example"}, "https://whl.example/simple", ["--index-url https://whl.example/simple torch"], None),
+        ({}, None, [f"--index-url {CPU_WHEELS} torch torchvision"], f"torch from {CPU_WHEELS}"),
+        ({"NO_GPU": "0"}, None, ["torch torchvision"], ""),
+        ({"UNREACHABLE": "1"}, None, ["torch torchvision"], "cannot be used: torch from the ordinary index"),
+        (
+            {"BROKEN": CPU_WHEELS},
+            None,
+            [f"--index-url {CPU_WHEELS} torch torchvision", "torch torchvision"],
+            "cannot be used: torch from the ordinary",
+        ),
+        ({}, "", ["torch torchvision"], ""),
+        ({}, "https://wheels.example/simple", ["--index-url https://wheels.example/simple torch torchvision"], ""),
+        ({"NO_GPU": "0"}, CPU_WHEELS, [f"--index-url {CPU_WHEELS} torch torchvision"], ""),
+        (
+            {"BROKEN": "whl.example"},
+            "https://whl.example/simple",
+            ["--index-url https://whl.example/simple torch torchvision"],
+            None,
+        ),
     ],
 )
 def test_torch_comes_from_the_index_for_the_machine(repo_root, tmp_path, machine, index, asked, told):

@@ -48,6 +48,18 @@ def test_importing_the_root_is_cheap(tmp_path: Path) -> None:
     pytest.fail(f"import vargen took {best:.2f} s of processor time at best")
 
 
+def test_the_package_is_found_in_the_folder_that_holds_the_clone(repo_root: Path, tmp_path: Path) -> None:
+    """There the clone, a folder of the package's name, comes before the installed package."""
+    (tmp_path / "vargen").symlink_to(repo_root, target_is_directory=True)
+    code = (
+        "import vargen, vargen.pipelines.prompts, vargen.kernels, vargen.assets, vargen.cli.main; from vargen import DecodeStats;"
+        "print(vargen.__version__, vargen.assets.packaged_models()[0])"
+    )
+    done = python("-c", code, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [vargen.__version__, packaged_models()[0]]
+
+
 def test_public_names_are_lazy_and_errors_are_plain() -> None:
     assert set(vargen._HOMES) < set(vargen.__all__) <= set(dir(vargen))
     with pytest.raises(AttributeError, match="no attribute 'LlamaGenPipelin'"):
