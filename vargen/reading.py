@@ -17,7 +17,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO
 
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from vargen.files import expand_user
 
@@ -142,8 +142,23 @@ def open_image(source: str | os.PathLike[str] | BinaryIO, name: str = "image") -
         raise ImageFileError(label, reason) from error
 
 
+def apply_orientation(image: Image.Image) -> Image.Image:
+    """Rotate and flip an image as its EXIF data says, which cameras do instead of turning the pixels.
+
+    Damaged EXIF data is ignored.
+    """
+    image.load()  # so that damaged pixels are reported, and not taken for damaged EXIF data
+    try:
+        return ImageOps.exif_transpose(image)
+    except MemoryError:
+        raise
+    except Exception:  # Pillow raises many types
+        return image
+
+
 def on_white(image: Image.Image) -> Image.Image:
-    """Convert the image to RGB, with transparent areas on white."""
+    """Convert the image to RGB, with its EXIF orientation applied and transparent areas on white."""
+    image = apply_orientation(image)
     if image.mode not in ("LA", "La", "PA", "RGBA", "RGBa") and "transparency" not in image.info:
         return image.convert("RGB")
     layer = image.convert("RGBA")

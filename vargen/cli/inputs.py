@@ -71,12 +71,10 @@ def read_source(path: Path, name: str) -> Any:
     Raises:
         ValueError: with option and path, if the file is not a readable image.
     """
-    from PIL import ImageOps
-
     from vargen.reading import on_white, open_image
 
     with open_image(path, name) as opened:
-        return on_white(ImageOps.exif_transpose(opened))
+        return on_white(opened)
 
 
 def report_emoji_names(pipe: Any, prompts: list[str]) -> None:

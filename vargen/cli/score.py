@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -25,10 +26,12 @@ from vargen.cli.options import (
 from vargen.cli.outputs import result_file, validate_run_outputs
 from vargen.cli.results import ResultWriter, Write
 from vargen.files import expand_user
+from vargen.values import short_repr
 
 if TYPE_CHECKING:
     from vargen.evaluation.evaluate import EvaluationResult
     from vargen.evaluation.generation import Backend as RunBackend
+    from vargen.evaluation.image_files import ImageFile
     from vargen.evaluation.measurement import MetricModels
     from vargen.evaluation.reference_statistics import FeatureStatistics
     from vargen.evaluation.run_directory import RunDirectory
@@ -108,7 +111,9 @@ def score(
     reference: Reference = None,
     prompt_file: Annotated[
         Path | None,
-        typer.Option(metavar="FILE|-", help="Prompts of a folder's images: one per line, in the order of file names."),
+        typer.Option(
+            metavar="FILE|-", help="Prompts of a folder's images: one per line, in natural order of file names (2 before 10)."
+        ),
     ] = None,
     resize: Resize = None,
     skip_unreadable: Annotated[
@@ -190,6 +195,8 @@ def _score_folder(files: FolderFiles, metrics: MetricModels, backend: RunBackend
         found = evaluate_samples(path, metrics, load_reference_or_default(files.reference, metrics, None))
     else:
         images = list_images(path, None if files.prompts is None else read_prompts(files.prompts))
+        if files.prompts is not None:
+            print_status(f"prompts by natural order of file names: {_describe_matching(images)}")
         if not metrics.scorers and metrics.extractor is None and samples is None:
             raise ValueError("nothing to do: give --scorers, --extractor or --export-samples")
         statistics = load_reference_or_default(files.reference, metrics, None)
@@ -200,6 +207,12 @@ def _score_folder(files: FolderFiles, metrics: MetricModels, backend: RunBackend
     if files.statistics is not None:
         others.insert(0, _statistics_write(found, path.name, files.statistics, files.num_features, metrics))
     results.write(*_describe(found), others)
+
+
+def _describe_matching(images: Sequence[ImageFile]) -> str:
+    """Return the first and the last image with their prompts, so that a wrong order is noticed."""
+    ends = images[:1] if len(images) == 1 else (images[0], images[-1])
+    return ", ...; ".join(f"{short_repr(Path(image.file).name)} is {short_repr(image.text)}" for image in ends)
 
 
 def _statistics_write(found: EvaluationResult, name: str, file: Path, num_features: int | None, metrics: MetricModels) -> Write:

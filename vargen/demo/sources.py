@@ -116,7 +116,7 @@ def _open(file: str | BinaryIO, name: str, size: tuple[int, int] | None = None) 
         with open_image(file, name) as opened:
             if size is not None and opened.size != size:
                 raise ImageFileError(name, f"it must have {size[0]}x{size[1]} pixels, not {opened.width}x{opened.height}")
-            return on_white(ImageOps.exif_transpose(opened))
+            return on_white(opened)
     except ImageFileError as error:
         raise ValueError(f"{name} cannot be read: {error.reason}.") from None
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +14,10 @@ from PIL import Image
 from vargen.evaluation.run_directory import file_digest
 from vargen.reading import ImageFileError, on_white, open_image
 
+_MAX_NAMED = 5  # skipped files in a warning
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+_THUMBNAIL_FOLDERS = ("__MACOSX", "@eaDir")  # of macOS archives, and of network storage; hidden ones begin with a dot
+logger = logging.getLogger("vargen")
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,7 @@ class UnreadableImageError(ValueError):
 
 
 def read_image(file: Path) -> Image.Image:
-    """Read an image completely, as RGB, with transparent areas on white.
+    """Read an image completely, as RGB, with its EXIF orientation applied and transparent areas on white.
 
     Raises:
         UnreadableImageError: naming the file.
@@ -49,20 +54,47 @@ def read_image(file: Path) -> Image.Image:
 
 
 def list_images(folder: Path, prompts: Sequence[str] | None = None) -> list[ImageFile]:
-    """Return the images under a folder, sorted by name; prompts are given in that order, or read from our PNG files.
+    """Return the images under a folder in natural order of their names: 2.png before 10.png.
+
+    Hidden files, those in folders of thumbnails, and empty files are skipped, with a warning that names them.
+
+    Args:
+        prompts: one for each image in this order, including empty files. Default: those in the metadata of our PNG files.
 
     Raises:
         ValueError: the folder has no images, or another number of prompts. FileNotFoundError: it is missing.
     """
     if not folder.is_dir():
         raise FileNotFoundError(f"folder {str(folder)!r} does not exist")
-    files = sorted(file for file in folder.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
-    if not files:
+    found = [file for file in folder.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file()]
+    found.sort(key=lambda file: _natural_order(file.relative_to(folder)))
+    hidden = [file for file in found if _is_hidden(file.relative_to(folder))]
+    files = [file for file in found if not _is_hidden(file.relative_to(folder))]
+    empty = [file for file in files if file.stat().st_size == 0]
+    if hidden or empty:
+        names = [file.relative_to(folder).as_posix() for file in (*hidden, *empty)]
+        listed = ", ".join(names[:_MAX_NAMED]) + (", ..." if len(names) > _MAX_NAMED else "")
+        logger.warning("skipped %d hidden, thumbnail or empty files in %r: %s", len(names), str(folder), listed)
+    if len(files) == len(empty):
         raise ValueError(f"folder {str(folder)!r} holds no images ({', '.join(suffix[1:] for suffix in SUFFIXES)})")
     if prompts is not None and len(prompts) != len(files):
-        raise ValueError(f"prompts must be one for each of {len(files)} images in {str(folder)!r}, got {len(prompts)}")
+        count = f"{len(files)} images in {str(folder)!r}" + (f", of which {len(empty)} are empty files" if empty else "")
+        raise ValueError(f"prompts must be one for each of {count}, got {len(prompts)}")
     texts = [_prompt_from_metadata(file) for file in files] if prompts is None else prompts
-    return [ImageFile(i, str(file), text, file_digest(file)) for i, (file, text) in enumerate(zip(files, texts, strict=True))]
+    pairs = [(file, text) for file, text in zip(files, texts, strict=True) if file.stat().st_size]
+    return [ImageFile(i, str(file), text, file_digest(file)) for i, (file, text) in enumerate(pairs)]
+
+
+def _natural_order(file: Path) -> tuple[list[list[str | int]], str]:
+    """Return a sort key by which numbers in names are compared as numbers."""
+    # The pattern is a group, so that texts and numbers alternate and each is compared with its like.
+    parts = [re.split(r"(\d+)", part) for part in file.with_suffix("").parts]
+    return [[int(text) if i % 2 else text for i, text in enumerate(part)] for part in parts], str(file)
+
+
+def _is_hidden(file: Path) -> bool:
+    """Return whether a file, or a folder that it is in, is hidden or holds thumbnails."""
+    return any(part.startswith(".") or part in _THUMBNAIL_FOLDERS for part in file.parts)
 
 
 def _prompt_from_metadata(file: Path) -> str | None:

@@ -176,10 +176,11 @@ def to_tensor(images: Images) -> Tensor:
         if not images.isfinite().all():
             raise ValueError("images must hold finite values, from 0 to 1, and hold NaN or infinite ones")
         return images.float().clamp(0, 1)
-    sizes = {image.size for image in images}
+    upright = to_pil(images)
+    sizes = {image.size for image in upright}
     if len(sizes) > 1:
         raise ValueError(f"images must be of one size to be scored together, got {sorted(sizes)[:4]}")
-    arrays = np.stack([np.asarray(on_white(image)) for image in images])
+    arrays = np.stack([np.asarray(image) for image in upright])
     return torch.from_numpy(arrays).permute(0, 3, 1, 2).float() / 255
 
 
