@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 import torch.nn.functional as F
-from diffusers.image_processor import VaeImageProcessor
 from diffusers.utils import BaseOutput
 from PIL import Image
 from torch import Tensor
@@ -20,7 +19,7 @@ from vargen.decoding import DecodeStats
 from vargen.models.tokenizers.multi_scale_quantizer import MultiScaleQuantizer
 from vargen.models.tokenizers.vq import NonFinitePixelsError
 from vargen.pipelines.validation import validate_output_type, validate_tokens
-from vargen.reading import on_white
+from vargen.reading import apply_orientation, on_white
 from vargen.values import parse_float, short_repr
 
 logger = logging.getLogger("vargen")
@@ -215,15 +214,18 @@ def _sizes(image: Any) -> set[tuple[int, int]]:
 
 
 def _mask(mask: Any, images: int, side: int) -> Tensor:
-    """Convert a mask to bool `[M, 1, Y, X]`, True where white."""
+    """Convert a mask to bool `[M, 1, Y, X]`, True in the area to regenerate; warns where this is nothing or everything."""
     allowed = "a PIL image, a list of them, or numbers from 0 (keep) to 1 (regenerate) [Y, X] or [N, 1, Y, X]"
     if isinstance(mask, Tensor | np.ndarray):
-        values = torch.as_tensor(mask).float()
+        values = torch.as_tensor(mask)
+        largest = 255 if values.dtype == torch.uint8 and values.numel() and values.max() > 1 else 1
+        values = values.float() / largest
         if values.ndim not in (2, 3, 4) or (values.ndim == 4 and values.shape[1] != 1):
             raise ValueError(f"mask must be {allowed}, got {list(values.shape)}")
         values = values.reshape(-1, 1, *values.shape[-2:])
         if not ((values >= 0) & (values <= 1)).all():
             raise ValueError(f"mask must be {allowed}, got other numbers")
+        area = values >= _HALF
     else:
         listed = list(mask) if isinstance(mask, list | tuple) else [mask]
         if not listed or not all(isinstance(each, Image.Image) for each in listed):
@@ -231,13 +233,50 @@ def _mask(mask: Any, images: int, side: int) -> Tensor:
         for each in listed:
             if each.size != (side, side):
                 raise ValueError(f"mask must be {side}x{side} pixels, as the image is, got {each.width}x{each.height}")
-        gray = [VaeImageProcessor.convert_to_grayscale(each) for each in listed]
-        values = torch.from_numpy(VaeImageProcessor.pil_to_numpy(gray))[:, None]
-    if values.shape[-2:] != (side, side):
-        raise ValueError(f"mask must be {side}x{side} pixels, as the image is, got {values.shape[-1]}x{values.shape[-2]}")
-    if len(values) not in (1, images):
-        raise ValueError(f"mask must be one, or one for each of {images} images, got {len(values)}")
-    return values >= _HALF
+        area = torch.from_numpy(np.stack([read_mask(each) for each in listed]))[:, None]
+    if area.shape[-2:] != (side, side):
+        raise ValueError(f"mask must be {side}x{side} pixels, as the image is, got {area.shape[-1]}x{area.shape[-2]}")
+    if len(area) not in (1, images):
+        raise ValueError(f"mask must be one, or one for each of {images} images, got {len(area)}")
+    for found, extent in ((area, "the whole image"), (~area, "nothing")):
+        if found.flatten(1).all(1).any():
+            logger.warning("mask regenerates %s; white or transparent pixels are regenerated, others are kept", extent)
+    return area
+
+
+def read_mask(image: Image.Image) -> np.ndarray:
+    """Return the area of a mask that is to be regenerated, bool `[Y, X]`.
+
+    If parts of the image are transparent, these are the area, as in OpenAI's interface and in image editors. Else it is where
+    the brightest channel is at least half of the largest value: 1 if no pixel has more, else 255, or 65535 in modes of more
+    bits. In a palette image with colors, as segmentation has them, it is every color but black.
+
+    Raises:
+        ValueError: for a mode of numbers, `"I"` or `"F"`, with other values, including NaN.
+    """
+    image = apply_orientation(image)
+    if image.mode in ("LA", "La", "PA", "RGBA", "RGBa") or "transparency" in image.info:
+        layer = np.asarray(image.convert("RGBA"))
+        opaque = _at_least_half(layer[..., 3])
+        if not opaque.all():
+            if opaque.any() and (layer[opaque, :3] == 255).all():
+                logger.warning("mask is white on transparent: its transparent area is regenerated, and the white one is kept")
+            return ~opaque
+    if image.mode.startswith(("1", "I", "F")):
+        return _at_least_half(np.asarray(image))
+    colors = np.asarray(image.convert("RGB"))
+    brightest = colors.max(axis=2)
+    if image.mode.startswith("P") and (colors != brightest[..., None]).any():
+        return brightest > 0
+    return _at_least_half(brightest)
+
+
+def _at_least_half(values: np.ndarray) -> np.ndarray:
+    """Return where numbers of any dtype are at least half of 1, 255 or 65535, the first that none exceeds."""
+    largest = next((bound for bound in (1, 255, 65535) if values.max() <= bound), None)
+    if largest is None or values.min() < 0:
+        raise ValueError(f"mask must hold values from 0 to 1, 255 or 65535, got {values.min():g} to {values.max():g}")
+    return values >= _HALF * largest
 
 
 @dataclass(frozen=True)

@@ -154,7 +154,8 @@ class VARPipeline(VisualPipeline):
             prompt: one prompt or several (`condition="text"`).
             image: source of a variation or, with `mask`, of inpainting: a PIL image, or a tensor `[N, 3, Y, X]`, float in
                 [0, 1] or uint8. It must have the model's size. One for all prompts, or one per prompt.
-            mask: white in the area to inpaint; a PIL image, or numbers in [0, 1], of the size of the image.
+            mask: white, 1 or True in the area to inpaint, or transparent if parts of the mask are; PIL images, bool, uint8, or
+                numbers in [0, 1], of the size of the image. See `vargen.pipelines.images.read_mask`.
             strength: fraction of the scales to regenerate, from the finest down, in [0, 1]. Default: 0.8, and 1 with a mask.
             class_labels, num_images_per_prompt, num_candidates, scorer, negative_prompt: as in `LlamaGenPipeline`.
             batch_size: maximum number of images to generate at a time; None generates all at once. Passes of scales differ in

@@ -97,7 +97,7 @@ def generate(
         Path | None, typer.Option(metavar="FILE", help="Image to start from, of the model's size (next-scale models, video).")
     ] = None,
     mask: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="White where --image is regenerated; of the same size.")
+        Path | None, typer.Option(metavar="FILE", help="White, or transparent, where --image is regenerated; of the same size.")
     ] = None,
     strength: Annotated[
         float | None,

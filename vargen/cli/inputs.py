@@ -52,7 +52,9 @@ class SourceFiles:
 
         from vargen.pipelines.images import validate_source
 
-        images = {name: read_source(path, name) for name, path in (("image", self.image), ("mask", self.mask)) if path}
+        images = {"image": read_source(self.image, "image")} if self.image else {}
+        if self.mask:
+            images["mask"] = read_source(self.mask, "mask", keep_alpha=True)
         validate_source(images.get("image"), images.get("mask"), self.strength, model.image_size, VaeImageProcessor())
         return {**images, **({} if self.strength is None else {"strength": self.strength})}
 
@@ -62,19 +64,19 @@ class SourceFiles:
         return {name: value for name, value in values.items() if value is not None}
 
 
-def read_source(path: Path, name: str) -> Any:
+def read_source(path: Path, name: str, keep_alpha: bool = False) -> Any:
     """Read an image file as RGB, with its EXIF orientation applied.
 
     Args:
-        name: the option that gave the path.
+        name: the option that gave the path. keep_alpha: keep the mode of the file, in which a mask may be transparent.
 
     Raises:
         ValueError: with option and path, if the file is not a readable image.
     """
-    from vargen.reading import on_white, open_image
+    from vargen.reading import apply_orientation, on_white, open_image
 
     with open_image(path, name) as opened:
-        return on_white(opened)
+        return apply_orientation(opened).copy() if keep_alpha else on_white(opened)
 
 
 def report_emoji_names(pipe: Any, prompts: list[str]) -> None:

@@ -137,10 +137,10 @@ def add_inpaint_endpoint(service: ImageService, queue_options: dict[str, Any]) -
     ) -> Iterator[tuple[list[dict[str, Any]], dict[str, Any]]]:
         """Generate a part of an image again, or vary all of it, by the model of the Live mode.
 
-        The mask has the size of the image and is white where the image is generated again; without a mask, it is varied as a
-        whole. Strength is the fraction of the scales that are generated again: 0 keeps the image, 1 generates a new one;
-        default 0.8, and 1 with a mask. Images of other sizes are cropped to a square and resized. Returns one PNG file and
-        its parameters, as /generate does; the file records digests of image and mask, which it does not contain.
+        The mask has the size of the image and is white, or transparent, where the image is generated again; without a mask, it
+        is varied as a whole. Strength is the fraction of the scales that are generated again: 0 keeps the image, 1 generates
+        a new one; default 0.8, and 1 with a mask. Images of other sizes are cropped to a square and resized. Returns one PNG
+        file and its parameters, as /generate does; the file records digests of image and mask, which it does not contain.
         """
         with user_errors():
             given = {"source": read_upload(image, mask, strength, side)}

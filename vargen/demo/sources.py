@@ -9,10 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
+import numpy as np
 from PIL import Image, ImageOps
 
 from vargen.image_metadata import pixels_digest
-from vargen.reading import ImageFileError, on_white, open_image
+from vargen.pipelines.images import read_mask
+from vargen.reading import ImageFileError, apply_orientation, on_white, open_image
 from vargen.values import parse_float, short_repr
 
 _MAX_CHARACTERS = 6_000_000  # of what the page sends: an image in base64 and its painted cells
@@ -94,29 +96,32 @@ def read_upload(image: Any, mask: Any, strength: Any, side: int) -> ImageSource:
     opened = _open_upload(image, "image")
     if mask is None:
         return ImageSource(_fit(opened, side), None, strength)
-    area = _open_upload(mask, "mask")
+    area = _open_upload(mask, "mask", keep_alpha=True)
     if area.size != opened.size:
         sizes = f"{opened.width}x{opened.height} pixels, as the image has, not {area.width}x{area.height}"
         raise ValueError(f"The mask must have {sizes}.")
-    return ImageSource(_fit(opened, side), _fit(area, side, Image.Resampling.NEAREST).convert("L"), strength)
+    fitted = _fit(Image.fromarray(255 * read_mask(area).astype(np.uint8)), side, Image.Resampling.NEAREST)
+    if fitted.getextrema()[1] == 0:
+        raise ValueError("The mask marks nothing: pixels to generate again must be white or transparent.")
+    return ImageSource(_fit(opened, side), fitted, strength)
 
 
-def _open_upload(file: Any, name: str) -> Image.Image:
+def _open_upload(file: Any, name: str, keep_alpha: bool = False) -> Image.Image:
     from gradio_client.utils import is_file_obj_with_meta  # here: requests are validated without gradio, too
 
     # Only of such values, gradio has checked that the path is that of an uploaded file.
     if not is_file_obj_with_meta(file):
         raise ValueError(f"The {name} must be a file, for example gradio_client.handle_file('apple.png').")
-    return _open(file["path"], f"The {name}")
+    return _open(file["path"], f"The {name}", keep_alpha=keep_alpha)
 
 
-def _open(file: str | BinaryIO, name: str, size: tuple[int, int] | None = None) -> Image.Image:
-    """Read an image; `size` is the only one that is allowed."""
+def _open(file: str | BinaryIO, name: str, size: tuple[int, int] | None = None, keep_alpha: bool = False) -> Image.Image:
+    """Read an image; `size` is the only one that is allowed. `keep_alpha`: keep its mode, instead of converting it to RGB."""
     try:
         with open_image(file, name) as opened:
             if size is not None and opened.size != size:
                 raise ImageFileError(name, f"it must have {size[0]}x{size[1]} pixels, not {opened.width}x{opened.height}")
-            return on_white(opened)
+            return apply_orientation(opened).copy() if keep_alpha else on_white(opened)
     except ImageFileError as error:
         raise ValueError(f"{name} cannot be read: {error.reason}.") from None
 
