@@ -59,9 +59,9 @@ def find_weight_files(folder: Path, stem: str, variant: str | None = None) -> li
     named = f".{variant}" if variant else ""
     single, index = folder / f"{stem}{named}.safetensors", folder / f"{stem}.safetensors.index{named}.json"
     if index.is_file():  # diffusers prefers it as well
-        return _shards(index)
+        return [folder / name for name in sorted(set(read_index(index).values()))]
     if not single.is_file():
-        others = sorted(p.name for p in folder.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
+        others = sorted(p.name for p in folder.glob("*") if p.suffix.lower() in (".bin", ".pt", ".pth", ".ckpt"))
         reason = f"; {', '.join(others)} may run code when opened and is not read, convert it first" if others else ""
         raise ValueError(f"{single} is missing{reason}")
     return [single]
@@ -108,17 +108,21 @@ def validate_layer_counts(
             raise ValueError(f"{config_file} has {what}, but the weights in its folder hold {held} ({prefix}0 and on)")
 
 
-def _shards(index: Path) -> list[Path]:
-    """Return the files that an index names, all of which must be in its own folder."""
+def read_index(index: Path) -> dict[str, str]:
+    """Return the file of each tensor by an index of weight files; all must be in its own folder.
+
+    Raises:
+        ValueError: it is not such an index, or names a file elsewhere.
+    """
     try:
         with open_regular(index) as opened:
-            names = sorted(set(json.loads(opened.read(_MAX_INDEX))["weight_map"].values()))
-        outside = [name for name in names if Path(name).name != name]
+            weight_map = dict(json.loads(opened.read(_MAX_INDEX))["weight_map"])
+        outside = [name for name in weight_map.values() if Path(name).name != name]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{index} is not an index of weight files ({error!r}); fetch it again") from error
     if outside:
         raise ValueError(f"{index} names {outside[0]!r}, which is not a file beside it")
-    return [index.parent / name for name in names]
+    return weight_map
 
 
 def read_header(file: Path) -> WeightHeader:

@@ -5,8 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from vargen.pipelines.registry import FAMILIES, LLAMAGEN
 
@@ -57,6 +59,20 @@ def test_a_home_folder_that_is_not_known(run: Any, option: str) -> None:
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 VAR = ("convert", "var", "--transformer", GOLDEN / "var/var.safetensors", "--vae", GOLDEN / "var/vae.safetensors")
+
+
+def test_checkpoints_of_training_programs(run: Any) -> None:
+    """A transformer with averaged weights beside it, and a tokenizer that was saved with its discriminator."""
+    state, codes = (load_file(GOLDEN / f"var/{name}.safetensors") for name in ("var", "vae"))
+    torch.save({"state_dict": {f"gpt.{k}": v for k, v in state.items()}, "ema": state, "best": np.float64(1)}, "var.CKPT")
+    torch.save({f"generator.{k}": v for k, v in codes.items()} | {"discriminator.0.weight": torch.ones(2)}, "vae.ckpt")
+    result = run("convert", "var", "--transformer", "var.CKPT", "--vae", "vae.ckpt", "--output", "out")
+    assert result.exit_code == 0, result.output
+    assert "var.CKPT holds weights under state_dict, which are converted, and under ema" in result.stderr
+    assert run(*VAR, "--output", "plain").exit_code == 0
+    for part in ("transformer", "vqvae"):
+        file = f"{part}/diffusion_pytorch_model.safetensors"
+        assert Path("out", file).read_bytes() == Path("plain", file).read_bytes()
 
 
 def test_the_root_is_no_output(run: Any) -> None:

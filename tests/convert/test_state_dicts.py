@@ -1,13 +1,16 @@
 """Checkpoint files: every layout that training leaves behind is read, no code in one ever runs."""
 
 import argparse
+import datetime
+import json
 import os
 import re
 import warnings
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -36,6 +39,8 @@ def _views(state: State) -> State:
     return {k: piece.view(v.shape) for (k, v), piece in zip(state.items(), pieces, strict=True)}
 
 
+KEYS = ("model", "model_state_dict", "gpt", "net", "params", "generator", "ema", "ema_model", "params_ema", "generator_ema")
+
 _LAYOUTS: dict[str, Callable[[State], Any]] = {
     "bare": lambda s: s,
     "model": lambda s: {"model": s, "optimizer": {"state": {}}, "steps": 3},
@@ -49,6 +54,28 @@ _LAYOUTS: dict[str, Callable[[State], Any]] = {
     "training": lambda s: {"model": s, "args": argparse.Namespace(lr=1e-4, name="x", layers=[1], seed=None)},
     "views into one buffer": _views,
     "parameters": lambda s: {k: nn.Parameter(v) for k, v in s.items()},
+    **{key: lambda s, key=key: {key: s, "epoch": 1} for key in KEYS},
+    **{f"{key}.": lambda s, key=key: {"state_dict": {f"{key}.{k}": v for k, v in s.items()}} for key in KEYS},
+    "ddp in a prefix": lambda s: {f"model.module.{k}": v for k, v in s.items()},
+    "nested keys": lambda s: {"state_dict": {"model": s, "epoch": 1}, "steps": 2},
+    "averaged only": lambda s: {"ema": {}, "model": s},
+    "decay of an average": lambda s: {"ema": {"decay": 0.99}, "model": s},
+    "key of a discriminator": lambda s: {"generator": s, "discriminator": {"main.0.weight": torch.ones(2)}},
+    "prefix of a discriminator": lambda s: {"generator." + k: v for k, v in s.items()} | {"discriminator.a.b": torch.ones(2)},
+    "losses": lambda s: {**s, "loss.discriminator.main.0.weight": torch.ones(2), "loss.logvar": torch.ones(1)},
+    "moving average": lambda s: (
+        {"ema_model." + k: v for k, v in s.items()} | {"initted": torch.tensor(True), "step": torch.tensor(3)}
+    ),
+    "values of NumPy": lambda s: {
+        "model": s,
+        "best": np.float64(0.5),
+        "rank": np.int32(1),
+        "rng": np.random.RandomState(0).get_state(),
+        "curve": np.arange(6.0).reshape(2, 3)[:, ::2],
+        "names": np.array(["a", None], dtype=object),
+        "args": argparse.Namespace(lr=np.float32(0.1)),
+    },
+    "paths": lambda s: {"model": s, "args": argparse.Namespace(out=Path("a/b"), data=PurePosixPath("c"))},
 }
 
 
@@ -60,10 +87,10 @@ def test_every_layout_is_read(layout: str, state: State, tmp_path: Path) -> None
     assert _same(found, state) and not any(v.requires_grad for v in found.values())
 
 
-@pytest.mark.parametrize("ending", [".pt", ".pth", ".bin", ".safetensors"])
+@pytest.mark.parametrize("ending", [".pt", ".pth", ".bin", ".safetensors", ".ckpt", ".PT", ".Ckpt", ".SAFETENSORS"])
 def test_every_kind_of_file_is_read(ending: str, state: State, tmp_path: Path) -> None:
     file = tmp_path / f"x{ending}"
-    if ending == ".safetensors":
+    if ending.lower() == ".safetensors":
         save_file(state, file)
     else:
         torch.save(state, file)
@@ -80,6 +107,68 @@ def test_averaged_weights_are_preferred_where_asked_for(state: State, tmp_path: 
     assert _same(read_checkpoint(file, prefer="ema"), averaged)
     torch.save({"model": state}, file)
     assert _same(read_checkpoint(file, prefer="ema"), state)
+
+
+@pytest.mark.parametrize(
+    ("trained", "averaged"),
+    [("model", "ema"), ("params", "params_ema"), ("model_state_dict", "model_ema_state_dict"), ("online_model", "ema_model")],
+)
+@pytest.mark.parametrize("prefixed", [False, True])
+@pytest.mark.parametrize("prefer", ["ema", ()])
+def test_a_choice_between_two_is_reported(
+    trained: str, averaged: str, prefixed: bool, prefer: Any, state: State, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    content: dict[str, Any] = {trained: state, averaged: {k: v / 2 for k, v in state.items()}}
+    if prefixed:
+        content = {f"{place}.{k}": v for place, tensors in content.items() for k, v in tensors.items()}
+    torch.save(content, tmp_path / "x.pt")
+    found = read_checkpoint(tmp_path / "x.pt", prefer=prefer)
+    assert _same(found, {k: v / 2 for k, v in state.items()} if prefer else state)
+    taken, other = (averaged, trained) if prefer else (trained, averaged)
+    (line,) = caplog.messages
+    assert f"holds weights under {taken}, which are converted, and under {other}" in line
+
+
+def _shards(state: State, folder: Path, ending: str) -> Path:
+    """Save each tensor to a file of its own, and return the index."""
+    names = {name: f"model-{i + 1:05}-of-{len(state):05}{ending}" for i, name in enumerate(state)}
+    for name, file in names.items():
+        (save_file if ending == ".safetensors" else torch.save)({name: state[name]}, folder / file)
+    index = folder / f"model{ending}.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    return index
+
+
+@pytest.mark.parametrize("ending", [".safetensors", ".bin"])
+@pytest.mark.parametrize("prefix", ["", "model."])
+def test_parts_are_read_by_their_index(ending: str, prefix: str, state: State, tmp_path: Path) -> None:
+    index = _shards({prefix + name: value for name, value in state.items()}, tmp_path, ending)
+    assert _same(read_checkpoint(index), state)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: m.update({"tok.weight": "../x.bin"}), r"index\.json names '\.\./x\.bin', which is not a file beside it"),
+        (lambda m: m.update({"tok.weight": "/etc/passwd"}), "which is not a file beside it"),
+        (lambda m: m.update({"tok.weight": "none.bin"}), r"none\.bin is not a checkpoint file"),
+        (lambda m: m.update({"tok.weight": "model.py"}), r"model\.py is not a checkpoint file"),
+        (lambda m: m.update({"more": m["tok.weight"]}), "does not hold the tensors that"),
+        (lambda m: m.pop("tok.weight"), None),
+    ],
+)
+def test_an_index_that_does_not_fit_is_refused(
+    change: Callable[[dict[str, str]], Any], message: str | None, state: State, tmp_path: Path
+) -> None:
+    index = _shards(state, tmp_path, ".bin")
+    content = json.loads(index.read_text())
+    change(content["weight_map"])
+    index.write_text(json.dumps(content))
+    if message is None:  # a file that the index does not name is not a part
+        assert "tok.weight" not in read_checkpoint(index)
+        return
+    with pytest.raises(ValueError, match=message):
+        read_checkpoint(index)
 
 
 def test_a_file_of_the_current_format_is_mapped(state: State, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,13 +215,25 @@ def test_a_pickle_that_would_run_code_is_refused_and_runs_none(place: str, zippe
 
 def test_nothing_but_a_namespace_is_let_in_and_that_only_meanwhile(state: State, tmp_path: Path) -> None:
     file = tmp_path / "x.pt"
-    for other in (Path("x"), nn.Linear(2, 2)):
+    for other in (datetime.timedelta(1), nn.Linear(2, 2)):
         torch.save({"model": state, "args": other}, file)
-        with pytest.raises(ValueError, match=r"holds more than tensors: (pathlib|torch\.nn)"):
+        with pytest.raises(ValueError, match=r"holds more than tensors: (datetime|torch\.nn)"):
             read_checkpoint(file)
     torch.save({"model": state, "args": argparse.Namespace()}, file)
     read_checkpoint(file)
     assert argparse.Namespace not in torch.serialization.get_safe_globals()
+
+
+def test_values_of_numpy_are_not_interpreted(state: State, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Placeholders stand in for them: the classes of NumPy are not made for data of strangers."""
+    loaded: list[Any] = []
+    load = torch.load
+    monkeypatch.setattr(torch, "load", lambda *a, **k: loaded.append(load(*a, **k)) or loaded[-1])
+    torch.save({"model": state, "a": np.float64(1), "b": np.ones(3), "c": np.dtype("O"), "d": Path("x")}, tmp_path / "x.pt")
+    read_checkpoint(tmp_path / "x.pt")
+    (content,) = loaded
+    assert {type(content[name]).__mro__[1].__name__ for name in "abcd"} == {"_Ignored"}
+    assert not set(map(type, torch.serialization.get_safe_globals())) & {tuple}
 
 
 @pytest.mark.filterwarnings("ignore")

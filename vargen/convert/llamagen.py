@@ -55,7 +55,8 @@ def convert_llamagen(
     n_head: int | None = None,
     grid_size: int | None = None,
 ) -> Path:
-    """Convert official LlamaGen files, each `.pt`, `.pth`, `.bin` or `.safetensors`, to a pipeline folder; returns `output`.
+    """Convert official LlamaGen files, `.pt`, `.pth`, `.bin`, `.ckpt`, `.safetensors` or an index of such parts, to a pipeline
+    folder; returns `output`.
 
     Args:
         transformer: class- or text-conditional GPT.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,52 +13,144 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from vargen.weight_files import load_pickle_safely, read_header, validate_shapes
+from vargen.weight_files import load_pickle_safely, read_header, read_index, validate_shapes
 
+logger = logging.getLogger("vargen")
 State = dict[str, Tensor]
 
 _FOLDERS = ("text_encoder", "tokenizer", "wan")  # arguments that take a folder
-_PICKLES = (".pt", ".pth", ".bin")
+_PICKLES = (".pt", ".pth", ".bin", ".ckpt")
+_INDEX = ".index.json"
+# Keys, or prefixes of names, under which training programs keep weights: as trained, and averaged over training steps.
+_TRAINED = ("model", "module", "state_dict", "model_state_dict", "gpt", "net", "params", "generator", "online_model")
+_AVERAGED = ("ema", "ema_model", "model_ema", "params_ema", "generator_ema", "ema_state_dict", "model_ema_state_dict")
+_TRAINING_ONLY = ("discriminator", "disc", "loss", "perceptual_loss", "lpips")  # prefixes of other networks
+_COUNTERS = ("initted", "step")  # beside averaged weights
+_MAX_DEPTH = 6  # of nested keys
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")  # parts of names, anywhere in them
 
 
-def read_checkpoint(file: Path, prefer: str | Sequence[str] = ()) -> State:
-    """Return the tensors under their plain names, from under `prefer`, `model`, `module` or `state_dict`, or from the top.
+class _Ignored:
+    """Stands in for a value beside the tensors, whose content is not needed and is not interpreted."""
 
-    Each of these keys may itself be under `trainer`, where VAR's training script keeps its networks.
+    def __new__(cls, *_: Any) -> _Ignored:
+        return super().__new__(cls)
+
+    def __init__(self, *_: Any):
+        pass
+
+    def __setstate__(self, _: Any) -> None:
+        pass
+
+
+def _ignored_classes() -> list[tuple[type, str]]:
+    """Return what training files hold beside tensors by its names in pickles, for `load_pickle_safely`.
+
+    NumPy's own classes are not let in: their `__setstate__` is not made for data that nobody vouches for.
+    """
+    names = ["numpy.dtype", "numpy.ndarray"]
+    names += [f"numpy.{core}.multiarray.{name}" for core in ("core", "_core") for name in ("scalar", "_reconstruct")]
+    for kind in ("Path", "PosixPath", "WindowsPath", "PurePath", "PurePosixPath", "PureWindowsPath"):
+        names += [f"pathlib.{kind}", f"pathlib._local.{kind}"]  # the latter is of Python 3.13
+    return [(type(name, (_Ignored,), {}), name) for name in names]
+
+
+def read_checkpoint(file: Path, prefer: str | Sequence[str] = ()) -> State:
+    """Return the tensors of a network under their plain names, from wherever training programs keep them.
+
+    They may be at the top, under a key such as `model`, `ema` or `state_dict`, or have it as a prefix of their names; keys and
+    prefixes are those of `_TRAINED` and `_AVERAGED`, and may be nested. If there are several, those under `prefer` are taken,
+    else trained weights before averaged ones, and a warning says so. Weights of a discriminator and of losses are left out.
 
     A `.pt` file of the current format is memory-mapped: tensors are loaded when they are used.
+
+    Args:
+        file: a checkpoint, or the index (`.index.json`) of its parts.
+        prefer: keys in order of preference; `"ema"` stands for all averaged weights.
 
     Raises:
         ValueError: the file is not a checkpoint, is damaged, would execute code if it were fully unpickled, or holds
             tensors that are empty, sparse or otherwise not plain.
     """
-    if file.suffix == ".safetensors":
-        read_header(file)  # its message is clearer than the loader's
-        content: Any = load_file(file)
-    elif file.suffix in _PICKLES and file.is_file():
-        # Training checkpoints keep their command-line arguments in a Namespace, which only holds attributes.
-        content = load_pickle_safely(file, [argparse.Namespace], mmap=True)
-    else:
-        raise ValueError(f"{file} is not a checkpoint file, which is {', '.join(_PICKLES)} or .safetensors")
-    if isinstance(content, Mapping) and isinstance(content.get("trainer"), Mapping):
-        content = content["trainer"]
-    if isinstance(content, Mapping):
-        places = [*((prefer,) if isinstance(prefer, str) else prefer), "model", "module", "state_dict"]
-        content = next((content[p] for p in places if isinstance(content.get(p), Mapping)), content)
-    if not isinstance(content, Mapping):
-        raise ValueError(f"{file} holds a {type(content).__name__}, expected tensors by name")
+    content: Mapping[Any, Any] = _read_parts(file) if file.name.lower().endswith(_INDEX) else _read_file(file)
+    preferred = (prefer,) if isinstance(prefer, str) else tuple(prefer)
+    order = ("trainer", *preferred, *(_AVERAGED + _TRAINED if "ema" in preferred else _TRAINED + _AVERAGED))
+    for _ in range(_MAX_DEPTH):
+        content = _nest_prefixes(content, file)
+        found = [place for place in dict.fromkeys(order) if isinstance(content.get(place), Mapping)]
+        found = [place for place in found if _holds_weights(content[place])] or found
+        if not found:
+            break
+        if len(found) > 1:
+            unused = ", ".join(found[1:])
+            logger.warning("%s holds weights under %s, which are converted, and under %s", file, found[0], unused)
+        content = content[found[0]]
     others = [str(name) for name, value in content.items() if not isinstance(value, Tensor)]
     if others or not content:
         held = f"more than tensors at its top ({', '.join(others[:5])})" if others else "no tensors"
-        raise ValueError(f"{file} holds {held}; expected tensors, bare or under model, module or state_dict")
+        raise ValueError(f"{file} holds {held}; expected tensors, bare or under {', '.join(_TRAINED[:-1])} or {_TRAINED[-1]}")
     for name, value in content.items():
         _require_plain_tensor(f"{name} in {file}", value)
-    state = {strip_wrapper_prefixes(str(name)): value.detach() for name, value in content.items()}
-    if len(state) != len(content):
-        raise ValueError(f"{file} holds a tensor twice, with and without a prefix such as 'module.' or '_orig_mod.'")
+    return {name: value.detach() for name, value in content.items()}
+
+
+def _read_file(file: Path) -> Mapping[Any, Any]:
+    """Return the content of a safetensors file or a pickle."""
+    suffix = file.suffix.lower()
+    if suffix not in (*_PICKLES, ".safetensors") or not file.is_file():
+        allowed = f"{', '.join(_PICKLES)}, .safetensors or an index of them ({_INDEX})"
+        raise ValueError(f"{file} is not a checkpoint file, which is {allowed}")
+    if suffix == ".safetensors":
+        read_header(file)  # its message is clearer than the loader's
+        content: Any = load_file(file)
+    else:
+        # Training checkpoints keep their command-line arguments in a Namespace, which only holds attributes.
+        content = load_pickle_safely(file, [argparse.Namespace, *_ignored_classes()], mmap=True)
+    if not isinstance(content, Mapping):
+        raise ValueError(f"{file} holds a {type(content).__name__}, expected tensors by name")
+    return content
+
+
+def _read_parts(index: Path) -> State:
+    """Return the tensors of the files that an index names.
+
+    Raises:
+        ValueError: see `read_checkpoint`; also if a part does not hold what the index says.
+    """
+    weight_map = read_index(index)
+    state: State = {}
+    for name in sorted(set(weight_map.values())):
+        part = _read_file(index.parent / name)
+        if part.keys() != {key for key, value in weight_map.items() if value == name}:
+            raise ValueError(f"{index.parent / name} does not hold the tensors that {index.name} names; fetch both again")
+        state |= part
     return state
+
+
+def _holds_weights(content: Mapping[Any, Any]) -> bool:
+    return any(isinstance(value, Tensor | Mapping) for value in content.values())
+
+
+def _nest_prefixes(content: Mapping[Any, Any], file: Path) -> dict[str, Any]:
+    """Return tensors whose names all begin with a place as nested under it; other content with plain names.
+
+    Raises:
+        ValueError: two tensors have one name without the prefixes of distributed training and torch.compile.
+    """
+    if not all(isinstance(value, Tensor) for value in content.values()):
+        return {str(name): value for name, value in content.items()}
+    named = {strip_wrapper_prefixes(str(name)): value for name, value in content.items()}
+    if len(named) != len(content):
+        raise ValueError(f"{file} holds a tensor twice, with and without a prefix such as 'module.' or '_orig_mod.'")
+    kept = {name: value for name, value in named.items() if name.partition(".")[0] not in _TRAINING_ONLY} or named
+    nested: dict[str, Any] = {}
+    for name in [name for name in kept if name not in _COUNTERS]:
+        place, _, rest = name.partition(".")
+        if not rest or place not in (*_TRAINED, *_AVERAGED):
+            return kept
+        nested.setdefault(place, {})[rest] = kept[name]
+    return nested
 
 
 def _require_plain_tensor(name: str, value: Tensor) -> None:

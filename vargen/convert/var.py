@@ -41,7 +41,7 @@ def convert_var(
     dtype: torch.dtype | None = None,
     overwrite: bool = False,
 ) -> Path:
-    """Convert official VAR or CoDe files, each `.pt`, `.pth`, `.bin` or `.safetensors`, to a pipeline folder.
+    """Convert official VAR or CoDe files, `.pt`, `.pth`, `.bin`, `.ckpt`, `.safetensors` or an index, to a pipeline folder.
 
     Args:
         transformer: a VAR transformer, or a drafter or refiner of CoDe.

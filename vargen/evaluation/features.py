@@ -105,7 +105,7 @@ def load_fid_inception(path: str | Path | None) -> nn.Module:
     if file is None or not file.is_file():
         missing = "weights are not given" if file is None else f"weights {str(path)!r} do not exist"
         raise FileNotFoundError(f"{missing}, and FID's Inception needs them: {WEIGHTS_HINT}")
-    if file.suffix == ".safetensors":
+    if file.suffix.lower() == ".safetensors":
         read_header(file)
         state = load_file(file)
     else:
