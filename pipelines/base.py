@@ -24,6 +24,7 @@ from vargen.models.condition import Condition
 from vargen.pipelines import loading, prompts
 from vargen.pipelines.components import ModelFamily, current_modules
 from vargen.pipelines.generation import GenerationRequest, RunningCall, RunningCalls, generate_images
+from vargen.pipelines.offloading import OffloadedPipeline
 from vargen.pipelines.prompts import NormalizedPrompt, PromptInputs, PromptNames
 from vargen.pipelines.quantization import load_quantized_components, quantized_components, resolve_quantization
 from vargen.pipelines.validation import accepted_arguments, reject_unknown_arguments
@@ -64,7 +65,7 @@ class MethodInfo:
     condition="encode_condition", read_prompt="normalize_prompt", scored_prompt="scorer_prompt",
     frame_scorer="resolve_frame_scorer",
 )  # fmt: skip
-class VisualPipeline(DiffusionPipeline):
+class VisualPipeline(OffloadedPipeline, DiffusionPipeline):
     """Generation of images or videos with an autoregressive model of any family.
 
     A family implements `__call__` and the abstract methods below.
@@ -210,8 +211,10 @@ class VisualPipeline(DiffusionPipeline):
             **kwargs: passed to `DiffusionPipeline.save_pretrained`.
 
         Raises:
+            ValueError: while weights are offloaded layer by layer.
             OSError: if the folder cannot be created or written.
         """
+        self.require_weights("saved")
         folder = expand_user(save_directory, "save_directory")
         if kwargs.get("push_to_hub"):
             kwargs.setdefault("repo_id", folder.name)
@@ -436,8 +439,3 @@ class VisualPipeline(DiffusionPipeline):
         if self._compiled is None or self._compiled._orig_mod is not self.transformer:
             self._compiled = torch.compile(self.transformer, dynamic=False)
         return self._compiled
-
-    def _device_of(self, component: Any) -> torch.device:
-        """Device on which a component runs. While diffusers offloads it, its weights are on another one."""
-        offloaded = component.device.type == "meta" or hasattr(component, "_hf_hook")
-        return self._execution_device if offloaded else component.device

@@ -25,6 +25,7 @@ from vargen.decoding.seeds import resolve_seeds
 from vargen.files import atomic_merge, expand_user
 from vargen.models.language_models.base import ImageLanguageModel
 from vargen.models.language_models.supported import describe_language_model
+from vargen.models.offloading import require_weights
 from vargen.pipelines import validation
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.components import ModelFamily
@@ -280,7 +281,12 @@ class LanguageModelPipeline(VisualPipeline):
 
         Args:
             kwargs: passed to `save_pretrained` of the model.
+
+        Raises:
+            ValueError: while weights are offloaded by other means than `device_map`.
         """
+        if not hasattr(self.model, "hf_device_map"):  # with which transformers finds offloaded weights itself
+            require_weights(self.model, "saved", "model")
         with atomic_merge(expand_user(save_directory, "save_directory")) as staged:
             self.model.save_pretrained(str(staged), safe_serialization=True, **kwargs)
             self.processor.save_pretrained(str(staged))

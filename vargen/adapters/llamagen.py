@@ -21,6 +21,7 @@ from vargen.models.condition import Condition
 from vargen.models.int8_cache import Int8Cache
 from vargen.models.kv_cache import KVCache
 from vargen.models.llamagen import LlamaGenOutput, LlamaGenTransformer
+from vargen.models.offloading import validate_offloading
 from vargen.models.packed_passes import packing_saves
 
 
@@ -54,6 +55,7 @@ class LlamaGenTokenModel(TokenModel):
         draft_heads: Mapping[str, Callable[[LlamaGenTokenModel], Any]] | None = None,
         low_res: LowResolutionDrafter | None = None,
     ):
+        validate_offloading(transformer)
         self.transformer = transformer
         self.compiled_forward = transformer if compiled_forward is None else compiled_forward
         self.guidance, self.compress_prefix = to_guidance(guidance), compress_prefix

@@ -14,6 +14,7 @@ from vargen.adapters import Guidance, cost_key, num_rows, to_guidance
 from vargen.decoding.sampling import apply_guidance
 from vargen.device import inference_mode_for
 from vargen.models.condition import Condition
+from vargen.models.offloading import validate_offloading
 from vargen.models.tokenizers.multi_scale_quantizer import MultiScaleQuantizer
 from vargen.models.var import VAROutput, VARTransformer
 from vargen.models.var_blocks import ScaleCache
@@ -80,6 +81,7 @@ class VARScaleModel:
         draft_model: VARScaleModel | None = None,
         device: torch.device | None = None,
     ):
+        validate_offloading(transformer)
         self.transformer, self.quantiser = transformer, quantiser
         self.compiled_forward = transformer if compiled_forward is None else compiled_forward
         self.guidance, self.draft_model = to_guidance(guidance), draft_model

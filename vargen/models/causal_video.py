@@ -32,6 +32,7 @@ from vargen.models.causal_video_blocks import (
 )
 from vargen.models.causal_video_cache import TextCache, VideoCache, visible_frames
 from vargen.models.causal_video_geometry import VideoGeometry
+from vargen.models.offloading import is_hooked
 from vargen.models.quantization import replace_linear_layers, validate_quantization
 from vargen.models.weight_storage import ModelMixin, QuantizedStorageMixin, validate_weight_format  # noqa: F401
 
@@ -224,6 +225,8 @@ class CausalVideoTransformer(QuantizedStorageMixin, ConfigMixin):
     def embed_patches(self, x_BFCYX: Tensor) -> Tensor:
         """Embed patches as tokens `[B, T, D]`: the official 3D convolution, computed as an equivalent matrix product."""
         p, weight = self.geometry.patch, self.patch_embedding.weight
+        if is_hooked(self.patch_embedding):
+            return self.patch_embedding(x_BFCYX.to(weight.dtype).transpose(1, 2)).flatten(2).transpose(1, 2)
         cells = x_BFCYX.to(weight.dtype).unflatten(4, (-1, p)).unflatten(3, (-1, p)).permute(0, 1, 3, 5, 2, 4, 6)
         tokens = nn.functional.linear(cells.flatten(4).flatten(1, 3), weight.flatten(1), self.patch_embedding.bias)
         return tokens.to(weight.dtype)  # also under autocast, so that the residual stream is not rounded

@@ -36,6 +36,7 @@ from vargen.models.llamagen_blocks import (
     build_rotary_2d,
     rotary_factors,
 )
+from vargen.models.offloading import read_weight
 from vargen.models.packed_passes import run_packed_step
 from vargen.models.quantization import replace_linear_layers, validate_quantization
 from vargen.values import short_repr
@@ -192,7 +193,7 @@ class LlamaGenTransformer(TransposableWeights, QuantizedStorageMixin, ConfigMixi
             return Condition(class_labels=torch.full_like(condition.class_labels, self.config.num_classes))
         assert condition.caption_embeds is not None
         B, P, _ = condition.caption_embeds.shape  # if P is below the model's, the null caption is cut on the left
-        null = self.cls_embedding.uncond_embedding[-P:].expand(B, -1, -1)
+        null = read_weight(self.cls_embedding, "uncond_embedding")[-P:].expand(B, -1, -1)
         return Condition(caption_embeds=null.to(condition.caption_embeds), caption_mask=condition.caption_mask)
 
     def new_cache(

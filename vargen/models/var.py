@@ -33,6 +33,7 @@ from diffusers.utils import BaseOutput
 
 from vargen.kernels.cpu_code import SCALE_PASS, TOKEN_STEPS, CompiledCode
 from vargen.models import var_int8 as int8
+from vargen.models.offloading import read_weight
 from vargen.models.quantization import replace_linear_layers, validate_quantization
 from vargen.models.tokenizers.multi_scale_vq import SCALES_256, SCALES_512
 from vargen.models.var_blocks import HeadModulation, Modulation, ScaleCache, VARBlock, make_caption_mlp, modulate
@@ -327,7 +328,7 @@ class VARTransformer(QuantizedStorageMixin, ConfigMixin):
     def modulation(self, vector_RD: Tensor) -> Modulation:
         """Compute the modulation from condition vectors; see `embed_condition`."""
         if self.config.shared_aln:
-            offsets = torch.stack([block.ada_gss.view(1, 6, -1) for block in self.blocks])
+            offsets = torch.stack([read_weight(block, "ada_gss").view(1, 6, -1) for block in self.blocks])
             blocks = self.shared_ada_lin(vector_RD).unflatten(-1, (6, -1)) + offsets
         else:
             blocks = torch.stack([block.ada_lin(vector_RD).unflatten(-1, (6, -1)) for block in self.blocks])

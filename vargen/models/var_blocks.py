@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vargen.models.offloading import is_hooked
 from vargen.models.quantization import Int8Linear
 
 _NORM_EPS = 1e-6
@@ -125,7 +126,7 @@ class VARAttention(nn.Module):
     def project(self, x_RTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return scaled queries, keys and values, `[R, H, T, K]`."""
         bias = torch.cat([self.q_bias, self.zero_k_bias.type_as(self.q_bias), self.v_bias])
-        if isinstance(self.mat_qkv, Int8Linear):
+        if isinstance(self.mat_qkv, Int8Linear) or is_hooked(self.mat_qkv):
             fused = self.mat_qkv(x_RTD).add_(bias)
         else:
             fused = F.linear(x_RTD, self.mat_qkv.weight, bias)

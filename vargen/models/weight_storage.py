@@ -20,6 +20,7 @@ from torch import Tensor
 from vargen.compat import drop_empty_notices, ensure_torchvision
 from vargen.files import atomic_merge
 from vargen.kernels.cpu_code import CompiledCode
+from vargen.models.offloading import require_weights
 from vargen.models.quantization import (
     SCALE_SUFFIX,
     quantize_network,
@@ -199,9 +200,10 @@ class QuantizedStorageMixin(ModelMixin):
 
         Raises:
             ValueError: with a `weight_format`: ``safe_serialization=False``, ``push_to_hub=True``, or a weight is not finite.
-                Also for a network that is quantized for a GPU.
+                Also for a network that is quantized for a GPU, or whose weights are offloaded layer by layer.
             OSError: the folder cannot be written.
         """
+        require_weights(self, "saved")
         if self.gpu_quantization is not None:
             raise ValueError(
                 f"a network with quantization={self.gpu_quantization!r} on a GPU cannot be saved: save the model that it was "

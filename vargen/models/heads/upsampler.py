@@ -22,6 +22,7 @@ ensure_torchvision()
 
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 
+from vargen.models.offloading import read_weight
 from vargen.models.weight_storage import ModelMixin, QuantizedStorageMixin, validate_weight_format  # noqa: F401
 
 _ABOVE = (3, 5)  # receptive field at the high resolution: rows above, columns
@@ -110,7 +111,7 @@ class TokenUpsampler(QuantizedStorageMixin, ConfigMixin):
 
     def features(self, low: Tensor) -> Tensor:
         """Compute features `[B, D, R, C]` from low-resolution tokens `[B, r, c]`, once per image."""
-        x = self.low(self.embedding(low).movedim(-1, 1) + self.place)
+        x = self.low(self.embedding(low).movedim(-1, 1) + read_weight(self, "place"))
         return F.pixel_shuffle(self.up(x), self.factor)
 
     def forward(self, features: Tensor, tokens: Tensor, known: Tensor, position: Tensor | None = None) -> Tensor:
@@ -148,8 +149,8 @@ class TokenUpsampler(QuantizedStorageMixin, ConfigMixin):
         at = torch.where(inside, row * columns + column, 0)
         near, there = (each.gather(1, at.flatten(1)).view_as(at) for each in (tokens, known))
         seen = self._masked_embedding(near, there & inside)
-        weight = self.above.weight.permute(2, 3, 1, 0).flatten(0, 2)  # same order of taps and channels as in `seen`
-        return seen.flatten(2) @ weight + self.above.bias
+        weight = read_weight(self.above).permute(2, 3, 1, 0).flatten(0, 2)  # same order of taps and channels as in `seen`
+        return seen.flatten(2) @ weight + read_weight(self.above, "bias")
 
     def _masked_embedding(self, tokens: Tensor, known: Tensor) -> Tensor:
         """Features `[..., D + 1]`: the embedding of a known token (else zero), and whether it is known."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from vargen.models.llamagen import MAX_GRID
+from vargen.models.offloading import find_device, read_weight
 from vargen.models.transformers_folder import NetworkKind
 from vargen.values import parse_int, short_repr
 from vargen.weight_files import weights_digest
@@ -229,34 +230,13 @@ def make_sliced_head(module: Any, ids: Tensor | slice) -> Callable[[Tensor], Ten
 
     A quantized layer is run whole, and its logits are sliced.
     """
-    weight = read_weight(module)
+    weight = read_weight(module).detach()
     if not isinstance(ids, slice):
         ids = ids.to(weight.device)
     if type(module) is not torch.nn.Linear or not weight.is_floating_point():
         return lambda hidden: module(hidden)[..., ids]
-    part, bias = weight[ids], None if module.bias is None else read_weight(module, "bias")[ids]
+    part, bias = weight[ids], None if module.bias is None else read_weight(module, "bias").detach()[ids]
     return lambda hidden: torch.nn.functional.linear(hidden, part, bias)
-
-
-def read_weight(module: Any, name: str = "weight") -> Tensor:
-    """Return a weight of a module, on the device where the module runs also while it is offloaded."""
-    if not hasattr(module, "_hf_hook"):
-        return getattr(module, name).detach()
-    from accelerate.utils import align_module_device
-
-    with align_module_device(module, find_device(module)):
-        return getattr(module, name).detach().clone()
-
-
-def find_device(module: Any) -> torch.device:
-    """Return the device where a module runs. While accelerate offloads it, its weights are on another one."""
-    for part in module.modules():
-        hooks = getattr(part, "_hf_hook", None)
-        for hook in getattr(hooks, "hooks", [hooks]):
-            place = getattr(hook, "execution_device", None)
-            if place is not None:
-                return torch.device("cuda", place) if isinstance(place, int) else torch.device(place)
-    return next(module.parameters()).device
 
 
 def validate_network(described: ImageLanguageModel) -> None:

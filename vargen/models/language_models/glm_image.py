@@ -17,9 +17,9 @@ from vargen.models.language_models.base import (
     PromptRows,
     make_sliced_head,
     pad_prompts,
-    read_weight,
     validate_size,
 )
+from vargen.models.offloading import read_weight
 from vargen.models.transformers_folder import NetworkKind
 
 _GLM_PATCH = 32  # pixels per token of the image
@@ -102,7 +102,7 @@ class GLMImage(ImageLanguageModel):
         self._offsets = torch.cat(offsets, 1).to(self.device)  # [3, N]
         self.vocab, self.grid = model.config.vq_config.num_embeddings, (1, self._offsets.shape[1])
         self._head = make_sliced_head(model.get_output_embeddings(), slice(self.vocab))
-        self.codebook = read_weight(model.model.vqmodel.quantize.embedding)
+        self.codebook = read_weight(model.model.vqmodel.quantize.embedding).detach()
         self.low_res = PreviewDrafter(self.vocab, self.preview, size)
 
     def embed(self, tokens: Tensor) -> Tensor:

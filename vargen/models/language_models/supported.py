@@ -16,10 +16,10 @@ from vargen.models.language_models.base import (
     PromptRows,
     make_sliced_head,
     pad_prompts,
-    read_weight,
     validate_size,
 )
 from vargen.models.language_models.glm_image import GLMImage
+from vargen.models.offloading import read_weight
 from vargen.models.transformers_folder import NetworkKind
 from vargen.values import short_repr
 from vargen.weight_files import weights_digest
@@ -43,7 +43,7 @@ class Janus(ImageLanguageModel):
         self.body = model.model.language_model
         side = int(model.model.vision_model.config.num_image_tokens**0.5)
         self.grid = (side, side)
-        codebook = read_weight(model.model.vqmodel.quantize.embedding)
+        codebook = read_weight(model.model.vqmodel.quantize.embedding).detach()
         self.vocab = len(codebook)
         self.codebook = torch.nn.functional.normalize(codebook.float(), dim=1)  # as the quantizer compares them
 
@@ -117,7 +117,7 @@ class Emu3(ImageLanguageModel):
         forced = torch.full(self.grid, -1)
         forced[:, -1] = self.vocab - 1
         self.forced = forced.flatten()
-        codes = read_weight(model.model.vqmodel.quantize.embedding).float()
+        codes = read_weight(model.model.vqmodel.quantize.embedding).detach().float()
         far = codes.new_full((1, codes.shape[1]), 1e4)  # the end of a row is like no token
         self.codebook = torch.cat([codes, far])
         self._head = make_sliced_head(model.get_output_embeddings(), self.ids)  # 18% of the reads of the whole head
@@ -167,7 +167,7 @@ class Chameleon(ImageLanguageModel):
         side = vq.resolution // 2 ** (len(vq.channel_multiplier) - 1)
         self.ids = torch.tensor([mapping.img2bpe[number] for number in sorted(mapping.img2bpe)], device=self.device)
         self.vocab, self.grid = len(self.ids), (side, side)
-        self.codebook = read_weight(model.model.vqmodel.quantize.embedding)
+        self.codebook = read_weight(model.model.vqmodel.quantize.embedding).detach()
         self._head = make_sliced_head(model.get_output_embeddings(), self.ids)
 
     def embed(self, tokens: Tensor) -> Tensor:

@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vargen.models.offloading import read_weight
+
 
 def assign_phi(scales: int, shared: int) -> tuple[int, ...]:
     """Return which of `shared` convolutions each scale uses: the one whose tick is nearest to the scale's position in [0, 1].
@@ -66,7 +68,7 @@ class MultiScaleQuantizer(nn.Module):
 
     def gain(self, k: int) -> Tensor | float:
         """Factor of the embeddings of scale k. Residuals decrease from scale to scale, while the codes are shared."""
-        return self.gains[k].float() if hasattr(self, "gains") else 1.0
+        return read_weight(self, "gains")[k].float() if hasattr(self, "gains") else 1.0
 
     def downsample(self, rest_BCRG: Tensor, k: int) -> Tensor:
         """Downsample a latent-sized map to scale k, `[B, C, s, s]`, by the mean over the area of each cell."""

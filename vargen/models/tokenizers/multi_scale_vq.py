@@ -26,6 +26,7 @@ from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.utils import BaseOutput
 from diffusers.utils.accelerate_utils import apply_forward_hook
 
+from vargen.models.offloading import find_device
 from vargen.models.tokenizers.hybrid_blocks import HEAD_WIDTH, HybridDecoder, HybridEncoder
 from vargen.models.tokenizers.multi_scale_quantizer import MultiScaleQuantizer
 from vargen.models.tokenizers.vq_blocks import NORM_GROUPS, VQDecoder, VQEncoder, VQParameterNames
@@ -164,7 +165,7 @@ class MultiScaleVQModel(QuantizedStorageMixin, ConfigMixin):
     def zero_latent(self, batch: int) -> Tensor:
         """Return the sum before the first scale: zeros `[B, C, R, G]`."""
         side = self.scales[-1]
-        return torch.zeros(batch, self.config.codebook_embed_dim, side, side, device=self.quantize.embedding.weight.device)
+        return torch.zeros(batch, self.config.codebook_embed_dim, side, side, device=find_device(self.quantize))
 
     def next_input(self, f_hat_BCRG: Tensor, tokens: Tensor, k: int) -> tuple[Tensor, Tensor | None]:
         """Add one scale to the sum, in teacher forcing and in sampling. Nothing is changed in place.

@@ -19,6 +19,7 @@ ensure_torchvision()
 
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 
+from vargen.models.offloading import find_device
 from vargen.models.tokenizers.hybrid_blocks import ChannelLayerNorm, ConvBlock, PatchExpand, depth_to_space
 from vargen.models.tokenizers.video_vae import DecodeState
 from vargen.models.weight_storage import ModelMixin, QuantizedStorageMixin, validate_weight_format  # noqa: F401
@@ -62,7 +63,7 @@ class PreviewDecoder(QuantizedStorageMixin, ConfigMixin):
 
     def forward(self, latents_BFCYX: Tensor) -> Tensor:
         """Decode normalized latents to pixels `[B, F, 3, Y', X']`, about [-1, 1], not clamped."""
-        h = self.conv_in(latents_BFCYX.flatten(0, 1).type_as(self.conv_in.weight))
+        h = self.conv_in(latents_BFCYX.flatten(0, 1).to(find_device(self.conv_in), self.conv_in.weight.dtype))
         h = self.fine(self.up(self.coarse(h)))
         pixels = depth_to_space(self.conv_out(F.silu(self.norm_out(h))), self.patch)
         return pixels.unflatten(0, latents_BFCYX.shape[:2])

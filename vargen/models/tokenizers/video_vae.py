@@ -17,6 +17,7 @@ from diffusers.utils.accelerate_utils import apply_forward_hook
 from torch import Tensor, nn
 
 from vargen.compat import ensure_torchvision
+from vargen.models.offloading import find_device, read_weight
 from vargen.models.tokenizers.hybrid_blocks import (
     HEAD_WIDTH,
     ChannelLayerNorm,
@@ -135,7 +136,7 @@ class CausalDecoder(nn.Module):
         B = len(z_BFCYX)
         h = self.conv_in(z_BFCYX.flatten(0, 1))
         side = h.shape[2:]
-        h = h.flatten(2).transpose(1, 2) + self.trunk.position
+        h = h.flatten(2).transpose(1, 2) + read_weight(self.trunk, "position")
         kept = []
         for i, (block, mix) in enumerate(zip(self.trunk.blocks, self.mixes, strict=True)):
             mixed, latest = mix(block(h).unflatten(0, (B, -1)), None if past is None else past[i])
@@ -258,7 +259,8 @@ class CausalVideoVAE(QuantizedStorageMixin, ConfigMixin):
         state = state or DecodeState()
         if state.parts and len(state.parts[0]) != len(latents_BFCYX):
             raise ValueError(f"the state is of {len(state.parts[0])} videos, the latents are of {len(latents_BFCYX)}")
-        raw = self.denormalize_latents(latents_BFCYX).type_as(self.decoder.conv_in.weight)
+        first = self.decoder.conv_in
+        raw = self.denormalize_latents(latents_BFCYX).to(find_device(first), first.weight.dtype)
         pixels, past = self.decoder(raw, state.parts or None)
         return pixels.float(), DecodeState(state.frames + latents_BFCYX.shape[1], past)
 

@@ -1,0 +1,53 @@
+"""What a pipeline does while its weights are offloaded: where it runs, and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import torch
+
+from vargen.models.offloading import find_device, is_offloaded, require_weights
+
+
+class OffloadedPipeline:
+    """Base of pipelines whose components may be offloaded by diffusers, or one by one by accelerate."""
+
+    components: dict[str, Any]
+
+    def _networks(self) -> dict[str, torch.nn.Module]:
+        return {name: part for name, part in self.components.items() if isinstance(part, torch.nn.Module)}
+
+    def _device_of(self, component: Any) -> torch.device:
+        """Device on which a component runs. While it is offloaded, its weights are on another one."""
+        return find_device(component) if is_offloaded(component) else component.device
+
+    @property
+    def _execution_device(self) -> torch.device:
+        """As in diffusers, which overlooks components that are offloaded one by one."""
+        offloaded = next((part for part in self._networks().values() if is_offloaded(part)), None)
+        return super()._execution_device if offloaded is None else find_device(offloaded)  # type: ignore[misc]
+
+    def require_weights(self, action: str) -> None:
+        """Raise ValueError naming a component whose weights are elsewhere; see `vargen.models.offloading.require_weights`."""
+        for name, network in self._networks().items():
+            require_weights(network, action, name)
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """As in diffusers.
+
+        Raises:
+            ValueError: while weights are offloaded layer by layer, because hooks would load them as they were before.
+        """
+        self.require_weights("moved or cast")
+        moved: Self = super().to(*args, **kwargs)  # type: ignore[misc]
+        return moved
+
+    def enable_sequential_cpu_offload(self, gpu_id: int | None = None, device: torch.device | str | None = None) -> None:
+        """As in diffusers.
+
+        Raises:
+            ValueError: for a CPU, whose memory the weights would not leave.
+        """
+        if device is not None and torch.device(device).type == "cpu":
+            raise ValueError(f"device must be an accelerator, such as 'cuda', to which layers move in turn, got {device!r}")
+        super().enable_sequential_cpu_offload(gpu_id=gpu_id, device=device)  # type: ignore[misc]
