@@ -18,6 +18,8 @@ from vargen.decoding import (
     NonFiniteLogitsError,
     PooledRule,
     Sampling,
+    ScaleSchedule,
+    Stage,
     decode,
     decode_scales,
     list_methods,
@@ -25,6 +27,8 @@ from vargen.decoding import (
     shared_noise,
     speculative_sampling,
 )
+from vargen.decoding.next_scale.acceptance import ScaleRule, joint_coupling
+from vargen.decoding.next_scale.acceptance import shared_noise as scale_noise
 from vargen.decoding.next_token.protocols import AcceptanceRule
 from vargen.decoding.sampling import to_probs
 from vargen.evaluation.table_models import ScaleTable
@@ -147,11 +151,31 @@ def test_certain_tokens_are_never_replaced(name: str) -> None:
     assert (generate(METHODS[name], 16, model).tokens[:, [3, 10, 29]] == torch.tensor([2, 0, 5])).all()
 
 
-@pytest.mark.parametrize("schedule", [preset.name for preset in list_methods("next-scale")])
-def test_an_image_of_scales_does_not_depend_on_its_batch(schedule: str) -> None:
-    model, seeds, classes = ScaleTable(seed=4, scale_tokens=(1, 1, 2, 2, 3)), torch.arange(8) + 3, torch.arange(8) % 2
-    model.draft_model = ScaleTable(seed=77, scale_tokens=(1, 1, 2, 2, 3))
-    together = decode_scales(model, classes, seeds, schedule)
-    for row in range(8):
-        alone = decode_scales(model, classes[row : row + 1], seeds[row : row + 1], schedule)
-        assert torch.equal(alone.tokens[0], together.tokens[row]) and torch.equal(alone.canvas[0], together.canvas[row])
+def _draft(length: int, rule: ScaleRule = joint_coupling) -> ScaleSchedule:
+    return ScaleSchedule(f"{rule.__name__} {length}", (Stage(num_drafted=length, rule=rule),))
+
+
+SCHEDULES = (
+    *list_methods("next-scale"),
+    *(_draft(length) for length in (1, 2, 3)),
+    _draft(2, scale_noise),
+    ScaleSchedule("two stages", (Stage(until=3, num_drafted=2), Stage(num_drafted=1))),
+)
+
+
+@pytest.mark.parametrize("scales", [(1, 1, 1, 1, 1, 1), (1, 1, 1, 1, 1, 1, 2)], ids=len)
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda each: each.name)
+def test_an_image_of_scales_does_not_depend_on_its_batch(schedule: ScaleSchedule, scales: tuple[int, ...]) -> None:
+    """An image whose draft is accepted continues it while another image of the batch starts its own again."""
+    model, N = ScaleTable(2, scales, seed=4), 16
+    model.draft_model = ScaleTable(2, scales, seed=77)
+    model.draft_model.tables = [a + b / 2 for a, b in zip(model.tables, model.draft_model.tables, strict=True)]
+
+    def run(size: int) -> list[Any]:
+        batches = torch.arange(N).split(size)
+        return [decode_scales(model, numbers % 2, numbers + 200, schedule) for numbers in batches]
+
+    alone = run(1)
+    for together in (run(2), run(5), run(N)):
+        for value in ("tokens", "canvas"):
+            assert torch.equal(*(torch.cat([getattr(each, value) for each in runs]) for runs in (alone, together)))

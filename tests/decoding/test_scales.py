@@ -112,6 +112,14 @@ def test_given_scales_stand_and_cost_no_pass() -> None:
     assert generated(model, fixed_scales=everything).stats.passes == 0
 
 
+def test_a_draft_starts_after_the_fixed_scales() -> None:
+    model = tables(scale_tokens=(1, 1, 1, 2, 2))
+    model.draft_model = ScaleTable(seed=4, scale_tokens=(1, 1, 1, 2, 2))  # every draft is kept
+    given = [torch.ones(64, 1, dtype=torch.int64)] * 2
+    result = generated(model, speculative(drafted=2), fixed_scales=given)
+    assert [scale["drafted"] for scale in result.stats.by_scale] == [0, 0, 64, 64, 0] and result.stats.passes == 1
+
+
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_kept_tokens_stand_and_the_rest_follows_them(rule) -> None:
     """Drawing a part anew is drawing from the model whose other tokens are certain."""

@@ -74,7 +74,6 @@ class ImageState:
         self.ends = list(accumulate(self.sizes))
         self.tokens = torch.zeros(B, self.ends[-1], dtype=torch.int64, device=device)
         self.length = torch.zeros(B, dtype=torch.int64, device=device)
-        self.draft_start = torch.zeros_like(self.length)
         self.scale = 0
         self.canvases = [model.canvas(B)]
         self.inputs: list[Tensor | None] = [None]
@@ -89,6 +88,7 @@ class ImageState:
             self.length = torch.full_like(self.length, self.ends[scale])
             self.by_scale[scale]["model"] = "given"
             self._append_scale(scale)
+        self.draft_start = torch.full_like(self.length, self.scale)
 
     def token_slice(self, scale: int) -> slice:
         """Return the slice of a scale's tokens in `tokens`."""
@@ -164,7 +164,6 @@ class ImageState:
         stage = self.stages[self.scale]
         last, canvas = self.stage_end(stage) - 1, self.canvases[-1]
         ongoing = torch.ones_like(self.length, dtype=torch.bool)
-        self.draft_start = self.draft_start.clamp(min=self.scale)
         for i, of_scale in enumerate(logits):
             scale, at = self.scale + i, self.token_slice(self.scale + i)
             noise = self.make_noise(scale)
