@@ -74,6 +74,30 @@ def test_features_of_other_slots_are_noticed(monkeypatch) -> None:
     assert passes(Eagle(1), speculative_sampling) > 3
 
 
+class WatchedHeads(TableMedusa):
+    """Keeps the token that each feature belongs to, and the place of the root."""
+
+    seen: list[tuple[torch.Tensor, torch.Tensor]]
+
+    def forward(self, tokens, features, position):
+        self.seen.append((features[:, 0, 0].long(), position))
+        return super().forward(tokens, features, position)
+
+
+def test_medusa_drafts_from_the_feature_that_predicted_the_root() -> None:
+    """Whether a pass committed one token or several: the feature of a slot belongs to its token, the one before the root."""
+    model = TableModel(vocab=3, tokens=9, seed=4)
+    model.draft_heads = {"medusa": (heads := WatchedHeads(TableModel(vocab=3, tokens=9, seed=4)))}
+    heads.seen = []
+    method = Accelerator("mine", Medusa(3), speculative_sampling)
+    result = decode(model, torch.arange(16) % 2, torch.arange(16), method)
+    assert sum(count > 0 for count in result.stats.committed_histogram[1:]) > 2 < len(heads.seen)
+    for before, position in heads.seen[1:]:
+        inside = (position > 0) & (position < 8)  # at 8 an image is complete
+        expected = result.tokens.gather(1, (position - 1).clamp(0, 8)[:, None])[:, 0]
+        assert torch.equal(before[inside], expected[inside])
+
+
 # -- LlamaGen -----------------------------------------------------------------------------------------------------------
 
 

@@ -25,6 +25,12 @@ from vargen.models.transformers_folder import NetworkKind
 _GLM_PATCH = 32  # pixels per token of the image
 
 
+def preview_size(size: tuple[int, int]) -> tuple[int, int]:
+    """Return rows and columns of the preview of an image of `size` tokens: about 16 x 16, in the same proportions."""
+    (rows, columns), side = size, _GLM_PATCH // 2
+    return int(math.sqrt(rows / columns) * side), int(math.sqrt(columns / rows) * side)
+
+
 class PreviewDrafter:
     """`LowResModel` of a model that generates a preview before the image, with the same tokens.
 
@@ -91,9 +97,7 @@ class GLMImage(ImageLanguageModel):
     def __init__(self, model: Any, size: tuple[int, int] = (32, 32)):
         super().__init__(model)
         self.body, self.size = model.model.language_model, validate_size(size)
-        rows, columns = size
-        side = _GLM_PATCH // 2  # the preview has about 16 x 16 tokens
-        self.preview = int(math.sqrt(rows / columns) * side), int(math.sqrt(columns / rows) * side)
+        self.preview = preview_size(size)
         offsets, start = [], 0
         for height, width in (self.preview, size):
             place = torch.cartesian_prod(torch.arange(height), torch.arange(width)).T.reshape(2, -1)
