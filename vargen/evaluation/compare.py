@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from vargen.decoding import DecodeStats, Method, Progress
+from vargen.decoding.seeds import resolve_seeds
 from vargen.deprecation import renamed_fields
 from vargen.evaluation.decoders import PricedDecoder, open_decoder
 from vargen.models.condition import Condition
@@ -98,7 +99,7 @@ def compare_methods(
     settings: dict[str, Any] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Comparison:
-    """Generate an image of every prompt with every method; image i has seed `seed + i` in all of them.
+    """Generate an image of every prompt with every method; image i is that of `vargen generate` with seed `seed + i`.
 
     Args:
         prompts: one image each; the last batch is filled up with the first prompts.
@@ -118,10 +119,11 @@ def compare_methods(
     decoder = open_decoder(pipe, chosen)
     filled = [prompts[i % len(prompts)] for i in range(-(-len(prompts) // batch) * batch)]
     condition, _ = pipe.encode_condition(filled)
-    seeds = torch.arange(seed, seed + len(filled))
+    seeds = list(range(seed, seed + len(filled)))
+    noise_seeds = resolve_seeds([torch.Generator().manual_seed(each) for each in seeds], len(seeds)).noise_seeds
     groups = [slice(start, start + batch) for start in range(0, len(filled), batch)]
     with decoder.limit_threads(condition.select_rows(groups[0]), batch) as threads:  # one count for all methods
-        results, all_tokens, curve = _run_interleaved(decoder, condition, seeds, groups, methods, pipe.baseline, progress)
+        results, all_tokens, curve = _run_interleaved(decoder, condition, noise_seeds, groups, methods, pipe.baseline, progress)
     return Comparison(
         model=type(pipe.transformer).__name__,
         baseline=pipe.baseline,
@@ -129,7 +131,7 @@ def compare_methods(
         threads=threads,
         sampling=chosen,
         prompts=filled,
-        seeds=seeds.tolist(),
+        seeds=seeds,
         methods=results,
         cost_curve=curve,
         tokens=all_tokens,

@@ -198,11 +198,12 @@ def generate_tokens(
     progress: Callable[[int], None] | None = None,
     on_cache_error: Callable[[Path, OSError], None] | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """Generate tokens int64 `[num_images, N]` for the prompts in turn, with seeds from `seed`; return mean statistics, too.
+    """Generate tokens int64 `[num_images, N]` for the prompts in turn; return mean statistics, too.
 
     Every batch is saved in `folder`, so an interrupted run resumes where it stopped. `weights` identifies the model.
 
     Args:
+        seed: key of the first image's noise, not the seed of a generator as elsewhere; the next has `seed + 1`.
         on_cache_error: called if a file cannot be written, for example on a full disk; the run then continues without saving.
 
     Raises:
