@@ -102,7 +102,7 @@ class LanguageModelPipeline(VisualPipeline):
 
     @classmethod
     def validate_method_for(cls, info: ModelInfo, method: Accelerator) -> None:
-        validate_drafter(method.drafter, info)
+        validate_drafter(method, info)
 
     def _device_of(self, component: Any) -> torch.device:
         return self.language_model.device

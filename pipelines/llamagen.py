@@ -19,7 +19,6 @@ from vargen.convert.llamagen import convert_llamagen
 from vargen.decoding import DEFAULT_METHOD, Accelerator, DecodeOutput, Eagle, Jacobi, Medusa, decode
 from vargen.decoding.next_token.drafters.heads import HeadDrafter
 from vargen.decoding.next_token.drafters.initial import LOW_RES_DRAFTS, MISSING_LOW_RES
-from vargen.decoding.next_token.protocols import Drafter
 from vargen.device import validate_compile
 from vargen.models.heads.eagle import EagleDrafter
 from vargen.models.heads.medusa import MedusaDrafter
@@ -40,8 +39,9 @@ if TYPE_CHECKING:
     from vargen.pipelines.registry import ModelInfo
 
 
-def validate_drafter(drafter: Drafter, info: ModelInfo) -> None:
-    """Raise ValueError if a model's grid is too small for a drafter, or the model lacks the head that drafts."""
+def validate_drafter(method: Accelerator, info: ModelInfo) -> None:
+    """Raise ValueError if a model's grid is too small for the drafter of a method, or the model lacks the head that drafts."""
+    drafter = method.fit_preset(1, info.num_tokens).drafter
     drafter.validate_grid(info.num_tokens)
     if isinstance(drafter, HeadDrafter) and drafter.model is None and drafter.kind not in info.components:
         raise ValueError(drafter.missing_head_message())
@@ -104,7 +104,7 @@ class LlamaGenPipeline(VisualPipeline):
     @classmethod
     def validate_method_for(cls, info: ModelInfo, method: Accelerator) -> None:
         drafter = method.drafter
-        validate_drafter(drafter, info)
+        validate_drafter(method, info)
         if isinstance(drafter, Jacobi) and drafter.initial in LOW_RES_DRAFTS and "low_res" not in info.components:
             raise ValueError(MISSING_LOW_RES)
 

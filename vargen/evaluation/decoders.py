@@ -86,7 +86,8 @@ class TokenPricedDecoder(PricedDecoder):
         self, method: Any, runs: Sequence[DecodeStats], curve: dict[int, float], condition: Condition, batch: int
     ) -> tuple[float, int]:
         fed = sum((Counter(run.passes_by_width) for run in runs), Counter())
-        drafting = {width: method.drafter.measure_cost(self.model, condition, batch, width - 1) for width in fed}
+        drafter = method.fit_preset(*self.model.grid).drafter
+        drafting = {width: drafter.measure_cost(self.model, condition, batch, width - 1) for width in fed}
         return sum(passes * (curve[width] + drafting[width]) for width, passes in fed.items()), sum(fed.values())
 
 

@@ -89,7 +89,7 @@ def decode(
         graphs = CUDAGraph
     validate_call(seeds, sampling, callback)
     sampling.validate_top_k(model.vocab)
-    max_width = method.drafter.max_width
+    max_width = method.fit_preset(*model.grid).drafter.max_width
     with use_best_threads(model, condition, len(seeds), max_width) as threads, inference_mode_for(device):
         run = Run(device, model.grid[0] * model.grid[1], callback, profile)
         images, widths = run_loop(run, model, condition, seeds.to(device), method, sampling, graphs)
@@ -145,7 +145,7 @@ def prefill(
     run: Run, model: TokenModel, condition: Any, seeds: Tensor, accelerator: Accelerator, sampling: Sampling
 ) -> tuple[DecodePass, LoopState, Output]:
     """Run the prefill. Returns the pass that continues from it, its first state, and the output that predicts token 0."""
-    drafter, rule = accelerator.drafter.bind(model), accelerator.acceptance.bind(model)
+    drafter, rule = accelerator.bind(model)
     with run.time_part("prefill"):
         cache, out = model.prefill(condition, drafter.max_width)
     with run.time_part("draft"):

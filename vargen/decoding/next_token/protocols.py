@@ -268,6 +268,10 @@ class AcceptanceRule:
         """
         return self
 
+    def fit_to_grid(self, rows: int, columns: int) -> Self:
+        """Return the rule with its sizes limited to a grid."""
+        return self
+
     def __call__(self, probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verdict:
         """Verify a draft.
 

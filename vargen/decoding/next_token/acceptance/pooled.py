@@ -73,6 +73,9 @@ class PooledRule(RelaxedRule):
             object.__setattr__(bound, "neighbor_table", build_neighbor_table(require_codebook(model), self.size))
         return bound
 
+    def fit_to_grid(self, rows: int, columns: int) -> PooledRule:
+        return replace(self, radius=min(self.radius, max(rows, columns) - 1))
+
     def pooled_prob(self, p: Tensor, tokens: Tensor) -> Tensor:
         """Total probability of `tokens` `[B, S]` and their neighbors under p `[B, S, V]`: float `[B, S]`."""
         own = gather_prob(p, tokens)
