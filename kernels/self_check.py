@@ -36,10 +36,10 @@ def _check_attention(device: torch.device) -> str | None:
     parents = [-1, 0, 0, 1, 2]
     seen = [sum(1 << each for each in reference.ancestors_of(parents, slot)) for slot in range(5)]
     words, length = torch.tensor(seen)[:, None], torch.tensor([3, 70])
-    bias = torch.tensor([[0.5], [1.5]])
+    bias = torch.tensor([[0.5], [1.5]], dtype=torch.float32)
     for dtype in (torch.float32, torch.bfloat16):
-        q = torch.randn(2, 5, 2, 64, generator=generator).to(dtype)
-        k, v = (torch.randn(2, 2, 96, 64, generator=generator).to(dtype) for _ in range(2))
+        q = torch.randn(2, 5, 2, 64, generator=generator, dtype=torch.float32).to(dtype)
+        k, v = (torch.randn(2, 2, 96, 64, generator=generator, dtype=torch.float32).to(dtype) for _ in range(2))
         expected = reference.tree_attention(q, k, v, length, bias, [parents, parents])
         given = (each.to(device) for each in (q, k, v, length, bias, words))
         off = (tree_attention(*given, splits=2).cpu().double() - expected).abs().max()
@@ -51,7 +51,7 @@ def _check_attention(device: torch.device) -> str | None:
 def _check_sampler(device: torch.device) -> str | None:
     from vargen.kernels.sampler import NoiseStream, sample_from_logits
 
-    logits = torch.randn(2, 3, 4096, generator=torch.Generator().manual_seed(0)) * 3
+    logits = torch.randn(2, 3, 4096, generator=torch.Generator().manual_seed(0), dtype=torch.float32) * 3
     expected = reference.probabilities(logits.flatten(0, 1), None, 1.0, 0.8, 50, 0.9).unflatten(0, (2, 3))
     noise = NoiseStream(torch.tensor([1, 2], device=device), torch.arange(3, device=device).expand(2, -1), 0)
     out = sample_from_logits(logits.to(device), temperature=0.8, top_k=50, top_p=0.9, noise=noise)
@@ -95,10 +95,13 @@ def _check_verification(device: torch.device) -> str | None:
     certain = torch.nn.functional.one_hot(torch.tensor([[5, 6, 7], [5, 8, 9]]), 16).float().to(device)
     tokens = torch.tensor([[5, 6], [5, 6]], device=device)
     noise = torch.tensor([1, 2], device=device), torch.arange(3, device=device).expand(2, -1), 0
-    chain = verify_chain(certain, tokens, torch.full((2, 2, 16), 1 / 16, device=device), None, *noise)
+    chain = verify_chain(certain, tokens, torch.full((2, 2, 16), 1 / 16, dtype=torch.float32, device=device), None, *noise)
     if chain[0].tolist() != [3, 2] or chain[1].tolist() != [7, 8]:
         return "a chain is verified wrongly"
-    accept_prob, spent = torch.ones(2, 2, device=device), torch.zeros(2, device=device)
+    accept_prob, spent = (
+        torch.ones(2, 2, dtype=torch.float32, device=device),
+        torch.zeros(2, dtype=torch.float32, device=device),
+    )
     relaxed = verify_chain(certain, tokens, None, None, *noise, accept_prob=accept_prob, relaxation=spent)
     assert relaxed.relaxation is not None
     if relaxed[0].tolist() != [3, 3] or relaxed[1].tolist() != [7, 9] or relaxed.relaxation.tolist() != [0, 1]:
@@ -121,7 +124,7 @@ def _check_relaxed(device: torch.device) -> str | None:
     """Total probability of a token and its neighbors in rank, and of a token and its two nearest codes."""
     from vargen.kernels.relaxed_probs import grouped_accept_prob, neighborhood_accept_prob
 
-    p, tokens = torch.tensor([[[0.1, 0.2, 0.3, 0.4]]], device=device), torch.tensor([[1]], device=device)
+    p, tokens = torch.tensor([[[0.1, 0.2, 0.3, 0.4]]], dtype=torch.float32, device=device), torch.tensor([[1]], device=device)
     nearest = torch.tensor([[1, 2], [3, 0], [3, 1], [0, 1]], dtype=torch.int16, device=device)
     found = (
         grouped_accept_prob(p, None, tokens, 2, 1.0, None, None),

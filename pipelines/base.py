@@ -16,7 +16,7 @@ from diffusers.image_processor import VaeImageProcessor
 from PIL import Image
 from torch import Tensor
 
-from vargen.compat import ensure_torchvision, hide_progress_bars, load_options, report_memory
+from vargen.compat import ensure_torchvision, hide_progress_bars, load_options, report_memory, without_autocast
 from vargen.decoding import DEFAULT_METHOD, list_methods, resolve_method
 from vargen.deprecation import renamed_attributes, renamed_fields
 from vargen.files import atomic_merge, expand_user
@@ -140,6 +140,7 @@ class VisualPipeline(OffloadedPipeline, DiffusionPipeline):
     # -- loading and saving ---------------------------------------------------------------------------------------------
 
     @classmethod
+    @without_autocast
     def from_pretrained(
         cls,
         pretrained_model_name_or_path: Any,

@@ -95,7 +95,8 @@ class LanguageModelPipeline(VisualPipeline):
     def _description(self, name: str) -> ImageLanguageModel:
         model = getattr(self, name)
         weight = model.get_output_embeddings().weight
-        key = (weight.device, weight.dtype, weight.data_ptr(), weight._version)
+        version = None if weight.is_inference() else weight._version  # tensors of inference mode have none
+        key = (weight.device, weight.dtype, weight.data_ptr(), version)
         if name not in self._descriptions or self._descriptions[name][0] != key:
             self._descriptions[name] = key, self._describe(model)
         return self._descriptions[name][1]

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from vargen.compat import without_autocast
 from vargen.device import select_device
 from vargen.models.quantization import quantize_network
 from vargen.pipelines.base import VisualPipeline
@@ -80,6 +81,7 @@ def _locate(name: Any, options: Mapping[str, Any] | None = None) -> tuple[Any, b
     return folder, (folder / "config.json").is_file() and not (folder / "model_index.json").is_file()
 
 
+@without_autocast
 def open_pipeline(name: Any, *, device: str | torch.device | None = None, **options: Any) -> VisualPipeline:
     """Load a packaged model by name, a local folder, or a Hub model, of any family.
 

@@ -214,7 +214,7 @@ def stack_videos(videos: list[list[Tensor]], output_type: str) -> Any:
     """Concatenate the blocks `[F, ...]` of each video, and convert them to the output type."""
     if output_type == "pil":
         return [[Image.fromarray(frame) for part in parts for frame in part.permute(0, 2, 3, 1).numpy()] for parts in videos]
-    whole = [torch.cat(parts) if parts else torch.zeros(0) for parts in videos]
+    whole = [torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float32) for parts in videos]
     alike = len({video.shape for video in whole}) == 1  # False if the call was stopped
     if output_type != "np":
         return torch.stack(whole) if alike else whole

@@ -197,9 +197,10 @@ def _names_modules(record: logging.LogRecord) -> bool:
 
 
 def without_autocast(function: _F) -> _F:
-    """Decorator: run in the dtypes of the weights, regardless of any surrounding `torch.autocast`.
+    """Decorator: run in the dtypes of the weights, regardless of any surrounding `torch.autocast` and of torch's default device.
 
     The networks choose their own dtypes; autocast on top of that would make new keys and values differ in dtype from the cache.
+    Tensors without a device of their own, such as seeds, belong on the CPU, whatever `torch.set_default_device` says.
     """
 
     @functools.wraps(function)
@@ -210,6 +211,8 @@ def without_autocast(function: _F) -> _F:
             for kind in ("cpu", "cuda", "mps", "xpu"):
                 if torch.is_autocast_enabled(kind):
                     stack.enter_context(torch.autocast(kind, enabled=False))
+            if torch.empty(0).device.type != "cpu":  # a fraction of the time of `torch.get_default_device`
+                stack.enter_context(torch.device("cpu"))
             return function(*args, **options)
 
     return plain  # type: ignore[return-value]

@@ -64,7 +64,7 @@ def arbitrary_condition(pipe: Any, batch: int) -> Condition:
         return Condition(class_labels=torch.arange(batch, device=device) % config.num_classes)
     mask = torch.zeros(batch, pipe.max_caption_tokens, dtype=torch.bool, device=device)
     mask[:, -ARBITRARY_CAPTION_TOKENS:] = True
-    embeds = torch.randn(*mask.shape, config.caption_dim, device=device) * mask[..., None]
+    embeds = torch.randn(*mask.shape, config.caption_dim, dtype=torch.float32, device=device) * mask[..., None]
     return Condition(caption_embeds=embeds, caption_mask=mask)
 
 

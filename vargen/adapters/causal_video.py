@@ -119,7 +119,7 @@ class CausalVideoBlockModel:
         held = sum(part.shape[1] for part in clean)
         latents = torch.cat([*clean, *(() if noisy is None else (noisy,))], 1)
         cache.begin_block(latents.shape[1])
-        steps = torch.zeros(self.rows_per_video, latents.shape[1], device=self.device)
+        steps = torch.zeros(self.rows_per_video, latents.shape[1], dtype=torch.float32, device=self.device)
         steps[:, held:] = level * TIMESTEPS
         velocity = self.transformer(latents.expand(self.rows_per_video, -1, -1, -1, -1), steps, state.text, cache)
         cache.commit(held)

@@ -72,7 +72,9 @@ class LlamaGenTokenModel(TokenModel):
         self.rows_per_image = self.guidance.rows_per_image
         self.draft_heads = {name: make(self) for name, make in (draft_heads or {}).items()}
         # A tensor, because the compiler would build a new graph for every other Python number.
-        self._scale = torch.tensor(self.guidance.scale, device=self.device) if self.rows_per_image == 2 else None
+        self._scale = (
+            torch.tensor(self.guidance.scale, dtype=torch.float32, device=self.device) if self.rows_per_image == 2 else None
+        )
         layers = "" if self.num_layers == transformer.config.n_layer else f"{self.num_layers} layers"
         compiled = "" if self.compiled_forward is transformer else "compiled"
         prefix = "" if compress_prefix else "whole prefix"

@@ -90,7 +90,7 @@ class VARScaleModel:
         self.scale_codes = quantiser.scale_codes
         self._ends = (0, *transformer.ends)
         S = len(self.scale_tokens)
-        strength = torch.arange(S, device=self.device) * ((self.guidance.scale - 1) / max(S - 1, 1))
+        strength = torch.arange(S, dtype=torch.float32, device=self.device) * ((self.guidance.scale - 1) / max(S - 1, 1))
         self._guidance_ramp = strength.repeat_interleave(torch.tensor(self.scale_tokens, device=self.device))
 
     @property
@@ -109,7 +109,7 @@ class VARScaleModel:
     def canvas(self, batch: int) -> Tensor:
         """Zeros `[B, E, side, side]`."""
         side = self.quantiser.scales[-1]
-        return torch.zeros(batch, self.transformer.config.code_dim, side, side, device=self.device)
+        return torch.zeros(batch, self.transformer.config.code_dim, side, side, dtype=torch.float32, device=self.device)
 
     def add(self, canvas: Tensor, tokens: Tensor, scale: int) -> tuple[Tensor, Tensor | None]:
         side = self.quantiser.scales[scale]

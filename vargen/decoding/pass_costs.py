@@ -107,7 +107,10 @@ def block_threads(model: BlockModel, condition: Any) -> int | None:
     frames = model.block_shape[0]
 
     def passes() -> Callable[[], float]:
-        state, noisy = model.start(condition, frames), torch.zeros(1, *model.block_shape, device=model.device)
+        state, noisy = (
+            model.start(condition, frames),
+            torch.zeros(1, *model.block_shape, dtype=torch.float32, device=model.device),
+        )
         return lambda: time_call(lambda: model.forward(state, (), noisy, model.levels[0]), torch.device(model.device))[0]
 
     with torch.no_grad():

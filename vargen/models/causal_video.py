@@ -127,7 +127,9 @@ class CausalVideoTransformer(QuantizedStorageMixin, ConfigMixin):
             rows, mask_BP = self._with_motion(rows, mask_BP, motion_B)
         bias = None
         if self.config.text_mask and mask_BP is not None:
-            bias = torch.zeros(mask_BP.shape, device=rows.device).masked_fill(~mask_BP.to(rows.device), float("-inf"))
+            bias = torch.zeros(mask_BP.shape, dtype=torch.float32, device=rows.device).masked_fill(
+                ~mask_BP.to(rows.device), float("-inf")
+            )
             bias = bias[:, None, None]
         pairs = [block.cross_attn.project_kv(rows) for block in self.blocks]
         return TextCache(tuple(k for k, _ in pairs), tuple(v for _, v in pairs), bias)

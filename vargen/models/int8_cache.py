@@ -45,14 +45,14 @@ class Int8Cache:
         self.slots = prefix + tokens + scratch
         self.limits = (score_limit(head_dim), value_limit(prefix + tokens))
         self.length = torch.zeros(rows, dtype=torch.int64)
-        self.prefix_bias = torch.zeros(rows, prefix)
+        self.prefix_bias = torch.zeros(rows, prefix, dtype=torch.float32)
         self._allocate()
 
     def _allocate(self) -> None:
         shape = (self.layers, self.rows, self.heads, self.slots)
-        self.k = torch.zeros(*shape[:3], self.head_dim, self.slots)
-        self.v = torch.zeros(*shape, self.head_dim)
-        self.k_scale, self.v_scale = torch.zeros(shape), torch.zeros(shape)
+        self.k = torch.zeros(*shape[:3], self.head_dim, self.slots, dtype=torch.float32)
+        self.v = torch.zeros(*shape, self.head_dim, dtype=torch.float32)
+        self.k_scale, self.v_scale = torch.zeros(shape, dtype=torch.float32), torch.zeros(shape, dtype=torch.float32)
 
     @property
     def _stores(self) -> tuple[Tensor, ...]:
@@ -121,7 +121,7 @@ class Int8Cache:
             index = offset.clamp(0, T - 1)[:, None].expand(-1, T, -1)
             own = ancestors.expand(self.rows, T, T).gather(2, index) & (offset < T)[:, None]
             visible = (offset < 0)[:, None] | own
-        image = torch.zeros(visible.shape).masked_fill_(~visible, float("-inf"))
+        image = torch.zeros(visible.shape, dtype=torch.float32).masked_fill_(~visible, float("-inf"))
         return torch.cat([self.prefix_bias[:, None].expand(-1, T, -1), image], -1)[:, None]
 
     def commit_chain(self, count_R: Tensor | int) -> None:
@@ -155,7 +155,7 @@ class Int8Cache:
         """Fill all slots with random keys and values, for measurements."""
         for store, limit in zip((self.k, self.v), self.limits, strict=True):
             integers = store if store.dtype == torch.float32 else store.view(torch.int16)
-            integers.copy_(torch.randn(integers.shape).mul_(100).round_().clamp_(-limit, limit))
+            integers.copy_(torch.randn(integers.shape, dtype=torch.float32).mul_(100).round_().clamp_(-limit, limit))
         self.k_scale.fill_(0.01)
         self.v_scale.fill_(0.01)
 
@@ -185,7 +185,7 @@ class PairedInt8Cache(Int8Cache):
         shape = (self.layers, self.rows, self.heads)
         self.k = torch.zeros(*shape, self.head_dim // 2, slots, dtype=torch.int32)
         self.v = torch.zeros(*shape, slots // 2, width, dtype=torch.int32)
-        self.k_scale, self.v_scale = (torch.zeros(*shape, slots) for _ in range(2))
+        self.k_scale, self.v_scale = (torch.zeros(*shape, slots, dtype=torch.float32) for _ in range(2))
 
     def _write_values(self, layer: int, values_RGPK: Tensor, scale_RGP: Tensor) -> None:
         for slot in range(self.prefix):

@@ -62,7 +62,7 @@ class KVCache:
         if room > head_dim:
             self.k, self.v = self.k[..., :head_dim], self.v[..., :head_dim]
         self._done = torch.zeros(rows if self.fused else 0, dtype=torch.int32, device=device)
-        self.prefix_bias = torch.zeros(rows, prefix, device=device)
+        self.prefix_bias = torch.zeros(rows, prefix, dtype=torch.float32, device=device)
         self.norm_scales: list[tuple[Tensor | None, Tensor | None]] = []
         first = torch.arange(rows * heads, device=device).view(rows, 1, heads) * self.slots
         self._first_slot = first + prefix  # of the image, in the flattened slots of all rows and heads
@@ -174,7 +174,7 @@ class KVCache:
             table = ancestors.expand(self.rows, T, held)
             index = offset.clamp(0, held - 1)[:, None, :].expand(-1, T, -1)
             visible = (offset < 0)[:, None, :] | (table.gather(2, index) & (offset < held)[:, None, :])
-        image = torch.zeros(visible.shape, device=visible.device).masked_fill_(~visible, float("-inf"))
+        image = torch.zeros(visible.shape, dtype=torch.float32, device=visible.device).masked_fill_(~visible, float("-inf"))
         prefix = self.prefix_bias[:, None, :].expand(-1, T, -1)
         return torch.cat([prefix, image], dim=-1)[:, None].to(dtype)
 

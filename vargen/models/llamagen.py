@@ -343,7 +343,7 @@ class LlamaGenTransformer(TransposableWeights, QuantizedStorageMixin, ConfigMixi
         x = self._embed(condition)
         B, P, _ = x.shape
         mask = condition.caption_mask
-        visible = torch.ones(B, P, device=x.device) if mask is None else mask.float()
+        visible = torch.ones(B, P, dtype=torch.float32, device=x.device) if mask is None else mask.float()
         seen = visible.cumsum(1)  # number of visible rows up to each row, [B, P]
         total = seen[:, -1:]
         compressed = cache.prefix == 1

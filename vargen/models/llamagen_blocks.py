@@ -65,7 +65,9 @@ class Linear(nn.Linear):
 @normal_tensors()
 def _norm_constants(width: int, eps: float) -> tuple[Tensor, Tensor]:
     """(root, offset), float32 `[]`, with x / sqrt(|x|^2 / D + eps) = x root / sqrt(|x|^2 + offset^2); cached as tensors."""
-    return torch.tensor(width**0.5, device="cpu"), torch.tensor((width * eps) ** 0.5, device="cpu")
+    return torch.tensor(width**0.5, device="cpu", dtype=torch.float32), torch.tensor(
+        (width * eps) ** 0.5, device="cpu", dtype=torch.float32
+    )
 
 
 class RMSNorm(nn.Module):

@@ -77,11 +77,13 @@ def embed_condition(network: LlamaGenTransformer, condition: Condition) -> Tenso
 def run_prefill(network: LlamaGenTransformer, x: Tensor, mask: Tensor | None, cache: Int8Cache) -> Tensor:
     """Run embedded conditioning rows `[B, P, D]` as `LlamaGenTransformer._prefill` does; returns the last residual."""
     B, P, _ = x.shape
-    visible = torch.ones(B, P) if mask is None else mask.float()
+    visible = torch.ones(B, P, dtype=torch.float32) if mask is None else mask.float()
     seen = visible.cumsum(1)
     total = seen[:, -1:]
     compressed = cache.prefix == 1
-    logarithms = torch.tensor([-math.inf, *(math.log(count) for count in range(1, P + 1))])  # the same for any batch
+    logarithms = torch.tensor(
+        [-math.inf, *(math.log(count) for count in range(1, P + 1))], dtype=torch.float32
+    )  # the same for any batch
     cache.prefix_bias.copy_(logarithms[total.long()] if compressed else logarithms[visible.long()])
     layers: Any = network.layers
     for i, layer in enumerate(layers):
@@ -118,7 +120,7 @@ def add_residuals(layer: Any, x: Tensor, attended_BTHK: Tensor) -> Tensor:
 
 def forward_sequence(network: LlamaGenTransformer, x: Tensor, cos_sin: Tensor, visible: Tensor) -> Tensor:
     """Run whole sequences `[B, T, D]` with rotary factors `[T, K/2, 2]`; `visible`: bool `[T, T]` or `[B, 1, T, T]`."""
-    bias = torch.zeros(visible.shape).masked_fill_(~visible, -math.inf).view(-1, 1, *visible.shape[-2:])
+    bias = torch.zeros(visible.shape, dtype=torch.float32).masked_fill_(~visible, -math.inf).view(-1, 1, *visible.shape[-2:])
     limits = score_limit(network.config.dim // network.config.n_head), value_limit(network.num_prefix_rows + network.tokens)
     for layer in network.layers:
         q, k, v = project(layer, x, cos_sin[None])
@@ -190,8 +192,8 @@ def _compiled_step(
         scales, given = np.empty((B // 2, T), np.float32), guidance.numpy() if isinstance(guidance, Tensor) else guidance
         scales[...] = given[..., 0] if isinstance(given, np.ndarray) and given.ndim else given
     D, V = network.config.dim, network.config.vocab_size
-    logits = torch.empty(B if guidance is None else B // 2, T, V)
-    features, hidden = torch.empty(B, T, D), torch.empty(B, T, D)
+    logits = torch.empty(B if guidance is None else B // 2, T, V, dtype=torch.float32)
+    features, hidden = torch.empty(B, T, D, dtype=torch.float32), torch.empty(B, T, D, dtype=torch.float32)
     # All is at hand before the pass, which evicts from the CPU's caches what operators need.
     compiled.run_layers(weights, cache.arrays, cache.buffers, tokens, cells, tree)
     compiled.run_output(weights, cache.buffers, scales, hidden.numpy(), features.numpy(), logits.numpy())

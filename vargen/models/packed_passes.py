@@ -69,6 +69,6 @@ def run_packed_step(
         places = places[: packed.shape[1]]
         if isinstance(guidance, Tensor) and guidance.dim():
             guidance = guidance.expand(images, T, 1).reshape(-1, 1)[places]
-    logits = torch.zeros(images * T, network.config.vocab_size)
+    logits = torch.zeros(images * T, network.config.vocab_size, dtype=torch.float32)
     logits[places] = network._logits(packed, guidance)[0]
     return logits.view(images, T, -1), features.view(R, T, D), hidden.view(R, T, D)

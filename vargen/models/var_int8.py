@@ -49,8 +49,11 @@ class Int8ScaleCache(ScaleCache):
         shape = (rows, layers, heads)
         self.k = torch.zeros(*shape, head_dim // 2, slots, dtype=torch.int32)
         self.v = torch.zeros(*shape, slots // 2, width, dtype=torch.int32)
-        self.k_scale, self.v_scale = torch.zeros(*shape, slots), torch.zeros(*shape, slots)
-        self.prefix_bias = torch.zeros(rows, prefix)
+        self.k_scale, self.v_scale = (
+            torch.zeros(*shape, slots, dtype=torch.float32),
+            torch.zeros(*shape, slots, dtype=torch.float32),
+        )
+        self.prefix_bias = torch.zeros(rows, prefix, dtype=torch.float32)
         self.limits = (score_limit(head_dim), value_limit(most_slots))
         self.scale = 0
         self.modulation: Modulation | None = None
@@ -112,7 +115,7 @@ def run_pass(
     first, R, P = cache.scale, cache.rows, cache.prefix
     begin = network.first_token_of(first)
     tokens, fed = network.ends[last] - begin, P if condition is not None else 0
-    x = torch.empty(R, fed + tokens, network.config.dim)
+    x = torch.empty(R, fed + tokens, network.config.dim, dtype=torch.float32)
     if condition is not None:
         x[:, : fed + network.ends[0]] = _embed_condition(network, condition, cache)
     if inputs is not None:
@@ -134,7 +137,10 @@ def run_pass(
     n = network.ends[last] - network.first_token_of(wanted)
     strength = np.zeros(0, np.float32) if guidance is None else as_array(guidance.float())
     rows = R if guidance is None else R // 2
-    features, logits = torch.empty(R, n, D), torch.empty(rows, n, network.config.vocab_size)
+    features, logits = (
+        torch.empty(R, n, D, dtype=torch.float32),
+        torch.empty(rows, n, network.config.vocab_size, dtype=torch.float32),
+    )
     cache.compiled.run_head(
         x.numpy(), as_array(modulation.head[:, :, 0]), *head, strength, buffers.row, buffers.scale, buffers.wide, buffers.sums,
         buffers.ticks, features.numpy(), logits.numpy(),
@@ -148,7 +154,7 @@ def _embed_condition(network: VARTransformer, condition: Condition, cache: Int8S
     Each row is embedded alone, without its padding, so that it does not depend on the other rows.
     """
     count = cache.rows
-    x = torch.zeros(count, cache.prefix + network.ends[0], network.config.dim)
+    x = torch.zeros(count, cache.prefix + network.ends[0], network.config.dim, dtype=torch.float32)
     mask = torch.zeros(count, cache.prefix, dtype=torch.bool)
     parts = []
     for r in range(count):

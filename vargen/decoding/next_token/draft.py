@@ -195,7 +195,7 @@ class Draft:
     def make_empty(cls, images: int, vocab: int, device: torch.device) -> Draft:
         """Return an empty draft: a pass that feeds the root alone."""
         tokens = torch.zeros(images, 0, dtype=torch.int64, device=device)
-        return cls(tokens, Tree.make_chain(0, device), torch.zeros(images, 0, vocab, device=device))
+        return cls(tokens, Tree.make_chain(0, device), torch.zeros(images, 0, vocab, dtype=torch.float32, device=device))
 
     def shorten(self, fed: Tensor) -> Draft:
         """Return a chain of which each image feeds at least one and at most `fed` `[B]` tokens, root included."""

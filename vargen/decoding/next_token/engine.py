@@ -210,7 +210,7 @@ class Engine:
         if not self._batch.is_open:
             return DecodeStats(self.method.name, 0)
         images, whole = self._batch.images, [image for image in finished if image.error is None]
-        relaxation = torch.tensor([image.relaxation for image in whole])
+        relaxation = torch.tensor([image.relaxation for image in whole], dtype=torch.float32)
         seeds = torch.tensor([image.seed for image in whole], dtype=torch.int64)
         length = torch.full((len(whole),), self.num_tokens, device=images.length.device)
         images = replace(images, seeds=seeds, length=length, relaxation=relaxation)

@@ -271,7 +271,7 @@ class ImageState:
             seeds=seeds,
             tokens=tokens,
             length=torch.ones(B, dtype=torch.int64, device=device),
-            relaxation=torch.zeros(B, device=device),
+            relaxation=torch.zeros(B, dtype=torch.float32, device=device),
             committed_histogram=torch.zeros(max_width + 1, dtype=torch.int64, device=device),
             sibling_counts=torch.zeros(max_width, 2, dtype=torch.int64, device=device),
             num_tokens=num_tokens,

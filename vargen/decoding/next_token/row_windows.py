@@ -42,7 +42,7 @@ class RowWindows:
 
     def __init__(self, budget: WindowState, images: int, max_width: int, is_shared_out: bool):
         self.budget, self.max_width, self.is_shared_out = budget, max_width, is_shared_out
-        self._rate_sum, self._weight = torch.zeros(images), torch.zeros(images)
+        self._rate_sum, self._weight = torch.zeros(images, dtype=torch.float32), torch.zeros(images, dtype=torch.float32)
         self._active = torch.ones(images, dtype=torch.bool)
         self.widths = torch.ones(images, dtype=torch.int64)
 

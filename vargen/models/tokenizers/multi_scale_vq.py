@@ -165,7 +165,8 @@ class MultiScaleVQModel(QuantizedStorageMixin, ConfigMixin):
     def zero_latent(self, batch: int) -> Tensor:
         """Return the sum before the first scale: zeros `[B, C, R, G]`."""
         side = self.scales[-1]
-        return torch.zeros(batch, self.config.codebook_embed_dim, side, side, device=find_device(self.quantize))
+        shape = (batch, self.config.codebook_embed_dim, side, side)
+        return torch.zeros(shape, dtype=torch.float32, device=find_device(self.quantize))
 
     def next_input(self, f_hat_BCRG: Tensor, tokens: Tensor, k: int) -> tuple[Tensor, Tensor | None]:
         """Add one scale to the sum, in teacher forcing and in sampling. Nothing is changed in place.

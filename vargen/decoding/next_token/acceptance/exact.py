@@ -37,7 +37,11 @@ def gather_p_and_q(probs: Tensor, draft: Draft) -> tuple[Tensor, Tensor]:
 
 def gather_prob(probs: Tensor | None, tokens: Tensor) -> Tensor:
     """Look up the probabilities of tokens `[B, S]` in `probs` `[B, S, V]`; ones for a deterministic proposal (None)."""
-    return torch.ones(tokens.shape, device=tokens.device) if probs is None else probs.gather(2, tokens[..., None])[..., 0]
+    return (
+        torch.ones(tokens.shape, dtype=torch.float32, device=tokens.device)
+        if probs is None
+        else probs.gather(2, tokens[..., None])[..., 0]
+    )
 
 
 def dense_draft_probs(probs: Tensor, draft: Draft) -> Tensor:

@@ -202,7 +202,7 @@ def _cap_by_path(relaxation: Tensor, tree: Tree, allowed: Tensor) -> Tensor:
     The budget is spent in the order of the tests: earlier siblings of a token and of its ancestors come first.
     """
     T = relaxation.shape[1]
-    tested = tree.earlier_siblings.float() + torch.eye(T, device=relaxation.device)
+    tested = tree.earlier_siblings.float() + torch.eye(T, dtype=torch.float32, device=relaxation.device)
     tested[..., 0, :] = 0  # the root is not a draft token
     before = tree.ancestors.float() @ tested  # [.., T, T]: the tests up to the acceptance of a draft token, its own included
     upto = (before.to(relaxation.dtype) @ relaxation[..., None])[..., 0]

@@ -228,7 +228,7 @@ class LayerSkip(Speculative):
         assert isinstance(self.skip, float)
         first, last = min(2, count - 2), count - 2
         num_skipped = max(1, min(round(self.skip * count), last - first + 1))
-        return tuple(torch.linspace(last, first, num_skipped).round().int().sort().values.tolist())
+        return tuple(torch.linspace(last, first, num_skipped, dtype=torch.float32).round().int().sort().values.tolist())
 
     def require_draft_model(self, model: TokenModel) -> TokenModel:
         """Return the target without the skipped layers.

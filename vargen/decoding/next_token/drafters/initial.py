@@ -41,7 +41,7 @@ class Context:
 
     @property
     def uniform_probs(self) -> Tensor:
-        return torch.full((1, 1, self.vocab), 1.0 / self.vocab, device=self.tokens.device)
+        return torch.full((1, 1, self.vocab), 1.0 / self.vocab, dtype=torch.float32, device=self.tokens.device)
 
 
 InitialDraft = Callable[[Context], tuple[Tensor, Tensor]]

@@ -146,7 +146,9 @@ class Lookup(ChainDrafter):
         index = None if examples is None else _find_index(examples, model.vocab, columns, seeds.device)
         power: float | Tensor = self.sharpness / max(sampling.temperature, MIN_TEMPERATURE)
         if isinstance(sampling, RowSampling):
-            temperatures = torch.tensor([[each.temperature] for each in sampling.rows], device=seeds.device)
+            temperatures = torch.tensor(
+                [[each.temperature] for each in sampling.rows], dtype=torch.float32, device=seeds.device
+            )
             power = self.sharpness / temperatures.clamp(min=MIN_TEMPERATURE)
         return LookupState(rows * columns, columns, model.vocab, power, index)
 
@@ -173,7 +175,9 @@ class Lookup(ChainDrafter):
 
         All tokens before the position are known.
         """
-        counts = torch.zeros(len(tokens), state.vocab + 1, device=tokens.device)  # the last column collects padding
+        counts = torch.zeros(
+            len(tokens), state.vocab + 1, dtype=torch.float32, device=tokens.device
+        )  # the last column collects padding
         here = make_context_keys(tokens, position, state.vocab, state.columns)
         places = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         then = make_context_keys(tokens, places, state.vocab, state.columns)
@@ -181,7 +185,7 @@ class Lookup(ChainDrafter):
         for width in _prefix_divisors(state.vocab):
             more = (then // width == here // width) & (places < position)
             alike = torch.where(more.any(1, keepdim=True), more, alike)
-        counts.scatter_add_(1, torch.where(alike, tokens, state.vocab), self.image_weight * alike)
+        counts.scatter_add_(1, torch.where(alike, tokens, state.vocab), self.image_weight * alike.float())
         if state.index is not None:
             taken = state.index.find(here[:, 0], self.max_matches)
             counts.scatter_add_(1, torch.where(taken < 0, state.vocab, taken), torch.ones_like(taken, dtype=torch.float32))

@@ -63,7 +63,7 @@ class Recycle(ChainDrafter):
         rows, columns = model.grid
         shape = (len(seeds), model.vocab, min(self.top_k, model.vocab))
         candidates = torch.zeros(shape, dtype=torch.int64, device=seeds.device)
-        return RecycleState(rows * columns, candidates, torch.zeros(shape, device=seeds.device))
+        return RecycleState(rows * columns, candidates, torch.zeros(shape, dtype=torch.float32, device=seeds.device))
 
     def propose(self, state: RecycleState, tokens: Tensor, length: Tensor, noise: Noise) -> Draft:
         image = torch.arange(len(tokens), device=tokens.device)
@@ -73,7 +73,7 @@ class Recycle(ChainDrafter):
         for slot in range(self.length):
             weights = state.weights[image, fed[-1]]  # [B, K]
             known = known & (weights.sum(1) > 0) & (length + slot < state.num_tokens)
-            q = torch.zeros(len(tokens), state.weights.shape[1], device=tokens.device)
+            q = torch.zeros(len(tokens), state.weights.shape[1], dtype=torch.float32, device=tokens.device)
             q.scatter_add_(1, state.candidates[image, fed[-1]], weights)
             fed.append(torch.where(known, noise.shift(slot).sample(q[:, None], Purpose.DRAFT)[:, 0], 0))
             probs.append(q)

@@ -171,7 +171,7 @@ def _grow_dynamic(
     parents = torch.full((B, 1), -1, dtype=torch.int64, device=device)  # of the expanded slots
     expanded_tokens = tokens = root[:, None]
     above, exists = torch.zeros_like(tokens), torch.ones_like(tokens, dtype=torch.bool)
-    expand_score = torch.zeros(B, 1, device=device)
+    expand_score = torch.zeros(B, 1, dtype=torch.float32, device=device)
     expanded_at = torch.full((B, 1), -1, dtype=torch.int64, device=device)  # index of each among the candidates
     levels: list[_Level] = []
     follows: list[Tensor] = []  # parent of each candidate among the expanded slots
@@ -206,7 +206,7 @@ def _grow_dynamic(
 @lru_cache(maxsize=16)
 @normal_tensors()
 def _rank_rates(shape: DynamicTree, device: torch.device) -> Tensor:
-    return torch.tensor(shape.conditional_rates, device=device)
+    return torch.tensor(shape.conditional_rates, dtype=torch.float32, device=device)
 
 
 def _prepend_root(parents: Tensor) -> Tensor:

@@ -89,8 +89,8 @@ class SiblingRateEstimate:
 
     def __post_init__(self) -> None:
         rates = rates_by_rank(self.policy.acceptance, self.policy.children)
-        self.offered = torch.full((_TRACKED_DEPTHS, len(rates)), _PRIOR_WEIGHT, device="cpu")
-        self.accepted = self.offered * torch.tensor(rates, device="cpu")
+        self.offered = torch.full((_TRACKED_DEPTHS, len(rates)), _PRIOR_WEIGHT, device="cpu", dtype=torch.float32)
+        self.accepted = self.offered * torch.tensor(rates, device="cpu", dtype=torch.float32)
 
     @property
     def rates(self) -> list[list[float]]:
@@ -123,7 +123,9 @@ class SiblingRateEstimate:
         for mine, seen in ((self.offered, table[..., 0]), (self.accepted, table[..., 1])):
             rows = torch.arange(len(seen)).clamp(max=_TRACKED_DEPTHS - 1)
             mine *= _EMA_DECAY
-            mine[:, : seen.shape[1]] += torch.zeros(_TRACKED_DEPTHS, seen.shape[1]).index_add_(0, rows, seen / max(images, 1))
+            mine[:, : seen.shape[1]] += torch.zeros(_TRACKED_DEPTHS, seen.shape[1], dtype=torch.float32).index_add_(
+                0, rows, seen / max(images, 1)
+            )
         self.offered.clamp_(min=1e-3)
 
 

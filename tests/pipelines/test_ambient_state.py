@@ -1,0 +1,112 @@
+"""What torch is set to around a call, or around the opening of a model, never changes what is generated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_families import SPECULATIVE, TINY, drafting_pipeline, made, seeded
+from tiny_language_models import make_janus
+
+import vargen
+from vargen.compat import installed_version
+
+FAMILIES = ["next-token text", "next-scale class", "video", "janus"]
+
+
+@contextmanager
+def setting(change: Callable[[Any], Any], value: Any, before: Any) -> Iterator[None]:
+    change(value)
+    try:
+        yield
+    finally:
+        change(before)
+
+
+def default_dtype(dtype: torch.dtype) -> AbstractContextManager[Any]:
+    return setting(torch.set_default_dtype, dtype, torch.get_default_dtype())
+
+
+STATES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "float64": lambda: default_dtype(torch.float64),
+    "bfloat16": lambda: default_dtype(torch.bfloat16),
+    "float16": lambda: default_dtype(torch.float16),
+    "meta": lambda: torch.device("meta"),
+    "default device": lambda: setting(torch.set_default_device, "meta", None),
+    "inference mode": torch.inference_mode,
+    "gradients": torch.enable_grad,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "deterministic": lambda: setting(torch.use_deterministic_algorithms, True, False),
+    "threads": lambda: setting(torch.set_num_threads, 3, torch.get_num_threads()),
+}
+
+
+def call(pipe: Any, family: str, method: Any, state: str | None = None) -> torch.Tensor:
+    """Pixels of two images or videos, generated within a state."""
+    pipe.set_progress_bar_config(disable=True)
+    with nullcontext() if state is None else STATES[state]():
+        if family == "janus":
+            return pipe(["a red apple", "dog"], accelerator=method, generator=seeded(1, 2), output_type="pt").images
+        found = made(TINY[family].call(pipe, slice(0, 2), seeded(1, 2), method))
+    return torch.stack(list(found))
+
+
+def same(found: torch.Tensor, expected: torch.Tensor, state: str) -> bool:
+    """Bit for bit; but several threads add in another order."""
+    if state == "threads":
+        return torch.allclose(found, expected, atol=1e-5)
+    return found.dtype == expected.dtype and torch.equal(found, expected)
+
+
+METHODS: dict[str, list[Any]] = {
+    "next-token text": ["gumbel", "scd"],
+    "next-scale class": ["plain", SPECULATIVE],
+    "video": ["target"],
+    "janus": ["scd"],
+}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any, Path]:
+    """A family, its pipeline, and its folder."""
+    family, path = request.param, tmp_path_factory.mktemp("models")
+    if family == "janus":
+        if installed_version("transformers") < "4.50":
+            pytest.skip("Janus came with transformers 4.50")
+        vargen.accelerate(*make_janus()).save_pretrained(path / "model")
+    elif family == "video":
+        return family, TINY[family].open(path / "runs"), path / "runs" / "out"
+    else:
+        TINY[family].open(path / "runs").save_pretrained(path / "model")
+    return family, vargen.open_pipeline(path / "model"), path / "model"
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_ambient_state_changes_nothing(saved: tuple[str, Any, Path], state: str) -> None:
+    family, pipe, folder = saved
+    for method in METHODS[family]:
+        expected = call(pipe, family, method)
+        assert same(call(pipe, family, method, state), expected, state), method
+    if state == "meta" or (state in ("float64", "inference mode") and family != "video"):
+        with STATES[state]():
+            opened = vargen.open_pipeline(folder)
+        assert torch.equal(call(opened, family, method), expected)
+        assert torch.equal(call(opened, family, method, state), expected)
+
+
+@pytest.mark.parametrize("method", ["eagle", "medusa", "speculative", "mulo", "recycle", "lookup", "wavefront", "pac", "gsd"])
+def test_drafters_do_not_depend_on_the_default_dtype(method: str) -> None:
+    pipe = drafting_pipeline()
+    pipe.set_progress_bar_config(disable=True)
+
+    def generate() -> torch.Tensor:
+        found = pipe(["a red apple", "b"], accelerator=method, generator=seeded(1, 2), output_type="latent")
+        return found.images
+
+    expected = generate()
+    with STATES["float64"]():
+        assert torch.equal(generate(), expected)
