@@ -12,10 +12,9 @@ from vargen.models.offloading import find_device, is_offloaded, require_weights
 class OffloadedPipeline:
     """Base of pipelines whose components may be offloaded by diffusers, or one by one by accelerate."""
 
-    components: dict[str, Any]
-
     def _networks(self) -> dict[str, torch.nn.Module]:
-        return {name: part for name, part in self.components.items() if isinstance(part, torch.nn.Module)}
+        parts: dict[str, Any] = self.components  # type: ignore[attr-defined]
+        return {name: part for name, part in parts.items() if isinstance(part, torch.nn.Module)}
 
     def _device_of(self, component: Any) -> torch.device:
         """Device on which a component runs. While it is offloaded, its weights are on another one."""

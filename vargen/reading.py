@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
@@ -120,7 +120,8 @@ def open_image(source: str | os.PathLike[str] | BinaryIO, name: str = "image") -
     path = source if isinstance(source, str | os.PathLike) else None
     label = name if path is None else f"{name} {os.fspath(path)!r}"
     try:
-        with open_regular(path) if path is not None else nullcontext(source) as file:
+        opened: Any = open_regular(path) if path is not None else nullcontext(source)
+        with opened as file:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # raised as an error here
                 validate_png_chunks(file)
