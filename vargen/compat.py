@@ -197,7 +197,7 @@ def _names_modules(record: logging.LogRecord) -> bool:
 
 
 def without_autocast(function: _F) -> _F:
-    """Decorator: run in the dtypes of the weights, whatever `torch.autocast` and torch's default device say.
+    """Decorator: run in the dtypes of the weights, regardless of a surrounding `torch.autocast` and of the default device.
 
     The networks choose their own dtypes; autocast on top of that would make new keys and values differ in dtype from the cache.
     Tensors without a device of their own, such as seeds, belong on the CPU, whatever `torch.set_default_device` says.

@@ -276,13 +276,15 @@ class VARTransformer(QuantizedStorageMixin, ConfigMixin):
     def _last_scale_of(self, inputs: Tensor | None, condition: Condition | None, cache: ScaleCache | None) -> int:
         """Check the arguments of a pass, and return the last scale that it feeds."""
         first = cache.scale if cache is not None else 0
-        if (condition is None) == (first == 0) or (inputs is None and (cache is None or condition is None)):
+        misplaced = condition is None if first == 0 else condition is not None
+        if misplaced or (inputs is None and (cache is None or condition is None)):
             raise ValueError("pass (inputs, condition), (condition, an empty cache) or (inputs, a cache that holds scales)")
         fed = (0 if inputs is None else inputs.shape[1]) + (self.ends[0] if condition is not None else 0)
         end = self.first_token_of(first) + fed
-        if end not in self.ends:
-            raise ValueError(f"inputs must hold whole scales, ending at {', '.join(map(str, self.ends))} tokens, got {end}")
-        return self.ends.index(end)
+        for scale, known in enumerate(self.ends):  # comparisons, because torch.compile finds no symbolic size in a list
+            if end == known:
+                return scale
+        raise ValueError(f"inputs must hold whole scales, ending at {', '.join(map(str, self.ends))} tokens, got {end}")
 
     def _embed_inputs(
         self, inputs: Tensor | None, condition: Condition | None, cache: ScaleCache | None, begin: int

@@ -1,0 +1,55 @@
+"""`torch.compile(pipe.transformer)` by a user's hand, also with symbolic sizes, generates the same images."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import class_pipeline, class_var_pipeline, tiny_var
+
+from vargen.models.condition import Condition
+
+MAKERS = {
+    "next-scale": lambda: class_var_pipeline(draft=False, vq={"scales": (1, 2, 3)}, scales=(1, 2, 3), depth=1),
+    "next-token": lambda: class_pipeline(n_layer=1, grid_size=2),
+}
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def compiled(network: Any) -> Any:
+    """With symbolic sizes. The backend runs what was traced: building kernels takes minutes, and sizes are dynamo's part."""
+    return torch.compile(network, dynamic=True, backend="eager")
+
+
+@torch.no_grad()
+def test_passes_of_a_next_scale_network_may_have_symbolic_sizes() -> None:
+    network, condition = tiny_var("class", scales=(1, 2), depth=1), Condition(class_labels=torch.tensor([3, 4]))
+    inputs, logits = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(1)), []
+    for each in (network, compiled(network)):
+        cache = network.new_cache(2)
+        each(condition=condition, cache=cache)
+        logits.append(each(inputs=inputs, cache=cache, return_dict=False)[0])
+    torch.testing.assert_close(*logits, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", MAKERS)
+def test_a_transformer_compiled_with_dynamic_shapes_generates_the_same_image(family: str) -> None:
+    pipe: Any = MAKERS[family]()
+    pipe.set_progress_bar_config(disable=True)
+
+    def generate() -> torch.Tensor:
+        generator = torch.Generator().manual_seed(1)
+        return pipe(class_labels=3, accelerator=pipe.baseline, generator=generator, output_type="pt").images
+
+    expected = generate()
+    pipe.transformer = compiled(pipe.transformer)
+    assert torch.allclose(generate(), expected, atol=1e-5)
