@@ -47,7 +47,7 @@ def find_device(module: Any) -> torch.device:
 
 def weights_are_elsewhere(module: Any) -> bool:
     """Whether hooks of accelerate keep weights of a module somewhere else, and load them for each layer's `forward`."""
-    return any(weight.is_meta for weight in (*module.parameters(), *module.buffers()))
+    return any(weight.is_meta for weight in module.parameters())
 
 
 def require_weights(module: Any, action: str, name: str = "") -> None:
