@@ -44,6 +44,18 @@ def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
     raise OSError(errno.EINVAL, "not a regular file", str(path))
 
 
+def read_bounded(path: str | os.PathLike[str], max_bytes: int) -> bytes:
+    """Return the bytes of a regular file, no more memory than it has being used.
+
+    Raises:
+        OSError: it cannot be opened, is not a regular file, or has more than `max_bytes`.
+    """
+    with open_regular(path) as file:
+        if os.fstat(file.fileno()).st_size > max_bytes:
+            raise OSError(errno.EFBIG, f"it must have at most {max_bytes:,} bytes", str(path))
+        return file.read()
+
+
 def read_text(path: str | Path, name: str, max_bytes: int) -> str:
     """Read UTF-8 text from a regular file, or from standard input if `path` is `-`.
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
-from vargen.reading import open_regular
+from vargen.reading import open_regular, read_bounded
 from vargen.values import short_repr
 
 Shapes = dict[str, tuple[int, ...]]
@@ -115,8 +115,7 @@ def read_index(index: Path) -> dict[str, str]:
         ValueError: it is not such an index, or names a file elsewhere.
     """
     try:
-        with open_regular(index) as opened:
-            weight_map = dict(json.loads(opened.read(_MAX_INDEX))["weight_map"])
+        weight_map = dict(json.loads(read_bounded(index, _MAX_INDEX))["weight_map"])
         outside = [name for name in weight_map.values() if Path(name).name != name]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{index} is not an index of weight files ({error!r}); fetch it again") from error
@@ -136,7 +135,7 @@ def read_header(file: Path) -> WeightHeader:
         with safe_open(str(file), "np") as opened:  # torch would map the file so that it must fit in memory
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
             return {name: TensorInfo(tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, ValueError) as error:  # the last for names that no file has
         raise ValueError(f"{file} is missing, damaged or not a safetensors file ({error}); fetch it again") from error
 
 

@@ -24,6 +24,8 @@ from tiny_models import text_pipeline
 import vargen
 from vargen.compat import installed_version
 from vargen.models.language_models.processors import reduce_template
+from vargen.models.text_encoder import TEXT_ENCODERS
+from vargen.models.transformers_folder import StoredNetwork
 
 needs_janus = pytest.mark.skipif(installed_version("transformers") < "4.50", reason="Janus came with transformers 4.50")
 MARKER = "code-ran"
@@ -173,8 +175,7 @@ def test_transformers_sees_no_folder_but_temporary_ones(janus: Any, t5: Any, mon
     for folder in (janus[0], t5[0]):
         vargen.open_pipeline(folder)
     network = {"model-00001-of-00001.safetensors", "model.safetensors.index.json", "config.json", "generation_config.json"}
-    assert network in seen and all(files in (network, {"tokenizer.json", "tokenizer_config.json"}) or "vocab.txt" in files
-                                   for files in seen)  # fmt: skip
+    assert network in seen and all(files in (network, {"tokenizer.json"}) or "vocab.txt" in files for files in seen)
 
 
 # -- weights ------------------------------------------------------------------------------------------------------------------
@@ -247,6 +248,35 @@ def test_tied_weights_open_whichever_of_their_names_is_stored(tmp_path: Path, ma
 
 
 @needs_janus
+def test_two_values_of_one_weight_are_refused(tmp_path: Path) -> None:
+    """Under an earlier name beside the present one, and in a file beside those of an index."""
+    save_language_model(tmp_path / "names", make_emu3)
+    weights = load_file(tmp_path / "names" / "model.safetensors")
+    name = next(name for name in weights if name.endswith("lm_head.weight"))
+    other = "lm_head.weight" if name != "lm_head.weight" else "text_model.lm_head.weight"
+    save_file({**weights, other: weights[name] + 1}, tmp_path / "names" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"stores .*lm_head\.weight twice"):
+        vargen.open_pipeline(tmp_path / "names", size=(4, 5))
+    save_language_model(tmp_path / "files")
+    weights = load_file(tmp_path / "files" / "model.safetensors")
+    save_file({name: value + 1 for name, value in weights.items()}, tmp_path / "files" / "b.safetensors", {"format": "pt"})
+    index = {"weight_map": dict.fromkeys(weights, "b.safetensors")}
+    (tmp_path / "files" / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"model\.safetensors beside the index"):
+        vargen.open_pipeline(tmp_path / "files")
+
+
+def test_one_narrow_tensor_does_not_round_the_others(t5: Any, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(t5[0] / "text_encoder", tmp_path / "t5"))
+    edit_weights(folder / "model.safetensors", lambda weights: weights.update({min(weights): weights[min(weights)].half()}))
+    stored = StoredNetwork(folder, TEXT_ENCODERS["T5EncoderModel"])
+    network, weights = stored.load(), load_file(folder / "model.safetensors")
+    assert all(torch.equal(network.state_dict()[name], value.float()) for name, value in weights.items())
+    edit_weights(folder / "model.safetensors", lambda weights: weights.update({name: weights[name].half() for name in weights}))
+    assert StoredNetwork(folder, TEXT_ENCODERS["T5EncoderModel"]).load().dtype == torch.float16
+
+
+@needs_janus
 @pytest.mark.parametrize("old", [False, True])
 def test_names_of_earlier_releases_are_loaded(tmp_path: Path, old: bool) -> None:
     model, _ = save_language_model(tmp_path, make_emu3)
@@ -292,9 +322,10 @@ LM_FILES = ("model.safetensors", "config.json", "tokenizer.json", "tokenizer_con
 @pytest.mark.parametrize(
     "how",
     [index_of("pipe.safetensors"), index_of("../outside.safetensors"), index_of("/etc/passwd"), index_of("weights.bin")]
+    + [index_of("a\0b.safetensors"), index_of("\ud800.safetensors")]
     + [lambda folder, name=name: put_fifo(folder, name) for name in LM_FILES]
     + [lambda folder, name=name: link_to_device(folder, name) for name in LM_FILES],
-    ids=range(4 + 2 * len(LM_FILES)),
+    ids=range(6 + 2 * len(LM_FILES)),
 )
 def test_pipes_devices_and_files_elsewhere_are_not_read(janus: Any, tmp_path: Path, how: Any) -> None:
     kind, message = attack(janus, tmp_path / "model", how)
@@ -322,6 +353,7 @@ def test_pipes_devices_and_files_elsewhere_are_not_read(janus: Any, tmp_path: Pa
         ("vq_config", "num_res_blocks", 10**6),
         ("vq_config", "channel_multiplier", [1] * 10**5),
         ("vq_config", "num_hidden_layers", 10**9),
+        ("vq_config", "channel_multiplier", [1] * 64),
         ("text_config", "rope_parameters", {"rope_type": "default", "mrope_section": [2, 1, -2.5]}),
         ("text_config", "max_position_embeddings", True),
     ],
@@ -393,8 +425,11 @@ BOMB = {"type": "Precompiled", "precompiled_charsmap": TABLE}
         (lambda content: content["model"]["vocab"].update(evil=-1), "token id -1"),
         (lambda content: content["added_tokens"][0].update(id=4_000_000_000), "token id 4000000000"),
         (lambda content: content.update(model={"type": "Unigram", "unk_id": 77, "vocab": [["a", 0.0]]}), ""),
+        (lambda content: content["model"].update(dropout=0.5), "dropout"),
+        (lambda content: content["added_tokens"].extend([{"id": 9, "content": "a" * 5000}]), "added_tokens"),
+        (lambda content: content.update(more=[[]] * 5_000_000), "values"),
     ],
-    ids=range(13),
+    ids=range(16),
 )  # fmt: skip
 def test_tokenizers_cannot_multiply_abort_or_panic(janus: Any, tmp_path: Path, edit: Any, said: str) -> None:
     """Where nothing is said, the tokenizer may work, too."""
@@ -441,9 +476,13 @@ def test_a_chat_template_becomes_one_of_ours_with_the_same_text(template: str, e
         "{{ messages | tojson(indent=500000000) }}" + GLM,
         "{% for a in messages recursive %}{{ loop(messages) }}{% endfor %}" + GLM,
         "{{ raise_exception('x') }}" + GLM,
+        "{% set a = ['x'] %}" + "{% set a = [a, a] %}" * 25 + "{{ a }}" + GLM,
+        "{% set a = 'xxxxxxxx' %}" + "{% set a = (a, a) | string %}" * 24 + GLM,
+        "".join(f"{{% for {name} in '{'c' * 3000}' %}}" for name in "abc") + "{% endfor %}" * 3 + GLM,
+        "{% for a in messages[0].content[0].text %}{{ 'b' * 1 }}{% endfor %}" + GLM,
         "no text", GLM + GLM, "{% for", "a" * 70_000 + GLM, "a" * 2000 + GLM,
     ],
-    ids=range(17),
+    ids=range(21),
 )  # fmt: skip
 def test_a_chat_template_that_computes_is_refused(template: str) -> None:
     kind, message = run_limited(reduce_template, template, Path("chat_template.jinja"), {})

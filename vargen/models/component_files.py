@@ -12,7 +12,7 @@ import torch
 
 from vargen.models.config_bounds import validate_config
 from vargen.models.weight_storage import QuantizedStorageMixin
-from vargen.reading import open_regular
+from vargen.reading import read_bounded
 from vargen.values import short_repr
 from vargen.weight_files import read_weight_header, validate_layer_counts, validate_weights
 
@@ -22,7 +22,7 @@ _CODE = (".py", ".pyc", ".pyd", ".so")
 # the Hub, which transformers accepts as the name of an attention or expert implementation.
 _CODE_KEYS = ("auto_map", "trust_remote_code", "custom_pipelines", "custom_generate", "audio_tokenizer")
 _KERNEL_KEYS = ("implementation", "implementation_internal")
-_MAX_JSON = 2**26  # bytes of a JSON file
+_MAX_JSON, _MAX_VALUES = 2**26, 2**22  # bytes of a JSON file, and values in it
 _MAX_FILES = 10_000  # per component
 
 
@@ -35,12 +35,11 @@ def read_object(file: Path) -> dict[str, Any]:
     if not file.is_file():
         raise ValueError(f"{file} is missing; {INCOMPLETE}")
     try:
-        with open_regular(file) as opened:
-            data = opened.read(_MAX_JSON + 1)
+        data = read_bounded(file, _MAX_JSON)
     except OSError as error:
         raise ValueError(f"{file} cannot be read: {error.strerror or error}") from error
-    if len(data) > _MAX_JSON:
-        raise ValueError(f"{file} must have at most {_MAX_JSON:,} bytes")
+    if sum(data.count(mark) for mark in (b"[", b"{", b",")) > _MAX_VALUES:
+        raise ValueError(f"{file} must hold at most {_MAX_VALUES:,} values")
     try:
         content = json.loads(data.decode("utf-8"))
     except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or nested too deeply

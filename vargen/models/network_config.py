@@ -81,6 +81,12 @@ def pick_config(
             if isinstance(values[name], bool) and type(known.get(name, False)) in (int, float):
                 raise ValueError(f"{file} has {name}: {short_repr(values[name])}, expected a number")
             found[name] = _validate_value(name, values[name], file, num_tensors)
+    levels, blocks = found.get("channel_multiplier"), found.get("num_res_blocks")
+    if isinstance(levels, list) and isinstance(blocks, int) and len(levels) * blocks > num_tensors:
+        raise ValueError(
+            f"{file} has {len(levels)} numbers in channel_multiplier and num_res_blocks: {blocks}, and its weights hold only "
+            f"{num_tensors} tensors"
+        )
     return found
 
 

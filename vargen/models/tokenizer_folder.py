@@ -39,7 +39,7 @@ _PARTS = {
     "model": "BPE Unigram WordLevel WordPiece",
 }
 _MAX_ID = 2**21  # vocabularies have at most a few hundred thousand tokens
-_MAX_ADDED = 2**18
+_MAX_ADDED, _MAX_ADDED_TEXT = 2**16, 1000  # added tokens, and characters of one
 _MAX_GROWTH = 64  # characters of the normalized text per character of the prompt, and tokens that a template adds
 _MAX_PATTERN = 10_000  # characters of a regular expression
 _MAX_EXTRA_IDS = 1000
@@ -65,8 +65,9 @@ def load_tokenizer(folder: Path, class_name: str) -> Any:
     import transformers
 
     cls: Any = getattr(transformers, class_name)
-    with private_folder(validate_tokenizer_files(folder, class_name)) as copy, report_panics(folder):
-        return cls.from_pretrained(copy, local_files_only=True, trust_remote_code=False)
+    files = validate_tokenizer_files(folder, class_name)
+    with private_folder(files) as copy, report_panics(folder):
+        return cls.from_pretrained(copy, local_files_only=True, trust_remote_code=False, **_read_settings(folder))
 
 
 def choose_class(folder: Path, *allowed: str) -> str:
@@ -83,8 +84,8 @@ def choose_class(folder: Path, *allowed: str) -> str:
     return next((each for each in allowed if given.removesuffix("Fast") == each.removesuffix("Fast")), allowed[0])
 
 
-def validate_tokenizer_files(folder: Path, class_name: str) -> dict[str, Path | dict[str, Any]]:
-    """Validate the files of a tokenizer, and return those that it is loaded from: paths, or the values of a JSON file.
+def validate_tokenizer_files(folder: Path, class_name: str) -> dict[str, Path]:
+    """Validate the files of a tokenizer, and return those with its vocabulary by name.
 
     Raises:
         ValueError: as `load_tokenizer`.
@@ -93,7 +94,7 @@ def validate_tokenizer_files(folder: Path, class_name: str) -> dict[str, Path | 
     if not any((folder / name).is_file() for name in names):
         others = "".join(f", and so is {name}" for name in names[1:])
         raise ValueError(f"{folder / names[0]} is missing{others}; {INCOMPLETE}")
-    found: dict[str, Path | dict[str, Any]] = {}
+    found: dict[str, Path] = {}
     for name in names:
         if (folder / name).is_file():
             for each in (name, *_MORE_FILES.get(name, ())):
@@ -101,8 +102,7 @@ def validate_tokenizer_files(folder: Path, class_name: str) -> dict[str, Path | 
                 found[each] = folder / each
     if (folder / _TOKENIZER_FILE).is_file():
         _validate_parts(folder / _TOKENIZER_FILE)
-    config = _read_settings(folder)
-    found["tokenizer_config.json"] = {**config, "tokenizer_class": class_name}
+    _read_settings(folder)
     return found
 
 
@@ -224,6 +224,10 @@ def _validate_ids(content: Mapping[str, Any], file: Path) -> None:
         raise ValueError(f"{file} is damaged: it must hold a model with a vocabulary, and holds {short_repr(model)}")
     if not isinstance(added, list) or len(added) > _MAX_ADDED:
         raise ValueError(f"{file} must hold a list of at most {_MAX_ADDED:,} added_tokens")
+    if any(len(str(each.get("content"))) > _MAX_ADDED_TEXT for each in added if isinstance(each, dict)):
+        raise ValueError(f"{file} has added_tokens of more than {_MAX_ADDED_TEXT:,} characters")
+    if model.get("dropout"):
+        raise ValueError(f"{file} has dropout: {short_repr(model['dropout'])}, which reads a prompt differently each time")
     vocab = model["vocab"]
     ids: list[Any] = list(vocab.values()) if isinstance(vocab, dict) else [len(vocab)]
     ids += [each.get("id") if isinstance(each, dict) else None for each in added]
@@ -265,9 +269,10 @@ def _read_settings(folder: Path) -> dict[str, Any]:
 
 
 def _read_listed_settings(values: Mapping[str, Any], file: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {
-        name: _validate_token(values[name], file, name) for name in _TOKENS if values.get(name) is not None
-    }
+    for name in _TOKENS:
+        if values.get(name) is not None:
+            _validate_token(values[name], file, name)
+    found: dict[str, Any] = {name: _make_tokens(values[name]) for name in _TOKENS if values.get(name) is not None}
     found |= pick_values(values, {name: bool for name in _FLAGS}, file)
     for name in _SIDES:
         if name in values:
@@ -276,10 +281,12 @@ def _read_listed_settings(values: Mapping[str, Any], file: Path) -> dict[str, An
             found[name] = values[name]
     for name, limit in (("model_max_length", None), ("extra_ids", _MAX_EXTRA_IDS)):
         if values.get(name) is not None:
-            if parse_int(values[name], 0, limit) is None:
+            number = values[name]
+            number = int(number) if isinstance(number, float) and number.is_integer() else number  # written as 1e+30
+            if parse_int(number, 0, limit) is None:
                 most = "" if limit is None else f" to {limit}"
                 raise ValueError(f"{file} has {name}: {short_repr(values[name])}, expected a whole number from 0{most}")
-            found[name] = values[name]
+            found[name] = number
     return found | _read_more_tokens(values, file)
 
 
@@ -298,7 +305,7 @@ def _read_more_tokens(values: Mapping[str, Any], file: Path) -> dict[str, Any]:
             fits = key.isascii() and key.isdecimal() and int(key[:10]) <= _MAX_ID if is_decoder else key.isidentifier()
             if not fits:
                 raise ValueError(f"{file} has {short_repr(key)} in {name}, which names no token")
-        found[name] = given
+        found[name] = _make_tokens(given)
     # transformers 4 has names of further tokens in a mapping, and 5 beside the usual ones, with a list of those without a name.
     extra = found.pop("extra_special_tokens", {})
     unnamed = extra if isinstance(extra, list) else []
@@ -311,14 +318,27 @@ def _read_more_tokens(values: Mapping[str, Any], file: Path) -> dict[str, Any]:
     return found
 
 
-def _validate_token(value: Any, file: Path, name: str) -> Any:
-    """Return a special token: text, or an object of text and flags."""
+def _make_tokens(value: Any) -> Any:
+    """Return a validated token, or a list or mapping of them, as transformers takes them."""
+    from tokenizers import AddedToken
+
+    if isinstance(value, list):
+        return [_make_tokens(each) for each in value]
+    if isinstance(value, dict) and isinstance(value.get("content"), str):
+        return AddedToken(**{name: each for name, each in value.items() if name != "__type"})
+    if isinstance(value, dict):
+        return {int(name) if name.isdecimal() else name: _make_tokens(each) for name, each in value.items()}
+    return value
+
+
+def _validate_token(value: Any, file: Path, name: str) -> None:
+    """Raise ValueError unless it is a special token: text, or an object of text and flags."""
     if isinstance(value, dict):
         flags: Sequence[str] = ("single_word", "lstrip", "rstrip", "normalized", "special")
         text = value.get("content")
         known = {*value} <= {"content", "__type", *flags} and value.get("__type", "AddedToken") == "AddedToken"
         if known and all(isinstance(value.get(each, False), bool) for each in flags):
             validate_string(text, file, name)
-            return value
+            return
         raise ValueError(f"{file} has {name}: {short_repr(value)}, expected a token")
-    return validate_string(value, file, name)
+    validate_string(value, file, name)

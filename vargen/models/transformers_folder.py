@@ -12,6 +12,7 @@ import tempfile
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ _COMPUTED = r"(^|\.)(rotary_emb\.inv_freq|position_ids|masked_bias)$"
 _SCALES = r"\.(SCB|weight_format|absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.bitsandbytes__\w+)$"
 _RELEASE = tuple(int(part) for part in (installed_version("transformers") or "0.0").split(".")[:2])
 _DTYPE = "dtype" if _RELEASE >= (4, 56) else "torch_dtype"  # argument name of transformers
+_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # of safetensors and torch
 _PLAIN_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -71,6 +73,7 @@ class StoredNetwork:
 
     Attributes:
         network_class, config: class and configuration of transformers.
+        dtype: the narrowest that holds all stored weights.
         skeleton: the network without memory, in evaluation mode.
         is_quantized: whether the folder stores quantized weights.
 
@@ -96,7 +99,12 @@ class StoredNetwork:
                 if name in self.files:
                     raise ValueError(f"{each} holds {name}, which is also in {self.files[name]}; download the folder again")
                 self.files[name], header[name] = each, info
-        self.names = {self._current_name(name): name for name in self.files}  # stored names by current ones
+            if each.name != (single := f"{stem}.safetensors") and (folder / single).is_file():
+                raise ValueError(f"{folder} holds {single} beside the index of other files; remove one of them")
+        self.names: dict[str, str] = {}  # stored names by current ones
+        for name in self.files:
+            if (other := self.names.setdefault(self._current_name(name), name)) != name:
+                raise ValueError(f"{folder} stores {name} twice, also as {other}; download the folder again")
         validate_layer_counts(header, values, kind.layers, file)
         self.is_quantized = bool(values.get("quantization_config"))
         picked = pick_config(self.network_class.config_class, values, kind.parts or {}, file, len(self.files))
@@ -117,6 +125,8 @@ class StoredNetwork:
         self.generation = pick_generation(folder) if self.skeleton.can_generate() else {}
         self._expected = self.skeleton.state_dict(keep_vars=True)
         self._validate_header(header)
+        floats = [getattr(torch, _DTYPES[header[name].dtype]) for name in self.files if header[name].dtype in _DTYPES]
+        self.dtype = reduce(torch.promote_types, floats) if floats else torch.float32
 
     def _current_name(self, name: str) -> str:
         for pattern, replacement in self.kind.renamed:
@@ -153,7 +163,7 @@ class StoredNetwork:
         """Load the network, in evaluation mode, and compare its parameters with the stored tensors.
 
         Args:
-            dtype: of its parameters; None keeps that of the weights.
+            dtype: of its parameters; None selects the narrowest that holds all stored weights.
             options: of `from_pretrained` of transformers that place or quantize.
 
         Raises:
@@ -163,7 +173,7 @@ class StoredNetwork:
         place = tempfile.TemporaryDirectory(prefix="vargen-")
         try:
             fill_folder(Path(place.name), self._files_to_read(Path(place.name)))
-            options = {_DTYPE: dtype or "auto", "use_safetensors": True, "local_files_only": True, **options}
+            options = {_DTYPE: dtype or self.dtype, "use_safetensors": True, "local_files_only": True, **options}
             try:
                 network = self.network_class.from_pretrained(
                     Path(place.name), config=self.config, trust_remote_code=False, **options

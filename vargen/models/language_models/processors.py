@@ -15,7 +15,7 @@ from vargen.models.language_models.base import ImageLanguageModel
 from vargen.models.plain_values import one_line, pick_values, validate_string
 from vargen.models.tokenizer_folder import choose_class, load_tokenizer, report_panics
 from vargen.reading import open_regular
-from vargen.values import parse_float, short_repr
+from vargen.values import parse_float, parse_int, short_repr
 
 _IMAGE_SETTINGS = (
     "do_resize size resample do_rescale rescale_factor do_normalize image_mean image_std do_convert_rgb do_pad min_size "
@@ -23,6 +23,7 @@ _IMAGE_SETTINGS = (
 ).split()
 _SETTINGS = {"image_seq_length": int, "use_default_system_prompt": bool}  # of processors, beside their parts and templates
 _MAX_SETTING = 2**31
+_MAX_IMAGE_TOKENS = 2**16
 
 _MAX_TEMPLATE = 2**16  # characters
 _MARK, _ROOM = "%prompt%", "\t"
@@ -34,6 +35,7 @@ _FILTERS = frozenset("d default first last length lower safe string trim upper".
 _METHODS = frozenset("endswith get items keys lstrip rstrip startswith strip values".split())
 _FUNCTIONS = frozenset({"namespace", "raise_exception"})
 _MAX_LOOPS = 3  # nested
+_MAX_CONSTANT = 200  # characters of a text within an expression, which a loop may visit one by one
 
 
 def load_processor(folder: Path, model: type[ImageLanguageModel]) -> Any:
@@ -55,6 +57,8 @@ def _build_processor(folder: Path, model: type[ImageLanguageModel]) -> Any:
     file = folder / "processor_config.json"
     settings = read_config(file) if file.is_file() else {}
     values = pick_values(settings, _SETTINGS, file)
+    if parse_int(values.get("image_seq_length", 0), 0, _MAX_IMAGE_TOKENS) is None:
+        raise ValueError(f"{file} has image_seq_length: {values['image_seq_length']}, expected at most {_MAX_IMAGE_TOKENS}")
     template = None
     if model.uses_template:
         template = reduce_template(*_find_template(folder, settings), tokenizer.special_tokens_map)
@@ -119,7 +123,7 @@ def reduce_template(text: str, file: Path, tokens: Mapping[str, Any]) -> str:
     message = {"role": "user", "content": [{"type": "text", "text": f"{_ROOM}{_MARK}{_ROOM}"}]}
     try:
         found = _find_forbidden(environment.parse(text))
-        shown = None if found else environment.from_string(text).render(messages=[message], **tokens)
+        shown = None if found else _render(environment.from_string(text), messages=[message], **tokens)
     except Exception as error:  # a template can raise anything
         raise ValueError(f"{file} is not a chat template that can be used: {one_line(error)}") from error
     if found:
@@ -135,6 +139,16 @@ def reduce_template(text: str, file: Path, tokens: Mapping[str, Any]) -> str:
     return f"{loops}{{{{ {parts[0]!a} }}}}{{{{ {shown_text} }}}}{{{{ {parts[1]!a} }}}}{{% endfor %}}{{% endfor %}}"
 
 
+def _render(template: Any, **values: Any) -> str:
+    """Return what a template shows, of bounded length."""
+    shown = ""
+    for piece in template.generate(**values):
+        shown += piece
+        if len(shown) > _MAX_TEMPLATE:
+            raise ValueError(f"it shows more than {_MAX_TEMPLATE:,} characters")
+    return shown
+
+
 def _find_forbidden(node: Any, loops: int = 0, assigned: bool = False) -> str | None:
     """Return what a template contains that could make its output much larger than itself; None if there is nothing."""
     kind = type(node).__name__
@@ -142,8 +156,10 @@ def _find_forbidden(node: Any, loops: int = 0, assigned: bool = False) -> str | 
         return f"the part {kind}"
     if kind == "Filter" and node.name not in _FILTERS:
         return f"the filter {node.name!r}"
-    if kind in ("Concat", "Add") and assigned:
+    if kind in ("Concat", "Add", "List", "Tuple") and assigned:
         return "a variable that grows"
+    if kind == "Const" and isinstance(node.value, str) and len(node.value) > _MAX_CONSTANT:
+        return f"a text of {len(node.value)} characters in an expression"
     if kind == "Call":
         function = node.node
         known = getattr(function, "attr", None) in _METHODS or getattr(function, "name", None) in _FUNCTIONS
