@@ -28,7 +28,7 @@ from vargen.files import atomic_folder
 from vargen.model_files import write_model_index
 from vargen.models.llamagen import SIZES, LlamaGenTransformer
 from vargen.models.text_encoder import TEXT_ENCODERS
-from vargen.models.tokenizer_folder import load_tokenizer
+from vargen.models.tokenizer_folder import choose_class, load_tokenizer
 from vargen.models.tokenizers.vq import CODEBOOK_USED_SLOTS, VQModel
 from vargen.models.transformers_folder import StoredNetwork
 
@@ -258,7 +258,8 @@ def _read_text_encoder(folder: Path, tokenizer: Path, config: dict[str, Any], dt
         stored = StoredNetwork(folder, TEXT_ENCODERS["T5EncoderModel"])
         if stored.config.d_model != config["caption_dim"]:
             raise ValueError(f"expected a T5 encoder of width {config['caption_dim']}")
-        parts = {"text_encoder": stored.load(dtype), "tokenizer": load_tokenizer(tokenizer, "T5TokenizerFast")}
+        words = load_tokenizer(tokenizer, choose_class(tokenizer, "T5TokenizerFast", "PreTrainedTokenizerFast"))
+        parts = {"text_encoder": stored.load(dtype), "tokenizer": words}
     except ValueError as error:
         raise ValueError(f"cannot use the text encoder {folder}, tokenizer {tokenizer}: {error}") from error
     return parts

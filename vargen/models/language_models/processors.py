@@ -56,6 +56,7 @@ def _build_processor(folder: Path, model: type[ImageLanguageModel]) -> Any:
     tokenizer = load_tokenizer(folder, choose_class(folder, *model.tokenizer_names))
     file = folder / "processor_config.json"
     settings = read_config(file) if file.is_file() else {}
+    _refuse_other_processor(settings, file, model)
     values = pick_values(settings, _SETTINGS, file)
     if parse_int(values.get("image_seq_length", 0), 0, _MAX_IMAGE_TOKENS) is None:
         raise ValueError(f"{file} has image_seq_length: {values['image_seq_length']}, expected at most {_MAX_IMAGE_TOKENS}")
@@ -63,19 +64,27 @@ def _build_processor(folder: Path, model: type[ImageLanguageModel]) -> Any:
     if model.uses_template:
         template = reduce_template(*_find_template(folder, settings), tokenizer.special_tokens_map)
     with report_panics(folder):
-        images = getattr(transformers, model.image_processor_name)(**_read_image_settings(folder, settings))
+        images = getattr(transformers, model.image_processor_name)(**_read_image_settings(folder, settings, model))
         processor_class: Any = getattr(transformers, model.processor_name)
         more = {"chat_template": template} if template is not None else {}
         return processor_class(images, tokenizer, **values, **more)
 
 
-def _read_image_settings(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
+def _read_image_settings(folder: Path, settings: Mapping[str, Any], model: type[ImageLanguageModel]) -> dict[str, Any]:
     """Return the listed settings of the image processor: those of its own file or, of later releases, of the processor's."""
     file = folder / "preprocessor_config.json"
     values = read_config(file) if file.is_file() else settings.get("image_processor")
     if not isinstance(values, dict):
         return {}
+    _refuse_other_processor(values, file, model)
     return {name: _validate_setting(name, values[name], file) for name in _IMAGE_SETTINGS if values.get(name) is not None}
+
+
+def _refuse_other_processor(values: Mapping[str, Any], file: Path, model: type[ImageLanguageModel]) -> None:
+    """Raise ValueError for a file of another model's processor."""
+    named = values.get("processor_class")
+    if named is not None and named != model.processor_name:
+        raise ValueError(f"{file} has processor_class: {short_repr(named)}, expected {model.processor_name!r}")
 
 
 def _validate_setting(name: str, value: Any, file: Path) -> Any:
