@@ -353,7 +353,6 @@ def test_pipes_devices_and_files_elsewhere_are_not_read(janus: Any, tmp_path: Pa
         ("vq_config", "num_res_blocks", 10**6),
         ("vq_config", "channel_multiplier", [1] * 10**5),
         ("vq_config", "num_hidden_layers", 10**9),
-        ("vq_config", "channel_multiplier", [1] * 64),
         ("text_config", "rope_parameters", {"rope_type": "default", "mrope_section": [2, 1, -2.5]}),
         ("text_config", "max_position_embeddings", True),
     ],
@@ -380,6 +379,22 @@ def test_sizes_are_bounded_before_a_network_is_built(janus: Any, tmp_path: Path,
 def test_values_of_a_text_encoder_are_bounded_and_named(t5: Any, tmp_path: Path, file: str, values: Any) -> None:
     kind, message = attack(t5, tmp_path / "model", lambda folder: change(folder / file, **values))
     assert kind == "ValueError" and file in message and "\n" not in message and len(message) < 600, (kind, message)
+
+
+@needs_janus
+def test_products_of_sizes_are_bounded(janus: Any, tmp_path: Path) -> None:
+    blocks = {"channel_multiplier": [1] * 64, "num_res_blocks": 100}
+    kind, message = attack(janus, tmp_path / "model", lambda folder: change_part(folder / "config.json", "vq_config", **blocks))
+    assert kind == "ValueError" and "channel_multiplier" in message, (kind, message)
+
+
+@needs_janus
+@pytest.mark.parametrize("values", [{"image_seq_length": 3 * 10**8}, {"image_seq_length": [1]}, {"image_seq_length": -1}])
+def test_lengths_of_a_processor_are_bounded(tmp_path: Path, values: dict[str, Any]) -> None:
+    save_language_model(tmp_path, make_chameleon)
+    change(tmp_path / "processor_config.json", **values)
+    with pytest.raises(ValueError, match=r"processor_config\.json has image_seq_length"):
+        vargen.open_pipeline(tmp_path)
 
 
 # -- tokenizers ---------------------------------------------------------------------------------------------------------------
