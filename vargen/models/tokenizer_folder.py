@@ -65,9 +65,9 @@ def load_tokenizer(folder: Path, class_name: str) -> Any:
     import transformers
 
     cls: Any = getattr(transformers, class_name)
-    files = validate_tokenizer_files(folder, class_name)
+    files, settings = validate_tokenizer_files(folder, class_name)
     with private_folder(files) as copy, report_panics(folder):
-        return cls.from_pretrained(copy, local_files_only=True, trust_remote_code=False, **_read_settings(folder))
+        return cls.from_pretrained(copy, local_files_only=True, trust_remote_code=False, **settings)
 
 
 def choose_class(folder: Path, *allowed: str) -> str:
@@ -84,8 +84,8 @@ def choose_class(folder: Path, *allowed: str) -> str:
     return next((each for each in allowed if given.removesuffix("Fast") == each.removesuffix("Fast")), allowed[0])
 
 
-def validate_tokenizer_files(folder: Path, class_name: str) -> dict[str, Path]:
-    """Validate the files of a tokenizer, and return those with its vocabulary by name.
+def validate_tokenizer_files(folder: Path, class_name: str) -> tuple[dict[str, Path], dict[str, Any]]:
+    """Validate the files of a tokenizer; return those with its vocabulary by name, and the listed settings.
 
     Raises:
         ValueError: as `load_tokenizer`.
@@ -102,8 +102,7 @@ def validate_tokenizer_files(folder: Path, class_name: str) -> dict[str, Path]:
                 found[each] = folder / each
     if (folder / _TOKENIZER_FILE).is_file():
         _validate_parts(folder / _TOKENIZER_FILE)
-    _read_settings(folder)
-    return found
+    return found, _read_settings(folder)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from vargen.models.component_files import read_config
 from vargen.models.language_models.base import ImageLanguageModel
 from vargen.models.plain_values import one_line, pick_values, validate_string
 from vargen.models.tokenizer_folder import choose_class, load_tokenizer, report_panics
-from vargen.reading import open_regular
+from vargen.reading import read_bounded
 from vargen.values import parse_float, parse_int, short_repr
 
 _IMAGE_SETTINGS = (
@@ -103,8 +103,10 @@ def _find_template(folder: Path, settings: Mapping[str, Any]) -> tuple[str, Path
     """Return the text of a folder's chat template and the file that holds it."""
     file = folder / "chat_template.jinja"
     if file.is_file():
-        with open_regular(file) as opened:
-            return opened.read(_MAX_TEMPLATE + 1).decode("utf-8", "replace"), file
+        try:
+            return read_bounded(file, 4 * _MAX_TEMPLATE).decode("utf-8", "replace"), file
+        except OSError as error:
+            raise ValueError(f"{file} cannot be read: {error.strerror or error}") from error
     for name in ("chat_template.json", "processor_config.json", "tokenizer_config.json"):
         file = folder / name
         found = read_config(file).get("chat_template") if file.is_file() else None
