@@ -6,8 +6,9 @@ import hashlib
 import io
 import json
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from PIL import Image, UnidentifiedImageError
 from PIL.PngImagePlugin import PngInfo
@@ -62,14 +63,14 @@ def pixels_digest(image: Image.Image) -> str:
     return hashlib.sha256(f"{image.size}".encode() + image.convert("RGB").tobytes()).hexdigest()[:16]
 
 
-def read_parameters(path: str | Path) -> dict[str, Any]:
-    """Read the parameters in a PNG, without decoding pixels.
+def read_parameters(source: str | Path | BinaryIO) -> dict[str, Any]:
+    """Read the parameters in a PNG, a path or an open file, without decoding pixels.
 
     Raises:
         ValueError: if it is not a PNG, or has no parameters, with a message for users.
     """
     try:
-        with open_regular(path) as file:
+        with open_regular(source) if isinstance(source, str | Path) else nullcontext(source) as file:
             validate_png_chunks(file)
             with Image.open(file, formats=["PNG"]) as image:
                 text = image.info.get(CHUNK)
