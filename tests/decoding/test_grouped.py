@@ -42,6 +42,21 @@ def test_groups_equal_a_plain_walk_over_ranks(size, delta):
             assert found == plain_group(probs[image, slot].tolist(), token, size, delta)
 
 
+@pytest.mark.parametrize("delta", [0.05, 0.3, 1.0])
+@pytest.mark.parametrize("sampled", [True, False])
+def test_a_draft_is_accepted_by_the_ratio_of_the_sums_over_its_group(delta, sampled):
+    """Each member counts once, and those that the filters exclude do not count."""
+    probs, draft, _ = window_of_laws(20, 12, 4)
+    rule = GroupedRule(size=6, delta=delta)
+    found = rule.accept_prob(probs[:, :-1], draft.probs if sampled else None, draft.tokens)
+    for image in range(20):
+        for slot in range(4):
+            token, p = int(draft.tokens[image, slot]), probs[image, slot].tolist()
+            group = [token, *plain_group(p, token, 6, delta)]
+            q = sum(draft.probs[image, slot, group].tolist()) if sampled else 1.0
+            assert float(found[image, slot]) == pytest.approx(sum(p[member] for member in group) / q, rel=1e-5)
+
+
 def test_the_distance_filter_leaves_out_codes_that_look_different():
     probs, draft, _ = window_of_laws(10, 12, 4)
     codes = torch.nn.functional.normalize(torch.randn(12, 3, generator=torch.Generator().manual_seed(1)), dim=-1)

@@ -66,6 +66,21 @@ def test_what_is_drafted_never_changes_what_is_sampled(shape, batch):
     assert max(k for k, n in enumerate(fast.stats.committed_histogram) if n) > 1
 
 
+def test_tokens_per_pass_counts_what_was_committed_and_no_draft():
+    """In the passes of images that are not finished, the prefill included."""
+    committed = []
+
+    def callback(progress):
+        committed.extend(count for count in progress.num_committed.tolist() if count)
+
+    arguments = (TableModel(vocab=3, tokens=23, seed=5), torch.zeros(4, dtype=torch.int64), torch.arange(4))
+    for shape in TREES.values():
+        committed.clear()
+        stats = decode(*arguments, Accelerator(drafter=GuessingDrafter(shape, vocab=3)), callback=callback).stats
+        assert sum(committed) == 4 * 23 and stats.tokens_per_pass == sum(committed) / len(committed)
+        assert 1 < stats.tokens_per_pass < min(stats.passes_by_width)
+
+
 def test_ar_feeds_one_token_a_pass():
     model = TableModel(vocab=4, tokens=9)
     result = decode(model, torch.zeros(2, dtype=torch.int64), torch.arange(2))

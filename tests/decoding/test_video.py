@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from vargen.adapters.causal_video import CausalVideoBlockModel
 from vargen.decoding import (
     PRESETS,
     BlockModel,
+    LearnedRouting,
     NonFiniteLatentsError,
     RandomShare,
     Replay,
@@ -226,6 +227,19 @@ def test_baselines_place_the_target_without_looking() -> None:
     few = [stream(VideoMethod(policy=RandomShare(0.3), target_blocks=()), 24, score=None, seed=seed) for seed in range(3)]
     makers = [made.stats.sources for made in few if video(made)]
     assert len(set(makers)) == 3 and 0.15 < sum(each.count("draft") for each in makers) / 72 < 0.45
+
+
+def test_each_block_is_routed_by_its_own_score() -> None:
+    """Not by that of the block before or after it, whether a scorer or a router gives it."""
+    scores = torch.rand(12, generator=torch.Generator().manual_seed(3)).tolist()
+    expected = ["forced", *("accepted" if score >= 0.5 else "rejected" for score in scores[1:])]
+    assert len(set(pairwise(expected[1:]))) == 4, "each outcome follows each"
+    made = stream(VideoMethod(policy=Threshold(0.5)), 12, score=lambda view: torch.full((2,), scores[view.number]))
+    video(made)
+    assert [row.outcome for row in made.stats.blocks] == expected
+    made = stream(VideoMethod(policy=LearnedRouting(0.5)), 12, score=None, router=lambda view: 1 - scores[view.number])
+    video(made)
+    assert [row.outcome for row in made.stats.blocks] == expected
 
 
 def test_policies_follow_the_scores() -> None:
