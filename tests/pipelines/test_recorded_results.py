@@ -13,6 +13,7 @@ New weights, noise or sampling change the record on purpose: then run `python te
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 from vargen import LlamaGenPipeline, open_pipeline
-from vargen.decoding import Engine, FinishedImage, Sampling
+from vargen.decoding import Engine, FinishedImage, Sampling, Tree
 from vargen.decoding.seeds import resolve_seeds
 from vargen.kernels.cpu import find_compiled_blocker
 
@@ -64,6 +65,16 @@ def generate(pipe: LlamaGenPipeline, number: int, method: str, passes: int | Non
     options: dict[str, Any] = {"accelerator": method, "output_type": "latent", "callback_on_step_end": stop}
     result: Any = pipe(PROMPTS[number], generator=seeded(SEEDS[number]), **options)
     return result.images.flatten()[: result.stats.tokens].tolist()
+
+
+@torch.no_grad()
+def digest_logits(pipe: LlamaGenPipeline) -> str:
+    """Of the prefill and of a pass over 8 tokens: tokens alone would show no small change of these bits."""
+    model = pipe.decoding_model(pipe.config.defaults["guidance_scale"])
+    condition, _ = pipe.encode_condition(PROMPTS[0])
+    cache, out = model.prefill(condition, 8)
+    passed = model.forward(torch.arange(8)[None] * 31, cache, Tree.make_chain(7, model.device))
+    return hashlib.sha256(out.logits.numpy().tobytes() + passed.logits.numpy().tobytes()).hexdigest()
 
 
 def joined_images(pipe: LlamaGenPipeline) -> dict[str, Any]:
@@ -122,6 +133,16 @@ def test_int8_passes_generate_the_recorded_tokens(
     assert generate(quantized, 0, method, INT8_PASSES[method]) == record["int8"][method]
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_int8_logits_have_the_recorded_bits(
+    quantized: LlamaGenPipeline, backend: str, record: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if backend == "cpu" and (reason := find_compiled_blocker()) is not None:
+        pytest.skip(reason)
+    monkeypatch.setenv("VARGEN_KERNELS", backend)
+    assert digest_logits(quantized) == record["int8"]["logits"]
+
+
 def test_images_that_join_a_batch_are_the_recorded_ones_and_those_generated_alone(
     pipe: LlamaGenPipeline, record: dict[str, Any]
 ) -> None:
@@ -139,7 +160,8 @@ def test_the_recorded_candidate_is_the_best(pipe: LlamaGenPipeline, record: dict
 
 if __name__ == "__main__":
     opened, opened_int8 = open_float64(), open_int8()
-    int8 = {method: generate(opened_int8, 0, method, passes) for method, passes in INT8_PASSES.items()}
+    int8: dict[str, Any] = {method: generate(opened_int8, 0, method, passes) for method, passes in INT8_PASSES.items()}
+    int8["logits"] = digest_logits(opened_int8)
     joined = joined_images(opened)
     assert joined["tokens"] == [generate(opened, number, "gumbel") for number in range(len(PROMPTS))]
     found = {"int8": int8, "joined images": joined, "best candidate": best_candidate(opened)}
