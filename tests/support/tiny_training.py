@@ -1,4 +1,4 @@
-"""A data set and a config at tiny size, and the property that killed runs resume, for tests of training."""
+"""A data set at tiny size, and the property that killed runs resume, for tests of training."""
 
 from __future__ import annotations
 
@@ -9,42 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from recipes.emoji.dataset import EmojiDataset
-from vargen.training.config import Schedule
-from vargen.training.next_token import NextTokenConfig
+from vargen.training.dataset import CaptionedImages
 from vargen.training.run import Trainer, TrainingRun
 
 _plot_metrics = TrainingRun.plot_metrics  # before conftest.py replaces it
 
 
-def data(count: int = 24, size: int = 16) -> EmojiDataset:
+def data(count: int = 24, size: int = 16) -> CaptionedImages:
     random = np.random.default_rng(0)
     images = np.full((count, size, size, 3), 255, dtype=np.uint8)
-    records = []
-    for i in range(count):
-        images[i, 4:12, 4:12] = random.integers(0, 255, 3)
-        records.append(
-            {
-                "label": f"thing {i % 5}", "concept": f"{i}", "tags": ["round"], "synonyms": [], "tones": [],
-                "skin_tone": False, "group": "objects",
-                "style": ("3d", "flat", "noto", "twemoji")[i % 4], "weight": 1.0, "split": "validation" if i < 4 else "train",
-            }
-        )  # fmt: skip
-    return EmojiDataset(images, records)
-
-
-def generator_recipe(**changes) -> NextTokenConfig:
-    model = {
-        "dim": 32, "n_layer": 2, "n_head": 2, "vocab_size": 64, "grid_size": 8, "caption_dim": 32,
-        "cls_token_num": 16, "multiple_of": 32,
-    }  # fmt: skip
-    base = {
-        "schedule": Schedule(steps=14, learning_rate=3e-3, warmup_steps=2), "batch_size": 4, "shift_variants": 1,
-        "dropout": 0.1, "token_noise": 0.1, "neighbor_noise": 0.2, "first_token_weight": 5.0, "recall_images": 0,
-        "flip_probability": 0.5, "recolor_probability": 0.3,
-        "evaluate_every": 7, "checkpoint_every": 5,
-    }  # fmt: skip
-    return NextTokenConfig(model=model, **{**base, **changes})
+    for image in images:
+        image[4:12, 4:12] = random.integers(0, 255, 3)
+    records = [{"captions": [f"thing {i % 5}"], "split": "validation" if i < 4 else "train"} for i in range(count)]
+    return CaptionedImages(images, records)
 
 
 class Killed(BaseException):

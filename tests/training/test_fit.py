@@ -78,19 +78,6 @@ def test_a_run_killed_at_any_step_ends_as_an_uninterrupted_one(tmp_path: Path, c
     assert train(tmp_path / "whole", config=config)[:2] == expected[:2], "a finished run is exported again"
 
 
-def test_a_run_of_an_earlier_version_resumes(tmp_path: Path) -> None:
-    """Its checkpoint was called state.pt, with other keys."""
-    expected = train(tmp_path / "whole")
-    with pytest.raises(Killed):
-        train(tmp_path / "old", 9)
-    state = torch.load(tmp_path / "old" / "checkpoint.pt", weights_only=True)
-    assert state["step"] == 8
-    state["fingerprint"], (state["optimizer"],) = state.pop("settings"), state.pop("optimizers")
-    torch.save(state, tmp_path / "old" / "state.pt")
-    (tmp_path / "old" / "checkpoint.pt").unlink()
-    assert train(tmp_path / "old") == expected
-
-
 def test_metrics_that_are_not_finite_are_not_exported(tmp_path: Path) -> None:
     trainer = ToyTrainer(tmp_path, ToyConfig(), None)
     rejects(lambda: export(trainer.run, trainer.model, "network", {"loss": float("nan")}), "diverged")

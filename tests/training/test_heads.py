@@ -11,7 +11,6 @@ from rejects import rejects
 from tiny_models import class_pipeline, text_pipeline
 from tiny_training import Killed, check_resumes
 
-from recipes.package_components import package_head
 from vargen.assets import packaged_model_path
 from vargen.decoding import Accelerator, Eagle, Medusa, Sampling, decode, speculative_sampling
 from vargen.models.heads.eagle import EagleDrafter
@@ -179,28 +178,3 @@ def test_packaged_recipes_fit_the_packaged_model_in_four_mebibytes(kind: str) ->
     network = drafter.build_head(kind, target, given.model)
     assert 2 * sum(value.numel() for value in network.state_dict().values()) < 4 * 2**20
     assert dataclasses.replace(given, num_images=128).validation_images == 64
-
-
-@pytest.mark.parametrize("kind", NETWORKS)
-def test_a_packaged_drafter_opens_with_its_model(kind: str, tmp_path: Path) -> None:
-    pipe = class_pipeline()
-    pipe.save_pretrained(tmp_path / "model")
-    train(kind, tmp_path / "run", pipe)
-    figures = package_head(tmp_path / "run", tmp_path / "model", "For a test.")
-    assert figures["bytes"] < 2**18 and 0 < figures["acceptance_1"] <= 1
-    again = LlamaGenPipeline.from_pretrained(tmp_path / "model")
-    expected = weights(tmp_path / "run", kind)
-    for name, value in getattr(again, kind).state_dict().items():
-        assert (value - expected[name]).abs().max() <= expected[name].abs().max() / 61, name  # half a step of int6
-    assert "For a test." in (tmp_path / "model" / kind / "README.md").read_text()
-
-
-def test_a_run_for_another_model_is_not_packaged(tmp_path: Path) -> None:
-    class_pipeline().save_pretrained(tmp_path / "model")
-    other = class_pipeline()
-    torch.nn.init.normal_(other.transformer.output.weight)
-    train("eagle", tmp_path / "run", other)
-    with pytest.raises(ValueError, match="was trained for another transformer"):
-        package_head(tmp_path / "run", tmp_path / "model")
-    rejects(lambda: package_head(tmp_path / "model", tmp_path / "model"), "drafter", FileNotFoundError)
-    assert not (tmp_path / "model" / "eagle").exists()

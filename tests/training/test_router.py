@@ -12,7 +12,6 @@ from rejects import rejects
 from tiny_video_folder import video_folder
 from typer.testing import CliRunner
 
-from recipes.package_components import package_router
 from vargen.cli.main import app
 from vargen.decoding import PRESETS, DraftView, LearnedRouting, VideoMethod
 from vargen.models.block_router import BlockRouter, describe_draft
@@ -130,17 +129,13 @@ def test_it_routes_is_saved_with_the_model_and_refused_for_another_drafter(tmp_p
     rejects(lambda: pipe("a red apple", accelerator=VideoMethod(policy=LearnedRouting(), exit_step=2)), "exit_step")
 
 
-def test_a_packaged_router_opens_with_its_model_and_is_refused_for_another(tmp_path, folder, run):
+def test_a_router_in_a_folder_opens_with_its_model(tmp_path, folder, run):
     shutil.copytree(folder, tmp_path / "model")
-    report = package_router(run[0], tmp_path / "model", "For a test.")
-    assert report["videos"] == len(PROMPTS) and "For a test." in (tmp_path / "model" / "router" / "README.md").read_text()
-    opened = open_pipeline(tmp_path / "model")
+    pipe = open_pipeline(tmp_path / "model")
+    pipe.load_drafter(run[0] / "router")
+    pipe.save_pretrained(tmp_path / "with")
+    opened = open_pipeline(tmp_path / "with")
     assert torch.equal(opened.router.gain.weight, weights(run[0])["gain.weight"])
-    with torch.no_grad():
-        opened.draft_transformer.head.head.weight.add_(0.5)
-    opened.draft_transformer.save_pretrained(tmp_path / "model" / "draft_transformer")
-    rejects(lambda: package_router(run[0], tmp_path / "model"), "vargen train router")
-    rejects(lambda: package_router(tmp_path, tmp_path / "model"), "router", FileNotFoundError)
 
 
 def test_early_exits_are_routed_without_a_small_model(tmp_path, pipe):

@@ -125,7 +125,7 @@ def is_bad_input(error: Exception) -> bool:
     frame = error.__traceback__
     while frame is not None and frame.tb_next is not None:
         frame = frame.tb_next
-    return frame is not None and str(frame.tb_frame.f_globals.get("__name__")).startswith(("vargen.", "recipes."))
+    return frame is not None and str(frame.tb_frame.f_globals.get("__name__")).startswith("vargen.")
 
 
 def describe_error(error: Exception) -> str:

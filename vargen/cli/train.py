@@ -1,4 +1,4 @@
-"""`vargen train`: networks that users train for their own model. The training of the packaged models is in `recipes/`."""
+"""`vargen train`: networks that users train for their own model. `recipes/` has scripts that train models."""
 
 from __future__ import annotations
 
@@ -138,14 +138,13 @@ def low_res(
 ) -> None:
     """Train a small transformer on low-resolution images."""
     quiet_libraries()
-    from vargen.training.low_res import train_low_res
-    from vargen.training.next_token import NextTokenConfig
+    from vargen.training.generator import GeneratorConfig, train_generator
 
-    config = _config(recipe, "low-res", NextTokenConfig, steps)
+    config = _config(recipe, "low-res", GeneratorConfig, steps)
     run, folder = _output(output, "low-res"), _model_folder(model)
     images, place = _load_data(data), require_device(device)
     set_threads(threads)
-    metrics = train_low_res(config, images, folder / "vqvae", folder, run, place)
+    metrics = train_generator(config, images, folder / "vqvae", folder, run, place)
     print_json({"model": str(run / "transformer"), **metrics})
 
 
@@ -161,7 +160,7 @@ def upsampler(
 ) -> None:
     """Train an up-sampler from low-resolution images to tokens."""
     quiet_libraries()
-    from vargen.training.low_res import UpsamplerConfig, train_upsampler
+    from vargen.training.upsampler import UpsamplerConfig, train_upsampler
 
     config = _config(recipe, "upsampler", UpsamplerConfig, steps)
     run, folder = _output(output, "upsampler"), _model_folder(model)
@@ -217,40 +216,3 @@ def _model_folder(model: str) -> Path:
         if not (folder / part).is_dir():
             raise FileNotFoundError(f"model {model!r} must have a {part}, which a low-resolution drafter shares")
     return folder
-
-
-# Replacements of the removed verbs.
-_RECIPES = {
-    "data": "emoji-data",
-    "tokenizer": "emoji-tokenizer",
-    "generator": "emoji-generator",
-    "scorer": "emoji-scorer",
-    "var-tokenizer": "emoji-var-tokenizer",
-    "var": "emoji-var",
-    "video-data": "emoji-video-data",
-    "video-vae": "emoji-video-vae",
-    "video-preview": "emoji-video-preview",
-    "video-target": "emoji-video-target",
-    "video-drafter": "emoji-video-drafter",
-    "package": "package emoji",
-    "package-var": "package emoji-var",
-    "package-video": "package emoji-video",
-    "package-scorer": "package emoji-scorer",
-    "package-low-res": "package emoji-low-res",
-    "package-drafter": "package emoji-eagle",
-    "recall": "recall",
-    "sheet": "sheet",
-    "examples": "lookup-examples",
-}
-
-
-def _moved(old: str, new: str) -> None:
-    @app.command(old, hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
-    def moved(context: typer.Context) -> Any:
-        raise ValueError(f"`vargen train {old}` is now `{new}`")
-
-
-for _old, _new in _RECIPES.items():
-    _moved(_old, f"python -m recipes {_new}`, run in a checkout of vargen: `python -m recipes --help")
-for _old in ("low-res", "upsampler"):
-    _moved(_old, f"vargen train drafter {_old}")

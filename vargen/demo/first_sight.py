@@ -1,6 +1,6 @@
 """What the page opens on: a race replayed from a recording, above a wall of images and videos that were generated before.
 
-`python -m recipes first-sight` records both, into the folder `recordings`.
+Both are recorded in the folder `recordings`.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ import logging
 import tomllib
 import types
 import typing
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,37 +15,6 @@ from typing import Any, TypeVar
 logger = logging.getLogger("vargen")
 
 CONFIGS = Path(__file__).parent / "configs"  # TOML files of the drafters that users train
-
-# Keys of earlier versions, and their present names.
-RENAMED = {
-    "all_scales": ("all_scales_fraction",),
-    "averaged": ("average_last_fraction", "ema_decay"),
-    "caption_rows": ("max_caption_tokens",),
-    "colour_weight": ("color_weight",),
-    "draw_batch": ("generation_batch_size",),
-    "drawn": ("recall_images",),
-    "focus": ("sampling_weights",),
-    "full_fraction": ("full_image_fraction",),
-    "held_out": ("validation_images",),
-    "hot_share": ("temperature_one_fraction",),
-    "independent": ("diffusion_forcing_fraction",),
-    "mirrored": ("flip_probability",),
-    "motion_told": ("motion_label_probability",),
-    "near_noise": ("neighbor_noise",),
-    "perturbed_pictures": ("perturbed_fraction",),
-    "pictures": ("num_images",),
-    "plain_weight": ("flat_patch_weight",),
-    "prefix_share": ("truncated_fraction",),
-    "recoloured": ("recolor_probability",),
-    "rolled": ("loop_shift_probability",),
-    "rollout": ("self_rollout_probability",),
-    "start_weight": ("first_token_weight",),
-    "tokenized": ("reconstruction_probability",),
-    "tokenized_per_step": ("encoded_per_step",),
-    "unrolled": ("unroll_steps",),
-    "wrong_codes": ("code_noise",),
-    "wrong_starts": ("wrong_prefix_probability",),
-}
 
 
 @dataclass(frozen=True)
@@ -99,55 +67,43 @@ def _clip_warmup(config: R) -> R:
     return replace(changed, schedule=replace(schedule, warmup_steps=schedule.steps))
 
 
-def load_config(
-    source: str | Path,
-    kind: type[R],
-    steps: int | None = None,
-    settings: Mapping[str, Any] | None = None,
-    folders: Sequence[Path] = (CONFIGS,),
-) -> R:
+def load_config(source: str | Path, kind: type[R], steps: int | None = None) -> R:
     """Read a config from a TOML file, or a packaged one by name (`eagle`, `low-res`, ...).
 
     Args:
         steps: length of the run, overriding the file's. A warm-up longer than the run is shortened to it, with a warning.
-        settings: values by dotted key (`schedule.learning_rate`) that override the file's.
-        folders: where to look for packaged configs.
 
     Raises:
         FileNotFoundError: if there is neither a file nor a packaged config of that name.
-        ValueError: for malformed TOML, an unknown key (with the nearest known one), a value of a wrong type, or phases that do
-            not fit into the steps.
+        ValueError: for malformed TOML, an unknown key (with the nearest known one), or a value of a wrong type.
     """
     path = Path(source)
     if not path.is_file():
-        packaged = {file.stem: file for folder in folders for file in folder.glob("*.toml")}
+        packaged = {file.stem: file for file in CONFIGS.glob("*.toml")}
         if str(source) not in packaged:
             known = ", ".join(sorted(packaged))
             raise FileNotFoundError(f"recipe {str(source)!r} is neither a file nor a packaged recipe ({known})")
         path = packaged[str(source)]
     try:
-        values = tomllib.loads(path.read_text())
-    except tomllib.TOMLDecodeError as error:
+        values = tomllib.loads(path.read_text("utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"recipe {path}: not valid TOML: {error}") from error
-    for key, value in {**(settings or {}), **({} if steps is None else {"schedule.steps": steps})}.items():
-        *tables, name = key.split(".")
-        table = values
-        for part in tables:
-            table = table.setdefault(part, {})
-            if not isinstance(table, dict):
-                raise ValueError(f"{path}: {key!r} cannot be set: {part!r} is no table")
-        table[name] = value
+    if steps is not None:
+        schedule = values.setdefault("schedule", {})
+        if not isinstance(schedule, dict):
+            raise ValueError(f"recipe {path}: schedule must be a table, got {schedule!r}")
+        schedule["steps"] = steps
     return _clip_warmup(from_dict(kind, values, str(path)))
 
 
 def from_dict(kind: type[R], values: dict[str, Any], where: str) -> R:
     """Create an instance of the dataclass `kind` from nested `values`; unknown keys and wrong types are errors."""
+    if not isinstance(values, dict):
+        raise ValueError(f"{where} must be a table, got {values!r}")
     hints = typing.get_type_hints(kind)
     arguments: dict[str, Any] = {}
     for key, value in values.items():
         if key not in hints:
-            if new := [name for name in RENAMED.get(key, ()) if name in hints]:
-                raise ValueError(f"{where}: the key {key!r} is now called {new[0]!r}")
             near = difflib.get_close_matches(key, hints, n=1)
             raise ValueError(
                 f"{where}: unknown key {key!r}" + (f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(hints)}")

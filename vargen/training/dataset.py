@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,7 +16,6 @@ from torch import Tensor
 from vargen.models.condition import Condition
 from vargen.models.text_encoder import MiniLMTextEncoder
 from vargen.models.tokenizer_folder import load_tokenizer
-from vargen.training.augment import SamplingWeights
 
 Record = dict[str, Any]
 T = TypeVar("T")
@@ -33,25 +32,18 @@ class CaptionedImages:
 
     Attributes:
         images: uint8 `[N, size, size, 3]`, may be memory-mapped.
-        records: N dictionaries with `captions`, of which evaluations use the first; `split`; and, if true, `can_flip` (the
-            mirror image matches the captions) and `can_recolor` (the color may change). `SamplingWeights`
-            use `style` and `group`.
-        report: counts made while building.
+        records: N dictionaries with `captions`, of which evaluations use the first; `split`; and, if some images are to be
+            sampled more often as prompts of a drafter, `weight`.
     """
 
     images: np.ndarray
     records: list[Record]
-    report: dict[str, Any] = field(default_factory=dict)
 
     def indices(self, split: str) -> np.ndarray:
         """Return the positions (int64) of the records of ``"train"`` or ``"validation"``; ValueError for other names."""
         if split not in ("train", "validation"):
             raise ValueError(f"unknown split {split!r}; expected 'train' or 'validation'")
         return np.array([i for i, r in enumerate(self.records) if r["split"] == split], dtype=np.int64)
-
-    def training_indices(self) -> np.ndarray:
-        """Return the positions (int64) of the images used for training."""
-        return self.indices("train")
 
     def captions(self, i: int) -> list[str]:
         """Return the captions of image i; evaluations use the first."""
@@ -60,37 +52,6 @@ class CaptionedImages:
     def sample_caption(self, i: int, rng: random.Random) -> str:
         """Sample a caption of image i for training; equal states of `rng` give equal captions."""
         return rng.choice(self.captions(i))
-
-    def can_flip(self, i: int) -> bool:
-        """Whether the mirror image of image i matches its captions."""
-        return bool(self.records[i].get("can_flip"))
-
-    def can_recolor(self, i: int) -> bool:
-        """Whether image i may get another color, if its caption names that color."""
-        return bool(self.records[i].get("can_recolor"))
-
-    def evaluation_groups(self, sampling_weights: SamplingWeights, **counts: int) -> dict[str, list[int]]:
-        """Return the images used by evaluations, evenly spaced, by the name of their group; empty groups are omitted.
-
-        Args:
-            sampling_weights: how often training sees each kind of image.
-            counts: maximum number of images per group; 64 by default.
-        """
-        groups = {"seen": self.training_indices().tolist(), "validation": self.indices("validation").tolist()}
-        return {name: take_evenly(members, counts.get(name, 64)) for name, members in groups.items() if members}
-
-    def candidate_captions(self, members: Sequence[int], count: int) -> list[list[str]]:
-        """Return up to `count` captions for each image: its own first, then those of other members."""
-        step = max(1, len(members) // count)
-        found = []
-        for n, i in enumerate(members):
-            others = [members[(n + step * j) % len(members)] for j in range(1, min(count, len(members)))]
-            found.append([self.caption_like(j, i) for j in [i, *others]])
-        return found
-
-    def caption_like(self, i: int, other: int) -> str:
-        """Return the first caption of image i, in the style of image `other` if captions name styles."""
-        return self.captions(i)[0]
 
 
 def load_captioned_images(folder: Path) -> CaptionedImages:
@@ -103,7 +64,7 @@ def load_captioned_images(folder: Path) -> CaptionedImages:
     Raises:
         FileNotFoundError: a file is missing. ValueError: a file is damaged, or the two do not belong together.
     """
-    images = open_images(folder, CAPTIONS, "a data set is a folder with both")
+    images = _open_images(folder)
     records = []
     for number, line in enumerate((folder / CAPTIONS).read_text("utf-8").splitlines()):
         try:
@@ -118,29 +79,28 @@ def load_captioned_images(folder: Path) -> CaptionedImages:
         records.append({"split": split, **record, "captions": texts})
         if records[-1]["split"] not in ("train", "validation"):
             raise ValueError(f"{folder / CAPTIONS}: line {number + 1}: split must be 'train' or 'validation'")
-    validate_images(folder, images, records)
-    return CaptionedImages(images, records)
-
-
-def open_images(folder: Path, beside: str, hint: str) -> np.ndarray:
-    """Memory-map `images.npy` of a folder read-only; FileNotFoundError if it or the file `beside` it is missing."""
-    for name in (IMAGES, beside):
-        if not (folder / name).is_file():
-            raise FileNotFoundError(f"{folder / name} is missing; {hint}")
-    try:
-        return np.load(folder / IMAGES, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError, OSError) as error:  # replaced, because numpy's message may recommend unpickling
-        raise ValueError(f"{folder}: {IMAGES} is damaged ({type(error).__name__}); {hint}") from None
-
-
-def validate_images(folder: Path, images: np.ndarray, records: Sequence[Record]) -> None:
-    """Raise ValueError unless the images are uint8 `[N, size, size, 3]` with one record each."""
     square = images.ndim == 4 and images.shape[1] == images.shape[2] and images.shape[3] == 3
     if not square or images.dtype != np.uint8 or len(images) != len(records):
         raise ValueError(
             f"{folder}: {IMAGES} must be uint8 [N, size, size, 3] and fit its {len(records)} records, "
             f"got {images.dtype}{list(images.shape)}"
         )
+    if not {"train", "validation"} <= {record["split"] for record in records}:
+        raise ValueError(
+            f"{folder / CAPTIONS}: both splits must have images; every twentieth without a split is for validation"
+        )
+    return CaptionedImages(images, records)
+
+
+def _open_images(folder: Path) -> np.ndarray:
+    """Memory-map `images.npy` of a folder read-only; FileNotFoundError if a file of the data set is missing."""
+    for name in (IMAGES, CAPTIONS):
+        if not (folder / name).is_file():
+            raise FileNotFoundError(f"{folder / name} is missing; a data set is a folder with both {IMAGES} and {CAPTIONS}")
+    try:
+        return np.load(folder / IMAGES, mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError, OSError) as error:  # replaced, because numpy's message may recommend unpickling
+        raise ValueError(f"{folder}: {IMAGES} is damaged ({type(error).__name__})") from None
 
 
 def take_evenly(members: Sequence[T], count: int) -> list[T]:

@@ -12,7 +12,7 @@ import logging
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from vargen.weight_files import load_pickle_safely
 
 logger = logging.getLogger("vargen")
 
-CHECKPOINT, OLD_CHECKPOINT = "checkpoint.pt", "state.pt"
+CHECKPOINT = "checkpoint.pt"
 _LOG_EVERY = 10  # steps
 
 
@@ -66,7 +66,7 @@ class TrainingRun:
         validate_matplotlib("the curves of a run need")
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock()
-        path = find_checkpoint(self.folder)
+        path = self.folder / CHECKPOINT
         if not path.is_file():
             self._trim_log(0)  # of a run that was killed before its first checkpoint
             return None
@@ -157,18 +157,10 @@ class TrainingRun:
         return target
 
 
-def find_checkpoint(folder: Path) -> Path:
-    """Return the path of a run's checkpoint, which earlier versions called `state.pt`."""
-    new, old = folder / CHECKPOINT, folder / OLD_CHECKPOINT
-    return old if old.is_file() and not new.is_file() else new
-
-
 def read_training_checkpoint(path: Path, map_location: torch.device | str = "cpu") -> dict[str, Any]:
     """Read a checkpoint; ValueError if it is damaged or of another kind."""
     hint = "remove it to start again, or give another --output"
     state = load_pickle_safely(path, map_location=map_location, if_damaged=hint, if_foreign=hint)
-    if isinstance(state, dict) and "fingerprint" in state:  # of an earlier version
-        state["settings"] = state.pop("fingerprint")
     kinds = {"step": int, "seconds": float, "settings": dict}
     if not isinstance(state, dict) or not all(isinstance(state.get(name), kind) for name, kind in kinds.items()):
         raise ValueError(f"{path} is not a checkpoint of a training run; {hint}")
@@ -208,10 +200,6 @@ class Trainer(ABC):
     def evaluate(self) -> Mapping[str, float]:
         """Return the metrics to log between steps."""
 
-    def parameters(self) -> Iterable[nn.Parameter]:
-        """Return the parameters whose gradients are clipped."""
-        return self.model.parameters()
-
     def amp(self) -> torch.autocast:
         """Return a context that computes in bfloat16 where it is fast."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16)
@@ -222,14 +210,10 @@ class Trainer(ABC):
             for group in optimizer.param_groups:
                 group["lr"] = optimizer.defaults["lr"] * self.config.schedule.factor(step)
             optimizer.zero_grad(set_to_none=True)
-        self.backward(loss)
-        nn.utils.clip_grad_norm_(self.parameters(), 1.0)
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for optimizer in self.optimizers:
             optimizer.step()
-
-    def backward(self, loss: Tensor) -> None:
-        """Compute the gradients of `parameters`."""
-        loss.backward()
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that steps change."""
@@ -238,8 +222,7 @@ class Trainer(ABC):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
         self.model.load_state_dict(state["model"])
-        saved = [state["optimizer"]] if "optimizer" in state else state["optimizers"]  # one, in runs of earlier versions
-        for optimizer, values in zip(self.optimizers, saved, strict=True):
+        for optimizer, values in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(values)
 
 

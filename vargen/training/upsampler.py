@@ -1,12 +1,11 @@
-"""Train drafters from a low resolution: a `LlamaGenTransformer` on small images, and a `TokenUpsampler`.
+"""Train a `TokenUpsampler`: tokens of an image from the tokens of the same image at a low resolution.
 
 Shape suffixes: B images, N tokens at the high resolution, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,84 +16,12 @@ from torch import Tensor
 
 from vargen.models.heads.upsampler import TokenUpsampler
 from vargen.models.tokenizers.vq import VQModel
-from vargen.training.augment import AugmentationConfig, SamplingWeights
-from vargen.training.config import Schedule, at_least
-from vargen.training.dataset import CaptionedImages
-from vargen.training.next_token import ImageMetrics, NextTokenConfig, train_next_token
+from vargen.training.config import Schedule, at_least, validate_fractions
+from vargen.training.dataset import CaptionedImages, take_evenly
+from vargen.training.image_tokens import hash_tokens, load_or_encode
 from vargen.training.run import Trainer, export, fit
-from vargen.training.token_cache import BackgroundTokenizer, hash_tokens
-from vargen.training.variants import AugmentedBatches, EncodedVariants
 
-_AT_ONCE = 512
-
-
-def downscale(pixels_BCYX: Tensor, factor: int) -> Tensor:
-    """Average each block of `factor` x `factor` pixels."""
-    return F.avg_pool2d(pixels_BCYX, factor)
-
-
-def downscale_dataset(data: CaptionedImages, config: NextTokenConfig, downsampling: int) -> CaptionedImages:
-    """Downscale the images to the grid of the config, for a tokenizer with one token per `downsampling` pixels.
-
-    Raises:
-        ValueError: if the grid's side in pixels does not divide the side of the images.
-    """
-    side, size = data.images.shape[1], config.model["grid_size"] * downsampling
-    if size > side or side % size:
-        raise ValueError(
-            f"grid_size {config.model['grid_size']} is {size} pixels, which must divide the {side} pixels of the images"
-        )
-    if size == side:
-        return data
-    small = np.empty((len(data.images), size, size, 3), np.uint8)
-    for start in range(0, len(small), _AT_ONCE):
-        part = torch.from_numpy(np.asarray(data.images[start : start + _AT_ONCE])).movedim(-1, 1).float()
-        small[start : start + _AT_ONCE] = downscale(part, side // size).round().to(torch.uint8).movedim(1, -1).numpy()
-    return replace(data, images=small)
-
-
-class TwoResolutionTokens(EncodedVariants):
-    """Image tokens at both resolutions, `[images, variants, n + N]`, stored plus 1: zero means not computed yet."""
-
-    fast = False
-
-    def __init__(
-        self, folder: Path, images: np.ndarray, vqvae: VQModel, config: AugmentationConfig, device: torch.device, factor: int
-    ):
-        self.vqvae, self.factor = vqvae.eval(), factor
-        self.tokenize = BackgroundTokenizer(vqvae)
-        side = images.shape[1] // vqvae.downsampling
-        self.low = side // factor
-        dtype = np.uint16 if vqvae.config.codebook_size < 2**16 - 1 else np.uint32
-        count = self.low**2 + side**2
-        super().__init__(folder, f"pairs-{factor}", hash_tokens(vqvae), images, config, device, (count,), dtype)
-
-    def encode(self, pixels_BCYX: Tensor) -> np.ndarray:
-        levels = ((downscale(pixels_BCYX, self.factor) + 1) * 127.5).round() / 127.5 - 1  # rounded like stored images
-        parts = self.tokenize(levels), self.tokenize(pixels_BCYX)
-        return torch.cat(parts, dim=1).cpu().numpy() + 1
-
-    def __call__(self, indices: Sequence[int], variants: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return the tokens at both resolutions, int64 `[B, r, c]` and `[B, N]`."""
-        rows = torch.from_numpy(self.load(indices, variants).astype(np.int64) - 1).to(self.device)
-        low, high = rows.split([self.low**2, rows.shape[1] - self.low**2], dim=1)
-        return low.unflatten(1, (self.low, self.low)), high
-
-
-def train_low_res(
-    config: NextTokenConfig,
-    data: CaptionedImages,
-    tokenizer_folder: Path,
-    text_encoder_folder: Path,
-    folder: Path,
-    device: torch.device,
-    init_folder: Path | None = None,
-    image_metrics: ImageMetrics | None = None,
-) -> dict[str, float]:
-    """Run `train_next_token` on images at the resolution of the config's grid, with the same arguments and results."""
-    downsampling = VQModel.from_pretrained(tokenizer_folder).downsampling
-    small = downscale_dataset(data, config, downsampling)
-    return train_next_token(config, small, tokenizer_folder, text_encoder_folder, folder, device, init_folder, image_metrics)
+_EVALUATED = 256  # validation images
 
 
 @dataclass(frozen=True)
@@ -103,15 +30,9 @@ class UpsamplerConfig:
 
     model: dict[str, Any] = field(default_factory=dict)
     schedule: Schedule = field(default_factory=Schedule)
-    sampling_weights: SamplingWeights = field(default_factory=SamplingWeights)
     low_grid: int = 8
     seed: int = 0
     batch_size: int = 32
-    caption_dropout: float = 0.0  # unused: the upsampler has no caption
-    shift_pixels: int = 8
-    shift_variants: int = 4
-    flip_probability: float = 0.5
-    recolor_probability: float = 0.15
     token_noise: float = 0.1  # share of known tokens that are wrong, per image uniform from 0 to this: drafts contain errors
     ahead_weight: float = 0.25  # loss weight of tokens whose row above is unknown
     weight_decay: float = 0.01
@@ -120,10 +41,8 @@ class UpsamplerConfig:
 
     def __post_init__(self) -> None:
         at_least(self, 1, "low_grid", "batch_size", "evaluate_every", "checkpoint_every")
-        at_least(
-            self, 0, "shift_pixels", "shift_variants", "flip_probability", "recolor_probability", "token_noise", "weight_decay"
-        )
-        at_least(self, 0, "ahead_weight")
+        at_least(self, 0, "weight_decay", "ahead_weight")
+        validate_fractions(self, "token_noise")
 
 
 def train_upsampler(
@@ -163,12 +82,17 @@ class UpsamplerTrainer(Trainer):
         model = TokenUpsampler(vocab, config.low_grid, grid, **config.model, codes=vqvae.quantize.digest())
         identity = {"low_grid": config.low_grid, "tokenizer": hash_tokens(vqvae)}
         super().__init__(config, model, folder, device, "upsampler", **identity)
-        self.store = TwoResolutionTokens(folder, data.images, vqvae, config, device, model.factor)
-        self.batches = AugmentedBatches(data, self.store, config)
-        validation = data.indices("validation")
-        self.validation = validation[:: max(1, len(validation) // 256)].tolist()
+        self.low, self.high = (load_or_encode(folder, data.images, vqvae, each) for each in (config.low_grid, grid))
+        self.training, validation = data.indices("train"), data.indices("validation")
+        self.validation = np.array(take_evenly(validation.tolist(), _EVALUATED))
         rate, decay = config.schedule.learning_rate, config.weight_decay
         self.optimizers = [torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=decay)]
+
+    def tokens(self, indices: np.ndarray) -> tuple[Tensor, Tensor]:
+        """Return the tokens of images at both resolutions, int64 `[B, r, c]` and `[B, N]`."""
+        low, high = (torch.from_numpy(part[indices].astype(np.int64)).to(self.device) for part in (self.low, self.high))
+        side = self.config.low_grid
+        return low.unflatten(1, (side, side)), high
 
     def logits(self, low: Tensor, tokens: Tensor, known: Tensor) -> Tensor:
         """Return float32 logits `[B, N, V]`; only the `known` tokens are seen."""
@@ -178,9 +102,8 @@ class UpsamplerTrainer(Trainer):
     def step(self, step: int) -> dict[str, Tensor]:
         """Run one training step; returns the loss in nats per token."""
         config = self.config
-        indices, variants, _, _ = self.batches(step, config.batch_size)
-        low, high = self.store(indices, variants)
-        rng = np.random.default_rng((config.seed, step, 1))
+        rng = np.random.default_rng((config.seed, step))
+        low, high = self.tokens(self.training[rng.integers(0, len(self.training), config.batch_size)])
         (B, N), columns = high.shape, self.model.config.grid_size
         length = torch.from_numpy(rng.integers(1, N + 1, B)).to(self.device)
         place = torch.arange(N, device=self.device)
@@ -199,8 +122,7 @@ class UpsamplerTrainer(Trainer):
         self.model.eval()
         values: dict[str, list[Tensor]] = {}
         for start in range(0, len(self.validation), self.config.batch_size):
-            part = self.validation[start : start + self.config.batch_size]
-            low, high = self.store(part, [0] * len(part))
+            low, high = self.tokens(self.validation[start : start + self.config.batch_size])
             for name, known in (("row", torch.ones_like(high).bool()), ("image", torch.zeros_like(high).bool())):
                 logits = self.logits(low, high, known)
                 values.setdefault(f"{name}_loss", []).append(F.cross_entropy(logits.flatten(0, 1), high.flatten()))

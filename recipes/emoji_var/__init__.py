@@ -1,1 +1,0 @@
-"""The next-scale model of emoji."""

@@ -1,1 +1,0 @@
-"""The block-wise video model of emoji."""
