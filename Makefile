@@ -6,7 +6,7 @@
 # make test-latest                  the tests that meet other packages than torch, on the latest set
 # make test-lowest                  the same, on the oldest packages that pyproject.toml allows
 # make test-gpu                     the kernels and CUDA graphs, on a machine with an NVIDIA GPU
-# make gpu                          everything that depends on the GPU, checked and measured in ten minutes: report/report.md
+# make gpu                         what depends on the GPU, checked and measured: report/report.md; again to go on
 # make docs                         the documentation site, in build/site
 # make lint                         ruff and mypy
 # make clean                        remove what make made, images excepted
@@ -67,7 +67,7 @@ test-gpu: $(REFERENCE)/.all
 	$(REFERENCE)/bin/pytest tests/kernels tests/decoding/test_graphs.py
 
 gpu: $(REFERENCE)/.all
-	$(REFERENCE)/bin/vargen bench gpu --minutes 10 -o report
+	$(REFERENCE)/bin/python benchmarks/gpu.py --minutes 9 -o report
 
 # mkdocstrings reads the sources without importing them, so this environment needs no torch.
 docs: $(DOCS)/.tools

@@ -60,7 +60,7 @@ PACKAGE_TESTS = (
 # What takes long for what it is: training, the quality of the packaged weights, whole processes, and pages in a browser.
 EXTENDED_TESTS = (
     "assets",
-    "benchmarks/test_aot.py",
+    "benchmarks/test_gpu.py",
     "demo/test_app.py",
     "demo/test_browser.py",
     "demo/test_first_sight.py",

@@ -1,4 +1,4 @@
-"""`vargen compare` and `vargen bench distribution`: their reports, files and bad input; times are not judged here."""
+"""`vargen compare`: its reports, files and bad input; times are not judged here."""
 
 import json
 from pathlib import Path
@@ -11,8 +11,6 @@ from rejects import rejects
 
 from vargen.cli.compare import select_methods
 from vargen.decoding import Jacobi, Speculative
-from vargen.evaluation import distribution
-from vargen.evaluation.distribution import label_cache
 from vargen.weight_files import weights_digest
 
 
@@ -81,20 +79,16 @@ COMPARE = [
     (("--guidance-scale", "-1"), "guidance_scale"), (("--guidance-scale", "1e38"), "guidance_scale"),
     (("--temperature", "1e400"), "temperature"),
 ]  # fmt: skip
-DISTRIBUTION = [case for case in COMPARE if case[0][0] in ("--window", "--batch-size", "--guidance-scale")][3:]
 
 
 @pytest.mark.usefixtures("no_weights")
 @pytest.mark.parametrize(
-    ("verb", "words", "message"),
-    [(("compare",), *case) for case in COMPARE]
-    + [(("bench", "distribution", "--token-cache", "kept"), *case) for case in DISTRIBUTION],
-    ids=lambda value: " ".join(value)[:40] if isinstance(value, tuple) else "",
+    ("words", "message"), COMPARE, ids=lambda value: " ".join(value)[:40] if isinstance(value, tuple) else ""
 )
 def test_bad_input_is_named_before_a_weight_is_read(
-    run: Any, text_model: Path, prompts: Path, verb: Any, words: Any, message: str
+    run: Any, text_model: Path, prompts: Path, words: Any, message: str
 ) -> None:
-    result = run(*verb, "--prompt-file", prompts, "--model", text_model, "--methods", "sjd", *words)
+    result = run("compare", "--prompt-file", prompts, "--model", text_model, "--methods", "sjd", *words)
     assert result.exit_code == 2, result.output
     last = result.stderr.splitlines()[-1]  # after a warning, where the machine is busy
     assert last.startswith("error: ") and message in last and len(last) < 300 and "Traceback" not in result.stderr
@@ -106,42 +100,13 @@ def test_a_model_of_classes_is_refused_before_a_weight_is_read(run: Any, class_m
     assert result.exit_code == 2 and "model must generate from text" in result.stderr
 
 
-def test_distributions_are_tested_and_a_stopped_run_goes_on(run: Any, text_model: Path, prompts: Path) -> None:
-    words = ("--prompt-file", prompts, "--model", text_model, "--methods", "gsd", "--window", 4, "--num-images", 10)
-    words += ("--batch-size", 6, "--permutations", 20, "--token-cache", "kept", "--negative-control")
-    result = run("bench", "distribution", *words, "--json", "distribution.json")
-    assert result.exit_code == 0, result.output
-    assert "neighboring tokens" in result.stdout and "50 tokens a group" in result.stdout
-    report = json.loads(Path("distribution.json").read_text())
-    assert set(report["methods"]) == {"ar", "gsd", "gsd, 50 tokens a group"}
-    for values in report["methods"].values():
-        assert all(1 / 21 - 1e-9 <= test["p_value"] <= 1 for test in values["tests"].values())
-    files = {path: path.stat().st_mtime_ns for path in Path("kept").rglob("*.npz")}
-    assert len(files) == 8
-    next(iter(files)).unlink()
-    again = run("bench", "distribution", *words, "--json", "again.json")
-    assert again.exit_code == 0
-    assert sum(path.stat().st_mtime_ns == files[path] for path in files) == 7
-    assert json.loads(Path("again.json").read_text())["methods"] == report["methods"]
-    other = run("bench", "distribution", *words, "--guidance-scale", 1.5)
-    assert other.exit_code != 0 and "tokens of other settings: sampling" in other.stderr
-    assert all(path.stat().st_mtime_ns == time for path, time in files.items() if path in list(files)[1:])
-
-
-def test_a_cache_tells_weights_apart(tmp_path: Path) -> None:
+def test_a_digest_tells_weights_apart() -> None:
     networks = [torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)]
     networks[1].load_state_dict(networks[0].state_dict())
     assert weights_digest(networks[0], None) == weights_digest(networks[1], None)
     with torch.no_grad():
         networks[1].bias[0] = torch.nextafter(networks[1].bias[0], torch.tensor(9.0))
     assert weights_digest(networks[0]) != weights_digest(networks[1])
-    label_cache(tmp_path, {"weights": "a", "method": {"window": 4}})
-    label_cache(tmp_path, {"weights": "a", "method": {"window": 4}})
-    rejects(lambda: label_cache(tmp_path, {"weights": "b", "method": {"window": 4}}), "weights")
-    (tmp_path / "old").mkdir()
-    (tmp_path / "old" / "0-0-5.npz").touch()
-    with pytest.raises(ValueError, match="unknown settings"):
-        label_cache(tmp_path / "old", {"weights": "a"})
 
 
 def test_an_automatic_window_is_for_chains_too() -> None:
@@ -170,10 +135,6 @@ def test_an_output_that_is_an_input_is_refused(run: Any, text_model: Path) -> No
     for command in ("step", "ar"):
         result = run("bench", command, "--model", text_model, "--json", index)
         assert result.exit_code == 2 and "would overwrite a file of model" in result.stderr
-    result = run(
-        "bench", "distribution", "--prompt-file", "prompts.json", "--model", text_model, "--token-cache", "prompts.json"
-    )
-    assert result.exit_code == 2 and "cache folder 'prompts.json' cannot be written" in result.stderr
     assert Path("prompts.json").read_text() == "a cat\n" and index.read_text() == before
     assert [path.name for path in Path().iterdir()] == ["prompts.json"]
 
@@ -201,32 +162,6 @@ def test_a_plot_of_steps_that_cannot_be_written_leaves_table_and_json(full_disk:
     result = full_disk(4000)("bench", "step", *words)
     assert result.exit_code == 1 and "x weights" in result.stdout and json.loads(Path("a.json").read_text())["reports"]
     assert result.stderr.splitlines()[-1] == "error: plot 'a.png' was not written: File too large"
-
-
-def test_distributions_are_measured_where_tokens_cannot_be_kept(
-    run: Any, full_disk: Any, text_model: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = ("bench", "distribution", "--prompt-file", prompts, "--model", text_model, "--methods", "sjd:window=4")
-    words += ("--num-images", 4, "--batch-size", 2, "--permutations", 5, "--token-cache", "kept", "--json", "-")
-    result = full_disk(0)(*words)
-    assert result.exit_code == 1
-    methods = json.loads(result.stdout)["methods"]
-    assert set(methods) == {"ar", "sjd:window=4"} and not list(Path("kept").rglob("*.npz"))
-    (line,) = [line for line in result.stderr.splitlines() if line.startswith("error")]
-    assert "kept/ar' was not written: File too large; the run continues without it" in line
-    with monkeypatch.context() as patch:  # a folder that cannot say how its tokens are made gets none
-
-        def full(*_: Any) -> None:
-            raise OSError(28, "No space left on device")
-
-        patch.setattr(distribution, "label_cache", full)
-        assert run(*words).exit_code == 1 and not list(Path("kept").rglob("*.npz"))
-    again = run(*words)
-    assert again.exit_code == 0 and json.loads(again.stdout)["methods"] == methods
-    damaged = next(Path("kept").rglob("*.npz"))
-    damaged.write_bytes(damaged.read_bytes()[:200])
-    result = run(*words)
-    assert result.exit_code == 2 and f"{damaged} is damaged" in result.stderr
 
 
 def test_schedules_of_a_next_scale_model(run: Any, scale_model: Path, prompts: Path) -> None:

@@ -13,18 +13,8 @@ from tiny_video_folder import video_folder
 from typer.testing import CliRunner
 
 from vargen.cli.main import app
-from vargen.decoding import PRESETS, BlockRecord, Replay, SingleModel, Threshold, VideoMethod, VideoStats, decode_video
-from vargen.decoding.video.routing import DraftView
+from vargen.decoding import PRESETS, BlockRecord, VideoStats
 from vargen.decoding.video.stats import BlockCosts, estimate_block_costs
-from vargen.evaluation.synthetic_video import (
-    SyntheticDecoder,
-    Work,
-    hardness,
-    noisy_router,
-    noisy_score,
-    quality,
-    synthetic_pair,
-)
 from vargen.evaluation.video import block_discontinuity, compare_video_methods, drift, flicker
 from vargen.pipelines.registry import open_pipeline
 from vargen.scoring.protocol import to_scorer
@@ -85,28 +75,6 @@ def test_costs_are_medians_of_parts() -> None:
     rejects(lambda: estimate_block_costs([target], [draft], [draft]), "costs")
 
 
-def test_on_a_pair_with_a_known_gap_a_score_places_the_target_better_than_probability() -> None:
-    """With as many target blocks: those that a noisy scorer refused, and others."""
-    model, decoder = synthetic_pair(Work(8, 1)), SyntheticDecoder(0)
-
-    def run(policy, seed: int) -> tuple[VideoStats, float]:
-        method = VideoMethod(policy=policy)
-        made = decode_video(model, seed, seed, method, blocks=24, decoder=decoder, score=noisy_score(seed))
-        found = [quality(seed, block.number, block.latents) for block in made]
-        return made.stats, sum(found) / len(found)
-
-    by_score, by_probability = [], []
-    for seed in range(3):
-        stats, value = run(Threshold(-0.2), seed)
-        by_score.append(value)
-        generator = torch.Generator().manual_seed(seed)
-        order = [0, *(torch.randperm(23, generator=generator) + 1).tolist()]
-        by_probability.append(run(Replay([stats.sources[place] for place in order]), seed)[1])
-        assert 0.2 < stats.acceptance < 0.95
-    ends = [sum(run(SingleModel(draft), seed)[1] for seed in range(3)) / 3 for draft in (True, False)]
-    assert ends[0] < sum(by_probability) / 3 < sum(by_score) / 3 < ends[1] and ends[1] == pytest.approx(0, abs=1e-3)
-
-
 def test_methods_are_compared_on_equal_prompts_and_seeds(model: str) -> None:
     pipe = open_pipeline(model)
     methods = {name: PRESETS[name] for name in ("target", "draft", "stride")}
@@ -145,17 +113,3 @@ def test_the_commands_write_tables_strips_and_reports(model: str, tmp_path: Path
     for wrong, message in ((["--methods", "sjd"], "next-token"), (["--window", "8"], "window")):
         refused = CliRunner().invoke(app, ["compare", "--prompt-file", str(prompts), "--model", model, *wrong])
         assert refused.exit_code != 0 and message in refused.output + str(refused.exception)
-
-
-@pytest.mark.parametrize("correlation", [0.0, 0.5, 1.0])
-def test_a_synthetic_router_ranks_by_the_error_of_a_draft(correlation: float) -> None:
-    ranks, sizes = [], []
-    for seed in range(20):
-        rank = noisy_router(seed, correlation)
-        for number in range(1, 21):
-            ranks.append(rank(DraftView(number, *[torch.zeros(1)] * 3)))
-            sizes.append(hardness(seed, number))
-    normal = torch.special.ndtri(torch.tensor(ranks, dtype=torch.float64))
-    true = torch.special.ndtri((torch.tensor(sizes).argsort().argsort() + 0.5) / len(sizes)).double()
-    assert abs(torch.corrcoef(torch.stack([normal, true]))[0, 1] - correlation) < 0.12
-    assert abs(sum(ranks) / len(ranks) - 0.5) < 0.06

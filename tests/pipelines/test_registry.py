@@ -110,7 +110,7 @@ def test_an_unknown_argument_of_opening_is_named(folder: Path, name: str) -> Non
 
 
 # Verbs that take or make files of one family are named after it.
-_MAY_NAME = {"vargen/evaluation/published_var.py", "vargen/cli/convert.py", "vargen/cli/train.py"}
+_MAY_NAME = {"vargen/cli/convert.py", "vargen/cli/train.py"}
 
 
 def test_nothing_above_the_pipelines_names_a_family() -> None:

@@ -1,4 +1,4 @@
-"""A short soak of the command: clients of several processes, one of them killed; the long one is in benchmarks/serving.py."""
+"""A short soak of the command, by clients some of whom leave; the long one is in benchmarks/load.py."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import http.client
 import json
 import signal
 import urllib.request
+from functools import partial
 from pathlib import Path
 
+import load
 import pytest
-import serving
 from tiny_models import class_pipeline
 
 from vargen import open_pipeline
@@ -24,21 +25,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_no_image_is_wrong_or_lost_when_clients_cancel_or_are_killed(folder: Path) -> None:
-    requests = serving.make_requests([str(number) for number in range(5)], 24, 8, cancelled=0.2)
+def test_no_image_is_wrong_or_lost_when_clients_leave(folder: Path) -> None:
+    requests = load.make_requests([str(number) for number in range(5)], 24, 8)
     options = ["--model", str(folder), "--accelerator", "gumbel", "--slots", "3", "--dtype", "float32", "--max-waiting", "10"]
-    with serving.start_server(*options) as (server, port):
-        result, records = serving.run_soak(server.pid, port, requests, clients=4, kill_client=True)
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=30) as answer:
+    with load.start_service(*options) as (server, address):
+        ask = partial(load.ask_service, address)
+        result, records = load.run_clients(server.pid, requests, 4, lambda: ask)
+        with urllib.request.urlopen(f"{address}/v1/models", timeout=30) as answer:
             assert json.load(answer)["data"][0]["id"] == "tiny-class"
         # A request that runs when the server is told to end is finished.
-        last = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+        last = http.client.HTTPConnection(address.removeprefix("http://"), timeout=30)
         body = json.dumps({"prompt": "1", "n": 10, "stream": True})
         last.request("POST", "/v1/images/generations", body, {"Content-Type": "application/json"})
         answer = last.getresponse()  # its head, which is sent before the first image is
         server.send_signal(signal.SIGTERM)
         assert answer.read().count(b"image_generation.completed\ndata") == 10
         last.close()
-    assert not result.errors and result.answered + result.cancelled == len(requests)
+    assert not result.errors and result.answered + result.left == len(requests)
     assert sorted(record["number"] for record in records) == list(range(len(requests)))
-    assert serving.find_wrong(records, requests, open_pipeline(folder), "gumbel") == []
+    assert load.find_wrong(records, requests, open_pipeline(folder), "gumbel") == []

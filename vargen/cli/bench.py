@@ -1,4 +1,4 @@
-"""`vargen bench`: the cost of passes, of the sequential baseline, of next-scale images and of kernels on this machine."""
+"""`vargen bench`: the cost of passes and of the sequential baseline on this machine."""
 
 from __future__ import annotations
 
@@ -26,15 +26,13 @@ from vargen.cli.options import (
 )
 from vargen.cli.results import ResultWriter
 from vargen.device import set_threads, validate_compile
-from vargen.values import short_repr
 
 if TYPE_CHECKING:
-    from vargen.evaluation.image_speed import ImageSpeedReport
     from vargen.evaluation.speed import BaselineReport, StepReport
 
 
 class BenchCommands(CommandGroup):
-    renamed: ClassVar[dict[str, list[str]]] = {"ar": ["baseline"], "var": ["images"]}
+    renamed: ClassVar[dict[str, list[str]]] = {"ar": ["baseline"]}
 
 
 app = typer.Typer(cls=BenchCommands, help="Measure speed on this machine.", no_args_is_help=True)
@@ -132,91 +130,6 @@ def baseline(
     results.write(f"{about}\n\n{_baseline_table(reports)}", document)
 
 
-@app.command(context_settings=accept_old_names(_RENAMED))
-def images(
-    model: Models = None,
-    batch_size: BatchSizes = "1",
-    dtype: DtypeName = Dtype.auto,
-    device: DeviceName = Device.auto,
-    threads: TorchThreads = None,
-    repeats: Repeats = 5,
-    compile: Compile = False,
-    quantization: QuantizationName = None,
-    as_json: Json = None,
-) -> None:
-    """Measure the time per image of a next-scale model.
-
-    Relative to the published sampling loop, with and without pixel decoding. Runs of the published loop, in float32,
-    alternate with ours. The roofline is the minimum time to read the weights, or to do the floating-point operations at the
-    rate of a large matrix product.
-    """
-    batches = parse_int_list(batch_size, "batch_size", _MAX_BATCH)
-    validate_range(repeats, "repeats", 1)
-    results, names = ResultWriter(as_json), model or ["var-d16"]
-    results.check(names)
-    place, kind, machine = setup_device(device, dtype, threads, names, quantization)
-
-    from vargen.device import summarize_machine
-    from vargen.evaluation.image_speed import measure_image_speed
-
-    reports = []
-    for name, network in _open_networks(names, place, kind, with_pixels=True, quantization=quantization):
-        for count in batches:
-            with progress_bar(f"{name}, batch size {count}") as show:
-                reports.append(measure_image_speed(network, count, rounds=repeats, compile=compile, progress=show))
-    document = {"machine": machine, "compiled": compile, "reports": [report.to_dict() for report in reports]}
-    about = summarize_machine(machine, place, kind) + (", compiled" if compile else "")
-    results.write(f"{about}\n\n{_images_table(reports)}", document)
-
-
-@app.command(context_settings=accept_old_names({"held": "cached-tokens", "tokens": "tokens-per-pass", "rounds": "repeats"}))
-def kernels(
-    shape: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="Network that provides the shapes; may be repeated.")
-    ] = None,
-    tokens_per_pass: Annotated[str, typer.Option(metavar="N,...", help="Tokens per pass.")] = "1,16,64",
-    cached_tokens: Annotated[str, typer.Option(metavar="N,...", help="Tokens in the KV cache.")] = "256,1024",
-    dtype: DtypeName = Dtype.auto,
-    device: DeviceName = Device.auto,
-    threads: TorchThreads = None,
-    repeats: Repeats = 5,
-    as_json: Json = None,
-) -> None:
-    """Measure the time of each kernel.
-
-    Operations are tree attention, sampling, acceptance and commit. Compares our kernel, our torch implementation, SDPA with
-    a mask, and FlexAttention. Variants that cannot run on this machine are listed with the reason. `of a copy` is the time
-    to copy the same bytes, divided by the measured time.
-    """
-    widths = parse_int_list(tokens_per_pass, "tokens_per_pass", 256)
-    lengths = parse_int_list(cached_tokens, "cached_tokens", 16384)
-    validate_range(repeats, "repeats", 1)
-    results, names = ResultWriter(as_json), shape or ["LlamaGen-B"]
-
-    from vargen.evaluation.kernel_speed import NETWORK_SHAPES, measure_copy_rate, measure_operations, standard_operations
-
-    for name in names:
-        if name not in NETWORK_SHAPES:
-            raise ValueError(f"shape must be one of {', '.join(NETWORK_SHAPES)}, got {short_repr(name)}")
-    place, kind, machine = setup_device(device, dtype, threads, [])
-
-    import torch
-
-    from vargen.device import summarize_machine
-    from vargen.kernels.dispatch import explain_kernels
-
-    with torch.inference_mode():
-        rate = measure_copy_rate(place)
-        timings = measure_operations(standard_operations(names, widths, lengths, kind, place), place, repeats, rate)
-    backend, reason = explain_kernels(place)
-    document = {
-        "machine": machine, "gigabytes_per_second": rate / 1e9, "kernels": backend, "reason": reason,
-        "timings": [each.to_dict() for each in timings],
-    }  # fmt: skip
-    about = f"{summarize_machine(machine, place, kind)}; {rate / 1e9:.1f} GB/s copied\nkernels: {backend} ({reason})"
-    results.write(f"{about}\n\n{_kernels_table(timings)}", document)
-
-
 def setup_device(
     device: Device, dtype: Dtype, threads: int | None, models: Sequence[str], quantization: str | None = None
 ) -> tuple[Any, Any, dict[str, Any]]:
@@ -242,14 +155,12 @@ def setup_device(
     return place, select_dtype(dtype, place, folder, quantization), machine
 
 
-def _open_networks(
-    names: Sequence[str], place: Any, kind: Any, with_pixels: bool = False, quantization: str | None = None
-) -> Iterator[tuple[str, Any]]:
+def _open_networks(names: Sequence[str], place: Any, kind: Any, quantization: str | None = None) -> Iterator[tuple[str, Any]]:
     """Yield each network by name, one in memory at a time; all are checked before the first is opened."""
     from vargen.evaluation.networks import open_benchmark_model, validate_benchmark_model
 
     for name in names:
-        validate_benchmark_model(name, whole_images=with_pixels)
+        validate_benchmark_model(name)
     for name in names:
         yield name, open_benchmark_model(name, kind, place, quantization)
 
@@ -298,34 +209,3 @@ def _baseline_table(reports: list[BaselineReport]) -> str:
     ]
     head = ["model", "batch", "guidance", "tokens/s", "per image", "ms per pass", *parts]
     return table(head, rows, "<>>>>>" + ">" * len(parts))
-
-
-def _images_table(reports: list[ImageSpeedReport]) -> str:
-    rows = []
-    for each in reports:
-        tokens, published = each.token_milliseconds, each.reference_token_milliseconds
-        numbers = [
-            ("tokens", tokens, published, each.speedup, each.roofline, each.roofline_fraction),
-            (
-                "and pixels", tokens + each.pixel_milliseconds, published + each.reference_pixel_milliseconds,
-                each.speedup_with_pixels, each.roofline_with_pixels, each.roofline_fraction_with_pixels,
-            ),
-        ]  # fmt: skip
-        for what, ours, theirs, speedup, least, share in numbers:
-            cells = [f"{ours:.1f}", f"{theirs:.1f}", f"{speedup:.2f}", f"{least:.1f}", f"{100 * share:.0f} %"]
-            rows.append([each.model, str(each.batch), what, *cells])
-    head = ["model", "batch", "", "ms per image", "published", "speedup", "roofline", "of roofline"]
-    first = reports[0]
-    rates = f"{first.gigabytes_per_second:.1f} GB/s read, {first.gigaflops:.0f} GFLOP/s of a product, {first.threads} threads"
-    return f"{rates}; the published loop runs in float32\n\n" + table(head, rows, "<><>>>>>")
-
-
-def _kernels_table(timings: list[Any]) -> str:
-    rows = []
-    for each in timings:
-        times = ["", "", each.reason]
-        if each.microseconds is not None:
-            times = [f"{each.microseconds:.1f}", f"{100 * each.share:.0f} %", ""]
-        rows.append([each.operation, each.shape, each.implementation, f"{each.bytes / 1e3:.1f}", *times])
-    head = ["operation", "shape", "implementation", "KB", "us", "of a copy", "not measured"]
-    return table(head, rows, "<<<>>><")

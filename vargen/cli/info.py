@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import tempfile
 import textwrap
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,7 +17,6 @@ app = typer.Typer(help="Show versions, devices, packaged models and presets.", i
 
 _PACKAGES = ("vargen", "torch", "diffusers", "transformers", "safetensors", "torchvision", "triton", "numba", "torchao")
 _WIDTH = 100  # columns per line
-_CHECK_SECONDS = 60.0
 _JSON = typer.Option("--json", help="Print one JSON document.")
 
 
@@ -27,7 +24,6 @@ _JSON = typer.Option("--json", help="Print one JSON document.")
 def info(
     ctx: typer.Context,
     as_json: Annotated[bool, _JSON] = False,
-    check: Annotated[bool, typer.Option("--check", help="Also check kernels and tokens on this device, in a minute.")] = False,
     model: Annotated[str | None, typer.Option(metavar="NAME", help="The memory that this video model needs, instead.")] = None,
     device: Annotated[Device, typer.Option(help="With --model: where it would run; cuda needs no GPU here.")] = Device.auto,
 ) -> None:
@@ -38,9 +34,8 @@ def info(
         print_memory(model, device.value, as_json)
         return
     facts = collect_facts()
-    found = check_device(facts["default_device"]) if check else []
     if as_json:
-        print_json({**facts, **({"checks": found} if check else {})})
+        print_json(facts)
         return
     machine = facts["machine"]
     bfloat16 = "in hardware" if machine["bfloat16_in_hardware"] else "emulated, slow"
@@ -64,18 +59,6 @@ def info(
     if not facts["models"]:
         print("  none")
     print("\nPresets: " + ", ".join(preset["name"] for preset in facts["presets"]))
-    for part in found:
-        checks = f", {len(part['rows'])} checks" if part["rows"] else ""
-        print(f"\n{part['title']}: {part['status']}{checks}" + textwrap.indent(f"\n{part['reason']}".rstrip(), "  "))
-
-
-def check_device(device: str) -> list[dict[str, Any]]:
-    """Run the checks of the device report for at most a minute; returns the results as plain values."""
-    from vargen.evaluation.device_parts import PARTS
-    from vargen.evaluation.device_report import run_report
-
-    with tempfile.TemporaryDirectory() as folder:
-        return [asdict(each) for each in run_report(PARTS, ["kernels", "tokens"], device, _CHECK_SECONDS, Path(folder))]
 
 
 @app.command("presets")

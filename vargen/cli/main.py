@@ -12,8 +12,6 @@ import typer
 from vargen import __version__
 from vargen.cli import (
     bench,
-    bench_distribution,
-    bench_gpu,
     compare,
     convert,
     evaluate,
@@ -76,10 +74,6 @@ app.command("eval", context_settings=accept_old_names(evaluate.RENAMED))(evaluat
 app.command("score", context_settings=accept_old_names(score.RENAMED))(score.score)
 app.command("serve")(serve.serve_model)
 app.add_typer(info.app, name="info")
-bench.app.command("distribution", context_settings=accept_old_names(bench_distribution.RENAMED))(
-    bench_distribution.distribution
-)
-bench.app.command("gpu")(bench_gpu.gpu)
 app.add_typer(bench.app, name="bench")
 app.add_typer(train.app, name="train")
 app.add_typer(convert.app, name="convert")

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from vargen.adapters import ARBITRARY_CAPTION_TOKENS, arbitrary_condition
-from vargen.decoding import DecodeOutput
+from vargen.adapters import arbitrary_condition
 from vargen.evaluation.decoders import PricedDecoder, find_pass_scales, open_decoder, scale_pass
-from vargen.evaluation.published_var import PublishedVARSampler
 from vargen.models.condition import Condition
 from vargen.models.kv_cache import KVCache
-from vargen.models.quantization import dequantize_network, quantize_network
+from vargen.models.quantization import quantize_network
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.components import ModelFamily
 from vargen.pipelines.loading import validate_model_folder
@@ -80,46 +76,6 @@ class BenchmarkModel:
         """Return a decoder with the checkpoint's sampling settings; `compile` runs the passes through `torch.compile`."""
         return open_decoder(self.pipe, compile=compile)
 
-    # -- whole images of next-scale models ------------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def pixels(self, output: DecodeOutput) -> Tensor:
-        """Decode the output of a decoder to pixels `[B, 3, Y, X]`."""
-        return self.pipe.vqvae.decode_latent(output.canvas)
-
-    def published_sampler(self, batch: int) -> tuple[Callable[[], Tensor], Callable[[Tensor], Tensor]]:
-        """Return a function that runs the published float32 loop on a batch, and one that decodes its result to pixels."""
-        sampler = PublishedVARSampler(dequantize_network(self.transformer), copy.deepcopy(self.pipe.vqvae).float())
-        model: Any = self.pipe.decoding_model(self.guidance_scale)
-        condition = model.start(self.condition(batch)).conditions[0]  # without padding rows, which would slow it down
-        generator = torch.Generator(self.transformer.device).manual_seed(0)
-        settings = self.pipe.default_sampling
-        return lambda: sampler(condition, generator, **settings)[1], torch.no_grad()(sampler.vqvae.decode_latent)
-
-    def pass_work(self, batch: int) -> list[tuple[int, int]]:
-        """Return the bytes of weights read and the floating-point operations of each pass of the baseline."""
-        config, scales = self.transformer.config, self.transformer.scales
-        D, V = self.transformer.lvl_embed.embedding_dim, config.vocab_size
-        rows = batch * (1 if self.guidance_scale == 1 else 2)
-        caption = 0 if self.pipe.is_class_conditional else min(ARBITRARY_CAPTION_TOKENS, self.pipe.max_caption_tokens)
-        matrices = {name: p.numel() for name, p in self.transformer.named_parameters() if p.dim() == 2}
-        once = sum(count for name, count in matrices.items() if "ada_lin" in name)
-        linear = sum(count for name, count in matrices.items() if name.startswith("blocks.") and "ada_lin" not in name)
-        found = []
-        for k, side in enumerate(scales):
-            fed, visible = side * side + caption * (k == 0), self.transformer.ends[k] + caption
-            per_row = 2 * linear * fed + 4 * config.depth * fed * visible * D + 2 * once * (k == 0)
-            found.append((self.weight_bytes, rows * per_row + batch * 2 * D * V * side * side))
-        return found
-
-    def decoder_flops(self, batch: int) -> int:
-        """Floating-point operations of decoding the pixels."""
-        from torch.utils.flop_counter import FlopCounterMode
-
-        with FlopCounterMode(display=False) as counter, torch.no_grad():
-            self.pipe.vqvae.decode_latent(self.pipe.vqvae.zero_latent(1))
-        return batch * counter.get_total_flops()
-
 
 def half_filled_caches(transformer: Any, rows: int, widths: Sequence[int]) -> dict[int, KVCache]:
     """By width, a cache for passes of `width` tokens, half full of random keys and values. The caches share memory."""
@@ -144,11 +100,8 @@ def official_sizes() -> dict[str, ModelFamily]:
     return {name: family for family in FAMILIES.values() for name in family.official_sizes}
 
 
-def validate_benchmark_model(name: str, whole_images: bool = False) -> ModelFamily:
+def validate_benchmark_model(name: str) -> ModelFamily:
     """Return the family of a model that `open_benchmark_model` can open; reads no weight.
-
-    Args:
-        whole_images: require a next-scale model, whose images can be compared with a published loop.
 
     Raises:
         ValueError: for an unknown or damaged model, or one of another paradigm.
@@ -156,9 +109,6 @@ def validate_benchmark_model(name: str, whole_images: bool = False) -> ModelFami
     sizes = official_sizes()
     family = sizes[name] if name in sizes else validate_model_folder(name).family
     paradigm = family.pipeline.paradigm
-    if whole_images and paradigm != "next-scale":
-        able = next(each for each, other in sizes.items() if other.pipeline.paradigm == "next-scale")
-        raise ValueError(f"model must be a next-scale one, such as {able}, to compare with a published loop; got {name!r}")
     if paradigm not in ("next-token", "next-scale"):
         raise ValueError(f"model must be a next-token or a next-scale one, got {name!r}, a model of {family.name}")
     return family

@@ -1,1 +1,0 @@
-"""Scripts of dated measurements, run from the root of the repository. A package, because others install one of this name."""
