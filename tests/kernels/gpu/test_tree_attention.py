@@ -7,13 +7,14 @@ import random
 
 import pytest
 import torch
-from kernels_static.shipped import attention, commit
 from rejects import rejects
 from torch import Tensor
 
 from vargen.decoding import Tree
 from vargen.kernels import reference
 from vargen.kernels.attention_tiles import TILES, Tiles, choose_splits
+from vargen.kernels.kv_compaction import compact_kv
+from vargen.kernels.launch import record_launches
 from vargen.kernels.tree_attention import tree_attention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -179,12 +180,22 @@ def test_operands_of_other_strides() -> None:
     assert torch.equal(tree_attention(*given, tiles=SMALL).cpu(), expected)
 
 
-@pytest.mark.parametrize(("model", "rows"), [("LlamaGen-3B", 128), ("emoji", 16384)])
-def test_grids_have_room_for_large_batches(model: str, rows: int) -> None:
+@pytest.mark.parametrize(("layers", "heads", "width", "rows"), [(24, 32, 100, 128), (10, 7, 32, 16384)])
+def test_grids_have_room_for_large_batches(layers: int, heads: int, width: int, rows: int) -> None:
     """CUDA launches at most 65,535 programs along all axes but the first."""
-    wide = attention(model, 16, 64, R=rows).launches + commit(model, 6, R=rows).launches
-    assert max(launch.num_programs for launch in wide) > 65_535
-    assert all(size <= 65_535 for launch in wide for size in launch.grid[1:])
+
+    def meta(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    stored = meta(rows, heads, 81, -(-width // 16) * 16, dtype=torch.bfloat16)[..., :width]
+    cache = meta(layers, rows, heads, 1100, -(-width // 16) * 16, dtype=torch.bfloat16)[..., :width]
+    done = meta(rows, dtype=torch.int32)
+    with record_launches() as launches:
+        q = meta(rows, 16, heads, width, dtype=torch.bfloat16)
+        tree_attention(q, stored, stored, meta(rows), meta(rows, 1, dtype=torch.float32), meta(16, 1))
+        compact_kv(cache, cache, meta(rows), meta(rows, 6), meta(rows), done, image_start=1, grid_tokens=1024)
+    assert max(launch.num_programs for launch in launches) > 65_535
+    assert all(size <= 65_535 for launch in launches for size in launch.grid[1:])
 
 
 def test_hidden_prefix_slots_and_a_prefix_in_one_slot() -> None:
