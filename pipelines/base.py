@@ -18,7 +18,6 @@ from torch import Tensor
 
 from vargen.compat import ensure_torchvision, hide_progress_bars, load_options, report_memory, without_autocast
 from vargen.decoding import DEFAULT_METHOD, list_methods, resolve_method
-from vargen.deprecation import renamed_attributes, renamed_fields
 from vargen.files import atomic_merge, expand_user
 from vargen.models.condition import Condition
 from vargen.pipelines import loading, prompts
@@ -42,7 +41,6 @@ _RELEASE = tuple(int(part) for part in diffusers.__version__.split(".")[:2])
 _DTYPE = "dtype" if _RELEASE >= (0, 42) else "torch_dtype"  # argument name of diffusers
 
 
-@renamed_fields(reason="unsupported_reason")
 @dataclass(frozen=True)
 class MethodInfo:
     """A preset, and whether a pipeline supports it.
@@ -59,12 +57,6 @@ class MethodInfo:
     unsupported_reason: str | None = None
 
 
-@renamed_attributes(  # names of version 0.1, which go with 0.3
-    vocab="vocab_size", tokens="num_tokens", steps="num_baseline_passes", examples="example_tokens", methods="list_methods",
-    check_runs="validate_method", token_model="decoding_model", scale_model="decoding_model", block_model="decoding_model",
-    condition="encode_condition", read_prompt="normalize_prompt", scored_prompt="scorer_prompt",
-    frame_scorer="resolve_frame_scorer",
-)  # fmt: skip
 class VisualPipeline(OffloadedPipeline, DiffusionPipeline):
     """Generation of images or videos with an autoregressive model of any family.
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from vargen.decoding import Sampling
-from vargen.deprecation import warn_renamed
 from vargen.options import OPTIONS
 from vargen.values import parse_int, short_repr
 
@@ -270,7 +269,6 @@ def validate_prompt_schedule(prompt_schedule: Any, num_blocks: int) -> dict[int,
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-_RENAMED = {"then": "prompt_schedule"}  # arguments of version 0.1, which go with 0.3
 _ONE_SIZE = "a model generates one size; resize the images that a call returns, as by image.resize((256, 256))"
 _INSTEAD = {
     "seed": "give generator=torch.Generator().manual_seed({value})",
@@ -298,10 +296,6 @@ def reject_unknown_arguments(call: _F, accepted: Set[str]) -> _F:
         if "negative_prompt" in given and _is_blank(given["negative_prompt"]):
             del given["negative_prompt"]
         for name in given.keys() - accepted:
-            if (new := _RENAMED.get(name, name)) in accepted:
-                warn_renamed(f"{name}=", f"{new}=")
-                given[new] = given.pop(name)
-                continue
             remedy = _instead(name, given[name], accepted)
             raise TypeError(f"{type(self).__name__} takes no {name}, got {short_repr(given[name])}: {remedy}")
         return call(self, *args, **given)

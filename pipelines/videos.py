@@ -16,7 +16,6 @@ from torch import Tensor
 
 from vargen.compat import without_autocast
 from vargen.decoding import BlockStream, VideoBlock, VideoStats
-from vargen.deprecation import renamed_attribute
 from vargen.files import atomic_file, expand_user
 from vargen.models.tokenizers.video_vae import DecodeState, StreamingDecoder
 from vargen.mp4 import Mp4Writer, import_av
@@ -159,8 +158,6 @@ class VideoStream(Iterator[VideoBlock]):
         condition = self._pipe.encode_video_condition(prompt, None, self._clean)
         score = None if self._scorer is None else self._scorer.bind(self._pipe.scorer_prompt(prompt))
         self._blocks.change_prompt(condition, score)
-
-    switch = renamed_attribute("switch", "switch_prompt")  # goes with 0.3
 
     def cancel(self) -> None:
         """End the video within one pass. Can be called from any thread."""

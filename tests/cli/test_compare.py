@@ -10,7 +10,6 @@ from PIL import Image
 from rejects import rejects
 
 from vargen.cli.compare import select_methods
-from vargen.decoding import Jacobi, Speculative
 from vargen.weight_files import weights_digest
 
 
@@ -68,8 +67,9 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 COMPARE = [
-    (("--methods", "sdj"), "did you mean 'sjd'"), (("--window", "1"), "window must be"), (("--window", "17"), "16 tokens"),
-    (("--window", "wide"), "unknown window"), (("--window", "9" * 23), "window"), (("--window", "9" * 5000), "unknown window"),
+    (("--methods", "sdj"), "did you mean 'sjd'"), (("--methods", "gumbel:window=1"), "window must be"),
+    (("--methods", "gumbel:window=17"), "16 tokens"), (("--methods", "gumbel:window=wide"), "unknown window"),
+    (("--methods", "gumbel:window=" + "9" * 23), "window"),
     (("--batch-size", "0"), "batch"), (("--batch-size", str(10**12)), "batch"), (("--seed", "-1"), "seed"),
     (("--seed", str(2**63)), "seed"), (("--seed", str(2**63 - 2)), "seed must be at most"), (("--plot", "x.jpg"), "plot"),
     (("-o", "x.txt"), "output"), (("-o", "same.png", "--plot", "same.png"), "plot 'same.png' is also output 'same.png'"),
@@ -107,13 +107,6 @@ def test_a_digest_tells_weights_apart() -> None:
     with torch.no_grad():
         networks[1].bias[0] = torch.nextafter(networks[1].bias[0], torch.tensor(9.0))
     assert weights_digest(networks[0]) != weights_digest(networks[1])
-
-
-def test_an_automatic_window_is_for_chains_too() -> None:
-    plain, auto = select_methods("scd,speculative"), select_methods("scd,speculative", window="auto")
-    assert [plain[name].drafter for name in ("scd", "speculative")] == [Jacobi(16, "maximal"), Speculative(4)]
-    assert [auto[name].drafter for name in ("scd", "speculative")] == [Jacobi("auto", "maximal"), Speculative("auto")]
-    assert select_methods("speculative", window="8")["speculative"].drafter == Speculative(4)
 
 
 def test_methods_may_have_settings_as_in_eval() -> None:

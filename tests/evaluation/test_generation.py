@@ -338,13 +338,6 @@ def test_a_journal_has_one_writer(tmp_path: Path) -> None:
     assert read_manifest(tmp_path / "j.jsonl") == [{"a": 1}, {"b": [2.5, "ü"]}, {"c": 3}]
 
 
-def test_records_of_version_0_1_are_read(model: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
-    generate_missing_images(make_plan(model, tmp_path / "run"))
-    (manifest,) = (tmp_path / "run/manifest").glob("*.jsonl")
-    manifest.write_text(manifest.read_text().replace('"index"', '"item"').replace('"active_passes"', '"turns"'))
-    assert generate_missing_images(make_plan(model, tmp_path / "run")) == 0
-
-
 def test_a_text_model_records_what_it_read(tmp_path: Path) -> None:
     pipe = text_pipeline()
     pipe.prompt_names = None

@@ -122,8 +122,6 @@ def test_prompts_switch_between_blocks(pipe: CausalVideoPipeline) -> None:
     assert torch.equal(plain[:4], changed[:4]) and not torch.allclose(plain[4:], changed[4:])
     assert seen[3:] == ["a cat, 3d style", "a dog, 3d style", "a dog, 3d style"], "this model draws one style"
     stream = pipe.stream("a cat", scorer=score, tau=-math.inf, num_blocks=4, generator=seeded())
-    with pytest.deprecated_call():
-        pipe.stream("a cat", num_blocks=2, then={1: "a dog"})
     live = [next(stream).latents, next(stream).latents]
     stream.switch_prompt("a dog")
     assert torch.equal(torch.cat([*live, *(block.latents for block in stream)]), changed)

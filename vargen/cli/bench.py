@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vargen.cli.console import CommandGroup, accept_old_names, print_status, progress_bar, quiet_libraries, table
+from vargen.cli.console import print_status, progress_bar, quiet_libraries, table
 from vargen.cli.options import (
     Device,
     DeviceName,
@@ -31,12 +31,7 @@ if TYPE_CHECKING:
     from vargen.evaluation.speed import BaselineReport, StepReport
 
 
-class BenchCommands(CommandGroup):
-    renamed: ClassVar[dict[str, list[str]]] = {"ar": ["baseline"]}
-
-
-app = typer.Typer(cls=BenchCommands, help="Measure speed on this machine.", no_args_is_help=True)
-_RENAMED = {"batch": "batch-size", "rounds": "repeats"}
+app = typer.Typer(help="Measure speed on this machine.", no_args_is_help=True)
 _MAX_BATCH = 1024
 
 Models = Annotated[
@@ -50,7 +45,7 @@ Repeats = Annotated[int, typer.Option(metavar="N", help="Measurements of each ca
 Compile = Annotated[bool, typer.Option("--compile", help="Compile the passes first (GPU only); not included in the times.")]
 
 
-@app.command(context_settings=accept_old_names({**_RENAMED, "tokens": "tokens-per-pass"}))
+@app.command()
 def step(
     model: Models = None,
     tokens_per_pass: Annotated[str, typer.Option(metavar="N,...", help="Tokens per image and pass.")] = "1,2,4,8,16,32,64",
@@ -92,7 +87,7 @@ def step(
     results.write(text, document, plot=lambda file: plot_pass_cost(reports, file))
 
 
-@app.command(context_settings=accept_old_names(_RENAMED))
+@app.command()
 def baseline(
     model: Models = None,
     batch_size: BatchSizes = "1,8",

@@ -39,9 +39,6 @@ if TYPE_CHECKING:
     from vargen.decoding import Method
     from vargen.evaluation.compare import Comparison
 
-RENAMED = {"batch": "batch-size"}
-Window = Annotated[str | None, typer.Option(hidden=True)]  # deprecated: a setting of a method, as in gumbel:window=8
-
 
 def compare(
     prompt_file: Annotated[Path, typer.Option(metavar="FILE", help="One prompt per line; each gives one image per method.")],
@@ -53,7 +50,6 @@ def compare(
         ),
     ] = None,
     batch_size: Annotated[int, typer.Option(metavar="N", help="Images generated at once.")] = 1,
-    window: Window = None,
     output: Annotated[
         str, typer.Option("-o", "--output", metavar="FILE.png", help="The images, one row per method.")
     ] = "comparison.png",
@@ -89,7 +85,7 @@ def compare(
     for_video = {"num_blocks": num_blocks, "tau": tau, "scorer": scorer}
     if makes_video(model):
         more = {"batch_size": None if batch_size == 1 else batch_size, **sampling}
-        reject_options("is for image models, and this model generates video", window=window, **more)
+        reject_options("is for image models, and this model generates video", **more)
         validate_range(seed, "seed", 0, 2**63 - 1 - len(prompts))
         set_threads(threads)
         names = None if methods is None else [methods]
@@ -99,7 +95,7 @@ def compare(
         compare_and_write(options, prompts, file, results)
         return
     reject_options("is for video models", **for_video)
-    selected = select_methods(methods, model, window)
+    selected = select_methods(methods, model)
     place, kind, machine = setup_device(device, dtype, threads, [model], quantization)
 
     from vargen.device import summarize_machine
@@ -132,17 +128,14 @@ def compare(
     results.write(text, document, [images], lambda path: plot_speedups(comparison, path))
 
 
-def select_methods(methods: str | None, model: str = "emoji", window: str | None = None) -> dict[str, Method]:
+def select_methods(methods: str | None, model: str = "emoji") -> dict[str, Method]:
     """Return the methods by name, the baseline first.
 
     The default is every method of the model's family except the one that selects among others. Names may carry settings, as in
     `vargen eval`: see `resolve_method`.
 
-    Args:
-        window: deprecated; replaces the window of every method.
-
     Raises:
-        ValueError: for an unknown preset, setting or window.
+        ValueError: for an unknown preset or setting.
     """
     from vargen.decoding import DEFAULT_METHOD, list_methods, resolve_method
     from vargen.pipelines.registry import inspect_model, pipeline_class
@@ -153,12 +146,7 @@ def select_methods(methods: str | None, model: str = "emoji", window: str | None
     if methods is not None and not names:
         raise ValueError(f"methods must name at least one method, got {methods!r}")
     names = names or [preset.name for preset in list_methods(kind.paradigm) if preset.name != DEFAULT_METHOD]
-    found: dict[str, Any] = {name: resolve_method(name, kind.paradigm) for name in (kind.baseline, *names)}
-    if window is None:
-        return found
-    print_status("warning: --window is deprecated and will be removed in the next minor version; use METHOD:window=N")
-    size: Any = int(window) if window.isascii() and window.isdigit() and len(window) < 1000 else window
-    return {name: method.with_window(size) for name, method in found.items()}
+    return {name: resolve_method(name, kind.paradigm) for name in (kind.baseline, *names)}
 
 
 def validate_request(model: str, methods: dict[str, Method], sampling: dict[str, Any], leave_out: bool = False) -> None:

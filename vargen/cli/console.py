@@ -15,8 +15,8 @@ import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import typer
 from tqdm import tqdm
@@ -33,39 +33,7 @@ LEVELS = {
 _WRONG_PATH = (FileNotFoundError, FileExistsError, PermissionError, NotADirectoryError, IsADirectoryError)
 
 
-def accept_old_names(renamed: Mapping[str, str]) -> dict[str, Any]:
-    """Return the context settings of a command whose options were renamed: old names work, with a warning on stderr.
-
-    Args:
-        renamed: old name -> new name, both without the leading dashes.
-    """
-
-    def normalize(name: str) -> str:
-        if name not in renamed:
-            return name
-        warn_deprecated(f"--{name}", f"--{renamed[name]}")
-        return renamed[name]
-
-    return {"token_normalize_func": normalize}
-
-
-def warn_deprecated(old: str, new: str) -> None:
-    print_status(f"warning: {old} is deprecated and will be removed in the next minor version; use {new}")
-
-
-class CommandGroup(TyperGroup):
-    """A group of commands, some of which were renamed: old names work, with a warning on stderr."""
-
-    renamed: ClassVar[dict[str, list[str]]] = {}  # old name -> the arguments that replace it
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if args and (new := self.renamed.get(args[0])):
-            warn_deprecated(args[0], " ".join(new))
-            args = [*new, *args[1:]]
-        return super().resolve_command(ctx, args)
-
-
-class Commands(CommandGroup):
+class Commands(TyperGroup):
     """The root command: runs a command and turns its exceptions into a line on stderr and an exit code."""
 
     def invoke(self, ctx: Any) -> Any:

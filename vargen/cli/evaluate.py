@@ -45,15 +45,6 @@ if TYPE_CHECKING:
     from vargen.evaluation.generation import Backend as RunBackend
     from vargen.evaluation.generation import GenerationPlan
 
-RENAMED = {
-    "num": "num-images",
-    "prompts": "prompt-file",
-    "batch": "batch-size",
-    "unit": "unit-size",
-    "engine": "backend",
-    "actors": "num-workers",
-}
-
 
 @dataclass(frozen=True)
 class EvaluateOptions:

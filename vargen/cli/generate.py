@@ -32,7 +32,6 @@ from vargen.cli.options import (
 from vargen.device import set_threads
 from vargen.files import expand_user
 
-RENAMED = {"num-images": "num-images-per-prompt", "sheet": "contact-sheet"}
 _MAX_SEED = 2**63 - 1
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import sys
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import typer
 
@@ -26,21 +26,15 @@ from vargen.cli import (
 from vargen.cli.console import (
     Commands,
     StandardOutput,
-    accept_old_names,
     configure_logging,
     print_status,
     raise_on_sigterm,
 )
 from vargen.cli.results import describe_failed_write
 
-
-class VargenCommands(Commands):
-    renamed: ClassVar[dict[str, list[str]]] = {"draw": ["eval", "--generate-only"]}
-
-
 app = typer.Typer(
     name="vargen",
-    cls=VargenCommands,
+    cls=Commands,
     help="Generate images and video faster with visual autoregressive models.",
     epilog="VARGEN_VERBOSITY=debug|info|warning|error sets the log level; VARGEN_DEBUG=1 shows tracebacks.",
     no_args_is_help=True,
@@ -66,12 +60,12 @@ def root(
     configure_logging()
 
 
-app.command("generate", context_settings=accept_old_names(generate.RENAMED))(generate.generate)
+app.command("generate")(generate.generate)
 app.command("regenerate")(regenerate.regenerate)
-app.command("compare", context_settings=accept_old_names(compare.RENAMED))(compare.compare)
-app.command("verify", context_settings=accept_old_names(verify.RENAMED))(verify.verify)
-app.command("eval", context_settings=accept_old_names(evaluate.RENAMED))(evaluate.evaluate)
-app.command("score", context_settings=accept_old_names(score.RENAMED))(score.score)
+app.command("compare")(compare.compare)
+app.command("verify")(verify.verify)
+app.command("eval")(evaluate.evaluate)
+app.command("score")(score.score)
 app.command("serve")(serve.serve_model)
 app.add_typer(info.app, name="info")
 app.add_typer(bench.app, name="bench")

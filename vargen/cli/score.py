@@ -36,13 +36,6 @@ if TYPE_CHECKING:
     from vargen.evaluation.reference_statistics import FeatureStatistics
     from vargen.evaluation.run_directory import RunDirectory
 
-RENAMED = {
-    "prompts": "prompt-file",
-    "keep-going": "skip-unreadable",
-    "samples": "export-samples",
-    "engine": "backend",
-    "actors": "num-workers",
-}
 _MAX_SIDE = 2048  # pixels; several copies of a chunk of 64 such images fit in memory
 
 Scorers = Annotated[

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from vargen.decoding import Method
     from vargen.evaluation.exactness import Report
 
-RENAMED = {"chains": "sample", "samples": "sample"}
-
 
 def verify(
     methods: Annotated[

@@ -17,21 +17,12 @@ from torch import Tensor
 
 from vargen.decoding import DecodeStats, Method, Progress
 from vargen.decoding.seeds import resolve_seeds
-from vargen.deprecation import renamed_fields
 from vargen.evaluation.decoders import PricedDecoder, open_decoder
 from vargen.models.condition import Condition
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.validation import validate_batch_size, validate_prompts, validate_seed
 
 
-@renamed_fields(
-    ratio="speedup",
-    ratio_quartiles="speedup_quartiles",
-    allowed="predicted_speedup",
-    accepted_histogram="committed_histogram",
-    fed="passes_by_width",
-    same_as_baseline="num_identical_images",
-)
 @dataclass
 class MethodResult:
     """Results of one method over all batches. Times include prefill, but not pixel decoding, which costs all methods the same.

@@ -16,8 +16,6 @@ from vargen.files import atomic_file
 if TYPE_CHECKING:
     from vargen.evaluation.video import VideoComparison, VideoMethodResult
 
-FORMAT = 2  # of metrics.json; 1 had other keys
-
 
 class Column(NamedTuple):
     """Head and cells of a column of a table."""
@@ -180,7 +178,7 @@ def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def to_json(rows: Sequence[MethodMetrics], baseline: str | None, about: dict[str, Any]) -> dict[str, Any]:
     """Return plain values for JSON."""
-    return {"format": FORMAT, **about, "baseline": baseline, "methods": [asdict(row) for row in rows]}
+    return {**about, "baseline": baseline, "methods": [asdict(row) for row in rows]}
 
 
 def write_report(

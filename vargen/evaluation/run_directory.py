@@ -21,7 +21,6 @@ from vargen.values import parse_float, parse_int, short_repr
 logger = logging.getLogger("vargen")
 
 Record = dict[str, Any]
-_OLD_KEYS = {"item": "index", "turns": "active_passes"}  # of records written by version 0.1
 
 
 class ManifestWriter:
@@ -110,7 +109,7 @@ def read_manifest(path: Path, is_complete: Callable[[Record], bool] | None = Non
         if not line:
             continue
         try:
-            record = {_OLD_KEYS.get(key, key): value for key, value in json.loads(line).items()}
+            record = json.loads(line)
         except (ValueError, AttributeError, RecursionError):
             record = None
         if record is not None and (is_complete is None or is_complete(record)):
