@@ -73,12 +73,7 @@ def test_type_generate_and_watch_the_preview_change(
     assert not severe
 
 
-@pytest.mark.parametrize(
-    ("tab", "note", "finished"), [("Race", "#race-note", "was first"), ("Explore", "#explore-note", "Done: seed")]
-)
-def test_enter_starts_what_the_open_tab_starts(
-    browser: Any, service: ImageService, monkeypatch: pytest.MonkeyPatch, tab: str, note: str, finished: str
-) -> None:
+def test_enter_starts_what_the_open_tab_starts(browser: Any, service: ImageService, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts: list[str] = []
     start = service.start
 
@@ -87,13 +82,12 @@ def test_enter_starts_what_the_open_tab_starts(
         return start(settings, *rest, **more)
 
     monkeypatch.setattr(service, "start", start_and_tell)
-    browser.press_tab(tab)
-    browser.until(lambda: browser.ready(f"#{tab.lower()}"))
+    browser.press_tab("Race")
+    browser.until(lambda: browser.ready("#race"))
     browser.write(FIELD, "a green frog")
     browser.driver.switch_to.active_element.send_keys("\n")
-    browser.says(note, finished)
-    lanes = "#track figure" if tab == "Race" else "#strip figure"
-    browser.until(lambda: browser.count(lanes) == len(prompts))
+    browser.says("#race-note", "was first")
+    browser.until(lambda: browser.count("#track figure") == len(prompts))
     assert set(prompts) == {"a green frog"}
     browser.press_tab("Image")
     assert "Generat" not in browser.text("#note"), "nothing was drawn in a tab that nobody sees"
@@ -173,15 +167,6 @@ def test_experimental_methods_are_listed_on_request(browser: Any, service: Image
     browser.click("#more-methods input")
     browser.until(lambda: browser.script("return document.querySelector('#method input:checked').value") == "auto")
     assert set(browser.attributes(names, "value")) == core
-
-
-def test_explore(browser: Any) -> None:
-    browser.press_tab("Explore")
-    browser.click("#explore")
-    browser.says("#explore-note", "Done: seed")
-    browser.until(lambda: browser.text("#strip").count("relaxation") == 4)
-    assert browser.count("#strip figure") == 4
-    assert browser.text("#strip figure figcaption") == "exact"
 
 
 def test_a_dropped_image_reloads_its_parameters(browser: Any, address: str, tmp_path: Path) -> None:
@@ -266,7 +251,7 @@ def test_on_narrow_and_wide_screens_all_is_seen_and_the_image_is_above_the_metho
     for width in (390, 1280):
         metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
         browser.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-        for tab, shown in {"Race": "#race", "Explore": "#explore", "Video": "#video-note", "Image": "#stage"}.items():
+        for tab, shown in {"Race": "#race", "Video": "#video-note", "Image": "#stage"}.items():
             browser.press_tab(tab)
             browser.until(lambda shown=shown: browser.shown(shown))
             browser.until(lambda width=width: browser.script("return document.documentElement.scrollWidth") <= width)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from page_contrast import LOW_CONTRAST
-from PIL import Image
 
-from vargen.demo import first_sight, rendering
+from vargen.demo import rendering
 from vargen.demo.first_sight import FOLDER, read_wall, render_race
 from vargen.demo.image_service import ImageService
 from vargen.demo.modes import MODES
@@ -154,15 +151,6 @@ def press_tab_key(browser: Any) -> None:
         browser.driver.execute_cdp_cmd("Input.dispatchKeyEvent", event)
 
 
-def test_a_link_has_a_title_and_an_image_in_other_programs(address: str) -> None:
-    page = httpx.get(address, headers={"host": "demo.example", "x-forwarded-proto": "https"}).text
-    head = page.split("</head>")[0]
-    assert 'property="og:title" content="vargen' in head and 'content="Gradio"' not in head and "@Gradio" not in head
-    assert f'property="og:image" content="https://demo.example/{first_sight.ROUTE}/preview.png"' in head
-    with Image.open(io.BytesIO(httpx.get(f"{address}{first_sight.ROUTE}/preview.png").content)) as image:
-        assert image.size == (1200, 630)
-
-
 def test_a_waiting_job_says_its_place(browser: Any, address: str, slow: Callable[[float], None]) -> None:
     slow(0.2)
     job = gradio_client.Client(address, verbose=False, analytics_enabled=False).submit("a", api_name="/generate")
@@ -181,7 +169,7 @@ def test_text_has_the_contrast_of_wcag_aa(browser: Any, service: ImageService, t
     browser.click("#generate")
     browser.says("#note", "Generated in")
     low = {}
-    for tab in ("Image", "Video", "Race", "Explore"):
+    for tab in ("Image", "Video", "Race"):
         browser.press_tab(tab)
         browser.until(lambda: browser.script("return document.getAnimations().every(each => each.playState !== 'running')"))
         low |= browser.script(LOW_CONTRAST)

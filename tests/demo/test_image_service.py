@@ -19,7 +19,6 @@ from vargen.decoding import list_methods
 from vargen.demo import rendering
 from vargen.demo.command_lines import command_line
 from vargen.demo.drop_box import describe_mismatch
-from vargen.demo.explore_tab import CONTROLS
 from vargen.demo.image_service import ImageService
 from vargen.demo.inputs import make_request, split_style, with_style
 from vargen.demo.jobs import JobRegistry
@@ -105,15 +104,6 @@ def test_styles_are_the_models_own(service: ImageService, monkeypatch: pytest.Mo
         ("flat", ("flat", "any")),
     ):
         assert split_style(prompt, ("3d", "flat")) == parts
-
-
-def test_relaxation_starts_at_the_exact_rule(service: ImageService) -> None:
-    for knob in CONTROLS.values():
-        steps = knob.values(knob.most, 4)
-        assert steps[0] == 0 and steps[-1] == knob.most
-        assert knob.accelerator(0).kind == "exact" and knob.accelerator(knob.most).kind == "relaxed"
-        generated = service.start(PageRequest("a cat"), knob.accelerator(0)).result()
-        assert generated.relaxation_per_token == 0
 
 
 def test_the_command_line_generates_the_same(service: ImageService) -> None:

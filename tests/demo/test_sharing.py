@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from rejects import rejects
 from vargen.demo.image_service import ImageService
 from vargen.demo.links import link_to, request_of_link
 from vargen.demo.request import PageRequest
-from vargen.demo.share_card import SIZE, share_card
 from vargen.demo.visits import MAX_IMAGES_KEPT, PastImage, VisitStore
 from vargen.image_metadata import read_parameters
 
@@ -44,25 +42,18 @@ def test_a_link_out_of_range_gets_a_message() -> None:
         rejects(lambda query=query: request_of_link({"prompt": "a", **query}, DEFAULTS), message)
 
 
-def test_a_visit_keeps_its_starred_images(tmp_path: Path) -> None:
+def test_a_visit_keeps_its_latest_images(tmp_path: Path) -> None:
     store = VisitStore()
     visit = store.open("made up")
     assert store.open(visit) == visit != "made up"
-    images = [PastImage(str(tmp_path / f"{k}.png"), PageRequest("a", seed=k), (1,), 0.1) for k in range(MAX_IMAGES_KEPT + 9)]
+    images = [PastImage(str(tmp_path / f"{k}.png"), PageRequest("a", seed=k), 1, 0.1) for k in range(MAX_IMAGES_KEPT + 9)]
     for image in images:
         Path(image.file).touch()
-    store.add(visit, images[:1])
-    assert store.toggle_star(visit, images[0].file) and not store.toggle_star("made up", images[0].file)
-    store.add(visit, images[1:])
+    store.add(visit, images)
     kept = store.images(visit)
-    assert kept[0].starred and kept[0].file == images[0].file and kept[1].file == images[-1].file
-    assert len(kept) == MAX_IMAGES_KEPT + 1 and store.images("made up") == []
-
-
-def test_a_share_card_has_the_size_of_link_previews(tmp_path: Path) -> None:
-    Image.new("RGB", (16, 16), "red").save(tmp_path / "a.png")
-    card = share_card(tmp_path / "a.png", "a very long prompt " * 20, 62, 256, 0.5, "vargen")
-    assert card.size == SIZE and card.getpixel((300, 300)) == (255, 0, 0)
+    assert kept == images[: -MAX_IMAGES_KEPT - 1 : -1] and store.images("made up") == []
+    Path(kept[0].file).unlink()
+    assert store.images(visit) == kept[1:]
 
 
 def stage_pixels(browser: Any) -> bytes:
@@ -81,7 +72,7 @@ def download(browser: Any, tmp_path: Path) -> Callable[[str], io.BytesIO]:
 
     def press(selector: str) -> io.BytesIO:
         browser.click(selector)
-        file = browser.until(lambda: next((each for each in tmp_path.iterdir() if each.suffix in (".png", ".zip")), None))
+        file = browser.until(lambda: next((each for each in tmp_path.iterdir() if each.suffix == ".png"), None))
         content = io.BytesIO(file.read_bytes())
         file.unlink()
         return content
@@ -143,13 +134,6 @@ def test_a_past_image_is_shown_with_all_that_belongs_to_it(browser: Any, downloa
     assert browser.value(FIELD) == "a blue whale"
     browser.click("#reuse")
     browser.until(lambda: browser.value(FIELD) == "a green frog")
-    browser.click("#star")
-    browser.says("#star", "Starred")
-    browser.says("#gallery", "★")
-    with Image.open(download("#card")) as card:
-        assert card.size == SIZE
-    with zipfile.ZipFile(download("#zip")) as archive:
-        assert len(archive.namelist()) == browser.count("#gallery .thumbnail-item")
     browser.click("#stage img")
     browser.until(lambda: browser.shown("dialog.vg-zoom img"))
     assert browser.script("return document.querySelector('dialog.vg-zoom img').width") > width
@@ -170,7 +154,7 @@ def test_stop_leaves_nothing_of_the_image_before(browser: Any, slow: Callable[[f
     assert browser.text("#note").startswith("Stopped after"), "no later message takes its place"
 
 
-def test_several_images_are_downloaded_together_and_each_has_its_seed(browser: Any, download: Callable[[str], Any]) -> None:
+def test_each_of_several_images_has_its_seed_and_can_be_saved(browser: Any, download: Callable[[str], Any]) -> None:
     generate(browser, "a green frog")
     browser.click("#more-like-this")
     browser.until(lambda: browser.count("#stage figcaption") == 4)
@@ -178,10 +162,12 @@ def test_several_images_are_downloaded_together_and_each_has_its_seed(browser: A
         int(caption.split()[1].strip(",")) for caption in browser.text("#stage .vg-stage").split("\n") if "seed" in caption
     ]
     assert len(seeds) == 4 and seeds == list(range(seeds[0], seeds[0] + 4))
-    browser.says("#download", "4 images")
-    with zipfile.ZipFile(download("#download")) as archive:
-        found = [read_parameters(io.BytesIO(archive.read(name)))["seed"] for name in sorted(archive.namelist())]
-    assert found == seeds
+    browser.says("#download", "first image")
+    assert read_parameters(download("#download"))["seed"] == seeds[0]
+    browser.until(lambda: browser.count("#gallery .thumbnail-item img") >= 4)
+    browser.script("document.querySelectorAll('#gallery .thumbnail-item')[0].click()")
+    browser.says("#download", "Save image")
+    assert read_parameters(download("#download"))["seed"] == seeds[-1]
 
 
 def test_the_theme_follows_the_system_until_one_is_chosen(browser: Any, address: str) -> None:
@@ -222,7 +208,7 @@ def test_the_link_of_an_image_is_copied(browser: Any, address: str) -> None:
     browser.says("#copy-link", "Link copied")
     copied = browser.script("return navigator.clipboard.readText()")
     assert copied == address + browser.attribute("#stage [data-link]", "data-link") and "prompt=a+green+frog" in copied
-    assert browser.attribute("#copy-link", "title") != browser.attribute("#card", "title") != ""
+    assert browser.attribute("#copy-link", "title") != browser.attribute("#reuse", "title") != ""
     browser.until(lambda: browser.text("#copy-link") == "Copy link to share")
     pixels = stage_pixels(browser)
     browser.open(copied)

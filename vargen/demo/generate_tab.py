@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,15 +11,13 @@ import gradio as gr
 
 from vargen.demo import rendering
 from vargen.demo.command_lines import command_line
-from vargen.demo.downloads import connect_download
 from vargen.demo.history import History
 from vargen.demo.image_service import ImageService
 from vargen.demo.inputs import Inputs, fill_inputs, filled_inputs, make_request
 from vargen.demo.jobs import INSTANT_EVENT, POLL_SECONDS, Job, JobControls, JobRegistry, JobResult, Ticket, connect_job
 from vargen.demo.links import link_to
 from vargen.demo.request import PageRequest
-from vargen.demo.share_card import share_card
-from vargen.demo.visits import PastImage, zip_images
+from vargen.demo.visits import PastImage
 
 _MORE_IMAGES = 4  # of "more like this"
 _IDLE = "Press Enter, type another prompt, or click an example below."
@@ -39,7 +36,6 @@ class ImageView:
     stage: gr.HTML
     details: gr.HTML
     download: gr.DownloadButton
-    star: gr.Button
     command: gr.Code
     same: gr.HTML
     compare: gr.Button
@@ -48,30 +44,27 @@ class ImageView:
     @property
     def outputs(self) -> list[Any]:
         """What `show` and `clear` return updates of."""
-        return [self.stage, self.details, self.download, self.star, self.command, self.shown, self.same, self.compare]
+        return [self.stage, self.details, self.download, self.command, self.shown, self.same, self.compare]
 
     def clear(self, service: ImageService) -> list[Any]:
         """Return the updates of a view whose image is not there yet."""
         stage = rendering.image_grid([None], "an empty frame")
         download = gr.DownloadButton(value=None, interactive=False)
-        return [stage, _render_details([], service, 0, 0.0), download, _star(False), "", [], gr.skip(), gr.skip()]
+        return [stage, _render_details([], service, 0, 0.0), download, "", [], gr.skip(), gr.skip()]
 
-    def show(self, service: ImageService, images: Sequence[PastImage], request: PageRequest) -> list[Any]:
-        """Return the updates that show finished images, which `request` generates."""
+    def show(
+        self, service: ImageService, images: Sequence[PastImage], request: PageRequest, details: str | None = None
+    ) -> list[Any]:
+        """Return the updates that show finished images, which `request` generates; `details` is HTML."""
         opened = [Path(each.file).read_bytes() for each in images]
-        first, several = images[0], len(images) > 1
+        several = len(images) > 1
         captions = [_caption(each, several) for each in images]
         stage = rendering.image_grid(opened, request.prompt, captions, link_to(request, service.defaults))
-        details = _render_details(first.counts, service, service.total, first.seconds, len(images))
-        file = first.file
-        if several:
-            file = str(service.folder.write("vargen-images.zip", zip_images([each.file for each in images])))
-        label = f"Save {len(images)} images" if several else "Save image"
-        download = gr.DownloadButton(label, value=file, interactive=True)
+        label = "Save the first image" if several else "Save image"
+        download = gr.DownloadButton(label, value=images[0].file, interactive=True)
         command = command_line(service, request)
-        starred = all(each.starred for each in images)
         slow_way = _describe_slow_way(service, request.method, len(images))
-        return [stage, details, download, _star(starred), command, list(images), *slow_way]
+        return [stage, details or "", download, command, list(images), *slow_way]
 
 
 def build_generate_tab(service: ImageService, shared: Inputs) -> ImageView:
@@ -88,16 +81,13 @@ def build_generate_tab(service: ImageService, shared: Inputs) -> ImageView:
                     same = gr.HTML(elem_id="same")
                     compare = gr.Button("Race the slow way", size="sm", elem_id="compare", min_width=0)
                 more = gr.Button("More like this", size="sm", elem_id="more-like-this", min_width=0)
-                card = gr.Button("Save with caption", size="sm", elem_id="card", min_width=0)
-                star = gr.Button("☆ Star", size="sm", elem_id="star", min_width=0)
                 reuse = gr.Button("Reuse settings", size="sm", elem_id="reuse", min_width=0)
         with gr.Column(min_width=240, elem_id="result-details"):
             details = gr.HTML(elem_id="details")
     with gr.Accordion("Command line for the same images", open=False, elem_id="command-line"):
         command = gr.Code(language="shell", interactive=False, show_label=False, wrap_lines=True, elem_id="command")
-    view = ImageView(note, stage, details, download, star, command, same, compare, gr.State([], time_to_live=3600))
+    view = ImageView(note, stage, details, download, command, same, compare, gr.State([], time_to_live=3600))
     copy.click(None, js=_COPY, api_visibility="private")
-    connect_download(card, lambda shown: _write_card(service, shown), view.shown)
 
     def take_over(shown: list[PastImage]) -> dict[Any, Any]:
         return fill_inputs(shared, shown[0].request) if shown else {shared.subject.once: False}
@@ -152,53 +142,39 @@ def connect_generate_tab(
             details = _render_details(job.counts, service, job.tokens, result.seconds)
             yield [rendering.status_line(f"Stopped after {job.tokens} of {job.total} tokens."), stage, details, *rest, *kept]
             return
-        past = past_images(service, result, job.counts)
+        past = past_images(service, result, len(job.counts))
         history.store.add(visit, past)
         steps = describe_steps(len(job.counts), service.pipe.num_baseline_passes)
         news = f"Generated in {result.seconds:.1f} s: {steps}, seed {request.seed}."
-        yield [rendering.status_line(news), *view.show(service, past, request), *history.update(visit)]
+        details = _render_details(job.counts, service, service.total, result.seconds, len(past))
+        yield [rendering.status_line(news), *view.show(service, past, request, details), *history.update(visit)]
 
     def show_again(visit: str, selected: gr.SelectData) -> list[Any]:
         listed = history.store.images(visit)
         if not isinstance(selected.index, int) or not 0 <= selected.index < len(listed):
             return [gr.skip() for _ in [view.note, *view.outputs]]
         image = listed[selected.index]
-        steps = describe_steps(len(image.counts), service.pipe.num_baseline_passes)
+        steps = describe_steps(image.passes, service.pipe.num_baseline_passes)
         news = f"From this visit: {image.seconds:.1f} s, {steps}, seed {image.request.seed}."
         return [rendering.status_line(news), *view.show(service, [image], image.request)]
-
-    def toggle_star(visit: str, shown: list[PastImage]) -> list[Any]:
-        starred = [history.store.toggle_star(visit, each.file) for each in shown]
-        return [_star(any(starred)), *history.update(visit)]
 
     inputs = [*shared.sampling, shared.methods.choice, shared.count, shared.best]
     controls = JobControls(view.note, inputs, [*view.outputs, *history.outputs], [history.visit])
     connect_job(registry, shared.subject, "image", controls, check, run, queue_options)
     again = history.gallery.select(show_again, history.visit, [view.note, *view.outputs], **INSTANT_EVENT)
     again.success(None, None, None, js="() => { window.vargen.showResult(); }", api_visibility="private")
-    view.star.click(toggle_star, [history.visit, view.shown], [view.star, *history.outputs], **INSTANT_EVENT)
 
 
-def past_images(service: ImageService, result: JobResult, counts: Sequence[int]) -> list[PastImage]:
+def past_images(service: ImageService, result: JobResult, passes: int) -> list[PastImage]:
     """Write the images of a finished job; returns what the visit keeps of them."""
     compared = result.request.num_images * result.request.best_of > 1  # a score alone says nothing
     return [
         PastImage(
-            file, result.request.single(number, result.records[number]["seed"]), tuple(counts), result.seconds,
+            file, result.request.single(number, result.records[number]["seed"]), passes, result.seconds,
             rendering.score_caption(result.records[number]) if compared else "",
         )
         for number, file in enumerate(service.save(result))
     ]  # fmt: skip
-
-
-def _write_card(service: ImageService, shown: Sequence[PastImage]) -> str | None:
-    if not shown:
-        return None
-    image, file = shown[0], io.BytesIO()
-    footer = f"vargen · {service.name} · {image.request.method} · seed {image.request.seed}"
-    card = share_card(image.file, image.request.prompt, len(image.counts), service.total, image.seconds, footer)
-    card.save(file, format="PNG")
-    return str(service.folder.write("vargen-card.png", file.getvalue()))
 
 
 def _describe_slow_way(service: ImageService, method: str, images: int) -> list[Any]:
@@ -208,10 +184,6 @@ def _describe_slow_way(service: ImageService, method: str, images: int) -> list[
         same = f"Same image{'s' if images > 1 else ''} as the slow way, rounding errors aside."
         return [rendering.hint(same, why), "Race to check"]
     return ["", f"Race the {'fast' if method == service.baseline else 'slow'} way"]
-
-
-def _star(starred: bool) -> gr.Button:
-    return gr.Button("★ Starred" if starred else "☆ Star")
 
 
 def describe_steps(steps: int, baseline: int) -> str:

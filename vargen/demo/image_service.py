@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from vargen.compat import tokenized, tokenizer_lock
-from vargen.decoding import Accelerator, DecodeStats
+from vargen.decoding import DecodeStats
 from vargen.demo.jobs import Job, JobResult
 from vargen.demo.previews import PreviewSchedule
 from vargen.demo.request import MAX_RACERS, ImageFolder, PageRequest
@@ -58,7 +58,6 @@ class ImageService:
         self.by_class: bool = pipe.is_class_conditional
         self.grids, self.total = pipe.grids, pipe.num_tokens  # per image: grids in generation order, and tokens
         self.baseline: str = pipe.baseline
-        self.relaxes = pipe.paradigm == Accelerator.paradigm  # relaxed rules exist for this paradigm
         self.live = pipe.num_baseline_passes <= _LIVE_PASSES  # fast enough to generate during typing
         self.vocab: int = pipe.vocab_size
         self.folder = ImageFolder()
@@ -178,7 +177,6 @@ class ImageService:
     def start(
         self,
         request: PageRequest,
-        accelerator: str | Accelerator | None = None,
         stop: threading.Event | None = None,
         previews: bool = True,
         every_pass: bool = False,
@@ -188,23 +186,21 @@ class ImageService:
 
         Args:
             request: checked by `check`.
-            accelerator: replaces the method of the request.
             stop: set it to end the job within one pass.
             previews: whether to decode partial images during generation. every_pass: after each pass, regardless of the cost.
             alone: whether the images must not be generated in the passes of other jobs, as where methods are compared.
         """
         job = Job(request, self.pipe.num_tokens, stop or threading.Event())
         show = PreviewSchedule(self.pipe, job, previews, every_pass)
-        joins = not alone and accelerator is None
-        self._threads.submit(self._run_job, job, accelerator or request.method, show, joins)
+        self._threads.submit(self._run_job, job, show, not alone)
         return job
 
-    def _run_job(self, job: Job, accelerator: str | Accelerator, show: PreviewSchedule, joins: bool) -> None:
+    def _run_job(self, job: Job, show: PreviewSchedule, joins: bool) -> None:
         try:
             job.started = time.perf_counter()
             shared = self._shared.submit(job) if joins and self._shared is not None else None
             if shared is None:
-                job.finished = self._generate(job, accelerator, show)
+                job.finished = self._generate(job, show)
             else:
                 job.finished = self._make_result(job, *shared.run(show))
         except BaseException as error:
@@ -212,7 +208,7 @@ class ImageService:
         finally:
             job.done.set()
 
-    def _generate(self, job: Job, accelerator: str | Accelerator, show: PreviewSchedule) -> JobResult:
+    def _generate(self, job: Job, show: PreviewSchedule) -> JobResult:
         """Generate the images of a job in a batch of their own."""
         request = job.request
 
@@ -234,7 +230,7 @@ class ImageService:
             temperature=request.temperature,
             top_k=request.top_k or self.vocab,  # None would select the checkpoint's default
             top_p=request.top_p,
-            accelerator=accelerator,
+            accelerator=job.request.method,
             generator=[torch.Generator().manual_seed(request.seed + k) for k in range(request.num_images)],
             output_type="latent",
             callback_on_step_end=after_pass,

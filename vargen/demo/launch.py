@@ -163,24 +163,21 @@ def serve(page: gr.Blocks, address: Address) -> str:
     Raises:
         OSError: if the port is in use.
     """
-    from starlette.middleware import Middleware
     from starlette.staticfiles import StaticFiles
 
     from vargen.demo import first_sight
-    from vargen.demo.link_preview import LinkPreview
-    from vargen.demo.look import CSS, FAVICON, build_theme
+    from vargen.demo.look import CSS, FAVICON, FIRST_SCRIPT, build_theme
     from vargen.demo.malformed_requests import HANDLERS
 
     # Before 6.20, gradio reads this deprecated status code at each request, and newer Starlette versions warn on stderr.
     warnings.filterwarnings("ignore", "'HTTP_422_UNPROCESSABLE_ENTITY' is deprecated", UserWarning, r"gradio\.routes")
-    preview = Middleware(LinkPreview, image=f"{first_sight.ROUTE}/preview.png")
     try:
         page.launch(
             server_name=address.host,
             server_port=address.port,
             share=False,
             show_error=True,
-            app_kwargs={"exception_handlers": HANDLERS, "middleware": [preview]},
+            app_kwargs={"exception_handlers": HANDLERS},
             ssr_mode=False,
             pwa=False,
             enable_monitoring=False,
@@ -190,6 +187,7 @@ def serve(page: gr.Blocks, address: Address) -> str:
             theme=build_theme(),
             css_paths=CSS,
             favicon_path=FAVICON,
+            head=f"<script>{FIRST_SCRIPT}</script>",
             quiet=True,
             prevent_thread_lock=True,
         )

@@ -34,10 +34,6 @@ MODES = {
         "A short loop: a small model drafts its parts, and a large one redoes those that fall short.",
     ),
     "race": Mode("Race", "Race", "race", "race-stop", "Fast and slow methods side by side, on one prompt and seed."),
-    "explore": Mode(
-        "Explore", "Explore", "explore", "explore-stop",
-        "Trade exactness for speed: one prompt, from exact to more and more relaxed.",
-    ),
 }  # fmt: skip
 
 

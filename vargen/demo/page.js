@@ -193,12 +193,10 @@
   // -- what gradio's buttons cannot say themselves
   const hints = {
     "#download, .vg-save[data-name$=png]": "A PNG file; it carries its prompt, seed and method",
-    "#card": "To post: the image with its prompt, steps and seconds beside it",
     "#copy-link, .vg-copy": "Who opens the link sees the same prompt and seed generated",
     "#compare": "Generate both in the Race mode, with the same prompt and seed",
     "#more-like-this": "Four images of the next seeds",
     "#reuse": "Take prompt, seed and settings of this image over",
-    "#star": "Starred images stay first among those of this visit",
     "#stage figcaption, #track figure p": "A match with the prompt: the more, the better",
     "#live-keep": "Go on from this image",
     "#live-undo": "Back to the image before",

@@ -13,7 +13,6 @@ import gradio as gr
 from vargen.demo import first_sight
 from vargen.demo.api import add_api_endpoints, add_inpaint_endpoint
 from vargen.demo.drop_box import build_drop_box
-from vargen.demo.explore_tab import build_explore_tab
 from vargen.demo.generate_tab import build_generate_tab, connect_generate_tab
 from vargen.demo.history import History, build_history
 from vargen.demo.image_service import ImageService
@@ -29,11 +28,10 @@ from vargen.demo.inputs import (
     filled_inputs,
 )
 from vargen.demo.jobs import QUEUED_EVENT, JobRegistry
-from vargen.demo.link_preview import TITLE
 from vargen.demo.links import request_of_link
 from vargen.demo.live_editor import connect_script
 from vargen.demo.live_tab import build_live_tab
-from vargen.demo.look import SCRIPT
+from vargen.demo.look import SCRIPT, TITLE
 from vargen.demo.malformed_requests import Page
 from vargen.demo.method_lists import MethodList
 from vargen.demo.modes import MODES, mode_tab
@@ -69,7 +67,7 @@ def build_page(
     modes = ["image"]
     modes += ["live"] if live is not None else []
     modes += ["video"] if video is not None else []
-    modes += ["race", *(["explore"] if service.relaxes else [])]
+    modes += ["race"]
     with _page(_describe_model(service, opening), registry, concurrency) as page:
         shared = build_inputs(service, modes)
         tabs: dict[str, gr.Tab] = {}
@@ -87,15 +85,12 @@ def build_page(
             with mode_tab("race") as tabs["race"]:
                 racers = build_race_tab(service, registry, shared, private)
                 connect_comparison(service, view.compare, view.shown, shared, racers)
-            if service.relaxes:
-                with mode_tab("explore") as tabs["explore"]:
-                    build_explore_tab(service, registry, shared, private)
         if live is not None:
             others = [tab for name, tab in tabs.items() if name != "live"]
             with tabs["live"]:
                 build_live_tab(live, registry, shared.subject, (others, tabs["live"]), private)
             connect_script(page)
-        history = build_history(service, VisitStore())
+        history = build_history(VisitStore())
         connect_generate_tab(service, registry, shared, view, history, private)
         if opening:
             _build_wall(tuple(modes), shared.subject)

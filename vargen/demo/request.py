@@ -22,7 +22,6 @@ MAX_PROMPT = 300  # characters
 MAX_IMAGES = 4
 MAX_CANDIDATES = 8  # per image
 MAX_RACERS = 4  # methods per race
-MAX_STRIP_IMAGES = 6  # images per strip
 MAX_SEED = 2**53 - 1 - MAX_IMAGES  # largest exact integer in a browser, with room for the last image's seed
 NUM_RANDOM_SEEDS = 2**32
 # Field -> (minimum, maximum, whether an integer, display name). For sampling, the ranges of the page's controls.

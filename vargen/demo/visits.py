@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import io
 import secrets
 import threading
-import zipfile
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from vargen.demo.request import PageRequest
 
-MAX_IMAGES_KEPT = 24  # of a visitor, and as many starred ones
+MAX_IMAGES_KEPT = 24  # of a visitor
 _MAX_VISITORS = 512
 
 
@@ -22,16 +20,15 @@ class PastImage:
     """One image of a visitor.
 
     Attributes:
-        file: the PNG. request: that generates this image alone. counts: tokens that each pass committed.
+        file: the PNG. request: that generates this image alone. passes: of its generation.
         seconds: of its generation, with the images beside it. score: empty without a scorer.
     """
 
     file: str
     request: PageRequest
-    counts: tuple[int, ...]
+    passes: int
     seconds: float
     score: str = ""
-    starred: bool = False
 
 
 class VisitStore:
@@ -54,36 +51,13 @@ class VisitStore:
             return made
 
     def images(self, visit: object) -> list[PastImage]:
-        """Return the images whose files still exist, starred ones first."""
+        """Return the images whose files still exist."""
         with self._lock:
             kept = list(self._visits.get(visit, ())) if isinstance(visit, str) else []
-        return sorted((each for each in kept if Path(each.file).is_file()), key=lambda each: not each.starred)
+        return [each for each in kept if Path(each.file).is_file()]
 
     def add(self, visit: object, images: Sequence[PastImage]) -> None:
-        """Put new images first; the oldest ones without a star go."""
+        """Put new images first; the oldest ones go."""
         with self._lock:
-            if not isinstance(visit, str) or visit not in self._visits:
-                return
-            every = [*reversed(images), *self._visits[visit]]
-            plain = [each for each in every if not each.starred][:MAX_IMAGES_KEPT]
-            starred = [each for each in every if each.starred][:MAX_IMAGES_KEPT]
-            self._visits[visit] = [each for each in every if each in plain or each in starred]
-
-    def toggle_star(self, visit: object, file: str) -> bool:
-        """Star an image or remove its star; returns whether it has one now."""
-        with self._lock:
-            listed = self._visits.get(visit, []) if isinstance(visit, str) else []
-            for place, each in enumerate(listed):
-                if each.file == file:
-                    listed[place] = replace(each, starred=not each.starred)
-                    return listed[place].starred
-        return False
-
-
-def zip_images(files: Sequence[str]) -> bytes:
-    """Return a ZIP archive of PNG files, numbered in order."""
-    archive = io.BytesIO()
-    with zipfile.ZipFile(archive, "w") as opened:
-        for number, file in enumerate(files, 1):
-            opened.write(file, f"{number:02}-{Path(file).name}")
-    return archive.getvalue()
+            if isinstance(visit, str) and visit in self._visits:
+                self._visits[visit] = [*reversed(images), *self._visits[visit]][:MAX_IMAGES_KEPT]
