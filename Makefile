@@ -8,7 +8,7 @@
 # make test-gpu                     the kernels and CUDA graphs, on a machine with an NVIDIA GPU
 # make gpu                         what depends on the GPU, checked and measured: report/report.md; again to go on
 # make docs                         the documentation site, in build/site
-# make lint                         ruff and mypy
+# make lint                         ruff, mypy and the direction of imports
 # make clean                        remove what make made, images excepted
 #
 # Where torch comes from: on a Linux machine without an NVIDIA GPU, PyTorch's index of CPU wheels, because the ordinary index
@@ -85,6 +85,7 @@ types: $(REFERENCE)/.all
 	$(REFERENCE)/bin/python -m pip install --quiet --no-deps --no-build-isolation --target build/types .
 	cp -r recipes build/types/
 	cd build/types && ../../$(REFERENCE)/bin/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p vargen -p recipes
+	cd build/types && ../../$(REFERENCE)/bin/lint-imports --no-cache --no-logo ../../pyproject.toml
 
 # Shell: installs the packages $(2) into the environment of the target, as the constraints in $(1) have them; what needs torch
 # then finds it there. torchvision comes along: that of another index does not load beside it. Whoever cannot reach the CPU wheels
