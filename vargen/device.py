@@ -16,7 +16,6 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vargen.device_profiles import find_profile
 from vargen.values import short_repr
 
 if TYPE_CHECKING:
@@ -222,7 +221,7 @@ def inference_mode_for(device: torch.device) -> AbstractContextManager[None]:
 
 
 def read_graph_setting(device: torch.device) -> bool:
-    """Return whether passes on this device should be captured: as VARGEN_CUDA_GRAPHS says, else as measured for this GPU.
+    """Return whether passes on this device should be captured: if VARGEN_CUDA_GRAPHS is 1.
 
     Raises:
         ValueError: if VARGEN_CUDA_GRAPHS is neither 0 nor 1.
@@ -232,7 +231,7 @@ def read_graph_setting(device: torch.device) -> bool:
         raise ValueError(f"{GRAPHS_VARIABLE} must be 0 or 1, got {value!r}")
     if device.type != "cuda":
         return False
-    return value == "1" if value else bool(find_profile(str(device)).graphs)
+    return value == "1"
 
 
 def explain_graphs(device: torch.device) -> str:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from PIL import Image, ImageDraw, ImageFont
-from torch import Tensor
 
 from vargen.evaluation.image_files import ImageFile, UnreadableImageError, read_image
 from vargen.files import atomic_file
@@ -124,29 +121,3 @@ def _save(image: Image.Image, folder: Path, name: str) -> str:
     with atomic_file(folder / name) as temporary:
         image.save(temporary, format="PNG")
     return name
-
-
-def numbered_sheet(
-    prompts: Sequence[str],
-    generate_fn: Callable[[Sequence[str], int], Tensor],
-    target: Path,
-    seed: int = 0,
-    batch: int = 32,
-) -> Path:
-    """Write a PNG of numbered images in shuffled order, for blind raters; returns the path of its key.
-
-    The key, `{number: prompt}`, is written next to the PNG.
-
-    Args:
-        generate_fn: maps prompts and a seed to images `[N, 3, Y, X]` in [0, 1].
-    """
-    order = torch.randperm(len(prompts), generator=torch.Generator().manual_seed(seed)).tolist()
-    images = []
-    for start in range(0, len(order), batch):
-        pixels = generate_fn([prompts[n] for n in order[start : start + batch]], seed + start)
-        images += [Image.fromarray(each) for each in (pixels * 255).round().byte().permute(0, 2, 3, 1).numpy()]
-    key = target.with_suffix(".key.json")
-    with atomic_file(key) as temporary:
-        temporary.write_text(json.dumps({n + 1: prompts[place] for n, place in enumerate(order)}, indent=1) + "\n", "utf-8")
-    _save(contact_sheet(images, [str(n + 1) for n in range(len(images))]), target.parent, target.name)
-    return key

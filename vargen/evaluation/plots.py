@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,28 +97,6 @@ def plot_pass_cost(reports: Sequence[StepReport], path: Path) -> None:
         axis.xaxis.set_major_formatter("{x:.0f}")
         axis.minorticks_off()
         axis.set_title(f"{report.model}, {report.dtype}")
-        axis.grid(alpha=0.3)
-        axis.legend()
-    _save_figure(figure, path)
-
-
-def plot_device_passes(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Write a PNG of the part "passes" of a device report: a panel per model, a line per variant.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
-    models = list(dict.fromkeys(row["model"] for row in rows))
-    figure = _new_figure(4.2 * len(models), 3.8)
-    for axis, model in zip(figure.subplots(1, len(models), squeeze=False)[0], models, strict=True):
-        own = [row for row in rows if row["model"] == model]
-        for variant in dict.fromkeys(row["variant"] for row in own):
-            line = [(row["tokens"], row["ms"]) for row in own if row["variant"] == variant]
-            axis.plot(*zip(*line, strict=True), marker="o", label=variant)
-        axis.set(xscale="log", yscale="log", xlabel="tokens fed per image", ylabel="ms", title=f"{model}, {own[0]['dtype']}")
-        axis.set_xticks(sorted({row["tokens"] for row in own}))
-        axis.xaxis.set_major_formatter("{x:.0f}")
-        axis.minorticks_off()
         axis.grid(alpha=0.3)
         axis.legend()
     _save_figure(figure, path)

@@ -293,18 +293,3 @@ def _frame_visibility(
 def geometry_from_config(config: object) -> VideoGeometry:
     """Return the geometry in a network's configuration."""
     return VideoGeometry(**{part.name: getattr(config, part.name) for part in fields(VideoGeometry)})
-
-
-def estimate_pass_flops(config: object, tokens: int, keys: int, text: int) -> float:
-    """Return the floating-point operations of one pass over tokens of a video, to project costs on large machines.
-
-    Args:
-        config: configuration of the network.
-        tokens: number of tokens of the pass.
-        keys: number of keys that each token attends to, including those of the pass.
-        text: number of prompt rows, whose keys are cached.
-    """
-    dim, ffn, layers = (int(getattr(config, name)) for name in ("dim", "ffn_dim", "num_layers"))
-    products = 2 * tokens * (6 * dim * dim + 2 * dim * ffn)
-    attention = 4 * tokens * (keys + text) * dim
-    return float(layers * (products + attention))

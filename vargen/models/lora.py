@@ -98,41 +98,6 @@ class CausalVideoLoRA(QuantizedStorageMixin, ConfigMixin):
         merged.load_state_dict(state, assign=True)
         return merged.requires_grad_(False).eval()
 
-    @torch.no_grad()
-    def truncate(self, rank: int) -> CausalVideoLoRA:
-        """Return the LoRA of a lower rank that is closest to this one, by singular value decomposition of each update."""
-        config = self.config
-        smaller = CausalVideoLoRA(config.dim, config.ffn_dim, config.num_layers, rank)
-        for (_, update), (_, target) in zip(self.updates(), smaller.updates(), strict=True):
-            left, values, right = torch.linalg.svd(update.B @ update.A, full_matrices=False)
-            root = values[:rank].sqrt()
-            target.B.copy_(left[:, :rank] * root)
-            target.A.copy_(root[:, None] * right[:rank])
-        return smaller
-
-    # -- training ----------------------------------------------------------------------------------------------------
-
-    def require_gradients(self, transformer: CausalVideoTransformer) -> None:
-        """Make a network compute the gradients of the matrices that have an update, and no others."""
-        transformer.requires_grad_(False)
-        for layer, _ in self.updates():
-            transformer.get_submodule(layer).weight.requires_grad_(True)
-
-    @torch.no_grad()
-    def write(self, transformer: CausalVideoTransformer, original: CausalVideoTransformer) -> None:
-        """Set the matrices of a network to those of the original with the updates."""
-        for layer, update in self.updates():
-            weight = transformer.get_submodule(layer).weight.detach()
-            torch.addmm(original.get_submodule(layer).weight, update.B, update.A, out=weight)
-
-    @torch.no_grad()
-    def take_gradients(self, transformer: CausalVideoTransformer) -> None:
-        """Set the gradients of the updates from those of a network's matrices, by the chain rule, and clear the latter."""
-        for layer, update in self.updates():
-            weight = transformer.get_submodule(layer).weight
-            update.A.grad, update.B.grad = update.B.mT @ weight.grad, weight.grad @ update.A.mT
-            weight.grad = None
-
     def updates(self) -> Iterator[tuple[str, Any]]:
         """Yield the name of each layer in the network, and its update."""
         for number, updates in enumerate(self.blocks):

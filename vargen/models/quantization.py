@@ -6,7 +6,6 @@ The weights of an `Int8Linear` have a scale per output channel, and each row of 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -180,18 +179,6 @@ def quantize_network(network: Any, quantization: str = "int8") -> Any:
     network.load_state_dict(state, assign=True)
     network.register_to_config(quantization=quantization, weight_format="float32")
     return network.requires_grad_(False).eval()
-
-
-def dequantize_network(network: Any) -> Any:
-    """Return a float32 copy of a network, of int8 weights times their scales if it is quantized for a CPU."""
-    if not network.config.quantization:
-        return copy.deepcopy(network).float()
-    made = type(network).from_config({**network.config, "quantization": None, "weight_format": None}).eval()
-    state = {name: value for name, value in network.state_dict().items() if not name.endswith(SCALE_SUFFIX)}
-    for name, layer in quantized_layers(network).items():
-        state[f"{name}.weight"] = layer.weight.float() * layer.weight_scale[:, None]
-    made.load_state_dict(state)
-    return made
 
 
 def as_array(tensor: Tensor) -> np.ndarray:

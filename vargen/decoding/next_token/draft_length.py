@@ -17,7 +17,6 @@ from torch import Tensor
 
 from vargen.decoding.next_token.protocols import TokenModel
 from vargen.decoding.pass_costs import DRAFTING_EFFICIENCY, candidate_widths, measure_pass_costs
-from vargen.device_profiles import find_profile
 from vargen.values import number_field, parse_int, short_repr, suggest_names, validate_fields
 
 MAX_WINDOW = 4096  # larger than any grid
@@ -98,7 +97,7 @@ class AutoWindow:
     def start(self, model: TokenModel, condition: Any, images: int) -> WindowState:
         max_width = min(self.max_width, model.grid[0] * model.grid[1])
         if model.device.type != "cpu":
-            return FixedWindow(min(find_profile(str(model.device)).window or max_width, max_width))
+            return FixedWindow(max_width)
         seconds = measure_pass_costs(model, condition, images, candidate_widths(max_width))
         estimate = PowerLawEstimate(self.optimistic_rate, self.ema_decay)
         return _ControlledWindow(WidthController(seconds, estimate, self.warmup_passes, 4, switch_margin=1.1))

@@ -189,11 +189,6 @@ class VQDecoder(nn.Module):
         self.norm_out = group_norm(widths[-1])
         self.conv_out = nn.Conv2d(widths[-1], out_channels, 3, padding=1)
 
-    @property
-    def last_layer(self) -> Tensor:
-        """Weight whose gradients balance the losses in adaptive adversarial training."""
-        return self.conv_out.weight
-
     def forward(self, z_BCRG: Tensor) -> Tensor:
         h = self.conv_in(z_BCRG)
         for block in self.mid.values():
