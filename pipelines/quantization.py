@@ -7,17 +7,15 @@ with a scale per output channel, inputs with a scale per row.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib.util import find_spec
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vargen.adapters import arbitrary_condition
-from vargen.decoding.pass_costs import measure_pass_costs
 from vargen.models.component_files import read_object
-from vargen.models.quantization import runs_compiled, validate_quantization
+from vargen.models.quantization import validate_quantization
 from vargen.values import short_repr
 
 if TYPE_CHECKING:
@@ -25,7 +23,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vargen")
 
-_MEASURED_WIDTHS = (1, 16)  # tokens: of sequential decoding, and of a window
 _TORCHAO_FORMATS = {"Int8DynamicActivationInt8WeightConfig": "int8", "Float8DynamicActivationFloat8WeightConfig": "float8"}
 
 
@@ -62,42 +59,6 @@ def _format_name(config: Any) -> str:
     """Name of the torchao format of a config of diffusers or torchao."""
     kind = getattr(config, "quant_type", config)
     return kind if isinstance(kind, str) else type(kind).__name__
-
-
-def open_fastest(
-    folder: ModelFolder, device: torch.device | None, open_float: Callable[[], Any], open_int8: Callable[[], Any]
-) -> Any:
-    """Open a pipeline in int8 if its passes are faster in it on this CPU, else in floating point; logs the choice.
-
-    Compiled int8 passes are several times as fast. Where torch operators run, passes of next-token models over 1 and 16 tokens
-    are measured, and next-scale models stay in floating point. So do video models, all models on a GPU, and quantized folders
-    in their own format.
-
-    Args:
-        folder: of the model. device: where it computes; None is a CPU.
-        open_float, open_int8: open the pipeline in these formats.
-    """
-    paradigm, on_cpu = folder.family.pipeline.paradigm, device is None or device.type == "cpu"
-    if paradigm == "video" or not on_cpu or stored_quantization(folder.path / "transformer"):
-        return open_float()
-    if runs_compiled():
-        logger.info("quantization='auto' selects int8, whose passes are compiled")
-        return open_int8()
-    pipe = open_float()
-    if paradigm == "next-scale" or pipe.transformer is None:
-        return pipe
-    quantized = open_int8()
-    seconds = [sum(_pass_seconds(each)) for each in (pipe, quantized)]
-    name, chosen = ("int8", quantized) if seconds[1] < seconds[0] else ("floating point", pipe)
-    measured = "passes over 1 and 16 tokens take %.1f ms together in int8, and %.1f ms in floating point"
-    logger.info(f"quantization='auto' selects {name}: {measured}", 1000 * seconds[1], 1000 * seconds[0])
-    return chosen
-
-
-def _pass_seconds(pipe: Any) -> list[float]:
-    """Seconds of passes over 1 and 16 tokens of an image."""
-    costs = measure_pass_costs(pipe.decoding_model(), arbitrary_condition(pipe, 1), 1, _MEASURED_WIDTHS)
-    return list(costs.values())
 
 
 def quantized_components(folder: ModelFolder, quantization: str | None, given: Mapping[str, Any]) -> dict[str, str]:

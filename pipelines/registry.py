@@ -27,7 +27,7 @@ from vargen.pipelines.loading import (
     locate_folder,
     validate_model_folder,
 )
-from vargen.pipelines.quantization import gpu_quantized_components, open_fastest, resolve_quantization
+from vargen.pipelines.quantization import gpu_quantized_components, resolve_quantization
 from vargen.pipelines.var import VAR
 
 __all__ = [
@@ -92,7 +92,7 @@ def open_pipeline(name: Any, *, device: str | torch.device | None = None, **opti
             device. None leaves the pipeline on the CPU.
         **options: passed to `VisualPipeline.from_pretrained`, such as `torch_dtype` or `quantization`; for a model of
             transformers, to `vargen.open_language_model`. `quantization` also takes the formats of a GPU, `"int8"` and
-            `"float8"`, and `"auto"`: int8 for an image model on a CPU whose passes it makes faster, else floating point.
+            `"float8"`.
 
     Raises:
         ValueError, TypeError: see `VisualPipeline.from_pretrained`; also for an invalid or unavailable device.
@@ -107,15 +107,6 @@ def open_pipeline(name: Any, *, device: str | torch.device | None = None, **opti
             options.pop("quantization", None)
         return open_language_model(located, device=place, **options)
     folder = find_model_folder(located, None, options)
-    if options.get("quantization") == "auto":
-        plain = {name: value for name, value in options.items() if name != "quantization"}
-        others = {name: value for name, value in plain.items() if name not in ("torch_dtype", "dtype")}  # int8 has one dtype
-        return open_fastest(
-            folder,
-            place,
-            lambda: open_pipeline(folder, device=place, **plain),
-            lambda: open_pipeline(folder, device=place, quantization="int8", **others),
-        )
     quantization = resolve_quantization(options.get("quantization"), options.get("quantization_config"), place)
     after_moving: dict[str, str] = {}  # the formats of components that are quantized on their GPU
     if quantization is not None and place is not None and place.type != "cpu":

@@ -12,7 +12,7 @@ import pytest
 import torch
 from int8_passes import compiled_passes
 from rejects import rejects
-from tiny_models import class_pipeline, class_var_pipeline, text_pipeline, tiny_transformer
+from tiny_models import class_pipeline, text_pipeline, tiny_transformer
 from torch import Tensor
 
 from vargen import LlamaGenPipeline, open_pipeline
@@ -23,7 +23,6 @@ from vargen.evaluation.exactness import DETECTED, TOLERANCE
 from vargen.kernels import cpu, cpu_code
 from vargen.models.condition import Condition
 from vargen.models.quantization import quantize_network
-from vargen.pipelines.quantization import _pass_seconds
 
 
 @pytest.fixture(scope="module")
@@ -199,37 +198,3 @@ def test_a_folder_that_cannot_be_written_is_noticed(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert not cpu_code._is_writable(tmp_path / "file" / "below")
     assert cpu_code._is_writable(tmp_path / "new")
-
-
-def test_auto_selects_the_format_whose_passes_are_faster(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def opened(compiled: bool, seconds: dict[bool, float]) -> bool:
-        monkeypatch.setattr("vargen.pipelines.quantization.runs_compiled", lambda: compiled)
-        monkeypatch.setattr("vargen.pipelines.quantization._pass_seconds", lambda pipe: [seconds[pipe.transformer.quantized]])
-        pipe = open_pipeline(folder, quantization="auto", torch_dtype=torch.float32)
-        assert isinstance(pipe, LlamaGenPipeline)
-        return pipe.transformer.quantized
-
-    assert opened(True, {})
-    assert opened(False, {True: 1.0, False: 2.0})
-    assert not opened(False, {True: 2.0, False: 1.0})
-
-
-@pytest.mark.parametrize("compiled", [True, False])
-def test_auto_quantizes_next_scale_models_where_passes_are_compiled(
-    compiled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("vargen.pipelines.quantization.runs_compiled", lambda: compiled)
-    class_var_pipeline().save_pretrained(tmp_path)
-    pipe: Any = open_pipeline(tmp_path, quantization="auto")
-    assert pipe.transformer.quantized == pipe.draft_transformer.quantized == compiled
-
-
-def test_auto_measures_passes_and_keeps_the_format_of_a_folder(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pipe = open_int8(folder)
-    assert [len(_pass_seconds(each)) for each in (pipe, open_pipeline(folder))] == [2, 2]
-    assert all(seconds > 0 for seconds in _pass_seconds(pipe))
-    pipe.save_pretrained(tmp_path)
-    monkeypatch.setenv("VARGEN_KERNELS", "reference")
-    assert open_pipeline(tmp_path, quantization="auto").transformer.quantized

@@ -55,7 +55,7 @@ DeviceName = Annotated[Device, typer.Option(help="auto: a GPU if there is one.")
 DtypeName = Annotated[Dtype, typer.Option(help="Of the transformer's weights. auto: the fastest on this device.")]
 QuantizationName = Annotated[
     str | None,
-    typer.Option("--quantization", metavar="int8|float8|auto", help="8-bit products; float8: on a GPU. Default: the folder's."),
+    typer.Option("--quantization", metavar="int8|float8", help="8-bit products; float8: on a GPU. Default: the folder's."),
 ]
 Threads = Annotated[int | None, typer.Option(metavar="N", help="CPU threads. Default: autotuned.")]
 TorchThreads = Annotated[int | None, typer.Option(metavar="N", help="CPU threads. Default: torch's.")]
@@ -100,8 +100,6 @@ def select_dtype(name: Dtype, place: torch.device, folder: Path | None = None, q
     from vargen.models.quantization import validate_quantization
     from vargen.pipelines.loading import default_dtype
 
-    if quantization == "auto":  # opening the model decides
-        quantization = None
     validate_quantization(quantization, place)
     if name is not Dtype.auto:
         return getattr(torch, name.value)
