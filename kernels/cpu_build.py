@@ -82,7 +82,7 @@ def load_token_steps() -> ModuleType:
         np.zeros((rows, tokens, vocab), np.float32), *options, 0, one, fed, scratch, kept, fed[:, :1].copy(), fed.copy(),
         one.copy(), one.copy(),
     )  # fmt: skip
-    steps.feed_tokens(held, one, fed[:, :1].copy(), vocab, fed.copy(), fed.copy(), one.copy())
+    steps.feed_tokens(held, one, fed[:, :1].copy(), fed.copy(), fed.copy())
     steps.commit_tokens(fed, fed, one, one, one, 4, held, held[0].copy(), one.copy(), one.copy())
     steps.draft_window(fed, one, fed, one, one, 3, vocab, vocab, fed[:, :1].copy(), valid)
     return steps

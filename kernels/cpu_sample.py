@@ -222,19 +222,16 @@ def sample_rows(
 
 
 @njit(**_COMPILED)
-def feed_tokens(tokens, length, drafted, num_tokens, inputs, position, fed):
+def feed_tokens(tokens, length, drafted, inputs, position):
     """Put the last committed token of each image and its draft, a chain, side by side.
 
     Args:
         tokens: int64 `[B, >= N]`, valid up to `length` `[B]`.
         drafted: int64 `[B, T - 1]`.
-        num_tokens: N.
-        inputs, position, fed: written: int64 `[B, T]`, positions of the tokens after these, and `[B]`, how many of them the
-            image still needs.
+        inputs, position: written: int64 `[B, T]`, and positions of the tokens after these.
     """
     B, T = inputs.shape
     for b in range(B):
-        fed[b] = min(num_tokens - length[b], T)
         for t in range(T):
             inputs[b, t] = drafted[b, t - 1] if t else tokens[b, length[b] - 1]
             position[b, t] = length[b] + t

@@ -22,7 +22,6 @@ from vargen.models.int8_cache import Int8Cache
 from vargen.models.kv_cache import KVCache
 from vargen.models.llamagen import LlamaGenOutput, LlamaGenTransformer
 from vargen.models.offloading import validate_offloading
-from vargen.models.packed_passes import packing_saves
 
 
 class LlamaGenTokenModel(TokenModel):
@@ -111,16 +110,6 @@ class LlamaGenTokenModel(TokenModel):
         with self._tensor_mode():
             logits, _, hidden = self.compiled_forward(rows, cache=state, guidance=scale, return_dict=False, **places)
         return Output(logits, hidden)
-
-    def forward_packed(self, tokens: Tensor, state: KVCache | Int8Cache, tree: Tree, fed: Tensor) -> Output:
-        if isinstance(state, Int8Cache):
-            return self.forward(tokens, state, tree)
-        is_eager = self.compiled_forward is self.transformer and not self._offloaded and not torch.is_grad_enabled()
-        if not (is_eager and tree.is_chain and packing_saves(fed, tokens.shape[1])):
-            return self.forward(tokens, state, tree)
-        rows, scale = self.guidance.repeat(tokens), self._scale_at(state.length[: len(tokens), None] + tree.depth)
-        out = self.transformer(rows, cache=state, guidance=scale, fed=self.guidance.repeat(fed))
-        return Output(out.logits, out.hidden_states)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Embeddings `[R, T, D]` of tokens `[B, T]`, an input of trained drafters."""

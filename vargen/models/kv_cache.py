@@ -120,15 +120,6 @@ class KVCache:
         alike = min(lengths) == max(lengths) <= self.tokens and not torch.is_grad_enabled()  # not with autograd
         return CacheView(self, slice(reach - T, reach) if alike else self._flat_slots(T, earlier), reach)
 
-    def view_for_packed_pass(self, T: int, fed: Tensor, places: Tensor) -> CacheView:
-        """Return the view for a pass that feeds the first `fed` `[R]` tokens, at most T, of each row, on a CPU.
-
-        Args:
-            places: int64 `[M]`, the tokens that are fed, as indices into `[R, T]`. The view writes keys `[1, M, H, K]`.
-        """
-        reach = min(self.prefix + int((self.length + fed).max()), self.slots)
-        return CacheView(self, self._flat_slots(T, 0).flatten(0, 1)[None, places], reach)
-
     def _flat_slots(self, T: int, earlier: int) -> Tensor:
         offset = self.length[:, None].clamp(max=self.tokens)  # full rows write only to scratch
         ahead = self._image_slot[earlier : earlier + T] + offset

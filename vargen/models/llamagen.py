@@ -37,7 +37,6 @@ from vargen.models.llamagen_blocks import (
     rotary_factors,
 )
 from vargen.models.offloading import read_weight
-from vargen.models.packed_passes import run_packed_step
 from vargen.models.quantization import replace_linear_layers, validate_quantization
 from vargen.values import short_repr
 
@@ -245,7 +244,6 @@ class LlamaGenTransformer(TransposableWeights, QuantizedStorageMixin, ConfigMixi
         ancestors: Tensor | None = None,
         guidance: float | Tensor | None = None,
         return_dict: bool = True,
-        fed: Tensor | None = None,
     ) -> LlamaGenOutput | tuple[Tensor, Tensor, Tensor]:
         """Run one pass in one of three forms.
 
@@ -262,7 +260,6 @@ class LlamaGenTransformer(TransposableWeights, QuantizedStorageMixin, ConfigMixi
             guidance: scale s of classifier-free guidance, a number, `[]` or `[B/2, T, 1]`. The last B/2 rows are the
                 unconditional ones, and logits `[B/2, T, V]` are u + s (c - u) (Ho & Salimans 2022). Default: no guidance, and
                 logits of all rows.
-            fed: as in `run_packed_step`, for a step with a `KVCache`. Default: all tokens.
 
         Raises:
             ValueError: for any other combination of arguments.
@@ -270,9 +267,6 @@ class LlamaGenTransformer(TransposableWeights, QuantizedStorageMixin, ConfigMixi
         if isinstance(cache, Int8Cache) and condition is None and tokens is not None:
             self._validate_width(tokens, cache)
             logits, features, x = int8.run_step(self, tokens, cache, positions, ancestors, guidance)
-            return LlamaGenOutput(logits=logits, features=features, hidden_states=x) if return_dict else (logits, features, x)
-        if fed is not None and tokens is not None and isinstance(cache, KVCache):
-            logits, features, x = run_packed_step(self, tokens, cache, fed, guidance)
             return LlamaGenOutput(logits=logits, features=features, hidden_states=x) if return_dict else (logits, features, x)
         if condition is not None and tokens is not None and cache is None:
             x = self._teacher_forced(tokens, condition)

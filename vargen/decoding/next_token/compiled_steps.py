@@ -42,26 +42,24 @@ def draft_window(
     return torch.from_numpy(drafted), torch.from_numpy(valid)
 
 
-def feed_tokens(tokens: Tensor, length: Tensor, drafted: Tensor, num_tokens: int) -> tuple[Tensor, Tensor, Tensor] | None:
+def feed_tokens(tokens: Tensor, length: Tensor, drafted: Tensor) -> tuple[Tensor, Tensor] | None:
     """Put the last committed token of each image and its draft, a chain, side by side.
 
     Args:
         tokens: int64 `[B, >= N]`, valid up to `length` `[B]`.
         drafted: int64 `[B, T - 1]`.
-        num_tokens: N.
 
     Returns:
-        int64 `[B, T]`, the positions `[B, T]` of the tokens after these, and `[B]`, how many of them each image still needs.
-        None where no compiled function does it.
+        int64 `[B, T]`, and the positions `[B, T]` of the tokens after these; None where no compiled function does it.
     """
     if (compiled := compiled_steps(tokens)) is None:
         return None
     shape = len(drafted), drafted.shape[1] + 1
-    made = np.empty(shape, np.int64), np.empty(shape, np.int64), np.empty(len(drafted), np.int64)
+    made = np.empty(shape, np.int64), np.empty(shape, np.int64)
     arrays = (np.ascontiguousarray(part.numpy()) for part in (length, drafted))
-    compiled.feed_tokens(tokens.numpy(), *arrays, num_tokens, *made)
-    inputs, position, fed = map(torch.from_numpy, made)
-    return inputs, position, fed
+    compiled.feed_tokens(tokens.numpy(), *arrays, *made)
+    inputs, position = map(torch.from_numpy, made)
+    return inputs, position
 
 
 def commit_tokens(

@@ -179,8 +179,6 @@ class Draft:
             for relaxed rules under greedy sampling, where a one-hot p carries no information about similar tokens.
         force_accept: bool `[B, T - 1]`, draft tokens that `PooledRule` accepts regardless of their current probabilities. No
             token may influence its own mark.
-        fed: int64 `[B]`, number of tokens of each image that the pass has to feed, root included; slots from it on are not
-            valid. None: T for all.
     """
 
     tokens: Tensor
@@ -189,23 +187,12 @@ class Draft:
     valid: Tensor | None = None
     unfiltered_probs: Tensor | None = None
     force_accept: Tensor | None = None
-    fed: Tensor | None = None
 
     @classmethod
     def make_empty(cls, images: int, vocab: int, device: torch.device) -> Draft:
         """Return an empty draft: a pass that feeds the root alone."""
         tokens = torch.zeros(images, 0, dtype=torch.int64, device=device)
         return cls(tokens, Tree.make_chain(0, device), torch.zeros(images, 0, vocab, dtype=torch.float32, device=device))
-
-    def shorten(self, fed: Tensor) -> Draft:
-        """Return a chain of which each image feeds at least one and at most `fed` `[B]` tokens, root included."""
-        shorter = torch.arange(1, self.tokens.shape[1] + 1, device=fed.device) < fed[:, None]
-        return replace(self, valid=shorter if self.valid is None else self.valid & shorter, fed=fed)
-
-    def count_fed(self, missing: Tensor) -> Tensor:
-        """Return how many tokens each image has to feed, int64 `[B]`, if `missing` `[B]` are left to generate; for chains."""
-        width = self.tokens.shape[1] + 1
-        return missing.clamp(max=width) if self.fed is None else torch.minimum(missing, self.fed.clamp(max=width))
 
     def put_forced(self, forced: Tensor | None, length: Tensor) -> Draft:
         """Return a chain with the only possible token at each position that has one, of which nothing is sampled: q is 1.

@@ -203,9 +203,9 @@ class DecodePass:
         with run.time_part("draft"):
             noise = self.make_noise(images.seeds, images.length.unsqueeze(1), images.step)
             draft = drafter.propose(state.draft, images.tokens, images.length, noise).put_forced(model.forced, images.length)
-            inputs, position, fed = images.build_inputs(draft)
+            inputs, position = images.build_inputs(draft)
         with run.time_part("target"):
-            out = model.forward_packed(inputs, cache, draft.tree, fed)
+            out = model.forward(inputs, cache, draft.tree)
         with run.time_part("accept"):
             noise = self.make_noise(images.seeds, position, images.step)
             given = draft, noise, images.relaxation, self.sampling
@@ -291,18 +291,15 @@ class ImageState:
         self.tokens[:, 0] = shared_noise(probs, empty, noise, self.relaxation).next_token
         self.committed_histogram[1] += len(self.seeds)
 
-    def build_inputs(self, draft: Draft) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the tokens to feed, int64 `[B, T]`: the root, then the draft.
-
-        Also the positions of the tokens after these, `[B, T]`, and how many of them each image needs, `[B]`.
-        """
-        if draft.tree.is_chain and draft.fed is None:
-            made = feed_tokens(self.tokens, self.length, draft.tokens, self.num_tokens)
+    def build_inputs(self, draft: Draft) -> tuple[Tensor, Tensor]:
+        """Return the tokens to feed, int64 `[B, T]`: the root, then the draft; and the positions `[B, T]` after these."""
+        if draft.tree.is_chain:
+            made = feed_tokens(self.tokens, self.length, draft.tokens)
             if made is not None:
                 return made
         length = self.length[:, None]
         inputs = torch.cat([self.tokens.gather(1, length - 1), draft.tokens], dim=1)
-        return inputs, length + draft.tree.depth, draft.count_fed(self.num_tokens - self.length)
+        return inputs, length + draft.tree.depth
 
     def commit(self, inputs: Tensor, draft: Draft, verdict: Verdict) -> tuple[ImageState, Tensor]:
         """Commit the accepted tokens of `inputs` `[B, T]` (root and draft) and the next token.

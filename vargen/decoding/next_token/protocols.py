@@ -69,13 +69,6 @@ class TokenModel:
         """
         raise NotImplementedError
 
-    def forward_packed(self, tokens: Tensor, state: Any, tree: Tree, fed: Tensor) -> Output:
-        """Feed only the first `fed` `[B]` of tokens `[B, T]`, if that is faster and the tree is a chain.
-
-        Outputs of the others have no meaning, but are finite. Default: feed all.
-        """
-        return self.forward(tokens, state, tree)
-
     def commit(self, state: Any, path: Tensor, count: Tensor, tree: Tree) -> None:
         """Keep the first `count` slots of `path` from the last pass (see `Verdict`) and discard the others."""
         raise NotImplementedError

@@ -41,7 +41,7 @@ def verify_draft(
         logits, float32 `[B, T]` (`sum_rows`).
     """
     if rule.verify_tokens is not None and not drafter.uses_probs:
-        is_shared_chain = rule.verify_tokens is verify_shared_tokens and draft.tree.is_chain and draft.fed is None
+        is_shared_chain = rule.verify_tokens is verify_shared_tokens and draft.tree.is_chain
         found = sample_from_logits(logits, sampling, noise, draft.tokens if is_shared_chain else None)
         if found is not None and found.outcome is not None:
             return None, Verdict(_chain_path(*found.tokens.shape), *found.outcome, sampled=found.tokens), found.sums

@@ -108,10 +108,10 @@ def verify_chain(accepted: Tensor, probs: Tensor, draft: Draft, noise: Noise) ->
 
 def verify_shared_tokens(sampled: Tensor, draft: Draft) -> Verdict:
     """Verdict of `shared_noise`, given the tokens int64 `[B, T]` that the noise selects after each slot."""
-    if draft.fed is None and fused.is_available(sampled):
+    if fused.is_available(sampled):
         return fused.verify_shared_noise(sampled, draft)
     tree = draft.tree
-    if tree.is_chain and draft.fed is None:
+    if tree.is_chain:
         count = 1 + (draft.tokens == sampled[:, :-1]).cumprod(1).sum(1)
         path = torch.arange(tree.max_path, device=sampled.device).expand_as(sampled)
         return Verdict(path, count, sampled.gather(1, count[:, None] - 1)[:, 0], sampled=sampled)

@@ -31,7 +31,6 @@ from vargen.decoding.next_token.drafters.initial import (
 )
 from vargen.decoding.next_token.graphs import register_state
 from vargen.decoding.next_token.protocols import Drafter, LowResModel, TokenModel
-from vargen.decoding.next_token.row_windows import RowWindows
 from vargen.decoding.next_token.rows import put_rows
 from vargen.decoding.noise import Noise, Purpose
 from vargen.decoding.sampling import Sampling
@@ -46,18 +45,12 @@ Initial = Literal["uniform", "low-res", "low-res-refreshed"]
 class LastPass:
     """Result of the last pass.
 
-    Its probabilities `[B, T, V]`, if they were computed, resampled tokens `[B, T]`, and numbers of committed and, if they were
-    not T for all, of fed tokens `[B]`. What lies past the tokens that were fed has no meaning.
+    Its probabilities `[B, T, V]`, if they were computed, resampled tokens `[B, T]`, and number of committed tokens `[B]`.
     """
 
     probs: Tensor | None
     resampled: Tensor
     num_committed: Tensor
-    num_fed: Tensor | None
-
-    def count_fed(self) -> Tensor:
-        """Number of fed tokens, int64 `[B]`."""
-        return torch.full_like(self.num_committed, self.resampled.shape[1]) if self.num_fed is None else self.num_fed
 
 
 @register_state
@@ -89,10 +82,7 @@ class JacobiState:
                 return put_rows(held, held.new_full((n, *held.shape[1:]), value), rows)
 
             probs = None if last.probs is None else put(last.probs, 0)
-            fed = None if last.num_fed is None else put(last.num_fed, T)
-            last = LastPass(probs, put(last.resampled, 0), put(last.num_committed, T), fed)
-        if isinstance(self.window, RowWindows):
-            self.window.restart(rows)
+            last = LastPass(probs, put(last.resampled, 0), put(last.num_committed, T))
         return replace(self, last=last)
 
 
@@ -177,8 +167,7 @@ class Jacobi(Drafter):
         return JacobiState(model.vocab, rows * columns, columns, window, low_res)
 
     def propose(self, state: JacobiState, tokens: Tensor, length: Tensor, noise: Noise) -> Draft:
-        draft = self.propose_window(state, state.window.choose_width(), tokens, length, noise)
-        return draft.shorten(state.window.widths) if isinstance(state.window, RowWindows) else draft
+        return self.propose_window(state, state.window.choose_width(), tokens, length, noise)
 
     def propose_window(self, state: JacobiState, width: int, tokens: Tensor, length: Tensor, noise: Noise) -> Draft:
         """Return the draft of a pass that feeds `width` tokens."""
@@ -202,7 +191,7 @@ class Jacobi(Drafter):
     def _shift_compiled(self, state: JacobiState, width: int, noise: Noise) -> Draft | None:
         """The draft of `_shift_window` without probabilities, from a compiled function; None where it does not apply."""
         last = state.last
-        if last is None or last.probs is not None or self.initial != "uniform" or isinstance(state.window, RowWindows):
+        if last is None or last.probs is not None or self.initial != "uniform":
             return None
         found = draft_window(last.resampled, last.num_committed, noise, width - 1, state.num_tokens, state.vocab)
         if found is None:
@@ -223,9 +212,7 @@ class Jacobi(Drafter):
         if step.noise.position.shape[1] == 1:  # if the window widens again, it starts from initial draft tokens
             return replace(state, last=None)
         coupling: Coupling = resolve_name("coupling", self.coupling, COUPLINGS)
-        T = step.noise.position.shape[1]
-        fed = None if step.draft.fed is None else step.draft.fed.clamp(max=T)
-        last = LastPass(step.probs, coupling(step), step.verdict.count, fed)
+        last = LastPass(step.probs, coupling(step), step.verdict.count)
         return replace(state, low_res=self._refresh(state, step.tokens, step.length), last=last)
 
     def _refresh(self, state: JacobiState, tokens: Tensor, length: Tensor) -> Any:
@@ -246,14 +233,13 @@ def _shift_window(
     (B, T_old), device = last.resampled.shape, tokens.device
     image = torch.arange(B, device=device)[:, None]
     source = last.num_committed[:, None] + torch.arange(noise.position.shape[1], device=device)
-    num_fed = last.count_fed()
-    unseen = source >= num_fed[:, None]
+    unseen = source >= T_old
     shifted = last.resampled.gather(1, source.clamp(max=T_old - 1))
     known = tokens.scatter(1, noise.position.clamp(max=tokens.shape[1] - 1), shifted)  # undefined after the known ones
-    num_known = length + (num_fed - last.num_committed)
-    first = _first_unseen_slot(num_fed - last.num_committed, noise.position.shape[1])
+    num_known = length + (T_old - last.num_committed)
+    first = _first_unseen_slot(T_old - last.num_committed, noise.position.shape[1])
     unseen_noise = replace(noise, position=noise.position[:, first:]).where(unseen[:, first:])
-    last_probs = None if last.probs is None else last.probs[image[:, 0], num_fed - 1]
+    last_probs = None if last.probs is None else last.probs[:, -1]
     drafted, probs = initial(Context(state.vocab, state.columns, known, num_known, last_probs, unseen_noise))
     drafted = torch.where(unseen, torch.cat([shifted[:, :first], drafted], dim=1), shifted)
     if last.probs is None:
