@@ -18,7 +18,7 @@ from vargen.compat import without_autocast
 from vargen.convert.llamagen import convert_llamagen
 from vargen.decoding import DEFAULT_METHOD, Accelerator, DecodeOutput, Eagle, Jacobi, Medusa, decode
 from vargen.decoding.next_token.drafters.heads import HeadDrafter
-from vargen.decoding.next_token.drafters.initial import LOW_RES_DRAFTS, MISSING_LOW_RES
+from vargen.decoding.next_token.drafters.initial import MISSING_LOW_RES
 from vargen.device import validate_compile
 from vargen.models.heads.eagle import EagleDrafter
 from vargen.models.heads.medusa import MedusaDrafter
@@ -105,7 +105,7 @@ class LlamaGenPipeline(VisualPipeline):
     def validate_method_for(cls, info: ModelInfo, method: Accelerator) -> None:
         drafter = method.drafter
         validate_drafter(method, info)
-        if isinstance(drafter, Jacobi) and drafter.initial in LOW_RES_DRAFTS and "low_res" not in info.components:
+        if isinstance(drafter, Jacobi) and drafter.initial == "low-res" and "low_res" not in info.components:
             raise ValueError(MISSING_LOW_RES)
 
     @property
@@ -248,7 +248,7 @@ class LlamaGenPipeline(VisualPipeline):
         }
         low_res = None
         if low is not None and codes is not None:
-            low_res = LowResolutionDrafter(low, self.grid, self.upsampler, self.vqvae, codes)
+            low_res = LowResolutionDrafter(low, self.grid, self.upsampler, self.vqvae)
         return LlamaGenTokenModel(
             self.transformer,
             guidance,

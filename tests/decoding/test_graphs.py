@@ -50,8 +50,7 @@ def tiny_low_res(upsampled: bool) -> LowResolutionDrafter:
     small = LlamaGenTokenModel(tiny_transformer("class", n_layer=1, grid_size=GRID // 2), 2.0)
     torch.manual_seed(3)
     upsampler = TokenUpsampler(64, GRID // 2, GRID, 16, blocks=1).eval() if upsampled else None
-    codes = torch.nn.functional.normalize(torch.randn(64, 8), dim=1)
-    return LowResolutionDrafter(small, (GRID, GRID), upsampler, tiny_vq(), codes)
+    return LowResolutionDrafter(small, (GRID, GRID), upsampler, tiny_vq())
 
 
 def generated(
@@ -113,15 +112,6 @@ def test_drafts_from_a_low_resolution_are_captured(method: str, upsampled: bool)
     expected = generated(method, model=model)
     found = generated(method, model=model, graphs=RecordedGraph)
     assert same(found, expected) and RecordedGraph.replays == expected.stats.passes - 3
-
-
-def test_a_small_image_that_is_refreshed_is_run_one_by_one(caplog: pytest.LogCaptureFixture) -> None:
-    method = Accelerator("refreshed", Jacobi(16, "maximal", "low-res-refreshed"), speculative_sampling)
-    model = tiny(low_res=tiny_low_res(True))
-    expected = generated(method, model=model)
-    with caplog.at_level(logging.WARNING, "vargen"):
-        assert same(generated(method, model=model, graphs=RecordedGraph), expected)
-    assert len(caplog.records) == 1 and RecordedGraph.made == 0
 
 
 @pytest.mark.parametrize("method", ["ar", "gumbel", "gsd", "lantern", "speculative"])

@@ -21,37 +21,6 @@ def drafts(window: int = 4, coupling: str = "maximal", initial: str = "low-res")
     return Jacobi(window, coupling, initial)
 
 
-@dataclasses.dataclass(frozen=True)
-class RecordsTheFirst(Jacobi):
-    """Sampled from the refreshed probabilities, recorded with those of the first low-resolution image."""
-
-    def propose(self, state, tokens, length, noise):
-        draft = super().propose(state, tokens, length, noise)
-        condition, first, _ = state.low_res
-        position = length[:, None] + torch.arange(draft.tokens.shape[1])
-        last = state.num_tokens - 1
-        probs = self.low_res_model.probs((condition, first, first), tokens, length, position.clamp(max=last))
-        return dataclasses.replace(draft, probs=probs if state.last is None else draft.probs)
-
-
-def test_what_a_refresh_does_to_q_has_to_be_recorded():
-    wrong = Accelerator(drafter=RecordsTheFirst(4, "maximal", "low-res-refreshed"), acceptance=speculative_sampling)
-    assert sum_pass(wrong, SUMMED.model()).distance >= DETECTED
-
-
-def test_a_refresh_is_shown_what_is_committed_alone():
-    """Of every image, in every pass, whatever the others of its batch have."""
-    model, asked = large(), []
-    model.low_res.refresh = lambda state, tokens, committed: asked.append((tokens.clone(), committed.clone())) or state
-    condition, seeds = torch.zeros(3, dtype=torch.int64), torch.arange(3)
-    method = Accelerator(drafter=drafts(16, initial="low-res-refreshed"), acceptance=speculative_sampling)
-    found = decode(model, condition, seeds, method)
-    assert len(asked) == found.stats.passes and len({tuple(each.tolist()) for _, each in asked}) > 4
-    for tokens, committed in asked:
-        shown = torch.arange(64) < committed[:, None]
-        assert torch.equal(tokens[:, :64][shown], found.tokens[shown])
-
-
 @pytest.mark.parametrize("coupling", ["maximal", "from-verdict"])
 def test_initial_drafts_are_made_where_they_are_used(coupling, monkeypatch):
     """The host skips those of which it knows that no image takes them; the drafts are the same."""

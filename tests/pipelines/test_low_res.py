@@ -10,15 +10,12 @@ from tiny_models import class_pipeline, text_pipeline, tiny_transformer
 
 from vargen import LlamaGenPipeline
 from vargen.adapters import drafters as llamagen_low_res
-from vargen.decoding import Accelerator, Jacobi, Noise, PooledRule, Sampling, Tree, speculative_sampling
-from vargen.decoding.noise import Purpose
-from vargen.models.condition import Condition
+from vargen.decoding import Accelerator, Jacobi, PooledRule, speculative_sampling
 from vargen.models.heads.upsampler import TokenUpsampler
 from vargen.models.llamagen import LlamaGenTransformer
 
 EXACT = Accelerator(drafter=Jacobi(8, "maximal", "low-res"), acceptance=speculative_sampling)
 MULO = Accelerator(drafter=Jacobi(8, "from-verdict", "low-res"), acceptance=PooledRule(4, 0.2, 1))
-REFRESHED = Accelerator(drafter=Jacobi(8, "maximal", "low-res-refreshed"), acceptance=speculative_sampling)
 
 
 def saved(folder: Path, small: dict | None = None, up: dict | None = None) -> tuple[Path, Path]:
@@ -38,7 +35,7 @@ def generated(pipe: LlamaGenPipeline, accelerator, labels=(3, 4)):
     return pipe(class_labels=list(labels), **options)
 
 
-@pytest.mark.parametrize("method", [EXACT, MULO, REFRESHED], ids=["exact", "mulo", "refreshed"])
+@pytest.mark.parametrize("method", [EXACT, MULO], ids=["exact", "mulo"])
 @pytest.mark.parametrize("trained", [True, False], ids=["up-sampler", "resized"])
 def test_a_low_resolution_drafts_and_is_saved_along(method, trained, tmp_path: Path) -> None:
     pipe = class_pipeline()
@@ -76,74 +73,6 @@ def test_small_images_have_noise_of_their_own(monkeypatch) -> None:
     generated(pipe, EXACT)
     (used,) = seeds
     assert len(used) == 2 and used[0] != used[1] and not {3, 4} & set(used.tolist())
-
-
-# -- what a refresh shows ---------------------------------------------------------------------------------------------
-
-
-def refreshing(folder: Path, batch: int = 2):
-    """A low-resolution model of 4 x 4 for a grid of 8 x 8, and its state of so many images."""
-    pipe = class_pipeline(grid_size=8)
-    low, up = saved(folder, {"grid_size": 4}, {"low_grid": 4, "grid_size": 8})
-    pipe.load_low_res(low, up)
-    model = pipe.decoding_model(2.0).low_res
-    condition = Condition(class_labels=torch.arange(3, 3 + batch))
-    with torch.inference_mode():
-        return model, model.start(condition, torch.arange(batch) + 7, Sampling())
-
-
-@torch.inference_mode()
-def test_a_refresh_depends_on_committed_tokens_alone(tmp_path) -> None:
-    model, state = refreshing(tmp_path)
-    tokens = torch.randint(64, (2, 64), generator=torch.Generator().manual_seed(0))
-    committed = torch.tensor([19, 35])  # one row of the low resolution, and two
-    found = model.refresh(state, tokens, committed)
-    later = torch.where(torch.arange(64) < committed[:, None], tokens, (tokens + 1) % 64)
-    assert torch.equal(model.refresh(state, later, committed).upsampled, found.upsampled)
-    codes = model.codes[tokens].view(2, 4, 2, 4, 2, -1).mean((2, 4)) @ model.codes.T
-    shown = codes.argmax(-1).flatten(1)
-    assert torch.equal(found.low[0, :4], shown[0, :4]) and torch.equal(found.low[1, :8], shown[1, :8])
-    other = tokens.clone()
-    other[:, :16] = (other[:, :16] + 9) % 64
-    assert not torch.equal(model.refresh(state, other, committed).upsampled, found.upsampled)
-    assert torch.equal(state.shown, torch.zeros(2))  # the first state can still be gone on from
-
-
-@torch.inference_mode()
-def test_less_than_a_row_shows_nothing(tmp_path) -> None:
-    model, state = refreshing(tmp_path)
-    tokens = torch.zeros(2, 64, dtype=torch.int64)
-    assert model.refresh(state, tokens, torch.tensor([15, 1])) is state
-    once = model.refresh(state, tokens, torch.tensor([16, 1]))
-    assert torch.equal(once.low[1], state.low[1]) and not torch.equal(once.low[0], state.low[0])
-    assert model.refresh(once, tokens, torch.tensor([31, 15])) is once
-    assert model.refresh(once, tokens, torch.tensor([64, 15])) is once  # nothing is left to draft
-
-
-@torch.inference_mode()
-def test_an_image_as_it_was_generated_stays(tmp_path) -> None:
-    """The noise of the rows behind is that which drew them first."""
-    model, state = refreshing(tmp_path)
-    shown = state.low.view(2, 4, 1, 4, 1).expand(2, 4, 2, 4, 2).reshape(2, 64)
-    after = state
-    for committed in (16, 40, 48):
-        after = model.refresh(after, shown, torch.tensor([committed, 16]))
-        assert torch.equal(after.low, state.low)
-
-
-@torch.inference_mode()
-def test_what_follows_is_what_the_model_generates_after_what_was_committed(tmp_path) -> None:
-    """Also the second time, and of images at other rows; a whole prefix fed at once says so."""
-    model, state = refreshing(tmp_path)
-    tokens = torch.randint(64, (2, 64), generator=torch.Generator().manual_seed(1))
-    for committed in (torch.tensor([16, 16]), torch.tensor([32, 18]), torch.tensor([48, 48])):
-        state = model.refresh(state, tokens, committed)
-        for image, rows in enumerate((committed // 16).tolist()):
-            condition = Condition(class_labels=torch.tensor([3 + image]))
-            cache, _ = model.model.prefill(condition, 16)
-            out = model.model.forward(state.low[image : image + 1, : 4 * rows], cache, Tree.make_chain(4 * rows - 1))
-            noise = Noise(state.seeds[image : image + 1], torch.tensor([[4 * rows]]))
-            assert state.low[image, 4 * rows] == noise.sample(out.logits[:, -1:].softmax(-1), Purpose.TOKEN)
 
 
 @pytest.mark.parametrize(("small", "up", "message"), [

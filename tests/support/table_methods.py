@@ -68,7 +68,7 @@ _EXACT = {
     "jacobi, independent": (Jacobi(6, "independent", mixture), speculative_sampling),
     "jacobi, maximal": (Jacobi(6, "maximal", mixture), speculative_sampling),
     "jacobi, gumbel": (Jacobi(6, "gumbel", mixture), shared_noise),
-    "jacobi, low-res": (Jacobi(6, "maximal", "low-res-refreshed"), speculative_sampling),
+    "jacobi, low-res": (Jacobi(6, "maximal", "low-res"), speculative_sampling),
     "jacobi tree": (JacobiTree(_TREE, "gumbel", mixture), shared_noise),
     "draft model": (Speculative(3, shared_noise=True), shared_noise),
     "draft model, k-seq": (SpeculativeTree(StaticTree("wide-15"), "with-replacement"), k_seq),

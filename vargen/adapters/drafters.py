@@ -6,14 +6,14 @@ Shape suffixes: B images, R rows (B, or 2 B under guidance: conditional first), 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vargen.decoding import AutoregressiveHead, Noise, Output, ParallelHeads, Sampling, Tree, decode
+from vargen.decoding import AutoregressiveHead, Output, ParallelHeads, Sampling, Tree, decode
 from vargen.decoding.next_token.graphs import register_state
 from vargen.decoding.next_token.rows import insert_rows
 from vargen.decoding.noise import Purpose, derive_seeds
@@ -127,30 +127,19 @@ if TYPE_CHECKING:
     from vargen.adapters.llamagen import LlamaGenTokenModel
 
 _WINDOW = 16
-_ROWS_RESAMPLED = 2  # low-resolution rows to resample after the completed ones
-_RESAMPLE_PASSES = 2  # over these rows: the second pass conditions on the tokens sampled in the first
 
 
 @register_state
 @dataclass
 class LowResState:
-    """The low-resolution images, and the predictions from them.
+    """The predictions from the low-resolution images.
 
     Attributes:
-        seeds: `[B]`, for the noise of the low-resolution images.
-        low: low-resolution tokens, int64 `[B, n]`.
         upsampled: features `[B, D, R, C]` of the up-sampler, or tokens `[B, N]` without one.
-        shown: `[B]`, number of low-resolution tokens that are synchronized with the accepted tokens.
-        cache: cache of the low-resolution model, which holds the `shown` tokens; None before the first refresh.
     """
 
-    condition: Condition
-    seeds: Tensor
     sampling: Sampling
-    low: Tensor
     upsampled: Tensor
-    shown: Tensor
-    cache: Any = None
 
 
 class LowResolutionDrafter:
@@ -162,13 +151,10 @@ class LowResolutionDrafter:
         upsampler: predicts token probabilities. None: the image is decoded, enlarged and encoded, and its tokens are the drafts
             (MuLo-SD's training-free up-sampler).
         vqvae: image tokenizer.
-        codes: its codebook `[V, E]`.
     """
 
-    def __init__(
-        self, model: LlamaGenTokenModel, grid: tuple[int, int], upsampler: TokenUpsampler | None, vqvae: VQModel, codes: Tensor
-    ):
-        self.model, self.grid, self.upsampler, self.vqvae, self.codes = model, grid, upsampler, vqvae, codes
+    def __init__(self, model: LlamaGenTokenModel, grid: tuple[int, int], upsampler: TokenUpsampler | None, vqvae: VQModel):
+        self.model, self.grid, self.upsampler, self.vqvae = model, grid, upsampler, vqvae
 
     @property
     def vocab(self) -> int:
@@ -178,7 +164,7 @@ class LowResolutionDrafter:
         rows, columns = self.model.grid
         method, own = "gumbel" if rows * columns >= _WINDOW else "ar", derive_seeds(seeds, Purpose.LOW_RES)
         low = decode(self.model, condition, own, method, sampling).tokens
-        return LowResState(condition, own, sampling, low, self._upsample(low), torch.zeros_like(seeds))
+        return LowResState(sampling, self._upsample(low))
 
     def _upsample(self, low: Tensor) -> Tensor:
         low = low.unflatten(1, self.model.grid)
@@ -187,53 +173,7 @@ class LowResolutionDrafter:
         return upsample_tokens(low, self.grid, self.vqvae.decode, self.vqvae.encode).flatten(1)
 
     def join(self, state: LowResState, new: LowResState, rows: Tensor) -> LowResState:
-        if state.cache is not None:
-            state.cache.insert_rows(self.model.prefill(new.condition, self.model.grid[0] * self.model.grid[1])[0], rows)
-        inserted = insert_rows(replace(state, cache=None), replace(new, cache=None), rows)
-        return replace(inserted, cache=state.cache)
-
-    def refresh(self, state: LowResState, tokens: Tensor, committed: Tensor) -> LowResState:
-        """Synchronize the low-resolution image with the tokens accepted so far (MuLo-SD).
-
-        Runs once per completed low-resolution row. Each low-resolution token in the completed area is replaced by the codebook
-        entry nearest to the mean of the accepted embeddings it covers. The next two rows are resampled with their original
-        noise, so a refresh changes only what the new context changes. Without an up-sampler the whole image is decoded and
-        encoded for each row.
-        """
-        rows, columns = self.model.grid
-        whole = committed // (self.grid[1] * (self.grid[0] // rows)) * columns
-        whole = torch.where(whole < rows * columns, whole, state.shown)  # no drafts are needed after the last row
-        images = (whole > state.shown).nonzero()[:, 0]  # images with a newly completed row
-        if not len(images):
-            return state
-        seen = downsample_tokens(tokens[:, : self.grid[0] * self.grid[1]], self.grid, self.model.grid, self.codes)
-        low = torch.where(torch.arange(rows * columns, device=whole.device) < whole[:, None], seen, state.low)
-        cache = self.model.prefill(state.condition, rows * columns)[0] if state.cache is None else state.cache
-        low = self._resample_rows(replace(state, low=low, cache=cache), whole, images)
-        upsampled = state.upsampled.index_copy(0, images, self._upsample(low[images]))
-        return replace(state, low=low, upsampled=upsampled, shown=whole, cache=cache)
-
-    def _resample_rows(self, state: LowResState, whole: Tensor, images: Tensor) -> Tensor:
-        """Return the tokens `[B, n]` with the rows after the first `whole` `[B]` tokens resampled for the given images.
-
-        Afterwards the cache holds the first `whole` tokens."""
-        (rows, columns), device = self.model.grid, whole.device
-        n, news = rows * columns, whole - state.shown
-        T = min(int(news.max()) + _ROWS_RESAMPLED * columns - 1, n)
-        tree, slots = Tree.make_chain(T - 1, device), torch.arange(T, device=device)
-        fed = state.shown[:, None] + slots
-        first = int(news[images].min()) - 1  # earlier slots predict tokens that are known
-        position, start = fed[images, first:] + 1, whole[images, None]
-        resampled = (position >= start) & (position < start + _ROWS_RESAMPLED * columns)
-        noise, low = Noise(state.seeds[images], position), F.pad(state.low, (0, T + 1))
-        sampling = state.sampling.select_rows(images)
-        for _ in range(_RESAMPLE_PASSES):
-            out = self.model.forward(low.gather(1, fed), state.cache, tree)
-            sampled = noise.sample(to_probs(out.logits[images, first:], sampling), Purpose.TOKEN)
-            row = low[images]
-            low = low.index_copy(0, images, row.scatter(1, position, torch.where(resampled, sampled, row.gather(1, position))))
-        self.model.commit(state.cache, slots.expand(len(low), T), news, tree)
-        return low[:, :n]
+        return insert_rows(state, new, rows)
 
     def probs(self, state: LowResState, tokens: Tensor, length: Tensor, position: Tensor) -> Tensor:
         if self.upsampler is None:
@@ -257,13 +197,6 @@ def validate_low_res(configs: Mapping[str, Any]) -> None:
             f"low_res and transformer do not belong together: grid_size {low['grid_size']} must divide {large} and be smaller"
         )
     require_equal(configs, "upsampler", "low_grid", "low_res", "grid_size")
-
-
-def downsample_tokens(tokens: Tensor, grid: tuple[int, int], low: tuple[int, int], codes: Tensor) -> Tensor:
-    """Downsample tokens `[B, N]` to the grid `low`, int64 `[B, n]`: the codes nearest to the mean embeddings of the blocks."""
-    (R, C), (r, c) = grid, low
-    means = codes[tokens].unflatten(1, (r, R // r, c, C // c)).mean((2, 4)).flatten(1, 2)
-    return (means @ codes.T).argmax(-1)
 
 
 def upsample_tokens(

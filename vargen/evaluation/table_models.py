@@ -174,27 +174,22 @@ class TableLowRes:
     """`LowResModel` whose image is a single token.
 
     That token and the token two places earlier select the probabilities in another table, so that they depend on committed and
-    drafted tokens. The image token changes as tokens are committed.
+    drafted tokens.
     """
 
     def __init__(self, table: TableModel):
         self.table, self.vocab, self.grid = table, table.vocab, table.grid
 
-    def start(self, condition: Tensor, seeds: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor]:
+    def start(self, condition: Tensor, seeds: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
         even = torch.full((len(seeds), 1, self.vocab), 1.0 / self.vocab)
         coarse = Noise(seeds, torch.zeros(len(seeds), 1, dtype=torch.int64)).sample(even, Purpose.LOW_RES)[:, 0]
-        return condition, coarse, coarse
-
-    def refresh(self, state: tuple[Tensor, Tensor, Tensor], tokens: Tensor, committed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        condition, coarse, _ = state
-        shown = torch.arange(tokens.shape[1]) < committed[:, None]
-        return condition, coarse, (coarse + (tokens * shown).sum(1)) % self.vocab
+        return condition, coarse
 
     def join(self, state: tuple[Tensor, ...], new: tuple[Tensor, ...], rows: Tensor) -> Any:
         return insert_rows(state, new, rows)
 
-    def probs(self, state: tuple[Tensor, Tensor, Tensor], tokens: Tensor, length: Tensor, position: Tensor) -> Tensor:
-        condition, _, coarse = state
+    def probs(self, state: tuple[Tensor, Tensor], tokens: Tensor, length: Tensor, position: Tensor) -> Tensor:
+        condition, coarse = state
         seen = tokens.gather(1, torch.minimum(position - 2, length[:, None] - 1).clamp(min=0))
         return self.table.logits(condition[:, None], position, coarse[:, None], seen).softmax(-1)
 

@@ -106,12 +106,6 @@ class LowResModel(Protocol):
     def start(self, condition: Any, seeds: Tensor, sampling: Sampling) -> Any:
         """Return the state of B images: their low-resolution images."""
 
-    def refresh(self, state: Any, tokens: Tensor, committed: Tensor) -> Any:
-        """Update the low-resolution images to match the first `committed` `[B]` of tokens `[B, M]`, and resample the remainder.
-
-        Apart from these tokens, the new state may depend only on noise that is used for nothing else.
-        """
-
     def join(self, state: Any, new: Any, rows: Tensor) -> Any:
         """Return the state of a running batch with the images of `new`, which `start` returned, in rows int64 `[n]`."""
 

@@ -50,10 +50,6 @@ class PreviewDrafter:
         """Return the state: the seeds, because there is nothing to generate beforehand."""
         return seeds
 
-    def refresh(self, state: Tensor, tokens: Tensor, committed: Tensor) -> Tensor:
-        """Return the state: the preview is part of the tokens, and is final before the image begins."""
-        return state
-
     def join(self, state: Tensor, new: Tensor, rows: Tensor) -> Tensor:
         """Return the state, which nothing reads."""
         return state

@@ -84,7 +84,5 @@ def require_low_res_model(model: TokenModel) -> LowResModel:
 
 INITIAL_DRAFTS: dict[str, InitialDraft] = {
     "uniform": draft_uniform,
-    "low-res": draft_uniform,  # placeholders: `Jacobi.propose` replaces these by the low-resolution draft
-    "low-res-refreshed": draft_uniform,
+    "low-res": draft_uniform,  # a placeholder: `Jacobi.propose` replaces it by the low-resolution draft
 }
-LOW_RES_DRAFTS = frozenset({"low-res", "low-res-refreshed"})

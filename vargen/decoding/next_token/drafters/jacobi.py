@@ -23,7 +23,6 @@ from vargen.decoding.next_token.draft import Draft, Output, Step, Tree
 from vargen.decoding.next_token.draft_length import FixedWindow, WindowPolicy, WindowState, parse_window
 from vargen.decoding.next_token.drafters.initial import (
     INITIAL_DRAFTS,
-    LOW_RES_DRAFTS,
     Context,
     InitialDraft,
     make_low_res_initial,
@@ -37,7 +36,7 @@ from vargen.decoding.sampling import Sampling
 from vargen.kernels.dispatch import is_eager_cpu
 from vargen.values import resolve_name, short_repr
 
-Initial = Literal["uniform", "low-res", "low-res-refreshed"]
+Initial = Literal["uniform", "low-res"]
 
 
 @register_state
@@ -96,9 +95,8 @@ class Jacobi(Drafter):
         coupling: how uncommitted draft tokens are resampled: `"independent"` (SJD), `"maximal"` or `"gumbel"` (SCD),
             `"from-verdict"` (by the acceptance rule, as in MuLo), or a function like those in
             `vargen.decoding.next_token.drafters.jacobi`.
-        initial: first draft token of a position: `"uniform"`, `"low-res"` (from a low-resolution image), `"low-res-refreshed"`
-            (from one that is updated with the committed tokens), or a function like those in
-            `vargen.decoding.next_token.drafters.initial`.
+        initial: first draft token of a position: `"uniform"`, `"low-res"` (from a low-resolution image), or a function like
+            those in `vargen.decoding.next_token.drafters.initial`.
 
     Raises:
         ValueError: if the window is below 2, or a name is unknown (suggests the nearest). `bind` raises it if the window
@@ -138,7 +136,7 @@ class Jacobi(Drafter):
             ValueError: if the window exceeds the grid and cannot be shortened, or there is no such model.
         """
         self.validate_grid(model.grid[0] * model.grid[1])
-        if self.initial not in LOW_RES_DRAFTS:
+        if self.initial != "low-res":
             return self
         bound = replace(self)
         object.__setattr__(bound, "low_res_model", require_low_res_model(model))
@@ -178,8 +176,7 @@ class Jacobi(Drafter):
         noise = noise.shift(torch.arange(width - 1, device=tokens.device))
         initial: InitialDraft = resolve_name("initial", self.initial, INITIAL_DRAFTS)
         if self.low_res_model is not None:
-            low_res = self._refresh(state, tokens, length) if state.last is None else state.low_res
-            initial = make_low_res_initial(self.low_res_model, low_res)
+            initial = make_low_res_initial(self.low_res_model, state.low_res)
         probs: Tensor | None
         if state.last is None:
             drafted, probs = initial(Context(state.vocab, state.columns, tokens, length, None, noise))
@@ -203,8 +200,7 @@ class Jacobi(Drafter):
         state = state.insert_rows(new, rows)
         if self.low_res_model is None:
             return state
-        state = replace(state, low_res=self.low_res_model.join(state.low_res, new.low_res, rows))
-        return replace(state, low_res=self._refresh(state, tokens, length))
+        return replace(state, low_res=self.low_res_model.join(state.low_res, new.low_res, rows))
 
     def observe(self, state: JacobiState, step: Step) -> JacobiState:
         if not isinstance(state.window, FixedWindow):
@@ -213,13 +209,7 @@ class Jacobi(Drafter):
             return replace(state, last=None)
         coupling: Coupling = resolve_name("coupling", self.coupling, COUPLINGS)
         last = LastPass(step.probs, coupling(step), step.verdict.count)
-        return replace(state, low_res=self._refresh(state, step.tokens, step.length), last=last)
-
-    def _refresh(self, state: JacobiState, tokens: Tensor, length: Tensor) -> Any:
-        """Return the state of the low-resolution model, updated with the committed tokens if it is `"low-res-refreshed"`."""
-        if self.low_res_model is None or self.initial != "low-res-refreshed":
-            return state.low_res
-        return self.low_res_model.refresh(state.low_res, tokens, length)
+        return replace(state, last=last)
 
 
 def _shift_window(
