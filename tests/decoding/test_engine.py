@@ -14,12 +14,9 @@ from table_methods import METHODS, PRESETS_OF_TOKENS, TOKENS, table_model
 
 from vargen.decoding import (
     Accelerator,
-    Eagle,
     Jacobi,
-    JacobiTree,
     NonFiniteLogitsError,
     Sampling,
-    Speculative,
     decode,
     shared_noise,
 )
@@ -151,17 +148,9 @@ def test_greedy_requests_of_a_relaxed_rule_wait_for_the_others() -> None:
     assert torch.equal(found[1].tokens, decode(table_model(), CONDITION[1:2], SEEDS[1:2], METHODS["gsd"], greedy).tokens[0])
 
 
-AUTOMATIC = {
-    "length": Speculative("auto", shared_noise=True),
-    "window": Jacobi("auto", "gumbel"),
-    "tree of a window": JacobiTree("auto", "gumbel"),
-    "tree of a head": Eagle("auto", "shared-noise"),
-}
-
-
-@pytest.mark.parametrize("name", AUTOMATIC)
-def test_images_join_where_the_draft_is_automatic(name: str) -> None:
-    engine = Engine(table_model(), Accelerator(drafter=AUTOMATIC[name], acceptance=shared_noise), batch_size=2)
+def test_images_join_where_the_window_is_automatic() -> None:
+    method = Accelerator(drafter=Jacobi("auto", "gumbel"), acceptance=shared_noise)
+    engine = Engine(table_model(), method, batch_size=2)
     engine.submit(CONDITION, SEEDS)
     found, expected = finish(engine), decode(table_model(), CONDITION, SEEDS).tokens
     assert all(torch.equal(found[row].tokens, expected[row]) for row in range(len(SEEDS)))

@@ -16,25 +16,20 @@ from one_step import Coins, random_probs
 from vargen.decoding import (
     PRESETS,
     Accelerator,
-    AutoTree,
     Draft,
     Eagle,
     GroupedRule,
     Jacobi,
-    JacobiTree,
-    Medusa,
     Noise,
     PooledRule,
     Recycle,
     Sampling,
     Speculative,
-    SpeculativeTree,
     Step,
     Tree,
     Verdict,
     Wavefront,
     decode,
-    recursive_rejection,
     speculative_sampling,
     traversal,
 )
@@ -145,38 +140,15 @@ def test_changing_windows_are_exact(coupling):
 class ChangingChain(Speculative):
     """Chains of two draft tokens, one, one, then none."""
 
-    def observe(self, state, step):
-        return dataclasses.replace(state, length=max(0, 3 - step.noise.step) or int(step.noise.step == 3))
+    def propose(self, state, tokens, length, noise):
+        drafts = {2: 2, 3: 1, 4: 1}.get(int(noise.step), 0)
+        if not drafts:
+            return Draft.make_empty(len(tokens), self.model.vocab, tokens.device)
+        return Speculative.propose(dataclasses.replace(self, length=drafts), state, tokens, length, noise)
 
 
 def test_changing_chains_are_exact():
     assert distance(Accelerator(drafter=ChangingChain(2), acceptance=speculative_sampling)) <= TOLERANCE
-
-
-class ScriptedTrees:
-    """A tree, a chain, nothing, another tree."""
-
-    def __init__(self):
-        self.shapes = itertools.cycle([(-1, 0, 0, 1), (-1, 0, 1), (-1,), (-1, 0, 0)])
-        self.parents = next(self.shapes)
-
-    def observe(self, step, total):
-        self.parents = next(self.shapes)
-
-
-def scripted(drafter_class):
-    """A drafter whose automatic tree follows a script."""
-    overrides = {
-        "make_controller": lambda self, *arguments, **options: ScriptedTrees(),
-        "fix_length": lambda self, drafts: self,
-    }
-    return type(f"Scripted{drafter_class.__name__}", (drafter_class,), overrides)
-
-
-@pytest.mark.parametrize("drafter_class", [SpeculativeTree, JacobiTree, Eagle, Medusa])
-def test_changing_trees_are_exact(drafter_class):
-    method = Accelerator(drafter=scripted(drafter_class)(AutoTree(4, 2, 2)), acceptance=recursive_rejection)
-    assert distance(method, Case("1 x 4, 2 codes", 4, vocab=2), passes=4) <= TOLERANCE
 
 
 # -- negative controls: the same check must fail ------------------------------------------------------------------------

@@ -15,7 +15,6 @@ from vargen.adapters.drafters import EagleModel, MedusaHeads
 from vargen.adapters.llamagen import LlamaGenTokenModel
 from vargen.decoding import (
     Accelerator,
-    AutoTree,
     DynamicTree,
     Eagle,
     Medusa,
@@ -130,19 +129,6 @@ def test_a_row_of_a_batch_is_the_image_alone(kind) -> None:
     for row in range(3):
         alone = decode(model, CONDITION.select_rows(slice(row, row + 1)), SEEDS[row : row + 1], method).tokens
         assert torch.equal(alone[0], together[row])
-
-
-def test_drafting_has_a_cost_that_passes_and_nothing_else_make() -> None:
-    model = tiny()
-    for shape in (4, "wide-15", DynamicTree(9, 3, 3)):
-        assert Accelerator("mine", Eagle(shape), traversal).drafter.measure_cost(model, CONDITION, 3, 9) > 0
-    assert Accelerator("mine", Medusa(3), speculative_sampling).drafter.measure_cost(model, CONDITION, 3, 9) > 0
-    for drafter in (Eagle(AutoTree(9, 3, 3)), Medusa(AutoTree(9, 3, 3))):
-        assert drafter.measure_cost(model, CONDITION, 3, 0) == 0.0 < drafter.measure_cost(model, CONDITION, 3, 9)
-
-
-def test_an_automatic_tree_is_no_deeper_than_there_are_heads() -> None:
-    assert Medusa("auto").bind(tiny()).tree_shape.depth == 3 and Eagle("auto").bind(tiny()).tree_shape.depth == 15
 
 
 # -- bad input ----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Trees: shapes, growth on the device, the best tree for given rates, what statistics say of siblings, and bad input."""
+"""Trees: shapes, growth on the device, what statistics say of siblings, and bad input."""
 
 import itertools
 import math
@@ -9,12 +9,9 @@ from rejects import rejects
 
 from vargen.decoding import (
     Accelerator,
-    AutoTree,
     Draft,
     DynamicTree,
-    Eagle,
     JacobiTree,
-    Medusa,
     Noise,
     SpeculativeTree,
     StaticTree,
@@ -25,10 +22,8 @@ from vargen.decoding import (
     shared_noise,
     traversal,
 )
-from vargen.decoding import pass_costs as cost
 from vargen.decoding.next_token.acceptance.siblings import count_sibling_acceptance
 from vargen.decoding.next_token.trees.expand import Frontier, grow_tree
-from vargen.decoding.next_token.trees.search import SiblingRateEstimate, compute_expected_tokens, search_best_tree
 from vargen.decoding.next_token.trees.shapes import (
     NAMED_SHAPES,
     make_branching,
@@ -38,7 +33,7 @@ from vargen.decoding.next_token.trees.shapes import (
     parse_parents,
 )
 from vargen.decoding.noise import sample_exponential
-from vargen.evaluation.table_models import TableEagle, TableMedusa, TableModel
+from vargen.evaluation.table_models import TableModel
 
 
 def depths(parents):
@@ -190,58 +185,7 @@ def test_what_lies_past_the_grid_is_not_valid():
     assert torch.equal(draft.valid, draft.tree.depth[:, 1:] <= 2)
 
 
-# -- the best tree ------------------------------------------------------------------------------------------------------
-
-
-def sequoia(rates, nodes, depth):
-    """The dynamic programme of Sequoia: most tokens of a tree with so many slots, its root included."""
-
-    def root(slots, steps):  # a slot with slots - 1 below it
-        if slots == 1 or steps == 0:
-            return 1.0 if slots == 1 else -math.inf
-        return 1.0 + below(slots - 1, steps, 0)
-
-    def below(slots, steps, rank):  # so many slots in the subtrees of the children from this rank on
-        if slots == 0:
-            return 0.0
-        if rank == len(rates):
-            return -math.inf
-        return max(rates[rank] * root(own, steps - 1) + below(slots - own, steps, rank + 1) for own in range(1, slots + 1))
-
-    return root(nodes + 1, depth)
-
-
-@pytest.mark.parametrize("rates", [(0.6, 0.2, 0.1), (0.9, 0.05), (0.3, 0.25, 0.2, 0.15)])
-@pytest.mark.parametrize("depth", [2, 4])
-def test_the_best_tree_is_that_of_the_dynamic_programme(rates, depth):
-    for nodes in range(1, 8):
-        wanted = sequoia(rates, nodes, depth)
-        parents = search_best_tree([rates], nodes, depth)
-        if math.isinf(wanted):
-            assert len(parents) <= nodes
-        else:
-            assert len(parents) == nodes + 1 and math.isclose(compute_expected_tokens(parents, [rates]), wanted, rel_tol=1e-9)
-            assert parse_parents(parents) == parents and max(depths(parents)) <= depth
-
-
-def test_expected_tokens_are_what_a_run_commits():
-    """A model whose drafts are accepted with known rates, at every rank alike: tokens per pass as foretold."""
-    rates = [(0.55, 0.2), (0.7, 0.1)]
-    parents = search_best_tree(rates, 6)
-    generator = torch.Generator().manual_seed(0)
-    runs, total = 20_000, 0
-    for _ in range(runs):
-        at, step = 0, 0
-        while True:
-            children = [slot for slot in range(len(parents)) if parents[slot] == at]
-            uniform, row = torch.rand((), generator=generator).item(), rates[min(step, 1)]
-            ranked = [sum(row[: rank + 1]) for rank in range(len(children))]
-            chosen = next((slot for slot, upto in zip(children, ranked, strict=True) if uniform < upto), None)
-            if chosen is None:
-                break
-            at, step = chosen, step + 1
-        total += step + 1
-    assert math.isclose(total / runs, compute_expected_tokens(parents, rates), rel_tol=0.02)
+# -- statistics ---------------------------------------------------------------------------------------------------------
 
 
 def test_statistics_count_siblings_by_rank():
@@ -273,48 +217,6 @@ def test_statistics_count_siblings_by_rank():
     assert stats.to_dict()["sibling_counts"] == table
 
 
-@pytest.mark.parametrize("make", [
-    lambda shape: Accelerator(drafter=SpeculativeTree(shape, "shared-noise")),
-    lambda shape: Accelerator(drafter=JacobiTree(shape, "gumbel")),
-    lambda shape: Accelerator(drafter=Eagle(shape, "shared-noise")),
-    lambda shape: Accelerator(drafter=Medusa(shape, "shared-noise")),
-], ids=["small model", "jacobi", "eagle", "medusa"])  # fmt: skip
-@pytest.mark.parametrize("dear", [0.0, 0.05, 10.0])
-def test_an_automatic_tree_follows_the_costs_and_keeps_the_image(make, dear, monkeypatch):
-    """From passes whose drafts are free, over such as pay for a few drafts, to ones that never pay."""
-    monkeypatch.setattr(
-        cost, "_time_pass", lambda model, state, images, width: 1 + dear * (width - 1) if model is target else 0.01
-    )
-    monkeypatch.setattr(cost, "_lookup_costs", lambda model, images: {})
-    target = TableModel(vocab=8, tokens=60, seed=5, rows=6)
-    target.draft_model = TableModel(vocab=8, tokens=60, seed=5, rows=6, spread=1.3)
-    target.draft_heads = {"eagle": TableEagle(target.draft_model), "medusa": TableMedusa(target.draft_model, heads=8)}
-    condition, seeds = torch.zeros(6, dtype=torch.int64), torch.arange(6)
-    plain = decode(target, condition, seeds, "ar")
-    result = decode(target, condition, seeds, make(AutoTree(nodes=15, depth=8)))
-    assert torch.equal(result.tokens, plain.tokens)
-    widest = max(result.stats.passes_by_width)
-    if dear == 0.0:
-        assert widest == 16 and len(result.stats.sibling_counts) > 1
-    elif dear == 10.0:
-        assert set(result.stats.passes_by_width) == {1}
-    else:
-        assert 1 < widest < 16
-
-
-def test_an_automatic_tree_learns_which_siblings_are_accepted():
-    ranks = SiblingRateEstimate(AutoTree(nodes=15, depth=8, children=3))
-    before = ranks.tree(8)
-    for _ in range(60):  # at the first position only second and third siblings are accepted, at the others the first
-        table = torch.zeros(3, 3, 2)
-        table[0] = torch.tensor([[10, 0], [10, 5], [10, 5]])
-        table[1:, 0] = torch.tensor([10, 9])
-        ranks.record(table, 1)
-    assert ranks.rates[1][0] > 0.85 and ranks.rates[0][0] < 0.05
-    assert ranks.expected_tokens(8) < SiblingRateEstimate(AutoTree(nodes=15, depth=8, children=3)).expected_tokens(8)
-    assert ranks.tree(8) != before
-
-
 # -- bad input ------------------------------------------------------------------------------------------------------------
 
 
@@ -335,8 +237,7 @@ def test_an_automatic_tree_learns_which_siblings_are_accepted():
     (lambda: SpeculativeTree(child_sampling="warm"), ValueError, "child_sampling"),
     (lambda: SpeculativeTree(DynamicTree(), "with-replacement"), ValueError, "needs a StaticTree"),
     (lambda: JacobiTree((-1, 0, 0, 2, 3)), ValueError, "first children of a JacobiTree must reach its depth of 3"),
-    (lambda: JacobiTree(DynamicTree()), TypeError, "must be a StaticTree or an AutoTree"),
-    (lambda: AutoTree(nodes=0), ValueError, "nodes"),
+    (lambda: JacobiTree(DynamicTree()), TypeError, "must be a StaticTree, got a DynamicTree"),
     (lambda: JacobiTree("fan-24", "warm"), ValueError, "unknown coupling"),
     (lambda: make_fan(6, 3, 2), ValueError, "width"),
 ])  # fmt: skip

@@ -74,8 +74,8 @@ def compare(
     """Compare the speed and the images of several methods.
 
     Reports time, passes and excess acceptance, all measured in one run. Speedup is the baseline's seconds
-    divided by the method's; `predicted` is the speedup if a step cost only its passes, and efficiency is the first divided by
-    the second.
+    divided by the method's; `predicted` is the speedup if a step cost only its passes, without those of a drafter, and
+    efficiency is the first divided by the second.
     """
     file = resolve_outputs(output, ["comparison"])[0]
     results = ResultWriter(as_json, plot)

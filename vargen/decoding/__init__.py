@@ -40,7 +40,7 @@ from vargen.decoding.next_token.drafters.base import ChainDrafter, TreeDrafter
 from vargen.decoding.next_token.engine import Engine, FinishedImage
 from vargen.decoding.next_token.loop import decode
 from vargen.decoding.next_token.protocols import AcceptanceRule, AutoregressiveHead, Drafter, ParallelHeads, TokenModel
-from vargen.decoding.next_token.trees.shapes import AutoTree, DynamicTree, StaticTree
+from vargen.decoding.next_token.trees.shapes import DynamicTree, StaticTree
 from vargen.decoding.noise import Noise, Purpose
 from vargen.decoding.presets import PRESETS, list_methods, resolve_method
 from vargen.decoding.sampling import Sampling
@@ -70,7 +70,6 @@ __all__ = [
     "Accelerator",
     "AcceptanceRule",
     "AdaptiveThreshold",
-    "AutoTree",
     "AutoWindow",
     "AutoregressiveHead",
     "BlockDecoder",
@@ -157,6 +156,7 @@ _RENAMED = {
 }
 _REMOVED = {
     "Adaptive": "use AutoWindow or a fixed width",
+    "AutoTree": "use a DynamicTree or a StaticTree",
     "Eager": "use VideoMethod(lazy=False)",
     "Lazy": "it is the default; VideoMethod(lazy=False) updates the cache after every block",
     "LEFT_OUT": "schedules no longer skip scales",

@@ -10,7 +10,7 @@ import json
 import logging
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
@@ -74,14 +74,6 @@ def measure_pass_costs(
                     known[width] = min(seconds, known.get(width, seconds)) if round_ > 1 else seconds
         _save_costs(model, images, known)
     return {width: known[width] for width in widths}
-
-
-def interpolate_cost(seconds: Mapping[int, float], width: int) -> float:
-    """Seconds of a pass over `width` tokens, interpolated linearly between measured widths and constant outside their range."""
-    below = max((known for known in seconds if known <= width), default=min(seconds))
-    above = min((known for known in seconds if known >= width), default=max(seconds))
-    share = (width - below) / (above - below) if above > below else 0.0
-    return seconds[below] + share * (seconds[above] - seconds[below])
 
 
 @contextmanager

@@ -32,8 +32,8 @@ class MethodResult:
         seconds_per_image: median and quartiles over the batches.
         speedup: over the baseline; median and quartiles over the batches.
         tokens_per_pass: tokens committed per pass and unfinished image.
-        step_cost: mean cost of a step's passes, drafting included, relative to the narrowest pass of the cost curve.
-        predicted_speedup: speedup if a step took only the time of its passes, by the cost curve.
+        step_cost: mean cost of a pass relative to the narrowest of the cost curve, without passes of a drafter.
+        predicted_speedup: speedup if a step took only the time of these passes, by the cost curve.
         efficiency: speedup / predicted_speedup.
         share_by_part: share of the loop's seconds by part.
         committed_histogram: `[k]` passes times images that committed k tokens.

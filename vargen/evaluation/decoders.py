@@ -54,8 +54,8 @@ class PricedDecoder(ABC):
     def estimate_seconds(
         self, method: Any, runs: Sequence[DecodeStats], curve: dict[int, float], condition: Condition, batch: int
     ) -> tuple[float, int]:
-        """Return the seconds of all passes of some runs according to the cost curve, including drafting but nothing else, and
-        the number of passes, excluding those of a drafter that only proposes."""
+        """Return the seconds of all passes of some runs according to the cost curve, and the number of passes, both without
+        those of a drafter that only proposes."""
 
 
 def open_decoder(pipe: VisualPipeline, settings: Mapping[str, Any] | None = None, compile: bool = False) -> PricedDecoder:
@@ -86,9 +86,7 @@ class TokenPricedDecoder(PricedDecoder):
         self, method: Any, runs: Sequence[DecodeStats], curve: dict[int, float], condition: Condition, batch: int
     ) -> tuple[float, int]:
         fed = sum((Counter(run.passes_by_width) for run in runs), Counter())
-        drafter = method.fit_preset(*self.model.grid).drafter
-        drafting = {width: drafter.measure_cost(self.model, condition, batch, width - 1) for width in fed}
-        return sum(passes * (curve[width] + drafting[width]) for width, passes in fed.items()), sum(fed.values())
+        return sum(passes * curve[width] for width, passes in fed.items()), sum(fed.values())
 
 
 PassShape = tuple[str, int, int, bool]  # of a pass: model, first and last fed scale, whether it is guided

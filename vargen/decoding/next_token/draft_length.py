@@ -252,31 +252,3 @@ class PowerLawEstimate:
         self.passes += 1
         self.row_offsets = offsets = self.row_offsets + torch.where(active, rates - mean, 0.0)
         self.slowest_offset = float(offsets[active].min()) / (self.passes + _SHRINKAGE_PASSES)
-
-
-@dataclass
-class GeometricEstimate:
-    """Estimate for a chain of L draft tokens, each accepted with probability a: (1 - a^(L + 1)) / (1 - a) tokens.
-
-    Leviathan et al. 2023, equation 1, with a from the last passes.
-
-    Args:
-        optimistic_rate: a at which a trial is worthwhile.
-        accepted, examined: running numbers of draft tokens. The prior a is 0.6 with the weight of five tokens.
-    """
-
-    optimistic_rate: float = 0.8
-    accepted: float = 3.0
-    examined: float = 5.0
-
-    def expected_tokens(self, width: int) -> float:
-        return sum((self.accepted / self.examined) ** length for length in range(width))
-
-    def optimistic_tokens(self, width: int) -> float:
-        return sum(self.optimistic_rate**length for length in range(width))
-
-    def observe(self, num_committed: Tensor, active: Tensor, width: int) -> None:
-        accepted = (num_committed[active] - 1).float()
-        images = max(len(accepted), 1)
-        self.accepted = _EMA_DECAY * self.accepted + float(accepted.sum()) / images
-        self.examined = _EMA_DECAY * self.examined + float((accepted + 1).clamp(max=width - 1).sum()) / images

@@ -184,10 +184,6 @@ class Drafter:
         """
         return self
 
-    def measure_cost(self, model: TokenModel, condition: Any, images: int, drafts: int) -> float:
-        """Measured seconds to draft `drafts` tokens for each of `images` images, in addition to the target pass."""
-        return 0.0
-
     def start(self, model: TokenModel, condition: Any, seeds: Tensor, sampling: Sampling, first: Output) -> Any:
         """Return the state of B new images after the prefill, whose output is `first`."""
         return None

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from vargen.decoding.next_token.draft import Draft, Output
 from vargen.decoding.next_token.protocols import Drafter, TokenModel
-from vargen.decoding.next_token.trees.search import TreeController, search_best_tree
-from vargen.decoding.next_token.trees.shapes import AutoTree, StaticTree, TreeShape, parse_shape
+from vargen.decoding.next_token.trees.shapes import TreeShape, parse_shape
 from vargen.decoding.noise import Noise
-from vargen.decoding.pass_costs import candidate_widths, measure_pass_costs
 from vargen.decoding.sampling import Sampling
 from vargen.values import short_repr
 
@@ -41,21 +38,20 @@ class Sequential(Drafter):
 class ChainDrafter(Drafter):
     """Base class of drafters that propose a chain: frozen dataclasses with a field `length`, the draft tokens per pass."""
 
-    length: int | Literal["auto"]
+    length: int
 
     @property
     def max_width(self) -> int:
-        assert isinstance(self.length, int)
         return self.length + 1
 
     def validate_grid(self, tokens: int) -> None:
         """Raise ValueError unless the chain fits after the first token of a grid of `tokens` tokens."""
-        if not isinstance(self.length, str) and self.length >= tokens:
+        if self.length >= tokens:
             raise ValueError(f"length must be from 1 to {tokens - 1}, one less than the grid's tokens, got {self.length}")
 
     def fit_to_grid(self, tokens: int) -> Self:
         changed: Any = self
-        return replace(changed, length=tokens - 1) if not isinstance(self.length, str) and self.length >= tokens else self
+        return replace(changed, length=tokens - 1) if self.length >= tokens else self
 
 
 class TreeDrafter(Drafter):
@@ -65,7 +61,7 @@ class TreeDrafter(Drafter):
     shape: Any
 
     @property
-    def tree_shape(self) -> TreeShape | AutoTree:
+    def tree_shape(self) -> TreeShape:
         """The shape, also if it was given by a name or by parents."""
         return parse_shape(self.shape)
 
@@ -74,7 +70,7 @@ class TreeDrafter(Drafter):
         return self.tree_shape.nodes + 1
 
     def bind(self, model: TokenModel) -> Self:
-        """Return the drafter; an automatic tree is limited to the grid.
+        """Return the drafter.
 
         Raises:
             ValueError: if the tree does not fit the grid, or a slot has more children than there are tokens.
@@ -83,12 +79,12 @@ class TreeDrafter(Drafter):
         if children > model.vocab:
             raise ValueError(f"children of a tree must be at most the vocabulary of {model.vocab} tokens, got {children}")
         self.validate_grid(tokens)
-        return self.fit_to_grid(tokens)
+        return self
 
     def validate_grid(self, tokens: int) -> None:
         """Raise ValueError unless the longest path of the tree fits after the first token of a grid of `tokens` tokens."""
         depth = self.tree_shape.depth
-        if depth >= tokens and not isinstance(self.tree_shape, AutoTree):  # automatic trees are shortened
+        if depth >= tokens:
             raise ValueError(
                 f"depth of a tree must be from 1 to {tokens - 1}, one less than the grid's tokens, got {short_repr(depth)}"
             )
@@ -99,44 +95,6 @@ class TreeDrafter(Drafter):
     def fit_to_vocab(self, vocab: int) -> Self:
         return self._with_shape(self.tree_shape.limit_children(vocab)) if self.tree_shape.children > vocab else self
 
-    def fix_length(self, drafts: int) -> Self:
-        return self._with_shape(self.representative_shape(drafts)) if isinstance(self.tree_shape, AutoTree) else self
-
-    def _with_shape(self, shape: TreeShape | AutoTree) -> Self:
+    def _with_shape(self, shape: TreeShape) -> Self:
         changed: Any = self
         return replace(changed, shape=shape)
-
-    def make_controller(
-        self,
-        model: TokenModel,
-        condition: Any,
-        images: int,
-        drafting: Callable[[tuple[int, ...]], float] = lambda parents: 0.0,
-        fixed_cost: float = 0.0,
-    ) -> TreeController | None:
-        """Return the controller that selects the tree of each pass; None if the shape is not automatic.
-
-        Args:
-            drafting: seconds to draft a tree, as a function of its parents.
-            fixed_cost: seconds that drafting takes in every pass, also if nothing is drafted.
-        """
-        shape = self.tree_shape
-        if not isinstance(shape, AutoTree):
-            return None
-        costs = measure_pass_costs(model, condition, images, candidate_widths(shape.nodes + 1))
-        seconds = {width: cost + fixed_cost for width, cost in costs.items()}
-        return TreeController(shape, seconds, drafting, choose_once=model.device.type != "cpu")
-
-    def next_shape(self, controller: TreeController | None) -> TreeShape | None:
-        """Return the tree of the next pass; None if drafting does not pay off."""
-        if controller is None:
-            assert not isinstance(self.tree_shape, AutoTree)
-            return self.tree_shape
-        return None if len(controller.parents) == 1 else StaticTree(controller.parents)
-
-    def representative_shape(self, drafts: int) -> TreeShape:
-        """Return the tree whose cost is measured: the drafter's own, or a typical automatic one of `drafts` draft tokens."""
-        shape = self.tree_shape
-        if isinstance(shape, AutoTree):
-            return StaticTree(search_best_tree([shape.acceptance], drafts, shape.depth))
-        return shape

@@ -8,30 +8,18 @@ Shape suffixes: B images, S draft tokens, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from vargen.decoding.next_token.draft import Draft, Output, Step, Tree
-from vargen.decoding.next_token.draft_length import GeometricEstimate, WidthController
+from vargen.decoding.next_token.draft import Draft, Output, Tree
 from vargen.decoding.next_token.drafters.base import ChainDrafter
 from vargen.decoding.next_token.graphs import register_state
 from vargen.decoding.next_token.protocols import TokenModel
 from vargen.decoding.noise import Noise, Purpose
-from vargen.decoding.pass_costs import measure_pass_costs
 from vargen.decoding.sampling import Sampling, to_probs
 from vargen.values import parse_float, parse_int, short_repr
-
-MAX_AUTO_LENGTH = 8  # maximum number of draft tokens of an automatic chain
-
-
-def _drafting(small: dict[int, float], drafts: int) -> float:
-    """Return the seconds the draft model spends on a chain.
-
-    It runs one pass over two tokens (see `propose`), then one per further draft token.
-    """
-    return small[2] + (drafts - 1) * small[1] if drafts else 0.0
 
 
 @register_state
@@ -40,8 +28,6 @@ class DraftModelState:
     cache: Any
     sampling: Sampling
     num_tokens: int
-    length: int
-    controller: WidthController | None
 
 
 @dataclass(frozen=True)
@@ -49,10 +35,7 @@ class Speculative(ChainDrafter):
     """Draft a chain with a smaller model.
 
     Args:
-        length: draft tokens per pass, at least 1; each takes one pass of the draft model. `"auto"` selects up to 8, maximizing
-            tokens per second according to measured pass costs of both models and recent acceptance; where drafting does not pay
-            off, it stops. This depends on timing and on the batch, like an `AutoWindow`: the distribution is unchanged, but
-            an image is reproducible only with the rule `shared_noise`. On a GPU the length is fixed before the first pass.
+        length: draft tokens per pass, at least 1; each takes one pass of the draft model.
         model: the draft model. None: `draft_model` of the target, set by pipelines with a `draft_transformer`.
         shared_noise: sample draft tokens with the shared noise, which couples them to those of the target; for the rule
             `shared_noise`. By default draft tokens have their own uniforms.
@@ -62,7 +45,7 @@ class Speculative(ChainDrafter):
             or has another vocabulary or grid.
     """
 
-    length: int | Literal["auto"] = 4
+    length: int = 4
     model: TokenModel | None = None
     shared_noise: bool = False
 
@@ -72,20 +55,10 @@ class Speculative(ChainDrafter):
             raise TypeError(f"model must be a TokenModel, such as pipe.decoding_model(1.0), or None, got {given}")
         if not isinstance(self.shared_noise, bool):
             raise TypeError(f"shared_noise must be True or False, got {short_repr(self.shared_noise)}")
-        if isinstance(self.length, str) and self.length == "auto":
-            return
         length = parse_int(self.length, 1)
         if length is None:
-            raise ValueError(f"length must be a whole number of at least 1, or 'auto', got {short_repr(self.length)}")
+            raise ValueError(f"length must be a whole number of at least 1, got {short_repr(self.length)}")
         object.__setattr__(self, "length", length)
-
-    @property
-    def max_length(self) -> int:
-        return MAX_AUTO_LENGTH if isinstance(self.length, str) else self.length
-
-    @property
-    def max_width(self) -> int:
-        return self.max_length + 1
 
     @property
     def provides(self) -> tuple[str, ...]:
@@ -120,41 +93,20 @@ class Speculative(ChainDrafter):
         object.__setattr__(bound, "model", draft_model)
         return bound
 
-    def fix_length(self, drafts: int) -> Self:
-        return replace(self, length=drafts) if isinstance(self.length, str) else self
-
-    def with_window(self, window: int | str) -> Self:
-        """Set the length to `"auto"` if `window` is; numbers apply to windows and leave a chain unchanged."""
-        return replace(self, length="auto") if window == "auto" else self
-
     def start(self, model: TokenModel, condition: Any, seeds: Tensor, sampling: Sampling, first: Output) -> DraftModelState:
-        draft_model, controller, length = self.model, None, self.max_length
+        draft_model = self.model
         assert draft_model is not None
-        if isinstance(self.length, str):
-            images = len(seeds)
-            costs = measure_pass_costs(model, condition, images, range(1, MAX_AUTO_LENGTH + 2))
-            drafting = measure_pass_costs(draft_model, condition, images, [1, 2])
-            steps = {fed: seconds + _drafting(drafting, fed - 1) for fed, seconds in costs.items()}
-            controller = WidthController(steps, GeometricEstimate())
-            length = controller.choose() - 1
-            if model.device.type != "cpu":  # the length is fixed
-                controller = None
-        cache, _ = draft_model.prefill(condition, max(2, self.max_length))
-        return DraftModelState(cache, sampling, model.grid[0] * model.grid[1], length, controller)
-
-    def measure_cost(self, model: TokenModel, condition: Any, images: int, drafts: int) -> float:
-        """Measured seconds of the draft model's passes for a chain of `drafts` tokens."""
-        return _drafting(measure_pass_costs(self.require_draft_model(model), condition, images, [1, 2]), drafts)
+        cache, _ = draft_model.prefill(condition, max(2, self.length))
+        return DraftModelState(cache, sampling, model.grid[0] * model.grid[1])
 
     def propose(self, state: DraftModelState, tokens: Tensor, length: Tensor, noise: Noise) -> Draft:
         """Feed the last two committed tokens, then every draft token except the last.
 
-        Two, because the draft model has not processed the last draft token of a fully accepted chain.
+        Two, because the draft model has not processed the last draft token of a fully accepted chain. The rollback discards
+        the draft tokens that were not committed.
         """
         model, cache, device = self.model, state.cache, tokens.device
         assert model is not None
-        if state.length == 0:
-            return Draft.make_empty(len(tokens), model.vocab, device)
         start = (length - 2).clamp(min=0)
         model.rollback(cache, start)
         pair = tokens.gather(1, start[:, None] + torch.arange(2, device=device))
@@ -166,25 +118,15 @@ class Speculative(ChainDrafter):
         purpose = Purpose.TOKEN if self.shared_noise else Purpose.DRAFT
         drafted: list[Tensor] = []
         probs: list[Tensor] = []
-        for drafts in range(state.length):
+        for drafts in range(self.length):
             if drafts:
                 logits = model.forward(drafted[-1], cache, one).logits
                 model.commit(cache, torch.zeros_like(length)[:, None], torch.ones_like(length), one)
             probs.append(to_probs(logits, state.sampling))
             drafted.append(noise.shift(drafts).sample(probs[-1], purpose))
-        slots = torch.arange(state.length, device=device)
+        slots = torch.arange(self.length, device=device)
         valid = length[:, None] + slots < state.num_tokens
-        return Draft(torch.cat(drafted, 1), Tree.make_chain(state.length, device), torch.cat(probs, 1), valid)
-
-    def observe(self, state: DraftModelState, step: Step) -> DraftModelState:
-        """Update the controller.
-
-        Draft tokens need no handling: the next proposal rolls the cache back to the committed tokens.
-        """
-        if state.controller is None:
-            return state
-        state.controller.observe(step.verdict.count, step.noise.position[:, 0] < state.num_tokens)
-        return replace(state, length=state.controller.choose() - 1)
+        return Draft(torch.cat(drafted, 1), Tree.make_chain(self.length, device), torch.cat(probs, 1), valid)
 
 
 @dataclass(frozen=True)

@@ -5,25 +5,21 @@ Shape suffixes: B images, F slots of one level, E slots expanded so far, V vocab
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from vargen.decoding.next_token.draft import Draft, Output, Step, Tree
+from vargen.decoding.next_token.draft import Draft, Output, Tree
 from vargen.decoding.next_token.drafters.base import TreeDrafter
 from vargen.decoding.next_token.drafters.draft_model import Speculative
 from vargen.decoding.next_token.graphs import register_state
 from vargen.decoding.next_token.protocols import TokenModel
 from vargen.decoding.next_token.trees.children import CHILD_SAMPLING, ChildSampling, validate_child_sampling
 from vargen.decoding.next_token.trees.expand import Frontier, grow_tree
-from vargen.decoding.next_token.trees.search import TreeController
-from vargen.decoding.next_token.trees.shapes import AutoTree, DynamicTree, StaticTree, TreeShape
+from vargen.decoding.next_token.trees.shapes import DynamicTree, TreeShape
 from vargen.decoding.noise import Noise
-from vargen.decoding.pass_costs import candidate_widths, interpolate_cost, measure_pass_costs
 from vargen.decoding.sampling import Sampling, to_probs
 from vargen.deprecation import renamed_fields
 
@@ -31,12 +27,11 @@ from vargen.deprecation import renamed_fields
 @register_state
 @dataclass
 class DraftTreeState:
-    """State of B images. `controller`: controller that selects the tree of each pass, if the shape is automatic."""
+    """State of B images."""
 
     cache: Any
     sampling: Sampling
     num_tokens: int
-    controller: TreeController | None = None
 
 
 @renamed_fields(drawing="child_sampling")
@@ -45,8 +40,7 @@ class SpeculativeTree(TreeDrafter):
     """Draft a tree with a smaller model, one of its passes per level.
 
     Args:
-        shape: a `DynamicTree`, or a `StaticTree`, also given by name or by its parents. `"auto"` or an `AutoTree` selects among
-            static trees by measured costs and recent acceptance, and drafts nothing if drafting does not pay off.
+        shape: a `DynamicTree`, or a `StaticTree`, also given by name or by its parents.
         child_sampling: how the children of a slot are selected: sampled `"without-replacement"`, or `"with-replacement"` (for
             static trees); `"top-k"`, the most probable; `"shared-noise"`, for the rule `shared_noise`.
         model: the draft model. None: `draft_model` of the target.
@@ -57,7 +51,7 @@ class SpeculativeTree(TreeDrafter):
         TypeError: if the shape or the model has the wrong type.
     """
 
-    shape: TreeShape | AutoTree | str | tuple[int, ...] = field(default_factory=DynamicTree)
+    shape: TreeShape | str | tuple[int, ...] = field(default_factory=DynamicTree)
     child_sampling: ChildSampling = "without-replacement"
     model: TokenModel | None = None
 
@@ -79,27 +73,9 @@ class SpeculativeTree(TreeDrafter):
         return bound
 
     def start(self, model: TokenModel, condition: Any, seeds: Tensor, sampling: Sampling, first: Output) -> DraftTreeState:
-        draft_model, shape, controller = self.require_draft_model(model), self.tree_shape, None
-        if isinstance(shape, AutoTree):
-            costs = measure_pass_costs(draft_model, condition, len(seeds), candidate_widths(shape.nodes + 1))
-            controller = self.make_controller(
-                model, condition, len(seeds), lambda parents: self._drafting_seconds(costs, StaticTree(parents))
-            )
+        draft_model, shape = self.require_draft_model(model), self.tree_shape
         cache, _ = draft_model.prefill(condition, max(shape.depth + 2, shape.num_expanded))
-        return DraftTreeState(cache, sampling, model.grid[0] * model.grid[1], controller)
-
-    def _drafting_seconds(self, costs: Mapping[int, float], shape: TreeShape) -> float:
-        """Return the seconds the draft model spends on a tree, interpolated from measured pass costs by number of tokens."""
-        widths = [self.tree_shape.depth + 2, *accumulate(shape.expanded_per_level())][: shape.depth + 1]
-        del widths[1:2]  # the first level is part of the pass that feeds committed tokens
-        return sum(interpolate_cost(costs, width) for width in widths)
-
-    def measure_cost(self, model: TokenModel, condition: Any, images: int, drafts: int) -> float:
-        """Measured seconds of the draft model's passes for a tree of `drafts` tokens."""
-        if not drafts:
-            return 0.0
-        costs = measure_pass_costs(self.require_draft_model(model), condition, images, [1, 2, 4, 8, 16, 32, 64])
-        return self._drafting_seconds(costs, self.representative_shape(drafts))
+        return DraftTreeState(cache, sampling, model.grid[0] * model.grid[1])
 
     def propose(self, state: DraftTreeState, tokens: Tensor, length: Tensor, noise: Noise) -> Draft:
         """Grow the tree level by level.
@@ -117,11 +93,8 @@ class SpeculativeTree(TreeDrafter):
                 logits = self._catch_up(model, cache, tokens, length)
             return to_probs(logits, state.sampling)
 
-        shape = self.next_shape(state.controller)
-        if shape is None:
-            return Draft.make_empty(len(tokens), model.vocab, tokens.device)
         root = tokens.gather(1, length[:, None] - 1)[:, 0]
-        return grow_tree(expand, shape, self.child_sampling, root, noise, state.num_tokens)
+        return grow_tree(expand, self.tree_shape, self.child_sampling, root, noise, state.num_tokens)
 
     def _catch_up(self, model: TokenModel, cache: Any, tokens: Tensor, length: Tensor) -> Tensor:
         """Feed the newest committed tokens, after which everything before the root is in the cache.
@@ -136,12 +109,3 @@ class SpeculativeTree(TreeDrafter):
         root = length - 1 - start
         model.commit(cache, slots.expand(len(tokens), W), root, last)
         return logits.gather(1, root[:, None, None].expand(-1, 1, logits.shape[-1]))
-
-    def observe(self, state: DraftTreeState, step: Step) -> DraftTreeState:
-        """Update the controller.
-
-        Draft tokens need no handling: the next proposal feeds what was committed.
-        """
-        if state.controller is not None:
-            state.controller.observe(step, state.num_tokens)
-        return state

@@ -18,7 +18,6 @@ from vargen.decoding.next_token.protocols import DraftHead, TokenModel
 from vargen.decoding.next_token.trees.children import CHILD_SAMPLING, ChildSampling, validate_child_sampling
 from vargen.decoding.next_token.trees.shapes import (
     MAX_TREE_WIDTH,
-    AutoTree,
     DynamicTree,
     StaticTree,
     TreeShape,
@@ -81,8 +80,7 @@ class HeadDrafter(TreeDrafter):
 
     Args:
         shape: an integer, for a chain of that many draft tokens; a `DynamicTree`; or a `StaticTree`, also given by name or by
-            its parents. `"auto"` or an `AutoTree` selects among static trees by measured costs and recent acceptance, and
-            drafts nothing if drafting does not pay off.
+            its parents.
         child_sampling: how the children of a slot are selected: sampled `"without-replacement"`, or `"with-replacement"` (for
             static trees); `"top-k"`, the most probable; `"shared-noise"`, for the rule `shared_noise`.
         model: the draft head. None: that of the target, which a pipeline has after `load_drafter`.
@@ -94,7 +92,7 @@ class HeadDrafter(TreeDrafter):
         TypeError: if the shape or the model has the wrong type.
     """
 
-    shape: TreeShape | AutoTree | str | int | tuple[int, ...] = field(default_factory=DynamicTree)
+    shape: TreeShape | str | int | tuple[int, ...] = field(default_factory=DynamicTree)
     child_sampling: ChildSampling = "without-replacement"
     model: Any = None
     topology: str = field(default="tree", init=False)
@@ -104,7 +102,7 @@ class HeadDrafter(TreeDrafter):
 
     def __post_init__(self) -> None:
         shape = self.shape
-        if not isinstance(shape, StaticTree | DynamicTree | AutoTree | str | list | tuple):
+        if not isinstance(shape, StaticTree | DynamicTree | str | list | tuple):
             length = parse_int(shape, 1, MAX_TREE_WIDTH - 1)
             if length is None:
                 error = ValueError if isinstance(shape, int | float) else TypeError

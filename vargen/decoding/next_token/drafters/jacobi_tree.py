@@ -23,8 +23,7 @@ from vargen.decoding.next_token.drafters.jacobi import Coupling, Jacobi, JacobiS
 from vargen.decoding.next_token.graphs import register_state
 from vargen.decoding.next_token.protocols import TokenModel
 from vargen.decoding.next_token.trees.children import exclude_earlier_siblings
-from vargen.decoding.next_token.trees.search import TreeController
-from vargen.decoding.next_token.trees.shapes import AutoTree, DynamicTree, StaticTree, parse_shape
+from vargen.decoding.next_token.trees.shapes import DynamicTree, StaticTree, parse_shape
 from vargen.decoding.noise import Noise, Purpose
 from vargen.decoding.sampling import Sampling
 from vargen.device import normal_tensors
@@ -33,10 +32,9 @@ from vargen.device import normal_tensors
 @register_state
 @dataclass
 class JacobiTreeState:
-    """State of B images: that of the window of first candidates, and of what selects the tree, unless it is fixed."""
+    """State of B images: that of the window of first candidates."""
 
     chain: JacobiState
-    controller: TreeController | None
 
 
 class _WindowPlan(NamedTuple):
@@ -65,11 +63,7 @@ class _WindowPlan(NamedTuple):
 @normal_tensors()
 def _plan_window(parents: tuple[int, ...], device: torch.device) -> _WindowPlan:
     shape = Tree.from_parents(parents)
-    depth, rank, children = (
-        shape.depth.tolist(),
-        shape.sibling_rank.tolist(),
-        shape.children[:, 0].tolist() if shape.max_children else [0],
-    )
+    depth, rank, children = shape.depth.tolist(), shape.sibling_rank.tolist(), shape.children[:, 0].tolist()
     first = [0]
     while children[first[-1]]:
         first.append(children[first[-1]])
@@ -93,8 +87,7 @@ class JacobiTree(TreeDrafter):
 
     Args:
         shape: a `StaticTree`, also given by name or by its parents, whose path of first children reaches its full depth; this
-            path is the window. `"auto"` or an `AutoTree` selects a tree by measured costs and recent acceptance, and drafts
-            nothing if drafting does not pay off.
+            path is the window.
         coupling, initial: for the first candidates, see `Jacobi`. With `"gumbel"` the other candidates are the next largest
             values of log q + G, with the shared noise G, for the rule `shared_noise`. Otherwise they are sampled without
             replacement, with their own uniforms.
@@ -104,16 +97,14 @@ class JacobiTree(TreeDrafter):
             or a slot has more children than there are tokens.
     """
 
-    shape: StaticTree | AutoTree | str | tuple[int, ...]
+    shape: StaticTree | str | tuple[int, ...]
     coupling: Literal["independent", "maximal", "gumbel"] | Coupling = "maximal"
     initial: Literal["uniform"] | InitialDraft = "uniform"
     jacobi: Jacobi = field(init=False, repr=False, compare=False)  # drafts the first candidates; `bind` binds it, too
 
     def __post_init__(self) -> None:
         tree = self.tree_shape
-        reached = tree.depth
-        if isinstance(tree, StaticTree):
-            reached = len(_plan_window(tree.parents_tuple, torch.device("cpu")).first_children)
+        reached = len(_plan_window(tree.parents_tuple, torch.device("cpu")).first_children)
         if reached != tree.depth:
             raise ValueError(
                 f"first children of a JacobiTree must reach its depth of {tree.depth}, got a shape where they end at {reached}"
@@ -121,10 +112,10 @@ class JacobiTree(TreeDrafter):
         object.__setattr__(self, "jacobi", Jacobi(2, self.coupling, self.initial))
 
     @property
-    def tree_shape(self) -> StaticTree | AutoTree:
+    def tree_shape(self) -> StaticTree:
         tree = parse_shape(self.shape)
         if isinstance(tree, DynamicTree):
-            raise TypeError("shape of a JacobiTree must be a StaticTree or an AutoTree, got a DynamicTree")
+            raise TypeError("shape of a JacobiTree must be a StaticTree, got a DynamicTree")
         return tree
 
     @property
@@ -137,19 +128,11 @@ class JacobiTree(TreeDrafter):
         return bound
 
     def start(self, model: TokenModel, condition: Any, seeds: Tensor, sampling: Sampling, first: Output) -> JacobiTreeState:
-        controller = self.make_controller(model, condition, len(seeds))
-        return JacobiTreeState(self.jacobi.start(model, condition, seeds, sampling, first), controller)
-
-    def _next_parents(self, state: JacobiTreeState) -> tuple[int, ...]:
-        shape = self.next_shape(state.controller)
-        return shape.parents_tuple if isinstance(shape, StaticTree) else (-1,)
+        return JacobiTreeState(self.jacobi.start(model, condition, seeds, sampling, first))
 
     def propose(self, state: JacobiTreeState, tokens: Tensor, length: Tensor, noise: Noise) -> Draft:
-        parents = self._next_parents(state)
-        plan = _plan_window(parents, tokens.device)
+        plan = _plan_window(self.tree_shape.parents_tuple, tokens.device)
         chain = self.jacobi.propose_window(state.chain, len(plan.first_children) + 1, tokens, length, noise)
-        if len(parents) == 1:
-            return chain
         assert chain.probs is not None and chain.valid is not None
         candidates, exists = self._candidates(
             chain, noise.shift(torch.arange(plan.num_branching, device=tokens.device)), plan
@@ -178,12 +161,8 @@ class JacobiTree(TreeDrafter):
 
     def observe(self, state: JacobiTreeState, step: Step) -> JacobiTreeState:
         """Pass a chain to the window: for each depth, the slot that predicts it, and the first candidates."""
-        parents, verdict, draft = self._next_parents(state), step.verdict, step.draft
-        plan = _plan_window(parents, step.probs.device)
-        if state.controller is not None:
-            state.controller.observe(step, state.chain.num_tokens)
-        if len(parents) == 1:
-            return replace(state, chain=self.jacobi.observe(state.chain, step))
+        verdict, draft = step.verdict, step.draft
+        plan = _plan_window(self.tree_shape.parents_tuple, step.probs.device)
         image = torch.arange(len(step.probs), device=step.probs.device)[:, None]
         last = verdict.path.gather(1, verdict.count[:, None] - 1)[:, 0]
         slots = plan.continuation_slots[last]  # [B, L + 1]

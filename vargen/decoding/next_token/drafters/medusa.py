@@ -11,18 +11,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
-import torch
 from torch import Tensor
 
 from vargen.decoding.next_token.draft import Draft, Output, Step
-from vargen.decoding.next_token.drafters.heads import FeatureBuffer, HeadDrafter, require_features
+from vargen.decoding.next_token.drafters.heads import FeatureBuffer, HeadDrafter
 from vargen.decoding.next_token.graphs import register_state
 from vargen.decoding.next_token.protocols import DraftHead, ParallelHeads, TokenModel
 from vargen.decoding.next_token.trees.expand import Frontier, grow_tree
-from vargen.decoding.next_token.trees.search import TreeController
-from vargen.decoding.next_token.trees.shapes import AutoTree, DynamicTree, TreeShape
+from vargen.decoding.next_token.trees.shapes import DynamicTree, TreeShape
 from vargen.decoding.noise import Noise
-from vargen.decoding.pass_costs import time_call
 from vargen.decoding.sampling import Sampling, to_probs
 from vargen.deprecation import renamed_fields
 
@@ -33,7 +30,6 @@ class MedusaState:
     features: FeatureBuffer
     sampling: Sampling
     num_tokens: int
-    controller: TreeController | None = None
 
 
 @renamed_fields(drawing="child_sampling")
@@ -41,7 +37,7 @@ class MedusaState:
 class Medusa(HeadDrafter):
     """Draft chains and trees with Medusa heads, at most as deep as there are heads; see `HeadDrafter`."""
 
-    shape: TreeShape | AutoTree | str | int | tuple[int, ...] = field(default_factory=lambda: DynamicTree(nodes=15, depth=3))
+    shape: TreeShape | str | int | tuple[int, ...] = field(default_factory=lambda: DynamicTree(nodes=15, depth=3))
     kind: ClassVar[str] = "medusa"
     head_class: ClassVar[type[DraftHead]] = ParallelHeads
 
@@ -49,24 +45,14 @@ class Medusa(HeadDrafter):
         heads, shape = self.find_head(model).num_heads, self.tree_shape
         if shape.depth <= heads:
             return super().bind(model)
-        if isinstance(shape, AutoTree):
-            return self._with_shape(shape.limit_depth(heads)).bind(model)
         raise ValueError(f"depth of a tree must be from 1 to the number of heads, {heads}, got {shape.depth}")
 
     def start(self, model: TokenModel, condition: Any, seeds: Tensor, sampling: Sampling, first: Output) -> MedusaState:
         images, num_tokens = len(seeds), model.grid[0] * model.grid[1]
-        seconds = _measure_head_seconds(self.model, first, images) if isinstance(self.tree_shape, AutoTree) else 0.0
-        controller = self.make_controller(model, condition, images, lambda parents: seconds)
-        return MedusaState(FeatureBuffer.from_prefill(first, images), sampling, num_tokens, controller)
-
-    def measure_cost(self, model: TokenModel, condition: Any, images: int, drafts: int) -> float:
-        """Measured seconds of the heads for a draft; tree construction is excluded."""
-        return _measure_head_seconds(self.find_head(model), model.prefill(condition, 1)[1], images) if drafts else 0.0
+        return MedusaState(FeatureBuffer.from_prefill(first, images), sampling, num_tokens)
 
     def propose(self, state: MedusaState, tokens: Tensor, length: Tensor, noise: Noise) -> Draft:
-        tree = self.next_shape(state.controller)
-        if tree is None:
-            return Draft.make_empty(len(tokens), self.model.vocab, tokens.device)
+        tree = self.tree_shape
         root = tokens.gather(1, length[:, None] - 1)[:, 0]
         logits = self.model.forward(root, state.features.gather_last(), length - 1)[:, : tree.depth]
         probs = to_probs(logits, state.sampling)
@@ -77,13 +63,4 @@ class Medusa(HeadDrafter):
         return grow_tree(expand, tree, self.child_sampling, root, noise, state.num_tokens)
 
     def observe(self, state: MedusaState, step: Step) -> MedusaState:
-        if state.controller is not None:
-            state.controller.observe(step, state.num_tokens)
         return replace(state, features=state.features.observe(step))
-
-
-def _measure_head_seconds(heads: ParallelHeads, first: Output, images: int) -> float:
-    """Measure the seconds of one evaluation of the heads."""
-    features = require_features(first.features)
-    root = torch.zeros(images, dtype=torch.int64, device=features.device)
-    return min(time_call(lambda: heads.forward(root, features, root), features.device)[0] for _ in range(4))

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from vargen.decoding.next_token.trees.shapes import AutoTree, DynamicTree, TreeShape
+from vargen.decoding.next_token.trees.shapes import DynamicTree, TreeShape
 from vargen.decoding.noise import Noise, Purpose
 from vargen.values import short_repr
 
@@ -23,7 +23,7 @@ CHILD_SAMPLING: dict[str, tuple[str, ...]] = {  # and what each provides to rule
 }
 
 
-def validate_child_sampling(child_sampling: object, shape: TreeShape | AutoTree) -> None:
+def validate_child_sampling(child_sampling: object, shape: TreeShape) -> None:
     """Raise ValueError unless `child_sampling` is a known way to select children and applies to trees of this shape."""
     if child_sampling not in CHILD_SAMPLING:
         raise ValueError(f"child_sampling must be one of {', '.join(CHILD_SAMPLING)}, got {short_repr(child_sampling)}")

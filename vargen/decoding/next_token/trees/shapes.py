@@ -261,54 +261,13 @@ class DynamicTree:
         return replace(shorter, nodes=min(self.nodes, shorter.num_candidates))
 
 
-@dataclass(frozen=True)
-class AutoTree:
-    """The tree that maximizes tokens per second, from measured pass costs and recent sibling acceptance by depth and rank.
-
-    It becomes a chain, or drafting stops, if more does not pay off. The selection depends on timing and on the batch: the
-    distribution of the images is unchanged, and with the rule `shared_noise` so are the images themselves. On a GPU the tree is
-    selected once, before the first pass.
-
-    Args:
-        nodes, depth, children: maximum number of draft tokens per pass, distance from the root, and children of a slot.
-        acceptance: prior acceptance rates by rank, before any pass; see `DynamicTree`.
-
-    Raises:
-        ValueError: if a value is outside the ranges of `DynamicTree`.
-    """
-
-    nodes: int = _limit(31)
-    depth: int = _limit(16)
-    children: int = _limit(3)
-    acceptance: tuple[float, ...] = DEFAULT_SIBLING_RATES
-
-    def __post_init__(self) -> None:
-        validate_fields(self)
-        object.__setattr__(self, "acceptance", DynamicTree(1, 1, 1, acceptance=self.acceptance).acceptance)
-
-    @property
-    def num_expanded(self) -> int:
-        """Maximum number of slots expanded per pass."""
-        return self.nodes
-
-    def limit_depth(self, depth: int) -> AutoTree:
-        """Return the policy limited to `depth` levels."""
-        return replace(self, depth=min(self.depth, depth))
-
-    def limit_children(self, children: int) -> AutoTree:
-        """Return the policy limited to `children` children per slot."""
-        return replace(self, children=min(self.children, children))
-
-
 TreeShape = StaticTree | DynamicTree
 
 
-def parse_shape(value: Any) -> TreeShape | AutoTree:
-    """Return the shape for a name, `"auto"`, or a tuple of parents; a shape is returned unchanged.
+def parse_shape(value: Any) -> TreeShape:
+    """Return the shape for a name or a tuple of parents; a shape is returned unchanged.
 
     Raises:
         ValueError, TypeError: see `parse_parents`.
     """
-    if isinstance(value, StaticTree | DynamicTree | AutoTree):
-        return value
-    return AutoTree() if isinstance(value, str) and value == "auto" else StaticTree(value)
+    return value if isinstance(value, StaticTree | DynamicTree) else StaticTree(value)
