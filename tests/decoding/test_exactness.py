@@ -92,7 +92,7 @@ def test_every_combination_is_exact(combination: Combination) -> None:
         assert finding is None or finding.exact, finding
 
 
-@pytest.mark.parametrize("name", ["scd", "speculative-tree", "scale-spec"])
+@pytest.mark.parametrize("name", ["scd", "speculative-tree", "plain"])
 def test_sampled_images_have_the_joint_distribution(name: str) -> None:
     method = PRESETS[name]
     case = SCALE_CASES[0] if method.paradigm == "next-scale" else CASES[0]

@@ -27,8 +27,6 @@ from vargen.decoding import (
     shared_noise,
     speculative_sampling,
 )
-from vargen.decoding.next_scale.acceptance import ScaleRule, joint_coupling
-from vargen.decoding.next_scale.acceptance import shared_noise as scale_noise
 from vargen.decoding.next_token.protocols import AcceptanceRule
 from vargen.decoding.sampling import to_probs
 from vargen.evaluation.table_models import ScaleTable
@@ -151,22 +149,16 @@ def test_certain_tokens_are_never_replaced(name: str) -> None:
     assert (generate(METHODS[name], 16, model).tokens[:, [3, 10, 29]] == torch.tensor([2, 0, 5])).all()
 
 
-def _draft(length: int, rule: ScaleRule = joint_coupling) -> ScaleSchedule:
-    return ScaleSchedule(f"{rule.__name__} {length}", (Stage(num_drafted=length, rule=rule),))
-
-
 SCHEDULES = (
     *list_methods("next-scale"),
-    *(_draft(length) for length in (1, 2, 3)),
-    _draft(2, scale_noise),
-    ScaleSchedule("two stages", (Stage(until=3, num_drafted=2), Stage(num_drafted=1))),
+    ScaleSchedule("there and back", (Stage(until=2), Stage(until=4, model="draft"), Stage())),
+    ScaleSchedule("all by the small model", (Stage(model="draft"),)),
 )
 
 
 @pytest.mark.parametrize("scales", [(1, 1, 1, 1, 1, 1), (1, 1, 1, 1, 1, 1, 2)], ids=len)
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda each: each.name)
 def test_an_image_of_scales_does_not_depend_on_its_batch(schedule: ScaleSchedule, scales: tuple[int, ...]) -> None:
-    """An image whose draft is accepted continues it while another image of the batch starts its own again."""
     model, N = ScaleTable(2, scales, seed=4), 16
     model.draft_model = ScaleTable(2, scales, seed=77)
     model.draft_model.tables = [a + b / 2 for a, b in zip(model.tables, model.draft_model.tables, strict=True)]

@@ -3,7 +3,7 @@
 import pytest
 
 from vargen import decoding
-from vargen.decoding import PRESETS, Replay, VideoMethod, resolve_method
+from vargen.decoding import PRESETS, Replay, ScaleSchedule, Stage, VideoMethod, resolve_method
 from vargen.decoding.method import same_spec
 from vargen.decoding.presets import _parts, _settable
 
@@ -81,8 +81,8 @@ def test_specs_of_version_0_1_are_recognized() -> None:
     assert not same_spec({**old, "fused": True}, VideoMethod(policy=Replay(("draft",))).spec())
     rule = {"name": "vargen.decoding.acceptance.scales.ScaleRule", "judge": "vargen.decoding.acceptance.scales.joint"}
     stage = {"name": "vargen.decoding.schedule.Stage", "model": "target", "guidance": 1.0, "temperature": 1.0, "top_k": None}
-    stages = [
-        {**stage, "until": until, "drafted": drafted, "rule": {**rule, "exact": True, "drafts": 3}}
-        for until, drafted in ((4, 3), (None, 0))
-    ]
-    assert same_spec({"stages": stages}, PRESETS["scale-spec"].spec())
+    same = {"rule": {**rule, "exact": True, "drafts": 3}, "drafted": 0}
+    old = [{**stage, **same, "until": -2}, {**stage, **same, "until": None, "model": "draft"}]
+    code = ScaleSchedule(stages=(Stage(until=-2), Stage(model="draft")))
+    assert same_spec({"stages": old}, code.spec()) and not same_spec({"stages": old}, PRESETS["code"].spec())
+    assert not same_spec({"stages": [{**old[0], "drafted": 1}, old[1]]}, code.spec())

@@ -1,7 +1,6 @@
 """The next-scale loop: exact where it says so, by enumeration; the same picture for the same seed, alone or in a batch."""
 
 from collections.abc import Sequence
-from itertools import product
 
 import pytest
 import torch
@@ -9,17 +8,15 @@ from rejects import rejects
 from torch import Tensor
 
 from vargen.decoding import PRESETS, Noise, Progress, Purpose, Sampling, ScaleSchedule, Stage, decode_scales, list_methods
-from vargen.decoding.next_scale.acceptance import joint_coupling, shared_noise
 from vargen.decoding.sampling import to_probs
 from vargen.evaluation import exactness
 from vargen.evaluation.table_models import ScaleTable
 
-RULES = (joint_coupling, shared_noise)
 PRESETS_OF_SCALES = [preset.name for preset in list_methods("next-scale")]
 
 
 def tables(**changed) -> ScaleTable:
-    """A model of three scales, and one half as good that may draft for it."""
+    """A model of three scales, and a smaller one of the same tokens."""
     model = ScaleTable(**{"seed": 4, **changed})
     model.draft_model = ScaleTable(**{**changed, "seed": 77})
     return model
@@ -30,50 +27,15 @@ def generated(model: ScaleTable, schedule: str | ScaleSchedule = "plain", images
     return decode_scales(model, zeros, torch.arange(images) + 5, schedule, **options)
 
 
-def speculative(rule=joint_coupling, drafted: int = 2) -> ScaleSchedule:
-    return ScaleSchedule("mine", (Stage(num_drafted=drafted, rule=rule),))
-
-
 @pytest.mark.parametrize("case", exactness.SCALE_CASES, ids=lambda case: case.name)
-@pytest.mark.parametrize("drafted", [1, 2])
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
-def test_drafting_keeps_the_distribution(rule, drafted: int, case: exactness.ScaleCase) -> None:
-    method = speculative(rule, drafted)
-    found = exactness.compare_with_sequential(method, case) if rule is shared_noise else exactness.sum_case(method, case)
-    assert found.exact, found
+def test_scales_have_the_distribution_of_the_model(case: exactness.ScaleCase) -> None:
+    found = exactness.sum_case(PRESETS["plain"], case)
+    assert found is not None and found.exact, found
 
 
-@pytest.mark.parametrize("drafted", [1, 2])
-def test_the_same_image_rule_generates_the_image_of_plain(drafted: int) -> None:
-    model = tables()
-    assert torch.equal(generated(model, speculative(shared_noise, drafted)).tokens, generated(model).tokens)
-
-
-def test_a_good_draft_model_saves_passes() -> None:
+def test_a_pass_generates_a_scale() -> None:
     model = tables(scale_tokens=(1, 1, 1, 2, 2))
-    model.draft_model = ScaleTable(seed=4, scale_tokens=(1, 1, 1, 2, 2))  # the same tables: every draft is kept
-    for rule in RULES:
-        for drafted, passes in ((1, 3), (2, 2), (4, 1), (9, 1)):
-            result = generated(model, speculative(rule, drafted))
-            assert result.stats.passes == passes, (rule.__name__, drafted)
-            assert sum(result.stats.passes_by_width.values()) == passes
-            assert all(scale["kept"] == scale["drafted"] for scale in result.stats.by_scale)
     assert generated(model).stats.passes == 5 and generated(model).stats.passes_by_width == {1: 3, 2: 2}
-
-
-def test_a_scale_is_accepted_with_the_probability_of_a_maximal_coupling() -> None:
-    """1 - TV of the products, which is more than the product of 1 - TV of the tokens."""
-    B, n, V = 40_000, 2, 3
-    generator = torch.Generator().manual_seed(1)
-    p, q = (torch.randn(1, n, V, generator=generator).softmax(-1) for _ in range(2))
-    noise = Noise(torch.arange(B), torch.arange(n).expand(B, -1))
-    P, Q = p.expand(B, -1, -1), q.expand(B, -1, -1)
-    _, same = joint_coupling(P, Q, noise.sample(Q, Purpose.DRAFT), noise)
-    single = (1 - (p - q).abs().sum(-1) / 2).prod()
-    each = [(p[0, 0, a] * p[0, 1, b], q[0, 0, a] * q[0, 1, b]) for a, b in product(range(V), repeat=2)]
-    whole = 1 - sum(abs(a - b) for a, b in each) / 2
-    assert whole > single + 0.02
-    assert same.float().mean() == pytest.approx(float(whole), abs=4 * 0.5 / B**0.5)
 
 
 @pytest.mark.parametrize("handover", [1, 2, 3])
@@ -112,16 +74,7 @@ def test_given_scales_stand_and_cost_no_pass() -> None:
     assert generated(model, fixed_scales=everything).stats.passes == 0
 
 
-def test_a_draft_starts_after_the_fixed_scales() -> None:
-    model = tables(scale_tokens=(1, 1, 1, 2, 2))
-    model.draft_model = ScaleTable(seed=4, scale_tokens=(1, 1, 1, 2, 2))  # every draft is kept
-    given = [torch.ones(64, 1, dtype=torch.int64)] * 2
-    result = generated(model, speculative(drafted=2), fixed_scales=given)
-    assert [scale["drafted"] for scale in result.stats.by_scale] == [0, 0, 64, 64, 0] and result.stats.passes == 1
-
-
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
-def test_kept_tokens_stand_and_the_rest_follows_them(rule) -> None:
+def test_kept_tokens_stand_and_the_rest_follows_them() -> None:
     """Drawing a part anew is drawing from the model whose other tokens are certain."""
     model, certain = tables(), tables()
     certain.tables[1][:, :, 0] = torch.tensor([-1e4, -1e4, 0.0])
@@ -134,7 +87,7 @@ def test_kept_tokens_stand_and_the_rest_follows_them(rule) -> None:
         return tokens, stands
 
     N = 60_000
-    result = decode_scales(model, torch.zeros(N, dtype=torch.int64), torch.arange(N), speculative(rule), fixed_tokens=keep)
+    result = decode_scales(model, torch.zeros(N, dtype=torch.int64), torch.arange(N), "plain", fixed_tokens=keep)
     assert (result.tokens[:, 1] == 2).all()
     index = (result.tokens * 3 ** torch.arange(4, -1, -1)).sum(1)
     truth = certain.joint(0, lambda logits: to_probs(logits, Sampling()))
@@ -159,21 +112,22 @@ def test_a_callback_sees_every_pass_and_may_change_the_newest_scale() -> None:
 
 
 def test_statistics_say_what_each_scale_took() -> None:
-    result = generated(tables(), speculative(joint_coupling, 1))
+    result = generated(tables(), "code")
     stats, scales = result.stats, result.stats.by_scale
     assert [scale["tokens"] for scale in scales] == [1, 2, 2] and stats.tokens == 64 * 5
-    assert scales[0]["drafted"] == 64 and 0 < scales[0]["kept"] < 64 and scales[2]["drafted"] == 0
-    assert sum(stats.to_dict()["draft_passes_by_width"].values()) >= 2 and stats.relaxation == [0.0] * 64
+    assert [scale["model"] for scale in scales] == ["target", "target", "draft"]
+    assert [scale["passes"] for scale in scales] == [1, 1, 1] and scales[0]["seconds"] > 0
+    assert stats.to_dict()["draft_passes_by_width"] == {"5": 1} and stats.relaxation == [0.0] * 64
     both = type(stats).merge([stats, stats])
-    assert both.by_scale[0]["drafted"] == 128 and both.by_scale[0]["tokens"] == 1
+    assert both.by_scale[0]["passes"] == 2 and both.by_scale[0]["tokens"] == 1
 
 
 def test_kinds_and_specs() -> None:
     kinds = {name: PRESETS[name].kind for name in PRESETS_OF_SCALES}
     relaxed = {name for name, kind in kinds.items() if kind == "relaxed"}
     assert relaxed == {"code", "economy"}
-    assert speculative(joint_coupling).spec() != speculative(shared_noise).spec() != speculative(shared_noise, 1).spec()
-    assert PRESETS["scale-spec"].settings == {"until 1": 4, "num_drafted 1": 3, "rule 1": "joint_coupling"}
+    assert PRESETS["plain"].spec() != PRESETS["code"].spec() != PRESETS["economy"].spec()
+    assert PRESETS["code"].settings == {"until 1": 0.8, "model 2": "draft"}
 
 
 @pytest.mark.parametrize(
@@ -210,7 +164,7 @@ def test_what_a_model_lacks_is_said() -> None:
     rejects(lambda: generated(model, "code"), "code")
     model.draft_model = ScaleTable(scale_tokens=(1, 2, 3))
     with pytest.raises(ValueError, match="the draft model must be of the same image tokenizer: its scale_tokens"):
-        generated(model, "scale-spec")
+        generated(model, "code")
     with pytest.raises(ValueError, match="'ar' is for next-token models, and this is a next-scale one"):
         generated(model, "ar")
 
@@ -223,9 +177,6 @@ def test_what_a_model_lacks_is_said() -> None:
         ({"until": 1.5}, ValueError, "until"),
         ({"until": -0.5}, ValueError, "until"),
         ({"until": float("nan")}, ValueError, "until"),
-        ({"num_drafted": -1}, ValueError, "num_drafted"),
-        ({"num_drafted": 2, "model": "draft"}, ValueError, "model"),
-        ({"rule": "joint"}, TypeError, "rule"),
         ({"guidance": -1}, ValueError, "guidance"),
     ],
 )

@@ -19,7 +19,6 @@ from tiny_video_folder import video_folder
 import vargen.decoding
 from vargen.cli.main import app
 from vargen.decoding import PRESETS, Accelerator
-from vargen.decoding.next_scale import acceptance as scales
 from vargen.options import options_table
 from vargen.training.config import CONFIGS
 
@@ -163,8 +162,7 @@ def test_every_method_is_described_as_it_is() -> None:
     assert list(described) == list(PRESETS)
     for name, section in described.items():
         code = re.findall(r"```python\n(.*?)```", section, flags=re.DOTALL)[0]
-        rules = vars(scales) if PRESETS[name].paradigm == "next-scale" else {}  # a rule of either has the name shared_noise
-        composed = eval(code, {**vars(vargen.decoding), **rules, "Accelerator": Accelerator})
+        composed = eval(code, {**vars(vargen.decoding), "Accelerator": Accelerator})
         assert composed.spec() == PRESETS[name].spec(), name
         assert f"**{PRESETS[name].kind.capitalize()}" in section, name
 

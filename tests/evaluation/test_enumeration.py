@@ -58,9 +58,6 @@ PROGRAMS = {
     ),
     "evenly": lambda noise: (noise.sample_evenly(3, Purpose.DRAFT),),
     "shared noise": lambda noise: (noise.sample(law(noise), Purpose.TOKEN), noise.sample(law(noise), Purpose.TOKEN)),
-    "by rejection": lambda noise: (
-        noise.sample_by_rejection(law(noise), lambda r: (r.sum(1) % 2).double(), torch.ones(len(noise.seeds)).bool()),
-    ),
 }
 
 

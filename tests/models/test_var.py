@@ -161,7 +161,7 @@ _MODELS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("overrides", _MODELS, ids=lambda o: " ".join(f"{k}={v}" for k, v in o.items()) or "class")
 @torch.inference_mode()
 def test_scale_by_scale_is_teacher_forcing(overrides: dict[str, Any], groups: list[int]) -> None:
-    """Also where one pass feeds several scales, as when a model takes over from another or verifies its drafts."""
+    """Also where one pass feeds several scales, as when a model takes over from another."""
     model = _random(**overrides)
     groups = groups if len(model.scales) == 3 else [1, 1]
     condition, inputs = _random_condition(model, 4), _inputs(model, 4)

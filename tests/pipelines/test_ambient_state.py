@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_families import SPECULATIVE, TINY, drafting_pipeline, made, seeded
+from tiny_families import THERE_AND_BACK, TINY, drafting_pipeline, made, seeded
 from tiny_language_models import make_janus
 
 import vargen
@@ -64,7 +64,7 @@ def same(found: torch.Tensor, expected: torch.Tensor, state: str) -> bool:
 
 METHODS: dict[str, list[Any]] = {
     "next-token text": ["gumbel", "scd"],
-    "next-scale class": ["plain", SPECULATIVE],
+    "next-scale class": ["plain", THERE_AND_BACK],
     "video": ["target"],
     "janus": ["scd"],
 }

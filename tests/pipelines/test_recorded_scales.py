@@ -150,12 +150,11 @@ def log_probs(pipe: VARPipeline, tokens: list[list[int]]) -> list[float]:
     model = pipe.decoding_model(pipe.config.defaults["guidance_scale"])
     condition, _ = pipe.encode_condition(PROMPTS[: len(tokens)])
     parts = torch.tensor(tokens).split(list(model.scale_tokens), 1)
-    canvas, inputs = model.canvas(len(tokens)), []
-    for scale, part in enumerate(parts[:-1]):
+    state, canvas, inputs, logits = model.start(condition), model.canvas(len(tokens)), [None], []
+    for scale, part in enumerate(parts):
+        logits.append(model.forward(state, inputs, 1.0))
         canvas, following = model.add(canvas, part, scale)
-        assert following is not None
-        inputs.append(following.float())
-    logits = model.forward(model.start(condition), [None, *inputs], len(parts), [1.0] * len(parts))
+        inputs.append(None if following is None else following.float())
     found = [each.log_softmax(-1).gather(2, part[..., None]).mean() for each, part in zip(logits, parts, strict=True)]
     return [round(float(mean), 4) for mean in found]
 

@@ -16,7 +16,7 @@ from vargen.decoding import ScaleSchedule, Stage
 from vargen.models.heads.eagle import EagleDrafter
 from vargen.models.heads.medusa import MedusaDrafter
 
-SPECULATIVE = ScaleSchedule("speculative", (Stage(until=3, num_drafted=2), Stage()))
+THERE_AND_BACK = ScaleSchedule("there and back", (Stage(until=1), Stage(until=3, model="draft"), Stage()))
 
 
 def brightness(images: Any, prompts: Any) -> torch.Tensor:
@@ -86,7 +86,7 @@ def seeds_of(result: Any) -> list[int]:
 
 CLASSES: dict[str, Any] = {"conditions": [1, 2, 3], "argument": "class_labels"}
 TOKENS: dict[Any, dict[str, Any]] = {"ar": {}, "gumbel": {}}
-SCALES: dict[Any, dict[str, Any]] = {"plain": {}, "code": {}, "economy": {}, SPECULATIVE: {}}
+SCALES: dict[Any, dict[str, Any]] = {"plain": {}, "code": {}, "economy": {}, THERE_AND_BACK: {}}
 VIDEO: dict[Any, dict[str, Any]] = {"target": {}, "sdvg": {"scorer": brightness, "tau": 0.5}, "stride": {}}
 
 TINY = {

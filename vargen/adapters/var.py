@@ -126,60 +126,45 @@ class VARScaleModel:
         prefix = max(0 if each.caption_embeds is None else each.caption_embeds.shape[1] for each in conditions)
         return VARState(self.transformer.new_cache(rows, prefix, self.device), conditions)
 
-    def forward(self, state: VARState, inputs: Sequence[Tensor | None], count: int, guidance: Sequence[float]) -> list[Tensor]:
+    def forward(self, state: VARState, inputs: Sequence[Tensor | None], guidance: float) -> Tensor:
         with inference_mode_for(self.device):
-            return self._guided(state, inputs, count, guidance)
+            return self._guided(state, inputs, guidance)
 
-    def _guided(self, state: VARState, inputs: Sequence[Tensor | None], count: int, guidance: Sequence[float]) -> list[Tensor]:
-        last = len(inputs)
-        strength = self._guidance_strength(last - count, guidance)
-        if self.guidance.rows_per_image == 1 or not any(guidance):
-            logits = self._pass(state.row_caches[0], state.conditions[0], inputs, count)
+    def _guided(self, state: VARState, inputs: Sequence[Tensor | None], guidance: float) -> Tensor:
+        scale = len(inputs) - 1
+        strength = self._guidance_strength(scale, guidance)
+        if self.guidance.rows_per_image == 1 or not guidance:
+            logits = self._pass(state.row_caches[0], state.conditions[0], inputs)
         elif state.in_sync:
-            logits = self._pass(*state.as_one_batch(), inputs, count, strength)
+            logits = self._pass(*state.as_one_batch(), inputs, strength)
             state.split_rows()
         else:
             conditional, unconditional = (
-                self._pass(cache, condition, inputs, count)
+                self._pass(cache, condition, inputs)
                 for cache, condition in zip(state.row_caches, state.conditions, strict=True)
             )
             logits = apply_guidance(conditional, unconditional, 1 + strength[:, None])
-        return self._split_scales(logits, last - count)
+        return logits[..., : self.scale_codes[scale]]
 
     def _pass(
         self,
         cache: ScaleCache,
         condition: Condition,
         inputs: Sequence[Tensor | None],
-        count: int,
         guidance: Tensor | None = None,
     ) -> Tensor:
-        """Run a pass, and return the logits of the last `count` scales. The cache then holds all scales in `inputs`."""
+        """Run a pass, and return the logits of the last scale. The cache then holds all scales in `inputs`."""
         fed = [part for part in inputs[cache.scale :] if part is not None]
         rows = torch.cat(fed, dim=1) if len(fed) > 1 else fed[0] if fed else None
         if rows is not None and len(rows) < cache.rows:
             rows = rows.repeat(cache.rows // len(rows), 1, 1)
         first = condition if cache.scale == 0 else None
-        return self.compiled_forward(rows, condition=first, cache=cache, logits_of=count, guidance=guidance).logits
+        return self.compiled_forward(rows, condition=first, cache=cache, logits_of=1, guidance=guidance).logits
 
-    def _guidance_strength(self, first: int, factors: Sequence[float]) -> Tensor:
-        """Guidance strength `[T]` for the tokens of the scales from `first` on."""
-        parts = self._guidance_ramp[self._ends[first] : self._ends[first + len(factors)]].split(
-            list(self.scale_tokens[first : first + len(factors)])
-        )
-        scaled = [part if factor == 1 else part * factor for part, factor in zip(parts, factors, strict=True)]
-        return scaled[0] if len(scaled) == 1 else torch.cat(scaled)
-
-    def _split_scales(self, logits: Tensor, first: int) -> list[Tensor]:
-        """Split logits `[B, T, V]` by scale, from `first` on, and restrict each scale to the codes that it uses."""
-        parts, begin = [], 0
-        for scale in range(first, len(self.scale_tokens)):
-            if begin == logits.shape[1]:
-                break
-            end = begin + self.scale_tokens[scale]
-            parts.append(logits[:, begin:end, : self.scale_codes[scale]])
-            begin = end
-        return parts
+    def _guidance_strength(self, scale: int, factor: float) -> Tensor:
+        """Guidance strength `[n]` for the tokens of a scale."""
+        strength = self._guidance_ramp[self._ends[scale] : self._ends[scale + 1]]
+        return strength if factor == 1 else strength * factor
 
     def rollback(self, state: VARState, scale: int) -> None:
         for cache in state.row_caches:

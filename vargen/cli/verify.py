@@ -92,15 +92,12 @@ def complete_method(part: Any, name: str) -> Any:
         Accelerator,
         AcceptanceRule,
         Drafter,
-        ScaleSchedule,
         Speculative,
         SpeculativeTree,
-        Stage,
         StaticTree,
         recursive_rejection,
         speculative_sampling,
     )
-    from vargen.decoding.next_scale.acceptance import ScaleRule
 
     if isinstance(part, AcceptanceRule):
         sampling: Any = "with-replacement" if "with-replacement" in part.requires else "without-replacement"
@@ -109,8 +106,6 @@ def complete_method(part: Any, name: str) -> Any:
     if isinstance(part, Drafter):
         rule = recursive_rejection if part.topology == "tree" else speculative_sampling
         return Accelerator(name, drafter=part, acceptance=rule)
-    if isinstance(part, ScaleRule):
-        return ScaleSchedule(name, stages=(Stage(num_drafted=2, rule=part),))
     return part
 
 

@@ -136,7 +136,13 @@ _RENAMED_RULE_FIELDS: dict[str, Mapping[str, str]] = {
 # Fields that only one of two versions has, and the value with which they change nothing.
 _NEUTRAL: dict[str, dict[str, Any]] = {
     "": {"commit": {"name": "Lazy", "most": 16}, "exit_step": 0, "fused": False, "lazy": True, "refine_margin": None},
-    "Stage": {"temperature": 1.0, "top_k": None},
+    "Stage": {
+        "drafted": 0,
+        "num_drafted": 0,
+        "rule": {"name": "ScaleRule", "verify": "joint_coupling", "exact": True, "draft_noise": 3},
+        "temperature": 1.0,
+        "top_k": None,
+    },
 }
 
 

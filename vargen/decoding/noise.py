@@ -11,7 +11,6 @@ Shape suffixes: B images, T positions, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import ClassVar
@@ -48,7 +47,6 @@ class Purpose(IntEnum):
 
 
 FOLD = 1 << 32  # position offset of `Noise.fold_in`, larger than any grid
-_MAX_ATTEMPTS = 1 << 17
 
 
 def derive_seeds(seeds: Tensor, purpose: Purpose) -> Tensor:
@@ -224,28 +222,6 @@ class Noise:
         """
         value, token = (probs / self.exponential(probs.shape[-1], purpose)).topk(count, dim=-1)
         return token, value
-
-    def sample_by_rejection(self, probs: Tensor, accept_prob: Callable[[Tensor], Tensor], needed: Tensor) -> Tensor:
-        """Sample all T tokens jointly from a distribution proportional to p(r) a(r): sample r from p until it is accepted.
-
-        Args:
-            probs: `[B, T, V]`, p of each token; the tokens of r are independent under p.
-            accept_prob: a, float64 `[B]` for tokens int64 `[B, T]`.
-            needed: bool `[B]`; the tokens of other images are undefined.
-
-        Returns:
-            int64 `[B, T]`. After 2^17 attempts the last sample is used: a bias of at most 1 / (e 2^17) = 3e-6.
-        """
-        first, missing = self.position[:, :1], needed
-        tokens = torch.zeros_like(self.position)
-        for attempt in range(_MAX_ATTEMPTS):
-            if not missing.any():
-                break
-            sampled = sample_categorical(probs, sample_uniform64(self.seeds, self.position, Purpose.RESIDUAL, attempt))
-            tokens = torch.where(missing[:, None], sampled, tokens)
-            uniforms = sample_uniform(self.seeds, first, Purpose.RESAMPLE_ACCEPT, attempt)[:, 0]
-            missing = missing & (uniforms >= accept_prob(sampled))
-        return tokens
 
     def shift(self, offset: int | Tensor) -> Noise:
         """Return the noise of the positions `offset` after these, which broadcasts to `[B, T]`."""

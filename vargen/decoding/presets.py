@@ -19,7 +19,7 @@ from vargen.values import resolve_name, short_repr, suggest_names
 
 # Parts that a setting can select by name, keyed by the field that holds them.
 _NAMED: dict[str, Mapping[str, Any]] = {"acceptance": RULES}
-_NO_SETTINGS = ("name", "rule", "stages", "summary", "source", "experimental", "policy", "aggregate")
+_NO_SETTINGS = ("name", "stages", "summary", "source", "experimental", "policy", "aggregate")
 # Settings of vargen 0.1 that were removed, and what to do instead.
 _REMOVED_SETTINGS = {
     "aggregate": "it is the minimum over frames; pass a function as VideoMethod(aggregate=...)",

@@ -35,8 +35,8 @@ class DecodeStats:
         scorer, scores, candidate_seeds: set if a scorer selected the images: its name, and for each image the scores and seeds
             of all candidates. `images` and `tokens` then count the candidates, and `seeds` are those of the selected images.
         draft_passes_by_width: like `passes_by_width`, for passes of the draft model of next-scale models.
-        by_scale: for next-scale models, per scale: number of tokens, the model that generated it, passes that fed it, number of
-            images in which it was drafted and in which the draft was kept, and the seconds of the passes that started with it.
+        by_scale: for next-scale models, per scale: number of tokens, the model that generated it, passes that generated it, and
+            their seconds.
         relaxation: per image, acceptance probability spent beyond the exact rule, summed; zeros for exact rules.
         seconds_by_part: prefill, draft, target, accept, commit. On CUDA only with `profile=True`, which synchronizes.
         seeds: per image, the seed that reproduces it: the one passed to `decode`, or in a pipeline call that of a generator.
@@ -157,5 +157,5 @@ def _sum_tables(tables: list[list[list[int]]]) -> list[list[int]]:
 
 def _merge_scales(scales: tuple[dict[str, Any], ...]) -> dict[str, Any]:
     """Combine the statistics of one scale over several runs."""
-    counted = {name: sum(scale[name] for scale in scales) for name in ("passes", "drafted", "kept", "seconds")}
+    counted = {name: sum(scale[name] for scale in scales) for name in ("passes", "seconds")}
     return {**scales[0], **counted}

@@ -159,11 +159,11 @@ def scale_pass(
         inputs.append(following)  # type: ignore[arg-type]
     state = model.start(condition)
     if first:
-        model.forward(state, inputs[:first], 1, [1.0])
+        model.forward(state, inputs[:first], 1.0)
 
     @torch.no_grad()
     def run() -> Any:
-        out = model.forward(state, inputs, last + 1 - first, [guidance] * (last + 1 - first))
+        out = model.forward(state, inputs, guidance)
         model.rollback(state, first)
         return out
 

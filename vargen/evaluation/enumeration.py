@@ -285,20 +285,5 @@ class EnumeratedNoise(Noise):
         value = torch.arange(count, 0, -1) * (p.gather(-1, tokens) > 0).float()
         return tokens, value
 
-    def sample_by_rejection(self, probs: Tensor, accept_prob: Callable[[Tensor], Tensor], needed: Tensor) -> Tensor:
-        B, T, V = probs.shape
-        groups = torch.cartesian_prod(*[torch.arange(V)] * T).view(-1, T)
-        law = torch.stack(
-            [
-                probs.double().gather(2, group.expand(B, T)[..., None])[..., 0].prod(1)
-                * accept_prob(group.expand(B, T)).nan_to_num(0.0).clamp(0, 1)
-                for group in groups
-            ],
-            1,
-        )
-        used = (self.enumeration.is_needed(self, Purpose.RESIDUAL)[:, :1]) & needed[:, None]
-        chosen = self.enumeration.choose_once(Purpose.RESIDUAL, self._step, self.position[:, :1], law[:, None], used)
-        return groups[chosen[:, 0]]
-
     def fold_in(self, number: int | Tensor) -> EnumeratedNoise:
         return replace(self, position=self.position + number * FOLD, fold=number)

@@ -35,7 +35,6 @@ from vargen.decoding import (
     speculative_sampling,
     traversal,
 )
-from vargen.decoding.next_scale.acceptance import scale_rule
 from vargen.decoding.next_token.acceptance import SiblingDecision, Siblings, gather_p_and_q, resample_rejected, verify_siblings
 from vargen.decoding.next_token.trees.shapes import make_fan, make_k_ary
 from vargen.decoding.sampling import filter_logits
@@ -246,30 +245,8 @@ class RecordsBestAsSampled(SpeculativeTree):
         return replace(best, probs=probs[:, :1].expand(-1, 2, -1) if best.tree.max_path == 2 else probs)
 
 
-# -- scales -------------------------------------------------------------------------------------------------------------
-
-
-@scale_rule(exact=True)
-def resample_scale_from_target(p: Tensor, q: Tensor, draft: Tensor, noise: Noise) -> tuple[Tensor, Tensor]:
-    """A rejected token is resampled from p instead of the residual."""
-    p_draft, q_draft = (each.gather(2, draft[..., None])[..., 0] for each in (p, q))
-    accepted = noise.uniform(Purpose.ACCEPT) * q_draft < p_draft
-    return torch.where(accepted, draft, noise.sample(p, Purpose.RESIDUAL)), accepted.all(1)
-
-
-@scale_rule(exact=True)
-def majority_argmax(p: Tensor, q: Tensor, draft: Tensor, noise: Noise) -> tuple[Tensor, Tensor]:
-    """A scale is accepted if half of its tokens are the target's most probable ones."""
-    kept = (p.argmax(-1) == draft).float().mean(1) >= 0.5
-    return torch.where(kept[:, None], draft, noise.sample(p, Purpose.RESIDUAL)), kept
-
-
 def _tree(drafter: Any, rule: Any = recursive_rejection) -> Accelerator:
     return Accelerator(drafter=drafter, acceptance=rule)
-
-
-def _scales(rule: Any) -> ScaleSchedule:
-    return ScaleSchedule(stages=(Stage(num_drafted=2, rule=rule),))
 
 
 CONTROLS = (
@@ -344,6 +321,10 @@ CONTROLS = (
         _tree(RecordsBestAsSampled(TWO_SIBLINGS, "top-k")),
         "tree",
     ),
-    Control("rejected tokens resampled from p", "token by token", _scales(resample_scale_from_target), "scale"),
-    Control("accepted if half are the likeliest", "lijrjyan/SDVAR", _scales(majority_argmax), "scale"),
+    Control(
+        "last scale from another model",
+        "a relaxed schedule",
+        ScaleSchedule(stages=(Stage(until=-1), Stage(model="draft"))),
+        "scale",
+    ),
 )

@@ -247,21 +247,18 @@ class ScaleTable:
         canvas[:, self.ends[scale] - self.scale_tokens[scale] : self.ends[scale]] = tokens
         return canvas, canvas if scale + 1 < len(self.scale_tokens) else None
 
-    def forward(
-        self, state: ScaleState, inputs: Sequence[Tensor | None], count: int, guidance: Sequence[float]
-    ) -> list[Tensor]:
-        first, found = len(state.fed), []
+    def forward(self, state: ScaleState, inputs: Sequence[Tensor | None], guidance: float) -> Tensor:
+        first = len(state.fed)
         fed = [self.canvas(len(state.condition)) if each is None else each for each in inputs]
-        if not first < len(fed) or count > len(fed) - first or len(guidance) != count:
-            raise AssertionError(f"{first} scales held, {len(fed)} fed, logits of {count}, guidance {guidance}")
+        if not first < len(fed):
+            raise AssertionError(f"{first} scales held, {len(fed)} fed")
         for held, now in zip(state.fed, fed, strict=False):
             if not torch.equal(held, now):
                 raise AssertionError("the state holds a scale that was fed something else")
-        self.passes.append((first, len(fed) - 1))
+        last = len(fed) - 1
+        self.passes.append((first, last))
         state.fed = fed
-        for scale in range(len(fed) - count, len(fed)):
-            found.append(self.logits(state.condition, fed[scale][:, : self.ends[scale] - self.scale_tokens[scale]], scale))
-        return found
+        return self.logits(state.condition, fed[last][:, : self.ends[last] - self.scale_tokens[last]], last)
 
     def rollback(self, state: ScaleState, scale: int) -> None:
         del state.fed[scale:]

@@ -1,1 +1,1 @@
-"""Next-scale models: a schedule says which model generates which scales, and which scales are drafted."""
+"""Next-scale models: a schedule says which model generates which scales, and how guided."""

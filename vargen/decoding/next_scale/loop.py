@@ -1,11 +1,6 @@
-"""The next-scale loop: select the stage; draft scales if it does; one pass; sample or verify the scales it fed; commit; repeat.
+"""The next-scale loop: select the stage; one pass; sample the scale; commit; repeat.
 
-The tokens of a scale depend only on the scales before it. Rejecting a draft therefore discards only later scales, and the
-rejected scale itself is completed in the same pass. Keys and values of a scale depend only on its input, the sum of the scales
-before it; they stay valid when its own tokens are resampled.
-
-The batch advances with its slowest image. Images ahead of it are fed the same tokens again without effect, because every sample
-is a function of the image's seed and the token's position.
+Keys and values of a scale depend only on its input, the sum of the scales before it, and not on its own tokens.
 
 Shape suffixes: B images, S scales, L tokens of all scales, n tokens of one scale, V vocabulary.
 """
@@ -81,29 +76,26 @@ def decode_scales(
     images = ImageState(seeds.to(model.device), model, stages, sampling, fixed_scales, fixed_tokens)
     stats = images.stats(method.name, run_scales(run, images, model, condition))
     run.finish(stats)
-    return DecodeOutput(images.tokens, images.length, stats, finished=not run.stopped, canvas=images.canvases[-1])
+    return DecodeOutput(images.tokens, images.length, stats, finished=not run.stopped, canvas=images.canvas)
 
 
 def run_scales(run: Run, images: ImageState, model: ScaleModel, condition: Any) -> dict[str, Counter[int]]:
-    """Run the algorithm. Every pass completes at least one scale of every image.
+    """Run the algorithm. Every pass completes one scale of every image.
 
     Returns the number of passes of each model by the number of tokens they fed.
     """
     models = _ModelStates(model, condition, images.stages)
     while images.scale < len(images.stages) and not run.stopped:
         stage = images.stages[images.scale]
-        with run.time_part("draft"):
-            drafts = images.draft_scales(models, stage)
         with run.time_part("target"):
-            inputs = [*images.inputs, *drafts.inputs]
-            logits = models.run(stage.model, inputs, 1 + len(drafts.inputs), images.list_guidance())
+            logits = models.run(stage.model, images.inputs, stage.guidance)
         with run.time_part("accept"):
             before = images.length
-            scales = images.verify_scales(logits, drafts)
+            images.sample_scale(logits)
         with run.time_part("commit"):
             run.end_pass(*images.summarize_pass(logits), images.length, images.length - before)
-            images.commit_scales(scales)
-            models.rollback(images.scale)
+            images.commit_scale()
+            models.drop_unused(images.scale)
     return models.tokens_fed
 
 
@@ -117,36 +109,23 @@ class _ModelStates:
         self.num_cached: dict[str, int] = {}
         self.tokens_fed: dict[str, Counter[int]] = {"target": Counter(), "draft": Counter()}
 
-    def run(self, name: str, inputs: Sequence[Tensor | None], count: int, guidance: Sequence[float]) -> list[Tensor]:
-        """Run one pass of a model over those of `inputs` that are not in its cache.
-
-        Returns the logits of the last `count` scales.
-        """
+    def run(self, name: str, inputs: Sequence[Tensor | None], guidance: float) -> Tensor:
+        """Run one pass of a model over those of `inputs` that are not in its cache; return the logits of the last scale."""
         model = self.models[name]
         assert model is not None
         if name not in self.states:
             self.states[name], self.num_cached[name] = model.start(self.condition), 0
         new = range(self.num_cached[name], len(inputs))
         self.tokens_fed[name][sum(model.scale_tokens[k] for k in new)] += 1
-        logits = model.forward(self.states[name], inputs, count, guidance[:count])
+        logits = model.forward(self.states[name], inputs, guidance)
         self.num_cached[name] = len(inputs)
         return logits
 
-    def rollback(self, scale: int) -> None:
-        """Discard cached scales from `scale` on, whose inputs were rejected drafts.
-
-        The states of models that no later scale uses are dropped.
-        """
-        needed = {stage.model for stage in self.stages[scale:]} | {
-            "draft" for stage in self.stages[scale:] if stage.num_drafted
-        }
+    def drop_unused(self, scale: int) -> None:
+        """Drop the states of models that generate no scale from `scale` on."""
+        needed = {stage.model for stage in self.stages[scale:]}
         for name in [name for name in self.states if name not in needed]:
             del self.states[name], self.num_cached[name]
-        for name, cached in self.num_cached.items():
-            model = self.models[name]
-            if cached > scale and model is not None:
-                model.rollback(self.states[name], scale)
-                self.num_cached[name] = scale
 
 
 def _validate_fixed_scales(fixed_scales: Sequence[Tensor], model: ScaleModel, images: int) -> None:

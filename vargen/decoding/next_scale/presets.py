@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from vargen.decoding.next_scale.acceptance import shared_noise
 from vargen.decoding.next_scale.schedule import ScaleSchedule, Stage
 
 NEXT_SCALE_METHODS: tuple[ScaleSchedule, ...] = (
@@ -16,20 +15,6 @@ NEXT_SCALE_METHODS: tuple[ScaleSchedule, ...] = (
         stages=(Stage(until=0.8), Stage(model="draft")),
         summary="collaborative decoding: the small model generates the last fifth of the scales, half of the tokens or more",
         source="Chen et al. 2024, CoDe, arXiv 2411.17787",
-    ),
-    ScaleSchedule(
-        name="scale-spec",
-        stages=(Stage(until=4, num_drafted=3), Stage()),
-        summary="the small model drafts early scales; one pass of the large model verifies each as a whole",
-        source="Leviathan et al. 2023, arXiv 2211.17192, with a maximal coupling of whole scales",
-        experimental=True,
-    ),
-    ScaleSchedule(
-        name="scale-gumbel",
-        stages=(Stage(until=4, num_drafted=3, rule=shared_noise), Stage()),
-        summary="scale-spec with shared noise: the same image as plain",
-        source="as scale-spec, with a Gumbel coupling",
-        experimental=True,
     ),
     ScaleSchedule(
         name="economy",

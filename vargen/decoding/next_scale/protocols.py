@@ -58,16 +58,15 @@ class ScaleModel(Protocol):
             The new canvas, and the transformer input at the next scale, `[B, n', E]`; None after the last scale.
         """
 
-    def forward(self, state: Any, inputs: Sequence[Tensor | None], count: int, guidance: Sequence[float]) -> list[Tensor]:
+    def forward(self, state: Any, inputs: Sequence[Tensor | None], guidance: float) -> Tensor:
         """Run one block-causal pass over the scales that are not in the cache yet, up to the last of `inputs`, and cache them.
 
         Args:
             inputs: what `add` returned, by scale; None for scale 0.
-            count: number of trailing scales to return logits for, at most the number fed in this pass.
-            guidance: for each of these scales, a factor on the requested guidance; 0 skips the unconditional rows.
+            guidance: a factor on the requested guidance of the last scale; 0 skips the unconditional rows.
 
         Returns:
-            Guided logits of each of these scales, `[B, n, codes]`.
+            Guided logits of the last scale, `[B, n, codes]`.
         """
 
     def rollback(self, state: Any, scale: int) -> None:

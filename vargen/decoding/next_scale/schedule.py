@@ -1,4 +1,4 @@
-"""Schedules of next-scale models as data: which model generates which scales, how guided, and which are drafted first."""
+"""Schedules of next-scale models as data: which model generates which scales, and how guided."""
 
 from __future__ import annotations
 
@@ -6,16 +6,12 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal
 
 from vargen.decoding.method import Method, describe_part
-from vargen.decoding.next_scale.acceptance import ScaleRule, joint_coupling
 from vargen.decoding.next_scale.protocols import ScaleModel
-from vargen.decoding.noise import Purpose
-from vargen.deprecation import renamed_fields
 from vargen.values import parse_float, parse_int, short_repr
 
 STAGE_MODELS = ("target", "draft")
 
 
-@renamed_fields(drafted="num_drafted")
 @dataclass(frozen=True)
 class Stage:
     """Consecutive scales that are generated in the same way.
@@ -24,9 +20,6 @@ class Stage:
         until: the first scale after this stage, counted from 0, or from the end if negative; a fraction between 0 and 1 of the
             scales, rounded, at least one less than all; None: all remaining scales.
         model: `"target"`, or `"draft"` for the draft model.
-        num_drafted: number of scales that the draft model proposes per target pass; 0 disables drafting. A pass verifies them,
-            and samples the next scale if all are accepted.
-        rule: verifies drafted scales; see `vargen.decoding.next_scale.acceptance`.
         guidance: factor on the guidance scale; 0 skips the unconditional rows, which is half of the work.
 
     Raises:
@@ -35,8 +28,6 @@ class Stage:
 
     until: int | float | None = None
     model: Literal["target", "draft"] = "target"
-    num_drafted: int = 0
-    rule: ScaleRule = joint_coupling
     guidance: float = 1.0
 
     def __post_init__(self) -> None:
@@ -48,12 +39,6 @@ class Stage:
                 "until must be a whole number other than 0, a fraction between 0 and 1, or None for all that remain, got "
                 f"{short_repr(self.until)}"
             )
-        if parse_int(self.num_drafted, 0) is None:
-            raise ValueError(f"num_drafted must be a whole number of at least 0, got {short_repr(self.num_drafted)}")
-        if self.num_drafted and self.model != "target":
-            raise ValueError(f"the target verifies drafted scales, so model must be 'target', got {short_repr(self.model)}")
-        if not isinstance(self.rule, ScaleRule):
-            raise TypeError(f"rule must be a ScaleRule, such as joint_coupling or shared_noise, got {short_repr(self.rule)}")
         guidance = parse_float(self.guidance)
         if guidance is None or guidance < 0:
             raise ValueError(f"guidance must be a finite factor of at least 0, got {short_repr(self.guidance)}")
@@ -69,7 +54,7 @@ class Stage:
     @property
     def exact(self) -> bool:
         """Whether its scales follow the target's own distribution."""
-        return self.model == "target" and self.guidance == 1 and (not self.num_drafted or self.rule.exact)
+        return self.model == "target" and self.guidance == 1
 
 
 @dataclass(frozen=True)
@@ -103,8 +88,7 @@ class ScaleSchedule(Method):
 
     @property
     def sequential_tokens(self) -> bool:
-        drafted = [stage for stage in self.stages if stage.num_drafted]
-        return self.kind == "exact" and all(stage.rule.draft_noise == Purpose.TOKEN for stage in drafted)
+        return self.kind == "exact"
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -114,20 +98,16 @@ class ScaleSchedule(Method):
         for number, stage in enumerate(self.stages, 1):
             for each in fields(stage):
                 value = getattr(stage, each.name)
-                if value != getattr(plain, each.name) or (each.name == "rule" and stage.num_drafted):
-                    found[f"{each.name} {number}"] = value.__name__ if isinstance(value, ScaleRule) else value
+                if value != getattr(plain, each.name):
+                    found[f"{each.name} {number}"] = value
         return found
 
     @property
     def needs_draft_model(self) -> bool:
-        return any(stage.model == "draft" or stage.num_drafted for stage in self.stages)
+        return any(stage.model == "draft" for stage in self.stages)
 
     def spec(self) -> dict[str, Any]:
-        """Return the complete method as plain values. Schedules with equal specs generate identical output.
-
-        Raises:
-            ValueError: if a rule cannot be named.
-        """
+        """Return the complete method as plain values. Schedules with equal specs generate identical output."""
         return {"stages": describe_part(self.stages)}
 
     def assign_stages(self, scales: int) -> tuple[Stage, ...]:
