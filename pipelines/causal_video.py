@@ -39,7 +39,7 @@ from vargen.pipelines.components import TEXT_COMPONENTS, Component, ModelFamily,
 from vargen.pipelines.generation import OutputOptions, RunningCall, run_request
 from vargen.pipelines.prompts import NormalizedPrompt, PromptNames, encode_prompt, encode_tokens
 from vargen.pipelines.start_images import MergedLoRAs, encode_start_image, open_image_pipe
-from vargen.pipelines.video_memory import on_device, resolve_run_ahead
+from vargen.pipelines.video_memory import on_device
 from vargen.pipelines.videos import (
     CausalVideoPipelineOutput,
     PassMonitor,
@@ -205,7 +205,6 @@ class CausalVideoPipeline(VisualPipeline):
         callback: Callable[[BlockProgress], bool | None] | None = None,
         clean_prompt: bool = False,
         profile: bool = False,
-        run_ahead: bool | None = None,
     ) -> VideoStream:
         """Return an iterator over the blocks of a video, each of which is generated on demand.
 
@@ -229,7 +228,7 @@ class CausalVideoPipeline(VisualPipeline):
             prompt_embeds: text features `[1, P, text_dim]` instead of a prompt; not for methods that score.
             callback: called with a `BlockProgress` after every pass; returning False ends the video.
             clean_prompt: see `LlamaGenPipeline`.
-            profile, run_ahead: see `decode_video`.
+            profile: see `decode_video`.
 
         Raises:
             ValueError, TypeError: before any pass, for invalid arguments, naming the argument, its value and what is allowed.
@@ -267,7 +266,6 @@ class CausalVideoPipeline(VisualPipeline):
             callback=callback,
             profile=profile,
             router=bind_router(self, method),
-            run_ahead=resolve_run_ahead(self, run_ahead),
         )
         stream.stats.seed = seeds.seeds[0]
         return VideoStream(self, stream, frame_scorer, schedule, clean_prompt)

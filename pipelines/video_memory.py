@@ -14,7 +14,6 @@ from vargen.adapters import Guidance
 from vargen.adapters.causal_video import CausalVideoBlockModel
 from vargen.adapters.video_settings import resolve_levels, resolve_setting
 from vargen.decoding.video.denoising import MAX_PENDING_BLOCKS
-from vargen.decoding.video.run_ahead import has_cores
 from vargen.models.condition import Condition
 from vargen.models.live_bytes import LiveBytes
 from vargen.models.text_encoder import TEXT_ENCODERS
@@ -41,20 +40,6 @@ def on_device(encoder: Any, device: torch.device) -> Iterator[None]:
     finally:
         if moves:
             encoder.to("cpu")
-
-
-def resolve_run_ahead(pipe: Any, run_ahead: bool | None) -> bool | None:
-    """Return the value of `run_ahead` for `decode_video`.
-
-    Raises:
-        ValueError: if blocks should be generated ahead while diffusers moves weights between devices for each pass.
-    """
-    parts = (pipe.transformer, pipe.draft_transformer, pipe.vae, pipe.preview_decoder)
-    if not any(hasattr(part, "_hf_hook") for part in parts):
-        return run_ahead
-    if run_ahead:
-        raise ValueError("run_ahead must be left out while weights are offloaded: two networks would move at once")
-    return False
 
 
 def weight_bytes(network: Any) -> int:
@@ -92,7 +77,6 @@ def predict_memory(
     num_blocks: int | None = None,
     window: int | None = None,
     sinks: int | None = None,
-    run_ahead: bool | None = None,
 ) -> MemoryPrediction:
     """Predict the memory of a video model from its configuration, by running a block without memory on the meta device.
 
@@ -104,7 +88,6 @@ def predict_memory(
         device: type of the device, which need not exist here.
         dtype: of the components that follow it. Default: the fastest of the device.
         num_blocks, window, sinks: as in a call. Default: the checkpoint's.
-        run_ahead: as in a call. The next block is then drafted while one is decoded. Default: on a CPU with cores for it.
     """
     networks = _meta_networks(folder, dtype or default_dtype(folder.path, device))
     weights = {part: weight_bytes(network) for part, network in networks.items()}
@@ -147,11 +130,6 @@ def predict_memory(
         live.peak = live.current
         kept = decoder.decode_block(latents, state)
         decoding = live.peak
-        if has_cores(torch.device(device), torch.get_num_threads()) if run_ahead is None else run_ahead:
-            name = "draft_transformer" if drafts else "transformer"
-            cache = states[name].cache
-            saved = 0 if cache.window is None else cache.nbytes * models[name].block_shape[0] // cache.slots
-            decoding += peaks[name] - sum(caches.values()) + saved
         del kept
     live_weights = total - leaves
     return MemoryPrediction(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from itertools import pairwise, product
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from vargen.decoding import (
     VideoMethod,
 )
 from vargen.decoding.noise import sample_normal
-from vargen.decoding.video.denoising import BlockContext, BlockGenerator, make_block_noise
+from vargen.decoding.video.denoising import BlockContext, BlockGenerator, make_block_noise, shifted_levels
 
 FREE = VideoMethod(policy=Threshold(), target_blocks=())
 
@@ -84,9 +85,8 @@ def test_switching_drafting_off_and_on_does_not_change_what_the_target_samples()
 
 def after(makers: str, window: int | None, sinks: int, **changes):
     model = models(window, sinks)
-    made = stream(routed(makers, **changes), len(makers) + 2, model, run_ahead=True)
+    made = stream(routed(makers, **changes), len(makers) + 2, model)
     blocks = [next(made) for _ in makers]
-    made._ahead.discard()  # the next block had been started
     return model, made, [block.latents[None] for block in blocks]
 
 
@@ -446,3 +446,47 @@ def test_a_caller_may_report_another_seed_than_that_of_the_noise() -> None:
     made = stream("target", 2)
     made.stats.seed = 123
     assert torch.equal(video(made)[0], video(stream("target", 2))[0]) and made.stats.blocks[0].seed == 123
+
+
+# -- one network with several tables of steps
+
+
+def ladder(
+    window: int | None = None, sinks: int = 0, guided: bool = False, draft: dict[str, Any] | None = None
+) -> CausalVideoBlockModel:
+    """One network with two tables of steps."""
+    options = {"window": window, "sinks": sinks}
+    if guided:
+        options["guidance"] = Guidance(2.0, negative=condition(3))
+    small = CausalVideoBlockModel(transformer(0), shifted_levels((1000, 500)), **{**options, **(draft or {})})
+    return CausalVideoBlockModel(transformer(0), LEVELS, draft_model=small, **options)
+
+
+@pytest.mark.parametrize("guided", [False, True])
+def test_a_ladder_keeps_one_cache_with_the_bits_of_two(monkeypatch: pytest.MonkeyPatch, guided: bool) -> None:
+    method = replace(FREE, lazy=False).with_tau(0.4)
+    both = []
+    for shared in (True, False):
+        if not shared:
+            monkeypatch.setattr(CausalVideoBlockModel, "shares_cache", False)
+        made = stream(method, 6, ladder(6, 2, guided=guided))
+        blocks = [next(made) for _ in range(5)]
+        assert (made.drafter.context is made.target.context) == shared
+        both.append((torch.cat([block.latents for block in [*blocks, *made]]), made.stats))
+    (one, few), (two, many) = both
+    assert torch.equal(one, two) and few.sources == many.sources and set(few.sources) == {"draft", "target"}
+    fed = [sum(stats.passes.values()) for stats in (few, many)]
+    assert fed[1] - fed[0] == 5, "each block but the last is fed once instead of twice"
+
+
+def test_only_equal_caches_are_shared() -> None:
+    assert ladder().shares_cache and ladder(6, 2, guided=True).shares_cache
+    assert not models().shares_cache and not CausalVideoBlockModel(transformer(0), LEVELS).shares_cache
+    for draft in (
+        {"window": 8},
+        {"sinks": 1},
+        {"motion": 1},
+        {"guidance": 1.0},
+        {"guidance": Guidance(2.0, negative=condition(4))},
+    ):
+        assert not ladder(6, 2, guided=True, draft=draft).shares_cache, draft

@@ -248,14 +248,14 @@ def test_memory_is_predicted_before_anything_is_loaded(
         monkeypatch.setattr(type(pipe), "streaming_decoder", lambda _: Blank())
 
     def run() -> None:
-        options = {"tau": 0.5, "scorer": ManyThenOne(), "generator": seeded(0)[0], "run_ahead": True}
+        options = {"tau": 0.5, "scorer": ManyThenOne(), "generator": seeded(0)[0]}
         for block in pipe.stream("a cat", accelerator="sdvg", **options):
             del block
 
     run()  # fills tables that stay
     with monkeypatch.context() as patch:
         patch.setattr("safetensors.torch.load_file", lambda *_: pytest.fail("weights were read"))
-        predicted = predict_memory(validate_model_folder(folder), run_ahead=True)
+        predicted = predict_memory(validate_model_folder(folder))
     weights = sum(weight_bytes(pipe.components[part]) for part in predicted.weights)
     assert sum(predicted.weights.values()) == weights
     measured = weights + allocated_peak(run)

@@ -5,7 +5,7 @@ Shape suffixes: F latent frames, C channels, Y/X rows and columns, P rows of tex
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -107,10 +107,6 @@ class CausalVideoBlockModel:
 
     def free_frames(self, state: VideoState) -> int:
         return max(state.cache.free_frames(), self.block_shape[0])
-
-    def fork(self, state: VideoState, first: int, frames: int) -> tuple[VideoState, Callable[[], None]]:
-        cache, undo = state.cache.fork(first, frames)
-        return VideoState(cache, state.text), undo
 
     def forward(
         self, state: VideoState, clean: Sequence[Tensor], noisy: Tensor | None = None, level: float = 0.0

@@ -187,13 +187,8 @@ class Clock:
         """Add the time of the block to the part `name`, unless the block raises."""
         return _Part(self, name) if self.measures_parts else nullcontext()
 
-    def add(self, name: str, seconds: float) -> None:
-        """Add time that was measured elsewhere to the part `name`."""
-        if self.measures_parts:
-            self.parts[name] += seconds
-
     def _read_device(self) -> float:
-        torch.cuda.current_stream(self.device).synchronize()  # another stream may run ahead
+        torch.cuda.current_stream(self.device).synchronize()
         return self.timer()
 
 

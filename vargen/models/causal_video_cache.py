@@ -12,7 +12,7 @@ Shape suffixes: B rows, H heads, K head width, S slots (tokens), T tokens of a p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
 
@@ -176,27 +176,6 @@ class VideoCache:
         selected = copy(self)
         selected.keys, selected.values = self.keys[:, list(chosen)], self.values[:, list(chosen)]
         return selected
-
-    def fork(self, first: int, frames: int) -> tuple[VideoCache, Callable[[], None]]:
-        """Return a cache of the same memory for passes that may be discarded, and a function that discards them.
-
-        Only slots from which the ring evicts frames are saved. Until the fork is discarded or replaces this cache, passes must
-        not use this cache.
-
-        Args:
-            first: number of frames that the next pass writes in any case; their slots are not saved.
-            frames: maximum number of frames that the fork writes.
-        """
-        fork, tokens, end = copy(self), self.geometry.frame_tokens, self.frames + frames
-        slots = {self.slot_of(frame) for frame in range(self.frames + first, end)} if end > self.slots else set()
-        spans = [slice(slot * tokens, (slot + 1) * tokens) for slot in sorted(slots)]
-        saved = [(self.keys[..., span, :].clone(), self.values[..., span, :].clone()) for span in spans]
-
-        def undo() -> None:
-            for span, (keys, values) in zip(spans, saved, strict=True):
-                self.keys[..., span, :], self.values[..., span, :] = keys, values
-
-        return fork, undo
 
     def commit(self, frames: int | None = None) -> None:
         """Commit the first `frames` pending frames (default: all), whose keys and values should be from a clean pass.

@@ -71,7 +71,6 @@ class VideoSchedule:
                 num_blocks=task.num_blocks,
                 accelerator=self.method,
                 generator=task.generator,
-                run_ahead=False,  # the cores are for the next video in turn
                 callback=lambda _: not handle.cancelled,
             )
         except Exception as error:

@@ -11,7 +11,6 @@ whichever model generated it, before that model generates its next block.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from copy import copy
 from itertools import pairwise
 from typing import Any
 
@@ -144,33 +143,6 @@ class BlockGenerator:
                 count = max(1, min(len(pending), self.model.free_frames(self.context.state) // block))
             self._forward(pending[:count])
             del pending[:count]
-
-    # -- blocks that may be discarded ------------------------------------------------------------------------------------------
-
-    def can_fork(self) -> bool:
-        """Whether `fork` is allowed: not if one more finished block has to be fed at once."""
-        return len(self.context.pending) < self.context.max_pending
-
-    def fork(self, latents: Tensor, on_pass: PassCallback) -> tuple[BlockGenerator, Callable[[], None]]:
-        """Return a generator of the block that follows `latents` if these are finished, and a function that undoes its passes.
-
-        Until it is adopted or undone, this generator and others of its context may add finished blocks, but run no pass.
-        """
-        pending = [*self.context.pending, latents]
-        frames = sum(part.shape[1] for part in pending) + self.model.block_shape[0]
-        context = copy(self.context)
-        context.state, undo = self.model.fork(self.context.state, pending[0].shape[1], frames)
-        context.pending = pending
-        return BlockGenerator(self.model, context, on_pass), undo
-
-    def adopt(self, fork: BlockGenerator) -> None:
-        """Continue where a fork is, as if this generator had run its passes."""
-        self.context.state, self.context.pending = fork.context.state, fork.context.pending
-        self.estimates, self.noisy = fork.estimates, fork.noisy
-        self.blocks_fed += fork.blocks_fed
-        for _ in range(fork.passes):
-            self.passes += 1
-            self.on_pass()
 
     # -- denoising -------------------------------------------------------------------------------------------------------------
 

@@ -1,8 +1,7 @@
 """The block loop: draft a block if the policy says so, decode and score it; accept it, or let the target generate the block.
 
 Models exchange latents, never keys and values. A rejected draft needs no undo: the caches hold only finished blocks, and the
-decoder state is immutable, so continuing from the previous state discards the block. Only a block that was started ahead, after
-a draft that is then rejected, is undone; see `run_ahead.py`.
+decoder state is immutable, so continuing from the previous state discards the block.
 """
 
 from __future__ import annotations
@@ -25,12 +24,15 @@ from vargen.decoding.video.policies import validate_threshold
 from vargen.decoding.video.protocols import BlockModel
 from vargen.decoding.video.request import BlockCallback, BlockProgress, VideoBlock, VideoRequest
 from vargen.decoding.video.routing import DraftRouter
-from vargen.decoding.video.run_ahead import RunAhead, StopRequested
 from vargen.decoding.video.scoring import BlockDecoder, BlockScorer
 from vargen.decoding.video.stats import BlockRecord, VideoStats
 from vargen.decoding.video.verification import DraftVerifier
 from vargen.device import limit_threads, normal_tensors
 from vargen.values import short_repr
+
+
+class StopRequested(Exception):
+    """A callback or `cancel` ends the run."""
 
 
 class NonFiniteLatentsError(RuntimeError):
@@ -59,7 +61,6 @@ class BlockStream(Iterator[VideoBlock]):
         self._cancelled = False
         self._finished: tuple[Tensor, Tensor] | None = None  # latents of the first and the latest finished block
         self._given: list[tuple[Tensor, Tensor]] = []  # given latents and their frames, which the first block contains
-        self._ahead: RunAhead | None = None
         self._threads: int | None = None  # number of CPU threads, selected by measurement
 
     # -- control during generation -------------------------------------------------------------------------------------------
@@ -84,8 +85,6 @@ class BlockStream(Iterator[VideoBlock]):
         if score is None and self._verifier.score is not None:
             raise ValueError("score must be given with a new prompt: the old one scores the old prompt")
         self._condition, self._verifier.score = condition, score
-        if self._ahead is not None:
-            self._ahead.discard()
         with torch.no_grad():
             for generator in self._by_context():
                 generator.change_prompt(condition)
@@ -93,14 +92,10 @@ class BlockStream(Iterator[VideoBlock]):
     def cancel(self) -> None:
         """End the run within one pass; the current block is discarded."""
         self._cancelled = True
-        if (ahead := self._ahead) is not None:
-            ahead.abandon()
 
     def close(self) -> None:
         """Free the caches; no further block is generated."""
-        if self._ahead is not None:
-            self._ahead.close()
-        self.target = self.drafter = self._ahead = None
+        self.target = self.drafter = None
         self._verifier.full.state = None
         self._number = self.blocks
 
@@ -159,8 +154,6 @@ class BlockStream(Iterator[VideoBlock]):
         if self.method.needs_draft_model and model.draft_model is not None:
             shared = context if model.shares_cache else BlockContext(model.draft_model, self._condition, frames)
             self.drafter = BlockGenerator(model.draft_model, shared, self._after_pass)
-        if self.request.should_run_ahead():
-            self._ahead = RunAhead(model.device, self.stats)
         for latents in (each.to(model.device, torch.float32) for each in given):
             self._add_finished(latents, last=False)
             self._given.append((latents, self._verifier.accept(latents)))
@@ -170,9 +163,7 @@ class BlockStream(Iterator[VideoBlock]):
         draft = None
         if self._should_draft(record):
             exit_step = self.method.exit_step
-            draft = self._denoise("target", record, last=exit_step) if exit_step else self._denoise("draft", record)
-            if self.method.policy.needs_scores:
-                self._run_ahead(draft, drafted=True, verified=False)
+            draft = self._denoise("target", last=exit_step) if exit_step else self._denoise("draft")
             if self._verifier.verify(record, draft, self._finished, self._clock):
                 record.source = "draft"
                 return draft, self._accept(draft, record)
@@ -181,7 +172,7 @@ class BlockStream(Iterator[VideoBlock]):
         if draft is not None and self.method.exit_step:
             latents = self._resume()
         else:
-            latents = self._denoise("target", record, first, draft if first else None)
+            latents = self._denoise("target", first, draft if first else None)
         record.source = "refined" if first else "target"
         if record.number == 0 and self.method.policy.needs_reference_score:
             record.score, record.scores, record.failure = self._verifier.score_latents(0, latents, self._clock)
@@ -194,44 +185,21 @@ class BlockStream(Iterator[VideoBlock]):
             record.outcome = reason
         return reason is None
 
-    def _denoise(
-        self, name: str, record: BlockRecord, first: int = 0, draft: Tensor | None = None, last: int | None = None
-    ) -> Tensor:
+    def _denoise(self, name: str, first: int = 0, draft: Tensor | None = None, last: int | None = None) -> Tensor:
         generator = self._generators()[name]
-        if self._ahead is not None:
-            before = None if self._finished is None or first else self._finished[1]
-            if (ahead := self._ahead.take(generator, before, last)) is not None:
-                record.seconds_hidden = ahead.seconds_hidden
-                self._clock.add("commit", ahead.commit_seconds)
-                self._clock.add(name, ahead.seconds)
-                return ahead.latents
         with self._clock.measure("commit"):
             generator.update_cache()
         with self._clock.measure(name):
-            return generator.generate(self._noise(self._number), first, draft, last)
+            return generator.generate(self._noise(), first, draft, last)
 
     def _resume(self) -> Tensor:
         assert self.target is not None
-        if self._ahead is not None:
-            self._ahead.discard()
         with self._clock.measure("target"):
-            return self.target.resume(self._noise(self._number))
+            return self.target.resume(self._noise())
 
-    def _noise(self, number: int) -> Callable[[int], Tensor]:
+    def _noise(self) -> Callable[[int], Tensor]:
         model = self.request.model
-        return partial(make_block_noise, int(self.request.seed), number, shape=model.block_shape, device=model.device)
-
-    def _run_ahead(self, latents: Tensor, drafted: bool, verified: bool = True) -> None:
-        """Start the block after `latents` with the model that will probably generate it; before verification, a draft only."""
-        number = self._number + 1
-        if self._ahead is None or number >= self.blocks:
-            return
-        name, last = "target", None
-        if self._decisions.expects_draft(number, drafted) and (self.method.exit_step or self.drafter is not None):
-            name, last = ("target", self.method.exit_step) if self.method.exit_step else ("draft", None)
-        elif not verified:
-            return
-        self._ahead.start(self._generators()[name], latents, self._noise(number), last)
+        return partial(make_block_noise, int(self.request.seed), self._number, shape=model.block_shape, device=model.device)
 
     def _accept(self, latents: Tensor, record: BlockRecord) -> Tensor:
         """Advance the decoders past the block and return its frames."""
@@ -241,7 +209,6 @@ class BlockStream(Iterator[VideoBlock]):
                 f"the {model} generated NaN or infinite latents in block {record.number} of {self.blocks}; no frame is decoded "
                 "from them. Check the checkpoint, or run with torch_dtype=torch.float32"
             )
-        self._run_ahead(latents, drafted=record.source == "draft")
         with self._clock.measure("decode"):
             return self._verifier.accept(latents)
 
@@ -289,7 +256,6 @@ def decode_video(
     callback: BlockCallback | None = None,
     profile: bool = False,
     router: DraftRouter | None = None,
-    run_ahead: bool | None = None,
 ) -> BlockStream:
     """Generate a video of `blocks` blocks, one at a time, as the result is iterated.
 
@@ -306,8 +272,6 @@ def decode_video(
         callback: called after every pass; returning False ends the run before the block is finished.
         profile: on CUDA, synchronize between the parts of a step to measure their seconds.
         router: ranks drafts, for methods with a `LearnedRouting`.
-        run_ahead: generate the next block while a block is decoded and scored, on another thread, and on CUDA on another
-            stream. The result is the same. None: on a CPU with free cores for it, unless parts are profiled.
 
     Raises:
         ValueError: if the method is unknown or cannot run on these models, or a number is out of range.
@@ -317,7 +281,5 @@ def decode_video(
     if isinstance(model, type) or not isinstance(model, BlockModel):
         raise TypeError(f"model must be a BlockModel, got {short_repr(model)}")
     chosen = resolve_method(method, VideoMethod.paradigm)
-    request = VideoRequest(
-        model, condition, seed, chosen, blocks, decoder, preview, score, given, callback, profile, router, run_ahead
-    )
+    request = VideoRequest(model, condition, seed, chosen, blocks, decoder, preview, score, given, callback, profile, router)
     return BlockStream(request)

@@ -173,16 +173,6 @@ class VideoDecisions:
             return "forced"
         return "undrafted" if self._paused_blocks or not self.policy.should_draft(block) else None
 
-    def expects_draft(self, block: int, accepted: bool) -> bool:
-        """Guess whether `block` will be drafted, before the block before it is observed.
-
-        Args:
-            accepted: whether that block is, or will be, an accepted draft.
-        """
-        limit, run = self.method.max_accepted_in_row, self._accepted_in_row + 1 if accepted else 0
-        forced = block in self.method.target_blocks or (limit is not None and run >= limit)
-        return self.method.drafts and not forced and not self._paused_blocks and self.policy.should_draft(block)
-
     def observe(self, record: BlockRecord) -> None:
         """Update the policy and the counts with a finished block."""
         self.policy.observe(record)

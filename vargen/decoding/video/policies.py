@@ -32,7 +32,7 @@ class PolicyState:
         self.tau = tau
 
     def should_draft(self, block: int) -> bool:
-        """Return whether the small model proposes this block. May be asked more than once, and early: changes no state."""
+        """Return whether the small model proposes this block."""
         return True
 
     def should_accept(self, block: int, score: float | None) -> bool:

@@ -5,7 +5,7 @@ Shape suffixes: F latent frames of a block, C latent channels, Y/X latent rows a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -60,14 +60,6 @@ class BlockModel(Protocol):
         """Maximum number of latent frames that one pass may feed, at least a block.
 
         Feeding more would evict frames that some of them attend to.
-        """
-
-    def fork(self, state: Any, first: int, frames: int) -> tuple[Any, Callable[[], None]]:
-        """Return a state for passes that may be discarded, and a function that discards them; the two may share memory.
-
-        Args:
-            first: number of frames that the next pass feeds in any case.
-            frames: maximum number of frames that passes with the fork feed.
         """
 
     def forward(self, state: Any, clean: Sequence[Tensor], noisy: Tensor | None = None, level: float = 0.0) -> Tensor | None:

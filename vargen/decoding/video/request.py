@@ -6,13 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from vargen.decoding.video.method import VideoMethod
 from vargen.decoding.video.protocols import BlockModel
 from vargen.decoding.video.routing import DraftRouter
-from vargen.decoding.video.run_ahead import pays_off
 from vargen.decoding.video.scoring import BlockDecoder, BlockScorer
 from vargen.decoding.video.stats import BlockRecord
 from vargen.deprecation import renamed_attribute
@@ -71,7 +69,6 @@ class VideoRequest:
     callback: BlockCallback | None
     profile: bool
     router: DraftRouter | None = None
-    run_ahead: bool | None = None
 
     def __post_init__(self) -> None:
         if parse_int(self.blocks, 1, MAX_BLOCKS) is None:
@@ -81,18 +78,9 @@ class VideoRequest:
         for name, function in (("callback", self.callback), ("score", self.score), ("router", self.router)):
             if function is not None and not callable(function):
                 raise TypeError(f"{name} must be a function or None, got {short_repr(function)}")
-        if self.run_ahead is not None and not isinstance(self.run_ahead, bool):
-            raise TypeError(f"run_ahead must be True, False or None, got {short_repr(self.run_ahead)}")
         for latents in self.given:
             shape = list(latents.shape) if isinstance(latents, Tensor) else None
             if shape is None or len(shape) != 5 or shape[2:] != list(self.model.block_shape[1:]):
                 got = short_repr(latents) if shape is None else shape
                 raise ValueError(f"given must be latents [1, F, *{list(self.model.block_shape[1:])}], got {got}")
         self.method.validate_models(self.model, self.score is not None, self.router is not None)
-
-    def should_run_ahead(self) -> bool:
-        """Return whether the next block is started early. By default not in a run whose parts are timed one by one."""
-        device = self.model.device
-        if self.run_ahead is None:
-            return not self.profile and pays_off(device, torch.get_num_threads())
-        return self.run_ahead and not (self.profile and device.type == "cuda")  # there, timing waits for all work

@@ -33,9 +33,7 @@ class BlockRecord:
         passes: by model, `target` and `draft`, including cache updates.
         blocks_fed: number of blocks fed by these passes, by model.
         seconds: of the block.
-        seconds_by_part: draft, decode, score, target, commit; on CUDA only when profiled. Parts that run at once are counted
-            in full, so their sum can be above `seconds`.
-        seconds_hidden: seconds of passes for this block that ran ahead and were not waited for.
+        seconds_by_part: draft, decode, score, target, commit; on CUDA only when profiled.
         failure: why a draft was rejected without verification: an error of the scorer or the drafter.
     """
 
@@ -50,7 +48,6 @@ class BlockRecord:
     blocks_fed: dict[str, int] = field(default_factory=dict)
     seconds: float = 0.0
     seconds_by_part: dict[str, float] = field(default_factory=dict)
-    seconds_hidden: float = 0.0
     failure: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -69,8 +66,7 @@ class VideoStats:
         blocks: a record for each finished block.
         seconds: wall-clock time of generating the blocks, excluding the caller's time between them.
         stopped: whether a callback ended the run early.
-        threads: number of CPU threads; a run ahead uses as many more.
-        blocks_discarded: number of blocks that were started ahead and thrown away. passes_discarded: passes run for them.
+        threads: number of CPU threads.
     """
 
     accelerator: str
@@ -79,8 +75,6 @@ class VideoStats:
     seconds: float = 0.0
     stopped: bool = False
     threads: int = 1
-    blocks_discarded: int = 0
-    passes_discarded: int = 0
 
     makers = renamed_attribute("makers", "sources")
 
@@ -108,21 +102,13 @@ class VideoStats:
         return dict(found)
 
     @property
-    def seconds_hidden(self) -> float:
-        """Seconds of passes that ran ahead and were not waited for."""
-        return sum(record.seconds_hidden for record in self.blocks)
-
-    @property
     def failures(self) -> list[str]:
         """Errors of drafts and scores, by block; the target generated these blocks."""
         return [f"block {record.number}: {record.failure}" for record in self.blocks if record.failure]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        sums = {
-            "acceptance": self.acceptance, "passes": self.passes, "seconds_by_part": self.seconds_by_part,
-            "seconds_hidden": self.seconds_hidden,
-        }  # fmt: skip
+        sums = {"acceptance": self.acceptance, "passes": self.passes, "seconds_by_part": self.seconds_by_part}
         records = [record.to_dict() for record in self.blocks]
         return {**{k: v for k, v in vars(self).items() if k != "blocks"}, **sums, "failures": self.failures, "blocks": records}
 
