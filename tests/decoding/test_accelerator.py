@@ -18,11 +18,9 @@ from vargen.decoding import (
     Purpose,
     Speculative,
     Tree,
-    resolve_method,
     shared_noise,
     speculative_sampling,
 )
-from vargen.decoding.method import same_spec
 from vargen.evaluation.table_models import TableModel
 
 
@@ -89,31 +87,3 @@ def test_shared_noise_judges_a_tree_of_its_own_for_each_image() -> None:
             alone_noise = Noise(noise.seeds[one], noise.position[one], 2)
             alone = shared_noise(probs[one], Draft(drafted[one], Tree.from_parents(parents)), alone_noise, torch.zeros(1))
             assert alone.count[0] == together.count[row] and alone.next_token[0] == together.next_token[row]
-
-
-def test_a_spec_of_an_earlier_version_is_the_same_method() -> None:
-    """As `run.json` of vargen 0.1 holds it: with the modules and the class names of then."""
-    rule = {"budget": None, "tightening": 0.0, "size": 14, "delta": 0.15, "distance": None}
-    old = {
-        "drafter": {
-            "name": "vargen.decoding.drafters.jacobi.Jacobi",
-            "window": 16,
-            "coupling": "maximal",
-            "initial": "uniform",
-        },
-        "acceptance": {"name": "vargen.decoding.acceptance.grouped.Grouped", **rule},
-        "topology": "chain",
-    }
-    new = PRESETS["gsd"].spec()
-    assert same_spec(old, new)
-    assert not same_spec(old, PRESETS["scd"].spec())
-    lookup = {"name": "vargen.decoding.drafters.lookup.Lookup", "drafts": 3, "counted": 64, "own": 8.0, "sharpness": 2.0}
-    rule = {"name": "vargen.decoding.acceptance.rule.FunctionRule", "exact": True, "needs": []}
-    exact = {**rule, "judge": "vargen.decoding.acceptance.exact.exact", "topologies": ["chain"]}
-    assert same_spec({"drafter": lookup, "acceptance": exact, "topology": "chain"}, PRESETS["lookup"].spec())
-    shared = {**rule, "judge": "vargen.decoding.acceptance.exact.shared_noise", "topologies": ["chain", "tree"]}
-    old = {"drafter": None, "acceptance": shared, "topology": None}
-    assert same_spec(old, PRESETS["ar"].spec())
-    with pytest.deprecated_call():
-        changed = resolve_method("eagle-same:drawing=best,acceptance=exact,shape=3")
-    assert changed.spec() == resolve_method("eagle-gumbel:child_sampling=top-k,acceptance=speculative-sampling,shape=3").spec()

@@ -2,9 +2,7 @@
 
 import pytest
 
-from vargen import decoding
-from vargen.decoding import PRESETS, Replay, ScaleSchedule, Stage, VideoMethod, resolve_method
-from vargen.decoding.method import same_spec
+from vargen.decoding import PRESETS, resolve_method
 from vargen.decoding.presets import _parts, _settable
 
 
@@ -46,43 +44,3 @@ def test_a_method_is_called_as_it_was_written_and_a_bare_name_is_the_preset() ->
 def test_what_is_written_wrongly_is_refused(wrong: str) -> None:
     with pytest.raises(ValueError):
         resolve_method(wrong)
-
-
-@pytest.mark.parametrize(
-    ("text", "paradigm"), [("sdvg:fused=true", "video"), ("sdvg:commit=eager", "video"), ("code:temperature.1=2", "next-scale")]
-)
-def test_a_removed_setting_is_an_error_that_names_it(text: str, paradigm: str) -> None:
-    with pytest.raises(ValueError, match=r"was removed") as caught:
-        resolve_method(text, paradigm)
-    assert text.partition(":")[2].partition("=")[0] in str(caught.value)
-
-
-def test_old_names_still_work_with_a_warning() -> None:
-    with pytest.warns(DeprecationWarning, match="longest_run"):
-        assert resolve_method("sdvg:longest_run=4", "video").max_accepted_in_row == 4
-    with pytest.warns(DeprecationWarning, match="forced"):
-        method = VideoMethod(forced=(0, 2))
-    with pytest.warns(DeprecationWarning, match="forced"):
-        assert method.forced == method.target_blocks == (0, 2)
-    with pytest.warns(DeprecationWarning, match="View"):
-        assert decoding.View is decoding.BlockView
-    with pytest.raises(AttributeError, match="Window"):
-        _ = decoding.Window
-
-
-def test_specs_of_version_0_1_are_recognized() -> None:
-    old = {
-        "policy": {"name": "vargen.decoding.placements.Replay", "makers": ["draft"]},
-        "aggregate": "vargen.decoding.aggregators.lowest",
-        "forced": [0], "longest_run": None, "off_after": None, "off_blocks": 8, "refine": 0, "refine_margin": None,
-        "commit": {"name": "vargen.decoding.commits.Lazy", "most": 16}, "fused": False,
-    }  # fmt: skip
-    assert same_spec(old, VideoMethod(policy=Replay(("draft",))).spec())
-    assert not same_spec({**old, "fused": True}, VideoMethod(policy=Replay(("draft",))).spec())
-    rule = {"name": "vargen.decoding.acceptance.scales.ScaleRule", "judge": "vargen.decoding.acceptance.scales.joint"}
-    stage = {"name": "vargen.decoding.schedule.Stage", "model": "target", "guidance": 1.0, "temperature": 1.0, "top_k": None}
-    same = {"rule": {**rule, "exact": True, "drafts": 3}, "drafted": 0}
-    old = [{**stage, **same, "until": -2}, {**stage, **same, "until": None, "model": "draft"}]
-    code = ScaleSchedule(stages=(Stage(until=-2), Stage(model="draft")))
-    assert same_spec({"stages": old}, code.spec()) and not same_spec({"stages": old}, PRESETS["code"].spec())
-    assert not same_spec({"stages": [{**old[0], "drafted": 1}, old[1]]}, code.spec())

@@ -1,7 +1,5 @@
 """Decoding algorithms: loops and the parts that methods consist of. Independent of concrete models, files and prompts."""
 
-from typing import Any
-
 from vargen.decoding.harness import DecodeOutput, NonFiniteLogitsError, Progress
 from vargen.decoding.method import DEFAULT_METHOD, Method
 from vargen.decoding.next_scale.loop import decode_scales
@@ -62,7 +60,6 @@ from vargen.decoding.video.request import VideoBlock
 from vargen.decoding.video.routing import DraftView, LearnedRouting
 from vargen.decoding.video.scoring import BlockDecoder, BlockView, min_score
 from vargen.decoding.video.stats import BlockRecord, VideoStats
-from vargen.deprecation import find_renamed
 
 __all__ = [
     "DEFAULT_METHOD",
@@ -145,28 +142,3 @@ __all__ = [
     "speculative_sampling",
     "traversal",
 ]
-
-_RENAMED = {
-    "Auto": "AutoWindow",
-    "Block": "VideoBlock",
-    "Fixed": "FixedWindow",
-    "View": "BlockView",
-    "exact": "speculative_sampling",
-    "lowest": "min_score",
-}
-_REMOVED = {
-    "Adaptive": "use AutoWindow or a fixed width",
-    "AutoTree": "use a DynamicTree or a StaticTree",
-    "Eager": "use VideoMethod(lazy=False)",
-    "Lazy": "it is the default; VideoMethod(lazy=False) updates the cache after every block",
-    "LEFT_OUT": "schedules no longer skip scales",
-    "LowerQuantile": "pass your own function as VideoMethod(aggregate=...)",
-    "SKIPPED_TOKEN": "schedules no longer skip scales",
-    "Window": "models always attend to the blocks in their cache",
-    "last": "pass your own function as VideoMethod(aggregate=...)",
-    "mean": "pass your own function as VideoMethod(aggregate=...)",
-}
-
-
-def __getattr__(name: str) -> Any:
-    return find_renamed(__name__, name, _RENAMED, _REMOVED)

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from vargen.decoding.sampling import Sampling
 from vargen.decoding.stats import DecodeStats
-from vargen.deprecation import renamed_fields
 from vargen.device import normal_tensors
 from vargen.values import short_repr
 
@@ -30,7 +29,6 @@ class NonFiniteLogitsError(RuntimeError):
     """The model returned NaN or infinite logits; no image is returned."""
 
 
-@renamed_fields(accepted="num_committed")
 @dataclass
 class Progress:
     """State passed to a callback after each pass.

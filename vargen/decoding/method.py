@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, ClassVar, Literal
 
-from vargen.deprecation import RENAMED_FIELDS
 from vargen.values import short_repr
 
 DEFAULT_METHOD = "auto"  # default of pipelines, demo, and command line
@@ -70,7 +68,7 @@ def part_name(part: Any) -> str:
 def describe_part(part: Any) -> Any:
     """Describe `part` completely in plain values: scalars unchanged, dataclasses by class name and fields, functions by name.
 
-    Parts of vargen are named without their module, so that specs stay valid when code moves; `same_spec` handles older specs.
+    Parts of vargen are named without their module, so that specs stay valid when code moves.
 
     Raises:
         ValueError: if `part` is none of these.
@@ -88,77 +86,8 @@ def describe_part(part: Any) -> Any:
     )
 
 
-def same_spec(one: Any, other: Any) -> bool:
-    """Return whether two specs describe the same method. Accepts specs of vargen 0.1, which name the modules of parts."""
-    return _normalize_spec(one) == _normalize_spec(other)
-
-
 def _qualified_name(part: Any) -> str:
     return part.__qualname__ if part.__module__.startswith("vargen.") else f"{part.__module__}.{part.__qualname__}"
-
-
-# Values of `child_sampling` in vargen 0.1.
-RENAMED_SAMPLING = {
-    "best": "top-k",
-    "coupled": "shared-noise",
-    "independent": "with-replacement",
-    "sampled": "without-replacement",
-}
-# Names of parts in vargen 0.1, which occur in the specs of old run folders. Couplings named "independent" are renamed alike on
-# both sides.
-_RENAMED = {
-    **RENAMED_SAMPLING,
-    "Auto": "AutoWindow",
-    "Budget": "AdaptiveThreshold",
-    "Chance": "RandomShare",
-    "Fixed": "FixedWindow",
-    "Grouped": "GroupedRule",
-    "Neighbourhood": "NeighborhoodRule",
-    "Pooled": "PooledRule",
-    "Ratio": "RatioRule",
-    "RelativeToFirst": "RelativeThreshold",
-    "RunningQuantile": "QuantileThreshold",
-    "Typical": "TypicalRule",
-    "Unscored": "SingleModel",
-    "exact": "speculative_sampling",
-    "fresh": "independent-per-pass",
-    "joint": "joint_coupling",
-    "judged": "from-verdict",
-    "lowest": "min_score",
-    "replacement": "with-replacement",
-    "same_picture": "shared_noise",
-}
-# Fields of rules in vargen 0.1; those of other classes are in `RENAMED_FIELDS`.
-_RENAMED_RULE_FIELDS: dict[str, Mapping[str, str]] = {
-    "FunctionRule": {"judge": "function", "needs": "requires"},
-    "ScaleRule": {"judge": "verify", "drafts": "draft_noise"},
-}
-# Fields that only one of two versions has, and the value with which they change nothing.
-_NEUTRAL: dict[str, dict[str, Any]] = {
-    "": {"commit": {"name": "Lazy", "most": 16}, "exit_step": 0, "fused": False, "lazy": True, "refine_margin": None},
-    "Stage": {
-        "drafted": 0,
-        "num_drafted": 0,
-        "rule": {"name": "ScaleRule", "verify": "joint_coupling", "exact": True, "draft_noise": 3},
-        "temperature": 1.0,
-        "top_k": None,
-    },
-}
-
-
-def _normalize_spec(spec: Any) -> Any:
-    if isinstance(spec, str):
-        name = spec.rpartition(".")[2] if spec.startswith("vargen.") else spec
-        return _RENAMED.get(name, name)
-    if isinstance(spec, Mapping):
-        found = {name: _normalize_spec(value) for name, value in spec.items() if name != "topology"}  # that of the drafter
-        if "drafter" in found and found["drafter"] is None:
-            found["drafter"] = {"name": "Sequential"}
-        owner = str(found.get("name", ""))
-        renamed = {**RENAMED_FIELDS, **_RENAMED_RULE_FIELDS}.get(owner or "VideoMethod", {})  # only a whole method has no name
-        neutral = _NEUTRAL.get(owner, {})
-        return {renamed.get(k, k): v for k, v in found.items() if k not in neutral or v != neutral[k]}
-    return [_normalize_spec(each) for each in spec] if isinstance(spec, list | tuple) else spec
 
 
 def init_fields(part: Any) -> dict[str, Any]:

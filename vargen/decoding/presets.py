@@ -6,37 +6,19 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
-from vargen.decoding.method import RENAMED_SAMPLING, Method
+from vargen.decoding.method import Method
 from vargen.decoding.next_scale.presets import NEXT_SCALE_METHODS
 from vargen.decoding.next_scale.schedule import ScaleSchedule
 from vargen.decoding.next_token.accelerator import Accelerator
 from vargen.decoding.next_token.acceptance import RULES, FunctionRule
 from vargen.decoding.next_token.presets import NEXT_TOKEN_METHODS
 from vargen.decoding.video.presets import VIDEO_METHODS
-from vargen.deprecation import RENAMED_FIELDS, warn_renamed
 from vargen.specs import parse_spec
 from vargen.values import resolve_name, short_repr, suggest_names
 
 # Parts that a setting can select by name, keyed by the field that holds them.
 _NAMED: dict[str, Mapping[str, Any]] = {"acceptance": RULES}
 _NO_SETTINGS = ("name", "stages", "summary", "source", "experimental", "policy", "aggregate")
-# Settings of vargen 0.1 that were removed, and what to do instead.
-_REMOVED_SETTINGS = {
-    "aggregate": "it is the minimum over frames; pass a function as VideoMethod(aggregate=...)",
-    "commit": "use lazy=false to update the cache after every block",
-    "fused": "cache updates are passes of their own",
-    "refine_margin": "refine applies to every rejected draft",
-    "temperature": "a call's temperature applies to all stages",
-    "top_k": "a call's top_k applies to all stages",
-}
-_RENAMED_PRESETS = {"eagle-same": "eagle-gumbel"}  # names of vargen 0.1
-# Values of settings in vargen 0.1, by the name of the setting.
-_RENAMED_VALUES: dict[str, dict[str, str]] = {
-    "acceptance": {"exact": "speculative-sampling", "neighbourhood": "neighborhood"},
-    "child_sampling": RENAMED_SAMPLING,
-    "coupling": {"judged": "from-verdict"},
-    "drawing": RENAMED_SAMPLING,
-}
 _WORDS: Mapping[str, Any] = {"none": None, "true": True, "false": False}
 
 
@@ -73,14 +55,9 @@ def resolve_method(accelerator: Any, paradigm: str = "next-token") -> Any:
     given = accelerator
     if isinstance(accelerator, str):
         name, options = parse_spec(accelerator)
-        if name in _RENAMED_PRESETS:
-            new = _RENAMED_PRESETS[name]
-            warn_renamed(f"preset {name}", new)
-            accelerator = replace(PRESETS[new], name=name)  # under this name in run folders
-        elif name not in PRESETS:
+        if name not in PRESETS:
             raise ValueError(f"unknown accelerator {short_repr(name)}; {suggest_names(name, names)}")
-        else:
-            accelerator = PRESETS[name]
+        accelerator = PRESETS[name]
     if not isinstance(accelerator, Method):
         kinds = {Accelerator.paradigm: "an Accelerator", ScaleSchedule.paradigm: "a ScaleSchedule"}
         kind = kinds.get(paradigm, "a VideoMethod")
@@ -104,25 +81,14 @@ def _set(method: Any, options: Mapping[str, str]) -> Any:
     Raises:
         ValueError, TypeError: if a setting is unknown, or a part rejects its value.
     """
-    options = _rename_values(options)
     parts, whole = _parts(method, options)
     end = ".{}" if isinstance(method, ScaleSchedule) else ""
     allowed = {part: {field + end.format(part): field for field in _settable(value)} for part, value in parts.items()}
-    renamed = {
-        old + end.format(part): new + end.format(part)
-        for part, value in parts.items()
-        for old, new in RENAMED_FIELDS.get(type(value).__name__, {}).items()
-    }
     changes: dict[str, dict[str, Any]] = {part: {} for part in parts}
     for key, text in options.items():
         if key in whole:
             continue
-        if key in renamed:
-            warn_renamed(f"setting {key}", renamed[key])
-            key = renamed[key]
         owner = next((part for part in parts if key in allowed[part]), None)
-        if owner is None and (reason := _REMOVED_SETTINGS.get(key.partition(".")[0])) and not isinstance(method, Accelerator):
-            raise ValueError(f"setting {short_repr(key)} of {method.name} was removed: {reason}")
         if owner is None:
             names = sorted({*whole, *(key for each in allowed.values() for key in each)})
             known = f"{suggest_names(key, names)}; it has {', '.join(names)}" if names else "it has none"
@@ -139,15 +105,6 @@ def _set(method: Any, options: Mapping[str, str]) -> Any:
         return replace(method, stages=tuple(parts.values()))
     changed = parts.pop("", method)
     return replace(changed, **parts)
-
-
-def _rename_values(options: Mapping[str, str]) -> dict[str, str]:
-    """Return settings with the values of today, with a warning for each value of vargen 0.1."""
-    renamed = {name: _RENAMED_VALUES.get(name, {}).get(value, value) for name, value in options.items()}
-    for name, value in options.items():
-        if renamed[name] != value:
-            warn_renamed(f"{name}={value}", f"{name}={renamed[name]}", stacklevel=5)
-    return renamed
 
 
 def _parts(method: Any, options: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:

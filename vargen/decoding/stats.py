@@ -8,15 +8,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 from typing import Any
 
-from vargen.deprecation import renamed_fields
 
-
-@renamed_fields(
-    fed="passes_by_width",
-    draft_fed="draft_passes_by_width",
-    accepted_histogram="committed_histogram",
-    siblings="sibling_counts",
-)
 @dataclass
 class DecodeStats:
     """Statistics of one `decode` call.

@@ -167,7 +167,6 @@ class RunDirectory:
             ValueError: it holds a run with other settings, which are named, or other files; the folder is then unchanged.
             OSError: it cannot be written.
         """
-        from vargen.decoding.method import same_spec  # imports torch, which reading a run does not need
 
         settings = json.loads(json.dumps(settings))
         stored: dict[str, Any] = {}
@@ -176,7 +175,7 @@ class RunDirectory:
             fixed = [key for key in settings if key not in (*_EXTENDABLE, "methods")]
             pairs = {key: (stored.get(key), settings[key]) for key in fixed if stored.get(key) != settings[key]}
             for name, spec in settings["methods"].items():
-                if not same_spec(stored["methods"].get(name, spec), spec):
+                if stored["methods"].get(name, spec) != spec:
                     pairs[f"method {name}"] = stored["methods"][name], spec
             if pairs:
                 listed = "; ".join(f"{key} was {short_repr(old)}, now {short_repr(new)}" for key, (old, new) in pairs.items())

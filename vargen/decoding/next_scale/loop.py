@@ -21,11 +21,9 @@ from vargen.decoding.next_scale.schedule import ScaleSchedule, Stage
 from vargen.decoding.next_scale.state import FixedTokens, ImageState
 from vargen.decoding.presets import resolve_method
 from vargen.decoding.sampling import Sampling
-from vargen.deprecation import renamed_keywords
 from vargen.values import short_repr
 
 
-@renamed_keywords(given="fixed_scales", keep="fixed_tokens")
 @torch.no_grad()
 @without_autocast
 def decode_scales(

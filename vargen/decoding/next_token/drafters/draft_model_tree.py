@@ -21,7 +21,6 @@ from vargen.decoding.next_token.trees.expand import Frontier, grow_tree
 from vargen.decoding.next_token.trees.shapes import DynamicTree, TreeShape
 from vargen.decoding.noise import Noise
 from vargen.decoding.sampling import Sampling, to_probs
-from vargen.deprecation import renamed_fields
 
 
 @register_state
@@ -34,7 +33,6 @@ class DraftTreeState:
     num_tokens: int
 
 
-@renamed_fields(drawing="child_sampling")
 @dataclass(frozen=True)
 class SpeculativeTree(TreeDrafter):
     """Draft a tree with a smaller model, one of its passes per level.

@@ -22,7 +22,6 @@ from vargen.decoding.next_token.protocols import AutoregressiveHead, DraftHead, 
 from vargen.decoding.next_token.trees.expand import Frontier, grow_tree
 from vargen.decoding.noise import Noise
 from vargen.decoding.sampling import Sampling, to_probs
-from vargen.deprecation import renamed_fields
 
 
 @register_state
@@ -34,7 +33,6 @@ class EagleState:
     num_tokens: int
 
 
-@renamed_fields(drawing="child_sampling")
 @dataclass(frozen=True)
 class Eagle(HeadDrafter):
     """Draft chains and trees with an EAGLE layer, one of its passes per level; see `HeadDrafter`."""

@@ -18,7 +18,6 @@ from vargen.decoding.next_token.graphs import register_state
 from vargen.decoding.next_token.protocols import TokenModel
 from vargen.decoding.noise import Noise, Purpose
 from vargen.decoding.sampling import MIN_TEMPERATURE, RowSampling, Sampling
-from vargen.deprecation import renamed_fields
 from vargen.values import number_field, validate_fields
 
 
@@ -96,7 +95,6 @@ class LookupState:
     index: NGramIndex | None
 
 
-@renamed_fields(drafts="length", counted="max_matches", own="image_weight")
 @dataclass(frozen=True)
 class Lookup(ChainDrafter):
     """Draft what followed the same context earlier: two-dimensional n-gram lookup with retrieval.

@@ -21,7 +21,6 @@ from vargen.decoding.next_token.trees.expand import Frontier, grow_tree
 from vargen.decoding.next_token.trees.shapes import DynamicTree, TreeShape
 from vargen.decoding.noise import Noise
 from vargen.decoding.sampling import Sampling, to_probs
-from vargen.deprecation import renamed_fields
 
 
 @register_state
@@ -32,7 +31,6 @@ class MedusaState:
     num_tokens: int
 
 
-@renamed_fields(drawing="child_sampling")
 @dataclass(frozen=True)
 class Medusa(HeadDrafter):
     """Draft chains and trees with Medusa heads, at most as deep as there are heads; see `HeadDrafter`."""

@@ -17,7 +17,6 @@ from vargen.decoding.next_token.graphs import register_state
 from vargen.decoding.next_token.protocols import TokenModel
 from vargen.decoding.noise import Noise, Purpose
 from vargen.decoding.sampling import Sampling
-from vargen.deprecation import renamed_fields
 from vargen.values import number_field, validate_fields
 
 
@@ -35,7 +34,6 @@ class RecycleState:
     weights: Tensor
 
 
-@renamed_fields(drafts="length", kept="top_k")
 @dataclass(frozen=True)
 class Recycle(ChainDrafter):
     """Draft from the target's latest distribution after the same token (Luo et al. 2024, token recycling).
