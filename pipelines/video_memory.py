@@ -1,4 +1,4 @@
-"""Memory of a video model: where its text encoder is, and how many bytes a video needs, before anything is loaded."""
+"""Memory of a model: where a large text encoder is, and the bytes of weights and caches, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -8,17 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from vargen.adapters import Guidance
-from vargen.adapters.causal_video import CausalVideoBlockModel
-from vargen.adapters.video_settings import resolve_levels, resolve_setting
-from vargen.decoding.video.denoising import MAX_PENDING_BLOCKS
-from vargen.models.condition import Condition
-from vargen.models.live_bytes import LiveBytes
+from vargen.adapters.video_settings import resolve_setting
 from vargen.models.text_encoder import TEXT_ENCODERS
-from vargen.models.tokenizers.video_vae import StreamingDecoder
-from vargen.models.tokenizers.wan_vae import WanStreamingDecoder
 from vargen.models.transformers_folder import StoredNetwork
 from vargen.pipelines.loading import ModelFolder, default_dtype, resolve_dtypes, shared_component_folders
 
@@ -49,25 +41,19 @@ def weight_bytes(network: Any) -> int:
 
 @dataclass(frozen=True)
 class MemoryPrediction:
-    """Bytes that a stream of blocks needs on its device, by what needs them.
+    """Bytes that a model needs on its device. Activations and the state of a video's decoder come on top.
 
     Attributes:
-        weights: by component. A large text encoder leaves a GPU after the prompt.
-        caches: keys and values of the frames and the prompt, by transformer.
-        decoder: features that the decoder keeps from block to block.
-        prompt, denoising, decoding: maximum of each phase, with everything that is on the device meanwhile.
+        weights: by component. A text encoder of more than 1 GiB leaves a GPU after the prompt.
+        caches: keys and values of the frames and the prompt, by transformer; empty for models of images.
     """
 
     weights: Mapping[str, int]
     caches: Mapping[str, int]
-    decoder: int
-    prompt: int
-    denoising: int
-    decoding: int
 
     @property
-    def peak(self) -> int:
-        return max(self.prompt, self.denoising, self.decoding)
+    def total(self) -> int:
+        return sum(self.weights.values()) + sum(self.caches.values())
 
 
 def predict_memory(
@@ -76,65 +62,32 @@ def predict_memory(
     dtype: torch.dtype | None = None,
     num_blocks: int | None = None,
     window: int | None = None,
-    sinks: int | None = None,
 ) -> MemoryPrediction:
-    """Predict the memory of a video model from its configuration, by running a block without memory on the meta device.
-
-    It is that of a method that drafts, if the model can: all drafts are accepted until the target, whose cache waits for its
-    next block, is fed as many as it has room for. See `LiveBytes` for what is counted.
+    """Predict the memory of a model from its configuration; no weight is read.
 
     Args:
         folder: result of `vargen.pipelines.loading.validate_model_folder`.
         device: type of the device, which need not exist here.
         dtype: of the components that follow it. Default: the fastest of the device.
-        num_blocks, window, sinks: as in a call. Default: the checkpoint's.
+        num_blocks, window: of a video, as in a call. Default: the checkpoint's.
     """
     networks = _meta_networks(folder, dtype or default_dtype(folder.path, device))
     weights = {part: weight_bytes(network) for part, network in networks.items()}
-    encoder = weights.get("text_encoder", 0)
-    leaves = encoder if device != "cpu" and encoder > _LARGE else 0
-    total, stored = sum(weights.values()), folder.index.get("defaults")
+    if folder.family.pipeline.paradigm != "video":
+        return MemoryPrediction(weights, {})
+    stored = folder.index.get("defaults")
     blocks = resolve_setting(stored, "num_blocks") if num_blocks is None else num_blocks
     window = resolve_setting(stored, "window") if window is None else window
-    sinks = resolve_setting(stored, "sinks") if sinks is None else sinks
-    scale = float(resolve_setting(stored, "guidance"))
-    transformer = networks["transformer"]
-    rows = int(transformer.config.text_len or resolve_setting(stored, "caption_rows"))
-    condition = Condition(caption_embeds=torch.empty(1, rows, transformer.config.text_dim, device="meta"))
-    adapted = {"transformer": transformer}
-    if "draft_transformer" in networks:  # a transformer that drafts for itself has one cache
-        adapted["draft_transformer"] = networks["draft_transformer"]
-    with torch.no_grad(), LiveBytes(networks.values(), device) as live:
-        models = {
-            name: CausalVideoBlockModel(
-                network, resolve_levels(stored), guidance=Guidance(scale, negative=condition), window=window, sinks=sinks,
-                device=torch.device("meta"),
-            )
-            for name, network in adapted.items()
-        }  # fmt: skip
-        prompt = total + _encode(networks.get("text_encoder"), rows, live)
-        frames = blocks * models["transformer"].block_shape[0]
-        states = {name: model.start(condition, frames) for name, model in models.items()}
-        caches = {name: state.cache.nbytes + state.text.nbytes for name, state in states.items()}
-        drafts = "draft_transformer" in models
-        peaks = {}
-        for name, model in models.items():
-            live.peak = live.current
-            _denoise(model, states[name], min(MAX_PENDING_BLOCKS, blocks - 1) if drafts and name == "transformer" else 1)
-            peaks[name] = live.peak
-        denoising = max(peaks.values())
-        latents = torch.empty(1, *models["transformer"].block_shape, device="meta")
-        vae = networks["vae"]
-        decoder = vae if isinstance(vae, StreamingDecoder) else WanStreamingDecoder(vae)
-        _, state = decoder.decode_block(latents)
-        live.peak = live.current
-        kept = decoder.decode_block(latents, state)
-        decoding = live.peak
-        del kept
-    live_weights = total - leaves
-    return MemoryPrediction(
-        weights, caches, state.nbytes, prompt, live_weights + denoising + state.nbytes, live_weights + decoding
-    )
+    rows = 1 if float(resolve_setting(stored, "guidance")) == 1 else 2  # guidance has a second row
+    caches = {}
+    for part in ("transformer", "draft_transformer"):  # a transformer that drafts for itself has one cache
+        if part in networks:
+            network = networks[part]
+            geometry, text = network.geometry, network.config.text_len or resolve_setting(stored, "caption_rows")
+            frames = blocks * geometry.block_frames if window is None else window
+            held = frames * geometry.frame_tokens + text
+            caches[part] = 2 * network.config.num_layers * rows * held * network.config.dim * network.dtype.itemsize
+    return MemoryPrediction(weights, caches)
 
 
 def _meta_networks(folder: ModelFolder, dtype: torch.dtype) -> dict[str, Any]:
@@ -153,23 +106,3 @@ def _meta_networks(folder: ModelFolder, dtype: torch.dtype) -> dict[str, Any]:
                 network = kind.from_config(kind.load_config(place))
         found[part] = network.to(dtypes.get(part, dtypes["default"])).eval()
     return found
-
-
-def _encode(encoder: Any, rows: int, live: LiveBytes) -> int:
-    """Return the bytes that a text encoder needs for a prompt."""
-    if encoder is None:
-        return 0
-    live.peak = live.current
-    before = live.current
-    ids = torch.empty(1, rows, dtype=torch.int64, device="meta")
-    encoder(input_ids=ids, attention_mask=torch.empty_like(ids))
-    return live.peak - before
-
-
-def _denoise(model: CausalVideoBlockModel, state: Any, pending: int) -> None:
-    """Run the passes of a model that need most memory: finished blocks into the cache, and a step of the next block."""
-    noisy: Tensor = torch.empty(1, *model.block_shape, device="meta")
-    room = max(1, min(pending, model.free_frames(state) // model.block_shape[0]))
-    if pending:
-        model.forward(state, [torch.empty_like(noisy) for _ in range(room)])
-    model.forward(state, [], noisy, model.levels[0])

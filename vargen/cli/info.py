@@ -24,7 +24,7 @@ _JSON = typer.Option("--json", help="Print one JSON document.")
 def info(
     ctx: typer.Context,
     as_json: Annotated[bool, _JSON] = False,
-    model: Annotated[str | None, typer.Option(metavar="NAME", help="The memory that this video model needs, instead.")] = None,
+    model: Annotated[str | None, typer.Option(metavar="NAME", help="The memory that this model needs, instead.")] = None,
     device: Annotated[Device, typer.Option(help="With --model: where it would run; cuda needs no GPU here.")] = Device.auto,
 ) -> None:
     if ctx.invoked_subcommand is not None:
