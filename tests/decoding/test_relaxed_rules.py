@@ -19,7 +19,6 @@ from vargen.decoding import (
     JacobiTree,
     NeighborhoodRule,
     Noise,
-    RatioRule,
     Speculative,
     SpeculativeTree,
     StaticTree,
@@ -83,7 +82,7 @@ CASE = Case("1 x 4", 4)
 
 
 @pytest.mark.parametrize(
-    "rule", [*RELAXED_RULES.values(), RatioRule(3.0, tightening=0.7), GroupedRule(4, 1.0, tightening=1.0)], ids=str
+    "rule", [*RELAXED_RULES.values(), TypicalRule(0.5, 0.6, tightening=0.7), GroupedRule(4, 1.0, tightening=1.0)], ids=str
 )
 @pytest.mark.parametrize("drafter", [Jacobi(4, "maximal"), Speculative(3)], ids=["jacobi", "small model"])
 def test_images_are_no_further_from_the_target_than_was_reported(rule, drafter):
@@ -111,7 +110,7 @@ TREES = {
 
 @pytest.mark.parametrize("drafter", TREES.values(), ids=TREES)
 @pytest.mark.parametrize(
-    "rule", [RELAXED_RULES["grouped"], RELAXED_RULES["neighborhood by both"], RatioRule(2.0, tightening=0.7)], ids=str
+    "rule", [RELAXED_RULES["grouped"], RELAXED_RULES["neighborhood by both"], TypicalRule(0.5, 0.6, tightening=0.7)], ids=str
 )
 def test_images_of_trees_are_no_further_from_the_target_than_was_reported(rule, drafter):
     sum_reported(Accelerator(drafter=drafter, acceptance=rule))
@@ -136,7 +135,7 @@ def test_what_is_allowed_is_how_far_one_step_is_from_the_target() -> None:
     """With one position left to draft, the total variation is the mean relaxation."""
     model = TableModel(vocab=4, tokens=2, seed=1)
     model.draft_heads = {"eagle": TableEagle(TableModel(vocab=4, tokens=2, seed=9))}
-    method = Accelerator("x", Eagle(DynamicTree(nodes=1, depth=1, children=1)), RatioRule(2.0))
+    method = Accelerator("x", Eagle(DynamicTree(nodes=1, depth=1, children=1)), RELAXED_RULES["typical"])
     found = sum_pass(method, model)
     assert found.distance > 0.02 and abs(found.distance - found.relaxation) <= TOLERANCE
 
@@ -157,14 +156,6 @@ def test_a_tightening_rule_grants_late_drafts_exponentially_less(rule):
     assert all_alike.max() > 0.05
 
 
-def test_a_ratio_that_tightens_falls_towards_one():
-    """Granted beyond p / q, ratio w becomes 1 + (w - 1) exp(-nu i): Cool-SD's, but never below the exact rule."""
-    p, q = torch.tensor([0.1, 0.9]), torch.tensor([0.6, 0.4])
-    drafts = Siblings(p.expand(1, 3, 2), q.expand(1, 3, 2), torch.zeros(1, 3, dtype=torch.int64), torch.arange(1, 4)[None])
-    granted = RatioRule(2.0, tightening=0.5).relaxation(drafts, torch.arange(1, 4))
-    assert torch.allclose(granted[0] / (0.1 / 0.6), torch.tensor([math.exp(-0.5 * i) for i in range(3)]))
-
-
 # -- bad input --------------------------------------------------------------------------------------------------------
 
 
@@ -179,13 +170,12 @@ def test_a_ratio_that_tightens_falls_towards_one():
         (NeighborhoodRule, {"delta": 1.5}, "delta"),
         (NeighborhoodRule, {"ratio": None}, "ratio, delta"),
         (NeighborhoodRule, {"budget": -1.0}, "budget"),
-        (RatioRule, {"ratio": 0.9}, "ratio"),
-        (RatioRule, {"ratio": "2"}, "ratio"),
+        (NeighborhoodRule, {"ratio": "2"}, "ratio"),
         (TypicalRule, {"epsilon": 0.0}, "epsilon"),
         (TypicalRule, {"epsilon": 1.1}, "epsilon"),
         (TypicalRule, {"alpha": 0.0}, "alpha"),
         (TypicalRule, {"budget": float("inf")}, "budget"),
-        (RatioRule, {"tightening": -0.1}, "tightening"),
+        (TypicalRule, {"tightening": -0.1}, "tightening"),
         (GroupedRule, {"tightening": float("inf")}, "tightening"),
     ],
 )

@@ -14,7 +14,7 @@ from vargen.decoding.next_token.acceptance.function_rule import FunctionRule, ac
 from vargen.decoding.next_token.acceptance.grouped import GroupedRule
 from vargen.decoding.next_token.acceptance.neighborhood import NeighborhoodRule
 from vargen.decoding.next_token.acceptance.pooled import PooledRule
-from vargen.decoding.next_token.acceptance.relaxed import RatioRule, RelaxedRule, TypicalRule, cap_to_budget, sum_relaxation
+from vargen.decoding.next_token.acceptance.relaxed import RelaxedRule, TypicalRule, cap_to_budget, sum_relaxation
 from vargen.decoding.next_token.acceptance.siblings import SiblingDecision, SiblingRule, Siblings, verify_siblings
 from vargen.decoding.next_token.acceptance.tree_rules import k_seq, recursive_rejection, traversal
 from vargen.decoding.next_token.protocols import AcceptanceRule
@@ -30,7 +30,6 @@ RULES: dict[str, AcceptanceRule] = {
     "neighborhood": NeighborhoodRule(),
     "pooled": PooledRule(),
     "typical": TypicalRule(),
-    "ratio": RatioRule(),
 }
 
 __all__ = [
@@ -39,7 +38,6 @@ __all__ = [
     "GroupedRule",
     "NeighborhoodRule",
     "PooledRule",
-    "RatioRule",
     "RelaxedRule",
     "SiblingDecision",
     "SiblingRule",

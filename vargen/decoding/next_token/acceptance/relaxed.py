@@ -136,28 +136,6 @@ def sum_relaxation(spent: Tensor, verdict: Verdict, draft: Draft) -> Tensor:
 
 
 @dataclass(frozen=True)
-class RatioRule(RelaxedRule):
-    """Relaxed rule: accept a draft token x if u < ratio p(x) / q(x); a rejection samples from norm((p - q)+).
-
-    The simplest relaxed rule and the baseline at equal relaxation: it spends most on tokens that are likely under the target
-    and uses no other information. With `tightening` it is the rule of Cool-SD, whose ratio decreases with depth. Here it
-    decreases toward 1 and not below: a ratio below 1 rejects more than the exact rule, which adds bias for no gain.
-
-    Args:
-        ratio: at least 1; 1 is exact.
-        budget, tightening: see `RelaxedRule`.
-
-    Raises:
-        ValueError: if a value is out of range.
-    """
-
-    ratio: float = number_field(2.0, 1)
-
-    def accept_prob(self, p: Tensor, q: Tensor | None, tokens: Tensor) -> Tensor:
-        return self.ratio * gather_prob(p, tokens) / gather_prob(q, tokens).clamp_min(1e-30)
-
-
-@dataclass(frozen=True)
 class TypicalRule(RelaxedRule):
     """Relaxed rule: always accept a draft token x with p(x) > min(epsilon, alpha exp(-H)), H being the entropy of p in nats.
 
