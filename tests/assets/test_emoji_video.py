@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from vargen.decoding import PRESETS, Threshold, list_methods
+from vargen.evaluation.video import DRAFTS
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.registry import open_pipeline
 from vargen.scoring.frames import FrameScorer
@@ -65,14 +66,14 @@ def test_the_target_is_better_than_the_drafter_and_the_scorer_sees_it(
     def score(prompt: str, frames: torch.Tensor) -> float:
         return float(scorer.score(frames[::3], [pipe.scorer_prompt(prompt)] * len(frames[::3])).mean())
 
-    drafts = [frames_of(pipe, prompt, "draft", seed) for seed, prompt in enumerate(THINGS)]
+    drafts = [frames_of(pipe, prompt, DRAFTS, seed) for seed, prompt in enumerate(THINGS)]
     assert sum(score(prompt, videos[k]) > score(prompt, drafts[k]) for k, prompt in enumerate(THINGS)) >= 4
 
 
 @pytest.mark.parametrize("tau", [-math.inf, math.inf])
 def test_all_drafts_and_no_drafts_are_the_two_models_bit_for_bit(pipe: Any, tau: float) -> None:
     routed = replace(PRESETS["sdvg"], policy=Threshold(tau), target_blocks=())
-    alone = "draft" if tau < 0 else "target"
+    alone = DRAFTS if tau < 0 else "target"
     assert torch.equal(frames_of(pipe, "winking face", routed, 3, 2), frames_of(pipe, "winking face", alone, 3, 2))
 
 

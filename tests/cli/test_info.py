@@ -39,7 +39,7 @@ def test_presets(run: Any) -> None:
         set(preset) == {"name", "paradigm", "kind", "summary", "defaults", "source", "experimental"} for preset in document
     )
     core = run("info", "presets").stdout
-    assert " gumbel " in core and " chance " not in core and "--all" in core
+    assert " gumbel " in core and " early-exit " not in core and "--all" in core
     printed = run("info", "presets", "--all").stdout
     assert max(map(len, printed.splitlines())) <= 100, "wider than the terminals that people have"
     words = " ".join(printed.split())

@@ -30,9 +30,9 @@ def test_an_unknown_setting_names_the_known_ones(preset: str) -> None:
 def test_settings_of_every_family_reach_their_parts() -> None:
     assert resolve_method("gumbel:window=8").drafter.window == 8
     assert resolve_method("code:until.1=-3", "next-scale").stages[0].until == -3
-    made = resolve_method("sdvg:tau=2.5,max_accepted_in_row=4,target_blocks=0+3,lazy=false", "video")
-    assert (made.threshold, made.max_accepted_in_row, made.target_blocks, made.lazy) == (2.5, 4, (0, 3), False)
-    assert resolve_method("sdvg-quantile:reject=0.5", "video").policy.reject == 0.5
+    made = resolve_method("sdvg:tau=2.5,target_blocks=0+3,lazy=false", "video")
+    assert (made.threshold, made.target_blocks, made.lazy) == (2.5, (0, 3), False)
+    assert resolve_method("stride:every=4", "video").policy.every == 4
 
 
 def test_a_method_is_called_as_it_was_written_and_a_bare_name_is_the_preset() -> None:

@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 from rejects import rejects
-from tiny_video import LEVELS, condition, models, stream, transformer, video
+from tiny_video import LEVELS, Placed, condition, models, stream, transformer, video
 
 from vargen.adapters.causal_video import CausalVideoBlockModel
-from vargen.decoding import PRESETS, Replay, Stride, Threshold, VideoMethod
+from vargen.decoding import PRESETS, Stride, Threshold, VideoMethod
 from vargen.decoding.video.denoising import add_noise, make_block_noise
 from vargen.training.routing_tree import build_routing_tree
 
@@ -56,8 +56,8 @@ def test_exits_need_fewer_passes_and_no_small_model() -> None:
     made = stream("early-exit", 5, without_a_small_model())
     video(made)
     assert "".join(source[0] for source in made.stats.sources) == "tdddd"
-    replay = replace(PRESETS["early-exit"], policy=Replay(made.stats.sources), target_blocks=())
-    assert torch.equal(video(stream(replay, 5))[0], video(stream("early-exit", 5))[0])
+    placed = replace(PRESETS["early-exit"], policy=Placed("tdddd"), target_blocks=())
+    assert torch.equal(video(stream(placed, 5))[0], video(stream("early-exit", 5))[0])
 
 
 @pytest.mark.parametrize("exit_step", [None, 1])
@@ -66,8 +66,9 @@ def test_a_tree_contains_every_routed_video(exit_step: int | None) -> None:
     tree = build_routing_tree(model, condition(), 7, 4, exit_step)
     assert [len(block.target) for block in tree] == [1, 1, 2, 4]
     for choices in ((0, 1, 0, 1), (0, 0, 1, 1), (0, 1, 1, 0)):
-        sources = tuple(("target", "draft")[choice] for choice in choices)
-        made = stream(VideoMethod(policy=Replay(sources), exit_step=exit_step or 0), 4, model)
+        made = stream(
+            VideoMethod(policy=Placed("".join("td"[choice] for choice in choices)), exit_step=exit_step or 0), 4, model
+        )
         latents, row, past = video(made)[0].unflatten(0, (4, -1)), 0, None
         for number, (block, choice) in enumerate(zip(tree, choices, strict=True)):
             assert past is None or torch.equal(block.previous[row], past)
@@ -81,5 +82,3 @@ def test_bad_exits_are_named_before_anything_runs() -> None:
     for bad in (-1, 1.5):
         with pytest.raises(ValueError, match="exit_step"):
             VideoMethod(exit_step=bad)
-    with pytest.raises(ValueError, match="refine"):
-        VideoMethod(policy=Threshold(), exit_step=1, refine=2)

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from vargen.cli.main import app
 from vargen.decoding import PRESETS, BlockRecord, VideoStats
 from vargen.decoding.video.stats import BlockCosts, estimate_block_costs
-from vargen.evaluation.video import block_discontinuity, compare_video_methods, drift, flicker
+from vargen.evaluation.video import DRAFTS, block_discontinuity, compare_video_methods, drift, flicker
 from vargen.pipelines.registry import open_pipeline
 from vargen.scoring.protocol import to_scorer
 
@@ -77,7 +77,7 @@ def test_costs_are_medians_of_parts() -> None:
 
 def test_methods_are_compared_on_equal_prompts_and_seeds(model: str) -> None:
     pipe = open_pipeline(model)
-    methods = {name: PRESETS[name] for name in ("target", "draft", "stride")}
+    methods = {"target": PRESETS["target"], "draft": DRAFTS, "stride": PRESETS["stride"]}
     methods["sdvg"] = PRESETS["sdvg"].with_tau(99.0)
     scorer = to_scorer(brightness, "brightness")
     found = compare_video_methods(
@@ -92,7 +92,7 @@ def test_methods_are_compared_on_equal_prompts_and_seeds(model: str) -> None:
     assert all((row.predicted_over_measured_seconds or 0) > 0 for row in found.methods)
     assert len(found.frames["draft"]) == 1 and found.frames["draft"][0].shape == (6, 16, 16, 3)
     json.dumps(found.to_dict())
-    rejects(lambda: compare_video_methods(pipe, ["a"], {"draft": PRESETS["draft"]}), "baseline")
+    rejects(lambda: compare_video_methods(pipe, ["a"], {"draft": DRAFTS}), "baseline")
 
 
 def test_the_commands_write_tables_strips_and_reports(model: str, tmp_path: Path) -> None:

@@ -168,7 +168,7 @@ def test_calls_stop_when_asked(pipe: CausalVideoPipeline) -> None:
         ({"motion": 2}, "motion"),
         ({"prompt_schedule": {0: "a dog"}}, "prompt_schedule"),
         ({"prompt_schedule": {1: ""}}, "prompt_schedule"),
-        ({"prompt": None, "prompt_embeds": torch.zeros(1, 3, 7), "accelerator": "draft"}, "prompt_embeds"),
+        ({"prompt": None, "prompt_embeds": torch.zeros(1, 3, 7), "accelerator": "stride"}, "prompt_embeds"),
         ({"prompt": None, "prompt_embeds": torch.zeros(1, 3, 384)}, "give prompt, not prompt_embeds"),
     ],
 )

@@ -15,6 +15,7 @@ from tiny_video import randomised
 from tiny_video_folder import video_folder
 
 from vargen.assets import packaged_model_path
+from vargen.evaluation.video import DRAFTS
 from vargen.models.lora import CausalVideoLoRA
 from vargen.pipelines.causal_video import CausalVideoPipeline
 from vargen.pipelines.registry import open_pipeline
@@ -124,9 +125,9 @@ def with_loras(tmp_path: Path) -> CausalVideoPipeline:
     return opened
 
 
-@pytest.mark.parametrize("accelerator", ["target", "draft", "sdvg:tau=-9"])
+@pytest.mark.parametrize("accelerator", ["target", DRAFTS, "sdvg:tau=-9"], ids=lambda each: getattr(each, "name", each))
 def test_loras_are_used_for_videos_that_start_from_an_image(
-    pipe: CausalVideoPipeline, with_loras: CausalVideoPipeline, accelerator: str
+    pipe: CausalVideoPipeline, with_loras: CausalVideoPipeline, accelerator: Any
 ) -> None:
     def frames(opened: CausalVideoPipeline, image: Any) -> torch.Tensor:
         generator = torch.Generator().manual_seed(3)

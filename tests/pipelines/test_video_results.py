@@ -7,15 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_video import Placed
 from tiny_video_folder import HOW, video_folder
 
 from vargen import open_pipeline
-from vargen.decoding import Replay, VideoMethod
+from vargen.decoding import VideoMethod
 from vargen.decoding.video.denoising import make_block_noise
 from vargen.pipelines.causal_video import CausalVideoPipeline
 
 PROMPT, BLOCKS, FRAMES = "a waving cat", 6, 2
-MIXED = VideoMethod(policy=Replay(("target", "draft", "draft", "target", "draft", "target")), target_blocks=())
+MIXED = VideoMethod(policy=Placed("tddtdt"), target_blocks=())
 SAMPLING: dict[str, dict[str, Any]] = {
     "fresh noise": {},
     "velocity, guidance": {"euler": True, "levels": [1.0, 0.8, 0.3], "guidance": 2.0},

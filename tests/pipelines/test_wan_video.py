@@ -20,6 +20,7 @@ from tiny_wan import SIZE, TARGET, TEXT, VAE_22, official_files, save_self_forci
 from vargen import open_pipeline
 from vargen.convert.causal_video import convert_causal_video
 from vargen.decoding import PRESETS
+from vargen.evaluation.video import DRAFTS
 from vargen.pipelines import video_memory
 from vargen.pipelines.loading import validate_model_folder
 from vargen.pipelines.registry import inspect_model
@@ -92,7 +93,7 @@ def test_a_folder_says_what_it_is(folder: Path, pipe: Any) -> None:
 
 def test_infinite_thresholds_are_the_drafter_and_the_target(pipe: Any) -> None:
     everywhere = replace(PRESETS["sdvg"], target_blocks=())
-    target, draft = frames(pipe, "target"), frames(pipe, "draft")
+    target, draft = frames(pipe, "target"), frames(pipe, DRAFTS)
     assert torch.equal(frames(pipe, everywhere, tau=math.inf), target)
     assert torch.equal(frames(pipe, everywhere, tau=-math.inf), draft) and not torch.equal(target, draft)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from vargen.adapters.causal_video import CausalVideoBlockModel
 from vargen.decoding import BlockStream, BlockView, VideoMethod, decode_video
 from vargen.decoding.video.denoising import shifted_levels
+from vargen.decoding.video.policies import Policy, PolicyState
 from vargen.models.causal_video import CausalVideoTransformer
 from vargen.models.condition import Condition
 from vargen.models.tokenizers.preview_decoder import PreviewDecoder
@@ -20,6 +22,25 @@ SHAPE = {
     "text_mask": True, "freq_dim": 16,
 }  # fmt: skip
 LEVELS = shifted_levels()
+
+
+@dataclass(frozen=True)
+class Placed(Policy):
+    """Generates each block as it is told: `"d"` by the small model, others and later ones by the target."""
+
+    makers: str
+
+    def start(self, seed: int) -> PolicyState:
+        return _PlacedState(self.makers)
+
+
+class _PlacedState(PolicyState):
+    def __init__(self, makers: str):
+        super().__init__()
+        self.makers = makers
+
+    def should_draft(self, block: int) -> bool:
+        return self.makers[block : block + 1] == "d"
 
 
 def randomised(network: torch.nn.Module, seed: int, scale: float = 0.3) -> torch.nn.Module:

@@ -40,20 +40,21 @@ class VideoComparisonOptions:
 
 
 def select_video_methods(options: VideoComparisonOptions) -> dict[str, Any]:
-    """Return the methods by name, the baseline first; by default all that the model supports.
+    """Return the methods by name, the baseline first; by default all that the model supports, and its drafts alone.
 
     Raises:
         ValueError: for a method that is unknown or that the model does not support.
     """
     from vargen.decoding import list_methods, resolve_method
+    from vargen.evaluation.video import DRAFTS
     from vargen.pipelines.registry import inspect_model, pipeline_class
     from vargen.specs import split_specs
 
     model = inspect_model(options.model)
     kind = pipeline_class(model.pipeline)
     names = split_specs(options.methods or [])
-    found = {name: resolve_method(name, kind.paradigm) for name in (kind.baseline, *names)}
-    for method in () if names else list_methods(kind.paradigm):
+    found = {name: DRAFTS if name == DRAFTS.name else resolve_method(name, kind.paradigm) for name in (kind.baseline, *names)}
+    for method in () if names else (*list_methods(kind.paradigm), DRAFTS):
         try:
             kind.validate_method_for(model, method)
         except ValueError as error:

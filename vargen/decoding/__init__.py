@@ -44,16 +44,7 @@ from vargen.decoding.sampling import Sampling
 from vargen.decoding.stats import DecodeStats
 from vargen.decoding.video.loop import BlockStream, NonFiniteLatentsError, decode_video
 from vargen.decoding.video.method import VideoMethod
-from vargen.decoding.video.policies import (
-    AdaptiveThreshold,
-    QuantileThreshold,
-    RandomShare,
-    RelativeThreshold,
-    Replay,
-    SingleModel,
-    Stride,
-    Threshold,
-)
+from vargen.decoding.video.policies import SingleModel, Stride, Threshold
 from vargen.decoding.video.protocols import BlockModel
 from vargen.decoding.video.request import VideoBlock
 from vargen.decoding.video.routing import DraftView, LearnedRouting
@@ -65,7 +56,6 @@ __all__ = [
     "PRESETS",
     "Accelerator",
     "AcceptanceRule",
-    "AdaptiveThreshold",
     "AutoWindow",
     "AutoregressiveHead",
     "BlockDecoder",
@@ -101,12 +91,8 @@ __all__ = [
     "PooledRule",
     "Progress",
     "Purpose",
-    "QuantileThreshold",
-    "RandomShare",
     "Recycle",
-    "RelativeThreshold",
     "RelaxedRule",
-    "Replay",
     "Sampling",
     "ScaleModel",
     "ScaleSchedule",

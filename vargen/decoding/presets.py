@@ -38,7 +38,7 @@ def resolve_method(accelerator: Any, paradigm: str = "next-token") -> Any:
     """Return the method for a method string or preset name, or the given method object itself.
 
     Settings after the name change the method's parts: the drafter and rule, `gsd:budget=5,window=24`; the stages of a schedule,
-    by number, `code:until.1=-3`; a video method and its policy, `sdvg:tau=2,refine=2`. `acceptance` replaces the rule of
+    by number, `code:until.1=-3`; a video method and its policy, `sdvg:tau=2,lazy=false`. `acceptance` replaces the rule of
     the preset by one of `RULES`: `scd:acceptance=typical,alpha=0.2,budget=5`. The resulting method is named by the string as
     written.
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vargen.decoding import VideoMethod, VideoStats
+from vargen.decoding import SingleModel, VideoMethod, VideoStats
 from vargen.decoding.video.stats import BlockCosts, estimate_block_costs, mean_acceptance
 from vargen.evaluation.features import Extractor
 from vargen.evaluation.metrics import frechet_distance
@@ -23,6 +23,8 @@ from vargen.evaluation.reference_statistics import FeatureStatistics
 from vargen.scoring.protocol import Scorer, score_images
 
 ProgressCallback = Callable[[int, int], None]
+# All blocks by the small model: the lower end of a comparison, under the name `draft`.
+DRAFTS = VideoMethod("draft", policy=SingleModel(draft=True), target_blocks=())
 
 
 @dataclass

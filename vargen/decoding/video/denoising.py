@@ -146,21 +146,17 @@ class BlockGenerator:
 
     # -- denoising -------------------------------------------------------------------------------------------------------------
 
-    def generate(
-        self, noise: Callable[[int], Tensor], first: int = 0, draft: Tensor | None = None, last: int | None = None
-    ) -> Tensor:
+    def generate(self, noise: Callable[[int], Tensor], last: int | None = None) -> Tensor:
         """Denoise the block after the finished ones: latents float32 `[1, F, C, Y, X]`.
 
         Args:
             noise: function of the step; see `make_block_noise`.
-            first: the step to start with.
-            draft: latents to which noise is added to the level of that step; None starts from noise.
             last: the number of steps after which to return the clean estimate; None for all. `resume` runs the others.
         """
         self.update_cache()
         self.estimates = []
-        self.noisy = noise(0) if draft is None else add_noise(draft, noise(first), self.model.levels[first])
-        return self._denoise(noise, first, len(self.model.levels) if last is None else last)
+        self.noisy = noise(0)
+        return self._denoise(noise, 0, len(self.model.levels) if last is None else last)
 
     def resume(self, noise: Callable[[int], Tensor]) -> Tensor:
         """Run the remaining steps of a block that `generate` left early."""

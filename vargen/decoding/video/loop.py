@@ -168,14 +168,7 @@ class BlockStream(Iterator[VideoBlock]):
                 record.source = "draft"
                 return draft, self._accept(draft, record)
             self._verifier.discard()
-        first = self.method.refine if draft is not None and bool(draft.isfinite().all()) else 0
-        if draft is not None and self.method.exit_step:
-            latents = self._resume()
-        else:
-            latents = self._denoise("target", first, draft if first else None)
-        record.source = "refined" if first else "target"
-        if record.number == 0 and self.method.policy.needs_reference_score:
-            record.score, record.scores, record.failure = self._verifier.score_latents(0, latents, self._clock)
+        latents = self._resume() if draft is not None and self.method.exit_step else self._denoise("target")
         return latents, self._accept(latents, record)
 
     def _should_draft(self, record: BlockRecord) -> bool:
@@ -185,12 +178,12 @@ class BlockStream(Iterator[VideoBlock]):
             record.outcome = reason
         return reason is None
 
-    def _denoise(self, name: str, first: int = 0, draft: Tensor | None = None, last: int | None = None) -> Tensor:
+    def _denoise(self, name: str, last: int | None = None) -> Tensor:
         generator = self._generators()[name]
         with self._clock.measure("commit"):
             generator.update_cache()
         with self._clock.measure(name):
-            return generator.generate(self._noise(), first, draft, last)
+            return generator.generate(self._noise(), last)
 
     def _resume(self) -> Tensor:
         assert self.target is not None
@@ -276,7 +269,7 @@ def decode_video(
     Raises:
         ValueError: if the method is unknown or cannot run on these models, or a number is out of range.
         TypeError: if an argument has the wrong type.
-        NonFiniteLatentsError: during iteration, if latents of the target are not finite, or of a draft in the method `draft`.
+        NonFiniteLatentsError: during iteration, if latents of the target are not finite, or of a draft of `SingleModel`.
     """
     if isinstance(model, type) or not isinstance(model, BlockModel):
         raise TypeError(f"model must be a BlockModel, got {short_repr(model)}")

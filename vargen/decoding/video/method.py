@@ -16,12 +16,7 @@ from vargen.values import parse_int, short_repr
 _ALWAYS: Policy = SingleModel()
 
 
-@renamed_fields(
-    forced="target_blocks",
-    longest_run="max_accepted_in_row",
-    off_after="pause_after_rejections",
-    off_blocks="pause_blocks",
-)
+@renamed_fields(forced="target_blocks")
 @dataclass(frozen=True)
 class VideoMethod(Method):
     """A method for block-wise video models.
@@ -30,11 +25,6 @@ class VideoMethod(Method):
         policy: which blocks are drafted, and which drafts are accepted.
         aggregate: reduces scores of frames to one number.
         target_blocks: blocks that the target always generates; block 0 sets the composition of the video.
-        max_accepted_in_row: after this many consecutive accepted drafts, the target generates a block, which bounds drift;
-            None: no limit.
-        pause_after_rejections: after this many consecutive rejections, drafting pauses for `pause_blocks` blocks; None: never.
-        refine: the target finishes a rejected draft from this step, after noise is added to the level of that step; 0 generates
-            the block from noise.
         exit_step: the draft is the target's own clean estimate after this many steps, and a rejected block goes on from there;
             no small model is needed. 0: the small model drafts.
         lazy: whether the target's cache is updated only when the target is needed, instead of after every block.
@@ -46,10 +36,6 @@ class VideoMethod(Method):
     policy: Policy = _ALWAYS
     aggregate: Aggregator = min_score
     target_blocks: tuple[int, ...] = (0,)
-    max_accepted_in_row: int | None = None
-    pause_after_rejections: int | None = None
-    pause_blocks: int = 8
-    refine: int = 0
     exit_step: int = 0
     lazy: bool = True
     paradigm: ClassVar[Literal["video"]] = "video"
@@ -64,15 +50,8 @@ class VideoMethod(Method):
         if not isinstance(blocks, tuple | list) or any(parse_int(block, 0) is None for block in blocks):
             raise ValueError(f"target_blocks must be numbers of blocks, from 0, got {short_repr(blocks)}")
         object.__setattr__(self, "target_blocks", tuple(blocks))
-        limits = {"max_accepted_in_row": 1, "pause_after_rejections": 1, "pause_blocks": 1, "refine": 0, "exit_step": 0}
-        for name, least in limits.items():
-            value = getattr(self, name)
-            if parse_int(value, least) is None and not (
-                value is None and name in ("max_accepted_in_row", "pause_after_rejections")
-            ):
-                raise ValueError(f"{name} must be a whole number of at least {least}, got {short_repr(value)}")
-        if self.refine and self.exit_step:
-            raise ValueError(f"refine must be 0 with an exit_step, got {self.refine}: a rejected estimate is refined anyway")
+        if parse_int(self.exit_step, 0) is None:
+            raise ValueError(f"exit_step must be a whole number of at least 0, got {short_repr(self.exit_step)}")
         if not isinstance(self.lazy, bool):
             raise TypeError(f"lazy must be True or False, got {short_repr(self.lazy)}")
 
@@ -87,7 +66,7 @@ class VideoMethod(Method):
 
     @property
     def needs_scorer(self) -> bool:
-        return self.policy.needs_scores or self.policy.needs_reference_score
+        return self.policy.needs_scores
 
     @property
     def kind(self) -> Literal["exact", "relaxed"]:
@@ -122,9 +101,8 @@ class VideoMethod(Method):
                 f"the drafter's blocks have latents {list(draft.block_shape)}, the target's {list(model.block_shape)} "
                 "[F, C, Y, X]: latents cross between them, so they must be equal"
             )
-        for name in ("refine", "exit_step"):
-            if (step := getattr(self, name)) >= len(model.levels) and step:
-                raise ValueError(f"{name} must be below the target's {len(model.levels)} steps, got {step}")
+        if self.exit_step and self.exit_step >= len(model.levels):
+            raise ValueError(f"exit_step must be below the target's {len(model.levels)} steps, got {self.exit_step}")
         if self.needs_scorer and not has_scorer:
             raise ValueError(f"accelerator {self.name!r} needs a scorer, and none is given")
         if self.policy.needs_router and not has_router:
@@ -155,7 +133,7 @@ def _list_fields(part: Any) -> dict[str, Any]:
 
 
 class VideoDecisions:
-    """Decisions of a method in one video: those of its policy, within the limits that the method sets.
+    """Decisions of a method in one video: those of its policy, except for blocks that are always the target's.
 
     Attributes:
         policy: state of the policy.
@@ -163,25 +141,13 @@ class VideoDecisions:
 
     def __init__(self, method: VideoMethod, seed: int):
         self.method, self.policy = method, method.policy.start(seed)
-        self._accepted_in_row = self._rejected_in_row = self._paused_blocks = 0
 
     def reason_not_to_draft(self, block: int) -> BlockOutcome | None:
         """Return the outcome to record if the block is not drafted; None if it is."""
-        method = self.method
-        limit = method.max_accepted_in_row
-        if block in method.target_blocks or (limit is not None and self._accepted_in_row >= limit):
+        if block in self.method.target_blocks:
             return "forced"
-        return "undrafted" if self._paused_blocks or not self.policy.should_draft(block) else None
+        return None if self.policy.should_draft(block) else "undrafted"
 
     def observe(self, record: BlockRecord) -> None:
-        """Update the policy and the counts with a finished block."""
+        """Update the policy with a finished block."""
         self.policy.observe(record)
-        self._accepted_in_row = self._accepted_in_row + 1 if record.outcome == "accepted" else 0
-        if record.outcome == "undrafted":
-            self._paused_blocks = max(0, self._paused_blocks - 1)
-        if record.outcome in ("accepted", "rejected"):
-            self._rejected_in_row = self._rejected_in_row + 1 if record.outcome == "rejected" else 0
-            limit = self.method.pause_after_rejections
-            if limit is not None and self._rejected_in_row >= limit:
-                # One rejection after a pause starts the next one.
-                self._paused_blocks, self._rejected_in_row = self.method.pause_blocks, limit - 1

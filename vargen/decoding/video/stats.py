@@ -10,8 +10,7 @@ from typing import Any, Literal
 
 from vargen.deprecation import renamed_attribute, renamed_fields
 
-BLOCK_SOURCES = ("target", "draft", "refined")
-BlockSource = Literal["target", "draft", "refined"]
+BlockSource = Literal["target", "draft"]
 BlockOutcome = Literal["accepted", "rejected", "forced", "undrafted"]
 
 
@@ -23,11 +22,10 @@ class BlockRecord:
     Attributes:
         number: from 0.
         seed: of the video; with `number` it determines the noise of the block.
-        source: of the latents: the target, the draft (of the small model, or an early estimate of the target), or the draft
-            refined by the target.
+        source: of the latents: the target, or the draft (of the small model, or an early estimate of the target).
         outcome: of the draft: accepted or rejected; forced if the target had to generate the block; undrafted if the
-            policy, or a series of rejections, skipped drafting.
-        score: of the draft (or of the target's block if that was scored); None if nothing was scored.
+            policy skipped drafting.
+        score: of the draft; None if nothing was scored.
         scores: by frame.
         tau: the threshold it was compared with; None if there was none.
         passes: by model, `target` and `draft`, including cache updates.
@@ -80,7 +78,7 @@ class VideoStats:
 
     @property
     def sources(self) -> tuple[BlockSource, ...]:
-        """Source of each block; see `Replay`."""
+        """Source of each block."""
         return tuple(record.source for record in self.blocks)
 
     @property
