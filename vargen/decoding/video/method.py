@@ -10,13 +10,11 @@ from vargen.decoding.video.policies import Policy, SingleModel, validate_thresho
 from vargen.decoding.video.protocols import BlockModel
 from vargen.decoding.video.scoring import Aggregator, min_score
 from vargen.decoding.video.stats import BlockOutcome, BlockRecord
-from vargen.deprecation import renamed_fields
 from vargen.values import parse_int, short_repr
 
 _ALWAYS: Policy = SingleModel()
 
 
-@renamed_fields(forced="target_blocks")
 @dataclass(frozen=True)
 class VideoMethod(Method):
     """A method for block-wise video models.

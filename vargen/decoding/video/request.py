@@ -13,7 +13,6 @@ from vargen.decoding.video.protocols import BlockModel
 from vargen.decoding.video.routing import DraftRouter
 from vargen.decoding.video.scoring import BlockDecoder, BlockScorer
 from vargen.decoding.video.stats import BlockRecord
-from vargen.deprecation import renamed_attribute
 from vargen.values import parse_int, short_repr
 
 MAX_BLOCKS = 1_000_000
@@ -45,8 +44,6 @@ class VideoBlock:
     latents: Tensor
     frames: Tensor
     record: BlockRecord
-
-    row = renamed_attribute("row", "record")
 
     def __repr__(self) -> str:
         latents, frames = list(self.latents.shape), list(self.frames.shape)

@@ -8,13 +8,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from vargen.deprecation import renamed_attribute, renamed_fields
-
 BlockSource = Literal["target", "draft"]
 BlockOutcome = Literal["accepted", "rejected", "forced", "undrafted"]
 
 
-@renamed_fields(maker="source", verdict="outcome", fed="blocks_fed", note="failure")
 @dataclass
 class BlockRecord:
     """Record of one block of a video.
@@ -73,8 +70,6 @@ class VideoStats:
     seconds: float = 0.0
     stopped: bool = False
     threads: int = 1
-
-    makers = renamed_attribute("makers", "sources")
 
     @property
     def sources(self) -> tuple[BlockSource, ...]:
