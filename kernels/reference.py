@@ -33,7 +33,6 @@ def tree_attention(
     prefix_bias_RP: Tensor,
     parents: Sequence[Sequence[int]],
     earlier: int = 0,
-    start_R: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
     """Attention `[R, T, H, K]`, computed query by query. A query without visible keys gets zeros.
@@ -48,8 +47,7 @@ def tree_attention(
         base = P + int(length_R[row])
         for t in range(T):
             seen = [*range(base), *(base + slot for slot in sorted(ancestors_of(parents[row], earlier + t)))]
-            low = 0 if start_R is None else int(start_R[row])
-            seen = [slot for slot in seen if low <= slot < k_RGSK.shape[2]]
+            seen = [slot for slot in seen if slot < k_RGSK.shape[2]]
             bias = torch.zeros(len(seen), dtype=dtype)
             for index, slot in enumerate(seen):
                 if slot < P:
@@ -64,14 +62,12 @@ def tree_attention(
 
 def probabilities(
     logits: Tensor,
-    unconditional: Tensor | None = None,
-    scale: float = 1.0,
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float = 1.0,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
-    """Probabilities `[rows, V]` by sorting each row: guidance, temperature, top-k, top-p, softmax, as in `to_probs`.
+    """Probabilities `[rows, V]` by sorting each row: temperature, top-k, top-p, softmax, as in `to_probs`.
 
     Top-k keeps all values equal to the k-th largest. Top-p keeps the most probable of the k largest (exactly k) up to and
     including the one at which their sum exceeds p, and all values equal to that one. NaN and infinite logits count as -inf; a
@@ -79,9 +75,6 @@ def probabilities(
     """
     out = torch.zeros(logits.shape, dtype=dtype)
     for row, z in enumerate(logits.to(dtype)):
-        if unconditional is not None:
-            u = unconditional[row].to(dtype)
-            z = u + scale * (z - u)
         z = z / temperature
         z = torch.where(z.isfinite(), z, -torch.inf)
         if not z.isfinite().any():

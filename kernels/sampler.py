@@ -1,18 +1,15 @@
-"""Sampling from logits in one launch: guidance, temperature, top-k, top-p, softmax and the choice of a token, in this order.
+"""Probabilities from logits in one launch: temperature, top-k, top-p and softmax, in this order; and Gumbel-max sampling.
 
-`_sample`, grid `(rows,)`: a program owns one row of V logits (and the corresponding unconditional row) and keeps it in
-registers. The thresholds of the filters are found exactly by bisection, without sorting. Ties are kept: all logits equal to the
-k-th largest, and all equal to the one at which the sum of the k most probable exceeds p, as in
-`vargen.decoding.sampling.filter_logits`. The token is sampled by Gumbel-max, argmax p / E, with the counter-based noise
-of (seed, position, purpose, step); ties go to the smallest index. For this the row is read again in pieces, from a cache,
-because noise for the whole row would not fit in registers.
+`_filter`, grid `(rows,)`: a program owns one row of V logits and keeps it in registers. The thresholds of the filters are found
+exactly by bisection, without sorting. Ties are kept: all logits equal to the k-th largest, and all equal to the one at which
+the sum of the k most probable exceeds p, as in `vargen.decoding.sampling.filter_logits`.
 
-NaN and infinite logits have probability 0 and are never sampled. Their row is flagged, so that the caller can reject it. A row
-without finite logits gets probabilities of 0 and token 0.
+NaN and infinite logits have probability 0. A row without finite logits gets probabilities of 0.
 
-`_gumbel_max`, grid `(rows,)`: the same sampling from given probabilities.
+`_gumbel_max`, grid `(rows,)`: the token argmax p / E, with the counter-based noise of (seed, position, purpose, step); ties go
+to the smallest index.
 
-Bytes moved per row: V logits once (twice under guidance), and 4 V for probabilities if requested.
+Bytes moved per row: V logits once, and 4 V for probabilities.
 """
 
 from __future__ import annotations
@@ -34,59 +31,36 @@ _PIECE = tl.constexpr(1024)  # elements of a row for which noise is computed at 
 
 
 @triton.jit
-def _scale_logits(logits_ptr, unconditional_ptr, at, inside, scale, temperature, GUIDED: tl.constexpr):
-    """Guided logits divided by the temperature, float32."""
-    z = tl.load(logits_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    if GUIDED:
-        u = tl.load(unconditional_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        z = u + scale * (z - u)
-    return tl.math.div_rn(z, temperature + tl.zeros_like(z))
-
-
-@triton.jit
 def _update_best(ratio, first, best, token):
     """Update the maximum with the piece that begins at token `first`."""
     piece = tl.max(ratio, 0)
     return tl.maximum(best, piece), tl.where(piece > best, first + tl.argmax(ratio, 0), token)
 
 
-@triton.jit(do_not_specialize=["T", "step", "k"])
-def _sample(
+@triton.jit(do_not_specialize=["k"])
+def _filter(
     logits_ptr,  # [rows, V]
-    unconditional_ptr,  # [rows, V]; not read without GUIDED
-    seeds_ptr,  # int64 [rows / T]; this and the next are not read without SAMPLE
-    position_ptr,  # int64 [rows]
-    probs_ptr,  # float32 [rows, V], written with WRITE_PROBS
-    token_ptr,  # int64 [rows], written with SAMPLE
-    non_finite_ptr,  # int32 [rows]
-    T,
-    step,
-    scale,
+    probs_ptr,  # float32 [rows, V]
     temperature,
     k,
     p,
     V: tl.constexpr,
     BLOCK: tl.constexpr,
-    GUIDED: tl.constexpr,
     TOP_K: tl.constexpr,
     TOP_P: tl.constexpr,
-    WRITE_PROBS: tl.constexpr,
-    SAMPLE: tl.constexpr,
-    PURPOSE: tl.constexpr,
 ):
     row = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
     inside = lane < V
     begin = row.to(tl.int64) * V
-    z = _scale_logits(logits_ptr, unconditional_ptr, begin + lane, inside, scale, temperature, GUIDED)
+    z = tl.load(logits_ptr + begin + lane, mask=inside, other=0.0).to(tl.float32)
+    z = tl.math.div_rn(z, temperature + tl.zeros_like(z))
     finite = tl.abs(z) < float("inf")  # False for NaN
-    tl.store(non_finite_ptr + row, tl.max((~finite & inside).to(tl.int32), 0))
     z = tl.where(finite & inside, z, float("-inf"))
     most = tl.max(z, 0)
     most = tl.where(most > float("-inf"), most, 0.0)
     weight = tl.exp2((z - most) * _LOG2E)
 
-    least = -0x7FFFFFFF
     if TOP_K or TOP_P:
         key = to_ordered_key(z, inside)
         least = tl.min(tl.where(inside, key, 0x7FFFFFFF), 0)
@@ -103,21 +77,7 @@ def _sample(
 
     total = tl.sum(weight, 0)
     total = tl.where(total > 0, total, 1.0)
-    if WRITE_PROBS:
-        tl.store(probs_ptr + begin + lane, weight / total, mask=inside)
-    if SAMPLE:
-        noise_key = make_noise_key(tl.load(seeds_ptr + row // T), tl.load(position_ptr + row), PURPOSE, step)
-        best, token = -1.0, 0
-        for first in range(0, V, _PIECE):
-            at = first + tl.arange(0, _PIECE)
-            there = at < V
-            x = _scale_logits(logits_ptr, unconditional_ptr, begin + at, there, scale, temperature, GUIDED)
-            kept = there & (tl.abs(x) < float("inf"))
-            if TOP_K or TOP_P:
-                kept &= to_ordered_key(x, there) >= least
-            won = tl.exp2((tl.where(kept, x, float("-inf")) - most) * _LOG2E) / total / exponential_from_key(noise_key, at)
-            best, token = _update_best(tl.where(there, won, -1.0), first, best, token)
-        tl.store(token_ptr + row, token)
+    tl.store(probs_ptr + begin + lane, weight / total, mask=inside)
 
 
 @triton.jit(do_not_specialize=["T", "step"])
@@ -142,15 +102,6 @@ def _gumbel_max(
     tl.store(token_ptr + row, token)
 
 
-class SampleResult(NamedTuple):
-    """`probs` float32 `[..., V]` and `tokens` int64 `[...]`, None if not requested; `non_finite` int32 `[...]`, 1 where a
-    logit is NaN or infinite."""
-
-    probs: Tensor | None
-    tokens: Tensor | None
-    non_finite: Tensor
-
-
 class NoiseStream(NamedTuple):
     """Keys of the noise for sampling: `seeds` int64 `[B]`, `position` int64 `[B, T]`, the number of the purpose, and the number
     of the pass, which can be an int64 scalar on the device."""
@@ -172,65 +123,35 @@ def validate_row_size(V: int) -> None:
         raise ValueError(f"kernels hold rows of at most {MAX_VOCAB} tokens, got {V}; VARGEN_KERNELS=reference has none")
 
 
-def sample_from_logits(
-    logits: Tensor,
-    unconditional: Tensor | None = None,
-    scale: float = 1.0,
-    *,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float = 1.0,
-    noise: NoiseStream | None = None,
-    probs: bool = True,
-) -> SampleResult:
-    """Compute the probabilities of logits `[..., V]` of any float dtype and, with `noise`, sample a token from each row.
+def probs_from_logits(logits: Tensor, *, temperature: float = 1.0, top_k: int | None = None, top_p: float = 1.0) -> Tensor:
+    """Return the probabilities, float32 `[..., V]`, of logits `[..., V]` of any float dtype.
 
     Args:
-        unconditional: logits of the same shape and dtype, for guidance u + scale (c - u).
         temperature, top_k, top_p: above 0; from 1 to V, or None to keep all tokens; in (0, 1].
-        noise: noise keys for `[B, T]` rows; logits are then `[B, T, V]`.
-        probs: whether to return probabilities.
 
     Raises:
         ValueError: for a larger vocabulary than a program can hold.
     """
     V = logits.shape[-1]
     validate_row_size(V)
-    given = logits.contiguous()
-    other = given if unconditional is None else unconditional.contiguous()
-    shape, rows = logits.shape[:-1], given.numel() // V
-    non_finite = torch.empty(shape, dtype=torch.int32, device=given.device)
-    made = torch.empty(*shape, V, dtype=torch.float32, device=given.device) if probs else None
-    tokens = None if noise is None else torch.empty(shape, dtype=torch.int64, device=given.device)
-    if rows:
+    probs = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
+    if rows := probs.numel() // V:
         launch(
-            _sample,
+            _filter,
             (rows,),
-            given,
-            other,
-            non_finite if noise is None else noise.seeds.contiguous(),
-            non_finite if noise is None else noise.position.contiguous(),
-            non_finite if made is None else made,
-            non_finite if tokens is None else tokens,
-            non_finite,
-            1 if noise is None else noise.position.shape[-1],
-            0 if noise is None else noise.step,
-            scale,
+            logits.contiguous(),
+            probs,
             temperature,
             V if top_k is None else top_k,
             top_p,
             V=V,
             BLOCK=triton.next_power_of_2(V),
-            GUIDED=unconditional is not None,
             TOP_K=top_k is not None and top_k < V,
             TOP_P=top_p < 1.0,
-            WRITE_PROBS=probs,
-            SAMPLE=noise is not None,
-            PURPOSE=0 if noise is None else int(noise.purpose),
             num_warps=choose_warps(V),
-            enable_fp_fusion=False,  # fusion would round the noise differently
+            enable_fp_fusion=False,
         )
-    return SampleResult(made, tokens, non_finite)
+    return probs
 
 
 def sample_gumbel_max(probs: Tensor, noise: NoiseStream) -> Tensor:

@@ -19,7 +19,7 @@ output.
 Bytes moved per layer: keys and values once, 2 R H_kv (P + length + T) D; queries and output, 2 R T H D; words, 8 T W; and for
 S > 1 partial outputs twice, 8 S R T H (D + 1).
 
-Slots outside [start, P + length + held) are never loaded, so they may contain NaN. A query without visible keys gets zeros.
+Slots from P + length + held on are never loaded, so they may contain NaN. A query without visible keys gets zeros.
 
 Shape suffixes: R rows, T tokens of the pass, H query heads, G key heads, S slots (in shapes), K head width, P prefix slots, W
 words.
@@ -59,7 +59,6 @@ def _attend(
     lse_ptr,  # float32 [R, T, H, SPLITS], written for SPLITS > 1
     length_ptr,  # int64 or int32 [R], number of committed image tokens
     bits_ptr,  # int64 [bits_rows, T, WORDS]; not read for a chain
-    start_ptr,  # int32 or int64 [R], first visible slot; not read without HAS_START
     bias_ptr,  # float32 [R, P], natural units
     stride_qr,
     stride_qt,
@@ -84,7 +83,6 @@ def _attend(
     SPLITS: tl.constexpr,
     CHAIN: tl.constexpr,
     WORDS: tl.constexpr,
-    HAS_START: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     row, head, split = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS, tl.program_id(2)
@@ -96,15 +94,11 @@ def _attend(
 
     base = tl.minimum(P + tl.load(length_ptr + row).to(tl.int32), slots)  # clamped: no slot past the last is read
     total = tl.minimum(base + held, slots)
-    start = 0
-    if HAS_START:
-        start = tl.load(start_ptr + row).to(tl.int32)
-    first = start // BN * BN
-    part = tl.cdiv(tl.cdiv(total - first, BN), SPLITS) * BN
-    low = first + split * part
+    part = tl.cdiv(tl.cdiv(total, BN), SPLITS) * BN
+    low = split * part
     high = tl.minimum(low + part, total)
     # Tiles within [middle, middle_end) contain only committed image tokens.
-    middle = tl.maximum(low, tl.cdiv(tl.maximum(start, P), BN) * BN)
+    middle = tl.maximum(low, tl.cdiv(P, BN) * BN)
     middle_end = tl.maximum(middle, tl.minimum(high, base // BN * BN))
     before = tl.maximum(tl.cdiv(tl.minimum(high, middle) - low, BN), 0)  # masked tiles before them
     tail_tiles = tl.maximum(tl.cdiv(high - tl.maximum(low, middle_end), BN), 0)
@@ -128,7 +122,7 @@ def _attend(
 
     for tile in range(0, before + tail_tiles):
         slot = n + tl.where(tile < before, low + tile * BN, tl.maximum(low, middle_end) + (tile - before) * BN)
-        there = (slot < total) & (slot >= start)
+        there = slot < total
         at = slot[:, None] * stride_ks + d[None, :]
         k = tl.load(k_ptr + at, mask=there[:, None] & (d < D_LOAD)[None, :], other=0.0)
         v = tl.load(v_ptr + at, mask=there[:, None] & (d < D_LOAD)[None, :], other=0.0)
@@ -204,8 +198,6 @@ def tree_attention(
     ancestor_bits: Tensor | None = None,
     *,
     earlier: int = 0,
-    start_R: Tensor | None = None,
-    scale: float | None = None,
     splits: int | None = None,
     tiles: Tiles | None = None,
 ) -> Tensor:
@@ -220,8 +212,6 @@ def tree_attention(
         ancestor_bits: int64 `[T, W]` or `[B, T, W]`, where B divides R and row r uses tree r mod B. Bit j % 64 of word j // 64
             is set if token j of the `earlier + T` tokens after the pointer is the query or one of its ancestors. None: a chain.
         earlier: number of visible tokens after the pointer that earlier passes fed.
-        start_R: first visible slot of each row; None: 0.
-        scale: scale of the scores. Default: K^-0.5.
         splits: number of splits of the keys, a power of two. Default: by shape (`attention_tiles`).
         tiles: tile sizes. Default: likewise.
 
@@ -256,7 +246,6 @@ def tree_attention(
         lse,
         length,
         length if ancestor_bits is None else ancestor_bits,
-        length if start_R is None else start_R.contiguous(),
         prefix_bias_RP.contiguous(),
         *q_RTHK.stride()[:3],
         *k_RGSK.stride()[:3],
@@ -266,7 +255,7 @@ def tree_attention(
         slots,
         P,
         1 if ancestor_bits is None or ancestor_bits.dim() == 2 else ancestor_bits.shape[0],
-        K**-0.5 if scale is None else scale,
+        K**-0.5,
         G_SIZE=H // G,
         HEADS=G,
         D=K,
@@ -277,7 +266,6 @@ def tree_attention(
         SPLITS=splits,
         CHAIN=ancestor_bits is None,
         WORDS=1 if ancestor_bits is None else ancestor_bits.shape[-1],
-        HAS_START=start_R is not None,
         UPCAST=needs_upcast(q_RTHK.dtype),
         num_warps=tiles.warps,
         num_stages=tiles.stages,

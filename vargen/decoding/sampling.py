@@ -149,10 +149,8 @@ def to_probs(logits: Tensor, sampling: Sampling) -> Tensor:
         return sampling.to_probs(logits)
     temperature = max(sampling.temperature, MIN_TEMPERATURE)
     if supports_rows(logits) and not torch.is_grad_enabled():
-        from vargen.kernels.sampler import sample_from_logits
+        from vargen.kernels.sampler import probs_from_logits
 
-        made = sample_from_logits(logits, temperature=temperature, top_k=sampling.top_k, top_p=sampling.top_p)
-        assert made.probs is not None
-        return made.probs
+        return probs_from_logits(logits, temperature=temperature, top_k=sampling.top_k, top_p=sampling.top_p)
     scaled = logits.float() / temperature
     return filter_logits(scaled, sampling.top_k, sampling.top_p).softmax(-1)

@@ -78,15 +78,15 @@ def test_a_pass_over_a_tree_is_verified_by_kernels_alone(monkeypatch: pytest.Mon
     generated(METHODS["tree, siblings"], 1, grid_size=2, n_layer=2, n_kv_head=1)
     passes = launched.count("_compact_kv")
     assert passes and launched.count("_attend") == 2 * passes and launched.count("_verify_recursive_rejection") == passes
-    assert launched.count("_sample") == passes + 1, "and one after the prefill"
+    assert launched.count("_filter") == passes + 1, "and one after the prefill"
 
 
 def test_what_is_recorded_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vargen.kernels.sampler import sample_from_logits
+    from vargen.kernels.sampler import probs_from_logits
 
     with record_launches() as launches:
-        sample_from_logits(torch.empty(2, 3, 50, device="meta"), top_k=5)
-    assert [each.name for each in launches] == ["sample"] and launches[0].num_programs == 6
+        probs_from_logits(torch.empty(2, 3, 50, device="meta"), top_k=5)
+    assert [each.name for each in launches] == ["filter"] and launches[0].num_programs == 6
 
 
 class OnMeta:
@@ -137,6 +137,6 @@ def test_a_step_reads_nothing_on_the_host(name: str, counted: bool, monkeypatch:
     assert not counted or (graphed.blocker is None and OnMeta.captured == 1)
     names = [each.name for each in launches]
     made = 3 if counted else 4  # the fourth is the first replay
-    assert names.count("attend") >= 2 * made and names.count("sample") >= made
+    assert names.count("attend") >= 2 * made and names.count("filter") >= made
     by_torch = name == "lantern"  # a relaxed rule on trees
     assert by_torch or any(each.startswith("verify_") for each in names)

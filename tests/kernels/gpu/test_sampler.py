@@ -10,7 +10,7 @@ from vargen.decoding.noise import sample_gumbel_max as reference_race
 from vargen.decoding.sampling import to_probs
 from vargen.kernels import reference
 from vargen.kernels.dispatch import MAX_VOCAB
-from vargen.kernels.sampler import NoiseStream, sample_from_logits, sample_gumbel_max
+from vargen.kernels.sampler import NoiseStream, probs_from_logits, sample_gumbel_max
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.usefixtures("canaries")
@@ -28,27 +28,23 @@ LARGE = [(4096, 100, 0.9), (8192, 5, 0.01), (8192, None, 1.0), (16384, 100, 0.9)
 @pytest.mark.parametrize(("V", "top_k", "top_p"), [*((V, *each) for V in (5, 1000) for each in FILTERS), *LARGE])
 def test_probabilities_and_samples(V: int, top_k: int | None, top_p: float) -> None:
     top_k = None if top_k is None else min(top_k, V)
-    logits, other = generated_logits(1, 2, V), generated_logits(1, 2, V, seed=1)
+    logits = generated_logits(1, 2, V)
     seeds, position = torch.tensor([7]), torch.tensor([[3, 99]])
     options = {"temperature": 0.8, "top_k": top_k, "top_p": top_p}
-    there = (each.to(DEVICE) for each in (logits, other, seeds, position))
-    given, given_other, given_seeds, given_position = there
-    noise = NoiseStream(given_seeds, given_position, int(Purpose.TOKEN))
-    out = sample_from_logits(given, given_other, 2.5, noise=noise, **options)  # type: ignore[arg-type]
-    assert out.probs is not None and out.tokens is not None and not out.non_finite.any()
-    expected = reference.probabilities(logits[0], other[0], 2.5, 0.8, top_k, top_p)[None]
-    assert torch.equal(out.probs.cpu() > 0, expected > 0), "the support"
-    torch.testing.assert_close(out.probs.cpu().double(), expected, atol=2e-6, rtol=0)
-    own = to_probs(other + 2.5 * (logits - other), Sampling(**options))  # type: ignore[arg-type]
-    assert torch.equal(out.tokens.cpu(), reference_race(own, seeds, position))
-    assert torch.equal(sample_gumbel_max(out.probs, noise), out.tokens)
+    noise = NoiseStream(seeds.to(DEVICE), position.to(DEVICE), int(Purpose.TOKEN))
+    probs = probs_from_logits(logits.to(DEVICE), **options)  # type: ignore[arg-type]
+    expected = reference.probabilities(logits[0], 0.8, top_k, top_p)[None]
+    assert torch.equal(probs.cpu() > 0, expected > 0), "the support"
+    torch.testing.assert_close(probs.cpu().double(), expected, atol=2e-6, rtol=0)
+    own = to_probs(logits, Sampling(**options))  # type: ignore[arg-type]
+    assert torch.equal(sample_gumbel_max(probs, noise).cpu(), reference_race(own, seeds, position))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_dtypes_of_logits(dtype: torch.dtype) -> None:
     logits = generated_logits(3, 300).to(dtype)
-    out = sample_from_logits(logits.to(DEVICE), top_k=20)
-    torch.testing.assert_close(out.probs.cpu().double(), reference.probabilities(logits, top_k=20), atol=1e-6, rtol=0)
+    probs = probs_from_logits(logits.to(DEVICE), top_k=20)
+    torch.testing.assert_close(probs.cpu().double(), reference.probabilities(logits, top_k=20), atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(3, 1.0), (None, 0.5), (3, 0.5), (5, 0.99), (2, 0.3), (3, 0.65), (3, 0.52)])
@@ -60,7 +56,7 @@ def test_ties_stay(top_k: int | None, top_p: float) -> None:
         [1.0] * 7,
         [-4.0, -4.0, -5.0, -5.0, -5.0, -5.0, -90.0],
     ])  # fmt: skip
-    out = sample_from_logits(rows.to(DEVICE), top_k=top_k, top_p=top_p).probs
+    out = probs_from_logits(rows.to(DEVICE), top_k=top_k, top_p=top_p)
     own = to_probs(rows, Sampling(top_k=top_k, top_p=top_p))
     expected = reference.probabilities(rows, top_k=top_k, top_p=top_p)
     assert torch.equal(own > 0, expected > 0)
@@ -68,7 +64,7 @@ def test_ties_stay(top_k: int | None, top_p: float) -> None:
     torch.testing.assert_close(out.cpu().double(), expected, atol=1e-6, rtol=0)
 
 
-def test_numbers_that_are_none_have_no_probability_and_are_reported() -> None:
+def test_numbers_that_are_none_have_no_probability() -> None:
     logits = generated_logits(5, 40)
     logits[1, 3] = torch.nan
     logits[2, 4] = torch.inf
@@ -76,31 +72,18 @@ def test_numbers_that_are_none_have_no_probability_and_are_reported() -> None:
     logits[4] = torch.nan
     noise = NoiseStream(torch.tensor([1], device=DEVICE), torch.arange(5, device=DEVICE)[None], 0)
     for options in ({}, {"top_k": 10}, {"top_p": 0.9}):
-        out = sample_from_logits(logits[None].to(DEVICE), noise=noise, **options)  # type: ignore[arg-type]
-        assert out.probs is not None and out.tokens is not None
-        assert out.non_finite.tolist() == [[0, 1, 1, 1, 1]]
+        probs = probs_from_logits(logits[None].to(DEVICE), **options)  # type: ignore[arg-type]
+        tokens = sample_gumbel_max(probs, noise)
         expected = reference.probabilities(logits, **options)  # type: ignore[arg-type]
-        assert torch.equal(out.probs[0].cpu() > 0, expected > 0)
-        torch.testing.assert_close(out.probs[0].cpu().double(), expected, atol=1e-6, rtol=0)
-        assert out.tokens[0, 1] != 3 and out.tokens[0, 2] != 4 and out.tokens[0, 3] == 39 and out.tokens[0, 4] == 0
+        assert torch.equal(probs[0].cpu() > 0, expected > 0)
+        torch.testing.assert_close(probs[0].cpu().double(), expected, atol=1e-6, rtol=0)
+        assert tokens[0, 1] != 3 and tokens[0, 2] != 4 and tokens[0, 3] == 39 and tokens[0, 4] == 0
 
 
 def test_the_first_of_equal_ones_is_generated() -> None:
     """Of a row that is read in several pieces."""
     noise = NoiseStream(torch.tensor([1], device=DEVICE), torch.zeros(1, 1, dtype=torch.int64, device=DEVICE), 0)
-    assert sample_from_logits(torch.full((1, 1, 3000), torch.nan, device=DEVICE), noise=noise).tokens.tolist() == [[0]]  # type: ignore[union-attr]
     assert sample_gumbel_max(torch.zeros(1, 1, 3000, device=DEVICE), noise).tolist() == [[0]]
-
-
-def test_what_is_not_asked_for_is_not_made() -> None:
-    logits = generated_logits(1, 2, 30).to(DEVICE)
-    noise = NoiseStream(torch.tensor([1], device=DEVICE), torch.arange(2, device=DEVICE)[None], 0)
-    both, token = (
-        sample_from_logits(logits, noise=noise, top_k=5),
-        sample_from_logits(logits, noise=noise, top_k=5, probs=False),
-    )
-    assert token.probs is None and sample_from_logits(logits).tokens is None
-    assert torch.equal(both.tokens, token.tokens)  # type: ignore[arg-type]
 
 
 def test_samples_follow_the_probabilities() -> None:
@@ -116,4 +99,4 @@ def test_samples_follow_the_probabilities() -> None:
 
 def test_rows_that_no_program_holds_are_refused() -> None:
     with pytest.raises(ValueError, match=f"at most {MAX_VOCAB} tokens, got {MAX_VOCAB + 1}"):
-        sample_from_logits(torch.zeros(1, MAX_VOCAB + 1))
+        probs_from_logits(torch.zeros(1, MAX_VOCAB + 1))

@@ -30,9 +30,9 @@ def off_by_one(value: object) -> object:
 
 @pytest.mark.parametrize(("module", "name", "said"), [
     (tree_attention, "tree_attention", "tree attention: torch.float32 is off by 1"),
-    (sampler, "sample_from_logits", "sampler: "),
+    (sampler, "probs_from_logits", "sampler: "),
     (verify_chain, "verify_chain", "verification: a chain"),
-    (sampler, "sample_gumbel_max", "verification: a token"),
+    (sampler, "sample_gumbel_max", "sampler: "),
     (verify_tree, "verify_recursive_rejection", "verification: a tree"),
     (verify_traversal, "verify_traversal", "verification: a tree"),
     (relaxed_probs, "grouped_accept_prob", "relaxed verification: "),

@@ -63,10 +63,10 @@ class Case:
         per_image = Tree.batched(torch.tensor([[max(p, -1) for p in row] for row in self.parents]), held)
         self.words: Tensor | None = None if chain else per_image.ancestor_bits[:, earlier:].contiguous()
 
-    def expected(self, **options: Tensor) -> Tensor:
-        return reference.tree_attention(self.q, self.k, self.v, self.length, self.bias, self.parents, self.earlier, **options)
+    def expected(self) -> Tensor:
+        return reference.tree_attention(self.q, self.k, self.v, self.length, self.bias, self.parents, self.earlier)
 
-    def got(self, start_R: Tensor | None = None, **options: object) -> Tensor:
+    def got(self, **options: object) -> Tensor:
         tensors = (each.to(DEVICE) if each is not None else None for each in (self.q, self.length, self.bias, self.words))
         q, length, bias, words = tensors
         stores = []
@@ -74,9 +74,8 @@ class Case:
             whole = torch.zeros(*store.shape[:3], store.stride(2), dtype=store.dtype, device=DEVICE)
             whole[..., : store.shape[3]] = store.to(DEVICE)
             stores.append(whole[..., : store.shape[3]])
-        start = None if start_R is None else start_R.to(DEVICE)
         assert q is not None and length is not None and bias is not None
-        return tree_attention(q, *stores, length, bias, words, earlier=self.earlier, start_R=start, **options).cpu()  # type: ignore[arg-type]
+        return tree_attention(q, *stores, length, bias, words, earlier=self.earlier, **options).cpu()  # type: ignore[arg-type]
 
 
 def check(case: Case, **options: object) -> None:
@@ -118,16 +117,6 @@ def test_a_chain_needs_no_words() -> None:
 @pytest.mark.parametrize("chain", [True, False])
 def test_tokens_of_earlier_passes_after_the_pointer(chain: bool) -> None:
     check(Case(5, [10, 31], earlier=62, chain=chain, room=40), tiles=SMALL, splits=2)
-
-
-def test_rows_begin_where_they_are_reported() -> None:
-    """Slots before the start may hold anything."""
-    case, start = Case(3, [60, 70], P=40, room=70), torch.tensor([37, 5])
-    for row in range(2):
-        case.k[row, :, : start[row]] = torch.nan
-        case.v[row, :, : start[row]] = torch.nan
-    out = case.got(start_R=start, tiles=SMALL, splits=2)
-    assert (out.double() - case.expected(start_R=start)).abs().max() < 3e-6
 
 
 @pytest.mark.parametrize("splits", [1, 4])
