@@ -44,15 +44,14 @@ def start_worker(checkout: Path, space: Path, model: str) -> subprocess.Popen[st
         [sys.executable, "-c", WORKER, model], env=environment, cwd=space, text=True,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
     )  # fmt: skip
-    assert worker.stdout is not None
-    if not worker.stdout.readline().startswith(str(home)):
+    if not worker.stdout or not worker.stdout.readline().startswith(str(home)):
         raise SystemExit(f"vargen could not be imported from {checkout}")
     return worker
 
 
 def ask(worker: subprocess.Popen[str], method: str) -> tuple[float, str]:
     """Return the seconds of an image, and its digest."""
-    assert worker.stdin is not None and worker.stdout is not None
+    assert worker.stdin and worker.stdout
     worker.stdin.write(method + "\n")
     worker.stdin.flush()
     seconds, digest = json.loads(worker.stdout.readline())

@@ -35,12 +35,12 @@ VARIANTS = {  # VARGEN_KERNELS and VARGEN_CUDA_GRAPHS
 }
 
 
-def use(variant: str) -> None:
-    os.environ["VARGEN_KERNELS"], os.environ["VARGEN_CUDA_GRAPHS"] = VARIANTS[variant]
-
-
 def variants(device: str) -> list[str]:
     return list(VARIANTS) if device == "cuda" else ["torch"]
+
+
+def use(variant: str) -> None:
+    os.environ.update(zip(("VARGEN_KERNELS", "VARGEN_CUDA_GRAPHS"), VARIANTS[variant], strict=True))
 
 
 def packaged(*names: str) -> list[str]:
@@ -152,14 +152,12 @@ def measure_methods(device: str) -> Iterator[Case]:
             "baseline / method": found.speedup, "identical": f"{found.num_identical_images} of {found.images}",
         }  # fmt: skip
 
-    shown = ["torch", "kernels, graphs"] if device == "cuda" else ["torch"]
     for model in packaged("emoji", "emoji-var"):
         pipe = open_pipe(model, device)
         for method in core_methods(pipe)[1:]:
-            for variant in shown:
+            for variant in dict.fromkeys(["torch", variants(device)[-1]]):
                 yield f"{model}, {method}, {variant}", partial(measure, pipe, method, variant)
-            if method == "gumbel" and histogram:
-                for variant in shown:
+                if method == "gumbel" and histogram:  # empty if its row is of an earlier call
                     yield f"official size, gumbel replayed, {variant}", partial(replay, device, variant, histogram)
 
 
@@ -284,7 +282,7 @@ def main() -> None:
     parser.add_argument("--part", action="append", choices=PARTS, help="only this part; may be repeated")
     parser.add_argument("--minutes", type=float, default=9.0, help="of all parts together")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--worker", type=float, metavar="SECONDS", help=argparse.SUPPRESS)
+    parser.add_argument("--worker", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args()
     names, folder = options.part or list(PARTS), options.output
     folder.mkdir(parents=True, exist_ok=True)

@@ -270,7 +270,6 @@ def main() -> None:
     parser.add_argument("--method", default="gumbel")
     parser.add_argument("--requests", type=int, default=400, help="of all clients")
     parser.add_argument("--minutes", type=float, help="instead of a number of requests")
-    parser.add_argument("--different", type=int, default=40, help="number of different images")
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--option", action="append", default=[], help="further option of the server, as --option=--slots=4")
     parser.add_argument("-o", "--output", type=Path)
@@ -280,7 +279,7 @@ def main() -> None:
     from vargen import open_pipeline
 
     prompts = [line for line in (ROOT / "benchmarks" / "eval_prompts.txt").read_text().splitlines() if line][:20]
-    requests = make_requests(prompts, 100_000 if options.minutes else options.requests, options.different)
+    requests = make_requests(prompts, 100_000 if options.minutes else options.requests, 40)
     if options.what == "serve":
         words = ["--model", options.model, "--accelerator", options.method, "--dtype", "float32", *options.option]
         with start_service(*words) as (server, address):
