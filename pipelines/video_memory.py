@@ -79,7 +79,7 @@ def predict_memory(
     blocks = resolve_setting(stored, "num_blocks") if num_blocks is None else num_blocks
     window = resolve_setting(stored, "window") if window is None else window
     rows = 1 if float(resolve_setting(stored, "guidance")) == 1 else 2  # guidance has a second row
-    caches = {}
+    caches: dict[str, int] = {}
     for part in ("transformer", "draft_transformer"):  # a transformer that drafts for itself has one cache
         if part in networks:
             network = networks[part]
