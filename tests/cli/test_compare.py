@@ -124,7 +124,7 @@ def test_an_output_that_is_an_input_is_refused(run: Any, text_model: Path) -> No
     for place, said in (("prompts.json", "would overwrite prompt_file"), (index, "would overwrite a file of model")):
         result = run("compare", "--prompt-file", "prompts.json", "--model", text_model, "--json", place)
         assert result.exit_code == 2 and said in result.stderr, result.output
-    for command in ("step", "ar"):
+    for command in ("step", "baseline"):
         result = run("bench", command, "--model", text_model, "--json", index)
         assert result.exit_code == 2 and "would overwrite a file of model" in result.stderr
     assert Path("prompts.json").read_text() == "a cat\n" and index.read_text() == before
