@@ -110,7 +110,14 @@ def _start(ray: Any, job: dict[str, Any]) -> None:
         return
     # One core more than the actors need: otherwise the task that reads the list of units would wait for an actor to end.
     wanted = max(job["cores"], (job["actors"] or 1) * job["threads"]) + 1
-    ray.init(address="local", num_cpus=wanted, include_dashboard=False, _node_ip_address="127.0.0.1", **common)
+    for attempts_left in (2, 1, 0):
+        try:
+            ray.init(address="local", num_cpus=wanted, include_dashboard=False, _node_ip_address="127.0.0.1", **common)
+            return
+        except Exception as error:  # Ray gives a node 30 s to start, which is too short beside other work
+            if "timed out during startup" not in str(error) or not attempts_left:
+                raise
+            ray.shutdown()
 
 
 def _num_actors(resources: dict[str, float], job: dict[str, Any]) -> int:
