@@ -20,8 +20,8 @@ from typing import Any, BinaryIO
 
 from vargen.compat import installed_version
 from vargen.device import available_cores
+from vargen.ray_cluster import SETTINGS, join_or_start_cluster
 
-_ADDRESS = "RAY_ADDRESS"  # of a cluster, by Ray's own convention
 _MAX_BLOCKS = 20_000
 
 
@@ -40,7 +40,7 @@ def main() -> None:
             logging.getLogger("ray").setLevel(logging.ERROR)  # the caller reports progress, and errors are returned as values
             stop.listen()
             threading.Thread(target=_exit_with_parent, args=(sys.stdin.buffer,), daemon=True).start()
-            _start(ray, job)
+            _start(job)
             stop.listen()  # again: Ray has installed its own handler
             for result in _results(ray, job):
                 _send(results, result)
@@ -102,22 +102,10 @@ def _results(ray: Any, job: dict[str, Any]) -> Iterator[bytes]:
         yield row["result"]
 
 
-def _start(ray: Any, job: dict[str, Any]) -> None:
-    """Join the caller's cluster or that of RAY_ADDRESS, or start one here that only this machine can reach."""
-    common = {"log_to_driver": False, "configure_logging": False}
-    if job["address"] or os.environ.get(_ADDRESS):
-        ray.init(address=job["address"], **common)
-        return
+def _start(job: dict[str, Any]) -> None:
     # One core more than the actors need: otherwise the task that reads the list of units would wait for an actor to end.
-    wanted = max(job["cores"], (job["actors"] or 1) * job["threads"]) + 1
-    for attempts_left in (2, 1, 0):
-        try:
-            ray.init(address="local", num_cpus=wanted, include_dashboard=False, _node_ip_address="127.0.0.1", **common)
-            return
-        except Exception as error:  # Ray gives a node 30 s to start, which is too short beside other work
-            if "timed out during startup" not in str(error) or not attempts_left:
-                raise
-            ray.shutdown()
+    cores = max(job["cores"], (job["actors"] or 1) * job["threads"]) + 1
+    join_or_start_cluster(cores, job["address"])
 
 
 def _num_actors(resources: dict[str, float], job: dict[str, Any]) -> int:
@@ -160,7 +148,6 @@ def _picklable_error(error: Exception) -> Exception:
     return error
 
 
-_QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_BACKEND_LOG_LEVEL": "fatal"}  # no usage statistics; logs go to files only
 _SHUTDOWN_SECONDS = 60  # seconds that a child has to shut down its actors
 
 
@@ -202,7 +189,7 @@ def _run(job: dict[str, Any]) -> Iterator[Any]:
         [sys.executable, "-c", code],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env={**_QUIET, **os.environ},
+        env={**SETTINGS, **os.environ},
         start_new_session=True,  # Ctrl-C is for this process, which then stops the child
     )
     assert child.stdin is not None and child.stdout is not None

@@ -15,6 +15,7 @@ from typing import Any
 
 from vargen.compat import installed_version
 from vargen.device import available_cores
+from vargen.ray_cluster import SETTINGS, join_or_start_cluster
 from vargen.serving.model_card import ModelCard
 from vargen.serving.replica import Replica, ReplicaOptions
 from vargen.serving.tasks import (
@@ -35,8 +36,7 @@ from vargen.serving.throughput import Throughput
 
 _ATTEMPTS = 5  # replicas that may end before a task has begun
 _APPLICATION = "vargen"
-# No usage statistics, logs in files only, and replicas with the priority of other processes, not the lowest.
-_SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_BACKEND_LOG_LEVEL": "fatal", "RAY_worker_niceness": "0"}
+_SETTINGS = {**SETTINGS, "RAY_worker_niceness": "0"}  # replicas have the priority of other processes, not the lowest
 
 
 class RayReplicas:
@@ -181,15 +181,10 @@ def _start_cluster(replicas: int, options: ReplicaOptions) -> None:
     """Join the cluster of RAY_ADDRESS, or start one that only this machine can reach."""
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
-    import ray
     from ray import serve
 
     for name in ("ray", "ray.serve"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    common: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
-    if os.environ.get("RAY_ADDRESS"):
-        ray.init(**common)
-    else:  # room for a rolling restart, which starts a replica before it ends one
-        cores = max(available_cores(), (replicas + 1) * (options.threads or 1)) + 1
-        ray.init(address="local", num_cpus=cores, include_dashboard=False, _node_ip_address="127.0.0.1", **common)
+    cores = max(available_cores(), (replicas + 1) * (options.threads or 1)) + 1
+    join_or_start_cluster(cores)  # room for a rolling restart, which starts a replica before it ends one
     serve.start(proxy_location="Disabled", logging_config={"log_level": "ERROR"})
