@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vargen.kernels.cpu_code import explain_int8_passes, warn_if_slow
+from vargen.kernels.cpu_code import warn_if_slow
 from vargen.kernels.int8 import int8_linear, quantize_activations, quantize_weight_rows, regroup_weight_rows
 from vargen.models.gpu_quantization import GPU_FORMATS, quantize_for_gpu, validate_gpu_quantization
 from vargen.values import short_repr
@@ -37,11 +37,6 @@ def validate_quantization(quantization: Any, device: torch.device | None = None)
         allowed = ", ".join(map(repr, QUANTIZATIONS))
         place = "; on a GPU, also 'float8'" if quantization in GPU_FORMATS else ""
         raise ValueError(f"quantization must be {allowed}, or None on a CPU, got {short_repr(quantization)}{place}")
-
-
-def runs_compiled() -> bool:
-    """Whether int8 passes run as compiled functions on this CPU, not by torch operators."""
-    return explain_int8_passes()[0] == "compiled"
 
 
 class Int8Linear(nn.Module):
