@@ -19,7 +19,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -90,10 +90,11 @@ def check_tokens(device: str) -> Iterator[Case]:
         return torch.cat([each.flatten(1) for each in parts], 1).cpu(), result.stats.passes
 
     def measure(pipe: Any, each: Any, method: str, variant: str) -> Row:
-        expected, _ = generate(pipe, method, "torch")
         tokens, passes = generate(each, method, variant)
-        return {"equal tokens": f"{100 * float((tokens == expected).float().mean()):.1f} %", "passes": passes}
+        equal = (tokens == reference(pipe, method)[0]).float().mean()
+        return {"equal tokens": f"{100 * float(equal):.1f} %", "passes": passes}
 
+    reference = cache(partial(generate, variant="torch"))  # one for all rows of a method
     for model in packaged("emoji", "emoji-var"):
         pipes = {dtype: open_pipe(model, device, dtype) for dtype in ("float32", "bfloat16")}
         for method in core_methods(pipes["float32"]):
@@ -298,8 +299,7 @@ def main() -> None:
                 [sys.executable, __file__, *words], timeout=max(seconds, 1), stderr=subprocess.PIPE, text=True
             )
             if done.returncode:
-                code = done.returncode
-                how = signal.Signals(-code).name if code < 0 else f"exit status {code}"
+                how = signal.Signals(-done.returncode).name if done.returncode < 0 else f"exit status {done.returncode}"
                 endings[name] = f"The process ended with {how}: {done.stderr[-800:]}"
         except subprocess.TimeoutExpired:
             endings[name] = "Stopped when its time was over; run it again to go on."
