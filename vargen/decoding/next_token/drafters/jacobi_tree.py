@@ -20,21 +20,12 @@ from vargen.decoding.next_token.draft import Draft, Output, Step, Tree
 from vargen.decoding.next_token.drafters.base import TreeDrafter
 from vargen.decoding.next_token.drafters.initial import InitialDraft
 from vargen.decoding.next_token.drafters.jacobi import Coupling, Jacobi, JacobiState
-from vargen.decoding.next_token.graphs import register_state
 from vargen.decoding.next_token.protocols import TokenModel
 from vargen.decoding.next_token.trees.children import exclude_earlier_siblings
 from vargen.decoding.next_token.trees.shapes import DynamicTree, StaticTree, parse_shape
 from vargen.decoding.noise import Noise, Purpose
 from vargen.decoding.sampling import Sampling
 from vargen.device import normal_tensors
-
-
-@register_state
-@dataclass
-class JacobiTreeState:
-    """State of B images: that of the window of first candidates."""
-
-    chain: JacobiState
 
 
 class _WindowPlan(NamedTuple):
@@ -127,12 +118,12 @@ class JacobiTree(TreeDrafter):
         object.__setattr__(bound, "jacobi", self.jacobi.bind(model))
         return bound
 
-    def start(self, model: TokenModel, condition: Any, seeds: Tensor, sampling: Sampling, first: Output) -> JacobiTreeState:
-        return JacobiTreeState(self.jacobi.start(model, condition, seeds, sampling, first))
+    def start(self, model: TokenModel, condition: Any, seeds: Tensor, sampling: Sampling, first: Output) -> JacobiState:
+        return self.jacobi.start(model, condition, seeds, sampling, first)
 
-    def propose(self, state: JacobiTreeState, tokens: Tensor, length: Tensor, noise: Noise) -> Draft:
+    def propose(self, state: JacobiState, tokens: Tensor, length: Tensor, noise: Noise) -> Draft:
         plan = _plan_window(self.tree_shape.parents_tuple, tokens.device)
-        chain = self.jacobi.propose_window(state.chain, len(plan.first_children) + 1, tokens, length, noise)
+        chain = self.jacobi.propose_window(state, len(plan.first_children) + 1, tokens, length, noise)
         assert chain.probs is not None and chain.valid is not None
         candidates, exists = self._candidates(
             chain, noise.shift(torch.arange(plan.num_branching, device=tokens.device)), plan
@@ -159,7 +150,7 @@ class JacobiTree(TreeDrafter):
         further, value = torch.nn.functional.pad(further, pad), torch.nn.functional.pad(value, pad)
         return torch.cat([tokens, further], -1), torch.cat([torch.ones_like(tokens, dtype=torch.bool), value > 0], -1)
 
-    def observe(self, state: JacobiTreeState, step: Step) -> JacobiTreeState:
+    def observe(self, state: JacobiState, step: Step) -> JacobiState:
         """Pass a chain to the window: for each depth, the slot that predicts it, and the first candidates."""
         verdict, draft = step.verdict, step.draft
         plan = _plan_window(self.tree_shape.parents_tuple, step.probs.device)
@@ -179,4 +170,4 @@ class JacobiTree(TreeDrafter):
             verdict=replace(verdict, sampled=sampled),
             noise=replace(step.noise, position=position),
         )
-        return replace(state, chain=self.jacobi.observe(state.chain, seen))
+        return self.jacobi.observe(state, seen)
