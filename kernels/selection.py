@@ -77,12 +77,3 @@ def _first_exceeding(upto, weight, target, index, COUNT: tl.constexpr):
     """The first index of positive weight with a cumulative sum above the target; the last one if rounding leaves none."""
     first = tl.min(tl.where((upto > target) & (weight > 0), index, COUNT), 0)
     return tl.where(first < COUNT, first, tl.max(tl.where(weight > 0, index, 0), 0))
-
-
-@triton.jit
-def find_border_key(value, candidate, number):
-    """Select the candidates of largest value, at most `number`: returns the smallest selected key, and how many of the
-    candidates equal to it are selected."""
-    key = to_ordered_key(value, candidate)
-    border = find_kth_key(key, tl.minimum(number, tl.sum(candidate.to(tl.int32), 0)))
-    return border, number - tl.sum((key > border).to(tl.int32), 0)

@@ -90,7 +90,7 @@ def _check_verification(device: torch.device) -> str | None:
     from vargen.kernels.sampler import NoiseStream, sample_gumbel_max
     from vargen.kernels.verify_chain import verify_chain
     from vargen.kernels.verify_traversal import verify_traversal
-    from vargen.kernels.verify_tree import verify_recursive_rejection, verify_shared_noise
+    from vargen.kernels.verify_tree import verify_shared_noise
 
     certain = torch.nn.functional.one_hot(torch.tensor([[5, 6, 7], [5, 8, 9]]), 16).float().to(device)
     tokens = torch.tensor([[5, 6], [5, 6]], device=device)
@@ -110,29 +110,12 @@ def _check_verification(device: torch.device) -> str | None:
         return "a token without probability is sampled"
     siblings = torch.tensor([[5, 6], [4, 5]], device=device)  # two children of the root
     children = torch.tensor([[1, 2], [0, 0], [0, 0]], device=device)
-    walked = verify_recursive_rejection(certain, siblings, None, None, children, 2, *noise)
     matched = verify_shared_noise(certain.argmax(-1), siblings, children, 2)
     parents, depth, postorder = (torch.tensor(each, device=device) for each in ([-1, 0, 0], [0, 1, 1], [2, 0, 1]))
     traversed = verify_traversal(certain, siblings, None, None, children, parents, depth, postorder, 2, *noise)
-    for path, count, next_token in (walked, matched, traversed):
+    for path, count, next_token in (matched, traversed):
         if count.tolist() != [2, 2] or path[:, 1].tolist() != [1, 2] or next_token.tolist() != [6, 9]:
             return "a tree is verified wrongly"
-    return None
-
-
-def _check_relaxed(device: torch.device) -> str | None:
-    """Total probability of a token and its neighbors in rank, and of a token and its two nearest codes."""
-    from vargen.kernels.relaxed_probs import grouped_accept_prob, neighborhood_accept_prob
-
-    p, tokens = torch.tensor([[[0.1, 0.2, 0.3, 0.4]]], dtype=torch.float32, device=device), torch.tensor([[1]], device=device)
-    nearest = torch.tensor([[1, 2], [3, 0], [3, 1], [0, 1]], dtype=torch.int16, device=device)
-    found = (
-        grouped_accept_prob(p, None, tokens, 2, 1.0, None, None),
-        neighborhood_accept_prob(p, None, tokens, nearest, None, None),
-    )
-    for value, expected in zip(found, (0.6, 0.7), strict=True):
-        if not abs(float(value) - expected) <= 1e-6:
-            return f"an acceptance probability is {float(value):.3g} instead of {expected}"
     return None
 
 
@@ -141,5 +124,4 @@ CHECKS: dict[str, Callable[[torch.device], str | None]] = {
     "sampler": _check_sampler,
     "compaction of the KV cache": _check_kv_compaction,
     "verification": _check_verification,
-    "relaxed verification": _check_relaxed,
 }

@@ -2,7 +2,7 @@
 
 `_verify_chain`, grid `(B,)`: a program owns one image. It gathers p and q of its T - 1 drafts, computes their uniforms, and
 finds the first rejected draft, for all drafts in parallel. Then it reads the row of p (and q) at the end of the chain, and
-samples from norm((p - q)+) with one uniform. Relaxed rules pass an acceptance probability for each draft (`relaxed_probs`). Its
+samples from norm((p - q)+) with one uniform. Relaxed rules pass an acceptance probability for each draft. Its
 excess over min(1, p / q) decays with the depth and is capped by the budget along the chain, as in
 `vargen.decoding.next_token.acceptance.relaxed`. Nothing depends on the host.
 

@@ -166,7 +166,9 @@ def verify_traversal(
     """Verify a tree with the rule of `vargen.decoding.next_token.acceptance.traversal`.
 
     Args:
-        probs, tokens, q, valid, children, longest, seeds, position, step: as in `verify_tree.verify_recursive_rejection`.
+        probs, tokens, q, valid, seeds, position, step: as in `verify_chain.verify_chain`. For siblings sampled without
+            replacement, q is zero at the earlier siblings.
+        children, longest: as in `verify_tree.verify_shared_noise`.
         parents, depth, postorder: int64 `[T]` or `[B, T]`, from `vargen.decoding.Tree`.
 
     Raises:

@@ -75,10 +75,10 @@ def test_a_pass_over_a_tree_is_verified_by_kernels_alone(monkeypatch: pytest.Mon
             f"vargen.kernels.{module}.launch",
             lambda kernel, *args, **options: (launched.append(kernel.__name__), run(kernel, *args, **options)),
         )
-    generated(METHODS["tree, siblings"], 1, grid_size=2, n_layer=2, n_kv_head=1)
+    generated(METHODS["tree, own noise"], 1, grid_size=2, n_layer=2, n_kv_head=1)
     passes = launched.count("_compact_kv")
-    assert passes and launched.count("_attend") == 2 * passes and launched.count("_verify_recursive_rejection") == passes
-    assert launched.count("_filter") == passes + 1, "and one after the prefill"
+    assert passes and launched.count("_attend") == 2 * passes
+    assert launched.count("_verify_shared_noise") == launched.count("_filter") == passes + 1, "and one after the prefill"
 
 
 def test_what_is_recorded_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,11 +104,13 @@ class OnMeta:
         return lambda: None, run()
 
 
-PRESETS = ["ar", "scd", "sjd", "gumbel", "gsd", "lantern-jacobi", "lantern", "eagle", "pac", "speculative"]
+# Trees of siblings that all images share are indexed by slots that the host reads once, so these are not among them.
+PRESETS = ["ar", "scd", "sjd", "gumbel", "gsd", "lantern-jacobi", "lantern", "eagle", "speculative"]
+ON_DEVICE = [name for name in METHODS if name != "tree, siblings"]
 
 
 @pytest.mark.parametrize("counted", [False, True], ids=["eager", "captured"])
-@pytest.mark.parametrize("name", [*METHODS, *PRESETS])
+@pytest.mark.parametrize("name", [*ON_DEVICE, *PRESETS])
 def test_a_step_reads_nothing_on_the_host(name: str, counted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """On tensors without values, where reading one is an error, with launches that are recorded and not run. A captured step
     counts itself, and puts what it made in its place."""

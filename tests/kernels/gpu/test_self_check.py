@@ -6,7 +6,6 @@ import torch
 from vargen.kernels import (
     dispatch,
     kv_compaction,
-    relaxed_probs,
     sampler,
     self_check,
     tree_attention,
@@ -33,10 +32,8 @@ def off_by_one(value: object) -> object:
     (sampler, "probs_from_logits", "sampler: "),
     (verify_chain, "verify_chain", "verification: a chain"),
     (sampler, "sample_gumbel_max", "sampler: "),
-    (verify_tree, "verify_recursive_rejection", "verification: a tree"),
+    (verify_tree, "verify_shared_noise", "verification: a tree"),
     (verify_traversal, "verify_traversal", "verification: a tree"),
-    (relaxed_probs, "grouped_accept_prob", "relaxed verification: "),
-    (relaxed_probs, "neighborhood_accept_prob", "relaxed verification: "),
 ])  # fmt: skip
 def test_a_wrong_kernel_is_named(module, name, said, monkeypatch) -> None:
     right = getattr(module, name)

@@ -13,18 +13,16 @@ from vargen.decoding import Draft, Tree
 from vargen.decoding.next_token.acceptance import (
     GroupedRule,
     NeighborhoodRule,
-    recursive_rejection,
     shared_noise,
     speculative_sampling,
     traversal,
 )
 from vargen.decoding.next_token.draft import Verdict
 from vargen.decoding.noise import Noise, Purpose
-from vargen.kernels.relaxed_probs import grouped_accept_prob, neighborhood_accept_prob
 from vargen.kernels.sampler import NoiseStream, sample_gumbel_max
 from vargen.kernels.verify_chain import verify_chain
 from vargen.kernels.verify_traversal import verify_traversal
-from vargen.kernels.verify_tree import verify_recursive_rejection, verify_shared_noise
+from vargen.kernels.verify_tree import verify_shared_noise
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.usefixtures("canaries")
@@ -110,7 +108,7 @@ def strided(seeds: Tensor) -> Tensor:
     return torch.stack([seeds, seeds + 1], 1)[:, 0]
 
 
-@pytest.mark.parametrize("name", ["chain", "siblings", "traversal", "gumbel-max"])
+@pytest.mark.parametrize("name", ["chain", "traversal", "gumbel-max"])
 def test_seeds_of_any_stride_are_read(name: str) -> None:
     """Such as one seed that is expanded, or every second one of a tensor that lies on the device."""
     case = Case(
@@ -125,8 +123,6 @@ def test_seeds_of_any_stride_are_read(name: str) -> None:
             return [sample_gumbel_max(probs, NoiseStream(seeds, position, 0))]
         if name == "chain":
             return list(verify_chain(probs, tokens, q, None, seeds, position, 5)[:2])
-        if name == "siblings":
-            return list(verify_recursive_rejection(probs, tokens, q, None, tables[0], tree.max_path, seeds, position, 5))[1:]
         return list(verify_traversal(probs, tokens, q, None, *tables, tree.max_path, seeds, position, 5))[1:]
 
     differ = False
@@ -158,14 +154,6 @@ def relaxed_rules() -> list[GroupedRule | NeighborhoodRule]:
     return rules
 
 
-def accept_prob_of(rule: GroupedRule | NeighborhoodRule, p: Tensor, q: Tensor | None, tokens: Tensor) -> Tensor:
-    if isinstance(rule, GroupedRule):
-        assert rule.codebook is not None
-        return grouped_accept_prob(p, q, tokens, rule.size, rule.delta, rule.distance, rule.codebook.t().to(DEVICE))
-    assert rule.neighbor_table is not None
-    return neighborhood_accept_prob(p, q, tokens, rule.neighbor_table.to(DEVICE), rule.ratio, rule.delta)
-
-
 @pytest.mark.parametrize("number", range(6))
 @pytest.mark.parametrize("drawn", [True, False])
 def test_relaxed_rules_accept_as_in_torch(number: int, drawn: bool) -> None:
@@ -181,33 +169,12 @@ def test_relaxed_rules_accept_as_in_torch(number: int, drawn: bool) -> None:
                 object.__setattr__(limited, name, getattr(rule, name))
         spent = torch.tensor([0.0, 0.2, 0.6])
         expected = limited(case.probs, case.draft, case.noise, spent)
-        accept_prob = accept_prob_of(limited, probs[:, :-1], q, tokens)
-        torch.testing.assert_close(
-            accept_prob.cpu(),
-            limited.accept_prob(case.probs[:, :-1], case.draft.probs, case.draft.tokens),
-            atol=1e-5,
-            rtol=1e-5,
-        )
+        accept_prob = limited.accept_prob(case.probs[:, :-1], case.draft.probs, case.draft.tokens).to(DEVICE)
         limits = {"relaxation": spent.to(DEVICE), "budget": budget, "tightening": tightening}
         got = verify_chain(probs, tokens, q, marks, seeds, position, case.step, accept_prob=accept_prob, **limits)  # type: ignore[arg-type]
         check(expected, got.num_committed, got.next_token)
         assert expected.relaxation is not None and got.relaxation is not None
         torch.testing.assert_close(got.relaxation.cpu(), expected.relaxation, atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("valid", [False, True])
-@pytest.mark.parametrize("drawn", [True, False])
-@pytest.mark.parametrize("name", TREES)
-def test_trees_are_verified_sibling_by_sibling(name: str, drawn: bool, valid: bool) -> None:
-    for seed in range(2):
-        case = Case(TREES[name](3), 3, 60, drawn=drawn, valid=valid, seed=seed)
-        tree = case.draft.tree
-        expected = recursive_rejection(case.probs, case.draft, case.noise, torch.zeros(3))
-        probs, tokens, q, marks, seeds, position = case.there()
-        got = verify_recursive_rejection(
-            probs, tokens, q, marks, tree.children.to(DEVICE), tree.max_path, seeds, position, case.step
-        )
-        check(expected, got.num_committed, got.next_token, got.path)
 
 
 @pytest.mark.parametrize("valid", [False, True])
@@ -243,8 +210,6 @@ def test_whole_vocabularies(V: int) -> None:
     case = Case(Tree.from_parents((-1, 0, 0, 1)), 1, V, drawn=True, valid=False, seed=V)
     probs, tokens, q, marks, seeds, position = case.there()
     tree, step, nothing = case.draft.tree, case.step, torch.zeros(1)
-    got = verify_recursive_rejection(probs, tokens, q, marks, tree.children.to(DEVICE), tree.max_path, seeds, position, step)
-    check(recursive_rejection(case.probs, case.draft, case.noise, nothing), got.num_committed, got.next_token, got.path)
     tables = (each.to(DEVICE) for each in (tree.children, tree.parents, tree.depth, tree.postorder))
     got = verify_traversal(probs, tokens, q, marks, *tables, tree.max_path, seeds, position, step)
     check(traversal(case.probs, case.draft, case.noise, nothing), got.num_committed, got.next_token, got.path)

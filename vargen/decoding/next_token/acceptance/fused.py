@@ -38,14 +38,6 @@ def verify_chain(
     return Verdict(path, count, next_token, relaxation=spent)
 
 
-def verify_recursive_rejection(probs: Tensor, draft: Draft, noise: Noise) -> Verdict:
-    """Verdict of `recursive_rejection`."""
-    from vargen.kernels.verify_tree import verify_recursive_rejection
-
-    given = (probs, draft.tokens, draft.probs, draft.valid, draft.tree.children, draft.tree.max_path)
-    return Verdict(*verify_recursive_rejection(*given, *noise.key))
-
-
 def verify_shared_noise(sampled: Tensor, draft: Draft) -> Verdict:
     """Verdict of `shared_noise`, given the tokens int64 `[B, T]` that the noise selects after each slot."""
     from vargen.kernels.verify_tree import verify_shared_noise

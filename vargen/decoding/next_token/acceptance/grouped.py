@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from vargen.decoding.next_token.acceptance import fused
 from vargen.decoding.next_token.acceptance.exact import gather_prob
 from vargen.decoding.next_token.acceptance.relaxed import RelaxedRule
 from vargen.decoding.next_token.protocols import TokenModel
@@ -77,11 +76,6 @@ class GroupedRule(RelaxedRule):
         return torch.where(joins, member, tokens[..., None])
 
     def accept_prob(self, p: Tensor, q: Tensor | None, tokens: Tensor) -> Tensor:
-        if fused.is_available(p):
-            from vargen.kernels.relaxed_probs import grouped_accept_prob
-
-            codes = self.codebook.float().t() if self.distance is not None and self.codebook is not None else None
-            return grouped_accept_prob(p, q, tokens, self.size, self.delta, self.distance, codes)
         member = self.group_members(p, tokens)
         joined = member != tokens[..., None]
         group_p = gather_prob(p, tokens) + (p.gather(2, member) * joined).sum(2)

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vargen.decoding.next_token.acceptance import fused
 from vargen.decoding.next_token.acceptance.exact import gather_prob
 from vargen.decoding.next_token.acceptance.relaxed import RelaxedRule
 from vargen.decoding.next_token.protocols import TokenModel
@@ -85,10 +84,6 @@ class NeighborhoodRule(RelaxedRule):
         return (reached * within).amax(2)
 
     def accept_prob(self, p: Tensor, q: Tensor | None, tokens: Tensor) -> Tensor:
-        if self.neighbor_table is not None and fused.is_available(p):
-            from vargen.kernels.relaxed_probs import neighborhood_accept_prob
-
-            return neighborhood_accept_prob(p, q, tokens, self.neighbor_table, self.ratio, self.delta)
         own_p, own_q = gather_prob(p, tokens), gather_prob(q, tokens)
         return torch.where(own_p > 0, (own_p + self.neighbor_prob(p, tokens)) / own_q.clamp_min(1e-30), 0.0)
 

@@ -34,8 +34,6 @@ def recursive_rejection(probs: Tensor, draft: Draft, noise: Noise, relaxation: T
     On a chain it equals `speculative_sampling`. The output is distributed as the target provided that each q is the
     distribution its sibling was actually sampled from. Arguments: see `AcceptanceRule`.
     """
-    if fused.is_available(probs):
-        return fused.verify_recursive_rejection(probs, draft, noise)
     return verify_siblings(_test_ratio, probs, draft, noise)
 
 
