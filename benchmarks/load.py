@@ -237,7 +237,7 @@ def _ask_page(client: Any, address: str, method: str, request: Request) -> dict[
     if request.leave_after is not None and request.number % 2:
         hang_up(address, request, method)
         return {"left": True}
-    job = client.submit(request.prompt, method=method, seed=request.seed, api_name="/stream" if request.stream else "/generate")
+    job = client.submit(request.prompt, method=method, seed=request.seed, api_name="/generate")
     if request.leave_after is not None:
         time.sleep(request.leave_after)
         job.cancel()

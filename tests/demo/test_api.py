@@ -46,13 +46,6 @@ def test_generate(client: gradio_client.Client, service: ImageService) -> None:
     assert Image.open(again[0]).tobytes() == Image.open(files[1]).tobytes(), "a seed is a picture"
 
 
-def test_compare(client: gradio_client.Client, service: ImageService) -> None:
-    names = [name for name in ("ar", "gumbel") if name in service.methods]
-    files, reports = client.predict("a red apple", names, seed=3, api_name="/compare")
-    assert len(files) == len(reports) == 2
-    assert [each["identical"] for each in reports] == [True, True]
-
-
 def test_methods(client: gradio_client.Client) -> None:
     found = {each["name"]: each for each in client.predict(api_name="/methods")}
     assert found["ar"]["kind"] == "exact" and found["ar"]["reason"] is None
@@ -80,7 +73,7 @@ def test_bad_input_is_reported_in_words(client: gradio_client.Client, given: dic
 
 
 def test_other_endpoints_are_not_offered(client: gradio_client.Client) -> None:
-    assert set(client.view_api(return_format="dict")["named_endpoints"]) == {"/generate", "/stream", "/compare", "/methods"}
+    assert set(client.view_api(return_format="dict")["named_endpoints"]) == {"/generate", "/methods"}
 
 
 @pytest.mark.parametrize("path", ["/etc/passwd", "pyproject.toml", "../../etc/passwd"])
@@ -105,10 +98,9 @@ def runs(service: ImageService, monkeypatch: pytest.MonkeyPatch) -> list[Job]:
     return started
 
 
-CALLS = {"generate": ["a red apple"], "compare": ["a red apple", ["ar", "gumbel"]]}
 PROGRAM = """
-import json, sys, gradio_client
-gradio_client.Client(sys.argv[1], verbose=False).predict(*json.loads(sys.argv[2]), api_name=sys.argv[3])
+import sys, gradio_client
+gradio_client.Client(sys.argv[1], verbose=False).predict("a red apple", api_name="/generate")
 """
 
 
@@ -122,12 +114,11 @@ def stopped(runs: list[Job], give_up: Callable[[], Any]) -> None:
     assert len(runs) == 1
 
 
-@pytest.mark.parametrize("name", CALLS)
 def test_a_cancelled_job_ends_its_generation(
-    client: gradio_client.Client, runs: list[Job], slow: Callable[[float], None], name: str
+    client: gradio_client.Client, runs: list[Job], slow: Callable[[float], None]
 ) -> None:
     slow(0.5)  # half a minute a picture
-    job = client.submit(*CALLS[name], api_name=f"/{name}")
+    job = client.submit("a red apple", api_name="/generate")
     stopped(runs, job.cancel)
     slow(0.0)
     assert client.predict("a blue ball", seed=1, api_name="/generate")[1]["seed"] == 1, "the place in the queue is free again"
@@ -135,7 +126,7 @@ def test_a_cancelled_job_ends_its_generation(
 
 def test_a_killed_client_ends_its_generation(address: str, runs: list[Job], slow: Callable[[float], None]) -> None:
     slow(0.5)
-    with subprocess.Popen([sys.executable, "-c", PROGRAM, address, json.dumps(CALLS["compare"]), "/compare"]) as program:
+    with subprocess.Popen([sys.executable, "-c", PROGRAM, address]) as program:
         try:
             stopped(runs, program.kill)
         finally:

@@ -1,4 +1,4 @@
-"""Variations and inpainting on the page: what is read, what a PNG records, the endpoint, and the brush in a browser."""
+"""Variations and inpainting on the page: what is read, what a PNG records, and the brush in a browser."""
 
 from __future__ import annotations
 
@@ -11,23 +11,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from page_contrast import LOW_CONTRAST
 from PIL import Image
 from rejects import rejects
 
 pytest.importorskip("gradio")
 
-import gradio_client
-import httpx
 from tiny_models import text_var_pipeline
 
 from vargen.demo.image_service import ImageService
 from vargen.demo.page import build_page
-from vargen.demo.request import PageRequest, request_from_metadata
-from vargen.demo.sources import ImageSource, read_painting, read_upload
+from vargen.demo.sources import ImageSource, read_painting
 from vargen.image_metadata import png_file, read_parameters
-from vargen.pipelines.regeneration import validate_regenerable
 
 FIELD = "#prompt textarea, #prompt input"
 SIDE, GRID = 8, (4, 4)  # of the tiny model
@@ -82,68 +77,11 @@ def test_what_is_no_painting_gets_a_message(text: str) -> None:
     rejects(lambda: read_painting(text, 0.8, SIDE, GRID), "cannot be read")
 
 
-def test_limits_are_named(tmp_path: Path) -> None:
+def test_limits_are_named() -> None:
     for strength in (-0.1, 1.5, float("nan"), "much"):
         rejects(lambda strength=strength: ImageSource(noise(), None, strength), "strength must be from 0")
     rejects(lambda: read_painting(sent(noise((9, 8))), 0.3, SIDE, GRID), "must have 8x8 pixels, not 9x8")
     rejects(lambda: read_painting(sent(noise()), 0.3, None, GRID), "cannot be read")
-    rejects(lambda: read_upload({"path": "/etc/passwd"}, None, None, SIDE), "image must be a file")
-    (tmp_path / "a.png").write_bytes(b"no image")
-    noise().save(tmp_path / "b.png")
-    noise((9, 9)).save(tmp_path / "c.png")
-    rejects(lambda: read_upload(uploaded(tmp_path / "a.png"), None, None, SIDE), "The image cannot be read")
-    rejects(lambda: read_upload(uploaded(tmp_path / "b.png"), uploaded(tmp_path / "c.png"), None, SIDE), "must have 8x8")
-
-
-def uploaded(path: Path) -> dict[str, Any]:
-    return {"path": str(path), "meta": {"_type": "gradio.FileData"}}
-
-
-def test_the_page_inpaints_as_the_pipeline_does_and_the_file_says_so(service: ImageService) -> None:
-    source = read_painting(sent(noise(), "1100" * 4), 0.8, SIDE, GRID)
-    assert source is not None
-    result = service.start(PageRequest("a cat", "plain", 5, **service.defaults, source=source), previews=False).result()
-    own = service.defaults | {"top_k": service.vocab}
-    direct = service.pipe("a cat", image=source.image, mask=source.mask, generator=torch.Generator().manual_seed(5), **own)
-    assert result.images[0].tobytes() == direct.images[0].tobytes()
-    recorded = read_parameters(service.save(result)[0])
-    assert len(recorded["image"]) == len(recorded["mask"]) == 16 and recorded["image"] != recorded["mask"]
-    assert "strength" not in recorded and "source" not in recorded
-    rejects(
-        lambda: validate_regenerable(recorded), "generated from another one (image, mask), which its parameters do not contain"
-    )
-    assert request_from_metadata({**recorded, "source": "x"}, service.defaults).source is None
-
-
-def test_the_endpoint(address: str, service: ImageService, tmp_path: Path) -> None:
-    client = gradio_client.Client(address, verbose=False, download_files=str(tmp_path), analytics_enabled=False)
-    noise().save(tmp_path / "image.png")
-    Image.new("L", (SIDE, SIDE), 255).save(tmp_path / "mask.png")
-    image, mask = (gradio_client.handle_file(tmp_path / name) for name in ("image.png", "mask.png"))
-    kept, report = client.predict("a cat", image, strength=0, seed=1, api_name="/inpaint")
-    assert report["strength"] == 0 and report["stats"]["passes"] == 0 and read_parameters(kept[0])["image"] == report["image"]
-    seeds = [client.predict("a cat", image, mask, seed=seed, api_name="/inpaint")[0][0] for seed in (1, 2, 1)]
-    one, other, again = (Image.open(path).tobytes() for path in seeds)
-    assert one == again != other
-    types = client.view_api(return_format="dict")["named_endpoints"]["/inpaint"]
-    assert [each["parameter_name"] for each in types["parameters"]] == ["prompt", "image", "mask", "strength", "method", "seed"]
-
-
-@pytest.mark.parametrize("image", ["/etc/hostname", {"path": "/etc/hostname"}, {"path": "/etc/hostname", "meta": {}}])
-def test_files_of_the_server_are_no_uploads(address: str, image: Any) -> None:
-    assert "must be a file" in answer(address, image)
-
-
-def test_a_file_that_was_not_uploaded_is_refused(address: str, tmp_path: Path) -> None:
-    noise().save(tmp_path / "mine.png")
-    assert "error" in (said := answer(address, uploaded(tmp_path / "mine.png"))) and "complete" not in said
-
-
-def answer(address: str, image: Any) -> str:
-    """What the server says to a caller that uploads nothing."""
-    call = f"{address}gradio_api/call/inpaint"
-    number = httpx.post(call, json={"data": ["a cat", image, None, None, None, 1]}).json()["event_id"]
-    return httpx.get(f"{call}/{number}", timeout=60).text
 
 
 # -- in headless Chromium

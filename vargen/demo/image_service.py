@@ -17,7 +17,6 @@ from vargen.decoding import DecodeStats
 from vargen.demo.jobs import Job, JobResult
 from vargen.demo.previews import PreviewSchedule
 from vargen.demo.request import MAX_RACERS, ImageFolder, PageRequest
-from vargen.demo.shared_passes import SharedPasses
 from vargen.image_metadata import tokens_digest
 from vargen.pipelines.base import MethodInfo, VisualPipeline
 from vargen.pipelines.prompts import describe_unreadable_words
@@ -40,7 +39,7 @@ class ImageService:
         scorer: scores how well an image matches its prompt, and selects among candidates; None for no scores.
         scorer_name: as `vargen generate --scorer` takes it.
         digest: of the model's weights; None if they are no folder's.
-        slots: maximum number of images that jobs of several visitors generate in the same passes; see `SharedPasses`.
+        concurrency: number of jobs at a time.
     """
 
     def __init__(
@@ -50,7 +49,7 @@ class ImageService:
         scorer: Scorer | None = None,
         scorer_name: str = DEFAULT_SCORER,
         digest: str | None = None,
-        slots: int = 1,
+        concurrency: int = 1,
     ):
         self.digest = digest
         self.pipe, self.name, self.scorer, self.scorer_name = pipe, name, scorer, scorer_name
@@ -61,9 +60,8 @@ class ImageService:
         self.live = pipe.num_baseline_passes <= _LIVE_PASSES  # fast enough to generate during typing
         self.vocab: int = pipe.vocab_size
         self.folder = ImageFolder()
-        self._shared = SharedPasses(pipe, slots) if slots > 1 else None
         # Threads are reused, because each new one would create another thread pool in torch.
-        self._threads = ThreadPoolExecutor(max_workers=2 * MAX_RACERS + slots, thread_name_prefix="generate")
+        self._threads = ThreadPoolExecutor(max_workers=2 * MAX_RACERS + concurrency, thread_name_prefix="generate")
         self.methods = {method.name: self._probe_method(method) for method in pipe.list_methods()}
 
     @property
@@ -180,7 +178,6 @@ class ImageService:
         stop: threading.Event | None = None,
         previews: bool = True,
         every_pass: bool = False,
-        alone: bool = False,
     ) -> Job:
         """Start a job in another thread.
 
@@ -188,28 +185,23 @@ class ImageService:
             request: checked by `check`.
             stop: set it to end the job within one pass.
             previews: whether to decode partial images during generation. every_pass: after each pass, regardless of the cost.
-            alone: whether the images must not be generated in the passes of other jobs, as where methods are compared.
         """
         job = Job(request, self.pipe.num_tokens, stop or threading.Event())
         show = PreviewSchedule(self.pipe, job, previews, every_pass)
-        self._threads.submit(self._run_job, job, show, not alone)
+        self._threads.submit(self._run_job, job, show)
         return job
 
-    def _run_job(self, job: Job, show: PreviewSchedule, joins: bool) -> None:
+    def _run_job(self, job: Job, show: PreviewSchedule) -> None:
         try:
             job.started = time.perf_counter()
-            shared = self._shared.submit(job) if joins and self._shared is not None else None
-            if shared is None:
-                job.finished = self._generate(job, show)
-            else:
-                job.finished = self._make_result(job, *shared.run(show))
+            job.finished = self._generate(job, show)
         except BaseException as error:
             job.error = error
         finally:
             job.done.set()
 
     def _generate(self, job: Job, show: PreviewSchedule) -> JobResult:
-        """Generate the images of a job in a batch of their own."""
+        """Generate the images of a job."""
         request = job.request
 
         def after_pass(_: Any, step: int, done: int, tensors: dict[str, Any]) -> dict[str, Any]:
@@ -286,7 +278,5 @@ class ImageService:
         return {**self.parameters(result.request.single(number), result), **result.records[number], **tokens}
 
     def close(self) -> None:
-        if self._shared is not None:
-            self._shared.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
         self.folder.close()

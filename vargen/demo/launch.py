@@ -121,8 +121,8 @@ class Services:
                 service.close()
 
 
-def load_services(model: str, device_name: str, scorer_name: str | None, slots: int = 1) -> Services:
-    """Load the models; beside a packaged image model, the other packaged ones, too. `slots`: see `ImageService`.
+def load_services(model: str, device_name: str, scorer_name: str | None, concurrency: int = 1) -> Services:
+    """Load the models; beside a packaged image model, the other packaged ones, too. `concurrency`: see `ImageService`.
 
     Raises:
         ValueError, OSError, RuntimeError, ImportError: for a model or scorer that cannot be loaded.
@@ -154,7 +154,7 @@ def load_services(model: str, device_name: str, scorer_name: str | None, slots: 
     video = VideoService(load(VIDEO_MODEL), VIDEO_MODEL, scorer, pipe) if {model, VIDEO_MODEL} <= packaged else None
     live = ImageService(load(LIVE_MODEL), LIVE_MODEL) if model == DEFAULT_MODEL and LIVE_MODEL in packaged else None
     digest = model_digest(info.folder)
-    return Services(ImageService(pipe, title, scorer, name, digest, slots), video, live, model == DEFAULT_MODEL)
+    return Services(ImageService(pipe, title, scorer, name, digest, concurrency), video, live, model == DEFAULT_MODEL)
 
 
 def serve(page: gr.Blocks, address: Address) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import gradio as gr
 
 from vargen.demo import first_sight
-from vargen.demo.api import add_api_endpoints, add_inpaint_endpoint
+from vargen.demo.api import add_api_endpoints
 from vargen.demo.drop_box import build_drop_box
 from vargen.demo.generate_tab import build_generate_tab, connect_generate_tab
 from vargen.demo.history import History, build_history
@@ -55,8 +55,7 @@ def build_page(
     """Build the page of a loaded image model.
 
     Args:
-        concurrency: maximum number of concurrent jobs over all visitors; the others wait in one queue. To share passes,
-            give the services as many slots.
+        concurrency: maximum number of concurrent jobs over all visitors; the others wait in one queue.
         video: a video model, which gets a mode.
         live: a model that generates while the visitor types; by default the image model itself, if it is fast enough.
         opening: whether to open on the recorded race and the wall, whose seeds are those of the packaged models.
@@ -97,8 +96,6 @@ def build_page(
         build_drop_box(service, shared, view, private)
         _connect_link(page, service, shared, modes, history, racers)
         add_api_endpoints(service, queue_options)
-        if live is not None:
-            add_inpaint_endpoint(live, queue_options)
     return page
 
 

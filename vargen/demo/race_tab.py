@@ -67,7 +67,7 @@ def build_race_tab(service: ImageService, registry: JobRegistry, shared: Inputs,
         yield [rendering.status_line(news), render_track(service, requests, []), None]
         jobs: list[Job] = []
         for request in requests:
-            jobs.append(service.start(request, stop=ticket.stop, alone=True))
+            jobs.append(service.start(request, stop=ticket.stop))
             while not together and not jobs[-1].done.wait(POLL_SECONDS):
                 yield [gr.skip(), render_track(service, requests, jobs), gr.skip()]
             if ticket.stop.is_set():

@@ -9,12 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image
 
 from vargen.image_metadata import pixels_digest
-from vargen.pipelines.images import read_mask
-from vargen.reading import ImageFileError, apply_orientation, on_white, open_image
+from vargen.reading import ImageFileError, on_white, open_image
 from vargen.values import parse_float, short_repr
 
 _MAX_CHARACTERS = 6_000_000  # of what the page sends: an image in base64 and its painted cells
@@ -87,48 +85,15 @@ def read_painting(sent: str, strength: Any, side: int | None, grid: tuple[int, i
     return ImageSource(image, _mask_of_cells(cells, side, grid))
 
 
-def read_upload(image: Any, mask: Any, strength: Any, side: int) -> ImageSource:
-    """Read the files of an API call, as gradio has stored them. They are cropped to a square and resized.
-
-    Raises:
-        ValueError: for what is no uploaded image, or a mask that does not have the image's size.
-    """
-    opened = _open_upload(image, "image")
-    if mask is None:
-        return ImageSource(_fit(opened, side), None, strength)
-    area = _open_upload(mask, "mask", keep_alpha=True)
-    if area.size != opened.size:
-        sizes = f"{opened.width}x{opened.height} pixels, as the image has, not {area.width}x{area.height}"
-        raise ValueError(f"The mask must have {sizes}.")
-    fitted = _fit(Image.fromarray(255 * read_mask(area).astype(np.uint8)), side, Image.Resampling.NEAREST)
-    if fitted.getextrema()[1] == 0:
-        raise ValueError("The mask marks nothing: pixels to generate again must be white or transparent.")
-    return ImageSource(_fit(opened, side), fitted, strength)
-
-
-def _open_upload(file: Any, name: str, keep_alpha: bool = False) -> Image.Image:
-    from gradio_client.utils import is_file_obj_with_meta  # here: requests are validated without gradio, too
-
-    # Only of such values, gradio has checked that the path is that of an uploaded file.
-    if not is_file_obj_with_meta(file):
-        raise ValueError(f"The {name} must be a file, for example gradio_client.handle_file('apple.png').")
-    return _open(file["path"], f"The {name}", keep_alpha=keep_alpha)
-
-
-def _open(file: str | BinaryIO, name: str, size: tuple[int, int] | None = None, keep_alpha: bool = False) -> Image.Image:
-    """Read an image; `size` is the only one that is allowed. `keep_alpha`: keep its mode, instead of converting it to RGB."""
+def _open(file: BinaryIO, name: str, size: tuple[int, int]) -> Image.Image:
+    """Read an RGB image of this size."""
     try:
         with open_image(file, name) as opened:
-            if size is not None and opened.size != size:
+            if opened.size != size:
                 raise ImageFileError(name, f"it must have {size[0]}x{size[1]} pixels, not {opened.width}x{opened.height}")
-            return apply_orientation(opened).copy() if keep_alpha else on_white(opened)
+            return on_white(opened)
     except ImageFileError as error:
         raise ValueError(f"{name} cannot be read: {error.reason}.") from None
-
-
-def _fit(image: Image.Image, side: int, method: Image.Resampling = Image.Resampling.LANCZOS) -> Image.Image:
-    """Crop an image to the square in its middle, and resize it if it does not have the size."""
-    return image if image.size == (side, side) else ImageOps.fit(image, (side, side), method)
 
 
 def _mask_of_cells(cells: Sequence[str], side: int, grid: tuple[int, int]) -> Image.Image:
