@@ -89,7 +89,7 @@ def test_images_and_statistics_are_those_without_compiled_steps(
         engine = Engine(table_model(), METHODS[method], batch_size=2)
         engine.submit(condition, seeds, sampling)
         joined = {image.number: image.tokens.tolist() for image in engine.run()}
-        stats = (out.stats.committed_histogram, out.stats.passes_by_width, out.stats.relaxation, out.stats.sibling_counts)
+        stats = (out.stats.committed_histogram, out.stats.passes_by_width, out.stats.relaxation)
         found.append((out.tokens.tolist(), stats, joined))
     assert found[0] == found[1]
     for name in ("sample_rows", "draft_window", "commit_tokens"):

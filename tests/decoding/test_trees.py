@@ -22,7 +22,6 @@ from vargen.decoding import (
     shared_noise,
     traversal,
 )
-from vargen.decoding.next_token.acceptance.siblings import count_sibling_acceptance
 from vargen.decoding.next_token.trees.expand import Frontier, grow_tree
 from vargen.decoding.next_token.trees.shapes import (
     NAMED_SHAPES,
@@ -185,38 +184,6 @@ def test_what_lies_past_the_grid_is_not_valid():
     assert torch.equal(draft.valid, draft.tree.depth[:, 1:] <= 2)
 
 
-# -- statistics ---------------------------------------------------------------------------------------------------------
-
-
-def test_statistics_count_siblings_by_rank():
-    model = TableModel(vocab=6, tokens=30, seed=2)
-    model.draft_model = TableModel(vocab=6, tokens=30, seed=2, spread=1.0)
-    seen = []
-
-    class Seen(SpeculativeTree):
-        def observe(self, state, step):
-            seen.append(step)
-            return state
-
-    method = Accelerator(drafter=Seen(StaticTree((-1, 0, 0, 0, 1, 1, 2))), acceptance=traversal)
-    stats = decode(model, torch.zeros(40, dtype=torch.int64), torch.arange(40), method).stats
-    table = [[0, 0] for _ in range(3)]
-    for step in seen:
-        for row in torch.arange(40)[step.count > 0].tolist():
-            path = step.verdict.path[row, : int(step.verdict.count[row])].tolist()
-            for slot in path:
-                for rank, child in enumerate(step.draft.tree.children[slot].tolist()):
-                    if child and step.draft.valid[row, child - 1]:
-                        table[rank][0] += 1
-                        table[rank][1] += child in path
-    assert stats.sibling_counts == table and stats.sibling_rates[0] > stats.sibling_rates[2] > 0
-    extra = sum(hits for _, hits in table) - (40 * 30 - sum(stats.committed_histogram))
-    assert 0 <= extra <= 40, "the token behind the last of a picture is past the grid"
-    joined = type(stats).merge([stats, stats])
-    assert joined.sibling_counts == [[2 * part for part in row] for row in table]
-    assert stats.to_dict()["sibling_counts"] == table
-
-
 # -- bad input ------------------------------------------------------------------------------------------------------------
 
 
@@ -285,9 +252,4 @@ def test_nothing_is_read_from_the_device(child_sampling, rules):
     for rule in rules:
         verdict = rule(probs, draft, Noise(seeds, length + draft.tree.depth, 1), torch.zeros(B, device=place))
         assert verdict.next_token.shape == (B,)
-        assert count_sibling_acceptance(draft, verdict, verdict.count > 0).shape == (
-            draft.tree.max_path,
-            draft.tree.max_children,
-            2,
-        )
     rejects(lambda: int(verdict.count[0]), "meta", RuntimeError)

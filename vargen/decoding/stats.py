@@ -22,8 +22,6 @@ class DecodeStats:
         committed_histogram: entry `[k]` counts (pass, image) pairs that committed k tokens (index 0 is unused; the prefill
             commits 1).
         passes_by_width: `{T: passes}`, number of passes that fed T tokens to each image, excluding the prefill.
-        sibling_counts: for methods that draft trees, `[offered, accepted]` by sibling rank: how often an accepted slot had a
-            child of this rank, and how often that child was accepted.
         scorer, scores, candidate_seeds: set if a scorer selected the images: its name, and for each image the scores and seeds
             of all candidates. `images` and `tokens` then count the candidates, and `seeds` are those of the selected images.
         draft_passes_by_width: like `passes_by_width`, for passes of the draft model of next-scale models.
@@ -49,7 +47,6 @@ class DecodeStats:
     seeds: list[int] = field(default_factory=list)
     stopped: bool = False
     threads: int = 1
-    sibling_counts: list[list[int]] = field(default_factory=list)
     scorer: str | None = None
     scores: list[list[float]] = field(default_factory=list)
     candidate_seeds: list[list[int]] = field(default_factory=list)
@@ -87,7 +84,6 @@ class DecodeStats:
             seeds=[seed for run in runs for seed in run.seeds],
             stopped=any(run.stopped for run in runs),
             threads=max(run.threads for run in runs),
-            sibling_counts=_sum_tables([run.sibling_counts for run in runs]),
             scorer=runs[0].scorer,
             scores=[scores for run in runs for scores in run.scores],
             candidate_seeds=[seeds for run in runs for seeds in run.candidate_seeds],
@@ -105,11 +101,6 @@ class DecodeStats:
         """Mean number of tokens that a pass committed per unfinished image, without forced ones, which cost no decision."""
         turns = sum(self.committed_histogram)
         return (self.tokens - self.forced) / turns if turns else 0.0
-
-    @property
-    def sibling_rates(self) -> list[float]:
-        """Acceptance rate of siblings by rank, which determines the best tree to draft."""
-        return [accepted / offered if offered else 0.0 for offered, accepted in self.sibling_counts]
 
     @property
     def relaxation_per_token(self) -> float:
@@ -133,18 +124,12 @@ class DecodeStats:
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON, whose keys are strings."""
         by_width = ("passes_by_width", "draft_passes_by_width")
-        rates = ("tokens_per_second", "tokens_per_pass", "sibling_rates", "relaxation_per_token")
+        rates = ("tokens_per_second", "tokens_per_pass", "relaxation_per_token")
         return {
             **asdict(self),
             **{name: {str(width): passes for width, passes in getattr(self, name).items()} for name in by_width},
             **{name: getattr(self, name) for name in rates},
         }
-
-
-def _sum_tables(tables: list[list[list[int]]]) -> list[list[int]]:
-    """Sum tables with the same columns row by row; the numbers of rows may differ."""
-    rows = zip_longest(*tables, fillvalue=[0, 0])
-    return [[sum(column) for column in zip(*row, strict=True)] for row in rows]
 
 
 def _merge_scales(scales: tuple[dict[str, Any], ...]) -> dict[str, Any]:

@@ -20,7 +20,6 @@ from vargen.compat import without_autocast
 from vargen.decoding.harness import Callback, DecodeOutput, Run, sum_rows, validate_call
 from vargen.decoding.next_token.accelerator import Accelerator
 from vargen.decoding.next_token.acceptance import shared_noise
-from vargen.decoding.next_token.acceptance.siblings import count_sibling_acceptance
 from vargen.decoding.next_token.compiled_steps import commit_tokens, feed_tokens
 from vargen.decoding.next_token.draft import Draft, Output, Step, Verdict
 from vargen.decoding.next_token.graphs import CUDAGraph, GraphedPass, Outputs, register_state
@@ -246,7 +245,6 @@ class ImageState:
         length: int64 `[B]`, number of tokens committed so far.
         relaxation: float32 `[B]`, relaxation spent so far.
         committed_histogram: int64 `[max_width + 1]`; entry k counts the (pass, image) pairs that committed k tokens.
-        sibling_counts: int64 `[max_width, 2]`; see `DecodeStats.sibling_counts`.
         num_tokens: N.
         step: number of the next pass; the prefill is pass 1. A tensor `[]` if the device counts passes, and `[B]` if images did
             not start together.
@@ -257,7 +255,6 @@ class ImageState:
     length: Tensor
     relaxation: Tensor
     committed_histogram: Tensor
-    sibling_counts: Tensor
     num_tokens: int
     step: int | Tensor = 2
 
@@ -273,7 +270,6 @@ class ImageState:
             length=torch.ones(B, dtype=torch.int64, device=device),
             relaxation=torch.zeros(B, dtype=torch.float32, device=device),
             committed_histogram=torch.zeros(max_width + 1, dtype=torch.int64, device=device),
-            sibling_counts=torch.zeros(max_width, 2, dtype=torch.int64, device=device),
             num_tokens=num_tokens,
         )
 
@@ -318,8 +314,6 @@ class ImageState:
         count, length = done
         if verdict.relaxation is not None:
             self.relaxation.add_(verdict.relaxation * (count > 0))
-        if not draft.tree.is_chain:
-            self.sibling_counts[: draft.tree.max_children] += count_sibling_acceptance(draft, verdict, count > 0).sum(0)
         return replace(self, length=length, step=self.step + 1), count
 
     def make_stats(self, name: str, threads: int, widths: dict[int, int], forced: Tensor | None = None) -> DecodeStats:
@@ -329,10 +323,8 @@ class ImageState:
             widths: its passes by the number of tokens they fed.
             forced: see `TokenModel`.
         """
-        histogram, siblings = self.committed_histogram.tolist(), self.sibling_counts.tolist()
+        histogram = self.committed_histogram.tolist()
         histogram[0] = 0  # passes run after an image was finished
-        while siblings and not siblings[-1][0]:  # ranks that no tree had
-            siblings.pop()
         only = None if forced is None else (forced >= 0).cumsum(0)  # forced tokens up to each position
         return DecodeStats(
             accelerator=name,
@@ -343,6 +335,5 @@ class ImageState:
             relaxation=self.relaxation.tolist(),
             seeds=self.seeds.tolist(),
             threads=threads,
-            sibling_counts=siblings,
             forced=0 if only is None else int(only[self.length - 1].sum()),
         )

@@ -234,25 +234,3 @@ def trace_path(slot: Tensor, tree: Tree) -> tuple[Tensor, Tensor]:
 def _sort_path(accepted: Tensor, tree: Tree) -> Tensor:
     """List accepted slots first. The sort is stable, so parents precede children."""
     return accepted.to(torch.int64).argsort(dim=1, descending=True, stable=True)[:, : tree.max_path]
-
-
-def count_sibling_acceptance(draft: Draft, verdict: Verdict, active: Tensor) -> Tensor:
-    """Count offered and accepted children by the depth of their accepted parent and their rank: int64
-    `[max_path, max_children, 2]`.
-
-    Args:
-        active: bool `[B]`, which images to count.
-    """
-    tree = draft.tree
-    B, T = len(draft.tokens), draft.tokens.shape[1] + 1
-    on_path = torch.arange(verdict.path.shape[1], device=active.device) < verdict.count[:, None]
-    reached = torch.zeros(B, T, dtype=torch.int64, device=active.device)
-    reached = reached.scatter_add(1, verdict.path, (on_path & active[:, None]).long()) > 0
-    children = tree.children.expand(B, T, tree.max_children)
-    exists = (children > 0) & reached[..., None]
-    if draft.valid is not None:
-        exists &= draft.valid.gather(1, (children - 1).clamp(min=0).flatten(1)).view_as(exists)
-    accepted = exists & reached.gather(1, children.flatten(1)).view_as(exists)
-    both = torch.stack([exists, accepted], -1).long()  # [B, T, max_children, 2]
-    table = torch.zeros(tree.max_path, *both.shape[2:], dtype=torch.int64, device=both.device)
-    return table.index_add_(0, tree.depth.expand(B, T).flatten(), both.flatten(0, 1))

@@ -194,9 +194,9 @@ class DynamicTree:
         depth: maximum distance from the root.
         children: maximum number of children of a slot.
         frontier: number of slots expanded per level; None: `children`.
-        acceptance: for sampled draft tokens, the acceptance rates of the first, second, ... sibling (see
-            `DecodeStats.sibling_rates`), each above 0 and with a sum below 1; the last rate applies to all further ranks. They
-            determine what is expanded and kept.
+        acceptance: for sampled draft tokens, the acceptance rates of the first, second, ... sibling,
+            each above 0 and with a sum below 1; the last rate applies to all further ranks. They determine what is expanded
+            and kept.
 
     Raises:
         ValueError: if a value is out of range, or there are fewer candidates than `nodes`.
