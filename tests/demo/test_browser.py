@@ -13,7 +13,6 @@ import pytest
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from vargen.decoding import PRESETS
 from vargen.demo.image_service import ImageService
 from vargen.demo.jobs import Job
 from vargen.demo.request import MAX_PROMPT, PageRequest
@@ -153,22 +152,6 @@ def test_race_needs_two_methods(browser: Any) -> None:
     browser.toast("Choose two to 4 methods")
 
 
-def test_experimental_methods_are_listed_on_request(browser: Any, service: ImageService) -> None:
-    core = {each.name for each in service.available if not PRESETS[each.name].experimental}
-    names = "#method input[type=radio]"
-    browser.unfold("#advanced")
-    browser.until(lambda: set(browser.attributes(names, "value")) == core)
-    browser.click("#more-methods input")
-    browser.until(lambda: set(browser.attributes(names, "value")) == {each.name for each in service.available})
-    browser.click("#method input[value=lookup]")
-    browser.until(lambda: browser.script("return document.querySelector('#method input:checked').value") == "lookup")
-    browser.click("#generate")
-    browser.says("#note", "Generated in")
-    browser.click("#more-methods input")
-    browser.until(lambda: browser.script("return document.querySelector('#method input:checked').value") == "auto")
-    assert set(browser.attributes(names, "value")) == core
-
-
 def test_a_dropped_image_reloads_its_parameters(browser: Any, address: str, tmp_path: Path) -> None:
     chunk = PngInfo()
     reported = {"prompt": "a blue ${1+1} {{whale}} <b>", "seed": 77, "accelerator": "ar", "guidance_scale": 2.5, "top_k": 9}
@@ -258,21 +241,3 @@ def test_on_narrow_and_wide_screens_all_is_seen_and_the_image_is_above_the_metho
             if tab in ("Image", "Video"):
                 assert browser.count("[role=listbox], .wrap input[type=text], .wrap input") and browser.script(_CUT) == []
         assert browser.script(top, "#generate") < browser.script(top, "#stage") < browser.script(top, "#gallery")
-
-
-def test_each_method_has_its_whole_sentence_where_it_is_chosen(browser: Any, service: ImageService, video: Any) -> None:
-    """Neither a name nor its sentence is cut off, at any width."""
-    browser.unfold("#advanced")
-    listed = {"#method": service.available, "#racers": service.available, "#video-method": video.methods}
-    tabs = {"#method": "Image", "#racers": "Race", "#video-method": "Video"}
-    for selector, methods in listed.items():
-        browser.press_tab(tabs[selector])
-        if selector == "#video-method":
-            browser.unfold("#video-options")
-        core = [each for each in methods if not PRESETS[each.name].experimental]
-        browser.until(lambda selector=selector, core=core: browser.count(f"{selector} label input") == len(core))
-        assert all(f"{each.name} · {each.kind} · {each.summary}" in browser.text(selector) for each in core)
-        for width in (1280, 390):
-            browser.resize(width, 844)
-            cut = "return [...document.querySelectorAll(arguments[0])].filter(e => e.scrollWidth > e.clientWidth + 1).length"
-            browser.until(lambda cut=cut, selector=selector: browser.script(cut, f"{selector} label span") == 0)

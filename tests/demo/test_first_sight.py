@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,10 @@ from page_contrast import LOW_CONTRAST
 from vargen.demo import rendering
 from vargen.demo.first_sight import FOLDER, read_wall, render_race
 from vargen.demo.image_service import ImageService
-from vargen.demo.modes import MODES
 from vargen.demo.rendering import ResultCard
 from vargen.image_metadata import read_parameters
 
 gradio_client = pytest.importorskip("gradio_client")
-
-FIELD = "#prompt textarea, #prompt input"
 
 
 def test_the_wall_has_its_files_and_only_modes_of_the_page() -> None:
@@ -60,46 +56,6 @@ def test_the_first_screen_shows_prompt_race_and_wall(browser: Any, address: str,
     passes = [browser.until(lambda: int(browser.text(".vg-lane:last-of-type .vg-passes") or 0)) for _ in range(2)]
     assert passes, "the race is replayed"
     browser.until(lambda: browser.count(".vg-finished"))
-
-
-_APART = """
-const [one, other] = [...arguments].map(each => document.querySelector(each).getBoundingClientRect());
-return one.right < other.left || other.right < one.left || one.bottom < other.top || other.bottom < one.top;
-"""
-
-
-@pytest.mark.parametrize(("width", "height"), [(1280, 900), (390, 844)])
-def test_the_first_screen_says_in_plain_words_what_it_shows_and_how_to_keep_it(
-    browser: Any, address: str, width: int, height: int
-) -> None:
-    open_first(browser, address, width, height)
-    bottom = "return document.querySelector(arguments[0]).getBoundingClientRect().bottom"
-    for selector in (".vg-replay .vg-save", ".vg-replay .vg-copy", ".vg-tile span"):
-        browser.until(lambda selector=selector: browser.shown(selector) and browser.script(bottom, selector) <= height)
-    low = "return document.querySelector('.vg-replay .vg-save').getBoundingClientRect().height < 44"
-    assert width > 640 or not browser.script(low), "fingers hit it"
-    assert browser.text(".vg-example") == "Example: a hamburger"
-    browser.until(lambda: browser.text(".vg-tile span") == "a red apple")
-    browser.script("window.vargen.replayAt = 99")
-    browser.until(lambda: browser.shown(".vg-replay .vg-badge"))
-    fast, slow = browser.script("return [...document.querySelectorAll('.vg-lane figcaption')].map(each => each.innerText)")
-    assert re.fullmatch(r"Fast [\d.]+ s\n57 steps,\s+a few patches each", fast)
-    assert re.fullmatch(r"Slow [\d.]+ s\n256 steps,\s+one patch each", slow)
-    assert browser.script(_APART, ".vg-example", ".vg-replay .vg-badge")
-    words = set(re.findall(r"[a-z]+", browser.text("body").lower()))
-    assert not words & {"token", "tokens", "pass", "passes", "sampling", "seed", "gumbel", "ar"}
-    assert "gumbel: several tokens per step" in browser.attribute(".vg-lane figcaption", "title")
-    assert browser.attribute("button[data-tab-id=race]", "title") == MODES["race"].summary
-    pointing = "return getComputedStyle(document.querySelector('#advanced .icon')).transform"
-    assert browser.script(pointing) == "matrix(0, -1, 1, 0, 0, 0)", "what is folded points to the right"
-
-
-def test_images_are_called_identical_once_both_are_there(browser: Any) -> None:
-    slow, fast = (max(lane["seconds"]) for lane in json.loads((FOLDER / "race.json").read_text("utf-8"))["lanes"])
-    for seconds, finished in (((fast + slow) / 2, 1), (slow, 2)):
-        browser.script("window.vargen.replayAt = arguments[0]", seconds)
-        browser.until(lambda finished=finished: browser.count(".vg-finished") == finished)
-        assert bool(browser.shown(".vg-replay .vg-badge")) == (finished == 2)
 
 
 def test_the_example_is_saved_with_its_parameters_and_shared_by_link(browser: Any, address: str, tmp_path: Path) -> None:

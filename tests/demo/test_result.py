@@ -100,15 +100,6 @@ def test_an_image_is_compared_with_the_slow_way(browser: Any, address: str) -> N
     assert browser.value(FIELD) == "a green frog"
 
 
-def test_the_slow_way_is_compared_with_the_default(browser: Any, address: str) -> None:
-    generate(browser, f"{address}?prompt=a+green+frog&seed=77&method=ar")
-    assert "instead of" not in browser.text("#note")
-    assert browser.text("#compare") == "Race the fast way" and not browser.text("#same").strip()
-    browser.click("#compare")
-    browser.says("#race-note", "gave the same image as Slow (ar)")
-    assert "method=auto%2Car" in browser.script("return location.search")
-
-
 def test_the_same_image_is_promised_only_by_a_method_that_keeps_the_promise(browser: Any, address: str) -> None:
     generate(browser, f"{address}?prompt=a+green+frog&seed=77&method=gumbel")
     assert browser.text("#compare") == "Race to check" and browser.shown("#same")

@@ -141,19 +141,6 @@ def test_a_past_image_is_shown_with_all_that_belongs_to_it(browser: Any, downloa
     browser.until(lambda: not browser.count("dialog.vg-zoom"))
 
 
-def test_stop_leaves_nothing_of_the_image_before(browser: Any, slow: Callable[[float], None]) -> None:
-    generate(browser, "a green frog")
-    assert browser.shown("#download")
-    slow(0.5)
-    browser.click("#generate")
-    browser.says("#note", "Generating")
-    browser.click("#stop")
-    browser.says("#note", "Stopped after")
-    assert not browser.shown("#download") and not browser.shown("#command-line")
-    browser.until(lambda: browser.ready("#generate") and not browser.shown("#stop"))
-    assert browser.text("#note").startswith("Stopped after"), "no later message takes its place"
-
-
 def test_each_of_several_images_has_its_seed_and_can_be_saved(browser: Any, download: Callable[[str], Any]) -> None:
     generate(browser, "a green frog")
     browser.click("#more-like-this")
@@ -168,18 +155,6 @@ def test_each_of_several_images_has_its_seed_and_can_be_saved(browser: Any, down
     browser.script("document.querySelectorAll('#gallery .thumbnail-item')[0].click()")
     browser.says("#download", "Save image")
     assert read_parameters(download("#download"))["seed"] == seeds[-1]
-
-
-def test_the_theme_follows_the_system_until_one_is_chosen(browser: Any, address: str) -> None:
-    dark = "return document.body.classList.contains('dark')"
-    for theme in ("dark", "light"):
-        browser.prefer(theme)
-        browser.until(lambda theme=theme: browser.script(dark) == (theme == "dark"))
-    browser.click("#theme")
-    browser.until(lambda: browser.script(dark))
-    browser.open(address)
-    browser.until(lambda: browser.script(dark))
-    browser.script("localStorage.removeItem('vargen-theme')")
 
 
 _DROP = """
@@ -214,15 +189,3 @@ def test_the_link_of_an_image_is_copied(browser: Any, address: str) -> None:
     browser.open(copied)
     browser.until(lambda: browser.attribute("#stage img", "alt") == "a green frog")
     assert stage_pixels(browser) == pixels
-
-
-def test_a_link_to_the_prompt_that_a_new_page_has_takes_its_seed(browser: Any, address: str) -> None:
-    browser.open(f"{address}?prompt=a+red+apple&seed=78&method=ar")
-    browser.says("#note", "seed 78.")
-    assert "method=ar" in browser.attribute("#stage [data-link]", "data-link")
-
-
-def test_a_link_selects_a_method_with_settings(browser: Any, address: str) -> None:
-    browser.open(f"{address}?prompt=a+green+frog&seed=7&method=gumbel:window=3")
-    browser.says("#note", "seed 7")
-    assert "gumbel%3Awindow%3D3" in browser.attribute("#stage [data-link]", "data-link")

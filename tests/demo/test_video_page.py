@@ -178,26 +178,3 @@ def test_a_threshold_that_is_being_typed_is_no_error_of_the_server(browser: Any,
     slow(0.0)
     browser.says("#video-note", "Generated 16 frames")
     assert not severe(browser)
-
-
-def test_everything_fits_narrow_and_wide_screens(browser: Any) -> None:
-    set_number(browser, "#video-blocks input[type=number]", "12")
-    browser.click("#video-make")
-    browser.says("#video-note", "Generated 24 frames")
-    browser.until(lambda: len(verdicts(browser)) == 12)
-    boxes = """return [...document.querySelectorAll(arguments[0])].map(each => each.getBoundingClientRect())
-               .map(box => [box.left, box.top, box.right, box.bottom])"""
-    for width in (1280, 390):
-        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
-        browser.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-        browser.until(lambda width=width: browser.script("return window.innerWidth") == width)
-        browser.until(lambda: browser.script("return document.documentElement.scrollWidth <= window.innerWidth"))
-        badges = browser.script(boxes, "#video-badges .vg-block")
-        assert all(0 <= left < right <= width for left, _, right, _ in badges)
-        (tau,), (stage,), (make,) = (browser.script(boxes, name) for name in ("#video-tau", "#video-stage", "#video-make"))
-        assert make[3] - min(make[1], 0) < 900, "what starts it is on the first screen"
-        assert max(tau[3], stage[3]) - min(tau[1], stage[1]) < 560, "the slider and what it changes are seen together"
-        if width < 640:
-            assert stage[3] <= tau[1] < stage[3] + 40, "the slider is right under the video"
-        else:
-            assert stage[2] <= tau[0] and abs(tau[1] - stage[1]) < 12, "they are side by side"
