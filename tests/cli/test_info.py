@@ -66,26 +66,9 @@ def test_a_packaged_model_shows_its_size_and_card(
     assert info.read_card_summary(tmp_path) == ""
 
 
-def test_info_says_how_many_threads_were_chosen_and_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import time
-
-    import torch
-
-    from vargen.decoding import pass_costs as cost
-
-    monkeypatch.setenv("VARGEN_CACHE", str(tmp_path))
+def test_info_says_who_chose_the_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vargen.device.user_thread_count", lambda: None)
-    assert "measured with the first image" in info.describe_threads()
-    here, now = cost.describe_hardware(torch.device("cpu")), time.time()
-    measured = {1: {"1": 0.010, "16": 0.040}, 2: {"1": 0.009, "16": 0.020}}
-    entries = {f"net, batch 1, {n} threads, {here}": {"measured": now, "seconds": each} for n, each in measured.items()}
-    entries |= {"net, batch 1, 2 threads, another machine": {"measured": now, "seconds": {"1": 0.001}}}
-    (tmp_path / "pass-costs.json").write_text(json.dumps(entries))
-    reported = info.describe_threads().splitlines()
-    assert reported[1:] == [
-        "1 for net, batch 1, 1 tokens a pass: 10.0 ms with 1, 9.0 ms with 2",
-        "2 for net, batch 1, 16 tokens a pass: 40.0 ms with 1, 20.0 ms with 2",
-    ]
+    assert "autotuned" in info.describe_threads()
     monkeypatch.setattr("vargen.device.user_thread_count", lambda: (3, "OMP_NUM_THREADS"))
     assert info.describe_threads() == "3 CPU threads, set by OMP_NUM_THREADS"
 

@@ -23,7 +23,6 @@ pytest.importorskip("fastapi")
         (["--timeout", "0"], "timeout"),
         (["--timeout", "nan"], "timeout"),
         (["--replicas", "2"], "needs --engine ray"),
-        (["--engine", "ray", "--autoscaling", "[1]"], "autoscaling must be a JSON object"),
         (["--accelerator", "gumbl"], "unknown accelerator"),
         (["--accelerator", "plain"], "plain"),
         (["--guidance-scale", "-1"], "guidance_scale"),

@@ -58,7 +58,7 @@ def open_replicas(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         handle = FakeHandle(*scripts)
         described = type("Described", (), {"remote": lambda _: described(), "result": lambda _: "card"})
         handle.describe = described()  # type: ignore[attr-defined]
-        monkeypatch.setattr(RayReplicas, "restart", lambda self: setattr(self, "_replicas", handle))
+        monkeypatch.setattr(RayReplicas, "_deploy", lambda self: handle)
         return RayReplicas(OPTIONS, **options)
 
     yield make

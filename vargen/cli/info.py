@@ -50,7 +50,7 @@ def info(
         ["cpu instructions", ", ".join(facts["cpu_instructions"]) or "none of those that passes use"],
         ["int8 passes", facts["int8_passes"]],
         ["passes are", facts["graphs"]],
-        *(["passes run on" if not number else "", line] for number, line in enumerate(facts["threads"].splitlines())),
+        ["passes run on", facts["threads"]],
     ]
     print(table(["", ""], rows, "<<").lstrip("\n"))
     print("\nPackaged models:")
@@ -149,23 +149,13 @@ def collect_facts() -> dict[str, Any]:
 
 def describe_threads() -> str:
     """Return the number of CPU threads that passes use, and the reason."""
-    import torch
-
-    from vargen.decoding.pass_costs import MIN_THREAD_SPEEDUP, is_worth_doubling, list_thread_choices
+    from vargen.decoding.pass_costs import MIN_THREAD_SPEEDUP
     from vargen.device import available_cores, user_thread_count
 
     if (chosen := user_thread_count()) is not None:
         return f"{chosen[0]} CPU threads, set by {chosen[1]}"
-    lines = [
-        f"up to {available_cores()} CPU threads, autotuned: each doubling must make a pass {MIN_THREAD_SPEEDUP} times as fast"
-    ]
-    for network, width, seconds in list_thread_choices(torch.device("cpu")):
-        best = 1
-        while 2 * best in seconds and is_worth_doubling(seconds[2 * best], seconds[best]):
-            best *= 2
-        times = ", ".join(f"{1e3 * value:.1f} ms with {count}" for count, value in sorted(seconds.items()))
-        lines.append(f"{best} for {network}, {width} tokens a pass: {times}")
-    return "\n".join(lines if len(lines) > 1 else [f"{lines[0]}; measured with the first image"])
+    found = f"up to {available_cores()} CPU threads, autotuned with the first image: each doubling must make a pass"
+    return f"{found} {MIN_THREAD_SPEEDUP} times as fast"
 
 
 def read_card_summary(folder: Path) -> str:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
-import json
 import os
-import signal
-import threading
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -31,10 +28,8 @@ from vargen.cli.options import (
 )
 from vargen.compat import installed_version
 from vargen.device import set_threads
-from vargen.values import short_repr
 
 _MAX_SECONDS = 86400
-_AUTOSCALING = '{"min_replicas": 1, "max_replicas": 4}'
 _PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 
 
@@ -67,9 +62,6 @@ def serve_model(
         ServeEngine, typer.Option(help="ray: replicas on Ray Serve, in other processes or machines (needs the extra `ray`).")
     ] = ServeEngine.local,
     replicas: Annotated[int | None, typer.Option(metavar="N", help="Of --engine ray, each with --slots. Default: 1.")] = None,
-    autoscaling: Annotated[
-        str | None, typer.Option(metavar="JSON", help=f"Of --engine ray: settings of Ray Serve, such as {_AUTOSCALING}.")
-    ] = None,
     dtype: DtypeName = Dtype.auto,
     quantization: QuantizationName = None,
     device: DeviceName = Device.auto,
@@ -93,8 +85,7 @@ def serve_model(
     if not 0 < timeout <= _MAX_SECONDS:
         raise ValueError(f"timeout must be over 0 and at most {_MAX_SECONDS} seconds, got {timeout:g}")
     if engine is ServeEngine.local:
-        reject_options("needs --engine ray", replicas=replicas, autoscaling=autoscaling)
-    scaling = _parse_autoscaling(autoscaling)
+        reject_options("needs --engine ray", replicas=replicas)
     limits, key = RequestLimits(images=max_images, seconds=timeout), read_api_key(os.environ)
     is_video = makes_video(model)
     if is_video:
@@ -127,9 +118,8 @@ def serve_model(
 
         loaded = (str(folder), title, str(place), weights, quantization)
         generator = RayReplicas(
-            ReplicaOptions(*loaded, accelerator, guidance_scale, slots, threads), replicas or 1, max_waiting, scaling
+            ReplicaOptions(*loaded, accelerator, guidance_scale, slots, threads), replicas or 1, max_waiting
         )
-        signal.signal(signal.SIGHUP, lambda *_: threading.Thread(target=generator.restart).start())
     else:
         from vargen.serving.generation import GenerationThread
 
@@ -146,19 +136,6 @@ def serve_model(
         run_server(app, listener, limits, lambda: print(f"vargen serves {title} at {address}  (Ctrl-C ends it)", flush=True))
     finally:
         generator.close(drain=False, timeout=30)
-
-
-def _parse_autoscaling(text: str | None) -> dict[str, Any] | None:
-    """Return the settings of a JSON object. Raises ValueError for anything else."""
-    if text is None:
-        return None
-    try:
-        settings = json.loads(text)
-    except ValueError:
-        settings = None
-    if not isinstance(settings, dict):
-        raise ValueError(f"autoscaling must be a JSON object such as {_AUTOSCALING}, got {short_repr(text)}")
-    return settings
 
 
 def _is_local(host: str) -> bool:

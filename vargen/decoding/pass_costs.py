@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -260,15 +259,3 @@ def _save_costs(model: TokenModel | BlockModel, images: int, seconds: dict[int, 
             temporary.write_text(json.dumps({**_read_cache(), name: entry}, indent=1), "utf-8")
     except OSError as error:  # the cache folder is not writable
         logger.debug("measured costs are not kept: %s", error)
-
-
-def list_thread_choices(device: torch.device) -> list[tuple[str, int, dict[int, float]]]:
-    """List the measurements on this machine: network and batch, tokens fed, and seconds of a pass by number of threads."""
-    found: dict[tuple[str, int], dict[int, float]] = {}
-    for name, entry in _read_cache().items():
-        match = re.fullmatch(rf"(.*), (\d+) threads, {re.escape(describe_hardware(device))}", name)
-        if match is None:
-            continue
-        for width, seconds in entry.get("seconds", {}).items():
-            found.setdefault((match[1], int(width)), {})[int(match[2])] = float(seconds)
-    return [(name, width, seconds) for (name, width), seconds in sorted(found.items()) if len(seconds) > 1]

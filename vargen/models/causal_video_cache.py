@@ -242,19 +242,6 @@ class TextCache:
         """Return keys, values and bias of one layer."""
         return self.keys[layer], self.values[layer], self.bias
 
-    def cat(self, other: TextCache) -> TextCache:
-        """Concatenate with other prompts of the same number of text rows P."""
-        keys, values = (
-            tuple(torch.cat(pair) for pair in zip(a, b, strict=True))
-            for a, b in ((self.keys, other.keys), (self.values, other.values))
-        )
-        biases = [part.bias for part in (self, other)]
-        if biases[0] is None and biases[1] is None:
-            return TextCache(keys, values)
-        shape = (1, 1, keys[0].shape[2])
-        zeros = [k.new_zeros(len(k), *shape, dtype=torch.float32) for k in (self.keys[0], other.keys[0])]
-        return TextCache(keys, values, torch.cat([z if b is None else b for z, b in zip(zeros, biases, strict=True)]))
-
     def select_rows(self, chosen: slice | Sequence[int]) -> TextCache:
         """Return some of the prompts."""
         index = chosen if isinstance(chosen, slice) else list(chosen)

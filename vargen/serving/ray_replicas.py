@@ -10,7 +10,7 @@ import asyncio
 import logging
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from vargen.compat import installed_version
@@ -46,9 +46,8 @@ class RayReplicas:
 
     Args:
         options: of each replica.
-        replicas: their number, at least 1; with autoscaling, the number that bounds the tasks in slots.
+        replicas: their number, at least 1.
         max_waiting: maximum number of tasks in the queue, beside those in slots.
-        autoscaling: settings of Ray Serve's autoscaling, such as `{"min_replicas": 1, "max_replicas": 4}`.
 
     Attributes:
         card: description of the model.
@@ -58,16 +57,14 @@ class RayReplicas:
         RuntimeError: if no replica can be started.
     """
 
-    def __init__(
-        self, options: ReplicaOptions, replicas: int = 1, max_waiting: int = 64, autoscaling: Mapping[str, Any] | None = None
-    ):
+    def __init__(self, options: ReplicaOptions, replicas: int = 1, max_waiting: int = 64):
         if installed_version("ray") is None:
             raise ImportError('engine ray needs Ray: pip install "ray[data,serve]>=2.51"')
-        self.options, self.replicas, self.max_waiting, self._autoscaling = options, replicas, max_waiting, autoscaling
+        self.options, self.replicas, self.max_waiting = options, replicas, max_waiting
         self._accepted: dict[TaskHandle, asyncio.Task[None] | None] = {}
         self._throughput, self._changed, self._closing = Throughput(), threading.Condition(), False
         _start_cluster(replicas, options)
-        self.restart()
+        self._replicas: Any = self._deploy()
         self.card: ModelCard = self._replicas.describe.remote().result()
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="replicas", daemon=True).start()
@@ -102,13 +99,10 @@ class RayReplicas:
         serve.delete(_APPLICATION)
         ray.shutdown()
 
-    def restart(self) -> None:
-        """Start the replicas, or replace them one after the other; each finishes what it has begun."""
+    def _deploy(self) -> Any:
+        """Start the replicas; returns their handle."""
         from ray import serve
 
-        room: dict[str, Any] = {"num_replicas": self.replicas}
-        if self._autoscaling is not None:
-            room = {"autoscaling_config": dict(self._autoscaling)}
         on_gpu = self.options.device.startswith("cuda")
         deployment: Any = serve.deployment(
             Replica,
@@ -117,9 +111,9 @@ class RayReplicas:
             ray_actor_options={"num_cpus": self.options.threads or 1, "num_gpus": 1 if on_gpu else 0},
             graceful_shutdown_timeout_s=600,
             health_check_period_s=2,
-            **room,
+            num_replicas=self.replicas,
         )
-        self._replicas = serve.run(deployment.bind(self.options), name=_APPLICATION, route_prefix=None)
+        return serve.run(deployment.bind(self.options), name=_APPLICATION, route_prefix=None)
 
     @property
     def stats(self) -> GenerationStats:
@@ -185,6 +179,5 @@ def _start_cluster(replicas: int, options: ReplicaOptions) -> None:
 
     for name in ("ray", "ray.serve"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    cores = max(available_cores(), (replicas + 1) * (options.threads or 1)) + 1
-    join_or_start_cluster(cores)  # room for a rolling restart, which starts a replica before it ends one
+    join_or_start_cluster(max(available_cores(), replicas * (options.threads or 1)) + 1)
     serve.start(proxy_location="Disabled", logging_config={"log_level": "ERROR"})
