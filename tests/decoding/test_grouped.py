@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from rejects import rejects
 
-from vargen.decoding import Accelerator, Draft, GroupedRule, Jacobi, Noise, Tree, decode
+from vargen.decoding import Draft, GroupedRule, Noise, Tree
 from vargen.decoding.noise import sample_gumbel_max
 from vargen.evaluation.table_models import TableModel
 
@@ -69,25 +68,3 @@ def test_the_distance_filter_leaves_out_codes_that_look_different():
     assert (gap < 0.8).all()
     loose = GroupedRule(size=12, delta=1.0).group_members(probs[:, :-1], draft.tokens)
     assert (member != draft.tokens[..., None]).sum() < (loose != draft.tokens[..., None]).sum()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"size": 0}, "size"),
-        ({"size": 2.5}, "size"),
-        ({"delta": 0.0}, "delta"),
-        ({"delta": 1.5}, "delta"),
-        ({"distance": 0.0}, "distance"),
-        ({"budget": -1.0}, "budget"),
-        ({"budget": float("nan")}, "budget"),
-    ],
-)
-def test_bad_parameters_are_named(arguments, message):
-    rejects(lambda: GroupedRule(**arguments), message)
-
-
-def test_distance_needs_a_codebook():
-    accelerator = Accelerator(drafter=Jacobi(4), acceptance=GroupedRule(distance=0.5))
-    with pytest.raises(ValueError, match="codebook"):
-        decode(TableModel(vocab=4, tokens=9), torch.zeros(1, dtype=torch.int64), torch.arange(1), accelerator)

@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 import torch
-from rejects import rejects
 
 from vargen.decoding import Accelerator, Draft, Jacobi, Noise, PooledRule, Tree, Wavefront, decode, speculative_sampling
 from vargen.decoding.next_token.drafters import jacobi
@@ -133,21 +132,6 @@ def test_a_front_of_a_whole_row_is_the_exact_window():
 
 
 # -- budgets and bad input --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("make", "message"), [
-    (lambda: PooledRule(size=-1), "size"),
-    (lambda: PooledRule(threshold=0), "threshold"),
-    (lambda: PooledRule(radius=1.5), "radius"),
-    (lambda: PooledRule(radius=3).bind(GRID.model()), "radius"),
-    (lambda: Wavefront(8, reach=-1), "reach"),
-    (lambda: Wavefront(8, coupling="maximal"), "coupling"),
-    (lambda: Wavefront(1), "window"),
-    (lambda: PooledRule().bind(TableModel(3, 5)), "codebook"),
-    (lambda: drafts().bind(TableModel(3, 5)), "need a model for it beside this one, and there is none"),
-])  # fmt: skip
-def test_parts_that_do_not_fit_are_refused(make, message):
-    rejects(make, message)
 
 
 def test_a_low_resolution_of_other_tokens_is_refused():

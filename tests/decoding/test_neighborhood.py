@@ -178,20 +178,6 @@ def test_a_bound_neighbourhood_is_the_same_method():
     assert rule.bind(model) == rule and Accelerator(drafter=Jacobi(4), acceptance=rule).spec()
 
 
-def test_neighbourhoods_need_a_codebook_of_the_vocabulary():
-    model = TableModel(vocab=4, tokens=9)
-    with pytest.raises(ValueError, match="codebook"):
-        NeighborhoodRule().bind(model)
-    model.codebook = codebook(5)
-    with pytest.raises(ValueError, match="each of the 4 tokens, got 5"):
-        NeighborhoodRule().bind(model)
-    model.codebook = torch.full((4, 2), torch.nan)
-    with pytest.raises(ValueError, match="finite"):
-        NeighborhoodRule().bind(model)
-    with pytest.raises(ValueError, match="bind"):
-        NeighborhoodRule().neighbor_prob(torch.ones(1, 1, 4) / 4, torch.zeros(1, 1, dtype=torch.int64))
-
-
 def test_a_bound_of_the_mass_is_none_of_the_distance():
     """LANTERN's delta limits each draft's own modification; the sum over drafts is what is reported, and is larger."""
     p, q = random_probs(64, 30, False).unbind(1)

@@ -17,7 +17,6 @@ from vargen.decoding import (
     GroupedRule,
     Jacobi,
     JacobiTree,
-    NeighborhoodRule,
     Noise,
     Speculative,
     SpeculativeTree,
@@ -157,31 +156,6 @@ def test_a_tightening_rule_grants_late_drafts_exponentially_less(rule):
 
 
 # -- bad input --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("rule", "arguments", "message"),
-    [
-        (NeighborhoodRule, {"size": 0}, "size"),
-        (NeighborhoodRule, {"size": 2.5}, "size"),
-        (NeighborhoodRule, {"ratio": 1.0}, "ratio"),
-        (NeighborhoodRule, {"ratio": float("nan")}, "ratio"),
-        (NeighborhoodRule, {"delta": 0.0}, "delta"),
-        (NeighborhoodRule, {"delta": 1.5}, "delta"),
-        (NeighborhoodRule, {"ratio": None}, "ratio, delta"),
-        (NeighborhoodRule, {"budget": -1.0}, "budget"),
-        (NeighborhoodRule, {"ratio": "2"}, "ratio"),
-        (TypicalRule, {"epsilon": 0.0}, "epsilon"),
-        (TypicalRule, {"epsilon": 1.1}, "epsilon"),
-        (TypicalRule, {"alpha": 0.0}, "alpha"),
-        (TypicalRule, {"budget": float("inf")}, "budget"),
-        (TypicalRule, {"tightening": -0.1}, "tightening"),
-        (GroupedRule, {"tightening": float("inf")}, "tightening"),
-    ],
-)
-def test_bad_parameters_are_named(rule, arguments, message):
-    with pytest.raises(ValueError, match=message):
-        rule(**arguments)
 
 
 def test_noise_is_not_touched_by_what_is_allowed():

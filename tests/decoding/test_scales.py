@@ -172,21 +172,6 @@ def test_what_a_model_lacks_is_said() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"model": "none"}, ValueError, "model"),
-        ({"until": 0}, ValueError, "until"),
-        ({"until": 1.5}, ValueError, "until"),
-        ({"until": -0.5}, ValueError, "until"),
-        ({"until": float("nan")}, ValueError, "until"),
-        ({"guidance": -1}, ValueError, "guidance"),
-    ],
-)
-def test_stages_are_checked(options: dict, error: type, message: str) -> None:
-    rejects(lambda: Stage(**options), message, error)
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
         ({"fixed_scales": [torch.zeros(64, 2, dtype=torch.int64)]}, ValueError, "fixed_scales"),
         ({"fixed_scales": [torch.full((64, 1), 3)]}, ValueError, "fixed_scales"),
         ({"sampling": Sampling(top_k=4)}, ValueError, "top_k"),

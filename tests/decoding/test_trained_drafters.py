@@ -134,36 +134,6 @@ def test_a_row_of_a_batch_is_the_image_alone(kind) -> None:
 # -- bad input ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "match"),
-    [
-        (lambda: Eagle(0), ValueError, "shape must be a whole number from 1 to 255 for a chain, .*, got 0"),
-        (lambda: Eagle(2.5), ValueError, "got 2.5"),
-        (lambda: Eagle(None), TypeError, "got None"),
-        (lambda: Eagle("wide-16"), ValueError, "unknown tree 'wide-16'; did you mean"),
-        (lambda: Eagle((-1, 1)), ValueError, "name earlier slots"),
-        (lambda: Eagle(4, "drawn"), ValueError, "child_sampling must be one of"),
-        (lambda: Eagle(model=TableModel(3, 5)), TypeError, "model must be a AutoregressiveHead, .*, or None, got"),
-        (lambda: Medusa(model=EagleDrafter), TypeError, "model must be a ParallelHeads"),
-        (lambda: Accelerator("x", Eagle(), speculative_sampling), ValueError, "verifies a chain"),
-        (
-            lambda: Accelerator("x", Eagle(child_sampling="shared-noise"), traversal),
-            ValueError,
-            "traversal cannot be combined with Eagle",
-        ),
-        (lambda: Eagle((-1, 0, 0, 0, 0)).bind(table()), ValueError, "children of a tree must be at most the vocabulary of 3"),
-        (lambda: Eagle(16).bind(tiny()), ValueError, "depth of a tree must be from 1 to 15, .*, got 16"),
-        (lambda: Medusa(4).bind(tiny()), ValueError, "depth of a tree"),
-        (lambda: Eagle().bind(TableModel(3, 5)), ValueError, r"drafter trained for the model \(eagle\).*load_drafter"),
-        (lambda: Medusa().bind(TableModel(3, 5)), ValueError, r"\(medusa\).*train drafter medusa"),
-        (lambda: Eagle(4, model=TableEagle(TableModel(4, 5))).bind(TableModel(3, 5)), ValueError, r"4 on \(1, 5\)"),
-    ],
-)
-def test_parts_that_do_not_fit_are_refused(make, error, match: str) -> None:
-    with pytest.raises(error, match=match):
-        make()
-
-
 def test_trees_are_narrowed_to_the_vocabulary() -> None:
     narrow = Eagle(DynamicTree(nodes=20, depth=2, children=8)).fit_to_vocab(3)
     assert narrow.tree_shape.children == 3 and narrow.bind(table()).shape == narrow.shape

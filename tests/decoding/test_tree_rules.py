@@ -2,16 +2,12 @@
 
 import pytest
 import torch
-from rejects import rejects
 from torch import Tensor
 
 from vargen.decoding import (
     Accelerator,
     Draft,
-    Jacobi,
-    JacobiTree,
     Noise,
-    Speculative,
     SpeculativeTree,
     StaticTree,
     Tree,
@@ -24,7 +20,7 @@ from vargen.decoding import (
 )
 from vargen.decoding.next_token import acceptance
 from vargen.decoding.next_token.acceptance import acceptance_rule, verify_siblings
-from vargen.decoding.next_token.trees.shapes import make_fan, make_k_ary
+from vargen.decoding.next_token.trees.shapes import make_k_ary
 from vargen.evaluation.table_models import TableModel
 
 # -- laws beyond exactness ----------------------------------------------------------------------------------------------
@@ -135,16 +131,3 @@ def test_traversal_accepts_more_than_recursive_rejection():
         stats = decode(model, torch.zeros(600, dtype=torch.int64), torch.arange(600), accelerator).stats
         found[rule] = stats.tokens_per_pass
     assert found[traversal] > found[recursive_rejection] > 1.5
-
-
-@pytest.mark.parametrize("drafter,rule,message", [
-    (Jacobi(4), traversal, "every pass"),
-    (JacobiTree(make_fan(8, 2, 2)), traversal, "every pass"),
-    (Speculative(3, shared_noise=True), traversal, "every pass"),
-    (SpeculativeTree(StaticTree("wide-15"), "shared-noise"), traversal, "every pass"),
-    (SpeculativeTree(), k_seq, "with replacement"),
-    (JacobiTree(make_fan(8, 2, 2)), k_seq, "with replacement"),
-    (SpeculativeTree(), speculative_sampling, "verifies a chain"),
-], ids=lambda part: type(part).__name__)  # fmt: skip
-def test_parts_that_would_not_be_exact_together_are_refused(drafter, rule, message):
-    rejects(lambda: Accelerator(drafter=drafter, acceptance=rule), message)

@@ -187,32 +187,6 @@ def test_what_lies_past_the_grid_is_not_valid():
 # -- bad input ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make,error,message", [
-    (lambda: StaticTree((-1, 0, 3)), ValueError, "parents that start with -1 and then name earlier slots"),
-    (lambda: StaticTree((0, 0)), ValueError, "start with -1"),
-    (lambda: StaticTree((-1, 0.5)), ValueError, "start with -1"),
-    (lambda: StaticTree((-1,)), ValueError, "from 2 to 256 slots"),
-    (lambda: StaticTree(tuple(range(-1, 300))), ValueError, "from 2 to 256 slots"),
-    (lambda: StaticTree("wide-16"), ValueError, "did you mean .*'wide-15'"),
-    (lambda: StaticTree(7), TypeError, "a name or a sequence of parents"),
-    (lambda: DynamicTree(nodes=0), ValueError, "nodes"),
-    (lambda: DynamicTree(depth=2.5), ValueError, "depth"),
-    (lambda: DynamicTree(nodes=50, depth=2, children=3), ValueError, "nodes"),
-    (lambda: DynamicTree(frontier=0), ValueError, "frontier"),
-    (lambda: DynamicTree(acceptance=(0.5, 0.6)), ValueError, "acceptance"),
-    (lambda: DynamicTree(acceptance=()), ValueError, "acceptance"),
-    (lambda: SpeculativeTree(child_sampling="warm"), ValueError, "child_sampling"),
-    (lambda: SpeculativeTree(DynamicTree(), "with-replacement"), ValueError, "needs a StaticTree"),
-    (lambda: JacobiTree((-1, 0, 0, 2, 3)), ValueError, "first children of a JacobiTree must reach its depth of 3"),
-    (lambda: JacobiTree(DynamicTree()), TypeError, "must be a StaticTree, got a DynamicTree"),
-    (lambda: JacobiTree("fan-24", "warm"), ValueError, "unknown coupling"),
-    (lambda: make_fan(6, 3, 2), ValueError, "width"),
-])  # fmt: skip
-def test_bad_trees_are_refused(make, error, message):
-    with pytest.raises(error, match=message):
-        make()
-
-
 def test_trees_that_a_model_cannot_take_are_refused_before_a_pass():
     model = TableModel(vocab=3, tokens=4)
     model.draft_model = TableModel(vocab=3, tokens=4)

@@ -19,7 +19,6 @@ from vargen.decoding import (
     BlockModel,
     LearnedRouting,
     NonFiniteLatentsError,
-    SingleModel,
     Stride,
     Threshold,
     VideoMethod,
@@ -334,48 +333,6 @@ def test_memory_stays_flat_over_many_blocks(method: VideoMethod) -> None:
     assert len(sizes) == 80 and len(set(held)) == 1
     assert max(size[1] for size in sizes[50:]) == max(size[1] for size in sizes[25:50])
     assert len({size[2] for size in sizes}) == 1
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"blocks": 0}, "blocks"),
-        ({"blocks": 10**9}, "blocks"),
-        ({"seed": 1.5}, "seed"),
-        ({"method": "sjd"}, "is for next-token models"),
-        ({"method": "sdvgg"}, "unknown accelerator"),
-        ({"score": None}, "needs a scorer"),
-        ({"given": [torch.zeros(1, 1, 3, 2, 2)]}, "given"),
-        ({"model": CausalVideoBlockModel(transformer(0), LEVELS)}, "needs a model to draft with"),
-    ],
-)
-def test_bad_arguments_are_named_before_anything_runs(options, message: str) -> None:
-    options = {"method": "sdvg", **options}
-    rejects(lambda: stream(options.pop("method"), **options), message)
-
-
-def test_models_of_different_latents_are_refused() -> None:
-    small = CausalVideoBlockModel(transformer(1, block_frames=3), LEVELS)
-    with pytest.raises(ValueError, match=r"latents \[3, 4, 2, 2\], the target's \[2, 4, 2, 2\]"):
-        stream("sdvg", 3, CausalVideoBlockModel(transformer(0), LEVELS, draft_model=small))
-    assert isinstance(small, BlockModel)
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: Threshold(math.nan), "tau .* got nan"),
-        (lambda: PRESETS["sdvg"].with_tau(math.nan), "tau .* got nan"),
-        (lambda: PRESETS["stride"].with_tau(0.0), "tau must be left out"),
-        (lambda: VideoMethod(exit_step=-1), "exit_step must be"),
-        (lambda: VideoMethod(target_blocks=(-1,)), "target_blocks must be"),
-        (lambda: Stride(0), "every must be"),
-    ],
-)
-def test_bad_settings_are_named(make, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()
-    assert VideoMethod(policy=SingleModel()).kind == "exact" and FREE.kind == "relaxed"
 
 
 def test_guidance_runs_a_second_row_and_a_velocity_can_be_followed() -> None:

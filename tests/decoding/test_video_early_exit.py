@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from rejects import rejects
 from tiny_video import LEVELS, Placed, condition, models, stream, transformer, video
 
 from vargen.adapters.causal_video import CausalVideoBlockModel
@@ -75,10 +74,3 @@ def test_a_tree_contains_every_routed_video(exit_step: int | None) -> None:
             past = (block.draft if choice else block.target)[row]
             torch.testing.assert_close(past, latents[number], atol=1e-4, rtol=1e-3)
             row = 2 * row + choice if number else 0
-
-
-def test_bad_exits_are_named_before_anything_runs() -> None:
-    rejects(lambda: stream(replace(ALWAYS, exit_step=4)), "exit_step")
-    for bad in (-1, 1.5):
-        with pytest.raises(ValueError, match="exit_step"):
-            VideoMethod(exit_step=bad)
