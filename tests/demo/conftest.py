@@ -20,7 +20,7 @@ from tiny_models import text_pipeline  # noqa: E402
 from tiny_video_folder import video_folder  # noqa: E402
 
 from vargen.demo.image_service import ImageService  # noqa: E402
-from vargen.demo.launch import Address, serve  # noqa: E402
+from vargen.demo.launch import serve  # noqa: E402
 from vargen.demo.page import build_page  # noqa: E402
 from vargen.demo.video_service import VideoService  # noqa: E402
 from vargen.pipelines.registry import open_pipeline  # noqa: E402
@@ -90,7 +90,7 @@ def _serve_page(page: Any) -> Iterator[str]:
     with socket.socket() as free:  # gradio's own search for a port is a race between parallel test workers
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    yield serve(page, Address("127.0.0.1", port))
+    yield serve(page, "127.0.0.1", port)
     page.close(verbose=False)
 
 

@@ -124,7 +124,15 @@ def test_a_model_that_cannot_be_loaded_is_an_error_of_one_line(monkeypatch: pyte
 
 
 @pytest.mark.parametrize(
-    ("option", "value"), [("--port", "0"), ("--host", ""), ("--concurrency", "0"), ("--threads", "100000")]
+    ("option", "value"),
+    [
+        ("--port", "0"),
+        ("--port", "http"),
+        ("--host", ""),
+        ("--host", "192.0.2.1"),
+        ("--concurrency", "0"),
+        ("--threads", "100000"),
+    ],
 )
 def test_what_cannot_start_says_why(option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
@@ -139,8 +147,8 @@ def test_a_taken_port_is_reported_before_the_model_is_loaded(
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = str(other.getsockname()[1])
-        for by, arguments in {"--port": ["--port", port], "GRADIO_SERVER_PORT": []}.items():
-            monkeypatch.setenv("GRADIO_SERVER_PORT", port)
+        for variable, arguments in (("1", ["--port", port]), (port, [])):
+            monkeypatch.setenv("GRADIO_SERVER_PORT", variable)
             with pytest.raises(SystemExit):
                 main(["--model", "no-such-model", *arguments])
-            assert f"{by} {port} is used" in capsys.readouterr().err
+            assert f"--port {port}: " in capsys.readouterr().err

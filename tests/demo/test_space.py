@@ -61,10 +61,10 @@ def test_requirements_are_the_cpu_build_of_torch_and_this_package(
 
 
 def test_its_app_builds_the_page_and_serves_it_to_all(space: Path, service: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    served: list[tuple[gr.Blocks, launch.Address]] = []
+    served: list[tuple[gr.Blocks, str, int | None]] = []
 
-    def serve(page: gr.Blocks, address: launch.Address) -> str:
-        served.append((page, address))
+    def serve(page: gr.Blocks, host: str, port: int | None) -> str:
+        served.append((page, host, port))
         monkeypatch.setattr(page, "block_thread", lambda: None)
         return ""
 
@@ -72,12 +72,12 @@ def test_its_app_builds_the_page_and_serves_it_to_all(space: Path, service: Any,
     monkeypatch.setattr(service, "close", lambda: None)  # others use it
     monkeypatch.setattr(launch, "load_services", lambda *given: loaded.append(given) or launch.Services(service))
     monkeypatch.setattr(launch, "serve", serve)
-    monkeypatch.setattr(launch.Address, "check", lambda address: None)  # other tests may use this port
+    monkeypatch.setattr(launch, "validate_address", lambda *_: None)  # other tests may use this port
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     for variable in ("GRADIO_ANALYTICS_ENABLED", "GRADIO_TEMP_DIR", "HF_HUB_DISABLE_TELEMETRY"):
         monkeypatch.setenv(variable, "")
     runpy.run_path(str(space / "app.py"), run_name="__main__")
-    ((page, address),) = served
+    ((page, *address),) = served
     assert loaded == [(launch.DEFAULT_MODEL, "auto", None, 1)]
-    assert (address.host, address.port) == ("0.0.0.0", 7860)
+    assert address == ["0.0.0.0", 7860]
     assert "Generate" in {block.value for block in page.blocks.values() if isinstance(block, gr.Button)}

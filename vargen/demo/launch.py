@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import ipaddress
 import os
 import signal
@@ -11,7 +10,7 @@ import socket
 import sys
 import tempfile
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,72 +24,25 @@ if TYPE_CHECKING:
 # Models that have a mode on the page of the packaged image model, and the one whose images the page opens on.
 DEFAULT_MODEL, LIVE_MODEL, VIDEO_MODEL = "emoji", "emoji-var", "emoji-video"
 HOST_VARIABLE, PORT_VARIABLE = "GRADIO_SERVER_NAME", "GRADIO_SERVER_PORT"
-_FREE = "the first free one from 7860"
 
 
-@dataclass(frozen=True)
-class Address:
-    """A host and a port, and the source of each.
-
-    Attributes:
-        host: a name or an address of this machine.
-        port: None for the first free one.
-        host_from, port_from: the option or variable to name in an error.
-    """
-
-    host: str
-    port: int | None
-    host_from: str = "--host"
-    port_from: str = "--port"
-
-    @property
-    def local(self) -> bool:
-        """Whether the address is reachable only from this machine."""
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return self.host == "localhost"
-
-    def check(self) -> None:
-        """Raise OSError, with the option and its value, unless the server can bind to this address."""
-        try:
-            found = socket.getaddrinfo(self.host, self.port or 0, type=socket.SOCK_STREAM)
-            for family, kind, protocol, _, place in found:
-                with socket.socket(family, kind, protocol) as probe:
-                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does: closed sockets may linger
-                    probe.bind(place)
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                raise OSError(self.describe_port_conflict()) from error
-            if error.errno == errno.EACCES:
-                raise OSError(f"{self.port_from} {self.port} is not allowed for this user; use 1024 to 65535") from error
-            message = f"{self.host_from} must be a name or an address of this machine, got {self.host!r}"
-            raise OSError(f"{message} ({error.strerror or error})") from error
-
-    def describe_port_conflict(self) -> str:
-        """Return the message for an address that another program uses."""
-        if self.port is None:
-            return "no port from 7860 is free; give one with --port"
-        return f"{self.port_from} {self.port} is used by another program; give another port, or none for {_FREE}"
+def validate_address(host: str, port: int | None) -> None:
+    """Raise OSError, in one line, unless a server can bind to this address; `port` None: to a free one."""
+    try:
+        for family, kind, protocol, _, place in socket.getaddrinfo(host or "empty", port or 0, type=socket.SOCK_STREAM):
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does: closed sockets may linger
+                probe.bind(place)
+    except OSError as error:
+        raise OSError(f"cannot serve at --host {host!r}, --port {port or 'any'}: {error.strerror or error}") from error
 
 
-def resolve_address(host: str | None, port: int | None, environ: Mapping[str, str]) -> Address:
-    """Return the address from the options, otherwise from Gradio's variables, otherwise a local one.
-
-    Raises:
-        ValueError: for an empty host or an invalid port, with the option or variable and its value.
-    """
-    host_from, port_from = "--host", "--port"
-    given: str | int | None = port
-    if host is None and environ.get(HOST_VARIABLE):
-        host, host_from = environ[HOST_VARIABLE], HOST_VARIABLE
-    if given is None and environ.get(PORT_VARIABLE):
-        given, port_from = environ[PORT_VARIABLE], PORT_VARIABLE
-    if host is not None and not host.strip():
-        raise ValueError(f"{host_from} must be a name or an address of this machine, got {host!r}")
-    if given is not None and not (str(given).strip().isdecimal() and 1 <= int(given) <= 65535):
-        raise ValueError(f"{port_from} must be from 1 to 65535, got {given}")
-    return Address(host or "127.0.0.1", None if given is None else int(given), host_from, port_from)
+def is_local(host: str) -> bool:
+    """Whether an address is reachable only from this machine."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 @dataclass(frozen=True)
@@ -157,12 +109,8 @@ def load_services(model: str, device_name: str, scorer_name: str | None, concurr
     return Services(ImageService(pipe, title, scorer, name, digest, concurrency), video, live, model == DEFAULT_MODEL)
 
 
-def serve(page: gr.Blocks, address: Address) -> str:
-    """Serve the page from background threads; returns its address.
-
-    Raises:
-        OSError: if the port is in use.
-    """
+def serve(page: gr.Blocks, host: str, port: int | None) -> str:
+    """Serve the page from background threads; returns its address. OSError is raised if the port is in use."""
     from starlette.staticfiles import StaticFiles
 
     from vargen.demo import first_sight
@@ -173,8 +121,8 @@ def serve(page: gr.Blocks, address: Address) -> str:
     warnings.filterwarnings("ignore", "'HTTP_422_UNPROCESSABLE_ENTITY' is deprecated", UserWarning, r"gradio\.routes")
     try:
         page.launch(
-            server_name=address.host,
-            server_port=address.port,
+            server_name=host,
+            server_port=port,
             share=False,
             show_error=True,
             app_kwargs={"exception_handlers": HANDLERS},
@@ -194,8 +142,7 @@ def serve(page: gr.Blocks, address: Address) -> str:
     except OSError as error:
         if "empty port" not in str(error):
             raise
-        # gradio's message names an argument that the user did not give
-        raise OSError(address.describe_port_conflict()) from error
+        raise OSError(f"--port {port or 'from 7860'} is used by another program") from error
     page.app.mount(f"/{first_sight.ROUTE}", StaticFiles(directory=first_sight.FOLDER))
     return page.local_url
 
@@ -206,13 +153,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if not 1 <= options.concurrency <= 16:
         parser.error(f"--concurrency must be from 1 to 16, got {options.concurrency}")
+    if options.port is not None and not 1 <= options.port <= 65535:
+        parser.error(f"--port must be from 1 to 65535, got {options.port}")
     try:
-        address = resolve_address(options.host, options.port, os.environ)
-        address.check()
+        validate_address(options.host, options.port)
         set_threads(options.threads)
     except (ValueError, OSError) as error:
         parser.error(str(error))
-    for variable in (HOST_VARIABLE, PORT_VARIABLE):  # gradio would read them again, and fail at one that an option overrides
+    for variable in (HOST_VARIABLE, PORT_VARIABLE):  # gradio would read them again, over the options
         os.environ.pop(variable, None)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # so that the folders below are removed then, too
     with tempfile.TemporaryDirectory(prefix="vargen-app-") as folder:
@@ -226,11 +174,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             services = load_services(options.model, options.device, options.scorer, options.concurrency)
         except (ValueError, OSError, RuntimeError, ImportError) as error:
             sys.exit(f"error: {error}")
-        if not address.local:
+        if not is_local(options.host):
             print("Everyone who can reach this machine can use the page; it has no password.", flush=True)
         page = services.build_page(options.concurrency)
         try:
-            print(f"vargen runs at {serve(page, address)}  (Ctrl-C ends it)", flush=True)
+            print(f"vargen runs at {serve(page, options.host, options.port)}  (Ctrl-C ends it)", flush=True)
             page.block_thread()
         except OSError as error:
             sys.exit(f"error: {error}")
@@ -243,9 +191,16 @@ def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Generate images and video in the browser, and compare methods.")
     parser.add_argument("--model", default="emoji", metavar="NAME|DIR", help="a packaged model, or a folder (default: emoji)")
     parser.add_argument(
-        "--host", help="address to serve at; 0.0.0.0 lets other machines in (default: GRADIO_SERVER_NAME, or 127.0.0.1)"
+        "--host",
+        default=os.environ.get(HOST_VARIABLE) or "127.0.0.1",
+        help="address to serve at; 0.0.0.0 lets other machines in (default: GRADIO_SERVER_NAME, or 127.0.0.1)",
     )
-    parser.add_argument("--port", type=int, help=f"default: GRADIO_SERVER_PORT, or {_FREE}")
+    parser.add_argument(
+        "--port",
+        type=int,
+        default=os.environ.get(PORT_VARIABLE) or None,
+        help="default: GRADIO_SERVER_PORT, or the first free one from 7860",
+    )
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="auto: a GPU if there is one")
     parser.add_argument(
         "--scorer",
@@ -257,7 +212,7 @@ def _build_parser() -> argparse.ArgumentParser:
         type=int,
         default=1,
         metavar="N",
-        help="images generated at a time: visitors share the passes (default: 1)",
+        help="jobs at a time over all visitors (default: 1)",
     )
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: autotuned)")
     return parser
