@@ -58,9 +58,6 @@ class CompiledCode:
 
         Args:
             wait: build it now instead of beside this process. Default: whether VARGEN_KERNELS is `cpu`.
-
-        Raises:
-            ValueError: if VARGEN_KERNELS is `cpu`, and compiled code cannot run here.
         """
         required = os.environ.get("VARGEN_KERNELS") == "cpu"
         if (reason := find_compiled_blocker() or self.failure) is not None:

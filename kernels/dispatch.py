@@ -35,11 +35,7 @@ def is_eager_cpu_float32(x: Tensor) -> bool:
 
 
 def read_kernel_setting() -> str:
-    """Return the value of VARGEN_KERNELS: `"auto"`, `"reference"`, `"triton"` or `"cpu"`.
-
-    Raises:
-        ValueError: for anything else.
-    """
+    """Return the value of VARGEN_KERNELS: `"auto"`, `"reference"`, `"triton"` or `"cpu"`."""
     value = os.environ.get(KERNELS_ENV, "") or "auto"
     if value not in _CHOICES:
         raise ValueError(f"{KERNELS_ENV} must be one of {', '.join(_CHOICES)}, got {value!r}")
@@ -47,11 +43,7 @@ def read_kernel_setting() -> str:
 
 
 def explain_kernels(device: torch.device | str) -> tuple[str, str]:
-    """Return which kernels run on a device, `"triton"` or `"reference"`, and the reason.
-
-    Raises:
-        ValueError: if VARGEN_KERNELS has an invalid value, or requires kernels that cannot run on the device.
-    """
+    """Return which kernels run on a device, `"triton"` or `"reference"`, and the reason."""
     asked, kind = read_kernel_setting(), torch.device(device).type
     if asked in ("reference", "cpu"):
         return "reference", f"{KERNELS_ENV}={asked}"
@@ -74,11 +66,7 @@ def explain_kernels(device: torch.device | str) -> tuple[str, str]:
 
 
 def uses_triton(tensor: Tensor) -> bool:
-    """Whether Triton kernels are used for computations on this tensor.
-
-    Raises:
-        ValueError: see `explain_kernels`.
-    """
+    """Whether Triton kernels are used for computations on this tensor."""
     if tensor.device.type == "cpu" and KERNELS_ENV not in os.environ:  # fast path, since this runs at every operation of a pass
         return False
     return _resolve_backend(tensor.device.type, os.environ.get(KERNELS_ENV, ""))

@@ -83,9 +83,6 @@ def compact_kv(
         arrivals_R: int32 zeros, a counter of finished programs that is zero again afterwards.
         image_start: slot of image token 0.
         grid_tokens: number of tokens of the grid. Full rows write only after it.
-
-    Raises:
-        ValueError: for operands whose shapes, strides or dtypes do not match.
     """
     layers, R, G, slots, K = k_LRGSK.shape
     A = path_RA.shape[1]

@@ -128,9 +128,6 @@ def probs_from_logits(logits: Tensor, *, temperature: float = 1.0, top_k: int | 
 
     Args:
         temperature, top_k, top_p: above 0; from 1 to V, or None to keep all tokens; in (0, 1].
-
-    Raises:
-        ValueError: for a larger vocabulary than a program can hold.
     """
     V = logits.shape[-1]
     validate_row_size(V)
@@ -155,11 +152,7 @@ def probs_from_logits(logits: Tensor, *, temperature: float = 1.0, top_k: int | 
 
 
 def sample_gumbel_max(probs: Tensor, noise: NoiseStream) -> Tensor:
-    """Sample tokens int64 `[B, T]` from float32 weights `[B, T, V]`, which need not sum to 1, as `vargen.decoding.noise` does.
-
-    Raises:
-        ValueError: for a larger vocabulary than a program can hold.
-    """
+    """Sample tokens int64 `[B, T]` from float32 weights `[B, T, V]`, which need not sum to 1; see `vargen.decoding.noise`."""
     V = probs.shape[-1]
     validate_row_size(V)
     tokens = torch.empty(probs.shape[:-1], dtype=torch.int64, device=probs.device)

@@ -17,11 +17,7 @@ def drafter_digest(pipe: Any, exit_step: int) -> str:
 
 
 def bind_router(pipe: Any, method: VideoMethod) -> DraftRouter | None:
-    """Return the router of a pipeline for a method, or None if the method needs none or there is none.
-
-    Raises:
-        ValueError: if the router is for drafts of another network, or of another step.
-    """
+    """Return the router of a pipeline for a method, or None if the method needs none or there is none."""
     router = pipe.router
     if router is None or not method.policy.needs_router:
         return None

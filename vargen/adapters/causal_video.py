@@ -40,9 +40,6 @@ class CausalVideoBlockModel:
         motion: motion level, for networks trained with levels; None for any.
         draft_model: a smaller model with the same latents.
         device: device of the passes. Default: the device of the weights, which is a different one while they are offloaded.
-
-    Raises:
-        ValueError: for guidance without a negative condition.
     """
 
     def __init__(

@@ -81,11 +81,7 @@ class LlamaGenTokenModel(TokenModel):
         self.cost_key = cost_key(transformer, rows, layers, compiled, prefix, transformer.pass_backend)
 
     def skip_layers(self, layers: Sequence[int]) -> LlamaGenTokenModel:
-        """Return the same model without some layers of its transformer, which share the weights.
-
-        Raises:
-            ValueError: for unknown layers, or while hooks move the weights, which move all layers or none.
-        """
+        """Return the same model without some layers of its transformer, which share the weights."""
         if self._offloaded:
             raise ValueError("layers cannot be skipped while the transformer is offloaded or cast layer by layer")
         view = self.transformer.without_layers(layers)

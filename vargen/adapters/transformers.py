@@ -84,10 +84,6 @@ class TransformersTokenModel(TokenModel):
         draft_heads: by name, functions that make a draft head for this model, from networks trained on its features.
         example_tokens: integers `[M, N]`, example tokens for lookup drafters.
         skipped: layers to leave out, by number.
-
-    Raises:
-        ValueError: if the model has layers or an attention implementation that this cache and mask do not fit, or no
-            unconditional rows for guidance; names them.
     """
 
     def __init__(
@@ -139,11 +135,7 @@ class TransformersTokenModel(TokenModel):
         return self._norm is not None
 
     def skip_layers(self, layers: Sequence[int]) -> TransformersTokenModel:
-        """Return the same model without some of its layers, which share the weights.
-
-        Raises:
-            ValueError: for unknown layers, or while hooks load or cast the weights, which run all layers.
-        """
+        """Return the same model without some of its layers, which share the weights."""
         if self._hooked:
             raise ValueError("layers cannot be skipped while hooks load or cast the weights of the model in each pass")
         known = len(self.description.body.layers)

@@ -79,12 +79,7 @@ def sum_rows(logits: Tensor) -> Tensor:
 
 
 def validate_call(seeds: Any, sampling: Any, callback: Any) -> None:
-    """Validate the arguments that all loops share.
-
-    Raises:
-        TypeError: unless seeds are int64 `[B]`, sampling is a `Sampling`, and the callback is callable or None.
-        ValueError: if there are no seeds.
-    """
+    """Validate the arguments that all loops share."""
     if not isinstance(seeds, Tensor) or seeds.dtype != torch.int64 or seeds.dim() != 1:
         given = f"{seeds.dtype} {list(seeds.shape)}" if isinstance(seeds, Tensor) else short_repr(seeds)
         raise TypeError(f"seeds must be an int64 tensor [B], one per image, got {given}")

@@ -69,9 +69,6 @@ def describe_part(part: Any) -> Any:
     """Describe `part` completely in plain values: scalars unchanged, dataclasses by class name and fields, functions by name.
 
     Parts of vargen are named without their module, so that specs stay valid when code moves.
-
-    Raises:
-        ValueError: if `part` is none of these.
     """
     if part is None or isinstance(part, str | bool | int | float):
         return part

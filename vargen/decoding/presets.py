@@ -76,11 +76,7 @@ def resolve_method(accelerator: Any, paradigm: str = "next-token") -> Any:
 
 
 def _set(method: Any, options: Mapping[str, str]) -> Any:
-    """Return the method with other settings.
-
-    Raises:
-        ValueError, TypeError: if a setting is unknown, or a part rejects its value.
-    """
+    """Return the method with other settings."""
     parts, whole = _parts(method, options)
     end = ".{}" if isinstance(method, ScaleSchedule) else ""
     allowed = {part: {field + end.format(part): field for field in _settable(value)} for part, value in parts.items()}

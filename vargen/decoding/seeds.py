@@ -49,10 +49,6 @@ def resolve_seeds(generator: Any, images: int) -> ImageSeeds:
     generator. An unused generator contributes its initial seed. A generator that has already produced numbers cannot be
     rebuilt from a seed, so a new 32-bit seed is sampled from it; this is also the case for the second and later images of a
     single generator.
-
-    Raises:
-        TypeError: unless it is None, a `torch.Generator` or a list of them.
-        ValueError: if the length of a list differs from the number of images.
     """
     if isinstance(generator, list | tuple):
         if len(generator) != images:

@@ -65,11 +65,7 @@ class Inputs:
 def make_request(
     service: ImageService, values: Sequence[Any], method: str, num_images: int = 1, best_of: int = 1
 ) -> PageRequest:
-    """Return the checked request from the values of the page.
-
-    Raises:
-        ValueError: with a message for users.
-    """
+    """Return the checked request from the values of the page."""
     prompt, style, seed, guidance, temperature, top_k, top_p, negative = values
     prompt = with_style(prompt, style, service.styles)
     request = PageRequest(prompt, method, seed, guidance, temperature, top_k, top_p, negative, num_images, best_of)

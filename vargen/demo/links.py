@@ -30,11 +30,7 @@ def link_to(request: PageRequest, defaults: Mapping[str, Any], mode: str = "imag
 
 
 def request_of_link(query: Mapping[str, str], defaults: Mapping[str, Any]) -> PageRequest | None:
-    """Return the request that a link means; None if it has no prompt. A missing seed is random.
-
-    Raises:
-        ValueError: for a value outside its limits, with a message for users.
-    """
+    """Return the request that a link means; None if it has no prompt. A missing seed is random."""
     if not query.get("prompt"):
         return None
     given: dict[str, Any] = {name: query[key] for key, name in _FIELDS.items() if query.get(key)}

@@ -49,9 +49,6 @@ class PageRequest:
         num_images: number of images.
         best_of: candidates per image, from which the scorer selects the best.
         source: the image to vary or inpaint; None for generation from scratch.
-
-    Raises:
-        ValueError: for a value outside its limits, with a message for users.
     """
 
     prompt: str
@@ -93,11 +90,7 @@ def new_seed() -> int:
 
 
 def request_from_metadata(parameters: dict[str, Any], defaults: dict[str, Any]) -> PageRequest:
-    """Return the request stored in a PNG's parameters; missing values come from `defaults`.
-
-    Raises:
-        ValueError: as `PageRequest`.
-    """
+    """Return the request stored in a PNG's parameters; missing values come from `defaults`."""
     prompt = parameters.get("prompt", parameters.get("class_label"))
     values = {**parameters, "prompt": None if prompt is None else str(prompt), "method": parameters.get("accelerator", "ar")}
     known = {field.name for field in fields(PageRequest)} - set(_NOT_RECORDED)

@@ -26,9 +26,6 @@ class ImageSource:
         image: RGB, of the model's size.
         mask: mode L, of the same size, white where the image is generated again; None: everywhere.
         strength: fraction of the scales that are generated again, in [0, 1]; None: the pipeline's default.
-
-    Raises:
-        ValueError: for a strength outside its range, with a message for users.
     """
 
     image: Image.Image
@@ -64,9 +61,6 @@ def read_painting(sent: str, strength: Any, side: int | None, grid: tuple[int, i
 
     Returns:
         None if nothing was sent.
-
-    Raises:
-        ValueError: for anything else, with a message for users.
     """
     if not sent:
         return None

@@ -44,11 +44,7 @@ class VideoService:
     def generate(
         self, ticket: object, prompt: str, seed: int, num_blocks: int, method: str, tau: float
     ) -> Iterator[tuple[VideoBlock, Any]]:
-        """Yield each finished block with all frames of the video so far, as uint8 `[F, Y, X, 3]`.
-
-        Raises:
-            ValueError: as a call of the pipeline.
-        """
+        """Yield each finished block with all frames of the video so far, as uint8 `[F, Y, X, 3]`."""
         image = self.image_pipe if self.pipe.setting("image") else None
         threshold = tau if resolve_method(method, VideoMethod.paradigm).threshold is not None else None
         stream = self.pipe.stream(

@@ -50,9 +50,6 @@ class CausalVideoTransformer(QuantizedStorageMixin, ConfigMixin):
         motion_levels: number of motion levels, 0 for none; official models have none.
         weight_format: storage format of `save_pretrained`; see `QuantizedStorageMixin`.
         quantization: `"int8"` for 8-bit integer products of the blocks on a CPU; see `vargen.models.quantization`.
-
-    Raises:
-        ValueError: for an invalid geometry, or heads whose width is not an even whole number of at least 6.
     """
 
     _no_split_modules: ClassVar[list[str]] = ["CausalVideoBlock"]
@@ -111,9 +108,6 @@ class CausalVideoTransformer(QuantizedStorageMixin, ConfigMixin):
             embeds_BPC: caption features, zero in padding rows.
             mask_BP: bool, True where a row is valid.
             motion_B: int64, motion level; None, or `motion_levels`, for any.
-
-        Raises:
-            ValueError: for features of a wrong width, more rows than `text_len`, or an unknown level.
         """
         P, longest = embeds_BPC.shape[1], self.config.text_len
         if embeds_BPC.ndim != 3 or embeds_BPC.shape[2] != self.config.text_dim or (longest is not None and longest < P):
@@ -197,9 +191,6 @@ class CausalVideoTransformer(QuantizedStorageMixin, ConfigMixin):
             context: clean latents of the same video, with the same number of frames.
             context_timestep: timestep of the context, 0 by default.
             window, sinks: attention window without a cache; see `visible_frames`.
-
-        Raises:
-            ValueError: for latents not divisible into patches, frames other than the pending ones, or a context with a cache.
         """
         geometry, frames = self.geometry, latents_BFCYX.shape[1]
         p = geometry.patch

@@ -61,9 +61,6 @@ class VideoCache:
     Attributes:
         frames: number of committed frames from the start of the video.
         pending: number of frames of the current block, after the committed ones.
-
-    Raises:
-        ValueError: for a window that is too small for the sinks and a block.
     """
 
     def __init__(
@@ -118,9 +115,6 @@ class VideoCache:
         """Start the next `frames` frames (default: a block), which passes then write. Replaces the current block.
 
         Several blocks can be started together, as long as none evicts frames that another one attends to.
-
-        Raises:
-            ValueError: if the frames do not fit.
         """
         count = self.geometry.block_frames if frames is None else frames
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
@@ -138,11 +132,7 @@ class VideoCache:
         self.pending = count
 
     def write(self, layer: int, k_BHTK: Tensor, v_BHTK: Tensor) -> tuple[Tensor, Tensor]:
-        """Write keys and values of the pending frames; returns all that these attend to, `[B, H, S, K]`, with themselves.
-
-        Raises:
-            ValueError: if the number of tokens is not that of the pending frames.
-        """
+        """Write keys and values of the pending frames; returns all that these attend to, `[B, H, S, K]`, with themselves."""
         tokens = self.geometry.frame_tokens
         if k_BHTK.shape[2] != self.pending * tokens:
             raise ValueError(f"{self.pending} frames of {tokens} tokens were begun, got {k_BHTK.shape[2]} tokens")
@@ -178,11 +168,7 @@ class VideoCache:
         return selected
 
     def commit(self, frames: int | None = None) -> None:
-        """Commit the first `frames` pending frames (default: all), whose keys and values should be from a clean pass.
-
-        Raises:
-            ValueError: if fewer frames are pending.
-        """
+        """Commit the first `frames` pending frames (default: all), whose keys and values should be from a clean pass."""
         count = self.pending if frames is None else frames
         if isinstance(count, bool) or not 0 <= count <= self.pending:
             raise ValueError(f"frames must be from 0 to the {self.pending} that are pending, got {frames!r}")
@@ -190,11 +176,7 @@ class VideoCache:
         self.pending -= count
 
     def rollback(self, frames: int | None = None) -> None:
-        """Discard pending frames, and committed frames after the first `frames` (default: keep all committed ones).
-
-        Raises:
-            ValueError: if the ring has overwritten frames that would be visible after the rollback.
-        """
+        """Discard pending frames, and committed frames after the first `frames` (default: keep all committed ones)."""
         target = self.frames if frames is None else frames
         if isinstance(target, bool) or not isinstance(target, int) or not 0 <= target <= self.frames:
             raise ValueError(f"frames must be from 0 to the {self.frames} that are committed, got {frames!r}")

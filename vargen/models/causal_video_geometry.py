@@ -17,9 +17,6 @@ class VideoGeometry:
         spatial_stride: pixels per latent position along each side.
         temporal_stride: pixel frames per latent frame, except that the first latent frame of a video is one pixel frame.
         fps: pixel frames per second.
-
-    Raises:
-        ValueError: for a value below 1, or a frame size that is not a multiple of the patch.
     """
 
     channels: int = 16

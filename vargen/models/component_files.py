@@ -27,11 +27,7 @@ _MAX_FILES = 10_000  # per component
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """Read the object in a JSON file.
-
-    Raises:
-        ValueError: if the file is missing, not a regular file, too large, not JSON, or not an object; the message names it.
-    """
+    """Read the object in a JSON file."""
     if not file.is_file():
         raise ValueError(f"{file} is missing; {INCOMPLETE}")
     try:
@@ -76,9 +72,6 @@ def validate_network_files(folder: Path, network_class: Any, variant: str | None
 
     Returns:
         The configuration, including default values that the file omits.
-
-    Raises:
-        ValueError: for a mismatch; the message names the file and the first wrong value or tensors.
     """
     file = folder / "config.json"
     config = read_config(file)
@@ -116,11 +109,7 @@ def refuse_code_files(folder: Path, components: Iterable[str] = ()) -> None:
 
 
 def _list_files(folder: Path) -> list[Path]:
-    """Return all files below a folder. Links to folders are followed, but each folder is visited only once.
-
-    Raises:
-        ValueError: for more than `_MAX_FILES` files and folders, since a link may lead to a whole disk.
-    """
+    """Return all files below a folder. Links to folders are followed, but each folder is visited only once."""
     found: list[Path] = []
     visited: set[str] = set()
     for place, folders, names in os.walk(folder, followlinks=True):

@@ -49,9 +49,6 @@ class Condition:
         """Concatenate this batch with another, without `negative`.
 
         If only one has a mask, all caption rows of the other stay visible.
-
-        Raises:
-            ValueError: if one has class labels and the other captions.
         """
         labels, embeds = (self.class_labels, other.class_labels), (self.caption_embeds, other.caption_embeds)
         masks = [self.caption_mask, other.caption_mask]

@@ -38,11 +38,7 @@ _FLOAT_LIMITS: dict[str, tuple[float, float]] = {
 
 
 def validate_config(network_class: type, config: Mapping[str, Any]) -> None:
-    """Validate a configuration against the argument types of a network's class, without building the network.
-
-    Raises:
-        ValueError: for a value of a wrong type or out of bounds; the message names the first one.
-    """
+    """Validate a configuration against the argument types of a network's class, without building the network."""
     for name, hint in _argument_types(network_class).items():
         if name not in config:
             continue

@@ -71,11 +71,7 @@ class Int8Cache:
         self.v[layer, :, :, : self.prefix], self.v_scale[layer, :, :, : self.prefix] = values_RGPK, scale_RGP
 
     def insert_rows(self, new: Int8Cache, rows: Tensor) -> Int8Cache:
-        """Replace images of the batch by those of another cache of the same network, in place; see `KVCache.insert_rows`.
-
-        Raises:
-            ValueError: if the prefix has another length: pairs of slots would be split.
-        """
+        """Replace images of the batch by those of another cache of the same network, in place; see `KVCache.insert_rows`."""
         if new.prefix != self.prefix:
             raise ValueError(f"condition must have {self.prefix} rows, as in the running batch, got {new.prefix}")
         images = self.rows * len(rows) // new.rows

@@ -41,9 +41,6 @@ class CausalVideoLoRA(QuantizedStorageMixin, ConfigMixin):
         dim, ffn_dim, num_layers: size of the network, as there.
         rank: rank of each update.
         weight_format: storage format of `save_pretrained`; see `QuantizedStorageMixin`.
-
-    Raises:
-        ValueError: for a rank below 1 or above `dim`.
     """
 
     @register_to_config
@@ -74,9 +71,6 @@ class CausalVideoLoRA(QuantizedStorageMixin, ConfigMixin):
         """Return a second network with the updates; it shares all weights without one.
 
         With 8-bit products, the updated matrices are quantized again.
-
-        Raises:
-            ValueError: for a network that is quantized for a GPU, or whose layers are offloaded one by one.
         """
         state: dict[str, Tensor] = dict(transformer.state_dict())
         if transformer.gpu_quantization is not None or any(value.device.type == "meta" for value in state.values()):

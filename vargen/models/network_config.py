@@ -59,9 +59,6 @@ def pick_config(
     Args:
         parts: names of the classes of nested configurations, by key.
         num_tensors: number of stored tensors, the most layers that a network may have.
-
-    Raises:
-        ValueError: for a value that is not plain or out of bounds; the message names the file, the key and the value.
     """
     import transformers
 
@@ -91,11 +88,7 @@ def pick_config(
 
 
 def pick_quantization(values: Any, file: Path) -> dict[str, Any]:
-    """Return the listed settings of a stored quantization, which must be that of bitsandbytes.
-
-    Raises:
-        ValueError: for another one, which names classes, or a value that is not valid.
-    """
+    """Return the listed settings of a stored quantization, which must be that of bitsandbytes."""
     method = values.get("quant_method") if isinstance(values, dict) else values
     if method != "bitsandbytes":
         raise ValueError(
@@ -115,11 +108,7 @@ def pick_quantization(values: Any, file: Path) -> dict[str, Any]:
 
 
 def pick_generation(folder: Path) -> dict[str, Any]:
-    """Return the listed settings of a folder's `generation_config.json`, which loops of transformers use; empty if it has none.
-
-    Raises:
-        ValueError: for settings that transformers refuses; the message names the file.
-    """
+    """Return the listed settings of a folder's `generation_config.json`, for loops of transformers; empty if it has none."""
     from transformers import GenerationConfig
 
     file = folder / "generation_config.json"

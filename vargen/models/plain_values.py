@@ -20,11 +20,7 @@ _LONGEST = 1000  # characters of a text
 
 
 def pick_values(values: Mapping[str, Any], kinds: Mapping[str, type], file: Path) -> dict[str, Any]:
-    """Return those values that are listed in `kinds` and are not null.
-
-    Raises:
-        ValueError: for a value of another type; the message names the file, the key and the value.
-    """
+    """Return those values that are listed in `kinds` and are not null."""
     found = {}
     for name, kind in kinds.items():
         value = values.get(name)

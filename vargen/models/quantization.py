@@ -104,9 +104,6 @@ def quantize_weights(
         layers: names of the quantized layers.
         weights: the other network's tensors by name.
         stored: by name, weights that are stored as int8 `[N, K]` with scales `[N, groups]`. They become int8 directly.
-
-    Raises:
-        ValueError: if a weight is not finite; the message names it.
     """
     found: dict[str, Tensor] = dict(weights)
     for layer in layers:

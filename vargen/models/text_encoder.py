@@ -41,9 +41,6 @@ class MiniLMTextEncoder(QuantizedStorageMixin, ConfigMixin):
         type_vocab_size: number of segment embeddings.
         layer_norm_eps: epsilon of the layer norms.
         weight_format: how `save_pretrained` stores the weights: "int8", "float16" or "float32".
-
-    Raises:
-        ValueError: ``weight_format`` is unknown, or sizes do not match each other.
     """
 
     layer_prefixes: ClassVar[dict[str, tuple[str, ...]]] = {"num_hidden_layers": ("bert.encoder.layer.",)}
@@ -87,9 +84,6 @@ class MiniLMTextEncoder(QuantizedStorageMixin, ConfigMixin):
 
         Returns:
             float32 [B, T, hidden_size]; rows at padding are meaningless.
-
-        Raises:
-            ValueError: shapes do not fit.
         """
         if input_ids.ndim != 2 or input_ids.shape[1] > self.config.max_position_embeddings:
             raise ValueError(

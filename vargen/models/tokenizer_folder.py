@@ -58,9 +58,6 @@ def load_tokenizer(folder: Path, class_name: str) -> Any:
 
     Args:
         class_name: name of a class of transformers, such as `"BertTokenizerFast"`.
-
-    Raises:
-        ValueError: if a file is missing, damaged or too large, or has a value that is not allowed; the message names it.
     """
     import transformers
 
@@ -85,11 +82,7 @@ def choose_class(folder: Path, *allowed: str) -> str:
 
 
 def validate_tokenizer_files(folder: Path, class_name: str) -> tuple[dict[str, Path], dict[str, Any]]:
-    """Validate the files of a tokenizer; return those with its vocabulary by name, and the listed settings.
-
-    Raises:
-        ValueError: as `load_tokenizer`.
-    """
+    """Validate the files of a tokenizer; return those with its vocabulary by name, and the listed settings."""
     names = (_TOKENIZER_FILE, *_VOCABULARY_FILES.get(class_name.removesuffix("Fast"), ()))
     if not any((folder / name).is_file() for name in names):
         others = "".join(f", and so is {name}" for name in names[1:])

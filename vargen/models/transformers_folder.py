@@ -76,9 +76,6 @@ class StoredNetwork:
         dtype: the narrowest that holds all stored weights.
         skeleton: the network without memory, in evaluation mode.
         is_quantized: whether the folder stores quantized weights.
-
-    Raises:
-        ValueError: for a configuration that does not describe a network of the kind, or weights that do not fit it.
     """
 
     def __init__(self, folder: Path, kind: NetworkKind, stem: str = "model", variant: str | None = None):

@@ -98,11 +98,7 @@ class ScaleCache:
         return self.k[layer, :, :, :end], self.v[layer, :, :, :end]
 
     def truncate(self, scale: int) -> None:
-        """Discard all scales from `scale` on.
-
-        Raises:
-            ValueError: if the cache has fewer scales.
-        """
+        """Discard all scales from `scale` on."""
         if not 0 < scale <= self.scale:
             raise ValueError(f"scale must be from 1 to the {self.scale} scales that the cache holds, got {scale}")
         self.scale = scale

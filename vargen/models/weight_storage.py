@@ -71,9 +71,6 @@ def quantize_rows(weight: Tensor, groups: int = 1, bits: int = 8) -> tuple[Tenso
     Returns:
         int8 [rows, columns] and float32 [rows, groups], greater than 0. Each entry of the
         dequantized matrix is within half its scale of ``weight``.
-
-    Raises:
-        ValueError: ``weight`` is not a finite floating matrix, or does not divide into ``groups``.
     """
     if weight.ndim != 2 or not weight.is_floating_point() or not torch.isfinite(weight).all():
         raise ValueError(f"expected a finite floating matrix, got {weight.dtype} {list(weight.shape)}")

@@ -14,11 +14,7 @@ KEY_VARIABLE = "VARGEN_API_KEY"
 
 
 def read_api_key(environment: Mapping[str, str]) -> str | None:
-    """Return the key of the environment variable; None if it is not set.
-
-    Raises:
-        ValueError: for a key that no HTTP header can hold.
-    """
+    """Return the key of the environment variable; None if it is not set."""
     key = environment.get(KEY_VARIABLE)
     if key is not None and not (key and key.isascii() and key.isprintable() and " " not in key):
         raise ValueError(f"{KEY_VARIABLE} must be printable ASCII characters without spaces, or not set")

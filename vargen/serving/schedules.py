@@ -32,11 +32,7 @@ class TaskSchedule(Protocol):
 
 
 def open_schedule(pipe: VisualPipeline, accelerator: Any, slots: int, guidance_scale: float | None) -> TaskSchedule:
-    """Return the schedule for a pipeline and a method.
-
-    Raises:
-        ValueError, TypeError: for a method that cannot run on the pipeline, or guidance of a video model.
-    """
+    """Return the schedule for a pipeline and a method."""
     if isinstance(pipe, CausalVideoPipeline):
         if guidance_scale is not None:
             raise ValueError("guidance_scale is for image models, and this model generates video")

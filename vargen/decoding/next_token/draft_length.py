@@ -120,12 +120,7 @@ WINDOWS: dict[str, WindowPolicy] = {"auto": AutoWindow()}
 
 
 def parse_window(value: int | str | WindowPolicy) -> WindowPolicy:
-    """Return the policy for a number or a name.
-
-    Raises:
-        ValueError: if a number is below 2, or a name is unknown.
-        TypeError: if `value` is anything else.
-    """
+    """Return the policy for a number or a name."""
     if isinstance(value, str):
         if value not in WINDOWS:
             raise ValueError(

@@ -34,9 +34,6 @@ def compute_log_probs(
     Returns:
         Two tensors float32 `[B, N]`: under the sampling distribution, after guidance, temperature and filters (-inf for a token
         that the filters remove), and under the softmax of the guided logits.
-
-    Raises:
-        ValueError: if the tokens are not those of whole images of the model.
     """
     sampling = Sampling() if sampling is None else sampling
     N = model.grid[0] * model.grid[1]

@@ -37,9 +37,6 @@ def insert_rows(state: Any, new: Any, rows: Tensor) -> Any:
     Tensors are written in place; tuples and registered states (`register_state`) are followed; an object with a method
     `insert_rows` decides itself. Numbers, strings, frozen dataclasses, and objects that belong to the batch as a whole, which
     declare `is_shared = True`, are kept.
-
-    Raises:
-        TypeError: for anything else, whose rows would silently be those of earlier images.
     """
     if hasattr(state, "insert_rows"):
         return state.insert_rows(new, rows)

@@ -131,11 +131,7 @@ class RunningBatch:
         return report
 
     def join(self, requests: list[ImageRequest], rows: list[int]) -> Tensor:
-        """Prefill images and write them into free rows of all states. Returns the report `[4, n]`.
-
-        Raises:
-            ValueError: if their conditions do not fit beside the others; nothing was written.
-        """
+        """Prefill images and write them into free rows of all states. Returns the report `[4, n]`."""
         condition = select_rows(requests[0].condition, [each.index for each in requests])
         seeds, sampling = self._make_seeds(requests), RowSampling([each.sampling for each in requests])
         cache, draft, out, new = self._start(self._joining, condition, seeds, sampling)

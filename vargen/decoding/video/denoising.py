@@ -27,22 +27,14 @@ SHIFT = 5.0
 
 
 def shift_level(level: float, shift: float = SHIFT) -> float:
-    """Warped noise level: s -> shift s / (1 + (shift - 1) s).
-
-    Raises:
-        ValueError: if the level is outside [0, 1], or the shift is not above 0.
-    """
+    """Warped noise level: s -> shift s / (1 + (shift - 1) s)."""
     if not 0 <= level <= 1 or not 0 < shift < float("inf"):
         raise ValueError(f"level must be from 0 to 1 and shift above 0, got {level!r} and {shift!r}")
     return shift * level / (1 + (shift - 1) * level)
 
 
 def shifted_levels(steps: Sequence[float] = STEPS, shift: float = SHIFT) -> tuple[float, ...]:
-    """Warp timesteps to noise levels: 1, 0.9375, 0.8333, 0.625 for the distilled models.
-
-    Raises:
-        ValueError: unless the steps decrease, from at most 1000 to above 0.
-    """
+    """Warp timesteps to noise levels: 1, 0.9375, 0.8333, 0.625 for the distilled models."""
     if not steps or not all(a > b for a, b in pairwise(steps)) or not 0 < steps[-1] <= steps[0] <= TIMESTEPS:
         raise ValueError(f"steps must fall from at most {TIMESTEPS} to above 0, got {list(steps)}")
     return tuple(shift_level(step / TIMESTEPS, shift) for step in steps)

@@ -53,12 +53,7 @@ class Policy(ABC):
 
 
 def validate_threshold(value: Any, name: str = "tau") -> float:
-    """Return a threshold as a float; infinite values accept all or nothing.
-
-    Raises:
-        ValueError: for NaN.
-        TypeError: if it is not a number.
-    """
+    """Return a threshold as a float; infinite values accept all or nothing."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a number, got {short_repr(value)}")
     if math.isnan(value):

@@ -43,9 +43,6 @@ class EagleDrafter(TransposableWeights, QuantizedStorageMixin, ConfigMixin):
         above: add the target's feature after the token above the one to predict as an input; zero where there is none yet.
         target: digest that identifies a target of transformers; None for a LlamaGen, which its sizes identify.
         weight_format: storage format of `save_pretrained`; see `QuantizedStorageMixin`.
-
-    Raises:
-        ValueError: for a grid size outside 1 to 256, or a width that is not divisible by the heads and the two rotary axes.
     """
 
     target_settings: ClassVar[tuple[str, ...]] = (  # copied from the target
@@ -147,9 +144,6 @@ class EagleDrafter(TransposableWeights, QuantizedStorageMixin, ConfigMixin):
             features, embeddings, above: `[R, T, D]`; see the class.
             positions: int64 `[T]` or `[R, T]`, grid cells. Default: consecutive from the pointer, after `earlier` ones.
             ancestors, earlier: of a tree that earlier passes started; see `KVCache.bias`.
-
-        Raises:
-            ValueError: for more slots than the cache's `scratch`.
         """
         T = features.shape[1]
         if cache.scratch < earlier + T:

@@ -67,9 +67,6 @@ class TokenUpsampler(QuantizedStorageMixin, ConfigMixin):
         blocks: number of residual blocks at the low resolution, and of position-wise blocks at the high resolution.
         weight_format: storage format of `save_pretrained`; see `QuantizedStorageMixin`.
         codes: digest of the tokens' codebook, which must equal that of a model; None if unknown.
-
-    Raises:
-        ValueError: if `grid_size` is not a larger multiple of `low_grid`, or the width is not a multiple of 8.
     """
 
     unquantized_suffixes = ("embedding.weight",)

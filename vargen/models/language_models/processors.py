@@ -39,11 +39,7 @@ _MAX_CONSTANT = 200  # characters of a text within an expression, which a loop m
 
 
 def load_processor(folder: Path, model: type[ImageLanguageModel]) -> Any:
-    """Load the processor of a folder, of the classes that its model's description names.
-
-    Raises:
-        ValueError: for files that are missing or damaged, or hold values that are not allowed; the message names the file.
-    """
+    """Load the processor of a folder, of the classes that its model's description names."""
     try:
         return _build_processor(folder, model)
     except ValueError as error:
@@ -122,9 +118,6 @@ def reduce_template(text: str, file: Path, tokens: Mapping[str, Any]) -> str:
 
     Args:
         text: the template. file: names it in messages. tokens: special tokens by name, which it may use.
-
-    Raises:
-        ValueError: for a template that is too long, computes more than loops and conditions, or does not show the text once.
     """
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 

@@ -84,9 +84,6 @@ class Emu3(ImageLanguageModel):
         size: height and width of the image in tokens; 90 x 90 at 720 x 720 pixels.
         negative_format: `"text"` for a negative prompt without the size of the image, as in the documentation of transformers;
             `"image"` for one with it, as in the code of the paper (arXiv 2409.18869).
-
-    Raises:
-        ValueError: if the size is not two positive numbers, or the format is neither.
     """
 
     class_name, since, processor_name = "Emu3ForConditionalGeneration", "4.48", "Emu3Processor"
@@ -194,10 +191,6 @@ def describe_language_model(model: Any, **options: Any) -> ImageLanguageModel:
 
     Args:
         options: of its constructor, such as `size`, rows and columns of the image in tokens. None selects the published value.
-
-    Raises:
-        TypeError: if vargen has no description of its class, or its description takes no such option.
-        ValueError: if an option is not valid.
     """
     found = MODELS.get(type(model).__name__)
     if found is None:

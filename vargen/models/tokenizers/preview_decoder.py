@@ -33,9 +33,6 @@ class PreviewDecoder(QuantizedStorageMixin, ConfigMixin):
         widths: width at the latents' resolution, and at twice that resolution.
         stride: preview pixels per latent position along each side, an even number.
         weight_format: storage format of `save_pretrained`; see `QuantizedStorageMixin`.
-
-    Raises:
-        ValueError: for a stride that is odd or below 2.
     """
 
     _no_split_modules: ClassVar[list[str]] = ["ConvBlock"]
@@ -69,11 +66,7 @@ class PreviewDecoder(QuantizedStorageMixin, ConfigMixin):
         return pixels.unflatten(0, latents_BFCYX.shape[:2])
 
     def decode_block(self, latents_BFCYX: Tensor, state: DecodeState | None = None) -> tuple[Tensor, DecodeState]:
-        """See `StreamingDecoder`. Returns one frame per latent frame for any temporal stride of the latents.
-
-        Raises:
-            ValueError: if the latents have a wrong shape or number of channels.
-        """
+        """See `StreamingDecoder`. Returns one frame per latent frame for any temporal stride of the latents."""
         C = self.config.latent_channels
         if latents_BFCYX.ndim != 5 or latents_BFCYX.shape[2] != C or not latents_BFCYX.shape[1]:
             raise ValueError(f"latents must be [B, F, {C}, Y, X], got {list(latents_BFCYX.shape)}")

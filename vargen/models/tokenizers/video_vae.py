@@ -161,9 +161,6 @@ class CausalVideoVAE(QuantizedStorageMixin, ConfigMixin):
         transformer_blocks: transformer blocks at the coarsest level.
         fps: frames per second of the videos.
         weight_format: storage format of `save_pretrained`; see `QuantizedStorageMixin`.
-
-    Raises:
-        ValueError: for a size that is not divisible by the strides, or a last width not divisible by the head width.
     """
 
     _no_split_modules: ClassVar[list[str]] = ["ConvBlock", "ViTBlock", "TemporalMixer"]
@@ -212,11 +209,7 @@ class CausalVideoVAE(QuantizedStorageMixin, ConfigMixin):
     # -- pixels to latents -------------------------------------------------------------------------------------------
 
     def encode_moments(self, pixels_BFCYX: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and log variance `[B, F, C, Y', X']` float32 of the latents before normalization.
-
-        Raises:
-            ValueError: if the frames are not `size` pixels square.
-        """
+        """Mean and log variance `[B, F, C, Y', X']` float32 of the latents before normalization."""
         size = self.config.size
         if pixels_BFCYX.ndim != 5 or tuple(pixels_BFCYX.shape[2:]) != (3, size, size):
             raise ValueError(f"pixels must be [B, F, 3, {size}, {size}], got {list(pixels_BFCYX.shape)}")
@@ -237,22 +230,14 @@ class CausalVideoVAE(QuantizedStorageMixin, ConfigMixin):
 
     @apply_forward_hook
     def encode(self, pixels_BFCYX: Tensor) -> Tensor:
-        """Encode frames `[B, F, 3, Y, X]` in [-1, 1] to normalized latents `[B, F, C, Y', X']` float32, without noise.
-
-        Raises:
-            ValueError: as `moments`.
-        """
+        """Encode frames `[B, F, 3, Y, X]` in [-1, 1] to normalized latents `[B, F, C, Y', X']` float32, without noise."""
         return self.normalize_latents(self.encode_moments(pixels_BFCYX)[0])
 
     # -- latents to pixels -------------------------------------------------------------------------------------------
 
     @apply_forward_hook
     def decode_block(self, latents_BFCYX: Tensor, state: DecodeState | None = None) -> tuple[Tensor, DecodeState]:
-        """See `StreamingDecoder`. Each latent frame is one pixel frame.
-
-        Raises:
-            ValueError: if the latents have a wrong shape, or a batch size that differs from that of the state.
-        """
+        """See `StreamingDecoder`. Each latent frame is one pixel frame."""
         C, side = self.config.latent_channels, self.latent_side
         if latents_BFCYX.ndim != 5 or tuple(latents_BFCYX.shape[2:]) != (C, side, side) or not latents_BFCYX.shape[1]:
             raise ValueError(f"latents must be [B, F, {C}, {side}, {side}], got {list(latents_BFCYX.shape)}")
@@ -266,11 +251,7 @@ class CausalVideoVAE(QuantizedStorageMixin, ConfigMixin):
 
     @apply_forward_hook
     def decode(self, latents_BFCYX: Tensor) -> Tensor:
-        """Decode normalized latents of whole videos to frames `[B, F, 3, Y, X]` in [-1, 1], not clamped.
-
-        Raises:
-            ValueError: as `decode_block`.
-        """
+        """Decode normalized latents of whole videos to frames `[B, F, 3, Y, X]` in [-1, 1], not clamped."""
         return self.decode_block(latents_BFCYX)[0]
 
     def forward(self, sample: Tensor) -> Tensor:

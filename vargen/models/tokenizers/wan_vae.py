@@ -31,9 +31,6 @@ class WanStreamingDecoder:
 
     After `vae.enable_tiling()`, a block is decoded in overlapping tiles, each with its own causal features, which are blended.
     The frames then differ slightly from those decoded whole.
-
-    Raises:
-        TypeError: if `vae` is another autoencoder.
     """
 
     def __init__(self, vae: AutoencoderKLWan):
@@ -53,11 +50,7 @@ class WanStreamingDecoder:
         return mean, std
 
     def decode_block(self, latents_BFCYX: Tensor, state: DecodeState | None = None) -> tuple[Tensor, DecodeState]:
-        """See `StreamingDecoder`.
-
-        Raises:
-            ValueError: if the latents have a wrong shape, or a batch size that differs from that of the state.
-        """
+        """See `StreamingDecoder`."""
         if latents_BFCYX.ndim != 5 or latents_BFCYX.shape[2] != self.channels or not latents_BFCYX.shape[1]:
             raise ValueError(f"latents must be [B, F, {self.channels}, Y, X], got {list(latents_BFCYX.shape)}")
         state = state or DecodeState()
@@ -118,9 +111,6 @@ class WanStreamingDecoder:
     def encode(self, pixels_BFCYX: Tensor) -> Tensor:
         """Encode frames `[B, F, 3, Y, X]` in [-1, 1] to normalized latents `[B, 1 + (F - 1) / temporal_stride, C, Y', X']`,
         without noise.
-
-        Raises:
-            ValueError: if F - 1 is not a multiple of `temporal_stride`, or sides are not divisible by `spatial_stride`.
         """
         frames, three, Y, X = pixels_BFCYX.shape[1:]
         if (frames - 1) % self.temporal_stride or three != 3 or Y % self.spatial_stride or X % self.spatial_stride:

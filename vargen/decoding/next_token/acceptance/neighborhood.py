@@ -106,9 +106,6 @@ def build_neighbor_table(codebook: Tensor, count: int) -> Tensor:
 
     Args:
         codebook: float `[V, C]`, finite.
-
-    Raises:
-        ValueError: if the codebook is not a finite matrix with at least two rows.
     """
     if codebook.dim() != 2 or len(codebook) < 2 or not codebook.isfinite().all():
         raise ValueError(f"codebook must be a matrix [V, C] of finite numbers and at least 2 codes, got {list(codebook.shape)}")
@@ -118,11 +115,7 @@ def build_neighbor_table(codebook: Tensor, count: int) -> Tensor:
 
 
 def require_codebook(model: TokenModel) -> Tensor:
-    """Return the codebook `[V, C]` that defines the similarity of a model's tokens.
-
-    Raises:
-        ValueError: if there is none, or it belongs to another vocabulary.
-    """
+    """Return the codebook `[V, C]` that defines the similarity of a model's tokens."""
     if model.codebook is None:
         raise ValueError("this rule needs a model with a codebook, whose vectors define which tokens are similar")
     if len(model.codebook) != model.vocab:

@@ -64,11 +64,7 @@ def gather_slots(rows: Tensor, slots: Tensor) -> Tensor:
 
 
 def require_features(features: Tensor | None) -> Tensor:
-    """Return the features of a pass.
-
-    Raises:
-        ValueError: if the pass returned none.
-    """
+    """Return the features of a pass."""
     if features is None:
         raise ValueError("draft heads need the model's features, and its passes return none")
     return features
@@ -84,12 +80,6 @@ class HeadDrafter(TreeDrafter):
         child_sampling: how the children of a slot are selected: sampled `"without-replacement"`, or `"with-replacement"` (for
             static trees); `"top-k"`, the most probable; `"shared-noise"`, for the rule `shared_noise`.
         model: the draft head. None: that of the target, which a pipeline has after `load_drafter`.
-
-    Raises:
-        ValueError: if the tree or `child_sampling` is unknown, or a chain has no draft token. `bind` raises it if the tree does
-            not fit the grid, a slot has more children than there are tokens, or the draft head is missing or has another
-            vocabulary or grid.
-        TypeError: if the shape or the model has the wrong type.
     """
 
     shape: TreeShape | str | int | tuple[int, ...] = field(default_factory=DynamicTree)
@@ -123,11 +113,7 @@ class HeadDrafter(TreeDrafter):
         return CHILD_SAMPLING[self.child_sampling]
 
     def find_head(self, model: TokenModel) -> Any:
-        """Return the draft head for `model`.
-
-        Raises:
-            ValueError: if there is none, or its vocabulary or grid differs.
-        """
+        """Return the draft head for `model`."""
         found = self.model or model.draft_heads.get(self.kind)
         if found is None:
             raise ValueError(self.missing_head_message())

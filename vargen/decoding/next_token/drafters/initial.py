@@ -67,11 +67,7 @@ def make_low_res_initial(model: LowResModel, state: Any) -> InitialDraft:
 
 
 def require_low_res_model(model: TokenModel) -> LowResModel:
-    """Return the low-resolution model that comes with a target.
-
-    Raises:
-        ValueError: if there is none, or its vocabulary or grid differs.
-    """
+    """Return the low-resolution model that comes with a target."""
     found = model.low_res
     if found is None:
         raise ValueError(MISSING_LOW_RES)

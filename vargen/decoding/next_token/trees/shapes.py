@@ -56,9 +56,6 @@ def make_fan(width: int, children: int, depth: int) -> tuple[int, ...]:
     """The tree of SJD-PAC: complete above `depth`, with a chain after the first leaf that fills up to `width` slots.
 
     Every slot above `depth` has `children` children.
-
-    Raises:
-        ValueError: if `width` is too small for the branching part.
     """
     parents = make_k_ary(children, depth)
     if width < len(parents):
@@ -82,13 +79,7 @@ def compute_depths(parents: Sequence[int]) -> list[int]:
 
 
 def parse_parents(value: Any) -> tuple[int, ...]:
-    """Return the parents of a static tree given by name or by its parents.
-
-    Raises:
-        ValueError: if the name is unknown, the parents do not start with -1 and then name earlier slots, or the number of slots
-            is out of range.
-        TypeError: if `value` is neither.
-    """
+    """Return the parents of a static tree given by name or by its parents."""
     if isinstance(value, str):
         if value not in NAMED_SHAPES:
             raise ValueError(
@@ -265,9 +256,5 @@ TreeShape = StaticTree | DynamicTree
 
 
 def parse_shape(value: Any) -> TreeShape:
-    """Return the shape for a name or a tuple of parents; a shape is returned unchanged.
-
-    Raises:
-        ValueError, TypeError: see `parse_parents`.
-    """
+    """Return the shape for a name or a tuple of parents; a shape is returned unchanged."""
     return value if isinstance(value, StaticTree | DynamicTree) else StaticTree(value)
