@@ -64,23 +64,6 @@ def test_costs_are_measured_once_and_kept_for_other_processes(generation: Any, m
     assert set(timed) == {1, 2}
 
 
-def test_slow_passes_are_measured_once_but_for_a_report(generation: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, model, condition = generation
-    timed, forward = passes(monkeypatch), model.forward
-    fed: list[int] = []
-
-    def counting(tokens: Any, *given: Any) -> Any:
-        fed.append(tokens.shape[1])
-        return forward(tokens, *given)
-
-    monkeypatch.setattr(model, "forward", counting)
-    monkeypatch.setattr(cost, "_ENOUGH", -1.0)  # every pass takes longer
-    cost.measure_pass_costs(model, condition, 1, (1, 2))
-    assert timed == [1, 2] == fed
-    cost.measure_pass_costs(model, condition, 1, (1, 2), force=True)
-    assert len(timed) > 4 and len(fed) > len(timed)
-
-
 @pytest.mark.parametrize("change", ["dtype", "guidance", "batch", "threads", "size"])
 def test_costs_of_one_thing_are_not_taken_for_another(generation: Any, monkeypatch: pytest.MonkeyPatch, change: str) -> None:
     pipe, model, condition = generation
@@ -105,17 +88,6 @@ def test_costs_of_one_thing_are_not_taken_for_another(generation: Any, monkeypat
     assert timed
 
 
-def test_old_costs_are_measured_again(generation: Any, monkeypatch: pytest.MonkeyPatch, kept_here: Path) -> None:
-    _, model, condition = generation
-    cost.measure_pass_costs(model, condition, 1, (1,))
-    ((name, entry),) = json.loads(kept_here.read_text()).items()
-    kept_here.write_text(json.dumps({name: {**entry, "measured": time.time() - 40 * 86400}}))
-    forget()
-    timed = passes(monkeypatch)
-    cost.measure_pass_costs(model, condition, 1, (1,))
-    assert timed
-
-
 @pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"x": 1}', "\x00\xff", "FITTING"])
 def test_a_damaged_file_costs_a_measurement_and_nothing_else(generation: Any, kept_here: Path, content: str) -> None:
     _, model, condition = generation
@@ -125,13 +97,6 @@ def test_a_damaged_file_costs_a_measurement_and_nothing_else(generation: Any, ke
         content = json.dumps({name: {"measured": time.time(), "seconds": {"one": "fast", "1": -3}}})
     kept_here.write_text(content, encoding="latin-1")
     forget()
-    assert cost.measure_pass_costs(model, condition, 1, (1,))[1] > 0
-
-
-def test_a_home_that_cannot_be_written_is_no_error(generation: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("VARGEN_CACHE", str(tmp_path / "file" / "below"))
-    _, model, condition = generation
     assert cost.measure_pass_costs(model, condition, 1, (1,))[1] > 0
 
 

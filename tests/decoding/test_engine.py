@@ -21,8 +21,6 @@ from vargen.decoding import (
     shared_noise,
 )
 from vargen.decoding.next_token.engine import Engine, FinishedImage
-from vargen.decoding.next_token.graphs import find_leaves
-from vargen.decoding.next_token.rows import insert_rows
 from vargen.evaluation.table_models import TableModel
 
 JOINING = [*PRESETS_OF_TOKENS, *(name for name in ("jacobi, low-res", "local repair", "draft model, shared noise"))]
@@ -114,21 +112,6 @@ def test_a_cancelled_request_frees_its_row_and_changes_no_other(name: str) -> No
     rejects(lambda: engine.cancel(5), "number", ValueError)
 
 
-@pytest.mark.parametrize("name", ["gumbel", "eagle", "recycle", "mulo"])
-def test_states_keep_their_size(name: str) -> None:
-    engine = Engine(table_model(), METHODS[name], batch_size=2)
-    engine.submit(CONDITION[:1], SEEDS[:1])
-    sizes = []
-    for row in range(1, len(SEEDS)):
-        while engine.num_active or engine.num_waiting:
-            engine.step()
-        leaves = find_leaves(engine._batch._state)
-        sizes.append({path: leaf.shape[:1] for path, leaf in leaves.items() if isinstance(leaf, torch.Tensor)})
-        engine.submit(CONDITION[row : row + 1], SEEDS[row : row + 1])
-        engine.step()
-    assert all(each == sizes[0] for each in sizes)
-
-
 def test_reports_that_are_read_later_change_no_image() -> None:
     """As on a GPU, where the host reads the result of a pass while the next one runs."""
     engine = Engine(table_model(), METHODS["gumbel"], batch_size=2)
@@ -154,14 +137,6 @@ def test_images_join_where_the_window_is_automatic() -> None:
     engine.submit(CONDITION, SEEDS)
     found, expected = finish(engine), decode(table_model(), CONDITION, SEEDS).tokens
     assert all(torch.equal(found[row].tokens, expected[row]) for row in range(len(SEEDS)))
-
-
-def test_a_state_whose_rows_are_unknown_is_refused() -> None:
-    class Plain:
-        rows = torch.zeros(2)
-
-    for state in (Plain(), [torch.zeros(2)], {"rows": torch.zeros(2)}):
-        rejects(lambda state=state: insert_rows(state, state, torch.tensor([0])), "state", TypeError)
 
 
 def test_an_image_of_one_token_ends_with_its_prefill() -> None:

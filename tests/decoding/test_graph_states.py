@@ -73,23 +73,6 @@ def test_replays_equal_eager_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert graphed.blocker is None and RecordedGraph.replays == 7 and len(places) <= 3
 
 
-def test_replaced_tensors_are_found_by_path() -> None:
-    state = make_state(extra=(1000, torch.float32))
-    later = replace(state, inner=Inner(state.inner.first, torch.zeros(2)), extra=(int("1000"), torch.float32))
-    assert find_replaced(find_leaves(state), find_leaves(later)) == {"state.inner.second": later.inner.second}
-
-
-ONE = torch.ones(1)
-CHANGES = [(1, 2), (1, True), (None, 1), (None, ONE), (ONE, torch.ones(2)), (ONE, ONE.double()), ([1], [1, 2]), (Cache(), 1)]
-
-
-@pytest.mark.parametrize(("one", "other"), CHANGES)
-def test_changes_are_named_by_path(one: Any, other: Any) -> None:
-    state = make_state(one)
-    with pytest.raises(RuntimeError, match=r"state\.extra"):
-        find_replaced(find_leaves(state), find_leaves(replace(state, extra=other)))
-
-
 @pytest.mark.parametrize("what", [torch.Generator(), object(), Subclass(torch.ones(1), torch.ones(1)), lambda: None])
 def test_what_may_change_unseen_is_refused_by_name(what: Any) -> None:
     leaves = find_leaves(make_state(what))

@@ -8,7 +8,7 @@ from tiny_models import class_pipeline
 from torch import Tensor, nn
 
 from vargen import LlamaGenPipeline
-from vargen.decoding import Tree, decode
+from vargen.decoding import decode
 from vargen.models.condition import Condition
 
 CONDITION, SEEDS = Condition(torch.tensor([1, 4])), torch.tensor([3, 5])
@@ -54,28 +54,6 @@ def test_a_callback_may_write_tokens(pipe: LlamaGenPipeline) -> None:
     plain, changed = decode(model, CONDITION, SEEDS), decode(model, CONDITION, SEEDS, callback=callback)
     assert (changed.tokens[:, 3] == 7).all() and torch.equal(plain.tokens[:, :3], changed.tokens[:, :3])
     assert not torch.equal(plain.tokens[:, 4:], changed.tokens[:, 4:])
-
-
-def test_a_model_that_drew_can_be_trained(pipe: LlamaGenPipeline) -> None:
-    tokens = decode(pipe.decoding_model(2.0), CONDITION, SEEDS, "gumbel").tokens
-    transformer = pipe.transformer.train()
-    assert not any(value.is_inference() for value in (*transformer.parameters(), *transformer.buffers()))
-    optimizer = torch.optim.AdamW(transformer.parameters(), 1e-3)
-    losses = []
-    for _ in range(3):
-        loss = nn.functional.cross_entropy(transformer(tokens, CONDITION).logits.flatten(0, 1), tokens.flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[2] < losses[0]
-
-
-def test_trees_that_are_remembered_are_ordinary() -> None:
-    with torch.inference_mode():
-        tree = Tree.from_parents((-1, 0, 0, 1, 1, 1, 2))  # by no other test
-        kept = (tree.parents, tree.depth, tree.ancestors, tree.ancestor_bits)
-    assert not any(part.is_inference() for part in kept)
 
 
 def test_a_generation_leaves_the_mode_as_it_was(pipe: LlamaGenPipeline) -> None:

@@ -7,12 +7,10 @@ import torch
 from rejects import rejects
 from torch import Tensor
 
-from vargen.decoding import PRESETS, Noise, Progress, Purpose, Sampling, ScaleSchedule, Stage, decode_scales, list_methods
+from vargen.decoding import PRESETS, Noise, Progress, Purpose, Sampling, ScaleSchedule, Stage, decode_scales
 from vargen.decoding.sampling import to_probs
 from vargen.evaluation import exactness
 from vargen.evaluation.table_models import ScaleTable
-
-PRESETS_OF_SCALES = [preset.name for preset in list_methods("next-scale")]
 
 
 def tables(**changed) -> ScaleTable:
@@ -120,14 +118,6 @@ def test_statistics_say_what_each_scale_took() -> None:
     assert stats.to_dict()["draft_passes_by_width"] == {"5": 1} and stats.relaxation == [0.0] * 64
     both = type(stats).merge([stats, stats])
     assert both.by_scale[0]["passes"] == 2 and both.by_scale[0]["tokens"] == 1
-
-
-def test_kinds_and_specs() -> None:
-    kinds = {name: PRESETS[name].kind for name in PRESETS_OF_SCALES}
-    relaxed = {name for name, kind in kinds.items() if kind == "relaxed"}
-    assert relaxed == {"code", "economy"}
-    assert PRESETS["plain"].spec() != PRESETS["code"].spec() != PRESETS["economy"].spec()
-    assert PRESETS["code"].settings == {"until 1": 0.8, "model 2": "draft"}
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,10 @@ import http.client
 import json
 import subprocess
 import sys
-import threading
 import urllib.error
 import urllib.parse
 import urllib.request
-import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -165,41 +162,3 @@ def test_a_caller_that_listens_sees_how_far_it_is(client: gradio_client.Client, 
     assert before and all(each[0] == [] for each in before)
     generated = [each[1]["tokens_generated"] for each in before]
     assert generated == sorted(generated) and 0 <= generated[0] < 64 and generated[-1] <= 64 and before[0][1]["tokens"] == 64
-
-
-def test_requests_bring_no_warnings_of_pandas(client: gradio_client.Client) -> None:
-    """Gradio would make a table of all requests so far after each one, in ways that pandas gives up."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for seed in range(3):  # what is done after an answer is done before the next but one
-            client.predict("a red apple", seed=seed, api_name="/generate")
-    assert not [each for each in caught if "pandas" in each.category.__module__]
-
-
-def resident() -> float:
-    """MiB of memory that this process holds."""
-    status = Path("/proc/self/status").read_text()
-    return int(status.split("VmRSS:")[1].split()[0]) / 1024
-
-
-@pytest.mark.extended
-def test_eight_clients_at_once(address: str, service: ImageService, tmp_path: Path) -> None:
-    """None is lost, each gets its own picture, no drawing thread is left over, and memory is steady."""
-    clients = [
-        gradio_client.Client(address, verbose=False, download_files=str(tmp_path / str(n)), analytics_enabled=False)
-        for n in range(8)
-    ]
-
-    def ask(number: int) -> int:
-        _, report = clients[number % 8].predict(f"thing {number}", seed=number, api_name="/generate")
-        assert report["prompt"] == f"thing {number}"
-        return int(report["seed"])
-
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(ask, range(8)))  # what is allocated once is allocated now
-        before = resident()
-        assert sorted(pool.map(ask, range(16))) == list(range(16))
-    if Path("/proc/self/status").exists():
-        assert resident() - before < 60
-    generation = [thread for thread in threading.enumerate() if thread.name.startswith("draw")]
-    assert len(generation) <= 8

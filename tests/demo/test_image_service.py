@@ -13,14 +13,11 @@ from PIL import Image
 
 pytest.importorskip("gradio")
 
-from diffusers.configuration_utils import FrozenDict
 
 from vargen.decoding import list_methods
 from vargen.demo import rendering
 from vargen.demo.command_lines import command_line
-from vargen.demo.drop_box import describe_mismatch
 from vargen.demo.image_service import ImageService
-from vargen.demo.inputs import make_request, split_style, with_style
 from vargen.demo.jobs import JobRegistry
 from vargen.demo.request import PageRequest
 from vargen.image_metadata import read_parameters
@@ -90,22 +87,6 @@ def test_what_the_model_cannot_do_is_reported(service: ImageService) -> None:
     assert "cannot read" in (both := service.prompt_warnings("собака " * 40) or "") and "was cut after" in both
 
 
-def test_styles_are_the_models_own(service: ImageService, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert service.styles == (), "a model that does not say its styles has none to offer"
-    monkeypatch.setattr(type(service.pipe), "config", FrozenDict(prompt_styles=["3d", "flat"]), raising=False)
-    assert service.styles == ("3d", "flat")
-    values = ("a red apple", "3d", 1, 4.0, 1.0, 0, 1.0, "")
-    assert make_request(service, values, "ar").prompt == "a red apple, 3d style"
-    assert with_style("a red apple, flat style", "3d", ("3d", "flat")) == "a red apple, 3d style"
-    assert with_style("a 3d style apple", "3d", ("3d", "flat")) == "a 3d style apple"
-    for prompt, parts in (
-        ("a, flat style", ("a", "flat")),
-        ("a, odd style", ("a, odd style", "any")),
-        ("flat", ("flat", "any")),
-    ):
-        assert split_style(prompt, ("3d", "flat")) == parts
-
-
 def test_the_command_line_generates_the_same(service: ImageService) -> None:
     line = command_line(service, PageRequest("it's $HOME", "ar", 4))
     assert line.startswith("vargen generate 'it'\"'\"'s $HOME' --seed 4 --accelerator ar")
@@ -121,13 +102,6 @@ def test_a_ticket_stops_what_waits_and_what_runs() -> None:
     left = runs.start(runs.enqueue("two"))
     runs.stop_visitor_jobs("two")
     assert left is not None and left.stop.is_set() and runs.start("made up") is None
-
-
-def test_the_token_map_accounts_for_every_token() -> None:
-    generation = rendering.token_map([1, 5, 0, 3], [(4, 4)])
-    assert "9 of 16 tokens generated in 4 passes" in generation
-    assert generation.count('class="u"') == 7 and "step 2: 5 tokens" in generation
-    assert rendering.token_map([9, 99], [(4, 4)]).count('class="u"') == 0
 
 
 def test_the_token_map_of_scales_shows_each() -> None:
@@ -199,13 +173,6 @@ def test_a_scorer_that_fails_loses_no_image(service: ImageService) -> None:
             broken.start(replace(WANTED, best_of=2), previews=False).result()
     finally:
         broken.close()
-
-
-def test_parameters_of_a_mismatch_promise_no_same_image(service: ImageService) -> None:
-    assert not describe_mismatch(service, "ar", None) and not describe_mismatch(service, "ar", service.name)
-    for method, model, named in (("ar", "emoji-var", "emoji-var"), ("magic", None, "magic"), ("ar", ["x"], "x")):
-        reported = describe_mismatch(service, method, model)
-        assert named in reported and "another" in reported
 
 
 def test_methods_take_settings(service: ImageService) -> None:

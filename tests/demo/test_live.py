@@ -111,15 +111,3 @@ def test_the_image_follows_what_is_typed(browser: Any, service: ImageService) ->
         assert not severe
     finally:
         service.start = start  # type: ignore[method-assign]
-
-
-def test_generate_and_race_know_scales(browser: Any) -> None:
-    browser.click("#generate")
-    browser.says("#note", "Generated in")
-    browser.until(
-        lambda: browser.attribute("#details svg", "aria-label").startswith("Token map: 30 of 30 tokens generated in 4")
-    )
-    browser.press_tab("Race")
-    browser.click("#race")
-    browser.says("#race-note", "was first")
-    browser.until(lambda: browser.count("#track figure") == 2)

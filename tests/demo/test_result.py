@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from vargen.demo import rendering
 from vargen.demo.generate_tab import describe_steps
 
 FIELD = "#prompt textarea, #prompt input"
@@ -18,11 +17,6 @@ SIZES = [(1280, 900), (390, 844)]
 def test_steps_are_compared_with_those_of_the_baseline_where_it_takes_more() -> None:
     assert describe_steps(45, 256) == "45 steps instead of 256"
     assert describe_steps(6, 6) == "6 steps" and describe_steps(1, 1) == "1 step"
-
-
-def test_the_token_map_needs_no_numbers() -> None:
-    shown = rendering.token_map([1, 3], [(2, 4)])
-    assert "<text" not in shown and "step 2: 3 tokens" in shown
 
 
 def generate(browser: Any, link: str) -> None:
@@ -55,39 +49,6 @@ SMALL = """return [...document.querySelectorAll(arguments[0])].filter(each => ea
 
 def box(browser: Any, selector: str) -> dict[str, float]:
     return dict(browser.script("return document.querySelector(arguments[0]).getBoundingClientRect().toJSON()", selector))
-
-
-_WATCH = """
-window.places = {};
-const watch = () => {
-  for (const selector of ['#prompt', '#go', '#stage .vg-image', '#details svg']) {
-    const found = document.querySelector(selector)?.getBoundingClientRect();
-    if (!found?.width) continue;
-    (window.places[selector] ??= new Set()).add([found.x, found.y + scrollY, found.width, found.height].join());
-  }
-  requestAnimationFrame(watch);
-};
-watch();
-"""
-
-
-@pytest.mark.parametrize("mode", ["image", "video"])
-def test_nothing_moves_while_something_is_generated(browser: Any, slow: Any, mode: str) -> None:
-    browser.press_tab(mode.title())
-    start = {"image": "#generate", "video": "#video-make"}[mode]
-    note, stop = {"image": ("#note", "#stop"), "video": ("#video-note", "#video-stop")}[mode]
-    browser.until(lambda: browser.ready(start))
-    slow(0.05)
-    browser.script(_WATCH)
-    browser.click(start)
-    if mode == "image":
-        browser.until(lambda: browser.shown(stop))
-    slow(0.0)
-    browser.says(note, "Generated ")
-    browser.until(lambda: browser.ready(start))
-    places = browser.script("return Object.entries(window.places).map(([name, seen]) => [name, [...seen]])")
-    assert {"#prompt", "#go"} <= {name for name, _ in places}
-    assert all(len(seen) == 1 for _, seen in places), places
 
 
 def test_an_image_is_compared_with_the_slow_way(browser: Any, address: str) -> None:

@@ -159,22 +159,3 @@ def test_stop_ends_it_with_what_is_finished(browser: Any, slow: Callable[[float]
 
 def severe(browser: Any) -> list[str]:
     return [entry["message"] for entry in browser.driver.get_log("browser") if entry["level"] == "SEVERE"]
-
-
-def empty(browser: Any, selector: str) -> None:
-    field = browser.shown(selector)
-    field.send_keys("\ue009", "a")  # Control
-    field.send_keys("\ue003")  # Backspace
-    browser.until(lambda: field.get_property("value") == "")
-
-
-def test_a_threshold_that_is_being_typed_is_no_error_of_the_server(browser: Any, slow: Callable[[float], None]) -> None:
-    slow(0.15)
-    set_number(browser, "#video-blocks input[type=number]", "8")
-    browser.click("#video-make")
-    browser.until(lambda: len(verdicts(browser)) >= 2)
-    empty(browser, TAU)
-    time.sleep(1.0)  # the slider's event
-    slow(0.0)
-    browser.says("#video-note", "Generated 16 frames")
-    assert not severe(browser)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +13,47 @@ import torch
 from rejects import rejects
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny_multi_scale_vq, tiny_transformer, tiny_var, tiny_vq
+from tiny_video import preview as video_preview
 from tiny_video import transformer as video_transformer
+from tiny_video import vae as video_vae
 
 from vargen.models.component_files import validate_network_files
+from vargen.models.heads.eagle import EagleDrafter
+from vargen.models.heads.medusa import MedusaDrafter
+from vargen.models.heads.upsampler import TokenUpsampler
 from vargen.models.quantization import quantized_layers
 
 MAKERS = {"VQModel": tiny_vq, "LlamaGenTransformer": tiny_transformer, "MultiScaleVQModel": tiny_multi_scale_vq,
           "VARTransformer": tiny_var}  # fmt: skip
 WEIGHTS = "diffusion_pytorch_model.safetensors"
+
+
+HEADS = {"dim": 32, "vocab_size": 64, "grid_size": 4}
+SAVED: dict[str, Callable[[], Any]] = {
+    **MAKERS,
+    "hybrid": lambda: tiny_multi_scale_vq(architecture="hybrid", patch_size=2, transformer_blocks=1),
+    "CausalVideoTransformer": video_transformer,
+    "CausalVideoVAE": video_vae,
+    "PreviewDecoder": video_preview,
+    "EagleDrafter": lambda: EagleDrafter(n_head=2, multiple_of=32, **HEADS),
+    "MedusaDrafter": lambda: MedusaDrafter(32, 64, 4),
+    "TokenUpsampler": lambda: TokenUpsampler(vocab_size=32, low_grid=4, grid_size=8, dim=16, blocks=2),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", SAVED)
+def test_a_network_that_is_saved_and_opened_is_the_same(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    network = copy.deepcopy(SAVED[name]()).to(dtype)
+    network.save_pretrained(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json", WEIGHTS}
+    # low_cpu_mem_usage=False is what diffusers chooses where accelerate, which is optional, is not installed.
+    opened = type(network).from_pretrained(tmp_path, torch_dtype=dtype, low_cpu_mem_usage=False)
+    expected, found = network.state_dict(), opened.state_dict()
+    assert expected.keys() == found.keys() and not opened.training
+    assert all(torch.equal(value, found[key]) and value.dtype == found[key].dtype for key, value in expected.items())
+    settings = [json.dumps({key: value for key, value in each.config.items() if key[0] != "_"}) for each in (network, opened)]
+    assert settings[0] == settings[1]
 
 
 @pytest.fixture(params=[(name, weight_format) for name in MAKERS for weight_format in ("int8", "int6")], ids="-".join)
@@ -100,13 +135,3 @@ def test_without_a_format_it_is_stored_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**config, "weight_format": "int4"}))
     with pytest.raises(ValueError, match="unknown weight_format 'int4'"):
         validate_network_files(tmp_path, type(network))
-
-
-def test_a_folder_from_before_there_were_formats_opens(tmp_path: Path) -> None:
-    network = tiny_transformer()
-    network.save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    del config["weight_format"]
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    read = type(network).from_pretrained(tmp_path)
-    assert all(torch.equal(value, read.state_dict()[name]) for name, value in network.state_dict().items())

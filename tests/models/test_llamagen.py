@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from rejects import rejects
 from safetensors.torch import load_file
 from torch import Tensor
@@ -250,18 +249,6 @@ def test_the_first_half_of_the_pairs_turns_with_the_row_and_the_second_with_the_
             torch.testing.assert_close(table[row, column], expected, atol=1e-6, rtol=0)
 
 
-def test_scores_depend_on_the_distance_of_cells_alone() -> None:
-    torch.manual_seed(0)
-    table = build_rotary_2d(6, 16).view(6, 6, 8, 2)
-    q, k = torch.randn(1, 1, 1, 16), torch.randn(1, 1, 1, 16)
-
-    def score(a: tuple[int, int], b: tuple[int, int]) -> Tensor:
-        return (apply_rotary(q, rotary_factors(table[a][None])) * apply_rotary(k, rotary_factors(table[b][None]))).sum()
-
-    torch.testing.assert_close(score((2, 3), (1, 0)), score((4, 5), (3, 2)), atol=1e-5, rtol=0)
-    assert (score((2, 3), (1, 0)) - score((3, 2), (0, 1))).abs() > 1e-2
-
-
 @pytest.mark.parametrize("condition", ["class", "text"])
 @torch.inference_mode()
 def test_queries_and_keys_of_the_conditioning_are_exactly_zero(condition: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,24 +351,3 @@ def test_arguments_that_are_none_of_the_three_passes_are_refused() -> None:
     rejects(lambda: model(condition=Condition(caption_embeds=torch.zeros(1, 6, 12)), cache=cache), "condition")
     with pytest.raises(ValueError, match="at most 1 tokens a pass, got 2"):
         model(tokens.repeat(1, 2), cache=cache)
-
-
-def test_a_tuple_where_no_dict_is_wanted() -> None:
-    model = _random()
-    arguments = torch.zeros(1, 16, dtype=torch.int64), Condition(torch.tensor([1]))
-    logits, features, hidden = model(*arguments, return_dict=False)
-    assert torch.equal(logits, model(*arguments).logits) and torch.equal(features, model(*arguments).features)
-    torch.testing.assert_close(F.linear(features, model.output.weight), logits)
-    assert torch.equal(model.norm(hidden), features) and torch.equal(model.head(hidden), logits)
-
-
-@pytest.mark.parametrize("condition", ["class", "text"])
-@torch.inference_mode()
-def test_saved_and_opened_it_is_the_same_model(condition: str, tmp_path: Path) -> None:
-    model = _random(condition, n_head=6, n_kv_head=2)
-    model.save_pretrained(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "diffusion_pytorch_model.safetensors"}
-    again = LlamaGenTransformer.from_pretrained(tmp_path)
-    tokens, rows = torch.randint(40, (2, 16)), _random_condition(model, 2)
-    assert torch.equal(again(tokens, rows).logits, model(tokens, rows).logits)
-    assert again.rotary.device.type == "cpu" and torch.equal(again.rotary, model.rotary)

@@ -202,17 +202,3 @@ def test_codes_are_compared_and_summed_in_float32(dtype: torch.dtype) -> None:
         rounded.quantize_latent(model.accumulate_latents(tokens))[0], model.quantize_latent(model.accumulate_latents(tokens))[0]
     )
     assert rounded.decode(tokens).dtype == dtype
-
-
-@pytest.mark.parametrize("architecture", ["hybrid", "convolutional"])
-def test_saved_and_opened_it_is_the_same_model(architecture: str, tmp_path: Path) -> None:
-    if architecture == "hybrid":
-        model = _hybrid(scale_gains=True, scale_codes=(8, 20, 50, 50))
-        model.quantize.gains.copy_(torch.tensor([2.0, 1.0, 0.5, 0.3]))
-    else:
-        model = MultiScaleVQModel(codebook_size=50, ch=32, ch_mult=(1, 1, 1), num_res_blocks=1, scales=(1, 2, 3, 5)).eval()
-    model.save_pretrained(tmp_path)
-    again = MultiScaleVQModel.from_pretrained(tmp_path, low_cpu_mem_usage=False).eval()
-    pixels = torch.rand(2, 3, 20, 20) * 2 - 1
-    assert torch.equal(again(pixels).sample, model(pixels).sample) and again.scales == model.scales
-    assert again.scale_codes == model.scale_codes

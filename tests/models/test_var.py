@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vargen.decoding.sampling import filter_logits
 from vargen.models.condition import Condition
-from vargen.models.var import SCALES, VARTransformer, is_derived_buffer, official_config
+from vargen.models.var import VARTransformer, is_derived_buffer, official_config
 
 _GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 _CLOSE = 1e-4  # float32, same operations in another order
@@ -290,7 +290,3 @@ def test_bad_passes_are_named() -> None:
         model(inputs, Condition(caption_embeds=torch.zeros(2, 9, 12)))
     with pytest.raises(ValueError, match="conditioned on text; the condition holds none"):
         model(inputs, Condition(class_labels=torch.tensor([1, 2])))
-
-
-def test_official_scale_tables_grow_to_the_latent_size() -> None:
-    assert all(table[0] == 1 and table[-1] * 16 == pixels for pixels, table in SCALES.items())
