@@ -156,12 +156,6 @@ BAD: dict[str, tuple[Any, ...]] = {
 }
 
 
-@pytest.mark.parametrize("argument", BAD)
-def test_bad_arguments_are_named(argument: str) -> None:
-    call, error = BAD[argument]
-    rejects(call, argument, error)
-
-
 # -- decode of a list -----------------------------------------------------------------------------------------------------
 
 

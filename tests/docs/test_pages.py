@@ -19,8 +19,6 @@ from tiny_video_folder import video_folder
 import vargen.decoding
 from vargen.cli.main import app
 from vargen.decoding import PRESETS, Accelerator
-from vargen.options import options_table
-from vargen.training.config import CONFIGS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = pytest.mark.parametrize("page", [pytest.param(page, id=str(page.relative_to(ROOT))) for page in pages(ROOT)])
@@ -62,15 +60,6 @@ def test_commands_within_sentences_exist(page: Path) -> None:
             _, command, words = command.resolve_command(command.make_context("vargen", list(words)), words)
         known = {name for parameter in command.params for name in parameter.opts}
         assert {word for word in words if word.startswith("-")} <= known, text
-
-
-@CURRENT_PAGES
-def test_targets_of_make_exist(page: Path) -> None:
-    found = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
-    assert found
-    known = set(found[1].split())
-    for words in commands(page, "make"):
-        assert all(word in known or "=" in word for word in words), words
 
 
 @CURRENT_PAGES
@@ -165,16 +154,6 @@ def test_every_method_is_described_as_it_is() -> None:
         composed = eval(code, {**vars(vargen.decoding), "Accelerator": Accelerator})
         assert composed.spec() == PRESETS[name].spec(), name
         assert f"**{PRESETS[name].kind.capitalize()}" in section, name
-
-
-def test_the_options_of_sampling_are_those_of_the_code() -> None:
-    assert options_table() in (ROOT / "docs/usage.md").read_text()
-
-
-def test_every_kind_of_drafter_is_listed() -> None:
-    text = (ROOT / "docs/training.md").read_text()
-    for recipe in CONFIGS.glob("*.toml"):
-        assert f"vargen train drafter {recipe.stem}" in text, recipe.stem
 
 
 @pytest.mark.extended

@@ -12,9 +12,7 @@ from torch import Tensor
 
 from vargen.decoding import Tree
 from vargen.kernels import reference
-from vargen.kernels.attention_tiles import TILES, Tiles, choose_splits
-from vargen.kernels.kv_compaction import compact_kv
-from vargen.kernels.launch import record_launches
+from vargen.kernels.attention_tiles import TILES, Tiles
 from vargen.kernels.tree_attention import tree_attention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -110,10 +108,6 @@ def test_ragged_rows_from_an_empty_to_a_full_cache(P: int, splits: int) -> None:
     check(Case(4, [0, 15, 16, 17, 95, 96, 100], P=P, room=100), tiles=SMALL, splits=splits)
 
 
-def test_a_chain_needs_no_words() -> None:
-    check(Case(9, [0, 70], chain=True, room=80), tiles=SMALL, splits=2)
-
-
 @pytest.mark.parametrize("chain", [True, False])
 def test_tokens_of_earlier_passes_after_the_pointer(chain: bool) -> None:
     check(Case(5, [10, 31], earlier=62, chain=chain, room=40), tiles=SMALL, splits=2)
@@ -169,24 +163,6 @@ def test_operands_of_other_strides() -> None:
     assert torch.equal(tree_attention(*given, tiles=SMALL).cpu(), expected)
 
 
-@pytest.mark.parametrize(("layers", "heads", "width", "rows"), [(24, 32, 100, 128), (10, 7, 32, 16384)])
-def test_grids_have_room_for_large_batches(layers: int, heads: int, width: int, rows: int) -> None:
-    """CUDA launches at most 65,535 programs along all axes but the first."""
-
-    def meta(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.empty(*shape, dtype=dtype, device="meta")
-
-    stored = meta(rows, heads, 81, -(-width // 16) * 16, dtype=torch.bfloat16)[..., :width]
-    cache = meta(layers, rows, heads, 1100, -(-width // 16) * 16, dtype=torch.bfloat16)[..., :width]
-    done = meta(rows, dtype=torch.int32)
-    with record_launches() as launches:
-        q = meta(rows, 16, heads, width, dtype=torch.bfloat16)
-        tree_attention(q, stored, stored, meta(rows), meta(rows, 1, dtype=torch.float32), meta(16, 1))
-        compact_kv(cache, cache, meta(rows), meta(rows, 6), meta(rows), done, image_start=1, grid_tokens=1024)
-    assert max(launch.num_programs for launch in launches) > 65_535
-    assert all(size <= 65_535 for launch in launches for size in launch.grid[1:])
-
-
 def test_hidden_prefix_slots_and_a_prefix_in_one_slot() -> None:
     """n rows of key 0 are one slot of key 0, their mean and bias log n: the exact form of LlamaGen's conditioning."""
     many, one = Case(4, [30], P=24, room=40), Case(4, [30], P=1, room=40)
@@ -231,13 +207,6 @@ def test_one_tree_for_the_batch_and_a_tree_for_each_image() -> None:
     case.parents = case.parents[:1] * 4
     case.words = case.words[0].contiguous()
     check(case, tiles=SMALL)
-
-
-def test_splits_are_by_shape_alone_and_never_short() -> None:
-    assert choose_splits(24, 1041, 64) == 8
-    assert choose_splits(24, 200, 64) == 1
-    assert choose_splits(1000, 10**6, 64) == 1
-    assert choose_splits(2, 10**6, 64) == 16
 
 
 @pytest.mark.parametrize(
