@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -57,7 +56,6 @@ def step(
     quantization: QuantizationName = None,
     repeats: Repeats = 7,
     as_json: Json = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Write a chart of the curves.")] = None,
 ) -> None:
     """Measure the cost of a pass by its number of tokens.
 
@@ -67,7 +65,7 @@ def step(
     widths = parse_int_list(tokens_per_pass, "tokens_per_pass")
     batches = parse_int_list(batch_size, "batch_size", _MAX_BATCH)
     validate_range(repeats, "repeats", 1)
-    results = ResultWriter(as_json, plot)
+    results = ResultWriter(as_json)
     from vargen.evaluation.networks import official_sizes
 
     names = model or ["emoji", next(iter(official_sizes()))]
@@ -75,7 +73,6 @@ def step(
     place, kind, machine = setup_device(device, dtype, threads, names, quantization)
 
     from vargen.device import summarize_machine
-    from vargen.evaluation.plots import plot_pass_cost
     from vargen.evaluation.speed import measure_steps
 
     reports = []
@@ -84,7 +81,7 @@ def step(
             reports.append(measure_steps(network, widths, batches, guidance=guidance, rounds=repeats, progress=show))
     document = {"machine": machine, "reports": [report.to_dict() for report in reports]}
     text = "\n\n".join([summarize_machine(machine, place, kind), *map(_step_table, reports)])
-    results.write(text, document, plot=lambda file: plot_pass_cost(reports, file))
+    results.write(text, document)
 
 
 @app.command()

@@ -54,7 +54,6 @@ def compare(
         str, typer.Option("-o", "--output", metavar="FILE.png", help="The images, one row per method.")
     ] = "comparison.png",
     as_json: Json = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Write a chart of the speedups.")] = None,
     model: ModelName = "emoji",
     seed: Seed = 0,
     guidance_scale: Guidance = None,
@@ -78,7 +77,7 @@ def compare(
     efficiency is the first divided by the second.
     """
     file = resolve_outputs(output, ["comparison"])[0]
-    results = ResultWriter(as_json, plot)
+    results = ResultWriter(as_json)
     results.check([model], {"output": [file]}, {"prompt_file": [expand_user(prompt_file, "prompt_file")]})
     prompts = read_prompts(prompt_file)
     sampling = explicit_options(guidance_scale=guidance_scale, temperature=temperature, top_k=top_k, top_p=top_p)
@@ -101,7 +100,6 @@ def compare(
     from vargen.device import summarize_machine
     from vargen.evaluation.compare import compare_methods
     from vargen.evaluation.contact_sheets import method_grid
-    from vargen.evaluation.plots import plot_speedups
     from vargen.pipelines import validation
     from vargen.pipelines.registry import open_pipeline
 
@@ -125,7 +123,7 @@ def compare(
     text = summarize_machine(machine, place, kind) + "\n\n" + comparison_table(comparison) + "\n"
     document = {"machine": machine, "dtype": str(kind).removeprefix("torch."), **comparison.to_dict()}
     images = (f"output {str(file.path)!r}", save_images)
-    results.write(text, document, [images], lambda path: plot_speedups(comparison, path))
+    results.write(text, document, [images])
 
 
 def select_methods(methods: str | None, model: str = "emoji") -> dict[str, Method]:

@@ -103,15 +103,8 @@ def compare_and_write(
     options: VideoComparisonOptions, prompts: list[str], strips_file: OutputFile, results: ResultWriter
 ) -> VideoComparison:
     """Compare the methods, and write the table, the frame strips and the other requested outputs."""
-    from vargen.evaluation.plots import plot_video_tradeoff
-
     found = run_video_comparison(options, prompts)
-    results.write(
-        comparison_text(found),
-        found.to_dict(),
-        [_strips(found, strips_file, results)],
-        lambda path: plot_video_tradeoff(found, path),
-    )
+    results.write(comparison_text(found), found.to_dict(), [_strips(found, strips_file, results)])
     return found
 
 

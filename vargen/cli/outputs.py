@@ -12,7 +12,6 @@ from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from vargen.compat import validate_matplotlib
 from vargen.files import expand_user
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
@@ -81,21 +80,18 @@ def _is_folder(output: str, name: str) -> bool:
     return exists or output.endswith(separators) or not Path(output).suffix
 
 
-def result_file(path: str | Path | None, suffix: str, name: str) -> Path | None:
-    """Return the path of a JSON file or plot; None if no file is requested, or for `-`, standard output.
+def result_file(path: str | None) -> Path | None:
+    """Return the path of a JSON file; None if no file is requested, or for `-`, standard output.
 
     Raises:
         ValueError: for another suffix, or a path that is not writable.
-        ImportError: for a plot without matplotlib.
     """
-    if path is None or (path == "-" and name == "json"):
+    if path in (None, "-"):
         return None
-    file = expand_user(path, name)
-    if file.suffix.lower() != suffix or file.is_dir():
-        raise ValueError(f"{name} must be a file ending in {suffix}, got {str(path)!r}")
-    validate_writable(file.parent, name)
-    if name == "plot":
-        validate_matplotlib("--plot needs")
+    file = expand_user(path, "json")
+    if file.suffix.lower() != ".json" or file.is_dir():
+        raise ValueError(f"json must be a file ending in .json, got {path!r}")
+    validate_writable(file.parent, "json")
     return file
 
 

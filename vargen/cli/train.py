@@ -53,7 +53,7 @@ Data = Annotated[Path, typer.Option(metavar="DIR", help="Folder of images.npy an
 Run = Annotated[
     Path | None,
     typer.Option(
-        metavar="DIR", help="For log, curves, checkpoint and weights. An unfinished run in it is resumed. Default: runs/KIND."
+        metavar="DIR", help="For log, checkpoint and weights. An unfinished run in it is resumed. Default: runs/KIND."
     ),
 ]
 Steps = Annotated[int | None, typer.Option(metavar="N", help="Training steps. Default: the recipe's.")]

@@ -250,8 +250,8 @@ def write_report_files(run: RunDirectory, result: EvaluationResult) -> list[str]
     try:
         if plot_quality_vs_speed(result.rows, result.baseline, run.path / PLOT):
             figures.append(PLOT)
-    except ImportError as error:
-        logger.warning("%s", error)
+    except ImportError:
+        logger.warning("there is no plot without matplotlib: pip install matplotlib")
     groups: dict[str, list[ImageFile]] = {row.name: [] for row in result.rows}
     for (method, index), record in sorted(run.records().items()):
         if method in groups and index < SHEET_IMAGES and run.is_intact(record):

@@ -98,8 +98,7 @@ def train_generator(
     """
     trainer = GeneratorTrainer(config, data, tokenizer_folder, text_encoder_folder, folder, device)
     fit(trainer)
-    panels = ("loss", "validation_loss", "wrong_caption_loss")
-    return export(trainer.run, trainer.model, "transformer", trainer.evaluate(), panels)
+    return export(trainer.run, trainer.model, "transformer", trainer.evaluate())
 
 
 class GeneratorTrainer(Trainer):

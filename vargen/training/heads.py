@@ -157,8 +157,7 @@ def train_head(
         trainer.fit_input_scales()
     fit(trainer)
     metrics = {**trainer.measure_acceptance(), "tokens_per_pass": trainer.tokens_per_pass()}
-    acceptance = tuple(name for name in metrics if name.startswith("acceptance"))
-    return export(trainer.run, trainer.model, "drafter", metrics, ("loss", "divergence"), acceptance)
+    return export(trainer.run, trainer.model, "drafter", metrics)
 
 
 class HeadTrainer(Trainer):

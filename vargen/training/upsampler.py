@@ -63,8 +63,7 @@ def train_upsampler(
     """
     trainer = UpsamplerTrainer(config, data, tokenizer_folder, folder, device)
     fit(trainer)
-    panels = ("loss", "row_loss", "image_loss"), ("row_accuracy", "image_accuracy")
-    return export(trainer.run, trainer.model, "upsampler", trainer.evaluate(), *panels)
+    return export(trainer.run, trainer.model, "upsampler", trainer.evaluate())
 
 
 class UpsamplerTrainer(Trainer):
