@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,7 +20,6 @@ from vargen.cli.options import (
     parse_int_list,
     require_device,
     select_dtype,
-    validate_range,
 )
 from vargen.cli.results import ResultWriter
 from vargen.device import set_threads, validate_compile
@@ -40,7 +38,7 @@ Models = Annotated[
     ),
 ]
 BatchSizes = Annotated[str, typer.Option(metavar="N,...", help="Images generated at once.")]
-Repeats = Annotated[int, typer.Option(metavar="N", help="Measurements of each case; more give steadier results.")]
+Repeats = Annotated[int, typer.Option(min=1, metavar="N", help="Measurements of each case; more give steadier results.")]
 Compile = Annotated[bool, typer.Option("--compile", help="Compile the passes first (GPU only); not included in the times.")]
 
 
@@ -64,7 +62,6 @@ def step(
     """
     widths = parse_int_list(tokens_per_pass, "tokens_per_pass")
     batches = parse_int_list(batch_size, "batch_size", _MAX_BATCH)
-    validate_range(repeats, "repeats", 1)
     results = ResultWriter(as_json)
     from vargen.evaluation.networks import official_sizes
 
@@ -91,7 +88,9 @@ def baseline(
     dtype: DtypeName = Dtype.auto,
     device: DeviceName = Device.auto,
     threads: Threads = None,
-    seconds: Annotated[float, typer.Option(metavar="X", help="Measure each batch size for at least this many seconds.")] = 10.0,
+    seconds: Annotated[
+        float, typer.Option(min=0, max=86400, metavar="X", help="Measure each batch size for at least this many seconds.")
+    ] = 10.0,
     compile: Compile = False,
     quantization: QuantizationName = None,
     as_json: Json = None,
@@ -101,8 +100,6 @@ def baseline(
     With the model's default guidance and sampling.
     """
     batches = parse_int_list(batch_size, "batch_size", _MAX_BATCH)
-    if not 0 <= seconds < math.inf:
-        raise ValueError(f"seconds must be a finite number of at least 0, got {seconds}")
     results, names = ResultWriter(as_json), model or ["emoji"]
     results.check(names)
     place, kind, machine = setup_device(device, dtype, threads, names, quantization)

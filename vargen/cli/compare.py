@@ -28,7 +28,7 @@ from vargen.cli.options import (
     explicit_options,
     makes_video,
     reject_options,
-    validate_range,
+    validate_seeds,
 )
 from vargen.cli.outputs import resolve_outputs
 from vargen.cli.results import ResultWriter, save_image
@@ -60,7 +60,9 @@ def compare(
     temperature: Temperature = None,
     top_k: TopK = None,
     top_p: TopP = None,
-    num_blocks: Annotated[int | None, typer.Option(metavar="N", help="Video: number of blocks. Default: the model's.")] = None,
+    num_blocks: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Video: number of blocks. Default: the model's.")
+    ] = None,
     tau: Annotated[float | None, typer.Option(metavar="X", help="Video: score that a drafted block needs.")] = None,
     scorer: Annotated[
         str | None, typer.Option(metavar="NAME", help="Video: scores drafted blocks. Default: emoji-scorer.")
@@ -85,7 +87,7 @@ def compare(
     if makes_video(model):
         more = {"batch_size": None if batch_size == 1 else batch_size, **sampling}
         reject_options("is for image models, and this model generates video", **more)
-        validate_range(seed, "seed", 0, 2**63 - 1 - len(prompts))
+        validate_seeds(seed, len(prompts))
         set_threads(threads)
         names = None if methods is None else [methods]
         options = VideoComparisonOptions(

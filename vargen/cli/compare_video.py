@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from vargen.cli.bench import setup_device
 from vargen.cli.console import print_status, progress_bar, table
-from vargen.cli.inputs import MAX_IMAGES, packaged_prompts, read_prompts
-from vargen.cli.options import Device, Dtype, validate_range
+from vargen.cli.inputs import packaged_prompts, read_prompts
+from vargen.cli.options import Device, Dtype
 from vargen.cli.outputs import OutputFile, validate_writable
 from vargen.cli.results import ResultWriter, Write, save_image, write_json
 from vargen.files import atomic_file
@@ -80,7 +80,6 @@ def run_video_comparison(options: VideoComparisonOptions, prompts: list[str]) ->
     from vargen.scoring.registry import open_scorer
     from vargen.specs import split_specs
 
-    validate_range(options.num_blocks, "num_blocks", 1)
     methods = select_video_methods(options)
     place, kind, _ = setup_device(options.device, options.dtype, None, [options.model], options.quantization)
     scorers = [name for name in split_specs(options.scorers or []) if name != "none"]
@@ -121,7 +120,6 @@ def evaluate_videos(
     from vargen.evaluation.report import video_to_markdown
 
     validate_writable(folder, "output")
-    validate_range(num_videos, "num_images", 1, MAX_IMAGES)
     set_threads(threads)
     prompts = read_prompts(prompt_file or packaged_prompts())
     found = run_video_comparison(options, [prompts[k % len(prompts)] for k in range(num_videos or len(prompts))])

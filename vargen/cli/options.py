@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,6 +16,9 @@ if TYPE_CHECKING:
     import torch
 
     from vargen.evaluation.generation import Backend as RunBackend
+
+
+MAX_SEED = 2**63 - 1
 
 
 class Device(StrEnum):
@@ -60,10 +62,12 @@ QuantizationName = Annotated[
 Threads = Annotated[int | None, typer.Option(metavar="N", help="CPU threads. Default: autotuned.")]
 TorchThreads = Annotated[int | None, typer.Option(metavar="N", help="CPU threads. Default: torch's.")]
 BackendName = Annotated[Backend, typer.Option(help="ray: several processes or machines (needs the extra `ray`).")]
-NumWorkers = Annotated[int | None, typer.Option(metavar="N", help="Processes of --backend ray. Default: one per GPU, or core.")]
+NumWorkers = Annotated[
+    int | None, typer.Option(min=1, metavar="N", help="Processes of --backend ray. Default: one per GPU, or core.")
+]
 Seed = Annotated[
     int,
-    typer.Option(parser=lambda text: parse_integer(text), metavar="N", help="Seed of the first image; the next has seed + 1."),
+    typer.Option(min=0, max=MAX_SEED, metavar="N", help="Seed of the first image; the next has seed + 1."),
 ]
 Json = Annotated[
     str | None, typer.Option("--json", metavar="FILE|-", help="Write JSON to a file, or to stdout (-) instead of the table.")
@@ -110,7 +114,6 @@ def select_dtype(name: Dtype, place: torch.device, folder: Path | None = None, q
 
 def select_backend(name: Backend, num_workers: int | None, place: torch.device, threads: int | None) -> RunBackend:
     """Select where an evaluation runs: in this process, or on Ray."""
-    validate_range(num_workers, "num_workers", 1)
     if name is Backend.local:
         if num_workers is not None:
             raise ValueError("num_workers needs --backend ray; the local backend is one process (see --shard for several)")
@@ -120,17 +123,6 @@ def select_backend(name: Backend, num_workers: int | None, place: torch.device, 
     from vargen.evaluation.ray_backend import ray_backend
 
     return ray_backend(num_workers, place.type, threads)
-
-
-def parse_integer(text: Any) -> int:
-    """Parse an integer option. Typer's own parser reads `0-7` as -7.
-
-    Raises:
-        typer.BadParameter: for anything else; typer adds the option's name.
-    """
-    if not re.fullmatch(r"[+-]?[0-9]{1,40}", str(text)):
-        raise typer.BadParameter(f"must be a whole number, got {text!r}")
-    return int(text)
 
 
 def parse_int_list(text: str, name: str, most: int = 10**9) -> list[int]:
@@ -147,11 +139,10 @@ def parse_int_list(text: str, name: str, most: int = 10**9) -> list[int]:
     return list(dict.fromkeys(int(part) for part in parts))
 
 
-def validate_range(value: int | None, name: str, low: int, high: int | None = None) -> None:
-    """Raise ValueError unless `value` is from `low` to `high`, or None for an option that was not given."""
-    if value is not None and (value < low or (high is not None and value > high)):
-        allowed = f"of at least {low}" if high is None else f"from {low} to {high}"
-        raise ValueError(f"{name} must be a whole number {allowed}, got {value}")
+def validate_seeds(first: int, count: int) -> None:
+    """Raise ValueError if the seed of the last of several images is out of range."""
+    if first + count - 1 > MAX_SEED:
+        raise ValueError(f"seed must be at most {MAX_SEED} for the last of {count} images, got {first} for the first")
 
 
 def makes_video(model: str) -> bool:
