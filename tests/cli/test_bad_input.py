@@ -180,7 +180,8 @@ def test_bad_input_is_named(refused: Any, words: str, named: str) -> None:
 
 @pytest.mark.parametrize(("words", "named"), [
     ([""], "prompt[0]"), (["a cat", " \n"], "prompt[1]"), (["\u200b"], "prompt[0]"), (["caf\udce9"], "prompt[0]"),
-    ([], "prompt"), (["a", "--negative-prompt", " "], "negative_prompt"), (["a", "-o", ""], "output"), (["a", "-o", "a\0b.png"], "output"),
+    ([], "prompt"), (["a", "--negative-prompt", " "], "negative_prompt"), (["a", "-o", ""], "output"),
+    (["a", "-o", "a\0b.png"], "output"),
     (["a", "--contact-sheet", ""], "contact_sheet"),
 ])  # fmt: skip
 def test_prompts_and_names_that_are_none(refused: Any, words: list[str], named: str) -> None:

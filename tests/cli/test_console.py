@@ -13,7 +13,7 @@ from waiting import wait_until
 
 from vargen import __version__
 from vargen.cli import console, generate
-from vargen.cli.console import table
+from vargen.cli.console import printable, table
 
 _RUN = "import sys; from vargen.cli.main import main\ntry:\n    main()\nfinally:\n    "
 
@@ -93,6 +93,10 @@ def test_verbosity(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.stderr == "error: VARGEN_VERBOSITY must be one of debug, info, warning, error, got 'loud'\n"
     monkeypatch.setenv("VARGEN_VERBOSITY", "ERROR")
     assert run("info", "presets").exit_code == 0
+
+
+def test_control_characters_of_a_name_reach_no_terminal() -> None:
+    assert printable("a\x1b[31mred\x07.png") == "a\\x1b[31mred\\x07.png"
 
 
 def test_table_aligns() -> None:
