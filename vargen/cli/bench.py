@@ -57,8 +57,7 @@ def step(
 ) -> None:
     """Measure the cost of a pass by its number of tokens.
 
-    Costs are relative to a pass of one token, and to reading the weights once in their format. On a CPU, the time is divided
-    into products of weights, attention and other steps, and the time that a step takes beside its pass is reported.
+    Costs are relative to a pass of one token, and to reading the weights once in their format.
     """
     widths = parse_int_list(tokens_per_pass, "tokens_per_pass")
     batches = parse_int_list(batch_size, "batch_size", _MAX_BATCH)
@@ -155,8 +154,6 @@ def _open_networks(names: Sequence[str], place: Any, kind: Any, quantization: st
 
 
 def _step_table(report: StepReport) -> str:
-    from vargen.evaluation.pass_parts import PARTS
-
     rows = [
         [
             str(result.batch),
@@ -165,20 +162,16 @@ def _step_table(report: StepReport) -> str:
             f"{result.quartiles[0]:.2f}-{result.quartiles[1]:.2f}",
             "" if result.over_one is None else f"{result.over_one:.2f}",
             f"{result.over_read:.2f}",
-            *(f"{result.parts[part]:.2f}" for part in PARTS if part in result.parts),
         ]
         for result in report.results
     ]
-    parts = [part for part in PARTS if part in report.results[0].parts]
-    head = ["batch", "tokens", "ms", "quartiles", "x 1 token", "x weights", *parts]
+    head = ["batch", "tokens", "ms", "quartiles", "x 1 token", "x weights"]
     cfg = ", two CFG rows per image" if report.guidance else ""
-    sizes = ", ".join(f"{value:.2f} ms for batch size {batch}" for batch, value in report.beside_milliseconds.items())
-    beside = f"beside a pass of sequential decoding: {sizes}\n" if sizes else ""
     parameters = f"{report.parameters / 1e6:.1f} M parameters"
     return (
         f"{report.model}, {report.dtype}: {parameters}, {report.cached_tokens} cached tokens{cfg}\n"
         f"reading {report.weight_bytes / 1e6:.1f} MB of weights once: {report.read_milliseconds:.2f} ms, "
-        f"{report.gigabytes_per_second:.1f} GB/s\n{beside}" + table(head, rows, ">>>>>>" + ">" * len(parts))
+        f"{report.gigabytes_per_second:.1f} GB/s\n" + table(head, rows, ">>>>>>")
     )
 
 

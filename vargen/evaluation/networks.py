@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,11 +29,6 @@ class BenchmarkModel:
 
     name: str
     pipe: VisualPipeline
-    _caches: dict[int, dict[int, Any]] = field(default_factory=dict, repr=False)  # of `passes`, by rows and width
-
-    def pass_buffers(self, rows: int, width: int) -> Any:
-        """Return the buffers of a pass of `passes` that has run, if it is a compiled one; else None."""
-        return getattr(self._caches.get(rows, {}).get(width), "buffers", None)
 
     @property
     def transformer(self) -> Any:
@@ -63,7 +58,7 @@ class BenchmarkModel:
             model: Any = self.pipe.decoding_model(1.0)
             condition, shapes = self.condition(rows), {width: find_pass_scales(model.scale_tokens, width) for width in widths}
             return {width: scale_pass(model, condition, rows, *shape, 1.0) for width, shape in shapes.items()}
-        caches = self._caches[rows] = half_filled_caches(transformer, rows, widths)
+        caches = half_filled_caches(transformer, rows, widths)
         fed = {width: torch.randint(self.pipe.vocab_size, (rows, width), device=transformer.device) for width in widths}
         # The cache's length does not advance, so every call repeats the same pass.
         return {width: lambda width=width: transformer(fed[width], cache=caches[width]) for width in widths}  # type: ignore[misc]
