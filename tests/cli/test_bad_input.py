@@ -123,9 +123,6 @@ COMMANDS: dict[str, list[tuple[str, str]]] = {
         ("--batch-size 9999", "batch_size"), ("--repeats 0", "repeats"), ("--threads 0", "threads"),
         ("--model /nowhere", "model"),
     ],
-    "bench baseline --model TEXT": [
-        ("--compile --device cpu", "compile"), ("--seconds -1", "seconds"), ("--batch-size ,", "batch_size"),
-    ],
     "eval -o out --model TEXT": [
         ("--shard 0/2", "shard"), ("--shard 3/2", "shard"), ("--num-images 0", "num_images"),
         (f"--num-images {10**15}", "num_images"), ("--batch-size 0", "batch_size"), ("--methods arr", "arr"),
@@ -202,7 +199,7 @@ def test_standard_input(refused: Any, words: Any, data: bytes, named: str, monke
 def test_an_output_that_is_a_file_of_the_model(refused: Any, text_model: Path) -> None:
     index = text_model / "model_index.json"
     before = index.read_bytes()
-    for command in ("compare --prompt-file prompts.txt --methods sjd", "bench step", "bench baseline"):
+    for command in ("compare --prompt-file prompts.txt --methods sjd", "bench step"):
         refused([*command.split(), "--model", "TEXT", "--json", str(index)], "json")
     assert index.read_bytes() == before
 

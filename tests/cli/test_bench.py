@@ -34,18 +34,6 @@ def test_step_writes_table_and_json(run: Any, class_model: Path) -> None:
     assert json.loads(Path("out/a.json").read_text())["reports"][0]["results"][0]["over_one"] is None
 
 
-def test_baseline(run: Any, text_model: Path) -> None:
-    result = run("bench", "baseline", "--model", text_model, "--batch-size", "1,2", "--seconds", 0, "--json", "-")
-    assert result.exit_code == 0, result.output
-    reports = json.loads(result.stdout)["reports"]
-    assert [report["batch"] for report in reports] == [1, 2]
-    for report in reports:
-        assert report["guidance_scale"] == 2.0 and report["runs"] == 1
-        assert report["tokens_per_second"] == pytest.approx(report["batch"] * report["tokens_per_second_per_image"])
-        assert sum(report["share_by_part"].values()) == pytest.approx(1)
-    assert "tokens/s" in run("bench", "baseline", "--model", text_model, "--batch-size", "1", "--seconds", 0).stdout
-
-
 def test_a_random_network_has_the_official_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 

@@ -254,7 +254,7 @@ def test_a_run_is_reported(run: RunDirectory) -> None:
 
 def test_a_report_is_written_whole(run: RunDirectory) -> None:
     files = write_report_files(run, evaluate_run(run, PARTS))
-    assert {"metrics.json", "metrics.csv", "report.md", "quality_vs_speed.png", "contact_sheets/methods.png"} <= set(files)
+    assert {"metrics.json", "metrics.csv", "report.md", "quality_vs_speed.png", "methods.png"} <= set(files)
     for name in files:
         assert (run.path / name).stat().st_size > 0
         if name.endswith(".png"):
@@ -267,7 +267,7 @@ def test_a_report_is_written_whole(run: RunDirectory) -> None:
     for row, method in zip(table, document["methods"], strict=True):
         assert float(row["scores.brightness.mean"]) == method["scores"]["brightness"]["mean"]
     text = (run.path / "report.md").read_text()
-    assert "| gumbel | exact | 12 |" in text and "![methods](contact_sheets/methods.png)" in text and str(run.path) not in text
+    assert "| gumbel | exact | 12 |" in text and "![methods](methods.png)" in text and str(run.path) not in text
 
 
 def test_a_run_in_progress_is_reported_as_far_as_it_is(run: RunDirectory, tmp_path: Path) -> None:

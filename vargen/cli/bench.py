@@ -1,4 +1,4 @@
-"""`vargen bench`: the cost of passes and of the sequential baseline on this machine."""
+"""`vargen bench`: the cost of passes on this machine."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ from vargen.cli.options import (
     DtypeName,
     Json,
     QuantizationName,
-    Threads,
     TorchThreads,
     parse_int_list,
     require_device,
     select_dtype,
 )
 from vargen.cli.results import ResultWriter
-from vargen.device import set_threads, validate_compile
+from vargen.device import set_threads
 
 if TYPE_CHECKING:
-    from vargen.evaluation.speed import BaselineReport, StepReport
+    from vargen.evaluation.speed import StepReport
 
 
 app = typer.Typer(help="Measure speed on this machine.", no_args_is_help=True)
@@ -39,7 +38,11 @@ Models = Annotated[
 ]
 BatchSizes = Annotated[str, typer.Option(metavar="N,...", help="Images generated at once.")]
 Repeats = Annotated[int, typer.Option(min=1, metavar="N", help="Measurements of each case; more give steadier results.")]
-Compile = Annotated[bool, typer.Option("--compile", help="Compile the passes first (GPU only); not included in the times.")]
+
+
+@app.callback()
+def bench() -> None:
+    """Measure speed on this machine."""
 
 
 @app.command()
@@ -78,44 +81,6 @@ def step(
     document = {"machine": machine, "reports": [report.to_dict() for report in reports]}
     text = "\n\n".join([summarize_machine(machine, place, kind), *map(_step_table, reports)])
     results.write(text, document)
-
-
-@app.command()
-def baseline(
-    model: Models = None,
-    batch_size: BatchSizes = "1,8",
-    dtype: DtypeName = Dtype.auto,
-    device: DeviceName = Device.auto,
-    threads: Threads = None,
-    seconds: Annotated[
-        float, typer.Option(min=0, max=86400, metavar="X", help="Measure each batch size for at least this many seconds.")
-    ] = 10.0,
-    compile: Compile = False,
-    quantization: QuantizationName = None,
-    as_json: Json = None,
-) -> None:
-    """Measure sequential decoding: one token per pass.
-
-    With the model's default guidance and sampling.
-    """
-    batches = parse_int_list(batch_size, "batch_size", _MAX_BATCH)
-    results, names = ResultWriter(as_json), model or ["emoji"]
-    results.check(names)
-    place, kind, machine = setup_device(device, dtype, threads, names, quantization)
-    validate_compile(compile, place)
-
-    from vargen.device import summarize_machine
-    from vargen.evaluation.speed import measure_baseline
-
-    reports = []
-    for name, network in _open_networks(names, place, kind, quantization=quantization):
-        with progress_bar(name) as show:
-            for done, count in enumerate(batches):
-                show(done, len(batches))
-                reports.append(measure_baseline(network, count, seconds=seconds, compile=compile))
-    document = {"machine": machine, "compiled": compile, "reports": [report.to_dict() for report in reports]}
-    about = summarize_machine(machine, place, kind) + (", compiled" if compile else "")
-    results.write(f"{about}\n\n{_baseline_table(reports)}", document)
 
 
 def setup_device(
@@ -173,21 +138,3 @@ def _step_table(report: StepReport) -> str:
         f"reading {report.weight_bytes / 1e6:.1f} MB of weights once: {report.read_milliseconds:.2f} ms, "
         f"{report.gigabytes_per_second:.1f} GB/s\n" + table(head, rows, ">>>>>>")
     )
-
-
-def _baseline_table(reports: list[BaselineReport]) -> str:
-    parts = list(dict.fromkeys(part for report in reports for part in report.share_by_part))
-    rows = [
-        [
-            report.model,
-            str(report.batch),
-            f"{report.guidance_scale:g}",
-            f"{report.tokens_per_second:.1f}",
-            f"{report.tokens_per_second_per_image:.1f}",
-            f"{report.milliseconds_per_pass:.2f}",
-            *(f"{100 * report.share_by_part.get(part, 0.0):.0f} %" for part in parts),
-        ]
-        for report in reports
-    ]
-    head = ["model", "batch", "guidance", "tokens/s", "per image", "ms per pass", *parts]
-    return table(head, rows, "<>>>>>" + ">" * len(parts))

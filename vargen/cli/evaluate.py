@@ -103,7 +103,7 @@ def evaluate(
     """Generate images with several methods, and score them.
 
     Reports what each method saves in time, and what it costs in quality. Writes metrics.json, metrics.csv, report.md,
-    quality_vs_speed.png and contact_sheets/ to DIR. Run the same command again to resume an interrupted run. Image k has
+    quality_vs_speed.png and methods.png to DIR. Run the same command again to resume an interrupted run. Image k has
     the seed --seed + k, regardless of batch size, shard and backend.
     """
     sampling = explicit_options(guidance_scale=guidance_scale, temperature=temperature, top_k=top_k, top_p=top_p)

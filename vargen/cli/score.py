@@ -202,7 +202,7 @@ def _statistics_write(found: EvaluationResult, name: str, file: Path, num_featur
 def score_run(
     run: RunDirectory, metrics: MetricModels, reference: FeatureStatistics | None, backend: RunBackend, results: ResultWriter
 ) -> None:
-    """Score the images of a run, and write its report, plot and contact sheets."""
+    """Score the images of a run, and write its report, plot and images."""
     from vargen.evaluation.evaluate import evaluate_run, write_report_files
 
     with progress_bar("scoring", "images") as show:

@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 
 from vargen.compat import installed_version
-from vargen.evaluation.contact_sheets import SHEET_IMAGES, write_contact_sheets
+from vargen.evaluation.contact_sheets import COLUMNS, write_method_grid
 from vargen.evaluation.features import Extractor, Features, stack_images, to_uint8_array
 from vargen.evaluation.generation import Backend, run_locally
 from vargen.evaluation.image_files import ImageFile, list_images, read_image
@@ -24,7 +24,7 @@ from vargen.evaluation.metrics import MethodMetrics, compute_metrics, summarize_
 from vargen.evaluation.plots import plot_quality_vs_speed
 from vargen.evaluation.reference_statistics import FeatureStatistics, contains_samples, read_adm_samples, write_adm_samples
 from vargen.evaluation.report import write_report
-from vargen.evaluation.run_directory import MEASUREMENTS, Record, RunDirectory, describe_write_error, file_digest, to_file_name
+from vargen.evaluation.run_directory import MEASUREMENTS, Record, RunDirectory, describe_write_error, file_digest
 from vargen.scoring.image_text import packaged_scorers, scorer_folder
 
 logger = logging.getLogger("vargen")
@@ -245,7 +245,7 @@ def _describe_settings(models: MetricModels, reference: FeatureStatistics | None
 
 
 def write_report_files(run: RunDirectory, result: EvaluationResult) -> list[str]:
-    """Write report, tables, contact sheets and, with matplotlib, a plot to the run directory; returns the file names."""
+    """Write report, tables, a grid of images and, with matplotlib, a plot to the run directory; returns the file names."""
     figures = []
     try:
         if plot_quality_vs_speed(result.rows, result.baseline, run.path / PLOT):
@@ -254,9 +254,9 @@ def write_report_files(run: RunDirectory, result: EvaluationResult) -> list[str]
         logger.warning("there is no plot without matplotlib: pip install matplotlib")
     groups: dict[str, list[ImageFile]] = {row.name: [] for row in result.rows}
     for (method, index), record in sorted(run.records().items()):
-        if method in groups and index < SHEET_IMAGES and run.is_intact(record):
+        if method in groups and index < COLUMNS and run.is_intact(record):
             groups[method].append(_image_file(run, record))
-    figures += write_contact_sheets(run.path, groups, {name: to_file_name(name) for name in groups})
+    figures += write_method_grid(run.path, groups)
     write_report(run.path, result.rows, result.baseline, result.about, figures)
     return ["metrics.json", "metrics.csv", "report.md", *figures]
 
