@@ -16,7 +16,6 @@ from tiny_models import class_pipeline
 from vargen.evaluation.evaluate import evaluate_run
 from vargen.evaluation.generation import GenerationPlan, generate_missing_images
 from vargen.evaluation.measurement import MetricModels
-from vargen.evaluation.reference_statistics import FeatureStatistics
 from vargen.evaluation.run_directory import RunDirectory
 from vargen.scoring import BatchedScorer
 from vargen.scoring.protocol import Images, to_tensor
@@ -86,16 +85,3 @@ def test_what_is_no_regular_file_is_never_waited_for(other: str, plan: Generatio
     rejects(lambda: generate_missing_images(plan), "shard-1-of-1.jsonl")
     put(run / "run.json")
     rejects(lambda: means(plan), "run.json")
-
-
-def test_files_that_hold_no_statistics_are_refused(tmp_path: Path) -> None:
-    file = tmp_path / "r.npz"
-    FeatureStatistics.from_features(torch.randn(8, 3), "x").write(file)
-    assert FeatureStatistics.read(file).count == 8
-    with np.load(file) as held:
-        arrays = {name: held[name] for name in held}
-    for wrong in ({"vargen_features": np.full((8, 3), np.nan)}, {"sigma": np.eye(2)}, {"vargen_count": "x"}):
-        np.savez(file, **{**arrays, **wrong})
-        rejects(lambda: FeatureStatistics.read(file), "r.npz")
-    file.write_bytes(file.read_bytes()[:-40])
-    rejects(lambda: FeatureStatistics.read(file), "r.npz")
