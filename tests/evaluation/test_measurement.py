@@ -174,9 +174,8 @@ def test_statistics_of_another_extractor_are_refused(tmp_path: Path) -> None:
 
 def test_a_scorer_of_nan_ends_the_measuring(tmp_path: Path) -> None:
     shown = list_images(folder_of(tmp_path / "p", 3), ["a"] * 3)
-    rejects(
-        lambda: measure_images({"p": shown}, MetricModels(("measuring_parts:broken",)), None), "broken", NonFiniteScoreError
-    )
+    models = MetricModels(("measuring_parts:broken",))
+    rejects(lambda: measure_images({"p": shown}, models, None), "broken", NonFiniteScoreError)
 
 
 def test_samples_go_out_and_come_back_as_a_reference(tmp_path: Path) -> None:

@@ -220,27 +220,17 @@ VIDEO_COLUMNS = [
     Column("flicker", _video("flicker", 4)),
     Column("jump", _video("block_discontinuity", 4)),
     Column("Frechet", _video("distance")),
-    Column("predicted/measured", _video("predicted_over_measured_seconds")),
 ]
 
 
 def video_to_markdown(comparison: VideoComparison, head: str) -> str:
     """Return the Markdown report of a comparison of video methods."""
-    costs = "The seconds of the parts of a block were not measured: that takes `draft`, and a method that scores and rejects."
-    if comparison.costs is not None:
-        measured = {name: value for name, value in vars(comparison.costs).items() if value is not None}
-        costs = f"Milliseconds of a block: {', '.join(f'{name} {1e3 * value:.1f}' for name, value in measured.items())}."
-        if comparison.break_even_acceptance is not None:
-            even = _percent(comparison.break_even_acceptance)
-            costs += f" Drafting is faster above an acceptance of {even}, if the target generates every rejected block."
     table = "\n".join(markdown_table(VIDEO_COLUMNS, comparison.methods))
     return f"""# Video: {len(comparison.prompts)} prompts, {comparison.blocks} blocks each
 
 {head}
 
 {table}
-
-{costs}
 
 Score: the mean of {comparison.scorer} over frames; retained: its position between the drafter's (0 %) and the target's (100 %).
 Drift: score of the last third minus that of the first. Flicker: mean absolute second difference over time. Jump: by how much

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from vargen.decoding import SingleModel, VideoMethod, VideoStats
-from vargen.decoding.video.stats import BlockCosts, estimate_block_costs, mean_acceptance
+from vargen.decoding.video.stats import mean_acceptance
 from vargen.evaluation.features import Extractor
 from vargen.evaluation.metrics import frechet_distance
 from vargen.evaluation.reference_statistics import FeatureStatistics
@@ -41,7 +41,6 @@ class VideoMethodResult:
             time, in [0, 1], which is zero for motion at constant speed. motion: mean absolute first difference.
         block_discontinuity: mean amount by which changes between blocks exceed those within blocks, in [0, 1].
         distance: Frechet distance of frame features to the baseline's; None without an extractor or with too few frames.
-        predicted_over_measured_seconds: seconds by the cost model over measured seconds; None if costs were not measured.
         passes: mean per video, by model. failures: scores that could not be used.
     """
 
@@ -59,7 +58,6 @@ class VideoMethodResult:
     motion: float = 0.0
     block_discontinuity: float = 0.0
     distance: float | None = None
-    predicted_over_measured_seconds: float | None = None
     passes: dict[str, float] = field(default_factory=dict)
     failures: int = 0
 
@@ -69,7 +67,7 @@ class VideoComparison:
     """Results of methods on prompts.
 
     Attributes:
-        methods: a row each, the baseline first. costs: seconds of each part; None if they could not be measured.
+        methods: a row each, the baseline first.
         frames: by method, the first videos, uint8 `[F, Y, X, 3]`. runs: by method, statistics of each video.
     """
 
@@ -78,17 +76,14 @@ class VideoComparison:
     blocks: int
     scorer: str
     methods: list[VideoMethodResult]
-    costs: BlockCosts | None
-    break_even_acceptance: float | None
     frames: dict[str, list[Any]]
     runs: dict[str, list[VideoStats]]
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
-        plain = {name: getattr(self, name) for name in ("prompts", "seed", "blocks", "scorer", "break_even_acceptance")}
-        costs = None if self.costs is None else asdict(self.costs)
+        plain = {name: getattr(self, name) for name in ("prompts", "seed", "blocks", "scorer")}
         runs = {name: [run.to_dict() for run in each] for name, each in self.runs.items()}
-        return {**plain, "costs": costs, "methods": [asdict(each) for each in self.methods], "runs": runs}
+        return {**plain, "methods": [asdict(each) for each in self.methods], "runs": runs}
 
 
 def flicker(frames_FCYX: Tensor) -> float:
@@ -194,13 +189,6 @@ def _summarize(
     pipe: Any, prompts: list[str], seed: int, methods: Mapping[str, VideoMethod], results: dict[str, _Accumulator], scorer: str
 ) -> VideoComparison:
     base = results[pipe.baseline]
-    steps = len(pipe.decoding_model().levels)
-    scored = [name for name, method in methods.items() if method.policy.needs_scores]
-    costs = None
-    if "draft" in methods and scored:
-        scored_runs = [run for name in scored for run in results[name].runs]
-        if any(row.outcome == "rejected" for run in scored_runs for row in run.blocks):
-            costs = estimate_block_costs(base.runs, results["draft"].runs, scored_runs)
     ends = [float(torch.cat(results[name].scores).mean()) for name in ("draft", pipe.baseline) if name in results]
     rows = []
     for name, method in methods.items():
@@ -219,17 +207,12 @@ def _summarize(
         row.flicker, row.motion = statistics.mean(result.flicker), statistics.mean(result.motion)
         row.block_discontinuity = statistics.mean(result.discontinuities)
         row.distance = _distance(result, base)
-        if costs is not None:
-            needs_scores = method.policy.needs_scores
-            ratios = [costs.predict_seconds(run, needs_scores) / run.seconds for run in result.runs if run.seconds]
-            row.predicted_over_measured_seconds = statistics.median(ratios)
         row.passes = {who: statistics.mean(run.passes.get(who, 0) for run in result.runs) for who in ("target", "draft")}
         row.failures = sum(len(run.failures) for run in result.runs)
         rows.append(row)
     rows.sort(key=lambda row: row.name != pipe.baseline)
-    even = None if costs is None else costs.break_even_acceptance(steps)
     frames, runs = ({name: getattr(each, what) for name, each in results.items()} for what in ("frames", "runs"))
-    return VideoComparison(prompts, seed, base.blocks, scorer, rows, costs, even, frames, runs)
+    return VideoComparison(prompts, seed, base.blocks, scorer, rows, frames, runs)
 
 
 def _distance(result: _Accumulator, base: _Accumulator) -> float | None:
