@@ -22,16 +22,15 @@ def test_reports_every_method_with_images_figures_and_histograms(run: Any, text_
     words += ("--methods", "sjd:window=4,gumbel:window=4,gsd:window=4")
     result = run("compare", *words, "-o", "out/grid.png", "--json", "out/a.json", "--top-k", 8)
     assert result.exit_code == 0, result.output
-    for part in ("tokens/pass", "efficiency", "gumbel", "relaxation", "grid.png", "milliseconds per pass"):
+    for part in ("tokens/pass", "gumbel", "relaxation", "grid.png"):
         assert part in result.stdout
     document = json.loads(Path("out/a.json").read_text())
     assert document["machine"]["cpu"] and document["batch"] == 2
     assert document["prompts"] == ["a cat", "a dog", "a red apple", "a cat"] and document["seeds"] == [0, 1, 2, 3]
-    assert set(document["cost_curve"]) == {"1", "4"}
     by_name = {method["name"]: method for method in document["methods"]}
     assert list(by_name) == ["ar", "sjd:window=4", "gumbel:window=4", "gsd:window=4"]
     by_name = {name.split(":")[0]: method for name, method in by_name.items()}
-    assert by_name["ar"]["speedup"] == by_name["ar"]["predicted_speedup"] == 1.0
+    assert by_name["ar"]["speedup"] == 1.0
     assert by_name["ar"]["num_identical_images"] == by_name["gumbel"]["num_identical_images"] == 4
     assert by_name["gumbel"]["relaxation_per_image"] == 0
     assert by_name["gsd"]["kind"] == "relaxed" and by_name["gsd"]["relaxation_per_image"] > 0
@@ -39,7 +38,6 @@ def test_reports_every_method_with_images_figures_and_histograms(run: Any, text_
         assert sum(k * n for k, n in enumerate(method["committed_histogram"])) == 4 * 16
         batches = 4 // document["batch"]
         assert sum(method["passes_by_width"].values()) == (method["passes_per_batch"] - 1) * batches  # the prefill feeds none
-        assert method["efficiency"] == pytest.approx(method["speedup"] / method["predicted_speedup"])
         assert 0 < sum(method["share_by_part"].values()) <= 1.001
     with Image.open("out/grid.png") as grid:
         assert grid.width > 3 * 128 and grid.height > 4 * 128

@@ -75,8 +75,7 @@ def compare(
     """Compare the speed and the images of several methods.
 
     Reports time, passes and excess acceptance, all measured in one run. Speedup is the baseline's seconds
-    divided by the method's; `predicted` is the speedup if a step cost only its passes, without those of a drafter, and
-    efficiency is the first divided by the second.
+    divided by the method's.
     """
     file = resolve_outputs(output, ["comparison"])[0]
     results = ResultWriter(as_json)
@@ -186,8 +185,6 @@ def comparison_table(comparison: Comparison) -> str:
             f"{method.seconds_quartiles[0]:.2f}-{method.seconds_quartiles[1]:.2f}",
             f"{method.speedup:.2f}",
             f"{method.tokens_per_pass:.2f}",
-            f"{method.predicted_speedup:.2f}",
-            f"{method.efficiency:.2f}",
             f"{100 * method.share_by_part.get('draft', 0.0):.0f} %",
             f"{100 * sum(method.share_by_part.get(part, 0.0) for part in ('accept', 'commit')):.0f} %",
             f"{method.relaxation_per_image:.2f}",
@@ -195,11 +192,7 @@ def comparison_table(comparison: Comparison) -> str:
         ]
         for method in comparison.methods
     ]
-    head = ["method", "kind", "s/image", "quartiles", "speedup", "tokens/pass", "predicted", "efficiency", "drafting", "rest"]
+    head = ["method", "kind", "s/image", "quartiles", "speedup", "tokens/pass", "drafting", "rest"]
     head += ["relaxation", f"same as {comparison.baseline}"]
-    curve = ", ".join(f"{width}: {1e3 * seconds:.2f}" for width, seconds in comparison.cost_curve.items())
     sampling = ", ".join(f"{key} {value:g}" for key, value in comparison.sampling.items() if value is not None)
-    return (
-        f"{len(comparison.prompts)} images, batch size {comparison.batch}, {sampling}\n"
-        f"milliseconds per pass, by its number of tokens: {curve}\n\n" + table(head, rows, "<<>>>>>>>>>>")
-    )
+    return f"{len(comparison.prompts)} images, batch size {comparison.batch}, {sampling}\n\n" + table(head, rows, "<<>>>>>>>>")

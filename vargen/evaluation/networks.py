@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from vargen.adapters import arbitrary_condition
-from vargen.evaluation.decoders import PricedDecoder, find_pass_scales, open_decoder, scale_pass
+from vargen.decoding import ScaleModel
+from vargen.evaluation.decoders import FixedDecoder, open_decoder
 from vargen.models.condition import Condition
 from vargen.models.kv_cache import KVCache
 from vargen.models.quantization import quantize_network
@@ -67,7 +68,7 @@ class BenchmarkModel:
         """Return an arbitrary condition of the right shape; its content does not affect the time of a pass."""
         return arbitrary_condition(self.pipe, batch)
 
-    def decoder(self, compile: bool = False) -> PricedDecoder:
+    def decoder(self, compile: bool = False) -> FixedDecoder:
         """Return a decoder with the checkpoint's sampling settings; `compile` runs the passes through `torch.compile`."""
         return open_decoder(self.pipe, compile=compile)
 
@@ -139,3 +140,39 @@ def open_benchmark_model(
     if quantization is not None:
         quantize_network(pipe.transformer, quantization)
     return BenchmarkModel(name, pipe)
+
+
+def find_pass_scales(scale_tokens: Sequence[int], width: int) -> tuple[int, int]:
+    """Return the first and the last scale of a pass of `width` tokens; if ambiguous, the pass with the fewest scales.
+
+    Raises:
+        ValueError: if no consecutive scales have `width` tokens in total.
+    """
+    for count in range(1, len(scale_tokens) + 1):
+        for first in range(len(scale_tokens) + 1 - count):
+            if sum(scale_tokens[first : first + count]) == width:
+                return first, first + count - 1
+    raise ValueError(f"a pass feeds whole scales, of {', '.join(map(str, scale_tokens))} tokens; got {width}")
+
+
+@torch.no_grad()
+def scale_pass(
+    model: ScaleModel, condition: Condition, batch: int, first: int, last: int, guidance: float
+) -> Callable[[], Any]:
+    """Return a repeatable function that runs one pass of arbitrary tokens over scales `first` to `last`."""
+    canvas, inputs = model.canvas(batch), [None]
+    for scale in range(last):
+        zeros = torch.zeros(batch, model.scale_tokens[scale], dtype=torch.int64, device=model.device)
+        canvas, following = model.add(canvas, zeros, scale)
+        inputs.append(following)  # type: ignore[arg-type]
+    state = model.start(condition)
+    if first:
+        model.forward(state, inputs[:first], 1.0)
+
+    @torch.no_grad()
+    def run() -> Any:
+        out = model.forward(state, inputs, guidance)
+        model.rollback(state, first)
+        return out
+
+    return run
