@@ -132,9 +132,6 @@ def select_methods(methods: str | None, model: str = "emoji") -> dict[str, Metho
 
     The default is every method of the model's family except the one that selects among others. Names may carry settings, as in
     `vargen eval`: see `resolve_method`.
-
-    Raises:
-        ValueError: for an unknown preset or setting.
     """
     from vargen.decoding import DEFAULT_METHOD, list_methods, resolve_method
     from vargen.pipelines.registry import inspect_model, pipeline_class
@@ -153,9 +150,6 @@ def validate_request(model: str, methods: dict[str, Method], sampling: dict[str,
 
     Args:
         leave_out: remove unsupported methods from `methods` with a message, instead of raising.
-
-    Raises:
-        ValueError: with the reason, if something is unsupported.
     """
     from vargen.pipelines import validation
     from vargen.pipelines.registry import inspect_model, pipeline_class

@@ -40,11 +40,7 @@ class VideoComparisonOptions:
 
 
 def select_video_methods(options: VideoComparisonOptions) -> dict[str, Any]:
-    """Return the methods by name, the baseline first; by default all that the model supports, and its drafts alone.
-
-    Raises:
-        ValueError: for a method that is unknown or that the model does not support.
-    """
+    """Return the methods by name, the baseline first; by default all that the model supports, and its drafts alone."""
     from vargen.decoding import list_methods, resolve_method
     from vargen.evaluation.video import DRAFTS
     from vargen.pipelines.registry import inspect_model, pipeline_class
@@ -69,11 +65,7 @@ def select_video_methods(options: VideoComparisonOptions) -> dict[str, Any]:
 
 
 def run_video_comparison(options: VideoComparisonOptions, prompts: list[str]) -> VideoComparison:
-    """Generate the videos and compare the methods.
-
-    Raises:
-        ValueError: for unknown methods, scorers or extractors, before any weight of the model is read.
-    """
+    """Generate the videos and compare the methods."""
     from vargen.evaluation.features import load_extractor
     from vargen.evaluation.video import compare_video_methods
     from vargen.pipelines.registry import open_pipeline

@@ -157,11 +157,7 @@ class _Lines(logging.Formatter):
 
 
 def verbosity() -> str:
-    """Return `VARGEN_VERBOSITY`, or `warning` by default.
-
-    Raises:
-        ValueError: for an unknown level.
-    """
+    """Return `VARGEN_VERBOSITY`, or `warning` by default."""
     level = os.environ.get("VARGEN_VERBOSITY", "").strip().lower() or "warning"
     if level not in LEVELS:
         raise ValueError(f"VARGEN_VERBOSITY must be one of {', '.join(LEVELS)}, got {level!r}")

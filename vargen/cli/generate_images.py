@@ -121,9 +121,6 @@ def _check_request(options: GenerateOptions, own: ImageOptions) -> tuple[ModelIn
 
     Returns:
         The model's description, and the name of the method to use.
-
-    Raises:
-        ValueError: for a folder that is not a model, or a model that cannot generate what was requested.
     """
     from vargen.decoding import Sampling, resolve_method
     from vargen.pipelines.registry import inspect_model, pipeline_class

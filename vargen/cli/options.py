@@ -80,11 +80,7 @@ def explicit_options(**values: float | int | str | None) -> dict[str, Any]:
 
 
 def require_device(name: Device) -> torch.device:
-    """Select the device to run on; `auto` uses a GPU if there is one.
-
-    Raises:
-        ValueError: for cuda if torch finds no GPU, or if VARGEN_KERNELS requests kernels that cannot run there.
-    """
+    """Select the device to run on; `auto` uses a GPU if there is one."""
     from vargen.kernels.dispatch import explain_kernels
 
     selected = device.select_device(name.value)
@@ -93,12 +89,7 @@ def require_device(name: Device) -> torch.device:
 
 
 def select_dtype(name: Dtype, place: torch.device, folder: Path | None = None, quantization: str | None = None) -> torch.dtype:
-    """Select the dtype of the large networks; `auto` takes the default for the device and for the model in `folder`.
-
-    Raises:
-        ValueError: for a quantization that is unknown or that the device does not have.
-        ImportError: for a quantization on a GPU, without torchao.
-    """
+    """Select the dtype of the large networks; `auto` takes the default for the device and for the model in `folder`."""
     import torch
 
     from vargen.models.quantization import validate_quantization
@@ -126,11 +117,7 @@ def select_backend(name: Backend, num_workers: int | None, place: torch.device, 
 
 
 def parse_int_list(text: str, name: str, most: int = 10**9) -> list[int]:
-    """Parse a comma-separated list of integers such as `"1,2,8"`.
-
-    Raises:
-        ValueError: unless all are integers from 1 to `most`.
-    """
+    """Parse a comma-separated list of integers such as `"1,2,8"`."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isascii() and part.isdigit() and len(part) < 10 and 0 < int(part) <= most for part in parts):
         limit = f" and at most {most}" if most < 10**9 else ""

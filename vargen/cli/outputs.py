@@ -43,9 +43,6 @@ def resolve_outputs(
 
     Args:
         name: the option's name, for errors. suffixes: of the files that are allowed. default: suffix of the files in a folder.
-
-    Raises:
-        ValueError: for a suffix of an unknown format, or a path that is not writable.
     """
     if output is None or _is_folder(output, name):
         folder = expand_user(output or ".", name)
@@ -79,11 +76,7 @@ def _is_folder(output: str, name: str) -> bool:
 
 
 def result_file(path: str | Path | None, suffix: str = ".json", name: str = "json") -> Path | None:
-    """Return the path of a result file; None if no file is requested, or for `-`, standard output.
-
-    Raises:
-        ValueError: for another suffix, or a path that is not writable.
-    """
+    """Return the path of a result file; None if no file is requested, or for `-`, standard output."""
     if path is None or path == "-":
         return None
     file = expand_user(path, name)

@@ -27,11 +27,7 @@ Write = tuple[str, Callable[[], object]]  # a description for errors, and the fu
 
 
 class ResultWriter:
-    """The results of a measurement: a table on stdout, or JSON in its place; and the file of --json.
-
-    Raises:
-        ValueError: for a file that cannot be written, before anything is measured.
-    """
+    """The results of a measurement: a table on stdout, or JSON in its place; and the file of --json."""
 
     def __init__(self, as_json: str | None = None):
         self.prints_json = as_json == "-"

@@ -55,9 +55,6 @@ def load_method(name: str) -> Method:
     """Return a preset, with or without settings, or what `module:name` names.
 
     A rule of a user's own is combined with a draft model, a drafter with an exact rule.
-
-    Raises:
-        ValueError: if there is none. TypeError: if the object is of another type.
     """
     from vargen.decoding import PRESETS, Accelerator, ScaleSchedule, resolve_method
     from vargen.specs import import_object

@@ -90,10 +90,6 @@ def compare_methods(
         methods: by name; must include the pipeline's `baseline`, which speedups are relative to.
         settings: guidance_scale, temperature, top_k, top_p where they differ from the checkpoint's.
         progress: called with the numbers of finished batches and of all batches.
-
-    Raises:
-        ValueError: the baseline or prompts are missing, `batch` is below 1 or above 1024, a seed does not fit in 63 bits for
-            the last image, or the model cannot run a method.
     """
     if pipe.baseline not in methods:
         raise ValueError(f"methods must include {pipe.baseline!r}, the baseline of every ratio, got {', '.join(methods)}")

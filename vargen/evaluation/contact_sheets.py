@@ -24,11 +24,7 @@ METHOD_GRID = "methods.png"
 
 
 def contact_sheet(images: Sequence[Image.Image], captions: Sequence[str], columns: int = 8, cell: int = 128) -> Image.Image:
-    """Return one RGB image: all images scaled to `cell` pixels, with captions below, truncated to the cell width.
-
-    Raises:
-        ValueError: there are no images, or not one caption for each.
-    """
+    """Return one RGB image: all images scaled to `cell` pixels, with captions below, truncated to the cell width."""
     if not images or len(images) != len(captions):
         raise ValueError(f"give one caption per image and at least one, got {len(images)} images, {len(captions)} captions")
     rows = math.ceil(len(images) / columns)

@@ -64,9 +64,6 @@ def load_reference(
         path: `.npz` of statistics or of samples, in ADM's layout, or a folder of images. If a file holds both, as published
             references do, the Frechet distance uses the statistics and all others the samples, as in ADM's suite.
         cache_folder: folder where features are cached.
-
-    Raises:
-        ValueError: the statistics are of another extractor, or the file is of neither kind. FileNotFoundError: it is missing.
     """
     extractor = models.load().get("extractor")
     if not isinstance(extractor, Extractor):
@@ -122,11 +119,7 @@ def _measure_samples(path: Path, extractor: Extractor, resize: int | None) -> Me
 
 
 def statistics_of(measured: Measurements, extractor: Extractor, keep: bool = True) -> FeatureStatistics:
-    """Return the statistics of a measured group, including its features if `keep`.
-
-    Raises:
-        ValueError: no extractor measured the group, or it has fewer than two images.
-    """
+    """Return the statistics of a measured group, including its features if `keep`."""
     if "extractor" not in measured.columns:
         raise ValueError("statistics need images and an extractor: give --extractor")
     return FeatureStatistics.from_features(measured.columns["extractor"]["features"], extractor.identity, measured.size, keep)
@@ -142,11 +135,7 @@ def evaluate_run(
     backend: Backend = run_locally,
     progress: ProgressCallback | None = None,
 ) -> EvaluationResult:
-    """Measure the images of a run, for all methods that have any. Images that have changed are skipped.
-
-    Raises:
-        ValueError: the folder holds no run, or the run has no images; see also `measure_images`.
-    """
+    """Measure the images of a run, for all methods that have any. Images that have changed are skipped."""
     settings = run.settings()
     by_method: dict[str, dict[int, Record]] = {method: {} for method in settings["methods"]}
     for (method, index), record in sorted(run.complete_records().items()):
@@ -204,11 +193,7 @@ def evaluate_folder(
 
 
 def evaluate_samples(path: Path, models: MetricModels, reference: FeatureStatistics | None = None) -> EvaluationResult:
-    """Measure a batch of samples with an extractor; scorers are not possible, since samples have no prompts.
-
-    Raises:
-        ValueError: scorers are given, there is no extractor, or the file is not a batch of samples.
-    """
+    """Measure a batch of samples with an extractor; scorers are not possible, since samples have no prompts."""
     extractor = models.load().get("extractor")
     if models.scorers or not isinstance(extractor, Extractor):
         raise ValueError("a batch of samples is measured by an --extractor alone: give one, and --scorers none")

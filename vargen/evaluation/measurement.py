@@ -55,11 +55,7 @@ class MetricModels:
     threads: int | None = None
 
     def load(self) -> dict[str, Scorer | Extractor]:
-        """Load the scorers, by specification, and the extractor, under `extractor`; also serves to fail early.
-
-        Raises:
-            ValueError, FileNotFoundError, ImportError: naming the problem, and how to get weights that are missing.
-        """
+        """Load the scorers, by specification, and the extractor, under `extractor`; also serves to fail early."""
         models: dict[str, Any] = {spec: _load_scorer(spec, self.device) for spec in self.scorers}
         names = [scorer.name for scorer in models.values()]
         if len(set(names)) < len(names) or len(models) < len(self.scorers):

@@ -50,9 +50,6 @@ class BenchmarkModel:
         """By width, a repeatable function that runs one pass of `width` tokens in the middle of an image.
 
         Passes of next-token models have half of an image in the cache; those of next-scale models, all earlier scales.
-
-        Raises:
-            ValueError: for a width that is not the size of a scale or of consecutive scales.
         """
         transformer, widths = self.transformer, sorted(set(widths))
         if self.pipe.paradigm == "next-scale":
@@ -97,11 +94,7 @@ def official_sizes() -> dict[str, ModelFamily]:
 
 
 def validate_benchmark_model(name: str) -> ModelFamily:
-    """Return the family of a model that `open_benchmark_model` can open; reads no weight.
-
-    Raises:
-        ValueError: for an unknown or damaged model, or one of another paradigm.
-    """
+    """Return the family of a model that `open_benchmark_model` can open; reads no weight."""
     sizes = official_sizes()
     family = sizes[name] if name in sizes else validate_model_folder(name).family
     paradigm = family.pipeline.paradigm
@@ -116,9 +109,6 @@ def open_benchmark_model(
     """Load a packaged model, a folder or a Hub model, or create one of an official size with random weights.
 
     A quantized model is returned with its compiled passes, if it has any.
-
-    Raises:
-        ValueError: see `validate_benchmark_model`.
     """
     family, components = validate_benchmark_model(name), {}
     if quantization is not None:
@@ -143,11 +133,7 @@ def open_benchmark_model(
 
 
 def find_pass_scales(scale_tokens: Sequence[int], width: int) -> tuple[int, int]:
-    """Return the first and the last scale of a pass of `width` tokens; if ambiguous, the pass with the fewest scales.
-
-    Raises:
-        ValueError: if no consecutive scales have `width` tokens in total.
-    """
+    """Return the first and the last scale of a pass of `width` tokens; if ambiguous, the pass with the fewest scales."""
     for count in range(1, len(scale_tokens) + 1):
         for first in range(len(scale_tokens) + 1 - count):
             if sum(scale_tokens[first : first + count]) == width:

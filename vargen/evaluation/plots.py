@@ -21,9 +21,6 @@ def plot_quality_vs_speed(rows: Sequence[MethodMetrics], baseline: str | None, p
     Scores are differences to the baseline's at equal prompts and seeds if there is a baseline: their intervals are narrower.
 
     Returns whether there was anything to plot.
-
-    Raises:
-        ImportError: matplotlib is not installed.
     """
     panels = _panels(rows, baseline)
     if not panels:

@@ -38,9 +38,6 @@ def ray_backend(actors: int | None, device: str, threads: int | None) -> Callabl
     Args:
         actors: size of the pool; by default one per GPU of the cluster, or as many as its cores allow at `threads` each.
         device: `"cuda"` gives each actor its own GPU. threads: CPU threads of an actor, 1 by default.
-
-    Raises:
-        ImportError: Ray is not installed.
     """
     if installed_version("ray") is None:
         raise ImportError('engine ray needs Ray: pip install "ray[data,serve]>=2.51"')

@@ -104,12 +104,7 @@ class FeatureStatistics:
 
     @classmethod
     def read(cls, path: str | Path) -> FeatureStatistics:
-        """Read our own file format, or ADM's.
-
-        Raises:
-            FileNotFoundError: the file is missing.
-            ValueError: it is damaged, lacks `mu` or `sigma`, or their shapes do not match.
-        """
+        """Read our own file format, or ADM's."""
         file = expand_user(path, "reference")
         held = _read_arrays(file, "mu", "sigma", *_OWN)
         if "mu" not in held or "sigma" not in held:
@@ -149,11 +144,7 @@ def _read_arrays(file: Path, *names: str) -> dict[str, np.ndarray]:
 
 
 def write_adm_samples(path: Path, images: Iterable[np.ndarray], count: int, size: tuple[int, int]) -> None:
-    """Write `.npz` with `arr_0`, uint8 `[count, Y, X, 3]`, one image at a time: 50,000 of 256 pixels do not fit in memory.
-
-    Raises:
-        ValueError: the images differ from the given size or number; then no file is written.
-    """
+    """Write `.npz` with `arr_0`, uint8 `[count, Y, X, 3]`, one image at a time: 50,000 of 256 pixels do not fit in memory."""
     shape = (count, *size, 3)
     with atomic_file(path) as temporary, zipfile.ZipFile(temporary, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
         with archive.open(_SAMPLES, "w", force_zip64=True) as file:
@@ -169,11 +160,7 @@ def write_adm_samples(path: Path, images: Iterable[np.ndarray], count: int, size
 
 
 def read_adm_samples(path: str | Path) -> tuple[tuple[int, int, int, int], Iterator[np.ndarray]]:
-    """Return the shape `(N, Y, X, 3)` and an iterator over uint8 images `[Y, X, 3]` of a sample batch (`.npz` or `.npy`).
-
-    Raises:
-        FileNotFoundError: the file is missing. ValueError: it is damaged or holds no `arr_0` of uint8 images.
-    """
+    """Return the shape `(N, Y, X, 3)` and an iterator over uint8 images `[Y, X, 3]` of a sample batch (`.npz` or `.npy`)."""
     file = expand_user(path, "samples")
     if not file.is_file():
         raise FileNotFoundError(f"{str(file)!r} does not exist")

@@ -27,10 +27,6 @@ class ManifestWriter:
     """A manifest open for appending by this process only, until `close` or the end of the process.
 
     A line that a killed process left incomplete is truncated.
-
-    Raises:
-        ValueError: another process has it open, or the path is not a regular file.
-        OSError: it cannot be opened or created.
     """
 
     def __init__(self, path: Path):
@@ -63,11 +59,7 @@ class ManifestWriter:
             os.fsync(self._file)
 
     def append(self, *records: Record) -> None:
-        """Append the records, one line each, all of them or none, and flush them to disk.
-
-        Raises:
-            OSError: they cannot be written; then the file is unchanged.
-        """
+        """Append the records, one line each, all of them or none, and flush them to disk."""
         data = "".join(json.dumps(record, allow_nan=False) + "\n" for record in records).encode()
         before = os.fstat(self._file).st_size
         try:
@@ -91,11 +83,7 @@ class ManifestWriter:
 
 
 def read_manifest(path: Path) -> list[Record]:
-    """Return the records of a file. An unreadable line is skipped with a warning: the work it recorded is done again.
-
-    Raises:
-        ValueError: the path is not a regular file.
-    """
+    """Return the records of a file. An unreadable line is skipped with a warning: the work it recorded is done again."""
     records = []
     try:
         with open_regular(path) as opened:
@@ -131,11 +119,7 @@ class RunDirectory:
         return self.path / "manifest" / f"shard-{shard}-of-{shards}.jsonl"
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings that `open_or_create` wrote.
-
-        Raises:
-            ValueError: the folder holds no run, or a damaged one.
-        """
+        """Return the settings that `open_or_create` wrote."""
         file = self.path / RUN_FILE
         if not file.is_file():
             raise ValueError(f"{str(self.path)!r} holds no {RUN_FILE}, so it is not a run directory of vargen")
@@ -151,10 +135,6 @@ class RunDirectory:
         """Start a run with the given settings in the folder, or resume the run that it holds; returns the run's settings.
 
         A run may be resumed with more methods and more images. All other settings determine its images and must be equal.
-
-        Raises:
-            ValueError: it holds a run with other settings, which are named, or other files; the folder is then unchanged.
-            OSError: it cannot be written.
         """
 
         settings = json.loads(json.dumps(settings))

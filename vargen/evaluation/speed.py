@@ -145,9 +145,6 @@ def measure_steps(
         guidance: feed two rows per image, as classifier-free guidance does.
         rounds: number of visits of each case.
         progress: called with the numbers of finished rounds and of all rounds.
-
-    Raises:
-        ValueError: a pass would feed more tokens than the grid has, or a number is below 1.
     """
     transformer, device = network.transformer, network.transformer.device
     if not tokens or not batches or min(*tokens, *batches, rounds) < 1 or max(tokens) > network.pipe.num_tokens:
@@ -218,9 +215,6 @@ def measure_baseline(
     Args:
         compile: run the passes through `torch.compile`, on a GPU; compilation is part of the warm-up.
         accelerator: another method than the network's baseline.
-
-    Raises:
-        ValueError: `batch` is below 1, `seconds` is negative or not finite, or compiled passes are requested on a CPU.
     """
     if batch < 1 or not 0 <= seconds < math.inf:
         raise ValueError(f"batch must be at least 1 and seconds a finite number of at least 0, got {batch} and {seconds}")

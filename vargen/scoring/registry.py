@@ -30,12 +30,7 @@ def default_scorer(model: str) -> str | None:
 
 
 def open_scorer(spec: str, device: torch.device | str = "cpu", batch_size: int | None = None) -> Scorer:
-    """Open the scorer that `spec` names; see the module docstring for the forms.
-
-    Raises:
-        ValueError: for an unknown name or option. FileNotFoundError: weights are missing; the message says how to get them.
-        ImportError: a package is not installed.
-    """
+    """Open the scorer that `spec` names; see the module docstring for the forms."""
     where, colon, _ = spec.partition(":")
     if colon and "=" not in spec and where not in SCORERS:
         return _import_scorer(spec)

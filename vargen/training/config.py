@@ -56,10 +56,6 @@ def load_config(source: str | Path, kind: type[R], steps: int | None = None) -> 
 
     Args:
         steps: length of the run, overriding the file's.
-
-    Raises:
-        FileNotFoundError: if there is neither a file nor a packaged config of that name.
-        ValueError: for malformed TOML, an unknown key, or a value that is out of range.
     """
     path = Path(source)
     if not path.is_file():

@@ -58,9 +58,6 @@ def load_captioned_images(folder: Path) -> CaptionedImages:
     The images are uint8 `[N, size, size, 3]` and stay on disk (memory-mapped). The captions are one JSON object per image, in
     the same order, with `caption`, or several `captions`, and optionally the other fields listed in `CaptionedImages`. Every
     twentieth image without a `split` is held out for validation.
-
-    Raises:
-        FileNotFoundError: a file is missing. ValueError: a file is damaged, or the two do not belong together.
     """
     images = _open_images(folder)
     records = []

@@ -56,10 +56,6 @@ class TrainingRun:
         """Return the last checkpoint (`{"step": ..., ...}`), or None for a new run.
 
         Creates the folder if it is missing, and locks it for this process.
-
-        Raises:
-            ValueError: if another process trains in the folder, or if it contains a run with other settings, a run that is
-                already past this run's last step, or a checkpoint that is damaged or of another kind.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock()
@@ -227,9 +223,6 @@ def export(run: TrainingRun, network: Any, part: str, metrics: Mapping[str, floa
     """Save a trained network to the sub-folder `part` and log its metrics, which are returned.
 
     The metrics are also logged with the prefix `final_`.
-
-    Raises:
-        ValueError: if a metric is not finite; the network is not saved.
     """
     if not all(map(math.isfinite, metrics.values())):
         raise ValueError(f"the run in {run.folder} diverged ({dict(metrics)}): lower the learning rate")
