@@ -250,7 +250,7 @@ def train_tokenizer(
     if not multi_scale:  # all white patches get one code, so that they say nothing about the rest of the image
         white = torch.ones(1, 3, *data.images.shape[1:3], device=device)
         model.register_to_config(blank_code=int(model.eval().encode(white).flatten().mode().values))
-    return export(trainer.run, model, "vqvae", trainer.evaluate(), ("loss", "reconstruction"), ("psnr",), ("codebook_use",))
+    return export(trainer.run, model, "vqvae", trainer.evaluate())
 
 
 def main(

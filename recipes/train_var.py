@@ -208,8 +208,7 @@ def train_var(
         large = VARTransformer.from_pretrained(teacher).to(device).eval().requires_grad_(False)
     trainer = NextScaleTrainer(config, data, vq, text_from, folder, device, large)
     fit(trainer)
-    panels = ("loss",), ("validation_loss", "wrong_caption_loss")
-    metrics = export(trainer.run, trainer.model, "transformer", trainer.evaluate(), *panels)
+    metrics = export(trainer.run, trainer.model, "transformer", trainer.evaluate())
     trained = VARTransformer.from_pretrained(folder / "transformer")
     pipe = VARPipeline(
         vqvae=vq.cpu(),

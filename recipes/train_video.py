@@ -303,7 +303,7 @@ def train_autoencoder(data: Clips, folder: Path, config: VideoConfig, device: to
     trainer = AutoencoderTrainer(config, data, folder, device)
     fit(trainer)
     trainer.fit_standardization()
-    return export(trainer.run, trainer.model, "vae", trainer.evaluate(), ("loss", "reconstruction"), ("psnr",))
+    return export(trainer.run, trainer.model, "vae", trainer.evaluate())
 
 
 def train_video(
@@ -321,7 +321,7 @@ def train_video(
         flow = CausalVideoTransformer.from_pretrained(teacher).to(device).eval().requires_grad_(False)
     trainer = VideoTrainer(config, data, codec, text_from, folder, device, flow)
     fit(trainer)
-    metrics = export(trainer.run, trainer.average, "transformer", trainer.evaluate(), ("loss", "validation_loss"))
+    metrics = export(trainer.run, trainer.average, "transformer", trainer.evaluate())
     levels = [shift_level(1 - i / _EULER_STEPS, config.shift) for i in range(_EULER_STEPS)]
     defaults = {"levels": levels, "euler": True, "guidance": config.guidance}
     if flow is not None:

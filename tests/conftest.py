@@ -6,7 +6,6 @@ subprocesses that tests start inherit them.
 
 import os
 import socket
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -100,13 +99,6 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
         connect(self, address)
 
     monkeypatch.setattr(socket.socket, "connect", guarded)
-
-
-@pytest.fixture(autouse=True)
-def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training runs of tests plot no curves, a third of their time, except in `tiny_training.check_resumes`."""
-    if (run := sys.modules.get("vargen.training.run")) is not None:
-        monkeypatch.setattr(run.TrainingRun, "plot_metrics", lambda *_: None)
 
 
 @pytest.fixture

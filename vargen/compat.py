@@ -40,19 +40,6 @@ def installed_version(distribution: str) -> str | None:
         return None
 
 
-def validate_matplotlib(purpose: str) -> None:
-    """Check that plots can be made, so that a long run fails at its start and not at its end. Does not import matplotlib.
-
-    Args:
-        purpose: begins the error message, for example "--plot needs".
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ImportError(f"{purpose} matplotlib: pip install matplotlib")
-
-
 def ensure_torchvision() -> bool:
     """Make torchvision importable, and with it the classes of transformers and diffusers that import it.
 

@@ -5,12 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from PIL import Image
 from rejects import rejects
 
 from vargen.cli.compare import select_methods
-from vargen.weight_files import weights_digest
 
 
 @pytest.fixture
@@ -22,18 +20,17 @@ def prompts(run: Any) -> Path:
 def test_reports_every_method_with_images_figures_and_histograms(run: Any, text_model: Path, prompts: Path) -> None:
     words = ("--prompt-file", prompts, "--model", text_model, "--batch-size", 2)
     words += ("--methods", "sjd:window=4,gumbel:window=4,gsd:window=4")
-    result = run("compare", *words, "-o", "out/grid.png", "--json", "out/a.json", "--plot", "out/a.png", "--top-k", 8)
+    result = run("compare", *words, "-o", "out/grid.png", "--json", "out/a.json", "--top-k", 8)
     assert result.exit_code == 0, result.output
-    for part in ("tokens/pass", "efficiency", "gumbel", "relaxation", "grid.png", "milliseconds per pass"):
+    for part in ("tokens/pass", "gumbel", "relaxation", "grid.png"):
         assert part in result.stdout
     document = json.loads(Path("out/a.json").read_text())
     assert document["machine"]["cpu"] and document["batch"] == 2
     assert document["prompts"] == ["a cat", "a dog", "a red apple", "a cat"] and document["seeds"] == [0, 1, 2, 3]
-    assert set(document["cost_curve"]) == {"1", "4"}
     by_name = {method["name"]: method for method in document["methods"]}
     assert list(by_name) == ["ar", "sjd:window=4", "gumbel:window=4", "gsd:window=4"]
     by_name = {name.split(":")[0]: method for name, method in by_name.items()}
-    assert by_name["ar"]["speedup"] == by_name["ar"]["predicted_speedup"] == 1.0
+    assert by_name["ar"]["speedup"] == 1.0
     assert by_name["ar"]["num_identical_images"] == by_name["gumbel"]["num_identical_images"] == 4
     assert by_name["gumbel"]["relaxation_per_image"] == 0
     assert by_name["gsd"]["kind"] == "relaxed" and by_name["gsd"]["relaxation_per_image"] > 0
@@ -41,11 +38,9 @@ def test_reports_every_method_with_images_figures_and_histograms(run: Any, text_
         assert sum(k * n for k, n in enumerate(method["committed_histogram"])) == 4 * 16
         batches = 4 // document["batch"]
         assert sum(method["passes_by_width"].values()) == (method["passes_per_batch"] - 1) * batches  # the prefill feeds none
-        assert method["efficiency"] == pytest.approx(method["speedup"] / method["predicted_speedup"])
         assert 0 < sum(method["share_by_part"].values()) <= 1.001
     with Image.open("out/grid.png") as grid:
         assert grid.width > 3 * 128 and grid.height > 4 * 128
-    assert Path("out/a.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_default_methods_leave_out_what_the_model_cannot_run(run: Any, text_model: Path, prompts: Path) -> None:
@@ -59,56 +54,6 @@ def test_default_methods_leave_out_what_the_model_cannot_run(run: Any, text_mode
     assert asked.exit_code == 2 and "needs a draft model" in asked.stderr
 
 
-@pytest.fixture
-def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vargen.pipelines.llamagen import LlamaGenPipeline
-
-    monkeypatch.setattr(LlamaGenPipeline, "from_pretrained", lambda *_, **__: pytest.fail("weights were read"))
-
-
-COMPARE = [
-    (("--methods", "sdj"), "did you mean 'sjd'"), (("--methods", "gumbel:window=1"), "window must be"),
-    (("--methods", "gumbel:window=17"), "16 tokens"), (("--methods", "gumbel:window=wide"), "unknown window"),
-    (("--methods", "gumbel:window=" + "9" * 23), "window"),
-    (("--batch-size", "0"), "batch"), (("--batch-size", str(10**12)), "batch"), (("--seed", "-1"), "seed"),
-    (("--seed", str(2**63)), "seed"), (("--seed", str(2**63 - 2)), "seed must be at most"), (("--plot", "x.jpg"), "plot"),
-    (("-o", "x.txt"), "output"), (("-o", "same.png", "--plot", "same.png"), "plot 'same.png' is also output 'same.png'"),
-    (("--plot", "comparison.png"), "plot 'comparison.png' is also output 'comparison.png'"), (("--plot", "-"), "plot"),
-    (("--json", ""), "json"), (("--json", "~nosuchuser/a.json"), "json '~nosuchuser/a.json'"),
-    (("--plot", "~nosuchuser/a.png"), "plot '~nosuchuser/a.png'"), (("--top-k", "0"), "top_k"), (("--top-k", "65"), "top_k"),
-    (("--guidance-scale", "-1"), "guidance_scale"), (("--guidance-scale", "1e38"), "guidance_scale"),
-    (("--temperature", "1e400"), "temperature"),
-]  # fmt: skip
-
-
-@pytest.mark.usefixtures("no_weights")
-@pytest.mark.parametrize(
-    ("words", "message"), COMPARE, ids=lambda value: " ".join(value)[:40] if isinstance(value, tuple) else ""
-)
-def test_bad_input_is_named_before_a_weight_is_read(
-    run: Any, text_model: Path, prompts: Path, words: Any, message: str
-) -> None:
-    result = run("compare", "--prompt-file", prompts, "--model", text_model, "--methods", "sjd", *words)
-    assert result.exit_code == 2, result.output
-    last = result.stderr.splitlines()[-1]  # after a warning, where the machine is busy
-    assert last.startswith("error: ") and message in last and len(last) < 300 and "Traceback" not in result.stderr
-    assert [path.name for path in Path().iterdir()] == ["prompts.txt"]
-
-
-def test_a_model_of_classes_is_refused_before_a_weight_is_read(run: Any, class_model: Path, prompts: Path) -> None:
-    result = run("compare", "--prompt-file", prompts, "--model", class_model, "--methods", "sjd")
-    assert result.exit_code == 2 and "model must generate from text" in result.stderr
-
-
-def test_a_digest_tells_weights_apart() -> None:
-    networks = [torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)]
-    networks[1].load_state_dict(networks[0].state_dict())
-    assert weights_digest(networks[0], None) == weights_digest(networks[1], None)
-    with torch.no_grad():
-        networks[1].bias[0] = torch.nextafter(networks[1].bias[0], torch.tensor(9.0))
-    assert weights_digest(networks[0]) != weights_digest(networks[1])
-
-
 def test_methods_may_have_settings_as_in_eval() -> None:
     found = select_methods("scd:window=8,scd,gsd:budget=5,window=24")
     assert list(found) == ["ar", "scd:window=8", "scd", "gsd:budget=5,window=24"]
@@ -117,43 +62,20 @@ def test_methods_may_have_settings_as_in_eval() -> None:
     rejects(lambda: select_methods("gsd:budgets=5"), "gsd")
 
 
-def test_an_output_that_is_an_input_is_refused(run: Any, text_model: Path) -> None:
-    Path("prompts.json").write_text("a cat\n")
-    index = text_model / "model_index.json"
-    before = index.read_text()
-    for place, said in (("prompts.json", "would overwrite prompt_file"), (index, "would overwrite a file of model")):
-        result = run("compare", "--prompt-file", "prompts.json", "--model", text_model, "--json", place)
-        assert result.exit_code == 2 and said in result.stderr, result.output
-    for command in ("step", "baseline"):
-        result = run("bench", command, "--model", text_model, "--json", index)
-        assert result.exit_code == 2 and "would overwrite a file of model" in result.stderr
-    assert Path("prompts.json").read_text() == "a cat\n" and index.read_text() == before
-    assert [path.name for path in Path().iterdir()] == ["prompts.json"]
-
-
 def test_what_cannot_be_written_takes_nothing_with_it(full_disk: Any, text_model: Path, prompts: Path) -> None:
     words = ("--prompt-file", prompts, "--model", text_model, "--methods", "sjd:window=4")
-    words += ("-o", "grid.png", "--plot", "plot.png", "--json", "a.json")
+    words += ("-o", "grid.png", "--json", "a.json")
     result = full_disk(8000)("compare", *words)  # the figures fit, the pictures do not
     assert result.exit_code == 1 and "tokens/pass" in result.stdout and "grid.png" not in result.stdout
     assert [method["name"] for method in json.loads(Path("a.json").read_text())["methods"]] == ["ar", "sjd:window=4"]
     assert [line for line in result.stderr.splitlines() if line.startswith("error")] == [
         "error: output 'grid.png' was not written: File too large",
-        "error: plot 'plot.png' was not written: File too large",
     ]
     assert sorted(path.name for path in Path().iterdir()) == ["a.json", "prompts.txt"]
     Path("a.json").unlink()
     result = full_disk(0)("compare", *words)
-    assert result.exit_code == 1 and "tokens/pass" in result.stdout and result.stderr.count("was not written") == 3
+    assert result.exit_code == 1 and "tokens/pass" in result.stdout and result.stderr.count("was not written") == 2
     assert [path.name for path in Path().iterdir()] == ["prompts.txt"]
-
-
-def test_a_plot_of_steps_that_cannot_be_written_leaves_table_and_json(full_disk: Any, text_model: Path) -> None:
-    words = ("--model", text_model, "--tokens-per-pass", "1", "--batch-size", "1", "--repeats", 1, "--json", "a.json")
-    words += ("--plot", "a.png")
-    result = full_disk(4000)("bench", "step", *words)
-    assert result.exit_code == 1 and "x weights" in result.stdout and json.loads(Path("a.json").read_text())["reports"]
-    assert result.stderr.splitlines()[-1] == "error: plot 'a.png' was not written: File too large"
 
 
 def test_schedules_of_a_next_scale_model(run: Any, scale_model: Path, prompts: Path) -> None:

@@ -62,36 +62,3 @@ def test_several_go_into_a_folder(model: str, tmp_path: Path) -> None:
     found = run(*words, "--num-blocks", "1", "--accelerator", "stride:every=2")
     assert found.exit_code == 0, found.output
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["a-cat-1.webp", "a-dog-2.webp"]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("-o", "cat.png"), "mp4, gif, webp"),
-        (("--accelerator", "sjd"), "next-token"),
-        (("--tau", "nan"), "tau"),
-        (("--tau", "1", "--accelerator", "stride"), "tau must be left out"),
-        (("--num-blocks", "0"), "num_blocks"),
-        (("--top-k", "5"), "top_k"),
-        (("--contact-sheet", "a.png"), "contact_sheet"),
-        (("--image", "nowhere.png"), "image"),
-        (("--image-model", "nobody"), "nobody"),
-        (("--image-model", "emoji-video"), "image_model must generate images"),
-        (("--image-model", "emoji", "--image", "nowhere.png"), "image_model must be left out"),
-        (("--scorer", "nobody"), "unknown scorer"),
-    ],
-)
-def test_what_a_video_cannot_be_is_said(model: str, words: tuple[str, ...], message: str, tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    found = run("a cat", "--model", model, *words)
-    text = " ".join((found.output + str(found.exception or "")).split())
-    assert found.exit_code != 0 and message in text, text
-    assert not list(tmp_path.iterdir())
-
-
-def test_images_take_no_options_of_video(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for words, name in ((("--tau", "1"), "tau"), (("--num-blocks", "2"), "num_blocks")):
-        found = run("a cat", *words)
-        assert found.exit_code != 0 and f"{name} is for video models" in found.output + str(found.exception)
-    assert not list(tmp_path.iterdir())

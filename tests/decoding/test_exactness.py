@@ -12,6 +12,7 @@ import torch
 from combinations import COMBINATIONS, Combination, pairs, valid_combinations
 from initial_drafts import mixture
 from one_step import Coins, random_probs
+from sampled_images import sample_images
 
 from vargen.decoding import (
     PRESETS,
@@ -49,7 +50,6 @@ from vargen.evaluation.exactness import (
     sum_control,
 )
 from vargen.evaluation.known_wrong import CONTROLS
-from vargen.evaluation.sampled_exactness import sample_images
 from vargen.evaluation.table_models import TableModel
 
 METHODS = [preset for preset in PRESETS.values() if preset.paradigm != "video"]

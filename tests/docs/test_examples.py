@@ -40,6 +40,11 @@ def test_a_function_of_ones_own_is_summed(example, capsys: pytest.CaptureFixture
     assert "total variation distance to the target: " in capsys.readouterr().out
 
 
+def test_assisted_generation_samples_the_tokens_of_plain_decoding(example, capsys: pytest.CaptureFixture[str]) -> None:
+    example("assisted_generation.py")
+    assert "the same sampled tokens: True" in capsys.readouterr().out
+
+
 def test_every_example_is_tested(repo_root: Path) -> None:
     tests = Path(__file__).read_text()
     assert all(f'example("{path.name}")' in tests for path in (repo_root / "examples").glob("*.py"))

@@ -17,9 +17,8 @@ from rejects import rejects
 from tiny_models import class_pipeline, class_var_pipeline, text_pipeline
 
 from vargen.cli.console import quiet_libraries
-from vargen.decoding import NeighborhoodRule, resolve_method, speculative_sampling
 from vargen.evaluation.generation import GenerationPlan, ImageGenerator, generate_missing_images, run_locally, select_classes
-from vargen.evaluation.run_directory import ManifestWriter, RunDirectory, read_manifest, to_file_name
+from vargen.evaluation.run_directory import ManifestWriter, RunDirectory, read_manifest
 
 METHODS = ("ar", "gsd:budget=3,window=4")
 
@@ -228,21 +227,14 @@ def test_a_full_disk_is_reported_leaves_nothing_half_written_and_is_resumed(
 # -- other settings ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        ({"seed": 1}, "seed was 0, now 1"),
-        ({"batch": 2}, "batch was 3, now 2"),
-        ({"sampling": {"temperature": 0.5}}, "sampling"),
-        ({"prompts": (1, 2)}, "subjects"),
-        ({"dtype": "bfloat16"}, "dtype"),
-    ],
-)
-def test_a_run_of_other_settings_is_refused_and_stays(change: dict[str, Any], told: str, model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("change", "named"), [
+    ({"seed": 1}, "seed"), ({"batch": 2}, "batch"), ({"sampling": {"temperature": 0.5}}, "sampling"),
+    ({"prompts": (1, 2)}, "subjects"), ({"dtype": "bfloat16"}, "dtype"),
+])  # fmt: skip
+def test_a_run_of_other_settings_is_refused_and_stays(change: dict[str, Any], named: str, model: Path, tmp_path: Path) -> None:
     generate_missing_images(make_plan(model, tmp_path / "run", num=3))
     held = (tmp_path / "run/run.json").read_bytes()
-    with pytest.raises(ValueError, match=f"run of other settings: .*{told}"):
-        generate_missing_images(make_plan(model, tmp_path / "run", **change))
+    rejects(lambda: generate_missing_images(make_plan(model, tmp_path / "run", **change)), named, ValueError)
     assert (tmp_path / "run/run.json").read_bytes() == held
 
 
@@ -268,48 +260,14 @@ def test_a_folder_with_other_contents_and_a_damaged_run_are_refused(model: Path,
         rejects(lambda: generate_missing_images(make_plan(model, tmp_path / "run")), "run")
 
 
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        ({"methods": ("ar", "ar")}, "each once"),
-        ({"methods": ()}, "at least one"),
-        ({"methods": ("arr",)}, "unknown accelerator"),
-        ({"methods": ("gsd:bugdet=3",)}, "no setting 'bugdet'; did you mean 'budget'"),
-        ({"methods": ("gsd:budget=-3",)}, "budget"),
-        ({"methods": ("ar:window=3",)}, "has no setting 'window'"),
-        ({"methods": ("speculative",)}, "draft_transformer"),
-        ({"prompts": ("a red apple",)}, "prompts are given"),
-        ({"sampling": {"top_k": 65}}, "top_k"),
-        ({"batch": 0}, "batch must be"),
-        ({"methods": ("gsd:budget=3", "gsd:budget=-3")}, "budget"),
-    ],
-)
-def test_what_cannot_be_generated_is_reported_first(change: dict[str, Any], told: str, model: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=told):
-        generate_missing_images(make_plan(model, tmp_path / "run", **change))
+@pytest.mark.parametrize(("change", "named"), [
+    ({"methods": ("ar", "ar")}, "methods"), ({"methods": ()}, "methods"), ({"methods": ("gsd:bugdet=3",)}, "bugdet"),
+    ({"methods": ("speculative",)}, "draft_transformer"), ({"prompts": ("a red apple",)}, "prompts"),
+    ({"sampling": {"top_k": 65}}, "top_k"), ({"batch": 0}, "batch"), ({"methods": ("gsd:budget=3", "gsd:budget=-3")}, "budget"),
+])  # fmt: skip
+def test_what_cannot_be_generated_is_reported_first(change: dict[str, Any], named: str, model: Path, tmp_path: Path) -> None:
+    rejects(lambda: generate_missing_images(make_plan(model, tmp_path / "run", **change)), named, ValueError)
     assert not (tmp_path / "run").exists()
-
-
-def test_method_settings_reach_the_parts() -> None:
-    made = resolve_method("gsd:budget=3,window=4,coupling=independent", "next-token")
-    assert (made.acceptance.budget, made.drafter.window, made.drafter.coupling) == (3, 4, "independent")
-    assert resolve_method("gsd:budget=none", "next-token").acceptance.budget is None
-    made = resolve_method("scd:acceptance=neighborhood,ratio=none,delta=0.1,budget=2,window=4", "next-token")
-    assert (made.acceptance, made.drafter.window) == (NeighborhoodRule(ratio=None, delta=0.1, budget=2), 4)
-    assert resolve_method("gsd:acceptance=speculative-sampling", "next-token").acceptance == speculative_sampling
-    assert resolve_method("layer-skip:skip=2+4", "next-token").drafter.skip == (2, 4)
-    with pytest.raises(ValueError, match="unknown acceptance 'typcal'; did you mean 'typical'"):
-        resolve_method("scd:acceptance=typcal", "next-token")
-    assert resolve_method("code", "next-scale").name == "code"
-    assert to_file_name("gsd:budget=3,window=4") == "gsd-budget-3-window-4"
-
-
-def test_settings_of_a_schedule_are_of_its_stages() -> None:
-    made = resolve_method("code:until.1=-3", "next-scale")
-    assert [(stage.until, stage.model) for stage in made.stages] == [(-3, "target"), (None, "draft")]
-    with pytest.raises(ValueError, match=r"until\.[12]"):
-        resolve_method("code:until=3", "next-scale")
-    rejects(lambda: resolve_method("code:temperature.1=-1", "next-scale"), "temperature")
 
 
 def test_schedules_are_generated_of_a_next_scale_model(tmp_path: Path) -> None:

@@ -10,8 +10,13 @@ import torch
 from rejects import rejects
 from tiny_models import text_var_pipeline, tiny_multi_scale_vq, tiny_var
 
-from vargen.evaluation.decoders import find_pass_scales
-from vargen.evaluation.networks import BenchmarkModel, official_sizes, open_benchmark_model, validate_benchmark_model
+from vargen.evaluation.networks import (
+    BenchmarkModel,
+    find_pass_scales,
+    official_sizes,
+    open_benchmark_model,
+    validate_benchmark_model,
+)
 from vargen.pipelines.var import VAR, VARPipeline
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -24,7 +23,7 @@ from vargen.compat import installed_version
 from vargen.evaluation.generation import GenerationPlan, generate_missing_images, run_locally
 from vargen.evaluation.image_files import ImageFile, list_images
 from vargen.evaluation.measurement import MetricModels, measure_images
-from vargen.evaluation.ray_backend import Actor, ray_backend
+from vargen.evaluation.ray_backend import ray_backend
 from vargen.evaluation.run_directory import read_manifest
 
 psutil = pytest.importorskip("psutil")
@@ -36,7 +35,7 @@ from contextlib import suppress
 from pathlib import Path
 
 class Worker:
-    "Records its process, which kills itself at the first unit of all; the last unit never ends."
+    "Records its process, which kills itself at the first unit of all."
     def __init__(self, argument):
         self.argument, self.record = argument, Path(os.environ["ACTORS"])
     def __call__(self, unit):
@@ -45,8 +44,6 @@ class Worker:
         with suppress(FileExistsError):
             self.record.with_suffix(".killed").touch(exist_ok=False)
             os.kill(os.getpid(), signal.SIGKILL)
-        if unit is None:
-            signal.pause()
         return self.argument, unit
 
 def level(images, prompts):
@@ -100,8 +97,8 @@ def runs(process: Any) -> bool:
 
 
 def outliving(processes: list[Any]) -> list[Any]:
-    """Those that still run after a minute, which are killed."""
-    deadline = time.monotonic() + 60
+    """Those that still run after three minutes, which are killed: agents of Ray whose cluster is gone wait for a while."""
+    deadline = time.monotonic() + 180
     while any(map(runs, processes)) and time.monotonic() < deadline:
         time.sleep(0.1)
     alive = [process for process in processes if runs(process)]
@@ -116,38 +113,25 @@ def test_two_actors_measure_what_one_process_does(cluster: Path, tmp_path: Path)
     files = list_images(tmp_path, ["a"] * 4) * 40
     files = [ImageFile(i, p.file, p.text, p.sha256) for i, p in enumerate(files)]
     models = MetricModels(("ray_parts:level",), "ray_parts:net", threads=1)
-    loaded = "ray" in sys.modules
     backends = run_locally, ray_backend(2, "cpu", 1)
     here, there = (measure_images({"g": files}, models, None, backend)["g"] for backend in backends)
     assert here.columns.keys() == there.columns.keys() == {"ray_parts:level", "extractor"}
     for name, columns in here.columns.items():
         assert all(torch.equal(there.columns[name][key], value) for key, value in columns.items())
     rays = [process for process in psutil.process_iter(["cmdline"]) if os.environ["RAY_TMPDIR"] in str(process.info["cmdline"])]
-    assert not outliving(rays) and ("ray" in sys.modules) == loaded, "Ray's processes remain, or Ray is in this one"
+    assert not outliving(rays), "Ray's processes remain"
 
 
-def test_errors_of_actors_and_of_rays_process_keep_their_type(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (packed,) = Actor(pickle.dumps((int, "7")))({"unit": [pickle.dumps(None)]})["result"]  # an int cannot be called
-    failed, error = pickle.loads(packed)
-    assert failed and type(error) is TypeError
-    monkeypatch.setenv("RAY_ADDRESS", "no address")
-    with pytest.raises(ValueError, match="no address"):
+def test_errors_of_actors_keep_their_type(cluster: Path) -> None:
+    with pytest.raises(TypeError, match="not callable"):
         list(ray_backend(2, "cpu", 1)(int, "7", [None]))
 
 
-def test_a_killed_actor_is_replaced_and_the_end_of_rays_process_leaves_none(cluster: Path) -> None:
-    """The only actor is killed at its first unit; Ray's process, after results of all units but the last two."""
-    units = [*range(6), None]
-    results = ray_backend(1, "cpu", 1)(import_module("ray_parts").Worker, "given", units)
-    found = [next(results) for _ in units[2:]]  # Ray keeps one result back until the next
-    assert len(set(found)) == 5 and set(found) < {("given", unit) for unit in range(6)}, "in any order, each once"
+def test_a_killed_actor_is_replaced(cluster: Path) -> None:
+    """The only actor is killed at its first unit."""
+    found = list(ray_backend(1, "cpu", 1)(import_module("ray_parts").Worker, "given", list(range(6))))
+    assert sorted(found) == [("given", unit) for unit in range(6)], "in any order, each once"
     assert len(set((cluster / "actors.txt").read_text().split())) == 2, "no actor was killed and replaced"
-    (driver,) = (p for p in psutil.Process().children() if "ray_backend" in " ".join(p.cmdline()))
-    of_it = driver.children(recursive=True)
-    driver.kill()
-    with pytest.raises(RuntimeError, match="-9"):
-        list(results)
-    assert of_it and not outliving(of_it), "Ray's processes outlive the one that started them"
 
 
 def test_a_killed_command_leaves_no_process_and_is_resumed(model: Path, cluster: Path, tmp_path: Path) -> None:

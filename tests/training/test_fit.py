@@ -61,7 +61,7 @@ class ToyTrainer(Trainer):
 def train(folder: Path, killed_at: int | None = None, config: ToyConfig | None = None) -> tuple[dict, bytes, list]:
     trainer = ToyTrainer(folder, config or ToyConfig(), killed_at)
     fit(trainer)
-    metrics = export(trainer.run, trainer.model, "network", trainer.evaluate(), ("loss",))
+    metrics = export(trainer.run, trainer.model, "network", trainer.evaluate())
     log = [{**line, "seconds": 0} for line in trainer.run.read_log()]
     return metrics, (folder / "network" / "weights.pt").read_bytes(), log
 

@@ -1,10 +1,8 @@
-"""`vargen bench`: the cost of passes and of the sequential baseline on this machine."""
+"""`vargen bench`: the cost of passes on this machine."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,18 +15,16 @@ from vargen.cli.options import (
     DtypeName,
     Json,
     QuantizationName,
-    Threads,
     TorchThreads,
     parse_int_list,
     require_device,
     select_dtype,
-    validate_range,
 )
 from vargen.cli.results import ResultWriter
-from vargen.device import set_threads, validate_compile
+from vargen.device import set_threads
 
 if TYPE_CHECKING:
-    from vargen.evaluation.speed import BaselineReport, StepReport
+    from vargen.evaluation.speed import StepReport
 
 
 app = typer.Typer(help="Measure speed on this machine.", no_args_is_help=True)
@@ -41,8 +37,12 @@ Models = Annotated[
     ),
 ]
 BatchSizes = Annotated[str, typer.Option(metavar="N,...", help="Images generated at once.")]
-Repeats = Annotated[int, typer.Option(metavar="N", help="Measurements of each case; more give steadier results.")]
-Compile = Annotated[bool, typer.Option("--compile", help="Compile the passes first (GPU only); not included in the times.")]
+Repeats = Annotated[int, typer.Option(min=1, metavar="N", help="Measurements of each case; more give steadier results.")]
+
+
+@app.callback()
+def bench() -> None:
+    """Measure speed on this machine."""
 
 
 @app.command()
@@ -57,17 +57,14 @@ def step(
     quantization: QuantizationName = None,
     repeats: Repeats = 7,
     as_json: Json = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Write a chart of the curves.")] = None,
 ) -> None:
     """Measure the cost of a pass by its number of tokens.
 
-    Costs are relative to a pass of one token, and to reading the weights once in their format. On a CPU, the time is divided
-    into products of weights, attention and other steps, and the time that a step takes beside its pass is reported.
+    Costs are relative to a pass of one token, and to reading the weights once in their format.
     """
     widths = parse_int_list(tokens_per_pass, "tokens_per_pass")
     batches = parse_int_list(batch_size, "batch_size", _MAX_BATCH)
-    validate_range(repeats, "repeats", 1)
-    results = ResultWriter(as_json, plot)
+    results = ResultWriter(as_json)
     from vargen.evaluation.networks import official_sizes
 
     names = model or ["emoji", next(iter(official_sizes()))]
@@ -75,7 +72,6 @@ def step(
     place, kind, machine = setup_device(device, dtype, threads, names, quantization)
 
     from vargen.device import summarize_machine
-    from vargen.evaluation.plots import plot_pass_cost
     from vargen.evaluation.speed import measure_steps
 
     reports = []
@@ -84,45 +80,7 @@ def step(
             reports.append(measure_steps(network, widths, batches, guidance=guidance, rounds=repeats, progress=show))
     document = {"machine": machine, "reports": [report.to_dict() for report in reports]}
     text = "\n\n".join([summarize_machine(machine, place, kind), *map(_step_table, reports)])
-    results.write(text, document, plot=lambda file: plot_pass_cost(reports, file))
-
-
-@app.command()
-def baseline(
-    model: Models = None,
-    batch_size: BatchSizes = "1,8",
-    dtype: DtypeName = Dtype.auto,
-    device: DeviceName = Device.auto,
-    threads: Threads = None,
-    seconds: Annotated[float, typer.Option(metavar="X", help="Measure each batch size for at least this many seconds.")] = 10.0,
-    compile: Compile = False,
-    quantization: QuantizationName = None,
-    as_json: Json = None,
-) -> None:
-    """Measure sequential decoding: one token per pass.
-
-    With the model's default guidance and sampling.
-    """
-    batches = parse_int_list(batch_size, "batch_size", _MAX_BATCH)
-    if not 0 <= seconds < math.inf:
-        raise ValueError(f"seconds must be a finite number of at least 0, got {seconds}")
-    results, names = ResultWriter(as_json), model or ["emoji"]
-    results.check(names)
-    place, kind, machine = setup_device(device, dtype, threads, names, quantization)
-    validate_compile(compile, place)
-
-    from vargen.device import summarize_machine
-    from vargen.evaluation.speed import measure_baseline
-
-    reports = []
-    for name, network in _open_networks(names, place, kind, quantization=quantization):
-        with progress_bar(name) as show:
-            for done, count in enumerate(batches):
-                show(done, len(batches))
-                reports.append(measure_baseline(network, count, seconds=seconds, compile=compile))
-    document = {"machine": machine, "compiled": compile, "reports": [report.to_dict() for report in reports]}
-    about = summarize_machine(machine, place, kind) + (", compiled" if compile else "")
-    results.write(f"{about}\n\n{_baseline_table(reports)}", document)
+    results.write(text, document)
 
 
 def setup_device(
@@ -161,8 +119,6 @@ def _open_networks(names: Sequence[str], place: Any, kind: Any, quantization: st
 
 
 def _step_table(report: StepReport) -> str:
-    from vargen.evaluation.pass_parts import PARTS
-
     rows = [
         [
             str(result.batch),
@@ -171,36 +127,14 @@ def _step_table(report: StepReport) -> str:
             f"{result.quartiles[0]:.2f}-{result.quartiles[1]:.2f}",
             "" if result.over_one is None else f"{result.over_one:.2f}",
             f"{result.over_read:.2f}",
-            *(f"{result.parts[part]:.2f}" for part in PARTS if part in result.parts),
         ]
         for result in report.results
     ]
-    parts = [part for part in PARTS if part in report.results[0].parts]
-    head = ["batch", "tokens", "ms", "quartiles", "x 1 token", "x weights", *parts]
+    head = ["batch", "tokens", "ms", "quartiles", "x 1 token", "x weights"]
     cfg = ", two CFG rows per image" if report.guidance else ""
-    sizes = ", ".join(f"{value:.2f} ms for batch size {batch}" for batch, value in report.beside_milliseconds.items())
-    beside = f"beside a pass of sequential decoding: {sizes}\n" if sizes else ""
     parameters = f"{report.parameters / 1e6:.1f} M parameters"
     return (
         f"{report.model}, {report.dtype}: {parameters}, {report.cached_tokens} cached tokens{cfg}\n"
         f"reading {report.weight_bytes / 1e6:.1f} MB of weights once: {report.read_milliseconds:.2f} ms, "
-        f"{report.gigabytes_per_second:.1f} GB/s\n{beside}" + table(head, rows, ">>>>>>" + ">" * len(parts))
+        f"{report.gigabytes_per_second:.1f} GB/s\n" + table(head, rows, ">>>>>>")
     )
-
-
-def _baseline_table(reports: list[BaselineReport]) -> str:
-    parts = list(dict.fromkeys(part for report in reports for part in report.share_by_part))
-    rows = [
-        [
-            report.model,
-            str(report.batch),
-            f"{report.guidance_scale:g}",
-            f"{report.tokens_per_second:.1f}",
-            f"{report.tokens_per_second_per_image:.1f}",
-            f"{report.milliseconds_per_pass:.2f}",
-            *(f"{100 * report.share_by_part.get(part, 0.0):.0f} %" for part in parts),
-        ]
-        for report in reports
-    ]
-    head = ["model", "batch", "guidance", "tokens/s", "per image", "ms per pass", *parts]
-    return table(head, rows, "<>>>>>" + ">" * len(parts))

@@ -28,7 +28,7 @@ from vargen.cli.options import (
     explicit_options,
     makes_video,
     reject_options,
-    validate_range,
+    validate_seeds,
 )
 from vargen.cli.outputs import resolve_outputs
 from vargen.cli.results import ResultWriter, save_image
@@ -54,14 +54,15 @@ def compare(
         str, typer.Option("-o", "--output", metavar="FILE.png", help="The images, one row per method.")
     ] = "comparison.png",
     as_json: Json = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Write a chart of the speedups.")] = None,
     model: ModelName = "emoji",
     seed: Seed = 0,
     guidance_scale: Guidance = None,
     temperature: Temperature = None,
     top_k: TopK = None,
     top_p: TopP = None,
-    num_blocks: Annotated[int | None, typer.Option(metavar="N", help="Video: number of blocks. Default: the model's.")] = None,
+    num_blocks: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Video: number of blocks. Default: the model's.")
+    ] = None,
     tau: Annotated[float | None, typer.Option(metavar="X", help="Video: score that a drafted block needs.")] = None,
     scorer: Annotated[
         str | None, typer.Option(metavar="NAME", help="Video: scores drafted blocks. Default: emoji-scorer.")
@@ -74,11 +75,10 @@ def compare(
     """Compare the speed and the images of several methods.
 
     Reports time, passes and excess acceptance, all measured in one run. Speedup is the baseline's seconds
-    divided by the method's; `predicted` is the speedup if a step cost only its passes, without those of a drafter, and
-    efficiency is the first divided by the second.
+    divided by the method's.
     """
     file = resolve_outputs(output, ["comparison"])[0]
-    results = ResultWriter(as_json, plot)
+    results = ResultWriter(as_json)
     results.check([model], {"output": [file]}, {"prompt_file": [expand_user(prompt_file, "prompt_file")]})
     prompts = read_prompts(prompt_file)
     sampling = explicit_options(guidance_scale=guidance_scale, temperature=temperature, top_k=top_k, top_p=top_p)
@@ -86,7 +86,7 @@ def compare(
     if makes_video(model):
         more = {"batch_size": None if batch_size == 1 else batch_size, **sampling}
         reject_options("is for image models, and this model generates video", **more)
-        validate_range(seed, "seed", 0, 2**63 - 1 - len(prompts))
+        validate_seeds(seed, len(prompts))
         set_threads(threads)
         names = None if methods is None else [methods]
         options = VideoComparisonOptions(
@@ -101,7 +101,6 @@ def compare(
     from vargen.device import summarize_machine
     from vargen.evaluation.compare import compare_methods
     from vargen.evaluation.contact_sheets import method_grid
-    from vargen.evaluation.plots import plot_speedups
     from vargen.pipelines import validation
     from vargen.pipelines.registry import open_pipeline
 
@@ -125,7 +124,7 @@ def compare(
     text = summarize_machine(machine, place, kind) + "\n\n" + comparison_table(comparison) + "\n"
     document = {"machine": machine, "dtype": str(kind).removeprefix("torch."), **comparison.to_dict()}
     images = (f"output {str(file.path)!r}", save_images)
-    results.write(text, document, [images], lambda path: plot_speedups(comparison, path))
+    results.write(text, document, [images])
 
 
 def select_methods(methods: str | None, model: str = "emoji") -> dict[str, Method]:
@@ -133,9 +132,6 @@ def select_methods(methods: str | None, model: str = "emoji") -> dict[str, Metho
 
     The default is every method of the model's family except the one that selects among others. Names may carry settings, as in
     `vargen eval`: see `resolve_method`.
-
-    Raises:
-        ValueError: for an unknown preset or setting.
     """
     from vargen.decoding import DEFAULT_METHOD, list_methods, resolve_method
     from vargen.pipelines.registry import inspect_model, pipeline_class
@@ -154,9 +150,6 @@ def validate_request(model: str, methods: dict[str, Method], sampling: dict[str,
 
     Args:
         leave_out: remove unsupported methods from `methods` with a message, instead of raising.
-
-    Raises:
-        ValueError: with the reason, if something is unsupported.
     """
     from vargen.pipelines import validation
     from vargen.pipelines.registry import inspect_model, pipeline_class
@@ -186,8 +179,6 @@ def comparison_table(comparison: Comparison) -> str:
             f"{method.seconds_quartiles[0]:.2f}-{method.seconds_quartiles[1]:.2f}",
             f"{method.speedup:.2f}",
             f"{method.tokens_per_pass:.2f}",
-            f"{method.predicted_speedup:.2f}",
-            f"{method.efficiency:.2f}",
             f"{100 * method.share_by_part.get('draft', 0.0):.0f} %",
             f"{100 * sum(method.share_by_part.get(part, 0.0) for part in ('accept', 'commit')):.0f} %",
             f"{method.relaxation_per_image:.2f}",
@@ -195,11 +186,7 @@ def comparison_table(comparison: Comparison) -> str:
         ]
         for method in comparison.methods
     ]
-    head = ["method", "kind", "s/image", "quartiles", "speedup", "tokens/pass", "predicted", "efficiency", "drafting", "rest"]
+    head = ["method", "kind", "s/image", "quartiles", "speedup", "tokens/pass", "drafting", "rest"]
     head += ["relaxation", f"same as {comparison.baseline}"]
-    curve = ", ".join(f"{width}: {1e3 * seconds:.2f}" for width, seconds in comparison.cost_curve.items())
     sampling = ", ".join(f"{key} {value:g}" for key, value in comparison.sampling.items() if value is not None)
-    return (
-        f"{len(comparison.prompts)} images, batch size {comparison.batch}, {sampling}\n"
-        f"milliseconds per pass, by its number of tokens: {curve}\n\n" + table(head, rows, "<<>>>>>>>>>>")
-    )
+    return f"{len(comparison.prompts)} images, batch size {comparison.batch}, {sampling}\n\n" + table(head, rows, "<<>>>>>>>>")

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from vargen.cli.bench import setup_device
 from vargen.cli.console import print_status, progress_bar, table
-from vargen.cli.inputs import MAX_IMAGES, packaged_prompts, read_prompts
-from vargen.cli.options import Device, Dtype, validate_range
+from vargen.cli.inputs import packaged_prompts, read_prompts
+from vargen.cli.options import Device, Dtype
 from vargen.cli.outputs import OutputFile, validate_writable
 from vargen.cli.results import ResultWriter, Write, save_image, write_json
 from vargen.files import atomic_file
@@ -40,11 +40,7 @@ class VideoComparisonOptions:
 
 
 def select_video_methods(options: VideoComparisonOptions) -> dict[str, Any]:
-    """Return the methods by name, the baseline first; by default all that the model supports, and its drafts alone.
-
-    Raises:
-        ValueError: for a method that is unknown or that the model does not support.
-    """
+    """Return the methods by name, the baseline first; by default all that the model supports, and its drafts alone."""
     from vargen.decoding import list_methods, resolve_method
     from vargen.evaluation.video import DRAFTS
     from vargen.pipelines.registry import inspect_model, pipeline_class
@@ -69,18 +65,13 @@ def select_video_methods(options: VideoComparisonOptions) -> dict[str, Any]:
 
 
 def run_video_comparison(options: VideoComparisonOptions, prompts: list[str]) -> VideoComparison:
-    """Generate the videos and compare the methods.
-
-    Raises:
-        ValueError: for unknown methods, scorers or extractors, before any weight of the model is read.
-    """
+    """Generate the videos and compare the methods."""
     from vargen.evaluation.features import load_extractor
     from vargen.evaluation.video import compare_video_methods
     from vargen.pipelines.registry import open_pipeline
     from vargen.scoring.registry import open_scorer
     from vargen.specs import split_specs
 
-    validate_range(options.num_blocks, "num_blocks", 1)
     methods = select_video_methods(options)
     place, kind, _ = setup_device(options.device, options.dtype, None, [options.model], options.quantization)
     scorers = [name for name in split_specs(options.scorers or []) if name != "none"]
@@ -103,15 +94,8 @@ def compare_and_write(
     options: VideoComparisonOptions, prompts: list[str], strips_file: OutputFile, results: ResultWriter
 ) -> VideoComparison:
     """Compare the methods, and write the table, the frame strips and the other requested outputs."""
-    from vargen.evaluation.plots import plot_video_tradeoff
-
     found = run_video_comparison(options, prompts)
-    results.write(
-        comparison_text(found),
-        found.to_dict(),
-        [_strips(found, strips_file, results)],
-        lambda path: plot_video_tradeoff(found, path),
-    )
+    results.write(comparison_text(found), found.to_dict(), [_strips(found, strips_file, results)])
     return found
 
 
@@ -128,7 +112,6 @@ def evaluate_videos(
     from vargen.evaluation.report import video_to_markdown
 
     validate_writable(folder, "output")
-    validate_range(num_videos, "num_images", 1, MAX_IMAGES)
     set_threads(threads)
     prompts = read_prompts(prompt_file or packaged_prompts())
     found = run_video_comparison(options, [prompts[k % len(prompts)] for k in range(num_videos or len(prompts))])

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import io
 import json
 import logging
 import os
@@ -68,22 +67,6 @@ def _terminate(*_: Any) -> None:
     raise TerminatedError
 
 
-class StandardOutput(io.TextIOWrapper):
-    """The stream that `print` writes to; its errors are `OutputError`, to distinguish them from those of other files."""
-
-    def write(self, text: str) -> int:
-        try:
-            return super().write(text)
-        except BrokenPipeError:
-            raise
-        except OSError as error:
-            raise OutputError(error.errno, error.strerror) from error
-
-
-class OutputError(OSError):
-    """Standard output cannot be written: the disk is full, or the stream was closed."""
-
-
 def is_bad_input(error: Exception) -> bool:
     """Whether an error means that an argument is wrong: one of our checks raised it, or a path cannot be used."""
     if isinstance(error, _WRONG_PATH):
@@ -100,8 +83,6 @@ def describe_error(error: Exception) -> str:
     """Format an error as one printable line; failures include the type and how to get the traceback."""
     text = " ".join(str(error).split())
     text = "".join(c if c.isprintable() else "?" for c in text)
-    if isinstance(error, OutputError):
-        return f"standard output was not written: {error.strerror}"
     if is_bad_input(error) or (type(error) is ImportError and error.name is None):  # raised by us: a package is missing
         return text
     hint = "" if os.environ.get("VARGEN_DEBUG", "") not in ("", "0") else " (VARGEN_DEBUG=1 shows the traceback)"
@@ -116,30 +97,6 @@ def print_status(line: str) -> None:
 def printable(text: str) -> str:
     """Escape the control characters in a text, except line breaks."""
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape", "replace").decode() for c in text)
-
-
-class FileNames:
-    """Prints file names as the files are written. If standard output fails, that is reported once and the work continues.
-
-    Attributes:
-        failed: whether a name could not be printed for a reason other than a closed pipe, which is not an error.
-    """
-
-    def __init__(self, silent: bool = False):
-        self.silent, self.failed = silent, False
-
-    def add(self, path: Any) -> None:
-        if self.silent:
-            return
-        try:
-            print(printable(str(path)) if sys.stdout.isatty() else path, flush=True)
-        except OSError as error:
-            self.silent, closed = True, isinstance(error, BrokenPipeError)
-            self.failed = not closed
-            reason = "the reader of standard output has closed it" if closed else error.strerror or str(error)
-            print_status(f"file names are no longer printed ({reason}); the files are still written")
-            with contextlib.suppress(OSError, ValueError):  # no file, or the buffered text fails again at exit
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def print_json(document: Any) -> None:
@@ -200,11 +157,7 @@ class _Lines(logging.Formatter):
 
 
 def verbosity() -> str:
-    """Return `VARGEN_VERBOSITY`, or `warning` by default.
-
-    Raises:
-        ValueError: for an unknown level.
-    """
+    """Return `VARGEN_VERBOSITY`, or `warning` by default."""
     level = os.environ.get("VARGEN_VERBOSITY", "").strip().lower() or "warning"
     if level not in LEVELS:
         raise ValueError(f"VARGEN_VERBOSITY must be one of {', '.join(LEVELS)}, got {level!r}")

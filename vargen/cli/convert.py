@@ -16,7 +16,6 @@ import typer
 from typer.core import TyperGroup
 
 from vargen.cli.console import quiet_libraries
-from vargen.cli.options import validate_range
 from vargen.files import expand_user
 
 _FOLDERS = ("output", "text_encoder", "tokenizer", "wan")  # arguments that take a folder
@@ -85,8 +84,6 @@ def converter_command(name: str, convert: Callable[..., Path]) -> Any:
         for key, value in given.items():
             if isinstance(value, Path | list):
                 given[key] = expand_user(value, key) if isinstance(value, Path) else [expand_user(each, key) for each in value]
-            elif isinstance(value, int) and not isinstance(value, bool):
-                validate_range(value, key, 1)
         print(convert(**given, dtype=None if dtype is StoredDtype.file else getattr(torch, dtype.value)))
 
     run.__signature__, run.__annotations__ = signature(run).replace(parameters=parameters), annotations  # type: ignore[attr-defined]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -33,86 +32,16 @@ from vargen.cli.options import (
     reject_options,
     require_device,
     select_backend,
-    validate_range,
 )
 from vargen.cli.outputs import validate_run_outputs, validate_writable
 from vargen.cli.results import ResultWriter
-from vargen.cli.score import Extractor, MetricOptions, Reference, Resize, Scorers, load_reference_or_default, score_run
+from vargen.cli.score import Extractor, Reference, Resize, Scorers, load_metrics, load_reference_or_default, score_run
 from vargen.files import expand_user
 from vargen.values import short_repr
 
 if TYPE_CHECKING:
     from vargen.evaluation.generation import Backend as RunBackend
     from vargen.evaluation.generation import GenerationPlan
-
-
-@dataclass(frozen=True)
-class EvaluateOptions:
-    """What determines the images of an evaluation; see `vargen eval --help`."""
-
-    output: Path
-    model: str
-    methods: list[str] | None
-    num_images: int | None
-    prompt_file: Path | None
-    classes: str | None
-    batch_size: int
-    unit_size: int | None
-    seed: int
-    sampling: dict[str, Any]
-    dtype: Dtype
-    quantization: str | None
-    device: str
-    threads: int | None
-
-    def plan(self) -> GenerationPlan:
-        """Check everything that determines the images, without reading any weights.
-
-        Raises:
-            ValueError: for a value that is not allowed, or options that the model does not support.
-        """
-        validate_range(self.num_images, "num_images", 1, MAX_IMAGES)
-        validate_range(self.threads, "threads", 1)
-        validate_writable(self.output, "output")
-
-        from vargen.evaluation.generation import GenerationPlan
-        from vargen.pipelines.registry import inspect_model, pipeline_class
-        from vargen.specs import split_specs
-
-        prompts = self._select_prompts()
-        return GenerationPlan(
-            model=self.model,
-            output=str(self.output),
-            methods=tuple(split_specs(self.methods or [pipeline_class(inspect_model(self.model).pipeline).baseline])),
-            prompts=tuple(prompts),
-            num=self.num_images or len(prompts),
-            seed=self.seed,
-            batch=self.batch_size,
-            sampling=self.sampling,
-            dtype=None if self.dtype is Dtype.auto else self.dtype.value,
-            quantization=self.quantization,
-            device=self.device,
-            threads=self.threads,
-            unit=self.unit_size,
-        )
-
-    def _select_prompts(self) -> list[Any]:
-        """Return the prompts or the classes to generate in turn."""
-        from vargen.evaluation.generation import select_classes
-        from vargen.pipelines.registry import inspect_model
-        from vargen.pipelines.validation import validate_prompts
-
-        model = inspect_model(self.model)
-        if self.prompt_file is not None and self.classes is not None:
-            raise ValueError("give --prompt-file or --classes, not both")
-        if model.condition == "class":
-            if self.prompt_file is not None:
-                raise ValueError("this model generates classes: give --classes instead of --prompt-file")
-            seed, count = self.seed, self.num_images or 0
-            return list(select_classes(self.classes or "each", model.num_classes, model.id2label, seed, count))
-        if self.classes is not None:
-            raise ValueError("this model generates from text: give --prompt-file instead of --classes")
-        return validate_prompts(read_prompts(self.prompt_file or packaged_prompts()), "prompts")
 
 
 def evaluate(
@@ -125,7 +54,8 @@ def evaluate(
         typer.Option(metavar="METHOD,...", help="Also with settings: gsd:budget=5. Default: the baseline alone."),
     ] = None,
     num_images: Annotated[
-        int | None, typer.Option(metavar="N", help="Images per method. Default: one per prompt or class.")
+        int | None,
+        typer.Option(min=1, max=MAX_IMAGES, metavar="N", help="Images per method. Default: one per prompt or class."),
     ] = None,
     prompt_file: Annotated[
         Path | None,
@@ -139,7 +69,7 @@ def evaluate(
             metavar="each|random|N,...", help="All classes in turn (default), uniformly random, or numbers and names."
         ),
     ] = None,
-    batch_size: Annotated[int, typer.Option(metavar="N", help="Images generated at once.")] = 8,
+    batch_size: Annotated[int, typer.Option(min=1, metavar="N", help="Images generated at once.")] = 8,
     unit_size: Annotated[
         int | None,
         typer.Option(
@@ -173,7 +103,7 @@ def evaluate(
     """Generate images with several methods, and score them.
 
     Reports what each method saves in time, and what it costs in quality. Writes metrics.json, metrics.csv, report.md,
-    quality_vs_speed.png and contact_sheets/ to DIR. Run the same command again to resume an interrupted run. Image k has
+    quality_vs_speed.png and methods.png to DIR. Run the same command again to resume an interrupted run. Image k has
     the seed --seed + k, regardless of batch size, shard and backend.
     """
     sampling = explicit_options(guidance_scale=guidance_scale, temperature=temperature, top_k=top_k, top_p=top_p)
@@ -210,30 +140,35 @@ def evaluate(
         return
     quiet_libraries()
     place = require_device(device)
-    options = EvaluateOptions(
-        folder,
-        model,
-        methods,
-        num_images,
-        prompt_file,
-        classes,
-        batch_size,
-        unit_size,
-        seed,
-        sampling,
-        dtype,
-        quantization,
-        str(place),
-        threads,
+    validate_writable(folder, "output")
+
+    from vargen.evaluation.generation import GenerationPlan
+    from vargen.pipelines.registry import inspect_model, pipeline_class
+    from vargen.specs import split_specs
+
+    prompts = select_prompts(model, prompt_file, classes, seed, num_images or 0)
+    plan = GenerationPlan(
+        model=model,
+        output=str(folder),
+        methods=tuple(split_specs(methods or [pipeline_class(inspect_model(model).pipeline).baseline])),
+        prompts=tuple(prompts),
+        num=num_images or len(prompts),
+        seed=seed,
+        batch=batch_size,
+        sampling=sampling,
+        dtype=None if dtype is Dtype.auto else dtype.value,
+        quantization=quantization,
+        device=str(place),
+        threads=threads,
+        unit=unit_size,
     )
-    plan = options.plan()
     run_on = select_backend(backend, num_workers, place, threads)
     if generate_only:
         count = _generate(plan, part, run_on)
         print_status(f"{count} images generated; score them with: vargen score {output}")
         return
     plan.validate()
-    metrics = MetricOptions(scorers, extractor, resize, False, str(place), threads).load(model)
+    metrics = load_metrics(model, scorers, extractor, resize, device=str(place), threads=threads)
 
     from vargen.evaluation.run_directory import MEASUREMENTS, RunDirectory
 
@@ -246,6 +181,20 @@ def evaluate(
         print_status(f"{done}. Afterwards: vargen score {output}")
         return
     score_run(run, metrics, statistics, run_on, results)
+
+
+def select_prompts(model: str, prompt_file: Path | None, classes: str | None, seed: int, count: int) -> list[Any]:
+    """Return the prompts or the classes to generate in turn; `count` classes if they are random."""
+    from vargen.evaluation.generation import select_classes
+    from vargen.pipelines.registry import inspect_model
+    from vargen.pipelines.validation import validate_prompts
+
+    info = inspect_model(model)
+    if info.condition == "class":
+        reject_options("is for models of text: give --classes", prompt_file=prompt_file)
+        return list(select_classes(classes or "each", info.num_classes, info.id2label, seed, count))
+    reject_options("is for models of classes: give --prompt-file", classes=classes)
+    return validate_prompts(read_prompts(prompt_file or packaged_prompts()), "prompts")
 
 
 def _generate(plan: GenerationPlan, part: tuple[int, int], backend: RunBackend) -> int:

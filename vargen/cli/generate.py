@@ -12,6 +12,7 @@ import typer
 from vargen.cli.console import import_libraries, quiet_libraries
 from vargen.cli.inputs import MAX_IMAGES, SourceFiles, collect_prompts
 from vargen.cli.options import (
+    MAX_SEED,
     Device,
     DeviceName,
     Dtype,
@@ -25,14 +26,11 @@ from vargen.cli.options import (
     TopP,
     explicit_options,
     makes_video,
-    parse_integer,
     reject_options,
-    validate_range,
+    validate_seeds,
 )
 from vargen.device import set_threads
 from vargen.files import expand_user
-
-_MAX_SEED = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -105,7 +103,7 @@ def generate(
     seed: Annotated[
         int | None,
         typer.Option(
-            parser=parse_integer, metavar="N", help="Seed of the first image; the next has seed + 1. Default: random."
+            min=0, max=MAX_SEED, metavar="N", help="Seed of the first image; the next has seed + 1. Default: random."
         ),
     ] = None,
     num_images_per_prompt: Annotated[
@@ -123,12 +121,16 @@ def generate(
     top_k: TopK = None,
     top_p: TopP = None,
     negative_prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="What guidance leads away from.")] = None,
-    best_of: Annotated[int, typer.Option(metavar="N", help="Generate N candidates of each image and keep the best.")] = 1,
+    best_of: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Generate N candidates of each image and keep the best.")
+    ] = 1,
     scorer: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="Selects the best; see --scorers of `vargen score`. Default: emoji-scorer."),
     ] = None,
-    num_blocks: Annotated[int | None, typer.Option(metavar="N", help="Video: number of blocks. Default: the model's.")] = None,
+    num_blocks: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Video: number of blocks. Default: the model's.")
+    ] = None,
     tau: Annotated[
         float | None, typer.Option(metavar="X", help="Video: score that a drafted block needs, on the scorer's scale.")
     ] = None,
@@ -143,7 +145,7 @@ def generate(
     quantization: QuantizationName = None,
     device: DeviceName = Device.auto,
     compile: Annotated[bool, typer.Option("--compile", help="Compile the network first (GPU only; takes minutes).")] = False,
-    batch_size: Annotated[int, typer.Option(metavar="N", help="Images generated at once, including candidates.")] = 8,
+    batch_size: Annotated[int, typer.Option(min=1, metavar="N", help="Images generated at once, including candidates.")] = 8,
     threads: Threads = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of file names.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress bar and no summary.")] = False,
@@ -162,10 +164,10 @@ def generate(
     if negative_prompt is not None:
         validation.validate_prompts(negative_prompt, "negative_prompt")
     count = len(subjects) * num_images_per_prompt
-    validate_range(count, "the number of images", 1, MAX_IMAGES)
-    first_seed = resolve_seed(seed, count)
-    validate_range(batch_size, "batch_size", 1)
-    validate_range(best_of, "best_of", 1)
+    if count > MAX_IMAGES:
+        raise ValueError(f"the number of images must be at most {MAX_IMAGES}, got {count}")
+    first_seed = secrets.randbelow(2**32) if seed is None else seed
+    validate_seeds(first_seed, count)
     import_libraries()
     set_threads(threads)
     options = GenerateOptions(
@@ -188,16 +190,3 @@ def generate(
     reject_options("is for video models, such as emoji-video", **for_video)
     own = ImageOptions(bool(class_label), contact_sheet, source, sampling, negative_prompt, best_of, batch_size, compile)
     generate_image_files(options, own)
-
-
-def resolve_seed(seed: int | None, num_images: int) -> int:
-    """Return the seed of the first image; a random one if none is given.
-
-    Raises:
-        ValueError: if the first or the last image's seed is out of range.
-    """
-    validate_range(seed, "seed", 0, _MAX_SEED)
-    first = secrets.randbelow(2**32) if seed is None else seed
-    if first + num_images - 1 > _MAX_SEED:
-        raise ValueError(f"seed must be at most {_MAX_SEED} for the last of {num_images} images, got {seed} for the first")
-    return first

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from vargen.cli.console import FileNames, print_json, print_status
+from vargen.cli.console import print_json, print_status
 from vargen.cli.inputs import SourceFiles, parse_class_labels, report_emoji_names
 from vargen.cli.options import require_device, select_dtype
 from vargen.cli.outputs import OutputFile, model_files, resolve_outputs, slugify, validate_distinct_paths
@@ -99,8 +99,7 @@ def generate_image_files(options: GenerateOptions, own: ImageOptions) -> None:
     if not options.quiet:
         texts = [] if own.by_class else options.prompts
         report_emoji_names(pipe, [*texts, *([own.negative_prompt] if own.negative_prompt else [])])
-    names = FileNames(silent=options.as_json)
-    made = _generate_batches(pipe, jobs, call, parameters, max(1, own.batch_size // own.best_of), options.quiet, names)
+    made = _generate_batches(pipe, jobs, call, parameters, max(1, own.batch_size // own.best_of), options)
     writes: list[Write] = []
     if options.as_json:
         seconds = {"seconds_load": seconds_load, "seconds_generate": made.seconds, "tokens_per_second": made.tokens_per_second}
@@ -109,7 +108,7 @@ def generate_image_files(options: GenerateOptions, own: ImageOptions) -> None:
     if sheet is not None and made.records:
         writes.append((f"contact_sheet {str(sheet.path)!r}", lambda: _write_contact_sheet(made.records, sheet, parameters)))
     write_each(writes)
-    if len(made.records) < len(jobs) or names.failed:
+    if len(made.records) < len(jobs):
         raise typer.Exit(1)
     if not options.quiet:
         count = f"{len(jobs)} image{'s' if len(jobs) > 1 else ''}"
@@ -122,9 +121,6 @@ def _check_request(options: GenerateOptions, own: ImageOptions) -> tuple[ModelIn
 
     Returns:
         The model's description, and the name of the method to use.
-
-    Raises:
-        ValueError: for a folder that is not a model, or a model that cannot generate what was requested.
     """
     from vargen.decoding import Sampling, resolve_method
     from vargen.pipelines.registry import inspect_model, pipeline_class
@@ -151,13 +147,12 @@ def _generate_batches(
     call: dict[str, Any],
     parameters: dict[str, Any],
     batch_size: int,
-    quiet: bool,
-    names: FileNames,
+    options: GenerateOptions,
 ) -> GenerationRecords:
     """Generate and save images batch by batch.
 
     An image that cannot be written is reported and the others are still saved; if no image of a batch can be written,
-    generation ends after that batch. It continues if the reader of the printed `names` has closed them.
+    generation ends after that batch.
     """
     import torch
 
@@ -170,7 +165,7 @@ def _generate_batches(
             batch = jobs[start : start + batch_size]
             last = start + len(batch)
             label = f"image {last}" if len(batch) == 1 else f"images {start + 1}-{last}"
-            hidden = True if quiet else None  # None: hidden if stderr is not a terminal
+            hidden = True if options.quiet else None  # None: hidden if stderr is not a terminal
             pipe.set_progress_bar_config(desc=f"{label} of {len(jobs)}", disable=hidden, leave=False, file=sys.stderr)
             generators = [torch.Generator().manual_seed(job.seed) for job in batch]
             subjects: dict[str, Any] = {key if key == "prompt" else "class_labels": [job.subject for job in batch]}
@@ -189,7 +184,8 @@ def _generate_batches(
                     print_status(describe_failed_write(f"output {str(job.file.path)!r}", error))
                     continue
                 made.records.append({"file": str(path), **record})
-                names.add(path)
+                if not options.as_json:
+                    print(path, flush=True)
             if len(made.records) == before:
                 break
         if len(made.records) < len(jobs):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from vargen.cli.console import FileNames, print_json, print_status
+from vargen.cli.console import print_json, print_status
 from vargen.cli.inputs import read_source, report_emoji_names
 from vargen.cli.options import require_device, select_dtype
 from vargen.cli.outputs import model_files, resolve_outputs, slugify, validate_distinct_paths
@@ -70,7 +70,6 @@ def generate_videos(options: GenerateOptions, image: Path | None, video: dict[st
     if not options.quiet:
         report_emoji_names(pipe, options.prompts)
     records: list[dict[str, Any]] = []
-    names = FileNames(silent=options.as_json)
     for number, ((text, seed), file) in enumerate(zip(jobs, files, strict=True), 1):
         label = f"video {number} of {len(jobs)}, blocks"  # disable=None hides the bar if stderr is not a terminal
         pipe.set_progress_bar_config(desc=label, disable=options.quiet or None, leave=False, file=sys.stderr)
@@ -84,13 +83,14 @@ def generate_videos(options: GenerateOptions, image: Path | None, video: dict[st
             print_status(describe_failed_write(f"output {str(path)!r}", error))
             continue
         records.append({"file": str(path), "prompt": text, "seed": seed, "stats": result.stats.to_dict()})
-        names.add(path)
+        if not options.as_json:
+            print(path, flush=True)
         if not options.quiet:
             print_status(_summarize(result))
     if options.as_json:
         about = {"model": options.model_title, "fps": pipe.fps, "device": str(device), "seconds_load": seconds_load}
         write_each([("json", lambda: print_json({"videos": records, **about}))])
-    if len(records) < len(jobs) or names.failed:
+    if len(records) < len(jobs):
         raise typer.Exit(1)
 
 

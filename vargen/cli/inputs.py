@@ -37,12 +37,7 @@ class SourceFiles:
         return {"image": [self.image], "mask": [self.mask]}
 
     def load(self, model: ModelInfo) -> dict[str, Any]:
-        """Return the arguments for a pipeline call; none if no file was given.
-
-        Raises:
-            ValueError: for a model that does not support an input image, a file that is not an image, or input that
-                `validate_source` rejects.
-        """
+        """Return the arguments for a pipeline call; none if no file was given."""
         given = {name: value for name, value in vars(self).items() if value is not None}
         if not given:
             return {}
@@ -69,9 +64,6 @@ def read_source(path: Path, name: str, keep_alpha: bool = False) -> Any:
 
     Args:
         name: the option that gave the path. keep_alpha: keep the mode of the file, in which a mask may be transparent.
-
-    Raises:
-        ValueError: with option and path, if the file is not a readable image.
     """
     from vargen.reading import apply_orientation, on_white, open_image
 
@@ -87,11 +79,7 @@ def report_emoji_names(pipe: Any, prompts: list[str]) -> None:
 
 
 def collect_prompts(prompts: list[str] | None, prompt_file: Path | None, class_label: list[str] | None) -> list[str]:
-    """Return the prompts (from standard input for `-`), or the class labels as typed.
-
-    Raises:
-        ValueError: if none or both are given, or if standard input is named twice.
-    """
+    """Return the prompts (from standard input for `-`), or the class labels as typed."""
     from vargen.pipelines import validation
 
     if class_label:
@@ -112,10 +100,6 @@ def read_prompts(path: Path, name: str = "prompt_file") -> list[str]:
 
     Args:
         name: the option's name, for errors.
-
-    Raises:
-        ValueError: if it is not a regular file, is too long or not UTF-8, or contains no prompt.
-        FileNotFoundError, IsADirectoryError, PermissionError: with the option's name.
     """
     lines = [line.strip() for line in read_text(path, name, _MAX_BYTES).split("\n")]
     found = [line for line in lines if line and not line.startswith("#")]

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import io
-import os
 import sys
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -23,14 +22,7 @@ from vargen.cli import (
     train,
     verify,
 )
-from vargen.cli.console import (
-    Commands,
-    StandardOutput,
-    configure_logging,
-    print_status,
-    raise_on_sigterm,
-)
-from vargen.cli.results import describe_failed_write
+from vargen.cli.console import Commands, configure_logging, raise_on_sigterm
 
 app = typer.Typer(
     name="vargen",
@@ -75,42 +67,8 @@ app.add_typer(convert.app, name="convert")
 
 def main() -> None:
     """Run the command line in this process."""
-    _open_closed_streams()
     raise_on_sigterm()
-    if isinstance(sys.stderr, io.TextIOWrapper):
-        sys.stderr.reconfigure(errors="backslashreplace")  # a file name may contain bytes that do not decode
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        options: dict[str, Any] = {"encoding": sys.stdout.encoding, "line_buffering": sys.stdout.line_buffering}
-        sys.stdout = StandardOutput(sys.stdout.detach(), errors="backslashreplace", **options)
-    try:
-        app(prog_name="vargen")
-    except SystemExit as end:
-        sys.exit(_flush_stdout(end.code))
-    except OSError as error:  # from options that print, such as --version
-        print_status(describe_failed_write("standard output", error))
-        sys.exit(_flush_stdout(1))
-
-
-def _open_closed_streams() -> None:
-    """Replace closed standard streams, so that no other file gets their descriptors.
-
-    Writing to standard output still fails, as it must, and the error is reported.
-    """
-    for name in ("stdin", "stdout", "stderr"):
-        if getattr(sys, name) is None:
-            file = os.open(os.devnull, os.O_RDWR if name == "stderr" else os.O_RDONLY)
-            if name != "stdin":
-                setattr(sys, name, os.fdopen(file, "w"))
-
-
-def _flush_stdout(code: int | str | None) -> int | str | None:
-    """Flush standard output and return the exit code: 1 if the output was lost. A full disk must not look like success."""
-    try:
-        sys.stdout.flush()
-    except OSError as error:
-        if not code:
-            print_status(describe_failed_write("standard output", error))
-        # Otherwise the buffered text would be written, and fail, once more at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return code or 1
-    return code
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a file name may contain bytes that do not decode
+    app(prog_name="vargen")

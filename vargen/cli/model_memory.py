@@ -8,11 +8,7 @@ from vargen.cli.console import print_json, table
 
 
 def print_memory(model: str, device: str, as_json: bool) -> None:
-    """Print the predicted bytes of a model on a type of device, which need not exist here.
-
-    Raises:
-        ValueError: for an unknown model, or one whose files are damaged.
-    """
+    """Print the predicted bytes of a model on a type of device, which need not exist here."""
     import vargen.pipelines.registry  # noqa: F401  (registers the families)
     from vargen.device import select_device
     from vargen.pipelines.loading import default_dtype, validate_model_folder

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,6 +16,9 @@ if TYPE_CHECKING:
     import torch
 
     from vargen.evaluation.generation import Backend as RunBackend
+
+
+MAX_SEED = 2**63 - 1
 
 
 class Device(StrEnum):
@@ -60,10 +62,12 @@ QuantizationName = Annotated[
 Threads = Annotated[int | None, typer.Option(metavar="N", help="CPU threads. Default: autotuned.")]
 TorchThreads = Annotated[int | None, typer.Option(metavar="N", help="CPU threads. Default: torch's.")]
 BackendName = Annotated[Backend, typer.Option(help="ray: several processes or machines (needs the extra `ray`).")]
-NumWorkers = Annotated[int | None, typer.Option(metavar="N", help="Processes of --backend ray. Default: one per GPU, or core.")]
+NumWorkers = Annotated[
+    int | None, typer.Option(min=1, metavar="N", help="Processes of --backend ray. Default: one per GPU, or core.")
+]
 Seed = Annotated[
     int,
-    typer.Option(parser=lambda text: parse_integer(text), metavar="N", help="Seed of the first image; the next has seed + 1."),
+    typer.Option(min=0, max=MAX_SEED, metavar="N", help="Seed of the first image; the next has seed + 1."),
 ]
 Json = Annotated[
     str | None, typer.Option("--json", metavar="FILE|-", help="Write JSON to a file, or to stdout (-) instead of the table.")
@@ -76,11 +80,7 @@ def explicit_options(**values: float | int | str | None) -> dict[str, Any]:
 
 
 def require_device(name: Device) -> torch.device:
-    """Select the device to run on; `auto` uses a GPU if there is one.
-
-    Raises:
-        ValueError: for cuda if torch finds no GPU, or if VARGEN_KERNELS requests kernels that cannot run there.
-    """
+    """Select the device to run on; `auto` uses a GPU if there is one."""
     from vargen.kernels.dispatch import explain_kernels
 
     selected = device.select_device(name.value)
@@ -89,12 +89,7 @@ def require_device(name: Device) -> torch.device:
 
 
 def select_dtype(name: Dtype, place: torch.device, folder: Path | None = None, quantization: str | None = None) -> torch.dtype:
-    """Select the dtype of the large networks; `auto` takes the default for the device and for the model in `folder`.
-
-    Raises:
-        ValueError: for a quantization that is unknown or that the device does not have.
-        ImportError: for a quantization on a GPU, without torchao.
-    """
+    """Select the dtype of the large networks; `auto` takes the default for the device and for the model in `folder`."""
     import torch
 
     from vargen.models.quantization import validate_quantization
@@ -110,7 +105,6 @@ def select_dtype(name: Dtype, place: torch.device, folder: Path | None = None, q
 
 def select_backend(name: Backend, num_workers: int | None, place: torch.device, threads: int | None) -> RunBackend:
     """Select where an evaluation runs: in this process, or on Ray."""
-    validate_range(num_workers, "num_workers", 1)
     if name is Backend.local:
         if num_workers is not None:
             raise ValueError("num_workers needs --backend ray; the local backend is one process (see --shard for several)")
@@ -122,23 +116,8 @@ def select_backend(name: Backend, num_workers: int | None, place: torch.device, 
     return ray_backend(num_workers, place.type, threads)
 
 
-def parse_integer(text: Any) -> int:
-    """Parse an integer option. Typer's own parser reads `0-7` as -7.
-
-    Raises:
-        typer.BadParameter: for anything else; typer adds the option's name.
-    """
-    if not re.fullmatch(r"[+-]?[0-9]{1,40}", str(text)):
-        raise typer.BadParameter(f"must be a whole number, got {text!r}")
-    return int(text)
-
-
 def parse_int_list(text: str, name: str, most: int = 10**9) -> list[int]:
-    """Parse a comma-separated list of integers such as `"1,2,8"`.
-
-    Raises:
-        ValueError: unless all are integers from 1 to `most`.
-    """
+    """Parse a comma-separated list of integers such as `"1,2,8"`."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isascii() and part.isdigit() and len(part) < 10 and 0 < int(part) <= most for part in parts):
         limit = f" and at most {most}" if most < 10**9 else ""
@@ -147,11 +126,10 @@ def parse_int_list(text: str, name: str, most: int = 10**9) -> list[int]:
     return list(dict.fromkeys(int(part) for part in parts))
 
 
-def validate_range(value: int | None, name: str, low: int, high: int | None = None) -> None:
-    """Raise ValueError unless `value` is from `low` to `high`, or None for an option that was not given."""
-    if value is not None and (value < low or (high is not None and value > high)):
-        allowed = f"of at least {low}" if high is None else f"from {low} to {high}"
-        raise ValueError(f"{name} must be a whole number {allowed}, got {value}")
+def validate_seeds(first: int, count: int) -> None:
+    """Raise ValueError if the seed of the last of several images is out of range."""
+    if first + count - 1 > MAX_SEED:
+        raise ValueError(f"seed must be at most {MAX_SEED} for the last of {count} images, got {first} for the first")
 
 
 def makes_video(model: str) -> bool:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import os
 import re
 import tempfile
 import unicodedata
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from vargen.compat import validate_matplotlib
 from vargen.files import expand_user
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
@@ -46,9 +43,6 @@ def resolve_outputs(
 
     Args:
         name: the option's name, for errors. suffixes: of the files that are allowed. default: suffix of the files in a folder.
-
-    Raises:
-        ValueError: for a suffix of an unknown format, or a path that is not writable.
     """
     if output is None or _is_folder(output, name):
         folder = expand_user(output or ".", name)
@@ -81,21 +75,14 @@ def _is_folder(output: str, name: str) -> bool:
     return exists or output.endswith(separators) or not Path(output).suffix
 
 
-def result_file(path: str | Path | None, suffix: str, name: str) -> Path | None:
-    """Return the path of a JSON file or plot; None if no file is requested, or for `-`, standard output.
-
-    Raises:
-        ValueError: for another suffix, or a path that is not writable.
-        ImportError: for a plot without matplotlib.
-    """
-    if path is None or (path == "-" and name == "json"):
+def result_file(path: str | Path | None, suffix: str = ".json", name: str = "json") -> Path | None:
+    """Return the path of a result file; None if no file is requested, or for `-`, standard output."""
+    if path is None or path == "-":
         return None
     file = expand_user(path, name)
     if file.suffix.lower() != suffix or file.is_dir():
         raise ValueError(f"{name} must be a file ending in {suffix}, got {str(path)!r}")
     validate_writable(file.parent, name)
-    if name == "plot":
-        validate_matplotlib("--plot needs")
     return file
 
 
@@ -117,33 +104,22 @@ def validate_distinct_paths(
 ) -> None:
     """Raise ValueError if two outputs of a command are the same file, or if one would overwrite an input.
 
-    A file can have several names: through symbolic and hard links, and `A.png` and `a.png` on a case-insensitive file system.
-
     Args:
         outputs: by option. A path is an output that the user named. inputs: by option.
     """
-    read = {_file_key(path): (name, path) for name, paths in (inputs or {}).items() for path in paths if path}
-    files = [
-        (name, OutputFile(each, explicit=True) if isinstance(each, Path) else each)
-        for name, listed in outputs.items()
-        for each in listed
-        if each is not None
-    ]
-    used: dict[Hashable, tuple[str, OutputFile]] = {}
-    for name, file in files:
-        key = _file_key(file.path)
-        if file.explicit and key in read:
-            raise ValueError(f"{_describe(name, file.path)} would overwrite {_describe(*read[key])}; name another file")
-        other_name, other = used.setdefault(key, (name, file))
-        if other is not file and (other.explicit or file.explicit):
-            raise ValueError(f"{_describe(name, file.path)} is also {_describe(other_name, other.path)}; name two files")
-    for name, file in files:  # a derived name that exists gets a number, and could then equal a name given by the user
-        unnumbered = file.path.with_stem(re.sub(r"(?<=.)-\d+$", "", file.path.stem))
-        if not file.explicit or unnumbered == file.path or (found := used.get(_file_key(unnumbered))) is None:
-            continue
-        if not found[1].explicit:
-            message = f"{_describe(name, file.path)} may be used by {_describe(found[0], found[1].path)}"
-            raise ValueError(f"{message}; name another file")
+    read = {path.resolve(): (name, path) for name, paths in (inputs or {}).items() for path in paths if path}
+    used: dict[Path, tuple[str, OutputFile]] = {}
+    for name, listed in outputs.items():
+        for each in listed:
+            if each is None:
+                continue
+            file = OutputFile(each, explicit=True) if isinstance(each, Path) else each
+            key = file.path.resolve()
+            if file.explicit and key in read:
+                raise ValueError(f"{_describe(name, file.path)} would overwrite {_describe(*read[key])}; name another file")
+            other_name, other = used.setdefault(key, (name, file))
+            if other is not file and (other.explicit or file.explicit):
+                raise ValueError(f"{_describe(name, file.path)} is also {_describe(other_name, other.path)}; name two files")
 
 
 def validate_run_outputs(
@@ -155,74 +131,16 @@ def validate_run_outputs(
         outputs, inputs: by option; runs that contain an input are also protected.
         model: the model whose files are read; empty for none. run: run directory, existing or to be created.
     """
+    from vargen.evaluation.run_directory import RUN_FILE
+
     read = {name: expand_user(path, name) for name, path in inputs.items() if path is not None}
-    for folder in (run, *map(_find_run, read.values())):
-        if folder is not None:
-            _check_outside(outputs, folder)
+    folders = [folder for path in read.values() for folder in (path.resolve(), *path.resolve().parents)]
+    runs = {folder for folder in folders if (folder / RUN_FILE).is_file()} | ({run.resolve()} if run is not None else set())
+    for name, file in outputs.items():
+        if file is not None and (found := runs.intersection(file.resolve().parents)):
+            raise ValueError(f"{_describe(name, file)} would be a file of the run in {str(found.pop())!r}; name one elsewhere")
     files = {name: [path] for name, path in read.items()} | {"a file of model": model_files(model) if model else []}
     validate_distinct_paths({name: [file] for name, file in outputs.items()}, files)
-
-
-def _find_run(path: Path) -> Path | None:
-    """Return the run directory that contains a file or folder."""
-    from vargen.evaluation.run_directory import RunDirectory
-
-    real = Path(os.path.realpath(path))
-    for folder in (real, *real.parents):
-        with contextlib.suppress(ValueError, OSError):
-            RunDirectory(folder).settings()
-            return folder
-    return None
-
-
-def _check_outside(outputs: Mapping[str, Path | None], run: Path) -> None:
-    """Raise ValueError if an output is in a run directory, also through a link, or is a hard link to one of its files."""
-    root = _file_key(run)
-    for name, file in outputs.items():
-        if file is None:
-            continue
-        real = Path(os.path.realpath(file))
-        folder = Path(os.path.realpath(file.absolute().parent))
-        parents = {*real.parents, folder, *folder.parents}
-        if any(_file_key(each) == root for each in parents) or _is_hard_link(real, run):
-            raise ValueError(f"{_describe(name, file)} would be a file of the run in {str(run)!r}; name one elsewhere")
-
-
-def _is_hard_link(file: Path, folder: Path) -> bool:
-    """Whether a file is a hard link to a file in a folder."""
-    try:
-        status = file.stat()
-    except OSError:
-        return False
-    if status.st_nlink < 2:
-        return False
-    found = (os.path.join(place, name) for place, _, names in os.walk(folder) for name in names)
-    return any(os.path.samestat(os.lstat(each), status) for each in found)
-
-
-def _file_key(path: Path) -> Hashable:
-    """Return a key that all names of a file share, whether or not it exists yet."""
-    real = os.path.realpath(path)
-    try:
-        status = os.stat(real)
-    except OSError:
-        return real.casefold() if ignores_case(Path(real).parent) else real
-    return status.st_dev, status.st_ino
-
-
-def ignores_case(folder: Path) -> bool:
-    """Whether the file system is case-insensitive, tested in the nearest existing folder."""
-    nearest = next((place for place in (folder, *folder.parents) if place.is_dir()), None)
-    return nearest is not None and _ignores_case(nearest)
-
-
-@functools.cache
-def _ignores_case(folder: Path) -> bool:
-    try:
-        with tempfile.NamedTemporaryFile(prefix=".vargen-case-", dir=folder) as probe:
-            return Path(probe.name).with_name(Path(probe.name).name.upper()).exists()
-    except OSError:
-        return False
 
 
 def _describe(name: str, path: Path) -> str:

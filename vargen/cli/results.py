@@ -27,17 +27,11 @@ Write = tuple[str, Callable[[], object]]  # a description for errors, and the fu
 
 
 class ResultWriter:
-    """The results of a measurement: a table on stdout, or JSON in its place; and the files of --json and --plot.
+    """The results of a measurement: a table on stdout, or JSON in its place; and the file of --json."""
 
-    Raises:
-        ValueError: for a file that cannot be written, before anything is measured.
-        ImportError: for a plot without matplotlib.
-    """
-
-    def __init__(self, as_json: str | None = None, plot: Path | None = None):
+    def __init__(self, as_json: str | None = None):
         self.prints_json = as_json == "-"
-        self.json_file = result_file(as_json, ".json", "json")
-        self.plot_file = result_file(plot, ".png", "plot")
+        self.json_file = result_file(as_json)
 
     def check(
         self,
@@ -46,16 +40,10 @@ class ResultWriter:
         inputs: Mapping[str, Iterable[Path | None]] | None = None,
     ) -> None:
         """Raise ValueError if outputs are the same file, or would overwrite an input or a file of a model."""
-        every = {**(outputs or {}), "json": [self.json_file], "plot": [self.plot_file]}
+        every = {**(outputs or {}), "json": [self.json_file]}
         validate_distinct_paths(every, {**(inputs or {}), "a file of model": model_files(*models)})
 
-    def write(
-        self,
-        text: str,
-        document: Any,
-        others: Iterable[Write] = (),
-        plot: Callable[[Path], object] | None = None,
-    ) -> None:
+    def write(self, text: str, document: Any, others: Iterable[Write] = ()) -> None:
         """Write everything that was requested. Measurements go first: they took the longest, and are the smallest files.
 
         Raises:
@@ -69,8 +57,6 @@ class ResultWriter:
         if (file := self.json_file) is not None:
             writes.append((f"json {str(file)!r}", lambda: write_json(file, document)))
         writes += others
-        if (plot_file := self.plot_file) is not None and plot is not None:
-            writes.append((f"plot {str(plot_file)!r}", lambda: plot(plot_file)))
         write_each(writes)
 
     def print_path(self, path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,9 +18,9 @@ from vargen.cli.options import (
     Json,
     NumWorkers,
     Threads,
+    reject_options,
     require_device,
     select_backend,
-    validate_range,
 )
 from vargen.cli.outputs import result_file, validate_run_outputs
 from vargen.cli.results import ResultWriter, Write
@@ -59,40 +58,39 @@ Reference = Annotated[
     typer.Option(metavar="FILE.npz|DIR", help="Real images: statistics or samples in ADM's layout, or a folder of images."),
 ]
 Resize = Annotated[
-    int | None, typer.Option(metavar="N", help="Crop images to their center square and resize it to N x N (bicubic) first.")
+    int | None,
+    typer.Option(
+        min=16, max=_MAX_SIDE, metavar="N", help="Crop images to their center square and resize it to N x N (bicubic) first."
+    ),
 ]
 
 
-@dataclass(frozen=True)
-class MetricOptions:
-    """What to measure, and where; see `vargen score --help`."""
+def load_metrics(
+    model: str,
+    scorers: list[str] | None,
+    extractor: str | None,
+    resize: int | None,
+    skip_unreadable: bool = False,
+    *,
+    device: str,
+    threads: int | None,
+) -> MetricModels:
+    """Load each scorer and extractor once, so that missing weights are reported before anything else.
 
-    scorers: list[str] | None
-    extractor: str | None
-    resize: int | None
-    skip_unreadable: bool
-    device: str
-    threads: int | None
+    Args:
+        model: provides the default scorer and extractor; empty for none.
+    """
+    from vargen.evaluation.measurement import MetricModels
+    from vargen.scoring.registry import default_scorer
+    from vargen.specs import split_specs
 
-    def load(self, model: str) -> MetricModels:
-        """Load each scorer and extractor once, so that missing weights are reported before anything else.
-
-        Args:
-            model: provides the default scorer and extractor; empty for none.
-        """
-        validate_range(self.resize, "resize", 16, _MAX_SIDE)
-
-        from vargen.evaluation.measurement import MetricModels
-        from vargen.scoring.registry import default_scorer
-        from vargen.specs import split_specs
-
-        packaged = default_scorer(model) if model else None
-        names = ([packaged] if packaged else []) if self.scorers is None else split_specs(self.scorers)
-        network = packaged if self.extractor is None else None if self.extractor == "none" else self.extractor
-        scorers = tuple(name for name in names if name != "none")
-        loaded = MetricModels(scorers, network, False, self.resize, self.skip_unreadable, self.device, self.threads)
-        loaded.load()
-        return loaded
+    packaged = default_scorer(model) if model else None
+    names = ([packaged] if packaged else []) if scorers is None else split_specs(scorers)
+    network = packaged if extractor is None else None if extractor == "none" else extractor
+    named = tuple(name for name in names if name != "none")
+    loaded = MetricModels(named, network, False, resize, skip_unreadable, device, threads)
+    loaded.load()
+    return loaded
 
 
 def score(
@@ -121,7 +119,9 @@ def score(
     ] = None,
     reference_features: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Store rounded features of only N images in --save-reference. Default: all, exactly."),
+        typer.Option(
+            min=0, metavar="N", help="Store rounded features of only N images in --save-reference. Default: all, exactly."
+        ),
     ] = None,
     backend: BackendName = Backend.local,
     num_workers: NumWorkers = None,
@@ -134,7 +134,6 @@ def score(
     quiet_libraries()
     place = require_device(device)
     path = expand_user(folder, "folder")
-    validate_range(reference_features, "reference_features", 0)
     results = ResultWriter(as_json)
     samples_file = result_file(export_samples, ".npz", "export_samples")
     reference_file = result_file(save_reference, ".npz", "save_reference")
@@ -145,60 +144,38 @@ def score(
     )
     run = RunDirectory(path) if (path / RUN_FILE).is_file() else None
     model = "" if run is None else str(run.settings()["model"])
-    metrics = MetricOptions(scorers, extractor, resize, skip_unreadable, str(place), threads).load(model)
+    metrics = load_metrics(model, scorers, extractor, resize, skip_unreadable, device=str(place), threads=threads)
     run_on = select_backend(backend, num_workers, place, threads)
     if run is not None:
-        for_folders = {"prompt_file": prompt_file, "export_samples": export_samples, "save_reference": save_reference}
-        if given := next((name for name, value in for_folders.items() if value is not None), None):
-            raise ValueError(
-                f"{given} is for a folder of images, and {str(folder)!r} is a run; name one of its images/ folders"
-            )
+        reject_options(
+            f"is for a folder of images, and {str(folder)!r} is a run; name one of its images/ folders",
+            prompt_file=prompt_file, export_samples=export_samples, save_reference=save_reference,
+        )  # fmt: skip
         score_run(run, metrics, load_reference_or_default(reference, metrics, run.path / MEASUREMENTS), run_on, results)
         return
-    files = FolderFiles(path, prompt_file, reference, samples_file, reference_file, reference_features)
-    _score_folder(files, metrics, run_on, results)
 
-
-@dataclass(frozen=True)
-class FolderFiles:
-    """What to score, and what to write of it, for images that are not a run.
-
-    Attributes:
-        path: a folder of images, or a file of samples. samples, statistics: files to write.
-        num_features: of images in `statistics`; None for all.
-    """
-
-    path: Path
-    prompts: Path | None
-    reference: Path | None
-    samples: Path | None
-    statistics: Path | None
-    num_features: int | None
-
-
-def _score_folder(files: FolderFiles, metrics: MetricModels, backend: RunBackend, results: ResultWriter) -> None:
     from vargen.evaluation.evaluate import evaluate_folder, evaluate_samples, export_adm_samples
     from vargen.evaluation.image_files import list_images
 
-    path, samples = files.path, files.samples
     others: list[Write] = []
     if path.is_file():
-        if files.prompts is not None or samples is not None:
-            raise ValueError(f"prompt_file and export_samples are for a folder of images, and {str(path)!r} is a file")
-        found = evaluate_samples(path, metrics, load_reference_or_default(files.reference, metrics, None))
+        reject_options(
+            f"is for a folder of images, and {str(path)!r} is a file", prompt_file=prompt_file, export_samples=export_samples
+        )
+        found = evaluate_samples(path, metrics, load_reference_or_default(reference, metrics, None))
     else:
-        images = list_images(path, None if files.prompts is None else read_prompts(files.prompts))
-        if files.prompts is not None:
+        images = list_images(path, None if prompt_file is None else read_prompts(prompt_file))
+        if prompt_file is not None:
             print_status(f"prompts by natural order of file names: {_describe_matching(images)}")
-        if not metrics.scorers and metrics.extractor is None and samples is None:
+        if not metrics.scorers and metrics.extractor is None and samples_file is None:
             raise ValueError("nothing to do: give --scorers, --extractor or --export-samples")
-        statistics = load_reference_or_default(files.reference, metrics, None)
+        statistics = load_reference_or_default(reference, metrics, None)
         with progress_bar("scoring", "images") as show:
-            found = evaluate_folder(path.name, images, metrics, statistics, None, backend, show)
-        if samples is not None:
-            others.append((f"export_samples {str(samples)!r}", lambda: export_adm_samples(samples, images, metrics.resize)))
-    if files.statistics is not None:
-        others.insert(0, _statistics_write(found, path.name, files.statistics, files.num_features, metrics))
+            found = evaluate_folder(path.name, images, metrics, statistics, None, run_on, show)
+        if (file := samples_file) is not None:
+            others.append((f"export_samples {str(file)!r}", lambda: export_adm_samples(file, images, metrics.resize)))
+    if reference_file is not None:
+        others.insert(0, _statistics_write(found, path.name, reference_file, reference_features, metrics))
     results.write(*_describe(found), others)
 
 
@@ -225,7 +202,7 @@ def _statistics_write(found: EvaluationResult, name: str, file: Path, num_featur
 def score_run(
     run: RunDirectory, metrics: MetricModels, reference: FeatureStatistics | None, backend: RunBackend, results: ResultWriter
 ) -> None:
-    """Score the images of a run, and write its report, plot and contact sheets."""
+    """Score the images of a run, and write its report, plot and images."""
     from vargen.evaluation.evaluate import evaluate_run, write_report_files
 
     with progress_bar("scoring", "images") as show:

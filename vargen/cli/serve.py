@@ -24,7 +24,6 @@ from vargen.cli.options import (
     reject_options,
     require_device,
     select_dtype,
-    validate_range,
 )
 from vargen.compat import installed_version
 from vargen.device import set_threads
@@ -43,7 +42,7 @@ def serve_model(
     host: Annotated[
         str, typer.Option(metavar="ADDRESS", help="Address to serve at; 0.0.0.0 lets other machines in.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(metavar="N", help="0: a free one.")] = 8000,
+    port: Annotated[int, typer.Option(min=0, max=65535, metavar="N", help="0: a free one.")] = 8000,
     name: Annotated[
         str | None,
         typer.Option(metavar="TEXT", help="Name of the model for clients. Default: its own."),
@@ -52,16 +51,20 @@ def serve_model(
         str | None, typer.Option(metavar="METHOD", help="Method of all requests. Default: the model's.")
     ] = None,
     guidance_scale: Guidance = None,
-    slots: Annotated[int | None, typer.Option(metavar="N", help="Images generated at a time. Default: 4, and 1 video.")] = None,
+    slots: Annotated[
+        int | None, typer.Option(min=1, max=1024, metavar="N", help="Images generated at a time. Default: 4, and 1 video.")
+    ] = None,
     max_waiting: Annotated[
-        int, typer.Option(metavar="N", help="Images that may wait for a slot; more are refused with status 429.")
+        int, typer.Option(min=1, metavar="N", help="Images that may wait for a slot; more are refused with status 429.")
     ] = 64,
-    max_images: Annotated[int, typer.Option(metavar="N", help="Largest n of a request.")] = 10,
+    max_images: Annotated[int, typer.Option(min=1, max=1024, metavar="N", help="Largest n of a request.")] = 10,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", help="A request that takes longer is cancelled.")] = 120.0,
     engine: Annotated[
         ServeEngine, typer.Option(help="ray: replicas on Ray Serve, in other processes or machines (needs the extra `ray`).")
     ] = ServeEngine.local,
-    replicas: Annotated[int | None, typer.Option(metavar="N", help="Of --engine ray, each with --slots. Default: 1.")] = None,
+    replicas: Annotated[
+        int | None, typer.Option(min=1, max=1024, metavar="N", help="Of --engine ray, each with --slots. Default: 1.")
+    ] = None,
     dtype: DtypeName = Dtype.auto,
     quantization: QuantizationName = None,
     device: DeviceName = Device.auto,
@@ -77,11 +80,6 @@ def serve_model(
     from vargen.serving.access import read_api_key
     from vargen.serving.limits import RequestLimits
 
-    validate_range(port, "port", 0, 65535)
-    validate_range(slots, "slots", 1, 1024)
-    validate_range(max_waiting, "max_waiting", 1, 10**6)
-    validate_range(max_images, "max_images", 1, 1024)
-    validate_range(replicas, "replicas", 1, 1024)
     if not 0 < timeout <= _MAX_SECONDS:
         raise ValueError(f"timeout must be over 0 and at most {_MAX_SECONDS} seconds, got {timeout:g}")
     if engine is ServeEngine.local:

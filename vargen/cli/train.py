@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from vargen.cli.console import print_json, quiet_libraries
-from vargen.cli.options import Device, DeviceName, TorchThreads, require_device, validate_range
+from vargen.cli.options import Device, DeviceName, TorchThreads, require_device
 from vargen.device import set_threads
 from vargen.files import expand_user
 
@@ -53,17 +53,16 @@ Data = Annotated[Path, typer.Option(metavar="DIR", help="Folder of images.npy an
 Run = Annotated[
     Path | None,
     typer.Option(
-        metavar="DIR", help="For log, curves, checkpoint and weights. An unfinished run in it is resumed. Default: runs/KIND."
+        metavar="DIR", help="For log, checkpoint and weights. An unfinished run in it is resumed. Default: runs/KIND."
     ),
 ]
-Steps = Annotated[int | None, typer.Option(metavar="N", help="Training steps. Default: the recipe's.")]
+Steps = Annotated[int | None, typer.Option(min=1, metavar="N", help="Training steps. Default: the recipe's.")]
 Model = Annotated[str, typer.Option(metavar="NAME|DIR", help="The model to draft for, packaged or a folder.")]
 
 
 def _config(recipe: str | None, name: str, kind: type[R], steps: int | None) -> R:
     from vargen.training.config import load_config
 
-    validate_range(steps, "steps", 1)
     return load_config(expand_user(recipe, "recipe") if recipe else name, kind, steps)
 
 
@@ -101,7 +100,7 @@ def _train_head(kind: str) -> Callable[..., None]:
         ] = None,
         output: Run = None,
         num_images: Annotated[
-            int | None, typer.Option(metavar="N", help="Images to generate and train on. Default: the recipe's.")
+            int | None, typer.Option(min=2, metavar="N", help="Images to generate and train on. Default: the recipe's.")
         ] = None,
         steps: Steps = None,
         device: DeviceName = Device.auto,
@@ -112,7 +111,6 @@ def _train_head(kind: str) -> Callable[..., None]:
         from vargen.training.heads import HeadConfig, load_target, train_head
 
         run = _output(output, kind)
-        validate_range(num_images, "num_images", 2)
         config = _config(recipe, kind, HeadConfig, steps).with_images(num_images)
         prompts = prompt_file and expand_user(prompt_file, "prompt_file")
         embeddings = features and expand_user(features, "features")

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from vargen.decoding import DecodeStats, Method, Progress
 from vargen.decoding.seeds import resolve_seeds
-from vargen.evaluation.decoders import PricedDecoder, open_decoder
+from vargen.evaluation.decoders import FixedDecoder, open_decoder
 from vargen.models.condition import Condition
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.validation import validate_batch_size, validate_prompts, validate_seed
@@ -32,9 +32,6 @@ class MethodResult:
         seconds_per_image: median and quartiles over the batches.
         speedup: over the baseline; median and quartiles over the batches.
         tokens_per_pass: tokens committed per pass and unfinished image.
-        step_cost: mean cost of a pass relative to the narrowest of the cost curve, without passes of a drafter.
-        predicted_speedup: speedup if a step took only the time of these passes, by the cost curve.
-        efficiency: speedup / predicted_speedup.
         share_by_part: share of the loop's seconds by part.
         committed_histogram: `[k]` passes times images that committed k tokens.
         passes_by_width: number of passes by tokens fed per image.
@@ -51,9 +48,6 @@ class MethodResult:
     speedup_quartiles: tuple[float, float] = (1.0, 1.0)
     passes_per_batch: float = 0.0
     tokens_per_pass: float = 1.0
-    step_cost: float = 1.0
-    predicted_speedup: float = 1.0
-    efficiency: float = 1.0
     share_by_part: dict[str, float] = field(default_factory=dict)
     committed_histogram: list[int] = field(default_factory=list)
     passes_by_width: dict[int, int] = field(default_factory=dict)
@@ -63,7 +57,7 @@ class MethodResult:
 
 @dataclass
 class Comparison:
-    """Results of all methods. `cost_curve` is `{tokens fed: seconds of a pass}`; `tokens` int64 `[images, N]` by method."""
+    """Results of all methods. `tokens` are int64 `[images, N]` by method."""
 
     model: str
     baseline: str
@@ -73,7 +67,6 @@ class Comparison:
     prompts: list[str]
     seeds: list[int]
     methods: list[MethodResult]
-    cost_curve: dict[int, float]
     tokens: dict[str, Tensor] = field(default_factory=dict, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
@@ -97,10 +90,6 @@ def compare_methods(
         methods: by name; must include the pipeline's `baseline`, which speedups are relative to.
         settings: guidance_scale, temperature, top_k, top_p where they differ from the checkpoint's.
         progress: called with the numbers of finished batches and of all batches.
-
-    Raises:
-        ValueError: the baseline or prompts are missing, `batch` is below 1 or above 1024, a seed does not fit in 63 bits for
-            the last image, or the model cannot run a method.
     """
     if pipe.baseline not in methods:
         raise ValueError(f"methods must include {pipe.baseline!r}, the baseline of every ratio, got {', '.join(methods)}")
@@ -114,7 +103,7 @@ def compare_methods(
     noise_seeds = resolve_seeds([torch.Generator().manual_seed(each) for each in seeds], len(seeds)).noise_seeds
     groups = [slice(start, start + batch) for start in range(0, len(filled), batch)]
     with decoder.limit_threads(condition.select_rows(groups[0]), batch) as threads:  # one count for all methods
-        results, all_tokens, curve = _run_interleaved(decoder, condition, noise_seeds, groups, methods, pipe.baseline, progress)
+        results, all_tokens = _run_interleaved(decoder, condition, noise_seeds, groups, methods, pipe.baseline, progress)
     return Comparison(
         model=type(pipe.transformer).__name__,
         baseline=pipe.baseline,
@@ -124,21 +113,20 @@ def compare_methods(
         prompts=filled,
         seeds=seeds,
         methods=results,
-        cost_curve=curve,
         tokens=all_tokens,
     )
 
 
 def _run_interleaved(
-    decoder: PricedDecoder,
+    decoder: FixedDecoder,
     condition: Condition,
     seeds: Tensor,
     groups: list[slice],
     methods: dict[str, Method],
     baseline: str,
     progress: Callable[[int, int], None] | None,
-) -> tuple[list[MethodResult], dict[str, Tensor], dict[int, float]]:
-    """Run the methods in rotation; returns the results, the tokens by method, and the cost curve."""
+) -> tuple[list[MethodResult], dict[str, Tensor]]:
+    """Run the methods in rotation; returns the results, and the tokens by method."""
     names, batch = list(methods), groups[0].stop
     for name in names:  # warm-up; also fails early if a method cannot run
         decoder.decode(condition.select_rows(groups[0]), seeds[groups[0]], methods[name], callback=_stop_after_warmup)
@@ -157,16 +145,12 @@ def _run_interleaved(
     if decoder.device.type == "cuda":  # times of parts need the host to wait for the device, which timed runs avoid
         first = condition.select_rows(groups[0]), seeds[groups[0]]
         shares = {name: [decoder.decode(*first, methods[name], profile=True).stats] for name in names}
-    widths = sorted({width for stats in runs.values() for run in stats for width in run.passes_by_width})
-    curve = decoder.measure_pass_seconds(condition.select_rows(groups[0]), batch, widths)
-    shown = condition.select_rows(groups[0])
-    spent = {name: decoder.estimate_seconds(methods[name], runs[name], curve, shown, batch) for name in names}
-    results = [_result(methods[name], name, runs, baseline, all_tokens, curve, spent, batch) for name in names]
+    results = [_result(methods[name], name, runs, baseline, all_tokens, batch) for name in names]
     for measured in results:
         whole = sum(run.seconds for run in shares[measured.name])
         parts = sum((Counter(run.seconds_by_part) for run in shares[measured.name]), Counter())
         measured.share_by_part = {part: value / whole for part, value in parts.items()}
-    return results, all_tokens, curve
+    return results, all_tokens
 
 
 def _stop_after_warmup(progress: Progress) -> bool:
@@ -187,8 +171,6 @@ def _result(
     runs: dict[str, list[DecodeStats]],
     baseline: str,
     tokens: dict[str, Tensor],
-    curve: dict[int, float],
-    spent: dict[str, tuple[float, int]],
     batch: int,
 ) -> MethodResult:
     own, ratio_to = runs[name], runs[baseline]
@@ -199,10 +181,6 @@ def _result(
     result.passes_per_batch = statistics.mean(run.passes for run in own)
     merged = DecodeStats.merge(own)
     result.tokens_per_pass = merged.tokens_per_pass
-    seconds, passes = spent[name]
-    result.step_cost = seconds / passes / curve[min(curve)]
-    result.predicted_speedup = spent[baseline][0] / seconds
-    result.efficiency = result.speedup / result.predicted_speedup
     result.committed_histogram = merged.committed_histogram
     result.passes_by_width = dict(sorted(merged.passes_by_width.items()))
     result.relaxation_per_image = statistics.mean(merged.relaxation)

@@ -19,15 +19,12 @@ if TYPE_CHECKING:
     from vargen.pipelines.base import VisualPipeline
 
 _MARGIN, _CAPTION = 6, 16  # pixels
-SHEET_IMAGES, _COLUMNS, _CELL = 64, 8, 128  # images of a sheet, images of a row, pixels of an image
+COLUMNS, _CELL = 8, 128  # images of a row, pixels of an image
+METHOD_GRID = "methods.png"
 
 
 def contact_sheet(images: Sequence[Image.Image], captions: Sequence[str], columns: int = 8, cell: int = 128) -> Image.Image:
-    """Return one RGB image: all images scaled to `cell` pixels, with captions below, truncated to the cell width.
-
-    Raises:
-        ValueError: there are no images, or not one caption for each.
-    """
+    """Return one RGB image: all images scaled to `cell` pixels, with captions below, truncated to the cell width."""
     if not images or len(images) != len(captions):
         raise ValueError(f"give one caption per image and at least one, got {len(images)} images, {len(captions)} captions")
     rows = math.ceil(len(images) / columns)
@@ -83,31 +80,18 @@ def frame_strips(comparison: VideoComparison, max_columns: int = 8, cell: int = 
     return labeled_grid(labels, images, [""] * len(images), cell)
 
 
-def write_contact_sheets(folder: Path, groups: Mapping[str, Sequence[ImageFile]], slugs: Mapping[str, str]) -> list[str]:
-    """Write a contact sheet of each group's first images, and a grid with a row per group; returns file names, grid first."""
-    names = []
-    if (grid := _group_grid(groups)) is not None:
-        names.append(_save(grid, folder, "contact_sheets/methods.png"))
-    for group, files in groups.items():
-        readable = [(image, file) for file in files[:SHEET_IMAGES] if (image := _try_read(file)) is not None]
-        if readable:
-            captions = [file.text or Path(file.file).name for _, file in readable]
-            sheet = contact_sheet([image for image, _ in readable], captions, _COLUMNS, _CELL)
-            names.append(_save(sheet, folder, f"contact_sheets/{slugs[group]}.png"))
-    return names
-
-
-def _group_grid(groups: Mapping[str, Sequence[ImageFile]]) -> Image.Image | None:
-    """Return a grid with a row per group, and a column per index that all groups have; None if it cannot be made."""
-    if len(groups) < 2:
-        return None
+def write_method_grid(folder: Path, groups: Mapping[str, Sequence[ImageFile]]) -> list[str]:
+    """Write a grid with a row per group, and a column per index that all groups have; returns the names of written files."""
     by_index = {group: {file.index: file for file in files} for group, files in groups.items()}
-    common = sorted(set.intersection(*(set(files) for files in by_index.values())))[:_COLUMNS]
+    common = sorted(set.intersection(*(set(files) for files in by_index.values())))[:COLUMNS]
     files = [by_index[group][index] for group in groups for index in common]
     images = [image for file in files if (image := _try_read(file)) is not None]
     if not images or len(images) < len(files):
-        return None
-    return labeled_grid([(group,) for group in groups], images, [file.text or str(file.index) for file in files])
+        return []
+    grid = labeled_grid([(group,) for group in groups], images, [file.text or str(file.index) for file in files])
+    with atomic_file(folder / METHOD_GRID) as temporary:
+        grid.save(temporary, format="PNG")
+    return [METHOD_GRID]
 
 
 def _try_read(file: ImageFile) -> Image.Image | None:
@@ -115,9 +99,3 @@ def _try_read(file: ImageFile) -> Image.Image | None:
         return read_image(Path(file.file))
     except UnreadableImageError:
         return None
-
-
-def _save(image: Image.Image, folder: Path, name: str) -> str:
-    with atomic_file(folder / name) as temporary:
-        image.save(temporary, format="PNG")
-    return name

@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 
 from vargen.compat import installed_version
-from vargen.evaluation.contact_sheets import SHEET_IMAGES, write_contact_sheets
+from vargen.evaluation.contact_sheets import COLUMNS, write_method_grid
 from vargen.evaluation.features import Extractor, Features, stack_images, to_uint8_array
 from vargen.evaluation.generation import Backend, run_locally
 from vargen.evaluation.image_files import ImageFile, list_images, read_image
@@ -24,7 +24,7 @@ from vargen.evaluation.metrics import MethodMetrics, compute_metrics, summarize_
 from vargen.evaluation.plots import plot_quality_vs_speed
 from vargen.evaluation.reference_statistics import FeatureStatistics, contains_samples, read_adm_samples, write_adm_samples
 from vargen.evaluation.report import write_report
-from vargen.evaluation.run_directory import MEASUREMENTS, Record, RunDirectory, describe_write_error, file_digest, to_file_name
+from vargen.evaluation.run_directory import MEASUREMENTS, Record, RunDirectory, describe_write_error, file_digest
 from vargen.scoring.image_text import packaged_scorers, scorer_folder
 
 logger = logging.getLogger("vargen")
@@ -64,9 +64,6 @@ def load_reference(
         path: `.npz` of statistics or of samples, in ADM's layout, or a folder of images. If a file holds both, as published
             references do, the Frechet distance uses the statistics and all others the samples, as in ADM's suite.
         cache_folder: folder where features are cached.
-
-    Raises:
-        ValueError: the statistics are of another extractor, or the file is of neither kind. FileNotFoundError: it is missing.
     """
     extractor = models.load().get("extractor")
     if not isinstance(extractor, Extractor):
@@ -122,11 +119,7 @@ def _measure_samples(path: Path, extractor: Extractor, resize: int | None) -> Me
 
 
 def statistics_of(measured: Measurements, extractor: Extractor, keep: bool = True) -> FeatureStatistics:
-    """Return the statistics of a measured group, including its features if `keep`.
-
-    Raises:
-        ValueError: no extractor measured the group, or it has fewer than two images.
-    """
+    """Return the statistics of a measured group, including its features if `keep`."""
     if "extractor" not in measured.columns:
         raise ValueError("statistics need images and an extractor: give --extractor")
     return FeatureStatistics.from_features(measured.columns["extractor"]["features"], extractor.identity, measured.size, keep)
@@ -142,11 +135,7 @@ def evaluate_run(
     backend: Backend = run_locally,
     progress: ProgressCallback | None = None,
 ) -> EvaluationResult:
-    """Measure the images of a run, for all methods that have any. Images that have changed are skipped.
-
-    Raises:
-        ValueError: the folder holds no run, or the run has no images; see also `measure_images`.
-    """
+    """Measure the images of a run, for all methods that have any. Images that have changed are skipped."""
     settings = run.settings()
     by_method: dict[str, dict[int, Record]] = {method: {} for method in settings["methods"]}
     for (method, index), record in sorted(run.complete_records().items()):
@@ -204,11 +193,7 @@ def evaluate_folder(
 
 
 def evaluate_samples(path: Path, models: MetricModels, reference: FeatureStatistics | None = None) -> EvaluationResult:
-    """Measure a batch of samples with an extractor; scorers are not possible, since samples have no prompts.
-
-    Raises:
-        ValueError: scorers are given, there is no extractor, or the file is not a batch of samples.
-    """
+    """Measure a batch of samples with an extractor; scorers are not possible, since samples have no prompts."""
     extractor = models.load().get("extractor")
     if models.scorers or not isinstance(extractor, Extractor):
         raise ValueError("a batch of samples is measured by an --extractor alone: give one, and --scorers none")
@@ -245,18 +230,18 @@ def _describe_settings(models: MetricModels, reference: FeatureStatistics | None
 
 
 def write_report_files(run: RunDirectory, result: EvaluationResult) -> list[str]:
-    """Write report, tables, contact sheets and, with matplotlib, a plot to the run directory; returns the file names."""
+    """Write report, tables, a grid of images and, with matplotlib, a plot to the run directory; returns the file names."""
     figures = []
     try:
         if plot_quality_vs_speed(result.rows, result.baseline, run.path / PLOT):
             figures.append(PLOT)
-    except ImportError as error:
-        logger.warning("%s", error)
+    except ImportError:
+        logger.warning("there is no plot without matplotlib: pip install matplotlib")
     groups: dict[str, list[ImageFile]] = {row.name: [] for row in result.rows}
     for (method, index), record in sorted(run.records().items()):
-        if method in groups and index < SHEET_IMAGES and run.is_intact(record):
+        if method in groups and index < COLUMNS and run.is_intact(record):
             groups[method].append(_image_file(run, record))
-    figures += write_contact_sheets(run.path, groups, {name: to_file_name(name) for name in groups})
+    figures += write_method_grid(run.path, groups)
     write_report(run.path, result.rows, result.baseline, result.about, figures)
     return ["metrics.json", "metrics.csv", "report.md", *figures]
 

@@ -3,8 +3,7 @@
 The models are tables (`TableModel`), small enough that passes can be summed exactly over all drafts and all outcomes of the
 rule (`vargen.evaluation.exact_sum`): the total variation distance to the target is zero up to float32 rounding, or the method
 is not exact. Methods with shared noise are compared with sequential decoding instead, token by token. Negative controls,
-variants with known mistakes, are summed in the same way: a check that did not detect them would prove nothing. `sample_images`
-is a second, independent check, by sampling.
+variants with known mistakes, are summed in the same way: a check that did not detect them would prove nothing.
 """
 
 from __future__ import annotations
@@ -30,14 +29,12 @@ from vargen.decoding import (
 from vargen.decoding.sampling import to_probs
 from vargen.evaluation.exact_sum import PassSum, ReusedNoiseError, TooManyOutcomesError, sum_images, sum_pass
 from vargen.evaluation.known_wrong import CONTROLS, Control
-from vargen.evaluation.sampled_exactness import measure_shared_noise, sample_images
 from vargen.evaluation.table_models import ScaleTable, TableEagle, TableLowRes, TableMedusa, TableModel
 
 TOLERANCE = 1e-6  # total variation distance of an exact method, from float32 probabilities
 DETECTED = 1e-3  # distance at which a negative control counts as detected
 CASE_DRAFTS = {"chain": 20_000, "tree": 4_000}  # of a case; an outcome of a tree costs ten times that of a chain
 SEEDS = 3_000  # images of a case that are compared with sequential decoding
-MIN_P_VALUE = 1e-4
 
 
 @dataclass(frozen=True)
@@ -140,7 +137,6 @@ class Finding:
         drafts, outcomes: number of drafts that were summed, and of drafts times outcomes of the rule; for methods with shared
             noise, the number of images that were compared.
         passes: number of passes that were summed.
-        p_value: of the sampled images, if there are any; see `sample_images`.
     """
 
     case: str
@@ -150,12 +146,10 @@ class Finding:
     drafts: int = 0
     outcomes: int = 0
     passes: int = 0
-    p_value: float | None = None
 
     @property
     def exact(self) -> bool:
-        p_fits = self.p_value is None or self.p_value >= MIN_P_VALUE
-        return max(self.distance, self.draft_distance) <= TOLERANCE and p_fits
+        return max(self.distance, self.draft_distance) <= TOLERANCE
 
     @property
     def within_relaxation(self) -> bool:
@@ -172,7 +166,6 @@ class Report:
     Attributes:
         claims: `"exact"` or `"relaxed"`.
         proof: `"summed"` over drafts and outcomes, or `"compared"` with sequential decoding.
-        noise_p_value: of the shared noise's own statistics, for methods that rely on them; see `measure_shared_noise`.
         controls: (mistake, source, distance) of each negative control.
     """
 
@@ -181,12 +174,10 @@ class Report:
     proof: Literal["summed", "compared"]
     findings: tuple[Finding, ...]
     controls: tuple[tuple[str, str, float], ...]
-    noise_p_value: float | None = None
 
     @property
     def exact(self) -> bool:
-        noise_fits = self.noise_p_value is None or self.noise_p_value >= MIN_P_VALUE
-        return noise_fits and all(finding.exact for finding in self.findings)
+        return all(finding.exact for finding in self.findings)
 
     @property
     def keeps_its_claim(self) -> bool:
@@ -214,20 +205,17 @@ class Report:
         }
 
 
-def check_exactness(method: Method, samples: int = 0, max_drafts: int | None = None) -> Report:
+def check_exactness(method: Method, max_drafts: int | None = None) -> Report:
     """Check whether a method samples the model's distribution in every case, and whether negative controls are detected.
 
     Args:
         method: windows, chains and trees are cut to the models' few tokens, the stages of a schedule to their scales.
-        samples: number of images to sample per case, for a second, independent check. 0: none.
         max_drafts: maximum number of drafts to sum per case. Default: `CASE_DRAFTS`.
 
     Raises:
-        ValueError: `samples` is positive and below 1,000, or table models cannot run the method.
+        ValueError: table models cannot run the method.
         NotEnumerableError: a drafter or rule uses noise in a way that cannot be enumerated; says what it must do instead.
     """
-    if 0 < samples < 1000 or samples < 0:
-        raise ValueError(f"samples must be 0 or at least 1000, got {samples}")
     if isinstance(method, VideoMethod):
         raise ValueError(f"method {method.name!r} is for video: latents have no probabilities to sum")
     assert isinstance(method, Accelerator | ScaleSchedule)
@@ -237,8 +225,7 @@ def check_exactness(method: Method, samples: int = 0, max_drafts: int | None = N
     for case in cases:
         finding = compare_with_sequential(method, case) if compared else sum_case(method, case, max_drafts)
         if finding is not None:
-            p_value = sample_images(case.fit(method), case.model(), case.sampling, samples) if samples else None
-            findings.append(replace(finding, p_value=p_value))
+            findings.append(finding)
     kinds = {"scale"} if isinstance(method, ScaleSchedule) else {"tree"} if method.topology == "tree" else {"chain", "window"}
     controls = tuple((each.mistake, each.source, sum_control(each)) for each in CONTROLS if each.kind in kinds)
     return Report(
@@ -247,7 +234,6 @@ def check_exactness(method: Method, samples: int = 0, max_drafts: int | None = N
         proof="compared" if compared else "summed",
         findings=tuple(findings),
         controls=controls,
-        noise_p_value=measure_shared_noise() if compared else None,
     )
 
 

@@ -61,11 +61,7 @@ class Extractor:
 
     @torch.inference_mode()
     def __call__(self, pixels_NCYX: Tensor) -> Features:
-        """Return features on the CPU.
-
-        Raises:
-            TypeError: the pixels are not uint8 `[N, 3, Y, X]`. ValueError: the features are not finite `[N, D]`.
-        """
+        """Return features on the CPU."""
         if pixels_NCYX.dtype != torch.uint8 or pixels_NCYX.dim() != 4 or pixels_NCYX.shape[1] != 3:
             raise TypeError(f"images must be uint8 [N, 3, Y, X], got {str(pixels_NCYX.dtype)[6:]} {list(pixels_NCYX.shape)}")
         output = self.network(pixels_NCYX.to(self.device))
@@ -96,10 +92,6 @@ def load_fid_inception(path: str | Path | None) -> nn.Module:
 
     Args:
         path: local file of its weights, `.safetensors` or `.pth`, of which only tensors are read.
-
-    Raises:
-        FileNotFoundError: there is no file; the message says how to get it.
-        ValueError: the file is damaged, or belongs to another network. ImportError: torch-fidelity is not installed.
     """
     file = None if path is None else expand_user(path, "weights")
     if file is None or not file.is_file():
@@ -163,9 +155,6 @@ def load_extractor(spec: str, device: torch.device | str = "cpu") -> Extractor:
     """Open `inception:weights=FILE`, `clip:model=NAME,weights=FILE`, a packaged scorer or its folder, or `module:function`.
 
     The function returns an `nn.Module` of images in [0, 1].
-
-    Raises:
-        ValueError: for an unknown name or option. FileNotFoundError: weights are missing; the message says how to get them.
     """
     where, colon, rest = spec.partition(":")
     if colon and "=" not in rest and where not in EXTRACTORS:

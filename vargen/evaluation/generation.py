@@ -47,9 +47,6 @@ def select_classes(chosen: str, classes: int, names: dict[int, str], seed: int =
         chosen: `each` (all classes in turn, equally often), `random` (uniformly sampled, as in published LlamaGen samples), or
             a comma-separated list of numbers and names.
         count: number of classes sampled for `random`; the class of index i depends only on the seed and i.
-
-    Raises:
-        ValueError: the model does not have a class.
     """
     if chosen == "each":
         return list(range(classes))
@@ -89,9 +86,6 @@ class GenerationPlan:
         unit: images per unit of work, at least those of a batch; None: one batch.
         dtype: of the transformer, such as `"float32"`; None is the model's default. device: such as `"cpu"`.
         quantization: such as `"int8"`, see `VisualPipeline.from_pretrained`; None is that of the folder.
-
-    Raises:
-        ValueError: `num` is below 1, there are no prompts or classes, or a seed does not fit in 63 bits.
     """
 
     model: str
@@ -121,11 +115,7 @@ class GenerationPlan:
         return self.prompts[index % len(self.prompts)]
 
     def validate(self) -> dict[str, Any]:
-        """Return all settings that determine the images, for the run directory; weights are read for their digest only.
-
-        Raises:
-            ValueError: the model cannot generate images with the settings or methods.
-        """
+        """Return all settings that determine the images, for the run directory; weights are read for their digest only."""
         info = inspect_model(self.model)
         family = pipeline_class(info.pipeline)
         resolve_quantization(self.quantization, device=torch.device(self.device))
@@ -200,11 +190,7 @@ class ImageGenerator:
             self.pipe.validate_method(method)  # checks that need the weights, before the first batch
 
     def __call__(self, batch: PendingBatch) -> list[Record]:
-        """Write the missing images of a batch; returns a manifest record for each.
-
-        Raises:
-            OSError: an image cannot be written; says which one and what to do. Earlier ones are complete, but generated again.
-        """
+        """Write the missing images of a batch; returns a manifest record for each."""
         prompts = [self.plan.prompt_at(index) for index in batch.indices]
         seeds = [self.plan.seed + index for index in batch.indices]
         result = self.pipe(
@@ -286,11 +272,6 @@ def generate_missing_images(
     Args:
         shard: from 1 to `shards`.
         progress: called with the numbers of finished images, including those of earlier runs, and of all images.
-
-    Raises:
-        ValueError: the shard is invalid or in use by another process, the model cannot use the settings, or the folder has
-            other contents.
-        OSError: the disk is full; finished images are kept, and the next call resumes.
     """
     if not 1 <= shard <= shards:
         raise ValueError(f"shard must be from 1/{shards} to {shards}/{shards}, got {short_repr(shard)}/{shards}")

@@ -60,9 +60,6 @@ def list_images(folder: Path, prompts: Sequence[str] | None = None) -> list[Imag
 
     Args:
         prompts: one for each image in this order, including empty files. Default: those in the metadata of our PNG files.
-
-    Raises:
-        ValueError: the folder has no images, or another number of prompts. FileNotFoundError: it is missing.
     """
     if not folder.is_dir():
         raise FileNotFoundError(f"folder {str(folder)!r} does not exist")

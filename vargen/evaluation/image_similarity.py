@@ -24,9 +24,6 @@ def ssim(images_NCYX: Tensor, references_NCYX: Tensor) -> Tensor:
     """Return the structural similarity, float32 `[N]`, of images in [0, 1] (Wang et al. 2004, equation 13); 1 if identical.
 
     Uses Gaussian windows of 11 pixels and deviation 1.5 that lie inside the image; averages over windows and channels.
-
-    Raises:
-        ValueError: the shapes of images and references differ, or an image is smaller than a window.
     """
     _check_shapes(images_NCYX, references_NCYX)
     if min(images_NCYX.shape[2:]) < _WINDOW:

@@ -22,7 +22,6 @@ from vargen.evaluation.features import Extractor, load_extractor, stack_images, 
 from vargen.evaluation.generation import Backend, run_locally
 from vargen.evaluation.image_files import ImageFile, UnreadableImageError, read_image
 from vargen.evaluation.image_similarity import psnr, ssim
-from vargen.evaluation.reference_statistics import arrays_digest
 from vargen.evaluation.run_directory import describe_write_error, to_file_name
 from vargen.files import atomic_file
 from vargen.reading import open_regular
@@ -33,7 +32,7 @@ logger = logging.getLogger("vargen")
 CHUNK = 64  # images; fixed, so that a chunk's results are bitwise equal in any process
 SIMILARITY = "similarity"
 _MIN_SSIM_SIDE = 11  # pixels
-_SOURCE, _DIGEST = "source", "digest"
+_SOURCE = "source"
 Columns = dict[str, np.ndarray]  # numbers of a chunk or a group, a row per image, each with `indices`
 
 
@@ -56,11 +55,7 @@ class MetricModels:
     threads: int | None = None
 
     def load(self) -> dict[str, Scorer | Extractor]:
-        """Load the scorers, by specification, and the extractor, under `extractor`; also serves to fail early.
-
-        Raises:
-            ValueError, FileNotFoundError, ImportError: naming the problem, and how to get weights that are missing.
-        """
+        """Load the scorers, by specification, and the extractor, under `extractor`; also serves to fail early."""
         models: dict[str, Any] = {spec: _load_scorer(spec, self.device) for spec in self.scorers}
         names = [scorer.name for scorer in models.values()]
         if len(set(names)) < len(names) or len(models) < len(self.scorers):
@@ -157,7 +152,7 @@ class ChunkScorer:
 
 
 class _MeasurementCache:
-    """A file per chunk and model, with digests of what was measured and of the result; damaged files are ignored.
+    """A file per chunk and model, with a digest of what was measured; damaged files are ignored.
 
     Loads the models for their names and identities, so that models that cannot be loaded fail early. Those without an identity
     are not cached.
@@ -181,22 +176,16 @@ class _MeasurementCache:
         return hashlib.sha256(json.dumps([self.identities[name], self.resize, images]).encode()).hexdigest()
 
     def load(self, chunk: ImageChunk, name: str) -> Columns | None:
-        """Return the cached measurements of exactly these images; None if there are none, or the entry was modified."""
+        """Return the cached measurements of exactly these images; None if there are none, or the file is damaged."""
         file = self._file(chunk, name)
         if file is None:
             return None
         try:
             with open_regular(file) as opened, np.load(io.BytesIO(opened.read()), allow_pickle=False) as arrays:
                 columns = {column: arrays[column] for column in arrays}
-            digest = str(columns.pop(_DIGEST))
-            if str(columns[_SOURCE]) != self._source(chunk, name) or digest != arrays_digest(columns):
-                return None
+            return columns if str(columns.pop(_SOURCE)) == self._source(chunk, name) else None
         except Exception:  # damaged: numpy, zipfile and zlib each raise their own types; measured again
             return None
-        del columns[_SOURCE]
-        count = len(chunk.images)
-        valid = all(len(array) == count and (name == SIMILARITY or np.isfinite(array).all()) for array in columns.values())
-        return columns if valid else None
 
     def store(self, chunk: ImageChunk, name: str, columns: Columns) -> None:
         """Cache measurements. Raises OSError if the disk is full, or the file cannot be written for another reason."""
@@ -204,7 +193,6 @@ class _MeasurementCache:
         if file is None:
             return
         arrays: dict[str, Any] = {_SOURCE: np.array(self._source(chunk, name)), **columns}
-        arrays[_DIGEST] = np.array(arrays_digest(arrays))
         try:
             with atomic_file(file) as temporary, open(temporary, "wb") as opened:
                 np.savez(opened, **arrays)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from vargen.adapters import arbitrary_condition
-from vargen.evaluation.decoders import PricedDecoder, find_pass_scales, open_decoder, scale_pass
+from vargen.decoding import ScaleModel
+from vargen.evaluation.decoders import FixedDecoder, open_decoder
 from vargen.models.condition import Condition
 from vargen.models.kv_cache import KVCache
 from vargen.models.quantization import quantize_network
@@ -29,11 +30,6 @@ class BenchmarkModel:
 
     name: str
     pipe: VisualPipeline
-    _caches: dict[int, dict[int, Any]] = field(default_factory=dict, repr=False)  # of `passes`, by rows and width
-
-    def pass_buffers(self, rows: int, width: int) -> Any:
-        """Return the buffers of a pass of `passes` that has run, if it is a compiled one; else None."""
-        return getattr(self._caches.get(rows, {}).get(width), "buffers", None)
 
     @property
     def transformer(self) -> Any:
@@ -54,16 +50,13 @@ class BenchmarkModel:
         """By width, a repeatable function that runs one pass of `width` tokens in the middle of an image.
 
         Passes of next-token models have half of an image in the cache; those of next-scale models, all earlier scales.
-
-        Raises:
-            ValueError: for a width that is not the size of a scale or of consecutive scales.
         """
         transformer, widths = self.transformer, sorted(set(widths))
         if self.pipe.paradigm == "next-scale":
             model: Any = self.pipe.decoding_model(1.0)
             condition, shapes = self.condition(rows), {width: find_pass_scales(model.scale_tokens, width) for width in widths}
             return {width: scale_pass(model, condition, rows, *shape, 1.0) for width, shape in shapes.items()}
-        caches = self._caches[rows] = half_filled_caches(transformer, rows, widths)
+        caches = half_filled_caches(transformer, rows, widths)
         fed = {width: torch.randint(self.pipe.vocab_size, (rows, width), device=transformer.device) for width in widths}
         # The cache's length does not advance, so every call repeats the same pass.
         return {width: lambda width=width: transformer(fed[width], cache=caches[width]) for width in widths}  # type: ignore[misc]
@@ -72,7 +65,7 @@ class BenchmarkModel:
         """Return an arbitrary condition of the right shape; its content does not affect the time of a pass."""
         return arbitrary_condition(self.pipe, batch)
 
-    def decoder(self, compile: bool = False) -> PricedDecoder:
+    def decoder(self, compile: bool = False) -> FixedDecoder:
         """Return a decoder with the checkpoint's sampling settings; `compile` runs the passes through `torch.compile`."""
         return open_decoder(self.pipe, compile=compile)
 
@@ -101,11 +94,7 @@ def official_sizes() -> dict[str, ModelFamily]:
 
 
 def validate_benchmark_model(name: str) -> ModelFamily:
-    """Return the family of a model that `open_benchmark_model` can open; reads no weight.
-
-    Raises:
-        ValueError: for an unknown or damaged model, or one of another paradigm.
-    """
+    """Return the family of a model that `open_benchmark_model` can open; reads no weight."""
     sizes = official_sizes()
     family = sizes[name] if name in sizes else validate_model_folder(name).family
     paradigm = family.pipeline.paradigm
@@ -120,9 +109,6 @@ def open_benchmark_model(
     """Load a packaged model, a folder or a Hub model, or create one of an official size with random weights.
 
     A quantized model is returned with its compiled passes, if it has any.
-
-    Raises:
-        ValueError: see `validate_benchmark_model`.
     """
     family, components = validate_benchmark_model(name), {}
     if quantization is not None:
@@ -144,3 +130,35 @@ def open_benchmark_model(
     if quantization is not None:
         quantize_network(pipe.transformer, quantization)
     return BenchmarkModel(name, pipe)
+
+
+def find_pass_scales(scale_tokens: Sequence[int], width: int) -> tuple[int, int]:
+    """Return the first and the last scale of a pass of `width` tokens; if ambiguous, the pass with the fewest scales."""
+    for count in range(1, len(scale_tokens) + 1):
+        for first in range(len(scale_tokens) + 1 - count):
+            if sum(scale_tokens[first : first + count]) == width:
+                return first, first + count - 1
+    raise ValueError(f"a pass feeds whole scales, of {', '.join(map(str, scale_tokens))} tokens; got {width}")
+
+
+@torch.no_grad()
+def scale_pass(
+    model: ScaleModel, condition: Condition, batch: int, first: int, last: int, guidance: float
+) -> Callable[[], Any]:
+    """Return a repeatable function that runs one pass of arbitrary tokens over scales `first` to `last`."""
+    canvas, inputs = model.canvas(batch), [None]
+    for scale in range(last):
+        zeros = torch.zeros(batch, model.scale_tokens[scale], dtype=torch.int64, device=model.device)
+        canvas, following = model.add(canvas, zeros, scale)
+        inputs.append(following)  # type: ignore[arg-type]
+    state = model.start(condition)
+    if first:
+        model.forward(state, inputs[:first], 1.0)
+
+    @torch.no_grad()
+    def run() -> Any:
+        out = model.forward(state, inputs, guidance)
+        model.rollback(state, first)
+        return out
+
+    return run

@@ -7,9 +7,8 @@ and the number of images, in additional arrays that other programs ignore.
 
 from __future__ import annotations
 
-import hashlib
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
@@ -23,16 +22,6 @@ from vargen.files import atomic_file, expand_user
 _SAMPLES = "arr_0.npy"
 _INCEPTION, DIMENSIONS = "inception", 2048  # FID's network, and its features
 _OWN = ("vargen_extractor", "vargen_count", "vargen_size", "vargen_features")
-_DIGEST = "vargen_digest"
-
-
-def arrays_digest(arrays: Mapping[str, np.ndarray]) -> str:
-    """Return sixty-four hexadecimal digits that change with any name, dtype, shape or value of the arrays."""
-    digest = hashlib.sha256()
-    for name, array in sorted(arrays.items()):
-        digest.update(f"{name} {array.dtype.str} {array.shape}\n".encode())
-        digest.update(np.ascontiguousarray(array).tobytes())
-    return digest.hexdigest()
 
 
 @dataclass
@@ -110,23 +99,14 @@ class FeatureStatistics:
             arrays["vargen_size"] = np.array(self.size)
         if self.features is not None:
             arrays["vargen_features"] = self.features.numpy().astype(short)
-        arrays[_DIGEST] = np.array(arrays_digest(arrays))
         with atomic_file(path) as temporary, open(temporary, "wb") as file:
             np.savez_compressed(file, **arrays)
 
     @classmethod
     def read(cls, path: str | Path) -> FeatureStatistics:
-        """Read our own file format, or ADM's.
-
-        Raises:
-            FileNotFoundError: the file is missing.
-            ValueError: it is damaged, was modified after writing, lacks `mu` or `sigma`, or their shapes do not match.
-        """
+        """Read our own file format, or ADM's."""
         file = expand_user(path, "reference")
-        held = _read_arrays(file, "mu", "sigma", *_OWN, _DIGEST)
-        digest = held.pop(_DIGEST, None)  # only in files of vargen
-        if digest is not None and str(digest) != arrays_digest(held):
-            raise ValueError(f"{file} was changed after it was written; create it again")
+        held = _read_arrays(file, "mu", "sigma", *_OWN)
         if "mu" not in held or "sigma" not in held:
             raise ValueError(f"{file} must hold mu and sigma, as reference statistics do")
         try:
@@ -139,8 +119,6 @@ class FeatureStatistics:
             raise ValueError(f"{file} is damaged: {error}") from error
         if mean.dim() != 1 or tuple(covariance.shape) != (len(mean), len(mean)):
             raise ValueError(f"{file} holds mu {list(mean.shape)} and sigma {list(covariance.shape)}, expected [D] and [D, D]")
-        if features is not None and (features.dim() != 2 or features.shape[1] != len(mean)):
-            raise ValueError(f"{file} holds features {list(features.shape)}, expected [N, {len(mean)}]")
         if not all(part is None or part.isfinite().all() for part in (mean, covariance, features)):
             raise ValueError(f"{file} holds NaN or infinite values")
         return cls(mean, covariance, count, extractor, size, features)  # type: ignore[arg-type]
@@ -166,11 +144,7 @@ def _read_arrays(file: Path, *names: str) -> dict[str, np.ndarray]:
 
 
 def write_adm_samples(path: Path, images: Iterable[np.ndarray], count: int, size: tuple[int, int]) -> None:
-    """Write `.npz` with `arr_0`, uint8 `[count, Y, X, 3]`, one image at a time: 50,000 of 256 pixels do not fit in memory.
-
-    Raises:
-        ValueError: the images differ from the given size or number; then no file is written.
-    """
+    """Write `.npz` with `arr_0`, uint8 `[count, Y, X, 3]`, one image at a time: 50,000 of 256 pixels do not fit in memory."""
     shape = (count, *size, 3)
     with atomic_file(path) as temporary, zipfile.ZipFile(temporary, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
         with archive.open(_SAMPLES, "w", force_zip64=True) as file:
@@ -186,11 +160,7 @@ def write_adm_samples(path: Path, images: Iterable[np.ndarray], count: int, size
 
 
 def read_adm_samples(path: str | Path) -> tuple[tuple[int, int, int, int], Iterator[np.ndarray]]:
-    """Return the shape `(N, Y, X, 3)` and an iterator over uint8 images `[Y, X, 3]` of a sample batch (`.npz` or `.npy`).
-
-    Raises:
-        FileNotFoundError: the file is missing. ValueError: it is damaged or holds no `arr_0` of uint8 images.
-    """
+    """Return the shape `(N, Y, X, 3)` and an iterator over uint8 images `[Y, X, 3]` of a sample batch (`.npz` or `.npy`)."""
     file = expand_user(path, "samples")
     if not file.is_file():
         raise FileNotFoundError(f"{str(file)!r} does not exist")

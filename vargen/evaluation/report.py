@@ -184,11 +184,7 @@ def to_json(rows: Sequence[MethodMetrics], baseline: str | None, about: dict[str
 def write_report(
     folder: Path, rows: Sequence[MethodMetrics], baseline: str | None, about: dict[str, Any], figures: Sequence[str]
 ) -> None:
-    """Write `metrics.json`, `metrics.csv` and `report.md` to `folder`.
-
-    Raises:
-        OSError: a file cannot be written; each file is then either complete or unchanged.
-    """
+    """Write `metrics.json`, `metrics.csv` and `report.md` to `folder`."""
     texts = {
         "metrics.json": json.dumps(to_json(rows, baseline, about), indent=1, allow_nan=False) + "\n",
         "metrics.csv": to_csv(rows),

@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from filelock import FileLock, Timeout
 
 from vargen.files import DISK_FULL, atomic_file
 from vargen.reading import open_regular
-from vargen.values import parse_float, parse_int, short_repr
+from vargen.values import short_repr
 
 logger = logging.getLogger("vargen")
 
@@ -27,10 +27,6 @@ class ManifestWriter:
     """A manifest open for appending by this process only, until `close` or the end of the process.
 
     A line that a killed process left incomplete is truncated.
-
-    Raises:
-        ValueError: another process has it open, or the path is not a regular file.
-        OSError: it cannot be opened or created.
     """
 
     def __init__(self, path: Path):
@@ -63,11 +59,7 @@ class ManifestWriter:
             os.fsync(self._file)
 
     def append(self, *records: Record) -> None:
-        """Append the records, one line each, all of them or none, and flush them to disk.
-
-        Raises:
-            OSError: they cannot be written; then the file is unchanged.
-        """
+        """Append the records, one line each, all of them or none, and flush them to disk."""
         data = "".join(json.dumps(record, allow_nan=False) + "\n" for record in records).encode()
         before = os.fstat(self._file).st_size
         try:
@@ -90,15 +82,8 @@ class ManifestWriter:
         self.close()
 
 
-def read_manifest(path: Path, is_complete: Callable[[Record], bool] | None = None) -> list[Record]:
-    """Return the records of a file. An unreadable line is skipped with a warning: the work it recorded is done again.
-
-    Args:
-        is_complete: records for which it returns False are skipped, too.
-
-    Raises:
-        ValueError: the path is not a regular file.
-    """
+def read_manifest(path: Path) -> list[Record]:
+    """Return the records of a file. An unreadable line is skipped with a warning: the work it recorded is done again."""
     records = []
     try:
         with open_regular(path) as opened:
@@ -106,15 +91,10 @@ def read_manifest(path: Path, is_complete: Callable[[Record], bool] | None = Non
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror or error}") from error
     for number, line in enumerate(lines, 1):
-        if not line:
-            continue
         try:
-            record = json.loads(line)
-        except (ValueError, AttributeError, RecursionError):
-            record = None
-        if record is not None and (is_complete is None or is_complete(record)):
-            records.append(record)
-        else:
+            if line:
+                records.append(json.loads(line))
+        except ValueError:
             logger.warning("line %d of %s is damaged and skipped", number, path)
     return records
 
@@ -122,8 +102,6 @@ def read_manifest(path: Path, is_complete: Callable[[Record], bool] | None = Non
 RUN_FILE, MEASUREMENTS = "run.json", "measurements"
 _PER_FOLDER = 1000  # files; more slow a folder down
 _EXTENDABLE = ("num",)  # settings that may be larger when a run is resumed
-_MEASURES = ("seconds", "tokens", "active_passes", "passes", "relaxation")  # measurements of an image
-_MAX_MEASURE = 1e9  # upper bound of each; thirty years, in seconds
 
 
 @dataclass(frozen=True)
@@ -137,15 +115,11 @@ class RunDirectory:
         return f"images/{to_file_name(method)}/{index // _PER_FOLDER:03d}/{index:08d}.png"
 
     def manifest_path(self, shard: int, shards: int) -> Path:
-        """Return the manifest path of a shard. Raises ValueError if a file is in the place of the manifest folder."""
-        return self._manifests() / f"shard-{shard}-of-{shards}.jsonl"
+        """Return the manifest path of a shard."""
+        return self.path / "manifest" / f"shard-{shard}-of-{shards}.jsonl"
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings that `open_or_create` wrote.
-
-        Raises:
-            ValueError: the folder holds no run, or a damaged one.
-        """
+        """Return the settings that `open_or_create` wrote."""
         file = self.path / RUN_FILE
         if not file.is_file():
             raise ValueError(f"{str(self.path)!r} holds no {RUN_FILE}, so it is not a run directory of vargen")
@@ -153,8 +127,7 @@ class RunDirectory:
             held = json.loads(file.read_text("utf-8"))
         except ValueError as error:
             raise ValueError(f"{file} is damaged ({error}); give another folder") from error
-        parts = {"methods": dict, "subjects": list, "num": int}
-        if not isinstance(held, dict) or not all(isinstance(held.get(name), kind) for name, kind in parts.items()):
+        if not isinstance(held, dict) or not isinstance(held.get("methods"), dict):
             raise ValueError(f"{file} does not describe a run; give another folder")
         return held
 
@@ -162,10 +135,6 @@ class RunDirectory:
         """Start a run with the given settings in the folder, or resume the run that it holds; returns the run's settings.
 
         A run may be resumed with more methods and more images. All other settings determine its images and must be equal.
-
-        Raises:
-            ValueError: it holds a run with other settings, which are named, or other files; the folder is then unchanged.
-            OSError: it cannot be written.
         """
 
         settings = json.loads(json.dumps(settings))
@@ -197,16 +166,10 @@ class RunDirectory:
     def records(self) -> dict[tuple[str, int], Record]:
         """Return the last record of each image, by method and index, from the manifests of all shards."""
         found: dict[tuple[str, int], Record] = {}
-        for file in sorted(self._manifests().glob("*.jsonl")):
-            for record in read_manifest(file, _is_complete):
+        for file in sorted((self.path / "manifest").glob("*.jsonl")):
+            for record in read_manifest(file):
                 found[record["method"], record["index"]] = record
         return found
-
-    def _manifests(self) -> Path:
-        folder = self.path / "manifest"
-        if os.path.lexists(folder) and not folder.is_dir():
-            raise ValueError(f"{str(folder)!r} must be a folder, and is a file; move it away, or give another run")
-        return folder
 
     def complete_records(self) -> dict[tuple[str, int], Record]:
         """Return the images whose files exist and match the digests in the manifest."""
@@ -219,21 +182,6 @@ class RunDirectory:
             return file_digest(file) == record.get("sha256")
         except OSError:
             return False
-
-
-def _is_complete(record: Record) -> bool:
-    """Return whether a manifest record has all required fields of an image, with plausible values."""
-    numbers = [parse_float(record.get(name)) for name in _MEASURES]
-    counts = [
-        parse_int(record.get(name), least, int(_MAX_MEASURE)) for name, least in (("index", 0), ("batch", 1), ("threads", 1))
-    ]
-    return (
-        isinstance(record.get("method"), str)
-        and isinstance(record.get("sha256"), str)
-        and isinstance(record.get("text", ""), str)
-        and None not in counts
-        and all(number is not None and 0 <= number <= _MAX_MEASURE for number in numbers)
-    )
 
 
 def describe_write_error(what: str, error: OSError) -> OSError:

@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -21,7 +21,6 @@ from torch import Tensor
 from vargen.decoding import DecodeStats, Method, Progress
 from vargen.device import validate_compile
 from vargen.evaluation.networks import BenchmarkModel
-from vargen.evaluation.pass_parts import measure_parts, measure_time_beside
 
 _VISIT_SECONDS, _VISIT_PASSES = 0.05, 5  # timed passes of one visit: until either is reached
 _LONG_PASS = 0.1  # seconds; a pass this long evicts what another case left in the caches, so needs no untimed one
@@ -32,7 +31,7 @@ class StepResult:
     """Result of one case. `milliseconds` is the median of the timed passes, `quartiles` the first and the third.
 
     `over_one` is the cost relative to the one-token pass at the same batch size (None if that was not measured), `over_read`
-    relative to reading the weights once. `parts` are the milliseconds of `vargen.evaluation.pass_parts.PARTS`, on a CPU.
+    relative to reading the weights once.
     """
 
     batch: int
@@ -42,15 +41,11 @@ class StepResult:
     passes: int
     over_one: float | None
     over_read: float
-    parts: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """All cases of a model. `read_milliseconds` is the fastest read of `weight_bytes` bytes with the same number of threads.
-
-    `beside_milliseconds`, by batch size, is the time of a step of sequential decoding beside its pass, measured on a CPU.
-    """
+    """All cases of a model. `read_milliseconds` is the fastest read of `weight_bytes` bytes with the same number of threads."""
 
     model: str
     dtype: str
@@ -61,7 +56,6 @@ class StepReport:
     weight_bytes: int
     read_milliseconds: float
     results: list[StepResult]
-    beside_milliseconds: Mapping[int, float] = field(default_factory=dict)
 
     @property
     def gigabytes_per_second(self) -> float:
@@ -151,9 +145,6 @@ def measure_steps(
         guidance: feed two rows per image, as classifier-free guidance does.
         rounds: number of visits of each case.
         progress: called with the numbers of finished rounds and of all rounds.
-
-    Raises:
-        ValueError: a pass would feed more tokens than the grid has, or a number is below 1.
     """
     transformer, device = network.transformer, network.transformer.device
     if not tokens or not batches or min(*tokens, *batches, rounds) < 1 or max(tokens) > network.pipe.num_tokens:
@@ -175,13 +166,6 @@ def measure_steps(
         if progress:
             progress(done + 1, rounds)
     read = min(min(case.seconds) for case in readers)
-    parts: dict[tuple[int, int], dict[str, float]] = {}
-    beside: Mapping[int, float] = {}
-    if device.type == "cpu":
-        for (batch, width), case in cases.items():
-            parts[batch, width] = measure_parts(case.run, network.pass_buffers(batch * rows_per_image, width))
-        if network.pipe.paradigm == "next-token":
-            beside = measure_time_beside(network, batches)
     medians = {key: statistics.median(case.seconds) for key, case in cases.items()}
     return StepReport(
         model=network.name,
@@ -193,21 +177,16 @@ def measure_steps(
         weight_bytes=weight_bytes,
         read_milliseconds=1e3 * read,
         results=[
-            _summarize_case(batch, width, case.seconds, medians.get((batch, 1)), read, parts.get((batch, width), {}))
-            for (batch, width), case in cases.items()
+            _summarize_case(batch, width, case.seconds, medians.get((batch, 1)), read) for (batch, width), case in cases.items()
         ],
-        beside_milliseconds=beside,
     )
 
 
-def _summarize_case(
-    batch: int, width: int, seconds: list[float], one: float | None, read: float, shares: Mapping[str, float]
-) -> StepResult:
+def _summarize_case(batch: int, width: int, seconds: list[float], one: float | None, read: float) -> StepResult:
     """Return the result of a case.
 
     Args:
         seconds, one, read: seconds of its passes, of a pass of one token, and of a read of the weights.
-        shares: of the parts of a pass.
     """
     median = statistics.median(seconds)
     low, _, high = [median] * 3 if len(seconds) < 2 else statistics.quantiles(seconds, n=4, method="inclusive")
@@ -219,7 +198,6 @@ def _summarize_case(
         passes=len(seconds),
         over_one=median / one if one else None,
         over_read=median / read,
-        parts={part: 1e3 * median * share for part, share in shares.items()},
     )
 
 
@@ -237,9 +215,6 @@ def measure_baseline(
     Args:
         compile: run the passes through `torch.compile`, on a GPU; compilation is part of the warm-up.
         accelerator: another method than the network's baseline.
-
-    Raises:
-        ValueError: `batch` is below 1, `seconds` is negative or not finite, or compiled passes are requested on a CPU.
     """
     if batch < 1 or not 0 <= seconds < math.inf:
         raise ValueError(f"batch must be at least 1 and seconds a finite number of at least 0, got {batch} and {seconds}")

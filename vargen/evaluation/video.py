@@ -131,9 +131,6 @@ def compare_video_methods(
         extractor: of the frames' features.
         options: for the pipeline's call, such as `scorer` and `window`.
         num_saved: number of videos per method whose frames are kept for viewing.
-
-    Raises:
-        ValueError: there are no prompts, or the methods lack the baseline.
     """
     if not prompts:
         raise ValueError("prompts must hold at least one, got none")

@@ -34,11 +34,6 @@ class CLIPScorer(BatchedScorer):
         model: a model name of open_clip, such as `ViT-B-32`, or `hf-hub:owner/name`.
         weights: a local checkpoint, or a pretrained tag of open_clip such as `openai`, downloaded once; not with `hf-hub:`.
         prefix: prepended to each prompt; "A photo depicts" is common with COCO captions.
-
-    Raises:
-        ImportError: open_clip is not installed.
-        ValueError: open_clip does not know the model.
-        FileNotFoundError: the weights do not exist or cannot be downloaded.
     """
 
     def __init__(

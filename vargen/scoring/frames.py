@@ -45,9 +45,6 @@ class FrameScorer:
         step_weight: penalty of the first frame for a jump over the whole range of brightness; 0 ignores jumps.
         frames: number of a block's frames to score, evenly spaced and including the last one; None: all. Jumps are measured
             on all frames.
-
-    Raises:
-        TypeError: `scorer` is not a scorer. ValueError: the weight is not finite or is negative, or `frames` is below 1.
     """
 
     def __init__(self, scorer: Scorer | Callable[..., Any], step_weight: float = 20.0, frames: int | None = None):

@@ -71,11 +71,7 @@ class ImageRewardNetwork(nn.Module):
 
 
 def build_from_state_dict(state: dict[str, Tensor], source: str = "weights") -> ImageRewardNetwork:
-    """Build the network of an official state dict; sizes are inferred from the shapes.
-
-    Raises:
-        ValueError: names or shapes are not those of ImageReward.
-    """
+    """Build the network of an official state dict; sizes are inferred from the shapes."""
     vision, text, head = _split_state_dict(state)
     try:
         embedded, words = vision["embeddings.position_embedding"], text["embeddings.word_embeddings.weight"]
@@ -148,10 +144,6 @@ class ImageRewardScorer(BatchedScorer):
         weights: the official `ImageReward.pt`.
         tokenizer: a folder with the tokenizer of bert-base-uncased; by default that of the packaged text encoder, which has the
             same vocabulary.
-
-    Raises:
-        FileNotFoundError: a file is missing; the message says how to get it.
-        ValueError: the weights are damaged or belong to another network.
     """
 
     def __init__(

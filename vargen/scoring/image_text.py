@@ -47,9 +47,6 @@ class ImageTextScorer(BatchedScorer):
     Args:
         source: name of a packaged scorer (`emoji-scorer`), or a folder.
         text_encoder: a packaged model or a folder with `text_encoder/` and `tokenizer/`; by default the one of the folder.
-
-    Raises:
-        ValueError: the name is unknown, the folder holds no scorer, or the text encoder has another width.
     """
 
     def __init__(
@@ -111,11 +108,7 @@ def preprocess(model: ImageTextModel, pixels_BCYX: Tensor) -> Tensor:
 
 
 def load_image_tower(folder: Path) -> ImageTextModel:
-    """Open the `ImageTextModel` of a scorer's folder.
-
-    Raises:
-        ValueError: it cannot be opened.
-    """
+    """Open the `ImageTextModel` of a scorer's folder."""
     try:
         validate_network_files(folder, ImageTextModel)
         return ImageTextModel.from_pretrained(folder, use_safetensors=True).eval().requires_grad_(False)
@@ -138,11 +131,7 @@ def packaged_scorers() -> list[str]:
 
 
 def scorer_folder(source: str | Path) -> Path:
-    """Return the folder that holds the image encoder's `config.json`, of a packaged scorer or of a local folder.
-
-    Raises:
-        ValueError: the name is unknown, or the folder has no such file.
-    """
+    """Return the folder that holds the image encoder's `config.json`, of a packaged scorer or of a local folder."""
     names = packaged_scorers()
     if str(source) in names:
         path = Path(vargen.assets.__file__).parent / str(source)

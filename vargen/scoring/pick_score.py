@@ -29,10 +29,6 @@ class PickScoreScorer(BatchedScorer):
     Args:
         weights: folder of a `CLIPModel` of transformers with safetensors, whose images have 224 x 224 pixels.
         tokenizer: folder of its tokenizer. Default: that of the weights.
-
-    Raises:
-        FileNotFoundError: a folder is missing; the message says how to get it.
-        ValueError: the folder has another kind of model, or is damaged.
     """
 
     def __init__(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,35 +12,13 @@ from vargen.scoring.protocol import Scorer, to_scorer
 from vargen.specs import import_user_object, parse_spec
 from vargen.values import short_repr
 
-
-def _clip(**options: Any) -> Scorer:
-    from vargen.scoring.clip import CLIPScorer
-
-    return CLIPScorer(**options)
-
-
-def _image_reward(**options: Any) -> Scorer:
-    from vargen.scoring.image_reward import ImageRewardScorer
-
-    return ImageRewardScorer(**options)
-
-
-def _pick_score(**options: Any) -> Scorer:
-    from vargen.scoring.pick_score import PickScoreScorer
-
-    return PickScoreScorer(**options)
-
-
-def _packaged(**options: Any) -> Scorer:
-    from vargen.scoring.image_text import ImageTextScorer
-
-    return ImageTextScorer(**options)
-
-
 DEFAULT_SCORER = "emoji-scorer"
-# Factories by name; any other name is that of a packaged scorer or a scorer's folder.
-SCORERS: dict[str, Callable[..., Scorer]] = {"clip": _clip, "image-reward": _image_reward, "pick-score": _pick_score}
-_OPTIONS = {"clip": ("model", "weights", "prefix"), **dict.fromkeys(("image-reward", "pick-score"), ("weights", "tokenizer"))}
+# Classes and options by name; any other name is that of a packaged scorer or a scorer's folder.
+SCORERS = {
+    "clip": ("vargen.scoring.clip:CLIPScorer", ("model", "weights", "prefix")),
+    "image-reward": ("vargen.scoring.image_reward:ImageRewardScorer", ("weights", "tokenizer")),
+    "pick-score": ("vargen.scoring.pick_score:PickScoreScorer", ("weights", "tokenizer")),
+}
 
 
 def default_scorer(model: str) -> str | None:
@@ -52,27 +30,18 @@ def default_scorer(model: str) -> str | None:
 
 
 def open_scorer(spec: str, device: torch.device | str = "cpu", batch_size: int | None = None) -> Scorer:
-    """Open the scorer that `spec` names; see the module docstring for the forms.
-
-    Raises:
-        ValueError: for an unknown name or option. FileNotFoundError: weights are missing; the message says how to get them.
-        ImportError: a package is not installed.
-    """
+    """Open the scorer that `spec` names; see the module docstring for the forms."""
     where, colon, _ = spec.partition(":")
     if colon and "=" not in spec and where not in SCORERS:
         return _import_scorer(spec)
     name, options = parse_spec(spec)
     common: dict[str, Any] = {"device": device, **({} if batch_size is None else {"batch_size": batch_size})}
-    if name not in SCORERS:
-        return _packaged(source=name, **_check_options(options, ("text_encoder",), name), **common)
-    return SCORERS[name](**_check_options(options, _OPTIONS[name], name), **common)
-
-
-def _check_options(options: dict[str, str], allowed: Sequence[str], name: str) -> dict[str, str]:
-    unknown = [key for key in options if key not in allowed]
-    if unknown:
+    where, allowed = SCORERS.get(name, ("vargen.scoring.image_text:ImageTextScorer", ("text_encoder",)))
+    if unknown := [key for key in options if key not in allowed]:
         raise ValueError(f"scorer {name} has no option {short_repr(unknown[0])}; it takes {', '.join(allowed)}")
-    return options
+    source = {} if name in SCORERS else {"source": name}
+    module, _, kind = where.partition(":")
+    return getattr(importlib.import_module(module), kind)(**source, **options, **common)
 
 
 def _import_scorer(spec: str) -> Scorer:

@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
-import logging
 import tomllib
-import types
-import typing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
-
-logger = logging.getLogger("vargen")
 
 CONFIGS = Path(__file__).parent / "configs"  # TOML files of the drafters that users train
 
@@ -21,7 +14,8 @@ CONFIGS = Path(__file__).parent / "configs"  # TOML files of the drafters that u
 class Schedule:
     """Number of steps and learning rate: linear warm-up, constant, then linear decay to zero.
 
-    Because the middle is constant, a run can be extended: resuming with more `steps` only moves the decay.
+    Because the middle is constant, a run can be extended: resuming with more `steps` only moves the decay. A warm-up that is
+    longer than the run is shortened to it.
     """
 
     steps: int = 1000
@@ -35,7 +29,7 @@ class Schedule:
 
     def factor(self, step: int) -> float:
         """Return the multiplier of the learning rate at `step` (from 0), in [0, 1]."""
-        warm = min(1.0, (step + 1) / max(self.warmup_steps, 1))
+        warm = min(1.0, (step + 1) / max(min(self.warmup_steps, self.steps), 1))
         decay_steps = max(self.decay_fraction * self.steps, 1.0)
         return max(0.0, min(warm, (self.steps - step) / decay_steps))
 
@@ -57,25 +51,11 @@ def validate_fractions(config: Any, *names: str) -> None:
 R = TypeVar("R")
 
 
-def _clip_warmup(config: R) -> R:
-    """Shorten a warm-up that exceeds the run; otherwise the run would never reach its learning rate."""
-    changed: Any = config
-    schedule: Schedule = changed.schedule
-    if schedule.warmup_steps <= schedule.steps:
-        return config
-    logger.warning("the warm-up of %d steps is shortened to the run's %d", schedule.warmup_steps, schedule.steps)
-    return replace(changed, schedule=replace(schedule, warmup_steps=schedule.steps))
-
-
 def load_config(source: str | Path, kind: type[R], steps: int | None = None) -> R:
     """Read a config from a TOML file, or a packaged one by name (`eagle`, `low-res`, ...).
 
     Args:
-        steps: length of the run, overriding the file's. A warm-up longer than the run is shortened to it, with a warning.
-
-    Raises:
-        FileNotFoundError: if there is neither a file nor a packaged config of that name.
-        ValueError: for malformed TOML, an unknown key (with the nearest known one), or a value of a wrong type.
+        steps: length of the run, overriding the file's.
     """
     path = Path(source)
     if not path.is_file():
@@ -86,49 +66,7 @@ def load_config(source: str | Path, kind: type[R], steps: int | None = None) -> 
         path = packaged[str(source)]
     try:
         values = tomllib.loads(path.read_text("utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"recipe {path}: not valid TOML: {error}") from error
-    if steps is not None:
-        schedule = values.setdefault("schedule", {})
-        if not isinstance(schedule, dict):
-            raise ValueError(f"recipe {path}: schedule must be a table, got {schedule!r}")
-        schedule["steps"] = steps
-    return _clip_warmup(from_dict(kind, values, str(path)))
-
-
-def from_dict(kind: type[R], values: dict[str, Any], where: str) -> R:
-    """Create an instance of the dataclass `kind` from nested `values`; unknown keys and wrong types are errors."""
-    if not isinstance(values, dict):
-        raise ValueError(f"{where} must be a table, got {values!r}")
-    hints = typing.get_type_hints(kind)
-    arguments: dict[str, Any] = {}
-    for key, value in values.items():
-        if key not in hints:
-            near = difflib.get_close_matches(key, hints, n=1)
-            raise ValueError(
-                f"{where}: unknown key {key!r}" + (f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(hints)}")
-            )
-        expected = hints[key]
-        if dataclasses.is_dataclass(expected) and isinstance(expected, type):
-            value = from_dict(expected, value, f"{where} [{key}]")
-        else:
-            origin = typing.get_origin(expected) or expected
-            accepted: Any = (int, float) if origin is float else origin
-            if isinstance(accepted, types.UnionType) or (
-                isinstance(value, accepted) and not (isinstance(value, bool) and origin is not bool)
-            ):
-                value = float(value) if origin is float else value
-            else:
-                raise ValueError(f"{where}: {key} must be {expected}, got {value!r}")
-        arguments[key] = value
-    missing = [
-        f.name
-        for f in dataclasses.fields(kind)  # type: ignore[arg-type]
-        if f.name not in arguments and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-    ]
-    if missing:
-        raise ValueError(f"{where}: missing {', '.join(missing)}")
-    try:
-        return kind(**arguments)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
+        schedule = {**values.pop("schedule", {}), **({} if steps is None else {"steps": steps})}
+        return kind(**values, schedule=Schedule(**schedule))  # type: ignore[call-arg]
+    except (ValueError, TypeError) as error:  # no TOML, an unknown key, or a value that is out of range
+        raise ValueError(f"recipe {path}: {error}") from None

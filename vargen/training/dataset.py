@@ -40,9 +40,7 @@ class CaptionedImages:
     records: list[Record]
 
     def indices(self, split: str) -> np.ndarray:
-        """Return the positions (int64) of the records of ``"train"`` or ``"validation"``; ValueError for other names."""
-        if split not in ("train", "validation"):
-            raise ValueError(f"unknown split {split!r}; expected 'train' or 'validation'")
+        """Return the positions (int64) of the records of ``"train"`` or ``"validation"``."""
         return np.array([i for i, r in enumerate(self.records) if r["split"] == split], dtype=np.int64)
 
     def captions(self, i: int) -> list[str]:
@@ -60,9 +58,6 @@ def load_captioned_images(folder: Path) -> CaptionedImages:
     The images are uint8 `[N, size, size, 3]` and stay on disk (memory-mapped). The captions are one JSON object per image, in
     the same order, with `caption`, or several `captions`, and optionally the other fields listed in `CaptionedImages`. Every
     twentieth image without a `split` is held out for validation.
-
-    Raises:
-        FileNotFoundError: a file is missing. ValueError: a file is damaged, or the two do not belong together.
     """
     images = _open_images(folder)
     records = []

@@ -111,9 +111,6 @@ def select_prompt_source(
 
     Args:
         count: number of images. data: loads a data set, of which only the captions are used.
-
-    Raises:
-        ValueError: for a file that the model does not support, for both files or none, or for prompts without a text encoder.
     """
     if pipe.is_class_conditional:
         if prompts or features:
@@ -139,9 +136,6 @@ class GeneratedImages:
 
     Args:
         folder: where the files are stored. prompts: the conditions to generate from.
-
-    Raises:
-        ValueError: for a folder with images of another target, sampling or source of prompts.
     """
 
     def __init__(self, folder: Path, pipe: LlamaGenPipeline, prompts: PromptSource, config: HeadConfig):

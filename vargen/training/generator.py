@@ -91,15 +91,10 @@ def train_generator(
     Returns:
         `validation_loss` in nats per token, and `wrong_caption_loss`, the same under the captions of other images: as long as
             the two are close, the model ignores captions.
-
-    Raises:
-        ValueError: for images, tokenizer and model that do not fit together; a run in `folder` that is damaged or has another
-            config; or a run that diverged.
     """
     trainer = GeneratorTrainer(config, data, tokenizer_folder, text_encoder_folder, folder, device)
     fit(trainer)
-    panels = ("loss", "validation_loss", "wrong_caption_loss")
-    return export(trainer.run, trainer.model, "transformer", trainer.evaluate(), panels)
+    return export(trainer.run, trainer.model, "transformer", trainer.evaluate())
 
 
 class GeneratorTrainer(Trainer):

@@ -96,9 +96,6 @@ def build_head(kind: str, target: Any, settings: dict[str, Any]) -> Any:
 
     Args:
         kind: name of a trained drafter, such as `"eagle"`. settings: constructor arguments other than the target's sizes.
-
-    Raises:
-        ValueError: for an unknown kind, a setting that the drafter does not have, or unsupported sizes.
     """
     network_class = find_drafter(kind).network_class
     if target.get("grid_columns", target["grid_size"]) != target["grid_size"]:  # it cannot know which token is above
@@ -146,10 +143,6 @@ def train_head(
         Metrics on validation images: for draft i, `acceptance_i`, the probability that speculative sampling accepts it if the
             earlier drafts were accepted; `foreground_acceptance_i`, the same without positions of the most frequent token; and
             `tokens_per_pass` of a chain.
-
-    Raises:
-        ValueError: for an unknown kind or setting, a run or images in `folder` from another config or target, or a run that
-            diverged.
     """
     trainer = HeadTrainer(kind, config, pipe, prompts, folder, images_folder or folder / "generated")
     trainer.images.generate_missing()
@@ -157,8 +150,7 @@ def train_head(
         trainer.fit_input_scales()
     fit(trainer)
     metrics = {**trainer.measure_acceptance(), "tokens_per_pass": trainer.tokens_per_pass()}
-    acceptance = tuple(name for name in metrics if name.startswith("acceptance"))
-    return export(trainer.run, trainer.model, "drafter", metrics, ("loss", "divergence"), acceptance)
+    return export(trainer.run, trainer.model, "drafter", metrics)
 
 
 class HeadTrainer(Trainer):

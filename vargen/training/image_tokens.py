@@ -58,9 +58,6 @@ def load_or_encode(folder: Path, images: np.ndarray, vqvae: VQModel, grid: int) 
 
     Args:
         images: uint8 `[N, Y, X, 3]`. vqvae: the tokenizer, on the device that encodes. grid: tokens per side.
-
-    Raises:
-        ValueError: if the grid's side in pixels does not divide the side of the images.
     """
     side, full = grid * vqvae.downsampling, images.shape[1]
     if side > full or full % side:

@@ -115,9 +115,6 @@ def fit_router(router: BlockRouter, pairs: Sequence[RouterPairs], ridge: float) 
     Returns:
         `correlation` of such predictions with the gains; `gain`, the mean gain; `deviation` of gains; numbers of `pairs` and
         `videos`.
-
-    Raises:
-        ValueError: for the pairs of fewer than two videos.
     """
     if len(pairs) < 2:
         raise ValueError(f"prompts must be at least 2, got {len(pairs)}")
@@ -169,10 +166,6 @@ def train_router(config: RouterConfig, pipe: Any, prompts: Sequence[str], folder
 
     Returns:
         The metrics of `fit_router`.
-
-    Raises:
-        ValueError: if the pipeline lacks a component, `exit_step` is not below the number of steps, or there are fewer than two
-            prompts.
     """
     model = pipe.decoding_model()
     for name in ("preview_decoder", *(() if config.exit_step else ("draft_transformer",))):

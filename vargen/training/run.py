@@ -1,4 +1,4 @@
-"""The training loop `fit`, and a training run on disk: checkpoint, log and curves.
+"""The training loop `fit`, and a training run on disk: checkpoint and log.
 
 A run killed at any moment resumes from its last checkpoint. Batches are functions of (seed, step), so no random state needs
 saving, and a resumed run sees the same data as an uninterrupted one.
@@ -21,7 +21,6 @@ from filelock import FileLock, Timeout
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from vargen.compat import validate_matplotlib
 from vargen.device import preferred_dtype
 from vargen.files import atomic_file, atomic_merge
 from vargen.weight_files import load_pickle_safely
@@ -33,7 +32,7 @@ _LOG_EVERY = 10  # steps
 
 
 class TrainingRun:
-    """Checkpoint, log and plots in one folder: `checkpoint.pt`, `log.jsonl`, `curves.png`.
+    """Checkpoint and log in one folder: `checkpoint.pt`, `log.jsonl`.
 
     Args:
         folder: the run directory; `load_checkpoint` creates it if missing.
@@ -57,13 +56,7 @@ class TrainingRun:
         """Return the last checkpoint (`{"step": ..., ...}`), or None for a new run.
 
         Creates the folder if it is missing, and locks it for this process.
-
-        Raises:
-            ImportError: without matplotlib, which the curves need.
-            ValueError: if another process trains in the folder, or if it contains a run with other settings, a run that is
-                already past this run's last step, or a checkpoint that is damaged or of another kind.
         """
-        validate_matplotlib("the curves of a run need")
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock()
         path = self.folder / CHECKPOINT
@@ -131,30 +124,6 @@ class TrainingRun:
 
     def progress(self, start: int) -> tqdm:
         return tqdm(range(start, self.steps), initial=start, total=self.steps, desc=self.folder.name, mininterval=5)
-
-    def plot_metrics(self, *panels: tuple[str, ...]) -> Path:
-        """Write `curves.png`: one panel per tuple of logged names, against steps."""
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-
-        figure, axes = pyplot.subplots(1, len(panels), figsize=(5 * len(panels), 3.6), squeeze=False)
-        records = self.read_log()
-        for axis, names in zip(axes[0], panels, strict=True):
-            for name in names:
-                points = [(r["step"], r[name]) for r in records if name in r]
-                if points:
-                    axis.plot(*zip(*points, strict=True), label=name.replace("_", " "), linewidth=1.2)
-            axis.set_xlabel("step")
-            axis.grid(alpha=0.3)
-            axis.legend()
-        figure.tight_layout()
-        target = self.folder / "curves.png"
-        with atomic_file(target) as temporary:
-            figure.savefig(temporary, format="png", dpi=100)
-        pyplot.close(figure)
-        return target
 
 
 def read_training_checkpoint(path: Path, map_location: torch.device | str = "cpu") -> dict[str, Any]:
@@ -250,21 +219,15 @@ def fit(trainer: Trainer) -> None:
             run.save_checkpoint(done, **trainer.state_dict())
 
 
-def export(
-    run: TrainingRun, network: Any, part: str, metrics: Mapping[str, float], *panels: tuple[str, ...]
-) -> dict[str, float]:
-    """Save a trained network to the sub-folder `part`, log its metrics and plot the run; returns the metrics.
+def export(run: TrainingRun, network: Any, part: str, metrics: Mapping[str, float]) -> dict[str, float]:
+    """Save a trained network to the sub-folder `part` and log its metrics, which are returned.
 
     The metrics are also logged with the prefix `final_`.
-
-    Raises:
-        ValueError: if a metric is not finite; the network is not saved.
     """
     if not all(map(math.isfinite, metrics.values())):
         raise ValueError(f"the run in {run.folder} diverged ({dict(metrics)}): lower the learning rate")
     run.log(run.steps, **metrics, **{f"final_{name}": value for name, value in metrics.items()})
     with atomic_merge(run.folder / part) as staged:
         network.eval().save_pretrained(staged)
-    run.plot_metrics(*panels)
     logger.info("%s: %s", run.folder / part, dict(metrics))
     return dict(metrics)

@@ -56,15 +56,10 @@ def train_upsampler(
     Returns:
         Nats per token and top-1 accuracy on validation images, with all rows above known (`row_loss`, `row_accuracy`) and with
             none known (`image_loss`, `image_accuracy`).
-
-    Raises:
-        ValueError: for images whose grid is not a multiple of the low-resolution one, a run in `folder` that is damaged or has
-            another config, or a run that diverged.
     """
     trainer = UpsamplerTrainer(config, data, tokenizer_folder, folder, device)
     fit(trainer)
-    panels = ("loss", "row_loss", "image_loss"), ("row_accuracy", "image_accuracy")
-    return export(trainer.run, trainer.model, "upsampler", trainer.evaluate(), *panels)
+    return export(trainer.run, trainer.model, "upsampler", trainer.evaluate())
 
 
 class UpsamplerTrainer(Trainer):
