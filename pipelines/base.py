@@ -26,7 +26,6 @@ from vargen.pipelines.generation import GenerationRequest, RunningCall, RunningC
 from vargen.pipelines.offloading import OffloadedPipeline
 from vargen.pipelines.prompts import NormalizedPrompt, PromptInputs, PromptNames
 from vargen.pipelines.quantization import load_quantized_components, quantized_components, resolve_quantization
-from vargen.pipelines.validation import accepted_arguments, reject_unknown_arguments
 from vargen.scoring.protocol import Scorer
 from vargen.scoring.registry import open_scorer
 
@@ -93,14 +92,6 @@ class VisualPipeline(OffloadedPipeline, DiffusionPipeline):
     prompt_names: PromptNames | None = None
     example_tokens: Tensor | None = None
     fps: int | None = None
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        calls = ("__call__", "stream")  # a video call forwards options to `stream`, an override forwards them to its parent
-        known = accepted_arguments(*(vars(each)[name] for each in cls.__mro__ for name in calls if name in vars(each)))
-        for name in calls:
-            if name in vars(cls):
-                setattr(cls, name, reject_unknown_arguments(vars(cls)[name], known))
 
     def _register_components(self, components: Mapping[str, Any], config: Mapping[str, Any], prompt_names: Any) -> None:
         """Validate and register the components and the values stored with them. This is the body of every `__init__`.

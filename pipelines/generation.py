@@ -112,7 +112,9 @@ class GenerationRequest:
         Raises:
             ValueError, TypeError: before any image is generated; the message names the argument.
         """
-        if negative.prompt is not None:
+        if validation.is_blank(negative.prompt):
+            negative = negative._replace(prompt=None)
+        else:
             validation.validate_prompts(negative.prompt, "negative_prompt")
         given = {name: value for name, value in settings.items() if value is not None}
         scale, sampling = validation.validate_sampling({**pipe.default_sampling, **given})

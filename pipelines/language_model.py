@@ -213,7 +213,7 @@ class LanguageModelPipeline(VisualPipeline):
         if inputs:
             raise TypeError(f"{next(iter(inputs))} must be left out: this model reads prompts")
         prompts, blank = validation.validate_prompts(prompt), None
-        if negative_prompt is not None:
+        if not validation.is_blank(negative_prompt):
             negative = validation.validate_prompts(negative_prompt, "negative_prompt")
             if len(negative) not in (1, len(prompts)):
                 raise ValueError(f"negative_prompt must be one, or one for each of {len(prompts)} prompts, got {len(negative)}")

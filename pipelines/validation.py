@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import difflib
-import functools
-import inspect
 import unicodedata
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from numbers import Integral
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,6 +40,12 @@ def validate_prompts(prompt: Any, name: str = "prompt") -> list[str]:
         if not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text):  # undecodable bytes from a shell
             raise ValueError(f"{name}[{i}] must be valid Unicode that UTF-8 can hold, got {short_repr(text)}")
     return list(prompts)
+
+
+def is_blank(prompt: Any) -> bool:
+    """Whether a negative prompt, or each of a list, is None or has only whitespace."""
+    prompts = prompt if isinstance(prompt, list | tuple) else [prompt]
+    return all(each is None or (isinstance(each, str) and not each.strip()) for each in prompts)
 
 
 def _visible(char: str) -> bool:
@@ -263,59 +267,3 @@ def validate_prompt_schedule(prompt_schedule: Any, num_blocks: int) -> dict[int,
         if len(validate_prompts(prompt, "prompt_schedule")) != 1:
             raise ValueError(f"prompt_schedule must have one prompt for each block, got {short_repr(prompt)}")
     return dict(prompt_schedule)
-
-
-# -- arguments that a call does not have ---------------------------------------------------------------------------------
-
-_F = TypeVar("_F", bound=Callable[..., Any])
-
-_ONE_SIZE = "a model generates one size; resize the images that a call returns, as by image.resize((256, 256))"
-_INSTEAD = {
-    "seed": "give generator=torch.Generator().manual_seed({value})",
-    "height": _ONE_SIZE,
-    "width": _ONE_SIZE,
-    "num_inference_steps": "accelerator= decides how many passes an image takes",
-    "num_frames": "give num_blocks= to a model of video",
-    "callback": "give callback_on_step_end=",
-    "negative_prompt": "this model has no guidance to lead away from anything; say in prompt what to show",
-}
-
-
-def reject_unknown_arguments(call: _F, accepted: Set[str]) -> _F:
-    """Wrap a pipeline's call: an empty `negative_prompt` counts as None, and unsupported arguments raise a helpful error.
-
-    Args:
-        accepted: names of the supported arguments.
-
-    Raises:
-        TypeError: when the wrapped call gets an argument that is not in `accepted`. The message says what to use instead.
-    """
-
-    @functools.wraps(call)
-    def checked(self: Any, *args: Any, **given: Any) -> Any:
-        if "negative_prompt" in given and _is_blank(given["negative_prompt"]):
-            del given["negative_prompt"]
-        for name in given.keys() - accepted:
-            remedy = _instead(name, given[name], accepted)
-            raise TypeError(f"{type(self).__name__} takes no {name}, got {short_repr(given[name])}: {remedy}")
-        return call(self, *args, **given)
-
-    return checked  # type: ignore[return-value]
-
-
-def accepted_arguments(*calls: Callable[..., Any]) -> Set[str]:
-    """Return the names of the keyword arguments of all the calls."""
-    found = [each for call in calls for each in inspect.signature(call).parameters.values()]
-    return {each.name for each in found if each.kind is not each.VAR_KEYWORD} - {"self"}
-
-
-def _is_blank(prompt: Any) -> bool:
-    prompts = prompt if isinstance(prompt, list | tuple) else [prompt]
-    return all(each is None or (isinstance(each, str) and not each.strip()) for each in prompts)
-
-
-def _instead(name: str, value: Any, accepted: Set[str]) -> str:
-    if name in _INSTEAD:
-        return _INSTEAD[name].format(value=value if isinstance(value, int) else 0)
-    near = difflib.get_close_matches(name, accepted, 1)
-    return f"did you mean {near[0]}?" if near else f"it takes {', '.join(sorted(accepted))}"
