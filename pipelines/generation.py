@@ -1,4 +1,4 @@
-"""The course of a call: its request, candidates, batches that fit in memory, callbacks and interrupts."""
+"""The course of a call: its request, candidates, batches, callbacks and interrupts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from vargen.decoding.seeds import ImageSeeds, resolve_seeds
 from vargen.device import validate_compile
 from vargen.models.condition import Condition
 from vargen.pipelines import validation
-from vargen.pipelines.images import split_on_out_of_memory
 from vargen.pipelines.prompts import PromptInputs, encode_condition, encode_negative_condition, repeat_condition, scorer_prompts
 from vargen.pipelines.validation import MAX_IMAGES
 from vargen.scoring.protocol import Scorer, score_images, to_scorer
@@ -177,9 +176,6 @@ def run_request(pipe: VisualPipeline, request: Any) -> Any:
 def generate_images(pipe: VisualPipeline, request: GenerationRequest, call: RunningCall, bar: Any) -> tuple[Any, DecodeOutput]:
     """Generate the requested images and select among candidates. Returns the images in the requested form, and their tokens."""
 
-    def decode(rows: slice) -> DecodeOutput:
-        return pipe._decode(request.select_rows(rows), callback)
-
     def to_images(result: DecodeOutput, output_type: str) -> Any:
         return pipe.decode_tokens(result.tokens, result.length if result.stats.stopped else None, output_type)
 
@@ -187,11 +183,11 @@ def generate_images(pipe: VisualPipeline, request: GenerationRequest, call: Runn
     at_once = images if request.batch_size is None else min(request.batch_size, images)
     is_list = at_once < images and pipe.joins_running_batch(request.method)
     callback = _step_callback(pipe, call, bar, request.output.callback, is_list)
-    remedy, parts = "use a smaller model or dtype", list[DecodeOutput]()
+    parts: list[DecodeOutput] = []
     step = images if is_list else at_once
     for first in range(0, images, step):
         rows = slice(first, min(first + step, images))
-        parts += split_on_out_of_memory(decode, rows, "generating", remedy, stop=lambda part: part.stats.stopped)
+        parts.append(pipe._decode(request.select_rows(rows), callback))
         if parts[-1].stats.stopped:
             break
     result = _join_outputs(parts, request.num_images)
@@ -217,13 +213,8 @@ def _step_callback(
             bar.update(num_tokens - bar.n)
         if on_step_end is None:
             return not call.interrupted
-        skipped = progress.tokens < 0  # scales that the schedule skips
-        result = on_step_end(pipe, progress.step - 1, num_tokens, {"latents": progress.tokens})
-        result = validation.validate_callback_result(result, progress.tokens, pipe.vocab_size, skipped)
-        latents = result.get("latents")
-        if latents is not None and latents is not progress.tokens:
-            progress.tokens.copy_(latents)
-        return not (result.get("stop", False) or call.interrupted)
+        answer = on_step_end(pipe, progress.step - 1, num_tokens, {"latents": progress.tokens.clone()})
+        return not (validation.wants_stop(answer) or call.interrupted)
 
     return callback
 

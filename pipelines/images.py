@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from vargen.reading import apply_orientation, on_white
 from vargen.values import parse_float, short_repr
 
 logger = logging.getLogger("vargen")
-_T = TypeVar("_T")
+_CELLS_AT_ONCE = 2**14  # whose pixels are decoded at a time: 64 images of 16 x 16 tokens
 
 
 @dataclass
@@ -71,45 +71,15 @@ def validate_decode_arguments(tokens: Any, length: Any, output_type: Any, codes:
         raise ValueError(f"length must be [{len(tokens)}], one per image, got {list(length.shape)}")
 
 
-def split_on_out_of_memory(
-    run: Callable[[slice], _T], rows: slice, task: str, remedy: str, stop: Callable[[_T], bool] = lambda _: False
-) -> list[_T]:
-    """Run a batch at once or, if memory does not suffice, in halves, which are halved again where needed.
-
-    Args:
-        run: runs some rows of the batch.
-        task, remedy: what is done, and what would need less memory; for messages.
-        stop: whether to leave out the rows after a result.
-
-    Raises:
-        torch.OutOfMemoryError: if a single row does not fit.
-    """
-    count = rows.stop - rows.start
-    try:
-        return [run(rows)]
-    except torch.OutOfMemoryError as error:
-        if count == 1:
-            raise torch.OutOfMemoryError(f"out of memory {task} one image; {remedy}") from error
-    # Outside the handler, because the traceback keeps the tensors of the failed attempt alive.
-    logger.warning("out of memory %s %d images at once: continuing in two halves", task, count)
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    middle = rows.start + count // 2
-    first = split_on_out_of_memory(run, slice(rows.start, middle), task, remedy, stop)
-    return first if stop(first[-1]) else first + split_on_out_of_memory(run, slice(middle, rows.stop), task, remedy, stop)
-
-
 def decode_pixels(decode: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
-    """Decode tokens to pixels, float32 `[B, 3, Y, X]`. Splits the batch on out-of-memory, so that no tokens are lost.
+    """Decode tokens `[B, N]`, `[B, R, G]` or latents `[B, C, R, G]` to pixels, float32 `[B, 3, Y, X]`, some images at a time.
 
     Raises:
-        torch.OutOfMemoryError: if a single image does not fit.
         NonFinitePixelsError: for NaN or infinite pixels; the message has the image and position of the first one.
     """
-    remedy, rows = "output_type='latent' returns the tokens", slice(0, len(tokens))
-    pixels = torch.cat(
-        split_on_out_of_memory(lambda part: decode(tokens[part]).float(), rows, "decoding the pixels of", remedy)
-    )
+    cells = math.prod(tokens.shape[2:] if tokens.ndim == 4 else tokens.shape[1:])
+    at_once = max(1, _CELLS_AT_ONCE // cells)
+    pixels = torch.cat([decode(part).float() for part in tokens.split(at_once)])
     NonFinitePixelsError.check(pixels)
     return pixels
 

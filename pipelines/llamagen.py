@@ -187,9 +187,8 @@ class LlamaGenPipeline(VisualPipeline):
                 one candidate, it scores the image without selecting.
             output_type: `"pil"`, `"np"`, `"pt"`, or `"latent"` for the tokens.
             return_dict: False returns `(images,)`.
-            callback_on_step_end: called as `f(pipe, step, tokens_drawn, {"latents": tokens})` after every pass. It may change
-                the tokens in place or return `{"latents": ...}`. Returning `{"stop": True}`, or setting `pipe._interrupt`,
-                ends the call with the tokens generated so far.
+            callback_on_step_end: called as `f(pipe, step, tokens_drawn, {"latents": tokens})` after every pass.
+                Returning `{"stop": True}`, or setting `pipe._interrupt`, ends the call with the tokens generated so far.
             compile: run the passes through `torch.compile`; the first call takes minutes. Rejected on CPUs: no gain.
             clean_prompt: clean the prompt as in the training of official LlamaGen text models (needs ftfy and beautifulsoup4).
 

@@ -161,62 +161,31 @@ def validate_callback(callback: Any, tensor_inputs: Any, known: list[str]) -> No
         raise ValueError(f"callback_on_step_end_tensor_inputs must be among {known}, got {short_repr(tensor_inputs)}")
 
 
-def validate_callback_result(answer: Any, tokens: Tensor, vocab: int, skipped: Tensor) -> dict[str, Any]:
-    """Validate what `callback_on_step_end` returned, and return it as a dictionary.
-
-    Args:
-        skipped: bool, same shape as `tokens`: positions without a token, whose values are ignored.
+def wants_stop(answer: Any) -> bool:
+    """Whether `callback_on_step_end` returned that the call should stop.
 
     Raises:
-        TypeError: unless it is a dictionary or None.
-        ValueError: for tokens of a wrong shape or outside the vocabulary.
-    """
-    answer = validate_callback_result_type(answer)
-    latents = answer.get("latents")
-    if latents is not None and latents is not tokens:
-        returned = "latents that callback_on_step_end returned"
-        shape = list(latents.shape) if isinstance(latents, Tensor) else None
-        if shape != list(tokens.shape):
-            given = short_repr(latents) if shape is None else shape
-            raise ValueError(f"{returned} must be a tensor {list(tokens.shape)}, got {given}")
-        validate_tokens(latents, vocab, returned, skipped=skipped)
-    else:
-        validate_tokens(tokens, vocab, "tokens that callback_on_step_end changed", skipped=skipped)  # edited in place
-    return dict(answer)
-
-
-def validate_callback_result_type(answer: Any) -> Mapping[str, Any]:
-    """Return what `callback_on_step_end` returned as a mapping.
-
-    Raises:
-        TypeError: unless it is a dictionary or None.
+        TypeError: unless it returned a dictionary or None.
     """
     if answer is None:
-        return {}
+        return False
     if not isinstance(answer, Mapping):
         raise TypeError(
             "callback_on_step_end must return None or a dictionary, such as the one it was given or {'stop': True}, "
             f"got {short_repr(answer)}"
         )
-    return answer
+    return bool(answer.get("stop", False))
 
 
-def validate_tokens(
-    tokens: Any, vocab: int, argument: str = "tokens", minimum: int = 0, skipped: Tensor | None = None
-) -> Tensor:
-    """Raise TypeError or ValueError unless `tokens` is an integer tensor with values from `minimum` to `vocab` - 1.
-
-    Args:
-        skipped: bool, same shape as `tokens`: positions that are not checked.
-    """
+def validate_tokens(tokens: Any, vocab: int, minimum: int = 0) -> None:
+    """Raise TypeError or ValueError unless `tokens` is an integer tensor with values from `minimum` to `vocab` - 1."""
     if not isinstance(tokens, Tensor) or tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
         given = str(tokens.dtype) if isinstance(tokens, Tensor) else short_repr(tokens)
-        raise TypeError(f"{argument} must be a tensor of whole numbers, got {given}")
+        raise TypeError(f"tokens must be a tensor of whole numbers, got {given}")
     if tokens.numel():
-        low, high = torch.aminmax(tokens if skipped is None else tokens.masked_fill(skipped.to(tokens.device), 0))
+        low, high = torch.aminmax(tokens)
         if int(low) < minimum or int(high) >= vocab:
-            raise ValueError(f"{argument} must be from {minimum} to {vocab - 1}, got {int(low)} to {int(high)}")
-    return tokens
+            raise ValueError(f"tokens must be from {minimum} to {vocab - 1}, got {int(low)} to {int(high)}")
 
 
 def validate_seed(seed: Any, images: int) -> int:

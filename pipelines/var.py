@@ -167,7 +167,7 @@ class VARPipeline(VisualPipeline):
             generator, prompt_embeds, prompt_mask, negative_prompt_embeds, negative_prompt_mask: as in `LlamaGenPipeline`.
             output_type, return_dict, compile, clean_prompt: as in `LlamaGenPipeline`.
             callback_on_step_end: called as `f(pipe, step, tokens_drawn, {"latents": tokens})` after every pass;
-                `pipe.preview(tokens, tokens_drawn)` returns the partial image. It may change the tokens of the latest scale.
+                `pipe.preview(tokens, tokens_drawn)` returns the partial image.
                 Returning `{"stop": True}`, or setting `pipe._interrupt`, ends the call with the tokens generated so far.
 
         Raises:

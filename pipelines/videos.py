@@ -19,7 +19,7 @@ from vargen.decoding import BlockStream, VideoBlock, VideoStats
 from vargen.files import atomic_file, expand_user
 from vargen.models.tokenizers.video_vae import DecodeState, StreamingDecoder
 from vargen.mp4 import Mp4Writer, import_av
-from vargen.pipelines.validation import validate_callback_result_type
+from vargen.pipelines.validation import wants_stop
 from vargen.values import parse_float, short_repr
 
 FORMATS = (".mp4", ".gif", ".webp")
@@ -253,7 +253,6 @@ class PassMonitor:
     def __call__(self, progress: BlockProgress) -> bool:
         stop = self.callback is not None and self.callback(progress) is False
         if not stop and self.on_step_end is not None:
-            result = validate_callback_result_type(self.on_step_end(self.pipe, progress.passes - 1, progress.block, {}))
-            stop = bool(result.get("stop", False))
+            stop = wants_stop(self.on_step_end(self.pipe, progress.passes - 1, progress.block, {}))
         self.stopped = stop or (self.call is not None and self.call.interrupted)
         return not self.stopped

@@ -156,15 +156,7 @@ def test_numpys_numbers_generate_what_pythons_generate(texts):
     assert torch.equal(*generated)
 
 
-# -- callbacks --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "latents",
-    [torch.zeros(1, 3, dtype=torch.int64), torch.zeros(1, 16), [0] * 16, torch.full((1, 16), 64), torch.full((1, 16), -1)],
-)
-def test_a_callback_cannot_put_in_tokens_that_are_none(classes, latents):
-    rejects(lambda: classes(class_labels=3, callback_on_step_end=lambda *_: {"latents": latents}), "latents")
+# -- decoding --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -186,13 +178,6 @@ def test_decode_says_what_it_takes(classes, change, message):
     condition, _ = classes.encode_condition(class_labels=3)
     arguments = {"model": classes.decoding_model(2.0), "seeds": torch.ones(1, dtype=torch.int64), **change}
     rejects(lambda: decode(condition=condition, **arguments), message)
-
-
-def test_a_callback_cannot_spoil_tokens_in_place(classes):
-    def spoil(pipe, step, generated, tensors):
-        tensors["latents"].fill_(64)
-
-    rejects(lambda: classes(class_labels=3, callback_on_step_end=spoil), "callback_on_step_end")
 
 
 # -- the parts of a call ----------------------------------------------------------------------------------------------

@@ -152,46 +152,6 @@ def test_a_stopped_generation_is_a_coarse_image(classes: VARPipeline) -> None:
     assert (classes.decode_tokens(whole, torch.tensor([0]), output_type="np") == 1).all(), "white where nothing is drawn"
 
 
-def test_a_callback_may_change_the_scale_that_was_generated_last(classes: VARPipeline) -> None:
-    def first_is_seven(pipe: VARPipeline, step: int, drawn: int, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-        if step == 0:
-            tensors["latents"][:, 0] = 7
-        return tensors
-
-    changed = classes(class_labels=3, generator=seeded(0)[0], callback_on_step_end=first_is_seven, output_type="latent")
-    assert changed.images[0, 0] == 7
-
-    def beyond(pipe: VARPipeline, step: int, drawn: int, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-        return {"latents": torch.full_like(tensors["latents"], 64)}
-
-    with pytest.raises(ValueError, match="must be from 0 to 63, got 64"):
-        classes(class_labels=3, callback_on_step_end=beyond)
-
-
-def test_halves_generate_the_same_images(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    from vargen.pipelines import var
-
-    pipe = class_var_pipeline()
-    pipe.set_progress_bar_config(disable=True)
-    images = [a_image(seed) for seed in range(3)]
-    options: dict[str, Any] = {"class_labels": [1, 2, 3], "output_type": "latent", "image": images, "mask": half()}
-    options["strength"] = 0.75
-    whole = pipe(generator=seeded(0, 1, 2), **options)
-    real, tries = var.decode_scales, []
-
-    def scarce(model: Any, condition: Any, seeds: torch.Tensor, *arguments: Any, **more: Any) -> Any:
-        tries.append(len(seeds))
-        if len(seeds) > 2:
-            raise torch.OutOfMemoryError("no room")
-        return real(model, condition, seeds, *arguments, **more)
-
-    monkeypatch.setattr(var, "decode_scales", scarce)
-    with caplog.at_level("WARNING", logger="vargen"):
-        halves = pipe(generator=seeded(0, 1, 2), **options)
-    assert tries == [3, 1, 2] and torch.equal(halves.images, whole.images)
-    assert halves.stats.by_scale[1]["passes"] == 2 and "two halves" in caplog.text
-
-
 # -- pictures to start from ---------------------------------------------------------------------------------------------------
 
 
