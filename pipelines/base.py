@@ -20,12 +20,13 @@ from vargen.compat import ensure_torchvision, hide_progress_bars, load_options, 
 from vargen.decoding import DEFAULT_METHOD, list_methods, resolve_method
 from vargen.files import atomic_merge, expand_user
 from vargen.models.condition import Condition
+from vargen.models.quantization import validate_quantization
 from vargen.pipelines import loading, prompts
 from vargen.pipelines.components import ModelFamily, current_modules
 from vargen.pipelines.generation import GenerationRequest, RunningCall, RunningCalls, generate_images
 from vargen.pipelines.offloading import OffloadedPipeline
 from vargen.pipelines.prompts import NormalizedPrompt, PromptInputs, PromptNames
-from vargen.pipelines.quantization import load_quantized_components, quantized_components, resolve_quantization
+from vargen.pipelines.quantization import load_quantized_components, quantized_components
 from vargen.scoring.protocol import Scorer
 from vargen.scoring.registry import open_scorer
 
@@ -140,8 +141,7 @@ class VisualPipeline(OffloadedPipeline, DiffusionPipeline):
                 hardware bfloat16 multiplication, else float32. The image tokenizer stays in float32, as trained.
             quantization: `"int8"` runs transformers on a CPU with 8-bit integer products, in a quarter of the memory; their
                 other steps are float32. Images differ from those of float32 in detail, and are the same for each exact method
-                and batch. Default: the format of the folder. diffusers' `quantization_config` is accepted with torchao's
-                `Int8DynamicActivationInt8WeightConfig`.
+                and batch. Default: the format of the folder.
             **kwargs: passed to `DiffusionPipeline.from_pretrained`.
 
         Raises:
@@ -152,7 +152,7 @@ class VisualPipeline(OffloadedPipeline, DiffusionPipeline):
         """
         if dtype is not None and torch_dtype is not None:
             raise ValueError(f"give dtype or torch_dtype, its older name, not both; got {dtype!r} and {torch_dtype!r}")
-        quantization = resolve_quantization(quantization, kwargs.pop("quantization_config", None))
+        validate_quantization(quantization)
         model = loading.validate_model_folder(pretrained_model_name_or_path, cls.family, kwargs)
         folder = model.path
         kwargs.setdefault("use_safetensors", True)

@@ -48,7 +48,7 @@ _HUB_PATTERNS = [
 # Arguments of diffusers' `from_pretrained` other than components. It ignores unknown ones silently.
 _OPTIONS = frozenset(
     "torch_dtype dtype cache_dir force_download proxies local_files_only token revision variant use_safetensors device_map "
-    "max_memory offload_folder offload_state_dict low_cpu_mem_usage disable_mmap quantization quantization_config "
+    "max_memory offload_folder offload_state_dict low_cpu_mem_usage disable_mmap quantization "
     "output_loading_info mirror trust_remote_code custom_pipeline custom_revision load_connected_pipeline use_onnx "
     "use_flashpack from_flax dduf_file provider sess_options provider_options".split()
 )

@@ -55,7 +55,7 @@ DeviceName = Annotated[Device, typer.Option(help="auto: a GPU if there is one.")
 DtypeName = Annotated[Dtype, typer.Option(help="Of the transformer's weights. auto: the fastest on this device.")]
 QuantizationName = Annotated[
     str | None,
-    typer.Option("--quantization", metavar="int8|float8", help="8-bit products; float8: on a GPU. Default: the folder's."),
+    typer.Option("--quantization", metavar="int8", help="8-bit products, on a CPU. Default: the folder's."),
 ]
 Threads = Annotated[int | None, typer.Option(metavar="N", help="CPU threads. Default: autotuned.")]
 TorchThreads = Annotated[int | None, typer.Option(metavar="N", help="CPU threads. Default: torch's.")]
@@ -93,7 +93,6 @@ def select_dtype(name: Dtype, place: torch.device, folder: Path | None = None, q
 
     Raises:
         ValueError: for a quantization that is unknown or that the device does not have.
-        ImportError: for a quantization on a GPU, without torchao.
     """
     import torch
 
@@ -103,7 +102,7 @@ def select_dtype(name: Dtype, place: torch.device, folder: Path | None = None, q
     validate_quantization(quantization, place)
     if name is not Dtype.auto:
         return getattr(torch, name.value)
-    if quantization is not None and place.type == "cpu":
+    if quantization is not None:
         return torch.float32
     return device.preferred_dtype(place) if folder is None else default_dtype(folder, place)
 
