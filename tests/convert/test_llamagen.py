@@ -458,22 +458,18 @@ def test_what_cannot_be_the_text_encoder_is_refused(
 # -- the output folder ---------------------------------------------------------------------------------------------
 
 
-def test_what_is_there_is_kept_unless_it_is_to_be_overwritten(files: tuple[Path, Path], tmp_path: Path) -> None:
+def test_what_is_there_is_kept(files: tuple[Path, Path], tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
     (out / "model_index.json").write_text("mine")
     with pytest.raises(FileExistsError, match="exists and is not empty"):
         convert_llamagen(*files, out, grid_size=4)
-    rejects(lambda: convert_llamagen(*files, out, grid_size=4, overwrite=True, n_head=7), "n_head")
     assert (out / "model_index.json").read_text() == "mine"
-    convert_llamagen(*files, out, grid_size=4, overwrite=True)
-    assert _left(out) == {"model_index.json", "transformer", "vqvae"}
-    assert _left(tmp_path) == {"c2i.pt", "vq.pt", "out"}
 
 
 def test_where_nothing_can_be_written_nothing_is_read(files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llamagen, "read_checkpoint", lambda *_, **__: pytest.fail("read"))
-    with pytest.raises(OSError, match=r"cannot write .*out"):
+    with pytest.raises(OSError):
         convert_llamagen(*files, files[0] / "out", grid_size=4)  # below a file
 
 

@@ -41,7 +41,6 @@ def convert_causal_video(
     n_head: int | None = None,
     size: tuple[int, int] | None = None,
     dtype: torch.dtype | None = None,
-    overwrite: bool = False,
 ) -> Path:
     """Convert a causal video model in Wan2.1's layout, such as Self-Forcing's, to a model folder.
 
@@ -64,7 +63,6 @@ def convert_causal_video(
             width.
         size: rows and columns of the videos, in pixels. Default: 480 832, or 704 1280 for Wan2.2's latents.
         dtype: storage dtype of transformers; by default that of the file.
-        overwrite: replace `output` if it is a model folder.
 
     Raises:
         FileExistsError, OSError: `output` cannot be written; raised before anything is read.
@@ -75,7 +73,7 @@ def convert_causal_video(
     """
     validate_dtype(dtype)
     given = {"block_frames": block_frames, "window": window, "sinks": sinks, "steps": steps, "no_warp": no_warp or None}
-    with atomic_folder(output, [*transformer, *draft, wan], overwrite) as folder:
+    with atomic_folder(output) as folder:
         validate_input_files(wan=wan)
         state = read_transformer(transformer, "transformer", not no_ema)
         settings = _published_settings(transformer[0]) | {name: value for name, value in given.items() if value is not None}

@@ -51,7 +51,6 @@ def convert_llamagen(
     tokenizer: Path | None = None,
     id2label: Path | None = None,
     dtype: torch.dtype | None = None,
-    overwrite: bool = False,
     n_head: int | None = None,
     grid_size: int | None = None,
 ) -> Path:
@@ -67,12 +66,11 @@ def convert_llamagen(
         tokenizer: folder of its tokenizer; default: the text encoder's folder.
         id2label: JSON file of class names, `{"0": "name, synonym"}` or a list of names, for class models.
         dtype: storage dtype of the transformer and the text encoder; by default those of the files.
-        overwrite: if `output` is a model folder, replace its model files; other files are kept.
         n_head: number of attention heads, for a width and depth outside the official table.
         grid_size: side of the token grid, if neither the file nor its name (256, 384 or 512 pixels) determines it.
 
     Raises:
-        FileExistsError, OSError: `output` may not be replaced, or cannot be written; raised before anything is read.
+        FileExistsError, OSError: `output` is not empty, or cannot be written; raised before anything is read.
         FileNotFoundError: an input is missing.
         ValueError: a file is damaged, holds more than tensors, is not of the kind that its argument takes, lacks a
             tensor or has one of the wrong shape; the files do not match each other; heads or grid cannot be inferred.
@@ -81,8 +79,7 @@ def convert_llamagen(
     if tokenizer is not None and text_encoder is None:
         raise ValueError("tokenizer comes with a text_encoder; give both, or neither and use prompt_embeds")
     transformer, vq, output = Path(transformer), Path(vq), Path(output)
-    inputs = [Path(p) for p in (transformer, vq, text_encoder, tokenizer, id2label) if p is not None]
-    with atomic_folder(output, inputs, overwrite) as folder:
+    with atomic_folder(output) as folder:
         validate_input_files(transformer=transformer, vq=vq, id2label=id2label and Path(id2label))
         validate_input_files(text_encoder=text_encoder and Path(text_encoder), tokenizer=tokenizer and Path(tokenizer))
         gpt, codes = read_checkpoint(transformer), read_checkpoint(vq, prefer="ema")

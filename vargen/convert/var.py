@@ -39,7 +39,6 @@ def convert_var(
     *,
     id2label: Path | None = None,
     dtype: torch.dtype | None = None,
-    overwrite: bool = False,
 ) -> Path:
     """Convert official VAR or CoDe files, `.pt`, `.pth`, `.bin`, `.ckpt`, `.safetensors` or an index, to a pipeline folder.
 
@@ -49,22 +48,19 @@ def convert_var(
         output: folder to create. It appears whole or not at all.
         id2label: JSON file of class names, `{"0": "name, synonym"}` or a list of names.
         dtype: storage dtype of the transformer; by default that of the file.
-        overwrite: replace `output` if it is a model folder.
 
     Returns:
         `output`.
 
     Raises:
-        FileExistsError: `output` may not be replaced; raised before anything is read.
-        OSError: `output` cannot be written; raised before anything is read.
+        FileExistsError, OSError: `output` is not empty, or cannot be written; raised before anything is read.
         FileNotFoundError: an input is missing.
         ValueError: a file is damaged, holds more than tensors, is not of the kind that its argument takes, lacks a tensor
             or has one of the wrong shape; or the files do not match each other.
     """
     validate_dtype(dtype)
     transformer, vae, output = Path(transformer), Path(vae), Path(output)
-    inputs = [Path(path) for path in (transformer, vae, id2label) if path is not None]
-    with atomic_folder(output, inputs, overwrite) as folder:
+    with atomic_folder(output) as folder:
         validate_input_files(transformer=transformer, vae=vae, id2label=id2label and Path(id2label))
         network, codes = read_checkpoint(transformer, prefer="var_wo_ddp"), read_checkpoint(vae, prefer="vae_local")
         refuse_swapped_files(network, transformer, codes, vae)
