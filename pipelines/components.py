@@ -7,7 +7,7 @@ offloading, the classes that a folder may name, trained drafters and converters.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import wraps
 from inspect import Parameter, signature
 from pathlib import Path
@@ -280,12 +280,6 @@ def _accept_components(init: Any, components: Mapping[str, Component]) -> Any:
 
     construct.__signature__ = declared.replace(parameters=parameters)  # type: ignore[attr-defined]
     return construct
-
-
-def register_drafter(family: ModelFamily, name: str, component: Component) -> ModelFamily:
-    """Add a trained drafter to the components of a family: pipelines can then load it, save it and draft with it."""
-    family = FAMILIES[family.pipeline.__name__]  # with the drafters that were added before
-    return register_family(replace(family, components={**family.components, name: component}))
 
 
 def find_family(name: Any, file: Path) -> ModelFamily:
