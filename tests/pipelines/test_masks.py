@@ -140,22 +140,6 @@ def processor() -> Any:
 
 
 @pytest.mark.parametrize(
-    "mask",
-    [
-        255 * torch.from_numpy(LEVELS).float(),
-        255 * torch.from_numpy(LEVELS).long(),
-        torch.full((SIDE, SIDE), float("nan")),
-        -torch.from_numpy(LEVELS).float(),
-        Image.fromarray(np.full((SIDE, SIDE), np.nan, np.float32)),
-        Image.fromarray(-LEVELS.astype(np.float32)),
-        Image.fromarray(70_000 * LEVELS.astype(np.int32)),
-    ],
-)
-def test_other_numbers_are_refused(mask: Any) -> None:
-    rejects(lambda: validate_source(noise(), mask, None, SIDE, processor()), "mask", ValueError)
-
-
-@pytest.mark.parametrize(
     ("mask", "line"),
     [
         (Image.new("L", (SIDE, SIDE), 0), "mask regenerates nothing"),
