@@ -19,7 +19,6 @@ from tiny_video_folder import video_folder
 import vargen.decoding
 from vargen.cli.main import app
 from vargen.decoding import PRESETS, Accelerator
-from vargen.options import options_table
 from vargen.training.config import CONFIGS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -165,10 +164,6 @@ def test_every_method_is_described_as_it_is() -> None:
         composed = eval(code, {**vars(vargen.decoding), "Accelerator": Accelerator})
         assert composed.spec() == PRESETS[name].spec(), name
         assert f"**{PRESETS[name].kind.capitalize()}" in section, name
-
-
-def test_the_options_of_sampling_are_those_of_the_code() -> None:
-    assert options_table() in (ROOT / "docs/usage.md").read_text()
 
 
 def test_every_kind_of_drafter_is_listed() -> None:

@@ -39,9 +39,8 @@ class Backend(StrEnum):
 
 def _sampling(name: str) -> Any:
     option = OPTIONS[name]
-    maximum = f" to {option.maximum:g}" if option.maximum < float("inf") else ""
-    bounds = f"{'Over' if option.exclusive_minimum else 'From'} {option.minimum:g}{maximum}"
-    return typer.Option(metavar="N" if option.is_integer else "X", help=f"{bounds}; {option.help}. Default: the model's.")
+    bounds = option.range.allowed.removesuffix(", or None").capitalize()
+    return typer.Option(metavar="N" if option.range.is_integer else "X", help=f"{bounds}; {option.help}. Default: the model's.")
 
 
 Guidance = Annotated[float | None, _sampling("guidance_scale")]
