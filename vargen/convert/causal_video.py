@@ -116,11 +116,7 @@ def _published_settings(file: Path) -> dict[str, Any]:
 
 
 def _validate_settings(settings: Mapping[str, Any], image: bool, draft_steps: str | None) -> dict[str, Any]:
-    """Return the `defaults` of the folder.
-
-    Raises:
-        ValueError: for a value that is out of range; the message names it.
-    """
+    """Return the `defaults` of the folder."""
     block, window = settings.get("block_frames", _BLOCK_FRAMES), settings.get("window")
     sinks = settings.get("sinks", 0)
     if parse_int(block, 1, _FRAMES) is None:
@@ -139,11 +135,7 @@ def _validate_settings(settings: Mapping[str, Any], image: bool, draft_steps: st
 
 
 def parse_steps(text: str, name: str) -> list[float]:
-    """Parse timesteps that are separated by commas.
-
-    Raises:
-        ValueError: naming the argument, unless they fall from at most 1000 to above 0.
-    """
+    """Parse timesteps that are separated by commas."""
     try:
         steps = [float(part) for part in str(text).split(",")]
     except ValueError:
@@ -154,11 +146,7 @@ def parse_steps(text: str, name: str) -> list[float]:
 
 
 def _draft_defaults(file: Path, draft_steps: str | None, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the timesteps of a published drafting model, if they differ from those of the transformer.
-
-    Raises:
-        ValueError: if only one of the two has a warp, which they share.
-    """
+    """Return the timesteps of a published drafting model, if they differ from those of the transformer."""
     published = find_published(file)
     if draft_steps is not None or published is None:
         return {}
