@@ -95,11 +95,7 @@ class VisualPipeline(OffloadedPipeline, DiffusionPipeline):
     fps: int | None = None
 
     def _register_components(self, components: Mapping[str, Any], config: Mapping[str, Any], prompt_names: Any) -> None:
-        """Validate and register the components and the values stored with them. This is the body of every `__init__`.
-
-        Raises:
-            ValueError: for components that do not match each other, or class names, defaults or styles that are not valid.
-        """
+        """Validate and register the components and the values stored with them. This is the body of every `__init__`."""
         known = self.family.components
         if unknown := {name for name, component in components.items() if component is not None} - known.keys():
             raise TypeError(f"{min(unknown)} is no component of a {type(self).__name__}: {', '.join(known)}")
@@ -243,11 +239,7 @@ class VisualPipeline(OffloadedPipeline, DiffusionPipeline):
     @classmethod
     @abstractmethod
     def validate_method_for(cls, info: ModelInfo, method: Any) -> None:
-        """Check from the model folder alone whether this method can run.
-
-        Raises:
-            ValueError: with the missing component or the unsupported setting. `validate_method` checks what needs the weights.
-        """
+        """Check from the model folder alone whether this method can run."""
 
     def validate_method(self, method: Any) -> None:
         """Raise ValueError with the reason if this pipeline cannot run a method."""
@@ -266,11 +258,7 @@ class VisualPipeline(OffloadedPipeline, DiffusionPipeline):
         return found
 
     def resolve_method(self, accelerator: Any) -> Any:
-        """Return the method for a preset name, or the given method itself, if it belongs to this paradigm.
-
-        Raises:
-            ValueError, TypeError: for anything else.
-        """
+        """Return the method for a preset name, or the given method itself, if it belongs to this paradigm."""
         return resolve_method(accelerator, self.paradigm)
 
     @abstractmethod
@@ -398,10 +386,6 @@ class VisualPipeline(OffloadedPipeline, DiffusionPipeline):
         """Generate what a call requests; returns the pipeline's output."""
         images, result = generate_images(self, request, call, bar)
         return self.output_class(images=images, stats=result.stats)
-
-    def _progress_total(self, request: Any) -> int:
-        """Total of the progress bar."""
-        return self.num_tokens
 
     @property
     def interrupt(self) -> bool:

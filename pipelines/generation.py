@@ -60,11 +60,10 @@ class GenerationRequest:
     """A call with validated arguments and encoded prompts.
 
     Attributes:
-        method: an `Accelerator`, a `ScaleSchedule` or a `VideoMethod`.
-        condition: one row per image to generate, candidates included; one row for a video.
+        method: an `Accelerator` or a `ScaleSchedule`.
+        condition: one row per image to generate, candidates included.
         guidance: classifier-free guidance, with one negative condition per generated image.
-        seeds: one per generated image or video.
-        sampling: None for video.
+        seeds: one per generated image.
         num_prompts: number of prompts or classes.
         selection: how one of several candidates is selected.
         scorer_prompts: one text per image, not repeated for its candidates; empty without a scorer.
@@ -107,9 +106,6 @@ class GenerationRequest:
             inputs, negative: the condition, and the negative condition of guidance.
             settings: guidance scale, temperature, top-k and top-p; None selects the checkpoint's default.
             num_images_per_prompt, generator, guidance_interval, batch_size: arguments of the call.
-
-        Raises:
-            ValueError, TypeError: before any image is generated; the message names the argument.
         """
         if validation.is_blank(negative.prompt):
             negative = negative._replace(prompt=None)
@@ -158,16 +154,9 @@ class GenerationRequest:
         )
 
 
-def run_request(pipe: VisualPipeline, request: Any) -> Any:
-    """Generate what a call requests.
-
-    Args:
-        request: a `GenerationRequest`, or what else the pipeline's `_generate` takes.
-
-    Returns:
-        The pipeline's output, or `(images,)`.
-    """
-    with pipe._calls.start() as call, pipe.progress_bar(total=pipe._progress_total(request)) as bar:
+def run_request(pipe: VisualPipeline, request: GenerationRequest) -> Any:
+    """Generate what a call requests. Returns the pipeline's output, or `(images,)`."""
+    with pipe._calls.start() as call, pipe.progress_bar(total=pipe.num_tokens) as bar:
         output = pipe._generate(request, call, bar)
     pipe.maybe_free_model_hooks()
     return output if request.output.return_dict else (output[0],)
@@ -241,12 +230,7 @@ class CandidateSelection:
 
     @classmethod
     def build(cls, num_candidates: Any, scorer: Any, load: Callable[[str], Scorer]) -> CandidateSelection:
-        """Validate the arguments of a call. `load` loads a scorer by name.
-
-        Raises:
-            ValueError: for an invalid number of candidates, several candidates without a scorer, or an unknown scorer.
-            TypeError: for a scorer that is not a name, a `Scorer` or a function.
-        """
+        """Validate the arguments of a call. `load` loads a scorer by name."""
         count = parse_int(num_candidates, 1)
         if count is None:
             raise ValueError(f"num_candidates must be a whole number of at least 1, got {short_repr(num_candidates)}")
@@ -274,9 +258,6 @@ class CandidateSelection:
 
         Returns:
             The rows of the selected candidates.
-
-        Raises:
-            NonFiniteScoreError: for a score that is NaN or infinite.
         """
         assert self.scorer is not None
         count = self.num_candidates
