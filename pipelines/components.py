@@ -69,11 +69,7 @@ class Component:
         return self.follows_dtype if isinstance(self.follows_dtype, bool) else tuple(entry) in self.follows_dtype
 
     def validate_files(self, folder: Path, entry: Any, variant: str | None = None) -> Mapping[str, Any] | None:
-        """Validate the files of the component with this entry in the index; returns its configuration, None for tokenizers.
-
-        Raises:
-            ValueError: naming the file.
-        """
+        """Validate the files of the component with this entry in the index; returns its configuration, None for tokenizers."""
         if isinstance(network_class := self.paths[tuple(entry)], type):
             return validate_network_files(folder, network_class, variant)
         if entry[1] in TEXT_ENCODERS:
@@ -82,11 +78,7 @@ class Component:
         return None
 
     def load_foreign(self, folder: Path, entry: Any, dtype: Any, variant: str | None = None) -> Any:
-        """Load a component of transformers: a text encoder, in this dtype, or a tokenizer.
-
-        Raises:
-            ValueError: naming the file.
-        """
+        """Load a component of transformers: a text encoder, in this dtype, or a tokenizer."""
         if entry[1] in TEXT_ENCODERS:
             return StoredNetwork(folder, TEXT_ENCODERS[entry[1]], variant=variant).load(dtype)
         return load_tokenizer(folder, entry[1])
@@ -201,9 +193,6 @@ class ModelFamily:
         Args:
             configs: configuration by component, None for a missing one.
             id2label, defaults, prompt_styles: arguments of the pipeline.
-
-        Raises:
-            ValueError: for components that do not match, or values that are not valid.
         """
         transformer = configs.get("transformer") or {}
         condition = transformer.get("condition", "")
@@ -283,11 +272,7 @@ def _accept_components(init: Any, components: Mapping[str, Component]) -> Any:
 
 
 def find_family(name: Any, file: Path) -> ModelFamily:
-    """Return the family of the pipeline class that an index names.
-
-    Raises:
-        ValueError: if it is of another library.
-    """
+    """Return the family of the pipeline class that an index names."""
     if not isinstance(name, str) or name not in FAMILIES:
         raise ValueError(f"{file} describes a {name!r}; vargen opens {', '.join(FAMILIES)}")
     return FAMILIES[name]

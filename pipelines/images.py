@@ -61,9 +61,6 @@ def validate_decode_arguments(tokens: Any, length: Any, output_type: Any, codes:
     Args:
         codes: size of the codebook.
         minimum: the smallest token; -1 means no token.
-
-    Raises:
-        ValueError, TypeError: naming the argument.
     """
     validate_output_type(output_type)
     validate_tokens(tokens, codes, minimum=minimum)
@@ -72,11 +69,7 @@ def validate_decode_arguments(tokens: Any, length: Any, output_type: Any, codes:
 
 
 def decode_pixels(decode: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
-    """Decode tokens `[B, N]`, `[B, R, G]` or latents `[B, C, R, G]` to pixels, float32 `[B, 3, Y, X]`, some images at a time.
-
-    Raises:
-        NonFinitePixelsError: for NaN or infinite pixels; the message has the image and position of the first one.
-    """
+    """Decode tokens `[B, N]`, `[B, R, G]` or latents `[B, C, R, G]` to pixels, float32 `[B, 3, Y, X]`, by parts of a batch."""
     cells = math.prod(tokens.shape[2:] if tokens.ndim == 4 else tokens.shape[1:])
     at_once = max(1, _CELLS_AT_ONCE // cells)
     pixels = torch.cat([decode(part).float() for part in tokens.split(at_once)])
@@ -91,9 +84,6 @@ def preprocess_images(images: Any, processor: Any, side: int | tuple[int, int], 
         side: rows and columns, or the number of both.
         images: PIL images, a tensor `[B, 3, Y, X]` or an array `[B, Y, X, 3]`; floating-point numbers in [0, 1], or uint8.
         name: name of the argument in error messages.
-
-    Raises:
-        ValueError, TypeError: if it is not an image, or has another dtype or values outside [0, 1], including NaN.
     """
     if not isinstance(images, Tensor | np.ndarray):
         images = list(images) if isinstance(images, list | tuple) else [images]
@@ -150,10 +140,6 @@ def validate_source(image: Any, mask: Any, strength: Any, side: int, processor: 
 
     Args:
         side: width and height of the model's images in pixels.
-
-    Raises:
-        ValueError, TypeError: for a mask or a strength without an image, a strength outside [0, 1], an image that does not have
-            the model's size, or a mask that does not have the image's size.
     """
     if image is None:
         for name, value in (("mask", mask), ("strength", strength)):
@@ -220,9 +206,6 @@ def read_mask(image: Image.Image) -> np.ndarray:
     If parts of the image are transparent, these are the area, as in OpenAI's interface and in image editors. Else it is where
     the brightest channel is at least half of the largest value: 1 if no pixel has more, else 255, or 65535 in modes of more
     bits. In a palette image with colors, as segmentation has them, it is every color but black.
-
-    Raises:
-        ValueError: for a mode of numbers, `"I"` or `"F"`, with other values, including NaN.
     """
     image = apply_orientation(image)
     if image.mode in ("LA", "La", "PA", "RGBA", "RGBa") or "transparency" in image.info:

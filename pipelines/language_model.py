@@ -205,11 +205,7 @@ class LanguageModelPipeline(VisualPipeline):
         return run_request(self, request)
 
     def encode_condition(self, prompt: Any = None, *, negative_prompt: Any = None, **inputs: Any) -> tuple[Any, int]:
-        """Return the `PromptRows` of prompts and negative prompts, and the number of prompts.
-
-        Raises:
-            ValueError, TypeError: also for a prompt that does not fit the context beside the image, or another kind of input.
-        """
+        """Return the `PromptRows` of prompts and negative prompts, and the number of prompts."""
         if inputs:
             raise TypeError(f"{next(iter(inputs))} must be left out: this model reads prompts")
         prompts, blank = validation.validate_prompts(prompt), None

@@ -70,11 +70,6 @@ def find_model_folder(name: Any, family: ModelFamily | None = None, options: Map
         name: name, folder or Hub id; or a `ModelFolder`.
         family: the family that the caller opens; None allows any.
         options: arguments of `from_pretrained`.
-
-    Raises:
-        ValueError: for an unknown name, a missing `model_index.json` or one of another library or family, or an index that
-            names other classes than those of its family.
-        TypeError: for an unknown option.
     """
     options = options or {}
     families = [family] if family else list(FAMILIES.values())
@@ -101,12 +96,7 @@ def find_model_folder(name: Any, family: ModelFamily | None = None, options: Map
 def validate_model_folder(
     name: Any, family: ModelFamily | None = None, options: Mapping[str, Any] | None = None
 ) -> ModelFolder:
-    """Locate a model as `find_model_folder` does, and validate its components without loading weights.
-
-    Raises:
-        ValueError: also for code in the folder or requested from elsewhere, or a component that is missing, damaged, does not
-            match its configuration in shape or type, or does not match the other components.
-    """
+    """Locate a model as `find_model_folder` does, and validate its components without loading weights."""
     options = options or {}
     folder = find_model_folder(name, family, options)
     refuse_code_files(folder.path, folder.family.components)
@@ -200,9 +190,6 @@ def resolve_dtypes(
     Args:
         given: a dtype, or a dict of dtypes by component (`"default"` for those not named), as in diffusers.
         quantized: components with 8-bit integer products, whose other steps are float32.
-
-    Raises:
-        ValueError: for anything else.
     """
     own: dict[str, torch.dtype] = given if isinstance(given, dict) else {}
     for dtype in own.values() if own else () if given is None else (given,):
@@ -224,11 +211,7 @@ def resolve_dtypes(
 
 
 def shared_component_folders(folder: Path) -> dict[str, Path]:
-    """Return, by name of a shared component, the folder of the packaged model that has it.
-
-    Raises:
-        ValueError: if `borrowed.json` is damaged, or names an unknown component or model.
-    """
+    """Return, by name of a shared component, the folder of the packaged model that has it."""
     file = folder / SHARED_FILE
     shared = read_object(file) if file.is_file() else {}
     for part, name in shared.items():
@@ -248,9 +231,6 @@ def load_text_components(
     """Load the components of transformers, and those of another packaged model, except those that the caller passes in `given`.
 
     diffusers would follow what their files say: classes, paths and code.
-
-    Raises:
-        ValueError: naming the file, for damaged ones.
     """
     shared, found = shared_component_folders(folder.path), dict[str, Any]()
     for part in ("text_encoder", "tokenizer"):
@@ -271,9 +251,6 @@ def load_example_tokens(folder: Path) -> Tensor | None:
     """Load the example tokens of a model folder, integers `[M, N]` for lookup drafters: the tokens of training images.
 
     They affect only speed: exact rules sample from the model's distribution whatever the examples are. None if there are none.
-
-    Raises:
-        ValueError: if the file is damaged; the message names it.
     """
     file = folder / EXAMPLES_FILE
     if not file.is_file():
@@ -310,9 +287,6 @@ def resolve_drafter(name: Any, family: ModelFamily) -> tuple[str, Path, Mapping[
 
     Args:
         name: name of a packaged one, its folder, or the folder of the training run.
-
-    Raises:
-        ValueError: before any weight is read, for an unknown name, or a folder that contains code or no such network.
     """
     root = Path(vargen.assets.__file__).parent
     files = [file for each in family.trainable for file in sorted(root.rglob(f"{each}/config.json"))]
@@ -335,12 +309,7 @@ def resolve_drafter(name: Any, family: ModelFamily) -> tuple[str, Path, Mapping[
 
 
 def load_trained_networks(pipeline: Any, *names: Any) -> dict[str, Any]:
-    """Load networks that were trained to draft for a pipeline's transformer, by component name; see `resolve_drafter`.
-
-    Raises:
-        ValueError: before any weight is read, also if a network does not match the transformer, the other components or the
-            codebook.
-    """
+    """Load networks that were trained to draft for a pipeline's transformer, by component name; see `resolve_drafter`."""
     family = pipeline.family
     found = {name: (folder, config) for name, folder, config in (resolve_drafter(each, family) for each in names)}
     configs = {name: getattr(getattr(pipeline, name), "config", None) for name in family.components}

@@ -79,11 +79,7 @@ def describe_unreadable_words(tokenizer: Any, prompt: str) -> str | None:
 
 
 def clean_caption(text: str) -> str:
-    """Apply the DeepFloyd caption cleaner (of diffusers) twice, as in the training of LlamaGen's text models.
-
-    Raises:
-        ImportError: if ftfy or beautifulsoup4 is not installed.
-    """
+    """Apply the DeepFloyd caption cleaner (of diffusers) twice, as in the training of LlamaGen's text models."""
     try:
         import bs4  # noqa: F401
         import ftfy  # noqa: F401
@@ -147,11 +143,7 @@ def encode_prompt(
 
 
 def encode_tokens(pipe: VisualPipeline, encoded: Any) -> tuple[Tensor, Tensor]:
-    """Run the text encoder. Returns features `[B, P, C]` and the mask, bool `[B, P]`.
-
-    Raises:
-        ValueError: if the tokenizer returns an id that the text encoder does not embed.
-    """
+    """Run the text encoder. Returns features `[B, P, C]` and the mask, bool `[B, P]`."""
     device = pipe._execution_device
     ids, mask = encoded.input_ids.to(device), encoded.attention_mask.to(device)
 
@@ -217,11 +209,7 @@ def encode_negative_condition(pipe: VisualPipeline, inputs: PromptInputs, count:
 
 
 def scorer_prompts(pipe: VisualPipeline, prompt: Any, condition: Condition) -> list[str]:
-    """Return the text for the scorer, one per row of the condition: normalized prompts, or class names.
-
-    Raises:
-        ValueError: if neither is available.
-    """
+    """Return the text for the scorer, one per row of the condition: normalized prompts, or class names."""
     if condition.class_labels is not None:
         names, labels = pipe.class_names, condition.class_labels.tolist()
         if any(label not in names for label in labels):
@@ -263,9 +251,6 @@ class PromptNames:
 
     Args:
         names: names by sequence. The sequences have no variation selectors and skin tones, which are recognized anywhere.
-
-    Raises:
-        ValueError: unless all names and sequences are non-empty text, and the sequences are not ASCII.
     """
 
     def __init__(self, names: Mapping[str, str]):
@@ -280,11 +265,7 @@ class PromptNames:
 
     @classmethod
     def load(cls, folder: Path) -> PromptNames | None:
-        """Read the table of a model folder; None if it has none.
-
-        Raises:
-            ValueError: if the file is damaged; the message names it.
-        """
+        """Read the table of a model folder; None if it has none."""
         file = folder / PROMPT_NAMES_FILE
         if not file.is_file():
             return None

@@ -17,9 +17,6 @@ def quantized_components(folder: ModelFolder, quantization: str | None, given: M
 
     Args:
         given: components that the caller passes, which are left as they are.
-
-    Raises:
-        ValueError: if the transformer of this family has no such format.
     """
     found: dict[str, str] = {}
     for part, component in folder.family.components.items():

@@ -55,11 +55,7 @@ def pipeline_class(name: str) -> type[VisualPipeline]:
 
 
 def paradigm_of(name: Any) -> str:
-    """Return the paradigm of a model, such as `"next-token"`. Reads only its index.
-
-    Raises:
-        ValueError: see `vargen.pipelines.loading.find_model_folder`.
-    """
+    """Return the paradigm of a model, such as `"next-token"`. Reads only its index."""
     folder, of_transformers = _locate(name)
     if of_transformers:
         return pipeline_class(_LANGUAGE_MODEL).paradigm
@@ -67,11 +63,7 @@ def paradigm_of(name: Any) -> str:
 
 
 def _locate(name: Any, options: Mapping[str, Any] | None = None) -> tuple[Any, bool]:
-    """Return the folder of a model, fetched once from the hub, and whether transformers wrote it.
-
-    Raises:
-        ValueError: for an unknown name. TypeError: for an option that no model has.
-    """
+    """Return the folder of a model, fetched once from the hub, and whether transformers wrote it."""
     if isinstance(name, ModelFolder):
         return name, False
     options = options or {}

@@ -21,12 +21,7 @@ MAX_SEED = 2**63 - 1
 
 
 def validate_prompts(prompt: Any, name: str = "prompt") -> list[str]:
-    """Return the prompts as a list.
-
-    Raises:
-        TypeError: if `prompt` is not a string or a list of strings.
-        ValueError: if the list is empty, or a prompt is empty or not valid Unicode.
-    """
+    """Return the prompts as a list."""
     prompts = [prompt] if isinstance(prompt, str) else prompt
     if not isinstance(prompts, list | tuple):
         raise TypeError(f"{name} must be a string or a list of strings, got {type(prompt).__name__}")
@@ -59,11 +54,7 @@ def validate_guidance(guidance_scale: Any) -> float:
 
 
 def validate_sampling(settings: Mapping[str, Any]) -> tuple[float, Sampling]:
-    """Split the settings into the guidance scale (default 1) and a `Sampling` of `temperature`, `top_k` and `top_p`.
-
-    Raises:
-        ValueError, TypeError: naming the setting, its value and what is allowed.
-    """
+    """Split the settings into the guidance scale (default 1) and a `Sampling` of `temperature`, `top_k` and `top_p`."""
     others = {name: value for name, value in settings.items() if name != "guidance_scale"}
     return validate_guidance(settings.get("guidance_scale", 1.0)), Sampling(**others)
 
@@ -76,12 +67,7 @@ def validate_guidance_interval(interval: Any) -> int | None:
 
 
 def resolve_class_labels(class_labels: Any, num_classes: int, id2label: dict[int, str] | None = None) -> list[int]:
-    """Return the class numbers as a list; names are looked up in `id2label`.
-
-    Raises:
-        TypeError: unless it is a number, a name, or a list, array or integer tensor of them.
-        ValueError: for a number outside [0, num_classes) or an unknown name (the message suggests similar names).
-    """
+    """Return the class numbers as a list; names are looked up in `id2label`."""
     if isinstance(class_labels, Tensor):
         class_labels = class_labels.flatten().tolist()
     labels = [class_labels] if isinstance(class_labels, Integral | str) else class_labels
@@ -125,12 +111,7 @@ def validate_num_images(num_images_per_prompt: Any, prompts: int) -> int:
 
 
 def validate_embeds(embeds: Tensor, mask: Any, name: str) -> tuple[Tensor, Tensor]:
-    """Return caption features `[B, P, C]` and their mask as bool `[B, P]`. Without a mask all features are valid.
-
-    Raises:
-        ValueError: if B is 0, a feature is not a finite floating-point number, or the mask has a wrong shape or a value other
-            than 0 and 1.
-    """
+    """Return caption features `[B, P, C]` and their mask as bool `[B, P]`. Without a mask all features are valid."""
     if not len(embeds):
         raise ValueError(f"{name}_embeds must hold at least one row, got {list(embeds.shape)}")
     if not embeds.is_floating_point() or not embeds.isfinite().all():
@@ -162,11 +143,7 @@ def validate_callback(callback: Any, tensor_inputs: Any, known: list[str]) -> No
 
 
 def wants_stop(answer: Any) -> bool:
-    """Whether `callback_on_step_end` returned that the call should stop.
-
-    Raises:
-        TypeError: unless it returned a dictionary or None.
-    """
+    """Whether `callback_on_step_end` returned that the call should stop."""
     if answer is None:
         return False
     if not isinstance(answer, Mapping):
@@ -189,11 +166,7 @@ def validate_tokens(tokens: Any, vocab: int, minimum: int = 0) -> None:
 
 
 def validate_seed(seed: Any, images: int) -> int:
-    """Return the seed of the first of `images` images, which have consecutive seeds.
-
-    Raises:
-        ValueError: unless it is a whole number of at least 0 and the seed of the last image fits in 63 bits.
-    """
+    """Return the seed of the first of `images` images, which have consecutive seeds."""
     number = require_int(seed, "seed", 0, MAX_SEED)
     if number + images - 1 > MAX_SEED:
         raise ValueError(f"seed must be at most {MAX_SEED} for the last of {images} images, got {number} for the first")

@@ -224,11 +224,7 @@ class VARPipeline(VisualPipeline):
         return own if weight.is_meta or weight.device == device else copy.deepcopy(own).to(device)
 
     def _encode_source(self, source: InpaintSource, num_prompts: int, images: int) -> FixedTokens:
-        """Encode source images to the tokens that are not regenerated, one row per image.
-
-        Raises:
-            ValueError: unless there is one source image, or one per prompt.
-        """
+        """Encode source images to the tokens that are not regenerated, one row per image."""
         if len(source.pixels) not in (1, num_prompts):
             raise ValueError(
                 f"image must be one, or one for each of {num_prompts} prompts or classes; got {len(source.pixels)}"

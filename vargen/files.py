@@ -22,11 +22,7 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def expand_user(path: str | Path, name: str = "path") -> Path:
-    """Return `path` with a leading `~` or `~user` replaced by the home folder.
-
-    Raises:
-        ValueError: naming the argument, if there is no such user or the path contains a NUL byte.
-    """
+    """Return `path` with a leading `~` or `~user` replaced by the home folder."""
     if "\0" in str(path):
         raise ValueError(f"{name} must be a path, and no path holds a NUL byte, as {str(path)!r} does")
     try:
