@@ -404,18 +404,3 @@ def test_sizes_are_rows_and_columns(size: Any) -> None:
     model, processor = make_emu3()
     with pytest.raises(ValueError, match="size"):
         vargen.accelerate(model, processor, size=size)
-
-
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_layers_get_masks_of_floats_and_no_cache_of_transformers(attention: str) -> None:
-    """Eager attention adds a mask of booleans as ones; and the caches of transformers have one length for all rows."""
-    from transformers import DynamicCache, StaticCache
-
-    pipe, seen = make("janus"), []
-    pipe.model.set_attn_implementation(attention)
-    layer = pipe.model.model.language_model.layers[0]
-    layer.register_forward_pre_hook(lambda _, args, options: seen.append(options), with_kwargs=True)
-    for method in ("gumbel", "recycle"):
-        sample(pipe, method)
-    assert all(each["attention_mask"].is_floating_point() and each["attention_mask"].dim() == 4 for each in seen)
-    assert not any(isinstance(each["past_key_values"], DynamicCache | StaticCache) for each in seen) and len(seen) > 3

@@ -19,7 +19,7 @@ from vargen.decoding.next_token.log_probs import compute_log_probs
 from vargen.evaluation.exact_sum import sum_pass
 from vargen.models.heads.eagle import EagleDrafter
 from vargen.models.heads.medusa import MedusaDrafter
-from vargen.models.language_models.base import PromptRows, pad_prompts
+from vargen.models.language_models.base import PromptRows
 from vargen.models.language_models.glm_image import PreviewDrafter
 from vargen.models.language_models.supported import Emu3, Janus, describe_language_model
 from vargen.training.teachers import make_teacher
@@ -390,11 +390,6 @@ def test_images_come_in_every_form(pipe: Any) -> None:
     assert made["pil"][0].size == (width, height) and made["pt"].shape == (2, 3, height, width)
     assert made["latent"].shape == (2, *pipe.language_model.grid)
     assert made["pt"].min() >= 0 and made["pt"].max() <= 1
-
-
-def test_padding_on_the_left_keeps_the_tokens() -> None:
-    found = pad_prompts([[5, 6], torch.tensor([7, 8, 9])], 0)
-    assert found.ids.tolist() == [[0, 5, 6], [7, 8, 9]] and found.valid.tolist() == [[False, True, True], [True] * 3]
 
 
 def test_negative_prompts_of_emu3_come_in_both_forms() -> None:

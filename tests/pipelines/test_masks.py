@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from rejects import rejects
 from tiny_models import class_var_pipeline
 
 from vargen.cli.inputs import SourceFiles
@@ -99,21 +98,6 @@ def test_a_file_is_read_as_the_image_that_it_holds(name: str, tmp_path: Path) ->
     MASKS[name].save(tmp_path / "mask.png")
     given = SourceFiles(tmp_path / "image.png", tmp_path / "mask.png", None).load(Model())  # type: ignore[arg-type]
     assert (read_mask(given["mask"]) == AREA).all() and given["image"].mode == "RGB"
-
-
-@pytest.mark.parametrize("name", IN_FILES)
-def test_an_upload_is_read_as_the_image_that_it_holds(name: str, tmp_path: Path) -> None:
-    pytest.importorskip("gradio")
-    from vargen.demo.sources import read_upload
-
-    def upload(file: str, image: Image.Image) -> dict[str, Any]:
-        image.save(tmp_path / file)
-        return {"path": str(tmp_path / file), "meta": {"_type": "gradio.FileData"}}
-
-    image = upload("image.png", noise())
-    found = read_upload(image, upload("mask.png", MASKS[name]), None, SIDE).mask
-    assert found is not None and found.mode == "L" and (np.asarray(found) == 255 * LEVELS).all()
-    rejects(lambda: read_upload(image, upload("mask.png", Image.new("L", (SIDE, SIDE))), None, SIDE), "The mask marks nothing")
 
 
 def test_the_orientation_of_a_mask_is_that_of_its_photo(tmp_path: Path) -> None:
