@@ -240,7 +240,10 @@ class CausalVideoPipeline(VisualPipeline):
         if motion is not None and parse_int(motion, 0, levels - 1) is None:
             allowed = f"from 0 to {levels - 1}" if levels else "left out: this model has no motion levels"
             raise ValueError(f"motion must be {allowed}, got {short_repr(motion)}")
-        validation.validate_window(window, sinks, self.transformer.geometry.block_frames)
+        if sinks is not None:
+            validation.require_int(sinks, "sinks", 0)
+        if window is not None:
+            validation.require_int(window, "window", self.transformer.geometry.block_frames + (sinks or 0))
         schedule = validation.validate_prompt_schedule(prompt_schedule, total)
         scored = method.needs_scorer
         if prompt is None and prompt_embeds is None:

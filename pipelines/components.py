@@ -151,15 +151,6 @@ class ModelFamily:
         """The networks that users train to draft for their own transformer, which `load_drafter` loads."""
         return {name: component for name, component in self.components.items() if component.run_folder is not None}
 
-    @property
-    def convert_command(self) -> str | None:
-        """The command that converts official files, for messages."""
-        if self.convert is None:
-            return None
-        needed = [name for name, each in signature(self.convert).parameters.items() if each.default is Parameter.empty]
-        options = (f"--{name.replace('_', '-')} {'DIR' if name in ('output', 'wan') else 'FILE'}" for name in needed)
-        return " ".join(["vargen convert", self.name, *options])
-
     def validate_index(self, index: Mapping[str, Any], file: Path, given: Container[str] = ()) -> None:
         """Raise ValueError unless an index names all required components, and only allowed classes.
 
@@ -269,13 +260,6 @@ def _accept_components(init: Any, components: Mapping[str, Component]) -> Any:
 
     construct.__signature__ = declared.replace(parameters=parameters)  # type: ignore[attr-defined]
     return construct
-
-
-def find_family(name: Any, file: Path) -> ModelFamily:
-    """Return the family of the pipeline class that an index names."""
-    if not isinstance(name, str) or name not in FAMILIES:
-        raise ValueError(f"{file} describes a {name!r}; vargen opens {', '.join(FAMILIES)}")
-    return FAMILIES[name]
 
 
 def current_modules(index: Mapping[str, Any], family: ModelFamily) -> dict[str, Any]:

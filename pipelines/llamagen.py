@@ -33,8 +33,6 @@ from vargen.pipelines.images import ImagePipelineOutput, decode_pixels, preproce
 from vargen.pipelines.prompts import PromptInputs, PromptNames
 from vargen.scoring.protocol import Scorer
 
-LlamaGenPipelineOutput = ImagePipelineOutput
-
 if TYPE_CHECKING:
     from vargen.pipelines.registry import ModelInfo
 
@@ -74,7 +72,7 @@ class LlamaGenPipeline(VisualPipeline):
     """
 
     paradigm: ClassVar[str] = "next-token"
-    output_class: ClassVar[Any] = LlamaGenPipelineOutput
+    output_class: ClassVar[Any] = ImagePipelineOutput
 
     low_res: LlamaGenTransformer | None = None
     upsampler: TokenUpsampler | None = None
@@ -156,7 +154,7 @@ class LlamaGenPipeline(VisualPipeline):
         callback_on_step_end_tensor_inputs: list[str] | None = None,
         compile: bool = False,
         clean_prompt: bool = False,
-    ) -> LlamaGenPipelineOutput | tuple[Any]:
+    ) -> ImagePipelineOutput | tuple[Any]:
         """Generate images.
 
         Args:
@@ -259,12 +257,6 @@ class LlamaGenPipeline(VisualPipeline):
             low_res=low_res,
             device=device,
         )
-
-    def load_low_res(self, low_res: Any, upsampler: Any = None) -> None:
-        """Load a low-resolution transformer as `load_drafter` does, and its up-sampler; None removes an earlier one."""
-        if upsampler is None:
-            self.register_modules(upsampler=None)
-        self.load_drafter(*(each for each in (low_res, upsampler) if each is not None))
 
     # -- images -------------------------------------------------------------------------------------------------------
 

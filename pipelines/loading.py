@@ -27,7 +27,7 @@ from vargen.device import preferred_dtype
 from vargen.files import expand_user, validate_not_interrupted
 from vargen.models.component_files import read_config, read_object, refuse_code_files, validate_network_files
 from vargen.models.text_encoder import MiniLMTextEncoder
-from vargen.pipelines.components import FAMILIES, STORED_VALUES, ModelFamily, current_modules, find_family
+from vargen.pipelines.components import FAMILIES, STORED_VALUES, ModelFamily, current_modules
 from vargen.pipelines.quantization import stored_quantization
 from vargen.values import short_repr
 from vargen.weight_files import read_header
@@ -77,16 +77,17 @@ def find_model_folder(name: Any, family: ModelFamily | None = None, options: Map
     path = name.path if isinstance(name, ModelFolder) else locate_folder(name, options)
     file = path / "model_index.json"
     if not file.is_file():
-        commands = " or ".join(f"`{each.convert_command}`" for each in families if each.convert_command)
-        hint = f". For official files run {commands} first" if commands else ""
+        hint = "; `vargen convert` makes one of official files"
         if (path / "config.json").is_file():
             hint = "; it may be a model of transformers, which only open_pipeline and the commands for images open"
         raise ValueError(f"{path} holds no model_index.json, so it is not a pipeline folder{hint}")
     index = name.index if isinstance(name, ModelFolder) else read_config(file)
-    class_name = index.get("_class_name")
+    class_name = str(index.get("_class_name"))
     if family is not None and class_name != family.pipeline.__name__:
         raise ValueError(f"{file} describes a {class_name!r}, this class opens {family.pipeline.__name__!r}")
-    family = find_family(class_name, file)
+    if class_name not in FAMILIES:
+        raise ValueError(f"{file} describes a {class_name!r}; vargen opens {', '.join(FAMILIES)}")
+    family = FAMILIES[class_name]
     check_options(options, family.components)
     index = current_modules(index, family)
     family.validate_index(index, file, options)
@@ -123,11 +124,8 @@ def check_options(options: Mapping[str, Any], components: Collection[str]) -> No
     known = [*_OPTIONS, *STORED_VALUES, "prompt_names", *components]
     for name in options:
         if name not in known:
-            near = get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]}? " if near else ""
-            hint = "call .to(device) on the pipeline, or use open_pipeline(name, device=...); " if name == "device" else hint
             raise TypeError(
-                f"{name} is no argument for opening a pipeline: {hint}it takes options of DiffusionPipeline.from_pretrained "
+                f"{name} is no argument for opening a pipeline: it takes options of DiffusionPipeline.from_pretrained "
                 f"and the components {', '.join(sorted(components))}"
             )
     for name in ("trust_remote_code", "custom_pipeline"):
@@ -153,15 +151,10 @@ def locate_folder(name: Any, options: Mapping[str, Any]) -> Path:
         )
     known = ("cache_dir", "force_download", "local_files_only", "token", "revision")
     given = {key: options[key] for key in known if key in options}
-    return fetch_folder(text, _HUB_PATTERNS, **given)
-
-
-def fetch_folder(name: str, patterns: Collection[str], **options: Any) -> Path:
-    """Return the folder of a hub model, with the files that match the patterns. ValueError if it cannot be fetched."""
     try:  # not DiffusionPipeline.download, which accepts only components of diffusers and transformers
-        return Path(snapshot_download(name, allow_patterns=list(patterns), **options))
+        return Path(snapshot_download(text, allow_patterns=_HUB_PATTERNS, **given))
     except Exception as error:
-        raise ValueError(f"no local folder {name!r} exists, and fetching the hub model of that name failed: {error}") from error
+        raise ValueError(f"no local folder {text!r} exists, and fetching the hub model of that name failed: {error}") from error
 
 
 def default_dtype(folder: Path, device: str | torch.device = "cpu") -> torch.dtype:

@@ -134,9 +134,8 @@ def encode_prompt(
             logger.warning("%s", hint)
     if clean:
         prompts = [clean_caption(text) for text in prompts]
-    rows = (
-        pipe.max_caption_tokens if max_sequence_length is None else validation.validate_max_sequence_length(max_sequence_length)
-    )
+    given = max_sequence_length
+    rows = pipe.max_caption_tokens if given is None else validation.require_int(given, "max_sequence_length", 1)
     warn_if_truncated(pipe.tokenizer, prompts, rows)
     options = {"padding": "max_length", "truncation": True, "max_length": rows, "return_tensors": "pt"}
     return left_pad(*encode_tokens(pipe, tokenized(pipe.tokenizer, prompts, **options)))

@@ -178,25 +178,12 @@ def validate_batch_size(batch: Any, name: str = "batch") -> int:
     return require_int(batch, name, 1, MAX_IMAGES)
 
 
-def validate_max_sequence_length(max_sequence_length: Any) -> int:
-    """Raise ValueError unless it is a whole number of at least 1."""
-    return require_int(max_sequence_length, "max_sequence_length", 1)
-
-
 def validate_output_type(output_type: Any) -> str:
     """Raise ValueError for an unknown output type."""
     known = ("pil", "np", "pt", "latent")
     if not isinstance(output_type, str) or output_type not in known:
         raise ValueError(f"output_type must be one of {', '.join(known)}, got {short_repr(output_type)}")
     return output_type
-
-
-def validate_window(window: Any, sinks: Any, block: int) -> None:
-    """Raise ValueError unless `window` and `sinks` are None or numbers of latent frames, and a block fits beside the sinks."""
-    if sinks is not None:
-        require_int(sinks, "sinks", 0)
-    if window is not None:
-        require_int(window, "window", block + (sinks or 0))
 
 
 def validate_prompt_schedule(prompt_schedule: Any, num_blocks: int) -> dict[int, str]:

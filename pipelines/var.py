@@ -36,8 +36,6 @@ from vargen.pipelines.images import (
 )
 from vargen.pipelines.prompts import PromptInputs, PromptNames
 
-VARPipelineOutput = ImagePipelineOutput
-
 if TYPE_CHECKING:
     from vargen.pipelines.registry import ModelInfo
 
@@ -62,7 +60,7 @@ class VARPipeline(VisualPipeline):
     """
 
     paradigm: ClassVar[str] = "next-scale"
-    output_class: ClassVar[Any] = VARPipelineOutput
+    output_class: ClassVar[Any] = ImagePipelineOutput
     baseline: ClassVar[str] = "plain"
     default_method: ClassVar[str] = "plain"
     usual_sampling: ClassVar[dict[str, Any]] = DEFAULTS
@@ -147,7 +145,7 @@ class VARPipeline(VisualPipeline):
         callback_on_step_end_tensor_inputs: list[str] | None = None,
         compile: bool = False,
         clean_prompt: bool = False,
-    ) -> VARPipelineOutput | tuple[Any]:
+    ) -> ImagePipelineOutput | tuple[Any]:
         """Generate images.
 
         Args:
