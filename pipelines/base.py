@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import diffusers
@@ -377,6 +377,11 @@ class VisualPipeline(OffloadedPipeline, DiffusionPipeline):
         """Whether images can join a batch while others are generated. Otherwise they are generated batch by batch, as those of
         next-scale models, whose passes differ in shape."""
         return False
+
+    def _encode_request(self, inputs: PromptInputs, negative: PromptInputs) -> tuple[Any, int]:
+        """Return the condition of a call with its negative, one row per prompt or class, and their number."""
+        condition, count = prompts.encode_condition(self, inputs)
+        return replace(condition, negative=prompts.encode_negative_condition(self, negative, count)), count
 
     @abstractmethod
     def _decode(self, request: GenerationRequest, callback: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,9 +15,8 @@ from vargen.adapters import Guidance
 from vargen.decoding import DecodeOutput, DecodeStats, Progress, Sampling
 from vargen.decoding.seeds import ImageSeeds, resolve_seeds
 from vargen.device import validate_compile
-from vargen.models.condition import Condition
 from vargen.pipelines import validation
-from vargen.pipelines.prompts import PromptInputs, encode_condition, encode_negative_condition, repeat_condition, scorer_prompts
+from vargen.pipelines.prompts import PromptInputs, scorer_prompts
 from vargen.pipelines.validation import MAX_IMAGES
 from vargen.scoring.protocol import Scorer, score_images, to_scorer
 from vargen.values import parse_int, short_repr
@@ -61,8 +60,8 @@ class GenerationRequest:
 
     Attributes:
         method: an `Accelerator` or a `ScaleSchedule`.
-        condition: one row per image to generate, candidates included.
-        guidance: classifier-free guidance, with one negative condition per generated image.
+        condition: a `Condition` or `PromptRows`, with its negative; one row per image to generate, candidates included.
+        guidance: classifier-free guidance.
         seeds: one per generated image.
         num_prompts: number of prompts or classes.
         selection: how one of several candidates is selected.
@@ -73,16 +72,16 @@ class GenerationRequest:
     """
 
     method: Any
-    condition: Condition
+    condition: Any
     guidance: Guidance
     seeds: ImageSeeds
-    sampling: Sampling | None = None
-    num_prompts: int = 1
-    selection: CandidateSelection = field(default_factory=lambda: CandidateSelection())
-    scorer_prompts: Sequence[str] = ()
-    fixed: Any = None
+    sampling: Sampling
+    num_prompts: int
+    selection: CandidateSelection
+    scorer_prompts: Sequence[str]
+    output: OutputOptions
     batch_size: int | None = None
-    output: OutputOptions = OutputOptions()
+    fixed: Any = None
 
     @classmethod
     def build(
@@ -116,7 +115,7 @@ class GenerationRequest:
         sampling.validate_top_k(pipe.vocab_size)
         interval = validation.validate_guidance_interval(guidance_interval)
         per_prompt = validation.validate_num_images(num_images_per_prompt, 1)
-        condition, num_prompts = encode_condition(pipe, inputs)
+        condition, num_prompts = pipe._encode_request(inputs, negative)
         images = num_prompts * validation.validate_num_images(per_prompt, num_prompts)
         selection.validate_num_images(images)
         if batch_size is not None:
@@ -126,15 +125,15 @@ class GenerationRequest:
         rows = images * selection.num_candidates
         return cls(
             method,
-            repeat_condition(condition, rows // num_prompts),
-            Guidance(scale, interval, encode_negative_condition(pipe, negative, num_prompts, rows)),
+            condition.repeat(rows // num_prompts),
+            Guidance(scale, interval),
             seeds,
             sampling,
             num_prompts,
             selection,
             [text for text in texts for _ in range(per_prompt)],
-            batch_size=batch_size,
-            output=output,
+            output,
+            batch_size,
         )
 
     @property
@@ -144,11 +143,9 @@ class GenerationRequest:
 
     def select_rows(self, rows: slice) -> GenerationRequest:
         """Return the request for some of the images to generate."""
-        negative = self.guidance.negative
         return replace(
             self,
             condition=self.condition.select_rows(rows),
-            guidance=replace(self.guidance, negative=negative and negative.select_rows(rows)),
             seeds=self.seeds.select_rows(rows),
             fixed=self.fixed and self.fixed.select_rows(rows),
         )

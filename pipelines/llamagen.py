@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -223,9 +222,8 @@ class LlamaGenPipeline(VisualPipeline):
     def _decode(self, request: GenerationRequest, callback: Any) -> DecodeOutput:
         model = self.decoding_model(request.guidance, compile=request.output.compile)
         seeds = request.seeds.noise_seeds
-        condition, options = request.condition, {"callback": callback, "batch_size": request.batch_size}
-        condition = replace(condition, negative=request.guidance.negative)
-        return decode(model, condition, seeds, request.method, request.sampling, **options)
+        options: Any = {"callback": callback, "batch_size": request.batch_size}
+        return decode(model, request.condition, seeds, request.method, request.sampling, **options)
 
     def decoding_model(self, guidance: Guidance | float = 1.0, *, compile: bool = False) -> LlamaGenTokenModel:
         """Return the adapter of the transformer and its drafters for `vargen.decoding.decode`."""

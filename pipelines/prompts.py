@@ -197,19 +197,19 @@ def encode_condition(pipe: VisualPipeline, inputs: PromptInputs, name: str = "pr
     return Condition(caption_embeds=embeds, caption_mask=mask), len(embeds)
 
 
-def encode_negative_condition(pipe: VisualPipeline, inputs: PromptInputs, count: int, images: int) -> Condition | None:
-    """Return the negative condition with one row per image (`images` rows for `count` prompts); None if none is given."""
+def encode_negative_condition(pipe: VisualPipeline, inputs: PromptInputs, count: int) -> Condition | None:
+    """Return the negative condition with one row for each of `count` prompts; None if none is given."""
     if inputs.prompt is None and inputs.prompt_embeds is None and inputs.prompt_mask is None:
         return None
     negative, given = encode_condition(pipe, inputs, "negative_prompt")
     if given not in (1, count):
         raise ValueError(f"negative_prompt must be one, or one for each of {count} prompts; got {given}")
-    return repeat_condition(negative, images // given)
+    return negative.repeat(count // given)
 
 
-def scorer_prompts(pipe: VisualPipeline, prompt: Any, condition: Condition) -> list[str]:
+def scorer_prompts(pipe: VisualPipeline, prompt: Any, condition: Any) -> list[str]:
     """Return the text for the scorer, one per row of the condition: normalized prompts, or class names."""
-    if condition.class_labels is not None:
+    if pipe.is_class_conditional:
         names, labels = pipe.class_names, condition.class_labels.tolist()
         if any(label not in names for label in labels):
             raise ValueError("scorer needs words, and this model's classes have no names (id2label)")
@@ -217,13 +217,6 @@ def scorer_prompts(pipe: VisualPipeline, prompt: Any, condition: Condition) -> l
     if prompt is None:
         raise ValueError("scorer needs words: give a prompt, not prompt_embeds")
     return [pipe.normalize_prompt(text).text for text in validation.validate_prompts(prompt)]
-
-
-def repeat_condition(condition: Condition, count: int) -> Condition:
-    """Repeat each row `count` times; the rows of prompt 0 come first."""
-    parts = (condition.class_labels, condition.caption_embeds, condition.caption_mask)
-    labels, embeds, mask = (None if part is None else part.repeat_interleave(count, dim=0) for part in parts)
-    return Condition(labels, embeds, mask)
 
 
 # A model that was trained with names, such as "grinning cat" for "😺", has a table of them in its folder.
