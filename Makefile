@@ -54,8 +54,6 @@ test-extended: $(REFERENCE)/.all
 
 test-latest: $(LATEST)/.fast
 	$(LATEST)/bin/$(PYTEST) -m "packages and not slow"
-	$(LATEST)/bin/python -m pip install --target $(LATEST)/torchao --no-deps -c constraints-latest.txt torchao
-	PYTHONPATH=$(LATEST)/torchao $(LATEST)/bin/pytest tests/models/test_gpu_quantization.py
 
 # The extras of this set leave the page, the scorers and evaluation out.
 test-lowest: $(LOWEST)/.fast

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import diffusers
@@ -20,13 +20,13 @@ from vargen.compat import ensure_torchvision, hide_progress_bars, load_options, 
 from vargen.decoding import DEFAULT_METHOD, list_methods, resolve_method
 from vargen.files import atomic_merge, expand_user
 from vargen.models.condition import Condition
+from vargen.models.quantization import validate_quantization
 from vargen.pipelines import loading, prompts
 from vargen.pipelines.components import ModelFamily, current_modules
 from vargen.pipelines.generation import GenerationRequest, RunningCall, RunningCalls, generate_images
 from vargen.pipelines.offloading import OffloadedPipeline
 from vargen.pipelines.prompts import NormalizedPrompt, PromptInputs, PromptNames
-from vargen.pipelines.quantization import load_quantized_components, quantized_components, resolve_quantization
-from vargen.pipelines.validation import accepted_arguments, reject_unknown_arguments
+from vargen.pipelines.quantization import load_quantized_components, quantized_components
 from vargen.scoring.protocol import Scorer
 from vargen.scoring.registry import open_scorer
 
@@ -94,20 +94,8 @@ class VisualPipeline(OffloadedPipeline, DiffusionPipeline):
     example_tokens: Tensor | None = None
     fps: int | None = None
 
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        calls = ("__call__", "stream")  # a video call forwards options to `stream`, an override forwards them to its parent
-        known = accepted_arguments(*(vars(each)[name] for each in cls.__mro__ for name in calls if name in vars(each)))
-        for name in calls:
-            if name in vars(cls):
-                setattr(cls, name, reject_unknown_arguments(vars(cls)[name], known))
-
     def _register_components(self, components: Mapping[str, Any], config: Mapping[str, Any], prompt_names: Any) -> None:
-        """Validate and register the components and the values stored with them. This is the body of every `__init__`.
-
-        Raises:
-            ValueError: for components that do not match each other, or class names, defaults or styles that are not valid.
-        """
+        """Validate and register the components and the values stored with them. This is the body of every `__init__`."""
         known = self.family.components
         if unknown := {name for name, component in components.items() if component is not None} - known.keys():
             raise TypeError(f"{min(unknown)} is no component of a {type(self).__name__}: {', '.join(known)}")
@@ -149,8 +137,7 @@ class VisualPipeline(OffloadedPipeline, DiffusionPipeline):
                 hardware bfloat16 multiplication, else float32. The image tokenizer stays in float32, as trained.
             quantization: `"int8"` runs transformers on a CPU with 8-bit integer products, in a quarter of the memory; their
                 other steps are float32. Images differ from those of float32 in detail, and are the same for each exact method
-                and batch. Default: the format of the folder. diffusers' `quantization_config` is accepted with torchao's
-                `Int8DynamicActivationInt8WeightConfig`.
+                and batch. Default: the format of the folder.
             **kwargs: passed to `DiffusionPipeline.from_pretrained`.
 
         Raises:
@@ -161,7 +148,7 @@ class VisualPipeline(OffloadedPipeline, DiffusionPipeline):
         """
         if dtype is not None and torch_dtype is not None:
             raise ValueError(f"give dtype or torch_dtype, its older name, not both; got {dtype!r} and {torch_dtype!r}")
-        quantization = resolve_quantization(quantization, kwargs.pop("quantization_config", None))
+        validate_quantization(quantization)
         model = loading.validate_model_folder(pretrained_model_name_or_path, cls.family, kwargs)
         folder = model.path
         kwargs.setdefault("use_safetensors", True)
@@ -252,11 +239,7 @@ class VisualPipeline(OffloadedPipeline, DiffusionPipeline):
     @classmethod
     @abstractmethod
     def validate_method_for(cls, info: ModelInfo, method: Any) -> None:
-        """Check from the model folder alone whether this method can run.
-
-        Raises:
-            ValueError: with the missing component or the unsupported setting. `validate_method` checks what needs the weights.
-        """
+        """Check from the model folder alone whether this method can run."""
 
     def validate_method(self, method: Any) -> None:
         """Raise ValueError with the reason if this pipeline cannot run a method."""
@@ -275,11 +258,7 @@ class VisualPipeline(OffloadedPipeline, DiffusionPipeline):
         return found
 
     def resolve_method(self, accelerator: Any) -> Any:
-        """Return the method for a preset name, or the given method itself, if it belongs to this paradigm.
-
-        Raises:
-            ValueError, TypeError: for anything else.
-        """
+        """Return the method for a preset name, or the given method itself, if it belongs to this paradigm."""
         return resolve_method(accelerator, self.paradigm)
 
     @abstractmethod
@@ -399,6 +378,11 @@ class VisualPipeline(OffloadedPipeline, DiffusionPipeline):
         next-scale models, whose passes differ in shape."""
         return False
 
+    def _encode_request(self, inputs: PromptInputs, negative: PromptInputs) -> tuple[Any, int]:
+        """Return the condition of a call with its negative, one row per prompt or class, and their number."""
+        condition, count = prompts.encode_condition(self, inputs)
+        return replace(condition, negative=prompts.encode_negative_condition(self, negative, count)), count
+
     @abstractmethod
     def _decode(self, request: GenerationRequest, callback: Any) -> Any:
         """Run the loop of this paradigm."""
@@ -407,10 +391,6 @@ class VisualPipeline(OffloadedPipeline, DiffusionPipeline):
         """Generate what a call requests; returns the pipeline's output."""
         images, result = generate_images(self, request, call, bar)
         return self.output_class(images=images, stats=result.stats)
-
-    def _progress_total(self, request: Any) -> int:
-        """Total of the progress bar."""
-        return self.num_tokens
 
     @property
     def interrupt(self) -> bool:

@@ -36,14 +36,12 @@ from vargen.models.tokenizers.wan_vae import AutoencoderKLWan, WanStreamingDecod
 from vargen.pipelines import validation
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.components import TEXT_COMPONENTS, Component, ModelFamily, register_family
-from vargen.pipelines.generation import OutputOptions, RunningCall, run_request
+from vargen.pipelines.generation import OutputOptions
 from vargen.pipelines.prompts import NormalizedPrompt, PromptNames, encode_prompt, encode_tokens
 from vargen.pipelines.start_images import MergedLoRAs, encode_start_image, open_image_pipe
 from vargen.pipelines.video_memory import on_device
 from vargen.pipelines.videos import (
     CausalVideoPipelineOutput,
-    PassMonitor,
-    VideoGenerationRequest,
     VideoStream,
     resolve_preview_decoder,
     save_video,
@@ -242,7 +240,10 @@ class CausalVideoPipeline(VisualPipeline):
         if motion is not None and parse_int(motion, 0, levels - 1) is None:
             allowed = f"from 0 to {levels - 1}" if levels else "left out: this model has no motion levels"
             raise ValueError(f"motion must be {allowed}, got {short_repr(motion)}")
-        validation.validate_window(window, sinks, self.transformer.geometry.block_frames)
+        if sinks is not None:
+            validation.require_int(sinks, "sinks", 0)
+        if window is not None:
+            validation.require_int(window, "window", self.transformer.geometry.block_frames + (sinks or 0))
         schedule = validation.validate_prompt_schedule(prompt_schedule, total)
         scored = method.needs_scorer
         if prompt is None and prompt_embeds is None:
@@ -281,6 +282,7 @@ class CausalVideoPipeline(VisualPipeline):
         return_dict: bool = True,
         callback_on_step_end: Callable[[Any, int, int, dict[str, Any]], dict[str, Any] | None] | None = None,
         callback_on_step_end_tensor_inputs: list[str] | None = None,
+        callback: Callable[[BlockProgress], bool | None] | None = None,
         **options: Any,
     ) -> CausalVideoPipelineOutput | tuple[Any]:
         """Generate a video, or one per prompt of a list, one by one: memory does not grow with the length of the list.
@@ -288,7 +290,7 @@ class CausalVideoPipeline(VisualPipeline):
         Args:
             prompt: text of the video, or a list with one text per video.
             generator: source of all noise: one generator for all videos in turn, or a list with one per video.
-            **options: arguments of `stream`, which apply to every video.
+            callback, **options: arguments of `stream`, which apply to every video.
             output_type: `"pil"`, `"np"`, `"pt"`, or `"latent"`.
             return_dict: False returns `(frames,)`.
             callback_on_step_end: called as `f(pipe, passes, block, {})` after every pass. Returning `{"stop": True}` ends the
@@ -299,35 +301,40 @@ class CausalVideoPipeline(VisualPipeline):
             NonFiniteLatentsError: see `decode_video`.
         """
         inputs = callback_on_step_end_tensor_inputs
-        output = OutputOptions.build(self, output_type, return_dict, callback_on_step_end, inputs)
+        OutputOptions.build(self, output_type, return_dict, callback_on_step_end, inputs)
         is_list = isinstance(prompt, list | tuple)
         prompts: list[Any] = validation.validate_prompts(prompt) if is_list else [prompt]
         seeds = resolve_seeds(generator, len(prompts))
         sources = [torch.Generator(device).manual_seed(seed) for seed, device in zip(seeds.seeds, seeds.devices, strict=True)]
-        monitor = PassMonitor(self, options.pop("callback", None), callback_on_step_end)
-        # Streams are lazy, so all prompts are validated and encoded before the first video is started.
-        streams = [
-            self.stream(each, generator=source, callback=monitor, **options)
-            for each, source in zip(prompts, sources, strict=True)
-        ]
-        return run_request(self, VideoGenerationRequest(streams, is_list, monitor, output))
-
-    def _progress_total(self, request: VideoGenerationRequest) -> int:
-        return sum(stream.blocks for stream in request.streams)
-
-    def _generate(self, request: VideoGenerationRequest, call: RunningCall, bar: Any) -> CausalVideoPipelineOutput:
-        request.monitor.call, output_type = call, request.output.output_type
         videos: list[list[Tensor]] = []
-        for stream in request.streams:
-            videos.append([])
-            if request.monitor.stopped:
-                stream.cancel()
-            for block in stream:
-                bar.update(1)
-                videos[-1].append(to_output_frames(block, output_type))
-        stats = [stream.stats for stream in request.streams]
+        with self._calls.start() as call:
+
+            def after_pass(progress: BlockProgress) -> bool:
+                if callback is not None and callback(progress) is False:
+                    call.interrupted = True
+                elif callback_on_step_end is not None:
+                    answer = callback_on_step_end(self, progress.passes - 1, progress.block, {})
+                    call.interrupted |= validation.wants_stop(answer)
+                return not call.interrupted
+
+            # Streams are lazy, so all prompts are validated and encoded before the first video is started.
+            streams = [
+                self.stream(each, generator=source, callback=after_pass, **options)
+                for each, source in zip(prompts, sources, strict=True)
+            ]
+            with self.progress_bar(total=sum(stream.blocks for stream in streams)) as bar:
+                for stream in streams:
+                    videos.append([])
+                    if call.interrupted:
+                        stream.cancel()
+                    for block in stream:
+                        bar.update(1)
+                        videos[-1].append(to_output_frames(block, output_type))
+        self.maybe_free_model_hooks()
+        stats = [stream.stats for stream in streams]
         frames = stack_videos(videos, output_type)
-        return CausalVideoPipelineOutput(frames=frames, stats=stats if request.is_list else stats[0], fps=self.fps)
+        result = CausalVideoPipelineOutput(frames=frames, stats=stats if is_list else stats[0], fps=self.fps)
+        return result if return_dict else (frames,)
 
     def save_video(self, frames: Any, path: Any, fps: int | None = None) -> Path:
         """Write frames atomically to an .mp4, .gif or .webp file; see `vargen.pipelines.videos.save_video`."""
@@ -372,11 +379,7 @@ class CausalVideoPipeline(VisualPipeline):
             return encode_prompt(self, *arguments, **options)
 
     def encode_video_condition(self, prompt: Any, prompt_embeds: Any = None, clean: bool = False) -> Condition:
-        """Return the condition of one video.
-
-        Raises:
-            ValueError, TypeError: unless there is exactly one prompt, or its features `[1, P, text_dim]`.
-        """
+        """Return the condition of one video."""
         if prompt_embeds is not None:
             width = self.transformer.config.text_dim
             if prompt is not None or not isinstance(prompt_embeds, Tensor) or prompt_embeds.shape[::2] != (1, width):
@@ -437,9 +440,6 @@ class CausalVideoPipeline(VisualPipeline):
         Args:
             from_image: whether the video starts from an image. If only the transformer has a LoRA for it, the draft transformer
                 does not move the image as the prompt says, and the default is `"target"`.
-
-        Raises:
-            ValueError, TypeError: for an unknown method or one of another paradigm, or `tau` for a method without a threshold.
         """
         moves_less = from_image and self.draft_transformer is not None and self.draft_image_lora is None
         drafts = self.drafts and not (moves_less and self.image_lora is not None)

@@ -7,7 +7,7 @@ offloading, the classes that a folder may name, trained drafters and converters.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import wraps
 from inspect import Parameter, signature
 from pathlib import Path
@@ -69,11 +69,7 @@ class Component:
         return self.follows_dtype if isinstance(self.follows_dtype, bool) else tuple(entry) in self.follows_dtype
 
     def validate_files(self, folder: Path, entry: Any, variant: str | None = None) -> Mapping[str, Any] | None:
-        """Validate the files of the component with this entry in the index; returns its configuration, None for tokenizers.
-
-        Raises:
-            ValueError: naming the file.
-        """
+        """Validate the files of the component with this entry in the index; returns its configuration, None for tokenizers."""
         if isinstance(network_class := self.paths[tuple(entry)], type):
             return validate_network_files(folder, network_class, variant)
         if entry[1] in TEXT_ENCODERS:
@@ -82,11 +78,7 @@ class Component:
         return None
 
     def load_foreign(self, folder: Path, entry: Any, dtype: Any, variant: str | None = None) -> Any:
-        """Load a component of transformers: a text encoder, in this dtype, or a tokenizer.
-
-        Raises:
-            ValueError: naming the file.
-        """
+        """Load a component of transformers: a text encoder, in this dtype, or a tokenizer."""
         if entry[1] in TEXT_ENCODERS:
             return StoredNetwork(folder, TEXT_ENCODERS[entry[1]], variant=variant).load(dtype)
         return load_tokenizer(folder, entry[1])
@@ -159,15 +151,6 @@ class ModelFamily:
         """The networks that users train to draft for their own transformer, which `load_drafter` loads."""
         return {name: component for name, component in self.components.items() if component.run_folder is not None}
 
-    @property
-    def convert_command(self) -> str | None:
-        """The command that converts official files, for messages."""
-        if self.convert is None:
-            return None
-        needed = [name for name, each in signature(self.convert).parameters.items() if each.default is Parameter.empty]
-        options = (f"--{name.replace('_', '-')} {'DIR' if name in ('output', 'wan') else 'FILE'}" for name in needed)
-        return " ".join(["vargen convert", self.name, *options])
-
     def validate_index(self, index: Mapping[str, Any], file: Path, given: Container[str] = ()) -> None:
         """Raise ValueError unless an index names all required components, and only allowed classes.
 
@@ -201,9 +184,6 @@ class ModelFamily:
         Args:
             configs: configuration by component, None for a missing one.
             id2label, defaults, prompt_styles: arguments of the pipeline.
-
-        Raises:
-            ValueError: for components that do not match, or values that are not valid.
         """
         transformer = configs.get("transformer") or {}
         condition = transformer.get("condition", "")
@@ -280,23 +260,6 @@ def _accept_components(init: Any, components: Mapping[str, Component]) -> Any:
 
     construct.__signature__ = declared.replace(parameters=parameters)  # type: ignore[attr-defined]
     return construct
-
-
-def register_drafter(family: ModelFamily, name: str, component: Component) -> ModelFamily:
-    """Add a trained drafter to the components of a family: pipelines can then load it, save it and draft with it."""
-    family = FAMILIES[family.pipeline.__name__]  # with the drafters that were added before
-    return register_family(replace(family, components={**family.components, name: component}))
-
-
-def find_family(name: Any, file: Path) -> ModelFamily:
-    """Return the family of the pipeline class that an index names.
-
-    Raises:
-        ValueError: if it is of another library.
-    """
-    if not isinstance(name, str) or name not in FAMILIES:
-        raise ValueError(f"{file} describes a {name!r}; vargen opens {', '.join(FAMILIES)}")
-    return FAMILIES[name]
 
 
 def current_modules(index: Mapping[str, Any], family: ModelFamily) -> dict[str, Any]:

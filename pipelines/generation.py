@@ -1,11 +1,11 @@
-"""The course of a call: its request, candidates, batches that fit in memory, callbacks and interrupts."""
+"""The course of a call: its request, candidates, batches, callbacks and interrupts."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,10 +15,8 @@ from vargen.adapters import Guidance
 from vargen.decoding import DecodeOutput, DecodeStats, Progress, Sampling
 from vargen.decoding.seeds import ImageSeeds, resolve_seeds
 from vargen.device import validate_compile
-from vargen.models.condition import Condition
 from vargen.pipelines import validation
-from vargen.pipelines.images import split_on_out_of_memory
-from vargen.pipelines.prompts import PromptInputs, encode_condition, encode_negative_condition, repeat_condition, scorer_prompts
+from vargen.pipelines.prompts import PromptInputs, scorer_prompts
 from vargen.pipelines.validation import MAX_IMAGES
 from vargen.scoring.protocol import Scorer, score_images, to_scorer
 from vargen.values import parse_int, short_repr
@@ -61,11 +59,10 @@ class GenerationRequest:
     """A call with validated arguments and encoded prompts.
 
     Attributes:
-        method: an `Accelerator`, a `ScaleSchedule` or a `VideoMethod`.
-        condition: one row per image to generate, candidates included; one row for a video.
-        guidance: classifier-free guidance, with one negative condition per generated image.
-        seeds: one per generated image or video.
-        sampling: None for video.
+        method: an `Accelerator` or a `ScaleSchedule`.
+        condition: a `Condition` or `PromptRows`, with its negative; one row per image to generate, candidates included.
+        guidance: classifier-free guidance.
+        seeds: one per generated image.
         num_prompts: number of prompts or classes.
         selection: how one of several candidates is selected.
         scorer_prompts: one text per image, not repeated for its candidates; empty without a scorer.
@@ -75,16 +72,16 @@ class GenerationRequest:
     """
 
     method: Any
-    condition: Condition
+    condition: Any
     guidance: Guidance
     seeds: ImageSeeds
-    sampling: Sampling | None = None
-    num_prompts: int = 1
-    selection: CandidateSelection = field(default_factory=lambda: CandidateSelection())
-    scorer_prompts: Sequence[str] = ()
-    fixed: Any = None
+    sampling: Sampling
+    num_prompts: int
+    selection: CandidateSelection
+    scorer_prompts: Sequence[str]
+    output: OutputOptions
     batch_size: int | None = None
-    output: OutputOptions = OutputOptions()
+    fixed: Any = None
 
     @classmethod
     def build(
@@ -108,18 +105,17 @@ class GenerationRequest:
             inputs, negative: the condition, and the negative condition of guidance.
             settings: guidance scale, temperature, top-k and top-p; None selects the checkpoint's default.
             num_images_per_prompt, generator, guidance_interval, batch_size: arguments of the call.
-
-        Raises:
-            ValueError, TypeError: before any image is generated; the message names the argument.
         """
-        if negative.prompt is not None:
+        if validation.is_blank(negative.prompt):
+            negative = negative._replace(prompt=None)
+        else:
             validation.validate_prompts(negative.prompt, "negative_prompt")
         given = {name: value for name, value in settings.items() if value is not None}
         scale, sampling = validation.validate_sampling({**pipe.default_sampling, **given})
         sampling.validate_top_k(pipe.vocab_size)
         interval = validation.validate_guidance_interval(guidance_interval)
         per_prompt = validation.validate_num_images(num_images_per_prompt, 1)
-        condition, num_prompts = encode_condition(pipe, inputs)
+        condition, num_prompts = pipe._encode_request(inputs, negative)
         images = num_prompts * validation.validate_num_images(per_prompt, num_prompts)
         selection.validate_num_images(images)
         if batch_size is not None:
@@ -129,15 +125,15 @@ class GenerationRequest:
         rows = images * selection.num_candidates
         return cls(
             method,
-            repeat_condition(condition, rows // num_prompts),
-            Guidance(scale, interval, encode_negative_condition(pipe, negative, num_prompts, rows)),
+            condition.repeat(rows // num_prompts),
+            Guidance(scale, interval),
             seeds,
             sampling,
             num_prompts,
             selection,
             [text for text in texts for _ in range(per_prompt)],
-            batch_size=batch_size,
-            output=output,
+            output,
+            batch_size,
         )
 
     @property
@@ -147,26 +143,17 @@ class GenerationRequest:
 
     def select_rows(self, rows: slice) -> GenerationRequest:
         """Return the request for some of the images to generate."""
-        negative = self.guidance.negative
         return replace(
             self,
             condition=self.condition.select_rows(rows),
-            guidance=replace(self.guidance, negative=negative and negative.select_rows(rows)),
             seeds=self.seeds.select_rows(rows),
             fixed=self.fixed and self.fixed.select_rows(rows),
         )
 
 
-def run_request(pipe: VisualPipeline, request: Any) -> Any:
-    """Generate what a call requests.
-
-    Args:
-        request: a `GenerationRequest`, or what else the pipeline's `_generate` takes.
-
-    Returns:
-        The pipeline's output, or `(images,)`.
-    """
-    with pipe._calls.start() as call, pipe.progress_bar(total=pipe._progress_total(request)) as bar:
+def run_request(pipe: VisualPipeline, request: GenerationRequest) -> Any:
+    """Generate what a call requests. Returns the pipeline's output, or `(images,)`."""
+    with pipe._calls.start() as call, pipe.progress_bar(total=pipe.num_tokens) as bar:
         output = pipe._generate(request, call, bar)
     pipe.maybe_free_model_hooks()
     return output if request.output.return_dict else (output[0],)
@@ -175,9 +162,6 @@ def run_request(pipe: VisualPipeline, request: Any) -> Any:
 def generate_images(pipe: VisualPipeline, request: GenerationRequest, call: RunningCall, bar: Any) -> tuple[Any, DecodeOutput]:
     """Generate the requested images and select among candidates. Returns the images in the requested form, and their tokens."""
 
-    def decode(rows: slice) -> DecodeOutput:
-        return pipe._decode(request.select_rows(rows), callback)
-
     def to_images(result: DecodeOutput, output_type: str) -> Any:
         return pipe.decode_tokens(result.tokens, result.length if result.stats.stopped else None, output_type)
 
@@ -185,11 +169,11 @@ def generate_images(pipe: VisualPipeline, request: GenerationRequest, call: Runn
     at_once = images if request.batch_size is None else min(request.batch_size, images)
     is_list = at_once < images and pipe.joins_running_batch(request.method)
     callback = _step_callback(pipe, call, bar, request.output.callback, is_list)
-    remedy, parts = "use a smaller model or dtype", list[DecodeOutput]()
+    parts: list[DecodeOutput] = []
     step = images if is_list else at_once
     for first in range(0, images, step):
         rows = slice(first, min(first + step, images))
-        parts += split_on_out_of_memory(decode, rows, "generating", remedy, stop=lambda part: part.stats.stopped)
+        parts.append(pipe._decode(request.select_rows(rows), callback))
         if parts[-1].stats.stopped:
             break
     result = _join_outputs(parts, request.num_images)
@@ -215,13 +199,8 @@ def _step_callback(
             bar.update(num_tokens - bar.n)
         if on_step_end is None:
             return not call.interrupted
-        skipped = progress.tokens < 0  # scales that the schedule skips
-        result = on_step_end(pipe, progress.step - 1, num_tokens, {"latents": progress.tokens})
-        result = validation.validate_callback_result(result, progress.tokens, pipe.vocab_size, skipped)
-        latents = result.get("latents")
-        if latents is not None and latents is not progress.tokens:
-            progress.tokens.copy_(latents)
-        return not (result.get("stop", False) or call.interrupted)
+        answer = on_step_end(pipe, progress.step - 1, num_tokens, {"latents": progress.tokens.clone()})
+        return not (validation.wants_stop(answer) or call.interrupted)
 
     return callback
 
@@ -248,12 +227,7 @@ class CandidateSelection:
 
     @classmethod
     def build(cls, num_candidates: Any, scorer: Any, load: Callable[[str], Scorer]) -> CandidateSelection:
-        """Validate the arguments of a call. `load` loads a scorer by name.
-
-        Raises:
-            ValueError: for an invalid number of candidates, several candidates without a scorer, or an unknown scorer.
-            TypeError: for a scorer that is not a name, a `Scorer` or a function.
-        """
+        """Validate the arguments of a call. `load` loads a scorer by name."""
         count = parse_int(num_candidates, 1)
         if count is None:
             raise ValueError(f"num_candidates must be a whole number of at least 1, got {short_repr(num_candidates)}")
@@ -281,9 +255,6 @@ class CandidateSelection:
 
         Returns:
             The rows of the selected candidates.
-
-        Raises:
-            NonFiniteScoreError: for a score that is NaN or infinite.
         """
         assert self.scorer is not None
         count = self.num_candidates

@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from vargen.reading import apply_orientation, on_white
 from vargen.values import parse_float, short_repr
 
 logger = logging.getLogger("vargen")
-_T = TypeVar("_T")
+_CELLS_AT_ONCE = 2**14  # whose pixels are decoded at a time: 64 images of 16 x 16 tokens
 
 
 @dataclass
@@ -61,9 +61,6 @@ def validate_decode_arguments(tokens: Any, length: Any, output_type: Any, codes:
     Args:
         codes: size of the codebook.
         minimum: the smallest token; -1 means no token.
-
-    Raises:
-        ValueError, TypeError: naming the argument.
     """
     validate_output_type(output_type)
     validate_tokens(tokens, codes, minimum=minimum)
@@ -71,45 +68,11 @@ def validate_decode_arguments(tokens: Any, length: Any, output_type: Any, codes:
         raise ValueError(f"length must be [{len(tokens)}], one per image, got {list(length.shape)}")
 
 
-def split_on_out_of_memory(
-    run: Callable[[slice], _T], rows: slice, task: str, remedy: str, stop: Callable[[_T], bool] = lambda _: False
-) -> list[_T]:
-    """Run a batch at once or, if memory does not suffice, in halves, which are halved again where needed.
-
-    Args:
-        run: runs some rows of the batch.
-        task, remedy: what is done, and what would need less memory; for messages.
-        stop: whether to leave out the rows after a result.
-
-    Raises:
-        torch.OutOfMemoryError: if a single row does not fit.
-    """
-    count = rows.stop - rows.start
-    try:
-        return [run(rows)]
-    except torch.OutOfMemoryError as error:
-        if count == 1:
-            raise torch.OutOfMemoryError(f"out of memory {task} one image; {remedy}") from error
-    # Outside the handler, because the traceback keeps the tensors of the failed attempt alive.
-    logger.warning("out of memory %s %d images at once: continuing in two halves", task, count)
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    middle = rows.start + count // 2
-    first = split_on_out_of_memory(run, slice(rows.start, middle), task, remedy, stop)
-    return first if stop(first[-1]) else first + split_on_out_of_memory(run, slice(middle, rows.stop), task, remedy, stop)
-
-
 def decode_pixels(decode: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
-    """Decode tokens to pixels, float32 `[B, 3, Y, X]`. Splits the batch on out-of-memory, so that no tokens are lost.
-
-    Raises:
-        torch.OutOfMemoryError: if a single image does not fit.
-        NonFinitePixelsError: for NaN or infinite pixels; the message has the image and position of the first one.
-    """
-    remedy, rows = "output_type='latent' returns the tokens", slice(0, len(tokens))
-    pixels = torch.cat(
-        split_on_out_of_memory(lambda part: decode(tokens[part]).float(), rows, "decoding the pixels of", remedy)
-    )
+    """Decode tokens `[B, N]`, `[B, R, G]` or latents `[B, C, R, G]` to pixels, float32 `[B, 3, Y, X]`, by parts of a batch."""
+    cells = math.prod(tokens.shape[2:] if tokens.ndim == 4 else tokens.shape[1:])
+    at_once = max(1, _CELLS_AT_ONCE // cells)
+    pixels = torch.cat([decode(part).float() for part in tokens.split(at_once)])
     NonFinitePixelsError.check(pixels)
     return pixels
 
@@ -121,9 +84,6 @@ def preprocess_images(images: Any, processor: Any, side: int | tuple[int, int], 
         side: rows and columns, or the number of both.
         images: PIL images, a tensor `[B, 3, Y, X]` or an array `[B, Y, X, 3]`; floating-point numbers in [0, 1], or uint8.
         name: name of the argument in error messages.
-
-    Raises:
-        ValueError, TypeError: if it is not an image, or has another dtype or values outside [0, 1], including NaN.
     """
     if not isinstance(images, Tensor | np.ndarray):
         images = list(images) if isinstance(images, list | tuple) else [images]
@@ -180,10 +140,6 @@ def validate_source(image: Any, mask: Any, strength: Any, side: int, processor: 
 
     Args:
         side: width and height of the model's images in pixels.
-
-    Raises:
-        ValueError, TypeError: for a mask or a strength without an image, a strength outside [0, 1], an image that does not have
-            the model's size, or a mask that does not have the image's size.
     """
     if image is None:
         for name, value in (("mask", mask), ("strength", strength)):
@@ -250,9 +206,6 @@ def read_mask(image: Image.Image) -> np.ndarray:
     If parts of the image are transparent, these are the area, as in OpenAI's interface and in image editors. Else it is where
     the brightest channel is at least half of the largest value: 1 if no pixel has more, else 255, or 65535 in modes of more
     bits. In a palette image with colors, as segmentation has them, it is every color but black.
-
-    Raises:
-        ValueError: for a mode of numbers, `"I"` or `"F"`, with other values, including NaN.
     """
     image = apply_orientation(image)
     if image.mode in ("LA", "La", "PA", "RGBA", "RGBa") or "transparency" in image.info:

@@ -21,7 +21,6 @@ from vargen.adapters.transformers import TransformersTokenModel
 from vargen.compat import report_panic, without_autocast
 from vargen.decoding import DEFAULT_METHOD, Accelerator, DecodeOutput, decode
 from vargen.decoding.next_token.log_probs import compute_log_probs
-from vargen.decoding.seeds import resolve_seeds
 from vargen.files import atomic_merge, expand_user
 from vargen.models.language_models.base import ImageLanguageModel
 from vargen.models.language_models.supported import describe_language_model
@@ -32,6 +31,7 @@ from vargen.pipelines.components import ModelFamily
 from vargen.pipelines.generation import CandidateSelection, GenerationRequest, OutputOptions, generate_images, run_request
 from vargen.pipelines.images import LanguageModelOutput, decode_pixels, validate_decode_arguments
 from vargen.pipelines.llamagen import LlamaGenPipeline, validate_drafter
+from vargen.pipelines.prompts import PromptInputs
 from vargen.scoring.protocol import Scorer
 
 if TYPE_CHECKING:
@@ -183,37 +183,30 @@ class LanguageModelPipeline(VisualPipeline):
         output = replace(output, return_log_probs=return_log_probs)
         if not known.has_pixels and output_type != "latent":
             raise ValueError(f"output_type must be 'latent': another pipeline decodes the tokens of {known.class_name}")
-        selection = CandidateSelection.build(num_candidates, scorer, self.named_scorer)
-        method = self.resolve_method(accelerator)
-        given = {"guidance_scale": guidance_scale, "temperature": temperature, "top_k": top_k, "top_p": top_p}
-        settings = {**self.default_sampling, **{name: value for name, value in given.items() if value is not None}}
-        scale, sampling = validation.validate_sampling(settings)
-        sampling.validate_top_k(known.vocab)
-        guidance = Guidance(scale, validation.validate_guidance_interval(guidance_interval))
-        method.bind(self.decoding_model(guidance))
-        prompts = validation.validate_prompts(prompt)
-        images = len(prompts) * validation.validate_num_images(num_images_per_prompt, len(prompts))
-        selection.validate_num_images(images)
-        size = None if batch_size is None else validation.validate_batch_size(batch_size, "batch_size")
-        condition, _ = self.encode_condition(prompts, negative_prompt=negative_prompt)
-        seeds = resolve_seeds(generator, images).for_candidates(selection.num_candidates)
-        texts = [] if selection.scorer is None else [text for text in prompts for _ in range(images // len(prompts))]
-        condition = condition.repeat(len(seeds.seeds) // len(prompts))
-        request = GenerationRequest(
-            method, condition, guidance, seeds, sampling, len(prompts), selection, texts, batch_size=size, output=output
+        request = GenerationRequest.build(
+            self,
+            self.resolve_method(accelerator),
+            PromptInputs(prompt),
+            PromptInputs(negative_prompt),
+            {"guidance_scale": guidance_scale, "temperature": temperature, "top_k": top_k, "top_p": top_p},
+            CandidateSelection.build(num_candidates, scorer, self.named_scorer),
+            output,
+            num_images_per_prompt=num_images_per_prompt,
+            generator=generator,
+            guidance_interval=guidance_interval,
+            batch_size=batch_size,
         )
         return run_request(self, request)
 
-    def encode_condition(self, prompt: Any = None, *, negative_prompt: Any = None, **inputs: Any) -> tuple[Any, int]:
-        """Return the `PromptRows` of prompts and negative prompts, and the number of prompts.
+    def _encode_request(self, inputs: PromptInputs, negative: PromptInputs) -> tuple[Any, int]:
+        return self.encode_condition(inputs.prompt, negative_prompt=negative.prompt)
 
-        Raises:
-            ValueError, TypeError: also for a prompt that does not fit the context beside the image, or another kind of input.
-        """
+    def encode_condition(self, prompt: Any = None, *, negative_prompt: Any = None, **inputs: Any) -> tuple[Any, int]:
+        """Return the `PromptRows` of prompts and negative prompts, and the number of prompts."""
         if inputs:
             raise TypeError(f"{next(iter(inputs))} must be left out: this model reads prompts")
         prompts, blank = validation.validate_prompts(prompt), None
-        if negative_prompt is not None:
+        if not validation.is_blank(negative_prompt):
             negative = validation.validate_prompts(negative_prompt, "negative_prompt")
             if len(negative) not in (1, len(prompts)):
                 raise ValueError(f"negative_prompt must be one, or one for each of {len(prompts)} prompts, got {len(negative)}")

@@ -105,11 +105,7 @@ def find_architecture(folder: Path) -> str | None:
 def describe_folder(
     folder: Path, size: tuple[int, int] | None = None, negative_format: str | None = None
 ) -> tuple[StoredNetwork, ImageLanguageModel]:
-    """Validate a folder and describe its model, whose weights are not read and take no memory.
-
-    Raises:
-        ValueError, TypeError: see `open_language_model`.
-    """
+    """Validate a folder and describe its model, whose weights are not read and take no memory."""
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} holds no config.json, so it is not a model of transformers")
     refuse_code_files(folder, [*_list_heads(folder), "custom_generate"])
@@ -133,11 +129,7 @@ def describe_folder(
 
 
 def describe_model(folder: Path) -> Mapping[str, Any]:
-    """Return the fields of `ModelInfo` for a folder; no weights are read.
-
-    Raises:
-        ValueError, TypeError: see `open_language_model`; the processor is validated, too.
-    """
+    """Return the fields of `ModelInfo` for a folder; no weights are read."""
     described = describe_folder(folder)[1]
     described.validate_processor(load_processor(folder, type(described)))
     tokens = described.grid[0] * described.grid[1]
@@ -147,11 +139,7 @@ def describe_model(folder: Path) -> Mapping[str, Any]:
 
 
 def load_draft_heads(target: TransformersTokenModel, *names: Any) -> dict[str, Any]:
-    """Return the draft heads in folders of training runs or of saved networks, by name.
-
-    Raises:
-        ValueError: before any weight is read; see `LanguageModelPipeline.load_drafter`.
-    """
+    """Return the draft heads in folders of training runs or of saved networks, by name."""
     if not target.has_features:
         raise ValueError("drafter must wait until the model is loaded without offloading, whose hooks hide its features")
     known, family = target.description, LlamaGenPipeline.family

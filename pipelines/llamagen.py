@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -32,8 +31,6 @@ from vargen.pipelines.generation import CandidateSelection, GenerationRequest, O
 from vargen.pipelines.images import ImagePipelineOutput, decode_pixels, preprocess_images, validate_decode_arguments
 from vargen.pipelines.prompts import PromptInputs, PromptNames
 from vargen.scoring.protocol import Scorer
-
-LlamaGenPipelineOutput = ImagePipelineOutput
 
 if TYPE_CHECKING:
     from vargen.pipelines.registry import ModelInfo
@@ -74,7 +71,7 @@ class LlamaGenPipeline(VisualPipeline):
     """
 
     paradigm: ClassVar[str] = "next-token"
-    output_class: ClassVar[Any] = LlamaGenPipelineOutput
+    output_class: ClassVar[Any] = ImagePipelineOutput
 
     low_res: LlamaGenTransformer | None = None
     upsampler: TokenUpsampler | None = None
@@ -156,7 +153,7 @@ class LlamaGenPipeline(VisualPipeline):
         callback_on_step_end_tensor_inputs: list[str] | None = None,
         compile: bool = False,
         clean_prompt: bool = False,
-    ) -> LlamaGenPipelineOutput | tuple[Any]:
+    ) -> ImagePipelineOutput | tuple[Any]:
         """Generate images.
 
         Args:
@@ -187,9 +184,8 @@ class LlamaGenPipeline(VisualPipeline):
                 one candidate, it scores the image without selecting.
             output_type: `"pil"`, `"np"`, `"pt"`, or `"latent"` for the tokens.
             return_dict: False returns `(images,)`.
-            callback_on_step_end: called as `f(pipe, step, tokens_drawn, {"latents": tokens})` after every pass. It may change
-                the tokens in place or return `{"latents": ...}`. Returning `{"stop": True}`, or setting `pipe._interrupt`,
-                ends the call with the tokens generated so far.
+            callback_on_step_end: called as `f(pipe, step, tokens_drawn, {"latents": tokens})` after every pass.
+                Returning `{"stop": True}`, or setting `pipe._interrupt`, ends the call with the tokens generated so far.
             compile: run the passes through `torch.compile`; the first call takes minutes. Rejected on CPUs: no gain.
             clean_prompt: clean the prompt as in the training of official LlamaGen text models (needs ftfy and beautifulsoup4).
 
@@ -226,9 +222,8 @@ class LlamaGenPipeline(VisualPipeline):
     def _decode(self, request: GenerationRequest, callback: Any) -> DecodeOutput:
         model = self.decoding_model(request.guidance, compile=request.output.compile)
         seeds = request.seeds.noise_seeds
-        condition, options = request.condition, {"callback": callback, "batch_size": request.batch_size}
-        condition = replace(condition, negative=request.guidance.negative)
-        return decode(model, condition, seeds, request.method, request.sampling, **options)
+        options: Any = {"callback": callback, "batch_size": request.batch_size}
+        return decode(model, request.condition, seeds, request.method, request.sampling, **options)
 
     def decoding_model(self, guidance: Guidance | float = 1.0, *, compile: bool = False) -> LlamaGenTokenModel:
         """Return the adapter of the transformer and its drafters for `vargen.decoding.decode`."""
@@ -260,12 +255,6 @@ class LlamaGenPipeline(VisualPipeline):
             low_res=low_res,
             device=device,
         )
-
-    def load_low_res(self, low_res: Any, upsampler: Any = None) -> None:
-        """Load a low-resolution transformer as `load_drafter` does, and its up-sampler; None removes an earlier one."""
-        if upsampler is None:
-            self.register_modules(upsampler=None)
-        self.load_drafter(*(each for each in (low_res, upsampler) if each is not None))
 
     # -- images -------------------------------------------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ from vargen.device import preferred_dtype
 from vargen.files import expand_user, validate_not_interrupted
 from vargen.models.component_files import read_config, read_object, refuse_code_files, validate_network_files
 from vargen.models.text_encoder import MiniLMTextEncoder
-from vargen.pipelines.components import FAMILIES, STORED_VALUES, ModelFamily, current_modules, find_family
+from vargen.pipelines.components import FAMILIES, STORED_VALUES, ModelFamily, current_modules
 from vargen.pipelines.quantization import stored_quantization
 from vargen.values import short_repr
 from vargen.weight_files import read_header
@@ -48,7 +48,7 @@ _HUB_PATTERNS = [
 # Arguments of diffusers' `from_pretrained` other than components. It ignores unknown ones silently.
 _OPTIONS = frozenset(
     "torch_dtype dtype cache_dir force_download proxies local_files_only token revision variant use_safetensors device_map "
-    "max_memory offload_folder offload_state_dict low_cpu_mem_usage disable_mmap quantization quantization_config "
+    "max_memory offload_folder offload_state_dict low_cpu_mem_usage disable_mmap quantization "
     "output_loading_info mirror trust_remote_code custom_pipeline custom_revision load_connected_pipeline use_onnx "
     "use_flashpack from_flax dduf_file provider sess_options provider_options".split()
 )
@@ -70,11 +70,6 @@ def find_model_folder(name: Any, family: ModelFamily | None = None, options: Map
         name: name, folder or Hub id; or a `ModelFolder`.
         family: the family that the caller opens; None allows any.
         options: arguments of `from_pretrained`.
-
-    Raises:
-        ValueError: for an unknown name, a missing `model_index.json` or one of another library or family, or an index that
-            names other classes than those of its family.
-        TypeError: for an unknown option.
     """
     options = options or {}
     families = [family] if family else list(FAMILIES.values())
@@ -82,16 +77,17 @@ def find_model_folder(name: Any, family: ModelFamily | None = None, options: Map
     path = name.path if isinstance(name, ModelFolder) else locate_folder(name, options)
     file = path / "model_index.json"
     if not file.is_file():
-        commands = " or ".join(f"`{each.convert_command}`" for each in families if each.convert_command)
-        hint = f". For official files run {commands} first" if commands else ""
+        hint = "; `vargen convert` makes one of official files"
         if (path / "config.json").is_file():
             hint = "; it may be a model of transformers, which only open_pipeline and the commands for images open"
         raise ValueError(f"{path} holds no model_index.json, so it is not a pipeline folder{hint}")
     index = name.index if isinstance(name, ModelFolder) else read_config(file)
-    class_name = index.get("_class_name")
+    class_name = str(index.get("_class_name"))
     if family is not None and class_name != family.pipeline.__name__:
         raise ValueError(f"{file} describes a {class_name!r}, this class opens {family.pipeline.__name__!r}")
-    family = find_family(class_name, file)
+    if class_name not in FAMILIES:
+        raise ValueError(f"{file} describes a {class_name!r}; vargen opens {', '.join(FAMILIES)}")
+    family = FAMILIES[class_name]
     check_options(options, family.components)
     index = current_modules(index, family)
     family.validate_index(index, file, options)
@@ -101,12 +97,7 @@ def find_model_folder(name: Any, family: ModelFamily | None = None, options: Map
 def validate_model_folder(
     name: Any, family: ModelFamily | None = None, options: Mapping[str, Any] | None = None
 ) -> ModelFolder:
-    """Locate a model as `find_model_folder` does, and validate its components without loading weights.
-
-    Raises:
-        ValueError: also for code in the folder or requested from elsewhere, or a component that is missing, damaged, does not
-            match its configuration in shape or type, or does not match the other components.
-    """
+    """Locate a model as `find_model_folder` does, and validate its components without loading weights."""
     options = options or {}
     folder = find_model_folder(name, family, options)
     refuse_code_files(folder.path, folder.family.components)
@@ -133,11 +124,8 @@ def check_options(options: Mapping[str, Any], components: Collection[str]) -> No
     known = [*_OPTIONS, *STORED_VALUES, "prompt_names", *components]
     for name in options:
         if name not in known:
-            near = get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]}? " if near else ""
-            hint = "call .to(device) on the pipeline, or use open_pipeline(name, device=...); " if name == "device" else hint
             raise TypeError(
-                f"{name} is no argument for opening a pipeline: {hint}it takes options of DiffusionPipeline.from_pretrained "
+                f"{name} is no argument for opening a pipeline: it takes options of DiffusionPipeline.from_pretrained "
                 f"and the components {', '.join(sorted(components))}"
             )
     for name in ("trust_remote_code", "custom_pipeline"):
@@ -163,15 +151,10 @@ def locate_folder(name: Any, options: Mapping[str, Any]) -> Path:
         )
     known = ("cache_dir", "force_download", "local_files_only", "token", "revision")
     given = {key: options[key] for key in known if key in options}
-    return fetch_folder(text, _HUB_PATTERNS, **given)
-
-
-def fetch_folder(name: str, patterns: Collection[str], **options: Any) -> Path:
-    """Return the folder of a hub model, with the files that match the patterns. ValueError if it cannot be fetched."""
     try:  # not DiffusionPipeline.download, which accepts only components of diffusers and transformers
-        return Path(snapshot_download(name, allow_patterns=list(patterns), **options))
+        return Path(snapshot_download(text, allow_patterns=_HUB_PATTERNS, **given))
     except Exception as error:
-        raise ValueError(f"no local folder {name!r} exists, and fetching the hub model of that name failed: {error}") from error
+        raise ValueError(f"no local folder {text!r} exists, and fetching the hub model of that name failed: {error}") from error
 
 
 def default_dtype(folder: Path, device: str | torch.device = "cpu") -> torch.dtype:
@@ -200,9 +183,6 @@ def resolve_dtypes(
     Args:
         given: a dtype, or a dict of dtypes by component (`"default"` for those not named), as in diffusers.
         quantized: components with 8-bit integer products, whose other steps are float32.
-
-    Raises:
-        ValueError: for anything else.
     """
     own: dict[str, torch.dtype] = given if isinstance(given, dict) else {}
     for dtype in own.values() if own else () if given is None else (given,):
@@ -224,11 +204,7 @@ def resolve_dtypes(
 
 
 def shared_component_folders(folder: Path) -> dict[str, Path]:
-    """Return, by name of a shared component, the folder of the packaged model that has it.
-
-    Raises:
-        ValueError: if `borrowed.json` is damaged, or names an unknown component or model.
-    """
+    """Return, by name of a shared component, the folder of the packaged model that has it."""
     file = folder / SHARED_FILE
     shared = read_object(file) if file.is_file() else {}
     for part, name in shared.items():
@@ -248,9 +224,6 @@ def load_text_components(
     """Load the components of transformers, and those of another packaged model, except those that the caller passes in `given`.
 
     diffusers would follow what their files say: classes, paths and code.
-
-    Raises:
-        ValueError: naming the file, for damaged ones.
     """
     shared, found = shared_component_folders(folder.path), dict[str, Any]()
     for part in ("text_encoder", "tokenizer"):
@@ -271,9 +244,6 @@ def load_example_tokens(folder: Path) -> Tensor | None:
     """Load the example tokens of a model folder, integers `[M, N]` for lookup drafters: the tokens of training images.
 
     They affect only speed: exact rules sample from the model's distribution whatever the examples are. None if there are none.
-
-    Raises:
-        ValueError: if the file is damaged; the message names it.
     """
     file = folder / EXAMPLES_FILE
     if not file.is_file():
@@ -310,9 +280,6 @@ def resolve_drafter(name: Any, family: ModelFamily) -> tuple[str, Path, Mapping[
 
     Args:
         name: name of a packaged one, its folder, or the folder of the training run.
-
-    Raises:
-        ValueError: before any weight is read, for an unknown name, or a folder that contains code or no such network.
     """
     root = Path(vargen.assets.__file__).parent
     files = [file for each in family.trainable for file in sorted(root.rglob(f"{each}/config.json"))]
@@ -335,12 +302,7 @@ def resolve_drafter(name: Any, family: ModelFamily) -> tuple[str, Path, Mapping[
 
 
 def load_trained_networks(pipeline: Any, *names: Any) -> dict[str, Any]:
-    """Load networks that were trained to draft for a pipeline's transformer, by component name; see `resolve_drafter`.
-
-    Raises:
-        ValueError: before any weight is read, also if a network does not match the transformer, the other components or the
-            codebook.
-    """
+    """Load networks that were trained to draft for a pipeline's transformer, by component name; see `resolve_drafter`."""
     family = pipeline.family
     found = {name: (folder, config) for name, folder, config in (resolve_drafter(each, family) for each in names)}
     configs = {name: getattr(getattr(pipeline, name), "config", None) for name in family.components}

@@ -40,13 +40,3 @@ class OffloadedPipeline:
         self.require_weights("moved or cast")
         moved: Self = super().to(*args, **kwargs)  # type: ignore[misc]
         return moved
-
-    def enable_sequential_cpu_offload(self, gpu_id: int | None = None, device: torch.device | str | None = None) -> None:
-        """As in diffusers.
-
-        Raises:
-            ValueError: for a CPU, whose memory the weights would not leave.
-        """
-        if device is not None and torch.device(device).type == "cpu":
-            raise ValueError(f"device must be an accelerator, such as 'cuda', to which layers move in turn, got {device!r}")
-        super().enable_sequential_cpu_offload(gpu_id=gpu_id, device=device)  # type: ignore[misc]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -59,44 +60,26 @@ _LATIN_ENDS = "\u0250"  # letters below it are Latin, from which an uncased toke
 _GREEK = "\u0370", "\u03ff"  # single Greek letters occur as symbols in English text
 
 
-def find_unreadable_words(tokenizer: Any, prompt: str) -> list[str]:
-    """Return the words in other scripts that the tokenizer does not know or splits into single letters.
-
-    Each word is listed once, in order. A tokenizer that covers a script splits its words into pieces of several letters.
-    """
-    found: list[str] = []
-    for word in dict.fromkeys(prompt.split()):
-        if word.isascii() or (len(word) == 1 and _GREEK[0] <= word <= _GREEK[1]):
-            continue
-        ids = tokenized(tokenizer, word, add_special_tokens=False, verbose=False)["input_ids"]
-        with tokenizer_lock:
-            pieces = [piece.removeprefix("##").strip("\u2581") for piece in tokenizer.convert_ids_to_tokens(ids)]
-        unknown = [number == tokenizer.unk_token_id for number in ids]
-        single = [len(piece) == 1 and piece >= _LATIN_ENDS and piece.isalpha() for piece in pieces]
-        lost = sum(map(max, unknown, single))
-        if 2 * lost > sum(not_read or any(map(str.isalnum, piece)) for not_read, piece in zip(unknown, pieces, strict=True)):
-            found.append(word.strip(_PUNCTUATION) or word)
-    return list(dict.fromkeys(found))
-
-
-_PUNCTUATION = "\"'`.,;:!?()[]{}«»„“”‘’…、。，！？"
-
-
 def describe_unreadable_words(tokenizer: Any, prompt: str) -> str | None:
-    """Return a sentence that lists the `find_unreadable_words`, or None if there are none."""
-    words = find_unreadable_words(tokenizer, prompt)
-    if not words:
+    """Return a sentence if the tokenizer does not know characters of a prompt, or splits words into single letters.
+
+    A tokenizer that covers a script splits its words into pieces of several letters.
+    """
+    ids = tokenized(tokenizer, prompt, truncation=False, add_special_tokens=False, verbose=False)["input_ids"]
+    with tokenizer_lock:
+        pieces = [piece.removeprefix("##").strip("\u2581") for piece in tokenizer.convert_ids_to_tokens(ids)]
+    lost = sum(
+        number == tokenizer.unk_token_id
+        or (len(piece) == 1 and piece.isalpha() and piece >= _LATIN_ENDS and not _GREEK[0] <= piece <= _GREEK[1])
+        for number, piece in zip(ids, pieces, strict=True)
+    )
+    if not lost:
         return None
-    named = ", ".join(f'"{word[:40]}"' for word in words[:5]) + (" and more" if len(words) > 5 else "")
-    return f"the text encoder cannot read {named}: English is what the model reads"
+    return f"the text encoder cannot read {lost} of the {len(ids)} tokens of the prompt: English is what the model reads"
 
 
 def clean_caption(text: str) -> str:
-    """Apply the DeepFloyd caption cleaner (of diffusers) twice, as in the training of LlamaGen's text models.
-
-    Raises:
-        ImportError: if ftfy or beautifulsoup4 is not installed.
-    """
+    """Apply the DeepFloyd caption cleaner (of diffusers) twice, as in the training of LlamaGen's text models."""
     try:
         import bs4  # noqa: F401
         import ftfy  # noqa: F401
@@ -129,7 +112,7 @@ def encode_prompt(
     """Encode prompts to `prompt_embeds` `[B, P, C]` (valid rows last, padding zero) and bool `prompt_mask` `[B, P]`.
 
     Prompts pass through `normalize_prompt`. Prompts longer than P tokens are truncated with a warning that reports how
-    many tokens are ignored. Words that the text encoder cannot read cause a warning, too.
+    many tokens are ignored. Tokens that the text encoder does not know cause a warning, too.
 
     Args:
         prompt: one prompt or several.
@@ -151,20 +134,15 @@ def encode_prompt(
             logger.warning("%s", hint)
     if clean:
         prompts = [clean_caption(text) for text in prompts]
-    rows = (
-        pipe.max_caption_tokens if max_sequence_length is None else validation.validate_max_sequence_length(max_sequence_length)
-    )
+    given = max_sequence_length
+    rows = pipe.max_caption_tokens if given is None else validation.require_int(given, "max_sequence_length", 1)
     warn_if_truncated(pipe.tokenizer, prompts, rows)
     options = {"padding": "max_length", "truncation": True, "max_length": rows, "return_tensors": "pt"}
     return left_pad(*encode_tokens(pipe, tokenized(pipe.tokenizer, prompts, **options)))
 
 
 def encode_tokens(pipe: VisualPipeline, encoded: Any) -> tuple[Tensor, Tensor]:
-    """Run the text encoder. Returns features `[B, P, C]` and the mask, bool `[B, P]`.
-
-    Raises:
-        ValueError: if the tokenizer returns an id that the text encoder does not embed.
-    """
+    """Run the text encoder. Returns features `[B, P, C]` and the mask, bool `[B, P]`."""
     device = pipe._execution_device
     ids, mask = encoded.input_ids.to(device), encoded.attention_mask.to(device)
 
@@ -219,23 +197,19 @@ def encode_condition(pipe: VisualPipeline, inputs: PromptInputs, name: str = "pr
     return Condition(caption_embeds=embeds, caption_mask=mask), len(embeds)
 
 
-def encode_negative_condition(pipe: VisualPipeline, inputs: PromptInputs, count: int, images: int) -> Condition | None:
-    """Return the negative condition with one row per image (`images` rows for `count` prompts); None if none is given."""
+def encode_negative_condition(pipe: VisualPipeline, inputs: PromptInputs, count: int) -> Condition | None:
+    """Return the negative condition with one row for each of `count` prompts; None if none is given."""
     if inputs.prompt is None and inputs.prompt_embeds is None and inputs.prompt_mask is None:
         return None
     negative, given = encode_condition(pipe, inputs, "negative_prompt")
     if given not in (1, count):
         raise ValueError(f"negative_prompt must be one, or one for each of {count} prompts; got {given}")
-    return repeat_condition(negative, images // given)
+    return negative.repeat(count // given)
 
 
-def scorer_prompts(pipe: VisualPipeline, prompt: Any, condition: Condition) -> list[str]:
-    """Return the text for the scorer, one per row of the condition: normalized prompts, or class names.
-
-    Raises:
-        ValueError: if neither is available.
-    """
-    if condition.class_labels is not None:
+def scorer_prompts(pipe: VisualPipeline, prompt: Any, condition: Any) -> list[str]:
+    """Return the text for the scorer, one per row of the condition: normalized prompts, or class names."""
+    if pipe.is_class_conditional:
         names, labels = pipe.class_names, condition.class_labels.tolist()
         if any(label not in names for label in labels):
             raise ValueError("scorer needs words, and this model's classes have no names (id2label)")
@@ -245,21 +219,12 @@ def scorer_prompts(pipe: VisualPipeline, prompt: Any, condition: Condition) -> l
     return [pipe.normalize_prompt(text).text for text in validation.validate_prompts(prompt)]
 
 
-def repeat_condition(condition: Condition, count: int) -> Condition:
-    """Repeat each row `count` times; the rows of prompt 0 come first."""
-    parts = (condition.class_labels, condition.caption_embeds, condition.caption_mask)
-    labels, embeds, mask = (None if part is None else part.repeat_interleave(count, dim=0) for part in parts)
-    return Condition(labels, embeds, mask)
-
-
 # A model that was trained with names, such as "grinning cat" for "😺", has a table of them in its folder.
 PROMPT_NAMES_FILE = "prompt_names.json"
 _MAX_BYTES = 2**22  # bytes of a table; one of all emoji has a fiftieth of that
 _TONES = frozenset(map(chr, range(0x1F3FB, 0x1F400)))  # skin tones, modifiers of a person or a hand
-_VARIATION_SELECTORS = frozenset("\ufe0e\ufe0f\U000e007f")  # present in some spellings of an emoji, absent in others
-_COMBINING = (
-    _VARIATION_SELECTORS | _TONES | {"\u200d", "\u20e3", *map(chr, range(0xE0020, 0xE0080))}
-)  # modifiers, meaningless without a base
+_MODIFIERS = _TONES | set("\ufe0e\ufe0f\U000e007f")  # and variation selectors, of which some spellings of an emoji have some
+_COMBINING = _MODIFIERS | {"\u200d", "\u20e3", *map(chr, range(0xE0020, 0xE0080))}  # meaningless without a base
 _EMOJI_STYLE, _KEYCAP = "\ufe0f", "\u20e3"
 _FIRST_EMOJI = "\u2190"  # characters below it, such as ©, are ordinary text unless followed by the emoji style selector
 _TONE_NAME = " skin tone"
@@ -278,9 +243,6 @@ class PromptNames:
 
     Args:
         names: names by sequence. The sequences have no variation selectors and skin tones, which are recognized anywhere.
-
-    Raises:
-        ValueError: unless all names and sequences are non-empty text, and the sequences are not ASCII.
     """
 
     def __init__(self, names: Mapping[str, str]):
@@ -295,11 +257,7 @@ class PromptNames:
 
     @classmethod
     def load(cls, folder: Path) -> PromptNames | None:
-        """Read the table of a model folder; None if it has none.
-
-        Raises:
-            ValueError: if the file is damaged; the message names it.
-        """
+        """Read the table of a model folder; None if it has none."""
         file = folder / PROMPT_NAMES_FILE
         if not file.is_file():
             return None
@@ -316,55 +274,40 @@ class PromptNames:
         (folder / PROMPT_NAMES_FILE).write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
     @cached_property
-    def _prefixes(self) -> frozenset[str]:
-        return frozenset(key[:end] for key in self.names for end in range(1, len(key) + 1))
+    def _pattern(self) -> re.Pattern[str]:
+        """The longest of the sequences, with modifiers (group 1), and what is meaningless after it."""
+        modifiers = f"[{''.join(_MODIFIERS)}]*"
+        found = []
+        for typed in sorted(self.names, key=len, reverse=True):
+            is_text = typed[0] < _FIRST_EMOJI and _KEYCAP not in typed
+            found.append(modifiers.join(map(re.escape, typed)) + modifiers + f"{_EMOJI_STYLE}{modifiers}" * is_text)
+        return re.compile(f"({'|'.join(found)})[{''.join(_COMBINING)}]*" if found else "(?!)")
 
     def apply(self, text: str) -> NormalizedPrompt:
         """Replace sequences in `text` by their names, longest match first."""
         if text.isascii():
             return NormalizedPrompt(text, {})
         found: dict[str, str] = {}
-        parts: list[str] = []
-        named, at = False, 0  # named: whether the last part is a name
-        while at < len(text):
-            name, end = self._longest_match(text, at)
-            if name is None:
-                if named and text[at].isalnum() and not parts[-1].isspace():
-                    parts.append(" ")
-                parts.append(text[at])
-                named, end = named and text[at].isspace(), at + 1
+        result, end = "", 0
+        for match in self._pattern.finditer(text):
+            between = text[end : match.start()]
+            if found and not between.strip():  # consecutive names are separated by a comma only
+                result += ", "
             else:
-                while named and parts[-1].isspace():  # consecutive names are separated by a comma only
-                    parts.pop()
-                if named or (parts and parts[-1].isalnum()):
-                    parts.append(", " if named else " ")
-                parts.append(name)
-                found[text[at:end]], named = name, True
-                while end < len(text) and text[end] in _COMBINING:
-                    end += 1
-            at = end
-        return NormalizedPrompt("".join(parts).strip(), found) if found else NormalizedPrompt(text, {})
+                result += " " * (bool(found) and between[0].isalnum()) + between + " " * between[-1:].isalnum()
+            found[match[1]] = self._name(match[1])
+            result += found[match[1]]
+            end = match.end()
+        if not found:
+            return NormalizedPrompt(text, {})
+        rest = text[end:]
+        return NormalizedPrompt((result + " " * rest[:1].isalnum() + rest).strip(), found)
 
-    def _longest_match(self, text: str, start: int) -> tuple[str | None, int]:
-        """Return the name of the longest sequence that begins at `start`, and its end."""
-        key, tones, best, end = "", [], None, start
-        matched: dict[str, Any] = {}
-        for at in range(start, len(text)):
-            char = text[at]
-            if key and char in _TONES:
-                tones.append(char)
-            elif key and char in _VARIATION_SELECTORS:
-                pass
-            elif key + char in self._prefixes:
-                key += char
-            else:
-                break
-            if key in self.names:
-                best, end = key, at + 1
-                matched = {"tones": tuple(dict.fromkeys(tones)), "typed": text[start:end]}
-        if best is None or (best[0] < _FIRST_EMOJI and _KEYCAP not in best and _EMOJI_STYLE not in matched["typed"]):
-            return None, start
-        return ", ".join(part for part in (self.names[best], self._skin_tone_text(matched["tones"])) if part), end
+    def _name(self, typed: str) -> str:
+        """Return the name of a sequence with modifiers."""
+        base = typed[0] + "".join(char for char in typed[1:] if char not in _MODIFIERS)
+        tones = tuple(dict.fromkeys(char for char in typed[1:] if char in _TONES))
+        return ", ".join(part for part in (self.names[base], self._skin_tone_text(tones)) if part)
 
     def _skin_tone_text(self, tones: tuple[str, ...]) -> str:
         """Return `"dark skin tone"`, `"light and dark skin tones"` or an empty string, in the words of the table."""

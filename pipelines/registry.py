@@ -14,7 +14,7 @@ import torch
 
 from vargen.compat import without_autocast
 from vargen.device import select_device
-from vargen.models.quantization import quantize_network
+from vargen.models.quantization import validate_quantization
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.causal_video import CAUSAL_VIDEO
 from vargen.pipelines.components import FAMILIES, STORED_VALUES
@@ -27,7 +27,6 @@ from vargen.pipelines.loading import (
     locate_folder,
     validate_model_folder,
 )
-from vargen.pipelines.quantization import gpu_quantized_components, resolve_quantization
 from vargen.pipelines.var import VAR
 
 __all__ = [
@@ -42,7 +41,8 @@ __all__ = [
 ]
 
 _LANGUAGE_MODEL = "LanguageModelPipeline"  # imported when needed: it imports transformers
-_LANGUAGE_MODEL_OPTIONS = ("draft_model", "size", "negative_format", "attn_implementation")  # beside those of diffusers
+# Beside those of diffusers.
+_LANGUAGE_MODEL_OPTIONS = ("draft_model", "size", "negative_format", "attn_implementation", "quantization_config")
 
 
 def pipeline_class(name: str) -> type[VisualPipeline]:
@@ -55,11 +55,7 @@ def pipeline_class(name: str) -> type[VisualPipeline]:
 
 
 def paradigm_of(name: Any) -> str:
-    """Return the paradigm of a model, such as `"next-token"`. Reads only its index.
-
-    Raises:
-        ValueError: see `vargen.pipelines.loading.find_model_folder`.
-    """
+    """Return the paradigm of a model, such as `"next-token"`. Reads only its index."""
     folder, of_transformers = _locate(name)
     if of_transformers:
         return pipeline_class(_LANGUAGE_MODEL).paradigm
@@ -67,11 +63,7 @@ def paradigm_of(name: Any) -> str:
 
 
 def _locate(name: Any, options: Mapping[str, Any] | None = None) -> tuple[Any, bool]:
-    """Return the folder of a model, fetched once from the hub, and whether transformers wrote it.
-
-    Raises:
-        ValueError: for an unknown name. TypeError: for an option that no model has.
-    """
+    """Return the folder of a model, fetched once from the hub, and whether transformers wrote it."""
     if isinstance(name, ModelFolder):
         return name, False
     options = options or {}
@@ -91,12 +83,10 @@ def open_pipeline(name: Any, *, device: str | torch.device | None = None, **opti
         device: device such as `"cuda"`; `"auto"` selects a GPU if there is one. The default dtype is then the fastest of the
             device. None leaves the pipeline on the CPU.
         **options: passed to `VisualPipeline.from_pretrained`, such as `torch_dtype` or `quantization`; for a model of
-            transformers, to `vargen.open_language_model`. `quantization` also takes the formats of a GPU, `"int8"` and
-            `"float8"`.
+            transformers, to `vargen.open_language_model`.
 
     Raises:
         ValueError, TypeError: see `VisualPipeline.from_pretrained`; also for an invalid or unavailable device.
-        ImportError: for a quantization on a GPU, without torchao.
     """
     place = None if device is None else select_device(device)
     located, of_transformers = _locate(name, options)
@@ -107,19 +97,13 @@ def open_pipeline(name: Any, *, device: str | torch.device | None = None, **opti
             options.pop("quantization", None)
         return open_language_model(located, device=place, **options)
     folder = find_model_folder(located, None, options)
-    quantization = resolve_quantization(options.get("quantization"), options.get("quantization_config"), place)
-    after_moving: dict[str, str] = {}  # the formats of components that are quantized on their GPU
-    if quantization is not None and place is not None and place.type != "cpu":
-        after_moving = dict.fromkeys(gpu_quantized_components(folder, quantization, options), quantization)
-        options = {name: value for name, value in options.items() if name not in ("quantization", "quantization_config")}
-    has_dtype = any(options.get(name) is not None for name in ("torch_dtype", "dtype"))
-    if place is not None and (quantization is None or after_moving) and not has_dtype:
+    validate_quantization(options.get("quantization"), place)
+    chosen = any(options.get(name) is not None for name in ("torch_dtype", "dtype", "quantization"))
+    if place is not None and not chosen:
         options["torch_dtype"] = default_dtype(folder.path, place)
     pipe = folder.family.pipeline.from_pretrained(folder, **options)  # validates the rest of the folder
     if place is not None:
         pipe.to(place)
-    for part, kind in after_moving.items():
-        quantize_network(getattr(pipe, part), kind)
     return pipe
 
 

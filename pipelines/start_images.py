@@ -49,9 +49,6 @@ def find_image_model(model: ModelInfo, name: str | None = None) -> ModelInfo | N
 
     Args:
         model: of the videos. name: a packaged model or a folder; None for the one in the model's settings, `"none"` for none.
-
-    Raises:
-        ValueError: if videos of `model` may not start from an image, or the other one generates no images from prompts.
     """
     chosen = resolve_setting(model.defaults, "image_model") if name is None else name
     if chosen in (None, "none"):
@@ -90,9 +87,6 @@ class MergedLoRAs:
 
         Args:
             name: of the component, such as `"transformer"`.
-
-        Raises:
-            ValueError: see `CausalVideoLoRA.merge`.
         """
         if transformer is None or lora is None:
             return transformer
@@ -120,9 +114,6 @@ def encode_start_image(pipe: CausalVideoPipeline, image: Any, prompt: str | None
     Args:
         image: as preprocessed by `preprocess_images`; or a pipeline that generates it with `seed`, or the name of its model.
         prompt: of the video.
-
-    Raises:
-        ValueError: for more than one image, a model that was not trained to start from an image, or a pipeline and no prompt.
     """
     if image is None:
         return []

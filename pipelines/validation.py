@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import difflib
-import functools
-import inspect
 import unicodedata
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from numbers import Integral
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,12 +21,7 @@ MAX_SEED = 2**63 - 1
 
 
 def validate_prompts(prompt: Any, name: str = "prompt") -> list[str]:
-    """Return the prompts as a list.
-
-    Raises:
-        TypeError: if `prompt` is not a string or a list of strings.
-        ValueError: if the list is empty, or a prompt is empty or not valid Unicode.
-    """
+    """Return the prompts as a list."""
     prompts = [prompt] if isinstance(prompt, str) else prompt
     if not isinstance(prompts, list | tuple):
         raise TypeError(f"{name} must be a string or a list of strings, got {type(prompt).__name__}")
@@ -44,6 +37,12 @@ def validate_prompts(prompt: Any, name: str = "prompt") -> list[str]:
     return list(prompts)
 
 
+def is_blank(prompt: Any) -> bool:
+    """Whether a negative prompt, or each of a list, is None or has only whitespace."""
+    prompts = prompt if isinstance(prompt, list | tuple) else [prompt]
+    return all(each is None or (isinstance(each, str) and not each.strip()) for each in prompts)
+
+
 def _visible(char: str) -> bool:
     """Whether a character is visible: no whitespace, control, formatting or combining character."""
     return not char.isspace() and (char.isascii() or unicodedata.category(char) not in ("Cf", "Cc", "Mn"))
@@ -55,11 +54,7 @@ def validate_guidance(guidance_scale: Any) -> float:
 
 
 def validate_sampling(settings: Mapping[str, Any]) -> tuple[float, Sampling]:
-    """Split the settings into the guidance scale (default 1) and a `Sampling` of `temperature`, `top_k` and `top_p`.
-
-    Raises:
-        ValueError, TypeError: naming the setting, its value and what is allowed.
-    """
+    """Split the settings into the guidance scale (default 1) and a `Sampling` of `temperature`, `top_k` and `top_p`."""
     others = {name: value for name, value in settings.items() if name != "guidance_scale"}
     return validate_guidance(settings.get("guidance_scale", 1.0)), Sampling(**others)
 
@@ -72,12 +67,7 @@ def validate_guidance_interval(interval: Any) -> int | None:
 
 
 def resolve_class_labels(class_labels: Any, num_classes: int, id2label: dict[int, str] | None = None) -> list[int]:
-    """Return the class numbers as a list; names are looked up in `id2label`.
-
-    Raises:
-        TypeError: unless it is a number, a name, or a list, array or integer tensor of them.
-        ValueError: for a number outside [0, num_classes) or an unknown name (the message suggests similar names).
-    """
+    """Return the class numbers as a list; names are looked up in `id2label`."""
     if isinstance(class_labels, Tensor):
         class_labels = class_labels.flatten().tolist()
     labels = [class_labels] if isinstance(class_labels, Integral | str) else class_labels
@@ -121,12 +111,7 @@ def validate_num_images(num_images_per_prompt: Any, prompts: int) -> int:
 
 
 def validate_embeds(embeds: Tensor, mask: Any, name: str) -> tuple[Tensor, Tensor]:
-    """Return caption features `[B, P, C]` and their mask as bool `[B, P]`. Without a mask all features are valid.
-
-    Raises:
-        ValueError: if B is 0, a feature is not a finite floating-point number, or the mask has a wrong shape or a value other
-            than 0 and 1.
-    """
+    """Return caption features `[B, P, C]` and their mask as bool `[B, P]`. Without a mask all features are valid."""
     if not len(embeds):
         raise ValueError(f"{name}_embeds must hold at least one row, got {list(embeds.shape)}")
     if not embeds.is_floating_point() or not embeds.isfinite().all():
@@ -157,70 +142,31 @@ def validate_callback(callback: Any, tensor_inputs: Any, known: list[str]) -> No
         raise ValueError(f"callback_on_step_end_tensor_inputs must be among {known}, got {short_repr(tensor_inputs)}")
 
 
-def validate_callback_result(answer: Any, tokens: Tensor, vocab: int, skipped: Tensor) -> dict[str, Any]:
-    """Validate what `callback_on_step_end` returned, and return it as a dictionary.
-
-    Args:
-        skipped: bool, same shape as `tokens`: positions without a token, whose values are ignored.
-
-    Raises:
-        TypeError: unless it is a dictionary or None.
-        ValueError: for tokens of a wrong shape or outside the vocabulary.
-    """
-    answer = validate_callback_result_type(answer)
-    latents = answer.get("latents")
-    if latents is not None and latents is not tokens:
-        returned = "latents that callback_on_step_end returned"
-        shape = list(latents.shape) if isinstance(latents, Tensor) else None
-        if shape != list(tokens.shape):
-            given = short_repr(latents) if shape is None else shape
-            raise ValueError(f"{returned} must be a tensor {list(tokens.shape)}, got {given}")
-        validate_tokens(latents, vocab, returned, skipped=skipped)
-    else:
-        validate_tokens(tokens, vocab, "tokens that callback_on_step_end changed", skipped=skipped)  # edited in place
-    return dict(answer)
-
-
-def validate_callback_result_type(answer: Any) -> Mapping[str, Any]:
-    """Return what `callback_on_step_end` returned as a mapping.
-
-    Raises:
-        TypeError: unless it is a dictionary or None.
-    """
+def wants_stop(answer: Any) -> bool:
+    """Whether `callback_on_step_end` returned that the call should stop."""
     if answer is None:
-        return {}
+        return False
     if not isinstance(answer, Mapping):
         raise TypeError(
             "callback_on_step_end must return None or a dictionary, such as the one it was given or {'stop': True}, "
             f"got {short_repr(answer)}"
         )
-    return answer
+    return bool(answer.get("stop", False))
 
 
-def validate_tokens(
-    tokens: Any, vocab: int, argument: str = "tokens", minimum: int = 0, skipped: Tensor | None = None
-) -> Tensor:
-    """Raise TypeError or ValueError unless `tokens` is an integer tensor with values from `minimum` to `vocab` - 1.
-
-    Args:
-        skipped: bool, same shape as `tokens`: positions that are not checked.
-    """
+def validate_tokens(tokens: Any, vocab: int, minimum: int = 0) -> None:
+    """Raise TypeError or ValueError unless `tokens` is an integer tensor with values from `minimum` to `vocab` - 1."""
     if not isinstance(tokens, Tensor) or tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
         given = str(tokens.dtype) if isinstance(tokens, Tensor) else short_repr(tokens)
-        raise TypeError(f"{argument} must be a tensor of whole numbers, got {given}")
+        raise TypeError(f"tokens must be a tensor of whole numbers, got {given}")
     if tokens.numel():
-        low, high = torch.aminmax(tokens if skipped is None else tokens.masked_fill(skipped.to(tokens.device), 0))
+        low, high = torch.aminmax(tokens)
         if int(low) < minimum or int(high) >= vocab:
-            raise ValueError(f"{argument} must be from {minimum} to {vocab - 1}, got {int(low)} to {int(high)}")
-    return tokens
+            raise ValueError(f"tokens must be from {minimum} to {vocab - 1}, got {int(low)} to {int(high)}")
 
 
 def validate_seed(seed: Any, images: int) -> int:
-    """Return the seed of the first of `images` images, which have consecutive seeds.
-
-    Raises:
-        ValueError: unless it is a whole number of at least 0 and the seed of the last image fits in 63 bits.
-    """
+    """Return the seed of the first of `images` images, which have consecutive seeds."""
     number = require_int(seed, "seed", 0, MAX_SEED)
     if number + images - 1 > MAX_SEED:
         raise ValueError(f"seed must be at most {MAX_SEED} for the last of {images} images, got {number} for the first")
@@ -232,25 +178,12 @@ def validate_batch_size(batch: Any, name: str = "batch") -> int:
     return require_int(batch, name, 1, MAX_IMAGES)
 
 
-def validate_max_sequence_length(max_sequence_length: Any) -> int:
-    """Raise ValueError unless it is a whole number of at least 1."""
-    return require_int(max_sequence_length, "max_sequence_length", 1)
-
-
 def validate_output_type(output_type: Any) -> str:
     """Raise ValueError for an unknown output type."""
     known = ("pil", "np", "pt", "latent")
     if not isinstance(output_type, str) or output_type not in known:
         raise ValueError(f"output_type must be one of {', '.join(known)}, got {short_repr(output_type)}")
     return output_type
-
-
-def validate_window(window: Any, sinks: Any, block: int) -> None:
-    """Raise ValueError unless `window` and `sinks` are None or numbers of latent frames, and a block fits beside the sinks."""
-    if sinks is not None:
-        require_int(sinks, "sinks", 0)
-    if window is not None:
-        require_int(window, "window", block + (sinks or 0))
 
 
 def validate_prompt_schedule(prompt_schedule: Any, num_blocks: int) -> dict[int, str]:
@@ -263,59 +196,3 @@ def validate_prompt_schedule(prompt_schedule: Any, num_blocks: int) -> dict[int,
         if len(validate_prompts(prompt, "prompt_schedule")) != 1:
             raise ValueError(f"prompt_schedule must have one prompt for each block, got {short_repr(prompt)}")
     return dict(prompt_schedule)
-
-
-# -- arguments that a call does not have ---------------------------------------------------------------------------------
-
-_F = TypeVar("_F", bound=Callable[..., Any])
-
-_ONE_SIZE = "a model generates one size; resize the images that a call returns, as by image.resize((256, 256))"
-_INSTEAD = {
-    "seed": "give generator=torch.Generator().manual_seed({value})",
-    "height": _ONE_SIZE,
-    "width": _ONE_SIZE,
-    "num_inference_steps": "accelerator= decides how many passes an image takes",
-    "num_frames": "give num_blocks= to a model of video",
-    "callback": "give callback_on_step_end=",
-    "negative_prompt": "this model has no guidance to lead away from anything; say in prompt what to show",
-}
-
-
-def reject_unknown_arguments(call: _F, accepted: Set[str]) -> _F:
-    """Wrap a pipeline's call: an empty `negative_prompt` counts as None, and unsupported arguments raise a helpful error.
-
-    Args:
-        accepted: names of the supported arguments.
-
-    Raises:
-        TypeError: when the wrapped call gets an argument that is not in `accepted`. The message says what to use instead.
-    """
-
-    @functools.wraps(call)
-    def checked(self: Any, *args: Any, **given: Any) -> Any:
-        if "negative_prompt" in given and _is_blank(given["negative_prompt"]):
-            del given["negative_prompt"]
-        for name in given.keys() - accepted:
-            remedy = _instead(name, given[name], accepted)
-            raise TypeError(f"{type(self).__name__} takes no {name}, got {short_repr(given[name])}: {remedy}")
-        return call(self, *args, **given)
-
-    return checked  # type: ignore[return-value]
-
-
-def accepted_arguments(*calls: Callable[..., Any]) -> Set[str]:
-    """Return the names of the keyword arguments of all the calls."""
-    found = [each for call in calls for each in inspect.signature(call).parameters.values()]
-    return {each.name for each in found if each.kind is not each.VAR_KEYWORD} - {"self"}
-
-
-def _is_blank(prompt: Any) -> bool:
-    prompts = prompt if isinstance(prompt, list | tuple) else [prompt]
-    return all(each is None or (isinstance(each, str) and not each.strip()) for each in prompts)
-
-
-def _instead(name: str, value: Any, accepted: Set[str]) -> str:
-    if name in _INSTEAD:
-        return _INSTEAD[name].format(value=value if isinstance(value, int) else 0)
-    near = difflib.get_close_matches(name, accepted, 1)
-    return f"did you mean {near[0]}?" if near else f"it takes {', '.join(sorted(accepted))}"

@@ -36,8 +36,6 @@ from vargen.pipelines.images import (
 )
 from vargen.pipelines.prompts import PromptInputs, PromptNames
 
-VARPipelineOutput = ImagePipelineOutput
-
 if TYPE_CHECKING:
     from vargen.pipelines.registry import ModelInfo
 
@@ -62,7 +60,7 @@ class VARPipeline(VisualPipeline):
     """
 
     paradigm: ClassVar[str] = "next-scale"
-    output_class: ClassVar[Any] = VARPipelineOutput
+    output_class: ClassVar[Any] = ImagePipelineOutput
     baseline: ClassVar[str] = "plain"
     default_method: ClassVar[str] = "plain"
     usual_sampling: ClassVar[dict[str, Any]] = DEFAULTS
@@ -147,7 +145,7 @@ class VARPipeline(VisualPipeline):
         callback_on_step_end_tensor_inputs: list[str] | None = None,
         compile: bool = False,
         clean_prompt: bool = False,
-    ) -> VARPipelineOutput | tuple[Any]:
+    ) -> ImagePipelineOutput | tuple[Any]:
         """Generate images.
 
         Args:
@@ -167,7 +165,7 @@ class VARPipeline(VisualPipeline):
             generator, prompt_embeds, prompt_mask, negative_prompt_embeds, negative_prompt_mask: as in `LlamaGenPipeline`.
             output_type, return_dict, compile, clean_prompt: as in `LlamaGenPipeline`.
             callback_on_step_end: called as `f(pipe, step, tokens_drawn, {"latents": tokens})` after every pass;
-                `pipe.preview(tokens, tokens_drawn)` returns the partial image. It may change the tokens of the latest scale.
+                `pipe.preview(tokens, tokens_drawn)` returns the partial image.
                 Returning `{"stop": True}`, or setting `pipe._interrupt`, ends the call with the tokens generated so far.
 
         Raises:
@@ -224,11 +222,7 @@ class VARPipeline(VisualPipeline):
         return own if weight.is_meta or weight.device == device else copy.deepcopy(own).to(device)
 
     def _encode_source(self, source: InpaintSource, num_prompts: int, images: int) -> FixedTokens:
-        """Encode source images to the tokens that are not regenerated, one row per image.
-
-        Raises:
-            ValueError: unless there is one source image, or one per prompt.
-        """
+        """Encode source images to the tokens that are not regenerated, one row per image."""
         if len(source.pixels) not in (1, num_prompts):
             raise ValueError(
                 f"image must be one, or one for each of {num_prompts} prompts or classes; got {len(source.pixels)}"

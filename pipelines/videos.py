@@ -19,19 +19,13 @@ from vargen.decoding import BlockStream, VideoBlock, VideoStats
 from vargen.files import atomic_file, expand_user
 from vargen.models.tokenizers.video_vae import DecodeState, StreamingDecoder
 from vargen.mp4 import Mp4Writer, import_av
-from vargen.pipelines.validation import validate_callback_result_type
 from vargen.values import parse_float, short_repr
 
 FORMATS = (".mp4", ".gif", ".webp")
 
 
 def validate_video_path(path: Any, name: str = "path") -> Path:
-    """Validate the path of a video file, and return it.
-
-    Raises:
-        ValueError: for an unsupported suffix.
-        ImportError: for .mp4 without PyAV.
-    """
+    """Validate the path of a video file, and return it."""
     file = expand_user(path, name)
     if file.suffix.lower() not in FORMATS:
         raise ValueError(f"{name} must end in one of {', '.join(FORMATS)}, got {short_repr(str(path))}")
@@ -92,9 +86,7 @@ def _write_animation(images: list[Image.Image], file: Path, fps: float, suffix: 
 
 
 if TYPE_CHECKING:
-    from vargen.decoding.video.request import BlockProgress
     from vargen.pipelines.causal_video import CausalVideoPipeline
-    from vargen.pipelines.generation import OnStepEnd, OutputOptions, RunningCall
 
 
 @dataclass
@@ -175,11 +167,7 @@ class _FunctionDecoder:
     function: Callable[[Tensor], Tensor]
 
     def decode_block(self, latents_BFCYX: Tensor, state: DecodeState | None = None) -> tuple[Tensor, DecodeState]:
-        """See `StreamingDecoder`.
-
-        Raises:
-            ValueError: if the function returns no frames.
-        """
+        """See `StreamingDecoder`."""
         pixels = self.function(latents_BFCYX)
         if not isinstance(pixels, Tensor) or pixels.ndim != 5 or pixels.shape[2] != 3 or not pixels.shape[1]:
             got = list(pixels.shape) if isinstance(pixels, Tensor) else short_repr(pixels)
@@ -193,9 +181,6 @@ def resolve_preview_decoder(pipe: CausalVideoPipeline, preview_decoder: Any) -> 
     Args:
         preview_decoder: a `StreamingDecoder`, such as a `PreviewDecoder`, or a function of normalized latents `[1, F, C, Y, X]`
             of a block that returns pixels `[1, F', 3, Y', X']` in [-1, 1], such as a tiny autoencoder. None: that of the model.
-
-    Raises:
-        TypeError: if it is neither.
     """
     if preview_decoder is None:
         return pipe.preview_decoder
@@ -224,36 +209,3 @@ def to_output_frames(block: VideoBlock, output_type: str) -> Tensor:
     if output_type == "latent":
         return block.latents
     return block.frames.mul(255).round().byte().cpu() if output_type == "pil" else block.frames
-
-
-@dataclass(frozen=True)
-class VideoGenerationRequest:
-    """A call with validated arguments: a lazy stream for each video.
-
-    Attributes:
-        is_list: whether the call got a list of prompts, and returns a list of statistics.
-    """
-
-    streams: list[VideoStream]
-    is_list: bool
-    monitor: PassMonitor
-    output: OutputOptions
-
-
-@dataclass
-class PassMonitor:
-    """Callback of all streams of a call: calls those of the user, and ends the call for them or an interrupt."""
-
-    pipe: CausalVideoPipeline
-    callback: Callable[[BlockProgress], bool | None] | None
-    on_step_end: OnStepEnd | None
-    call: RunningCall | None = None
-    stopped: bool = False
-
-    def __call__(self, progress: BlockProgress) -> bool:
-        stop = self.callback is not None and self.callback(progress) is False
-        if not stop and self.on_step_end is not None:
-            result = validate_callback_result_type(self.on_step_end(self.pipe, progress.passes - 1, progress.block, {}))
-            stop = bool(result.get("stop", False))
-        self.stopped = stop or (self.call is not None and self.call.interrupted)
-        return not self.stopped

@@ -60,12 +60,6 @@ def test_the_package_is_found_in_the_folder_that_holds_the_clone(repo_root: Path
     assert done.stdout.split() == [vargen.__version__, packaged_models()[0]]
 
 
-def test_public_names_are_lazy_and_errors_are_plain() -> None:
-    assert set(vargen._HOMES) < set(vargen.__all__) <= set(dir(vargen))
-    with pytest.raises(AttributeError, match="no attribute 'LlamaGenPipelin'"):
-        _ = vargen.LlamaGenPipelin  # type: ignore[attr-defined]
-
-
 @pytest.mark.parametrize("name", sorted(vargen._HOMES))
 def test_public_names_exist(name: str) -> None:
     assert getattr(vargen, name).__name__ == name
@@ -115,18 +109,6 @@ def test_an_unknown_model_is_named(name: str) -> None:
         packaged_model_path(name)
 
 
-def test_an_unknown_model_gets_the_nearest_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("emoji", "faces/small"):
-        (tmp_path / name).mkdir(parents=True)
-        (tmp_path / name / "model_index.json").write_text("{}")
-    monkeypatch.setattr("vargen.assets._FOLDER", tmp_path)
-    assert packaged_models() == ["emoji", "faces/small"]
-    with pytest.raises(ValueError, match=r"expected 'emoji'$"):
-        packaged_model_path("emojis")
-    with pytest.raises(ValueError, match=r"expected 'emoji', 'faces/small'$"):
-        packaged_model_path("zzz")
-
-
 # -- The folder kernels/ and a distribution of that name
 
 
@@ -166,23 +148,6 @@ def test_kernels_is_not_shadowed_in_the_root(repo_root: Path, site: Path) -> Non
     )
     done = python("-c", code, cwd=repo_root, path=site)
     assert done.returncode == 0, done.stderr
-
-
-def test_kernels_is_not_shadowed_for_a_script(repo_root: Path, site: Path, tmp_path: Path) -> None:
-    script = tmp_path / "app.py"
-    # A script's own folder comes first, as an absolute path; the root stands in for it.
-    script.write_text(f"import sys; sys.path[0] = {str(repo_root)!r}" + _THEIRS.format(first=""))
-    done = python(script, cwd=tmp_path, path=site)
-    assert done.returncode == 0, done.stderr
-
-
-def test_kernels_is_not_shadowed_under_python_m_pytest(repo_root: Path, site: Path, tmp_path: Path) -> None:
-    body = "".join(f"    {line}\n" for line in _THEIRS.format(first="").splitlines())
-    test = tmp_path / "test_inside.py"
-    test.write_text(f"def test_inside():\n    import sys; assert {str(repo_root)!r} in sys.path\n{body}")
-    options = ("-q", "-p", "no:cacheprovider", "-c", "pyproject.toml", "--rootdir", ".")
-    done = python("-m", "pytest", *options, test, cwd=repo_root, path=site)
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_a_bare_name_that_nobody_owns_is_an_empty_package(repo_root: Path) -> None:

@@ -81,11 +81,7 @@ def ensure_torchvision() -> bool:
 
 
 def import_torch_fidelity(module: str) -> Any:
-    """Import a module of torch-fidelity, which computes metrics of images.
-
-    Raises:
-        ImportError: torch-fidelity or torchvision is not installed; the message says how to install them.
-    """
+    """Import a module of torch-fidelity, which computes metrics of images."""
     if not ensure_torchvision() or importlib.util.find_spec("torch_fidelity") is None:
         raise ImportError('torch-fidelity is not installed: pip install "vargen[eval]"')
     return importlib.import_module(f"torch_fidelity.{module}")
@@ -148,9 +144,6 @@ def tokenized(tokenizer: Any, texts: Any, **options: Any) -> Any:
 
     A fast tokenizer stores truncation and padding as its own state, sets them on each call, and raises "Already borrowed" if
     another thread reads them meanwhile.
-
-    Raises:
-        ValueError: if the tokenizer fails, as damaged ones do.
     """
     with tokenizer_lock, report_panic():
         return tokenizer(texts, **options)

@@ -221,11 +221,7 @@ def inference_mode_for(device: torch.device) -> AbstractContextManager[None]:
 
 
 def read_graph_setting(device: torch.device) -> bool:
-    """Return whether passes on this device should be captured: if VARGEN_CUDA_GRAPHS is 1.
-
-    Raises:
-        ValueError: if VARGEN_CUDA_GRAPHS is neither 0 nor 1.
-    """
+    """Return whether passes on this device should be captured: if VARGEN_CUDA_GRAPHS is 1."""
     value = os.environ.get(GRAPHS_VARIABLE, "")
     if value not in ("", "0", "1"):
         raise ValueError(f"{GRAPHS_VARIABLE} must be 0 or 1, got {value!r}")

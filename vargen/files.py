@@ -1,36 +1,28 @@
 """Atomic writes of files and folders: a process that is killed at any moment leaves the old content or the new, never a mix.
 
-New content is written to a hidden folder `.vargen-*.writing` beside its destination and renamed into place. A killed process
-leaves that folder, which later writes in the same place remove after a day.
+New content is written to a hidden folder `.vargen-*.writing` beside its destination, which a killed process leaves there, and
+renamed into place.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import re
 import shutil
 import tempfile
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from vargen.compat import cache_folder as cache_folder
-from vargen.model_files import list_model_files, stale_weight_files
+from vargen.model_files import weight_file_kind
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_PREFIX, _SUFFIX = ".vargen-", ".writing"
-_ABANDONED_SECONDS = 86400.0  # without a change for this long, a hidden folder is a killed process's
 
 
 def expand_user(path: str | Path, name: str = "path") -> Path:
-    """Return `path` with a leading `~` or `~user` replaced by the home folder.
-
-    Raises:
-        ValueError: naming the argument, if there is no such user or the path contains a NUL byte.
-    """
+    """Return `path` with a leading `~` or `~user` replaced by the home folder."""
     if "\0" in str(path):
         raise ValueError(f"{name} must be a path, and no path holds a NUL byte, as {str(path)!r} does")
     try:
@@ -42,9 +34,6 @@ def expand_user(path: str | Path, name: str = "path") -> Path:
         ) from None
 
 
-# -- files -----------------------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
     """Yield a temporary path of the same file name; the file written to it replaces `path` only if the block succeeds.
@@ -52,8 +41,7 @@ def atomic_file(path: Path) -> Iterator[Path]:
     Raises:
         OSError: the folder cannot be created or written.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with _scratch_folder(path.parent) as scratch:
+    with _scratch_folder(path) as scratch:
         temporary = scratch / path.name
         yield temporary
         with open(temporary, "r+b") as written:  # Windows flushes only files that are open for writing
@@ -62,14 +50,10 @@ def atomic_file(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _scratch_folder(folder: Path) -> Iterator[Path]:
-    """Yield a new hidden folder in `folder` and remove it at the end, with any that killed processes left there a day ago."""
-    for path in folder.glob(f"{_PREFIX}*{_SUFFIX}"):
-        with contextlib.suppress(OSError):  # another process removed it, or another user owns it
-            changes = [each.lstat().st_mtime for each in (path, *path.rglob("*"))]
-            if path.is_dir() and not path.is_symlink() and time.time() - max(changes) > _ABANDONED_SECONDS:
-                shutil.rmtree(path, ignore_errors=True)
-    scratch = Path(tempfile.mkdtemp(prefix=_PREFIX, suffix=_SUFFIX, dir=folder))
+def _scratch_folder(target: Path) -> Iterator[Path]:
+    """Yield a new hidden folder beside `target`, and remove it at the end."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=".vargen-", suffix=".writing", dir=target.parent))
     try:
         yield scratch
     finally:
@@ -80,108 +64,72 @@ def _scratch_folder(folder: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def atomic_merge(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder whose files are added to `folder` if the block succeeds; otherwise none of them is.
-
-    Other files in `folder` are kept, except for shards of weights that were rewritten.
+def atomic_folder(output: Path) -> Iterator[Path]:
+    """Yield an empty folder that becomes `output` if the block succeeds, else it is discarded.
 
     Raises:
-        OSError: the folder cannot be created or replaced; raised before the block runs.
-    """
-    target = folder.resolve()
-    with _replacement(target, lambda new: stale_weight_files(new, target)) as new:
-        yield new
-
-
-@contextmanager
-def atomic_folder(output: Path, inputs: list[Path], overwrite: bool) -> Iterator[Path]:
-    """Yield an empty folder; the model written to it replaces the one in `output` if the block succeeds, else it is discarded.
-
-    Args:
-        output: created with its parents if missing; otherwise only the model files in it are replaced.
-        inputs: paths that the block reads; none may be inside `output` if that is replaced.
-        overwrite: whether a folder that holds a `model_index.json` may be written to. Any other non-empty folder never is.
-
-    Raises:
-        FileExistsError: `output` exists and may not be replaced; raised before the block runs.
+        FileExistsError: `output` exists and is not an empty folder; raised before the block runs.
         OSError: nothing can be written there, raised before the block runs; or the disk is full.
     """
     target = expand_user(output, "output").resolve()
     _restore_previous(target)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        if not overwrite:
-            raise FileExistsError(f"{output} exists and is not empty; choose another folder, or overwrite it")
-        if not (target / "model_index.json").is_file():
-            raise FileExistsError(f"{output} is not a model folder, so it is not overwritten; choose another")
-        if any(path.resolve().is_relative_to(target) for path in inputs):
-            raise FileExistsError(f"{output} holds what is to be converted; choose another folder")
-    with disk_errors(output), _replacement(target, lambda new: map(target.joinpath, list_model_files(target, new))) as new:
-        yield new
+        raise FileExistsError(f"{output} exists and is not empty; choose another folder, or delete it")
+    with disk_errors(output), atomic_merge(target) as folder:
+        yield folder
 
 
 @contextmanager
-def _replacement(target: Path, find_stale: Callable[[Path], Iterable[Path]]) -> Iterator[Path]:
-    """Yield an empty folder that replaces `target` if the block succeeds, with the files of `target` that are to be kept.
+def atomic_merge(folder: Path) -> Iterator[Path]:
+    """Yield an empty folder whose files are added to `folder` if the block succeeds; otherwise none of them is.
 
-    Args:
-        find_stale: returns the files under `target` that are not kept, given the new folder.
+    Other files in `folder` are kept, except for weights in a file or shards of a network that was written again.
+
+    Raises:
+        OSError: the folder cannot be created or replaced; raised before the block runs.
     """
-    with contextlib.ExitStack() as stack:
-        try:
-            _check_replaceable(target)
-            beside = next(parent for parent in target.parents if parent.exists())
-            new = stack.enter_context(_scratch_folder(beside)) / "new"
-            new.mkdir()  # unlike mkdtemp, mkdir follows the umask
-        except OSError as error:
-            raise OSError(f"cannot write {target}: {error}") from error
-        yield new
-        if target.is_dir():
-            _link_kept_files(target, new, set(find_stale(new)))
-        elif not any(new.iterdir()):
-            return  # an empty model folder would look like a model
-        target.parent.mkdir(parents=True, exist_ok=True)
-        _swap(new, target)
-
-
-def _check_replaceable(target: Path) -> None:
+    target = folder.resolve()
     _restore_previous(target)
     if target.exists() and not target.is_dir():
-        raise NotADirectoryError("it is not a folder")
-    if os.path.ismount(target) or Path.cwd().is_relative_to(target):
-        kind = "a mount point" if os.path.ismount(target) else "the current folder"
-        raise OSError(f"{kind} cannot be replaced; choose a folder inside it")
-
-
-def _link_kept_files(old: Path, new: Path, stale: set[Path]) -> None:
-    """Add hard links to `new` for all files in `old` that are not stale and that `new` does not have."""
-    shutil.copymode(old, new)
-    for place, subfolders, names in os.walk(old):
-        folder, copy = Path(place), new / Path(place).relative_to(old)
-        links = [name for name in subfolders if (folder / name).is_symlink()]
-        if not names and not subfolders:
-            copy.mkdir(parents=True, exist_ok=True)
-        for name in [*names, *links]:
-            if folder / name in stale or os.path.lexists(copy / name):
-                continue
-            copy.mkdir(parents=True, exist_ok=True)
-            try:
-                os.link(folder / name, copy / name, follow_symlinks=False)
-            except (OSError, NotImplementedError):  # a file system without links
-                shutil.copy2(folder / name, copy / name, follow_symlinks=False)
-
-
-def _swap(new: Path, target: Path) -> None:
-    """Move the old `target` to its sibling, `new` into its place, and then the old one to the scratch folder of `new`."""
-    previous = previous_folder(target)
-    try:
+        raise NotADirectoryError(f"{target} is not a folder, and nothing can be written in it")
+    with _scratch_folder(target) as scratch:
+        new = scratch / "new"
+        new.mkdir()  # unlike mkdtemp, mkdir follows the umask
+        yield new
+        previous = previous_folder(target)
         if target.exists():
+            _link_kept_files(target, new)
             os.replace(target, previous)
-        os.replace(new, target)
-    finally:
-        if previous.exists() and not target.exists():
-            os.replace(previous, target)
-        with contextlib.suppress(OSError):  # there was none
-            os.replace(previous, new.with_name("old"))
+        elif not any(new.iterdir()):
+            return  # an empty model folder would look like a model
+        try:
+            os.replace(new, target)
+        finally:
+            if previous.exists():
+                os.replace(previous, scratch / "old" if target.exists() else target)
+
+
+def _link_kept_files(old: Path, new: Path) -> None:
+    """Add hard links to `new` for all files in `old` that `new` does not have and whose weights are not in it."""
+
+    def skip(place: str, names: list[str]) -> list[str]:
+        folder, copy = Path(place), new / Path(place).relative_to(old)
+        written = {weight_file_kind(file) for file in copy.iterdir()} - {None} if copy.is_dir() else set()
+
+        def is_folder_of_both(name: str) -> bool:
+            return (copy / name).is_dir() and (folder / name).is_dir() and not (folder / name).is_symlink()
+
+        there = [name for name in names if os.path.lexists(copy / name) and not is_folder_of_both(name)]
+        return [*there, *(name for name in names if weight_file_kind(folder / name) in written)]
+
+    shutil.copytree(old, new, symlinks=True, ignore=skip, copy_function=_link, dirs_exist_ok=True)
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without links
+        shutil.copy2(source, target)
 
 
 def previous_folder(target: Path) -> Path:

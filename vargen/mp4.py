@@ -11,11 +11,7 @@ _CODECS = ("libx264", "mpeg4")  # in order of preference
 
 
 def import_av() -> Any:
-    """Return PyAV.
-
-    Raises:
-        ImportError: if it is not installed.
-    """
+    """Return PyAV."""
     try:
         import av
     except ImportError as error:

@@ -24,11 +24,7 @@ def split_specs(text: str | Sequence[str]) -> list[str]:
 
 
 def parse_spec(spec: str) -> tuple[str, dict[str, str]]:
-    """Return the name and options of `name:key=value,...`.
-
-    Raises:
-        ValueError: an option has no value or is given twice.
-    """
+    """Return the name and options of `name:key=value,...`."""
     name, _, rest = spec.partition(":")
     options: dict[str, str] = {}
     for part in rest.split(",") if rest else []:
@@ -44,9 +40,6 @@ def import_object(spec: str, what: str) -> Any:
 
     Args:
         what: the kind of object for error messages, for example `scorer`.
-
-    Raises:
-        ValueError: the specification has another form, the module cannot be imported for any reason, or lacks the name.
     """
     module, _, name = spec.partition(":")
     if not all(part.isidentifier() for part in module.split(".")) or not name.isidentifier():

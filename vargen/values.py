@@ -48,11 +48,7 @@ def suggest_names(name: str, names: Iterable[str]) -> str:
 
 
 def resolve_name(argument: str, value: Any, named: Mapping[str, Any]) -> Any:
-    """Return the entry of `named` under `value`, or `value` itself if it is callable.
-
-    Raises:
-        ValueError: for an unknown name. TypeError: for a value that is neither a name nor callable.
-    """
+    """Return the entry of `named` under `value`, or `value` itself if it is callable."""
     if callable(value) and not isinstance(value, type):  # calling a class would create an instance
         return value
     if not isinstance(value, str):
@@ -63,17 +59,18 @@ def resolve_name(argument: str, value: Any, named: Mapping[str, Any]) -> Any:
 
 
 @dataclass(frozen=True)
-class _Range:
-    """Allowed values of a numeric field; see `number_field`."""
+class NumberRange:
+    """Allowed values of a number; see `number_field`."""
 
     least: float
-    most: float
-    open_below: bool
-    is_integer: bool
-    optional: bool
-    meaning: str
+    most: float = math.inf
+    open_below: bool = False
+    is_integer: bool = False
+    optional: bool = False
+    meaning: str = ""
 
     def check(self, name: str, value: Any) -> int | float | None:
+        """Return the value as a plain int or float, or None where that is allowed."""
         if value is None and self.optional:
             return None
         number = parse_int(value, math.ceil(self.least)) if self.is_integer else parse_float(value)
@@ -90,32 +87,19 @@ class _Range:
         return f"{kind} {bounds}{', or None' if self.optional else ''}"
 
 
-def number_field(
-    default: Any,
-    least: float,
-    most: float = math.inf,
-    *,
-    open_below: bool = False,
-    is_integer: bool = False,
-    optional: bool = False,
-    meaning: str = "",
-) -> Any:
+def number_field(default: Any, least: float, most: float = math.inf, **options: Any) -> Any:
     """Return a dataclass field for a number, which `validate_fields` checks.
 
     Args:
-        least, most: bounds. open_below: whether `least` itself is excluded.
-        is_integer: whether only whole numbers are allowed. optional: whether None is allowed.
-        meaning: short description of the field for error messages.
+        least, most: bounds.
+        **options: of `NumberRange`: `open_below`, whether `least` itself is excluded; `is_integer`; `optional`, whether None is
+            allowed; `meaning`, a short description of the field for error messages.
     """
-    return field(default=default, metadata={"range": _Range(least, most, open_below, is_integer, optional, meaning)})
+    return field(default=default, metadata={"range": NumberRange(least, most, **options)})
 
 
 def validate_fields(instance: Any) -> None:
-    """Check the fields of a dataclass that `number_field` made, and convert NumPy numbers to plain ones.
-
-    Raises:
-        ValueError: if a value is not allowed; the message names the field, the value and what is allowed.
-    """
+    """Check the fields of a dataclass that `number_field` made, and convert NumPy numbers to plain ones."""
     for each in fields(instance):
         if "range" in each.metadata:
             value = each.metadata["range"].check(each.name, getattr(instance, each.name))

@@ -43,19 +43,12 @@ def read_weight_header(folder: Path, stem: str, variant: str | None = None) -> W
 
     Args:
         variant: part of the file names, for example "fp16", placed where diffusers places it.
-
-    Raises:
-        ValueError: a file is missing, damaged or not safetensors.
     """
     return {name: info for file in find_weight_files(folder, stem, variant) for name, info in read_header(file).items()}
 
 
 def find_weight_files(folder: Path, stem: str, variant: str | None = None) -> list[Path]:
-    """Return the weight files of a network: one, or the shards that an index names.
-
-    Raises:
-        ValueError: a file is missing, or the index is damaged or names files elsewhere or of another format.
-    """
+    """Return the weight files of a network: one, or the shards that an index names."""
     named = f".{variant}" if variant else ""
     single, index = folder / f"{stem}{named}.safetensors", folder / f"{stem}.safetensors.index{named}.json"
     if index.is_file():  # diffusers prefers it as well
@@ -109,11 +102,7 @@ def validate_layer_counts(
 
 
 def read_index(index: Path) -> dict[str, str]:
-    """Return the file of each tensor by an index of weight files; all must be in its own folder.
-
-    Raises:
-        ValueError: it is not such an index, or names a file elsewhere.
-    """
+    """Return the file of each tensor by an index of weight files; all must be in its own folder."""
     try:
         weight_map = dict(json.loads(read_bounded(index, _MAX_INDEX))["weight_map"])
         outside = [name for name in weight_map.values() if Path(name).name != name]
@@ -125,11 +114,7 @@ def read_index(index: Path) -> dict[str, str]:
 
 
 def read_header(file: Path) -> WeightHeader:
-    """Return the tensors of a safetensors file by name, from its header.
-
-    Raises:
-        ValueError: the file is missing, truncated or not safetensors.
-    """
+    """Return the tensors of a safetensors file by name, from its header."""
     try:
         open_regular(file).close()  # a pipe would block
         with safe_open(str(file), "np") as opened:  # torch would map the file so that it must fit in memory
@@ -199,11 +184,7 @@ def load_pickle_safely(
 
 
 def load_npz(file: Path, *names: str) -> dict[str, np.ndarray]:
-    """Return the named arrays of a `.npz` file.
-
-    Raises:
-        ValueError: the file is damaged, lacks one of the arrays, or holds pickled objects, which are not loaded.
-    """
+    """Return the named arrays of a `.npz` file."""
     try:
         with np.load(file, allow_pickle=False) as arrays:
             return {name: arrays[name] for name in names}

@@ -145,7 +145,7 @@ COMMANDS: dict[str, list[tuple[str, str]]] = {
     "serve --port 0": [
         ("--port 70000", "port"), ("--slots 0", "slots"), ("--max-waiting 0", "max_waiting"),
         ("--max-images 0", "max_images"), ("--timeout 0", "timeout"), ("--timeout nan", "timeout"),
-        ("--replicas 2", "replicas"), ("--engine ray --autoscaling [1]", "autoscaling"),
+        ("--replicas 2", "replicas"),
         ("--accelerator gumbl", "accelerator"), ("--accelerator plain", "plain"),
         ("--guidance-scale -1", "guidance_scale"), ("--model emoji-video --guidance-scale 2", "guidance_scale"),
         ("--model no-such-model", "no_such_model"),

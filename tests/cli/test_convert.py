@@ -73,17 +73,11 @@ def test_the_root_is_no_output(run: Any) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 3000, 40_000])
-@pytest.mark.parametrize("there", [False, True])
-def test_a_full_disk_is_one_line_and_leaves_nothing(full_disk: Any, run: Any, size: int, there: bool) -> None:
-    before: dict[Path, bytes] = {}
-    if there:
-        assert run(*VAR, "--output", "out").exit_code == 0
-        before = {path: path.read_bytes() for path in Path("out").rglob("*") if path.is_file()}
-    result = full_disk(size)(*VAR, "--output", "out", "--overwrite")
+def test_a_full_disk_is_one_line_and_leaves_nothing(full_disk: Any, run: Any, size: int) -> None:
+    result = full_disk(size)(*VAR, "--output", "out")
     assert result.exit_code == 1 and result.stderr.count("\n") == 1
     assert "out was not written: File too large" in result.stderr
-    assert {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()} == before
-    assert there or not list(Path().iterdir())
+    assert not list(Path().iterdir())
 
 
 @pytest.mark.parametrize("family", ["var", "llamagen"])

@@ -23,4 +23,4 @@ def test_the_pipeline_and_the_page_take_the_same_ones() -> None:
     assert set(OPTIONS) <= set(inspect.signature(LlamaGenPipeline.__call__).parameters)
     assert {"guidance_scale", *Sampling.__dataclass_fields__} == set(OPTIONS)
     for name, option in OPTIONS.items():
-        assert RANGES[name] == (*option.slider[:2], option.is_integer, option.label)
+        assert RANGES[name] == (*option.slider[:2], option.range.is_integer, option.label)

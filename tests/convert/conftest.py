@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,12 @@ def wan(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def convert(wan: Path, tmp_path: Path) -> Any:
-    """Converts files with the tiny heads and size, to a folder that is returned."""
+    """Converts files with the tiny heads and size, to a new folder that is returned."""
+    numbers = count()
 
     def run(*files: Path, **options: Any) -> Path:
-        given = {"n_head": TARGET["num_heads"], "size": SIZE, "wan": wan, "output": tmp_path / "out", **options}
+        output = tmp_path / ("out" if not (tmp_path / "out").exists() else f"out{next(numbers)}")
+        given = {"n_head": TARGET["num_heads"], "size": SIZE, "wan": wan, "output": output, **options}
         return convert_causal_video(list(files), **given)
 
     return run

@@ -139,7 +139,7 @@ def test_settings_are_those_of_self_forcing_unless_given(convert, tmp_path):
     plain = defaults_of(convert(file))
     assert (plain["steps"], plain["shift"], plain["num_blocks"], plain["window"]) == ([1000, 750, 500, 250], 5.0, 7, None)
     options = {"block_frames": 2, "window": 8, "sinks": 2, "steps": "1000,500", "no_warp": True, "image": True}
-    folder = convert(file, **options, overwrite=True)
+    folder = convert(file, **options)
     stored = defaults_of(folder)
     assert (stored["steps"], stored["shift"], stored["num_blocks"]) == ([1000, 500], 1.0, 10)
     assert (stored["window"], stored["sinks"], stored["image"]) == (8, 2, True)
@@ -168,7 +168,7 @@ def test_weights_of_a_ladder_are_stored_once(convert, tmp_path):
     folder = convert(file, draft=[same], draft_steps="1000,500")
     assert defaults_of(folder)["draft_steps"] == [1000, 500] and not (folder / "draft_transformer").exists()
     with pytest.raises(ValueError, match="holds the weights of the transformer: give draft_steps"):
-        convert(file, draft=[same], overwrite=True)
+        convert(file, draft=[same])
 
 
 def test_a_drafter_of_fewer_steps_keeps_them(convert, tmp_path):
@@ -177,12 +177,12 @@ def test_a_drafter_of_fewer_steps_keeps_them(convert, tmp_path):
     folder = convert(target, draft=[faster], block_frames=1)
     assert defaults_of(folder)["draft_steps"] == [1000] and (folder / "draft_transformer").is_dir()
     slower = save_self_forcing(tmp_path / "self_forcing_dmd.pt", transformer_state(5))
-    folder = convert(target, draft=[slower], steps="1000", overwrite=True)
+    folder = convert(target, draft=[slower], steps="1000")
     assert defaults_of(folder)["draft_steps"] == [1000, 750, 500, 250]
     with pytest.raises(ValueError, match="whether timesteps are warped"):
-        convert(target, draft=[slower], no_warp=True, overwrite=True)
+        convert(target, draft=[slower], no_warp=True)
     with pytest.raises(ValueError, match="blocks of 1 and 3 latent frames"):
-        convert(target, draft=[faster], overwrite=True)
+        convert(target, draft=[faster])
 
 
 # -- names of the other parts --------------------------------------------------------------------------------------------

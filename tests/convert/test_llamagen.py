@@ -1,7 +1,6 @@
 """Official LlamaGen files to a pipeline folder: what comes out is what went in, and what is wrong is named."""
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from torch import Tensor
 from vargen import LlamaGenPipeline
 from vargen.convert import llamagen
 from vargen.convert.llamagen import convert_llamagen, detect_transformer, detect_vq
-from vargen.convert.state_dicts import clamp_top_k, read_labels
+from vargen.convert.state_dicts import read_labels
 from vargen.models.llamagen import SIZES, LlamaGenTransformer
 from vargen.models.llamagen_blocks import build_rotary_2d
 from vargen.models.tokenizers.vq import VQModel
@@ -112,6 +111,7 @@ def test_the_folder_is_the_one_that_the_pipeline_itself_saves(files: tuple[Path,
     pipe.save_pretrained(tmp_path / "again")
     ours, theirs = (json.loads((tmp_path / f / "model_index.json").read_text()) for f in ("out", "again"))
     assert ours == {k: v for k, v in theirs.items() if k != "_name_or_path" and v != [None, None]}
+    assert ours["defaults"] == {"guidance_scale": 4.0, "temperature": 1.0, "top_p": 1.0}, "there are fewer codes than top_k"
     for part, network in (("transformer", pipe.transformer), ("vqvae", pipe.vqvae)):
         kept = [json.loads((tmp_path / f / part / "config.json").read_text()) for f in ("out", "again")]
         kept[1].pop("_name_or_path", None)
@@ -143,14 +143,6 @@ def test_dtype_is_that_of_the_transformer(files: tuple[Path, Path], tmp_path: Pa
     assert all(torch.equal(written[k], v.bfloat16()) for k, v in _golden("c2i").items())
     assert {v.dtype for v in load_file(tmp_path / "out" / "vqvae" / _WEIGHTS).values()} == {torch.float16}
     rejects(lambda: convert_llamagen(*files, tmp_path / "out2", grid_size=4, dtype=torch.int8), "dtype")
-
-
-def test_official_sampling_defaults_are_stored_where_they_fit() -> None:
-    for condition, scale, top_k in (("class", 4.0, 2000), ("text", 7.5, 1000)):
-        for vocab in (16384, top_k, top_k - 1):
-            stored = clamp_top_k(llamagen.DEFAULTS[condition], vocab)
-            expected = {"guidance_scale": scale, "temperature": 1.0, "top_p": 1.0}
-            assert stored == ({**expected, "top_k": top_k} if vocab >= top_k else expected)
 
 
 def test_a_missing_usage_counter_is_no_fault(files: tuple[Path, Path], tmp_path: Path) -> None:
@@ -291,24 +283,17 @@ def _refused(files: tuple[Path, Path], tmp_path: Path, match: str, **options: An
     ("change", "message"),
     [
         (lambda s: s.pop("norm.weight"), r"c2i\.pt do not fit.*missing: 1 \(norm\.weight\)"),
-        (lambda s: s.update(extra=torch.zeros(2)), r"c2i\.pt do not fit.*unexpected: 1 \(extra\)"),
         (lambda s: s.update({"output.weight": torch.zeros(64, 32)}), r"output\.weight is \[64, 32\], exp.*\[64, 64\]"),
         (lambda s: s.pop("tok_embeddings.weight"), r"c2i\.pt is not a LlamaGen transformer.*tok_embeddings\.weight"),
         (
             lambda s: s.update({"layers.0.attention.wqkv.weight": torch.zeros(100, 64)}),
             r"wqkv\.weight is \[100, 64\]",
         ),
-        (lambda s: s.pop("layers.1.ffn_norm.weight"), r"missing: 1 \(layers\.1\.ffn_norm\.weight\)"),
         (lambda s: s.pop("cls_embedding.embedding_table.weight"), r"no cls_embedding\.uncond_embedding"),
-        (lambda s: s["norm.weight"].fill_(torch.nan), r"norm\.weight in .*c2i\.pt holds NaN"),
-        (lambda s: s.update({"norm.weight": torch.ones(64, dtype=torch.int64)}), "norm.weight in .*torch.int64"),
         (lambda s: s.update({"tok_embeddings.weight": torch.zeros(3)}), r"its tok_embeddings\.weight is \[3\]"),
-        (lambda s: s.update({"module.norm.weight": torch.ones(64)}), "holds a tensor twice"),
         (lambda s: s.update(freqs_cis=torch.zeros(17, 0, 2)), r"freqs_cis in .*c2i\.pt is empty, \[17, 0, 2\]"),
         (lambda s: s.update(freqs_cis=torch.zeros(1, 8, 2)), "made for 0 tokens, which fill no square grid"),
         (lambda s: s.update(freqs_cis=torch.zeros(17, 64, 2)), "contradicts .*c2i.pt, whose freqs_cis is made for 0 heads"),
-        (lambda s: s.update(freqs_cis=torch.eye(17).to_sparse()), r"freqs_cis in .*c2i\.pt is a sparse tensor"),
-        (lambda s: s.update({"tok_embeddings.weight": torch.zeros(64, 0)}), r"tok_embeddings\.weight in .* is empty"),
         (
             lambda s: s.update({"cls_embedding.embedding_table.weight": torch.zeros(1, 64)}),
             r"c2i\.pt has no class but the null class",
@@ -337,8 +322,6 @@ def test_a_wrong_transformer_is_refused(
         ),
         (lambda s: s.update({"encoder.conv_in.weight": torch.zeros(5, 3, 3, 3)}), r"encoder widths .* multiples of 5"),
         (lambda s: _drop(s, "encoder.conv_blocks"), "encoder widths \\[\\]"),
-        (lambda s: s.update({"encoder.conv_in.weight": torch.zeros(0, 3, 3, 3)}), r"conv_in\.weight in .*vq\.pt is empty"),
-        (lambda s: s.update({"quantize.embedding.weight": torch.zeros(64, 0)}), r"embedding\.weight in .*vq\.pt is empty"),
         (lambda s: s.update({"encoder.conv_in.weight": torch.zeros(32, 4, 3, 3)}), "has 4 input and 3 output channels"),
     ],
 )  # fmt: skip
@@ -367,19 +350,6 @@ def test_parts_of_different_codebooks_are_refused(
     files: tuple[Path, Path], text_files: tuple[Path, Path], tmp_path: Path
 ) -> None:
     _refused((files[0], text_files[1]), tmp_path, "do not belong together.*64 tokens.*48 codes")
-
-
-def test_a_hostile_file_is_refused_and_runs_nothing(files: tuple[Path, Path], tmp_path: Path) -> None:
-    marker = tmp_path / "ran"
-
-    class Hostile:
-        def __reduce__(self) -> Any:
-            return os.mkdir, (str(marker),)
-
-    for file in files[::-1]:
-        torch.save({"model": {}, "args": Hostile()}, file)
-        _refused(files, tmp_path, rf"{file.name} holds more than tensors")
-    assert not marker.exists()
 
 
 def test_a_missing_file_is_named(files: tuple[Path, Path], tmp_path: Path) -> None:
@@ -453,37 +423,3 @@ def test_what_cannot_be_the_text_encoder_is_refused(
     labels = tmp_path / "labels.json"
     labels.write_text("[]")
     _refused(text_files, tmp_path, "text-conditional", id2label=labels, **text)
-
-
-# -- the output folder ---------------------------------------------------------------------------------------------
-
-
-def test_what_is_there_is_kept_unless_it_is_to_be_overwritten(files: tuple[Path, Path], tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / "model_index.json").write_text("mine")
-    with pytest.raises(FileExistsError, match="exists and is not empty"):
-        convert_llamagen(*files, out, grid_size=4)
-    rejects(lambda: convert_llamagen(*files, out, grid_size=4, overwrite=True, n_head=7), "n_head")
-    assert (out / "model_index.json").read_text() == "mine"
-    convert_llamagen(*files, out, grid_size=4, overwrite=True)
-    assert _left(out) == {"model_index.json", "transformer", "vqvae"}
-    assert _left(tmp_path) == {"c2i.pt", "vq.pt", "out"}
-
-
-def test_where_nothing_can_be_written_nothing_is_read(files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llamagen, "read_checkpoint", lambda *_, **__: pytest.fail("read"))
-    with pytest.raises(OSError, match=r"cannot write .*out"):
-        convert_llamagen(*files, files[0] / "out", grid_size=4)  # below a file
-
-
-def test_an_interruption_at_the_last_file_leaves_nothing(
-    files: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def stop(*_: Any, **__: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(llamagen, "write_model_index", stop)  # by then the weights are written
-    with pytest.raises(KeyboardInterrupt):
-        convert_llamagen(*files, tmp_path / "out", grid_size=4)
-    assert _left(tmp_path) == {"c2i.pt", "vq.pt"}

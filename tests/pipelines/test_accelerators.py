@@ -58,12 +58,6 @@ def test_the_default_generates_the_image_of_ar_whatever_a_pass_costs(emoji, sequ
         assert stats.tokens_per_pass == 1.0 and set(stats.passes_by_width) == {1}
 
 
-def test_images_are_generated_by_the_default(emoji):
-    assert (
-        emoji("a cat", output_type="latent", callback_on_step_end=lambda *_: {"stop": True}).stats.accelerator == DEFAULT_METHOD
-    )
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -100,14 +94,3 @@ def test_distance_filter_uses_the_codebook_of_the_tokenizer(emoji):
         for distance in (0.05, None)
     )
     assert sum(near.stats.relaxation) < sum(free.stats.relaxation)
-
-
-def test_stopping_ends_within_one_pass(emoji):
-    steps = []
-
-    def callback(pipe, step, generated, tensors):
-        steps.append(generated)
-        return {"stop": len(steps) == 4}
-
-    result = generate(emoji, PROMPTS[:1], "scd", callback_on_step_end=callback)
-    assert len(steps) == 4 and result.stats.stopped and result.stats.tokens == steps[-1]

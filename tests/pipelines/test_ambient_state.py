@@ -11,9 +11,11 @@ import pytest
 import torch
 from tiny_families import THERE_AND_BACK, TINY, drafting_pipeline, made, seeded
 from tiny_language_models import make_janus
+from tiny_models import text_pipeline
 
 import vargen
 from vargen.compat import installed_version
+from vargen.decoding import decode
 
 FAMILIES = ["next-token text", "next-scale class", "video", "janus"]
 
@@ -110,3 +112,24 @@ def test_drafters_do_not_depend_on_the_default_dtype(method: str) -> None:
     expected = generate()
     with STATES["float64"]():
         assert torch.equal(generate(), expected)
+
+
+def test_autocast_around_the_parts_of_a_call_changes_nothing() -> None:
+    texts = text_pipeline()
+    condition, _ = texts.encode_condition("a cat")
+    seeds, tokens = torch.tensor([5]), torch.arange(16).view(1, 4, 4)
+    image = torch.rand(1, 3, 8, 8, generator=seeded(0)[0])
+
+    def parts() -> list[torch.Tensor]:
+        return [
+            texts.encode_prompt("a cat")[0],
+            decode(texts.decoding_model(2.0), condition, seeds).tokens,
+            texts.decode_tokens(tokens, output_type="pt"),
+            texts.encode_image(image),
+        ]
+
+    alone = parts()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        around = parts()
+        assert torch.is_autocast_enabled("cpu"), "and it is on again afterwards"
+    assert all(torch.equal(*pair) for pair in zip(alone, around, strict=True))

@@ -4,10 +4,8 @@ import json
 import logging
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 from rejects import rejects
 from tiny_models import class_pipeline, text_pipeline, tiny_transformer, tiny_vq
 
@@ -32,20 +30,6 @@ def texts() -> LlamaGenPipeline:
     return pipe
 
 
-def test_most_tokens_of_a_row_in_bfloat16_are_those_of_the_image_alone():
-    """A matrix product may round by its number of rows."""
-    pipe = class_pipeline()
-    pipe.set_progress_bar_config(disable=True)
-    pipe.transformer.to(torch.bfloat16)
-    labels = [1, 2, 3, 4, 5]
-    together = pipe(class_labels=labels, generator=seeded(*range(5)), output_type="latent").images
-    agree = []
-    for row, label in enumerate(labels):
-        alone = pipe(class_labels=label, generator=seeded(row)[0], output_type="latent").images[0]
-        agree.append((alone == together[row]).float().mean().item())
-    assert np.mean(agree) > 0.5
-
-
 def test_num_images_per_prompt_keeps_prompts_together(texts):
     several = texts(["cat", "dog"], num_images_per_prompt=2, generator=seeded(1, 2, 3, 4), output_type="latent").images
     assert several.shape == (4, 4, 4)
@@ -65,12 +49,6 @@ def test_guidance_scale_one_equals_the_conditional_model(classes):
     nearly = classes(class_labels=3, guidance_scale=1.0 + 1e-9, temperature=0, output_type="latent").images
     strong = classes(class_labels=3, guidance_scale=9.0, temperature=0, output_type="latent").images
     assert torch.equal(one, nearly) and not torch.equal(one, strong)
-
-
-def test_negative_prompt_changes_the_image(texts):
-    plain = texts("apple", generator=seeded(0)[0], output_type="latent").images
-    led_away = texts("apple", negative_prompt="red", generator=seeded(0)[0], output_type="latent").images
-    assert not torch.equal(plain, led_away)
 
 
 def test_each_prompt_may_have_its_negative_prompt(texts):
@@ -121,29 +99,19 @@ def test_every_prompt_that_is_cut_is_reported(texts, text, caplog):
     assert not caplog.records
 
 
-def test_stats(classes):
-    result = classes(class_labels=[1, 2], generator=seeded(0, 1), accelerator="ar")
-    stats = result.stats
-    assert (stats.accelerator, stats.images, stats.tokens, stats.passes) == ("ar", 2, 32, 16)
-    assert stats.tokens_per_pass == 1.0 and stats.tokens_per_second > 0
-    assert json.loads(json.dumps(stats.to_dict()))["seeds"] == stats.seeds and len(set(stats.seeds)) == 2
-
-
-def test_callback_has_diffusers_form_and_may_change_tokens(classes):
+def test_callback_has_diffusers_form(classes):
     seen = []
 
     def callback(pipe, step, timestep, kwargs):
         seen.append((pipe is classes, step, timestep, kwargs["latents"].shape))
-        if step == 15:
-            kwargs["latents"] = torch.zeros_like(kwargs["latents"])
+        kwargs["latents"].fill_(64)  # a copy
         return kwargs
 
-    tokens = classes(
-        class_labels=3, callback_on_step_end=callback, callback_on_step_end_tensor_inputs=["latents"], output_type="latent",
-        accelerator="ar",
-    ).images  # fmt: skip
+    options = {"class_labels": 3, "output_type": "latent", "accelerator": "ar"}
+    given = {"callback_on_step_end": callback, "callback_on_step_end_tensor_inputs": ["latents"]}
+    plain, called = (classes(generator=seeded(1), **options, **more).images for more in ({}, given))
     assert seen == [(True, step, step + 1, (1, 16)) for step in range(16)]
-    assert tokens.abs().sum() == 0
+    assert torch.equal(plain, called)
 
 
 def test_callback_can_stop_and_the_rest_stays_white(classes):
@@ -193,16 +161,6 @@ def offloadable() -> LlamaGenPipeline:
     pipe.register_modules(draft_transformer=tiny_transformer("text", n_layer=1))
     pipe.set_progress_bar_config(disable=True)
     return pipe
-
-
-def test_model_offload_generates_the_same(offloadable):
-    """Weights wait on the CPU, and come for each network's `forward`: so passes must go through it."""
-    expected = generated_by(offloadable)
-    offloadable.enable_model_cpu_offload(device="cpu")
-    hooked = [name for name, part in offloadable.components.items() if hasattr(part, "_hf_hook")]
-    assert sorted(hooked) == ["text_encoder", "transformer", "vqvae"]
-    assert all(torch.equal(*pair) for pair in zip(expected, generated_by(offloadable), strict=True))
-    assert offloadable.encode_image(expected[0]).shape == (1, 4, 4)
 
 
 def test_sequential_offload_generates_the_same(offloadable):
@@ -281,8 +239,3 @@ def test_compiled_passes_generate_the_same_and_a_new_transformer_is_compiled_aga
     first, pipe.transformer = pipe.transformer, tiny_transformer("class", n_layer=1)
     pipe(**options, compile=True)
     assert compiled == [first, pipe.transformer]
-
-
-def test_encode_image_inverts_the_size(classes):
-    tokens = classes.encode_image(Image.new("RGB", (50, 40), "red"))
-    assert tokens.shape == (1, 4, 4) and tokens.dtype == torch.int64

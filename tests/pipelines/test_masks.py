@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from rejects import rejects
 from tiny_models import class_var_pipeline
 
 from vargen.cli.inputs import SourceFiles
@@ -101,21 +100,6 @@ def test_a_file_is_read_as_the_image_that_it_holds(name: str, tmp_path: Path) ->
     assert (read_mask(given["mask"]) == AREA).all() and given["image"].mode == "RGB"
 
 
-@pytest.mark.parametrize("name", IN_FILES)
-def test_an_upload_is_read_as_the_image_that_it_holds(name: str, tmp_path: Path) -> None:
-    pytest.importorskip("gradio")
-    from vargen.demo.sources import read_upload
-
-    def upload(file: str, image: Image.Image) -> dict[str, Any]:
-        image.save(tmp_path / file)
-        return {"path": str(tmp_path / file), "meta": {"_type": "gradio.FileData"}}
-
-    image = upload("image.png", noise())
-    found = read_upload(image, upload("mask.png", MASKS[name]), None, SIDE).mask
-    assert found is not None and found.mode == "L" and (np.asarray(found) == 255 * LEVELS).all()
-    rejects(lambda: read_upload(image, upload("mask.png", Image.new("L", (SIDE, SIDE))), None, SIDE), "The mask marks nothing")
-
-
 def test_the_orientation_of_a_mask_is_that_of_its_photo(tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
@@ -137,22 +121,6 @@ def processor() -> Any:
     from diffusers.image_processor import VaeImageProcessor
 
     return VaeImageProcessor(vae_scale_factor=1)
-
-
-@pytest.mark.parametrize(
-    "mask",
-    [
-        255 * torch.from_numpy(LEVELS).float(),
-        255 * torch.from_numpy(LEVELS).long(),
-        torch.full((SIDE, SIDE), float("nan")),
-        -torch.from_numpy(LEVELS).float(),
-        Image.fromarray(np.full((SIDE, SIDE), np.nan, np.float32)),
-        Image.fromarray(-LEVELS.astype(np.float32)),
-        Image.fromarray(70_000 * LEVELS.astype(np.int32)),
-    ],
-)
-def test_other_numbers_are_refused(mask: Any) -> None:
-    rejects(lambda: validate_source(noise(), mask, None, SIDE, processor()), "mask", ValueError)
 
 
 @pytest.mark.parametrize(

@@ -123,12 +123,6 @@ def test_offloaded_weights_are_saved_whole_or_not_at_all(family: tuple[Tiny, Any
             assert not any(weight.is_inference() for weight in other.parameters()), "they can still be trained"
 
 
-def test_layers_are_not_moved_in_turn_to_the_memory_that_they_are_in() -> None:
-    pipe = class_var_pipeline()
-    rejects(lambda: pipe.enable_sequential_cpu_offload(device="cpu"), "device", ValueError)
-    assert not any(hasattr(network, "_hf_hook") for network in pipe._networks().values())
-
-
 @pytest.mark.parametrize("name", ["next-token class", "next-scale class"])
 def test_offloaded_networks_of_int8_are_refused(name: str, tmp_path: Path) -> None:
     """Their passes are one function over the weights, which runs no hooks."""

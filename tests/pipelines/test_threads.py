@@ -75,20 +75,6 @@ def test_an_interrupt_in_a_callback_ends_its_own_call() -> None:
     assert not whole.stopped and whole.passes == 16
 
 
-def test_an_interrupt_survives_a_call_that_begins_later() -> None:
-    pipe = class_pipeline()
-    pipe.set_progress_bar_config(disable=True)
-
-    def callback(pipe: Any, step: int, timestep: int, kwargs: dict[str, Any]) -> None:
-        if step == 2:
-            pipe._interrupt = True
-            other = threading.Thread(target=lambda: pipe(class_labels=4, accelerator="ar"))
-            other.start()
-            other.join(60)
-
-    assert pipe(class_labels=3, accelerator="ar", callback_on_step_end=callback).stats.passes == 3
-
-
 def test_an_interrupt_from_another_thread_ends_all_calls() -> None:
     pipe = class_pipeline()
 
@@ -103,15 +89,3 @@ def test_an_interrupt_from_another_thread_ends_all_calls() -> None:
 
     done = threading.Event()
     assert all(stats.stopped for stats in run_beside(pipe, stop, stop))
-
-
-def test_an_interrupt_ends_a_video_call(tmp_path: Path) -> None:
-    pipe: Any = MAKERS["video"](tmp_path)
-    pipe.set_progress_bar_config(disable=True)
-
-    def interrupt(pipe: Any, *_: Any) -> dict[str, Any]:
-        pipe._interrupt = True
-        return {}
-
-    result = pipe(["a cat", "a dog"], num_blocks=2, accelerator="target", callback_on_step_end=interrupt, output_type="latent")
-    assert [len(video) for video in result.frames] == [0, 0]

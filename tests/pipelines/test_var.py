@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from rejects import rejects
 from tiny_models import class_var_pipeline, text_var_pipeline
 
 from vargen import VARPipeline
@@ -51,17 +50,6 @@ def half(size: int = 8) -> Image.Image:
 # -- a call ---------------------------------------------------------------------------------------------------------------
 
 
-def test_a_seed_is_an_image_and_captions_matter(texts: VARPipeline) -> None:
-    def generate(prompt: str, seed: int, **options: Any) -> torch.Tensor:
-        return texts(prompt, generator=seeded(seed)[0], output_type="latent", **options).images
-
-    first = generate("a red apple", 1)
-    assert torch.equal(first, generate("a red apple", 1))
-    assert not torch.equal(first, generate("a red apple", 2)) and not torch.equal(first, generate("a cat", 1))
-    assert not torch.equal(first, generate("a red apple", 1, negative_prompt="a cat"))
-    assert not torch.equal(first, generate("a red apple", 1, guidance_scale=1.0))
-
-
 def test_statistics_tell_of_every_scale(classes: VARPipeline) -> None:
     stats = classes(class_labels=[3, 4], accelerator="code").stats
     assert (stats.passes, stats.tokens, stats.images) == (4, 60, 2)
@@ -92,36 +80,6 @@ def test_methods_and_what_they_lack(classes: VARPipeline) -> None:
         alone(class_labels=3, accelerator="gumbel")
 
 
-def test_the_kind_says_what_it_is(classes: VARPipeline) -> None:
-    assert classes.grids == ((1, 1), (2, 2), (3, 3), (4, 4)) and classes.grid == (4, 4)
-    assert (classes.num_baseline_passes, classes.num_tokens, classes.vocab_size, classes.baseline) == (4, 30, 64, "plain")
-    assert classes.codebook.shape == (64, 8)
-    assert class_var_pipeline().default_sampling["guidance_scale"] == 3.0
-    assert class_var_pipeline().default_sampling["top_k"] is None, "the family's 900 are more than there are tokens"
-
-
-def test_the_best_of_several_candidates(texts: VARPipeline) -> None:
-    def darkness(images: torch.Tensor, prompts: list[str]) -> torch.Tensor:
-        assert prompts == ["a cat"] * 3 + ["a dog"] * 3
-        return -images.mean((1, 2, 3))
-
-    options: dict[str, Any] = {"image": [a_image(0), a_image(1)], "strength": 0.8}
-    result = texts(["a cat", "a dog"], num_candidates=3, scorer=darkness, generator=seeded(0, 1), output_type="np", **options)
-    assert len(result.images) == 2 and len(result.stats.candidate_seeds) == 2
-    for row, prompt in enumerate(["a cat", "a dog"]):
-        seeds = result.stats.candidate_seeds[row]
-        alone = [
-            texts(prompt, image=a_image(row), strength=0.8, generator=seeded(seed)[0], output_type="np").images[0]
-            for seed in seeds
-        ]
-        darkest = min(range(3), key=lambda k: alone[k].mean())
-        np.testing.assert_allclose(alone[darkest], result.images[row], atol=1e-5, rtol=0)  # rounding follows the batch
-        assert result.stats.seeds[row] == seeds[darkest]
-        assert np.array_equal(
-            alone[0], texts(prompt, image=a_image(row), strength=0.8, generator=seeded(row)[0], output_type="np").images[0]
-        ), "the first candidate is the picture itself"
-
-
 # -- while it draws ---------------------------------------------------------------------------------------------------------
 
 
@@ -150,46 +108,6 @@ def test_a_stopped_generation_is_a_coarse_image(classes: VARPipeline) -> None:
     left_out[:, 5:] = -1
     assert np.allclose(classes.decode_tokens(left_out, output_type="np"), coarse)
     assert (classes.decode_tokens(whole, torch.tensor([0]), output_type="np") == 1).all(), "white where nothing is drawn"
-
-
-def test_a_callback_may_change_the_scale_that_was_generated_last(classes: VARPipeline) -> None:
-    def first_is_seven(pipe: VARPipeline, step: int, drawn: int, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-        if step == 0:
-            tensors["latents"][:, 0] = 7
-        return tensors
-
-    changed = classes(class_labels=3, generator=seeded(0)[0], callback_on_step_end=first_is_seven, output_type="latent")
-    assert changed.images[0, 0] == 7
-
-    def beyond(pipe: VARPipeline, step: int, drawn: int, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-        return {"latents": torch.full_like(tensors["latents"], 64)}
-
-    with pytest.raises(ValueError, match="must be from 0 to 63, got 64"):
-        classes(class_labels=3, callback_on_step_end=beyond)
-
-
-def test_halves_generate_the_same_images(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    from vargen.pipelines import var
-
-    pipe = class_var_pipeline()
-    pipe.set_progress_bar_config(disable=True)
-    images = [a_image(seed) for seed in range(3)]
-    options: dict[str, Any] = {"class_labels": [1, 2, 3], "output_type": "latent", "image": images, "mask": half()}
-    options["strength"] = 0.75
-    whole = pipe(generator=seeded(0, 1, 2), **options)
-    real, tries = var.decode_scales, []
-
-    def scarce(model: Any, condition: Any, seeds: torch.Tensor, *arguments: Any, **more: Any) -> Any:
-        tries.append(len(seeds))
-        if len(seeds) > 2:
-            raise torch.OutOfMemoryError("no room")
-        return real(model, condition, seeds, *arguments, **more)
-
-    monkeypatch.setattr(var, "decode_scales", scarce)
-    with caplog.at_level("WARNING", logger="vargen"):
-        halves = pipe(generator=seeded(0, 1, 2), **options)
-    assert tries == [3, 1, 2] and torch.equal(halves.images, whole.images)
-    assert halves.stats.by_scale[1]["passes"] == 2 and "two halves" in caplog.text
 
 
 # -- pictures to start from ---------------------------------------------------------------------------------------------------
@@ -270,54 +188,3 @@ def test_images_and_masks_as_tensors(classes: VARPipeline) -> None:
     mask[:, 4:] = 1
     for given in (mask, mask[None, None], mask.numpy(), mask > 0):
         assert torch.equal(classes(image=pixels, mask=given, generator=seeded(1)[0], **options).images, first)
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "words"),
-    [
-        ({"mask": half()}, ValueError, "mask"),
-        ({"strength": 0.5}, ValueError, "strength"),
-        ({"image": a_image(), "strength": 1.5}, ValueError, "strength"),
-        ({"image": a_image(), "strength": float("nan")}, ValueError, "strength"),
-        ({"image": a_image(), "strength": True}, ValueError, "strength"),
-        ({"image": a_image(size=9)}, ValueError, "image"),
-        ({"image": torch.zeros(1, 3, 8, 6)}, ValueError, "got 6x8"),
-        ({"image": "picture.png"}, TypeError, "image"),
-        ({"image": a_image(), "mask": half(16)}, ValueError, "mask"),
-        ({"image": a_image(), "mask": torch.zeros(4, 8)}, ValueError, "mask"),
-        ({"image": a_image(), "mask": torch.full((8, 8), 2.0)}, ValueError, "mask"),
-        ({"image": a_image(), "mask": torch.zeros(1, 3, 8, 8)}, ValueError, "mask"),
-        ({"image": a_image(), "mask": "mask.png"}, TypeError, "mask"),
-        ({"image": [a_image()] * 3, "mask": [half()] * 2}, ValueError, "one for each of 3 images, got 2"),
-        ({"image": [a_image()] * 3}, ValueError, "image"),
-        ({"accelerator": ScaleSchedule(stages=(Stage(until=5), Stage()))}, ValueError, "until"),
-        ({"top_k": 65}, ValueError, "top_k"),
-    ],
-)
-def test_bad_input_gets_an_error_before_any_pass(
-    classes: VARPipeline, options: dict[str, Any], error: type[Exception], words: str
-) -> None:
-    passes = 0
-
-    def count(*_: Any) -> None:
-        nonlocal passes
-        passes += 1
-
-    hooks = [part.register_forward_pre_hook(count) for part in (classes.transformer, classes.vqvae.encoder)]
-    rejects(lambda: classes(class_labels=[3, 4], **options), words, error)
-    for hook in hooks:
-        hook.remove()
-    assert passes == 0
-
-
-@pytest.mark.parametrize(
-    ("tokens", "error", "words"),
-    [
-        (torch.zeros(1, 29, dtype=torch.int64), ValueError, "tokens"),
-        (torch.full((1, 30), 64), ValueError, "tokens"),
-        (torch.full((1, 30), -2), ValueError, "tokens"),
-        (torch.zeros(1, 30), TypeError, "tokens"),
-    ],
-)
-def test_foreign_tokens_make_no_image(classes: VARPipeline, tokens: Any, error: type[Exception], words: str) -> None:
-    rejects(lambda: classes.decode_tokens(tokens), words, error)

@@ -73,6 +73,6 @@ def cost_key(transformer: torch.nn.Module, *facts: str) -> str:
     network: Any = transformer
     config = {name: value for name, value in network.config.items() if not name.startswith("_")}
     sizes = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:12]
-    kind = network.gpu_quantization or str(network.dtype).removeprefix("torch.")
-    parts = (f"{type(network).__name__} {sizes}", kind, *facts)
+    dtype = str(network.dtype).removeprefix("torch.")
+    parts = (f"{type(network).__name__} {sizes}", dtype, *facts)
     return ", ".join(part for part in parts if part)

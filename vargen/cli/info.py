@@ -15,7 +15,7 @@ from vargen.cli.options import Device
 
 app = typer.Typer(help="Show versions, devices, packaged models and presets.", invoke_without_command=True)
 
-_PACKAGES = ("vargen", "torch", "diffusers", "transformers", "safetensors", "torchvision", "triton", "numba", "torchao")
+_PACKAGES = ("vargen", "torch", "diffusers", "transformers", "safetensors", "torchvision", "triton", "numba")
 _WIDTH = 100  # columns per line
 _JSON = typer.Option("--json", help="Print one JSON document.")
 

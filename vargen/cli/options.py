@@ -41,9 +41,8 @@ class Backend(StrEnum):
 
 def _sampling(name: str) -> Any:
     option = OPTIONS[name]
-    maximum = f" to {option.maximum:g}" if option.maximum < float("inf") else ""
-    bounds = f"{'Over' if option.exclusive_minimum else 'From'} {option.minimum:g}{maximum}"
-    return typer.Option(metavar="N" if option.is_integer else "X", help=f"{bounds}; {option.help}. Default: the model's.")
+    bounds = option.range.allowed.removesuffix(", or None").capitalize()
+    return typer.Option(metavar="N" if option.range.is_integer else "X", help=f"{bounds}; {option.help}. Default: the model's.")
 
 
 Guidance = Annotated[float | None, _sampling("guidance_scale")]
@@ -57,7 +56,7 @@ DeviceName = Annotated[Device, typer.Option(help="auto: a GPU if there is one.")
 DtypeName = Annotated[Dtype, typer.Option(help="Of the transformer's weights. auto: the fastest on this device.")]
 QuantizationName = Annotated[
     str | None,
-    typer.Option("--quantization", metavar="int8|float8", help="8-bit products; float8: on a GPU. Default: the folder's."),
+    typer.Option("--quantization", metavar="int8", help="8-bit products, on a CPU. Default: the folder's."),
 ]
 Threads = Annotated[int | None, typer.Option(metavar="N", help="CPU threads. Default: autotuned.")]
 TorchThreads = Annotated[int | None, typer.Option(metavar="N", help="CPU threads. Default: torch's.")]
@@ -98,7 +97,7 @@ def select_dtype(name: Dtype, place: torch.device, folder: Path | None = None, q
     validate_quantization(quantization, place)
     if name is not Dtype.auto:
         return getattr(torch, name.value)
-    if quantization is not None and place.type == "cpu":
+    if quantization is not None:
         return torch.float32
     return device.preferred_dtype(place) if folder is None else default_dtype(folder, place)
 

@@ -41,7 +41,6 @@ def convert_causal_video(
     n_head: int | None = None,
     size: tuple[int, int] | None = None,
     dtype: torch.dtype | None = None,
-    overwrite: bool = False,
 ) -> Path:
     """Convert a causal video model in Wan2.1's layout, such as Self-Forcing's, to a model folder.
 
@@ -64,7 +63,6 @@ def convert_causal_video(
             width.
         size: rows and columns of the videos, in pixels. Default: 480 832, or 704 1280 for Wan2.2's latents.
         dtype: storage dtype of transformers; by default that of the file.
-        overwrite: replace `output` if it is a model folder.
 
     Raises:
         FileExistsError, OSError: `output` cannot be written; raised before anything is read.
@@ -75,7 +73,7 @@ def convert_causal_video(
     """
     validate_dtype(dtype)
     given = {"block_frames": block_frames, "window": window, "sinks": sinks, "steps": steps, "no_warp": no_warp or None}
-    with atomic_folder(output, [*transformer, *draft, wan], overwrite) as folder:
+    with atomic_folder(output) as folder:
         validate_input_files(wan=wan)
         state = read_transformer(transformer, "transformer", not no_ema)
         settings = _published_settings(transformer[0]) | {name: value for name, value in given.items() if value is not None}
@@ -118,11 +116,7 @@ def _published_settings(file: Path) -> dict[str, Any]:
 
 
 def _validate_settings(settings: Mapping[str, Any], image: bool, draft_steps: str | None) -> dict[str, Any]:
-    """Return the `defaults` of the folder.
-
-    Raises:
-        ValueError: for a value that is out of range; the message names it.
-    """
+    """Return the `defaults` of the folder."""
     block, window = settings.get("block_frames", _BLOCK_FRAMES), settings.get("window")
     sinks = settings.get("sinks", 0)
     if parse_int(block, 1, _FRAMES) is None:
@@ -141,11 +135,7 @@ def _validate_settings(settings: Mapping[str, Any], image: bool, draft_steps: st
 
 
 def parse_steps(text: str, name: str) -> list[float]:
-    """Parse timesteps that are separated by commas.
-
-    Raises:
-        ValueError: naming the argument, unless they fall from at most 1000 to above 0.
-    """
+    """Parse timesteps that are separated by commas."""
     try:
         steps = [float(part) for part in str(text).split(",")]
     except ValueError:
@@ -156,11 +146,7 @@ def parse_steps(text: str, name: str) -> list[float]:
 
 
 def _draft_defaults(file: Path, draft_steps: str | None, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the timesteps of a published drafting model, if they differ from those of the transformer.
-
-    Raises:
-        ValueError: if only one of the two has a warp, which they share.
-    """
+    """Return the timesteps of a published drafting model, if they differ from those of the transformer."""
     published = find_published(file)
     if draft_steps is not None or published is None:
         return {}

@@ -16,16 +16,15 @@ import torch
 from vargen.convert.state_dicts import (
     State,
     build_network,
-    clamp_top_k,
     count_modules,
     read_checkpoint,
-    read_labels,
+    refuse_swapped_files,
     require_shape,
     validate_dtype,
     validate_input_files,
+    write_image_model,
 )
 from vargen.files import atomic_folder
-from vargen.model_files import write_model_index
 from vargen.models.llamagen import SIZES, LlamaGenTransformer
 from vargen.models.text_encoder import TEXT_ENCODERS
 from vargen.models.tokenizer_folder import choose_class, load_tokenizer
@@ -51,7 +50,6 @@ def convert_llamagen(
     tokenizer: Path | None = None,
     id2label: Path | None = None,
     dtype: torch.dtype | None = None,
-    overwrite: bool = False,
     n_head: int | None = None,
     grid_size: int | None = None,
 ) -> Path:
@@ -67,12 +65,11 @@ def convert_llamagen(
         tokenizer: folder of its tokenizer; default: the text encoder's folder.
         id2label: JSON file of class names, `{"0": "name, synonym"}` or a list of names, for class models.
         dtype: storage dtype of the transformer and the text encoder; by default those of the files.
-        overwrite: if `output` is a model folder, replace its model files; other files are kept.
         n_head: number of attention heads, for a width and depth outside the official table.
         grid_size: side of the token grid, if neither the file nor its name (256, 384 or 512 pixels) determines it.
 
     Raises:
-        FileExistsError, OSError: `output` may not be replaced, or cannot be written; raised before anything is read.
+        FileExistsError, OSError: `output` is not empty, or cannot be written; raised before anything is read.
         FileNotFoundError: an input is missing.
         ValueError: a file is damaged, holds more than tensors, is not of the kind that its argument takes, lacks a
             tensor or has one of the wrong shape; the files do not match each other; heads or grid cannot be inferred.
@@ -81,26 +78,21 @@ def convert_llamagen(
     if tokenizer is not None and text_encoder is None:
         raise ValueError("tokenizer comes with a text_encoder; give both, or neither and use prompt_embeds")
     transformer, vq, output = Path(transformer), Path(vq), Path(output)
-    inputs = [Path(p) for p in (transformer, vq, text_encoder, tokenizer, id2label) if p is not None]
-    with atomic_folder(output, inputs, overwrite) as folder:
+    with atomic_folder(output) as folder:
         validate_input_files(transformer=transformer, vq=vq, id2label=id2label and Path(id2label))
         validate_input_files(text_encoder=text_encoder and Path(text_encoder), tokenizer=tokenizer and Path(tokenizer))
         gpt, codes = read_checkpoint(transformer), read_checkpoint(vq, prefer="ema")
-        refuse_swapped_files(gpt, transformer, codes, vq)
+        refuse_swapped_files(gpt, transformer, codes, vq, "tok_embeddings.weight")
         vq_config = detect_vq(codes, vq)
         downsampling = 2 ** (len(vq_config["encoder_ch_mult"]) - 1)
         config = detect_transformer(gpt, transformer, downsampling, n_head, grid_size)
         _check_compatible(config, transformer, vq_config, vq, id2label)
-        labels = None if id2label is None else read_labels(Path(id2label), config["num_classes"])
         parts: dict[str, Any] = {}
         if text_encoder is not None:
             parts |= _read_text_encoder(Path(text_encoder), Path(tokenizer or text_encoder), config, dtype)
         parts["vqvae"] = build_network(VQModel, vq_config, codes, vq)
         parts["transformer"] = build_network(LlamaGenTransformer, config, gpt, transformer, dtype)
-        for name, part in parts.items():
-            part.save_pretrained(folder / name)
-        defaults = clamp_top_k(DEFAULTS[config["condition"]], config["vocab_size"])
-        write_model_index(folder, "LlamaGenPipeline", parts, id2label=labels, defaults=defaults, prompt_styles=None)
+        write_image_model(folder, "LlamaGenPipeline", parts, DEFAULTS[config["condition"]], id2label and Path(id2label))
     return output
 
 
@@ -119,25 +111,10 @@ def _check_compatible(
 # -- sizes from shapes ---------------------------------------------------------------------------------------
 
 
-def refuse_swapped_files(gpt: State, gpt_file: Path, codes: State, vq_file: Path) -> None:
-    """Raise ValueError if transformer and image tokenizer are swapped."""
-    gpt_is_vq, vq_is_gpt = "quantize.embedding.weight" in gpt, "tok_embeddings.weight" in codes
-    if gpt_is_vq and vq_is_gpt:
-        raise ValueError(f"swapped: {gpt_file} is the image tokenizer and {vq_file} is the transformer")
-    if gpt_is_vq:
-        raise ValueError(f"{gpt_file} is an image tokenizer, but was given as the transformer")
-    if vq_is_gpt:
-        raise ValueError(f"{vq_file} is a transformer, but was given as the image tokenizer")
-
-
 def detect_transformer(
     state: State, file: Path, downsampling: int, n_head: int | None = None, grid_size: int | None = None
 ) -> dict[str, Any]:
-    """Infer the arguments of `LlamaGenTransformer` from a state dict; removes a leftover `freqs_cis` from it.
-
-    Raises:
-        ValueError: heads, feed-forward width or grid cannot be inferred, or contradict each other.
-    """
+    """Infer the arguments of `LlamaGenTransformer` from a state dict; removes a leftover `freqs_cis` from it."""
 
     def shape(name: str, dims: int = 2) -> torch.Size:
         return require_shape(state, name, dims, file, "LlamaGen transformer")
@@ -213,11 +190,7 @@ def resolve_grid_size(file: Path, cells: int | None, downsampling: int, given: i
 
 
 def detect_vq(state: State, file: Path) -> dict[str, Any]:
-    """Infer the arguments of `VQModel` from a state dict; adds the usage counter, needed only in training, if it is missing.
-
-    Raises:
-        ValueError: the state dict is not that of a LlamaGen image tokenizer.
-    """
+    """Infer the arguments of `VQModel` from a state dict; adds the usage counter, needed only in training, if it is missing."""
 
     def shape(name: str, dims: int = 4) -> torch.Size:
         return require_shape(state, name, dims, file, "LlamaGen image tokenizer")

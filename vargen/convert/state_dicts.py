@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from vargen.model_files import write_model_index
 from vargen.weight_files import load_pickle_safely, read_header, read_index, validate_shapes
 
 logger = logging.getLogger("vargen")
@@ -68,10 +69,6 @@ def read_checkpoint(file: Path, prefer: str | Sequence[str] = ()) -> State:
     Args:
         file: a checkpoint, or the index (`.index.json`) of its parts.
         prefer: keys in order of preference; `"ema"` stands for all averaged weights.
-
-    Raises:
-        ValueError: the file is not a checkpoint, is damaged, would execute code if it were fully unpickled, or holds
-            tensors that are empty, sparse or otherwise not plain.
     """
     content: Mapping[Any, Any] = _read_parts(file) if file.name.lower().endswith(_INDEX) else _read_file(file)
     preferred = (prefer,) if isinstance(prefer, str) else tuple(prefer)
@@ -113,11 +110,7 @@ def _read_file(file: Path) -> Mapping[Any, Any]:
 
 
 def _read_parts(index: Path) -> State:
-    """Return the tensors of the files that an index names.
-
-    Raises:
-        ValueError: see `read_checkpoint`; also if a part does not hold what the index says.
-    """
+    """Return the tensors of the files that an index names."""
     weight_map = read_index(index)
     state: State = {}
     for name in sorted(set(weight_map.values())):
@@ -133,11 +126,7 @@ def _holds_weights(content: Mapping[Any, Any]) -> bool:
 
 
 def _nest_prefixes(content: Mapping[Any, Any], file: Path) -> dict[str, Any]:
-    """Return tensors whose names all begin with a place as nested under it; other content with plain names.
-
-    Raises:
-        ValueError: two tensors have one name without the prefixes of distributed training and torch.compile.
-    """
+    """Return tensors whose names all begin with a place as nested under it; other content with plain names."""
     if not all(isinstance(value, Tensor) for value in content.values()):
         return {str(name): value for name, value in content.items()}
     named = {strip_wrapper_prefixes(str(name)): value for name, value in content.items()}
@@ -180,12 +169,7 @@ def build_network(
     file: Path,
     dtype: torch.dtype | None = None,
 ) -> Any:
-    """Build the network `kind(**config)` with the tensors of `state` as its weights, cast to `dtype` if given.
-
-    Raises:
-        ValueError: naming the file, if a tensor is missing, unexpected, of another shape, not floating-point
-            or not finite.
-    """
+    """Build the network `kind(**config)` with the tensors of `state` as its weights, cast to `dtype` if given."""
     network = describe_network(kind, config, state, file)
     placed: State = {}
     storages: set[int] = set()
@@ -204,11 +188,7 @@ def build_network(
 
 
 def describe_network(kind: Callable[..., nn.Module], config: dict[str, Any], state: State, file: Path) -> Any:
-    """Return the network `kind(**config)` on the meta device. Compares the tensors of `state` without reading them.
-
-    Raises:
-        ValueError: naming the file, if a tensor is missing, unexpected, of another shape or not floating-point.
-    """
+    """Return the network `kind(**config)` on the meta device. Compares the tensors of `state` without reading them."""
     try:
         with torch.device("meta"):
             network = kind(**config)
@@ -223,11 +203,7 @@ def describe_network(kind: Callable[..., nn.Module], config: dict[str, Any], sta
 
 
 def require_shape(state: State, name: str, dims: int, file: Path, kind: str) -> torch.Size:
-    """Return the shape of a tensor that every network of a `kind` has.
-
-    Raises:
-        ValueError: it is missing or has another number of dimensions.
-    """
+    """Return the shape of a tensor that every network of a `kind` has."""
     if name not in state:
         raise ValueError(f"{file} is not a {kind}: it has no {name}")
     if state[name].dim() != dims:
@@ -247,12 +223,7 @@ def validate_dtype(dtype: torch.dtype | None) -> None:
 
 
 def validate_input_files(**inputs: Path | None) -> None:
-    """Check a converter's input paths, passed by argument name, before any is read; None means not given.
-
-    Raises:
-        FileNotFoundError: naming the argument, if the path does not exist.
-        ValueError: the path is a folder where a file is expected, or the reverse.
-    """
+    """Check a converter's input paths, passed by argument name, before any is read; None means not given."""
     for name, path in inputs.items():
         if path is None:
             continue
@@ -264,12 +235,41 @@ def validate_input_files(**inputs: Path | None) -> None:
             raise ValueError(f"{name} must be a file, got {str(path)!r}")
 
 
-def read_labels(file: Path, num_classes: int) -> dict[int, str]:
-    """Read class names from a JSON file: `{"0": "name, synonym"}` or a list of names.
+def refuse_swapped_files(network: State, network_file: Path, codes: State, codes_file: Path, embedding: str) -> None:
+    """Raise ValueError if transformer and image tokenizer are swapped.
 
-    Raises:
-        ValueError: the file has another form, or names a class that does not exist.
+    Args:
+        embedding: name of a tensor that only the transformer has.
     """
+    network_is_vq, codes_are_network = "quantize.embedding.weight" in network, embedding in codes
+    if network_is_vq and codes_are_network:
+        raise ValueError(f"swapped: {network_file} is the image tokenizer and {codes_file} is the transformer")
+    if network_is_vq:
+        raise ValueError(f"{network_file} is an image tokenizer, but was given as the transformer")
+    if codes_are_network:
+        raise ValueError(f"{codes_file} is a transformer, but was given as the image tokenizer")
+
+
+def write_image_model(
+    folder: Path, pipeline: str, parts: Mapping[str, Any], defaults: Mapping[str, Any], id2label: Path | None
+) -> None:
+    """Write the components and the index of an image model.
+
+    Args:
+        pipeline: name of its class.
+        defaults: sampling settings, stored without a top-k that exceeds the vocabulary.
+        id2label: file of class names; see `read_labels`.
+    """
+    config = parts["transformer"].config
+    labels = None if id2label is None else read_labels(id2label, config.num_classes)
+    for name, part in parts.items():
+        part.save_pretrained(folder / name)
+    fitting = {name: value for name, value in defaults.items() if name != "top_k" or value <= config.vocab_size}
+    write_model_index(folder, pipeline, parts, id2label=labels, defaults=fitting, prompt_styles=None)
+
+
+def read_labels(file: Path, num_classes: int) -> dict[int, str]:
+    """Read class names from a JSON file: `{"0": "name, synonym"}` or a list of names."""
     try:
         content = json.loads(file.read_text("utf-8"))
         items = enumerate(content) if isinstance(content, list) else content.items()
@@ -280,8 +280,3 @@ def read_labels(file: Path, num_classes: int) -> dict[int, str]:
     if outside:
         raise ValueError(f"{file} names class {outside[0]}, but the transformer has classes 0 to {num_classes - 1}")
     return labels
-
-
-def clamp_top_k(defaults: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
-    """Return sampling defaults, without a top-k that exceeds the vocabulary size."""
-    return {name: value for name, value in defaults.items() if name != "top_k" or value <= vocab_size}

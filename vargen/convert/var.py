@@ -14,16 +14,15 @@ import torch
 from vargen.convert.state_dicts import (
     State,
     build_network,
-    clamp_top_k,
     count_modules,
     read_checkpoint,
-    read_labels,
+    refuse_swapped_files,
     require_shape,
     validate_dtype,
     validate_input_files,
+    write_image_model,
 )
 from vargen.files import atomic_folder
-from vargen.model_files import write_model_index
 from vargen.models.tokenizers.multi_scale_vq import MultiScaleVQModel
 from vargen.models.var import SCALES, VARTransformer, is_derived_buffer
 
@@ -39,7 +38,6 @@ def convert_var(
     *,
     id2label: Path | None = None,
     dtype: torch.dtype | None = None,
-    overwrite: bool = False,
 ) -> Path:
     """Convert official VAR or CoDe files, `.pt`, `.pth`, `.bin`, `.ckpt`, `.safetensors` or an index, to a pipeline folder.
 
@@ -49,25 +47,25 @@ def convert_var(
         output: folder to create. It appears whole or not at all.
         id2label: JSON file of class names, `{"0": "name, synonym"}` or a list of names.
         dtype: storage dtype of the transformer; by default that of the file.
-        overwrite: replace `output` if it is a model folder.
 
     Returns:
         `output`.
 
     Raises:
-        FileExistsError: `output` may not be replaced; raised before anything is read.
-        OSError: `output` cannot be written; raised before anything is read.
+        FileExistsError, OSError: `output` is not empty, or cannot be written; raised before anything is read.
         FileNotFoundError: an input is missing.
         ValueError: a file is damaged, holds more than tensors, is not of the kind that its argument takes, lacks a tensor
             or has one of the wrong shape; or the files do not match each other.
     """
     validate_dtype(dtype)
     transformer, vae, output = Path(transformer), Path(vae), Path(output)
-    inputs = [Path(path) for path in (transformer, vae, id2label) if path is not None]
-    with atomic_folder(output, inputs, overwrite) as folder:
+    with atomic_folder(output) as folder:
         validate_input_files(transformer=transformer, vae=vae, id2label=id2label and Path(id2label))
         network, codes = read_checkpoint(transformer, prefer="var_wo_ddp"), read_checkpoint(vae, prefer="vae_local")
-        refuse_swapped_files(network, transformer, codes, vae)
+        refuse_swapped_files(network, transformer, codes, vae, "pos_1LC")
+        for state, file in ((network, transformer), (codes, vae)):
+            if any(name.startswith(("tok_embeddings.", "encoder.conv_blocks.")) for name in state):
+                raise ValueError(f"{file} is LlamaGen's, not VAR's: use `vargen convert llamagen`")
         config = detect_transformer(network, transformer)
         vae_config = detect_vae(codes, vae, config["scales"])
         for own, other, what in (("code_dim", "codebook_embed_dim", "of width"), ("vocab_size", "codebook_size", "numbering")):
@@ -76,38 +74,16 @@ def convert_var(
                     f"{transformer} and {vae} do not belong together: the transformer takes codes {what} {config[own]}, the "
                     f"image tokenizer has {vae_config[other]}"
                 )
-        labels = None if id2label is None else read_labels(Path(id2label), config["num_classes"])
         parts = {
             "vqvae": build_network(MultiScaleVQModel, vae_config, codes, vae),
             "transformer": build_network(VARTransformer, config, network, transformer, dtype),
         }
-        for name, part in parts.items():
-            part.save_pretrained(folder / name)
-        defaults = clamp_top_k(DEFAULTS, config["vocab_size"])
-        write_model_index(folder, "VARPipeline", parts, id2label=labels, defaults=defaults, prompt_styles=None)
+        write_image_model(folder, "VARPipeline", parts, DEFAULTS, id2label and Path(id2label))
     return output
 
 
-def refuse_swapped_files(network: State, network_file: Path, codes: State, codes_file: Path) -> None:
-    """Raise ValueError if transformer and image tokenizer are swapped, or a file is LlamaGen's."""
-    network_is_vae, codes_are_network = "quantize.embedding.weight" in network, "pos_1LC" in codes
-    if network_is_vae and codes_are_network:
-        raise ValueError(f"swapped: {network_file} is the image tokenizer and {codes_file} is the transformer")
-    if network_is_vae:
-        raise ValueError(f"{network_file} is an image tokenizer, but was given as the transformer")
-    if codes_are_network:
-        raise ValueError(f"{codes_file} is a transformer, but was given as the image tokenizer")
-    for state, file in ((network, network_file), (codes, codes_file)):
-        if any(name.startswith(("tok_embeddings.", "encoder.conv_blocks.")) for name in state):
-            raise ValueError(f"{file} is LlamaGen's, not VAR's: use `vargen convert llamagen`")
-
-
 def detect_transformer(state: State, file: Path) -> dict[str, Any]:
-    """Infer the arguments of `VARTransformer` from a state dict; removes the buffers from it, which are recomputed.
-
-    Raises:
-        ValueError: it is not a VAR transformer, or its scales cannot be inferred.
-    """
+    """Infer the arguments of `VARTransformer` from a state dict; removes the buffers from it, which are recomputed."""
 
     def shape(name: str, dims: int) -> torch.Size:
         return require_shape(state, name, dims, file, _TRANSFORMER)
@@ -155,11 +131,7 @@ def detect_scales(state: State, positions: int, file: Path) -> tuple[int, ...]:
 
 
 def detect_vae(state: State, file: Path, scales: tuple[int, ...]) -> dict[str, Any]:
-    """Infer the arguments of `MultiScaleVQModel` from a state dict; replaces a usage counter (training only) of other scales.
-
-    Raises:
-        ValueError: the state dict is not that of a VAR image tokenizer.
-    """
+    """Infer the arguments of `MultiScaleVQModel` from a state dict; replaces a usage counter of other scales."""
 
     def shape(name: str, dims: int = 4) -> torch.Size:
         return require_shape(state, name, dims, file, _TOKENIZER)

@@ -81,11 +81,7 @@ class WanPart:
 
 
 def read_wan_parts(folder: Path) -> dict[str, WanPart]:
-    """Return the components `vae`, `text_encoder` and `tokenizer` of a folder of Wan2.1, or of Wan2.2 in diffusers' format.
-
-    Raises:
-        ValueError: if one is missing, damaged or of another kind; the message names the file. No weight is read before.
-    """
+    """Return the components `vae`, `text_encoder` and `tokenizer` of a folder of Wan2.1, or of Wan2.2 in diffusers' format."""
     if (folder / _VAE_FILE_22).exists() and not (folder / "vae").is_dir():
         raise ValueError(f"wan {str(folder)!r} holds {_VAE_FILE_22}, {_DIFFUSERS_22}")
     missing = [
@@ -130,11 +126,7 @@ def _read_vae(folder: Path) -> WanPart:
 
 
 def detect_wan_vae(state: State, file: Path) -> dict[str, Any]:
-    """Infer the arguments of `AutoencoderKLWan` from an original state dict.
-
-    Raises:
-        ValueError: the state dict is of another kind of model, or of Wan2.2.
-    """
+    """Infer the arguments of `AutoencoderKLWan` from an original state dict."""
 
     def shape(name: str, dims: int = 5) -> Any:
         return require_shape(state, name, dims, file, "Wan2.1 autoencoder")

@@ -78,9 +78,6 @@ def to_original_names(state: State, file: str) -> State:
     """Return the weights under their original names, whichever of the two naming schemes the file uses.
 
     Prefixes and the heads of adversarial training are removed.
-
-    Raises:
-        ValueError: naming the file, for a network with additional inputs or layers, or a name of neither scheme.
     """
     state = {name: value for name, value in state.items() if not name.startswith(_CRITIC_HEADS)}
     while state and any(all(name.startswith(prefix) for name in state) for prefix in _PREFIXES):
@@ -106,9 +103,6 @@ def read_transformer(files: Sequence[Path], name: str, averaged: bool = True) ->
         files: parts of one model.
         name: name of the argument in error messages.
         averaged: whether averaged (EMA) weights are preferred where a file has both.
-
-    Raises:
-        FileNotFoundError, ValueError: see `vargen.convert.causal_video.convert_causal_video`.
     """
     if not files:
         raise ValueError(f"{name} must be one file or more, got none")
@@ -154,9 +148,6 @@ def detect_transformer(state: State, file: Path, heads: int | None = None, head_
 
     Args:
         heads: number of attention heads. Default: the width divided by `head_dim`.
-
-    Raises:
-        ValueError: the state dict is of another kind of model, or the number of heads cannot be inferred.
     """
 
     def shape(name: str, dims: int = 2) -> Any:
@@ -187,11 +178,7 @@ def detect_transformer(state: State, file: Path, heads: int | None = None, head_
 
 
 def resolve_latent_size(size: tuple[int, int] | None, channels: int, patch: int) -> dict[str, int]:
-    """Return `height` and `width` of latents for frames of `size` pixels (rows, columns); None for the official size.
-
-    Raises:
-        ValueError: for sides that are not multiples of a patch.
-    """
+    """Return `height` and `width` of latents for frames of `size` pixels (rows, columns); None for the official size."""
     stride, _, official = LATENTS[channels]
     rows, columns = official if size is None else size
     if any(side < stride * patch or side % (stride * patch) for side in (rows, columns)):

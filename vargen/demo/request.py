@@ -27,7 +27,7 @@ NUM_RANDOM_SEEDS = 2**32
 # Field -> (minimum, maximum, whether an integer, display name). For sampling, the ranges of the page's controls.
 RANGES: dict[str, tuple[float, float, bool, str]] = {
     "seed": (0, MAX_SEED, True, "The seed"),
-    **{name: (*option.slider[:2], option.is_integer, option.label) for name, option in OPTIONS.items()},
+    **{name: (*option.slider[:2], option.range.is_integer, option.label) for name, option in OPTIONS.items()},
     "num_images": (1, MAX_IMAGES, True, "The number of images"),
     "best_of": (1, MAX_CANDIDATES, True, "The number of candidates"),
 }

@@ -25,7 +25,7 @@ from vargen.decoding import DecodeStats, Speculative, resolve_method
 from vargen.device import set_threads
 from vargen.evaluation.run_directory import ManifestWriter, Record, RunDirectory, describe_write_error, hash_files
 from vargen.files import atomic_file
-from vargen.pipelines.quantization import resolve_quantization
+from vargen.models.quantization import validate_quantization
 from vargen.pipelines.registry import inspect_model, open_pipeline, pipeline_class
 from vargen.pipelines.validation import (
     MAX_IMAGES,
@@ -118,7 +118,7 @@ class GenerationPlan:
         """Return all settings that determine the images, for the run directory; weights are read for their digest only."""
         info = inspect_model(self.model)
         family = pipeline_class(info.pipeline)
-        resolve_quantization(self.quantization, device=torch.device(self.device))
+        validate_quantization(self.quantization, torch.device(self.device))
         _, sampling = validate_sampling(self.sampling)
         sampling.validate_top_k(info.vocab_size)
         validate_batch_size(self.batch)

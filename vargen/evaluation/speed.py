@@ -86,8 +86,7 @@ class BaselineReport:
 
 def describe_dtype(transformer: Any) -> str:
     """Name of the format that a transformer computes in, such as `"float32"` or `"int8"`."""
-    quantization = transformer.config.get("quantization") or transformer.gpu_quantization
-    return quantization or str(transformer.dtype).removeprefix("torch.")
+    return transformer.config.get("quantization") or str(transformer.dtype).removeprefix("torch.")
 
 
 def weight_readers(nbytes: int, device: torch.device) -> list[Callable[[], Tensor]]:

@@ -37,6 +37,11 @@ class Condition:
         labels, embeds, mask = (None if part is None else part[chosen] for part in self._parts)
         return Condition(labels, embeds, mask, negative)
 
+    def repeat(self, count: int) -> Condition:
+        """Repeat each row `count` times; those of row 0 come first."""
+        labels, embeds, mask = (None if part is None else part.repeat_interleave(count, dim=0) for part in self._parts)
+        return Condition(labels, embeds, mask, self.negative and self.negative.repeat(count))
+
     def insert_rows(self, new: Condition, rows: Tensor) -> Condition:
         """Return the batch with the rows of another one in some of its rows, int64 `[n]`."""
         pairs = zip(self._parts, new._parts, strict=True)

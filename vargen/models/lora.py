@@ -73,11 +73,8 @@ class CausalVideoLoRA(QuantizedStorageMixin, ConfigMixin):
         With 8-bit products, the updated matrices are quantized again.
         """
         state: dict[str, Tensor] = dict(transformer.state_dict())
-        if transformer.gpu_quantization is not None or any(value.device.type == "meta" for value in state.values()):
-            raise ValueError(
-                "a LoRA cannot be merged into weights that are quantized for a GPU, or offloaded one by one: open the model "
-                "without quantization, or use enable_model_cpu_offload"
-            )
+        if any(value.device.type == "meta" for value in state.values()):
+            raise ValueError("a LoRA cannot be merged into weights that are offloaded one by one: use enable_model_cpu_offload")
         for layer, update in self.updates():
             weight, scale = f"{layer}.weight", f"{layer}.{SCALE_SUFFIX}"
             known = state[weight].float() * state[scale][:, None] if scale in state else state[weight].float()

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from vargen.kernels.cpu_code import warn_if_slow
 from vargen.kernels.int8 import int8_linear, quantize_activations, quantize_weight_rows, regroup_weight_rows
-from vargen.models.gpu_quantization import GPU_FORMATS, quantize_for_gpu, validate_gpu_quantization
 from vargen.values import short_repr
 
 QUANTIZATIONS = ("int8",)
@@ -23,20 +22,13 @@ SCALE_SUFFIX = "weight_scale"  # of the name of a layer's scales in weight files
 
 
 def validate_quantization(quantization: Any, device: torch.device | None = None) -> None:
-    """Check that a format can be used on a device; None is a CPU.
-
-    Raises:
-        ValueError: for an unknown format, or one that the device does not have.
-        ImportError: for a GPU, without torchao.
-    """
+    """Raise ValueError for an unknown format, or a device, by default the CPU, that computes in none."""
     if quantization is None:
         return
+    if quantization not in QUANTIZATIONS:
+        raise ValueError(f"quantization must be {', '.join(map(repr, QUANTIZATIONS))} or None, got {short_repr(quantization)}")
     if device is not None and device.type not in ("cpu", "meta"):
-        validate_gpu_quantization(quantization, device)
-    elif quantization not in QUANTIZATIONS:
-        allowed = ", ".join(map(repr, QUANTIZATIONS))
-        place = "; on a GPU, also 'float8'" if quantization in GPU_FORMATS else ""
-        raise ValueError(f"quantization must be {allowed}, or None on a CPU, got {short_repr(quantization)}{place}")
+        raise ValueError(f"quantization={quantization!r} runs on CPUs, got device {str(device)!r}; leave one of them out")
 
 
 class Int8Linear(nn.Module):
@@ -121,8 +113,8 @@ def quantize_weights(
 
 
 def quantization_of(network: Any) -> str | None:
-    """Return the format of the products of a network, on a CPU or a GPU; None for floating point."""
-    return getattr(network.config, "quantization", None) or getattr(network, "gpu_quantization", None)
+    """Return the format of the products of a network; None for floating point."""
+    return getattr(network.config, "quantization", None)
 
 
 def start_compiling(network: Any) -> None:
@@ -138,31 +130,26 @@ def validate_placement(network: nn.Module) -> None:
         if parameter.device.type not in ("cpu", "meta") or parameter.dtype not in (torch.int8, torch.float32):
             given = f"{str(parameter.dtype).removeprefix('torch.')} on {parameter.device}"
             raise ValueError(
-                f"a network with quantization='int8' computes in float32 on a CPU, got {given} ({name}): for a GPU, "
-                "open the model with open_pipeline(..., device='cuda', quantization='int8')"
+                f"a network with quantization='int8' computes in float32 on a CPU, got {given} ({name}); for a GPU, open the "
+                "model without quantization"
             )
 
 
 def quantize_network(network: Any, quantization: str = "int8") -> Any:
-    """Quantize the linear layers of a network in place, for inference on its device; returns it.
+    """Quantize the linear layers of a network on a CPU in place, for inference; returns it.
 
-    On a CPU, its other weights become float32, and saving it stores the quantized ones. On a GPU, see
-    `vargen.models.gpu_quantization`; such a network is not saved.
+    Its other weights become float32, and saving it stores the quantized ones.
 
     Args:
         network: a transformer with a `quantization` setting in its configuration.
 
     Raises:
         ValueError: for an unknown format, a network or a device that does not support it, or weights that are not finite.
-        ImportError: for a GPU, without torchao.
     """
     validate_quantization(quantization, network.device)
     if "quantization" not in network.config:
         raise ValueError(f"quantization={quantization!r} is not supported by {type(network).__name__}")
     if network.config.quantization == quantization:
-        return network
-    if network.device.type != "cpu":
-        quantize_for_gpu(network, set(linear_layers(network)), quantization)
         return network
     start_compiling(network)
     weights = {name: value.float() if value.is_floating_point() else value for name, value in network.state_dict().items()}

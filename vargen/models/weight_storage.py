@@ -107,13 +107,11 @@ class QuantizedStorageMixin(ModelMixin):
         unquantized_suffixes: suffixes of the names of weights that are never quantized in storage.
         float_layers: parts of the names of linear layers that compute in floating point in a quantized network.
         compiled_code: what its quantized passes are compiled to on a CPU.
-        gpu_quantization: format of its linear layers on a GPU; see `vargen.models.gpu_quantization`.
     """
 
     unquantized_suffixes: ClassVar[tuple[str, ...]] = ()
     float_layers: ClassVar[tuple[str, ...]] = ()
     compiled_code: ClassVar[tuple[CompiledCode, ...]] = ()
-    gpu_quantization: str | None = None
     config: Any
 
     def _apply(self, fn: Any, *args: Any, **options: Any) -> Any:
@@ -197,15 +195,10 @@ class QuantizedStorageMixin(ModelMixin):
 
         Raises:
             ValueError: with a `weight_format`: ``safe_serialization=False``, ``push_to_hub=True``, or a weight is not finite.
-                Also for a network that is quantized for a GPU, or whose weights are offloaded layer by layer.
+                Also for a network whose weights are offloaded layer by layer.
             OSError: the folder cannot be written.
         """
         require_weights(self, "saved")
-        if self.gpu_quantization is not None:
-            raise ValueError(
-                f"a network with quantization={self.gpu_quantization!r} on a GPU cannot be saved: save the model that it was "
-                "opened from, and quantize when opening"
-            )
         if self.config.weight_format is None:
             more: dict[str, Any] = {"save_function": save_function, "safe_serialization": safe_serialization, **kwargs}
             more |= {"variant": variant, "max_shard_size": max_shard_size, "push_to_hub": push_to_hub}
