@@ -109,7 +109,7 @@ def measure_passes(device: str) -> Iterator[Case]:
     import torch
 
     from vargen.evaluation.networks import open_benchmark_model
-    from vargen.evaluation.speed import measure_baseline, measure_steps
+    from vargen.evaluation.speed import decode_images, measure_steps
 
     def measure(network: Any, widths: list[int], variant: str) -> Row:
         use(variant)
@@ -117,10 +117,10 @@ def measure_passes(device: str) -> Iterator[Case]:
         row = {f"{each.tokens} tokens, ms": each.milliseconds for each in report.results}
         return {"dtype": report.dtype, **row, "weights read once, ms": report.read_milliseconds}
 
-    def measure_whole(network: Any, variant: str, compiled: bool) -> Row:
-        use(variant)
-        report = measure_baseline(network, 1, seconds=0.0, compile=compiled)
-        return {"dtype": report.dtype, "whole step of 1 token, ms": report.milliseconds_per_pass}
+    def measure_whole(network: Any) -> Row:
+        use("torch, graphs")
+        stats = decode_images(network, 1)
+        return {"whole step of 1 token, ms": 1e3 * stats.seconds / stats.passes}
 
     official = ["llamagen-b", "llamagen-xl", "llamagen-3b", "var-d16", "var-d30"] if device == "cuda" else ["llamagen-b"]
     for name in [*packaged("emoji"), *official]:
@@ -131,8 +131,7 @@ def measure_passes(device: str) -> Iterator[Case]:
         for variant in [each for each in variants(device) if "graphs" not in each]:
             yield f"{name}, {variant}", partial(measure, network, widths, variant)
         if device == "cuda" and next_token:
-            yield f"{name}, captured", partial(measure_whole, network, "torch, graphs", False)
-            yield f"{name}, compiled", partial(measure_whole, network, "torch", True)
+            yield f"{name}, captured", partial(measure_whole, network)
 
 
 def measure_methods(device: str) -> Iterator[Case]:
@@ -174,7 +173,7 @@ def replay(device: str, variant: str, histogram: list[int]) -> Row:
     from vargen.decoding.next_token.protocols import AcceptanceRule
     from vargen.decoding.noise import Purpose
     from vargen.evaluation.networks import open_benchmark_model
-    from vargen.evaluation.speed import measure_baseline
+    from vargen.evaluation.speed import decode_images
 
     counts = torch.tensor([0, *histogram[1:]], dtype=torch.float64, device=device)
     cumulative = (counts.cumsum(0) / counts.sum()).float()
@@ -193,9 +192,8 @@ def replay(device: str, variant: str, histogram: list[int]) -> Row:
     name, dtype = ("llamagen-xl", torch.bfloat16) if device == "cuda" else ("llamagen-b", torch.float32)
     network = open_benchmark_model(name, dtype, torch.device(device))
     method = dataclasses.replace(resolve_method("gumbel"), name="gumbel, replayed", acceptance=Replayed())
-    one, many = (measure_baseline(network, 1, seconds=0.0, accelerator=each) for each in ("ar", method))
-    tokens = many.tokens_per_second / 1e3 * many.milliseconds_per_pass
-    return {"tokens per pass": tokens, "baseline / method": many.tokens_per_second / one.tokens_per_second}
+    one, many = (decode_images(network, 1, each) for each in ("ar", method))
+    return {"tokens per pass": many.tokens_per_pass, "baseline / method": many.tokens_per_second / one.tokens_per_second}
 
 
 def measure_batches(device: str) -> Iterator[Case]:
@@ -203,15 +201,15 @@ def measure_batches(device: str) -> Iterator[Case]:
     import torch
 
     from vargen.evaluation.networks import open_benchmark_model
-    from vargen.evaluation.speed import measure_baseline
+    from vargen.evaluation.speed import decode_images
 
     def measure(network: Any, batch: int, method: str) -> Row:
         use(variants(device)[-1])
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        report = measure_baseline(network, batch, seconds=0.0, accelerator=method)
+        stats = decode_images(network, batch, method)
         peak = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else "not measured on a CPU"
-        return {"tokens/s": report.tokens_per_second, "ms per pass": report.milliseconds_per_pass, "peak GiB": peak}
+        return {"tokens/s": stats.tokens_per_second, "ms per pass": 1e3 * stats.seconds / stats.passes, "peak GiB": peak}
 
     for name in packaged("emoji"):
         network = open_benchmark_model(name, torch.float32, torch.device(device))

@@ -48,12 +48,11 @@ class FixedDecoder:
         return use_best_threads(self.model, condition, batch, 1)
 
 
-def open_decoder(pipe: VisualPipeline, settings: Mapping[str, Any] | None = None, compile: bool = False) -> FixedDecoder:
+def open_decoder(pipe: VisualPipeline, settings: Mapping[str, Any] | None = None) -> FixedDecoder:
     """Return the decoder of an image pipeline.
 
     Args:
         settings: `guidance_scale`, `temperature`, `top_k` and `top_p` where they differ from the checkpoint's.
-        compile: run the passes through `torch.compile`.
     """
     scale, sampling = validate_sampling({**pipe.default_sampling, **(settings or {})})
-    return FixedDecoder(pipe.decoding_model(scale, compile=compile), sampling, pipe.paradigm)
+    return FixedDecoder(pipe.decoding_model(scale), sampling, pipe.paradigm)

@@ -10,7 +10,6 @@ import torch
 
 from vargen.adapters import arbitrary_condition
 from vargen.decoding import ScaleModel
-from vargen.evaluation.decoders import FixedDecoder, open_decoder
 from vargen.models.condition import Condition
 from vargen.models.kv_cache import KVCache
 from vargen.models.quantization import quantize_network
@@ -34,10 +33,6 @@ class BenchmarkModel:
     @property
     def transformer(self) -> Any:
         return self.pipe.transformer
-
-    @property
-    def guidance_scale(self) -> float:
-        return float(self.pipe.default_sampling["guidance_scale"])
 
     @property
     def weight_bytes(self) -> int:
@@ -64,10 +59,6 @@ class BenchmarkModel:
     def condition(self, batch: int) -> Condition:
         """Return an arbitrary condition of the right shape; its content does not affect the time of a pass."""
         return arbitrary_condition(self.pipe, batch)
-
-    def decoder(self, compile: bool = False) -> FixedDecoder:
-        """Return a decoder with the checkpoint's sampling settings; `compile` runs the passes through `torch.compile`."""
-        return open_decoder(self.pipe, compile=compile)
 
 
 def half_filled_caches(transformer: Any, rows: int, widths: Sequence[int]) -> dict[int, KVCache]:

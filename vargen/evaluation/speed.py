@@ -8,7 +8,6 @@ previous pass left there.
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -18,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vargen.decoding import DecodeStats, Method, Progress
-from vargen.device import validate_compile
+from vargen.decoding import DecodeStats, Method
+from vargen.evaluation.decoders import open_decoder
 from vargen.evaluation.networks import BenchmarkModel
 
 _VISIT_SECONDS, _VISIT_PASSES = 0.05, 5  # timed passes of one visit: until either is reached
@@ -63,25 +62,6 @@ class StepReport:
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "gigabytes_per_second": self.gigabytes_per_second}
-
-
-@dataclass(frozen=True)
-class BaselineReport:
-    """Sequential decoding of one batch, over whole images. Rates are medians over the runs."""
-
-    model: str
-    dtype: str
-    device: str
-    batch: int
-    guidance_scale: float
-    runs: int
-    tokens_per_second: float
-    tokens_per_second_per_image: float
-    milliseconds_per_pass: float
-    share_by_part: dict[str, float]
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def describe_dtype(transformer: Any) -> str:
@@ -201,49 +181,13 @@ def _summarize_case(batch: int, width: int, seconds: list[float], one: float | N
 
 
 @torch.no_grad()
-def measure_baseline(
-    network: BenchmarkModel,
-    batch: int,
-    *,
-    seconds: float = 10.0,
-    compile: bool = False,
-    accelerator: str | Method | None = None,
-) -> BaselineReport:
-    """Decode whole images, after a short warm-up, for at least `seconds`.
+def decode_images(network: BenchmarkModel, batch: int, method: str | Method | None = None) -> DecodeStats:
+    """Decode one batch of whole images after a warm-up of a few passes, and return its statistics.
 
     Args:
-        compile: run the passes through `torch.compile`, on a GPU; compilation is part of the warm-up.
-        accelerator: another method than the network's baseline.
+        method: default: the network's baseline.
     """
-    if batch < 1 or not 0 <= seconds < math.inf:
-        raise ValueError(f"batch must be at least 1 and seconds a finite number of at least 0, got {batch} and {seconds}")
-    validate_compile(compile, network.transformer.device)
-    transformer, decoder = network.transformer, network.decoder(compile)
+    decoder, method = open_decoder(network.pipe), method or network.pipe.baseline
     condition, seeds = network.condition(batch), torch.arange(batch)
-
-    def run(**options: Any) -> DecodeStats:
-        return decoder.decode(condition, seeds, accelerator or network.pipe.baseline, **options).stats
-
-    def few_passes(progress: Progress) -> bool:
-        return progress.step < 8
-
-    run(callback=few_passes)
-    runs: list[DecodeStats] = []
-    while not runs or sum(stats.seconds for stats in runs) < seconds:
-        runs.append(run())
-    # On a GPU, times of parts need a synchronization after each, which slows the loop: measured in a separate run.
-    parts = (run(profile=True) if transformer.device.type == "cuda" else runs[-1]).seconds_by_part
-    rate = statistics.median(stats.tokens_per_second for stats in runs)
-    whole = sum(parts.values())
-    return BaselineReport(
-        model=network.name,
-        dtype=describe_dtype(transformer),
-        device=str(transformer.device),
-        batch=batch,
-        guidance_scale=network.guidance_scale,
-        runs=len(runs),
-        tokens_per_second=rate,
-        tokens_per_second_per_image=rate / batch,
-        milliseconds_per_pass=1e3 * statistics.median(stats.seconds / stats.passes for stats in runs),
-        share_by_part={part: spent / whole for part, spent in parts.items()},
-    )
+    decoder.decode(condition, seeds, method, callback=lambda progress: progress.step < 8)
+    return decoder.decode(condition, seeds, method).stats
