@@ -59,7 +59,11 @@ def test_a_packaged_model_by_name() -> None:
     assert "llamagen-b" in official_sizes()
     rejects(lambda: validate_benchmark_model("nothing"), "nothing")
     found = open_benchmark_model("emoji", torch.float32, torch.device("cpu"))
-    assert found.pipe.num_tokens == 256 and found.guidance_scale == 1.25 and found.pipe.text_encoder is None
+    assert (
+        found.pipe.num_tokens == 256
+        and found.pipe.default_sampling["guidance_scale"] == 1.25
+        and found.pipe.text_encoder is None
+    )
 
 
 def test_networks_by_name(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +71,11 @@ def test_networks_by_name(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     pipe = text_var_pipeline(draft=False)
     pipe.save_pretrained(tmp_path / "model")
     stored = open_benchmark_model(str(tmp_path / "model"), torch.float32, torch.device("cpu"))
-    assert stored.guidance_scale == 3.0 and stored.pipe.num_tokens == 30 and stored.pipe.baseline == "plain"
+    assert (
+        stored.pipe.default_sampling["guidance_scale"] == 3.0
+        and stored.pipe.num_tokens == 30
+        and stored.pipe.baseline == "plain"
+    )
     tiny = {"depth": 1, "dim": 32, "n_head": 1, "scales": (1, 2), "vocab_size": 64, "code_dim": 8}
     vqvae = dict(tiny_multi_scale_vq(scales=(1, 2)).config)
     size = {"transformer": tiny, "vqvae": {name: value for name, value in vqvae.items() if not name.startswith("_")}}
