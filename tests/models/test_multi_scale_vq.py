@@ -146,17 +146,6 @@ def test_first_scales_alone_give_an_image_and_the_rest_changes_it() -> None:
     rejects(lambda: model.next_input(model.zero_latent(2), tokens[1], 2), "tokens")
 
 
-def test_an_image_does_not_depend_on_its_batch() -> None:
-    model = _hybrid()
-    pixels = torch.rand(4, 3, 20, 20) * 2 - 1
-    together, latents = model.encode(pixels), model.encode_latent(pixels)
-    images = model.decode(together)
-    for row in range(4):
-        torch.testing.assert_close(model.encode_latent(pixels[row : row + 1])[0], latents[row], atol=1e-5, rtol=0)
-        alone = model.decode([tokens[row : row + 1] for tokens in together])
-        torch.testing.assert_close(alone[0], images[row], atol=1e-5, rtol=0)
-
-
 # -- shapes, dtypes, files -----------------------------------------------------------------------------------------
 
 

@@ -140,20 +140,6 @@ def test_shapes_that_cannot_be_are_refused(arguments: dict[str, Any], message: s
 # -- batch, dtype, files -------------------------------------------------------------------------------------------
 
 
-def test_an_image_does_not_depend_on_its_batch(official: tuple[VQModel, dict[str, Tensor]]) -> None:
-    model, _ = official
-    tokens = torch.randint(64, (5, 16))
-    together = model.decode(tokens)
-    assert together.std() > 0.1
-    for row in range(5):
-        torch.testing.assert_close(model.decode(tokens[row : row + 1])[0], together[row], atol=1e-5, rtol=0)
-    pixels = torch.rand(4, 3, 16, 16) * 2 - 1
-    latents = model.encode_latents(pixels)
-    for row in range(4):
-        alone = model.encode_latents(pixels[row : row + 1])
-        torch.testing.assert_close(alone[0], latents[row], atol=1e-5, rtol=0)
-
-
 def test_bfloat16_pixels_are_near(official: tuple[VQModel, dict[str, Tensor]]) -> None:
     config = json.loads((_GOLDEN / "config.json").read_text())
     config.pop("kind")
