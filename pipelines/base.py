@@ -26,7 +26,6 @@ from vargen.pipelines.components import ModelFamily, current_modules
 from vargen.pipelines.generation import GenerationRequest, RunningCall, RunningCalls, generate_images
 from vargen.pipelines.offloading import OffloadedPipeline
 from vargen.pipelines.prompts import NormalizedPrompt, PromptInputs, PromptNames
-from vargen.pipelines.quantization import load_quantized_components, quantized_components
 from vargen.scoring.protocol import Scorer
 from vargen.scoring.registry import open_scorer
 
@@ -152,7 +151,7 @@ class VisualPipeline(OffloadedPipeline, DiffusionPipeline):
         model = loading.validate_model_folder(pretrained_model_name_or_path, cls.family, kwargs)
         folder = model.path
         kwargs.setdefault("use_safetensors", True)
-        formats = quantized_components(model, quantization, kwargs)
+        formats = loading.quantized_components(model, quantization, kwargs)
         with report_memory(folder):
             kwargs[_DTYPE] = loading.resolve_dtypes(model, torch_dtype if dtype is None else dtype, formats)
         if "prompt_names" not in kwargs:
@@ -160,7 +159,7 @@ class VisualPipeline(OffloadedPipeline, DiffusionPipeline):
         with report_memory(folder), hide_progress_bars(folder):
             examples = loading.load_example_tokens(folder)
             kwargs |= loading.load_text_components(model, kwargs, kwargs[_DTYPE], kwargs.get("variant"))
-            kwargs |= load_quantized_components(model, formats, kwargs[_DTYPE], kwargs.get("variant"))
+            kwargs |= loading.load_quantized_components(model, formats, kwargs[_DTYPE], kwargs.get("variant"))
             pipe = super().from_pretrained(str(folder), **{**load_options(), **kwargs})
         if examples is not None and pipe.transformer is not None:
             loading.validate_example_tokens(examples, pipe.vocab_size, pipe.num_tokens)
