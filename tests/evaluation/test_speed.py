@@ -69,6 +69,3 @@ def test_the_baseline_decodes_whole_images(condition: str) -> None:
     report = measure_baseline(found, 2, seconds=0)
     assert report.runs == 1 and report.tokens_per_second > 0 and report.guidance_scale == 4.0
     assert found.condition(2).cat(found.condition(2)) is not None
-    for bad in ({"batch": 0}, {"batch": 1, "seconds": float("nan")}, {"batch": 1, "seconds": -1.0}):
-        with pytest.raises(ValueError, match="batch must be at least 1"):
-            measure_baseline(found, **bad)

@@ -8,7 +8,6 @@ previous pass left there.
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -216,8 +215,6 @@ def measure_baseline(
         compile: run the passes through `torch.compile`, on a GPU; compilation is part of the warm-up.
         accelerator: another method than the network's baseline.
     """
-    if batch < 1 or not 0 <= seconds < math.inf:
-        raise ValueError(f"batch must be at least 1 and seconds a finite number of at least 0, got {batch} and {seconds}")
     validate_compile(compile, network.transformer.device)
     transformer, decoder = network.transformer, network.decoder(compile)
     condition, seeds = network.condition(batch), torch.arange(batch)
