@@ -67,6 +67,6 @@ def load_config(source: str | Path, kind: type[R], steps: int | None = None) -> 
     try:
         values = tomllib.loads(path.read_text("utf-8"))
         schedule = {**values.pop("schedule", {}), **({} if steps is None else {"steps": steps})}
-        return kind(**values, schedule=Schedule(**schedule))  # type: ignore[call-arg]
+        return kind(**values, schedule=Schedule(**schedule))
     except (ValueError, TypeError) as error:  # no TOML, an unknown key, or a value that is out of range
         raise ValueError(f"recipe {path}: {error}") from None
