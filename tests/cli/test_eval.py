@@ -61,7 +61,7 @@ def test_one_command_generates_scores_and_reports(run: Any, text_model: Path) ->
     done = run(*words)
     assert done.exit_code == 0, done.stderr
     assert "same as ar" in done.stdout and "gsd:budget=3,window=4" in done.stdout and "100.0 %" in done.stdout
-    for name in ("metrics.json", "metrics.csv", "report.md", "quality_vs_speed.png", "methods.png"):
+    for name in ("metrics.json", "report.md", "quality_vs_speed.png", "methods.png"):
         assert Path("out", name).is_file() and str(Path("out", name)) in done.stdout
     again = run(*words, "--json", "-")
     document = json.loads(again.stdout)

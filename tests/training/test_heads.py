@@ -157,7 +157,6 @@ def test_without_guidance_one_half_is_trained(tmp_path: Path) -> None:
         ({"temperature_one_fraction": 1.5}, "temperature_one_fraction"),
         ({"step_weights": []}, "step_weights"),
         ({"step_weights": [0.0, 0.0]}, "step_weights"),
-        ({"sampling": {"heat": 1}}, "heat"),
         ({"unroll_steps": 0}, "unroll_steps"),
     ],
 )

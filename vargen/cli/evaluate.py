@@ -102,7 +102,7 @@ def evaluate(
 ) -> None:
     """Generate images with several methods, and score them.
 
-    Reports what each method saves in time, and what it costs in quality. Writes metrics.json, metrics.csv, report.md,
+    Reports what each method saves in time, and what it costs in quality. Writes metrics.json, report.md,
     quality_vs_speed.png and methods.png to DIR. Run the same command again to resume an interrupted run. Image k has
     the seed --seed + k, regardless of batch size, shard and backend.
     """

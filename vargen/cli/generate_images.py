@@ -35,13 +35,7 @@ class ImageOptions:
     compile: bool
 
 
-@dataclass(frozen=True)
-class ImageJob:
-    """One image: its prompt or class, its seed and its file."""
-
-    subject: str | int
-    seed: int
-    file: OutputFile
+ImageJob = tuple[str | int, int, OutputFile]  # prompt or class, seed, file
 
 
 @dataclass
@@ -78,7 +72,7 @@ def generate_image_files(options: GenerateOptions, own: ImageOptions) -> None:
     subjects: list[Any] = [subject for subject, _ in requested]
     if own.by_class:
         subjects = parse_class_labels(subjects, model)
-    jobs = [ImageJob(subject, seed, file) for subject, (_, seed), file in zip(subjects, requested, files, strict=True)]
+    jobs = [(subject, seed, file) for subject, (_, seed), file in zip(subjects, requested, files, strict=True)]
 
     from vargen.pipelines.regeneration import model_digest
     from vargen.pipelines.registry import open_pipeline
@@ -167,21 +161,21 @@ def _generate_batches(
             label = f"image {last}" if len(batch) == 1 else f"images {start + 1}-{last}"
             hidden = True if options.quiet else None  # None: hidden if stderr is not a terminal
             pipe.set_progress_bar_config(desc=f"{label} of {len(jobs)}", disable=hidden, leave=False, file=sys.stderr)
-            generators = [torch.Generator().manual_seed(job.seed) for job in batch]
-            subjects: dict[str, Any] = {key if key == "prompt" else "class_labels": [job.subject for job in batch]}
+            generators = [torch.Generator().manual_seed(seed) for _, seed, _ in batch]
+            subjects: dict[str, Any] = {key if key == "prompt" else "class_labels": [subject for subject, _, _ in batch]}
             started = time.perf_counter()
             result = pipe(**subjects, generator=generators, output_type="latent", **call)
             images = pipe.decode_tokens(result.images)
             made.seconds += time.perf_counter() - started
             made.stats.append(result.stats)
             before = len(made.records)
-            for number, (job, image) in enumerate(zip(batch, images, strict=True)):
+            for number, ((subject, _, file), image) in enumerate(zip(batch, images, strict=True)):
                 digest = tokens_digest(result.images[number])
-                record = {key: job.subject, **result.stats.describe_image(number), "tokens_digest": digest}
+                record = {key: subject, **result.stats.describe_image(number), "tokens_digest": digest}
                 try:
-                    path = save_image(image, job.file, {**record, **parameters})
+                    path = save_image(image, file, {**record, **parameters})
                 except OSError as error:
-                    print_status(describe_failed_write(f"output {str(job.file.path)!r}", error))
+                    print_status(describe_failed_write(f"output {str(file.path)!r}", error))
                     continue
                 made.records.append({"file": str(path), **record})
                 if not options.as_json:

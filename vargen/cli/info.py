@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import textwrap
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from vargen.cli.console import print_json, quiet_libraries, table
-from vargen.cli.model_memory import print_memory
 from vargen.cli.options import Device
 
 app = typer.Typer(help="Show versions, devices, packaged models and presets.", invoke_without_command=True)
@@ -59,6 +59,24 @@ def info(
     if not facts["models"]:
         print("  none")
     print("\nPresets: " + ", ".join(preset["name"] for preset in facts["presets"]))
+
+
+def print_memory(model: str, device: str, as_json: bool) -> None:
+    """Print the predicted bytes of a model on a type of device, which need not exist here."""
+    import vargen.pipelines.registry  # noqa: F401  (registers the families)
+    from vargen.device import select_device
+    from vargen.pipelines.loading import default_dtype, validate_model_folder
+    from vargen.pipelines.video_memory import predict_memory
+
+    folder, place = validate_model_folder(model), select_device("auto").type if device == "auto" else device
+    found, dtype = predict_memory(folder, place), str(default_dtype(folder.path, place)).removeprefix("torch.")
+    if as_json:
+        print_json({"model": model, "device": place, "dtype": dtype, **asdict(found), "total": found.total})
+        return
+    sizes = {f"weights: {part}": size for part, size in found.weights.items()}
+    sizes |= {f"cache: {part}": size for part, size in found.caches.items()}
+    rows = [[name, f"{size / 1e6:,.1f}"] for name, size in {**sizes, "total": found.total}.items()]
+    print(table([f"{place}, {dtype}", "MB"], rows, "<>").lstrip("\n"))
 
 
 @app.command("presets")

@@ -243,7 +243,7 @@ def write_report_files(run: RunDirectory, result: EvaluationResult) -> list[str]
             groups[method].append(_image_file(run, record))
     figures += write_method_grid(run.path, groups)
     write_report(run.path, result.rows, result.baseline, result.about, figures)
-    return ["metrics.json", "metrics.csv", "report.md", *figures]
+    return ["metrics.json", "report.md", *figures]
 
 
 def export_adm_samples(path: Path, images: Sequence[ImageFile], resize: int | None) -> None:

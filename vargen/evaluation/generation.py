@@ -103,10 +103,6 @@ class GenerationPlan:
     unit: int | None = None
 
     def __post_init__(self) -> None:
-        if parse_int(self.num, 1) is None:
-            raise ValueError(f"num must be a whole number of at least 1, got {short_repr(self.num)}")
-        if not self.prompts:
-            raise ValueError("prompts must hold at least one prompt or class")
         if parse_int(self.seed, 0, MAX_SEED - self.num + 1) is None:
             allowed = MAX_SEED - self.num + 1
             raise ValueError(f"seed must be from 0 to {allowed} for {self.num} images, got {short_repr(self.seed)}")

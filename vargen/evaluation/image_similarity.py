@@ -15,7 +15,6 @@ _WINDOW, _SIGMA, _K1, _K2 = 11, 1.5, 0.01, 0.03  # Wang et al. 2004
 
 def psnr(images_NCYX: Tensor, references_NCYX: Tensor) -> Tensor:
     """Return the peak signal-to-noise ratio in dB, float32 `[N]`, of images in [0, 1]; `MAX_PSNR` for identical images."""
-    _check_shapes(images_NCYX, references_NCYX)
     error = (images_NCYX.double() - references_NCYX.double()).square().mean((1, 2, 3))
     return (-10 * error.clamp_min(10 ** (-MAX_PSNR / 10)).log10()).float()
 
@@ -23,11 +22,9 @@ def psnr(images_NCYX: Tensor, references_NCYX: Tensor) -> Tensor:
 def ssim(images_NCYX: Tensor, references_NCYX: Tensor) -> Tensor:
     """Return the structural similarity, float32 `[N]`, of images in [0, 1] (Wang et al. 2004, equation 13); 1 if identical.
 
-    Uses Gaussian windows of 11 pixels and deviation 1.5 that lie inside the image; averages over windows and channels.
+    Uses Gaussian windows of 11 pixels and deviation 1.5 that lie inside the image, whose sides thus have at least 11 pixels;
+    averages over windows and channels.
     """
-    _check_shapes(images_NCYX, references_NCYX)
-    if min(images_NCYX.shape[2:]) < _WINDOW:
-        raise ValueError(f"images must be at least {_WINDOW} pixels on each side, got {list(images_NCYX.shape[2:])}")
     x, y = images_NCYX.double(), references_NCYX.double()
     at = torch.arange(_WINDOW, dtype=torch.float64, device=x.device) - _WINDOW // 2
     kernel = (-0.5 * (at / _SIGMA) ** 2).exp()
@@ -42,10 +39,3 @@ def ssim(images_NCYX: Tensor, references_NCYX: Tensor) -> Tensor:
     luminance = (2 * mean_x * mean_y + _K1**2) / (mean_x**2 + mean_y**2 + _K1**2)
     structure = (2 * covariance + _K2**2) / (variance_x + variance_y + _K2**2)
     return (luminance * structure).mean((1, 2, 3)).float()
-
-
-def _check_shapes(images: Tensor, references: Tensor) -> None:
-    if images.shape != references.shape or images.dim() != 4:
-        raise ValueError(
-            f"images must be [N, C, Y, X] like their references, got {list(images.shape)} and {list(references.shape)}"
-        )

@@ -1,9 +1,7 @@
-"""Reports of an evaluation of images or videos: a table of columns, as text, Markdown, JSON and CSV."""
+"""Reports of an evaluation of images or videos: a table of columns, as text, Markdown and JSON."""
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -153,29 +151,6 @@ def to_markdown(rows: Sequence[MethodMetrics], baseline: str | None, about: dict
     return "\n".join(lines).rstrip() + "\n"
 
 
-def to_csv(rows: Sequence[MethodMetrics]) -> str:
-    """Return CSV with a line per method; nested metrics have names joined by dots."""
-    flat = [_flatten({name: value for name, value in asdict(row).items() if name != "notes"}) for row in rows]
-    file = io.StringIO()
-    heads = list(dict.fromkeys(name for row in flat for name in row))
-    writer = csv.DictWriter(file, heads, restval="", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(flat)
-    return file.getvalue()
-
-
-def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        if isinstance(value, dict):
-            flat |= _flatten(value, f"{prefix}{name}.")
-        elif isinstance(value, list):
-            flat[prefix + name] = " ".join(map(str, value))
-        else:
-            flat[prefix + name] = "" if value is None else value
-    return flat
-
-
 def to_json(rows: Sequence[MethodMetrics], baseline: str | None, about: dict[str, Any]) -> dict[str, Any]:
     """Return plain values for JSON."""
     return {**about, "baseline": baseline, "methods": [asdict(row) for row in rows]}
@@ -184,10 +159,9 @@ def to_json(rows: Sequence[MethodMetrics], baseline: str | None, about: dict[str
 def write_report(
     folder: Path, rows: Sequence[MethodMetrics], baseline: str | None, about: dict[str, Any], figures: Sequence[str]
 ) -> None:
-    """Write `metrics.json`, `metrics.csv` and `report.md` to `folder`."""
+    """Write `metrics.json` and `report.md` to `folder`."""
     texts = {
         "metrics.json": json.dumps(to_json(rows, baseline, about), indent=1, allow_nan=False) + "\n",
-        "metrics.csv": to_csv(rows),
         "report.md": to_markdown(rows, baseline, about, figures),
     }
     for name, text in texts.items():

@@ -21,7 +21,6 @@ from torch.utils.checkpoint import checkpoint
 
 from vargen.decoding import Accelerator, decode, speculative_sampling
 from vargen.decoding.sampling import to_probs
-from vargen.options import OPTIONS
 from vargen.pipelines.components import Component
 from vargen.pipelines.llamagen import LlamaGenPipeline
 from vargen.pipelines.loading import default_dtype
@@ -68,9 +67,6 @@ class HeadConfig:
         weights = self.step_weights
         if not weights or not all(isinstance(weight, int | float) and weight >= 0 for weight in weights) or not sum(weights):
             raise ValueError(f"step_weights must be numbers of at least 0, not all 0, got {weights}")
-        for name in self.sampling:
-            if name not in OPTIONS:
-                raise ValueError(f"sampling has an unknown setting {name!r}; it may have {', '.join(OPTIONS)}")
 
     def weight(self, step: int) -> float:
         """Return the loss weight of a draft step."""
