@@ -114,7 +114,6 @@ class VisualPipeline(OffloadedPipeline, DiffusionPipeline):
         self.example_tokens = None
         self._scorers: dict[tuple[str, torch.device], Scorer] = {}
         self._calls = RunningCalls()
-        self._compiled: Any = None
 
     # -- loading and saving ---------------------------------------------------------------------------------------------
 
@@ -266,10 +265,9 @@ class VisualPipeline(OffloadedPipeline, DiffusionPipeline):
 
         Args:
             guidance: for image models, classifier-free guidance or its scale.
-            compile: for image models, see `__call__`.
 
         Raises:
-            ValueError: for an invalid guidance scale, or `compile` on a CPU.
+            ValueError: for an invalid guidance scale.
         """
 
     # -- prompts and classes --------------------------------------------------------------------------------------------

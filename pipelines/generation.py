@@ -14,7 +14,6 @@ from torch import Tensor
 from vargen.adapters import Guidance
 from vargen.decoding import DecodeOutput, DecodeStats, Progress, Sampling
 from vargen.decoding.seeds import ImageSeeds, resolve_seeds
-from vargen.device import validate_compile
 from vargen.pipelines import validation
 from vargen.pipelines.prompts import PromptInputs, scorer_prompts
 from vargen.pipelines.validation import MAX_IMAGES
@@ -37,21 +36,19 @@ class OutputOptions:
     output_type: str = "pil"
     return_dict: bool = True
     callback: OnStepEnd | None = None
-    compile: bool = False
     return_log_probs: bool = False
 
     @classmethod
     def build(
-        cls, pipe: VisualPipeline, output_type: Any, return_dict: bool, callback: Any, tensor_inputs: Any, compile: bool = False
+        cls, pipe: VisualPipeline, output_type: Any, return_dict: bool, callback: Any, tensor_inputs: Any
     ) -> OutputOptions:
         """Validate the arguments of a call. Raises ValueError or TypeError for invalid ones, or a pipeline without networks."""
         if pipe.transformer is None or getattr(pipe, pipe.pixel_decoder) is None:
             missing = f"transformer or {pipe.pixel_decoder}"
             raise ValueError(f"this pipeline was loaded without a {missing}: it only encodes prompts")
         validation.validate_output_type(output_type)
-        validate_compile(compile, pipe._device_of(pipe.transformer))
         validation.validate_callback(callback, tensor_inputs, pipe._callback_tensor_inputs)
-        return cls(output_type, return_dict, callback, compile)
+        return cls(output_type, return_dict, callback)
 
 
 @dataclass(frozen=True)

@@ -216,11 +216,9 @@ class LanguageModelPipeline(VisualPipeline):
         self.language_model.validate_lengths(found)
         return found, len(prompts)
 
-    def decoding_model(self, guidance: Guidance | float = 1.0, *, compile: bool = False) -> TransformersTokenModel:
+    def decoding_model(self, guidance: Guidance | float = 1.0) -> TransformersTokenModel:
         """Return the adapter of the model and its drafters for `vargen.decoding.decode`."""
         guidance = to_guidance(guidance)
-        if compile:
-            raise ValueError("compile must be False: vargen does not compile models of transformers; call model.compile()")
         validation.validate_guidance(guidance.scale)
         draft = None if self.draft_model is None else TransformersTokenModel(self._description("draft_model"), guidance)
         described, known = self.language_model, LlamaGenPipeline.family.drafters

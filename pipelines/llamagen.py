@@ -18,7 +18,6 @@ from vargen.convert.llamagen import convert_llamagen
 from vargen.decoding import DEFAULT_METHOD, Accelerator, DecodeOutput, Eagle, Jacobi, Medusa, decode
 from vargen.decoding.next_token.drafters.heads import HeadDrafter
 from vargen.decoding.next_token.drafters.initial import MISSING_LOW_RES
-from vargen.device import validate_compile
 from vargen.models.heads.eagle import EagleDrafter
 from vargen.models.heads.medusa import MedusaDrafter
 from vargen.models.heads.upsampler import TokenUpsampler
@@ -151,7 +150,6 @@ class LlamaGenPipeline(VisualPipeline):
         return_dict: bool = True,
         callback_on_step_end: Callable[[Any, int, int, dict[str, Any]], dict[str, Any] | None] | None = None,
         callback_on_step_end_tensor_inputs: list[str] | None = None,
-        compile: bool = False,
         clean_prompt: bool = False,
     ) -> ImagePipelineOutput | tuple[Any]:
         """Generate images.
@@ -186,7 +184,6 @@ class LlamaGenPipeline(VisualPipeline):
             return_dict: False returns `(images,)`.
             callback_on_step_end: called as `f(pipe, step, tokens_drawn, {"latents": tokens})` after every pass.
                 Returning `{"stop": True}`, or setting `pipe._interrupt`, ends the call with the tokens generated so far.
-            compile: run the passes through `torch.compile`; the first call takes minutes. Rejected on CPUs: no gain.
             clean_prompt: clean the prompt as in the training of official LlamaGen text models (needs ftfy and beautifulsoup4).
 
         Raises:
@@ -196,11 +193,8 @@ class LlamaGenPipeline(VisualPipeline):
             NonFiniteScoreError: if the scorer returns NaN or infinite scores.
         """
         inputs = callback_on_step_end_tensor_inputs
-        output = OutputOptions.build(self, output_type, return_dict, callback_on_step_end, inputs, compile)
+        output = OutputOptions.build(self, output_type, return_dict, callback_on_step_end, inputs)
         method = self.resolve_method(accelerator)
-        base, colon, settings = method.name.partition(":")
-        if compile and base == DEFAULT_METHOD:  # whose many widths each need a graph; gumbel gives the same image with one
-            method = self.resolve_method(f"gumbel{colon}{settings}")
         request = GenerationRequest.build(
             self,
             method,
@@ -220,15 +214,14 @@ class LlamaGenPipeline(VisualPipeline):
         return method.drafter.join_blocker is None
 
     def _decode(self, request: GenerationRequest, callback: Any) -> DecodeOutput:
-        model = self.decoding_model(request.guidance, compile=request.output.compile)
+        model = self.decoding_model(request.guidance)
         seeds = request.seeds.noise_seeds
         options: Any = {"callback": callback, "batch_size": request.batch_size}
         return decode(model, request.condition, seeds, request.method, request.sampling, **options)
 
-    def decoding_model(self, guidance: Guidance | float = 1.0, *, compile: bool = False) -> LlamaGenTokenModel:
+    def decoding_model(self, guidance: Guidance | float = 1.0) -> LlamaGenTokenModel:
         """Return the adapter of the transformer and its drafters for `vargen.decoding.decode`."""
         device, guidance = self._device_of(self.transformer), to_guidance(guidance)
-        validate_compile(compile, device)
         validation.validate_guidance(guidance.scale)
         codes = None if self.vqvae is None else self.codebook.to(device)
 
@@ -247,7 +240,6 @@ class LlamaGenPipeline(VisualPipeline):
         return LlamaGenTokenModel(
             self.transformer,
             guidance,
-            compiled_forward=self._compiled_transformer() if compile else None,
             codebook=codes,
             draft_model=adapt(self.draft_transformer),
             example_tokens=self.example_tokens,

@@ -143,7 +143,6 @@ class VARPipeline(VisualPipeline):
         return_dict: bool = True,
         callback_on_step_end: Callable[[Any, int, int, dict[str, Any]], dict[str, Any] | None] | None = None,
         callback_on_step_end_tensor_inputs: list[str] | None = None,
-        compile: bool = False,
         clean_prompt: bool = False,
     ) -> ImagePipelineOutput | tuple[Any]:
         """Generate images.
@@ -163,7 +162,7 @@ class VARPipeline(VisualPipeline):
                 checkpoint's default; so for `temperature`, `top_k` and `top_p`.
             accelerator: name of a preset (`vargen info presets` lists them), or a `ScaleSchedule`.
             generator, prompt_embeds, prompt_mask, negative_prompt_embeds, negative_prompt_mask: as in `LlamaGenPipeline`.
-            output_type, return_dict, compile, clean_prompt: as in `LlamaGenPipeline`.
+            output_type, return_dict, clean_prompt: as in `LlamaGenPipeline`.
             callback_on_step_end: called as `f(pipe, step, tokens_drawn, {"latents": tokens})` after every pass;
                 `pipe.preview(tokens, tokens_drawn)` returns the partial image.
                 Returning `{"stop": True}`, or setting `pipe._interrupt`, ends the call with the tokens generated so far.
@@ -172,7 +171,7 @@ class VARPipeline(VisualPipeline):
             ValueError, TypeError, NonFiniteLogitsError, NonFinitePixelsError, NonFiniteScoreError: as in `LlamaGenPipeline`.
         """
         inputs = callback_on_step_end_tensor_inputs
-        output = OutputOptions.build(self, output_type, return_dict, callback_on_step_end, inputs, compile)
+        output = OutputOptions.build(self, output_type, return_dict, callback_on_step_end, inputs)
         method = self.resolve_method(accelerator)
         selection = CandidateSelection.build(num_candidates, scorer, self.named_scorer)
         source = validate_source(image, mask, strength, self.vqvae.image_size, self.image_processor)
@@ -195,7 +194,7 @@ class VARPipeline(VisualPipeline):
     def _decode(self, request: GenerationRequest, callback: Any) -> DecodeOutput:
         fixed = request.fixed or FixedTokens([], None)
         return decode_scales(
-            self.decoding_model(request.guidance, compile=request.output.compile),
+            self.decoding_model(request.guidance),
             request.condition,
             request.seeds.noise_seeds,
             request.method,
@@ -205,13 +204,12 @@ class VARPipeline(VisualPipeline):
             callback=callback,
         )
 
-    def decoding_model(self, guidance: Guidance | float = 1.0, *, compile: bool = False) -> VARScaleModel:
+    def decoding_model(self, guidance: Guidance | float = 1.0) -> VARScaleModel:
         """Return the adapter of the transformer and its draft model for `vargen.decoding.decode_scales`."""
         guidance, quantizer, device = to_guidance(guidance), self._quantizer(), self._device_of(self.transformer)
         validation.validate_guidance(guidance.scale)
         draft = self.draft_transformer and VARScaleModel(self.draft_transformer, quantizer, guidance, device=device)
-        forward = self._compiled_transformer() if compile else None
-        return VARScaleModel(self.transformer, quantizer, guidance, compiled_forward=forward, draft_model=draft, device=device)
+        return VARScaleModel(self.transformer, quantizer, guidance, draft_model=draft, device=device)
 
     # -- images -------------------------------------------------------------------------------------------------------
 

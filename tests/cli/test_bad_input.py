@@ -77,7 +77,7 @@ COMMANDS: dict[str, list[tuple[str, str]]] = {
         ("--accelerator gumbel:window=x", "window"), ("--seed -1", "seed"), (f"--seed {LARGE}", "seed"),
         (f"-n 2 --seed {2**63 - 1}", "seed"), ("--seed 0-7", "seed"), ("-n 0", "num_images"), ("-n 5000", "1024"),
         ("--batch-size 0", "batch_size"), ("--threads 0", "threads"), ("--dtype int8", "dtype"),
-        ("--device tpu", "device"), ("--compile --device cpu", "compile"), ("--class-label 1", "class_label"),
+        ("--device tpu", "device"), ("--class-label 1", "class_label"),
         ("--prompt-file none.txt", "prompt_file"), ("--prompt-file latin.txt", "prompt_file"),
         ("--prompt-file gone.txt", "prompt_file"), ("--prompt-file /dev/zero", "prompt_file"),
         ("--prompt-file .", "prompt_file"), ("--prompt-file pipe", "prompt_file"), ("-o a.gif", "output"),

@@ -39,7 +39,7 @@ BAD: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "classes": [
         *OF_IMAGES, *OF_TOKENS, ("class_labels", CAT), ("negative_prompt", {"negative_prompt": "red"}),
         ("negative_prompt_embeds", {"negative_prompt_embeds": EMBEDS}), ("prompt_embeds", {"prompt_embeds": EMBEDS}),
-        ("compile", {"compile": True}), ("scorer", {"class_labels": 1, "scorer": brightness}),  # a class without a name
+        ("scorer", {"class_labels": 1, "scorer": brightness}),  # a class without a name
     ],
     "texts": [
         *((name, {**CAT, **options}) for name, options in OF_IMAGES + OF_TOKENS),

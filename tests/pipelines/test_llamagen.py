@@ -2,7 +2,6 @@
 
 import json
 import logging
-from functools import partial
 
 import pytest
 import torch
@@ -208,34 +207,3 @@ def test_a_t5_encoder_is_a_component_like_any_other(tmp_path, texts):
     again = LlamaGenPipeline.from_pretrained(tmp_path / "model", torch_dtype=torch.float32)
     assert torch.equal(again("a red apple", generator=seeded(0)[0], output_type="latent").images, expected)
     assert not torch.equal(again("a green dog", generator=seeded(0)[0], output_type="latent").images, expected)
-
-
-@pytest.fixture
-def compiling(monkeypatch):
-    """As on a GPU, where compiling is allowed."""
-    for module in ("generation", "llamagen"):
-        monkeypatch.setattr(f"vargen.pipelines.{module}.validate_compile", lambda compile, device: None)
-
-
-def test_compile_is_refused_on_a_cpu_before_work_starts(classes, monkeypatch):
-    monkeypatch.setattr(torch, "compile", lambda *_, **__: pytest.fail("compiled"))
-    monkeypatch.setattr(classes.transformer, "forward", lambda **_: pytest.fail("passed"))
-    for call in (partial(classes, class_labels=3), partial(classes.decoding_model, 1.0)):
-        with pytest.raises(ValueError, match="compile"):
-            call(compile=True)
-
-
-@pytest.mark.slow
-def test_compiled_passes_generate_the_same_and_a_new_transformer_is_compiled_again(monkeypatch, compiling):
-    """Traced as on a GPU; the code generator behind it is torch's own, another one there."""
-    pipe, compiled = class_pipeline(), []
-    real = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda module, **_: compiled.append(module) or real(module, backend="aot_eager"))
-    pipe.set_progress_bar_config(disable=True)
-    options = {"class_labels": [1, 2], "temperature": 0, "output_type": "latent"}
-    plain = pipe(**options).images
-    for _ in range(2):
-        assert torch.equal(pipe(**options, compile=True).images, plain)
-    first, pipe.transformer = pipe.transformer, tiny_transformer("class", n_layer=1)
-    pipe(**options, compile=True)
-    assert compiled == [first, pipe.transformer]

@@ -20,7 +20,7 @@ from vargen.device import normal_tensors
 from vargen.models.condition import Condition
 from vargen.models.int8_cache import Int8Cache
 from vargen.models.kv_cache import KVCache
-from vargen.models.llamagen import LlamaGenOutput, LlamaGenTransformer
+from vargen.models.llamagen import LlamaGenTransformer
 from vargen.models.offloading import validate_offloading
 
 
@@ -31,7 +31,6 @@ class LlamaGenTokenModel(TokenModel):
         transformer: the network.
         guidance: classifier-free guidance, or its scale.
         compress_prefix: store the conditioning in one cache slot, which is exact.
-        compiled_forward: runs the passes after prefill. Default: the transformer itself.
         codebook: float `[V, C]`, the tokenizer's embeddings, for rules that compare tokens.
         draft_model: a smaller model with the same vocabulary, for speculative decoding.
         draft_heads: by name, functions that make a draft head for this model, from networks trained on its features.
@@ -46,7 +45,6 @@ class LlamaGenTokenModel(TokenModel):
         guidance: Guidance | float = 1.0,
         *,
         compress_prefix: bool = True,
-        compiled_forward: Callable[..., LlamaGenOutput] | None = None,
         codebook: Tensor | None = None,
         draft_model: LlamaGenTokenModel | None = None,
         example_tokens: Tensor | None = None,
@@ -56,7 +54,6 @@ class LlamaGenTokenModel(TokenModel):
     ):
         validate_offloading(transformer)
         self.transformer = transformer
-        self.compiled_forward = transformer if compiled_forward is None else compiled_forward
         self.guidance, self.compress_prefix = to_guidance(guidance), compress_prefix
         self.codebook = codebook
         self.draft_model = draft_model
@@ -75,10 +72,9 @@ class LlamaGenTokenModel(TokenModel):
             torch.tensor(self.guidance.scale, dtype=torch.float32, device=self.device) if self.rows_per_image == 2 else None
         )
         layers = "" if self.num_layers == transformer.config.n_layer else f"{self.num_layers} layers"
-        compiled = "" if self.compiled_forward is transformer else "compiled"
         prefix = "" if compress_prefix else "whole prefix"
         rows = f"{self.rows_per_image} rows an image"
-        self.cost_key = cost_key(transformer, rows, layers, compiled, prefix, transformer.pass_backend)
+        self.cost_key = cost_key(transformer, rows, layers, prefix, transformer.pass_backend)
 
     def skip_layers(self, layers: Sequence[int]) -> LlamaGenTokenModel:
         """Return the same model without some layers of its transformer, which share the weights."""
@@ -104,7 +100,7 @@ class LlamaGenTokenModel(TokenModel):
             ancestors = tree.ancestor_bits if state.fused else self._repeat_rows(tree.ancestors, 2)
             places = {"positions": state.length[:, None] + self._repeat_rows(tree.depth, 1), "ancestors": ancestors}
         with self._tensor_mode():
-            logits, _, hidden = self.compiled_forward(rows, cache=state, guidance=scale, return_dict=False, **places)
+            logits, _, hidden = self.transformer(rows, cache=state, guidance=scale, return_dict=False, **places)
         return Output(logits, hidden)
 
     def embed(self, tokens: Tensor) -> Tensor:

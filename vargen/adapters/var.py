@@ -5,7 +5,7 @@ Shape suffixes: B images, R rows (B, or 2 B under guidance: conditional first), 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from vargen.device import inference_mode_for
 from vargen.models.condition import Condition
 from vargen.models.offloading import validate_offloading
 from vargen.models.tokenizers.multi_scale_quantizer import MultiScaleQuantizer
-from vargen.models.var import VAROutput, VARTransformer
+from vargen.models.var import VARTransformer
 from vargen.models.var_blocks import ScaleCache
 
 
@@ -66,7 +66,6 @@ class VARScaleModel:
         quantiser: quantizer of its image tokenizer, on `device`.
         guidance: classifier-free guidance, or its scale. Guidance grows linearly from none at the first scale to this value at
             the last, as published. The official `cfg` is this value minus 1.
-        compiled_forward: runs the passes. Default: the transformer itself.
         draft_model: a smaller model with the same tokens.
         device: device of the passes. Default: the device of the weights, which is a different one while they are offloaded.
     """
@@ -77,13 +76,11 @@ class VARScaleModel:
         quantiser: MultiScaleQuantizer,
         guidance: Guidance | float = 1.0,
         *,
-        compiled_forward: Callable[..., VAROutput] | None = None,
         draft_model: VARScaleModel | None = None,
         device: torch.device | None = None,
     ):
         validate_offloading(transformer)
         self.transformer, self.quantiser = transformer, quantiser
-        self.compiled_forward = transformer if compiled_forward is None else compiled_forward
         self.guidance, self.draft_model = to_guidance(guidance), draft_model
         self.device = device or transformer.device
         self.scale_tokens = tuple(side * side for side in transformer.scales)
@@ -95,10 +92,7 @@ class VARScaleModel:
 
     @property
     def cost_key(self) -> str:
-        compiled = "" if self.compiled_forward is self.transformer else "compiled"
-        return cost_key(
-            self.transformer, f"{self.guidance.rows_per_image} rows an image", compiled, self.transformer.pass_backend
-        )
+        return cost_key(self.transformer, f"{self.guidance.rows_per_image} rows an image", self.transformer.pass_backend)
 
     @property
     def vocab(self) -> int:
@@ -159,7 +153,7 @@ class VARScaleModel:
         if rows is not None and len(rows) < cache.rows:
             rows = rows.repeat(cache.rows // len(rows), 1, 1)
         first = condition if cache.scale == 0 else None
-        return self.compiled_forward(rows, condition=first, cache=cache, logits_of=1, guidance=guidance).logits
+        return self.transformer(rows, condition=first, cache=cache, logits_of=1, guidance=guidance).logits
 
     def _guidance_strength(self, scale: int, factor: float) -> Tensor:
         """Guidance strength `[n]` for the tokens of a scale."""

@@ -144,7 +144,6 @@ def generate(
     dtype: DtypeName = Dtype.auto,
     quantization: QuantizationName = None,
     device: DeviceName = Device.auto,
-    compile: Annotated[bool, typer.Option("--compile", help="Compile the network first (GPU only; takes minutes).")] = False,
     batch_size: Annotated[int, typer.Option(min=1, metavar="N", help="Images generated at once, including candidates.")] = 8,
     threads: Threads = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of file names.")] = False,
@@ -181,12 +180,12 @@ def generate(
     if makes_video(model):
         from vargen.cli.generate_video import generate_videos
 
-        more = {"compile": compile, "negative_prompt": negative_prompt, "best_of": best_of > 1, **sampling}
+        more = {"negative_prompt": negative_prompt, "best_of": best_of > 1, **sampling}
         reject_options("is for image models, and this model generates video", **for_images, **more)
         generate_videos(options, source.image, explicit_options(**for_video))
         return
     from vargen.cli.generate_images import ImageOptions, generate_image_files
 
     reject_options("is for video models, such as emoji-video", **for_video)
-    own = ImageOptions(bool(class_label), contact_sheet, source, sampling, negative_prompt, best_of, batch_size, compile)
+    own = ImageOptions(bool(class_label), contact_sheet, source, sampling, negative_prompt, best_of, batch_size)
     generate_image_files(options, own)

@@ -14,7 +14,6 @@ from vargen.cli.inputs import SourceFiles, parse_class_labels, report_emoji_name
 from vargen.cli.options import require_device, select_dtype
 from vargen.cli.outputs import OutputFile, model_files, resolve_outputs, slugify, validate_distinct_paths
 from vargen.cli.results import Write, describe_failed_write, save_image, write_each
-from vargen.device import validate_compile
 
 if TYPE_CHECKING:
     from vargen.cli.generate import GenerateOptions
@@ -32,7 +31,6 @@ class ImageOptions:
     negative_prompt: str | None
     best_of: int
     batch_size: int
-    compile: bool
 
 
 ImageJob = tuple[str | int, int, OutputFile]  # prompt or class, seed, file
@@ -60,7 +58,6 @@ def generate_image_files(options: GenerateOptions, own: ImageOptions) -> None:
         typer.Exit: with code 1 if an image or another output could not be written.
     """
     device = require_device(options.device)
-    validate_compile(own.compile, device)
     requested = options.jobs()
     kind = "class " if own.by_class else ""
     files = resolve_outputs(options.output, [f"{slugify(kind + subject)}-{seed}" for subject, seed in requested])
@@ -88,8 +85,6 @@ def generate_image_files(options: GenerateOptions, own: ImageOptions) -> None:
     call |= source_images
     if scorer is not None:
         call |= {"num_candidates": own.best_of, "scorer": scorer}
-    if own.compile:
-        call["compile"] = True
     if not options.quiet:
         texts = [] if own.by_class else options.prompts
         report_emoji_names(pipe, [*texts, *([own.negative_prompt] if own.negative_prompt else [])])
