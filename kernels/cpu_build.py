@@ -126,7 +126,7 @@ def load_scale_output() -> ModuleType:
     passes.run_head(
         x, modulation, matrix, np.zeros(columns, np.int32), floats, floats, np.ones(T, np.float32), np.zeros(D, np.float32),
         np.zeros(R * T, np.float32), np.zeros((R * T, D), np.uint8), np.zeros(R * T * columns, np.int32),
-        np.zeros(3, np.int64), x.copy(), np.zeros((1, T, V), np.float32),
+        x.copy(), np.zeros((1, T, V), np.float32),
     )  # fmt: skip
     return passes
 

@@ -31,7 +31,6 @@ from vargen.kernels.cpu_steps import (
     quantize,
     swiglu_rows,
 )
-from vargen.kernels.cpu_vector import read_ticks
 
 __all__ = [
     "PANEL",
@@ -98,7 +97,6 @@ class Buffers(NamedTuple):
     cos_sin: np.ndarray  # float32 [R, T, K/2, 2]
     length: np.ndarray  # int64 [R]
     reach: np.ndarray  # int64 [R, T]
-    ticks: np.ndarray  # int64 [3], time spent so far: products, attention, other steps
 
 
 def make_buffers(weights: Weights, slots: Slots, tokens: int) -> Buffers:
@@ -123,7 +121,6 @@ def make_buffers(weights: Weights, slots: Slots, tokens: int) -> Buffers:
         cos_sin=np.zeros((R, tokens, K // 2, 2), np.float32),
         length=np.zeros(R, np.int64),
         reach=np.zeros((R, tokens), np.int64),
-        ticks=np.zeros(3, np.int64),
     )
 
 
@@ -157,8 +154,6 @@ def run_layers(weights, slots, buffers, tokens, positions, ancestors):
                 buffers.x[r * T + t, d] = weights.embedding[tokens[r % len(tokens), t], d]
     prefix = slots.bias.shape[1]
     columns_of = ((H + 2 * G) * K, D, 2 * F, D)
-    ticks = buffers.ticks
-    before = read_ticks()
     for layer in range(len(weights.packed)):
         first = 0
         for stage in range(4):  # a loop, so that the product is compiled only once
@@ -167,11 +162,7 @@ def run_layers(weights, slots, buffers, tokens, positions, ancestors):
             if stage & 1 == 0:
                 norm_rows(x, weights.norms[2 * layer + (stage >> 1)], weights.eps, row, wide, scale)
             start, channels = weights.start[layer, first:], weights.scale[layer, first:]
-            now = read_ticks()
-            ticks[2] += now - before
             product(factors, M, weights.packed[layer, stage], start, -(-inputs // 4), sums, columns)
-            before = read_ticks()
-            ticks[0] += before - now
             first += columns
             if stage == 0:
                 k, v, k_scale, v_scale = slots.k[layer], slots.v[layer], slots.k_scale[layer], slots.v_scale[layer]
@@ -185,14 +176,10 @@ def run_layers(weights, slots, buffers, tokens, positions, ancestors):
                 )  # fmt: skip
                 for m in range(M):
                     scale[m] = quantize(buffers.attended[m], H * K, wide[m])
-                now = read_ticks()
-                ticks[1] += now - before
-                before = now
             elif stage == 2:
                 swiglu_rows(sums, columns, scale, channels, M, F, row, buffers.hidden)
             else:
                 add_rows(x, sums, columns, scale, channels)
-    ticks[2] += read_ticks() - before
 
 
 def run_output(weights, buffers, guidance, states, features, logits):
@@ -205,18 +192,17 @@ def run_output(weights, buffers, guidance, states, features, logits):
     """
     _run_output(
         weights.norms[-1], weights.eps, weights.output, weights.output_start, weights.output_scale, buffers.x, buffers.row,
-        buffers.scale, buffers.wide, buffers.sums, buffers.ticks, guidance, states, features, logits,
+        buffers.scale, buffers.wide, buffers.sums, guidance, states, features, logits,
     )  # fmt: skip
 
 
 @njit(**_COMPILED)
 def _run_output(
-    norm_weight, eps, matrix, start, channel_scale, x, row, scale, wide, sums, ticks, guidance, states, features, logits
+    norm_weight, eps, matrix, start, channel_scale, x, row, scale, wide, sums, guidance, states, features, logits
 ):  # fmt: skip
     """`run_output` with only the arrays that it needs, because each takes time to compile."""
     R, T, D = states.shape
     V, columns = logits.shape[2], len(start)
-    before = read_ticks()
     for r in range(R):
         for t in range(T):
             for d in range(D):
@@ -233,18 +219,13 @@ def _run_output(
                 scale[m] = quantize(row, D, wide[m])
             else:
                 scale[m] = quantize(features[r, t], D, wide[m])
-    now = read_ticks()
-    ticks[2] += now - before
     product(wide, rows * T, i64(matrix.ctypes.data), start, -(-D // 4), sums, columns)
-    before = read_ticks()
-    ticks[0] += before - now
     for r in range(rows):
         for t in range(T):
             m = r * T + t
             a, line = scale[m], sums[m * columns : m * columns + V]
             for v in range(V):
                 logits[r, t, v] = f32(line[v]) * a * channel_scale[v]
-    ticks[2] += read_ticks() - before
 
 
 @njit(**_COMPILED)

@@ -19,7 +19,6 @@ from numba import config, njit
 from vargen.kernels.cpu_attention import QUERIES, attend_slots
 from vargen.kernels.cpu_scale_steps import add_gained, gelu_rows, modulate, modulate_rows, write_scale_tokens
 from vargen.kernels.cpu_steps import OPTIONS, PANEL, f32, i64, pack_matrix, product, quantize
-from vargen.kernels.cpu_vector import read_ticks
 
 __all__ = ["Slots", "Weights", "make_buffers", "pack_matrix", "run_head", "run_layers"]
 # `vargen.kernels.cpu_code` sets the folder of compiled code before it imports this module.
@@ -68,7 +67,6 @@ class Buffers(NamedTuple):
     q_scale: np.ndarray  # float32 [1, H, T]
     hidden_slots: np.ndarray  # bool [1, 0, 0]: none
     length: np.ndarray  # int64 [1], zero
-    ticks: np.ndarray  # int64 [3], time spent so far: products, attention, other steps
 
 
 def _padded(columns: int) -> int:
@@ -98,7 +96,6 @@ def make_buffers(weights: Weights, slots: Slots, rows: int, tokens: int, output:
         q_scale=np.zeros((1, H, tokens), np.float32),
         hidden_slots=np.zeros((1, 0, 0), np.bool_),
         length=np.zeros(1, np.int64),
-        ticks=np.zeros(3, np.int64),
     )
 
 
@@ -113,9 +110,8 @@ def run_layers(weights, slots, buffers, x, modulation, reach, place):
     D, F, unit = weights.sizes
     R, T = reach.shape
     M, H = len(x), slots.k.shape[2]
-    scale, sums, row, ticks = buffers.scale, buffers.sums, buffers.row, buffers.ticks
+    scale, sums, row = buffers.scale, buffers.sums, buffers.row
     columns_of = (3 * D, D, F, D)
-    before = read_ticks()
     for layer in range(len(weights.packed)):
         first = i64(0)
         for stage in range(4):  # a loop, so that the product is compiled only once
@@ -125,11 +121,7 @@ def run_layers(weights, slots, buffers, x, modulation, reach, place):
                 half = stage >> 1
                 modulate_rows(x, modulation[layer, 2 + half], modulation[layer, 4 + half], T, row, buffers.wide, scale)
             start, channels, bias = weights.start[layer, first:], weights.scale[layer, first:], weights.bias[layer, first:]
-            now = read_ticks()
-            ticks[2] += now - before
             product(factors, M, weights.packed[layer, stage], start, -(-inputs // 4), sums, columns)
-            before = read_ticks()
-            ticks[0] += before - now
             first += columns
             if stage == 0:
                 for r in range(R):
@@ -147,18 +139,14 @@ def run_layers(weights, slots, buffers, x, modulation, reach, place):
                     )  # fmt: skip
                 for m in range(M):
                     scale[m] = quantize(buffers.attended[m], D, buffers.wide[m])
-                now = read_ticks()
-                ticks[1] += now - before
-                before = now
             elif stage == 2:
                 gelu_rows(sums, columns, scale, channels, bias, M, F, row, buffers.hidden)
             else:
                 add_gained(x, sums, columns, scale, channels, bias, modulation[layer, stage >> 1], T)
-    ticks[2] += read_ticks() - before
 
 
 @njit(**_COMPILED)
-def run_head(x, modulation, matrix, start, channel_scale, bias, guidance, row, scale, wide, sums, ticks, features, logits):
+def run_head(x, modulation, matrix, start, channel_scale, bias, guidance, row, scale, wide, sums, features, logits):
     """Run the final norm, guidance and the output layer over the last n tokens of each row.
 
     Args:
@@ -166,13 +154,12 @@ def run_head(x, modulation, matrix, start, channel_scale, bias, guidance, row, s
         modulation: float32 `[2, R, D]`.
         matrix, start, channel_scale, bias: of the output layer, packed.
         guidance: float32 `[n]`, strengths g of c + g (c - u), between the first and the last B rows; `[0]` without.
-        row, scale, wide, sums, ticks: of `Buffers`.
+        row, scale, wide, sums: of `Buffers`.
         features: float32 `[R, n, D]`, written; under guidance, the first B rows are guided.
         logits: float32 `[B, n, V]`, written; all R rows without guidance.
     """
     R, n, D = features.shape
     skip, B, V, columns = x.shape[1] - n, len(logits), logits.shape[2], len(start)
-    before = read_ticks()
     for r in range(R):
         for t in range(n):
             modulate(x[r, skip + t], modulation[0, r], modulation[1, r], features[r, t])
@@ -183,15 +170,10 @@ def run_head(x, modulation, matrix, start, channel_scale, bias, guidance, row, s
                     conditional = features[r, t, d]
                     features[r, t, d] = conditional + (conditional - features[B + r, t, d]) * guidance[t]
             scale[r * n + t] = quantize(features[r, t], D, wide[r * n + t])
-    now = read_ticks()
-    ticks[2] += now - before
     product(wide, B * n, i64(matrix.ctypes.data), start, -(-D // 4), sums, columns)
-    before = read_ticks()
-    ticks[0] += before - now
     for r in range(B):
         for t in range(n):
             m = r * n + t
             a, line = scale[m], sums[m * columns : m * columns + V]
             for v in range(V):
                 logits[r, t, v] = f32(line[v]) * a * channel_scale[v] + bias[v]
-    ticks[2] += read_ticks() - before

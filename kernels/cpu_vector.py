@@ -142,14 +142,3 @@ def bits_of_float(context, number):
         return builder.bitcast(arguments[0], _I32)
 
     return types.int32(types.float32), generate
-
-
-@intrinsic
-def read_ticks(context):
-    """The processor's time stamp, int64, in ticks of a fixed length."""
-
-    def generate(context, builder, signature, arguments):
-        function = ir.FunctionType(_I64, ())
-        return builder.call(cgutils.get_or_insert_function(builder.module, function, "llvm.readcyclecounter"), [])
-
-    return types.int64(), generate

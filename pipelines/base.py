@@ -403,9 +403,3 @@ class VisualPipeline(OffloadedPipeline, DiffusionPipeline):
     def _interrupt(self, value: bool) -> None:
         for call in self._calls.current():
             call.interrupted = value
-
-    def _compiled_transformer(self) -> Any:
-        """Return the transformer wrapped in `torch.compile`; later calls reuse the wrapper."""
-        if self._compiled is None or self._compiled._orig_mod is not self.transformer:
-            self._compiled = torch.compile(self.transformer, dynamic=False)
-        return self._compiled

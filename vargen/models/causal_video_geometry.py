@@ -52,18 +52,9 @@ class VideoGeometry:
         return self.rows * self.columns
 
     @property
-    def block_tokens(self) -> int:
-        """Number of tokens of a block."""
-        return self.frame_tokens * self.block_frames
-
-    @property
     def pixel_size(self) -> tuple[int, int]:
         """Rows and columns of a pixel frame."""
         return self.height * self.spatial_stride, self.width * self.spatial_stride
-
-    def latent_shape(self, batch: int, frames: int | None = None) -> tuple[int, int, int, int, int]:
-        """Return the shape `[B, F, C, Y, X]` of latents, by default of a block."""
-        return batch, self.block_frames if frames is None else frames, self.channels, self.height, self.width
 
     def pixel_frames(self, start: int, frames: int) -> int:
         """Return the number of pixel frames of `frames` latent frames from `start` on."""

@@ -143,7 +143,7 @@ def run_pass(
     )
     cache.compiled.run_head(
         x.numpy(), as_array(modulation.head[:, :, 0]), *head, strength, buffers.row, buffers.scale, buffers.wide, buffers.sums,
-        buffers.ticks, features.numpy(), logits.numpy(),
+        features.numpy(), logits.numpy(),
     )  # fmt: skip
     return logits, features[:rows]
 

@@ -105,7 +105,6 @@ class BlockGenerator:
 
     Attributes:
         passes: number of passes so far, including cache updates.
-        blocks_fed: number of blocks fed by them, which determines their cost on a busy machine.
         estimates: the clean estimate `[1, F, C, Y, X]` after each step of the latest block. noisy: the input of its last step.
     """
 
@@ -113,7 +112,7 @@ class BlockGenerator:
         self.model, self.context, self.on_pass = model, context, on_pass
         self.estimates: list[Tensor] = []
         self.noisy: Tensor | None = None
-        self.passes = self.blocks_fed = 0
+        self.passes = 0
 
     def add_finished(self, latents: Tensor, last: bool = False) -> None:
         """Add a finished block `[1, F, C, Y, X]`. If `last`, the video ends with it, and no pass is run for it."""
@@ -170,6 +169,5 @@ class BlockGenerator:
     def _forward(self, clean: list[Tensor], noisy: Tensor | None = None, level: float = 0.0) -> Tensor | None:
         estimate = self.model.forward(self.context.state, clean, noisy, level)
         self.passes += 1
-        self.blocks_fed += len(clean) + (noisy is not None)
         self.on_pass()
         return estimate

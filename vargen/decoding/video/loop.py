@@ -128,7 +128,7 @@ class BlockStream(Iterator[VideoBlock]):
 
     def _make_block(self) -> VideoBlock:
         self._clock = Clock(self.request.model.device, self.request.profile)
-        passes, blocks_fed = self._count_passes(), self._count_blocks_fed()
+        passes = self._count_passes()
         if self.target is None:
             self._start()
         record = BlockRecord(self._number, self.stats.seed)
@@ -137,7 +137,6 @@ class BlockStream(Iterator[VideoBlock]):
         record.seconds = self._clock.read() - self._clock.started
         record.seconds_by_part = {name: seconds for name, seconds in self._clock.parts.items() if seconds > 0}
         record.passes = {name: count - passes.get(name, 0) for name, count in self._count_passes().items()}
-        record.blocks_fed = {name: count - blocks_fed.get(name, 0) for name, count in self._count_blocks_fed().items()}
         self._decisions.observe(record)
         self.stats.blocks.append(record)
         self.stats.seconds += record.seconds
@@ -222,9 +221,6 @@ class BlockStream(Iterator[VideoBlock]):
 
     def _count_passes(self) -> dict[str, int]:
         return {name: generator.passes for name, generator in self._generators().items()}
-
-    def _count_blocks_fed(self) -> dict[str, int]:
-        return {name: generator.blocks_fed for name, generator in self._generators().items()}
 
     def _after_pass(self) -> None:
         with normal_tensors():

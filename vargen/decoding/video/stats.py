@@ -25,7 +25,6 @@ class BlockRecord:
         scores: by frame.
         tau: the threshold it was compared with; None if there was none.
         passes: by model, `target` and `draft`, including cache updates.
-        blocks_fed: number of blocks fed by these passes, by model.
         seconds: of the block.
         seconds_by_part: draft, decode, score, target, commit; on CUDA only when profiled.
         failure: why a draft was rejected without verification: an error of the scorer or the drafter.
@@ -39,7 +38,6 @@ class BlockRecord:
     scores: list[float] = field(default_factory=list)
     tau: float | None = None
     passes: dict[str, int] = field(default_factory=dict)
-    blocks_fed: dict[str, int] = field(default_factory=dict)
     seconds: float = 0.0
     seconds_by_part: dict[str, float] = field(default_factory=dict)
     failure: str | None = None
