@@ -102,12 +102,6 @@ def test_hidden_files_thumbnails_and_empty_files_are_skipped_with_a_warning(
         list_images(tmp_path / "hidden")
 
 
-def read_upload(file: Path) -> Any:
-    from vargen.demo.sources import _open
-
-    return _open(str(file), "The image")
-
-
 def open_lazily(file: Path) -> Image.Image:
     return Image.open(file, formats=["PNG"])
 
@@ -115,7 +109,6 @@ def open_lazily(file: Path) -> Image.Image:
 READERS: dict[str, Callable[[Path], Any]] = {
     "read_image": read_image,
     "read_source": lambda file: read_source(file, "image"),
-    "page": read_upload,
     "features": lambda file: to_uint8_array(open_lazily(file)),
     "scorers": lambda file: to_tensor([open_lazily(file)])[0].permute(1, 2, 0) * 255,
     "scorers of PIL": lambda file: to_pil([open_lazily(file)])[0],
