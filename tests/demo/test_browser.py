@@ -13,10 +13,10 @@ import pytest
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
+from vargen.demo.history import MAX_IMAGES_KEPT
 from vargen.demo.image_service import ImageService
 from vargen.demo.jobs import Job
 from vargen.demo.request import MAX_PROMPT, PageRequest
-from vargen.demo.visits import MAX_IMAGES_KEPT
 
 Open = Callable[[], Any]
 FIELD = "#prompt textarea, #prompt input"

@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+import gradio as gr
 import pytest
 from PIL import Image
 from rejects import rejects
 
+from vargen.demo.history import MAX_IMAGES_KEPT, History, PastImage
 from vargen.demo.image_service import ImageService
 from vargen.demo.links import link_to, request_of_link
 from vargen.demo.request import PageRequest
-from vargen.demo.visits import MAX_IMAGES_KEPT, PastImage, VisitStore
 from vargen.image_metadata import read_parameters
 
 FIELD = "#prompt textarea, #prompt input"
@@ -42,18 +43,11 @@ def test_a_link_out_of_range_gets_a_message() -> None:
         rejects(lambda query=query: request_of_link({"prompt": "a", **query}, DEFAULTS), message)
 
 
-def test_a_visit_keeps_its_latest_images(tmp_path: Path) -> None:
-    store = VisitStore()
-    visit = store.open("made up")
-    assert store.open(visit) == visit != "made up"
-    images = [PastImage(str(tmp_path / f"{k}.png"), PageRequest("a", seed=k), 1, 0.1) for k in range(MAX_IMAGES_KEPT + 9)]
-    for image in images:
-        Path(image.file).touch()
-    store.add(visit, images)
-    kept = store.images(visit)
-    assert kept == images[: -MAX_IMAGES_KEPT - 1 : -1] and store.images("made up") == []
-    Path(kept[0].file).unlink()
-    assert store.images(visit) == kept[1:]
+def test_a_visit_keeps_its_latest_images() -> None:
+    images = [PastImage(f"{k}.png", PageRequest("a", seed=k), 1, 0.1) for k in range(MAX_IMAGES_KEPT + 9)]
+    history = History(gr.State([]), gr.Gallery())
+    held, shown = history.add(images[:-1], images[-1:])
+    assert held == [images[-1], *images[: MAX_IMAGES_KEPT - 1]] and len(shown.value) == MAX_IMAGES_KEPT
 
 
 def stage_pixels(browser: Any) -> bytes:
@@ -90,7 +84,6 @@ def generate(browser: Any, prompt: str) -> None:
 
 
 def test_a_link_generates_its_image_and_reload_and_back_keep_everything(browser: Any, address: str) -> None:
-    browser.script("localStorage.clear()")  # a visitor of whom nothing is known
     browser.open(f"{address}?prompt=a+green+frog&seed=77&method=ar")
     browser.says("#note", "seed 77")
     assert browser.attribute("#stage img", "alt") == "a green frog" and browser.value(FIELD) == "a green frog"
@@ -103,7 +96,6 @@ def test_a_link_generates_its_image_and_reload_and_back_keep_everything(browser:
     browser.until(lambda: browser.attribute("#stage img", "alt") == "a blue whale")
     browser.says("#note", "Generated in")
     assert stage_pixels(browser) == second and browser.value(FIELD) == "a blue whale"
-    browser.until(lambda: browser.count("#gallery img") >= 2)
     generate(browser, "a red bird")
     browser.until(lambda: "red+bird" in browser.script("return location.search"))
     browser.driver.back()

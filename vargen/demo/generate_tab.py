@@ -11,13 +11,12 @@ import gradio as gr
 
 from vargen.demo import rendering
 from vargen.demo.command_lines import command_line
-from vargen.demo.history import History
+from vargen.demo.history import History, PastImage
 from vargen.demo.image_service import ImageService
 from vargen.demo.inputs import Inputs, fill_inputs, filled_inputs, make_request
 from vargen.demo.jobs import INSTANT_EVENT, POLL_SECONDS, Job, JobControls, JobRegistry, JobResult, Ticket, connect_job
 from vargen.demo.links import link_to
 from vargen.demo.request import PageRequest
-from vargen.demo.visits import PastImage
 
 _MORE_IMAGES = 4  # of "more like this"
 _IDLE = "Press Enter, type another prompt, or click an example below."
@@ -128,7 +127,7 @@ def connect_generate_tab(
         return link_to(request, service.defaults)
 
     def run(ticket: Ticket, *values: Any) -> Iterator[list[Any]]:
-        *given, visit = values
+        *given, held = values
         request = read_request(given)
         job = service.start(request, stop=ticket.stop)
         kept = [gr.skip() for _ in history.outputs]
@@ -143,14 +142,12 @@ def connect_generate_tab(
             yield [rendering.status_line(f"Stopped after {job.tokens} of {job.total} tokens."), stage, details, *rest, *kept]
             return
         past = past_images(service, result, len(job.counts))
-        history.store.add(visit, past)
         steps = describe_steps(len(job.counts), service.pipe.num_baseline_passes)
         news = f"Generated in {result.seconds:.1f} s: {steps}, seed {request.seed}."
         details = _render_details(job.counts, service, service.total, result.seconds, len(past))
-        yield [rendering.status_line(news), *view.show(service, past, request, details), *history.update(visit)]
+        yield [rendering.status_line(news), *view.show(service, past, request, details), *history.add(held, past)]
 
-    def show_again(visit: str, selected: gr.SelectData) -> list[Any]:
-        listed = history.store.images(visit)
+    def show_again(listed: list[PastImage], selected: gr.SelectData) -> list[Any]:
         if not isinstance(selected.index, int) or not 0 <= selected.index < len(listed):
             return [gr.skip() for _ in [view.note, *view.outputs]]
         image = listed[selected.index]
@@ -159,9 +156,9 @@ def connect_generate_tab(
         return [rendering.status_line(news), *view.show(service, [image], image.request)]
 
     inputs = [*shared.sampling, shared.methods.choice, shared.count, shared.best]
-    controls = JobControls(view.note, inputs, [*view.outputs, *history.outputs], [history.visit])
+    controls = JobControls(view.note, inputs, [*view.outputs, *history.outputs], [history.images])
     connect_job(registry, shared.subject, "image", controls, check, run, queue_options)
-    again = history.gallery.select(show_again, history.visit, [view.note, *view.outputs], **INSTANT_EVENT)
+    again = history.gallery.select(show_again, history.images, [view.note, *view.outputs], **INSTANT_EVENT)
     again.success(None, None, None, js="() => { window.vargen.showResult(); }", api_visibility="private")
 
 

@@ -1,44 +1,57 @@
-"""The images of this visit: shown again at a click, kept over a reload."""
+"""The images of this visit, newest first: shown again at a click, until the page is left."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import gradio as gr
 
-from vargen.demo.visits import VisitStore
+from vargen.demo.request import PageRequest
+
+MAX_IMAGES_KEPT = 24  # of a visitor
+
+
+@dataclass(frozen=True)
+class PastImage:
+    """One image of a visitor.
+
+    Attributes:
+        file: the PNG. request: that generates this image alone. passes: of its generation.
+        seconds: of its generation, with the images beside it. score: empty without a scorer.
+    """
+
+    file: str
+    request: PageRequest
+    passes: int
+    seconds: float
+    score: str = ""
 
 
 @dataclass(frozen=True)
 class History:
-    """The strip of a visitor's images.
+    """The strip of a visitor's images, and the `PastImage` of each."""
 
-    Attributes:
-        visit: the id of the visit, which the browser keeps.
-    """
-
-    store: VisitStore
-    visit: gr.BrowserState
+    images: gr.State
     gallery: gr.Gallery
 
     @property
     def outputs(self) -> list[Any]:
-        """What `update` returns updates of."""
-        return [self.gallery]
+        """What `add` returns updates of."""
+        return [self.images, self.gallery]
 
-    def update(self, visit: object) -> list[Any]:
-        """Return the updates that show the images of a visit."""
-        images = self.store.images(visit)
-        return [gr.Gallery([each.file for each in images], selected_index=None)]
+    def add(self, held: Sequence[PastImage], images: Sequence[PastImage]) -> list[Any]:
+        """Return the updates that put new images first; the oldest ones go."""
+        kept = [*reversed(images), *held][:MAX_IMAGES_KEPT]
+        return [kept, gr.Gallery([each.file for each in kept], selected_index=None)]
 
 
-def build_history(store: VisitStore) -> History:
+def build_history() -> History:
     """Lay out the strip, which the style sheet hides while it is empty."""
-    visit = gr.BrowserState("", storage_key="vargen-visit")
     with gr.Column(elem_id="history"):
         gallery = gr.Gallery(
             label="Images of this visit", show_label=True, columns=8, fit_columns=False, height="auto", format="png",
             interactive=False, allow_preview=False, object_fit="contain", buttons=[], elem_id="gallery",
         )  # fmt: skip
-    return History(store, visit, gallery)
+    return History(gr.State([]), gallery)

@@ -25,7 +25,7 @@
       find(`button[role=tab][data-tab-id=${mode}]`)?.click();
       if (mode !== "live") setTimeout(() => find(`.vg-start.vg-go-${mode}`)?.click(), 80);
     },
-    // Start a link's job once its values have reached the page, and with them the id of the visit; after five seconds in any case.
+    // Start a link's job once its values have reached the page; after five seconds in any case.
     startLinked(mode, tries = 100) {
       if (tries && !find("#linked i")) setTimeout(() => vargen.startLinked(mode, tries - 1), 50);
       else vargen.start(mode);

@@ -14,7 +14,7 @@ from vargen.demo import first_sight
 from vargen.demo.api import add_api_endpoints
 from vargen.demo.drop_box import build_drop_box
 from vargen.demo.generate_tab import build_generate_tab, connect_generate_tab
-from vargen.demo.history import History, build_history
+from vargen.demo.history import build_history
 from vargen.demo.image_service import ImageService
 from vargen.demo.inputs import (
     ANY_STYLE,
@@ -39,7 +39,6 @@ from vargen.demo.race_tab import build_race_tab, connect_comparison
 from vargen.demo.rendering import text
 from vargen.demo.video_service import VideoService
 from vargen.demo.video_tab import EXAMPLE, build_video_tab
-from vargen.demo.visits import VisitStore
 
 _MAX_QUEUE = 32
 _START_LINKED = "(mode) => { if (mode) window.vargen.startLinked(mode); }"
@@ -89,12 +88,12 @@ def build_page(
             with tabs["live"]:
                 build_live_tab(live, registry, shared.subject, (others, tabs["live"]), private)
             connect_script(page)
-        history = build_history(VisitStore())
+        history = build_history()
         connect_generate_tab(service, registry, shared, view, history, private)
         if opening:
             _build_wall(tuple(modes), shared.subject)
         build_drop_box(service, shared, view, private)
-        _connect_link(page, service, shared, modes, history, racers)
+        _connect_link(page, service, shared, modes, racers)
         add_api_endpoints(service, queue_options)
     return page
 
@@ -134,18 +133,14 @@ def _build_wall(modes: tuple[str, ...], subject: Subject) -> None:
     choose.click(None, None, outputs, js="() => window.vargen.takeChosen()", api_visibility="private")
 
 
-def _connect_link(
-    page: gr.Blocks, service: ImageService, shared: Inputs, modes: Sequence[str], history: History, racers: MethodList
-) -> None:
-    """Have a loaded page show the images of its visitor, and generate what its address says."""
+def _connect_link(page: gr.Blocks, service: ImageService, shared: Inputs, modes: Sequence[str], racers: MethodList) -> None:
+    """Have a loaded page generate what its address says."""
     mode = gr.Textbox(visible=False)
     arrived = gr.HTML(elem_id="linked")  # page.js waits for it: the other values are there, too, then
 
-    def read_link(visit: object, request: gr.Request) -> dict[Any, Any]:
+    def read_link(request: gr.Request) -> dict[Any, Any]:
         query = dict(request.query_params)
         wanted = query.get("mode", "image")
-        opened = history.store.open(visit)
-        shown = dict(zip([history.visit, *history.outputs], [opened, *history.update(opened)], strict=True))
         methods = query.pop("method", service.default_method).split(",")
         try:
             if wanted not in modes:
@@ -157,15 +152,15 @@ def _connect_link(
             gr.Warning(text(error))
             found = None
         if found is None:
-            return {**shown, mode: "", arrived: ""}
+            return {mode: "", arrived: ""}
         filled = fill_inputs(shared, found) if wanted == "image" else fill_subject(shared.subject, found)
         if wanted == "video":  # has no chips of styles
             filled |= {shared.subject.prompt: found.prompt, shared.subject.style: ANY_STYLE}
         filled |= racers.select(*methods) if wanted == "race" and len(methods) > 1 else {}
-        return {**shown, **filled, mode: wanted, arrived: "<i></i>"}
+        return {**filled, mode: wanted, arrived: "<i></i>"}
 
-    outputs = [history.visit, *history.outputs, mode, arrived, *filled_inputs(shared), racers.choice]
-    loaded = page.load(read_link, history.visit, outputs, **QUEUED_EVENT)
+    outputs = [mode, arrived, *filled_inputs(shared), racers.choice]
+    loaded = page.load(read_link, None, outputs, **QUEUED_EVENT)
     loaded.success(None, mode, None, js=_START_LINKED, api_visibility="private")
     _submit_prompt(shared.subject)
 

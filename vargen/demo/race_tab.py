@@ -9,6 +9,7 @@ import gradio as gr
 import torch
 
 from vargen.demo import rendering
+from vargen.demo.history import PastImage
 from vargen.demo.image_service import ImageService
 from vargen.demo.inputs import Inputs, fill_inputs, filled_inputs, make_request
 from vargen.demo.jobs import (
@@ -26,7 +27,6 @@ from vargen.demo.links import link_to
 from vargen.demo.method_lists import MethodList, build_method_list
 from vargen.demo.rendering import ResultCard
 from vargen.demo.request import MAX_RACERS, PageRequest
-from vargen.demo.visits import PastImage
 
 # Selected first, as far as the model runs them: the baseline, a method with the same image, and a relaxed one.
 _DEFAULT_RACERS = ("ar", "gumbel", "gsd", "plain", "code")
