@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import lru_cache
 from importlib.util import find_spec
 
@@ -75,20 +73,6 @@ def uses_triton(tensor: Tensor) -> bool:
 def supports_rows(rows: Tensor) -> bool:
     """Whether Triton kernels support rows `[..., V]` of probabilities or logits, which a program must hold in registers."""
     return uses_triton(rows) and rows.shape[-1] <= MAX_VOCAB and rows.dtype != torch.float64
-
-
-@contextmanager
-def force_reference() -> Iterator[None]:
-    """Run torch in the block regardless of VARGEN_KERNELS. Changes the environment of the process, so not thread-safe."""
-    before = os.environ.get(KERNELS_ENV)
-    os.environ[KERNELS_ENV] = "reference"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[KERNELS_ENV]
-        else:
-            os.environ[KERNELS_ENV] = before
 
 
 @lru_cache

@@ -118,9 +118,6 @@ def encode_prompt(
         prompt: one prompt or several.
         clean: clean the prompts first; see `clean_prompt` of `__call__`.
         max_sequence_length: P. Default: the transformer's maximum; required if the pipeline has no transformer.
-
-    Raises:
-        ValueError, TypeError: for invalid prompts, or if the text encoder or P is missing.
     """
     prompts = validation.validate_prompts(prompt)
     if pipe.text_encoder is None or pipe.tokenizer is None:

@@ -78,11 +78,7 @@ _state = _Threads()
 
 
 def set_threads(count: int | None) -> None:
-    """Fix the number of CPU threads that torch uses; None returns to autotuning.
-
-    Raises:
-        ValueError: `count` is below 1 or above the machine's cores. More are never faster, and very many crash the process.
-    """
+    """Fix the number of CPU threads that torch uses; None returns to autotuning."""
     maximum = os.cpu_count() or 1
     if count is None:
         return
@@ -134,11 +130,7 @@ def limit_threads(count: int) -> Iterator[None]:
 
 
 def select_device(name: str | torch.device) -> torch.device:
-    """Return the device to run on; `"auto"` selects a GPU if there is one.
-
-    Raises:
-        ValueError: `name` is not a device, or is a GPU that torch does not see.
-    """
+    """Return the device to run on; `"auto"` selects a GPU if there is one."""
     import torch
 
     gpus = torch.cuda.device_count()

@@ -64,11 +64,7 @@ def pixels_digest(image: Image.Image) -> str:
 
 
 def read_parameters(source: str | Path | BinaryIO) -> dict[str, Any]:
-    """Read the parameters in a PNG, a path or an open file, without decoding pixels.
-
-    Raises:
-        ValueError: if it is not a PNG, or has no parameters, with a message for users.
-    """
+    """Read the parameters in a PNG, a path or an open file, without decoding pixels."""
     try:
         with open_regular(source) if isinstance(source, str | Path) else nullcontext(source) as file:
             validate_png_chunks(file)

@@ -55,11 +55,7 @@ def import_object(spec: str, what: str) -> Any:
 
 
 def import_user_object(spec: str, what: str) -> Any:
-    """Import an object that will be called; as `import_object`, but rejects Python's own modules, such as `os:system`.
-
-    Raises:
-        ValueError: for a module of Python itself; see also `import_object`.
-    """
+    """Import an object that will be called; as `import_object`, but rejects Python's own modules, such as `os:system`."""
     if spec.split(":")[0].split(".")[0] in sys.stdlib_module_names:
         raise ValueError(f"{what} {short_repr(spec)} must be in your own module, and this one is part of Python")
     return import_object(spec, what)

@@ -159,9 +159,6 @@ def load_pickle_safely(
     Args:
         classes: further classes that it may contain. mmap: memory-map a file of the current format instead of reading it.
         if_damaged, if_foreign: advice for the error message in each case.
-
-    Raises:
-        ValueError: the file is damaged, or would execute code if it were fully unpickled.
     """
     try:
         with torch.serialization.safe_globals(list(classes)):

@@ -16,7 +16,6 @@ pytest.importorskip("gradio")
 
 from vargen.decoding import list_methods
 from vargen.demo import rendering
-from vargen.demo.command_lines import command_line
 from vargen.demo.image_service import ImageService
 from vargen.demo.jobs import JobRegistry
 from vargen.demo.request import PageRequest
@@ -87,11 +86,6 @@ def test_what_the_model_cannot_do_is_reported(service: ImageService) -> None:
     assert "cannot read" in (both := service.prompt_warnings("собака " * 40) or "") and "was cut after" in both
 
 
-def test_the_command_line_generates_the_same(service: ImageService) -> None:
-    line = command_line(service, PageRequest("it's $HOME", "ar", 4))
-    assert line.startswith("vargen generate 'it'\"'\"'s $HOME' --seed 4 --accelerator ar")
-
-
 def test_a_ticket_stops_what_waits_and_what_runs() -> None:
     runs = JobRegistry()
     waits, works = runs.enqueue("one"), runs.enqueue("two")
@@ -155,7 +149,6 @@ def test_the_best_candidate_is_kept_and_can_be_generated_again_alone(scoring: Im
         saved = read_parameters(scoring.save(generated)[number])
         assert saved["seed"] == reported["seed"] and saved["score"] == reported["score"] and "best_of" not in saved
     assert rendering.score_caption(generated.records[0]).count(",") == 3, "its own score, and three others"
-    assert "--best-of 4" in command_line(scoring, generated.request)
 
 
 def test_candidates_need_a_scorer(service: ImageService) -> None:

@@ -121,8 +121,6 @@ def test_a_past_image_is_shown_with_all_that_belongs_to_it(browser: Any, downloa
     assert stage_pixels(browser) == first and browser.script("return document.querySelector('#stage img').width") == width
     assert read_parameters(download("#download"))["prompt"] == "a green frog"
     assert "green+frog" in browser.attribute("#stage [data-link]", "data-link")
-    browser.unfold("#command-line")
-    browser.says("#command", "a green frog")
     assert browser.value(FIELD) == "a blue whale"
     browser.click("#reuse")
     browser.until(lambda: browser.value(FIELD) == "a green frog")

@@ -51,12 +51,7 @@ class GenerationRecords:
 
 
 def generate_image_files(options: GenerateOptions, own: ImageOptions) -> None:
-    """Generate an image for each prompt or class and seed; print the name of each file.
-
-    Raises:
-        ValueError: for a request that the model does not support, before any weight is read.
-        typer.Exit: with code 1 if an image or another output could not be written.
-    """
+    """Generate an image for each prompt or class and seed; print the name of each file."""
     device = require_device(options.device)
     requested = options.jobs()
     kind = "class " if own.by_class else ""

@@ -29,10 +29,6 @@ def generate_videos(options: GenerateOptions, image: Path | None, video: dict[st
 
     Args:
         image: to start from. video: options that only video has.
-
-    Raises:
-        ValueError: for a request that the model does not support, before any weight is read.
-        typer.Exit: with code 1 if a video could not be written.
     """
     import torch
 

@@ -48,7 +48,7 @@ from vargen.decoding.video.policies import SingleModel, Stride, Threshold
 from vargen.decoding.video.protocols import BlockModel
 from vargen.decoding.video.request import VideoBlock
 from vargen.decoding.video.routing import DraftView, LearnedRouting
-from vargen.decoding.video.scoring import BlockDecoder, BlockView, min_score
+from vargen.decoding.video.scoring import BlockDecoder, BlockView
 from vargen.decoding.video.stats import BlockRecord, VideoStats
 
 __all__ = [
@@ -119,7 +119,6 @@ __all__ = [
     "decode_video",
     "k_seq",
     "list_methods",
-    "min_score",
     "recursive_rejection",
     "resolve_method",
     "shared_noise",

@@ -18,7 +18,7 @@ from vargen.values import resolve_name, short_repr, suggest_names
 
 # Parts that a setting can select by name, keyed by the field that holds them.
 _NAMED: dict[str, Mapping[str, Any]] = {"acceptance": RULES}
-_NO_SETTINGS = ("name", "stages", "summary", "source", "experimental", "policy", "aggregate")
+_NO_SETTINGS = ("name", "stages", "summary", "source", "experimental", "policy")
 _WORDS: Mapping[str, Any] = {"none": None, "true": True, "false": False}
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import gradio as gr
 
 from vargen.demo import rendering
-from vargen.demo.command_lines import command_line
 from vargen.demo.history import History, PastImage
 from vargen.demo.image_service import ImageService
 from vargen.demo.inputs import Inputs, fill_inputs, filled_inputs, make_request
@@ -35,7 +34,6 @@ class ImageView:
     stage: gr.HTML
     details: gr.HTML
     download: gr.DownloadButton
-    command: gr.Code
     same: gr.HTML
     compare: gr.Button
     shown: gr.State
@@ -43,13 +41,13 @@ class ImageView:
     @property
     def outputs(self) -> list[Any]:
         """What `show` and `clear` return updates of."""
-        return [self.stage, self.details, self.download, self.command, self.shown, self.same, self.compare]
+        return [self.stage, self.details, self.download, self.shown, self.same, self.compare]
 
     def clear(self, service: ImageService) -> list[Any]:
         """Return the updates of a view whose image is not there yet."""
         stage = rendering.image_grid([None], "an empty frame")
         download = gr.DownloadButton(value=None, interactive=False)
-        return [stage, _render_details([], service, 0, 0.0), download, "", [], gr.skip(), gr.skip()]
+        return [stage, _render_details([], service, 0, 0.0), download, [], gr.skip(), gr.skip()]
 
     def show(
         self, service: ImageService, images: Sequence[PastImage], request: PageRequest, details: str | None = None
@@ -61,9 +59,8 @@ class ImageView:
         stage = rendering.image_grid(opened, request.prompt, captions, link_to(request, service.defaults))
         label = "Save the first image" if several else "Save image"
         download = gr.DownloadButton(label, value=images[0].file, interactive=True)
-        command = command_line(service, request)
         slow_way = _describe_slow_way(service, request.method, len(images))
-        return [stage, details or "", download, command, list(images), *slow_way]
+        return [stage, details or "", download, list(images), *slow_way]
 
 
 def build_generate_tab(service: ImageService, shared: Inputs) -> ImageView:
@@ -83,9 +80,7 @@ def build_generate_tab(service: ImageService, shared: Inputs) -> ImageView:
                 reuse = gr.Button("Reuse settings", size="sm", elem_id="reuse", min_width=0)
         with gr.Column(min_width=240, elem_id="result-details"):
             details = gr.HTML(elem_id="details")
-    with gr.Accordion("Command line for the same images", open=False, elem_id="command-line"):
-        command = gr.Code(language="shell", interactive=False, show_label=False, wrap_lines=True, elem_id="command")
-    view = ImageView(note, stage, details, download, command, same, compare, gr.State([], time_to_live=3600))
+    view = ImageView(note, stage, details, download, same, compare, gr.State([], time_to_live=3600))
     copy.click(None, js=_COPY, api_visibility="private")
 
     def take_over(shown: list[PastImage]) -> dict[Any, Any]:

@@ -167,7 +167,7 @@ def _build_image_options(service: ImageService) -> tuple[MethodList, gr.Dropdown
                 value=1, label="Candidates", min_width=130, elem_id="best", visible=service.scorer is not None,
             )  # fmt: skip
         methods = build_method_list(
-            gr.Radio, service.available, service.default_method, "more-methods", "Method", elem_id="method",
+            gr.Radio, service.available, service.default_method, "Method", elem_id="method",
             elem_classes="methods",
         )  # fmt: skip
         unavailable = [

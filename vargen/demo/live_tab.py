@@ -40,7 +40,7 @@ def build_live_tab(
     editor = build_live_editor(service)
     with gr.Accordion(f"Method of the model {service.name}", open=False):
         methods = build_method_list(
-            gr.Radio, service.available, service.default_method, "more-live-methods", "Method", elem_id="live-method",
+            gr.Radio, service.available, service.default_method, "Method", elem_id="live-method",
             elem_classes="methods",
         )  # fmt: skip
     another_seed = shared.buttons["live"].start

@@ -30,7 +30,6 @@ from vargen.demo.request import MAX_RACERS, PageRequest
 
 # Selected first, as far as the model runs them: the baseline, a method with the same image, and a relaxed one.
 _DEFAULT_RACERS = ("ar", "gumbel", "gsd", "plain", "code")
-IN_TURN, TOGETHER = "in turn", "together"
 
 
 def build_race_tab(service: ImageService, registry: JobRegistry, shared: Inputs, queue_options: dict[str, Any]) -> MethodList:
@@ -42,17 +41,11 @@ def build_race_tab(service: ImageService, registry: JobRegistry, shared: Inputs,
     slider = gr.ImageSlider(label="Slide to compare", type="filepath", interactive=False, buttons=[], elem_id="slider")
     racers = build_method_list(
         gr.CheckboxGroup, service.available, [name for name in _DEFAULT_RACERS if name in names] or names[:2],
-        "more-racers", f"Methods, two to {MAX_RACERS}", elem_id="racers", elem_classes="methods",
+        f"Methods, two to {MAX_RACERS}", elem_id="racers", elem_classes="methods",
     )  # fmt: skip
-    order = gr.Radio(
-        [("In turn: each has the machine to itself", IN_TURN), ("Together: they share the machine", TOGETHER)],
-        value=IN_TURN,
-        label="Start",
-        elem_id="order",
-    )
 
     def validate_racers(*values: Any) -> list[PageRequest]:
-        *own, selected, _ = values
+        *own, selected = values
         if not 2 <= len(selected) <= MAX_RACERS:
             raise ValueError(f"Choose two to {MAX_RACERS} methods to race; {len(selected)} are chosen.")
         return [make_request(service, own, name) for name in sorted(selected, key=names.index)]
@@ -62,18 +55,16 @@ def build_race_tab(service: ImageService, registry: JobRegistry, shared: Inputs,
         return link_to(requests[0], service.defaults, "race", method=",".join(each.method for each in requests))
 
     def run(ticket: Ticket, *values: Any) -> Iterator[list[Any]]:
-        requests, together = validate_racers(*values), values[-1] == TOGETHER
-        news = f"Racing {len(requests)} methods on “{requests[0].prompt}”, {TOGETHER if together else IN_TURN} …"
+        requests = validate_racers(*values)
+        news = f"Racing {len(requests)} methods on “{requests[0].prompt}”, one after the other …"
         yield [rendering.status_line(news), render_track(service, requests, []), None]
         jobs: list[Job] = []
         for request in requests:
             jobs.append(service.start(request, stop=ticket.stop))
-            while not together and not jobs[-1].done.wait(POLL_SECONDS):
+            while not jobs[-1].done.wait(POLL_SECONDS):
                 yield [gr.skip(), render_track(service, requests, jobs), gr.skip()]
             if ticket.stop.is_set():
                 break
-        while not all(job.done.wait(POLL_SECONDS) for job in jobs):
-            yield [gr.skip(), render_track(service, requests, jobs), gr.skip()]
         results = [job.result() for job in jobs]
         news = verdict(results, ticket.stop.is_set(), service.baseline)
         track_now = render_track(service, requests, jobs)
@@ -86,7 +77,7 @@ def build_race_tab(service: ImageService, registry: JobRegistry, shared: Inputs,
         pair = gr.ImageSlider((first, last), label=label)
         yield [rendering.status_line(news), track_now, pair]
 
-    controls = JobControls(note, [*shared.sampling, racers.choice, order], [track, slider])
+    controls = JobControls(note, [*shared.sampling, racers.choice], [track, slider])
     connect_job(registry, shared.subject, "race", controls, check, run, queue_options)
     return racers
 

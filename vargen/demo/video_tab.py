@@ -43,7 +43,7 @@ def build_video_tab(service: VideoService, registry: JobRegistry, subject: Subje
             badges = gr.HTML(rendering.block_badges([]), elem_id="video-badges")
     with gr.Accordion("Method and length", open=False, elem_id="video-options"):
         methods = build_method_list(
-            gr.Radio, service.methods, service.default_method, "video-more-methods", "Method", elem_id="video-method",
+            gr.Radio, service.methods, service.default_method, "Method", elem_id="video-method",
             elem_classes="methods",
         )  # fmt: skip
         default = min(_MAX_BLOCKS, int(service.pipe.setting("num_blocks")))

@@ -247,11 +247,7 @@ def write_report_files(run: RunDirectory, result: EvaluationResult) -> list[str]
 
 
 def export_adm_samples(path: Path, images: Sequence[ImageFile], resize: int | None) -> None:
-    """Write a batch of samples in ADM's layout, for published evaluators.
-
-    Raises:
-        ValueError: the images differ in size. UnreadableImageError: a file is not an image.
-    """
+    """Write a batch of samples in ADM's layout, for published evaluators."""
     arrays: Iterable[np.ndarray] = (to_uint8_array(read_image(Path(image.file)), resize) for image in images)
     first = to_uint8_array(read_image(Path(images[0].file)), resize)
     write_adm_samples(path, arrays, len(images), (first.shape[0], first.shape[1]))

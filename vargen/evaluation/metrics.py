@@ -34,12 +34,7 @@ Metrics = dict[str, Any]
 
 
 def frechet_distance(one: FeatureStatistics, other: FeatureStatistics) -> float:
-    """|mu1 - mu2|^2 + tr(S1 + S2 - 2 (S1 S2)^(1/2)): FID if the features are Inception's (Heusel et al. 2017, equation 6).
-
-    Raises:
-        ValueError: the dimensions differ, or a set has no more images than dimensions: its covariance would be singular, and
-            the distance would mostly reflect the number of images.
-    """
+    """|mu1 - mu2|^2 + tr(S1 + S2 - 2 (S1 S2)^(1/2)): FID if the features are Inception's (Heusel et al. 2017, equation 6)."""
     if one.dimensions != other.dimensions:
         raise ValueError(f"features must be of the same extractor, got {one.dimensions} and {other.dimensions} dimensions")
     for side in (one, other):
@@ -103,11 +98,7 @@ def kernel_inception_distance(one_ND: Tensor, other_MD: Tensor, subsets: int = 1
 
 
 def precision_recall(generated_ND: Tensor, real_MD: Tensor, k: int = 3) -> Metrics:
-    """Precision and recall by balls that reach to the k-th nearest neighbor (Kynkaanniemi et al. 2019), by torch-fidelity.
-
-    Raises:
-        ValueError: the dimensions differ, or a set has k features or fewer. ImportError: torch-fidelity is not installed.
-    """
+    """Precision and recall by balls that reach to the k-th nearest neighbor (Kynkaanniemi et al. 2019), by torch-fidelity."""
     _check_pair(generated_ND, real_MD)
     if min(len(generated_ND), len(real_MD)) <= k:
         counts = f"{len(generated_ND)} and {len(real_MD)}"
@@ -125,9 +116,6 @@ def inception_score(logits: Tensor, splits: int = 10) -> Metrics:
     Args:
         logits: class scores `[N, classes]` as in the reference implementation: without bias, from FID's Inception.
         splits: parts that are scored separately; ADM scores parts of 5,000, which is 10 of 50,000.
-
-    Raises:
-        ValueError: there are fewer images than splits. ImportError: torch-fidelity is not installed.
     """
     if logits.dim() != 2 or len(logits) < splits:
         raise ValueError(f"the Inception Score needs class scores of at least {splits} images, got {list(logits.shape)}")

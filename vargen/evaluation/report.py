@@ -185,8 +185,6 @@ VIDEO_COLUMNS = [
     Column("by target", lambda row: _percent(row.target_fraction)),
     Column("score", _video("score")),
     Column("retained", lambda row: _percent(row.quality_retained)),
-    Column("worst", _video("worst_frame_score")),
-    Column("drift", _video("drift")),
     Column("flicker", _video("flicker", 4)),
     Column("jump", _video("block_discontinuity", 4)),
     Column("Frechet", _video("distance")),
@@ -203,6 +201,6 @@ def video_to_markdown(comparison: VideoComparison, head: str) -> str:
 {table}
 
 Score: the mean of {comparison.scorer} over frames; retained: its position between the drafter's (0 %) and the target's (100 %).
-Drift: score of the last third minus that of the first. Flicker: mean absolute second difference over time. Jump: by how much
+Flicker: mean absolute second difference over time. Jump: by how much
 steps between blocks exceed steps within. Frechet: distance of frame features to those of the target's frames.
 """

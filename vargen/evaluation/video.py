@@ -1,4 +1,4 @@
-"""Side-by-side comparison of video methods on the same prompts and seeds: seconds, scores, drift, flicker, frame distances.
+"""Side-by-side comparison of video methods on the same prompts and seeds: seconds, scores, flicker, frame distances.
 
 Methods alternate for each prompt, so that other load on the machine slows all of them equally.
 
@@ -36,8 +36,7 @@ class VideoMethodResult:
             acceptance: fraction of drafts accepted; None without drafts. target_fraction: fraction of blocks by the target.
         score: mean over all frames by the table's scorer, which may differ from the routing scorer. quality_retained: (score -
             drafter) / (target - drafter) in scores: 1 is the target's quality, 0 the drafter's; None if the two do not differ.
-            worst_frame_score: mean over videos of the worst frame's score.
-        drift: mean score of the last third of the frames minus that of the first. flicker: mean absolute second difference over
+        flicker: mean absolute second difference over
             time, in [0, 1], which is zero for motion at constant speed. motion: mean absolute first difference.
         block_discontinuity: mean amount by which changes between blocks exceed those within blocks, in [0, 1].
         distance: Frechet distance of frame features to the baseline's; None without an extractor or with too few frames.
@@ -52,8 +51,6 @@ class VideoMethodResult:
     target_fraction: float = 1.0
     score: float = 0.0
     quality_retained: float | None = None
-    worst_frame_score: float = 0.0
-    drift: float = 0.0
     flicker: float = 0.0
     motion: float = 0.0
     block_discontinuity: float = 0.0
@@ -89,12 +86,6 @@ class VideoComparison:
 def flicker(frames_FCYX: Tensor) -> float:
     """Return the mean absolute second difference over time; 0 for fewer than three frames."""
     return float(frames_FCYX.diff(n=2, dim=0).abs().mean()) if len(frames_FCYX) > 2 else 0.0
-
-
-def drift(scores_F: Tensor) -> float:
-    """Return the mean of the last third minus the mean of the first third; 0 for fewer than three frames."""
-    third = len(scores_F) // 3
-    return float(scores_F[-third:].mean() - scores_F[:third].mean()) if third else 0.0
 
 
 def block_discontinuity(frames_FCYX: Tensor, sizes: Sequence[int]) -> float:
@@ -197,10 +188,9 @@ def _summarize(
         sources = [source for run in result.runs for source in run.sources]
         row.target_fraction = 1 - sources.count("draft") / max(1, len(sources))
         scores = torch.cat(result.scores)
-        row.score, row.worst_frame_score = float(scores.mean()), statistics.mean(float(each.min()) for each in result.scores)
+        row.score = float(scores.mean())
         if len(ends) == 2 and ends[1] != ends[0]:
             row.quality_retained = (row.score - ends[0]) / (ends[1] - ends[0])
-        row.drift = statistics.mean(drift(each) for each in result.scores)
         row.flicker, row.motion = statistics.mean(result.flicker), statistics.mean(result.motion)
         row.block_discontinuity = statistics.mean(result.discontinuities)
         row.distance = _distance(result, base)

@@ -142,9 +142,6 @@ def quantize_network(network: Any, quantization: str = "int8") -> Any:
 
     Args:
         network: a transformer with a `quantization` setting in its configuration.
-
-    Raises:
-        ValueError: for an unknown format, a network or a device that does not support it, or weights that are not finite.
     """
     validate_quantization(quantization, network.device)
     if "quantization" not in network.config:

@@ -167,11 +167,7 @@ def to_pil(images: Images) -> list[Image.Image]:
 
 
 def to_tensor(images: Images) -> Tensor:
-    """Convert images in either form to float32 `[N, 3, Y, X]` in [0, 1].
-
-    Raises:
-        ValueError: PIL images differ in size, or values are not finite.
-    """
+    """Convert images in either form to float32 `[N, 3, Y, X]` in [0, 1]."""
     if isinstance(images, Tensor):
         if not images.isfinite().all():
             raise ValueError("images must hold finite values, from 0 to 1, and hold NaN or infinite ones")

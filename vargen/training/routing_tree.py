@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from vargen.decoding.video.denoising import TIMESTEPS, make_block_noise, predict_clean, step_noise_level
-from vargen.decoding.video.scoring import BlockView, min_score
+from vargen.decoding.video.scoring import BlockView
 from vargen.device import preferred_dtype
 from vargen.models.condition import Condition
 from vargen.models.tokenizers.video_vae import DecodeState
@@ -180,9 +180,9 @@ def _score_blocks(
         count = len(block.target)
         if number == 0:
             frames_0 = (pipe.preview_decoder(block.target) / 2 + 0.5).clamp(0, 1)[0]
-            first = min_score(bound(BlockView(0, block.target[0], frames_0, None)))
+            first = float(bound(BlockView(0, block.target[0], frames_0, None)).min())
         views = [BlockView(number, block.draft[i], shown[i], None if before is None else before[i]) for i in range(count)]
-        routing = np.array([min_score(bound(view)) for view in views])
+        routing = np.array([float(bound(view).min()) for view in views])
         found.append(BlockScores(own.numpy(), drafted.numpy(), routing))
         rows = [0] if number == 0 else [part * count + row for row in range(count) for part in (TARGET, DRAFT)]
         state = _select(after, rows)

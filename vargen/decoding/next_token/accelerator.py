@@ -36,8 +36,6 @@ class Accelerator(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.drafter is None:  # the default of vargen 0.1
-            object.__setattr__(self, "drafter", Sequential())
         if not isinstance(self.acceptance, AcceptanceRule):
             raise TypeError(
                 "acceptance must be a rule, such as shared_noise, exact or GroupedRule(), or a function decorated with "

@@ -8,7 +8,6 @@ from typing import Any, ClassVar, Literal
 from vargen.decoding.method import Method, describe_part
 from vargen.decoding.video.policies import Policy, SingleModel, validate_threshold
 from vargen.decoding.video.protocols import BlockModel
-from vargen.decoding.video.scoring import Aggregator, min_score
 from vargen.decoding.video.stats import BlockOutcome, BlockRecord
 from vargen.values import parse_int, short_repr
 
@@ -21,7 +20,6 @@ class VideoMethod(Method):
 
     Attributes:
         policy: which blocks are drafted, and which drafts are accepted.
-        aggregate: reduces scores of frames to one number.
         target_blocks: blocks that the target always generates; block 0 sets the composition of the video.
         exit_step: the draft is the target's own clean estimate after this many steps, and a rejected block goes on from there;
             no small model is needed. 0: the small model drafts.
@@ -32,7 +30,6 @@ class VideoMethod(Method):
     """
 
     policy: Policy = _ALWAYS
-    aggregate: Aggregator = min_score
     target_blocks: tuple[int, ...] = (0,)
     exit_step: int = 0
     lazy: bool = True
@@ -42,8 +39,6 @@ class VideoMethod(Method):
         super().__post_init__()
         if not isinstance(self.policy, Policy):
             raise TypeError(f"policy must be one such as Threshold(), got {short_repr(self.policy)}")
-        if isinstance(self.aggregate, type) or not callable(self.aggregate):
-            raise TypeError(f"aggregate must be a function of scores, such as min_score, got {short_repr(self.aggregate)}")
         blocks = self.target_blocks
         if not isinstance(blocks, tuple | list) or any(parse_int(block, 0) is None for block in blocks):
             raise ValueError(f"target_blocks must be numbers of blocks, from 0, got {short_repr(blocks)}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -54,14 +53,6 @@ class BlockDecoderState:
         return frames
 
 
-Aggregator = Callable[[Tensor], float]  # of float32 [T], finite
-
-
-def min_score(scores_T: Tensor) -> float:
-    """Minimum over frames (SDVG, arXiv:2604.17397): a single broken frame is visible."""
-    return float(scores_T.min())
-
-
 class BlockView(NamedTuple):
     """Input of a scorer for one block.
 
@@ -78,7 +69,7 @@ class BlockView(NamedTuple):
     previous: Tensor | None
 
 
-BlockScorer = Callable[[BlockView], Tensor]  # scores [T], one per frame or otherwise; they are aggregated
+BlockScorer = Callable[[BlockView], Tensor]  # scores [T], one per frame or otherwise; the smallest counts
 
 
 class ScoreResult(NamedTuple):
@@ -95,15 +86,15 @@ class ScoreResult(NamedTuple):
     failure: str | None = None
 
 
-def score_block(scorer: BlockScorer, aggregate: Aggregator, view: BlockView) -> ScoreResult:
-    """Score a block. Exceptions of the scorer and non-finite scores are reported in the result, not raised."""
+def score_block(scorer: BlockScorer, view: BlockView) -> ScoreResult:
+    """Score a block by its worst frame, because a single broken one is visible (SDVG, arXiv:2604.17397).
+
+    Exceptions of the scorer and non-finite scores are reported in the result, not raised.
+    """
     try:
         scores = torch.as_tensor(scorer(view)).detach().float().reshape(-1).cpu()
         if not scores.numel() or not scores.isfinite().all():
             return ScoreResult(None, [], f"the scorer returned {short_repr(scores.tolist())}, not finite numbers")
-        value = float(aggregate(scores))
     except Exception as error:  # user code: the target generates this block, and its record reports the error
         return ScoreResult(None, [], f"the scorer raised {type(error).__name__}: {error}")
-    if not math.isfinite(value):
-        return ScoreResult(None, scores.tolist(), f"aggregating the scores gave {value}")
-    return ScoreResult(value, scores.tolist())
+    return ScoreResult(float(scores.min()), scores.tolist())

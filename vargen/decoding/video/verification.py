@@ -81,7 +81,7 @@ class DraftVerifier:
             frames = decoder.decode(latents).frames
         with clock.measure("score"):
             view = BlockView(number, latents[0], frames, decoder.last_frame)
-            return score_block(self.score, self.method.aggregate, view)
+            return score_block(self.score, view)
 
     def accept(self, latents: Tensor) -> Tensor:
         """Advance the decoders past a block and return its frames."""
