@@ -87,9 +87,6 @@ class KVCache:
             new: with a prefix of at most as many slots, which is aligned with the end of this one's.
             rows: int64 `[n]`, numbers of the images to replace. Rows of the network that belong to the same images follow after
                 those of all images (CFG rows).
-
-        Raises:
-            ValueError: if the prefix is longer.
         """
         if new.prefix > self.prefix:
             raise ValueError(f"condition must have at most {self.prefix} rows, as in the running batch, got {new.prefix}")

@@ -95,10 +95,6 @@ class LlamaGenTransformer(TransposableWeights, QuantizedStorageMixin, ConfigMixi
         dropout: dropout of embeddings and residuals, in training only.
         weight_format: storage format of `save_pretrained`; see `QuantizedStorageMixin`.
         quantization: `"int8"` for 8-bit integer products on a CPU; see `vargen.models.quantization`. None: floating point.
-
-    Raises:
-        ValueError: for an unknown condition or format, a grid size outside 1 to 256, or a width that is not divisible by the
-            heads and the two rotary axes.
     """
 
     _supports_gradient_checkpointing = False
@@ -220,11 +216,7 @@ class LlamaGenTransformer(TransposableWeights, QuantizedStorageMixin, ConfigMixi
             )
 
     def without_layers(self, layers: Sequence[int]) -> LlamaGenTransformer:
-        """Return a view of this network without some of its layers, which shares all weights and the config.
-
-        Raises:
-            ValueError: for unknown layers, or if no layer would remain.
-        """
+        """Return a view of this network without some of its layers, which shares all weights and the config."""
         wrong = [layer for layer in layers if not 0 <= layer < len(self.layers)]
         kept = [block for layer, block in enumerate(self.layers) if layer not in layers]
         if wrong or not kept:
@@ -260,9 +252,6 @@ class LlamaGenTransformer(TransposableWeights, QuantizedStorageMixin, ConfigMixi
             guidance: scale s of classifier-free guidance, a number, `[]` or `[B/2, T, 1]`. The last B/2 rows are the
                 unconditional ones, and logits `[B/2, T, V]` are u + s (c - u) (Ho & Salimans 2022). Default: no guidance, and
                 logits of all rows.
-
-        Raises:
-            ValueError: for any other combination of arguments.
         """
         if isinstance(cache, Int8Cache) and condition is None and tokens is not None:
             self._validate_width(tokens, cache)

@@ -75,9 +75,6 @@ class VARTransformer(QuantizedStorageMixin, ConfigMixin):
         attn_l2_norm: unit queries and keys, as in all released weights.
         weight_format: storage format of `save_pretrained`; see `QuantizedStorageMixin`.
         quantization: `"int8"` for 8-bit integer products of the blocks on a CPU; see `vargen.models.quantization`.
-
-    Raises:
-        ValueError: for an unknown condition, a width not divisible by the heads, or scales that do not increase.
     """
 
     _supports_gradient_checkpointing = False
@@ -234,9 +231,6 @@ class VARTransformer(QuantizedStorageMixin, ConfigMixin):
 
         Returns:
             Logits `[R, T, V]` and features of the fed scales (without caption rows); R/2 rows under guidance.
-
-        Raises:
-            ValueError: for any other combination of arguments, or if `inputs` end inside a scale.
         """
         if isinstance(cache, int8.Int8ScaleCache):
             last = self._last_scale_of(inputs, condition, cache)
@@ -307,11 +301,7 @@ class VARTransformer(QuantizedStorageMixin, ConfigMixin):
         return modulation, x, mask
 
     def embed_condition(self, condition: Condition) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return the condition vector `[R, D]`, the caption as a prefix `[R, P, D]`, and the mask of its valid rows `[R, P]`.
-
-        Raises:
-            ValueError: if the condition is of the wrong kind for the model, or a caption has too many rows.
-        """
+        """Return the condition vector `[R, D]`, the caption as a prefix `[R, P, D]`, and which of its rows are valid `[R, P]`."""
         given = condition.class_labels if self.config.condition == "class" else condition.caption_embeds
         if given is None:
             raise ValueError(f"this model is conditioned on {self.config.condition}; the condition holds none")

@@ -67,9 +67,6 @@ class MedusaDrafter(TransposableWeights, QuantizedStorageMixin, ConfigMixin):
         blocks: residual blocks per head.
         target: digest that identifies a target of transformers; None for a LlamaGen, which its sizes identify.
         weight_format: storage format of `save_pretrained`; see `QuantizedStorageMixin`.
-
-    Raises:
-        ValueError: for fewer than one head.
     """
 
     layer_prefixes: ClassVar[dict[str, tuple[str, ...]]] = {"heads": ("ahead.",), "blocks": ("ahead.0.blocks.",)}

@@ -144,11 +144,7 @@ class ImageLanguageModel:
         return positions
 
     def encode_prompts(self, processor: Any, prompts: list[str], negative: list[str] | None) -> PromptRows:
-        """Tokenize prompts, and negative prompts for the unconditional rows.
-
-        Raises:
-            ValueError: if the model takes no negative prompt, or the processor cannot describe the image.
-        """
+        """Tokenize prompts, and negative prompts for the unconditional rows."""
         raise NotImplementedError
 
     def decode_pixels(self, tokens: Tensor) -> Tensor:
@@ -164,11 +160,7 @@ class ImageLanguageModel:
 
     @property
     def max_prompt_tokens(self) -> int:
-        """Maximum number of prompt tokens, so that the image fits the context.
-
-        Raises:
-            ValueError: if the image alone does not fit.
-        """
+        """Maximum number of prompt tokens, so that the image fits the context."""
         (rows, columns), limit = self.grid, self.body.config.get_text_config().max_position_embeddings
         if rows * columns >= limit:
             raise ValueError(f"size must fit the context of {limit} tokens, got {rows} x {columns} tokens")

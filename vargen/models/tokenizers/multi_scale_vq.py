@@ -63,10 +63,6 @@ class MultiScaleVQModel(QuantizedStorageMixin, ConfigMixin):
         patch_size, transformer_blocks: only for the hybrid: patch size of its finest level, and blocks of the encoder's
             transformer (the decoder has one more), which replaces the convolutions of the last level.
         weight_format: storage format of `save_pretrained`; see `QuantizedStorageMixin`.
-
-    Raises:
-        ValueError: for an unknown architecture, scales that do not increase from at least 1, invalid `scale_codes`, or
-            widths that are not divisible by norm groups or attention heads.
     """
 
     _no_split_modules: ClassVar[list[str]] = ["ResnetBlock", "AttnBlock", "ConvBlock", "ViTBlock"]
@@ -141,11 +137,7 @@ class MultiScaleVQModel(QuantizedStorageMixin, ConfigMixin):
 
     @apply_forward_hook
     def encode_latent(self, pixels_BCYX: Tensor) -> Tensor:
-        """Encode pixels in [-1, 1] to latents `[B, C, R, G]` before quantization.
-
-        Raises:
-            ValueError: if the images do not have the size `image_size`.
-        """
+        """Encode pixels in [-1, 1] to latents `[B, C, R, G]` before quantization."""
         if tuple(pixels_BCYX.shape[-2:]) != (self.image_size, self.image_size):
             Y, X = pixels_BCYX.shape[-2:]
             raise ValueError(f"pixels must be {self.image_size}x{self.image_size} for scales {self.scales}, got {Y}x{X}")
@@ -178,9 +170,6 @@ class MultiScaleVQModel(QuantizedStorageMixin, ConfigMixin):
 
         Returns:
             The sum including scale k, and the transformer's input at scale k+1 `[B, N, C]` (None after the last scale).
-
-        Raises:
-            ValueError: if the tokens do not have the size of scale k.
         """
         f_hat = f_hat_BCRG + self.quantize.lookup(self._square(tokens, k), k)
         return f_hat, self.quantize.transformer_input(f_hat, k + 1)
@@ -194,11 +183,7 @@ class MultiScaleVQModel(QuantizedStorageMixin, ConfigMixin):
         return torch.cat(inputs, dim=1)  # type: ignore[arg-type]
 
     def accumulate_latents(self, tokens: Sequence[Tensor]) -> Tensor:
-        """Return the latent `[B, C, R, G]`, the sum over the given first scales or all scales.
-
-        Raises:
-            ValueError: for no scales, too many scales, or tokens of a wrong size.
-        """
+        """Return the latent `[B, C, R, G]`, the sum over the given first scales or all scales."""
         if not 1 <= len(tokens) <= len(self.scales):
             raise ValueError(f"tokens must be of 1 to {len(self.scales)} scales, got {len(tokens)}")
         f_hat = self.zero_latent(len(tokens[0]))

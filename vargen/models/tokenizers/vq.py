@@ -104,10 +104,6 @@ class VQModel(QuantizedStorageMixin, ConfigMixin):
         z_channels: width of the features before and after the quantizer.
         weight_format: storage format of `save_pretrained`; see `QuantizedStorageMixin`.
         blank_code: the code that a generator was trained to expect in blank patches; see `BackgroundTokenizer`.
-
-    Raises:
-        ValueError: if a width is not divisible by 32, encoder and decoder have different numbers of levels, or `blank_code` is
-            not one of the codes.
     """
 
     _no_split_modules: ClassVar[list[str]] = ["ResnetBlock", "AttnBlock"]
@@ -156,11 +152,7 @@ class VQModel(QuantizedStorageMixin, ConfigMixin):
         return 2 ** (len(self.config.encoder_ch_mult) - 1)
 
     def encode_latents(self, pixels_BCYX: Tensor) -> Tensor:
-        """Encode pixels in [-1, 1] to unit-norm latents `[B, E, R, G]` before quantization.
-
-        Raises:
-            ValueError: if a side is not a multiple of `downsampling`.
-        """
+        """Encode pixels in [-1, 1] to unit-norm latents `[B, E, R, G]` before quantization."""
         Y, X = pixels_BCYX.shape[-2:]
         if Y % self.downsampling or X % self.downsampling:
             raise ValueError(f"pixels must have sides divisible by {self.downsampling}, got {Y}x{X}")
@@ -191,11 +183,7 @@ class VQModel(QuantizedStorageMixin, ConfigMixin):
 
     @apply_forward_hook
     def decode(self, indices: Tensor) -> Tensor:
-        """Decode indices `[B, R, G]`, or `[B, N]` of a square grid, to pixels `[B, 3, Y, X]`, about [-1, 1].
-
-        Raises:
-            ValueError: if a flat N is not a square number.
-        """
+        """Decode indices `[B, R, G]`, or `[B, N]` of a square grid, to pixels `[B, 3, Y, X]`, about [-1, 1]."""
         if indices.dim() == 2:
             side = round(indices.shape[1] ** 0.5)
             if side * side != indices.shape[1]:
