@@ -88,7 +88,7 @@ def test_hidden_files_thumbnails_and_empty_files_are_skipped_with_a_warning(
 def read_upload(file: Path) -> Any:
     from vargen.demo.sources import _open
 
-    return _open(str(file), "The image")
+    return _open(str(file), "The image", open_lazily(file).size)
 
 
 def open_lazily(file: Path) -> Image.Image:
