@@ -28,13 +28,6 @@ def test_shapes_of_a_colour_are_reported(scorer: ImageTextScorer) -> None:
     assert scores[0, 0] > scores[0, 1] + 2 and scores[1, 1] > scores[1, 0] + 2
 
 
-def test_scores_do_not_depend_on_the_batch(scorer: ImageTextScorer) -> None:
-    images = torch.rand(5, 3, 128, 128, generator=torch.Generator().manual_seed(0))
-    words = ["a cat", "a dog", "a red apple", "a house", "a tree"]
-    alone = torch.cat([scorer.score(images[i : i + 1], words[i : i + 1]) for i in range(5)])
-    assert torch.allclose(scorer.score(images, words), alone, atol=1e-4)
-
-
 def test_a_caption_is_embedded_once_and_many_are_forgotten(scorer: ImageTextScorer, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     embed = scorer.embed_captions

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from vargen.decoding import PRESETS, Threshold, list_methods
+from vargen.decoding import list_methods
 from vargen.evaluation.video import DRAFTS
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.registry import open_pipeline
@@ -43,13 +41,6 @@ def frames_of(pipe: Any, prompt: str, method: Any, seed: int = 0, blocks: int = 
     return torch.cat([block.frames for block in stream])
 
 
-def test_parts_have_the_sizes_that_were_asked_for(pipe: Any) -> None:
-    millions = {
-        part: sum(p.numel() for p in getattr(pipe, part).parameters()) / 1e6 for part in ("transformer", "draft_transformer")
-    }
-    assert 5 <= millions["transformer"] <= 8 and 1 <= millions["draft_transformer"] <= 2
-
-
 def test_things_move_and_show_what_was_asked_for(pipe: Any, scorer: ImageTextScorer, videos: list[torch.Tensor]) -> None:
     for prompt, frames in zip(THINGS, videos, strict=True):
         assert frames.diff(dim=0).abs().mean() > 0.005, f"{prompt} stands still"
@@ -68,13 +59,6 @@ def test_the_target_is_better_than_the_drafter_and_the_scorer_sees_it(
 
     drafts = [frames_of(pipe, prompt, DRAFTS, seed) for seed, prompt in enumerate(THINGS)]
     assert sum(score(prompt, videos[k]) > score(prompt, drafts[k]) for k, prompt in enumerate(THINGS)) >= 4
-
-
-@pytest.mark.parametrize("tau", [-math.inf, math.inf])
-def test_all_drafts_and_no_drafts_are_the_two_models_bit_for_bit(pipe: Any, tau: float) -> None:
-    routed = replace(PRESETS["sdvg"], policy=Threshold(tau), target_blocks=())
-    alone = DRAFTS if tau < 0 else "target"
-    assert torch.equal(frames_of(pipe, "winking face", routed, 3, 2), frames_of(pipe, "winking face", alone, 3, 2))
 
 
 @pytest.mark.parametrize("method", [preset.name for preset in list_methods("video") if not preset.policy.needs_router])

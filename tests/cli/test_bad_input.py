@@ -67,25 +67,20 @@ def refused(run: Any, models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -
     return check
 
 
-SAMPLING = [("--guidance-scale", value) for value in ("-1", "nan", "inf", "1e38")]
-SAMPLING += [("--temperature", value) for value in ("-0.1", "nan", "1e400")]
-SAMPLING += [("--top-k", value) for value in ("0", "-1", "65", "ten")] + [("--top-p", value) for value in ("0", "1.5", "nan")]
-LARGE = str(2**63)
+SAMPLING = [("--guidance-scale", value) for value in ("-1", "nan", "1e38")] + [("--temperature", "nan")]
+SAMPLING += [("--top-k", value) for value in ("0", "65", "ten")] + [("--top-p", "1.5")]
 COMMANDS: dict[str, list[tuple[str, str]]] = {
+    "generat": [("", "generat")],
     "generate a --model TEXT": [
-        ("--accelerator arr", "accelerator"), ("--accelerator gumbel:windw=8", "windw"),
-        ("--accelerator gumbel:window=x", "window"), ("--seed -1", "seed"), (f"--seed {LARGE}", "seed"),
-        (f"-n 2 --seed {2**63 - 1}", "seed"), ("--seed 0-7", "seed"), ("-n 0", "num_images"), ("-n 5000", "1024"),
+        ("--accelerator gumbel:windw=8", "windw"), ("--accelerator gumbel:window=x", "window"), ("--seed -1", "seed"),
+        (f"-n 2 --seed {2**63 - 1}", "seed"), ("-n 0", "num_images"), ("-n 5000", "1024"),
         ("--batch-size 0", "batch_size"), ("--threads 0", "threads"), ("--dtype int8", "dtype"),
         ("--device tpu", "device"), ("--class-label 1", "class_label"),
         ("--prompt-file none.txt", "prompt_file"), ("--prompt-file latin.txt", "prompt_file"),
         ("--prompt-file gone.txt", "prompt_file"), ("--prompt-file /dev/zero", "prompt_file"),
-        ("--prompt-file .", "prompt_file"), ("--prompt-file pipe", "prompt_file"), ("-o a.gif", "output"),
-        ("-o -", "output"), (f"-o {'x' * 220}.png", "output"), (f"-o {'x' * 300}/a.png", "output"),
-        ("-o text.png/a.png", "output"), ("-o text.png/deep/", "output"), ("-n 2 -o taken.png", "output"),
-        ("-o /proc/a.png", "output"), ("--contact-sheet -", "contact_sheet"), ("--contact-sheet a.exe", "contact_sheet"),
-        ("-o ~nosuchuser/x.png", "output"), ("--prompt-file ~nosuchuser/x", "prompt_file"),
-        ("--model ~nosuchuser/x", "model"), ("-o pic.png --contact-sheet ./x/../pic.png", "contact_sheet"),
+        ("--prompt-file pipe", "prompt_file"), ("-o a.gif", "output"), ("-o -", "output"),
+        (f"-o {'x' * 220}.png", "output"), ("-o text.png/a.png", "output"), ("-n 2 -o taken.png", "output"),
+        ("-o /proc/a.png", "output"), ("--contact-sheet a.exe", "contact_sheet"), ("-o ~nosuchuser/x.png", "output"),
         ("--seed 1 --contact-sheet a-1.png", "contact_sheet"), ("--model /no/such/folder", "model"),
         ("--model empty", "model"), ("--model DAMAGED", "damaged"), ("--image cat.png", "image"), ("--tau 1", "tau"),
         ("--num-blocks 2", "num_blocks"), ("--unknown-option", "unknown_option"), ("- -", "standard input"),
@@ -108,10 +103,8 @@ COMMANDS: dict[str, list[tuple[str, str]]] = {
         ("--image-model emoji-video", "image_model"), ("--image-model emoji --image cat.png", "image_model"),
     ],
     "compare --prompt-file prompts.txt --model TEXT": [
-        ("--methods sdj", "sdj"), ("--methods gumbel:window=1", "window"), ("--methods gumbel:window=17", "16"),
-        (f"--methods gumbel:window={'9' * 23}", "window"), ("--batch-size 0", "batch"),
-        (f"--batch-size {10**12}", "batch"), ("--seed -1", "seed"), (f"--methods sjd --seed {2**63 - 1}", "seed"),
-        ("-o x.txt", "output"), ("--json ~nosuchuser/a.json", "json"), ("--model CLASS", "model"),
+        ("--methods sdj", "sdj"), ("--methods gumbel:window=17", "16"), (f"--batch-size {10**12}", "batch"),
+        (f"--methods sjd --seed {2**63 - 1}", "seed"), ("-o x.txt", "output"), ("--model CLASS", "model"),
         ("--json a.txt", "json"),
     ],
     "compare --model TEXT --methods sjd": [
@@ -120,18 +113,15 @@ COMMANDS: dict[str, list[tuple[str, str]]] = {
     ],
     "bench step --model TEXT": [
         ("--tokens-per-pass 1,0", "tokens_per_pass"), ("--tokens-per-pass 17", "16"), ("--batch-size x", "batch_size"),
-        ("--batch-size 9999", "batch_size"), ("--repeats 0", "repeats"), ("--threads 0", "threads"),
-        ("--model /nowhere", "model"),
+        ("--batch-size 9999", "batch_size"), ("--repeats 0", "repeats"),
     ],
     "eval -o out --model TEXT": [
-        ("--shard 0/2", "shard"), ("--shard 3/2", "shard"), ("--num-images 0", "num_images"),
-        (f"--num-images {10**15}", "num_images"), ("--batch-size 0", "batch_size"), ("--methods arr", "arr"),
-        ("--methods gsd:bugdet=2", "budget"), ("--classes 3", "classes"), ("--prompt-file gone.txt", "prompt_file"),
-        ("--prompt-file pipe", "prompt_file"), ("--scorers clip:modell=x", "modell"),
+        ("--shard 3/2", "shard"), (f"--num-images {10**15}", "num_images"), ("--batch-size 0", "batch_size"),
+        ("--methods gsd:bugdet=2", "budget"), ("--classes 3", "classes"), ("--scorers clip:modell=x", "modell"),
         ("--extractor inception", "inception"), ("--extractor inceptio", "extractor"),
-        ("--reference gone.npz", "extractor"), ("--resize 3", "resize"), (f"--resize {10**30}", "resize"),
-        ("--num-workers 2", "backend ray"), ("--temperature -1", "temperature"), ("--model emojy", "emoji"),
-        ("--json x.txt", "json"), ("--generate-only --json a.json", "json"), ("--json out/run.json", "json"),
+        ("--reference gone.npz", "extractor"), ("--resize 3", "resize"),
+        ("--num-workers 2", "backend ray"), ("--model emojy", "emoji"),
+        ("--generate-only --json a.json", "json"), ("--json out/run.json", "json"),
     ],
     "score": [
         ("gone", "gone"), ("empty", "no images"), ("images", "nothing to do"),
@@ -144,7 +134,7 @@ COMMANDS: dict[str, list[tuple[str, str]]] = {
     ],
     "serve --port 0": [
         ("--port 70000", "port"), ("--slots 0", "slots"), ("--max-waiting 0", "max_waiting"),
-        ("--max-images 0", "max_images"), ("--timeout 0", "timeout"), ("--timeout nan", "timeout"),
+        ("--max-images 0", "max_images"), ("--timeout nan", "timeout"),
         ("--replicas 2", "replicas"),
         ("--accelerator gumbl", "accelerator"), ("--accelerator plain", "plain"),
         ("--guidance-scale -1", "guidance_scale"), ("--model emoji-video --guidance-scale 2", "guidance_scale"),
@@ -152,14 +142,14 @@ COMMANDS: dict[str, list[tuple[str, str]]] = {
     ],
     "train drafter": [
         ("eagle --recipe nothing", "nothing"), ("eagle --recipe bad.toml", "batch_sise"),
-        ("eagle --recipe ~nosuchuser/a.toml", "recipe"), ("eagle", "prompts"), ("eagle --steps 0", "steps"),
+        ("eagle", "prompts"), ("eagle --steps 0", "steps"),
         ("eagle --num-images 1", "num_images"), ("eagle --device tpu", "device"),
         ("eagle --model emoji-video", "emoji_video"), ("low-res", "data"), ("low-res --data empty", "images.npy"),
-        ("low-res --data ~nosuchuser/", "data"), ("upsampler --data empty --output ~nosuchuser/x", "output"),
         ("upsampler --data empty --model empty", "empty"), ("upsampler --data empty --model emoji-var", "emoji_var"),
     ],
-    "convert llamagen --vq b.pt -o out": [
-        ("--transformer a.pt", "a.pt"), ("--transformer ~nosuchuser/x", "transformer"), ("", "transformer"),
+    "convert llamagen --vq text.png -o out": [
+        ("--transformer a.pt", "a.pt"), ("--transformer text.png", "text.png"), ("", "transformer"),
+        ("--transformer empty", "transformer"), ("--transformer text.png --id2label empty", "id2label"),
     ],
     "regenerate": [("gone.png", "image"), ("cat.png", "vargen parameters")],
 }  # fmt: skip

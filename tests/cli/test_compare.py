@@ -6,9 +6,6 @@ from typing import Any
 
 import pytest
 from PIL import Image
-from rejects import rejects
-
-from vargen.cli.compare import select_methods
 
 
 @pytest.fixture
@@ -52,30 +49,6 @@ def test_default_methods_leave_out_what_the_model_cannot_run(run: Any, text_mode
     assert names[6:] == ["wavefront", "pac", "gumbel-tree", "lookup", "recycle"]
     asked = run("compare", "--prompt-file", prompts, "--model", text_model, "--methods", "speculative")
     assert asked.exit_code == 2 and "needs a draft model" in asked.stderr
-
-
-def test_methods_may_have_settings_as_in_eval() -> None:
-    found = select_methods("scd:window=8,scd,gsd:budget=5,window=24")
-    assert list(found) == ["ar", "scd:window=8", "scd", "gsd:budget=5,window=24"]
-    assert [found[name].drafter.window for name in found if name != "ar"] == [8, 16, 24]
-    assert found["gsd:budget=5,window=24"].acceptance.budget == 5
-    rejects(lambda: select_methods("gsd:budgets=5"), "gsd")
-
-
-def test_what_cannot_be_written_takes_nothing_with_it(full_disk: Any, text_model: Path, prompts: Path) -> None:
-    words = ("--prompt-file", prompts, "--model", text_model, "--methods", "sjd:window=4")
-    words += ("-o", "grid.png", "--json", "a.json")
-    result = full_disk(8000)("compare", *words)  # the figures fit, the pictures do not
-    assert result.exit_code == 1 and "tokens/pass" in result.stdout and "grid.png" not in result.stdout
-    assert [method["name"] for method in json.loads(Path("a.json").read_text())["methods"]] == ["ar", "sjd:window=4"]
-    assert [line for line in result.stderr.splitlines() if line.startswith("error")] == [
-        "error: output 'grid.png' was not written: File too large",
-    ]
-    assert sorted(path.name for path in Path().iterdir()) == ["a.json", "prompts.txt"]
-    Path("a.json").unlink()
-    result = full_disk(0)("compare", *words)
-    assert result.exit_code == 1 and "tokens/pass" in result.stdout and result.stderr.count("was not written") == 2
-    assert [path.name for path in Path().iterdir()] == ["prompts.txt"]
 
 
 def test_schedules_of_a_next_scale_model(run: Any, scale_model: Path, prompts: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,27 +42,15 @@ def prompts_file(text: str = "a red apple\n# no prompt\na dog\na cat\n") -> str:
 
 
 def test_one_command_generates_scores_and_reports(run: Any, text_model: Path) -> None:
-    words = (
-        "eval",
-        "--model",
-        text_model,
-        "-o",
-        "out",
-        "--prompt-file",
-        prompts_file(),
-        "--num-images",
-        6,
-        "--batch-size",
-        4,
-        "--threads",
-        1,
-    )
-    words += ("--methods", "ar,gumbel,gsd:budget=3,window=4", *MEASURE)
+    words = ("eval", "--model", text_model, "-o", "out", "--prompt-file", prompts_file(), "--threads", 1)
+    words += ("--num-images", 6, "--batch-size", 4, "--methods", "ar,gumbel,gsd:budget=3,window=4", *MEASURE)
     done = run(*words)
     assert done.exit_code == 0, done.stderr
     assert "same as ar" in done.stdout and "gsd:budget=3,window=4" in done.stdout and "100.0 %" in done.stdout
     for name in ("metrics.json", "report.md", "quality_vs_speed.png", "methods.png"):
         assert Path("out", name).is_file() and str(Path("out", name)) in done.stdout
+    report = Path("out/report.md").read_text()
+    assert "| gumbel | exact | 6 |" in report and "![methods](methods.png)" in report and str(Path.cwd()) not in report
     again = run(*words, "--json", "-")
     document = json.loads(again.stdout)
     assert again.exit_code == 0 and [method["num_images"] for method in document["methods"]] == [6, 6, 6]
@@ -78,10 +66,6 @@ def test_shards_generate_apart_and_are_scored_together(run: Any, class_model: Pa
     assert second.exit_code == 0 and "vargen score out" in second.stderr
     scored = run("score", "out", *MEASURE)
     assert scored.exit_code == 0 and Path("out/report.md").is_file(), scored.stderr
-    whole = run("eval", "--generate-only", *words[:2], "-o", "whole", *words[4:])
-    assert whole.exit_code == 0
-    for file in Path("whole/images").rglob("*.png"):
-        assert file.read_bytes() == Path("out", *file.parts[1:]).read_bytes()
 
 
 def test_a_folder_of_others_is_scored_and_becomes_a_reference(run: Any) -> None:
@@ -116,8 +100,6 @@ def test_a_folder_of_others_is_scored_and_becomes_a_reference(run: Any) -> None:
     refused = run("score", "bare.npy", *MEASURE)
     assert refused.exit_code == 2 and "--scorers none" in refused.stderr
     Path("theirs/3.png").write_bytes(b"cut")
-    failed = run(*words)
-    assert failed.exit_code == 2 and "theirs/3.png cannot be read" in failed.stderr and "--skip-unreadable" in failed.stderr
     kept = run(*words, "--skip-unreadable")
     assert kept.exit_code == 0 and "theirs/3.png" in kept.stderr and "left out: 1" in kept.stdout
 
@@ -132,12 +114,3 @@ def test_scorers_of_nan_and_statistics_of_others_end_it(run: Any, text_model: Pa
     nans = run(*words, "--scorers", "eval_parts:nan", "--extractor", "none")
     assert nans.exit_code == 2 and "nan gave nan" in nans.stderr and not Path("out/report.md").exists()
     assert run(*words, *MEASURE).exit_code == 0
-
-
-def test_a_full_disk_is_a_failure_that_says_how_to_go_on(run: Any, full_disk: Callable[[int], Any], class_model: Path) -> None:
-    words = ("eval", "--generate-only", "--model", class_model, "-o", "out", "--num-images", 4, "--batch-size", 2)
-    words += ("--threads", 1)
-    assert run(*words[:6], "--num-images", 2, *words[8:]).exit_code == 0
-    full = full_disk(200)(*words)
-    assert full.exit_code == 1 and "make room" in full.stderr
-    assert run(*words).exit_code == 0 and len(list(Path("out/images").rglob("*.png"))) == 4

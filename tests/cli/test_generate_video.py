@@ -55,10 +55,3 @@ def test_an_image_model_generates_what_it_starts_from(model: str, tmp_path: Path
         assert found.exit_code == 0, found.output
         with Image.open(file) as image:
             assert image.n_frames == frames, name
-
-
-def test_several_go_into_a_folder(model: str, tmp_path: Path) -> None:
-    words = ("a cat", "a dog", "--model", model, "-o", f"{tmp_path}/out/", "--seed", "1", "-q")
-    found = run(*words, "--num-blocks", "1", "--accelerator", "stride:every=2")
-    assert found.exit_code == 0, found.output
-    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["a-cat-1.webp", "a-dog-2.webp"]

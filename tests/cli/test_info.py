@@ -24,14 +24,6 @@ def test_info_as_json(run: Any) -> None:
     assert {"cpu", "cores", "threads", "bfloat16_in_hardware", "gpus", "torch"} <= set(document["machine"])
 
 
-def test_info_for_people(run: Any) -> None:
-    result = run("info")
-    assert result.exit_code == 0
-    parts = (__version__, "torch", "cpu", "default dtype", "kernels", "passes are", "Packaged models", "Presets: auto, ar")
-    for part in (*parts, "CPU threads"):
-        assert part in result.stdout
-
-
 def test_presets(run: Any) -> None:
     document = json.loads(run("info", "presets", "--json").stdout)
     assert [preset["name"] for preset in document] == list(PRESETS)
@@ -64,13 +56,6 @@ def test_a_packaged_model_shows_its_size_and_card(
     assert model["name"] == "tiny" and model["megabytes"] > 1 and model["summary"] == "Draws noise, and little else"
     assert "Draws noise, and little else" in run("info").stdout
     assert info.read_card_summary(tmp_path) == ""
-
-
-def test_info_says_who_chose_the_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vargen.device.user_thread_count", lambda: None)
-    assert "autotuned" in info.describe_threads()
-    monkeypatch.setattr("vargen.device.user_thread_count", lambda: (3, "OMP_NUM_THREADS"))
-    assert info.describe_threads() == "3 CPU threads, set by OMP_NUM_THREADS"
 
 
 def test_the_memory_of_a_model_is_predicted(run: Any) -> None:

@@ -1,6 +1,5 @@
 """Names and files of pictures."""
 
-import json
 import random
 import string
 from pathlib import Path
@@ -8,13 +7,11 @@ from pathlib import Path
 import pytest
 import typer
 from PIL import Image
-from rejects import rejects
 
 from vargen.cli.outputs import (
     MAX_SLUG,
     OutputFile,
     resolve_outputs,
-    result_file,
     slugify,
     validate_distinct_paths,
     validate_writable,
@@ -71,13 +68,6 @@ def test_a_given_name_is_overwritten_and_a_made_up_one_never(tmp_path: Path) -> 
     with Image.open(path) as opened:
         assert opened.size == (2, 2)
     assert len(list(tmp_path.iterdir())) == 3
-
-
-def test_png_carries_its_parameters(tmp_path: Path) -> None:
-    given = {"prompt": "a “red” apple 🍎\n", "seed": 2**63 - 1, "top_k": None}
-    path = save_image(Image.new("RGB", (2, 2)), OutputFile(tmp_path / "a.png", explicit=True), given)
-    with Image.open(path) as opened:
-        assert json.loads(opened.info["vargen"]) == given
 
 
 @pytest.mark.parametrize(("suffix", "kind"), [("jpg", "JPEG"), ("jpeg", "JPEG"), ("webp", "WEBP"), ("PNG", "PNG")])
@@ -152,10 +142,3 @@ def test_each_write_is_tried_whatever_the_others_do(capsys: pytest.CaptureFixtur
         write_each([("table", broken), *writes[1:2]])
     assert done == ["json", "end", "json"] and capsys.readouterr().err == ""
     write_each(writes[1:2])
-
-
-def test_a_result_goes_to_a_file_of_its_kind(tmp_path: Path) -> None:
-    assert result_file(None) is None and result_file("-") is None
-    assert result_file(str(tmp_path / "a.JSON")) == tmp_path / "a.JSON"
-    for path in ("", str(tmp_path), "~nosuchuser/a.json"):
-        rejects(lambda path=path: result_file(path), "json")

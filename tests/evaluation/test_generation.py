@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 from rejects import rejects
-from tiny_models import class_pipeline, class_var_pipeline, text_pipeline
+from tiny_models import class_pipeline
 
 from vargen.cli.console import quiet_libraries
-from vargen.evaluation.generation import GenerationPlan, ImageGenerator, generate_missing_images, run_locally, select_classes
+from vargen.evaluation.generation import GenerationPlan, generate_missing_images, run_locally, select_classes
 from vargen.evaluation.run_directory import ManifestWriter, RunDirectory, read_manifest
 
 METHODS = ("ar", "gsd:budget=3,window=4")
@@ -268,18 +268,6 @@ def test_what_cannot_be_generated_is_reported_first(change: dict[str, Any], name
     assert not (tmp_path / "run").exists()
 
 
-def test_schedules_are_generated_of_a_next_scale_model(tmp_path: Path) -> None:
-    class_var_pipeline().save_pretrained(tmp_path / "model")
-    methods = ("plain", "code", "code:until.1=-3")
-    wanted = make_plan(tmp_path / "model", tmp_path / "run", methods=methods, num=2, batch=2)
-    assert generate_missing_images(wanted) == 6
-    shown = images(tmp_path / "run")
-    assert len(shown) == 6 and len(set(shown.values())) == 6
-    class_var_pipeline(draft=False).save_pretrained(tmp_path / "alone")
-    with pytest.raises(ValueError, match="needs a draft_transformer"):
-        generate_missing_images(replace(wanted, model=str(tmp_path / "alone"), output=str(tmp_path / "other")))
-
-
 # -- the journal --------------------------------------------------------------------------------------------------------
 
 
@@ -292,16 +280,3 @@ def test_a_journal_has_one_writer(tmp_path: Path) -> None:
     with ManifestWriter(tmp_path / "j.jsonl") as journal:
         journal.append({"c": 3})
     assert read_manifest(tmp_path / "j.jsonl") == [{"a": 1}, {"b": [2.5, "ü"]}, {"c": 3}]
-
-
-def test_a_text_model_records_what_it_read(tmp_path: Path) -> None:
-    pipe = text_pipeline()
-    pipe.prompt_names = None
-    pipe.save_pretrained(tmp_path / "model")
-    folders = str(tmp_path / "model"), str(tmp_path / "run")
-    made = GenerationPlan(*folders, ("ar",), ("a dog", "a cat"), num=3, batch=2, threads=1)
-    assert generate_missing_images(made) == 3
-    records = RunDirectory(tmp_path / "run").complete_records()
-    assert [records["ar", i]["text"] for i in range(3)] == ["a dog", "a cat", "a dog"]
-    assert all(records["ar", i]["tokens"] == 16 and records["ar", i]["seconds"] > 0 for i in range(3))
-    assert isinstance(ImageGenerator(made), ImageGenerator)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,24 +12,17 @@ import pytest
 import torch
 from diffusers.image_processor import VaeImageProcessor
 from PIL import Image
-from typer.testing import CliRunner
 
 from vargen.cli.inputs import read_source
-from vargen.cli.main import app
 from vargen.evaluation.evaluate import load_reference
 from vargen.evaluation.features import to_uint8_array
 from vargen.evaluation.image_files import list_images, read_image
 from vargen.evaluation.measurement import MetricModels
 from vargen.pipelines.images import preprocess_images
 from vargen.reading import on_white
-from vargen.scoring.protocol import Images, to_pil, to_tensor
+from vargen.scoring.protocol import to_pil, to_tensor
 
 ORIENTATION = 0x0112  # the EXIF tag
-
-
-def matches(images: Images, prompts: Sequence[str]) -> torch.Tensor:
-    """1 for an image whose gray level is its prompt, else 0."""
-    return (to_tensor(images).mean((1, 2, 3)) * 255 - torch.tensor([float(text) for text in prompts])).abs() < 0.5
 
 
 def net() -> torch.nn.Module:
@@ -68,15 +60,6 @@ def test_images_come_in_natural_order(tmp_path: Path, names: list[str]) -> None:
         (name, f"prompt of {name}") for name in names
     ]
     assert [each.index for each in found] == list(range(len(names)))
-
-
-def test_line_k_of_a_prompt_file_is_the_prompt_of_image_k(tmp_path: Path) -> None:
-    folder, levels = gray_images(tmp_path / "theirs", range(12)), range(12)
-    (tmp_path / "prompts.txt").write_text("".join(f"{level}\n" for level in levels))
-    words = ["score", str(folder), "--prompt-file", str(tmp_path / "prompts.txt"), "--scorers", "folder_parts:matches"]
-    result = CliRunner().invoke(app, [*words, "--extractor", "none", "--json", "-"])
-    assert json.loads(result.stdout)["methods"][0]["scores"]["matches"]["mean"] == 1, result.stderr
-    assert "'0.png' is '0', ...; '11.png' is '11'" in result.stderr
 
 
 def test_hidden_files_thumbnails_and_empty_files_are_skipped_with_a_warning(

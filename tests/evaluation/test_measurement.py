@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from rejects import rejects
 from tiny_models import class_pipeline
 
 from vargen.evaluation.evaluate import (
@@ -21,8 +19,6 @@ from vargen.evaluation.evaluate import (
     evaluate_run,
     export_adm_samples,
     load_reference,
-    statistics_of,
-    write_report_files,
 )
 from vargen.evaluation.generation import GenerationPlan, generate_missing_images
 from vargen.evaluation.image_files import UnreadableImageError, list_images
@@ -30,7 +26,7 @@ from vargen.evaluation.measurement import MetricModels, measure_images
 from vargen.evaluation.metrics import compute_distances, mean_with_ci
 from vargen.evaluation.reference_statistics import FeatureStatistics, read_adm_samples
 from vargen.evaluation.run_directory import RunDirectory
-from vargen.scoring import BatchedScorer, NonFiniteScoreError
+from vargen.scoring import BatchedScorer
 from vargen.scoring.protocol import Images, to_tensor
 
 calls: list[int] = []
@@ -46,10 +42,6 @@ class Brightness(BatchedScorer):
     def score_batch(self, images: Images, prompts: Sequence[str]) -> torch.Tensor:
         calls.append(len(prompts))
         return to_tensor(images).mean((1, 2, 3)) * len(prompts[0].split()[0])
-
-
-def broken(images: Images, prompts: Sequence[str]) -> list[float]:
-    return [float("nan")] * len(prompts)
 
 
 def tower() -> torch.nn.Module:
@@ -157,26 +149,6 @@ def test_images_of_other_sizes_are_refused_or_resized(tmp_path: Path) -> None:
         evaluate_folder("p", shown, resized, reference)
 
 
-def test_statistics_of_another_extractor_are_refused(tmp_path: Path) -> None:
-    folder = folder_of(tmp_path / "p", 9)
-    FeatureStatistics.from_features(torch.randn(20, 4), "another-net").write(tmp_path / "r.npz")
-    rejects(lambda: load_reference(tmp_path / "r.npz", PARTS), "another-net")
-    own = measure_images({"p": list_images(folder, ["a"] * 9)}, PARTS, None)["p"]
-    extractor: Any = PARTS.load()["extractor"]
-    statistics_of(own, extractor).write(tmp_path / "own.npz")
-    assert torch.equal(load_reference(tmp_path / "own.npz", PARTS).mean, FeatureStatistics.read(tmp_path / "own.npz").mean)
-    for wrong in ("r.txt", "gone.npz"):
-        (tmp_path / "r.txt").write_text("")
-        with pytest.raises((ValueError, FileNotFoundError), match=r"r\.txt|gone\.npz"):
-            load_reference(tmp_path / wrong, PARTS)
-
-
-def test_a_scorer_of_nan_ends_the_measuring(tmp_path: Path) -> None:
-    shown = list_images(folder_of(tmp_path / "p", 3), ["a"] * 3)
-    models = MetricModels(("measuring_parts:broken",))
-    rejects(lambda: measure_images({"p": shown}, models, None), "broken", NonFiniteScoreError)
-
-
 def test_samples_go_out_and_come_back_as_a_reference(tmp_path: Path) -> None:
     shown = list_images(folder_of(tmp_path / "p", 9, (20, 16)), ["a"] * 9)
     export_adm_samples(tmp_path / "s.npz", shown, 12)
@@ -236,19 +208,6 @@ def test_a_run_is_reported(run: RunDirectory) -> None:
     difference = relaxed.scores["brightness"]["mean"] - rows["ar"].scores["brightness"]["mean"]
     assert relaxed.scores["brightness"]["difference_to_baseline"]["mean"] == pytest.approx(difference, abs=1e-6)
     assert rows["gumbel"].similarity["frechet"] == pytest.approx(0, abs=1e-6)
-
-
-def test_a_report_is_written_whole(run: RunDirectory) -> None:
-    files = write_report_files(run, evaluate_run(run, PARTS))
-    assert {"metrics.json", "report.md", "quality_vs_speed.png", "methods.png"} <= set(files)
-    for name in files:
-        assert (run.path / name).stat().st_size > 0
-        if name.endswith(".png"):
-            Image.open(run.path / name).load()
-    document = json.loads((run.path / "metrics.json").read_text())
-    assert [method["name"] for method in document["methods"]][:2] == ["ar", "gumbel"] and document["baseline"] == "ar"
-    text = (run.path / "report.md").read_text()
-    assert "| gumbel | exact | 12 |" in text and "![methods](methods.png)" in text and str(run.path) not in text
 
 
 def test_a_run_in_progress_is_reported_as_far_as_it_is(run: RunDirectory, tmp_path: Path) -> None:

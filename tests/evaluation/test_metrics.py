@@ -93,16 +93,6 @@ def test_kid_is_the_unbiased_estimate_with_the_cubic_kernel() -> None:
     assert kernel_inception_distance(x, y, subsets=1, subset=5)["kid"] == pytest.approx(whole, rel=1e-6)
 
 
-def test_kid_detects_a_shift_and_caps_its_subsets() -> None:
-    same, other = gaussian(300, 4, 1), gaussian(300, 4, 2, shift=0.3)
-    null, found = kernel_inception_distance(same, gaussian(300, 4, 3)), kernel_inception_distance(same, other)
-    assert found["kid_subset"] == 150 and abs(null["kid"]) < 0.2 * found["kid"] and abs(null["kid"]) < 2 * null["kid_std"]
-    assert kernel_inception_distance(same, other) == found, "not reproducible"
-    for pair in ((same, gaussian(300, 5, 1)), (same, same[:3]), (same, same[:0])):
-        with pytest.raises(ValueError):
-            kernel_inception_distance(*pair)
-
-
 def test_cmmd_is_the_sum_over_all_pairs() -> None:
     x, y = (torch.nn.functional.normalize(gaussian(n, 6, n), dim=1) for n in (5, 4))
 

@@ -18,10 +18,7 @@ from vargen import accelerate
 from vargen.decoding import NonFiniteLogitsError, Sampling
 from vargen.serving.generation import GenerationThread
 from vargen.serving.tasks import (
-    Begun,
-    GeneratedImage,
     ImageTask,
-    PartialImage,
     QueueFullError,
     ServiceClosedError,
     TaskCancelledError,
@@ -69,18 +66,6 @@ def test_a_batch_with_other_options_waits_for_the_next_one(scale_pipe: Any) -> N
         results = [handle.result(30) for handle in generation.submit(tasks)]
     for task, result in zip(tasks, results, strict=True):
         assert pixels(result.image) == pixels(generate_alone(scale_pipe, task))
-
-
-def test_events_are_in_order_and_partial_images_grow(text_pipe: Any) -> None:
-    events: list[Any] = []
-    with GenerationThread(text_pipe, "ar", slots=2) as generation:
-        [handle] = generation.submit([image_task(0, partial=3)], lambda _, event: events.append(event))
-        handle.result(30)
-    assert [type(event) for event in events] == [Begun, *[PartialImage] * 3, GeneratedImage]
-    lengths = [event.num_tokens for event in events[1:4]]
-    assert lengths == [4, 8, 12] and [event.index for event in events[1:4]] == [0, 1, 2]
-    shown = [sum(value > 0 for value in event.image.getchannel("A").tobytes()) for event in events[1:4]]
-    assert [count / shown[0] for count in shown] == [1, 2, 3]
 
 
 def test_a_cancelled_task_leaves_its_slot_before_the_next_pass(text_pipe: Any, gate: Gate) -> None:
@@ -225,9 +210,3 @@ def test_cancelling_twice_or_after_the_end_does_nothing(text_pipe: Any) -> None:
         handle.cancel()
         handle.cancel()
     assert not any(isinstance(event, TaskFailed) for event in events) and not handle.cancelled
-
-
-@pytest.mark.parametrize(("options", "words"), [({"slots": 0}, "slots"), ({"max_waiting": 0}, "max_waiting")])
-def test_invalid_sizes_are_refused(text_pipe: Any, options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        GenerationThread(text_pipe, **options)

@@ -28,11 +28,6 @@ def test_mistakes_are_named(tmp_path, text, named):
     rejects(lambda: load_config(tmp_path / "mine.toml", GeneratorConfig), named, ValueError)
 
 
-def test_an_unknown_recipe_lists_the_packaged_ones():
-    with pytest.raises(FileNotFoundError, match="eagle, low-res, medusa, upsampler"):
-        load_config("low-rez", GeneratorConfig)
-
-
 def test_schedule_warms_up_holds_and_decays_to_zero():
     schedule = Schedule(steps=100, warmup_steps=10, decay_fraction=0.3)
     factors = [schedule.factor(step) for step in range(101)]

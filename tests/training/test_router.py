@@ -1,7 +1,6 @@
 """The router of video drafts: trained on pairs, calibrated, resumed, used by sdvg-learned, and refused for another drafter."""
 
 import json
-import shutil
 from dataclasses import replace
 from itertools import product
 
@@ -127,15 +126,6 @@ def test_it_routes_is_saved_with_the_model_and_refused_for_another_drafter(tmp_p
         pipe.draft_transformer.head.head.weight.add_(0.5)
     rejects(lambda: pipe("a red apple", accelerator="sdvg-learned"), "vargen train router")
     rejects(lambda: pipe("a red apple", accelerator=VideoMethod(policy=LearnedRouting(), exit_step=2)), "exit_step")
-
-
-def test_a_router_in_a_folder_opens_with_its_model(tmp_path, folder, run):
-    shutil.copytree(folder, tmp_path / "model")
-    pipe = open_pipeline(tmp_path / "model")
-    pipe.load_drafter(run[0] / "router")
-    pipe.save_pretrained(tmp_path / "with")
-    opened = open_pipeline(tmp_path / "with")
-    assert torch.equal(opened.router.gain.weight, weights(run[0])["gain.weight"])
 
 
 def test_early_exits_are_routed_without_a_small_model(tmp_path, pipe):
