@@ -301,7 +301,7 @@ class VARTransformer(QuantizedStorageMixin, ConfigMixin):
         return modulation, x, mask
 
     def embed_condition(self, condition: Condition) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return the condition vector `[R, D]`, the caption as a prefix `[R, P, D]`, and which of its rows are valid `[R, P]`."""
+        """Return the condition vector `[R, D]`, the caption as a prefix `[R, P, D]`, and a mask of its valid rows `[R, P]`."""
         given = condition.class_labels if self.config.condition == "class" else condition.caption_embeds
         if given is None:
             raise ValueError(f"this model is conditioned on {self.config.condition}; the condition holds none")
