@@ -4,9 +4,15 @@ In the table models a token's feature tells which token it is: a drafter with th
 only if, each token it is fed comes with the feature that the token was drawn by.
 """
 
+from functools import partial
+
 import pytest
 import torch
+from tiny_models import tiny_transformer
 
+from vargen.adapters import Guidance
+from vargen.adapters.drafters import EagleModel, MedusaHeads
+from vargen.adapters.llamagen import LlamaGenTokenModel
 from vargen.decoding import (
     Accelerator,
     DynamicTree,
@@ -20,7 +26,11 @@ from vargen.decoding import (
 )
 from vargen.decoding.next_token.acceptance import recursive_rejection, traversal
 from vargen.decoding.next_token.drafters import heads as features
+from vargen.decoding.next_token.trees.shapes import make_k_ary
 from vargen.evaluation.table_models import TableEagle, TableMedusa, TableModel
+from vargen.models.condition import Condition
+from vargen.models.heads.eagle import EagleDrafter
+from vargen.models.heads.medusa import MedusaDrafter
 
 TREE = (-1, 0, 0, 1, 1, 2)
 
@@ -88,6 +98,37 @@ def test_medusa_drafts_from_the_feature_that_predicted_the_root() -> None:
 
 
 # -- LlamaGen -----------------------------------------------------------------------------------------------------------
+
+
+def tiny(guidance: Guidance | float = 3.0, above: bool = False, **options) -> LlamaGenTokenModel:
+    torch.manual_seed(2)
+    eagle = EagleDrafter(dim=32, vocab_size=64, grid_size=4, n_head=2, multiple_of=32, above=above).eval()
+    heads = {"eagle": partial(EagleModel, eagle), "medusa": partial(MedusaHeads, MedusaDrafter(32, 64, 4))}
+    return LlamaGenTokenModel(tiny_transformer("class"), guidance, draft_heads=heads, **options)
+
+
+CONDITION = Condition(class_labels=torch.tensor([1, 2, 7]))
+SEEDS = torch.tensor([3, 4, 5])
+
+
+@pytest.mark.parametrize("interval", [None, 6])
+@pytest.mark.parametrize(("shape", "guidance"), [(3, 3.0), ("wide-15", 1.0), (DynamicTree(9, 3, 3), 3.0)])
+@pytest.mark.parametrize("kind", [Eagle, Medusa])
+def test_coupled_drafts_generate_the_image_of_ar(kind, shape, guidance: float, interval: int | None) -> None:
+    drafter = kind(make_k_ary(2, 3) if kind is Medusa and shape == "wide-15" else shape, "shared-noise")
+    model = tiny(Guidance(guidance, interval), above=True)
+    expected = decode(model, CONDITION, SEEDS, "ar", Sampling(top_k=20))
+    found = decode(model, CONDITION, SEEDS, Accelerator("same", drafter, shared_noise), Sampling(top_k=20))
+    assert torch.equal(found.tokens, expected.tokens) and found.stats.passes < expected.stats.passes
+
+
+@pytest.mark.parametrize("kind", [Eagle, Medusa])
+def test_a_row_of_a_batch_is_the_image_alone(kind) -> None:
+    model, method = tiny(), Accelerator("mine", kind(DynamicTree(9, 3, 3)), traversal)
+    together = decode(model, CONDITION, SEEDS, method).tokens
+    for row in range(3):
+        alone = decode(model, CONDITION.select_rows(slice(row, row + 1)), SEEDS[row : row + 1], method).tokens
+        assert torch.equal(alone[0], together[row])
 
 
 # -- bad input ----------------------------------------------------------------------------------------------------------

@@ -109,6 +109,10 @@ def test_ragged_rows_from_an_empty_to_a_full_cache(P: int, splits: int) -> None:
 
 
 @pytest.mark.parametrize("chain", [True, False])
+def test_a_chain_needs_no_words() -> None:
+    check(Case(9, [0, 70], chain=True, room=80), tiles=SMALL, splits=2)
+
+
 def test_tokens_of_earlier_passes_after_the_pointer(chain: bool) -> None:
     check(Case(5, [10, 31], earlier=62, chain=chain, room=40), tiles=SMALL, splits=2)
 
