@@ -108,11 +108,11 @@ def test_ragged_rows_from_an_empty_to_a_full_cache(P: int, splits: int) -> None:
     check(Case(4, [0, 15, 16, 17, 95, 96, 100], P=P, room=100), tiles=SMALL, splits=splits)
 
 
-@pytest.mark.parametrize("chain", [True, False])
 def test_a_chain_needs_no_words() -> None:
     check(Case(9, [0, 70], chain=True, room=80), tiles=SMALL, splits=2)
 
 
+@pytest.mark.parametrize("chain", [True, False])
 def test_tokens_of_earlier_passes_after_the_pointer(chain: bool) -> None:
     check(Case(5, [10, 31], earlier=62, chain=chain, room=40), tiles=SMALL, splits=2)
 
