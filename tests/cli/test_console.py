@@ -1,6 +1,5 @@
 """The command around the verbs: start-up, exit codes, logs."""
 
-import gc
 import signal
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from waiting import wait_until
 
 from vargen import __version__
 from vargen.cli import console, generate
-from vargen.cli.console import printable, table
+from vargen.cli.console import printable
 
 _RUN = "import sys; from vargen.cli.main import main\ntry:\n    main()\nfinally:\n    "
 
@@ -94,10 +93,6 @@ def test_control_characters_of_a_name_reach_no_terminal() -> None:
     assert printable("a\x1b[31mred\x07.png") == "a\\x1b[31mred\\x07.png"
 
 
-def test_table_aligns() -> None:
-    assert table(["a", "bb"], [["xxx", "1"], ["y", "100"]], "<>") == "a     bb\nxxx    1\ny    100"
-
-
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no full device")
 @pytest.mark.parametrize("words", [["--version"], ["info", "presets"]])
 def test_what_does_not_reach_standard_output_is_no_success(words: list[str]) -> None:
@@ -105,12 +100,3 @@ def test_what_does_not_reach_standard_output_is_no_success(words: list[str]) -> 
     with open("/dev/full", "w") as full:
         result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
     assert result.returncode != 0 and "No space left on device" in result.stderr
-
-
-def test_importing_leaves_the_collector_on_and_what_is_imported_out_of_its_sight() -> None:
-    before = gc.get_freeze_count()
-    try:
-        console.import_libraries()
-        assert gc.isenabled() and gc.get_freeze_count() > before
-    finally:
-        gc.unfreeze()

@@ -136,29 +136,6 @@ def test_a_sheet_shows_all_images(run: Any, text_model: Path) -> None:
     assert refused.exit_code == 2 and "contact_sheet must be a folder" in refused.stderr
 
 
-def test_a_sheet_that_cannot_be_written_takes_nothing_with_it(full_disk: Any, text_model: Path) -> None:
-    words = ("a cat", "a dog", "--model", text_model, "--seed", 1, "--json", "-o", "out/", "--contact-sheet", "sheet.png")
-    result = full_disk(1500)("generate", *words)  # tiny pictures with their parameters fit, a sheet does not
-    assert result.exit_code == 1
-    assert [image["file"] for image in json.loads(result.stdout)["images"]] == ["out/a-cat-1.png", "out/a-dog-2.png"]
-    assert all(pixels(path).shape == (8, 8, 3) for path in Path("out").iterdir())
-    assert result.stderr.splitlines()[-1] == "error: contact_sheet 'sheet.png' was not written: File too large"
-    assert sorted(path.name for path in Path().rglob("*")) == ["a-cat-1.png", "a-dog-2.png", "out"]
-
-
-def test_where_nothing_can_be_written_the_run_ends_with_its_batch(full_disk: Any, text_model: Path) -> None:
-    words = ("a cat", "-n", 5, "--batch-size", 2, "--model", text_model, "--seed", 1, "-o", "a.png", "--contact-sheet")
-    words += ("sheet.png",)
-    result = full_disk(100)("generate", *words)
-    assert result.exit_code == 1 and result.stdout == ""
-    assert result.stderr.splitlines() == [
-        "error: output 'a-1.png' was not written: File too large",
-        "error: output 'a-2.png' was not written: File too large",
-        "0 of 5 images were written",
-    ]
-    assert list(Path().iterdir()) == []
-
-
 def test_a_next_scale_model_is_generated_with_like_any_other(run: Any, scale_model: Path) -> None:
     words = ("generate", "a red apple", "--model", scale_model, "--seed", 5)
     assert run(*words, "-o", "plain.png").exit_code == run(*words, "-o", "code.png", "--accelerator", "code").exit_code == 0

@@ -5,7 +5,6 @@ import string
 from pathlib import Path
 
 import pytest
-import typer
 from PIL import Image
 
 from vargen.cli.outputs import (
@@ -16,7 +15,7 @@ from vargen.cli.outputs import (
     validate_distinct_paths,
     validate_writable,
 )
-from vargen.cli.results import save_image, write_each
+from vargen.cli.results import save_image
 
 
 def test_slugs_of_ordinary_and_hostile_prompts() -> None:
@@ -120,25 +119,3 @@ def test_made_up_names_give_way_and_given_ones_do_not(tmp_path: Path) -> None:
     for first, second in ((made_up, given), (given, made_up)):
         with pytest.raises(ValueError, match="output"):
             validate_distinct_paths({"output": [first], "sheet": [second]})
-
-
-def test_each_write_is_tried_whatever_the_others_do(capsys: pytest.CaptureFixture[str]) -> None:
-    done: list[str] = []
-
-    def full() -> None:
-        raise OSError(28, "No space left on device")
-
-    def broken() -> None:
-        raise BrokenPipeError
-
-    writes = [("table", full), ("json", lambda: done.append("json")), ("plot", full), ("end", lambda: done.append("end"))]
-    with pytest.raises(typer.Exit) as ended:
-        write_each(writes)
-    assert ended.value.exit_code == 1 and done == ["json", "end"]
-    assert capsys.readouterr().err.splitlines() == [
-        f"error: {name} was not written: No space left on device" for name in ("table", "plot")
-    ]
-    with pytest.raises(BrokenPipeError):
-        write_each([("table", broken), *writes[1:2]])
-    assert done == ["json", "end", "json"] and capsys.readouterr().err == ""
-    write_each(writes[1:2])

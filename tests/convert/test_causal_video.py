@@ -14,7 +14,6 @@ from tiny_wan import (
     transformer_state,
 )
 
-from vargen.convert.video_checkpoints import CHECKPOINTS
 from vargen.convert.wan_parts import detect_wan_vae, rename_wan_vae
 from vargen.convert.wan_transformer import to_diffusers, to_original
 from vargen.models.causal_video import CausalVideoTransformer
@@ -201,14 +200,3 @@ def test_names_of_the_autoencoder_are_those_that_diffusers_converts():
     assert {name: value.shape for name, value in renamed.items()} == expected
     for name, value in found.items():
         assert official.config[name] == value
-
-
-def test_the_page_lists_the_published_files(repo_root):
-    page = (repo_root / "docs" / "models.md").read_text("utf-8")
-    for checkpoint in CHECKPOINTS:
-        (row,) = [line for line in page.split("\n") if line.startswith(f"| {checkpoint.name} |")]
-        cells = [cell.strip() for cell in row.strip("|").split("|")]
-        assert cells[2].startswith("refused: " if checkpoint.refused else "yes"), row
-        assert cells[3] == (checkpoint.license or "not found") and checkpoint.files[0] in cells[1], row
-        for number in str(checkpoint.settings.get("steps", "")).split(","):
-            assert number in cells[2]

@@ -19,7 +19,7 @@ from vargen.adapters.drafters import EagleModel, LowResolutionDrafter, MedusaHea
 from vargen.adapters.llamagen import LlamaGenTokenModel
 from vargen.decoding import Accelerator, DecodeOutput, Engine, Jacobi, Sampling, decode, resolve_method, speculative_sampling
 from vargen.decoding.next_token.acceptance.pooled import PooledRule
-from vargen.decoding.next_token.draft_length import AutoWindow, PowerLawEstimate, WidthController, _ControlledWindow
+from vargen.decoding.next_token.draft_length import AutoWindow
 from vargen.decoding.next_token.drafters.jacobi import JacobiState
 from vargen.decoding.next_token.graphs import register_state
 from vargen.device import explain_graphs, read_graph_setting
@@ -124,27 +124,6 @@ def test_passes_that_a_device_runs_after_the_end_change_nothing(method: str, mon
     assert RecordedGraph.replays == min(expected.stats.passes + 8, GRID**2) - 3
 
 
-def test_relaxation_is_carried_to_its_budget() -> None:
-    """What earlier passes granted counts against the budget, also in replays."""
-    method = resolve_method("gsd")
-    free = generated(method).stats.relaxation
-    method = replace(method, acceptance=replace(method.acceptance, budget=0.6 * min(free)))
-    expected = generated(method)
-    assert same(generated(method, graphs=RecordedGraph), expected) and RecordedGraph.replays
-    assert max(expected.stats.relaxation) <= 0.6 * min(free) * 1.001
-
-
-def test_callbacks_see_every_pass() -> None:
-    def lengths(into: list[list[int]]) -> Any:
-        return lambda progress: into.append(progress.length.tolist())
-
-    expected: list[list[int]] = []
-    found: list[list[int]] = []
-    generated("scd", callback=lengths(expected))
-    generated("scd", callback=lengths(found), graphs=RecordedGraph)
-    assert found == expected and len({tuple(each) for each in found[-3:]}) > 1
-
-
 @pytest.mark.parametrize("method", ["ar", "scd"])
 def test_a_captured_run_can_be_stopped(method: str) -> None:
     expected = generated(method, callback=lambda progress: progress.step < 7)
@@ -200,19 +179,6 @@ def test_what_cannot_be_captured_is_run_one_by_one(does: str, reason: str, caplo
     with caplog.at_level(logging.WARNING, "vargen"):
         assert same(generated(method, graphs=RecordedGraph), expected)
     assert [reason in each.getMessage() for each in caplog.records] == [True] and RecordedGraph.made == 0
-
-
-def test_a_window_that_follows_measured_costs_is_run_one_by_one(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on a CPU, where it is chosen in each pass."""
-    seconds = {width: 1 + 0.01 * width for width in (1, 4, 16)}
-    monkeypatch.setattr(AutoWindow, "start", lambda *_: _ControlledWindow(WidthController(seconds, PowerLawEstimate(0.4))))
-    method = Accelerator("mine", Jacobi("auto", "gumbel"), resolve_method("gumbel").acceptance)
-    expected = generated(method)
-    with caplog.at_level(logging.WARNING, "vargen"):
-        assert same(generated(method, graphs=RecordedGraph), expected)
-    assert "state.draft.window" in caplog.text and RecordedGraph.made == 0
 
 
 def test_what_fails_while_it_is_captured_is_run_one_by_one(

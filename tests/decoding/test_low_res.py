@@ -89,17 +89,6 @@ def test_nothing_allowed_is_a_maximal_coupling():
     assert torch.equal(plain.tokens, found.tokens) and not any(found.stats.relaxation)
 
 
-def test_a_wider_radius_resamples_more():
-    model = TableModel(vocab=9, tokens=64, seed=6, rows=8)
-    model.low_res = TableLowRes(TableModel(vocab=9, tokens=64, seed=8, rows=8))
-    arguments = (model, torch.zeros(32, dtype=torch.int64), torch.arange(32))
-    passes = []
-    for radius in (0, 2, 7):
-        rule = PooledRule(size=0, threshold=0.2, radius=radius)
-        passes.append(decode(*arguments, Accelerator(drafter=drafts(16, "from-verdict"), acceptance=rule)).stats.passes)
-    assert passes[0] < passes[2]
-
-
 # -- wavefronts -------------------------------------------------------------------------------------------------------
 
 
@@ -116,13 +105,6 @@ def large() -> TableModel:
 def test_a_wavefront_is_no_further_from_the_target_than_was_reported():
     found = sum_pass(front(0), SUMMED.model(), passes=3)
     assert DETECTED <= found.distance <= found.relaxation + TOLERANCE
-
-
-def test_a_nearer_front_takes_fewer_passes_and_costs_more():
-    arguments = (torch.zeros(32, dtype=torch.int64), torch.arange(32))
-    runs = [decode(large(), *arguments, front(reach, window=32)).stats for reach in (0, 3, 8)]
-    assert runs[0].tokens_per_pass > runs[1].tokens_per_pass > runs[2].tokens_per_pass
-    assert sum(runs[0].relaxation) > sum(runs[1].relaxation) > sum(runs[2].relaxation) == 0
 
 
 def test_a_front_of_a_whole_row_is_the_exact_window():

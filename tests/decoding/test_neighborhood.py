@@ -3,7 +3,6 @@
 import dataclasses
 import math
 
-import numpy as np
 import pytest
 import torch
 from one_step import one_step, random_probs
@@ -127,28 +126,6 @@ def test_a_table_is_made_once_and_kept(own_cache, monkeypatch):
     monkeypatch.setattr(neighbours, "_build_table", lambda *_: pytest.fail("made again"))
     assert torch.equal(build_neighbor_table(codebook(40), 6), first)
     assert torch.equal(build_neighbor_table(codebook(40), 2), first[:, :2])  # fewer are the first columns
-
-
-@pytest.mark.parametrize("damage", ["another codebook", "cut", "out of range", "too narrow", "not a table"])
-def test_a_file_that_is_no_table_of_this_codebook_is_made_again(damage, own_cache):
-    from vargen.decoding.next_token.acceptance import neighborhood as neighbours
-
-    right = build_neighbor_table(codebook(40), 6)
-    (path,) = own_cache.iterdir()
-    with np.load(path) as stored:
-        content = dict(stored)
-    if damage == "another codebook":
-        other = build_neighbor_table(codebook(40, seed=8), 6)
-        content = {"codebook": neighbours.hash_codebook(codebook(40, seed=8)), "nearest": other.numpy()}
-    content["nearest"] = {"cut": content["nearest"][:-1], "out of range": content["nearest"] + 40,
-                          "too narrow": content["nearest"][:, :5]}.get(damage, content["nearest"])  # fmt: skip
-    np.savez(path, **content)
-    if damage == "not a table":
-        path.write_bytes(b"PK\x03\x04 and no more")
-    neighbours._load_or_build.cache_clear()
-    assert torch.equal(build_neighbor_table(codebook(40), 6), right)
-    neighbours._load_or_build.cache_clear()
-    assert torch.equal(build_neighbor_table(codebook(40), 6), right)  # the file has been put right, too
 
 
 def test_a_cache_folder_that_cannot_be_written_is_done_without(own_cache, monkeypatch):

@@ -42,20 +42,6 @@ def test_layers_are_given_by_number():
 # -- lookup -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("vocab", "parts"), [(12, 4), (16_384, 4), (65_536, 3)])
-def test_surroundings_are_the_left_the_upper_the_upper_right_and_the_second_left_token(vocab, parts):
-    tokens = torch.arange(12)[None]
-    found = make_context_keys(tokens, tokens, vocab, 4)[0].tolist()
-    for place in range(12):
-        row, column = divmod(place, 4)
-        around = [place - 1 if column else vocab, place - 4 if row else vocab]
-        around += [place - 3 if row and column < 3 else vocab, place - 2 if column > 1 else vocab]
-        key = 0
-        for token in around[:parts]:
-            key = key * (vocab + 1) + token
-        assert found[place] == key
-
-
 def test_an_index_counts_the_tokens_of_the_longest_known_surroundings():
     generator = torch.Generator().manual_seed(0)
     examples = torch.randint(4, (50, 12), generator=generator)
@@ -109,26 +95,6 @@ def test_drafts_are_sampled_with_the_probabilities_on_record(drafter):
     assert (draft.probs.gather(2, draft.tokens[..., None]) > 0).all()
     later = drafter.propose(state, tokens, length, Noise(seeds, length[:, None], 4))
     assert not torch.equal(draft.tokens, later.tokens)
-
-
-def test_recycled_candidates_are_the_targets_last_words_nearest_to_the_root():
-    from vargen.decoding import Draft, Step, Tree, Verdict
-
-    model = TableModel(vocab=6, tokens=20)
-    drafter = Recycle(2, top_k=2).bind(model)
-    seeds = torch.tensor([5])
-    state = drafter.start(model, None, seeds, Sampling(), None)
-    tokens = torch.tensor([[0, 0, 0, 3, 0]])
-    probs = torch.tensor([[[0.5, 0.3, 0.2, 0, 0, 0], [0, 0, 0, 0.2, 0.7, 0.1], [0, 0, 0, 0, 0, 1.0]]])
-    draft = Draft(
-        torch.tensor([[1, 3]]), Tree.make_chain(2), None, torch.tensor([[True, True]])
-    )  # the second one like the root
-    one = torch.ones(1, dtype=torch.int64)
-    noise = Noise(seeds, torch.tensor([[4, 5, 6]]))
-    verdict = Verdict(torch.arange(3)[None], one, one)
-    drafter.observe(state, Step(draft, probs, None, verdict, noise, one, tokens, one + 4))
-    assert state.candidates[0, 3].tolist() == [0, 1] and torch.allclose(state.weights[0, 3], torch.tensor([0.625, 0.375]))
-    assert state.candidates[0, 1].tolist() == [4, 3] and state.weights[0, 2].sum() == 0
 
 
 # -- bad input --------------------------------------------------------------------------------------------------------

@@ -120,15 +120,6 @@ def test_a_drafter_that_kept_its_refused_draft_would_be_found() -> None:
     assert not closely(keys(made.drafter, 8), keys(other, 8))
 
 
-@pytest.mark.parametrize("makers", ["tdtddtdt", "ddddtddd"])
-def test_when_the_target_sees_finished_blocks_does_not_change_the_video(makers: str) -> None:
-    lazy, eager = stream(routed(makers), len(makers)), stream(routed(makers, lazy=False), len(makers))
-    assert closely(video(lazy)[0], video(eager)[0])
-    own = len(LEVELS) * makers.count("t")
-    assert eager.stats.passes["target"] == own + len(makers) - 1  # none after the last block
-    assert own < lazy.stats.passes["target"] < eager.stats.passes["target"]
-
-
 def test_a_rolling_cache_with_sinks_is_one_that_is_rebuilt() -> None:
     """What each block sees of earlier ones, made from their latents alone, is what the ring holds."""
     window, sinks, model = 6, 2, models(6, 2)
@@ -157,26 +148,6 @@ def test_frames_are_those_of_the_video_decoded_at_once(cheap: bool) -> None:
     latents, frames = video(made)
     assert {row.outcome for row in made.stats.blocks} == {"accepted", "rejected"}, "the test must see both"
     assert closely(frames, (vae().decode(latents[None])[0] / 2 + 0.5).clamp(0, 1))
-
-
-class Counted:
-    def __init__(self, decoder):
-        self.decoder, self.calls = decoder, 0
-
-    def decode_block(self, latents, state=None):
-        self.calls += 1
-        return self.decoder.decode_block(latents, state)
-
-
-def test_no_block_is_decoded_twice() -> None:
-    full, cheap = Counted(vae()), Counted(preview())
-    made = stream(FREE.with_tau(0.3), 6, decoder=full)
-    video(made)
-    assert full.calls == 6 + sum(row.outcome == "rejected" for row in made.stats.blocks)
-    full.calls = 0
-    made = stream(FREE.with_tau(0.3), 6, decoder=full, preview=cheap)
-    video(made)
-    assert full.calls == 6 and cheap.calls == 6 + sum(row.outcome == "rejected" for row in made.stats.blocks)
 
 
 def test_a_scorer_sees_the_frame_before_the_block() -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from PIL import Image
 
 pytest.importorskip("gradio")
 
@@ -47,18 +45,6 @@ def test_the_engine_runs_what_the_pipeline_runs(service: ImageService) -> None:
     run = service.start(PageRequest("a cat", "plain", 3))
     run.result()
     assert run.counts == [1, 4, 9, 16]
-
-
-def test_previews_become_finer_images(service: ImageService) -> None:
-    seen: list[bytes] = []
-    service.pause = 0.1  # type: ignore[attr-defined]
-    run = service.start(PageRequest("a cat", "plain", 3), every_pass=True)
-    while not run.done.wait(0.01):
-        if run.preview and run.preview[0] not in seen:
-            seen.append(run.preview[0])
-    service.pause = 0.0  # type: ignore[attr-defined]
-    assert len(seen) == 3, "one for each scale but the last"
-    assert all(Image.open(io.BytesIO(each)).size == (8, 8) for each in seen)
 
 
 def test_a_stopped_generation_shows_what_is_there(service: ImageService) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from load import Request, RunResult, find_wrong, run_clients, visit_page
+from load import Request, find_wrong, run_clients, visit_page
 
 from vargen.demo.image_service import ImageService
 
@@ -25,8 +25,3 @@ def test_visitors_are_counted_and_their_images_compared(address: str, service: I
     assert find_wrong(records, asked, service.pipe, "ar") == []
     swapped: list[dict[str, Any]] = [{**each, "number": 3 - each["number"]} for each in records if "image" in each]
     assert sorted(find_wrong(swapped, asked, service.pipe, "ar")) == [0, 3], "another image is noticed"
-
-
-def test_growth_is_that_from_the_second_to_the_last_quarter() -> None:
-    figures = RunResult(mib=[10.0, 50.0, 60.0, 62.5]).summary()["mib"]
-    assert figures == {"most": 62.5, "end": 62.5, "growth": 12.5}

@@ -39,13 +39,6 @@ def test_what_lies_transposed_keeps_its_shape_and_values() -> None:
     assert layouts(model) == {False} and torch.equal(model.output.weight, plain.output.weight)
 
 
-def test_a_weight_that_lies_so_already_is_not_copied() -> None:
-    model = transposed()
-    places = [weight.data_ptr() for weight in model.parameters()]
-    transpose_linear_weights(model)
-    assert places == [weight.data_ptr() for weight in model.parameters()]
-
-
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_a_prefill_lays_them_out_and_leaves_them_fit_for_training(mode: type) -> None:
     model, plain = tiny_transformer("class"), tiny_transformer("class")
@@ -76,7 +69,3 @@ def test_files_casts_and_copies_know_nothing_of_it(tmp_path: Path) -> None:
     assert layouts(copy.deepcopy(model)) == layouts(model.to(torch.bfloat16)) == {True}
     model.load_state_dict(plain.state_dict())
     assert layouts(model) == {True}
-
-
-def test_off_the_cpu_they_lie_as_torch_has_them() -> None:
-    assert layouts(transposed().to("meta")) == {False}

@@ -195,24 +195,6 @@ def test_every_branch_of_a_tree_is_its_chain(
         torch.testing.assert_close(logits[:, branch], chain, **_CLOSE)
 
 
-def test_each_row_may_have_its_own_tree(model: LlamaGenTransformer, condition: Condition, tokens: Tensor) -> None:
-    lengths = [4, 1, 7]
-    trees = [[-1, 0, 1, 2], [-1, 0, 0, 0], [-1, 0, 1, 0]]
-    fed = torch.randint(_VOCAB, (_ROWS, 4), generator=torch.Generator().manual_seed(4))
-    ancestors = torch.stack([_ancestors(tree) for tree in trees])
-    logits = _tree_pass(model, _filled(model, condition, tokens, lengths), fed, ancestors)
-    for row in range(_ROWS):
-        alone = _tree_pass(model, _filled(model, condition, tokens, lengths), fed, ancestors[row])
-        torch.testing.assert_close(logits[row], alone[row], **_CLOSE)
-
-
-def test_a_chain_is_a_tree_too(model: LlamaGenTransformer, condition: Condition, tokens: Tensor) -> None:
-    lengths, fed = [0, 3, 6], tokens[:, :5]
-    chain = model(fed, cache=_filled(model, condition, tokens, lengths)).logits
-    tree = _tree_pass(model, _filled(model, condition, tokens, lengths), fed, _ancestors([-1, 0, 1, 2, 3]))
-    assert torch.equal(chain, tree)
-
-
 def test_a_kept_path_goes_on_as_its_chain(model: LlamaGenTransformer, condition: Condition, tokens: Tensor) -> None:
     """Each row keeps a path of another length; what the path columns hold past it is of no meaning."""
     lengths = [2, 0, 8]
@@ -304,10 +286,3 @@ def test_a_pass_wider_than_the_scratch_is_refused(model: LlamaGenTransformer, co
     model(condition=condition, cache=cache)
     with pytest.raises(ValueError, match="at most 2 tokens a pass, got 3"):
         model(torch.zeros(_ROWS, 3, dtype=torch.int64), cache=cache)
-
-
-def test_a_new_cache_has_the_size_it_says() -> None:
-    cache = KVCache(2, 3, 4, 8, prefix=5, tokens=16, scratch=7, dtype=torch.bfloat16)
-    assert cache.k.shape == cache.v.shape == (2, 3, 4, 28, 8) and cache.slots == 28
-    assert cache.nbytes == 2 * 2 * 3 * 28 * 4 * 8 * 2
-    assert cache.length.tolist() == [0, 0, 0] and cache.prefix_bias.shape == (3, 5)

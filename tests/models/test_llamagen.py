@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from rejects import rejects
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -297,21 +296,6 @@ def test_the_null_twin_is_the_last_class_or_the_stored_caption_after_the_same_ma
     assert null.caption_mask is given.caption_mask
 
 
-def test_joined_conditions_are_one_batch() -> None:
-    classes = Condition(class_labels=torch.tensor([1])).cat(Condition(class_labels=torch.tensor([2, 3])))
-    assert classes.class_labels is not None and classes.class_labels.tolist() == [1, 2, 3]
-    embeds, mask = torch.randn(2, 6, 12), torch.tensor([[False] * 4 + [True] * 2] * 2)
-    masked, open_ = Condition(caption_embeds=embeds, caption_mask=mask), Condition(caption_embeds=embeds[:1])
-    for joined, expected in (
-        (masked.cat(open_), torch.cat([mask, torch.ones(1, 6, dtype=torch.bool)])),
-        (open_.cat(masked), torch.cat([torch.ones(1, 6, dtype=torch.bool), mask])),
-    ):
-        assert joined.caption_mask is not None and torch.equal(joined.caption_mask.bool(), expected)
-    assert open_.cat(open_).caption_mask is None
-    with pytest.raises(ValueError, match="classes with one of captions"):
-        classes.cat(masked)
-
-
 @torch.inference_mode()
 def test_padding_rows_of_a_caption_change_nothing() -> None:
     model = _random("text")
@@ -337,17 +321,3 @@ def test_padding_rows_of_a_caption_change_nothing() -> None:
 def test_shapes_that_cannot_be_are_refused(arguments: dict[str, Any], message: str) -> None:
     with torch.device("meta"), pytest.raises(ValueError, match=message):
         LlamaGenTransformer(**arguments)
-
-
-def test_arguments_that_are_none_of_the_three_passes_are_refused() -> None:
-    model = _random()
-    tokens, condition, cache = torch.zeros(1, 1, dtype=torch.int64), Condition(torch.tensor([1])), model.new_cache(1)
-    for arguments in (
-        {}, {"tokens": tokens}, {"condition": condition}, {"cache": cache},
-        {"tokens": tokens, "condition": condition, "cache": cache},
-    ):  # fmt: skip
-        with pytest.raises(ValueError, match=r"pass \(tokens, condition\), \(condition, cache\) or \(tokens, cache\)"):
-            model(**arguments)
-    rejects(lambda: model(condition=Condition(caption_embeds=torch.zeros(1, 6, 12)), cache=cache), "condition")
-    with pytest.raises(ValueError, match="at most 1 tokens a pass, got 2"):
-        model(tokens.repeat(1, 2), cache=cache)

@@ -1,13 +1,12 @@
 """The text encoder: its int8 file format, loading as a pipeline component, the packaged MiniLM weights."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from rejects import rejects
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 import vargen.assets
@@ -82,53 +81,6 @@ def test_round_trip(tmp_path: Path, tiny: MiniLMTextEncoder, ids: Tensor, weight
     loaded.save_pretrained(tmp_path / "b")
     assert (tmp_path / "a" / _WEIGHTS).read_bytes() == (tmp_path / "b" / _WEIGHTS).read_bytes()
     assert (tmp_path / "a/config.json").read_text() == (tmp_path / "b/config.json").read_text()
-
-
-def test_every_weight_is_stored_within_half_a_step(tmp_path: Path, tiny: MiniLMTextEncoder) -> None:
-    tiny.save_pretrained(tmp_path)
-    stored = load_file(tmp_path / _WEIGHTS)
-    loaded = dict(MiniLMTextEncoder.from_pretrained(tmp_path).named_parameters())
-    assert sum(t.dtype == torch.int8 for t in stored.values()) == 1 + 2 * 6
-    for name, parameter in tiny.named_parameters():
-        if name + ".scale" in stored:
-            scale = stored[name + ".scale"]
-            assert scale.shape == (parameter.shape[0], 1 if "word" in name else parameter.shape[1] // 32)
-            bound = (scale / 2).repeat_interleave(parameter.shape[1] // scale.shape[1], dim=1) * (1 + 1e-5)
-            assert ((loaded[name] - parameter).abs() <= bound).all(), name
-        else:
-            torch.testing.assert_close(loaded[name], parameter, rtol=2**-11, atol=1e-7)
-
-
-_WORD = "bert.embeddings.word_embeddings.weight"
-_BIAS = "bert.encoder.layer.1.output.dense.bias"
-
-
-def _set(name: str, value: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Tensor]], None]:
-    return lambda tensors: tensors.update({name: value(tensors.get(name, torch.zeros(1)))})
-
-
-@pytest.mark.parametrize(
-    ("change", "tensor", "reason"),
-    [
-        (lambda t: t.pop(_BIAS), _BIAS, "missing"),
-        (lambda t: t.pop(_WORD + ".scale"), _WORD + ".scale", "missing"),
-        (_set("foreign", lambda t: t), "foreign", "unexpected"),
-        (_set(_WORD, lambda t: t[:-1].contiguous()), _WORD, "expected torch.int8 .40, 64."),
-        (_set(_WORD, lambda t: t.float()), _WORD, "expected torch.int8"),
-        (_set(_WORD + ".scale", lambda t: t[:, 0].contiguous()), _WORD + ".scale", "expected torch.float32"),
-        (_set(_BIAS, lambda t: t * torch.nan), _BIAS, "not finite"),
-    ],
-)
-def test_foreign_weights_are_named(
-    tmp_path: Path, tiny: MiniLMTextEncoder, change: Callable[[dict[str, Tensor]], None], tensor: str, reason: str
-) -> None:
-    tiny.save_pretrained(tmp_path)
-    tensors = load_file(tmp_path / _WEIGHTS)
-    change(tensors)
-    save_file(tensors, tmp_path / _WEIGHTS)
-    with pytest.raises(ValueError, match=reason) as caught:
-        MiniLMTextEncoder.from_pretrained(tmp_path)
-    assert tensor in str(caught.value) and str(tmp_path / _WEIGHTS) in str(caught.value)
 
 
 def test_broken_folders_are_reported(tmp_path: Path, tiny: MiniLMTextEncoder) -> None:

@@ -7,7 +7,7 @@ import torch
 from rejects import rejects
 
 from vargen.models.causal_video_geometry import VideoGeometry
-from vargen.models.tokenizers.video_vae import CausalVideoVAE, DecodeState, StreamingDecoder
+from vargen.models.tokenizers.video_vae import CausalVideoVAE, StreamingDecoder
 
 SHAPE = {"size": 16, "widths": (8, 16, 32), "conv_blocks": 1, "transformer_blocks": 2}
 
@@ -80,30 +80,6 @@ def test_users_see_standardised_latents(model):
     seen = model.encode(clip)
     assert close(seen * model.latent_std[:, None, None] + model.latent_mean[:, None, None], raw)
     assert close(model.denormalize_latents(model.normalize_latents(raw)), raw)
-
-
-def test_a_state_is_small_and_cannot_be_changed(model):
-    _, state = model.decode_block(latents())
-    assert state.nbytes == 2 * 2 * 2 * 4 * 32 * 8  # layers, videos, frames, positions, width, bytes
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        state.frames = 0
-    assert DecodeState().nbytes == 0
-
-
-@pytest.mark.parametrize(
-    ("latent", "message"),
-    [(torch.zeros(2, 1, 3, 2, 2), "latents"), (torch.zeros(2, 0, 4, 2, 2), "latents"),
-     (torch.zeros(2, 4, 2, 2), "latents")],
-)  # fmt: skip
-def test_latents_of_another_shape_are_refused(model, latent, message):
-    rejects(lambda: model.decode_block(latent), message)
-
-
-def test_a_state_of_other_videos_is_refused(model):
-    _, state = model.decode_block(latents())
-    with pytest.raises(ValueError, match="the state is of 2 videos, the latents are of 1"):
-        model.decode_block(latents()[:1], state)
-    rejects(lambda: model.encode(torch.zeros(1, 2, 3, 16, 24)), "pixels")
 
 
 @pytest.mark.parametrize(

@@ -101,15 +101,6 @@ def test_tiles_blend_and_large_ones_are_the_whole(decoder, tiled):
     assert_same(blended[..., 16:, :], lower[..., 8:, :])
 
 
-def test_a_state_is_counted_and_of_its_videos(decoder):
-    _, state = decoder.decode_block(latents())
-    assert state.nbytes > 0
-    with pytest.raises(ValueError, match="the state is of 2 videos, the latents are of 1"):
-        decoder.decode_block(latents()[:1], state)
-    rejects(lambda: decoder.decode_block(torch.zeros(1, 1, 3, 2, 2)), "latents")
-    rejects(lambda: WanStreamingDecoder(torch.nn.Linear(1, 1)), "vae", TypeError)
-
-
 def test_latents_of_pixels_are_standardised(decoder):
     pixels = torch.rand(1, 5, 3, 16, 24, generator=torch.Generator().manual_seed(0)) * 2 - 1
     raw = decoder.vae.encode(pixels.transpose(1, 2)).latent_dist.mode().transpose(1, 2)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_families import THERE_AND_BACK, TINY, drafting_pipeline, made, seeded
+from tiny_families import THERE_AND_BACK, TINY, made, seeded
 from tiny_language_models import make_janus
 from tiny_models import text_pipeline
 
@@ -98,20 +98,6 @@ def test_ambient_state_changes_nothing(saved: tuple[str, Any, Path], state: str)
             opened = vargen.open_pipeline(folder)
         assert torch.equal(call(opened, family, method), expected)
         assert torch.equal(call(opened, family, method, state), expected)
-
-
-@pytest.mark.parametrize("method", ["eagle", "medusa", "speculative", "mulo", "recycle", "lookup", "wavefront", "pac", "gsd"])
-def test_drafters_do_not_depend_on_the_default_dtype(method: str) -> None:
-    pipe = drafting_pipeline()
-    pipe.set_progress_bar_config(disable=True)
-
-    def generate() -> torch.Tensor:
-        found = pipe(["a red apple", "b"], accelerator=method, generator=seeded(1, 2), output_type="latent")
-        return found.images
-
-    expected = generate()
-    with STATES["float64"]():
-        assert torch.equal(generate(), expected)
 
 
 def test_autocast_around_the_parts_of_a_call_changes_nothing() -> None:

@@ -8,7 +8,6 @@ from rejects import rejects
 from tiny_families import brightness
 from tiny_models import class_pipeline, text_pipeline, text_var_pipeline
 
-from vargen.decoding.seeds import resolve_seeds
 from vargen.scoring import open_scorer
 from vargen.scoring.protocol import NonFiniteScoreError
 
@@ -101,9 +100,3 @@ def test_a_scorer_may_be_named(pipe: Any) -> None:
         assert stats.scorer == scorer.name and given.scores == stats.scores and given.seeds == stats.seeds
         with pytest.raises(ValueError, match="no-such-scorer"):
             each("a red apple", num_candidates=3, scorer="no-such-scorer")
-
-
-def test_candidate_seeds_do_not_depend_on_their_number() -> None:
-    few, many = (resolve_seeds(seeds(7, 8), 2).for_candidates(count) for count in (2, 5))
-    assert few.seeds[:2] == many.seeds[:2] and few.seeds[2:] == many.seeds[5:7]
-    assert few.noise_seeds[:2].tolist() == many.noise_seeds[:2].tolist()

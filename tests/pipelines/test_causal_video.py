@@ -13,7 +13,6 @@ from PIL import Image
 from rejects import rejects
 from tiny_video_folder import HOW, OWN, SHARED_FROM, video_folder
 
-from vargen.decoding import PRESETS, VideoMethod
 from vargen.pipelines import videos as video_files
 from vargen.pipelines.causal_video import CausalVideoPipeline
 from vargen.pipelines.registry import open_pipeline
@@ -107,12 +106,6 @@ def test_a_video_starts_from_an_image(pipe: CausalVideoPipeline) -> None:
     torch.testing.assert_close(a[0], decoded.clamp(0, 1), atol=1e-4, rtol=0, msg="the image is part of the video")
 
 
-def test_a_window_keeps_long_videos_in_memory(pipe: CausalVideoPipeline) -> None:
-    stream = pipe.stream("a cat", num_blocks=50, accelerator="target", window=4, sinks=2, generator=seeded())
-    sizes = {stream._blocks.target.context.state.cache.nbytes for _ in stream if stream._blocks.target}
-    assert len(sizes) == 1
-
-
 @pytest.mark.parametrize(
     ("part", "changes", "message"),
     [
@@ -175,16 +168,6 @@ def test_drafts_are_scored_on_the_frames_of_a_given_decoder(pipe) -> None:
     again = pipe("a cat", preview_decoder=pipe.preview_decoder, generator=seeded(), **options)
     assert torch.equal(plain.frames, again.frames) and seen[-1] == seen[0]
     rejects(lambda: pipe("a cat", preview_decoder=lambda latents: latents, generator=seeded(), **options), "preview_decoder")
-
-
-def test_without_a_drafter_the_target_samples(pipe) -> None:
-    alone = CausalVideoPipeline(pipe.vae, pipe.transformer, pipe.text_encoder, pipe.tokenizer)
-    assert alone.resolve_method(None).name == "target" and "draft_transformer" not in str(
-        alone.list_methods()[0].unsupported_reason
-    )
-    with pytest.raises(ValueError, match="needs a model to draft with"):
-        alone("a cat", accelerator="sdvg")
-    assert pipe.resolve_method(None) == PRESETS["sdvg"].with_tau(-0.5) and not pipe.resolve_method(VideoMethod(lazy=False)).lazy
 
 
 def test_guidance_leads_away_from_the_empty_caption_of_training(pipe) -> None:

@@ -114,20 +114,6 @@ def test_a_model_without_some_layers_drafts_for_itself(name: str) -> None:
             model.skip_layers(wrong)
 
 
-def test_a_view_equals_a_model_that_was_built_without_these_layers() -> None:
-    whole, part = make("janus", num_hidden_layers=3), make("janus", num_hidden_layers=2)
-    source = whole.model.model.language_model.layers
-    for place, layer in enumerate((0, 2)):
-        part.model.model.language_model.layers[place].load_state_dict(source[layer].state_dict())
-    for name, module in part.model.named_modules():
-        if ".layers." not in name and name and not list(module.children()):
-            module.load_state_dict(whole.model.get_submodule(name).state_dict())
-    condition, _ = whole.encode_condition(PROMPTS)
-    seeds, sampling = torch.arange(2), Sampling(0.8)
-    found = decode(whole.decoding_model(3.0).skip_layers([1]), condition, seeds, "ar", sampling).tokens
-    assert torch.equal(found, decode(part.decoding_model(3.0), condition, seeds, "ar", sampling).tokens)
-
-
 # -- draft heads ------------------------------------------------------------------------------------------------------------
 
 
@@ -209,13 +195,6 @@ def test_offloaded_models_generate_the_same_tokens(name: str, how: str, tmp_path
         sample(offloaded, Accelerator("skip", LayerSkip(3, skip="1"), speculative_sampling))
     with pytest.raises(ValueError, match="drafter"):
         offloaded.load_drafter(tmp_path)
-
-
-def test_layers_on_several_devices_are_refused() -> None:
-    pipe = make("janus")
-    pipe.model.model.language_model.layers[1].to("meta")
-    with pytest.raises(ValueError, match="one device, got cpu, meta"):
-        vargen.accelerate(pipe.model, pipe.processor)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -333,12 +312,6 @@ def test_the_same_call_as_other_pipelines(folder: Path) -> None:
     assert [image.mode for image in pipe.preview(best.tokens, 5)] == ["RGBA"] * 2
 
 
-def test_a_model_without_pixels_is_refused_by_the_command_line(tmp_path: Path) -> None:
-    make("glm", max_position_embeddings=4096).save_pretrained(tmp_path)
-    result = CliRunner().invoke(app, ["generate", "a red apple", "--model", str(tmp_path)])
-    assert result.exit_code == 2 and "docs/models.md" in result.output
-
-
 # -- folders that do not fit --------------------------------------------------------------------------------------------------
 
 
@@ -397,10 +370,3 @@ def test_a_draft_model_of_other_tokens_is_refused_before_weights_are_read(folder
         open_pipeline(folder, draft_model=tmp_path)
     found = sample(open_pipeline(folder, draft_model=folder), "speculative")
     assert found.stats.tokens_per_pass > 2
-
-
-@pytest.mark.parametrize("size", [3, (0, 4), (4, "x"), (4, 5, 6)])
-def test_sizes_are_rows_and_columns(size: Any) -> None:
-    model, processor = make_emu3()
-    with pytest.raises(ValueError, match="size"):
-        vargen.accelerate(model, processor, size=size)

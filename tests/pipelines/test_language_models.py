@@ -292,15 +292,6 @@ def test_drafts_from_a_preview_are_exact() -> None:
     assert max(found.distance, found.draft_distance) < 1e-5
 
 
-def test_an_image_is_drafted_from_the_place_in_its_preview() -> None:
-    drafter = PreviewDrafter(5, (2, 3), (4, 6))
-    assert drafter.source(torch.arange(30)).tolist() == [-1] * 6 + [0, 0, 1, 1, 2, 2] * 2 + [3, 3, 4, 4, 5, 5] * 2
-    tokens, position = torch.tensor([[1, 2, 3, 4, 0, 1] + [0] * 24]), torch.tensor([[5, 8, 27]])
-    probs = drafter.probs(None, tokens, torch.tensor([4]), position)
-    assert torch.equal(probs[0, 1], torch.eye(5)[2]), "shown by token 1 of the preview"
-    assert torch.equal(probs[0, [0, 2]], torch.full((2, 5), 0.2)), "of the preview itself, or not known yet"
-
-
 def test_a_smaller_model_of_the_same_tokens_drafts() -> None:
     (large, processor), (small, _) = make_janus(num_hidden_layers=3), make_janus(seed=5, hidden_size=16)
     pipe = vargen.accelerate(large, processor, small)
@@ -319,11 +310,6 @@ def test_log_probs_are_those_of_the_model_whatever_the_method(janus: Any, method
     for own, other in zip((found.log_probs, found.plain_log_probs), one_by_one, strict=True):
         assert torch.allclose(own, other, atol=1e-4) and own.isfinite().all() and (own <= 0).all()
     assert found.log_probs.mean() > found.plain_log_probs.mean()  # filters sharpen
-
-
-def test_relaxed_methods_say_that_log_probs_are_not_theirs(janus: Any, caplog: pytest.LogCaptureFixture) -> None:
-    janus(PROMPTS[0], accelerator="gsd", return_log_probs=True)
-    assert "gsd" in caplog.text
 
 
 # -- shared noise in the loops of transformers --------------------------------------------------------------------------
@@ -363,36 +349,6 @@ def test_networks_that_do_not_fit_are_refused(change: Any, argument: str) -> Non
     change(model)
     with pytest.raises(ValueError, match=argument):
         vargen.accelerate(model, processor)
-
-
-def test_images_come_in_every_form(pipe: Any) -> None:
-    made = {kind: pipe(PROMPTS[:2], generator=torch.Generator().manual_seed(2), output_type=kind).images for kind in
-            ("pil", "np", "pt", "latent")}  # fmt: skip
-    height, width = made["np"].shape[1:3]
-    assert made["pil"][0].size == (width, height) and made["pt"].shape == (2, 3, height, width)
-    assert made["latent"].shape == (2, *pipe.language_model.grid)
-    assert made["pt"].min() >= 0 and made["pt"].max() <= 1
-
-
-def test_negative_prompts_of_emu3_come_in_both_forms() -> None:
-    found = []
-    for form in ("text", "image"):
-        pipe = vargen.accelerate(*make_emu3(), size=SIZE, negative_format=form)
-        own = pipe.encode_condition("a dog", negative_prompt="a dog")[0]
-        assert own.unconditional is not None
-        found.append((own.ids.tolist(), own.unconditional.ids.tolist()))
-    assert found[0][0] == found[1][0] == found[1][1] and len(found[0][1][0]) < len(found[0][0][0])
-    with pytest.raises(ValueError, match="negative_format"):
-        vargen.accelerate(*make_emu3(), negative_format="both")
-    with pytest.raises(TypeError, match="negative_format"):
-        vargen.accelerate(*make_janus(), negative_format="text")
-
-
-def test_emu3_has_a_size_of_its_own() -> None:
-    model, processor = make_emu3()
-    assert Emu3(model).grid == (90, 91)
-    with pytest.raises(ValueError, match="size"):
-        vargen.accelerate(model, processor, size=(1, 1000))(PROMPTS[0])
 
 
 # -- folders ------------------------------------------------------------------------------------------------------------

@@ -113,26 +113,6 @@ def test_callback_has_diffusers_form(classes):
     assert torch.equal(plain, called)
 
 
-def test_callback_can_stop_and_the_rest_stays_white(classes):
-    stop = lambda *a: {"stop": a[1] == 7}  # noqa: E731
-    result = classes(class_labels=3, callback_on_step_end=stop, output_type="np", accelerator="ar")
-    assert result.stats.stopped and result.stats.passes == 8
-    assert (result.images[:, 4:] == 1).all() and not (result.images[:, :4] == 1).all()
-    assert not classes(class_labels=3).stats.stopped
-
-
-def test_interrupt_from_outside_needs_no_callback(classes, monkeypatch):
-    bar = classes.progress_bar(total=1)
-
-    def update(count):  # as another thread might, while the call runs
-        classes._interrupt = True
-
-    monkeypatch.setattr(bar, "update", update)
-    monkeypatch.setattr(classes, "progress_bar", lambda **options: bar)
-    result = classes(class_labels=3)
-    assert result.stats.stopped and result.stats.passes == 1
-
-
 def test_prompts_are_encoded_without_the_networks_that_generate(texts):
     alone = LlamaGenPipeline(None, None, texts.text_encoder, texts.tokenizer)
     embeds, mask = alone.encode_prompt("a red apple", max_sequence_length=12)

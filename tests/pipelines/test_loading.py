@@ -16,7 +16,6 @@ from rejects import rejects
 from tiny_models import class_pipeline
 
 from vargen import LlamaGenPipeline, device, open_pipeline
-from vargen.assets import packaged_model_path
 from vargen.pipelines import loading
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -165,24 +164,6 @@ def test_saving_over_shards_leaves_none_after(tmp_path, sizes, variant):
     pipe.save_pretrained(tmp_path, variant="other")  # another variant stays beside this one
     opened = LlamaGenPipeline.from_pretrained(tmp_path, torch_dtype=torch.float32, variant=variant)
     assert (opened.transformer.output.weight == 2).all()
-
-
-@pytest.mark.parametrize("name", ["emoji", "emoji-var", "emoji-video"])
-def test_folders_of_earlier_versions_open(name: str, tmp_path: Path, repo_root: Path) -> None:
-    """Their `model_index.json` names modules of then; saving writes today's."""
-    old = (repo_root / "tests" / "golden" / "model_index" / f"{name}.json").read_text()
-    assert '"vargen.models.vq"' in old or '"vargen.models.multi_scale_vq"' in old or '"vargen.models.video_vae"' in old
-    for entry in packaged_model_path(name).iterdir():
-        (tmp_path / entry.name).symlink_to(entry)
-    (tmp_path / "model_index.json").unlink()
-    (tmp_path / "model_index.json").write_text(old)
-    pipe, packaged = open_pipeline(str(tmp_path)), open_pipeline(name)
-    components = ("router", "image_lora", "draft_image_lora")  # what no earlier version had
-    later: dict[str, object] = {part: (None, None) for part in components if part in packaged.config}
-    settings = ("image", "image_candidates", "image_frames", "image_model", "image_scale", "motions")
-    later["defaults"] = {key: value for key, value in packaged.config["defaults"].items() if key not in settings}
-    expected = {**packaged.config, **later, "_name_or_path": str(tmp_path)}
-    assert type(pipe) is type(packaged) and dict(pipe.config) == expected
 
 
 def test_opening_a_model_is_silent(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -42,11 +42,6 @@ def test_the_bytes_are_said(load: Any) -> None:
     assert "\n" not in str(error.value) and "alloc_cpu" not in str(error.value)
 
 
-def test_other_errors_stay() -> None:
-    with pytest.raises(RuntimeError, match="another"), report_memory(EMOJI):
-        raise RuntimeError("another")
-
-
 SCRIPT = """
 import resource, sys
 from pathlib import Path

@@ -100,14 +100,6 @@ def test_a_file_is_read_as_the_image_that_it_holds(name: str, tmp_path: Path) ->
     assert (read_mask(given["mask"]) == AREA).all() and given["image"].mode == "RGB"
 
 
-def test_the_orientation_of_a_mask_is_that_of_its_photo(tmp_path: Path) -> None:
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    Image.fromarray(255 * np.ascontiguousarray(np.rot90(LEVELS))).save(tmp_path / "mask.png", exif=exif)
-    with Image.open(tmp_path / "mask.png", formats=["PNG"]) as opened:
-        assert (read_mask(opened) == AREA).all()
-
-
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.float16, torch.float32, torch.float64])
 def test_arrays_and_tensors_hold_0_and_1(dtype: torch.dtype) -> None:
     values = torch.from_numpy(LEVELS).to(dtype)

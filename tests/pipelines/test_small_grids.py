@@ -41,11 +41,6 @@ def test_a_size_that_was_asked_for_is_refused(method: str) -> None:
     rejects(lambda: Engine(table_model(4, 2), method), size, ValueError)
 
 
-def test_other_settings_leave_the_preset_its_window() -> None:
-    for method in ("gsd:budget=2", "speculative:shared_noise=false", "mulo:budget=1"):
-        assert decode(table_model(4, 2), CONDITION, SEEDS, method).finished
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A class-conditional model of 2 x 2 tokens."""

@@ -144,19 +144,6 @@ def test_loras_are_used_for_videos_that_start_from_an_image(
     assert torch.equal(frames(with_loras, red), other)
 
 
-def test_a_network_is_merged_once_and_again_after_a_change(with_loras: CausalVideoPipeline) -> None:
-    def target() -> Any:
-        return with_loras.decoding_model(from_image=True).transformer
-
-    first = target()
-    assert first is target() and first is not with_loras.transformer
-    assert with_loras.decoding_model().transformer is with_loras.transformer
-    with_loras.register_modules(image_lora=a_lora(with_loras.transformer, 9))
-    assert target() is not first and not torch.equal(next(iter(first.blocks)).ffn[0].weight, target().blocks[0].ffn[0].weight)
-    with_loras.to(torch.bfloat16)
-    assert target().dtype == torch.bfloat16
-
-
 def test_a_drafter_that_does_not_move_start_images_is_not_the_default(with_loras: CausalVideoPipeline) -> None:
     def names() -> list[str]:
         return [with_loras.resolve_method(None, from_image=starts).name for starts in (False, True)]
@@ -168,13 +155,6 @@ def test_a_drafter_that_does_not_move_start_images_is_not_the_default(with_loras
     assert set(stats.sources) == {"target"}
     with_loras.register_modules(image_lora=None)
     assert names() == ["sdvg", "sdvg"]
-
-
-def test_a_lora_of_another_size_is_refused(pipe: CausalVideoPipeline) -> None:
-    components = {key: getattr(pipe, key) for key in ("vae", "transformer", "draft_transformer", "text_encoder", "tokenizer")}
-    for name, other in (("image_lora", pipe.draft_transformer), ("draft_image_lora", pipe.transformer)):
-        lora = a_lora(other, 0)
-        rejects(lambda name=name, lora=lora: CausalVideoPipeline(**components, **{name: lora}), name)
 
 
 def test_what_generates_no_image_from_prompts_is_refused(pipe: CausalVideoPipeline, tmp_path: Path) -> None:

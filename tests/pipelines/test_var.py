@@ -50,24 +50,6 @@ def half(size: int = 8) -> Image.Image:
 # -- a call ---------------------------------------------------------------------------------------------------------------
 
 
-def test_statistics_tell_of_every_scale(classes: VARPipeline) -> None:
-    stats = classes(class_labels=[3, 4], accelerator="code").stats
-    assert (stats.passes, stats.tokens, stats.images) == (4, 60, 2)
-    assert [scale["tokens"] for scale in stats.by_scale] == [1, 4, 9, 16]
-    assert [scale["model"] for scale in stats.by_scale] == ["target", "target", "target", "draft"]
-    assert stats.tokens_per_pass == 7.5 and stats.to_dict()["by_scale"]
-
-
-def test_code_is_the_two_models_by_hand(classes: VARPipeline) -> None:
-    """The large model's scales are those that it draws in `plain`, and the small one's those that it draws behind them."""
-    options: dict[str, Any] = {"class_labels": 3, "output_type": "latent"}
-    code = classes(accelerator="code", generator=seeded(2)[0], **options).images
-    plain = classes(accelerator="plain", generator=seeded(2)[0], **options).images
-    assert torch.equal(code[:, :5], plain[:, :5]) and not torch.equal(code, plain)
-    small = ScaleSchedule(stages=(Stage(model="draft"),))
-    assert not torch.equal(classes(accelerator=small, generator=seeded(2)[0], **options).images, code)
-
-
 def test_methods_and_what_they_lack(classes: VARPipeline) -> None:
     reasons = {method.name: method.unsupported_reason for method in classes.list_methods()}
     assert reasons == dict.fromkeys(["plain", "code", "economy"])
@@ -178,13 +160,3 @@ def test_each_prompt_may_have_its_image_and_mask(texts: VARPipeline) -> None:
     for k in range(4):
         alone = texts(PROMPTS[k // 2], image=images[k // 2], mask=masks[k // 2], generator=seeded(k)[0], **options).images
         assert torch.equal(alone[0], together[k])
-
-
-def test_images_and_masks_as_tensors(classes: VARPipeline) -> None:
-    options: dict[str, Any] = {"class_labels": 3, "output_type": "latent"}
-    first = classes(image=a_image(), mask=half(), generator=seeded(1)[0], **options).images
-    pixels = torch.from_numpy(np.array(a_image(), dtype=np.float32)).permute(2, 0, 1)[None] / 255
-    mask = torch.zeros(8, 8)
-    mask[:, 4:] = 1
-    for given in (mask, mask[None, None], mask.numpy(), mask > 0):
-        assert torch.equal(classes(image=pixels, mask=given, generator=seeded(1)[0], **options).images, first)

@@ -22,7 +22,6 @@ from vargen.serving.tasks import (
     QueueFullError,
     ServiceClosedError,
     TaskCancelledError,
-    TaskFailed,
 )
 
 
@@ -200,13 +199,3 @@ def test_closing_finishes_or_cancels_what_was_accepted(text_pipe: Any, gate: Gat
         else:
             with pytest.raises(ServiceClosedError):
                 handle.result(0)
-
-
-def test_cancelling_twice_or_after_the_end_does_nothing(text_pipe: Any) -> None:
-    events: list[Any] = []
-    with GenerationThread(text_pipe, "gumbel", slots=1) as generation:
-        [handle] = generation.submit([image_task(0)], lambda _, event: events.append(event))
-        handle.result(30)
-        handle.cancel()
-        handle.cancel()
-    assert not any(isinstance(event, TaskFailed) for event in events) and not handle.cancelled

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from rejects import rejects
-from tiny_models import class_pipeline, text_pipeline
+from tiny_models import class_pipeline
 from tiny_training import Killed, check_resumes
 
 from vargen.assets import packaged_model_path
@@ -120,29 +120,6 @@ def test_kinds_share_their_images(tmp_path: Path, monkeypatch) -> None:
     store = GeneratedImages(tmp_path / "run" / "generated", pipe, select_prompt_source(pipe, 24, None), recipe("medusa"))
     store.generate_missing()
     assert store.tokens.any()
-
-
-def test_subjects_of_models_of_text(tmp_path: Path) -> None:
-    """Prompts where there is a text encoder, else features from a file; held-out pictures are of others."""
-    pipe = text_pipeline()
-    lines = tmp_path / "prompts.txt"
-    lines.write_text("\n".join(f"a thing of {number} parts" for number in range(20)))
-    prompts = select_prompt_source(pipe, 8, None, prompts=lines)
-    assert not set(prompts.texts[True]) & set(prompts.texts[False])
-    train = prompts([0, 1], validation=False)
-
-    file = tmp_path / "features.npz"
-    rows = prompts(list(range(12)), validation=False)
-    np.savez(file, embeds=rows.caption_embeds.detach().numpy(), mask=rows.caption_mask.numpy())
-    bare = LlamaGenPipeline(vqvae=pipe.vqvae, transformer=pipe.transformer)
-    rejects(lambda: select_prompt_source(bare, 8, None, prompts=lines), "features")
-    rejects(lambda: select_prompt_source(pipe, 8, None, prompts=lines, features=file), "features")
-    features = select_prompt_source(bare, 8, None, features=file)
-    assert torch.equal(features([0, 1], validation=False).caption_embeds, train.caption_embeds)
-    assert torch.equal(features([0], validation=True).caption_embeds, rows.caption_embeds[11:])
-    drafter.train_head("eagle", recipe("eagle", schedule=Schedule(steps=2)), bare, features, tmp_path / "run")
-    assert weights(tmp_path / "run", "eagle")
-    rejects(lambda: select_prompt_source(class_pipeline(), 8, None, features=file), "features")
 
 
 def test_without_guidance_one_half_is_trained(tmp_path: Path) -> None:

@@ -143,30 +143,6 @@ def test_lengths_past_the_last_slot_read_none_after_it() -> None:
     assert (out.double() - case.expected()).abs().max() < 3e-6
 
 
-def test_room_of_other_heads_is_not_read() -> None:
-    """Keys `[R, S, G, K]` of a width that is no multiple of 8: what is next to a slot's is another head's, or none's."""
-    case = Case(3, [9], H=2, G=2, K=100, room=0)
-    stores = []
-    for store in (case.k, case.v):
-        store.nan_to_num_()
-        whole = torch.full((store.numel() + 8,), torch.nan, device=DEVICE)
-        swapped = whole[: store.numel()].view(store.transpose(1, 2).shape)
-        stores.append(swapped.copy_(store.transpose(1, 2)).transpose(1, 2))
-    case.length = torch.tensor([0])
-    given = (each.to(DEVICE) for each in (case.length, case.bias, case.words))
-    out = tree_attention(case.q.to(DEVICE), *stores, *given, tiles=SMALL).cpu()
-    assert (out.double() - case.expected()).abs().max() < 3e-6
-
-
-def test_operands_of_other_strides() -> None:
-    case = Case(4, [5, 12], P=3, room=20)
-    expected = case.got(tiles=SMALL)
-    length, bias = case.length.repeat_interleave(2)[::2], case.bias.repeat_interleave(2, 1)[:, ::2]
-    assert not length.is_contiguous() and not bias.is_contiguous()
-    given = (each.to(DEVICE) for each in (case.q, case.k, case.v, length, bias, case.words))
-    assert torch.equal(tree_attention(*given, tiles=SMALL).cpu(), expected)
-
-
 def test_hidden_prefix_slots_and_a_prefix_in_one_slot() -> None:
     """n rows of key 0 are one slot of key 0, their mean and bias log n: the exact form of LlamaGen's conditioning."""
     many, one = Case(4, [30], P=24, room=40), Case(4, [30], P=1, room=40)
@@ -227,10 +203,3 @@ def test_operands_that_do_not_fit_are_refused(change: object, said: str) -> None
     case = Case(3, [4], room=10)
     change(case)  # type: ignore[operator]
     rejects(lambda: case.got(tiles=SMALL), said)
-
-
-def test_rows_that_int32_does_not_span_are_refused() -> None:
-    wide = torch.empty_strided((1, 1, 2**12, 32), (0, 0, 2**19, 1), device="meta")
-    given = (wide[:, :, :2].transpose(1, 2), wide, wide, *(torch.empty(1, each, device="meta") for each in (1, 1)))
-    with pytest.raises(ValueError, match=r"within 2\^31 numbers"):
-        tree_attention(*given)
