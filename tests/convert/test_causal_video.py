@@ -40,10 +40,6 @@ def theirs() -> WanTransformer3DModel:
     return model.eval()
 
 
-def state_of(theirs) -> dict[str, torch.Tensor]:
-    return {name: value.detach().clone() for name, value in theirs.state_dict().items()}
-
-
 def ours_of(theirs) -> CausalVideoTransformer:
     model = CausalVideoTransformer(**SHAPE)
     model.load_state_dict({to_original(name): value for name, value in theirs.state_dict().items()}, strict=True)
