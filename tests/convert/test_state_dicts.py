@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rejects import rejects
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -99,34 +100,19 @@ def test_every_kind_of_file_is_read(ending: str, state: State, tmp_path: Path) -
     assert _same(read_checkpoint(file), state)
 
 
-def test_averaged_weights_are_preferred_where_asked_for(state: State, tmp_path: Path) -> None:
-    file = tmp_path / "x.pt"
-    averaged = {k: v / 2 for k, v in state.items()}
-    torch.save({"model": state, "ema": averaged}, file)
-    assert _same(read_checkpoint(file), state)
-    assert _same(read_checkpoint(file, prefer="ema"), averaged)
-    torch.save({"model": state}, file)
-    assert _same(read_checkpoint(file, prefer="ema"), state)
-
-
 @pytest.mark.parametrize(
     ("trained", "averaged"),
     [("model", "ema"), ("params", "params_ema"), ("model_state_dict", "model_ema_state_dict"), ("online_model", "ema_model")],
 )
-@pytest.mark.parametrize("prefixed", [False, True])
 @pytest.mark.parametrize("prefer", ["ema", ()])
 def test_a_choice_between_two_is_reported(
-    trained: str, averaged: str, prefixed: bool, prefer: Any, state: State, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    trained: str, averaged: str, prefer: Any, state: State, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    content: dict[str, Any] = {trained: state, averaged: {k: v / 2 for k, v in state.items()}}
-    if prefixed:
-        content = {f"{place}.{k}": v for place, tensors in content.items() for k, v in tensors.items()}
-    torch.save(content, tmp_path / "x.pt")
-    found = read_checkpoint(tmp_path / "x.pt", prefer=prefer)
-    assert _same(found, {k: v / 2 for k, v in state.items()} if prefer else state)
-    taken, other = (averaged, trained) if prefer else (trained, averaged)
+    half = {name: value / 2 for name, value in state.items()}
+    torch.save({trained: state, averaged: half}, tmp_path / "x.pt")
+    assert _same(read_checkpoint(tmp_path / "x.pt", prefer=prefer), half if prefer else state)
     (line,) = caplog.messages
-    assert f"holds weights under {taken}, which are converted, and under {other}" in line
+    assert trained in line and averaged in line
 
 
 def _shards(state: State, folder: Path, ending: str) -> Path:
@@ -147,28 +133,23 @@ def test_parts_are_read_by_their_index(ending: str, prefix: str, state: State, t
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "said"),
     [
-        (lambda m: m.update({"tok.weight": "../x.bin"}), r"index\.json names '\.\./x\.bin', which is not a file beside it"),
-        (lambda m: m.update({"tok.weight": "/etc/passwd"}), "which is not a file beside it"),
-        (lambda m: m.update({"tok.weight": "none.bin"}), r"none\.bin is not a checkpoint file"),
-        (lambda m: m.update({"tok.weight": "model.py"}), r"model\.py is not a checkpoint file"),
-        (lambda m: m.update({"more": m["tok.weight"]}), "does not hold the tensors that"),
-        (lambda m: m.pop("tok.weight"), None),
+        (lambda m: m.update({"tok.weight": "../x.bin"}), "index.json"),
+        (lambda m: m.update({"tok.weight": "/etc/passwd"}), "index.json"),
+        (lambda m: m.update({"tok.weight": "none.bin"}), "none.bin"),
+        (lambda m: m.update({"tok.weight": "model.py"}), "model.py"),
+        (lambda m: m.update({"more": m["tok.weight"]}), "tensors"),
     ],
 )
 def test_an_index_that_does_not_fit_is_refused(
-    change: Callable[[dict[str, str]], Any], message: str | None, state: State, tmp_path: Path
+    change: Callable[[dict[str, str]], Any], said: str, state: State, tmp_path: Path
 ) -> None:
     index = _shards(state, tmp_path, ".bin")
     content = json.loads(index.read_text())
     change(content["weight_map"])
     index.write_text(json.dumps(content))
-    if message is None:  # a file that the index does not name is not a part
-        assert "tok.weight" not in read_checkpoint(index)
-        return
-    with pytest.raises(ValueError, match=message):
-        read_checkpoint(index)
+    rejects(lambda: read_checkpoint(index), said, ValueError)
 
 
 def test_a_file_of_the_current_format_is_mapped(state: State, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,73 +225,53 @@ def test_a_program_is_refused(tmp_path: Path) -> None:
         read_checkpoint(file)
 
 
+@pytest.mark.parametrize("name", ["x.pt", "x.safetensors"])
 @pytest.mark.parametrize(
-    ("name", "damage"),
+    "damage",
     [
-        ("x.pt", lambda b: b[: len(b) // 2]),
-        ("x.pt", lambda b: b[:100]),
-        ("x.pt", lambda b: b""),
-        ("x.pt", lambda b: b"hello world" * 100),
-        ("x.pt", lambda b: b"PK\x03\x04" + bytes(500)),
-        ("x.pth", lambda b: b[:80] + b"\xff" * 40 + b[120:]),
-        ("x.safetensors", lambda b: b[:500]),
-        ("x.safetensors", lambda b: b""),
+        lambda b: b[: len(b) // 2],
+        lambda b: b"",
+        lambda b: b"PK\x03\x04" + bytes(500),
+        lambda b: b[:80] + b"\xff" * 40 + b[120:],
     ],
 )
 def test_a_damaged_file_is_refused(name: str, damage: Callable[[bytes], bytes], state: State, tmp_path: Path) -> None:
     file = tmp_path / name
     torch.save(state, file)
     file.write_bytes(damage(file.read_bytes()))
-    with warnings.catch_warnings(), pytest.raises(ValueError, match=rf"{re.escape(name)} is .*damaged.*again"):
+    with warnings.catch_warnings(), pytest.raises(ValueError, match=rf"{re.escape(name)} is .*damaged"):
         warnings.simplefilter("ignore")
         read_checkpoint(file)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ([1, 2], "holds a list"),
-        (torch.zeros(3), "holds a Tensor"),
-        ({}, "holds no tensors"),
-        ({"model": {}}, "holds no tensors"),
-        ({"epoch": 3, "weights": {"a": torch.zeros(1)}}, r"more than tensors at its top \(epoch, weights\)"),
-        ({"model": {"a": 1.0}}, r"more than tensors at its top \(a\)"),
-        ({"a": torch.zeros(1), "module.a": torch.zeros(1)}, "holds a tensor twice"),
-    ],
-)
-def test_what_is_no_state_dict_is_refused(content: Any, message: str, tmp_path: Path) -> None:
-    torch.save(content, tmp_path / "x.pt")
-    with pytest.raises(ValueError, match=message):
-        read_checkpoint(tmp_path / "x.pt")
 
 
 def test_what_is_no_checkpoint_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("x")
     (tmp_path / "folder.pt").mkdir()
     for name in ("README.md", "folder.pt", "none.pt"):
-        with pytest.raises(ValueError, match=rf"{re.escape(name)} is not a checkpoint file"):
-            read_checkpoint(tmp_path / name)
+        rejects(lambda name=name: read_checkpoint(tmp_path / name), name, ValueError)
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch, about nested and quantized tensors
 @pytest.mark.parametrize(
-    ("value", "message"),
+    "content",
     [
-        (lambda: torch.zeros(0, 4), r"odd in x\.pt is empty, \[0, 4\]"),
-        (lambda: torch.eye(4).to_sparse(), r"odd in x\.pt is a sparse tensor, expected a plain one"),
-        (lambda: torch.eye(4).to_sparse_csr(), r"odd in x\.pt is a sparse tensor"),
-        (lambda: torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8), r"odd in x\.pt is a quantized tensor"),
-        (lambda: torch.empty(4, 4, device="meta"), r"odd in x\.pt is a meta tensor"),
-        (lambda: torch.ones(1).expand(10**9, 10**3), r"odd in x\.pt is \[1000000000, 1000\], but the file holds fewer numbers"),
+        [1, 2],
+        {"model": {}},
+        {"epoch": 3, "weights": {"a": torch.zeros(1)}},
+        {"model": {"a": 1.0}},
+        {"a": torch.zeros(1), "module.a": torch.zeros(1)},
+        {"model": {"odd": torch.zeros(0, 4)}},
+        {"model": {"odd": torch.eye(4).to_sparse()}},
+        lambda: {"model": {"odd": torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8)}},  # which warns
+        {"model": {"odd": torch.empty(4, 4, device="meta")}},
+        {"model": {"odd": torch.ones(1).expand(10**9, 10**3)}},
     ],
+    ids=range(10),
 )
-def test_a_tensor_that_is_not_plain_is_refused(
-    value: Callable[[], Tensor], message: str, state: State, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_holds_no_plain_tensors_is_refused(content: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    torch.save({"model": {**state, "odd": value()}}, "x.pt")
-    with pytest.raises(ValueError, match=message):
-        read_checkpoint(Path("x.pt"))
+    torch.save(content() if callable(content) else content, "x.pt")
+    rejects(lambda: read_checkpoint(Path("x.pt")), "x.pt", ValueError)
 
 
 # -- weights in their network ------------------------------------------------------------------------------------
@@ -345,20 +306,17 @@ def test_weights_that_share_a_buffer_can_be_saved_apart(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "dtype", "message"),
+    ("change", "dtype", "said"),
     [
-        (lambda s: s.pop("bias"), None, r"x\.pt do not fit the model\. missing: 1 \(bias\)"),
-        (lambda s: s.update(more=torch.zeros(1)), None, r"unexpected: 1 \(more\)"),
-        (lambda s: s.update(bias=torch.zeros(3)), None, r"bias is \[3\], expected \[2\]"),
-        (lambda s: s.update(bias=torch.ones(2, dtype=torch.int64)), None, r"bias in x\.pt is torch\.int64"),
-        (lambda s: s.update(bias=torch.ones(2).to(torch.float8_e4m3fn)), None, r"bias in x\.pt is torch\.float8_e4m3fn"),
-        (lambda s: s["bias"].fill_(torch.nan), None, r"bias in x\.pt holds NaN"),
-        (lambda s: s["weight"].fill_(torch.inf), torch.float16, r"weight in x\.pt holds NaN or infinite"),
-        (lambda s: s["weight"].fill_(1e6), torch.float16, r"weight in x\.pt does not fit torch\.float16"),
+        (lambda s: s.pop("bias"), None, "bias"),
+        (lambda s: s.update(more=torch.zeros(1)), None, "more"),
+        (lambda s: s.update(bias=torch.zeros(3)), None, "bias"),
+        (lambda s: s.update(bias=torch.ones(2).to(torch.float8_e4m3fn)), None, "bias"),
+        (lambda s: s["bias"].fill_(torch.nan), None, "bias"),
+        (lambda s: s["weight"].fill_(1e6), torch.float16, "weight"),
     ],
 )
-def test_weights_that_do_not_fit_are_refused(change: Callable[[State], Any], dtype: torch.dtype | None, message: str) -> None:
+def test_weights_that_do_not_fit_are_refused(change: Callable[[State], Any], dtype: torch.dtype | None, said: str) -> None:
     state = _linear()
     change(state)
-    with pytest.raises(ValueError, match=message):
-        build_network(nn.Linear, _SHAPE, state, Path("x.pt"), dtype)
+    rejects(lambda: build_network(nn.Linear, _SHAPE, state, Path("x.pt"), dtype), said, ValueError)
