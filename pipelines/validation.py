@@ -14,10 +14,9 @@ from torch import Tensor
 
 from vargen.decoding import Sampling
 from vargen.options import OPTIONS
-from vargen.values import parse_int, short_repr
+from vargen.values import MAX_SEED, parse_int, short_repr
 
 MAX_IMAGES = 1024  # per call; a larger number is a typo or a job for a batch script
-MAX_SEED = 2**63 - 1
 
 
 def validate_prompts(prompt: Any, name: str = "prompt") -> list[str]:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+MAX_SEED = 2**63 - 1
 _LONGEST = 100  # maximum length of a quoted value, in characters
 
 

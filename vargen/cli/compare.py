@@ -28,7 +28,6 @@ from vargen.cli.options import (
     explicit_options,
     makes_video,
     reject_options,
-    validate_seeds,
 )
 from vargen.cli.outputs import resolve_outputs
 from vargen.cli.results import ResultWriter, save_image
@@ -83,10 +82,12 @@ def compare(
     prompts = read_prompts(prompt_file)
     sampling = explicit_options(guidance_scale=guidance_scale, temperature=temperature, top_k=top_k, top_p=top_p)
     for_video = {"num_blocks": num_blocks, "tau": tau, "scorer": scorer}
+    from vargen.pipelines import validation
+
     if makes_video(model):
         more = {"batch_size": None if batch_size == 1 else batch_size, **sampling}
         reject_options("is for image models, and this model generates video", **more)
-        validate_seeds(seed, len(prompts))
+        validation.validate_seed(seed, len(prompts))
         set_threads(threads)
         names = None if methods is None else [methods]
         options = VideoComparisonOptions(
@@ -101,7 +102,6 @@ def compare(
     from vargen.device import summarize_machine
     from vargen.evaluation.compare import compare_methods
     from vargen.evaluation.contact_sheets import method_grid
-    from vargen.pipelines import validation
     from vargen.pipelines.registry import open_pipeline
 
     validation.validate_seed(seed, -(-len(prompts) // validation.validate_batch_size(batch_size)) * batch_size)

@@ -12,7 +12,6 @@ import typer
 from vargen.cli.console import import_libraries, quiet_libraries
 from vargen.cli.inputs import MAX_IMAGES, SourceFiles, collect_prompts
 from vargen.cli.options import (
-    MAX_SEED,
     Device,
     DeviceName,
     Dtype,
@@ -27,10 +26,10 @@ from vargen.cli.options import (
     explicit_options,
     makes_video,
     reject_options,
-    validate_seeds,
 )
 from vargen.device import set_threads
 from vargen.files import expand_user
+from vargen.values import MAX_SEED
 
 
 @dataclass(frozen=True)
@@ -166,7 +165,7 @@ def generate(
     if count > MAX_IMAGES:
         raise ValueError(f"the number of images must be at most {MAX_IMAGES}, got {count}")
     first_seed = secrets.randbelow(2**32) if seed is None else seed
-    validate_seeds(first_seed, count)
+    validation.validate_seed(first_seed, count)
     import_libraries()
     set_threads(threads)
     options = GenerateOptions(

@@ -10,15 +10,12 @@ import typer
 
 from vargen import device
 from vargen.options import OPTIONS
-from vargen.values import short_repr
+from vargen.values import MAX_SEED, short_repr
 
 if TYPE_CHECKING:
     import torch
 
     from vargen.evaluation.generation import Backend as RunBackend
-
-
-MAX_SEED = 2**63 - 1
 
 
 class Device(StrEnum):
@@ -123,12 +120,6 @@ def parse_int_list(text: str, name: str, most: int = 10**9) -> list[int]:
         allowed = f"whole numbers of at least 1{limit}, separated by commas, such as 1,8"
         raise ValueError(f"{name} must be {allowed}, got {short_repr(text)}")
     return list(dict.fromkeys(int(part) for part in parts))
-
-
-def validate_seeds(first: int, count: int) -> None:
-    """Raise ValueError if the seed of the last of several images is out of range."""
-    if first + count - 1 > MAX_SEED:
-        raise ValueError(f"seed must be at most {MAX_SEED} for the last of {count} images, got {first} for the first")
 
 
 def makes_video(model: str) -> bool:

@@ -29,13 +29,12 @@ from vargen.models.quantization import validate_quantization
 from vargen.pipelines.registry import inspect_model, open_pipeline, pipeline_class
 from vargen.pipelines.validation import (
     MAX_IMAGES,
-    MAX_SEED,
     require_int,
     resolve_class_labels,
     validate_batch_size,
     validate_sampling,
 )
-from vargen.values import parse_int, short_repr
+from vargen.values import MAX_SEED, parse_int, short_repr
 
 PromptOrClass = str | int
 

@@ -13,7 +13,7 @@ from vargen.serving.errors import APIError
 from vargen.serving.limits import RequestLimits
 from vargen.serving.model_card import ModelCard
 from vargen.serving.tasks import ImageTask
-from vargen.values import parse_int, short_repr
+from vargen.values import MAX_SEED, parse_int, short_repr
 
 FORMATS = {"png": "image/png", "jpeg": "image/jpeg", "webp": "image/webp"}
 _MAX_PARTIAL_IMAGES = 16  # OpenAI's clients ask for at most 3
@@ -89,7 +89,7 @@ def check_size(body: Mapping[str, Any], card: ModelCard) -> None:
 
 def parse_seed(body: Mapping[str, Any], count: int) -> int:
     """Return the seed of the first of `count` images or videos; a random one if none is given."""
-    seed = parse_number(body, "seed", None, 0, validation.MAX_SEED - count + 1)
+    seed = parse_number(body, "seed", None, 0, MAX_SEED - count + 1)
     return secrets.randbelow(2**32) if seed is None else int(seed)
 
 
