@@ -169,9 +169,9 @@ def replay(device: str, variant: str, histogram: list[int]) -> Row:
     import torch
 
     from vargen.decoding import resolve_method
-    from vargen.decoding.next_token.draft import Verdict
-    from vargen.decoding.next_token.protocols import AcceptanceRule
+    from vargen.decoding.interfaces import AcceptanceRule
     from vargen.decoding.noise import Purpose
+    from vargen.decoding.tree import Verdict
     from vargen.evaluation.networks import open_benchmark_model
     from vargen.evaluation.speed import decode_images
 

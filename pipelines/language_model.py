@@ -20,7 +20,7 @@ from vargen.adapters import Guidance, to_guidance
 from vargen.adapters.transformers import TransformersTokenModel
 from vargen.compat import report_panic, without_autocast
 from vargen.decoding import DEFAULT_METHOD, Accelerator, DecodeOutput, decode
-from vargen.decoding.next_token.log_probs import compute_log_probs
+from vargen.decoding.log_probs import compute_log_probs
 from vargen.files import atomic_merge, expand_user
 from vargen.models.language_models.base import ImageLanguageModel
 from vargen.models.language_models.supported import describe_language_model

@@ -11,7 +11,7 @@ from rejects import rejects
 
 from vargen import Accelerator
 from vargen.decoding import GroupedRule, Jacobi, Sampling, Speculative
-from vargen.decoding.next_token.draft_length import AutoWindow
+from vargen.decoding.window import AutoWindow
 from vargen.options import OPTIONS, Option
 from vargen.pipelines import validation
 from vargen.values import parse_float, parse_int, short_repr

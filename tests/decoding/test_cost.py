@@ -12,7 +12,7 @@ import torch
 from tiny_models import text_pipeline
 
 from vargen import device
-from vargen.decoding import pass_costs as cost
+from vargen.decoding import costs as cost
 
 
 @pytest.fixture(autouse=True)

@@ -19,9 +19,9 @@ from vargen.adapters.drafters import EagleModel, LowResolutionDrafter, MedusaHea
 from vargen.adapters.llamagen import LlamaGenTokenModel
 from vargen.decoding import Accelerator, DecodeOutput, Engine, Jacobi, Sampling, decode, resolve_method, speculative_sampling
 from vargen.decoding.next_token.acceptance.pooled import PooledRule
-from vargen.decoding.next_token.draft_length import AutoWindow
 from vargen.decoding.next_token.drafters.jacobi import JacobiState
 from vargen.decoding.next_token.graphs import register_state
+from vargen.decoding.window import AutoWindow
 from vargen.device import explain_graphs, read_graph_setting
 from vargen.models.condition import Condition
 from vargen.models.heads.eagle import EagleDrafter

@@ -27,7 +27,7 @@ from vargen.decoding import (
     shared_noise,
     speculative_sampling,
 )
-from vargen.decoding.next_token.protocols import AcceptanceRule
+from vargen.decoding.interfaces import AcceptanceRule
 from vargen.decoding.sampling import to_probs
 from vargen.evaluation.table_models import ScaleTable
 

@@ -16,14 +16,14 @@ from vargen.decoding import (
     shared_noise,
     speculative_sampling,
 )
-from vargen.decoding.next_token.draft_length import (
+from vargen.decoding.costs import measure_pass_costs
+from vargen.decoding.next_token.drafters.initial import INITIAL_DRAFTS, Context, draft_uniform
+from vargen.decoding.window import (
     AutoWindow,
     FixedWindow,
     PowerLawEstimate,
     WidthController,
 )
-from vargen.decoding.next_token.drafters.initial import INITIAL_DRAFTS, Context, draft_uniform
-from vargen.decoding.pass_costs import measure_pass_costs
 from vargen.evaluation.table_models import TableLowRes, TableModel
 
 
@@ -96,7 +96,7 @@ def test_the_controller_waits_for_the_slowest_image():
 
 @pytest.mark.parametrize(("price", "fed"), [(1.0, {1}), (0.4, {1, 4})])
 def test_the_automatic_window_does_not_probe_where_nothing_could_pay(price, fed, monkeypatch):
-    monkeypatch.setattr("vargen.decoding.next_token.draft_length.measure_pass_costs", lambda *_: {1: 1.0, 4: 4 * price})
+    monkeypatch.setattr("vargen.decoding.window.measure_pass_costs", lambda *_: {1: 1.0, 4: 4 * price})
     model = TableModel(vocab=4, tokens=60, spread=30.0)
     result = decode(model, torch.zeros(2, dtype=torch.int64), torch.arange(2), Accelerator(drafter=Jacobi("auto", "gumbel")))
     assert set(result.stats.passes_by_width) == fed
@@ -104,7 +104,7 @@ def test_the_automatic_window_does_not_probe_where_nothing_could_pay(price, fed,
 
 @pytest.mark.parametrize("costs", [{1: 1.0, 4: 4.0}, {1: 1.0, 4: 1.0}, {2: 1.0, 3: 1.1}])
 def test_the_automatic_window_changes_no_image_of_same_noise(costs, monkeypatch):
-    monkeypatch.setattr("vargen.decoding.next_token.draft_length.measure_pass_costs", lambda *_: costs)
+    monkeypatch.setattr("vargen.decoding.window.measure_pass_costs", lambda *_: costs)
     model, condition, seeds = TableModel(vocab=4, tokens=60), torch.zeros(2, dtype=torch.int64), torch.arange(2)
     plain = decode(model, condition, seeds)
     fast = decode(model, condition, seeds, Accelerator(drafter=Jacobi("auto", "gumbel")))

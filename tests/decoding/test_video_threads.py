@@ -9,7 +9,7 @@ import torch
 from tiny_models import tiny_transformer
 from tiny_video import models, stream
 
-from vargen.decoding import pass_costs as cost
+from vargen.decoding import costs as cost
 from vargen.models.heads.medusa import MedusaDrafter
 
 

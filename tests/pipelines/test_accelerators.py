@@ -5,7 +5,7 @@ import torch
 
 from vargen import Accelerator, LlamaGenPipeline
 from vargen.decoding import DEFAULT_METHOD, PRESETS, Jacobi, list_methods
-from vargen.decoding import pass_costs as cost
+from vargen.decoding import costs as cost
 
 PROMPTS = ["a red apple, 3d style", "a grinning face, flat style"]
 

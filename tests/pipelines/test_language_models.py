@@ -15,7 +15,7 @@ import vargen
 from vargen.adapters.transformers import TransformersTokenModel
 from vargen.compat import installed_version
 from vargen.decoding import PRESETS, Sampling, Tree, decode, list_methods
-from vargen.decoding.next_token.log_probs import compute_log_probs
+from vargen.decoding.log_probs import compute_log_probs
 from vargen.evaluation.exact_sum import sum_pass
 from vargen.models.heads.eagle import EagleDrafter
 from vargen.models.heads.medusa import MedusaDrafter

@@ -167,7 +167,7 @@ def collect_facts() -> dict[str, Any]:
 
 def describe_threads() -> str:
     """Return the number of CPU threads that passes use, and the reason."""
-    from vargen.decoding.pass_costs import MIN_THREAD_SPEEDUP
+    from vargen.decoding.costs import MIN_THREAD_SPEEDUP
     from vargen.device import available_cores, user_thread_count
 
     if (chosen := user_thread_count()) is not None:

@@ -1,6 +1,7 @@
 """Decoding algorithms: loops and the parts that methods consist of. Independent of concrete models, files and prompts."""
 
 from vargen.decoding.harness import DecodeOutput, NonFiniteLogitsError, Progress
+from vargen.decoding.interfaces import AcceptanceRule, AutoregressiveHead, Drafter, ParallelHeads, TokenModel
 from vargen.decoding.method import DEFAULT_METHOD, Method
 from vargen.decoding.next_scale.loop import decode_scales
 from vargen.decoding.next_scale.protocols import ScaleModel
@@ -19,8 +20,6 @@ from vargen.decoding.next_token.acceptance import (
     speculative_sampling,
     traversal,
 )
-from vargen.decoding.next_token.draft import Draft, Output, Step, Tree, Verdict
-from vargen.decoding.next_token.draft_length import AutoWindow, FixedWindow
 from vargen.decoding.next_token.drafters import (
     Eagle,
     Jacobi,
@@ -36,12 +35,12 @@ from vargen.decoding.next_token.drafters import (
 from vargen.decoding.next_token.drafters.base import ChainDrafter, TreeDrafter
 from vargen.decoding.next_token.engine import Engine, FinishedImage
 from vargen.decoding.next_token.loop import decode
-from vargen.decoding.next_token.protocols import AcceptanceRule, AutoregressiveHead, Drafter, ParallelHeads, TokenModel
 from vargen.decoding.next_token.trees.shapes import DynamicTree, StaticTree
 from vargen.decoding.noise import Noise, Purpose
 from vargen.decoding.presets import PRESETS, list_methods, resolve_method
 from vargen.decoding.sampling import Sampling
 from vargen.decoding.stats import DecodeStats
+from vargen.decoding.tree import Draft, Output, Step, Tree, Verdict
 from vargen.decoding.video.loop import BlockStream, NonFiniteLatentsError, decode_video
 from vargen.decoding.video.method import VideoMethod
 from vargen.decoding.video.policies import SingleModel, Stride, Threshold
@@ -50,6 +49,7 @@ from vargen.decoding.video.request import VideoBlock
 from vargen.decoding.video.routing import DraftView, LearnedRouting
 from vargen.decoding.video.scoring import BlockDecoder, BlockView
 from vargen.decoding.video.stats import BlockRecord, VideoStats
+from vargen.decoding.window import AutoWindow, FixedWindow
 
 __all__ = [
     "DEFAULT_METHOD",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from vargen.decoding import DecodeOutput, Progress, Sampling, decode, decode_scales
-from vargen.decoding.pass_costs import use_best_threads
+from vargen.decoding.costs import use_best_threads
 from vargen.models.condition import Condition
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.validation import validate_sampling

@@ -12,10 +12,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from vargen.decoding.interfaces import AcceptanceRule
 from vargen.decoding.method import part_name
-from vargen.decoding.next_token.draft import Draft, Tree, Verdict
-from vargen.decoding.next_token.protocols import AcceptanceRule
 from vargen.decoding.noise import Noise, Purpose
+from vargen.decoding.tree import Draft, Tree, Verdict
 from vargen.evaluation.enumerated_uniforms import NotEnumerableError
 from vargen.evaluation.enumeration import SAME, Enumeration
 

@@ -22,9 +22,9 @@ from vargen.decoding.next_scale.schedule import ScaleSchedule
 from vargen.decoding.next_scale.state import ImageState
 from vargen.decoding.next_token.accelerator import Accelerator
 from vargen.decoding.next_token.acceptance import fused
-from vargen.decoding.next_token.draft import Draft
 from vargen.decoding.next_token.loop import prefill
 from vargen.decoding.sampling import Sampling, to_probs
+from vargen.decoding.tree import Draft
 from vargen.evaluation.enumerated_rule import EnumeratedRule
 from vargen.evaluation.enumerated_uniforms import NotEnumerableError
 from vargen.evaluation.enumeration import Enumeration, ReusedNoiseError, TooManyOutcomesError

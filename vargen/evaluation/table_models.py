@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from vargen.decoding import AutoregressiveHead, Noise, Output, ParallelHeads, Sampling, TokenModel, Tree
-from vargen.decoding.next_token.protocols import DraftHead
+from vargen.decoding.interfaces import DraftHead
 from vargen.decoding.next_token.rows import insert_rows, put_rows
 from vargen.decoding.noise import Purpose
 

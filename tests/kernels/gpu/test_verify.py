@@ -17,8 +17,8 @@ from vargen.decoding.next_token.acceptance import (
     speculative_sampling,
     traversal,
 )
-from vargen.decoding.next_token.draft import Verdict
 from vargen.decoding.noise import Noise, Purpose
+from vargen.decoding.tree import Verdict
 from vargen.kernels.sampler import NoiseStream, sample_gumbel_max
 from vargen.kernels.verify_chain import verify_chain
 from vargen.kernels.verify_traversal import verify_traversal

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, ClassVar, Literal
 
+from vargen.decoding.interfaces import AcceptanceRule, Drafter, TokenModel
 from vargen.decoding.method import Method, describe_part, init_fields, part_name
 from vargen.decoding.next_token.acceptance import FunctionRule, shared_noise
 from vargen.decoding.next_token.drafters.base import Sequential
-from vargen.decoding.next_token.protocols import AcceptanceRule, Drafter, TokenModel
 from vargen.values import short_repr
 
 _REQUIREMENT_MESSAGES = {

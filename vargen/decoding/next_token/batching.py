@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from vargen.decoding.harness import Callback, DecodeOutput, Progress, validate_call
+from vargen.decoding.interfaces import TokenModel
 from vargen.decoding.next_token.accelerator import Accelerator
 from vargen.decoding.next_token.engine import Engine, FinishedImage
 from vargen.decoding.next_token.graphs import CUDAGraph
-from vargen.decoding.next_token.protocols import TokenModel
 from vargen.decoding.sampling import Sampling
 
 

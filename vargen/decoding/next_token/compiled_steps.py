@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from vargen.decoding.compiled_sampling import compiled_steps
-from vargen.decoding.next_token.draft import Verdict
 from vargen.decoding.noise import Noise, Purpose
+from vargen.decoding.tree import Verdict
 
 
 def draft_window(

@@ -23,10 +23,10 @@ from torch import Tensor
 
 from vargen.compat import without_autocast
 from vargen.decoding.harness import NonFiniteLogitsError, Run, describe_non_finite_logits, validate_call
+from vargen.decoding.interfaces import TokenModel
 from vargen.decoding.next_token.accelerator import Accelerator
 from vargen.decoding.next_token.graphs import CUDAGraph
 from vargen.decoding.next_token.loop import require_batch_size, validate_token_model
-from vargen.decoding.next_token.protocols import TokenModel
 from vargen.decoding.next_token.rows import select_rows
 from vargen.decoding.next_token.running_batch import ImageRequest, RunningBatch, take_same_condition
 from vargen.decoding.presets import resolve_method

@@ -17,20 +17,20 @@ import torch
 from torch import Tensor
 
 from vargen.compat import without_autocast
+from vargen.decoding.costs import use_best_threads
 from vargen.decoding.harness import Callback, DecodeOutput, Run, sum_rows, validate_call
+from vargen.decoding.interfaces import AcceptanceRule, Drafter, TokenModel
 from vargen.decoding.next_token.accelerator import Accelerator
 from vargen.decoding.next_token.acceptance import shared_noise
 from vargen.decoding.next_token.compiled_steps import commit_tokens, feed_tokens
-from vargen.decoding.next_token.draft import Draft, Output, Step, Verdict
 from vargen.decoding.next_token.graphs import CUDAGraph, GraphedPass, Outputs, register_state
-from vargen.decoding.next_token.protocols import AcceptanceRule, Drafter, TokenModel
 from vargen.decoding.next_token.rows import insert_rows
 from vargen.decoding.next_token.verification import verify_draft
 from vargen.decoding.noise import Noise, TokenNoise
-from vargen.decoding.pass_costs import use_best_threads
 from vargen.decoding.presets import resolve_method
 from vargen.decoding.sampling import Sampling, to_probs
 from vargen.decoding.stats import DecodeStats
+from vargen.decoding.tree import Draft, Output, Step, Verdict
 from vargen.device import inference_mode_for, normal_tensors, read_graph_setting
 from vargen.kernels.dispatch import read_kernel_setting
 from vargen.values import parse_int, short_repr

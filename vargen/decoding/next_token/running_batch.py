@@ -15,17 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vargen.decoding.costs import use_best_threads
 from vargen.decoding.harness import Run, sum_rows
+from vargen.decoding.interfaces import Drafter, TokenModel
 from vargen.decoding.next_token.accelerator import Accelerator
-from vargen.decoding.next_token.draft import Output
 from vargen.decoding.next_token.graphs import CUDAGraph, GraphedPass, Outputs
 from vargen.decoding.next_token.loop import DecodePass, ImageState, LoopState, find_capture_blocker
-from vargen.decoding.next_token.protocols import Drafter, TokenModel
 from vargen.decoding.next_token.rows import select_rows
 from vargen.decoding.noise import Noise, TokenNoise
-from vargen.decoding.pass_costs import use_best_threads
 from vargen.decoding.sampling import RowSampling, Sampling
 from vargen.decoding.stats import DecodeStats
+from vargen.decoding.tree import Output
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from vargen.decoding.compiled_sampling import sample_from_logits
 from vargen.decoding.harness import sum_rows
+from vargen.decoding.interfaces import AcceptanceRule, Drafter
 from vargen.decoding.next_token.acceptance.exact import verify_shared_tokens
-from vargen.decoding.next_token.draft import Draft, Verdict
-from vargen.decoding.next_token.protocols import AcceptanceRule, Drafter
 from vargen.decoding.noise import Noise
 from vargen.decoding.sampling import Sampling, to_probs
+from vargen.decoding.tree import Draft, Verdict
 from vargen.device import normal_tensors
 
 

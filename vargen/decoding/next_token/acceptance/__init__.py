@@ -1,5 +1,6 @@
 """Acceptance rules: pure, batched functions from the target distribution and a draft to a `Verdict`."""
 
+from vargen.decoding.interfaces import AcceptanceRule
 from vargen.decoding.next_token.acceptance.exact import (
     dense_draft_probs,
     gather_p_and_q,
@@ -17,7 +18,6 @@ from vargen.decoding.next_token.acceptance.pooled import PooledRule
 from vargen.decoding.next_token.acceptance.relaxed import RelaxedRule, TypicalRule, cap_to_budget, sum_relaxation
 from vargen.decoding.next_token.acceptance.siblings import SiblingDecision, SiblingRule, Siblings, verify_siblings
 from vargen.decoding.next_token.acceptance.tree_rules import k_seq, recursive_rejection, traversal
-from vargen.decoding.next_token.protocols import AcceptanceRule
 
 # Rules by the name used in method strings, each with its default settings.
 RULES: dict[str, AcceptanceRule] = {

@@ -11,8 +11,8 @@ from torch import Tensor
 from vargen.decoding.next_token.acceptance import fused
 from vargen.decoding.next_token.acceptance.function_rule import acceptance_rule
 from vargen.decoding.next_token.acceptance.siblings import follow_accepted
-from vargen.decoding.next_token.draft import Draft, Verdict
 from vargen.decoding.noise import Noise, Purpose
+from vargen.decoding.tree import Draft, Verdict
 
 
 @acceptance_rule(exact=True)

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from vargen.decoding.next_token.draft import Draft, Verdict
-from vargen.decoding.next_token.protocols import AcceptanceRule, VerifyTokens
+from vargen.decoding.interfaces import AcceptanceRule, VerifyTokens
 from vargen.decoding.noise import Noise
+from vargen.decoding.tree import Draft, Verdict
 
 VerifyFunction = Callable[[Tensor, Draft, Noise, Tensor], Verdict]
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vargen.decoding.next_token.draft import Draft, Verdict
 from vargen.decoding.noise import Noise
+from vargen.decoding.tree import Draft, Verdict
 from vargen.kernels.dispatch import supports_rows
 
 

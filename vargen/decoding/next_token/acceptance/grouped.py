@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from vargen.decoding.interfaces import TokenModel
 from vargen.decoding.next_token.acceptance.exact import gather_prob
 from vargen.decoding.next_token.acceptance.relaxed import RelaxedRule
-from vargen.decoding.next_token.protocols import TokenModel
 from vargen.values import number_field
 
 

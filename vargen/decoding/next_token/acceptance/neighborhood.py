@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vargen.decoding.interfaces import TokenModel
 from vargen.decoding.next_token.acceptance.exact import gather_prob
 from vargen.decoding.next_token.acceptance.relaxed import RelaxedRule
-from vargen.decoding.next_token.protocols import TokenModel
 from vargen.device import normal_tensors
 from vargen.files import atomic_file, cache_folder
 from vargen.values import number_field

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from vargen.decoding.interfaces import TokenModel
 from vargen.decoding.next_token.acceptance.exact import gather_prob, resample_rejected
 from vargen.decoding.next_token.acceptance.neighborhood import build_neighbor_table, require_codebook
 from vargen.decoding.next_token.acceptance.relaxed import RelaxedRule
 from vargen.decoding.next_token.acceptance.siblings import Siblings
-from vargen.decoding.next_token.draft import Draft, Verdict
-from vargen.decoding.next_token.protocols import TokenModel
 from vargen.decoding.noise import Noise, Purpose
+from vargen.decoding.tree import Draft, Verdict
 from vargen.values import number_field
 
 

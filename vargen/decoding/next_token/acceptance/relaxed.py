@@ -19,12 +19,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from vargen.decoding.interfaces import AcceptanceRule
 from vargen.decoding.next_token.acceptance import fused
 from vargen.decoding.next_token.acceptance.exact import gather_prob, verify_chain
 from vargen.decoding.next_token.acceptance.siblings import SiblingDecision, Siblings, verify_siblings
-from vargen.decoding.next_token.draft import Draft, Tree, Verdict
-from vargen.decoding.next_token.protocols import AcceptanceRule
 from vargen.decoding.noise import Noise, Purpose
+from vargen.decoding.tree import Draft, Tree, Verdict
 from vargen.values import number_field, validate_fields
 
 

@@ -19,8 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vargen.decoding.next_token.draft import Draft, Tree, Verdict
 from vargen.decoding.noise import Noise, Purpose
+from vargen.decoding.tree import Draft, Tree, Verdict
 
 
 class Siblings(NamedTuple):

@@ -18,8 +18,8 @@ from vargen.decoding.next_token.acceptance.siblings import (
     trace_path,
     verify_siblings,
 )
-from vargen.decoding.next_token.draft import Draft, Verdict
 from vargen.decoding.noise import Noise, Purpose
+from vargen.decoding.tree import Draft, Verdict
 
 
 @acceptance_rule(exact=True, topologies=("chain", "tree"))

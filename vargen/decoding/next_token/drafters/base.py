@@ -8,11 +8,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from vargen.decoding.next_token.draft import Draft, Output
-from vargen.decoding.next_token.protocols import Drafter, TokenModel
+from vargen.decoding.interfaces import Drafter, TokenModel
 from vargen.decoding.next_token.trees.shapes import TreeShape, parse_shape
 from vargen.decoding.noise import Noise
 from vargen.decoding.sampling import Sampling
+from vargen.decoding.tree import Draft, Output
 from vargen.values import short_repr
 
 

@@ -13,12 +13,12 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from vargen.decoding.next_token.draft import Draft, Output, Tree
+from vargen.decoding.interfaces import TokenModel
 from vargen.decoding.next_token.drafters.base import ChainDrafter
 from vargen.decoding.next_token.graphs import register_state
-from vargen.decoding.next_token.protocols import TokenModel
 from vargen.decoding.noise import Noise, Purpose
 from vargen.decoding.sampling import Sampling, to_probs
+from vargen.decoding.tree import Draft, Output, Tree
 from vargen.values import parse_float, parse_int, short_repr
 
 

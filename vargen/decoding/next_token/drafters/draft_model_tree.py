@@ -11,16 +11,16 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from vargen.decoding.next_token.draft import Draft, Output, Tree
+from vargen.decoding.interfaces import TokenModel
 from vargen.decoding.next_token.drafters.base import TreeDrafter
 from vargen.decoding.next_token.drafters.draft_model import Speculative
 from vargen.decoding.next_token.graphs import register_state
-from vargen.decoding.next_token.protocols import TokenModel
 from vargen.decoding.next_token.trees.children import CHILD_SAMPLING, ChildSampling, validate_child_sampling
 from vargen.decoding.next_token.trees.expand import Frontier, grow_tree
 from vargen.decoding.next_token.trees.shapes import DynamicTree, TreeShape
 from vargen.decoding.noise import Noise
 from vargen.decoding.sampling import Sampling, to_probs
+from vargen.decoding.tree import Draft, Output, Tree
 
 
 @register_state

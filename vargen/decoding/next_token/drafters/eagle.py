@@ -15,13 +15,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from vargen.decoding.next_token.draft import Draft, Output, Step, Tree
+from vargen.decoding.interfaces import AutoregressiveHead, DraftHead, TokenModel
 from vargen.decoding.next_token.drafters.heads import FeatureBuffer, HeadDrafter, gather_slots, require_features
 from vargen.decoding.next_token.graphs import register_state
-from vargen.decoding.next_token.protocols import AutoregressiveHead, DraftHead, TokenModel
 from vargen.decoding.next_token.trees.expand import Frontier, grow_tree
 from vargen.decoding.noise import Noise
 from vargen.decoding.sampling import Sampling, to_probs
+from vargen.decoding.tree import Draft, Output, Step, Tree
 
 
 @register_state

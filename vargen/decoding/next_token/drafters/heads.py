@@ -11,10 +11,9 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from vargen.decoding.next_token.draft import Output, Step
+from vargen.decoding.interfaces import DraftHead, TokenModel
 from vargen.decoding.next_token.drafters.base import TreeDrafter
 from vargen.decoding.next_token.graphs import register_state
-from vargen.decoding.next_token.protocols import DraftHead, TokenModel
 from vargen.decoding.next_token.trees.children import CHILD_SAMPLING, ChildSampling, validate_child_sampling
 from vargen.decoding.next_token.trees.shapes import (
     MAX_TREE_WIDTH,
@@ -24,6 +23,7 @@ from vargen.decoding.next_token.trees.shapes import (
     make_chain,
     parse_shape,
 )
+from vargen.decoding.tree import Output, Step
 from vargen.kernels.dispatch import is_eager_cpu
 from vargen.values import parse_int, short_repr
 

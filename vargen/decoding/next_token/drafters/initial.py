@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vargen.decoding.next_token.protocols import LowResModel, TokenModel
+from vargen.decoding.interfaces import LowResModel, TokenModel
 from vargen.decoding.noise import Noise, Purpose
 
 

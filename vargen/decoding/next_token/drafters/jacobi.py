@@ -17,10 +17,9 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
+from vargen.decoding.interfaces import Drafter, LowResModel, TokenModel
 from vargen.decoding.next_token.acceptance import gather_p_and_q, resample_rejected
 from vargen.decoding.next_token.compiled_steps import draft_window
-from vargen.decoding.next_token.draft import Draft, Output, Step, Tree
-from vargen.decoding.next_token.draft_length import FixedWindow, WindowPolicy, WindowState, parse_window
 from vargen.decoding.next_token.drafters.initial import (
     INITIAL_DRAFTS,
     Context,
@@ -29,10 +28,11 @@ from vargen.decoding.next_token.drafters.initial import (
     require_low_res_model,
 )
 from vargen.decoding.next_token.graphs import register_state
-from vargen.decoding.next_token.protocols import Drafter, LowResModel, TokenModel
 from vargen.decoding.next_token.rows import put_rows
 from vargen.decoding.noise import Noise, Purpose
 from vargen.decoding.sampling import Sampling
+from vargen.decoding.tree import Draft, Output, Step, Tree
+from vargen.decoding.window import FixedWindow, WindowPolicy, WindowState, parse_window
 from vargen.kernels.dispatch import is_eager_cpu
 from vargen.values import resolve_name, short_repr
 

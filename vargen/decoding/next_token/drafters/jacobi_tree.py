@@ -16,15 +16,15 @@ from typing import Any, Literal, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from vargen.decoding.next_token.draft import Draft, Output, Step, Tree
+from vargen.decoding.interfaces import TokenModel
 from vargen.decoding.next_token.drafters.base import TreeDrafter
 from vargen.decoding.next_token.drafters.initial import InitialDraft
 from vargen.decoding.next_token.drafters.jacobi import Coupling, Jacobi, JacobiState
-from vargen.decoding.next_token.protocols import TokenModel
 from vargen.decoding.next_token.trees.children import exclude_earlier_siblings
 from vargen.decoding.next_token.trees.shapes import DynamicTree, StaticTree, parse_shape
 from vargen.decoding.noise import Noise, Purpose
 from vargen.decoding.sampling import Sampling
+from vargen.decoding.tree import Draft, Output, Step, Tree
 from vargen.device import normal_tensors
 
 

@@ -13,14 +13,14 @@ from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
-from vargen.decoding.next_token.draft import Draft, Output, Step
+from vargen.decoding.interfaces import DraftHead, ParallelHeads, TokenModel
 from vargen.decoding.next_token.drafters.heads import FeatureBuffer, HeadDrafter
 from vargen.decoding.next_token.graphs import register_state
-from vargen.decoding.next_token.protocols import DraftHead, ParallelHeads, TokenModel
 from vargen.decoding.next_token.trees.expand import Frontier, grow_tree
 from vargen.decoding.next_token.trees.shapes import DynamicTree, TreeShape
 from vargen.decoding.noise import Noise
 from vargen.decoding.sampling import Sampling, to_probs
+from vargen.decoding.tree import Draft, Output, Step
 
 
 @register_state

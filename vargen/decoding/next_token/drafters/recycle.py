@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vargen.decoding.next_token.draft import Draft, Output, Step, Tree
+from vargen.decoding.interfaces import TokenModel
 from vargen.decoding.next_token.drafters.base import ChainDrafter
 from vargen.decoding.next_token.graphs import register_state
-from vargen.decoding.next_token.protocols import TokenModel
 from vargen.decoding.noise import Noise, Purpose
 from vargen.decoding.sampling import Sampling
+from vargen.decoding.tree import Draft, Output, Step, Tree
 from vargen.values import number_field, validate_fields
 
 

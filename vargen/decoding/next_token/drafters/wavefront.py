@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vargen.decoding.next_token.draft import Draft, Output, Step
+from vargen.decoding.interfaces import TokenModel
 from vargen.decoding.next_token.drafters.jacobi import Jacobi, JacobiState
 from vargen.decoding.next_token.graphs import register_state
-from vargen.decoding.next_token.protocols import TokenModel
 from vargen.decoding.next_token.rows import insert_rows
 from vargen.decoding.noise import Noise
 from vargen.decoding.sampling import Sampling
+from vargen.decoding.tree import Draft, Output, Step
 from vargen.values import number_field, short_repr, validate_fields
 
 

@@ -16,10 +16,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vargen.decoding.next_token.draft import Draft, Tree
 from vargen.decoding.next_token.trees.children import ChildSampling, exclude_earlier_siblings, sample_children
 from vargen.decoding.next_token.trees.shapes import DynamicTree, StaticTree, TreeShape, compute_depths
 from vargen.decoding.noise import Noise
+from vargen.decoding.tree import Draft, Tree
 from vargen.device import normal_tensors
 
 

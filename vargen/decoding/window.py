@@ -15,8 +15,8 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from vargen.decoding.next_token.protocols import TokenModel
-from vargen.decoding.pass_costs import DRAFTING_EFFICIENCY, candidate_widths, measure_pass_costs
+from vargen.decoding.costs import DRAFTING_EFFICIENCY, candidate_widths, measure_pass_costs
+from vargen.decoding.interfaces import TokenModel
 from vargen.values import number_field, parse_int, short_repr, suggest_names, validate_fields
 
 MAX_WINDOW = 4096  # larger than any grid

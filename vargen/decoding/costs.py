@@ -17,8 +17,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from vargen.decoding.next_token.draft import Tree
-from vargen.decoding.next_token.protocols import TokenModel
+from vargen.decoding.interfaces import TokenModel
+from vargen.decoding.tree import Tree
 from vargen.decoding.video.protocols import BlockModel
 from vargen.device import available_cores, cpu_model, inference_mode_for, limit_threads, user_thread_count
 from vargen.files import atomic_file, cache_folder

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from vargen.compat import without_autocast
-from vargen.decoding.next_token.draft import Tree
-from vargen.decoding.next_token.protocols import TokenModel
+from vargen.decoding.interfaces import TokenModel
 from vargen.decoding.sampling import Sampling, to_probs
+from vargen.decoding.tree import Tree
 
 
 @torch.no_grad()

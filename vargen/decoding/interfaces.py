@@ -15,10 +15,10 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor
 
-from vargen.decoding.next_token.draft import Draft, Output, Step, Tree, Verdict
 from vargen.decoding.next_token.rows import insert_rows
 from vargen.decoding.noise import Noise
 from vargen.decoding.sampling import Sampling
+from vargen.decoding.tree import Draft, Output, Step, Tree, Verdict
 
 
 class TokenModel:
