@@ -83,8 +83,8 @@ def load_token_steps() -> ModuleType:
         one.copy(), one.copy(),
     )  # fmt: skip
     steps.feed_tokens(held, one, fed[:, :1].copy(), fed.copy(), fed.copy())
-    steps.commit_tokens(fed, fed, one, one, one, 4, held, held[0].copy(), one.copy(), one.copy())
-    steps.draft_window(fed, one, fed, one, one, 3, vocab, vocab, fed[:, :1].copy(), valid)
+    steps.commit_tokens(fed, fed, one, one, one, 4, held, one.copy())
+    steps.draft_window(held, one, fed, one, one, 3, vocab, vocab, fed[:, :1].copy(), valid)
     return steps
 
 

@@ -238,30 +238,28 @@ def feed_tokens(tokens, length, drafted, inputs, position):
 
 
 @njit(**_COMPILED)
-def commit_tokens(fed, path, accepted, next_token, length, num_tokens, tokens, histogram, count, total):
-    """Write the tokens after the accepted slots of a pass; see `vargen.decoding.next_token.loop.ImageState.commit`.
+def commit_tokens(fed, path, accepted, next_token, length, num_tokens, tokens, count):
+    """Write the tokens after the accepted slots of a pass; see `vargen.decoding.token_pass.TokenState.write`.
 
     Args:
         fed: int64 `[B, T]`; path: int64 `[B, A]`; accepted, next_token, length: int64 `[B]`.
-        tokens, histogram: changed: int64 `[B, >= num_tokens + A]` and `[>= A + 1]`.
-        count, total: written: int64 `[B]`, tokens committed, and the new length.
+        tokens: changed: int64 `[B, >= num_tokens + A]`.
+        count: written: int64 `[B]`, tokens committed.
     """
     slots = path.shape[1]
     for b in range(len(length)):
         count[b] = min(accepted[b], num_tokens - length[b])
-        total[b] = length[b] + count[b]
-        histogram[count[b]] += 1
         for step in range(slots):  # as the reference: also those that are not committed
             last = step == accepted[b] - 1
             tokens[b, length[b] + step] = next_token[b] if last else fed[b, path[b, (step + 1) % slots]]
 
 
 @njit(**_COMPILED)
-def draft_window(resampled, num_committed, position, seeds, steps, purpose, num_tokens, vocab, drafted, valid):
-    """Shift the committed tokens out of a Jacobi window; new positions get tokens from the uniform distribution.
+def draft_window(known, end, position, seeds, steps, purpose, num_tokens, vocab, drafted, valid):
+    """Draft the next tokens of a Jacobi window: known ones, and after these tokens of the uniform distribution.
 
     Args:
-        resampled, num_committed: int64 `[B, T]` and `[B]`, of the last pass.
+        known: int64 `[B, >= num_tokens + S]`, draft tokens by position; end: int64 `[B]`, position after the known ones.
         position: int64 `[B, 1]`, of the first draft token.
         seeds, steps, purpose: of the noise; int64 `[B]`, and `[1]` or `[B]`.
         num_tokens: N.
@@ -270,10 +268,10 @@ def draft_window(resampled, num_committed, position, seeds, steps, purpose, num_
     for b in range(len(drafted)):
         step = steps[b if len(steps) > 1 else 0]
         for s in range(drafted.shape[1]):
-            cell, source = position[b, 0] + s, num_committed[b] + s
+            cell = position[b, 0] + s
             valid[b, s] = cell < num_tokens
-            if source < resampled.shape[1]:
-                drafted[b, s] = resampled[b, source]
+            if cell < end[b]:
+                drafted[b, s] = known[b, cell]
                 continue
             key = _make_key(seeds[b], purpose, step, cell)
             uniform = f32(i32(_u32(key >> _S32) & _ONES)) * _UNIT + _HALF

@@ -37,19 +37,20 @@ def _update_best(ratio, first, best, token):
     return tl.maximum(best, piece), tl.where(piece > best, first + tl.argmax(ratio, 0), token)
 
 
-@triton.jit(do_not_specialize=["k"])
+@triton.jit(do_not_specialize=["T"])
 def _filter(
     logits_ptr,  # [rows, V]
     probs_ptr,  # float32 [rows, V]
-    temperature,
-    k,
-    p,
+    temperature_ptr,  # float32 [rows / T]
+    k_ptr,  # int64 [rows / T]
+    p_ptr,  # float64 [rows / T]
+    T,
     V: tl.constexpr,
     BLOCK: tl.constexpr,
-    TOP_K: tl.constexpr,
-    TOP_P: tl.constexpr,
+    FILTERS: tl.constexpr,
 ):
     row = tl.program_id(0)
+    temperature = tl.load(temperature_ptr + row // T)
     lane = tl.arange(0, BLOCK)
     inside = lane < V
     begin = row.to(tl.int64) * V
@@ -61,18 +62,15 @@ def _filter(
     most = tl.where(most > float("-inf"), most, 0.0)
     weight = tl.exp2((z - most) * _LOG2E)
 
-    if TOP_K or TOP_P:
+    if FILTERS:
         key = to_ordered_key(z, inside)
-        least = tl.min(tl.where(inside, key, 0x7FFFFFFF), 0)
-        total = tl.sum(weight, 0)
-        if TOP_K:
-            least = find_kth_key(key, k)
-            if TOP_P:  # total of exactly k values, without extra ties
-                above = key > least
-                some = tl.max(tl.where(key == least, weight, 0.0), 0)
-                total = tl.sum(tl.where(above, weight, 0.0), 0) + (k - tl.sum(above.to(tl.int32), 0)) * some
-        if TOP_P:
-            least = find_mass_key(key, weight, least, p * total)
+        k, p = tl.load(k_ptr + row // T).to(tl.int32), tl.load(p_ptr + row // T).to(tl.float32)
+        least = find_kth_key(key, k)
+        some = tl.max(tl.where(key == least, weight, 0.0), 0)
+        above = key > least
+        total = tl.sum(tl.where(above, weight, 0.0), 0)
+        total += (k - tl.sum(above.to(tl.int32), 0)) * some  # of exactly k values, without extra ties
+        least = find_mass_key(key, weight, least, p * total)
         weight = tl.where(key >= least, weight, 0.0)
 
     total = tl.sum(weight, 0)
@@ -123,28 +121,30 @@ def validate_row_size(V: int) -> None:
         raise ValueError(f"kernels hold rows of at most {MAX_VOCAB} tokens, got {V}; VARGEN_KERNELS=reference has none")
 
 
-def probs_from_logits(logits: Tensor, *, temperature: float = 1.0, top_k: int | None = None, top_p: float = 1.0) -> Tensor:
-    """Return the probabilities, float32 `[..., V]`, of logits `[..., V]` of any float dtype.
+def probs_from_logits(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, filters: bool) -> Tensor:
+    """Return the probabilities, float32 `[B, T, V]`, of logits `[B, T, V]` of any float dtype.
 
     Args:
-        temperature, top_k, top_p: above 0; from 1 to V, or None to keep all tokens; in (0, 1].
+        temperature, top_k, top_p: float32, int64 and float64, B values each: above 0; from 1 to V; above 0, where 1 and more
+            keeps all tokens but those of rounded sums, and 2 all.
+        filters: whether any image has a filter; otherwise `top_k` and `top_p` are not read.
     """
-    V = logits.shape[-1]
+    B, T, V = logits.shape
     validate_row_size(V)
     probs = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
-    if rows := probs.numel() // V:
+    if B * T:
         launch(
             _filter,
-            (rows,),
+            (B * T,),
             logits.contiguous(),
             probs,
             temperature,
-            V if top_k is None else top_k,
+            top_k,
             top_p,
+            T,
             V=V,
             BLOCK=triton.next_power_of_2(V),
-            TOP_K=top_k is not None and top_k < V,
-            TOP_P=top_p < 1.0,
+            FILTERS=filters,
             num_warps=choose_warps(V),
             enable_fp_fusion=False,
         )

@@ -48,13 +48,17 @@ def _check_attention(device: torch.device) -> str | None:
     return None
 
 
+_SAMPLER_OPTIONS = ((0.8, torch.float32), (50, torch.int64), (0.9, torch.float64))  # temperature, top-k, top-p
+
+
 def _check_sampler(device: torch.device) -> str | None:
     from vargen.kernels.sampler import NoiseStream, probs_from_logits, sample_gumbel_max
 
     logits = torch.randn(2, 3, 4096, generator=torch.Generator().manual_seed(0), dtype=torch.float32) * 3
     expected = reference.probabilities(logits.flatten(0, 1), 0.8, 50, 0.9).unflatten(0, (2, 3))
     noise = NoiseStream(torch.tensor([1, 2], device=device), torch.arange(3, device=device).expand(2, -1), 0)
-    probs = probs_from_logits(logits.to(device), temperature=0.8, top_k=50, top_p=0.9)
+    temperature, top_k, top_p = (torch.full((2,), value, dtype=dtype, device=device) for value, dtype in _SAMPLER_OPTIONS)
+    probs = probs_from_logits(logits.to(device), temperature, top_k, top_p, True)
     if not torch.equal(probs.cpu() > 0, expected > 0):
         return "other tokens are kept"
     off = (probs.cpu().double() - expected).abs().max()

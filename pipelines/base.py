@@ -70,7 +70,6 @@ class VisualPipeline(OffloadedPipeline, DiffusionPipeline):
         pixel_decoder: name of the component that decodes tokens or latents to pixels.
         usual_sampling: sampling settings used where neither the call nor the checkpoint sets them.
         prompt_names: names that replace characters in a prompt; None if prompts are used as typed.
-        example_tokens: for image models, example tokens `[M, N]` for lookup drafters.
         fps: frames per second of video models.
     """
 
@@ -90,7 +89,6 @@ class VisualPipeline(OffloadedPipeline, DiffusionPipeline):
     text_encoder: Any = None
     tokenizer: Any = None
     prompt_names: PromptNames | None = None
-    example_tokens: Tensor | None = None
     fps: int | None = None
 
     def _register_components(self, components: Mapping[str, Any], config: Mapping[str, Any], prompt_names: Any) -> None:
@@ -111,7 +109,6 @@ class VisualPipeline(OffloadedPipeline, DiffusionPipeline):
 
     def _init_calls(self) -> None:
         """Create what calls use beside the components."""
-        self.example_tokens = None
         self._scorers: dict[tuple[str, torch.device], Scorer] = {}
         self._calls = RunningCalls()
 
@@ -156,13 +153,9 @@ class VisualPipeline(OffloadedPipeline, DiffusionPipeline):
         if "prompt_names" not in kwargs:
             kwargs["prompt_names"] = PromptNames.load(loading.shared_component_folders(folder).get("prompt_names", folder))
         with report_memory(folder), hide_progress_bars(folder):
-            examples = loading.load_example_tokens(folder)
             kwargs |= loading.load_text_components(model, kwargs, kwargs[_DTYPE], kwargs.get("variant"))
             kwargs |= loading.load_quantized_components(model, formats, kwargs[_DTYPE], kwargs.get("variant"))
             pipe = super().from_pretrained(str(folder), **{**load_options(), **kwargs})
-        if examples is not None and pipe.transformer is not None:
-            loading.validate_example_tokens(examples, pipe.vocab_size, pipe.num_tokens)
-        pipe.example_tokens = examples
         return pipe
 
     @classmethod
@@ -175,11 +168,9 @@ class VisualPipeline(OffloadedPipeline, DiffusionPipeline):
 
     @classmethod
     def from_pipe(cls, pipeline: DiffusionPipeline, **kwargs: Any) -> Self:
-        """As in diffusers. Also copies `prompt_names` and `example_tokens`, which are not part of the config."""
+        """As in diffusers. Also copies `prompt_names`, which are not part of the config."""
         kwargs.setdefault("prompt_names", getattr(pipeline, "prompt_names", None))
-        pipe = super().from_pipe(pipeline, **kwargs)
-        pipe.example_tokens = getattr(pipeline, "example_tokens", None)
-        return pipe
+        return super().from_pipe(pipeline, **kwargs)
 
     def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
         """Write a folder that `from_pretrained` can load. Files are written atomically, and none is written if saving fails.
@@ -200,11 +191,8 @@ class VisualPipeline(OffloadedPipeline, DiffusionPipeline):
             super().save_pretrained(str(staged), **kwargs)
             if self.prompt_names is not None:
                 self.prompt_names.save(staged)
-            if self.example_tokens is not None:
-                loading.save_example_tokens(self.example_tokens, staged)
         own = {
             prompts.PROMPT_NAMES_FILE: self.prompt_names,
-            loading.EXAMPLES_FILE: self.example_tokens,
             loading.SHARED_FILE: None,
         }
         for name in (name for name, value in own.items() if value is None):

@@ -223,10 +223,10 @@ class LanguageModelPipeline(VisualPipeline):
         draft = None if self.draft_model is None else TransformersTokenModel(self._description("draft_model"), guidance)
         described, known = self.language_model, LlamaGenPipeline.family.drafters
         heads = {name: partial(known[name].adapter, each.to(described.device)) for name, each in self.draft_heads.items()}
-        return TransformersTokenModel(described, guidance, draft, draft_heads=heads, example_tokens=self.example_tokens)
+        return TransformersTokenModel(described, guidance, draft, draft_heads=heads)
 
     def joins_running_batch(self, method: Accelerator) -> bool:
-        return method.drafter.join_blocker is None
+        return True
 
     def _decode(self, request: GenerationRequest, callback: Any) -> DecodeOutput:
         model, seeds = self.decoding_model(request.guidance), request.seeds.noise_seeds

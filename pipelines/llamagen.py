@@ -16,8 +16,8 @@ from vargen.adapters.llamagen import LlamaGenTokenModel
 from vargen.compat import without_autocast
 from vargen.convert.llamagen import convert_llamagen
 from vargen.decoding import DEFAULT_METHOD, Accelerator, DecodeOutput, Eagle, Jacobi, Medusa, decode
-from vargen.decoding.next_token.drafters.heads import HeadDrafter
-from vargen.decoding.next_token.drafters.initial import MISSING_LOW_RES
+from vargen.decoding.jacobi import MISSING_LOW_RES
+from vargen.decoding.tree_drafters import HeadDrafter
 from vargen.models.heads.eagle import EagleDrafter
 from vargen.models.heads.medusa import MedusaDrafter
 from vargen.models.heads.upsampler import TokenUpsampler
@@ -211,7 +211,7 @@ class LlamaGenPipeline(VisualPipeline):
         return run_request(self, request)
 
     def joins_running_batch(self, method: Accelerator) -> bool:
-        return method.drafter.join_blocker is None
+        return True
 
     def _decode(self, request: GenerationRequest, callback: Any) -> DecodeOutput:
         model = self.decoding_model(request.guidance)
@@ -242,7 +242,6 @@ class LlamaGenPipeline(VisualPipeline):
             guidance,
             codebook=codes,
             draft_model=adapt(self.draft_transformer),
-            example_tokens=self.example_tokens,
             draft_heads=heads,
             low_res=low_res,
             device=device,

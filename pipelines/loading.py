@@ -17,9 +17,6 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 import vargen.assets
 from vargen.assets import packaged_model_path, packaged_models
@@ -33,8 +30,6 @@ from vargen.values import short_repr
 from vargen.weight_files import read_header
 
 SHARED_FILE, SHAREABLE = "borrowed.json", ("text_encoder", "tokenizer", "prompt_names")
-EXAMPLES_FILE = "examples.safetensors"
-_MAX_EXAMPLES_BYTES = 2**26  # the packaged file has a sixteenth of that
 _SMALL_NETWORK = 50_000_000  # parameters
 _MAX_ID = 96  # characters of a model id on the Hub
 _HUB_PATTERNS = [
@@ -279,41 +274,6 @@ def load_quantized_components(
         )
         for part, kind in formats.items()
     }
-
-
-def load_example_tokens(folder: Path) -> Tensor | None:
-    """Load the example tokens of a model folder, integers `[M, N]` for lookup drafters: the tokens of training images.
-
-    They affect only speed: exact rules sample from the model's distribution whatever the examples are. None if there are none.
-    """
-    file = folder / EXAMPLES_FILE
-    if not file.is_file():
-        return None
-    if file.stat().st_size > _MAX_EXAMPLES_BYTES:
-        raise ValueError(f"{file} has more than {_MAX_EXAMPLES_BYTES} bytes: keep fewer examples")
-    try:
-        tokens = load_file(file)["tokens"]
-    except (SafetensorError, KeyError, OSError) as error:
-        raise ValueError(f"{file} holds no examples: {error}; remove it, or write another") from error
-    if tokens.dim() != 2 or not len(tokens) or tokens.dtype not in (torch.int16, torch.int32, torch.int64):
-        raise ValueError(f"{file} must hold integers [images, tokens], got {tokens.dtype} {list(tokens.shape)}")
-    return tokens
-
-
-def validate_example_tokens(tokens: Tensor, vocab_size: int, num_tokens: int) -> None:
-    """Raise ValueError unless examples fit a model with these numbers of tokens in the vocabulary and in an image."""
-    lowest, highest = int(tokens.min()), int(tokens.max())
-    if tokens.shape[1] != num_tokens or lowest < 0 or highest >= vocab_size:
-        raise ValueError(
-            f"examples must be [images, {num_tokens}] of tokens from 0 to {vocab_size - 1}, got {list(tokens.shape)} of "
-            f"{lowest} to {highest}"
-        )
-
-
-def save_example_tokens(tokens: Tensor, folder: Path) -> None:
-    """Write example tokens `[M, N]` to a folder, as 16-bit integers if they fit."""
-    dtype = torch.int16 if int(tokens.max()) < 2**15 else torch.int32
-    save_file({"tokens": tokens.to("cpu", dtype).contiguous()}, folder / EXAMPLES_FILE)
 
 
 def resolve_drafter(name: Any, family: ModelFamily) -> tuple[str, Path, Mapping[str, Any]]:

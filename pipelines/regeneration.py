@@ -51,7 +51,7 @@ def model_digest(folder: Path) -> str:
     """Return sixteen hexadecimal digits of a model folder's weights and index; of large files, parts are read."""
     digest = hashlib.sha256()
     files = [*folder.rglob("*.safetensors"), *folder.glob("*.json")]
-    for file in sorted(file for file in files if file.is_file() and file.name not in ("training.json", "examples.safetensors")):
+    for file in sorted(file for file in files if file.is_file() and file.name != "training.json"):
         size = file.stat().st_size
         digest.update(f"{file.relative_to(folder).as_posix()} {size}\n".encode())
         with file.open("rb") as opened:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from table_methods import METHODS, generate, table_model
 
 from vargen.decoding import (
     PRESETS,
@@ -52,6 +53,15 @@ def test_a_rule_bound_to_a_model_is_still_equal_to_itself() -> None:
     model.codebook = torch.eye(4)
     rule = GroupedRule(distance=1.0)
     assert rule.bind(model) == rule and rule.bind(model) is not rule and rule.codebook is None
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_drafter_is_not_changed_by_engines_which_share_none_of_its_buffers(name: str) -> None:
+    method, before = METHODS[name], dict(vars(METHODS[name].drafter))
+    first, second = (vars(method.bind(table_model(), 2)[0]).values() for _ in range(2))
+    generate(method)
+    assert vars(method.drafter) == before and not any(isinstance(each, torch.Tensor) for each in before.values())
+    assert not {id(each) for each in first if isinstance(each, torch.Tensor)} & {id(each) for each in second}
 
 
 def test_ancestors_are_packed_as_words() -> None:

@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 from rejects import rejects
+from table_methods import SharedTree
 from tiny_video import LEVELS, stream, transformer
 
 from vargen.adapters.causal_video import CausalVideoBlockModel
@@ -19,37 +20,39 @@ from vargen.decoding import (
     Eagle,
     GroupedRule,
     Jacobi,
-    JacobiTree,
-    Lookup,
     Medusa,
     NeighborhoodRule,
     PooledRule,
-    Recycle,
     Sampling,
     ScaleSchedule,
     Speculative,
-    SpeculativeTree,
     Stage,
-    StaticTree,
     Threshold,
-    TypicalRule,
     VideoMethod,
-    k_seq,
     speculative_sampling,
     traversal,
 )
-from vargen.decoding.next_token.drafters import LayerSkip, Wavefront
-from vargen.decoding.next_token.trees.shapes import make_fan
+from vargen.decoding.experimental import (
+    EagleSharedNoise,
+    JacobiTree,
+    LayerSkip,
+    Lookup,
+    Recycle,
+    SampledTree,
+    SpeculativeTree,
+    TypicalRule,
+    Wavefront,
+    k_seq,
+)
 from vargen.decoding.video.denoising import shift_level, shifted_levels
 from vargen.evaluation.table_models import TableModel
 
 SMALL = TableModel(vocab=3, tokens=5)
-# Of another grid than its example tokens, and without layers to skip.
+# Without layers to skip.
 WITH_BOOK = TableModel(vocab=3, tokens=5)
 WITH_BOOK.codebook, WITH_BOOK.num_layers = torch.eye(3), 0
-WITH_BOOK.example_tokens = torch.zeros(3, 8)
 THREE_FRAMES = CausalVideoBlockModel(transformer(1, block_frames=3), LEVELS)
-FAN = JacobiTree(make_fan(8, 2, 2))
+FAN = JacobiTree(7, 2, 2)
 
 
 def method(drafter, rule):
@@ -66,6 +69,8 @@ def method(drafter, rule):
     (lambda: Jacobi("autoo"), "'auto'"),
     (lambda: Jacobi(coupling="maximum"), "'maximal'"),
     (lambda: Jacobi(initial="uniformly"), "'uniform'"),
+    (lambda: Jacobi(initial=3), "initial"),
+    (lambda: Jacobi(6).bind(SMALL, 1), "window"),
     (lambda: AutoWindow(1), "max_width"),
     (lambda: AutoWindow(ema_decay=1.0), "ema_decay"),
     (lambda: Speculative("auto"), "length"),
@@ -82,36 +87,34 @@ def method(drafter, rule):
     (lambda: PooledRule(radius=5).bind(WITH_BOOK), "radius"),
     (lambda: PooledRule().bind(SMALL), "codebook"),
     (lambda: Wavefront(8, coupling="maximal"), "coupling"),
-    (lambda: Jacobi(4, initial="low-res").bind(SMALL), "need a model"),
+    (lambda: Jacobi(4, initial="low-res").bind(SMALL, 1), "need a model"),
     (lambda: LayerSkip(skip=1.0), "skip"),
-    (lambda: LayerSkip().bind(WITH_BOOK), "skip"),
-    (lambda: Lookup(2).bind(WITH_BOOK), "example_tokens"),
+    (lambda: LayerSkip().bind(WITH_BOOK, 1), "skip"),
     (lambda: LayerSkip(skip=()), "skip"),
     (lambda: LayerSkip(skip="2+2"), "each once"),
-    (lambda: Lookup(9).bind(SMALL), "length"),
-    (lambda: Lookup(image_weight=0, max_matches=0), "image_weight"),
-    (lambda: Recycle(9).bind(SMALL), "length"),
-    (lambda: StaticTree((-1, 0, 3)), "parents"),
-    (lambda: StaticTree((-1,)), "256 slots"),
-    (lambda: StaticTree("wide-16"), "'wide-15'"),
+    (lambda: Lookup(9).bind(SMALL, 1), "length"),
+    (lambda: Lookup(sharpness=0), "sharpness"),
+    (lambda: Recycle(9).bind(SMALL, 1), "length"),
+    (lambda: DynamicTree(nodes=256), "nodes"),
     (lambda: DynamicTree(nodes=50, depth=2, children=3), "nodes"),
     (lambda: DynamicTree(acceptance=(0.5, 0.6)), "acceptance"),
-    (lambda: make_fan(6, 3, 2), "width"),
-    (lambda: SpeculativeTree(child_sampling="warm"), "child_sampling"),
-    (lambda: SpeculativeTree(DynamicTree(), "with-replacement"), "StaticTree"),
-    (lambda: JacobiTree((-1, 0, 0, 2, 3)), "depth"),
-    (lambda: SpeculativeTree(DynamicTree(4, 2, 4), model=SMALL).bind(SMALL), "vocabulary"),
-    (lambda: SpeculativeTree(DynamicTree(5, 5, 2), model=SMALL).bind(SMALL), "depth"),
-    (lambda: Speculative(2, model=TableModel(4, 5)).bind(SMALL), "vocabulary"),
-    (lambda: Eagle(2).bind(SMALL), "(eagle)"),
-    (lambda: Medusa(2).bind(SMALL), "(medusa)"),
+    (lambda: JacobiTree(5, 3, 2), "nodes"),
+    (lambda: JacobiTree(256), "nodes"),
+    (lambda: JacobiTree(depth=0), "depth"),
+    (lambda: SampledTree(branching=(256,)), "children"),
+    (lambda: SampledTree(branching=(2,), model=SMALL).bind(TableModel(4, 5), 1), "vocabulary"),
+    (lambda: SpeculativeTree(DynamicTree(4, 2, 4), model=SMALL).bind(SMALL, 1), "vocabulary"),
+    (lambda: SpeculativeTree(DynamicTree(5, 5, 2), model=SMALL).bind(SMALL, 1), "depth"),
+    (lambda: Speculative(2, model=TableModel(4, 5)).bind(SMALL, 1), "vocabulary"),
+    (lambda: Eagle(DynamicTree(2, 2, 1)).bind(SMALL, 1), "(eagle)"),
+    (lambda: Medusa(DynamicTree(2, 2, 1)).bind(SMALL, 1), "(medusa)"),
     (lambda: method(Eagle(), speculative_sampling), "verifies a chain"),
     (lambda: method(SpeculativeTree(), speculative_sampling), "verifies a chain"),
-    (lambda: method(Eagle(child_sampling="shared-noise"), traversal), "traversal"),
+    (lambda: method(EagleSharedNoise(), traversal), "traversal"),
     (lambda: method(Jacobi(4), traversal), "every pass"),
     (lambda: method(FAN, traversal), "every pass"),
     (lambda: method(Speculative(3, shared_noise=True), traversal), "every pass"),
-    (lambda: method(SpeculativeTree(StaticTree("wide-15"), "shared-noise"), traversal), "every pass"),
+    (lambda: method(SharedTree(), traversal), "every pass"),
     (lambda: method(SpeculativeTree(), k_seq), "with replacement"),
     (lambda: method(FAN, k_seq), "with replacement"),
     (lambda: Stage(model="none"), "model"),
@@ -137,9 +140,7 @@ def test_it_is_refused_by_name(make, argument: str) -> None:
 
 @pytest.mark.parametrize(("make", "argument"), [
     (lambda: Jacobi(2.5), "window"),
-    (lambda: Jacobi(initial=3), "initial"),
-    (lambda: StaticTree(7), "tree"),
-    (lambda: JacobiTree(DynamicTree()), "StaticTree"),
+    (lambda: SpeculativeTree("wide-15"), "shape"),
     (lambda: Eagle(None), "shape"),
     (lambda: Eagle(model=SMALL), "model"),
     (lambda: Accelerator(drafter=Jacobi(4), acceptance=GroupedRule), "acceptance"),

@@ -1,5 +1,6 @@
 """Compiled steps beside a pass: the tokens of the torch reference, whatever the logits and the sampling options."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -8,32 +9,41 @@ import torch
 from int8_passes import compiled_code
 from table_methods import METHODS, table_model
 
-from vargen.decoding import Sampling, decode
-from vargen.decoding.compiled_sampling import sample_from_logits
-from vargen.decoding.next_token.engine import Engine
+from vargen.decoding import Sampling, decode, token_pass
+from vargen.decoding.compiled_steps import sample_from_logits
+from vargen.decoding.engine import Engine
 from vargen.decoding.noise import Noise, Purpose
-from vargen.decoding.sampling import RowSampling, to_probs
+from vargen.decoding.sampling import SlotSampling
 
 pytest.importorskip("numba")
 
+from vargen.kernels import cpu_sample
 from vargen.kernels.cpu_code import TOKEN_STEPS
 from vargen.kernels.cpu_sample import MARGIN
 
 SEEDS = torch.tensor([3, 2**62, 7])
 OPTIONS = {
-    "none": Sampling(),
-    "top-k": Sampling(top_k=5),
-    "top-p": Sampling(top_p=0.9),
-    "both": Sampling(0.8, top_k=30, top_p=0.6),
-    "small p": Sampling(top_p=1e-6),
-    "greedy": Sampling(0),
-    "by row": RowSampling([Sampling(), Sampling(1.3, top_k=7, top_p=0.5), Sampling(top_p=0.99)]),
+    "none": [Sampling()],
+    "top-k": [Sampling(top_k=5)],
+    "top-p": [Sampling(top_p=0.9)],
+    "both": [Sampling(0.8, top_k=30, top_p=0.6)],
+    "small p": [Sampling(top_p=1e-6)],
+    "greedy": [Sampling(0)],
+    "by row": [Sampling(), Sampling(1.3, top_k=7, top_p=0.5), Sampling(top_p=0.99)],
 }
 
 
-@pytest.fixture(autouse=True, scope="module")
+@pytest.fixture(scope="module")
 def compiled() -> Any:
     return compiled_code(TOKEN_STEPS)
+
+
+def in_slots(samplings: list[Sampling], vocab: int) -> SlotSampling:
+    """Three slots, with one option for all or one for each."""
+    made = SlotSampling(3, vocab, torch.device("cpu"))
+    for slot in range(3):
+        made.reset([slot], samplings[slot % len(samplings)])
+    return made
 
 
 def logits_of(kind: str, vocab: int) -> torch.Tensor:
@@ -43,12 +53,12 @@ def logits_of(kind: str, vocab: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("kind", ["peaked", "flat", "ties", "equal"])
-def test_sampled_tokens_are_those_of_the_reference(kind: str, options: str) -> None:
-    sampling = OPTIONS[options]
+def test_sampled_tokens_are_those_of_the_reference(kind: str, options: str, compiled: Any) -> None:
     for vocab in (40, 100, 4096):
+        sampling = in_slots(OPTIONS[options], vocab)
         logits, noise = logits_of(kind, vocab), Noise(SEEDS, torch.arange(6) + torch.tensor([[0], [50], [9]]))
         found = sample_from_logits(logits, sampling, noise)
-        assert found is not None and torch.equal(found.tokens, noise.sample(to_probs(logits, sampling), Purpose.TOKEN))
+        assert found is not None and torch.equal(found.tokens, noise.sample(sampling.probs(logits), Purpose.TOKEN))
 
 
 def sample_row(compiled: Any, logits: torch.Tensor, top_p: float = 1.0, position: int = 0, temperature: float = 1.0) -> int:
@@ -63,8 +73,8 @@ def sample_row(compiled: Any, logits: torch.Tensor, top_p: float = 1.0, position
 
 
 def test_rows_that_rounding_could_change_are_left_to_the_reference(compiled: Any) -> None:
-    noise = Noise(SEEDS[:1], torch.zeros(1, 1, dtype=torch.int64)).exponential(4, Purpose.TOKEN)[0, 0]
-    tied = noise.log()  # p / E is the same for all tokens
+    exponential = Noise(SEEDS[:1], torch.zeros(1, 1, dtype=torch.int64)).exponential(4, Purpose.TOKEN)[0, 0]
+    tied = exponential.log()  # p / E is the same for all tokens
     assert sample_row(compiled, tied) == -1
     assert sample_row(compiled, tied + torch.tensor([0, 0, 3 * MARGIN, 0])) == 2
     close = torch.tensor([0.0, -1e-6, -30, -30])  # whether the second passes depends on the last bit of the first
@@ -72,7 +82,8 @@ def test_rows_that_rounding_could_change_are_left_to_the_reference(compiled: Any
     for value in (float("nan"), float("inf"), float("-inf")):
         logits = torch.tensor([0.0, value, 1.0])
         assert sample_row(compiled, logits) == -1
-        found = sample_from_logits(logits.view(1, 1, 3), Sampling(), Noise(SEEDS[:1], torch.zeros(1, 1, dtype=torch.int64)))
+        noise = Noise(SEEDS, torch.zeros(3, 1, dtype=torch.int64))
+        found = sample_from_logits(logits.expand(3, 1, 3), in_slots([Sampling()], 3), noise)
         assert found is not None and not found.sums.isfinite().any()
     assert sample_row(compiled, torch.tensor([0.0, 3e38, 1.0]), temperature=0.5) == -1  # finite, but not after division
 
@@ -96,12 +107,25 @@ def test_images_and_statistics_are_those_without_compiled_steps(
         assert len(getattr(compiled, name).signatures) == 1, f"{name} was compiled again, which takes seconds"
 
 
-def test_no_probabilities_are_computed_where_nothing_uses_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_probabilities_are_computed_where_nothing_uses_them(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    monkeypatch.setattr(
-        "vargen.decoding.next_token.verification.to_probs", lambda *given: calls.append(given) or to_probs(*given)
-    )
+    probs = SlotSampling.probs
+    monkeypatch.setattr(SlotSampling, "probs", lambda *given: calls.append(given) or probs(*given))
     for method, uses in (("ar", False), ("gumbel", False), ("scd", True)):
         calls.clear()
         decode(table_model(), torch.tensor([0]), SEEDS[:1], METHODS[method])
         assert bool(calls) == uses
+
+
+@pytest.mark.parametrize("method", ["ar", "scd", "speculative"])
+def test_steps_beside_the_sampler_change_nothing(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interpreted, on any CPU: what is fed and committed is that of the torch reference."""
+    names = ("feed_tokens", "commit_tokens")
+    steps = SimpleNamespace(**{name: getattr(cpu_sample, name).py_func for name in names})
+    arguments = (table_model(), torch.tensor([0, 1, 1]), torch.arange(3), METHODS[method], Sampling(0.9, top_p=0.9))
+    expected = decode(*arguments)
+    monkeypatch.setattr(token_pass, "sample_from_logits", lambda *_: None)
+    monkeypatch.setattr(TOKEN_STEPS, "loaded", lambda: steps)
+    found = decode(*arguments)
+    assert torch.equal(found.tokens, expected.tokens)
+    assert found.stats.committed_histogram == expected.stats.committed_histogram

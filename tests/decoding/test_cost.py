@@ -137,7 +137,7 @@ def test_a_number_that_a_person_chose_stays(generation: Any, monkeypatch: pytest
 def test_one_thread_is_timed_by_its_processor_time(generation: Any) -> None:
     """What other programs take from the clock is no cost of a pass."""
     _, model, condition = generation
-    state, _ = model.prefill(condition, 1)
+    state, _ = model.start(condition, 1)
     forward = model.forward
 
     def slow(*arguments: Any) -> Any:

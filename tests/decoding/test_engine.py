@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from late_reports import delay_reports
 from rejects import rejects
 from table_methods import METHODS, PRESETS_OF_TOKENS, TOKENS, table_model
 
@@ -20,7 +21,8 @@ from vargen.decoding import (
     decode,
     shared_noise,
 )
-from vargen.decoding.next_token.engine import Engine, FinishedImage
+from vargen.decoding.engine import Engine
+from vargen.decoding.requests import FinishedImage
 from vargen.evaluation.table_models import TableModel
 
 JOINING = [*PRESETS_OF_TOKENS, *(name for name in ("jacobi, low-res", "local repair", "draft model, shared noise"))]
@@ -73,7 +75,7 @@ def test_passes_are_those_of_the_list_schedule(name: str) -> None:
             stats.committed_histogram.pop()
         assert own.committed_histogram == stats.committed_histogram and own.relaxation == stats.relaxation
         ends[ends.index(min(ends))] += alone.stats.passes - 1
-    stats = engine.make_stats(list(found.values()))
+    stats = engine.make_stats([image.stats for image in found.values()])
     assert sum(stats.passes_by_width.values()) == max(ends) and stats.tokens == len(SEEDS) * TOKENS
     assert stats.tokens == sum(number * count for number, count in enumerate(stats.committed_histogram))
 
@@ -112,23 +114,13 @@ def test_a_cancelled_request_frees_its_row_and_changes_no_other(name: str) -> No
     rejects(lambda: engine.cancel(5), "number", ValueError)
 
 
-def test_reports_that_are_read_later_change_no_image() -> None:
+def test_reports_that_are_read_later_change_no_image(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, where the host reads the result of a pass while the next one runs."""
+    delay_reports(monkeypatch)
     engine = Engine(table_model(), METHODS["gumbel"], batch_size=2)
-    engine._num_delayed = 1
     engine.submit(CONDITION, SEEDS)
     found, expected = finish(engine), decode(table_model(), CONDITION, SEEDS, METHODS["gumbel"]).tokens
     assert all(torch.equal(found[row].tokens, expected[row]) for row in range(len(SEEDS)))
-
-
-def test_greedy_requests_of_a_relaxed_rule_wait_for_the_others() -> None:
-    engine, greedy = Engine(table_model(), METHODS["gsd"], batch_size=2), Sampling(0.0)
-    engine.submit(CONDITION[:1], SEEDS[:1])
-    engine.submit(CONDITION[1:2], SEEDS[1:2], greedy)
-    engine.step()
-    assert engine.num_active == 1 and engine.num_waiting == 1
-    found = finish(engine)
-    assert torch.equal(found[1].tokens, decode(table_model(), CONDITION[1:2], SEEDS[1:2], METHODS["gsd"], greedy).tokens[0])
 
 
 def test_images_join_where_the_window_is_automatic() -> None:
@@ -149,11 +141,16 @@ def test_an_image_of_one_token_ends_with_its_prefill() -> None:
 BAD: dict[str, tuple[Any, ...]] = {
     "batch_size": (lambda: Engine(table_model(), "ar", batch_size=0), ValueError),
     "model": (lambda: Engine("emoji", "ar"), TypeError),  # type: ignore[arg-type]
-    "initial": (lambda: Engine(table_model(), METHODS["jacobi, maximal"]), ValueError),
     "condition": (lambda: Engine(table_model()).submit(CONDITION[:2], SEEDS), ValueError),
     "seeds": (lambda: Engine(table_model()).submit(CONDITION, SEEDS.float()), TypeError),
     "top_k": (lambda: Engine(table_model()).submit(CONDITION, SEEDS, Sampling(top_k=1000)), ValueError),
 }
+
+
+@pytest.mark.parametrize("argument", BAD)
+def test_bad_arguments_are_refused_by_name(argument: str) -> None:
+    make, error = BAD[argument]
+    rejects(make, argument, error)
 
 
 # -- decode of a list -----------------------------------------------------------------------------------------------------

@@ -5,12 +5,11 @@ a second, independent check.
 """
 
 import dataclasses
-import itertools
 
 import pytest
 import torch
 from combinations import COMBINATIONS, Combination, pairs, valid_combinations
-from initial_drafts import mixture
+from initial_drafts import MixtureJacobi
 from one_step import Coins, random_probs
 from sampled_images import sample_images
 
@@ -18,24 +17,24 @@ from vargen.decoding import (
     PRESETS,
     Accelerator,
     Draft,
+    DynamicTree,
     Eagle,
     GroupedRule,
     Jacobi,
     Noise,
+    PassResult,
     PooledRule,
-    Recycle,
     Sampling,
     Speculative,
-    Step,
     Tree,
     Verdict,
-    Wavefront,
     decode,
     speculative_sampling,
     traversal,
 )
+from vargen.decoding.experimental import Recycle, Wavefront, WavefrontRule
+from vargen.decoding.jacobi import couple_maximally
 from vargen.decoding.next_token.acceptance import acceptance_rule, gather_p_and_q, residual_weights, verify_chain
-from vargen.decoding.next_token.drafters.jacobi import couple_maximally
 from vargen.decoding.noise import Purpose
 from vargen.evaluation.exact_sum import ReusedNoiseError, sum_pass
 from vargen.evaluation.exactness import (
@@ -102,7 +101,7 @@ def test_sampled_images_have_the_joint_distribution(name: str) -> None:
 REPAIRS = {
     **{f"local repair, radius {radius}": (Jacobi(4, "from-verdict", "low-res"), PooledRule(1, 0.4, radius, budget=0.0))
        for radius in (0, 1, 2)},
-    **{f"wavefront, reach {reach}": (Wavefront(6, reach=reach), PooledRule(0, 2.0, budget=0.0)) for reach in (0, 1)},
+    **{f"wavefront, reach {reach}": (Wavefront(6, reach=reach), WavefrontRule(budget=0.0)) for reach in (0, 1)},
 }  # fmt: skip
 
 
@@ -112,25 +111,16 @@ def test_relaxed_rules_without_a_budget_are_exact(name: str) -> None:
     assert distance(Accelerator(drafter=drafter, acceptance=rule), Case("3 x 2", 6, 3, vocab=2)) <= TOLERANCE
 
 
-class ChangingWindow:
+class ChangingWindow(MixtureJacobi):
     """Windows that become larger and smaller, through 1, where nothing is drafted."""
 
-    max_width, fits_any_grid = 4, False
-
-    def start(self, model, condition, images):
-        policy = ChangingWindow()
-        policy.sizes = itertools.cycle([2, 1, 3, 4])
-        return policy
-
-    def choose_width(self):
-        return next(self.sizes)
-
-    def observe(self, num_committed, active): ...
+    def propose(self, state, noise, width):
+        return super().propose(state, noise, {2: 2, 3: 1, 4: 3}.get(int(state.pass_number[0]), width))
 
 
 @pytest.mark.parametrize("coupling", ["independent", "maximal"])
 def test_changing_windows_are_exact(coupling):
-    drafter = Jacobi(ChangingWindow(), coupling, mixture)
+    drafter = ChangingWindow(4, coupling)
     method = Accelerator(drafter=drafter, acceptance=speculative_sampling)
     model = SMALL.model()
     found = sum_pass(method, model, passes=4)
@@ -140,11 +130,11 @@ def test_changing_windows_are_exact(coupling):
 class ChangingChain(Speculative):
     """Chains of two draft tokens, one, one, then none."""
 
-    def propose(self, state, tokens, length, noise):
-        drafts = {2: 2, 3: 1, 4: 1}.get(int(noise.step), 0)
+    def propose(self, state, noise, width):
+        drafts = {2: 2, 3: 1, 4: 1}.get(int(state.pass_number[0]), 0)
         if not drafts:
-            return Draft.make_empty(len(tokens), self.model.vocab, tokens.device)
-        return Speculative.propose(dataclasses.replace(self, length=drafts), state, tokens, length, noise)
+            return Draft.make_empty(len(state.seeds), state.vocab, state.seeds.device)
+        return Speculative.propose(self.copy(length=drafts, chain=Tree.make_chain(drafts)), state, noise, width)
 
 
 def test_changing_chains_are_exact():
@@ -183,40 +173,40 @@ def surplus(step):
 class EvenQ(Eagle):
     """Records the q of a drafter that would sample uniformly."""
 
-    def propose(self, state, tokens, length, noise):
-        draft = super().propose(state, tokens, length, noise)
+    def propose(self, state, noise, width):
+        draft = super().propose(state, noise, width)
         return dataclasses.replace(draft, probs=torch.full_like(draft.probs, 1 / 3))
 
 
 class Overstated(Recycle):
     """Its drafts are recorded as sampled from something else."""
 
-    def propose(self, state, tokens, length, noise):
-        draft = super().propose(state, tokens, length, noise)
+    def propose(self, state, noise, width):
+        draft = super().propose(state, noise, width)
         return dataclasses.replace(draft, probs=draft.probs.roll(1, dims=-1) * 0.5 + 0.5 * draft.probs)
 
 
 class RolledQ(Jacobi):
     """Initial drafts are recorded with the probabilities of other tokens."""
 
-    def propose(self, state, tokens, length, noise):
-        draft = super().propose(state, tokens, length, noise)
-        return draft if state.last else dataclasses.replace(draft, probs=draft.probs.roll(1, -1))
+    def propose(self, state, noise, width):
+        draft = super().propose(state, noise, width)
+        return draft if state.pass_number[0] > 2 else dataclasses.replace(draft, probs=draft.probs.roll(1, -1))
 
 
 class Spiky(Jacobi):
     """A uniform draft recorded as one-hot: exact, only slow (a control of the controls)."""
 
-    def propose(self, state, tokens, length, noise):
-        draft = super().propose(state, tokens, length, noise)
-        if state.last is not None:
+    def propose(self, state, noise, width):
+        draft = super().propose(state, noise, width)
+        if state.pass_number[0] > 2:
             return draft
         return dataclasses.replace(draft, probs=torch.zeros_like(draft.probs).scatter_(2, draft.tokens[..., None], 1.0))
 
 
 @pytest.mark.parametrize(("drafter", "rule"), [
-    (RolledQ(4, "maximal", "low-res"), speculative_sampling), (EvenQ(3), speculative_sampling),
-    (EvenQ((-1, 0, 0, 1, 1, 2)), traversal), (Overstated(4), speculative_sampling),
+    (RolledQ(4, "maximal", "low-res"), speculative_sampling), (EvenQ(DynamicTree(3, 3, 1)), traversal),
+    (EvenQ(DynamicTree(5, 2, 2)), traversal), (Overstated(4), speculative_sampling),
     (Jacobi(4, "maximal"), GroupedRule(size=2, delta=1.0)),
 ], ids=lambda part: getattr(part, "__name__", type(part).__name__))  # fmt: skip
 def test_the_check_fails_for_a_wrong_q(drafter, rule):
@@ -252,8 +242,8 @@ def test_one_step_of_the_maximal_coupling_keeps_the_probs_and_couples_best(deter
         for coin, weight in ((probability * (1 - 1e-12), probability), (probability + 1e-12, 1 - probability)):
             uniforms = Coins(0.0, B, 2)
             uniforms.uniform = lambda purpose, coin=coin: coin[:, None].expand(B, 2)  # type: ignore[method-assign]
-            step = Step(draft, p[:, None].expand(B, 2, V), None, verdict, uniforms, one, one[:, None], one)
-            token = couple_maximally(step)[:, 0]
+            result = PassResult(draft, p[:, None].expand(B, 2, V), None, verdict, uniforms, one)
+            token = couple_maximally(result)[:, 0]
             left = uniforms.drawn_from[0][:, 0]
             resample_rejected = left / left.sum(-1, keepdim=True)
             kept = torch.nn.functional.one_hot(torch.full((B,), d), V).double()

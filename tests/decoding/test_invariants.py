@@ -23,10 +23,10 @@ from vargen.decoding import (
     decode,
     decode_scales,
     list_methods,
-    recursive_rejection,
     shared_noise,
     speculative_sampling,
 )
+from vargen.decoding.experimental import recursive_rejection
 from vargen.decoding.interfaces import AcceptanceRule
 from vargen.decoding.sampling import to_probs
 from vargen.evaluation.table_models import ScaleTable

@@ -2,13 +2,14 @@
 
 import pytest
 import torch
-from initial_drafts import mixture
+from initial_drafts import MixtureJacobi
 
 from vargen.decoding import (
     Accelerator,
     Drafter,
     Jacobi,
     Noise,
+    Sampling,
     Speculative,
     Tree,
     decode,
@@ -16,11 +17,11 @@ from vargen.decoding import (
     shared_noise,
     speculative_sampling,
 )
+from vargen.decoding.clock import Clock
 from vargen.decoding.costs import measure_pass_costs
-from vargen.decoding.next_token.drafters.initial import INITIAL_DRAFTS, Context, draft_uniform
+from vargen.decoding.token_pass import TokenPass
 from vargen.decoding.window import (
     AutoWindow,
-    FixedWindow,
     PowerLawEstimate,
     WidthController,
 )
@@ -34,28 +35,41 @@ def test_same_noise_samples_the_sequential_image_at_any_window(width, coupling):
     model.low_res = TableLowRes(TableModel(vocab=5, tokens=24, seed=8, rows=4))
     condition, seeds = torch.zeros(6, dtype=torch.int64), torch.arange(6)
     plain = decode(model, condition, seeds, "ar")
-    for initial in (*INITIAL_DRAFTS, mixture):
-        fast = decode(model, condition, seeds, Accelerator(drafter=Jacobi(width, coupling, initial), acceptance=shared_noise))
+    windows = (Jacobi(width, coupling), Jacobi(width, coupling, "low-res"), MixtureJacobi(width, coupling))
+    for drafter in windows:
+        fast = decode(model, condition, seeds, Accelerator(drafter=drafter, acceptance=shared_noise))
         assert torch.equal(plain.tokens, fast.tokens)
 
 
-@pytest.mark.parametrize("known_probs", [False, True])
-@pytest.mark.parametrize("initial", [draft_uniform, mixture])
-def test_initial_drafts_are_sampled_with_the_probabilities_they_record(initial, known_probs):
+@pytest.mark.parametrize("passes", [0, 1])
+@pytest.mark.parametrize("kind", [Jacobi, MixtureJacobi])
+def test_initial_drafts_are_sampled_with_the_probabilities_they_record(kind, passes):
     """Per position, the share of each token over many images against what is recorded; images differ in seeds alone."""
-    images, slots, vocab, columns = 20_000, 5, 6, 3
-    tokens = torch.tensor([[4, 1, 0, 5, 2, 2, 3, 9, 9, 9, 9, 9, 9]]).expand(images, -1)
-    last_probs = torch.tensor([[0.5, 0.0, 0.2, 0.1, 0.1, 0.1]]).expand(images, -1) if known_probs else None
-    position = torch.arange(5, 10).expand(images, -1)  # 7 tokens are known: the first two slots are not fresh
-    noise = Noise(torch.arange(images), position, 3)
-    known = torch.full((images,), 7)
-    generated, probs = initial(Context(vocab, columns, tokens, known, last_probs, noise))
-    probs = probs.expand(images, slots, vocab)
-    assert torch.allclose(probs.sum(-1), torch.ones(images, slots), atol=1e-6)
-    assert (probs[:1] == probs).all()
-    share = torch.nn.functional.one_hot(generated, vocab).double().mean(0)
-    error = (share - probs[0]).abs()[2:]
-    assert (error <= 5 * (probs[0, 2:] * (1 - probs[0, 2:]) / images).sqrt() + 1e-9).all()
+    images, model = 20_000, TableModel(vocab=6, tokens=12, rows=4)
+    method = Accelerator(drafter=kind(5, "maximal"), acceptance=speculative_sampling)
+    token_pass = TokenPass(model, *method.bind(model, images), images, Clock(model.device, False))
+    condition = torch.zeros(images, dtype=torch.int64)
+    token_pass.allocate(condition)
+    state = token_pass.state
+    token_pass.start(list(range(images)), condition, torch.arange(images), Sampling())
+    state.tokens[:, 0] = 4
+    for _ in range(passes):  # leaves the same draft tokens and probabilities in all images
+        token_pass.run(5)
+        for held in (
+            state.tokens,
+            state.length,
+            token_pass.drafter.drafted,
+            token_pass.drafter.drafted_end,
+            token_pass.drafter.probs,
+        ):
+            held.copy_(held[:1].expand_as(held))
+    position = token_pass.drafter.drafted_end[:, None] + torch.arange(3)
+    noise = Noise(torch.arange(images), position, 9)
+    generated, probs = token_pass.drafter.draft_new(state, noise)
+    probs = probs.expand(images, 3, 6)
+    assert torch.allclose(probs.sum(-1), torch.ones(images, 3), atol=1e-6) and (probs[:1] == probs).all()
+    share = torch.nn.functional.one_hot(generated, 6).double().mean(0)
+    assert ((share - probs[0]).abs() <= 5 * (probs[0] * (1 - probs[0]) / images).sqrt() + 1e-9).all()
 
 
 def test_the_controller_takes_the_cheapest_token():
@@ -78,7 +92,7 @@ def test_the_controller_takes_the_cheapest_token():
     probing = choice({1: 1.0, 4: 1.5, 16: 16.0}, warmup_passes=2)  # worth a try, and not worth it as drafts are accepted
     assert [probing.choose() for _ in range(3)] == [4, 4, 1]
     state = AutoWindow(max_width=16, warmup_passes=0).start(TableModel(vocab=4, tokens=60), length, 2)
-    assert set(state.controller.seconds_by_width) == {1, 2, 3, 4, 6, 8, 12, 16}
+    assert set(state.seconds_by_width) == {1, 2, 3, 4, 6, 8, 12, 16}
 
 
 def test_the_controller_waits_for_the_slowest_image():
@@ -134,7 +148,7 @@ def test_a_rule_for_chains_refuses_trees():
 
 def test_a_window_above_the_grid_is_refused_before_the_model_runs():
     model = TableModel(vocab=4, tokens=9)
-    for bad in (Jacobi(10), Jacobi(FixedWindow(99))):
+    for bad in (Jacobi(10), Jacobi(99)):
         with pytest.raises(ValueError, match="from 2 to the grid's 9 tokens"):
             decode(model, torch.zeros(1, dtype=torch.int64), torch.arange(1), Accelerator(drafter=bad))
     assert model.passes == []

@@ -5,8 +5,18 @@ import dataclasses
 import pytest
 import torch
 
-from vargen.decoding import Accelerator, Draft, Jacobi, Noise, PooledRule, Tree, Wavefront, decode, speculative_sampling
-from vargen.decoding.next_token.drafters import jacobi
+from vargen.decoding import (
+    Accelerator,
+    Draft,
+    Jacobi,
+    Noise,
+    PooledRule,
+    Tree,
+    decode,
+    jacobi,
+    speculative_sampling,
+)
+from vargen.decoding.experimental import Wavefront, WavefrontRule
 from vargen.decoding.noise import Purpose
 from vargen.evaluation.exact_sum import sum_pass
 from vargen.evaluation.exactness import DETECTED, TOLERANCE, Case
@@ -33,11 +43,11 @@ def test_initial_drafts_are_made_where_they_are_used(coupling, monkeypatch):
         model = large()
         model.codebook = torch.randn(9, 4, generator=torch.Generator().manual_seed(5))
         probs = model.low_res.probs
-        model.low_res.probs = lambda *given: asked.append(given[-1].shape[1]) or probs(*given)
+        model.low_res.probs = lambda *given: asked.append(given[3].shape[1]) or probs(*given)
         return decode(model, torch.zeros(3, dtype=torch.int64), torch.arange(3), method).tokens
 
     few, made = run(), sum(asked)
-    monkeypatch.setattr(jacobi, "_first_unseen_slot", lambda last, slots: 0)
+    monkeypatch.setattr(jacobi, "_first_new_slot", lambda is_new: 0)
     assert torch.equal(few, run()) and made < sum(asked) / 2
 
 
@@ -93,7 +103,7 @@ def test_nothing_allowed_is_a_maximal_coupling():
 
 
 def front(reach: int, window: int = 6, budget: float | None = None, initial: str = "uniform") -> Accelerator:
-    return Accelerator(drafter=Wavefront(window, initial=initial, reach=reach), acceptance=PooledRule(0, 2.0, budget=budget))
+    return Accelerator(drafter=Wavefront(window, initial=initial, reach=reach), acceptance=WavefrontRule(budget=budget))
 
 
 def large() -> TableModel:
@@ -120,4 +130,4 @@ def test_a_low_resolution_of_other_tokens_is_refused():
     model = TableModel(3, 5)
     model.low_res = TableLowRes(TableModel(4, 5))
     with pytest.raises(ValueError, match=r"must draft for 3 tokens on \(1, 5\), got 4 on \(1, 5\)"):
-        drafts().bind(model)
+        drafts().bind(model, 1)

@@ -6,19 +6,22 @@ import math
 import pytest
 import torch
 from one_step import one_step, random_probs
-from table_methods import RELAXED_RULES, bind_rule, codebook, total_variation
+from table_methods import PRESETS_OF_TOKENS, RELAXED_RULES, bind_rule, codebook, table_model, total_variation
 
 from vargen.decoding import (
     Accelerator,
     Draft,
+    Engine,
     Jacobi,
-    JacobiTree,
     NeighborhoodRule,
     Noise,
     Sampling,
     Tree,
     decode,
+    sampling,
+    token_pass,
 )
+from vargen.decoding.experimental import JacobiTree
 from vargen.decoding.next_token.acceptance import acceptance_rule
 from vargen.decoding.next_token.acceptance.neighborhood import build_neighbor_table, token_dtype
 from vargen.decoding.noise import Purpose
@@ -48,7 +51,13 @@ def test_greedy_neighbourhoods_ask_whether_the_draft_would_be_the_likeliest(rule
     tokens = torch.stack([torch.randperm(9, generator=torch.Generator().manual_seed(i))[:4] for i in range(400)])
     q = torch.nn.functional.one_hot(tokens, 9).double()
     noise = Noise(torch.arange(400), 7 + tree.depth.expand(400, -1), 3)
-    verdict = rule(hard, Draft(tokens, tree, q, unfiltered_probs=soft), noise, torch.zeros(400))
+    is_greedy = torch.arange(400) % 3 > 0
+    draft, nothing = Draft(tokens, tree, q, unfiltered_probs=soft), torch.zeros(400)
+    verdict = rule(hard, dataclasses.replace(draft, is_greedy=is_greedy | True), noise, nothing)
+    mixed, sampled = (rule(hard, dataclasses.replace(draft, is_greedy=each), noise, nothing) for each in (is_greedy, None))
+    for part in ("count", "next_token", "relaxation"):
+        expected = torch.where(is_greedy, getattr(verdict, part), getattr(sampled, part))
+        assert torch.equal(getattr(mixed, part), expected)
     near, plain, loosened = rule.neighbor_table.tolist(), soft.tolist(), 0
     for i in range(400):
         path, spent, kept = [0], 0, True
@@ -68,7 +77,7 @@ def test_greedy_neighbourhoods_ask_whether_the_draft_would_be_the_likeliest(rule
     assert loosened > 20
 
 
-@pytest.mark.parametrize("drafter", [Jacobi(8), JacobiTree((-1, 0, 0, 1, 2, 3), "maximal")], ids=["chain", "tree"])
+@pytest.mark.parametrize("drafter", [Jacobi(8), JacobiTree(7, 2, 2)], ids=["chain", "tree"])
 def test_greedy_images_are_those_of_ar_but_for_what_the_budget_allows(drafter):
     model = TableModel(vocab=9, tokens=40, seed=6)
     model.codebook = codebook(9)
@@ -81,6 +90,26 @@ def test_greedy_images_are_those_of_ar_but_for_what_the_budget_allows(drafter):
         assert other.any() == (budget != 0)
         assert all(spent <= (math.inf if budget is None else budget) for spent in generated.stats.relaxation)
         assert not other[torch.tensor(generated.stats.relaxation) == 0].any()
+
+
+@pytest.mark.parametrize("is_cpu", [True, False], ids=["by group", "by tensors"])
+@pytest.mark.parametrize("name", ["lantern", "gsd", "lantern-jacobi"])
+def test_a_greedy_image_beside_a_sampled_one_is_the_image_alone(name, is_cpu, monkeypatch):
+    """Also as on a GPU, where the options of the slots are tensors."""
+    for module in (sampling, token_pass):
+        monkeypatch.setattr(module, "is_eager_cpu", lambda tensor: is_cpu)
+    condition, seeds, spent = torch.tensor([0, 1]), torch.tensor([7, 8]), 0.0
+    for options in ((GREEDY, Sampling()), (Sampling(0.9, 5, 0.95), GREEDY), (GREEDY, Sampling(0.0, top_k=2))):
+        engine = Engine(table_model(), PRESETS_OF_TOKENS[name], batch_size=2)
+        for row in range(2):
+            engine.submit(condition[row, None], seeds[row, None], options[row])
+        for image in engine.run():
+            own = condition[image.number, None], seeds[image.number, None], PRESETS_OF_TOKENS[name], options[image.number]
+            alone = decode(table_model(), *own)
+            assert torch.equal(image.tokens, alone.tokens[0]) and image.passes == alone.stats.passes
+            assert math.isclose(image.relaxation, alone.stats.relaxation[0], abs_tol=1e-4)
+            spent += image.relaxation * own[3].is_greedy
+    assert name == "gsd" or spent > 0
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from one_step import Coins, one_step, random_probs
-from table_methods import RELAXED_RULES, TREE_RULES, bind_rule, total_variation
+from table_methods import RELAXED_RULES, TREE_RULES, TopKTree, bind_rule, total_variation
 
 from vargen.decoding import (
     Accelerator,
@@ -16,17 +16,13 @@ from vargen.decoding import (
     Eagle,
     GroupedRule,
     Jacobi,
-    JacobiTree,
     Noise,
     Speculative,
-    SpeculativeTree,
-    StaticTree,
     Tree,
-    TypicalRule,
     speculative_sampling,
 )
+from vargen.decoding.experimental import JacobiTree, SampledTree, SpeculativeTree, TypicalRule
 from vargen.decoding.next_token.acceptance import Siblings
-from vargen.decoding.next_token.trees.shapes import make_k_ary
 from vargen.decoding.noise import Purpose
 from vargen.evaluation.exact_sum import sum_pass
 from vargen.evaluation.exactness import DETECTED, TOLERANCE, Case
@@ -100,10 +96,10 @@ def sum_reported(method, passes=1):
 # -- trees ------------------------------------------------------------------------------------------------------------
 
 TREES = {
-    "drawn without replacement": SpeculativeTree(StaticTree((-1, 0, 0, 1, 1, 2, 4)), "without-replacement"),
-    "drawn independently": SpeculativeTree(StaticTree(make_k_ary(2, 2)), "with-replacement"),
-    "the likeliest, dynamic": SpeculativeTree(DynamicTree(nodes=5, depth=3, children=2), "top-k"),
-    "of a window": JacobiTree((-1, 0, 0, 1, 2, 3), "maximal"),
+    "drawn without replacement": SpeculativeTree(DynamicTree(nodes=5, depth=2, children=2)),
+    "drawn independently": SampledTree(branching=(2, 2)),
+    "the likeliest, dynamic": TopKTree(DynamicTree(nodes=5, depth=3, children=2)),
+    "of a window": JacobiTree(7, 2, 2, "maximal"),
 }
 
 

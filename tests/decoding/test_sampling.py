@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from table_methods import METHODS, PRESETS_OF_TOKENS, table_model
 
-from vargen.decoding import Sampling
-from vargen.decoding.sampling import apply_guidance, filter_logits, to_probs
+from vargen.decoding import Engine, Sampling, decode, sampling
+from vargen.decoding.sampling import SlotSampling, apply_guidance, filter_logits, to_probs
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -56,3 +57,49 @@ def test_temperature_zero_is_greedy():
     probabilities = to_probs(logits, Sampling(temperature=0))
     assert torch.equal(probabilities.argmax(-1), logits.argmax(-1))
     assert probabilities.amax(-1).min() > 0.99
+
+
+# -- slots ----------------------------------------------------------------------------------------------------------------
+
+OPTIONS = (
+    Sampling(), Sampling(0.0), Sampling(0.9, top_p=0.95), Sampling(1.3, top_k=3), Sampling(0.5, 6, 0.8), Sampling(0.0, top_k=4)
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("is_cpu", [True, False], ids=["by group", "by tensors"])
+def test_each_slot_has_the_probabilities_of_its_own_options(is_cpu, monkeypatch):
+    """Also as on a GPU, where the options are tensors, which a captured pass reads wherever they were first."""
+    monkeypatch.setattr(sampling, "is_eager_cpu", lambda tensor: is_cpu)
+    slots, generator = SlotSampling(8, 9, torch.device("cpu")), torch.Generator().manual_seed(3)
+    held, places = [None] * 8, [each.data_ptr() for each in vars(slots).values() if isinstance(each, torch.Tensor)]
+    for turn in range(30):
+        rows = torch.randperm(8, generator=generator)[: 1 + turn % 3].tolist()
+        new = (None, *OPTIONS)[int(torch.randint(7, (), generator=generator))] if turn else None
+        held = [new if row in rows else old for row, old in enumerate(held)]
+        slots.free(rows) if new is None else slots.reset(rows, new)
+        logits = 3 * torch.randn(8, 4, 9, generator=generator)
+        probs, (at_one, is_greedy) = slots.probs(logits), slots.probs_at_one(logits)
+        for row, options in enumerate(held):
+            for found, own in ((probs, options), (at_one, options and options.with_temperature(1.0))):
+                if own is not None:
+                    filtered = filter_logits(logits[row] / max(own.temperature, 1e-5), own.top_k, own.top_p)
+                    assert found.dtype == torch.float32 and torch.equal(found[row], to_probs(logits[row], own))
+                    assert torch.allclose(found[row], filtered.softmax(-1), atol=1e-6)
+            assert options is None or (is_greedy[row] == options.is_greedy and slots.rows[row] == options)
+        used = [each for each in held if each is not None]
+        assert slots.options == held and slots.any_greedy == any(each.is_greedy for each in used)
+        assert slots.filters == any(each != Sampling() for each in used)
+    assert places == [each.data_ptr() for each in vars(slots).values() if isinstance(each, torch.Tensor)]
+
+
+@pytest.mark.parametrize("name", [*PRESETS_OF_TOKENS, "local repair", "draft model, k-seq", "draft model, shared noise"])
+def test_an_image_beside_others_with_other_options_is_the_image_alone(name):
+    condition, seeds = torch.arange(6) % 2, torch.arange(20, 26)
+    engine = Engine(table_model(), METHODS[name], batch_size=4)
+    for row, options in enumerate(OPTIONS):
+        engine.submit(condition[row, None], seeds[row, None], options)
+    for image in engine.run():
+        row = image.number
+        alone = decode(table_model(), condition[row, None], seeds[row, None], METHODS[name], OPTIONS[row])
+        assert torch.equal(image.tokens, alone.tokens[0]), OPTIONS[row]
+        assert math.isclose(image.relaxation, alone.stats.relaxation[0], abs_tol=1e-4)

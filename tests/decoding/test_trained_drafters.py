@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from table_methods import SharedMedusa
 from tiny_models import tiny_transformer
 
 from vargen.adapters import Guidance
@@ -15,6 +16,7 @@ from vargen.adapters.drafters import EagleModel, MedusaHeads
 from vargen.adapters.llamagen import LlamaGenTokenModel
 from vargen.decoding import (
     Accelerator,
+    Drafter,
     DynamicTree,
     Eagle,
     Medusa,
@@ -22,45 +24,48 @@ from vargen.decoding import (
     decode,
     resolve_method,
     shared_noise,
-    speculative_sampling,
+    traversal,
+    tree_drafters,
 )
-from vargen.decoding.next_token.acceptance import recursive_rejection, traversal
-from vargen.decoding.next_token.drafters import heads as features
-from vargen.decoding.next_token.trees.shapes import make_k_ary
+from vargen.decoding.experimental import EagleSharedNoise, SampledTree, k_seq, recursive_rejection
 from vargen.evaluation.table_models import TableEagle, TableMedusa, TableModel
 from vargen.models.condition import Condition
 from vargen.models.heads.eagle import EagleDrafter
 from vargen.models.heads.medusa import MedusaDrafter
 
-TREE = (-1, 0, 0, 1, 1, 2)
+TREE = DynamicTree(nodes=5, depth=2, children=2)
+
+
+def chain(length: int) -> DynamicTree:
+    return DynamicTree(nodes=length, depth=length, children=1)
 
 
 def table(own: bool = False) -> TableModel:
     """With drafters that know another table, or its own."""
     model = TableModel(vocab=3, tokens=5, seed=4)
     known = model if own else TableModel(vocab=3, tokens=5, seed=77)
-    model.draft_heads = {"eagle": TableEagle(known), "medusa": TableMedusa(known)}
+    model.draft_model, model.draft_heads = known, {"eagle": TableEagle(known), "medusa": TableMedusa(known)}
     return model
 
 
 @pytest.mark.parametrize("length", [1, 2, 4])
-@pytest.mark.parametrize(
-    ("child_sampling", "rule"),
-    [("without-replacement", speculative_sampling), ("without-replacement", traversal), ("shared-noise", shared_noise)],
-)
-def test_a_chain_of_a_perfect_drafter_is_accepted_whole(length: int, child_sampling, rule) -> None:
-    assert passes(Eagle(length, child_sampling), rule) == 1 + -(-4 // (length + 1))
+@pytest.mark.parametrize(("kind", "rule"), [(Eagle, recursive_rejection), (Eagle, traversal), (EagleSharedNoise, shared_noise)])
+def test_a_chain_of_a_perfect_drafter_is_accepted_whole(length: int, kind, rule) -> None:
+    assert passes(kind(chain(length)), rule) == 1 + -(-4 // (length + 1))
 
 
 @pytest.mark.parametrize(
-    ("child_sampling", "rule"),
-    [("without-replacement", recursive_rejection), ("with-replacement", recursive_rejection), ("shared-noise", shared_noise)],
-)
-def test_first_children_of_a_perfect_drafter_are_accepted(child_sampling, rule) -> None:
-    assert passes(Eagle(TREE, child_sampling), rule) == 1 + -(-4 // 3)
+    ("drafter", "rule"),
+    [
+        (Eagle(TREE), recursive_rejection), (EagleSharedNoise(TREE), shared_noise),
+        *((SampledTree(branching=(2, 2)), rule) for rule in (recursive_rejection, k_seq)),
+    ],
+)  # fmt: skip
+def test_first_children_of_a_perfect_drafter_are_accepted(drafter: Drafter, rule) -> None:
+    assert passes(drafter, rule) == 1 + -(-4 // 3)
 
 
-def passes(drafter: Eagle, rule) -> int:
+def passes(drafter: Drafter, rule) -> int:
     """Of images of two conditions, by a drafter that knows their table."""
     method = Accelerator("self", drafter, rule)
     return decode(table(own=True), torch.arange(64) % 2, torch.arange(64), method, Sampling(0.8, 2)).stats.passes
@@ -68,9 +73,9 @@ def passes(drafter: Eagle, rule) -> int:
 
 def test_features_of_other_slots_are_noticed(monkeypatch) -> None:
     """The control of the tests above: with the feature of the slot before, a perfect drafter is one no more."""
-    gathered = features.gather_slots
-    monkeypatch.setattr(features, "gather_slots", lambda rows, slots: gathered(rows, (slots - 1).clamp(min=0)))
-    assert passes(Eagle(1), speculative_sampling) > 3
+    gathered = tree_drafters.gather_slots
+    monkeypatch.setattr(tree_drafters, "gather_slots", lambda rows, slots: gathered(rows, (slots - 1).clamp(min=0)))
+    assert passes(Eagle(chain(1)), recursive_rejection) > 3
 
 
 class WatchedHeads(TableMedusa):
@@ -88,7 +93,7 @@ def test_medusa_drafts_from_the_feature_that_predicted_the_root() -> None:
     model = TableModel(vocab=3, tokens=9, seed=4)
     model.draft_heads = {"medusa": (heads := WatchedHeads(TableModel(vocab=3, tokens=9, seed=4)))}
     heads.seen = []
-    method = Accelerator("mine", Medusa(3), speculative_sampling)
+    method = Accelerator("mine", Medusa(chain(3)), recursive_rejection)
     result = decode(model, torch.arange(16) % 2, torch.arange(16), method)
     assert sum(count > 0 for count in result.stats.committed_histogram[1:]) > 2 < len(heads.seen)
     for before, position in heads.seen[1:]:
@@ -112,13 +117,14 @@ SEEDS = torch.tensor([3, 4, 5])
 
 
 @pytest.mark.parametrize("interval", [None, 6])
-@pytest.mark.parametrize(("shape", "guidance"), [(3, 3.0), ("wide-15", 1.0), (DynamicTree(9, 3, 3), 3.0)])
-@pytest.mark.parametrize("kind", [Eagle, Medusa])
+@pytest.mark.parametrize(
+    ("shape", "guidance"), [(chain(3), 3.0), (DynamicTree(14, 3, 2, frontier=4), 1.0), (DynamicTree(9, 3, 3), 3.0)]
+)
+@pytest.mark.parametrize("kind", [EagleSharedNoise, SharedMedusa])
 def test_coupled_drafts_generate_the_image_of_ar(kind, shape, guidance: float, interval: int | None) -> None:
-    drafter = kind(make_k_ary(2, 3) if kind is Medusa and shape == "wide-15" else shape, "shared-noise")
     model = tiny(Guidance(guidance, interval), above=True)
     expected = decode(model, CONDITION, SEEDS, "ar", Sampling(top_k=20))
-    found = decode(model, CONDITION, SEEDS, Accelerator("same", drafter, shared_noise), Sampling(top_k=20))
+    found = decode(model, CONDITION, SEEDS, Accelerator("same", kind(shape), shared_noise), Sampling(top_k=20))
     assert torch.equal(found.tokens, expected.tokens) and found.stats.passes < expected.stats.passes
 
 
@@ -135,12 +141,13 @@ def test_a_row_of_a_batch_is_the_image_alone(kind) -> None:
 
 
 def test_trees_are_narrowed_to_the_vocabulary() -> None:
-    narrow = Eagle(DynamicTree(nodes=20, depth=2, children=8)).fit_to_vocab(3)
-    assert narrow.tree_shape.children == 3 and narrow.bind(table()).shape == narrow.shape
-    assert Eagle(4).fit_to_vocab(3) == Eagle(4)
+    narrow = Eagle(DynamicTree(nodes=20, depth=2, children=8)).fit_to_grid(5, 3)
+    assert narrow.shape.children == 3 and narrow.shape.nodes == 12 and narrow.bind(table(), 1).shape == narrow.shape
+    assert Eagle(chain(4)).fit_to_grid(5, 3) == Eagle(chain(4))
 
 
 def test_drafters_are_cut_to_the_grid() -> None:
-    assert Eagle(9).fit_to_grid(5) == Eagle(4) and Eagle(4).fit_to_grid(5) == Eagle(4)
-    assert Eagle(DynamicTree(nodes=9, depth=6, children=2)).fit_to_grid(4).tree_shape.depth == 3
-    assert resolve_method(Accelerator("x", Eagle(4), speculative_sampling)).with_window("auto").drafter == Eagle(4)
+    longest = Eagle(chain(4))
+    assert Eagle(chain(9)).fit_to_grid(5) == longest and longest.fit_to_grid(5) == longest
+    assert Eagle(DynamicTree(nodes=9, depth=6, children=2)).fit_to_grid(4).shape.depth == 3
+    assert resolve_method(Accelerator("x", longest, traversal)).with_window("auto").drafter == longest

@@ -7,20 +7,17 @@ from torch import Tensor
 from vargen.decoding import (
     Accelerator,
     Draft,
+    DynamicTree,
     Noise,
-    SpeculativeTree,
-    StaticTree,
     Tree,
     decode,
-    k_seq,
-    recursive_rejection,
     shared_noise,
     speculative_sampling,
     traversal,
 )
+from vargen.decoding.experimental import SpeculativeTree, k_seq, recursive_rejection
 from vargen.decoding.next_token import acceptance
 from vargen.decoding.next_token.acceptance import acceptance_rule, verify_siblings
-from vargen.decoding.next_token.trees.shapes import make_k_ary
 from vargen.evaluation.table_models import TableModel
 
 # -- laws beyond exactness ----------------------------------------------------------------------------------------------
@@ -125,7 +122,8 @@ def test_a_budget_caps_what_a_path_is_allowed_and_zero_is_exact():
 def test_traversal_accepts_more_than_recursive_rejection():
     found = {}
     for rule in (recursive_rejection, traversal):
-        accelerator = Accelerator(drafter=SpeculativeTree(StaticTree(make_k_ary(2, 3)), "without-replacement"), acceptance=rule)
+        complete = SpeculativeTree(DynamicTree(14, 3, 2, frontier=4))
+        accelerator = Accelerator(drafter=complete, acceptance=rule)
         model = TableModel(vocab=6, tokens=40, seed=2)
         model.draft_model = TableModel(vocab=6, tokens=40, seed=2, spread=0.9)
         stats = decode(model, torch.zeros(600, dtype=torch.int64), torch.arange(600), accelerator).stats

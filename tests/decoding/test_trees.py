@@ -11,48 +11,55 @@ from vargen.decoding import (
     Accelerator,
     Draft,
     DynamicTree,
-    JacobiTree,
     Noise,
-    SpeculativeTree,
-    StaticTree,
+    Sampling,
+    TokenState,
     Tree,
     decode,
-    k_seq,
-    recursive_rejection,
     shared_noise,
     traversal,
 )
-from vargen.decoding.next_token.trees.expand import Frontier, grow_tree
-from vargen.decoding.next_token.trees.shapes import (
-    NAMED_SHAPES,
-    make_branching,
-    make_by_level_sizes,
-    make_fan,
-    make_k_ary,
-    parse_parents,
-)
+from vargen.decoding.experimental import JacobiTree, SampledTree, SpeculativeTree, k_seq, recursive_rejection
+from vargen.decoding.experimental.eagle_children import SharedNoise, TopK
 from vargen.decoding.noise import sample_exponential
+from vargen.decoding.tree_growth import Children, Frontier, grow_tree
 from vargen.evaluation.table_models import TableModel
 
-
-def depths(parents):
-    found = [0]
-    for parent in parents[1:]:
-        found.append(found[parent] + 1)
-    return found
+COMPLETE = DynamicTree(6, 2, 2)
 
 
-def test_static_trees_have_the_shape_that_they_are_named_for():
-    assert make_k_ary(2, 2) == (-1, 0, 0, 1, 1, 2, 2)
-    assert make_branching([3, 1]) == (-1, 0, 0, 0, 1, 2, 3)
-    assert make_fan(8, 2, 1) == (-1, 0, 0, 1, 3, 4, 5, 6)
-    for widths in [(4, 5, 4, 2), (1, 1, 1), (3, 9)]:
-        found = depths(make_by_level_sizes(widths))
-        assert [found.count(step) for step in range(1, len(widths) + 1)] == list(widths)
-    for name, parents in NAMED_SHAPES.items():
-        assert parse_parents(name) == parents == parse_parents(list(parents))
-    assert StaticTree(make_k_ary(2, 3)).limit_depth(2).parents_tuple == make_k_ary(2, 2)
-    assert StaticTree(make_k_ary(3, 2)).limit_children(2).parents_tuple == make_k_ary(2, 2)
+def two_models(vocab: int, tokens: int, **options) -> TableModel:
+    model = TableModel(vocab, tokens, **options)
+    model.draft_model = TableModel(vocab, tokens, **options)
+    return model
+
+
+def test_trees_have_the_shape_that_they_are_said_to_have():
+    model = two_models(vocab=5, tokens=20)
+    for nodes, depth, children, parents in [
+        (7, 1, 2, [-1, 0, 0, 1, 3, 4, 5, 6]), (6, 2, 2, [-1, 0, 0, 1, 1, 2, 2]), (8, 2, 2, [-1, 0, 0, 1, 1, 2, 2, 3, 7]),
+        (3, 3, 1, [-1, 0, 1, 2]), (4, 1, 3, [-1, 0, 0, 0, 1]),
+    ]:  # fmt: skip
+        assert JacobiTree(nodes, depth, children).bind(model, 1).tree.parents.tolist() == parents
+    for branching, parents in {(2, 2): [-1, 0, 0, 1, 1, 2, 2], (3, 1): [-1, 0, 0, 0, 1, 2, 3], (1, 1): [-1, 0, 1]}.items():
+        drafter = SampledTree(branching=branching)
+        assert drafter.bind(model, 1).levels[-1].parents.tolist() == parents and drafter.width == len(parents)
+    assert DynamicTree(14, 3, 2, frontier=4).limit(depth=2) == DynamicTree(6, 2, 2, frontier=4)
+    assert DynamicTree(12, 2, 3, frontier=3).limit(children=2) == DynamicTree(6, 2, 2, frontier=3)
+    assert DynamicTree().limit(9, 9) == DynamicTree() and JacobiTree(23, 2, 2).fit_to_grid(5) == JacobiTree(8, 2, 2)
+
+
+@pytest.mark.parametrize(
+    "drafter",
+    [JacobiTree(23, 2, 4), SpeculativeTree(DynamicTree(9, 6, 5)), SampledTree(branching=(4, 2, 1))],
+    ids=["jacobi", "dynamic", "with replacement"],
+)
+def test_a_tree_that_is_limited_fits(drafter):
+    for tokens, vocab in itertools.product(range(2, 9), (1, 2, 5)):
+        fitted, model = drafter.fit_to_grid(tokens, vocab), two_models(vocab, tokens)
+        assert fitted.width <= drafter.width and fitted.fit_to_grid(tokens, vocab) == fitted
+        method = Accelerator(drafter=fitted, acceptance=recursive_rejection)
+        assert decode(model, torch.zeros(2, dtype=torch.int64), torch.arange(2), method).finished
 
 
 def test_children_ranks_and_postorder_follow_the_parents():
@@ -75,7 +82,7 @@ def table(B: int, V: int, seed: int = 0, peaky: float = 2.0):
     return logits.softmax(-1)
 
 
-def grown(shape, child_sampling, q, step=1, total=1000):
+def grown(shape, children, q, step=1, total=1000):
     B, V = len(q), q.shape[-1]
     image = torch.arange(B)[:, None]
     root = torch.full((B,), V)
@@ -86,8 +93,8 @@ def grown(shape, child_sampling, q, step=1, total=1000):
         assert torch.equal(frontier.expanded_tokens[:, -frontier.tokens.shape[1] :], frontier.tokens)
         return q[image, frontier.tokens]
 
-    noise = Noise(torch.arange(B), torch.full((B, 1), 5), step)
-    return grow_tree(expand, shape, child_sampling, root, noise, total), frontiers
+    noise, rates = Noise(torch.arange(B), torch.full((B, 1), 5), step), torch.tensor(shape.conditional_rates)
+    return grow_tree(expand, shape, children, rates, root, noise, total), frontiers
 
 
 def paths(draft: Draft, row: int, root: int) -> dict[tuple[int, ...], int]:
@@ -105,7 +112,7 @@ def test_a_dynamic_tree_of_the_best_is_that_of_eagle():
     """Level by level the likeliest K of the last level's candidates are expanded, and the likeliest N of all stay."""
     B, V, K, N, D = 20, 12, 3, 9, 4
     q = table(B, V)
-    draft, frontiers = grown(DynamicTree(N, D, K), "top-k", q)
+    draft, frontiers = grown(DynamicTree(N, D, K), TopK(), q)
     assert draft.probs is None and [f.tokens.shape[1] for f in frontiers] == [1, 3, 3, 3]
     for row in range(B):
         level, pool = [((), 0.0)], []
@@ -120,21 +127,21 @@ def test_a_dynamic_tree_of_the_best_is_that_of_eagle():
         assert set(paths(draft, row, V)) == kept | {()}
 
 
-@pytest.mark.parametrize("child_sampling", ["top-k", "without-replacement", "shared-noise"])
-def test_ties_never_part_a_child_from_its_parent(child_sampling):
+@pytest.mark.parametrize("children", [TopK(), Children(), SharedNoise()], ids=lambda each: type(each).__name__)
+def test_ties_never_part_a_child_from_its_parent(children):
     """Certain tokens, and tokens that are all alike: children are worth as much as their parents."""
     V = 6
     certain = torch.nn.functional.one_hot((torch.arange(V + 1) + 1) % V, V).float().expand(3, -1, -1)
     even = torch.full((3, V + 1, V), 1 / V)
     for q in (certain, even, torch.cat([certain[:1], even[:2]])):
         for nodes in (3, 7, 12):
-            draft, _ = grown(DynamicTree(nodes, 4, 3), child_sampling, q)
+            draft, _ = grown(DynamicTree(nodes, 4, 3), children, q)
             assert draft.valid is not None
             parents = draft.tree.parents
             assert (parents[:, 1:] < torch.arange(1, nodes + 1)).all() and (parents[:, 1:] >= 0).all()
             above = torch.nn.functional.pad(draft.valid, (1, 0), value=True).gather(1, parents[:, 1:])
             assert (above | ~draft.valid).all(), "what follows an invalid slot is invalid"
-    draft, _ = grown(DynamicTree(4, 4, 3), "top-k", certain)
+    draft, _ = grown(DynamicTree(4, 4, 3), TopK(), certain)
     assert draft.valid is not None and draft.valid.all(), "the certain chain, and none of what has no probability"
     assert draft.tree.parents[0].tolist() == [-1, 0, 1, 2, 3]
 
@@ -143,7 +150,7 @@ def test_children_are_sampled_without_replacement_in_the_order_of_their_keys():
     """Kool et al. 2019: the largest of log q + G, which are a sequential draw; q of each is what its elders left."""
     B, V = 4000, 5
     q = torch.tensor([0.5, 0.2, 0.15, 0.1, 0.05]).expand(B, V + 1, V)
-    draft, _ = grown(StaticTree((-1, 0, 0, 0)), "without-replacement", q)
+    draft, _ = grown(DynamicTree(3, 1, 3), Children(), q)
     keys = q[:, 0].log() - sample_exponential(torch.arange(B), torch.full((B, 1), 5), V, purpose=3, step=1)[:, 0].log()
     assert torch.equal(draft.tokens, keys.topk(3).indices)
     p = q[0, 0]
@@ -160,26 +167,39 @@ def test_children_are_sampled_without_replacement_in_the_order_of_their_keys():
 def test_branches_sample_with_uniforms_of_their_own():
     V = 400
     q = torch.full((50, V + 1, V), 1 / V)
-    for shape in (StaticTree(make_k_ary(2, 2)), DynamicTree(6, 2, 2)):
-        draft, _ = grown(shape, "without-replacement", q)
-        parents = draft.tree.parents.expand(50, -1)
-        one = draft.tokens[parents[:, 1:] == 1].view(50, 2)
-        other = draft.tokens[parents[:, 1:] == 2].view(50, 2)
-        assert (one == other).float().mean() < 0.05
-    again, _ = grown(StaticTree(make_k_ary(2, 2)), "without-replacement", q, step=2)
-    assert (again.tokens == grown(StaticTree(make_k_ary(2, 2)), "without-replacement", q)[0].tokens).float().mean() < 0.05
+    draft, _ = grown(COMPLETE, Children(), q)
+    parents = draft.tree.parents.expand(50, -1)
+    one = draft.tokens[parents[:, 1:] == 1].view(50, 2)
+    other = draft.tokens[parents[:, 1:] == 2].view(50, 2)
+    assert (one == other).float().mean() < 0.05
+    again, _ = grown(COMPLETE, Children(), q, step=2)
+    assert (again.tokens == draft.tokens).float().mean() < 0.05
+
+
+def test_siblings_with_replacement_are_sampled_each_with_uniforms_of_its_own():
+    V, B = 50, 400
+    model, seeds, drafter = two_models(V, 6, conditions=1, spread=0.0), torch.arange(B), SampledTree(branching=(2, 2))
+    drafter, condition, rows = drafter.bind(model, B), torch.zeros(B, dtype=torch.int64), torch.arange(B)
+    state = TokenState.allocate(model, condition, B, drafter.width)
+    state.reset(rows.tolist(), rows, seeds, Sampling())
+    drafter.reset(state, rows, condition, model.prefill(condition, state.cache))
+    one, other = (drafter.propose(state, Noise(seeds, state.length[:, None], step), drafter.width) for step in (2, 3))
+    every = torch.cat([one.tokens, other.tokens], 1)
+    assert torch.allclose(one.probs, torch.full((B, 6, V), 1 / V)) and one.valid.all()
+    for first, second in itertools.combinations(range(12), 2):
+        assert abs((every[:, first] == every[:, second]).float().mean() - 1 / V) < 5 * math.sqrt(1 / V / B)
 
 
 def test_coupled_children_hold_what_the_noise_of_the_image_samples():
     """Where the drafter is the target, the first child is always the token; the second of log p + G is the next."""
     q = table(30, 9, seed=2)
-    draft, _ = grown(StaticTree(make_k_ary(2, 2)), "shared-noise", q)
+    draft, _ = grown(COMPLETE, SharedNoise(), q)
     ratio = q[:, 9] / sample_exponential(torch.arange(30), torch.full((30, 1), 5), 9)[:, 0]
     assert torch.equal(draft.tokens[:, :2], ratio.topk(2).indices)
 
 
 def test_what_lies_past_the_grid_is_not_valid():
-    draft, _ = grown(DynamicTree(7, 3, 3), "without-replacement", table(4, 6), total=7)
+    draft, _ = grown(DynamicTree(7, 3, 3), Children(), table(4, 6), total=7)
     assert draft.valid is not None
     assert torch.equal(draft.valid, draft.tree.depth[:, 1:] <= 2)
 
@@ -188,13 +208,14 @@ def test_what_lies_past_the_grid_is_not_valid():
 
 
 def test_trees_that_a_model_cannot_take_are_refused_before_a_pass():
-    model = TableModel(vocab=3, tokens=4)
-    model.draft_model = TableModel(vocab=3, tokens=4)
+    model = two_models(vocab=3, tokens=4)
     for drafter, message in [
         (SpeculativeTree(DynamicTree(4, 4, 2)), "depth of a tree must be from 1 to 3"),
         (SpeculativeTree(DynamicTree(4, 2, 4)), "at most the vocabulary of 3 tokens, got 4"),
-        (JacobiTree((-1, 0, 0, 0, 0)), "at most the vocabulary of 3 tokens, got 4"),
-        (JacobiTree((-1, 0, 1, 2, 3)), "depth of a tree must be from 1 to 3"),
+        (SampledTree(branching=(1, 1, 1, 1)), "depth of a tree must be from 1 to 3"),
+        (SampledTree(branching=(4,)), "at most the vocabulary of 3 tokens, got 4"),
+        (JacobiTree(4, 1, 4), "must fit 4 tokens of 3"),
+        (JacobiTree(4, 4, 1), "must fit 4 tokens of 3"),
         (SpeculativeTree(DynamicTree(4, 2, 2), model=TableModel(vocab=4, tokens=4)), "share the target's vocabulary"),
     ]:
         rule = recursive_rejection
@@ -206,22 +227,23 @@ def test_trees_that_a_model_cannot_take_are_refused_before_a_pass():
 # -- on a device ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("child_sampling,rules", [
-    ("without-replacement", [recursive_rejection, traversal, shared_noise]), ("with-replacement", [k_seq]),
-    ("top-k", [recursive_rejection]),
-    ("shared-noise", [shared_noise]),
-])  # fmt: skip
-def test_nothing_is_read_from_the_device(child_sampling, rules):
+@pytest.mark.parametrize("children,rules", [
+    (Children(), [recursive_rejection, traversal, shared_noise]), (None, [k_seq]),
+    (TopK(), [recursive_rejection]),
+    (SharedNoise(), [shared_noise]),
+], ids=["without-replacement", "with-replacement", "top-k", "shared-noise"])  # fmt: skip
+def test_nothing_is_read_from_the_device(children, rules):
     """Tensors of the meta device hold no values: whatever read one would raise."""
     B, V, place = 3, 9, torch.device("meta")
     seeds, length = torch.zeros(B, dtype=torch.int64, device=place), torch.ones(B, 1, dtype=torch.int64, device=place)
     q, image = torch.empty(B, V + 1, V, device=place), torch.arange(B, device=place)[:, None]
     noise = Noise(seeds, length, 1)
-    if child_sampling == "with-replacement":
+    if children is None:
         tree = Tree.batched(torch.zeros(B, 6, dtype=torch.int64, device=place), 3, 2)
         draft = Draft(torch.zeros(B, 5, dtype=torch.int64, device=place), tree, torch.empty(B, 5, V, device=place))
     else:
-        draft = grow_tree(lambda frontier: q[image, frontier.tokens], DynamicTree(6, 3, 3), child_sampling, seeds, noise, 100)
+        shape, rates = DynamicTree(6, 3, 3), torch.empty(3, device=place)
+        draft = grow_tree(lambda frontier: q[image, frontier.tokens], shape, children, rates, seeds, noise, 100)
     probs = torch.empty(B, draft.tokens.shape[1] + 1, V, device=place)
     for rule in rules:
         verdict = rule(probs, draft, Noise(seeds, length + draft.tree.depth, 1), torch.zeros(B, device=place))

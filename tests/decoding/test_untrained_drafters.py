@@ -3,23 +3,44 @@
 import pytest
 import torch
 
-from vargen.decoding import Accelerator, LayerSkip, Lookup, Noise, Recycle, Sampling, decode, speculative_sampling
-from vargen.decoding.next_token.drafters.lookup import NGramIndex, make_context_keys
+from vargen.decoding import (
+    Accelerator,
+    Drafter,
+    Noise,
+    Sampling,
+    TokenState,
+    decode,
+    speculative_sampling,
+)
+from vargen.decoding.experimental import LayerSkip, Lookup, Recycle
+from vargen.decoding.experimental.lookup import count_continuations
 from vargen.evaluation.table_models import TableModel
 
 DRAFTERS = {
     "layer-skip": LayerSkip(3),
-    "lookup": Lookup(3, max_matches=7),
-    "lookup, in the picture alone": Lookup(3, max_matches=0),
+    "lookup": Lookup(3),
     "recycle": Recycle(3, top_k=2),
     "recycle, all kept": Recycle(4, top_k=9),
 }
 
 
+def started(drafter: Drafter, model: TableModel, tokens: list[int], count: int = 1, sampling: Sampling | None = None):
+    """The bound drafter, and the state of images that begin with these tokens."""
+    drafter, seeds, condition = drafter.bind(model, count), torch.arange(count), torch.zeros(count, dtype=torch.int64)
+    state = TokenState.allocate(model, condition, count, drafter.width)
+    state.reset(list(range(count)), seeds, seeds, sampling or Sampling())
+    drafter.reset(state, seeds, condition, model.prefill(condition, state.cache))
+    state.tokens[:, : len(tokens)], state.length[:] = torch.tensor(tokens), len(tokens)
+    return drafter, state
+
+
+def proposed(drafter: Drafter, state: TokenState, step: int = 3):
+    return drafter.propose(state, Noise(state.seeds, state.length[:, None], step), drafter.width)
+
+
 @pytest.mark.parametrize("drafter", DRAFTERS.values(), ids=DRAFTERS)
 def test_drafting_saves_passes(drafter):
     model = TableModel(vocab=5, tokens=60, seed=2, rows=6, spread=3.0)
-    model.example_tokens = decode(model, torch.zeros(200, dtype=torch.int64), torch.arange(200) + 999).tokens
     method = Accelerator(drafter=drafter, acceptance=speculative_sampling)
     assert decode(model, torch.zeros(16, dtype=torch.int64), torch.arange(16), method).stats.tokens_per_pass > 1.2
 
@@ -42,59 +63,58 @@ def test_layers_are_given_by_number():
 # -- lookup -----------------------------------------------------------------------------------------------------------
 
 
-def test_an_index_counts_the_tokens_of_the_longest_known_surroundings():
-    generator = torch.Generator().manual_seed(0)
-    examples = torch.randint(4, (50, 12), generator=generator)
-    index = NGramIndex(examples, 4, 4)
-    shown = torch.randint(4, (30, 12), generator=generator)
-    place = torch.full((30, 1), 6)
-    key = make_context_keys(shown, place, 4, 4)
-    found = index.find(key[:, 0], 600)
-    there = make_context_keys(examples, torch.arange(12).expand(50, 12), 4, 4)
-    for image in range(30):
-        for width in (1, 5, 25, 125):
-            alike = there // width == key[image] // width
-            if alike.any():
-                break
-        wanted = torch.bincount(examples[alike], minlength=4) / alike.sum()
-        assert torch.allclose(torch.bincount(found[image], minlength=4) / 600, wanted, atol=0.02)
+def surroundings(row: list[int], place: int, vocab: int, columns: int) -> list[int]:
+    """The tokens to the left, above, above right, and second to the left; `vocab` outside the grid."""
+    line, column = divmod(place, columns)
+    places = [(line, column - 1), (line - 1, column), (line - 1, column + 1), (line, column - 2)]
+    return [row[y * columns + x] if y >= 0 and 0 <= x < columns else vocab for y, x in places]
 
 
-def test_a_token_that_no_example_has_is_not_drafted_after():
-    index = NGramIndex(torch.zeros(3, 8, dtype=torch.int16), 5, 4)
-    assert (index.find(torch.tensor([3 * 6**3]), 4) == -1).all()
+@pytest.mark.parametrize("columns", [4, 7, 28])
+def test_lookup_counts_what_followed_the_longest_surroundings_that_occurred_before(columns: int):
+    vocab, widths = 3, set()
+    tokens = torch.randint(vocab, (30, 28), generator=torch.Generator().manual_seed(columns))
+    for place in range(1, 28):
+        found = count_continuations(tokens, torch.full((30, 1), place), vocab, columns)
+        for image, row in enumerate(tokens.tolist()):
+            here, *before = (surroundings(row, each, vocab, columns) for each in (place, *range(place)))
+            alike = {n: [row[p] for p, then in enumerate(before) if then[:n] == here[:n]] for n in (4, 3, 2, 1)}
+            width = next((n for n in alike if alike[n]), 1)
+            widths.add(width)
+            assert found[image].tolist() == [alike[width].count(token) for token in range(vocab)]
+    assert widths >= {1, 3, 4}
+
+
+def test_nothing_is_drafted_after_a_token_that_has_not_occurred_or_past_the_grid():
     model = TableModel(vocab=5, tokens=8, rows=2)
-    model.example_tokens = torch.zeros(3, 8, dtype=torch.int16)
-    drafter = Lookup(2, image_weight=0).bind(model)
-    state = drafter.start(model, None, torch.tensor([1]), Sampling(), None)
-    tokens = torch.tensor([[3, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]])
-    noise = Noise(torch.tensor([1]), torch.tensor([[1]]), 1)
-    assert not drafter.propose(state, tokens, torch.tensor([1]), noise).valid.any()
-    tokens[0, 0] = 0
-    draft = drafter.propose(state, tokens, torch.tensor([1]), noise)
+    assert not proposed(*started(Lookup(2), model, [3])).valid.any()
+    drafter, state = started(Lookup(2), model, [0, 0, 0])
+    draft = proposed(drafter, state)
     assert draft.valid.all() and (draft.tokens == 0).all() and torch.equal(draft.probs[0, :, 0], torch.ones(2))
+    state.tokens[:], state.length[:] = 0, 7
+    assert proposed(drafter, state).valid.tolist() == [[True, False]]
 
 
-@pytest.mark.parametrize("drafter", [Lookup(3, max_matches=7), Recycle(3, top_k=4)], ids=["lookup", "recycle"])
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_lookup_sharpens_its_counts(temperature: float):
+    """After 1 came 2 three times and 4 once."""
+    model, sampling = TableModel(vocab=5, tokens=20), Sampling(temperature)
+    draft = proposed(*started(Lookup(1, sharpness=1.5), model, [1, 2, 1, 4, 1, 2, 1, 2, 0, 3, 1], sampling=sampling))
+    weights = torch.tensor([0.0, 0.0, 3.0, 0.0, 1.0]) ** (1.5 / temperature)
+    assert torch.allclose(draft.probs[0, 0], weights / weights.sum())
+
+
+@pytest.mark.parametrize("drafter", [Lookup(3), Recycle(3, top_k=4)], ids=["lookup", "recycle"])
 def test_drafts_are_sampled_with_the_probabilities_on_record(drafter):
     """Many images in one state: the share of each first draft is its probability, and drafts stay within their support."""
-    model = TableModel(vocab=5, tokens=20, seed=2, rows=4)
-    model.example_tokens = torch.randint(5, (40, 20), generator=torch.Generator().manual_seed(1))
     count = 20_000
-    seeds = torch.arange(count)
-    state = drafter.bind(model).start(model, None, seeds, Sampling(), None)
+    drafter, state = started(drafter, TableModel(vocab=5, tokens=20, seed=2), [1, 2, 1, 4, 1, 2, 1, 2, 0, 3, 1], count)
     if isinstance(drafter, Recycle):
-        state.candidates[:] = torch.tensor([[0, 1, 2, 4]])
-        state.weights[:] = torch.tensor([0.4, 0.3, 0.2, 0.1])
-    tokens = torch.tensor([3, 1, 1, 4, 2, 1] + [0] * 20).expand(count, -1)
-    length = torch.full((count,), 6)
-    draft = drafter.propose(state, tokens, length, Noise(seeds, length[:, None], 3))
+        drafter.candidates[:] = torch.tensor([[0, 1, 2, 4]])
+        drafter.weights[:] = torch.tensor([0.4, 0.3, 0.2, 0.1])
+    draft = proposed(drafter, state)
     share = torch.bincount(draft.tokens[:, 0], minlength=5) / count
-    assert torch.allclose(share, draft.probs[0, 0], atol=0.02) and draft.valid.all()
+    assert torch.allclose(share, draft.probs[0, 0], atol=0.02) and draft.valid.all() and (share > 0.05).sum() > 1
     assert torch.allclose(draft.probs.sum(2), torch.ones(count, 3))
     assert (draft.probs.gather(2, draft.tokens[..., None]) > 0).all()
-    later = drafter.propose(state, tokens, length, Noise(seeds, length[:, None], 4))
-    assert not torch.equal(draft.tokens, later.tokens)
-
-
-# -- bad input --------------------------------------------------------------------------------------------------------
+    assert not torch.equal(draft.tokens, proposed(drafter, state, step=4).tokens)

@@ -13,12 +13,15 @@ from typing import Any
 import pytest
 import torch
 from markdown import blocks, commands
+from recorded_graph import RecordedGraph
 from rejects import rejects
 from tiny_models import class_pipeline, text_pipeline, tiny_transformer
+from tiny_targets import take_gpu_paths, tiny_target
 from typer.testing import CliRunner
 
 from vargen.cli.main import app
-from vargen.decoding import Draft, GroupedRule, Noise, Tree
+from vargen.decoding import Accelerator, Draft, Engine, GroupedRule, Noise, Sampling, Tree, decode
+from vargen.models.condition import Condition
 from vargen.pipelines.components import register_family
 from vargen.pipelines.registry import FAMILIES, inspect_model
 
@@ -82,6 +85,27 @@ def test_the_methods_and_the_scorer_generate_images(guide: dict[str, str], repo_
     if call.runs:
         exec(call.code, scope)
         assert len(scope["result"].images) == 1
+
+
+@pytest.mark.parametrize("name", ["lookup", "lookup_shared"])
+def test_the_drafter_is_captured_and_its_images_join(guide: dict[str, str], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes of the guide's drafter, repeated as a graph, generate what they generate one by one."""
+    take_gpu_paths(monkeypatch)
+    monkeypatch.setattr(RecordedGraph, "made", 0)
+    monkeypatch.setattr(RecordedGraph, "replays", 0)
+    method: Accelerator = getattr(importlib.import_module("methods"), name)
+    model, conditions, seeds = tiny_target(), Condition(class_labels=torch.arange(1, 6)), torch.arange(3, 8)
+    sampling = Sampling(0.7, top_k=4)  # few tokens, so that they occur again
+    expected = decode(model, conditions, seeds, method, sampling)
+    found = decode(model, conditions, seeds, method, sampling, graphs=RecordedGraph)
+    assert torch.equal(found.tokens, expected.tokens) and expected.stats.tokens_per_pass > 1
+    assert found.stats.committed_histogram == expected.stats.committed_histogram
+    assert RecordedGraph.made == 1 and RecordedGraph.replays == expected.stats.passes - 3, "but the prefill and two passes"
+    engine = Engine(model, method, batch_size=2, graphs=RecordedGraph)
+    engine.submit(conditions, seeds, sampling)
+    joined = {image.number: image.tokens for image in engine.run()}
+    assert all(torch.equal(joined[row], tokens) for row, tokens in enumerate(expected.tokens))
+    assert RecordedGraph.made == 2
 
 
 def test_relaxation_is_counted_alike_by_every_rule(guide: dict[str, str]) -> None:

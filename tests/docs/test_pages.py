@@ -17,6 +17,7 @@ from markdown import anchors, blocks, commands, links, pages, prose
 from tiny_video_folder import video_folder
 
 import vargen.decoding
+import vargen.decoding.experimental
 from vargen.cli.main import app
 from vargen.decoding import PRESETS, Accelerator
 
@@ -82,7 +83,7 @@ def test_the_readme_is_short() -> None:
 
 
 def test_a_pass_is_shown_as_the_loop_has_it() -> None:
-    source = (ROOT / "vargen/decoding/next_token/loop.py").read_text()
+    source = (ROOT / "vargen/decoding/token_pass.py").read_text()
     page = ROOT / "docs/methods.md"
     shown = next(block.code for block in blocks(page, "python") if "drafter.propose" in block.code)
     assert textwrap.indent(shown, " " * 8) in source
@@ -151,7 +152,7 @@ def test_every_method_is_described_as_it_is() -> None:
     assert list(described) == list(PRESETS)
     for name, section in described.items():
         code = re.findall(r"```python\n(.*?)```", section, flags=re.DOTALL)[0]
-        composed = eval(code, {**vars(vargen.decoding), "Accelerator": Accelerator})
+        composed = eval(code, {**vars(vargen.decoding), **vars(vargen.decoding.experimental), "Accelerator": Accelerator})
         assert composed.spec() == PRESETS[name].spec(), name
         assert f"**{PRESETS[name].kind.capitalize()}" in section, name
 

@@ -1,9 +1,11 @@
 """Which kernels run where: torch on a CPU, and an error, before any work, where Triton was insisted on."""
 
+from typing import Any
+
 import pytest
 import torch
 
-from vargen.decoding import decode
+from vargen.decoding import Engine, TokenModel, decode
 from vargen.kernels import dispatch
 from vargen.kernels.attention import pack_bits, unpack_bits
 
@@ -48,10 +50,21 @@ def test_a_gpu_takes_triton_where_it_is_installed(monkeypatch: pytest.MonkeyPatc
     assert dispatch.explain_kernels("cuda")[0] == "reference"
 
 
+class Unseen(TokenModel):
+    """Has no attribute but its class."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "__class__":
+            return type(self)
+        raise AssertionError(f"{name} is looked at")
+
+
 def test_the_loop_refuses_before_it_looks_at_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VARGEN_KERNELS", "trition")
     with pytest.raises(ValueError, match="VARGEN_KERNELS must be one of"):
-        decode(None, None, torch.tensor([1]))  # type: ignore[arg-type]
+        decode(Unseen(), None, torch.tensor([1]))
+    with pytest.raises(ValueError, match="VARGEN_KERNELS must be one of"):
+        Engine(None)  # type: ignore[arg-type]
 
 
 def test_rows_that_kernels_do_not_take(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,7 @@ def test_drafts_are_what_training_unrolls(above: bool, guidance: float) -> None:
     unrolled = drafter.unroll(hidden, transformer.tok_embeddings(rows), _STEPS, over if above else None)
 
     eagle = model.draft_heads["eagle"]
-    state = eagle.start(2, 6)
+    state = eagle.allocate(2, 6)
     held = torch.zeros(2, dtype=torch.int64)
     every = torch.arange(2)
     for counts in ([1, 1], [3, 2], [1, 5]):  # as many newest tokens as two images may have
@@ -81,7 +81,7 @@ def test_a_tree_drafts_on_each_path_what_a_chain_would() -> None:
     known = torch.randn(4, 1, 32)
 
     def begun():
-        state = eagle.start(2, 5)
+        state = eagle.allocate(2, 5)
         out = eagle.forward(root, known, state, Tree.make_chain(0))
         eagle.commit(state, torch.zeros(2, dtype=torch.int64))
         return state, out.features
@@ -100,11 +100,33 @@ def test_a_tree_drafts_on_each_path_what_a_chain_would() -> None:
 
 
 @torch.no_grad()
+def test_an_image_that_is_reset_starts_as_in_a_new_state_and_changes_no_other() -> None:
+    """Whatever was there before: an image that failed leaves NaN."""
+    model = LlamaGenTokenModel(tiny_transformer("class"), 3.0, draft_heads={"eagle": partial(EagleModel, _eagle(True))})
+    eagle, count = model.draft_heads["eagle"], torch.tensor([3, 3])
+    tokens, known = torch.randint(64, (2, 5)), torch.randn(4, 5, 32)
+    broken = known.clone()
+    broken[[1, 3]] = torch.nan  # both rows of image 1
+
+    def feed(state, features: torch.Tensor, first: int, last: int) -> torch.Tensor:
+        return eagle.forward(tokens[:, first:last], features[:, first:last], state, Tree.make_chain(last - first - 1)).logits
+
+    used, other, new = (eagle.allocate(2, 5) for _ in range(3))
+    for state, features in ((used, broken), (other, known)):
+        feed(state, features, 0, 3)
+        eagle.commit(state, count)
+    eagle.reset(used, torch.tensor([1]))
+    found = feed(used, known, 3, 5)
+    torch.testing.assert_close(found[0], feed(other, known, 3, 5)[0])
+    torch.testing.assert_close(found[1], feed(new, known, 3, 5)[1])
+
+
+@torch.no_grad()
 def test_medusa_as_built_predicts_what_the_target_did() -> None:
     model = LlamaGenTokenModel(
         tiny_transformer("class"), 3.0, draft_heads={"medusa": partial(MedusaHeads, MedusaDrafter(32, 64, 4))}
     )
-    _, out = model.prefill(_condition(), 1)
+    _, out = model.start(_condition(), 1)
     logits = model.draft_heads["medusa"].forward(torch.tensor([3, 9]), out.features, torch.tensor([0, 0]))
     assert logits.shape == (2, 3, 64)
     torch.testing.assert_close(logits, out.logits.expand(-1, 3, -1), atol=1e-5, rtol=1e-5)

@@ -18,7 +18,7 @@ MUTANTS = (
     Mutant(
         "q-not-normalized",
         "The q of a sibling sampled without replacement is not renormalized after its earlier siblings are removed.",
-        "vargen/decoding/next_token/trees/children.py",
+        "vargen/decoding/tree_growth.py",
         "    return rest / rest.sum(-1, keepdim=True).clamp_min(1e-30)\n",
         "    return rest\n",
         ("tests/decoding/test_invariants.py::test_p_and_q_are_distributions_after_the_filters_in_float32",),
@@ -82,17 +82,17 @@ MUTANTS = (
     Mutant(
         "eagle-feature-shift",
         "A head that extends features gets the feature after each committed token instead of the one that predicted it.",
-        "vargen/decoding/next_token/drafters/heads.py",
-        "        return FeatureBuffer(gather_slots(require_features(step.features), path), step.count)\n",
-        "        return FeatureBuffer(gather_slots(require_features(step.features), path.roll(-1, 1)), step.count)\n",
+        "vargen/decoding/tree_drafters.py",
+        "        new = gather_slots(require_features(result.features), result.verdict.path)\n",
+        "        new = gather_slots(require_features(result.features), result.verdict.path.roll(-1, 1))\n",
         ("tests/decoding/test_trained_drafters.py::test_a_chain_of_a_perfect_drafter_is_accepted_whole",),
     ),
     Mutant(
         "medusa-first-feature",
         "Parallel heads draft from the feature of the first token that a pass committed instead of the last.",
-        "vargen/decoding/next_token/drafters/heads.py",
-        "        return gather_slots(self.rows, (self.count - 1).clamp(min=0)[:, None])\n",
-        "        return gather_slots(self.rows, torch.zeros_like(self.count)[:, None])\n",
+        "vargen/decoding/tree_drafters.py",
+        "        last = gather_slots(self.features, (self.count - 1).clamp(min=0)[:, None])\n",
+        "        last = gather_slots(self.features, torch.zeros_like(self.count)[:, None])\n",
         ("tests/decoding/test_trained_drafters.py::test_medusa_drafts_from_the_feature_that_predicted_the_root",),
     ),
     Mutant(

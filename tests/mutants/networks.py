@@ -27,7 +27,7 @@ MUTANTS = (
         "prefix-bias-kept",
         "A row that joins a running batch keeps the hidden and visible prompt slots of the image before it.",
         "vargen/models/kv_cache.py",
-        '        self.prefix_bias.index_fill_(0, index, float("-inf"))\n',
+        '        self.prefix_bias.index_fill_(0, rows, float("-inf"))\n',
         "",
         (f"{_LANGUAGE_MODELS}::test_a_prompt_joins_the_row_of_a_longer_one",),
     ),

@@ -12,15 +12,20 @@ import torch
 from PIL import Image
 from recorded_graph import RecordedGraph
 from tiny_language_models import make_emu3, make_glm, make_janus
-from torch.utils import _pytree as pytree
 from typer.testing import CliRunner
 
 import vargen
 from vargen.cli.main import app
 from vargen.compat import installed_version
-from vargen.decoding import PRESETS, Accelerator, LayerSkip, Sampling, decode, shared_noise, speculative_sampling
-from vargen.decoding.harness import Run
-from vargen.decoding.next_token.loop import prefill
+from vargen.decoding import (
+    PRESETS,
+    Accelerator,
+    Engine,
+    decode,
+    shared_noise,
+    speculative_sampling,
+)
+from vargen.decoding.experimental import LayerSkip
 from vargen.models.heads.medusa import MedusaDrafter
 from vargen.pipelines.language_model import LanguageModelPipeline
 from vargen.pipelines.registry import inspect_model, open_pipeline
@@ -58,33 +63,20 @@ def sample(pipe: LanguageModelPipeline, method: Any, **options: Any) -> Any:
 # -- memory and layers ----------------------------------------------------------------------------------------------------
 
 
-def held_tensors(state: Any) -> dict[str, list[torch.Tensor]]:
-    """The tensors that a run holds between passes: those of its cache, and all others."""
-    leaves = pytree.tree_leaves(state)
-    caches = [leaf for leaf in leaves if hasattr(leaf, "nbytes") and not isinstance(leaf, torch.Tensor)]
-    return {
-        "cache": [tensor for cache in caches for tensor in (cache.k, cache.v)],
-        "others": [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)],
-    }
-
-
 @pytest.mark.parametrize("method", ["ar", "gumbel", "scd", "recycle", "lookup"])
 def test_the_memory_of_a_run_is_fixed_at_its_start(method: str) -> None:
     pipe = make("janus", side=6)
     model, (condition, _) = pipe.decoding_model(5.0), pipe.encode_condition(PROMPTS)
-    run, preset = Run(model.device, pipe.num_tokens), PRESETS[method].fit_to_grid(pipe.num_tokens, pipe.vocab_size)
-    with torch.inference_mode():
-        step, state, out = prefill(run, model, condition, torch.arange(2), preset, Sampling())
-        step.sample_first_token(state.images, out)
-        places, sizes = set(), []
-        while not run.finished:
-            state, (sums, position, count) = step(state)
-            run.end_pass(sums, position, state.images.tokens, state.images.length, count)
-            held = held_tensors(state)
-            places.add(tuple(tensor.data_ptr() for tensor in held["cache"]))
-            sizes.append(sum(tensor.nbytes for tensor in held["others"]))
-    assert len(held["cache"]) == 2 and len(places) == 1, "the cache is not allocated again"
-    assert run.passes > 3 and max(sizes[1:]) <= sizes[0]
+    engine = Engine(model, PRESETS[method].fit_to_grid(pipe.num_tokens, pipe.vocab_size), batch_size=2)
+    engine.submit(condition, torch.arange(2))
+    places = set()
+    while engine.has_work:
+        engine.step()
+        state = engine._pass.state
+        holders = (state, state.cache, state.cache.cache, engine._pass.drafter)
+        held = [value for holder in holders for value in vars(holder).values() if isinstance(value, torch.Tensor)]
+        places.add(tuple((tensor.data_ptr(), tensor.nbytes) for tensor in held))
+    assert len(held) > 10 and len(places) == 1 and engine.passes > 3
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -106,7 +98,7 @@ def test_a_model_without_some_layers_drafts_for_itself(name: str) -> None:
     assert torch.equal(found.tokens, sample(pipe, "ar").tokens)
     assert found.stats.tokens_per_pass > 1 and sample(pipe, "layer-skip").tokens.shape == found.tokens.shape
     view = model.skip_layers([1, 2])
-    cache = view.prefill(condition, 4)[0].cache
+    cache = view.start(condition, 4)[0].cache
     assert len(cache.k) == 2, "a view has a cache for its own layers only"
     assert len(pipe.language_model.body.layers) == 4, "the model is unchanged"
     for wrong in ([4], [0, 1, 2, 3]):
@@ -206,8 +198,8 @@ def test_a_model_that_is_cast_or_changed_later_is_used_as_it_is(name: str) -> No
     assert pipe.decoding_model().dtype == torch.bfloat16 and cast.tokens.shape == before.shape
     model = pipe.decoding_model()
     with torch.no_grad():
-        state, out = model.prefill(pipe.encode_condition(PROMPTS)[0], 4)
-        exact = make(name).decoding_model().prefill(pipe.encode_condition(PROMPTS)[0], 4)[1]
+        state, out = model.start(pipe.encode_condition(PROMPTS)[0], 4)
+        exact = make(name).decoding_model().start(pipe.encode_condition(PROMPTS)[0], 4)[1]
     assert state.cache.k.dtype == torch.bfloat16 and out.logits.dtype == torch.float32
     assert torch.allclose(out.logits, exact.logits, atol=0.1 * float(exact.logits.std()))
     with torch.no_grad():

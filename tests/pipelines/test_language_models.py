@@ -214,7 +214,7 @@ def test_chains_and_trees_equal_sequential_passes(attention: str, guidance_scale
     pipe = vargen.accelerate(model, processor)
     adapter, condition = pipe.decoding_model(guidance_scale), rows(pipe)
     generator = torch.Generator().manual_seed(7)
-    state, _ = adapter.prefill(condition, 8)
+    state, _ = adapter.start(condition, 8)
     history: list[list[int]] = [[], [], []]
     trees = [Tree.make_chain(3), Tree.from_parents((-1, 0, 0, 1, 1, 2)), Tree.make_chain(0),
              Tree.batched(torch.tensor([(-1, 0, 0, 1), (-1, 0, 1, 2), (-1, 0, 0, 0)]), 4, 3)]  # fmt: skip
@@ -239,7 +239,7 @@ def test_chains_and_trees_equal_sequential_passes(attention: str, guidance_scale
 
 def sequential(adapter: TransformersTokenModel, condition: PromptRows, row: int, tokens: list[int]) -> torch.Tensor:
     """Logits after some tokens of one row, fed one by one."""
-    state, _ = adapter.prefill(condition.select_rows([row]), 1)
+    state, _ = adapter.start(condition.select_rows([row]), 1)
     for token in tokens:
         logits = adapter.forward(torch.tensor([[token]]), state, Tree.make_chain(0)).logits
         adapter.commit(state, torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, dtype=torch.int64), Tree.make_chain(0))
@@ -253,13 +253,16 @@ class SummedModel(TransformersTokenModel):
         super().__init__(description, 3.0)
         self.condition, self.tokens = condition, self.grid[0] * self.grid[1]
 
-    def prefill(self, condition: torch.Tensor, max_width: int) -> Any:
-        return super().prefill(self.condition.repeat(len(condition)), max_width)
+    def allocate(self, condition: torch.Tensor, width: int, slots: int | None = None) -> Any:  # type: ignore[override]
+        return super().allocate(self.condition, width, len(condition) if slots is None else slots)
+
+    def prefill(self, condition: torch.Tensor, state: Any, rows: torch.Tensor | None = None) -> Any:  # type: ignore[override]
+        return super().prefill(self.condition.repeat(len(condition)), state, rows)
 
     @torch.no_grad()
     def joint(self, condition: int, to_probs: Any) -> torch.Tensor:
         images = torch.cartesian_prod(*[torch.arange(self.vocab)] * self.tokens)
-        state, out = self.prefill(torch.zeros(len(images)), self.tokens)
+        state, out = self.start(torch.zeros(len(images)), self.tokens)
         later = self.forward(images[:, :-1], state, Tree.make_chain(self.tokens - 2)).logits
         probs = to_probs(torch.cat([out.logits, later], 1)).double()
         return probs.gather(2, images[..., None])[..., 0].prod(1).view([self.vocab] * self.tokens)
@@ -275,7 +278,6 @@ def test_exact_rules_sum_to_the_model_s_distribution(name: str, described: str) 
     description: Any = Janus(model) if described == "janus" else Emu3(model, size=(2, 1))
     condition = description.encode_prompts(processor, ["a red apple"], None)
     summed: Any = SummedModel(description, condition)
-    summed.example_tokens = torch.randint(3, (6, 4), generator=torch.Generator().manual_seed(1))
     method = PRESETS[name].fit_to_grid(4, 3)
     found = sum_pass(method, summed, passes=2, sampling=Sampling(1.2, top_p=0.9))
     assert max(found.distance, found.draft_distance) < 1e-5

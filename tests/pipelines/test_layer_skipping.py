@@ -6,7 +6,8 @@ from rejects import rejects
 from tiny_models import class_pipeline, tiny_transformer
 
 from vargen.adapters.llamagen import LlamaGenTokenModel
-from vargen.decoding import Accelerator, LayerSkip, decode, speculative_sampling
+from vargen.decoding import Accelerator, decode, speculative_sampling
+from vargen.decoding.experimental import LayerSkip
 from vargen.models.condition import Condition
 
 
@@ -48,7 +49,7 @@ def test_layers_that_cannot_be_skipped_are_refused(layers):
     model, _ = models()
     rejects(lambda: model.skip_layers(layers), "some")
     if max(layers) == 4:
-        rejects(lambda: LayerSkip(skip=layers).bind(model), "some")
+        rejects(lambda: LayerSkip(skip=layers).bind(model, 1), "some")
 
 
 def test_a_pipeline_says_what_keeps_it_from_skipping():

@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import torch
 from rejects import rejects
+from table_methods import SharedMedusa
 from tiny_models import class_pipeline, class_var_pipeline, tiny_transformer
 
 from vargen import LlamaGenPipeline
 from vargen.adapters import drafters as low_res_drafters
-from vargen.decoding import Accelerator, Eagle, Jacobi, Medusa, PooledRule, shared_noise, speculative_sampling
+from vargen.decoding import Accelerator, DynamicTree, Jacobi, PooledRule, shared_noise, speculative_sampling
+from vargen.decoding.experimental import EagleSharedNoise
 from vargen.models.heads.eagle import EagleDrafter
 from vargen.models.heads.medusa import MedusaDrafter
 from vargen.models.heads.upsampler import TokenUpsampler
@@ -31,8 +33,8 @@ NETWORKS: dict[str, tuple[Any, dict[str, Any], str]] = {
 EXACT = Accelerator(drafter=Jacobi(8, "maximal", "low-res"), acceptance=speculative_sampling)
 MULO = Accelerator(drafter=Jacobi(8, "from-verdict", "low-res"), acceptance=PooledRule(4, 0.2, 1))
 METHODS = [
-    (("eagle",), Accelerator("same", Eagle(3, "shared-noise"), shared_noise)),
-    (("medusa",), Accelerator("same", Medusa(3, "shared-noise"), shared_noise)),
+    (("eagle",), Accelerator("same", EagleSharedNoise(DynamicTree(3, 3, 1)), shared_noise)),
+    (("medusa",), Accelerator("same", SharedMedusa(DynamicTree(3, 3, 1)), shared_noise)),
     *((kinds, method) for kinds in (("low_res", "upsampler"), ("low_res",)) for method in (EXACT, MULO)),
 ]
 

@@ -97,14 +97,17 @@ class EnumerableModel(LlamaGenTokenModel):
     def tokens(self) -> int:
         return self.transformer.tokens
 
-    def prefill(self, condition: Tensor, max_width: int):  # type: ignore[no-untyped-def, override]
-        cache, out = super().prefill(Condition(class_labels=condition), max_width)
-        return cache, Output(out.logits, out.features)
+    def allocate(self, condition: Tensor, width: int, slots: int | None = None) -> Any:  # type: ignore[override]
+        return super().allocate(Condition(class_labels=condition), width, slots)
+
+    def prefill(self, condition: Tensor, state: Any, rows: Tensor | None = None) -> Output:  # type: ignore[override]
+        out = super().prefill(Condition(class_labels=condition), state, rows)
+        return Output(out.logits, out.features)
 
     def joint(self, condition: int, to_probs: Callable[[Tensor], Tensor]) -> Tensor:
         sequences = torch.cartesian_prod(*[torch.arange(self.vocab)] * self.tokens)
         with torch.no_grad():
-            cache, out = self.prefill(torch.full((len(sequences),), condition), 1)
+            cache, out = self.start(torch.full((len(sequences),), condition), 1)
             total = torch.ones(len(sequences), dtype=torch.float64)
             for n in range(self.tokens):
                 total *= to_probs(out.logits)[:, 0].double().gather(1, sequences[:, n : n + 1])[:, 0]

@@ -72,7 +72,7 @@ def digest_logits(pipe: LlamaGenPipeline) -> str:
     """Of the prefill and of a pass over 8 tokens: tokens alone would show no small change of these bits."""
     model = pipe.decoding_model(pipe.config.defaults["guidance_scale"])
     condition, _ = pipe.encode_condition(PROMPTS[0])
-    cache, out = model.prefill(condition, 8)
+    cache, out = model.start(condition, 8)
     passed = model.forward(torch.arange(8)[None] * 31, cache, Tree.make_chain(7, model.device))
     return hashlib.sha256(out.logits.numpy().tobytes() + passed.logits.numpy().tobytes()).hexdigest()
 

@@ -150,7 +150,8 @@ def log_probs(pipe: VARPipeline, tokens: list[list[int]]) -> list[float]:
     model = pipe.decoding_model(pipe.config.defaults["guidance_scale"])
     condition, _ = pipe.encode_condition(PROMPTS[: len(tokens)])
     parts = torch.tensor(tokens).split(list(model.scale_tokens), 1)
-    state, canvas, inputs, logits = model.start(condition), model.canvas(len(tokens)), [None], []
+    state, canvas, inputs, logits = model.allocate(condition, len(tokens)), model.canvas(len(tokens)), [None], []
+    model.reset(state, condition)
     for scale, part in enumerate(parts):
         logits.append(model.forward(state, inputs, 1.0))
         canvas, following = model.add(canvas, part, scale)

@@ -8,15 +8,12 @@ from vargen.adapters.llamagen import LlamaGenTokenModel
 from vargen.decoding import (
     Accelerator,
     DynamicTree,
-    JacobiTree,
     Sampling,
-    SpeculativeTree,
     Tree,
     decode,
-    recursive_rejection,
     traversal,
 )
-from vargen.decoding.next_token.trees.shapes import make_fan
+from vargen.decoding.experimental import JacobiTree, SpeculativeTree, recursive_rejection
 from vargen.models.condition import Condition
 
 GRID, T, VOCAB = 4, 7, 64
@@ -62,7 +59,7 @@ def test_compaction_leaves_the_cache_of_a_fresh_prefill(kind, scale, compress, p
     for images in (1, 4):
         generator = torch.Generator().manual_seed(images)
         model, condition = model_and_condition(kind, scale, images, compress)
-        cache, _ = model.prefill(condition, T)
+        cache, _ = model.start(condition, T)
         total, held, moved = GRID * GRID, [[] for _ in range(images)], False
         tokens = torch.randint(VOCAB, (images, total), generator=generator)
         for _ in range(5):
@@ -78,7 +75,7 @@ def test_compaction_leaves_the_cache_of_a_fresh_prefill(kind, scale, compress, p
         lengths = [len(row) for row in held]
         assert cache.length.tolist() == lengths * model.rows_per_image and max(lengths) > GRID and moved
         for image, row in enumerate(held):
-            alone, _ = model.prefill(_of(condition, image), total)
+            alone, _ = model.start(_of(condition, image), total)
             model.forward(torch.tensor([row]), alone, Tree.make_chain(len(row) - 1))
             end = cache.prefix + len(row)
             for half in range(model.rows_per_image):
@@ -101,8 +98,8 @@ def _of(condition: Condition, image: int) -> Condition:
 
 
 @pytest.mark.parametrize("drafter,rule", [
-    (SpeculativeTree(DynamicTree(7, 3, 3), "without-replacement"), traversal),
-    (JacobiTree(make_fan(9, 2, 2)), recursive_rejection),
+    (SpeculativeTree(DynamicTree(7, 3, 3)), traversal),
+    (JacobiTree(8, 2, 2), recursive_rejection),
 ], ids=["dynamic", "jacobi"])  # fmt: skip
 def test_probabilities_after_a_whole_run_are_those_of_one_pass(drafter, rule):
     """Each pass of a run over trees says of the committed tokens what teacher forcing says of them."""

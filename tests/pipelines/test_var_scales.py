@@ -7,11 +7,16 @@ from typing import Any
 import pytest
 import torch
 from golden_var import official
+from recorded_graph import HostReadError, refuse_reads
 from tiny_models import tiny_multi_scale_vq, tiny_var
+from tiny_targets import take_gpu_paths
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from vargen.adapters.var import VARScaleModel
-from vargen.decoding import Sampling, decode_scales
+from vargen.adapters.var import VARScaleModel, VARState
+from vargen.decoding import PRESETS, Sampling, ScaleSchedule, Stage, decode_scales
+from vargen.decoding.clock import Clock
+from vargen.decoding.scales import ScalePasses
 from vargen.models.condition import Condition
 
 
@@ -44,16 +49,25 @@ def histories(model: VARScaleModel, images: int = 3) -> list[Tensor | None]:
     return inputs
 
 
+def started(model: VARScaleModel, condition: Condition, is_guided: bool = True) -> VARState:
+    """The state of new images."""
+    rows = condition.class_labels if condition.class_labels is not None else condition.caption_embeds
+    assert rows is not None
+    state = model.allocate(condition, len(rows), is_guided)
+    model.reset(state, condition)
+    return state
+
+
 def one_by_one(model: VARScaleModel, guidance: list[float]) -> list[Tensor]:
     """Logits of each scale, of a pass each."""
-    state, inputs = model.start(a_condition(model)), histories(model)
+    state, inputs = started(model, a_condition(model)), histories(model)
     return [model.forward(state, inputs[: k + 1], factor) for k, factor in enumerate(guidance)]
 
 
 def test_greedy_sampling_with_guidance_is_the_official_one() -> None:
     """Their cfg is our guidance_scale less one."""
     model, io = official(2.5)
-    state, canvas, inputs = model.start(Condition(class_labels=io["class_labels"])), model.canvas(2), [None]
+    state, canvas, inputs = started(model, Condition(class_labels=io["class_labels"])), model.canvas(2), [None]
     for scale in range(len(model.scale_tokens)):
         logits = model.forward(state, inputs, 1.0)
         torch.testing.assert_close(logits, io[f"greedy_logits_cfg1.5_scale{scale}"], atol=1e-4, rtol=0)
@@ -75,15 +89,15 @@ def test_the_loop_samples_the_official_tokens() -> None:
 @pytest.mark.parametrize("ends", [[2, 4], [1, 4], [3, 4], [4]])
 def test_scales_of_one_pass_are_those_of_several(condition: str, ends: list[int]) -> None:
     model = tiny(condition)
-    expected, state, inputs = one_by_one(model, [1.0] * 4), model.start(a_condition(model)), histories(model)
+    expected, state, inputs = one_by_one(model, [1.0] * 4), started(model, a_condition(model)), histories(model)
     for end in ends:
         torch.testing.assert_close(model.forward(state, inputs[:end], 1.0), expected[end - 1], atol=2e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("condition", ["class", "text"])
-@pytest.mark.parametrize("factors", [[0, 0, 1, 1], [1, 0, 0, 1], [0, 1, 0, 1], [1, 1, 0, 0], [0, 0.5, 1, 2], [0] * 4])
-def test_unconditional_rows_that_lag_catch_up(condition: str, factors: list[float]) -> None:
-    """Where guidance was off for some scales, what follows is as if their rows had been run all the time."""
+@pytest.mark.parametrize("factors", [[1, 0, 0, 0], [1, 1, 0, 0], [0.5, 1, 2, 0], [2, 1, 1, 0.5]])
+def test_guidance_changes_from_scale_to_scale_and_may_end(condition: str, factors: list[float]) -> None:
+    """A scale without guidance is that of the conditional rows alone."""
     model, plain = tiny(condition), tiny(condition, 1.0)
     always, never = one_by_one(model, [1.0] * 4), one_by_one(plain, [1.0] * 4)
     for scale, (factor, logits) in enumerate(zip(factors, one_by_one(model, factors), strict=True)):
@@ -101,8 +115,72 @@ def test_rows_without_guidance_are_not_run(monkeypatch: pytest.MonkeyPatch) -> N
         return forward(*arguments, cache=cache, **options)
 
     monkeypatch.setattr(model.transformer, "forward", step)
-    one_by_one(model, [1.0, 0.0, 0.0, 1.0])
-    assert rows == [6, 3, 3, 3, 3], "the last scale in two passes: the unconditional rows have three scales to catch up with"
+    one_by_one(model, [1.0, 1.0, 0.0, 0.0])
+    assert rows == [6, 6, 3, 3]
+    state = started(model, a_condition(model), is_guided=False)
+    logits, expected = model.forward(state, histories(model), 0.0), one_by_one(tiny(guidance_scale=1.0), [1.0] * 4)[3]
+    torch.testing.assert_close(logits, expected, atol=2e-5, rtol=1e-5)
+    assert rows[-1] == state.cache.rows == 3
+
+
+def test_guidance_that_resumes_is_refused() -> None:
+    model = tiny()
+    schedule = ScaleSchedule("again", (Stage(until=1), Stage(until=2, guidance=0), Stage()))
+    with pytest.raises(ValueError, match="guidance of the target model cannot resume at scale 2"):
+        decode_scales(model, a_condition(model), torch.arange(3), schedule)
+
+
+@pytest.mark.parametrize("schedule", ["plain", "code", "economy"])
+@pytest.mark.parametrize("condition", ["class", "text"])
+def test_the_same_buffers_generate_other_images(schedule: str, condition: str) -> None:
+    """No tensor of the state moves, and what earlier images left changes nothing, also where fewer images than slots run."""
+    model = tiny(condition, draft_model=tiny(condition))
+    method = PRESETS[schedule].fit_to_scales(4)
+    whole = a_condition(model)
+    scales, places = ScalePasses(model, method.bind(model), whole, 3, Clock(model.device, False)), []
+    for rows, sampling in (([0, 1, 2], Sampling()), ([2, 0, 1], Sampling(0.8, top_k=5)), ([1], Sampling(top_p=0.8))):
+        part = whole.select_rows(torch.tensor(rows))
+        scales.start(part, torch.tensor(rows) + 7, sampling)
+        while scales.scale < 4:
+            scales.sample(scales.forward())
+            scales.add()
+            places.append(addresses(scales))
+        expected = decode_scales(model, part, torch.tensor(rows) + 7, method, sampling)
+        assert torch.equal(scales.tokens[: len(rows)], expected.tokens)
+        assert torch.allclose(scales.canvas[: len(rows)], expected.canvas, atol=1e-6)
+    assert len(set(places[4:])) == 1 and len(places[4]) > 10, "after the first images"
+
+
+class RefusesReads(TorchDispatchMode):
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        refuse_reads(operation, args, kwargs or {})
+        return operation(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("schedule", ["plain", "code", "economy"])
+@pytest.mark.parametrize("condition", ["class", "text"])
+def test_no_pass_waits_for_the_device(schedule: str, condition: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, with the paths of a GPU; so a pass can be captured. The error if a read is not noticed: `test_addresses`."""
+    take_gpu_paths(monkeypatch)
+    model = tiny(condition, draft_model=tiny(condition))
+    method, whole = PRESETS[schedule].fit_to_scales(4), a_condition(model)
+    scales = ScalePasses(model, method.bind(model), whole, 3, Clock(model.device, False))
+    for _ in range(2):
+        scales.start(whole, torch.arange(3), Sampling(0.9, top_k=20, top_p=0.9))
+        with RefusesReads():
+            while scales.scale < 4:
+                scales.sample(scales.forward())
+                scales.add()
+    with pytest.raises(HostReadError), RefusesReads():
+        scales.check_finite()
+
+
+def addresses(scales: ScalePasses) -> tuple[int, ...]:
+    """Of all tensors of the state, its options, inputs and caches."""
+    caches = [state.cache for state in scales.states.values()]
+    held = [value for each in (scales, scales.sampling, *caches) for value in vars(each).values()]
+    held += [part for cache in caches if cache.modulation for part in vars(cache.modulation).values()]
+    return tuple(each.data_ptr() for each in (*held, *scales.inputs) if isinstance(each, Tensor))
 
 
 @pytest.mark.parametrize("condition", ["class", "text"])
@@ -110,8 +188,8 @@ def test_rows_without_guidance_are_not_run(monkeypatch: pytest.MonkeyPatch) -> N
 def test_rolled_back_scales_are_run_again(condition: str, scale: int) -> None:
     model = tiny(condition)
     expected, inputs = one_by_one(model, [1.0] * 4), histories(model)
-    for before in ([1.0] * 4, [1.0, 0.0, 0.0, 0.0], [0.0] * 4):
-        state = model.start(a_condition(model))
+    for before in ([1.0] * 4, [1.0, 1.0, 1.0, 0.0]):
+        state = started(model, a_condition(model))
         wrong = [None if part is None else part + (k > scale) for k, part in enumerate(inputs)]
         for k, factor in enumerate(before):
             model.forward(state, wrong[: k + 1], factor)
@@ -124,12 +202,12 @@ def test_rolled_back_scales_are_run_again(condition: str, scale: int) -> None:
 
 def test_a_prefix_is_filled_in_one_pass_without_its_logits() -> None:
     model = tiny("text")
-    expected, state = one_by_one(model, [1.0] * 4), model.start(a_condition(model))
+    expected, state = one_by_one(model, [1.0] * 4), started(model, a_condition(model))
     heads: list[int] = []
     model.transformer.head.register_forward_pre_hook(lambda _, given: heads.append(given[0].shape[1]))
     logits = model.forward(state, histories(model)[:3], 1.0)
     torch.testing.assert_close(logits, expected[2], atol=2e-5, rtol=1e-5)
-    assert heads == [9] and state.full_cache.scale == 3
+    assert heads == [9] and state.cache.scale == 3
 
 
 def test_codes_that_a_scale_does_not_use_are_left_out() -> None:
@@ -141,9 +219,9 @@ def test_codes_that_a_scale_does_not_use_are_left_out() -> None:
 
 def test_padding_of_captions_is_not_computed() -> None:
     model = tiny("text")
-    state = model.start(a_condition(model))
-    assert state.full_cache.prefix == 5 and state.full_cache.k.shape[3] == 5 + 30
+    state = started(model, a_condition(model))
+    assert state.cache.prefix == 5 and state.cache.k.shape[3] == 5 + 30
     whole = Condition(caption_embeds=a_condition(model).caption_embeds, caption_mask=a_condition(model).caption_mask)
-    row = model.start(whole.select_rows(slice(0, 1)))
-    assert row.full_cache.prefix == 3
+    row = started(model, whole.select_rows(slice(0, 1)))
+    assert row.cache.prefix == 3
     torch.testing.assert_close(model.forward(row, [None], 1.0), model.forward(state, [None], 1.0)[:1], atol=2e-5, rtol=1e-5)

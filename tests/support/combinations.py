@@ -7,7 +7,7 @@ from functools import cache
 from itertools import combinations, product
 from typing import Any
 
-from initial_drafts import mixture
+from initial_drafts import MixtureJacobi
 
 from vargen.decoding import (
     Accelerator,
@@ -15,60 +15,73 @@ from vargen.decoding import (
     DynamicTree,
     Eagle,
     Jacobi,
-    JacobiTree,
-    LayerSkip,
-    Lookup,
     Medusa,
-    Recycle,
     Speculative,
-    SpeculativeTree,
-    k_seq,
-    recursive_rejection,
     shared_noise,
     speculative_sampling,
     traversal,
 )
-from vargen.decoding.next_token.drafters.initial import INITIAL_DRAFTS
-from vargen.decoding.next_token.trees.children import CHILD_SAMPLING
+from vargen.decoding.experimental import (
+    JacobiTree,
+    LayerSkip,
+    Lookup,
+    Recycle,
+    SampledTree,
+    SpeculativeTree,
+    k_seq,
+    recursive_rejection,
+)
+from vargen.decoding.experimental.eagle_children import SharedNoise, TopK
 from vargen.evaluation.exactness import CASES, Case
 
-INITIAL: dict[str, Any] = {**{name: name for name in INITIAL_DRAFTS}, "mixture": mixture}
-SHAPES: dict[str, Any] = {
-    "chain of 1": 1,
-    "chain of 3": 3,
-    "static tree": (-1, 0, 0, 1, 2, 3),
-    "dynamic tree": DynamicTree(nodes=5, depth=3, children=2),
+SHAPES: dict[str, DynamicTree] = {
+    "chain of 1": DynamicTree(1, 1, 1),
+    "chain of 3": DynamicTree(3, 3, 1),
+    "complete tree": DynamicTree(6, 2, 2),
+    "best nodes": DynamicTree(5, 3, 2),
 }
 UNTRAINED: dict[str, Drafter] = {
     "layer-skip": LayerSkip(3),
-    "lookup": Lookup(3, max_matches=7),
-    "lookup in the image alone": Lookup(3, max_matches=0),
+    "lookup": Lookup(3),
     "recycle": Recycle(3, top_k=2),
     "recycle all": Recycle(3, top_k=9),
 }
-DRAFTERS = (*(f"jacobi {name}" for name in INITIAL), "draft model", "eagle", "medusa", *UNTRAINED)
-SAMPLINGS = ("independent", "maximal", "gumbel", *CHILD_SAMPLING, "of the drafter")
+CHILDREN: dict[str, dict[str, Any]] = {  # attributes of a `TreeDrafter`
+    "without-replacement": {},
+    "shared-noise": {"children": SharedNoise(), "provides": ()},
+    "top-k": {"children": TopK()},
+}
+TREES = {"draft model": SpeculativeTree, "eagle": Eagle, "medusa": Medusa}
+DRAFTERS = ("jacobi uniform", "jacobi low-res", "jacobi mixture", *TREES, *UNTRAINED)
+SAMPLINGS = ("independent", "maximal", "gumbel", *CHILDREN, "with-replacement", "of the drafter")
 RULES = {rule.__name__: rule for rule in (speculative_sampling, shared_noise, recursive_rejection, traversal, k_seq)}
 
 
 def make_drafter(name: str, shape: str, sampling: str) -> Drafter | None:
     """None if the parts do not fit together."""
-    parts, is_chain = SHAPES[shape], shape.startswith("chain")
+    tree, is_chain = SHAPES[shape], shape.startswith("chain")
     if name in UNTRAINED:
         return UNTRAINED[name] if (shape, sampling) == ("chain of 3", "of the drafter") else None
     if name.startswith("jacobi"):
-        if sampling not in ("independent", "maximal", "gumbel") or shape == "dynamic tree":
-            return None
-        initial = INITIAL[name.removeprefix("jacobi ")]
-        return Jacobi(parts + 1, sampling, initial) if is_chain else JacobiTree(parts, sampling, initial)
-    if sampling not in CHILD_SAMPLING or (shape, sampling) == ("dynamic tree", "with-replacement"):
+        return make_jacobi(name.removeprefix("jacobi "), shape, sampling)
+    if (name, shape, sampling) == ("draft model", "complete tree", "with-replacement"):
+        return SampledTree(branching=(2, 2))
+    if sampling not in CHILDREN:
         return None
-    if name != "draft model":
-        return {"eagle": Eagle, "medusa": Medusa}[name](parts, sampling)
-    if not is_chain:
-        return SpeculativeTree(parts, sampling)
-    flags = {"without-replacement": False, "shared-noise": True}
-    return Speculative(parts, shared_noise=flags[sampling]) if sampling in flags else None
+    if name == "draft model" and is_chain:
+        flags = {"without-replacement": False, "shared-noise": True}
+        return Speculative(tree.nodes, shared_noise=flags[sampling]) if sampling in flags else None
+    return type(f"{name}, {sampling}", (TREES[name],), CHILDREN[sampling])(tree)
+
+
+def make_jacobi(initial: str, shape: str, sampling: str) -> Drafter | None:
+    """A window, or one with second candidates, which start from uniform draft tokens."""
+    if sampling not in ("independent", "maximal", "gumbel"):
+        return None
+    if shape.startswith("chain"):
+        width = SHAPES[shape].nodes + 1
+        return MixtureJacobi(width, sampling) if initial == "mixture" else Jacobi(width, sampling, initial)
+    return JacobiTree(6, 2, 2, sampling) if (initial, shape) == ("uniform", "complete tree") else None
 
 
 @dataclass(frozen=True)

@@ -2,37 +2,38 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import Any, Self
 
-from vargen.decoding import Draft, Drafter, Noise, Tree
+import torch
+
+from vargen.decoding import Draft, Drafter, Noise, PassResult, TokenState, Tree, Verdict
 
 
 class GuessingDrafter(Drafter):
     """Random tokens in a fixed tree; siblings differ. `observe` records what it is shown."""
 
     def __init__(self, parents: tuple[int, ...], vocab: int, seed: int = 0):
-        self.tree = Tree.from_parents(parents)
+        self.tree, self.vocab, self.seed = Tree.from_parents(parents), vocab, seed
         self.topology = "chain" if self.tree.is_chain else "tree"
-        self.vocab = vocab
-        self.seed = seed
-        self.verdicts: list = []
+        self.verdicts: list[Verdict] = []
 
     @property
-    def max_width(self) -> int:
+    def width(self) -> int:
         return len(self.tree.parents)
 
-    def start(self, model, condition, seeds: Tensor, sampling, first) -> torch.Generator:
-        return torch.Generator().manual_seed(self.seed)
+    def bind(self, model: Any, slots: int) -> Self:
+        return self.copy(generator=torch.Generator().manual_seed(self.seed))
 
-    def propose(self, state: torch.Generator, tokens: Tensor, length: Tensor, noise: Noise | None) -> Draft:
-        B, T = len(tokens), len(self.tree.parents)
+    def propose(self, state: TokenState, noise: Noise, width: int) -> Draft:
+        return self.guess(len(state.seeds), self.generator)  # type: ignore[attr-defined]
+
+    def guess(self, images: int, generator: torch.Generator) -> Draft:
+        T = len(self.tree.parents)
         # A random offset per parent plus the sibling's rank: different for siblings.
         rank = [sum(int(p) == int(self.tree.parents[t]) for p in self.tree.parents[:t]) for t in range(T)]
-        start = torch.randint(self.vocab, (B, T), generator=state)
+        start = torch.randint(self.vocab, (images, T), generator=generator)
         drafted = (start[:, self.tree.parents.clamp_min(0)] + torch.tensor(rank)) % self.vocab
         return Draft(drafted[:, 1:], self.tree)
 
-    def observe(self, state, step):
-        self.verdicts.append(step.verdict)
-        return state
+    def observe(self, state: TokenState, result: PassResult) -> None:
+        self.verdicts.append(result.verdict)

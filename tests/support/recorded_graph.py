@@ -3,43 +3,62 @@ the same tensors. As in a CUDA graph, numbers of the host are those of the recor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-# Of them "resolve_conj" begins `tolist` and `numpy`, in inference mode.
-_READS = ("_local_scalar_dense", "item", "is_nonzero", "nonzero", "masked_select", "equal", "resolve_conj")
+# Of them "resolve_conj" begins `tolist` and `numpy`, in inference mode. The results of the last ones have as many elements as
+# the values say.
+_READS = (
+    *("_local_scalar_dense", "item", "is_nonzero", "equal", "allclose", "resolve_conj"),
+    *("nonzero", "argwhere", "masked_select", "bincount", "_unique2", "unique_dim", "unique_consecutive"),
+)
 
 
 class HostReadError(RuntimeError):
     """What a CUDA graph refuses while it is captured."""
 
 
-def _read(operation: Any, args: Any) -> bool:
-    """Whether the host waits for a device: for a value or, at the end of `torch.tensor` of a list, for a copy of its numbers. A
-    number alone, as in `x[:, 0] = 1`, fills without a copy."""
+def refuse_reads(operation: Any, args: Any, kwargs: Any) -> None:
+    """Raise HostReadError if the host waits for a device in an operation."""
     name = operation.overloadpacket.__name__
-    return name in _READS or (name == "lift_fresh" and args[0].dim() > 0)
+    if name in _READS or _depends_on_values(name, args, kwargs):
+        raise HostReadError(f"{name} reads a value on the host")
 
 
-class _Reads(TorchDispatchMode):
-    def __init__(self, reads: list[str]):
-        super().__init__()
-        self.reads = reads
+def _depends_on_values(name: str, args: Any, kwargs: Any) -> bool:
+    """Whether the host waits for a device, given these arguments: for a value or, at the end of `torch.tensor` of a list, for a
+    copy of its numbers. A number alone, as in `x[:, 0] = 1` and `x[mask] = 1`, fills without a copy."""
+    if name == "lift_fresh":
+        return bool(args[0].dim() > 0)
+    if name == "where":
+        return len(args) == 1
+    if name == "one_hot":
+        return len(args) == 1 and not kwargs
+    if name == "repeat_interleave":
+        return isinstance(args[:2][-1], Tensor) and "output_size" not in kwargs
+    if name in ("index", "index_put", "index_put_"):
+        is_mask = any(each is not None and each.dtype in (torch.bool, torch.uint8) for each in args[1])
+        return is_mask and (name == "index" or args[2].numel() > 1)
+    return False
 
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if _read(operation, args):
-            self.reads.append(operation.overloadpacket.__name__)
-        return operation(*args, **(kwargs or {}))
+
+def list_leaves(given: Any) -> list[Any]:
+    """List the tensors and numbers that an operation takes or makes; faster than torch's own function."""
+    if isinstance(given, dict):
+        given = tuple(given.values())
+    return [leaf for each in given for leaf in list_leaves(each)] if isinstance(given, list | tuple) else [given]
+
+
+def list_tensors(given: Any) -> list[Tensor]:
+    return [each for each in list_leaves(given) if isinstance(each, Tensor)]
 
 
 class RecordedGraph(TorchDispatchMode):
-    """Stands in for `vargen.decoding.next_token.graphs.CUDAGraph`.
+    """Stands in for `vargen.decoding.graph.CUDAGraph`.
 
     Class attributes:
         made: graphs that were captured. replays: of all of them. before: called before each operation that is recorded.
@@ -52,42 +71,33 @@ class RecordedGraph(TorchDispatchMode):
         super().__init__()
         self.operations: list[tuple[Any, Any, Any, list[Tensor]]] = []
 
-    @staticmethod
-    @contextmanager
-    def record_syncs() -> Iterator[list[str]]:
-        reads: list[str] = []
-        with _Reads(reads):
-            yield reads
-
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         type(self).before(operation.overloadpacket.__name__)
-        if _read(operation, args):
-            raise HostReadError(f"{operation.overloadpacket.__name__} reads a value on the host")
+        refuse_reads(operation, args, kwargs)
         out = operation(*args, **kwargs)
-        given = {_memory(each) for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
-        fresh = [each for each in tree_leaves(out) if isinstance(each, Tensor)]
-        views = all(_memory(each) in given for each in fresh)
+        given, fresh = {memory(each) for each in list_tensors((args, kwargs))}, list_tensors(out)
+        views = all(memory(each) in given for each in fresh)
         if not views or operation._schema.is_mutable:
             self.operations.append((operation, args, kwargs, [] if operation._schema.is_mutable else fresh))
         return out
 
     @classmethod
-    def capture(cls, run: Callable[[], tuple[Tensor, ...]]) -> tuple[Callable[[], None], tuple[Tensor, ...]]:
+    def capture(cls, run: Callable[[], object]) -> Callable[[], None]:
         """As a CUDA graph, it does nothing yet: what the recording changed is put back."""
-        cls.made += 1
         changed = _Changed()
         try:
             with changed, cls() as graph:
-                return graph.replay, run()
+                run()
         finally:
             changed.undo()
+        cls.made += 1
+        return graph.replay
 
     def replay(self) -> None:
         type(self).replays += 1
         for operation, args, kwargs, kept in self.operations:
-            made = [each for each in tree_leaves(operation(*args, **kwargs)) if isinstance(each, Tensor)]
-            for old, new in zip(kept, made, strict=False):
+            for old, new in zip(kept, list_tensors(operation(*args, **kwargs)), strict=False):
                 old.copy_(new)
 
 
@@ -100,10 +110,10 @@ class _Changed(TorchDispatchMode):
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if operation._schema.is_mutable:
-            for each in tree_leaves((args, kwargs or {})):
-                if isinstance(each, Tensor) and _memory(each) not in self.held:
+            for each in list_tensors((args, kwargs or {})):
+                if memory(each) not in self.held:
                     whole = torch.empty(0, dtype=each.dtype).set_(each.untyped_storage())
-                    self.held[_memory(each)] = whole, whole.clone()
+                    self.held[memory(each)] = whole, whole.clone()
         return operation(*args, **(kwargs or {}))
 
     def undo(self) -> None:
@@ -111,5 +121,6 @@ class _Changed(TorchDispatchMode):
             whole.copy_(value)
 
 
-def _memory(tensor: Tensor) -> int:
+def memory(tensor: Tensor) -> int:
+    """Identify the memory of a tensor, which its views share."""
     return tensor.untyped_storage()._cdata

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
-from initial_drafts import mixture
+from initial_drafts import MixtureJacobi
 
 from vargen.decoding import (
     Accelerator,
@@ -11,27 +13,33 @@ from vargen.decoding import (
     Eagle,
     GroupedRule,
     Jacobi,
-    JacobiTree,
-    LayerSkip,
-    Lookup,
     Medusa,
     NeighborhoodRule,
     PooledRule,
-    Recycle,
     Sampling,
     Speculative,
-    SpeculativeTree,
-    StaticTree,
-    TypicalRule,
-    Wavefront,
     decode,
-    k_seq,
     list_methods,
-    recursive_rejection,
     shared_noise,
     speculative_sampling,
     traversal,
 )
+from vargen.decoding.experimental import (
+    EagleSharedNoise,
+    EagleTopK,
+    JacobiTree,
+    LayerSkip,
+    Lookup,
+    Recycle,
+    SampledTree,
+    SpeculativeTree,
+    TypicalRule,
+    Wavefront,
+    WavefrontRule,
+    k_seq,
+    recursive_rejection,
+)
+from vargen.decoding.experimental.eagle_children import SharedNoise, TopK
 from vargen.decoding.next_token.acceptance import RelaxedRule
 from vargen.evaluation.table_models import TableEagle, TableLowRes, TableMedusa, TableModel
 
@@ -39,12 +47,11 @@ VOCAB, TOKENS = 9, 30
 
 
 def table_model(tokens: int = TOKENS, rows: int = 5) -> TableModel:
-    """With a codebook, examples, and drafters of every kind, which know a table that is similar but not equal."""
+    """With a codebook and drafters of every kind, which know a table that is similar but not equal."""
     model = TableModel(vocab=VOCAB, tokens=tokens, seed=6, rows=rows)
     similar = TableModel(vocab=VOCAB, tokens=tokens, seed=8, rows=rows)
     similar.table = model.table + 0.5 * similar.table
     model.codebook = codebook(VOCAB)
-    model.example_tokens = torch.randint(VOCAB, (30, tokens), generator=torch.Generator().manual_seed(5))
     model.draft_model, model.low_res = similar, TableLowRes(similar)
     model.draft_heads = {"eagle": TableEagle(similar), "medusa": TableMedusa(similar)}
     return model
@@ -60,34 +67,52 @@ RELAXED_RULES: dict[str, RelaxedRule] = {
 }
 TREE_RULES = {name: rule for name, rule in RELAXED_RULES.items() if "tree" in rule.topologies}
 
-_TREE = (-1, 0, 0, 1, 2, 3)
+
+@dataclass(frozen=True)
+class TopKTree(SpeculativeTree):
+    children = TopK()
+
+
+@dataclass(frozen=True)
+class SharedTree(SpeculativeTree):
+    provides = ()
+    children = SharedNoise()
+
+
+@dataclass(frozen=True)
+class SharedMedusa(Medusa):
+    provides = ()
+    children = SharedNoise()
+
+
 _DYNAMIC = DynamicTree(nodes=7, depth=3, children=3)
 _EXACT = {
-    "jacobi, independent": (Jacobi(6, "independent", mixture), speculative_sampling),
-    "jacobi, maximal": (Jacobi(6, "maximal", mixture), speculative_sampling),
-    "jacobi, gumbel": (Jacobi(6, "gumbel", mixture), shared_noise),
+    "jacobi, independent": (MixtureJacobi(6, "independent"), speculative_sampling),
+    "jacobi, maximal": (MixtureJacobi(6, "maximal"), speculative_sampling),
+    "jacobi, gumbel": (MixtureJacobi(6, "gumbel"), shared_noise),
     "jacobi, low-res": (Jacobi(6, "maximal", "low-res"), speculative_sampling),
-    "jacobi tree": (JacobiTree(_TREE, "gumbel", mixture), shared_noise),
+    "jacobi tree": (JacobiTree(7, 2, 2, "gumbel"), shared_noise),
     "draft model": (Speculative(3, shared_noise=True), shared_noise),
-    "draft model, k-seq": (SpeculativeTree(StaticTree("wide-15"), "with-replacement"), k_seq),
-    "draft model, top-k": (SpeculativeTree(_DYNAMIC, "top-k"), recursive_rejection),
-    "draft model, shared noise": (SpeculativeTree(_DYNAMIC, "shared-noise"), shared_noise),
+    "draft model, k-seq": (SampledTree(branching=(4, 2, 1)), k_seq),
+    "draft model, top-k": (TopKTree(_DYNAMIC), recursive_rejection),
+    "draft model, shared noise": (SharedTree(_DYNAMIC), shared_noise),
     "draft model, wide frontier": (SpeculativeTree(DynamicTree(5, 3, 2, frontier=4)), recursive_rejection),
     "eagle": (Eagle(_DYNAMIC), traversal),
-    "eagle, shared noise": (Eagle(_TREE, "shared-noise"), shared_noise),
+    "eagle, shared noise": (EagleSharedNoise(_DYNAMIC), shared_noise),
+    "eagle, top-k": (EagleTopK(_DYNAMIC), recursive_rejection),
     "medusa": (Medusa(_DYNAMIC), recursive_rejection),
-    "medusa, shared noise": (Medusa(_DYNAMIC, "shared-noise"), shared_noise),
+    "medusa, shared noise": (SharedMedusa(_DYNAMIC), shared_noise),
     "layer-skip": (LayerSkip(3), speculative_sampling),
-    "lookup": (Lookup(3, max_matches=0), speculative_sampling),
+    "lookup": (Lookup(3), speculative_sampling),
     "recycle": (Recycle(4, top_k=9), speculative_sampling),
 }
 _RELAXED = {
-    **{f"chain, {name}": (Jacobi(6, "maximal", mixture), rule) for name, rule in RELAXED_RULES.items()},
+    **{f"chain, {name}": (MixtureJacobi(6, "maximal"), rule) for name, rule in RELAXED_RULES.items()},
     **{f"draft model, {name}": (Speculative(3), rule) for name, rule in RELAXED_RULES.items()},
-    **{f"tree, {name}": (SpeculativeTree(StaticTree((-1, 0, 0, 1, 1, 2, 4))), rule) for name, rule in TREE_RULES.items()},
+    **{f"tree, {name}": (SpeculativeTree(DynamicTree(6, 3, 2)), rule) for name, rule in TREE_RULES.items()},
     **{f"dynamic tree, {name}": (Eagle(_DYNAMIC), rule) for name, rule in TREE_RULES.items()},
     "local repair": (Jacobi(6, "from-verdict", "low-res"), PooledRule(1, 0.4, 1)),
-    "wavefront": (Wavefront(12, initial="low-res", reach=2), PooledRule(0, 2.0)),
+    "wavefront": (Wavefront(12, initial="low-res", reach=2), WavefrontRule()),
 }
 
 PRESETS_OF_TOKENS = {preset.name: preset.fit_to_grid(TOKENS, VOCAB) for preset in list_methods("next-token")}

@@ -12,7 +12,15 @@ from tiny_models import class_pipeline
 from tiny_training import Killed, check_resumes
 
 from vargen.assets import packaged_model_path
-from vargen.decoding import Accelerator, Eagle, Medusa, Sampling, decode, speculative_sampling
+from vargen.decoding import (
+    Accelerator,
+    DynamicTree,
+    Eagle,
+    Medusa,
+    Sampling,
+    decode,
+)
+from vargen.decoding.experimental import recursive_rejection
 from vargen.models.heads.eagle import EagleDrafter
 from vargen.models.heads.medusa import MedusaDrafter
 from vargen.pipelines.llamagen import LlamaGenPipeline
@@ -57,7 +65,7 @@ def test_it_learns_what_drafts_are_verified_by(kind: str, tmp_path: Path) -> Non
     assert 1 < late["tokens_per_pass"] <= 5 and late["acceptance_1"] <= 1
 
     pipe.load_drafter(tmp_path / "late" / "drafter")
-    method = Accelerator("one", (Eagle if kind == "eagle" else Medusa)(1), speculative_sampling)
+    method = Accelerator("one", (Eagle if kind == "eagle" else Medusa)(DynamicTree(1, 1, 1)), recursive_rejection)
     condition, _ = pipe.encode_condition(class_labels=[number % 10 for number in range(64)])
     stats = decode(pipe.decoding_model(2.0), condition, torch.arange(64), method, Sampling(top_k=20)).stats
     tested = sum(stats.committed_histogram[1:]) - 64

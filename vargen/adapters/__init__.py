@@ -40,6 +40,12 @@ class Guidance:
             return [condition]
         return [condition, condition.negative or self.negative or transformer.null_condition(condition)]
 
+    def rows_of(self, slots: Tensor | None, rows: int, device: torch.device) -> Tensor:
+        """Return the network rows, int64 `[R]`, of slots int64 `[n]`, of a state with `rows` rows; None: of all slots."""
+        if slots is None:
+            return torch.arange(rows, device=device)
+        return torch.cat([slots + first for first in range(0, rows, rows // self.rows_per_image)])
+
     def repeat(self, tensor: Tensor) -> Tensor:
         """Repeat a tensor `[B, ...]` for the CFG rows, `[R, ...]`."""
         return torch.cat([tensor] * self.rows_per_image) if self.rows_per_image > 1 else tensor

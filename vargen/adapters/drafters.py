@@ -14,10 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vargen.decoding import AutoregressiveHead, Output, ParallelHeads, Sampling, Tree, decode
-from vargen.decoding.next_token.graphs import register_state
-from vargen.decoding.next_token.rows import insert_rows
 from vargen.decoding.noise import Purpose, derive_seeds
-from vargen.decoding.sampling import to_probs
+from vargen.decoding.sampling import SlotSampling
 from vargen.device import normal_tensors
 from vargen.models.condition import Condition
 from vargen.models.config_bounds import require_equal
@@ -50,7 +48,6 @@ class Target(Protocol):
         """Guided logits `[B, T, V]` for the tokens after positions `[B, T]`, from states `[R, T, D]` before the final norm."""
 
 
-@register_state
 @dataclass
 class EagleCache:
     """The cache and, for drafters that use the row above, the target's features by slot `[R, N + scratch, D]`."""
@@ -65,14 +62,23 @@ class EagleModel(AutoregressiveHead):
     def __init__(self, drafter: EagleDrafter, target: Target):
         self.drafter, self.target, self.vocab, self.grid = drafter, target, target.vocab, target.grid
 
-    def start(self, images: int, max_width: int) -> EagleCache:
-        rows, device = images * self.target.rows_per_image, self.target.device
-        cache, seen = self.drafter.new_cache(rows, max_width, device), None
+    def allocate(self, slots: int, width: int) -> EagleCache:
+        rows, device = slots * self.target.rows_per_image, self.target.device
+        cache, seen = self.drafter.new_cache(rows, width, device), None
         if self.drafter.config.above:
             with normal_tensors():
-                size = (rows, self.drafter.tokens + max_width, self.drafter.config.dim)
+                size = (rows, self.drafter.tokens + width, self.drafter.config.dim)
                 seen = torch.zeros(size, dtype=self.drafter.dtype, device=device)
         return EagleCache(cache, seen)
+
+    def reset(self, state: EagleCache, rows: Tensor) -> None:
+        slots = state.cache.rows // self.target.rows_per_image
+        rows = torch.cat([rows + first for first in range(0, state.cache.rows, slots)])
+        for store in (state.cache.k, state.cache.v):  # a product of 0 and NaN, such as that of a failed image, is NaN
+            store.index_fill_(1, rows, 0)
+        state.cache.length.index_fill_(0, rows, 0)
+        if state.seen is not None:
+            state.seen.index_fill_(0, rows, 0)
 
     def forward(self, tokens: Tensor, features: Tensor, state: EagleCache, tree: Tree) -> Output:
         B, T = tokens.shape
@@ -129,19 +135,6 @@ if TYPE_CHECKING:
 _WINDOW = 16
 
 
-@register_state
-@dataclass
-class LowResState:
-    """The predictions from the low-resolution images.
-
-    Attributes:
-        upsampled: features `[B, D, R, C]` of the up-sampler, or tokens `[B, N]` without one.
-    """
-
-    sampling: Sampling
-    upsampled: Tensor
-
-
 class LowResolutionDrafter:
     """`LowResModel` of a low-resolution transformer.
 
@@ -160,27 +153,20 @@ class LowResolutionDrafter:
     def vocab(self) -> int:
         return self.model.vocab
 
-    def start(self, condition: Condition, seeds: Tensor, sampling: Sampling) -> LowResState:
+    def start(self, condition: Condition, seeds: Tensor, sampling: Sampling) -> Tensor:
+        """Return features `[n, D, R, C]` of the up-sampler, or tokens `[n, N]` without one."""
         rows, columns = self.model.grid
         method, own = "gumbel" if rows * columns >= _WINDOW else "ar", derive_seeds(seeds, Purpose.LOW_RES)
-        low = decode(self.model, condition, own, method, sampling).tokens
-        return LowResState(sampling, self._upsample(low))
-
-    def _upsample(self, low: Tensor) -> Tensor:
-        low = low.unflatten(1, self.model.grid)
+        low = decode(self.model, condition, own, method, sampling).tokens.unflatten(1, self.model.grid)
         if self.upsampler is not None:
             return self.upsampler.features(low)
         return upsample_tokens(low, self.grid, self.vqvae.decode, self.vqvae.encode).flatten(1)
 
-    def join(self, state: LowResState, new: LowResState, rows: Tensor) -> LowResState:
-        return insert_rows(state, new, rows)
-
-    def probs(self, state: LowResState, tokens: Tensor, length: Tensor, position: Tensor) -> Tensor:
+    def probs(self, images: Tensor, tokens: Tensor, length: Tensor, position: Tensor, sampling: SlotSampling) -> Tensor:
         if self.upsampler is None:
-            return F.one_hot(state.upsampled.gather(1, position), self.vocab).float()
-        N = self.grid[0] * self.grid[1]
-        known = torch.arange(N, device=tokens.device) < length[:, None]
-        return to_probs(self.upsampler(state.upsampled, tokens[:, :N], known, position), state.sampling)
+            return F.one_hot(images.gather(1, position), self.vocab).float()
+        known = torch.arange(tokens.shape[1], device=tokens.device) < length[:, None]
+        return sampling.probs(self.upsampler(images, tokens, known, position))
 
 
 def validate_low_res(configs: Mapping[str, Any]) -> None:

@@ -35,7 +35,6 @@ class LlamaGenTokenModel(TokenModel):
         draft_model: a smaller model with the same vocabulary, for speculative decoding.
         draft_heads: by name, functions that make a draft head for this model, from networks trained on its features.
         low_res: a low-resolution model whose images predict drafts.
-        example_tokens: integers `[M, N]`, example tokens for lookup drafters.
         device: device of the passes. Default: the device of the weights, which is a different one while they are offloaded.
     """
 
@@ -47,7 +46,6 @@ class LlamaGenTokenModel(TokenModel):
         compress_prefix: bool = True,
         codebook: Tensor | None = None,
         draft_model: LlamaGenTokenModel | None = None,
-        example_tokens: Tensor | None = None,
         device: torch.device | None = None,
         draft_heads: Mapping[str, Callable[[LlamaGenTokenModel], Any]] | None = None,
         low_res: LowResolutionDrafter | None = None,
@@ -57,7 +55,7 @@ class LlamaGenTokenModel(TokenModel):
         self.guidance, self.compress_prefix = to_guidance(guidance), compress_prefix
         self.codebook = codebook
         self.draft_model = draft_model
-        self.example_tokens, self.low_res = example_tokens, low_res
+        self.low_res = low_res
         self.device = device or transformer.device
         self.vocab, self.grid = transformer.config.vocab_size, (transformer.config.grid_size, transformer.config.grid_size)
         self.num_layers = len(transformer.layers)
@@ -84,12 +82,17 @@ class LlamaGenTokenModel(TokenModel):
         options: dict[str, Any] = {"compress_prefix": self.compress_prefix, "codebook": self.codebook, "device": self.device}
         return LlamaGenTokenModel(view, self.guidance, **options)
 
-    def prefill(self, condition: Condition, max_width: int) -> tuple[KVCache | Int8Cache, Output]:
+    def allocate(self, condition: Condition, width: int, slots: int | None = None) -> KVCache | Int8Cache:
+        rows = (num_rows(condition) if slots is None else slots) * self.rows_per_image
+        return self.transformer.new_cache(rows, width, self.compress_prefix, self.device)
+
+    def prefill(self, condition: Condition, state: KVCache | Int8Cache, rows: Tensor | None = None) -> Output:
         condition = reduce(Condition.cat, self.guidance.conditions(condition, self.transformer))
-        cache = self.transformer.new_cache(num_rows(condition), max_width, self.compress_prefix, self.device)
+        new: Any = state.prefix_only(num_rows(condition))
         with self._tensor_mode():
-            out = self.transformer(condition=condition, cache=cache, guidance=self._scale)
-        return cache, Output(out.logits, out.hidden_states)
+            out = self.transformer(condition=condition, cache=new, guidance=self._scale)
+        state.start_rows(new, self.guidance.rows_of(rows, state.rows, self.device))
+        return Output(out.logits, out.hidden_states)
 
     def forward(self, tokens: Tensor, state: KVCache | Int8Cache, tree: Tree) -> Output:
         rows = tokens if isinstance(state, Int8Cache) else self.guidance.repeat(tokens)

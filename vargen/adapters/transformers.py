@@ -27,7 +27,6 @@ from transformers.cache_utils import Cache
 
 from vargen.adapters import Guidance, to_guidance
 from vargen.decoding import Output, TokenModel, Tree
-from vargen.decoding.next_token.graphs import register_state
 from vargen.models.kv_cache import CacheView, KVCache
 from vargen.models.language_models.base import ImageLanguageModel, PromptRows, validate_network
 from vargen.values import short_repr
@@ -65,7 +64,6 @@ class _PassCache(Cache):
         return self.cache.slots if self.view is None else self.view.num_slots_read, 0
 
 
-@register_state
 @dataclass
 class TransformersState:
     """Cache of B images, and the number of prompt tokens of each row, `[R]`."""
@@ -82,7 +80,6 @@ class TransformersTokenModel(TokenModel):
         guidance: classifier-free guidance, or its scale s of u + s (c - u); 1 runs without unconditional rows.
         draft_model: a smaller model with the same image tokens, for speculative decoding.
         draft_heads: by name, functions that make a draft head for this model, from networks trained on its features.
-        example_tokens: integers `[M, N]`, example tokens for lookup drafters.
         skipped: layers to leave out, by number.
     """
 
@@ -93,7 +90,6 @@ class TransformersTokenModel(TokenModel):
         draft_model: TransformersTokenModel | None = None,
         *,
         draft_heads: Mapping[str, Callable[[TransformersTokenModel], Any]] | None = None,
-        example_tokens: Tensor | None = None,
         skipped: Sequence[int] = (),
     ):
         validate_network(language_model)
@@ -101,7 +97,7 @@ class TransformersTokenModel(TokenModel):
         if self.guidance.scale != 1 and not language_model.guided:
             raise ValueError(f"guidance_scale must be 1: {language_model.class_name} has no unconditional prompt")
         self.vocab, self.grid, self.codebook = language_model.vocab, language_model.grid, language_model.codebook
-        self.low_res, self.example_tokens = language_model.low_res, example_tokens
+        self.low_res = language_model.low_res
         self.rows_per_image = self.guidance.rows_per_image
         self.device = language_model.device
         self.dtype = language_model.model.get_input_embeddings().weight.dtype
@@ -143,22 +139,32 @@ class TransformersTokenModel(TokenModel):
             raise ValueError(f"layers must be some of 0 to {known - 1}, but not all, got {short_repr(tuple(layers))}")
         return TransformersTokenModel(self.description, self.guidance, skipped=layers)
 
-    def prefill(self, condition: PromptRows, max_width: int) -> tuple[TransformersState, Output]:
-        joined = condition.join() if self.rows_per_image == 2 else condition
-        ids, valid = joined.ids.to(self.device), joined.valid.to(self.device)
-        R, P = ids.shape
-        rows, columns = self.grid
+    def allocate(self, condition: PromptRows, width: int, slots: int | None = None) -> TransformersState:
+        joined, (rows, columns) = self._join(condition), self.grid
+        R = len(joined.ids) if slots is None else slots * self.rows_per_image
         cache = KVCache(
             len(self._places),
             R,
             self._kv_heads,
             self._head_dim,
-            prefix=P,
+            prefix=joined.ids.shape[1],
             tokens=rows * columns,
-            scratch=max_width,
+            scratch=width,
             dtype=self.dtype,
             device=self.device,
         )
+        return TransformersState(cache, torch.zeros(R, dtype=torch.int64, device=self.device))
+
+    def _join(self, condition: PromptRows) -> PromptRows:
+        return condition.join() if self.rows_per_image == 2 else condition
+
+    def prefill(self, condition: PromptRows, state: TransformersState, rows: Tensor | None = None) -> Output:
+        joined = self._join(condition)
+        ids, valid = joined.ids.to(self.device), joined.valid.to(self.device)
+        R, P = ids.shape
+        if state.cache.prefix < P:
+            raise ValueError(f"condition must have at most {state.cache.prefix} rows, for which there is room, got {P}")
+        cache = state.cache.prefix_only(R, P)
         cache.prefix_bias.masked_fill_(~valid, float("-inf"))
         positions = (valid.long().cumsum(1) - 1).clamp(min=0)
         causal = torch.ones(P, P, dtype=torch.bool, device=self.device).tril()
@@ -167,8 +173,11 @@ class TransformersTokenModel(TokenModel):
         embeddings = self.description.model.get_input_embeddings()(ids)
         positions = self.description.prompt_positions(positions)
         hidden = self._run(embeddings, mask, positions, _PassCache(cache, self._places, None))[:, -1:]
+        started = self.guidance.rows_of(rows, len(state.start), self.device)
+        state.cache.start_rows(cache, started)
+        state.start.index_copy_(0, started, valid.sum(1))
         first = torch.zeros(R // self.rows_per_image, 1, dtype=torch.int64, device=self.device)
-        return TransformersState(cache, valid.sum(1)), self._output(hidden, first)
+        return self._output(hidden, first)
 
     def forward(self, tokens: Tensor, state: TransformersState, tree: Tree) -> Output:
         cache, T = state.cache, tokens.shape[1]

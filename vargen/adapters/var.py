@@ -6,12 +6,13 @@ Shape suffixes: B images, R rows (B, or 2 B under guidance: conditional first), 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
 
-from vargen.adapters import Guidance, cost_key, num_rows, to_guidance
-from vargen.decoding.sampling import apply_guidance
+from vargen.adapters import Guidance, cost_key, to_guidance
 from vargen.device import inference_mode_for
 from vargen.models.condition import Condition
 from vargen.models.offloading import validate_offloading
@@ -20,42 +21,27 @@ from vargen.models.var import VARTransformer
 from vargen.models.var_blocks import ScaleCache
 
 
+@dataclass
 class VARState:
-    """Cache state of B images: conditional rows and, under guidance, unconditional rows.
-
-    Unconditional rows may hold fewer scales: they skip the scales without guidance, and catch up when guidance resumes.
+    """State of B images: the cache of their rows, and the condition of these.
 
     Attributes:
-        full_cache: cache of all rows.
-        row_caches: caches of the conditional and of the unconditional rows, views of the memory of `full_cache`.
-        conditions: condition of each of `row_caches`.
+        cache: of R rows: B, or 2 B if any scale is guided.
+        is_guided: whether it has the unconditional rows.
+        condition: of all rows.
+        conditional: the cache of the first B rows alone, in the same memory, once a scale is not guided.
     """
 
-    def __init__(self, cache: ScaleCache, conditions: Sequence[Condition]):
-        self.full_cache, self.conditions = cache, conditions
-        B = cache.rows // len(conditions)
-        self.row_caches = [cache.select_rows(slice(start, start + B)) for start in range(0, cache.rows, B)]
+    cache: ScaleCache
+    is_guided: bool
+    condition: Condition | None = None
+    conditional: ScaleCache | None = None
 
-    @property
-    def in_sync(self) -> bool:
-        """Whether all rows hold the same scales."""
-        return self.row_caches[0].scale == self.row_caches[-1].scale
-
-    def as_one_batch(self) -> tuple[ScaleCache, Condition]:
-        """Return all rows as one cache, and their joint condition. Requires `in_sync`."""
-        first, last = self.row_caches
-        self.full_cache.scale = first.scale
-        if first.scale and self.full_cache.modulation is None:  # conditional and unconditional rows were started separately
-            assert first.modulation is not None and last.modulation is not None
-            self.full_cache.modulation = first.modulation.cat(last.modulation)
-            if first.prefix_mask is not None and last.prefix_mask is not None:
-                self.full_cache.prefix_mask = torch.cat([first.prefix_mask, last.prefix_mask])
-        return self.full_cache, self.conditions[0].cat(self.conditions[1])
-
-    def split_rows(self) -> None:
-        """Update `row_caches` from `full_cache` after a pass over all rows."""
-        B = self.full_cache.rows // 2
-        self.row_caches = [self.full_cache.select_rows(slice(0, B)), self.full_cache.select_rows(slice(B, 2 * B))]
+    def conditional_rows(self) -> ScaleCache:
+        """Return the cache of the conditional rows, which goes on alone: guidance does not resume."""
+        if self.conditional is None:
+            self.conditional = self.cache.select_rows(slice(0, self.cache.rows // 2))
+        return self.conditional
 
 
 class VARScaleModel:
@@ -112,40 +98,36 @@ class VARScaleModel:
 
     # -- passes -------------------------------------------------------------------------------------------------------
 
-    def start(self, condition: Condition) -> VARState:
+    def allocate(self, condition: Condition, slots: int, is_guided: bool = True) -> VARState:
+        conditions = self._conditions(condition, is_guided)
+        prefix = max(0 if each.caption_embeds is None else each.caption_embeds.shape[1] for each in conditions)
+        return VARState(self.transformer.new_cache(slots * len(conditions), prefix, self.device), len(conditions) == 2)
+
+    def reset(self, state: VARState, condition: Condition) -> None:
+        state.condition = reduce(Condition.cat, self._conditions(condition, state.is_guided))
+        state.cache.scale, state.conditional = 0, None
+
+    def _conditions(self, condition: Condition, is_guided: bool) -> list[Condition]:
+        """Return the condition of the conditional rows and, if any scale is guided, that of the unconditional rows."""
         conditions = self.guidance.conditions(condition, self.transformer)
         if self.device.type == "cpu":  # on a GPU this would synchronize, and fixed shapes allow graph capture
             conditions = _trim_padding(conditions)
-        rows = self.guidance.rows_per_image * num_rows(condition)
-        prefix = max(0 if each.caption_embeds is None else each.caption_embeds.shape[1] for each in conditions)
-        return VARState(self.transformer.new_cache(rows, prefix, self.device), conditions)
+        return conditions if is_guided else conditions[:1]
 
     def forward(self, state: VARState, inputs: Sequence[Tensor | None], guidance: float) -> Tensor:
+        scale, strength = len(inputs) - 1, None
+        if state.is_guided and guidance:
+            strength = self._guidance_strength(scale, guidance)
+        cache = state.conditional_rows() if state.is_guided and not guidance else state.cache
         with inference_mode_for(self.device):
-            return self._guided(state, inputs, guidance)
-
-    def _guided(self, state: VARState, inputs: Sequence[Tensor | None], guidance: float) -> Tensor:
-        scale = len(inputs) - 1
-        strength = self._guidance_strength(scale, guidance)
-        if self.guidance.rows_per_image == 1 or not guidance:
-            logits = self._pass(state.row_caches[0], state.conditions[0], inputs)
-        elif state.in_sync:
-            logits = self._pass(*state.as_one_batch(), inputs, strength)
-            state.split_rows()
-        else:
-            conditional, unconditional = (
-                self._pass(cache, condition, inputs)
-                for cache, condition in zip(state.row_caches, state.conditions, strict=True)
-            )
-            logits = apply_guidance(conditional, unconditional, 1 + strength[:, None])
-        return logits[..., : self.scale_codes[scale]]
+            return self._pass(cache, state.condition, inputs, strength)[..., : self.scale_codes[scale]]
 
     def _pass(
         self,
         cache: ScaleCache,
-        condition: Condition,
+        condition: Condition | None,
         inputs: Sequence[Tensor | None],
-        guidance: Tensor | None = None,
+        guidance: Tensor | None,
     ) -> Tensor:
         """Run a pass, and return the logits of the last scale. The cache then holds all scales in `inputs`."""
         fed = [part for part in inputs[cache.scale :] if part is not None]
@@ -161,11 +143,9 @@ class VARScaleModel:
         return strength if factor == 1 else strength * factor
 
     def rollback(self, state: VARState, scale: int) -> None:
-        for cache in state.row_caches:
-            if scale == 0:
-                cache.scale = 0
-            elif cache.scale > scale:
-                cache.truncate(scale)
+        for cache in (state.cache, state.conditional):
+            if cache is not None:
+                cache.scale = min(cache.scale, scale)
 
 
 def _trim_padding(conditions: list[Condition]) -> list[Condition]:

@@ -83,16 +83,15 @@ def complete_method(part: Any, name: str) -> Any:
         Accelerator,
         AcceptanceRule,
         Drafter,
+        DynamicTree,
         Speculative,
-        SpeculativeTree,
-        StaticTree,
-        recursive_rejection,
         speculative_sampling,
     )
+    from vargen.decoding.experimental import SampledTree, SpeculativeTree, recursive_rejection
 
     if isinstance(part, AcceptanceRule):
-        sampling: Any = "with-replacement" if "with-replacement" in part.requires else "without-replacement"
-        tree = SpeculativeTree(StaticTree((-1, 0, 0, 1, 1, 2)), sampling)
+        with_replacement = "with-replacement" in part.requires
+        tree = SampledTree(branching=(2, 1)) if with_replacement else SpeculativeTree(DynamicTree(5, 2, 2))
         return Accelerator(name, drafter=tree if "tree" in part.topologies else Speculative(3), acceptance=part)
     if isinstance(part, Drafter):
         rule = recursive_rejection if part.topology == "tree" else speculative_sampling

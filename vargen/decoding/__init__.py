@@ -1,46 +1,34 @@
 """Decoding algorithms: loops and the parts that methods consist of. Independent of concrete models, files and prompts."""
 
-from vargen.decoding.harness import DecodeOutput, NonFiniteLogitsError, Progress
-from vargen.decoding.interfaces import AcceptanceRule, AutoregressiveHead, Drafter, ParallelHeads, TokenModel
+from vargen.decoding.decode import decode
+from vargen.decoding.engine import Engine
+from vargen.decoding.interfaces import AcceptanceRule, AutoregressiveHead, Drafter, ParallelHeads, ScaleModel, TokenModel
+from vargen.decoding.jacobi import Jacobi
 from vargen.decoding.method import DEFAULT_METHOD, Method
-from vargen.decoding.next_scale.loop import decode_scales
-from vargen.decoding.next_scale.protocols import ScaleModel
-from vargen.decoding.next_scale.schedule import ScaleSchedule, Stage
 from vargen.decoding.next_token.accelerator import Accelerator
 from vargen.decoding.next_token.acceptance import (
     GroupedRule,
     NeighborhoodRule,
     PooledRule,
     RelaxedRule,
-    TypicalRule,
     acceptance_rule,
-    k_seq,
-    recursive_rejection,
     shared_noise,
     speculative_sampling,
     traversal,
 )
-from vargen.decoding.next_token.drafters import (
-    Eagle,
-    Jacobi,
-    JacobiTree,
-    LayerSkip,
-    Lookup,
-    Medusa,
-    Recycle,
-    Speculative,
-    SpeculativeTree,
-    Wavefront,
-)
-from vargen.decoding.next_token.drafters.base import ChainDrafter, TreeDrafter
-from vargen.decoding.next_token.engine import Engine, FinishedImage
-from vargen.decoding.next_token.loop import decode
-from vargen.decoding.next_token.trees.shapes import DynamicTree, StaticTree
 from vargen.decoding.noise import Noise, Purpose
 from vargen.decoding.presets import PRESETS, list_methods, resolve_method
+from vargen.decoding.requests import FinishedImage
+from vargen.decoding.results import DecodeOutput, NonFiniteLogitsError, Progress
 from vargen.decoding.sampling import Sampling
+from vargen.decoding.scales import decode_scales
+from vargen.decoding.schedule import ScaleSchedule, Stage
+from vargen.decoding.speculative import ChainDrafter, Speculative
 from vargen.decoding.stats import DecodeStats
-from vargen.decoding.tree import Draft, Output, Step, Tree, Verdict
+from vargen.decoding.token_pass import TokenState
+from vargen.decoding.tree import Draft, Output, PassResult, Tree, Verdict
+from vargen.decoding.tree_drafters import Eagle, Medusa, TreeDrafter
+from vargen.decoding.tree_growth import Children, DynamicTree
 from vargen.decoding.video.loop import BlockStream, NonFiniteLatentsError, decode_video
 from vargen.decoding.video.method import VideoMethod
 from vargen.decoding.video.policies import SingleModel, Stride, Threshold
@@ -49,7 +37,7 @@ from vargen.decoding.video.request import VideoBlock
 from vargen.decoding.video.routing import DraftView, LearnedRouting
 from vargen.decoding.video.scoring import BlockDecoder, BlockView
 from vargen.decoding.video.stats import BlockRecord, VideoStats
-from vargen.decoding.window import AutoWindow, FixedWindow
+from vargen.decoding.window import AutoWindow
 
 __all__ = [
     "DEFAULT_METHOD",
@@ -64,6 +52,7 @@ __all__ = [
     "BlockStream",
     "BlockView",
     "ChainDrafter",
+    "Children",
     "DecodeOutput",
     "DecodeStats",
     "Draft",
@@ -73,13 +62,9 @@ __all__ = [
     "Eagle",
     "Engine",
     "FinishedImage",
-    "FixedWindow",
     "GroupedRule",
     "Jacobi",
-    "JacobiTree",
-    "LayerSkip",
     "LearnedRouting",
-    "Lookup",
     "Medusa",
     "Method",
     "NeighborhoodRule",
@@ -88,38 +73,32 @@ __all__ = [
     "NonFiniteLogitsError",
     "Output",
     "ParallelHeads",
+    "PassResult",
     "PooledRule",
     "Progress",
     "Purpose",
-    "Recycle",
     "RelaxedRule",
     "Sampling",
     "ScaleModel",
     "ScaleSchedule",
     "SingleModel",
     "Speculative",
-    "SpeculativeTree",
     "Stage",
-    "StaticTree",
-    "Step",
     "Stride",
     "Threshold",
     "TokenModel",
+    "TokenState",
     "Tree",
     "TreeDrafter",
-    "TypicalRule",
     "Verdict",
     "VideoBlock",
     "VideoMethod",
     "VideoStats",
-    "Wavefront",
     "acceptance_rule",
     "decode",
     "decode_scales",
     "decode_video",
-    "k_seq",
     "list_methods",
-    "recursive_rejection",
     "resolve_method",
     "shared_noise",
     "speculative_sampling",

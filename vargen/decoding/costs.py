@@ -175,7 +175,7 @@ def _make_half_filled_state(model: TokenModel, condition: Any, images: int, max_
     """
     half = model.grid[0] * model.grid[1] // 2
     fed = max(1, min(max(max_fed, _PROBE_WIDTH), half))
-    state, _ = model.prefill(condition, max(fed, max_fed))
+    state, _ = model.start(condition, max(fed, max_fed))
     tree = Tree.make_chain(fed - 1, model.device)
     tokens = torch.zeros(images, fed, dtype=torch.int64, device=model.device)
     path = torch.arange(fed, device=model.device).expand(images, fed)

@@ -1,4 +1,4 @@
-"""Base classes of next-token decoding: the model, the drafter, the acceptance rule, and trained draft heads.
+"""What decoding asks of a model, a drafter, an acceptance rule and a trained draft head; and of a next-scale model.
 
 A subclass defines the members without a default. The others describe optional abilities, which by default are absent.
 
@@ -9,16 +9,20 @@ feature width, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from copy import copy
 from types import MappingProxyType
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from vargen.decoding.next_token.rows import insert_rows
 from vargen.decoding.noise import Noise
-from vargen.decoding.sampling import Sampling
-from vargen.decoding.tree import Draft, Output, Step, Tree, Verdict
+from vargen.decoding.sampling import Sampling, SlotSampling
+from vargen.decoding.tree import Draft, Output, PassResult, Tree, Verdict
+
+if TYPE_CHECKING:
+    from vargen.decoding.token_pass import TokenState
+    from vargen.decoding.window import WidthController
 
 
 class TokenModel:
@@ -32,8 +36,6 @@ class TokenModel:
         draft_model: a smaller model with the same tokens.
         draft_heads: draft heads trained on the model's features, by name, such as `"eagle"`.
         low_res: a low-resolution model from which draft tokens can be sampled.
-        example_tokens: integers `[M, N]`, tokens of M images, such as training images. The same tensor object is returned as
-            long as its contents are unchanged.
         forced: int64 `[N]`, the only possible token of positions such as the end of a row, as in the logits; -1 elsewhere.
         num_layers: number of layers that `skip_layers` can skip.
         capture_blocker: why a CUDA graph cannot capture a pass of this model; None if it can.
@@ -48,19 +50,40 @@ class TokenModel:
     draft_model: TokenModel | None = None
     draft_heads: Mapping[str, DraftHead] = MappingProxyType({})
     low_res: LowResModel | None = None
-    example_tokens: Tensor | None = None
     forced: Tensor | None = None
     num_layers: int = 0
     capture_blocker: str | None = None
     cost_key: Hashable = None
 
-    def prefill(self, condition: Any, max_width: int) -> tuple[Any, Output]:
-        """Start B images.
+    def allocate(self, condition: Any, width: int, slots: int | None = None) -> Any:
+        """Allocate the state of `slots` images, with room for conditions as long as this one; see `prefill`.
 
-        Returns the state, and an output with one position, which predicts token 0. Later passes feed at most `max_width`
-        tokens.
+        Args:
+            condition: one row for each image.
+            width: maximum number T of tokens fed in one pass.
+            slots: number of images B. None: one for each row of the condition.
         """
         raise NotImplementedError
+
+    def prefill(self, condition: Any, state: Any, rows: Tensor | None = None) -> Output:
+        """Start n images in slots of a state, whatever was there before, such as the NaN of an image that failed.
+
+        Args:
+            condition: n rows.
+            rows: int64 `[n]`, the slots. None: all.
+
+        Returns:
+            The output with one position, which predicts token 0: logits `[n, 1, V]`.
+
+        Raises:
+            ValueError: if the condition is longer than the state has room for. Nothing is changed then.
+        """
+        raise NotImplementedError
+
+    def start(self, condition: Any, width: int) -> tuple[Any, Output]:
+        """Allocate the state of as many images as the condition has rows, and start them."""
+        state = self.allocate(condition, width)
+        return state, self.prefill(condition, state)
 
     def forward(self, tokens: Tensor, state: Any, tree: Tree) -> Output:
         """Feed tokens `[B, T]` after those already in the cache of each row.
@@ -76,10 +99,6 @@ class TokenModel:
     def rollback(self, state: Any, length: Tensor) -> None:
         """Truncate the state of each row to its first `length` `[B]` tokens."""
         raise NotImplementedError
-
-    def join(self, state: Any, new: Any, rows: Tensor) -> Any:
-        """Return the state of a running batch with the images of `new`, a state after prefill, in rows int64 `[n]`."""
-        return insert_rows(state, new, rows)
 
     def skip_layers(self, layers: Sequence[int]) -> TokenModel:
         """Return a view of the model without these layers, numbered from 0. It has its own states and shares the weights.
@@ -103,117 +122,92 @@ class LowResModel(Protocol):
     @property
     def grid(self) -> tuple[int, int]: ...
 
-    def start(self, condition: Any, seeds: Tensor, sampling: Sampling) -> Any:
-        """Return the state of B images: their low-resolution images."""
+    def start(self, condition: Any, seeds: Tensor, sampling: Sampling) -> Tensor:
+        """Generate n images at low resolution. Returns what `probs` needs of each, `[n, ...]`."""
 
-    def join(self, state: Any, new: Any, rows: Tensor) -> Any:
-        """Return the state of a running batch with the images of `new`, which `start` returned, in rows int64 `[n]`."""
-
-    def probs(self, state: Any, tokens: Tensor, length: Tensor, position: Tensor) -> Tensor:
+    def probs(self, images: Tensor, tokens: Tensor, length: Tensor, position: Tensor, sampling: SlotSampling) -> Tensor:
         """Probabilities float32 `[B, S, V]` of the target's tokens at positions `[B, S]`, from which draft tokens are sampled.
 
-        They may depend only on the first `length` `[B]` of tokens `[B, M]`, whether committed or drafted, and on noise that is
-        used for nothing else (`derived`).
+        They may depend only on the first `length` `[B]` of tokens `[B, N]`, whether committed or drafted, and on noise that is
+        used for nothing else (`derive_seeds`).
+
+        Args:
+            images: `[B, ...]`, rows that `start` returned.
         """
 
 
 class Drafter:
-    """Base class of drafters, which propose draft tokens.
-
-    A drafter keeps no state of its own between images; all state lives in the object that `start` returns.
+    """Proposes draft tokens. A subclass is data, such as a frozen dataclass; `bind` returns a copy that also has buffers.
 
     Attributes:
         topology: shape of its drafts: `"chain"` or `"tree"`.
+        provides: properties of its sampling that rules may require. `"independent-per-pass"`: every draft token is sampled
+            again in every pass, with uniforms that no other draft token of this or any other pass depends on.
+            `"with-replacement"`: siblings are sampled independently of each other, and their number does not depend on the
+            samples.
+        uses_probs: whether it needs the target's probabilities, if the rule does not (`AcceptanceRule.verify_tokens`).
+        width: maximum number T of tokens fed in one pass, root included.
     """
 
     topology: str = "chain"
+    provides: tuple[str, ...] = ()
+    uses_probs: bool = True
 
     @property
-    def max_width(self) -> int:
-        """Maximum number T of tokens fed in one pass, root included."""
+    def width(self) -> int:
         raise NotImplementedError
 
-    @property
-    def provides(self) -> tuple[str, ...]:
-        """Properties of its sampling that rules may require.
-
-        `"independent-per-pass"`: every draft token is sampled again in every pass, with uniforms that no other draft token of
-        this or any other pass depends on. `"with-replacement"`: siblings are sampled independently of each other, and their
-        number does not depend on the samples.
-        """
-        return ()
-
-    @property
-    def uses_probs(self) -> bool:
-        """Whether it needs the target's probabilities, if the rule does not (`AcceptanceRule.verify_tokens`)."""
-        return True
-
-    @property
-    def join_blocker(self) -> str | None:
-        """Why images cannot join a running batch (`vargen.decoding.next_token.engine`); None if they can."""
-        return None
-
-    def bind(self, model: TokenModel) -> Self:
-        """Return the drafter for a model; called before anything is allocated.
+    def bind(self, model: TokenModel, slots: int) -> Self:
+        """Return a copy for a model, with its own buffers for B slots: the drafter itself is shared by engines and threads.
 
         Raises:
             ValueError: if it cannot draft for this model; says why.
         """
         self.validate_grid(model.grid[0] * model.grid[1])
-        return self
+        return self.copy()
 
     def validate_grid(self, tokens: int) -> None:
         """Raise ValueError unless the drafts fit, or can be shortened automatically to, a grid of `tokens` tokens."""
 
-    def fit_to_grid(self, tokens: int) -> Self:
-        """Return the drafter with its drafts limited to a grid of `tokens` tokens."""
-        return self
+    def copy(self, **buffers: Any) -> Self:
+        """Return a copy with further attributes."""
+        made = copy(self)
+        made.keep(**buffers)
+        return made
 
-    def fit_to_vocab(self, vocab: int) -> Self:
-        """Return the drafter with at most `vocab` children per slot."""
-        return self
+    def keep(self, **buffers: Any) -> None:
+        """Set attributes of a bound copy, which is data of one engine."""
+        vars(self).update(buffers)
 
-    def fix_length(self, drafts: int) -> Self:
-        """Return the drafter with `drafts` draft tokens per pass if their number is automatic, otherwise unchanged."""
-        return self
+    def reset(self, state: TokenState, rows: Tensor, condition: Any, first: Output) -> None:
+        """Start n images in slots int64 `[n]`, whatever was there before; `first` is the output of their prefill."""
 
-    def with_window(self, window: int | str) -> Self:
-        """Return the drafter with another window: the number of tokens fed per pass, or the name of a policy that selects it.
-
-        A drafter without a window is returned unchanged.
-        """
-        return self
-
-    def start(self, model: TokenModel, condition: Any, seeds: Tensor, sampling: Sampling, first: Output) -> Any:
-        """Return the state of B new images after the prefill, whose output is `first`."""
-        return None
-
-    def propose(self, state: Any, tokens: Tensor, length: Tensor, noise: Noise) -> Draft:
-        """Return the draft of a pass. Changes nothing in the state except caches, in place.
+    def propose(self, state: TokenState, noise: Noise, width: int) -> Draft:
+        """Return the draft of a pass, at most `width - 1` tokens on a path. The last committed token is the root.
 
         Args:
-            tokens: int64 `[B, N + max_width]`, valid up to `length` `[B]`. The last valid token is the root.
             noise: noise of the pass; its position `[B, 1]` is that of the token after the root. The drafter takes all random
                 numbers from it, for later positions through `Noise.shift`.
         """
         raise NotImplementedError
 
-    def join(self, state: Any, new: Any, rows: Tensor, tokens: Tensor, length: Tensor) -> Any:
-        """Return the state of a running batch with new images in some of its rows.
+    def observe(self, state: TokenState, result: PassResult) -> None:
+        """Learn the result of a pass, before the lengths of the state increase."""
 
-        Args:
-            new: state that `start` returned for n images.
-            rows: int64 `[n]`, which images of the batch they replace.
-            tokens, length: of the whole batch, as in `propose`; the new images have one token.
+    def fit_to_grid(self, tokens: int, vocab: int | None = None) -> Self:
+        """Return the drafter with its drafts limited to a grid of `tokens` tokens and, if given, to a vocabulary."""
+        return self
+
+    def with_window(self, window: int | str) -> Self:
+        """Return the drafter with another window: the number of tokens fed per pass, or `"auto"`, which selects it.
+
+        A drafter without a window is returned unchanged.
         """
-        return insert_rows(state, new, rows)
+        return self
 
-    def observe(self, state: Any, step: Step) -> Any:
-        """Return the state for the next pass, given the result of this one.
-
-        What a state may hold so that passes can be captured as a CUDA graph: `vargen.decoding.next_token.graphs`.
-        """
-        return state
+    def choose_widths(self, model: TokenModel, condition: Any, slots: int) -> WidthController | None:
+        """Return what selects the number of tokens of each pass; None: `width` in every pass."""
+        return None
 
 
 VerifyTokens = Callable[[Tensor, Draft], Verdict]
@@ -286,8 +280,12 @@ class AutoregressiveHead(DraftHead):
     to the head, as are the target's final norm and output layer, which produce the logits.
     """
 
-    def start(self, images: int, max_width: int) -> Any:
-        """Return the empty state of B images. At most `max_width` slots are fed between two commits."""
+    def allocate(self, slots: int, width: int) -> Any:
+        """Allocate the empty state of B images. At most `width` slots are fed between two commits."""
+        raise NotImplementedError
+
+    def reset(self, state: Any, rows: Tensor) -> None:
+        """Empty the state of images int64 `[n]`, whatever was there before."""
         raise NotImplementedError
 
     def forward(self, tokens: Tensor, features: Tensor, state: Any, tree: Tree) -> Output:
@@ -318,3 +316,71 @@ class ParallelHeads(DraftHead):
         The target sampled these tokens from its features `[R, 1, D]`. The h predictions are independent of each other.
         """
         raise NotImplementedError
+
+
+@runtime_checkable
+class ScaleModel(Protocol):
+    """A next-scale model: the tokens of a scale are independent given the coarser scales, and are sampled in one pass.
+
+    Scales, and models with the same image tokenizer, exchange only the *canvas*: the accumulated contributions of the scales so
+    far. CFG rows, caches and conditions are internal to the model.
+
+    Attributes:
+        vocab: number V of tokens in the shared codebook.
+        scale_tokens: number of tokens of every scale, coarse to fine.
+        scale_codes: number of tokens that each scale may use, which are the first ones of the V.
+        draft_model: a smaller model with the same image tokenizer; None if there is none.
+        cost_key: as in `TokenModel`.
+    """
+
+    @property
+    def vocab(self) -> int: ...
+
+    @property
+    def scale_tokens(self) -> tuple[int, ...]: ...
+
+    @property
+    def scale_codes(self) -> tuple[int, ...]: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def draft_model(self) -> ScaleModel | None: ...
+
+    @property
+    def cost_key(self) -> Hashable: ...
+
+    def allocate(self, condition: Any, slots: int, is_guided: bool = True) -> Any:
+        """Allocate the state of B images, with room for conditions as long as this one.
+
+        Args:
+            is_guided: whether any pass will be guided; otherwise there are no unconditional rows.
+        """
+
+    def reset(self, state: Any, condition: Any) -> None:
+        """Start B images, whatever was there before: no scale is in the cache. Runs no pass."""
+
+    def canvas(self, batch: int) -> Tensor:
+        """Return the canvas before the first scale."""
+
+    def add(self, canvas: Tensor, tokens: Tensor, scale: int) -> tuple[Tensor, Tensor | None]:
+        """Add the tokens int64 `[B, n]` of a scale to the canvas. Does not modify its arguments.
+
+        Returns:
+            The new canvas, and the transformer input at the next scale, `[B, n', E]`; None after the last scale.
+        """
+
+    def forward(self, state: Any, inputs: Sequence[Tensor | None], guidance: float) -> Tensor:
+        """Run one block-causal pass over the scales that are not in the cache yet, up to the last of `inputs`, and cache them.
+
+        Args:
+            inputs: what `add` returned, by scale; None for scale 0.
+            guidance: a factor on the requested guidance of the last scale; 0 skips the unconditional rows.
+
+        Returns:
+            Guided logits of the last scale, `[B, n, codes]`.
+        """
+
+    def rollback(self, state: Any, scale: int) -> None:
+        """Discard all scales from `scale` on."""

@@ -40,7 +40,7 @@ def compute_log_probs(
     if tokens.dim() != 2 or tokens.shape[1] != N:
         raise ValueError(f"tokens must be [B, {N}], got {list(tokens.shape)}")
     width = max(1, min(width, N))
-    state, out = model.prefill(condition, width)
+    state, out = model.start(condition, width)
     logits, device = [out.logits], tokens.device
     for start in range(0, N - 1, width):
         fed = tokens[:, start : min(start + width, N - 1)]

@@ -111,7 +111,8 @@ class TokenNoise:
         """Continue with other images, whose seeds are int64 `[n]`, in some rows `[n]` of the batch."""
         positions = torch.arange(self._keys.shape[1], device=seeds.device).expand(len(seeds), -1)
         self._keys.index_copy_(0, rows, make_keys(seeds, positions, Purpose.TOKEN))
-        self._ring_position[rows.tolist()] = -1
+        if uses_numpy(rows):  # a device would be waited for
+            self._ring_position[rows.numpy()] = -1
 
     def exponential(self, position: Tensor, vocab: int) -> Tensor:
         """Same values as `sample_exponential`."""
@@ -164,7 +165,7 @@ class Noise:
         seeds: int64 `[B]`.
         position: int64 `[B, T]`, grid position of the token after each fed slot.
         step: pass number; an int64 tensor if the device counts passes, with identical results: `[]`, or `[B]` if images of a
-            batch did not start together (`vargen.decoding.next_token.engine`).
+            batch did not start together (`vargen.decoding.engine`).
         token_noise: cached shared noise of the images; None recomputes it.
         needed: bool, broadcasts to `[B, T]`; samples elsewhere have no effect on what is generated. Used only where outcomes
             are enumerated (`vargen.evaluation.enumeration`). None: all are needed.

@@ -9,7 +9,7 @@ Shape suffixes: B images, T positions, V vocabulary.
 from __future__ import annotations
 
 import sys
-from functools import lru_cache
+from functools import cache
 
 import numpy as np
 import torch
@@ -123,7 +123,7 @@ def exponential_of_keys(keys: Tensor, vocab: int) -> Tensor:
     return to_unit_(lane_bits(keys, vocab)).neg_().log1p_().neg_()
 
 
-@lru_cache(maxsize=8)
+@cache  # captured passes read it: it is never freed
 @normal_tensors()
 def _lane_offsets(vocab: int, device: torch.device) -> Tensor:
     """int32 `[V]`, widely spaced; never modified in place."""

@@ -6,23 +6,23 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
+from vargen.decoding.experimental import EXPERIMENTAL_METHODS, EXPERIMENTAL_RULES
 from vargen.decoding.method import Method
-from vargen.decoding.next_scale.presets import NEXT_SCALE_METHODS
-from vargen.decoding.next_scale.schedule import ScaleSchedule
 from vargen.decoding.next_token.accelerator import Accelerator
 from vargen.decoding.next_token.acceptance import RULES, FunctionRule
 from vargen.decoding.next_token.presets import NEXT_TOKEN_METHODS
+from vargen.decoding.schedule import NEXT_SCALE_METHODS, ScaleSchedule
 from vargen.decoding.video.presets import VIDEO_METHODS
 from vargen.specs import parse_spec
 from vargen.values import resolve_name, short_repr, suggest_names
 
 # Parts that a setting can select by name, keyed by the field that holds them.
-_NAMED: dict[str, Mapping[str, Any]] = {"acceptance": RULES}
+_NAMED: dict[str, Mapping[str, Any]] = {"acceptance": {**RULES, **EXPERIMENTAL_RULES}}
 _NO_SETTINGS = ("name", "stages", "summary", "source", "experimental", "policy")
 _WORDS: Mapping[str, Any] = {"none": None, "true": True, "false": False}
 
 
-_ALL: tuple[tuple[Method, ...], ...] = (NEXT_TOKEN_METHODS, NEXT_SCALE_METHODS, VIDEO_METHODS)
+_ALL: tuple[tuple[Method, ...], ...] = ((*NEXT_TOKEN_METHODS, *EXPERIMENTAL_METHODS), NEXT_SCALE_METHODS, VIDEO_METHODS)
 # By name; of each paradigm the core methods first.
 PRESETS: dict[str, Any] = {
     method.name: method for methods in _ALL for method in sorted(methods, key=lambda method: method.experimental)

@@ -6,17 +6,18 @@ from here, which defines "the same distribution" in this library.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 
 import torch
 from torch import Tensor
 
-from vargen.kernels.dispatch import supports_rows
+from vargen.kernels.dispatch import is_eager_cpu, supports_rows
 from vargen.kernels.row_ops import kth_largest_value, top_k_sorted
 from vargen.options import OPTIONS
 from vargen.values import short_repr
 
+_KEEP_ALL = 2.0  # top-p of a slot without one: no sum exceeds it
 MIN_TEMPERATURE = 1e-5  # used in place of 0 (greedy): dividing float32 logits by it leaves only the argmax, or ties
 
 
@@ -50,10 +51,6 @@ class Sampling:
         """Return the options with another temperature."""
         return replace(self, temperature=temperature)
 
-    def select_rows(self, rows: Tensor) -> Sampling:
-        """Return the options of some images `[n]` of a batch, which all have these."""
-        return self
-
     def validate_top_k(self, vocab: int) -> None:
         """Raise ValueError if `top_k` exceeds the vocabulary."""
         if self.top_k is not None and self.top_k > vocab:
@@ -62,60 +59,82 @@ class Sampling:
             )
 
 
-class RowSampling(Sampling):
-    """The sampling options of each image of a batch; see `to_probs`.
+class SlotSampling:
+    """The sampling options of B slots, each of which holds an image or is free.
 
-    Images with equal options are computed together, by the same operations as without the others.
+    An image has the same probabilities whatever is beside it. On a CPU, images with equal options are computed together, by the
+    same operations as without the others. On other devices the options are tensors, so that a captured pass serves any mixture.
 
     Args:
-        rows: one per image. For relaxed rules, either all are greedy or none is.
+        slots: number of slots B, all free.
+        vocab: number of tokens V.
+        device: of the logits.
+
+    Attributes:
+        options: by slot; None for a free one.
+        filters: whether any image has a filter or is sampled greedily. Part of the key of a captured pass.
     """
 
-    def __init__(self, rows: Sequence[Sampling]):
-        super().__init__(temperature=rows[0].temperature)  # for `is_greedy`
-        object.__setattr__(self, "rows", list(rows))
-        self._find_groups()
+    def __init__(self, slots: int, vocab: int, device: torch.device):
+        self.options: list[Sampling | None] = [None] * slots
+        self.filters = False
+        self.vocab, self._groups = vocab, dict[Sampling, list[int]]()
+        self.temperature = torch.ones(slots, 1, 1, dtype=torch.float32, device=device)
+        self._top_k = torch.full((slots, 1, 1), vocab, dtype=torch.int64, device=device)
+        self._top_p = torch.full((slots, 1, 1), _KEEP_ALL, dtype=torch.float64, device=device)
+        self._is_greedy = torch.zeros(slots, dtype=torch.bool, device=device)
 
-    rows: list[Sampling]
-    _groups: dict[Sampling, list[int]]
+    def reset(self, rows: list[int], sampling: Sampling) -> None:
+        """Give images in some slots these options."""
+        self.temperature[rows] = max(sampling.temperature, MIN_TEMPERATURE)
+        self._top_k[rows] = sampling.top_k or self.vocab
+        self._top_p[rows] = sampling.top_p if sampling.top_p < 1 else _KEEP_ALL
+        self._is_greedy[rows] = sampling.is_greedy
+        self._set(rows, sampling)
 
-    def _find_groups(self) -> None:
-        groups: dict[Sampling, list[int]] = {}
-        for row, sampling in enumerate(self.rows):
-            groups.setdefault(sampling, []).append(row)
-        object.__setattr__(self, "_groups", groups)
+    def free(self, rows: list[int]) -> None:
+        """Forget the options of some slots."""
+        self._set(rows, None)
+
+    def _set(self, rows: list[int], sampling: Sampling | None) -> None:
+        for row in rows:
+            self.options[row] = sampling
+        used = list(dict.fromkeys(each for each in self.options if each is not None))
+        self.filters = any(each.is_greedy or each.top_k is not None or each.top_p < 1 for each in used)
+        self._groups = {each: [] for each in used or [Sampling()]}
+        for row, each in enumerate(self.options):  # a free slot is computed with the first group
+            self._groups[next(iter(self._groups)) if each is None else each].append(row)
 
     @property
-    def is_mixed(self) -> bool:
-        """Whether options differ between images."""
-        return len(self._groups) > 1
+    def rows(self) -> tuple[Sampling, ...]:
+        """The options of each slot; those of another one for a free slot."""
+        first = next(iter(self._groups))
+        return tuple(first if each is None else each for each in self.options)
 
-    def with_temperature(self, temperature: float) -> RowSampling:
-        return RowSampling([each.with_temperature(temperature) for each in self.rows])
+    def probs(self, logits: Tensor) -> Tensor:
+        """Probabilities, float32 `[B, T, V]`, from guided logits `[B, T, V]`."""
+        if not is_eager_cpu(logits):
+            return _filtered_probs(logits, self.temperature, self._top_k, self._top_p, self.filters)
+        return self._by_group(logits, lambda sampling: sampling)
 
-    def select_rows(self, rows: Tensor) -> RowSampling:
-        return RowSampling([self.rows[row] for row in rows.tolist()])
+    def probs_at_one(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Probabilities float32 `[B, T, V]` with the same filters at temperature 1, and which images are greedy, bool `[B]`."""
+        if not is_eager_cpu(logits):
+            one = torch.ones_like(self.temperature)
+            return _filtered_probs(logits, one, self._top_k, self._top_p, self.filters), self._is_greedy
+        return self._by_group(logits, lambda sampling: sampling.with_temperature(1.0)), self._is_greedy
 
-    def validate_top_k(self, vocab: int) -> None:
-        for each in self.rows:
-            each.validate_top_k(vocab)
+    @property
+    def any_greedy(self) -> bool:
+        """Whether any image is sampled greedily."""
+        return any(each is not None and each.is_greedy for each in self.options)
 
-    def insert_rows(self, new: RowSampling, rows: Tensor) -> RowSampling:
-        """Replace the options of some rows `[n]` of the batch by those of n other images, in place."""
-        for row, sampling in zip(rows.tolist(), new.rows, strict=True):
-            self.rows[row] = sampling
-        object.__setattr__(self, "temperature", new.temperature)
-        self._find_groups()
-        return self
-
-    def to_probs(self, logits: Tensor) -> Tensor:
-        """Probabilities, float32 `[B, ..., V]`, from guided logits `[B, ..., V]`."""
-        if not self.is_mixed:
-            return to_probs(logits, next(iter(self._groups)))
+    def _by_group(self, logits: Tensor, options: Callable[[Sampling], Sampling]) -> Tensor:
+        if len(self._groups) == 1:
+            return to_probs(logits, options(next(iter(self._groups))))
         probs = torch.empty_like(logits, dtype=torch.float32)
         for sampling, rows in self._groups.items():
-            index = torch.tensor(rows, device=logits.device)
-            probs[index] = to_probs(logits[index], sampling)
+            probs[rows] = to_probs(logits[rows], options(sampling))
         return probs
 
 
@@ -145,12 +164,36 @@ def filter_logits(logits: Tensor, top_k: int | None, top_p: float) -> Tensor:
 
 def to_probs(logits: Tensor, sampling: Sampling) -> Tensor:
     """Probabilities, float32 `[..., V]`, from guided logits `[..., V]`."""
-    if isinstance(sampling, RowSampling):
-        return sampling.to_probs(logits)
     temperature = max(sampling.temperature, MIN_TEMPERATURE)
+    if is_eager_cpu(logits) and not supports_rows(logits):
+        scaled = logits.float() / temperature
+        return filter_logits(scaled, sampling.top_k, sampling.top_p).softmax(-1)
+    V = logits.shape[-1]
+    rows = logits.reshape(1, -1, V)
+    top_k, top_p = sampling.top_k or V, sampling.top_p if sampling.top_p < 1 else _KEEP_ALL
+    options = [
+        torch.full((1, 1, 1), value, dtype=dtype, device=logits.device)
+        for value, dtype in ((temperature, torch.float32), (top_k, torch.int64), (top_p, torch.float64))
+    ]
+    return _filtered_probs(rows, options[0], options[1], options[2], top_k < V or top_p < 1).view(logits.shape)
+
+
+def _filtered_probs(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, filters: bool) -> Tensor:
+    """Probabilities, float32 `[B, T, V]`, from logits `[B, T, V]` and options `[B, 1, 1]`, without waiting for a device.
+
+    Sums of top-p run in float64 from the largest value down, so that they depend neither on `top_k` nor on rounding that
+    differs from row to row.
+    """
     if supports_rows(logits) and not torch.is_grad_enabled():
         from vargen.kernels.sampler import probs_from_logits
 
-        return probs_from_logits(logits, temperature=temperature, top_k=sampling.top_k, top_p=sampling.top_p)
+        return probs_from_logits(logits, temperature, top_k, top_p, filters)
     scaled = logits.float() / temperature
-    return filter_logits(scaled, sampling.top_k, sampling.top_p).softmax(-1)
+    if not filters:
+        return scaled.softmax(-1)
+    ordered = scaled.sort(dim=-1, descending=True).values
+    last = (top_k.clamp(max=scaled.shape[-1]) - 1).expand(len(scaled), scaled.shape[1], 1)
+    sums = (ordered - ordered[..., :1]).double().exp().cumsum(-1)
+    before = (sums <= top_p * sums.gather(-1, last)).sum(-1, keepdim=True)
+    least = ordered.gather(-1, torch.minimum(before, last))
+    return torch.where(scaled < least, float("-inf"), scaled).softmax(-1)

@@ -1,4 +1,4 @@
-"""Data types of the decoding loop: the tree of a pass, the draft, the model's output, the verdict, and the step.
+"""Data types of the decoding loop: the tree of a pass, the draft, the model's output, the verdict, and the result.
 
 Shape suffixes: B images, R rows of the network (B, times two with CFG), T tokens fed in one pass (the root, then the draft), A
 slots on the longest path, V vocabulary, D feature width, W int64 words of the packed ancestor mask.
@@ -176,9 +176,8 @@ class Draft:
             batch, or the grid ends). Rules reject such a slot, spend no relaxation on it, and sample its replacement from the
             target. None: all slots are valid.
         unfiltered_probs: float32 `[B, T, V]`, the target distribution after each fed slot at temperature 1. The loop adds it
-            for relaxed rules under greedy sampling, where a one-hot p carries no information about similar tokens.
-        force_accept: bool `[B, T - 1]`, draft tokens that `PooledRule` accepts regardless of their current probabilities. No
-            token may influence its own mark.
+            for relaxed rules if an image is sampled greedily, where a one-hot p carries no information about similar tokens.
+        is_greedy: bool `[B]`, which images are sampled greedily; None without `unfiltered_probs`.
     """
 
     tokens: Tensor
@@ -186,7 +185,7 @@ class Draft:
     probs: Tensor | None = None
     valid: Tensor | None = None
     unfiltered_probs: Tensor | None = None
-    force_accept: Tensor | None = None
+    is_greedy: Tensor | None = None
 
     @classmethod
     def make_empty(cls, images: int, vocab: int, device: torch.device) -> Draft:
@@ -244,7 +243,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Step:
+class PassResult:
     """Result of one pass, as seen by drafters.
 
     Attributes:
@@ -255,9 +254,7 @@ class Step:
         verdict: decision of the rule.
         noise: noise of the pass; its positions are those of the token after each slot.
         count: int64 `[B]`, number of tokens committed: that of the verdict, minus those past the end of the grid; 0 for a
-            finished image.
-        tokens: int64 `[B, N + max_width]`, after the commit; valid up to `length`.
-        length: int64 `[B]`, number of tokens committed by this and all earlier passes.
+            finished image and for a free slot.
     """
 
     draft: Draft
@@ -266,5 +263,3 @@ class Step:
     verdict: Verdict
     noise: Noise
     count: Tensor
-    tokens: Tensor
-    length: Tensor

@@ -8,9 +8,9 @@ Shape suffixes: B images.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from numbers import Integral
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,60 +22,14 @@ from vargen.values import number_field, parse_int, short_repr, suggest_names, va
 MAX_WINDOW = 4096  # larger than any grid
 
 
-class WindowState(Protocol):
-    """State of a window policy for B images."""
-
-    def choose_width(self) -> int:
-        """Return the number of tokens that the next pass feeds."""
-
-    def observe(self, num_committed: Tensor, active: Tensor) -> None:
-        """Update the state with the number of tokens committed, int64 `[B]`, and which images are unfinished, bool `[B]`."""
-
-
-@runtime_checkable
-class WindowPolicy(Protocol):
-    """A policy that sets the width of a pass.
-
-    Attributes:
-        max_width: maximum number of tokens fed in one pass.
-        fits_any_grid: whether the window is limited automatically on a smaller grid.
-    """
-
-    @property
-    def max_width(self) -> int: ...
-
-    @property
-    def fits_any_grid(self) -> bool: ...
-
-    def start(self, model: TokenModel, condition: Any, images: int) -> WindowState:
-        """Return the state of B new images."""
-
-
-@dataclass(frozen=True)
-class FixedWindow:
-    """Feed `max_width` tokens in every pass."""
-
-    max_width: int
-    fits_any_grid: bool = field(default=False, init=False)
-
-    def start(self, model: TokenModel, condition: Any, images: int) -> FixedWindow:
-        return self
-
-    def choose_width(self) -> int:
-        return self.max_width
-
-    def observe(self, num_committed: Tensor, active: Tensor) -> None:
-        pass
-
-
 @dataclass(frozen=True)
 class AutoWindow:
     """Feed the number of tokens that maximizes tokens per second, from measured pass costs and recent acceptance.
 
     See `WidthController`. The selection depends on timing and on the batch, so two runs may feed different widths: the
     distribution of the images is unchanged, and with the rule `shared_noise` so are the images themselves. With other rules,
-    use a fixed window for reproducible images. On a GPU it always feeds the window of the GPU's profile, or else `max_width`,
-    because a changing shape would require synchronization.
+    use a fixed window for reproducible images. On a GPU it always feeds `max_width`, because a changing shape would require
+    synchronization.
 
     Args:
         max_width: maximum number of tokens fed, at least 2.
@@ -89,38 +43,28 @@ class AutoWindow:
     ema_decay: float = number_field(0.9, 0, 0.999)
     warmup_passes: int = number_field(4, 0, is_integer=True)
     optimistic_rate: float = number_field(0.4, 0, open_below=True)
-    fits_any_grid: bool = field(default=True, init=False)
 
     def __post_init__(self) -> None:
         validate_fields(self)
 
-    def start(self, model: TokenModel, condition: Any, images: int) -> WindowState:
-        max_width = min(self.max_width, model.grid[0] * model.grid[1])
+    def fit_to_grid(self, tokens: int) -> AutoWindow:
+        """Return the window with at most `tokens` tokens."""
+        return replace(self, max_width=max(2, min(self.max_width, tokens)))
+
+    def start(self, model: TokenModel, condition: Any, slots: int) -> WidthController | None:
+        """Return what selects the width of each pass over B slots; None: always `max_width`."""
         if model.device.type != "cpu":
-            return FixedWindow(max_width)
-        seconds = measure_pass_costs(model, condition, images, candidate_widths(max_width))
+            return None
+        seconds = measure_pass_costs(model, condition, slots, candidate_widths(self.max_width))
         estimate = PowerLawEstimate(self.optimistic_rate, self.ema_decay)
-        return _ControlledWindow(WidthController(seconds, estimate, self.warmup_passes, 4, switch_margin=1.1))
+        return WidthController(seconds, estimate, self.warmup_passes, 4, switch_margin=1.1)
 
 
-@dataclass
-class _ControlledWindow:
-    """A window whose width `WidthController` selects."""
-
-    controller: WidthController
-
-    def choose_width(self) -> int:
-        return self.controller.choose()
-
-    def observe(self, num_committed: Tensor, active: Tensor) -> None:
-        self.controller.observe(num_committed, active)
+WINDOWS: dict[str, AutoWindow] = {"auto": AutoWindow()}
 
 
-WINDOWS: dict[str, WindowPolicy] = {"auto": AutoWindow()}
-
-
-def parse_window(value: int | str | WindowPolicy) -> WindowPolicy:
-    """Return the policy for a number or a name."""
+def parse_window(value: int | str | AutoWindow) -> int | AutoWindow:
+    """Return the window for a number or a name."""
     if isinstance(value, str):
         if value not in WINDOWS:
             raise ValueError(
@@ -131,10 +75,10 @@ def parse_window(value: int | str | WindowPolicy) -> WindowPolicy:
         width = parse_int(value, 2)
         if width is None:
             raise ValueError(f"window must be at least 2 (one committed token and one draft), got {short_repr(value)}")
-        return FixedWindow(width)
-    if not isinstance(value, int | Integral | type) and isinstance(value, WindowPolicy):
+        return width
+    if isinstance(value, AutoWindow):
         return value
-    raise TypeError(f"window must be a whole number, 'auto' or a WindowPolicy, got {short_repr(value)}")
+    raise TypeError(f"window must be a whole number, 'auto' or an AutoWindow, got {short_repr(value)}")
 
 
 class AcceptanceEstimate(Protocol):
@@ -176,7 +120,6 @@ class WidthController:
     min_warmup_width: int = 2
     switch_margin: float = 1.0
     width: int = 0
-    is_shared: ClassVar[bool] = True  # see `rows.insert_rows`
 
     def __post_init__(self) -> None:
         optimistic = {w: self.tokens_per_second(w, self.estimate.optimistic_tokens(w)) for w in self.seconds_by_width}

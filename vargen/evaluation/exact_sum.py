@@ -10,20 +10,19 @@ Shape suffixes: B outcomes, T tokens fed in one pass, N tokens of the grid, V vo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from vargen.decoding.harness import Run
-from vargen.decoding.next_scale.loop import run_scales
-from vargen.decoding.next_scale.schedule import ScaleSchedule
-from vargen.decoding.next_scale.state import ImageState
+from vargen.decoding.clock import Clock
 from vargen.decoding.next_token.accelerator import Accelerator
 from vargen.decoding.next_token.acceptance import fused
-from vargen.decoding.next_token.loop import prefill
 from vargen.decoding.sampling import Sampling, to_probs
+from vargen.decoding.scales import ScalePasses
+from vargen.decoding.schedule import ScaleSchedule
+from vargen.decoding.token_pass import TokenPass
 from vargen.decoding.tree import Draft
 from vargen.evaluation.enumerated_rule import EnumeratedRule
 from vargen.evaluation.enumerated_uniforms import NotEnumerableError
@@ -101,7 +100,7 @@ def sum_pass(
     """
     sampling = Sampling() if sampling is None else sampling
     N, each = model.tokens, Enumeration(model.tokens, max_drafts, 10 * max_drafts)
-    independent = "independent-per-pass" in method.drafter.provides or method.drafter.max_width == 1
+    independent = "independent-per-pass" in method.drafter.provides or method.drafter.width == 1
     if not 0 <= len(prefix) < N or (len(prefix) > 1 and not independent):
         raise ValueError(f"prefix must hold at most {N - 1 if independent else 1} tokens for this drafter, got {len(prefix)}")
     if fused.is_available(torch.zeros(1, 1, model.vocab)):
@@ -135,31 +134,36 @@ def _run_passes(
 ) -> tuple[list[_Pass], EnumeratedRule]:
     """Run the passes after a prefix, with one row per outcome decided so far. Passes before them commit the prefix."""
     B = len(each)
-    run = Run(torch.device("cpu"), model.tokens, None, False)
-    seeds = torch.zeros(B, dtype=torch.int64)
-    decode_pass, state, out = prefill(run, model, torch.full((B,), condition), seeds, method, sampling)
-    rule = EnumeratedRule(decode_pass.rule, each)
-    decode_pass = replace(decode_pass, rule=rule, make_noise=each.make_noise)
+    seeds, conditions = torch.zeros(B, dtype=torch.int64), torch.full((B,), condition)
+    drafter, acceptance = method.bind(model, B)
+    rule = EnumeratedRule(acceptance, each)
+    token_pass = TokenPass(model, drafter, rule, B, Clock(torch.device("cpu"), False))
+    token_pass.make_noise = lambda seeds, position, step, _: each.make_noise(seeds, position, _number(step))
+    token_pass.allocate(conditions)
+    state = token_pass.state
     if prefix:
         each.forced = torch.full((B,), prefix[0])
-    decode_pass.sample_first_token(state.images, out)
+    token_pass.start(list(range(B)), conditions, seeds, sampling)
     if prefix:
-        state.images.tokens[:, 0] = prefix[0]
+        state.tokens[:, 0] = prefix[0]
     for token in prefix[1:]:
         each.forced = torch.full((B,), token)
-        state, _ = decode_pass(state)
-    each.forced, spent = None, state.images.relaxation.double().clone()
+        token_pass.run(drafter.width)
+    each.forced, spent = None, state.relaxation.double().clone()
     records = []
     for number in range(passes):
         each.is_last_pass = number == passes - 1
-        before, length = state.images.tokens.clone(), state.images.length.clone()
-        state, _ = decode_pass(state)
+        before, length = state.tokens.clone(), state.length.clone()
+        token_pass.run(drafter.width)
         assert rule.draft is not None
-        images = state.images
-        relaxation = images.relaxation.double() - spent
-        committed = images.length - length
-        records.append(_Pass(before, length, rule.draft, committed, images.tokens.clone(), images.length.clone(), relaxation))
+        relaxation, committed = state.relaxation.double() - spent, state.length - length
+        records.append(_Pass(before, length, rule.draft, committed, state.tokens.clone(), state.length.clone(), relaxation))
     return records, rule
+
+
+def _number(step: int | Tensor) -> int:
+    """The number of a pass, which is the same for all rows."""
+    return int(step[0]) if isinstance(step, Tensor) else step
 
 
 class _Target:
@@ -257,10 +261,13 @@ def sum_images(
 
     def program() -> Tensor:
         B = len(each)
-        run = Run(torch.device("cpu"), sum(model.scale_tokens), None, False)
-        images = ImageState(torch.zeros(B, dtype=torch.int64), model, stages, sampling, noise_class=each.make_noise)
-        run_scales(run, images, model, torch.zeros(B, dtype=torch.int64))
-        return images.tokens
+        scales = ScalePasses(model, stages, torch.zeros(B, dtype=torch.int64), B, Clock(torch.device("cpu"), False))
+        scales.make_noise = each.make_noise
+        scales.start(torch.zeros(B, dtype=torch.int64), torch.zeros(B, dtype=torch.int64), sampling)
+        while scales.scale < len(stages):
+            scales.sample(scales.forward())
+            scales.add()
+        return scales.tokens
 
     with torch.no_grad():
         tokens = each.run(program)

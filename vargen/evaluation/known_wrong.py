@@ -17,31 +17,31 @@ from torch import Tensor
 from vargen.decoding import (
     Accelerator,
     Draft,
+    DynamicTree,
     Jacobi,
-    JacobiTree,
     Noise,
+    PassResult,
     Purpose,
     Sampling,
     ScaleSchedule,
     Speculative,
-    SpeculativeTree,
     Stage,
-    StaticTree,
-    Step,
+    TokenState,
     Tree,
     Verdict,
     acceptance_rule,
-    recursive_rejection,
     speculative_sampling,
     traversal,
 )
+from vargen.decoding.experimental import JacobiTree, SampledTree, SpeculativeTree, recursive_rejection
+from vargen.decoding.experimental.eagle_children import TopK
 from vargen.decoding.next_token.acceptance import SiblingDecision, Siblings, gather_p_and_q, resample_rejected, verify_siblings
-from vargen.decoding.next_token.trees.shapes import make_fan, make_k_ary
 from vargen.decoding.sampling import filter_logits
 from vargen.evaluation.table_models import TableModel
 
 TREE = ("chain", "tree")
-BINARY_TREE, TWO_SIBLINGS = StaticTree(make_k_ary(2, 2)), StaticTree((-1, 0, 0))
+# With all candidates kept: complete trees.
+BINARY_TREE, TWO_SIBLINGS = DynamicTree(6, 2, 2), DynamicTree(2, 1, 2)
 
 
 @dataclass(frozen=True)
@@ -114,22 +114,23 @@ def filter_first(model: TableModel, sampling: Sampling) -> TableModel:
 class KeepsOldProbs(Jacobi):
     """Draft tokens that the coupling kept are recorded with their old q."""
 
-    def observe(self, state: Any, step: Step) -> Any:
-        state = super().observe(state, step)
-        if state.last is None or step.draft.probs is None:
-            return state
-        kept = state.last.resampled[:, :-1] == step.draft.tokens
-        probs = state.last.probs.clone()
-        probs[:, :-1] = torch.where(kept[..., None], step.draft.probs, probs[:, :-1])
-        return replace(state, last=replace(state.last, probs=probs))
+    def observe(self, state: TokenState, result: PassResult) -> None:
+        super().observe(state, result)
+        if result.draft.probs is None or self.probs is None:
+            return
+        position, image = result.noise.position[:, :-1], torch.arange(len(state.seeds))[:, None]
+        kept = self.drafted.gather(1, position) == result.draft.tokens
+        place = position % self.width
+        self.probs[image, place] = torch.where(kept[..., None], result.draft.probs, self.probs[image, place])
 
 
-def couple_by_one_uniform(step: Step) -> Tensor:
+def couple_by_one_uniform(result: PassResult) -> Tensor:
     """The maximal coupling, with the uniform of the first slot for all slots."""
-    first = replace(step.noise, position=step.noise.position[:, :1].expand_as(step.noise.position))
-    p, q = gather_p_and_q(step.probs, step.draft)
+    noise = result.noise
+    first = replace(noise, position=noise.position[:, :1].expand_as(noise.position))
+    p, q = gather_p_and_q(result.probs, result.draft)
     kept = first.uniform(Purpose.RESAMPLE_ACCEPT)[:, :-1] * q < p
-    return resample_rejected(step.probs, step.draft, step.noise, kept)
+    return resample_rejected(result.probs, result.draft, noise, kept)
 
 
 stale_traversal = acceptance_rule(exact=True, topologies=TREE, leaves_first=True)(traversal.function)
@@ -180,7 +181,8 @@ def reused_uniforms(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tenso
 
 def _first_of_pair(tree: Tree) -> Tensor:
     """Return for each draft token `[S]` its parent's first child: the draft token itself or its earlier sibling."""
-    return tree.children[tree.parents[1:], 0] - 1
+    children, parents = (each[0] if tree.parents.dim() == 2 else each for each in (tree.children, tree.parents))
+    return children[parents[1:], 0] - 1
 
 
 @dataclass(frozen=True)
@@ -194,7 +196,7 @@ class IgnoresEarlierSiblings(SpeculativeTree):
 
 
 @dataclass(frozen=True)
-class RemovesEarlierSiblings(SpeculativeTree):
+class RemovesEarlierSiblings(SampledTree):
     """Sampled with replacement, but recorded as sampled without."""
 
     def propose(self, *arguments: Any) -> Draft:
@@ -233,16 +235,16 @@ class KeepsLikeliest(SpeculativeTree):
         return Draft(draft.tokens.gather(1, best), Tree.make_chain(1, best.device), probs, valid)
 
 
+class _BestAsSampled(TopK):
+    def probs(self, q: Tensor, tokens: Tensor, tree: Tree) -> Tensor:  # type: ignore[override]
+        return q
+
+
 @dataclass(frozen=True)
 class RecordsBestAsSampled(SpeculativeTree):
     """The most probable children, recorded as if they had been sampled."""
 
-    def propose(self, *arguments: Any) -> Draft:
-        best = super().propose(*arguments)
-        sampled = replace(self, child_sampling="without-replacement")
-        probs = super(RecordsBestAsSampled, sampled).propose(*arguments).probs
-        assert probs is not None
-        return replace(best, probs=probs[:, :1].expand(-1, 2, -1) if best.tree.max_path == 2 else probs)
+    children = _BestAsSampled()
 
 
 def _tree(drafter: Any, rule: Any = recursive_rejection) -> Accelerator:
@@ -293,7 +295,7 @@ CONTROLS = (
     Control(
         "a window verified by traversal",
         "block verification on SJD",
-        _tree(JacobiTree(make_fan(8, 2, 2), "maximal"), stale_traversal),
+        _tree(JacobiTree(7, 2, 2, "maximal"), stale_traversal),
         "window",
         passes=2,
     ),
@@ -310,7 +312,7 @@ CONTROLS = (
     Control(
         "q removes siblings that were replaced",
         "the opposite mistake",
-        _tree(RemovesEarlierSiblings(BINARY_TREE, "with-replacement")),
+        _tree(RemovesEarlierSiblings(branching=(2, 2))),
         "tree",
     ),
     Control("siblings sorted after sampling", "a likely shortcut", _tree(SortsSiblings(TWO_SIBLINGS)), "tree"),
@@ -318,7 +320,7 @@ CONTROLS = (
     Control(
         "most probable tokens recorded as sampled",
         "MCSD as released",
-        _tree(RecordsBestAsSampled(TWO_SIBLINGS, "top-k")),
+        _tree(RecordsBestAsSampled(TWO_SIBLINGS)),
         "tree",
     ),
     Control(

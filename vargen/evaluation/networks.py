@@ -142,9 +142,10 @@ def scale_pass(
         zeros = torch.zeros(batch, model.scale_tokens[scale], dtype=torch.int64, device=model.device)
         canvas, following = model.add(canvas, zeros, scale)
         inputs.append(following)  # type: ignore[arg-type]
-    state = model.start(condition)
+    state = model.allocate(condition, batch, guidance > 0)
+    model.reset(state, condition)
     if first:
-        model.forward(state, inputs[:first], 1.0)
+        model.forward(state, inputs[:first], guidance)
 
     @torch.no_grad()
     def run() -> Any:

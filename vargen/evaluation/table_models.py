@@ -13,8 +13,8 @@ from torch import Tensor
 
 from vargen.decoding import AutoregressiveHead, Noise, Output, ParallelHeads, Sampling, TokenModel, Tree
 from vargen.decoding.interfaces import DraftHead
-from vargen.decoding.next_token.rows import insert_rows, put_rows
 from vargen.decoding.noise import Purpose
+from vargen.decoding.sampling import SlotSampling
 
 
 def encode_sequences(tokens: Tensor, vocab: int) -> Tensor:
@@ -26,11 +26,8 @@ def encode_sequences(tokens: Tensor, vocab: int) -> Tensor:
 class TableState:
     history: Tensor  # [B, N + T] cached tokens
     length: Tensor  # [B]
+    condition: Tensor  # [B]
     fed: Tensor | None = None
-
-    def insert_rows(self, new: TableState, rows: Tensor) -> TableState:
-        """Replace images of the batch; `fed` belongs to the pass between two calls."""
-        return TableState(put_rows(self.history, new.history, rows), put_rows(self.length, new.length, rows))
 
 
 def _features(tokens: Tensor, condition: Tensor) -> Tensor:
@@ -80,16 +77,20 @@ class TableModel(TokenModel):
         view.table = self.table + 0.3 * len(layers) * torch.randn(self.table.shape, generator=generator)
         return view
 
-    def prefill(self, condition: Tensor, max_width: int) -> tuple[tuple[Tensor, TableState], Output]:
-        B = len(condition)
-        start = torch.full((B,), self.vocab)
-        history = torch.zeros(B, self.tokens + max_width + 1, dtype=torch.int64)
-        state = TableState(history, torch.zeros(B, dtype=torch.int64))
-        logits = self.logits(condition, torch.zeros(B, dtype=torch.int64), start, start)
-        return (condition, state), Output(logits[:, None], _features(start[:, None], condition))
+    def allocate(self, condition: Tensor, width: int, slots: int | None = None) -> TableState:
+        B = len(condition) if slots is None else slots
+        history = torch.zeros(B, self.tokens + width + 1, dtype=torch.int64)
+        return TableState(history, torch.zeros(B, dtype=torch.int64), torch.zeros(B, dtype=torch.int64))
 
-    def forward(self, tokens: Tensor, state: tuple[Tensor, TableState], tree: Tree) -> Output:
-        condition, held = state
+    def prefill(self, condition: Tensor, state: TableState, rows: Tensor | None = None) -> Output:
+        rows = torch.arange(len(state.length)) if rows is None else rows
+        state.history[rows], state.length[rows], state.condition[rows] = 0, 0, condition
+        start = torch.full_like(condition, self.vocab)
+        logits = self.logits(condition, torch.zeros_like(condition), start, start)
+        return Output(logits[:, None], _features(start[:, None], condition))
+
+    def forward(self, tokens: Tensor, state: TableState, tree: Tree) -> Output:
+        condition, held = state.condition, state
         held.fed = tokens
         self.passes.append(tokens.shape[1])
         rows = []
@@ -101,18 +102,18 @@ class TableModel(TokenModel):
             rows.append(self.logits(condition, held.length + 1 + depth[:, slot], above[:, slot], tokens[:, slot]))
         return Output(torch.stack(rows, dim=1), _features(tokens, condition))
 
-    def commit(self, state: tuple[Tensor, TableState], path: Tensor, count: Tensor, tree: Tree) -> None:
-        _, held = state
+    def commit(self, state: TableState, path: Tensor, count: Tensor, tree: Tree) -> None:
+        held = state
         assert held.fed is not None
         kept = held.fed.gather(1, path)
         for a in range(path.shape[1]):
             at = (held.length + a).clamp(max=held.history.shape[1] - 1)[:, None]
             old = held.history.gather(1, at)
             held.history.scatter_(1, at, torch.where((a < count)[:, None], kept[:, a : a + 1], old))
-        held.length = held.length + count
+        held.length += count
 
-    def rollback(self, state: tuple[Tensor, TableState], length: Tensor) -> None:
-        state[1].length = length.clone()
+    def rollback(self, state: TableState, length: Tensor) -> None:
+        state.length.copy_(length)
 
     def joint(self, condition: int, to_probs: Callable[[Tensor], Tensor]) -> Tensor:
         """Return the probabilities of all V^N sequences, float64 `[V] * N`; `to_probs(logits)` gives those of a token."""
@@ -145,8 +146,12 @@ class TableEagle(AutoregressiveHead):
     def __init__(self, table: TableModel):
         self.table, self.vocab, self.grid = table, table.vocab, table.grid
 
-    def start(self, images: int, max_width: int) -> TableState:
-        return TableState(torch.zeros(images, 0, dtype=torch.int64), torch.zeros(images, dtype=torch.int64))
+    def allocate(self, slots: int, width: int) -> TableState:
+        empty = torch.zeros(slots, dtype=torch.int64)
+        return TableState(torch.zeros(slots, 0, dtype=torch.int64), empty, empty.clone())
+
+    def reset(self, state: TableState, rows: Tensor) -> None:
+        state.length[rows] = 0
 
     def forward(self, tokens: Tensor, features: Tensor, state: TableState, tree: Tree) -> Output:
         depth = tree.depth.expand(len(tokens), -1)[:, -tokens.shape[1] :]
@@ -155,7 +160,7 @@ class TableEagle(AutoregressiveHead):
         return Output(logits, _features(tokens, condition[:, 0]))
 
     def commit(self, state: TableState, count: Tensor) -> None:
-        state.length = state.length + count
+        state.length += count
 
 
 class TableMedusa(ParallelHeads):
@@ -180,18 +185,16 @@ class TableLowRes:
     def __init__(self, table: TableModel):
         self.table, self.vocab, self.grid = table, table.vocab, table.grid
 
-    def start(self, condition: Tensor, seeds: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    def start(self, condition: Tensor, seeds: Tensor, sampling: Sampling) -> Tensor:
+        """int64 `[n, 2]`: the condition, and the token."""
         even = torch.full((len(seeds), 1, self.vocab), 1.0 / self.vocab)
         coarse = Noise(seeds, torch.zeros(len(seeds), 1, dtype=torch.int64)).sample(even, Purpose.LOW_RES)[:, 0]
-        return condition, coarse
+        return torch.stack([condition, coarse], 1)
 
-    def join(self, state: tuple[Tensor, ...], new: tuple[Tensor, ...], rows: Tensor) -> Any:
-        return insert_rows(state, new, rows)
-
-    def probs(self, state: tuple[Tensor, Tensor], tokens: Tensor, length: Tensor, position: Tensor) -> Tensor:
-        condition, coarse = state
+    def probs(self, images: Tensor, tokens: Tensor, length: Tensor, position: Tensor, sampling: SlotSampling) -> Tensor:
+        condition, coarse = images[:, :1], images[:, 1:]
         seen = tokens.gather(1, torch.minimum(position - 2, length[:, None] - 1).clamp(min=0))
-        return self.table.logits(condition[:, None], position, coarse[:, None], seen).softmax(-1)
+        return self.table.logits(condition, position, coarse, seen).softmax(-1)
 
 
 @dataclass
@@ -236,8 +239,12 @@ class ScaleTable:
         weights = (self.vocab + 1) ** torch.arange(before.shape[1])
         return self.tables[scale][condition, (before * weights).sum(1)][..., : self.scale_codes[scale]]
 
-    def start(self, condition: Tensor) -> ScaleState:
-        return ScaleState(condition)
+    def allocate(self, condition: Tensor, slots: int, is_guided: bool = True) -> ScaleState:
+        return ScaleState(torch.zeros(slots, dtype=torch.int64))
+
+    def reset(self, state: ScaleState, condition: Tensor) -> None:
+        state.condition.copy_(condition)
+        state.fed.clear()
 
     def canvas(self, batch: int) -> Tensor:
         return torch.full((batch, self.ends[-1]), self.vocab)
@@ -257,7 +264,7 @@ class ScaleTable:
                 raise AssertionError("the state holds a scale that was fed something else")
         last = len(fed) - 1
         self.passes.append((first, last))
-        state.fed = fed
+        state.fed[:] = [each.clone() for each in fed]  # what the loop will write to
         return self.logits(state.condition, fed[last][:, : self.ends[last] - self.scale_tokens[last]], last)
 
     def rollback(self, state: ScaleState, scale: int) -> None:

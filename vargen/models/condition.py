@@ -42,14 +42,6 @@ class Condition:
         labels, embeds, mask = (None if part is None else part.repeat_interleave(count, dim=0) for part in self._parts)
         return Condition(labels, embeds, mask, self.negative and self.negative.repeat(count))
 
-    def insert_rows(self, new: Condition, rows: Tensor) -> Condition:
-        """Return the batch with the rows of another one in some of its rows, int64 `[n]`."""
-        pairs = zip(self._parts, new._parts, strict=True)
-        parts = (None if held is None or given is None else held.index_copy(0, rows, given.to(held)) for held, given in pairs)
-        labels, embeds, mask = parts
-        negative = None if self.negative is None or new.negative is None else self.negative.insert_rows(new.negative, rows)
-        return Condition(labels, embeds, mask, negative)
-
     def cat(self, other: Condition) -> Condition:
         """Concatenate this batch with another, without `negative`.
 

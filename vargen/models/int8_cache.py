@@ -33,10 +33,8 @@ class Int8Cache:
         prefix_bias: `[R, P]` float32, added to the scores of the prefix slots.
         limits: largest integers of keys and of values.
         fused: as in `KVCache`: whether Triton kernels use it, which they never do.
-        in_place: as in `KVCache`.
     """
 
-    in_place = True
     fused = False
 
     def __init__(self, layers: int, rows: int, heads: int, head_dim: int, *, prefix: int, tokens: int, scratch: int = 1):
@@ -70,19 +68,25 @@ class Int8Cache:
     def _write_values(self, layer: int, values_RGPK: Tensor, scale_RGP: Tensor) -> None:
         self.v[layer, :, :, : self.prefix], self.v_scale[layer, :, :, : self.prefix] = values_RGPK, scale_RGP
 
-    def insert_rows(self, new: Int8Cache, rows: Tensor) -> Int8Cache:
-        """Replace images of the batch by those of another cache of the same network, in place; see `KVCache.insert_rows`."""
+    def prefix_only(self, rows: int, prefix: int | None = None) -> Int8Cache:
+        """Return a cache for the prefill of `rows` rows; see `KVCache.prefix_only`."""
+        new = self._make(rows, self.prefix if prefix is None else prefix)
+        new.limits = self.limits
+        return new
+
+    def _make(self, rows: int, prefix: int) -> Int8Cache:
+        return Int8Cache(self.layers, rows, self.heads, self.head_dim, prefix=prefix, tokens=0, scratch=0)
+
+    def start_rows(self, new: Int8Cache, rows: Tensor) -> None:
+        """Start rows with the prefixes of another cache; see `KVCache.start_rows`."""
         if new.prefix != self.prefix:
-            raise ValueError(f"condition must have {self.prefix} rows, as in the running batch, got {new.prefix}")
-        images = self.rows * len(rows) // new.rows
-        index = torch.cat([rows + first for first in range(0, self.rows, images)])
+            raise ValueError(f"condition must have {self.prefix} rows, for which there is room, got {new.prefix}")
         for held, given in zip(self._stores, new._stores, strict=True):
-            held.index_fill_(1, index, 0)
+            held.index_fill_(1, rows, 0)
             part = (slice(None), slice(None), *(slice(min(a, b)) for a, b in zip(held.shape[2:], given.shape[2:], strict=True)))
-            held[part].index_copy_(1, index, given[part])
-        self.prefix_bias.index_copy_(0, index, new.prefix_bias)
-        self.length.index_copy_(0, index, new.length)
-        return self
+            held[part].index_copy_(1, rows, given[part])
+        self.prefix_bias.index_copy_(0, rows, new.prefix_bias)
+        self.length.index_fill_(0, rows, 0)
 
     def slots_of_pass(self, T: int) -> Tensor:
         """Return the slots int64 `[R, T]` that a pass over T tokens writes. Full rows write only to scratch."""
@@ -182,6 +186,9 @@ class PairedInt8Cache(Int8Cache):
         self.k = torch.zeros(*shape, self.head_dim // 2, slots, dtype=torch.int32)
         self.v = torch.zeros(*shape, slots // 2, width, dtype=torch.int32)
         self.k_scale, self.v_scale = (torch.zeros(*shape, slots, dtype=torch.float32) for _ in range(2))
+
+    def _make(self, rows: int, prefix: int) -> PairedInt8Cache:
+        return PairedInt8Cache(self.compiled, self.layers, rows, self.heads, self.head_dim, prefix=prefix, tokens=0, scratch=0)
 
     def _write_values(self, layer: int, values_RGPK: Tensor, scale_RGP: Tensor) -> None:
         for slot in range(self.prefix):

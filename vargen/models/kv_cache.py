@@ -9,9 +9,12 @@ Shape suffixes: R rows (images, times two under guidance), S slots, P prefix slo
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from vargen.device import normal_tensors
 from vargen.kernels.attention import KernelMask, fold_bias, pack_bits, unpack_bits
 from vargen.kernels.attention_tiles import KERNEL_DTYPES, MAX_HEAD_DIM
 from vargen.kernels.dispatch import is_eager_cpu, uses_triton
@@ -33,10 +36,7 @@ class KVCache:
         prefix_bias: `[R, P]` float32, added to the scores of the prefix slots.
         norm_scales: by layer, precomputed weights of its two norms on a CPU; see `RMSNorm.weight_times_sqrt_dim`. Empty until
             the prefill.
-        in_place: declares that passes change the cache only by writing to its tensors, as captured passes require.
     """
-
-    in_place = True
 
     def __init__(
         self,
@@ -78,29 +78,32 @@ class KVCache:
             self.k[layer, :, :, : self.prefix] = k_RPHK.transpose(1, 2)
         self.v[layer, :, :, : self.prefix] = v_RPHK.transpose(1, 2)
 
-    def insert_rows(self, new: KVCache, rows: Tensor) -> KVCache:
-        """Replace images of the batch by those of another cache of the same network, in place.
+    def prefix_only(self, rows: int, prefix: int | None = None) -> KVCache:
+        """Return a cache of the same network for the prefill of `rows` rows, without slots for image tokens."""
+        layers, _, heads, _, head_dim = self.k.shape
+        options: dict[str, Any] = {"tokens": 0, "scratch": 0, "dtype": self.k.dtype, "device": self.k.device}
+        with normal_tensors():  # weights that hooks move make the prefill leave inference mode
+            return KVCache(layers, rows, heads, head_dim, prefix=self.prefix if prefix is None else prefix, **options)
 
-        Whole rows are overwritten, so that nothing of the earlier images remains, such as NaN.
+    def start_rows(self, new: KVCache, rows: Tensor) -> None:
+        """Start rows of the network, int64 `[n]`, with the prefixes of another cache; whatever they held before is cleared.
 
         Args:
-            new: with a prefix of at most as many slots, which is aligned with the end of this one's.
-            rows: int64 `[n]`, numbers of the images to replace. Rows of the network that belong to the same images follow after
-                those of all images (CFG rows).
+            new: see `prefix_only`; its prefix is aligned with the end of this one's.
+
+        Raises:
+            ValueError: if its prefix is longer than this one's. Nothing is changed then.
         """
         if new.prefix > self.prefix:
-            raise ValueError(f"condition must have at most {self.prefix} rows, as in the running batch, got {new.prefix}")
-        images = self.rows * len(rows) // new.rows
-        index = torch.cat([rows + first for first in range(0, self.rows, images)])
-        first, used = self.prefix - new.prefix, new.prefix + min(self.tokens + self.scratch, new.tokens + new.scratch)
+            raise ValueError(f"condition must have at most {self.prefix} rows, for which there is room, got {new.prefix}")
+        first = self.prefix - new.prefix
         for held, given in ((self.k, new.k), (self.v, new.v)):
-            if used < self.slots:
-                held.index_fill_(1, index, 0)
-            held[:, :, :, first : first + used].index_copy_(1, index, given[:, :, :, :used])
-        self.prefix_bias.index_fill_(0, index, float("-inf"))
-        self.prefix_bias[:, first:].index_copy_(0, index, new.prefix_bias)
-        self.length.index_copy_(0, index, new.length)
-        return self
+            held.index_fill_(1, rows, 0)
+            held[:, :, :, first : self.prefix].index_copy_(1, rows, given)
+        self.prefix_bias.index_fill_(0, rows, float("-inf"))
+        self.prefix_bias[:, first:].index_copy_(0, rows, new.prefix_bias)
+        self.length.index_fill_(0, rows, 0)
+        self.norm_scales = new.norm_scales
 
     def view_for_pass(self, T: int, earlier: int = 0) -> CacheView:
         """Return the view of the cache for a pass that feeds T tokens after each row's pointer.

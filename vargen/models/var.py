@@ -256,7 +256,7 @@ class VARTransformer(QuantizedStorageMixin, ConfigMixin):
         modulation, x, mask = self._embed_inputs(inputs, condition, cache, begin)
         prefix = x.shape[1] - (self.ends[last] - begin)
         if cache is not None and condition is not None:
-            cache.modulation, cache.prefix_mask = modulation, mask
+            cache.keep(modulation, mask)
         slots = cache.prefix if cache is not None else prefix
         visible = self._attention_mask(first, last, prefix, slots, mask)
         place = 0 if condition is not None else slots + begin
@@ -325,7 +325,9 @@ class VARTransformer(QuantizedStorageMixin, ConfigMixin):
         else:
             blocks = torch.stack([block.ada_lin(vector_RD).unflatten(-1, (6, -1)) for block in self.blocks])
         blocks = blocks.permute(0, 2, 1, 3)  # [depth, 6, R, D]
-        blocks = blocks + blocks.new_tensor([0, 0, 1, 1, 0, 0]).view(6, 1, 1)
+        plain = blocks.new_zeros(6, 1, 1)
+        plain[2:4] = 1
+        blocks = blocks + plain
         head = self.head_nm.ada_lin(vector_RD).unflatten(-1, (2, -1)).transpose(0, 1)
         head = torch.stack([head[0] + 1, head[1]])
         return Modulation(blocks[:, :, :, None], head[:, :, None])

@@ -38,9 +38,9 @@ class Modulation:
         """Return a view of a slice of the rows."""
         return Modulation(self.blocks[:, :, chosen], self.head[:, chosen])
 
-    def cat(self, other: Modulation) -> Modulation:
-        """Concatenate with the modulation of other rows."""
-        return Modulation(torch.cat([self.blocks, other.blocks], dim=2), torch.cat([self.head, other.head], dim=1))
+    def clone(self) -> Modulation:
+        """Return a copy."""
+        return Modulation(self.blocks.clone(), self.head.clone())
 
 
 class ScaleCache:
@@ -51,7 +51,7 @@ class ScaleCache:
 
     Attributes:
         scale: number of cached scales.
-        modulation: modulation of the rows, set by the first pass.
+        modulation: modulation of the rows, from the first pass on.
         prefix_mask: bool `[R, P]`, valid caption rows.
     """
 
@@ -89,6 +89,16 @@ class ScaleCache:
         if self.prefix_mask is not None:
             part.prefix_mask = self.prefix_mask[chosen]
         return part
+
+    def keep(self, modulation: Modulation, mask: Tensor | None) -> None:
+        """Keep the modulation and the caption mask of new images, in the memory of those before."""
+        if self.modulation is None:
+            self.modulation, self.prefix_mask = modulation.clone(), None if mask is None else mask.clone()
+            return
+        self.modulation.blocks.copy_(modulation.blocks)
+        self.modulation.head.copy_(modulation.head)
+        if mask is not None and self.prefix_mask is not None:
+            self.prefix_mask.copy_(mask)
 
     def write(self, layer: int, start: int, k_RHTK: Tensor, v_RHTK: Tensor) -> tuple[Tensor, Tensor]:
         """Write a pass from slot `start` on, and return the layer's keys and values up to its end."""

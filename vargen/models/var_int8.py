@@ -165,8 +165,8 @@ def _embed_condition(network: VARTransformer, condition: Condition, cache: Int8S
         if caption is not None:
             mask[r, : len(valid)] = valid
             x[r, : cache.prefix][mask[r]] = caption[0]
-    cache.modulation = Modulation(torch.cat([each.blocks for each in parts], 2), torch.cat([each.head for each in parts], 1))
-    cache.prefix_mask = mask
+    joined = Modulation(torch.cat([each.blocks for each in parts], 2), torch.cat([each.head for each in parts], 1))
+    cache.keep(joined, mask)
     cache.prefix_bias.zero_().masked_fill_(~mask, -math.inf)
     return x
 

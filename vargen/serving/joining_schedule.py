@@ -8,8 +8,8 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
-from vargen.decoding.next_token.engine import Engine, FinishedImage
-from vargen.decoding.next_token.rows import select_rows
+from vargen.decoding.engine import Engine
+from vargen.decoding.requests import FinishedImage, select_rows
 from vargen.decoding.seeds import resolve_seeds
 from vargen.pipelines.base import VisualPipeline
 from vargen.serving.tasks import (
@@ -38,6 +38,7 @@ class JoiningSchedule:
         self._starting: list[TaskHandle] = []
         self._running: dict[int, TaskHandle] = {}
         self._misfits: deque[TaskHandle] = deque()  # whose condition is longer than the running batch has room for
+        self._first: TaskHandle | None = None  # the misfit for whose condition the batch was allocated
 
     @property
     def num_active(self) -> int:
@@ -53,6 +54,7 @@ class JoiningSchedule:
         if self._misfits and not self._running:
             self._engine = self._open()
             self._starting = [self._misfits.popleft() for _ in range(min(self.slots, len(self._misfits)))]
+            self._first = self._starting[0]
         for number, handle in list(self._running.items()):
             if handle.cancelled:
                 self._engine.cancel(number)
@@ -98,8 +100,8 @@ class JoiningSchedule:
 
     def _finish(self, finished: FinishedImage) -> tuple[TaskHandle, GeneratedImage] | None:
         handle = self._running.pop(finished.number)
-        if isinstance(finished.error, ValueError):  # its condition does not fit beside the others
-            self._misfits.append(handle)
+        if isinstance(finished.error, ValueError) and handle is not self._first:
+            self._misfits.append(handle)  # its condition does not fit beside the others
             return None
         if finished.error is not None:
             handle.send(TaskFailed(finished.error))

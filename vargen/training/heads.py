@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from vargen.decoding import Accelerator, decode, speculative_sampling
+from vargen.decoding import Accelerator, DynamicTree, decode, traversal
 from vargen.decoding.sampling import to_probs
 from vargen.pipelines.components import Component
 from vargen.pipelines.llamagen import LlamaGenPipeline
@@ -267,7 +267,7 @@ class HeadTrainer(Trainer):
         numbers = list(range(self.images.training, self.config.num_images))[:_GENERATED]
         component = find_drafter(self.kind)
         depth = min(self.model.config.get("heads", _DEPTH), self.pipe.num_tokens - 1)
-        drafter = component.drafter(depth, model=component.adapter(self.model, model))
-        method = Accelerator(self.kind, drafter, speculative_sampling)
+        drafter = component.drafter(DynamicTree(depth, depth, 1), model=component.adapter(self.model, model))
+        method = Accelerator(self.kind, drafter, traversal)
         seeds = torch.arange(len(numbers)) + (1 << 50)
         return decode(model, self.images.condition(numbers), seeds, method, self.images.sampling).stats.tokens_per_pass

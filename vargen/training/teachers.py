@@ -85,7 +85,7 @@ class LanguageModelTeacher:
 
     def outputs(self, tokens: Tensor, condition: Any, scale: float) -> tuple[Tensor, Tensor, Tensor]:
         model, N = self._model(scale), tokens.shape[1]
-        state, first = model.prefill(condition, N)
+        state, first = model.start(condition, N)
         parts = [first]
         if N > 1:
             parts.append(model.forward(tokens[:, :-1], state, Tree.make_chain(N - 2, tokens.device)))

@@ -1,5 +1,7 @@
 """The fused sampler against filters that sort, in float64, and against the library's own noise and filters."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -7,7 +9,7 @@ from torch import Tensor
 from vargen.decoding import Sampling
 from vargen.decoding.noise import Purpose
 from vargen.decoding.noise import sample_gumbel_max as reference_race
-from vargen.decoding.sampling import to_probs
+from vargen.decoding.sampling import MIN_TEMPERATURE, SlotSampling, to_probs
 from vargen.kernels import reference
 from vargen.kernels.dispatch import MAX_VOCAB
 from vargen.kernels.sampler import NoiseStream, probs_from_logits, sample_gumbel_max
@@ -21,6 +23,22 @@ def generated_logits(*shape: int, spread: float = 2.0, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=generator) * spread
 
 
+def filtered(
+    logits: Tensor, temperature: float = 1.0, top_k: int | None = None, top_p: float = 1.0, filters: bool | None = None
+) -> Tensor:
+    """Probabilities of the kernel with equal options for all rows `[..., V]`, on the CPU."""
+    V, filters = logits.shape[-1], (top_k is not None or top_p < 1) if filters is None else filters
+    options = (
+        torch.tensor([value], dtype=dtype, device=DEVICE)
+        for value, dtype in (
+            (temperature, torch.float32),
+            (top_k or V, torch.int64),
+            (top_p if top_p < 1 else 2, torch.float64),
+        )
+    )
+    return probs_from_logits(logits.to(DEVICE).view(1, -1, V), *options, filters).view(logits.shape).cpu()
+
+
 FILTERS = [(None, 1.0), (3, 1.0), (100, 0.9), (None, 0.9), (1, 1.0), (5, 0.01)]
 LARGE = [(4096, 100, 0.9), (8192, 5, 0.01), (8192, None, 1.0), (16384, 100, 0.9), (16384, None, 0.9)]
 
@@ -30,21 +48,20 @@ def test_probabilities_and_samples(V: int, top_k: int | None, top_p: float) -> N
     top_k = None if top_k is None else min(top_k, V)
     logits = generated_logits(1, 2, V)
     seeds, position = torch.tensor([7]), torch.tensor([[3, 99]])
-    options = {"temperature": 0.8, "top_k": top_k, "top_p": top_p}
     noise = NoiseStream(seeds.to(DEVICE), position.to(DEVICE), int(Purpose.TOKEN))
-    probs = probs_from_logits(logits.to(DEVICE), **options)  # type: ignore[arg-type]
+    probs = filtered(logits, 0.8, top_k, top_p)
     expected = reference.probabilities(logits[0], 0.8, top_k, top_p)[None]
-    assert torch.equal(probs.cpu() > 0, expected > 0), "the support"
-    torch.testing.assert_close(probs.cpu().double(), expected, atol=2e-6, rtol=0)
-    own = to_probs(logits, Sampling(**options))  # type: ignore[arg-type]
-    assert torch.equal(sample_gumbel_max(probs, noise).cpu(), reference_race(own, seeds, position))
+    assert torch.equal(probs > 0, expected > 0), "the support"
+    torch.testing.assert_close(probs.double(), expected, atol=2e-6, rtol=0)
+    own = to_probs(logits, Sampling(0.8, top_k, top_p))
+    assert torch.equal(sample_gumbel_max(probs.to(DEVICE), noise).cpu(), reference_race(own, seeds, position))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_dtypes_of_logits(dtype: torch.dtype) -> None:
     logits = generated_logits(3, 300).to(dtype)
-    probs = probs_from_logits(logits.to(DEVICE), top_k=20)
-    torch.testing.assert_close(probs.cpu().double(), reference.probabilities(logits, top_k=20), atol=1e-6, rtol=0)
+    probs = filtered(logits, top_k=20)
+    torch.testing.assert_close(probs.double(), reference.probabilities(logits, top_k=20), atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(3, 1.0), (None, 0.5), (3, 0.5), (5, 0.99), (2, 0.3), (3, 0.65), (3, 0.52)])
@@ -56,12 +73,12 @@ def test_ties_stay(top_k: int | None, top_p: float) -> None:
         [1.0] * 7,
         [-4.0, -4.0, -5.0, -5.0, -5.0, -5.0, -90.0],
     ])  # fmt: skip
-    out = probs_from_logits(rows.to(DEVICE), top_k=top_k, top_p=top_p)
+    out = filtered(rows, top_k=top_k, top_p=top_p)
     own = to_probs(rows, Sampling(top_k=top_k, top_p=top_p))
     expected = reference.probabilities(rows, top_k=top_k, top_p=top_p)
     assert torch.equal(own > 0, expected > 0)
-    assert torch.equal(out.cpu() > 0, expected > 0)
-    torch.testing.assert_close(out.cpu().double(), expected, atol=1e-6, rtol=0)
+    assert torch.equal(out > 0, expected > 0)
+    torch.testing.assert_close(out.double(), expected, atol=1e-6, rtol=0)
 
 
 def test_numbers_that_are_none_have_no_probability() -> None:
@@ -72,12 +89,70 @@ def test_numbers_that_are_none_have_no_probability() -> None:
     logits[4] = torch.nan
     noise = NoiseStream(torch.tensor([1], device=DEVICE), torch.arange(5, device=DEVICE)[None], 0)
     for options in ({}, {"top_k": 10}, {"top_p": 0.9}):
-        probs = probs_from_logits(logits[None].to(DEVICE), **options)  # type: ignore[arg-type]
-        tokens = sample_gumbel_max(probs, noise)
+        probs = filtered(logits[None], **options)  # type: ignore[arg-type]
+        tokens = sample_gumbel_max(probs.to(DEVICE), noise)
         expected = reference.probabilities(logits, **options)  # type: ignore[arg-type]
-        assert torch.equal(probs[0].cpu() > 0, expected > 0)
-        torch.testing.assert_close(probs[0].cpu().double(), expected, atol=1e-6, rtol=0)
+        assert torch.equal(probs[0] > 0, expected > 0)
+        torch.testing.assert_close(probs[0].double(), expected, atol=1e-6, rtol=0)
         assert tokens[0, 1] != 3 and tokens[0, 2] != 4 and tokens[0, 3] == 39 and tokens[0, 4] == 0
+
+
+MIXED = [
+    Sampling(),
+    Sampling(0.7),
+    Sampling(0.8, top_k=5),
+    Sampling(1.3, top_p=0.9),
+    Sampling(0.9, top_k=100, top_p=0.5),
+    Sampling(0.0),
+    Sampling(2.0, top_k=1),
+]
+
+
+@pytest.mark.parametrize(("T", "V"), [(3, 7), (2, 1000)])
+def test_images_of_several_options_are_as_each_alone(T: int, V: int) -> None:
+    """Bit by bit, and whether or not another image has filters."""
+    images = [replace(each, top_k=each.top_k and min(each.top_k, V)) for each in MIXED]
+    logits = generated_logits(len(images), T, V)
+    logits[:, 0, 3] = torch.nan
+    slots = SlotSampling(len(images), V, torch.device(DEVICE))
+    for number, sampling in enumerate(images):
+        slots.reset([number], sampling)
+    found = probs_from_logits(logits.to(DEVICE), slots.temperature, slots._top_k, slots._top_p, slots.filters).cpu()
+    for row, sampling in enumerate(images):
+        temperature = max(sampling.temperature, MIN_TEMPERATURE)
+        options = temperature, sampling.top_k, sampling.top_p
+        assert torch.equal(found[row], filtered(logits[row], *options, filters=True))
+        if sampling.top_k is None and sampling.top_p == 1:
+            assert torch.equal(found[row], filtered(logits[row], *options, filters=False))
+        expected = reference.probabilities(logits[row], *options)
+        assert torch.equal(found[row] > 0, expected > 0)
+        torch.testing.assert_close(found[row].double(), expected, atol=2e-6, rtol=0)
+
+
+def test_filters_are_not_read_if_no_image_has_any() -> None:
+    logits, unread = generated_logits(2, 3, 40).to(DEVICE), torch.zeros(2, device=DEVICE)
+    temperature = torch.tensor([1.0, 0.5], device=DEVICE)
+    found = probs_from_logits(logits, temperature, unread.long(), unread.double(), False).cpu()
+    assert torch.equal(found[0], filtered(logits[0].cpu())) and torch.equal(found[1], filtered(logits[1].cpu(), 0.5))
+
+
+@pytest.mark.parametrize("compiling", [False, True], ids=["options of the host", "options of the device"])
+def test_slots_are_sampled_by_the_kernel(compiling: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As each image alone, on both paths: on a CPU by groups of equal options, elsewhere in one launch."""
+    monkeypatch.setenv("VARGEN_KERNELS", "triton")
+    images, V = [MIXED[0], MIXED[4], MIXED[5], MIXED[0]], 200
+    logits, slots = generated_logits(len(images), 1, V).to(DEVICE), SlotSampling(len(images), V, torch.device(DEVICE))
+    for number, sampling in enumerate(images):
+        slots.reset([number], sampling)
+    if compiling:
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    with torch.no_grad():
+        found = slots.probs(logits)
+        at_one, is_greedy = slots.probs_at_one(logits)
+        for row, sampling in enumerate(images):
+            assert torch.equal(found[row], to_probs(logits[row], sampling))
+            assert torch.equal(at_one[row], to_probs(logits[row], sampling.with_temperature(1.0)))
+    assert is_greedy.tolist() == [sampling.is_greedy for sampling in images]
 
 
 def test_the_first_of_equal_ones_is_generated() -> None:
@@ -99,4 +174,4 @@ def test_samples_follow_the_probabilities() -> None:
 
 def test_rows_that_no_program_holds_are_refused() -> None:
     with pytest.raises(ValueError, match=f"at most {MAX_VOCAB} tokens, got {MAX_VOCAB + 1}"):
-        probs_from_logits(torch.zeros(1, MAX_VOCAB + 1))
+        filtered(torch.zeros(1, MAX_VOCAB + 1))

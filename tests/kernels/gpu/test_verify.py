@@ -133,6 +133,27 @@ def test_seeds_of_any_stride_are_read(name: str) -> None:
     assert differ, "this case does not depend on its seeds"
 
 
+@pytest.mark.parametrize("name", ["chain", "traversal"])
+def test_images_in_passes_of_several_numbers_are_verified_together(name: str) -> None:
+    """As images that did not start together are; each has the noise of its own pass."""
+    tree = Tree.from_parents((-1, 0, 0, 1)) if name == "traversal" else Tree.make_chain(3)
+    case, steps = Case(tree, 3, 50, drawn=True, valid=True, seed=2), torch.tensor([5, 2, 40])
+    noise = replace(case.noise, step=steps)
+    rule = traversal if name == "traversal" else speculative_sampling
+    expected = rule(case.probs, case.draft, noise, torch.zeros(3))
+    probs, tokens, q, marks, _, _ = case.there()
+    key = [each.to(DEVICE) if isinstance(each, Tensor) else each for each in noise.key]
+    if name == "chain":
+        got = verify_chain(probs, tokens, q, marks, *key)
+        check(expected, got.num_committed, got.next_token)
+    else:
+        tables = (each.to(DEVICE) for each in (tree.children, tree.parents, tree.depth, tree.postorder))
+        path, count, next_token = verify_traversal(probs, tokens, q, marks, *tables, tree.max_path, *key)
+        check(expected, count, next_token, path)
+    same = rule(case.probs, case.draft, case.noise, torch.zeros(3))
+    assert same.next_token[0] == expected.next_token[0] and not torch.equal(same.next_token, expected.next_token)
+
+
 def relaxed_rules() -> list[GroupedRule | NeighborhoodRule]:
     codes = torch.nn.functional.normalize(torch.randn(200, 8, generator=torch.Generator().manual_seed(1)), dim=1)
     near = torch.cdist(codes, codes).fill_diagonal_(9).argsort(1)[:, :40].short()

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 from vargen.decoding.interfaces import AcceptanceRule, Drafter, TokenModel
 from vargen.decoding.method import Method, describe_part, init_fields, part_name
 from vargen.decoding.next_token.acceptance import FunctionRule, shared_noise
-from vargen.decoding.next_token.drafters.base import Sequential
+from vargen.decoding.speculative import Sequential
 from vargen.values import short_repr
 
 _REQUIREMENT_MESSAGES = {
@@ -71,24 +71,24 @@ class Accelerator(Method):
     def sequential_tokens(self) -> bool:
         return self.acceptance.sequential_tokens
 
-    def bind(self, model: TokenModel) -> tuple[Drafter, AcceptanceRule]:
-        """Return the drafter and the rule for a model.
+    def bind(self, model: TokenModel, slots: int = 0) -> tuple[Drafter, AcceptanceRule]:
+        """Return the drafter, with buffers for B slots, and the rule for a model.
 
         Raises:
             ValueError: if this model cannot run the method; says why.
         """
         fitted = self.fit_preset(*model.grid)
-        return fitted.drafter.bind(model), fitted.acceptance.bind(model)
+        return fitted.drafter.bind(model, slots), fitted.acceptance.bind(model)
 
     def fit_preset(self, rows: int, columns: int) -> Accelerator:
         """Return the method with the sizes of its preset limited to a grid: those of its drafts, and the radius of its rule.
 
         Other sizes than the preset's were asked for: they stay, and `bind` refuses what does not fit.
         """
-        from vargen.decoding.next_token.presets import NEXT_TOKEN_METHODS
+        from vargen.decoding.presets import PRESETS
 
-        preset = next((each for each in NEXT_TOKEN_METHODS if each.name == self.name.partition(":")[0]), None)
-        if preset is None or rows * columns < 2:
+        preset = PRESETS.get(self.name.partition(":")[0])
+        if not isinstance(preset, Accelerator) or rows * columns < 2:
             return self
         drafter = _limit(self.drafter, preset.drafter, preset.drafter.fit_to_grid(rows * columns))
         acceptance = _limit(self.acceptance, preset.acceptance, preset.acceptance.fit_to_grid(rows, columns))
@@ -96,9 +96,7 @@ class Accelerator(Method):
 
     def fit_to_grid(self, tokens: int, vocab: int | None = None) -> Accelerator:
         """Return the method with its drafts limited to a grid of `tokens` tokens and, if given, to a vocabulary of `vocab`."""
-        drafter = self.drafter.fit_to_grid(tokens)
-        if vocab is not None:
-            drafter = drafter.fit_to_vocab(vocab)
+        drafter = self.drafter.fit_to_grid(tokens, vocab)
         return self if drafter is self.drafter else replace(self, drafter=drafter)
 
     def with_window(self, window: int | str) -> Accelerator:

@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
+from vargen.decoding.jacobi import Jacobi
 from vargen.decoding.method import DEFAULT_METHOD
 from vargen.decoding.next_token.accelerator import Accelerator
 from vargen.decoding.next_token.acceptance import (
     GroupedRule,
     NeighborhoodRule,
     PooledRule,
-    recursive_rejection,
     shared_noise,
     speculative_sampling,
     traversal,
 )
-from vargen.decoding.next_token.drafters import (
-    Eagle,
-    Jacobi,
-    JacobiTree,
-    LayerSkip,
-    Lookup,
-    Medusa,
-    Recycle,
-    Speculative,
-    SpeculativeTree,
-    Wavefront,
-)
-from vargen.decoding.next_token.trees.shapes import DynamicTree
+from vargen.decoding.speculative import Speculative
+from vargen.decoding.tree_drafters import Eagle, Medusa
+from vargen.decoding.tree_growth import DynamicTree
 
 NEXT_TOKEN_METHODS: tuple[Accelerator, ...] = (
     Accelerator(
@@ -69,14 +59,6 @@ NEXT_TOKEN_METHODS: tuple[Accelerator, ...] = (
         source="So et al. 2025, arXiv 2508.07747",
     ),
     Accelerator(
-        name="lantern-jacobi",
-        drafter=Jacobi(window=16, coupling="maximal"),
-        acceptance=NeighborhoodRule(),
-        summary="scd that accepts a draft token by the total probability of similar tokens",
-        source="Jang et al. 2024, LANTERN, arXiv 2410.03355, and Park et al. 2025, LANTERN++, arXiv 2502.06352",
-        experimental=True,
-    ),
-    Accelerator(
         name="mulo-exact",
         drafter=Jacobi(window=32, coupling="maximal", initial="low-res"),
         acceptance=speculative_sampling,
@@ -91,14 +73,6 @@ NEXT_TOKEN_METHODS: tuple[Accelerator, ...] = (
         source="MuLo-SD 2026, arXiv 2601.05149",
     ),
     Accelerator(
-        name="wavefront",
-        drafter=Wavefront(window=48, reach=4),
-        acceptance=PooledRule(size=0, threshold=2.0),
-        summary="starts a row once the row above is some columns ahead, with draft tokens in place of missing ones",
-        source="He et al. 2024, ZipAR, arXiv 2412.04062, on a Jacobi window",
-        experimental=True,
-    ),
-    Accelerator(
         name="speculative",
         drafter=Speculative(),
         acceptance=speculative_sampling,
@@ -106,75 +80,11 @@ NEXT_TOKEN_METHODS: tuple[Accelerator, ...] = (
         source="Leviathan et al. 2023, arXiv 2211.17192",
     ),
     Accelerator(
-        name="pac",
-        drafter=JacobiTree("fan-24", coupling="maximal"),
-        acceptance=recursive_rejection,
-        summary="scd with two candidates at each of the two positions after a rejection, as a tree",
-        source="SJD-PAC 2026, arXiv 2603.18599",
-        experimental=True,
-    ),
-    Accelerator(
-        name="gumbel-tree",
-        drafter=JacobiTree("fan-24", coupling="gumbel"),
-        acceptance=shared_noise,
-        summary="the same image as ar: gumbel with the two candidates that the image's noise favors most",
-        source="as gumbel, on a tree",
-        experimental=True,
-    ),
-    Accelerator(
-        name="speculative-tree",
-        drafter=SpeculativeTree(DynamicTree(nodes=15, depth=4, children=4)),
-        acceptance=traversal,
-        summary="a small model drafts a tree for each image and pass, which is verified from its leaves",
-        source="Weng et al. 2025, arXiv 2505.12398, on trees as Li et al. 2024, EAGLE-2, ranks them",
-        experimental=True,
-    ),
-    Accelerator(
-        name="layer-skip",
-        drafter=LayerSkip(),
-        acceptance=speculative_sampling,
-        summary="the model drafts for itself, skipping some of its layers; p/q acceptance",
-        source="Zhang et al. 2023, Draft & Verify, arXiv 2309.08168",
-        experimental=True,
-    ),
-    Accelerator(
-        name="lookup",
-        drafter=Lookup(),
-        acceptance=speculative_sampling,
-        summary="drafts what followed the same context, in this image and in stored ones; p/q acceptance",
-        source="Saxena 2023, prompt lookup, and He et al. 2024, REST, arXiv 2311.08252, in two dimensions",
-        experimental=True,
-    ),
-    Accelerator(
-        name="recycle",
-        drafter=Recycle(),
-        acceptance=speculative_sampling,
-        summary="drafts what the model predicted after the same token before; p/q acceptance",
-        source="Luo et al. 2024, token recycling, arXiv 2408.08696",
-        experimental=True,
-    ),
-    Accelerator(
         name="eagle",
         drafter=Eagle(DynamicTree(nodes=23, depth=8, children=3, frontier=3)),
         acceptance=traversal,
         summary="a trained layer drafts a tree by sampling, which is verified by whole paths",
         source="Li et al. 2024, arXiv 2401.15077 and 2406.16858, with traversal verification",
-    ),
-    Accelerator(
-        name="eagle-gumbel",
-        drafter=Eagle(DynamicTree(nodes=23, depth=8, children=3, frontier=3), child_sampling="shared-noise"),
-        acceptance=shared_noise,
-        summary="the same image as ar for the same seed, by a trained layer's tree that shares the image's noise",
-        source="as eagle, with shared-noise acceptance",
-        experimental=True,
-    ),
-    Accelerator(
-        name="eagle-2",
-        drafter=Eagle(DynamicTree(nodes=23, depth=5, children=8), child_sampling="top-k"),
-        acceptance=recursive_rejection,
-        summary="a trained layer proposes its most probable tokens without sampling; for comparison",
-        source="Li et al. 2024, EAGLE-2, arXiv 2406.16858",
-        experimental=True,
     ),
     Accelerator(
         name="lantern",

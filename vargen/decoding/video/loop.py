@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from vargen.compat import without_autocast
+from vargen.decoding.clock import Clock
 from vargen.decoding.costs import block_threads
-from vargen.decoding.harness import Clock
 from vargen.decoding.presets import resolve_method
 from vargen.decoding.video.denoising import BlockContext, BlockGenerator, make_block_noise
 from vargen.decoding.video.method import VideoDecisions, VideoMethod

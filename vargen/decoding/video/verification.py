@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from vargen.decoding.harness import Clock
+from vargen.decoding.clock import Clock
 from vargen.decoding.video.method import VideoMethod
 from vargen.decoding.video.policies import PolicyState, SingleModel
 from vargen.decoding.video.routing import DraftRouter, DraftView

@@ -47,12 +47,8 @@ class PreviewDrafter:
         self.preview, self.size = preview, size
 
     def start(self, condition: Any, seeds: Tensor, sampling: Any) -> Tensor:
-        """Return the state: the seeds, because there is nothing to generate beforehand."""
+        """Return the seeds, because there is nothing to generate beforehand."""
         return seeds
-
-    def join(self, state: Tensor, new: Tensor, rows: Tensor) -> Tensor:
-        """Return the state, which nothing reads."""
-        return state
 
     def source(self, position: Tensor) -> Tensor:
         """Return the positions in the preview that show the place of positions `[B, S]`; those of the preview are -1."""
@@ -61,7 +57,7 @@ class PreviewDrafter:
         row, column = cell // C, cell % C
         return torch.where(cell < 0, -1, row * r // R * c + column * c // C)
 
-    def probs(self, state: Tensor, tokens: Tensor, length: Tensor, position: Tensor) -> Tensor:
+    def probs(self, images: Tensor, tokens: Tensor, length: Tensor, position: Tensor, sampling: Any) -> Tensor:
         """Probabilities float32 `[B, S, V]` of draft tokens at positions `[B, S]`; see `LowResModel.probs`."""
         source = self.source(position)
         known = (source >= 0) & (source < length[:, None])

@@ -15,21 +15,18 @@ from vargen.decoding.next_token.acceptance.function_rule import FunctionRule, ac
 from vargen.decoding.next_token.acceptance.grouped import GroupedRule
 from vargen.decoding.next_token.acceptance.neighborhood import NeighborhoodRule
 from vargen.decoding.next_token.acceptance.pooled import PooledRule
-from vargen.decoding.next_token.acceptance.relaxed import RelaxedRule, TypicalRule, cap_to_budget, sum_relaxation
+from vargen.decoding.next_token.acceptance.relaxed import RelaxedRule, cap_to_budget, sum_relaxation
 from vargen.decoding.next_token.acceptance.siblings import SiblingDecision, SiblingRule, Siblings, verify_siblings
-from vargen.decoding.next_token.acceptance.tree_rules import k_seq, recursive_rejection, traversal
+from vargen.decoding.next_token.acceptance.tree_rules import traversal
 
 # Rules by the name used in method strings, each with its default settings.
 RULES: dict[str, AcceptanceRule] = {
     "speculative-sampling": speculative_sampling,
     "shared-noise": shared_noise,
-    "recursive-rejection": recursive_rejection,
-    "k-seq": k_seq,
     "traversal": traversal,
     "grouped": GroupedRule(),
     "neighborhood": NeighborhoodRule(),
     "pooled": PooledRule(),
-    "typical": TypicalRule(),
 }
 
 __all__ = [
@@ -42,14 +39,11 @@ __all__ = [
     "SiblingDecision",
     "SiblingRule",
     "Siblings",
-    "TypicalRule",
     "acceptance_rule",
     "cap_to_budget",
     "dense_draft_probs",
     "gather_p_and_q",
     "gather_prob",
-    "k_seq",
-    "recursive_rejection",
     "resample_rejected",
     "residual_weights",
     "shared_noise",

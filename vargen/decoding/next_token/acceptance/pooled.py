@@ -38,9 +38,6 @@ class PooledRule(RelaxedRule):
     whether they pass or not (the paper's local expansion). Tokens before it are left alone: their p does not depend on it, and
     letting a later token decide about an earlier one would bias the output.
 
-    Draft tokens that the drafter marks in `Draft.force_accept`, as `Wavefront` does, are always accepted, which counts as
-    relaxation.
-
     Args:
         size: number of neighbors, at least 0; limited by the size of the codebook.
         threshold: tau, above 0; above 1 no token passes by its pooled probability.
@@ -83,12 +80,6 @@ class PooledRule(RelaxedRule):
 
     def accept_prob(self, p: Tensor, q: Tensor | None, tokens: Tensor) -> Tensor:
         return (self.pooled_prob(p, tokens) >= self.threshold).to(p.dtype)
-
-    def relaxation(self, siblings: Siblings, depth: Tensor) -> Tensor:
-        relaxation = super().relaxation(siblings, depth)
-        if siblings.force_accept is None:
-            return relaxation
-        return torch.where(siblings.force_accept, 1 - siblings.exact_accept_prob, relaxation)
 
     def __call__(self, probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verdict:
         """See `AcceptanceRule`. `Verdict.sampled` holds the draft tokens, with rejected ones replaced."""

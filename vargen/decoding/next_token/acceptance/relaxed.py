@@ -21,7 +21,7 @@ from torch import Tensor
 
 from vargen.decoding.interfaces import AcceptanceRule
 from vargen.decoding.next_token.acceptance import fused
-from vargen.decoding.next_token.acceptance.exact import gather_prob, verify_chain
+from vargen.decoding.next_token.acceptance.exact import verify_chain
 from vargen.decoding.next_token.acceptance.siblings import SiblingDecision, Siblings, verify_siblings
 from vargen.decoding.noise import Noise, Purpose
 from vargen.decoding.tree import Draft, Tree, Verdict
@@ -67,11 +67,19 @@ class RelaxedRule(AcceptanceRule):
         """
         return self.accept_prob(p, q, tokens)
 
+    def _accept_by_row(
+        self, p: Tensor, q: Tensor | None, tokens: Tensor, unfiltered_probs: Tensor | None, is_greedy: Tensor | None
+    ) -> Tensor:
+        """Return `accept_prob`, and `greedy_accept_prob` of the images that are sampled greedily."""
+        accept_prob = self.accept_prob(p, q, tokens)
+        if unfiltered_probs is None or is_greedy is None:
+            return accept_prob
+        return torch.where(is_greedy[:, None], self.greedy_accept_prob(p, q, tokens, unfiltered_probs), accept_prob)
+
     def relaxation(self, siblings: Siblings, depth: Tensor) -> Tensor:
         """Relaxation of each draft token, `[B, S]`, tapered with depth but not yet limited by the budget."""
-        args = (siblings.p, siblings.q, siblings.token)
-        unfiltered = siblings.unfiltered_probs
-        accept_prob = self.accept_prob(*args) if unfiltered is None else self.greedy_accept_prob(*args, unfiltered)
+        given = (siblings.p, siblings.q, siblings.token)
+        accept_prob = self._accept_by_row(*given, siblings.unfiltered_probs, siblings.is_greedy)
         excess = (accept_prob.clamp(max=1.0) - siblings.exact_accept_prob).clamp_min(0)
         return excess * (-self.tightening * (depth - 1)).exp() if self.tightening else excess
 
@@ -85,9 +93,8 @@ class RelaxedRule(AcceptanceRule):
             rule = partial(self._decide_sibling, draft.tree)
             return verify_siblings(rule, probs, draft, noise, relaxation, self.budget)
         if fused.is_available(probs) and type(self).relaxation is RelaxedRule.relaxation and draft.tokens.shape[1]:
-            args = (probs[:, :-1], draft.probs, draft.tokens)
             unfiltered = None if draft.unfiltered_probs is None else draft.unfiltered_probs[:, :-1]
-            accept_prob = self.accept_prob(*args) if unfiltered is None else self.greedy_accept_prob(*args, unfiltered)
+            accept_prob = self._accept_by_row(probs[:, :-1], draft.probs, draft.tokens, unfiltered, draft.is_greedy)
             return fused.verify_chain(probs, draft, noise, accept_prob, relaxation, self.budget, self.tightening)
         verdict, _, spent = self.verify_chain(probs, draft, noise, relaxation)
         return replace(verdict, relaxation=sum_relaxation(spent, verdict, draft))
@@ -96,7 +103,7 @@ class RelaxedRule(AcceptanceRule):
         """Return the verdict on a chain without its relaxation, the draft tokens, and the relaxation of each, `[B, T - 1]`."""
         slot = torch.arange(1, probs.shape[1], device=probs.device)[None]
         unfiltered = None if draft.unfiltered_probs is None else draft.unfiltered_probs[:, :-1]
-        drafted = Siblings(probs[:, :-1], draft.probs, draft.tokens, slot, None, unfiltered, draft.force_accept)
+        drafted = Siblings(probs[:, :-1], draft.probs, draft.tokens, slot, None, unfiltered, draft.is_greedy)
         spent = cap_to_budget(self.relaxation(drafted, draft.tree.depth[1:]), draft, relaxation, self.budget)
         accepted = noise.uniform(Purpose.ACCEPT)[:, :-1] < drafted.exact_accept_prob + spent
         return verify_chain(accepted, probs, draft, noise), drafted, spent  # as on a tree, but without its copies of p
@@ -120,7 +127,7 @@ def cap_to_budget(excess: Tensor, draft: Draft, relaxation: Tensor, budget: floa
         budget: maximum relaxation per image; None: no limit.
     """
     if draft.valid is not None:
-        excess = excess * draft.valid
+        excess = torch.where(draft.valid, excess, 0.0)  # past the grid, logits may be NaN
     if budget is None:
         return excess
     total = torch.minimum(excess.cumsum(1), (budget - relaxation).clamp_min(0)[:, None])
@@ -133,29 +140,3 @@ def sum_relaxation(spent: Tensor, verdict: Verdict, draft: Draft) -> Tensor:
     if draft.valid is not None:
         tested = tested & draft.valid
     return (spent * tested).sum(1)
-
-
-@dataclass(frozen=True)
-class TypicalRule(RelaxedRule):
-    """Relaxed rule: always accept a draft token x with p(x) > min(epsilon, alpha exp(-H)), H being the entropy of p in nats.
-
-    Typical acceptance (Cai et al. 2024, Medusa, section 2.3.1). Other draft tokens get the exact test, where Medusa rejects
-    them: rejecting more than the exact rule adds bias for no gain. Image models have high entropy, so the second bound
-    dominates: at 6 nats, tokens with p = 0.0007 are typical. Defaults are those of Medusa's helper function, with alpha about
-    the square root of epsilon; its `generate` passes the two swapped.
-
-    Args:
-        epsilon: in (0, 1].
-        alpha: above 0; the paper uses about the square root of epsilon.
-        budget, tightening: see `RelaxedRule`.
-
-    Raises:
-        ValueError: if a value is out of range.
-    """
-
-    epsilon: float = number_field(0.09, 0, 1, open_below=True)
-    alpha: float = number_field(0.3, 0, open_below=True)
-
-    def accept_prob(self, p: Tensor, q: Tensor | None, tokens: Tensor) -> Tensor:
-        entropy = -(p * p.clamp_min(1e-30).log()).sum(-1)
-        return (gather_prob(p, tokens) > (self.alpha * (-entropy).exp()).clamp(max=self.epsilon)).to(p.dtype)

@@ -33,7 +33,7 @@ class Siblings(NamedTuple):
         slot: int64 `[B, R]` or `[1, R]`, the slot of the child, 0 if there is none.
         max_relaxation: float `[B, R]`, maximum relaxation that this test may spend; None: no limit.
         unfiltered_probs: float `[B, R, V]`, the target distribution at temperature 1, for greedy sampling; see `Draft`.
-        force_accept: bool `[B, R]`, for chains only; see `Draft`.
+        is_greedy: bool `[B]`, which images are sampled greedily; see `Draft`.
     """
 
     p: Tensor
@@ -42,7 +42,7 @@ class Siblings(NamedTuple):
     slot: Tensor
     max_relaxation: Tensor | None = None
     unfiltered_probs: Tensor | None = None
-    force_accept: Tensor | None = None
+    is_greedy: Tensor | None = None
 
     @property
     def p_and_q(self) -> tuple[Tensor, Tensor]:
@@ -167,7 +167,7 @@ def _gather_siblings(child: Tensor, p: Tensor, draft: Draft, limits: Tensor | No
         parent = draft.tree.parents.clamp(min=0).expand(len(at), -1).gather(1, child)
         unfiltered = draft.unfiltered_probs[image, parent]
     max_relaxation = None if limits is None else limits.gather(1, child)
-    return Siblings(p, q, draft.tokens.gather(1, at), child, max_relaxation, unfiltered), exists
+    return Siblings(p, q, draft.tokens.gather(1, at), child, max_relaxation, unfiltered, draft.is_greedy), exists
 
 
 def _residual_after_rejection(

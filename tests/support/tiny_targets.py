@@ -1,0 +1,46 @@
+"""Target models with random weights and drafters of every kind, whose passes take the paths of a GPU on a CPU."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tiny_models import tiny_transformer, tiny_vq
+
+from vargen.adapters.drafters import EagleModel, LowResolutionDrafter, MedusaHeads
+from vargen.adapters.llamagen import LlamaGenTokenModel
+from vargen.decoding.window import AutoWindow
+from vargen.models.heads.eagle import EagleDrafter
+from vargen.models.heads.medusa import MedusaDrafter
+from vargen.models.heads.upsampler import TokenUpsampler
+
+GRID = 6  # so that windows of 16 reach beyond rows and, at the end, beyond the grid
+
+
+def tiny_target(device: str = "cpu", low_res: LowResolutionDrafter | None = None) -> LlamaGenTokenModel:
+    sizes = {"grid_size": GRID, "n_head": 2, "multiple_of": 32}
+    codes = torch.randn(64, 8, generator=torch.Generator().manual_seed(2)).to(device)
+    draft = LlamaGenTokenModel(tiny_transformer("class", n_layer=1, grid_size=GRID).to(device))
+    torch.manual_seed(2)
+    eagle = EagleDrafter(dim=32, vocab_size=64, above=True, **sizes).eval().to(device)
+    medusa = MedusaDrafter(32, 64, 4).eval().to(device)
+    transformer = tiny_transformer("class", n_layer=3, grid_size=GRID).to(device)
+    heads = {"eagle": partial(EagleModel, eagle), "medusa": partial(MedusaHeads, medusa)}
+    return LlamaGenTokenModel(transformer, 2.0, codebook=codes, draft_model=draft, draft_heads=heads, low_res=low_res)
+
+
+def tiny_low_res(upsampled: bool) -> LowResolutionDrafter:
+    """Draws a grid of half the side, which an up-sampler makes probabilities of; or the tokenizer, tokens."""
+    small = LlamaGenTokenModel(tiny_transformer("class", n_layer=1, grid_size=GRID // 2), 2.0)
+    torch.manual_seed(3)
+    upsampler = TokenUpsampler(64, GRID // 2, GRID, 16, blocks=1).eval() if upsampled else None
+    return LowResolutionDrafter(small, (GRID, GRID), upsampler, tiny_vq())
+
+
+def take_gpu_paths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let passes on a CPU take the paths of a GPU: no NumPy, no shapes that values decide, no windows chosen in each pass."""
+    choose, gpu = AutoWindow.start, SimpleNamespace(device=torch.device("cuda"))
+    monkeypatch.setattr(AutoWindow, "start", lambda self, model, condition, slots: choose(self, gpu, condition, slots))
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)

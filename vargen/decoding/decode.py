@@ -1,0 +1,125 @@
+"""`decode`: a list of images by an engine, with a callback that sees and edits all of them.
+
+Shape suffixes: M images, N tokens of the grid.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vargen.compat import without_autocast
+from vargen.decoding.engine import Engine, require_batch_size, validate_token_model
+from vargen.decoding.graph import CUDAGraph
+from vargen.decoding.interfaces import TokenModel
+from vargen.decoding.next_token.accelerator import Accelerator
+from vargen.decoding.presets import resolve_method
+from vargen.decoding.requests import FinishedImage
+from vargen.decoding.results import Callback, DecodeOutput, Progress, validate_call
+from vargen.decoding.sampling import Sampling
+from vargen.kernels.dispatch import read_kernel_setting
+
+
+@torch.no_grad()
+@without_autocast
+def decode(
+    model: TokenModel,
+    condition: Any,
+    seeds: Tensor,
+    accelerator: str | Accelerator = "ar",
+    sampling: Sampling | None = None,
+    *,
+    callback: Callback | None = None,
+    profile: bool = False,
+    graphs: type[CUDAGraph] | None = None,
+    batch_size: int | None = None,
+) -> DecodeOutput:
+    """Generate the tokens of M images.
+
+    Args:
+        model: see `TokenModel`.
+        condition: passed to `model.prefill`; M rows.
+        seeds: int64 `[M]`. Image i depends only on `seeds[i]` and its condition, not on the rest of the batch.
+        accelerator: the name of a preset, or an `Accelerator`.
+        sampling: temperature and filters. Default: sample from the unfiltered softmax.
+        callback: called after every pass with a `Progress` of all M images, and may change the tokens that it holds. Returning
+            False stops the run. Its exceptions propagate.
+        profile, graphs: see `Engine`.
+        batch_size: maximum number of images at a time. If there are more, each finished image makes room for the next one.
+            None: all at once.
+
+    Returns:
+        Tokens `[M, N]`, lengths `[M]` and `DecodeStats`.
+
+    Raises:
+        ValueError: if the accelerator is unknown or cannot run on this model, `top_k` exceeds the vocabulary, or `seeds` is
+            empty.
+        TypeError: if the accelerator, seeds, sampling or callback has the wrong type.
+        NonFiniteLogitsError: if logits are not finite; names the pass and position of the first.
+    """
+    read_kernel_setting()  # fail on an invalid VARGEN_KERNELS before anything else
+    method, sampling = resolve_method(accelerator), Sampling() if sampling is None else sampling
+    validate_token_model(model)
+    slots = None if batch_size is None else require_batch_size(batch_size)
+    validate_call(seeds, sampling, callback)
+    slots = min(slots or len(seeds), len(seeds))
+    engine = Engine(model, method, batch_size=slots, profile=profile, graphs=graphs)
+    engine.submit(condition, seeds, sampling)
+    images = _ImageList(engine, seeds)
+    stopped = False
+    while engine.has_work and not stopped:
+        images.collect(engine.step())
+        if callback is not None:
+            progress = images.make_progress()
+            stopped = callback(progress) is False
+            if progress.are_tokens_read:
+                engine.replace_tokens(images.tokens)
+    if stopped:
+        images.collect(engine.drain())
+    return images.make_output()
+
+
+class _ImageList:
+    """The images of a call of `decode`.
+
+    Attributes:
+        tokens, length: int64 `[M, N]` and `[M]`, of finished images, and of the others as of the last progress.
+    """
+
+    def __init__(self, engine: Engine, seeds: Tensor):
+        M, device = len(seeds), engine.device
+        self.engine, self.finished = engine, dict[int, FinishedImage]()
+        self.tokens = torch.zeros(M, engine.num_tokens, dtype=torch.int64, device=device)
+        self.length, self._seen = (torch.zeros(M, dtype=torch.int64, device=device) for _ in range(2))
+
+    def collect(self, finished: list[FinishedImage]) -> None:
+        """Take images that finished. Raises the error of one that failed."""
+        for image in finished:
+            if image.error is not None:
+                raise image.error
+            self.tokens[image.number], self.length[image.number] = image.tokens, self.engine.num_tokens
+            self.finished[image.number] = image
+
+    def make_progress(self) -> Progress:
+        """Return the progress of all images since the last call. Its tokens are those of this object."""
+        numbers, lengths = self.engine.copy_lengths()
+        self.length[numbers] = lengths
+        before, self._seen = self._seen, self.length.clone()
+        return Progress(
+            self.engine.passes, self.length.clone(), self.engine.num_tokens, self.length - before, self._read_tokens
+        )
+
+    def _read_tokens(self) -> Tensor:
+        numbers, tokens, _ = self.engine.copy_active()
+        self.tokens[numbers] = tokens
+        return self.tokens
+
+    def make_output(self) -> DecodeOutput:
+        """Return tokens, lengths and statistics."""
+        self._read_tokens()
+        known = self.engine.list_stats() | {number: image.stats for number, image in self.finished.items()}
+        stats = self.engine.make_stats([known[number] for number in range(len(self.tokens))])
+        stats.stopped = len(self.finished) < len(self.tokens)
+        return DecodeOutput(self.tokens.clone(), self.length.clone(), stats, finished=not stats.stopped)

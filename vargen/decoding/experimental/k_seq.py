@@ -1,0 +1,71 @@
+"""k-SEQ: accept one of K siblings that were all sampled from one q (Sun et al. 2023, SpecTr).
+
+Shape suffixes: B images, T tokens fed in one pass, R of these slots, K children of a slot, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vargen.decoding.next_token.acceptance.exact import dense_draft_probs
+from vargen.decoding.next_token.acceptance.function_rule import acceptance_rule
+from vargen.decoding.next_token.acceptance.siblings import follow_accepted
+from vargen.decoding.noise import Noise, Purpose
+from vargen.decoding.tree import Draft, Verdict
+
+_BISECTIONS = 30  # bisection steps on [1, K]: beyond the resolution of float32
+
+
+@acceptance_rule(exact=True, topologies=("chain", "tree"), requires=("with-replacement",))
+def k_seq(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verdict:
+    """Accept the first of K siblings, all sampled from one q, with u < p(x) / (rho q(x)).
+
+    k-SEQ of SpecTr (Sun et al. 2023, algorithm 2). With beta(rho) = sum min(q, p / rho), one sibling is accepted with
+    probability beta, and some sibling of K with probability a = 1 - (1 - beta)^K. If all are rejected, the next token is
+    sampled from p - min(q, p / rho) a / beta, which is nonnegative where a <= rho beta. The smallest such rho in [1, K] is
+    found by bisection, for all slots at once.
+
+    With one child per slot it equals `speculative_sampling`. The number of siblings of a slot must not depend on the samples.
+    Arguments: see `AcceptanceRule`.
+    """
+    if draft.probs is None and draft.tree.max_children > 1:
+        raise ValueError("k_seq needs siblings that were sampled, and this draft has no probabilities; use recursive_rejection")
+    draft_probs = dense_draft_probs(probs, draft)
+    B, T, _ = probs.shape
+    image, tree = torch.arange(B, device=probs.device)[:, None], draft.tree
+    parents = tree.slots_with_rank[0] if tree.max_children else torch.zeros(1, dtype=torch.int64, device=probs.device)
+    children = tree.children.expand(B, T, -1)[:, parents]  # [B, R, K], for the slots that have children
+    at = (children - 1).clamp(min=0)
+    exists = children > 0 if draft.valid is None else (children > 0) & draft.valid[image[..., None], at]
+    p = probs[:, parents]
+    q = draft_probs[image, at[..., 0]] if tree.max_children else p  # shared by all siblings of a slot
+    number = exists.sum(-1).to(probs.dtype)
+    rho, beta = _solve_rho(p, q, number)
+    tokens = draft.tokens[image[..., None], at]
+    accept_prob = p.gather(2, tokens) / (rho[..., None] * q.gather(2, tokens))
+    uniforms = [noise.fold_in(rank).uniform(Purpose.ACCEPT)[:, parents] for rank in range(tree.max_children)]
+    hit = exists & (torch.stack(uniforms, -1) < accept_prob) if uniforms else exists
+    hit = hit & (hit.cumsum(-1) == 1)  # only the first
+    accepted = torch.zeros(B, T, dtype=torch.bool, device=probs.device).scatter(1, children.flatten(1), hit.flatten(1))
+    path, count, _ = follow_accepted(accepted, tree)
+    last = path.gather(1, count[:, None] - 1)
+    row = torch.searchsorted(parents, last).clamp(max=len(parents) - 1)  # index of the slot among those that have children
+    has = exists[image, row].any(-1) & (parents[row] == last)
+    accept_any = 1 - (1 - beta) ** number
+    share = torch.where(beta > 0, accept_any / beta, 0.0)[image, row]
+    target = probs[image, last]
+    residual = (target - torch.minimum(q[image, row], target / rho[image, row][..., None]) * share[..., None]).clamp_min_(0)
+    residual = torch.where(has[..., None] & (residual.sum(-1, keepdim=True) > 0), residual, target)
+    return Verdict(path, count, noise.select_slot(last[:, 0]).sample(residual, Purpose.RESIDUAL)[:, 0])
+
+
+def _solve_rho(p: Tensor, q: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:
+    """Return rho and beta(rho), `[B, T]` each, for `number` siblings `[B, T]`; a <= rho beta holds up to rounding."""
+    low, high = torch.ones_like(number), number.clamp(min=1)
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        beta = torch.minimum(q, p / middle[..., None]).sum(-1)
+        fits = 1 - (1 - beta) ** number <= middle * beta
+        low, high = torch.where(fits, low, middle), torch.where(fits, middle, high)
+    return high, torch.minimum(q, p / high[..., None]).sum(-1)

@@ -1,0 +1,104 @@
+"""Wavefront: start rows before the row above is complete (He et al. 2024, ZipAR, arXiv:2412.04062, on a Jacobi window).
+
+Tokens far to the right in the row above carry little information about a token, so a row can start as soon as the row above is
+a few columns ahead. Here the rows are part of a Jacobi window: draft tokens stand in for tokens that are not committed yet, and
+tokens that are kept despite that count as relaxation.
+
+Shape suffixes: B slots, S draft tokens, N tokens of the grid.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from vargen.decoding.interfaces import TokenModel
+from vargen.decoding.jacobi import Jacobi
+from vargen.decoding.next_token.acceptance import PooledRule
+from vargen.decoding.next_token.acceptance.siblings import Siblings
+from vargen.decoding.noise import Noise
+from vargen.decoding.token_pass import TokenState
+from vargen.decoding.tree import Draft, Output, PassResult
+from vargen.values import number_field, short_repr, validate_fields
+
+
+@dataclass(frozen=True)
+class WavefrontDraft(Draft):
+    """A draft some of whose tokens are accepted whatever their current probabilities are: `settled`, bool `[B, S]`."""
+
+    settled: Any = None
+
+
+@dataclass(frozen=True)
+class Wavefront(Jacobi):
+    """A Jacobi window over several rows, each of which is settled from left to right.
+
+    A token is settled once it was sampled with a settled left neighbor and with the row above settled for `reach` more columns.
+
+    Args:
+        window, initial: see `Jacobi`.
+        coupling: `"from-verdict"`, which keeps what `WavefrontRule` keeps.
+        reach: number of columns, at least 0, that the row above must be ahead.
+
+    Raises:
+        ValueError: as `Jacobi`, and if the reach or the coupling is invalid.
+    """
+
+    window: Any = 48
+    coupling: Any = "from-verdict"
+    reach: int = number_field(4, 0, is_integer=True)
+    settled: Tensor = field(init=False, repr=False, compare=False)  # bool [B, N + W], by position
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        validate_fields(self)
+        if self.coupling != "from-verdict":
+            raise ValueError(f"coupling of a wavefront must be 'from-verdict', got {short_repr(self.coupling)}")
+
+    def bind(self, model: TokenModel, slots: int) -> Self:
+        bound = super().bind(model, slots)
+        return bound.copy(settled=torch.zeros_like(bound.drafted, dtype=torch.bool))
+
+    def reset(self, state: TokenState, rows: Tensor, condition: Any, first: Output) -> None:
+        super().reset(state, rows, condition, first)
+        self.settled[rows] = False
+
+    def propose(self, state: TokenState, noise: Noise, width: int) -> Draft:
+        draft = super().propose(state, noise, width)
+        position = state.length[:, None] + torch.arange(draft.tokens.shape[1], device=state.length.device)
+        return WavefrontDraft(**vars(draft), settled=self.settled.gather(1, position))
+
+    def observe(self, state: TokenState, result: PassResult) -> None:
+        """Mark the tokens that this pass sampled with enough settled context as settled."""
+        N, columns, length = state.num_tokens, state.columns, state.length[:, None]
+        place = torch.arange(N, device=length.device)
+        column = place % columns
+        settled = self.settled[:, :N] | (place < length)  # as of the time they were fed
+        left = settled[:, (place - 1).clamp(min=0)] | (column == 0)
+        above = place - columns + (columns - 1 - column).clamp(max=self.reach)  # rightmost that must be settled
+        over = settled[:, above.clamp(min=0)] | (place < columns)
+        fed = place < length + result.noise.position.shape[1]
+        self.settled[:, :N] |= left & over & fed
+        super().observe(state, result)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WavefrontRule(PooledRule):
+    """`PooledRule` that also accepts all settled tokens of a `WavefrontDraft`, which counts as relaxation."""
+
+    size: int = number_field(0, 0, is_integer=True, meaning="the number of neighbors")
+    threshold: float = number_field(2.0, 0, open_below=True)
+    draft: Any = field(default=None, init=False, repr=False, compare=False)  # the one that is verified
+
+    def __call__(self, probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Any:
+        verifier = replace(self)
+        vars(verifier).update(vars(self), draft=draft)
+        return super(WavefrontRule, verifier).__call__(probs, draft, noise, relaxation)
+
+    def relaxation(self, siblings: Siblings, depth: Tensor) -> Tensor:
+        relaxation = super().relaxation(siblings, depth)
+        settled = getattr(self.draft, "settled", None)
+        return relaxation if settled is None else torch.where(settled, 1 - siblings.exact_accept_prob, relaxation)

@@ -1,0 +1,249 @@
+"""Jacobi drafting: feed a window of tokens in one pass and draft the next window from its output.
+
+There is no second model and no training. Draft tokens are sampled from the target's own probabilities in the previous pass,
+which are one pass stale (Teng et al. 2024, speculative Jacobi decoding). Verification only requires that the probabilities of a
+draft token given the earlier positions are known. This leaves two choices: how uncommitted draft tokens are resampled
+(`coupling`), and how positions that no pass has processed are initialized (`initial`).
+
+Shape suffixes: B slots, T tokens fed in one pass, S = T - 1 draft tokens, N tokens of the grid, W window, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Self
+
+import torch
+from torch import Tensor
+
+from vargen.decoding.compiled_steps import draft_window
+from vargen.decoding.interfaces import Drafter, LowResModel, TokenModel
+from vargen.decoding.next_token.acceptance import gather_p_and_q, resample_rejected
+from vargen.decoding.noise import Noise, Purpose
+from vargen.decoding.token_pass import TokenState
+from vargen.decoding.tree import Draft, Output, PassResult, Tree
+from vargen.decoding.window import AutoWindow, WidthController, parse_window
+from vargen.kernels.dispatch import is_eager_cpu
+from vargen.values import resolve_name, short_repr
+
+
+@dataclass(frozen=True)
+class Jacobi(Drafter):
+    """Draft a chain from the output of the previous pass.
+
+    What the last pass predicted is kept by position: draft tokens and, if they are used, their probabilities. Nothing is
+    shifted when tokens are committed, and the next window may be narrower or wider.
+
+    Args:
+        window: tokens fed per pass, including the last committed one: an integer from 2 to the size of the grid, an
+            `AutoWindow`, or `"auto"` for one.
+        coupling: how uncommitted draft tokens are resampled: `"independent"` (SJD), `"maximal"` or `"gumbel"` (SCD),
+            `"from-verdict"` (by the acceptance rule, as in MuLo), or a function like those in `COUPLINGS`.
+        initial: first draft token of a position: `"uniform"`, or `"low-res"` (from a low-resolution image).
+
+    Raises:
+        ValueError: if the window is below 2, or a name is unknown (suggests the nearest). `bind` raises it if the window
+            exceeds the grid, or the low-resolution model is missing or has another vocabulary or grid.
+    """
+
+    window: int | str | AutoWindow = 16
+    coupling: Literal["independent", "maximal", "gumbel", "from-verdict"] | Coupling = "independent"
+    initial: Literal["uniform", "low-res"] = "uniform"
+
+    # Buffers, made by `bind`: draft tokens int64 [B, N + W] by position; the end (exclusive) of the positions that the last
+    # pass predicted, int64 [B]; their probabilities float32 [B, W, V], at position % W. By `reset`: low-resolution images.
+    drafted: Tensor = field(init=False, repr=False, compare=False)
+    drafted_end: Tensor = field(init=False, repr=False, compare=False)
+    probs: Tensor | None = field(init=False, repr=False, compare=False)
+    low_res: LowResModel | None = field(init=False, repr=False, compare=False)
+    images: Tensor | None = field(init=False, repr=False, compare=False)
+    chains: dict[int, Tree] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(policy := parse_window(self.window), AutoWindow):
+            object.__setattr__(self, "window", policy)  # convert NumPy integers
+        object.__setattr__(self, "uses_probs", self.coupling != "gumbel")
+        resolve_name("coupling", self.coupling, COUPLINGS)
+        if not isinstance(self.initial, str):
+            raise TypeError(f"initial must be 'uniform' or 'low-res', got {short_repr(self.initial)}")
+        resolve_name("initial", self.initial, dict.fromkeys(("uniform", "low-res")))
+
+    @property
+    def width(self) -> int:
+        policy = parse_window(self.window)
+        return policy.max_width if isinstance(policy, AutoWindow) else policy
+
+    def validate_grid(self, tokens: int) -> None:
+        """Raise ValueError unless the window fits, or can be shortened to, a grid of `tokens` tokens."""
+        policy = parse_window(self.window)
+        if isinstance(policy, int) and policy > tokens:
+            raise ValueError(f"window must be from 2 to the grid's {tokens} tokens, got {policy}")
+
+    def fit_to_grid(self, tokens: int, vocab: int | None = None) -> Self:
+        return replace(self, window=tokens) if isinstance(self.window, int) and self.window > tokens else self
+
+    def with_window(self, window: int | str) -> Self:
+        return replace(self, window=window)
+
+    def choose_widths(self, model: TokenModel, condition: Any, slots: int) -> WidthController | None:
+        policy = parse_window(self.window)
+        return policy.start(model, condition, slots) if isinstance(policy, AutoWindow) else None
+
+    def bind(self, model: TokenModel, slots: int) -> Self:
+        N, device = model.grid[0] * model.grid[1], torch.device(model.device)
+        self.validate_grid(N)
+        fitted, policy = self, parse_window(self.window)
+        if isinstance(policy, AutoWindow):
+            fitted = replace(self, window=policy.fit_to_grid(N))
+        W, V = fitted.width, model.vocab
+        return fitted.copy(
+            drafted=torch.zeros(slots, N + W, dtype=torch.int64, device=device),
+            drafted_end=torch.zeros(slots, dtype=torch.int64, device=device),
+            probs=torch.zeros(slots, W, V, dtype=torch.float32, device=device) if self.uses_probs else None,
+            low_res=require_low_res_model(model) if self.initial == "low-res" else None,
+            images=None,
+            chains={},
+        )
+
+    def reset(self, state: TokenState, rows: Tensor, condition: Any, first: Output) -> None:
+        self.drafted_end[rows] = 1
+        if self.low_res is None:
+            return
+        options = state.sampling.options[int(rows[0])]  # images that start together have equal options
+        assert options is not None
+        new = self.low_res.start(condition, state.seeds[rows], options)
+        if self.images is None:
+            self.keep(images=new.new_zeros(len(state.seeds), *new.shape[1:]))
+        assert self.images is not None
+        self.images[rows] = new
+
+    def propose(self, state: TokenState, noise: Noise, width: int) -> Draft:
+        if width == 1:
+            return Draft.make_empty(len(state.seeds), state.vocab, state.seeds.device)
+        chain = self.chain(width - 1, state.seeds.device)
+        if self.probs is None and self.initial == "uniform" and type(self).draft_new is Jacobi.draft_new:
+            found = draft_window(self.drafted, self.drafted_end, noise, width - 1, state.num_tokens, state.vocab)
+            if found is not None:
+                return Draft(found[0], chain, valid=found[1])
+        noise = noise.shift(torch.arange(width - 1, device=state.seeds.device))
+        position = noise.position
+        is_new = position >= self.drafted_end[:, None]
+        first = _first_new_slot(is_new)
+        tokens, probs = self.draft_new(state, replace(noise, position=position[:, first:]).where(is_new[:, first:]))
+        drafted = self.drafted.gather(1, position)
+        drafted[:, first:] = torch.where(is_new[:, first:], tokens, drafted[:, first:])
+        valid = position < state.num_tokens
+        if self.probs is None:
+            return Draft(drafted, chain, valid=valid)
+        q = self.probs[torch.arange(len(position), device=position.device)[:, None], position % self.width]
+        q[:, first:] = torch.where(is_new[:, first:, None], probs, q[:, first:])
+        return Draft(drafted, chain, q, valid)
+
+    def draft_new(self, state: TokenState, noise: Noise) -> tuple[Tensor, Tensor]:
+        """Draft tokens `[B, S]` at positions that no pass has predicted; a subclass may override it.
+
+        Uniform draft tokens have q = 1 / V; recording a one-hot q would be exact too, but is accepted far less often.
+
+        Returns:
+            The tokens, which are ignored at other positions, and the probabilities that they are sampled from, float32 `[B, S,
+            V]`, or `[1, 1, V]` if all are equal.
+        """
+        if self.low_res is None:
+            even = torch.full((1, 1, state.vocab), 1.0 / state.vocab, dtype=torch.float32, device=noise.position.device)
+            return noise.sample_evenly(state.vocab, Purpose.DRAFT), even
+        assert self.images is not None
+        position = noise.position.clamp(max=state.num_tokens - 1)
+        probs = self.low_res.probs(self.images, self.known_tokens(state), self.drafted_end, position, state.sampling)
+        return noise.sample(probs, Purpose.DRAFT), probs
+
+    def known_tokens(self, state: TokenState) -> Tensor:
+        """The committed and drafted tokens by position, int64 `[B, N]`, defined up to `drafted_end`."""
+        N = state.num_tokens
+        is_committed = torch.arange(N, device=state.length.device) < state.length[:, None]
+        return torch.where(is_committed, state.tokens[:, :N], self.drafted[:, :N])
+
+    def observe(self, state: TokenState, result: PassResult) -> None:
+        position = result.noise.position
+        T = position.shape[1]
+        if T > 1:  # the root's prediction alone is committed
+            coupling: Coupling = resolve_name("coupling", self.coupling, COUPLINGS)
+            self.drafted.scatter_(1, position, coupling(result))
+            if self.probs is not None:
+                image = torch.arange(len(position), device=position.device)[:, None]
+                self.probs[image, position % self.width] = result.probs
+        self.drafted_end.copy_(state.length + T)
+
+    def chain(self, length: int, device: torch.device) -> Tree:
+        """A chain that this drafter owns, as a captured pass reads its tensors as long as the drafter lives."""
+        if length not in self.chains:
+            self.chains[length] = Tree.make_chain(length, device)
+        return self.chains[length]
+
+
+def _first_new_slot(is_new: Tensor) -> int:
+    """Return the first slot where any image may need a new draft token, so that none are computed before it.
+
+    At least one slot is computed, to know the shape. Off the eager CPU it returns 0: passes keep static shapes and the host
+    does not wait for the device.
+    """
+    if not is_eager_cpu(is_new):
+        return 0
+    return min(int((~is_new).sum(1).min()), is_new.shape[1] - 1)
+
+
+MISSING_LOW_RES = "drafts from a low resolution need a model for it beside this one, and there is none"
+
+
+def require_low_res_model(model: TokenModel) -> LowResModel:
+    """Return the low-resolution model that comes with a target."""
+    found = model.low_res
+    if found is None:
+        raise ValueError(MISSING_LOW_RES)
+    if (found.vocab, found.grid) != (model.vocab, model.grid):
+        raise ValueError(
+            f"the low-resolution model must draft for {model.vocab} tokens on {model.grid}, got {found.vocab} on {found.grid}"
+        )
+    return found
+
+
+Coupling = Callable[[PassResult], Tensor]  # returns int64 [B, T], the token after each fed slot
+
+
+def couple_independently(result: PassResult) -> Tensor:
+    """Sample independently of the old draft (Teng et al. 2024, SJD)."""
+    return result.noise.sample(result.probs, Purpose.RESAMPLE)
+
+
+def couple_maximally(result: PassResult) -> Tensor:
+    """Maximal coupling: keep the old draft token d with probability min(1, p(d) / q(d)), otherwise sample from norm((p - q)+).
+
+    The old and the new token agree with probability 1 - TV(p, q), the maximum over all couplings (SCD, section 4; SJD-PAC calls
+    this step adaptive continuation). Slots without a valid draft token are sampled from p.
+    """
+    p, q = gather_p_and_q(result.probs, result.draft)
+    kept = result.noise.uniform(Purpose.RESAMPLE_ACCEPT)[:, :-1] * q < p
+    return resample_rejected(result.probs, result.draft, result.noise, kept)
+
+
+def couple_by_gumbel(result: PassResult) -> Tensor:
+    """Gumbel coupling: argmax(log p + G) with the shared noise G of the position, which is the same in every pass.
+
+    The old and the new token agree with probability at least (1 - TV) / (1 + TV) (SCD, section 4). If the rule is
+    `shared_noise`, it has already sampled these tokens.
+    """
+    sampled = result.verdict.sampled
+    return result.noise.sample(result.probs, Purpose.TOKEN) if sampled is None else sampled
+
+
+def couple_from_verdict(result: PassResult) -> Tensor:
+    """Use the tokens that the rule kept or resampled (`Verdict.sampled` of `PooledRule`); without them, couple maximally."""
+    return couple_maximally(result) if result.verdict.sampled is None else result.verdict.sampled
+
+
+COUPLINGS: dict[str, Coupling] = {
+    "independent": couple_independently,
+    "maximal": couple_maximally,
+    "gumbel": couple_by_gumbel,
+    "from-verdict": couple_from_verdict,
+}

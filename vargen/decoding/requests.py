@@ -1,0 +1,128 @@
+"""Requests of an engine: what is asked for, what comes back, and what the host learns of passes in between.
+
+Shape suffixes: N tokens of the grid.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vargen.decoding.sampling import Sampling
+from vargen.decoding.stats import DecodeStats
+
+
+@dataclass(frozen=True, eq=False)
+class FinishedImage:
+    """A finished image.
+
+    Attributes:
+        number: of the request.
+        seed: of the image.
+        tokens: int64 `[N]`; invalid if there is an error.
+        stats: of this image alone, without seconds.
+        error: why the image failed: a `NonFiniteLogitsError`, or a ValueError for a condition that is longer than the engine
+            has room for. None if it did not fail.
+    """
+
+    number: int
+    seed: int
+    tokens: Tensor
+    stats: DecodeStats
+    error: Exception | None = None
+
+    @property
+    def passes(self) -> int:
+        """Number of target passes that the image took part in, its prefill included."""
+        return self.stats.passes
+
+    @property
+    def relaxation(self) -> float:
+        """Acceptance probability spent beyond the exact rule."""
+        return sum(self.stats.relaxation)
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """A requested image: its number, the row of its condition, its seed and its sampling options.
+
+    Attributes:
+        counts: tokens committed by each of its passes that the host has read, prefill included.
+        widths: number of its passes by the number of tokens that they fed to it, prefill excluded.
+    """
+
+    number: int
+    condition: Any
+    row: int
+    seed: int
+    sampling: Sampling
+    counts: list[int] = field(default_factory=list)
+    widths: Counter[int] = field(default_factory=Counter)
+
+    def is_like(self, other: Request) -> bool:
+        """Whether both have the same condition object and equal options."""
+        return self.condition is other.condition and self.sampling == other.sampling
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens that the passes committed, as far as the host has read."""
+        return sum(self.counts)
+
+    def record(self, length: int, width: int) -> None:
+        """Record a pass after which the image has `length` tokens; `width` is 0 for the prefill."""
+        self.counts.append(length - self.num_tokens)
+        if width:
+            self.widths[width] += 1
+
+    def make_stats(self, method: str, threads: int, relaxation: float, forced: Tensor | None) -> DecodeStats:
+        """Return the statistics of this image alone; `forced`: see `TokenModel`."""
+        return DecodeStats.from_counts(
+            method,
+            self.counts,
+            self.seed,
+            passes_by_width=dict(self.widths),
+            relaxation=[relaxation],
+            threads=max(threads, 1),
+            forced=0 if forced is None else int((forced[: self.num_tokens] >= 0).sum()),
+        )
+
+
+class Reports:
+    """What the host needs to know of passes, in the order of the passes.
+
+    On a GPU a report is read while the next pass runs, so that the host does not wait for the device.
+    """
+
+    def __init__(self, device: torch.device):
+        self.is_late = device.type == "cuda"
+        self._sent: deque[tuple[Tensor, Any, torch.cuda.Event | None]] = deque()
+
+    def send(self, report: Tensor, about: Any) -> None:
+        """Send a report of numbers; `about` is returned with it."""
+        event = None
+        if report.device.type == "cuda":
+            host = torch.empty(report.shape, dtype=report.dtype, pin_memory=True)
+            host.copy_(report, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(report.device))  # of this device, which need not be the current one
+            report = host
+        self._sent.append((report, about, event))
+
+    def receive(self, keep_newest: bool) -> tuple[list[Any], Any] | None:
+        """Return the oldest report, after waiting for it; None if there is none, or only the newest, if that is kept."""
+        if len(self._sent) <= (self.is_late and keep_newest):
+            return None
+        report, about, event = self._sent.popleft()
+        if event is not None:
+            event.synchronize()
+        return report.tolist(), about
+
+
+def select_rows(condition: Any, rows: list[int]) -> Any:
+    """Return a copy of some rows of a condition: a tensor `[M, ...]`, or an object with a method `select_rows(indices)`."""
+    index = torch.tensor(rows)
+    return condition[index.to(condition.device)] if isinstance(condition, Tensor) else condition.select_rows(index)

@@ -1,0 +1,190 @@
+"""Schedules of next-scale models as data: which model generates which scales, and how guided."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, Literal
+
+from vargen.decoding.interfaces import ScaleModel
+from vargen.decoding.method import Method, describe_part
+from vargen.values import parse_float, parse_int, short_repr
+
+STAGE_MODELS = ("target", "draft")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Consecutive scales that are generated in the same way.
+
+    Args:
+        until: the first scale after this stage, counted from 0, or from the end if negative; a fraction between 0 and 1 of the
+            scales, rounded, at least one less than all; None: all remaining scales.
+        model: `"target"`, or `"draft"` for the draft model.
+        guidance: factor on the guidance scale; 0 skips the unconditional rows, which is half of the work.
+
+    Raises:
+        ValueError, TypeError: if a value is invalid.
+    """
+
+    until: int | float | None = None
+    model: Literal["target", "draft"] = "target"
+    guidance: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.model not in STAGE_MODELS:
+            raise ValueError(f"model must be one of {', '.join(STAGE_MODELS)}, got {short_repr(self.model)}")
+        fraction = isinstance(self.until, float) and 0 < self.until < 1
+        if self.until is not None and not fraction and (parse_int(self.until, -(2**31)) is None or self.until == 0):
+            raise ValueError(
+                "until must be a whole number other than 0, a fraction between 0 and 1, or None for all that remain, got "
+                f"{short_repr(self.until)}"
+            )
+        guidance = parse_float(self.guidance)
+        if guidance is None or guidance < 0:
+            raise ValueError(f"guidance must be a finite factor of at least 0, got {short_repr(self.guidance)}")
+
+    def end(self, scales: int) -> int:
+        """Return the first scale after this stage, for a model with `scales` scales."""
+        if self.until is None:
+            return scales
+        if 0 < self.until < 1:
+            return min(max(1, round(self.until * scales)), scales - 1)
+        return int(self.until) + scales * (self.until < 0)
+
+    @property
+    def exact(self) -> bool:
+        """Whether its scales follow the target's own distribution."""
+        return self.model == "target" and self.guidance == 1
+
+
+@dataclass(frozen=True)
+class ScaleSchedule(Method):
+    """A method for next-scale models.
+
+    Attributes:
+        stages: consecutive stages; the last must reach the last scale.
+
+    Raises:
+        TypeError: if a stage is not a `Stage`.
+        ValueError: if there is no stage.
+    """
+
+    stages: tuple[Stage, ...] = (Stage(),)
+    paradigm: ClassVar[Literal["next-scale"]] = "next-scale"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        stages = tuple(self.stages) if isinstance(self.stages, list | tuple) else self.stages
+        if not isinstance(stages, tuple) or not all(isinstance(stage, Stage) for stage in stages):
+            raise TypeError(f"stages must be a sequence of Stage, got {short_repr(self.stages)}")
+        if not stages:
+            raise ValueError("stages must hold at least one Stage, got none")
+        object.__setattr__(self, "stages", stages)
+
+    @property
+    def kind(self) -> Literal["exact", "relaxed"]:
+        """`"exact"` if every scale follows the target's own distribution, otherwise `"relaxed"`."""
+        return "exact" if all(stage.exact for stage in self.stages) else "relaxed"
+
+    @property
+    def sequential_tokens(self) -> bool:
+        return self.kind == "exact"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The non-default parameters of the stages, for display, keyed by name and stage number."""
+        plain = Stage()
+        found = {}
+        for number, stage in enumerate(self.stages, 1):
+            for each in fields(stage):
+                value = getattr(stage, each.name)
+                if value != getattr(plain, each.name):
+                    found[f"{each.name} {number}"] = value
+        return found
+
+    @property
+    def needs_draft_model(self) -> bool:
+        return any(stage.model == "draft" for stage in self.stages)
+
+    def spec(self) -> dict[str, Any]:
+        """Return the complete method as plain values. Schedules with equal specs generate identical output."""
+        return {"stages": describe_part(self.stages)}
+
+    def assign_stages(self, scales: int) -> tuple[Stage, ...]:
+        """Return the stage of each of `scales` scales.
+
+        Raises:
+            ValueError: if a stage ends after the last scale or has no scale, or the stages end before the last scale.
+        """
+        found: list[Stage] = []
+        for number, stage in enumerate(self.stages, 1):
+            end = stage.end(scales)
+            if not len(found) < end <= scales:
+                if len(found) == scales:
+                    raise ValueError(f"stage {number} of {self.name!r} has no scale left: earlier stages generate all {scales}")
+                allowed = f"{len(found) + 1} to {scales}, or from {len(found) + 1 - scales} to -1 counted from the end"
+                raise ValueError(
+                    f"until of stage {number} of {self.name!r} must be from {allowed}, for a model of {scales} scales, got "
+                    f"{stage.until}"
+                )
+            found += [stage] * (end - len(found))
+        if len(found) < scales:
+            raise ValueError(f"the stages of {self.name!r} end at scale {len(found)} of {scales}: the last needs until=None")
+        return tuple(found)
+
+    def fit_to_scales(self, scales: int) -> ScaleSchedule:
+        """Return the schedule for a model with `scales` scales: a stage that extends past the last scale ends there."""
+        ends = [None if stage.until is not None and stage.until >= scales else stage.until for stage in self.stages]
+        last = ends.index(None) + 1 if None in ends else len(ends)
+        return replace(self, stages=tuple(replace(s, until=end) for s, end in zip(self.stages[:last], ends, strict=False)))
+
+    def with_window(self, window: int | str) -> ScaleSchedule:
+        """Return this schedule unchanged: it has no window."""
+        return self
+
+    def bind(self, model: ScaleModel) -> tuple[Stage, ...]:
+        """Return the stage of each of the model's scales.
+
+        Raises:
+            ValueError: if this model cannot run the schedule; says why.
+        """
+        if self.needs_draft_model:
+            small = model.draft_model
+            if small is None:
+                raise ValueError(f"{self.name} needs a smaller model of the same image tokenizer: a draft_transformer")
+            for name in ("scale_tokens", "scale_codes", "vocab"):
+                expected, found = getattr(model, name), getattr(small, name)
+                if found != expected:
+                    raise ValueError(
+                        f"the draft model must be of the same image tokenizer: its {name} is {found}, not {expected}"
+                    )
+        stages = self.assign_stages(len(model.scale_tokens))
+        for scale, stage in enumerate(stages):
+            if stage.guidance > 0 and any(each.model == stage.model and not each.guidance for each in stages[:scale]):
+                raise ValueError(
+                    f"guidance of the {stage.model} model cannot resume at scale {scale} of {self.name!r}: earlier scales skip "
+                    "the unconditional rows"
+                )
+        return stages
+
+
+NEXT_SCALE_METHODS: tuple[ScaleSchedule, ...] = (
+    ScaleSchedule(
+        name="plain",
+        summary="one scale per pass: the sequential baseline",
+        source="Tian et al. 2024, VAR, arXiv 2404.02905",
+    ),
+    ScaleSchedule(
+        name="code",
+        stages=(Stage(until=0.8), Stage(model="draft")),
+        summary="collaborative decoding: the small model generates the last fifth of the scales, half of the tokens or more",
+        source="Chen et al. 2024, CoDe, arXiv 2411.17787",
+    ),
+    ScaleSchedule(
+        name="economy",
+        stages=(Stage(until=-1), Stage(guidance=0)),
+        summary="the last scale without guidance, at half the cost",
+        source="as plain",
+        experimental=True,
+    ),
+)

@@ -1,0 +1,291 @@
+"""One pass of next-token decoding over B slots, in place: draft, forward, verify, commit.
+
+A slot holds an image or is free. All tensors of the state are allocated once; a pass changes nothing but their contents. Off
+the CPU, the host reads none of them, so a pass can be captured as it is (`vargen.decoding.graph`). The slots of a tree are its
+nodes.
+
+Shape suffixes: B slots, N tokens of the grid, T tokens fed in one pass, W largest T, A slots on the longest path of a tree, V
+vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vargen.decoding.clock import Clock
+from vargen.decoding.compiled_steps import commit_tokens, feed_tokens, sample_from_logits
+from vargen.decoding.graph import CapturedPasses, CUDAGraph
+from vargen.decoding.interfaces import AcceptanceRule, Drafter, TokenModel
+from vargen.decoding.next_token.acceptance.exact import verify_shared_tokens
+from vargen.decoding.noise import Noise, Purpose, TokenNoise
+from vargen.decoding.sampling import Sampling, SlotSampling, to_probs
+from vargen.decoding.tree import Draft, PassResult, Verdict
+from vargen.decoding.window import WidthController
+from vargen.device import normal_tensors
+from vargen.kernels.dispatch import is_eager_cpu
+
+# Noise of a pass: seeds [B], positions [B, T], number of the pass, and the shared noise of all positions, if it is kept.
+MakeNoise = Callable[[Tensor, Tensor, int | Tensor, TokenNoise | None], Noise]
+
+
+class TokenPass:
+    """The passes of a method over B slots.
+
+    Args:
+        model: see `TokenModel`.
+        drafter, rule: of the method, bound to the model and B slots.
+        slots: number of slots B.
+        clock: measures the parts of a pass.
+        graph: class that captures passes; None runs them one by one.
+
+    Attributes:
+        make_noise: the source of all random numbers. The exactness sums replace it to enumerate all outcomes.
+        state: from `allocate` on.
+    """
+
+    def __init__(
+        self,
+        model: TokenModel,
+        drafter: Drafter,
+        rule: AcceptanceRule,
+        slots: int,
+        clock: Clock,
+        graph: type[CUDAGraph] | None = None,
+    ):
+        self.model, self.drafter, self.rule, self.slots, self.clock = model, drafter, rule, slots, clock
+        self.make_noise: MakeNoise = Noise
+        self.state: TokenState
+        self._controller: WidthController | None = None
+        self._captured = None if graph is None else CapturedPasses(graph, _find_capture_blocker(model, drafter, clock))
+
+    def allocate(self, condition: Any) -> None:
+        """Allocate the state, with room for conditions as long as this one."""
+        self.state = TokenState.allocate(self.model, condition, self.slots, self.drafter.width)
+        self._controller = self.drafter.choose_widths(self.model, condition, self.slots)
+
+    def start(self, slots: list[int], condition: Any, seeds: Tensor, sampling: Sampling) -> None:
+        """Start n images in slots: run the prefill, and sample token 0.
+
+        Raises:
+            ValueError: if the condition is longer than the state has room for.
+        """
+        state, rows = self.state, torch.tensor(slots, device=self.model.device)
+        with self.clock.measure("prefill"):
+            out = self.model.prefill(condition, state.cache, rows)
+        if len(out.logits) != len(slots):
+            raise ValueError(f"condition must have a row for each of the {len(slots)} seeds, got {len(out.logits)}")
+        state.reset(slots, rows, seeds, sampling)
+        with self.clock.measure("draft"):
+            self.drafter.reset(state, rows, condition, out)
+        position = torch.zeros_like(seeds)[:, None]
+        noise = self.make_noise(seeds, position, 0, None)  # the shared noise is the same in every pass
+        state.tokens[rows, 0] = noise.sample(to_probs(out.logits, sampling), Purpose.TOKEN)[:, 0]
+        bad = ~sum_rows(out.logits).isfinite()[:, 0]
+        state.nonfinite[rows] = torch.where(bad, 0, state.num_tokens)
+
+    def __call__(self) -> int:
+        """Run a pass. Returns the number of tokens T that it fed to each image."""
+        width = self.drafter.width if self._controller is None else self._controller.choose()
+        if self._captured is not None:
+            self._captured.run((width, self.state.sampling.filters), partial(self.run, width))
+            return width
+        result = self.run(width)
+        if self._controller is not None:  # which no captured pass has
+            self._controller.observe(result.verdict.count, result.count > 0)
+        return result.noise.position.shape[1]
+
+    def run(self, width: int) -> PassResult:
+        """Run a pass that feeds at most `width` tokens."""
+        state, model, measure = self.state, self.model, self.clock.measure
+        with measure("draft"):
+            noise = self._noise(state.length[:, None])
+            draft = self.drafter.propose(state, noise, width).put_forced(model.forced, state.length)
+            inputs, position = state.feed(draft)
+        with measure("target"):
+            out = model.forward(inputs, state.cache, draft.tree)
+        with measure("accept"):
+            noise = self._noise(position)
+            probs, verdict, sums = verify_draft(self.rule, self.drafter, out.logits, draft, noise, state)
+        with measure("commit"):
+            count = state.write(inputs, verdict)
+            model.commit(state.cache, verdict.path, count, draft.tree)
+            result = PassResult(draft, probs, out.features, verdict, noise, count)
+            self.drafter.observe(state, result)
+            state.advance(count, verdict)
+            state.check_finite(sums, position)
+        return result
+
+    def _noise(self, position: Tensor) -> Noise:
+        return self.make_noise(self.state.seeds, position, self.state.pass_number, self.state.token_noise)
+
+    def free(self, slots: list[int]) -> None:
+        """Make slots free. On a CPU, attention reads as many cache slots as the longest row has: a free one has none."""
+        state = self.state
+        state.free(slots)
+        cached = torch.where(state.length < state.num_tokens, state.length - 1, 0)
+        self.model.rollback(state.cache, cached)
+
+
+def verify_draft(
+    rule: AcceptanceRule, drafter: Drafter, logits: Tensor, draft: Draft, noise: Noise, state: TokenState
+) -> tuple[Tensor | None, Verdict, Tensor]:
+    """Sample from the logits `[B, T, V]` of a pass, and verify its draft.
+
+    Returns:
+        The target's probabilities float32 `[B, T, V]`, None if nothing uses them, the verdict, and the sum of each row of
+        logits, float32 `[B, T]` (`sum_rows`).
+    """
+    sampling = state.sampling
+    if rule.verify_tokens is not None and not drafter.uses_probs:
+        is_shared_chain = rule.verify_tokens is verify_shared_tokens and draft.tree.is_chain
+        found = sample_from_logits(logits, sampling, noise, draft.tokens if is_shared_chain else None)
+        if found is not None and found.outcome is not None:
+            path = torch.arange(logits.shape[1]).expand(len(logits), -1)
+            return None, Verdict(path, *found.outcome, sampled=found.tokens), found.sums
+        if found is not None:
+            return None, rule.verify_tokens(found.tokens, draft), found.sums
+    probs = sampling.probs(logits)
+    may_be_greedy = sampling.any_greedy if is_eager_cpu(logits) else sampling.filters  # so that there are two graphs, not more
+    if may_be_greedy and not rule.exact:
+        at_one, is_greedy = sampling.probs_at_one(logits)
+        draft = replace(draft, unfiltered_probs=at_one, is_greedy=is_greedy)
+    return probs, rule(probs, draft, noise, state.relaxation), sum_rows(logits)
+
+
+def sum_rows(logits: Tensor) -> Tensor:
+    """Sum each row of logits `[..., V]` in float32: finite where all of them are, unless the sum overflows."""
+    return logits.sum(-1, dtype=torch.float32)
+
+
+def are_finite(sums: Tensor) -> bool:
+    """Return True if values `[B, T]` are finite, found out by a single operation for a few of them on a CPU. False: unknown."""
+    few = 512
+    return is_eager_cpu(sums) and sums.numel() <= few and all(math.isfinite(each) for row in sums.tolist() for each in row)
+
+
+@dataclass
+class TokenState:
+    """B slots. A free slot is an image of N tokens, to which no pass adds.
+
+    Attributes:
+        num_tokens, columns: N, and columns of the grid.
+        vocab: V.
+        seeds: int64 `[B]`.
+        tokens: int64 `[B, N + W]`, valid up to `length`. The columns past the grid absorb what passes near its end write there.
+        length: int64 `[B]`, number of tokens committed so far.
+        pass_number: int64 `[B]`, number of the image's next pass; its prefill is pass 1.
+        relaxation: float32 `[B]`, relaxation spent so far.
+        nonfinite: int64 `[B]`, the first position whose logits were not finite; N if there is none.
+        sampling: the sampling options.
+        token_noise: the shared noise.
+        cache: the model's state.
+    """
+
+    num_tokens: int
+    columns: int
+    vocab: int
+    seeds: Tensor
+    tokens: Tensor
+    length: Tensor
+    pass_number: Tensor
+    relaxation: Tensor
+    nonfinite: Tensor
+    sampling: SlotSampling
+    token_noise: TokenNoise
+    cache: Any
+
+    @classmethod
+    def allocate(cls, model: TokenModel, condition: Any, slots: int, width: int) -> TokenState:
+        """Allocate B free slots for passes over at most `width` tokens."""
+        (rows, columns), device = model.grid, torch.device(model.device)
+        N = rows * columns
+
+        def full(value: int, *shape: int) -> Tensor:
+            return torch.full(shape, value, dtype=torch.int64, device=device)
+
+        seeds = full(0, slots)
+        with normal_tensors():  # callbacks write to it
+            tokens = full(0, slots, N + width)
+        return cls(
+            num_tokens=N,
+            columns=columns,
+            vocab=model.vocab,
+            seeds=seeds,
+            tokens=tokens,
+            length=full(N, slots),
+            pass_number=full(0, slots),
+            relaxation=torch.zeros(slots, dtype=torch.float32, device=device),
+            nonfinite=full(N, slots),
+            sampling=SlotSampling(slots, model.vocab, device),
+            token_noise=TokenNoise(seeds, N + width),
+            cache=model.allocate(condition, width, slots),
+        )
+
+    def reset(self, slots: list[int], rows: Tensor, seeds: Tensor, sampling: Sampling) -> None:
+        """Start images in slots, which `rows` int64 `[n]` holds, too. Token 0 has a place, but no value yet."""
+        self.seeds[rows], self.length[rows], self.pass_number[rows] = seeds, 1, 2
+        self.tokens[rows], self.relaxation[rows], self.nonfinite[rows] = 0, 0.0, self.num_tokens
+        self.token_noise.replace_rows(rows, seeds)
+        self.sampling.reset(slots, sampling)
+
+    def free(self, slots: list[int]) -> None:
+        """Make slots free. Tokens of an image that failed may be invalid, and are cleared."""
+        self.length[slots] = self.num_tokens
+        self.nonfinite[slots] = self.num_tokens
+        self.tokens[slots] = 0
+        self.sampling.free(slots)
+
+    def feed(self, draft: Draft) -> tuple[Tensor, Tensor]:
+        """Return the tokens to feed, int64 `[B, T]`, the root before the draft, and the position that each predicts."""
+        if draft.tree.is_chain and (made := feed_tokens(self.tokens, self.length, draft.tokens)) is not None:
+            return made
+        length = self.length[:, None]
+        inputs = torch.cat([self.tokens.gather(1, length - 1), draft.tokens], dim=1)
+        return inputs, length + draft.tree.depth
+
+    def write(self, inputs: Tensor, verdict: Verdict) -> Tensor:
+        """Write the accepted draft tokens of `inputs` `[B, T]`, and the token after the last of them, to their places.
+
+        Returns the number of tokens that the pass commits, int64 `[B]`.
+        """
+        if (count := commit_tokens(inputs, verdict, self.length, self.num_tokens, self.tokens)) is not None:
+            return count
+        committed = verdict.gather_committed(inputs)
+        offsets = torch.arange(committed.shape[1], device=inputs.device)
+        self.tokens.scatter_(1, self.length[:, None] + offsets, committed)
+        return torch.minimum(verdict.count, self.num_tokens - self.length)
+
+    def advance(self, count: Tensor, verdict: Verdict) -> None:
+        """Commit `count` `[B]` of the tokens that `write` wrote."""
+        if verdict.relaxation is not None:
+            self.relaxation.add_(torch.where(count > 0, verdict.relaxation, 0.0))  # a product of NaN and 0 is NaN
+        self.length.add_(count)
+        self.pass_number.add_(1)
+
+    def check_finite(self, sums: Tensor, position: Tensor) -> None:
+        """Remember the first position with logits that are not finite.
+
+        Args:
+            sums: float32 `[B, T]`, finite where all logits of a row are.
+            position: int64 `[B, T]`, the position that each row predicts.
+        """
+        if are_finite(sums):
+            return
+        is_bad = ~sums.isfinite() & (position < self.num_tokens)
+        bad = torch.where(is_bad, position, self.num_tokens).amin(1)
+        self.nonfinite.copy_(torch.minimum(self.nonfinite, bad))
+
+
+def _find_capture_blocker(model: TokenModel, drafter: Drafter, clock: Clock) -> str | None:
+    """Return the reason not to capture passes, if one is known before the first pass."""
+    if clock.synchronizes:
+        return "their parts are timed"
+    models = [each for each in (model, getattr(drafter, "model", None)) if isinstance(each, TokenModel)]
+    return next((each.capture_blocker for each in models if each.capture_blocker), None)
