@@ -64,9 +64,9 @@ def test_a_terminated_command_says_so(class_model: Path, tmp_path: Path, words: 
     words = [*words, *options, "--model", str(class_model), "-o", f"{output}/"]
     command = [sys.executable, "-c", "from vargen.cli.main import main; main()", *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        wait_until(lambda: list(output.rglob("*.png")) or process.poll() is not None, 60)
+        wait_until(lambda: list(output.rglob("*.png")) or process.poll() is not None, 300)
         process.send_signal(signal.SIGTERM)
-        _, said = process.communicate(timeout=300)
+        _, said = process.communicate(timeout=60)
     assert process.returncode == 143 and said.rstrip().splitlines()[-1] == "terminated", said[-500:]
     for file in output.rglob("*.png"):
         with Image.open(file) as image:
