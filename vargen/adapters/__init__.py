@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vargen.decoding.tree_drafters import repeat_for_cfg
 from vargen.models.condition import Condition
 
 ARBITRARY_CAPTION_TOKENS = 8
@@ -44,7 +45,7 @@ class Guidance:
         """Return the network rows, int64 `[R]`, of slots int64 `[n]`, of a state with `rows` rows; None: of all slots."""
         if slots is None:
             return torch.arange(rows, device=device)
-        return torch.cat([slots + first for first in range(0, rows, rows // self.rows_per_image)])
+        return repeat_for_cfg(slots, rows // self.rows_per_image, rows)
 
     def repeat(self, tensor: Tensor) -> Tensor:
         """Repeat a tensor `[B, ...]` for the CFG rows, `[R, ...]`."""

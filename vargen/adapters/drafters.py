@@ -16,6 +16,7 @@ from torch import Tensor
 from vargen.decoding import AutoregressiveHead, Output, ParallelHeads, Sampling, Tree, decode
 from vargen.decoding.noise import Purpose, derive_seeds
 from vargen.decoding.sampling import SlotSampling
+from vargen.decoding.tree_drafters import repeat_for_cfg
 from vargen.device import normal_tensors
 from vargen.models.condition import Condition
 from vargen.models.config_bounds import require_equal
@@ -72,8 +73,7 @@ class EagleModel(AutoregressiveHead):
         return EagleCache(cache, seen)
 
     def reset(self, state: EagleCache, rows: Tensor) -> None:
-        slots = state.cache.rows // self.target.rows_per_image
-        rows = torch.cat([rows + first for first in range(0, state.cache.rows, slots)])
+        rows = repeat_for_cfg(rows, state.cache.rows // self.target.rows_per_image, state.cache.rows)
         for store in (state.cache.k, state.cache.v):  # a product of 0 and NaN, such as that of a failed image, is NaN
             store.index_fill_(1, rows, 0)
         state.cache.length.index_fill_(0, rows, 0)

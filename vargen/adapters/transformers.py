@@ -27,6 +27,7 @@ from transformers.cache_utils import Cache
 
 from vargen.adapters import Guidance, to_guidance
 from vargen.decoding import Output, TokenModel, Tree
+from vargen.decoding.sampling import apply_guidance
 from vargen.models.kv_cache import CacheView, KVCache
 from vargen.models.language_models.base import ImageLanguageModel, PromptRows, validate_network
 from vargen.values import short_repr
@@ -230,7 +231,7 @@ class TransformersTokenModel(TokenModel):
             scale: Any = self.guidance.scale
             if self.guidance.interval is not None:  # position 1 is decoding step 0
                 scale = torch.where(position <= self.guidance.interval + 1, scale, 1.0)[..., None]
-            logits = unconditional + scale * (conditional - unconditional)
+            logits = apply_guidance(conditional, unconditional, scale)
         if self.forced is None:
             return logits
         assert self._forced_tokens is not None

@@ -72,17 +72,19 @@ class SlotSampling:
 
     Attributes:
         options: by slot; None for a free one.
+        rows: the options of each slot; those of the first image for a free slot.
         filters: whether any image has a filter or is sampled greedily. Part of the key of a captured pass.
+        any_greedy: whether any image is sampled greedily.
     """
 
     def __init__(self, slots: int, vocab: int, device: torch.device):
         self.options: list[Sampling | None] = [None] * slots
-        self.filters = False
-        self.vocab, self._groups = vocab, dict[Sampling, list[int]]()
+        self.vocab = vocab
         self.temperature = torch.ones(slots, 1, 1, dtype=torch.float32, device=device)
         self._top_k = torch.full((slots, 1, 1), vocab, dtype=torch.int64, device=device)
         self._top_p = torch.full((slots, 1, 1), _KEEP_ALL, dtype=torch.float64, device=device)
         self._is_greedy = torch.zeros(slots, dtype=torch.bool, device=device)
+        self._set([], None)
 
     def reset(self, rows: list[int], sampling: Sampling) -> None:
         """Give images in some slots these options."""
@@ -101,15 +103,12 @@ class SlotSampling:
             self.options[row] = sampling
         used = list(dict.fromkeys(each for each in self.options if each is not None))
         self.filters = any(each.is_greedy or each.top_k is not None or each.top_p < 1 for each in used)
-        self._groups = {each: [] for each in used or [Sampling()]}
-        for row, each in enumerate(self.options):  # a free slot is computed with the first group
-            self._groups[next(iter(self._groups)) if each is None else each].append(row)
-
-    @property
-    def rows(self) -> tuple[Sampling, ...]:
-        """The options of each slot; those of another one for a free slot."""
-        first = next(iter(self._groups))
-        return tuple(first if each is None else each for each in self.options)
+        self.any_greedy = any(each.is_greedy for each in used)
+        first = used[0] if used else Sampling()
+        self.rows = tuple(first if each is None else each for each in self.options)
+        self._groups: dict[Sampling, list[int]] = {first: []}
+        for row, each in enumerate(self.rows):
+            self._groups.setdefault(each, []).append(row)
 
     def probs(self, logits: Tensor) -> Tensor:
         """Probabilities, float32 `[B, T, V]`, from guided logits `[B, T, V]`."""
@@ -123,11 +122,6 @@ class SlotSampling:
             one = torch.ones_like(self.temperature)
             return _filtered_probs(logits, one, self._top_k, self._top_p, self.filters), self._is_greedy
         return self._by_group(logits, lambda sampling: sampling.with_temperature(1.0)), self._is_greedy
-
-    @property
-    def any_greedy(self) -> bool:
-        """Whether any image is sampled greedily."""
-        return any(each is not None and each.is_greedy for each in self.options)
 
     def _by_group(self, logits: Tensor, options: Callable[[Sampling], Sampling]) -> Tensor:
         if len(self._groups) == 1:
