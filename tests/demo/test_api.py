@@ -25,7 +25,10 @@ gradio_client = pytest.importorskip("gradio_client")
 @pytest.fixture(scope="module")
 def client(address: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[gradio_client.Client]:
     folder = tmp_path_factory.mktemp("downloads")
-    yield gradio_client.Client(address, verbose=False, download_files=str(folder), analytics_enabled=False)
+    patient = {"timeout": 300}  # seconds, of which httpx waits five unless told otherwise
+    yield gradio_client.Client(
+        address, verbose=False, download_files=str(folder), analytics_enabled=False, httpx_kwargs=patient
+    )
 
 
 def test_generate(client: gradio_client.Client, service: ImageService) -> None:
@@ -97,7 +100,7 @@ def runs(service: ImageService, monkeypatch: pytest.MonkeyPatch) -> list[Job]:
 
 PROGRAM = """
 import sys, gradio_client
-gradio_client.Client(sys.argv[1], verbose=False).predict("a red apple", api_name="/generate")
+gradio_client.Client(sys.argv[1], verbose=False, httpx_kwargs={"timeout": 300}).predict("a red apple", api_name="/generate")
 """
 
 

@@ -109,7 +109,8 @@ def press_tab_key(browser: Any) -> None:
 
 def test_a_waiting_job_says_its_place(browser: Any, address: str, slow: Callable[[float], None]) -> None:
     slow(0.2)
-    job = gradio_client.Client(address, verbose=False, analytics_enabled=False).submit("a", api_name="/generate")
+    client = gradio_client.Client(address, verbose=False, analytics_enabled=False, httpx_kwargs={"timeout": 300})
+    job = client.submit("a", api_name="/generate")
     browser.click("#generate")
     browser.says("#note", "queue: 1/1")
     slow(0.0)
