@@ -2,7 +2,7 @@
 
 The references are slow, and share no code with the kernels: they follow the parents of a tree instead of packed words, sort to
 filter, and process one image and one draft at a time. On a CPU the library uses other implementations (`attention`,
-`to_probs`, the rules of `vargen.decoding.next_token.acceptance`), which are tested against the same references.
+`to_probs`, the rules of `vargen.decoding.rules`), which are tested against the same references.
 
 Shape suffixes: R rows, B images, T tokens of the pass, H query heads, G key heads, S slots, K head width, P prefix slots, A
 slots of a path, V vocabulary.

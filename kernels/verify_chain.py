@@ -4,7 +4,7 @@
 finds the first rejected draft, for all drafts in parallel. Then it reads the row of p (and q) at the end of the chain, and
 samples from norm((p - q)+) with one uniform. Relaxed rules pass an acceptance probability for each draft. Its
 excess over min(1, p / q) decays with the depth and is capped by the budget along the chain, as in
-`vargen.decoding.next_token.acceptance.relaxed`. Nothing depends on the host.
+`vargen.decoding.relaxed_rules`. Nothing depends on the host.
 
 Bytes moved: 8 V B for the rows to sample from, and a few for each draft.
 
@@ -133,7 +133,7 @@ def verify_chain(
     budget: float | None = None,
     tightening: float = 0.0,
 ) -> ChainVerdict:
-    """Verify a chain, with the noise of `vargen.decoding.next_token.acceptance.exact`.
+    """Verify a chain, with the noise of `vargen.decoding.rules`.
 
     Args:
         probs: float32 `[B, T, V]`, target probabilities after each fed slot.
@@ -143,7 +143,7 @@ def verify_chain(
         seeds, position, step: int64 `[B]`, int64 `[B, T]` and the number of the pass.
         accept_prob: float32 `[B, T - 1]`, acceptance probabilities of a relaxed rule; None verifies exactly.
         relaxation: float32 `[B]`, relaxation spent by earlier passes; with `accept_prob`.
-        budget, tightening: see `vargen.decoding.next_token.acceptance.RelaxedRule`.
+        budget, tightening: see `vargen.decoding.RelaxedRule`.
 
     Raises:
         ValueError: for a larger vocabulary than a program can hold.

@@ -2,7 +2,7 @@
 
 `_verify_traversal`, grid `(B,)`: a program owns one image. It visits the slots that have children in order, with the row of p
 after each. Every child gets its reach, min(1, r p(x) / q(x)), and its rejection changes r and p for the next child
-(`vargen.decoding.next_token.acceptance.traversal` defines the rule). Reaches depend on no uniforms, so the first slot that
+(`vargen.decoding.traversal` defines the rule). Reaches depend on no uniforms, so the first slot that
 passes, children before parents, is then found for all slots in parallel. The residual of p at that slot is recomputed instead
 of stored for every slot. Nothing depends on the host.
 
@@ -163,7 +163,7 @@ def verify_traversal(
     position: Tensor,
     step: int | Tensor,
 ) -> TreeVerdict:
-    """Verify a tree with the rule of `vargen.decoding.next_token.acceptance.traversal`.
+    """Verify a tree with the rule of `vargen.decoding.traversal`.
 
     Args:
         probs, tokens, q, valid, seeds, position, step: as in `verify_chain.verify_chain`. For siblings sampled without

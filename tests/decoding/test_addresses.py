@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vargen.decoding import Accelerator, Engine, Jacobi, Sampling, list_methods, shared_noise, speculative_sampling
-from vargen.decoding.next_token.acceptance import PooledRule
 from vargen.decoding.noise_bits import _lane_offsets
+from vargen.decoding.relaxed_rules import PooledRule
 from vargen.decoding.tree import PassResult
 from vargen.models.condition import Condition
 

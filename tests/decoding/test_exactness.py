@@ -34,8 +34,8 @@ from vargen.decoding import (
 )
 from vargen.decoding.experimental import Recycle, Wavefront, WavefrontRule
 from vargen.decoding.jacobi import couple_maximally
-from vargen.decoding.next_token.acceptance import acceptance_rule, gather_p_and_q, residual_weights, verify_chain
 from vargen.decoding.noise import Purpose
+from vargen.decoding.rules import acceptance_rule, gather_p_and_q, residual_weights, verify_chain
 from vargen.evaluation.exact_sum import ReusedNoiseError, sum_pass
 from vargen.evaluation.exactness import (
     CASES,

@@ -34,7 +34,7 @@ from vargen.decoding import (
     speculative_sampling,
 )
 from vargen.decoding.graph import EAGER_PASSES, CapturedPasses
-from vargen.decoding.next_token.acceptance import PooledRule
+from vargen.decoding.relaxed_rules import PooledRule
 from vargen.device import explain_graphs, read_graph_setting
 from vargen.models.condition import Condition
 

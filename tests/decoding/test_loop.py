@@ -163,7 +163,7 @@ def test_non_finite_logits_past_the_grid_do_not_matter():
 def test_unknown_accelerators_name_the_nearest(name, message):
     with pytest.raises(ValueError, match=message):
         resolve_method(name)
-    with pytest.raises(TypeError, match="preset's name or an Accelerator"):
+    with pytest.raises(TypeError, match="preset's name or a method object"):
         resolve_method(3)  # type: ignore[arg-type]
 
 

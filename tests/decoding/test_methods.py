@@ -3,21 +3,19 @@
 import pytest
 
 from vargen.decoding import PRESETS, resolve_method
-from vargen.decoding.presets import _parts, _settable
+from vargen.decoding.methods import list_settings
 
 
 @pytest.mark.parametrize("wrong", ["zzz", "-7.5", "nan"])
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_wrong_value_of_any_setting_is_named(name: str, wrong: str) -> None:
     family = PRESETS[name].paradigm
-    for part, value in _parts(PRESETS[name], {})[0].items():
-        for field in _settable(value):
-            if wrong == "-7.5" and field in ("tau", "delta", "low"):
-                continue  # a threshold of scores may be any number
-            setting = f"{field}.{part}" if family == "next-scale" else field
-            with pytest.raises(ValueError, match=f"{name}:{setting}") as caught:
-                resolve_method(f"{name}:{setting}={wrong}", family)
-            assert field in str(caught.value).split(": ", 1)[1], caught.value
+    for setting, (_, field) in list_settings(PRESETS[name]).items():
+        if wrong == "-7.5" and field in ("tau", "delta", "low"):
+            continue  # a threshold of scores may be any number
+        with pytest.raises(ValueError, match=f"{name}:{setting}") as caught:
+            resolve_method(f"{name}:{setting}={wrong}", family)
+        assert field in str(caught.value).split(": ", 1)[1], caught.value
 
 
 @pytest.mark.parametrize("preset", PRESETS)

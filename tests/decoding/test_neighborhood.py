@@ -22,9 +22,9 @@ from vargen.decoding import (
     token_pass,
 )
 from vargen.decoding.experimental import JacobiTree
-from vargen.decoding.next_token.acceptance import acceptance_rule
-from vargen.decoding.next_token.acceptance.neighborhood import build_neighbor_table, token_dtype
+from vargen.decoding.neighbors import build_neighbor_table, token_dtype
 from vargen.decoding.noise import Purpose
+from vargen.decoding.rules import acceptance_rule
 from vargen.evaluation.table_models import TableModel
 from vargen.files import cache_folder
 
@@ -115,7 +115,7 @@ def test_a_greedy_image_beside_a_sampled_one_is_the_image_alone(name, is_cpu, mo
 @pytest.fixture
 def own_cache(tmp_path, monkeypatch):
     """An empty cache folder, and nothing remembered in this process."""
-    from vargen.decoding.next_token.acceptance import neighborhood as neighbours
+    from vargen.decoding import neighbors as neighbours
 
     monkeypatch.setenv("VARGEN_CACHE", str(tmp_path))
     neighbours._load_or_build.cache_clear()
@@ -147,7 +147,7 @@ def test_every_token_fits_into_the_numbers_of_a_table():
 
 
 def test_a_table_is_made_once_and_kept(own_cache, monkeypatch):
-    from vargen.decoding.next_token.acceptance import neighborhood as neighbours
+    from vargen.decoding import neighbors as neighbours
 
     first = build_neighbor_table(codebook(40), 6)
     assert [path.suffix for path in own_cache.iterdir()] == [".npz"]

@@ -22,8 +22,8 @@ from vargen.decoding import (
     speculative_sampling,
 )
 from vargen.decoding.experimental import JacobiTree, SampledTree, SpeculativeTree, TypicalRule
-from vargen.decoding.next_token.acceptance import Siblings
 from vargen.decoding.noise import Purpose
+from vargen.decoding.tree_rules import DraftTokens
 from vargen.evaluation.exact_sum import sum_pass
 from vargen.evaluation.exactness import DETECTED, TOLERANCE, Case
 from vargen.evaluation.table_models import TableEagle, TableModel
@@ -144,8 +144,8 @@ def test_a_tightening_rule_grants_late_drafts_exponentially_less(rule):
     probs, drafted = p[:, None].expand(-1, 6, -1), q[:, None].expand(-1, 5, -1)
     draft = Draft(torch.arange(400)[:, None].expand(-1, 5) % 9, Tree.make_chain(5), drafted)
     loose, tight = (bind_rule(dataclasses.replace(rule, tightening=nu), 9) for nu in (0.0, 0.7))
-    siblings = Siblings(probs[:, :-1], drafted, draft.tokens, torch.arange(1, 6)[None])
-    all_alike, tapered = (rule.relaxation(siblings, draft.tree.depth[1:]) for rule in (loose, tight))
+    drafts = DraftTokens(probs[:, :-1], drafted, draft.tokens, draft.tree.depth[1:])
+    all_alike, tapered = (rule.relaxation(drafts) for rule in (loose, tight))
     assert torch.allclose(all_alike, all_alike[:, :1].expand(-1, 5))  # the same draft of the same probabilities
     assert torch.allclose(tapered, all_alike * torch.tensor([math.exp(-0.7 * i) for i in range(5)]))
     assert all_alike.max() > 0.05

@@ -16,8 +16,8 @@ from vargen.decoding import (
     traversal,
 )
 from vargen.decoding.experimental import SpeculativeTree, k_seq, recursive_rejection
-from vargen.decoding.next_token import acceptance
-from vargen.decoding.next_token.acceptance import acceptance_rule, verify_siblings
+from vargen.decoding.rules import acceptance_rule
+from vargen.decoding.tree_rules import SiblingDecision, verify_siblings
 from vargen.evaluation.table_models import TableModel
 
 # -- laws beyond exactness ----------------------------------------------------------------------------------------------
@@ -90,10 +90,7 @@ def test_a_budget_caps_what_a_path_is_allowed_and_zero_is_exact():
     def generous(budget):
         def test(siblings):
             probability = siblings.exact_accept_prob
-            spent = 1 - probability
-            if siblings.max_relaxation is not None:
-                spent = torch.minimum(spent, siblings.max_relaxation)
-            return acceptance.SiblingDecision(probability + spent, siblings.residual, spent)
+            return SiblingDecision(probability, relaxation=1 - probability)
 
         @acceptance_rule(exact=False, topologies=("tree",))
         def rule(probs, draft, noise, relaxation):

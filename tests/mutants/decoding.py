@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from mutant import Mutant
 
-_ACCEPTANCE = "vargen/decoding/next_token/acceptance"
-
 MUTANTS = (
     Mutant(
         "residual-sign",
         "After a rejection, the next token is sampled from (q - p)+ instead of (p - q)+.",
-        f"{_ACCEPTANCE}/exact.py",
+        "vargen/decoding/rules.py",
         "    difference = (p - q).clamp_min_(0)\n",
         "    difference = (q - p).clamp_min_(0)\n",
         ("tests/decoding/test_exactness.py::test_every_combination_is_exact",),
@@ -42,7 +40,7 @@ MUTANTS = (
     Mutant(
         "noise-not-shared",
         "The rule of shared noise samples with the noise of the pass, so that its images are not those of sequential decoding.",
-        f"{_ACCEPTANCE}/exact.py",
+        "vargen/decoding/rules.py",
         "    return verify_shared_tokens(noise.sample(probs, Purpose.TOKEN), draft)\n",
         "    return verify_shared_tokens(noise.sample(probs, Purpose.RESAMPLE), draft)\n",
         ("tests/pipelines/test_accelerators.py::test_gumbel_generates_the_same_image_bit_for_bit",),
@@ -58,7 +56,7 @@ MUTANTS = (
     Mutant(
         "budget-not-charged",
         "A relaxed rule has its whole budget again in each pass: what earlier passes spent is not charged.",
-        f"{_ACCEPTANCE}/relaxed.py",
+        "vargen/decoding/relaxed_rules.py",
         "    total = torch.minimum(excess.cumsum(1), (budget - relaxation).clamp_min(0)[:, None])\n",
         "    total = torch.minimum(excess.cumsum(1), (budget - 0 * relaxation).clamp_min(0)[:, None])\n",
         ("tests/decoding/test_invariants.py::test_no_image_spends_more_than_its_budget_and_without_one_the_rule_is_exact",),
@@ -66,7 +64,7 @@ MUTANTS = (
     Mutant(
         "group-of-all-members",
         "The probability of a group (GSD) counts the draft token again for each member that the filters exclude.",
-        f"{_ACCEPTANCE}/grouped.py",
+        "vargen/decoding/relaxed_rules.py",
         "        group_p = gather_prob(p, tokens) + (p.gather(2, member) * joined).sum(2)\n",
         "        group_p = gather_prob(p, tokens) + p.gather(2, member).sum(2)\n",
         ("tests/decoding/test_grouped.py",),
@@ -74,7 +72,7 @@ MUTANTS = (
     Mutant(
         "pooled-unverified",
         "Drafts from a low resolution that follow a rejected one (MuLo-SD) are kept without a test.",
-        f"{_ACCEPTANCE}/pooled.py",
+        "vargen/decoding/relaxed_rules.py",
         "        accepted = noise.uniform(Purpose.RESAMPLE_ACCEPT)[:, :-1] < drafted.exact_accept_prob + spent\n",
         "        accepted = torch.ones_like(drafted.token, dtype=torch.bool)\n",
         ("tests/decoding/test_exactness.py::test_relaxed_rules_without_a_budget_are_exact",),

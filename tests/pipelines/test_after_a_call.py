@@ -14,7 +14,7 @@ from tiny_families import TINY, brightness, drafting_pipeline
 
 from vargen import Accelerator, CausalVideoPipeline, open_pipeline
 from vargen.decoding import Jacobi
-from vargen.decoding.next_token.acceptance import PooledRule
+from vargen.decoding.relaxed_rules import PooledRule
 
 MULO = Accelerator("mulo", Jacobi(8, "from-verdict", "low-res"), PooledRule(4, 0.2, 1))  # of a grid as small as this
 

@@ -40,7 +40,7 @@ from vargen.decoding.experimental import (
     recursive_rejection,
 )
 from vargen.decoding.experimental.eagle_children import SharedNoise, TopK
-from vargen.decoding.next_token.acceptance import RelaxedRule
+from vargen.decoding.relaxed_rules import RelaxedRule
 from vargen.evaluation.table_models import TableEagle, TableLowRes, TableMedusa, TableModel
 
 VOCAB, TOKENS = 9, 30

@@ -4,22 +4,13 @@ from vargen.decoding.decode import decode
 from vargen.decoding.engine import Engine
 from vargen.decoding.interfaces import AcceptanceRule, AutoregressiveHead, Drafter, ParallelHeads, ScaleModel, TokenModel
 from vargen.decoding.jacobi import Jacobi
-from vargen.decoding.method import DEFAULT_METHOD, Method
-from vargen.decoding.next_token.accelerator import Accelerator
-from vargen.decoding.next_token.acceptance import (
-    GroupedRule,
-    NeighborhoodRule,
-    PooledRule,
-    RelaxedRule,
-    acceptance_rule,
-    shared_noise,
-    speculative_sampling,
-    traversal,
-)
+from vargen.decoding.method import DEFAULT_METHOD, Accelerator, Method
+from vargen.decoding.methods import PRESETS, list_methods, resolve_method
 from vargen.decoding.noise import Noise, Purpose
-from vargen.decoding.presets import PRESETS, list_methods, resolve_method
+from vargen.decoding.relaxed_rules import GroupedRule, NeighborhoodRule, PooledRule, RelaxedRule
 from vargen.decoding.requests import FinishedImage
 from vargen.decoding.results import DecodeOutput, NonFiniteLogitsError, Progress
+from vargen.decoding.rules import acceptance_rule, shared_noise, speculative_sampling
 from vargen.decoding.sampling import Sampling
 from vargen.decoding.scales import decode_scales
 from vargen.decoding.schedule import ScaleSchedule, Stage
@@ -29,6 +20,7 @@ from vargen.decoding.token_pass import TokenState
 from vargen.decoding.tree import Draft, Output, PassResult, Tree, Verdict
 from vargen.decoding.tree_drafters import Eagle, Medusa, TreeDrafter
 from vargen.decoding.tree_growth import Children, DynamicTree
+from vargen.decoding.tree_rules import traversal
 from vargen.decoding.video.loop import BlockStream, NonFiniteLatentsError, decode_video
 from vargen.decoding.video.method import VideoMethod
 from vargen.decoding.video.policies import SingleModel, Stride, Threshold

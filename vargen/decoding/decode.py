@@ -14,8 +14,8 @@ from vargen.compat import without_autocast
 from vargen.decoding.engine import Engine, require_batch_size, validate_token_model
 from vargen.decoding.graph import CUDAGraph
 from vargen.decoding.interfaces import TokenModel
-from vargen.decoding.next_token.accelerator import Accelerator
-from vargen.decoding.presets import resolve_method
+from vargen.decoding.method import Accelerator
+from vargen.decoding.methods import resolve_method
 from vargen.decoding.requests import FinishedImage
 from vargen.decoding.results import Callback, DecodeOutput, Progress, validate_call
 from vargen.decoding.sampling import Sampling

@@ -22,8 +22,8 @@ from vargen.decoding.clock import Clock
 from vargen.decoding.costs import use_best_threads
 from vargen.decoding.graph import CUDAGraph
 from vargen.decoding.interfaces import TokenModel
-from vargen.decoding.next_token.accelerator import Accelerator
-from vargen.decoding.presets import resolve_method
+from vargen.decoding.method import Accelerator
+from vargen.decoding.methods import resolve_method
 from vargen.decoding.requests import FinishedImage, Reports, Request, select_rows
 from vargen.decoding.results import NonFiniteLogitsError, describe_non_finite_logits, validate_call
 from vargen.decoding.sampling import Sampling

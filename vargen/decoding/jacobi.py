@@ -19,8 +19,8 @@ from torch import Tensor
 
 from vargen.decoding.compiled_steps import draft_window
 from vargen.decoding.interfaces import Drafter, LowResModel, TokenModel
-from vargen.decoding.next_token.acceptance import gather_p_and_q, resample_rejected
 from vargen.decoding.noise import Noise, Purpose
+from vargen.decoding.rules import gather_p_and_q, resample_rejected
 from vargen.decoding.token_pass import TokenState
 from vargen.decoding.tree import Draft, Output, PassResult, Tree
 from vargen.decoding.window import AutoWindow, WidthController, parse_window

@@ -1,14 +1,18 @@
-"""Common base of the methods of all three paradigms: name, summary, and description as plain values."""
+"""Methods as data: what those of all paradigms have in common, and `Accelerator`, a drafter and an acceptance rule."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any, ClassVar, Literal, Self
 
+from vargen.decoding.interfaces import AcceptanceRule, Drafter, TokenModel
+from vargen.decoding.rules import shared_noise
+from vargen.decoding.speculative import Sequential
 from vargen.values import short_repr
 
 DEFAULT_METHOD = "auto"  # default of pipelines, demo, and command line
+NAMING = ("name", "summary", "source", "experimental")  # fields that have no effect on the output
 
 
 @dataclass(frozen=True)
@@ -21,9 +25,6 @@ class Method(ABC):
         source: paper.
         experimental: whether listings place it after the core methods.
         paradigm: of the models that can run it.
-
-    Raises:
-        TypeError: if `name` is not a string.
     """
 
     name: str = "custom"
@@ -31,10 +32,6 @@ class Method(ABC):
     source: str = field(default="", kw_only=True)
     experimental: bool = field(default=False, kw_only=True)
     paradigm: ClassVar[Literal["next-token", "next-scale", "video"]]
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.name, str):  # used as a key in statistics and reports
-            raise TypeError(f"name must be a string, got {short_repr(self.name)}")
 
     @property
     @abstractmethod
@@ -51,18 +48,27 @@ class Method(ABC):
     def settings(self) -> dict[str, Any]:
         """The parameters of the method by name, for display."""
 
-    @abstractmethod
     def spec(self) -> dict[str, Any]:
         """Everything that determines the output, as plain values. Methods with equal specs generate identical output.
 
         Raises:
             ValueError: if a part has no name, such as a lambda.
         """
+        return {name: value for name, value in init_fields(self).items() if name not in NAMING}
+
+    def with_window(self, window: int | str) -> Self:
+        """Return the method with another window; see `Drafter.with_window`. Only next-token methods have one."""
+        return self
 
 
 def part_name(part: Any) -> str:
     """Return the name of a rule or drafter: that of its function or class."""
     return getattr(part, "__name__", type(part).__name__)
+
+
+def init_fields(part: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass that its constructor takes, as plain values."""
+    return {each.name: describe_part(getattr(part, each.name)) for each in fields(part) if each.init}
 
 
 def describe_part(part: Any) -> Any:
@@ -87,6 +93,104 @@ def _qualified_name(part: Any) -> str:
     return part.__qualname__ if part.__module__.startswith("vargen.") else f"{part.__module__}.{part.__qualname__}"
 
 
-def init_fields(part: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass that its constructor takes, as plain values."""
-    return {each.name: describe_part(getattr(part, each.name)) for each in fields(part) if each.init}
+_REQUIREMENT_MESSAGES = {
+    "independent-per-pass": "it needs draft tokens that are sampled again in every pass, each with its own uniforms",
+    "with-replacement": "it needs siblings that are sampled with replacement, and whose number does not depend on the samples",
+}
+
+
+@dataclass(frozen=True)
+class Accelerator(Method):
+    """A method for next-token models: a drafter and an acceptance rule.
+
+    Attributes:
+        drafter: proposes draft tokens. Default: none are proposed, and each pass commits one token.
+        acceptance: the rule that verifies the draft.
+
+    Raises:
+        TypeError: if `drafter` is not a drafter or `acceptance` is not a rule.
+        ValueError: if the parts are incompatible; says why.
+    """
+
+    drafter: Drafter = field(default_factory=Sequential)
+    acceptance: AcceptanceRule = shared_noise
+    paradigm: ClassVar[Literal["next-token"]] = "next-token"
+
+    def __post_init__(self) -> None:
+        rule, drafter = self.acceptance, self.drafter
+        if not isinstance(rule, AcceptanceRule):
+            raise TypeError(f"acceptance must be a rule, such as shared_noise or GroupedRule(), got {short_repr(rule)}")
+        if not isinstance(drafter, Drafter):
+            raise TypeError(f"drafter must be a Drafter, such as Jacobi() or Speculative(), got {short_repr(drafter)}")
+        parts = f"acceptance {part_name(rule)} cannot be combined with {type(drafter).__name__}"
+        if drafter.topology not in rule.topologies:
+            raise ValueError(
+                f"{parts}: it verifies a {rule.topologies[0]} and would test each sibling against the full target "
+                "distribution; shared_noise, recursive_rejection, k_seq and traversal verify trees"
+            )
+        for requirement in rule.requires:
+            needed = requirement != "with-replacement" or drafter.topology == "tree"  # a chain has no siblings
+            if needed and requirement not in drafter.provides:
+                raise ValueError(f"{parts}: {_REQUIREMENT_MESSAGES[requirement]}")
+
+    @property
+    def topology(self) -> str:
+        """Shape of the drafts: `"chain"` or `"tree"`."""
+        return self.drafter.topology
+
+    @property
+    def kind(self) -> Literal["exact", "relaxed"]:
+        return "exact" if self.acceptance.exact else "relaxed"
+
+    @property
+    def sequential_tokens(self) -> bool:
+        return self.acceptance.sequential_tokens
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The parameters of the drafter and the rule that are not None, by name; nested dataclasses are given as their repr."""
+        found: dict[str, Any] = {}
+        for part in (self.drafter, self.acceptance):
+            values: dict[str, Any] = init_fields(part) if is_dataclass(part) else {}
+            for name, value in values.items():
+                found[name] = repr(getattr(part, name)) if isinstance(value, dict) else value
+        return {name: value for name, value in found.items() if value is not None}
+
+    def bind(self, model: TokenModel, slots: int = 0) -> tuple[Drafter, AcceptanceRule]:
+        """Return the drafter, with buffers for B slots, and the rule for a model.
+
+        Raises:
+            ValueError: if this model cannot run the method; says why.
+        """
+        fitted = self.fit_preset(*model.grid)
+        return fitted.drafter.bind(model, slots), fitted.acceptance.bind(model)
+
+    def fit_preset(self, rows: int, columns: int) -> Accelerator:
+        """Return the method with the sizes of its preset limited to a grid: those of its drafts, and the radius of its rule.
+
+        Other sizes than the preset's were asked for: they stay, and `bind` refuses what does not fit.
+        """
+        from vargen.decoding.methods import PRESETS
+
+        preset = PRESETS.get(self.name.partition(":")[0])
+        if not isinstance(preset, Accelerator) or rows * columns < 2:
+            return self
+        drafter = _limit(self.drafter, preset.drafter, preset.drafter.fit_to_grid(rows * columns))
+        acceptance = _limit(self.acceptance, preset.acceptance, preset.acceptance.fit_to_grid(rows, columns))
+        return replace(self, drafter=drafter, acceptance=acceptance)
+
+    def fit_to_grid(self, tokens: int, vocab: int | None = None) -> Accelerator:
+        """Return the method with its drafts limited to a grid of `tokens` tokens and, if given, to a vocabulary of `vocab`."""
+        return replace(self, drafter=self.drafter.fit_to_grid(tokens, vocab))
+
+    def with_window(self, window: int | str) -> Accelerator:
+        return replace(self, drafter=self.drafter.with_window(window))
+
+
+def _limit(part: Any, preset: Any, limited: Any) -> Any:
+    """Return a part with the values in which `limited` differs from the preset's part, unless its own are not the preset's."""
+    if limited is preset or type(part) is not type(preset):
+        return part
+    values = {each.name: getattr(limited, each.name) for each in fields(preset) if each.init}
+    changed = {name: value for name, value in values.items() if value != getattr(preset, name)}
+    return replace(part, **changed) if all(getattr(part, name) == getattr(preset, name) for name in changed) else part

@@ -21,8 +21,8 @@ from vargen.compat import without_autocast
 from vargen.decoding.clock import Clock
 from vargen.decoding.compiled_steps import sample_from_logits
 from vargen.decoding.interfaces import ScaleModel
+from vargen.decoding.methods import resolve_method
 from vargen.decoding.noise import Noise, Purpose
-from vargen.decoding.presets import resolve_method
 from vargen.decoding.requests import select_rows
 from vargen.decoding.results import (
     Callback,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal
 
 from vargen.decoding.interfaces import ScaleModel
-from vargen.decoding.method import Method, describe_part
+from vargen.decoding.method import Method
 from vargen.values import parse_float, parse_int, short_repr
 
 STAGE_MODELS = ("target", "draft")
@@ -73,7 +73,6 @@ class ScaleSchedule(Method):
     paradigm: ClassVar[Literal["next-scale"]] = "next-scale"
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         stages = tuple(self.stages) if isinstance(self.stages, list | tuple) else self.stages
         if not isinstance(stages, tuple) or not all(isinstance(stage, Stage) for stage in stages):
             raise TypeError(f"stages must be a sequence of Stage, got {short_repr(self.stages)}")
@@ -106,10 +105,6 @@ class ScaleSchedule(Method):
     def needs_draft_model(self) -> bool:
         return any(stage.model == "draft" for stage in self.stages)
 
-    def spec(self) -> dict[str, Any]:
-        """Return the complete method as plain values. Schedules with equal specs generate identical output."""
-        return {"stages": describe_part(self.stages)}
-
     def assign_stages(self, scales: int) -> tuple[Stage, ...]:
         """Return the stage of each of `scales` scales.
 
@@ -138,10 +133,6 @@ class ScaleSchedule(Method):
         last = ends.index(None) + 1 if None in ends else len(ends)
         return replace(self, stages=tuple(replace(s, until=end) for s, end in zip(self.stages[:last], ends, strict=False)))
 
-    def with_window(self, window: int | str) -> ScaleSchedule:
-        """Return this schedule unchanged: it has no window."""
-        return self
-
     def bind(self, model: ScaleModel) -> tuple[Stage, ...]:
         """Return the stage of each of the model's scales.
 
@@ -166,25 +157,3 @@ class ScaleSchedule(Method):
                     "the unconditional rows"
                 )
         return stages
-
-
-NEXT_SCALE_METHODS: tuple[ScaleSchedule, ...] = (
-    ScaleSchedule(
-        name="plain",
-        summary="one scale per pass: the sequential baseline",
-        source="Tian et al. 2024, VAR, arXiv 2404.02905",
-    ),
-    ScaleSchedule(
-        name="code",
-        stages=(Stage(until=0.8), Stage(model="draft")),
-        summary="collaborative decoding: the small model generates the last fifth of the scales, half of the tokens or more",
-        source="Chen et al. 2024, CoDe, arXiv 2411.17787",
-    ),
-    ScaleSchedule(
-        name="economy",
-        stages=(Stage(until=-1), Stage(guidance=0)),
-        summary="the last scale without guidance, at half the cost",
-        source="as plain",
-        experimental=True,
-    ),
-)

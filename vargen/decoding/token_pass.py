@@ -23,8 +23,8 @@ from vargen.decoding.clock import Clock
 from vargen.decoding.compiled_steps import commit_tokens, feed_tokens, sample_from_logits
 from vargen.decoding.graph import CapturedPasses, CUDAGraph
 from vargen.decoding.interfaces import AcceptanceRule, Drafter, TokenModel
-from vargen.decoding.next_token.acceptance.exact import verify_shared_tokens
 from vargen.decoding.noise import Noise, Purpose, TokenNoise
+from vargen.decoding.rules import verify_shared_tokens
 from vargen.decoding.sampling import Sampling, SlotSampling, to_probs
 from vargen.decoding.tree import Draft, PassResult, Verdict
 from vargen.decoding.window import WidthController

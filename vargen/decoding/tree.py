@@ -107,17 +107,6 @@ class Tree:
 
     @cached_property
     @normal_tensors()
-    def slots_with_rank(self) -> tuple[Tensor, ...]:
-        """For each rank, the int64 indices of slots that have a child of that rank.
-
-        If the batch shares one tree, they are read from the device once. With a tree per image, all slots are returned.
-        """
-        if self.children.dim() == 2:
-            return tuple(column.nonzero()[:, 0] for column in self.children.unbind(1))
-        return (torch.arange(self.children.shape[1], device=self.children.device),) * self.max_children
-
-    @cached_property
-    @normal_tensors()
     def postorder(self) -> Tensor:
         """int64, shaped like `parents`: the postorder index of each slot.
 
@@ -126,6 +115,25 @@ class Tree:
         size = self.ancestors.sum(-2)  # size of each subtree, its own slot included
         before = (self.earlier_siblings * size[..., None, :]).sum(-1)
         return (self.ancestors * before[..., None, :]).sum(-1) + size - 1
+
+    def follow(self, accepted: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the path of slots that are accepted with all their ancestors, `[B, A]`, and its number of slots `[B]`.
+
+        Args:
+            accepted: bool `[B, T]`, at most one slot of each group of siblings. The root is always accepted.
+        """
+        accepted = accepted.index_fill(1, torch.zeros(1, dtype=torch.int64, device=accepted.device), True)
+        return self._sort_path((accepted[:, None, :] | ~self.ancestors).all(-1))
+
+    def trace(self, slot: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the path `[B, A]` to a slot `[B]` of each image, and its number of slots `[B]`."""
+        ancestors = self.ancestors.expand(len(slot), -1, -1)
+        return self._sort_path(ancestors[torch.arange(len(slot), device=slot.device), slot])
+
+    def _sort_path(self, reached: Tensor) -> tuple[Tensor, Tensor]:
+        """List the slots of a path first. The sort is stable, so parents precede children."""
+        order = reached.to(torch.int64).argsort(dim=1, descending=True, stable=True)
+        return order[:, : self.max_path], reached.sum(1)
 
 
 @lru_cache(maxsize=64)

@@ -1,13 +1,15 @@
 """Enumerate the outcomes of an acceptance rule: the slot at which it ends, then the token after it.
 
-A rule compares uniforms with acceptance probabilities, one for each draft token, or uses no uniforms at all. It is run three
-times: once to record the probabilities, then with answers that make it end at a given slot, with the answers that do not matter
-set to False and to True.
+A rule compares uniforms with acceptance probabilities, one for each draft token, or uses no uniforms at all. It is run to
+record the probabilities, once, or for a rule that walks from slot to slot once for each slot that has children; and then twice
+with answers that make it end at a given slot, with the answers that do not matter set to False and to True.
 
 Shape suffixes: B rows, T tokens fed in one pass, C elements of one request.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -53,12 +55,22 @@ class SlotTests:
             table = self.children.flatten(1)
             tested = torch.where(fold < self.children.shape[2], table.gather(1, slot * self.children.shape[2] + rank), 0)
         if self.is_recording:
-            self.threshold = self.threshold.scatter(1, tested, torch.where(self.valid.gather(1, tested), threshold, 0.0))
+            threshold = torch.where(self.valid.gather(1, tested), threshold, 0.0)
+            fresh = self.key.gather(1, tested) < 0  # earlier siblings of what is tested for the first time are rejected
+            threshold = torch.where(fresh, threshold, self.threshold.gather(1, tested))
+            self.threshold = self.threshold.scatter(1, tested, threshold)
             self.key = self.key.scatter(1, tested, key)
             self.threshold[:, 0], self.key[:, 0] = 0.0, -1  # tests of slots that are no draft token
-            return torch.zeros_like(threshold, dtype=torch.bool)
         answers = self.answers[torch.arange(len(key)), self.last].gather(1, tested)
         return torch.where(answers == 0, self.fill, answers > 0)
+
+    def slots_with_untested_children(self) -> Iterator[int]:
+        """Slots at which a rule that walks must end to test their children, from the root down."""
+        for slot in range(self.tree.parents.shape[-1]):
+            child = self.children[:, slot]
+            tested = self.key.gather(1, child.flatten(1)) >= 0
+            if bool(((child > 0) & ~tested).any()) and bool((self.key >= 0).any()):
+                yield slot
 
     def end_probs(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Probability `[B, T]` that each slot is the last accepted one, and the intervals `[B, T, T]` of all uniforms then.
@@ -119,6 +131,9 @@ class EnumeratedRule(AcceptanceRule):
         self.draft, self.most_drafts = draft, max(self.most_drafts, each.count_rows())
         tests = each.tests = SlotTests(draft, self.rule.leaves_first, B)
         recorded = self.rule(probs, draft, noise, relaxation)
+        for slot in tests.slots_with_untested_children():  # of a rule that walks, and is at the root so far
+            tests.last = torch.full_like(tests.last, slot)
+            self.rule(probs, draft, noise, relaxation)
         tests.is_recording = False
         low, high = each.find_interval(Purpose.ACCEPT, tests.step, tests.key)
         ends, starts_of_each, ends_of_each = tests.end_probs(low, high)

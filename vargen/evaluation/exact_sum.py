@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from vargen.decoding.clock import Clock
-from vargen.decoding.next_token.accelerator import Accelerator
-from vargen.decoding.next_token.acceptance import fused
+from vargen.decoding.method import Accelerator
+from vargen.decoding.rules import uses_kernels
 from vargen.decoding.sampling import Sampling, to_probs
 from vargen.decoding.scales import ScalePasses
 from vargen.decoding.schedule import ScaleSchedule
@@ -103,7 +103,7 @@ def sum_pass(
     independent = "independent-per-pass" in method.drafter.provides or method.drafter.width == 1
     if not 0 <= len(prefix) < N or (len(prefix) > 1 and not independent):
         raise ValueError(f"prefix must hold at most {N - 1 if independent else 1} tokens for this drafter, got {len(prefix)}")
-    if fused.is_available(torch.zeros(1, 1, model.vocab)):
+    if uses_kernels(torch.zeros(1, 1, model.vocab)):
         raise ValueError("VARGEN_KERNELS must not enable kernels on the CPU: their random numbers cannot be enumerated")
 
     def program() -> tuple[list[_Pass], EnumeratedRule]:

@@ -35,8 +35,9 @@ from vargen.decoding import (
 )
 from vargen.decoding.experimental import JacobiTree, SampledTree, SpeculativeTree, recursive_rejection
 from vargen.decoding.experimental.eagle_children import TopK
-from vargen.decoding.next_token.acceptance import SiblingDecision, Siblings, gather_p_and_q, resample_rejected, verify_siblings
+from vargen.decoding.rules import gather_p_and_q, resample_rejected
 from vargen.decoding.sampling import filter_logits
+from vargen.decoding.tree_rules import DraftTokens, SiblingDecision, verify_siblings
 from vargen.evaluation.table_models import TableModel
 
 TREE = ("chain", "tree")
@@ -139,7 +140,7 @@ stale_traversal = acceptance_rule(exact=True, topologies=TREE, leaves_first=True
 # -- trees --------------------------------------------------------------------------------------------------------------
 
 
-def _inverted(siblings: Siblings) -> SiblingDecision:
+def _inverted(siblings: DraftTokens) -> SiblingDecision:
     p, q = siblings.p_and_q
     assert siblings.q is not None
     return SiblingDecision(p / q, (siblings.q - siblings.p).clamp(min=0))
@@ -148,7 +149,7 @@ def _inverted(siblings: Siblings) -> SiblingDecision:
 @acceptance_rule(exact=True, topologies=TREE)
 def inverted_residual(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verdict:
     """After a rejection the residual is q - p instead of p - q."""
-    return verify_siblings(_inverted, probs, draft, noise)
+    return verify_siblings(_inverted, probs, draft, noise, relaxation)
 
 
 class _SharedUniform:

@@ -135,7 +135,7 @@ def test_a_step_reads_nothing_on_the_host(name: str, captured: bool, monkeypatch
     transformer = tiny_transformer("class", n_layer=3).to(meta)
     model = LlamaGenTokenModel(transformer, 2.0, codebook=codes, draft_model=draft, draft_heads=heads)
     near = torch.empty(64, 20, dtype=torch.int16, device=meta)  # made once for a codebook, before the first pass
-    monkeypatch.setattr("vargen.decoding.next_token.acceptance.neighborhood.build_neighbor_table", lambda codes, size: near)
+    monkeypatch.setattr("vargen.decoding.relaxed_rules.build_neighbor_table", lambda codes, size: near)
     # The start of an image waits for the device: a list of slots, which are on the host, is read there again.
     monkeypatch.setattr(TokenNoise, "replace_rows", lambda self, rows, seeds: None)
     seeds, condition = torch.empty(2, dtype=torch.int64, device=meta), torch.empty(2, dtype=torch.int64, device=meta)

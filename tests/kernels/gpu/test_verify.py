@@ -1,4 +1,4 @@
-"""Acceptance in one launch against the rules of `vargen.decoding.next_token.acceptance`, which are proved exact elsewhere: of
+"""Acceptance in one launch against the rules of `vargen.decoding.rules`, which are proved exact elsewhere: of
 the same probabilities, draft and noise the same verdict."""
 
 import random
@@ -10,15 +10,11 @@ import torch
 from torch import Tensor
 
 from vargen.decoding import Draft, Tree
-from vargen.decoding.next_token.acceptance import (
-    GroupedRule,
-    NeighborhoodRule,
-    shared_noise,
-    speculative_sampling,
-    traversal,
-)
 from vargen.decoding.noise import Noise, Purpose
+from vargen.decoding.relaxed_rules import GroupedRule, NeighborhoodRule
+from vargen.decoding.rules import shared_noise, speculative_sampling
 from vargen.decoding.tree import Verdict
+from vargen.decoding.tree_rules import traversal
 from vargen.kernels.sampler import NoiseStream, sample_gumbel_max
 from vargen.kernels.verify_chain import verify_chain
 from vargen.kernels.verify_traversal import verify_traversal

@@ -16,9 +16,11 @@ from vargen.decoding.experimental.typical import TypicalRule
 from vargen.decoding.experimental.wavefront import Wavefront, WavefrontRule
 from vargen.decoding.interfaces import AcceptanceRule
 from vargen.decoding.jacobi import Jacobi
-from vargen.decoding.next_token.accelerator import Accelerator
-from vargen.decoding.next_token.acceptance import NeighborhoodRule, shared_noise, speculative_sampling, traversal
+from vargen.decoding.method import Accelerator
+from vargen.decoding.relaxed_rules import NeighborhoodRule
+from vargen.decoding.rules import shared_noise, speculative_sampling
 from vargen.decoding.tree_growth import DynamicTree
+from vargen.decoding.tree_rules import traversal
 
 # Rules by the name used in method strings, each with its default settings.
 EXPERIMENTAL_RULES: dict[str, AcceptanceRule] = {

@@ -1,6 +1,6 @@
 """k-SEQ: accept one of K siblings that were all sampled from one q (Sun et al. 2023, SpecTr).
 
-Shape suffixes: B images, T tokens fed in one pass, R of these slots, K children of a slot, V vocabulary.
+Shape suffixes: B images, T tokens fed in one pass, K children of a slot, V vocabulary.
 """
 
 from __future__ import annotations
@@ -8,10 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vargen.decoding.next_token.acceptance.exact import dense_draft_probs
-from vargen.decoding.next_token.acceptance.function_rule import acceptance_rule
-from vargen.decoding.next_token.acceptance.siblings import follow_accepted
 from vargen.decoding.noise import Noise, Purpose
+from vargen.decoding.rules import acceptance_rule, dense_draft_probs
 from vargen.decoding.tree import Draft, Verdict
 
 _BISECTIONS = 30  # bisection steps on [1, K]: beyond the resolution of float32
@@ -34,29 +32,26 @@ def k_seq(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verd
     draft_probs = dense_draft_probs(probs, draft)
     B, T, _ = probs.shape
     image, tree = torch.arange(B, device=probs.device)[:, None], draft.tree
-    parents = tree.slots_with_rank[0] if tree.max_children else torch.zeros(1, dtype=torch.int64, device=probs.device)
-    children = tree.children.expand(B, T, -1)[:, parents]  # [B, R, K], for the slots that have children
+    children = tree.children.expand(B, T, -1)  # [B, T, K]
     at = (children - 1).clamp(min=0)
     exists = children > 0 if draft.valid is None else (children > 0) & draft.valid[image[..., None], at]
-    p = probs[:, parents]
-    q = draft_probs[image, at[..., 0]] if tree.max_children else p  # shared by all siblings of a slot
+    q = draft_probs[image, at[..., 0]] if tree.max_children else probs  # shared by all siblings of a slot
     number = exists.sum(-1).to(probs.dtype)
-    rho, beta = _solve_rho(p, q, number)
+    rho, beta = _solve_rho(probs, q, number)
     tokens = draft.tokens[image[..., None], at]
-    accept_prob = p.gather(2, tokens) / (rho[..., None] * q.gather(2, tokens))
-    uniforms = [noise.fold_in(rank).uniform(Purpose.ACCEPT)[:, parents] for rank in range(tree.max_children)]
+    accept_prob = probs.gather(2, tokens) / (rho[..., None] * q.gather(2, tokens))
+    uniforms = [noise.fold_in(rank).uniform(Purpose.ACCEPT) for rank in range(tree.max_children)]
     hit = exists & (torch.stack(uniforms, -1) < accept_prob) if uniforms else exists
     hit = hit & (hit.cumsum(-1) == 1)  # only the first
     accepted = torch.zeros(B, T, dtype=torch.bool, device=probs.device).scatter(1, children.flatten(1), hit.flatten(1))
-    path, count, _ = follow_accepted(accepted, tree)
+    path, count = tree.follow(accepted)
     last = path.gather(1, count[:, None] - 1)
-    row = torch.searchsorted(parents, last).clamp(max=len(parents) - 1)  # index of the slot among those that have children
-    has = exists[image, row].any(-1) & (parents[row] == last)
     accept_any = 1 - (1 - beta) ** number
-    share = torch.where(beta > 0, accept_any / beta, 0.0)[image, row]
+    share = torch.where(beta > 0, accept_any / beta, 0.0)[image, last]
     target = probs[image, last]
-    residual = (target - torch.minimum(q[image, row], target / rho[image, row][..., None]) * share[..., None]).clamp_min_(0)
-    residual = torch.where(has[..., None] & (residual.sum(-1, keepdim=True) > 0), residual, target)
+    residual = (target - torch.minimum(q[image, last], target / rho[image, last][..., None]) * share[..., None]).clamp_min_(0)
+    has_children = exists[image, last].any(-1)
+    residual = torch.where(has_children[..., None] & (residual.sum(-1, keepdim=True) > 0), residual, target)
     return Verdict(path, count, noise.select_slot(last[:, 0]).sample(residual, Purpose.RESIDUAL)[:, 0])
 
 

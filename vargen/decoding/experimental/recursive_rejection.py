@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from vargen.decoding.next_token.acceptance.function_rule import acceptance_rule
-from vargen.decoding.next_token.acceptance.siblings import SiblingDecision, Siblings, verify_siblings
 from vargen.decoding.noise import Noise
+from vargen.decoding.rules import acceptance_rule
 from vargen.decoding.tree import Draft, Verdict
+from vargen.decoding.tree_rules import DraftTokens, SiblingDecision, verify_siblings
 
 
 @acceptance_rule(exact=True, topologies=("chain", "tree"))
@@ -22,9 +22,9 @@ def recursive_rejection(probs: Tensor, draft: Draft, noise: Noise, relaxation: T
     On a chain it equals `speculative_sampling`. The output is distributed as the target provided that each q is the
     distribution its sibling was actually sampled from. Arguments: see `AcceptanceRule`.
     """
-    return verify_siblings(_test_ratio, probs, draft, noise)
+    return verify_siblings(_test_ratio, probs, draft, noise, relaxation)
 
 
-def _test_ratio(siblings: Siblings) -> SiblingDecision:
-    p, q = siblings.p_and_q
+def _test_ratio(drafted: DraftTokens) -> SiblingDecision:
+    p, q = drafted.p_and_q
     return SiblingDecision(p / q)

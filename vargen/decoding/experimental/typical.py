@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from vargen.decoding.next_token.acceptance.exact import gather_prob
-from vargen.decoding.next_token.acceptance.relaxed import RelaxedRule
+from vargen.decoding.relaxed_rules import RelaxedRule
+from vargen.decoding.rules import gather_prob
 from vargen.values import number_field
 
 

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from vargen.decoding.interfaces import TokenModel
 from vargen.decoding.jacobi import Jacobi
-from vargen.decoding.next_token.acceptance import PooledRule
-from vargen.decoding.next_token.acceptance.siblings import Siblings
 from vargen.decoding.noise import Noise
+from vargen.decoding.relaxed_rules import PooledRule
 from vargen.decoding.token_pass import TokenState
 from vargen.decoding.tree import Draft, Output, PassResult
+from vargen.decoding.tree_rules import DraftTokens
 from vargen.values import number_field, short_repr, validate_fields
 
 
@@ -98,7 +98,7 @@ class WavefrontRule(PooledRule):
         vars(verifier).update(vars(self), draft=draft)
         return super(WavefrontRule, verifier).__call__(probs, draft, noise, relaxation)
 
-    def relaxation(self, siblings: Siblings, depth: Tensor) -> Tensor:
-        relaxation = super().relaxation(siblings, depth)
+    def relaxation(self, drafted: DraftTokens) -> Tensor:
+        relaxation = super().relaxation(drafted)
         settled = getattr(self.draft, "settled", None)
-        return relaxation if settled is None else torch.where(settled, 1 - siblings.exact_accept_prob, relaxation)
+        return relaxation if settled is None else torch.where(settled, 1 - drafted.exact_accept_prob, relaxation)

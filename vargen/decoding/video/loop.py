@@ -17,7 +17,7 @@ from torch import Tensor
 from vargen.compat import without_autocast
 from vargen.decoding.clock import Clock
 from vargen.decoding.costs import block_threads
-from vargen.decoding.presets import resolve_method
+from vargen.decoding.methods import resolve_method
 from vargen.decoding.video.denoising import BlockContext, BlockGenerator, make_block_noise
 from vargen.decoding.video.method import VideoDecisions, VideoMethod
 from vargen.decoding.video.policies import validate_threshold

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal
 
-from vargen.decoding.method import Method, describe_part
+from vargen.decoding.method import Method
 from vargen.decoding.video.policies import Policy, SingleModel, validate_threshold
 from vargen.decoding.video.protocols import BlockModel
 from vargen.decoding.video.stats import BlockOutcome, BlockRecord
@@ -36,7 +36,6 @@ class VideoMethod(Method):
     paradigm: ClassVar[Literal["video"]] = "video"
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if not isinstance(self.policy, Policy):
             raise TypeError(f"policy must be one such as Threshold(), got {short_repr(self.policy)}")
         blocks = self.target_blocks
@@ -112,11 +111,6 @@ class VideoMethod(Method):
                 plainly = value if isinstance(value, int | float) else repr(value)
                 found[each.name] = getattr(value, "__name__", plainly)
         return found
-
-    def spec(self) -> dict[str, Any]:
-        """Return the complete method as plain values; see `Accelerator.spec`."""
-        named = [each.name for each in fields(self) if each.name not in ("name", "summary", "source", "experimental")]
-        return {name: describe_part(getattr(self, name)) for name in named}
 
 
 def _list_fields(part: Any) -> dict[str, Any]:

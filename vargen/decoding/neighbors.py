@@ -1,6 +1,6 @@
-"""Neighborhood acceptance (LANTERN): verify a draft token by the total probability of similar tokens.
+"""Neighbor tables: the tokens whose codebook vectors are nearest to that of each token, computed once for each codebook.
 
-Shape suffixes: B images, S draft tokens, K neighbors, V vocabulary.
+Shape suffixes: K neighbors, V vocabulary.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import zipfile
-from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -17,81 +16,8 @@ import torch
 from torch import Tensor
 
 from vargen.decoding.interfaces import TokenModel
-from vargen.decoding.next_token.acceptance.exact import gather_prob
-from vargen.decoding.next_token.acceptance.relaxed import RelaxedRule
 from vargen.device import normal_tensors
 from vargen.files import atomic_file, cache_folder
-from vargen.values import number_field
-
-
-@dataclass(frozen=True)
-class NeighborhoodRule(RelaxedRule):
-    """Relaxed rule of LANTERN: accept x if u < (p(x) + p(A)) / q(x), A being the nearest neighbors of x in the codebook.
-
-    LANTERN (Jang et al. 2024, section 4) and LANTERN++ (Park et al. 2025). A is the longest prefix of the `size` nearest
-    tokens, excluding x, whose total probability p(A) stays within the configured bounds: `delta` (LANTERN), and (ratio - 1)
-    p(x) (LANTERN++), which limits p(x) + p(A) to `ratio` p(x). An accepted draft token is committed unchanged. A rejection
-    samples from norm((p - q)+), the optimal residual of every relaxed rule (see `relaxed`). Neither bound limits the total
-    distance of the output from p, because every draft token has its own A; that distance is reported as relaxation and limited
-    by `budget`. A draft token that the filters set to probability zero is never accepted, whatever its neighbors.
-
-    Under greedy sampling (temperature 0), probabilities are taken at temperature 1, and a draft token is accepted if p(x) +
-    p(A) is at least the largest probability of any other token (LANTERN's greedy form). Each accepted token that is not the
-    argmax counts as a relaxation of one.
-
-    Args:
-        size: maximum number of neighbors, at least 1; limited by the size of the codebook.
-        ratio: lambda, above 1; None disables this bound.
-        delta: in (0, 1]; None disables this bound.
-        budget, tightening: see `RelaxedRule`.
-
-    Raises:
-        ValueError: if a value is out of range, or neither bound is set.
-    """
-
-    size: int = number_field(10, 1, is_integer=True, meaning="the maximum number of neighbors")
-    ratio: float | None = number_field(5.0, 1, open_below=True, optional=True)
-    delta: float | None = number_field(None, 0, 1, open_below=True, optional=True)
-    neighbor_table: Tensor | None = field(
-        default=None, init=False, repr=False, compare=False
-    )  # int16 or int32 `[V, K]`; see `bind`
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.ratio is None and self.delta is None:
-            raise ValueError("ratio, delta or both must be a number, which bounds the neighborhood, got None for both")
-
-    def bind(self, model: TokenModel) -> NeighborhoodRule:
-        """Return the rule with the neighbor table of the model's codebook, which is computed on first use.
-
-        Raises:
-            ValueError: if the model has no codebook, or an invalid one.
-        """
-        bound = replace(self)
-        object.__setattr__(bound, "neighbor_table", build_neighbor_table(require_codebook(model), self.size))
-        return bound
-
-    def neighbor_prob(self, p: Tensor, tokens: Tensor) -> Tensor:
-        """Total neighbor probability p(A) of `tokens` `[B, S]` under p `[B, S, V]`: float `[B, S]`."""
-        if self.neighbor_table is None:
-            raise ValueError("the rule has no neighbor table: call bind(model) first")
-        reached = p.gather(2, self.neighbor_table[tokens].long()).cumsum(2)
-        within = torch.ones_like(reached, dtype=torch.bool)
-        if self.ratio is not None:
-            within &= reached <= (self.ratio - 1) * gather_prob(p, tokens)[..., None]
-        if self.delta is not None:
-            within &= reached <= self.delta
-        return (reached * within).amax(2)
-
-    def accept_prob(self, p: Tensor, q: Tensor | None, tokens: Tensor) -> Tensor:
-        own_p, own_q = gather_prob(p, tokens), gather_prob(q, tokens)
-        return torch.where(own_p > 0, (own_p + self.neighbor_prob(p, tokens)) / own_q.clamp_min(1e-30), 0.0)
-
-    def greedy_accept_prob(self, p: Tensor, q: Tensor | None, tokens: Tensor, unfiltered_probs: Tensor) -> Tensor:
-        own = gather_prob(unfiltered_probs, tokens)
-        others = unfiltered_probs.scatter(2, tokens[..., None], 0.0).amax(2)
-        return ((own > 0) & (own + self.neighbor_prob(unfiltered_probs, tokens) >= others)).to(p.dtype)
-
 
 logger = logging.getLogger("vargen")
 

@@ -1,0 +1,223 @@
+"""Exact acceptance rules, and the parts that chain rules are made of.
+
+A rule is a pure, batched function of the target distribution and a draft that returns a `Verdict`. Where Triton kernels run,
+they return the same verdicts in one launch.
+
+Shape suffixes: B images, T tokens fed in one pass, S draft tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import update_wrapper
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vargen.decoding.interfaces import AcceptanceRule
+from vargen.decoding.noise import Noise, Purpose
+from vargen.decoding.tree import Draft, Verdict
+from vargen.kernels.dispatch import supports_rows
+
+VerifyFunction = Callable[[Tensor, Draft, Noise, Tensor], Verdict]
+
+
+class FunctionRule(AcceptanceRule):
+    """An `AcceptanceRule` given by a function, which needs nothing from the model. It has the name of the function.
+
+    Args:
+        attributes: of the rule; see `AcceptanceRule`.
+    """
+
+    __qualname__: str
+
+    def __init__(self, function: VerifyFunction, **attributes: Any):
+        update_wrapper(self, function)
+        self.function = function
+        vars(self).update(attributes)
+
+    def __call__(self, probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verdict:
+        return self.function(probs, draft, noise, relaxation)
+
+    def __repr__(self) -> str:
+        return self.__qualname__
+
+    def __reduce__(self) -> str:
+        return self.__qualname__  # pickled, like a function, by its name in its module
+
+
+def acceptance_rule(
+    *,
+    exact: bool,
+    topologies: tuple[str, ...] = ("chain",),
+    requires: tuple[str, ...] = (),
+    sequential_tokens: bool = False,
+    leaves_first: bool = False,
+    verify_tokens: Callable[[Tensor, Draft], Verdict] | None = None,
+) -> Callable[[VerifyFunction], FunctionRule]:
+    """Decorate a function as an `AcceptanceRule`; see there for the arguments."""
+    attributes = dict(locals())
+    return lambda function: FunctionRule(function, **attributes)
+
+
+def uses_kernels(probs: Tensor) -> bool:
+    """Return whether Triton kernels verify drafts for these probabilities `[B, T, V]`."""
+    return supports_rows(probs) and not torch.is_grad_enabled()
+
+
+# -- speculative sampling -----------------------------------------------------------------------------------------------
+
+
+@acceptance_rule(exact=True)
+def speculative_sampling(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verdict:
+    """Speculative sampling: accept draft token d if u < p(d) / q(d); at the first rejection, sample from norm((p - q)+).
+
+    Leviathan et al. 2023, algorithm 1; Chen et al. 2023, theorem 1. If the whole draft is accepted, the next token is sampled
+    from p. The output is distributed as the target provided that q is the distribution the draft was actually sampled from.
+    Arguments: see `AcceptanceRule`.
+    """
+    if uses_kernels(probs):
+        return launch_verify_chain(probs, draft, noise)
+    p, q = gather_p_and_q(probs, draft)
+    uniforms = noise.uniform(Purpose.ACCEPT)[:, :-1]
+    return verify_chain(uniforms * q < p, probs, draft, noise)
+
+
+def gather_p_and_q(probs: Tensor, draft: Draft) -> tuple[Tensor, Tensor]:
+    """Return the probabilities of each draft token under p and q, `[B, T - 1]` each. q of a deterministic draft is 1."""
+    return gather_prob(probs[:, :-1], draft.tokens), gather_prob(draft.probs, draft.tokens)
+
+
+def gather_prob(probs: Tensor | None, tokens: Tensor) -> Tensor:
+    """Look up the probabilities of tokens `[B, S]` in `probs` `[B, S, V]`; ones for a deterministic proposal (None)."""
+    if probs is None:
+        return torch.ones(tokens.shape, dtype=torch.float32, device=tokens.device)
+    return probs.gather(2, tokens[..., None])[..., 0]
+
+
+def dense_draft_probs(probs: Tensor, draft: Draft) -> Tensor:
+    """q as `[B, T - 1, V]`; one-hot for a deterministic draft."""
+    if draft.probs is not None:
+        return draft.probs
+    return torch.zeros_like(probs[:, 1:]).scatter_(2, draft.tokens[..., None], 1.0)
+
+
+def verify_chain(accepted: Tensor, probs: Tensor, draft: Draft, noise: Noise) -> Verdict:
+    """Return the verdict on a chain, given which draft tokens passed their own test, `accepted` bool `[B, T - 1]`.
+
+    Tokens up to the first rejection are committed, and the next token is sampled from the residual there. After a fully
+    accepted draft, and where an image has no draft token, it is sampled from the target distribution.
+    """
+    B, T, _ = probs.shape
+    if draft.valid is not None:
+        accepted = accepted & draft.valid
+    count = 1 + accepted.cumprod(1).sum(1)
+    row, at = count - 1, torch.arange(B, device=probs.device)
+    target = probs[at, row]
+    if T > 1:
+        slot = row.clamp(max=T - 2)
+        rejected = row < T - 1
+        if draft.valid is not None:
+            rejected = rejected & draft.valid[at, slot]
+        target = torch.where(rejected[:, None], residual_weights(target, dense_draft_probs(probs, draft)[at, slot]), target)
+    next_token = noise.select_slot(row).sample(target[:, None], Purpose.RESIDUAL)[:, 0]
+    path = torch.arange(T, device=probs.device).expand(B, T)
+    return Verdict(path=path, count=count, next_token=next_token)
+
+
+def residual_weights(p: Tensor, q: Tensor) -> Tensor:
+    """Unnormalized residual (p - q)+, `[..., V]`; p itself where the residual is zero (p equals q up to rounding)."""
+    difference = (p - q).clamp_min_(0)
+    return torch.where(difference.sum(-1, keepdim=True) > 0, difference, p)
+
+
+def launch_verify_chain(
+    probs: Tensor,
+    draft: Draft,
+    noise: Noise,
+    accept_prob: Tensor | None = None,
+    relaxation: Tensor | None = None,
+    budget: float | None = None,
+    tightening: float = 0.0,
+) -> Verdict:
+    """Return the verdict of a Triton kernel on a chain.
+
+    It is that of `speculative_sampling`, or of a relaxed rule, given its acceptance probabilities `[B, T - 1]`.
+    """
+    from vargen.kernels.verify_chain import verify_chain
+
+    given = (probs, draft.tokens, draft.probs, draft.valid, *noise.key)
+    count, next_token, spent = verify_chain(
+        *given, accept_prob=accept_prob, relaxation=relaxation, budget=budget, tightening=tightening
+    )
+    path = torch.arange(probs.shape[1], device=probs.device).expand(len(probs), -1)
+    return Verdict(path, count, next_token, relaxation=spent)
+
+
+# -- a coupling of old and new tokens -------------------------------------------------------------------------------------
+
+
+def resample_rejected(
+    probs: Tensor, draft: Draft, noise: Noise, accepted: Tensor, force_resample: Tensor | None = None
+) -> Tensor:
+    """Replace rejected draft tokens, at all slots at once.
+
+    Returns one token per slot, int64 `[B, T]`. An accepted draft token is returned unchanged; a rejected one is replaced by a
+    sample from the residual distribution norm((p - q)+). The token is sampled from p itself in three cases: the slot has no
+    valid draft token, `force_resample` is set, or the slot is the last.
+
+    If draft tokens are accepted with probability min(1, p / q), the old and new tokens form a maximal coupling, and every
+    returned token is distributed as p.
+
+    Args:
+        accepted: bool `[B, T - 1]`, which draft tokens are accepted.
+        force_resample: bool `[B, T - 1]`, which are resampled from p in any case; None: none.
+    """
+    coupled = torch.ones_like(accepted) if draft.valid is None else draft.valid
+    if force_resample is not None:
+        coupled = coupled & ~force_resample
+    weights = probs.clone()  # updated in place to save memory: V is large
+    weights[:, :-1].addcmul_(dense_draft_probs(probs, draft), coupled[..., None].to(probs.dtype), value=-1).clamp_(min=0)
+    empty = weights[:, :-1].sum(-1) <= 0  # p equals q up to rounding: keep the draft token
+    kept = accepted & coupled | empty
+    sampled = noise.where(torch.nn.functional.pad(~kept, (0, 1), value=True)).sample(weights, Purpose.RESAMPLE)
+    sampled[:, :-1] = torch.where(kept, draft.tokens, sampled[:, :-1])
+    return sampled
+
+
+# -- shared noise ---------------------------------------------------------------------------------------------------------
+
+
+def verify_shared_tokens(sampled: Tensor, draft: Draft) -> Verdict:
+    """Verdict of `shared_noise`, given the tokens int64 `[B, T]` that the noise selects after each slot."""
+    tree = draft.tree
+    if uses_kernels(sampled):
+        from vargen.kernels.verify_tree import verify_shared_noise
+
+        path, count, next_token = verify_shared_noise(sampled, draft.tokens, tree.children, tree.max_path)
+        return Verdict(path, count, next_token, sampled=sampled)
+    if tree.is_chain:
+        count = 1 + (draft.tokens == sampled[:, :-1]).cumprod(1).sum(1)
+        path = torch.arange(tree.max_path, device=sampled.device).expand_as(sampled)
+        return Verdict(path, count, sampled.gather(1, count[:, None] - 1)[:, 0], sampled=sampled)
+    agrees = sampled.new_ones(sampled.shape).bool()
+    agrees[:, 1:] = draft.tokens == sampled.gather(1, tree.parents[..., 1:].expand(len(sampled), -1))
+    if draft.valid is not None:
+        agrees[:, 1:] &= draft.valid
+    if tree.max_children > 1:  # siblings may hold the same token: accept only the first
+        agrees = agrees & ~(agrees[:, None, :] & tree.earlier_siblings).any(-1)
+    path, count = tree.follow(agrees)
+    last = path.gather(1, count[:, None] - 1)
+    return Verdict(path=path, count=count, next_token=sampled.gather(1, last)[:, 0], sampled=sampled)
+
+
+@acceptance_rule(exact=True, topologies=("chain", "tree"), sequential_tokens=True, verify_tokens=verify_shared_tokens)
+def shared_noise(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verdict:
+    """Exact, and identical to sequential decoding: accept a draft token if it equals the token that the shared noise selects.
+
+    With the Gumbel noise G fixed per image and position, the token at a position *is* argmax(log p + G) (Maddison et al. 2014);
+    a draft token is accepted exactly when it equals that token. With an empty draft this is sequential sampling. The draft
+    probabilities q are not used. Arguments: see `AcceptanceRule`.
+    """
+    return verify_shared_tokens(noise.sample(probs, Purpose.TOKEN), draft)
