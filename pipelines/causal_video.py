@@ -25,7 +25,7 @@ from vargen.compat import tokenized, without_autocast
 from vargen.convert.causal_video import convert_causal_video
 from vargen.decoding import VideoMethod, decode_video
 from vargen.decoding.seeds import resolve_seeds
-from vargen.decoding.video.request import BlockProgress
+from vargen.decoding.video.interfaces import BlockProgress
 from vargen.models.block_router import BlockRouter
 from vargen.models.causal_video import CausalVideoTransformer
 from vargen.models.condition import Condition

@@ -115,7 +115,7 @@ MUTANTS = (
     Mutant(
         "video-decision-late",
         "The decision about a drafted block of a video is applied to the next drafted block.",
-        "vargen/decoding/video/verification.py",
+        "vargen/decoding/video/loop.py",
         '        record.outcome = "accepted" if accepted else "rejected"\n',
         '        accepted, self._late = getattr(self, "_late", True), accepted\n'
         '        record.outcome = "accepted" if accepted else "rejected"\n',
@@ -124,7 +124,7 @@ MUTANTS = (
     Mutant(
         "first-block-drafted",
         "The first block of a video may be a draft, with early exits as with every n-th block by the target.",
-        "vargen/decoding/video/method.py",
+        "vargen/decoding/video/policies.py",
         "        if block in self.method.target_blocks:\n",
         "        if block in self.method.target_blocks[1:]:\n",
         (

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from vargen.decoding.noise import sample_normal
-from vargen.decoding.video.protocols import BlockModel
+from vargen.decoding.video.interfaces import BlockModel
 
 TIMESTEPS = 1000  # timestep = noise level * TIMESTEPS
 MAX_PENDING_BLOCKS = 16  # bounds the memory of blocks that wait for a cache update

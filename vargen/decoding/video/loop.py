@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,16 +20,23 @@ from vargen.decoding.clock import Clock
 from vargen.decoding.costs import block_threads
 from vargen.decoding.presets import resolve_method
 from vargen.decoding.video.denoising import BlockContext, BlockGenerator, make_block_noise
-from vargen.decoding.video.method import VideoDecisions, VideoMethod
-from vargen.decoding.video.policies import validate_threshold
-from vargen.decoding.video.protocols import BlockModel
-from vargen.decoding.video.request import BlockCallback, BlockProgress, VideoBlock, VideoRequest
-from vargen.decoding.video.routing import DraftRouter
-from vargen.decoding.video.scoring import BlockDecoder, BlockScorer
+from vargen.decoding.video.interfaces import (
+    BlockCallback,
+    BlockDecoder,
+    BlockModel,
+    BlockProgress,
+    BlockScorer,
+    BlockView,
+    DraftRouter,
+    DraftView,
+    VideoBlock,
+)
+from vargen.decoding.video.policies import PolicyState, SingleModel, VideoDecisions, VideoMethod, validate_threshold
 from vargen.decoding.video.stats import BlockRecord, VideoStats
-from vargen.decoding.video.verification import DraftVerifier
 from vargen.device import limit_threads, normal_tensors
-from vargen.values import short_repr
+from vargen.values import parse_int, short_repr
+
+MAX_BLOCKS = 1_000_000
 
 
 class StopRequested(Exception):
@@ -37,6 +45,179 @@ class StopRequested(Exception):
 
 class NonFiniteLatentsError(RuntimeError):
     """A model returned NaN or infinite latents; no frame is returned."""
+
+
+@dataclass(frozen=True)
+class VideoRequest:
+    """The validated arguments of `decode_video`."""
+
+    model: BlockModel
+    condition: Any
+    seed: int
+    method: VideoMethod
+    blocks: int
+    decoder: BlockDecoder
+    preview: BlockDecoder | None
+    score: BlockScorer | None
+    given: Sequence[Tensor]
+    callback: BlockCallback | None
+    profile: bool
+    router: DraftRouter | None = None
+
+    def __post_init__(self) -> None:
+        if parse_int(self.blocks, 1, MAX_BLOCKS) is None:
+            raise ValueError(f"blocks must be a whole number from 1 to {MAX_BLOCKS}, got {short_repr(self.blocks)}")
+        if parse_int(self.seed, -(2**63), 2**63 - 1) is None:
+            raise ValueError(f"seed must be a whole number of 64 bits, got {short_repr(self.seed)}")
+        for name, function in (("callback", self.callback), ("score", self.score), ("router", self.router)):
+            if function is not None and not callable(function):
+                raise TypeError(f"{name} must be a function or None, got {short_repr(function)}")
+        for latents in self.given:
+            shape = list(latents.shape) if isinstance(latents, Tensor) else None
+            if shape is None or len(shape) != 5 or shape[2:] != list(self.model.block_shape[1:]):
+                got = short_repr(latents) if shape is None else shape
+                raise ValueError(f"given must be latents [1, F, *{list(self.model.block_shape[1:])}], got {got}")
+        self.method.validate_models(self.model, self.score is not None, self.router is not None)
+
+
+class BlockFrames(NamedTuple):
+    frames: Tensor  # float32 [T, 3, Y, X] in [0, 1]
+    state: Any
+
+
+class BlockDecoderState:
+    """The decoder of one video: its state, and the last frame of the last accepted block."""
+
+    def __init__(self, decoder: BlockDecoder):
+        self.decoder, self.state = decoder, None
+        self.last_frame: Tensor | None = None
+        self._latest: tuple[Tensor, BlockFrames] | None = None
+
+    def decode(self, latents: Tensor) -> BlockFrames:
+        """Decode the next block.
+
+        The result is cached, so that a block decoded for scoring is not decoded again when it is accepted.
+        """
+        if self._latest is None or self._latest[0] is not latents:
+            self.discard()
+            pixels, state = self.decoder.decode_block(latents, self.state)
+            self._latest = latents, BlockFrames((pixels[0].float() / 2 + 0.5).clamp(0, 1), state)
+        return self._latest[1]
+
+    def discard(self) -> None:
+        """Free the result for a block that was not accepted."""
+        self._latest = None
+
+    def accept(self, latents: Tensor) -> Tensor:
+        """Advance past the block and return its frames."""
+        frames, self.state = self.decode(latents)
+        self.last_frame, self._latest = frames[-1].clone(), None
+        return frames
+
+
+class ScoreResult(NamedTuple):
+    """Result of scoring a block.
+
+    Attributes:
+        score: finite; None if scoring failed.
+        frame_scores: output of the scorer.
+        failure: error message, if scoring failed.
+    """
+
+    score: float | None
+    frame_scores: list[float]
+    failure: str | None = None
+
+
+def score_block(scorer: BlockScorer, view: BlockView) -> ScoreResult:
+    """Score a block by its worst frame, because a single broken one is visible (SDVG, arXiv:2604.17397).
+
+    Exceptions of the scorer and non-finite scores are reported in the result, not raised.
+    """
+    try:
+        scores = torch.as_tensor(scorer(view)).detach().float().reshape(-1).cpu()
+        if not scores.numel() or not scores.isfinite().all():
+            return ScoreResult(None, [], f"the scorer returned {short_repr(scores.tolist())}, not finite numbers")
+    except Exception as error:  # user code: the target generates this block, and its record reports the error
+        return ScoreResult(None, [], f"the scorer raised {type(error).__name__}: {error}")
+    return ScoreResult(float(scores.min()), scores.tolist())
+
+
+class DraftVerifier:
+    """Decides which drafts are accepted, and decodes.
+
+    Args:
+        policy: its state in the video.
+        decoder: of the returned frames. preview: of scored ones; None to score the returned ones.
+        score, router: see `decode_video`.
+
+    Attributes:
+        full, preview: states of the two decoders; `preview` is None if nothing is decoded with it.
+        score: of the current prompt.
+    """
+
+    def __init__(
+        self,
+        method: VideoMethod,
+        policy: PolicyState,
+        decoder: BlockDecoder,
+        preview: BlockDecoder | None = None,
+        score: BlockScorer | None = None,
+        router: DraftRouter | None = None,
+    ):
+        self.method, self.policy, self.score, self.router = method, policy, score, router
+        self.full = BlockDecoderState(decoder)
+        self.preview = None if preview is None or not method.policy.needs_scores else BlockDecoderState(preview)
+
+    def verify(self, record: BlockRecord, draft: Tensor, finished: tuple[Tensor, Tensor] | None, clock: Clock) -> bool:
+        """Return whether a draft is accepted, and record the outcome.
+
+        Args:
+            finished: latents of the first and the latest finished block; None at the start of a video.
+        """
+        record.tau = self.policy.tau
+        if not isinstance(self.method.policy, SingleModel) and not bool(draft.isfinite().all()):
+            record.failure, accepted = "the drafter's latents are not finite", False
+        else:
+            if self.method.policy.needs_scores:
+                record.score, record.scores, record.failure = self.score_latents(record.number, draft, clock)
+            elif self.method.policy.needs_router:
+                record.score = self._rank(record.number, draft, finished, clock)
+            failed = self.method.policy.needs_scores and record.score is None
+            accepted = not failed and self.policy.should_accept(record.number, record.score)
+        record.outcome = "accepted" if accepted else "rejected"
+        return accepted
+
+    def _rank(self, number: int, draft: Tensor, finished: tuple[Tensor, Tensor] | None, clock: Clock) -> float:
+        """Return 1 minus the router's rank of a draft; 0 at the start of a video, which routers do not know."""
+        if finished is None:
+            return 0.0
+        assert self.router is not None
+        first, previous = finished
+        with clock.measure("score"):
+            return 1 - self.router(DraftView(number, draft, previous, first))
+
+    def score_latents(self, number: int, latents: Tensor, clock: Clock) -> ScoreResult:
+        """Decode and score a block."""
+        assert self.score is not None
+        decoder = self.preview or self.full
+        with clock.measure("decode"):
+            frames = decoder.decode(latents).frames
+        with clock.measure("score"):
+            view = BlockView(number, latents[0], frames, decoder.last_frame)
+            return score_block(self.score, view)
+
+    def accept(self, latents: Tensor) -> Tensor:
+        """Advance the decoders past a block and return its frames."""
+        if self.preview is not None:
+            self.preview.accept(latents)
+        return self.full.accept(latents)
+
+    def discard(self) -> None:
+        """Free the decoded frames of a block that was not accepted."""
+        for decoder in (self.full, self.preview):
+            if decoder is not None:
+                decoder.discard()
 
 
 class BlockStream(Iterator[VideoBlock]):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from vargen.decoding.video.method import VideoMethod
-from vargen.decoding.video.policies import SingleModel, Stride, Threshold
-from vargen.decoding.video.routing import LearnedRouting
+from vargen.decoding.video.policies import LearnedRouting, SingleModel, Stride, Threshold, VideoMethod
 
 VIDEO_METHODS: tuple[VideoMethod, ...] = (
     VideoMethod(
