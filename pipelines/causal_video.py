@@ -245,7 +245,7 @@ class CausalVideoPipeline(VisualPipeline):
         if window is not None:
             validation.require_int(window, "window", self.transformer.geometry.block_frames + (sinks or 0))
         schedule = validation.validate_prompt_schedule(prompt_schedule, total)
-        scored = method.needs_scorer
+        scored = method.policy.needs_scores
         if prompt is None and prompt_embeds is None:
             raise ValueError("give a prompt, for example pipe('a waving cat')")
         if scored and prompt is None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ from torch import Tensor
 from vargen.decoding.video.stats import BlockRecord
 
 
-@runtime_checkable
 class BlockModel(Protocol):
     """A block-wise video model.
 
@@ -118,10 +117,7 @@ class DraftView(NamedTuple):
     first: Tensor
 
 
-class DraftRouter(Protocol):
-    """Ranks a draft: the share, in [0, 1], of drafts from which the target would gain less."""
-
-    def __call__(self, view: DraftView) -> float: ...
+DraftRouter = Callable[[DraftView], float]  # the share, in [0, 1], of drafts from which the target would gain less
 
 
 class BlockProgress(NamedTuple):
