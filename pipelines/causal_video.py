@@ -25,7 +25,7 @@ from vargen.compat import tokenized, without_autocast
 from vargen.convert.causal_video import convert_causal_video
 from vargen.decoding import VideoMethod, decode_video
 from vargen.decoding.seeds import resolve_seeds
-from vargen.decoding.video.request import BlockProgress
+from vargen.decoding.video.interfaces import BlockProgress
 from vargen.models.block_router import BlockRouter
 from vargen.models.causal_video import CausalVideoTransformer
 from vargen.models.condition import Condition
@@ -245,7 +245,7 @@ class CausalVideoPipeline(VisualPipeline):
         if window is not None:
             validation.require_int(window, "window", self.transformer.geometry.block_frames + (sinks or 0))
         schedule = validation.validate_prompt_schedule(prompt_schedule, total)
-        scored = method.needs_scorer
+        scored = method.policy.needs_scores
         if prompt is None and prompt_embeds is None:
             raise ValueError("give a prompt, for example pipe('a waving cat')")
         if scored and prompt is None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from typing import Any
 
@@ -17,6 +18,7 @@ from vargen.adapters.causal_video import CausalVideoBlockModel
 from vargen.decoding import (
     PRESETS,
     BlockModel,
+    BlockRecord,
     LearnedRouting,
     NonFiniteLatentsError,
     Stride,
@@ -24,7 +26,8 @@ from vargen.decoding import (
     VideoMethod,
 )
 from vargen.decoding.noise import sample_normal
-from vargen.decoding.video.denoising import BlockContext, BlockGenerator, make_block_noise, shifted_levels
+from vargen.decoding.video.denoising import BlockGenerator, make_block_noise, shifted_levels
+from vargen.decoding.video.policies import Policy
 from vargen.evaluation.video import DRAFTS
 
 FREE = VideoMethod(policy=Threshold(), target_blocks=())
@@ -86,7 +89,7 @@ def after(makers: str, window: int | None, sinks: int, **changes):
 
 
 def keys(generator: BlockGenerator, frames: int) -> torch.Tensor:
-    cache = generator.context.state.cache
+    cache = generator.state.cache
     assert cache.frames == frames
     held = min(frames, cache.slots) * cache.geometry.frame_tokens
     return torch.cat([cache.keys[..., :held, :], cache.values[..., :held, :]])
@@ -97,13 +100,13 @@ def keys(generator: BlockGenerator, frames: int) -> torch.Tensor:
 @torch.no_grad()
 def test_both_caches_are_those_of_a_fresh_prefill(makers: str, window: int | None, sinks: int) -> None:
     model, made, latents = after(makers, window, sinks)
-    for generator, network in ((made.target, model), (made.drafter, model.draft_model)):
+    for generator, network in zip(made.generators.values(), (model, model.draft_model), strict=True):
         generator.update_cache()
         fresh = network.start(condition(), 2 * len(makers) + 2)
         for block in latents:
             network.forward(fresh, [block])
-        prefill = BlockGenerator(network, BlockContext(network, condition(), 2 * len(makers) + 2))
-        prefill.context.state = fresh
+        prefill = BlockGenerator(network, condition(), 2 * len(makers) + 2)
+        prefill.state = fresh
         assert closely(keys(generator, 2 * len(makers)), keys(prefill, 2 * len(makers)))
 
 
@@ -111,13 +114,13 @@ def test_both_caches_are_those_of_a_fresh_prefill(makers: str, window: int | Non
 def test_a_drafter_that_kept_its_refused_draft_would_be_found() -> None:
     """The mistake of a public script: negative control of the test above."""
     model, made, latents = after("dtdt", None, 0)
-    made.drafter.update_cache()
+    made.generators["draft"].update_cache()
     wrong = model.draft_model.start(condition(), 10)
     for block in [*latents[:1], -latents[1], *latents[2:]]:
         model.draft_model.forward(wrong, [block])
-    other = BlockGenerator(model.draft_model, BlockContext(model.draft_model, condition(), 10))
-    other.context.state = wrong
-    assert not closely(keys(made.drafter, 8), keys(other, 8))
+    other = BlockGenerator(model.draft_model, condition(), 10)
+    other.state = wrong
+    assert not closely(keys(made.generators["draft"], 8), keys(other, 8))
 
 
 def test_a_rolling_cache_with_sinks_is_one_that_is_rebuilt() -> None:
@@ -129,8 +132,8 @@ def test_a_rolling_cache_with_sinks_is_one_that_is_rebuilt() -> None:
         state = model.start(condition(), 100)
         for block in blocks[:number]:
             model.forward(state, [block])
-        generator = BlockGenerator(model, BlockContext(model, condition(), 100))
-        generator.context.state = state
+        generator = BlockGenerator(model, condition(), 100)
+        generator.state = state
         with torch.no_grad():
             again = generator.generate(noise_of(model, number))
         assert closely(again, blocks[number])
@@ -190,6 +193,23 @@ def test_each_block_is_routed_by_its_own_score() -> None:
     made = stream(VideoMethod(policy=LearnedRouting(0.5)), 12, score=None, router=lambda view: 1 - scores[view.number])
     video(made)
     assert [row.outcome for row in made.stats.blocks] == expected
+
+
+@dataclass(frozen=True)
+class OneAfterAnother(Policy):
+    """Drafts a block if the one before it was not, and accepts a draft if no other was accepted."""
+
+    def should_draft(self, record: BlockRecord, finished: Sequence[BlockRecord]) -> bool:
+        return not finished or finished[-1].outcome == "undrafted"
+
+    def should_accept(self, record: BlockRecord, finished: Sequence[BlockRecord]) -> bool:
+        return "accepted" not in [each.outcome for each in finished]
+
+
+def test_a_policy_of_ones_own_decides_from_the_records_of_earlier_blocks() -> None:
+    made = stream(VideoMethod(policy=OneAfterAnother(), target_blocks=()), 5, score=None)
+    video(made)
+    assert [row.outcome for row in made.stats.blocks] == ["accepted", "undrafted", "rejected", "undrafted", "rejected"]
 
 
 def test_the_threshold_moves_while_the_video_is_made() -> None:
@@ -277,7 +297,7 @@ def test_a_run_is_cancelled_between_steps() -> None:
         return progress.passes < 7
 
     made = stream("target", 5, callback=callback)
-    assert len(list(made)) == 1 and made.stats.stopped and made.target is None
+    assert len(list(made)) == 1 and made.stats.stopped and not made.generators
     assert [step.passes for step in steps] == list(range(1, 8)) and steps[-1].block == 1
     made = stream("target", 5)
     next(made)
@@ -287,9 +307,14 @@ def test_a_run_is_cancelled_between_steps() -> None:
     def raises(progress):
         raise KeyError("mine")
 
+    made = stream("stride", 5, callback=lambda progress: progress.block < 3)
+    assert len([next(made) for _ in range(3)]) == 3
+    made.change_prompt(condition(1), made.score)  # its passes, after block 2, stop the run
+    assert list(made) == [] and made.stats.stopped
+
     made = stream("target", 5, callback=raises)
     rejects(lambda: next(made), "mine", KeyError)
-    assert made.target is None and list(made) == []
+    assert not made.generators and list(made) == []
 
 
 @pytest.mark.parametrize("method", [PRESETS["sdvg"], DRAFTS, PRESETS["target"]], ids=lambda method: method.name)
@@ -297,9 +322,9 @@ def test_memory_stays_flat_over_many_blocks(method: VideoMethod) -> None:
     made = stream(method.with_tau(-math.inf) if method.threshold else method, 80, models(6, 2))
     sizes = []
     for _ in made:
-        generators = [each for each in (made.target, made.drafter) if each is not None]
-        waiting = sum(part.numel() for each in generators for part in each.context.pending)
-        sizes.append((sum(each.context.state.cache.nbytes for each in generators), waiting, made._verifier.full.state.nbytes))
+        generators = made.generators.values()
+        waiting = sum(part.numel() for each in generators for part in each.pending)
+        sizes.append((sum(each.state.cache.nbytes for each in generators), waiting, made._decoder.state.nbytes))
     held = [size[0] for size in sizes]
     assert len(sizes) == 80 and len(set(held)) == 1
     assert max(size[1] for size in sizes[50:]) == max(size[1] for size in sizes[25:50])
@@ -354,7 +379,7 @@ def test_a_ladder_keeps_one_cache_with_the_bits_of_two(monkeypatch: pytest.Monke
             monkeypatch.setattr(CausalVideoBlockModel, "shares_cache", False)
         made = stream(method, 6, ladder(6, 2, guided=guided))
         blocks = [next(made) for _ in range(5)]
-        assert (made.drafter.context is made.target.context) == shared
+        assert (made.generators["draft"].state is made.generators["target"].state) == shared
         both.append((torch.cat([block.latents for block in [*blocks, *made]]), made.stats))
     (one, few), (two, many) = both
     assert torch.equal(one, two) and few.sources == many.sources and set(few.sources) == {"draft", "target"}

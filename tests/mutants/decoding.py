@@ -113,7 +113,7 @@ MUTANTS = (
     Mutant(
         "video-decision-late",
         "The decision about a drafted block of a video is applied to the next drafted block.",
-        "vargen/decoding/video/verification.py",
+        "vargen/decoding/video/loop.py",
         '        record.outcome = "accepted" if accepted else "rejected"\n',
         '        accepted, self._late = getattr(self, "_late", True), accepted\n'
         '        record.outcome = "accepted" if accepted else "rejected"\n',
@@ -122,9 +122,9 @@ MUTANTS = (
     Mutant(
         "first-block-drafted",
         "The first block of a video may be a draft, with early exits as with every n-th block by the target.",
-        "vargen/decoding/video/method.py",
-        "        if block in self.method.target_blocks:\n",
-        "        if block in self.method.target_blocks[1:]:\n",
+        "vargen/decoding/video/loop.py",
+        "        elif record.number in self.method.target_blocks:\n",
+        "        elif record.number in self.method.target_blocks[1:]:\n",
         (
             "tests/decoding/test_video_early_exit.py::test_exits_need_fewer_passes_and_no_small_model",
             "tests/decoding/test_video.py::test_forced_blocks_are_the_targets",

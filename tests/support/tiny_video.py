@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
 import torch
 
 from vargen.adapters.causal_video import CausalVideoBlockModel
-from vargen.decoding import BlockStream, BlockView, VideoMethod, decode_video
+from vargen.decoding import BlockRecord, BlockStream, BlockView, VideoMethod, decode_video
 from vargen.decoding.video.denoising import shifted_levels
-from vargen.decoding.video.policies import Policy, PolicyState
+from vargen.decoding.video.policies import Policy
 from vargen.models.causal_video import CausalVideoTransformer
 from vargen.models.condition import Condition
 from vargen.models.tokenizers.preview_decoder import PreviewDecoder
@@ -30,17 +31,8 @@ class Placed(Policy):
 
     makers: str
 
-    def start(self, seed: int) -> PolicyState:
-        return _PlacedState(self.makers)
-
-
-class _PlacedState(PolicyState):
-    def __init__(self, makers: str):
-        super().__init__()
-        self.makers = makers
-
-    def should_draft(self, block: int) -> bool:
-        return self.makers[block : block + 1] == "d"
+    def should_draft(self, record: BlockRecord, finished: Sequence[BlockRecord]) -> bool:
+        return self.makers[record.number : record.number + 1] == "d"
 
 
 def randomised(network: torch.nn.Module, seed: int, scale: float = 0.3) -> torch.nn.Module:

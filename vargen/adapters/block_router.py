@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from vargen.decoding.video.method import VideoMethod
-from vargen.decoding.video.routing import DraftRouter, DraftView
+from vargen.decoding.video.interfaces import DraftRouter, DraftView
+from vargen.decoding.video.policies import VideoMethod
 from vargen.weight_files import weights_digest
 
 

@@ -108,7 +108,7 @@ def validate_settings(defaults: Any, transformer: Any = None) -> None:
             raise ValueError(f"defaults: {name} must be {allowed}, got {short_repr(given[name])}")
     try:
         validate_threshold(given.get("tau", 0.0))
-    except TypeError as error:
+    except ValueError as error:
         raise ValueError(f"defaults: {error}") from error
 
 

@@ -21,13 +21,9 @@ from vargen.decoding.tree import Draft, Output, PassResult, Tree, Verdict
 from vargen.decoding.tree_drafters import Eagle, Medusa, TreeDrafter
 from vargen.decoding.tree_growth import Children, DynamicTree
 from vargen.decoding.tree_rules import traversal
+from vargen.decoding.video.interfaces import BlockDecoder, BlockModel, BlockView, DraftView, VideoBlock
 from vargen.decoding.video.loop import BlockStream, NonFiniteLatentsError, decode_video
-from vargen.decoding.video.method import VideoMethod
-from vargen.decoding.video.policies import SingleModel, Stride, Threshold
-from vargen.decoding.video.protocols import BlockModel
-from vargen.decoding.video.request import VideoBlock
-from vargen.decoding.video.routing import DraftView, LearnedRouting
-from vargen.decoding.video.scoring import BlockDecoder, BlockView
+from vargen.decoding.video.policies import LearnedRouting, SingleModel, Stride, Threshold, VideoMethod
 from vargen.decoding.video.stats import BlockRecord, VideoStats
 from vargen.decoding.window import AutoWindow
 

@@ -19,7 +19,7 @@ import torch
 
 from vargen.decoding.interfaces import TokenModel
 from vargen.decoding.tree import Tree
-from vargen.decoding.video.protocols import BlockModel
+from vargen.decoding.video.interfaces import BlockModel
 from vargen.device import available_cores, cpu_model, inference_mode_for, limit_threads, user_thread_count
 from vargen.files import atomic_file, cache_folder
 from vargen.kernels.cpu import cpu_instructions

@@ -17,9 +17,7 @@ from vargen.decoding.speculative import Speculative
 from vargen.decoding.tree_drafters import Eagle, Medusa
 from vargen.decoding.tree_growth import DynamicTree
 from vargen.decoding.tree_rules import traversal
-from vargen.decoding.video.method import VideoMethod
-from vargen.decoding.video.policies import SingleModel, Stride, Threshold
-from vargen.decoding.video.routing import LearnedRouting
+from vargen.decoding.video.policies import LearnedRouting, SingleModel, Stride, Threshold, VideoMethod
 from vargen.specs import parse_spec
 from vargen.values import resolve_name, short_repr, suggest_names
 

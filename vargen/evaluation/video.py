@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from vargen.decoding import SingleModel, VideoMethod, VideoStats
-from vargen.decoding.video.stats import mean_acceptance
 from vargen.evaluation.features import Extractor
 from vargen.evaluation.metrics import frechet_distance
 from vargen.evaluation.reference_statistics import FeatureStatistics
@@ -184,7 +183,7 @@ def _summarize(
         row = VideoMethodResult(name, method.kind)
         row.seconds = statistics.median(run.seconds for run in result.runs)
         row.speedup = statistics.median(b.seconds / a.seconds for a, b in zip(result.runs, base.runs, strict=True) if a.seconds)
-        row.acceptance = mean_acceptance(result.runs)
+        row.acceptance = VideoStats(name, seed, [block for run in result.runs for block in run.blocks]).acceptance
         sources = [source for run in result.runs for source in run.sources]
         row.target_fraction = 1 - sources.count("draft") / max(1, len(sources))
         scores = torch.cat(result.scores)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from vargen.decoding.noise import sample_normal
-from vargen.decoding.video.protocols import BlockModel
+from vargen.decoding.video.interfaces import BlockModel
 
 TIMESTEPS = 1000  # timestep = noise level * TIMESTEPS
 MAX_PENDING_BLOCKS = 16  # bounds the memory of blocks that wait for a cache update
@@ -51,9 +51,6 @@ def predict_clean(noisy: Tensor, velocity: Tensor, level: float | Tensor) -> Ten
     return (wide - level * velocity.to(wide.dtype)).to(noisy.dtype)
 
 
-PassCallback = Callable[[], None]  # called after every pass; an exception ends the run
-
-
 def make_block_noise(seed: int, block: int, step: int, shape: tuple[int, ...], device: torch.device) -> Tensor:
     """Noise float32 `[1, *shape]` for a step of a block: the same for every model, independent of earlier generation.
 
@@ -76,66 +73,62 @@ def step_noise_level(model: BlockModel, noisy: Tensor, clean: Tensor, step: int,
     return clean + (following / level) * (noisy - clean)
 
 
-class BlockContext:
-    """What a network attends to in one video: the finished blocks in its KV cache, and those that are not in it yet.
-
-    Args:
-        frames: maximum number of latent frames of the video.
-        lazy: delay cache updates until the network is needed, and then use as few passes as the cache allows; blocks after the
-            last one that the network generates are never fed. Otherwise update after every block. Both generate the same blocks
-            up to rounding.
-
-    Attributes:
-        state: of the network, with the cache.
-        pending: finished blocks that are not in the cache yet.
-    """
-
-    def __init__(self, model: BlockModel, condition: Any, frames: int, lazy: bool = True):
-        self.state = model.start(condition, frames)
-        self.pending: list[Tensor] = []
-        self.max_pending = MAX_PENDING_BLOCKS if lazy else 0
-
-
 class BlockGenerator:
     """Block generation of one model in one video.
 
     Args:
-        context: of the model's network; models with one network may share it.
-        on_pass: called after every pass.
+        frames: maximum number of latent frames of the video.
+        lazy: delay cache updates until the model is needed, and then use as few passes as the cache allows; blocks after the
+            last one that the model generates are never fed. Otherwise update after every block. Both generate the same blocks
+            up to rounding.
+        shared: another generator, whose cache this one uses too.
+        on_pass: called after every pass; an exception ends the run.
 
     Attributes:
+        state: of the model, with the cache.
+        pending: finished blocks that are not in the cache yet.
         passes: number of passes so far, including cache updates.
-        estimates: the clean estimate `[1, F, C, Y, X]` after each step of the latest block. noisy: the input of its last step.
     """
 
-    def __init__(self, model: BlockModel, context: BlockContext, on_pass: PassCallback = lambda: None):
-        self.model, self.context, self.on_pass = model, context, on_pass
-        self.estimates: list[Tensor] = []
-        self.noisy: Tensor | None = None
-        self.passes = 0
+    _clean: Tensor  # the estimate after the latest step
+
+    def __init__(
+        self,
+        model: BlockModel,
+        condition: Any,
+        frames: int,
+        lazy: bool = True,
+        shared: BlockGenerator | None = None,
+        on_pass: Callable[[], None] = lambda: None,
+    ):
+        self.model, self.on_pass, self.passes = model, on_pass, 0
+        self.pending: list[Tensor] = []
+        self.max_pending = MAX_PENDING_BLOCKS if lazy else 0
+        if shared is None:
+            self.state = model.start(condition, frames)
+        else:
+            self.state, self.pending, self.max_pending = shared.state, shared.pending, shared.max_pending
 
     def add_finished(self, latents: Tensor, last: bool = False) -> None:
         """Add a finished block `[1, F, C, Y, X]`. If `last`, the video ends with it, and no pass is run for it."""
-        self.context.pending.append(latents)
-        if len(self.context.pending) > self.context.max_pending and not last:
+        self.pending.append(latents)
+        if len(self.pending) > self.max_pending and not last:
             self.update_cache()
 
     def change_prompt(self, condition: Any) -> None:
         """Use another prompt. Pending blocks were generated under the old prompt and are cached under it first."""
         self.update_cache()
-        self.model.switch(self.context.state, condition)
+        self.model.switch(self.state, condition)
 
     def update_cache(self) -> None:
         """Write pending blocks to the cache in as few passes as the cache has room for."""
-        block, pending = self.model.block_shape[0], self.context.pending
+        block, pending = self.model.block_shape[0], self.pending
         while pending:
             count = 1
             if pending[0].shape[1] == block:  # others, such as a given image, are fed alone: blocks are aligned
-                count = max(1, min(len(pending), self.model.free_frames(self.context.state) // block))
+                count = max(1, min(len(pending), self.model.free_frames(self.state) // block))
             self._forward(pending[:count])
             del pending[:count]
-
-    # -- denoising -------------------------------------------------------------------------------------------------------------
 
     def generate(self, noise: Callable[[int], Tensor], last: int | None = None) -> Tensor:
         """Denoise the block after the finished ones: latents float32 `[1, F, C, Y, X]`.
@@ -145,29 +138,21 @@ class BlockGenerator:
             last: the number of steps after which to return the clean estimate; None for all. `resume` runs the others.
         """
         self.update_cache()
-        self.estimates = []
-        self.noisy = noise(0)
-        return self._denoise(noise, 0, len(self.model.levels) if last is None else last)
+        self._noise, self._noisy, self._done = noise, noise(0), 0
+        return self.resume(last)
 
-    def resume(self, noise: Callable[[int], Tensor]) -> Tensor:
+    def resume(self, last: int | None = None) -> Tensor:
         """Run the remaining steps of a block that `generate` left early."""
-        done = len(self.estimates)
-        assert self.noisy is not None
-        self.noisy = step_noise_level(self.model, self.noisy, self.estimates[-1], done - 1, noise)
-        return self._denoise(noise, done, len(self.model.levels))
+        levels = self.model.levels[:last]
+        for step in range(self._done, len(levels)):
+            if step:
+                self._noisy = step_noise_level(self.model, self._noisy, self._clean, step - 1, self._noise)
+            self._clean = self._forward([], self._noisy, levels[step])
+        self._done = len(levels)
+        return self._clean
 
-    def _denoise(self, noise: Callable[[int], Tensor], first: int, end: int) -> Tensor:
-        assert self.noisy is not None
-        for step in range(first, end):
-            estimate = self._forward([], self.noisy, self.model.levels[step])
-            assert estimate is not None
-            self.estimates.append(estimate)
-            if step + 1 < end:
-                self.noisy = step_noise_level(self.model, self.noisy, estimate, step, noise)
-        return self.estimates[-1]
-
-    def _forward(self, clean: list[Tensor], noisy: Tensor | None = None, level: float = 0.0) -> Tensor | None:
-        estimate = self.model.forward(self.context.state, clean, noisy, level)
+    def _forward(self, clean: list[Tensor], noisy: Tensor | None = None, level: float = 0.0) -> Any:
+        estimate = self.model.forward(self.state, clean, noisy, level)
         self.passes += 1
         self.on_pass()
         return estimate

@@ -1,13 +1,14 @@
-"""The block loop: draft a block if the policy says so, decode and score it; accept it, or let the target generate the block.
+"""The block loop: draft a block if the policy says so, verify the draft; accept it, or let the target generate the block.
 
 Models exchange latents, never keys and values. A rejected draft needs no undo: the caches hold only finished blocks, and the
-decoder state is immutable, so continuing from the previous state discards the block.
+states of decoders are immutable, so continuing from the previous state discards the block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any
 
@@ -18,17 +19,24 @@ from vargen.compat import without_autocast
 from vargen.decoding.clock import Clock
 from vargen.decoding.costs import block_threads
 from vargen.decoding.methods import resolve_method
-from vargen.decoding.video.denoising import BlockContext, BlockGenerator, make_block_noise
-from vargen.decoding.video.method import VideoDecisions, VideoMethod
-from vargen.decoding.video.policies import validate_threshold
-from vargen.decoding.video.protocols import BlockModel
-from vargen.decoding.video.request import BlockCallback, BlockProgress, VideoBlock, VideoRequest
-from vargen.decoding.video.routing import DraftRouter
-from vargen.decoding.video.scoring import BlockDecoder, BlockScorer
+from vargen.decoding.video.denoising import BlockGenerator, make_block_noise
+from vargen.decoding.video.interfaces import (
+    BlockCallback,
+    BlockDecoder,
+    BlockModel,
+    BlockProgress,
+    BlockScorer,
+    BlockView,
+    DraftRouter,
+    DraftView,
+    VideoBlock,
+)
+from vargen.decoding.video.policies import SingleModel, VideoMethod, validate_threshold
 from vargen.decoding.video.stats import BlockRecord, VideoStats
-from vargen.decoding.video.verification import DraftVerifier
 from vargen.device import limit_threads, normal_tensors
-from vargen.values import short_repr
+from vargen.values import parse_int, short_repr
+
+MAX_BLOCKS = 1_000_000
 
 
 class StopRequested(Exception):
@@ -39,214 +47,37 @@ class NonFiniteLatentsError(RuntimeError):
     """A model returned NaN or infinite latents; no frame is returned."""
 
 
-class BlockStream(Iterator[VideoBlock]):
-    """Iterator over the blocks of a video during generation; see `decode_video`.
+class FrameDecoder:
+    """A decoder in one video.
 
     Attributes:
-        stats: one record for each finished block.
-        target, drafter: the generators of the two models; None after the end of the video, and if the method has no drafter.
+        state: of the decoder, after the accepted blocks.
+        last_frame: of the last accepted block, `[3, Y, X]`.
+        latest: latents of the block decoded last, its frames, and the state after it, so that accepting it decodes nothing.
     """
 
-    def __init__(self, request: VideoRequest):
-        self.request, self.method, self.blocks = request, request.method, int(request.blocks)
-        self.stats = VideoStats(self.method.name, int(request.seed), threads=torch.get_num_threads())
-        self.target: BlockGenerator | None = None
-        self.drafter: BlockGenerator | None = None
-        self._condition = request.condition
-        self._decisions = VideoDecisions(self.method, int(request.seed))
-        self._verifier = DraftVerifier(
-            self.method, self._decisions.policy, request.decoder, request.preview, request.score, request.router
-        )
-        self._number = 0
-        self._cancelled = False
-        self._finished: tuple[Tensor, Tensor] | None = None  # latents of the first and the latest finished block
-        self._given: list[tuple[Tensor, Tensor]] = []  # given latents and their frames, which the first block contains
-        self._threads: int | None = None  # number of CPU threads, selected by measurement
+    def __init__(self, decoder: BlockDecoder):
+        self.decoder, self.state = decoder, None
+        self.last_frame: Tensor | None = None
+        self.latest: tuple[Tensor, Tensor, Any] | None = None
 
-    # -- control during generation -------------------------------------------------------------------------------------------
+    def decode(self, latents: Tensor) -> tuple[Tensor, Any]:
+        """Return the frames of the next block, float32 `[T, 3, Y, X]` in [0, 1], and the state after it."""
+        if self.latest is None or self.latest[0] is not latents:
+            pixels, state = self.decoder.decode_block(latents, self.state)
+            self.latest = latents, (pixels[0].float() / 2 + 0.5).clamp(0, 1), state
+        return self.latest[1:]
 
-    @property
-    def tau(self) -> float | None:
-        """The current threshold, None if the method has none. A new value applies from the next decision on."""
-        return self._decisions.policy.tau
-
-    @tau.setter
-    def tau(self, value: float) -> None:
-        if self.tau is None:
-            raise ValueError(f"tau cannot be set: accelerator {self.method.name!r} compares no score with a threshold")
-        self._decisions.policy.tau = validate_threshold(value)
-
-    def change_prompt(self, condition: Any, score: BlockScorer | None = None) -> None:
-        """Use another prompt from the next block on; finished blocks are unchanged. `score` must be for the new prompt.
-
-        Raises:
-            ValueError: if the method scores drafts, and no `score` is given.
-        """
-        if score is None and self._verifier.score is not None:
-            raise ValueError("score must be given with a new prompt: the old one scores the old prompt")
-        self._condition, self._verifier.score = condition, score
-        with torch.no_grad():
-            for generator in self._by_context():
-                generator.change_prompt(condition)
-
-    def cancel(self) -> None:
-        """End the run within one pass; the current block is discarded."""
-        self._cancelled = True
-
-    def close(self) -> None:
-        """Free the caches; no further block is generated."""
-        self.target = self.drafter = None
-        self._verifier.full.state = None
-        self._number = self.blocks
-
-    # -- generation ----------------------------------------------------------------------------------------------------------
-
-    def __next__(self) -> VideoBlock:
-        if self._number >= self.blocks:
-            self.close()
-            raise StopIteration
-        try:
-            if self._cancelled:
-                raise StopRequested
-            with torch.no_grad(), normal_tensors():
-                return self._advance()
-        except StopRequested:
-            self.stats.stopped = True
-            self.close()
-            raise StopIteration from None
-        except BaseException:
-            self.close()
-            raise
-
-    @without_autocast
-    def _advance(self) -> VideoBlock:
-        if self.target is None:
-            self._threads = block_threads(self.request.model, self._condition)
-        with nullcontext() if self._threads is None else limit_threads(self._threads):
-            self.stats.threads = torch.get_num_threads()
-            return self._make_block()
-
-    def _make_block(self) -> VideoBlock:
-        self._clock = Clock(self.request.model.device, self.request.profile)
-        passes = self._count_passes()
-        if self.target is None:
-            self._start()
-        record = BlockRecord(self._number, self.stats.seed)
-        latents, frames = self._generate(record)
-        self._add_finished(latents, last=self._number + 1 == self.blocks)
-        record.seconds = self._clock.read() - self._clock.started
-        record.seconds_by_part = {name: seconds for name, seconds in self._clock.parts.items() if seconds > 0}
-        record.passes = {name: count - passes.get(name, 0) for name, count in self._count_passes().items()}
-        self._decisions.observe(record)
-        self.stats.blocks.append(record)
-        self.stats.seconds += record.seconds
-        self._number += 1
-        parts, self._given = [*self._given, (latents, frames)], []
-        latents, frames = torch.cat([part for part, _ in parts], 1), torch.cat([part for _, part in parts])
-        return VideoBlock(record.number, latents[0], frames, record)
-
-    def _start(self) -> None:
-        model, given = self.request.model, self.request.given
-        frames = self.blocks * model.block_shape[0] + sum(latents.shape[1] for latents in given)
-        context = BlockContext(model, self._condition, frames, self.method.lazy)
-        self.target = BlockGenerator(model, context, self._after_pass)
-        if self.method.needs_draft_model and model.draft_model is not None:
-            shared = context if model.shares_cache else BlockContext(model.draft_model, self._condition, frames)
-            self.drafter = BlockGenerator(model.draft_model, shared, self._after_pass)
-        for latents in (each.to(model.device, torch.float32) for each in given):
-            self._add_finished(latents, last=False)
-            self._given.append((latents, self._verifier.accept(latents)))
-
-    def _generate(self, record: BlockRecord) -> tuple[Tensor, Tensor]:
-        """Run the algorithm for one block: latents `[1, F, C, Y, X]` and frames `[F', 3, Y, X]`."""
-        draft = None
-        if self._should_draft(record):
-            exit_step = self.method.exit_step
-            draft = self._denoise("target", last=exit_step) if exit_step else self._denoise("draft")
-            if self._verifier.verify(record, draft, self._finished, self._clock):
-                record.source = "draft"
-                return draft, self._accept(draft, record)
-            self._verifier.discard()
-        latents = self._resume() if draft is not None and self.method.exit_step else self._denoise("target")
-        return latents, self._accept(latents, record)
-
-    def _should_draft(self, record: BlockRecord) -> bool:
-        missing = self.drafter is None and not self.method.exit_step
-        reason = "undrafted" if missing else self._decisions.reason_not_to_draft(record.number)
-        if reason is not None:
-            record.outcome = reason
-        return reason is None
-
-    def _denoise(self, name: str, last: int | None = None) -> Tensor:
-        generator = self._generators()[name]
-        with self._clock.measure("commit"):
-            generator.update_cache()
-        with self._clock.measure(name):
-            return generator.generate(self._noise(), last)
-
-    def _resume(self) -> Tensor:
-        assert self.target is not None
-        with self._clock.measure("target"):
-            return self.target.resume(self._noise())
-
-    def _noise(self) -> Callable[[int], Tensor]:
-        model = self.request.model
-        return partial(make_block_noise, int(self.request.seed), self._number, shape=model.block_shape, device=model.device)
-
-    def _accept(self, latents: Tensor, record: BlockRecord) -> Tensor:
-        """Advance the decoders past the block and return its frames."""
-        if not bool(latents.isfinite().all()):
-            model = "drafter" if record.source == "draft" and not self.method.exit_step else "target"
-            raise NonFiniteLatentsError(
-                f"the {model} generated NaN or infinite latents in block {record.number} of {self.blocks}; no frame is decoded "
-                "from them. Check the checkpoint, or run with torch_dtype=torch.float32"
-            )
-        with self._clock.measure("decode"):
-            return self._verifier.accept(latents)
-
-    def _add_finished(self, latents: Tensor, last: bool) -> None:
-        """Pass a finished block to both models; each decides when to update its cache."""
-        self._finished = (latents if self._finished is None else self._finished[0], latents)
-        with self._clock.measure("commit"):
-            for generator in self._by_context():
-                generator.add_finished(latents, last)
-
-    def _generators(self) -> dict[str, BlockGenerator]:
-        named = (("target", self.target), ("draft", self.drafter))
-        return {name: generator for name, generator in named if generator is not None}
-
-    def _by_context(self) -> list[BlockGenerator]:
-        """One generator for each context."""
-        return list({id(generator.context): generator for generator in self._generators().values()}.values())
-
-    def _count_passes(self) -> dict[str, int]:
-        return {name: generator.passes for name, generator in self._generators().items()}
-
-    def _after_pass(self) -> None:
-        with normal_tensors():
-            progress = BlockProgress(self._number, self.blocks, sum(self._count_passes().values()))
-            if self.request.callback is not None and self.request.callback(progress) is False:
-                self._cancelled = True
-        if self._cancelled:
-            raise StopRequested
+    def accept(self, latents: Tensor) -> Tensor:
+        """Advance past the block and return its frames."""
+        frames, self.state = self.decode(latents)
+        self.last_frame, self.latest = frames[-1].clone(), None
+        return frames
 
 
-def decode_video(
-    model: BlockModel,
-    condition: Any,
-    seed: int,
-    method: str | VideoMethod = "target",
-    *,
-    blocks: int,
-    decoder: BlockDecoder,
-    preview: BlockDecoder | None = None,
-    score: BlockScorer | None = None,
-    given: Sequence[Tensor] = (),
-    callback: BlockCallback | None = None,
-    profile: bool = False,
-    router: DraftRouter | None = None,
-) -> BlockStream:
-    """Generate a video of `blocks` blocks, one at a time, as the result is iterated.
+@dataclass(eq=False, repr=False)
+class BlockStream(Iterator[VideoBlock]):
+    """A video of `blocks` blocks, which are generated one at a time as it is iterated.
 
     Args:
         model: the target, with the small model as its `draft_model`.
@@ -262,13 +93,252 @@ def decode_video(
         profile: on CUDA, synchronize between the parts of a step to measure their seconds.
         router: ranks drafts, for methods with a `LearnedRouting`.
 
+    Attributes:
+        stats: one record for each finished block.
+        generators: of the models in use, `target` and `draft`; empty before the first block and after the end of the video.
+
     Raises:
         ValueError: if the method is unknown or cannot run on these models, or a number is out of range.
-        TypeError: if an argument has the wrong type.
+        TypeError: if the method or the scorer has the wrong type.
         NonFiniteLatentsError: during iteration, if latents of the target are not finite, or of a draft of `SingleModel`.
     """
-    if isinstance(model, type) or not isinstance(model, BlockModel):
-        raise TypeError(f"model must be a BlockModel, got {short_repr(model)}")
-    chosen = resolve_method(method, VideoMethod.paradigm)
-    request = VideoRequest(model, condition, seed, chosen, blocks, decoder, preview, score, given, callback, profile, router)
-    return BlockStream(request)
+
+    model: BlockModel
+    condition: Any
+    seed: int
+    method: Any = "target"
+    _: KW_ONLY
+    blocks: int
+    decoder: BlockDecoder
+    preview: BlockDecoder | None = None
+    score: BlockScorer | None = None
+    given: Sequence[Tensor] = ()
+    callback: BlockCallback | None = None
+    profile: bool = False
+    router: DraftRouter | None = None
+
+    def __post_init__(self) -> None:
+        self.method = resolve_method(self.method, VideoMethod.paradigm)
+        if parse_int(self.blocks, 1, MAX_BLOCKS) is None:
+            raise ValueError(f"blocks must be a whole number from 1 to {MAX_BLOCKS}, got {short_repr(self.blocks)}")
+        if parse_int(self.seed, -(2**63), 2**63 - 1) is None:
+            raise ValueError(f"seed must be a whole number of 64 bits, got {short_repr(self.seed)}")
+        if self.score is not None and not callable(self.score):  # an error of a call would only reject each draft
+            raise TypeError(f"score must be a function or None, got {short_repr(self.score)}")
+        for latents in self.given:
+            if latents.ndim != 5 or latents.shape[2:] != self.model.block_shape[1:]:
+                shape = list(self.model.block_shape[1:])
+                raise ValueError(f"given must be latents [1, F, *{shape}], got {list(latents.shape)}")
+        self.method.validate_models(self.model, self.score is not None, self.router is not None)
+        self.seed, self.blocks = int(self.seed), int(self.blocks)  # plain numbers, if NumPy's are given
+        self.stats = VideoStats(self.method.name, self.seed, threads=torch.get_num_threads())
+        self.generators: dict[str, BlockGenerator] = {}
+        self._tau: float | None = self.method.policy.tau
+        self._decoder = self._scored = FrameDecoder(self.decoder)
+        if self.preview is not None and self.method.policy.needs_scores:
+            self._scored = FrameDecoder(self.preview)
+        self._finished: tuple[Tensor, Tensor] | None = None  # latents of the first and the latest finished block
+        self._cancelled = self._closed = False
+
+    # -- control during generation -------------------------------------------------------------------------------------------
+
+    @property
+    def tau(self) -> float | None:
+        """The current threshold, None if the method has none. A new value applies from the next decision on."""
+        return self._tau
+
+    @tau.setter
+    def tau(self, value: float) -> None:
+        if self._tau is None:
+            raise ValueError(f"tau cannot be set: accelerator {self.method.name!r} compares no score with a threshold")
+        self._tau = validate_threshold(value)
+
+    @torch.no_grad()
+    def change_prompt(self, condition: Any, score: BlockScorer | None = None) -> None:
+        """Use another prompt from the next block on; finished blocks are unchanged. `score` must be for the new prompt.
+
+        Raises:
+            ValueError: if the method scores drafts, and no `score` is given.
+        """
+        if score is None and self.score is not None:
+            raise ValueError("score must be given with a new prompt: the old one scores the old prompt")
+        self.condition, self.score = condition, score
+        with suppress(StopRequested):  # the next block raises it again
+            for generator in self._caching():
+                generator.change_prompt(condition)
+
+    def cancel(self) -> None:
+        """End the run within one pass; the current block is discarded."""
+        self._cancelled = True
+
+    def close(self) -> None:
+        """Free the caches; no further block is generated."""
+        self.generators, self._closed = {}, True
+        self._decoder.state = self._scored.state = None
+
+    # -- generation ----------------------------------------------------------------------------------------------------------
+
+    @without_autocast
+    def __next__(self) -> VideoBlock:
+        try:
+            if self._closed or len(self.stats.blocks) == self.blocks:
+                raise StopIteration
+            if self._cancelled:
+                raise StopRequested
+            with torch.no_grad(), normal_tensors():
+                if not self.generators:
+                    self._threads = block_threads(self.model, self.condition)
+                with nullcontext() if self._threads is None else limit_threads(self._threads):
+                    return self._make_block()
+        except StopRequested:
+            self.stats.stopped = True
+            self.close()
+            raise StopIteration from None
+        except BaseException:
+            self.close()
+            raise
+
+    def _make_block(self) -> VideoBlock:
+        self.stats.threads = torch.get_num_threads()
+        self._clock = Clock(self.model.device, self.profile)
+        record = BlockRecord(len(self.stats.blocks), self.stats.seed)
+        passes = {name: generator.passes for name, generator in self.generators.items()}
+        parts = [] if self.generators else self._start()
+        latents = self._generate(record)
+        parts.append((latents, self._accept(record, latents)))
+        self._add_finished(latents, last=record.number + 1 == self.blocks)
+        record.seconds, record.seconds_by_part = self._clock.read() - self._clock.started, dict(self._clock.parts)
+        record.passes = {name: each.passes - passes.get(name, 0) for name, each in self.generators.items()}
+        self.stats.blocks.append(record)
+        self.stats.seconds += record.seconds
+        latents, frames = torch.cat([part for part, _ in parts], 1), torch.cat([part for _, part in parts])
+        return VideoBlock(record.number, latents[0], frames, record)
+
+    def _start(self) -> list[tuple[Tensor, Tensor]]:
+        """Start the models; return the given latents, each with its frames."""
+        model, draft = self.model, self.model.draft_model
+        frames = self.blocks * model.block_shape[0] + sum(latents.shape[1] for latents in self.given)
+        start = partial(BlockGenerator, condition=self.condition, frames=frames, on_pass=self._after_pass)
+        self.generators["target"] = target = start(model, lazy=self.method.lazy)
+        if draft is not None and self.method.needs_draft_model:
+            self.generators["draft"] = start(draft, shared=target if model.shares_cache else None)
+        parts = []
+        for latents in (each.to(model.device, torch.float32) for each in self.given):
+            self._add_finished(latents)
+            parts.append((latents, self._decode(latents)))
+        return parts
+
+    def _generate(self, record: BlockRecord) -> Tensor:
+        """Run the algorithm for one block: latents `[1, F, C, Y, X]`."""
+        if not self._should_draft(record):
+            return self._denoise("target")
+        exit_step = self.method.exit_step
+        draft = self._denoise("target", exit_step) if exit_step else self._denoise("draft")
+        if self._verify(record, draft):
+            record.source = "draft"
+            return draft
+        self._scored.latest = None  # frees the frames of the draft
+        if not exit_step:
+            return self._denoise("target")
+        with self._clock.measure("target"):
+            return self.generators["target"].resume()
+
+    def _should_draft(self, record: BlockRecord) -> bool:
+        """Return whether a block is drafted, and if not, record why."""
+        if "draft" not in self.generators and not self.method.exit_step:
+            record.outcome = "undrafted"
+        elif record.number in self.method.target_blocks:
+            record.outcome = "forced"
+        elif self.method.policy.should_draft(record, self.stats.blocks):
+            return True
+        else:
+            record.outcome = "undrafted"
+        return False
+
+    def _denoise(self, name: str, last: int | None = None) -> Tensor:
+        """Generate the block with one model, or its estimate after `last` steps."""
+        generator, shape, device = self.generators[name], self.model.block_shape, self.model.device
+        with self._clock.measure("commit"):
+            generator.update_cache()
+        with self._clock.measure(name):
+            noise = partial(make_block_noise, self.seed, len(self.stats.blocks), shape=shape, device=device)
+            return generator.generate(noise, last)
+
+    def _verify(self, record: BlockRecord, draft: Tensor) -> bool:
+        """Return whether a draft is accepted, and record the outcome."""
+        policy, record.tau = self.method.policy, self.tau
+        if not isinstance(policy, SingleModel) and not bool(draft.isfinite().all()):
+            record.failure = "the drafter's latents are not finite"
+        elif policy.needs_scores:
+            self._score(record, draft)
+        elif policy.needs_router:
+            self._rank(record, draft)
+        accepted = record.failure is None and policy.should_accept(record, self.stats.blocks)
+        record.outcome = "accepted" if accepted else "rejected"
+        return accepted
+
+    def _score(self, record: BlockRecord, draft: Tensor) -> None:
+        """Score a draft by its worst frame, because a single broken one is visible (SDVG, arXiv:2604.17397)."""
+        assert self.score is not None
+        with self._clock.measure("decode"):
+            frames, _ = self._scored.decode(draft)
+        view = BlockView(record.number, draft[0], frames, self._scored.last_frame)
+        with self._clock.measure("score"):
+            try:
+                scores = torch.as_tensor(self.score(view)).detach().float().reshape(-1).cpu()
+            except Exception as error:  # user code: the target generates this block, and its record reports the error
+                record.failure = f"the scorer raised {type(error).__name__}: {error}"
+                return
+        if scores.numel() and scores.isfinite().all():
+            record.score, record.scores = float(scores.min()), scores.tolist()
+        else:
+            record.failure = f"the scorer returned {short_repr(scores.tolist())}, not finite numbers"
+
+    def _rank(self, record: BlockRecord, draft: Tensor) -> None:
+        """Score a draft by a router; 0 at the start of a video, which routers do not know."""
+        assert self.router is not None
+        record.score = 0.0
+        if self._finished is not None:
+            first, previous = self._finished
+            with self._clock.measure("score"):
+                record.score = 1 - self.router(DraftView(record.number, draft, previous, first))
+
+    def _accept(self, record: BlockRecord, latents: Tensor) -> Tensor:
+        """Check a finished block and return its frames."""
+        if not bool(latents.isfinite().all()):
+            model = "drafter" if record.source == "draft" and not self.method.exit_step else "target"
+            raise NonFiniteLatentsError(
+                f"the {model} generated NaN or infinite latents in block {record.number} of {self.blocks}; no frame is decoded "
+                "from them. Check the checkpoint, or run with torch_dtype=torch.float32"
+            )
+        with self._clock.measure("decode"):
+            return self._decode(latents)
+
+    def _decode(self, latents: Tensor) -> Tensor:
+        """Advance the decoders past a block and return its frames."""
+        if self._scored is not self._decoder:
+            self._scored.accept(latents)
+        return self._decoder.accept(latents)
+
+    def _add_finished(self, latents: Tensor, last: bool = False) -> None:
+        """Pass a finished block to both models; each decides when to update its cache."""
+        self._finished = (latents if self._finished is None else self._finished[0], latents)
+        with self._clock.measure("commit"):
+            for generator in self._caching():
+                generator.add_finished(latents, last)
+
+    def _caching(self) -> Collection[BlockGenerator]:
+        """One generator for each cache."""
+        return {id(generator.state): generator for generator in self.generators.values()}.values()
+
+    def _after_pass(self) -> None:
+        with normal_tensors():
+            passes = sum(generator.passes for generator in self.generators.values())
+            progress = BlockProgress(len(self.stats.blocks), self.blocks, passes)
+            if self.callback is not None and self.callback(progress) is False:
+                self._cancelled = True
+        if self._cancelled:
+            raise StopRequested
+
+
+decode_video = BlockStream  # named like `decode` and `decode_scales`

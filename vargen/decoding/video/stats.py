@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -101,8 +100,3 @@ class VideoStats:
         sums = {"acceptance": self.acceptance, "passes": self.passes, "seconds_by_part": self.seconds_by_part}
         records = [record.to_dict() for record in self.blocks]
         return {**{k: v for k, v in vars(self).items() if k != "blocks"}, **sums, "failures": self.failures, "blocks": records}
-
-
-def mean_acceptance(runs: Sequence[VideoStats]) -> float | None:
-    """Acceptance rate over all drafts of several videos."""
-    return VideoStats("", 0, [record for run in runs for record in run.blocks]).acceptance
