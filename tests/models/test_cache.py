@@ -130,25 +130,6 @@ def test_a_pass_over_many_tokens_is_that_many_passes_over_one(
         torch.testing.assert_close(_held(many, row), _held(one, row), **_CLOSE)
 
 
-def test_rows_advance_by_their_own_counts(model: LlamaGenTransformer, condition: Condition, tokens: Tensor) -> None:
-    """As in speculative decoding: each row keeps another number of the tokens of a pass, and all end up whole."""
-    cache = _filled(model, condition, tokens, [0, 0, 0])
-    whole = model(tokens, condition).logits
-    lengths = [0, 0, 0]
-    counts = torch.randint(1, 5, (40, _ROWS), generator=torch.Generator().manual_seed(2))
-    for count in counts:
-        count = torch.minimum(count, _N - 4 - torch.tensor(lengths)).clamp_min(0)
-        fed = _ahead(tokens, lengths, 4)
-        for row, kept in enumerate(count.tolist()):
-            fed[row, kept:] = (fed[row, kept:] + 1) % _VOCAB  # what is not kept was wrong
-        logits = model(fed, cache=cache).logits
-        for row, (n, kept) in enumerate(zip(lengths, count.tolist(), strict=True)):
-            torch.testing.assert_close(logits[row, :kept], whole[row, n + 1 : n + 1 + kept], **_CLOSE)
-        cache.commit_chain(count)
-        lengths = [n + k for n, k in zip(lengths, count.tolist(), strict=True)]
-    assert lengths == [_N - 4] * 3 == cache.length.tolist()
-
-
 @pytest.mark.parametrize("moved", [True, False])
 def test_what_is_rolled_back_was_never_fed(
     moved: bool, model: LlamaGenTransformer, condition: Condition, tokens: Tensor
@@ -193,30 +174,6 @@ def test_every_branch_of_a_tree_is_its_chain(
         branch = ancestors[slot].nonzero().flatten()
         chain = model(fed[:, branch], cache=_filled(model, condition, tokens, lengths)).logits
         torch.testing.assert_close(logits[:, branch], chain, **_CLOSE)
-
-
-def test_a_kept_path_goes_on_as_its_chain(model: LlamaGenTransformer, condition: Condition, tokens: Tensor) -> None:
-    """Each row keeps a path of another length; what the path columns hold past it is of no meaning."""
-    lengths = [2, 0, 8]
-    paths = torch.tensor([[0, 1, 3, 5], [0, 2, 5, 5], [0, 1, 4, 0]])
-    count = torch.tensor([4, 2, 3])
-    fed = torch.randint(_VOCAB, (_ROWS, len(_PARENTS)), generator=torch.Generator().manual_seed(5))
-    cache = _filled(model, condition, tokens, lengths)
-    _tree_pass(model, cache, fed, _ancestors(_PARENTS))
-    cache.commit_path(paths, count)
-    assert cache.length.tolist() == [6, 2, 11]
-
-    further = torch.randint(_VOCAB, (_ROWS, 3), generator=torch.Generator().manual_seed(6))
-    logits = model(further, cache=cache).logits
-    for row in range(_ROWS):
-        image = tokens.clone()
-        n, kept = lengths[row], int(count[row])
-        image[row, n : n + kept] = fed[row, paths[row, :kept]]
-        image[row, n + kept : n + kept + 3] = further[row]
-        chain = _filled(model, condition, image, [n + kept] * 3)
-        torch.testing.assert_close(_held(cache, row), _held(chain, row), **_CLOSE)
-        whole = model(image, condition).logits[row, n + kept + 1 : n + kept + 4]
-        torch.testing.assert_close(logits[row], whole, **_CLOSE)
 
 
 # -- the end of the grid ---------------------------------------------------------------------------------------------

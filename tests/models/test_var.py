@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from rejects import rejects
 from safetensors.torch import load_file
 from torch import Tensor
@@ -28,28 +27,6 @@ def _official() -> tuple[VARTransformer, dict[str, Tensor]]:
     state = load_file(_GOLDEN / "var" / "var.safetensors")
     model.load_state_dict({name: value.float() for name, value in state.items() if not is_derived_buffer(name)})
     return model, load_file(_GOLDEN / "var" / "io.safetensors")
-
-
-class _Quantiser:
-    """How the official tokenizer turns the tokens of a scale into the next scale's input; written anew from the paper."""
-
-    def __init__(self, model: VARTransformer):
-        state = {name: value.float() for name, value in load_file(_GOLDEN / "var" / "vae.safetensors").items()}
-        self.codes = state["quantize.embedding.weight"]
-        self.phi = [(state[f"quantize.quant_resi.qresi_ls.{i}.weight"], state[f"quantize.quant_resi.qresi_ls.{i}.bias"])
-                    for i in range(4)]  # fmt: skip
-        self.scales = model.scales
-
-    def next_input(self, f_hat: Tensor | float, tokens_RT: Tensor, scale: int) -> tuple[Tensor, Tensor | None]:
-        side, last = self.scales[scale], self.scales[-1]
-        h = self.codes[tokens_RT].mT.unflatten(-1, (side, side))
-        h = F.interpolate(h, size=(last, last), mode="bicubic") if side != last else h
-        weight, bias = self.phi[scale]  # four scales, four convolutions
-        f_hat = f_hat + 0.5 * h + 0.5 * F.conv2d(h, weight, bias, padding=1)
-        if side == last:
-            return f_hat, None
-        following = self.scales[scale + 1]
-        return f_hat, F.interpolate(f_hat, size=(following, following), mode="area").flatten(2).mT
 
 
 def _random(condition: str = "class", **overrides: Any) -> VARTransformer:
@@ -102,27 +79,6 @@ def test_teacher_forced_logits_are_the_official_ones() -> None:
     model, io = _official()
     logits = model(io["var_input"], Condition(class_labels=io["class_labels"])).logits
     torch.testing.assert_close(logits, io["teacher_forced_logits"], atol=_CLOSE, rtol=0)
-
-
-@torch.inference_mode()
-def test_cached_greedy_sampling_with_guidance_is_the_official_one() -> None:
-    """Guidance grows linearly from none at the first scale."""
-    model, io = _official()
-    quantiser = _Quantiser(model)
-    condition = Condition(class_labels=io["class_labels"])
-    cache = model.new_cache(4)
-    f_hat: Tensor | float = 0.0
-    inputs: Tensor | None = None
-    for scale in range(len(model.scales)):
-        rows = condition.cat(model.null_condition(condition)) if scale == 0 else None
-        logits = model(None if inputs is None else inputs.repeat(2, 1, 1), condition=rows, cache=cache).logits
-        conditional, null = logits.chunk(2)
-        strength = 1.5 * scale / (len(model.scales) - 1)
-        guided = (1 + strength) * conditional - strength * null
-        torch.testing.assert_close(guided, io[f"greedy_logits_cfg1.5_scale{scale}"], atol=_CLOSE, rtol=0)
-        tokens = guided.argmax(-1)
-        assert torch.equal(tokens, io[f"greedy_tokens_cfg1.5_scale{scale}"]), scale
-        f_hat, inputs = quantiser.next_input(f_hat, tokens, scale)
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(0, 0.8), (10, 0.0), (20, 0.9)])
