@@ -134,14 +134,3 @@ def test_a_sheet_shows_all_images(run: Any, text_model: Path) -> None:
     assert len(list(Path("out").iterdir())) == 2
     refused = run("generate", "a cat", "--model", text_model, "--contact-sheet", "sheet.exe")
     assert refused.exit_code == 2 and "contact_sheet must be a folder" in refused.stderr
-
-
-def test_a_next_scale_model_is_generated_with_like_any_other(run: Any, scale_model: Path) -> None:
-    words = ("generate", "a red apple", "--model", scale_model, "--seed", 5)
-    assert run(*words, "-o", "plain.png").exit_code == run(*words, "-o", "code.png", "--accelerator", "code").exit_code == 0
-    with Image.open("plain.png") as plain, Image.open("code.png") as code:
-        reported = json.loads(plain.info["vargen"])
-        assert (reported["accelerator"], reported["guidance_scale"], plain.size) == ("plain", 3.0, (8, 8))
-        assert plain.tobytes() != code.tobytes()
-    refused = run(*words, "--accelerator", "ar")
-    assert refused.exit_code == 2 and "is for next-token models" in refused.stderr
