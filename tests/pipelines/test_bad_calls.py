@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 from rejects import rejects
-from tiny_families import TINY, brightness
+from tiny_families import brightness
 from tiny_language_models import make_janus
 from tiny_models import class_pipeline, class_var_pipeline, text_pipeline, tiny_transformer
 from tiny_video_folder import video_folder
@@ -139,21 +139,6 @@ def test_bad_calls_are_named(pipes: Any, name: str, number: int) -> None:
     rejects(lambda: pipes(name)(**{**MAKERS[name][1], **options}), argument)
 
 
-@pytest.mark.parametrize("family", TINY)
-@pytest.mark.parametrize("name", ["seed", "height", "acelerator"])
-def test_unknown_arguments_are_named(family: str, name: str, tmp_path: Path) -> None:
-    tiny: Any = TINY[family]
-    rejects(lambda: tiny.call(tiny.open(tmp_path), **{name: 7}), name, TypeError)
-
-
-@pytest.mark.parametrize("family", [name for name in TINY if name != "video"])
-def test_an_empty_negative_prompt_is_none(family: str, tmp_path: Path) -> None:
-    pipe = TINY[family].open(tmp_path)
-    plain = TINY[family].call(pipe, output_type="latent").images
-    for blank in ("", "  ", None, [""], ["", ""]):
-        assert torch.equal(TINY[family].call(pipe, output_type="latent", negative_prompt=blank).images, plain)
-
-
 @pytest.mark.parametrize(
     ("change", "argument"),
     [
@@ -170,12 +155,12 @@ def test_decode_says_what_it_takes(pipes: Any, change: dict[str, Any], argument:
     rejects(lambda: decode(condition=condition, **arguments), argument)
 
 
-def test_a_mask_may_be_a_list(pipes: Any) -> None:
-    texts = pipes("texts")
-    embeds, mask = texts.encode_prompt(["a red apple", "a cat"])
+def test_prompt_embeds_replace_the_prompt_and_a_mask_may_be_a_list(pipes: Any) -> None:
+    texts, prompts = pipes("texts"), ["a red apple", "a cat"]
+    embeds, mask = texts.encode_prompt(prompts)
     options = {"output_type": "latent", "temperature": 0}
-    expected = texts(prompt_embeds=embeds, prompt_mask=mask, **options).images
-    for given in (mask.tolist(), mask.numpy(), mask.int(), mask.float()):
+    expected = texts(prompts, **options).images
+    for given in (mask, mask.tolist(), mask.numpy(), mask.int(), mask.float()):
         assert torch.equal(expected, texts(prompt_embeds=embeds, prompt_mask=given, **options).images)
 
 

@@ -158,7 +158,8 @@ def test_a_callback_returns_a_dictionary_or_none(opened: tuple[Tiny, Any]) -> No
 BAD = [
     ("generator", seeded(1, 2)), ("generator", "7"), ("output_type", "jpeg"), ("output_type", ["pil"]), ("accelerator", "aar"),
     ("accelerator", int), ("callback_on_step_end", 7), ("callback_on_step_end_tensor_inputs", 7),
-    ("callback_on_step_end_tensor_inputs", ["noise"]), ("scorer", "nobody"), ("scorer", 3),
+    ("callback_on_step_end_tensor_inputs", ["noise"]), ("scorer", "nobody"), ("scorer", 3), ("seed", 7), ("height", 7),
+    ("acelerator", 7),
 ]  # fmt: skip
 BAD_PROMPTS = ["", "\u200b", "\ufe0f \u200d", "\u2066\u2069", ["a cat", "  "], [], 7, ["a cat", None], None]
 
@@ -191,6 +192,14 @@ def test_bad_conditions_are_named_before_anything_runs(opened: tuple[Tiny, Any],
     for value in BAD_PROMPTS if tiny.argument == "prompt" else (10, -1, "kity", None, 1.5):
         with pytest.raises((ValueError, TypeError), match=r"prompt|class.(label|name)"):
             pipe(**{tiny.argument: value})
+
+
+def test_an_empty_negative_prompt_is_none(opened: tuple[Tiny, Any]) -> None:
+    tiny, pipe = opened
+    if pipe.paradigm != "video":
+        plain = tiny.call(pipe, output_type="latent").images
+        for blank in ("", "  ", None, [""], ["", ""]):
+            assert torch.equal(tiny.call(pipe, output_type="latent", negative_prompt=blank).images, plain)
 
 
 def test_why_a_method_is_not_available_is_what_a_call_says(opened: tuple[Tiny, Any]) -> None:
