@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_models import attentive_transformer
 from torch import Tensor
 
 from vargen.models.condition import Condition
@@ -18,16 +19,7 @@ _CLOSE: dict[str, float] = {"atol": 2e-5, "rtol": 1e-5}
 
 @pytest.fixture(params=["class", "text"])
 def model(request: pytest.FixtureRequest) -> LlamaGenTransformer:
-    """Weights large enough that attention is far from uniform."""
-    torch.manual_seed(0)
-    network = LlamaGenTransformer(
-        request.param, dim=48, n_layer=2, n_head=3, vocab_size=_VOCAB, grid_size=_GRID, num_classes=10, caption_dim=12,
-        cls_token_num=6, multiple_of=16,
-    ).eval()  # fmt: skip
-    for parameter in network.parameters():
-        if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=1.5 / parameter.shape[1] ** 0.5)
-    return network
+    return attentive_transformer(request.param)
 
 
 @pytest.fixture
@@ -81,14 +73,9 @@ def _held(cache: KVCache, row: int) -> Tensor:
 @pytest.mark.parametrize("seed", range(3))
 def test_the_compressed_prefix_is_the_long_one(seed: int) -> None:
     """Over whole pictures with random masks, an empty and a full one among them, and teacher forcing agrees with both."""
-    torch.manual_seed(seed)
     rows, P = 6, 24
-    network = LlamaGenTransformer(
-        "text", dim=48, n_layer=3, n_head=2, vocab_size=_VOCAB, grid_size=_GRID, caption_dim=12, cls_token_num=P
-    ).eval()
-    for parameter in network.parameters():
-        if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=1.5 / parameter.shape[1] ** 0.5)
+    network = attentive_transformer("text", n_layer=3, n_head=2, cls_token_num=P)
+    torch.manual_seed(seed)
     mask = torch.rand(rows, P) < torch.rand(rows, 1)  # holes too, not only left padding
     mask[0], mask[1] = False, True
     condition = Condition(caption_embeds=torch.randn(rows, P, 12), caption_mask=mask)

@@ -1,8 +1,6 @@
 """The up-sampler of tokens: what it may see, and what it refuses."""
 
-import pytest
 import torch
-from rejects import rejects
 
 from vargen.models.heads.upsampler import TokenUpsampler
 
@@ -54,12 +52,3 @@ def test_positions_and_rows_of_a_batch_are_what_they_are_alone():
     assert torch.allclose(some, everything.gather(1, position[..., None].expand(-1, -1, 32)), atol=1e-5)
     alone = model(model.features(low[1:]), tokens[1:], known[1:])
     assert torch.allclose(alone, everything[1:], atol=1e-5)
-
-
-@pytest.mark.parametrize(("options", "message"), [
-    ({"grid_size": 9}, "grid_size"),
-    ({"grid_size": 4}, "got 4 and 4"),
-    ({"dim": 12}, "dim"),
-])  # fmt: skip
-def test_sizes_that_do_not_fit_are_refused(options, message):
-    rejects(lambda: TokenUpsampler(**{"vocab_size": 32, "low_grid": 4, "grid_size": 8, "dim": 16} | options), message)

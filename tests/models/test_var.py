@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from golden_var import official_networks
 from rejects import rejects
 from safetensors.torch import load_file
 from torch import Tensor
@@ -17,16 +18,6 @@ from vargen.models.var import VARTransformer, is_derived_buffer, official_config
 
 _GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 _CLOSE = 1e-4  # float32, same operations in another order
-
-
-def _official() -> tuple[VARTransformer, dict[str, Tensor]]:
-    """The tiny model that the official code ran, and what it gave."""
-    config = json.loads((_GOLDEN / "var" / "config.json").read_text())
-    names = {"patch_nums": "scales", "depth": None, "vocab_size": None, "z_channels": "code_dim", "num_classes": None}
-    model = VARTransformer(**{new or old: config[old] for old, new in names.items()}).eval()
-    state = load_file(_GOLDEN / "var" / "var.safetensors")
-    model.load_state_dict({name: value.float() for name, value in state.items() if not is_derived_buffer(name)})
-    return model, load_file(_GOLDEN / "var" / "io.safetensors")
 
 
 def _random(condition: str = "class", **overrides: Any) -> VARTransformer:
@@ -76,7 +67,7 @@ def _step_by_step(model: VARTransformer, inputs: Tensor, condition: Condition, g
 
 @torch.inference_mode()
 def test_teacher_forced_logits_are_the_official_ones() -> None:
-    model, io = _official()
+    model, _, io = official_networks()
     logits = model(io["var_input"], Condition(class_labels=io["class_labels"])).logits
     torch.testing.assert_close(logits, io["teacher_forced_logits"], atol=_CLOSE, rtol=0)
 
@@ -201,28 +192,9 @@ def test_bfloat16_stays_near_float32() -> None:
 
 
 @torch.inference_mode()
-def test_a_new_model_is_uniform_and_a_saved_one_the_same(tmp_path: Path) -> None:
+def test_a_new_model_is_uniform() -> None:
     model = VARTransformer("text", (1, 2), depth=2, dim=16, n_head=2, vocab_size=8, code_dim=4, caption_dim=6, caption_rows=3)
-    inputs, condition = _inputs(model, 2), Condition(caption_embeds=torch.randn(2, 3, 6))
-    assert not model(inputs, condition).logits.any()
-    model = _random("text")
-    model.save_pretrained(tmp_path)
-    opened = VARTransformer.from_pretrained(tmp_path)
-    inputs, condition = _inputs(model, 2), _random_condition(model, 2)
-    assert torch.equal(opened(inputs, condition).logits, model(inputs, condition).logits)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"condition": "words"}, "condition"),
-        ({"dim": 50}, "dim"),
-        ({"scales": (1, 3, 2)}, "scales"),
-        ({"scales": ()}, "scales"),
-    ],
-)
-def test_bad_shapes_are_named(arguments: dict[str, Any], message: str) -> None:
-    rejects(lambda: _random(**arguments), message)
+    assert not model(_inputs(model, 2), Condition(caption_embeds=torch.randn(2, 3, 6))).logits.any()
 
 
 def test_bad_passes_are_named() -> None:
