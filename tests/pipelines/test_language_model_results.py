@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_language_models import make_glm, make_janus
+from tiny_language_models import make_glm, make_janus, needs_janus
 
 import vargen
 from vargen.compat import installed_version
@@ -15,10 +15,7 @@ from vargen.decoding.log_probs import compute_log_probs
 from vargen.decoding.sampling import filter_logits
 from vargen.models.language_models.glm_image import PreviewDrafter, preview_size
 
-pytestmark = [
-    pytest.mark.packages,
-    pytest.mark.skipif(installed_version("transformers") < "4.50", reason="Janus came with transformers 4.50"),
-]
+pytestmark = needs_janus
 PROMPTS = ["a red apple", "dog", "a blue car on the moon under the green cat"]
 
 

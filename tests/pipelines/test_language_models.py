@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_language_models import make_chameleon, make_emu3, make_glm, make_janus, text_config
+from tiny_language_models import make_chameleon, make_emu3, make_glm, make_janus, needs_janus, text_config
 
 import vargen
 from vargen.adapters.transformers import TransformersTokenModel
@@ -23,10 +23,7 @@ from vargen.models.language_models.glm_image import PreviewDrafter
 from vargen.models.language_models.supported import Emu3, Janus, describe_language_model
 from vargen.training.teachers import make_teacher
 
-pytestmark = [
-    pytest.mark.packages,
-    pytest.mark.skipif(installed_version("transformers") < "4.50", reason="Janus came with transformers 4.50"),
-]
+pytestmark = needs_janus
 PROMPTS = ["a red apple", "a blue car on the moon", "dog"]
 SIZE = (4, 5)  # of Emu3, in tokens
 # Other numbers of heads, layers, widths and tokens pass without a change of code.
@@ -142,15 +139,7 @@ def test_glm_image_returns_tokens_for_another_pipeline(glm: Any) -> None:
             glm(PROMPTS[0], **arguments)
 
 
-def test_forced_tokens_are_drafted_as_they_are_and_not_counted(emu3: Any) -> None:
-    from vargen.decoding import Draft
-
-    forced, vocab = emu3.language_model.forced, emu3.vocab_size
-    draft = Draft(torch.zeros(2, 7, dtype=torch.int64), Tree.make_chain(7), torch.full((2, 7, vocab), 1 / vocab))
-    found = draft.put_forced(forced, torch.tensor([1, 20]))
-    assert found.tokens.tolist() == [[0, 0, 0, 0, vocab - 1, 0, 0], [0, 0, 0, vocab - 1] + [vocab - 1] * 3]
-    assert found.probs is not None and torch.equal(found.probs.argmax(-1)[0, 4], torch.tensor(vocab - 1))
-    assert torch.equal(found.probs[0, 0], draft.probs[0, 0]) and torch.allclose(found.probs.sum(-1), torch.ones(2, 7))
+def test_forced_tokens_are_not_counted(emu3: Any) -> None:
     stats = emu3(PROMPTS, accelerator="ar", output_type="latent").stats
     assert (stats.tokens, stats.forced) == (3 * 24, 3 * 4) and stats.tokens_per_pass == 20 / 24
 
@@ -324,23 +313,3 @@ def test_networks_that_do_not_fit_are_refused(change: Any, argument: str) -> Non
     change(model)
     with pytest.raises(ValueError, match=argument):
         vargen.accelerate(model, processor)
-
-
-# -- folders ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    model, processor = make_janus()
-    path = tmp_path_factory.mktemp("janus")
-    model.save_pretrained(path)
-    processor.save_pretrained(path)
-    return path
-
-
-def test_a_folder_opens_as_the_model_in_memory(folder: Path) -> None:
-    opened = vargen.open_language_model(folder, folder)
-    calls = {"temperature": 0, "output_type": "latent"}
-    in_memory = vargen.accelerate(make_janus()[0], opened.processor)  # whose tokenizer transformers 5 rebuilds as a Llama's
-    assert torch.equal(opened(PROMPTS, **calls).tokens, in_memory(PROMPTS, **calls).tokens)
-    assert opened.draft_model is not None and opened(PROMPTS, accelerator="speculative", **calls).stats.tokens_per_pass > 3

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 from rejects import rejects
-from tiny_families import TINY, Tiny, drafting_pipeline, made
+from tiny_families import MULO, TINY, Tiny, drafting_pipeline, made
 from tiny_models import class_var_pipeline
 
-from vargen.decoding import Accelerator, Jacobi, PooledRule
 from vargen.models.heads.upsampler import TokenUpsampler
 from vargen.models.quantization import quantize_network
 
@@ -21,7 +20,6 @@ pytest.importorskip("accelerate")
 from accelerate import cpu_offload, disk_offload
 
 CPU = torch.device("cpu")
-MULO = Accelerator("mulo", Jacobi(8, "from-verdict", "low-res"), PooledRule(4, 0.2, 1))  # of a grid as small as this
 
 
 def with_upsampler() -> Any:

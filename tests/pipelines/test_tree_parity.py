@@ -5,9 +5,7 @@ import torch
 from tiny_models import tiny_transformer
 
 from vargen.adapters.llamagen import LlamaGenTokenModel
-from vargen.decoding import (
-    Tree,
-)
+from vargen.decoding import Tree
 from vargen.models.condition import Condition
 
 GRID, T, VOCAB = 4, 7, 64
