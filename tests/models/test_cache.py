@@ -208,23 +208,6 @@ def test_a_pointer_past_the_grid_still_writes_to_its_own_row(
     assert changed[2].nonzero().flatten().tolist() == [cache.prefix + 2 + t for t in range(6)]
 
 
-def test_full_rows_stay_as_they_are_while_others_go_on(
-    model: LlamaGenTransformer, condition: Condition, tokens: Tensor
-) -> None:
-    """Passes that a finished row sits out leave its keys and values bit for bit, and others' logits too."""
-    lengths = [3, _N, 6]
-    cache = _filled(model, condition, tokens, lengths, scratch=3)
-    held, whole = _held(cache, 1).clone(), model(tokens, condition).logits
-    for step in range(3):
-        fed = torch.stack([tokens[0, 3 + 3 * step :][:3], tokens[1, :3], tokens[2, 6 + 3 * step :][:3]])
-        logits = model(fed, cache=cache).logits
-        for row in (0, 2):
-            n = lengths[row] + 3 * step
-            torch.testing.assert_close(logits[row], whole[row, n + 1 : n + 4], **_CLOSE)
-        cache.commit_chain(torch.tensor([3, 0, 3]))
-        assert torch.equal(_held(cache, 1), held) and cache.length[1] == _N
-
-
 def test_a_pass_wider_than_the_scratch_is_refused(model: LlamaGenTransformer, condition: Condition) -> None:
     cache = model.new_cache(_ROWS, scratch=2)
     model(condition=condition, cache=cache)

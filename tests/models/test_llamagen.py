@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vargen.models.condition import Condition
 from vargen.models.llamagen import LlamaGenTransformer
-from vargen.models.llamagen_blocks import LlamaGenAttention, RMSNorm, apply_rotary, build_rotary_2d, rotary_factors
+from vargen.models.llamagen_blocks import RMSNorm
 
 _GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 _KINDS = ["c2i", "t2i"]
@@ -126,18 +126,6 @@ def test_step_by_step_is_teacher_forcing_at_every_position(overrides: dict[str, 
     torch.testing.assert_close(torch.cat([o.features for o in output], 1), expected.features, atol=2e-5, rtol=1e-5)
 
 
-@torch.inference_mode()
-def test_no_position_sees_a_later_token() -> None:
-    model = attentive_transformer()
-    condition = Condition(class_labels=torch.tensor([1]))
-    tokens = torch.randint(40, (1, 16))
-    other = tokens.clone()
-    other[:, 7] = (other[:, 7] + 1) % 40
-    before, after = model(tokens, condition).logits, model(other, condition).logits
-    assert torch.equal(before[:, :8], after[:, :8])
-    assert (before[:, 8:] != after[:, 8:]).any(-1).all()
-
-
 # -- batch and dtype -------------------------------------------------------------------------------------------------
 
 
@@ -189,27 +177,6 @@ def test_bfloat16_stays_near_float32_and_the_compressed_prefix_as_near_as_the_lo
     assert error[0] < 1.3 * error[1]
 
 
-# -- rotary positions ------------------------------------------------------------------------------------------------
-
-
-def test_rotation_turns_interleaved_pairs() -> None:
-    table = build_rotary_2d(4, 16)
-    x = torch.randn(2, 16, 3, 16)
-    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
-    turned = pairs * torch.view_as_complex(table.contiguous())[:, None]
-    torch.testing.assert_close(apply_rotary(x, rotary_factors(table)), torch.view_as_real(turned).flatten(-2))
-    with torch.no_grad():
-        assert isinstance(rotary_factors(table), Tensor), "one complex factor where nothing records gradients"
-        torch.testing.assert_close(apply_rotary(x.clone(), rotary_factors(table)), torch.view_as_real(turned).flatten(-2))
-        half = apply_rotary(x.bfloat16(), rotary_factors(table.bfloat16()))
-    torch.testing.assert_close(half, apply_rotary(x.bfloat16(), rotary_factors(table.bfloat16())))
-    first = torch.zeros(1, 16, 1, 16)
-    first[..., 0] = 1
-    moved = apply_rotary(first, rotary_factors(table))[0, :, 0]
-    assert (moved[:, 2:] == 0).all(), "the partner of channel 0 is channel 1, not channel 8"
-    assert apply_rotary(x.bfloat16(), rotary_factors(table)).dtype == torch.bfloat16
-
-
 @torch.inference_mode()
 def test_angles_keep_float32_through_a_change_of_dtype() -> None:
     model = attentive_transformer("class")
@@ -220,38 +187,6 @@ def test_angles_keep_float32_through_a_change_of_dtype() -> None:
     assert (moved.device.type, moved.dtype) == ("cpu", torch.float32)
     moved = model.to("meta", torch.bfloat16).rotary  # device and dtype at once
     assert (moved.device.type, moved.dtype) == ("meta", torch.float32)
-
-
-def test_the_first_half_of_the_pairs_turns_with_the_row_and_the_second_with_the_column() -> None:
-    grid, width = 5, 24
-    table = build_rotary_2d(grid, width).view(grid, grid, width // 2, 2)
-    frequency = 10000.0 ** (-2 * torch.arange(6) / 12)
-    for row in range(grid):
-        for column in range(grid):
-            angle = torch.cat([row * frequency, column * frequency])
-            expected = torch.stack([angle.cos(), angle.sin()], dim=-1)
-            torch.testing.assert_close(table[row, column], expected, atol=1e-6, rtol=0)
-
-
-@pytest.mark.parametrize("condition", ["class", "text"])
-@torch.inference_mode()
-def test_queries_and_keys_of_the_conditioning_are_exactly_zero(condition: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So a prefix of n rows is one slot of score log n, and its keys need no storage."""
-    model = attentive_transformer(condition)
-    rows, seen = _random_condition(model, 3), []
-    attend = LlamaGenAttention.attend
-
-    def spy(self: LlamaGenAttention, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-        seen.append((q[:, : model.num_prefix_rows], k[:, :, : model.num_prefix_rows], q[:, model.num_prefix_rows :]))
-        return attend(self, q, k, v, bias)
-
-    monkeypatch.setattr(LlamaGenAttention, "attend", spy)
-    model(torch.randint(40, (3, 16)), rows)
-    assert len(seen) == 2
-    assert all((q == 0).all() and (k == 0).all() and (image != 0).any() for q, k, image in seen)
-    cache = model.new_cache(3, compress_prefix=False)
-    model(condition=rows, cache=cache)
-    assert (cache.k == 0).all() and (cache.v[:, :, :, : model.num_prefix_rows] != 0).any()
 
 
 def test_norm_rounds_before_it_scales() -> None:
@@ -279,14 +214,3 @@ def test_the_null_twin_is_the_last_class_or_the_stored_caption_after_the_same_ma
     assert null.caption_embeds is not None and null.caption_embeds.shape == (3, 6, 12)
     assert all(torch.equal(row, model.cls_embedding.uncond_embedding) for row in null.caption_embeds)
     assert null.caption_mask is given.caption_mask
-
-
-@torch.inference_mode()
-def test_padding_rows_of_a_caption_change_nothing() -> None:
-    model = attentive_transformer("text")
-    given = _random_condition(model, 6)
-    assert given.caption_embeds is not None and given.caption_mask is not None
-    noise = torch.where(given.caption_mask[..., None], given.caption_embeds, torch.randn(6, 6, 12))
-    tokens = torch.randint(40, (6, 16))
-    first, second = (model(tokens, Condition(None, e, given.caption_mask)).logits for e in (given.caption_embeds, noise))
-    torch.testing.assert_close(first, second, atol=1e-5, rtol=1e-5)

@@ -10,13 +10,7 @@ import torch
 from torch import Tensor
 
 from vargen.decoding import Draft, Tree
-from vargen.decoding.next_token.acceptance import (
-    GroupedRule,
-    NeighborhoodRule,
-    shared_noise,
-    speculative_sampling,
-    traversal,
-)
+from vargen.decoding.next_token.acceptance import GroupedRule, NeighborhoodRule, shared_noise, speculative_sampling, traversal
 from vargen.decoding.noise import Noise
 from vargen.decoding.tree import Verdict
 from vargen.kernels.sampler import NoiseStream, sample_gumbel_max
