@@ -64,7 +64,6 @@ EXTENDED_TESTS = (
     "demo/test_browser.py",
     "demo/test_first_sight.py",
     "demo/test_inpainting.py",
-    "demo/test_live.py",
     "demo/test_result.py",
     "demo/test_sharing.py",
     "demo/test_video_page.py",
@@ -101,16 +100,35 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket.socket, "connect", guarded)
 
 
-@pytest.fixture
-def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache folder, also for the subprocesses of the test."""
-    folder = tmp_path / "cache"
-    folder.mkdir()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
-    monkeypatch.setenv("HF_HOME", str(folder / "hf"))
-    return folder
-
-
 @pytest.fixture(scope="session")
 def repo_root() -> Path:
     return Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def video_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A video model of random weights, which tests leave as it is."""
+    from tiny_video_folder import video_folder
+
+    return video_folder(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="session")
+def text_pipe() -> Any:
+    from tiny_models import text_pipeline
+
+    return text_pipeline()
+
+
+@pytest.fixture(scope="session")
+def class_pipe() -> Any:
+    from tiny_models import class_pipeline
+
+    return class_pipeline()
+
+
+@pytest.fixture(scope="session")
+def scale_pipe() -> Any:
+    from tiny_models import class_var_pipeline
+
+    return class_var_pipeline()

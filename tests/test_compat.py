@@ -157,8 +157,3 @@ def test_without_torchvision_the_core_imports(ended: dict[str, tuple[int, str]])
     light = [sys.executable, "-c", _ABSENT + "assert 'torch' not in sys.modules"]
     done = subprocess.run(light, capture_output=True, text=True, env=_environment())
     assert done.returncode == 0, done.stderr
-
-
-def test_installed_version() -> None:
-    assert installed_version("torch")
-    assert installed_version("no-such-distribution-of-ours") is None

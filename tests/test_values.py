@@ -1,5 +1,6 @@
 """One reading of numbers for every setting and count: Python's and NumPy's alike, and nothing that only looks like one."""
 
+import inspect
 import math
 from decimal import Decimal
 from fractions import Fraction
@@ -12,8 +13,10 @@ from rejects import rejects
 from vargen import Accelerator
 from vargen.decoding import GroupedRule, Jacobi, Sampling, Speculative
 from vargen.decoding.window import AutoWindow
+from vargen.demo.request import RANGES
 from vargen.options import OPTIONS, Option
 from vargen.pipelines import validation
+from vargen.pipelines.llamagen import LlamaGenPipeline
 from vargen.values import parse_float, parse_int, short_repr
 
 
@@ -87,3 +90,10 @@ def test_an_option_has_bounds_within_which_the_control_of_the_page_stays(option:
     assert high <= option.range.most and option.check(option.off_value) == option.off_value
     for wrong in (option.range.least - 1, "much", True, float("nan"), [1], *([0.0] if option.range.open_below else [])):
         rejects(lambda wrong=wrong: option.check(wrong), option.name, ValueError)  # type: ignore[misc]
+
+
+def test_the_pipeline_and_the_page_take_the_same_ones() -> None:
+    assert set(OPTIONS) <= set(inspect.signature(LlamaGenPipeline.__call__).parameters)
+    assert {"guidance_scale", *Sampling.__dataclass_fields__} == set(OPTIONS)
+    for name, option in OPTIONS.items():
+        assert RANGES[name] == (*option.slider[:2], option.range.is_integer, option.label)

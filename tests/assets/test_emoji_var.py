@@ -1,14 +1,14 @@
-"""The packaged next-scale model as users get it: its size, its card, its pictures."""
+"""The packaged models of images as users get them: pictures by every method, and seeds in bfloat16."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
+from tiny_families import seeded
 
+from vargen import LlamaGenPipeline
 from vargen.decoding import list_methods
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.registry import open_pipeline
@@ -19,18 +19,12 @@ THINGS = ["a red apple", "grinning face, 3d style", "a blue heart", "flag of ukr
 
 @pytest.fixture(scope="module")
 def pipe() -> VisualPipeline:
-    opened = open_pipeline("emoji-var", torch_dtype=torch.float32)
-    opened.set_progress_bar_config(disable=True)
-    return opened
+    return open_pipeline("emoji-var", torch_dtype=torch.float32)
 
 
 @pytest.fixture(scope="module")
 def scorer() -> ImageTextScorer:
     return ImageTextScorer()
-
-
-def seeded(*seeds: int) -> list[torch.Generator]:
-    return [torch.Generator().manual_seed(seed) for seed in seeds]
 
 
 @pytest.mark.parametrize("method", [preset.name for preset in list_methods("next-scale")])
@@ -40,12 +34,12 @@ def test_by_every_method_images_show_what_was_asked_for(pipe: Any, scorer: Image
     assert (fits.argmax(1) == torch.arange(len(THINGS))).float().mean() >= 5 / 6
 
 
-def test_what_a_mask_keeps_stays(pipe: Any) -> None:
-    pixels = pipe("a red apple, 3d style", generator=seeded(0)).images[0]
-    mask = Image.new("L", pixels.size)
-    mask.paste(255, (64, 0, 128, 128))
-    again = pipe("a green apple, 3d style", image=pixels, mask=mask, generator=seeded(0)).images[0]
-    before, after = (np.asarray(each, dtype=float)[40:100] for each in (pixels, again))
-    assert np.abs(before - after)[:, 20:48].mean() < 25, "the left half stays red"
-    right = after[:, 80:100].mean((0, 1))
-    assert right[1] > right[0], "and the right one is green"
+def test_bfloat16_keeps_its_seed_and_stays_near_float32():
+    """Two runs in bfloat16 are one picture; against float32 the laws move by rounding: most of the first tokens agree."""
+    pipe = LlamaGenPipeline.from_pretrained("emoji", torch_dtype=torch.bfloat16)
+    stop = {"callback_on_step_end": lambda *a: {"stop": a[1] == 10}, "output_type": "latent"}
+    a, b = (pipe("grinning face", generator=seeded(5)[0], **stop).images for _ in range(2))
+    assert torch.equal(a, b)
+    pipe.transformer.float()
+    exact = pipe("grinning face", generator=seeded(5)[0], **stop).images
+    assert (a == exact).flatten()[:16].float().mean() > 0.5

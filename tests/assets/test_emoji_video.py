@@ -19,9 +19,7 @@ THINGS = ["winking face", "beating heart", "man running", "butterfly", "face wit
 
 @pytest.fixture(scope="module")
 def pipe() -> VisualPipeline:
-    opened = open_pipeline("emoji-video", torch_dtype=torch.float32)
-    opened.set_progress_bar_config(disable=True)
-    return opened
+    return open_pipeline("emoji-video", torch_dtype=torch.float32)
 
 
 @pytest.fixture(scope="module")

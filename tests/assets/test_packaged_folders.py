@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import vargen.assets
 from vargen.assets import packaged_model_path, packaged_models
 from vargen.scoring.image_text import packaged_scorers
 
@@ -52,3 +54,10 @@ def test_the_card_states_the_figures_of_the_runs(name: str) -> None:
     card = (FOLDER / name / "README.md").read_text()
     for line in card_lines(name):
         assert line in card
+
+
+@pytest.mark.parametrize("name", ["motion.txt", "moving.txt"])
+def test_there_are_24_captions_each_with_its_motion(name: str) -> None:
+    lines = (Path(vargen.assets.__file__).parent / name).read_text("utf-8").splitlines()
+    rows = [line.split(" | ") for line in lines if line and not line.startswith("#")]
+    assert len(rows) == 24 and all(len(row) == 2 and row[1] for row in rows) and len({caption for caption, _ in rows}) == 24

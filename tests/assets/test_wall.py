@@ -23,9 +23,7 @@ MOST_DIFFERENCE = 4.0  # mean over pixels, of 255: the tiles are compressed
 
 @pytest.fixture(scope="module")
 def pipe() -> Any:
-    opened: Any = open_pipeline("emoji")
-    opened.set_progress_bar_config(disable=True)
-    return opened
+    return open_pipeline("emoji")
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import io
 import os
 import re
 import shutil
+import socket
 import sys
 import tomllib
 from pathlib import Path
@@ -13,15 +14,9 @@ from typing import Any
 
 import pytest
 from PIL import Image
-from tiny_video_folder import video_folder
 
 from vargen.cli import inputs
 from vargen.pipelines.llamagen import LlamaGenPipeline
-
-
-@pytest.fixture(scope="module")
-def video_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return video_folder(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture
@@ -105,7 +100,7 @@ COMMANDS: dict[str, list[tuple[str, str]]] = {
     "compare --prompt-file prompts.txt --model TEXT": [
         ("--methods sdj", "sdj"), ("--methods gumbel:window=17", "16"), (f"--batch-size {10**12}", "batch"),
         (f"--methods sjd --seed {2**63 - 1}", "seed"), ("-o x.txt", "output"), ("--model CLASS", "model"),
-        ("--json a.txt", "json"),
+        ("--json a.txt", "json"), ("--model VIDEO --methods sjd", "next_token"),
     ],
     "compare --model TEXT --methods sjd": [
         ("--prompt-file prompts.json --json prompts.json", "json"),
@@ -213,3 +208,20 @@ def test_a_missing_package_is_one_line_with_the_command_that_installs_it(
     asked = tomllib.loads((repo_root / "pyproject.toml").read_text())["project"]["optional-dependencies"][extra]
     command = re.search(r'pip install "([^"]+)"', line)
     assert command and command[1] in asked, line
+
+
+def test_an_address_that_cannot_be_used_is_named(run: Any) -> None:
+    pytest.importorskip("fastapi")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = run("serve", "--port", port)
+    assert result.exit_code != 0 and str(port) in result.stderr and "Traceback" not in result.stderr
+    result = run("serve", "--host", "192.0.2.1", "--port", "0")  # of no machine
+    assert result.exit_code != 0 and "192.0.2.1" in result.stderr and "Traceback" not in result.stderr
+
+
+def test_a_key_that_no_header_can_hold_is_refused(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("fastapi")
+    monkeypatch.setenv("VARGEN_API_KEY", "two words")
+    result = run("serve")
+    assert result.exit_code == 2 and "VARGEN_API_KEY" in result.stderr and "two words" not in result.stderr

@@ -3,37 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
-from vargen.scoring.protocol import Images, to_tensor
-
-
-def level(images: Images, prompts: Sequence[str]) -> torch.Tensor:
-    return to_tensor(images).mean((1, 2, 3))
-
-
-def nan(images: Images, prompts: Sequence[str]) -> list[float]:
-    return [float("nan")] * len(prompts)
-
-
-def net() -> torch.nn.Module:
-    return torch.nn.Sequential(torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten())
-
-
-@pytest.fixture(autouse=True)
-def importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "eval_parts", sys.modules[__name__])
-
-
-MEASURE = ("--scorers", "eval_parts:level", "--extractor", "eval_parts:net")
+MEASURE = ("--scorers", "tiny_measures:level", "--extractor", "tiny_measures:net")
 
 
 def prompts_file(text: str = "a red apple\n# no prompt\na dog\na cat\n") -> str:
@@ -87,7 +64,7 @@ def test_a_folder_of_others_is_scored_and_becomes_a_reference(run: Any) -> None:
         assert done.exit_code == 0 and "Frechet" in done.stdout, done.stderr
         row = done.stdout.splitlines()[1].split()
         assert row[0] == "theirs" and " 0.0000" in done.stdout
-    alone = ("--scorers", "none", "--extractor", "eval_parts:net")
+    alone = ("--scorers", "none", "--extractor", "tiny_measures:net")
     measured = run("score", "s.npz", *alone, "--reference", "r.npz", "--json", "-")
     distances = json.loads(measured.stdout)["methods"][0]["distances"]
     assert distances["frechet"] == pytest.approx(0, abs=1e-6) and distances["precision"] == 1.0
@@ -111,6 +88,6 @@ def test_scorers_of_nan_and_statistics_of_others_end_it(run: Any, text_model: Pa
     assert foreign.exit_code == 2 and "foreign.npz" in foreign.stderr and not Path("out").exists()
     missing = run(*words, "--scorers", "image-reward:weights=no.pt")
     assert missing.exit_code == 2 and "fetch ImageReward.pt" in missing.stderr and not Path("out").exists()
-    nans = run(*words, "--scorers", "eval_parts:nan", "--extractor", "none")
+    nans = run(*words, "--scorers", "tiny_measures:nan", "--extractor", "none")
     assert nans.exit_code == 2 and "nan gave nan" in nans.stderr and not Path("out/report.md").exists()
     assert run(*words, *MEASURE).exit_code == 0

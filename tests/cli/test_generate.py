@@ -1,4 +1,4 @@
-"""`vargen generate` with good input: files, seeds, metadata, JSON."""
+"""`vargen generate` with good input: files, seeds, metadata, JSON, images to start from."""
 
 import io
 import json
@@ -132,16 +132,35 @@ def test_a_sheet_shows_all_images(run: Any, text_model: Path) -> None:
     assert result.exit_code == 0, result.output
     assert pixels(Path("sheet.png")).shape[1] > 2 * 128
     assert len(list(Path("out").iterdir())) == 2
-    refused = run("generate", "a cat", "--model", text_model, "--contact-sheet", "sheet.exe")
-    assert refused.exit_code == 2 and "contact_sheet must be a folder" in refused.stderr
 
 
-def test_a_next_scale_model_is_generated_with_like_any_other(run: Any, scale_model: Path) -> None:
-    words = ("generate", "a red apple", "--model", scale_model, "--seed", 5)
-    assert run(*words, "-o", "plain.png").exit_code == run(*words, "-o", "code.png", "--accelerator", "code").exit_code == 0
-    with Image.open("plain.png") as plain, Image.open("code.png") as code:
-        reported = json.loads(plain.info["vargen"])
-        assert (reported["accelerator"], reported["guidance_scale"], plain.size) == ("plain", 3.0, (8, 8))
-        assert plain.tobytes() != code.tobytes()
-    refused = run(*words, "--accelerator", "ar")
-    assert refused.exit_code == 2 and "is for next-token models" in refused.stderr
+@pytest.fixture
+def picture(run: Any) -> Path:
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (8, 8, 3), dtype=np.uint8)).save("cat.png")
+    mask = Image.new("L", (8, 8), 0)
+    mask.paste(255, (0, 0, 8, 4))
+    mask.save("mask.png")
+    return Path("cat.png")
+
+
+def test_strength_says_how_much_is_regenerated(run: Any, scale_model: Path, picture: Path) -> None:
+    def drawn(strength: float, name: str) -> np.ndarray:
+        words = ("--image", picture, "--strength", strength, "--model", scale_model, "--seed", 5, "-o", name)
+        result = run("generate", "a dog", *words)
+        assert result.exit_code == 0, result.output
+        return pixels(name)
+
+    none = run("generate", "a dog", "--model", scale_model, "--seed", 5, "-o", "plain.png")
+    assert none.exit_code == 0
+    assert (drawn(1.0, "all.png") == pixels("plain.png")).all(), "all scales drawn anew: the picture is not looked at"
+    kept = drawn(0.0, "kept.png")
+    assert (kept != pixels("plain.png")).any()
+    with Image.open("all.png") as opened:
+        said = json.loads(opened.info["vargen"])
+    assert said["image"] == "cat.png" and said["strength"] == 1.0
+
+
+def test_a_mask_is_white_where_it_is_regenerated(run: Any, scale_model: Path, picture: Path) -> None:
+    words = ("--image", picture, "--mask", "mask.png", "--model", scale_model, "--json", "-o", "out.png")
+    document = json.loads(run("generate", "a dog", "--seed", 5, *words).stdout)
+    assert document["mask"] == "mask.png" and document["stats"]["images"] == 1

@@ -6,26 +6,19 @@ import json
 import shutil
 from pathlib import Path
 
-import pytest
 from PIL import Image
 from tiny_models import text_pipeline
-from tiny_video_folder import video_folder
 from typer.testing import CliRunner
 
 from vargen.cli.main import app
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(video_folder(tmp_path_factory.mktemp("runs")))
+def run(*words: object):
+    return CliRunner().invoke(app, ["generate", *map(str, words), "--threads", "1"])
 
 
-def run(*words: str):
-    return CliRunner().invoke(app, ["generate", *words, "--threads", "1"])
-
-
-def test_a_prompt_becomes_a_looping_file(model: str, tmp_path: Path) -> None:
-    found = run("a cat", "--model", model, "-o", str(tmp_path / "cat.webp"), "--seed", "5", "--num-blocks", "2", "--json")
+def test_a_prompt_becomes_a_looping_file(video_model: Path, tmp_path: Path) -> None:
+    found = run("a cat", "--model", video_model, "-o", tmp_path / "cat.webp", "--seed", "5", "--num-blocks", "2", "--json")
     assert found.exit_code == 0, found.output
     said = json.loads(found.stdout)
     (video,) = said["videos"]
@@ -34,18 +27,18 @@ def test_a_prompt_becomes_a_looping_file(model: str, tmp_path: Path) -> None:
         assert image.n_frames == 4
 
 
-def test_an_image_model_generates_what_it_starts_from(model: str, tmp_path: Path) -> None:
+def test_an_image_model_generates_what_it_starts_from(video_model: Path, tmp_path: Path) -> None:
     folder = tmp_path / "images"
     text_pipeline().save_pretrained(folder)
-    words = ("a cat", "--model", model, "--seed", "5", "--num-blocks", "1", "--accelerator", "target", "-q")
+    words = ("a cat", "--model", video_model, "--seed", "5", "--num-blocks", "1", "--accelerator", "target", "-q")
     alone, started = tmp_path / "alone.webp", tmp_path / "started.webp"
     assert run(*words, "-o", str(alone)).exit_code == 0
     found = run(*words, "-o", str(started), "--image-model", str(folder))
     assert found.exit_code == 0, found.output
     with Image.open(alone) as one, Image.open(started) as other:
         assert other.n_frames == one.n_frames + 1, "the image is the first frame"
-    settings = json.loads((Path(model) / "model_index.json").read_text())
-    folder = Path(shutil.copytree(model, tmp_path / "video"))
+    settings = json.loads((video_model / "model_index.json").read_text())
+    folder = Path(shutil.copytree(video_model, tmp_path / "video"))
     settings["defaults"]["image_model"] = "emoji"
     (folder / "model_index.json").write_text(json.dumps(settings))
     words = ("a cat", "--model", str(folder), *words[3:])

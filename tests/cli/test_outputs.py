@@ -1,4 +1,4 @@
-"""Names and files of pictures."""
+"""Names and files of pictures, and of runs, whose own files no output replaces."""
 
 import random
 import string
@@ -13,6 +13,7 @@ from vargen.cli.outputs import (
     resolve_outputs,
     slugify,
     validate_distinct_paths,
+    validate_run_outputs,
     validate_writable,
 )
 from vargen.cli.results import save_image
@@ -119,3 +120,32 @@ def test_made_up_names_give_way_and_given_ones_do_not(tmp_path: Path) -> None:
     for first, second in ((made_up, given), (given, made_up)):
         with pytest.raises(ValueError, match="output"):
             validate_distinct_paths({"output": [first], "sheet": [second]})
+
+
+MINE = '{"methods": {}, "subjects": [], "num": 1}'
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A run with a reference in it, and links to it from beside it."""
+    folder = tmp_path / "run"
+    for name in ("images/ar/000", "measurements/x"):
+        (folder / name).mkdir(parents=True)
+    (folder / "run.json").write_text(MINE)
+    (folder / "measurements/x/0.npz").write_text("")
+    (tmp_path / "to_run").symlink_to(folder, target_is_directory=True)
+    (tmp_path / "link.json").symlink_to(folder / "run.json")
+    return folder
+
+
+NAMES = ["run/run.json", "run/deep/new.json", "to_run/run.json", "link.json", "run/images/../run.json"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_of_a_file_of_the_run_is_refused(name: str, folder: Path) -> None:
+    file = folder.parent / name
+    with pytest.raises(ValueError, match="run"):
+        validate_run_outputs({"json": file}, {}, "", folder)
+    for part in (folder, folder / "images" / "ar"):  # scored as a folder of pictures, or compared with
+        with pytest.raises(ValueError, match="run"):
+            validate_run_outputs({"json": file}, {"reference": part}, "")

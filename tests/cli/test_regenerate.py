@@ -12,7 +12,7 @@ from PIL import Image
 from rejects import rejects
 
 from vargen.image_metadata import describe_parameters, png_chunks, read_parameters
-from vargen.pipelines.regeneration import Regeneration, explain_difference, model_digest, validate_regenerable
+from vargen.pipelines.regeneration import explain_difference, model_digest, validate_regenerable
 
 
 @pytest.mark.parametrize(("method", "options"), [("gumbel", ("--top-k", "9", "--temperature", "0.7")), ("ar", ())])
@@ -80,13 +80,9 @@ def test_the_digest_of_a_model_follows_its_weights(text_model: Path, tmp_path: P
 def test_equal_facts_explain_nothing() -> None:
     here = {"model": "emoji", "dtype": "float32", "processor": "cpu AVX2", "versions": {"torch": "2"}}
     assert explain_difference(here, here) == () and explain_difference({}, here) == ()
-    (reason,) = explain_difference({**here, "dtype": "bfloat16"}, here)
-    assert reason == "Another dtype: bfloat16 there, float32 here."
-    (reason,) = explain_difference({**here, "quantization": "int8"}, here)
-    assert reason == "Another quantization: int8 there, none here."
-    image = Image.new("RGB", (1, 1))
-    assert "file was edited" in Regeneration(image, False, False).describe()
-    assert "decoder" in Regeneration(image, True, False).describe()
+    for changed in ({"dtype": "bfloat16"}, {"quantization": "int8"}):
+        (reason,) = explain_difference({**here, **changed}, here)
+        assert all(name in reason and value in reason for name, value in changed.items())
     for seed in (-1, True, 2**63, None):
         rejects(lambda seed=seed: validate_regenerable({"seed": seed}), "seed")
 

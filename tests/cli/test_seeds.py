@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tiny_video_folder import video_folder
 
 from vargen import open_pipeline
 from vargen.decoding import PRESETS, Sampling
@@ -73,7 +72,6 @@ def from_page(pipe: Any, method: str) -> list[bytes]:
 def test_a_seed_is_one_image_at_every_door(kind: str, run: Any, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     model = request.getfixturevalue(kind)
     pipe: Any = open_pipeline(model)
-    pipe.set_progress_bar_config(disable=True)
     method = pipe.baseline
     alone = [pipe(prompt, generator=generator(k), accelerator=method) for k, prompt in enumerate(PROMPTS)]
     expected = [each.images[0].tobytes() for each in alone]
@@ -92,9 +90,8 @@ def test_a_seed_is_one_image_at_every_door(kind: str, run: Any, tmp_path: Path, 
     assert [door for door, images in found.items() if images != expected] == []
 
 
-def test_a_seed_is_one_video_at_every_door(tmp_path: Path) -> None:
-    pipe: Any = open_pipeline(video_folder(tmp_path))
-    pipe.set_progress_bar_config(disable=True)
+def test_a_seed_is_one_video_at_every_door(video_model: Path) -> None:
+    pipe: Any = open_pipeline(video_model)
     options: dict[str, Any] = {"num_blocks": 2}
     frames = [
         pipe(PROMPTS[k], accelerator="target", generator=generator(k), output_type="pt", **options).frames for k in (0, 1)

@@ -63,9 +63,7 @@ def text_files(tmp_path: Path) -> tuple[Path, Path]:
 
 
 def _open(folder: Path) -> LlamaGenPipeline:
-    pipe = LlamaGenPipeline.from_pretrained(folder, torch_dtype=torch.float32)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
+    return LlamaGenPipeline.from_pretrained(folder, torch_dtype=torch.float32)
 
 
 def _left(folder: Path) -> set[str]:

@@ -17,7 +17,6 @@ import pytest
 gradio = pytest.importorskip("gradio", reason="the demo needs gradio: pip install -e .[demo]")
 
 from tiny_models import text_pipeline  # noqa: E402
-from tiny_video_folder import video_folder  # noqa: E402
 
 from vargen.demo.image_service import ImageService  # noqa: E402
 from vargen.demo.launch import serve  # noqa: E402
@@ -68,9 +67,9 @@ def mean_brightness() -> Callable[[Any, Any], Any]:
 
 
 @pytest.fixture(scope="session")
-def video(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VideoService]:
+def video(video_model: Path) -> Iterator[VideoService]:
     """A random model of video, for a tab beside those of pictures."""
-    made = VideoService(open_pipeline(video_folder(tmp_path_factory.mktemp("runs"))), "tiny-video", brightness)
+    made = VideoService(open_pipeline(video_model), "tiny-video", brightness)
     yield made
     made.close()
 
@@ -80,6 +79,17 @@ def address(service: ImageService, video: VideoService) -> Iterator[str]:
     yield from _serve_page(build_page(service, video=video, opening=True))
 
 
+def find_free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+@pytest.fixture(scope="session")
+def free_port() -> int:
+    return find_free_port()
+
+
 @pytest.fixture(scope="session")
 def serve_page() -> Callable[[Any], Iterator[str]]:
     return _serve_page
@@ -87,10 +97,7 @@ def serve_page() -> Callable[[Any], Iterator[str]]:
 
 def _serve_page(page: Any) -> Iterator[str]:
     """Serve a page at a free port until the test's end; yields its address."""
-    with socket.socket() as free:  # gradio's own search for a port is a race between parallel test workers
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    yield serve(page, "127.0.0.1", port)
+    yield serve(page, "127.0.0.1", find_free_port())  # gradio's own search is a race between parallel test workers
     page.close(verbose=False)
 
 
@@ -199,6 +206,15 @@ class Browser:
     def resize(self, width: int, height: int) -> None:
         metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+
+    def save_to(self, folder: Path) -> None:
+        """Let downloads be saved there."""
+        behavior = {"behavior": "allow", "downloadPath": str(folder)}
+        self.driver.execute_cdp_cmd("Browser.setDownloadBehavior", behavior)
+
+    def errors(self) -> list[str]:
+        """What the console holds since the last look at it."""
+        return [entry["message"] for entry in self.driver.get_log("browser") if entry["level"] == "SEVERE"]
 
     def prefer(self, theme: str) -> None:
         """Emulate the theme of the system: light or dark."""

@@ -23,18 +23,11 @@ from PIL import Image
 from vargen.demo.launch import main
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
 @pytest.fixture(scope="module")
-def served(repo_root: Path, chromium: object) -> Iterator[str]:
+def served(repo_root: Path, chromium: object, free_port: int) -> Iterator[str]:
     """The address of an app with the packaged model, as a process of its own, that Gradio's variables place."""
-    port = free_port()
     with tempfile.TemporaryDirectory(prefix="vargen-app-test-") as folder, tempfile.TemporaryFile("w+") as complaints:
-        place = {"GRADIO_SERVER_NAME": "localhost", "GRADIO_SERVER_PORT": str(port)}
+        place = {"GRADIO_SERVER_NAME": "localhost", "GRADIO_SERVER_PORT": str(free_port)}
         process = subprocess.Popen(
             [sys.executable, "app.py"],
             cwd=repo_root,
@@ -47,7 +40,7 @@ def served(repo_root: Path, chromium: object) -> Iterator[str]:
             assert process.stdout is not None
             found = next((m for line in process.stdout if (m := re.search(r"runs at (\S+)", line))), None)
             assert found, "the app ended before it served anything"
-            assert found[1] == f"http://localhost:{port}/"
+            assert found[1] == f"http://localhost:{free_port}/"
             yield found[1]
         finally:
             process.send_signal(signal.SIGTERM)  # a shell may have its background jobs ignore SIGINT

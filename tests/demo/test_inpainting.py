@@ -1,10 +1,11 @@
-"""Variations and inpainting on the page: what is read, what a PNG records, and the brush in a browser."""
+"""The page of a next-scale model: images that follow what is typed, variations and inpainting, and the brush in a browser."""
 
 from __future__ import annotations
 
 import base64
 import io
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,11 @@ pytest.importorskip("gradio")
 
 from tiny_models import text_var_pipeline
 
+from vargen.decoding import list_methods
 from vargen.demo.image_service import ImageService
+from vargen.demo.jobs import JobRegistry
 from vargen.demo.page import build_page
+from vargen.demo.request import PageRequest
 from vargen.demo.sources import ImageSource, read_painting
 from vargen.image_metadata import png_file, read_parameters
 
@@ -84,6 +88,28 @@ def test_limits_are_named() -> None:
     rejects(lambda: read_painting(sent(noise()), 0.3, None, GRID), "cannot be read")
 
 
+def test_the_engine_runs_what_the_pipeline_runs(service: ImageService) -> None:
+    assert set(service.methods) == {preset.name for preset in list_methods("next-scale")}
+    assert (service.default_method, service.baseline, service.live) == ("plain", "plain", True)
+    generated = service.start(PageRequest("a cat", "code", 3)).result()
+    assert generated.images[0].size == (8, 8) and generated.stats.passes == 4
+    run = service.start(PageRequest("a cat", "plain", 3))
+    run.result()
+    assert run.counts == [1, 4, 9, 16]
+
+
+def test_a_new_letter_stops_the_generation_of_the_last_ones() -> None:
+    runs = JobRegistry()
+    first, other, elsewhere = runs.enqueue("me", "live"), runs.enqueue("me"), runs.enqueue("you", "live")
+    begun = runs.start(first)
+    assert begun is not None
+    runs.stop_visitor_jobs("me", "live")
+    assert begun.stop.is_set() and runs.start(other) is not None and runs.start(elsewhere) is not None
+    waiting = runs.enqueue("me", "live")
+    runs.stop_visitor_jobs("me", "live")
+    assert runs.start(waiting) is None, "what has not begun never does"
+
+
 # -- in headless Chromium
 
 
@@ -134,6 +160,34 @@ def open_live(browser: Any) -> None:
     browser.until(lambda: finished(browser))
 
 
+def test_the_image_follows_what_is_typed(browser: Any, service: ImageService) -> None:
+    prompts: list[str] = []
+    start = service.start
+
+    def start_and_tell(settings: PageRequest, *rest: Any, **more: Any) -> Any:
+        prompts.append(settings.prompt)
+        return start(settings, *rest, **more)
+
+    service.start = start_and_tell  # type: ignore[method-assign]
+    try:
+        browser.press_tab("Live")
+        browser.says("#live-note", "Generated in")  # opening it draws what the prompt says
+        before = browser.attribute("#live-stage img", "src")
+        browser.write(FIELD, "a green frog")
+        browser.until(lambda: "a green frog" in browser.attribute("#live-stage img", "alt"))
+        browser.until(lambda: browser.attribute("#live-stage img", "src") not in ("", before))
+        browser.until(lambda: browser.attribute("#live-stage img", "src").startswith("data:image/png"))
+        assert prompts[-1] == "a green frog" and len(prompts) < 2 + len("a green frog")
+        browser.press_tab("Image")
+        generated = len(prompts)
+        browser.write(FIELD, "a blue bird")
+        time.sleep(0.5)
+        assert len(prompts) == generated, "what is typed in another tab is not drawn"
+        assert not browser.errors()
+    finally:
+        service.start = start  # type: ignore[method-assign]
+
+
 def test_only_what_is_painted_is_generated_again_and_it_follows_the_prompt(browser: Any, tmp_path: Path) -> None:
     open_live(browser)
     parameters, before = shown(browser)
@@ -147,8 +201,7 @@ def test_only_what_is_painted_is_generated_again_and_it_follows_the_prompt(brows
     parameters, after = shown(browser)
     assert {"image", "mask"} <= parameters.keys() and (after != before).any()
     assert not browser.shown("#live-stage .vg-copy"), "no link holds an image"
-    behavior = {"behavior": "allow", "downloadPath": str(tmp_path)}
-    browser.driver.execute_cdp_cmd("Browser.setDownloadBehavior", behavior)
+    browser.save_to(tmp_path)
     browser.click("#live-stage .vg-save")
     assert read_parameters(browser.until(lambda: next(tmp_path.glob("*.png"), None))) == parameters
     browser.click("#live-undo")
@@ -159,7 +212,7 @@ def test_only_what_is_painted_is_generated_again_and_it_follows_the_prompt(brows
     browser.click("#live-restart")
     browser.says("#live-note", "Generated in")
     assert "image" not in shown(browser)[0] and not browser.shown("#live-restart")
-    assert not [entry["message"] for entry in browser.driver.get_log("browser") if entry["level"] == "SEVERE"]
+    assert not browser.errors()
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])

@@ -15,8 +15,6 @@ pytest.importorskip("gradio")
 from vargen.demo.request import MAX_SEED, ImageFolder, PageRequest, request_from_metadata
 from vargen.image_metadata import read_parameters
 
-_SIGNATURE = b"\x89PNG\r\n\x1a\n"
-
 
 @pytest.mark.parametrize(
     ("given", "message"),

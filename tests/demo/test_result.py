@@ -7,15 +7,8 @@ from typing import Any
 
 import pytest
 
-from vargen.demo.generate_tab import describe_steps
-
 FIELD = "#prompt textarea, #prompt input"
 SIZES = [(1280, 900), (390, 844)]
-
-
-def test_steps_are_compared_with_those_of_the_baseline_where_it_takes_more() -> None:
-    assert describe_steps(45, 256) == "45 steps instead of 256"
-    assert describe_steps(6, 6) == "6 steps" and describe_steps(1, 1) == "1 step"
 
 
 def generate(browser: Any, link: str) -> None:
@@ -68,8 +61,7 @@ def test_a_page_that_is_left_closes_its_streams(browser: Any) -> None:
 def test_a_video_is_saved_and_shared_from_right_under_it(
     browser: Any, address: str, tmp_path: Path, width: int, height: int
 ) -> None:
-    behavior = {"behavior": "allow", "downloadPath": str(tmp_path)}
-    browser.driver.execute_cdp_cmd("Browser.setDownloadBehavior", behavior)
+    browser.save_to(tmp_path)
     browser.resize(width, height)
     browser.open(f"{address}?mode=video&prompt=winking+face&seed=7&method=sdvg")
     browser.says("#video-note", "Generated ")

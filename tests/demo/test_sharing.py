@@ -61,8 +61,7 @@ def stage_pixels(browser: Any) -> bytes:
 @pytest.fixture
 def download(browser: Any, tmp_path: Path) -> Callable[[str], io.BytesIO]:
     """Presses a button and returns the file that the browser saves."""
-    behavior = {"behavior": "allow", "downloadPath": str(tmp_path)}
-    browser.driver.execute_cdp_cmd("Browser.setDownloadBehavior", behavior)
+    browser.save_to(tmp_path)
 
     def press(selector: str) -> io.BytesIO:
         browser.click(selector)

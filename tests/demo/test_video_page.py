@@ -8,6 +8,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,6 @@ from PIL import Image
 pytest.importorskip("gradio")
 
 from tiny_models import text_pipeline
-from tiny_video_folder import video_folder
 
 from vargen.decoding import BlockRecord
 from vargen.demo.page import build_video_page
@@ -29,9 +29,9 @@ TAU = "#video-tau input[type=number]"
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory, mean_brightness: Any) -> Iterator[VideoService]:
+def service(video_model: Path, mean_brightness: Any) -> Iterator[VideoService]:
     """A random model that can be slowed down, as that of the other page."""
-    pipe = open_pipeline(video_folder(tmp_path_factory.mktemp("runs")))
+    pipe = open_pipeline(video_model)
     made = VideoService(pipe, "emoji-video", mean_brightness)
     made.pause = 0.0  # type: ignore[attr-defined]
     pipe.draft_transformer.register_forward_pre_hook(lambda *_: time.sleep(made.pause))  # type: ignore[attr-defined]
@@ -143,7 +143,7 @@ def test_it_plays_while_it_is_made_and_the_slider_acts_meanwhile(browser: Any, s
     assert set(found[1:first]) == {"accepted"} and set(found[first:]) == {"rejected"}
     badges = browser.text("#video-badges").split("\n")
     assert re.match(r"0 target · \d+ ms", badges[0]) and "1 draft" in " ".join(badges)
-    assert not severe(browser)
+    assert not browser.errors()
 
 
 def test_stop_ends_it_with_what_is_finished(browser: Any, slow: Callable[[float], None]) -> None:
@@ -155,7 +155,3 @@ def test_stop_ends_it_with_what_is_finished(browser: Any, slow: Callable[[float]
     browser.click("#video-stop")
     browser.says("#video-note", "Stopped after")
     assert 2 <= len(verdicts(browser)) < 30
-
-
-def severe(browser: Any) -> list[str]:
-    return [entry["message"] for entry in browser.driver.get_log("browser") if entry["level"] == "SEVERE"]

@@ -1,10 +1,14 @@
-"""examples/ run as their first lines say, on a tiny model."""
+"""examples/ run as their first lines say, on a tiny model; the notebook is valid, has no outputs, and runs top to bottom."""
 
 from __future__ import annotations
 
+import json
+import re
 import runpy
 import sys
+import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -48,3 +52,57 @@ def test_assisted_generation_samples_the_tokens_of_plain_decoding(example, capsy
 def test_every_example_is_tested(repo_root: Path) -> None:
     tests = Path(__file__).read_text()
     assert all(f'example("{path.name}")' in tests for path in (repo_root / "examples").glob("*.py"))
+
+
+@pytest.fixture(scope="module")
+def notebook(repo_root: Path) -> dict[str, Any]:
+    return json.loads((repo_root / "examples/diffusers.ipynb").read_text("utf-8"))
+
+
+def code_cells(notebook: dict[str, Any]) -> list[str]:
+    return ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+
+
+def test_it_is_a_notebook_without_outputs(notebook: dict[str, Any]) -> None:
+    assert notebook["nbformat"] == 4 and notebook["nbformat_minor"] >= 5, "cells have ids since 4.5"
+    assert notebook["metadata"]["kernelspec"]["name"] == "python3"
+    names = [cell["id"] for cell in notebook["cells"]]
+    assert len(set(names)) == len(names) and all(re.fullmatch(r"[\w-]{1,64}", name) for name in names)
+    common = {"cell_type", "id", "metadata", "source"}
+    for cell in notebook["cells"]:
+        assert all(isinstance(line, str) for line in cell["source"])
+        if cell["cell_type"] == "markdown":
+            assert cell.keys() == common
+        else:
+            assert cell["cell_type"] == "code" and cell.keys() == common | {"execution_count", "outputs"}
+            assert cell["execution_count"] is None and cell["outputs"] == []
+
+
+def test_it_opens_on_colab_and_installs_from_the_repository(notebook: dict[str, Any], repo_root: Path) -> None:
+    source = tomllib.loads((repo_root / "pyproject.toml").read_text("utf-8"))["project"]["urls"]["Source"]
+    place = re.sub(r"^https://(github\.com/)?", "", source)
+    colab = f"https://colab.research.google.com/github/{place}/blob/main/examples/diffusers.ipynb"
+    first = "".join(notebook["cells"][0]["source"])
+    assert first.startswith("[![Open in Colab](") and f"]({colab})" in first
+    assert f'"vargen @ git+{source}"' in code_cells(notebook)[0]
+
+
+@pytest.mark.parametrize("packaged", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_it_runs_top_to_bottom(
+    packaged: bool,
+    notebook: dict[str, Any],
+    tiny_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """On a tiny model; the slow test takes the packaged one, as it is written."""
+    monkeypatch.chdir(tmp_path)
+    scope: dict[str, Any] = {}
+    for number, code in enumerate(code_cells(notebook)):
+        code = code if packaged else code.replace('"emoji"', repr(str(tiny_model)))
+        exec(compile(code, f"cell {number}", "exec"), scope)
+    reported, tokens = capsys.readouterr().out, scope["pipe"].num_tokens
+    assert f"ar: {tokens} passes, 1.00 tokens per pass" in reported and "\nidentical\n" in reported
+    assert f"{2 * tokens} tokens in {len(scope['steps'])} passes" in reported and "gumbel, exact: " in reported
+    assert 1 < len(scope["steps"]) <= tokens and not list(tmp_path.iterdir())

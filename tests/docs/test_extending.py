@@ -71,7 +71,6 @@ def test_the_proofs_come_out_as_the_guide_says(guide: dict[str, str], repo_root:
 def test_the_methods_and_the_scorer_generate_images(guide: dict[str, str], repo_root: Path) -> None:
     methods: Any = importlib.import_module("methods")
     pipe = text_pipeline(grid_size=6)
-    pipe.set_progress_bar_config(disable=True)
 
     def generated(method: Any) -> torch.Tensor:
         generator = torch.Generator().manual_seed(1)

@@ -14,7 +14,6 @@ import pytest
 import torch
 import typer
 from markdown import anchors, blocks, commands, links, pages, prose
-from tiny_video_folder import video_folder
 
 import vargen.decoding
 import vargen.decoding.experimental
@@ -158,11 +157,11 @@ def test_every_method_is_described_as_it_is() -> None:
 
 
 @pytest.mark.extended
-def test_usage_runs(tiny_model: Path, tiny_scale_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_usage_runs(
+    tiny_model: Path, tiny_scale_model: Path, video_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On tiny models instead of the packaged and the official ones."""
-    moving = tmp_path / "moving"
-    moving.mkdir()
-    names = {'"emoji"': tiny_model, '"var-d16"': tiny_scale_model, '"emoji-video"': video_folder(moving)}
+    names = {'"emoji"': tiny_model, '"var-d16"': tiny_scale_model, '"emoji-video"': video_model}
     monkeypatch.chdir(tmp_path)
     scope: dict[str, Any] = {"torch": torch}
     for block in blocks(ROOT / "docs/usage.md", "python"):

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from killed_runs import check_killed_command, images, lines
 from rejects import rejects
 from tiny_models import class_pipeline
 
@@ -41,14 +40,6 @@ def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, by
     output = tmp_path_factory.mktemp("runs") / "whole"
     assert generate_missing_images(make_plan(model, output)) == 14
     return images(output)
-
-
-def images(output: Path) -> dict[str, bytes]:
-    return {str(file.relative_to(output)): file.read_bytes() for file in sorted(output.glob("images/**/*.png"))}
-
-
-def lines(output: Path) -> list[tuple[str, int]]:
-    return [(r["method"], r["index"]) for file in output.glob("manifest/*.jsonl") for r in read_manifest(file)]
 
 
 def stopping_after(units: int, error: type[BaseException] = KeyboardInterrupt) -> Callable[..., Iterator[Any]]:
@@ -171,22 +162,7 @@ def test_missing_and_changed_images_are_generated_again(model: Path, whole: dict
 @pytest.mark.slow
 def test_kill_9_loses_nothing_and_generates_nothing_twice(model: Path, tmp_path: Path) -> None:
     """The command is killed while it works; the run is resumed here."""
-    run = make_plan(model, tmp_path / "killed", methods=("ar",), num=30, batch=2)
-    words = [sys.executable, "-c", "from vargen.cli.main import main; main()", "eval", "--generate-only", "--model", str(model)]
-    words += ["--num-images", "30", "--batch-size", "2", "--threads", "1", "--methods", "ar", "-o", run.output]
-    process = subprocess.Popen(words, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 120
-    while process.poll() is None and len(lines(tmp_path / "killed")) < 4 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    before = lines(tmp_path / "killed")
-    assert 4 <= len(before) < 30, "the kill came too late or too early to show anything"
-    assert generate_missing_images(run) == 30 - len(before)
-    assert generate_missing_images(replace(run, output=str(tmp_path / "whole"))) == 30
-    assert images(tmp_path / "killed") == images(tmp_path / "whole")
-    after = lines(tmp_path / "killed")
-    assert after[: len(before)] == before and len(after) == len(set(after)) == 30
+    check_killed_command(make_plan(model, tmp_path / "killed", methods=("ar",), num=30, batch=2))
 
 
 # -- a full disk -----------------------------------------------------------------------------------------------------------

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from diffusers.image_processor import VaeImageProcessor
 from PIL import Image
 
@@ -23,15 +21,6 @@ from vargen.reading import on_white
 from vargen.scoring.protocol import to_pil, to_tensor
 
 ORIENTATION = 0x0112  # the EXIF tag
-
-
-def net() -> torch.nn.Module:
-    return torch.nn.Sequential(torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten())
-
-
-@pytest.fixture(autouse=True)
-def importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "folder_parts", sys.modules[__name__])
 
 
 def gray_images(folder: Path, levels: Sequence[int], name: str = "{}.png") -> Path:
@@ -77,7 +66,7 @@ def test_hidden_files_thumbnails_and_empty_files_are_skipped_with_a_warning(
     assert "skipped 6 " in line and "._1.png" in line and "\n" not in line
     with pytest.raises(ValueError, match=r"prompts must be one for each of 4 images .* 1 are empty files, got 3"):
         list_images(folder, ["1", "2", "3"])
-    models = MetricModels(extractor="folder_parts:net")
+    models = MetricModels(extractor="tiny_measures:net")
     assert load_reference(folder, models).count == 3
     (tmp_path / "hidden").mkdir()
     (tmp_path / "hidden" / "._1.png").write_bytes(b"1")

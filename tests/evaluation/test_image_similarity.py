@@ -1,4 +1,4 @@
-"""PSNR and SSIM against closed forms, and SSIM against its definition computed pixel by pixel."""
+"""PSNR and SSIM against closed forms, and SSIM against its definition computed pixel by pixel; contact sheets."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import math
 
 import pytest
 import torch
+from PIL import Image
 
+from vargen.evaluation.contact_sheets import contact_sheet
 from vargen.evaluation.image_similarity import MAX_PSNR, psnr, ssim
 
 
@@ -38,3 +40,12 @@ def test_ssim_is_its_definition() -> None:
     assert float(ssim(x, y)) == pytest.approx(float(torch.stack(values).mean()), abs=1e-5)
     assert float(ssim(x, x)) == pytest.approx(1.0)
     assert float(ssim(x, 1 - x)) < 0
+
+
+def test_every_image_is_on_the_sheet():
+    colours = ["red", "lime", "blue", "yellow", "cyan"]
+    sheet = contact_sheet([Image.new("RGB", (20, 20), c) for c in colours], ["x" * 90, "", "c", "d", "e"], columns=3, cell=40)
+    assert sheet.width == 3 * 46 + 6 and sheet.height == 2 * 62 + 6
+    found = {sheet.getpixel((6 + 46 * (i % 3) + 20, 6 + 62 * (i // 3) + 20)) for i in range(5)}
+    assert found == {Image.new("RGB", (1, 1), c).getpixel((0, 0)) for c in colours}
+    assert all(sheet.getpixel((x, 50)) == (255, 255, 255) for x in range(46, 52)), "captions stay in their cells"

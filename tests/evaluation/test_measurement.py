@@ -1,9 +1,9 @@
-"""Scores, features and reports of pictures, whoever made them; and of bad ones."""
+"""Scores, features and reports of pictures, whoever made them; of bad ones; and of a run that someone has changed."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
+import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,55 +12,20 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from rejects import rejects
+from tiny_measures import calls
 from tiny_models import class_pipeline
 
-from vargen.evaluation.evaluate import (
-    evaluate_folder,
-    evaluate_run,
-    export_adm_samples,
-    load_reference,
-)
+from vargen.evaluation.evaluate import evaluate_folder, evaluate_run, export_adm_samples, load_reference
 from vargen.evaluation.generation import GenerationPlan, generate_missing_images
 from vargen.evaluation.image_files import UnreadableImageError, list_images
 from vargen.evaluation.measurement import MetricModels, measure_images
 from vargen.evaluation.metrics import compute_distances, mean_with_ci
 from vargen.evaluation.reference_statistics import FeatureStatistics, read_adm_samples
 from vargen.evaluation.run_directory import RunDirectory
-from vargen.scoring import BatchedScorer
-from vargen.scoring.protocol import Images, to_tensor
+from vargen.scoring.protocol import to_tensor
 
-calls: list[int] = []
-
-
-class Brightness(BatchedScorer):
-    """Mean pixel, in points per letter of the prompt's first word."""
-
-    def __init__(self) -> None:
-        super().__init__("brightness")
-        self.identity = "brightness-1"
-
-    def score_batch(self, images: Images, prompts: Sequence[str]) -> torch.Tensor:
-        calls.append(len(prompts))
-        return to_tensor(images).mean((1, 2, 3)) * len(prompts[0].split()[0])
-
-
-def tower() -> torch.nn.Module:
-    """Four features of a picture: the mean of each channel, and of its left half."""
-
-    class Net(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.cat([x.mean((2, 3)), x[..., : x.shape[-1] // 2].mean((1, 2, 3))[:, None]], 1)
-
-    return Net()
-
-
-@pytest.fixture(autouse=True)
-def importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls.clear()
-    monkeypatch.setitem(sys.modules, "measuring_parts", sys.modules[__name__])
-
-
-PARTS = MetricModels(scorers=("measuring_parts:Brightness",), extractor="measuring_parts:tower", threads=1)
+PARTS = MetricModels(scorers=("tiny_measures:Brightness",), extractor="tiny_measures:tower", threads=1)
 
 
 def folder_of(path: Path, count: int, size: tuple[int, int] = (16, 16), seed: int = 0, level: int = 256) -> Path:
@@ -104,6 +69,7 @@ def test_too_few_images_are_said_not_measured(tmp_path: Path) -> None:
 
 
 def test_what_was_measured_is_not_measured_again_but_what_changed_is(tmp_path: Path) -> None:
+    calls.clear()
     shown = list_images(folder_of(tmp_path / "p", 130), [f"{'a' * (i % 3 + 1)}" for i in range(130)])
     first = measure_images({"g": shown}, PARTS, tmp_path / "cached")["g"]
     assert sum(calls) == 130
@@ -182,13 +148,17 @@ def test_a_published_reference_has_statistics_of_all_and_samples_of_some(
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+def plan(tmp_path_factory: pytest.TempPathFactory) -> GenerationPlan:
     folder = tmp_path_factory.mktemp("run")
     class_pipeline().save_pretrained(folder / "model")
     methods = ("ar", "gumbel", "sjd", "gsd:delta=1,budget=none")
-    folders = str(folder / "model"), str(folder / "run")
-    generate_missing_images(GenerationPlan(*folders, methods, tuple(range(10)), num=12, batch=6, threads=1))
-    return RunDirectory(folder / "run")
+    return GenerationPlan(str(folder / "model"), str(folder / "run"), methods, tuple(range(10)), num=12, batch=6, threads=1)
+
+
+@pytest.fixture(scope="module")
+def run(plan: GenerationPlan) -> RunDirectory:
+    generate_missing_images(plan)
+    return RunDirectory(Path(plan.output))
 
 
 def test_a_run_is_reported(run: RunDirectory) -> None:
@@ -211,8 +181,6 @@ def test_a_run_is_reported(run: RunDirectory) -> None:
 
 
 def test_a_run_in_progress_is_reported_as_far_as_it_is(run: RunDirectory, tmp_path: Path) -> None:
-    import shutil
-
     shutil.copytree(run.path, tmp_path / "part")
     part = RunDirectory(tmp_path / "part")
     for file in (part.path / "images/sjd").rglob("*.png"):
@@ -224,3 +192,33 @@ def test_a_run_in_progress_is_reported_as_far_as_it_is(run: RunDirectory, tmp_pa
     (part.path / "run.json").unlink()
     with pytest.raises(ValueError, match="not a run"):
         evaluate_run(part, PARTS)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="pipes with names are of POSIX")
+@pytest.mark.parametrize("other", ["pipe", "device"])
+def test_what_is_no_regular_file_is_never_waited_for(
+    other: str, plan: GenerationPlan, run: RunDirectory, tmp_path: Path
+) -> None:
+    """It is measured or generated again, or named."""
+    changed = replace(plan, output=str(shutil.copytree(run.path, tmp_path / "run")))
+    folder, scored = Path(changed.output), replace(PARTS, extractor=None)
+
+    def put(file: Path) -> None:
+        file.unlink(missing_ok=True)
+        os.mkfifo(file) if other == "pipe" else file.symlink_to("/dev/zero")
+
+    def evaluated() -> list[int]:
+        return sorted(row.num_images for row in evaluate_run(RunDirectory(folder), scored).rows)
+
+    assert evaluated() == [12] * 4
+    image = min((folder / "images").rglob("*.png"))
+    put(image)
+    for file in (folder / "measurements").rglob("*.npz"):
+        put(file)
+    assert evaluated() == [11, 12, 12, 12]
+    assert generate_missing_images(changed) == 1 and image.is_file() and not image.is_symlink()
+    put(folder / "manifest" / "shard-1-of-1.jsonl")
+    rejects(evaluated, "shard-1-of-1.jsonl")
+    rejects(lambda: generate_missing_images(changed), "shard-1-of-1.jsonl")
+    put(folder / "run.json")
+    rejects(evaluated, "run.json")

@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from killed_runs import check_killed_command
 from PIL import Image
 from tiny_models import class_pipeline
 
 from vargen.compat import installed_version
-from vargen.evaluation.generation import GenerationPlan, generate_missing_images, run_locally
+from vargen.evaluation.generation import GenerationPlan, run_locally
 from vargen.evaluation.image_files import ImageFile, list_images
 from vargen.evaluation.measurement import MetricModels, measure_images
 from vargen.evaluation.ray_backend import ray_backend
-from vargen.evaluation.run_directory import read_manifest
 
 psutil = pytest.importorskip("psutil")
 pytestmark = pytest.mark.slow
@@ -80,14 +77,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     sys.modules.pop("ray_parts", None)
 
 
-def images(output: Path) -> dict[str, bytes]:
-    return {str(file.relative_to(output)): file.read_bytes() for file in sorted(output.glob("images/**/*.png"))}
-
-
-def lines(output: Path) -> list[tuple[str, int]]:
-    return [(r["method"], r["index"]) for file in output.glob("manifest/*.jsonl") for r in read_manifest(file)]
-
-
 def runs(process: Any) -> bool:
     """Whether a process still runs; what has ended and waits for its parent (a zombie) does not."""
     try:
@@ -136,21 +125,7 @@ def test_a_killed_actor_is_replaced(cluster: Path) -> None:
 
 def test_a_killed_command_leaves_no_process_and_is_resumed(model: Path, cluster: Path, tmp_path: Path) -> None:
     plan = GenerationPlan(str(model), str(tmp_path / "killed"), ("ar",), tuple(range(10)), num=40, batch=2, threads=1)
-    words = [sys.executable, "-c", "from vargen.cli.main import main; main()", "eval", "--generate-only", "--model", str(model)]
-    words += ["--num-images", "40", "--batch-size", "2", "--threads", "1", "--methods", "ar"]
-    words += ["--backend", "ray", "--num-workers", "1", "-o", plan.output]
-    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 600  # a busy machine takes minutes to start Ray
-    while process.poll() is None and len(lines(tmp_path / "killed")) < 4 and time.monotonic() < deadline:
-        time.sleep(0.02)
-    cluster_of_it = psutil.Process(process.pid).children(recursive=True)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    cluster_of_it = check_killed_command(
+        plan, "--backend", "ray", "--num-workers", "1", before_kill=lambda pid: psutil.Process(pid).children(recursive=True)
+    )
     assert cluster_of_it and not outliving(cluster_of_it), "Ray's processes outlive the one that asked for them"
-    before = lines(tmp_path / "killed")
-    assert 4 <= len(before) < 40, "the kill came too late or too early to show anything"
-    assert generate_missing_images(plan) == 40 - len(before)
-    generate_missing_images(replace(plan, output=str(tmp_path / "whole")))
-    assert images(tmp_path / "killed") == images(tmp_path / "whole") and len(images(tmp_path / "whole")) == 40
-    after = lines(tmp_path / "killed")
-    assert after[: len(before)] == before and len(after) == len(set(after)) == 40

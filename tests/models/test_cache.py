@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_models import attentive_transformer
 from torch import Tensor
 
 from vargen.models.condition import Condition
@@ -18,16 +19,7 @@ _CLOSE: dict[str, float] = {"atol": 2e-5, "rtol": 1e-5}
 
 @pytest.fixture(params=["class", "text"])
 def model(request: pytest.FixtureRequest) -> LlamaGenTransformer:
-    """Weights large enough that attention is far from uniform."""
-    torch.manual_seed(0)
-    network = LlamaGenTransformer(
-        request.param, dim=48, n_layer=2, n_head=3, vocab_size=_VOCAB, grid_size=_GRID, num_classes=10, caption_dim=12,
-        cls_token_num=6, multiple_of=16,
-    ).eval()  # fmt: skip
-    for parameter in network.parameters():
-        if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=1.5 / parameter.shape[1] ** 0.5)
-    return network
+    return attentive_transformer(request.param)
 
 
 @pytest.fixture
@@ -81,14 +73,9 @@ def _held(cache: KVCache, row: int) -> Tensor:
 @pytest.mark.parametrize("seed", range(3))
 def test_the_compressed_prefix_is_the_long_one(seed: int) -> None:
     """Over whole pictures with random masks, an empty and a full one among them, and teacher forcing agrees with both."""
-    torch.manual_seed(seed)
     rows, P = 6, 24
-    network = LlamaGenTransformer(
-        "text", dim=48, n_layer=3, n_head=2, vocab_size=_VOCAB, grid_size=_GRID, caption_dim=12, cls_token_num=P
-    ).eval()
-    for parameter in network.parameters():
-        if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=1.5 / parameter.shape[1] ** 0.5)
+    network = attentive_transformer("text", n_layer=3, n_head=2, cls_token_num=P)
+    torch.manual_seed(seed)
     mask = torch.rand(rows, P) < torch.rand(rows, 1)  # holes too, not only left padding
     mask[0], mask[1] = False, True
     condition = Condition(caption_embeds=torch.randn(rows, P, 12), caption_mask=mask)
@@ -128,25 +115,6 @@ def test_a_pass_over_many_tokens_is_that_many_passes_over_one(
     for row, n in enumerate(lengths):
         torch.testing.assert_close(together[row], whole[row, n + 1 : n + 1 + T], **_CLOSE)
         torch.testing.assert_close(_held(many, row), _held(one, row), **_CLOSE)
-
-
-def test_rows_advance_by_their_own_counts(model: LlamaGenTransformer, condition: Condition, tokens: Tensor) -> None:
-    """As in speculative decoding: each row keeps another number of the tokens of a pass, and all end up whole."""
-    cache = _filled(model, condition, tokens, [0, 0, 0])
-    whole = model(tokens, condition).logits
-    lengths = [0, 0, 0]
-    counts = torch.randint(1, 5, (40, _ROWS), generator=torch.Generator().manual_seed(2))
-    for count in counts:
-        count = torch.minimum(count, _N - 4 - torch.tensor(lengths)).clamp_min(0)
-        fed = _ahead(tokens, lengths, 4)
-        for row, kept in enumerate(count.tolist()):
-            fed[row, kept:] = (fed[row, kept:] + 1) % _VOCAB  # what is not kept was wrong
-        logits = model(fed, cache=cache).logits
-        for row, (n, kept) in enumerate(zip(lengths, count.tolist(), strict=True)):
-            torch.testing.assert_close(logits[row, :kept], whole[row, n + 1 : n + 1 + kept], **_CLOSE)
-        cache.commit_chain(count)
-        lengths = [n + k for n, k in zip(lengths, count.tolist(), strict=True)]
-    assert lengths == [_N - 4] * 3 == cache.length.tolist()
 
 
 @pytest.mark.parametrize("moved", [True, False])
@@ -195,30 +163,6 @@ def test_every_branch_of_a_tree_is_its_chain(
         torch.testing.assert_close(logits[:, branch], chain, **_CLOSE)
 
 
-def test_a_kept_path_goes_on_as_its_chain(model: LlamaGenTransformer, condition: Condition, tokens: Tensor) -> None:
-    """Each row keeps a path of another length; what the path columns hold past it is of no meaning."""
-    lengths = [2, 0, 8]
-    paths = torch.tensor([[0, 1, 3, 5], [0, 2, 5, 5], [0, 1, 4, 0]])
-    count = torch.tensor([4, 2, 3])
-    fed = torch.randint(_VOCAB, (_ROWS, len(_PARENTS)), generator=torch.Generator().manual_seed(5))
-    cache = _filled(model, condition, tokens, lengths)
-    _tree_pass(model, cache, fed, _ancestors(_PARENTS))
-    cache.commit_path(paths, count)
-    assert cache.length.tolist() == [6, 2, 11]
-
-    further = torch.randint(_VOCAB, (_ROWS, 3), generator=torch.Generator().manual_seed(6))
-    logits = model(further, cache=cache).logits
-    for row in range(_ROWS):
-        image = tokens.clone()
-        n, kept = lengths[row], int(count[row])
-        image[row, n : n + kept] = fed[row, paths[row, :kept]]
-        image[row, n + kept : n + kept + 3] = further[row]
-        chain = _filled(model, condition, image, [n + kept] * 3)
-        torch.testing.assert_close(_held(cache, row), _held(chain, row), **_CLOSE)
-        whole = model(image, condition).logits[row, n + kept + 1 : n + kept + 4]
-        torch.testing.assert_close(logits[row], whole, **_CLOSE)
-
-
 # -- the end of the grid ---------------------------------------------------------------------------------------------
 
 
@@ -262,23 +206,6 @@ def test_a_pointer_past_the_grid_still_writes_to_its_own_row(
     changed = (cache.k != before).any(dim=(0, 2, 4))
     assert not changed[:2, : cache.prefix + _N].any()
     assert changed[2].nonzero().flatten().tolist() == [cache.prefix + 2 + t for t in range(6)]
-
-
-def test_full_rows_stay_as_they_are_while_others_go_on(
-    model: LlamaGenTransformer, condition: Condition, tokens: Tensor
-) -> None:
-    """Passes that a finished row sits out leave its keys and values bit for bit, and others' logits too."""
-    lengths = [3, _N, 6]
-    cache = _filled(model, condition, tokens, lengths, scratch=3)
-    held, whole = _held(cache, 1).clone(), model(tokens, condition).logits
-    for step in range(3):
-        fed = torch.stack([tokens[0, 3 + 3 * step :][:3], tokens[1, :3], tokens[2, 6 + 3 * step :][:3]])
-        logits = model(fed, cache=cache).logits
-        for row in (0, 2):
-            n = lengths[row] + 3 * step
-            torch.testing.assert_close(logits[row], whole[row, n + 1 : n + 4], **_CLOSE)
-        cache.commit_chain(torch.tensor([3, 0, 3]))
-        assert torch.equal(_held(cache, 1), held) and cache.length[1] == _N
 
 
 def test_a_pass_wider_than_the_scratch_is_refused(model: LlamaGenTransformer, condition: Condition) -> None:

@@ -23,8 +23,13 @@ from vargen.models.heads.medusa import MedusaDrafter
 from vargen.models.heads.upsampler import TokenUpsampler
 from vargen.models.quantization import quantized_layers
 
-MAKERS = {"VQModel": tiny_vq, "LlamaGenTransformer": tiny_transformer, "MultiScaleVQModel": tiny_multi_scale_vq,
-          "VARTransformer": tiny_var}  # fmt: skip
+MAKERS: dict[str, Callable[[], Any]] = {
+    "VQModel": tiny_vq,
+    "LlamaGenTransformer": tiny_transformer,
+    "MultiScaleVQModel": tiny_multi_scale_vq,
+    "VARTransformer": tiny_var,
+    "CausalVideoTransformer": lambda: copy.deepcopy(video_transformer()),
+}
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 
@@ -32,7 +37,6 @@ HEADS = {"dim": 32, "vocab_size": 64, "grid_size": 4}
 SAVED: dict[str, Callable[[], Any]] = {
     **MAKERS,
     "hybrid": lambda: tiny_multi_scale_vq(architecture="hybrid", patch_size=2, transformer_blocks=1),
-    "CausalVideoTransformer": video_transformer,
     "CausalVideoVAE": video_vae,
     "PreviewDecoder": video_preview,
     "EagleDrafter": lambda: EagleDrafter(n_head=2, multiple_of=32, **HEADS),

@@ -44,7 +44,6 @@ def test_passes_of_a_next_scale_network_may_have_symbolic_sizes() -> None:
 @pytest.mark.parametrize("family", MAKERS)
 def test_a_transformer_compiled_with_dynamic_shapes_generates_the_same_image(family: str) -> None:
     pipe: Any = MAKERS[family]()
-    pipe.set_progress_bar_config(disable=True)
 
     def generate() -> torch.Tensor:
         generator = torch.Generator().manual_seed(1)

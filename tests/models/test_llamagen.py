@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tiny_models import attentive_transformer
 from torch import Tensor
 
 from vargen.models.condition import Condition
 from vargen.models.llamagen import LlamaGenTransformer
-from vargen.models.llamagen_blocks import LlamaGenAttention, RMSNorm, apply_rotary, build_rotary_2d, rotary_factors
+from vargen.models.llamagen_blocks import RMSNorm
 
 _GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 _KINDS = ["c2i", "t2i"]
@@ -38,22 +39,6 @@ def _condition(io: dict[str, Tensor], masked: bool = True) -> Condition:
     if "class_labels" in io:
         return Condition(class_labels=io["class_labels"])
     return Condition(caption_embeds=io["caption_embeds"], caption_mask=io["caption_mask"].bool() if masked else None)
-
-
-def _random(condition: str = "class", **overrides: Any) -> LlamaGenTransformer:
-    """Weights large enough that attention is far from uniform; the head is zero as built."""
-    torch.manual_seed(0)
-    shape: dict[str, Any] = {
-        "dim": 48, "n_layer": 2, "n_head": 3, "vocab_size": 40, "grid_size": 4, "num_classes": 10,
-        "caption_dim": 12, "cls_token_num": 6, "multiple_of": 16, **overrides,
-    }  # fmt: skip
-    model = LlamaGenTransformer(condition=condition, **shape).eval()  # type: ignore[arg-type]
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=1.5 / parameter.shape[1] ** 0.5)
-        else:
-            torch.nn.init.uniform_(parameter, 0.5, 1.5)
-    return model
 
 
 def _random_condition(model: LlamaGenTransformer, rows: int) -> Condition:
@@ -125,7 +110,7 @@ def test_the_caption_mask_matters() -> None:
 @torch.inference_mode()
 def test_step_by_step_is_teacher_forcing_at_every_position(overrides: dict[str, Any], compress: bool) -> None:
     """Also with heads of width 100, as the 3B model has, and with fewer key than query heads."""
-    model = _random(**overrides)
+    model = attentive_transformer(**overrides)
     condition = _random_condition(model, 3)
     if condition.caption_mask is not None:
         condition = Condition(None, condition.caption_embeds, condition.caption_mask[:, : model.num_prefix_rows])
@@ -141,18 +126,6 @@ def test_step_by_step_is_teacher_forcing_at_every_position(overrides: dict[str, 
     torch.testing.assert_close(torch.cat([o.features for o in output], 1), expected.features, atol=2e-5, rtol=1e-5)
 
 
-@torch.inference_mode()
-def test_no_position_sees_a_later_token() -> None:
-    model = _random()
-    condition = Condition(class_labels=torch.tensor([1]))
-    tokens = torch.randint(40, (1, 16))
-    other = tokens.clone()
-    other[:, 7] = (other[:, 7] + 1) % 40
-    before, after = model(tokens, condition).logits, model(other, condition).logits
-    assert torch.equal(before[:, :8], after[:, :8])
-    assert (before[:, 8:] != after[:, 8:]).any(-1).all()
-
-
 # -- batch and dtype -------------------------------------------------------------------------------------------------
 
 
@@ -164,7 +137,7 @@ def test_no_position_sees_a_later_token() -> None:
 @pytest.mark.parametrize("condition", ["class", "text"])
 @torch.inference_mode()
 def test_a_row_does_not_depend_on_its_batch(condition: str, dtype: torch.dtype, bound: float) -> None:
-    model = _random(condition).to(dtype)
+    model = attentive_transformer(condition).to(dtype)
     rows = _random_condition(model, 5)
     tokens = torch.randint(40, (5, 16))
 
@@ -187,8 +160,8 @@ def test_a_row_does_not_depend_on_its_batch(condition: str, dtype: torch.dtype, 
 @torch.inference_mode()
 def test_bfloat16_stays_near_float32_and_the_compressed_prefix_as_near_as_the_long_one() -> None:
     """The score log n of the compressed slot is rounded with everything else: its weight is off by 1.6 % at most."""
-    exact = _random("text", cls_token_num=120, dim=128, n_head=2)
-    rounded = _random("text", cls_token_num=120, dim=128, n_head=2).bfloat16()
+    exact = attentive_transformer("text", cls_token_num=120, dim=128, n_head=2)
+    rounded = attentive_transformer("text", cls_token_num=120, dim=128, n_head=2).bfloat16()
     embeds, mask = torch.randn(4, 120, 12), torch.zeros(4, 120, dtype=torch.bool)
     for row, visible in enumerate((100, 120, 47, 3)):
         mask[row, 120 - visible :] = True
@@ -204,30 +177,9 @@ def test_bfloat16_stays_near_float32_and_the_compressed_prefix_as_near_as_the_lo
     assert error[0] < 1.3 * error[1]
 
 
-# -- rotary positions ------------------------------------------------------------------------------------------------
-
-
-def test_rotation_turns_interleaved_pairs() -> None:
-    table = build_rotary_2d(4, 16)
-    x = torch.randn(2, 16, 3, 16)
-    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
-    turned = pairs * torch.view_as_complex(table.contiguous())[:, None]
-    torch.testing.assert_close(apply_rotary(x, rotary_factors(table)), torch.view_as_real(turned).flatten(-2))
-    with torch.no_grad():
-        assert isinstance(rotary_factors(table), Tensor), "one complex factor where nothing records gradients"
-        torch.testing.assert_close(apply_rotary(x.clone(), rotary_factors(table)), torch.view_as_real(turned).flatten(-2))
-        half = apply_rotary(x.bfloat16(), rotary_factors(table.bfloat16()))
-    torch.testing.assert_close(half, apply_rotary(x.bfloat16(), rotary_factors(table.bfloat16())))
-    first = torch.zeros(1, 16, 1, 16)
-    first[..., 0] = 1
-    moved = apply_rotary(first, rotary_factors(table))[0, :, 0]
-    assert (moved[:, 2:] == 0).all(), "the partner of channel 0 is channel 1, not channel 8"
-    assert apply_rotary(x.bfloat16(), rotary_factors(table)).dtype == torch.bfloat16
-
-
 @torch.inference_mode()
 def test_angles_keep_float32_through_a_change_of_dtype() -> None:
-    model = _random("class")
+    model = attentive_transformer("class")
     table = model.rotary.clone()
     for cast in (model.bfloat16, model.half, model.double, model.float):
         assert torch.equal(cast().rotary, table) and model.output.weight.dtype == model.norm.weight.dtype
@@ -235,38 +187,6 @@ def test_angles_keep_float32_through_a_change_of_dtype() -> None:
     assert (moved.device.type, moved.dtype) == ("cpu", torch.float32)
     moved = model.to("meta", torch.bfloat16).rotary  # device and dtype at once
     assert (moved.device.type, moved.dtype) == ("meta", torch.float32)
-
-
-def test_the_first_half_of_the_pairs_turns_with_the_row_and_the_second_with_the_column() -> None:
-    grid, width = 5, 24
-    table = build_rotary_2d(grid, width).view(grid, grid, width // 2, 2)
-    frequency = 10000.0 ** (-2 * torch.arange(6) / 12)
-    for row in range(grid):
-        for column in range(grid):
-            angle = torch.cat([row * frequency, column * frequency])
-            expected = torch.stack([angle.cos(), angle.sin()], dim=-1)
-            torch.testing.assert_close(table[row, column], expected, atol=1e-6, rtol=0)
-
-
-@pytest.mark.parametrize("condition", ["class", "text"])
-@torch.inference_mode()
-def test_queries_and_keys_of_the_conditioning_are_exactly_zero(condition: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So a prefix of n rows is one slot of score log n, and its keys need no storage."""
-    model = _random(condition)
-    rows, seen = _random_condition(model, 3), []
-    attend = LlamaGenAttention.attend
-
-    def spy(self: LlamaGenAttention, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-        seen.append((q[:, : model.num_prefix_rows], k[:, :, : model.num_prefix_rows], q[:, model.num_prefix_rows :]))
-        return attend(self, q, k, v, bias)
-
-    monkeypatch.setattr(LlamaGenAttention, "attend", spy)
-    model(torch.randint(40, (3, 16)), rows)
-    assert len(seen) == 2
-    assert all((q == 0).all() and (k == 0).all() and (image != 0).any() for q, k, image in seen)
-    cache = model.new_cache(3, compress_prefix=False)
-    model(condition=rows, cache=cache)
-    assert (cache.k == 0).all() and (cache.v[:, :, :, : model.num_prefix_rows] != 0).any()
 
 
 def test_norm_rounds_before_it_scales() -> None:
@@ -286,38 +206,11 @@ def test_norm_rounds_before_it_scales() -> None:
 
 
 def test_the_null_twin_is_the_last_class_or_the_stored_caption_after_the_same_mask() -> None:
-    null = _random().null_condition(Condition(class_labels=torch.tensor([3, 4])))
+    null = attentive_transformer().null_condition(Condition(class_labels=torch.tensor([3, 4])))
     assert null.class_labels is not None and null.class_labels.tolist() == [10, 10]
-    model = _random("text")
+    model = attentive_transformer("text")
     given = _random_condition(model, 3)
     null = model.null_condition(given)
     assert null.caption_embeds is not None and null.caption_embeds.shape == (3, 6, 12)
     assert all(torch.equal(row, model.cls_embedding.uncond_embedding) for row in null.caption_embeds)
     assert null.caption_mask is given.caption_mask
-
-
-@torch.inference_mode()
-def test_padding_rows_of_a_caption_change_nothing() -> None:
-    model = _random("text")
-    given = _random_condition(model, 6)
-    assert given.caption_embeds is not None and given.caption_mask is not None
-    noise = torch.where(given.caption_mask[..., None], given.caption_embeds, torch.randn(6, 6, 12))
-    tokens = torch.randint(40, (6, 16))
-    first, second = (model(tokens, Condition(None, e, given.caption_mask)).logits for e in (given.caption_embeds, noise))
-    torch.testing.assert_close(first, second, atol=1e-5, rtol=1e-5)
-
-
-# -- bad input, files ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"condition": "image"}, "condition must be 'class' or 'text', got 'image'"),
-        ({"dim": 50, "n_head": 4}, r"dim / n_head must be a whole number divisible by 4 .*got 50 / 4"),
-        ({"dim": 24, "n_head": 4}, r"divisible by 4 .*got 24 / 4"),
-    ],
-)
-def test_shapes_that_cannot_be_are_refused(arguments: dict[str, Any], message: str) -> None:
-    with torch.device("meta"), pytest.raises(ValueError, match=message):
-        LlamaGenTransformer(**arguments)

@@ -79,8 +79,6 @@ def test_8_bit_products_are_of_the_updated_matrices() -> None:
 
 
 def test_what_cannot_be_merged_is_refused() -> None:
-    rejects(lambda: a_lora(rank=0), "rank")
-    rejects(lambda: a_lora(rank=25), "rank")
     with torch.device("meta"):
         offloaded = CausalVideoTransformer(**SHAPE)
     rejects(lambda: a_lora().merge(offloaded), "LoRA")

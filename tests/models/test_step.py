@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_models import attentive_transformer
 from torch import Tensor
 
 from vargen.models.condition import Condition
@@ -16,18 +17,7 @@ _CLOSE = {torch.float64: 1e-6, torch.float32: 1e-5, torch.bfloat16: 0.05}
 
 
 def _model(condition: str, dtype: torch.dtype, **overrides: Any) -> LlamaGenTransformer:
-    torch.manual_seed(0)
-    shape: dict[str, Any] = {
-        "dim": 48, "n_layer": 3, "n_head": 6, "vocab_size": _VOCAB, "grid_size": 4, "num_classes": 10, "caption_dim": 12,
-        "cls_token_num": 6, "multiple_of": 16, **overrides,
-    }  # fmt: skip
-    model = LlamaGenTransformer(condition=condition, **shape).eval()  # type: ignore[arg-type]
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=1.5 / parameter.shape[1] ** 0.5)
-        else:
-            torch.nn.init.uniform_(parameter, 0.5, 1.5)
-    return model.to(dtype)
+    return attentive_transformer(condition, n_layer=3, n_head=6, **overrides).to(dtype)
 
 
 def _filled(model: LlamaGenTransformer, lengths: list[int], guidance: bool) -> KVCache:

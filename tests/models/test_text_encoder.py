@@ -8,6 +8,7 @@ import torch
 from rejects import rejects
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import AutoTokenizer
 
 import vargen.assets
 from vargen.models.text_encoder import MiniLMTextEncoder
@@ -83,21 +84,6 @@ def test_round_trip(tmp_path: Path, tiny: MiniLMTextEncoder, ids: Tensor, weight
     assert (tmp_path / "a/config.json").read_text() == (tmp_path / "b/config.json").read_text()
 
 
-def test_broken_folders_are_reported(tmp_path: Path, tiny: MiniLMTextEncoder) -> None:
-    rejects(lambda: MiniLMTextEncoder.from_pretrained(tmp_path / "nowhere"), "nowhere", OSError)
-    tiny.save_pretrained(tmp_path)
-    whole = (tmp_path / _WEIGHTS).read_bytes()
-    for damaged in (whole[: len(whole) // 2], whole[:4], b"", b"not a weight file at all"):
-        (tmp_path / _WEIGHTS).write_bytes(damaged)
-        with pytest.raises(ValueError, match=_WEIGHTS):
-            MiniLMTextEncoder.from_pretrained(tmp_path)
-    (tmp_path / _WEIGHTS).unlink()
-    with pytest.raises(OSError, match=_WEIGHTS):
-        MiniLMTextEncoder.from_pretrained(tmp_path)
-    (tmp_path / "config.json").unlink()
-    rejects(lambda: MiniLMTextEncoder.from_pretrained(tmp_path), "config.json", OSError)
-
-
 def test_inputs_are_checked_and_padding_is_ignored(tiny: MiniLMTextEncoder, ids: Tensor) -> None:
     padded = torch.cat([ids, torch.zeros(3, 4, dtype=torch.int64)], dim=1)
     mask = (torch.arange(11) < 7).long().expand(3, -1)
@@ -107,30 +93,6 @@ def test_inputs_are_checked_and_padding_is_ignored(tiny: MiniLMTextEncoder, ids:
         tiny(torch.zeros(1, 13, dtype=torch.int64))
     rejects(lambda: tiny(ids[0]), "input_ids")
     rejects(lambda: tiny(ids, torch.ones(3, 6)), "attention_mask")
-    rejects(lambda: MiniLMTextEncoder(**_TINY, weight_format="int7"), "int7")
-
-
-def test_packaged_encoder_understands_words_of_like_meaning() -> None:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(_PACKAGED / "tokenizer")
-    encoder = MiniLMTextEncoder.from_pretrained(_PACKAGED / "text_encoder")
-
-    def features(words: list[str]) -> Tensor:
-        batch = tokenizer(words, padding=True, return_tensors="pt")
-        with torch.inference_mode():
-            hidden = encoder(batch["input_ids"], batch["attention_mask"])
-        weight = batch["attention_mask"][..., None]
-        return torch.nn.functional.normalize((hidden * weight).sum(1) / weight.sum(1), dim=-1)
-
-    words = ["kitty", "cat", "car", "automobile"]
-    vectors = features(words)
-    assert torch.equal(vectors, features(words))
-    kitty, cat, car, automobile = vectors
-    assert kitty @ cat > 0.7 > 0.5 > kitty @ car
-    assert automobile @ car > 0.7 > 0.5 > automobile @ cat
-    # Known ids: a change of tokenizer files would silently change every prompt.
-    assert tokenizer("A red apple").input_ids == [101, 1037, 2417, 6207, 102]
 
 
 def test_packaged_encoder_gives_the_features_of_the_original() -> None:
@@ -140,5 +102,7 @@ def test_packaged_encoder_gives_the_features_of_the_original() -> None:
     encoder = MiniLMTextEncoder.from_pretrained(_PACKAGED / "text_encoder")
     with torch.inference_mode():
         features = encoder(golden["input_ids"].long(), golden["attention_mask"].long())
+    # Known ids: a change of tokenizer files would silently change every prompt.
+    assert AutoTokenizer.from_pretrained(_PACKAGED / "tokenizer")("A red apple").input_ids == [101, 1037, 2417, 6207, 102]
     assert mask.sum() > 100
     assert torch.cosine_similarity(features, golden["features"].float(), dim=-1)[mask].min() >= 0.999

@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 import torch
-from rejects import rejects
 
 from vargen.models.causal_video_geometry import VideoGeometry
 from vargen.models.tokenizers.video_vae import CausalVideoVAE, StreamingDecoder
@@ -55,14 +54,6 @@ def test_a_block_that_is_taken_back_leaves_no_trace(model):
     assert not close(refused, instead)
 
 
-def test_frames_look_back_and_never_forward(model):
-    z = latents()
-    changed = z.clone()
-    changed[:, 4] += 1
-    apart = (model.decode(z) - model.decode(changed)).abs().amax((0, 2, 3, 4))
-    assert (apart[:4] == 0).all() and (apart[4:] > 1e-6).all()
-
-
 def test_a_still_video_stays_still_from_its_first_frame(model):
     pixels = model.decode(latents(1).expand(-1, 5, -1, -1, -1))
     assert close(pixels, pixels[:, :1].expand_as(pixels))
@@ -82,14 +73,6 @@ def test_users_see_standardised_latents(model):
     assert close(model.denormalize_latents(model.normalize_latents(raw)), raw)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [({"size": 20}, "size"), ({"size": 0}, "size"), ({"widths": (8, 16, 24)}, "multiple")],
-)
-def test_shapes_that_cannot_be_are_refused(change, message):
-    rejects(lambda: CausalVideoVAE(**{**SHAPE, **change}), message)
-
-
 def test_geometry_counts_tokens_and_frames():
     wan = VideoGeometry()
     assert (wan.frame_tokens, wan.pixel_size) == (1560, (480, 832))
@@ -97,9 +80,3 @@ def test_geometry_counts_tokens_and_frames():
     small = VideoGeometry(channels=4, height=8, width=8, patch=2, block_frames=4, temporal_stride=1, fps=12)
     assert (small.frame_tokens, small.pixel_frames(0, 4), small.pixel_frames(4, 4)) == (16, 4, 4)
     assert small.same_latents(dataclasses.replace(small, patch=1)) and not small.same_latents(wan)
-
-
-@pytest.mark.parametrize("change", [{"patch": 7}, {"block_frames": 0}, {"channels": True}, {"height": 2.0}])
-def test_geometry_that_cannot_be_is_refused(change):
-    with pytest.raises(ValueError, match=next(iter(change))):
-        VideoGeometry(**change)

@@ -1,5 +1,6 @@
 """The VQ image tokenizer against the official one, and its laws."""
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -124,28 +125,11 @@ def test_sides_that_the_grid_does_not_divide_are_refused() -> None:
             model.encode(torch.zeros(1, 3, *sides))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"ch": 48}, "ch must be a multiple of 32 .*got 48"),
-        ({"encoder_ch_mult": (1, 2)}, r"encoder_ch_mult \(1, 2\) and decoder_ch_mult \(1, 1, 2, 2, 4\)"),
-        ({"decoder_ch_mult": [1]}, r"decoder_ch_mult \(1,\) must have equal length"),
-    ],
-)
-def test_shapes_that_cannot_be_are_refused(arguments: dict[str, Any], message: str) -> None:
-    with torch.device("meta"), pytest.raises(ValueError, match=message):
-        VQModel(**arguments)
-
-
 # -- batch, dtype, files -------------------------------------------------------------------------------------------
 
 
 def test_bfloat16_pixels_are_near(official: tuple[VQModel, dict[str, Tensor]]) -> None:
-    config = json.loads((_GOLDEN / "config.json").read_text())
-    config.pop("kind")
-    rounded = VQModel(**config).eval()
-    rounded.load_state_dict(official[0].state_dict())
-    rounded = rounded.to(torch.bfloat16)
+    rounded = copy.deepcopy(official[0]).to(torch.bfloat16)
     pixels = rounded.decode(official[1]["codes"])
     assert pixels.dtype == torch.bfloat16
     error = (pixels.float() - official[1]["decoded"]).square().mean().sqrt()

@@ -118,4 +118,3 @@ def test_a_preview_keeps_nothing_of_earlier_frames():
     assert torch.allclose(whole, preview(z), atol=1e-6) and whole.shape == (2, 5, 3, 24, 16)
     assert state.frames == 5 and state.parts == () and isinstance(preview, StreamingDecoder)
     rejects(lambda: preview.decode_block(torch.zeros(1, 1, 3, 2, 2)), "latents")
-    rejects(lambda: PreviewDecoder(stride=5), "stride")

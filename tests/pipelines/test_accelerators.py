@@ -12,9 +12,7 @@ PROMPTS = ["a red apple, 3d style", "a grinning face, flat style"]
 
 @pytest.fixture(scope="module")
 def emoji():
-    pipe = LlamaGenPipeline.from_pretrained("emoji", torch_dtype=torch.float32)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
+    return LlamaGenPipeline.from_pretrained("emoji", torch_dtype=torch.float32)
 
 
 def generate(pipe, prompts, accelerator, seed=11, **options):

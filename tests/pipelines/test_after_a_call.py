@@ -10,13 +10,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save
-from tiny_families import TINY, brightness, drafting_pipeline
+from tiny_families import MULO, TINY, brightness, drafting_pipeline, seeded
 
-from vargen import Accelerator, CausalVideoPipeline, open_pipeline
-from vargen.decoding import Jacobi
-from vargen.decoding.relaxed_rules import PooledRule
-
-MULO = Accelerator("mulo", Jacobi(8, "from-verdict", "low-res"), PooledRule(4, 0.2, 1))  # of a grid as small as this
+from vargen import CausalVideoPipeline, open_pipeline
 
 FAMILIES: dict[str, tuple[Callable[[Path], Any], tuple[Any, ...]]] = {
     "next-token class": (TINY["next-token class"].build, ("ar", "auto")),
@@ -28,13 +24,7 @@ FAMILIES: dict[str, tuple[Callable[[Path], Any], tuple[Any, ...]]] = {
 
 
 def generated(pipe: Any, method: Any, **options: Any) -> torch.Tensor:
-    pipe.set_progress_bar_config(disable=True)
-    asked: dict[str, Any] = {
-        "generator": torch.Generator().manual_seed(3),
-        "accelerator": method,
-        "output_type": "pt",
-        **options,
-    }
+    asked: dict[str, Any] = {"generator": seeded(3)[0], "accelerator": method, "output_type": "pt", **options}
     if isinstance(pipe, CausalVideoPipeline):
         return pipe("a red apple", num_blocks=2, scorer=None if method == "target" else brightness, **asked).frames
     by_class = pipe.transformer.config.condition == "class"

@@ -49,7 +49,6 @@ STATES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 
 def call(pipe: Any, family: str, method: Any, state: str | None = None) -> torch.Tensor:
     """Pixels of two images or videos, generated within a state."""
-    pipe.set_progress_bar_config(disable=True)
     with nullcontext() if state is None else STATES[state]():
         if family == "janus":
             return pipe(["a red apple", "dog"], accelerator=method, generator=seeded(1, 2), output_type="pt").images

@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_language_models import make_janus
+from tiny_language_models import make_janus, needs_janus
 from tiny_models import class_var_pipeline, text_pipeline
 
 import vargen
-from vargen.compat import installed_version
 from vargen.decoding import Engine
 
 PROMPTS = ["a red apple", "dog", "a very long prompt of many words about a cat with a hat", "tree", "car"]
@@ -33,8 +32,7 @@ def test_images_of_a_list_are_those_of_one_batch(method: str, guidance: float) -
     assert whole.stats.passes < parts.stats.passes
 
 
-@pytest.mark.packages
-@pytest.mark.skipif(installed_version("transformers") < "4.50", reason="Janus came with transformers 4.50")
+@needs_janus
 def test_prompts_of_different_length_join_a_language_model() -> None:
     model, processor = make_janus()
     pipe = vargen.accelerate(model.double(), processor)

@@ -513,8 +513,15 @@ def test_a_whole_model_is_refused_before_a_network_of_that_size_is_built(
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("name", ["num_blocks", "window", "sinks", "caption_rows", "scored_frames"])
-@pytest.mark.parametrize("value", [-1, "x", math.nan, 10**12])
+BOUNDED = ("num_blocks", "window", "sinks", "caption_rows", "scored_frames")
+SETTINGS: list[tuple[str, Any]] = [
+    *((name, value) for name in BOUNDED for value in (-1, "x", math.nan, 10**12)), ("image_frames", 0), ("image_frames", "two"),
+    ("image_candidates", 0), ("image_scale", 0), ("image_scale", 1.5), ("image_scale", "half"), ("image_model", "sdxl"),
+    ("motions", "bouncing"), ("motions", [""]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), SETTINGS)
 def test_defaults_of_video_have_bounds(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"defaults: {name} must be"):
         validate_settings({name: value})

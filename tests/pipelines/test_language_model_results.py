@@ -6,17 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_language_models import make_glm, make_janus
+from tiny_language_models import make_glm, make_janus, needs_janus
 
 import vargen
 from vargen.compat import installed_version
 from vargen.decoding import Engine, Sampling, decode
+from vargen.decoding.log_probs import compute_log_probs
+from vargen.decoding.sampling import filter_logits
 from vargen.models.language_models.glm_image import PreviewDrafter, preview_size
 
-pytestmark = [
-    pytest.mark.packages,
-    pytest.mark.skipif(installed_version("transformers") < "4.50", reason="Janus came with transformers 4.50"),
-]
+pytestmark = needs_janus
 PROMPTS = ["a red apple", "dog", "a blue car on the moon under the green cat"]
 
 
@@ -54,17 +53,23 @@ def log_probs(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("candidates", [1, 3])
 @torch.no_grad()
 def test_log_probs_are_those_of_a_teacher_forced_pass(janus: Any, candidates: int) -> None:
-    """Of the selected candidate of each prompt, with the temperature in one of the two and without it in the other."""
-    scores = iter([0.0, 2.0, 1.0, 5.0, 4.0, 3.0, 0.0, 1.0, 2.0] * 2)
-    options: dict[str, Any] = {"temperature": 0.6, "guidance_scale": 3.0, "return_log_probs": True, "output_type": "latent"}
+    """Of the selected candidate of each prompt, with temperature and filter in one of the two and without in the other."""
+    scores, sampling = iter([0.0, 2.0, 1.0, 5.0, 4.0, 3.0, 0.0, 1.0, 2.0] * 2), Sampling(0.6, top_k=9)
+    options: dict[str, Any] = {"guidance_scale": 3.0, "return_log_probs": True, "output_type": "latent"}
     if candidates > 1:
         scorer = lambda images, prompts: torch.tensor([next(scores) for _ in images])  # noqa: E731
         options |= {"num_candidates": candidates, "scorer": scorer}
-    generator = torch.Generator().manual_seed(4)
-    found = janus(PROMPTS, num_images_per_prompt=2, accelerator="gumbel", generator=generator, **options)
-    logits = teacher_forced(janus, [prompt for prompt in PROMPTS for _ in range(2)], found.tokens, 3.0)
-    torch.testing.assert_close(found.log_probs, log_probs(logits / 0.6, found.tokens), atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(found.plain_log_probs, log_probs(logits, found.tokens), atol=1e-5, rtol=1e-4)
+    generator, prompts = torch.Generator().manual_seed(4), [prompt for prompt in PROMPTS for _ in range(2)]
+    found = janus(
+        PROMPTS, num_images_per_prompt=2, accelerator="gumbel", generator=generator, temperature=0.6, top_k=9, **options
+    )
+    logits = teacher_forced(janus, prompts, found.tokens, 3.0)
+    expected = log_probs(filter_logits(logits / 0.6, 9, 1.0), found.tokens), log_probs(logits, found.tokens)
+    model, condition = janus.decoding_model(3.0), janus.encode_condition(prompts)[0]
+    in_parts = compute_log_probs(model, condition, found.tokens, sampling, width=5)
+    for given in ((found.log_probs, found.plain_log_probs), in_parts):
+        for each, wanted in zip(given, expected, strict=True):
+            torch.testing.assert_close(each.float(), wanted, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("last", [0, 5, 13, None])

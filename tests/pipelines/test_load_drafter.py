@@ -48,7 +48,6 @@ def saved(folder: Path, kind: str, **changes: Any) -> Path:
 
 def generated(pipe: LlamaGenPipeline, accelerator: Any, labels: tuple[int, ...] = (3, 4)) -> Any:
     generators = [torch.Generator().manual_seed(seed) for seed in labels]
-    pipe.set_progress_bar_config(disable=True)
     options = {"accelerator": accelerator, "generator": generators, "output_type": "latent", "guidance_scale": 2.0}
     return pipe(class_labels=list(labels), **options)
 

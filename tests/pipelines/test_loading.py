@@ -1,21 +1,26 @@
-"""Opening a model by name: packaged, from the hub, a variant, in a dtype, of an earlier version; saving over another."""
+"""Opening a model by name, from the hub, in a dtype, on a device; what a pipeline says of itself; memory that runs out."""
 
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import pytest
 import torch
 from rejects import rejects
-from tiny_models import class_pipeline
+from tiny_models import class_pipeline, text_pipeline, tiny_transformer, tiny_vq
 
 from vargen import LlamaGenPipeline, device, open_pipeline
+from vargen.assets import packaged_model_path
+from vargen.compat import report_memory
+from vargen.decoding import PRESETS, list_methods, resolve_method
 from vargen.pipelines import loading
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -167,7 +172,132 @@ def test_saving_over_shards_leaves_none_after(tmp_path, sizes, variant):
 
 
 def test_opening_a_model_is_silent(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """No bar for a second's work; in a process of its own: test_loading_memory.py."""
+    """No bar for a second's work; in a process of its own: below."""
     class_pipeline().save_pretrained(tmp_path / "model")
     assert capfd.readouterr() is not None and open_pipeline(tmp_path / "model").transformer is not None
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A pipeline of text with two styles, the number of entries that a component's place in an index has, too."""
+    pipe = text_pipeline()
+    folder = tmp_path_factory.mktemp("saved") / "text"
+    LlamaGenPipeline(**pipe.components, prompt_styles=["3d", "flat"], defaults={"top_k": 7}).save_pretrained(folder)
+    return folder
+
+
+def test_open_pipeline_finds_the_class_in_the_folder(folder: Path) -> None:
+    pipe = open_pipeline(folder, torch_dtype=torch.float64)
+    assert type(pipe) is LlamaGenPipeline and pipe.transformer.dtype == torch.float64
+    assert list(pipe.config.prompt_styles) == ["3d", "flat"] and pipe.default_sampling["top_k"] == 7
+
+
+def test_methods_say_why_not() -> None:
+    found = {method.name: method for method in class_pipeline().list_methods()}
+    assert list(found) == [preset.name for preset in list_methods("next-token")]
+    assert found["ar"].unsupported_reason is None and found["ar"].kind == "exact" and found["gsd"].kind == "relaxed"
+    assert "draft_transformer" in found["speculative"].unsupported_reason
+    parts = {"vqvae": tiny_vq(), "transformer": tiny_transformer("class")}
+    able = LlamaGenPipeline(**parts, draft_transformer=tiny_transformer("class", n_layer=1))
+    lacking = {
+        method.name: method.unsupported_reason for method in able.list_methods() if method.unsupported_reason is not None
+    }
+    trained = {name for name, reason in lacking.items() if "vargen train drafter" in reason}
+    assert trained == {"eagle", "eagle-gumbel", "eagle-2", "lantern", "medusa"}
+    few = {"layer-skip", "pac", "gumbel-tree", "mulo", "mulo-exact", "wavefront"}  # too few layers, or tokens, for these
+    assert lacking.keys() - trained <= few
+
+
+def test_methods_of_another_family_are_refused() -> None:
+    rejects(lambda: resolve_method("ar", "next-scale"), "next-scale")
+    rejects(lambda: resolve_method("sdj", "next-token"), "sdj")
+    assert resolve_method("sjd") is PRESETS["sjd"]
+
+
+def test_a_device_may_be_named_at_opening(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for place in ("cpu", torch.device("cpu"), "auto" if not torch.cuda.is_available() else "cpu"):
+        pipe = open_pipeline(folder, device=place)
+        assert pipe.device.type == "cpu" and pipe.transformer.dtype == torch.float32
+    pipe = open_pipeline(folder, device="meta")
+    assert pipe.device.type == "meta" and pipe.transformer.dtype == torch.bfloat16, "that device's fastest"
+    assert open_pipeline(folder, device="meta", torch_dtype=torch.float64).transformer.dtype == torch.float64
+    monkeypatch.setattr("vargen.pipelines.registry.find_model_folder", None)  # nothing is looked at before
+    for wrong in ("gpu", "cuda:999", 3.5):
+        with pytest.raises(ValueError, match="device"):
+            open_pipeline(folder, device=wrong)
+
+
+@pytest.mark.parametrize("name", ["num_images", "tranformer", "eagle_drafter"])
+def test_an_unknown_argument_of_opening_is_named(folder: Path, name: str) -> None:
+    for name_of_model in (folder, "emoji", "nobody/nothing"):
+        with pytest.raises(TypeError, match=f"^{name} is no argument"):
+            open_pipeline(name_of_model, **{name: 1})
+    with pytest.raises(TypeError, match=f"^{name} is no argument"):
+        LlamaGenPipeline.from_pretrained(folder, **{name: 1})
+    with pytest.raises(TypeError, match=r"^eagle is no argument"):  # of this family
+        open_pipeline("emoji-var", eagle=None)
+    rejects(lambda: LlamaGenPipeline.from_pretrained(folder, device="cpu"), "device", TypeError)
+
+
+EMOJI = packaged_model_path("emoji")
+ALLOCATOR = "[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 64 bytes."
+
+
+def through_another_library() -> None:
+    try:
+        raise RuntimeError(ALLOCATOR)
+    except RuntimeError as error:
+        raise OSError("Unable to load weights from checkpoint file") from error
+
+
+def raising(error: Exception) -> Any:
+    def call() -> None:
+        raise error
+
+    return call
+
+
+@pytest.mark.parametrize(
+    "load",
+    [raising(RuntimeError(ALLOCATOR)), raising(MemoryError()), raising(torch.OutOfMemoryError("")), through_another_library],
+)
+def test_the_bytes_are_said(load: Any) -> None:
+    size = sum(file.stat().st_size for file in EMOJI.rglob("*.safetensors"))
+    with pytest.raises(MemoryError, match=rf"emoji.* {size:,} bytes") as error, report_memory(EMOJI):
+        load()
+    assert "\n" not in str(error.value) and "alloc_cpu" not in str(error.value)
+
+
+SCRIPT = """
+import resource, sys
+from pathlib import Path
+sys.modules["accelerate"] = None
+import diffusers, transformers
+import vargen.pipelines.llamagen
+from vargen.pipelines.registry import open_pipeline
+assert not diffusers.utils.is_accelerate_available()
+assert open_pipeline(sys.argv[1]).transformer is not None
+assert diffusers.utils.logging.is_progress_bar_enabled(), "other pipelines keep their bars"
+print("opened", flush=True)
+print("opened", file=sys.stderr, flush=True)
+status = Path("/proc/self/status").read_text().splitlines()
+now = 1024 * int(next(line for line in status if line.startswith("VmSize")).split()[1])
+for more in (2, 60):  # too little for a header's mapping, and for the weights
+    resource.setrlimit(resource.RLIMIT_AS, (now + more * 2**20, -1))
+    try:
+        open_pipeline("emoji")
+    except MemoryError as error:
+        print(error)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits the address space")
+def test_a_process_loads_in_silence_and_reports_that_it_may_have_no_more_memory(tmp_path: Path) -> None:
+    """Also without accelerate there is no notice of a package that is not needed."""
+    text_pipeline().save_pretrained(tmp_path / "model")
+    command = [sys.executable, "-W", "ignore", "-c", SCRIPT, str(tmp_path / "model")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.stdout.startswith("opened\n") and done.stderr.startswith("opened\n"), (done.stdout, done.stderr)
+    reported = re.findall(r"^memory does not suffice to load .*emoji.* bytes", done.stdout, re.MULTILINE)
+    assert len(reported) == 2, done.stderr[-2000:]

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tiny_models import class_var_pipeline
 
 from vargen.cli.inputs import SourceFiles
 from vargen.pipelines.images import read_mask, validate_source
@@ -135,16 +134,3 @@ def test_doubtful_masks_are_used_with_a_warning(mask: Any, line: str, caplog: py
     caplog.clear()
     validate_source(noise(), MASKS["hole in a photo"], None, SIDE, processor())
     assert not caplog.records
-
-
-def test_the_pipeline_regenerates_the_area_alone() -> None:
-    pipe = class_var_pipeline()
-    pipe.set_progress_bar_config(disable=True)
-
-    def generate(mask: Any) -> torch.Tensor:
-        options: dict[str, Any] = {"class_labels": 3, "output_type": "latent", "image": noise(), "mask": mask}
-        return pipe(generator=torch.Generator().manual_seed(1), **options).images
-
-    expected = generate(MASKS["white on black"])
-    for name in ("gray levels 0 and 1", "float", "palette, dark red", "hole in a photo"):
-        assert torch.equal(generate(MASKS[name]), expected), name

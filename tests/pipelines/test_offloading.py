@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 from rejects import rejects
-from tiny_families import TINY, Tiny, drafting_pipeline, made
+from tiny_families import MULO, TINY, Tiny, drafting_pipeline, made
 from tiny_models import class_var_pipeline
 
-from vargen.decoding import Accelerator, Jacobi, PooledRule
 from vargen.models.heads.upsampler import TokenUpsampler
 from vargen.models.quantization import quantize_network
 
@@ -21,7 +20,6 @@ pytest.importorskip("accelerate")
 from accelerate import cpu_offload, disk_offload
 
 CPU = torch.device("cpu")
-MULO = Accelerator("mulo", Jacobi(8, "from-verdict", "low-res"), PooledRule(4, 0.2, 1))  # of a grid as small as this
 
 
 def with_upsampler() -> Any:
@@ -52,12 +50,13 @@ WAYS: dict[str, Callable[[Any, Path], Any]] = {
 def generated(tiny: Tiny, pipe: Any) -> dict[str, torch.Tensor]:
     """What each method generates, and, from an image, a variation and an inpainted image."""
     found = {str(method): made(tiny.call(pipe, method=method)) for method in tiny.methods}
+    image, mask = torch.rand(1, 3, 8, 8, generator=torch.Generator().manual_seed(1)), torch.zeros(8, 8)
+    if tiny.pipeline != "CausalVideoPipeline":
+        found["tokens"] = pipe.encode_image(image)
     if tiny.pipeline == "VARPipeline":
-        image, mask = torch.rand(1, 3, 8, 8, generator=torch.Generator().manual_seed(1)), torch.zeros(8, 8)
         mask[:, 4:] = 1
         found["variation"] = made(tiny.call(pipe, image=image, strength=0.6))
         found["inpainted"] = made(tiny.call(pipe, image=image, mask=mask))
-        found["tokens"] = pipe.encode_image(image)
         with torch.no_grad():
             found["pixels"] = pipe.vqvae.decode(pipe.vqvae.encode(2 * image - 1))
     if tiny.pipeline == "CausalVideoPipeline":

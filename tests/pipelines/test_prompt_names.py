@@ -63,7 +63,6 @@ def test_what_was_read_is_reported_in_order():
 
 def test_names_survive_saving_and_are_the_models_own(tmp_path):
     pipe = text_pipeline()
-    pipe.set_progress_bar_config(disable=True)
     plain = pipe.encode_prompt("😺")[0]
     named = LlamaGenPipeline(**pipe.components, prompt_names={"😺": "grinning cat"})
     expected = pipe.encode_prompt("grinning cat")[0]
@@ -93,13 +92,6 @@ def test_a_damaged_table_is_named(tmp_path, text):
 # -- scripts ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def texts() -> LlamaGenPipeline:
-    pipe = text_pipeline()
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
-
-
 @pytest.mark.parametrize(
     ("prompt", "lost"),
     [
@@ -107,9 +99,9 @@ def texts() -> LlamaGenPipeline:
         ("café, naïve señor; łódź – “über” cờ… ½ → 5€ α-helix π", None),
     ],
 )  # fmt: skip
-def test_tokens_of_other_scripts_are_counted(texts, prompt, lost, caplog):
+def test_tokens_of_other_scripts_are_counted(text_pipe, prompt, lost, caplog):
     with caplog.at_level(logging.WARNING, logger="vargen"):
-        texts.encode_prompt(prompt)
+        text_pipe.encode_prompt(prompt)
     if lost is None:
         assert not [record for record in caplog.records if "cannot read" in record.getMessage()]
     else:
@@ -129,8 +121,8 @@ def test_a_tokenizer_that_knows_a_script_gets_no_hint():
     assert describe_unreadable_words(Knowing(), "собака") is None
 
 
-def test_names_are_read_before_words_are_verified(texts, caplog):
-    named = LlamaGenPipeline(**texts.components, prompt_names=TABLE)
+def test_names_are_read_before_words_are_verified(text_pipe, caplog):
+    named = LlamaGenPipeline(**text_pipe.components, prompt_names=TABLE)
     with caplog.at_level(logging.WARNING, logger="vargen"):
         named.encode_prompt("a 😺 and a 🍎")
     assert not caplog.records

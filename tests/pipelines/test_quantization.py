@@ -36,7 +36,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def open_int8(folder: Path) -> LlamaGenPipeline:
     pipe = open_pipeline(folder, quantization="int8")
-    pipe.set_progress_bar_config(disable=True)
     assert isinstance(pipe, LlamaGenPipeline)
     return pipe
 

@@ -8,23 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import class_pipeline, text_pipeline, text_var_pipeline
-from tiny_video_folder import video_folder
+from tiny_families import TINY
+from tiny_models import class_pipeline, text_pipeline
 
-from vargen import CausalVideoPipeline, open_pipeline
+from vargen import CausalVideoPipeline
 
 PROMPTS = ("a red apple", "a cat", "a very long sentence about a blue car that drives past a house", "é")
-MAKERS: dict[str, Callable[[Path], Any]] = {
-    "next-token": lambda _: text_pipeline(),
-    "next-scale": lambda _: text_var_pipeline(),
-    "video": lambda folder: open_pipeline(video_folder(folder)),
-}
 
 
-@pytest.mark.parametrize("family", list(MAKERS))
+@pytest.mark.parametrize("family", ["next-token text", "next-scale text", "video"])
 def test_each_call_generates_what_it_generates_alone(family: str, tmp_path: Path) -> None:
-    pipe = MAKERS[family](tmp_path)
-    pipe.set_progress_bar_config(disable=True)
+    pipe = TINY[family].open(tmp_path)
     options = {"num_blocks": 1, "accelerator": "target"} if isinstance(pipe, CausalVideoPipeline) else {}
 
     def generated(number: int) -> torch.Tensor:
@@ -49,7 +43,6 @@ def test_prompts_are_encoded_at_once() -> None:
 def run_beside(pipe: Any, first: Callable[..., None], second: Callable[..., None]) -> list[Any]:
     """Statistics of two calls, whose callbacks wait for each other at their first step."""
     meet = threading.Barrier(2, timeout=30)
-    pipe.set_progress_bar_config(disable=True)
 
     def call(each: Callable[..., None], scale: float) -> Any:
         def callback(pipe: Any, step: int, timestep: int, kwargs: dict[str, Any]) -> None:

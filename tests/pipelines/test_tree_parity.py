@@ -5,15 +5,7 @@ import torch
 from tiny_models import tiny_transformer
 
 from vargen.adapters.llamagen import LlamaGenTokenModel
-from vargen.decoding import (
-    Accelerator,
-    DynamicTree,
-    Sampling,
-    Tree,
-    decode,
-    traversal,
-)
-from vargen.decoding.experimental import JacobiTree, SpeculativeTree, recursive_rejection
+from vargen.decoding import Tree
 from vargen.models.condition import Condition
 
 GRID, T, VOCAB = 4, 7, 64
@@ -95,38 +87,3 @@ def _of(condition: Condition, image: int) -> Condition:
     if condition.class_labels is not None:
         return Condition(class_labels=condition.class_labels[rows])
     return Condition(caption_embeds=condition.caption_embeds[rows], caption_mask=condition.caption_mask[rows])
-
-
-@pytest.mark.parametrize("drafter,rule", [
-    (SpeculativeTree(DynamicTree(7, 3, 3)), traversal),
-    (JacobiTree(8, 2, 2), recursive_rejection),
-], ids=["dynamic", "jacobi"])  # fmt: skip
-def test_probabilities_after_a_whole_run_are_those_of_one_pass(drafter, rule):
-    """Each pass of a run over trees says of the committed tokens what teacher forcing says of them."""
-    model, condition = model_and_condition("class", 2.0, 3, True)
-    model.draft_model = LlamaGenTokenModel(tiny_transformer("class", grid_size=GRID, n_layer=1), 2.0)
-    seen = []
-
-    class Watched(type(model)):
-        def forward(self, tokens, state, tree):
-            out = super().forward(tokens, state, tree)
-            seen.append((state.length[:3].clone(), tree, out.logits, tokens))
-            return out
-
-    model.__class__ = Watched
-    result = decode(model, condition, torch.arange(3), Accelerator(drafter=drafter, acceptance=rule), Sampling())
-    joined = condition.cat(model.transformer.null_condition(condition))
-    teacher = model.transformer(result.tokens.repeat(2, 1), joined, guidance=torch.tensor(2.0)).logits
-    compared = 0
-    for length, tree, logits, tokens in seen:
-        for image in range(3):
-            n = int(length[image])
-            depth = tree.depth.expand(3, -1)[image].tolist()
-            ancestors = tree.ancestors.expand(3, -1, -1)[image]
-            for slot in range(len(depth)):
-                path = tokens[image, ancestors[slot].nonzero()[:, 0]]
-                upto = n + len(path)
-                if upto < GRID * GRID and torch.equal(path, result.tokens[image, n:upto]):
-                    torch.testing.assert_close(logits[image, slot], teacher[image, upto], atol=1e-4, rtol=1e-4)
-                    compared += depth[slot] > 0
-    assert compared > 6, "slots behind the root are among them"

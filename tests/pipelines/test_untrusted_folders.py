@@ -18,7 +18,7 @@ import pytest
 import torch
 from limited_process import open_and_sample, run_limited
 from safetensors.torch import load_file, save_file
-from tiny_language_models import make_chameleon, make_emu3, make_janus
+from tiny_language_models import make_chameleon, make_emu3, make_janus, needs_janus
 from tiny_models import text_pipeline
 
 import vargen
@@ -27,7 +27,6 @@ from vargen.models.language_models.processors import reduce_template
 from vargen.models.text_encoder import TEXT_ENCODERS
 from vargen.models.transformers_folder import StoredNetwork
 
-needs_janus = pytest.mark.skipif(installed_version("transformers") < "4.50", reason="Janus came with transformers 4.50")
 MARKER = "code-ran"
 CODE = f"open(__file__ + '.{MARKER}', 'w').close()\ngenerate = None\n"
 

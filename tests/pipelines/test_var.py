@@ -8,32 +8,18 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tiny_families import THERE_AND_BACK, seeded
 from tiny_models import class_var_pipeline, text_var_pipeline
 
 from vargen import VARPipeline
-from vargen.decoding import ScaleSchedule, Stage
 
-THERE_AND_BACK = ScaleSchedule("there and back", (Stage(until=1), Stage(until=3, model="draft"), Stage()))
 METHODS = ["plain", "code", "economy", THERE_AND_BACK]
 PROMPTS = ["a red apple", "a very long sentence about a cat that sits", "b"]
 
 
-def seeded(*seeds: int) -> list[torch.Generator]:
-    return [torch.Generator().manual_seed(seed) for seed in seeds]
-
-
-@pytest.fixture(scope="module")
-def classes() -> VARPipeline:
-    pipe = class_var_pipeline()
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
-
-
 @pytest.fixture(scope="module")
 def texts() -> VARPipeline:
-    pipe = text_var_pipeline()
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
+    return text_var_pipeline()
 
 
 def a_image(seed: int = 0, size: int = 8) -> Image.Image:
@@ -50,8 +36,8 @@ def half(size: int = 8) -> Image.Image:
 # -- a call ---------------------------------------------------------------------------------------------------------------
 
 
-def test_methods_and_what_they_lack(classes: VARPipeline) -> None:
-    reasons = {method.name: method.unsupported_reason for method in classes.list_methods()}
+def test_methods_and_what_they_lack(scale_pipe: VARPipeline) -> None:
+    reasons = {method.name: method.unsupported_reason for method in scale_pipe.list_methods()}
     assert reasons == dict.fromkeys(["plain", "code", "economy"])
     alone = class_var_pipeline(draft=False)
     reasons = {method.name: method.unsupported_reason for method in alone.list_methods()}
@@ -65,76 +51,76 @@ def test_methods_and_what_they_lack(classes: VARPipeline) -> None:
 # -- while it draws ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_preview_per_scale(classes: VARPipeline) -> None:
+def test_a_preview_per_scale(scale_pipe: VARPipeline) -> None:
     seen: list[tuple[int, int, bytes]] = []
 
     def look(pipe: VARPipeline, step: int, drawn: int, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
         seen.append((step, drawn, pipe.preview(tensors["latents"], drawn)[0].tobytes()))
         return {}
 
-    image = classes(class_labels=3, generator=seeded(0)[0], callback_on_step_end=look).images[0]
+    image = scale_pipe(class_labels=3, generator=seeded(0)[0], callback_on_step_end=look).images[0]
     assert [(step, drawn) for step, drawn, _ in seen] == [(0, 1), (1, 5), (2, 14), (3, 30)]
     assert len({shown for *_, shown in seen}) == 4 and seen[-1][2] == image.tobytes()
 
 
-def test_a_stopped_generation_is_a_coarse_image(classes: VARPipeline) -> None:
+def test_a_stopped_generation_is_a_coarse_image(scale_pipe: VARPipeline) -> None:
     def stop(pipe: VARPipeline, step: int, drawn: int, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
         return {"stop": step == 1}
 
-    result = classes(class_labels=3, generator=seeded(0)[0], callback_on_step_end=stop, output_type="np")
-    whole = classes(class_labels=3, generator=seeded(0)[0], output_type="latent").images
+    result = scale_pipe(class_labels=3, generator=seeded(0)[0], callback_on_step_end=stop, output_type="np")
+    whole = scale_pipe(class_labels=3, generator=seeded(0)[0], output_type="latent").images
     assert result.stats.stopped and result.stats.passes == 2
-    coarse = classes.decode_tokens(whole, torch.tensor([5]), output_type="np")
-    assert np.allclose(result.images, coarse) and not np.allclose(coarse, classes.decode_tokens(whole, output_type="np"))
+    coarse = scale_pipe.decode_tokens(whole, torch.tensor([5]), output_type="np")
+    assert np.allclose(result.images, coarse) and not np.allclose(coarse, scale_pipe.decode_tokens(whole, output_type="np"))
     left_out = whole.clone()
     left_out[:, 5:] = -1
-    assert np.allclose(classes.decode_tokens(left_out, output_type="np"), coarse)
-    assert (classes.decode_tokens(whole, torch.tensor([0]), output_type="np") == 1).all(), "white where nothing is drawn"
+    assert np.allclose(scale_pipe.decode_tokens(left_out, output_type="np"), coarse)
+    assert (scale_pipe.decode_tokens(whole, torch.tensor([0]), output_type="np") == 1).all(), "white where nothing is drawn"
 
 
 # -- pictures to start from ---------------------------------------------------------------------------------------------------
 
 
-def test_tokens_of_an_image_are_an_image_again(classes: VARPipeline) -> None:
-    tokens = classes.encode_image([a_image(0), a_image(1)])
+def test_tokens_of_an_image_are_an_image_again(scale_pipe: VARPipeline) -> None:
+    tokens = scale_pipe.encode_image([a_image(0), a_image(1)])
     assert tokens.shape == (2, 30) and not torch.equal(tokens[0], tokens[1])
-    assert torch.equal(classes.encode_image(a_image(1))[0], tokens[1])
-    by_scale = classes.vqvae.encode(classes.image_processor.preprocess([a_image(0)]))
+    assert torch.equal(scale_pipe.encode_image(a_image(1))[0], tokens[1])
+    by_scale = scale_pipe.vqvae.encode(scale_pipe.image_processor.preprocess([a_image(0)]))
     assert torch.equal(torch.cat([each.flatten(1) for each in by_scale], dim=1)[0], tokens[0])
 
 
 @pytest.mark.parametrize(("strength", "kept"), [(0.0, 4), (0.01, 3), (0.25, 3), (0.5, 2), (0.6, 1), (1.0, 0)])
-def test_strength_is_the_share_of_scales_that_is_generated(classes: VARPipeline, strength: float, kept: int) -> None:
-    own, ends = classes.encode_image(a_image())[0], [0, 1, 5, 14, 30]
-    result = classes(
+def test_strength_is_the_share_of_scales_that_is_generated(scale_pipe: VARPipeline, strength: float, kept: int) -> None:
+    own, ends = scale_pipe.encode_image(a_image())[0], [0, 1, 5, 14, 30]
+    result = scale_pipe(
         class_labels=3, image=a_image(), strength=strength, generator=seeded(3)[0], output_type="latent", top_p=1.0
     )
     assert torch.equal(result.images[0, : ends[kept]], own[: ends[kept]])
     assert result.stats.passes == 4 - kept
     if kept < 4:
         assert not torch.equal(result.images[0, ends[kept] :], own[ends[kept] :])
-    drawn = classes(class_labels=3, generator=seeded(3)[0], output_type="latent", top_p=1.0).images[0]
+    drawn = scale_pipe(class_labels=3, generator=seeded(3)[0], output_type="latent", top_p=1.0).images[0]
     assert torch.equal(result.images[0], drawn) == (strength == 1.0)
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: getattr(method, "name", method))
-def test_what_a_mask_leaves_black_stays(classes: VARPipeline, method: Any) -> None:
+def test_what_a_mask_leaves_black_stays(scale_pipe: VARPipeline, method: Any) -> None:
     """Fine cells of the black half are those of the picture, quantised behind what was drawn; the white half is another."""
     image, mask = a_image(), half()
     latents = [
-        classes(
+        scale_pipe(
             class_labels=3, image=image, mask=mask, generator=seeded(seed)[0], output_type="latent", accelerator=method
         ).images
         for seed in range(2)
     ]
     assert not torch.equal(*latents)
-    target = classes._encode_latent(classes.image_processor.preprocess([image]))
+    target = scale_pipe._encode_latent(scale_pipe.image_processor.preprocess([image]))
     for tokens in latents:
-        canvas, _ = classes._accumulate_scales(tokens, None)
+        canvas, _ = scale_pipe._accumulate_scales(tokens, None)
         before = tokens.clone()
         before[:, 14:] = -1
-        lacking = target - classes._accumulate_scales(before, None)[0]
-        codes = classes.vqvae.quantize.find_nearest(lacking, 3)
+        lacking = target - scale_pipe._accumulate_scales(before, None)[0]
+        codes = scale_pipe.vqvae.quantize.find_nearest(lacking, 3)
         assert torch.equal(tokens[0, 14:].view(4, 4)[:, :2], codes[0, :, :2]), "black cells hold the nearest codes"
         error = (canvas - target).square().mean((0, 1, 2))
         assert error[:2].mean() < error[2:].mean()
@@ -142,12 +128,12 @@ def test_what_a_mask_leaves_black_stays(classes: VARPipeline, method: Any) -> No
     assert not torch.equal(*white)
 
 
-def test_a_black_mask_keeps_all_and_a_white_one_nothing(classes: VARPipeline) -> None:
+def test_a_black_mask_keeps_all_and_a_white_one_nothing(scale_pipe: VARPipeline) -> None:
     def generate(**options: Any) -> torch.Tensor:
-        return classes(class_labels=3, generator=seeded(1)[0], output_type="latent", **options).images
+        return scale_pipe(class_labels=3, generator=seeded(1)[0], output_type="latent", **options).images
 
     black, white = Image.new("L", (8, 8), 0), Image.new("L", (8, 8), 255)
-    assert torch.equal(generate(image=a_image(), mask=black), classes.encode_image(a_image()))
+    assert torch.equal(generate(image=a_image(), mask=black), scale_pipe.encode_image(a_image()))
     assert torch.equal(generate(image=a_image(), mask=white), generate())
 
 

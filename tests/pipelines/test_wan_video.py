@@ -38,15 +38,9 @@ def folder(files: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> P
     return convert_causal_video(output=tmp_path_factory.mktemp("converted") / "model", **files)
 
 
-def opened(folder: Path) -> Any:
-    pipe = open_pipeline(folder)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
-
-
 @pytest.fixture(scope="module")
 def pipe(folder: Path) -> Any:
-    return opened(folder)
+    return open_pipeline(folder)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +48,7 @@ def framewise(files: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -
     """A pair of one frame a block and one step."""
     place = tmp_path_factory.mktemp("framewise")
     target = save_self_forcing(place / "framewise-1step.pt", transformer_state())
-    return opened(convert_causal_video(**{**files, "transformer": [target], "output": place / "model"}))
+    return open_pipeline(convert_causal_video(**{**files, "transformer": [target], "output": place / "model"}))
 
 
 def frames(pipe: Any, method: Any, **options: Any) -> torch.Tensor:
@@ -128,7 +122,7 @@ def test_latents_of_wan_22_become_frames_of_its_rate(files: dict[str, Any], fold
     vae.save_pretrained(wan / "vae")
     save_self_forcing(target, transformer_state(channels=48))
     given = {"transformer": [target], "wan": wan, "n_head": TARGET["num_heads"], "size": (32, 64)}
-    large = opened(convert_causal_video(output=tmp_path / "out", **given))
+    large = open_pipeline(convert_causal_video(output=tmp_path / "out", **given))
     assert large.fps == 24 and large.transformer.geometry.spatial_stride == 16
     found, latents = (frames(large, "target", num_blocks=2, output_type=kind) for kind in ("pt", "latent"))
     assert found.shape == (1 + 5 * 4, 3, 32, 64) and latents.shape == (6, 48, 2, 4)
@@ -140,7 +134,7 @@ def test_latents_of_wan_22_become_frames_of_its_rate(files: dict[str, Any], fold
 
 def test_the_target_drafts_with_fewer_steps(files: dict[str, Any], tmp_path: Path) -> None:
     folder = convert_causal_video(**{**files, "draft": [], "output": tmp_path / "out"}, draft_steps="1000,500")
-    ladder = opened(folder)
+    ladder = open_pipeline(folder)
     assert ladder.resolve_method(None).name == "sdvg" and ladder.draft_transformer is None
     model = ladder.decoding_model()
     assert model.draft_model.transformer is model.transformer and len(model.draft_model.levels) == 2

@@ -49,7 +49,6 @@ def short(**changes: Any) -> dict[str, Any]:
 
 def generate(folder: Path, **options: Any) -> Any:
     pipe = open_pipeline(folder)
-    pipe.set_progress_bar_config(disable=True)
     return pipe("a red apple", **options)
 
 

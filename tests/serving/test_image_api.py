@@ -7,7 +7,6 @@ import http.client
 import io
 import json
 import socket
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ import openai
 import pytest
 from PIL import Image
 from served import Gate, generate_alone, serving
+from waiting import wait_until
 
 from vargen.decoding import Sampling
 from vargen.serving.app import build_app
@@ -258,11 +258,7 @@ def test_a_full_queue_answers_429_with_a_time(address: str, client: Any, gate: G
 
 
 def wait_until_idle(generation: GenerationThread) -> None:
-    for _ in range(1000):
-        if generation.stats.num_waiting + generation.stats.num_active == 0:
-            return
-        time.sleep(0.01)
-    raise AssertionError("the slots were not freed")
+    wait_until(lambda: generation.stats.num_waiting + generation.stats.num_active == 0)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -277,10 +273,7 @@ def test_a_client_that_goes_away_frees_its_slot(address: str, gate: Gate, genera
     gate.wait_for_pass(before + 1)
     connection.sock.shutdown(socket.SHUT_RDWR)
     connection.close()
-    for _ in range(1000):
-        if generation.stats.num_waiting == 0:
-            break
-        time.sleep(0.01)
+    wait_until(lambda: generation.stats.num_waiting == 0)
     gate.open()
     wait_until_idle(generation)
     assert gate.passes <= before + 3 and generation.stats.images == images  # prefill, and at most two more

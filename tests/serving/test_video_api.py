@@ -6,6 +6,7 @@ import io
 import json
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,6 @@ import openai
 import pytest
 import torch
 from served import Gate, serving
-from tiny_video_folder import video_folder
 
 from vargen import open_pipeline
 from vargen.mp4 import import_av
@@ -24,8 +24,8 @@ from vargen.serving.limits import RequestLimits
 
 
 @pytest.fixture(scope="module")
-def pipe(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return open_pipeline(video_folder(tmp_path_factory.mktemp("video")))
+def pipe(video_model: Path) -> Any:
+    return open_pipeline(video_model)
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_models import attentive_transformer
 from torch import Tensor
 
 from vargen.kernels.cpu import find_compiled_blocker
@@ -31,18 +32,7 @@ def compiled_passes() -> Any:
 
 
 def quantized_transformer(**overrides: Any) -> LlamaGenTransformer:
-    torch.manual_seed(0)
-    shape: dict[str, Any] = {
-        "dim": 48, "n_layer": 2, "n_head": 6, "vocab_size": VOCAB, "grid_size": 4, "num_classes": 10, "caption_dim": 12,
-        "cls_token_num": 6, "multiple_of": 16, "condition": "text", **overrides,
-    }  # fmt: skip
-    model = LlamaGenTransformer(**shape).eval()
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=1.5 / parameter.shape[1] ** 0.5)
-        else:
-            torch.nn.init.uniform_(parameter, 0.5, 1.5)
-    return quantize_network(model)
+    return quantize_network(attentive_transformer("text", **{"n_head": 6, **overrides}))
 
 
 def condition_of(rows: list[int]) -> Condition:

@@ -55,5 +55,4 @@ def open_and_sample(folder: str) -> list[int]:
     from vargen.pipelines.registry import open_pipeline
 
     pipe = open_pipeline(folder)
-    pipe.set_progress_bar_config(disable=True)
     return pipe("a red apple", temperature=0, output_type="latent").images[0].flatten().tolist()

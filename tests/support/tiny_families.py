@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tiny_models import class_pipeline, class_var_pipeline, text_pipeline, text_var_pipeline, tiny_transformer
 from tiny_video_folder import video_folder
 
 from vargen import open_pipeline
-from vargen.decoding import ScaleSchedule, Stage
+from vargen.decoding import Accelerator, Jacobi, PooledRule, ScaleSchedule, Stage
 from vargen.models.heads.eagle import EagleDrafter
 from vargen.models.heads.medusa import MedusaDrafter
 
+MULO = Accelerator("mulo", Jacobi(8, "from-verdict", "low-res"), PooledRule(4, 0.2, 1))  # of a grid as small as this
 THERE_AND_BACK = ScaleSchedule("there and back", (Stage(until=1), Stage(until=3, model="draft"), Stage()))
 
 
@@ -63,7 +66,6 @@ class Tiny:
     def open(self, folder: Path) -> Any:
         folder.mkdir(exist_ok=True)
         pipe = self.build(folder)
-        pipe.set_progress_bar_config(disable=True)
         return pipe
 
     def call(self, pipe: Any, rows: int | slice = 0, generator: Any = 0, method: Any = None, **options: Any) -> Any:
@@ -72,6 +74,19 @@ class Tiny:
         generator = seeded(generator)[0] if isinstance(generator, int) else generator
         given = {"accelerator": method, "output_type": "pt", **self.options, **self.methods.get(method, {}), **options}
         return pipe(**{self.argument: self.conditions[rows], "generator": generator, **given})
+
+
+@contextmanager
+def no_passes(pipe: Any) -> Iterator[None]:
+    """Fail where a network of a pipeline runs that is no text encoder."""
+    hooks = [
+        part.register_forward_pre_hook(lambda *_: pytest.fail("a network ran"))
+        for name, part in pipe.components.items()
+        if isinstance(part, torch.nn.Module) and name != "text_encoder"
+    ]
+    yield
+    for hook in hooks:
+        hook.remove()
 
 
 def made(result: Any) -> Any:

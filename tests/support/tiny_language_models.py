@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
-from vargen.compat import ensure_torchvision
+from vargen.compat import ensure_torchvision, installed_version
 
 ensure_torchvision()
 
+needs_janus = pytest.mark.skipif(installed_version("transformers") < "4.50", reason="Janus came with transformers 4.50")
 WORDS = "a red blue green apple car cat dog on under the moon 0 1 2 3 4 5 6 7 8 9 * lowres , blurry".split()
 SPECIAL = ["<pad>", "<s>", "</s>", "<boi>", "<eoi>", "<image>", "<wrap>", "<eof>", "<eol>"]
 PAD, BOS, EOS, BOI = range(4)

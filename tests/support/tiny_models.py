@@ -57,6 +57,22 @@ def tiny_transformer(condition: str = "text", **overrides) -> LlamaGenTransforme
     return model
 
 
+def attentive_transformer(condition: str = "class", **overrides) -> LlamaGenTransformer:
+    """Weights and gains large enough that attention is far from uniform, in a grid of 4 x 4; the head is zero as built."""
+    torch.manual_seed(0)
+    shape = {
+        "dim": 48, "n_layer": 2, "n_head": 3, "vocab_size": 40, "grid_size": 4, "num_classes": 10, "caption_dim": 12,
+        "cls_token_num": 6, "multiple_of": 16, **overrides,
+    }  # fmt: skip
+    model = LlamaGenTransformer(condition=condition, **shape).eval()
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=1.5 / parameter.shape[1] ** 0.5)
+        else:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    return model
+
+
 def class_pipeline(**overrides) -> LlamaGenPipeline:
     return LlamaGenPipeline(
         vqvae=tiny_vq(), transformer=tiny_transformer("class", **overrides), id2label={3: "cat, kitty", 4: "dog"}

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from rejects import rejects
-from tiny_models import text_pipeline, tiny_encoder, tiny_vq
+from tiny_models import tiny_encoder, tiny_vq
 from tiny_training import check_resumes, data
 
 from vargen.models.tokenizers.vq import VQModel
@@ -141,15 +141,3 @@ def test_an_upsampler_learns_and_resumes(tmp_path: Path, vq: Path) -> None:
         return metrics
 
     check_resumes(train, tmp_path, 11, "upsampler")
-
-
-def test_finished_runs_draft_for_their_model(tmp_path: Path, vq: Path) -> None:
-    pipe = text_pipeline(grid_size=8, cls_token_num=32)
-    folder = tmp_path / "vqvae"
-    pipe.vqvae.save_pretrained(folder)
-    images, grid = data(), pipe.transformer.config.grid_size
-    assert grid == 8
-    train_generator(generator_recipe(model={"cls_token_num": 32}), images, folder, ENCODER, tmp_path / "low", CPU)
-    train_upsampler(recipe(), images, folder, tmp_path / "up", CPU)
-    pipe.load_drafter(tmp_path / "low", tmp_path / "up")
-    assert pipe("a red apple", accelerator="mulo", output_type="latent").stats.passes < grid**2

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from rejects import rejects
-from tiny_video_folder import video_folder
 from typer.testing import CliRunner
 
 from vargen.cli.main import app
@@ -28,22 +27,16 @@ def brightness(images, prompts):
     return images.mean((1, 2, 3))
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return video_folder(tmp_path_factory.mktemp("runs"))
-
-
 @pytest.fixture
-def pipe(folder, monkeypatch):
-    opened = open_pipeline(folder)
-    opened.set_progress_bar_config(disable=True)
+def pipe(video_model, monkeypatch):
+    opened = open_pipeline(video_model)
     monkeypatch.setattr(type(opened), "resolve_frame_scorer", lambda self, scorer=None: FrameScorer(brightness))
     return opened
 
 
 @pytest.fixture(scope="module")
-def run(folder, tmp_path_factory):
-    opened = open_pipeline(folder)
+def run(video_model, tmp_path_factory):
+    opened = open_pipeline(video_model)
     place = tmp_path_factory.mktemp("run")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(opened), "resolve_frame_scorer", lambda self, scorer=None: FrameScorer(brightness))
@@ -173,10 +166,10 @@ def test_bad_settings_are_named():
     assert 0 <= float(BlockRouter()(view.latents, view.previous, view.first, view.number)[0]) <= 1
 
 
-def test_the_command_trains_a_router(tmp_path, folder, monkeypatch):
+def test_the_command_trains_a_router(tmp_path, video_model, monkeypatch):
     monkeypatch.setattr(training, "generate_pairs", invented_pairs)
     (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
-    words = ["train", "router", "--model", str(folder), "--prompt-file", str(tmp_path / "prompts.txt"), "--blocks", "2"]
+    words = ["train", "router", "--model", str(video_model), "--prompt-file", str(tmp_path / "prompts.txt"), "--blocks", "2"]
     rounds = ["--seed", "0", "--seed", "50"]
     done = CliRunner().invoke(app, [*words, *rounds, "--output", str(tmp_path / "run"), "--device", "cpu"])
     assert done.exit_code == 0, done.output

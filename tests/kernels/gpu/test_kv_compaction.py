@@ -7,7 +7,6 @@ from torch import Tensor
 
 from vargen.kernels import reference
 from vargen.kernels.kv_compaction import compact_kv
-from vargen.models.kv_cache import KVCache
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -52,16 +51,6 @@ def test_paths_become_consecutive(K: int, dtype: torch.dtype) -> None:
     assert torch.equal(got[0], reference.compact_path(k, starts, kept))
     assert torch.equal(got[1], reference.compact_path(v, starts, kept))
     assert got[2].tolist() == [4, 4, 18, 20] and not got[3].any()
-
-
-def test_equals_the_cache_of_the_model() -> None:
-    cache = KVCache(2, 3, 2, 32, prefix=1, tokens=12, scratch=6)
-    cache.k.normal_(), cache.v.normal_()
-    cache.length.copy_(torch.tensor([0, 5, 11]))
-    path, count = torch.tensor([[0, 2, 5], [0, 1, 3], [0, 1, 2]]), torch.tensor([3, 2, 1])
-    got = run(cache.k, cache.v, cache.length.tolist(), path.tolist(), count.tolist(), 1, 12)
-    cache.commit_path(path, count)
-    assert torch.equal(got[0], cache.k) and torch.equal(got[1], cache.v) and torch.equal(got[2], cache.length)
 
 
 def test_operands_that_do_not_fit_are_refused() -> None:

@@ -161,17 +161,6 @@ def test_the_first_of_equal_ones_is_generated() -> None:
     assert sample_gumbel_max(torch.zeros(1, 1, 3000, device=DEVICE), noise).tolist() == [[0]]
 
 
-def test_samples_follow_the_probabilities() -> None:
-    """200 draws of 5 tokens: each share within 5 standard deviations."""
-    count = 200
-    logits = torch.tensor([0.0, 1.0, -1.0, 2.0, 0.5])
-    probs = logits.softmax(0)
-    rows = probs.expand(1, count, 5).contiguous().to(DEVICE)
-    noise = NoiseStream(torch.tensor([0], device=DEVICE), torch.arange(count, device=DEVICE)[None], 5, step=3)
-    found = sample_gumbel_max(rows, noise)[0].cpu().bincount(minlength=5)
-    assert ((found / count - probs).abs() < 5 * (probs * (1 - probs) / count).sqrt()).all()
-
-
 def test_rows_that_no_program_holds_are_refused() -> None:
     with pytest.raises(ValueError, match=f"at most {MAX_VOCAB} tokens, got {MAX_VOCAB + 1}"):
         filtered(torch.zeros(1, MAX_VOCAB + 1))

@@ -166,18 +166,6 @@ def test_results_do_not_depend_on_splits_and_tiles() -> None:
         torch.testing.assert_close(case.got(tiles=tiles, splits=4), base, atol=2e-6, rtol=0)
 
 
-def test_a_leaf_does_not_matter_to_others() -> None:
-    case = Case(6, [12], room=20)
-    assert case.words is not None
-    leaf = next(slot for slot in range(5, 0, -1) if slot not in case.parents[0])
-    before = case.got(tiles=SMALL)
-    case.k[0, :, 1 + 12 + leaf] += 1
-    case.v[0, :, 1 + 12 + leaf] -= 1
-    after = case.got(tiles=SMALL)
-    others = [slot for slot in range(6) if slot != leaf]
-    assert torch.equal(before[:, others], after[:, others]) and not torch.equal(before, after)
-
-
 def test_one_tree_for_the_batch_and_a_tree_for_each_image() -> None:
     case = Case(5, [4, 9, 2, 6], room=20)  # rows 0 and 2, and 1 and 3, are two halves of an image under guidance
     case.parents = case.parents[:2] * 2

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vargen.decoding import Draft, Tree
-from vargen.decoding.noise import Noise, Purpose
+from vargen.decoding.noise import Noise
 from vargen.decoding.relaxed_rules import GroupedRule, NeighborhoodRule
 from vargen.decoding.rules import shared_noise, speculative_sampling
 from vargen.decoding.tree import Verdict
@@ -230,17 +230,3 @@ def test_whole_vocabularies(V: int) -> None:
     tables = (each.to(DEVICE) for each in (tree.children, tree.parents, tree.depth, tree.postorder))
     got = verify_traversal(probs, tokens, q, marks, *tables, tree.max_path, seeds, position, step)
     check(traversal(case.probs, case.draft, case.noise, nothing), got.num_committed, got.next_token, got.path)
-
-
-def test_a_residual_sample_follows_its_distribution() -> None:
-    """200 images reject a draft with certainty; the token that they sample instead follows norm((p - q)+)."""
-    B, p, q = 200, torch.tensor([0.1, 0.5, 0.4, 0.0]), torch.tensor([0.6, 0.1, 0.0, 0.3])
-    probs, drafted = p.expand(B, 2, 4).contiguous(), q.expand(B, 1, 4).contiguous()
-    tokens, position = torch.full((B, 1), 3), torch.arange(2).expand(B, 2)
-    given = (each.to(DEVICE) for each in (probs, tokens, drafted))
-    got = verify_chain(*given, None, torch.arange(B).to(DEVICE), position.to(DEVICE), 1)
-    assert (got.num_committed == 1).all()
-    share = got.next_token.cpu().bincount(minlength=4) / B
-    left = torch.tensor([0.0, 0.5, 0.5, 0.0])
-    assert ((share - left).abs() < 5 * (left * (1 - left) / B).sqrt() + 1e-9).all()
-    assert Purpose.ACCEPT == 1 and Purpose.RESIDUAL == 2, "which the kernels write out"
