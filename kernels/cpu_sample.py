@@ -181,7 +181,7 @@ def _mix(z):
 
 @njit(**_PART)
 def _make_key(seed, purpose, step, position):
-    """Key of the noise, as `vargen.decoding.noise_bits.make_keys` returns it, but unsigned."""
+    """Key of the noise, as `vargen.kernels.noise_bits.make_keys` returns it, but unsigned."""
     key = _mix(_u64(seed) + _u64(_u64(step) * _u64(64) + _u64(purpose + 1)) * _GOLDEN64)
     return _mix(key + _u64(position + 1) * _GOLDEN64)
 

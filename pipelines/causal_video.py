@@ -24,7 +24,6 @@ from vargen.adapters.video_settings import (
 from vargen.compat import tokenized, without_autocast
 from vargen.convert.causal_video import convert_causal_video
 from vargen.decoding import VideoMethod, decode_video
-from vargen.decoding.seeds import resolve_seeds
 from vargen.decoding.video.interfaces import BlockProgress
 from vargen.models.block_router import BlockRouter
 from vargen.models.causal_video import CausalVideoTransformer
@@ -38,6 +37,7 @@ from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.components import TEXT_COMPONENTS, Component, ModelFamily, register_family
 from vargen.pipelines.generation import OutputOptions
 from vargen.pipelines.prompts import NormalizedPrompt, PromptNames, encode_prompt, encode_tokens
+from vargen.pipelines.seeds import resolve_seeds
 from vargen.pipelines.start_images import MergedLoRAs, encode_start_image, open_image_pipe
 from vargen.pipelines.video_memory import on_device
 from vargen.pipelines.videos import (

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from vargen.adapters import Guidance
 from vargen.decoding import DecodeOutput, DecodeStats, Progress, Sampling
-from vargen.decoding.seeds import ImageSeeds, resolve_seeds
 from vargen.pipelines import validation
 from vargen.pipelines.prompts import PromptInputs, scorer_prompts
+from vargen.pipelines.seeds import ImageSeeds, resolve_seeds
 from vargen.pipelines.validation import MAX_IMAGES
 from vargen.scoring.protocol import Scorer, score_images, to_scorer
 from vargen.values import parse_int, short_repr

@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vargen.decoding import Accelerator, Engine, Jacobi, Sampling, list_methods, shared_noise, speculative_sampling
-from vargen.decoding.noise_bits import _lane_offsets
 from vargen.decoding.relaxed_rules import PooledRule
 from vargen.decoding.tree import PassResult
+from vargen.kernels.noise_bits import _lane_offsets
 from vargen.models.condition import Condition
 
 METHODS = {method.name: method.fit_to_grid(GRID**2) for method in list_methods("next-token")}

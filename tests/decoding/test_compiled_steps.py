@@ -9,8 +9,7 @@ import torch
 from int8_passes import compiled_code
 from table_methods import METHODS, table_model
 
-from vargen.decoding import Sampling, decode, token_pass
-from vargen.decoding.compiled_steps import sample_from_logits
+from vargen.decoding import Sampling, decode
 from vargen.decoding.engine import Engine
 from vargen.decoding.noise import Noise, Purpose
 from vargen.decoding.sampling import SlotSampling
@@ -57,7 +56,7 @@ def test_sampled_tokens_are_those_of_the_reference(kind: str, options: str, comp
     for vocab in (40, 100, 4096):
         sampling = in_slots(OPTIONS[options], vocab)
         logits, noise = logits_of(kind, vocab), Noise(SEEDS, torch.arange(6) + torch.tensor([[0], [50], [9]]))
-        found = sample_from_logits(logits, sampling, noise)
+        found = sampling.sample_tokens(logits, noise)
         assert found is not None and torch.equal(found.tokens, noise.sample(sampling.probs(logits), Purpose.TOKEN))
 
 
@@ -83,7 +82,7 @@ def test_rows_that_rounding_could_change_are_left_to_the_reference(compiled: Any
         logits = torch.tensor([0.0, value, 1.0])
         assert sample_row(compiled, logits) == -1
         noise = Noise(SEEDS, torch.zeros(3, 1, dtype=torch.int64))
-        found = sample_from_logits(logits.expand(3, 1, 3), in_slots([Sampling()], 3), noise)
+        found = in_slots([Sampling()], 3).sample_tokens(logits.expand(3, 1, 3), noise)
         assert found is not None and not found.sums.isfinite().any()
     assert sample_row(compiled, torch.tensor([0.0, 3e38, 1.0]), temperature=0.5) == -1  # finite, but not after division
 
@@ -124,7 +123,7 @@ def test_steps_beside_the_sampler_change_nothing(method: str, monkeypatch: pytes
     steps = SimpleNamespace(**{name: getattr(cpu_sample, name).py_func for name in names})
     arguments = (table_model(), torch.tensor([0, 1, 1]), torch.arange(3), METHODS[method], Sampling(0.9, top_p=0.9))
     expected = decode(*arguments)
-    monkeypatch.setattr(token_pass, "sample_from_logits", lambda *_: None)
+    monkeypatch.setattr(SlotSampling, "sample_tokens", lambda *_: None)
     monkeypatch.setattr(TOKEN_STEPS, "loaded", lambda: steps)
     found = decode(*arguments)
     assert torch.equal(found.tokens, expected.tokens)

@@ -102,7 +102,7 @@ def test_numpy_and_torch_mix_the_same_bits(monkeypatch):
     for purpose in (Purpose.TOKEN, Purpose.RESAMPLE):
         numpy = sample_exponential(SEEDS, position, 77, purpose, 9), sample_uniform(SEEDS, position, purpose, 9)
         with monkeypatch.context() as patch:
-            patch.setattr("vargen.decoding.noise_bits.uses_numpy", lambda keys: False)
+            patch.setattr("vargen.kernels.noise_bits.uses_numpy", lambda keys: False)
             plain = sample_exponential(SEEDS, position, 77, purpose, 9), sample_uniform(SEEDS, position, purpose, 9)
         assert all(torch.equal(a, b) for a, b in zip(numpy, plain, strict=True))
 
@@ -122,7 +122,7 @@ def test_noise_that_is_kept_is_the_same_noise(monkeypatch):
     assert torch.equal(Noise(SEEDS, tree, token_noise=own).sample(probs, Purpose.TOKEN), sample_gumbel_max(probs, SEEDS, tree))
     made = []
     monkeypatch.setattr(
-        "vargen.decoding.noise_bits._lane_bits_numpy", lambda keys, lanes: made.append(keys.size) or torch.zeros(1)
+        "vargen.kernels.noise_bits._lane_bits_numpy", lambda keys, lanes: made.append(keys.size) or torch.zeros(1)
     )
     own.exponential(tree, 33)
     assert not made, "nothing is made twice"

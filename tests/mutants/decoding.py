@@ -32,7 +32,7 @@ MUTANTS = (
     Mutant(
         "noise-of-two-positions",
         "The noise of an image is the same at two neighboring positions.",
-        "vargen/decoding/noise_bits.py",
+        "kernels/noise_bits.py",
         "_mix_numpy_(key[:, None] + (position.astype(np.uint64) + np.uint64(1))",
         "_mix_numpy_(key[:, None] + (position.astype(np.uint64) // np.uint64(2) + np.uint64(1))",
         ("tests/decoding/test_noise.py",),
@@ -48,7 +48,7 @@ MUTANTS = (
     Mutant(
         "second-seed",
         "The second image of a batch has the noise of another seed than the one that is reported for it.",
-        "vargen/decoding/seeds.py",
+        "pipelines/seeds.py",
         "    noise = torch.tensor([noise for _, noise in pairs], dtype=torch.int64)\n",
         "    noise = torch.tensor([noise + (row == 1) for row, (_, noise) in enumerate(pairs)], dtype=torch.int64)\n",
         ("tests/pipelines/test_contract.py::test_the_seeds_in_the_statistics_generate_the_same_again",),

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from vargen import LlamaGenPipeline, open_pipeline
 from vargen.decoding import Engine, FinishedImage, Sampling, Tree
-from vargen.decoding.seeds import resolve_seeds
 from vargen.kernels.cpu import find_compiled_blocker
+from vargen.pipelines.seeds import resolve_seeds
 
 RECORD = Path(__file__).parents[1] / "golden" / "recorded_results.json"
 PROMPTS = ["a red apple", "grinning cat, flat style", "house with a garden"]

@@ -17,7 +17,6 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
-from vargen.decoding.compiled_steps import draft_window
 from vargen.decoding.interfaces import Drafter, LowResModel, TokenModel
 from vargen.decoding.noise import Noise, Purpose
 from vargen.decoding.rules import gather_p_and_q, resample_rejected
@@ -25,6 +24,7 @@ from vargen.decoding.token_pass import TokenState
 from vargen.decoding.tree import Draft, Output, PassResult, Tree
 from vargen.decoding.window import AutoWindow, WidthController, parse_window
 from vargen.kernels.dispatch import is_eager_cpu
+from vargen.kernels.token_steps import draft_window
 from vargen.values import resolve_name, short_repr
 
 
@@ -123,7 +123,8 @@ class Jacobi(Drafter):
             return Draft.make_empty(len(state.seeds), state.vocab, state.seeds.device)
         chain = self.chain(width - 1, state.seeds.device)
         if self.probs is None and self.initial == "uniform" and type(self).draft_new is Jacobi.draft_new:
-            found = draft_window(self.drafted, self.drafted_end, noise, width - 1, state.num_tokens, state.vocab)
+            known, grid = (self.drafted, self.drafted_end), (state.num_tokens, state.vocab)
+            found = draft_window(*known, noise.keys(Purpose.DRAFT), width - 1, *grid)
             if found is not None:
                 return Draft(found[0], chain, valid=found[1])
         noise = noise.shift(torch.arange(width - 1, device=state.seeds.device))

@@ -1,7 +1,7 @@
 """Counter-based noise: a function of (image seed, position, purpose, pass), not a stream consumed in order.
 
 A row of a batch therefore gets the same samples as the image alone, and a draft token shares its noise with the same position
-when it is sampled later. See `vargen.decoding.noise_bits` for the bits.
+when it is sampled later. See `vargen.kernels.noise_bits` for the bits.
 
 The pass number may be a device scalar, which a captured pass increments itself; the noise is identical.
 
@@ -19,7 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vargen.decoding.noise_bits import (
+from vargen.kernels.dispatch import is_eager_cpu, supports_rows
+from vargen.kernels.noise_bits import (
     UNIT,
     add_steps,
     exponential_of_keys,
@@ -28,8 +29,8 @@ from vargen.decoding.noise_bits import (
     to_unit_,
     uses_numpy,
 )
-from vargen.kernels.dispatch import is_eager_cpu, supports_rows
 from vargen.kernels.row_ops import sample_categorical
+from vargen.kernels.token_steps import NoiseKey
 
 
 class Purpose(IntEnum):
@@ -242,6 +243,10 @@ class Noise:
         if isinstance(self.step, Tensor) and self.step.dim():
             return add_steps(self.seeds, self.step), self.position, 0
         return self.seeds, self.position, self.step
+
+    def keys(self, purpose: Purpose) -> NoiseKey | None:
+        """What compiled code computes the same noise from; None if this is other noise."""
+        return (self.seeds, self.position, self.step, int(purpose)) if self.is_keyed else None
 
     def where(self, needed: Tensor) -> Noise:
         """Return this noise, for a caller that uses samples only where `needed` is True."""

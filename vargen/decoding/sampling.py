@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from vargen.decoding.noise import Noise, Purpose
 from vargen.kernels.dispatch import is_eager_cpu, supports_rows
 from vargen.kernels.row_ops import kth_largest_value, top_k_sorted
+from vargen.kernels.token_steps import SampledRows, sample_rows
 from vargen.options import OPTIONS
 from vargen.values import short_repr
 
@@ -106,6 +109,11 @@ class SlotSampling:
         self.any_greedy = any(each.is_greedy for each in used)
         first = used[0] if used else Sampling()
         self.rows = tuple(first if each is None else each for each in self.options)
+        self._arrays = (  # temperature, top-k and top-p for compiled code, `[B]` each
+            np.array([max(row.temperature, MIN_TEMPERATURE) for row in self.rows], np.float32),
+            np.array([min(row.top_k or self.vocab, self.vocab) for row in self.rows], np.int64),
+            np.array([row.top_p for row in self.rows], np.float64),
+        )
         self._groups: dict[Sampling, list[int]] = {first: []}
         for row, each in enumerate(self.rows):
             self._groups.setdefault(each, []).append(row)
@@ -122,6 +130,22 @@ class SlotSampling:
             one = torch.ones_like(self.temperature)
             return _filtered_probs(logits, one, self._top_k, self._top_p, self.filters), self._is_greedy
         return self._by_group(logits, lambda sampling: sampling.with_temperature(1.0)), self._is_greedy
+
+    def sample_tokens(self, logits: Tensor, noise: Noise, drafted: Tensor | None = None) -> SampledRows | None:
+        """Sample the tokens of `noise.sample(self.probs(logits), Purpose.TOKEN)` by compiled code; None where there is none.
+
+        Args:
+            drafted: int64 `[B, T - 1]`, the draft tokens of a chain; see `SampledRows`.
+        """
+        if (found := sample_rows(logits, self._arrays, noise.keys(Purpose.TOKEN), drafted)) is None:
+            return None
+        for image, slot in (found.tokens < 0).nonzero().tolist() if found.undecided else ():  # rare
+            row = slice(image, image + 1)
+            single = Noise(noise.seeds[row], noise.position[row, slot : slot + 1])
+            found.sums[image, slot] = logits[image, slot].sum(dtype=torch.float32)
+            probs = to_probs(logits[row, slot : slot + 1], self.rows[image])
+            found.tokens[image, slot] = single.sample(probs, Purpose.TOKEN)[0, 0]
+        return found
 
     def _by_group(self, logits: Tensor, options: Callable[[Sampling], Sampling]) -> Tensor:
         if len(self._groups) == 1:

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from vargen.compat import without_autocast
 from vargen.decoding.clock import Clock
-from vargen.decoding.compiled_steps import sample_from_logits
 from vargen.decoding.interfaces import ScaleModel
 from vargen.decoding.methods import resolve_method
 from vargen.decoding.noise import Noise, Purpose
@@ -205,7 +204,7 @@ class ScalePasses:
         record["seconds"] += now - self._last_time
         self._last_time = now
         noise = self.make_noise(self.seeds, position)
-        found = None if fixed_tokens is not None else sample_from_logits(logits, self.sampling, noise)
+        found = None if fixed_tokens is not None else self.sampling.sample_tokens(logits, noise)
         if found is not None:
             tokens = found.tokens
         else:

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from vargen.decoding.clock import Clock
-from vargen.decoding.compiled_steps import commit_tokens, feed_tokens, sample_from_logits
 from vargen.decoding.graph import CapturedPasses, CUDAGraph
 from vargen.decoding.interfaces import AcceptanceRule, Drafter, TokenModel
 from vargen.decoding.noise import Noise, Purpose, TokenNoise
@@ -30,6 +29,7 @@ from vargen.decoding.tree import Draft, PassResult, Verdict
 from vargen.decoding.window import WidthController
 from vargen.device import normal_tensors
 from vargen.kernels.dispatch import is_eager_cpu
+from vargen.kernels.token_steps import commit_tokens, feed_tokens
 
 # Noise of a pass: seeds [B], positions [B, T], number of the pass, and the shared noise of all positions, if it is kept.
 MakeNoise = Callable[[Tensor, Tensor, int | Tensor, TokenNoise | None], Noise]
@@ -145,10 +145,10 @@ def verify_draft(
     sampling = state.sampling
     if rule.verify_tokens is not None and not drafter.uses_probs:
         is_shared_chain = rule.verify_tokens is verify_shared_tokens and draft.tree.is_chain
-        found = sample_from_logits(logits, sampling, noise, draft.tokens if is_shared_chain else None)
-        if found is not None and found.outcome is not None:
+        found = sampling.sample_tokens(logits, noise, draft.tokens if is_shared_chain else None)
+        if found is not None and is_shared_chain and not found.undecided:
             path = torch.arange(logits.shape[1]).expand(len(logits), -1)
-            return None, Verdict(path, *found.outcome, sampled=found.tokens), found.sums
+            return None, Verdict(path, found.count, found.next_token, sampled=found.tokens), found.sums
         if found is not None:
             return None, rule.verify_tokens(found.tokens, draft), found.sums
     probs = sampling.probs(logits)
@@ -255,7 +255,8 @@ class TokenState:
 
         Returns the number of tokens that the pass commits, int64 `[B]`.
         """
-        if (count := commit_tokens(inputs, verdict, self.length, self.num_tokens, self.tokens)) is not None:
+        accepted = verdict.path, verdict.count, verdict.next_token
+        if (count := commit_tokens(inputs, *accepted, self.length, self.num_tokens, self.tokens)) is not None:
             return count
         committed = verdict.gather_committed(inputs)
         offsets = torch.arange(committed.shape[1], device=inputs.device)

@@ -10,8 +10,8 @@ from typing import Any
 
 from vargen.decoding.engine import Engine
 from vargen.decoding.requests import FinishedImage, select_rows
-from vargen.decoding.seeds import resolve_seeds
 from vargen.pipelines.base import VisualPipeline
+from vargen.pipelines.seeds import resolve_seeds
 from vargen.serving.tasks import (
     Begun,
     GeneratedImage,

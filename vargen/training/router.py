@@ -20,9 +20,9 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from vargen.adapters.block_router import drafter_digest
-from vargen.decoding.seeds import resolve_seeds
 from vargen.files import atomic_file, atomic_merge
 from vargen.models.block_router import RANKS, BlockRouter, describe_draft
+from vargen.pipelines.seeds import resolve_seeds
 from vargen.scoring.frames import FrameScorer
 from vargen.training.config import at_least
 from vargen.training.routing_tree import build_routing_tree, later_gains, score_tree

@@ -5,8 +5,8 @@ import torch
 import triton
 import triton.language as tl
 
-from vargen.decoding import noise, noise_bits
-from vargen.kernels import counter_noise, reference
+from vargen.decoding import noise
+from vargen.kernels import counter_noise, noise_bits, reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -1,0 +1,154 @@
+"""Steps of a pass beside the network as compiled functions, where `vargen.kernels.cpu_code` has loaded them; otherwise None.
+
+A pass of less than a millisecond evicts what the interpreter needs from the caches, so that each small operation after it costs
+several microseconds.
+
+Shape suffixes: B slots, T positions, A slots on the longest path, N tokens of the grid, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vargen.kernels.cpu_code import TOKEN_STEPS
+from vargen.kernels.dispatch import is_eager_cpu
+
+# Of the noise: seeds int64 [B], positions int64 [B, T], number of the pass, purpose.
+NoiseKey = tuple[Tensor, Tensor, int | Tensor, int]
+
+
+class SampledRows(NamedTuple):
+    """Sampled tokens.
+
+    Attributes:
+        tokens: int64 `[B, T]`, -1 where rounding could change the token.
+        sums: float32 `[B, T]`, finite where all logits of a row are.
+        count, next_token: of a draft: accepted slots with the root, and the token after them, int64 `[B]`; valid if no token is
+            undecided.
+        undecided: number of tokens that are -1.
+    """
+
+    tokens: Tensor
+    sums: Tensor
+    count: Tensor
+    next_token: Tensor
+    undecided: int
+
+
+class _Scratch(threading.local):
+    """Arrays of a thread that the compiled sampler takes: making them takes longer than sampling a row."""
+
+    size = 0
+
+    def reserve(self, vocab: int) -> tuple[np.ndarray, np.ndarray]:
+        """float32 `[3, >= V + 32]` and int32 `[>= V + 32]`."""
+        if self.size < vocab + 32:
+            self.size = vocab + 32
+            self.rows, self.kept = np.empty((3, self.size), np.float32), np.empty(self.size, np.int32)
+        return self.rows, self.kept
+
+
+_scratch = _Scratch()
+_NO_DRAFT, _NO_COUNT = np.zeros((0, 0), np.int64), np.zeros(0, np.int64)
+
+
+def compiled_steps(tensor: Tensor) -> Any:
+    """The module of compiled functions, if it is loaded and these steps run on a CPU; else None."""
+    return TOKEN_STEPS.loaded() if is_eager_cpu(tensor) else None
+
+
+def _arrays(*tensors: Tensor) -> list[np.ndarray]:
+    return [np.ascontiguousarray(each.numpy()) for each in tensors]
+
+
+def sample_rows(
+    logits: Tensor, options: tuple[np.ndarray, ...], noise: NoiseKey | None, drafted: Tensor | None
+) -> SampledRows | None:
+    """Sample tokens by Gumbel-max from guided logits `[B, T, V]`, and verify the draft tokens of a chain.
+
+    Neither the probabilities nor the noise of all tokens of the vocabulary are computed.
+
+    Args:
+        options: temperature float32, top-k int64 and top-p float64, `[B]` each.
+        drafted: int64 `[B, T - 1]`, accepted where they equal the sampled ones; None: none.
+    """
+    if noise is None or (compiled := compiled_steps(logits)) is None:
+        return None
+    B, T, V = logits.shape
+    seeds, position, _, purpose = noise
+    tokens, sums = np.empty((B, T), np.int64), np.zeros((B, T), np.float32)  # rows that are decided are finite
+    chain = _NO_DRAFT if drafted is None else np.ascontiguousarray(drafted.numpy())
+    count, following = (_NO_COUNT, _NO_COUNT) if drafted is None else np.empty((2, B), np.int64)
+    undecided = compiled.sample_rows(
+        *_arrays(logits.float()), *options, purpose, *_arrays(seeds, position), *_scratch.reserve(V),
+        chain, tokens, count, following,
+    )  # fmt: skip
+    return SampledRows(*map(torch.from_numpy, (tokens, sums, count, following)), undecided=int(undecided))
+
+
+def draft_window(
+    drafted: Tensor, drafted_end: Tensor, noise: NoiseKey | None, slots: int, num_tokens: int, vocab: int
+) -> tuple[Tensor, Tensor] | None:
+    """Draft the next tokens of a Jacobi window: those of the last pass, and after these tokens of the uniform distribution.
+
+    Args:
+        drafted: int64 `[B, >= N + slots]`, draft tokens by position, which are known up to position `drafted_end` `[B]`.
+        noise: of the first draft token: T = 1.
+        slots: number S of draft tokens.
+        num_tokens: N.
+
+    Returns:
+        The draft tokens int64 `[B, S]`, and bool `[B, S]`, which of them are on the grid.
+    """
+    if noise is None or (compiled := compiled_steps(drafted)) is None:
+        return None
+    seeds, position, step, purpose = noise
+    tokens, valid = np.empty((len(drafted), slots), np.int64), np.empty((len(drafted), slots), np.bool_)
+    steps = step.numpy().reshape(-1) if isinstance(step, Tensor) else np.array([step])
+    arrays = _arrays(drafted_end, position, seeds)
+    compiled.draft_window(drafted.numpy(), *arrays, steps, purpose, num_tokens, vocab, tokens, valid)
+    return torch.from_numpy(tokens), torch.from_numpy(valid)
+
+
+def feed_tokens(tokens: Tensor, length: Tensor, drafted: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Put the last committed token of each image and its draft, a chain, side by side.
+
+    Args:
+        tokens: int64 `[B, >= N]`, valid up to `length` `[B]`.
+        drafted: int64 `[B, T - 1]`.
+
+    Returns:
+        int64 `[B, T]`, and the positions `[B, T]` of the tokens after these.
+    """
+    if (compiled := compiled_steps(tokens)) is None:
+        return None
+    shape = len(drafted), drafted.shape[1] + 1
+    inputs, position = np.empty(shape, np.int64), np.empty(shape, np.int64)
+    compiled.feed_tokens(tokens.numpy(), *_arrays(length, drafted), inputs, position)
+    return torch.from_numpy(inputs), torch.from_numpy(position)
+
+
+def commit_tokens(
+    fed: Tensor, path: Tensor, count: Tensor, next_token: Tensor, length: Tensor, num_tokens: int, tokens: Tensor
+) -> Tensor | None:
+    """Write the tokens after the accepted slots of a pass to `tokens` int64 `[B, >= N + A]`, in place.
+
+    Args:
+        fed: int64 `[B, T]`.
+        path, count, next_token: accepted slots int64 `[B, A]`, their number and the token after them, `[B]` each.
+        length: int64 `[B]`, number of tokens before.
+        num_tokens: N.
+
+    Returns:
+        The number of tokens committed, int64 `[B]`.
+    """
+    if (compiled := compiled_steps(fed)) is None:
+        return None
+    committed = np.empty(len(length), np.int64)
+    compiled.commit_tokens(*_arrays(fed, path, count, next_token, length), num_tokens, tokens.numpy(), committed)
+    return torch.from_numpy(committed)
