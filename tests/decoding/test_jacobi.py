@@ -22,7 +22,6 @@ from vargen.decoding.costs import measure_pass_costs
 from vargen.decoding.token_pass import TokenPass
 from vargen.decoding.window import (
     AutoWindow,
-    PowerLawEstimate,
     WidthController,
 )
 from vargen.evaluation.table_models import TableLowRes, TableModel
@@ -75,9 +74,8 @@ def test_initial_drafts_are_sampled_with_the_probabilities_they_record(kind, pas
 def test_the_controller_takes_the_cheapest_token():
     length, active = torch.zeros(2, dtype=torch.int64), torch.tensor([True, False])
 
-    def choice(seconds, **options):
-        options = {"warmup_passes": 0, "min_warmup_width": 4, "switch_margin": 1.1, **options}
-        return WidthController(seconds, PowerLawEstimate(0.4), **options)
+    def choice(seconds, warmup_passes=0):
+        return WidthController(seconds, AutoWindow(warmup_passes=warmup_passes))
 
     assert choice({1: 1.0, 4: 1.0, 16: 1.0}).choose() == 16  # steps cost the same: the widest
     dear = choice({1: 1.0, 4: 4.0, 16: 16.0})
@@ -88,7 +86,7 @@ def test_the_controller_takes_the_cheapest_token():
     assert learning.choose() == 4
     for _ in range(80):
         learning.observe(torch.tensor([1, 4]), active)  # the second image is finished and has no say
-    assert learning.estimate.mean < 0.01 and learning.choose() == 1
+    assert learning.rate < 0.01 and learning.choose() == 1
     probing = choice({1: 1.0, 4: 1.5, 16: 16.0}, warmup_passes=2)  # worth a try, and not worth it as drafts are accepted
     assert [probing.choose() for _ in range(3)] == [4, 4, 1]
     state = AutoWindow(max_width=16, warmup_passes=0).start(TableModel(vocab=4, tokens=60), length, 2)
@@ -99,10 +97,11 @@ def test_the_controller_waits_for_the_slowest_image():
     """A batch of which one picture never takes a draft lasts as long as without drafts, whatever the others take."""
     active = torch.ones(4, dtype=torch.bool)
     for counts, fed in (([5, 5, 5, 5], 8), ([1, 6, 6, 7], 1)):
-        choice = WidthController({1: 1.0, 8: 2.0}, PowerLawEstimate(0.4), 0, 4, switch_margin=1.1, width=8)
+        choice = WidthController({1: 1.0, 8: 2.0}, AutoWindow(warmup_passes=0))
+        choice.width = 8
         for _ in range(80):
             choice.observe(torch.tensor(counts), active)
-        assert choice.estimate.mean > 0.8 and choice.choose() == fed
+        assert choice.rate > 0.8 and choice.choose() == fed
     choice.width = 8
     choice.observe(torch.tensor([1, 6, 6, 7]), torch.tensor([False, True, True, True]))  # and for none that is finished
     assert choice.choose() == 8

@@ -26,7 +26,6 @@ from vargen.kernels.cpu import cpu_instructions
 
 logger = logging.getLogger("vargen")
 
-DRAFTING_EFFICIENCY = 0.9  # fraction of a drafting step spent in passes; verifying and resampling take the rest
 _PROBE_WIDTH = 16  # tokens per pass when filling a half-finished image; largest width that selects threads
 MIN_THREAD_SPEEDUP = 1.25  # required speedup from doubling the threads, which other programs could use
 # Limit in seconds on filling a state, except for reports; no round of measurements starts after three times this limit. One
@@ -35,11 +34,10 @@ MIN_THREAD_SPEEDUP = 1.25  # required speedup from doubling the threads, which o
 _ENOUGH = 0.5
 _CACHE_LIFETIME = 30 * 86400.0  # seconds
 
-_CostKey = tuple[Any, ...]
 T = TypeVar("T")
-_costs_by_key: dict[_CostKey, dict[int, float]] = {}
-# Of models without a cost key.
-_costs_without_key: WeakKeyDictionary[Any, dict[_CostKey, dict[int, float]]] = WeakKeyDictionary()
+# Seconds by width; of models without a cost key by the model.
+_costs_by_key: dict[str, dict[int, float]] = {}
+_costs_without_key: WeakKeyDictionary[Any, dict[str, dict[int, float]]] = WeakKeyDictionary()
 
 
 def candidate_widths(max_width: int) -> list[int]:
@@ -137,15 +135,10 @@ def select_threads(
                 tries = 3 if seconds < min(3 * least, _ENOUGH / 4) else 0
                 known[width] = min([seconds, *(timed_pass() for _ in range(tries))])
                 _save_costs(model, images, known)
-        if not is_worth_doubling(known[width], least):
+        if known[width] * MIN_THREAD_SPEEDUP > least:
             break
         best, least, count = count, known[width], 2 * count
     return best
-
-
-def is_worth_doubling(seconds: float, half_as_many: float) -> bool:
-    """Return whether a number of threads pays off if a pass takes `seconds`, and `half_as_many` with half the threads."""
-    return seconds * MIN_THREAD_SPEEDUP <= half_as_many
 
 
 def time_call(run: Callable[[], T], device: torch.device) -> tuple[float, T]:
@@ -198,64 +191,46 @@ def _synchronize(device: torch.device) -> None:
 
 def _lookup_costs(model: TokenModel | BlockModel, images: int) -> dict[int, float]:
     """Seconds by width for the current number of threads, measured in this process or else loaded from the cache file."""
-    place = (model.cost_key, images, str(model.device), torch.get_num_threads())
-    mine = _costs_without_key.setdefault(model, {}) if model.cost_key is None else _costs_by_key
-    if place not in mine:
-        mine[place] = _load_costs(model, images)
-    return mine[place]
+    key = _cache_key(model, images)
+    if model.cost_key is None:
+        return _costs_without_key.setdefault(model, {}).setdefault(key, {})
+    if key not in _costs_by_key:
+        stored = _read_cache().get(key, {"seconds": {}})
+        _costs_by_key[key] = {int(width): value for width, value in stored["seconds"].items()}
+    return _costs_by_key[key]
+
+
+def _cache_key(model: TokenModel | BlockModel, images: int) -> str:
+    """What a measurement depends on: the model, the batch, the number of threads, the hardware and the torch version."""
+    if model.device.type == "cuda":
+        hardware = torch.cuda.get_device_name(model.device)
+    else:  # virtual machines report different processors by one name
+        hardware = f"{cpu_model()}, {' '.join(cpu_instructions())}, {available_cores()} cores"
+    return f"{model.cost_key}, batch {images}, {torch.get_num_threads()} threads, {hardware}, torch {torch.__version__}"
 
 
 def _cache_path() -> Path:
     return cache_folder() / "pass-costs.json"
 
 
-def _cache_key(model: TokenModel | BlockModel, images: int) -> str | None:
-    """Key of a measurement in the cache file; None for models whose costs are not cached."""
-    key = model.cost_key
-    return (
-        None if key is None else f"{key}, batch {images}, {torch.get_num_threads()} threads, {describe_hardware(model.device)}"
-    )
-
-
-def describe_hardware(device: torch.device) -> str:
-    """Describe the hardware, a CPU with its vector instructions, and the torch version that run the passes."""
-    if device.type == "cuda":
-        what = torch.cuda.get_device_name(device)
-    else:  # virtual machines report different processors by one name
-        what = f"{cpu_model()}, {' '.join(cpu_instructions())}, {available_cores()} cores"
-    return f"{what}, torch {torch.__version__}"
-
-
 def _read_cache() -> dict[str, Any]:
-    try:
-        found = json.loads(_cache_path().read_text("utf-8"))
-    except (OSError, ValueError):  # missing, or not written by vargen
-        return {}
+    """Return the entries of the cache file that are not too old; none if the file is missing or damaged."""
     fresh = time.time() - _CACHE_LIFETIME
-    return {
-        name: entry
-        for name, entry in (found.items() if isinstance(found, dict) else ())
-        if isinstance(entry, dict) and isinstance(entry.get("measured"), int | float) and entry["measured"] > fresh
-    }
-
-
-def _load_costs(model: TokenModel | BlockModel, images: int) -> dict[int, float]:
-    name = _cache_key(model, images)
     try:
-        seconds = _read_cache()[name]["seconds"] if name else {}
-        return {int(width): float(value) for width, value in seconds.items() if float(value) > 0}
-    except (KeyError, TypeError, ValueError, AttributeError):
+        entries = json.loads(_cache_path().read_text("utf-8"))
+        valid = all(int(width) > 0 < value for entry in entries.values() for width, value in entry["seconds"].items())
+        return {key: entry for key, entry in entries.items() if entry["measured"] > fresh} if valid else {}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
 
 
 def _save_costs(model: TokenModel | BlockModel, images: int, seconds: dict[int, float]) -> None:
     """Write measured costs to the cache file. If two processes write at once, one result is lost and measured again later."""
-    name = _cache_key(model, images)
-    if name is None:
+    if model.cost_key is None:
         return
     entry = {"measured": time.time(), "seconds": {str(width): value for width, value in sorted(seconds.items())}}
     try:
         with atomic_file(_cache_path()) as temporary:
-            temporary.write_text(json.dumps({**_read_cache(), name: entry}, indent=1), "utf-8")
+            temporary.write_text(json.dumps({**_read_cache(), _cache_key(model, images): entry}, indent=1), "utf-8")
     except OSError as error:  # the cache folder is not writable
         logger.debug("measured costs are not kept: %s", error)

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from numbers import Integral
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from vargen.decoding.costs import DRAFTING_EFFICIENCY, candidate_widths, measure_pass_costs
+from vargen.decoding.costs import candidate_widths, measure_pass_costs
 from vargen.decoding.interfaces import TokenModel
 from vargen.values import number_field, parse_int, short_repr, suggest_names, validate_fields
 
@@ -35,8 +35,7 @@ class AutoWindow:
         max_width: maximum number of tokens fed, at least 2.
         ema_decay: weight of the past in the running acceptance, from 0 to 0.999.
         warmup_passes: number of first passes that always draft, to measure acceptance.
-        optimistic_rate: acceptance at which a trial is worthwhile, above 0; 0.2 is typical, 0.4 twice that. See
-            `PowerLawEstimate`.
+        optimistic_rate: s of `WidthController` at which a trial is worthwhile, above 0; 0.2 is typical, 0.4 twice that.
     """
 
     max_width: int = number_field(32, 2, MAX_WINDOW, is_integer=True)
@@ -55,9 +54,7 @@ class AutoWindow:
         """Return what selects the width of each pass over B slots; None: always `max_width`."""
         if model.device.type != "cpu":
             return None
-        seconds = measure_pass_costs(model, condition, slots, candidate_widths(self.max_width))
-        estimate = PowerLawEstimate(self.optimistic_rate, self.ema_decay)
-        return WidthController(seconds, estimate, self.warmup_passes, 4, switch_margin=1.1)
+        return WidthController(measure_pass_costs(model, condition, slots, candidate_widths(self.max_width)), self)
 
 
 WINDOWS: dict[str, AutoWindow] = {"auto": AutoWindow()}
@@ -81,112 +78,70 @@ def parse_window(value: int | str | AutoWindow) -> int | AutoWindow:
     raise TypeError(f"window must be a whole number, 'auto' or an AutoWindow, got {short_repr(value)}")
 
 
-class AcceptanceEstimate(Protocol):
-    """Estimate of the number of tokens that a step commits, learned from earlier steps."""
-
-    def expected_tokens(self, width: int) -> float:
-        """Expected tokens of a step that feeds `width` tokens."""
-
-    def optimistic_tokens(self, width: int) -> float:
-        """Expected tokens at the acceptance at which a trial is worthwhile."""
-
-    def observe(self, num_committed: Tensor, active: Tensor, width: int) -> None:
-        """Update with the tokens committed `[B]`, which images are unfinished `[B]`, and the number of tokens fed to each."""
+DRAFTING_EFFICIENCY = 0.9  # fraction of a drafting step spent in passes; verifying and resampling take the rest
+_EXPONENT = 0.75
+_SHRINKAGE_PASSES = 8  # passes after which half of an image's deviation from its batch counts as its own, not as noise
+_MIN_WARMUP_WIDTH = 4  # tokens that the first steps feed at least
+_SWITCH_MARGIN = 1.1  # switching to a smaller window discards draft tokens that earlier passes have refined
 
 
-@dataclass
 class WidthController:
-    """Select the number of tokens per pass that maximizes tokens per second.
+    """Selects the number of tokens per pass that maximizes tokens per second.
 
-    The rate of a width is its expected number of committed tokens divided by its measured seconds. If width 1 wins, as for
-    batches on few cores, drafting stops for the rest of the run, which is then plain autoregressive decoding. If width 1 wins
-    even at an optimistic acceptance rate, drafting never starts.
+    A pass over a Jacobi window W commits about 1 + s (W - 1)^0.75 tokens. On the packaged model with maximal coupling, a single
+    s fits windows of 4, 8, 16 and 24 (1.52, 1.92, 2.63 and 3.11 tokens). It is learned from the last passes. A batch needs as
+    many passes as its slowest image, so s of that image is used.
 
-    The controller reads committed counts on the host. On a GPU it must therefore be asked only once, before the first pass.
+    If width 1 wins, as for batches on few cores, drafting stops for the rest of the run, which is then plain autoregressive
+    decoding. If width 1 wins even at an optimistic s, drafting never starts.
 
     Args:
-        seconds_by_width: of a step, by the number of tokens it feeds, including drafting and including width 1.
-        estimate: of the tokens that a step commits.
-        warmup_passes: number of first steps that draft whatever the estimate.
-        min_warmup_width: minimum number of tokens that those steps feed.
-        switch_margin: factor by which another width must be faster before switching. Switching to a smaller window discards
-            draft tokens that earlier passes have refined.
+        seconds_by_width: of a step, by the number of tokens it feeds, including width 1.
+        window: how s is learned.
+
+    Attributes:
         width: of the last step; 1 once drafting has stopped.
+        rate: s, over the images.
     """
 
-    seconds_by_width: Mapping[int, float]
-    estimate: AcceptanceEstimate
-    warmup_passes: int = 4
-    min_warmup_width: int = 2
-    switch_margin: float = 1.0
-    width: int = 0
-
-    def __post_init__(self) -> None:
-        optimistic = {w: self.tokens_per_second(w, self.estimate.optimistic_tokens(w)) for w in self.seconds_by_width}
-        if max(optimistic, key=lambda width: optimistic[width]) == 1:
+    def __init__(self, seconds_by_width: Mapping[int, float], window: AutoWindow):
+        self.seconds_by_width, self.window = seconds_by_width, window
+        self.rate, self.width = 0.2, 0
+        self._warmup, self._observed = window.warmup_passes, 0
+        self._row_offsets: Tensor | float = 0.0  # s of each image minus the mean, summed over the passes
+        self._slowest_offset = 0.0
+        if self._best_width(list(seconds_by_width), window.optimistic_rate) == 1:
             self.width = 1
-
-    def tokens_per_second(self, width: int, tokens: float) -> float:
-        """Return the tokens per second of a width, given the tokens that its step commits."""
-        return tokens / self.seconds_by_width[width] * (DRAFTING_EFFICIENCY if width > 1 else 1.0)
 
     def choose(self) -> int:
         """Return the number of tokens that the next step feeds."""
         if self.width == 1:
             return 1
         widths = list(self.seconds_by_width)
-        allowed = [width for width in widths if width >= self.min_warmup_width or self.warmup_passes <= 0] or widths
-        self.warmup_passes -= 1
-        rates = {width: self.tokens_per_second(width, self.estimate.expected_tokens(width)) for width in allowed}
-        best = max(rates, key=lambda width: rates[width])
-        if best == 1 or rates[best] > self.switch_margin * rates.get(self.width, 0.0):
+        if self._warmup > 0:
+            widths = [width for width in widths if width >= _MIN_WARMUP_WIDTH] or widths
+        self._warmup -= 1
+        rate = self.rate + self._slowest_offset
+        best = self._best_width(widths, rate)
+        now = self._tokens_per_second(self.width, rate) if self.width in widths else 0.0
+        if best == 1 or self._tokens_per_second(best, rate) > _SWITCH_MARGIN * now:
             self.width = best
         return self.width
 
     def observe(self, num_committed: Tensor, active: Tensor) -> None:
-        """Update with the tokens committed by the last step, int64 `[B]`, and which images are unfinished, bool `[B]`."""
-        if self.width > 1 and num_committed.device.type == "cpu" and active.any():
-            self.estimate.observe(num_committed, active, self.width)
+        """Learn from the tokens committed by the last step, int64 `[B]`, of the images that are unfinished, bool `[B]`."""
+        if self.width <= 1 or not active.any():
+            return
+        rates = (num_committed - 1) / (self.width - 1) ** _EXPONENT
+        mean, decay = rates[active].mean(), self.window.ema_decay
+        self.rate = decay * self.rate + (1 - decay) * float(mean)
+        self._observed += 1
+        self._row_offsets = offsets = self._row_offsets + torch.where(active, rates - mean, 0.0)
+        self._slowest_offset = float(offsets[active].min()) / (self._observed + _SHRINKAGE_PASSES)
 
+    def _best_width(self, widths: list[int], rate: float) -> int:
+        return max(widths, key=lambda width: self._tokens_per_second(width, rate))
 
-_EMA_DECAY = 0.9
-_EXPONENT = 0.75
-_SHRINKAGE_PASSES = 8  # passes after which half of an image's deviation from its batch counts as its own, not as noise
-
-
-@dataclass
-class PowerLawEstimate:
-    """Estimate for a Jacobi window W: 1 + s (W - 1)^0.75 tokens, with s from the last passes.
-
-    On the packaged model with maximal coupling, a single s fits windows of 4, 8, 16 and 24 (1.52, 1.92, 2.63 and 3.11 tokens).
-    A batch needs as many passes as its slowest image, so s of that image is used.
-
-    Args:
-        optimistic_rate: s at which a trial is worthwhile.
-        ema_decay: weight of the past in the running mean.
-        mean: s, over the images.
-        passes: number of passes observed.
-        row_offsets: s of each image minus the mean, summed over the passes.
-        slowest_offset: s of the slowest image minus the mean.
-    """
-
-    optimistic_rate: float
-    ema_decay: float = _EMA_DECAY
-    mean: float = 0.2
-    passes: int = 0
-    row_offsets: Tensor | float = 0.0
-    slowest_offset: float = 0.0
-
-    def expected_tokens(self, width: int) -> float:
-        return 1 + (self.mean + self.slowest_offset) * (width - 1) ** _EXPONENT
-
-    def optimistic_tokens(self, width: int) -> float:
-        return 1 + self.optimistic_rate * (width - 1) ** _EXPONENT
-
-    def observe(self, num_committed: Tensor, active: Tensor, width: int) -> None:
-        rates = (num_committed - 1) / (width - 1) ** _EXPONENT
-        mean = rates[active].mean()
-        self.mean = self.ema_decay * self.mean + (1 - self.ema_decay) * float(mean)
-        self.passes += 1
-        self.row_offsets = offsets = self.row_offsets + torch.where(active, rates - mean, 0.0)
-        self.slowest_offset = float(offsets[active].min()) / (self.passes + _SHRINKAGE_PASSES)
+    def _tokens_per_second(self, width: int, rate: float) -> float:
+        tokens = 1 + rate * (width - 1) ** _EXPONENT
+        return tokens / self.seconds_by_width[width] * (DRAFTING_EFFICIENCY if width > 1 else 1.0)
