@@ -9,7 +9,8 @@ Shape suffixes: B slots, T positions, A slots on the longest path, N tokens of t
 from __future__ import annotations
 
 import threading
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +23,8 @@ from vargen.kernels.dispatch import is_eager_cpu
 NoiseKey = tuple[Tensor, Tensor, int | Tensor, int]
 
 
-class SampledRows(NamedTuple):
+@dataclass(frozen=True)
+class SampledRows:
     """Sampled tokens.
 
     Attributes:
@@ -88,7 +90,8 @@ def sample_rows(
         *_arrays(logits.float()), *options, purpose, *_arrays(seeds, position), *_scratch.reserve(V),
         chain, tokens, count, following,
     )  # fmt: skip
-    return SampledRows(*map(torch.from_numpy, (tokens, sums, count, following)), undecided=int(undecided))
+    tensors = (torch.from_numpy(each) for each in (tokens, sums, count, following))
+    return SampledRows(*tensors, undecided=int(undecided))
 
 
 def draft_window(
