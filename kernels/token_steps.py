@@ -90,8 +90,8 @@ def sample_rows(
         *_arrays(logits.float()), *options, purpose, *_arrays(seeds, position), *_scratch.reserve(V),
         chain, tokens, count, following,
     )  # fmt: skip
-    tensors = (torch.from_numpy(each) for each in (tokens, sums, count, following))
-    return SampledRows(*tensors, undecided=int(undecided))
+    outcome = torch.from_numpy(count), torch.from_numpy(following)
+    return SampledRows(torch.from_numpy(tokens), torch.from_numpy(sums), *outcome, int(undecided))
 
 
 def draft_window(
