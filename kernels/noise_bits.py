@@ -1,4 +1,4 @@
-"""Keys and random bits of counter-based noise: SplitMix64 for keys (Steele, Lea & Flood 2014), a 32-bit mixer for their values.
+"""Counter-based random numbers: keys by SplitMix64 (Steele, Lea & Flood 2014), values by a 32-bit mixer.
 
 The many values of a key come from the 32-bit mixer with Wellons' constants (lowbias32), which is several times cheaper than
 64-bit mixing on a CPU. Integer arithmetic wraps identically on every device, and NumPy gives the same bits as torch.
@@ -8,6 +8,7 @@ Shape suffixes: B images, T positions, V vocabulary.
 
 from __future__ import annotations
 
+import math
 import sys
 from functools import cache
 
@@ -121,6 +122,44 @@ def to_unit_(bits: Tensor) -> Tensor:
 
 def exponential_of_keys(keys: Tensor, vocab: int) -> Tensor:
     return to_unit_(lane_bits(keys, vocab)).neg_().log1p_().neg_()
+
+
+# -- random numbers -----------------------------------------------------------------------------------------------------
+
+
+def sample_uniform(seeds: Tensor, position: Tensor, purpose: int, step: int | Tensor = 0) -> Tensor:
+    """Uniforms float32 `[B, T]` in (0, 1), for seeds int64 `[B]` and positions int64 `[B, T]`."""
+    keys = make_keys(seeds, position, purpose, step)
+    if uses_numpy(keys):
+        bits = (keys.numpy().view(np.uint64) >> np.uint64(32)) & np.uint64(0x7FFFFFFF)
+        return torch.from_numpy(bits.astype(np.float32) * np.float32(UNIT) + np.float32(UNIT / 2))
+    return to_unit_(keys >> 32)
+
+
+def sample_uniform64(seeds: Tensor, position: Tensor, purpose: int, step: int | Tensor = 0) -> Tensor:
+    """Uniforms float64 `[B, T]` in (0, 1), with 52 bits, enough to sample from any vocabulary."""
+    keys = make_keys(seeds, position, purpose, step)
+    if uses_numpy(keys):
+        return torch.from_numpy(((keys.numpy().view(np.uint64) >> np.uint64(12)) + 0.5) * 2.0**-52)
+    return ((keys >> 12).bitwise_and_((1 << 52) - 1).to(torch.float64) + 0.5) * 2.0**-52
+
+
+def sample_exponential(seeds: Tensor, position: Tensor, vocab: int, purpose: int = 0, step: int | Tensor = 0) -> Tensor:
+    """Exponential(1) noise, float32 `[B, T, V]` > 0. Its negative logarithm is standard Gumbel noise."""
+    return exponential_of_keys(make_keys(seeds, position, purpose, step), vocab)
+
+
+def sample_normal(seeds: Tensor, position: int, count: int, purpose: int, step: int = 0) -> Tensor:
+    """Standard normal noise, float32 `[B, count]`; a function only of seeds int64 `[B]`, position, purpose and step.
+
+    Box-Muller transform (1958) of 31 bits each: magnitudes are at most 6.7.
+    """
+    places = torch.full((len(seeds), 1), position, dtype=torch.int64, device=seeds.device)
+    keys = make_keys(seeds, places, purpose, step)
+    half = (count + 1) // 2
+    first, second = to_unit_(lane_bits(keys, 2 * half)[:, 0]).split(half, 1)
+    radius, angle = first.log().mul_(-2).sqrt_(), second * (2 * math.pi)
+    return torch.cat([radius * angle.cos(), radius * angle.sin()], 1)[:, :count]
 
 
 @cache  # captured passes read it: it is never freed

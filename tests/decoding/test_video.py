@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise, product
 from typing import Any
 
@@ -25,10 +26,11 @@ from vargen.decoding import (
     Threshold,
     VideoMethod,
 )
-from vargen.decoding.noise import sample_normal
+from vargen.decoding.noise import Purpose
 from vargen.decoding.video.denoising import BlockGenerator, make_block_noise, shifted_levels
 from vargen.decoding.video.policies import Policy
 from vargen.evaluation.video import DRAFTS
+from vargen.kernels.noise_bits import sample_normal
 
 FREE = VideoMethod(policy=Threshold(), target_blocks=())
 
@@ -50,12 +52,12 @@ def noise_of(model: BlockModel, number: int):
 
 
 def test_noise_depends_on_seed_block_and_step_alone() -> None:
-    seeds = torch.tensor([1, 2])
-    generated = sample_normal(seeds, 3, 1001, 2)
-    assert torch.equal(generated[1:], sample_normal(seeds[1:], 3, 1001, 2)) and generated.shape == (2, 1001)
-    others = [sample_normal(seeds, 3, 1001, 1), sample_normal(seeds, 2, 1001, 2), sample_normal(seeds + 5, 3, 1001, 2)]
+    seeds, sample = torch.tensor([1, 2]), partial(sample_normal, purpose=Purpose.LATENT)
+    generated = sample(seeds, 3, 1001, step=2)
+    assert torch.equal(generated[1:], sample(seeds[1:], 3, 1001, step=2)) and generated.shape == (2, 1001)
+    others = [sample(seeds, 3, 1001, step=1), sample(seeds, 2, 1001, step=2), sample(seeds + 5, 3, 1001, step=2)]
     assert all(abs(float((generated * other).mean())) < 0.1 for other in others)
-    many = sample_normal(torch.tensor([5]), 0, 200_000)
+    many = sample(torch.tensor([5]), 0, 200_000)
     assert abs(float(many.mean())) < 0.01 and abs(float(many.std()) - 1) < 0.01
     assert abs(float((many**4).mean()) - 3) < 0.1 and float(many.abs().max()) < 6.7
 

@@ -8,8 +8,7 @@ from vargen.decoding.method import DEFAULT_METHOD, Accelerator, Method
 from vargen.decoding.methods import PRESETS, list_methods, resolve_method
 from vargen.decoding.noise import Noise, Purpose
 from vargen.decoding.relaxed_rules import GroupedRule, NeighborhoodRule, PooledRule, RelaxedRule
-from vargen.decoding.requests import FinishedImage
-from vargen.decoding.results import DecodeOutput, NonFiniteLogitsError, Progress
+from vargen.decoding.requests import DecodeOutput, FinishedImage, NonFiniteLogitsError, Progress
 from vargen.decoding.rules import acceptance_rule, shared_noise, speculative_sampling
 from vargen.decoding.sampling import Sampling
 from vargen.decoding.scales import decode_scales

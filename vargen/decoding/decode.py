@@ -16,8 +16,7 @@ from vargen.decoding.graph import CUDAGraph
 from vargen.decoding.interfaces import TokenModel
 from vargen.decoding.method import Accelerator
 from vargen.decoding.methods import resolve_method
-from vargen.decoding.requests import FinishedImage
-from vargen.decoding.results import Callback, DecodeOutput, Progress, validate_call
+from vargen.decoding.requests import Callback, DecodeOutput, FinishedImage, Progress, validate_call
 from vargen.decoding.sampling import Sampling
 from vargen.kernels.dispatch import read_kernel_setting
 

@@ -24,8 +24,15 @@ from vargen.decoding.graph import CUDAGraph
 from vargen.decoding.interfaces import TokenModel
 from vargen.decoding.method import Accelerator
 from vargen.decoding.methods import resolve_method
-from vargen.decoding.requests import FinishedImage, Reports, Request, select_rows
-from vargen.decoding.results import NonFiniteLogitsError, describe_non_finite_logits, validate_call
+from vargen.decoding.requests import (
+    FinishedImage,
+    NonFiniteLogitsError,
+    Reports,
+    Request,
+    describe_non_finite_logits,
+    select_rows,
+    validate_call,
+)
 from vargen.decoding.sampling import Sampling
 from vargen.decoding.stats import DecodeStats
 from vargen.decoding.token_pass import TokenPass

@@ -1,7 +1,7 @@
 """Counter-based noise: a function of (image seed, position, purpose, pass), not a stream consumed in order.
 
 A row of a batch therefore gets the same samples as the image alone, and a draft token shares its noise with the same position
-when it is sampled later. See `vargen.kernels.noise_bits` for the bits.
+when it is sampled later. See `vargen.kernels.noise_bits` for the numbers.
 
 The pass number may be a device scalar, which a captured pass increments itself; the noise is identical.
 
@@ -10,7 +10,6 @@ Shape suffixes: B images, T positions, V vocabulary.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import ClassVar
@@ -21,12 +20,12 @@ from torch import Tensor
 
 from vargen.kernels.dispatch import is_eager_cpu, supports_rows
 from vargen.kernels.noise_bits import (
-    UNIT,
     add_steps,
     exponential_of_keys,
-    lane_bits,
     make_keys,
-    to_unit_,
+    sample_exponential,
+    sample_uniform,
+    sample_uniform64,
     uses_numpy,
 )
 from vargen.kernels.row_ops import sample_categorical
@@ -53,43 +52,6 @@ FOLD = 1 << 32  # position offset of `Noise.fold_in`, larger than any grid
 def derive_seeds(seeds: Tensor, purpose: Purpose) -> Tensor:
     """int64 `[B]`: seeds of other images, whose noise is independent of the noise of these."""
     return make_keys(seeds, torch.zeros(len(seeds), 1, dtype=torch.int64, device=seeds.device), purpose)[:, 0]
-
-
-def sample_uniform(seeds: Tensor, position: Tensor, purpose: Purpose, step: int | Tensor = 0) -> Tensor:
-    """Uniforms float32 `[B, T]` in (0, 1), for seeds int64 `[B]` and positions int64 `[B, T]`."""
-    keys = make_keys(seeds, position, purpose, step)
-    if uses_numpy(keys):
-        bits = (keys.numpy().view(np.uint64) >> np.uint64(32)) & np.uint64(0x7FFFFFFF)
-        return torch.from_numpy(bits.astype(np.float32) * np.float32(UNIT) + np.float32(UNIT / 2))
-    return to_unit_(keys >> 32)
-
-
-def sample_uniform64(seeds: Tensor, position: Tensor, purpose: Purpose, step: int | Tensor = 0) -> Tensor:
-    """Uniforms float64 `[B, T]` in (0, 1), with 52 bits, enough to sample from any vocabulary."""
-    keys = make_keys(seeds, position, purpose, step)
-    if uses_numpy(keys):
-        return torch.from_numpy(((keys.numpy().view(np.uint64) >> np.uint64(12)) + 0.5) * 2.0**-52)
-    return ((keys >> 12).bitwise_and_((1 << 52) - 1).to(torch.float64) + 0.5) * 2.0**-52
-
-
-def sample_exponential(
-    seeds: Tensor, position: Tensor, vocab: int, purpose: Purpose = Purpose.TOKEN, step: int | Tensor = 0
-) -> Tensor:
-    """Exponential(1) noise, float32 `[B, T, V]` > 0. Its negative logarithm is standard Gumbel noise."""
-    return exponential_of_keys(make_keys(seeds, position, purpose, step), vocab)
-
-
-def sample_normal(seeds: Tensor, block: int, count: int, step: int = 0) -> Tensor:
-    """Standard normal noise, float32 `[B, count]`; a function only of seed (int64 `[B]`), video block and step.
-
-    Box-Muller transform (1958) of 31 bits each: magnitudes are at most 6.7.
-    """
-    position = torch.full((len(seeds), 1), block, dtype=torch.int64, device=seeds.device)
-    keys = make_keys(seeds, position, Purpose.LATENT, step)
-    half = (count + 1) // 2
-    first, second = to_unit_(lane_bits(keys, 2 * half)[:, 0]).split(half, 1)
-    radius, angle = first.log().mul_(-2).sqrt_(), second * (2 * math.pi)
-    return torch.cat([radius * angle.cos(), radius * angle.sin()], 1)[:, :count]
 
 
 class TokenNoise:

@@ -22,13 +22,13 @@ from vargen.decoding.clock import Clock
 from vargen.decoding.interfaces import ScaleModel
 from vargen.decoding.methods import resolve_method
 from vargen.decoding.noise import Noise, Purpose
-from vargen.decoding.requests import select_rows
-from vargen.decoding.results import (
+from vargen.decoding.requests import (
     Callback,
     DecodeOutput,
     NonFiniteLogitsError,
     Progress,
     describe_non_finite_logits,
+    select_rows,
     validate_call,
 )
 from vargen.decoding.sampling import Sampling, SlotSampling

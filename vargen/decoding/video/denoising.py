@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vargen.decoding.noise import sample_normal
+from vargen.decoding.noise import Purpose
 from vargen.decoding.video.interfaces import BlockModel
+from vargen.kernels.noise_bits import sample_normal
 
 TIMESTEPS = 1000  # timestep = noise level * TIMESTEPS
 MAX_PENDING_BLOCKS = 16  # bounds the memory of blocks that wait for a cache update
@@ -59,7 +60,7 @@ def make_block_noise(seed: int, block: int, step: int, shape: tuple[int, ...], d
     """
     seeds = torch.tensor([seed], dtype=torch.int64, device=device)
     count = int(torch.Size(shape).numel())
-    return sample_normal(seeds, block, count, step).reshape(1, *shape)
+    return sample_normal(seeds, block, count, Purpose.LATENT, step).reshape(1, *shape)
 
 
 def step_noise_level(model: BlockModel, noisy: Tensor, clean: Tensor, step: int, noise: Callable[[int], Tensor]) -> Tensor:
