@@ -1,4 +1,4 @@
-"""Parsing of specifications: comma-separated lists, `name:key=value,...`, and `module:name` for user code."""
+"""Specifications: lists, `name:key=value,...` and `module:name` are parsed, and parts of methods described in plain values."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from vargen.values import short_repr
@@ -59,3 +60,35 @@ def import_user_object(spec: str, what: str) -> Any:
     if spec.split(":")[0].split(".")[0] in sys.stdlib_module_names:
         raise ValueError(f"{what} {short_repr(spec)} must be in your own module, and this one is part of Python")
     return import_object(spec, what)
+
+
+def part_name(part: Any) -> str:
+    """Return the name of a rule or drafter: that of its function or class."""
+    return getattr(part, "__name__", type(part).__name__)
+
+
+def init_fields(part: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass that its constructor takes, as plain values."""
+    return {each.name: describe_part(getattr(part, each.name)) for each in fields(part) if each.init}
+
+
+def describe_part(part: Any) -> Any:
+    """Describe `part` completely in plain values: scalars unchanged, dataclasses by class name and fields, functions by name.
+
+    Parts of vargen are named without their module, so that specs stay valid when code moves.
+    """
+    if part is None or isinstance(part, str | bool | int | float):
+        return part
+    if isinstance(part, list | tuple):
+        return [describe_part(each) for each in part]
+    if is_dataclass(part) and not isinstance(part, type):
+        return {"name": _qualified_name(type(part)), **init_fields(part)}
+    if callable(part) and getattr(part, "__module__", None) and "<" not in getattr(part, "__qualname__", "<"):
+        return _qualified_name(part)  # the qualified names of lambdas and local functions contain "<" and identify nothing
+    raise ValueError(
+        f"cannot say what {short_repr(part)} is: give it as a dataclass of plain values, or as a function of a module"
+    )
+
+
+def _qualified_name(part: Any) -> str:
+    return part.__qualname__ if part.__module__.startswith("vargen.") else f"{part.__module__}.{part.__qualname__}"

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from vargen.adapters import Guidance, cost_key, to_guidance
+from vargen.decoding import ScaleModel
 from vargen.device import inference_mode_for
 from vargen.models.condition import Condition
 from vargen.models.offloading import validate_offloading
@@ -44,7 +45,7 @@ class VARState:
         return self.conditional
 
 
-class VARScaleModel:
+class VARScaleModel(ScaleModel):
     """`ScaleModel` of a VAR transformer.
 
     Args:
@@ -70,19 +71,12 @@ class VARScaleModel:
         self.guidance, self.draft_model = to_guidance(guidance), draft_model
         self.device = device or transformer.device
         self.scale_tokens = tuple(side * side for side in transformer.scales)
-        self.scale_codes = quantiser.scale_codes
+        self.scale_codes, self.vocab = quantiser.scale_codes, transformer.config.vocab_size
+        self.cost_key = cost_key(transformer, f"{self.guidance.rows_per_image} rows an image", transformer.pass_backend)
         self._ends = (0, *transformer.ends)
         S = len(self.scale_tokens)
         strength = torch.arange(S, dtype=torch.float32, device=self.device) * ((self.guidance.scale - 1) / max(S - 1, 1))
         self._guidance_ramp = strength.repeat_interleave(torch.tensor(self.scale_tokens, device=self.device))
-
-    @property
-    def cost_key(self) -> str:
-        return cost_key(self.transformer, f"{self.guidance.rows_per_image} rows an image", self.transformer.pass_backend)
-
-    @property
-    def vocab(self) -> int:
-        return self.transformer.config.vocab_size
 
     # -- the sum over scales ------------------------------------------------------------------------------------------
 

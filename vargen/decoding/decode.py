@@ -11,14 +11,12 @@ import torch
 from torch import Tensor
 
 from vargen.compat import without_autocast
-from vargen.decoding.engine import Engine, require_batch_size, validate_token_model
+from vargen.decoding.engine import Engine, require_batch_size
 from vargen.decoding.graph import CUDAGraph
 from vargen.decoding.interfaces import TokenModel
 from vargen.decoding.method import Accelerator
-from vargen.decoding.methods import resolve_method
 from vargen.decoding.requests import Callback, DecodeOutput, FinishedImage, Progress, validate_call
 from vargen.decoding.sampling import Sampling
-from vargen.kernels.dispatch import read_kernel_setting
 
 
 @torch.no_grad()
@@ -58,13 +56,10 @@ def decode(
         TypeError: if the accelerator, seeds, sampling or callback has the wrong type.
         NonFiniteLogitsError: if logits are not finite; names the pass and position of the first.
     """
-    read_kernel_setting()  # fail on an invalid VARGEN_KERNELS before anything else
-    method, sampling = resolve_method(accelerator), Sampling() if sampling is None else sampling
-    validate_token_model(model)
-    slots = None if batch_size is None else require_batch_size(batch_size)
+    sampling = Sampling() if sampling is None else sampling
     validate_call(seeds, sampling, callback)
-    slots = min(slots or len(seeds), len(seeds))
-    engine = Engine(model, method, batch_size=slots, profile=profile, graphs=graphs)
+    slots = len(seeds) if batch_size is None else min(require_batch_size(batch_size), len(seeds))
+    engine = Engine(model, accelerator, batch_size=slots, profile=profile, graphs=graphs)
     engine.submit(condition, seeds, sampling)
     images = _ImageList(engine, seeds)
     stopped = False

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from copy import copy
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -318,9 +318,8 @@ class ParallelHeads(DraftHead):
         raise NotImplementedError
 
 
-@runtime_checkable
-class ScaleModel(Protocol):
-    """A next-scale model: the tokens of a scale are independent given the coarser scales, and are sampled in one pass.
+class ScaleModel:
+    """Base class of next-scale models: the tokens of a scale are independent given the coarser scales, and take one pass.
 
     Scales, and models with the same image tokenizer, exchange only the *canvas*: the accumulated contributions of the scales so
     far. CFG rows, caches and conditions are internal to the model.
@@ -333,23 +332,12 @@ class ScaleModel(Protocol):
         cost_key: as in `TokenModel`.
     """
 
-    @property
-    def vocab(self) -> int: ...
-
-    @property
-    def scale_tokens(self) -> tuple[int, ...]: ...
-
-    @property
-    def scale_codes(self) -> tuple[int, ...]: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def draft_model(self) -> ScaleModel | None: ...
-
-    @property
-    def cost_key(self) -> Hashable: ...
+    vocab: int
+    scale_tokens: tuple[int, ...]
+    scale_codes: tuple[int, ...]
+    device: torch.device
+    draft_model: ScaleModel | None = None
+    cost_key: Hashable = None
 
     def allocate(self, condition: Any, slots: int, is_guided: bool = True) -> Any:
         """Allocate the state of B images, with room for conditions as long as this one.
@@ -357,12 +345,15 @@ class ScaleModel(Protocol):
         Args:
             is_guided: whether any pass will be guided; otherwise there are no unconditional rows.
         """
+        raise NotImplementedError
 
     def reset(self, state: Any, condition: Any) -> None:
         """Start B images, whatever was there before: no scale is in the cache. Runs no pass."""
+        raise NotImplementedError
 
     def canvas(self, batch: int) -> Tensor:
         """Return the canvas before the first scale."""
+        raise NotImplementedError
 
     def add(self, canvas: Tensor, tokens: Tensor, scale: int) -> tuple[Tensor, Tensor | None]:
         """Add the tokens int64 `[B, n]` of a scale to the canvas. Does not modify its arguments.
@@ -370,6 +361,7 @@ class ScaleModel(Protocol):
         Returns:
             The new canvas, and the transformer input at the next scale, `[B, n', E]`; None after the last scale.
         """
+        raise NotImplementedError
 
     def forward(self, state: Any, inputs: Sequence[Tensor | None], guidance: float) -> Tensor:
         """Run one block-causal pass over the scales that are not in the cache yet, up to the last of `inputs`, and cache them.
@@ -381,6 +373,8 @@ class ScaleModel(Protocol):
         Returns:
             Guided logits of the last scale, `[B, n, codes]`.
         """
+        raise NotImplementedError
 
     def rollback(self, state: Any, scale: int) -> None:
         """Discard all scales from `scale` on."""
+        raise NotImplementedError

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal, Self
 from vargen.decoding.interfaces import AcceptanceRule, Drafter, TokenModel
 from vargen.decoding.rules import shared_noise
 from vargen.decoding.speculative import Sequential
+from vargen.specs import init_fields, part_name
 from vargen.values import short_repr
 
 DEFAULT_METHOD = "auto"  # default of pipelines, demo, and command line
@@ -59,38 +60,6 @@ class Method(ABC):
     def with_window(self, window: int | str) -> Self:
         """Return the method with another window; see `Drafter.with_window`. Only next-token methods have one."""
         return self
-
-
-def part_name(part: Any) -> str:
-    """Return the name of a rule or drafter: that of its function or class."""
-    return getattr(part, "__name__", type(part).__name__)
-
-
-def init_fields(part: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass that its constructor takes, as plain values."""
-    return {each.name: describe_part(getattr(part, each.name)) for each in fields(part) if each.init}
-
-
-def describe_part(part: Any) -> Any:
-    """Describe `part` completely in plain values: scalars unchanged, dataclasses by class name and fields, functions by name.
-
-    Parts of vargen are named without their module, so that specs stay valid when code moves.
-    """
-    if part is None or isinstance(part, str | bool | int | float):
-        return part
-    if isinstance(part, list | tuple):
-        return [describe_part(each) for each in part]
-    if is_dataclass(part) and not isinstance(part, type):
-        return {"name": _qualified_name(type(part)), **init_fields(part)}
-    if callable(part) and getattr(part, "__module__", None) and "<" not in getattr(part, "__qualname__", "<"):
-        return _qualified_name(part)  # the qualified names of lambdas and local functions contain "<" and identify nothing
-    raise ValueError(
-        f"cannot say what {short_repr(part)} is: give it as a dataclass of plain values, or as a function of a module"
-    )
-
-
-def _qualified_name(part: Any) -> str:
-    return part.__qualname__ if part.__module__.startswith("vargen.") else f"{part.__module__}.{part.__qualname__}"
 
 
 _REQUIREMENT_MESSAGES = {

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from vargen.decoding.interfaces import AcceptanceRule
-from vargen.decoding.method import part_name
 from vargen.decoding.noise import Noise, Purpose
 from vargen.decoding.tree import Draft, Tree, Verdict
 from vargen.evaluation.enumerated_uniforms import NotEnumerableError
 from vargen.evaluation.enumeration import SAME, Enumeration
+from vargen.specs import part_name
 
 
 class SlotTests:

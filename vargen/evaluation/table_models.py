@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vargen.decoding import AutoregressiveHead, Noise, Output, ParallelHeads, Sampling, TokenModel, Tree
+from vargen.decoding import AutoregressiveHead, Noise, Output, ParallelHeads, Sampling, ScaleModel, TokenModel, Tree
 from vargen.decoding.interfaces import DraftHead
 from vargen.decoding.noise import Purpose
 from vargen.decoding.sampling import SlotSampling
@@ -205,7 +205,7 @@ class ScaleState:
     fed: list[Tensor] = field(default_factory=list)
 
 
-class ScaleTable:
+class ScaleTable(ScaleModel):
     """`ScaleModel` of V tokens; the condition is int64 `[B]`, with a table for each value.
 
     A canvas holds the tokens so far, and V where there is none. A pass raises an error if its earlier scales were fed other
