@@ -22,7 +22,6 @@ from vargen.decoding import (
     Medusa,
     Sampling,
     decode,
-    resolve_method,
     shared_noise,
     traversal,
     tree_drafters,
@@ -150,4 +149,3 @@ def test_drafters_are_cut_to_the_grid() -> None:
     longest = Eagle(chain(4))
     assert Eagle(chain(9)).fit_to_grid(5) == longest and longest.fit_to_grid(5) == longest
     assert Eagle(DynamicTree(nodes=9, depth=6, children=2)).fit_to_grid(4).shape.depth == 3
-    assert resolve_method(Accelerator("x", longest, traversal)).with_window("auto").drafter == longest

@@ -198,13 +198,6 @@ class Drafter:
         """Return the drafter with its drafts limited to a grid of `tokens` tokens and, if given, to a vocabulary."""
         return self
 
-    def with_window(self, window: int | str) -> Self:
-        """Return the drafter with another window: the number of tokens fed per pass, or `"auto"`, which selects it.
-
-        A drafter without a window is returned unchanged.
-        """
-        return self
-
     def choose_widths(self, model: TokenModel, condition: Any, slots: int) -> WidthController | None:
         """Return what selects the number of tokens of each pass; None: `width` in every pass."""
         return None

@@ -83,9 +83,6 @@ class Jacobi(Drafter):
     def fit_to_grid(self, tokens: int, vocab: int | None = None) -> Self:
         return replace(self, window=tokens) if isinstance(self.window, int) and self.window > tokens else self
 
-    def with_window(self, window: int | str) -> Self:
-        return replace(self, window=window)
-
     def choose_widths(self, model: TokenModel, condition: Any, slots: int) -> WidthController | None:
         policy = parse_window(self.window)
         return policy.start(model, condition, slots) if isinstance(policy, AutoWindow) else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
 from vargen.decoding.interfaces import AcceptanceRule, Drafter, TokenModel
 from vargen.decoding.rules import shared_noise
@@ -56,10 +56,6 @@ class Method(ABC):
             ValueError: if a part has no name, such as a lambda.
         """
         return {name: value for name, value in init_fields(self).items() if name not in NAMING}
-
-    def with_window(self, window: int | str) -> Self:
-        """Return the method with another window; see `Drafter.with_window`. Only next-token methods have one."""
-        return self
 
 
 _REQUIREMENT_MESSAGES = {
@@ -151,9 +147,6 @@ class Accelerator(Method):
     def fit_to_grid(self, tokens: int, vocab: int | None = None) -> Accelerator:
         """Return the method with its drafts limited to a grid of `tokens` tokens and, if given, to a vocabulary of `vocab`."""
         return replace(self, drafter=self.drafter.fit_to_grid(tokens, vocab))
-
-    def with_window(self, window: int | str) -> Accelerator:
-        return replace(self, drafter=self.drafter.with_window(window))
 
 
 def _limit(part: Any, preset: Any, limited: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from itertools import zip_longest
 from typing import Any
 
@@ -68,29 +68,21 @@ class DecodeStats:
 
     @staticmethod
     def merge(runs: Sequence[DecodeStats]) -> DecodeStats:
-        """Combine the statistics of consecutive runs into one."""
-        parts = sum((Counter(run.seconds_by_part) for run in runs), Counter())
+        """Combine the statistics of consecutive runs into one: counts are summed, and lists by image joined."""
         columns = zip_longest(*(run.committed_histogram for run in runs), fillvalue=0)
-        return DecodeStats(
-            accelerator=runs[0].accelerator,
-            images=sum(run.images for run in runs),
-            tokens=sum(run.tokens for run in runs),
-            passes=sum(run.passes for run in runs),
-            seconds=sum(run.seconds for run in runs),
-            committed_histogram=[sum(column) for column in columns],
-            passes_by_width=dict(sum((Counter(run.passes_by_width) for run in runs), Counter())),
-            relaxation=[value for run in runs for value in run.relaxation],
-            seconds_by_part=dict(parts),
-            seeds=[seed for run in runs for seed in run.seeds],
-            stopped=any(run.stopped for run in runs),
-            threads=max(run.threads for run in runs),
-            scorer=runs[0].scorer,
-            scores=[scores for run in runs for scores in run.scores],
-            candidate_seeds=[seeds for run in runs for seeds in run.candidate_seeds],
-            draft_passes_by_width=dict(sum((Counter(run.draft_passes_by_width) for run in runs), Counter())),
-            forced=sum(run.forced for run in runs),
-            by_scale=[_merge_scales(scales) for scales in zip(*(run.by_scale for run in runs), strict=True)],
-        )
+        merged: dict[str, Any] = {
+            "accelerator": runs[0].accelerator,
+            "scorer": runs[0].scorer,
+            "stopped": any(run.stopped for run in runs),
+            "threads": max(run.threads for run in runs),
+            "committed_histogram": [sum(column) for column in columns],
+            "by_scale": [_merge_scales(scales) for scales in zip(*(run.by_scale for run in runs), strict=True)],
+        }
+        for name in (each.name for each in fields(DecodeStats) if each.name not in merged):
+            values = [getattr(run, name) for run in runs]
+            is_count = isinstance(values[0], dict)
+            merged[name] = dict(sum(map(Counter, values), Counter())) if is_count else sum(values, type(values[0])())
+        return DecodeStats(**merged)
 
     @property
     def tokens_per_second(self) -> float:

@@ -9,7 +9,7 @@ variants with known mistakes, are summed in the same way: a check that did not d
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal
 
@@ -79,9 +79,10 @@ class Case:
 
     def fit(self, method: Accelerator) -> Accelerator:
         """Return the method, cut to the size of the model, with a fixed number of draft tokens."""
-        has_fixed_width = isinstance(getattr(method.drafter, "window", 0), int)
-        fixed = method if has_fixed_width else method.with_window(4)
-        return fixed.fit_to_grid(self.tokens, self.vocab)
+        drafter: Any = method.drafter
+        if not isinstance(getattr(drafter, "window", 0), int):
+            method = replace(method, drafter=replace(drafter, window=4))
+        return method.fit_to_grid(self.tokens, self.vocab)
 
 
 CASES = (
