@@ -65,9 +65,8 @@ class Jacobi(Drafter):
             object.__setattr__(self, "window", policy)  # convert NumPy integers
         object.__setattr__(self, "uses_probs", self.coupling != "gumbel")
         resolve_name("coupling", self.coupling, COUPLINGS)
-        if not isinstance(self.initial, str):
-            raise TypeError(f"initial must be 'uniform' or 'low-res', got {short_repr(self.initial)}")
-        resolve_name("initial", self.initial, dict.fromkeys(("uniform", "low-res")))
+        if self.initial not in ("uniform", "low-res"):
+            raise ValueError(f"initial must be 'uniform' or 'low-res', got {short_repr(self.initial)}")
 
     @property
     def width(self) -> int:

@@ -18,7 +18,7 @@ from vargen.decoding.interfaces import Drafter, TokenModel
 from vargen.decoding.noise import Noise, Purpose
 from vargen.decoding.token_pass import TokenState
 from vargen.decoding.tree import Draft, Output, Tree
-from vargen.values import parse_int, short_repr
+from vargen.values import number_field, short_repr, validate_fields
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Speculative(ChainDrafter):
             or has another vocabulary or grid.
     """
 
-    length: int = 4
+    length: int = number_field(4, 1, is_integer=True)
     model: TokenModel | None = None
     shared_noise: bool = False
 
@@ -97,10 +97,7 @@ class Speculative(ChainDrafter):
             raise TypeError(f"model must be a TokenModel, such as pipe.decoding_model(1.0), or None, got {given}")
         if not isinstance(self.shared_noise, bool):
             raise TypeError(f"shared_noise must be True or False, got {short_repr(self.shared_noise)}")
-        length = parse_int(self.length, 1)
-        if length is None:
-            raise ValueError(f"length must be a whole number of at least 1, got {short_repr(self.length)}")
-        object.__setattr__(self, "length", length)
+        validate_fields(self)
         object.__setattr__(self, "provides", () if self.shared_noise else ("independent-per-pass",))
 
     def bind(self, model: TokenModel, slots: int) -> Self:
