@@ -14,6 +14,7 @@ Shape suffixes: B images, T tokens fed in one pass, S draft tokens, G members of
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Self
 
@@ -54,7 +55,7 @@ class RelaxedRule(AcceptanceRule):
 
     def keep(self, **values: object) -> Self:
         """Return a copy with values that `bind` finds."""
-        bound = replace(self)
+        bound = copy(self)
         vars(bound).update(values)
         return bound
 

@@ -8,7 +8,6 @@ Shape suffixes: B slots, S scales, L tokens of all scales, n tokens of one scale
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import accumulate
@@ -34,9 +33,8 @@ from vargen.decoding.requests import (
 from vargen.decoding.sampling import Sampling, SlotSampling
 from vargen.decoding.schedule import ScaleSchedule, Stage
 from vargen.decoding.stats import DecodeStats
-from vargen.decoding.token_pass import are_finite, sum_rows
+from vargen.decoding.token_pass import sum_rows
 from vargen.kernels.dispatch import is_eager_cpu
-from vargen.values import short_repr
 
 # Fixed tokens of a scale, given the canvas before it and its index: tokens int64 [B, n], and which are fixed, bool [B, n].
 FixedTokens = Callable[[Tensor, int], tuple[Tensor, Tensor]]
@@ -66,26 +64,20 @@ def decode_scales(
         sampling: temperature and filters. Default: sample from the unfiltered softmax.
         fixed_scales: tokens int64 `[B, n]` of the first scales, which are not sampled; for variations of an image.
         fixed_tokens: function that returns fixed tokens at some positions of a scale; for inpainting.
-        callback: called after every pass with a `Progress`. Returning False stops the run. It may modify the tokens of the last
-            generated scale in place.
+        callback: called after every pass with a `Progress`, whose newest tokens it may change. Returning False stops the run.
         profile: on CUDA, synchronize between the parts of a step to measure their seconds.
 
     Returns:
-        Tokens `[B, L]`, coarse to fine, lengths `[B]`, statistics with `by_scale`, and the canvas, the sum of all generated
-            scales.
+        Tokens `[B, L]`, coarse to fine, lengths `[B]`, statistics with `by_scale`, and the canvas of all generated scales.
 
     Raises:
-        ValueError: if the schedule is unknown or cannot run on this model, `top_k` exceeds the vocabulary, or fixed tokens
-            are not tokens of the model.
+        ValueError: if the schedule is unknown, or the schedule, `top_k` or fixed scales do not fit the model.
         TypeError: if the schedule, seeds, sampling or callback has the wrong type.
         NonFiniteLogitsError: if logits are not finite; names the pass and position of the first.
     """
     method: ScaleSchedule = resolve_method(schedule, ScaleSchedule.paradigm)
     sampling = Sampling() if sampling is None else sampling
-    if isinstance(model, type) or not isinstance(model, ScaleModel):
-        raise TypeError(f"model must be a ScaleModel, got {short_repr(model)}")
     validate_call(seeds, sampling, callback)
-    _validate_fixed_scales(fixed_scales, model, len(seeds))
     sampling.validate_top_k(model.vocab)
     stages, clock = method.bind(model), Clock(model.device, profile)
     scales = ScalePasses(model, stages, condition, len(seeds), clock)
@@ -94,21 +86,14 @@ def decode_scales(
         scales.put(tokens)
     is_stopped = False
     while scales.scale < len(stages) and not is_stopped:
-        with clock.measure("target"):
-            logits = scales.forward()
-        with clock.measure("accept"):
-            scales.sample(logits, fixed_tokens)
-        if is_eager_cpu(logits):
-            scales.check_finite()
-        if callback is not None:
-            is_stopped = callback(scales.make_progress()) is False and scales.scale + 1 < len(stages)
-        with clock.measure("commit"):
-            scales.add()
+        logits = scales.forward()
+        scales.sample(logits, fixed_tokens)
+        is_stopped = callback is not None and callback(scales.make_progress()) is False
+        scales.add()
     scales.check_finite()
     stats = scales.make_stats(method.name, len(seeds))
-    stats.stopped, stats.seconds, stats.seconds_by_part = is_stopped, clock.read() - clock.started, dict(clock.parts)
     length = torch.full((len(seeds),), scales.ends[scales.scale], device=model.device)
-    return DecodeOutput(scales.tokens.clone(), length, stats, finished=not is_stopped, canvas=scales.canvas.clone())
+    return DecodeOutput(scales.tokens.clone(), length, stats, finished=not stats.stopped, canvas=scales.canvas.clone())
 
 
 class ScalePasses:
@@ -123,8 +108,7 @@ class ScalePasses:
 
     Attributes:
         make_noise: the source of all random numbers. Another one enumerates them; see `vargen.evaluation.enumeration`.
-        seeds: int64 `[B]`.
-        tokens: int64 `[B, L]`.
+        seeds, tokens: int64 `[B]` and `[B, L]`.
         canvas: the canvas after the scales before `scale`.
         inputs: of each scale up to `scale`, float `[B, n, E]`; None for scale 0.
         nonfinite: int64 `[B]`, the first position whose logits were not finite; L if there is none.
@@ -144,37 +128,30 @@ class ScalePasses:
         self.sampling = SlotSampling(slots, model.vocab, device)
         self.canvas = model.canvas(slots)
         self.inputs: list[Tensor | None] = [None] * len(stages)
-        self.models: dict[str, ScaleModel | None] = {"target": model, "draft": model.draft_model}
+        self.models: dict[str, Any] = {"target": model, "draft": model.draft_model}
         guided = {stage.model: any(each.model == stage.model and each.guidance > 0 for each in stages) for stage in stages}
-        self.states = {name: self._model(name).allocate(condition, slots, is_guided) for name, is_guided in guided.items()}
-        self.scale = self.passes = 0
-        self._by_scale: list[dict[str, Any]] = []
-
-    def _model(self, name: str) -> ScaleModel:
-        found = self.models[name]
-        assert found is not None
-        return found
+        self.states = {name: self.models[name].allocate(condition, slots, each) for name, each in guided.items()}
 
     def start(self, condition: Any, seeds: Tensor, sampling: Sampling) -> None:
         """Start n images, at most B; the slots after them repeat the first one."""
-        spare = len(self.seeds) - len(seeds)
-        rows = torch.cat([torch.arange(len(seeds)), torch.zeros(spare, dtype=torch.int64)])
-        condition = condition if not spare else select_rows(condition, rows.tolist())
-        self.seeds.copy_(seeds[rows.to(seeds.device)])
-        self.sampling.reset(list(range(len(rows))), sampling)
-        self.canvas.copy_(self.model.canvas(len(rows)))
+        slots = len(self.seeds)
+        rows = [*range(len(seeds)), *[0] * (slots - len(seeds))]
+        condition = condition if len(seeds) == slots else select_rows(condition, rows)
+        self.seeds.copy_(seeds[rows])
+        self.sampling.reset(list(range(slots)), sampling)
+        self.canvas.copy_(self.model.canvas(slots))
         self.tokens.zero_()
         self.nonfinite.fill_(self.ends[-1])
         for name, state in self.states.items():
-            self._model(name).reset(state, condition)
-        self.scale, self.passes = 0, 0
+            self.models[name].reset(state, condition)
+        self.scale = self.passes = 0
         self._cached = dict.fromkeys(self.states, 0)
         self._fed: dict[str, Counter[int]] = {"target": Counter(), "draft": Counter()}
-        self._by_scale = [
+        self._by_scale: list[dict[str, Any]] = [
             {"tokens": n, "model": stage.model, "passes": 0, "seconds": 0.0}
             for n, stage in zip(self.model.scale_tokens, self.stages, strict=True)
         ]
-        self._last_time = time.perf_counter()
+        self._last_time = self.clock.timer()
 
     @property
     def place(self) -> slice:
@@ -182,9 +159,14 @@ class ScalePasses:
         return slice(self.ends[self.scale], self.ends[self.scale + 1])
 
     def put(self, tokens: Tensor) -> None:
-        """Fix the tokens int64 `[M, n]` of M images at the next scale, which is not sampled."""
-        self.tokens[:, self.place] = tokens[:1].to(self.tokens)  # also in slots that repeat the first image
-        self.tokens[: len(tokens), self.place] = tokens.to(self.tokens)
+        """Fix the tokens int64 `[B, n]` of the next scale, which is not sampled; ValueError if they do not fit it."""
+        if self.scale == len(self.stages):
+            raise ValueError(f"fixed_scales must hold at most the model's {self.scale} scales")
+        shape, codes = [len(self.seeds), self.model.scale_tokens[self.scale]], self.model.scale_codes[self.scale]
+        if list(tokens.shape) != shape or not 0 <= int(tokens.min()) <= int(tokens.max()) < codes:
+            expected = f"int64 {shape} from 0 to {codes - 1}"
+            raise ValueError(f"fixed_scales[{self.scale}] must be {expected}, got {tokens.dtype} {list(tokens.shape)}")
+        self.tokens[:, self.place] = tokens.to(self.tokens)
         self._by_scale[self.scale]["model"] = "given"
         self.add()
 
@@ -192,52 +174,48 @@ class ScalePasses:
         """Run a pass over the scales that are not in the cache yet; logits `[B, n, codes]` of the next scale."""
         stage = self.stages[self.scale]
         name, first = stage.model, self._cached[stage.model]
-        self._fed[name][self.ends[self.scale + 1] - self.ends[first]] += 1
-        self._cached[name], self.passes = self.scale + 1, self.passes + 1
-        return self._model(name).forward(self.states[name], self.inputs[: self.scale + 1], stage.guidance)
+        self._fed[name][self.place.stop - self.ends[first]] += 1
+        self._cached[name] = self.scale + 1
+        with self.clock.measure("target"):
+            return self.models[name].forward(self.states[name], self.inputs[: self.scale + 1], stage.guidance)
 
     def sample(self, logits: Tensor, fixed_tokens: FixedTokens | None = None) -> None:
         """Sample the tokens of the next scale with the shared noise, except for those that are fixed."""
-        position, record = self.position[:, self.place], self._by_scale[self.scale]
-        now = time.perf_counter()
-        record["passes"] += 1
-        record["seconds"] += now - self._last_time
-        self._last_time = now
-        noise = self.make_noise(self.seeds, position)
-        found = None if fixed_tokens is not None else self.sampling.sample_tokens(logits, noise)
-        if found is not None:
-            tokens = found.tokens
-        else:
-            probs = self.sampling.probs(logits)
+        record, now = self._by_scale[self.scale], self.clock.timer()
+        record["passes"], record["seconds"] = 1, now - self._last_time
+        self._last_time, self.passes = now, self.passes + 1
+        with self.clock.measure("accept"):
+            position = self.position[:, self.place]
+            noise = self.make_noise(self.seeds, position)
+            found = self.sampling.sample_tokens(logits, noise)
+            tokens = noise.sample(self.sampling.probs(logits), Purpose.TOKEN) if found is None else found.tokens
             if fixed_tokens is not None:
                 given, is_fixed = fixed_tokens(self.canvas, self.scale)
-                one_hot = torch.zeros_like(probs).scatter_(2, given[..., None], 1.0)
-                probs = torch.where(is_fixed[..., None], one_hot, probs)
-            tokens = noise.sample(probs, Purpose.TOKEN)
-        self.tokens[:, self.place] = tokens
-        sums = sum_rows(logits) if found is None else found.sums
-        if not are_finite(sums):
+                tokens = torch.where(is_fixed, given, tokens)
+            self.tokens[:, self.place] = tokens
+            sums = sum_rows(logits) if found is None else found.sums
             bad = torch.where(sums.isfinite(), self.ends[-1], position).amin(1)
             self.nonfinite.copy_(torch.minimum(self.nonfinite, bad))
+        if is_eager_cpu(logits):
+            self.check_finite()
 
     def add(self) -> None:
         """Add the tokens of the next scale to the canvas, and make the input of the scale after it."""
-        canvas, following = self.model.add(self.canvas, self.tokens[:, self.place], self.scale)
-        self.canvas.copy_(canvas)
-        self.scale += 1
-        if following is None:
-            return
-        if (held := self.inputs[self.scale]) is None:
-            self.inputs[self.scale] = following.clone()
-        else:
-            held.copy_(following)
+        with self.clock.measure("commit"):
+            canvas, following = self.model.add(self.canvas, self.tokens[:, self.place], self.scale)
+            self.canvas.copy_(canvas)
+            self.scale += 1
+            if following is not None and (held := self.inputs[self.scale]) is not None:
+                held.copy_(following)
+            elif following is not None:
+                self.inputs[self.scale] = following.clone()
 
     def check_finite(self) -> None:
         """Raise NonFiniteLogitsError if a pass so far returned logits that are not finite. On a GPU it waits for the passes."""
         position, total = int(self.nonfinite.min()), self.ends[-1]
         if position < total:
-            scale = next(scale for scale, end in enumerate(self.ends[1:]) if position < end)
-            number = sum(record["passes"] for record in self._by_scale[: scale + 1])
+            earlier = (record["passes"] for record, end in zip(self._by_scale, self.ends[1:], strict=True) if end <= position)
+            number = 1 + sum(earlier)
             raise NonFiniteLogitsError(describe_non_finite_logits(position, total, number))
 
     def make_progress(self) -> Progress:
@@ -247,33 +225,21 @@ class ScalePasses:
         return Progress(self.passes, length, self.ends[-1], count, lambda: self.tokens)
 
     def make_stats(self, name: str, images: int) -> DecodeStats:
-        """Return the statistics of the first `images` slots, without seconds."""
-        committed = Counter({record["tokens"]: 0 for record in self._by_scale})
-        for record in self._by_scale:
-            committed[record["tokens"]] += images * record["passes"]
+        """Return the statistics of the first `images` slots."""
+        committed = Counter(record["tokens"] for record in self._by_scale if record["passes"])
         return DecodeStats(
             accelerator=name,
             images=images,
             tokens=images * self.ends[self.scale],
             passes=self.passes,
-            committed_histogram=[committed[count] for count in range(max(committed) + 1)] if self.passes else [0],
+            seconds=self.clock.read() - self.clock.started,
+            committed_histogram=[images * committed[count] for count in range(max(committed, default=0) + 1)],
             passes_by_width=dict(self._fed["target"]),
             draft_passes_by_width=dict(self._fed["draft"]),
             relaxation=[0.0] * images,
+            seconds_by_part=dict(self.clock.parts),
             seeds=self.seeds[:images].tolist(),
+            stopped=self.scale < len(self.stages),
             threads=torch.get_num_threads(),
             by_scale=self._by_scale,
         )
-
-
-def _validate_fixed_scales(fixed_scales: Sequence[Tensor], model: ScaleModel, images: int) -> None:
-    if len(fixed_scales) > len(model.scale_tokens):
-        raise ValueError(
-            f"fixed_scales must hold at most the model's {len(model.scale_tokens)} scales, got {len(fixed_scales)}"
-        )
-    for scale, tokens in enumerate(fixed_scales):
-        shape, codes = [images, model.scale_tokens[scale]], model.scale_codes[scale]
-        if list(tokens.shape) != shape or tokens.dtype != torch.int64:
-            raise ValueError(f"fixed_scales[{scale}] must be int64 {shape}, got {tokens.dtype} {list(tokens.shape)}")
-        if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < codes:
-            raise ValueError(f"fixed_scales[{scale}] must hold tokens from 0 to {codes - 1}")

@@ -7,9 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from vargen.decoding.interfaces import ScaleModel
 from vargen.decoding.method import Method
-from vargen.values import parse_float, parse_int, short_repr
-
-STAGE_MODELS = ("target", "draft")
+from vargen.values import number_field, parse_int, short_repr, validate_fields
 
 
 @dataclass(frozen=True)
@@ -21,27 +19,19 @@ class Stage:
             scales, rounded, at least one less than all; None: all remaining scales.
         model: `"target"`, or `"draft"` for the draft model.
         guidance: factor on the guidance scale; 0 skips the unconditional rows, which is half of the work.
-
-    Raises:
-        ValueError, TypeError: if a value is invalid.
     """
 
     until: int | float | None = None
     model: Literal["target", "draft"] = "target"
-    guidance: float = 1.0
+    guidance: float = number_field(1.0, 0)
 
     def __post_init__(self) -> None:
-        if self.model not in STAGE_MODELS:
-            raise ValueError(f"model must be one of {', '.join(STAGE_MODELS)}, got {short_repr(self.model)}")
-        fraction = isinstance(self.until, float) and 0 < self.until < 1
-        if self.until is not None and not fraction and (parse_int(self.until, -(2**31)) is None or self.until == 0):
-            raise ValueError(
-                "until must be a whole number other than 0, a fraction between 0 and 1, or None for all that remain, got "
-                f"{short_repr(self.until)}"
-            )
-        guidance = parse_float(self.guidance)
-        if guidance is None or guidance < 0:
-            raise ValueError(f"guidance must be a finite factor of at least 0, got {short_repr(self.guidance)}")
+        validate_fields(self)
+        if self.model not in ("target", "draft"):
+            raise ValueError(f"model must be target or draft, got {short_repr(self.model)}")
+        is_fraction = isinstance(self.until, float) and 0 < self.until < 1
+        if self.until is not None and not is_fraction and parse_int(self.until, -(2**31)) is None:
+            raise ValueError(f"until must be a whole number, a fraction between 0 and 1, or None, got {short_repr(self.until)}")
 
     def end(self, scales: int) -> int:
         """Return the first scale after this stage, for a model with `scales` scales."""
@@ -51,11 +41,6 @@ class Stage:
             return min(max(1, round(self.until * scales)), scales - 1)
         return int(self.until) + scales * (self.until < 0)
 
-    @property
-    def exact(self) -> bool:
-        """Whether its scales follow the target's own distribution."""
-        return self.model == "target" and self.guidance == 1
-
 
 @dataclass(frozen=True)
 class ScaleSchedule(Method):
@@ -63,27 +48,19 @@ class ScaleSchedule(Method):
 
     Attributes:
         stages: consecutive stages; the last must reach the last scale.
-
-    Raises:
-        TypeError: if a stage is not a `Stage`.
-        ValueError: if there is no stage.
     """
 
     stages: tuple[Stage, ...] = (Stage(),)
     paradigm: ClassVar[Literal["next-scale"]] = "next-scale"
 
     def __post_init__(self) -> None:
-        stages = tuple(self.stages) if isinstance(self.stages, list | tuple) else self.stages
-        if not isinstance(stages, tuple) or not all(isinstance(stage, Stage) for stage in stages):
+        if not all(isinstance(stage, Stage) for stage in self.stages):
             raise TypeError(f"stages must be a sequence of Stage, got {short_repr(self.stages)}")
-        if not stages:
-            raise ValueError("stages must hold at least one Stage, got none")
-        object.__setattr__(self, "stages", stages)
+        object.__setattr__(self, "stages", tuple(self.stages))
 
     @property
     def kind(self) -> Literal["exact", "relaxed"]:
-        """`"exact"` if every scale follows the target's own distribution, otherwise `"relaxed"`."""
-        return "exact" if all(stage.exact for stage in self.stages) else "relaxed"
+        return "exact" if all(stage.model == "target" and stage.guidance == 1 for stage in self.stages) else "relaxed"
 
     @property
     def sequential_tokens(self) -> bool:
@@ -92,14 +69,12 @@ class ScaleSchedule(Method):
     @property
     def settings(self) -> dict[str, Any]:
         """The non-default parameters of the stages, for display, keyed by name and stage number."""
-        plain = Stage()
-        found = {}
-        for number, stage in enumerate(self.stages, 1):
-            for each in fields(stage):
-                value = getattr(stage, each.name)
-                if value != getattr(plain, each.name):
-                    found[f"{each.name} {number}"] = value
-        return found
+        return {
+            f"{each.name} {number}": getattr(stage, each.name)
+            for number, stage in enumerate(self.stages, 1)
+            for each in fields(stage)
+            if getattr(stage, each.name) != each.default
+        }
 
     @property
     def needs_draft_model(self) -> bool:
@@ -113,15 +88,12 @@ class ScaleSchedule(Method):
         """
         found: list[Stage] = []
         for number, stage in enumerate(self.stages, 1):
-            end = stage.end(scales)
-            if not len(found) < end <= scales:
-                if len(found) == scales:
-                    raise ValueError(f"stage {number} of {self.name!r} has no scale left: earlier stages generate all {scales}")
-                allowed = f"{len(found) + 1} to {scales}, or from {len(found) + 1 - scales} to -1 counted from the end"
-                raise ValueError(
-                    f"until of stage {number} of {self.name!r} must be from {allowed}, for a model of {scales} scales, got "
-                    f"{stage.until}"
-                )
+            end, first = stage.end(scales), len(found) + 1
+            if first > scales:
+                raise ValueError(f"stage {number} of {self.name!r} has no scale left: earlier stages generate all {scales}")
+            if not first <= end <= scales:
+                allowed = f"{first} to {scales}, or from {first - scales} to -1, for a model of {scales} scales"
+                raise ValueError(f"until of stage {number} of {self.name!r} must be from {allowed}, got {stage.until}")
             found += [stage] * (end - len(found))
         if len(found) < scales:
             raise ValueError(f"the stages of {self.name!r} end at scale {len(found)} of {scales}: the last needs until=None")
@@ -144,16 +116,10 @@ class ScaleSchedule(Method):
             if small is None:
                 raise ValueError(f"{self.name} needs a smaller model of the same image tokenizer: a draft_transformer")
             for name in ("scale_tokens", "scale_codes", "vocab"):
-                expected, found = getattr(model, name), getattr(small, name)
-                if found != expected:
-                    raise ValueError(
-                        f"the draft model must be of the same image tokenizer: its {name} is {found}, not {expected}"
-                    )
+                if (found := getattr(small, name)) != getattr(model, name):
+                    raise ValueError(f"the draft model must be of the same image tokenizer: its {name} is {found}")
         stages = self.assign_stages(len(model.scale_tokens))
         for scale, stage in enumerate(stages):
             if stage.guidance > 0 and any(each.model == stage.model and not each.guidance for each in stages[:scale]):
-                raise ValueError(
-                    f"guidance of the {stage.model} model cannot resume at scale {scale} of {self.name!r}: earlier scales skip "
-                    "the unconditional rows"
-                )
+                raise ValueError(f"guidance of the {stage.model} model cannot resume at scale {scale} of {self.name!r}")
         return stages

@@ -8,6 +8,7 @@ Shape suffixes: B slots, S draft tokens, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -40,16 +41,24 @@ class Sequential(Drafter):
 
 
 class ChainDrafter(Drafter):
-    """Base class of drafters that propose a chain: frozen dataclasses with a field `length`, the draft tokens per pass."""
+    """Base class of drafters that propose a chain: frozen dataclasses with a field `length`, the draft tokens per pass.
+
+    Attributes:
+        chain: the tree of its drafts; made by `bind`.
+    """
 
     length: int
+    chain: Tree
+
+    def __post_init__(self) -> None:
+        validate_fields(self)
 
     @property
     def width(self) -> int:
         return self.length + 1
 
     def bind(self, model: TokenModel, slots: int) -> Self:
-        """Return a copy with `chain`, the tree of its drafts.
+        """Return a copy with `chain`.
 
         Raises:
             ValueError: unless the chain fits after the first token of the grid.
@@ -64,6 +73,28 @@ class ChainDrafter(Drafter):
     def fit_to_grid(self, tokens: int, vocab: int | None = None) -> Self:
         changed: Any = self
         return replace(changed, length=tokens - 1) if self.length >= tokens else self
+
+    def sample_chain(self, predict: Callable[[Tensor, Tensor], Tensor], state: TokenState, noise: Noise) -> Draft:
+        """Sample a chain token by token, which ends where no token is predicted.
+
+        Args:
+            predict: returns q float32 `[B, V]` of the token at `position` `[B, 1]`, given all `tokens` before it. A row of
+                zeros predicts none.
+        """
+        tokens, start = state.tokens.clone(), state.length[:, None]
+        exists = torch.ones_like(start, dtype=torch.bool)
+        probs: list[Tensor] = []
+        valid: list[Tensor] = []
+        for slot in range(self.length):
+            position = start + slot
+            q = predict(tokens, position)
+            exists = exists & (q.sum(1, keepdim=True) > 0) & (position < state.num_tokens)
+            probs.append(torch.where(exists, q, 0.0))
+            valid.append(exists)
+            token = noise.shift(slot).sample(probs[-1][:, None], Purpose.DRAFT)
+            tokens.scatter_(1, position, torch.where(exists, token, 0))
+        drafted = tokens.gather(1, start + torch.arange(self.length, device=start.device))
+        return Draft(drafted, self.chain, torch.stack(probs, 1), torch.cat(valid, 1))
 
 
 @dataclass(frozen=True)
@@ -86,18 +117,17 @@ class Speculative(ChainDrafter):
     shared_noise: bool = False
 
     # Made by `bind`: trees of the passes; and by the first `reset`: the draft model's state.
-    chain: Tree = field(init=False, repr=False, compare=False)
     two: Tree = field(init=False, repr=False, compare=False)
     one: Tree = field(init=False, repr=False, compare=False)
     cache: Any = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.model is not None and (isinstance(self.model, type) or not isinstance(self.model, TokenModel)):
             given = short_repr(self.model)
             raise TypeError(f"model must be a TokenModel, such as pipe.decoding_model(1.0), or None, got {given}")
         if not isinstance(self.shared_noise, bool):
             raise TypeError(f"shared_noise must be True or False, got {short_repr(self.shared_noise)}")
-        validate_fields(self)
         object.__setattr__(self, "provides", () if self.shared_noise else ("independent-per-pass",))
 
     def bind(self, model: TokenModel, slots: int) -> Self:

@@ -25,9 +25,10 @@ from vargen.values import short_repr
 
 
 class TreeDrafter(Drafter):
-    """Base class of drafters that propose a tree: frozen dataclasses with a field `shape`.
+    """Base class of drafters that propose a tree: frozen dataclasses with a field `shape`, and with `model` if one drafts.
 
     Attributes:
+        model_class: that of `model`.
         children: how the children of a slot are chosen.
         rates: float32 `[K]`, see `grow_tree`; made by `bind`.
     """
@@ -35,8 +36,16 @@ class TreeDrafter(Drafter):
     topology = "tree"
     provides: tuple[str, ...] = ("independent-per-pass",)
     shape: DynamicTree
+    model: Any = None
+    model_class: ClassVar[type] = TokenModel
     children: ClassVar[Children] = Children()
     rates: Tensor
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.shape, DynamicTree):
+            raise TypeError(f"shape must be a DynamicTree, got {short_repr(self.shape)}")
+        if self.model is not None and not isinstance(self.model, self.model_class):
+            raise TypeError(f"model must be of class {self.model_class.__name__} or None, got {short_repr(self.model)}")
 
     @property
     def width(self) -> int:
@@ -90,17 +99,9 @@ class HeadDrafter(TreeDrafter):
     # Buffers, made by the first `reset`: the features that predicted the newest tokens [R, A, D], and their number [B].
     features: Tensor = field(init=False, repr=False, compare=False)
     count: Tensor = field(init=False, repr=False, compare=False)
-    rates: Tensor = field(init=False, repr=False, compare=False)
 
     kind: ClassVar[str]  # name of the draft head in `TokenModel.draft_heads`
-    head_class: ClassVar[type[DraftHead]]
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.shape, DynamicTree):
-            raise TypeError(f"shape must be a DynamicTree, got {short_repr(self.shape)}")
-        if self.model is not None and not isinstance(self.model, self.head_class):
-            example = f"such as pipe.decoding_model(1.0).draft_heads[{self.kind!r}]"
-            raise TypeError(f"model must be a {self.head_class.__name__}, {example}, or None, got {short_repr(self.model)}")
+    model_class: ClassVar[type] = DraftHead
 
     def find_head(self, model: TokenModel) -> Any:
         """Return the draft head for `model`."""
@@ -168,7 +169,7 @@ class Eagle(HeadDrafter):
     """
 
     kind: ClassVar[str] = "eagle"
-    head_class: ClassVar[type[DraftHead]] = AutoregressiveHead
+    model_class: ClassVar[type] = AutoregressiveHead
 
     cache: Any = field(init=False, repr=False, compare=False)  # made by `bind`, as the trees of `_catch_up`
     chains: Sequence[Tree] = field(init=False, repr=False, compare=False)
@@ -225,7 +226,7 @@ class Medusa(HeadDrafter):
 
     shape: DynamicTree = field(default_factory=lambda: DynamicTree(nodes=15, depth=3))
     kind: ClassVar[str] = "medusa"
-    head_class: ClassVar[type[DraftHead]] = ParallelHeads
+    model_class: ClassVar[type] = ParallelHeads
 
     def bind(self, model: TokenModel, slots: int) -> Self:
         heads, shape = self.find_head(model).num_heads, self.shape

@@ -8,7 +8,7 @@ tokens, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -93,6 +93,16 @@ class DynamicTree:
         depth, children = min(self.depth, depth or self.depth), min(self.children, children or self.children)
         small = replace(self, depth=depth, children=children, nodes=1)
         return replace(small, nodes=min(self.nodes, small.num_expanded * children))
+
+
+def complete_tree(branching: Sequence[int]) -> tuple[int, ...]:
+    """Return the parents of a tree, level by level, in which each slot at depth d has `branching[d]` children."""
+    parents, level = [-1], [0]
+    for count in branching:
+        first = len(parents)
+        parents += [slot for slot in level for _ in range(count)]
+        level = list(range(first, len(parents)))
+    return tuple(parents)
 
 
 class Children:

@@ -5,9 +5,6 @@ Both are choices of `TreeDrafter.children`, and record no probabilities: q of a 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 from torch import Tensor
 
 from vargen.decoding.noise import Noise, Purpose
@@ -46,16 +43,14 @@ class SharedNoise(TopK):
         return likely, likely
 
 
-@dataclass(frozen=True)
 class EagleTopK(Eagle):
     """EAGLE whose head proposes its most probable tokens; for the rule `recursive_rejection`."""
 
-    children: ClassVar[Children] = TopK()
+    children = TopK()
 
 
-@dataclass(frozen=True)
 class EagleSharedNoise(Eagle):
     """EAGLE whose tree shares the image's noise; for the rule `shared_noise`."""
 
     provides = ()
-    children: ClassVar[Children] = SharedNoise()
+    children = SharedNoise()

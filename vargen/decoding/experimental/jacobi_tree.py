@@ -9,7 +9,7 @@ Shape suffixes: B slots, T tokens fed in one pass, L positions after the root, K
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, cast
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from vargen.decoding.jacobi import Jacobi
 from vargen.decoding.noise import Noise, Purpose
 from vargen.decoding.token_pass import TokenState
 from vargen.decoding.tree import Draft, Output, PassResult, Tree
-from vargen.decoding.tree_growth import exclude_earlier_siblings
+from vargen.decoding.tree_growth import complete_tree, exclude_earlier_siblings
 from vargen.values import number_field, validate_fields
 
 
@@ -32,113 +32,79 @@ class JacobiTree(Drafter):
         nodes: number of draft tokens per pass.
         depth, children: of the complete tree below the root; a chain after its first leaf fills up the nodes.
         coupling: for the first candidates, see `Jacobi`. With `"gumbel"` the others are the next largest values of log q + G,
-            with the shared noise G, for the rule `shared_noise`. Otherwise they are sampled without replacement, with their own
-            uniforms.
-
-    Raises:
-        ValueError: if a value is out of range. `bind` raises it if the tree does not fit the grid or the vocabulary.
+            with the shared noise G, for the rule `shared_noise`. Otherwise they are sampled without replacement.
     """
 
     topology = "tree"
-
     nodes: int = number_field(23, 1, 255, is_integer=True)
     depth: int = number_field(2, 1, 8, is_integer=True)
     children: int = number_field(2, 1, 8, is_integer=True)
     coupling: Literal["independent", "maximal", "gumbel"] = "maximal"
 
-    # Made by `bind`: the window, and tensors int64: depth (from 0) and rank of each draft token, the draft tokens along first
-    # children, and by slot [T, L + 1] the slots whose outputs predict each position if it is the last accepted one.
+    # Made by `bind`; `continuation` int64 [T, L + 1]: the slots that predict the window if a slot is the last accepted one.
     jacobi: Jacobi = field(init=False, repr=False, compare=False)
     tree: Tree = field(init=False, repr=False, compare=False)
-    place: tuple[Tensor, Tensor] = field(init=False, repr=False, compare=False)
-    first: Tensor = field(init=False, repr=False, compare=False)
     continuation: Tensor = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         validate_fields(self)
         Jacobi(2, self.coupling)
-        inner = _count_complete(self.children, self.depth)
-        if self.nodes < inner:
-            raise ValueError(
-                f"nodes must be at least {inner} for {self.children} children to depth {self.depth}, got {self.nodes}"
-            )
+        if self.nodes < (least := self.num_branching):
+            raise ValueError(f"nodes must be at least the {least} of the complete tree, got {self.nodes}")
 
     @property
     def width(self) -> int:
         return self.nodes + 1
 
-    def _parents(self) -> list[int]:
-        parents = [-1, *(slot // self.children for slot in range(_count_complete(self.children, self.depth)))]
-        leaf = len(parents) - self.children**self.depth  # the first of the deepest slots
-        return [*parents, *(slot - 1 if slot > len(parents) else leaf for slot in range(len(parents), self.width))]
+    @property
+    def num_branching(self) -> int:
+        """Number of draft tokens at the positions that have several candidates."""
+        return sum(self.children**level for level in range(1, self.depth + 1))
 
     def fit_to_grid(self, tokens: int, vocab: int | None = None) -> Self:
-        depth, children = min(self.depth, tokens - 1), min(self.children, vocab or self.children)
-        chain = min(self.nodes - _count_complete(self.children, self.depth), tokens - 1 - depth)
-        return replace(self, nodes=_count_complete(children, depth) + chain, depth=depth, children=children)
+        small = replace(self, depth=min(self.depth, tokens - 1), children=min(self.children, vocab or self.children))
+        chain = min(self.nodes - self.num_branching, tokens - 1 - small.depth)
+        return replace(small, nodes=small.num_branching + chain)
 
     def bind(self, model: TokenModel, slots: int) -> Self:
-        N, parents = model.grid[0] * model.grid[1], self._parents()
-        shape = Tree.from_parents(tuple(parents))
-        if shape.max_path > N or self.children > model.vocab:
+        N, parents = model.grid[0] * model.grid[1], complete_tree((self.children,) * self.depth)
+        leaf, end = len(parents) - self.children**self.depth, len(parents)
+        tree = Tree.from_parents((*parents, leaf, *range(end, self.nodes))[: self.width], model.device)
+        if tree.max_path > N or self.children > model.vocab:
             raise ValueError(f"nodes, depth and children must fit {N} tokens of {model.vocab}, got {self}")
-        depth, child = shape.depth.tolist(), shape.children[:, 0].tolist()
-        first = [0]
-        while child[first[-1]]:
-            first.append(child[first[-1]])
-        rows = []
-        for slot in range(self.width):
-            row, at = list(first), slot
-            for step in range(depth[slot], len(first)):
-                row[step] = at
-                at = child[at] or first[min(step + 1, len(first) - 1)]
-            rows.append(row)
-        tree, device = Tree.from_parents(tuple(parents), model.device), model.device
+        chains: dict[int, list[int]] = {0: []}  # by slot: itself and the slots after it along first children
+        for slot, child in reversed([*enumerate(tree.children[:, 0].tolist())]):
+            chains[slot] = [slot, *chains[child]]
+        first = chains[0]
+        rows = [first[:d] + chains[s] + first[d + len(chains[s]) :] for s, d in enumerate(tree.depth.tolist())]
         jacobi = Jacobi(len(first), self.coupling).copy(uses_probs=True).bind(model, slots)
-        return self.copy(
-            jacobi=jacobi,
-            tree=tree,
-            place=(tree.depth[1:] - 1, tree.sibling_rank[1:]),
-            first=torch.tensor(first[1:], device=device) - 1,
-            continuation=torch.tensor(rows, device=device),
-        )
+        return self.copy(jacobi=jacobi, tree=tree, continuation=torch.tensor(rows, device=model.device))
 
     def reset(self, state: TokenState, rows: Tensor, condition: Any, first: Output) -> None:
         self.jacobi.reset(state, rows, condition, first)
 
     def propose(self, state: TokenState, noise: Noise, width: int) -> Draft:
-        chain = self.jacobi.propose(state, noise, len(self.first) + 1)
-        assert chain.probs is not None and chain.valid is not None
-        (depth, rank), D = self.place, self.depth
-        noise = noise.shift(torch.arange(D, device=depth.device))
-        tokens = chain.tokens[..., None]
-        others = chain.probs[:, :D].scatter(2, tokens[:, :D], 0.0)
+        chain: Any = self.jacobi.propose(state, noise, self.jacobi.width)
+        D, depth, rank = self.depth, self.tree.depth[1:] - 1, self.tree.sibling_rank[1:]
+        others = chain.probs[:, :D].scatter(2, chain.tokens[:, :D, None], 0.0)
         purpose = Purpose.TOKEN if self.coupling == "gumbel" else Purpose.CHOICE
+        noise = noise.shift(torch.arange(D, device=depth.device))
         further, value = noise.sample_without_replacement(others, self.children - 1, purpose)
-        below = (0, 0, 0, tokens.shape[1] - D)
-        candidates = torch.cat([tokens, pad(further, below)], -1)
-        exists = torch.cat([torch.ones_like(tokens, dtype=torch.bool), pad(value > 0, below)], -1)
-        drafted, probs = candidates[:, depth, rank], chain.probs[:, depth]
-        earlier = torch.arange(self.children, device=depth.device) < rank[:, None]
-        excluded = exclude_earlier_siblings(probs, drafted, candidates[:, depth], earlier)
-        probs = torch.where(rank[:, None] > 0, excluded, probs)
+        place = (1, 0, 0, chain.tokens.shape[1] - D)  # after the first candidate, at the first D of L positions
+        candidates, exists = pad(further, place), pad(value > 0, place, value=True)
+        candidates[..., 0] = chain.tokens
+        drafted, q = candidates[:, depth, rank], chain.probs[:, depth]
+        rest = exclude_earlier_siblings(q, drafted, drafted[:, None], self.tree.earlier_siblings[1:, 1:])
+        probs = torch.where(rank[:, None] > 0, rest, q)
         return Draft(drafted, self.tree, probs, exists[:, depth, rank] & chain.valid[:, depth])
 
     def observe(self, state: TokenState, result: PassResult) -> None:
         """Pass a chain to the window: for each depth, the slot that predicts it, and the first candidates."""
-        verdict, draft, first = result.verdict, result.draft, self.first
-        last = verdict.path.gather(1, verdict.count[:, None] - 1)[:, 0]
-        slots = self.continuation[last]  # [B, L + 1]
-        assert draft.probs is not None and draft.valid is not None
-        tree = self.jacobi.chain(len(first), first.device)
-        chain = Draft(draft.tokens[:, first], tree, draft.probs[:, first], draft.valid[:, first])
-        position = result.noise.position[:, :1] + torch.arange(len(first) + 1, device=first.device)
-        sampled = None if verdict.sampled is None else verdict.sampled.gather(1, slots)
-        image = torch.arange(len(slots), device=slots.device)[:, None]
-        seen = replace(result, draft=chain, probs=result.probs[image, slots], verdict=replace(verdict, sampled=sampled))
-        self.jacobi.observe(state, replace(seen, noise=replace(result.noise, position=position)))
-
-
-def _count_complete(children: int, depth: int) -> int:
-    """Number of slots of a complete tree, without the root."""
-    return sum(children**level for level in range(1, depth + 1))
+        verdict, draft = result.verdict, cast(Any, result.draft)
+        slots = self.continuation[verdict.path.gather(1, verdict.count[:, None] - 1)[:, 0]]  # [B, L + 1]
+        image, first = torch.arange(len(slots), device=slots.device)[:, None], self.continuation[0]
+        tokens, probs, valid = (each[:, first[1:] - 1] for each in (draft.tokens, draft.probs, draft.valid))
+        chain = Draft(tokens, self.jacobi.chain(tokens.shape[1], tokens.device), probs, valid)
+        noise = replace(result.noise, position=result.noise.position[:, first])
+        seen = replace(result, draft=chain, probs=result.probs[image, slots], noise=noise)
+        self.jacobi.observe(state, replace(seen, verdict=replace(verdict, sampled=None)))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vargen.decoding.noise import Noise, Purpose
-from vargen.decoding.rules import acceptance_rule, dense_draft_probs
+from vargen.decoding.rules import acceptance_rule, dense_draft_probs, residual_weights
 from vargen.decoding.tree import Draft, Verdict
 
 _BISECTIONS = 30  # bisection steps on [1, K]: beyond the resolution of float32
@@ -27,8 +27,6 @@ def k_seq(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verd
     With one child per slot it equals `speculative_sampling`. The number of siblings of a slot must not depend on the samples.
     Arguments: see `AcceptanceRule`.
     """
-    if draft.probs is None and draft.tree.max_children > 1:
-        raise ValueError("k_seq needs siblings that were sampled, and this draft has no probabilities; use recursive_rejection")
     draft_probs = dense_draft_probs(probs, draft)
     B, T, _ = probs.shape
     image, tree = torch.arange(B, device=probs.device)[:, None], draft.tree
@@ -49,9 +47,8 @@ def k_seq(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verd
     accept_any = 1 - (1 - beta) ** number
     share = torch.where(beta > 0, accept_any / beta, 0.0)[image, last]
     target = probs[image, last]
-    residual = (target - torch.minimum(q[image, last], target / rho[image, last][..., None]) * share[..., None]).clamp_min_(0)
-    has_children = exists[image, last].any(-1)
-    residual = torch.where(has_children[..., None] & (residual.sum(-1, keepdim=True) > 0), residual, target)
+    excess = torch.minimum(q[image, last], target / rho[image, last][..., None]) * share[..., None]
+    residual = residual_weights(target, excess)
     return Verdict(path, count, noise.select_slot(last[:, 0]).sample(residual, Purpose.RESIDUAL)[:, 0])
 
 

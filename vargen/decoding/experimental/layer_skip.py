@@ -9,7 +9,7 @@ import torch
 
 from vargen.decoding.interfaces import TokenModel
 from vargen.decoding.speculative import Speculative
-from vargen.values import parse_float, parse_int, short_repr
+from vargen.values import short_repr
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,7 @@ class LayerSkip(Speculative):
             which matter most. Alternatively explicit layer indices from 0, `(3, 5, 6)` or `"3+5+6"`.
 
     Raises:
-        ValueError: if the fraction or the indices are invalid. `bind` raises it if the model cannot skip layers, or lacks
-            these.
+        ValueError: if the fraction or the layers are invalid. `bind` raises it if the model cannot skip them.
     """
 
     model: TokenModel | None = field(default=None, init=False, repr=False)
@@ -33,24 +32,18 @@ class LayerSkip(Speculative):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        share = parse_float(self.skip)
-        if share is None:
-            parts = self.skip.split("+") if isinstance(self.skip, str) else self.skip
-            found = [_layer(part) for part in parts] if isinstance(parts, list | tuple) else []
-            if not found or None in found or len(set(found)) < len(found):
-                given = short_repr(self.skip)
-                raise ValueError(f"skip must be a fraction of the layers, or layers, each once, as in '3+5+6', got {given}")
-            object.__setattr__(self, "skip", tuple(found))
-            return
-        if not 0 < share < 1:
-            raise ValueError(f"skip, a fraction of the layers, must be above 0 and below 1, got {short_repr(self.skip)}")
-        object.__setattr__(self, "skip", share)
+        skip = tuple(map(int, self.skip.split("+"))) if isinstance(self.skip, str) else self.skip
+        is_valid = 0 < len(set(skip)) == len(skip) if isinstance(skip, tuple) else 0 < skip < 1
+        if not is_valid:
+            given = short_repr(self.skip)
+            raise ValueError(f"skip must be a fraction of the layers, or layers, each once, as in '3+5+6', got {given}")
+        object.__setattr__(self, "skip", skip)
 
     def select_layers(self, count: int) -> tuple[int, ...]:
         """Return the indices of the skipped layers out of `count`."""
         if isinstance(self.skip, tuple):
             return self.skip
-        assert isinstance(self.skip, float)
+        assert not isinstance(self.skip, str)
         first, last = min(2, count - 2), count - 2
         num_skipped = max(1, min(round(self.skip * count), last - first + 1))
         return tuple(torch.linspace(last, first, num_skipped, dtype=torch.float32).round().int().sort().values.tolist())
@@ -60,7 +53,3 @@ class LayerSkip(Speculative):
             raise ValueError(f"skip needs a model with at least three layers that can be skipped, got {model.num_layers}")
         reduced = self.copy(model=model.skip_layers(self.select_layers(model.num_layers)))
         return super(LayerSkip, reduced).bind(model, slots)
-
-
-def _layer(given: object) -> int | None:
-    return int(given) if isinstance(given, str) and given.isdecimal() and len(given) < 9 else parse_int(given, 0)

@@ -10,13 +10,14 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from vargen.decoding.interfaces import TokenModel
-from vargen.decoding.noise import Noise, Purpose
+from vargen.decoding.noise import Noise
 from vargen.decoding.speculative import ChainDrafter
 from vargen.decoding.token_pass import TokenState
-from vargen.decoding.tree import Draft, Output, PassResult, Tree
-from vargen.values import number_field, validate_fields
+from vargen.decoding.tree import Draft, Output, PassResult
+from vargen.values import number_field
 
 
 @dataclass(frozen=True)
@@ -31,9 +32,6 @@ class Recycle(ChainDrafter):
     Args:
         length: draft tokens per pass, at least 1.
         top_k: candidates kept per token, at least 1.
-
-    Raises:
-        ValueError: if a value is out of range. `bind` raises it if the chain does not fit the grid.
     """
 
     length: int = number_field(3, 1, is_integer=True)
@@ -42,10 +40,6 @@ class Recycle(ChainDrafter):
     # Buffers: candidates int64 and weights float32, both [B, V, K]; weights are 0 for tokens that did not occur.
     candidates: Tensor = field(init=False, repr=False, compare=False)
     weights: Tensor = field(init=False, repr=False, compare=False)
-    chain: Tree = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        validate_fields(self)
 
     def bind(self, model: TokenModel, slots: int) -> Self:
         shape = slots, model.vocab, min(self.top_k, model.vocab)
@@ -57,34 +51,26 @@ class Recycle(ChainDrafter):
         self.weights[rows] = 0
 
     def propose(self, state: TokenState, noise: Noise, width: int) -> Draft:
-        B, device = len(state.length), state.length.device
-        image = torch.arange(B, device=device)
-        token = state.tokens.gather(1, state.length[:, None] - 1)[:, 0]
-        known = torch.ones_like(state.length, dtype=torch.bool)
-        drafted, probs, valid = [], [], []
-        for slot in range(self.length):
-            weights = self.weights[image, token]  # [B, K]
-            known = known & (weights.sum(1) > 0) & (state.length + slot < state.num_tokens)
-            q = torch.zeros(B, state.vocab, dtype=torch.float32, device=device)
-            q.scatter_add_(1, self.candidates[image, token], weights)
-            token = torch.where(known, noise.shift(slot).sample(q[:, None], Purpose.DRAFT)[:, 0], 0)
-            drafted.append(token)
-            probs.append(q)
-            valid.append(known)
-        return Draft(torch.stack(drafted, 1), self.chain, torch.stack(probs, 1), torch.stack(valid, 1))
+        image = torch.arange(len(state.length), device=state.length.device)
+
+        def predict(tokens: Tensor, position: Tensor) -> Tensor:
+            last = tokens.gather(1, position - 1)[:, 0]
+            q = torch.zeros(len(last), state.vocab, dtype=torch.float32, device=last.device)
+            return q.scatter_add_(1, self.candidates[image, last], self.weights[image, last])
+
+        return self.sample_chain(predict, state, noise)
 
     def observe(self, state: TokenState, result: PassResult) -> None:
         """Keep the target's most probable tokens after each fed token.
 
         If a token was fed twice, the slot nearer to the root counts.
         """
-        fed = torch.cat([state.tokens.gather(1, result.noise.position[:, :1] - 1), result.draft.tokens], 1)
+        draft: Any = result.draft
+        fed = torch.cat([state.tokens.gather(1, result.noise.position[:, :1] - 1), draft.tokens], 1)
+        seen = pad(draft.valid, (1, 0), value=True) & (result.noise.position < state.num_tokens)
         image = torch.arange(len(fed), device=fed.device)
         weights, candidates = result.probs.topk(self.weights.shape[2], dim=2)
         weights = weights / weights.sum(2, keepdim=True)
-        seen = result.noise.position < state.num_tokens
-        if result.draft.valid is not None:
-            seen = seen & torch.nn.functional.pad(result.draft.valid, (1, 0), value=True)
         for slot in reversed(range(fed.shape[1])):
             token, own = fed[:, slot], seen[:, slot, None]
             self.weights[image, token] = torch.where(own, weights[:, slot], self.weights[image, token])

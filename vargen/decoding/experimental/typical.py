@@ -27,9 +27,6 @@ class TypicalRule(RelaxedRule):
         epsilon: in (0, 1].
         alpha: above 0; the paper uses about the square root of epsilon.
         budget, tightening: see `RelaxedRule`.
-
-    Raises:
-        ValueError: if a value is out of range.
     """
 
     epsilon: float = number_field(0.09, 0, 1, open_below=True)

@@ -9,18 +9,19 @@ Shape suffixes: B slots, S draft tokens, N tokens of the grid.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from vargen.decoding.interfaces import TokenModel
 from vargen.decoding.jacobi import Jacobi
 from vargen.decoding.noise import Noise
 from vargen.decoding.relaxed_rules import PooledRule
 from vargen.decoding.token_pass import TokenState
-from vargen.decoding.tree import Draft, Output, PassResult
+from vargen.decoding.tree import Draft, Output, PassResult, Verdict
 from vargen.decoding.tree_rules import DraftTokens
 from vargen.values import number_field, short_repr, validate_fields
 
@@ -42,9 +43,6 @@ class Wavefront(Jacobi):
         window, initial: see `Jacobi`.
         coupling: `"from-verdict"`, which keeps what `WavefrontRule` keeps.
         reach: number of columns, at least 0, that the row above must be ahead.
-
-    Raises:
-        ValueError: as `Jacobi`, and if the reach or the coupling is invalid.
     """
 
     window: Any = 48
@@ -75,13 +73,12 @@ class Wavefront(Jacobi):
         """Mark the tokens that this pass sampled with enough settled context as settled."""
         N, columns, length = state.num_tokens, state.columns, state.length[:, None]
         place = torch.arange(N, device=length.device)
-        column = place % columns
-        settled = self.settled[:, :N] | (place < length)  # as of the time they were fed
-        left = settled[:, (place - 1).clamp(min=0)] | (column == 0)
-        above = place - columns + (columns - 1 - column).clamp(max=self.reach)  # rightmost that must be settled
-        over = settled[:, above.clamp(min=0)] | (place < columns)
         fed = place < length + result.noise.position.shape[1]
-        self.settled[:, :N] |= left & over & fed
+        settled = (self.settled[:, :N] | (place < length)).unflatten(1, (-1, columns))  # as of the time they were fed
+        ahead = (place[:columns] + self.reach).clamp(max=columns - 1)
+        left = pad(settled[..., :-1], (1, 0), value=True)
+        above = pad(settled[:, :-1, ahead], (0, 0, 1, 0), value=True)
+        self.settled[:, :N] |= (left & above).flatten(1) & fed
         super().observe(state, result)
 
 
@@ -91,14 +88,11 @@ class WavefrontRule(PooledRule):
 
     size: int = number_field(0, 0, is_integer=True, meaning="the number of neighbors")
     threshold: float = number_field(2.0, 0, open_below=True)
-    draft: Any = field(default=None, init=False, repr=False, compare=False)  # the one that is verified
+    settled: Tensor = field(init=False, repr=False, compare=False)  # bool [B, S], of the draft that is verified
 
-    def __call__(self, probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Any:
-        verifier = replace(self)
-        vars(verifier).update(vars(self), draft=draft)
-        return super(WavefrontRule, verifier).__call__(probs, draft, noise, relaxation)
+    def __call__(self, probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verdict:
+        settled = getattr(draft, "settled", torch.zeros_like(draft.tokens, dtype=torch.bool))
+        return super(WavefrontRule, self.keep(settled=settled)).__call__(probs, draft, noise, relaxation)
 
     def relaxation(self, drafted: DraftTokens) -> Tensor:
-        relaxation = super().relaxation(drafted)
-        settled = getattr(self.draft, "settled", None)
-        return relaxation if settled is None else torch.where(settled, 1 - drafted.exact_accept_prob, relaxation)
+        return torch.where(self.settled, 1 - drafted.exact_accept_prob, super().relaxation(drafted))
