@@ -4,6 +4,7 @@ import pytest
 import torch
 from initial_drafts import MixtureJacobi
 
+from vargen.clock import Clock
 from vargen.decoding import (
     Accelerator,
     Drafter,
@@ -17,7 +18,6 @@ from vargen.decoding import (
     shared_noise,
     speculative_sampling,
 )
-from vargen.decoding.clock import Clock
 from vargen.decoding.costs import measure_pass_costs
 from vargen.decoding.token_pass import TokenPass
 from vargen.decoding.window import (

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vargen.adapters.var import VARScaleModel, VARState
+from vargen.clock import Clock
 from vargen.decoding import PRESETS, Sampling, ScaleSchedule, Stage, decode_scales
-from vargen.decoding.clock import Clock
 from vargen.decoding.scales import ScalePasses
 from vargen.models.condition import Condition
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vargen.clock import Clock
 from vargen.compat import without_autocast
-from vargen.decoding.clock import Clock
 from vargen.decoding.costs import use_best_threads
 from vargen.decoding.graph import CUDAGraph
 from vargen.decoding.interfaces import TokenModel

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vargen.clock import Clock
 from vargen.compat import without_autocast
-from vargen.decoding.clock import Clock
 from vargen.decoding.interfaces import ScaleModel
 from vargen.decoding.methods import resolve_method
 from vargen.decoding.noise import Noise, Purpose

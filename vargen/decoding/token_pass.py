@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vargen.decoding.clock import Clock
+from vargen.clock import Clock
 from vargen.decoding.graph import CapturedPasses, CUDAGraph
 from vargen.decoding.interfaces import AcceptanceRule, Drafter, TokenModel
 from vargen.decoding.noise import Noise, Purpose, TokenNoise

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vargen.decoding.clock import Clock
+from vargen.clock import Clock
 from vargen.decoding.method import Accelerator
 from vargen.decoding.rules import uses_kernels
 from vargen.decoding.sampling import Sampling, to_probs

@@ -9,6 +9,7 @@ from tiny_models import tiny_transformer
 
 from vargen.adapters.drafters import EagleModel, MedusaHeads
 from vargen.adapters.llamagen import LlamaGenTokenModel
+from vargen.clock import Clock
 from vargen.decoding import (
     Accelerator,
     Jacobi,
@@ -19,7 +20,6 @@ from vargen.decoding import (
     shared_noise,
     speculative_sampling,
 )
-from vargen.decoding.clock import Clock
 from vargen.decoding.experimental import JacobiTree, recursive_rejection
 from vargen.decoding.graph import EAGER_PASSES
 from vargen.decoding.noise import TokenNoise

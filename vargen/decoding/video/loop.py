@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vargen.clock import Clock
 from vargen.compat import without_autocast
-from vargen.decoding.clock import Clock
 from vargen.decoding.costs import block_threads
 from vargen.decoding.methods import resolve_method
 from vargen.decoding.video.denoising import BlockGenerator, make_block_noise
