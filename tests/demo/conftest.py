@@ -16,6 +16,7 @@ import pytest
 
 gradio = pytest.importorskip("gradio", reason="the demo needs gradio: pip install -e .[demo]")
 
+from tiny_families import brightness  # noqa: E402
 from tiny_models import text_pipeline  # noqa: E402
 
 from vargen.demo.image_service import ImageService  # noqa: E402
@@ -55,15 +56,6 @@ def full_speed(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if "service" in request.fixturenames:
         request.getfixturevalue("service").pause = 0.0
-
-
-def brightness(images: Any, prompts: Any) -> Any:
-    return images.mean((1, 2, 3))
-
-
-@pytest.fixture(scope="session")
-def mean_brightness() -> Callable[[Any, Any], Any]:
-    return brightness
 
 
 @pytest.fixture(scope="session")

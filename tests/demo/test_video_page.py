@@ -17,6 +17,7 @@ from PIL import Image
 
 pytest.importorskip("gradio")
 
+from tiny_families import brightness
 from tiny_models import text_pipeline
 
 from vargen.decoding import BlockRecord
@@ -29,10 +30,10 @@ TAU = "#video-tau input[type=number]"
 
 
 @pytest.fixture(scope="module")
-def service(video_model: Path, mean_brightness: Any) -> Iterator[VideoService]:
+def service(video_model: Path) -> Iterator[VideoService]:
     """A random model that can be slowed down, as that of the other page."""
     pipe = open_pipeline(video_model)
-    made = VideoService(pipe, "emoji-video", mean_brightness)
+    made = VideoService(pipe, "emoji-video", brightness)
     made.pause = 0.0  # type: ignore[attr-defined]
     pipe.draft_transformer.register_forward_pre_hook(lambda *_: time.sleep(made.pause))  # type: ignore[attr-defined]
     yield made

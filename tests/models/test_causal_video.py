@@ -216,12 +216,8 @@ def test_padding_of_captions_is_hidden_or_seen(model):
     )
     official = a_model(text_mask=False, text_len=7)
     short, long = embeds[:, :3], torch.cat([embeds[:, :3], torch.zeros(2, 4, 8).double()], 1)
-    assert torch.equal(*(model_out(official, z, e) for e in (short, long)))
+    assert torch.equal(*(official(z, ZERO, official.text_cache(e)) for e in (short, long)))
     rejects(lambda: official.text_cache(torch.zeros(1, 8, 8).double()), "embeds")
-
-
-def model_out(model, z, embeds):
-    return model(z, ZERO, model.text_cache(embeds))
 
 
 def test_a_level_of_motion_is_one_more_row():

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from rejects import rejects
+from tiny_families import brightness
 from typer.testing import CliRunner
 
 from vargen.cli.main import app
@@ -21,10 +22,6 @@ from vargen.training.routing_tree import later_gains
 
 PROMPTS = ["a red apple", "a blue car", "a happy dog"]
 CONFIG = RouterConfig(blocks=3, every=1)
-
-
-def brightness(images, prompts):
-    return images.mean((1, 2, 3))
 
 
 @pytest.fixture
