@@ -20,7 +20,7 @@ from vargen.decoding.jacobi import Jacobi
 from vargen.decoding.noise import Noise, Purpose
 from vargen.decoding.token_pass import TokenState
 from vargen.decoding.tree import Draft, Output, PassResult, Tree
-from vargen.decoding.tree_growth import exclude_earlier_siblings
+from vargen.decoding.tree_drafters import exclude_earlier_siblings
 from vargen.values import number_field, validate_fields
 
 

@@ -18,7 +18,7 @@ from vargen.decoding.interfaces import TokenModel
 from vargen.decoding.noise import Noise, Purpose
 from vargen.decoding.token_pass import TokenState
 from vargen.decoding.tree import Draft, Tree
-from vargen.decoding.tree_growth import MAX_TREE_WIDTH, DynamicTree
+from vargen.decoding.tree_drafters import MAX_TREE_WIDTH, DynamicTree
 from vargen.values import parse_int, short_repr
 
 
