@@ -57,8 +57,8 @@ MUTANTS = (
         "budget-not-charged",
         "A relaxed rule has its whole budget again in each pass: what earlier passes spent is not charged.",
         "vargen/decoding/relaxed_rules.py",
-        "    total = torch.minimum(excess.cumsum(1), (budget - relaxation).clamp_min(0)[:, None])\n",
-        "    total = torch.minimum(excess.cumsum(1), (budget - 0 * relaxation).clamp_min(0)[:, None])\n",
+        "            total = torch.minimum(spent.cumsum(1), (self.budget - relaxation).clamp_min(0)[:, None])\n",
+        "            total = torch.minimum(spent.cumsum(1), (self.budget - 0 * relaxation).clamp_min(0)[:, None])\n",
         ("tests/decoding/test_invariants.py::test_no_image_spends_more_than_its_budget_and_without_one_the_rule_is_exact",),
     ),
     Mutant(
