@@ -129,5 +129,5 @@ def test_a_front_of_a_whole_row_is_the_exact_window():
 def test_a_low_resolution_of_other_tokens_is_refused():
     model = TableModel(3, 5)
     model.low_res = TableLowRes(TableModel(4, 5))
-    with pytest.raises(ValueError, match=r"must draft for 3 tokens on \(1, 5\), got 4 on \(1, 5\)"):
+    with pytest.raises(ValueError, match=r"share the target's vocabulary and grid, 3 tokens on \(1, 5\), got 4 on \(1, 5\)"):
         drafts().bind(model, 1)

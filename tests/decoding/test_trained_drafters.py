@@ -72,8 +72,8 @@ def passes(drafter: Drafter, rule) -> int:
 
 def test_features_of_other_slots_are_noticed(monkeypatch) -> None:
     """The control of the tests above: with the feature of the slot before, a perfect drafter is one no more."""
-    gathered = tree_drafters.gather_slots
-    monkeypatch.setattr(tree_drafters, "gather_slots", lambda rows, slots: gathered(rows, (slots - 1).clamp(min=0)))
+    gathered = tree_drafters.gather_nodes
+    monkeypatch.setattr(tree_drafters, "gather_nodes", lambda rows, slots: gathered(rows, (slots - 1).clamp(min=0)))
     assert passes(Eagle(chain(1)), recursive_rejection) > 3
 
 

@@ -17,8 +17,7 @@ from vargen.decoding.speculative import ChainDrafter, Speculative
 from vargen.decoding.stats import DecodeStats
 from vargen.decoding.token_pass import TokenState
 from vargen.decoding.tree import Draft, Output, PassResult, Tree, Verdict
-from vargen.decoding.tree_drafters import Eagle, Medusa, TreeDrafter
-from vargen.decoding.tree_growth import Children, DynamicTree
+from vargen.decoding.tree_drafters import Children, DynamicTree, Eagle, Medusa, TreeDrafter
 from vargen.decoding.tree_rules import traversal
 from vargen.decoding.video.interfaces import BlockDecoder, BlockModel, BlockView, DraftView, VideoBlock
 from vargen.decoding.video.loop import BlockStream, NonFiniteLatentsError, decode_video

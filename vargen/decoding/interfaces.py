@@ -265,6 +265,15 @@ class DraftHead:
     grid: tuple[int, int]
 
 
+def require_same_tokens(part: str, found: TokenModel | LowResModel | DraftHead, model: TokenModel) -> None:
+    """Raise ValueError unless a part, which drafts for a target, has its vocabulary and grid."""
+    if (found.vocab, found.grid) != (model.vocab, model.grid):
+        raise ValueError(
+            f"{part} must share the target's vocabulary and grid, {model.vocab} tokens on {model.grid}, "
+            f"got {found.vocab} on {found.grid}"
+        )
+
+
 class AutoregressiveHead(DraftHead):
     """A draft head that extrapolates the target's features one token at a time (EAGLE).
 

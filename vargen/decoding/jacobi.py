@@ -17,7 +17,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
-from vargen.decoding.interfaces import Drafter, LowResModel, TokenModel
+from vargen.decoding.interfaces import Drafter, LowResModel, TokenModel, require_same_tokens
 from vargen.decoding.noise import Noise, Purpose
 from vargen.decoding.rules import gather_p_and_q, resample_rejected
 from vargen.decoding.token_pass import TokenState
@@ -197,10 +197,7 @@ def require_low_res_model(model: TokenModel) -> LowResModel:
     found = model.low_res
     if found is None:
         raise ValueError(MISSING_LOW_RES)
-    if (found.vocab, found.grid) != (model.vocab, model.grid):
-        raise ValueError(
-            f"the low-resolution model must draft for {model.vocab} tokens on {model.grid}, got {found.vocab} on {found.grid}"
-        )
+    require_same_tokens("the low-resolution model", found, model)
     return found
 
 

@@ -14,8 +14,7 @@ from vargen.decoding.relaxed_rules import GroupedRule, NeighborhoodRule, PooledR
 from vargen.decoding.rules import shared_noise, speculative_sampling
 from vargen.decoding.schedule import ScaleSchedule, Stage
 from vargen.decoding.speculative import Speculative
-from vargen.decoding.tree_drafters import Eagle, Medusa
-from vargen.decoding.tree_growth import DynamicTree
+from vargen.decoding.tree_drafters import DynamicTree, Eagle, Medusa
 from vargen.decoding.tree_rules import traversal
 from vargen.decoding.video.policies import LearnedRouting, SingleModel, Stride, Threshold, VideoMethod
 from vargen.specs import parse_spec

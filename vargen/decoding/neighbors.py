@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import zipfile
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
@@ -24,6 +25,14 @@ logger = logging.getLogger("vargen")
 _MAX_DISTANCES = 2**24  # number of distances in memory at a time
 
 
+@dataclass(frozen=True)
+class _Codebook:
+    """A codebook as a cache key: equal to any other of this name, which is a hash of its shape and values."""
+
+    name: str
+    codes: Tensor = field(compare=False)  # float32 `[V, C]` on the CPU
+
+
 def build_neighbor_table(codebook: Tensor, count: int) -> Tensor:
     """Return the `count` nearest neighbors of each token, nearest first: `[V, K]`, int16 if token ids fit, otherwise int32.
 
@@ -36,8 +45,8 @@ def build_neighbor_table(codebook: Tensor, count: int) -> Tensor:
     if codebook.dim() != 2 or len(codebook) < 2 or not codebook.isfinite().all():
         raise ValueError(f"codebook must be a matrix [V, C] of finite numbers and at least 2 codes, got {list(codebook.shape)}")
     codes = codebook.detach().to("cpu", torch.float32).contiguous()
-    count = min(count, len(codes) - 1)
-    return _load_or_build(_CodebookKey(codes, hash_codebook(codes)), count).to(codebook.device)
+    name = hashlib.sha256(f"{list(codes.shape)}".encode() + codes.numpy().tobytes()).hexdigest()[:16]
+    return _load_or_build(_Codebook(name, codes), min(count, len(codes) - 1)).to(codebook.device)
 
 
 def require_codebook(model: TokenModel) -> Tensor:
@@ -49,33 +58,30 @@ def require_codebook(model: TokenModel) -> Tensor:
     return model.codebook
 
 
-def hash_codebook(codebook: Tensor) -> str:
-    """Return a hash of the values and shape of a float32 codebook on the CPU."""
-    return hashlib.sha256(f"{list(codebook.shape)}".encode() + codebook.numpy().tobytes()).hexdigest()[:16]
-
-
-class _CodebookKey:
-    """A codebook as a cache key; equal to any other codebook with the same digest."""
-
-    def __init__(self, codes: Tensor, name: str):
-        self.codes, self.name = codes, name
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _CodebookKey) and other.name == self.name
-
-    def __hash__(self) -> int:
-        return hash(self.name)
-
-
 @lru_cache(maxsize=4)
 @normal_tensors()
-def _load_or_build(book: _CodebookKey, count: int) -> Tensor:
+def _load_or_build(book: _Codebook, count: int) -> Tensor:
     path = cache_folder() / "neighbours" / f"{book.name}.npz"
-    found = _read_cache(path, book, count)
+    found = _read_cache(path, len(book.codes), count)
     if found is None:
         found = _build_table(book.codes, count)
-        _write_cache(path, book, found)
+        try:
+            with atomic_file(path) as temporary, open(temporary, "wb") as file:
+                np.savez(file, nearest=found.numpy())
+        except OSError as error:  # the cache folder is not writable
+            logger.debug("the neighbor table is not cached: %s", error)
     return found[:, :count].contiguous()
+
+
+def _read_cache(path: Path, vocab: int, count: int) -> Tensor | None:
+    """Load a table of at least `count` columns; None if the file is missing, or holds anything else."""
+    try:
+        with np.load(path, allow_pickle=False) as stored:
+            table = stored["nearest"]
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+        return None
+    fits = table.ndim == 2 and len(table) == vocab and table.shape[1] >= count and table.dtype in (np.int16, np.int32)
+    return torch.from_numpy(table) if fits and table.min() >= 0 and table.max() < vocab else None
 
 
 def token_dtype(vocab: int) -> torch.dtype:
@@ -97,28 +103,3 @@ def _build_table(codes: Tensor, count: int) -> Tensor:
         order = gap.gather(1, member).argsort(dim=1, stable=True)
         table[rows] = member.gather(1, order).to(table.dtype)
     return table
-
-
-# -- disk cache -------------------------------------------------------------------------------------------------------
-
-
-def _read_cache(path: Path, book: _CodebookKey, count: int) -> Tensor | None:
-    """Load a table of this codebook with at least `count` columns; None if the file is missing, invalid, or another table."""
-    try:
-        with np.load(path, allow_pickle=False) as stored:
-            name, table = str(stored["codebook"]), stored["nearest"]
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
-        return None
-    V = len(book.codes)
-    fits = table.ndim == 2 and table.shape[0] == V and table.shape[1] >= count and table.dtype in (np.int16, np.int32)
-    if name != book.name or not fits or table.min() < 0 or table.max() >= V:
-        return None
-    return torch.from_numpy(table)
-
-
-def _write_cache(path: Path, book: _CodebookKey, table: Tensor) -> None:
-    try:
-        with atomic_file(path) as temporary, open(temporary, "wb") as file:
-            np.savez(file, codebook=book.name, nearest=table.numpy())
-    except OSError as error:  # the cache folder is not writable
-        logger.debug("the neighbor table is not cached: %s", error)

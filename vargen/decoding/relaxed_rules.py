@@ -75,7 +75,7 @@ class RelaxedRule(AcceptanceRule):
         """
         return self.accept_prob(p, q, tokens)
 
-    def _accept_by_row(self, drafted: DraftTokens) -> Tensor:
+    def _accept_by_image(self, drafted: DraftTokens) -> Tensor:
         """Return `accept_prob`, and `greedy_accept_prob` of the images that are sampled greedily, `[B, S]`."""
         accept_prob = self.accept_prob(*drafted[:3])
         if drafted.unfiltered_probs is None or drafted.is_greedy is None:
@@ -85,7 +85,7 @@ class RelaxedRule(AcceptanceRule):
 
     def relaxation(self, drafted: DraftTokens) -> Tensor:
         """Relaxation of each draft token, `[B, S]`, tapered with depth but not yet limited by the budget."""
-        excess = (self._accept_by_row(drafted).clamp(max=1.0) - drafted.exact_accept_prob).clamp_min(0)
+        excess = (self._accept_by_image(drafted).clamp(max=1.0) - drafted.exact_accept_prob).clamp_min(0)
         return excess * (-self.tightening * (drafted.depth - 1)).exp() if self.tightening else excess
 
     def __call__(self, probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verdict:
@@ -96,20 +96,29 @@ class RelaxedRule(AcceptanceRule):
         if not draft.tree.is_chain:
             return verify_siblings(self._decide, probs, draft, noise, relaxation, self.budget)
         if uses_kernels(probs) and type(self).relaxation is RelaxedRule.relaxation and draft.tokens.shape[1]:
-            accept_prob = self._accept_by_row(_select_chain(probs, draft))
-            return launch_verify_chain(probs, draft, noise, accept_prob, relaxation, self.budget, self.tightening)
+            limits = {"relaxation": relaxation, "budget": self.budget, "tightening": self.tightening}
+            accept_prob = self._accept_by_image(_select_chain(probs, draft))
+            return launch_verify_chain(probs, draft, noise, accept_prob=accept_prob, **limits)
         verdict, _, spent = self.verify_chain(probs, draft, noise, relaxation)
         return replace(verdict, relaxation=sum_relaxation(spent, verdict, draft))
 
-    def _decide(self, drafted: DraftTokens) -> SiblingDecision:
-        return SiblingDecision(drafted.exact_accept_prob, relaxation=self.relaxation(drafted))
+    def _decide(self, child: DraftTokens) -> SiblingDecision:
+        return SiblingDecision(child.exact_accept_prob, relaxation=self.relaxation(child))
 
     def verify_chain(
         self, probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor
     ) -> tuple[Verdict, DraftTokens, Tensor]:
-        """Return the verdict on a chain without its relaxation, the draft tokens, and the relaxation of each, `[B, T - 1]`."""
+        """Return the verdict on a chain without its relaxation, the draft tokens, and the relaxation of each, `[B, T - 1]`.
+
+        Invalid draft tokens get none, and the sum along the chain does not exceed what is left of the budget.
+        """
         drafted = _select_chain(probs, draft)
-        spent = cap_to_budget(self.relaxation(drafted), draft, relaxation, self.budget)
+        spent = self.relaxation(drafted)
+        if draft.valid is not None:
+            spent = torch.where(draft.valid, spent, 0.0)  # past the grid, logits may be NaN
+        if self.budget is not None:
+            total = torch.minimum(spent.cumsum(1), (self.budget - relaxation).clamp_min(0)[:, None])
+            spent = total.diff(dim=1, prepend=torch.zeros_like(total[:, :1]))
         accepted = noise.uniform(Purpose.ACCEPT)[:, :-1] < drafted.exact_accept_prob + spent
         return verify_chain(accepted, probs, draft, noise), drafted, spent
 
@@ -120,30 +129,10 @@ def _select_chain(probs: Tensor, draft: Draft) -> DraftTokens:
     return DraftTokens(probs[:, :-1], draft.probs, draft.tokens, draft.tree.depth[1:], unfiltered, draft.is_greedy)
 
 
-def cap_to_budget(excess: Tensor, draft: Draft, relaxation: Tensor, budget: float | None) -> Tensor:
-    """Limit the relaxation of each draft token of a chain, float `[B, T - 1]`.
-
-    Invalid draft tokens get none, and the sum along the chain does not exceed the remaining budget.
-
-    Args:
-        excess: float `[B, T - 1]`, nonnegative, relaxation before the limit.
-        relaxation: float32 `[B]`, spent in earlier passes.
-        budget: maximum relaxation per image; None: no limit.
-    """
-    if draft.valid is not None:
-        excess = torch.where(draft.valid, excess, 0.0)  # past the grid, logits may be NaN
-    if budget is None:
-        return excess
-    total = torch.minimum(excess.cumsum(1), (budget - relaxation).clamp_min(0)[:, None])
-    return total.diff(dim=1, prepend=torch.zeros_like(total[:, :1]))
-
-
 def sum_relaxation(spent: Tensor, verdict: Verdict, draft: Draft) -> Tensor:
     """Relaxation of a pass, float `[B]`: the sum over the draft tokens that were tested, including the first rejected one."""
     tested = torch.arange(spent.shape[1], device=spent.device) < verdict.count[:, None]
-    if draft.valid is not None:
-        tested = tested & draft.valid
-    return (spent * tested).sum(1)
+    return (spent * draft.only_valid(tested)).sum(1)
 
 
 @dataclass(frozen=True)
@@ -153,21 +142,14 @@ class GroupedRule(RelaxedRule):
     Grouped speculative decoding (So et al. 2025, GSD, section 3). The group consists of the `size` tokens nearest in rank to
     the draft token when sorted by the current p, half above and half below it. Tokens that differ by `delta` or more in
     probability, or by `distance` or more in codebook space, are excluded, as are tokens that the sampling filters set to
-    probability zero.
-
-    The draft token is accepted if u < min(1, sum p / sum q), summed over the token and its group; it is committed unchanged. A
-    rejection samples from norm((p - q)+). The output is not distributed as the target: acceptance probability beyond min(1, p /
-    q) is relaxation, reported per image. Where the ratio of sums is *below* p / q, we use p / q, because rejecting more than
-    the exact rule would add bias for no gain.
+    probability zero. The draft token is accepted, and committed unchanged, if u < min(1, sum p / sum q), summed over the token
+    and its group. Where this is below the exact probability, we use the exact one: rejecting more adds bias for no gain.
 
     Args:
         size: maximum number of tokens in a group besides the draft token, at least 1.
         delta: in (0, 1]; 1 disables this filter.
         distance: squared Euclidean distance of codebook vectors (0 to 4 for unit vectors); None disables this filter.
         budget, tightening: see `RelaxedRule`.
-
-    Raises:
-        ValueError: if a value is out of range.
     """
 
     size: int = number_field(14, 1, is_integer=True, meaning="the number of tokens in a group")
@@ -176,11 +158,6 @@ class GroupedRule(RelaxedRule):
     codebook: Tensor | None = field(default=None, init=False, repr=False, compare=False)  # `[V, C]`, set by `bind`
 
     def bind(self, model: TokenModel) -> Self:
-        """Return the rule with the model's codebook.
-
-        Raises:
-            ValueError: if `distance` is set and the model has no codebook.
-        """
         if self.distance is not None and model.codebook is None:
             raise ValueError("distance needs a model with a codebook; distance=None groups tokens without it")
         return self.keep(codebook=model.codebook)
@@ -190,15 +167,15 @@ class GroupedRule(RelaxedRule):
 
         Excluded members are replaced by the draft token itself.
         """
-        own = p.gather(2, tokens[..., None])
+        own, most = p.gather(2, tokens[..., None]), p.shape[-1] - 1
         others = p.scatter(2, tokens[..., None], -1.0)
-        below = min((self.size + 1) // 2, p.shape[-1] - 1)
-        above = min(self.size // 2, p.shape[-1] - 1)
-        low, index = torch.where(others <= own, others, -1.0).topk(below, dim=2)
-        high, higher = torch.where(others > own, -others, -2.0).topk(above, dim=2)  # the smallest above own
-        value, member = torch.cat([low, -high], 2), torch.cat([index, higher], 2)
+        # Values outside (0, 1] mark tokens that are on the other side of the draft token.
+        low, lower = torch.where(others <= own, others, -1.0).topk(min((self.size + 1) // 2, most), dim=2)
+        high, higher = torch.where(others > own, -others, -2.0).topk(min(self.size // 2, most), dim=2)  # the smallest above own
+        value, member = torch.cat([low, -high], 2), torch.cat([lower, higher], 2)
         joins = (value > 0) & (value <= 1) & ((value - own).abs() < self.delta)
-        if self.distance is not None and self.codebook is not None:
+        if self.distance is not None:
+            assert self.codebook is not None, "call bind(model) first"
             gap = self.codebook[member] - self.codebook[tokens][..., None, :]
             joins &= gap.square().sum(-1) < self.distance
         return torch.where(joins, member, tokens[..., None])
@@ -219,10 +196,10 @@ class NeighborhoodRule(RelaxedRule):
 
     LANTERN (Jang et al. 2024, section 4) and LANTERN++ (Park et al. 2025). A is the longest prefix of the `size` nearest
     tokens, excluding x, whose total probability p(A) stays within the configured bounds: `delta` (LANTERN), and (ratio - 1)
-    p(x) (LANTERN++), which limits p(x) + p(A) to `ratio` p(x). An accepted draft token is committed unchanged. A rejection
-    samples from norm((p - q)+), the optimal residual of every relaxed rule. Neither bound limits the total
-    distance of the output from p, because every draft token has its own A; that distance is reported as relaxation and limited
-    by `budget`. A draft token that the filters set to probability zero is never accepted, whatever its neighbors.
+    p(x) (LANTERN++), which limits p(x) + p(A) to `ratio` p(x). An accepted draft token is committed unchanged. Neither bound
+    limits the total distance of the output from p, because every draft token has its own A; that distance is reported as
+    relaxation and limited by `budget`. A draft token that the filters set to probability zero is never accepted, whatever its
+    neighbors.
 
     Under greedy sampling (temperature 0), probabilities are taken at temperature 1, and a draft token is accepted if p(x) +
     p(A) is at least the largest probability of any other token (LANTERN's greedy form). Each accepted token that is not the
@@ -231,19 +208,14 @@ class NeighborhoodRule(RelaxedRule):
     Args:
         size: maximum number of neighbors, at least 1; limited by the size of the codebook.
         ratio: lambda, above 1; None disables this bound.
-        delta: in (0, 1]; None disables this bound.
+        delta: in (0, 1]; None disables this bound. At least one of the two must be set.
         budget, tightening: see `RelaxedRule`.
-
-    Raises:
-        ValueError: if a value is out of range, or neither bound is set.
     """
 
     size: int = number_field(10, 1, is_integer=True, meaning="the maximum number of neighbors")
     ratio: float | None = number_field(5.0, 1, open_below=True, optional=True)
     delta: float | None = number_field(None, 0, 1, open_below=True, optional=True)
-    neighbor_table: Tensor | None = field(
-        default=None, init=False, repr=False, compare=False
-    )  # int16 or int32 `[V, K]`; see `bind`
+    neighbor_table: Tensor = field(init=False, repr=False, compare=False)  # int16 or int32 `[V, K]`, set by `bind`
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -251,17 +223,10 @@ class NeighborhoodRule(RelaxedRule):
             raise ValueError("ratio, delta or both must be a number, which bounds the neighborhood, got None for both")
 
     def bind(self, model: TokenModel) -> Self:
-        """Return the rule with the neighbor table of the model's codebook, which is computed on first use.
-
-        Raises:
-            ValueError: if the model has no codebook, or an invalid one.
-        """
         return self.keep(neighbor_table=build_neighbor_table(require_codebook(model), self.size))
 
     def neighbor_prob(self, p: Tensor, tokens: Tensor) -> Tensor:
         """Total neighbor probability p(A) of `tokens` `[B, S]` under p `[B, S, V]`: float `[B, S]`."""
-        if self.neighbor_table is None:
-            raise ValueError("the rule has no neighbor table: call bind(model) first")
         reached = p.gather(2, self.neighbor_table[tokens].long()).cumsum(2)
         within = torch.ones_like(reached, dtype=torch.bool)
         if self.ratio is not None:
@@ -285,11 +250,10 @@ class PooledRule(RelaxedRule):
     """Relaxed rule of MuLo-SD: accept a draft token if it and its `size` nearest codebook neighbors sum to p >= `threshold`.
 
     MuLo-SD 2026, arXiv 2601.05149. Two differences from the paper avoid needless bias. (1) Below the threshold we apply the
-    exact test min(1, p / q) instead of rejecting: rejecting more than the exact rule adds bias for no gain. (2) After the first
-    rejection, MuLo keeps the draft tokens that pass and resamples the others. Here this is a coupling: a draft token that was
-    not reached is kept with the probability that the rule gives it, otherwise resampled from norm((p - q)+), so it is
-    distributed as p except for the relaxation spent. Relaxation is counted where it is spent, also on draft tokens that were
-    not reached.
+    exact test min(1, p / q) instead of rejecting. (2) After the first rejection, MuLo keeps the draft tokens that pass and
+    resamples the others. Here this is a coupling: a draft token that was not reached is kept with the probability that the rule
+    gives it, otherwise resampled from norm((p - q)+), so it is distributed as p except for the relaxation spent. Relaxation is
+    counted where it is spent, also on draft tokens that were not reached.
 
     Draft tokens within `radius` rows and columns of a rejected token, and after it in raster order, are resampled from p
     whether they pass or not (the paper's local expansion). Tokens before it are left alone: their p does not depend on it, and
@@ -300,10 +264,6 @@ class PooledRule(RelaxedRule):
         threshold: tau, above 0; above 1 no token passes by its pooled probability.
         radius: at least 0.
         budget, tightening: see `RelaxedRule`. With a budget of 0 this is the exact rule with a maximal coupling.
-
-    Raises:
-        ValueError: if a value is out of range. `bind` raises it if the radius exceeds the grid, or if the rule needs a codebook
-            and the model has none or one for another vocabulary.
     """
 
     topologies = ("chain",)
@@ -311,13 +271,10 @@ class PooledRule(RelaxedRule):
     size: int = number_field(10, 0, is_integer=True, meaning="the number of neighbors")
     threshold: float = number_field(0.3, 0, open_below=True)
     radius: int = number_field(0, 0, is_integer=True)
-    neighbor_table: Tensor | None = field(
-        default=None, init=False, repr=False, compare=False
-    )  # int16 or int32 `[V, K]`; see `bind`
+    neighbor_table: Tensor | None = field(default=None, init=False, repr=False, compare=False)  # `[V, K]`, set by `bind`
     columns: int = field(default=0, init=False, repr=False, compare=False)  # of the grid, set by `bind`
 
     def bind(self, model: TokenModel) -> Self:
-        """Return the rule with the grid and the neighbor table of the model's codebook, which is computed on first use."""
         rows, columns = model.grid
         if self.radius and self.radius >= max(rows, columns):
             raise ValueError(f"radius must be less than the grid of {rows} x {columns}, got {self.radius}")
@@ -328,40 +285,24 @@ class PooledRule(RelaxedRule):
     def fit_to_grid(self, rows: int, columns: int) -> Self:
         return replace(self, radius=min(self.radius, max(rows, columns) - 1))
 
-    def pooled_prob(self, p: Tensor, tokens: Tensor) -> Tensor:
-        """Total probability of `tokens` `[B, S]` and their neighbors under p `[B, S, V]`: float `[B, S]`."""
-        own = gather_prob(p, tokens)
-        return own if self.neighbor_table is None else own + p.gather(2, self.neighbor_table[tokens].long()).sum(2)
-
     def accept_prob(self, p: Tensor, q: Tensor | None, tokens: Tensor) -> Tensor:
-        return (self.pooled_prob(p, tokens) >= self.threshold).to(p.dtype)
+        pooled = gather_prob(p, tokens)
+        if self.neighbor_table is not None:
+            pooled = pooled + p.gather(2, self.neighbor_table[tokens].long()).sum(2)
+        return (pooled >= self.threshold).to(p.dtype)
 
     def __call__(self, probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verdict:
         """See `AcceptanceRule`. `Verdict.sampled` holds the draft tokens, with rejected ones replaced."""
         verdict, drafted, spent = self.verify_chain(probs, draft, noise, relaxation)
-        accepted, near = self._split_accepted(verdict, drafted, spent, draft, noise)
+        accepted = noise.uniform(Purpose.RESAMPLE_ACCEPT)[:, :-1] < drafted.exact_accept_prob + spent
+        accepted, near = draft.only_valid(accepted), torch.zeros_like(accepted)  # undefined for committed tokens
+        if self.radius:
+            index = torch.arange(spent.shape[1], device=spent.device)
+            first = verdict.count[:, None] - 1  # the draft token that the verdict, with other uniforms, rejected
+            rejected = draft.only_valid((index == first) | ((index > first) & ~accepted))
+            near = self._is_near_rejected(rejected, noise.position[:, :-1]) & (index > first)
         sampled = resample_rejected(probs, draft, noise, accepted, near)
         return replace(verdict, sampled=sampled, relaxation=(spent * ~near).sum(1))
-
-    def _split_accepted(
-        self, verdict: Verdict, drafted: DraftTokens, spent: Tensor, draft: Draft, noise: Noise
-    ) -> tuple[Tensor, Tensor]:
-        """Return two masks over draft tokens, bool `[B, S]` each: which are accepted, and which are close after a rejected one.
-
-        Entries of committed tokens are undefined.
-        """
-        slot = torch.arange(spent.shape[1], device=spent.device)
-        accepted = noise.uniform(Purpose.RESAMPLE_ACCEPT)[:, :-1] < drafted.exact_accept_prob + spent
-        if draft.valid is not None:
-            accepted &= draft.valid
-        committed = slot < verdict.count[:, None] - 1
-        if not self.radius:
-            return accepted, torch.zeros_like(accepted)
-        first = slot == verdict.count[:, None] - 1  # rejected by the verdict, which used other uniforms
-        rejected = (first | ~accepted) & ~committed
-        if draft.valid is not None:
-            rejected &= draft.valid
-        return accepted, self._is_near_rejected(rejected, noise.position[:, :-1]) & ~committed & ~first
 
     def _is_near_rejected(self, rejected: Tensor, position: Tensor) -> Tensor:
         """bool `[B, S]`: positions after a rejected one in raster order, within `radius` rows and columns of it."""

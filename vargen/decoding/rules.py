@@ -8,14 +8,14 @@ Shape suffixes: B images, T tokens fed in one pass, S draft tokens, V vocabulary
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import update_wrapper
+from collections.abc import Callable, Mapping
+from functools import partial, update_wrapper
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from vargen.decoding.interfaces import AcceptanceRule
+from vargen.decoding.interfaces import AcceptanceRule, VerifyTokens
 from vargen.decoding.noise import Noise, Purpose
 from vargen.decoding.tree import Draft, Verdict
 from vargen.kernels.dispatch import supports_rows
@@ -24,15 +24,11 @@ VerifyFunction = Callable[[Tensor, Draft, Noise, Tensor], Verdict]
 
 
 class FunctionRule(AcceptanceRule):
-    """An `AcceptanceRule` given by a function, which needs nothing from the model. It has the name of the function.
-
-    Args:
-        attributes: of the rule; see `AcceptanceRule`.
-    """
+    """An `AcceptanceRule` given by a function, with its name and further attributes. It needs nothing from the model."""
 
     __qualname__: str
 
-    def __init__(self, function: VerifyFunction, **attributes: Any):
+    def __init__(self, function: VerifyFunction, attributes: Mapping[str, Any]):
         update_wrapper(self, function)
         self.function = function
         vars(self).update(attributes)
@@ -54,11 +50,10 @@ def acceptance_rule(
     requires: tuple[str, ...] = (),
     sequential_tokens: bool = False,
     leaves_first: bool = False,
-    verify_tokens: Callable[[Tensor, Draft], Verdict] | None = None,
+    verify_tokens: VerifyTokens | None = None,
 ) -> Callable[[VerifyFunction], FunctionRule]:
     """Decorate a function as an `AcceptanceRule`; see there for the arguments."""
-    attributes = dict(locals())
-    return lambda function: FunctionRule(function, **attributes)
+    return partial(FunctionRule, attributes=dict(locals()))
 
 
 def uses_kernels(probs: Tensor) -> bool:
@@ -110,20 +105,16 @@ def verify_chain(accepted: Tensor, probs: Tensor, draft: Draft, noise: Noise) ->
     accepted draft, and where an image has no draft token, it is sampled from the target distribution.
     """
     B, T, _ = probs.shape
-    if draft.valid is not None:
-        accepted = accepted & draft.valid
-    count = 1 + accepted.cumprod(1).sum(1)
-    row, at = count - 1, torch.arange(B, device=probs.device)
-    target = probs[at, row]
+    image = torch.arange(B, device=probs.device)
+    count = 1 + draft.only_valid(accepted).cumprod(1).sum(1)
+    last = count - 1  # the last accepted node, and the index of the rejected draft token
+    target = probs[image, last]
     if T > 1:
-        slot = row.clamp(max=T - 2)
-        rejected = row < T - 1
-        if draft.valid is not None:
-            rejected = rejected & draft.valid[at, slot]
-        target = torch.where(rejected[:, None], residual_weights(target, dense_draft_probs(probs, draft)[at, slot]), target)
-    next_token = noise.select_slot(row).sample(target[:, None], Purpose.RESIDUAL)[:, 0]
-    path = torch.arange(T, device=probs.device).expand(B, T)
-    return Verdict(path=path, count=count, next_token=next_token)
+        rejected, index = draft.only_valid(torch.ones_like(accepted)), last.clamp(max=T - 2)
+        residual = residual_weights(target, dense_draft_probs(probs, draft)[image, index])
+        target = torch.where((rejected[image, index] & (last < T - 1))[:, None], residual, target)
+    next_token = noise.select_slot(last).sample(target[:, None], Purpose.RESIDUAL)[:, 0]
+    return Verdict(torch.arange(T, device=probs.device).expand(B, T), count, next_token)
 
 
 def residual_weights(p: Tensor, q: Tensor) -> Tensor:
@@ -132,25 +123,16 @@ def residual_weights(p: Tensor, q: Tensor) -> Tensor:
     return torch.where(difference.sum(-1, keepdim=True) > 0, difference, p)
 
 
-def launch_verify_chain(
-    probs: Tensor,
-    draft: Draft,
-    noise: Noise,
-    accept_prob: Tensor | None = None,
-    relaxation: Tensor | None = None,
-    budget: float | None = None,
-    tightening: float = 0.0,
-) -> Verdict:
+def launch_verify_chain(probs: Tensor, draft: Draft, noise: Noise, **relaxed: Any) -> Verdict:
     """Return the verdict of a Triton kernel on a chain.
 
-    It is that of `speculative_sampling`, or of a relaxed rule, given its acceptance probabilities `[B, T - 1]`.
+    Args:
+        **relaxed: for a relaxed rule, further arguments of `vargen.kernels.verify_chain.verify_chain`.
     """
     from vargen.kernels.verify_chain import verify_chain
 
     given = (probs, draft.tokens, draft.probs, draft.valid, *noise.key)
-    count, next_token, spent = verify_chain(
-        *given, accept_prob=accept_prob, relaxation=relaxation, budget=budget, tightening=tightening
-    )
+    count, next_token, spent = verify_chain(*given, **relaxed)
     path = torch.arange(probs.shape[1], device=probs.device).expand(len(probs), -1)
     return Verdict(path, count, next_token, relaxation=spent)
 
@@ -161,11 +143,11 @@ def launch_verify_chain(
 def resample_rejected(
     probs: Tensor, draft: Draft, noise: Noise, accepted: Tensor, force_resample: Tensor | None = None
 ) -> Tensor:
-    """Replace rejected draft tokens, at all slots at once.
+    """Replace rejected draft tokens, all at once.
 
-    Returns one token per slot, int64 `[B, T]`. An accepted draft token is returned unchanged; a rejected one is replaced by a
-    sample from the residual distribution norm((p - q)+). The token is sampled from p itself in three cases: the slot has no
-    valid draft token, `force_resample` is set, or the slot is the last.
+    Returns the token after each node, int64 `[B, T]`. An accepted draft token is returned unchanged; a rejected one is replaced
+    by a sample from the residual distribution norm((p - q)+). The token is sampled from p itself in three cases: there is no
+    valid draft token, `force_resample` is set, or the node is the last.
 
     If draft tokens are accepted with probability min(1, p / q), the old and new tokens form a maximal coupling, and every
     returned token is distributed as p.
@@ -174,9 +156,7 @@ def resample_rejected(
         accepted: bool `[B, T - 1]`, which draft tokens are accepted.
         force_resample: bool `[B, T - 1]`, which are resampled from p in any case; None: none.
     """
-    coupled = torch.ones_like(accepted) if draft.valid is None else draft.valid
-    if force_resample is not None:
-        coupled = coupled & ~force_resample
+    coupled = draft.only_valid(torch.ones_like(accepted) if force_resample is None else ~force_resample)
     weights = probs.clone()  # updated in place to save memory: V is large
     weights[:, :-1].addcmul_(dense_draft_probs(probs, draft), coupled[..., None].to(probs.dtype), value=-1).clamp_(min=0)
     empty = weights[:, :-1].sum(-1) <= 0  # p equals q up to rounding: keep the draft token
@@ -190,7 +170,7 @@ def resample_rejected(
 
 
 def verify_shared_tokens(sampled: Tensor, draft: Draft) -> Verdict:
-    """Verdict of `shared_noise`, given the tokens int64 `[B, T]` that the noise selects after each slot."""
+    """Verdict of `shared_noise`, given the tokens int64 `[B, T]` that the noise selects after each node."""
     tree = draft.tree
     if uses_kernels(sampled):
         from vargen.kernels.verify_tree import verify_shared_noise
@@ -201,15 +181,13 @@ def verify_shared_tokens(sampled: Tensor, draft: Draft) -> Verdict:
         count = 1 + (draft.tokens == sampled[:, :-1]).cumprod(1).sum(1)
         path = torch.arange(tree.max_path, device=sampled.device).expand_as(sampled)
         return Verdict(path, count, sampled.gather(1, count[:, None] - 1)[:, 0], sampled=sampled)
-    agrees = sampled.new_ones(sampled.shape).bool()
-    agrees[:, 1:] = draft.tokens == sampled.gather(1, tree.parents[..., 1:].expand(len(sampled), -1))
-    if draft.valid is not None:
-        agrees[:, 1:] &= draft.valid
+    agrees = draft.only_valid(draft.tokens == sampled.gather(1, tree.parents[..., 1:].expand(len(sampled), -1)))
+    agrees = torch.nn.functional.pad(agrees, (1, 0), value=True)
     if tree.max_children > 1:  # siblings may hold the same token: accept only the first
         agrees = agrees & ~(agrees[:, None, :] & tree.earlier_siblings).any(-1)
     path, count = tree.follow(agrees)
     last = path.gather(1, count[:, None] - 1)
-    return Verdict(path=path, count=count, next_token=sampled.gather(1, last)[:, 0], sampled=sampled)
+    return Verdict(path, count, sampled.gather(1, last)[:, 0], sampled=sampled)
 
 
 @acceptance_rule(exact=True, topologies=("chain", "tree"), sequential_tokens=True, verify_tokens=verify_shared_tokens)

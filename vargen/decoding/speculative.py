@@ -15,7 +15,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from vargen.decoding.interfaces import Drafter, TokenModel
+from vargen.decoding.interfaces import Drafter, TokenModel, require_same_tokens
 from vargen.decoding.noise import Noise, Purpose
 from vargen.decoding.token_pass import TokenState
 from vargen.decoding.tree import Draft, Output, Tree
@@ -180,9 +180,5 @@ def require_draft_model(small: TokenModel | None, model: TokenModel) -> TokenMod
             "speculative decoding needs a draft model, and this pipeline has none: load one with a draft_transformer, "
             "or pass Accelerator(drafter=Speculative(model=...))"
         )
-    if (small.vocab, small.grid) != (model.vocab, model.grid):
-        raise ValueError(
-            f"the draft model must share the target's vocabulary and grid, {model.vocab} tokens on {model.grid}, "
-            f"got {small.vocab} on {small.grid}"
-        )
+    require_same_tokens("the draft model", small, model)
     return small

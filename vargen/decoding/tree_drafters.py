@@ -1,27 +1,223 @@
-"""Drafters of trees, and the trained heads that propose them (EAGLE, Medusa).
+"""Draft trees: their shape, their growth, and the trained heads that propose them (EAGLE, Medusa).
 
-A head is trained on the target's features, and gets those of the tokens that the last pass committed.
+A tree grows level by level on the device, without host synchronization, and all images get equally many nodes. A head is
+trained on the target's features, and gets those of the tokens that the last pass committed.
 
-Shape suffixes: B slots of the engine, R rows of the target (B, times two with CFG), F slots of one level, K children of a
-slot, A slots of an accepted path, D width, V vocabulary.
+Shape suffixes: B slots of the engine, R rows of the target (B, times two with CFG), F nodes of one level, E nodes expanded so
+far, K children of a node, C = E K candidates, S draft tokens, A nodes of an accepted path, D width, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from vargen.decoding.interfaces import AutoregressiveHead, Drafter, DraftHead, ParallelHeads, TokenModel
-from vargen.decoding.noise import Noise
+from vargen.decoding.interfaces import AutoregressiveHead, Drafter, DraftHead, ParallelHeads, TokenModel, require_same_tokens
+from vargen.decoding.noise import Noise, Purpose
 from vargen.decoding.token_pass import TokenState
 from vargen.decoding.tree import Draft, Output, PassResult, Tree
-from vargen.decoding.tree_growth import Children, DynamicTree, Frontier, grow_tree
 from vargen.kernels.dispatch import is_eager_cpu
-from vargen.values import short_repr
+from vargen.values import number_field, parse_float, short_repr, validate_fields
+
+MAX_TREE_WIDTH = 256  # maximum number of tokens per pass
+_limit = partial(number_field, least=1, most=MAX_TREE_WIDTH - 1, is_integer=True)
+
+
+@dataclass(frozen=True)
+class DynamicTree:
+    """A tree built for each image and pass: it grows level by level, and the best `nodes` of all candidates are kept.
+
+    Li et al. 2024, EAGLE-2: each level expands the `frontier` most probable nodes into `children` candidates each; then the
+    most probable `nodes` of all candidates are kept. Children are never more probable than their parents, and ties go to
+    parents and earlier siblings, so what is kept is a tree.
+
+    Args:
+        nodes: number of draft tokens per pass.
+        depth: maximum distance from the root.
+        children: maximum number of children of a node.
+        frontier: number of nodes expanded per level; None: `children`.
+        acceptance: for sampled draft tokens, the acceptance rates of the first, second, ... sibling, each above 0 and with a
+            sum below 1; the last rate applies to all further ranks. They determine what is expanded and kept.
+
+    Raises:
+        ValueError: if a value is out of range, or there are fewer candidates than `nodes`.
+    """
+
+    nodes: int = _limit(15)
+    depth: int = _limit(4)
+    children: int = _limit(4)
+    frontier: int | None = _limit(None, optional=True)
+    acceptance: tuple[float, ...] = (0.6, 0.14, 0.07, 0.04)
+
+    def __post_init__(self) -> None:
+        validate_fields(self)
+        if self.frontier is None:
+            object.__setattr__(self, "frontier", self.children)
+        rates = tuple(parse_float(rate) or 0.0 for rate in self.acceptance)
+        if not rates or min(rates) <= 0 or sum(rates) >= 1:
+            raise ValueError(f"acceptance must be rates above 0 with a sum below 1, got {short_repr(self.acceptance)}")
+        object.__setattr__(self, "acceptance", rates)
+        if self.nodes > self.num_expanded * self.children:
+            raise ValueError(
+                f"nodes must be at most the {self.num_expanded * self.children} candidates of {self.depth} levels with "
+                f"{self.frontier} nodes of {self.children} children, got {self.nodes}"
+            )
+
+    @property
+    def conditional_rates(self) -> tuple[float, ...]:
+        """Acceptance rate of a sibling by rank, given that all earlier siblings are rejected."""
+        found, rejected = [], 1.0  # probability that all earlier siblings are rejected
+        for rank in range(self.children):
+            rate = self.acceptance[min(rank, len(self.acceptance) - 1)]
+            found.append(min(rate / rejected, 0.99))
+            rejected = max(rejected - rate, 0.01)
+        return tuple(found)
+
+    def expanded_per_level(self) -> list[int]:
+        """Number of nodes expanded at each depth, starting with the root."""
+        found = [1]
+        while len(found) < self.depth:
+            found.append(min(self.frontier or self.children, found[-1] * self.children))
+        return found
+
+    @property
+    def num_expanded(self) -> int:
+        """Number of nodes expanded per pass."""
+        return sum(self.expanded_per_level())
+
+    def limit(self, depth: int | None = None, children: int | None = None) -> DynamicTree:
+        """Return the tree with at most `depth` levels and `children` children, and `nodes` limited to their candidates."""
+        depth, children = min(self.depth, depth or self.depth), min(self.children, children or self.children)
+        small = replace(self, depth=depth, children=children, nodes=1)
+        return replace(small, nodes=min(self.nodes, small.num_expanded * children))
+
+
+class Children:
+    """How the children of a node are chosen: sampled without replacement. Another choice is a subclass."""
+
+    def sample(self, q: Tensor, count: int, noise: Noise) -> tuple[Tensor, Tensor]:
+        """Return the K children of each node, int64 `[B, F, K]`, in order, and values that are 0 where there is no further one.
+
+        The probabilities q are float32 `[B, F, V]`; the position `[B, 1]` of the noise is that of all these children.
+        """
+        branches = noise.fold_in(torch.arange(q.shape[1], device=q.device))
+        return branches.sample_without_replacement(q, count, Purpose.DRAFT)
+
+    def score(self, q: Tensor, token: Tensor, value: Tensor, score: Tensor, rates: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the logarithms of the values of including and of expanding each child, `[B, F, K]` each.
+
+        A sampled token must not influence whether it is itself in the tree. The value of including a child is therefore the
+        probability that its earlier siblings are rejected, which depends on their q; only the value of expanding it depends on
+        its own q.
+
+        Args:
+            score: `[B, F]`, that of expanding the nodes.
+            rates: float32 `[K]`, acceptance rate by rank, given that all earlier siblings are rejected.
+        """
+        own = q.gather(2, token)
+        own = own / (1 - own.cumsum(-1) + own).clamp_min(1e-30)  # renormalized without the earlier siblings
+        accepted = rates ** (1 - own.clamp(max=1.0))  # a certain token is accepted, others at the average rate
+        rejected = (1 - accepted).log().cumsum(-1)
+        include = score[..., None] + pad(rejected[..., :-1], (1, 0))
+        return include, include + accepted.log()
+
+    def probs(self, q: Tensor, tokens: Tensor, tree: Tree) -> Tensor | None:
+        """Return the probabilities to record for draft tokens `[B, S]`, given q `[B, S, V]` of their parents; None: q is 1."""
+        B, S = tokens.shape
+        return exclude_earlier_siblings(q, tokens, tokens[:, None, :], tree.earlier_siblings[..., 1:, 1:].expand(B, S, S))
+
+
+def exclude_earlier_siblings(q: Tensor, tokens: Tensor, siblings: Tensor, earlier: Tensor) -> Tensor:
+    """Remove the earlier siblings of draft tokens `[B, S]` from q `[B, S, V]`, and renormalize.
+
+    Args:
+        siblings: tokens `[B, S, K]` or `[B, 1, K]`, which hold the siblings of each draft token.
+        earlier: bool, `[B, S, K]` or `[S, K]`, which of them are earlier siblings.
+    """
+    own = tokens[..., None]
+    rest = q.scatter(2, torch.where(earlier, siblings, own), 0.0).scatter(2, own, q.gather(2, own))
+    return rest / rest.sum(-1, keepdim=True).clamp_min(1e-30)
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """The nodes of the level to expand, and the tree of all nodes expanded so far."""
+
+    tokens: Tensor  # int64 [B, F]; the first level holds the roots
+    parent: Tensor  # int64 [B, F], index of each node's parent within the previous level; 0 for the root
+    tree: Tree  # of all E nodes expanded so far, level by level; the last F are those of this level
+    expanded_tokens: Tensor  # int64 [B, E], their tokens
+    depth: int  # distance from the root
+
+
+def grow_tree(
+    expand: Callable[[Frontier], Tensor],
+    shape: DynamicTree,
+    children: Children,
+    rates: Tensor,
+    root: Tensor,
+    noise: Noise,
+    total: int,
+) -> Draft:
+    """Build a draft tree for each image.
+
+    Each expanded node has K candidates. They have numbers in the order of their parents: those of expanded node e are e K to
+    e K + K - 1, and the root is -1. So a candidate with number c is a child of expanded node c // K.
+
+    Args:
+        expand: returns q float32 `[B, F, V]` after each node of a level; called once per level, from the root down.
+        shape: number and arrangement of nodes.
+        children: how the children of a node are chosen.
+        rates: float32 `[K]`, `shape.conditional_rates`.
+        root: int64 `[B]`, the last committed tokens.
+        noise: of the pass; its position `[B, 1]` is that of the token after the root.
+        total: number of tokens of the grid; nodes past it are invalid.
+    """
+    B, K = len(root), shape.children
+    tokens, parent = root[:, None], torch.zeros_like(root)[:, None]  # of the nodes of a level
+    exists, score = torch.ones_like(tokens, dtype=torch.bool), torch.zeros_like(tokens, dtype=torch.float32)
+    expanded, number = tokens, torch.full_like(tokens, -1)  # of all expanded nodes: tokens, and numbers as candidates
+    rows: list[Tensor] = []  # q of the expanded nodes
+    levels: list[tuple[Tensor, Tensor, Tensor]] = []  # of candidates: tokens, existence, and the value of including them
+    for depth, F in enumerate(shape.expanded_per_level()):
+        if depth:  # expand the best candidates of the previous level
+            best = _take_best(score, F)
+            first = (expanded.shape[1] - tokens.shape[1]) * K  # number of the first candidate of that level
+            parent, number = best // K, torch.cat([number, first + best], 1)
+            tokens, exists, score = (each.gather(1, best) for each in (*levels[-1][:2], score))
+            expanded = torch.cat([expanded, tokens], 1)
+        q = expand(Frontier(tokens, parent, Tree.batched(number // K, depth + 1, K), expanded, depth))
+        token, value = children.sample(q, K, noise.shift(depth))
+        include, grow = children.score(q, token, value, score, rates)
+        rows.append(q)
+        levels.append((token.flatten(1), ((value > 0) & exists[..., None]).flatten(1), include.flatten(1)))
+        score = grow.flatten(1)
+    drafted, valid, include = (torch.cat(parts, 1) for parts in zip(*levels, strict=True))
+    kept = _take_best(include, shape.nodes)
+    above = number.gather(1, kept // K)  # number of the parent of each
+    parents = torch.searchsorted(pad(kept, (1, 0), value=-1), above)  # its node in the tree of the root and what is kept
+    tree = Tree.batched(pad(parents, (1, 0), value=-1), shape.depth + 1, K)
+    drafted, valid = drafted.gather(1, kept), valid.gather(1, kept)
+    valid &= noise.position + tree.depth[:, 1:] - 1 < total
+    q = torch.cat(rows, 1)[torch.arange(B, device=root.device)[:, None], kept // K]
+    return Draft(drafted, tree, children.probs(q, drafted, tree), valid)
+
+
+def _take_best(scores: Tensor, count: int) -> Tensor:
+    """Return the indices of the largest scores of each row, in ascending order.
+
+    Parents and earlier siblings come first and have at least equal scores, so a stable sort keeps a tree connected.
+    """
+    return scores.sort(dim=1, descending=True, stable=True).indices[:, :count].sort(dim=1).values
+
+
+# -- drafters -----------------------------------------------------------------------------------------------------------
 
 
 class TreeDrafter(Drafter):
@@ -29,7 +225,7 @@ class TreeDrafter(Drafter):
 
     Attributes:
         model_class: that of `model`.
-        children: how the children of a slot are chosen.
+        children: how the children of a node are chosen.
         rates: float32 `[K]`, see `grow_tree`; made by `bind`.
     """
 
@@ -55,28 +251,21 @@ class TreeDrafter(Drafter):
         """Return a copy for a model.
 
         Raises:
-            ValueError: if the tree does not fit the grid, or a slot has more children than there are tokens.
+            ValueError: if the tree does not fit the grid, or a node has more children than there are tokens.
         """
         if self.shape.children > model.vocab:
-            raise ValueError(
-                f"children of a tree must be at most the vocabulary of {model.vocab} tokens, got {self.shape.children}"
-            )
+            raise ValueError(f"children must be at most the vocabulary of {model.vocab} tokens, got {self.shape.children}")
         self.validate_grid(model.grid[0] * model.grid[1])
         return self.copy(rates=torch.tensor(self.shape.conditional_rates, dtype=torch.float32, device=model.device))
 
     def validate_grid(self, tokens: int) -> None:
         """Raise ValueError unless the longest path of the tree fits after the first token of a grid of `tokens` tokens."""
         if self.shape.depth >= tokens:
-            raise ValueError(
-                f"depth of a tree must be from 1 to {tokens - 1}, one less than the grid's tokens, got {self.shape.depth}"
-            )
+            raise ValueError(f"depth of a tree must be from 1 to {tokens - 1} for {tokens} tokens, got {self.shape.depth}")
 
     def fit_to_grid(self, tokens: int, vocab: int | None = None) -> Self:
-        shape, changed = self.shape, self
-        if shape.depth >= tokens or shape.children > (vocab or shape.children):
-            made: Any = self
-            changed = replace(made, shape=shape.limit(tokens - 1, vocab))
-        return changed
+        made: Any = self
+        return replace(made, shape=self.shape.limit(tokens - 1, vocab))
 
     def grow(self, expand: Callable[[Frontier], Tensor], state: TokenState, noise: Noise) -> Draft:
         """Grow a tree from the last committed token of each image; see `grow_tree`."""
@@ -103,18 +292,6 @@ class HeadDrafter(TreeDrafter):
     kind: ClassVar[str]  # name of the draft head in `TokenModel.draft_heads`
     model_class: ClassVar[type] = DraftHead
 
-    def find_head(self, model: TokenModel) -> Any:
-        """Return the draft head for `model`."""
-        found = self.model or model.draft_heads.get(self.kind)
-        if found is None:
-            raise ValueError(self.missing_head_message())
-        if (found.vocab, found.grid) != (model.vocab, model.grid):
-            raise ValueError(
-                f"the {self.kind} drafter must share the target's vocabulary and grid, {model.vocab} tokens on {model.grid}, "
-                f"got {found.vocab} on {found.grid}"
-            )
-        return found
-
     def missing_head_message(self) -> str:
         """Error message for a model without a draft head."""
         return (
@@ -123,8 +300,12 @@ class HeadDrafter(TreeDrafter):
         )
 
     def bind(self, model: TokenModel, slots: int) -> Self:
+        head = self.model or model.draft_heads.get(self.kind)
+        if head is None:
+            raise ValueError(self.missing_head_message())
+        require_same_tokens(f"the {self.kind} drafter", head, model)
         count = torch.zeros(slots, dtype=torch.int64, device=model.device)
-        return super().bind(model, slots).copy(model=self.find_head(model), count=count, features=None)
+        return super().bind(model, slots).copy(model=head, count=count, features=None)
 
     def reset(self, state: TokenState, rows: Tensor, condition: Any, first: Output) -> None:
         new, slots = require_features(first.features), len(state.seeds)
@@ -137,7 +318,7 @@ class HeadDrafter(TreeDrafter):
         self.count[rows] = 1
 
     def observe(self, state: TokenState, result: PassResult) -> None:
-        new = gather_slots(require_features(result.features), result.verdict.path)
+        new = gather_nodes(require_features(result.features), result.verdict.path)
         self.features[:, : new.shape[1]] = new
         self.count.copy_(result.count)
 
@@ -147,9 +328,9 @@ def repeat_for_cfg(rows: Tensor, slots: int, num_rows: int) -> Tensor:
     return torch.cat([rows + first for first in range(0, num_rows, slots)])
 
 
-def gather_slots(rows: Tensor, slots: Tensor) -> Tensor:
-    """Gather features or logits `[R, A, D]` at slots `[B, n]` for all CFG rows: `[R, n, D]`."""
-    index = slots.repeat(len(rows) // len(slots), 1)[..., None]
+def gather_nodes(rows: Tensor, nodes: Tensor) -> Tensor:
+    """Gather features or logits `[R, A, D]` at nodes `[B, n]` for all CFG rows: `[R, n, D]`."""
+    index = nodes.repeat(len(rows) // len(nodes), 1)[..., None]
     return rows.gather(1, index.expand(-1, -1, rows.shape[2]))
 
 
@@ -184,15 +365,13 @@ class Eagle(HeadDrafter):
         self.model.reset(self.cache, rows)
 
     def propose(self, state: TokenState, noise: Noise, width: int) -> Draft:
-        level = Output(state.tokens, None)
+        level = self._catch_up(state)
 
         def expand(frontier: Frontier) -> Tensor:
             nonlocal level
             if frontier.depth:
-                features = gather_slots(require_features(level.features), frontier.parent)
+                features = gather_nodes(require_features(level.features), frontier.parent)
                 level = self.model.forward(frontier.tokens, features, self.cache, frontier.tree)
-            else:
-                level = self._catch_up(state)
             return state.sampling.probs(level.logits)
 
         draft = self.grow(expand, state, noise)
@@ -202,10 +381,8 @@ class Eagle(HeadDrafter):
     def _catch_up(self, state: TokenState) -> Output:
         """Feed the newest tokens with the target's features, and commit all of them except the root, where a draft starts.
 
-        On a CPU it feeds as many slots as any image has new tokens; elsewhere always those of the longest path.
-
-        Returns:
-            Logits `[B, 1, V]` and features `[R, 1, D]` after the root.
+        On a CPU it feeds as many tokens as any image has new ones; elsewhere always those of the longest path. Returns logits
+        `[B, 1, V]` and features `[R, 1, D]` after the root.
         """
         A = max(int(self.count.max()), 1) if is_eager_cpu(self.count) else self.features.shape[1]
         place = (state.length - self.count)[:, None] + torch.arange(A, device=self.count.device)
@@ -213,14 +390,14 @@ class Eagle(HeadDrafter):
         out = self.model.forward(newest, self.features[:, :A], self.cache, self.chains[A - 1])
         last = (self.count - 1).clamp(min=0)  # a finished image has no new tokens
         self.model.commit(self.cache, last)
-        return Output(gather_slots(out.logits, last[:, None]), gather_slots(require_features(out.features), last[:, None]))
+        return Output(gather_nodes(out.logits, last[:, None]), gather_nodes(require_features(out.features), last[:, None]))
 
 
 @dataclass(frozen=True)
 class Medusa(HeadDrafter):
     """Medusa: trained heads predict several tokens ahead from one feature of the target (Cai et al. 2024, arXiv:2401.10774).
 
-    The feature is the one that predicted the root, so every pass already provides what the next draft needs. All slots of a
+    The feature is the one that predicted the root, so every pass already provides what the next draft needs. All nodes of a
     level have the same q, because heads do not see each other's tokens. Trees are at most as deep as there are heads.
     """
 
@@ -229,14 +406,14 @@ class Medusa(HeadDrafter):
     model_class: ClassVar[type] = ParallelHeads
 
     def bind(self, model: TokenModel, slots: int) -> Self:
-        heads, shape = self.find_head(model).num_heads, self.shape
-        if shape.depth <= heads:
-            return super().bind(model, slots)
-        raise ValueError(f"depth of a tree must be from 1 to the number of heads, {heads}, got {shape.depth}")
+        bound, depth = super().bind(model, slots), self.shape.depth
+        if depth > (heads := bound.model.num_heads):
+            raise ValueError(f"depth of a tree must be from 1 to the number of heads, {heads}, got {depth}")
+        return bound
 
     def propose(self, state: TokenState, noise: Noise, width: int) -> Draft:
         root = state.tokens.gather(1, state.length[:, None] - 1)[:, 0]
-        last = gather_slots(self.features, (self.count - 1).clamp(min=0)[:, None])
+        last = gather_nodes(self.features, (self.count - 1).clamp(min=0)[:, None])
         logits = self.model.forward(root, last, state.length - 1)[:, : self.shape.depth]
         probs = state.sampling.probs(logits)
 

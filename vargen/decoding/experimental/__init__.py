@@ -21,7 +21,7 @@ from vargen.decoding.jacobi import Jacobi
 from vargen.decoding.method import Accelerator
 from vargen.decoding.relaxed_rules import NeighborhoodRule
 from vargen.decoding.rules import shared_noise, speculative_sampling
-from vargen.decoding.tree_growth import DynamicTree
+from vargen.decoding.tree_drafters import DynamicTree
 from vargen.decoding.tree_rules import traversal
 
 # Rules by the name used in method strings, each with its default settings.

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from vargen.decoding.noise import Noise, Purpose
 from vargen.decoding.tree import Tree
-from vargen.decoding.tree_drafters import Eagle
-from vargen.decoding.tree_growth import Children
+from vargen.decoding.tree_drafters import Children, Eagle
 
 
 class TopK(Children):

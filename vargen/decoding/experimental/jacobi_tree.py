@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from vargen.decoding.experimental.sampled_tree import complete_tree
 from vargen.decoding.interfaces import Drafter, TokenModel
 from vargen.decoding.jacobi import Jacobi
 from vargen.decoding.noise import Noise, Purpose
 from vargen.decoding.token_pass import TokenState
 from vargen.decoding.tree import Draft, Output, PassResult, Tree
-from vargen.decoding.tree_growth import complete_tree, exclude_earlier_siblings
+from vargen.decoding.tree_drafters import exclude_earlier_siblings
 from vargen.values import number_field, validate_fields
 
 
@@ -69,7 +70,8 @@ class JacobiTree(Drafter):
     def bind(self, model: TokenModel, slots: int) -> Self:
         N, parents = model.grid[0] * model.grid[1], complete_tree((self.children,) * self.depth)
         leaf, end = len(parents) - self.children**self.depth, len(parents)
-        tree = Tree.from_parents((*parents, leaf, *range(end, self.nodes))[: self.width], model.device)
+        parents = (*parents, leaf, *range(end, self.nodes))[: self.width]
+        tree = Tree.from_parents(parents)  # on the host, which reads it
         if tree.max_path > N or self.children > model.vocab:
             raise ValueError(f"nodes, depth and children must fit {N} tokens of {model.vocab}, got {self}")
         chains: dict[int, list[int]] = {0: []}  # by slot: itself and the slots after it along first children
@@ -78,7 +80,9 @@ class JacobiTree(Drafter):
         first = chains[0]
         rows = [first[:d] + chains[s] + first[d + len(chains[s]) :] for s, d in enumerate(tree.depth.tolist())]
         jacobi = Jacobi(len(first), self.coupling).copy(uses_probs=True).bind(model, slots)
-        return self.copy(jacobi=jacobi, tree=tree, continuation=torch.tensor(rows, device=model.device))
+        return self.copy(
+            jacobi=jacobi, tree=Tree.from_parents(parents, model.device), continuation=torch.tensor(rows, device=model.device)
+        )
 
     def reset(self, state: TokenState, rows: Tensor, condition: Any, first: Output) -> None:
         self.jacobi.reset(state, rows, condition, first)

@@ -6,6 +6,7 @@ Shape suffixes: B slots, V vocabulary.
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Self
@@ -18,7 +19,7 @@ from vargen.decoding.interfaces import TokenModel
 from vargen.decoding.noise import Noise, Purpose
 from vargen.decoding.token_pass import TokenState
 from vargen.decoding.tree import Draft, Tree
-from vargen.decoding.tree_growth import MAX_TREE_WIDTH, DynamicTree, complete_tree
+from vargen.decoding.tree_drafters import MAX_TREE_WIDTH, DynamicTree
 from vargen.values import short_repr
 
 
@@ -66,3 +67,13 @@ class SampledTree(SpeculativeTree):
             rows.append(q)
         tree = self.levels[-1]
         return Draft(fed[:, 1:], tree, torch.cat(rows, 1), noise.position + tree.depth[1:] - 1 < state.num_tokens)
+
+
+def complete_tree(branching: Sequence[int]) -> tuple[int, ...]:
+    """Return the parents of a tree, level by level, in which each node at depth d has `branching[d]` children."""
+    parents, level = [-1], [0]
+    for count in branching:
+        first = len(parents)
+        parents += [node for node in level for _ in range(count)]
+        level = list(range(first, len(parents)))
+    return tuple(parents)

@@ -16,8 +16,7 @@ from vargen.decoding.noise import Noise
 from vargen.decoding.speculative import require_draft_model
 from vargen.decoding.token_pass import TokenState
 from vargen.decoding.tree import Draft, Output, Tree
-from vargen.decoding.tree_drafters import TreeDrafter
-from vargen.decoding.tree_growth import DynamicTree, Frontier
+from vargen.decoding.tree_drafters import DynamicTree, Frontier, TreeDrafter
 
 
 @dataclass(frozen=True)
