@@ -56,6 +56,28 @@ PACKAGE_TESTS = (
 )
 
 
+# Calls of pipelines whose results depend on torch alone.
+TORCH_TESTS = (
+    "pipelines/test_accelerators.py",
+    "pipelines/test_after_a_call.py",
+    "pipelines/test_ambient_state.py",
+    "pipelines/test_batch_size.py",
+    "pipelines/test_best_of.py",
+    "pipelines/test_language_model_results.py",
+    "pipelines/test_layer_skipping.py",
+    "pipelines/test_masks.py",
+    "pipelines/test_recorded_results.py",
+    "pipelines/test_recorded_scales.py",
+    "pipelines/test_recorded_video.py",
+    "pipelines/test_small_grids.py",
+    "pipelines/test_start_images.py",
+    "pipelines/test_threads.py",
+    "pipelines/test_tree_parity.py",
+    "pipelines/test_var_scales.py",
+    "pipelines/test_video_results.py",
+)
+
+
 # What takes long for what it is: training, the quality of the packaged weights, whole processes, and pages in a browser.
 EXTENDED_TESTS = (
     "assets",
@@ -73,6 +95,8 @@ EXTENDED_TESTS = (
     "training/test_heads.py",
     "training/test_router.py",
 )
+# Of these, the other sets of packages run only the following.
+EXTENDED_ON_ALL_SETS = ("demo/test_browser.py", "training/test_heads.py")
 WAITING = ("test_ray_backend.py", "test_app.py", "test_generation.py")  # these wait for processes for long
 
 
@@ -80,10 +104,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     folder = Path(__file__).parent
     for item in items:
         path = item.path.relative_to(folder)
-        if path.as_posix() in PACKAGE_TESTS or path.parts[0] in PACKAGE_TESTS:
-            item.add_marker(pytest.mark.packages)
-        if path.as_posix() in EXTENDED_TESTS or path.parts[0] in EXTENDED_TESTS:
+        names = {path.as_posix(), path.parts[0]}
+        is_extended = bool(names.intersection(EXTENDED_TESTS))
+        if is_extended:
             item.add_marker(pytest.mark.extended)
+        if names.intersection(EXTENDED_ON_ALL_SETS if is_extended else PACKAGE_TESTS) and not names.intersection(TORCH_TESTS):
+            item.add_marker(pytest.mark.packages)
     items.sort(key=lambda item: item.path.name not in WAITING)  # first, so that others run beside them
 
 
