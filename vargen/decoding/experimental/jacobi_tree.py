@@ -110,5 +110,6 @@ class JacobiTree(Drafter):
         tokens, probs, valid = (each[:, first[1:] - 1] for each in (draft.tokens, draft.probs, draft.valid))
         chain = Draft(tokens, self.jacobi.chain(tokens.shape[1], tokens.device), probs, valid)
         noise = replace(result.noise, position=result.noise.position[:, first])
-        seen = replace(result, draft=chain, probs=result.probs[image, slots], noise=noise)
-        self.jacobi.observe(state, replace(seen, verdict=replace(verdict, sampled=None)))
+        sampled = None if verdict.sampled is None else verdict.sampled.gather(1, slots)
+        verdict = replace(verdict, sampled=sampled)
+        self.jacobi.observe(state, replace(result, draft=chain, probs=result.probs[image, slots], noise=noise, verdict=verdict))
