@@ -12,7 +12,6 @@ from rejects import rejects
 
 from vargen import Accelerator
 from vargen.decoding import GroupedRule, Jacobi, Sampling, Speculative
-from vargen.decoding.window import AutoWindow
 from vargen.demo.request import RANGES
 from vargen.options import OPTIONS, Option
 from vargen.pipelines import validation
@@ -63,8 +62,6 @@ NUMPY = [
     (lambda x: GroupedRule(size=x).size, np.int64(5)),
     (lambda x: GroupedRule(delta=x).delta, np.float32(0.5)),
     (lambda x: GroupedRule(budget=x).budget, np.float32(0.5)),
-    (lambda x: AutoWindow(max_width=x).max_width, np.int64(20)),
-    (lambda x: AutoWindow(optimistic_rate=x).optimistic_rate, np.float32(0.5)),
 ]
 
 
@@ -75,11 +72,11 @@ def test_every_setting_takes_numpys_numbers_and_keeps_pythons(read, value):
 
 def test_parts_of_an_accelerator_are_objects_not_classes():
     rejects(lambda: Accelerator(drafter=Jacobi), "drafter", TypeError)
-    rejects(lambda: Jacobi(window=AutoWindow), "window", TypeError)
+    rejects(lambda: Jacobi(window=Jacobi), "window")
+    rejects(lambda: Jacobi(window="wide"), "window")
     rejects(lambda: Jacobi(coupling=dict), "coupling", TypeError)
     rejects(lambda: Speculative(model=5), "model", TypeError)
     rejects(lambda: Speculative(shared_noise="no"), "shared_noise", TypeError)
-    rejects(lambda: AutoWindow(max_width=10**30), "max_width")
 
 
 @pytest.mark.parametrize("option", OPTIONS.values(), ids=list(OPTIONS))

@@ -24,7 +24,7 @@ from vargen.decoding.tree import PassResult
 from vargen.kernels.noise_bits import _lane_offsets
 from vargen.models.condition import Condition
 
-METHODS = {method.name: method.fit_to_grid(GRID**2) for method in list_methods("next-token")}
+METHODS = {method.name: method for method in list_methods("next-token")}
 # With fewer neighbors: in so small a vocabulary all tokens are neighbors, and an image ends after two passes.
 METHODS["mulo"] = replace(METHODS["mulo"], acceptance=PooledRule(size=2))
 COUPLINGS = {"independent": speculative_sampling, "maximal": speculative_sampling, "gumbel": shared_noise}

@@ -20,7 +20,6 @@ from tiny_targets import GRID, take_gpu_paths, tiny_low_res, tiny_target
 from vargen.adapters.llamagen import LlamaGenTokenModel
 from vargen.decoding import (
     Accelerator,
-    AutoWindow,
     DecodeOutput,
     Draft,
     Engine,
@@ -35,6 +34,7 @@ from vargen.decoding import (
 )
 from vargen.decoding.graph import EAGER_PASSES, CapturedPasses
 from vargen.decoding.relaxed_rules import PooledRule
+from vargen.decoding.window import MAX_AUTO_WIDTH
 from vargen.device import explain_graphs, read_graph_setting
 from vargen.models.condition import Condition
 
@@ -70,7 +70,7 @@ def same(found: DecodeOutput, expected: DecodeOutput) -> bool:
 @pytest.mark.parametrize("method", [*METHODS, *(pytest.param(each, marks=pytest.mark.slow) for each in MORE)])
 @pytest.mark.parametrize("images", [3, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_captured_run_is_the_eager_one(method: str, images: int) -> None:
-    method = resolve_method(method).fit_to_grid(GRID**2)
+    method = resolve_method(method)
     expected = generated(method, images)
     found = generated(method, images, graphs=RecordedGraph)
     assert same(found, expected)
@@ -79,7 +79,7 @@ def test_a_captured_run_is_the_eager_one(method: str, images: int) -> None:
 
 @pytest.mark.parametrize("method", ["ar", "scd", "gumbel", "eagle", "speculative"])
 def test_images_join_a_captured_run(method: str) -> None:
-    method = resolve_method(method).fit_to_grid(GRID**2)
+    method = resolve_method(method)
     expected = generated(method, 5)
     engine = Engine(tiny_target(), method, batch_size=2, graphs=RecordedGraph)
     conditions, seeds = Condition(class_labels=torch.arange(1, 6)), torch.arange(3, 8)
@@ -92,7 +92,7 @@ def test_images_join_a_captured_run(method: str) -> None:
 @pytest.mark.parametrize("upsampled", [True, False])
 @pytest.mark.parametrize("method", ["mulo-exact", "mulo"])
 def test_drafts_from_a_low_resolution_are_captured(method: str, upsampled: bool) -> None:
-    method = resolve_method(method).fit_to_grid(GRID**2)
+    method = resolve_method(method)
     if isinstance(method.acceptance, PooledRule):  # with fewer neighbors, or so small a vocabulary stands in two passes
         method = replace(method, acceptance=PooledRule(size=2))
     model = tiny_target(low_res=tiny_low_res(upsampled))
@@ -104,7 +104,7 @@ def test_drafts_from_a_low_resolution_are_captured(method: str, upsampled: bool)
 @pytest.mark.parametrize("method", ["ar", "gumbel", "gsd", "lantern", "speculative"])
 def test_passes_that_a_device_runs_after_the_end_change_nothing(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither images nor statistics, but for the passes that were replayed."""
-    method = resolve_method(method).fit_to_grid(GRID**2)
+    method = resolve_method(method)
     expected = generated(method)
     delay_reports(monkeypatch)
     assert same(generated(method, graphs=RecordedGraph), expected)
@@ -147,7 +147,7 @@ def watch_kinds(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Counter[Any]
 @pytest.mark.parametrize("method", ["ar", "scd", "gumbel", "gsd", "eagle", pytest.param("lantern", marks=pytest.mark.slow)])
 def test_any_mixture_of_options_is_captured(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two graphs serve all of them: without filters, as for the first images, and with filters. Each image is as alone."""
-    method, model = resolve_method(method).fit_to_grid(GRID**2), tiny_target()
+    method, model = resolve_method(method), tiny_target()
     engine = Engine(model, method, batch_size=3, graphs=RecordedGraph)
     kinds, conditions = watch_kinds(engine, monkeypatch), Condition(class_labels=torch.arange(len(OPTIONS)))
     for number, sampling in enumerate(OPTIONS):
@@ -188,7 +188,7 @@ def test_passes_of_each_width_have_a_graph(monkeypatch: pytest.MonkeyPatch) -> N
     widths = (2, 5, 1)
     chosen = cycle(widths)
     expected = generated("ar")
-    monkeypatch.setattr(AutoWindow, "start", lambda *arguments: SimpleNamespace(choose=lambda: next(chosen)))
+    monkeypatch.setattr(Jacobi, "choose_widths", lambda *arguments: SimpleNamespace(choose=lambda: next(chosen)))
     found = generated(Accelerator("changing", Jacobi("auto", "gumbel"), shared_noise), graphs=RecordedGraph)
     assert torch.equal(found.tokens, expected.tokens)
     counts = found.stats.passes_by_width
@@ -216,10 +216,9 @@ def test_an_automatic_window_is_fixed_off_the_cpu(monkeypatch: pytest.MonkeyPatc
     def refuse(*arguments: Any) -> None:
         raise AssertionError("passes are measured")
 
-    monkeypatch.setattr("vargen.decoding.window.measure_pass_costs", refuse)
-    window = AutoWindow(max_width=5)
-    assert window.start(tiny_target(), Condition(class_labels=torch.tensor([1])), 1) is None
-    assert set(generated(Accelerator("auto", Jacobi(window, "gumbel"), shared_noise)).stats.passes_by_width) == {5}
+    monkeypatch.setattr("vargen.decoding.jacobi.measure_pass_costs", refuse)
+    found = generated(Accelerator("auto", Jacobi("auto", "gumbel"), shared_noise))
+    assert set(found.stats.passes_by_width) == {min(MAX_AUTO_WIDTH, GRID**2)}
 
 
 # -- what cannot be captured --------------------------------------------------------------------------------------------
@@ -348,7 +347,7 @@ def test_graphs_are_asked_for_by_a_variable_and_are_for_gpus(monkeypatch: pytest
 def test_a_real_graph_generates_the_same(
     method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    fitted = resolve_method(method).fit_to_grid(GRID**2)
+    fitted = resolve_method(method)
     expected = generated(fitted, device="cuda")
     monkeypatch.setenv("VARGEN_CUDA_GRAPHS", "1")
     with caplog.at_level(logging.WARNING, "vargen"):

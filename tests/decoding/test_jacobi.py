@@ -19,9 +19,10 @@ from vargen.decoding import (
     speculative_sampling,
 )
 from vargen.decoding.costs import measure_pass_costs
+from vargen.decoding.experimental import Lookup, Recycle, Wavefront
+from vargen.decoding.relaxed_rules import PooledRule
 from vargen.decoding.token_pass import TokenPass
 from vargen.decoding.window import (
-    AutoWindow,
     WidthController,
 )
 from vargen.evaluation.table_models import TableLowRes, TableModel
@@ -75,7 +76,7 @@ def test_the_controller_takes_the_cheapest_token():
     length, active = torch.zeros(2, dtype=torch.int64), torch.tensor([True, False])
 
     def choice(seconds, warmup_passes=0):
-        return WidthController(seconds, AutoWindow(warmup_passes=warmup_passes))
+        return WidthController(seconds, warmup_passes)
 
     assert choice({1: 1.0, 4: 1.0, 16: 1.0}).choose() == 16  # steps cost the same: the widest
     dear = choice({1: 1.0, 4: 4.0, 16: 16.0})
@@ -89,15 +90,16 @@ def test_the_controller_takes_the_cheapest_token():
     assert learning.rate < 0.01 and learning.choose() == 1
     probing = choice({1: 1.0, 4: 1.5, 16: 16.0}, warmup_passes=2)  # worth a try, and not worth it as drafts are accepted
     assert [probing.choose() for _ in range(3)] == [4, 4, 1]
-    state = AutoWindow(max_width=16, warmup_passes=0).start(TableModel(vocab=4, tokens=60), length, 2)
-    assert set(state.seconds_by_width) == {1, 2, 3, 4, 6, 8, 12, 16}
+    model = TableModel(vocab=4, tokens=16)
+    found = Jacobi("auto").bind(model, 2).choose_widths(model, length, 2)
+    assert set(found.seconds_by_width) == {1, 2, 3, 4, 6, 8, 12, 16}
 
 
 def test_the_controller_waits_for_the_slowest_image():
     """A batch of which one picture never takes a draft lasts as long as without drafts, whatever the others take."""
     active = torch.ones(4, dtype=torch.bool)
     for counts, fed in (([5, 5, 5, 5], 8), ([1, 6, 6, 7], 1)):
-        choice = WidthController({1: 1.0, 8: 2.0}, AutoWindow(warmup_passes=0))
+        choice = WidthController({1: 1.0, 8: 2.0}, warmup_passes=0)
         choice.width = 8
         for _ in range(80):
             choice.observe(torch.tensor(counts), active)
@@ -109,7 +111,7 @@ def test_the_controller_waits_for_the_slowest_image():
 
 @pytest.mark.parametrize(("price", "fed"), [(1.0, {1}), (0.4, {1, 4})])
 def test_the_automatic_window_does_not_probe_where_nothing_could_pay(price, fed, monkeypatch):
-    monkeypatch.setattr("vargen.decoding.window.measure_pass_costs", lambda *_: {1: 1.0, 4: 4 * price})
+    monkeypatch.setattr("vargen.decoding.jacobi.measure_pass_costs", lambda *_: {1: 1.0, 4: 4 * price})
     model = TableModel(vocab=4, tokens=60, spread=30.0)
     result = decode(model, torch.zeros(2, dtype=torch.int64), torch.arange(2), Accelerator(drafter=Jacobi("auto", "gumbel")))
     assert set(result.stats.passes_by_width) == fed
@@ -117,7 +119,7 @@ def test_the_automatic_window_does_not_probe_where_nothing_could_pay(price, fed,
 
 @pytest.mark.parametrize("costs", [{1: 1.0, 4: 4.0}, {1: 1.0, 4: 1.0}, {2: 1.0, 3: 1.1}])
 def test_the_automatic_window_changes_no_image_of_same_noise(costs, monkeypatch):
-    monkeypatch.setattr("vargen.decoding.window.measure_pass_costs", lambda *_: costs)
+    monkeypatch.setattr("vargen.decoding.jacobi.measure_pass_costs", lambda *_: costs)
     model, condition, seeds = TableModel(vocab=4, tokens=60), torch.zeros(2, dtype=torch.int64), torch.arange(2)
     plain = decode(model, condition, seeds)
     fast = decode(model, condition, seeds, Accelerator(drafter=Jacobi("auto", "gumbel")))
@@ -145,14 +147,28 @@ def test_a_rule_for_chains_refuses_trees():
     assert Accelerator(drafter=Trees(), acceptance=shared_noise).topology == "tree"
 
 
-def test_a_window_above_the_grid_is_refused_before_the_model_runs():
-    model = TableModel(vocab=4, tokens=9)
-    for bad in (Jacobi(10), Jacobi(99)):
-        with pytest.raises(ValueError, match="from 2 to the grid's 9 tokens"):
-            decode(model, torch.zeros(1, dtype=torch.int64), torch.arange(1), Accelerator(drafter=bad))
-    assert model.passes == []
-    assert decode(model, torch.zeros(1, dtype=torch.int64), torch.arange(1), Accelerator(drafter=Jacobi(9))).finished
-    assert decode(model, torch.zeros(1, dtype=torch.int64), torch.arange(1), Accelerator(drafter=Jacobi("auto"))).finished
+@pytest.mark.parametrize(
+    ("drafter", "longest"),
+    [
+        (Jacobi(99), Jacobi(12)),
+        (Jacobi(99, "maximal", "low-res"), Jacobi(12, "maximal", "low-res")),
+        (Wavefront(99), Wavefront(12)),
+        (Speculative(99), Speculative(11)),
+        (Lookup(99), Lookup(11)),
+        (Recycle(99), Recycle(11)),
+    ],
+    ids=lambda drafter: type(drafter).__name__,
+)
+def test_drafts_are_limited_to_the_grid(drafter, longest):
+    model = TableModel(vocab=4, tokens=12, rows=3)
+    model.draft_model, model.low_res = TableModel(4, 12, seed=5, rows=3), TableLowRes(TableModel(4, 12, rows=3))
+    assert drafter.bind(model, 2).width == longest.width == 12
+    condition, seeds = torch.zeros(2, dtype=torch.int64), torch.arange(2)
+    rule = PooledRule(0, 0.5) if isinstance(drafter, Wavefront) else speculative_sampling
+    found, expected = (
+        decode(model, condition, seeds, Accelerator(drafter=each, acceptance=rule)) for each in (drafter, longest)
+    )
+    assert torch.equal(found.tokens, expected.tokens) and found.stats.passes == expected.stats.passes
 
 
 def test_a_draft_model_must_exist_and_share_the_vocabulary():

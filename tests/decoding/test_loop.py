@@ -116,7 +116,7 @@ def test_callback_sees_every_pass_and_can_stop():
 def test_passes_that_a_device_runs_after_the_end_are_not_counted(method, is_late, monkeypatch):
     """A GPU is not waited for after each pass: it runs one more than it needs."""
     model, condition, seeds = TableModel(vocab=3, tokens=23, seed=5), torch.zeros(2, dtype=torch.int64), torch.arange(2)
-    method = resolve_method(method).fit_to_grid(23)
+    method = resolve_method(method)
     expected = decode(model, condition, seeds, method)
     if is_late:
         delay_reports(monkeypatch)

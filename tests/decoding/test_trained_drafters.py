@@ -139,13 +139,10 @@ def test_a_row_of_a_batch_is_the_image_alone(kind) -> None:
 # -- bad input ----------------------------------------------------------------------------------------------------------
 
 
-def test_trees_are_narrowed_to_the_vocabulary() -> None:
-    narrow = Eagle(DynamicTree(nodes=20, depth=2, children=8)).fit_to_grid(5, 3)
-    assert narrow.shape.children == 3 and narrow.shape.nodes == 12 and narrow.bind(table(), 1).shape == narrow.shape
-    assert Eagle(chain(4)).fit_to_grid(5, 3) == Eagle(chain(4))
-
-
-def test_drafters_are_cut_to_the_grid() -> None:
-    longest = Eagle(chain(4))
-    assert Eagle(chain(9)).fit_to_grid(5) == longest and longest.fit_to_grid(5) == longest
-    assert Eagle(DynamicTree(nodes=9, depth=6, children=2)).fit_to_grid(4).shape.depth == 3
+def test_trees_are_limited_to_the_vocabulary_and_the_grid() -> None:
+    model = table()
+    tokens = model.grid[0] * model.grid[1]
+    narrow = Eagle(DynamicTree(nodes=20, depth=2, children=8)).bind(model, 1).shape
+    assert narrow.children == model.vocab == 3 and narrow.nodes == 12
+    assert Eagle(chain(4)).bind(model, 1).shape == chain(4)
+    assert Eagle(chain(tokens + 4)).bind(model, 1).shape == chain(tokens - 1)

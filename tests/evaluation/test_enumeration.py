@@ -12,7 +12,7 @@ from vargen.decoding import PRESETS, Noise, Purpose
 from vargen.decoding.sampling import to_probs
 from vargen.evaluation.enumeration import Enumeration, NotEnumerableError, ReusedNoiseError, TooManyOutcomesError
 from vargen.evaluation.exact_sum import sum_pass
-from vargen.evaluation.exactness import CASES, sum_case
+from vargen.evaluation.exactness import CASES, fix_window, sum_case
 
 P = torch.tensor([0.5, 0.2, 0.3, 0.0])
 
@@ -94,7 +94,7 @@ def test_a_limit_of_outcomes_is_kept() -> None:
         outcomes(lambda noise: (noise.shift(torch.arange(2)).sample(torch.ones(len(noise.seeds), 2, 40), Purpose.DRAFT),))
     assert sum_case(PRESETS["speculative"], CASES[0], max_drafts=2) is None
     with pytest.raises(TooManyOutcomesError):
-        sum_pass(CASES[0].fit(PRESETS["speculative"]), CASES[0].model(), max_drafts=10)
+        sum_pass(fix_window(PRESETS["speculative"]), CASES[0].model(), max_drafts=10)
 
 
 @pytest.mark.parametrize("use", [lambda u: 1 - u, lambda u: u.mean(), lambda u: torch.log(u), lambda u: u + 1], ids=range(4))
@@ -110,16 +110,16 @@ def test_shared_noise_has_one_distribution() -> None:
 
 def test_a_pass_after_a_prefix_is_compared_with_what_follows_it() -> None:
     case = CASES[0]
-    found = sum_pass(case.fit(PRESETS["speculative"]), case.model(), (1, 2), case.sampling)
+    found = sum_pass(fix_window(PRESETS["speculative"]), case.model(), (1, 2), case.sampling)
     assert found.distance < 1e-6 and found.most_drafts == 3
     for prefix in ((1, 2, 0),):
         with pytest.raises(ValueError, match="prefix"):
-            sum_pass(case.fit(PRESETS["speculative"]), case.model(), prefix)
+            sum_pass(fix_window(PRESETS["speculative"]), case.model(), prefix)
     with pytest.raises(ValueError, match="prefix"):
-        sum_pass(case.fit(PRESETS["sjd"]), case.model(), (1, 2))
+        sum_pass(fix_window(PRESETS["sjd"]), case.model(), (1, 2))
     certain = CASES[-1]
     with pytest.raises(ValueError, match="prefix"):
-        sum_pass(certain.fit(PRESETS["speculative"]), certain.model(), (1, 1))
+        sum_pass(fix_window(PRESETS["speculative"]), certain.model(), (1, 1))
 
 
 def test_a_wrong_target_is_as_far_as_the_two_are_apart() -> None:

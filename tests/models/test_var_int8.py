@@ -122,7 +122,7 @@ def test_methods_generate_the_same_image_in_any_batch(make: Any) -> None:
     subjects = [1, 2, 3] if pipe.is_class_conditional else ["a cat", "a red apple", "a small blue house with a tree"]
 
     def tokens(name: str, rows: list[int]) -> Tensor:
-        method = resolve_method(name, "next-scale").fit_to_scales(4)
+        method = resolve_method(name, "next-scale")
         generators = [torch.Generator().manual_seed(row) for row in rows]
         chosen: Any = [subjects[row] for row in rows]
         call = {"class_labels": chosen} if pipe.is_class_conditional else {"prompt": chosen}

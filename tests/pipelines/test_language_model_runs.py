@@ -57,7 +57,7 @@ def sample(pipe: LanguageModelPipeline, method: Any, **options: Any) -> Any:
 def test_the_memory_of_a_run_is_fixed_at_its_start(method: str) -> None:
     pipe = make("janus", side=6)
     model, (condition, _) = pipe.decoding_model(5.0), pipe.encode_condition(PROMPTS)
-    engine = Engine(model, PRESETS[method].fit_to_grid(pipe.num_tokens, pipe.vocab_size), batch_size=2)
+    engine = Engine(model, PRESETS[method], batch_size=2)
     engine.submit(condition, torch.arange(2))
     places = set()
     while engine.has_work:

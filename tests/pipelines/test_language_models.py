@@ -175,7 +175,7 @@ def test_every_preset_runs_or_says_why_not(equipped: dict[str, Any], model: str,
     if model not in equipped:
         pytest.skip("GLM-Image came with transformers 5")
     pipe, seeds = equipped[model], torch.arange(2)
-    method = PRESETS[name].fit_to_grid(pipe.num_tokens, pipe.vocab_size)
+    method = PRESETS[name]
     adapter, condition = pipe.decoding_model(1.0 if model == "glm" else 3.0), rows(pipe).select_rows([0, 1])
     if name in LOW_RES and model != "glm":
         with pytest.raises(ValueError, match="resolution"):
@@ -260,7 +260,7 @@ def test_exact_rules_sum_to_the_model_s_distribution(name: str, described: str) 
     description: Any = Janus(model) if described == "janus" else Emu3(model, size=(2, 1))
     condition = description.encode_prompts(processor, ["a red apple"], None)
     summed: Any = SummedModel(description, condition)
-    method = PRESETS[name].fit_to_grid(4, 3)
+    method = PRESETS[name]
     found = sum_pass(method, summed, passes=2, sampling=Sampling(1.2, top_p=0.9))
     assert max(found.distance, found.draft_distance) < 1e-5
 
@@ -272,7 +272,7 @@ def test_drafts_from_a_preview_are_exact() -> None:
     summed: Any = SummedModel(description, description.encode_prompts(processor, ["a red apple"], None))
     summed.low_res = PreviewDrafter(3, (1, 2), (1, 2))
     summed.low_res.grid = summed.grid
-    found = sum_pass(PRESETS["mulo-exact"].fit_to_grid(4, 3), summed, passes=2, sampling=Sampling(1.2, top_p=0.9))
+    found = sum_pass(PRESETS["mulo-exact"], summed, passes=2, sampling=Sampling(1.2, top_p=0.9))
     assert max(found.distance, found.draft_distance) < 1e-5
 
 

@@ -135,7 +135,7 @@ def test_guidance_that_resumes_is_refused() -> None:
 def test_the_same_buffers_generate_other_images(schedule: str, condition: str) -> None:
     """No tensor of the state moves, and what earlier images left changes nothing, also where fewer images than slots run."""
     model = tiny(condition, draft_model=tiny(condition))
-    method = PRESETS[schedule].fit_to_scales(4)
+    method = PRESETS[schedule]
     whole = a_condition(model)
     scales, places = ScalePasses(model, method.bind(model), whole, 3, Clock(model.device, False)), []
     for rows, sampling in (([0, 1, 2], Sampling()), ([2, 0, 1], Sampling(0.8, top_k=5)), ([1], Sampling(top_p=0.8))):
@@ -163,7 +163,7 @@ def test_no_pass_waits_for_the_device(schedule: str, condition: str, monkeypatch
     """On a CPU, with the paths of a GPU; so a pass can be captured. The error if a read is not noticed: `test_addresses`."""
     take_gpu_paths(monkeypatch)
     model = tiny(condition, draft_model=tiny(condition))
-    method, whole = PRESETS[schedule].fit_to_scales(4), a_condition(model)
+    method, whole = PRESETS[schedule], a_condition(model)
     scales = ScalePasses(model, method.bind(model), whole, 3, Clock(model.device, False))
     for _ in range(2):
         scales.start(whole, torch.arange(3), Sampling(0.9, top_k=20, top_p=0.9))

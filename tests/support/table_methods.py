@@ -115,7 +115,7 @@ _RELAXED = {
     "wavefront": (Wavefront(12, initial="low-res", reach=2), WavefrontRule()),
 }
 
-PRESETS_OF_TOKENS = {preset.name: preset.fit_to_grid(TOKENS, VOCAB) for preset in list_methods("next-token")}
+PRESETS_OF_TOKENS = {preset.name: preset for preset in list_methods("next-token")}
 RELAXED = {name: Accelerator(drafter=drafter, acceptance=rule) for name, (drafter, rule) in _RELAXED.items()}
 METHODS = {
     **PRESETS_OF_TOKENS,

@@ -11,7 +11,7 @@ from tiny_models import tiny_transformer, tiny_vq
 
 from vargen.adapters.drafters import EagleModel, LowResolutionDrafter, MedusaHeads
 from vargen.adapters.llamagen import LlamaGenTokenModel
-from vargen.decoding.window import AutoWindow
+from vargen.decoding.jacobi import Jacobi
 from vargen.models.heads.eagle import EagleDrafter
 from vargen.models.heads.medusa import MedusaDrafter
 from vargen.models.heads.upsampler import TokenUpsampler
@@ -41,6 +41,6 @@ def tiny_low_res(upsampled: bool) -> LowResolutionDrafter:
 
 def take_gpu_paths(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let passes on a CPU take the paths of a GPU: no NumPy, no shapes that values decide, no windows chosen in each pass."""
-    choose, gpu = AutoWindow.start, SimpleNamespace(device=torch.device("cuda"))
-    monkeypatch.setattr(AutoWindow, "start", lambda self, model, condition, slots: choose(self, gpu, condition, slots))
+    choose, gpu = Jacobi.choose_widths, SimpleNamespace(device=torch.device("cuda"))
+    monkeypatch.setattr(Jacobi, "choose_widths", lambda self, model, condition, slots: choose(self, gpu, condition, slots))
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)

@@ -23,14 +23,12 @@ from vargen.decoding.video.interfaces import BlockDecoder, BlockModel, BlockView
 from vargen.decoding.video.loop import BlockStream, NonFiniteLatentsError, decode_video
 from vargen.decoding.video.policies import LearnedRouting, SingleModel, Stride, Threshold, VideoMethod
 from vargen.decoding.video.stats import BlockRecord, VideoStats
-from vargen.decoding.window import AutoWindow
 
 __all__ = [
     "DEFAULT_METHOD",
     "PRESETS",
     "Accelerator",
     "AcceptanceRule",
-    "AutoWindow",
     "AutoregressiveHead",
     "BlockDecoder",
     "BlockModel",

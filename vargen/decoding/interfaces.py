@@ -160,14 +160,12 @@ class Drafter:
     def bind(self, model: TokenModel, slots: int) -> Self:
         """Return a copy for a model, with its own buffers for B slots: the drafter itself is shared by engines and threads.
 
+        Sizes of drafts are limited to the grid and the vocabulary.
+
         Raises:
             ValueError: if it cannot draft for this model; says why.
         """
-        self.validate_grid(model.grid[0] * model.grid[1])
         return self.copy()
-
-    def validate_grid(self, tokens: int) -> None:
-        """Raise ValueError unless the drafts fit, or can be shortened automatically to, a grid of `tokens` tokens."""
 
     def copy(self, **buffers: Any) -> Self:
         """Return a copy with further attributes."""
@@ -193,10 +191,6 @@ class Drafter:
 
     def observe(self, state: TokenState, result: PassResult) -> None:
         """Learn the result of a pass, before the lengths of the state increase."""
-
-    def fit_to_grid(self, tokens: int, vocab: int | None = None) -> Self:
-        """Return the drafter with its drafts limited to a grid of `tokens` tokens and, if given, to a vocabulary."""
-        return self
 
     def choose_widths(self, model: TokenModel, condition: Any, slots: int) -> WidthController | None:
         """Return what selects the number of tokens of each pass; None: `width` in every pass."""
@@ -236,10 +230,6 @@ class AcceptanceRule:
         Raises:
             ValueError: if the model lacks what the rule needs.
         """
-        return self
-
-    def fit_to_grid(self, rows: int, columns: int) -> Self:
-        """Return the rule with its sizes limited to a grid."""
         return self
 
     def __call__(self, probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verdict:

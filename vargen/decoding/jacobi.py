@@ -10,6 +10,7 @@ Shape suffixes: B slots, T tokens fed in one pass, S = T - 1 draft tokens, N tok
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self
@@ -17,12 +18,13 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
+from vargen.decoding.costs import candidate_widths, measure_pass_costs
 from vargen.decoding.interfaces import Drafter, LowResModel, TokenModel, require_same_tokens
 from vargen.decoding.noise import Noise, Purpose
 from vargen.decoding.rules import gather_p_and_q, resample_rejected
 from vargen.decoding.token_pass import TokenState
 from vargen.decoding.tree import Draft, Output, PassResult, Tree
-from vargen.decoding.window import AutoWindow, WidthController, parse_window
+from vargen.decoding.window import MAX_AUTO_WIDTH, WidthController, parse_window
 from vargen.kernels.dispatch import is_eager_cpu
 from vargen.kernels.token_steps import draft_window
 from vargen.values import resolve_name, short_repr
@@ -36,23 +38,24 @@ class Jacobi(Drafter):
     shifted when tokens are committed, and the next window may be narrower or wider.
 
     Args:
-        window: tokens fed per pass, including the last committed one: an integer from 2 to the size of the grid, an
-            `AutoWindow`, or `"auto"` for one.
+        window: tokens fed per pass, including the last committed one: at least 2, or `"auto"` for the number that measured
+            costs and recent acceptance favor; see `WidthController`.
         coupling: how uncommitted draft tokens are resampled: `"independent"` (SJD), `"maximal"` or `"gumbel"` (SCD),
             `"from-verdict"` (by the acceptance rule, as in MuLo), or a function like those in `COUPLINGS`.
         initial: first draft token of a position: `"uniform"`, or `"low-res"` (from a low-resolution image).
 
     Raises:
-        ValueError: if the window is below 2, or a name is unknown (suggests the nearest). `bind` raises it if the window
-            exceeds the grid, or the low-resolution model is missing or has another vocabulary or grid.
+        ValueError: if the window is below 2, or a name is unknown (suggests the nearest). `bind` raises it if a low-resolution
+            model is needed, and is missing or has another vocabulary or grid.
     """
 
-    window: int | str | AutoWindow = 16
+    window: int | Literal["auto"] = 16
     coupling: Literal["independent", "maximal", "gumbel", "from-verdict"] | Coupling = "independent"
     initial: Literal["uniform", "low-res"] = "uniform"
 
-    # Buffers, made by `bind`: draft tokens int64 [B, N + W] by position; the end (exclusive) of the positions that the last
-    # pass predicted, int64 [B]; their probabilities float32 [B, W, V], at position % W. By `reset`: low-resolution images.
+    # Made by `bind`: N; draft tokens int64 [B, N + W] by position; the end (exclusive) of the positions that the last pass
+    # predicted, int64 [B]; their probabilities float32 [B, W, V], at position % W. By `reset`: low-resolution images.
+    num_tokens: int = field(default=sys.maxsize, init=False, repr=False, compare=False)
     drafted: Tensor = field(init=False, repr=False, compare=False)
     drafted_end: Tensor = field(init=False, repr=False, compare=False)
     probs: Tensor | None = field(init=False, repr=False, compare=False)
@@ -61,8 +64,8 @@ class Jacobi(Drafter):
     chains: dict[int, Tree] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if not isinstance(policy := parse_window(self.window), AutoWindow):
-            object.__setattr__(self, "window", policy)  # convert NumPy integers
+        if self.window != "auto":
+            object.__setattr__(self, "window", parse_window(self.window))
         object.__setattr__(self, "uses_probs", self.coupling != "gumbel")
         resolve_name("coupling", self.coupling, COUPLINGS)
         if self.initial not in ("uniform", "low-res"):
@@ -70,30 +73,18 @@ class Jacobi(Drafter):
 
     @property
     def width(self) -> int:
-        policy = parse_window(self.window)
-        return policy.max_width if isinstance(policy, AutoWindow) else policy
-
-    def validate_grid(self, tokens: int) -> None:
-        """Raise ValueError unless the window fits, or can be shortened to, a grid of `tokens` tokens."""
-        policy = parse_window(self.window)
-        if isinstance(policy, int) and policy > tokens:
-            raise ValueError(f"window must be from 2 to the grid's {tokens} tokens, got {policy}")
-
-    def fit_to_grid(self, tokens: int, vocab: int | None = None) -> Self:
-        return replace(self, window=tokens) if isinstance(self.window, int) and self.window > tokens else self
+        return min(MAX_AUTO_WIDTH if self.window == "auto" else self.window, self.num_tokens)
 
     def choose_widths(self, model: TokenModel, condition: Any, slots: int) -> WidthController | None:
-        policy = parse_window(self.window)
-        return policy.start(model, condition, slots) if isinstance(policy, AutoWindow) else None
+        if self.window != "auto" or model.device.type != "cpu":
+            return None
+        return WidthController(measure_pass_costs(model, condition, slots, candidate_widths(self.width)))
 
     def bind(self, model: TokenModel, slots: int) -> Self:
-        N, device = model.grid[0] * model.grid[1], torch.device(model.device)
-        self.validate_grid(N)
-        fitted, policy = self, parse_window(self.window)
-        if isinstance(policy, AutoWindow):
-            fitted = replace(self, window=policy.fit_to_grid(N))
-        W, V = fitted.width, model.vocab
-        return fitted.copy(
+        N, V, device = model.grid[0] * model.grid[1], model.vocab, torch.device(model.device)
+        W = min(self.width, N)
+        return self.copy(
+            num_tokens=N,
             drafted=torch.zeros(slots, N + W, dtype=torch.int64, device=device),
             drafted_end=torch.zeros(slots, dtype=torch.int64, device=device),
             probs=torch.zeros(slots, W, V, dtype=torch.float32, device=device) if self.uses_probs else None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, is_dataclass
 from typing import Any, ClassVar, Literal
 
 from vargen.decoding.interfaces import AcceptanceRule, Drafter, TokenModel
@@ -127,32 +127,4 @@ class Accelerator(Method):
         Raises:
             ValueError: if this model cannot run the method; says why.
         """
-        fitted = self.fit_preset(*model.grid)
-        return fitted.drafter.bind(model, slots), fitted.acceptance.bind(model)
-
-    def fit_preset(self, rows: int, columns: int) -> Accelerator:
-        """Return the method with the sizes of its preset limited to a grid: those of its drafts, and the radius of its rule.
-
-        Other sizes than the preset's were asked for: they stay, and `bind` refuses what does not fit.
-        """
-        from vargen.decoding.methods import PRESETS
-
-        preset = PRESETS.get(self.name.partition(":")[0])
-        if not isinstance(preset, Accelerator) or rows * columns < 2:
-            return self
-        drafter = _limit(self.drafter, preset.drafter, preset.drafter.fit_to_grid(rows * columns))
-        acceptance = _limit(self.acceptance, preset.acceptance, preset.acceptance.fit_to_grid(rows, columns))
-        return replace(self, drafter=drafter, acceptance=acceptance)
-
-    def fit_to_grid(self, tokens: int, vocab: int | None = None) -> Accelerator:
-        """Return the method with its drafts limited to a grid of `tokens` tokens and, if given, to a vocabulary of `vocab`."""
-        return replace(self, drafter=self.drafter.fit_to_grid(tokens, vocab))
-
-
-def _limit(part: Any, preset: Any, limited: Any) -> Any:
-    """Return a part with the values in which `limited` differs from the preset's part, unless its own are not the preset's."""
-    if limited is preset or type(part) is not type(preset):
-        return part
-    values = {each.name: getattr(limited, each.name) for each in fields(preset) if each.init}
-    changed = {name: value for name, value in values.items() if value != getattr(preset, name)}
-    return replace(part, **changed) if all(getattr(part, name) == getattr(preset, name) for name in changed) else part
+        return self.drafter.bind(model, slots), self.acceptance.bind(model)

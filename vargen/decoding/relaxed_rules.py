@@ -275,15 +275,9 @@ class PooledRule(RelaxedRule):
     columns: int = field(default=0, init=False, repr=False, compare=False)  # of the grid, set by `bind`
 
     def bind(self, model: TokenModel) -> Self:
-        rows, columns = model.grid
-        if self.radius and self.radius >= max(rows, columns):
-            raise ValueError(f"radius must be less than the grid of {rows} x {columns}, got {self.radius}")
         needs_table = self.size and self.threshold <= 1
         table = build_neighbor_table(require_codebook(model), self.size) if needs_table else None
-        return self.keep(columns=columns, neighbor_table=table)
-
-    def fit_to_grid(self, rows: int, columns: int) -> Self:
-        return replace(self, radius=min(self.radius, max(rows, columns) - 1))
+        return self.keep(columns=model.grid[1], neighbor_table=table)
 
     def accept_prob(self, p: Tensor, q: Tensor | None, tokens: Tensor) -> Tensor:
         pooled = gather_prob(p, tokens)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
 from vargen.decoding.interfaces import ScaleModel
@@ -98,12 +98,6 @@ class ScaleSchedule(Method):
         if len(found) < scales:
             raise ValueError(f"the stages of {self.name!r} end at scale {len(found)} of {scales}: the last needs until=None")
         return tuple(found)
-
-    def fit_to_scales(self, scales: int) -> ScaleSchedule:
-        """Return the schedule for a model with `scales` scales: a stage that extends past the last scale ends there."""
-        ends = [None if stage.until is not None and stage.until >= scales else stage.until for stage in self.stages]
-        last = ends.index(None) + 1 if None in ends else len(ends)
-        return replace(self, stages=tuple(replace(s, until=end) for s, end in zip(self.stages[:last], ends, strict=False)))
 
     def bind(self, model: ScaleModel) -> tuple[Stage, ...]:
         """Return the stage of each of the model's scales.

@@ -9,7 +9,7 @@ Shape suffixes: B slots, S draft tokens, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
@@ -58,21 +58,9 @@ class ChainDrafter(Drafter):
         return self.length + 1
 
     def bind(self, model: TokenModel, slots: int) -> Self:
-        """Return a copy with `chain`.
-
-        Raises:
-            ValueError: unless the chain fits after the first token of the grid.
-        """
-        self.validate_grid(model.grid[0] * model.grid[1])
-        return self.copy(chain=Tree.make_chain(self.length, model.device))
-
-    def validate_grid(self, tokens: int) -> None:
-        if self.length >= tokens:
-            raise ValueError(f"length must be from 1 to {tokens - 1}, one less than the grid's tokens, got {self.length}")
-
-    def fit_to_grid(self, tokens: int, vocab: int | None = None) -> Self:
-        changed: Any = self
-        return replace(changed, length=tokens - 1) if self.length >= tokens else self
+        """Return a copy with `chain`, which ends with the grid."""
+        length = max(1, min(self.length, model.grid[0] * model.grid[1] - 1))
+        return self.copy(length=length, chain=Tree.make_chain(length, model.device))
 
     def sample_chain(self, predict: Callable[[Tensor, Tensor], Tensor], state: TokenState, noise: Noise) -> Draft:
         """Sample a chain token by token, which ends where no token is predicted.
@@ -108,8 +96,7 @@ class Speculative(ChainDrafter):
             `shared_noise`. By default draft tokens have their own uniforms.
 
     Raises:
-        ValueError: if the length is below 1. `bind` raises it if the chain does not fit the grid, or the draft model is missing
-            or has another vocabulary or grid.
+        ValueError: if the length is below 1. `bind` raises it if the draft model is missing or has another vocabulary or grid.
     """
 
     length: int = number_field(4, 1, is_integer=True)

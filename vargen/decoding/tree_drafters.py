@@ -91,9 +91,9 @@ class DynamicTree:
         """Number of nodes expanded per pass."""
         return sum(self.expanded_per_level())
 
-    def limit(self, depth: int | None = None, children: int | None = None) -> DynamicTree:
+    def limit(self, depth: int, children: int) -> DynamicTree:
         """Return the tree with at most `depth` levels and `children` children, and `nodes` limited to their candidates."""
-        depth, children = min(self.depth, depth or self.depth), min(self.children, children or self.children)
+        depth, children = min(self.depth, depth), min(self.children, children)
         small = replace(self, depth=depth, children=children, nodes=1)
         return replace(small, nodes=min(self.nodes, small.num_expanded * children))
 
@@ -248,24 +248,9 @@ class TreeDrafter(Drafter):
         return self.shape.nodes + 1
 
     def bind(self, model: TokenModel, slots: int) -> Self:
-        """Return a copy for a model.
-
-        Raises:
-            ValueError: if the tree does not fit the grid, or a node has more children than there are tokens.
-        """
-        if self.shape.children > model.vocab:
-            raise ValueError(f"children must be at most the vocabulary of {model.vocab} tokens, got {self.shape.children}")
-        self.validate_grid(model.grid[0] * model.grid[1])
-        return self.copy(rates=torch.tensor(self.shape.conditional_rates, dtype=torch.float32, device=model.device))
-
-    def validate_grid(self, tokens: int) -> None:
-        """Raise ValueError unless the longest path of the tree fits after the first token of a grid of `tokens` tokens."""
-        if self.shape.depth >= tokens:
-            raise ValueError(f"depth of a tree must be from 1 to {tokens - 1} for {tokens} tokens, got {self.shape.depth}")
-
-    def fit_to_grid(self, tokens: int, vocab: int | None = None) -> Self:
-        made: Any = self
-        return replace(made, shape=self.shape.limit(tokens - 1, vocab))
+        shape = self.shape.limit(max(1, model.grid[0] * model.grid[1] - 1), model.vocab)
+        rates = torch.tensor(shape.conditional_rates, dtype=torch.float32, device=model.device)
+        return self.copy(shape=shape, rates=rates)
 
     def grow(self, expand: Callable[[Frontier], Tensor], state: TokenState, noise: Noise) -> Draft:
         """Grow a tree from the last committed token of each image; see `grow_tree`."""
@@ -356,7 +341,8 @@ class Eagle(HeadDrafter):
     chains: Sequence[Tree] = field(init=False, repr=False, compare=False)
 
     def bind(self, model: TokenModel, slots: int) -> Self:
-        bound, shape = super().bind(model, slots), self.shape
+        bound = super().bind(model, slots)
+        shape = bound.shape
         chains = [Tree.make_chain(length, model.device) for length in range(shape.depth + 1)]
         return bound.copy(cache=bound.model.allocate(slots, max(shape.depth + 1, shape.num_expanded)), chains=chains)
 
@@ -406,8 +392,8 @@ class Medusa(HeadDrafter):
     model_class: ClassVar[type] = ParallelHeads
 
     def bind(self, model: TokenModel, slots: int) -> Self:
-        bound, depth = super().bind(model, slots), self.shape.depth
-        if depth > (heads := bound.model.num_heads):
+        bound = super().bind(model, slots)
+        if (depth := bound.shape.depth) > (heads := bound.model.num_heads):
             raise ValueError(f"depth of a tree must be from 1 to the number of heads, {heads}, got {depth}")
         return bound
 

@@ -1,4 +1,4 @@
-"""Draft length: how many tokens a pass feeds. Fixed, or selected by measured pass costs and recent acceptance.
+"""Automatic windows: how many tokens a pass feeds, selected by measured pass costs and recent acceptance.
 
 Longer drafts commit more tokens per pass but make the pass slower; the best length depends on model, batch and machine.
 
@@ -8,80 +8,32 @@ Shape suffixes: B images.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from vargen.decoding.costs import candidate_widths, measure_pass_costs
-from vargen.decoding.interfaces import TokenModel
-from vargen.values import number_field, parse_int, short_repr, suggest_names, validate_fields
+from vargen.values import parse_int, short_repr
 
-MAX_WINDOW = 4096  # larger than any grid
+MAX_AUTO_WIDTH = 32  # largest automatic window
 
 
-@dataclass(frozen=True)
-class AutoWindow:
-    """Feed the number of tokens that maximizes tokens per second, from measured pass costs and recent acceptance.
-
-    See `WidthController`. The selection depends on timing and on the batch, so two runs may feed different widths: the
-    distribution of the images is unchanged, and with the rule `shared_noise` so are the images themselves. With other rules,
-    use a fixed window for reproducible images. On a GPU it always feeds `max_width`, because a changing shape would require
-    synchronization.
-
-    Args:
-        max_width: maximum number of tokens fed, at least 2.
-        ema_decay: weight of the past in the running acceptance, from 0 to 0.999.
-        warmup_passes: number of first passes that always draft, to measure acceptance.
-        optimistic_rate: s of `WidthController` at which a trial is worthwhile, above 0; 0.2 is typical, 0.4 twice that.
-    """
-
-    max_width: int = number_field(32, 2, MAX_WINDOW, is_integer=True)
-    ema_decay: float = number_field(0.9, 0, 0.999)
-    warmup_passes: int = number_field(4, 0, is_integer=True)
-    optimistic_rate: float = number_field(0.4, 0, open_below=True)
-
-    def __post_init__(self) -> None:
-        validate_fields(self)
-
-    def fit_to_grid(self, tokens: int) -> AutoWindow:
-        """Return the window with at most `tokens` tokens."""
-        return replace(self, max_width=max(2, min(self.max_width, tokens)))
-
-    def start(self, model: TokenModel, condition: Any, slots: int) -> WidthController | None:
-        """Return what selects the width of each pass over B slots; None: always `max_width`."""
-        if model.device.type != "cpu":
-            return None
-        return WidthController(measure_pass_costs(model, condition, slots, candidate_widths(self.max_width)), self)
-
-
-WINDOWS: dict[str, AutoWindow] = {"auto": AutoWindow()}
-
-
-def parse_window(value: int | str | AutoWindow) -> int | AutoWindow:
-    """Return the window for a number or a name."""
-    if isinstance(value, str):
-        if value not in WINDOWS:
-            raise ValueError(
-                f"unknown window {short_repr(value)}; {suggest_names(value, WINDOWS)}, or give a whole number of at least 2"
-            )
-        return WINDOWS[value]
-    if isinstance(value, Integral) and not isinstance(value, bool):
-        width = parse_int(value, 2)
-        if width is None:
-            raise ValueError(f"window must be at least 2 (one committed token and one draft), got {short_repr(value)}")
-        return width
-    if isinstance(value, AutoWindow):
-        return value
-    raise TypeError(f"window must be a whole number, 'auto' or an AutoWindow, got {short_repr(value)}")
+def parse_window(value: Any) -> int:
+    """Return the number of tokens of a window that is not `"auto"`."""
+    if (width := parse_int(value, 2)) is None:
+        raise ValueError(
+            f"window must be a whole number of at least 2 (a committed token and a draft), or 'auto', got {short_repr(value)}"
+        )
+    return width
 
 
 DRAFTING_EFFICIENCY = 0.9  # fraction of a drafting step spent in passes; verifying and resampling take the rest
 _EXPONENT = 0.75
+_DECAY = 0.9  # weight of the past in the running acceptance
+_WARMUP_PASSES = 4  # first passes, which always draft, to measure acceptance
+_MIN_WARMUP_WIDTH = 4  # tokens that they feed at least
+_OPTIMISTIC_RATE = 0.4  # s at which a trial is worthwhile: twice the typical one
 _SHRINKAGE_PASSES = 8  # passes after which half of an image's deviation from its batch counts as its own, not as noise
-_MIN_WARMUP_WIDTH = 4  # tokens that the first steps feed at least
 _SWITCH_MARGIN = 1.1  # switching to a smaller window discards draft tokens that earlier passes have refined
 
 
@@ -95,22 +47,26 @@ class WidthController:
     If width 1 wins, as for batches on few cores, drafting stops for the rest of the run, which is then plain autoregressive
     decoding. If width 1 wins even at an optimistic s, drafting never starts.
 
+    The selection depends on timing and on the batch, so two runs may feed different widths: the distribution of the images is
+    unchanged, and with the rule `shared_noise` so are the images themselves. With other rules, use a fixed window for
+    reproducible images. On a GPU, `MAX_AUTO_WIDTH` tokens are always fed: another shape would require synchronization.
+
     Args:
         seconds_by_width: of a step, by the number of tokens it feeds, including width 1.
-        window: how s is learned.
+        warmup_passes: number of first passes that always draft, to measure acceptance.
 
     Attributes:
         width: of the last step; 1 once drafting has stopped.
         rate: s, over the images.
     """
 
-    def __init__(self, seconds_by_width: Mapping[int, float], window: AutoWindow):
-        self.seconds_by_width, self.window = seconds_by_width, window
+    def __init__(self, seconds_by_width: Mapping[int, float], warmup_passes: int = _WARMUP_PASSES):
+        self.seconds_by_width = seconds_by_width
         self.rate, self.width = 0.2, 0
-        self._warmup, self._observed = window.warmup_passes, 0
+        self._warmup, self._observed = warmup_passes, 0
         self._row_offsets: Tensor | float = 0.0  # s of each image minus the mean, summed over the passes
         self._slowest_offset = 0.0
-        if self._best_width(list(seconds_by_width), window.optimistic_rate) == 1:
+        if self._best_width(list(seconds_by_width), _OPTIMISTIC_RATE) == 1:
             self.width = 1
 
     def choose(self) -> int:
@@ -133,8 +89,8 @@ class WidthController:
         if self.width <= 1 or not active.any():
             return
         rates = (num_committed - 1) / (self.width - 1) ** _EXPONENT
-        mean, decay = rates[active].mean(), self.window.ema_decay
-        self.rate = decay * self.rate + (1 - decay) * float(mean)
+        mean = rates[active].mean()
+        self.rate = _DECAY * self.rate + (1 - _DECAY) * float(mean)
         self._observed += 1
         self._row_offsets = offsets = self._row_offsets + torch.where(active, rates - mean, 0.0)
         self._slowest_offset = float(offsets[active].min()) / (self._observed + _SHRINKAGE_PASSES)

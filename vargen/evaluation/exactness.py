@@ -77,13 +77,6 @@ class Case:
         model.low_res = TableLowRes(draft_model)
         return model
 
-    def fit(self, method: Accelerator) -> Accelerator:
-        """Return the method, cut to the size of the model, with a fixed number of draft tokens."""
-        drafter: Any = method.drafter
-        if not isinstance(getattr(drafter, "window", 0), int):
-            method = replace(method, drafter=replace(drafter, window=4))
-        return method.fit_to_grid(self.tokens, self.vocab)
-
 
 CASES = (
     Case("1 x 3", 3),
@@ -112,9 +105,6 @@ class ScaleCase:
         model = ScaleTable(seed=4, **arguments)
         model.draft_model = ScaleTable(seed=77, **arguments)
         return model
-
-    def fit(self, method: ScaleSchedule) -> ScaleSchedule:
-        return method.fit_to_scales(len(self.scale_tokens))
 
 
 SCALE_CASES = (
@@ -238,13 +228,20 @@ def check_exactness(method: Method, max_drafts: int | None = None) -> Report:
     )
 
 
+def fix_window(method: Any) -> Any:
+    """Return the method with a fixed number of draft tokens."""
+    drafter: Any = getattr(method, "drafter", None)
+    is_auto = getattr(drafter, "window", 0) == "auto"
+    return replace(method, drafter=replace(drafter, window=4)) if is_auto else method
+
+
 def sum_case(method: Accelerator | ScaleSchedule, case: Case | ScaleCase, max_drafts: int | None = None) -> Finding | None:
     """Sum at most 3 passes, as many as the limit allows, after as few tokens as it allows; None if not even the last fits."""
     if isinstance(case, ScaleCase):
         assert isinstance(method, ScaleSchedule)
-        return _make_finding(case.name, sum_images(case.fit(method), case.model(), case.sampling))
+        return _make_finding(case.name, sum_images(method, case.model(), case.sampling))
     assert isinstance(method, Accelerator)
-    model, fitted = case.model(), case.fit(method)
+    model, fitted = case.model(), fix_window(method)
     likeliest = model.find_most_probable(0, lambda logits: to_probs(logits, case.sampling))
     independent = "independent-per-pass" in fitted.drafter.provides
     lengths = range(case.after, case.tokens) if independent else [0]
@@ -273,13 +270,13 @@ def sum_control(control: Control) -> float:
     """Return the distance of a negative control: of its committed tokens or its draft tokens, whichever is larger."""
     if isinstance(control.method, ScaleSchedule):
         case = SCALE_CASES[0]
-        return sum_images(case.fit(control.method), case.model(), control.sampling).distance
+        return sum_images(control.method, case.model(), control.sampling).distance
     small = CASES[0]
     model, sampling = small.model(), control.sampling
     target = (model, sampling)
     if control.change is not None:
         model, sampling = control.change(model, sampling), Sampling()
-    found = sum_pass(small.fit(control.method), model, (), sampling, passes=control.passes, target=target)
+    found = sum_pass(fix_window(control.method), model, (), sampling, passes=control.passes, target=target)
     return max(found.distance, found.draft_distance)
 
 
@@ -288,8 +285,7 @@ def compare_with_sequential(method: Accelerator | ScaleSchedule, case: Case | Sc
     model, condition, seeds = case.model(), torch.zeros(images, dtype=torch.int64), torch.arange(images) + 10**6
     loop: Any = decode_scales if isinstance(case, ScaleCase) else decode
     baseline = "plain" if isinstance(case, ScaleCase) else "ar"
-    fitted: Any = case.fit(method)  # type: ignore[arg-type]
-    tokens = loop(model, condition, seeds, fitted, case.sampling).tokens
+    tokens = loop(model, condition, seeds, fix_window(method), case.sampling).tokens
     expected = loop(model, condition, seeds, baseline, case.sampling).tokens
     different = float((tokens != expected).any(1).double().mean())
     return Finding(case.name, different, drafts=images, outcomes=images)

@@ -65,7 +65,7 @@ def test_an_image_is_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
 )
 def test_images_of_presets_are_the_same(method: str, images: int, grid: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those whose drafter or rule is none of METHODS."""
-    small, fitted = {"grid_size": grid, "n_layer": 1}, resolve_method(method).fit_to_grid(grid**2)
+    small, fitted = {"grid_size": grid, "n_layer": 1}, resolve_method(method)
     expected = generated(fitted, images, **small)
     monkeypatch.setenv("VARGEN_KERNELS", "triton")
     assert torch.equal(generated(fitted, images, **small), expected)
@@ -130,7 +130,7 @@ def test_a_step_reads_nothing_on_the_host(name: str, captured: bool, monkeypatch
     monkeypatch.setenv("VARGEN_KERNELS", "triton")
     monkeypatch.setattr("vargen.kernels.dispatch._is_interpreting", lambda: True)  # so meta is not refused beside a GPU
     monkeypatch.setattr(OnMeta, "captured", 0)
-    meta, method = torch.device("meta"), METHODS.get(name) or resolve_method(name).fit_to_grid(16)
+    meta, method = torch.device("meta"), METHODS.get(name) or resolve_method(name)
     eagle = EagleDrafter(dim=32, vocab_size=64, grid_size=4, n_head=2, multiple_of=32).eval().to(meta)
     medusa = MedusaDrafter(32, 64, 4).eval().to(meta)
     draft = LlamaGenTokenModel(tiny_transformer("class", n_layer=1).to(meta))

@@ -62,25 +62,25 @@ class JacobiTree(Drafter):
         """Number of draft tokens at the positions that have several candidates."""
         return sum(self.children**level for level in range(1, self.depth + 1))
 
-    def fit_to_grid(self, tokens: int, vocab: int | None = None) -> Self:
-        small = replace(self, depth=min(self.depth, tokens - 1), children=min(self.children, vocab or self.children))
-        chain = min(self.nodes - self.num_branching, tokens - 1 - small.depth)
+    def limit(self, depth: int, children: int) -> Self:
+        """Return the drafter with drafts of at most `depth` tokens on a path, and `children` candidates."""
+        small = replace(self, depth=min(self.depth, depth), children=min(self.children, children))
+        chain = min(self.nodes - self.num_branching, depth - small.depth)
         return replace(small, nodes=small.num_branching + chain)
 
     def bind(self, model: TokenModel, slots: int) -> Self:
-        N, parents = model.grid[0] * model.grid[1], complete_tree((self.children,) * self.depth)
-        leaf, end = len(parents) - self.children**self.depth, len(parents)
-        parents = (*parents, leaf, *range(end, self.nodes))[: self.width]
+        fitted = self.limit(max(1, model.grid[0] * model.grid[1] - 1), model.vocab)
+        parents = complete_tree((fitted.children,) * fitted.depth)
+        leaf, end = len(parents) - fitted.children**fitted.depth, len(parents)
+        parents = (*parents, leaf, *range(end, fitted.nodes))[: fitted.width]
         tree = Tree.from_parents(parents)  # on the host, which reads it
-        if tree.max_path > N or self.children > model.vocab:
-            raise ValueError(f"nodes, depth and children must fit {N} tokens of {model.vocab}, got {self}")
         chains: dict[int, list[int]] = {0: []}  # by slot: itself and the slots after it along first children
         for slot, child in reversed([*enumerate(tree.children[:, 0].tolist())]):
             chains[slot] = [slot, *chains[child]]
         first = chains[0]
         rows = [first[:d] + chains[s] + first[d + len(chains[s]) :] for s, d in enumerate(tree.depth.tolist())]
-        jacobi = Jacobi(len(first), self.coupling).copy(uses_probs=True).bind(model, slots)
-        return self.copy(
+        jacobi = Jacobi(max(2, len(first)), self.coupling).copy(uses_probs=True).bind(model, slots)
+        return fitted.copy(
             jacobi=jacobi, tree=Tree.from_parents(parents, model.device), continuation=torch.tensor(rows, device=model.device)
         )
 

@@ -50,12 +50,12 @@ class SampledTree(SpeculativeTree):
         object.__setattr__(self, "shape", shape)
         super().__post_init__()
 
-    def fit_to_grid(self, tokens: int, vocab: int | None = None) -> Self:
-        return replace(self, branching=tuple(min(count, vocab or count) for count in self.branching[: tokens - 1]))
-
     def bind(self, model: TokenModel, slots: int) -> Self:
-        parents = [complete_tree(self.branching[:depth]) for depth in range(len(self.branching) + 1)]
-        return super().bind(model, slots).copy(levels=[Tree.from_parents(each, model.device) for each in parents])
+        depth = max(1, model.grid[0] * model.grid[1] - 1)
+        fitted = replace(self, branching=tuple(min(count, model.vocab) for count in self.branching[:depth]))
+        parents = [complete_tree(fitted.branching[:depth]) for depth in range(len(fitted.branching) + 1)]
+        levels = [Tree.from_parents(each, model.device) for each in parents]
+        return super(SampledTree, fitted).bind(model, slots).copy(levels=levels)
 
     def propose(self, state: TokenState, noise: Noise, width: int) -> Draft:
         fed, rows, count = state.tokens.gather(1, state.length[:, None] - 1), list[Tensor](), 1

@@ -28,8 +28,7 @@ class SpeculativeTree(TreeDrafter):
         model: the draft model. None: `draft_model` of the target.
 
     Raises:
-        ValueError: `bind` raises it if the tree does not fit the grid, a slot has more children than there are tokens, or the
-            draft model is missing or has another vocabulary or grid.
+        ValueError: `bind` raises it if the draft model is missing or has another vocabulary or grid.
     """
 
     shape: DynamicTree = field(default_factory=DynamicTree)
@@ -40,8 +39,9 @@ class SpeculativeTree(TreeDrafter):
 
     def bind(self, model: TokenModel, slots: int) -> Self:
         small = require_draft_model(self.model or model.draft_model, model)
-        newest = Tree.make_chain(self.shape.depth + 1, model.device)
-        return super().bind(model, slots).copy(model=small, cache=None, newest=newest)
+        bound = super().bind(model, slots)
+        newest = Tree.make_chain(bound.shape.depth + 1, model.device)
+        return bound.copy(model=small, cache=None, newest=newest)
 
     def reset(self, state: TokenState, rows: Tensor, condition: Any, first: Output) -> None:
         if self.cache is None:
