@@ -1,18 +1,18 @@
 """Decoding algorithms: loops and the parts that methods consist of. Independent of concrete models, files and prompts."""
 
+from vargen.decoding import experimental as experimental  # registers its presets
+from vargen.decoding.accelerator import Accelerator
 from vargen.decoding.decode import decode
 from vargen.decoding.engine import Engine
 from vargen.decoding.interfaces import AcceptanceRule, AutoregressiveHead, Drafter, ParallelHeads, ScaleModel, TokenModel
 from vargen.decoding.jacobi import Jacobi
-from vargen.decoding.method import DEFAULT_METHOD, Accelerator, Method
-from vargen.decoding.methods import PRESETS, list_methods, resolve_method
+from vargen.decoding.methods import DEFAULT_METHOD, PRESETS, Method, list_methods, register_presets, resolve_method
 from vargen.decoding.noise import Noise, Purpose
 from vargen.decoding.relaxed_rules import GroupedRule, NeighborhoodRule, PooledRule, RelaxedRule
 from vargen.decoding.requests import DecodeOutput, FinishedImage, NonFiniteLogitsError, Progress
 from vargen.decoding.rules import acceptance_rule, shared_noise, speculative_sampling
 from vargen.decoding.sampling import Sampling
-from vargen.decoding.scales import decode_scales
-from vargen.decoding.schedule import ScaleSchedule, Stage
+from vargen.decoding.scales import ScaleSchedule, Stage, decode_scales
 from vargen.decoding.speculative import ChainDrafter, Speculative
 from vargen.decoding.stats import DecodeStats
 from vargen.decoding.token_pass import TokenState
@@ -83,6 +83,7 @@ __all__ = [
     "decode_scales",
     "decode_video",
     "list_methods",
+    "register_presets",
     "resolve_method",
     "shared_noise",
     "speculative_sampling",

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from vargen.compat import without_autocast
+from vargen.decoding.accelerator import Accelerator
 from vargen.decoding.engine import Engine, require_batch_size
 from vargen.decoding.graph import CUDAGraph
 from vargen.decoding.interfaces import TokenModel
-from vargen.decoding.method import Accelerator
 from vargen.decoding.requests import Callback, DecodeOutput, FinishedImage, Progress, validate_call
 from vargen.decoding.sampling import Sampling
 

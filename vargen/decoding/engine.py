@@ -19,10 +19,10 @@ from torch import Tensor
 
 from vargen.clock import Clock
 from vargen.compat import without_autocast
+from vargen.decoding.accelerator import Accelerator
 from vargen.decoding.costs import use_best_threads
 from vargen.decoding.graph import CUDAGraph
 from vargen.decoding.interfaces import TokenModel
-from vargen.decoding.method import Accelerator
 from vargen.decoding.methods import resolve_method
 from vargen.decoding.requests import (
     FinishedImage,

@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 from vargen.clock import Clock
-from vargen.decoding.method import Accelerator
+from vargen.decoding.accelerator import Accelerator
 from vargen.decoding.rules import uses_kernels
 from vargen.decoding.sampling import Sampling, to_probs
-from vargen.decoding.scales import ScalePasses
-from vargen.decoding.schedule import ScaleSchedule
+from vargen.decoding.scales import ScalePasses, ScaleSchedule
 from vargen.decoding.token_pass import TokenPass
 from vargen.decoding.tree import Draft
 from vargen.evaluation.enumerated_rule import EnumeratedRule

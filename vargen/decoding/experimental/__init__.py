@@ -5,33 +5,26 @@ They are written in plain torch. Those that are exact are verified by summation,
 
 from functools import partial
 
+from vargen.decoding.accelerator import RULES, Accelerator
 from vargen.decoding.experimental.eagle_children import EagleSharedNoise, EagleTopK
 from vargen.decoding.experimental.jacobi_tree import JacobiTree
-from vargen.decoding.experimental.k_seq import k_seq
 from vargen.decoding.experimental.layer_skip import LayerSkip
 from vargen.decoding.experimental.lookup import Lookup
-from vargen.decoding.experimental.recursive_rejection import recursive_rejection
 from vargen.decoding.experimental.recycle import Recycle
+from vargen.decoding.experimental.rules import TypicalRule, k_seq, recursive_rejection
 from vargen.decoding.experimental.sampled_tree import SampledTree as SampledTree
 from vargen.decoding.experimental.small_model_tree import SpeculativeTree
-from vargen.decoding.experimental.typical import TypicalRule
 from vargen.decoding.experimental.wavefront import Wavefront, WavefrontRule
-from vargen.decoding.interfaces import AcceptanceRule
 from vargen.decoding.jacobi import Jacobi
-from vargen.decoding.method import Accelerator
+from vargen.decoding.methods import register_presets
 from vargen.decoding.relaxed_rules import NeighborhoodRule
 from vargen.decoding.rules import shared_noise, speculative_sampling
 from vargen.decoding.tree_drafters import DynamicTree
 from vargen.decoding.tree_rules import traversal
 
-# Rules by the name used in method strings, each with its default settings.
-EXPERIMENTAL_RULES: dict[str, AcceptanceRule] = {
-    "recursive-rejection": recursive_rejection,
-    "k-seq": k_seq,
-    "typical": TypicalRule(),
-}
+RULES.update({"recursive-rejection": recursive_rejection, "k-seq": k_seq, "typical": TypicalRule()})
 _preset = partial(Accelerator, experimental=True)
-EXPERIMENTAL_METHODS: tuple[Accelerator, ...] = (
+register_presets(
     _preset(
         name="lantern-jacobi",
         drafter=Jacobi(window=16, coupling="maximal"),

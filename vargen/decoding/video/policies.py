@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, ClassVar, Literal
 
-from vargen.decoding.method import NAMING, Method
+from vargen.decoding.methods import NAMING, Method, register_presets
 from vargen.decoding.video.interfaces import BlockModel
 from vargen.decoding.video.stats import BlockRecord
 from vargen.values import number_field, parse_int, short_repr, validate_fields
@@ -145,6 +145,10 @@ class VideoMethod(Method):
         return "exact" if self.policy == SingleModel() else "relaxed"
 
     @property
+    def parts(self) -> dict[str, Any]:
+        return {"policy": self.policy, "itself": self}
+
+    @property
     def needs_draft_model(self) -> bool:
         return self.kind == "relaxed" and not self.exit_step
 
@@ -192,3 +196,38 @@ class VideoMethod(Method):
             if each.name not in (*NAMING, "policy") and value != each.default:
                 found[each.name] = value if isinstance(value, int) else repr(value)
         return found
+
+
+register_presets(
+    VideoMethod(
+        name="target",
+        summary="the large model generates every block: the baseline",
+        source="Huang et al. 2025, Self Forcing, arXiv 2506.08009",
+    ),
+    VideoMethod(
+        name="sdvg",
+        policy=Threshold(),
+        summary="the small model drafts; the large model generates blocks whose worst frame scores below tau",
+        source="Hu and Zhang 2026, SDVG, arXiv 2604.17397, with lazy cache updates",
+    ),
+    VideoMethod(
+        name="sdvg-learned",
+        policy=LearnedRouting(0.9),
+        summary="sdvg that a trained router decides, from what the small model computed; nothing is decoded or scored",
+        source="as sdvg",
+    ),
+    VideoMethod(
+        name="stride",
+        policy=Stride(),
+        summary="the large model generates every third block, without scores: what a scorer must beat",
+        source="StrideAR, a public model card",
+    ),
+    VideoMethod(
+        name="early-exit",
+        policy=SingleModel(draft=True),
+        exit_step=1,
+        summary="the large model stops after its first step, in every block but the first; no small model",
+        source="as target; consistency models make such estimates: Song et al. 2023, arXiv 2303.01469",
+        experimental=True,
+    ),
+)

@@ -1,18 +1,43 @@
-"""k-SEQ: accept one of K siblings that were all sampled from one q (Sun et al. 2023, SpecTr).
+"""Rules that lose here: recursive rejection and k-SEQ, which are exact on trees, and typical acceptance.
 
-Shape suffixes: B images, T tokens fed in one pass, K children of a slot, V vocabulary.
+Shape suffixes: B images, T tokens fed in one pass, S draft tokens, K children of a node, V vocabulary.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from vargen.decoding.noise import Noise, Purpose
-from vargen.decoding.rules import acceptance_rule, dense_draft_probs, residual_weights
+from vargen.decoding.relaxed_rules import RelaxedRule
+from vargen.decoding.rules import acceptance_rule, dense_draft_probs, gather_prob, residual_weights
 from vargen.decoding.tree import Draft, Verdict
+from vargen.decoding.tree_rules import DraftTokens, SiblingDecision, verify_siblings
+from vargen.values import number_field
 
 _BISECTIONS = 30  # bisection steps on [1, K]: beyond the resolution of float32
+
+
+@acceptance_rule(exact=True, topologies=("chain", "tree"))
+def recursive_rejection(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verdict:
+    """Verify siblings in order: accept x if u < p(x) / q(x); after a rejection, p becomes norm((p - q)+) for the next sibling.
+
+    The recorded q of each sibling selects one of three published variants. Sampled with replacement, all siblings from one q:
+    Miao et al. 2024, SpecInfer. Sampled without replacement, q excluding the earlier siblings: Jeon et al. 2024, RSD; Chen et
+    al. 2024, Sequoia. Not sampled, q being one on the token itself, so that x is accepted with probability p(x) and then
+    removed from p: Li et al. 2024, EAGLE-2.
+
+    On a chain it equals `speculative_sampling`. The output is distributed as the target provided that each q is the
+    distribution its sibling was actually sampled from. Arguments: see `AcceptanceRule`.
+    """
+    return verify_siblings(_test_ratio, probs, draft, noise, relaxation)
+
+
+def _test_ratio(drafted: DraftTokens) -> SiblingDecision:
+    p, q = drafted.p_and_q
+    return SiblingDecision(p / q)
 
 
 @acceptance_rule(exact=True, topologies=("chain", "tree"), requires=("with-replacement",))
@@ -61,3 +86,26 @@ def _solve_rho(p: Tensor, q: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:
         fits = 1 - (1 - beta) ** number <= middle * beta
         low, high = torch.where(fits, low, middle), torch.where(fits, middle, high)
     return high, torch.minimum(q, p / high[..., None]).sum(-1)
+
+
+@dataclass(frozen=True)
+class TypicalRule(RelaxedRule):
+    """Relaxed rule: always accept a draft token x with p(x) > min(epsilon, alpha exp(-H)), H being the entropy of p in nats.
+
+    Typical acceptance (Cai et al. 2024, Medusa, section 2.3.1). Other draft tokens get the exact test, where Medusa rejects
+    them: rejecting more than the exact rule adds bias for no gain. Image models have high entropy, so the second bound
+    dominates: at 6 nats, tokens with p = 0.0007 are typical. Defaults are those of Medusa's helper function, with alpha about
+    the square root of epsilon; its `generate` passes the two swapped.
+
+    Args:
+        epsilon: in (0, 1].
+        alpha: above 0; the paper uses about the square root of epsilon.
+        budget, tightening: see `RelaxedRule`.
+    """
+
+    epsilon: float = number_field(0.09, 0, 1, open_below=True)
+    alpha: float = number_field(0.3, 0, open_below=True)
+
+    def accept_prob(self, p: Tensor, q: Tensor | None, tokens: Tensor) -> Tensor:
+        entropy = -(p * p.clamp_min(1e-30).log()).sum(-1)
+        return (gather_prob(p, tokens) > (self.alpha * (-entropy).exp()).clamp(max=self.epsilon)).to(p.dtype)
