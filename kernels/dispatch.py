@@ -71,8 +71,9 @@ def uses_triton(tensor: Tensor) -> bool:
 
 
 def supports_rows(rows: Tensor) -> bool:
-    """Whether Triton kernels support rows `[..., V]` of probabilities or logits, which a program must hold in registers."""
-    return uses_triton(rows) and rows.shape[-1] <= MAX_VOCAB and rows.dtype != torch.float64
+    """Whether Triton kernels process rows `[..., V]` of probabilities or logits, which a program must hold in registers."""
+    fits = rows.shape[-1] <= MAX_VOCAB and rows.dtype != torch.float64
+    return uses_triton(rows) and fits and not torch.is_grad_enabled()
 
 
 @lru_cache

@@ -149,6 +149,47 @@ def sample_exponential(seeds: Tensor, position: Tensor, vocab: int, purpose: int
     return exponential_of_keys(make_keys(seeds, position, purpose, step), vocab)
 
 
+class TokenNoise:
+    """The shared noise of images (purpose 0) at all positions of a run, so that no pass recomputes it.
+
+    Keys are computed once for all positions. On a CPU, the noise of recent positions is cached too, because a window requests
+    most of them again in every pass.
+
+    Args:
+        seeds: int64 `[B]`.
+        positions: number of positions; an upper bound for all requested positions.
+    """
+
+    def __init__(self, seeds: Tensor, positions: int):
+        self._keys = make_keys(seeds, torch.arange(positions, device=seeds.device).expand(len(seeds), -1), purpose=0)
+        self._ring = np.empty((len(seeds), 0, 0), np.float32)  # [B, W, V], position p at index p % W
+        self._ring_position = np.empty((len(seeds), 0), np.int64)  # [B, W], the cached positions
+
+    def replace_rows(self, rows: Tensor, seeds: Tensor) -> None:
+        """Continue with other images, whose seeds are int64 `[n]`, in some rows `[n]` of the batch."""
+        positions = torch.arange(self._keys.shape[1], device=seeds.device).expand(len(seeds), -1)
+        self._keys.index_copy_(0, rows, make_keys(seeds, positions, purpose=0))
+        if uses_numpy(rows):  # a device would be waited for
+            self._ring_position[rows.numpy()] = -1
+
+    def exponential(self, position: Tensor, vocab: int) -> Tensor:
+        """Same values as `sample_exponential`."""
+        keys = self._keys.gather(1, position)
+        if position.shape[1] == 1 or not uses_numpy(keys):
+            return exponential_of_keys(keys, vocab)
+        at, image = position.numpy(), np.arange(len(keys))[:, None]
+        reach = int((at.max(1) - at.min(1)).max()) + 1
+        if reach > self._ring.shape[1] or vocab != self._ring.shape[2]:
+            self._ring, self._ring_position = np.empty((len(at), reach, vocab), np.float32), np.full((len(at), reach), -1)
+        slot = at % self._ring.shape[1]
+        missing = self._ring_position[image, slot] != at
+        if missing.any():
+            place = np.broadcast_to(image, at.shape)[missing], slot[missing]
+            self._ring[place] = exponential_of_keys(keys[torch.from_numpy(missing)], vocab).numpy()
+            self._ring_position[place] = at[missing]
+        return torch.from_numpy(self._ring[image, slot])
+
+
 def sample_normal(seeds: Tensor, position: int, count: int, purpose: int, step: int = 0) -> Tensor:
     """Standard normal noise, float32 `[B, count]`; a function only of seeds int64 `[B]`, position, purpose and step.
 

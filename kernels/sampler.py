@@ -2,7 +2,7 @@
 
 `_filter`, grid `(rows,)`: a program owns one row of V logits and keeps it in registers. The thresholds of the filters are found
 exactly by bisection, without sorting. Ties are kept: all logits equal to the k-th largest, and all equal to the one at which
-the sum of the k most probable exceeds p, as in `vargen.decoding.sampling.filter_logits`.
+the sum of the k most probable exceeds p, as in `vargen.kernels.ops.filter_logits`.
 
 NaN and infinite logits have probability 0. A row without finite logits gets probabilities of 0.
 
@@ -152,7 +152,7 @@ def probs_from_logits(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p:
 
 
 def sample_gumbel_max(probs: Tensor, noise: NoiseStream) -> Tensor:
-    """Sample tokens int64 `[B, T]` from float32 weights `[B, T, V]`, which need not sum to 1; see `vargen.decoding.noise`."""
+    """Sample tokens int64 `[B, T]` from float32 weights `[B, T, V]`, which need not sum to 1; see `vargen.kernels.ops`."""
     V = probs.shape[-1]
     validate_row_size(V)
     tokens = torch.empty(probs.shape[:-1], dtype=torch.int64, device=probs.device)

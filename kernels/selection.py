@@ -58,7 +58,7 @@ def find_mass_key(key, weight, least, target):
 def sample_by_uniform(weight, uniform, BLOCK: tl.constexpr):
     """Sample a lane with probability weight / sum(weight) by a uniform in (0, 1), never one of weight 0 unless all are.
 
-    It takes two steps, as in `vargen.kernels.row_ops`: cumulative sums over pieces, then within one piece.
+    It takes two steps, as in `vargen.kernels.ops`: cumulative sums over pieces, then within one piece.
     """
     INNER: tl.constexpr = 64 if BLOCK > 64 else BLOCK
     pieces = tl.reshape(weight, (BLOCK // INNER, INNER))

@@ -1,4 +1,4 @@
-"""Steps of a pass beside the network as compiled functions, where `vargen.kernels.cpu_code` has loaded them; otherwise None.
+"""Steps of a pass beside the network, as compiled functions where `vargen.kernels.cpu_code` has loaded them.
 
 A pass of less than a millisecond evicts what the interpreter needs from the caches, so that each small operation after it costs
 several microseconds.
@@ -118,18 +118,20 @@ def draft_window(
     return torch.from_numpy(tokens), torch.from_numpy(valid)
 
 
-def feed_tokens(tokens: Tensor, length: Tensor, drafted: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Put the last committed token of each image and its draft, a chain, side by side.
+def feed_tokens(tokens: Tensor, length: Tensor, drafted: Tensor, depth: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Put the last committed token of each image before its draft.
 
     Args:
         tokens: int64 `[B, >= N]`, valid up to `length` `[B]`.
         drafted: int64 `[B, T - 1]`.
+        depth: int64 `[T]` or `[B, T]`, distance of each fed token from the first; None for a chain.
 
     Returns:
         int64 `[B, T]`, and the positions `[B, T]` of the tokens after these.
     """
-    if (compiled := compiled_steps(tokens)) is None:
-        return None
+    if depth is not None or (compiled := compiled_steps(tokens)) is None:
+        fed = torch.cat([tokens.gather(1, length[:, None] - 1), drafted], dim=1)
+        return fed, length[:, None] + (torch.arange(fed.shape[1], device=length.device) if depth is None else depth)
     shape = len(drafted), drafted.shape[1] + 1
     inputs, position = np.empty(shape, np.int64), np.empty(shape, np.int64)
     compiled.feed_tokens(tokens.numpy(), *_arrays(length, drafted), inputs, position)
@@ -138,8 +140,10 @@ def feed_tokens(tokens: Tensor, length: Tensor, drafted: Tensor) -> tuple[Tensor
 
 def commit_tokens(
     fed: Tensor, path: Tensor, count: Tensor, next_token: Tensor, length: Tensor, num_tokens: int, tokens: Tensor
-) -> Tensor | None:
+) -> Tensor:
     """Write the tokens after the accepted slots of a pass to `tokens` int64 `[B, >= N + A]`, in place.
+
+    Columns that are not committed may be written, too.
 
     Args:
         fed: int64 `[B, T]`.
@@ -151,7 +155,11 @@ def commit_tokens(
         The number of tokens committed, int64 `[B]`.
     """
     if (compiled := compiled_steps(fed)) is None:
-        return None
+        place = torch.arange(path.shape[1], device=path.device)
+        following = fed.gather(1, path.roll(-1, dims=1))  # an accepted draft token follows its parent
+        following = torch.where(place == count[:, None] - 1, next_token[:, None], following)
+        tokens.scatter_(1, length[:, None] + place, following)
+        return torch.minimum(count, num_tokens - length)
     committed = np.empty(len(length), np.int64)
     compiled.commit_tokens(*_arrays(fed, path, count, next_token, length), num_tokens, tokens.numpy(), committed)
     return torch.from_numpy(committed)

@@ -209,7 +209,7 @@ def _join_outputs(parts: list[DecodeOutput], images: int) -> DecodeOutput:
     tokens, length = torch.cat([part.tokens for part in parts]), torch.cat([part.length for part in parts])
     tokens, length = (torch.cat([x, x.new_zeros(images - len(x), *x.shape[1:])]) for x in (tokens, length))
     stats = DecodeStats.merge([part.stats for part in parts])
-    return DecodeOutput(tokens, length, stats, all(part.finished for part in parts))
+    return DecodeOutput(tokens, length, stats)
 
 
 # -- candidates -----------------------------------------------------------------------------------------------------------
@@ -264,7 +264,7 @@ class CandidateSelection:
         stats.candidate_seeds = [seeds.seeds[i : i + count] for i in range(0, len(seeds.seeds), count)]
         stats.seeds = [seeds.seeds[i] for i in selected.tolist()]
         canvas = None if result.canvas is None else result.canvas[rows]
-        return DecodeOutput(result.tokens[rows], result.length[rows], stats, result.finished, canvas)
+        return DecodeOutput(result.tokens[rows], result.length[rows], stats, canvas)
 
 
 # -- interrupts -----------------------------------------------------------------------------------------------------------

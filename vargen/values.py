@@ -32,6 +32,14 @@ def parse_int(value: Any, least: int, most: int | None = None) -> int | None:
     return number if number >= least and (most is None or number <= most) else None
 
 
+def require_int(name: str, value: Any, least: int, most: int | None = None) -> int:
+    """Return a whole number as `parse_int` does; ValueError for anything else."""
+    if (number := parse_int(value, least, most)) is None:
+        allowed = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise ValueError(f"{name} must be a whole number {allowed}, got {short_repr(value)}")
+    return number
+
+
 def short_repr(value: Any) -> str:
     """Return `repr(value)` for a message, truncated if it is long; never raises."""
     try:
@@ -100,8 +108,10 @@ def number_field(default: Any, least: float, most: float = math.inf, **options: 
 
 
 def validate_fields(instance: Any) -> None:
-    """Check the fields of a dataclass that `number_field` made, and convert NumPy numbers to plain ones."""
+    """Check the fields of a dataclass that `number_field` made or that are bool, and convert NumPy numbers to plain ones."""
     for each in fields(instance):
+        if each.type == "bool" and each.init and not isinstance(value := getattr(instance, each.name), bool):
+            raise TypeError(f"{each.name} must be True or False, got {short_repr(value)}")
         if "range" in each.metadata:
             value = each.metadata["range"].check(each.name, getattr(instance, each.name))
             object.__setattr__(instance, each.name, value)

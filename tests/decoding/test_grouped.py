@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from vargen.decoding import Draft, GroupedRule, Noise, Tree
-from vargen.decoding.noise import sample_gumbel_max
+from vargen.decoding import Draft, GroupedRule, Noise, Purpose, Tree
 from vargen.evaluation.table_models import TableModel
 
 
@@ -16,7 +15,7 @@ def window_of_laws(images: int, vocab: int, drafts: int, seed: int = 0) -> tuple
     probs, drafted = weights / weights.sum(-1, keepdim=True)
     drafted = drafted[:, 1:]
     seeds, position = torch.arange(images), torch.arange(drafts + 1).expand(images, -1)
-    tokens = sample_gumbel_max(drafted, seeds + 999, position[:, 1:])
+    tokens = Noise(seeds + 999, position[:, 1:]).sample(drafted, Purpose.TOKEN)
     return probs, Draft(tokens, Tree.make_chain(drafts), drafted), Noise(seeds, position, 7)
 
 

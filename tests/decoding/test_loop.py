@@ -12,13 +12,13 @@ from vargen.decoding import (
     Accelerator,
     Noise,
     NonFiniteLogitsError,
+    Purpose,
     Sampling,
     Tree,
     decode,
     resolve_method,
     shared_noise,
 )
-from vargen.decoding.noise import sample_gumbel_max
 from vargen.decoding.sampling import to_probs
 from vargen.evaluation.table_models import TableModel
 
@@ -188,7 +188,7 @@ def test_same_noise_verdict_against_a_plain_walk():
             target = torch.rand(1, T, 4, generator=generator).softmax(-1)
             seeds, position = torch.tensor([trial]), drafter.tree.depth[None] + 1
             verdict = shared_noise(target, draft, Noise(seeds, position), torch.zeros(1))
-            generated = sample_gumbel_max(target, seeds, position)[0].tolist()
+            generated = Noise(seeds, position).sample(target, Purpose.TOKEN)[0].tolist()
             path = [0]
             while True:
                 follows = [

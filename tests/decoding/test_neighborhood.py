@@ -106,9 +106,9 @@ def test_a_greedy_image_beside_a_sampled_one_is_the_image_alone(name, is_cpu, mo
         for image in engine.run():
             own = condition[image.number, None], seeds[image.number, None], PRESETS_OF_TOKENS[name], options[image.number]
             alone = decode(table_model(), *own)
-            assert torch.equal(image.tokens, alone.tokens[0]) and image.passes == alone.stats.passes
-            assert math.isclose(image.relaxation, alone.stats.relaxation[0], abs_tol=1e-4)
-            spent += image.relaxation * own[3].is_greedy
+            assert torch.equal(image.tokens, alone.tokens[0]) and image.stats.passes == alone.stats.passes
+            assert math.isclose(image.stats.relaxation[0], alone.stats.relaxation[0], abs_tol=1e-4)
+            spent += image.stats.relaxation[0] * own[3].is_greedy
     assert name == "gsd" or spent > 0
 
 

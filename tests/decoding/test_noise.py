@@ -5,15 +5,8 @@ import math
 import pytest
 import torch
 
-from vargen.decoding.noise import (
-    Noise,
-    Purpose,
-    TokenNoise,
-    sample_exponential,
-    sample_gumbel_max,
-    sample_uniform,
-    sample_uniform64,
-)
+from vargen.decoding.noise import Noise, Purpose
+from vargen.kernels.noise_bits import TokenNoise, sample_exponential, sample_uniform, sample_uniform64
 
 SEEDS = torch.tensor([0, 1, 7, 2**62, -5])
 
@@ -77,12 +70,12 @@ def test_a_pass_that_the_device_counts_has_the_same_uniforms(draw, step):
 def test_race_samples_from_its_law_and_never_what_has_no_probability():
     probs = torch.tensor([0.5, 0.0, 0.3, 0.15, 0.05])
     n = 200_000
-    generated = sample_gumbel_max(probs.expand(1, n, 5), torch.tensor([9]), torch.arange(n)[None])[0]
+    generated = Noise(torch.tensor([9]), torch.arange(n)[None]).sample(probs.expand(1, n, 5), Purpose.TOKEN)[0]
     share = torch.bincount(generated, minlength=5) / n
     assert share[1] == 0
     assert (share - probs).abs().max() < 5 * math.sqrt(0.25 / n)
     certain = torch.tensor([0.0, 1.0, 0.0])
-    assert (sample_gumbel_max(certain.expand(1, 1000, 3), torch.tensor([9]), torch.arange(1000)[None]) == 1).all()
+    assert (Noise(torch.tensor([9]), torch.arange(1000)[None]).sample(certain.expand(1, 1000, 3), Purpose.TOKEN) == 1).all()
 
 
 def test_uniforms_of_passes_and_purposes_are_independent_but_token_noise_is_the_images_own():
@@ -90,7 +83,7 @@ def test_uniforms_of_passes_and_purposes_are_independent_but_token_noise_is_the_
     probs = torch.full((3, 5, 64), 1 / 64)
     one, two = Noise(seeds, position, 1), Noise(seeds, position, 2)
     assert torch.equal(one.sample(probs, Purpose.TOKEN), two.sample(probs, Purpose.TOKEN))
-    assert torch.equal(one.sample(probs, Purpose.TOKEN), sample_gumbel_max(probs, seeds, position))
+    assert torch.equal(one.sample(probs, Purpose.TOKEN), (probs / sample_exponential(seeds, position, 64)).argmax(-1))
     for purpose in Purpose:
         same = torch.equal(one.uniform(purpose), two.uniform(purpose))
         assert same == (purpose == Purpose.TOKEN)
@@ -119,7 +112,8 @@ def test_noise_that_is_kept_is_the_same_noise(monkeypatch):
     tree = start - 20 + torch.tensor([0, 1, 1, 2, 2, 9])
     assert torch.equal(own.exponential(tree, 33), sample_exponential(SEEDS, tree, 33))
     probs = torch.rand(len(SEEDS), 6, 33, generator=generator)
-    assert torch.equal(Noise(SEEDS, tree, token_noise=own).sample(probs, Purpose.TOKEN), sample_gumbel_max(probs, SEEDS, tree))
+    cached = Noise(SEEDS, tree, token_noise=own)
+    assert torch.equal(cached.sample(probs, Purpose.TOKEN), Noise(SEEDS, tree).sample(probs, Purpose.TOKEN))
     made = []
     monkeypatch.setattr(
         "vargen.kernels.noise_bits._lane_bits_numpy", lambda keys, lanes: made.append(keys.size) or torch.zeros(1)

@@ -373,13 +373,13 @@ def ladder(
 
 
 @pytest.mark.parametrize("guided", [False, True])
-def test_a_ladder_keeps_one_cache_with_the_bits_of_two(monkeypatch: pytest.MonkeyPatch, guided: bool) -> None:
+def test_a_ladder_keeps_one_cache_with_the_bits_of_two(guided: bool) -> None:
     method = replace(FREE, lazy=False).with_tau(0.4)
     both = []
     for shared in (True, False):
-        if not shared:
-            monkeypatch.setattr(CausalVideoBlockModel, "shares_cache", False)
-        made = stream(method, 6, ladder(6, 2, guided=guided))
+        model = ladder(6, 2, guided=guided)
+        model.shares_cache = model.shares_cache and shared
+        made = stream(method, 6, model)
         blocks = [next(made) for _ in range(5)]
         assert (made.generators["draft"].state is made.generators["target"].state) == shared
         both.append((torch.cat([block.latents for block in [*blocks, *made]]), made.stats))

@@ -67,11 +67,14 @@ def test_the_loop_refuses_before_it_looks_at_the_model(monkeypatch: pytest.Monke
         Engine(None)  # type: ignore[arg-type]
 
 
+@torch.no_grad()
 def test_rows_that_kernels_do_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "uses_triton", lambda rows: True)
     assert dispatch.supports_rows(torch.empty(1, dispatch.MAX_VOCAB, device="meta"))
     assert not dispatch.supports_rows(torch.empty(1, dispatch.MAX_VOCAB + 1, device="meta"))
     assert not dispatch.supports_rows(torch.empty(1, 5, dtype=torch.float64, device="meta"))
+    with torch.enable_grad():
+        assert not dispatch.supports_rows(torch.empty(1, 5, device="meta"))
 
 
 @pytest.mark.parametrize("count", [1, 63, 64, 65, 130])

@@ -11,7 +11,7 @@ from rejects import rejects
 from safetensors.torch import load_file
 from torch import Tensor
 
-from vargen.decoding.sampling import filter_logits
+from vargen.kernels.ops import filter_logits
 from vargen.models.condition import Condition
 from vargen.models.var import VARTransformer, is_derived_buffer, official_config
 

@@ -47,7 +47,7 @@ def test_gumbel_generates_the_same_image_bit_for_bit(emoji, sequential, window, 
 def test_the_default_generates_the_image_of_ar_whatever_a_pass_costs(emoji, sequential, monkeypatch, dear, count):
     """A pass of W tokens that takes 1 + dear (W - 1) of one: from free drafts to drafts that never pay."""
     monkeypatch.setattr(cost, "_time_pass", lambda model, state, images, width: 1 + dear * (width - 1))
-    monkeypatch.setattr(cost, "_lookup_costs", lambda model, images: {})
+    monkeypatch.setattr(cost, "find_costs", lambda model, images: {})
     images, stats = upper_half(emoji, count, DEFAULT_METHOD)
     assert torch.equal(images, sequential[count])
     if dear == 0.0:

@@ -12,7 +12,7 @@ import vargen
 from vargen.compat import installed_version
 from vargen.decoding import Engine, Sampling, decode
 from vargen.decoding.log_probs import compute_log_probs
-from vargen.decoding.sampling import filter_logits
+from vargen.kernels.ops import filter_logits
 from vargen.models.language_models.glm_image import PreviewDrafter, preview_size
 
 pytestmark = needs_janus

@@ -92,7 +92,7 @@ def joined_images(pipe: LlamaGenPipeline) -> dict[str, Any]:
             found[image.number] = image
         steps += 1
     images = [found[number] for number in range(len(PROMPTS))]
-    return {"tokens": [image.tokens.tolist() for image in images], "passes": [image.passes for image in images]}
+    return {"tokens": [image.tokens.tolist() for image in images], "passes": [image.stats.passes for image in images]}
 
 
 def redness(images: Tensor, prompts: list[str]) -> Tensor:

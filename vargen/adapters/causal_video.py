@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 
 from vargen.adapters import Guidance, cost_key, to_guidance
 from vargen.decoding.video.denoising import TIMESTEPS, predict_clean
+from vargen.decoding.video.interfaces import BlockModel
 from vargen.models.causal_video import CausalVideoTransformer
 from vargen.models.causal_video_cache import TextCache, VideoCache
 from vargen.models.condition import Condition
@@ -27,7 +28,7 @@ class VideoState:
     text: TextCache
 
 
-class CausalVideoBlockModel:
+class CausalVideoBlockModel(BlockModel):
     """`vargen.decoding.BlockModel` of a causal video transformer.
 
     Args:
@@ -64,18 +65,13 @@ class CausalVideoBlockModel:
         self.device = device or transformer.device
         geometry = transformer.geometry
         self.block_shape = (geometry.block_frames, geometry.channels, geometry.height, geometry.width)
+        self.shares_cache = draft_model is not None and self._has_cache_of(draft_model)
+        self.cost_key = cost_key(transformer, f"{self.rows_per_video} rows", f"window {window}")
 
-    @property
-    def shares_cache(self) -> bool:
-        draft, plain = self.draft_model, self.rows_per_video == 1
-        if draft is None or draft.transformer is not self.transformer or draft.rows_per_video != self.rows_per_video:
-            return False
-        own, other = ((m.window, m.sinks, m.motion, m.device) for m in (self, draft))
-        return own == other and (plain or draft.guidance.negative is self.guidance.negative)
-
-    @property
-    def cost_key(self) -> str:
-        return cost_key(self.transformer, f"{self.rows_per_video} rows", f"window {self.window}")
+    def _has_cache_of(self, other: CausalVideoBlockModel) -> bool:
+        """Whether the caches of both models would be equal."""
+        own, others = ((m.transformer, m.rows_per_video, m.window, m.sinks, m.motion, m.device) for m in (self, other))
+        return own == others and (self.rows_per_video == 1 or other.guidance.negative is self.guidance.negative)
 
     def start(self, condition: Condition, frames: int) -> VideoState:
         window = None if self.window is None or self.window >= frames else self.window

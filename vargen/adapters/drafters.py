@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vargen.decoding import AutoregressiveHead, Output, ParallelHeads, Sampling, Tree, decode
+from vargen.decoding import AutoregressiveHead, LowResModel, Output, ParallelHeads, Sampling, Tree, decode
 from vargen.decoding.noise import Purpose, derive_seeds
 from vargen.decoding.sampling import SlotSampling
 from vargen.decoding.tree_drafters import repeat_for_cfg
@@ -135,7 +135,7 @@ if TYPE_CHECKING:
 _WINDOW = 16
 
 
-class LowResolutionDrafter:
+class LowResolutionDrafter(LowResModel):
     """`LowResModel` of a low-resolution transformer.
 
     Args:
@@ -147,11 +147,7 @@ class LowResolutionDrafter:
     """
 
     def __init__(self, model: LlamaGenTokenModel, grid: tuple[int, int], upsampler: TokenUpsampler | None, vqvae: VQModel):
-        self.model, self.grid, self.upsampler, self.vqvae = model, grid, upsampler, vqvae
-
-    @property
-    def vocab(self) -> int:
-        return self.model.vocab
+        self.model, self.vocab, self.grid, self.upsampler, self.vqvae = model, model.vocab, grid, upsampler, vqvae
 
     def start(self, condition: Condition, seeds: Tensor, sampling: Sampling) -> Tensor:
         """Return features `[n, D, R, C]` of the up-sampler, or tokens `[n, N]` without one."""

@@ -4,7 +4,15 @@ from vargen.decoding import experimental as experimental  # registers its preset
 from vargen.decoding.accelerator import Accelerator
 from vargen.decoding.decode import decode
 from vargen.decoding.engine import Engine
-from vargen.decoding.interfaces import AcceptanceRule, AutoregressiveHead, Drafter, ParallelHeads, ScaleModel, TokenModel
+from vargen.decoding.interfaces import (
+    AcceptanceRule,
+    AutoregressiveHead,
+    Drafter,
+    LowResModel,
+    ParallelHeads,
+    ScaleModel,
+    TokenModel,
+)
 from vargen.decoding.jacobi import Jacobi
 from vargen.decoding.methods import DEFAULT_METHOD, PRESETS, Method, list_methods, register_presets, resolve_method
 from vargen.decoding.noise import Noise, Purpose
@@ -49,6 +57,7 @@ __all__ = [
     "GroupedRule",
     "Jacobi",
     "LearnedRouting",
+    "LowResModel",
     "Medusa",
     "Method",
     "NeighborhoodRule",

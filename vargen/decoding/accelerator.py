@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from vargen.decoding.interfaces import AcceptanceRule, Drafter, TokenModel
@@ -14,7 +14,7 @@ from vargen.decoding.rules import shared_noise, speculative_sampling
 from vargen.decoding.speculative import Sequential, Speculative
 from vargen.decoding.tree_drafters import DynamicTree, Eagle, Medusa
 from vargen.decoding.tree_rules import traversal
-from vargen.specs import init_fields, part_name
+from vargen.specs import part_name
 from vargen.values import short_repr
 
 # Rules by the name that the setting `acceptance` selects.
@@ -83,16 +83,6 @@ class Accelerator(Method):
     @property
     def parts(self) -> dict[str, Any]:
         return {"drafter": self.drafter, "acceptance": self.acceptance}
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The parameters of the drafter and the rule that are not None, by name; nested dataclasses are given as their repr."""
-        found: dict[str, Any] = {}
-        for part in (self.drafter, self.acceptance):
-            values: dict[str, Any] = init_fields(part) if is_dataclass(part) else {}
-            for name, value in values.items():
-                found[name] = repr(getattr(part, name)) if isinstance(value, dict) else value
-        return {name: value for name, value in found.items() if value is not None}
 
     def bind(self, model: TokenModel, slots: int = 0) -> tuple[Drafter, AcceptanceRule]:
         """Return the drafter, with buffers for B slots, and the rule for a model.

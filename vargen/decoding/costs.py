@@ -1,43 +1,31 @@
 """Measure the cost of a pass by the number of tokens it feeds, and select the number of CPU threads.
 
-Costs are measured once per network, dtype, guidance, batch, device, number of threads and machine. They are cached in this
-process, and for a month in a file of the cache folder, so that the first image of the next process does not wait for them.
+Costs are measured once per network, dtype, guidance, batch, device, number of threads and machine; see `vargen.cost_cache`.
 """
 
 from __future__ import annotations
 
-import json
-import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 
+from vargen.cost_cache import find_costs, save_costs
 from vargen.decoding.interfaces import TokenModel
 from vargen.decoding.tree import Tree
 from vargen.decoding.video.interfaces import BlockModel
-from vargen.device import available_cores, cpu_model, inference_mode_for, limit_threads, user_thread_count
-from vargen.files import atomic_file, cache_folder
-from vargen.kernels.cpu import cpu_instructions
-
-logger = logging.getLogger("vargen")
+from vargen.device import available_cores, inference_mode_for, limit_threads, user_thread_count
 
 _PROBE_WIDTH = 16  # tokens per pass when filling a half-finished image; largest width that selects threads
 MIN_THREAD_SPEEDUP = 1.25  # required speedup from doubling the threads, which other programs could use
-# Limit in seconds on filling a state, except for reports; no round of measurements starts after three times this limit. One
+# Limit in seconds on filling a state; no round of measurements starts after three times this limit. One
 # round suffices for passes in a dtype that the CPU emulates: the packaged model's first image in bfloat16 took 16 seconds more
 # than the next.
 _ENOUGH = 0.5
-_CACHE_LIFETIME = 30 * 86400.0  # seconds
 
 T = TypeVar("T")
-# Seconds by width; of models without a cost key by the model.
-_costs_by_key: dict[str, dict[int, float]] = {}
-_costs_without_key: WeakKeyDictionary[Any, dict[str, dict[int, float]]] = WeakKeyDictionary()
 
 
 def candidate_widths(max_width: int) -> list[int]:
@@ -46,30 +34,23 @@ def candidate_widths(max_width: int) -> list[int]:
     return [width for width in widths if width < max_width] + [max_width]
 
 
-def measure_pass_costs(
-    model: TokenModel, condition: Any, images: int, widths: Sequence[int], repeats: int = 3, force: bool = False
-) -> dict[int, float]:
+def measure_pass_costs(model: TokenModel, condition: Any, images: int, widths: Sequence[int]) -> dict[int, float]:
     """Measure the seconds of passes over `images` half-finished images, by the number of tokens fed to each.
 
-    Returns the minimum of `repeats` measurements for each of `widths`.
-
-    Args:
-        force: measure even if a cost is cached, as reports must.
+    Returns the minimum of a few measurements for each of `widths`.
     """
-    known = _lookup_costs(model, images)
-    missing = [width for width in widths if force or width not in known]
-    if missing:
+    known = find_costs(model, images)
+    if missing := [width for width in widths if width not in known]:
         with inference_mode_for(torch.device(model.device)):
-            allowed = float("inf") if force else _ENOUGH
-            state = _make_half_filled_state(model, condition, images, max(missing), allowed)
+            state = _make_half_filled_state(model, condition, images, max(missing))
             begun = time.perf_counter()
-            for round_ in range(repeats + 1):  # the first round is a warm-up
-                if round_ and time.perf_counter() - begun > 3 * allowed:
+            for round_ in range(4):  # the first round is a warm-up
+                if round_ and time.perf_counter() - begun > 3 * _ENOUGH:
                     break
                 for width in missing:
                     seconds = _time_pass(model, state, images, width)
                     known[width] = min(seconds, known.get(width, seconds)) if round_ > 1 else seconds
-        _save_costs(model, images, known)
+        save_costs(model, images, known)
     return {width: known[width] for width in widths}
 
 
@@ -82,7 +63,7 @@ def use_best_threads(model: TokenModel, condition: Any, images: int, width: int)
     width = min(width, _PROBE_WIDTH)
 
     def passes() -> Callable[[], float]:
-        state = _make_half_filled_state(model, condition, images, width, _ENOUGH)
+        state = _make_half_filled_state(model, condition, images, width)
         return lambda: _time_pass(model, state, images, width)
 
     with inference_mode_for(torch.device(model.device)):
@@ -125,7 +106,7 @@ def select_threads(
     best, least, count, timed_pass = 1, float("inf"), 1, None
     while count <= available_cores():
         with limit_threads(count):
-            known = _lookup_costs(model, images)
+            known = find_costs(model, images)
             if width not in known:
                 if timed_pass is None:
                     with limit_threads(1):
@@ -134,7 +115,7 @@ def select_threads(
                 # With other programs running, threads that wait for each other are many times slower: one try shows it.
                 tries = 3 if seconds < min(3 * least, _ENOUGH / 4) else 0
                 known[width] = min([seconds, *(timed_pass() for _ in range(tries))])
-                _save_costs(model, images, known)
+                save_costs(model, images, known)
         if known[width] * MIN_THREAD_SPEEDUP > least:
             break
         best, least, count = count, known[width], 2 * count
@@ -161,10 +142,10 @@ def _time_pass(model: TokenModel, state: Any, images: int, width: int) -> float:
     return time_call(lambda: model.forward(tokens, state, tree), torch.device(model.device))[0]
 
 
-def _make_half_filled_state(model: TokenModel, condition: Any, images: int, max_fed: int, allowed: float) -> Any:
+def _make_half_filled_state(model: TokenModel, condition: Any, images: int, max_fed: int) -> Any:
     """Return a state whose cache holds half of the grid, since the cost of a pass depends on what it attends to.
 
-    If passes are slow, attention is a small part of their cost, and filling stops after `allowed` seconds.
+    If passes are slow, attention is a small part of their cost, and filling stops after `_ENOUGH` seconds.
     """
     half = model.grid[0] * model.grid[1] // 2
     fed = max(1, min(max(max_fed, _PROBE_WIDTH), half))
@@ -174,7 +155,7 @@ def _make_half_filled_state(model: TokenModel, condition: Any, images: int, max_
     path = torch.arange(fed, device=model.device).expand(images, fed)
     begun = time.perf_counter()
     for _ in range(half // fed):
-        if time.perf_counter() - begun > allowed:
+        if time.perf_counter() - begun > _ENOUGH:
             break
         model.forward(tokens, state, tree)
         model.commit(state, path, torch.full((images,), fed, device=model.device), tree)
@@ -184,53 +165,3 @@ def _make_half_filled_state(model: TokenModel, condition: Any, images: int, max_
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-# -- cache of measured costs --------------------------------------------------------------------------------------------
-
-
-def _lookup_costs(model: TokenModel | BlockModel, images: int) -> dict[int, float]:
-    """Seconds by width for the current number of threads, measured in this process or else loaded from the cache file."""
-    key = _cache_key(model, images)
-    if model.cost_key is None:
-        return _costs_without_key.setdefault(model, {}).setdefault(key, {})
-    if key not in _costs_by_key:
-        stored = _read_cache().get(key, {"seconds": {}})
-        _costs_by_key[key] = {int(width): value for width, value in stored["seconds"].items()}
-    return _costs_by_key[key]
-
-
-def _cache_key(model: TokenModel | BlockModel, images: int) -> str:
-    """What a measurement depends on: the model, the batch, the number of threads, the hardware and the torch version."""
-    if model.device.type == "cuda":
-        hardware = torch.cuda.get_device_name(model.device)
-    else:  # virtual machines report different processors by one name
-        hardware = f"{cpu_model()}, {' '.join(cpu_instructions())}, {available_cores()} cores"
-    return f"{model.cost_key}, batch {images}, {torch.get_num_threads()} threads, {hardware}, torch {torch.__version__}"
-
-
-def _cache_path() -> Path:
-    return cache_folder() / "pass-costs.json"
-
-
-def _read_cache() -> dict[str, Any]:
-    """Return the entries of the cache file that are not too old; none if the file is missing or damaged."""
-    fresh = time.time() - _CACHE_LIFETIME
-    try:
-        entries = json.loads(_cache_path().read_text("utf-8"))
-        valid = all(int(width) > 0 < value for entry in entries.values() for width, value in entry["seconds"].items())
-        return {key: entry for key, entry in entries.items() if entry["measured"] > fresh} if valid else {}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return {}
-
-
-def _save_costs(model: TokenModel | BlockModel, images: int, seconds: dict[int, float]) -> None:
-    """Write measured costs to the cache file. If two processes write at once, one result is lost and measured again later."""
-    if model.cost_key is None:
-        return
-    entry = {"measured": time.time(), "seconds": {str(width): value for width, value in sorted(seconds.items())}}
-    try:
-        with atomic_file(_cache_path()) as temporary:
-            temporary.write_text(json.dumps({**_read_cache(), _cache_key(model, images): entry}, indent=1), "utf-8")
-    except OSError as error:  # the cache folder is not writable
-        logger.debug("measured costs are not kept: %s", error)

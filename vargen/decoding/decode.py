@@ -12,11 +12,12 @@ from torch import Tensor
 
 from vargen.compat import without_autocast
 from vargen.decoding.accelerator import Accelerator
-from vargen.decoding.engine import Engine, require_batch_size
+from vargen.decoding.engine import Engine
 from vargen.decoding.graph import CUDAGraph
 from vargen.decoding.interfaces import TokenModel
 from vargen.decoding.requests import Callback, DecodeOutput, FinishedImage, Progress, validate_call
 from vargen.decoding.sampling import Sampling
+from vargen.values import require_int
 
 
 @torch.no_grad()
@@ -58,7 +59,7 @@ def decode(
     """
     sampling = Sampling() if sampling is None else sampling
     validate_call(seeds, sampling, callback)
-    slots = len(seeds) if batch_size is None else min(require_batch_size(batch_size), len(seeds))
+    slots = len(seeds) if batch_size is None else min(require_int("batch_size", batch_size, 1), len(seeds))
     engine = Engine(model, accelerator, batch_size=slots, profile=profile, graphs=graphs)
     engine.submit(condition, seeds, sampling)
     images = _ImageList(engine, seeds)
@@ -116,4 +117,4 @@ class _ImageList:
         known = self.engine.list_stats() | {number: image.stats for number, image in self.finished.items()}
         stats = self.engine.make_stats([known[number] for number in range(len(self.tokens))])
         stats.stopped = len(self.finished) < len(self.tokens)
-        return DecodeOutput(self.tokens.clone(), self.length.clone(), stats, finished=not stats.stopped)
+        return DecodeOutput(self.tokens.clone(), self.length.clone(), stats)

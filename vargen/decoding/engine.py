@@ -38,7 +38,7 @@ from vargen.decoding.stats import DecodeStats
 from vargen.decoding.token_pass import TokenPass
 from vargen.device import inference_mode_for, limit_threads, normal_tensors, read_graph_setting
 from vargen.kernels.dispatch import read_kernel_setting
-from vargen.values import parse_int, short_repr
+from vargen.values import parse_int, require_int, short_repr
 
 
 class Engine:
@@ -48,7 +48,7 @@ class Engine:
         >>> engine = Engine(pipe.decoding_model(7.5), "gumbel", batch_size=8)
         >>> numbers = engine.submit(pipe.encode_condition(["a red apple", "a dog"])[0], torch.tensor([1, 2]))
         >>> for image in engine.run():
-        ...     print(image.number, image.passes)
+        ...     print(image.number, image.stats.passes)
 
     Guidance belongs to the model: images of another guidance scale or interval need another engine. All memory is allocated
     when the first request starts, and later ones must not have a longer prefix of conditioning rows.
@@ -87,8 +87,10 @@ class Engine:
     ):
         read_kernel_setting()  # fail on an invalid VARGEN_KERNELS before any work
         self.method: Accelerator = resolve_method(accelerator)
-        validate_token_model(model)
-        self.model, self.batch_size, self.device = model, require_batch_size(batch_size), torch.device(model.device)
+        if not isinstance(model, TokenModel):
+            raise TypeError(f"model must be a TokenModel, such as pipe.decoding_model(1.0), got {short_repr(model)}")
+        self.model, self.device = model, torch.device(model.device)
+        self.batch_size = require_int("batch_size", batch_size, 1)
         self.num_tokens = model.grid[0] * model.grid[1]
         if graphs is None and read_graph_setting(self.device):
             graphs = CUDAGraph
@@ -364,17 +366,3 @@ class Engine:
     def _active(self) -> tuple[list[int], list[int]]:
         held = [(slot, request.number) for slot, request in enumerate(self._held) if request is not None]
         return [slot for slot, _ in held], [number for _, number in held]
-
-
-def require_batch_size(batch_size: Any) -> int:
-    """Return the batch size. Raises ValueError unless it is a whole number of at least 1."""
-    size = parse_int(batch_size, 1)
-    if size is None:
-        raise ValueError(f"batch_size must be a whole number of at least 1, got {short_repr(batch_size)}")
-    return size
-
-
-def validate_token_model(model: Any) -> None:
-    """Raise TypeError unless it is a `TokenModel`."""
-    if isinstance(model, type) or not isinstance(model, TokenModel):
-        raise TypeError(f"model must be a TokenModel, such as pipe.decoding_model(1.0), got {short_repr(model)}")

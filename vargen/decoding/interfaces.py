@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from copy import copy
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
@@ -109,21 +109,19 @@ class TokenModel:
         raise ValueError("layers cannot be skipped: this model has no layers to skip")
 
 
-class LowResModel(Protocol):
-    """Generates an image at low resolution and derives from it the token probabilities of the target model.
+class LowResModel:
+    """Base class of models that generate an image at low resolution, and from it token probabilities of the target model.
 
     Attributes:
         vocab, grid: those of the target.
     """
 
-    @property
-    def vocab(self) -> int: ...
-
-    @property
-    def grid(self) -> tuple[int, int]: ...
+    vocab: int
+    grid: tuple[int, int]
 
     def start(self, condition: Any, seeds: Tensor, sampling: Sampling) -> Tensor:
         """Generate n images at low resolution. Returns what `probs` needs of each, `[n, ...]`."""
+        raise NotImplementedError
 
     def probs(self, images: Tensor, tokens: Tensor, length: Tensor, position: Tensor, sampling: SlotSampling) -> Tensor:
         """Probabilities float32 `[B, S, V]` of the target's tokens at positions `[B, S]`, from which draft tokens are sampled.
@@ -134,6 +132,7 @@ class LowResModel(Protocol):
         Args:
             images: `[B, ...]`, rows that `start` returned.
         """
+        raise NotImplementedError
 
 
 class Drafter:

@@ -46,11 +46,6 @@ class Method(ABC):
 
     @property
     @abstractmethod
-    def settings(self) -> dict[str, Any]:
-        """The parameters of the method by name, for display."""
-
-    @property
-    @abstractmethod
     def parts(self) -> dict[str, Any]:
         """The dataclasses whose fields a method string may set: fields of the method by name, or `"itself"`."""
 
@@ -58,6 +53,12 @@ class Method(ABC):
         """Return the method with other parts; see `parts`."""
         fields = {name: part for name, part in parts.items() if name != "itself"}
         return replace(parts.get("itself", self), **fields)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What a method string may set, as it is now, except for None; nested dataclasses are given as their repr."""
+        values = {key: getattr(self.parts[part], name) for key, (part, name) in list_settings(self).items()}
+        return {key: repr(each) if is_dataclass(each) else each for key, each in values.items() if each is not None}
 
     def spec(self) -> dict[str, Any]:
         """Everything that determines the output, as plain values. Methods with equal specs generate identical output.

@@ -12,23 +12,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from functools import partial
 from typing import ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from vargen.kernels.dispatch import is_eager_cpu, supports_rows
-from vargen.kernels.noise_bits import (
-    add_steps,
-    exponential_of_keys,
-    make_keys,
-    sample_exponential,
-    sample_uniform,
-    sample_uniform64,
-    uses_numpy,
-)
-from vargen.kernels.row_ops import sample_categorical
+from vargen.kernels import ops
+from vargen.kernels.noise_bits import TokenNoise, add_steps, make_keys, sample_exponential, sample_uniform, sample_uniform64
 from vargen.kernels.token_steps import NoiseKey
 
 
@@ -52,69 +43,6 @@ FOLD = 1 << 32  # position offset of `Noise.fold_in`, larger than any grid
 def derive_seeds(seeds: Tensor, purpose: Purpose) -> Tensor:
     """int64 `[B]`: seeds of other images, whose noise is independent of the noise of these."""
     return make_keys(seeds, torch.zeros(len(seeds), 1, dtype=torch.int64, device=seeds.device), purpose)[:, 0]
-
-
-class TokenNoise:
-    """The shared noise of images (`Purpose.TOKEN`) at all positions of a run, so that no pass recomputes it.
-
-    Keys are computed once for all positions. On a CPU, the noise of recent positions is cached too, because a window requests
-    most of them again in every pass.
-
-    Args:
-        seeds: int64 `[B]`.
-        positions: number of positions; an upper bound for all requested positions.
-    """
-
-    def __init__(self, seeds: Tensor, positions: int):
-        self._keys = make_keys(seeds, torch.arange(positions, device=seeds.device).expand(len(seeds), -1), Purpose.TOKEN)
-        self._ring = np.empty((len(seeds), 0, 0), np.float32)  # [B, W, V], position p at index p % W
-        self._ring_position = np.empty((len(seeds), 0), np.int64)  # [B, W], the cached positions
-
-    def replace_rows(self, rows: Tensor, seeds: Tensor) -> None:
-        """Continue with other images, whose seeds are int64 `[n]`, in some rows `[n]` of the batch."""
-        positions = torch.arange(self._keys.shape[1], device=seeds.device).expand(len(seeds), -1)
-        self._keys.index_copy_(0, rows, make_keys(seeds, positions, Purpose.TOKEN))
-        if uses_numpy(rows):  # a device would be waited for
-            self._ring_position[rows.numpy()] = -1
-
-    def exponential(self, position: Tensor, vocab: int) -> Tensor:
-        """Same values as `sample_exponential`."""
-        keys = self._keys.gather(1, position)
-        if position.shape[1] == 1 or not uses_numpy(keys):
-            return exponential_of_keys(keys, vocab)
-        at, image = position.numpy(), np.arange(len(keys))[:, None]
-        reach = int((at.max(1) - at.min(1)).max()) + 1
-        if reach > self._ring.shape[1] or vocab != self._ring.shape[2]:
-            self._ring, self._ring_position = np.empty((len(at), reach, vocab), np.float32), np.full((len(at), reach), -1)
-        slot = at % self._ring.shape[1]
-        missing = self._ring_position[image, slot] != at
-        if missing.any():
-            place = np.broadcast_to(image, at.shape)[missing], slot[missing]
-            self._ring[place] = exponential_of_keys(keys[torch.from_numpy(missing)], vocab).numpy()
-            self._ring_position[place] = at[missing]
-        return torch.from_numpy(self._ring[image, slot])
-
-
-def sample_gumbel_max(
-    probs: Tensor, seeds: Tensor, position: Tensor, purpose: Purpose = Purpose.TOKEN, step: int | Tensor = 0
-) -> Tensor:
-    """Gumbel-max sampling: tokens int64 `[B, T]` from probabilities `[B, T, V]`, as argmax of p / E (the argmax of log p + G).
-
-    Probabilities need not sum to 1. A token with probability 0 is never sampled. NaN yields an undefined index; check the
-    logits.
-    """
-    if supports_rows(probs):
-        from vargen.kernels import sampler
-
-        return sampler.sample_gumbel_max(probs, sampler.NoiseStream(seeds, position, int(purpose), step))
-    return _argmax_ratio(probs, sample_exponential(seeds, position, probs.shape[-1], purpose, step))
-
-
-def _argmax_ratio(probs: Tensor, noise: Tensor) -> Tensor:
-    ratio = probs / noise
-    if is_eager_cpu(ratio):  # NumPy's argmax takes a tenth of the time of torch's
-        return torch.from_numpy(ratio.detach().numpy().argmax(-1))
-    return ratio.argmax(-1)
 
 
 @dataclass(frozen=True)
@@ -163,10 +91,9 @@ class Noise:
         inverse-CDF sampling with one uniform per token.
         """
         if purpose == Purpose.TOKEN:
-            if supports_rows(probs):
-                return sample_gumbel_max(probs, self.seeds, self.position)
-            return _argmax_ratio(probs, self.exponential(probs.shape[-1], purpose))
-        return sample_categorical(probs, self.uniform64(purpose))
+            noise = partial(self.exponential, probs.shape[-1], purpose)
+            return ops.sample_gumbel_max(probs, self.seeds, self.position, noise)
+        return ops.sample_categorical(probs, self.uniform64(purpose))
 
     def sample_evenly(self, vocab: int, purpose: Purpose) -> Tensor:
         """Sample tokens int64 `[B, T]` from the uniform distribution over `vocab` tokens."""

@@ -24,9 +24,10 @@ from torch import Tensor
 from vargen.decoding.interfaces import AcceptanceRule, TokenModel
 from vargen.decoding.neighbors import build_neighbor_table, require_codebook
 from vargen.decoding.noise import Noise, Purpose
-from vargen.decoding.rules import gather_prob, launch_verify_chain, resample_rejected, uses_kernels, verify_chain
+from vargen.decoding.rules import gather_prob, launch_verify_chain, resample_rejected, verify_chain
 from vargen.decoding.tree import Draft, Verdict
 from vargen.decoding.tree_rules import DraftTokens, SiblingDecision, verify_siblings
+from vargen.kernels.dispatch import supports_rows
 from vargen.values import number_field, validate_fields
 
 
@@ -95,7 +96,7 @@ class RelaxedRule(AcceptanceRule):
         """
         if not draft.tree.is_chain:
             return verify_siblings(self._decide, probs, draft, noise, relaxation, self.budget)
-        if uses_kernels(probs) and type(self).relaxation is RelaxedRule.relaxation and draft.tokens.shape[1]:
+        if supports_rows(probs) and type(self).relaxation is RelaxedRule.relaxation and draft.tokens.shape[1]:
             limits = {"relaxation": relaxation, "budget": self.budget, "tightening": self.tightening}
             accept_prob = self._accept_by_image(_select_chain(probs, draft))
             return launch_verify_chain(probs, draft, noise, accept_prob=accept_prob, **limits)

@@ -62,8 +62,12 @@ class DecodeOutput:
     tokens: Tensor
     length: Tensor
     stats: DecodeStats
-    finished: bool = field(default=True)
     canvas: Tensor | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether no callback stopped the run."""
+        return not self.stats.stopped
 
 
 def describe_non_finite_logits(position: int, total: int, step: int) -> str:
@@ -101,7 +105,7 @@ class FinishedImage:
         number: of the request.
         seed: of the image.
         tokens: int64 `[N]`; invalid if there is an error.
-        stats: of this image alone, without seconds.
+        stats: of this image alone, without seconds; its passes are those that the image took part in, the prefill included.
         error: why the image failed: a `NonFiniteLogitsError`, or a ValueError for a condition that is longer than the engine
             has room for. None if it did not fail.
     """
@@ -111,16 +115,6 @@ class FinishedImage:
     tokens: Tensor
     stats: DecodeStats
     error: Exception | None = None
-
-    @property
-    def passes(self) -> int:
-        """Number of target passes that the image took part in, its prefill included."""
-        return self.stats.passes
-
-    @property
-    def relaxation(self) -> float:
-        """Acceptance probability spent beyond the exact rule."""
-        return sum(self.stats.relaxation)
 
 
 @dataclass(frozen=True, eq=False)

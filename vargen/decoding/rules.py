@@ -56,11 +56,6 @@ def acceptance_rule(
     return partial(FunctionRule, attributes=dict(locals()))
 
 
-def uses_kernels(probs: Tensor) -> bool:
-    """Return whether Triton kernels verify drafts for these probabilities `[B, T, V]`."""
-    return supports_rows(probs) and not torch.is_grad_enabled()
-
-
 # -- speculative sampling -----------------------------------------------------------------------------------------------
 
 
@@ -72,7 +67,7 @@ def speculative_sampling(probs: Tensor, draft: Draft, noise: Noise, relaxation: 
     from p. The output is distributed as the target provided that q is the distribution the draft was actually sampled from.
     Arguments: see `AcceptanceRule`.
     """
-    if uses_kernels(probs):
+    if supports_rows(probs):
         return launch_verify_chain(probs, draft, noise)
     p, q = gather_p_and_q(probs, draft)
     uniforms = noise.uniform(Purpose.ACCEPT)[:, :-1]
@@ -172,7 +167,7 @@ def resample_rejected(
 def verify_shared_tokens(sampled: Tensor, draft: Draft) -> Verdict:
     """Verdict of `shared_noise`, given the tokens int64 `[B, T]` that the noise selects after each node."""
     tree = draft.tree
-    if uses_kernels(sampled):
+    if supports_rows(sampled):
         from vargen.kernels.verify_tree import verify_shared_noise
 
         path, count, next_token = verify_shared_noise(sampled, draft.tokens, tree.children, tree.max_path)

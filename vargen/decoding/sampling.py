@@ -14,14 +14,11 @@ import torch
 from torch import Tensor
 
 from vargen.decoding.noise import Noise, Purpose
-from vargen.kernels.dispatch import is_eager_cpu, supports_rows
-from vargen.kernels.row_ops import kth_largest_value, top_k_sorted
+from vargen.kernels import ops
+from vargen.kernels.dispatch import is_eager_cpu
 from vargen.kernels.token_steps import SampledRows, sample_rows
 from vargen.options import OPTIONS
 from vargen.values import short_repr
-
-_KEEP_ALL = 2.0  # top-p of a slot without one: no sum exceeds it
-MIN_TEMPERATURE = 1e-5  # used in place of 0 (greedy): dividing float32 logits by it leaves only the argmax, or ties
 
 
 @dataclass(frozen=True)
@@ -85,15 +82,15 @@ class SlotSampling:
         self.vocab = vocab
         self.temperature = torch.ones(slots, 1, 1, dtype=torch.float32, device=device)
         self._top_k = torch.full((slots, 1, 1), vocab, dtype=torch.int64, device=device)
-        self._top_p = torch.full((slots, 1, 1), _KEEP_ALL, dtype=torch.float64, device=device)
+        self._top_p = torch.full((slots, 1, 1), ops.KEEP_ALL, dtype=torch.float64, device=device)
         self._is_greedy = torch.zeros(slots, dtype=torch.bool, device=device)
         self._set([], None)
 
     def reset(self, rows: list[int], sampling: Sampling) -> None:
         """Give images in some slots these options."""
-        self.temperature[rows] = max(sampling.temperature, MIN_TEMPERATURE)
+        self.temperature[rows] = max(sampling.temperature, ops.MIN_TEMPERATURE)
         self._top_k[rows] = sampling.top_k or self.vocab
-        self._top_p[rows] = sampling.top_p if sampling.top_p < 1 else _KEEP_ALL
+        self._top_p[rows] = sampling.top_p if sampling.top_p < 1 else ops.KEEP_ALL
         self._is_greedy[rows] = sampling.is_greedy
         self._set(rows, sampling)
 
@@ -110,7 +107,7 @@ class SlotSampling:
         first = used[0] if used else Sampling()
         self.rows = tuple(first if each is None else each for each in self.options)
         self._arrays = (  # temperature, top-k and top-p for compiled code, `[B]` each
-            np.array([max(row.temperature, MIN_TEMPERATURE) for row in self.rows], np.float32),
+            np.array([max(row.temperature, ops.MIN_TEMPERATURE) for row in self.rows], np.float32),
             np.array([min(row.top_k or self.vocab, self.vocab) for row in self.rows], np.int64),
             np.array([row.top_p for row in self.rows], np.float64),
         )
@@ -121,14 +118,14 @@ class SlotSampling:
     def probs(self, logits: Tensor) -> Tensor:
         """Probabilities, float32 `[B, T, V]`, from guided logits `[B, T, V]`."""
         if not is_eager_cpu(logits):
-            return _filtered_probs(logits, self.temperature, self._top_k, self._top_p, self.filters)
+            return ops.probs_by_image(logits, self.temperature, self._top_k, self._top_p, self.filters)
         return self._by_group(logits, lambda sampling: sampling)
 
     def probs_at_one(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Probabilities float32 `[B, T, V]` with the same filters at temperature 1, and which images are greedy, bool `[B]`."""
         if not is_eager_cpu(logits):
             one = torch.ones_like(self.temperature)
-            return _filtered_probs(logits, one, self._top_k, self._top_p, self.filters), self._is_greedy
+            return ops.probs_by_image(logits, one, self._top_k, self._top_p, self.filters), self._is_greedy
         return self._by_group(logits, lambda sampling: sampling.with_temperature(1.0)), self._is_greedy
 
     def sample_tokens(self, logits: Tensor, noise: Noise, drafted: Tensor | None = None) -> SampledRows | None:
@@ -161,57 +158,6 @@ def apply_guidance(conditional: Tensor, unconditional: Tensor, scale: float | Te
     return unconditional + scale * (conditional - unconditional)
 
 
-def filter_logits(logits: Tensor, top_k: int | None, top_p: float) -> Tensor:
-    """Set the logits `[..., V]` that the filters remove to -inf.
-
-    top-k keeps all values that are at least the k-th largest. top-p then keeps the most probable tokens until their sum exceeds
-    p, including the one that crosses it. Ties are kept in both cases, so the result depends on values and not on the order of
-    equal values in a sort.
-    """
-    kept = min(top_k or logits.shape[-1], logits.shape[-1])
-    if top_p < 1.0:
-        ordered = top_k_sorted(logits, kept)
-        before = (ordered.softmax(-1).cumsum(-1) <= top_p).sum(-1, keepdim=True)
-        least = ordered.gather(-1, before.clamp(max=kept - 1))
-    elif kept < logits.shape[-1]:
-        least = kth_largest_value(logits, kept)
-    else:
-        return logits
-    return torch.where(logits < least, float("-inf"), logits)
-
-
 def to_probs(logits: Tensor, sampling: Sampling) -> Tensor:
     """Probabilities, float32 `[..., V]`, from guided logits `[..., V]`."""
-    temperature = max(sampling.temperature, MIN_TEMPERATURE)
-    if is_eager_cpu(logits) and not supports_rows(logits):
-        scaled = logits.float() / temperature
-        return filter_logits(scaled, sampling.top_k, sampling.top_p).softmax(-1)
-    V = logits.shape[-1]
-    rows = logits.reshape(1, -1, V)
-    top_k, top_p = sampling.top_k or V, sampling.top_p if sampling.top_p < 1 else _KEEP_ALL
-    options = [
-        torch.full((1, 1, 1), value, dtype=dtype, device=logits.device)
-        for value, dtype in ((temperature, torch.float32), (top_k, torch.int64), (top_p, torch.float64))
-    ]
-    return _filtered_probs(rows, options[0], options[1], options[2], top_k < V or top_p < 1).view(logits.shape)
-
-
-def _filtered_probs(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, filters: bool) -> Tensor:
-    """Probabilities, float32 `[B, T, V]`, from logits `[B, T, V]` and options `[B, 1, 1]`, without waiting for a device.
-
-    Sums of top-p run in float64 from the largest value down, so that they depend neither on `top_k` nor on rounding that
-    differs from row to row.
-    """
-    if supports_rows(logits) and not torch.is_grad_enabled():
-        from vargen.kernels.sampler import probs_from_logits
-
-        return probs_from_logits(logits, temperature, top_k, top_p, filters)
-    scaled = logits.float() / temperature
-    if not filters:
-        return scaled.softmax(-1)
-    ordered = scaled.sort(dim=-1, descending=True).values
-    last = (top_k.clamp(max=scaled.shape[-1]) - 1).expand(len(scaled), scaled.shape[1], 1)
-    sums = (ordered - ordered[..., :1]).double().exp().cumsum(-1)
-    before = (sums <= top_p * sums.gather(-1, last)).sum(-1, keepdim=True)
-    least = ordered.gather(-1, torch.minimum(before, last))
-    return torch.where(scaled < least, float("-inf"), scaled).softmax(-1)
+    return ops.probs_from_logits(logits, sampling.temperature, sampling.top_k, sampling.top_p)

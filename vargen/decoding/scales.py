@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, ClassVar, Literal
 
@@ -35,7 +35,7 @@ from vargen.decoding.requests import (
 )
 from vargen.decoding.sampling import Sampling, SlotSampling
 from vargen.decoding.stats import DecodeStats
-from vargen.decoding.token_pass import sum_rows
+from vargen.kernels import ops
 from vargen.kernels.dispatch import is_eager_cpu
 from vargen.values import number_field, parse_int, short_repr, validate_fields
 
@@ -96,7 +96,7 @@ def decode_scales(
     scales.check_finite()
     stats = scales.make_stats(method.name, len(seeds))
     length = torch.full((len(seeds),), scales.ends[scales.scale], device=model.device)
-    return DecodeOutput(scales.tokens.clone(), length, stats, finished=not stats.stopped, canvas=scales.canvas.clone())
+    return DecodeOutput(scales.tokens.clone(), length, stats, canvas=scales.canvas.clone())
 
 
 class ScalePasses:
@@ -196,7 +196,7 @@ class ScalePasses:
                 given, is_fixed = fixed_tokens(self.canvas, self.scale)
                 tokens = torch.where(is_fixed, given, tokens)
             self.tokens[:, self.place] = tokens
-            sums = sum_rows(logits) if found is None else found.sums
+            sums = ops.sum_rows(logits) if found is None else found.sums
             bad = torch.where(sums.isfinite(), self.ends[-1], position).amin(1)
             self.nonfinite.copy_(torch.minimum(self.nonfinite, bad))
         if is_eager_cpu(logits):
@@ -306,16 +306,6 @@ class ScaleSchedule(Method):
     @property
     def sequential_tokens(self) -> bool:
         return self.kind == "exact"
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The non-default parameters of the stages, for display, keyed by name and stage number."""
-        return {
-            f"{each.name} {number}": getattr(stage, each.name)
-            for number, stage in enumerate(self.stages, 1)
-            for each in fields(stage)
-            if getattr(stage, each.name) != each.default
-        }
 
     @property
     def parts(self) -> dict[str, Any]:

@@ -113,8 +113,6 @@ class Speculative(ChainDrafter):
         if self.model is not None and (isinstance(self.model, type) or not isinstance(self.model, TokenModel)):
             given = short_repr(self.model)
             raise TypeError(f"model must be a TokenModel, such as pipe.decoding_model(1.0), or None, got {given}")
-        if not isinstance(self.shared_noise, bool):
-            raise TypeError(f"shared_noise must be True or False, got {short_repr(self.shared_noise)}")
         object.__setattr__(self, "provides", () if self.shared_noise else ("independent-per-pass",))
 
     def bind(self, model: TokenModel, slots: int) -> Self:

@@ -10,7 +10,6 @@ vocabulary.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,6 +27,7 @@ from vargen.decoding.sampling import Sampling, SlotSampling, to_probs
 from vargen.decoding.tree import Draft, PassResult, Verdict
 from vargen.decoding.window import WidthController
 from vargen.device import normal_tensors
+from vargen.kernels import ops
 from vargen.kernels.dispatch import is_eager_cpu
 from vargen.kernels.token_steps import commit_tokens, feed_tokens
 
@@ -87,7 +87,7 @@ class TokenPass:
         position = torch.zeros_like(seeds)[:, None]
         noise = self.make_noise(seeds, position, 0, None)  # the shared noise is the same in every pass
         state.tokens[rows, 0] = noise.sample(to_probs(out.logits, sampling), Purpose.TOKEN)[:, 0]
-        bad = ~sum_rows(out.logits).isfinite()[:, 0]
+        bad = ~ops.sum_rows(out.logits).isfinite()[:, 0]
         state.nonfinite[rows] = torch.where(bad, 0, state.num_tokens)
 
     def __call__(self) -> int:
@@ -140,7 +140,7 @@ def verify_draft(
 
     Returns:
         The target's probabilities float32 `[B, T, V]`, None if nothing uses them, the verdict, and the sum of each row of
-        logits, float32 `[B, T]` (`sum_rows`).
+        logits, float32 `[B, T]` (`ops.sum_rows`).
     """
     sampling = state.sampling
     if rule.verify_tokens is not None and not drafter.uses_probs:
@@ -156,18 +156,7 @@ def verify_draft(
     if may_be_greedy and not rule.exact:
         at_one, is_greedy = sampling.probs_at_one(logits)
         draft = replace(draft, unfiltered_probs=at_one, is_greedy=is_greedy)
-    return probs, rule(probs, draft, noise, state.relaxation), sum_rows(logits)
-
-
-def sum_rows(logits: Tensor) -> Tensor:
-    """Sum each row of logits `[..., V]` in float32: finite where all of them are, unless the sum overflows."""
-    return logits.sum(-1, dtype=torch.float32)
-
-
-def are_finite(sums: Tensor) -> bool:
-    """Return True if values `[B, T]` are finite, found out by a single operation for a few of them on a CPU. False: unknown."""
-    few = 512
-    return is_eager_cpu(sums) and sums.numel() <= few and all(math.isfinite(each) for row in sums.tolist() for each in row)
+    return probs, rule(probs, draft, noise, state.relaxation), ops.sum_rows(logits)
 
 
 @dataclass
@@ -244,11 +233,7 @@ class TokenState:
 
     def feed(self, draft: Draft) -> tuple[Tensor, Tensor]:
         """Return the tokens to feed, int64 `[B, T]`, the root before the draft, and the position that each predicts."""
-        if draft.tree.is_chain and (made := feed_tokens(self.tokens, self.length, draft.tokens)) is not None:
-            return made
-        length = self.length[:, None]
-        inputs = torch.cat([self.tokens.gather(1, length - 1), draft.tokens], dim=1)
-        return inputs, length + draft.tree.depth
+        return feed_tokens(self.tokens, self.length, draft.tokens, None if draft.tree.is_chain else draft.tree.depth)
 
     def write(self, inputs: Tensor, verdict: Verdict) -> Tensor:
         """Write the accepted draft tokens of `inputs` `[B, T]`, and the token after the last of them, to their places.
@@ -256,12 +241,7 @@ class TokenState:
         Returns the number of tokens that the pass commits, int64 `[B]`.
         """
         accepted = verdict.path, verdict.count, verdict.next_token
-        if (count := commit_tokens(inputs, *accepted, self.length, self.num_tokens, self.tokens)) is not None:
-            return count
-        committed = verdict.gather_committed(inputs)
-        offsets = torch.arange(committed.shape[1], device=inputs.device)
-        self.tokens.scatter_(1, self.length[:, None] + offsets, committed)
-        return torch.minimum(verdict.count, self.num_tokens - self.length)
+        return commit_tokens(inputs, *accepted, self.length, self.num_tokens, self.tokens)
 
     def advance(self, count: Tensor, verdict: Verdict) -> None:
         """Commit `count` `[B]` of the tokens that `write` wrote."""
@@ -277,7 +257,7 @@ class TokenState:
             sums: float32 `[B, T]`, finite where all logits of a row are.
             position: int64 `[B, T]`, the position that each row predicts.
         """
-        if are_finite(sums):
+        if ops.are_finite(sums):
             return
         is_bad = ~sums.isfinite() & (position < self.num_tokens)
         bad = torch.where(is_bad, position, self.num_tokens).amin(1)

@@ -239,12 +239,6 @@ class Verdict:
     relaxation: Tensor | None = None
     sampled: Tensor | None = None
 
-    def gather_committed(self, fed: Tensor) -> Tensor:
-        """Return the tokens after the accepted nodes of `fed` `[B, T]`, int64 `[B, A]`; the first `count` are committed."""
-        following = fed.gather(1, self.path.roll(-1, dims=1))  # an accepted draft token follows its parent
-        last = torch.arange(following.shape[1], device=fed.device) == self.count[:, None] - 1
-        return torch.where(last, self.next_token[:, None], following)
-
 
 @dataclass(frozen=True)
 class PassResult:

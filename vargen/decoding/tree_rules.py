@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from vargen.decoding.noise import Noise, Purpose
-from vargen.decoding.rules import acceptance_rule, gather_prob, uses_kernels
+from vargen.decoding.rules import acceptance_rule, gather_prob
 from vargen.decoding.tree import Draft, Verdict
-from vargen.kernels.dispatch import is_eager_cpu
+from vargen.kernels.dispatch import is_eager_cpu, supports_rows
 
 
 class DraftTokens(NamedTuple):
@@ -138,7 +138,7 @@ def traversal(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> 
     """
     B, T, _ = probs.shape
     tree, image = draft.tree, torch.arange(B, device=probs.device)
-    if uses_kernels(probs):
+    if supports_rows(probs):
         from vargen.kernels.verify_traversal import verify_traversal
 
         given = (probs, draft.tokens, draft.probs, draft.valid, tree.children, tree.parents, tree.depth, tree.postorder)

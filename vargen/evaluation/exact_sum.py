@@ -18,7 +18,6 @@ from torch import Tensor
 
 from vargen.clock import Clock
 from vargen.decoding.accelerator import Accelerator
-from vargen.decoding.rules import uses_kernels
 from vargen.decoding.sampling import Sampling, to_probs
 from vargen.decoding.scales import ScalePasses, ScaleSchedule
 from vargen.decoding.token_pass import TokenPass
@@ -27,6 +26,7 @@ from vargen.evaluation.enumerated_rule import EnumeratedRule
 from vargen.evaluation.enumerated_uniforms import NotEnumerableError
 from vargen.evaluation.enumeration import Enumeration, ReusedNoiseError, TooManyOutcomesError
 from vargen.evaluation.table_models import ScaleTable, TableModel, encode_sequences
+from vargen.kernels.dispatch import uses_triton
 
 MAX_DRAFTS = 20_000
 
@@ -102,7 +102,7 @@ def sum_pass(
     independent = "independent-per-pass" in method.drafter.provides or method.drafter.width == 1
     if not 0 <= len(prefix) < N or (len(prefix) > 1 and not independent):
         raise ValueError(f"prefix must hold at most {N - 1 if independent else 1} tokens for this drafter, got {len(prefix)}")
-    if uses_kernels(torch.zeros(1, 1, model.vocab)):
+    if uses_triton(torch.zeros(1)):
         raise ValueError("VARGEN_KERNELS must not enable kernels on the CPU: their random numbers cannot be enumerated")
 
     def program() -> tuple[list[_Pass], EnumeratedRule]:

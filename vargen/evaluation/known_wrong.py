@@ -36,9 +36,9 @@ from vargen.decoding import (
 from vargen.decoding.experimental import JacobiTree, SampledTree, SpeculativeTree, recursive_rejection
 from vargen.decoding.experimental.eagle_children import TopK
 from vargen.decoding.rules import gather_p_and_q, resample_rejected
-from vargen.decoding.sampling import filter_logits
 from vargen.decoding.tree_rules import DraftTokens, SiblingDecision, verify_siblings
 from vargen.evaluation.table_models import TableModel
+from vargen.kernels.ops import filter_logits
 
 TREE = ("chain", "tree")
 # With all candidates kept: complete trees.

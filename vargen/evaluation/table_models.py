@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from vargen.decoding import AutoregressiveHead, Noise, Output, ParallelHeads, Sampling, ScaleModel, TokenModel, Tree
-from vargen.decoding.interfaces import DraftHead
+from vargen.decoding.interfaces import DraftHead, LowResModel
 from vargen.decoding.noise import Purpose
 from vargen.decoding.sampling import SlotSampling
 
@@ -175,7 +175,7 @@ class TableMedusa(ParallelHeads):
         return torch.stack(rows, dim=1)
 
 
-class TableLowRes:
+class TableLowRes(LowResModel):
     """`LowResModel` whose image is a single token.
 
     That token and the token two places earlier select the probabilities in another table, so that they depend on committed and

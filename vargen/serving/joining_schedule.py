@@ -107,7 +107,7 @@ class JoiningSchedule:
             handle.send(TaskFailed(finished.error))
             return None
         stats = replace(finished.stats, seeds=[handle.task.seed])
-        return handle, make_result(self.pipe, handle, finished.tokens[None], finished.passes, stats)
+        return handle, make_result(self.pipe, handle, finished.tokens[None], stats.passes, stats)
 
     def _report_pass(self) -> None:
         numbers, tokens, lengths = self._engine.copy_active()

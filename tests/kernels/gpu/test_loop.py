@@ -22,9 +22,9 @@ from vargen.decoding import (
 )
 from vargen.decoding.experimental import JacobiTree, recursive_rejection
 from vargen.decoding.graph import EAGER_PASSES
-from vargen.decoding.noise import TokenNoise
 from vargen.decoding.token_pass import TokenPass
 from vargen.kernels.launch import record_launches
+from vargen.kernels.noise_bits import TokenNoise
 from vargen.models.condition import Condition
 from vargen.models.heads.eagle import EagleDrafter
 from vargen.models.heads.medusa import MedusaDrafter

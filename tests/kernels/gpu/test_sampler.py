@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from vargen.decoding import Sampling
-from vargen.decoding.noise import Purpose
-from vargen.decoding.noise import sample_gumbel_max as reference_race
-from vargen.decoding.sampling import MIN_TEMPERATURE, SlotSampling, to_probs
+from vargen.decoding.noise import Noise, Purpose
+from vargen.decoding.sampling import SlotSampling, to_probs
 from vargen.kernels import reference
 from vargen.kernels.dispatch import MAX_VOCAB
+from vargen.kernels.ops import MIN_TEMPERATURE
 from vargen.kernels.sampler import NoiseStream, probs_from_logits, sample_gumbel_max
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -54,7 +54,7 @@ def test_probabilities_and_samples(V: int, top_k: int | None, top_p: float) -> N
     assert torch.equal(probs > 0, expected > 0), "the support"
     torch.testing.assert_close(probs.double(), expected, atol=2e-6, rtol=0)
     own = to_probs(logits, Sampling(0.8, top_k, top_p))
-    assert torch.equal(sample_gumbel_max(probs.to(DEVICE), noise).cpu(), reference_race(own, seeds, position))
+    assert torch.equal(sample_gumbel_max(probs.to(DEVICE), noise).cpu(), Noise(seeds, position).sample(own, Purpose.TOKEN))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])

@@ -15,8 +15,8 @@ from torch import Tensor
 from vargen.decoding.video.stats import BlockRecord
 
 
-class BlockModel(Protocol):
-    """A block-wise video model.
+class BlockModel:
+    """Base class of block-wise video models.
 
     Each block takes a few denoising steps, which attend to clean earlier blocks through a KV cache. Models exchange latents,
     never keys and values. Prompts and caches are internal to the model.
@@ -31,38 +31,28 @@ class BlockModel(Protocol):
         cost_key: as in `TokenModel`.
     """
 
-    @property
-    def block_shape(self) -> tuple[int, int, int, int]: ...
-
-    @property
-    def levels(self) -> tuple[float, ...]: ...
-
-    @property
-    def resamples_noise(self) -> bool: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def draft_model(self) -> BlockModel | None: ...
-
-    @property
-    def shares_cache(self) -> bool: ...
-
-    @property
-    def cost_key(self) -> Hashable: ...
+    block_shape: tuple[int, int, int, int]
+    levels: tuple[float, ...]
+    device: torch.device
+    resamples_noise: bool = True
+    draft_model: BlockModel | None = None
+    shares_cache: bool = False
+    cost_key: Hashable = None
 
     def start(self, condition: Any, frames: int) -> Any:
         """Return the empty state of one video of at most `frames` latent frames. Runs only the work done once per prompt."""
+        raise NotImplementedError
 
     def switch(self, state: Any, condition: Any) -> None:
         """Switch to another prompt. The content of the cache is unchanged."""
+        raise NotImplementedError
 
     def free_frames(self, state: Any) -> int:
         """Maximum number of latent frames that one pass may feed, at least a block.
 
         Feeding more would evict frames that some of them attend to.
         """
+        raise NotImplementedError
 
     def forward(self, state: Any, clean: Sequence[Tensor], noisy: Tensor | None = None, level: float = 0.0) -> Tensor | None:
         """Run one pass over the frames that follow those in the cache.
@@ -74,6 +64,7 @@ class BlockModel(Protocol):
         Returns:
             The estimated clean latents of `noisy`, float32 `[1, F, C, Y, X]`; None without `noisy`.
         """
+        raise NotImplementedError
 
 
 class BlockDecoder(Protocol):

@@ -34,7 +34,7 @@ from vargen.decoding.video.interfaces import (
 from vargen.decoding.video.policies import SingleModel, VideoMethod, validate_threshold
 from vargen.decoding.video.stats import BlockRecord, VideoStats
 from vargen.device import limit_threads, normal_tensors
-from vargen.values import parse_int, short_repr
+from vargen.values import require_int, short_repr
 
 MAX_BLOCKS = 1_000_000
 
@@ -119,10 +119,8 @@ class BlockStream(Iterator[VideoBlock]):
 
     def __post_init__(self) -> None:
         self.method = resolve_method(self.method, VideoMethod.paradigm)
-        if parse_int(self.blocks, 1, MAX_BLOCKS) is None:
-            raise ValueError(f"blocks must be a whole number from 1 to {MAX_BLOCKS}, got {short_repr(self.blocks)}")
-        if parse_int(self.seed, -(2**63), 2**63 - 1) is None:
-            raise ValueError(f"seed must be a whole number of 64 bits, got {short_repr(self.seed)}")
+        self.blocks = require_int("blocks", self.blocks, 1, MAX_BLOCKS)
+        self.seed = require_int("seed", self.seed, -(2**63), 2**63 - 1)
         if self.score is not None and not callable(self.score):  # an error of a call would only reject each draft
             raise TypeError(f"score must be a function or None, got {short_repr(self.score)}")
         for latents in self.given:
@@ -130,7 +128,6 @@ class BlockStream(Iterator[VideoBlock]):
                 shape = list(self.model.block_shape[1:])
                 raise ValueError(f"given must be latents [1, F, *{shape}], got {list(latents.shape)}")
         self.method.validate_models(self.model, self.score is not None, self.router is not None)
-        self.seed, self.blocks = int(self.seed), int(self.blocks)  # plain numbers, if NumPy's are given
         self.stats = VideoStats(self.method.name, self.seed, threads=torch.get_num_threads())
         self.generators: dict[str, BlockGenerator] = {}
         self._tau: float | None = self.method.policy.tau

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
-from vargen.decoding.methods import NAMING, Method, register_presets
+from vargen.decoding.methods import Method, register_presets
 from vargen.decoding.video.interfaces import BlockModel
 from vargen.decoding.video.stats import BlockRecord
 from vargen.values import number_field, parse_int, short_repr, validate_fields
@@ -87,8 +87,7 @@ class SingleModel(Policy):
     draft: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.draft, bool):
-            raise TypeError(f"draft must be True or False, got {short_repr(self.draft)}")
+        validate_fields(self)
 
     def should_draft(self, record: BlockRecord, finished: Sequence[BlockRecord]) -> bool:
         return self.draft
@@ -136,8 +135,6 @@ class VideoMethod(Method):
         if not isinstance(blocks, tuple | list) or any(parse_int(block, 0) is None for block in blocks):
             raise ValueError(f"target_blocks must be numbers of blocks, from 0, got {short_repr(blocks)}")
         object.__setattr__(self, "target_blocks", tuple(blocks))
-        if not isinstance(self.lazy, bool):
-            raise TypeError(f"lazy must be True or False, got {short_repr(self.lazy)}")
 
     @property
     def kind(self) -> Literal["exact", "relaxed"]:
@@ -184,18 +181,6 @@ class VideoMethod(Method):
             raise ValueError(f"accelerator {self.name!r} needs a scorer, and none is given")
         if self.policy.needs_router and not has_router:
             raise ValueError(f"accelerator {self.name!r} needs a router, which `vargen train router` trains, and there is none")
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The parameters of the policy, and those of the method that differ from their defaults, for display."""
-        found: dict[str, Any] = {}
-        if is_dataclass(self.policy):
-            found = {f"policy {each.name}": getattr(self.policy, each.name) for each in fields(self.policy)}
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if each.name not in (*NAMING, "policy") and value != each.default:
-                found[each.name] = value if isinstance(value, int) else repr(value)
-        return found
 
 
 register_presets(

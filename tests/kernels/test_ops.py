@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from vargen.kernels.row_ops import kth_largest_value, sample_categorical
+from vargen.kernels.ops import kth_largest_value, sample_categorical
 
 
 def by_torch(weights, uniforms, monkeypatch):
