@@ -190,10 +190,8 @@ def _step_callback(
     """
 
     def callback(progress: Progress) -> bool | None:
-        # Reading the length synchronizes with the device, so on CUDA it is read every 16 steps only.
-        if progress.length.device.type == "cpu" or progress.step % 16 == 0 or on_step_end is not None:
-            num_tokens = int(progress.length.float().mean() if is_list else progress.length.amin())
-            bar.update(num_tokens - bar.n)
+        num_tokens = int(progress.length.float().mean() if is_list else progress.length.amin())
+        bar.update(num_tokens - bar.n)
         if on_step_end is None:
             return not call.interrupted
         answer = on_step_end(pipe, progress.step - 1, num_tokens, {"latents": progress.tokens.clone()})

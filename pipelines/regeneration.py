@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 
 from vargen.compat import installed_version
+from vargen.decoding import DecodeStats
 from vargen.image_metadata import pixels_digest, tokens_digest
 from vargen.models.quantization import quantization_of
 from vargen.pipelines.base import VisualPipeline
@@ -76,6 +77,21 @@ def environment_parameters(pipe: VisualPipeline, model: str, digest: str | None)
         "processor": f"{device.type} {processor}",
         "versions": {name: installed_version(name) for name in _PACKAGES},
     }
+
+
+def describe_image(stats: DecodeStats, number: int) -> dict[str, Any]:
+    """Return what reproduces image `number` of a call and, if a scorer was used, its score.
+
+    Returns:
+        `seed`, and with a scorer `scorer` and `score`. If there were several candidates, also `candidates`, the scores of all
+            of them, and `asked_seed`, the seed of the first.
+    """
+    if stats.scorer is None:
+        return {"seed": stats.seeds[number]}
+    scores, seeds = stats.scores[number], stats.candidate_seeds[number]
+    several = {"candidates": scores, "asked_seed": seeds[0]} if len(scores) > 1 else {}
+    score = scores[seeds.index(stats.seeds[number])]
+    return {"seed": stats.seeds[number], "scorer": stats.scorer, "score": score, **several}
 
 
 def validate_regenerable(parameters: Mapping[str, Any]) -> None:

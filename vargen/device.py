@@ -109,10 +109,16 @@ def user_thread_count() -> tuple[int, str] | None:
 
 
 @contextmanager
-def limit_threads(count: int) -> Iterator[None]:
-    """Use `count` threads within the block, then restore torch's previous number. Python threads may do this concurrently."""
+def limit_threads(count: int | None) -> Iterator[None]:
+    """Use `count` threads within the block, then restore torch's previous number; None changes nothing.
+
+    Python threads may do this concurrently.
+    """
     import torch
 
+    if count is None:
+        yield
+        return
     with _state.lock:
         if not _state.depth:
             _state.before = torch.get_num_threads()

@@ -90,7 +90,6 @@ def method(drafter, rule):
     (lambda: Lookup(sharpness=0), "sharpness"),
     (lambda: DynamicTree(nodes=256), "nodes"),
     (lambda: DynamicTree(nodes=50, depth=2, children=3), "nodes"),
-    (lambda: DynamicTree(acceptance=(0.5, 0.6)), "acceptance"),
     (lambda: JacobiTree(5, 3, 2), "nodes"),
     (lambda: JacobiTree(256), "nodes"),
     (lambda: JacobiTree(depth=0), "depth"),

@@ -135,7 +135,7 @@ def test_no_image_spends_more_than_its_budget_and_without_one_the_rule_is_exact(
     if name != "wavefront":  # which keeps draft tokens without the rule
         assert 0 < sum(run(replace(rule, tightening=50.0)).stats.relaxation) < sum(free.stats.relaxation)
     if method.drafter.provides and name not in ("local repair", "wavefront"):  # these keep draft tokens after a rejection
-        exact = recursive_rejection if method.topology == "tree" else speculative_sampling
+        exact = recursive_rejection if method.drafter.topology == "tree" else speculative_sampling
         assert torch.equal(none.tokens, run(exact).tokens)
 
 

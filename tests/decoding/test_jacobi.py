@@ -144,7 +144,7 @@ def test_a_rule_for_chains_refuses_trees():
 
     with pytest.raises(ValueError, match="verifies a chain"):
         Accelerator(drafter=Trees(), acceptance=speculative_sampling)
-    assert Accelerator(drafter=Trees(), acceptance=shared_noise).topology == "tree"
+    assert Accelerator(drafter=Trees(), acceptance=shared_noise).drafter.topology == "tree"
 
 
 @pytest.mark.parametrize(
@@ -188,5 +188,5 @@ def test_presets_say_what_they_are():
     assert relaxed == ["gsd", "mulo", "lantern", "lantern-jacobi", "wavefront"]
     for preset in list_methods("next-token"):
         assert preset.summary and preset.source
-        assert preset.topology in ("chain", "tree")
+        assert preset.drafter.topology in ("chain", "tree")
     assert Tree.make_chain(3).is_chain

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from vargen.decoding.requests import Reports
+from vargen.late_reports import Reports
 
 
 def delay_reports(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,6 +141,7 @@ def _generate_batches(
     import torch
 
     from vargen.image_metadata import tokens_digest
+    from vargen.pipelines.regeneration import describe_image
 
     key = "class_label" if pipe.is_class_conditional else "prompt"
     made = GenerationRecords()
@@ -161,7 +162,7 @@ def _generate_batches(
             before = len(made.records)
             for number, ((subject, _, file), image) in enumerate(zip(batch, images, strict=True)):
                 digest = tokens_digest(result.images[number])
-                record = {key: subject, **result.stats.describe_image(number), "tokens_digest": digest}
+                record = {key: subject, **describe_image(result.stats, number), "tokens_digest": digest}
                 try:
                     path = save_image(image, file, {**record, **parameters})
                 except OSError as error:

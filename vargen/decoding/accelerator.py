@@ -68,11 +68,6 @@ class Accelerator(Method):
                 raise ValueError(f"{parts}: {_REQUIREMENT_MESSAGES[requirement]}")
 
     @property
-    def topology(self) -> str:
-        """Shape of the drafts: `"chain"` or `"tree"`."""
-        return self.drafter.topology
-
-    @property
     def kind(self) -> Literal["exact", "relaxed"]:
         return "exact" if self.acceptance.exact else "relaxed"
 

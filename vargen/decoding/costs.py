@@ -1,4 +1,4 @@
-"""Measure the cost of a pass by the number of tokens it feeds, and select the number of CPU threads.
+"""Measure the cost of a pass on a CPU by the number of tokens it feeds, and select the number of threads.
 
 Costs are measured once per network, dtype, guidance, batch, device, number of threads and machine; see `vargen.cost_cache`.
 """
@@ -6,9 +6,8 @@ Costs are measured once per network, dtype, guidance, batch, device, number of t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -20,12 +19,9 @@ from vargen.device import available_cores, inference_mode_for, limit_threads, us
 
 _PROBE_WIDTH = 16  # tokens per pass when filling a half-finished image; largest width that selects threads
 MIN_THREAD_SPEEDUP = 1.25  # required speedup from doubling the threads, which other programs could use
-# Limit in seconds on filling a state; no round of measurements starts after three times this limit. One
-# round suffices for passes in a dtype that the CPU emulates: the packaged model's first image in bfloat16 took 16 seconds more
-# than the next.
+# Limit in seconds on filling a state; no round of measurements starts after three times this limit. One round suffices for
+# passes in a dtype that the CPU emulates: the packaged model's first image in bfloat16 took 16 seconds more than the next.
 _ENOUGH = 0.5
-
-T = TypeVar("T")
 
 
 def candidate_widths(max_width: int) -> list[int]:
@@ -54,12 +50,8 @@ def measure_pass_costs(model: TokenModel, condition: Any, images: int, widths: S
     return {width: known[width] for width in widths}
 
 
-@contextmanager
-def use_best_threads(model: TokenModel, condition: Any, images: int, width: int) -> Iterator[int]:
-    """Context manager that sets the best number of threads for passes over `width` tokens, and yields it.
-
-    A number set by the user is kept. So is torch's default for models without a `cost_key`, whose costs cannot be cached.
-    """
+def token_threads(model: TokenModel, condition: Any, images: int, width: int) -> int | None:
+    """Like `select_threads`, for passes that feed `width` tokens to each of `images` half-finished images."""
     width = min(width, _PROBE_WIDTH)
 
     def passes() -> Callable[[], float]:
@@ -67,21 +59,17 @@ def use_best_threads(model: TokenModel, condition: Any, images: int, width: int)
         return lambda: _time_pass(model, state, images, width)
 
     with inference_mode_for(torch.device(model.device)):
-        count = select_threads(model, images, width, passes)
-    with nullcontext() if count is None else limit_threads(count):
-        yield torch.get_num_threads()
+        return select_threads(model, images, width, passes)
 
 
 def block_threads(model: BlockModel, condition: Any) -> int | None:
-    """Like `select_threads`, for passes over the first block of a video; None for torch's default."""
+    """Like `select_threads`, for passes over the first block of a video."""
     frames = model.block_shape[0]
 
     def passes() -> Callable[[], float]:
-        state, noisy = (
-            model.start(condition, frames),
-            torch.zeros(1, *model.block_shape, dtype=torch.float32, device=model.device),
-        )
-        return lambda: time_call(lambda: model.forward(state, (), noisy, model.levels[0]), torch.device(model.device))[0]
+        state = model.start(condition, frames)
+        noisy = torch.zeros(1, *model.block_shape, dtype=torch.float32, device=model.device)
+        return lambda: time_call(lambda: model.forward(state, (), noisy, model.levels[0]))
 
     with torch.no_grad():
         return select_threads(model, 1, frames, passes)
@@ -99,7 +87,7 @@ def select_threads(
         passes: returns a function that times a pass, in seconds.
 
     Returns:
-        None if the user set a number, off the CPU, and for models without a cost key.
+        None, for torch's default, if the user set a number, off the CPU, and for models without a cost key.
     """
     if model.device.type != "cpu" or model.cost_key is None or user_thread_count() is not None:
         return None
@@ -122,24 +110,19 @@ def select_threads(
     return best
 
 
-def time_call(run: Callable[[], T], device: torch.device) -> tuple[float, T]:
-    """Return the seconds of a call and its result.
-
-    With one thread on a CPU it counts thread time, so that other programs have no effect; otherwise wall-clock time.
-    """
-    now = time.thread_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
-    _synchronize(device)
+def time_call(run: Callable[[], object]) -> float:
+    """Return the seconds of a call on a CPU: with one thread its own time, so that other programs have no effect."""
+    now = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     start = now()
-    result = run()
-    _synchronize(device)
-    return now() - start, result
+    run()
+    return now() - start
 
 
 def _time_pass(model: TokenModel, state: Any, images: int, width: int) -> float:
     """Time one pass over a chain of `width` tokens, in seconds."""
     tokens = torch.zeros(images, width, dtype=torch.int64, device=model.device)
     tree = Tree.make_chain(width - 1, model.device)
-    return time_call(lambda: model.forward(tokens, state, tree), torch.device(model.device))[0]
+    return time_call(lambda: model.forward(tokens, state, tree))
 
 
 def _make_half_filled_state(model: TokenModel, condition: Any, images: int, max_fed: int) -> Any:
@@ -160,8 +143,3 @@ def _make_half_filled_state(model: TokenModel, condition: Any, images: int, max_
         model.forward(tokens, state, tree)
         model.commit(state, path, torch.full((images,), fed, device=model.device), tree)
     return state
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

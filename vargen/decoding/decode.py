@@ -80,31 +80,31 @@ class _ImageList:
     """The images of a call of `decode`.
 
     Attributes:
-        tokens, length: int64 `[M, N]` and `[M]`, of finished images, and of the others as of the last progress.
+        tokens: int64 `[M, N]`, of finished images, and of the others as of when they were last read.
     """
 
     def __init__(self, engine: Engine, seeds: Tensor):
         M, device = len(seeds), engine.device
         self.engine, self.finished = engine, dict[int, FinishedImage]()
         self.tokens = torch.zeros(M, engine.num_tokens, dtype=torch.int64, device=device)
-        self.length, self._seen = (torch.zeros(M, dtype=torch.int64, device=device) for _ in range(2))
+        self._seen = torch.zeros(M, dtype=torch.int64)  # lengths
 
     def collect(self, finished: list[FinishedImage]) -> None:
         """Take images that finished. Raises the error of one that failed."""
         for image in finished:
             if image.error is not None:
                 raise image.error
-            self.tokens[image.number], self.length[image.number] = image.tokens, self.engine.num_tokens
-            self.finished[image.number] = image
+            self.tokens[image.number], self.finished[image.number] = image.tokens, image
 
     def make_progress(self) -> Progress:
         """Return the progress of all images since the last call. Its tokens are those of this object."""
-        numbers, lengths = self.engine.copy_lengths()
-        self.length[numbers] = lengths
-        before, self._seen = self._seen, self.length.clone()
-        return Progress(
-            self.engine.passes, self.length.clone(), self.engine.num_tokens, self.length - before, self._read_tokens
-        )
+        before = self._seen
+        self._seen = length = self._read_lengths()
+        return Progress(self.engine.passes, length, self.engine.num_tokens, length - before, self._read_tokens)
+
+    def _read_lengths(self) -> Tensor:
+        counts, N = self.engine.list_counts(), self.engine.num_tokens
+        return torch.tensor([N if i in self.finished else sum(counts.get(i, ())) for i in range(len(self.tokens))])
 
     def _read_tokens(self) -> Tensor:
         numbers, tokens, _ = self.engine.copy_active()
@@ -117,4 +117,4 @@ class _ImageList:
         known = self.engine.list_stats() | {number: image.stats for number, image in self.finished.items()}
         stats = self.engine.make_stats([known[number] for number in range(len(self.tokens))])
         stats.stopped = len(self.finished) < len(self.tokens)
-        return DecodeOutput(self.tokens.clone(), self.length.clone(), stats)
+        return DecodeOutput(self.tokens.clone(), self._read_lengths().to(self.engine.device), stats)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -20,14 +19,13 @@ from torch import Tensor
 from vargen.clock import Clock
 from vargen.compat import without_autocast
 from vargen.decoding.accelerator import Accelerator
-from vargen.decoding.costs import use_best_threads
+from vargen.decoding.costs import token_threads
 from vargen.decoding.graph import CUDAGraph
 from vargen.decoding.interfaces import TokenModel
 from vargen.decoding.methods import resolve_method
 from vargen.decoding.requests import (
     FinishedImage,
     NonFiniteLogitsError,
-    Reports,
     Request,
     describe_non_finite_logits,
     select_rows,
@@ -38,6 +36,7 @@ from vargen.decoding.stats import DecodeStats
 from vargen.decoding.token_pass import TokenPass
 from vargen.device import inference_mode_for, limit_threads, normal_tensors, read_graph_setting
 from vargen.kernels.dispatch import read_kernel_setting
+from vargen.late_reports import Reports
 from vargen.values import parse_int, require_int, short_repr
 
 
@@ -187,7 +186,7 @@ class Engine:
         If no image was being generated before, the step ends with the prefill. On a GPU, an image is returned by the step after
         its last pass, which the host does not wait for.
         """
-        with inference_mode_for(self.device), limit_threads(self._threads) if self._threads else nullcontext():
+        with inference_mode_for(self.device), limit_threads(self._threads or None):
             was_active = self.num_active > 0
             self._start_waiting()
             if was_active and self.num_active:
@@ -249,9 +248,10 @@ class Engine:
 
     def _allocate(self, condition: Any) -> None:
         """Allocate the state of all slots, given a condition of as many rows, and choose the number of CPU threads."""
-        with use_best_threads(self.model, condition, self.batch_size, self._pass.drafter.width) as threads:
+        threads = token_threads(self.model, condition, self.batch_size, self._pass.drafter.width)
+        with limit_threads(threads):
             self._pass.allocate(condition)
-            self._threads = threads
+            self._threads = torch.get_num_threads()
 
     def _free(self, slots: list[int]) -> None:
         self._pass.free(slots)
@@ -331,14 +331,6 @@ class Engine:
         with normal_tensors():
             tokens, length = state.tokens[slots, : self.num_tokens].clone(), state.length[slots].clone()
             return numbers, tokens * (torch.arange(self.num_tokens, device=self.device) < length[:, None]), length
-
-    def copy_lengths(self) -> tuple[list[int], Tensor]:
-        """Copy the lengths, int64 `[M]`, of the images that are being generated, whose numbers come first."""
-        slots, numbers = self._active()
-        if not slots:
-            return [], torch.zeros(0, dtype=torch.int64, device=self.device)
-        with normal_tensors():
-            return numbers, self._pass.state.length[slots].clone()
 
     def list_counts(self) -> dict[int, list[int]]:
         """List, by request, the tokens that each pass of an image that is being generated has committed, prefill included.

@@ -135,7 +135,21 @@ class LowResModel:
         raise NotImplementedError
 
 
-class Drafter:
+class Part:
+    """Base class of the parts of a method: data, of which `bind` makes copies that also have what the model determines."""
+
+    def copy(self, **buffers: Any) -> Self:
+        """Return a copy with further attributes."""
+        made = copy(self)
+        made.keep(**buffers)
+        return made
+
+    def keep(self, **buffers: Any) -> None:
+        """Set attributes of a bound copy, which is data of one engine."""
+        vars(self).update(buffers)
+
+
+class Drafter(Part):
     """Proposes draft tokens. A subclass is data, such as a frozen dataclass; `bind` returns a copy that also has buffers.
 
     Attributes:
@@ -166,16 +180,6 @@ class Drafter:
         """
         return self.copy()
 
-    def copy(self, **buffers: Any) -> Self:
-        """Return a copy with further attributes."""
-        made = copy(self)
-        made.keep(**buffers)
-        return made
-
-    def keep(self, **buffers: Any) -> None:
-        """Set attributes of a bound copy, which is data of one engine."""
-        vars(self).update(buffers)
-
     def reset(self, state: TokenState, rows: Tensor, condition: Any, first: Output) -> None:
         """Start n images in slots int64 `[n]`, whatever was there before; `first` is the output of their prefill."""
 
@@ -199,7 +203,7 @@ class Drafter:
 VerifyTokens = Callable[[Tensor, Draft], Verdict]
 
 
-class AcceptanceRule:
+class AcceptanceRule(Part):
     """Base class of rules: pure functions of the target distribution after each fed slot, the draft, the noise, and the
     relaxation spent so far.
 

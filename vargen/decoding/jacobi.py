@@ -24,10 +24,10 @@ from vargen.decoding.noise import Noise, Purpose
 from vargen.decoding.rules import gather_p_and_q, resample_rejected
 from vargen.decoding.token_pass import TokenState
 from vargen.decoding.tree import Draft, Output, PassResult, Tree
-from vargen.decoding.window import MAX_AUTO_WIDTH, WidthController, parse_window
+from vargen.decoding.window import MAX_AUTO_WIDTH, WidthController
 from vargen.kernels.dispatch import is_eager_cpu
 from vargen.kernels.token_steps import draft_window
-from vargen.values import resolve_name, short_repr
+from vargen.values import require_int, resolve_name, short_repr
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Jacobi(Drafter):
 
     def __post_init__(self) -> None:
         if self.window != "auto":
-            object.__setattr__(self, "window", parse_window(self.window))
+            object.__setattr__(self, "window", require_int("window, unless it is 'auto',", self.window, 2))
         object.__setattr__(self, "uses_probs", self.coupling != "gumbel")
         resolve_name("coupling", self.coupling, COUPLINGS)
         if self.initial not in ("uniform", "low-res"):

@@ -34,7 +34,7 @@ class _Codebook:
 
 
 def build_neighbor_table(codebook: Tensor, count: int) -> Tensor:
-    """Return the `count` nearest neighbors of each token, nearest first: `[V, K]`, int16 if token ids fit, otherwise int32.
+    """Return the `count` nearest neighbors of each token, nearest first: int32 `[V, K]`.
 
     A token is not its own neighbor. K is min(count, V - 1). Distances are Euclidean, and ties are broken by token id, so that a
     codebook with duplicate codes, such as unused ones, has the same table on every machine.
@@ -80,17 +80,12 @@ def _read_cache(path: Path, vocab: int, count: int) -> Tensor | None:
             table = stored["nearest"]
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
         return None
-    fits = table.ndim == 2 and len(table) == vocab and table.shape[1] >= count and table.dtype in (np.int16, np.int32)
+    fits = table.ndim == 2 and len(table) == vocab and table.shape[1] >= count and table.dtype == np.int32
     return torch.from_numpy(table) if fits and table.min() >= 0 and table.max() < vocab else None
 
 
-def token_dtype(vocab: int) -> torch.dtype:
-    """The smallest dtype of a table that holds every token of a vocabulary: int16 or int32."""
-    return torch.int16 if vocab <= 2**15 else torch.int32
-
-
 def _build_table(codes: Tensor, count: int) -> Tensor:
-    table = torch.empty(len(codes), count, dtype=token_dtype(len(codes)))
+    table = torch.empty(len(codes), count, dtype=torch.int32)
     high = codes.double()
     for rows in torch.arange(len(codes)).split(max(1, _MAX_DISTANCES // len(codes))):
         # Without matrix products: their rounding separates equal distances, differently on every machine.

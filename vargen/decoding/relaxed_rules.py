@@ -14,7 +14,6 @@ Shape suffixes: B images, T tokens fed in one pass, S draft tokens, G members of
 
 from __future__ import annotations
 
-from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Self
 
@@ -53,12 +52,6 @@ class RelaxedRule(AcceptanceRule):
 
     def __post_init__(self) -> None:
         validate_fields(self)
-
-    def keep(self, **values: object) -> Self:
-        """Return a copy with values that `bind` finds."""
-        bound = copy(self)
-        vars(bound).update(values)
-        return bound
 
     def accept_prob(self, p: Tensor, q: Tensor | None, tokens: Tensor) -> Tensor:
         """Probability f of accepting each draft token of `tokens` `[B, S]`, clamped to between the exact probability and 1.
@@ -161,7 +154,7 @@ class GroupedRule(RelaxedRule):
     def bind(self, model: TokenModel) -> Self:
         if self.distance is not None and model.codebook is None:
             raise ValueError("distance needs a model with a codebook; distance=None groups tokens without it")
-        return self.keep(codebook=model.codebook)
+        return self.copy(codebook=model.codebook)
 
     def group_members(self, p: Tensor, tokens: Tensor) -> Tensor:
         """int64 `[B, T - 1, G]`: the groups of `tokens` `[B, T - 1]` under `p`.
@@ -216,7 +209,7 @@ class NeighborhoodRule(RelaxedRule):
     size: int = number_field(10, 1, is_integer=True, meaning="the maximum number of neighbors")
     ratio: float | None = number_field(5.0, 1, open_below=True, optional=True)
     delta: float | None = number_field(None, 0, 1, open_below=True, optional=True)
-    neighbor_table: Tensor = field(init=False, repr=False, compare=False)  # int16 or int32 `[V, K]`, set by `bind`
+    neighbor_table: Tensor = field(init=False, repr=False, compare=False)  # int32 `[V, K]`, set by `bind`
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -224,7 +217,7 @@ class NeighborhoodRule(RelaxedRule):
             raise ValueError("ratio, delta or both must be a number, which bounds the neighborhood, got None for both")
 
     def bind(self, model: TokenModel) -> Self:
-        return self.keep(neighbor_table=build_neighbor_table(require_codebook(model), self.size))
+        return self.copy(neighbor_table=build_neighbor_table(require_codebook(model), self.size))
 
     def neighbor_prob(self, p: Tensor, tokens: Tensor) -> Tensor:
         """Total neighbor probability p(A) of `tokens` `[B, S]` under p `[B, S, V]`: float `[B, S]`."""
@@ -278,7 +271,7 @@ class PooledRule(RelaxedRule):
     def bind(self, model: TokenModel) -> Self:
         needs_table = self.size and self.threshold <= 1
         table = build_neighbor_table(require_codebook(model), self.size) if needs_table else None
-        return self.keep(columns=model.grid[1], neighbor_table=table)
+        return self.copy(columns=model.grid[1], neighbor_table=table)
 
     def accept_prob(self, p: Tensor, q: Tensor | None, tokens: Tensor) -> Tensor:
         pooled = gather_prob(p, tokens)

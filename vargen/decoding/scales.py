@@ -223,7 +223,7 @@ class ScalePasses:
 
     def make_progress(self) -> Progress:
         """Return the progress after a pass, before the scale is added to the canvas: its tokens may be changed."""
-        length = torch.full((len(self.seeds),), self.place.stop, dtype=torch.int64, device=self.seeds.device)
+        length = torch.full((len(self.seeds),), self.place.stop, dtype=torch.int64)
         count = torch.full_like(length, self.place.stop - self.place.start)
         return Progress(self.passes, length, self.ends[-1], count, lambda: self.tokens)
 

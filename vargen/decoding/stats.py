@@ -76,7 +76,10 @@ class DecodeStats:
             "stopped": any(run.stopped for run in runs),
             "threads": max(run.threads for run in runs),
             "committed_histogram": [sum(column) for column in columns],
-            "by_scale": [_merge_scales(scales) for scales in zip(*(run.by_scale for run in runs), strict=True)],
+            "by_scale": [
+                {**scales[0], **{name: sum(scale[name] for scale in scales) for name in ("passes", "seconds")}}
+                for scales in zip(*(run.by_scale for run in runs), strict=True)
+            ],
         }
         for name in (each.name for each in fields(DecodeStats) if each.name not in merged):
             values = [getattr(run, name) for run in runs]
@@ -99,20 +102,6 @@ class DecodeStats:
         """Acceptance probability spent beyond the exact rule, per token; 0 for exact rules."""
         return sum(self.relaxation) / self.tokens if self.tokens else 0.0
 
-    def describe_image(self, number: int) -> dict[str, Any]:
-        """Return what reproduces image `number` and, if a scorer was used, its score.
-
-        Returns:
-            `seed`, and with a scorer `scorer` and `score`. If there were several candidates, also `candidates`, the scores of
-                all of them, and `asked_seed`, the seed of the first.
-        """
-        if self.scorer is None:
-            return {"seed": self.seeds[number]}
-        scores, seeds = self.scores[number], self.candidate_seeds[number]
-        several = {"candidates": scores, "asked_seed": seeds[0]} if len(scores) > 1 else {}
-        score = scores[seeds.index(self.seeds[number])]
-        return {"seed": self.seeds[number], "scorer": self.scorer, "score": score, **several}
-
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON, whose keys are strings."""
         by_width = ("passes_by_width", "draft_passes_by_width")
@@ -122,9 +111,3 @@ class DecodeStats:
             **{name: {str(width): passes for width, passes in getattr(self, name).items()} for name in by_width},
             **{name: getattr(self, name) for name in rates},
         }
-
-
-def _merge_scales(scales: tuple[dict[str, Any], ...]) -> dict[str, Any]:
-    """Combine the statistics of one scale over several runs."""
-    counted = {name: sum(scale[name] for scale in scales) for name in ("passes", "seconds")}
-    return {**scales[0], **counted}

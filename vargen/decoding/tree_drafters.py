@@ -23,9 +23,12 @@ from vargen.decoding.noise import Noise, Purpose
 from vargen.decoding.token_pass import TokenState
 from vargen.decoding.tree import Draft, Output, PassResult, Tree
 from vargen.kernels.dispatch import is_eager_cpu
-from vargen.values import number_field, parse_float, short_repr, validate_fields
+from vargen.values import number_field, short_repr, validate_fields
 
 MAX_TREE_WIDTH = 256  # maximum number of tokens per pass
+# Of sampled draft tokens: how often the first, second, ... sibling is accepted, and all further ones. They decide what a tree
+# expands and keeps.
+ACCEPTANCE_RATES = (0.6, 0.14, 0.07, 0.04)
 _limit = partial(number_field, least=1, most=MAX_TREE_WIDTH - 1, is_integer=True)
 
 
@@ -42,8 +45,6 @@ class DynamicTree:
         depth: maximum distance from the root.
         children: maximum number of children of a node.
         frontier: number of nodes expanded per level; None: `children`.
-        acceptance: for sampled draft tokens, the acceptance rates of the first, second, ... sibling, each above 0 and with a
-            sum below 1; the last rate applies to all further ranks. They determine what is expanded and kept.
 
     Raises:
         ValueError: if a value is out of range, or there are fewer candidates than `nodes`.
@@ -53,16 +54,11 @@ class DynamicTree:
     depth: int = _limit(4)
     children: int = _limit(4)
     frontier: int | None = _limit(None, optional=True)
-    acceptance: tuple[float, ...] = (0.6, 0.14, 0.07, 0.04)
 
     def __post_init__(self) -> None:
         validate_fields(self)
         if self.frontier is None:
             object.__setattr__(self, "frontier", self.children)
-        rates = tuple(parse_float(rate) or 0.0 for rate in self.acceptance)
-        if not rates or min(rates) <= 0 or sum(rates) >= 1:
-            raise ValueError(f"acceptance must be rates above 0 with a sum below 1, got {short_repr(self.acceptance)}")
-        object.__setattr__(self, "acceptance", rates)
         if self.nodes > self.num_expanded * self.children:
             raise ValueError(
                 f"nodes must be at most the {self.num_expanded * self.children} candidates of {self.depth} levels with "
@@ -74,7 +70,7 @@ class DynamicTree:
         """Acceptance rate of a sibling by rank, given that all earlier siblings are rejected."""
         found, rejected = [], 1.0  # probability that all earlier siblings are rejected
         for rank in range(self.children):
-            rate = self.acceptance[min(rank, len(self.acceptance) - 1)]
+            rate = ACCEPTANCE_RATES[min(rank, len(ACCEPTANCE_RATES) - 1)]
             found.append(min(rate / rejected, 0.99))
             rejected = max(rejected - rate, 0.01)
         return tuple(found)

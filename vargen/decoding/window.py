@@ -8,25 +8,11 @@ Shape suffixes: B images.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from vargen.values import parse_int, short_repr
-
 MAX_AUTO_WIDTH = 32  # largest automatic window
-
-
-def parse_window(value: Any) -> int:
-    """Return the number of tokens of a window that is not `"auto"`."""
-    if (width := parse_int(value, 2)) is None:
-        raise ValueError(
-            f"window must be a whole number of at least 2 (a committed token and a draft), or 'auto', got {short_repr(value)}"
-        )
-    return width
-
-
 DRAFTING_EFFICIENCY = 0.9  # fraction of a drafting step spent in passes; verifying and resampling take the rest
 _EXPONENT = 0.75
 _DECAY = 0.9  # weight of the past in the running acceptance

@@ -20,7 +20,7 @@ from vargen.demo.request import MAX_RACERS, ImageFolder, PageRequest
 from vargen.image_metadata import tokens_digest
 from vargen.pipelines.base import MethodInfo, VisualPipeline
 from vargen.pipelines.prompts import describe_unreadable_words
-from vargen.pipelines.regeneration import environment_parameters
+from vargen.pipelines.regeneration import describe_image, environment_parameters
 from vargen.scoring.protocol import Scorer, score_images
 from vargen.scoring.registry import DEFAULT_SCORER
 from vargen.values import short_repr
@@ -232,7 +232,7 @@ class ImageService:
         return self._make_result(job, self.pipe.decode_tokens(tokens, length), tokens, stats)
 
     def _make_result(self, job: Job, images: list[Image.Image], tokens: torch.Tensor, stats: DecodeStats) -> JobResult:
-        request, records = job.request, [stats.describe_image(k) for k in range(len(images))]
+        request, records = job.request, [describe_image(stats, k) for k in range(len(images))]
         if stats.scorer is None and not stats.stopped:
             scores = self._score_images(request, images)
             records = [{**record, **score} for record, score in zip(records, scores, strict=True)]

@@ -102,7 +102,8 @@ def compare_methods(
     seeds = list(range(seed, seed + len(filled)))
     noise_seeds = resolve_seeds([torch.Generator().manual_seed(each) for each in seeds], len(seeds)).noise_seeds
     groups = [slice(start, start + batch) for start in range(0, len(filled), batch)]
-    with decoder.limit_threads(condition.select_rows(groups[0]), batch) as threads:  # one count for all methods
+    with decoder.limit_threads(condition.select_rows(groups[0]), batch):  # one count for all methods
+        threads = torch.get_num_threads()
         results, all_tokens = _run_interleaved(decoder, condition, noise_seeds, groups, methods, pipe.baseline, progress)
     return Comparison(
         model=type(pipe.transformer).__name__,

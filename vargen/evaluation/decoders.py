@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from vargen.decoding import DecodeOutput, Progress, Sampling, decode, decode_scales
-from vargen.decoding.costs import use_best_threads
+from vargen.decoding.costs import token_threads
+from vargen.device import limit_threads
 from vargen.models.condition import Condition
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.validation import validate_sampling
@@ -41,11 +42,9 @@ class FixedDecoder:
         loop: Any = decode_scales if self.paradigm == "next-scale" else decode
         return loop(self.model, condition, seeds, method, self.sampling, callback=callback, profile=profile)
 
-    def limit_threads(self, condition: Condition, batch: int) -> AbstractContextManager[int]:
+    def limit_threads(self, condition: Condition, batch: int) -> AbstractContextManager[None]:
         """Use the autotuned number of CPU threads while the block runs; torch's own for the wide passes of scales."""
-        if self.paradigm == "next-scale":
-            return nullcontext(torch.get_num_threads())
-        return use_best_threads(self.model, condition, batch, 1)
+        return limit_threads(None if self.paradigm == "next-scale" else token_threads(self.model, condition, batch, 1))
 
 
 def open_decoder(pipe: VisualPipeline, settings: Mapping[str, Any] | None = None) -> FixedDecoder:

@@ -217,7 +217,8 @@ def check_exactness(method: Method, max_drafts: int | None = None) -> Report:
         finding = compare_with_sequential(method, case) if compared else sum_case(method, case, max_drafts)
         if finding is not None:
             findings.append(finding)
-    kinds = {"scale"} if isinstance(method, ScaleSchedule) else {"tree"} if method.topology == "tree" else {"chain", "window"}
+    topology = "scale" if isinstance(method, ScaleSchedule) else method.drafter.topology
+    kinds = {"chain", "window"} if topology == "chain" else {topology}
     controls = tuple((each.mistake, each.source, sum_control(each)) for each in CONTROLS if each.kind in kinds)
     return Report(
         name=method.name,
@@ -245,7 +246,7 @@ def sum_case(method: Accelerator | ScaleSchedule, case: Case | ScaleCase, max_dr
     likeliest = model.find_most_probable(0, lambda logits: to_probs(logits, case.sampling))
     independent = "independent-per-pass" in fitted.drafter.provides
     lengths = range(case.after, case.tokens) if independent else [0]
-    limit = max_drafts or CASE_DRAFTS[method.topology]
+    limit = max_drafts or CASE_DRAFTS[method.drafter.topology]
     for length, passes in [(lengths[0], 3), (lengths[0], 2), *((length, 1) for length in lengths)]:
         prefix = likeliest[:length]
         try:

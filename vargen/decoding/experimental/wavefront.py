@@ -92,7 +92,7 @@ class WavefrontRule(PooledRule):
 
     def __call__(self, probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verdict:
         settled = getattr(draft, "settled", torch.zeros_like(draft.tokens, dtype=torch.bool))
-        return super(WavefrontRule, self.keep(settled=settled)).__call__(probs, draft, noise, relaxation)
+        return super(WavefrontRule, self.copy(settled=settled)).__call__(probs, draft, noise, relaxation)
 
     def relaxation(self, drafted: DraftTokens) -> Tensor:
         return torch.where(self.settled, 1 - drafted.exact_accept_prob, super().relaxation(drafted))

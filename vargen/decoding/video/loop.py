@@ -7,7 +7,7 @@ states of decoders are immutable, so continuing from the previous state discards
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any
@@ -185,7 +185,7 @@ class BlockStream(Iterator[VideoBlock]):
             with torch.no_grad(), normal_tensors():
                 if not self.generators:
                     self._threads = block_threads(self.model, self.condition)
-                with nullcontext() if self._threads is None else limit_threads(self._threads):
+                with limit_threads(self._threads):
                     return self._make_block()
         except StopRequested:
             self.stats.stopped = True
