@@ -75,7 +75,7 @@ def test_ancestors_are_packed_as_words() -> None:
 
 def test_trees_per_image_are_those_of_each_image() -> None:
     rows = [(-1, 0, 0, 1, 1, 2), (-1, 0, 1, 2, 3, 4), (-1, 0, 0, 0, 0, 0)]
-    together = Tree.batched(torch.tensor(rows), max_path=6)
+    together = Tree.batched(torch.tensor(rows), max_path=6, max_children=len(rows[0]) - 1)
     for row, parents in enumerate(rows):
         alone = Tree.from_parents(parents)
         assert torch.equal(together.ancestors[row], alone.ancestors) and torch.equal(together.depth[row], alone.depth)
@@ -86,7 +86,7 @@ def test_shared_noise_judges_a_tree_of_its_own_for_each_image() -> None:
     rows = [(-1, 0, 0, 1, 1), (-1, 0, 1, 2, 0)]
     probs = torch.rand(2, 5, 6, generator=torch.Generator().manual_seed(3))
     tokens = torch.randint(6, (2, 4), generator=torch.Generator().manual_seed(4))
-    tree = Tree.batched(torch.tensor(rows), max_path=4)
+    tree = Tree.batched(torch.tensor(rows), max_path=4, max_children=len(rows[0]) - 1)
     noise = Noise(torch.arange(2), tree.depth + 1, step=2)
     agreeing = torch.stack([noise.sample(probs, Purpose.TOKEN)[row][list(rows[row][1:])] for row in range(2)])
     agreeing[[0, 0, 1], [1, 3, 3]] += 1  # siblings differ

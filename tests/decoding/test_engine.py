@@ -36,7 +36,7 @@ def finish(engine: Engine) -> dict[int, FinishedImage]:
 def run_with_random_arrivals(engine: Engine, samplings: list[Sampling], seed: str) -> dict[int, FinishedImage]:
     """Submit images at random passes, one or two at once."""
     choose, found, first = random.Random(seed), {}, 0
-    while first < len(SEEDS) or engine.num_waiting or engine.num_active:
+    while first < len(SEEDS) or engine.has_work:
         if first < len(SEEDS) and choose.random() < 0.3:
             last = min(first + choose.choice([1, 2]), len(SEEDS))
             for row in range(first, last):

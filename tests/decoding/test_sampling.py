@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,9 @@ import torch
 from safetensors.torch import load_file
 from table_methods import METHODS, PRESETS_OF_TOKENS, table_model
 
+from vargen.adapters import apply_guidance
 from vargen.decoding import Engine, Sampling, decode, sampling
-from vargen.decoding.sampling import SlotSampling, apply_guidance, to_probs
+from vargen.decoding.sampling import SlotSampling, to_probs
 from vargen.kernels.ops import filter_logits
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -81,7 +83,7 @@ def test_each_slot_has_the_probabilities_of_its_own_options(is_cpu, monkeypatch)
         logits = 3 * torch.randn(8, 4, 9, generator=generator)
         probs, (at_one, is_greedy) = slots.probs(logits), slots.probs_at_one(logits)
         for row, options in enumerate(held):
-            for found, own in ((probs, options), (at_one, options and options.with_temperature(1.0))):
+            for found, own in ((probs, options), (at_one, options and replace(options, temperature=1.0))):
                 if own is not None:
                     filtered = filter_logits(logits[row] / max(own.temperature, 1e-5), own.top_k, own.top_p)
                     assert found.dtype == torch.float32 and torch.equal(found[row], to_probs(logits[row], own))

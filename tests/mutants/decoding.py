@@ -98,7 +98,7 @@ MUTANTS = (
         "The log-probabilities of tokens under the sampling distribution ignore the temperature.",
         "vargen/decoding/log_probs.py",
         "    sampled = to_probs(whole, sampling).log()",
-        "    sampled = to_probs(whole, sampling.with_temperature(1.0)).log()",
+        "    sampled = to_probs(whole, Sampling()).log()",
         ("tests/pipelines/test_language_model_results.py::test_log_probs_are_those_of_a_teacher_forced_pass",),
     ),
     Mutant(

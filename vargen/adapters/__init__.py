@@ -57,6 +57,11 @@ def to_guidance(value: Guidance | float) -> Guidance:
     return value if isinstance(value, Guidance) else Guidance(float(value))
 
 
+def apply_guidance(conditional: Tensor, unconditional: Tensor, scale: float | Tensor) -> Tensor:
+    """Classifier-free guidance on float32 logits: u + s (c - u) (Ho & Salimans 2022, in LlamaGen's form)."""
+    return unconditional + scale * (conditional - unconditional)
+
+
 def num_rows(condition: Condition) -> int:
     """Number of rows of a condition."""
     rows = condition.class_labels if condition.class_labels is not None else condition.caption_embeds

@@ -25,9 +25,8 @@ ensure_torchvision()
 from transformers import __version__ as transformers_version
 from transformers.cache_utils import Cache
 
-from vargen.adapters import Guidance, to_guidance
+from vargen.adapters import Guidance, apply_guidance, to_guidance
 from vargen.decoding import Output, TokenModel, Tree
-from vargen.decoding.sampling import apply_guidance
 from vargen.models.kv_cache import CacheView, KVCache
 from vargen.models.language_models.base import ImageLanguageModel, PromptRows, validate_network
 from vargen.values import short_repr

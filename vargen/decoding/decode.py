@@ -69,7 +69,7 @@ def decode(
         if callback is not None:
             progress = images.make_progress()
             stopped = callback(progress) is False
-            if progress.are_tokens_read:
+            if "tokens" in vars(progress):  # the callback read them, and so may have changed them
                 engine.replace_tokens(images.tokens)
     if stopped:
         images.collect(engine.drain())

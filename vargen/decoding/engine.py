@@ -27,7 +27,6 @@ from vargen.decoding.requests import (
     FinishedImage,
     NonFiniteLogitsError,
     Request,
-    describe_non_finite_logits,
     select_rows,
     validate_call,
 )
@@ -152,11 +151,6 @@ class Engine:
                     self._free([slot])
                 return True
         return False
-
-    @property
-    def num_waiting(self) -> int:
-        """Number of requests that wait for a slot."""
-        return len(self._waiting)
 
     @property
     def num_active(self) -> int:
@@ -286,8 +280,8 @@ class Engine:
                     continue
                 request.record(length, width)
                 if position < self.num_tokens:
-                    text = describe_non_finite_logits(position, self.num_tokens, len(request.counts))
-                    found.append(self._finish(request, slot, NonFiniteLogitsError(text)))
+                    error = NonFiniteLogitsError.at(position, self.num_tokens, len(request.counts))
+                    found.append(self._finish(request, slot, error))
                 elif length < self.num_tokens:
                     continue
                 else:

@@ -117,7 +117,9 @@ class Jacobi(Drafter):
         noise = noise.shift(torch.arange(width - 1, device=state.seeds.device))
         position = noise.position
         is_new = position >= self.drafted_end[:, None]
-        first = _first_new_slot(is_new)
+        first = 0  # the first slot where an image may need a new draft token; there is always one, so that its shape is known
+        if is_eager_cpu(is_new):
+            first = min(int((~is_new).sum(1).min()), width - 2)
         tokens, probs = self.draft_new(state, replace(noise, position=position[:, first:]).where(is_new[:, first:]))
         drafted = self.drafted.gather(1, position)
         drafted[:, first:] = torch.where(is_new[:, first:], tokens, drafted[:, first:])
@@ -167,17 +169,6 @@ class Jacobi(Drafter):
         if length not in self.chains:
             self.chains[length] = Tree.make_chain(length, device)
         return self.chains[length]
-
-
-def _first_new_slot(is_new: Tensor) -> int:
-    """Return the first slot where any image may need a new draft token, so that none are computed before it.
-
-    At least one slot is computed, to know the shape. Off the eager CPU it returns 0: passes keep static shapes and the host
-    does not wait for the device.
-    """
-    if not is_eager_cpu(is_new):
-        return 0
-    return min(int((~is_new).sum(1).min()), is_new.shape[1] - 1)
 
 
 MISSING_LOW_RES = "drafts from a low resolution need a model for it beside this one, and there is none"

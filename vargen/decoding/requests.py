@@ -22,6 +22,14 @@ from vargen.values import short_repr
 class NonFiniteLogitsError(RuntimeError):
     """The model returned NaN or infinite logits; no image is returned."""
 
+    @classmethod
+    def at(cls, position: int, total: int, step: int) -> NonFiniteLogitsError:
+        """Return the error for a token of an image in one of its passes."""
+        return cls(
+            f"the model returned NaN or infinite logits at token {position} of {total}, pass {step}; no image is returned. "
+            "Check the checkpoint, or run with torch_dtype=torch.float32"
+        )
+
 
 @dataclass
 class Progress:
@@ -46,11 +54,6 @@ class Progress:
         """int64 `[B, N]`; entries from `length` on are not generated yet. The callback may change the others."""
         return self.read_tokens()
 
-    @property
-    def are_tokens_read(self) -> bool:
-        """Whether the callback read the tokens, and so may have changed them."""
-        return "tokens" in vars(self)
-
 
 @dataclass
 class DecodeOutput:
@@ -68,14 +71,6 @@ class DecodeOutput:
     def finished(self) -> bool:
         """Whether no callback stopped the run."""
         return not self.stats.stopped
-
-
-def describe_non_finite_logits(position: int, total: int, step: int) -> str:
-    """Return the error message for logits that are not finite at a token in a pass."""
-    return (
-        f"the model returned NaN or infinite logits at token {position} of {total}, pass {step}; no image is returned. Check "
-        "the checkpoint, or run with torch_dtype=torch.float32"
-    )
 
 
 Callback = Callable[[Progress], bool | None]

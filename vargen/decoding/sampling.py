@@ -1,7 +1,7 @@
 """Convert logits to the probabilities tokens are sampled from: temperature, top-k, top-p and softmax, in this order.
 
-Guidance comes first (`apply_guidance`); everything is computed in float32. Every method, `ar` included, takes its probabilities
-from here, which defines "the same distribution" in this library.
+Guidance comes first; everything is computed in float32. Every method, `ar` included, takes its probabilities from here, which
+defines "the same distribution" in this library.
 """
 
 from __future__ import annotations
@@ -46,10 +46,6 @@ class Sampling:
     def is_greedy(self) -> bool:
         """Whether the most probable token is always taken."""
         return self.temperature == 0
-
-    def with_temperature(self, temperature: float) -> Sampling:
-        """Return the options with another temperature."""
-        return replace(self, temperature=temperature)
 
     def validate_top_k(self, vocab: int) -> None:
         """Raise ValueError if `top_k` exceeds the vocabulary."""
@@ -126,7 +122,7 @@ class SlotSampling:
         if not is_eager_cpu(logits):
             one = torch.ones_like(self.temperature)
             return ops.probs_by_image(logits, one, self._top_k, self._top_p, self.filters), self._is_greedy
-        return self._by_group(logits, lambda sampling: sampling.with_temperature(1.0)), self._is_greedy
+        return self._by_group(logits, lambda sampling: replace(sampling, temperature=1.0)), self._is_greedy
 
     def sample_tokens(self, logits: Tensor, noise: Noise, drafted: Tensor | None = None) -> SampledRows | None:
         """Sample the tokens of `noise.sample(self.probs(logits), Purpose.TOKEN)` by compiled code; None where there is none.
@@ -151,11 +147,6 @@ class SlotSampling:
         for sampling, rows in self._groups.items():
             probs[rows] = to_probs(logits[rows], options(sampling))
         return probs
-
-
-def apply_guidance(conditional: Tensor, unconditional: Tensor, scale: float | Tensor) -> Tensor:
-    """Classifier-free guidance on float32 logits: u + s (c - u) (Ho & Salimans 2022, in LlamaGen's form)."""
-    return unconditional + scale * (conditional - unconditional)
 
 
 def to_probs(logits: Tensor, sampling: Sampling) -> Tensor:

@@ -29,7 +29,6 @@ from vargen.decoding.requests import (
     DecodeOutput,
     NonFiniteLogitsError,
     Progress,
-    describe_non_finite_logits,
     select_rows,
     validate_call,
 )
@@ -219,7 +218,7 @@ class ScalePasses:
         if position < total:
             earlier = (record["passes"] for record, end in zip(self._by_scale, self.ends[1:], strict=True) if end <= position)
             number = 1 + sum(earlier)
-            raise NonFiniteLogitsError(describe_non_finite_logits(position, total, number))
+            raise NonFiniteLogitsError.at(position, total, number)
 
     def make_progress(self) -> Progress:
         """Return the progress after a pass, before the scale is added to the canvas: its tokens may be changed."""

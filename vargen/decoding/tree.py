@@ -72,14 +72,13 @@ class Tree:
         return Tree.from_parents(tuple(range(-1, length)), device)
 
     @staticmethod
-    def batched(parents: Tensor, max_path: int, max_children: int | None = None) -> Tree:
+    def batched(parents: Tensor, max_path: int, max_children: int) -> Tree:
         """Build a tree for each image, without reading anything from the device.
 
         Args:
             parents: int64 `[B, T]`, each row as in `from_parents`; values are not checked.
             max_path: upper bound on the number of nodes on the longest path of any row.
             max_children: upper bound on the number of children of any node, which is the number of rounds that tree rules run.
-                None: T - 1.
         """
         T = parents.shape[1]
         above = torch.nn.functional.one_hot(parents.clamp(min=0), T).bool()
@@ -87,7 +86,6 @@ class Tree:
         ancestors = above | torch.eye(T, dtype=torch.bool, device=parents.device)
         for _ in range((max_path - 1).bit_length()):  # each product doubles the distance covered
             ancestors = (ancestors.float() @ ancestors.float()) > 0
-        max_children = T - 1 if max_children is None else max_children
         return Tree(parents, ancestors.sum(-1) - 1, ancestors, max_path, max_children, is_chain=False)
 
     @cached_property

@@ -151,7 +151,7 @@ def test_slots_are_sampled_by_the_kernel(compiling: bool, monkeypatch: pytest.Mo
         at_one, is_greedy = slots.probs_at_one(logits)
         for row, sampling in enumerate(images):
             assert torch.equal(found[row], to_probs(logits[row], sampling))
-            assert torch.equal(at_one[row], to_probs(logits[row], sampling.with_temperature(1.0)))
+            assert torch.equal(at_one[row], to_probs(logits[row], replace(sampling, temperature=1.0)))
     assert is_greedy.tolist() == [sampling.is_greedy for sampling in images]
 
 

@@ -58,7 +58,7 @@ class Case:
         self.bias = torch.randn(R, P) * 3
         chain_parents = list(range(-1, held - 1))
         self.parents = [chain_parents if chain else random_parents(held, 7 * row) for row in range(R)]
-        per_image = Tree.batched(torch.tensor([[max(p, -1) for p in row] for row in self.parents]), held)
+        per_image = Tree.batched(torch.tensor([[max(p, -1) for p in row] for row in self.parents]), held, held)
         self.words: Tensor | None = None if chain else per_image.ancestor_bits[:, earlier:].contiguous()
 
     def expected(self) -> Tensor:

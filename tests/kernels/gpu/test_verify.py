@@ -64,7 +64,7 @@ def random_tree(T: int, B: int | None, seed: int) -> Tree:
 
     if B is None:
         return Tree.from_parents(parents())
-    return Tree.batched(torch.tensor([parents() for _ in range(B)]), T)
+    return Tree.batched(torch.tensor([parents() for _ in range(B)]), T, T)
 
 
 TREES: dict[str, Callable[[int], Tree]] = {

@@ -62,14 +62,11 @@ class JacobiTree(Drafter):
         """Number of draft tokens at the positions that have several candidates."""
         return sum(self.children**level for level in range(1, self.depth + 1))
 
-    def limit(self, depth: int, children: int) -> Self:
-        """Return the drafter with drafts of at most `depth` tokens on a path, and `children` candidates."""
-        small = replace(self, depth=min(self.depth, depth), children=min(self.children, children))
-        chain = min(self.nodes - self.num_branching, depth - small.depth)
-        return replace(small, nodes=small.num_branching + chain)
-
     def bind(self, model: TokenModel, slots: int) -> Self:
-        fitted = self.limit(max(1, model.grid[0] * model.grid[1] - 1), model.vocab)
+        longest = max(1, model.grid[0] * model.grid[1] - 1)
+        small = replace(self, depth=min(self.depth, longest), children=min(self.children, model.vocab))
+        chain = min(self.nodes - self.num_branching, longest - small.depth)
+        fitted = replace(small, nodes=small.num_branching + chain)
         parents = complete_tree((fitted.children,) * fitted.depth)
         leaf, end = len(parents) - fitted.children**fitted.depth, len(parents)
         parents = (*parents, leaf, *range(end, fitted.nodes))[: fitted.width]
