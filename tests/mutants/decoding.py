@@ -24,7 +24,7 @@ MUTANTS = (
     Mutant(
         "top-p-border",
         "Top-p excludes the token whose probability makes the sum cross p.",
-        "vargen/decoding/sampling.py",
+        "kernels/ops.py",
         "        least = ordered.gather(-1, before.clamp(max=kept - 1))\n",
         "        least = ordered.gather(-1, (before - 1).clamp(0, kept - 1))\n",
         ("tests/decoding/test_sampling.py::test_top_p_keeps_the_crossing_token_and_always_one",),
