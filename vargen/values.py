@@ -110,7 +110,7 @@ def number_field(default: Any, least: float, most: float = math.inf, **options: 
 def validate_fields(instance: Any) -> None:
     """Check the fields of a dataclass that `number_field` made or that are bool, and convert NumPy numbers to plain ones."""
     for each in fields(instance):
-        if each.type == "bool" and each.init and not isinstance(value := getattr(instance, each.name), bool):
+        if each.type in ("bool", bool) and each.init and not isinstance(value := getattr(instance, each.name), bool):
             raise TypeError(f"{each.name} must be True or False, got {short_repr(value)}")
         if "range" in each.metadata:
             value = each.metadata["range"].check(each.name, getattr(instance, each.name))

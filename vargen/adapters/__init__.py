@@ -62,13 +62,6 @@ def apply_guidance(conditional: Tensor, unconditional: Tensor, scale: float | Te
     return unconditional + scale * (conditional - unconditional)
 
 
-def num_rows(condition: Condition) -> int:
-    """Number of rows of a condition."""
-    rows = condition.class_labels if condition.class_labels is not None else condition.caption_embeds
-    assert rows is not None
-    return len(rows)
-
-
 def arbitrary_condition(pipe: Any, batch: int) -> Condition:
     """Return a condition of the right shape for `batch` images; its content does not affect the time of a pass."""
     config, device = pipe.transformer.config, pipe.transformer.device

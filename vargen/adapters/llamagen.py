@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vargen.adapters import Guidance, cost_key, num_rows, to_guidance
+from vargen.adapters import Guidance, cost_key, to_guidance
 from vargen.adapters.drafters import LowResolutionDrafter
 from vargen.decoding import Output, TokenModel, Tree
 from vargen.device import normal_tensors
@@ -83,12 +83,12 @@ class LlamaGenTokenModel(TokenModel):
         return LlamaGenTokenModel(view, self.guidance, **options)
 
     def allocate(self, condition: Condition, width: int, slots: int | None = None) -> KVCache | Int8Cache:
-        rows = (num_rows(condition) if slots is None else slots) * self.rows_per_image
+        rows = (len(condition) if slots is None else slots) * self.rows_per_image
         return self.transformer.new_cache(rows, width, self.compress_prefix, self.device)
 
     def prefill(self, condition: Condition, state: KVCache | Int8Cache, rows: Tensor | None = None) -> Output:
         condition = reduce(Condition.cat, self.guidance.conditions(condition, self.transformer))
-        new: Any = state.prefix_only(num_rows(condition))
+        new: Any = state.prefix_only(len(condition))
         with self._tensor_mode():
             out = self.transformer(condition=condition, cache=new, guidance=self._scale)
         state.start_rows(new, self.guidance.rows_of(rows, state.rows, self.device))

@@ -100,6 +100,8 @@ class Engine:
         self._held: list[Request | None] = [None] * self.batch_size
         self._refused: list[FinishedImage] = []  # that could not start, until the step returns
         self._submitted, self._threads = 0, 0
+        # For each number of tokens, how many of them are the only possible ones.
+        self._forced = [0] * (self.num_tokens + 1) if model.forced is None else [0, *(model.forced >= 0).cumsum(0).tolist()]
         self._reports = Reports(self.device)
         self._widths: Counter[int] = Counter()
         self.passes = 0
@@ -124,10 +126,8 @@ class Engine:
         sampling = Sampling() if sampling is None else sampling
         validate_call(seeds, sampling, None)
         sampling.validate_top_k(self.model.vocab)
-        try:
-            select_rows(condition, [len(seeds) - 1])
-        except IndexError as error:
-            raise ValueError(f"condition must have a row for each of the {len(seeds)} seeds, got fewer") from error
+        if len(condition) < len(seeds):
+            raise ValueError(f"condition must have a row for each of the {len(seeds)} seeds, got {len(condition)}")
         first, self._submitted = self._submitted, self._submitted + len(seeds)
         new = [Request(first + i, condition, i, seed, sampling) for i, seed in enumerate(seeds.tolist())]
         self._waiting.extend(new)
@@ -159,8 +159,8 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is not finished."""
-        return bool(self._waiting) or self.num_active > 0
+        """Whether any request is not finished, or was refused by a step that failed."""
+        return bool(self._waiting or self._refused) or self.num_active > 0
 
     # -- the loop ---------------------------------------------------------------------------------------------------------
 
@@ -177,13 +177,13 @@ class Engine:
     def step(self) -> list[FinishedImage]:
         """Start waiting requests in free slots, run one pass, and return the images that finished or failed.
 
-        If no image was being generated before, the step ends with the prefill. On a GPU, an image is returned by the step after
-        its last pass, which the host does not wait for.
+        If no image was being generated before, the step ends with the prefill. On a GPU, the report of a pass is read while the
+        next one runs, so an image is returned one step after its last pass.
         """
         with inference_mode_for(self.device), limit_threads(self._threads or None):
             was_active = self.num_active > 0
             self._start_waiting()
-            if was_active and self.num_active:
+            if was_active:
                 width = self._pass()
                 self._report(self._held, width)
             refused, self._refused = self._refused, []
@@ -196,7 +196,7 @@ class Engine:
             return self._read_reports(waits=True)
 
     def _start_waiting(self) -> None:
-        """Start requests in all free slots, but at most in a quarter of the B slots while others run."""
+        """Start requests in free slots: at most in a quarter of the B slots while images run, which wait for the prefill."""
         free = [slot for slot, held in enumerate(self._held) if held is None]
         if len(free) < self.batch_size:
             free = free[: max(1, self.batch_size // 4)]
@@ -222,9 +222,9 @@ class Engine:
 
     def _start(self, slots: list[int], group: list[Request]) -> None:
         """Start requests in slots, which are held only if that succeeds."""
-        condition = select_rows(group[0].condition, [each.row for each in group])
-        if not self._threads:
-            rows = [each.row for each in group]
+        rows = [each.row for each in group]
+        condition = select_rows(group[0].condition, rows)
+        if not self._threads:  # nothing is allocated yet
             self._allocate(select_rows(group[0].condition, rows + rows[:1] * (self.batch_size - len(rows))))
         seeds = torch.tensor([each.seed for each in group], dtype=torch.int64, device=self.device)
         try:
@@ -233,11 +233,9 @@ class Engine:
         except BaseException:
             self._pass.free(slots)
             raise
-        for slot, request in zip(slots, group, strict=True):
-            self._held[slot] = request
         started: list[Request | None] = [None] * self.batch_size
-        for slot in slots:
-            started[slot] = self._held[slot]
+        for slot, request in zip(slots, group, strict=True):
+            self._held[slot] = started[slot] = request
         self._report(started, 0)
 
     def _allocate(self, condition: Any) -> None:
@@ -255,9 +253,11 @@ class Engine:
     # -- results ----------------------------------------------------------------------------------------------------------
 
     def _report(self, images: list[Request | None], width: int) -> None:
+        """Count a pass of some images over `width` tokens each, 0 for a prefill, and send what the host needs to know of it."""
         state = self._pass.state
         self.passes += 1
-        self._reports.send(torch.stack([state.nonfinite, state.length]), (list(images), width))
+        report = torch.stack([state.nonfinite, state.length, state.relaxation])  # as float32: exact for any grid
+        self._reports.send(report, (list(images), width))
 
     def _read_reports(self, waits: bool = False) -> list[FinishedImage]:
         """Read the reports of passes, and free the slots of images that finished or failed.
@@ -267,20 +267,20 @@ class Engine:
         """
         found: list[FinishedImage] = []
         while (report := self._reports.receive(not waits and self.num_active > 0)) is not None:
-            (nonfinite, lengths), (images, width) = report
+            columns, (images, width) = report
             held = [request if self._held[slot] is request else None for slot, request in enumerate(images)]
-            if all(request is None or request.num_tokens == self.num_tokens for request in images):
-                self.passes -= 1  # a pass that a GPU ran after the end
+            if not any(held):
+                self.passes -= 1  # a pass that a GPU ran after the end of all of them
                 continue
             if width:
                 self._widths[width] += 1
             ended: list[int] = []
-            for slot, (request, position, length) in enumerate(zip(held, nonfinite, lengths, strict=True)):
+            for slot, (request, position, length, spent) in enumerate(zip(held, *columns, strict=True)):
                 if request is None:
                     continue
-                request.record(length, width)
+                request.record(int(length), width, spent)
                 if position < self.num_tokens:
-                    error = NonFiniteLogitsError.at(position, self.num_tokens, len(request.counts))
+                    error = NonFiniteLogitsError.at(int(position), self.num_tokens, len(request.counts))
                     found.append(self._finish(request, slot, error))
                 elif length < self.num_tokens:
                     continue
@@ -294,14 +294,14 @@ class Engine:
     def _finish(self, request: Request, slot: int | None, error: Exception | None = None) -> FinishedImage:
         """Return the result of a request in a slot; of none, if it did not start."""
         with normal_tensors():
-            tokens = torch.zeros(self.num_tokens, dtype=torch.int64, device=self.device)
-            if slot is not None:
+            if slot is None:
+                tokens = torch.zeros(self.num_tokens, dtype=torch.int64, device=self.device)
+            else:
                 tokens = self._pass.state.tokens[slot, : self.num_tokens].clone()
-        return FinishedImage(request.number, request.seed, tokens, self._make_stats(request, slot), error)
+        return FinishedImage(request.number, request.seed, tokens, self._make_stats(request), error)
 
-    def _make_stats(self, request: Request, slot: int | None) -> DecodeStats:
-        relaxation = 0.0 if slot is None else float(self._pass.state.relaxation[slot])
-        return request.make_stats(self.method.name, self._threads, relaxation, self.model.forced)
+    def _make_stats(self, request: Request) -> DecodeStats:
+        return request.make_stats(self.method.name, self._threads, self._forced)
 
     def make_stats(self, images: Sequence[DecodeStats]) -> DecodeStats:
         """Return the sum of the statistics of some images, with the passes, widths and seconds of the engine."""
@@ -344,10 +344,8 @@ class Engine:
 
     def list_stats(self) -> dict[int, DecodeStats]:
         """Return, by request, the statistics of images that are not finished, so far."""
-        started = {
-            request.number: self._make_stats(request, slot) for slot, request in enumerate(self._held) if request is not None
-        }
-        return started | {request.number: self._make_stats(request, None) for request in self._waiting}
+        requests = (request for request in (*self._held, *self._waiting) if request is not None)
+        return {request.number: self._make_stats(request) for request in requests}
 
     def _active(self) -> tuple[list[int], list[int]]:
         held = [(slot, request.number) for slot, request in enumerate(self._held) if request is not None]

@@ -6,7 +6,7 @@ Shape suffixes: B images, N tokens of the grid.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -112,11 +112,12 @@ class FinishedImage:
     error: Exception | None = None
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Request:
     """A requested image: its number, the row of its condition, its seed and its sampling options.
 
     Attributes:
+        relaxation: acceptance probability spent beyond the exact rule, as far as the host has read.
         counts: tokens committed by each of its passes that the host has read, prefill included.
         widths: number of its passes by the number of tokens that they fed to it, prefill excluded.
     """
@@ -126,6 +127,7 @@ class Request:
     row: int
     seed: int
     sampling: Sampling
+    relaxation: float = 0.0
     counts: list[int] = field(default_factory=list)
     widths: Counter[int] = field(default_factory=Counter)
 
@@ -133,31 +135,27 @@ class Request:
         """Whether both have the same condition object and equal options."""
         return self.condition is other.condition and self.sampling == other.sampling
 
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens that the passes committed, as far as the host has read."""
-        return sum(self.counts)
-
-    def record(self, length: int, width: int) -> None:
-        """Record a pass after which the image has `length` tokens; `width` is 0 for the prefill."""
-        self.counts.append(length - self.num_tokens)
+    def record(self, length: int, width: int, relaxation: float) -> None:
+        """Record a pass after which the image has `length` tokens and spent `relaxation`; `width` is 0 for the prefill."""
+        self.counts.append(length - sum(self.counts))
+        self.relaxation = relaxation
         if width:
             self.widths[width] += 1
 
-    def make_stats(self, method: str, threads: int, relaxation: float, forced: Tensor | None) -> DecodeStats:
-        """Return the statistics of this image alone; `forced`: see `TokenModel`."""
+    def make_stats(self, method: str, threads: int, forced: Sequence[int]) -> DecodeStats:
+        """Return the statistics of this image alone; `forced`: how many of so many tokens are the only possible ones."""
         return DecodeStats.from_counts(
             method,
             self.counts,
             self.seed,
             passes_by_width=dict(self.widths),
-            relaxation=[relaxation],
+            relaxation=[self.relaxation],
             threads=max(threads, 1),
-            forced=0 if forced is None else int((forced[: self.num_tokens] >= 0).sum()),
+            forced=forced[sum(self.counts)],
         )
 
 
 def select_rows(condition: Any, rows: list[int]) -> Any:
-    """Return a copy of some rows of a condition: a tensor `[M, ...]`, or an object with a method `select_rows(indices)`."""
+    """Return a copy of some rows of a condition: a tensor `[M, ...]`, or an object of length M with `select_rows(indices)`."""
     index = torch.tensor(rows)
     return condition[index.to(condition.device)] if isinstance(condition, Tensor) else condition.select_rows(index)

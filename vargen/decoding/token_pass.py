@@ -1,10 +1,9 @@
 """One pass of next-token decoding over B slots, in place: draft, forward, verify, commit.
 
-A slot holds an image or is free. All tensors of the state are allocated once; a pass changes nothing but their contents. Off
-the CPU, the host reads none of them, so a pass can be captured as it is (`vargen.decoding.graph`). The slots of a tree are its
-nodes.
+A slot holds an image or is free. All tensors of the state are allocated once; a pass changes nothing but their contents. On a
+GPU the host never reads them during a pass, so that it can be captured as it is (`vargen.decoding.graph`).
 
-Shape suffixes: B slots, N tokens of the grid, T tokens fed in one pass, W largest T, A slots on the longest path of a tree, V
+Shape suffixes: B slots, N tokens of the grid, T tokens fed in one pass, W largest T, A nodes on the longest path of a tree, V
 vocabulary.
 """
 
@@ -85,7 +84,7 @@ class TokenPass:
         with self.clock.measure("draft"):
             self.drafter.reset(state, rows, condition, out)
         position = torch.zeros_like(seeds)[:, None]
-        noise = self.make_noise(seeds, position, 0, None)  # the shared noise is the same in every pass
+        noise = self.make_noise(seeds, position, 0, None)  # the shared noise ignores the number of the pass
         state.tokens[rows, 0] = noise.sample(to_probs(out.logits, sampling), Purpose.TOKEN)[:, 0]
         bad = ~ops.sum_rows(out.logits).isfinite()[:, 0]
         state.nonfinite[rows] = torch.where(bad, 0, state.num_tokens)
@@ -97,7 +96,7 @@ class TokenPass:
             self._captured.run((width, self.state.sampling.filters), partial(self.run, width))
             return width
         result = self.run(width)
-        if self._controller is not None:  # which no captured pass has
+        if self._controller is not None:  # widths are chosen on a CPU only, and passes captured on a GPU
             self._controller.observe(result.verdict.count, result.count > 0)
         return result.noise.position.shape[1]
 

@@ -27,6 +27,13 @@ class Condition:
     caption_mask: Tensor | None = None
     negative: Condition | None = None
 
+    def __len__(self) -> int:
+        """Number of rows B."""
+        return next((len(part) for part in self._parts if part is not None), 0)
+
+    def __bool__(self) -> bool:
+        return True
+
     @property
     def _parts(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         return self.class_labels, self.caption_embeds, self.caption_mask

@@ -37,6 +37,10 @@ class PromptRows:
     valid: Tensor
     unconditional: PromptRows | None = None
 
+    def __len__(self) -> int:
+        """Number of images B."""
+        return len(self.ids)
+
     def select_rows(self, rows: Any) -> PromptRows:
         """Return the prompts of some images, given by a slice or their indices."""
         blank = self.unconditional
