@@ -118,6 +118,8 @@ const keep = () => document.querySelectorAll('.toast-body').forEach(each => wind
 new MutationObserver(keep).observe(document.body, {childList: true, subtree: true, characterData: true});
 """
 
+_NOTES = ("#note", "#live-note", "#video-note", "#race-note")  # where a mode says how far it is
+
 
 class Browser:
     """One headless Chromium, and the few things that tests do with it.
@@ -240,7 +242,8 @@ class Browser:
             except _not_yet():
                 pass
             if time.monotonic() > end:
-                raise AssertionError(f"not within {seconds} s; the page says: {self.text('body')[-1500:]}")
+                notes = {selector: self.text(selector) for selector in _NOTES if self.count(selector)}
+                raise AssertionError(f"not within {seconds} s; the page says {notes}, and in messages {self.messages()}")
             time.sleep(0.05)
 
     def says(self, selector: str, words: str) -> None:
@@ -249,7 +252,11 @@ class Browser:
 
     def toast(self, words: str) -> None:
         """Wait until some message since the page was opened held some words; it may be gone again."""
-        self.until(lambda: words in self.script("return window.messages.join()"))
+        self.until(lambda: words in self.messages())
+
+    def messages(self) -> str:
+        """All messages since the page was opened."""
+        return str(self.script("return window.messages?.join() ?? ''"))
 
 
 def _keys() -> Any:
