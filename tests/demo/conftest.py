@@ -287,9 +287,22 @@ def chromium() -> SimpleNamespace:
 
 
 @pytest.fixture(scope="session")
-def open_browser(chromium: SimpleNamespace) -> Iterator[Callable[[], Browser]]:
+def opened() -> list[Browser]:
+    """The browsers of this process."""
+    return []
+
+
+@pytest.fixture(autouse=True)
+def no_page_stays_open(opened: list[Browser]) -> Iterator[None]:
+    """The recorded race of a page that nobody looks at would take a quarter of a core from all later tests."""
+    yield
+    for browser in opened:
+        browser.driver.get("about:blank")
+
+
+@pytest.fixture(scope="session")
+def open_browser(chromium: SimpleNamespace, opened: list[Browser]) -> Iterator[Callable[[], Browser]]:
     """Opens any number of browsers, each with an empty profile of its own."""
-    opened: list[Browser] = []
     profiles: list[tempfile.TemporaryDirectory[str]] = []
 
     def open_one() -> Browser:
