@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -107,13 +107,12 @@ def press_tab_key(browser: Any) -> None:
         browser.driver.execute_cdp_cmd("Input.dispatchKeyEvent", event)
 
 
-def test_a_waiting_job_says_its_place(browser: Any, address: str, slow: Callable[[float], None]) -> None:
-    slow(0.2)
+def test_a_waiting_job_says_its_place(browser: Any, address: str, permits: threading.Semaphore) -> None:
     client = gradio_client.Client(address, verbose=False, analytics_enabled=False, httpx_kwargs={"timeout": 300})
     job = client.submit("a", api_name="/generate")
     browser.click("#generate")
     browser.says("#note", "queue: 1/1")
-    slow(0.0)
+    permits.release(1000)
     browser.says("#note", "Generated in")
     job.result()
 
