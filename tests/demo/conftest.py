@@ -210,9 +210,9 @@ class Browser:
         """What the console holds since the last look at it."""
         return [entry["message"] for entry in self.driver.get_log("browser") if entry["level"] == "SEVERE"]
 
-    def prefer(self, theme: str) -> None:
-        """Emulate the theme of the system: light or dark."""
-        features = [{"name": "prefers-color-scheme", "value": theme}]
+    def prefer(self, theme: str, motion: str = "reduce") -> None:
+        """Emulate what the system prefers: light or dark, and reduced motion or not, which a page reads when it is opened."""
+        features = [{"name": "prefers-color-scheme", "value": theme}, {"name": "prefers-reduced-motion", "value": motion}]
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
 
     def write(self, selector: str, value: str) -> None:
@@ -330,7 +330,7 @@ def one_browser(open_browser: Callable[[], Browser]) -> Browser:
 
 @pytest.fixture
 def browser(one_browser: Browser, address: str) -> Browser:
-    """The page just loaded: a new session, in a browser that all tests share."""
+    """The page just loaded: a new session, in a browser that all tests share. Its race stands still, which takes no time."""
     one_browser.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
     one_browser.prefer("light")
     for kind in ("browser", "performance"):

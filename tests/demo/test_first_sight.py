@@ -46,6 +46,7 @@ def open_first(browser: Any, address: str, width: int, height: int) -> None:
 
 @pytest.mark.parametrize(("width", "height"), [(1280, 900), (390, 844)])
 def test_the_first_screen_shows_prompt_race_and_wall(browser: Any, address: str, width: int, height: int) -> None:
+    browser.prefer("light", motion="no-preference")
     open_first(browser, address, width, height)
     bottom = "return document.querySelector(arguments[0]).getBoundingClientRect().bottom"
     for selector in ("#prompt", "#generate", ".vg-replay", ".vg-tile img"):
