@@ -232,7 +232,7 @@ class Browser:
         self.until(lambda: self.all(selector))
         self.all(selector)[0].send_keys(str(path))
 
-    def until(self, condition: Callable[[], Any], seconds: float = 90) -> Any:
+    def until(self, condition: Callable[[], Any], seconds: float = 180) -> Any:
         """Wait for a condition, however long the machine is busy elsewhere; returns what it gave."""
         end = time.monotonic() + seconds
         while True:
