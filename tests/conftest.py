@@ -7,6 +7,7 @@ subprocesses that tests start inherit them.
 import os
 import socket
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -97,10 +98,20 @@ EXTENDED_TESTS = (
 )
 # Of these, the other sets of packages run only the following.
 EXTENDED_ON_ALL_SETS = ("demo/test_browser.py", "training/test_heads.py")
-WAITING = ("test_ray_backend.py", "test_app.py", "test_generation.py")  # these wait for processes for long
+# Files with tests that wait for other processes for long, or take longest: they begin, so that others run beside them.
+LONGEST = (
+    "evaluation/test_ray_backend.py",
+    "demo/test_app.py",
+    "decoding/test_exactness.py",
+    "serving/test_soak.py",
+    "recipes/test_scripts.py",
+    "benchmarks/test_gpu.py",
+    "evaluation/test_generation.py",
+)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     folder = Path(__file__).parent
     for item in items:
         path = item.path.relative_to(folder)
@@ -110,7 +121,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.extended)
         if names.intersection(EXTENDED_ON_ALL_SETS if is_extended else PACKAGE_TESTS) and not names.intersection(TORCH_TESTS):
             item.add_marker(pytest.mark.packages)
-    items.sort(key=lambda item: item.path.name not in WAITING)  # first, so that others run beside them
+    yield  # -m leaves tests out
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
+    first: list[list[pytest.Item]] = [[] for _ in range(workers)]
+    rest = []
+    for item in items:
+        path = item.path.relative_to(folder).as_posix()
+        (first[LONGEST.index(path) % workers] if path in LONGEST else rest).append(item)
+    for each in first:
+        each.sort(key=lambda item: LONGEST.index(item.path.relative_to(folder).as_posix()))
+    # xdist gives each worker a run of items of the same length; what is long begins each.
+    total, items[:] = len(items), []
+    for number, each in enumerate(first, 1):
+        while rest and len(items) + len(each) < total * number // workers:
+            each.append(rest.pop(0))
+        items += each
+    items += rest
 
 
 @pytest.fixture(autouse=True)

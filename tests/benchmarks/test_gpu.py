@@ -59,11 +59,14 @@ def test_an_error_is_a_row(gpu: ModuleType, tmp_path: Path) -> None:
     assert "no such kernel" in gpu.read_rows(tmp_path / "part.jsonl")["a"]["result"]
 
 
-def test_the_command_writes_a_report_of_what_runs_here(gpu: ModuleType, repo_root: Path, tmp_path: Path) -> None:
+def test_the_command_measures_what_is_missing_and_writes_a_report(gpu: ModuleType, repo_root: Path, tmp_path: Path) -> None:
+    measured = [f"emoji, batch {batch}, {method}" for batch, method in ((1, "ar"), (1, "gumbel"), (4, "ar"))]
+    (tmp_path / "batches.jsonl").write_text("".join(json.dumps([name, {"tokens/s": 1.5}]) + "\n" for name in measured))
     words = [sys.executable, str(repo_root / "benchmarks" / "gpu.py"), "-o", str(tmp_path), "--device", "cpu"]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     subprocess.run([*words, "--part", "batches", "--minutes", "15"], check=True, env=environment, capture_output=True)
     rows = gpu.read_rows(tmp_path / "batches.jsonl")
-    assert len(rows) == 4 and all(row["tokens/s"] > 0 for row in rows.values())
+    assert list(rows) == [*measured, "emoji, batch 4, gumbel"]
+    assert all(rows[name] == {"tokens/s": 1.5} for name in measured) and rows["emoji, batch 4, gumbel"]["tokens/s"] > 0
     report = (tmp_path / "report.md").read_text()
-    assert "emoji, batch 4, gumbel" in report and "not measured on a CPU" in report
+    assert all(name in report for name in rows) and "not measured on a CPU" in report

@@ -118,6 +118,8 @@ const keep = () => document.querySelectorAll('.toast-body').forEach(each => wind
 new MutationObserver(keep).observe(document.body, {childList: true, subtree: true, characterData: true});
 """
 
+_NOTES = ("#note", "#live-note", "#video-note", "#race-note")  # where a mode says how far it is
+
 
 class Browser:
     """One headless Chromium, and the few things that tests do with it.
@@ -208,9 +210,9 @@ class Browser:
         """What the console holds since the last look at it."""
         return [entry["message"] for entry in self.driver.get_log("browser") if entry["level"] == "SEVERE"]
 
-    def prefer(self, theme: str) -> None:
-        """Emulate the theme of the system: light or dark."""
-        features = [{"name": "prefers-color-scheme", "value": theme}]
+    def prefer(self, theme: str, motion: str = "reduce") -> None:
+        """Emulate what the system prefers: light or dark, and reduced motion or not, which a page reads when it is opened."""
+        features = [{"name": "prefers-color-scheme", "value": theme}, {"name": "prefers-reduced-motion", "value": motion}]
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
 
     def write(self, selector: str, value: str) -> None:
@@ -230,7 +232,7 @@ class Browser:
         self.until(lambda: self.all(selector))
         self.all(selector)[0].send_keys(str(path))
 
-    def until(self, condition: Callable[[], Any], seconds: float = 90) -> Any:
+    def until(self, condition: Callable[[], Any], seconds: float = 180) -> Any:
         """Wait for a condition, however long the machine is busy elsewhere; returns what it gave."""
         end = time.monotonic() + seconds
         while True:
@@ -240,7 +242,8 @@ class Browser:
             except _not_yet():
                 pass
             if time.monotonic() > end:
-                raise AssertionError(f"not within {seconds} s; the page says: {self.text('body')[-1500:]}")
+                notes = {selector: self.text(selector) for selector in _NOTES if self.count(selector)}
+                raise AssertionError(f"not within {seconds} s; the page says {notes}, and in messages {self.messages()}")
             time.sleep(0.05)
 
     def says(self, selector: str, words: str) -> None:
@@ -249,7 +252,11 @@ class Browser:
 
     def toast(self, words: str) -> None:
         """Wait until some message since the page was opened held some words; it may be gone again."""
-        self.until(lambda: words in self.script("return window.messages.join()"))
+        self.until(lambda: words in self.messages())
+
+    def messages(self) -> str:
+        """All messages since the page was opened."""
+        return str(self.script("return window.messages?.join() ?? ''"))
 
 
 def _keys() -> Any:
@@ -280,9 +287,22 @@ def chromium() -> SimpleNamespace:
 
 
 @pytest.fixture(scope="session")
-def open_browser(chromium: SimpleNamespace) -> Iterator[Callable[[], Browser]]:
+def opened() -> list[Browser]:
+    """The browsers of this process."""
+    return []
+
+
+@pytest.fixture(autouse=True)
+def no_page_stays_open(opened: list[Browser]) -> Iterator[None]:
+    """The recorded race of a page that nobody looks at would take a quarter of a core from all later tests."""
+    yield
+    for browser in opened:
+        browser.driver.get("about:blank")
+
+
+@pytest.fixture(scope="session")
+def open_browser(chromium: SimpleNamespace, opened: list[Browser]) -> Iterator[Callable[[], Browser]]:
     """Opens any number of browsers, each with an empty profile of its own."""
-    opened: list[Browser] = []
     profiles: list[tempfile.TemporaryDirectory[str]] = []
 
     def open_one() -> Browser:
@@ -310,7 +330,7 @@ def one_browser(open_browser: Callable[[], Browser]) -> Browser:
 
 @pytest.fixture
 def browser(one_browser: Browser, address: str) -> Browser:
-    """The page just loaded: a new session, in a browser that all tests share."""
+    """The page just loaded: a new session, in a browser that all tests share. Its race stands still, which takes no time."""
     one_browser.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
     one_browser.prefer("light")
     for kind in ("browser", "performance"):

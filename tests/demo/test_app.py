@@ -51,6 +51,7 @@ def served(repo_root: Path, chromium: object, free_port: int) -> Iterator[str]:
 
 
 def test_a_newcomer_generates_an_image(one_browser: Any, served: str) -> None:
+    one_browser.prefer("light", motion="no-preference")
     browser = one_browser.open(served)
     browser.says(".vg-head", "emoji")
     browser.write("#prompt textarea, #prompt input", "grinning face")

@@ -70,14 +70,14 @@ def test_type_generate_and_watch_the_preview_change(
     assert not browser.errors()
 
 
-def test_stop_ends_a_generation(browser: Any, slow: Callable[[float], None]) -> None:
-    slow(0.5)  # half a minute a picture
+def test_stop_ends_a_generation(browser: Any, permits: threading.Semaphore) -> None:
     browser.click("#generate")
     browser.says("#note", "Generating")
     browser.click("#stop")
+    browser.until(lambda: not browser.ready("#stop"))
+    permits.release(1000)
     browser.says("#note", "Stopped after")
     assert " of 64 tokens" in browser.text("#note")
-    slow(0.0)
     browser.until(lambda: browser.ready("#generate"))
     browser.click("#generate")
     browser.says("#note", "Generated in")
@@ -119,6 +119,42 @@ def test_race(browser: Any, service: ImageService) -> None:
         handle.find_element("css selector", ".icon-wrap"), 100, 0
     ).perform()
     browser.until(lambda: browser.script(_SLIDER)[0] != cut)
+
+
+# The page reads that its stream of results was closed only after the server has taken the next event.
+_LATE_CLOSE = """
+const open = window.fetch, close = 'data: {"msg":"close_stream"';
+let join, joined = new Promise((found) => (join = found));
+window.held = 0;
+window.fetch = async (resource, options) => {
+  const url = String(resource.url ?? resource), answer = await open(resource, options);
+  if (url.includes('/queue/join')) setTimeout(() => { join(); joined = new Promise((found) => (join = found)); }, 200);
+  if (!url.includes('/queue/data')) return answer;
+  const late = new TransformStream({async transform(chunk, out) {
+    const text = new TextDecoder().decode(chunk), at = text.indexOf(close);
+    if (at < 0) return out.enqueue(chunk);
+    out.enqueue(new TextEncoder().encode(text.slice(0, at)));
+    window.held++;
+    await joined;
+    out.enqueue(new TextEncoder().encode(text.slice(at)));
+  }});
+  return new Response(answer.body.pipeThrough(late), answer);
+};
+"""
+
+
+def test_a_click_while_the_stream_of_results_closes_is_not_lost(browser: Any, address: str) -> None:
+    script = browser.driver.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": f"{{{_LATE_CLOSE}}}"})
+    try:
+        browser.open(address)
+        browser.until(lambda: browser.script("return window.held"))
+        browser.click("#generate")
+        browser.says("#note", "Generated in")
+        browser.press_tab("Race")
+        browser.click("#race")
+        browser.says("#race-note", "was first")
+    finally:
+        browser.driver.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", script)
 
 
 def test_race_needs_two_methods(browser: Any) -> None:

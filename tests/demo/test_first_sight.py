@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,7 @@ def open_first(browser: Any, address: str, width: int, height: int) -> None:
 
 @pytest.mark.parametrize(("width", "height"), [(1280, 900), (390, 844)])
 def test_the_first_screen_shows_prompt_race_and_wall(browser: Any, address: str, width: int, height: int) -> None:
+    browser.prefer("light", motion="no-preference")
     open_first(browser, address, width, height)
     bottom = "return document.querySelector(arguments[0]).getBoundingClientRect().bottom"
     for selector in ("#prompt", "#generate", ".vg-replay", ".vg-tile img"):
@@ -107,13 +108,12 @@ def press_tab_key(browser: Any) -> None:
         browser.driver.execute_cdp_cmd("Input.dispatchKeyEvent", event)
 
 
-def test_a_waiting_job_says_its_place(browser: Any, address: str, slow: Callable[[float], None]) -> None:
-    slow(0.2)
+def test_a_waiting_job_says_its_place(browser: Any, address: str, permits: threading.Semaphore) -> None:
     client = gradio_client.Client(address, verbose=False, analytics_enabled=False, httpx_kwargs={"timeout": 300})
     job = client.submit("a", api_name="/generate")
     browser.click("#generate")
     browser.says("#note", "queue: 1/1")
-    slow(0.0)
+    permits.release(1000)
     browser.says("#note", "Generated in")
     job.result()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -22,6 +23,7 @@ from vargen.evaluation.generation import GenerationPlan, run_locally
 from vargen.evaluation.image_files import ImageFile, list_images
 from vargen.evaluation.measurement import MetricModels, measure_images
 from vargen.evaluation.ray_backend import ray_backend
+from vargen.ray_cluster import SETTINGS, join_or_start_cluster
 
 psutil = pytest.importorskip("psutil")
 pytestmark = pytest.mark.slow
@@ -77,6 +79,20 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     sys.modules.pop("ray_parts", None)
 
 
+@pytest.fixture
+def joined(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A cluster that this process has joined, which the backend takes and leaves."""
+    import ray
+
+    for name, value in SETTINGS.items():
+        monkeypatch.setenv(name, value)
+    on_sigterm = signal.getsignal(signal.SIGTERM)
+    join_or_start_cluster(2)
+    signal.signal(signal.SIGTERM, on_sigterm)  # Ray has installed its own
+    yield cluster
+    ray.shutdown()
+
+
 def runs(process: Any) -> bool:
     """Whether a process still runs; what has ended and waits for its parent (a zombie) does not."""
     try:
@@ -111,21 +127,21 @@ def test_two_actors_measure_what_one_process_does(cluster: Path, tmp_path: Path)
     assert not outliving(rays), "Ray's processes remain"
 
 
-def test_errors_of_actors_keep_their_type(cluster: Path) -> None:
-    with pytest.raises(TypeError, match="not callable"):
-        list(ray_backend(2, "cpu", 1)(int, "7", [None]))
-
-
-def test_a_killed_actor_is_replaced(cluster: Path) -> None:
-    """The only actor is killed at its first unit."""
-    found = list(ray_backend(1, "cpu", 1)(import_module("ray_parts").Worker, "given", list(range(6))))
-    assert sorted(found) == [("given", unit) for unit in range(6)], "in any order, each once"
-    assert len(set((cluster / "actors.txt").read_text().split())) == 2, "no actor was killed and replaced"
-
-
 def test_a_killed_command_leaves_no_process_and_is_resumed(model: Path, cluster: Path, tmp_path: Path) -> None:
     plan = GenerationPlan(str(model), str(tmp_path / "killed"), ("ar",), tuple(range(10)), num=40, batch=2, threads=1)
     cluster_of_it = check_killed_command(
         plan, "--backend", "ray", "--num-workers", "1", before_kill=lambda pid: psutil.Process(pid).children(recursive=True)
     )
     assert cluster_of_it and not outliving(cluster_of_it), "Ray's processes outlive the one that asked for them"
+
+
+def test_actors_keep_the_type_of_errors_and_a_killed_one_is_replaced(joined: Path) -> None:
+    """The only actor is killed at its first unit."""
+    import ray
+
+    with pytest.raises(TypeError, match="not callable"):
+        list(ray_backend(2, "cpu", 1)(int, "7", [None]))
+    found = list(ray_backend(1, "cpu", 1)(import_module("ray_parts").Worker, "given", list(range(6))))
+    assert sorted(found) == [("given", unit) for unit in range(6)], "in any order, each once"
+    assert len(set((joined / "actors.txt").read_text().split())) == 2, "no actor was killed and replaced"
+    assert ray.is_initialized(), "the cluster that this process joined is left as it is"
