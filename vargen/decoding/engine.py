@@ -49,7 +49,7 @@ class Engine:
         ...     print(image.number, image.stats.passes)
 
     Guidance belongs to the model: images of another guidance scale or interval need another engine. All memory is allocated
-    when the first request starts, and later ones must not have a longer prefix of conditioning rows.
+    when the first request starts, and later ones must not have longer conditions.
 
     It is not safe to call its methods from several threads at once.
 
@@ -100,7 +100,7 @@ class Engine:
         self._held: list[Request | None] = [None] * self.batch_size
         self._refused: list[FinishedImage] = []  # that could not start, until the step returns
         self._submitted, self._threads = 0, 0
-        # For each number of tokens, how many of them are the only possible ones.
+        # By n: how many of the first n tokens are the only possible ones.
         self._forced = [0] * (self.num_tokens + 1) if model.forced is None else [0, *(model.forced >= 0).cumsum(0).tolist()]
         self._reports = Reports(self.device)
         self._widths: Counter[int] = Counter()
@@ -196,7 +196,7 @@ class Engine:
             return self._read_reports(waits=True)
 
     def _start_waiting(self) -> None:
-        """Start requests in free slots: at most in a quarter of the B slots while images run, which wait for the prefill."""
+        """Start requests in free slots. Running images wait for a prefill, so it takes at most a quarter of the B slots."""
         free = [slot for slot, held in enumerate(self._held) if held is None]
         if len(free) < self.batch_size:
             free = free[: max(1, self.batch_size // 4)]
@@ -267,15 +267,15 @@ class Engine:
         """
         found: list[FinishedImage] = []
         while (report := self._reports.receive(not waits and self.num_active > 0)) is not None:
-            columns, (images, width) = report
+            numbers, (images, width) = report
             held = [request if self._held[slot] is request else None for slot, request in enumerate(images)]
-            if not any(held):
+            if all(request is None or request.is_done for request in images):
                 self.passes -= 1  # a pass that a GPU ran after the end of all of them
                 continue
             if width:
                 self._widths[width] += 1
             ended: list[int] = []
-            for slot, (request, position, length, spent) in enumerate(zip(held, *columns, strict=True)):
+            for slot, (request, position, length, spent) in enumerate(zip(held, *numbers, strict=True)):
                 if request is None:
                     continue
                 request.record(int(length), width, spent)
@@ -286,6 +286,7 @@ class Engine:
                     continue
                 else:
                     found.append(self._finish(request, slot))
+                request.is_done = True
                 ended.append(slot)
             if ended:
                 self._free(ended)

@@ -118,6 +118,7 @@ class Request:
 
     Attributes:
         relaxation: acceptance probability spent beyond the exact rule, as far as the host has read.
+        is_done: whether the host knows that the image finished or failed.
         counts: tokens committed by each of its passes that the host has read, prefill included.
         widths: number of its passes by the number of tokens that they fed to it, prefill excluded.
     """
@@ -128,6 +129,7 @@ class Request:
     seed: int
     sampling: Sampling
     relaxation: float = 0.0
+    is_done: bool = False
     counts: list[int] = field(default_factory=list)
     widths: Counter[int] = field(default_factory=Counter)
 

@@ -45,7 +45,7 @@ class TokenPass:
         graph: class that captures passes; None runs them one by one.
 
     Attributes:
-        make_noise: the source of all random numbers. The exactness sums replace it to enumerate all outcomes.
+        make_noise: the source of all random numbers. `vargen.evaluation.exact_sum` replaces it to enumerate all outcomes.
         state: from `allocate` on.
     """
 
@@ -84,7 +84,7 @@ class TokenPass:
         with self.clock.measure("draft"):
             self.drafter.reset(state, rows, condition, out)
         position = torch.zeros_like(seeds)[:, None]
-        noise = self.make_noise(seeds, position, 0, None)  # the shared noise ignores the number of the pass
+        noise = self.make_noise(seeds, position, 0, None)  # shared noise does not depend on the pass: 0 is not used
         state.tokens[rows, 0] = noise.sample(to_probs(out.logits, sampling), Purpose.TOKEN)[:, 0]
         bad = ~ops.sum_rows(out.logits).isfinite()[:, 0]
         state.nonfinite[rows] = torch.where(bad, 0, state.num_tokens)
@@ -92,11 +92,11 @@ class TokenPass:
     def __call__(self) -> int:
         """Run a pass. Returns the number of tokens T that it fed to each image."""
         width = self.drafter.width if self._controller is None else self._controller.choose()
-        if self._captured is not None:
+        if self._captured is not None:  # on a GPU, where no controller chooses widths
             self._captured.run((width, self.state.sampling.filters), partial(self.run, width))
             return width
         result = self.run(width)
-        if self._controller is not None:  # widths are chosen on a CPU only, and passes captured on a GPU
+        if self._controller is not None:
             self._controller.observe(result.verdict.count, result.count > 0)
         return result.noise.position.shape[1]
 
@@ -126,7 +126,7 @@ class TokenPass:
         return self.make_noise(self.state.seeds, position, self.state.pass_number, self.state.token_noise)
 
     def free(self, slots: list[int]) -> None:
-        """Make slots free. On a CPU, attention reads as many cache slots as the longest row has: a free one has none."""
+        """Make slots free, and their caches empty: attention on a CPU reads as much as the longest row needs."""
         state = self.state
         state.free(slots)
         cached = torch.where(state.length < state.num_tokens, state.length - 1, 0)
@@ -152,7 +152,7 @@ def verify_draft(
         if found is not None:
             return None, rule.verify_tokens(found.tokens, draft), found.sums
     probs = sampling.probs(logits)
-    may_be_greedy = sampling.any_greedy if is_eager_cpu(logits) else sampling.filters  # so that there are two graphs, not more
+    may_be_greedy = sampling.any_greedy if is_eager_cpu(logits) else sampling.filters  # the key of a captured pass
     if may_be_greedy and not rule.exact:
         at_one, is_greedy = sampling.probs_at_one(logits)
         draft = replace(draft, unfiltered_probs=at_one, is_greedy=is_greedy)
