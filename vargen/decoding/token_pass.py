@@ -106,8 +106,7 @@ class TokenPass:
         with measure("draft"):
             noise = self._noise(state.length[:, None])
             draft = self.drafter.propose(state, noise, width).put_forced(model.forced, state.length)
-            depth = None if draft.tree.is_chain else draft.tree.depth
-            inputs, position = feed_tokens(state.tokens, state.length, draft.tokens, depth)
+            inputs, position = state.feed(draft)
         with measure("target"):
             out = model.forward(inputs, state.cache, draft.tree)
         with measure("accept"):
@@ -230,6 +229,10 @@ class TokenState:
         self.nonfinite[slots] = self.num_tokens
         self.tokens[slots] = 0
         self.sampling.free(slots)
+
+    def feed(self, draft: Draft) -> tuple[Tensor, Tensor]:
+        """Return the tokens to feed, int64 `[B, T]`, the root before the draft, and the position that each predicts."""
+        return feed_tokens(self.tokens, self.length, draft.tokens, None if draft.tree.is_chain else draft.tree.depth)
 
     def write(self, inputs: Tensor, verdict: Verdict) -> Tensor:
         """Write the accepted draft tokens of `inputs` `[B, T]`, and the token after the last of them, to their places.
