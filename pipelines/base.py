@@ -17,11 +17,11 @@ from PIL import Image
 from torch import Tensor
 
 from vargen.compat import ensure_torchvision, hide_progress_bars, load_options, report_memory, without_autocast
-from vargen.decoding import DEFAULT_METHOD, list_methods, resolve_method
+from vargen.decoding import DEFAULT_METHOD, Accelerator, list_methods, resolve_method
 from vargen.files import atomic_merge, expand_user
 from vargen.models.condition import Condition
 from vargen.models.quantization import validate_quantization
-from vargen.pipelines import loading, prompts
+from vargen.pipelines import loading, prompts, validation
 from vargen.pipelines.components import ModelFamily, current_modules
 from vargen.pipelines.generation import GenerationRequest, RunningCall, RunningCalls, generate_images
 from vargen.pipelines.offloading import OffloadedPipeline
@@ -244,8 +244,11 @@ class VisualPipeline(OffloadedPipeline, DiffusionPipeline):
         return found
 
     def resolve_method(self, accelerator: Any) -> Any:
-        """Return the method for a preset name, or the given method itself, if it belongs to this paradigm."""
-        return resolve_method(accelerator, self.paradigm)
+        """Return the method for a preset name, or the given method itself, if it belongs to this paradigm and fits the grid."""
+        method = resolve_method(accelerator, self.paradigm)
+        if isinstance(method, Accelerator):
+            validation.validate_draft_size(method, self.num_tokens)
+        return method
 
     @abstractmethod
     def decoding_model(self, *arguments: Any, **options: Any) -> Any:

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 
 
 def validate_drafter(method: Accelerator, info: ModelInfo) -> None:
-    """Raise ValueError if a model lacks the head that drafts for a method."""
+    """Raise ValueError if drafts do not fit a model's grid, or it lacks the head that drafts for a method."""
+    validation.validate_draft_size(method, info.num_tokens)
     drafter = method.drafter
     if isinstance(drafter, HeadDrafter) and drafter.model is None and drafter.kind not in info.components:
         raise ValueError(drafter.missing_head_message())

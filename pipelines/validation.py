@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vargen.decoding import Sampling
+from vargen.decoding import PRESETS, Accelerator, Sampling
 from vargen.options import OPTIONS
 from vargen.values import MAX_SEED, parse_int, short_repr
 
@@ -195,3 +195,23 @@ def validate_prompt_schedule(prompt_schedule: Any, num_blocks: int) -> dict[int,
         if len(validate_prompts(prompt, "prompt_schedule")) != 1:
             raise ValueError(f"prompt_schedule must have one prompt for each block, got {short_repr(prompt)}")
     return dict(prompt_schedule)
+
+
+def validate_draft_size(method: Accelerator, tokens: int) -> None:
+    """Raise ValueError if drafts of a size that was asked for do not fit a grid; those of presets are limited to it."""
+    preset = PRESETS.get(method.name.partition(":")[0])
+    asked, usual = (_draft_sizes(getattr(each, "drafter", None), tokens) for each in (method, preset))
+    for name, (size, most) in asked.items():
+        if size > most and usual.get(name) != (size, most):
+            raise ValueError(f"{name} must be at most {most} for a grid of {tokens} tokens, got {size}")
+
+
+def _draft_sizes(drafter: Any, tokens: int) -> dict[str, tuple[int, int]]:
+    """Return the sizes of drafts that a grid limits, by the name of the setting, each with its maximum."""
+    depth = getattr(getattr(drafter, "shape", drafter), "depth", None)
+    sizes = {
+        "window": (getattr(drafter, "window", None), tokens),
+        "length": (getattr(drafter, "length", None), tokens - 1),
+        "depth": (depth, tokens - 1),
+    }
+    return {name: (size, most) for name, (size, most) in sizes.items() if isinstance(size, int)}

@@ -1,4 +1,4 @@
-"""Every preset runs on models with fewer tokens than its window: it is shortened, and one that was asked for is refused."""
+"""Every preset runs on models with fewer tokens than its window; pipelines refuse a window that was asked for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from tiny_models import class_pipeline, tiny_transformer
 from typer.testing import CliRunner
 
 from vargen.cli.main import app
-from vargen.decoding import PRESETS, Engine, Sampling, decode, list_methods
+from vargen.decoding import PRESETS, Accelerator, DynamicTree, Sampling, decode, list_methods, resolve_method
+from vargen.decoding.experimental import SpeculativeTree, recursive_rejection
 from vargen.pipelines.llamagen import LlamaGenPipeline
 from vargen.pipelines.registry import inspect_model
 from vargen.serving.generation import GenerationThread
@@ -34,11 +35,17 @@ def test_every_preset_runs_on_a_small_grid(name: str, rows: int) -> None:
         assert not PRESETS[name].sequential_tokens or torch.equal(found.tokens, expected)
 
 
-@pytest.mark.parametrize("method", ["gumbel:window=5", "scd:window=17", "speculative:length=5", "gumbel:window=99"])
-def test_a_size_that_was_asked_for_is_refused(method: str) -> None:
-    size = "window" if "window" in method else "length"
-    rejects(lambda: decode(table_model(4, 2), CONDITION, SEEDS, method), size, ValueError)
-    rejects(lambda: Engine(table_model(4, 2), method), size, ValueError)
+@pytest.mark.parametrize(
+    "method", ["gumbel:window=5", "scd:window=17", "speculative:length=5", "gumbel:window=99", "pac:depth=4,nodes=40"]
+)
+def test_a_size_that_was_asked_for_is_refused(folder: Path, method: str) -> None:
+    size, asked = method.partition(":")[2].split(",")[0].split("=")
+    accelerator = resolve_method(method)
+    rejects(lambda: LlamaGenPipeline.validate_method_for(inspect_model(folder), accelerator), size, ValueError)
+    pipe: Any = LlamaGenPipeline.from_pretrained(folder)
+    rejects(lambda: pipe(class_labels=3, accelerator=method), size, ValueError)
+    trees = Accelerator("mine", SpeculativeTree(DynamicTree(9, int(asked), 2)), recursive_rejection)
+    rejects(lambda: pipe(class_labels=3, accelerator=trees), "depth", ValueError)
 
 
 @pytest.fixture(scope="module")

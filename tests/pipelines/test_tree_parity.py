@@ -30,7 +30,7 @@ def model_and_condition(kind: str, scale: float, images: int, compress: bool) ->
 
 def random_tree(images: int, per_image: bool, generator: torch.Generator) -> Tree:
     rows = [[-1, *(int(torch.randint(slot, (), generator=generator)) for slot in range(1, T))] for _ in range(images)]
-    return Tree.batched(torch.tensor(rows), max_path=T) if per_image else Tree.from_parents(tuple(rows[0]))
+    return Tree.batched(torch.tensor(rows), max_path=T, max_children=T) if per_image else Tree.from_parents(tuple(rows[0]))
 
 
 def random_paths(tree: Tree, images: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
