@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -21,6 +22,7 @@ from vargen import LlamaGenPipeline, device, open_pipeline
 from vargen.assets import packaged_model_path
 from vargen.compat import report_memory
 from vargen.decoding import PRESETS, list_methods, resolve_method
+from vargen.models.tokenizer_folder import load_tokenizer
 from vargen.pipelines import loading
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -290,6 +292,15 @@ for more in (2, 60):  # too little for a header's mapping, and for the weights
     except MemoryError as error:
         print(error)
 """
+
+
+def test_the_name_of_a_temporary_folder_chooses_no_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers guesses the class of a tokenizer from its path where its settings name none, and warns."""
+    (tmp_path / "t5").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "t5"))
+    monkeypatch.setattr("transformers.tokenization_utils_base.logger.warning", lambda *words: pytest.fail(str(words)))
+    tokenizer = load_tokenizer(packaged_model_path("emoji") / "tokenizer", "BertTokenizerFast")
+    assert tokenizer("a red apple").input_ids
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the address space")

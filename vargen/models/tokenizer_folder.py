@@ -63,7 +63,9 @@ def load_tokenizer(folder: Path, class_name: str) -> Any:
 
     cls: Any = getattr(transformers, class_name)
     files, settings = validate_tokenizer_files(folder, class_name)
-    with private_folder(files) as copy, report_panics(folder):
+    # Without it, transformers guesses a class from the path, and warns: T5's where a temporary folder's name contains "t5".
+    own = {"tokenizer_config.json": {"tokenizer_class": class_name}}
+    with private_folder(files | own) as copy, report_panics(folder):
         return cls.from_pretrained(copy, local_files_only=True, trust_remote_code=False, **settings)
 
 
