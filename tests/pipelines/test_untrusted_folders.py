@@ -165,6 +165,8 @@ def test_transformers_sees_no_folder_but_temporary_ones(janus: Any, t5: Any, mon
             assert options["trust_remote_code"] is False and options["local_files_only"] is True
             assert not {Path(janus[0]), Path(t5[0])} & {Path(folder), *Path(folder).parents}
             seen.append({file.name for file in Path(folder).iterdir()})
+            if (own := Path(folder) / "tokenizer_config.json").exists():
+                assert list(json.loads(own.read_text())) == ["tokenizer_class"], "nothing of the folder's own"
             return opens(cls, folder, *arguments, **options)
 
         return classmethod(opening)
@@ -174,7 +176,8 @@ def test_transformers_sees_no_folder_but_temporary_ones(janus: Any, t5: Any, mon
     for folder in (janus[0], t5[0]):
         vargen.open_pipeline(folder)
     network = {"model-00001-of-00001.safetensors", "model.safetensors.index.json", "config.json", "generation_config.json"}
-    assert network in seen and all(files in (network, {"tokenizer.json"}) or "vocab.txt" in files for files in seen)
+    words = {"tokenizer.json", "tokenizer_config.json"}
+    assert network in seen and all(files in (network, words) or "vocab.txt" in files for files in seen)
 
 
 # -- weights ------------------------------------------------------------------------------------------------------------------
