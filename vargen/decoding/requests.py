@@ -117,7 +117,7 @@ class Request:
     """A requested image: its number, the row of its condition, its seed and its sampling options.
 
     Attributes:
-        relaxation: acceptance probability spent beyond the exact rule, as far as the host has read.
+        length, relaxation: tokens, and acceptance probability spent beyond the exact rule, as far as the host has read.
         is_done: whether the host knows that the image finished or failed.
         counts: tokens committed by each of its passes that the host has read, prefill included.
         widths: number of its passes by the number of tokens that they fed to it, prefill excluded.
@@ -128,6 +128,7 @@ class Request:
     row: int
     seed: int
     sampling: Sampling
+    length: int = 0
     relaxation: float = 0.0
     is_done: bool = False
     counts: list[int] = field(default_factory=list)
@@ -139,8 +140,8 @@ class Request:
 
     def record(self, length: int, width: int, relaxation: float) -> None:
         """Record a pass after which the image has `length` tokens and spent `relaxation`; `width` is 0 for the prefill."""
-        self.counts.append(length - sum(self.counts))
-        self.relaxation = relaxation
+        self.counts.append(length - self.length)
+        self.length, self.relaxation = length, relaxation
         if width:
             self.widths[width] += 1
 
@@ -153,7 +154,7 @@ class Request:
             passes_by_width=dict(self.widths),
             relaxation=[self.relaxation],
             threads=max(threads, 1),
-            forced=forced[sum(self.counts)],
+            forced=forced[self.length],
         )
 
 
