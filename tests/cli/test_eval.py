@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ def test_one_command_generates_scores_and_reports(run: Any, text_model: Path) ->
     done = run(*words)
     assert done.exit_code == 0, done.stderr
     assert "same as ar" in done.stdout and "gsd:budget=3,window=4" in done.stdout and "100.0 %" in done.stdout
-    for name in ("metrics.json", "report.md", "quality_vs_speed.png", "methods.png"):
+    plots = ("quality_vs_speed.png",) if find_spec("matplotlib") else ()  # the lowest set has no matplotlib
+    for name in ("metrics.json", "report.md", "methods.png", *plots):
         assert Path("out", name).is_file() and str(Path("out", name)) in done.stdout
     report = Path("out/report.md").read_text()
     assert "| gumbel | exact | 6 |" in report and "![methods](methods.png)" in report and str(Path.cwd()) not in report
