@@ -1,4 +1,4 @@
-"""A whole pass of a next-scale transformer (`vargen.models.var`) on a CPU as one compiled function.
+"""A whole pass of a next-scale transformer (`vargen.models.var.network`) on a CPU as one compiled function.
 
 Between its products of 8-bit integers are four steps a layer: modulate and quantize; dequantize, write the cache, attend,
 quantize; dequantize, add, modulate, quantize; dequantize, GELU, quantize. A row's result does not depend on the number of

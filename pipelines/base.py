@@ -19,7 +19,7 @@ from torch import Tensor
 from vargen.compat import ensure_torchvision, hide_progress_bars, load_options, report_memory, without_autocast
 from vargen.decoding import DEFAULT_METHOD, Accelerator, list_methods, resolve_method
 from vargen.files import atomic_merge, expand_user
-from vargen.models.condition import Condition
+from vargen.models.guidance import Condition
 from vargen.models.quantization import validate_quantization
 from vargen.pipelines import loading, prompts, validation
 from vargen.pipelines.components import ModelFamily, current_modules

@@ -10,25 +10,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from vargen.adapters import Guidance
-from vargen.adapters.block_router import bind_router
-from vargen.adapters.causal_video import CausalVideoBlockModel
-from vargen.adapters.video_settings import (
-    LORA_SIZE,
-    clean_whitespace,
-    resolve_levels,
-    resolve_setting,
-    validate_geometry,
-    validate_settings,
-)
 from vargen.compat import tokenized, without_autocast
 from vargen.convert.causal_video import convert_causal_video
 from vargen.decoding import VideoMethod, decode_video
 from vargen.decoding.video.interfaces import BlockProgress
-from vargen.models.block_router import BlockRouter
-from vargen.models.causal_video import CausalVideoTransformer
-from vargen.models.condition import Condition
-from vargen.models.lora import CausalVideoLoRA
+from vargen.models.causal_video.decoding import CausalVideoBlockModel, bind_router
+from vargen.models.causal_video.lora import CausalVideoLoRA
+from vargen.models.causal_video.network import CausalVideoTransformer
+from vargen.models.causal_video.router import BlockRouter
+from vargen.models.guidance import Condition, Guidance
 from vargen.models.tokenizers.preview_decoder import PreviewDecoder
 from vargen.models.tokenizers.video_vae import CausalVideoVAE, StreamingDecoder
 from vargen.models.tokenizers.wan_vae import AutoencoderKLWan, WanStreamingDecoder
@@ -40,6 +30,14 @@ from vargen.pipelines.prompts import NormalizedPrompt, PromptNames, encode_promp
 from vargen.pipelines.seeds import resolve_seeds
 from vargen.pipelines.start_images import MergedLoRAs, encode_start_image, open_image_pipe
 from vargen.pipelines.video_memory import on_device
+from vargen.pipelines.video_settings import (
+    LORA_SIZE,
+    clean_whitespace,
+    resolve_levels,
+    resolve_setting,
+    validate_geometry,
+    validate_settings,
+)
 from vargen.pipelines.videos import (
     CausalVideoPipelineOutput,
     VideoStream,
@@ -77,7 +75,7 @@ class CausalVideoPipeline(VisualPipeline):
         router: ranks drafts for `sdvg-learned`; `vargen train router` trains it for this pair of models.
         image_lora, draft_image_lora: LoRA of each model, only for videos that start from an image.
         text_encoder, tokenizer: encoder of prompts.
-        defaults: the checkpoint's settings; see `vargen.adapters.video_settings.DEFAULT_SETTINGS`.
+        defaults: the checkpoint's settings; see `vargen.pipelines.video_settings.DEFAULT_SETTINGS`.
         prompt_styles, prompt_names: as in `LlamaGenPipeline`.
 
     Raises:
@@ -143,7 +141,7 @@ class CausalVideoPipeline(VisualPipeline):
         return int(self.transformer.config.text_len or self.setting("caption_rows"))
 
     def setting(self, name: str) -> Any:
-        """Return the checkpoint's value of a setting; see `vargen.adapters.video_settings.DEFAULT_SETTINGS`."""
+        """Return the checkpoint's value of a setting; see `vargen.pipelines.video_settings.DEFAULT_SETTINGS`."""
         return resolve_setting(self.config.defaults, name)
 
     @property

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from vargen.adapters import Guidance
 from vargen.decoding import DecodeOutput, DecodeStats, Progress, Sampling
+from vargen.models.guidance import Guidance
 from vargen.pipelines import validation
 from vargen.pipelines.prompts import PromptInputs, scorer_prompts
 from vargen.pipelines.seeds import ImageSeeds, resolve_seeds

@@ -16,15 +16,15 @@ from diffusers.image_processor import VaeImageProcessor
 from PIL import Image
 from torch import Tensor
 
-from vargen.adapters import Guidance, to_guidance
-from vargen.adapters.transformers import TransformersTokenModel
 from vargen.compat import report_panic, without_autocast
 from vargen.decoding import DEFAULT_METHOD, Accelerator, DecodeOutput, decode
 from vargen.decoding.log_probs import compute_log_probs
 from vargen.files import atomic_merge, expand_user
-from vargen.models.language_models.base import ImageLanguageModel
-from vargen.models.language_models.supported import describe_language_model
+from vargen.models.guidance import Guidance, to_guidance
 from vargen.models.offloading import require_weights
+from vargen.models.transformers.base import ImageLanguageModel
+from vargen.models.transformers.decoding import TransformersTokenModel
+from vargen.models.transformers.supported import describe_language_model
 from vargen.pipelines import validation
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.components import ModelFamily
@@ -44,7 +44,7 @@ class LanguageModelPipeline(VisualPipeline):
     """Text to image with an image language model of transformers, by any next-token method.
 
     Args:
-        model: see `vargen.models.language_models.supported`; in evaluation mode. Its weights stay where they are.
+        model: see `vargen.models.transformers.supported`; in evaluation mode. Its weights stay where they are.
         processor: the model's processor.
         draft_model: a smaller model of the same class with the same image tokens, for `accelerator="speculative"`.
         size: rows and columns of the image in tokens, for models that have more than one size. None: the published one.

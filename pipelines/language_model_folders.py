@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from vargen.adapters.transformers import TransformersTokenModel
 from vargen.compat import load_options, report_memory
 from vargen.device import select_device
 from vargen.models.component_files import read_config, refuse_code_files
-from vargen.models.language_models.base import ImageLanguageModel, validate_network
-from vargen.models.language_models.processors import load_processor
-from vargen.models.language_models.supported import MODELS, describe_language_model
 from vargen.models.plain_values import one_line
+from vargen.models.transformers.base import ImageLanguageModel, validate_network
+from vargen.models.transformers.decoding import TransformersTokenModel
+from vargen.models.transformers.processors import load_processor
+from vargen.models.transformers.supported import MODELS, describe_language_model
 from vargen.models.transformers_folder import StoredNetwork
 from vargen.pipelines.language_model import LanguageModelPipeline
 from vargen.pipelines.llamagen import LlamaGenPipeline

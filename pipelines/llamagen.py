@@ -10,18 +10,18 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from vargen.adapters import Guidance, to_guidance
-from vargen.adapters.drafters import EagleModel, LowResolutionDrafter, MedusaHeads, validate_low_res
-from vargen.adapters.llamagen import LlamaGenTokenModel
 from vargen.compat import without_autocast
 from vargen.convert.llamagen import convert_llamagen
 from vargen.decoding import DEFAULT_METHOD, Accelerator, DecodeOutput, Eagle, Jacobi, Medusa, decode
 from vargen.decoding.jacobi import MISSING_LOW_RES
 from vargen.decoding.tree_drafters import HeadDrafter
+from vargen.models.guidance import Guidance, to_guidance
+from vargen.models.heads.decoding import EagleModel, LowResolutionDrafter, MedusaHeads, validate_low_res
 from vargen.models.heads.eagle import EagleDrafter
 from vargen.models.heads.medusa import MedusaDrafter
 from vargen.models.heads.upsampler import TokenUpsampler
-from vargen.models.llamagen import SIZES, LlamaGenTransformer
+from vargen.models.llamagen.decoding import LlamaGenTokenModel
+from vargen.models.llamagen.network import SIZES, LlamaGenTransformer
 from vargen.models.tokenizers.vq import VQModel
 from vargen.pipelines import validation
 from vargen.pipelines.base import VisualPipeline

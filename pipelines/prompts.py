@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from vargen.compat import tokenized, tokenizer_lock, without_autocast
-from vargen.models.condition import Condition
+from vargen.models.guidance import Condition
 from vargen.pipelines import validation
 from vargen.values import short_repr
 

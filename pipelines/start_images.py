@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vargen.adapters.video_settings import resolve_setting
 from vargen.decoding import VideoMethod
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.images import preprocess_images
+from vargen.pipelines.video_settings import resolve_setting
 from vargen.values import short_repr
 
 if TYPE_CHECKING:

@@ -11,15 +11,15 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from vargen.adapters import Guidance, to_guidance
-from vargen.adapters.var import VARScaleModel
 from vargen.compat import without_autocast
 from vargen.convert.var import DEFAULTS, convert_var
 from vargen.decoding import DecodeOutput, ScaleSchedule, decode_scales
+from vargen.models.guidance import Guidance, to_guidance
 from vargen.models.tokenizers.multi_scale_quantizer import MultiScaleQuantizer
 from vargen.models.tokenizers.multi_scale_vq import MultiScaleVQModel
 from vargen.models.tokenizers.vq import NonFinitePixelsError
-from vargen.models.var import SCALES, VARTransformer, official_config
+from vargen.models.var.decoding import VARScaleModel
+from vargen.models.var.network import SCALES, VARTransformer, official_config
 from vargen.pipelines import validation
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.components import TEXT_COMPONENTS, Component, ModelFamily, register_family

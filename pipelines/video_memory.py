@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from vargen.adapters.video_settings import resolve_setting
 from vargen.models.text_encoder import TEXT_ENCODERS
 from vargen.models.transformers_folder import StoredNetwork
 from vargen.pipelines.loading import ModelFolder, default_dtype, resolve_dtypes, shared_component_folders
+from vargen.pipelines.video_settings import resolve_setting
 
 _LARGE = 2**30  # bytes of an encoder that leaves the device; UMT5 has 11 GB in bfloat16
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from vargen.models.llamagen import LlamaGenTransformer
+from vargen.models.llamagen.network import LlamaGenTransformer
 from vargen.models.text_encoder import MiniLMTextEncoder
 from vargen.models.tokenizer_folder import load_tokenizer
 from vargen.models.tokenizers.vq import VQModel

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vargen.decoding import Accelerator, DecodeStats
-    from vargen.models.llamagen import LlamaGenTransformer
+    from vargen.models.llamagen.network import LlamaGenTransformer
     from vargen.models.tokenizers.multi_scale_vq import MultiScaleVQModel
     from vargen.models.tokenizers.vq import VQModel
-    from vargen.models.var import VARTransformer
+    from vargen.models.var.network import VARTransformer
     from vargen.pipelines.causal_video import CausalVideoPipeline
     from vargen.pipelines.language_model import accelerate
     from vargen.pipelines.language_model_folders import open_language_model
@@ -47,10 +47,10 @@ _HOMES = {
     "CausalVideoPipeline": "vargen.pipelines.causal_video",
     "DecodeStats": "vargen.decoding",
     "LlamaGenPipeline": "vargen.pipelines.llamagen",
-    "LlamaGenTransformer": "vargen.models.llamagen",
+    "LlamaGenTransformer": "vargen.models.llamagen.network",
     "MultiScaleVQModel": "vargen.models.tokenizers.multi_scale_vq",
     "VARPipeline": "vargen.pipelines.var",
-    "VARTransformer": "vargen.models.var",
+    "VARTransformer": "vargen.models.var.network",
     "VQModel": "vargen.models.tokenizers.vq",
     "accelerate": "vargen.pipelines.language_model",
     "open_language_model": "vargen.pipelines.language_model_folders",

@@ -11,7 +11,7 @@ from tiny_wan import State, original_vae_names, save_self_forcing, transformer_s
 
 from vargen.convert.wan_parts import detect_wan_vae, rename_wan_vae
 from vargen.convert.wan_transformer import to_diffusers, to_original
-from vargen.models.causal_video import CausalVideoTransformer
+from vargen.models.causal_video.network import CausalVideoTransformer
 
 from diffusers import AutoencoderKLWan, WanTransformer3DModel  # isort: skip  (after the torchvision guard)
 
@@ -100,7 +100,7 @@ def test_files_of_all_kinds_give_the_same_network(convert, tmp_path, kind):
     assert (model.geometry.height, model.geometry.width, model.config.text_len) == (2, 4, 512)
     index = json.loads((folder / "model_index.json").read_text())
     assert index["_class_name"] == "CausalVideoPipeline"
-    assert index["transformer"] == ["vargen.models.causal_video", "CausalVideoTransformer"]
+    assert index["transformer"] == ["vargen.models.causal_video.network", "CausalVideoTransformer"]
 
 
 def test_weights_that_are_not_averaged_are_taken_on_request(convert, tmp_path):

@@ -15,8 +15,8 @@ from vargen import LlamaGenPipeline
 from vargen.convert import llamagen
 from vargen.convert.llamagen import convert_llamagen, detect_transformer, detect_vq
 from vargen.convert.state_dicts import read_labels
-from vargen.models.llamagen import SIZES, LlamaGenTransformer
-from vargen.models.llamagen_blocks import build_rotary_2d
+from vargen.models.llamagen.blocks import build_rotary_2d
+from vargen.models.llamagen.network import SIZES, LlamaGenTransformer
 from vargen.models.tokenizers.vq import VQModel
 from vargen.pipelines.llamagen import LLAMAGEN
 from vargen.pipelines.loading import validate_model_folder

@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from vargen.convert.var import convert_var, detect_transformer
-from vargen.models.condition import Condition
+from vargen.models.guidance import Condition
 from vargen.models.tokenizers.multi_scale_vq import MultiScaleVQModel
-from vargen.models.var import VARTransformer, is_derived_buffer, official_config
+from vargen.models.var.network import VARTransformer, is_derived_buffer, official_config
 
 State = dict[str, Tensor]
 
@@ -51,7 +51,7 @@ def test_what_comes_out_gives_the_official_logits_and_tokens(files: tuple[Path, 
     assert all(torch.equal(found.flatten(1), io[f"encoded_scale{k}"]) for k, found in enumerate(tokens))
     index = json.loads((folder / "model_index.json").read_text())
     assert index["_class_name"] == "VARPipeline" and "text_encoder" not in index
-    assert index["transformer"] == ["vargen.models.var", "VARTransformer"]
+    assert index["transformer"] == ["vargen.models.var.network", "VARTransformer"]
     assert "top_k" not in index["defaults"], "there are fewer codes than the official filter keeps"
 
 

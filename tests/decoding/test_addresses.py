@@ -22,7 +22,7 @@ from vargen.decoding import Accelerator, Engine, Jacobi, Sampling, list_methods,
 from vargen.decoding.relaxed_rules import PooledRule
 from vargen.decoding.tree import PassResult
 from vargen.kernels.noise_bits import _lane_offsets
-from vargen.models.condition import Condition
+from vargen.models.guidance import Condition
 
 METHODS = {method.name: method for method in list_methods("next-token")}
 # With fewer neighbors: in so small a vocabulary all tokens are neighbors, and an image ends after two passes.

@@ -11,7 +11,6 @@ from rejects import rejects
 from table_methods import SharedTree
 from tiny_video import LEVELS, stream, transformer
 
-from vargen.adapters.causal_video import CausalVideoBlockModel
 from vargen.decoding import (
     PRESETS,
     Accelerator,
@@ -44,6 +43,7 @@ from vargen.decoding.experimental import (
 )
 from vargen.decoding.video.denoising import shift_level, shifted_levels
 from vargen.evaluation.table_models import TableModel
+from vargen.models.causal_video.decoding import CausalVideoBlockModel
 
 SMALL = TableModel(vocab=3, tokens=5)
 # Without layers to skip.

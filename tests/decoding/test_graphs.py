@@ -17,7 +17,6 @@ from late_reports import delay_reports
 from recorded_graph import HostReadError, RecordedGraph
 from tiny_targets import GRID, take_gpu_paths, tiny_low_res, tiny_target
 
-from vargen.adapters.llamagen import LlamaGenTokenModel
 from vargen.decoding import (
     Accelerator,
     DecodeOutput,
@@ -36,7 +35,8 @@ from vargen.decoding.graph import EAGER_PASSES, CapturedPasses
 from vargen.decoding.relaxed_rules import PooledRule
 from vargen.decoding.window import MAX_AUTO_WIDTH
 from vargen.device import explain_graphs, read_graph_setting
-from vargen.models.condition import Condition
+from vargen.models.guidance import Condition
+from vargen.models.llamagen.decoding import LlamaGenTokenModel
 
 METHODS = ["ar", "auto", "scd", "sjd", "gumbel", "gsd", "lantern-jacobi", "lantern", "eagle", "pac", "speculative", "wavefront"]
 MORE = ["eagle-gumbel", "eagle-2", "gumbel-tree", "speculative-tree", "layer-skip", "lookup", "recycle", "medusa"]

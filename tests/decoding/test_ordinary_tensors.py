@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from vargen import LlamaGenPipeline
 from vargen.decoding import decode
-from vargen.models.condition import Condition
+from vargen.models.guidance import Condition
 
 CONDITION, SEEDS = Condition(torch.tensor([1, 4])), torch.tensor([3, 5])
 

@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file
 from table_methods import METHODS, PRESETS_OF_TOKENS, table_model
 
-from vargen.adapters import apply_guidance
 from vargen.decoding import Engine, Sampling, decode, sampling
 from vargen.decoding.sampling import SlotSampling, to_probs
 from vargen.kernels.ops import filter_logits
+from vargen.models.guidance import apply_guidance
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 

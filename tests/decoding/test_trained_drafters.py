@@ -11,9 +11,6 @@ import torch
 from table_methods import SharedMedusa
 from tiny_models import tiny_transformer
 
-from vargen.adapters import Guidance
-from vargen.adapters.drafters import EagleModel, MedusaHeads
-from vargen.adapters.llamagen import LlamaGenTokenModel
 from vargen.decoding import (
     Accelerator,
     Drafter,
@@ -28,9 +25,11 @@ from vargen.decoding import (
 )
 from vargen.decoding.experimental import EagleSharedNoise, SampledTree, k_seq, recursive_rejection
 from vargen.evaluation.table_models import TableEagle, TableMedusa, TableModel
-from vargen.models.condition import Condition
+from vargen.models.guidance import Condition, Guidance
+from vargen.models.heads.decoding import EagleModel, MedusaHeads
 from vargen.models.heads.eagle import EagleDrafter
 from vargen.models.heads.medusa import MedusaDrafter
+from vargen.models.llamagen.decoding import LlamaGenTokenModel
 
 TREE = DynamicTree(nodes=5, depth=2, children=2)
 

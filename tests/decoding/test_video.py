@@ -14,8 +14,6 @@ import torch
 from rejects import rejects
 from tiny_video import LEVELS, Placed, condition, models, preview, stream, transformer, vae, video
 
-from vargen.adapters import Guidance
-from vargen.adapters.causal_video import CausalVideoBlockModel
 from vargen.decoding import (
     PRESETS,
     BlockModel,
@@ -31,6 +29,8 @@ from vargen.decoding.video.denoising import BlockGenerator, make_block_noise, sh
 from vargen.decoding.video.policies import Policy
 from vargen.evaluation.video import DRAFTS
 from vargen.kernels.noise_bits import sample_normal
+from vargen.models.causal_video.decoding import CausalVideoBlockModel
+from vargen.models.guidance import Guidance
 
 FREE = VideoMethod(policy=Threshold(), target_blocks=())
 

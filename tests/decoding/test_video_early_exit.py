@@ -7,9 +7,9 @@ import pytest
 import torch
 from tiny_video import LEVELS, Placed, condition, models, stream, transformer, video
 
-from vargen.adapters.causal_video import CausalVideoBlockModel
 from vargen.decoding import PRESETS, Stride, Threshold, VideoMethod
 from vargen.decoding.video.denoising import add_noise, make_block_noise
+from vargen.models.causal_video.decoding import CausalVideoBlockModel
 from vargen.training.routing_tree import build_routing_tree
 
 ALWAYS = VideoMethod(policy=Stride(1_000_000), exit_step=2)

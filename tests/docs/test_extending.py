@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from vargen.cli.main import app
 from vargen.decoding import Accelerator, Draft, Engine, GroupedRule, Noise, Sampling, Tree, decode
-from vargen.models.condition import Condition
+from vargen.models.guidance import Condition
 from vargen.pipelines.components import register_family
 from vargen.pipelines.registry import FAMILIES, inspect_model
 

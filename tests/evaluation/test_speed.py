@@ -5,7 +5,7 @@ import torch
 
 from vargen.evaluation.networks import BenchmarkModel, half_filled_caches
 from vargen.evaluation.speed import decode_images, weight_readers
-from vargen.models.llamagen import LlamaGenTransformer
+from vargen.models.llamagen.network import LlamaGenTransformer
 from vargen.pipelines.llamagen import LlamaGenPipeline
 
 

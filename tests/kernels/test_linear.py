@@ -9,8 +9,8 @@ from tiny_models import tiny_transformer
 from torch import nn
 
 from vargen.kernels.linear import transpose_linear_weights
-from vargen.models.condition import Condition
-from vargen.models.llamagen import LlamaGenTransformer
+from vargen.models.guidance import Condition
+from vargen.models.llamagen.network import LlamaGenTransformer
 from vargen.weight_files import weights_digest
 
 CLASSES = Condition(class_labels=torch.tensor([1, 4]))

@@ -7,9 +7,9 @@ import torch
 from tiny_models import attentive_transformer
 from torch import Tensor
 
-from vargen.models.condition import Condition
+from vargen.models.guidance import Condition
 from vargen.models.kv_cache import KVCache
-from vargen.models.llamagen import LlamaGenTransformer
+from vargen.models.llamagen.network import LlamaGenTransformer
 
 _ROWS, _GRID, _VOCAB = 3, 4, 40
 _N = _GRID**2

@@ -6,9 +6,9 @@ import pytest
 import torch
 from rejects import rejects
 
-from vargen.models.causal_video import CausalVideoTransformer
-from vargen.models.causal_video_blocks import apply_rotary, build_rotary_3d, split_rotary_dims
-from vargen.models.causal_video_cache import VideoCache, visible_frames
+from vargen.models.causal_video.blocks import apply_rotary, build_rotary_3d, split_rotary_dims
+from vargen.models.causal_video.cache import VideoCache, visible_frames
+from vargen.models.causal_video.network import CausalVideoTransformer
 
 SHAPE = {
     "dim": 24, "ffn_dim": 32, "num_heads": 2, "num_layers": 2, "channels": 3, "height": 4, "width": 6, "patch": 2,

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from vargen.convert.wan_transformer import to_diffusers
-from vargen.models.causal_video import CausalVideoTransformer
+from vargen.models.causal_video.network import CausalVideoTransformer
 
 from diffusers import WanTransformer3DModel  # isort: skip  (after the torchvision guard)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny_models import class_pipeline, class_var_pipeline, tiny_var
 
-from vargen.models.condition import Condition
+from vargen.models.guidance import Condition
 
 MAKERS = {
     "next-scale": lambda: class_var_pipeline(draft=False, vq={"scales": (1, 2, 3)}, scales=(1, 2, 3), depth=1),

@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 from tiny_models import attentive_transformer
 from torch import Tensor
 
-from vargen.models.condition import Condition
-from vargen.models.llamagen import LlamaGenTransformer
-from vargen.models.llamagen_blocks import RMSNorm
+from vargen.models.guidance import Condition
+from vargen.models.llamagen.blocks import RMSNorm
+from vargen.models.llamagen.network import LlamaGenTransformer
 
 _GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 _KINDS = ["c2i", "t2i"]

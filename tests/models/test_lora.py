@@ -6,8 +6,8 @@ import torch
 from rejects import rejects
 from tiny_video import SHAPE, randomised, transformer
 
-from vargen.models.causal_video import CausalVideoTransformer
-from vargen.models.lora import CausalVideoLoRA
+from vargen.models.causal_video.lora import CausalVideoLoRA
+from vargen.models.causal_video.network import CausalVideoTransformer
 from vargen.models.quantization import SCALE_SUFFIX, quantize_network, quantized_layers
 
 SIZE = {name: SHAPE[name] for name in ("dim", "ffn_dim", "num_layers")}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from vargen.models.llamagen import SIZES, LlamaGenTransformer
+from vargen.models.llamagen.network import SIZES, LlamaGenTransformer
 from vargen.models.tokenizers.vq import VQModel
 
 _MANIFEST: dict[str, dict[str, Any]] = json.loads(

@@ -7,9 +7,9 @@ import torch
 from tiny_models import attentive_transformer
 from torch import Tensor
 
-from vargen.models.condition import Condition
+from vargen.models.guidance import Condition
 from vargen.models.kv_cache import KVCache
-from vargen.models.llamagen import LlamaGenTransformer
+from vargen.models.llamagen.network import LlamaGenTransformer
 
 _VOCAB, _SCALE = 40, 3.0
 # Of the root mean square of the logits. bfloat16 carries 8 bits through every operation; rotation is in float32 for all.

@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 import vargen.assets
+from vargen.models.storage import dequantize_rows, quantize_rows
 from vargen.models.text_encoder import MiniLMTextEncoder
-from vargen.models.weight_storage import dequantize_rows, quantize_rows
 
 _PACKAGED = Path(vargen.assets.__file__).parent / "emoji"
 _WEIGHTS = "diffusion_pytorch_model.safetensors"

@@ -6,13 +6,13 @@ import pytest
 import torch
 from tiny_models import tiny_transformer
 
-from vargen.adapters.drafters import EagleModel, MedusaHeads
-from vargen.adapters.llamagen import LlamaGenTokenModel
 from vargen.decoding import Tree
-from vargen.models.condition import Condition
+from vargen.models.guidance import Condition
+from vargen.models.heads.decoding import EagleModel, MedusaHeads
 from vargen.models.heads.eagle import EagleDrafter
 from vargen.models.heads.medusa import MedusaDrafter
 from vargen.models.heads.upsampler import TokenUpsampler
+from vargen.models.llamagen.decoding import LlamaGenTokenModel
 
 _N, _STEPS = 16, 3
 

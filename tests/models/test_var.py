@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from vargen.kernels.ops import filter_logits
-from vargen.models.condition import Condition
-from vargen.models.var import VARTransformer, is_derived_buffer, official_config
+from vargen.models.guidance import Condition
+from vargen.models.var.network import VARTransformer, is_derived_buffer, official_config
 
 _GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 _CLOSE = 1e-4  # float32, same operations in another order

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from vargen.decoding import resolve_method
 from vargen.kernels.cpu_code import SCALE_PASS, TOKEN_STEPS
-from vargen.models.condition import Condition
+from vargen.models.guidance import Condition
 from vargen.models.quantization import quantize_network
-from vargen.models.var import VARTransformer
-from vargen.models.var_blocks import ScaleCache
-from vargen.models.var_int8 import Int8ScaleCache
+from vargen.models.var.blocks import ScaleCache
+from vargen.models.var.int8 import Int8ScaleCache
+from vargen.models.var.network import VARTransformer
 
 SHAPES: dict[str, dict[str, Any]] = {
     "text": {},

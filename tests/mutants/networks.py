@@ -1,4 +1,4 @@
-"""Faults of networks and kernels, of their caches, and of the adapters that show them to the algorithms."""
+"""Faults of networks and kernels, of their caches, and of what shows them to the algorithms."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MUTANTS = (
     Mutant(
         "sibling-visible",
         "In the attention mask of a draft tree, a token sees its earlier siblings.",
-        "vargen/adapters/llamagen.py",
+        "vargen/models/llamagen/decoding.py",
         "tree.ancestor_bits if state.fused else self._repeat_rows(tree.ancestors, 2)\n",
         "tree.ancestor_bits if state.fused else self._repeat_rows(tree.ancestors | tree.earlier_siblings, 2)\n",
         ("tests/decoding/test_trained_drafters.py::test_coupled_drafts_generate_the_image_of_ar",),
@@ -42,7 +42,7 @@ MUTANTS = (
     Mutant(
         "rotary-off-by-one",
         "Fed tokens are rotated to the position after their own.",
-        "vargen/models/llamagen.py",
+        "vargen/models/llamagen/network.py",
         "            positions = cache.length[:, None] + torch.arange(T, device=tokens_BT.device)\n"
         "        rotary = rotary_factors(",
         "            positions = cache.length[:, None] + torch.arange(1, T + 1, device=tokens_BT.device)\n"
@@ -52,7 +52,7 @@ MUTANTS = (
     Mutant(
         "padding-visible",
         "Tokens attend to the padding of a caption.",
-        "vargen/models/llamagen.py",
+        "vargen/models/llamagen/network.py",
         "device=x.device) if mask is None else mask.float()\n",
         "device=x.device) if mask is None else mask.float() * 0 + 1\n",
         ("tests/models/test_cache.py::test_the_compressed_prefix_is_the_long_one",),
@@ -60,7 +60,7 @@ MUTANTS = (
     Mutant(
         "guidance-formula",
         "Classifier-free guidance is c + s (c - u) instead of u + s (c - u).",
-        "vargen/models/llamagen.py",
+        "vargen/models/llamagen/network.py",
         "    return (unconditional + scale * (conditional - unconditional)).type_as(features_BTD)\n",
         "    return (conditional + scale * (conditional - unconditional)).type_as(features_BTD)\n",
         ("tests/models/test_step.py::test_guidance_before_the_output_product_is_guidance_after_it",),
@@ -68,7 +68,7 @@ MUTANTS = (
     Mutant(
         "guidance-interval",
         "Guidance of a language model ends one token before the end of its interval.",
-        "vargen/adapters/transformers.py",
+        "vargen/models/transformers/decoding.py",
         "                scale = torch.where(position <= self.guidance.interval + 1, scale, 1.0)[..., None]\n",
         "                scale = torch.where(position <= self.guidance.interval, scale, 1.0)[..., None]\n",
         (f"{_LANGUAGE_MODELS}::test_guidance_ends_with_the_last_step_of_its_interval",),
@@ -76,7 +76,7 @@ MUTANTS = (
     Mutant(
         "preview-swapped",
         "Rows and columns of GLM-Image's preview are swapped.",
-        "vargen/models/language_models/glm_image.py",
+        "vargen/models/transformers/glm_image.py",
         "    (rows, columns), side = size, _GLM_PATCH // 2\n",
         "    (columns, rows), side = size, _GLM_PATCH // 2\n",
         (f"{_LANGUAGE_MODELS}::test_a_preview_has_the_proportions_of_its_image",),
@@ -92,7 +92,7 @@ MUTANTS = (
     Mutant(
         "clean-frames-at-a-timestep",
         "Finished frames of a video enter the cache at timestep 1 instead of 0.",
-        "vargen/adapters/causal_video.py",
+        "vargen/models/causal_video/decoding.py",
         "        steps = torch.zeros(self.rows_per_video, latents.shape[1],",
         "        steps = torch.ones(self.rows_per_video, latents.shape[1],",
         ("tests/pipelines/test_video_results.py::test_blocks_are_those_of_a_loop_without_cache",),

@@ -20,7 +20,6 @@ from transformers import T5Config, T5EncoderModel
 
 import vargen.assets
 from vargen import LlamaGenPipeline
-from vargen.adapters.video_settings import validate_settings
 from vargen.models import component_files
 from vargen.models.component_files import validate_network_files
 from vargen.models.image_text import ImageTextModel
@@ -29,6 +28,7 @@ from vargen.pipelines.base import DiffusionPipeline
 from vargen.pipelines.llamagen import LLAMAGEN
 from vargen.pipelines.loading import SHARED_FILE
 from vargen.pipelines.registry import FAMILIES, inspect_model, open_pipeline
+from vargen.pipelines.video_settings import validate_settings
 from vargen.scoring.image_text import load_image_tower
 from vargen.weight_files import read_weight_header
 
@@ -317,14 +317,14 @@ LlamaGenTransformer = VQModel = DiffusionPipeline = T5Tokenizer = Evil
 """
 # By attack: where its code is, and what the index names.
 ATTACKS: dict[str, tuple[str, dict[str, Any]]] = {
-    "beside the weights": ("transformer/vargen.models.llamagen.py", {}),
+    "beside the weights": ("transformer/vargen.models.llamagen.network.py", {}),
     "as the library": ("tokenizer/transformers.py", {"tokenizer": ["transformers", "Evil"]}),
     "as a module of ours": ("transformer/vargen.evil.py", {"transformer": ["vargen.evil", "Evil"]}),
     "as a pipeline within": ("tokenizer/evil.py", {"tokenizer": ["diffusers", "DiffusionPipeline"]}),
     "as one more component": ("extra/evil.py", {"extra": ["evil", "Evil"]}),
     "as the pipeline": ("evil.py", {"_class_name": ["evil", "Evil"]}),
     "on the path": ("../stranger.py", {"vqvae": ["stranger", "VQModel"]}),
-    "in a linked folder": ("transformer/vargen.models.llamagen.PY", {}),
+    "in a linked folder": ("transformer/vargen.models.llamagen.network.PY", {}),
 }
 
 

@@ -12,15 +12,15 @@ import torch
 from tiny_language_models import make_chameleon, make_emu3, make_glm, make_janus, needs_janus, text_config
 
 import vargen
-from vargen.adapters.transformers import TransformersTokenModel
 from vargen.compat import installed_version
 from vargen.decoding import PRESETS, Sampling, Tree, decode, list_methods
 from vargen.evaluation.exact_sum import sum_pass
 from vargen.models.heads.eagle import EagleDrafter
 from vargen.models.heads.medusa import MedusaDrafter
-from vargen.models.language_models.base import PromptRows
-from vargen.models.language_models.glm_image import PreviewDrafter
-from vargen.models.language_models.supported import Emu3, Janus, describe_language_model
+from vargen.models.transformers.base import PromptRows
+from vargen.models.transformers.decoding import TransformersTokenModel
+from vargen.models.transformers.glm_image import PreviewDrafter
+from vargen.models.transformers.supported import Emu3, Janus, describe_language_model
 from vargen.training.teachers import make_teacher
 
 pytestmark = needs_janus

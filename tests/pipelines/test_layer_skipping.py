@@ -5,10 +5,10 @@ import torch
 from rejects import rejects
 from tiny_models import class_pipeline, tiny_transformer
 
-from vargen.adapters.llamagen import LlamaGenTokenModel
 from vargen.decoding import Accelerator, decode, speculative_sampling
 from vargen.decoding.experimental import LayerSkip
-from vargen.models.condition import Condition
+from vargen.models.guidance import Condition
+from vargen.models.llamagen.decoding import LlamaGenTokenModel
 
 
 def models() -> tuple[LlamaGenTokenModel, Condition]:

@@ -11,13 +11,13 @@ from table_methods import SharedMedusa
 from tiny_models import class_pipeline, class_var_pipeline, tiny_transformer
 
 from vargen import LlamaGenPipeline
-from vargen.adapters import drafters as low_res_drafters
 from vargen.decoding import Accelerator, DynamicTree, Jacobi, PooledRule, shared_noise, speculative_sampling
 from vargen.decoding.experimental import EagleSharedNoise
+from vargen.models.heads import decoding as low_res_drafters
 from vargen.models.heads.eagle import EagleDrafter
 from vargen.models.heads.medusa import MedusaDrafter
 from vargen.models.heads.upsampler import TokenUpsampler
-from vargen.models.llamagen import LlamaGenTransformer
+from vargen.models.llamagen.network import LlamaGenTransformer
 from vargen.pipelines import loading
 
 HEAD = {"dim": 32, "vocab_size": 64, "grid_size": 4}

@@ -15,12 +15,12 @@ from tiny_models import class_pipeline, text_pipeline, tiny_transformer
 from torch import Tensor
 
 from vargen import LlamaGenPipeline, open_pipeline
-from vargen.adapters.llamagen import LlamaGenTokenModel
 from vargen.decoding import Output, Sampling, Tree, resolve_method
 from vargen.evaluation.exact_sum import sum_pass
 from vargen.evaluation.exactness import DETECTED, TOLERANCE
 from vargen.kernels import cpu, cpu_code
-from vargen.models.condition import Condition
+from vargen.models.guidance import Condition
+from vargen.models.llamagen.decoding import LlamaGenTokenModel
 from vargen.models.quantization import quantize_network, validate_quantization
 
 

@@ -34,7 +34,7 @@ from vargen.models.quantization import quantized_layers
 RECORD = Path(__file__).parents[1] / "golden" / "recorded_scales.json"
 PROMPTS, SEEDS = ["a red apple", "grinning cat, flat style"], [11, 12]
 PRESETS = ("plain", "code", "economy")
-LOG_PROB_TOLERANCE = 0.05  # of the mean of a scale; other vector instructions change it by 0.01
+LOG_PROB_TOLERANCE = 0.1  # of the mean of a scale: other instructions change it by up to 0.06, quantization by 0.16
 BACKENDS = ("reference", "cpu")
 
 

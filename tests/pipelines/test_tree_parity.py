@@ -4,9 +4,9 @@ import pytest
 import torch
 from tiny_models import tiny_transformer
 
-from vargen.adapters.llamagen import LlamaGenTokenModel
 from vargen.decoding import Tree
-from vargen.models.condition import Condition
+from vargen.models.guidance import Condition
+from vargen.models.llamagen.decoding import LlamaGenTokenModel
 
 GRID, T, VOCAB = 4, 7, 64
 CLOSE = {"atol": 2e-5, "rtol": 1e-4}  # float32 sums in another order

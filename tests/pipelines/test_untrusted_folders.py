@@ -23,8 +23,8 @@ from tiny_models import text_pipeline
 
 import vargen
 from vargen.compat import installed_version
-from vargen.models.language_models.processors import reduce_template
 from vargen.models.text_encoder import TEXT_ENCODERS
+from vargen.models.transformers.processors import reduce_template
 from vargen.models.transformers_folder import StoredNetwork
 
 MARKER = "code-ran"

@@ -13,11 +13,11 @@ from tiny_targets import take_gpu_paths
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vargen.adapters.var import VARScaleModel, VARState
 from vargen.clock import Clock
 from vargen.decoding import PRESETS, Sampling, ScaleSchedule, Stage, decode_scales
 from vargen.decoding.scales import ScalePasses
-from vargen.models.condition import Condition
+from vargen.models.guidance import Condition
+from vargen.models.var.decoding import VARScaleModel, VARState
 
 
 @pytest.fixture(autouse=True)

@@ -8,9 +8,9 @@ from pathlib import Path
 from safetensors.torch import load_file
 from torch import Tensor
 
-from vargen.adapters.var import VARScaleModel
 from vargen.models.tokenizers.multi_scale_vq import MultiScaleVQModel
-from vargen.models.var import VARTransformer, is_derived_buffer
+from vargen.models.var.decoding import VARScaleModel
+from vargen.models.var.network import VARTransformer, is_derived_buffer
 
 _GOLDEN = Path(__file__).resolve().parent.parent / "golden" / "var"
 

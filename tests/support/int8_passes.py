@@ -11,9 +11,9 @@ from torch import Tensor
 
 from vargen.kernels.cpu import find_compiled_blocker
 from vargen.kernels.cpu_code import TOKEN_PASS, CompiledCode
-from vargen.models.condition import Condition
+from vargen.models.guidance import Condition
 from vargen.models.int8_cache import Int8Cache, PairedInt8Cache
-from vargen.models.llamagen import LlamaGenTransformer
+from vargen.models.llamagen.network import LlamaGenTransformer
 from vargen.models.quantization import quantize_network
 
 VOCAB, TOKENS, SCRATCH = 40, 16, 8

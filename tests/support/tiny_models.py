@@ -12,11 +12,11 @@ import torch
 from transformers import AutoTokenizer
 
 from vargen.assets import packaged_model_path
-from vargen.models.llamagen import LlamaGenTransformer
+from vargen.models.llamagen.network import LlamaGenTransformer
 from vargen.models.text_encoder import MiniLMTextEncoder
 from vargen.models.tokenizers.multi_scale_vq import MultiScaleVQModel
 from vargen.models.tokenizers.vq import VQModel
-from vargen.models.var import VARTransformer
+from vargen.models.var.network import VARTransformer
 from vargen.pipelines.llamagen import LlamaGenPipeline
 from vargen.pipelines.var import VARPipeline
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from tiny_models import tiny_transformer, tiny_vq
 
-from vargen.adapters.drafters import EagleModel, LowResolutionDrafter, MedusaHeads
-from vargen.adapters.llamagen import LlamaGenTokenModel
 from vargen.decoding.jacobi import Jacobi
+from vargen.models.heads.decoding import EagleModel, LowResolutionDrafter, MedusaHeads
 from vargen.models.heads.eagle import EagleDrafter
 from vargen.models.heads.medusa import MedusaDrafter
 from vargen.models.heads.upsampler import TokenUpsampler
+from vargen.models.llamagen.decoding import LlamaGenTokenModel
 
 GRID = 6  # so that windows of 16 reach beyond rows and, at the end, beyond the grid
 

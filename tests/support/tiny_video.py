@@ -8,12 +8,12 @@ from functools import cache
 
 import torch
 
-from vargen.adapters.causal_video import CausalVideoBlockModel
 from vargen.decoding import BlockRecord, BlockStream, BlockView, VideoMethod, decode_video
 from vargen.decoding.video.denoising import shifted_levels
 from vargen.decoding.video.policies import Policy
-from vargen.models.causal_video import CausalVideoTransformer
-from vargen.models.condition import Condition
+from vargen.models.causal_video.decoding import CausalVideoBlockModel
+from vargen.models.causal_video.network import CausalVideoTransformer
+from vargen.models.guidance import Condition
 from vargen.models.tokenizers.preview_decoder import PreviewDecoder
 from vargen.models.tokenizers.video_vae import CausalVideoVAE
 

@@ -11,7 +11,7 @@ from transformers import BertTokenizerFast
 import vargen.assets
 from vargen.decoding.video.denoising import shifted_levels
 from vargen.model_files import write_model_index
-from vargen.models.causal_video import CausalVideoTransformer
+from vargen.models.causal_video.network import CausalVideoTransformer
 from vargen.models.text_encoder import MiniLMTextEncoder
 from vargen.models.tokenizers.preview_decoder import PreviewDecoder
 from vargen.models.tokenizers.video_vae import CausalVideoVAE

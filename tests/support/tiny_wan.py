@@ -11,7 +11,7 @@ import torch
 from tiny_video import randomised
 
 from vargen.convert.wan_parts import TEXT_FILE, TOKENIZER_FOLDER, VAE_FILE
-from vargen.models.causal_video import CausalVideoTransformer
+from vargen.models.causal_video.network import CausalVideoTransformer
 
 from diffusers import AutoencoderKLWan  # isort: skip  (after the torchvision guard)
 

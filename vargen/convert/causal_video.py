@@ -15,8 +15,8 @@ from vargen.convert.wan_parts import WanPart, read_wan_parts
 from vargen.convert.wan_transformer import detect_transformer, read_transformer, resolve_latent_size
 from vargen.files import atomic_folder
 from vargen.model_files import write_model_index
-from vargen.models.causal_video import CausalVideoTransformer
-from vargen.models.causal_video_cache import validate_attention_window
+from vargen.models.causal_video.cache import validate_attention_window
+from vargen.models.causal_video.network import CausalVideoTransformer
 from vargen.values import parse_int, short_repr
 
 _FRAMES = 21  # latent frames of the videos on which the official models were trained

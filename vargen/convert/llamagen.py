@@ -25,7 +25,7 @@ from vargen.convert.state_dicts import (
     write_image_model,
 )
 from vargen.files import atomic_folder
-from vargen.models.llamagen import SIZES, LlamaGenTransformer
+from vargen.models.llamagen.network import SIZES, LlamaGenTransformer
 from vargen.models.text_encoder import TEXT_ENCODERS
 from vargen.models.tokenizer_folder import choose_class, load_tokenizer
 from vargen.models.tokenizers.vq import CODEBOOK_USED_SLOTS, VQModel

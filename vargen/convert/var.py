@@ -24,7 +24,7 @@ from vargen.convert.state_dicts import (
 )
 from vargen.files import atomic_folder
 from vargen.models.tokenizers.multi_scale_vq import MultiScaleVQModel
-from vargen.models.var import SCALES, VARTransformer, is_derived_buffer
+from vargen.models.var.network import SCALES, VARTransformer, is_derived_buffer
 
 # Sampling settings of the official demo. Its "cfg" of 4 weights the added difference, so the guidance scale is 5 here.
 DEFAULTS: dict[str, Any] = {"guidance_scale": 5.0, "temperature": 1.0, "top_k": 900, "top_p": 0.95}

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from vargen.decoding import DecodeStats, Method, Progress
 from vargen.evaluation.decoders import FixedDecoder, open_decoder
-from vargen.models.condition import Condition
+from vargen.models.guidance import Condition
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.seeds import resolve_seeds
 from vargen.pipelines.validation import validate_batch_size, validate_prompts, validate_seed

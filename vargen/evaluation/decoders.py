@@ -13,7 +13,7 @@ from torch import Tensor
 from vargen.decoding import DecodeOutput, Progress, Sampling, decode, decode_scales
 from vargen.decoding.costs import token_threads
 from vargen.device import limit_threads
-from vargen.models.condition import Condition
+from vargen.models.guidance import Condition
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.validation import validate_sampling
 

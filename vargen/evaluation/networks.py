@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from vargen.adapters import arbitrary_condition
 from vargen.decoding import ScaleModel
-from vargen.models.condition import Condition
+from vargen.models.guidance import Condition, arbitrary_condition
 from vargen.models.kv_cache import KVCache
 from vargen.models.quantization import quantize_network
 from vargen.pipelines.base import VisualPipeline

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from vargen.models.config_bounds import validate_config
-from vargen.models.weight_storage import QuantizedStorageMixin
+from vargen.models.storage import QuantizedStorageMixin
 from vargen.reading import read_bounded
 from vargen.values import short_repr
 from vargen.weight_files import read_weight_header, validate_layer_counts, validate_weights

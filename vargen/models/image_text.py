@@ -22,7 +22,7 @@ ensure_torchvision()
 
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 
-from vargen.models.weight_storage import ModelMixin, QuantizedStorageMixin, validate_weight_format  # noqa: F401
+from vargen.models.storage import ModelMixin, QuantizedStorageMixin, validate_weight_format  # noqa: F401
 
 PATCH = 4  # side of the pixel patches that the first layer folds into channels
 _LONGEST = 32  # maximum tokens of a caption

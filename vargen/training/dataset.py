@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vargen.models.condition import Condition
+from vargen.models.guidance import Condition
 from vargen.models.text_encoder import MiniLMTextEncoder
 from vargen.models.tokenizer_folder import load_tokenizer
 

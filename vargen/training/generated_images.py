@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 
 from vargen.decoding import Sampling, decode
 from vargen.files import atomic_file
-from vargen.models.condition import Condition
+from vargen.models.guidance import Condition
 from vargen.pipelines.llamagen import LlamaGenPipeline
 from vargen.pipelines.validation import validate_sampling
 from vargen.training.dataset import CaptionedImages

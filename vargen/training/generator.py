@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vargen.models.condition import Condition
-from vargen.models.llamagen import LlamaGenTransformer
+from vargen.models.guidance import Condition
+from vargen.models.llamagen.network import LlamaGenTransformer
 from vargen.models.tokenizers.vq import VQModel
 from vargen.pipelines.prompts import left_pad
 from vargen.training.config import Schedule, at_least, validate_fractions

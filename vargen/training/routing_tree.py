@@ -19,7 +19,7 @@ from torch import Tensor
 from vargen.decoding.video.denoising import TIMESTEPS, make_block_noise, predict_clean, step_noise_level
 from vargen.decoding.video.interfaces import BlockView
 from vargen.device import preferred_dtype
-from vargen.models.condition import Condition
+from vargen.models.guidance import Condition
 from vargen.models.tokenizers.video_vae import DecodeState
 from vargen.scoring.frames import FrameScorer
 from vargen.scoring.protocol import score_images

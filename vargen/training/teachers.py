@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from vargen.adapters.transformers import TransformersTokenModel
 from vargen.decoding import Tree
+from vargen.models.transformers.decoding import TransformersTokenModel
 from vargen.pipelines.language_model import LanguageModelPipeline
 
 

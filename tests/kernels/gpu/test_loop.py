@@ -7,8 +7,6 @@ import pytest
 import torch
 from tiny_models import tiny_transformer
 
-from vargen.adapters.drafters import EagleModel, MedusaHeads
-from vargen.adapters.llamagen import LlamaGenTokenModel
 from vargen.clock import Clock
 from vargen.decoding import (
     Accelerator,
@@ -25,9 +23,11 @@ from vargen.decoding.graph import EAGER_PASSES
 from vargen.decoding.token_pass import TokenPass
 from vargen.kernels.launch import record_launches
 from vargen.kernels.noise_bits import TokenNoise
-from vargen.models.condition import Condition
+from vargen.models.guidance import Condition
+from vargen.models.heads.decoding import EagleModel, MedusaHeads
 from vargen.models.heads.eagle import EagleDrafter
 from vargen.models.heads.medusa import MedusaDrafter
+from vargen.models.llamagen.decoding import LlamaGenTokenModel
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 METHODS = {

@@ -23,7 +23,7 @@ ensure_torchvision()
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 
 from vargen.models.offloading import read_weight
-from vargen.models.weight_storage import ModelMixin, QuantizedStorageMixin, validate_weight_format  # noqa: F401
+from vargen.models.storage import ModelMixin, QuantizedStorageMixin, validate_weight_format  # noqa: F401
 
 _ABOVE = (3, 5)  # receptive field at the high resolution: rows above, columns
 

@@ -27,10 +27,10 @@ from diffusers.utils import BaseOutput
 from diffusers.utils.accelerate_utils import apply_forward_hook
 
 from vargen.models.offloading import find_device
+from vargen.models.storage import ModelMixin, QuantizedStorageMixin, validate_weight_format  # noqa: F401
 from vargen.models.tokenizers.hybrid_blocks import HEAD_WIDTH, HybridDecoder, HybridEncoder
 from vargen.models.tokenizers.multi_scale_quantizer import MultiScaleQuantizer
 from vargen.models.tokenizers.vq_blocks import NORM_GROUPS, VQDecoder, VQEncoder, VQParameterNames
-from vargen.models.weight_storage import ModelMixin, QuantizedStorageMixin, validate_weight_format  # noqa: F401
 
 SCALES_256 = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16)
 SCALES_512 = (1, 2, 3, 4, 6, 9, 13, 18, 24, 32)

@@ -20,9 +20,9 @@ ensure_torchvision()
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 
 from vargen.models.offloading import find_device
+from vargen.models.storage import ModelMixin, QuantizedStorageMixin, validate_weight_format  # noqa: F401
 from vargen.models.tokenizers.hybrid_blocks import ChannelLayerNorm, ConvBlock, PatchExpand, depth_to_space
 from vargen.models.tokenizers.video_vae import DecodeState
-from vargen.models.weight_storage import ModelMixin, QuantizedStorageMixin, validate_weight_format  # noqa: F401
 
 
 class PreviewDecoder(QuantizedStorageMixin, ConfigMixin):

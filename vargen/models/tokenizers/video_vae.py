@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from vargen.compat import ensure_torchvision
 from vargen.models.offloading import find_device, read_weight
+from vargen.models.storage import ModelMixin, QuantizedStorageMixin, validate_weight_format  # noqa: F401
 from vargen.models.tokenizers.hybrid_blocks import (
     HEAD_WIDTH,
     ChannelLayerNorm,
@@ -28,7 +29,6 @@ from vargen.models.tokenizers.hybrid_blocks import (
     depth_to_space,
     space_to_depth,
 )
-from vargen.models.weight_storage import ModelMixin, QuantizedStorageMixin, validate_weight_format  # noqa: F401
 
 
 @dataclass(frozen=True)

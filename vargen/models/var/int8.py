@@ -20,12 +20,12 @@ from torch import Tensor
 
 from vargen.kernels.cpu_code import SCALE_PASS, TOKEN_STEPS
 from vargen.kernels.int8_format import score_limit, value_limit
-from vargen.models.condition import Condition
+from vargen.models.guidance import Condition
 from vargen.models.quantization import as_array, pack_layers
-from vargen.models.var_blocks import MOST_SHARPNESS, Modulation, ScaleCache
+from vargen.models.var.blocks import MOST_SHARPNESS, Modulation, ScaleCache
 
 if TYPE_CHECKING:
-    from vargen.models.var import VARTransformer
+    from vargen.models.var.network import VARTransformer
 
 
 class Int8ScaleCache(ScaleCache):

@@ -1,4 +1,4 @@
-"""Adapter of a `LlamaGenTransformer` for decoding: CFG rows, caches and positions.
+"""A `LlamaGenTransformer` as the token loop sees it: CFG rows, caches and positions.
 
 Shape suffixes: B images, R rows (B, or 2 B under guidance: conditional first), T fed tokens, A path slots, V vocabulary.
 """
@@ -13,14 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vargen.adapters import Guidance, cost_key, to_guidance
-from vargen.adapters.drafters import LowResolutionDrafter
 from vargen.decoding import Output, TokenModel, Tree
 from vargen.device import normal_tensors
-from vargen.models.condition import Condition
+from vargen.models.guidance import Condition, Guidance, cost_key, to_guidance
+from vargen.models.heads.decoding import LowResolutionDrafter
 from vargen.models.int8_cache import Int8Cache
 from vargen.models.kv_cache import KVCache
-from vargen.models.llamagen import LlamaGenTransformer
+from vargen.models.llamagen.network import LlamaGenTransformer
 from vargen.models.offloading import validate_offloading
 
 

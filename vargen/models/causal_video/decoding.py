@@ -1,4 +1,4 @@
-"""Adapter of a `CausalVideoTransformer` for the block loop: prompts, CFG rows, caches and timesteps.
+"""A `CausalVideoTransformer` as the block loop sees it: prompts, CFG rows, caches, timesteps, and the router of drafts.
 
 Shape suffixes: F latent frames, C channels, Y/X rows and columns, P rows of text.
 """
@@ -7,17 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from vargen.adapters import Guidance, cost_key, to_guidance
 from vargen.decoding.video.denoising import TIMESTEPS, predict_clean
-from vargen.decoding.video.interfaces import BlockModel
-from vargen.models.causal_video import CausalVideoTransformer
-from vargen.models.causal_video_cache import TextCache, VideoCache
-from vargen.models.condition import Condition
+from vargen.decoding.video.interfaces import BlockModel, DraftRouter, DraftView
+from vargen.decoding.video.policies import VideoMethod
+from vargen.models.causal_video.cache import TextCache, VideoCache
+from vargen.models.causal_video.network import CausalVideoTransformer
+from vargen.models.guidance import Condition, Guidance, cost_key, to_guidance
+from vargen.weight_files import weights_digest
 
 
 @dataclass
@@ -119,3 +121,21 @@ class CausalVideoBlockModel(BlockModel):
             with_prompt, without = velocity.chunk(2)
             velocity = without + self.guidance.scale * (with_prompt - without)
         return predict_clean(noisy, velocity, level)
+
+
+def drafter_digest(pipe: Any, exit_step: int) -> str:
+    """Return the digest of the network that makes the drafts, the same in float32 and bfloat16."""
+    return weights_digest(pipe.transformer if exit_step else pipe.draft_transformer, dtype=torch.bfloat16)
+
+
+def bind_router(pipe: Any, method: VideoMethod) -> DraftRouter | None:
+    """Return the router of a pipeline for a method, or None if the method needs none or there is none."""
+    router = pipe.router
+    if router is None or not method.policy.needs_router:
+        return None
+    router.validate_drafter(drafter_digest(pipe, method.exit_step), method.exit_step)
+
+    def rank(view: DraftView) -> float:
+        return float(router(view.latents, view.previous, view.first, view.number)[0])
+
+    return rank

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vargen.models.llamagen import MAX_GRID
+from vargen.models.llamagen.network import MAX_GRID
 from vargen.models.offloading import find_device, read_weight
 from vargen.models.transformers_folder import NetworkKind
 from vargen.values import parse_int, short_repr

@@ -12,14 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vargen.models.language_models.base import (
+from vargen.models.offloading import read_weight
+from vargen.models.transformers.base import (
     ImageLanguageModel,
     PromptRows,
     make_sliced_head,
     pad_prompts,
     validate_size,
 )
-from vargen.models.offloading import read_weight
 from vargen.models.transformers_folder import NetworkKind
 
 _GLM_PATCH = 32  # pixels per token of the image

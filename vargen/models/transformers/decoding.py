@@ -1,7 +1,7 @@
-"""Adapter of causal language models of transformers that generate images as tokens.
+"""Causal language models of transformers that generate images, as the token loop sees them.
 
 The network is used unchanged: it gets our cache through transformers' cache interface, an additive 4-D mask, and explicit
-position ids. `ImageLanguageModel` describes what differs from model to model; see `vargen.models.language_models`.
+position ids. `ImageLanguageModel` describes what differs from model to model; see `vargen.models.transformers`.
 
 Shape suffixes: B images, R rows (B, times two with guidance: conditional rows first), P prompt tokens, T fed tokens, A path
 slots, H heads, K head width, D feature width, V tokens of the image vocabulary.
@@ -25,10 +25,10 @@ ensure_torchvision()
 from transformers import __version__ as transformers_version
 from transformers.cache_utils import Cache
 
-from vargen.adapters import Guidance, apply_guidance, to_guidance
 from vargen.decoding import Output, TokenModel, Tree
+from vargen.models.guidance import Guidance, apply_guidance, to_guidance
 from vargen.models.kv_cache import CacheView, KVCache
-from vargen.models.language_models.base import ImageLanguageModel, PromptRows, validate_network
+from vargen.models.transformers.base import ImageLanguageModel, PromptRows, validate_network
 from vargen.values import short_repr
 
 _FLOOR = -1e9  # logit of tokens that cannot occur: infinite logits are errors, and this survives a division by 1e-5

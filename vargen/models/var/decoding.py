@@ -1,4 +1,4 @@
-"""Adapter of a `VARTransformer` and its image tokenizer for decoding: CFG rows, caches and the sum over scales.
+"""A `VARTransformer` and its image tokenizer as the loop over scales sees them: CFG rows, caches and the sum over scales.
 
 Shape suffixes: B images, R rows (B, or 2 B under guidance: conditional first), T tokens of one pass, n of one scale, V codes.
 """
@@ -12,14 +12,13 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from vargen.adapters import Guidance, cost_key, to_guidance
 from vargen.decoding import ScaleModel
 from vargen.device import inference_mode_for
-from vargen.models.condition import Condition
+from vargen.models.guidance import Condition, Guidance, cost_key, to_guidance
 from vargen.models.offloading import validate_offloading
 from vargen.models.tokenizers.multi_scale_quantizer import MultiScaleQuantizer
-from vargen.models.var import VARTransformer
-from vargen.models.var_blocks import ScaleCache
+from vargen.models.var.blocks import ScaleCache
+from vargen.models.var.network import VARTransformer
 
 
 @dataclass

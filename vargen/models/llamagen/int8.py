@@ -28,12 +28,12 @@ from vargen.kernels.int8 import (
     rotate_pairs,
 )
 from vargen.kernels.int8_format import score_limit, value_limit
-from vargen.models.condition import Condition
+from vargen.models.guidance import Condition
 from vargen.models.int8_cache import Int8Cache, PairedInt8Cache
 from vargen.models.quantization import as_array, pack_layers
 
 if TYPE_CHECKING:
-    from vargen.models.llamagen import LlamaGenTransformer
+    from vargen.models.llamagen.network import LlamaGenTransformer
 
 Guidance = float | Tensor | None
 Outputs = tuple[Tensor, Tensor, Tensor]  # logits, features, hidden states

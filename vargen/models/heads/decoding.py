@@ -1,4 +1,4 @@
-"""Adapters of the trained drafters of a LlamaGen transformer, whose embedding, final norm and output layer they share.
+"""Trained drafters of a LlamaGen transformer as decoding sees them. They share its embedding, final norm and output layer.
 
 Shape suffixes: B images, R rows (B, or 2 B under guidance: conditional first), T fed slots, D width, V vocabulary, h heads.
 """
@@ -18,8 +18,8 @@ from vargen.decoding.noise import Purpose, derive_seeds
 from vargen.decoding.sampling import SlotSampling
 from vargen.decoding.tree_drafters import repeat_for_cfg
 from vargen.device import normal_tensors
-from vargen.models.condition import Condition
 from vargen.models.config_bounds import require_equal
+from vargen.models.guidance import Condition
 from vargen.models.heads.eagle import EagleDrafter
 from vargen.models.heads.medusa import MedusaDrafter
 from vargen.models.heads.upsampler import TokenUpsampler
@@ -130,7 +130,7 @@ class MedusaHeads(ParallelHeads):
 
 
 if TYPE_CHECKING:
-    from vargen.adapters.llamagen import LlamaGenTokenModel
+    from vargen.models.llamagen.decoding import LlamaGenTokenModel
 
 _WINDOW = 16
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vargen.models.causal_video_geometry import VideoGeometry
+from vargen.models.causal_video.geometry import VideoGeometry
 
 
 def validate_attention_window(window: int | None, sinks: int, least: int) -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vargen.models.causal_video_cache import LayerCache, LayerTextCache
+from vargen.models.causal_video.cache import LayerCache, LayerTextCache
 
 _ROPE_BASE = 10000.0
 _EPS = 1e-6

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vargen.models.language_models.base import (
+from vargen.models.offloading import read_weight
+from vargen.models.transformers.base import (
     ImageLanguageModel,
     PromptRows,
     make_sliced_head,
     pad_prompts,
     validate_size,
 )
-from vargen.models.language_models.glm_image import GLMImage
-from vargen.models.offloading import read_weight
+from vargen.models.transformers.glm_image import GLMImage
 from vargen.models.transformers_folder import NetworkKind
 from vargen.values import short_repr
 from vargen.weight_files import weights_digest

@@ -19,10 +19,10 @@ ensure_torchvision()
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 
 from vargen.kernels.int8 import quantize_weight_rows
-from vargen.models.causal_video import CausalVideoTransformer
-from vargen.models.causal_video_blocks import CausalVideoBlock
+from vargen.models.causal_video.blocks import CausalVideoBlock
+from vargen.models.causal_video.network import CausalVideoTransformer
 from vargen.models.quantization import SCALE_SUFFIX
-from vargen.models.weight_storage import ModelMixin, QuantizedStorageMixin, validate_weight_format  # noqa: F401
+from vargen.models.storage import ModelMixin, QuantizedStorageMixin, validate_weight_format  # noqa: F401
 
 
 class LowRankUpdate(nn.Module):

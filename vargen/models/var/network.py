@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vargen.compat import ensure_torchvision
-from vargen.models.condition import Condition
+from vargen.models.guidance import Condition
 
 ensure_torchvision()
 
@@ -32,12 +32,12 @@ from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.utils import BaseOutput
 
 from vargen.kernels.cpu_code import SCALE_PASS, TOKEN_STEPS, CompiledCode
-from vargen.models import var_int8 as int8
 from vargen.models.offloading import read_weight
 from vargen.models.quantization import replace_linear_layers, validate_quantization
+from vargen.models.storage import ModelMixin, QuantizedStorageMixin, validate_weight_format  # noqa: F401
 from vargen.models.tokenizers.multi_scale_vq import SCALES_256, SCALES_512
-from vargen.models.var_blocks import HeadModulation, Modulation, ScaleCache, VARBlock, make_caption_mlp, modulate
-from vargen.models.weight_storage import ModelMixin, QuantizedStorageMixin, validate_weight_format  # noqa: F401
+from vargen.models.var import int8
+from vargen.models.var.blocks import HeadModulation, Modulation, ScaleCache, VARBlock, make_caption_mlp, modulate
 
 # Official scale tables: sides of the scales, by the image size in pixels.
 SCALES: dict[int, tuple[int, ...]] = {

@@ -23,11 +23,11 @@ from vargen.device import normal_tensors
 from vargen.kernels.cpu_code import TOKEN_PASS, TOKEN_STEPS, CompiledCode
 from vargen.kernels.dispatch import is_eager_cpu
 from vargen.kernels.linear import TransposableWeights, transpose_linear_weights
-from vargen.models import llamagen_int8 as int8
-from vargen.models.condition import Condition
+from vargen.models.guidance import Condition
 from vargen.models.int8_cache import Int8Cache
 from vargen.models.kv_cache import KVCache
-from vargen.models.llamagen_blocks import (
+from vargen.models.llamagen import int8
+from vargen.models.llamagen.blocks import (
     CaptionEmbedder,
     LabelEmbedder,
     Linear,
@@ -45,7 +45,7 @@ ensure_torchvision()
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.utils import BaseOutput
 
-from vargen.models.weight_storage import ModelMixin, QuantizedStorageMixin, validate_weight_format  # noqa: F401
+from vargen.models.storage import ModelMixin, QuantizedStorageMixin, validate_weight_format  # noqa: F401
 
 # Official model sizes.
 SIZES: dict[str, dict[str, int]] = {

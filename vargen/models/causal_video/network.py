@@ -22,7 +22,7 @@ ensure_torchvision()
 
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 
-from vargen.models.causal_video_blocks import (
+from vargen.models.causal_video.blocks import (
     CausalVideoBlock,
     ModulatedHead,
     Plan,
@@ -30,11 +30,11 @@ from vargen.models.causal_video_blocks import (
     plan_attention,
     timestep_embedding,
 )
-from vargen.models.causal_video_cache import TextCache, VideoCache, visible_frames
-from vargen.models.causal_video_geometry import VideoGeometry
+from vargen.models.causal_video.cache import TextCache, VideoCache, visible_frames
+from vargen.models.causal_video.geometry import VideoGeometry
 from vargen.models.offloading import is_hooked
 from vargen.models.quantization import replace_linear_layers, validate_quantization
-from vargen.models.weight_storage import ModelMixin, QuantizedStorageMixin, validate_weight_format  # noqa: F401
+from vargen.models.storage import ModelMixin, QuantizedStorageMixin, validate_weight_format  # noqa: F401
 
 
 class CausalVideoTransformer(QuantizedStorageMixin, ConfigMixin):
