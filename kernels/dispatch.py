@@ -18,13 +18,14 @@ from torch import Tensor
 logger = logging.getLogger("vargen")
 
 KERNELS_ENV = "VARGEN_KERNELS"
+EAGER_CPU = True  # tests set it to False to take the paths of a GPU on a CPU
 MAX_VOCAB = 16384  # largest vocabulary whose row fits in the registers of a program
 _CHOICES = ("auto", "reference", "triton", "cpu")
 
 
 def is_eager_cpu(tensor: Tensor) -> bool:
     """Whether to use the paths for eager passes on a CPU: NumPy, other orders of operands, dynamic shapes."""
-    return tensor.is_cpu and not torch.compiler.is_compiling()
+    return tensor.is_cpu and EAGER_CPU and not torch.compiler.is_compiling()
 
 
 def is_eager_cpu_float32(x: Tensor) -> bool:

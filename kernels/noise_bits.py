@@ -33,6 +33,7 @@ _MIX2 = _to_signed(0x94D049BB133111EB)
 _GOLDEN32 = _to_signed(0x9E3779B9, 32)
 _LOW1 = _to_signed(0x7FEB352D, 32)
 _LOW2 = _to_signed(0x846CA68B, 32)
+NUM_PURPOSES = 9  # of noise that a pass has
 UNIT = 2.0**-31 * (1 - 2.0**-24)  # scales 31 bits plus a half to (0, 1); never rounds to 1
 
 
@@ -129,7 +130,10 @@ def exponential_of_keys(keys: Tensor, vocab: int) -> Tensor:
 
 def sample_uniform(seeds: Tensor, position: Tensor, purpose: int, step: int | Tensor = 0) -> Tensor:
     """Uniforms float32 `[B, T]` in (0, 1), for seeds int64 `[B]` and positions int64 `[B, T]`."""
-    keys = make_keys(seeds, position, purpose, step)
+    return uniform_of_keys(make_keys(seeds, position, purpose, step))
+
+
+def uniform_of_keys(keys: Tensor) -> Tensor:
     if uses_numpy(keys):
         bits = (keys.numpy().view(np.uint64) >> np.uint64(32)) & np.uint64(0x7FFFFFFF)
         return torch.from_numpy(bits.astype(np.float32) * np.float32(UNIT) + np.float32(UNIT / 2))
@@ -138,7 +142,10 @@ def sample_uniform(seeds: Tensor, position: Tensor, purpose: int, step: int | Te
 
 def sample_uniform64(seeds: Tensor, position: Tensor, purpose: int, step: int | Tensor = 0) -> Tensor:
     """Uniforms float64 `[B, T]` in (0, 1), with 52 bits, enough to sample from any vocabulary."""
-    keys = make_keys(seeds, position, purpose, step)
+    return uniform64_of_keys(make_keys(seeds, position, purpose, step))
+
+
+def uniform64_of_keys(keys: Tensor) -> Tensor:
     if uses_numpy(keys):
         return torch.from_numpy(((keys.numpy().view(np.uint64) >> np.uint64(12)) + 0.5) * 2.0**-52)
     return ((keys >> 12).bitwise_and_((1 << 52) - 1).to(torch.float64) + 0.5) * 2.0**-52
@@ -150,10 +157,11 @@ def sample_exponential(seeds: Tensor, position: Tensor, vocab: int, purpose: int
 
 
 class TokenNoise:
-    """The shared noise of images (purpose 0) at all positions of a run, so that no pass recomputes it.
+    """What the noise of images in a run shares, so that it is not computed again.
 
-    Keys are computed once for all positions. On a CPU, the noise of recent positions is cached too, because a window requests
-    most of them again in every pass.
+    The keys of the shared noise (purpose 0) are computed once for all positions. On a CPU, the noise of recent positions is
+    cached too, because a window requests most of them again in every pass. On other devices, a pass computes at once what the
+    keys of all purposes and positions have in common.
 
     Args:
         seeds: int64 `[B]`.
@@ -162,6 +170,9 @@ class TokenNoise:
 
     def __init__(self, seeds: Tensor, positions: int):
         self._keys = make_keys(seeds, torch.arange(positions, device=seeds.device).expand(len(seeds), -1), purpose=0)
+        self._pass: tuple[Tensor, Tensor] | None = None  # seeds and numbers [B] of a pass whose streams are not computed yet
+        self._purposes = torch.arange(1, NUM_PURPOSES + 1, device=seeds.device)[:, None]
+        self._streams = torch.zeros(NUM_PURPOSES, len(seeds), dtype=torch.int64, device=seeds.device)  # [purpose, B]
         self._ring = np.empty((len(seeds), 0, 0), np.float32)  # [B, W, V], position p at index p % W
         self._ring_position = np.empty((len(seeds), 0), np.int64)  # [B, W], the cached positions
 
@@ -171,6 +182,20 @@ class TokenNoise:
         self._keys.index_copy_(0, rows, make_keys(seeds, positions, purpose=0))
         if uses_numpy(rows):  # a device would be waited for
             self._ring_position[rows.numpy()] = -1
+
+    def start_pass(self, seeds: Tensor, step: Tensor) -> None:
+        """Start a pass with the number `step` int64 `[B]` of images with seeds `[B]`."""
+        self._pass = seeds, step
+
+    def pass_keys(self, position: Tensor, purpose: int) -> Tensor | None:
+        """The keys of `make_keys` in the pass that was started, int64 `[B, T]`; None on a CPU."""
+        if uses_numpy(position):
+            return None
+        if self._pass is not None:  # the first of its random numbers that the pass needs
+            seeds, step = self._pass
+            self._streams.copy_(_mix_(seeds + (step * 64 + self._purposes) * _GOLDEN))
+            self._pass = None
+        return _mix_(self._streams[purpose][:, None] + (position + 1) * _GOLDEN)
 
     def exponential(self, position: Tensor, vocab: int) -> Tensor:
         """Same values as `sample_exponential`."""

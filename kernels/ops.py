@@ -14,17 +14,38 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cache
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from vargen.kernels.dispatch import is_eager_cpu, supports_rows
+from vargen.device import normal_tensors
+from vargen.kernels.dispatch import is_eager_cpu, is_eager_cpu_float32, supports_rows
 
 MIN_TEMPERATURE = 1e-5  # used in place of 0 (greedy): dividing float32 logits by it leaves only the argmax, or ties
 KEEP_ALL = 2.0  # top-p of an image without one: no sum exceeds it
 _BLOCK = 64
 _BELOW_ONE = 1 - 2.0**-50
+
+# -- networks -----------------------------------------------------------------------------------------------------------------
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in float32 (Zhang & Sennrich 2019)."""
+    if not is_eager_cpu_float32(x):
+        return F.rms_norm(x, weight.shape, weight, eps)
+    root, offset = _norm_constants(x.shape[-1], eps)  # x / sqrt(|x|^2 / D + eps) = x root / sqrt(|x|^2 + offset^2)
+    length = torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), offset)
+    return torch.div(x, length).mul_(weight * root)  # three times as fast as torch's
+
+
+@cache
+@normal_tensors()
+def _norm_constants(width: int, eps: float) -> tuple[Tensor, Tensor]:
+    return torch.tensor(width**0.5, dtype=torch.float32), torch.tensor((width * eps) ** 0.5, dtype=torch.float32)
+
 
 # -- logits to probabilities ------------------------------------------------------------------------------------------------
 

@@ -50,7 +50,7 @@ def _pass(model: LlamaGenTransformer, lengths: list[int], T: int, guidance: bool
             assert isinstance(cache.view_for_pass(T).slots, slice) == (len(set(lengths)) == 1), "rows alike, and not others"
             return model(tokens, cache=cache, guidance=_SCALE if guidance else None).logits, cache
     ordinary = model.new_cache(cache.rows, scratch=cache.scratch)
-    for name in ("k", "v", "length", "prefix_bias"):
+    for name in ("kv", "length", "prefix_bias", "_bias"):
         setattr(ordinary, name, getattr(cache, name).clone())
     with torch.enable_grad():
         logits = model(tokens, cache=ordinary).logits

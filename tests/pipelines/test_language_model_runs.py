@@ -19,6 +19,7 @@ from vargen.cli.main import app
 from vargen.compat import installed_version
 from vargen.decoding import PRESETS, Accelerator, Engine, decode, shared_noise, speculative_sampling
 from vargen.decoding.experimental import LayerSkip
+from vargen.kernels import dispatch
 from vargen.models.heads.medusa import MedusaDrafter
 from vargen.pipelines.language_model import LanguageModelPipeline
 from vargen.pipelines.registry import inspect_model, open_pipeline
@@ -73,7 +74,7 @@ def test_the_memory_of_a_run_is_fixed_at_its_start(method: str) -> None:
 def test_passes_can_be_captured_as_a_graph(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The host waits for no value within a pass, and the state of a pass is a tree of tensors at fixed places."""
     pipe = make(name)
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)  # takes the passes of a GPU
+    monkeypatch.setattr(dispatch, "EAGER_CPU", False)  # takes the passes of a GPU
     monkeypatch.setattr(RecordedGraph, "made", 0)
     inputs = pipe.decoding_model(), pipe.encode_condition(PROMPTS)[0], torch.arange(2), "gumbel"
     assert torch.equal(decode(*inputs, graphs=RecordedGraph).tokens, decode(*inputs).tokens) and RecordedGraph.made == 1

@@ -24,7 +24,8 @@ from tiny_language_models import make_emu3, make_glm, make_janus
 
 import vargen
 from vargen.compat import installed_version
-from vargen.decoding.noise import Purpose, sample_uniform64
+from vargen.decoding.noise import Purpose
+from vargen.kernels.noise_bits import sample_uniform64
 
 RECORD = Path(__file__).parents[1] / "golden" / "recorded_language_models.json"
 SPREAD = 0.3

@@ -10,6 +10,7 @@ import torch
 from tiny_models import tiny_transformer, tiny_vq
 
 from vargen.decoding.jacobi import Jacobi
+from vargen.kernels import dispatch
 from vargen.models.heads.decoding import EagleModel, LowResolutionDrafter, MedusaHeads
 from vargen.models.heads.eagle import EagleDrafter
 from vargen.models.heads.medusa import MedusaDrafter
@@ -43,4 +44,4 @@ def take_gpu_paths(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let passes on a CPU take the paths of a GPU: no NumPy, no shapes that values decide, no windows chosen in each pass."""
     choose, gpu = Jacobi.choose_widths, SimpleNamespace(device=torch.device("cuda"))
     monkeypatch.setattr(Jacobi, "choose_widths", lambda self, model, condition, slots: choose(self, gpu, condition, slots))
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    monkeypatch.setattr(dispatch, "EAGER_CPU", False)

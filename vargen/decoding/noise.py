@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from vargen.kernels import ops
-from vargen.kernels.noise_bits import TokenNoise, add_steps, make_keys, sample_exponential, sample_uniform, sample_uniform64
+from vargen.kernels.noise_bits import TokenNoise, add_steps, exponential_of_keys, make_keys, uniform64_of_keys, uniform_of_keys
 from vargen.kernels.token_steps import NoiseKey
 
 
@@ -57,7 +57,7 @@ class Noise:
         position: int64 `[B, T]`, grid position of the token after each fed slot.
         step: pass number; an int64 tensor if the device counts passes, with identical results: `[]`, or `[B]` if images of a
             batch did not start together (`vargen.decoding.engine`).
-        token_noise: cached shared noise of the images; None recomputes it.
+        token_noise: what the noise of the images and of this pass shares; None computes it.
         needed: bool, broadcasts to `[B, T]`; samples elsewhere have no effect on what is generated. Used only where outcomes
             are enumerated (`vargen.evaluation.enumeration`). None: all are needed.
         is_keyed: whether it is the function of seeds, positions, purposes and passes that compiled code computes (`make_keys`).
@@ -74,15 +74,21 @@ class Noise:
         """Exponential noise, float32 `[B, T, V]` > 0, for Gumbel-max sampling."""
         if purpose == Purpose.TOKEN and self.token_noise is not None:
             return self.token_noise.exponential(self.position, vocab)
-        return sample_exponential(self.seeds, self.position, vocab, purpose, 0 if purpose == Purpose.TOKEN else self.step)
+        return exponential_of_keys(self._make_keys(purpose), vocab)
 
     def uniform(self, purpose: Purpose) -> Tensor:
         """Uniforms, float32 `[B, T]` in (0, 1)."""
-        return sample_uniform(self.seeds, self.position, purpose, 0 if purpose == Purpose.TOKEN else self.step)
+        return uniform_of_keys(self._make_keys(purpose))
 
     def uniform64(self, purpose: Purpose) -> Tensor:
         """Uniforms, float64 `[B, T]` in (0, 1), for `sample_categorical`."""
-        return sample_uniform64(self.seeds, self.position, purpose, 0 if purpose == Purpose.TOKEN else self.step)
+        return uniform64_of_keys(self._make_keys(purpose))
+
+    def _make_keys(self, purpose: Purpose) -> Tensor:
+        if purpose == Purpose.TOKEN:
+            return make_keys(self.seeds, self.position, purpose)
+        kept = None if self.token_noise is None else self.token_noise.pass_keys(self.position, purpose)
+        return make_keys(self.seeds, self.position, purpose, self.step) if kept is None else kept
 
     def sample(self, probs: Tensor, purpose: Purpose) -> Tensor:
         """Sample tokens int64 `[B, T]` from probabilities `[B, T, V]`, which need not sum to 1.

@@ -104,6 +104,7 @@ class TokenPass:
         """Run a pass that feeds at most `width` tokens."""
         state, model, measure = self.state, self.model, self.clock.measure
         with measure("draft"):
+            state.token_noise.start_pass(state.seeds, state.pass_number)
             noise = self._noise(state.length[:, None])
             draft = self.drafter.propose(state, noise, width).put_forced(model.forced, state.length)
             inputs, position = state.feed(draft)

@@ -69,11 +69,9 @@ def half_filled_caches(transformer: Any, rows: int, widths: Sequence[int]) -> di
             cache.commit_chain(transformer.tokens // 2)
         return caches
     widest = caches[max(widths)]
-    widest.k.normal_()
-    widest.v.normal_()
-    keys, values = widest.k.flatten(), widest.v.flatten()
+    filled = widest.kv.normal_().flatten()
     for cache in caches.values():
-        cache.k, cache.v = keys[: cache.k.numel()].view_as(cache.k), values[: cache.v.numel()].view_as(cache.v)
+        cache.kv = filled[: cache.kv.numel()].view_as(cache.kv)
         cache.commit_chain(transformer.tokens // 2)
     return caches
 

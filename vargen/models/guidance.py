@@ -116,7 +116,10 @@ def to_guidance(value: Guidance | float) -> Guidance:
 
 def apply_guidance(conditional: Tensor, unconditional: Tensor, scale: float | Tensor) -> Tensor:
     """Classifier-free guidance on float32 logits: u + s (c - u) (Ho & Salimans 2022, in LlamaGen's form)."""
-    return unconditional + scale * (conditional - unconditional)
+    difference = conditional - unconditional
+    if isinstance(scale, Tensor):
+        return torch.addcmul(unconditional, difference, scale)
+    return unconditional.add(difference, alpha=scale)
 
 
 def arbitrary_condition(pipe: Any, batch: int) -> Condition:

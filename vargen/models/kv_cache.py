@@ -33,9 +33,8 @@ class KVCache:
     Attributes:
         length: `[R]` int64, number of cached image tokens per row (the pointer). The next fed token has position `length`.
         fused: whether Triton kernels compute attention and move slots. Decided once here instead of in every pass.
-        prefix_bias: `[R, P]` float32, added to the scores of the prefix slots.
-        norm_scales: by layer, precomputed weights of its two norms on a CPU; see `RMSNorm.weight_times_sqrt_dim`. Empty until
-            the prefill.
+        prefix_bias: `[R, P]` float32, added to the scores of the prefix slots; set by `set_prefix_bias`.
+        kv: `[layers, R, 2 H, S, K]`, the keys of all heads and then the values, so that a pass writes both at once.
     """
 
     def __init__(
@@ -51,32 +50,48 @@ class KVCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ):
-        self.rows, self.prefix, self.tokens, self.scratch = rows, prefix, tokens, scratch
-        self.slots = prefix + tokens + scratch
+        self.rows, self.heads, self.prefix, self.tokens, self.scratch = rows, heads, prefix, tokens, scratch
         self.length = torch.zeros(rows, dtype=torch.int64, device=device)
+        # On a GPU, torch would copy a mask of another length in each layer.
+        multiple = 1 if is_eager_cpu(self.length) else 8
+        self.slots = -(-(prefix + tokens + scratch) // multiple) * multiple
         self.fused = head_dim <= MAX_HEAD_DIM and dtype in KERNEL_DTYPES and uses_triton(self.length)
         # For kernels, slots are padded (such as from a width of 100 to 112) so that each starts at a multiple of 16 bytes.
         room = -(-head_dim // 16) * 16 if self.fused else head_dim
-        shape = (layers, rows, heads, self.slots, room)
-        self.k, self.v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+        self.kv = torch.zeros(layers, rows, 2 * heads, self.slots, room, dtype=dtype, device=device)
         if room > head_dim:
-            self.k, self.v = self.k[..., :head_dim], self.v[..., :head_dim]
+            self.kv = self.kv[..., :head_dim]
         self._done = torch.zeros(rows if self.fused else 0, dtype=torch.int32, device=device)
         self.prefix_bias = torch.zeros(rows, prefix, dtype=torch.float32, device=device)
-        self.norm_scales: list[tuple[Tensor | None, Tensor | None]] = []
-        first = torch.arange(rows * heads, device=device).view(rows, 1, heads) * self.slots
-        self._first_slot = first + prefix  # of the image, in the flattened slots of all rows and heads
-        self._image_slot = torch.arange(tokens + scratch, device=device)
+        self._bias = torch.zeros(rows, self.slots, dtype=dtype, device=device)  # of visible slots: 0 after the prefix
+        first = torch.arange(rows * 2 * heads, device=device).view(rows, 1, 2 * heads) * self.slots
+        self._first_slot = first + prefix  # of the image, in the flattened slots of all rows, and heads of keys and values
+        self._image_slot = torch.arange(self.slots, device=device) - prefix  # by slot; negative: conditioning
+
+    @property
+    def k(self) -> Tensor:
+        """Keys `[layers, R, H, S, K]`, a view."""
+        return self.kv[:, :, : self.heads]
+
+    @property
+    def v(self) -> Tensor:
+        """Values `[layers, R, H, S, K]`, a view."""
+        return self.kv[:, :, self.heads :]
 
     @property
     def nbytes(self) -> int:
-        return self.k.nbytes + self.v.nbytes
+        return self.kv.nbytes
 
     def write_prefix(self, layer: int, k_RPHK: Tensor | None, v_RPHK: Tensor) -> None:
         """Store the conditioning. `k_RPHK=None` leaves the keys at zero, as LlamaGen's conditioning keys always are."""
         if k_RPHK is not None:
             self.k[layer, :, :, : self.prefix] = k_RPHK.transpose(1, 2)
         self.v[layer, :, :, : self.prefix] = v_RPHK.transpose(1, 2)
+
+    def set_prefix_bias(self, bias_RP: Tensor) -> None:
+        """Set what is added to the scores of the prefix slots, float32 `[R, P]`: -inf where a row has no condition."""
+        self.prefix_bias.copy_(bias_RP)
+        self._bias[:, : self.prefix].copy_(bias_RP)
 
     def prefix_only(self, rows: int, prefix: int | None = None) -> KVCache:
         """Return a cache of the same network for the prefill of `rows` rows, without slots for image tokens."""
@@ -97,13 +112,12 @@ class KVCache:
         if new.prefix > self.prefix:
             raise ValueError(f"condition must have at most {self.prefix} rows, for which there is room, got {new.prefix}")
         first = self.prefix - new.prefix
-        for held, given in ((self.k, new.k), (self.v, new.v)):
-            held.index_fill_(1, rows, 0)
-            held[:, :, :, first : self.prefix].index_copy_(1, rows, given)
-        self.prefix_bias.index_fill_(0, rows, float("-inf"))
-        self.prefix_bias[:, first:].index_copy_(0, rows, new.prefix_bias)
+        self.kv.index_fill_(1, rows, 0)
+        self.kv[:, :, :, first : self.prefix].index_copy_(1, rows, new.kv[:, :, :, : new.prefix])
+        for held, given in ((self.prefix_bias, new.prefix_bias), (self._bias[:, : self.prefix], new._bias)):
+            held.index_fill_(0, rows, float("-inf"))
+            held[:, first:].index_copy_(0, rows, given[:, : new.prefix])
         self.length.index_fill_(0, rows, 0)
-        self.norm_scales = new.norm_scales
 
     def view_for_pass(self, T: int, earlier: int = 0) -> CacheView:
         """Return the view of the cache for a pass that feeds T tokens after each row's pointer.
@@ -121,9 +135,16 @@ class KVCache:
         return CacheView(self, slice(reach - T, reach) if alike else self._flat_slots(T, earlier), reach)
 
     def _flat_slots(self, T: int, earlier: int) -> Tensor:
-        offset = self.length[:, None].clamp(max=self.tokens)  # full rows write only to scratch
-        ahead = self._image_slot[earlier : earlier + T] + offset
-        return self._first_slot + ahead.clamp(max=self.tokens + self.scratch - 1)[..., None]
+        last = self.length[:, None].clamp(max=self.tokens)  # full rows write only to scratch
+        return self._first_slot + (last + self._next(T, earlier))[..., None]
+
+    def _next(self, T: int, earlier: int = 0) -> Tensor:
+        """int64 `[T]`: `earlier`, `earlier` + 1, ..."""
+        return self._image_slot[self.prefix + earlier : self.prefix + earlier + T]
+
+    def positions(self, T: int, earlier: int = 0) -> Tensor:
+        """Positions int64 `[R, T]` of the tokens that a pass feeds as a chain; those past the grid do not count."""
+        return self.length[:, None] + self._next(T, earlier)
 
     def attention_mask(self, T: int, ancestors: Tensor | None, heads: int, reach: int, earlier: int = 0) -> Tensor | KernelMask:
         """Return the mask argument of `attention` for a pass over T tokens with `heads` query heads that reads `reach` slots.
@@ -142,11 +163,9 @@ class KVCache:
             ancestors = unpack_bits(ancestors, earlier + T)
             if ancestors.dim() == 3:
                 ancestors = ancestors.repeat(self.rows // len(ancestors), 1, 1)
-        return fold_bias(self.additive_mask(T, ancestors, self.k.dtype, reach, earlier), heads, self.k.shape[2])
+        return fold_bias(self.additive_mask(T, ancestors, reach, earlier), heads, self.heads)
 
-    def additive_mask(
-        self, T: int, ancestors: Tensor | None, dtype: torch.dtype, slots: int | None = None, earlier: int = 0
-    ) -> Tensor:
+    def additive_mask(self, T: int, ancestors: Tensor | None, slots: int | None = None, earlier: int = 0) -> Tensor:
         """Return the additive attention bias `[R, 1, T, S]` of a pass over T tokens.
 
         Args:
@@ -155,23 +174,23 @@ class KVCache:
             slots: number of slots S to include. Default: all.
             earlier: as in `view_for_pass`.
         """
-        image_slot = self._image_slot if slots is None else self._image_slot[: slots - self.prefix]
-        offset = image_slot - self.length[:, None]  # [R, image slots]; negative: committed; t: draft token t
+        image_slot, bias = self._image_slot[:slots], self._bias[:, None, :slots]
         if ancestors is None:
-            steps = torch.arange(earlier, earlier + T, device=offset.device)
-            visible = offset[:, None, :] <= steps[None, :, None]
+            visible = image_slot <= self.positions(T, earlier)[..., None]
         else:
-            held = earlier + T
+            held, offset = earlier + T, image_slot - self.length[:, None]  # [R, S]; negative: committed; t: draft token t
             table = ancestors.expand(self.rows, T, held)
             index = offset.clamp(0, held - 1)[:, None, :].expand(-1, T, -1)
             visible = (offset < 0)[:, None, :] | (table.gather(2, index) & (offset < held)[:, None, :])
-        image = torch.zeros(visible.shape, dtype=torch.float32, device=visible.device).masked_fill_(~visible, float("-inf"))
-        prefix = self.prefix_bias[:, None, :].expand(-1, T, -1)
-        return torch.cat([prefix, image], dim=-1)[:, None].to(dtype)
+        return torch.where(visible, bias, float("-inf"))[:, None]
 
-    def commit_chain(self, count_R: Tensor | int) -> None:
-        """Commit the first `count` tokens of the last pass in every row (a chain)."""
-        self.length += count_R
+    def commit_chain(self, count: Tensor | int) -> None:
+        """Commit the first `count` tokens of the last pass, a chain.
+
+        Args:
+            count: a number for all rows, or int64 `[R]` or `[B]`: by image, whose rows are B apart.
+        """
+        self.length.unflatten(0, (-1, count.numel() if isinstance(count, Tensor) else 1)).add_(count)
 
     def rollback(self, length_R: Tensor) -> None:
         """Set every row's pointer, and discard the tokens after it."""
@@ -206,9 +225,8 @@ class KVCache:
         limit = self.tokens + self.scratch - 1
         source = (self._first_slot + (base + offset).clamp(max=limit)[..., None]).flatten()
         target = (self._first_slot + (base + steps).clamp(max=limit)[..., None]).flatten()
-        for store in (self.k, self.v):
-            flat = store.flatten(1, 3)
-            flat.index_copy_(1, target, flat.index_select(1, source))
+        flat = self.kv.flatten(1, 3)
+        flat.index_copy_(1, target, flat.index_select(1, source))
         self.length += count_R
 
 
@@ -216,7 +234,7 @@ class CacheView:
     """The part of a cache that one pass reads and writes.
 
     Args:
-        slots: slots to write: one range in every row, or flat indices `[R, T, H]` over rows, heads and slots.
+        slots: slots to write: one range in every row, or flat indices `[R, T, 2 H]` over rows, heads and slots.
         reach: number of slots S to read.
     """
 
@@ -224,15 +242,13 @@ class CacheView:
         self.cache, self.slots, self.num_slots_read = cache, slots, reach
         if isinstance(slots, slice):  # views of all layers at once, which saves an operation per layer
             self._held = [store[:, :, :, :reach].unbind() for store in (cache.k, cache.v)]
-            self._new = [store[:, :, :, slots].transpose(2, 3).unbind() for store in (cache.k, cache.v)]
+            self._new = cache.kv[:, :, :, slots].transpose(2, 3).unbind()
 
-    def write(self, layer: int, k_RTHK: Tensor, v_RTHK: Tensor) -> tuple[Tensor, Tensor]:
-        """Write a pass's keys and values of one layer, and return the layer's keys and values `[R, H, S, K]`."""
+    def write(self, layer: int, kv_RTHK: Tensor) -> tuple[Tensor, Tensor]:
+        """Write a pass's keys and values `[R, T, 2 H, K]` of one layer, and return all of the layer, `[R, H, S, K]` each."""
         if isinstance(self.slots, slice):
-            for new, given in zip(self._new, (k_RTHK, v_RTHK), strict=True):
-                new[layer].copy_(given)
+            self._new[layer].copy_(kv_RTHK)
             return self._held[0][layer], self._held[1][layer]
-        k, v = self.cache.k[layer], self.cache.v[layer]
-        k.flatten(0, 2).index_put_((self.slots,), k_RTHK)
-        v.flatten(0, 2).index_put_((self.slots,), v_RTHK)
-        return k[:, :, : self.num_slots_read], v[:, :, : self.num_slots_read]
+        kv, heads = self.cache.kv[layer], self.cache.heads
+        kv.flatten(0, 2).index_put_((self.slots,), kv_RTHK)
+        return kv[:, :heads, : self.num_slots_read], kv[:, heads:, : self.num_slots_read]

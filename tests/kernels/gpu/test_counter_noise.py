@@ -5,7 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vargen.decoding import noise
+from vargen.decoding.noise import Purpose
 from vargen.kernels import counter_noise, noise_bits, reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -26,8 +26,8 @@ def _all(
 
 @pytest.mark.parametrize("counted", [False, True], ids=["number", "scalar on the device"])
 @pytest.mark.parametrize("step", [0, 1, 2**31 - 1])
-@pytest.mark.parametrize("purpose", [noise.Purpose.TOKEN, noise.Purpose.RESIDUAL, noise.Purpose.CHOICE])
-def test_noise_is_that_of_the_reference(purpose: noise.Purpose, step: int, counted: bool) -> None:
+@pytest.mark.parametrize("purpose", [Purpose.TOKEN, Purpose.RESIDUAL, Purpose.CHOICE])
+def test_noise_is_that_of_the_reference(purpose: Purpose, step: int, counted: bool) -> None:
     V = 1500
     seeds = torch.tensor([0, 1, -1, 2**63 - 1, -(2**63), 12345678901234567], device=DEVICE)
     position = torch.tensor([0, 1, 575, 2**32, 3 * 2**32 + 17, 5], device=DEVICE)[:, None]
@@ -37,13 +37,13 @@ def test_noise_is_that_of_the_reference(purpose: noise.Purpose, step: int, count
     number = torch.tensor(step, device=DEVICE) if counted else step
     block = {"BLOCK": 2048, "PURPOSE": int(purpose), "enable_fp_fusion": False}
     _all[(R,)](seeds, position, units, uniforms, lanes, races, V, number, **block)
-    assert torch.equal(units, noise.sample_uniform(seeds, position, purpose, step)[:, 0])
-    assert torch.equal(uniforms, noise.sample_uniform64(seeds, position, purpose, step)[:, 0])
+    assert torch.equal(units, noise_bits.sample_uniform(seeds, position, purpose, step)[:, 0])
+    assert torch.equal(uniforms, noise_bits.sample_uniform64(seeds, position, purpose, step)[:, 0])
     expected = noise_bits.to_unit_(noise_bits.lane_bits(noise_bits.make_keys(seeds, position, purpose, step), V))[:, 0]
     assert torch.equal(lanes, expected), "the uniform numbers of a race"
     assert torch.equal(races, reference.exponential(lanes))
     apart = (
-        races.view(torch.int32) - noise.sample_exponential(seeds, position, V, purpose, step)[:, 0].view(torch.int32)
+        races.view(torch.int32) - noise_bits.sample_exponential(seeds, position, V, purpose, step)[:, 0].view(torch.int32)
     ).abs()
     assert apart.max() <= 3, "units in the last place of the exponentials"
 

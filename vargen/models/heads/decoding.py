@@ -74,8 +74,7 @@ class EagleModel(AutoregressiveHead):
 
     def reset(self, state: EagleCache, rows: Tensor) -> None:
         rows = repeat_for_cfg(rows, state.cache.rows // self.target.rows_per_image, state.cache.rows)
-        for store in (state.cache.k, state.cache.v):  # a product of 0 and NaN, such as that of a failed image, is NaN
-            store.index_fill_(1, rows, 0)
+        state.cache.kv.index_fill_(1, rows, 0)  # a product of 0 and NaN, such as that of a failed image, is NaN
         state.cache.length.index_fill_(0, rows, 0)
         if state.seen is not None:
             state.seen.index_fill_(0, rows, 0)
@@ -113,7 +112,7 @@ class EagleModel(AutoregressiveHead):
         return seen.gather(1, index) * known[..., None]
 
     def commit(self, state: EagleCache, count: Tensor) -> None:
-        state.cache.commit_chain(count.repeat(self.target.rows_per_image))
+        state.cache.commit_chain(count)
 
 
 class MedusaHeads(ParallelHeads):

@@ -149,14 +149,14 @@ class EagleDrafter(TransposableWeights, QuantizedStorageMixin, ConfigMixin):
         if cache.scratch < earlier + T:
             raise ValueError(f"the cache was made for at most {cache.scratch} slots a proposal, got {earlier + T}")
         if positions is None:
-            positions = cache.length[:, None] + torch.arange(earlier, earlier + T, device=features.device)
+            positions = cache.positions(T, earlier)
         rotary = rotary_factors(self.rotary[positions.clamp(max=self.tokens - 1)])
         span = cache.view_for_pass(T, earlier)
         bias = cache.attention_mask(T, ancestors, self.config.n_head, span.num_slots_read, earlier)
         x = self.merge_inputs(features, embeddings, above)
         attention = self.layer.attention
-        q, k, v = attention.project(self.layer.attention_norm(x), rotary)
-        keys, values = span.write(0, k, v)
+        q, kv = attention.project(self.layer.attention_norm(x), rotary)
+        keys, values = span.write(0, kv)
         return self.layer.add_residuals(x, attention.attend(q, keys, values, bias)) * self.feature_scale
 
     def unroll(self, features: Tensor, embeddings: Tensor, steps: int, above: Tensor | None = None) -> list[Tensor]:
@@ -179,9 +179,10 @@ class EagleDrafter(TransposableWeights, QuantizedStorageMixin, ConfigMixin):
         given = features
         for step in range(steps):
             x = self.merge_inputs(given, embeddings, above)
-            q, k, v = layer.attention.project(layer.attention_norm(x), rotary)
-            keys.append(k.transpose(1, 2))
-            values.append(v.transpose(1, 2))
+            q, kv = layer.attention.project(layer.attention_norm(x), rotary)
+            k, v = kv.transpose(1, 2).chunk(2, dim=1)
+            keys.append(k)
+            values.append(v)
             visible = torch.cat([distance >= step, *(distance == step - t for t in range(1, step + 1))], dim=1)
             attended = F.scaled_dot_product_attention(
                 q.transpose(1, 2), torch.cat(keys, 2), torch.cat(values, 2), attn_mask=visible

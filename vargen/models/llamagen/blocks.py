@@ -9,15 +9,12 @@ width.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vargen.device import normal_tensors
+from vargen.kernels import ops
 from vargen.kernels.attention import KernelMask, attend
-from vargen.kernels.dispatch import is_eager_cpu_float32
 
 Rotary = Tensor | tuple[Tensor, Tensor]
 
@@ -34,7 +31,7 @@ def build_rotary_2d(grid: int, head_dim: int, base: float = 10000.0) -> Tensor:
 
 
 def rotary_factors(table_TK2: Tensor) -> Rotary:
-    """Return the factors for `apply_rotary`, once per pass: complex numbers `[..., T, 1, K/2]`, one operation per layer.
+    """Return the factors for `rotate_`, once per pass: complex numbers `[..., T, 1, K/2]`, one operation per layer.
 
     The compiler does not support complex numbers, and autograd needs copies for them. In these cases, return real factors
     `[..., T, 1, K]` of a vector and of its swapped pairs.
@@ -45,13 +42,16 @@ def rotary_factors(table_TK2: Tensor) -> Rotary:
     return cos.repeat_interleave(2, dim=-1)[..., None, :], torch.stack([-sin, sin], dim=-1).flatten(-2)[..., None, :]
 
 
-def apply_rotary(x_BTHK: Tensor, rotary: Rotary) -> Tensor:
-    """Rotate interleaved pairs (x0, x1), (x2, x3), ... in float32 (complex factors: in place)."""
+def rotate_(x_BTHK: Tensor, rotary: Rotary) -> None:
+    """Rotate interleaved pairs (x0, x1), (x2, x3), ... in float32, in place."""
     x = x_BTHK.float()
-    if isinstance(rotary, Tensor):
-        return x.view(torch.complex64).mul_(rotary).view(torch.float32).type_as(x_BTHK)
-    swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
-    return torch.addcmul(x * rotary[0], swapped, rotary[1]).type_as(x_BTHK)
+    if not isinstance(rotary, Tensor):
+        swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+        x_BTHK.copy_(torch.addcmul(x * rotary[0], swapped, rotary[1]))
+        return
+    x.view(torch.complex64).mul_(rotary)
+    if x_BTHK.dtype != torch.float32:
+        x_BTHK.copy_(x)
 
 
 class Linear(nn.Linear):
@@ -61,40 +61,16 @@ class Linear(nn.Linear):
         super().__init__(in_features, out_features, bias=False)
 
 
-@lru_cache
-@normal_tensors()
-def _norm_constants(width: int, eps: float) -> tuple[Tensor, Tensor]:
-    """(root, offset), float32 `[]`, with x / sqrt(|x|^2 / D + eps) = x root / sqrt(|x|^2 + offset^2); cached as tensors."""
-    return torch.tensor(width**0.5, device="cpu", dtype=torch.float32), torch.tensor(
-        (width * eps) ** 0.5, device="cpu", dtype=torch.float32
-    )
-
-
 class RMSNorm(nn.Module):
-    """RMS norm in float32, cast to the input's dtype and then multiplied by the weight (the official order)."""
+    """RMS norm with a learned weight."""
 
     def __init__(self, dim: int, eps: float):
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(dim))
 
-    def weight_times_sqrt_dim(self) -> Tensor | None:
-        """Return the weight times sqrt(D), or None where the general form is used.
-
-        It is stored with a cache, which is recreated after weights may have changed."""
-        if not is_eager_cpu_float32(self.weight):
-            return None
-        return self.weight * _norm_constants(len(self.weight), self.eps)[0]
-
-    def forward(self, x: Tensor, weight_times_sqrt_dim: Tensor | None = None) -> Tensor:
-        if is_eager_cpu_float32(x):  # F.rms_norm takes more operations here
-            root, offset = _norm_constants(x.shape[-1], self.eps)
-            length = torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), offset)
-            if weight_times_sqrt_dim is not None:
-                return torch.div(x, length).mul_(weight_times_sqrt_dim)
-            return (x * torch.div(root, length)).mul_(self.weight)
-        high = x.float()
-        return (high * high.square().mean(-1, keepdim=True).add_(self.eps).rsqrt_()).type_as(x) * self.weight
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.rms_norm(x, self.weight, self.eps)
 
 
 class LlamaGenAttention(nn.Module):
@@ -104,12 +80,13 @@ class LlamaGenAttention(nn.Module):
         self.wqkv = Linear(dim, (n_head + 2 * n_kv_head) * self.head_dim)
         self.wo = Linear(dim, dim)
 
-    def project(self, x_BTD: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
-        """Return rotated queries `[B, T, H, K]`, rotated keys, and values."""
+    def project(self, x_BTD: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
+        """Return rotated queries `[B, T, H, K]`, and rotated keys followed by values `[B, T, 2 G, K]`, of G key heads."""
         qkv = self.wqkv(x_BTD).view(*x_BTD.shape[:2], -1, self.head_dim)
-        qk, v = qkv.split([self.n_head + self.n_kv_head, self.n_kv_head], dim=2)
-        q, k = apply_rotary(qk, rotary).split([self.n_head, self.n_kv_head], dim=2)
-        return q, k, v
+        if qkv.requires_grad:
+            qkv = qkv.clone()  # autograd refuses to change parts of a product
+        rotate_(qkv[:, :, : self.n_head + self.n_kv_head], rotary)
+        return qkv[:, :, : self.n_head], qkv[:, :, self.n_head :]
 
     def values(self, x_BTD: Tensor) -> Tensor:
         """Return only the values `[B, T, H, K]`, all that a conditioning row contributes."""
@@ -155,13 +132,14 @@ class LlamaGenBlock(nn.Module):
 
     def forward(self, x_BTD: Tensor, rotary: Rotary, visible: Tensor) -> Tensor:
         """Run on whole sequences. `visible`, bool `[B or 1, 1, T, T]` or `[T, T]`: which columns each row attends to."""
-        q, k, v = self.attention.project(self.attention_norm(x_BTD), rotary)
-        return self.add_residuals(x_BTD, self.attention.attend(q, k.transpose(1, 2), v.transpose(1, 2), visible))
+        q, kv = self.attention.project(self.attention_norm(x_BTD), rotary)
+        k, v = kv.transpose(1, 2).chunk(2, dim=1)
+        return self.add_residuals(x_BTD, self.attention.attend(q, k, v, visible))
 
-    def add_residuals(self, x_BTD: Tensor, attended_BTD: Tensor, ffn_scale: Tensor | None = None) -> Tensor:
-        """Add attention output and feed-forward to the residual; `ffn_scale`: see `RMSNorm.weight_times_sqrt_dim`."""
+    def add_residuals(self, x_BTD: Tensor, attended_BTD: Tensor) -> Tensor:
+        """Add attention output and feed-forward to the residual."""
         h = x_BTD + self._apply_dropout(attended_BTD)
-        return h + self._apply_dropout(self.feed_forward(self.ffn_norm(h, ffn_scale)))
+        return h + self._apply_dropout(self.feed_forward(self.ffn_norm(h)))
 
     def _apply_dropout(self, x: Tensor) -> Tensor:
         """Apply dropout in training; skip the call otherwise."""

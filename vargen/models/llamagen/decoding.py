@@ -135,7 +135,7 @@ class LlamaGenTokenModel(TokenModel):
         if tree.is_chain and isinstance(state, Int8Cache):
             state.commit_images(count)
         elif tree.is_chain:
-            state.commit_chain(self.guidance.repeat(count))
+            state.commit_chain(count)
         else:
             state.commit_path(self.guidance.repeat(path), self.guidance.repeat(count))
 

@@ -23,7 +23,7 @@ from vargen.device import normal_tensors
 from vargen.kernels.cpu_code import TOKEN_PASS, TOKEN_STEPS, CompiledCode
 from vargen.kernels.dispatch import is_eager_cpu
 from vargen.kernels.linear import TransposableWeights, transpose_linear_weights
-from vargen.models.guidance import Condition
+from vargen.models.guidance import Condition, apply_guidance
 from vargen.models.int8_cache import Int8Cache
 from vargen.models.kv_cache import KVCache
 from vargen.models.llamagen import int8
@@ -78,7 +78,7 @@ def guide_features(features_BTD: Tensor, scale: float | Tensor) -> Tensor:
     """Classifier-free guidance `[B/2, T, D]` on features; the output layer is linear, so it can run on half of the rows."""
     high = features_BTD.to(torch.promote_types(features_BTD.dtype, torch.float32))
     conditional, unconditional = high.chunk(2)
-    return (unconditional + scale * (conditional - unconditional)).type_as(features_BTD)
+    return apply_guidance(conditional, unconditional, scale).type_as(features_BTD)
 
 
 class LlamaGenTransformer(TransposableWeights, QuantizedStorageMixin, ConfigMixin):
@@ -320,9 +320,6 @@ class LlamaGenTransformer(TransposableWeights, QuantizedStorageMixin, ConfigMixi
             return int8.run_prefill(self, self._embed(condition), condition.caption_mask, cache)
         if is_eager_cpu(cache.k):
             transpose_linear_weights(self)
-            cache.norm_scales = [
-                (layer.attention_norm.weight_times_sqrt_dim(), layer.ffn_norm.weight_times_sqrt_dim()) for layer in self.layers
-            ]
         x = self._embed(condition)
         B, P, _ = x.shape
         mask = condition.caption_mask
@@ -330,7 +327,7 @@ class LlamaGenTransformer(TransposableWeights, QuantizedStorageMixin, ConfigMixi
         seen = visible.cumsum(1)  # number of visible rows up to each row, [B, P]
         total = seen[:, -1:]
         compressed = cache.prefix == 1
-        cache.prefix_bias.copy_(total.log() if compressed else visible.log())
+        cache.set_prefix_bias(total.log() if compressed else visible.log())
         for i, layer in enumerate(self.layers):
             attention = layer.attention
             v = attention.values(layer.attention_norm(x))  # [B, P, H, K]
@@ -355,14 +352,13 @@ class LlamaGenTransformer(TransposableWeights, QuantizedStorageMixin, ConfigMixi
     def _step(self, tokens_BT: Tensor, cache: KVCache, positions: Tensor | None, ancestors: Tensor | None) -> Tensor:
         T = self._validate_width(tokens_BT, cache)
         if positions is None:
-            positions = cache.length[:, None] + torch.arange(T, device=tokens_BT.device)
+            positions = cache.positions(T)
         rotary = rotary_factors(self.rotary[positions.clamp(max=self.tokens - 1)])
         span = cache.view_for_pass(T)
         bias = cache.attention_mask(T, ancestors, self.config.n_head, span.num_slots_read)
         x = self.tok_embeddings(tokens_BT)
         for i, layer in enumerate(self.layers):
-            attention, scales = layer.attention, cache.norm_scales[i] if cache.norm_scales else (None, None)
-            q, k, v = attention.project(layer.attention_norm(x, scales[0]), rotary)
-            keys, values = span.write(i, k, v)
-            x = layer.add_residuals(x, attention.attend(q, keys, values, bias), scales[1])
+            q, kv = layer.attention.project(layer.attention_norm(x), rotary)
+            keys, values = span.write(i, kv)
+            x = layer.add_residuals(x, layer.attention.attend(q, keys, values, bias))
         return x

@@ -55,7 +55,7 @@ class _PassCache(Cache):
         if self.view is None:
             self.cache.write_prefix(self.places[layer_idx], k_RTHK, v_RTHK)
             return key_states, value_states
-        return self.view.write(self.places[layer_idx], k_RTHK, v_RTHK)
+        return self.view.write(self.places[layer_idx], torch.cat([k_RTHK, v_RTHK], dim=2))
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0  # positions are explicit
@@ -165,7 +165,7 @@ class TransformersTokenModel(TokenModel):
         if state.cache.prefix < P:
             raise ValueError(f"condition must have at most {state.cache.prefix} rows, for which there is room, got {P}")
         cache = state.cache.prefix_only(R, P)
-        cache.prefix_bias.masked_fill_(~valid, float("-inf"))
+        cache.set_prefix_bias(torch.zeros_like(cache.prefix_bias).masked_fill_(~valid, float("-inf")))
         positions = (valid.long().cumsum(1) - 1).clamp(min=0)
         causal = torch.ones(P, P, dtype=torch.bool, device=self.device).tril()
         visible = causal & valid[:, None, :] | torch.eye(P, dtype=torch.bool, device=self.device)  # padding sees itself
@@ -186,7 +186,7 @@ class TransformersTokenModel(TokenModel):
         if not tree.is_chain:
             ancestors = self.guidance.repeat(tree.ancestors) if tree.ancestors.dim() == 3 else tree.ancestors
         view = cache.view_for_pass(T)
-        mask = cache.additive_mask(T, ancestors, self.dtype, view.num_slots_read)
+        mask = cache.additive_mask(T, ancestors, view.num_slots_read)
         index = cache.length[:, None] + depth
         positions = self.description.positions(state.start, index)
         hidden = self._run(self.embed(tokens), mask, positions, _PassCache(cache, self._places, view))
@@ -194,7 +194,7 @@ class TransformersTokenModel(TokenModel):
 
     def commit(self, state: TransformersState, path: Tensor, count: Tensor, tree: Tree) -> None:
         if tree.is_chain:
-            state.cache.commit_chain(self.guidance.repeat(count))
+            state.cache.commit_chain(count)
         else:
             state.cache.commit_path(self.guidance.repeat(path), self.guidance.repeat(count))
 

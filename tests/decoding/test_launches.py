@@ -1,0 +1,46 @@
+"""The number of kernels that a GPU launches for a pass, which decides its time: LlamaGen-B, one image with guidance, window 16.
+
+docs/kernels.md has the table.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from launches import CountLaunches
+from tiny_targets import take_gpu_paths
+
+from vargen.decoding import Engine, Sampling
+from vargen.models.guidance import Condition
+from vargen.models.heads.decoding import EagleModel
+from vargen.models.heads.eagle import EagleDrafter
+from vargen.models.llamagen.decoding import LlamaGenTokenModel
+from vargen.models.llamagen.network import LlamaGenTransformer
+
+MOST = {"ar": 290, "gumbel": 340, "scd": 475, "gsd": 585, "lantern-jacobi": 555, "lantern": 3850}
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaGenTokenModel:
+    """LlamaGen-B with a smaller width, which has as many operations."""
+    torch.manual_seed(0)
+    network = LlamaGenTransformer(dim=48, n_layer=12, n_head=12, multiple_of=32).to(torch.bfloat16).eval()
+    torch.nn.init.normal_(network.output.weight, std=0.05)
+    heads = {"eagle": partial(EagleModel, EagleDrafter(dim=48, multiple_of=32).to(torch.bfloat16).eval())}
+    return LlamaGenTokenModel(network, 2.0, codebook=torch.randn(network.config.vocab_size, 8), draft_heads=heads)
+
+
+@pytest.mark.parametrize("method", MOST)
+def test_a_pass_has_few_launches(method: str, model: LlamaGenTokenModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    take_gpu_paths(monkeypatch)
+    engine = Engine(model, method, batch_size=1)
+    engine.submit(Condition(class_labels=torch.tensor([3])), torch.tensor([1]), Sampling(top_k=2000))
+    for _ in range(4):
+        engine.step()
+    with torch.inference_mode(), CountLaunches() as count:
+        monkeypatch.setattr(torch.nn.functional, "rms_norm", count.rms_norm)
+        engine._pass.run(engine._pass.drafter.width)
+    assert method == "lantern" or count.names["rms_norm"] == 25
+    assert count.names.total() <= MOST[method], dict(count.names)
