@@ -27,11 +27,11 @@ Row = dict[str, Any]
 Case = tuple[str, Callable[[], Row]]  # a name, unique in its part, and what measures a row
 PROMPTS = ["a red apple", "a cat with a hat, 3d", "a blue car", "pizza"]
 UNFINISHED = {"result": "did not end"}
-VARIANTS = {  # VARGEN_KERNELS and VARGEN_CUDA_GRAPHS
-    "torch": ("reference", "0"),
-    "kernels": ("triton", "0"),
-    "torch, graphs": ("reference", "1"),
-    "kernels, graphs": ("triton", "1"),
+VARIANTS = {  # VARGEN_KERNELS and VARGEN_EAGER
+    "torch": ("reference", "1"),
+    "kernels": ("triton", "1"),
+    "torch, graphs": ("reference", "0"),
+    "kernels, graphs": ("triton", "0"),
 }
 
 
@@ -40,7 +40,7 @@ def variants(device: str) -> list[str]:
 
 
 def use(variant: str) -> None:
-    os.environ.update(zip(("VARGEN_KERNELS", "VARGEN_CUDA_GRAPHS"), VARIANTS[variant], strict=True))
+    os.environ.update(zip(("VARGEN_KERNELS", "VARGEN_EAGER"), VARIANTS[variant], strict=True))
 
 
 def packaged(*names: str) -> list[str]:

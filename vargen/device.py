@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # read by torch; users set the thread count by them
-GRAPHS_VARIABLE = "VARGEN_CUDA_GRAPHS"
+EAGER_VARIABLE = "VARGEN_EAGER"
 
 
 def set_passive_openmp_wait() -> None:
@@ -203,21 +203,21 @@ def inference_mode_for(device: torch.device) -> AbstractContextManager[None]:
     return torch.inference_mode() if device.type == "cpu" else torch.no_grad()
 
 
-def read_graph_setting(device: torch.device) -> bool:
-    """Return whether passes on this device should be captured: if VARGEN_CUDA_GRAPHS is 1."""
-    value = os.environ.get(GRAPHS_VARIABLE, "")
+def captures_passes(device: torch.device) -> bool:
+    """Return whether passes on this device are captured as CUDA graphs: on NVIDIA GPUs, unless VARGEN_EAGER is 1."""
+    import torch
+
+    value = os.environ.get(EAGER_VARIABLE, "")
     if value not in ("", "0", "1"):
-        raise ValueError(f"{GRAPHS_VARIABLE} must be 0 or 1, got {value!r}")
-    if device.type != "cuda":
-        return False
-    return value == "1"
+        raise ValueError(f"{EAGER_VARIABLE} must be 0 or 1, got {value!r}")
+    return device.type == "cuda" and torch.version.cuda is not None and value != "1"
 
 
-def explain_graphs(device: torch.device) -> str:
+def explain_capture(device: torch.device) -> str:
     """Describe whether passes on this device are captured."""
-    return (
-        "captured where possible" if read_graph_setting(device) else f"not captured; {GRAPHS_VARIABLE}=1 captures them on CUDA"
-    )
+    if captures_passes(device):
+        return f"captured as CUDA graphs; {EAGER_VARIABLE}=1 runs them one by one"
+    return f"run one by one: {f'{EAGER_VARIABLE}=1' if device.type == 'cuda' else 'capture is for NVIDIA GPUs'}"
 
 
 @contextmanager

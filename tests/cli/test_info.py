@@ -19,7 +19,7 @@ def test_info_as_json(run: Any) -> None:
     parts |= {"cpu_instructions", "int8_passes"}
     assert set(document) == parts and document["kernels"].startswith(("reference: ", "triton: "))
     assert document["int8_passes"].startswith(("compiled: ", "operators: "))
-    assert document["graphs"].startswith(("captured", "not captured"))
+    assert document["graphs"].startswith(("captured", "run one by one"))
     assert document["versions"]["vargen"] == __version__ and document["versions"]["torch"]
     assert {"cpu", "cores", "threads", "bfloat16_in_hardware", "gpus", "torch"} <= set(document["machine"])
 

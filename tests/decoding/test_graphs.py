@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import cycle
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from late_reports import delay_reports
-from recorded_graph import HostReadError, RecordedGraph
+from recorded_graph import HostReadError, RecordedGraph, captured_passes
 from tiny_targets import GRID, take_gpu_paths, tiny_low_res, tiny_target
 
 from vargen.decoding import (
@@ -27,6 +28,7 @@ from vargen.decoding import (
     Sampling,
     TokenState,
     decode,
+    graph_check,
     resolve_method,
     shared_noise,
     speculative_sampling,
@@ -34,7 +36,7 @@ from vargen.decoding import (
 from vargen.decoding.graph import EAGER_PASSES, CapturedPasses
 from vargen.decoding.relaxed_rules import PooledRule
 from vargen.decoding.window import MAX_AUTO_WIDTH
-from vargen.device import explain_graphs, read_graph_setting
+from vargen.device import captures_passes, explain_capture
 from vargen.models.guidance import Condition
 from vargen.models.llamagen.decoding import LlamaGenTokenModel
 
@@ -45,11 +47,22 @@ OPTIONS = [*WITHOUT_FILTERS, Sampling(0.9, top_k=20), Sampling(0.0), Sampling(1.
 
 
 def generated(
-    method: str | Accelerator, images: int = 3, device: str = "cpu", model: LlamaGenTokenModel | None = None, **options: Any
+    method: str | Accelerator,
+    images: int = 3,
+    device: str = "cpu",
+    model: LlamaGenTokenModel | None = None,
+    captured: bool = False,
+    **options: Any,
 ) -> DecodeOutput:
     condition = Condition(class_labels=torch.arange(1, images + 1, device=device))
     model = tiny_target(device) if model is None else model
-    return decode(model, condition, torch.arange(3, 3 + images), method, Sampling(0.9, top_k=20), **options)
+    with captured_passes() if captured else nullcontext():
+        return decode(model, condition, torch.arange(3, 3 + images), method, Sampling(0.9, top_k=20), **options)
+
+
+def captured_engine(*args: Any, **options: Any) -> Engine:
+    with captured_passes():
+        return Engine(*args, **options)
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +85,7 @@ def same(found: DecodeOutput, expected: DecodeOutput) -> bool:
 def test_a_captured_run_is_the_eager_one(method: str, images: int) -> None:
     method = resolve_method(method)
     expected = generated(method, images)
-    found = generated(method, images, graphs=RecordedGraph)
+    found = generated(method, images, captured=True)
     assert same(found, expected)
     assert RecordedGraph.made == 1 and RecordedGraph.replays == expected.stats.passes - 3, "but the prefill and two passes"
 
@@ -81,7 +94,7 @@ def test_a_captured_run_is_the_eager_one(method: str, images: int) -> None:
 def test_images_join_a_captured_run(method: str) -> None:
     method = resolve_method(method)
     expected = generated(method, 5)
-    engine = Engine(tiny_target(), method, batch_size=2, graphs=RecordedGraph)
+    engine = captured_engine(tiny_target(), method, batch_size=2)
     conditions, seeds = Condition(class_labels=torch.arange(1, 6)), torch.arange(3, 8)
     engine.submit(conditions, seeds, Sampling(0.9, top_k=20))
     found = {image.number: image.tokens for image in engine.run()}
@@ -97,8 +110,9 @@ def test_drafts_from_a_low_resolution_are_captured(method: str, upsampled: bool)
         method = replace(method, acceptance=PooledRule(size=2))
     model = tiny_target(low_res=tiny_low_res(upsampled))
     expected = generated(method, model=model)
-    found = generated(method, model=model, graphs=RecordedGraph)
-    assert same(found, expected) and RecordedGraph.replays == expected.stats.passes - 3
+    found = generated(method, model=model, captured=True)
+    assert same(found, expected) and RecordedGraph.made == 2, "the low resolution has its own"
+    assert RecordedGraph.replays > expected.stats.passes - 3
 
 
 @pytest.mark.parametrize("method", ["ar", "gumbel", "gsd", "lantern", "speculative"])
@@ -107,14 +121,14 @@ def test_passes_that_a_device_runs_after_the_end_change_nothing(method: str, mon
     method = resolve_method(method)
     expected = generated(method)
     delay_reports(monkeypatch)
-    assert same(generated(method, graphs=RecordedGraph), expected)
+    assert same(generated(method, captured=True), expected)
     assert RecordedGraph.replays == expected.stats.passes - 3 + 1
 
 
 @pytest.mark.parametrize("method", ["ar", "scd"])
 def test_a_captured_run_can_be_stopped(method: str) -> None:
     expected = generated(method, callback=lambda progress: progress.step < 7)
-    found = generated(method, callback=lambda progress: progress.step < 7, graphs=RecordedGraph)
+    found = generated(method, callback=lambda progress: progress.step < 7, captured=True)
     assert not found.finished and same(found, expected)
 
 
@@ -123,7 +137,7 @@ def test_a_callback_changes_tokens_of_a_captured_run() -> None:
         progress.tokens[:, 3::4] = 5
 
     expected = generated("scd", callback=change)
-    assert same(generated("scd", callback=change, graphs=RecordedGraph), expected) and RecordedGraph.replays
+    assert same(generated("scd", callback=change, captured=True), expected) and RecordedGraph.replays
     assert (expected.tokens[:, 3] == 5).all() and not same(expected, generated("scd"))
 
 
@@ -148,7 +162,7 @@ def watch_kinds(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Counter[Any]
 def test_any_mixture_of_options_is_captured(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two graphs serve all of them: without filters, as for the first images, and with filters. Each image is as alone."""
     method, model = resolve_method(method), tiny_target()
-    engine = Engine(model, method, batch_size=3, graphs=RecordedGraph)
+    engine = captured_engine(model, method, batch_size=3)
     kinds, conditions = watch_kinds(engine, monkeypatch), Condition(class_labels=torch.arange(len(OPTIONS)))
     for number, sampling in enumerate(OPTIONS):
         engine.submit(conditions.select_rows(torch.tensor([number])), torch.tensor([number]), sampling)
@@ -168,7 +182,7 @@ def test_any_mixture_of_options_is_captured(method: str, monkeypatch: pytest.Mon
 
 def test_images_without_filters_beside_others_and_alone_have_two_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The filters of an image end with it: passes are then of the other kind, and its graph is captured, too."""
-    engine = Engine(tiny_target(), "ar", batch_size=2, graphs=RecordedGraph)
+    engine = captured_engine(tiny_target(), "ar", batch_size=2)
     kinds, image = watch_kinds(engine, monkeypatch), Condition(class_labels=torch.tensor([1]))
     engine.submit(image, torch.tensor([1]))
     for _ in range(5):
@@ -189,7 +203,7 @@ def test_passes_of_each_width_have_a_graph(monkeypatch: pytest.MonkeyPatch) -> N
     chosen = cycle(widths)
     expected = generated("ar")
     monkeypatch.setattr(Jacobi, "choose_widths", lambda *arguments: SimpleNamespace(choose=lambda: next(chosen)))
-    found = generated(Accelerator("changing", Jacobi("auto", "gumbel"), shared_noise), graphs=RecordedGraph)
+    found = generated(Accelerator("changing", Jacobi("auto", "gumbel"), shared_noise), captured=True)
     assert torch.equal(found.tokens, expected.tokens)
     counts = found.stats.passes_by_width
     assert set(counts) == set(widths) and RecordedGraph.made == 3
@@ -255,7 +269,7 @@ def test_what_cannot_be_captured_is_run_one_by_one(does: str, reason: str, caplo
     method = Accelerator("odd", Odd(6, "maximal", does=does), speculative_sampling)
     expected = generated(method)
     with caplog.at_level(logging.WARNING, "vargen"):
-        assert same(generated(method, graphs=RecordedGraph), expected)
+        assert same(generated(method, captured=True), expected)
     assert [reason in each.getMessage() for each in caplog.records] == [True] and RecordedGraph.made == 0
 
 
@@ -279,10 +293,10 @@ def test_what_fails_while_it_is_captured_is_run_one_by_one(
 ) -> None:
     """At the last operation, or amid the pass, where state has been changed already: it is as if it had not been tried."""
     recorded = count_recorded(monkeypatch)
-    expected = generated(method, graphs=RecordedGraph)
+    expected = generated(method, captured=True)
     count_recorded(monkeypatch, refuse_from=len(recorded) * share)
     with caplog.at_level(logging.WARNING, "vargen"):
-        assert same(generated(method, graphs=RecordedGraph), expected)
+        assert same(generated(method, captured=True), expected)
     assert ["no such operation" in each.getMessage() for each in caplog.records] == [True]
     assert RecordedGraph.made == 1, "the one before"
 
@@ -291,7 +305,7 @@ def test_a_graph_serves_after_another_could_not_be_captured(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, image = tiny_target(), Condition(class_labels=torch.tensor([1]))
-    engine = Engine(model, "ar", batch_size=2, graphs=RecordedGraph)
+    engine = captured_engine(model, "ar", batch_size=2)
     kinds = watch_kinds(engine, monkeypatch)
     engine.submit(image, torch.tensor([1]))
     for _ in range(4):
@@ -310,36 +324,133 @@ def test_a_graph_serves_after_another_could_not_be_captured(
     assert torch.equal(found.tokens, decode(model, image, torch.tensor([1])).tokens[0])
 
 
-def test_moved_weights_are_not_captured(caplog: pytest.LogCaptureFixture) -> None:
+HOOKS: dict[str, Callable[[torch.nn.Module], Any]] = {
+    "_hf_hook": lambda layer: setattr(layer, "_hf_hook", object()),
+    "_diffusers_hook": lambda layer: setattr(layer, "_diffusers_hook", SimpleNamespace(get_hook=lambda name: None)),
+    "a hook before": lambda layer: layer.register_forward_pre_hook(lambda *arguments: None),
+    "a hook after": lambda layer: layer.register_forward_hook(lambda *arguments: None),
+    "peft": lambda layer: setattr(layer, "base_layer", torch.nn.Identity()),
+}
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_networks_with_hooks_or_adapters_are_not_captured(hook: str, caplog: pytest.LogCaptureFixture) -> None:
     expected, model = generated("scd"), tiny_target()
-    model.capture_blocker = "weights are offloaded"
+    HOOKS[hook](model.transformer.layers[1].attention.wo)
     with caplog.at_level(logging.WARNING, "vargen"):
-        assert same(generated("scd", model=model, graphs=RecordedGraph), expected)
-    assert "weights are offloaded" in caplog.text and RecordedGraph.made == 0
+        assert same(generated("scd", model=model, captured=True), expected)
+    assert RecordedGraph.made == 0 and len(caplog.records) == 1 and "one by one" in caplog.text
 
 
-def test_moved_weights_of_a_draft_model_are_not_captured(caplog: pytest.LogCaptureFixture) -> None:
-    expected, model = generated("speculative"), tiny_target()
-    assert model.draft_model is not None
-    model.draft_model.capture_blocker = "weights are cast"
+@pytest.mark.parametrize("part", ["draft model", "draft head"])
+def test_drafters_with_hooks_are_not_captured(part: str, caplog: pytest.LogCaptureFixture) -> None:
+    method, model = "speculative" if part == "draft model" else "eagle", tiny_target()
+    expected = generated(method)
+    drafter: Any = model.draft_model if part == "draft model" else model.draft_heads["eagle"]
+    next(drafter.networks[0].children())._hf_hook = object()
     with caplog.at_level(logging.WARNING, "vargen"):
-        assert same(generated("speculative", model=model, graphs=RecordedGraph), expected)
-    assert "weights are cast" in caplog.text and RecordedGraph.made == 0
+        assert same(generated(method, model=model, captured=True), expected)
+    assert RecordedGraph.made == 0 and "hooks" in caplog.text
 
 
-# -- asking for it ------------------------------------------------------------------------------------------------------
+def test_hooks_that_come_and_go() -> None:
+    """Images that start while a network has hooks take eager passes; without them, the graph of before."""
+    model, replays = tiny_target(), []
+    engine = captured_engine(model, "ar", batch_size=2)
+    for number in range(3):
+        handle = model.transformer.register_forward_hook(lambda *arguments: None) if number == 1 else None
+        image, seed = Condition(class_labels=torch.tensor([number])), torch.tensor([number])
+        engine.submit(image, seed)
+        before = RecordedGraph.replays
+        (found,) = engine.run()
+        replays.append(RecordedGraph.replays - before)
+        if handle is not None:
+            handle.remove()
+        assert torch.equal(found.tokens, decode(tiny_target(), image, seed).tokens[0])
+    assert replays == [GRID**2 - 1 - EAGER_PASSES, 0, GRID**2 - 1] and RecordedGraph.made == 1
 
 
-def test_graphs_are_asked_for_by_a_variable_and_are_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not read_graph_setting(torch.device("cuda"))
-    assert explain_graphs(torch.device("cuda")).startswith("not captured")
-    monkeypatch.setenv("VARGEN_CUDA_GRAPHS", "1")
-    assert read_graph_setting(torch.device("cuda")) and not read_graph_setting(torch.device("cpu"))
-    assert explain_graphs(torch.device("cuda")).startswith("captured")
-    assert explain_graphs(torch.device("cpu")).startswith("not captured")
-    monkeypatch.setenv("VARGEN_CUDA_GRAPHS", "yes")
-    with pytest.raises(ValueError, match="VARGEN_CUDA_GRAPHS"):
+def replace_data(network: torch.nn.Module) -> None:
+    """As a cast and `to` do: other memory in the same parameters."""
+    for parameter in network.parameters():
+        parameter.data = parameter.data.flip(0).clone()
+
+
+def replace_parameters(network: torch.nn.Module) -> None:
+    for module in network.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            setattr(module, name, torch.nn.Parameter(parameter.data.flip(0).clone()))
+
+
+def replace_buffers(network: torch.nn.Module) -> None:
+    for module in network.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, buffer.flip(0).clone())
+
+
+def write_in_place(network: torch.nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.copy_(parameter.flip(0).clone())
+
+
+@pytest.mark.parametrize("when", ["between images", "in an image"])
+@pytest.mark.parametrize("change", [replace_data, replace_parameters, replace_buffers, write_in_place])
+@pytest.mark.parametrize("method", ["ar", "eagle", "speculative"])
+def test_a_graph_never_reads_weights_that_were_there_before(method: str, change: Callable[[Any], None], when: str) -> None:
+    if when == "in an image" and change in (replace_parameters, replace_buffers):
+        pytest.skip("modules are listed when images start")
+    found: list[list[torch.Tensor]] = []
+    for make in (captured_engine, Engine):
+        model = tiny_target()
+        networks = [*model.networks, *model.draft_heads["eagle"].networks, *model.draft_model.networks]  # type: ignore[union-attr]
+        engine, images = make(model, method, batch_size=2), Condition(class_labels=torch.arange(2))
+        engine.submit(images, torch.arange(2), Sampling(0.9, top_k=20))
+        tokens: list[torch.Tensor] = []
+        for number in range(2):
+            for _ in range(4 if when == "in an image" else 99):
+                tokens += [image.tokens for image in engine.step()]
+            if number == 0:
+                for network in networks:
+                    change(network)
+            if when == "between images":
+                engine.submit(images, torch.arange(2, 4), Sampling(0.9, top_k=20))
+        tokens += [image.tokens for image in engine.run()]
+        found.append(tokens)
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    assert RecordedGraph.made == (1 if change is write_in_place else 2)
+
+
+# -- the default ----------------------------------------------------------------------------------------------------------
+
+
+def test_passes_are_captured_on_nvidia_gpus_unless_a_variable_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    assert captures_passes(gpu) and not captures_passes(cpu)
+    assert explain_capture(gpu).startswith("captured") and "NVIDIA" in explain_capture(cpu)
+    monkeypatch.setenv("VARGEN_EAGER", "1")
+    assert not captures_passes(gpu) and explain_capture(gpu) == "run one by one: VARGEN_EAGER=1"
+    monkeypatch.setenv("VARGEN_EAGER", "yes")
+    with pytest.raises(ValueError, match="VARGEN_EAGER"):
         generated("scd")
+
+
+def test_a_gpu_is_checked_before_its_first_capture(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(graph_check, "CUDAGraph", lambda: RecordedGraph)
+    assert graph_check.find_capture_failure.__wrapped__(cpu) is None
+    assert RecordedGraph.made == 1 and RecordedGraph.replays == 2 * graph_check.PASSES - EAGER_PASSES >= 8
+
+    class Forgetful(RecordedGraph):
+        def replay(self) -> None:
+            self.operations = self.operations[:-3]
+            super().replay()
+
+    monkeypatch.setattr(graph_check, "CUDAGraph", lambda: Forgetful)
+    with caplog.at_level(logging.WARNING, "vargen"):
+        assert "other tokens" in str(graph_check.find_capture_failure.__wrapped__(cpu))
+    assert "one by one" in caplog.text
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need an NVIDIA GPU")
@@ -348,8 +459,9 @@ def test_a_real_graph_generates_the_same(
     method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     fitted = resolve_method(method)
+    monkeypatch.setenv("VARGEN_EAGER", "1")
     expected = generated(fitted, device="cuda")
-    monkeypatch.setenv("VARGEN_CUDA_GRAPHS", "1")
+    monkeypatch.delenv("VARGEN_EAGER")
     with caplog.at_level(logging.WARNING, "vargen"):
         found = generated(fitted, device="cuda")
     assert not caplog.records

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from markdown import blocks, commands
-from recorded_graph import RecordedGraph
+from recorded_graph import RecordedGraph, captured_passes
 from rejects import rejects
 from tiny_models import class_pipeline, text_pipeline, tiny_transformer
 from tiny_targets import take_gpu_paths, tiny_target
@@ -96,11 +96,12 @@ def test_the_drafter_is_captured_and_its_images_join(guide: dict[str, str], name
     model, conditions, seeds = tiny_target(), Condition(class_labels=torch.arange(1, 6)), torch.arange(3, 8)
     sampling = Sampling(0.7, top_k=4)  # few tokens, so that they occur again
     expected = decode(model, conditions, seeds, method, sampling)
-    found = decode(model, conditions, seeds, method, sampling, graphs=RecordedGraph)
+    with captured_passes():
+        found = decode(model, conditions, seeds, method, sampling)
+        engine = Engine(model, method, batch_size=2)
     assert torch.equal(found.tokens, expected.tokens) and expected.stats.tokens_per_pass > 1
     assert found.stats.committed_histogram == expected.stats.committed_histogram
     assert RecordedGraph.made == 1 and RecordedGraph.replays == expected.stats.passes - 3, "but the prefill and two passes"
-    engine = Engine(model, method, batch_size=2, graphs=RecordedGraph)
     engine.submit(conditions, seeds, sampling)
     joined = {image.number: image.tokens for image in engine.run()}
     assert all(torch.equal(joined[row], tokens) for row, tokens in enumerate(expected.tokens))

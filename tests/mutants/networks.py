@@ -43,9 +43,9 @@ MUTANTS = (
         "rotary-off-by-one",
         "Fed tokens are rotated to the position after their own.",
         "vargen/models/llamagen/network.py",
-        "            positions = cache.length[:, None] + torch.arange(T, device=tokens_BT.device)\n"
+        "            positions = cache.positions(T)\n"
         "        rotary = rotary_factors(",
-        "            positions = cache.length[:, None] + torch.arange(1, T + 1, device=tokens_BT.device)\n"
+        "            positions = cache.positions(T) + 1\n"
         "        rotary = rotary_factors(",
         ("tests/models/test_llamagen.py::test_step_by_step_is_teacher_forcing_at_every_position",),
     ),

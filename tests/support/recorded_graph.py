@@ -3,12 +3,16 @@ the same tensors. As in a CUDA graph, numbers of the host are those of the recor
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from vargen.decoding import graph
 
 # Of them "resolve_conj" begins `tolist` and `numpy`, in inference mode. The results of the last ones have as many elements as
 # the values say.
@@ -55,6 +59,14 @@ def list_leaves(given: Any) -> list[Any]:
 
 def list_tensors(given: Any) -> list[Tensor]:
     return [each for each in list_leaves(given) if isinstance(each, Tensor)]
+
+
+@contextmanager
+def captured_passes() -> Iterator[None]:
+    """Engines that are made in the block capture their passes as a `RecordedGraph`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(graph, "make_graphs", lambda device: RecordedGraph)
+        yield
 
 
 class RecordedGraph(TorchDispatchMode):

@@ -137,7 +137,7 @@ def collect_facts() -> dict[str, Any]:
     from vargen import __version__
     from vargen.assets import packaged_model_path, packaged_models
     from vargen.compat import installed_version
-    from vargen.device import describe_machine, explain_graphs, preferred_dtype
+    from vargen.device import describe_machine, explain_capture, preferred_dtype
     from vargen.kernels.cpu import cpu_instructions
     from vargen.kernels.cpu_code import explain_int8_passes
     from vargen.kernels.dispatch import explain_kernels
@@ -159,7 +159,7 @@ def collect_facts() -> dict[str, Any]:
         "kernels": ": ".join(explain_kernels(device)),
         "cpu_instructions": list(cpu_instructions()),
         "int8_passes": ": ".join(explain_int8_passes()),
-        "graphs": explain_graphs(torch.device(device)),
+        "graphs": explain_capture(torch.device(device)),
         "models": models,
         "presets": presets(),
     }

@@ -13,7 +13,6 @@ from torch import Tensor
 from vargen.compat import without_autocast
 from vargen.decoding.accelerator import Accelerator
 from vargen.decoding.engine import Engine
-from vargen.decoding.graph import CUDAGraph
 from vargen.decoding.interfaces import TokenModel
 from vargen.decoding.requests import Callback, DecodeOutput, FinishedImage, Progress, validate_call
 from vargen.decoding.sampling import Sampling
@@ -31,7 +30,6 @@ def decode(
     *,
     callback: Callback | None = None,
     profile: bool = False,
-    graphs: type[CUDAGraph] | None = None,
     batch_size: int | None = None,
 ) -> DecodeOutput:
     """Generate the tokens of M images.
@@ -44,7 +42,7 @@ def decode(
         sampling: temperature and filters. Default: sample from the unfiltered softmax.
         callback: called after every pass with a `Progress` of all M images, and may change the tokens that it holds. Returning
             False stops the run. Its exceptions propagate.
-        profile, graphs: see `Engine`.
+        profile: see `Engine`.
         batch_size: maximum number of images at a time. If there are more, each finished image makes room for the next one.
             None: all at once.
 
@@ -60,7 +58,7 @@ def decode(
     sampling = Sampling() if sampling is None else sampling
     validate_call(seeds, sampling, callback)
     slots = len(seeds) if batch_size is None else min(require_int("batch_size", batch_size, 1), len(seeds))
-    engine = Engine(model, accelerator, batch_size=slots, profile=profile, graphs=graphs)
+    engine = Engine(model, accelerator, batch_size=slots, profile=profile)
     engine.submit(condition, seeds, sampling)
     images = _ImageList(engine, seeds)
     stopped = False

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from vargen.clock import Clock
 from vargen.compat import without_autocast
+from vargen.decoding import graph
 from vargen.decoding.accelerator import Accelerator
 from vargen.decoding.costs import token_threads
-from vargen.decoding.graph import CUDAGraph
 from vargen.decoding.interfaces import TokenModel
 from vargen.decoding.methods import resolve_method
 from vargen.decoding.requests import (
@@ -33,7 +33,7 @@ from vargen.decoding.requests import (
 from vargen.decoding.sampling import Sampling
 from vargen.decoding.stats import DecodeStats
 from vargen.decoding.token_pass import TokenPass
-from vargen.device import inference_mode_for, limit_threads, normal_tensors, read_graph_setting
+from vargen.device import inference_mode_for, limit_threads, normal_tensors
 from vargen.kernels.dispatch import read_kernel_setting
 from vargen.late_reports import Reports
 from vargen.values import parse_int, require_int, short_repr
@@ -61,8 +61,6 @@ class Engine:
         accelerator: the name of a preset, or an `Accelerator`.
         batch_size: number of slots B, at least 1.
         profile: on CUDA, synchronize between the parts of a pass so that `seconds_by_part` is filled.
-        graphs: class that captures passes as a graph. Default: `CUDAGraph` if VARGEN_CUDA_GRAPHS=1 and the model is on a GPU,
-            otherwise None.
 
     Attributes:
         method: the resolved accelerator.
@@ -81,7 +79,6 @@ class Engine:
         *,
         batch_size: int = 8,
         profile: bool = False,
-        graphs: type[CUDAGraph] | None = None,
     ):
         read_kernel_setting()  # fail on an invalid VARGEN_KERNELS before any work
         self.method: Accelerator = resolve_method(accelerator)
@@ -90,11 +87,10 @@ class Engine:
         self.model, self.device = model, torch.device(model.device)
         self.batch_size = require_int("batch_size", batch_size, 1)
         self.num_tokens = model.grid[0] * model.grid[1]
-        if graphs is None and read_graph_setting(self.device):
-            graphs = CUDAGraph
         self._clock = Clock(self.device, profile)
         with inference_mode_for(self.device):
             drafter, rule = self.method.bind(model, self.batch_size)
+            graphs = graph.make_graphs(self.device)
             self._pass = TokenPass(model, drafter, rule, self.batch_size, self._clock, graphs)
         self._waiting: deque[Request] = deque()
         self._held: list[Request | None] = [None] * self.batch_size

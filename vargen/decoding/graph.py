@@ -1,61 +1,125 @@
 """A pass as a CUDA graph: one replay, with no other kernel launch from the host.
 
 A pass consists of some hundred small kernels, and the host takes longer to launch them than a GPU to run them. A pass only
-writes into tensors that are allocated once, so it can be captured as it is. Enabled by VARGEN_CUDA_GRAPHS=1.
+writes into tensors that are allocated once, so it can be captured as it is. NVIDIA GPUs do so unless VARGEN_EAGER=1.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from weakref import ref
 
 import torch
+from torch import Tensor, nn
 
-from vargen.device import GRAPHS_VARIABLE
+from vargen.device import captures_passes
+
+logger = logging.getLogger("vargen")
 
 EAGER_PASSES = 2  # before a capture: compilation and allocation cannot be captured
 
 
 class CUDAGraph:
-    """What `CapturedPasses` needs of a GPU; the tests replace it."""
+    """What `CapturedPasses` needs of a GPU; the tests replace it. Its graphs share memory, as they never run at once."""
 
-    @staticmethod
-    def capture(run: Callable[[], object]) -> Callable[[], None]:
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def capture(self, run: Callable[[], object]) -> Callable[[], None]:
         """Record `run` without executing it. Returns a function that executes it."""
-        with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):
+        # Other threads may allocate meanwhile.
+        with torch.cuda.graph(graph := torch.cuda.CUDAGraph(), pool=self._pool, capture_error_mode="thread_local"):
             run()
         return graph.replay
+
+
+def make_graphs(device: torch.device) -> CUDAGraph | None:
+    """Return what captures the passes of an engine on a device; None to run them one by one."""
+    if not captures_passes(device):
+        return None
+    from vargen.decoding.graph_check import find_capture_failure
+
+    return None if find_capture_failure(device) else CUDAGraph()
 
 
 class CapturedPasses:
     """Runs passes of several kinds, each eagerly at first, and then as a graph; if capture fails, eagerly from then on.
 
+    A graph reads the memory where its networks were when it was captured. If they are moved or replaced, passes are captured
+    again. Networks that do what a graph does not repeat, such as calling hooks, run eagerly as long as they do.
+
     Args:
-        graph: class that captures passes.
-        blocker: reason not to capture any, if one is known. The attribute is also set when a reason is found later.
+        graph: captures passes.
+        networks: all that a pass reads, but for tensors that the pass owns.
+        blocker: reason not to capture any, if one is known.
     """
 
-    def __init__(self, graph: type[CUDAGraph], blocker: str | None = None):
-        self._graph = graph
+    def __init__(self, graph: CUDAGraph, networks: Sequence[nn.Module] = (), blocker: str | None = None):
+        self._graph, self._networks, self._failure = graph, networks, blocker
         self._replays: dict[Hashable, Callable[[], None]] = {}
         self._eager: dict[Hashable, int] = {}
-        self.blocker: str | None = None
+        self._weights: list[ref[Tensor]] = []
+        self._addresses: list[int] = []
+        self._blocker: str | None = None
+        self._warned: set[str] = set()
         if blocker is not None:
-            self._fall_back(blocker)
+            self._warn(blocker)
+
+    def check_networks(self) -> None:
+        """List the weights again, and whether a graph repeats what the networks do; called before images start."""
+        self._weights = [ref(each) for network in self._networks for each in _list_memory(network)]
+        self._blocker = _find_blocker(self._networks)
+        if self._blocker is not None:
+            self._warn(self._blocker)
 
     def run(self, kind: Hashable, step: Callable[[], object]) -> None:
         """Run `step`, which writes into fixed tensors only; passes of one kind have the same shapes and numbers of the host."""
+        addresses = [0 if (weight := each()) is None else weight.data_ptr() for each in self._weights]
+        if addresses != self._addresses:
+            self._addresses = addresses
+            self._replays.clear()
+            self._eager.clear()
+        if self._blocker is not None:
+            step()
+            return
         if (replay := self._replays.get(kind)) is not None:
             replay()
             return
         step()
         count = self._eager[kind] = self._eager.get(kind, 0) + 1
-        if self.blocker is None and count == EAGER_PASSES:
+        if self._failure is None and count == EAGER_PASSES:
             try:
                 self._replays[kind] = self._graph.capture(step)
             except RuntimeError as error:  # nothing was executed: passes go on eagerly
-                self._fall_back(str(error))
+                self._failure = str(error)
+                self._warn(self._failure)
 
-    def _fall_back(self, reason: str) -> None:
-        self.blocker = reason
-        logging.getLogger("vargen").warning("%s=1: passes are run one by one: %s", GRAPHS_VARIABLE, reason)
+    def _warn(self, reason: str) -> None:
+        if reason not in self._warned:
+            self._warned.add(reason)
+            logger.warning("passes are run one by one instead of as a CUDA graph: %s", reason)
+
+
+def _find_blocker(networks: Sequence[nn.Module]) -> str | None:
+    """Return what a graph of these networks would not repeat; None if there is nothing."""
+    for network in networks:
+        for module in network.modules():
+            if hasattr(module, "_hf_hook") or hasattr(module, "_diffusers_hook") or module._forward_pre_hooks:
+                return "weights are moved or cast by hooks in each pass"
+            if module._forward_hooks:
+                return "hooks run in each pass"
+            if hasattr(module, "base_layer"):  # of peft; their strength is a number of the host
+                return "adapters are loaded; fuse them into the weights"
+    return None
+
+
+def _list_memory(network: nn.Module) -> Iterator[Tensor]:
+    """List the tensors that hold the weights and buffers of a network; a quantized weight consists of several."""
+    pending = [*network.parameters(), *network.buffers()]
+    while pending:
+        each = pending.pop()
+        if hasattr(each, "__tensor_flatten__"):
+            pending += [getattr(each, name) for name in each.__tensor_flatten__()[0]]
+        else:
+            yield each

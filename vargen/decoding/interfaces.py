@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vargen.decoding.noise import Noise
 from vargen.decoding.sampling import Sampling, SlotSampling
@@ -38,7 +38,7 @@ class TokenModel:
         low_res: a low-resolution model from which draft tokens can be sampled.
         forced: int64 `[N]`, the only possible token of positions such as the end of a row, as in the logits; -1 elsewhere.
         num_layers: number of layers that `skip_layers` can skip.
-        capture_blocker: why a CUDA graph cannot capture a pass of this model; None if it can.
+        networks: those that passes read. Captured passes are captured again if their weights are elsewhere.
         cost_key: identifies what the cost of a pass depends on besides batch size and machine: model sizes, dtype, guidance,
             compilation. None disables caching of measured costs.
     """
@@ -52,7 +52,7 @@ class TokenModel:
     low_res: LowResModel | None = None
     forced: Tensor | None = None
     num_layers: int = 0
-    capture_blocker: str | None = None
+    networks: Sequence[nn.Module] = ()
     cost_key: Hashable = None
 
     def allocate(self, condition: Any, width: int, slots: int | None = None) -> Any:
@@ -114,10 +114,12 @@ class LowResModel:
 
     Attributes:
         vocab, grid: those of the target.
+        networks: those that `probs` reads; see `TokenModel`.
     """
 
     vocab: int
     grid: tuple[int, int]
+    networks: Sequence[nn.Module] = ()
 
     def start(self, condition: Any, seeds: Tensor, sampling: Sampling) -> Tensor:
         """Generate n images at low resolution. Returns what `probs` needs of each, `[n, ...]`."""
@@ -252,10 +254,12 @@ class DraftHead:
 
     Attributes:
         vocab, grid: those of the target.
+        networks: those that it reads; see `TokenModel`.
     """
 
     vocab: int
     grid: tuple[int, int]
+    networks: Sequence[nn.Module] = ()
 
 
 def require_same_tokens(part: str, found: TokenModel | LowResModel | DraftHead, model: TokenModel) -> None:

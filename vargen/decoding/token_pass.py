@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vargen.clock import Clock
 from vargen.decoding.graph import CapturedPasses, CUDAGraph
@@ -42,7 +42,7 @@ class TokenPass:
         drafter, rule: of the method, bound to the model and B slots.
         slots: number of slots B.
         clock: measures the parts of a pass.
-        graph: class that captures passes; None runs them one by one.
+        graph: captures passes; None runs them one by one.
 
     Attributes:
         make_noise: the source of all random numbers. `vargen.evaluation.exact_sum` replaces it to enumerate all outcomes.
@@ -56,13 +56,16 @@ class TokenPass:
         rule: AcceptanceRule,
         slots: int,
         clock: Clock,
-        graph: type[CUDAGraph] | None = None,
+        graph: CUDAGraph | None = None,
     ):
         self.model, self.drafter, self.rule, self.slots, self.clock = model, drafter, rule, slots, clock
         self.make_noise: MakeNoise = Noise
         self.state: TokenState
         self._controller: WidthController | None = None
-        self._captured = None if graph is None else CapturedPasses(graph, _find_capture_blocker(model, drafter, clock))
+        self._captured: CapturedPasses | None = None
+        if graph is not None:
+            blocker = "their parts are timed" if clock.synchronizes else None
+            self._captured = CapturedPasses(graph, _list_networks(model, drafter), blocker)
 
     def allocate(self, condition: Any) -> None:
         """Allocate the state, with room for conditions as long as this one."""
@@ -76,6 +79,8 @@ class TokenPass:
             ValueError: if the condition is longer than the state has room for.
         """
         state, rows = self.state, torch.tensor(slots, device=self.model.device)
+        if self._captured is not None:
+            self._captured.check_networks()
         with self.clock.measure("prefill"):
             out = self.model.prefill(condition, state.cache, rows)
         if len(out.logits) != len(slots):
@@ -264,9 +269,7 @@ class TokenState:
         self.nonfinite.copy_(torch.minimum(self.nonfinite, bad))
 
 
-def _find_capture_blocker(model: TokenModel, drafter: Drafter, clock: Clock) -> str | None:
-    """Return the reason not to capture passes, if one is known before the first pass."""
-    if clock.synchronizes:
-        return "their parts are timed"
-    models = [each for each in (model, getattr(drafter, "model", None)) if isinstance(each, TokenModel)]
-    return next((each.capture_blocker for each in models if each.capture_blocker), None)
+def _list_networks(model: TokenModel, drafter: Drafter) -> list[nn.Module]:
+    """List the networks that passes read: those of the model and of all that may draft for it."""
+    parts: list[Any] = [model, model.draft_model, getattr(drafter, "model", None), model.low_res, *model.draft_heads.values()]
+    return [network for part in parts if part is not None for network in part.networks]

@@ -62,6 +62,7 @@ class EagleModel(AutoregressiveHead):
 
     def __init__(self, drafter: EagleDrafter, target: Target):
         self.drafter, self.target, self.vocab, self.grid = drafter, target, target.vocab, target.grid
+        self.networks = (drafter,)
 
     def allocate(self, slots: int, width: int) -> EagleCache:
         rows, device = slots * self.target.rows_per_image, self.target.device
@@ -120,7 +121,7 @@ class MedusaHeads(ParallelHeads):
 
     def __init__(self, drafter: MedusaDrafter, target: Target):
         self.drafter, self.target, self.vocab, self.grid = drafter, target, target.vocab, target.grid
-        self.num_heads = drafter.config.heads
+        self.networks, self.num_heads = (drafter,), drafter.config.heads
 
     def forward(self, tokens: Tensor, features: Tensor, position: Tensor) -> Tensor:
         hidden = self.drafter(features, self.target.embed(tokens[:, None]))[:, 0]
@@ -147,6 +148,7 @@ class LowResolutionDrafter(LowResModel):
 
     def __init__(self, model: LlamaGenTokenModel, grid: tuple[int, int], upsampler: TokenUpsampler | None, vqvae: VQModel):
         self.model, self.vocab, self.grid, self.upsampler, self.vqvae = model, model.vocab, grid, upsampler, vqvae
+        self.networks = () if upsampler is None else (upsampler,)
 
     def start(self, condition: Condition, seeds: Tensor, sampling: Sampling) -> Tensor:
         """Return features `[n, D, R, C]` of the up-sampler, or tokens `[n, N]` without one."""

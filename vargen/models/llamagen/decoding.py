@@ -60,8 +60,7 @@ class LlamaGenTokenModel(TokenModel):
         self.num_layers = len(transformer.layers)
         hooks = ("_hf_hook", "_diffusers_hook")  # set by accelerate and by diffusers
         self._offloaded = any(hasattr(module, hook) for module in transformer.modules() for hook in hooks)
-        if self._offloaded:
-            self.capture_blocker = "weights are offloaded, or cast layer by layer, which hooks do in each pass"
+        self.networks = (transformer,)
         self.rows_per_image = self.guidance.rows_per_image
         self.draft_heads = {name: make(self) for name, make in (draft_heads or {}).items()}
         # A tensor, because the compiler would build a new graph for every other Python number.

@@ -105,12 +105,12 @@ class TransformersTokenModel(TokenModel):
         heads = config.num_attention_heads
         self._kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
         self._head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+        self.networks = (language_model.model,)
         self._hooked = any(hasattr(module, "_hf_hook") for module in language_model.model.modules())
         kept = [layer for layer in range(len(body.layers)) if layer not in skipped]
         self._places = {layer: place for place, layer in enumerate(kept)}
         self.num_layers = len(kept)
         if self._hooked:  # a view would be run by the hooks of the network it is a view of
-            self.capture_blocker = "weights are moved or cast by hooks in each pass"
             self._body, self._norm = body, None
         else:
             self._norm, self._body = body.norm, copy(body)
