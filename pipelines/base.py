@@ -23,6 +23,7 @@ from vargen.models.guidance import Condition
 from vargen.models.quantization import validate_quantization
 from vargen.pipelines import loading, prompts, validation
 from vargen.pipelines.components import ModelFamily, current_modules
+from vargen.pipelines.engines import KeptEngines
 from vargen.pipelines.generation import GenerationRequest, RunningCall, RunningCalls, generate_images
 from vargen.pipelines.offloading import OffloadedPipeline
 from vargen.pipelines.prompts import NormalizedPrompt, PromptInputs, PromptNames
@@ -111,6 +112,7 @@ class VisualPipeline(OffloadedPipeline, DiffusionPipeline):
         """Create what calls use beside the components."""
         self._scorers: dict[tuple[str, torch.device], Scorer] = {}
         self._calls = RunningCalls()
+        self._engines = KeptEngines()
 
     # -- loading and saving ---------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from PIL import Image
 from torch import Tensor
 
 from vargen.compat import report_panic, without_autocast
-from vargen.decoding import DEFAULT_METHOD, Accelerator, DecodeOutput, decode
+from vargen.decoding import DEFAULT_METHOD, Accelerator, DecodeOutput
 from vargen.decoding.log_probs import compute_log_probs
 from vargen.files import atomic_merge, expand_user
 from vargen.models.guidance import Guidance, to_guidance
@@ -229,9 +229,9 @@ class LanguageModelPipeline(VisualPipeline):
         return True
 
     def _decode(self, request: GenerationRequest, callback: Any) -> DecodeOutput:
-        model, seeds = self.decoding_model(request.guidance), request.seeds.noise_seeds
-        options: Any = {"callback": callback, "batch_size": request.batch_size}
-        return decode(model, request.condition, seeds, request.method, request.sampling, **options)
+        condition, seeds = replace(request.condition, scale=request.guidance.scale), request.seeds.noise_seeds
+        given = request.method, request.sampling, callback, request.batch_size
+        return self._engines.decode(self, condition, request.guidance, seeds, *given)
 
     def _generate(self, request: Any, call: Any, bar: Any) -> LanguageModelOutput:
         images, result = generate_images(self, request, call, bar)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from vargen.compat import without_autocast
 from vargen.convert.llamagen import convert_llamagen
-from vargen.decoding import DEFAULT_METHOD, Accelerator, DecodeOutput, Eagle, Jacobi, Medusa, decode
+from vargen.decoding import DEFAULT_METHOD, Accelerator, DecodeOutput, Eagle, Jacobi, Medusa
 from vargen.decoding.jacobi import MISSING_LOW_RES
 from vargen.decoding.tree_drafters import HeadDrafter
 from vargen.models.guidance import Guidance, to_guidance
@@ -214,10 +215,9 @@ class LlamaGenPipeline(VisualPipeline):
         return True
 
     def _decode(self, request: GenerationRequest, callback: Any) -> DecodeOutput:
-        model = self.decoding_model(request.guidance)
-        seeds = request.seeds.noise_seeds
-        options: Any = {"callback": callback, "batch_size": request.batch_size}
-        return decode(model, request.condition, seeds, request.method, request.sampling, **options)
+        condition, seeds = replace(request.condition, scale=request.guidance.scale), request.seeds.noise_seeds
+        given = request.method, request.sampling, callback, request.batch_size
+        return self._engines.decode(self, condition, request.guidance, seeds, *given)
 
     def decoding_model(self, guidance: Guidance | float = 1.0) -> LlamaGenTokenModel:
         """Return the adapter of the transformer and its drafters for `vargen.decoding.decode`."""

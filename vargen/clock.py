@@ -30,6 +30,11 @@ class Clock:
         self.read = self._read_device if device.type == "cuda" else self.timer
         self.measures_parts = profile or device.type != "cuda"
         self.parts: dict[str, float] = defaultdict(float)
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin to measure."""
+        self.parts.clear()
         self.started = self.read()
 
     @property

@@ -19,8 +19,6 @@ from vargen.decoding.sampling import Sampling
 from vargen.values import require_int
 
 
-@torch.no_grad()
-@without_autocast
 def decode(
     model: TokenModel,
     condition: Any,
@@ -55,10 +53,23 @@ def decode(
         TypeError: if the accelerator, seeds, sampling or callback has the wrong type.
         NonFiniteLogitsError: if logits are not finite; names the pass and position of the first.
     """
-    sampling = Sampling() if sampling is None else sampling
-    validate_call(seeds, sampling, callback)
+    validate_call(seeds, Sampling() if sampling is None else sampling, callback)
     slots = len(seeds) if batch_size is None else min(require_int("batch_size", batch_size, 1), len(seeds))
     engine = Engine(model, accelerator, batch_size=slots, profile=profile)
+    return generate_images(engine, condition, seeds, sampling, callback)
+
+
+@torch.no_grad()
+@without_autocast
+def generate_images(
+    engine: Engine, condition: Any, seeds: Tensor, sampling: Sampling | None, callback: Callback | None = None
+) -> DecodeOutput:
+    """Generate the tokens of M images by an engine that has no requests; arguments and errors as of `decode`.
+
+    If a callback stops the run, the engine has no requests afterwards, either.
+    """
+    sampling = Sampling() if sampling is None else sampling
+    validate_call(seeds, sampling, callback)
     engine.submit(condition, seeds, sampling)
     images = _ImageList(engine, seeds)
     stopped = False
@@ -71,7 +82,10 @@ def decode(
                 engine.replace_tokens(images.tokens)
     if stopped:
         images.collect(engine.drain())
-    return images.make_output()
+    output = images.make_output()
+    for number in range(len(seeds)):
+        engine.cancel(number)
+    return output
 
 
 class _ImageList:

@@ -84,14 +84,14 @@ class Engine:
         self.method: Accelerator = resolve_method(accelerator)
         if not isinstance(model, TokenModel):
             raise TypeError(f"model must be a TokenModel, such as pipe.decoding_model(1.0), got {short_repr(model)}")
-        self.model, self.device = model, torch.device(model.device)
         self.batch_size = require_int("batch_size", batch_size, 1)
+        self.model, self.device = model.bind(self.batch_size), torch.device(model.device)
         self.num_tokens = model.grid[0] * model.grid[1]
         self._clock = Clock(self.device, profile)
         with inference_mode_for(self.device):
-            drafter, rule = self.method.bind(model, self.batch_size)
+            drafter, rule = self.method.bind(self.model, self.batch_size)
             graphs = graph.make_graphs(self.device)
-            self._pass = TokenPass(model, drafter, rule, self.batch_size, self._clock, graphs)
+            self._pass = TokenPass(self.model, drafter, rule, self.batch_size, self._clock, graphs)
         self._waiting: deque[Request] = deque()
         self._held: list[Request | None] = [None] * self.batch_size
         self._refused: list[FinishedImage] = []  # that could not start, until the step returns
@@ -157,6 +157,28 @@ class Engine:
     def has_work(self) -> bool:
         """Whether any request is not finished, or was refused by a step that failed."""
         return bool(self._waiting or self._refused) or self.num_active > 0
+
+    @property
+    def captures(self) -> bool:
+        """Whether passes are captured, so that it pays to keep the engine."""
+        return self._pass.captures
+
+    def has_room(self, condition: Any) -> bool:
+        """Whether images with this condition can start in the slots."""
+        return not self._threads or self.model.has_room(condition, self._pass.state.cache)
+
+    def restart(self) -> None:
+        """Count requests, passes and seconds from 0, as a new engine does.
+
+        Raises:
+            ValueError: if there are requests.
+        """
+        if self.has_work:
+            raise ValueError("an engine can be started again once it has no requests")
+        self.drain()
+        self._submitted = self.passes = 0
+        self._widths.clear()
+        self._clock.restart()
 
     # -- the loop ---------------------------------------------------------------------------------------------------------
 

@@ -55,6 +55,14 @@ class TokenModel:
     networks: Sequence[nn.Module] = ()
     cost_key: Hashable = None
 
+    def bind(self, slots: int) -> TokenModel:
+        """Return a copy for an engine with B slots, which holds what differs by slot, such as the guidance scale."""
+        return self
+
+    def has_room(self, condition: Any, state: Any) -> bool:
+        """Whether a state that was allocated for another condition has room for this one."""
+        return True
+
     def allocate(self, condition: Any, width: int, slots: int | None = None) -> Any:
         """Allocate the state of `slots` images, with room for conditions as long as this one; see `prefill`.
 

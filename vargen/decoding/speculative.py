@@ -116,7 +116,7 @@ class Speculative(ChainDrafter):
         object.__setattr__(self, "provides", () if self.shared_noise else ("independent-per-pass",))
 
     def bind(self, model: TokenModel, slots: int) -> Self:
-        small, device = require_draft_model(self.model or model.draft_model, model), model.device
+        small, device = require_draft_model(self.model or model.draft_model, model).bind(slots), model.device
         trees = {"two": Tree.make_chain(1, device), "one": Tree.make_chain(0, device)}
         return super().bind(model, slots).copy(model=small, cache=None, **trees)
 

@@ -65,7 +65,12 @@ class TokenPass:
         self._captured: CapturedPasses | None = None
         if graph is not None:
             blocker = "their parts are timed" if clock.synchronizes else None
-            self._captured = CapturedPasses(graph, _list_networks(model, drafter), blocker)
+            self._captured = CapturedPasses(graph, list_networks(model, drafter), blocker)
+
+    @property
+    def captures(self) -> bool:
+        """Whether passes are captured."""
+        return self._captured is not None
 
     def allocate(self, condition: Any) -> None:
         """Allocate the state, with room for conditions as long as this one."""
@@ -269,7 +274,7 @@ class TokenState:
         self.nonfinite.copy_(torch.minimum(self.nonfinite, bad))
 
 
-def _list_networks(model: TokenModel, drafter: Drafter) -> list[nn.Module]:
+def list_networks(model: TokenModel, drafter: Drafter | None = None) -> list[nn.Module]:
     """List the networks that passes read: those of the model and of all that may draft for it."""
     parts: list[Any] = [model, model.draft_model, getattr(drafter, "model", None), model.low_res, *model.draft_heads.values()]
     return [network for part in parts if part is not None for network in part.networks]

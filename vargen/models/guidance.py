@@ -27,12 +27,14 @@ class Condition:
         caption_embeds: `[B, P, caption_dim]`, valid rows last (left padding), padding rows zero.
         caption_mask: bool `[B, P]`, True where valid; None makes all rows visible.
         negative: condition of the unconditional rows in guidance. None: see `Guidance`.
+        scale: guidance scale of these images in an engine of guided images. None: that of its model.
     """
 
     class_labels: Tensor | None = None
     caption_embeds: Tensor | None = None
     caption_mask: Tensor | None = None
     negative: Condition | None = None
+    scale: float | None = None
 
     def __len__(self) -> int:
         """Number of rows B."""
@@ -49,12 +51,12 @@ class Condition:
         """Return some rows of the batch, given by a slice or by indices int64 `[n]`."""
         negative = self.negative and self.negative.select_rows(chosen)
         labels, embeds, mask = (None if part is None else part[chosen] for part in self._parts)
-        return Condition(labels, embeds, mask, negative)
+        return Condition(labels, embeds, mask, negative, self.scale)
 
     def repeat(self, count: int) -> Condition:
         """Repeat each row `count` times; those of row 0 come first."""
         labels, embeds, mask = (None if part is None else part.repeat_interleave(count, dim=0) for part in self._parts)
-        return Condition(labels, embeds, mask, self.negative and self.negative.repeat(count))
+        return Condition(labels, embeds, mask, self.negative and self.negative.repeat(count), self.scale)
 
     def cat(self, other: Condition) -> Condition:
         """Concatenate this batch with another, without `negative`.

@@ -38,7 +38,7 @@ class SpeculativeTree(TreeDrafter):
     newest: Tree = field(init=False, repr=False, compare=False)
 
     def bind(self, model: TokenModel, slots: int) -> Self:
-        small = require_draft_model(self.model or model.draft_model, model)
+        small = require_draft_model(self.model or model.draft_model, model).bind(slots)
         bound = super().bind(model, slots)
         newest = Tree.make_chain(bound.shape.depth + 1, model.device)
         return bound.copy(model=small, cache=None, newest=newest)

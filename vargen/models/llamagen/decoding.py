@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from functools import reduce
 from typing import Any
 
@@ -62,8 +63,9 @@ class LlamaGenTokenModel(TokenModel):
         self._offloaded = any(hasattr(module, hook) for module in transformer.modules() for hook in hooks)
         self.networks = (transformer,)
         self.rows_per_image = self.guidance.rows_per_image
-        self.draft_heads = {name: make(self) for name, make in (draft_heads or {}).items()}
-        # A tensor, because the compiler would build a new graph for every other Python number.
+        self._make_heads = dict(draft_heads or {})
+        self.draft_heads = {name: make(self) for name, make in self._make_heads.items()}
+        # A tensor, because the compiler would build a new graph for every other Python number. Of a bound model: [slots, 1, 1].
         self._scale = (
             torch.tensor(self.guidance.scale, dtype=torch.float32, device=self.device) if self.rows_per_image == 2 else None
         )
@@ -71,6 +73,13 @@ class LlamaGenTokenModel(TokenModel):
         prefix = "" if compress_prefix else "whole prefix"
         rows = f"{self.rows_per_image} rows an image"
         self.cost_key = cost_key(transformer, rows, layers, prefix, transformer.pass_backend)
+
+    def bind(self, slots: int) -> LlamaGenTokenModel:
+        bound = copy(self)
+        if self._scale is not None:
+            bound._scale = self._scale.repeat(slots, 1, 1)
+        bound.draft_heads = {name: make(bound) for name, make in self._make_heads.items()}
+        return bound
 
     def skip_layers(self, layers: Sequence[int]) -> LlamaGenTokenModel:
         """Return the same model without some layers of its transformer, which share the weights."""
@@ -85,10 +94,15 @@ class LlamaGenTokenModel(TokenModel):
         return self.transformer.new_cache(rows, width, self.compress_prefix, self.device)
 
     def prefill(self, condition: Condition, state: KVCache | Int8Cache, rows: Tensor | None = None) -> Output:
+        scale = self._scale
+        if scale is not None and scale.dim():
+            rows = torch.arange(len(scale), device=self.device) if rows is None else rows
+            scale.index_fill_(0, rows, self.guidance.scale if condition.scale is None else condition.scale)
+            scale = scale[rows]
         condition = reduce(Condition.cat, self.guidance.conditions(condition, self.transformer))
         new: Any = state.prefix_only(len(condition))
         with self._tensor_mode():
-            out = self.transformer(condition=condition, cache=new, guidance=self._scale)
+            out = self.transformer(condition=condition, cache=new, guidance=scale)
         state.start_rows(new, self.guidance.rows_of(rows, state.rows, self.device))
         return Output(out.logits, out.hidden_states)
 
@@ -119,7 +133,7 @@ class LlamaGenTokenModel(TokenModel):
         """Guidance scale for the tokens after positions `[B, T]`. Position 0 is decoding step 0, which samples token 1."""
         if self._scale is None or self.guidance.interval is None:
             return self._scale
-        return torch.where(position <= self.guidance.interval, self._scale, 1.0)[..., None]
+        return torch.where((position <= self.guidance.interval)[..., None], self._scale, 1.0)
 
     def _tensor_mode(self) -> AbstractContextManager[None]:
         """Keep the loop's inference mode, unless hooks replace a layer's weights: these must be normal tensors, which can be

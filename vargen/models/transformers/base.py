@@ -31,11 +31,13 @@ class PromptRows:
         ids: int64 `[B, P]`, padded on the left.
         valid: bool `[B, P]`, which ids are tokens.
         unconditional: the prompts of the unconditional rows, of any length; None for a model without them.
+        scale: guidance scale of these images in an engine of guided images. None: that of its model.
     """
 
     ids: Tensor
     valid: Tensor
     unconditional: PromptRows | None = None
+    scale: float | None = None
 
     def __len__(self) -> int:
         """Number of images B."""
@@ -44,7 +46,7 @@ class PromptRows:
     def select_rows(self, rows: Any) -> PromptRows:
         """Return the prompts of some images, given by a slice or their indices."""
         blank = self.unconditional
-        return PromptRows(self.ids[rows], self.valid[rows], blank and blank.select_rows(rows))
+        return PromptRows(self.ids[rows], self.valid[rows], blank and blank.select_rows(rows), self.scale)
 
     def repeat(self, count: int) -> PromptRows:
         """Repeat each prompt `count` times."""

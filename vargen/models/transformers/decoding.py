@@ -26,11 +26,13 @@ from transformers import __version__ as transformers_version
 from transformers.cache_utils import Cache
 
 from vargen.decoding import Output, TokenModel, Tree
+from vargen.device import captures_passes
 from vargen.models.guidance import Guidance, apply_guidance, to_guidance
 from vargen.models.kv_cache import CacheView, KVCache
 from vargen.models.transformers.base import ImageLanguageModel, PromptRows, validate_network
 from vargen.values import short_repr
 
+_ROOM = 64  # prompts have room for a multiple of it where passes are captured, so that longer ones capture nothing again
 _FLOOR = -1e9  # logit of tokens that cannot occur: infinite logits are errors, and this survives a division by 1e-5
 
 
@@ -99,6 +101,7 @@ class TransformersTokenModel(TokenModel):
         self.vocab, self.grid, self.codebook = language_model.vocab, language_model.grid, language_model.codebook
         self.low_res = language_model.low_res
         self.rows_per_image = self.guidance.rows_per_image
+        self._scale: float | Tensor = self.guidance.scale  # of a bound model: float32 [slots, 1, 1]
         self.device = language_model.device
         self.dtype = language_model.model.get_input_embeddings().weight.dtype
         config, body = language_model.body.config.get_text_config(), language_model.body
@@ -123,12 +126,24 @@ class TransformersTokenModel(TokenModel):
         name = f"{language_model.class_name} {sizes}, {self.dtype}, {self.rows_per_image} rows an image".replace("torch.", "")
         layers_used = f"{len(kept)} layers, " if skipped else ""
         self.cost_key = f"{name}, {layers_used}transformers {transformers_version}"
-        self.draft_heads = {name: make(self) for name, make in (draft_heads or {}).items()} if self._norm else {}
+        self._make_heads = dict(draft_heads or {}) if self._norm else {}
+        self.draft_heads = {name: make(self) for name, make in self._make_heads.items()}
 
     @property
     def has_features(self) -> bool:
         """Whether passes return features, which draft heads take; hooks that load weights hide them."""
         return self._norm is not None
+
+    def bind(self, slots: int) -> TransformersTokenModel:
+        bound = copy(self)
+        if self.rows_per_image == 2:
+            size = (slots, 1, 1)
+            bound._scale = torch.full(size, self.guidance.scale, dtype=torch.float32, device=self.device)
+        bound.draft_heads = {name: make(bound) for name, make in self._make_heads.items()}
+        return bound
+
+    def has_room(self, condition: PromptRows, state: TransformersState) -> bool:
+        return self._join(condition).ids.shape[1] <= state.cache.prefix
 
     def skip_layers(self, layers: Sequence[int]) -> TransformersTokenModel:
         """Return the same model without some of its layers, which share the weights."""
@@ -142,12 +157,13 @@ class TransformersTokenModel(TokenModel):
     def allocate(self, condition: PromptRows, width: int, slots: int | None = None) -> TransformersState:
         joined, (rows, columns) = self._join(condition), self.grid
         R = len(joined.ids) if slots is None else slots * self.rows_per_image
+        multiple = _ROOM if captures_passes(self.device) else 1
         cache = KVCache(
             len(self._places),
             R,
             self._kv_heads,
             self._head_dim,
-            prefix=joined.ids.shape[1],
+            prefix=-(-joined.ids.shape[1] // multiple) * multiple,
             tokens=rows * columns,
             scratch=width,
             dtype=self.dtype,
@@ -177,7 +193,12 @@ class TransformersTokenModel(TokenModel):
         state.cache.start_rows(cache, started)
         state.start.index_copy_(0, started, valid.sum(1))
         first = torch.zeros(R // self.rows_per_image, 1, dtype=torch.int64, device=self.device)
-        return self._output(hidden, first)
+        scale = self._scale
+        if isinstance(scale, Tensor):
+            rows = torch.arange(len(scale), device=self.device) if rows is None else rows
+            scale.index_fill_(0, rows, self.guidance.scale if condition.scale is None else condition.scale)
+            scale = scale[rows]
+        return self._output(hidden, first, scale)
 
     def forward(self, tokens: Tensor, state: TransformersState, tree: Tree) -> Output:
         cache, T = state.cache, tokens.shape[1]
@@ -190,7 +211,7 @@ class TransformersTokenModel(TokenModel):
         index = cache.length[:, None] + depth
         positions = self.description.positions(state.start, index)
         hidden = self._run(self.embed(tokens), mask, positions, _PassCache(cache, self._places, view))
-        return self._output(hidden, index[: len(tokens)] + 1)
+        return self._output(hidden, index[: len(tokens)] + 1, self._scale)
 
     def commit(self, state: TransformersState, path: Tensor, count: Tensor, tree: Tree) -> None:
         if tree.is_chain:
@@ -208,7 +229,7 @@ class TransformersTokenModel(TokenModel):
     def head(self, hidden: Tensor, position: Tensor) -> Tensor:
         """Guided logits `[B, T, V]` for the tokens after positions `[B, T]`, from states `[R, T, D]` before the final norm."""
         assert self._norm is not None
-        return self._logits(self._norm(hidden.to(self.dtype)), position + 1)
+        return self._logits(self._norm(hidden.to(self.dtype)), position + 1, self._scale)
 
     def _run(self, embeddings: Tensor, mask: Tensor, positions: Tensor, cache: _PassCache) -> Tensor:
         out = self._body(
@@ -216,20 +237,19 @@ class TransformersTokenModel(TokenModel):
         )
         return out.last_hidden_state
 
-    def _output(self, hidden: Tensor, position: Tensor) -> Output:
+    def _output(self, hidden: Tensor, position: Tensor, scale: float | Tensor) -> Output:
         """Output of a pass from its last states, which are those before the final norm unless hooks run the network."""
         if self._norm is None:
-            return Output(self._logits(hidden, position))
-        return Output(self._logits(self._norm(hidden), position), hidden)
+            return Output(self._logits(hidden, position, scale))
+        return Output(self._logits(self._norm(hidden), position, scale), hidden)
 
-    def _logits(self, hidden: Tensor, position: Tensor) -> Tensor:
+    def _logits(self, hidden: Tensor, position: Tensor, scale: float | Tensor) -> Tensor:
         """Guided logits `[B, T, V]` of the tokens at positions `[B, T]` of the grid."""
         logits = self.description.head(hidden).float()
         if self.rows_per_image == 2:
             conditional, unconditional = logits.chunk(2)
-            scale: Any = self.guidance.scale
             if self.guidance.interval is not None:  # position 1 is decoding step 0
-                scale = torch.where(position <= self.guidance.interval + 1, scale, 1.0)[..., None]
+                scale = torch.where((position <= self.guidance.interval + 1)[..., None], scale, 1.0)
             logits = apply_guidance(conditional, unconditional, scale)
         if self.forced is None:
             return logits
