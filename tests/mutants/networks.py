@@ -43,10 +43,8 @@ MUTANTS = (
         "rotary-off-by-one",
         "Fed tokens are rotated to the position after their own.",
         "vargen/models/llamagen/network.py",
-        "            positions = cache.positions(T)\n"
-        "        rotary = rotary_factors(",
-        "            positions = cache.positions(T) + 1\n"
-        "        rotary = rotary_factors(",
+        "            positions = cache.positions(T)\n        rotary = rotary_factors(",
+        "            positions = cache.positions(T) + 1\n        rotary = rotary_factors(",
         ("tests/models/test_llamagen.py::test_step_by_step_is_teacher_forcing_at_every_position",),
     ),
     Mutant(

@@ -6,6 +6,7 @@ Shape suffixes: B images, R rows (B, or 2 B under guidance: conditional first), 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -13,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vargen.decoding import AutoregressiveHead, LowResModel, Output, ParallelHeads, Sampling, Tree, decode
+from vargen.decoding import AutoregressiveHead, Engine, LowResModel, Output, ParallelHeads, Sampling, Tree
+from vargen.decoding.decode import generate_images
 from vargen.decoding.noise import Purpose, derive_seeds
 from vargen.decoding.sampling import SlotSampling
 from vargen.decoding.tree_drafters import repeat_for_cfg
@@ -149,12 +151,26 @@ class LowResolutionDrafter(LowResModel):
     def __init__(self, model: LlamaGenTokenModel, grid: tuple[int, int], upsampler: TokenUpsampler | None, vqvae: VQModel):
         self.model, self.vocab, self.grid, self.upsampler, self.vqvae = model, model.vocab, grid, upsampler, vqvae
         self.networks = () if upsampler is None else (upsampler,)
+        self._is_bound = False
+        self._engine: Engine | None = None  # by `start`
+
+    def bind(self) -> LowResolutionDrafter:
+        """Return a copy for one engine, which keeps an engine of its own if passes are captured."""
+        bound = copy(self)
+        bound._is_bound = True
+        return bound
 
     def start(self, condition: Condition, seeds: Tensor, sampling: Sampling) -> Tensor:
         """Return features `[n, D, R, C]` of the up-sampler, or tokens `[n, N]` without one."""
         rows, columns = self.model.grid
         method, own = "gumbel" if rows * columns >= _WINDOW else "ar", derive_seeds(seeds, Purpose.LOW_RES)
-        low = decode(self.model, condition, own, method, sampling).tokens.unflatten(1, self.model.grid)
+        engine, self._engine = self._engine, None
+        if engine is None or engine.batch_size < len(seeds):
+            engine = Engine(self.model, method, batch_size=len(seeds))
+        low = generate_images(engine, condition, own, sampling).tokens.unflatten(1, self.model.grid)
+        if self._is_bound and engine.captures:
+            engine.restart()
+            self._engine = engine
         if self.upsampler is not None:
             return self.upsampler.features(low)
         return upsample_tokens(low, self.grid, self.vqvae.decode, self.vqvae.encode).flatten(1)

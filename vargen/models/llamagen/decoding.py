@@ -79,6 +79,7 @@ class LlamaGenTokenModel(TokenModel):
         if self._scale is not None:
             bound._scale = self._scale.repeat(slots, 1, 1)
         bound.draft_heads = {name: make(bound) for name, make in self._make_heads.items()}
+        bound.low_res = self.low_res and self.low_res.bind()
         return bound
 
     def skip_layers(self, layers: Sequence[int]) -> LlamaGenTokenModel:
