@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -176,6 +177,48 @@ def _use_numpy(weights: np.ndarray, uniforms: np.ndarray, K: int) -> np.ndarray:
     rest = np.minimum(np.maximum(target - before, 0.0), inside[:, -1] * _BELOW_ONE)
     slot = np.minimum((inside <= rest[:, None]).sum(-1), K - 1)
     return (block * K + slot).reshape(weights.shape[:-1])
+
+
+# -- verification; None where no kernel does it, and torch does -----------------------------------------------------------
+
+
+def verify_chain(
+    probs: Tensor,
+    tokens: Tensor,
+    draft_probs: Tensor | None,
+    valid: Tensor | None,
+    noise: Any,
+    accept_prob: Callable[[], Tensor] | None = None,
+    **limits: Any,
+) -> tuple[Tensor, Tensor, Tensor | None] | None:
+    """Accepted nodes, next token and relaxation spent, `[B]` each; see `vargen.kernels.verify_chain.verify_chain`."""
+    if not supports_rows(probs):
+        return None
+    from vargen.kernels import verify_chain as kernel
+
+    relaxed = limits if accept_prob is None else {"accept_prob": accept_prob(), **limits}
+    return kernel.verify_chain(probs, tokens, draft_probs, valid, *noise.key, **relaxed)
+
+
+def verify_shared_noise(sampled: Tensor, tokens: Tensor, tree: Any) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Path `[B, A]`, accepted nodes and next token `[B]`; see `vargen.kernels.verify_tree.verify_shared_noise`."""
+    if not supports_rows(sampled):
+        return None
+    from vargen.kernels import verify_tree as kernel
+
+    return kernel.verify_shared_noise(sampled, tokens, tree.children, tree.max_path)
+
+
+def verify_traversal(
+    probs: Tensor, tokens: Tensor, draft_probs: Tensor | None, valid: Tensor | None, tree: Any, noise: Any
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Path `[B, A]`, accepted nodes and next token `[B]`; see `vargen.kernels.verify_traversal.verify_traversal`."""
+    if not supports_rows(probs):
+        return None
+    from vargen.kernels import verify_traversal as kernel
+
+    given = tree.children, tree.parents, tree.depth, tree.postorder, tree.max_path
+    return kernel.verify_traversal(probs, tokens, draft_probs, valid, *given, *noise.key)
 
 
 # -- order statistics ---------------------------------------------------------------------------------------------------------

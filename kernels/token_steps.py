@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from vargen.kernels import ops
 from vargen.kernels.cpu_code import TOKEN_STEPS
 from vargen.kernels.dispatch import is_eager_cpu
+from vargen.kernels.noise_bits import sample_exponential
 
 # Of the noise: seeds int64 [B], positions int64 [B, T], number of the pass, purpose.
 NoiseKey = tuple[Tensor, Tensor, int | Tensor, int]
@@ -28,11 +31,11 @@ class SampledRows:
     """Sampled tokens.
 
     Attributes:
-        tokens: int64 `[B, T]`, -1 where rounding could change the token.
+        tokens: int64 `[B, T]`.
         sums: float32 `[B, T]`, finite where all logits of a row are.
         count, next_token: of a draft: accepted slots with the root, and the token after them, int64 `[B]`; valid if no token is
             undecided.
-        undecided: number of tokens that are -1.
+        undecided: number of tokens that rounding could change, which torch sampled.
     """
 
     tokens: Tensor
@@ -91,7 +94,15 @@ def sample_rows(
         chain, tokens, count, following,
     )  # fmt: skip
     outcome = torch.from_numpy(count), torch.from_numpy(following)
-    return SampledRows(torch.from_numpy(tokens), torch.from_numpy(sums), *outcome, int(undecided))
+    found = SampledRows(torch.from_numpy(tokens), torch.from_numpy(sums), *outcome, int(undecided))
+    for image, slot in (found.tokens < 0).nonzero().tolist() if found.undecided else ():  # rare: torch decides
+        at = slice(image, image + 1), slice(slot, slot + 1)
+        row, one = logits[at], (seeds[at[0]], position[at])
+        temperature, top_k, top_p = (each[image].item() for each in options)
+        probs = ops.probs_from_logits(row, temperature, top_k, top_p)
+        found.sums[image, slot] = row.sum(dtype=torch.float32)
+        found.tokens[image, slot] = ops.sample_gumbel_max(probs, *one, partial(sample_exponential, *one, V, purpose))[0, 0]
+    return found
 
 
 def draft_window(

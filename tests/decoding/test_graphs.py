@@ -27,16 +27,16 @@ from vargen.decoding import (
     Noise,
     Sampling,
     TokenState,
+    capture,
     decode,
-    graph_check,
     resolve_method,
     shared_noise,
     speculative_sampling,
 )
-from vargen.decoding.graph import EAGER_PASSES, CapturedPasses
 from vargen.decoding.relaxed_rules import PooledRule
 from vargen.decoding.window import MAX_AUTO_WIDTH
 from vargen.device import captures_passes, explain_capture
+from vargen.kernels.graph import EAGER_PASSES, CapturedPasses
 from vargen.models.guidance import Condition
 from vargen.models.llamagen.decoding import LlamaGenTokenModel
 
@@ -438,18 +438,18 @@ def test_passes_are_captured_on_nvidia_gpus_unless_a_variable_says_otherwise(mon
 
 def test_a_gpu_is_checked_before_its_first_capture(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     cpu = torch.device("cpu")
-    monkeypatch.setattr(graph_check, "CUDAGraph", lambda: RecordedGraph)
-    assert graph_check.find_capture_failure.__wrapped__(cpu) is None
-    assert RecordedGraph.made == 1 and RecordedGraph.replays == 2 * graph_check.PASSES - EAGER_PASSES >= 8
+    monkeypatch.setattr(capture, "CUDAGraph", lambda: RecordedGraph)
+    assert capture.find_capture_failure.__wrapped__(cpu) is None
+    assert RecordedGraph.made == 1 and RecordedGraph.replays == 2 * capture.PASSES - EAGER_PASSES >= 8
 
     class Forgetful(RecordedGraph):
         def replay(self) -> None:
             self.operations = self.operations[:-3]
             super().replay()
 
-    monkeypatch.setattr(graph_check, "CUDAGraph", lambda: Forgetful)
+    monkeypatch.setattr(capture, "CUDAGraph", lambda: Forgetful)
     with caplog.at_level(logging.WARNING, "vargen"):
-        assert "other tokens" in str(graph_check.find_capture_failure.__wrapped__(cpu))
+        assert "other tokens" in str(capture.find_capture_failure.__wrapped__(cpu))
     assert "one by one" in caplog.text
 
 

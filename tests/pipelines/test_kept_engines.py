@@ -164,7 +164,7 @@ def test_without_memory_all_are_given_up(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_nothing_is_kept_where_passes_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     pipe = drafting_pipeline()
     with monkeypatch.context() as patch:
-        patch.setattr("vargen.decoding.graph.make_graphs", lambda device: None)
+        patch.setattr("vargen.capture.make_graphs", lambda device: None)
         tokens(pipe)
     assert not pipe._engines._kept
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vargen.decoding import graph
+from vargen import capture
 
 # Of them "resolve_conj" begins `tolist` and `numpy`, in inference mode. The results of the last ones have as many elements as
 # the values say.
@@ -65,12 +65,12 @@ def list_tensors(given: Any) -> list[Tensor]:
 def captured_passes() -> Iterator[None]:
     """Engines that are made in the block capture their passes as a `RecordedGraph`."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(graph, "make_graphs", lambda device: RecordedGraph)
+        patch.setattr(capture, "make_graphs", lambda device: RecordedGraph)
         yield
 
 
 class RecordedGraph(TorchDispatchMode):
-    """Stands in for `vargen.decoding.graph.CUDAGraph`.
+    """Stands in for `vargen.kernels.graph.CUDAGraph`.
 
     Class attributes:
         made: graphs that were captured. replays: of all of them. before: called before each operation that is recorded.

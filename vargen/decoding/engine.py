@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vargen import capture
 from vargen.clock import Clock
 from vargen.compat import without_autocast
-from vargen.decoding import graph
 from vargen.decoding.accelerator import Accelerator
 from vargen.decoding.costs import token_threads
 from vargen.decoding.interfaces import TokenModel
@@ -90,7 +90,7 @@ class Engine:
         self._clock = Clock(self.device, profile)
         with inference_mode_for(self.device):
             drafter, rule = self.method.bind(self.model, self.batch_size)
-            graphs = graph.make_graphs(self.device)
+            graphs = capture.make_graphs(self.device)
             self._pass = TokenPass(self.model, drafter, rule, self.batch_size, self._clock, graphs)
         self._waiting: deque[Request] = deque()
         self._held: list[Request | None] = [None] * self.batch_size

@@ -15,6 +15,7 @@ Shape suffixes: B images, T tokens fed in one pass, S draft tokens, G members of
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Self
 
 import torch
@@ -26,7 +27,6 @@ from vargen.decoding.noise import Noise, Purpose
 from vargen.decoding.rules import gather_prob, launch_verify_chain, resample_rejected, verify_chain
 from vargen.decoding.tree import Draft, Verdict
 from vargen.decoding.tree_rules import DraftTokens, SiblingDecision, verify_siblings
-from vargen.kernels.dispatch import supports_rows
 from vargen.values import number_field, validate_fields
 
 
@@ -89,10 +89,11 @@ class RelaxedRule(AcceptanceRule):
         """
         if not draft.tree.is_chain:
             return verify_siblings(self._decide, probs, draft, noise, relaxation, self.budget)
-        if supports_rows(probs) and type(self).relaxation is RelaxedRule.relaxation and draft.tokens.shape[1]:
+        if type(self).relaxation is RelaxedRule.relaxation and draft.tokens.shape[1]:
             limits = {"relaxation": relaxation, "budget": self.budget, "tightening": self.tightening}
-            accept_prob = self._accept_by_image(_select_chain(probs, draft))
-            return launch_verify_chain(probs, draft, noise, accept_prob=accept_prob, **limits)
+            accept_prob = partial(self._accept_by_image, _select_chain(probs, draft))
+            if (found := launch_verify_chain(probs, draft, noise, accept_prob=accept_prob, **limits)) is not None:
+                return found
         verdict, _, spent = self.verify_chain(probs, draft, noise, relaxation)
         return replace(verdict, relaxation=sum_relaxation(spent, verdict, draft))
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from vargen.decoding.interfaces import AcceptanceRule, VerifyTokens
 from vargen.decoding.noise import Noise, Purpose
 from vargen.decoding.tree import Draft, Verdict
-from vargen.kernels.dispatch import supports_rows
+from vargen.kernels import ops
 
 VerifyFunction = Callable[[Tensor, Draft, Noise, Tensor], Verdict]
 
@@ -67,8 +67,8 @@ def speculative_sampling(probs: Tensor, draft: Draft, noise: Noise, relaxation: 
     from p. The output is distributed as the target provided that q is the distribution the draft was actually sampled from.
     Arguments: see `AcceptanceRule`.
     """
-    if supports_rows(probs):
-        return launch_verify_chain(probs, draft, noise)
+    if (verdict := launch_verify_chain(probs, draft, noise)) is not None:
+        return verdict
     p, q = gather_p_and_q(probs, draft)
     uniforms = noise.uniform(Purpose.ACCEPT)[:, :-1]
     return verify_chain(uniforms * q < p, probs, draft, noise)
@@ -118,18 +118,12 @@ def residual_weights(p: Tensor, q: Tensor) -> Tensor:
     return torch.where(difference.sum(-1, keepdim=True) > 0, difference, p)
 
 
-def launch_verify_chain(probs: Tensor, draft: Draft, noise: Noise, **relaxed: Any) -> Verdict:
-    """Return the verdict of a Triton kernel on a chain.
-
-    Args:
-        **relaxed: for a relaxed rule, further arguments of `vargen.kernels.verify_chain.verify_chain`.
-    """
-    from vargen.kernels.verify_chain import verify_chain
-
-    given = (probs, draft.tokens, draft.probs, draft.valid, *noise.key)
-    count, next_token, spent = verify_chain(*given, **relaxed)
+def launch_verify_chain(probs: Tensor, draft: Draft, noise: Noise, **relaxed: Any) -> Verdict | None:
+    """Return the verdict of a kernel on a chain, or None; `relaxed` as of `vargen.kernels.verify_chain.verify_chain`."""
+    if (found := ops.verify_chain(probs, draft.tokens, draft.probs, draft.valid, noise, **relaxed)) is None:
+        return None
     path = torch.arange(probs.shape[1], device=probs.device).expand(len(probs), -1)
-    return Verdict(path, count, next_token, relaxation=spent)
+    return Verdict(path, found[0], found[1], relaxation=found[2])
 
 
 # -- a coupling of old and new tokens -------------------------------------------------------------------------------------
@@ -167,11 +161,8 @@ def resample_rejected(
 def verify_shared_tokens(sampled: Tensor, draft: Draft) -> Verdict:
     """Verdict of `shared_noise`, given the tokens int64 `[B, T]` that the noise selects after each node."""
     tree = draft.tree
-    if supports_rows(sampled):
-        from vargen.kernels.verify_tree import verify_shared_noise
-
-        path, count, next_token = verify_shared_noise(sampled, draft.tokens, tree.children, tree.max_path)
-        return Verdict(path, count, next_token, sampled=sampled)
+    if (found := ops.verify_shared_noise(sampled, draft.tokens, tree)) is not None:
+        return Verdict(*found, sampled=sampled)
     if tree.is_chain:
         count = 1 + (draft.tokens == sampled[:, :-1]).cumprod(1).sum(1)
         path = torch.arange(tree.max_path, device=sampled.device).expand_as(sampled)

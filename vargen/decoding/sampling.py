@@ -130,15 +130,7 @@ class SlotSampling:
         Args:
             drafted: int64 `[B, T - 1]`, the draft tokens of a chain; see `SampledRows`.
         """
-        if (found := sample_rows(logits, self._arrays, noise.keys(Purpose.TOKEN), drafted)) is None:
-            return None
-        for image, slot in (found.tokens < 0).nonzero().tolist() if found.undecided else ():  # rare
-            row = slice(image, image + 1)
-            single = Noise(noise.seeds[row], noise.position[row, slot : slot + 1])
-            found.sums[image, slot] = logits[image, slot].sum(dtype=torch.float32)
-            probs = to_probs(logits[row, slot : slot + 1], self.rows[image])
-            found.tokens[image, slot] = single.sample(probs, Purpose.TOKEN)[0, 0]
-        return found
+        return sample_rows(logits, self._arrays, noise.keys(Purpose.TOKEN), drafted)
 
     def _by_group(self, logits: Tensor, options: Callable[[Sampling], Sampling]) -> Tensor:
         if len(self._groups) == 1:

@@ -1,7 +1,7 @@
 """One pass of next-token decoding over B slots, in place: draft, forward, verify, commit.
 
 A slot holds an image or is free. All tensors of the state are allocated once; a pass changes nothing but their contents. On a
-GPU the host never reads them during a pass, so that it can be captured as it is (`vargen.decoding.graph`).
+GPU the host never reads them during a pass, so that it can be captured as it is (`vargen.kernels.graph`).
 
 Shape suffixes: B slots, N tokens of the grid, T tokens fed in one pass, W largest T, A nodes on the longest path of a tree, V
 vocabulary.
@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from vargen.clock import Clock
-from vargen.decoding.graph import CapturedPasses, CUDAGraph
 from vargen.decoding.interfaces import AcceptanceRule, Drafter, TokenModel
 from vargen.decoding.noise import Noise, Purpose, TokenNoise
 from vargen.decoding.rules import verify_shared_tokens
@@ -28,6 +27,7 @@ from vargen.decoding.window import WidthController
 from vargen.device import normal_tensors
 from vargen.kernels import ops
 from vargen.kernels.dispatch import is_eager_cpu
+from vargen.kernels.graph import CapturedPasses, CUDAGraph
 from vargen.kernels.token_steps import commit_tokens, feed_tokens
 
 # Noise of a pass: seeds [B], positions [B, T], number of the pass, and the shared noise of all positions, if it is kept.

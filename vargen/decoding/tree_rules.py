@@ -14,7 +14,8 @@ from torch import Tensor
 from vargen.decoding.noise import Noise, Purpose
 from vargen.decoding.rules import acceptance_rule, gather_prob
 from vargen.decoding.tree import Draft, Verdict
-from vargen.kernels.dispatch import is_eager_cpu, supports_rows
+from vargen.kernels import ops
+from vargen.kernels.dispatch import is_eager_cpu
 
 
 class DraftTokens(NamedTuple):
@@ -138,11 +139,8 @@ def traversal(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> 
     """
     B, T, _ = probs.shape
     tree, image = draft.tree, torch.arange(B, device=probs.device)
-    if supports_rows(probs):
-        from vargen.kernels.verify_traversal import verify_traversal
-
-        given = (probs, draft.tokens, draft.probs, draft.valid, tree.children, tree.parents, tree.depth, tree.postorder)
-        return Verdict(*verify_traversal(*given, tree.max_path, *noise.key))
+    if (found := ops.verify_traversal(probs, draft.tokens, draft.probs, draft.valid, tree, noise)) is not None:
+        return Verdict(*found)
     parents = tree.parents.expand(B, T)
     residual, reach = probs.clone(), torch.ones_like(probs[..., 0])  # p and r of each node
     for node in range(1, T):

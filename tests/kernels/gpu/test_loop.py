@@ -19,8 +19,8 @@ from vargen.decoding import (
     speculative_sampling,
 )
 from vargen.decoding.experimental import JacobiTree, recursive_rejection
-from vargen.decoding.graph import EAGER_PASSES
 from vargen.decoding.token_pass import TokenPass
+from vargen.kernels.graph import EAGER_PASSES
 from vargen.kernels.launch import record_launches
 from vargen.kernels.noise_bits import TokenNoise
 from vargen.models.guidance import Condition

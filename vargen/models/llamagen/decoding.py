@@ -38,6 +38,8 @@ class LlamaGenTokenModel(TokenModel):
         device: device of the passes. Default: the device of the weights, which is a different one while they are offloaded.
     """
 
+    low_res: LowResolutionDrafter | None
+
     def __init__(
         self,
         transformer: LlamaGenTransformer,

@@ -1,4 +1,4 @@
-"""A check of captured passes, once for each GPU: they have to sample the tokens of eager ones."""
+"""Whether passes are captured as CUDA graphs: on a GPU whose first captured passes sampled the tokens of eager ones."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from vargen.clock import Clock
-from vargen.decoding.graph import CUDAGraph
 from vargen.decoding.interfaces import TokenModel
 from vargen.decoding.jacobi import Jacobi
 from vargen.decoding.rules import speculative_sampling
 from vargen.decoding.sampling import Sampling
 from vargen.decoding.token_pass import TokenPass
 from vargen.decoding.tree import Output, Tree
+from vargen.device import captures_passes
+from vargen.kernels.graph import CUDAGraph
 
 logger = logging.getLogger("vargen")
 
@@ -49,6 +50,11 @@ class PairModel(TokenModel):
 
     def rollback(self, state: Tensor, length: Tensor) -> None:
         state.copy_(length)
+
+
+def make_graphs(device: torch.device) -> CUDAGraph | None:
+    """Return what captures the passes of an engine on a device; None to run them one by one."""
+    return CUDAGraph() if captures_passes(device) and find_capture_failure(device) is None else None
 
 
 @lru_cache

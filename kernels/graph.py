@@ -13,8 +13,6 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from vargen.device import captures_passes
-
 logger = logging.getLogger("vargen")
 
 EAGER_PASSES = 2  # before a capture: compilation and allocation cannot be captured
@@ -32,15 +30,6 @@ class CUDAGraph:
         with torch.cuda.graph(graph := torch.cuda.CUDAGraph(), pool=self._pool, capture_error_mode="thread_local"):
             run()
         return graph.replay
-
-
-def make_graphs(device: torch.device) -> CUDAGraph | None:
-    """Return what captures the passes of an engine on a device; None to run them one by one."""
-    if not captures_passes(device):
-        return None
-    from vargen.decoding.graph_check import find_capture_failure
-
-    return None if find_capture_failure(device) else CUDAGraph()
 
 
 class CapturedPasses:
