@@ -18,6 +18,7 @@ from late_reports import delay_reports
 from recorded_graph import HostReadError, RecordedGraph, captured_passes
 from tiny_targets import GRID, take_gpu_paths, tiny_low_res, tiny_target
 
+from vargen import capture
 from vargen.decoding import (
     Accelerator,
     DecodeOutput,
@@ -27,7 +28,6 @@ from vargen.decoding import (
     Noise,
     Sampling,
     TokenState,
-    capture,
     decode,
     resolve_method,
     shared_noise,
