@@ -62,7 +62,7 @@ def attend(q_BTHK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, bias: Tensor | Kernel
     slices, along the slots, of contiguous tensors.
     """
     if isinstance(bias, KernelMask):
-        from vargen.kernels.tree_attention import tree_attention
+        from vargen.kernels.triton.attention import tree_attention
 
         return tree_attention(
             q_BTHK, k_BGSK, v_BGSK, bias.length, bias.prefix_bias, bias.ancestor_bits, earlier=bias.num_earlier

@@ -2,7 +2,7 @@
 
 By default, Triton kernels run on NVIDIA GPUs if Triton is installed, and torch runs elsewhere. VARGEN_KERNELS=reference selects
 torch everywhere. VARGEN_KERNELS=triton requires the kernels, and raises an error where they cannot run. With TRITON_INTERPRET=1
-they run on a CPU, for tests only. VARGEN_KERNELS=cpu requires the compiled int8 passes of `vargen.kernels.cpu`.
+they run on a CPU, for tests only. VARGEN_KERNELS=cpu requires the compiled int8 passes of `vargen.kernels.int8.cpu`.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _resolve_backend(kind: str, asked: str) -> bool:
 
 @lru_cache
 def _run_self_check(device: str) -> str | None:
-    from vargen.kernels.self_check import find_failure
+    from vargen.kernels.triton.check import find_failure
 
     found = find_failure(device)
     if found:
@@ -100,6 +100,6 @@ def _has_triton() -> bool:
 
 
 def _is_interpreting() -> bool:
-    from vargen.kernels.launch import INTERPRETED
+    from vargen.kernels.triton.launch import INTERPRETED
 
     return INTERPRETED

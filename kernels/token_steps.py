@@ -1,4 +1,4 @@
-"""Steps of a pass beside the network, as compiled functions where `vargen.kernels.cpu_code` has loaded them.
+"""Steps of a pass beside the network, as compiled functions where `vargen.kernels.int8.load` has loaded them.
 
 A pass of less than a millisecond evicts what the interpreter needs from the caches, so that each small operation after it costs
 several microseconds.
@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from vargen.kernels import ops
-from vargen.kernels.cpu_code import TOKEN_STEPS
 from vargen.kernels.dispatch import is_eager_cpu
+from vargen.kernels.int8.load import TOKEN_STEPS
 from vargen.kernels.noise_bits import sample_exponential
 
 # Of the noise: seeds int64 [B], positions int64 [B, T], number of the pass, purpose.

@@ -17,7 +17,7 @@ import torch
 
 from vargen.device import available_cores, cpu_model
 from vargen.files import atomic_file, cache_folder
-from vargen.kernels.cpu import cpu_instructions
+from vargen.kernels.int8.cpu import cpu_instructions
 
 logger = logging.getLogger("vargen")
 

@@ -16,9 +16,9 @@ from vargen.decoding.sampling import SlotSampling
 
 pytest.importorskip("numba")
 
-from vargen.kernels import cpu_sample
-from vargen.kernels.cpu_code import TOKEN_STEPS
-from vargen.kernels.cpu_sample import MARGIN
+from vargen.kernels.int8 import sample as cpu_sample
+from vargen.kernels.int8.load import TOKEN_STEPS
+from vargen.kernels.int8.sample import MARGIN
 
 SEEDS = torch.tensor([3, 2**62, 7])
 OPTIONS = {

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from vargen.kernels import int8
-from vargen.kernels.int8_format import score_limit, value_limit
+from vargen.kernels.int8 import arithmetic as int8
+from vargen.kernels.int8.format import score_limit, value_limit
 
 
 def test_exp_is_precise_and_the_same_at_any_place() -> None:

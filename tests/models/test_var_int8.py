@@ -11,7 +11,7 @@ from tiny_models import class_var_pipeline, text_var_pipeline, tiny_var
 from torch import Tensor
 
 from vargen.decoding import resolve_method
-from vargen.kernels.cpu_code import SCALE_PASS, TOKEN_STEPS
+from vargen.kernels.int8.load import SCALE_PASS, TOKEN_STEPS
 from vargen.models.guidance import Condition
 from vargen.models.quantization import quantize_network
 from vargen.models.var.blocks import ScaleCache

@@ -98,7 +98,7 @@ MUTANTS = (
     Mutant(
         "neighboring-channel-scale",
         "Each channel of an int8 matrix has the scale of its neighbor.",
-        "kernels/int8.py",
+        "kernels/int8/arithmetic.py",
         "    values, scale = quantize_activations(weight_NK.detach().float())\n    return values, scale[:, 0]\n",
         "    values, scale = quantize_activations(weight_NK.detach().float())\n    return values, scale[:, 0].roll(1)\n",
         ("tests/kernels/test_int8.py::test_a_quantized_product_is_that_of_its_factors_to_their_precision",),
@@ -106,7 +106,7 @@ MUTANTS = (
     Mutant(
         "attention-kernel-mask",
         "In the Triton kernel of attention, a token of a chain does not see itself.",
-        "kernels/tree_attention.py",
+        "kernels/triton/attention.py",
         "            visible = drafted[None, :] <= earlier + t[:, None]\n",
         "            visible = drafted[None, :] < earlier + t[:, None]\n",
         ("tests/kernels/gpu/test_tree_attention.py::test_a_chain_needs_no_words",),

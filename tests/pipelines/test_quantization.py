@@ -18,7 +18,8 @@ from vargen import LlamaGenPipeline, open_pipeline
 from vargen.decoding import Output, Sampling, Tree, resolve_method
 from vargen.evaluation.exact_sum import sum_pass
 from vargen.evaluation.exactness import DETECTED, TOLERANCE
-from vargen.kernels import cpu, cpu_code
+from vargen.kernels.int8 import cpu
+from vargen.kernels.int8 import load as cpu_code
 from vargen.models.guidance import Condition
 from vargen.models.llamagen.decoding import LlamaGenTokenModel
 from vargen.models.quantization import quantize_network, validate_quantization

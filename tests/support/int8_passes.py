@@ -9,8 +9,8 @@ import torch
 from tiny_models import attentive_transformer
 from torch import Tensor
 
-from vargen.kernels.cpu import find_compiled_blocker
-from vargen.kernels.cpu_code import TOKEN_PASS, CompiledCode
+from vargen.kernels.int8.cpu import find_compiled_blocker
+from vargen.kernels.int8.load import TOKEN_PASS, CompiledCode
 from vargen.models.guidance import Condition
 from vargen.models.int8_cache import Int8Cache, PairedInt8Cache
 from vargen.models.llamagen.network import LlamaGenTransformer

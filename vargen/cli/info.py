@@ -138,9 +138,9 @@ def collect_facts() -> dict[str, Any]:
     from vargen.assets import packaged_model_path, packaged_models
     from vargen.compat import installed_version
     from vargen.device import describe_machine, explain_capture, preferred_dtype
-    from vargen.kernels.cpu import cpu_instructions
-    from vargen.kernels.cpu_code import explain_int8_passes
     from vargen.kernels.dispatch import explain_kernels
+    from vargen.kernels.int8.cpu import cpu_instructions
+    from vargen.kernels.int8.load import explain_int8_passes
 
     machine = describe_machine()
     versions = {name: installed_version(name) for name in _PACKAGES}

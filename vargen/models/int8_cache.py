@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vargen.kernels.int8 import quantize_activations
-from vargen.kernels.int8_format import score_limit, value_limit
+from vargen.kernels.int8.arithmetic import quantize_activations
+from vargen.kernels.int8.format import score_limit, value_limit
 
 
 class Int8Cache:
@@ -167,7 +167,7 @@ class PairedInt8Cache(Int8Cache):
     Only the compiled pass writes tokens.
 
     Args:
-        compiled: module `vargen.kernels.cpu_pass`.
+        compiled: module `vargen.kernels.int8.token_pass`.
     """
 
     def __init__(self, compiled: Any, *shape: int, **options: int):

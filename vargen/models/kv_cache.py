@@ -16,8 +16,8 @@ from torch import Tensor
 
 from vargen.device import normal_tensors
 from vargen.kernels.attention import KernelMask, fold_bias, pack_bits, unpack_bits
-from vargen.kernels.attention_tiles import KERNEL_DTYPES, MAX_HEAD_DIM
 from vargen.kernels.dispatch import is_eager_cpu, uses_triton
+from vargen.kernels.triton.tiles import KERNEL_DTYPES, MAX_HEAD_DIM
 
 
 class KVCache:
@@ -204,7 +204,7 @@ class KVCache:
             count_R: int64 `[R]`, number of valid indices.
         """
         if self.fused:
-            from vargen.kernels.kv_compaction import compact_kv
+            from vargen.kernels.triton.kv import compact_kv
 
             compact_kv(
                 self.k,

@@ -1,7 +1,7 @@
 """Networks that compute with 8-bit integer products: linear layers with int8 weights and their formats.
 
 The weights of an `Int8Linear` have a scale per output channel, and each row of its input gets its own scale. See
-`vargen.kernels.int8` for the arithmetic, which returns the same bits for a row whatever is beside it.
+`vargen.kernels.int8.arithmetic` for the arithmetic, which returns the same bits for a row whatever is beside it.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vargen.kernels.cpu_code import warn_if_slow
-from vargen.kernels.int8 import int8_linear, quantize_activations, quantize_weight_rows, regroup_weight_rows
+from vargen.kernels.int8.arithmetic import int8_linear, quantize_activations, quantize_weight_rows, regroup_weight_rows
+from vargen.kernels.int8.load import warn_if_slow
 from vargen.values import short_repr
 
 QUANTIZATIONS = ("int8",)
@@ -166,7 +166,7 @@ def pack_layers(compiled: Any, *layers: Any) -> tuple[np.ndarray, np.ndarray, np
     """Pack layers with the same input as one matrix for compiled passes: bytes, initial sums and channel scales.
 
     Args:
-        compiled: a module of `vargen.kernels.cpu_code` with `pack_matrix`.
+        compiled: a module of `vargen.kernels.int8.load` with `pack_matrix`.
     """
     packed, start = compiled.pack_matrix(np.concatenate([as_array(layer.weight) for layer in layers]))
     scale = np.ones(len(start), np.float32)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from vargen.compat import drop_empty_notices, ensure_torchvision
 from vargen.files import atomic_merge
-from vargen.kernels.cpu_code import CompiledCode
+from vargen.kernels.int8.load import CompiledCode
 from vargen.models.offloading import require_weights
 from vargen.models.quantization import (
     SCALE_SUFFIX,

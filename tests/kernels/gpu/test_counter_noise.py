@@ -6,7 +6,9 @@ import triton
 import triton.language as tl
 
 from vargen.decoding.noise import Purpose
-from vargen.kernels import counter_noise, noise_bits, reference
+from vargen.kernels import noise_bits
+from vargen.kernels.triton import noise as counter_noise
+from vargen.kernels.triton import reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

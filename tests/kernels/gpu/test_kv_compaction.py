@@ -5,8 +5,8 @@ import torch
 from rejects import rejects
 from torch import Tensor
 
-from vargen.kernels import reference
-from vargen.kernels.kv_compaction import compact_kv
+from vargen.kernels.triton import reference
+from vargen.kernels.triton.kv import compact_kv
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -21,8 +21,8 @@ from vargen.decoding import (
 from vargen.decoding.experimental import JacobiTree, recursive_rejection
 from vargen.decoding.token_pass import TokenPass
 from vargen.kernels.graph import EAGER_PASSES
-from vargen.kernels.launch import record_launches
 from vargen.kernels.noise_bits import TokenNoise
+from vargen.kernels.triton.launch import record_launches
 from vargen.models.guidance import Condition
 from vargen.models.heads.decoding import EagleModel, MedusaHeads
 from vargen.models.heads.eagle import EagleDrafter
@@ -75,12 +75,12 @@ def test_a_pass_over_a_tree_is_verified_by_kernels_alone(monkeypatch: pytest.Mon
     """What a pass launches: attention by layer, the sampler, the rule, and one launch that moves keys and values."""
     monkeypatch.setenv("VARGEN_KERNELS", "triton")
     launched = []
-    import vargen.kernels.launch as home
+    import vargen.kernels.triton.launch as home
 
     run = home.launch
-    for module in ("tree_attention", "sampler", "verify_tree", "kv_compaction"):
+    for module in ("attention", "sample", "verify_tree", "kv"):
         monkeypatch.setattr(
-            f"vargen.kernels.{module}.launch",
+            f"vargen.kernels.triton.{module}.launch",
             lambda kernel, *args, **options: (launched.append(kernel.__name__), run(kernel, *args, **options)),
         )
     generated(METHODS["tree, own noise"], 1, grid_size=2, n_layer=2, n_kv_head=1)
@@ -92,7 +92,7 @@ def test_a_pass_over_a_tree_is_verified_by_kernels_alone(monkeypatch: pytest.Mon
 
 
 def test_what_is_recorded_is_not_run() -> None:
-    from vargen.kernels.sampler import probs_from_logits
+    from vargen.kernels.triton.sample import probs_from_logits
 
     options = (torch.empty(2, dtype=dtype, device="meta") for dtype in (torch.float32, torch.int64, torch.float64))
     with record_launches() as launches:

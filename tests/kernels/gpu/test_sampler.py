@@ -9,10 +9,10 @@ from torch import Tensor
 from vargen.decoding import Sampling
 from vargen.decoding.noise import Noise, Purpose
 from vargen.decoding.sampling import SlotSampling, to_probs
-from vargen.kernels import reference
 from vargen.kernels.dispatch import MAX_VOCAB
 from vargen.kernels.ops import MIN_TEMPERATURE
-from vargen.kernels.sampler import NoiseStream, probs_from_logits, sample_gumbel_max
+from vargen.kernels.triton import reference
+from vargen.kernels.triton.sample import NoiseStream, probs_from_logits, sample_gumbel_max
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.usefixtures("canaries")

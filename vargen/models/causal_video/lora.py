@@ -18,7 +18,7 @@ ensure_torchvision()
 
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 
-from vargen.kernels.int8 import quantize_weight_rows
+from vargen.kernels.int8.arithmetic import quantize_weight_rows
 from vargen.models.causal_video.blocks import CausalVideoBlock
 from vargen.models.causal_video.network import CausalVideoTransformer
 from vargen.models.quantization import SCALE_SUFFIX

@@ -1,7 +1,7 @@
 """Passes of a LlamaGen transformer with 8-bit integer products: prefill, step and teacher forcing.
 
 They take the arguments of `LlamaGenTransformer.forward`. Rows are independent of each other and of the number of tokens of a
-pass, bit by bit. A step runs as one compiled function where `vargen.kernels.cpu_code` has it, and by torch operators
+pass, bit by bit. A step runs as one compiled function where `vargen.kernels.int8.load` has it, and by torch operators
 elsewhere, with the same bits.
 
 Shape suffixes: B rows (images; twice as many under guidance), P conditioning rows, N image tokens of the grid, T tokens of one
@@ -17,8 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vargen.kernels.cpu_code import TOKEN_PASS, TOKEN_STEPS
-from vargen.kernels.int8 import (
+from vargen.kernels.int8.arithmetic import (
     attend_int8,
     exact_gelu,
     exact_rms_norm,
@@ -27,7 +26,8 @@ from vargen.kernels.int8 import (
     quantize_activations,
     rotate_pairs,
 )
-from vargen.kernels.int8_format import score_limit, value_limit
+from vargen.kernels.int8.format import score_limit, value_limit
+from vargen.kernels.int8.load import TOKEN_PASS, TOKEN_STEPS
 from vargen.models.guidance import Condition
 from vargen.models.int8_cache import Int8Cache, PairedInt8Cache
 from vargen.models.quantization import as_array, pack_layers

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from vargen.compat import ensure_torchvision
 from vargen.device import normal_tensors
-from vargen.kernels.cpu_code import TOKEN_PASS, TOKEN_STEPS, CompiledCode
 from vargen.kernels.dispatch import is_eager_cpu
+from vargen.kernels.int8.load import TOKEN_PASS, TOKEN_STEPS, CompiledCode
 from vargen.kernels.linear import TransposableWeights, transpose_linear_weights
 from vargen.models.guidance import Condition, apply_guidance
 from vargen.models.int8_cache import Int8Cache

@@ -1,6 +1,6 @@
 """Compiled passes of a VAR transformer with 8-bit integer products, over a cache of its own.
 
-A pass is one compiled function (`vargen.kernels.cpu_scale_pass`). Where that cannot run, and until it is built, the blocks run
+A pass is one compiled function (`vargen.kernels.int8.scale_pass`). Where that cannot run, and until it is built, the blocks run
 by torch operators over a `ScaleCache`. The two round differently. In compiled passes, rows are independent of each other and of
 the number of scales of a pass, bit by bit: products outside of the layers have the same shapes for a row in any batch.
 
@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vargen.kernels.cpu_code import SCALE_PASS, TOKEN_STEPS
-from vargen.kernels.int8_format import score_limit, value_limit
+from vargen.kernels.int8.format import score_limit, value_limit
+from vargen.kernels.int8.load import SCALE_PASS, TOKEN_STEPS
 from vargen.models.guidance import Condition
 from vargen.models.quantization import as_array, pack_layers
 from vargen.models.var.blocks import MOST_SHARPNESS, Modulation, ScaleCache
@@ -35,7 +35,7 @@ class Int8ScaleCache(ScaleCache):
     rounded up to 16. Only compiled passes write it.
 
     Args:
-        compiled: module `vargen.kernels.cpu_scale_pass`.
+        compiled: module `vargen.kernels.int8.scale_pass`.
         layers, rows, heads, head_dim: shape of the network and of the batch.
         prefix, tokens: number of caption rows P, and of image tokens L.
         most_slots: largest number of slots of any cache of the network, on which the values' precision depends.

@@ -31,7 +31,7 @@ ensure_torchvision()
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.utils import BaseOutput
 
-from vargen.kernels.cpu_code import SCALE_PASS, TOKEN_STEPS, CompiledCode
+from vargen.kernels.int8.load import SCALE_PASS, TOKEN_STEPS, CompiledCode
 from vargen.models.offloading import read_weight
 from vargen.models.quantization import replace_linear_layers, validate_quantization
 from vargen.models.storage import ModelMixin, QuantizedStorageMixin, validate_weight_format  # noqa: F401

@@ -21,10 +21,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vargen.kernels.counter_noise import exponential_from_key, make_noise_key
 from vargen.kernels.dispatch import MAX_VOCAB
-from vargen.kernels.launch import launch
-from vargen.kernels.selection import find_kth_key, find_mass_key, to_ordered_key
+from vargen.kernels.triton.launch import launch
+from vargen.kernels.triton.noise import exponential_from_key, make_noise_key
+from vargen.kernels.triton.selection import find_kth_key, find_mass_key, to_ordered_key
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _PIECE = tl.constexpr(1024)  # elements of a row for which noise is computed at a time

@@ -1,7 +1,7 @@
 """Vector instructions for CPU passes, as functions that Numba compiles: exact dot products of 8-bit and 16-bit integers.
 
 They use AVX-512 VNNI, whose instructions multiply four pairs of 8-bit, or two pairs of 16-bit, integers in each of 16 lanes and
-add the products to 32-bit sums. Numba needs no compiler on the user's machine. This module needs Numba; `vargen.kernels.cpu`
+add the products to 32-bit sums. Numba needs no compiler on the user's machine. `vargen.kernels.int8.cpu`
 decides whether it is used.
 
 Addresses and strides are in bytes.

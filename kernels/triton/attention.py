@@ -32,8 +32,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vargen.kernels.attention_tiles import MAX_HEAD_DIM, Tiles, choose_splits, choose_tiles
-from vargen.kernels.launch import launch, needs_upcast
+from vargen.kernels.triton.launch import launch, needs_upcast
+from vargen.kernels.triton.tiles import MAX_HEAD_DIM, Tiles, choose_splits, choose_tiles
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _MAX_OFFSET = 2**31  # limit of offsets within a row and head, which are int32

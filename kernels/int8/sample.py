@@ -15,8 +15,8 @@ from __future__ import annotations
 import numpy as np
 from numba import config, njit
 
-from vargen.kernels.cpu_steps import INNER, OPTIONS, exp, f32, f64, i32, i64
-from vargen.kernels.cpu_vector import LANES, bits_of_float, float_of_bits, keep_vector
+from vargen.kernels.int8.steps import INNER, OPTIONS, exp, f32, f64, i32, i64
+from vargen.kernels.int8.vector import LANES, bits_of_float, float_of_bits, keep_vector
 
 MARGIN = 2.0**-16  # relative; rounding errors are about 2^-20, and 2^-18 for exp of very improbable tokens
 _ENOUGH = 0.05  # of the mass that top-p keeps: what may be kept at first beyond it

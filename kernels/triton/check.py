@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from vargen.kernels import reference
+from vargen.kernels.triton import reference
 
 _TOLERANCE = 2e-2  # for bfloat16 numbers near 1
 
@@ -30,7 +30,7 @@ def find_failure(device: torch.device | str) -> str | None:
 
 def _check_attention(device: torch.device) -> str | None:
     """A tree of five tokens after a prefix, with rows of different lengths, in float32 and bfloat16."""
-    from vargen.kernels.tree_attention import tree_attention
+    from vargen.kernels.triton.attention import tree_attention
 
     generator = torch.Generator().manual_seed(0)
     parents = [-1, 0, 0, 1, 2]
@@ -52,7 +52,7 @@ _SAMPLER_OPTIONS = ((0.8, torch.float32), (50, torch.int64), (0.9, torch.float64
 
 
 def _check_sampler(device: torch.device) -> str | None:
-    from vargen.kernels.sampler import NoiseStream, probs_from_logits, sample_gumbel_max
+    from vargen.kernels.triton.sample import NoiseStream, probs_from_logits, sample_gumbel_max
 
     logits = torch.randn(2, 3, 4096, generator=torch.Generator().manual_seed(0), dtype=torch.float32) * 3
     expected = reference.probabilities(logits.flatten(0, 1), 0.8, 50, 0.9).unflatten(0, (2, 3))
@@ -69,7 +69,7 @@ def _check_sampler(device: torch.device) -> str | None:
 
 
 def _check_kv_compaction(device: torch.device) -> str | None:
-    from vargen.kernels.kv_compaction import compact_kv
+    from vargen.kernels.triton.kv import compact_kv
 
     k = torch.arange(2 * 2 * 2 * 12 * 16, dtype=torch.float32).view(2, 2, 2, 12, 16)
     length, path = torch.tensor([0, 3]), [[0, 2, 5], [0, 1]]
@@ -91,10 +91,10 @@ def _check_kv_compaction(device: torch.device) -> str | None:
 
 def _check_verification(device: torch.device) -> str | None:
     """Verdicts on probabilities of 0 and 1, which do not depend on noise."""
-    from vargen.kernels.sampler import NoiseStream, sample_gumbel_max
-    from vargen.kernels.verify_chain import verify_chain
-    from vargen.kernels.verify_traversal import verify_traversal
-    from vargen.kernels.verify_tree import verify_shared_noise
+    from vargen.kernels.triton.sample import NoiseStream, sample_gumbel_max
+    from vargen.kernels.triton.traversal import verify_traversal
+    from vargen.kernels.triton.verify_chain import verify_chain
+    from vargen.kernels.triton.verify_tree import verify_shared_noise
 
     certain = torch.nn.functional.one_hot(torch.tensor([[5, 6, 7], [5, 8, 9]]), 16).float().to(device)
     tokens = torch.tensor([[5, 6], [5, 6]], device=device)

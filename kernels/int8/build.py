@@ -1,4 +1,4 @@
-"""Compile CPU code: `python -m vargen.kernels.cpu_build PART FOLDER STAMP` writes it to the folder, then an empty file.
+"""Compile CPU code: `python -m vargen.kernels.int8.build PART FOLDER STAMP` writes it to the folder, then an empty file.
 
 It does not import torch, which would take a quarter of its time. Each loader calls functions of a module on a tiny network,
 which compiles them, or loads their code.
@@ -17,7 +17,7 @@ import numpy as np
 
 
 def load_token_layers() -> ModuleType:
-    from vargen.kernels import cpu_pass as passes
+    from vargen.kernels.int8 import token_pass as passes
 
     weights, slots, tokens = _make_token_pass()
     buffers = passes.make_buffers(weights, slots, tokens.shape[1])
@@ -26,7 +26,7 @@ def load_token_layers() -> ModuleType:
 
 
 def load_token_output() -> ModuleType:
-    from vargen.kernels import cpu_pass as passes
+    from vargen.kernels.int8 import token_pass as passes
 
     weights, slots, tokens = _make_token_pass()
     (R, T), (V, D) = tokens.shape, weights.embedding.shape
@@ -40,7 +40,7 @@ def load_token_output() -> ModuleType:
 
 def _make_token_pass() -> tuple[Any, Any, np.ndarray]:
     """Weights, slots and tokens of a pass."""
-    from vargen.kernels import cpu_pass as passes
+    from vargen.kernels.int8 import token_pass as passes
 
     layers, rows, heads, head_dim, hidden, vocab = 1, 2, 1, 4, 4, 4
     width, columns = heads * head_dim, passes.PANEL
@@ -71,7 +71,7 @@ def _make_token_pass() -> tuple[Any, Any, np.ndarray]:
 
 
 def load_token_steps() -> ModuleType:
-    from vargen.kernels import cpu_sample as steps
+    from vargen.kernels.int8 import sample as steps
 
     rows, vocab, tokens = 1, 4, 2
     fed, one, held = np.zeros((rows, tokens), np.int64), np.ones(rows, np.int64), np.zeros((rows, 6), np.int64)
@@ -89,7 +89,7 @@ def load_token_steps() -> ModuleType:
 
 
 def load_scale_layers() -> ModuleType:
-    from vargen.kernels import cpu_scale_pass as passes
+    from vargen.kernels.int8 import scale_pass as passes
 
     layers, rows, heads, width, hidden, tokens = 1, 2, 1, 4, 4, 2
     packed = [passes.pack_matrix(np.zeros(shape, np.int8))[0] for shape in ((12, 4), (4, 4), (4, 4), (4, 4))]
@@ -118,7 +118,7 @@ def load_scale_layers() -> ModuleType:
 
 
 def load_scale_output() -> ModuleType:
-    from vargen.kernels import cpu_scale_pass as passes
+    from vargen.kernels.int8 import scale_pass as passes
 
     R, T, D, V = 2, 2, 4, 4
     matrix, columns = passes.pack_matrix(np.zeros((V, D), np.int8))[0], passes.PANEL
@@ -140,7 +140,7 @@ LOADERS = {
 }
 
 if __name__ == "__main__":
-    from vargen.kernels.cpu_code import load_parts
+    from vargen.kernels.int8.load import load_parts
 
     if hasattr(os, "nice") and not sys.argv[1].endswith("layers"):
         os.nice(5)  # the layers take longest

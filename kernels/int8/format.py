@@ -1,4 +1,4 @@
-"""Numbers of the int8 arithmetic (`vargen.kernels.int8`) that its implementations share. Does not import torch."""
+"""Numbers of the int8 arithmetic (`vargen.kernels.int8.arithmetic`) that its implementations share. Does not import torch."""
 
 from __future__ import annotations
 

@@ -20,10 +20,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vargen.kernels.counter_noise import make_noise_key, uniform32, uniform64
-from vargen.kernels.launch import launch
-from vargen.kernels.sampler import choose_warps, validate_row_size
-from vargen.kernels.selection import sample_by_uniform
+from vargen.kernels.triton.launch import launch
+from vargen.kernels.triton.noise import make_noise_key, uniform32, uniform64
+from vargen.kernels.triton.sample import choose_warps, validate_row_size
+from vargen.kernels.triton.selection import sample_by_uniform
 
 ACCEPT, RESIDUAL = tl.constexpr(1), tl.constexpr(2)  # of `vargen.decoding.noise.Purpose`
 

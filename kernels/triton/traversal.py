@@ -18,12 +18,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vargen.kernels.counter_noise import BRANCH, make_noise_key, uniform32, uniform64
-from vargen.kernels.launch import launch
-from vargen.kernels.sampler import choose_warps, validate_row_size
-from vargen.kernels.selection import sample_by_uniform
-from vargen.kernels.verify_chain import ACCEPT, RESIDUAL
-from vargen.kernels.verify_tree import TreeVerdict, batch_stride, load_draft, pad_children
+from vargen.kernels.triton.launch import launch
+from vargen.kernels.triton.noise import BRANCH, make_noise_key, uniform32, uniform64
+from vargen.kernels.triton.sample import choose_warps, validate_row_size
+from vargen.kernels.triton.selection import sample_by_uniform
+from vargen.kernels.triton.verify_chain import ACCEPT, RESIDUAL
+from vargen.kernels.triton.verify_tree import TreeVerdict, batch_stride, load_draft, pad_children
 
 
 @triton.jit

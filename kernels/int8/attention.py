@@ -1,4 +1,5 @@
-"""Attention of a CPU pass, for Numba: bit for bit `vargen.kernels.int8.attend_int8`, over a cache of pairs of 16-bit integers.
+"""Attention of a CPU pass, for Numba: bit for bit that of `vargen.kernels.int8.arithmetic`, over a cache of pairs of 16-bit
+integers.
 
 Two 16-bit integers share an int32: keys are `[R, G, K/2, S]`, two numbers of a slot, and values `[R, G, S/2, K']` (K' is K
 rounded up to 16), the same number of two slots. So an instruction multiplies two numbers of 16 slots, or of 16 columns, at
@@ -12,8 +13,9 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from vargen.kernels.cpu_steps import INNER, ROUND, SMALLEST, exp, f32, f64, i32, i64, largest
-from vargen.kernels.cpu_vector import (
+from vargen.kernels.int8.format import EXP_UNITS, WEIGHT_SUM
+from vargen.kernels.int8.steps import INNER, ROUND, SMALLEST, exp, f32, f64, i32, i64, largest
+from vargen.kernels.int8.vector import (
     bits_of_float,
     float_of_bits,
     pair_dot_1x1,
@@ -23,7 +25,6 @@ from vargen.kernels.cpu_vector import (
     pair_dot_4x2,
     pair_dot_4x4,
 )
-from vargen.kernels.int8_format import EXP_UNITS, WEIGHT_SUM
 
 QUERIES = 4  # queries of a block: 16 vectors of sums fit the registers
 _UNITS, _SUM, _SUM_UNIT = f32(EXP_UNITS), WEIGHT_SUM, f32(1 / WEIGHT_SUM)

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vargen.kernels.launch import launch
+from vargen.kernels.triton.launch import launch
 
 
 @triton.jit(do_not_specialize=["A", "limit", "last"])

@@ -2,7 +2,7 @@
 
 Between its products of 8-bit integers, which read each weight once, are four steps a layer: norm and quantize; dequantize,
 rotate, write the cache, attend, quantize; dequantize, add, norm, quantize; dequantize, SwiGLU, quantize. The result is bit for
-bit that of the operators in `vargen.kernels.int8`, for any number of tokens and rows.
+bit that of the operators in `vargen.kernels.int8.arithmetic`, for any number of tokens and rows.
 
 Shape suffixes: L layers, R rows (images; twice as many under guidance), B images, T tokens of the pass, M = R T, D width, H
 query heads, G key heads, K head width, F hidden width, S cache slots, P prefix slots, V vocabulary, N output channels of all
@@ -16,8 +16,8 @@ from typing import NamedTuple
 import numpy as np
 from numba import config, njit
 
-from vargen.kernels.cpu_attention import QUERIES, attend_slots, join_pair, write_tokens
-from vargen.kernels.cpu_steps import (
+from vargen.kernels.int8.attention import QUERIES, attend_slots, join_pair, write_tokens
+from vargen.kernels.int8.steps import (
     OPTIONS,
     PANEL,
     add_rows,
@@ -43,7 +43,7 @@ __all__ = [
     "run_layers",
     "run_output",
 ]
-# `vargen.kernels.cpu_code` sets the folder of compiled code before it imports this module.
+# `vargen.kernels.int8.load` sets the folder of compiled code before it imports this module.
 _COMPILED = {**OPTIONS, "no_cfunc_wrapper": True, "cache": bool(config.CACHE_DIR)}
 
 

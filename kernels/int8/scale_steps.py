@@ -1,6 +1,6 @@
 """Steps between the products of a compiled pass of a next-scale transformer, for Numba: adaptive layer norms, GELU, new keys.
 
-Each row is computed by the same loop, whatever is beside it, and sums are of integers, as in `vargen.kernels.cpu_steps`.
+Each row is computed by the same loop, whatever is beside it, and sums are of integers, as in `vargen.kernels.int8.steps`.
 
 Shape suffixes: M rows of a product, T tokens of an image's row, D width, F hidden width, H heads, K head width, S slots.
 """
@@ -12,9 +12,9 @@ import math
 import numpy as np
 from numba import njit
 
-from vargen.kernels.cpu_attention import join_pair
-from vargen.kernels.cpu_steps import INNER, ONE, ROUND, exp, f32, f64, i32, i64, largest, quantize
-from vargen.kernels.int8_format import NORM_MAX
+from vargen.kernels.int8.attention import join_pair
+from vargen.kernels.int8.format import NORM_MAX
+from vargen.kernels.int8.steps import INNER, ONE, ROUND, exp, f32, f64, i32, i64, largest, quantize
 
 _NORM, _NORM_UNIT = f32(NORM_MAX), 1 / NORM_MAX
 _CUBIC, _SLOPE = f32(0.044715), f32(-2 * math.sqrt(2 / math.pi))

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vargen.kernels.launch import launch
+from vargen.kernels.triton.launch import launch
 
 
 @triton.jit

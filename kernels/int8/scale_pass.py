@@ -16,12 +16,12 @@ from typing import NamedTuple
 import numpy as np
 from numba import config, njit
 
-from vargen.kernels.cpu_attention import QUERIES, attend_slots
-from vargen.kernels.cpu_scale_steps import add_gained, gelu_rows, modulate, modulate_rows, write_scale_tokens
-from vargen.kernels.cpu_steps import OPTIONS, PANEL, f32, i64, pack_matrix, product, quantize
+from vargen.kernels.int8.attention import QUERIES, attend_slots
+from vargen.kernels.int8.scale_steps import add_gained, gelu_rows, modulate, modulate_rows, write_scale_tokens
+from vargen.kernels.int8.steps import OPTIONS, PANEL, f32, i64, pack_matrix, product, quantize
 
 __all__ = ["Slots", "Weights", "make_buffers", "pack_matrix", "run_head", "run_layers"]
-# `vargen.kernels.cpu_code` sets the folder of compiled code before it imports this module.
+# `vargen.kernels.int8.load` sets the folder of compiled code before it imports this module.
 _COMPILED = {**OPTIONS, "no_cfunc_wrapper": True, "cache": bool(config.CACHE_DIR)}
 
 

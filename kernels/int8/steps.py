@@ -1,4 +1,4 @@
-"""The steps between the products of a CPU pass, for Numba: bit for bit the operations of `vargen.kernels.int8`.
+"""The steps between the products of a CPU pass, for Numba: bit for bit the operations of `vargen.kernels.int8.arithmetic`.
 
 No fused multiply-adds and no other order of float operations: none of LLVM's fast-math flags that would allow them is set. Sums
 and maxima are of integers, which LLVM vectorizes.
@@ -11,8 +11,8 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from vargen.kernels.cpu_vector import bits_of_float, byte_dot_1, byte_dot_2, byte_dot_4, byte_dot_6, float_of_bits
-from vargen.kernels.int8_format import EXP_RANGE, EXP_TERMS, INT8_MAX, LN_2, LOG2_E, NORM_MAX, TINY
+from vargen.kernels.int8.format import EXP_RANGE, EXP_TERMS, INT8_MAX, LN_2, LOG2_E, NORM_MAX, TINY
+from vargen.kernels.int8.vector import bits_of_float, byte_dot_1, byte_dot_2, byte_dot_4, byte_dot_6, float_of_bits
 
 OPTIONS = {"fastmath": {"nnan", "nsz"}, "boundscheck": False, "error_model": "numpy", "nogil": True, "_nrt": False}
 INNER = {**OPTIONS, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}  # functions that only compiled ones call

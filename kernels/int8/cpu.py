@@ -1,4 +1,4 @@
-"""What this CPU has that passes can use, and whether compiled ones (`vargen.kernels.cpu_code`) can run on it."""
+"""What this CPU has that passes can use, and whether compiled ones (`vargen.kernels.int8.load`) can run on it."""
 
 from __future__ import annotations
 

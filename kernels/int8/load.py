@@ -20,13 +20,12 @@ from types import ModuleType
 from typing import Any
 
 from vargen.compat import cache_folder, installed_version
-from vargen.kernels.cpu import BYTE_PRODUCTS, cpu_instructions, find_compiled_blocker
+from vargen.kernels.int8.cpu import BYTE_PRODUCTS, cpu_instructions, find_compiled_blocker
 
 logger = logging.getLogger("vargen")
 
 _SOURCES = (
-    "int8_format", "cpu_vector", "cpu_steps", "cpu_attention", "cpu_pass", "cpu_sample", "cpu_scale_steps", "cpu_scale_pass",
-    "cpu_build",
+    "format", "vector", "steps", "attention", "token_pass", "sample", "scale_steps", "scale_pass", "build",
 )  # fmt: skip
 _FOLDER_ENV = "NUMBA_CACHE_DIR"  # Numba's own variable
 _SLOW = "; this CPU has no 8-bit dot products, so float32 may be faster"
@@ -38,7 +37,7 @@ class CompiledCode:
 
     Args:
         name: part of messages.
-        parts: names in `vargen.kernels.cpu_build.LOADERS`, the longest first.
+        parts: names in `vargen.kernels.int8.build.LOADERS`, the longest first.
 
     Attributes:
         failure: why it could not be built; None if it was, or was not yet.
@@ -95,7 +94,7 @@ class CompiledCode:
             else:
                 self._processes = [
                     subprocess.Popen(
-                        [sys.executable, "-m", "vargen.kernels.cpu_build", part, str(folder), str(_stamp(part))],
+                        [sys.executable, "-m", "vargen.kernels.int8.build", part, str(folder), str(_stamp(part))],
                         stdin=subprocess.DEVNULL,
                         stdout=subprocess.DEVNULL,
                         stderr=subprocess.PIPE,
@@ -163,7 +162,7 @@ def load_parts(parts: Sequence[str], folder: Path | None) -> ModuleType:
         config.CACHE_DIR = "" if folder is None else str(folder)
         config.OPT = type(config.OPT)(1)  # higher levels compile for longer, and the code is not faster
         try:
-            from vargen.kernels.cpu_build import LOADERS
+            from vargen.kernels.int8.build import LOADERS
 
             return [LOADERS[part]() for part in parts][-1]
         finally:

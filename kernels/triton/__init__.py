@@ -1,0 +1,1 @@
+"""Kernels in Triton for NVIDIA GPUs; `vargen.kernels.dispatch` chooses between them and torch."""
