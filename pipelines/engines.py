@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
-from vargen.decoding import Accelerator, DecodeOutput, Engine, Sampling
+from vargen.clock import Clock
+from vargen.decoding import DecodeOutput, Engine, decode_scales
 from vargen.decoding.decode import generate_images
 from vargen.decoding.requests import Callback
+from vargen.decoding.scales import ScalePasses
 from vargen.decoding.token_pass import list_networks
+
+if TYPE_CHECKING:
+    from vargen.pipelines.generation import GenerationRequest
 
 MAX_KEPT = 2
 
@@ -31,49 +37,73 @@ class KeptEngines:
     def __reduce__(self) -> tuple[type[KeptEngines], tuple[()]]:
         return KeptEngines, ()
 
-    def decode(
-        self,
-        pipe: Any,
-        condition: Any,
-        guidance: Any,
-        seeds: Tensor,
-        method: Accelerator,
-        sampling: Sampling,
-        callback: Callback | None,
-        batch_size: int | None,
-    ) -> DecodeOutput:
-        """Generate the tokens of M images; arguments as of `vargen.decoding.decode`."""
-        slots = len(seeds) if batch_size is None else min(batch_size, len(seeds))
-        model = pipe.decoding_model(guidance)
-        networks = [id(each) for each in (*pipe.components.values(), *list_networks(model))]
-        key = networks, model.cost_key, str(model.device), guidance.rows_per_image, guidance.interval, method
-        with self._borrow(key, condition, slots) as engine:
-            if engine is None:
-                engine = Engine(model, method, batch_size=slots)
-            output = generate_images(engine, condition, seeds, sampling, callback)
+    def decode(self, pipe: Any, request: GenerationRequest, callback: Callback | None) -> DecodeOutput:
+        """Generate the tokens of a request by an `Engine`."""
+        condition, seeds = replace(request.condition, scale=request.guidance.scale), request.seeds.noise_seeds
+        slots = len(seeds) if request.batch_size is None else min(request.batch_size, len(seeds))
+        model = pipe.decoding_model(request.guidance)
+        fits = lambda each: each.batch_size - slots if each.has_room(condition) else -1  # noqa: E731
+        with self._borrow(pipe, request, model, list_networks(model), fits) as kept:
+            engine = kept.engine or Engine(model, request.method, batch_size=slots)
+            output = generate_images(engine, condition, seeds, request.sampling, callback)
             if engine.captures:
                 engine.restart()
-                self._kept.insert(0, (key, engine))
-                del self._kept[MAX_KEPT:]
+                kept.engine = engine
+        return output
+
+    def decode_scales(self, pipe: Any, request: GenerationRequest, callback: Callback | None, fixed: Any) -> DecodeOutput:
+        """Generate the tokens of a request by `ScalePasses`."""
+        condition, seeds = replace(request.condition, scale=request.guidance.scale), request.seeds.noise_seeds
+        model = pipe.decoding_model(request.guidance)
+        rows = 0 if condition.caption_embeds is None else condition.caption_embeds.shape[1]
+        fits = lambda each: len(each.seeds) - len(seeds)  # noqa: E731
+        with self._borrow(pipe, request, model, [rows], fits) as kept:
+            stages, clock = request.method.bind(model), Clock(torch.device(model.device), False)
+            passes = kept.engine or ScalePasses(model, stages, condition, len(seeds), clock)
+            output = decode_scales(
+                passes.model,
+                condition,
+                seeds,
+                request.method,
+                request.sampling,
+                fixed_scales=fixed.scales,
+                fixed_tokens=fixed.kept,
+                callback=callback,
+                passes=passes,
+            )
+            kept.engine = passes if passes.captures else None
         return output
 
     @property
-    def _kept(self) -> list[tuple[Any, Engine]]:
+    def _kept(self) -> list[tuple[Any, Any]]:
         if not hasattr(self._local, "kept"):
             self._local.kept = []
         return self._local.kept
 
     @contextmanager
-    def _borrow(self, key: Any, condition: Any, slots: int) -> Iterator[Engine | None]:
-        """Take an engine for a call: with the same slots, or more; None if there is none. Without memory, all are given up."""
-        found = [
-            (each.batch_size != slots, number)
-            for number, (other, each) in enumerate(self._kept)
-            if other == key and each.batch_size >= slots and each.has_room(condition)
-        ]
+    def _borrow(
+        self, pipe: Any, request: GenerationRequest, model: Any, parts: Sequence[Any], spare: Callable[[Any], int]
+    ) -> Iterator[SimpleNamespace]:
+        """Take an engine for a call, as `engine`: with the same slots, or more; None if there is none. Keep what is there then.
+
+        Without memory, all are given up.
+
+        Args:
+            parts: what else has to be the same.
+            spare: number of slots of an engine that the call does not need; negative if it cannot serve.
+        """
+        guidance = request.guidance
+        networks = [id(each) for each in (*pipe.components.values(), *parts)]
+        key = networks, model.cost_key, str(model.device), guidance.rows_per_image, guidance.interval, request.method
+        found = [(spare(each), number) for number, (other, each) in enumerate(self._kept) if other == key]
+        best = min((each for each in found if each[0] >= 0), default=None)
+        kept = SimpleNamespace(engine=None if best is None else self._kept.pop(best[1])[1])
         try:
-            yield self._kept.pop(min(found)[1])[1] if found else None
+            yield kept
         except torch.OutOfMemoryError:
             self._kept.clear()
             torch.cuda.empty_cache()
             raise
+        if kept.engine is not None:
+            self._kept.insert(0, (key, kept.engine))
+            del self._kept[MAX_KEPT:]

@@ -229,9 +229,7 @@ class LanguageModelPipeline(VisualPipeline):
         return True
 
     def _decode(self, request: GenerationRequest, callback: Any) -> DecodeOutput:
-        condition, seeds = replace(request.condition, scale=request.guidance.scale), request.seeds.noise_seeds
-        given = request.method, request.sampling, callback, request.batch_size
-        return self._engines.decode(self, condition, request.guidance, seeds, *given)
+        return self._engines.decode(self, request, callback)
 
     def _generate(self, request: Any, call: Any, bar: Any) -> LanguageModelOutput:
         images, result = generate_images(self, request, call, bar)

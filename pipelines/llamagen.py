@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -215,9 +214,7 @@ class LlamaGenPipeline(VisualPipeline):
         return True
 
     def _decode(self, request: GenerationRequest, callback: Any) -> DecodeOutput:
-        condition, seeds = replace(request.condition, scale=request.guidance.scale), request.seeds.noise_seeds
-        given = request.method, request.sampling, callback, request.batch_size
-        return self._engines.decode(self, condition, request.guidance, seeds, *given)
+        return self._engines.decode(self, request, callback)
 
     def decoding_model(self, guidance: Guidance | float = 1.0) -> LlamaGenTokenModel:
         """Return the adapter of the transformer and its drafters for `vargen.decoding.decode`."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vargen.compat import without_autocast
 from vargen.convert.var import DEFAULTS, convert_var
-from vargen.decoding import DecodeOutput, ScaleSchedule, decode_scales
+from vargen.decoding import DecodeOutput, ScaleSchedule
 from vargen.models.guidance import Guidance, to_guidance
 from vargen.models.tokenizers.multi_scale_quantizer import MultiScaleQuantizer
 from vargen.models.tokenizers.multi_scale_vq import MultiScaleVQModel
@@ -192,17 +192,7 @@ class VARPipeline(VisualPipeline):
         return run_request(self, replace(request, fixed=fixed))
 
     def _decode(self, request: GenerationRequest, callback: Any) -> DecodeOutput:
-        fixed = request.fixed or FixedTokens([], None)
-        return decode_scales(
-            self.decoding_model(request.guidance),
-            request.condition,
-            request.seeds.noise_seeds,
-            request.method,
-            request.sampling,
-            fixed_scales=fixed.scales,
-            fixed_tokens=fixed.kept,
-            callback=callback,
-        )
+        return self._engines.decode_scales(self, request, callback, request.fixed or FixedTokens([], None))
 
     def decoding_model(self, guidance: Guidance | float = 1.0) -> VARScaleModel:
         """Return the adapter of the transformer and its draft model for `vargen.decoding.decode_scales`."""

@@ -115,8 +115,8 @@ def test_small_images_have_noise_of_their_own(monkeypatch: pytest.MonkeyPatch) -
     """With the same noise for both, drafts would know what the target is about to sample."""
     pipe, seeds = class_pipeline(), []
     pipe.register_modules(low_res=tiny_transformer("class", grid_size=2, n_layer=1))
-    decode = low_res_drafters.decode
-    monkeypatch.setattr(low_res_drafters, "decode", lambda *given: seeds.append(given[2]) or decode(*given))
+    generate = low_res_drafters.generate_images
+    monkeypatch.setattr(low_res_drafters, "generate_images", lambda *given: seeds.append(given[2]) or generate(*given))
     generated(pipe, EXACT)
     (used,) = seeds
     assert len(used) == 2 and used[0] != used[1] and not {3, 4} & set(used.tolist())

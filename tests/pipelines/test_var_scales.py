@@ -193,7 +193,7 @@ def test_rolled_back_scales_are_run_again(condition: str, scale: int) -> None:
         wrong = [None if part is None else part + (k > scale) for k, part in enumerate(inputs)]
         for k, factor in enumerate(before):
             model.forward(state, wrong[: k + 1], factor)
-        model.rollback(state, scale)
+        model.set_cached(state, scale)
         found = [model.forward(state, inputs[: k + 1], 1.0) for k in range(scale, 4)]
         if before[scale] or not scale:
             for ours, theirs in zip(found, expected[scale:], strict=True):

@@ -336,7 +336,7 @@ class ScaleModel:
         scale_tokens: number of tokens of every scale, coarse to fine.
         scale_codes: number of tokens that each scale may use, which are the first ones of the V.
         draft_model: a smaller model with the same image tokenizer; None if there is none.
-        cost_key: as in `TokenModel`.
+        cost_key, networks: as in `TokenModel`.
     """
 
     vocab: int
@@ -344,6 +344,7 @@ class ScaleModel:
     scale_codes: tuple[int, ...]
     device: torch.device
     draft_model: ScaleModel | None = None
+    networks: Sequence[nn.Module] = ()
     cost_key: Hashable = None
 
     def allocate(self, condition: Any, slots: int, is_guided: bool = True) -> Any:
@@ -382,6 +383,6 @@ class ScaleModel:
         """
         raise NotImplementedError
 
-    def rollback(self, state: Any, scale: int) -> None:
-        """Discard all scales from `scale` on."""
+    def set_cached(self, state: Any, scales: int) -> None:
+        """Continue with the first `scales` scales in the cache: later ones are discarded, those of captured passes count."""
         raise NotImplementedError

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from vargen import capture
 from vargen.clock import Clock
 from vargen.compat import without_autocast
 from vargen.decoding.interfaces import ScaleModel
@@ -36,6 +37,7 @@ from vargen.decoding.sampling import Sampling, SlotSampling
 from vargen.decoding.stats import DecodeStats
 from vargen.kernels import ops
 from vargen.kernels.dispatch import is_eager_cpu
+from vargen.kernels.graph import CapturedPasses
 from vargen.values import number_field, parse_int, short_repr, validate_fields
 
 # Fixed tokens of a scale, given the canvas before it and its index: tokens int64 [B, n], and which are fixed, bool [B, n].
@@ -55,6 +57,7 @@ def decode_scales(
     fixed_tokens: FixedTokens | None = None,
     callback: Callback | None = None,
     profile: bool = False,
+    passes: ScalePasses | None = None,
 ) -> DecodeOutput:
     """Generate the tokens of B images.
 
@@ -68,6 +71,7 @@ def decode_scales(
         fixed_tokens: function that returns fixed tokens at some positions of a scale; for inpainting.
         callback: called after every pass with a `Progress`, whose newest tokens it may change. Returning False stops the run.
         profile: on CUDA, synchronize between the parts of a step to measure their seconds.
+        passes: those of an earlier call with at least as many slots, to use their buffers and graphs again.
 
     Returns:
         Tokens `[B, L]`, coarse to fine, lengths `[B]`, statistics with `by_scale`, and the canvas of all generated scales.
@@ -81,25 +85,25 @@ def decode_scales(
     sampling = Sampling() if sampling is None else sampling
     validate_call(seeds, sampling, callback)
     sampling.validate_top_k(model.vocab)
-    stages, clock = method.bind(model), Clock(model.device, profile)
-    scales = ScalePasses(model, stages, condition, len(seeds), clock)
+    scales = passes or ScalePasses(model, method.bind(model), condition, len(seeds), Clock(model.device, profile))
     scales.start(condition, seeds.to(model.device), sampling)
     for tokens in fixed_scales:
         scales.put(tokens)
-    is_stopped = False
-    while scales.scale < len(stages) and not is_stopped:
-        logits = scales.forward()
-        scales.sample(logits, fixed_tokens)
+    is_stopped, M = False, len(seeds)
+    while scales.scale < len(scales.stages) and not is_stopped:
+        scales.run(fixed_tokens)
         is_stopped = callback is not None and callback(scales.make_progress()) is False
         scales.add()
     scales.check_finite()
-    stats = scales.make_stats(method.name, len(seeds))
-    length = torch.full((len(seeds),), scales.ends[scales.scale], device=model.device)
-    return DecodeOutput(scales.tokens.clone(), length, stats, canvas=scales.canvas.clone())
+    stats = scales.make_stats(method.name, M)
+    length = torch.full((M,), scales.ends[scales.scale], device=model.device)
+    return DecodeOutput(scales.tokens[:M].clone(), length, stats, canvas=scales.canvas[:M].clone())
 
 
 class ScalePasses:
     """The passes of a schedule over B slots, one for each scale: forward, sample, add.
+
+    On a GPU, those of all scales but the first, which also embeds the condition, are captured as graphs.
 
     Args:
         model: see `ScaleModel`.
@@ -133,10 +137,17 @@ class ScalePasses:
         self.models: dict[str, Any] = {"target": model, "draft": model.draft_model}
         guided = {stage.model: any(each.model == stage.model and each.guidance > 0 for each in stages) for stage in stages}
         self.states = {name: self.models[name].allocate(condition, slots, each) for name, each in guided.items()}
+        self._captured: CapturedPasses | None = None
+        if (graphs := capture.make_graphs(device)) is not None:
+            networks = [network for name in self.states for network in self.models[name].networks]
+            self._captured = CapturedPasses(graphs, networks, "their parts are timed" if clock.synchronizes else None)
 
     def start(self, condition: Any, seeds: Tensor, sampling: Sampling) -> None:
         """Start n images, at most B; the slots after them repeat the first one."""
         slots = len(self.seeds)
+        self.clock.restart()
+        if self._captured is not None:
+            self._captured.check_networks()
         rows = [*range(len(seeds)), *[0] * (slots - len(seeds))]
         condition = condition if len(seeds) == slots else select_rows(condition, rows)
         self.seeds.copy_(seeds[rows])
@@ -172,45 +183,86 @@ class ScalePasses:
         self._by_scale[self.scale]["model"] = "given"
         self.add()
 
+    @property
+    def captures(self) -> bool:
+        """Whether passes are captured, so that it pays to keep them."""
+        return self._captured is not None
+
+    def run(self, fixed_tokens: FixedTokens | None = None) -> None:
+        """Run the pass of the next scale: `forward` and `sample`."""
+        if self._captured is None or fixed_tokens is not None or self.scale == 0:
+            self.sample(self.forward(), fixed_tokens)
+            return
+        first = self._count_fed()
+        self._count_pass()
+        kind = self.scale, first, self.sampling.filters
+        self._captured.run(kind, lambda: self._sample(self._forward(first), None))
+
     def forward(self) -> Tensor:
         """Run a pass over the scales that are not in the cache yet; logits `[B, n, codes]` of the next scale."""
-        stage = self.stages[self.scale]
-        name, first = stage.model, self._cached[stage.model]
-        self._fed[name][self.place.stop - self.ends[first]] += 1
-        self._cached[name] = self.scale + 1
+        first = self._count_fed()
         with self.clock.measure("target"):
-            return self.models[name].forward(self.states[name], self.inputs[: self.scale + 1], stage.guidance)
+            return self._forward(first)
+
+    def _forward(self, first: int) -> Tensor:
+        """Run a pass over the scales from `first` on."""
+        stage = self.stages[self.scale]
+        model, state = self.models[stage.model], self.states[stage.model]
+        if self._captured is not None:
+            model.set_cached(state, first)
+        return model.forward(state, self.inputs[: self.scale + 1], stage.guidance)
+
+    def _count_fed(self) -> int:
+        """Count what the next pass feeds. Returns its first scale."""
+        name = self.stages[self.scale].model
+        first, self._cached[name] = self._cached[name], self.scale + 1
+        self._fed[name][self.place.stop - self.ends[first]] += 1
+        return first
 
     def sample(self, logits: Tensor, fixed_tokens: FixedTokens | None = None) -> None:
         """Sample the tokens of the next scale with the shared noise, except for those that are fixed."""
+        self._count_pass()
+        with self.clock.measure("accept"):
+            self._sample(logits, fixed_tokens)
+        if is_eager_cpu(logits):
+            self.check_finite()
+
+    def _count_pass(self) -> None:
         record, now = self._by_scale[self.scale], self.clock.timer()
         record["passes"], record["seconds"] = 1, now - self._last_time
         self._last_time, self.passes = now, self.passes + 1
-        with self.clock.measure("accept"):
-            position = self.position[:, self.place]
-            noise = self.make_noise(self.seeds, position)
-            found = self.sampling.sample_tokens(logits, noise)
-            tokens = noise.sample(self.sampling.probs(logits), Purpose.TOKEN) if found is None else found.tokens
-            if fixed_tokens is not None:
-                given, is_fixed = fixed_tokens(self.canvas, self.scale)
-                tokens = torch.where(is_fixed, given, tokens)
-            self.tokens[:, self.place] = tokens
-            sums = ops.sum_rows(logits) if found is None else found.sums
-            bad = torch.where(sums.isfinite(), self.ends[-1], position).amin(1)
-            self.nonfinite.copy_(torch.minimum(self.nonfinite, bad))
-        if is_eager_cpu(logits):
-            self.check_finite()
+
+    def _sample(self, logits: Tensor, fixed_tokens: FixedTokens | None) -> None:
+        position = self.position[:, self.place]
+        noise = self.make_noise(self.seeds, position)
+        found = self.sampling.sample_tokens(logits, noise)
+        tokens = noise.sample(self.sampling.probs(logits), Purpose.TOKEN) if found is None else found.tokens
+        if fixed_tokens is not None:
+            given, is_fixed = fixed_tokens(self.canvas, self.scale)
+            tokens = torch.where(is_fixed, given, tokens)
+        self.tokens[:, self.place] = tokens
+        sums = ops.sum_rows(logits) if found is None else found.sums
+        bad = torch.where(sums.isfinite(), self.ends[-1], position).amin(1)
+        self.nonfinite.copy_(torch.minimum(self.nonfinite, bad))
 
     def add(self) -> None:
         """Add the tokens of the next scale to the canvas, and make the input of the scale after it."""
         with self.clock.measure("commit"):
-            canvas, following = self.model.add(self.canvas, self.tokens[:, self.place], self.scale)
-            self.canvas.copy_(canvas)
-            self.scale += 1
-            if following is not None and (held := self.inputs[self.scale]) is not None:
-                held.copy_(following)
-            elif following is not None:
-                self.inputs[self.scale] = following.clone()
+            if self._captured is None:
+                self._add()
+            else:
+                self._captured.run(("add", self.scale), self._add)
+        self.scale += 1
+
+    def _add(self) -> None:
+        canvas, following = self.model.add(self.canvas, self.tokens[:, self.place], self.scale)
+        self.canvas.copy_(canvas)
+        if following is None:
+            return
+        if (held := self.inputs[self.scale + 1]) is None:
+            self.inputs[self.scale + 1] = following.clone()
+        else:
+            held.copy_(following)
 
     def check_finite(self) -> None:
         """Raise NonFiniteLogitsError if a pass so far returned logits that are not finite. On a GPU it waits for the passes."""

@@ -147,7 +147,7 @@ def scale_pass(
     @torch.no_grad()
     def run() -> Any:
         out = model.forward(state, inputs, guidance)
-        model.rollback(state, first)
+        model.set_cached(state, first)
         return out
 
     return run

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from vargen.decoding import ScaleModel
 from vargen.device import inference_mode_for
+from vargen.kernels.dispatch import is_eager_cpu
 from vargen.models.guidance import Condition, Guidance, cost_key, to_guidance
 from vargen.models.offloading import validate_offloading
 from vargen.models.tokenizers.multi_scale_quantizer import MultiScaleQuantizer
@@ -73,9 +74,14 @@ class VARScaleModel(ScaleModel):
         self.scale_codes, self.vocab = quantiser.scale_codes, transformer.config.vocab_size
         self.cost_key = cost_key(transformer, f"{self.guidance.rows_per_image} rows an image", transformer.pass_backend)
         self._ends = (0, *transformer.ends)
+        self.networks = (transformer, quantiser)
+        self._guidance_ramp = self._make_ramp(self.guidance.scale)
+
+    def _make_ramp(self, guidance_scale: float) -> Tensor:
+        """Guidance strength of each token, float32 `[L]`."""
         S = len(self.scale_tokens)
-        strength = torch.arange(S, dtype=torch.float32, device=self.device) * ((self.guidance.scale - 1) / max(S - 1, 1))
-        self._guidance_ramp = strength.repeat_interleave(torch.tensor(self.scale_tokens, device=self.device))
+        strength = torch.arange(S, dtype=torch.float32, device=self.device) * ((guidance_scale - 1) / max(S - 1, 1))
+        return strength.repeat_interleave(torch.tensor(self.scale_tokens, device=self.device))
 
     # -- the sum over scales ------------------------------------------------------------------------------------------
 
@@ -99,11 +105,13 @@ class VARScaleModel(ScaleModel):
     def reset(self, state: VARState, condition: Condition) -> None:
         state.condition = reduce(Condition.cat, self._conditions(condition, state.is_guided))
         state.cache.scale, state.conditional = 0, None
+        if condition.scale is not None:
+            self._guidance_ramp.copy_(self._make_ramp(condition.scale))
 
     def _conditions(self, condition: Condition, is_guided: bool) -> list[Condition]:
         """Return the condition of the conditional rows and, if any scale is guided, that of the unconditional rows."""
         conditions = self.guidance.conditions(condition, self.transformer)
-        if self.device.type == "cpu":  # on a GPU this would synchronize, and fixed shapes allow graph capture
+        if is_eager_cpu(self._guidance_ramp):  # on a GPU this would synchronize, and fixed shapes allow graph capture
             conditions = _trim_padding(conditions)
         return conditions if is_guided else conditions[:1]
 
@@ -135,10 +143,10 @@ class VARScaleModel(ScaleModel):
         strength = self._guidance_ramp[self._ends[scale] : self._ends[scale + 1]]
         return strength if factor == 1 else strength * factor
 
-    def rollback(self, state: VARState, scale: int) -> None:
+    def set_cached(self, state: VARState, scales: int) -> None:
         for cache in (state.cache, state.conditional):
             if cache is not None:
-                cache.scale = min(cache.scale, scale)
+                cache.scale = scales
 
 
 def _trim_padding(conditions: list[Condition]) -> list[Condition]:
