@@ -90,6 +90,15 @@ class CapturedPasses:
             logger.warning("passes are run one by one instead of as a CUDA graph: %s", reason)
 
 
+def capture_passes(graph: CUDAGraph | None, networks: Sequence[nn.Module], is_timed: bool) -> CapturedPasses | None:
+    """Return what runs passes as graphs; None, to run them one by one, without what captures them.
+
+    Args:
+        is_timed: whether the host waits for the parts of passes, which are then not captured.
+    """
+    return None if graph is None else CapturedPasses(graph, networks, "their parts are timed" if is_timed else None)
+
+
 def _find_blocker(networks: Sequence[nn.Module]) -> str | None:
     """Return what a graph of these networks would not repeat; None if there is nothing."""
     for network in networks:

@@ -71,7 +71,7 @@ class KeptEngines:
                 callback=callback,
                 passes=passes,
             )
-            kept.engine = passes if passes.captures else None
+            kept.engine = passes if passes.captured else None
         return output
 
     @property

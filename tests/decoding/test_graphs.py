@@ -146,7 +146,7 @@ def test_a_callback_changes_tokens_of_a_captured_run() -> None:
 
 def watch_kinds(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Counter[Any]:
     """Count the passes of an engine by kind."""
-    captured, kinds = engine._pass._captured, Counter[Any]()
+    captured, kinds = engine._pass.captured, Counter[Any]()
     assert captured is not None
     run = captured.run
 

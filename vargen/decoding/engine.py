@@ -23,13 +23,7 @@ from vargen.decoding.accelerator import Accelerator
 from vargen.decoding.costs import token_threads
 from vargen.decoding.interfaces import TokenModel
 from vargen.decoding.methods import resolve_method
-from vargen.decoding.requests import (
-    FinishedImage,
-    NonFiniteLogitsError,
-    Request,
-    select_rows,
-    validate_call,
-)
+from vargen.decoding.requests import FinishedImage, NonFiniteLogitsError, Request, select_rows, validate_call
 from vargen.decoding.sampling import Sampling
 from vargen.decoding.stats import DecodeStats
 from vargen.decoding.token_pass import TokenPass
@@ -161,18 +155,14 @@ class Engine:
     @property
     def captures(self) -> bool:
         """Whether passes are captured, so that it pays to keep the engine."""
-        return self._pass.captures
+        return self._pass.captured is not None
 
     def has_room(self, condition: Any) -> bool:
         """Whether images with this condition can start in the slots."""
         return not self._threads or self.model.has_room(condition, self._pass.state.cache)
 
     def restart(self) -> None:
-        """Count requests, passes and seconds from 0, as a new engine does.
-
-        Raises:
-            ValueError: if there are requests.
-        """
+        """Count requests, passes and seconds from 0, as a new engine does. ValueError if there are requests."""
         if self.has_work:
             raise ValueError("an engine can be started again once it has no requests")
         self.drain()

@@ -25,19 +25,12 @@ from vargen.compat import without_autocast
 from vargen.decoding.interfaces import ScaleModel
 from vargen.decoding.methods import Method, register_presets, resolve_method
 from vargen.decoding.noise import Noise, Purpose
-from vargen.decoding.requests import (
-    Callback,
-    DecodeOutput,
-    NonFiniteLogitsError,
-    Progress,
-    select_rows,
-    validate_call,
-)
+from vargen.decoding.requests import Callback, DecodeOutput, NonFiniteLogitsError, Progress, select_rows, validate_call
 from vargen.decoding.sampling import Sampling, SlotSampling
 from vargen.decoding.stats import DecodeStats
 from vargen.kernels import ops
 from vargen.kernels.dispatch import is_eager_cpu
-from vargen.kernels.graph import CapturedPasses
+from vargen.kernels.graph import capture_passes
 from vargen.values import number_field, parse_int, short_repr, validate_fields
 
 # Fixed tokens of a scale, given the canvas before it and its index: tokens int64 [B, n], and which are fixed, bool [B, n].
@@ -120,6 +113,7 @@ class ScalePasses:
         nonfinite: int64 `[B]`, the first position whose logits were not finite; L if there is none.
         scale: the next scale.
         ends: number of tokens before each scale, and of all.
+        captured: runs passes as graphs; None if they run one by one.
     """
 
     def __init__(self, model: ScaleModel, stages: Sequence[Stage], condition: Any, slots: int, clock: Clock):
@@ -137,17 +131,15 @@ class ScalePasses:
         self.models: dict[str, Any] = {"target": model, "draft": model.draft_model}
         guided = {stage.model: any(each.model == stage.model and each.guidance > 0 for each in stages) for stage in stages}
         self.states = {name: self.models[name].allocate(condition, slots, each) for name, each in guided.items()}
-        self._captured: CapturedPasses | None = None
-        if (graphs := capture.make_graphs(device)) is not None:
-            networks = [network for name in self.states for network in self.models[name].networks]
-            self._captured = CapturedPasses(graphs, networks, "their parts are timed" if clock.synchronizes else None)
+        networks = [network for name in self.states for network in self.models[name].networks]
+        self.captured = capture_passes(capture.make_graphs(device), networks, clock.synchronizes)
 
     def start(self, condition: Any, seeds: Tensor, sampling: Sampling) -> None:
         """Start n images, at most B; the slots after them repeat the first one."""
         slots = len(self.seeds)
         self.clock.restart()
-        if self._captured is not None:
-            self._captured.check_networks()
+        if self.captured is not None:
+            self.captured.check_networks()
         rows = [*range(len(seeds)), *[0] * (slots - len(seeds))]
         condition = condition if len(seeds) == slots else select_rows(condition, rows)
         self.seeds.copy_(seeds[rows])
@@ -183,20 +175,15 @@ class ScalePasses:
         self._by_scale[self.scale]["model"] = "given"
         self.add()
 
-    @property
-    def captures(self) -> bool:
-        """Whether passes are captured, so that it pays to keep them."""
-        return self._captured is not None
-
     def run(self, fixed_tokens: FixedTokens | None = None) -> None:
         """Run the pass of the next scale: `forward` and `sample`."""
-        if self._captured is None or fixed_tokens is not None or self.scale == 0:
+        if self.captured is None or fixed_tokens is not None or self.scale == 0:
             self.sample(self.forward(), fixed_tokens)
             return
         first = self._count_fed()
         self._count_pass()
         kind = self.scale, first, self.sampling.filters
-        self._captured.run(kind, lambda: self._sample(self._forward(first), None))
+        self.captured.run(kind, lambda: self._sample(self._forward(first), None))
 
     def forward(self) -> Tensor:
         """Run a pass over the scales that are not in the cache yet; logits `[B, n, codes]` of the next scale."""
@@ -208,7 +195,7 @@ class ScalePasses:
         """Run a pass over the scales from `first` on."""
         stage = self.stages[self.scale]
         model, state = self.models[stage.model], self.states[stage.model]
-        if self._captured is not None:
+        if self.captured is not None:
             model.set_cached(state, first)
         return model.forward(state, self.inputs[: self.scale + 1], stage.guidance)
 
@@ -248,10 +235,10 @@ class ScalePasses:
     def add(self) -> None:
         """Add the tokens of the next scale to the canvas, and make the input of the scale after it."""
         with self.clock.measure("commit"):
-            if self._captured is None:
+            if self.captured is None:
                 self._add()
             else:
-                self._captured.run(("add", self.scale), self._add)
+                self.captured.run(("add", self.scale), self._add)
         self.scale += 1
 
     def _add(self) -> None:

@@ -27,7 +27,7 @@ from vargen.decoding.window import WidthController
 from vargen.device import normal_tensors
 from vargen.kernels import ops
 from vargen.kernels.dispatch import is_eager_cpu
-from vargen.kernels.graph import CapturedPasses, CUDAGraph
+from vargen.kernels.graph import CUDAGraph, capture_passes
 from vargen.kernels.token_steps import commit_tokens, feed_tokens
 
 # Noise of a pass: seeds [B], positions [B, T], number of the pass, and the shared noise of all positions, if it is kept.
@@ -47,6 +47,7 @@ class TokenPass:
     Attributes:
         make_noise: the source of all random numbers. `vargen.evaluation.exact_sum` replaces it to enumerate all outcomes.
         state: from `allocate` on.
+        captured: runs passes as graphs; None if they run one by one.
     """
 
     def __init__(
@@ -62,15 +63,7 @@ class TokenPass:
         self.make_noise: MakeNoise = Noise
         self.state: TokenState
         self._controller: WidthController | None = None
-        self._captured: CapturedPasses | None = None
-        if graph is not None:
-            blocker = "their parts are timed" if clock.synchronizes else None
-            self._captured = CapturedPasses(graph, list_networks(model, drafter), blocker)
-
-    @property
-    def captures(self) -> bool:
-        """Whether passes are captured."""
-        return self._captured is not None
+        self.captured = capture_passes(graph, list_networks(model, drafter), clock.synchronizes)
 
     def allocate(self, condition: Any) -> None:
         """Allocate the state, with room for conditions as long as this one."""
@@ -84,8 +77,8 @@ class TokenPass:
             ValueError: if the condition is longer than the state has room for.
         """
         state, rows = self.state, torch.tensor(slots, device=self.model.device)
-        if self._captured is not None:
-            self._captured.check_networks()
+        if self.captured is not None:
+            self.captured.check_networks()
         with self.clock.measure("prefill"):
             out = self.model.prefill(condition, state.cache, rows)
         if len(out.logits) != len(slots):
@@ -102,8 +95,8 @@ class TokenPass:
     def __call__(self) -> int:
         """Run a pass. Returns the number of tokens T that it fed to each image."""
         width = self.drafter.width if self._controller is None else self._controller.choose()
-        if self._captured is not None:  # on a GPU, where no controller chooses widths
-            self._captured.run((width, self.state.sampling.filters), partial(self.run, width))
+        if self.captured is not None:  # on a GPU, where no controller chooses widths
+            self.captured.run((width, self.state.sampling.filters), partial(self.run, width))
             return width
         result = self.run(width)
         if self._controller is not None:
