@@ -13,11 +13,10 @@ import pytest
 import torch
 from recorded_graph import RecordedGraph, captured_passes
 from tiny_families import drafting_pipeline
-from tiny_language_models import make_janus
+from tiny_language_models import make_janus, needs_janus
 from tiny_targets import take_gpu_paths
 
 import vargen
-from vargen.compat import installed_version
 from vargen.decoding import Engine, Sampling
 from vargen.pipelines.engines import KeptEngines
 
@@ -180,7 +179,7 @@ def test_an_engine_with_requests_is_not_started_again() -> None:
 # -- language models --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(installed_version("transformers") is None, reason="transformers is not installed")
+@needs_janus
 def test_prompts_of_other_lengths_have_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vargen.models.transformers.decoding.captures_passes", lambda device: True)
     pipe = vargen.accelerate(*make_janus())
@@ -201,7 +200,7 @@ def test_prompts_of_other_lengths_have_room(monkeypatch: pytest.MonkeyPatch) -> 
 # -- slots ------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["llamagen", "janus"])
+@pytest.mark.parametrize("family", ["llamagen", pytest.param("janus", marks=needs_janus)])
 def test_images_with_other_scales_share_an_engine(family: str) -> None:
     """Each is the image that it is alone, by the model's scale or by its own."""
     pipe = drafting_pipeline() if family == "llamagen" else vargen.accelerate(*make_janus())
