@@ -64,6 +64,8 @@ TORCH_TESTS = (
     "pipelines/test_ambient_state.py",
     "pipelines/test_batch_size.py",
     "pipelines/test_best_of.py",
+    "pipelines/test_captured_scales.py",
+    "pipelines/test_kept_engines.py",
     "pipelines/test_language_model_results.py",
     "pipelines/test_layer_skipping.py",
     "pipelines/test_masks.py",
