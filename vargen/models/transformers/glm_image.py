@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vargen.decoding import LowResModel
 from vargen.models.offloading import read_weight
 from vargen.models.transformers.base import (
     ImageLanguageModel,
@@ -31,7 +32,7 @@ def preview_size(size: tuple[int, int]) -> tuple[int, int]:
     return int(math.sqrt(rows / columns) * side), int(math.sqrt(columns / rows) * side)
 
 
-class PreviewDrafter:
+class PreviewDrafter(LowResModel):
     """`LowResModel` of a model that generates a preview before the image, with the same tokens.
 
     The draft of a token is the token of the preview at the same place. It costs no pass, and its q is 1. Tokens of the preview
