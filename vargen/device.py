@@ -10,7 +10,6 @@ import os
 import platform
 import sys
 import threading
-import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -218,26 +217,6 @@ def explain_capture(device: torch.device) -> str:
     if captures_passes(device):
         return f"captured as CUDA graphs; {EAGER_VARIABLE}=1 runs them one by one"
     return f"run one by one: {f'{EAGER_VARIABLE}=1' if device.type == 'cuda' else 'capture is for NVIDIA GPUs'}"
-
-
-@contextmanager
-def record_host_syncs() -> Iterator[list[str]]:
-    """Yield a list that holds, after the block, the places (`file:line`) where the host waited for a CUDA device."""
-    import torch
-
-    syncs: list[str] = []
-    mode = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings(record=True, action="always") as caught:
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            yield syncs
-        finally:
-            torch.cuda.set_sync_debug_mode(mode)
-    for each in caught:
-        if "called a synchronizing CUDA operation" in str(each.message):
-            syncs.append(f"{os.path.basename(each.filename)}:{each.lineno}")
-        else:
-            warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
 
 
 # -- description of the machine: a speed is meaningless without it ------------------------------------------------------

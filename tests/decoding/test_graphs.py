@@ -90,18 +90,6 @@ def test_a_captured_run_is_the_eager_one(method: str, images: int) -> None:
     assert RecordedGraph.made == 1 and RecordedGraph.replays == expected.stats.passes - 3, "but the prefill and two passes"
 
 
-@pytest.mark.parametrize("method", ["ar", "scd", "gumbel", "eagle", "speculative"])
-def test_images_join_a_captured_run(method: str) -> None:
-    method = resolve_method(method)
-    expected = generated(method, 5)
-    engine = captured_engine(tiny_target(), method, batch_size=2)
-    conditions, seeds = Condition(class_labels=torch.arange(1, 6)), torch.arange(3, 8)
-    engine.submit(conditions, seeds, Sampling(0.9, top_k=20))
-    found = {image.number: image.tokens for image in engine.run()}
-    assert all(torch.equal(found[row], expected.tokens[row]) for row in range(5))
-    assert RecordedGraph.made == 1 and RecordedGraph.replays > expected.stats.passes
-
-
 @pytest.mark.parametrize("upsampled", [True, False])
 @pytest.mark.parametrize("method", ["mulo-exact", "mulo"])
 def test_drafts_from_a_low_resolution_are_captured(method: str, upsampled: bool) -> None:

@@ -7,15 +7,10 @@ from typing import Any
 import pytest
 import torch
 from golden_var import official
-from recorded_graph import HostReadError, refuse_reads
 from tiny_models import tiny_multi_scale_vq, tiny_var
-from tiny_targets import take_gpu_paths
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from vargen.clock import Clock
-from vargen.decoding import PRESETS, Sampling, ScaleSchedule, Stage, decode_scales
-from vargen.decoding.scales import ScalePasses
+from vargen.decoding import Sampling, ScaleSchedule, Stage, decode_scales
 from vargen.models.guidance import Condition
 from vargen.models.var.decoding import VARScaleModel, VARState
 
@@ -128,59 +123,6 @@ def test_guidance_that_resumes_is_refused() -> None:
     schedule = ScaleSchedule("again", (Stage(until=1), Stage(until=2, guidance=0), Stage()))
     with pytest.raises(ValueError, match="guidance of the target model cannot resume at scale 2"):
         decode_scales(model, a_condition(model), torch.arange(3), schedule)
-
-
-@pytest.mark.parametrize("schedule", ["plain", "code", "economy"])
-@pytest.mark.parametrize("condition", ["class", "text"])
-def test_the_same_buffers_generate_other_images(schedule: str, condition: str) -> None:
-    """No tensor of the state moves, and what earlier images left changes nothing, also where fewer images than slots run."""
-    model = tiny(condition, draft_model=tiny(condition))
-    method = PRESETS[schedule]
-    whole = a_condition(model)
-    scales, places = ScalePasses(model, method.bind(model), whole, 3, Clock(model.device, False)), []
-    for rows, sampling in (([0, 1, 2], Sampling()), ([2, 0, 1], Sampling(0.8, top_k=5)), ([1], Sampling(top_p=0.8))):
-        part = whole.select_rows(torch.tensor(rows))
-        scales.start(part, torch.tensor(rows) + 7, sampling)
-        while scales.scale < 4:
-            scales.sample(scales.forward())
-            scales.add()
-            places.append(addresses(scales))
-        expected = decode_scales(model, part, torch.tensor(rows) + 7, method, sampling)
-        assert torch.equal(scales.tokens[: len(rows)], expected.tokens)
-        assert torch.allclose(scales.canvas[: len(rows)], expected.canvas, atol=1e-6)
-    assert len(set(places[4:])) == 1 and len(places[4]) > 10, "after the first images"
-
-
-class RefusesReads(TorchDispatchMode):
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        refuse_reads(operation, args, kwargs or {})
-        return operation(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("schedule", ["plain", "code", "economy"])
-@pytest.mark.parametrize("condition", ["class", "text"])
-def test_no_pass_waits_for_the_device(schedule: str, condition: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU, with the paths of a GPU; so a pass can be captured. The error if a read is not noticed: `test_addresses`."""
-    take_gpu_paths(monkeypatch)
-    model = tiny(condition, draft_model=tiny(condition))
-    method, whole = PRESETS[schedule], a_condition(model)
-    scales = ScalePasses(model, method.bind(model), whole, 3, Clock(model.device, False))
-    for _ in range(2):
-        scales.start(whole, torch.arange(3), Sampling(0.9, top_k=20, top_p=0.9))
-        with RefusesReads():
-            while scales.scale < 4:
-                scales.sample(scales.forward())
-                scales.add()
-    with pytest.raises(HostReadError), RefusesReads():
-        scales.check_finite()
-
-
-def addresses(scales: ScalePasses) -> tuple[int, ...]:
-    """Of all tensors of the state, its options, inputs and caches."""
-    caches = [state.cache for state in scales.states.values()]
-    held = [value for each in (scales, scales.sampling, *caches) for value in vars(each).values()]
-    held += [part for cache in caches if cache.modulation for part in vars(cache.modulation).values()]
-    return tuple(each.data_ptr() for each in (*held, *scales.inputs) if isinstance(each, Tensor))
 
 
 @pytest.mark.parametrize("condition", ["class", "text"])

@@ -1,5 +1,5 @@
 """Takes the images of README and docs/demo.md, beside a running `python app.py`; needs chromium, its driver and selenium:
-`python tests/demo/screenshots.py http://127.0.0.1:7860 assets/screenshots`."""
+`python docs/dev/screenshots.py http://127.0.0.1:7860 assets/screenshots`."""
 
 from __future__ import annotations
 
