@@ -36,7 +36,7 @@ _BELOW_ONE = 1 - 2.0**-50
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in float32 (Zhang & Sennrich 2019)."""
     if not is_eager_cpu_float32(x):
-        return F.rms_norm(x, weight.shape, weight, eps)
+        return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps)  # they differ under autocast
     root, offset = _norm_constants(x.shape[-1], eps)  # x / sqrt(|x|^2 / D + eps) = x root / sqrt(|x|^2 + offset^2)
     length = torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), offset)
     return torch.div(x, length).mul_(weight * root)  # three times as fast as torch's

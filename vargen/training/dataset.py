@@ -147,5 +147,5 @@ class CaptionBank:
         counts = torch.tensor([len(each) for each in rows], device=self.device)
         mask = torch.arange(self.rows, device=self.device) < counts[:, None]
         embeds = torch.zeros(len(rows), self.rows, rows[0].shape[1], device=self.device)
-        embeds[mask] = torch.cat(rows).float()
+        embeds[mask] = torch.cat([each.float() for each in rows])  # autocast on a CPU joins no half-precision rows
         return Condition(caption_embeds=embeds, caption_mask=mask)
