@@ -21,15 +21,22 @@ EAGER_PASSES = 2  # before a capture: compilation and allocation cannot be captu
 class CUDAGraph:
     """What `CapturedPasses` needs of a GPU; the tests replace it. Its graphs share memory, as they never run at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device):
+        self._device = device
         self._pool = torch.cuda.graph_pool_handle()
 
     def capture(self, run: Callable[[], object]) -> Callable[[], None]:
         """Record `run` without executing it. Returns a function that executes it."""
+        graph = torch.cuda.CUDAGraph()
         # Other threads may allocate meanwhile.
-        with torch.cuda.graph(graph := torch.cuda.CUDAGraph(), pool=self._pool, capture_error_mode="thread_local"):
+        with torch.cuda.device(self._device), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             run()
-        return graph.replay
+
+        def replay() -> None:
+            with torch.cuda.device(self._device):
+                graph.replay()
+
+        return replay
 
 
 class CapturedPasses:

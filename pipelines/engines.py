@@ -37,13 +37,18 @@ class KeptEngines:
     def __reduce__(self) -> tuple[type[KeptEngines], tuple[()]]:
         return KeptEngines, ()
 
+    def clear(self) -> None:
+        """Give up the engines of this thread, and return their memory."""
+        self._kept.clear()
+        torch.cuda.empty_cache()
+
     def decode(self, pipe: Any, request: GenerationRequest, callback: Callback | None) -> DecodeOutput:
         """Generate the tokens of a request by an `Engine`."""
         condition, seeds = replace(request.condition, scale=request.guidance.scale), request.seeds.noise_seeds
         slots = len(seeds) if request.batch_size is None else min(request.batch_size, len(seeds))
         model = pipe.decoding_model(request.guidance)
         fits = lambda each: each.batch_size - slots if each.has_room(condition) else -1  # noqa: E731
-        with self._borrow(pipe, request, model, list_networks(model), fits) as kept:
+        with self._borrow(request, model, [*list_networks(model), getattr(pipe, "vqvae", None)], 0, fits) as kept:
             engine = kept.engine or Engine(model, request.method, batch_size=slots)
             output = generate_images(engine, condition, seeds, request.sampling, callback)
             if engine.captures:
@@ -57,7 +62,8 @@ class KeptEngines:
         model = pipe.decoding_model(request.guidance)
         rows = 0 if condition.caption_embeds is None else condition.caption_embeds.shape[1]
         fits = lambda each: len(each.seeds) - len(seeds)  # noqa: E731
-        with self._borrow(pipe, request, model, [rows], fits) as kept:
+        networks = [*model.networks, *(model.draft_model.networks if model.draft_model else ())]
+        with self._borrow(request, model, networks, rows, fits) as kept:
             stages, clock = request.method.bind(model), Clock(torch.device(model.device), False)
             passes = kept.engine or ScalePasses(model, stages, condition, len(seeds), clock)
             output = decode_scales(
@@ -75,35 +81,33 @@ class KeptEngines:
         return output
 
     @property
-    def _kept(self) -> list[tuple[Any, Any]]:
+    def _kept(self) -> list[tuple[Any, Sequence[Any], Any]]:
+        """Of each engine, the last one used first: its key, the networks that it reads, and itself."""
         if not hasattr(self._local, "kept"):
             self._local.kept = []
         return self._local.kept
 
     @contextmanager
     def _borrow(
-        self, pipe: Any, request: GenerationRequest, model: Any, parts: Sequence[Any], spare: Callable[[Any], int]
+        self, request: GenerationRequest, model: Any, parts: Sequence[Any], width: int, spare: Callable[[Any], int]
     ) -> Iterator[SimpleNamespace]:
         """Take an engine for a call, as `engine`: with the same slots, or more; None if there is none. Keep what is there then.
 
-        Without memory, all are given up.
-
         Args:
-            parts: what else has to be the same.
+            parts: objects that an engine for the call reads.
+            width: another number that has to be the same.
             spare: number of slots of an engine that the call does not need; negative if it cannot serve.
         """
         guidance = request.guidance
-        networks = [id(each) for each in (*pipe.components.values(), *parts)]
-        key = networks, model.cost_key, str(model.device), guidance.rows_per_image, guidance.interval, request.method
-        found = [(spare(each), number) for number, (other, each) in enumerate(self._kept) if other == key]
+        key = model.cost_key, str(model.device), guidance.rows_per_image, guidance.interval, request.method, width
+        found = [
+            (spare(engine), number)
+            for number, (other, others, engine) in enumerate(self._kept)
+            if other == key and len(others) == len(parts) and all(a is b for a, b in zip(others, parts, strict=True))
+        ]
         best = min((each for each in found if each[0] >= 0), default=None)
-        kept = SimpleNamespace(engine=None if best is None else self._kept.pop(best[1])[1])
-        try:
-            yield kept
-        except torch.OutOfMemoryError:
-            self._kept.clear()
-            torch.cuda.empty_cache()
-            raise
+        kept = SimpleNamespace(engine=None if best is None else self._kept.pop(best[1])[2])
+        yield kept
         if kept.engine is not None:
-            self._kept.insert(0, (key, kept.engine))
+            self._kept.insert(0, (key, parts, kept.engine))
             del self._kept[MAX_KEPT:]

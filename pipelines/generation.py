@@ -151,7 +151,11 @@ class GenerationRequest:
 def run_request(pipe: VisualPipeline, request: GenerationRequest) -> Any:
     """Generate what a call requests. Returns the pipeline's output, or `(images,)`."""
     with pipe._calls.start() as call, pipe.progress_bar(total=pipe.num_tokens) as bar:
-        output = pipe._generate(request, call, bar)
+        try:
+            output = pipe._generate(request, call, bar)
+        except torch.OutOfMemoryError:
+            pipe._engines.clear()  # so that the next call has their memory
+            raise
     pipe.maybe_free_model_hooks()
     return output if request.output.return_dict else (output[0],)
 

@@ -54,14 +54,14 @@ class PairModel(TokenModel):
 
 def make_graphs(device: torch.device) -> CUDAGraph | None:
     """Return what captures the passes of an engine on a device; None to run them one by one."""
-    return CUDAGraph() if captures_passes(device) and find_capture_failure(device) is None else None
+    return CUDAGraph(device) if captures_passes(device) and find_capture_failure(device) is None else None
 
 
 @lru_cache
 def find_capture_failure(device: torch.device) -> str | None:
     """Return why captured passes cannot be relied on, with a warning; None if they sample the tokens of eager ones."""
     try:
-        eager, captured = (sample_tokens(device, graph) for graph in (None, CUDAGraph()))
+        eager, captured = (sample_tokens(device, graph) for graph in (None, CUDAGraph(device)))
     except RuntimeError as error:
         failure = str(error)
     else:

@@ -426,7 +426,7 @@ def test_passes_are_captured_on_nvidia_gpus_unless_a_variable_says_otherwise(mon
 
 def test_a_gpu_is_checked_before_its_first_capture(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     cpu = torch.device("cpu")
-    monkeypatch.setattr(capture, "CUDAGraph", lambda: RecordedGraph)
+    monkeypatch.setattr(capture, "CUDAGraph", lambda device: RecordedGraph)
     assert capture.find_capture_failure.__wrapped__(cpu) is None
     assert RecordedGraph.made == 1 and RecordedGraph.replays == 2 * capture.PASSES - EAGER_PASSES >= 8
 
@@ -435,7 +435,7 @@ def test_a_gpu_is_checked_before_its_first_capture(monkeypatch: pytest.MonkeyPat
             self.operations = self.operations[:-3]
             super().replay()
 
-    monkeypatch.setattr(capture, "CUDAGraph", lambda: Forgetful)
+    monkeypatch.setattr(capture, "CUDAGraph", lambda device: Forgetful)
     with caplog.at_level(logging.WARNING, "vargen"):
         assert "other tokens" in str(capture.find_capture_failure.__wrapped__(cpu))
     assert "one by one" in caplog.text
