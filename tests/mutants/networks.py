@@ -67,8 +67,8 @@ MUTANTS = (
         "guidance-interval",
         "Guidance of a language model ends one token before the end of its interval.",
         "vargen/models/transformers/decoding.py",
-        "                scale = torch.where(position <= self.guidance.interval + 1, scale, 1.0)[..., None]\n",
-        "                scale = torch.where(position <= self.guidance.interval, scale, 1.0)[..., None]\n",
+        "(position <= self.guidance.interval + 1)[..., None]",
+        "(position <= self.guidance.interval)[..., None]",
         (f"{_LANGUAGE_MODELS}::test_guidance_ends_with_the_last_step_of_its_interval",),
     ),
     Mutant(
