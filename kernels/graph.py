@@ -7,7 +7,9 @@ writes into tensors that are allocated once, so it can be captured as it is. NVI
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any
 from weakref import ref
 
 import torch
@@ -16,24 +18,34 @@ from torch import Tensor, nn
 logger = logging.getLogger("vargen")
 
 EAGER_PASSES = 2  # before a capture: compilation and allocation cannot be captured
+_capturing = threading.Lock()  # a process may capture one graph at a time
 
 
 class CUDAGraph:
     """What `CapturedPasses` needs of a GPU; the tests replace it. Its graphs share memory, as they never run at once."""
 
     def __init__(self, device: torch.device):
-        self._device = device
+        self._device, self._stream = device, torch.cuda.Stream(device)
+        self.forget()
+
+    def forget(self) -> None:
+        """Take other memory for the next graphs: a pool is gone with the last graph that used it."""
         self._pool = torch.cuda.graph_pool_handle()
 
     def capture(self, run: Callable[[], object]) -> Callable[[], None]:
         """Record `run` without executing it. Returns a function that executes it."""
-        graph = torch.cuda.CUDAGraph()
-        # Other threads may allocate meanwhile.
-        with torch.cuda.device(self._device), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            run()
+        graph, device = torch.cuda.CUDAGraph(), self._device
+        options: Any = {"pool": self._pool, "stream": self._stream, "capture_error_mode": "thread_local"}  # others may allocate
+        with _capturing, torch.cuda.device(device):
+            before = torch.cuda.current_stream(device)
+            try:
+                with torch.cuda.graph(graph, **options):
+                    run()
+            finally:
+                torch.cuda.set_stream(before)  # which torch forgets if a capture fails
 
         def replay() -> None:
-            with torch.cuda.device(self._device):
+            with torch.cuda.device(device):
                 graph.replay()
 
         return replay
@@ -52,22 +64,28 @@ class CapturedPasses:
     """
 
     def __init__(self, graph: CUDAGraph, networks: Sequence[nn.Module] = (), blocker: str | None = None):
-        self._graph, self._networks, self._failure = graph, networks, blocker
+        self._graph, self._networks = graph, networks
+        self._never = blocker  # why nothing is captured any more
         self._replays: dict[Hashable, Callable[[], None]] = {}
         self._eager: dict[Hashable, int] = {}
         self._weights: list[ref[Tensor]] = []
         self._addresses: list[int] = []
-        self._blocker: str | None = None
+        self._hooked: str | None = None  # why nothing is captured at the moment
         self._warned: set[str] = set()
         if blocker is not None:
             self._warn(blocker)
 
+    @property
+    def is_active(self) -> bool:
+        """Whether passes run as graphs."""
+        return self._never is None and self._hooked is None
+
     def check_networks(self) -> None:
         """List the weights again, and whether a graph repeats what the networks do; called before images start."""
         self._weights = [ref(each) for network in self._networks for each in _list_memory(network)]
-        self._blocker = _find_blocker(self._networks)
-        if self._blocker is not None:
-            self._warn(self._blocker)
+        self._hooked = _find_blocker(self._networks)
+        if self._hooked is not None:
+            self._warn(self._hooked)
 
     def run(self, kind: Hashable, step: Callable[[], object]) -> None:
         """Run `step`, which writes into fixed tensors only; passes of one kind have the same shapes and numbers of the host."""
@@ -76,7 +94,8 @@ class CapturedPasses:
             self._addresses = addresses
             self._replays.clear()
             self._eager.clear()
-        if self._blocker is not None:
+            self._graph.forget()
+        if self._hooked is not None:
             step()
             return
         if (replay := self._replays.get(kind)) is not None:
@@ -84,12 +103,12 @@ class CapturedPasses:
             return
         step()
         count = self._eager[kind] = self._eager.get(kind, 0) + 1
-        if self._failure is None and count == EAGER_PASSES:
+        if self._never is None and count == EAGER_PASSES:
             try:
                 self._replays[kind] = self._graph.capture(step)
             except RuntimeError as error:  # nothing was executed: passes go on eagerly
-                self._failure = str(error)
-                self._warn(self._failure)
+                self._never = str(error)
+                self._warn(self._never)
 
     def _warn(self, reason: str) -> None:
         if reason not in self._warned:
@@ -115,7 +134,7 @@ def _find_blocker(networks: Sequence[nn.Module]) -> str | None:
             if module._forward_hooks:
                 return "hooks run in each pass"
             if hasattr(module, "base_layer"):  # of peft; their strength is a number of the host
-                return "adapters are loaded; fuse them into the weights"
+                return "adapters are loaded; merge them into the weights and unload them"
     return None
 
 

@@ -62,6 +62,8 @@ def find_capture_failure(device: torch.device) -> str | None:
     """Return why captured passes cannot be relied on, with a warning; None if they sample the tokens of eager ones."""
     try:
         eager, captured = (sample_tokens(device, graph) for graph in (None, CUDAGraph(device)))
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as error:
         failure = str(error)
     else:

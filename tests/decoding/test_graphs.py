@@ -201,7 +201,7 @@ def test_passes_of_each_width_have_a_graph(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_kind_is_captured_after_its_second_pass() -> None:
     ran: list[str] = []
 
-    class Graph:
+    class Graph(RecordedGraph):
         @staticmethod
         def capture(run: Callable[[], object]) -> Callable[[], None]:
             run()

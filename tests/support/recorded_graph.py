@@ -95,6 +95,9 @@ class RecordedGraph(TorchDispatchMode):
         return out
 
     @classmethod
+    def forget(cls) -> None: ...
+
+    @classmethod
     def capture(cls, run: Callable[[], object]) -> Callable[[], None]:
         """As a CUDA graph, it does nothing yet: what the recording changed is put back."""
         changed = _Changed()

@@ -155,7 +155,7 @@ class Engine:
     @property
     def captures(self) -> bool:
         """Whether passes are captured, so that it pays to keep the engine."""
-        return self._pass.captured is not None
+        return self._pass.captured is not None and self._pass.captured.is_active
 
     def has_room(self, condition: Any) -> bool:
         """Whether images with this condition can start in the slots."""

@@ -96,7 +96,7 @@ def decode_scales(
 class ScalePasses:
     """The passes of a schedule over B slots, one for each scale: forward, sample, add.
 
-    On a GPU, those of all scales but the first, which also embeds the condition, are captured as graphs.
+    On a GPU they are captured as graphs, but for the first pass of a model, which also embeds the condition.
 
     Args:
         model: see `ScaleModel`.
@@ -177,7 +177,8 @@ class ScalePasses:
 
     def run(self, fixed_tokens: FixedTokens | None = None) -> None:
         """Run the pass of the next scale: `forward` and `sample`."""
-        if self.captured is None or fixed_tokens is not None or self.scale == 0:
+        is_first = self._cached[self.stages[self.scale].model] == 0  # it also embeds the condition, which is another tensor
+        if self.captured is None or fixed_tokens is not None or is_first:
             self.sample(self.forward(), fixed_tokens)
             return
         first = self._count_fed()

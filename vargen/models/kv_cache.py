@@ -34,7 +34,7 @@ class KVCache:
         length: `[R]` int64, number of cached image tokens per row (the pointer). The next fed token has position `length`.
         fused: whether Triton kernels compute attention and move slots. Decided once here instead of in every pass.
         prefix_bias: `[R, P]` float32, added to the scores of the prefix slots; set by `set_prefix_bias`.
-        kv: `[layers, R, 2 H, S, K]`, the keys of all heads and then the values, so that a pass writes both at once.
+        kv: `[layers, 2, R, H, S, K]`, keys and values, so that a pass writes both at once.
     """
 
     def __init__(
@@ -58,25 +58,26 @@ class KVCache:
         self.fused = head_dim <= MAX_HEAD_DIM and dtype in KERNEL_DTYPES and uses_triton(self.length)
         # For kernels, slots are padded (such as from a width of 100 to 112) so that each starts at a multiple of 16 bytes.
         room = -(-head_dim // 16) * 16 if self.fused else head_dim
-        self.kv = torch.zeros(layers, rows, 2 * heads, self.slots, room, dtype=dtype, device=device)
+        self.kv = torch.zeros(layers, 2, rows, heads, self.slots, room, dtype=dtype, device=device)
         if room > head_dim:
             self.kv = self.kv[..., :head_dim]
         self._done = torch.zeros(rows if self.fused else 0, dtype=torch.int32, device=device)
         self.prefix_bias = torch.zeros(rows, prefix, dtype=torch.float32, device=device)
         self._bias = torch.zeros(rows, self.slots, dtype=dtype, device=device)  # of visible slots: 0 after the prefix
-        first = torch.arange(rows * 2 * heads, device=device).view(rows, 1, 2 * heads) * self.slots
+        first = torch.arange(2 * rows * heads, device=device).view(2, rows, heads) * self.slots
+        first = first.transpose(0, 1).reshape(rows, 1, 2 * heads)
         self._first_slot = first + prefix  # of the image, in the flattened slots of all rows, and heads of keys and values
         self._image_slot = torch.arange(self.slots, device=device) - prefix  # by slot; negative: conditioning
 
     @property
     def k(self) -> Tensor:
         """Keys `[layers, R, H, S, K]`, a view."""
-        return self.kv[:, :, : self.heads]
+        return self.kv[:, 0]
 
     @property
     def v(self) -> Tensor:
         """Values `[layers, R, H, S, K]`, a view."""
-        return self.kv[:, :, self.heads :]
+        return self.kv[:, 1]
 
     @property
     def nbytes(self) -> int:
@@ -112,8 +113,8 @@ class KVCache:
         if new.prefix > self.prefix:
             raise ValueError(f"condition must have at most {self.prefix} rows, for which there is room, got {new.prefix}")
         first = self.prefix - new.prefix
-        self.kv.index_fill_(1, rows, 0)
-        self.kv[:, :, :, first : self.prefix].index_copy_(1, rows, new.kv[:, :, :, : new.prefix])
+        self.kv.index_fill_(2, rows, 0)
+        self.kv[..., first : self.prefix, :].index_copy_(2, rows, new.kv[..., : new.prefix, :])
         for held, given in ((self.prefix_bias, new.prefix_bias), (self._bias[:, : self.prefix], new._bias)):
             held.index_fill_(0, rows, float("-inf"))
             held[:, first:].index_copy_(0, rows, given[:, : new.prefix])
@@ -225,7 +226,7 @@ class KVCache:
         limit = self.tokens + self.scratch - 1
         source = (self._first_slot + (base + offset).clamp(max=limit)[..., None]).flatten()
         target = (self._first_slot + (base + steps).clamp(max=limit)[..., None]).flatten()
-        flat = self.kv.flatten(1, 3)
+        flat = self.kv.flatten(1, 4)
         flat.index_copy_(1, target, flat.index_select(1, source))
         self.length += count_R
 
@@ -242,13 +243,13 @@ class CacheView:
         self.cache, self.slots, self.num_slots_read = cache, slots, reach
         if isinstance(slots, slice):  # views of all layers at once, which saves an operation per layer
             self._held = [store[:, :, :, :reach].unbind() for store in (cache.k, cache.v)]
-            self._new = cache.kv[:, :, :, slots].transpose(2, 3).unbind()
+            self._new = cache.kv[..., slots, :].permute(0, 2, 4, 1, 3, 5).unbind()  # [R, T, 2, H, K] each
 
     def write(self, layer: int, kv_RTHK: Tensor) -> tuple[Tensor, Tensor]:
         """Write a pass's keys and values `[R, T, 2 H, K]` of one layer, and return all of the layer, `[R, H, S, K]` each."""
         if isinstance(self.slots, slice):
-            self._new[layer].copy_(kv_RTHK)
+            self._new[layer].copy_(kv_RTHK.unflatten(2, (2, -1)))
             return self._held[0][layer], self._held[1][layer]
-        kv, heads = self.cache.kv[layer], self.cache.heads
-        kv.flatten(0, 2).index_put_((self.slots,), kv_RTHK)
-        return kv[:, :heads, : self.num_slots_read], kv[:, heads:, : self.num_slots_read]
+        kv = self.cache.kv[layer]
+        kv.flatten(0, 3).index_put_((self.slots,), kv_RTHK)
+        return kv[0, :, :, : self.num_slots_read], kv[1, :, :, : self.num_slots_read]

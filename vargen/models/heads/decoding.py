@@ -77,7 +77,7 @@ class EagleModel(AutoregressiveHead):
 
     def reset(self, state: EagleCache, rows: Tensor) -> None:
         rows = repeat_for_cfg(rows, state.cache.rows // self.target.rows_per_image, state.cache.rows)
-        state.cache.kv.index_fill_(1, rows, 0)  # a product of 0 and NaN, such as that of a failed image, is NaN
+        state.cache.kv.index_fill_(2, rows, 0)  # a product of 0 and NaN, such as that of a failed image, is NaN
         state.cache.length.index_fill_(0, rows, 0)
         if state.seen is not None:
             state.seen.index_fill_(0, rows, 0)
