@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,42 +48,45 @@ class KeptEngines:
         condition, seeds = replace(request.condition, scale=request.guidance.scale), request.seeds.noise_seeds
         slots = len(seeds) if request.batch_size is None else min(request.batch_size, len(seeds))
         model = pipe.decoding_model(request.guidance)
-
-        def spare(each: Engine) -> int:
-            return each.batch_size - slots if each.batch_size <= MOST_WASTE * slots and each.has_room(condition) else -1
-
         described = [getattr(each, "description", None) for each in (model, model.draft_model)]
         parts = [*list_networks(model), getattr(pipe, "vqvae", None), *described]
-        with self._borrow(request, model, parts, 0, spare) as kept:
-            engine = kept.engine or Engine(model, request.method, batch_size=slots)
-            output = generate_images(engine, condition, seeds, request.sampling, callback)
-            if engine.captures:
-                engine.restart()
-                kept.engine = engine
+
+        def spare(engine: Engine) -> int:
+            fits = engine.batch_size <= MOST_WASTE * slots and engine.has_room(condition)
+            return engine.batch_size - slots if fits else -1
+
+        key = _make_key(request, model, parts)
+        engine = self._take(key, parts, spare) or Engine(model, request.method, batch_size=slots)
+        output = generate_images(engine, condition, seeds, request.sampling, callback)
+        if engine.captures:
+            engine.restart()
+            self._keep(key, parts, engine)
         return output
 
     def decode_scales(self, pipe: Any, request: GenerationRequest, callback: Callback | None, fixed: Any) -> DecodeOutput:
         """Generate the tokens of a request by `ScalePasses`."""
         condition, seeds = replace(request.condition, scale=request.guidance.scale), request.seeds.noise_seeds
         model = pipe.decoding_model(request.guidance)
+        parts = [*model.networks, *(model.draft_model.networks if model.draft_model else ())]
         rows = 0 if condition.caption_embeds is None else condition.caption_embeds.shape[1]
-        spare = lambda each: 0 if len(each.seeds) == len(seeds) else -1  # noqa: E731
-        networks = [*model.networks, *(model.draft_model.networks if model.draft_model else ())]
-        with self._borrow(request, model, networks, rows, spare) as kept:
-            stages, clock = request.method.bind(model), Clock(torch.device(model.device), False)
-            passes = kept.engine or ScalePasses(model, stages, condition, len(seeds), clock)
-            output = decode_scales(
-                passes.model,
-                condition,
-                seeds,
-                request.method,
-                request.sampling,
-                fixed_scales=fixed.scales,
-                fixed_tokens=fixed.kept,
-                callback=callback,
-                passes=passes,
-            )
-            kept.engine = passes if passes.captured and passes.captured.is_active else None
+        key = *_make_key(request, model, parts), rows, len(seeds)
+        passes = self._take(key, parts, lambda passes: 0)
+        if passes is None:
+            clock = Clock(torch.device(model.device), False)
+            passes = ScalePasses(model, request.method.bind(model), condition, len(seeds), clock)
+        output = decode_scales(
+            passes.model,
+            condition,
+            seeds,
+            request.method,
+            request.sampling,
+            fixed_scales=fixed.scales,
+            fixed_tokens=fixed.kept,
+            callback=callback,
+            passes=passes,
+        )
+        if passes.captured is not None and passes.captured.is_active:
+            self._keep(key, parts, passes)
         return output
 
     @property
@@ -95,30 +96,30 @@ class KeptEngines:
             self._local.kept = []
         return self._local.kept
 
-    @contextmanager
-    def _borrow(
-        self, request: GenerationRequest, model: Any, parts: Sequence[Any], width: int, spare: Callable[[Any], int]
-    ) -> Iterator[SimpleNamespace]:
-        """Take an engine for a call, as `engine`: with the same slots, or more; None if there is none. Keep what is there then.
+    def _take(self, key: Any, parts: Sequence[Any], spare: Callable[[Any], int]) -> Any:
+        """Take the engine that serves a call with the fewest slots too many, out of those that are kept; None without one.
 
         Args:
-            parts: objects that an engine for the call reads.
-            width: another number that has to be the same.
             spare: number of slots of an engine that the call does not need; negative if it cannot serve.
         """
-        guidance, device = request.guidance, torch.device(model.device)
-        weights = [next(each.parameters(), None) for each in parts if isinstance(each, torch.nn.Module)]
-        places = [None if each is None else (each.dtype, each.device) for each in weights]
-        kind = guidance.rows_per_image, guidance.interval, request.method, width
-        key = model.cost_key, device, places, kind, captures_passes(device), read_kernel_setting()
         # Those of other networks would keep these in memory.
         self._kept[:] = [each for each in self._kept if list(map(id, each[1])) == list(map(id, parts))]
         found = [(spare(engine), number) for number, (other, _, engine) in enumerate(self._kept) if other == key]
         best = min((each for each in found if each[0] >= 0), default=None)
         if best is None:
             del self._kept[MAX_KEPT - 1 :]  # a new one needs memory
-        kept = SimpleNamespace(engine=None if best is None else self._kept.pop(best[1])[2])
-        yield kept
-        if kept.engine is not None:
-            self._kept.insert(0, (key, parts, kept.engine))
-            del self._kept[MAX_KEPT:]
+            return None
+        return self._kept.pop(best[1])[2]
+
+    def _keep(self, key: Any, parts: Sequence[Any], engine: Any) -> None:
+        self._kept.insert(0, (key, parts, engine))
+        del self._kept[MAX_KEPT:]
+
+
+def _make_key(request: GenerationRequest, model: Any, parts: Sequence[Any]) -> tuple[Any, ...]:
+    """Return what has to be the same for a call that an engine serves, beside its `parts`, the objects that it reads."""
+    guidance, device = request.guidance, torch.device(model.device)
+    weights = [next(each.parameters(), None) for each in parts if isinstance(each, torch.nn.Module)]
+    places = [None if each is None else (each.dtype, each.device) for each in weights]
+    kind = guidance.rows_per_image, guidance.interval, request.method
+    return model.cost_key, device, places, kind, captures_passes(device), read_kernel_setting()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -26,8 +25,8 @@ def on_gpu_paths(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(params=["class", "text"])
-def pipe(request: pytest.FixtureRequest) -> Iterator[Any]:
-    yield class_var_pipeline() if request.param == "class" else text_var_pipeline()
+def pipe(request: pytest.FixtureRequest) -> Any:
+    return class_var_pipeline() if request.param == "class" else text_var_pipeline()
 
 
 def generate(pipe: Any, images: int = 2, seed: int = 0, **options: Any) -> torch.Tensor:
@@ -95,8 +94,7 @@ def test_a_source_image_and_a_stop_leave_the_graphs_right(pipe: Any) -> None:
     image = pipe.decode_tokens(eagerly(pipe, images=1, seed=8), output_type="pt")[0]
     mask = torch.zeros(image.shape[-2:])
     mask[: len(mask) // 2] = 1
-    for seed in (0, 1, 2):
-        same(pipe, seed=seed)
+    _ = [same(pipe, seed=seed) for seed in (0, 1, 2)]
 
     def change(pipe: Any, step: int, place: int, values: Any) -> None:
         values["latents"][:, -1] = 0

@@ -168,6 +168,16 @@ def test_nothing_is_kept_where_passes_are_not_captured(monkeypatch: pytest.Monke
     assert not pipe._engines._kept
 
 
+def test_an_engine_that_captures_no_more_is_not_kept() -> None:
+    pipe = drafting_pipeline()
+    same_as_alone(pipe, 1)
+    handle = pipe.transformer.register_forward_hook(lambda *arguments: None)
+    for _ in range(2):
+        same_as_alone(pipe, 0)
+    handle.remove()
+    same_as_alone(pipe, 1)
+
+
 def test_an_engine_with_requests_is_not_started_again() -> None:
     pipe = drafting_pipeline()
     engine = Engine(pipe.decoding_model(3.0), "ar", batch_size=1)
