@@ -15,6 +15,8 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
+from vargen.compat import is_hooked
+
 logger = logging.getLogger("vargen")
 
 EAGER_PASSES = 2  # before a capture: compilation and allocation cannot be captured
@@ -129,7 +131,7 @@ def _find_blocker(networks: Sequence[nn.Module]) -> str | None:
     """Return what a graph of these networks would not repeat; None if there is nothing."""
     for network in networks:
         for module in network.modules():
-            if hasattr(module, "_hf_hook") or hasattr(module, "_diffusers_hook") or module._forward_pre_hooks:
+            if is_hooked(module) or module._forward_pre_hooks:
                 return "weights are moved or cast by hooks in each pass"
             if module._forward_hooks:
                 return "hooks run in each pass"

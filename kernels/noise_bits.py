@@ -69,6 +69,11 @@ def make_keys(seeds: Tensor, position: Tensor, purpose: int, step: int | Tensor 
         if uses_numpy(seeds):
             return _keys_numpy(make_seed_keys(seeds.numpy(), purpose, step), position.numpy())
         key = _mix_(seeds + _to_signed(_GOLDEN * (int(purpose) + 1 + 64 * step)))
+    return _add_positions(key, position)
+
+
+def _add_positions(key: Tensor, position: Tensor) -> Tensor:
+    """Return the keys int64 `[B, T]` of positions `[B, T]`, from what those of an image have in common, `[B]`."""
     return _mix_(key[:, None] + (position + 1) * _GOLDEN)
 
 
@@ -195,7 +200,7 @@ class TokenNoise:
             seeds, step = self._pass
             self._streams.copy_(_mix_(seeds + (step * 64 + self._purposes) * _GOLDEN))
             self._pass = None
-        return _mix_(self._streams[purpose][:, None] + (position + 1) * _GOLDEN)
+        return _add_positions(self._streams[purpose], position)
 
     def exponential(self, position: Tensor, vocab: int) -> Tensor:
         """Same values as `sample_exponential`."""

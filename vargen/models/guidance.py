@@ -110,6 +110,19 @@ class Guidance:
         """Repeat a tensor `[B, ...]` for the CFG rows, `[R, ...]`."""
         return torch.cat([tensor] * self.rows_per_image) if self.rows_per_image > 1 else tensor
 
+    def scales_by_slot(self, slots: int, device: torch.device) -> Tensor:
+        """Return the guidance scale of each slot of an engine, float32 `[slots, 1, 1]`; see `start_scales`."""
+        return torch.full((slots, 1, 1), self.scale, dtype=torch.float32, device=device)
+
+    def start_scales(self, scales: Tensor, rows: Tensor | None, scale: float | None) -> Tensor:
+        """Set the scale of images that start in slots int64 `[n]`; None: of all, and the scale of this guidance.
+
+        Returns their scales, float32 `[n, 1, 1]`.
+        """
+        rows = torch.arange(len(scales), device=scales.device) if rows is None else rows
+        scales.index_fill_(0, rows, self.scale if scale is None else scale)
+        return scales[rows]
+
 
 def to_guidance(value: Guidance | float) -> Guidance:
     """Return the guidance with this scale, or the given one."""

@@ -7,13 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_HOOKS = ("_hf_hook", "_diffusers_hook")  # attributes that accelerate and diffusers set on a module
-
-
-def is_hooked(module: Any) -> bool:
-    """Whether hooks move or cast the weights of this very module, so that a parent may not read them."""
-    return any(hasattr(module, hook) for hook in _HOOKS)
-
 
 def is_offloaded(module: Any) -> bool:
     """Whether accelerate moves the weights of a module, or of its parts, to another device while they run."""

@@ -22,6 +22,7 @@ ensure_torchvision()
 
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 
+from vargen.compat import is_hooked
 from vargen.models.causal_video.blocks import (
     CausalVideoBlock,
     ModulatedHead,
@@ -32,7 +33,6 @@ from vargen.models.causal_video.blocks import (
 )
 from vargen.models.causal_video.cache import TextCache, VideoCache, visible_frames
 from vargen.models.causal_video.geometry import VideoGeometry
-from vargen.models.offloading import is_hooked
 from vargen.models.quantization import replace_linear_layers, validate_quantization
 from vargen.models.storage import ModelMixin, QuantizedStorageMixin, validate_weight_format  # noqa: F401
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vargen.compat import is_hooked
 from vargen.decoding import Output, TokenModel, Tree
 from vargen.device import normal_tensors
 from vargen.models.guidance import Condition, Guidance, cost_key, to_guidance
@@ -61,8 +62,7 @@ class LlamaGenTokenModel(TokenModel):
         self.device = device or transformer.device
         self.vocab, self.grid = transformer.config.vocab_size, (transformer.config.grid_size, transformer.config.grid_size)
         self.num_layers = len(transformer.layers)
-        hooks = ("_hf_hook", "_diffusers_hook")  # set by accelerate and by diffusers
-        self._offloaded = any(hasattr(module, hook) for module in transformer.modules() for hook in hooks)
+        self._offloaded = any(map(is_hooked, transformer.modules()))
         self.networks = (transformer,)
         self.rows_per_image = self.guidance.rows_per_image
         self._make_heads = dict(draft_heads or {})
@@ -79,7 +79,7 @@ class LlamaGenTokenModel(TokenModel):
     def bind(self, slots: int) -> LlamaGenTokenModel:
         bound = copy(self)
         if self._scale is not None:
-            bound._scale = self._scale.repeat(slots, 1, 1)
+            bound._scale = self.guidance.scales_by_slot(slots, self.device)
         bound.draft_heads = {name: make(bound) for name, make in self._make_heads.items()}
         bound.low_res = self.low_res and self.low_res.bind()
         return bound
@@ -99,9 +99,7 @@ class LlamaGenTokenModel(TokenModel):
     def prefill(self, condition: Condition, state: KVCache | Int8Cache, rows: Tensor | None = None) -> Output:
         scale = self._scale
         if scale is not None and scale.dim():
-            rows = torch.arange(len(scale), device=self.device) if rows is None else rows
-            scale.index_fill_(0, rows, self.guidance.scale if condition.scale is None else condition.scale)
-            scale = scale[rows]
+            scale = self.guidance.start_scales(scale, rows, condition.scale)
         condition = reduce(Condition.cat, self.guidance.conditions(condition, self.transformer))
         new: Any = state.prefix_only(len(condition))
         with self._tensor_mode():

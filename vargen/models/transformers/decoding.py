@@ -137,8 +137,7 @@ class TransformersTokenModel(TokenModel):
     def bind(self, slots: int) -> TransformersTokenModel:
         bound = copy(self)
         if self.rows_per_image == 2:
-            size = (slots, 1, 1)
-            bound._scale = torch.full(size, self.guidance.scale, dtype=torch.float32, device=self.device)
+            bound._scale = self.guidance.scales_by_slot(slots, self.device)
         bound.draft_heads = {name: make(bound) for name, make in self._make_heads.items()}
         return bound
 
@@ -195,9 +194,7 @@ class TransformersTokenModel(TokenModel):
         first = torch.zeros(R // self.rows_per_image, 1, dtype=torch.int64, device=self.device)
         scale = self._scale
         if isinstance(scale, Tensor):
-            rows = torch.arange(len(scale), device=self.device) if rows is None else rows
-            scale.index_fill_(0, rows, self.guidance.scale if condition.scale is None else condition.scale)
-            scale = scale[rows]
+            scale = self.guidance.start_scales(scale, rows, condition.scale)
         return self._output(hidden, first, scale)
 
     def forward(self, tokens: Tensor, state: TransformersState, tree: Tree) -> Output:
