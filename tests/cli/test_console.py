@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,8 @@ def test_a_terminated_command_says_so(class_model: Path, tmp_path: Path, words: 
     words = [*words, *options, "--model", str(class_model), "-o", f"{output}/"]
     command = [sys.executable, "-c", "from vargen.cli.main import main; main()", *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        wait_until(lambda: list(output.rglob("*.png")) or process.poll() is not None, 300)
+        # Not `rglob`, which fails at a folder that vanishes while it is read.
+        wait_until(lambda: glob("**/*.png", root_dir=output, recursive=True) or process.poll() is not None, 300)
         process.send_signal(signal.SIGTERM)
         _, said = process.communicate(timeout=60)
     assert process.returncode == 143 and said.rstrip().splitlines()[-1] == "terminated", said[-500:]
