@@ -13,12 +13,12 @@ from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any
 
+from vargen.folders.component_files import validate_network_files
+from vargen.folders.config_bounds import config_value, require_equal
+from vargen.folders.tokenizers import load_tokenizer, validate_tokenizer_files
+from vargen.folders.transformers_networks import StoredNetwork
 from vargen.model_files import class_library
-from vargen.models.component_files import validate_network_files
-from vargen.models.config_bounds import config_value, require_equal
 from vargen.models.text_encoder import TEXT_ENCODERS, MiniLMTextEncoder
-from vargen.models.tokenizer_folder import load_tokenizer, validate_tokenizer_files
-from vargen.models.transformers_folder import StoredNetwork
 from vargen.options import OPTIONS
 from vargen.pipelines.validation import validate_sampling
 from vargen.values import short_repr

@@ -10,13 +10,13 @@ import torch
 
 from vargen.compat import load_options, report_memory
 from vargen.device import select_device
-from vargen.models.component_files import read_config, refuse_code_files
-from vargen.models.plain_values import one_line
+from vargen.folders.component_files import read_config, refuse_code_files
+from vargen.folders.plain_values import one_line
+from vargen.folders.transformers_networks import StoredNetwork
 from vargen.models.transformers.base import ImageLanguageModel, validate_network
 from vargen.models.transformers.decoding import TransformersTokenModel
 from vargen.models.transformers.processors import load_processor
 from vargen.models.transformers.supported import MODELS, describe_language_model
-from vargen.models.transformers_folder import StoredNetwork
 from vargen.pipelines.language_model import LanguageModelPipeline
 from vargen.pipelines.llamagen import LlamaGenPipeline
 from vargen.pipelines.loading import default_dtype, locate_folder, resolve_drafter

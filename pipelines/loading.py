@@ -23,7 +23,7 @@ from vargen.assets import packaged_model_path, packaged_models
 from vargen.compat import load_options, report_memory
 from vargen.device import preferred_dtype
 from vargen.files import expand_user, validate_not_interrupted
-from vargen.models.component_files import read_config, read_object, refuse_code_files, validate_network_files
+from vargen.folders.component_files import read_config, read_object, refuse_code_files, validate_network_files
 from vargen.models.text_encoder import MiniLMTextEncoder
 from vargen.pipelines.components import FAMILIES, STORED_VALUES, ModelFamily, current_modules
 from vargen.values import short_repr

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from vargen.folders.transformers_networks import StoredNetwork
 from vargen.models.text_encoder import TEXT_ENCODERS
-from vargen.models.transformers_folder import StoredNetwork
 from vargen.pipelines.loading import ModelFolder, default_dtype, resolve_dtypes, shared_component_folders
 from vargen.pipelines.video_settings import resolve_setting
 

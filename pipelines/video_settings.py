@@ -12,8 +12,8 @@ from typing import Any
 from vargen.assets import packaged_models
 from vargen.decoding.video.denoising import SHIFT, STEPS, TIMESTEPS, shifted_levels
 from vargen.decoding.video.policies import validate_threshold
+from vargen.folders.config_bounds import require_equal
 from vargen.models.causal_video.network import geometry_from_config
-from vargen.models.config_bounds import require_equal
 from vargen.values import parse_float, parse_int, short_repr
 
 # Settings that `defaults` may contain, with the values used otherwise.

@@ -14,9 +14,9 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from vargen.folders.tokenizers import load_tokenizer
 from vargen.models.llamagen.network import LlamaGenTransformer
 from vargen.models.text_encoder import MiniLMTextEncoder
-from vargen.models.tokenizer_folder import load_tokenizer
 from vargen.models.tokenizers.vq import VQModel
 from vargen.pipelines.llamagen import LLAMAGEN, LlamaGenPipeline
 from vargen.pipelines.loading import validate_model_folder

@@ -25,9 +25,9 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from vargen.files import atomic_file
+from vargen.folders.tokenizers import load_tokenizer
 from vargen.models.guidance import Condition
 from vargen.models.text_encoder import MiniLMTextEncoder
-from vargen.models.tokenizer_folder import load_tokenizer
 from vargen.models.tokenizers.multi_scale_vq import MultiScaleVQModel
 from vargen.models.var.network import VARTransformer
 from vargen.pipelines.llamagen import LLAMAGEN

@@ -27,10 +27,10 @@ from torch import Tensor
 
 from vargen.decoding.video.denoising import TIMESTEPS, add_noise, predict_clean, shift_level, shifted_levels
 from vargen.files import atomic_file
+from vargen.folders.tokenizers import load_tokenizer
 from vargen.models.causal_video.cache import TextCache
 from vargen.models.causal_video.network import CausalVideoTransformer
 from vargen.models.text_encoder import MiniLMTextEncoder
-from vargen.models.tokenizer_folder import load_tokenizer
 from vargen.models.tokenizers.video_vae import CausalVideoVAE
 from vargen.pipelines.causal_video import CausalVideoPipeline
 from vargen.pipelines.llamagen import LLAMAGEN

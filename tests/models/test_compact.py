@@ -17,7 +17,7 @@ from tiny_video import preview as video_preview
 from tiny_video import transformer as video_transformer
 from tiny_video import vae as video_vae
 
-from vargen.models.component_files import validate_network_files
+from vargen.folders.component_files import validate_network_files
 from vargen.models.heads.eagle import EagleDrafter
 from vargen.models.heads.medusa import MedusaDrafter
 from vargen.models.heads.upsampler import TokenUpsampler

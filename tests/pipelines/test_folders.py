@@ -20,8 +20,8 @@ from transformers import T5Config, T5EncoderModel
 
 import vargen.assets
 from vargen import LlamaGenPipeline
-from vargen.models import component_files
-from vargen.models.component_files import validate_network_files
+from vargen.folders import component_files
+from vargen.folders.component_files import validate_network_files
 from vargen.models.image_text import ImageTextModel
 from vargen.pipelines import loading
 from vargen.pipelines.base import DiffusionPipeline

@@ -22,7 +22,7 @@ from vargen import LlamaGenPipeline, device, open_pipeline
 from vargen.assets import packaged_model_path
 from vargen.compat import report_memory
 from vargen.decoding import PRESETS, list_methods, resolve_method
-from vargen.models.tokenizer_folder import load_tokenizer
+from vargen.folders.tokenizers import load_tokenizer
 from vargen.pipelines import loading
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"

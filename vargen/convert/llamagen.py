@@ -25,11 +25,11 @@ from vargen.convert.state_dicts import (
     write_image_model,
 )
 from vargen.files import atomic_folder
+from vargen.folders.tokenizers import choose_class, load_tokenizer
+from vargen.folders.transformers_networks import StoredNetwork
 from vargen.models.llamagen.network import SIZES, LlamaGenTransformer
 from vargen.models.text_encoder import TEXT_ENCODERS
-from vargen.models.tokenizer_folder import choose_class, load_tokenizer
 from vargen.models.tokenizers.vq import CODEBOOK_USED_SLOTS, VQModel
-from vargen.models.transformers_folder import StoredNetwork
 
 # (width, layers) -> heads: the released sizes, then 1B, XXXL and 7B, whose weights were not released.
 HEADS = {(size["dim"], size["n_layer"]): size["n_head"] for size in SIZES.values()}

@@ -23,11 +23,11 @@ from vargen.convert.state_dicts import (
     read_checkpoint,
     require_shape,
 )
-from vargen.models.component_files import read_config, validate_network_files
+from vargen.folders.component_files import read_config, validate_network_files
+from vargen.folders.tokenizers import validate_tokenizer_files
+from vargen.folders.transformers_networks import StoredNetwork
 from vargen.models.text_encoder import TEXT_ENCODERS
-from vargen.models.tokenizer_folder import validate_tokenizer_files
 from vargen.models.tokenizers.wan_vae import AutoencoderKLWan
-from vargen.models.transformers_folder import StoredNetwork
 
 VAE_FILE, TEXT_FILE, TOKENIZER_FOLDER = "Wan2.1_VAE.pth", "models_t5_umt5-xxl-enc-bf16.pth", "google/umt5-xxl"
 _VAE_FILE_22 = "Wan2.2_VAE.pth"

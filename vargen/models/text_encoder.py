@@ -7,9 +7,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from vargen.folders.transformers_networks import NetworkKind
+
 # DiffusionPipeline looks for the name `ModelMixin` in this very module to learn how to load the component.
 from vargen.models.storage import ModelMixin, QuantizedStorageMixin, validate_weight_format  # noqa: F401
-from vargen.models.transformers_folder import NetworkKind
 
 from diffusers.configuration_utils import ConfigMixin, register_to_config  # isort: skip  # after the torchvision guard
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from vargen.assets import packaged_model_path
 from vargen.compat import ensure_torchvision, tokenized
-from vargen.models.tokenizer_folder import load_tokenizer
+from vargen.folders.tokenizers import load_tokenizer
 from vargen.scoring.protocol import BatchedScorer, Images, require_local_file, to_pil
 from vargen.weight_files import load_pickle_safely, validate_shapes, weights_digest
 

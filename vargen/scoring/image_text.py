@@ -22,10 +22,10 @@ from torch import Tensor
 import vargen.assets
 from vargen.compat import ensure_torchvision
 from vargen.files import expand_user, validate_not_interrupted
-from vargen.models.component_files import validate_network_files
+from vargen.folders.component_files import validate_network_files
+from vargen.folders.tokenizers import load_tokenizer
 from vargen.models.image_text import ImageTextModel, embed_texts, resize_images
 from vargen.models.text_encoder import MiniLMTextEncoder
-from vargen.models.tokenizer_folder import load_tokenizer
 from vargen.scoring.protocol import BatchedScorer, Images, to_tensor
 from vargen.values import short_repr, suggest_names
 from vargen.weight_files import weights_digest

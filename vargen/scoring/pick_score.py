@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vargen.compat import ensure_torchvision, tokenized
-from vargen.models.component_files import read_config
-from vargen.models.tokenizer_folder import choose_class, load_tokenizer
-from vargen.models.transformers_folder import NetworkKind, StoredNetwork
+from vargen.folders.component_files import read_config
+from vargen.folders.tokenizers import choose_class, load_tokenizer
+from vargen.folders.transformers_networks import NetworkKind, StoredNetwork
 from vargen.scoring.image_reward import SIDE, preprocess_image
 from vargen.scoring.protocol import BatchedScorer, Images, require_local_file, to_pil
 from vargen.weight_files import weights_digest

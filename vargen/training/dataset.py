@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vargen.folders.tokenizers import load_tokenizer
 from vargen.models.guidance import Condition
 from vargen.models.text_encoder import MiniLMTextEncoder
-from vargen.models.tokenizer_folder import load_tokenizer
 
 Record = dict[str, Any]
 T = TypeVar("T")

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vargen.folders.transformers_networks import NetworkKind
 from vargen.models.llamagen.network import MAX_GRID
 from vargen.models.offloading import find_device, read_weight
-from vargen.models.transformers_folder import NetworkKind
 from vargen.values import parse_int, short_repr
 from vargen.weight_files import weights_digest
 

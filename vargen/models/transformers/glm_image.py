@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vargen.decoding import LowResModel
+from vargen.folders.transformers_networks import NetworkKind
 from vargen.models.offloading import read_weight
 from vargen.models.transformers.base import (
     ImageLanguageModel,
@@ -21,7 +22,6 @@ from vargen.models.transformers.base import (
     pad_prompts,
     validate_size,
 )
-from vargen.models.transformers_folder import NetworkKind
 
 _GLM_PATCH = 32  # pixels per token of the image
 

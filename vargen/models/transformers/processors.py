@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vargen.models.component_files import read_config
-from vargen.models.plain_values import one_line, pick_values, validate_string
-from vargen.models.tokenizer_folder import choose_class, load_tokenizer, report_panics
+from vargen.folders.component_files import read_config
+from vargen.folders.plain_values import one_line, pick_values, validate_string
+from vargen.folders.tokenizers import choose_class, load_tokenizer, report_panics
 from vargen.models.transformers.base import ImageLanguageModel
 from vargen.reading import read_bounded
 from vargen.values import parse_float, parse_int, short_repr

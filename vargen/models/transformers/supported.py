@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vargen.folders.transformers_networks import NetworkKind
 from vargen.models.offloading import read_weight
 from vargen.models.transformers.base import (
     ImageLanguageModel,
@@ -20,7 +21,6 @@ from vargen.models.transformers.base import (
     validate_size,
 )
 from vargen.models.transformers.glm_image import GLMImage
-from vargen.models.transformers_folder import NetworkKind
 from vargen.values import short_repr
 from vargen.weight_files import weights_digest
 

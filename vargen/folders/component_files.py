@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from vargen.models.config_bounds import validate_config
-from vargen.models.storage import QuantizedStorageMixin
+from vargen.folders.config_bounds import validate_config
 from vargen.reading import read_bounded
 from vargen.values import short_repr
 from vargen.weight_files import read_weight_header, validate_layer_counts, validate_weights
@@ -88,7 +87,7 @@ def validate_network_files(folder: Path, network_class: Any, variant: str | None
             network = network_class.from_config(config)
     except Exception as error:
         raise ValueError(f"{file} does not describe a {network_class.__name__}: {error}") from error
-    if isinstance(network, QuantizedStorageMixin) and network.config.weight_format is not None:
+    if network.config.get("weight_format") is not None:
         validate_weights(header, network.stored_shapes(), str(folder), network.stored_dtypes())
     else:
         shapes = {key: tuple(value.shape) for key, value in network.state_dict().items()}

@@ -22,9 +22,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from vargen.compat import installed_version
-from vargen.models.component_files import read_config
-from vargen.models.network_config import pick_config, pick_generation, pick_quantization
-from vargen.models.plain_values import fill_folder, one_line
+from vargen.folders.component_files import read_config
+from vargen.folders.plain_values import fill_folder, one_line
+from vargen.folders.transformers_configs import pick_config, pick_generation, pick_quantization
 from vargen.values import short_repr
 from vargen.weight_files import (
     WeightHeader,

@@ -10,8 +10,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from vargen.models.component_files import read_config
-from vargen.models.plain_values import one_line, pick_values
+from vargen.folders.component_files import read_config
+from vargen.folders.plain_values import one_line, pick_values
 from vargen.values import parse_float, parse_int, short_repr
 from vargen.weight_files import MAX_LAYERS
 

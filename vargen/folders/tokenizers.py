@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from vargen.compat import installed_version, is_panic
-from vargen.models.component_files import INCOMPLETE, read_config, read_object
-from vargen.models.plain_values import one_line, pick_values, private_folder, validate_string
+from vargen.folders.component_files import INCOMPLETE, read_config, read_object
+from vargen.folders.plain_values import one_line, pick_values, private_folder, validate_string
 from vargen.reading import open_regular
 from vargen.values import parse_int, short_repr
 
@@ -65,7 +65,7 @@ def load_tokenizer(folder: Path, class_name: str) -> Any:
     files, settings = validate_tokenizer_files(folder, class_name)
     # Without it, transformers guesses a class from the path, and warns: T5's where a temporary folder's name contains "t5".
     own = {"tokenizer_config.json": {"tokenizer_class": class_name}}
-    with private_folder(files | own) as copy, report_panics(folder):
+    with private_folder({**files, **own}) as copy, report_panics(folder):
         return cls.from_pretrained(copy, local_files_only=True, trust_remote_code=False, **settings)
 
 

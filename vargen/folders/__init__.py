@@ -1,0 +1,1 @@
+"""Reading model folders as data: JSON, weights, networks and tokenizers that are checked before a library sees them."""
