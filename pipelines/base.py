@@ -8,37 +8,30 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from pathlib import Path
+from typing import Any, ClassVar, Self
 
-import diffusers
 import torch
 from diffusers.image_processor import VaeImageProcessor
 from PIL import Image
 from torch import Tensor
 
-from vargen.compat import ensure_torchvision, hide_progress_bars, load_options, report_memory, without_autocast
+from vargen.compat import ensure_torchvision, without_autocast
 from vargen.decoding import DEFAULT_METHOD, Accelerator, list_methods, resolve_method
 from vargen.files import atomic_merge, expand_user
 from vargen.models.guidance import Condition
-from vargen.models.quantization import validate_quantization
 from vargen.pipelines import loading, prompts, validation
-from vargen.pipelines.components import ModelFamily, current_modules
 from vargen.pipelines.engines import KeptEngines
+from vargen.pipelines.families import STORED_VALUES, ModelFamily
 from vargen.pipelines.generation import GenerationRequest, RunningCall, RunningCalls, generate_images
 from vargen.pipelines.offloading import OffloadedPipeline
 from vargen.pipelines.prompts import NormalizedPrompt, PromptInputs, PromptNames
 from vargen.scoring.protocol import Scorer
 from vargen.scoring.registry import open_scorer
 
-if TYPE_CHECKING:
-    from vargen.pipelines.registry import ModelInfo
-
 ensure_torchvision()
 
 from diffusers import DiffusionPipeline
-
-_RELEASE = tuple(int(part) for part in diffusers.__version__.split(".")[:2])
-_DTYPE = "dtype" if _RELEASE >= (0, 42) else "torch_dtype"  # argument name of diffusers
 
 
 @dataclass(frozen=True)
@@ -72,6 +65,8 @@ class VisualPipeline(OffloadedPipeline, DiffusionPipeline):
         usual_sampling: sampling settings used where neither the call nor the checkpoint sets them.
         prompt_names: names that replace characters in a prompt; None if prompts are used as typed.
         fps: frames per second of video models.
+        makes_images: False if another pipeline decodes the tokens.
+        folder: the folder that it was opened from.
     """
 
     family: ClassVar[ModelFamily]
@@ -91,6 +86,8 @@ class VisualPipeline(OffloadedPipeline, DiffusionPipeline):
     tokenizer: Any = None
     prompt_names: PromptNames | None = None
     fps: int | None = None
+    makes_images: bool = True
+    folder: Any = None
 
     def _register_components(self, components: Mapping[str, Any], config: Mapping[str, Any], prompt_names: Any) -> None:
         """Validate and register the components and the values stored with them. This is the body of every `__init__`."""
@@ -135,44 +132,61 @@ class VisualPipeline(OffloadedPipeline, DiffusionPipeline):
             quantization: `"int8"` runs transformers on a CPU with 8-bit integer products, in a quarter of the memory; their
                 other steps are float32. Images differ from those of float32 in detail, and are the same for each exact method
                 and batch. Default: the format of the folder.
-            **kwargs: passed to `DiffusionPipeline.from_pretrained`.
+            **kwargs: `variant` of the names of weight files; components that replace stored ones, or None to leave one out;
+                values that replace stored ones, such as `defaults`; `cache_dir`, `force_download`, `local_files_only`, `token`
+                and `revision` of the hub.
 
         Raises:
-            ValueError: before any weight is loaded, for invalid dtypes, an unknown name, a folder without `model_index.json` or
-                with code, or a component that is missing, damaged or does not match the others.
+            ValueError: before any weight is loaded, for invalid dtypes, an unknown name, a folder without `model_index.json`,
+                or a component that is missing, damaged or does not match the others.
             TypeError: for an unknown argument.
             MemoryError: if the weights do not fit in memory; the message reports their size in bytes.
         """
         if dtype is not None and torch_dtype is not None:
             raise ValueError(f"give dtype or torch_dtype, its older name, not both; got {dtype!r} and {torch_dtype!r}")
-        validate_quantization(quantization)
-        model = loading.validate_model_folder(pretrained_model_name_or_path, cls.family, kwargs)
-        folder = model.path
-        kwargs.setdefault("use_safetensors", True)
-        formats = loading.quantized_components(model, quantization, kwargs)
-        with report_memory(folder):
-            kwargs[_DTYPE] = loading.resolve_dtypes(model, torch_dtype if dtype is None else dtype, formats)
-        if "prompt_names" not in kwargs:
-            kwargs["prompt_names"] = PromptNames.load(loading.shared_component_folders(folder).get("prompt_names", folder))
-        with report_memory(folder), hide_progress_bars(folder):
-            kwargs |= loading.load_text_components(model, kwargs, kwargs[_DTYPE], kwargs.get("variant"))
-            kwargs |= loading.load_quantized_components(model, formats, kwargs[_DTYPE], kwargs.get("variant"))
-            pipe = super().from_pretrained(str(folder), **{**load_options(), **kwargs})
+        model = loading.read_model_folder(pretrained_model_name_or_path, cls.family, kwargs)
+        parts = loading.load_components(model, torch_dtype if dtype is None else dtype, quantization, kwargs)
+        return cls._from_folder(model, parts, **{name: kwargs[name] for name in ("prompt_names",) if name in kwargs})
+
+    @classmethod
+    def inspect(cls, folder: Path) -> Self:
+        """Return the pipeline of a folder without weights; see `vargen.pipelines.loading.inspect_model`."""
+        model = loading.read_model_folder(folder, cls.family)
+        return cls._from_folder(model, loading.make_components(model))
+
+    @classmethod
+    def _from_folder(cls, model: loading.ModelFolder, parts: Mapping[str, Any], **values: Any) -> Self:
+        names = {"prompt_names": loading.load_prompt_names(model)}
+        pipe = cls(**parts, **{**names, **model.values, **values})
+        pipe.register_to_config(_name_or_path=str(model.path))
+        pipe.folder = model.path
         return pipe
 
     @classmethod
-    def load_config(cls, *args: Any, **kwargs: Any) -> Any:
-        """As in diffusers, with former module paths of components replaced by the current ones."""
-        loaded: Any = super().load_config(*args, **kwargs)
-        config, *others = loaded if isinstance(loaded, tuple) else (loaded,)
-        config = current_modules(config, cls.family)
-        return (config, *others) if isinstance(loaded, tuple) else config
+    def from_pipe(cls, pipeline: DiffusionPipeline, **changed: Any) -> Self:
+        """Return a pipeline with the components of another, and the values stored with them, which are not copied.
+
+        Args:
+            pipeline: of the same class.
+            **changed: components and values that replace those of the other.
+        """
+        if not isinstance(pipeline, cls):
+            raise TypeError(f"pipeline must be a {cls.__name__}, got {type(pipeline).__name__}")
+        return cls(**{**pipeline.components, **changed})
+
+    @property
+    def components(self) -> dict[str, Any]:
+        """The components by name, None for a missing one, and the values stored with them that are set.
+
+        `type(pipe)(**pipe.components)` generates what `pipe` does.
+        """
+        values = {name: self.config.get(name) for name in STORED_VALUES} | {"prompt_names": self.prompt_names}
+        return {**super().components, **{name: value for name, value in values.items() if value is not None}}
 
     @classmethod
-    def from_pipe(cls, pipeline: DiffusionPipeline, **kwargs: Any) -> Self:
-        """As in diffusers. Also copies `prompt_names`, which are not part of the config."""
-        kwargs.setdefault("prompt_names", getattr(pipeline, "prompt_names", None))
-        return super().from_pipe(pipeline, **kwargs)
+    def _get_signature_keys(cls, obj: Any) -> tuple[set[str], set[str]]:
+        """As in diffusers, which takes them from the constructor: the components, and the other arguments."""
+        return set(cls.family.components), {*STORED_VALUES, "prompt_names"}
 
     def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
         """Write a folder that `from_pretrained` can load. Files are written atomically, and none is written if saving fails.
@@ -224,13 +238,10 @@ class VisualPipeline(OffloadedPipeline, DiffusionPipeline):
 
     # -- methods --------------------------------------------------------------------------------------------------------
 
-    @classmethod
-    @abstractmethod
-    def validate_method_for(cls, info: ModelInfo, method: Any) -> None:
-        """Check from the model folder alone whether this method can run."""
-
     def validate_method(self, method: Any) -> None:
-        """Raise ValueError with the reason if this pipeline cannot run a method."""
+        """Raise ValueError with the reason if this pipeline cannot run a method; also of a pipeline without weights."""
+        if isinstance(method, Accelerator):
+            validation.validate_draft_size(method, self.num_tokens)
         method.bind(self.decoding_model())
 
     def list_methods(self) -> list[MethodInfo]:
@@ -269,6 +280,11 @@ class VisualPipeline(OffloadedPipeline, DiffusionPipeline):
     def is_class_conditional(self) -> bool:
         """Whether the model is conditioned on classes instead of text."""
         return self.transformer.config.get("condition") == "class"
+
+    @property
+    def num_classes(self) -> int:
+        """Number of classes; 0 for models of text."""
+        return self.transformer.config.get("num_classes") or 0 if self.is_class_conditional else 0
 
     @property
     def reads_prompts(self) -> bool:

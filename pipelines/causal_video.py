@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from vargen.models.tokenizers.video_vae import CausalVideoVAE, StreamingDecoder
 from vargen.models.tokenizers.wan_vae import AutoencoderKLWan, WanStreamingDecoder
 from vargen.pipelines import validation
 from vargen.pipelines.base import VisualPipeline
-from vargen.pipelines.components import TEXT_COMPONENTS, Component, ModelFamily, register_family
+from vargen.pipelines.families import TEXT_COMPONENTS, Component, ModelFamily, register_family
 from vargen.pipelines.generation import OutputOptions
 from vargen.pipelines.prompts import NormalizedPrompt, PromptNames, encode_prompt, encode_tokens
 from vargen.pipelines.seeds import resolve_seeds
@@ -52,9 +52,6 @@ from vargen.specs import parse_spec
 from vargen.values import parse_int, short_repr
 
 MAX_BLOCKS = 100_000
-
-if TYPE_CHECKING:
-    from vargen.pipelines.registry import ModelInfo
 
 
 class CausalVideoPipeline(VisualPipeline):
@@ -125,16 +122,10 @@ class CausalVideoPipeline(VisualPipeline):
 
     # -- properties -----------------------------------------------------------------------------------------------------
 
-    @classmethod
-    def validate_method_for(cls, info: ModelInfo, method: Any) -> None:
-        drafts = "draft_transformer" in info.components or resolve_setting(info.defaults, "draft_steps") is not None
-        if method.needs_draft_model and not drafts:
-            raise ValueError(f"{method.name} needs a draft_transformer, a smaller model, and this model has none")
-        if method.policy.needs_router and "router" not in info.components:
-            raise ValueError(f"{method.name} needs a router, which `vargen train router` trains, and this model has none")
-
     def validate_method(self, method: Any) -> None:
-        method.validate_models(self.decoding_model(), has_scorer=True, has_router=bind_router(self, method) is not None)
+        has_weights = self.transformer.device.type != "meta"  # a router knows its drafter by the weights
+        router = bind_router(self, method) if has_weights else self.router
+        method.validate_models(self.decoding_model(), has_scorer=True, has_router=router is not None)
 
     @property
     def max_caption_tokens(self) -> int:
@@ -459,7 +450,7 @@ CAUSAL_VIDEO = register_family(
             "vae": Component(
                 (CausalVideoVAE, AutoencoderKLWan),
                 required=True,
-                follows_dtype=(("diffusers", "AutoencoderKLWan"),),
+                follows_dtype=("AutoencoderKLWan",),
                 matches={"latent_channels": "channels", "z_dim": "channels"},
             ),
             "draft_transformer": Component(

@@ -1,4 +1,4 @@
-"""Pipeline around an image language model of transformers that is in memory; `language_model_folders` opens folders.
+"""Pipeline around an image language model of transformers, which is in memory or in a folder.
 
 Shape suffixes: B images, N tokens of the grid.
 """
@@ -9,33 +9,37 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from pathlib import Path
+from typing import Any, ClassVar, Self
 
 import torch
 from diffusers.image_processor import VaeImageProcessor
 from PIL import Image
 from torch import Tensor
 
-from vargen.compat import report_panic, without_autocast
+from vargen.compat import report_memory, report_panic, without_autocast
 from vargen.decoding import DEFAULT_METHOD, Accelerator, DecodeOutput
 from vargen.decoding.log_probs import compute_log_probs
+from vargen.device import select_device
 from vargen.files import atomic_merge, expand_user
+from vargen.folders.json_files import one_line, read_config
+from vargen.folders.networks import NetworkFolder
+from vargen.folders.transformers_networks import StoredNetwork
 from vargen.models.guidance import Guidance, to_guidance
 from vargen.models.offloading import require_weights
-from vargen.models.transformers.base import ImageLanguageModel
+from vargen.models.storage import load_network
+from vargen.models.transformers.base import ImageLanguageModel, validate_network
 from vargen.models.transformers.decoding import TransformersTokenModel
-from vargen.models.transformers.supported import describe_language_model
-from vargen.pipelines import validation
+from vargen.models.transformers.processors import load_processor
+from vargen.models.transformers.supported import MODELS, describe_language_model
+from vargen.pipelines import loading, validation
 from vargen.pipelines.base import VisualPipeline
-from vargen.pipelines.components import ModelFamily
+from vargen.pipelines.families import ModelFamily
 from vargen.pipelines.generation import CandidateSelection, GenerationRequest, OutputOptions, generate_images, run_request
 from vargen.pipelines.images import LanguageModelOutput, decode_pixels, validate_decode_arguments
-from vargen.pipelines.llamagen import LlamaGenPipeline, validate_drafter
+from vargen.pipelines.llamagen import LlamaGenPipeline
 from vargen.pipelines.prompts import PromptInputs
 from vargen.scoring.protocol import Scorer
-
-if TYPE_CHECKING:
-    from vargen.pipelines.registry import ModelInfo
 
 logger = logging.getLogger("vargen")
 
@@ -75,12 +79,83 @@ class LanguageModelPipeline(VisualPipeline):
         self.register_to_config(defaults=None, id2label=None, prompt_styles=None)
         self.decoding_model()  # refuses networks that do not fit
 
+    # -- folders ----------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    @without_autocast
+    def from_pretrained(  # type: ignore[override]
+        cls,
+        pretrained_model_name_or_path: str | Path,
+        draft_model: str | Path | None = None,
+        *,
+        torch_dtype: torch.dtype | None = None,
+        dtype: torch.dtype | None = None,
+        device: str | torch.device | None = None,
+        size: tuple[int, int] | None = None,
+        negative_format: str | None = None,
+        **options: Any,
+    ) -> Self:
+        """Open a folder of transformers, with safetensors only and without running code of the folder.
+
+        Args:
+            pretrained_model_name_or_path: a folder with `config.json`, or a hub id `"owner/name"`.
+            draft_model: the same, for a smaller model with the same image tokens.
+            torch_dtype, dtype: of both models. Default: the fastest of the device; float32 for small models on a CPU.
+            device: where the models run; `"auto"` selects a GPU if there is one. Default: the CPU.
+            size, negative_format: as of the class.
+            **options: of transformers, for the model: `device_map`, `max_memory`, `offload_folder`, `quantization_config`,
+                `attn_implementation`; `cache_dir`, `force_download`, `local_files_only`, `token` and `revision` of the hub.
+
+        Raises:
+            ValueError: before any weight is read: if there is no such folder, the folder asks for code, has no safetensors or
+                no weights that generate images, its class is not supported, its processor is missing, the draft model does not
+                fit, or the installed transformers lacks the class.
+            TypeError: for an unknown option, or the processor of another model; also before any weight is read.
+            ImportError: if the package of a quantization is not installed.
+        """
+        if unknown := [key for key in options if key not in (*loading.FETCHING, *loading.LANGUAGE_MODEL_OPTIONS)]:
+            allowed = ", ".join(("dtype", "device", *loading.LANGUAGE_MODEL_OPTIONS, *loading.FETCHING))
+            raise TypeError(f"{unknown[0]} is no argument for opening an image language model, which are {allowed}")
+        if dtype is not None and torch_dtype is not None:
+            raise ValueError(f"give dtype or torch_dtype, its older name, not both; got {dtype!r} and {torch_dtype!r}")
+        if device is not None and options.get("device_map") is not None:
+            raise ValueError(f"give device or device_map, not both; got {device!r} and {options['device_map']!r}")
+        place = torch.device("cpu") if device is None else select_device(device)
+        fetching = {key: options.pop(key) for key in loading.FETCHING if key in options}
+        names = [each for each in (pretrained_model_name_or_path, draft_model) if each is not None]
+        folders = [loading.locate_folder(each, fetching) for each in names]
+        stored, described = zip(*(_read_folder(folder, size, negative_format) for folder in folders), strict=True)
+        processor = load_processor(folders[0], type(described[0]))
+        described[0].validate_processor(processor)
+        for each in described[1:]:
+            described[0].validate_draft(each)
+        kind = torch_dtype or dtype or loading.default_dtype(folders[0], place)
+        models = [_load(each, kind, place, options if number == 0 else {}) for number, each in enumerate(stored)]
+        pipe = cls(models[0], processor, models[1] if models[1:] else None, size, negative_format)
+        pipe.folder = folders[0]
+        if heads := list_heads(folders[0]):
+            pipe.load_drafter(*(folders[0] / name for name in heads))
+        return pipe
+
+    @classmethod
+    def inspect(cls, folder: Path) -> Self:
+        stored, described = _read_folder(folder)
+        pipe = cls(stored.network, load_processor(folder, type(described)))
+        pipe.folder = folder
+        heads = dict(loading.resolve_drafter(folder / name, LlamaGenPipeline.family) for name in list_heads(folder))
+        pipe.draft_heads = {name: stored.network for name, stored in heads.items()}
+        return pipe
+
     # -- what the base class needs to know ----------------------------------------------------------------------------------
 
     @property
     def components(self) -> dict[str, Any]:
         """The model, its processor and the draft model, for functions of diffusers that move or free networks."""
         return {"model": self.model, "processor": self.processor, "draft_model": self.draft_model}
+
+    @classmethod
+    def _get_signature_keys(cls, obj: Any) -> tuple[set[str], set[str]]:
+        return {"model", "processor", "draft_model"}, {"size", "negative_format"}
 
     @property
     def transformer(self) -> Any:
@@ -101,14 +176,14 @@ class LanguageModelPipeline(VisualPipeline):
             self._descriptions[name] = key, self._describe(model)
         return self._descriptions[name][1]
 
-    @classmethod
-    def validate_method_for(cls, info: ModelInfo, method: Accelerator) -> None:
-        validate_drafter(method, info)
-
     def _device_of(self, component: Any) -> torch.device:
         return self.language_model.device
 
     is_class_conditional, class_names, reads_prompts = False, {}, True
+
+    @property
+    def makes_images(self) -> bool:  # type: ignore[override]
+        return self.language_model.has_pixels
 
     @property
     def vocab_size(self) -> int:
@@ -258,11 +333,10 @@ class LanguageModelPipeline(VisualPipeline):
             ValueError: before any weight is read, if a folder holds no draft head, damaged files or code, or a head that was
                 trained for another model.
         """
-        from vargen.pipelines.language_model_folders import load_draft_heads
-
-        loaded = load_draft_heads(self.decoding_model(), drafter, *others)
-        self.draft_heads.update(loaded)
-        return next(iter(loaded))
+        target = self.decoding_model()
+        found = _read_heads(target, drafter, *others)
+        self.draft_heads.update({name: load_network(stored, target.dtype) for name, stored in found.items()})
+        return next(iter(found))
 
     def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
         """Write the model and its processor as a folder of transformers, and each draft head in a subfolder of its name.
@@ -314,6 +388,63 @@ class LanguageModelPipeline(VisualPipeline):
 
 
 LanguageModelPipeline.family = ModelFamily("language-model", LanguageModelPipeline, {}, convert=None)
+
+
+def _read_folder(
+    folder: Path, size: tuple[int, int] | None = None, negative_format: str | None = None
+) -> tuple[StoredNetwork, ImageLanguageModel]:
+    """Check a folder of transformers and describe its model, whose weights are not read and take no memory."""
+    file = folder / "config.json"
+    if not file.is_file():
+        raise ValueError(f"{folder} holds no config.json, so it is not a model of transformers")
+    names = read_config(file).get("architectures")
+    found = str(names[0]) if isinstance(names, list) and names else None
+    if found not in MODELS:
+        raise ValueError(f"{file} describes a {found!r}; vargen runs {', '.join(MODELS)}")
+    import transformers
+
+    if getattr(transformers, found, None) is None:
+        raise ValueError(f"{found} needs transformers {MODELS[found].since}, got {transformers.__version__}")
+    stored = StoredNetwork(folder, MODELS[found].stored)
+    try:
+        described = describe_language_model(stored.network, size=size, negative_format=negative_format)
+        validate_network(described)
+        _ = described.max_prompt_tokens  # the image fits the context
+    except (ValueError, TypeError):
+        raise
+    except Exception as error:  # from a value that its class does not validate
+        raise ValueError(f"{file} does not describe a {found}: {one_line(error)}") from error
+    return stored, described
+
+
+def _load(stored: StoredNetwork, dtype: torch.dtype, place: torch.device, options: dict[str, Any]) -> Any:
+    """Read the weights of a model and move it to its place, unless options of transformers place it."""
+    moves = options.get("device_map") is None
+    if moves and (stored.is_quantized or options.get("quantization_config") is not None):  # cannot be moved later
+        options, moves = {**options, "device_map": {"": place}}, False
+    with report_memory(stored.folder):
+        model = stored.load(dtype, **options)
+    return model.to(place).eval() if moves else model.eval()
+
+
+def list_heads(folder: Path) -> list[str]:
+    """Return the names of the draft heads that `LanguageModelPipeline.save_pretrained` stored in a folder."""
+    return [name for name in LlamaGenPipeline.family.drafters if (folder / name / "config.json").is_file()]
+
+
+def _read_heads(target: TransformersTokenModel, *names: Any) -> dict[str, NetworkFolder]:
+    """Check the draft heads in folders of training runs or of saved networks; returns them by component name."""
+    if not target.has_features:
+        raise ValueError("drafter must wait until the model is loaded without offloading, whose hooks hide its features")
+    known, family = target.description, LlamaGenPipeline.family
+    found = dict(loading.resolve_drafter(each, family) for each in names)
+    for name, stored in found.items():
+        if name not in family.drafters:
+            raise ValueError(f"{stored.folder} holds a {name}, which drafts for LlamaGen only, not for {known.class_name}")
+        for setting, own in known.head_settings.items():
+            if (value := stored.config.get(setting, own)) != own:
+                raise ValueError(f"{stored.folder} was trained for another model: {setting} is {value}, not {own}")
+    return found
 
 
 def accelerate(model: Any, processor: Any, draft_model: Any = None, **options: Any) -> LanguageModelPipeline:

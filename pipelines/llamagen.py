@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from PIL import Image
@@ -12,9 +12,7 @@ from torch import Tensor
 
 from vargen.compat import without_autocast
 from vargen.convert.llamagen import convert_llamagen
-from vargen.decoding import DEFAULT_METHOD, Accelerator, DecodeOutput, Eagle, Jacobi, Medusa
-from vargen.decoding.jacobi import MISSING_LOW_RES
-from vargen.decoding.tree_drafters import HeadDrafter
+from vargen.decoding import DEFAULT_METHOD, Accelerator, DecodeOutput, Eagle, Medusa
 from vargen.models.guidance import Guidance, to_guidance
 from vargen.models.heads.decoding import EagleModel, LowResolutionDrafter, MedusaHeads, validate_low_res
 from vargen.models.heads.eagle import EagleDrafter
@@ -25,22 +23,11 @@ from vargen.models.llamagen.network import SIZES, LlamaGenTransformer
 from vargen.models.tokenizers.vq import VQModel
 from vargen.pipelines import validation
 from vargen.pipelines.base import VisualPipeline
-from vargen.pipelines.components import TEXT_COMPONENTS, Component, ModelFamily, register_family
+from vargen.pipelines.families import TEXT_COMPONENTS, Component, ModelFamily, register_family
 from vargen.pipelines.generation import CandidateSelection, GenerationRequest, OutputOptions, run_request
 from vargen.pipelines.images import ImagePipelineOutput, decode_pixels, preprocess_images, validate_decode_arguments
 from vargen.pipelines.prompts import PromptInputs, PromptNames
 from vargen.scoring.protocol import Scorer
-
-if TYPE_CHECKING:
-    from vargen.pipelines.registry import ModelInfo
-
-
-def validate_drafter(method: Accelerator, info: ModelInfo) -> None:
-    """Raise ValueError if drafts do not fit a model's grid, or it lacks the head that drafts for a method."""
-    validation.validate_draft_size(method, info.num_tokens)
-    drafter = method.drafter
-    if isinstance(drafter, HeadDrafter) and drafter.model is None and drafter.kind not in info.components:
-        raise ValueError(drafter.missing_head_message())
 
 
 class LlamaGenPipeline(VisualPipeline):
@@ -64,6 +51,7 @@ class LlamaGenPipeline(VisualPipeline):
         eagle, medusa: drafters trained on the transformer's features, for the methods of these names; see `load_drafter`.
         low_res: a transformer with the same tokens and conditions and a smaller grid, which drafts for `accelerator="mulo"`.
         upsampler: predicts token probabilities from low-resolution images. Without it, they are decoded, resized and encoded.
+        **others: further drafters that are registered as components of the family.
 
     Raises:
         ValueError: for components that do not match each other, or class names or defaults that are not valid.
@@ -82,27 +70,25 @@ class LlamaGenPipeline(VisualPipeline):
         text_encoder: Any = None,
         tokenizer: Any = None,
         draft_transformer: LlamaGenTransformer | None = None,
+        eagle: EagleDrafter | None = None,
+        medusa: MedusaDrafter | None = None,
+        low_res: LlamaGenTransformer | None = None,
+        upsampler: TokenUpsampler | None = None,
         id2label: dict[int, str] | None = None,
         defaults: dict[str, Any] | None = None,
         prompt_styles: list[str] | None = None,
         prompt_names: PromptNames | dict[str, str] | None = None,
-        **components: Any,
+        **others: Any,
     ):
-        components |= {
+        components = {
             "vqvae": vqvae, "transformer": transformer, "text_encoder": text_encoder, "tokenizer": tokenizer,
-            "draft_transformer": draft_transformer,
+            "draft_transformer": draft_transformer, "eagle": eagle, "medusa": medusa, "low_res": low_res,
+            "upsampler": upsampler, **others,
         }  # fmt: skip
         values = {"id2label": id2label, "defaults": defaults, "prompt_styles": prompt_styles}
         self._register_components(components, values, prompt_names)
 
     # -- properties -----------------------------------------------------------------------------------------------------
-
-    @classmethod
-    def validate_method_for(cls, info: ModelInfo, method: Accelerator) -> None:
-        drafter = method.drafter
-        validate_drafter(method, info)
-        if isinstance(drafter, Jacobi) and drafter.initial == "low-res" and "low_res" not in info.components:
-            raise ValueError(MISSING_LOW_RES)
 
     @property
     def grids(self) -> tuple[tuple[int, int], ...]:

@@ -1,4 +1,4 @@
-"""Opening a model folder: its place, its validation before any weight is loaded, dtypes, shared components, trained drafters.
+"""Opening models of any family by name or folder: found, checked by configurations and headers, then loaded as classes of ours.
 
 A packaged model can share the text encoder of another packaged model instead of storing a copy. Its `borrowed.json` names the
 model that has each shared component: `{"text_encoder": "emoji", "tokenizer": "emoji", "prompt_names": "emoji"}`.
@@ -6,124 +6,211 @@ model that has each shared component: `{"text_encoder": "emoji", "tokenizer": "e
 
 from __future__ import annotations
 
+import importlib
 import math
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub import snapshot_download
 
 import vargen.assets
 from vargen.assets import packaged_model_path, packaged_models
-from vargen.compat import load_options, report_memory
-from vargen.device import preferred_dtype
+from vargen.compat import report_memory, without_autocast
+from vargen.device import preferred_dtype, select_device
 from vargen.files import expand_user, validate_not_interrupted
-from vargen.folders.component_files import read_config, read_object, refuse_code_files, validate_network_files
-from vargen.models.text_encoder import MiniLMTextEncoder
-from vargen.pipelines.components import FAMILIES, STORED_VALUES, ModelFamily, current_modules
+from vargen.folders.json_files import read_config, read_object
+from vargen.folders.networks import NetworkFolder
+from vargen.folders.tokenizers import TokenizerFolder
+from vargen.models.quantization import validate_quantization
+from vargen.models.storage import load_network
+from vargen.pipelines.families import FAMILIES, STORED_VALUES, ModelFamily, StoredComponent, class_of
+from vargen.pipelines.prompts import PromptNames
 from vargen.values import short_repr
 from vargen.weight_files import read_header
 
+if TYPE_CHECKING:
+    from vargen.pipelines.base import VisualPipeline
+
 SHARED_FILE, SHAREABLE = "borrowed.json", ("text_encoder", "tokenizer", "prompt_names")
+FETCHING = ("cache_dir", "force_download", "local_files_only", "token", "revision")  # options of the hub
+_LOADING = ("torch_dtype", "dtype", "quantization", "variant", "prompt_names")
+_NO_EFFECT = ("use_safetensors", "low_cpu_mem_usage")  # usual in calls of diffusers, and always so
+# Of image language models, beside those of the hub.
+LANGUAGE_MODEL_OPTIONS = (
+    "draft_model", "size", "negative_format", "device_map", "max_memory", "offload_folder", "quantization_config",
+    "attn_implementation",
+)  # fmt: skip
+_CODE = ("trust_remote_code", "custom_pipeline")
 _SMALL_NETWORK = 50_000_000  # parameters
 _MAX_ID = 96  # characters of a model id on the Hub
-_HUB_PATTERNS = [
-    "*.json",
-    "*.safetensors",
-    "*.txt",
-    "*.model",
-    "*.md",
-    "*.jinja",
-]  # files to fetch: none that could be executed
-# Arguments of diffusers' `from_pretrained` other than components. It ignores unknown ones silently.
-_OPTIONS = frozenset(
-    "torch_dtype dtype cache_dir force_download proxies local_files_only token revision variant use_safetensors device_map "
-    "max_memory offload_folder offload_state_dict low_cpu_mem_usage disable_mmap quantization "
-    "output_loading_info mirror trust_remote_code custom_pipeline custom_revision load_connected_pipeline use_onnx "
-    "use_flashpack from_flax dduf_file provider sess_options provider_options".split()
-)
+_HUB_PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.md", "*.jinja"]  # none that could be executed
+_LANGUAGE_MODEL = "LanguageModelPipeline"  # imported when needed: it imports transformers
+
+
+# -- opening --------------------------------------------------------------------------------------------------------------
+
+
+@without_autocast
+def open_pipeline(name: Any, *, device: str | torch.device | None = None, **options: Any) -> VisualPipeline:
+    """Load a packaged model by name, a local folder, or a Hub model, of any family.
+
+    Args:
+        name: name of a packaged model, such as `"emoji"`; a folder with a `model_index.json`, or of transformers with an image
+            language model; or a Hub id `"owner/name"`.
+        device: device such as `"cuda"`; `"auto"` selects a GPU if there is one. The default dtype is then the fastest of the
+            device. None leaves the pipeline on the CPU.
+        **options: passed to `from_pretrained` of the pipeline's class, such as `torch_dtype` or `quantization`; see
+            `VisualPipeline` and `LanguageModelPipeline`.
+
+    Raises:
+        ValueError, TypeError: see `VisualPipeline.from_pretrained`; also for an invalid or unavailable device.
+    """
+    place = None if device is None else select_device(device)
+    check_options(options, *list_families().values(), more=LANGUAGE_MODEL_OPTIONS)
+    folder = locate_folder(name, options)
+    pipeline = find_pipeline_class(folder)
+    if pipeline.__name__ == _LANGUAGE_MODEL:
+        if options.get("quantization") is None:
+            options.pop("quantization", None)
+        return pipeline.from_pretrained(folder, device=place, **options)
+    validate_quantization(options.get("quantization"), place)
+    chosen = any(options.get(name) is not None for name in ("torch_dtype", "dtype", "quantization"))
+    if place is not None and not chosen:
+        options["torch_dtype"] = default_dtype(folder, place)
+    pipe = pipeline.from_pretrained(folder, **options)
+    return pipe if place is None else pipe.to(place)
+
+
+def inspect_model(name: Any) -> VisualPipeline:
+    """Return the pipeline of a model without weights: its networks are on the meta device. It generates nothing.
+
+    Raises:
+        ValueError: as `open_pipeline`, for files that cannot be opened.
+    """
+    folder = locate_folder(name, {})
+    return find_pipeline_class(folder).inspect(folder)
+
+
+def find_pipeline_class(name: Any) -> type[VisualPipeline]:
+    """Return the pipeline class of a model. Reads only its index."""
+    folder = locate_folder(name, {})
+    if (folder / "config.json").is_file() and not (folder / "model_index.json").is_file():
+        return pipeline_class(_LANGUAGE_MODEL)
+    return read_index(folder)[1].pipeline
+
+
+def pipeline_class(name: str) -> type[VisualPipeline]:
+    """Return the pipeline class with this name."""
+    if name == _LANGUAGE_MODEL:
+        from vargen.pipelines.language_model import LanguageModelPipeline
+
+        return LanguageModelPipeline
+    return list_families()[name].pipeline
+
+
+def list_families() -> dict[str, ModelFamily]:
+    """Return all families by the name of their pipeline class."""
+    for name in ("llamagen", "var", "causal_video"):
+        importlib.import_module(f"vargen.pipelines.{name}")
+    return FAMILIES
+
+
+# -- folders --------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """A model folder, its `model_index.json` with current module paths, and its family."""
+    """A model folder whose components were checked; no weight was read.
+
+    Attributes:
+        path: the folder.
+        family: its family.
+        stored: its components by name, without those that the caller passes.
+        values: the values stored with them, see `STORED_VALUES`.
+    """
 
     path: Path
-    index: Mapping[str, Any]
     family: ModelFamily
+    stored: Mapping[str, StoredComponent]
+    values: Mapping[str, Any]
 
 
-def find_model_folder(name: Any, family: ModelFamily | None = None, options: Mapping[str, Any] | None = None) -> ModelFolder:
-    """Locate the folder of a packaged, local or Hub model, and validate its index, but not its components.
+def read_model_folder(name: Any, family: ModelFamily | None = None, options: Mapping[str, Any] | None = None) -> ModelFolder:
+    """Find a model and check its files, without reading weights.
 
     Args:
-        name: name, folder or Hub id; or a `ModelFolder`.
+        name: name, folder or Hub id.
         family: the family that the caller opens; None allows any.
         options: arguments of `from_pretrained`.
+
+    Raises:
+        ValueError: naming the file and the value, for a folder that cannot be opened.
+        TypeError: for an option that does not exist.
     """
     options = options or {}
-    families = [family] if family else list(FAMILIES.values())
-    check_options(options, {component for each in families for component in each.components})
-    path = name.path if isinstance(name, ModelFolder) else locate_folder(name, options)
+    if family is not None:
+        check_options(options, family)
+    path = locate_folder(name, options)
+    index, family = read_index(path, family, options)
+    check_options(options, family)
+    with report_memory(path):  # reading a header maps the whole file
+        places = shared_component_folders(path)
+        stored: dict[str, StoredComponent] = {}
+        for part, component in family.components.items():
+            place, entry = places.get(part, path), index.get(part)
+            if part in places and class_of(entry) is None:
+                entry = read_config(place / "model_index.json").get(part)
+            if part not in options and (class_name := class_of(entry)) is not None:
+                stored[part] = component.read(place / part, class_name, options.get("variant"))
+    configs: dict[str, Any] = {part: getattr(each, "config", None) for part, each in {**stored, **options}.items()}
+    values = {each: options.get(each, index.get(each)) for each in STORED_VALUES}
+    try:
+        family.check(configs, **values)
+    except ValueError as error:
+        raise ValueError(f"{path / 'model_index.json'}: {error}") from error
+    return ModelFolder(path, family, stored, {name: value for name, value in values.items() if value is not None})
+
+
+def read_index(
+    path: Path, family: ModelFamily | None = None, given: Collection[str] | Mapping[str, Any] = ()
+) -> tuple[Mapping[str, Any], ModelFamily]:
+    """Return the `model_index.json` of a folder, which names allowed classes, and its family.
+
+    Args:
+        given: names of components that the caller passes.
+    """
     file = path / "model_index.json"
     if not file.is_file():
         hint = "; `vargen convert` makes one of official files"
         if (path / "config.json").is_file():
             hint = "; it may be a model of transformers, which only open_pipeline and the commands for images open"
         raise ValueError(f"{path} holds no model_index.json, so it is not a pipeline folder{hint}")
-    index = name.index if isinstance(name, ModelFolder) else read_config(file)
+    index, families = read_config(file), list_families()
     class_name = str(index.get("_class_name"))
     if family is not None and class_name != family.pipeline.__name__:
         raise ValueError(f"{file} describes a {class_name!r}, this class opens {family.pipeline.__name__!r}")
-    if class_name not in FAMILIES:
-        raise ValueError(f"{file} describes a {class_name!r}; vargen opens {', '.join(FAMILIES)}")
-    family = FAMILIES[class_name]
-    check_options(options, family.components)
-    index = current_modules(index, family)
-    family.validate_index(index, file, options)
-    return ModelFolder(path, index, family)
+    if class_name not in families:
+        raise ValueError(f"{file} describes a {class_name!r}; vargen opens {', '.join(families)}")
+    family = families[class_name]
+    family.validate_index(index, file, given)
+    return index, family
 
 
-def validate_model_folder(
-    name: Any, family: ModelFamily | None = None, options: Mapping[str, Any] | None = None
-) -> ModelFolder:
-    """Locate a model as `find_model_folder` does, and validate its components without loading weights."""
-    options = options or {}
-    folder = find_model_folder(name, family, options)
-    refuse_code_files(folder.path, folder.family.components)
-    with report_memory(folder.path):  # reading a header maps the whole file
-        places = shared_component_folders(folder.path)
-        configs: dict[str, Any] = {}
-        for part, component in folder.family.components.items():
-            entry = folder.index.get(part) or [None, None]
-            if part in options:
-                configs[part] = getattr(options[part], "config", None)
-            elif entry[1]:
-                place = places.get(part, folder.path) / part
-                configs[part] = component.validate_files(place, entry, options.get("variant"))
-    values = {each: options.get(each, folder.index.get(each)) for each in STORED_VALUES}
-    try:
-        folder.family.check(configs, **values)
-    except ValueError as error:
-        raise ValueError(f"{folder.path / 'model_index.json'}: {error}") from error
-    return folder
-
-
-def check_options(options: Mapping[str, Any], components: Collection[str]) -> None:
-    """Raise ValueError for options of `from_pretrained` that request remote code, TypeError for unknown options."""
-    known = [*_OPTIONS, *STORED_VALUES, "prompt_names", *components]
+def check_options(options: Mapping[str, Any], *families: ModelFamily, more: Collection[str] = ()) -> None:
+    """Raise TypeError for an option of `from_pretrained` that no family has, ValueError for one that requests code."""
+    components = list(dict.fromkeys(name for family in families for name in family.components))
     for name in options:
-        if name not in known:
+        if name not in (*FETCHING, *_LOADING, *_NO_EFFECT, *_CODE, *STORED_VALUES, *components, *more):
+            allowed = ", ".join((*_LOADING, *FETCHING))
             raise TypeError(
-                f"{name} is no argument for opening a pipeline: it takes options of DiffusionPipeline.from_pretrained "
-                f"and the components {', '.join(sorted(components))}"
+                f"{name} is no argument for opening it, which are {allowed}, and components: {', '.join(components)}"
             )
-    for name in ("trust_remote_code", "custom_pipeline"):
+    for name in _CODE:
         if options.get(name):
             raise ValueError(f"{name} must be left out, got {options[name]!r}: vargen runs no code that comes with a model")
 
@@ -144,12 +231,29 @@ def locate_folder(name: Any, options: Mapping[str, Any]) -> Path:
             f"unknown model {short_repr(text)}: {hint}give a packaged model ({', '.join(packaged_models()) or 'none'}), "
             "a folder with a model_index.json, or a hub id 'owner/name'"
         )
-    known = ("cache_dir", "force_download", "local_files_only", "token", "revision")
-    given = {key: options[key] for key in known if key in options}
-    try:  # not DiffusionPipeline.download, which accepts only components of diffusers and transformers
+    given = {key: options[key] for key in FETCHING if key in options}
+    try:
         return Path(snapshot_download(text, allow_patterns=_HUB_PATTERNS, **given))
     except Exception as error:
         raise ValueError(f"no local folder {text!r} exists, and fetching the hub model of that name failed: {error}") from error
+
+
+def shared_component_folders(folder: Path) -> dict[str, Path]:
+    """Return, by name of a shared component, the folder of the packaged model that has it."""
+    file = folder / SHARED_FILE
+    shared = read_object(file) if file.is_file() else {}
+    for part, name in shared.items():
+        if part not in SHAREABLE or not isinstance(name, str) or name not in packaged_models():
+            known = ", ".join(packaged_models()) or "none"
+            raise ValueError(
+                f"{file} must name packaged models ({known}) for {', '.join(SHAREABLE)}, and has {short_repr({part: name})}"
+            )
+        if (packaged_model_path(name) / SHARED_FILE).exists():
+            raise ValueError(f"{file} takes {part} from {name}, which has no {part} of its own")
+    return {part: packaged_model_path(name) for part, name in shared.items()}
+
+
+# -- dtypes and weights ---------------------------------------------------------------------------------------------------
 
 
 def default_dtype(folder: Path, device: str | torch.device = "cpu") -> torch.dtype:
@@ -169,89 +273,79 @@ def default_dtype(folder: Path, device: str | torch.device = "cpu") -> torch.dty
     return preferred_dtype(device)
 
 
-def resolve_dtypes(
-    folder: ModelFolder, given: torch.dtype | dict[str, torch.dtype] | None, quantized: Collection[str] = ()
-) -> dict[str, torch.dtype]:
-    """Return the dtype of each component: that of the caller or, by default, the fastest one for those that follow it, float32
-    for the others.
+def load_components(
+    model: ModelFolder,
+    dtype: torch.dtype | dict[str, torch.dtype] | None,
+    quantization: str | None,
+    given: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Read the weights of a folder's components, and return these with the ones that the caller passes, by name.
 
     Args:
-        given: a dtype, or a dict of dtypes by component (`"default"` for those not named), as in diffusers.
+        dtype: of the components that follow it, or a dict of dtypes by component (`"default"` for those not named), as in
+            diffusers. Default: the fastest of the machine.
+        quantization: format of the products of the networks that have one. Default: as stored.
+        given: components that the caller passes.
+    """
+    if quantization is not None and (network := model.stored.get("transformer")) is not None:
+        validate_quantization(quantization)
+        if "quantization" not in network.config:  # type: ignore[union-attr]
+            name = network.network_class.__name__  # type: ignore[union-attr]
+            raise ValueError(f"quantization={quantization!r} is not supported by {name}; leave it out")
+    formats = {
+        part: quantization or each.config["quantization"]
+        for part, each in model.stored.items()
+        if isinstance(each, NetworkFolder) and "quantization" in each.config
+    }
+    with report_memory(model.path):
+        dtypes = resolve_dtypes(model, dtype, [part for part, each in formats.items() if each])
+        found = {part: given[part] for part in model.family.components if part in given}
+        for part, each in model.stored.items():
+            if isinstance(each, TokenizerFolder):
+                found[part] = each.load()
+            elif isinstance(each, NetworkFolder):
+                found[part] = load_network(each, dtypes[part], formats.get(part))
+            else:
+                found[part] = each.load(dtypes[part])
+    return found
+
+
+def make_components(model: ModelFolder) -> dict[str, Any]:
+    """Return the components of a folder by name, whose networks have no weights."""
+    return {part: each.load() if isinstance(each, TokenizerFolder) else each.network for part, each in model.stored.items()}
+
+
+def load_prompt_names(model: ModelFolder) -> PromptNames | None:
+    """Return the names that replace characters of prompts, of the folder or of the model that shares them."""
+    return PromptNames.load(shared_component_folders(model.path).get("prompt_names", model.path))
+
+
+def resolve_dtypes(
+    model: ModelFolder, given: torch.dtype | dict[str, torch.dtype] | None, quantized: Collection[str] = ()
+) -> dict[str, torch.dtype]:
+    """Return the dtype of each stored component; arguments as of `load_components`.
+
+    Args:
         quantized: components with 8-bit integer products, whose other steps are float32.
     """
     own: dict[str, torch.dtype] = given if isinstance(given, dict) else {}
     for dtype in own.values() if own else () if given is None else (given,):
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             raise ValueError(f"dtype must be a floating-point torch.dtype, or a dict of them by component, got {given!r}")
-    fast = default_dtype(folder.path, "cuda" if torch.cuda.is_available() else "cpu")
-    dtype = given if isinstance(given, torch.dtype) else own.get("default", fast)
-    components = folder.family.components.items()
-    following = [name for name, each in components if each.follows(folder.index.get(name) or ())]
-    found = {"default": torch.float32, **dict.fromkeys(following, dtype), **own}
-    for name in quantized:
-        asked = own.get(name, own.get("default", given))
-        if asked not in (None, torch.float32):
-            raise ValueError(
-                f"dtype must be float32 for {name} with quantization='int8', whose other steps compute in it, got {asked}"
-            )
-        found[name] = torch.float32
-    return found
-
-
-def shared_component_folders(folder: Path) -> dict[str, Path]:
-    """Return, by name of a shared component, the folder of the packaged model that has it."""
-    file = folder / SHARED_FILE
-    shared = read_object(file) if file.is_file() else {}
-    for part, name in shared.items():
-        if part not in SHAREABLE or not isinstance(name, str) or name not in packaged_models():
-            known = ", ".join(packaged_models()) or "none"
-            raise ValueError(
-                f"{file} must name packaged models ({known}) for {', '.join(SHAREABLE)}, and has {short_repr({part: name})}"
-            )
-        if (packaged_model_path(name) / SHARED_FILE).exists():
-            raise ValueError(f"{file} takes {part} from {name}, which has no {part} of its own")
-    return {part: packaged_model_path(name) for part, name in shared.items()}
-
-
-def load_text_components(
-    folder: ModelFolder, given: Mapping[str, Any], dtypes: Mapping[str, torch.dtype], variant: str | None
-) -> dict[str, Any]:
-    """Load the components of transformers, and those of another packaged model, except those that the caller passes in `given`.
-
-    diffusers would follow what their files say: classes, paths and code.
-    """
-    shared, found = shared_component_folders(folder.path), dict[str, Any]()
-    for part in ("text_encoder", "tokenizer"):
-        component, entry = folder.family.components.get(part), folder.index.get(part) or [None, None]
-        if component is None or part in given or (entry[1] is None and part not in shared):
-            continue
-        place = shared.get(part, folder.path)
-        entry = entry if entry[1] is not None else read_config(place / "model_index.json")[part]
-        if entry[1] == MiniLMTextEncoder.__name__:
-            if part in shared:
-                found[part] = MiniLMTextEncoder.from_pretrained(place / part)
-        else:
-            found[part] = component.load_foreign(place / part, entry, dtypes.get(part, dtypes["default"]), variant)
-    return found
-
-
-def quantized_components(folder: ModelFolder, quantization: str | None, given: Mapping[str, Any]) -> dict[str, str]:
-    """Return the formats of the components that are quantized in a model folder, or become so by a request, by name.
-
-    Args:
-        given: components that the caller passes, which are left as they are.
-    """
-    found: dict[str, str] = {}
-    for part, component in folder.family.components.items():
-        network: Any = component.network_class
-        if not isinstance(network, type) or "quantization" not in signature(network).parameters or part in given:
-            if part == "transformer" and quantization is not None and part not in given:
-                name = getattr(network, "__name__", network)
-                raise ValueError(f"quantization={quantization!r} is not supported by {name}; leave it out")
-            continue
-        entry = folder.index.get(part) or [None, None]
-        if entry[1] is not None and (kind := quantization or stored_quantization(folder.path / part)):
-            found[part] = kind
+    fast = default_dtype(model.path, "cuda" if torch.cuda.is_available() else "cpu")
+    chosen = given if isinstance(given, torch.dtype) else own.get("default", fast)
+    found = {}
+    for part, each in model.stored.items():
+        kind = each.class_name if isinstance(each, TokenizerFolder) else each.network_class.__name__
+        follows = model.family.components[part].follows(kind)
+        found[part] = own.get(part, chosen if follows else own.get("default", torch.float32))
+        if part in quantized:
+            asked = own.get(part, own.get("default", given))
+            if asked not in (None, torch.float32):
+                raise ValueError(
+                    f"dtype must be float32 for {part} with quantization='int8', whose other steps compute in it, got {asked}"
+                )
+            found[part] = torch.float32
     return found
 
 
@@ -263,21 +357,11 @@ def stored_quantization(folder: Any) -> str | None:
         return None
 
 
-def load_quantized_components(
-    folder: ModelFolder, formats: Mapping[str, str], dtypes: Mapping[str, Any], variant: str | None
-) -> dict[str, Any]:
-    """Load the components with these formats; see `quantized_components`."""
-    components = folder.family.components
-    return {
-        part: components[part].network_class.from_pretrained(
-            folder.path / part, quantization=kind, torch_dtype=dtypes.get(part, dtypes["default"]), variant=variant
-        )
-        for part, kind in formats.items()
-    }
+# -- trained drafters -----------------------------------------------------------------------------------------------------
 
 
-def resolve_drafter(name: Any, family: ModelFamily) -> tuple[str, Path, Mapping[str, Any]]:
-    """Return the component name of a trained network that drafts, such as `"eagle"`, its folder and its configuration.
+def resolve_drafter(name: Any, family: ModelFamily) -> tuple[str, NetworkFolder]:
+    """Return the component name of a trained network that drafts, such as `"eagle"`, and its folder.
 
     Args:
         name: name of a packaged one, its folder, or the folder of the training run.
@@ -294,8 +378,7 @@ def resolve_drafter(name: Any, family: ModelFamily) -> tuple[str, Path, Mapping[
     class_name = read_object(folder / "config.json").get("_class_name")
     for component_name, component in family.trainable.items():
         if component.network_class.__name__ == class_name:
-            refuse_code_files(folder)
-            return component_name, folder, validate_network_files(folder, component.network_class)
+            return component_name, NetworkFolder(folder, component.network_class)
     classes = ", ".join(each.network_class.__name__ for each in family.trainable.values()) or "none"
     raise ValueError(
         f"{folder / 'config.json'} describes a {class_name!r}; drafters of a {family.pipeline.__name__} are {classes}"
@@ -305,23 +388,21 @@ def resolve_drafter(name: Any, family: ModelFamily) -> tuple[str, Path, Mapping[
 def load_trained_networks(pipeline: Any, *names: Any) -> dict[str, Any]:
     """Load networks that were trained to draft for a pipeline's transformer, by component name; see `resolve_drafter`."""
     family = pipeline.family
-    found = {name: (folder, config) for name, folder, config in (resolve_drafter(each, family) for each in names)}
+    found = dict(resolve_drafter(each, family) for each in names)
     configs = {name: getattr(getattr(pipeline, name), "config", None) for name in family.components}
     try:
-        family.check(configs | {name: config for name, (_, config) in found.items()})
+        family.check(configs | {name: each.config for name, each in found.items()})
     except ValueError as error:
-        raise ValueError(f"{', '.join(str(folder) for folder, _ in found.values())}: {error}") from error
-    for folder, config in found.values():
-        codes = config.get("codes") and pipeline.vqvae and pipeline.vqvae.quantize.digest()
-        if codes and codes != config["codes"]:
-            digests = f"digest {config['codes']}, and this model's is {codes}"
+        raise ValueError(f"{', '.join(str(each.folder) for each in found.values())}: {error}") from error
+    for each in found.values():
+        codes = each.config.get("codes") and pipeline.vqvae and pipeline.vqvae.quantize.digest()
+        if codes and codes != each.config["codes"]:
+            digests = f"digest {each.config['codes']}, and this model's is {codes}"
             raise ValueError(
-                f"{folder} belongs to another codebook ({digests}): give a network that was trained for this model"
+                f"{each.folder} belongs to another codebook ({digests}): give a network that was trained for this model"
             )
-    networks = {}
-    for name, (folder, _) in found.items():
-        component = family.components[name]
-        dtype = pipeline.transformer.dtype if component.follows_dtype else torch.float32
-        options = {"torch_dtype": dtype, "use_safetensors": True, **load_options()}
-        networks[name] = component.network_class.from_pretrained(folder, **options).eval()
-    return networks
+    dtype = pipeline.transformer.dtype
+    return {
+        name: load_network(each, dtype if family.components[name].follows_dtype else torch.float32)
+        for name, each in found.items()
+    }

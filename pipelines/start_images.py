@@ -16,12 +16,10 @@ from torch import Tensor
 from vargen.decoding import VideoMethod
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.images import preprocess_images
-from vargen.pipelines.video_settings import resolve_setting
 from vargen.values import short_repr
 
 if TYPE_CHECKING:
     from vargen.pipelines.causal_video import CausalVideoPipeline
-    from vargen.pipelines.registry import ModelInfo
 
 _ADVERB = r"\w+ly"  # as in "quickly bouncing"
 _PREPOSITION = r"(?:on|in|at|to|into|from|over|under|with)\b"  # what is left of "rolling on the floor" names no object
@@ -44,35 +42,35 @@ def remove_motion(prompt: str, motions: Sequence[str]) -> str | None:
     return still if count and names_object else None
 
 
-def find_image_model(model: ModelInfo, name: str | None = None) -> ModelInfo | None:
-    """Return the image model that generates start images; None if there is none.
+def find_image_model(pipe: Any, name: str | None = None) -> VisualPipeline | None:
+    """Return the pipeline, without weights, of the image model that generates start images; None if there is none.
 
     Args:
-        model: of the videos. name: a packaged model or a folder; None for the one in the model's settings, `"none"` for none.
+        pipe: of the videos. name: a packaged model or a folder; None for the one in the model's settings, `"none"` for none.
     """
-    chosen = resolve_setting(model.defaults, "image_model") if name is None else name
+    chosen = pipe.setting("image_model") if name is None else name
     if chosen in (None, "none"):
         return None
-    if not resolve_setting(model.defaults, "image"):
-        raise ValueError(f"image_model must be left out: {model.folder.name} was not trained to start from an image")
+    if not pipe.setting("image"):
+        raise ValueError(f"image_model must be left out: {pipe.folder.name} was not trained to start from an image")
     return _inspect(str(chosen))
 
 
 def open_image_pipe(name: str, device: torch.device) -> VisualPipeline:
     """Open a model that generates images from prompts; ValueError for another one."""
-    from vargen.pipelines.registry import open_pipeline  # which imports this file
+    from vargen.pipelines.loading import open_pipeline
 
     pipe: VisualPipeline = open_pipeline(_inspect(name).folder, device=device)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
 
-def _inspect(name: str) -> ModelInfo:
-    from vargen.pipelines.registry import inspect_model
+def _inspect(name: str) -> VisualPipeline:
+    from vargen.pipelines.loading import inspect_model
 
     found = inspect_model(name)
-    if found.fps is not None or found.condition != "text":
-        raise ValueError(f"image_model must generate images from prompts, got {found.folder.name}")
+    if found.fps is not None or found.is_class_conditional:
+        raise ValueError(f"image_model must generate images from prompts, got {name}")
     return found
 
 

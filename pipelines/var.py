@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from PIL import Image
@@ -22,7 +22,7 @@ from vargen.models.var.decoding import VARScaleModel
 from vargen.models.var.network import SCALES, VARTransformer, official_config
 from vargen.pipelines import validation
 from vargen.pipelines.base import VisualPipeline
-from vargen.pipelines.components import TEXT_COMPONENTS, Component, ModelFamily, register_family
+from vargen.pipelines.families import TEXT_COMPONENTS, Component, ModelFamily, register_family
 from vargen.pipelines.generation import CandidateSelection, GenerationRequest, OutputOptions, run_request
 from vargen.pipelines.images import (
     FixedTokens,
@@ -35,9 +35,6 @@ from vargen.pipelines.images import (
     validate_source,
 )
 from vargen.pipelines.prompts import PromptInputs, PromptNames
-
-if TYPE_CHECKING:
-    from vargen.pipelines.registry import ModelInfo
 
 
 class VARPipeline(VisualPipeline):
@@ -85,12 +82,6 @@ class VARPipeline(VisualPipeline):
         self._register_components(components, values, prompt_names)
 
     # -- properties -----------------------------------------------------------------------------------------------------
-
-    @classmethod
-    def validate_method_for(cls, info: ModelInfo, method: Any) -> None:
-        method.assign_stages(info.num_baseline_passes)
-        if method.needs_draft_model and "draft_transformer" not in info.components:
-            raise ValueError(f"{method.name} needs a draft_transformer, a smaller model, and this model has none")
 
     @property
     def grids(self) -> tuple[tuple[int, int], ...]:

@@ -12,7 +12,7 @@ from typing import Any
 from vargen.assets import packaged_models
 from vargen.decoding.video.denoising import SHIFT, STEPS, TIMESTEPS, shifted_levels
 from vargen.decoding.video.policies import validate_threshold
-from vargen.folders.config_bounds import require_equal
+from vargen.folders.networks import require_equal
 from vargen.models.causal_video.network import geometry_from_config
 from vargen.values import parse_float, parse_int, short_repr
 

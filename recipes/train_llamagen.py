@@ -19,7 +19,7 @@ from vargen.models.llamagen.network import LlamaGenTransformer
 from vargen.models.text_encoder import MiniLMTextEncoder
 from vargen.models.tokenizers.vq import VQModel
 from vargen.pipelines.llamagen import LLAMAGEN, LlamaGenPipeline
-from vargen.pipelines.loading import validate_model_folder
+from vargen.pipelines.loading import read_model_folder
 from vargen.training.config import Schedule
 from vargen.training.dataset import CaptionedImages, load_captioned_images
 from vargen.training.generator import GeneratorConfig, train_generator
@@ -72,7 +72,7 @@ def main(
         "grid_size": images.images.shape[1] // vqvae.downsampling, "caption_dim": 384, "cls_token_num": 32, "multiple_of": 128,
     }  # fmt: skip
     config = GeneratorConfig(model, Schedule(steps, learning_rate), batch_size=batch_size, wrong_prefix_probability=0.1)
-    text = validate_model_folder(text_from, LLAMAGEN).path
+    text = read_model_folder(text_from, LLAMAGEN).path
     print(train_llamagen(images, tokenizer, output, config, torch.device(device), text, guidance_scale=guidance_scale))
 
 

@@ -31,7 +31,7 @@ from vargen.models.text_encoder import MiniLMTextEncoder
 from vargen.models.tokenizers.multi_scale_vq import MultiScaleVQModel
 from vargen.models.var.network import VARTransformer
 from vargen.pipelines.llamagen import LLAMAGEN
-from vargen.pipelines.loading import validate_model_folder
+from vargen.pipelines.loading import read_model_folder
 from vargen.pipelines.var import VARPipeline
 from vargen.training.config import Schedule, at_least, validate_fractions
 from vargen.training.dataset import CaptionBank, CaptionedImages, load_captioned_images, take_evenly, to_pixels
@@ -243,7 +243,7 @@ def main(
         "code_dim": vq.config.codebook_embed_dim, "caption_dim": 384, "caption_rows": 32, "shared_aln": True,
     }  # fmt: skip
     config = NextScaleConfig(model, Schedule(steps, learning_rate), batch_size=batch_size)
-    text, place = validate_model_folder(text_from, LLAMAGEN).path, torch.device(device)
+    text, place = read_model_folder(text_from, LLAMAGEN).path, torch.device(device)
     print(train_var(images, tokenizer, output, config, place, text, teacher, guidance_scale=guidance_scale))
 
 

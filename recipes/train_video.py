@@ -34,7 +34,7 @@ from vargen.models.text_encoder import MiniLMTextEncoder
 from vargen.models.tokenizers.video_vae import CausalVideoVAE
 from vargen.pipelines.causal_video import CausalVideoPipeline
 from vargen.pipelines.llamagen import LLAMAGEN
-from vargen.pipelines.loading import validate_model_folder
+from vargen.pipelines.loading import read_model_folder
 from vargen.training.config import Schedule, at_least, validate_fractions
 from vargen.training.dataset import CaptionBank
 from vargen.training.run import Trainer, export, fit
@@ -377,7 +377,7 @@ def flow(
         "fps": codec.config.fps, "text_dim": 384, "text_len": _TEXT_ROWS, "text_mask": True, "freq_dim": 128,
     }  # fmt: skip
     config = VideoConfig(model, Schedule(steps, learning_rate), ema_decay=0.999, weight_decay=0.1)
-    text = validate_model_folder(text_from, LLAMAGEN).path
+    text = read_model_folder(text_from, LLAMAGEN).path
     print(train_video(load_clips(data), vae, output, config, torch.device(device), text))
 
 
@@ -396,7 +396,7 @@ def few_step(
     model = dict(CausalVideoTransformer.load_config(teacher))
     shape = {name: value for name, value in model.items() if not name.startswith("_")}
     config = VideoConfig(shape, Schedule(steps, learning_rate), seed=1, weight_decay=0.0)
-    text = validate_model_folder(text_from, LLAMAGEN).path
+    text = read_model_folder(text_from, LLAMAGEN).path
     print(train_video(load_clips(data), vae, output, config, torch.device(device), text, teacher))
 
 

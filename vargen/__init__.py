@@ -14,9 +14,8 @@ if TYPE_CHECKING:
     from vargen.models.var.network import VARTransformer
     from vargen.pipelines.causal_video import CausalVideoPipeline
     from vargen.pipelines.language_model import accelerate
-    from vargen.pipelines.language_model_folders import open_language_model
     from vargen.pipelines.llamagen import LlamaGenPipeline
-    from vargen.pipelines.registry import open_pipeline
+    from vargen.pipelines.loading import open_pipeline
     from vargen.pipelines.var import VARPipeline
 
 from vargen.device import set_passive_openmp_wait
@@ -37,7 +36,6 @@ __all__ = [
     "VQModel",
     "__version__",
     "accelerate",
-    "open_language_model",
     "open_pipeline",
 ]
 
@@ -53,8 +51,7 @@ _HOMES = {
     "VARTransformer": "vargen.models.var.network",
     "VQModel": "vargen.models.tokenizers.vq",
     "accelerate": "vargen.pipelines.language_model",
-    "open_language_model": "vargen.pipelines.language_model_folders",
-    "open_pipeline": "vargen.pipelines.registry",
+    "open_pipeline": "vargen.pipelines.loading",
 }
 
 

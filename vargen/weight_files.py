@@ -38,26 +38,27 @@ class TensorInfo:
 WeightHeader = dict[str, TensorInfo]
 
 
-def read_weight_header(folder: Path, stem: str, variant: str | None = None) -> WeightHeader:
-    """Return the tensors of `folder/stem.safetensors`, or of its shards, by name.
+def find_weight_files(folder: Path, stem: str, variant: str | None = None) -> list[Path]:
+    """Return the weight files of a network: one, or the shards that an index names. Capital letters make no difference.
 
     Args:
-        variant: part of the file names, for example "fp16", placed where diffusers places it.
+        variant: part of the file names, for example "fp16", placed where diffusers places it. None: without, if there are such
+            files, else the only variant that there is.
     """
-    return {name: info for file in find_weight_files(folder, stem, variant) for name, info in read_header(file).items()}
-
-
-def find_weight_files(folder: Path, stem: str, variant: str | None = None) -> list[Path]:
-    """Return the weight files of a network: one, or the shards that an index names."""
+    there = {file.name.lower(): file for file in sorted(folder.iterdir(), reverse=True)} if folder.is_dir() else {}
+    if variant is None and not {f"{stem}.safetensors", f"{stem}.safetensors.index.json"} & there.keys():
+        kind = re.compile(rf"{stem}(?:\.(\w+)\.safetensors|\.safetensors\.index\.(\w+)\.json)")
+        variants = {match[1] or match[2] for name in there if (match := kind.fullmatch(name))}
+        variant = variants.pop() if len(variants) == 1 else None
     named = f".{variant}" if variant else ""
-    single, index = folder / f"{stem}{named}.safetensors", folder / f"{stem}.safetensors.index{named}.json"
-    if index.is_file():  # diffusers prefers it as well
-        return [folder / name for name in sorted(set(read_index(index).values()))]
-    if not single.is_file():
-        others = sorted(p.name for p in folder.glob("*") if p.suffix.lower() in (".bin", ".pt", ".pth", ".ckpt"))
-        reason = f"; {', '.join(others)} may run code when opened and is not read, convert it first" if others else ""
-        raise ValueError(f"{single} is missing{reason}")
-    return [single]
+    single, index = f"{stem}{named}.safetensors", f"{stem}.safetensors.index{named}.json"
+    if (found := there.get(index.lower())) is not None:  # diffusers prefers it as well
+        return [there.get(name.lower(), folder / name) for name in sorted(set(read_index(found).values()))]
+    if single.lower() in there:
+        return [there[single.lower()]]
+    others = sorted(file.name for file in there.values() if file.suffix.lower() in (".bin", ".pt", ".pth", ".ckpt"))
+    reason = f"; {', '.join(others)} may run code when opened and is not read, convert it first" if others else ""
+    raise ValueError(f"{folder / single} is missing{reason}")
 
 
 def validate_weights(found: WeightHeader, expected: Shapes, where: str, dtypes: Mapping[str, str] | None = None) -> None:

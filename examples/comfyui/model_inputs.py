@@ -7,8 +7,8 @@ from functools import lru_cache
 from typing import Any
 
 from vargen import open_pipeline
-from vargen.decoding import list_methods, resolve_method
-from vargen.pipelines.registry import inspect_model, paradigm_of, pipeline_class
+from vargen.decoding import list_methods
+from vargen.pipelines.loading import find_pipeline_class, inspect_model
 
 MODEL_DEFAULT = "default"
 _MAX_SEED = 2**53 - 1  # the largest that ComfyUI's page stores exactly
@@ -35,10 +35,9 @@ def check_model(model: str | None, method: str | None, paradigms: Sequence[str])
         return True
     try:
         _require_paradigm(model, paradigms)
-        info = inspect_model(model)
+        pipe = inspect_model(model)
         if method not in (None, MODEL_DEFAULT):
-            pipeline = pipeline_class(info.pipeline)
-            pipeline.validate_method_for(info, resolve_method(method, pipeline.paradigm))
+            pipe.validate_method(pipe.resolve_method(method))
     except (ValueError, TypeError, OSError) as error:
         return str(error)
     return True
@@ -58,5 +57,5 @@ def open_model(model: str, paradigms: tuple[str, ...]) -> Any:
 
 
 def _require_paradigm(model: str, paradigms: Sequence[str]) -> None:
-    if (paradigm := paradigm_of(model)) not in paradigms:
+    if (paradigm := find_pipeline_class(model).paradigm) not in paradigms:
         raise ValueError(f"model must be a {' or '.join(paradigms)} model in this node, and {model!r} is a {paradigm} model")

@@ -11,7 +11,7 @@ from tiny_families import seeded
 from vargen import LlamaGenPipeline
 from vargen.decoding import list_methods
 from vargen.pipelines.base import VisualPipeline
-from vargen.pipelines.registry import open_pipeline
+from vargen.pipelines.loading import open_pipeline
 from vargen.scoring.image_text import ImageTextScorer
 
 THINGS = ["a red apple", "grinning face, 3d style", "a blue heart", "flag of ukraine", "a green tree", "a red car"]

@@ -10,7 +10,7 @@ import torch
 from vargen.decoding import list_methods
 from vargen.evaluation.video import DRAFTS
 from vargen.pipelines.base import VisualPipeline
-from vargen.pipelines.registry import open_pipeline
+from vargen.pipelines.loading import open_pipeline
 from vargen.scoring.frames import FrameScorer
 from vargen.scoring.image_text import ImageTextScorer
 

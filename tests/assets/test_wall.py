@@ -14,7 +14,7 @@ pytest.importorskip("gradio")
 
 from vargen.demo.first_sight import FOLDER, read_wall
 from vargen.image_metadata import pixels_digest
-from vargen.pipelines.registry import open_pipeline
+from vargen.pipelines.loading import open_pipeline
 from vargen.scoring.registry import open_scorer
 
 LEAST = 8.0  # what a person does not recognize is below it; images of the model's training captions have 10 to 13

@@ -55,7 +55,7 @@ def class_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A pipeline folder of ten classes, two of them named."""
     folder = tmp_path_factory.mktemp("models") / "tiny-class"
     id2label = {0: "tench, Tinca tinca", 1: "goldfish"}
-    LlamaGenPipeline(**class_pipeline().components, id2label=id2label).save_pretrained(folder)
+    LlamaGenPipeline.from_pipe(class_pipeline(), id2label=id2label).save_pretrained(folder)
     return folder
 
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from vargen.pipelines.registry import FAMILIES, LLAMAGEN
+from vargen.pipelines.families import FAMILIES
+from vargen.pipelines.llamagen import LLAMAGEN
 
 
 def test_options_reach_the_converter(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:

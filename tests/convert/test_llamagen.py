@@ -19,7 +19,7 @@ from vargen.models.llamagen.blocks import build_rotary_2d
 from vargen.models.llamagen.network import SIZES, LlamaGenTransformer
 from vargen.models.tokenizers.vq import VQModel
 from vargen.pipelines.llamagen import LLAMAGEN
-from vargen.pipelines.loading import validate_model_folder
+from vargen.pipelines.loading import read_model_folder
 
 State = dict[str, Tensor]
 
@@ -148,7 +148,7 @@ def test_a_missing_usage_counter_is_no_fault(files: tuple[Path, Path], tmp_path:
     del state["quantize.codebook_used"]
     torch.save(state, files[1])
     convert_llamagen(*files, tmp_path / "out", grid_size=4)
-    validate_model_folder(tmp_path / "out", LLAMAGEN)
+    read_model_folder(tmp_path / "out", LLAMAGEN)
 
 
 # -- what the shapes tell ------------------------------------------------------------------------------------------

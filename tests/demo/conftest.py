@@ -23,7 +23,7 @@ from vargen.demo.image_service import ImageService  # noqa: E402
 from vargen.demo.launch import serve  # noqa: E402
 from vargen.demo.page import build_page  # noqa: E402
 from vargen.demo.video_service import VideoService  # noqa: E402
-from vargen.pipelines.registry import open_pipeline  # noqa: E402
+from vargen.pipelines.loading import open_pipeline  # noqa: E402
 
 _FLAGS = (
     "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "

@@ -24,7 +24,7 @@ from vargen.decoding import BlockRecord
 from vargen.demo.page import build_video_page
 from vargen.demo.rendering import block_badges
 from vargen.demo.video_service import VideoService, encode_animation
-from vargen.pipelines.registry import open_pipeline
+from vargen.pipelines.loading import open_pipeline
 
 TAU = "#video-tau input[type=number]"
 

@@ -84,7 +84,7 @@ def test_an_image_is_what_the_pipeline_generates_of_its_seed(whole: dict[str, by
     import torch
     from PIL import Image
 
-    from vargen.pipelines.registry import open_pipeline
+    from vargen.pipelines.loading import open_pipeline
 
     alone = open_pipeline(str(model))(class_labels=4, generator=torch.Generator().manual_seed(4), accelerator="ar")
     stored = Image.open(io.BytesIO(whole["images/ar/000/00000004.png"]))

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from vargen.cli.main import app
 from vargen.decoding import PRESETS
 from vargen.evaluation.video import DRAFTS, block_discontinuity, compare_video_methods, flicker
-from vargen.pipelines.registry import open_pipeline
+from vargen.pipelines.loading import open_pipeline
 from vargen.scoring.protocol import to_scorer
 
 

@@ -11,7 +11,7 @@ import torch
 from rejects import rejects
 from safetensors.torch import save_file
 
-from vargen.weight_files import TensorInfo, read_header, read_weight_header, validate_shapes, validate_weights
+from vargen.weight_files import TensorInfo, find_weight_files, read_header, validate_shapes, validate_weights
 
 _STEM = "diffusion_pytorch_model"
 _SHAPES = {"a.weight": (4, 3), "b.bias": (5,), "scale": ()}
@@ -28,7 +28,8 @@ def _refused(folder: Path, message: str) -> None:
 
 
 def _check(folder: Path) -> None:
-    validate_weights(read_weight_header(folder, _STEM), _SHAPES, str(folder))
+    header = {name: info for file in find_weight_files(folder, _STEM) for name, info in read_header(file).items()}
+    validate_weights(header, _SHAPES, str(folder))
 
 
 def test_the_right_weights_pass(tmp_path: Path) -> None:

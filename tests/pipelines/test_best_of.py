@@ -59,7 +59,7 @@ def test_classes_are_scored_by_name(class_pipe: Any) -> None:
         read.extend(prompts)
         return torch.zeros(len(images))
 
-    named = type(class_pipe)(**class_pipe.components, id2label={1: "tench, Tinca tinca"})
+    named = type(class_pipe).from_pipe(class_pipe, id2label={1: "tench, Tinca tinca"})
     named(class_labels=1, scorer=reader, num_candidates=2)
     assert read == ["tench", "tench"]
     rejects(lambda: class_pipe(class_labels=1, scorer=reader), "scorer")

@@ -15,7 +15,7 @@ from tiny_video_folder import HOW, OWN, SHARED_FROM, video_folder
 
 from vargen.pipelines import videos as video_files
 from vargen.pipelines.causal_video import CausalVideoPipeline
-from vargen.pipelines.registry import open_pipeline
+from vargen.pipelines.loading import open_pipeline
 from vargen.pipelines.videos import save_video
 from vargen.scoring.frames import FrameScorer
 from vargen.training.dataset import CaptionBank

@@ -134,13 +134,9 @@ def test_what_is_no_drafter_is_refused(tmp_path: Path) -> None:
     folder = saved(tmp_path, "eagle")
     rejects(lambda: class_var_pipeline().load_drafter(folder), "drafters")
     weights = folder / "diffusion_pytorch_model.safetensors"
-    whole = weights.read_bytes()
-    weights.write_bytes(whole[:100])
+    weights.write_bytes(weights.read_bytes()[:100])
     rejects(lambda: pipe.load_drafter(folder), "damaged")
-    weights.write_bytes(whole)
-    (folder / "model.py").write_text("print('hello')")
-    rejects(lambda: pipe.load_drafter(folder), "code")
-    rejects(lambda: pipe.load_drafter(saved(tmp_path, "low_res"), folder), "code")
+    rejects(lambda: pipe.load_drafter(saved(tmp_path, "low_res"), folder), "damaged")
     assert pipe.eagle is None and pipe.low_res is None, "all are loaded or none"
 
 

@@ -124,7 +124,9 @@ def test_a_variant_is_opened_by_its_name(tmp_path):
     class_pipeline().to(torch.float16).save_pretrained(tmp_path / "model", variant="fp16")
     pipe = LlamaGenPipeline.from_pretrained(tmp_path / "model", variant="fp16", torch_dtype=torch.float32)
     assert torch.equal(pipe.transformer.norm.weight, class_pipeline().transformer.norm.weight.half().float())
-    rejects(lambda: LlamaGenPipeline.from_pretrained(tmp_path / "model"), f"{WEIGHTS} is missing")
+    pipe = LlamaGenPipeline.from_pretrained(tmp_path / "model")
+    assert pipe.transformer.dtype == torch.float32, "the only variant needs no name"
+    rejects(lambda: LlamaGenPipeline.from_pretrained(tmp_path / "model", variant="bf16"), "bf16.safetensors is missing")
 
 
 def test_default_dtypes(saved, monkeypatch):
@@ -224,7 +226,7 @@ def test_a_device_may_be_named_at_opening(folder: Path, monkeypatch: pytest.Monk
     pipe = open_pipeline(folder, device="meta")
     assert pipe.device.type == "meta" and pipe.transformer.dtype == torch.bfloat16, "that device's fastest"
     assert open_pipeline(folder, device="meta", torch_dtype=torch.float64).transformer.dtype == torch.float64
-    monkeypatch.setattr("vargen.pipelines.registry.find_model_folder", None)  # nothing is looked at before
+    monkeypatch.setattr(loading, "locate_folder", None)  # nothing is looked at before
     for wrong in ("gpu", "cuda:999", 3.5):
         with pytest.raises(ValueError, match="device"):
             open_pipeline(folder, device=wrong)
@@ -277,7 +279,7 @@ from pathlib import Path
 sys.modules["accelerate"] = None
 import diffusers, transformers
 import vargen.pipelines.llamagen
-from vargen.pipelines.registry import open_pipeline
+from vargen.pipelines.loading import open_pipeline
 assert not diffusers.utils.is_accelerate_available()
 assert open_pipeline(sys.argv[1]).transformer is not None
 assert diffusers.utils.logging.is_progress_bar_enabled(), "other pipelines keep their bars"

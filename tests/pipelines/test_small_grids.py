@@ -16,7 +16,7 @@ from vargen.cli.main import app
 from vargen.decoding import PRESETS, Accelerator, DynamicTree, Sampling, decode, list_methods, resolve_method
 from vargen.decoding.experimental import SpeculativeTree, recursive_rejection
 from vargen.pipelines.llamagen import LlamaGenPipeline
-from vargen.pipelines.registry import inspect_model
+from vargen.pipelines.loading import inspect_model
 from vargen.serving.generation import GenerationThread
 from vargen.serving.tasks import ImageTask
 
@@ -41,7 +41,7 @@ def test_every_preset_runs_on_a_small_grid(name: str, rows: int) -> None:
 def test_a_size_that_was_asked_for_is_refused(folder: Path, method: str) -> None:
     size, asked = method.partition(":")[2].split(",")[0].split("=")
     accelerator = resolve_method(method)
-    rejects(lambda: LlamaGenPipeline.validate_method_for(inspect_model(folder), accelerator), size, ValueError)
+    rejects(lambda: inspect_model(folder).validate_method(accelerator), size, ValueError)
     pipe: Any = LlamaGenPipeline.from_pretrained(folder)
     rejects(lambda: pipe(class_labels=3, accelerator=method), size, ValueError)
     trees = Accelerator("mine", SpeculativeTree(DynamicTree(9, int(asked), 2)), recursive_rejection)
@@ -64,7 +64,7 @@ def test_pipelines_commands_and_service_take_every_preset_that_they_list(folder:
     assert not {"gumbel", "scd", "gsd", "speculative", "pac"} & set(unsupported)
     for method in pipe.list_methods():
         if method.unsupported_reason is None:
-            pipe.validate_method_for(inspect_model(folder), PRESETS[method.name])
+            inspect_model(folder).validate_method(PRESETS[method.name])
             assert pipe(class_labels=3, accelerator=method.name, output_type="latent").images.shape == (1, 2, 2)
     with GenerationThread(pipe, "gumbel", slots=2) as generation:
         [handle] = generation.submit([ImageTask(3, 1, Sampling())])

@@ -17,7 +17,7 @@ from vargen.assets import packaged_model_path
 from vargen.evaluation.video import DRAFTS
 from vargen.models.causal_video.lora import CausalVideoLoRA
 from vargen.pipelines.causal_video import CausalVideoPipeline
-from vargen.pipelines.registry import open_pipeline
+from vargen.pipelines.loading import open_pipeline
 from vargen.pipelines.start_images import encode_start_image, remove_motion
 
 PHRASES = json.loads((packaged_model_path("emoji-video") / "model_index.json").read_text())["defaults"]["motions"]

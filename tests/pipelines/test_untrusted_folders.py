@@ -106,7 +106,6 @@ ATTENTION = {"_attn_implementation": "flash_attention_2", "_attn_implementation_
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        (add_code, "generate.py is program code"),
         (lambda folder: name_audio_tokenizer(folder, "processor_config.json", False), "audio_tokenizer"),
         (lambda folder: name_audio_tokenizer(folder, "processor_config.json", True), "audio_tokenizer"),
         (lambda folder: change(folder / "config.json", auto_map=AUTO_MAP), "auto_map"),
@@ -118,7 +117,7 @@ ATTENTION = {"_attn_implementation": "flash_attention_2", "_attn_implementation_
         (lambda folder: change_part(folder / "config.json", "text_config", model_type="gemma3"), "text_config"),
         (lambda folder: change_part(folder / "config.json", "text_config", hidden_act="../evil"), "hidden_act"),
     ],
-    ids=range(11),
+    ids=range(10),
 )
 def test_what_asks_for_code_or_another_model_is_refused(janus: Any, tmp_path: Path, how: Any, said: str) -> None:
     kind, message = attack(janus, tmp_path / "model", how)
@@ -130,6 +129,7 @@ def test_what_asks_for_code_or_another_model_is_refused(janus: Any, tmp_path: Pa
 @pytest.mark.parametrize(
     "how",
     [
+        add_code,
         lambda folder: name_audio_tokenizer(folder, "audio_tokenizer_config.json", False),
         lambda folder: change(folder / "tokenizer_config.json", tokenizer_file="/dev/zero", vocab_file="/etc/passwd"),
         lambda folder: change(folder / "tokenizer_config.json", tokenizer_class="EvilTokenizer", processor_class="Evil"),
@@ -140,7 +140,7 @@ def test_what_asks_for_code_or_another_model_is_refused(janus: Any, tmp_path: Pa
         lambda folder: change(folder / "tokenizer_config.json", chat_template="{{ 'a' * 500000000 }}"),
         lambda folder: change(folder / "tokenizer_config.json", extra_ids=0, max_len_single_sentence=10**9),
     ],
-    ids=range(9),
+    ids=range(10),
 )
 def test_values_that_name_files_classes_and_programs_have_no_effect(janus: Any, tmp_path: Path, how: Any) -> None:
     assert attack(janus, tmp_path / "model", how) == ("returned", janus[1])

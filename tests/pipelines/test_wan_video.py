@@ -19,8 +19,7 @@ from vargen import open_pipeline
 from vargen.convert.causal_video import convert_causal_video
 from vargen.decoding import PRESETS
 from vargen.pipelines import video_memory
-from vargen.pipelines.loading import validate_model_folder
-from vargen.pipelines.registry import inspect_model
+from vargen.pipelines.loading import inspect_model
 from vargen.pipelines.video_memory import predict_memory, weight_bytes
 
 from diffusers import AutoencoderKLWan  # isort: skip  (after the torchvision guard)
@@ -71,7 +70,7 @@ def test_official_files_become_an_mp4(pipe: Any, tmp_path: Path) -> None:
 
 def test_a_folder_says_what_it_is(folder: Path, pipe: Any) -> None:
     said = inspect_model(folder)
-    assert (said.pipeline, said.fps, said.num_tokens, said.num_baseline_passes) == ("CausalVideoPipeline", 16, 81, 7 * 5 - 1)
+    assert (type(said), said.fps, said.num_tokens, said.num_baseline_passes) == (type(pipe), 16, 81, 7 * 5 - 1)
     assert pipe.decoding_model().levels == pytest.approx((1, 0.9375, 5 / 6, 0.625))
 
 
@@ -138,15 +137,15 @@ def test_the_target_drafts_with_fewer_steps(files: dict[str, Any], tmp_path: Pat
     assert ladder.resolve_method(None).name == "sdvg" and ladder.draft_transformer is None
     model = ladder.decoding_model()
     assert model.draft_model.transformer is model.transformer and len(model.draft_model.levels) == 2
-    type(ladder).validate_method_for(inspect_model(folder), PRESETS["sdvg"])
+    inspect_model(folder).validate_method(PRESETS["sdvg"])
     stats = ladder("a cat", generator=seeded(0)[0], tau=-math.inf, **VIDEO).stats
     assert [block.passes for block in stats.blocks][1]["draft"] == 3, "a cache update and two steps"
 
 
 def test_memory_is_predicted_before_anything_is_loaded(pipe: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("safetensors.torch.load_file", lambda *_: pytest.fail("weights were read"))
-        predicted = predict_memory(validate_model_folder(folder))
+        patch.setattr("vargen.folders.networks.NetworkFolder.read", lambda *_: pytest.fail("weights were read"))
+        predicted = predict_memory(inspect_model(folder), torch.float32)
     assert all(size == weight_bytes(pipe.components[part]) for part, size in predicted.weights.items())
     model = pipe.decoding_model()
     frames = pipe.setting("num_blocks") * model.block_shape[0]

@@ -18,7 +18,7 @@ from tiny_training import check_resumes, data
 
 from vargen.models.tokenizers.multi_scale_vq import MultiScaleVQModel
 from vargen.models.tokenizers.vq import VQModel
-from vargen.pipelines.registry import open_pipeline
+from vargen.pipelines.loading import open_pipeline
 from vargen.training.config import Schedule
 from vargen.training.generator import GeneratorConfig
 

@@ -13,7 +13,7 @@ _server = multiprocessing.get_context("forkserver")
 # Installed packages, so that a process starts in milliseconds: the server does not see the folders of tests.
 _server.set_forkserver_preload(
     [
-        "vargen.pipelines.registry",
+        "vargen.pipelines.loading",
         "vargen.pipelines.language_model_folders",
         "transformers.models.janus.modeling_janus",
         "transformers.models.janus.processing_janus",
@@ -52,7 +52,7 @@ def run_limited(function: Callable[..., Any], *arguments: Any) -> tuple[str, Any
 
 def open_and_sample(folder: str) -> list[int]:
     """Open a folder and return the tokens of an image, which are the same for the same weights and tokenizer."""
-    from vargen.pipelines.registry import open_pipeline
+    from vargen.pipelines.loading import open_pipeline
 
     pipe = open_pipeline(folder)
     return pipe("a red apple", temperature=0, output_type="latent").images[0].flatten().tolist()

@@ -95,7 +95,7 @@ def setup_device(
 
     from vargen.device import describe_machine
     from vargen.evaluation.networks import official_sizes
-    from vargen.pipelines.registry import inspect_model
+    from vargen.pipelines.loading import inspect_model
 
     saved = next((name for name in models if name not in official_sizes()), None)
     folder = None if saved is None else inspect_model(saved).folder

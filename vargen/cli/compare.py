@@ -102,7 +102,7 @@ def compare(
     from vargen.device import summarize_machine
     from vargen.evaluation.compare import compare_methods
     from vargen.evaluation.contact_sheets import method_grid
-    from vargen.pipelines.registry import open_pipeline
+    from vargen.pipelines.loading import open_pipeline
 
     validation.validate_seed(seed, -(-len(prompts) // validation.validate_batch_size(batch_size)) * batch_size)
     validate_request(model, selected, sampling, leave_out=methods is None)
@@ -134,10 +134,10 @@ def select_methods(methods: str | None, model: str = "emoji") -> dict[str, Metho
     `vargen eval`: see `resolve_method`.
     """
     from vargen.decoding import DEFAULT_METHOD, list_methods, resolve_method
-    from vargen.pipelines.registry import inspect_model, pipeline_class
+    from vargen.pipelines.loading import find_pipeline_class
     from vargen.specs import split_specs
 
-    kind = pipeline_class(inspect_model(model).pipeline)
+    kind = find_pipeline_class(model)
     names = split_specs(methods) if methods is not None else []
     if methods is not None and not names:
         raise ValueError(f"methods must name at least one method, got {methods!r}")
@@ -152,16 +152,16 @@ def validate_request(model: str, methods: dict[str, Method], sampling: dict[str,
         leave_out: remove unsupported methods from `methods` with a message, instead of raising.
     """
     from vargen.pipelines import validation
-    from vargen.pipelines.registry import inspect_model, pipeline_class
+    from vargen.pipelines.loading import inspect_model
 
     _, checked = validation.validate_sampling(sampling)
     opened = inspect_model(model)
-    if opened.condition != "text":
+    if opened.is_class_conditional:
         raise ValueError("model must generate from text, and this one generates classes")
     checked.validate_top_k(opened.vocab_size)
     for name, method in list(methods.items()):
         try:
-            pipeline_class(opened.pipeline).validate_method_for(opened, method)
+            opened.validate_method(method)
         except ValueError as error:
             if not leave_out:
                 raise

@@ -43,22 +43,21 @@ def select_video_methods(options: VideoComparisonOptions) -> dict[str, Any]:
     """Return the methods by name, the baseline first; by default all that the model supports, and its drafts alone."""
     from vargen.decoding import list_methods, resolve_method
     from vargen.evaluation.video import DRAFTS
-    from vargen.pipelines.registry import inspect_model, pipeline_class
+    from vargen.pipelines.loading import inspect_model
     from vargen.specs import split_specs
 
     model = inspect_model(options.model)
-    kind = pipeline_class(model.pipeline)
     names = split_specs(options.methods or [])
-    found = {name: DRAFTS if name == DRAFTS.name else resolve_method(name, kind.paradigm) for name in (kind.baseline, *names)}
-    for method in () if names else (*list_methods(kind.paradigm), DRAFTS):
+    found = {name: DRAFTS if name == DRAFTS.name else resolve_method(name, model.paradigm) for name in (model.baseline, *names)}
+    for method in () if names else (*list_methods(model.paradigm), DRAFTS):
         try:
-            kind.validate_method_for(model, method)
+            model.validate_method(method)
         except ValueError as error:
             print_status(f"{method.name} was left out: {error}")
             continue
         found[method.name] = method
     for method in found.values():
-        kind.validate_method_for(model, method)
+        model.validate_method(method)
     if options.tau is None:
         return found
     return {name: each.with_tau(options.tau) if each.threshold is not None else each for name, each in found.items()}
@@ -68,7 +67,7 @@ def run_video_comparison(options: VideoComparisonOptions, prompts: list[str]) ->
     """Generate the videos and compare the methods."""
     from vargen.evaluation.features import load_extractor
     from vargen.evaluation.video import compare_video_methods
-    from vargen.pipelines.registry import open_pipeline
+    from vargen.pipelines.loading import open_pipeline
     from vargen.scoring.registry import open_scorer
     from vargen.specs import split_specs
 

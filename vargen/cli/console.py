@@ -190,7 +190,7 @@ def import_libraries() -> None:
     """
     gc.disable()
     try:
-        import vargen.pipelines.registry  # noqa: F401
+        import vargen.pipelines.loading  # noqa: F401
     finally:
         gc.freeze()
         gc.enable()

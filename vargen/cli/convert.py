@@ -49,9 +49,9 @@ def convert() -> None:
 
 def _converters() -> dict[str, Callable[..., Path]]:
     quiet_libraries()
-    from vargen.pipelines.registry import FAMILIES
+    from vargen.pipelines.loading import list_families
 
-    return {family.name: family.convert for family in FAMILIES.values() if family.convert is not None}
+    return {family.name: family.convert for family in list_families().values() if family.convert is not None}
 
 
 def converter_command(name: str, convert: Callable[..., Path]) -> Any:

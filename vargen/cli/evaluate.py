@@ -143,14 +143,14 @@ def evaluate(
     validate_writable(folder, "output")
 
     from vargen.evaluation.generation import GenerationPlan
-    from vargen.pipelines.registry import inspect_model, pipeline_class
+    from vargen.pipelines.loading import find_pipeline_class
     from vargen.specs import split_specs
 
     prompts = select_prompts(model, prompt_file, classes, seed, num_images or 0)
     plan = GenerationPlan(
         model=model,
         output=str(folder),
-        methods=tuple(split_specs(methods or [pipeline_class(inspect_model(model).pipeline).baseline])),
+        methods=tuple(split_specs(methods or [find_pipeline_class(model).baseline])),
         prompts=tuple(prompts),
         num=num_images or len(prompts),
         seed=seed,
@@ -186,13 +186,13 @@ def evaluate(
 def select_prompts(model: str, prompt_file: Path | None, classes: str | None, seed: int, count: int) -> list[Any]:
     """Return the prompts or the classes to generate in turn; `count` classes if they are random."""
     from vargen.evaluation.generation import select_classes
-    from vargen.pipelines.registry import inspect_model
+    from vargen.pipelines.loading import inspect_model
     from vargen.pipelines.validation import validate_prompts
 
-    info = inspect_model(model)
-    if info.condition == "class":
+    pipe = inspect_model(model)
+    if pipe.is_class_conditional:
         reject_options("is for models of text: give --classes", prompt_file=prompt_file)
-        return list(select_classes(classes or "each", info.num_classes, info.id2label, seed, count))
+        return list(select_classes(classes or "each", pipe.num_classes, pipe.class_names, seed, count))
     reject_options("is for models of classes: give --prompt-file", classes=classes)
     return validate_prompts(read_prompts(prompt_file or packaged_prompts()), "prompts")
 

@@ -17,7 +17,7 @@ from vargen.cli.results import Write, describe_failed_write, save_image, write_e
 
 if TYPE_CHECKING:
     from vargen.cli.generate import GenerateOptions
-    from vargen.pipelines.registry import ModelInfo
+    from vargen.pipelines.base import VisualPipeline
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,8 @@ def generate_image_files(options: GenerateOptions, own: ImageOptions) -> None:
         subjects = parse_class_labels(subjects, model)
     jobs = [(subject, seed, file) for subject, (_, seed), file in zip(subjects, requested, files, strict=True)]
 
+    from vargen.pipelines.loading import open_pipeline
     from vargen.pipelines.regeneration import model_digest
-    from vargen.pipelines.registry import open_pipeline
     from vargen.scoring.registry import DEFAULT_SCORER, open_scorer
 
     scorer = open_scorer(options.scorer or DEFAULT_SCORER, device) if own.best_of > 1 or options.scorer else None
@@ -100,27 +100,26 @@ def generate_image_files(options: GenerateOptions, own: ImageOptions) -> None:
         print_status(f"{count} in {made.seconds:.1f} s (and {seconds_load:.1f} s to load), {rate}")
 
 
-def _check_request(options: GenerateOptions, own: ImageOptions) -> tuple[ModelInfo, str]:
+def _check_request(options: GenerateOptions, own: ImageOptions) -> tuple[VisualPipeline, str]:
     """Check the request against the model's files, without reading weights.
 
     Returns:
-        The model's description, and the name of the method to use.
+        The pipeline without weights, and the name of the method to use.
     """
     from vargen.decoding import Sampling, resolve_method
-    from vargen.pipelines.registry import inspect_model, pipeline_class
+    from vargen.pipelines.loading import inspect_model
 
     model = inspect_model(options.model)
-    kind = pipeline_class(model.pipeline)
-    method = resolve_method(kind.default_method if options.accelerator is None else options.accelerator, kind.paradigm)
+    method = resolve_method(model.default_method if options.accelerator is None else options.accelerator, model.paradigm)
     Sampling(top_k=own.sampling.get("top_k")).validate_top_k(model.vocab_size)
     if not model.makes_images:
         raise ValueError("model must make images itself; another pipeline decodes the tokens of this one: see docs/models.md")
-    if model.condition == "class" and not own.by_class:
+    if model.is_class_conditional and not own.by_class:
         labels = f"--class-label 0 to {model.num_classes - 1}"
         raise ValueError(f"this model generates classes: give {labels} instead of a prompt")
-    if model.condition == "class" and own.negative_prompt is not None:
+    if model.is_class_conditional and own.negative_prompt is not None:
         raise ValueError("negative_prompt must be left out: this model generates classes, not text")
-    if model.condition == "text" and own.by_class:
+    if not model.is_class_conditional and own.by_class:
         raise ValueError("this model generates from text: give a prompt instead of --class-label")
     return model, method.name
 

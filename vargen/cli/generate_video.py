@@ -18,7 +18,7 @@ from vargen.cli.results import describe_failed_write, unused_path, write_each
 
 if TYPE_CHECKING:
     from vargen.cli.generate import GenerateOptions
-    from vargen.pipelines.registry import ModelInfo
+    from vargen.pipelines.base import VisualPipeline
 
 SUFFIXES = (".mp4", ".gif", ".webp")
 _DEFAULT_SUFFIX = ".webp"  # needs no extra package, and loops
@@ -32,7 +32,7 @@ def generate_videos(options: GenerateOptions, image: Path | None, video: dict[st
     """
     import torch
 
-    from vargen.pipelines.registry import inspect_model, open_pipeline
+    from vargen.pipelines.loading import inspect_model, open_pipeline
     from vargen.pipelines.start_images import find_image_model
     from vargen.pipelines.videos import save_video, validate_video_path
 
@@ -90,12 +90,11 @@ def generate_videos(options: GenerateOptions, image: Path | None, video: dict[st
         raise typer.Exit(1)
 
 
-def _check_method(name: str, model: ModelInfo, video: dict[str, Any]) -> None:
+def _check_method(name: str, model: VisualPipeline, video: dict[str, Any]) -> None:
     from vargen.decoding import VideoMethod, resolve_method
-    from vargen.pipelines.registry import pipeline_class
 
     method = resolve_method(name, VideoMethod.paradigm)
-    pipeline_class(model.pipeline).validate_method_for(model, method)
+    model.validate_method(method)
     if "tau" in video:
         method.with_tau(video["tau"])
 

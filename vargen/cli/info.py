@@ -63,13 +63,13 @@ def info(
 
 def print_memory(model: str, device: str, as_json: bool) -> None:
     """Print the predicted bytes of a model on a type of device, which need not exist here."""
-    import vargen.pipelines.registry  # noqa: F401  (registers the families)
     from vargen.device import select_device
-    from vargen.pipelines.loading import default_dtype, validate_model_folder
+    from vargen.pipelines.loading import default_dtype, inspect_model
     from vargen.pipelines.video_memory import predict_memory
 
-    folder, place = validate_model_folder(model), select_device("auto").type if device == "auto" else device
-    found, dtype = predict_memory(folder, place), str(default_dtype(folder.path, place)).removeprefix("torch.")
+    pipe, place = inspect_model(model), select_device("auto").type if device == "auto" else device
+    kind = default_dtype(pipe.folder, place)
+    found, dtype = predict_memory(pipe, kind), str(kind).removeprefix("torch.")
     if as_json:
         print_json({"model": model, "device": place, "dtype": dtype, **asdict(found), "total": found.total})
         return

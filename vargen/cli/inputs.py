@@ -13,7 +13,7 @@ from vargen.files import expand_user
 from vargen.reading import STDIN, read_text
 
 if TYPE_CHECKING:
-    from vargen.pipelines.registry import ModelInfo
+    from vargen.pipelines.base import VisualPipeline
 
 MAX_IMAGES = 1_000_000  # per command: more than any published evaluation has, and small enough for memory
 _MAX_BYTES = 2**26  # size limit of a prompt file
@@ -36,7 +36,7 @@ class SourceFiles:
         """Return the files by option name, for messages."""
         return {"image": [self.image], "mask": [self.mask]}
 
-    def load(self, model: ModelInfo) -> dict[str, Any]:
+    def load(self, model: VisualPipeline) -> dict[str, Any]:
         """Return the arguments for a pipeline call; none if no file was given."""
         given = {name: value for name, value in vars(self).items() if value is not None}
         if not given:
@@ -117,10 +117,10 @@ def packaged_prompts() -> Path:
     return Path(vargen.assets.__file__).parent / "prompts.txt"
 
 
-def parse_class_labels(labels: list[str], model: ModelInfo) -> list[int]:
+def parse_class_labels(labels: list[str], model: VisualPipeline) -> list[int]:
     """Return the class numbers of labels given by number or name."""
     from vargen.pipelines import validation
 
     # Python does not parse integers of thousands of digits; no class label has more than nine.
     typed = [int(label) if label.strip().lstrip("-").isdecimal() and len(label) < 1000 else label for label in labels]
-    return validation.resolve_class_labels(typed, model.num_classes, model.id2label)
+    return validation.resolve_class_labels(typed, model.num_classes, model.class_names)

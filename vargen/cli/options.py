@@ -125,10 +125,10 @@ def parse_int_list(text: str, name: str, most: int = 10**9) -> list[int]:
 def makes_video(model: str) -> bool:
     """Whether a model generates video, according to its folder's index alone; other problems of a folder are reported later."""
     from vargen.decoding import VideoMethod
-    from vargen.pipelines.registry import paradigm_of
+    from vargen.pipelines.loading import find_pipeline_class
 
     try:
-        return paradigm_of(model) == VideoMethod.paradigm
+        return find_pipeline_class(model).paradigm == VideoMethod.paradigm
     except ValueError:
         return False
 

@@ -63,7 +63,7 @@ def regenerate(
 
 def _regenerate(file: Path, parameters: dict[str, Any], model: str, device: Device) -> Any:
     from vargen.pipelines import regeneration
-    from vargen.pipelines.registry import inspect_model, open_pipeline
+    from vargen.pipelines.loading import inspect_model, open_pipeline
     from vargen.reading import open_image
 
     regeneration.validate_regenerable(parameters)

@@ -93,20 +93,19 @@ def serve_model(
     place = require_device(device)
 
     from vargen.decoding import resolve_method
-    from vargen.pipelines.registry import inspect_model, pipeline_class
+    from vargen.pipelines.loading import inspect_model
     from vargen.pipelines.validation import validate_guidance
     from vargen.serving.app import build_app
     from vargen.serving.launch import open_served_model, open_socket, run_server, warm_up
 
-    info = inspect_model(model)
-    family = pipeline_class(info.pipeline)
+    inspected = inspect_model(model)
     if accelerator is not None:
-        family.validate_method_for(info, resolve_method(accelerator, family.paradigm))
+        inspected.validate_method(resolve_method(accelerator, inspected.paradigm))
     if guidance_scale is not None:
         validate_guidance(guidance_scale)
     listener = open_socket(host, port)  # before weights are loaded
     title = name or (Path(model).resolve().name if Path(model).is_dir() else model)
-    folder = info.folder
+    folder = inspected.folder
     weights = str(select_dtype(dtype, place, folder, quantization)).removeprefix("torch.")
     slots = slots or (1 if is_video else 4)
     generator: Any

@@ -192,24 +192,23 @@ def router(
     quiet_libraries()
     from vargen.cli.inputs import read_prompts
     from vargen.pipelines.causal_video import CAUSAL_VIDEO
-    from vargen.pipelines.loading import validate_model_folder
-    from vargen.pipelines.registry import open_pipeline
+    from vargen.pipelines.loading import open_pipeline, read_model_folder
     from vargen.training.router import RouterConfig, train_router
 
     config = RouterConfig(blocks, tuple(seed or (0,)), exit_step)
     run, prompts = _output(output, "router"), read_prompts(prompt_file)
     place = require_device(device)
     set_threads(threads)
-    pipe = open_pipeline(str(validate_model_folder(model, CAUSAL_VIDEO).path)).to(place)
+    pipe = open_pipeline(str(read_model_folder(model, CAUSAL_VIDEO).path)).to(place)
     print_json({"router": str(run / "router"), **train_router(config, pipe, prompts, run)})
 
 
 def _model_folder(model: str) -> Path:
     """Return the folder of a text-conditional LlamaGen, which has its image tokenizer and text encoder."""
     from vargen.pipelines.llamagen import LLAMAGEN
-    from vargen.pipelines.loading import validate_model_folder
+    from vargen.pipelines.loading import read_model_folder
 
-    folder = validate_model_folder(model, LLAMAGEN).path
+    folder = read_model_folder(model, LLAMAGEN).path
     for part in ("vqvae", "text_encoder", "tokenizer"):
         if not (folder / part).is_dir():
             raise FileNotFoundError(f"model {model!r} must have a {part}, which a low-resolution drafter shares")

@@ -23,7 +23,8 @@ from vargen.convert.state_dicts import (
     read_checkpoint,
     require_shape,
 )
-from vargen.folders.component_files import read_config, validate_network_files
+from vargen.folders.json_files import read_config
+from vargen.folders.networks import NetworkFolder
 from vargen.folders.tokenizers import validate_tokenizer_files
 from vargen.folders.transformers_networks import StoredNetwork
 from vargen.models.text_encoder import TEXT_ENCODERS
@@ -109,7 +110,7 @@ def _copy_files(source: Path, patterns: tuple[str, ...]) -> Callable[[Path], Non
 
 def _read_vae(folder: Path) -> WanPart:
     if (folder / "vae").is_dir():
-        config = validate_network_files(folder / "vae", AutoencoderKLWan)
+        config = NetworkFolder(folder / "vae", AutoencoderKLWan).config
         stem = "diffusion_pytorch_model.safetensors"
         files = ("config.json", stem, f"{stem}.index.json", "diffusion_pytorch_model-*.safetensors")
         return WanPart(AutoencoderKLWan, config, _copy_files(folder / "vae", files))

@@ -42,6 +42,8 @@ def build_neighbor_table(codebook: Tensor, count: int) -> Tensor:
     Args:
         codebook: float `[V, C]`, finite.
     """
+    if codebook.is_meta:  # of a model without weights, which generates nothing
+        return codebook.new_empty(len(codebook), min(count, len(codebook) - 1), dtype=torch.int32)
     if codebook.dim() != 2 or len(codebook) < 2 or not codebook.isfinite().all():
         raise ValueError(f"codebook must be a matrix [V, C] of finite numbers and at least 2 codes, got {list(codebook.shape)}")
     codes = codebook.detach().to("cpu", torch.float32).contiguous()

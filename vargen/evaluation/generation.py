@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from PIL.PngImagePlugin import PngInfo
 
-from vargen.decoding import DecodeStats, Speculative, resolve_method
+from vargen.decoding import DecodeStats, resolve_method
 from vargen.device import set_threads
 from vargen.evaluation.run_directory import ManifestWriter, Record, RunDirectory, describe_write_error, hash_files
 from vargen.files import atomic_file
 from vargen.models.quantization import validate_quantization
-from vargen.pipelines.registry import inspect_model, open_pipeline, pipeline_class
+from vargen.pipelines.loading import inspect_model, open_pipeline
 from vargen.pipelines.validation import (
     MAX_IMAGES,
     require_int,
@@ -111,31 +111,28 @@ class GenerationPlan:
 
     def validate(self) -> dict[str, Any]:
         """Return all settings that determine the images, for the run directory; weights are read for their digest only."""
-        info = inspect_model(self.model)
-        family = pipeline_class(info.pipeline)
+        pipe = inspect_model(self.model)
         validate_quantization(self.quantization, torch.device(self.device))
         _, sampling = validate_sampling(self.sampling)
-        sampling.validate_top_k(info.vocab_size)
+        sampling.validate_top_k(pipe.vocab_size)
         validate_batch_size(self.batch)
         if self.unit is not None:
             require_int(self.unit, "unit", self.batch, MAX_IMAGES)
-        by_class = info.condition == "class"
+        by_class = pipe.is_class_conditional
         if any(isinstance(prompt, str) == by_class for prompt in self.prompts):
             wanted, given = ("classes", "prompts") if by_class else ("prompts", "classes")
             raise ValueError(f"model {self.model} generates images of {wanted}, and {given} are given")
         specs: dict[str, Any] = {}
         for name in self.methods:
-            method = resolve_method(name, family.paradigm)
-            family.validate_method_for(info, method)
-            if isinstance(getattr(method, "drafter", None), Speculative) and "draft_transformer" not in info.components:
-                raise ValueError(f"method {name} needs a draft_transformer, and model {self.model} has none")
+            method = pipe.resolve_method(name)
+            pipe.validate_method(method)
             specs[name] = {**method.spec(), "kind": method.kind}
         if not specs or len(specs) < len(self.methods):
             raise ValueError(f"methods must be at least one, and each once, got {', '.join(self.methods) or 'none'}")
         return {
             "model": Path(self.model).resolve().name if Path(self.model).is_dir() else self.model,
-            "weights": hash_files(info.folder.rglob("*.safetensors")),
-            "baseline": family.baseline,
+            "weights": hash_files(Path(pipe.folder).rglob("*.safetensors")),
+            "baseline": pipe.baseline,
             "sampling": self.sampling,
             "seed": self.seed,
             "batch": self.batch,

@@ -13,9 +13,8 @@ from vargen.models.guidance import Condition, arbitrary_condition
 from vargen.models.kv_cache import KVCache
 from vargen.models.quantization import quantize_network
 from vargen.pipelines.base import VisualPipeline
-from vargen.pipelines.components import ModelFamily
-from vargen.pipelines.loading import validate_model_folder
-from vargen.pipelines.registry import FAMILIES, open_pipeline
+from vargen.pipelines.families import ModelFamily
+from vargen.pipelines.loading import list_families, open_pipeline, read_model_folder
 
 
 @dataclass(frozen=True)
@@ -78,13 +77,13 @@ def half_filled_caches(transformer: Any, rows: int, widths: Sequence[int]) -> di
 
 def official_sizes() -> dict[str, ModelFamily]:
     """Return the names of the official sizes, such as `"llamagen-b"`, with the family of each."""
-    return {name: family for family in FAMILIES.values() for name in family.official_sizes}
+    return {name: family for family in list_families().values() for name in family.official_sizes}
 
 
 def validate_benchmark_model(name: str) -> ModelFamily:
     """Return the family of a model that `open_benchmark_model` can open; reads no weight."""
     sizes = official_sizes()
-    family = sizes[name] if name in sizes else validate_model_folder(name).family
+    family = sizes[name] if name in sizes else read_model_folder(name).family
     paradigm = family.pipeline.paradigm
     if paradigm not in ("next-token", "next-scale"):
         raise ValueError(f"model must be a next-token or a next-scale one, got {name!r}, a model of {family.name}")

@@ -14,8 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from vargen.compat import installed_version, is_panic
-from vargen.folders.component_files import INCOMPLETE, read_config, read_object
-from vargen.folders.plain_values import one_line, pick_values, private_folder, validate_string
+from vargen.folders.json_files import (
+    INCOMPLETE,
+    one_line,
+    pick_values,
+    private_folder,
+    read_config,
+    read_object,
+    validate_string,
+)
 from vargen.reading import open_regular
 from vargen.values import parse_int, short_repr
 
@@ -53,20 +60,32 @@ _FLAGS = (
 _SIDES = ("padding_side", "truncation_side")
 
 
-def load_tokenizer(folder: Path, class_name: str) -> Any:
-    """Load a tokenizer of transformers, as a class that the caller names; the folder's own choice of a class is not followed.
+class TokenizerFolder:
+    """A tokenizer of transformers in a folder, whose data was checked; the folder's own choice of a class is not followed.
 
     Args:
+        folder: its folder.
         class_name: name of a class of transformers, such as `"BertTokenizerFast"`.
     """
-    import transformers
 
-    cls: Any = getattr(transformers, class_name)
-    files, settings = validate_tokenizer_files(folder, class_name)
-    # Without it, transformers guesses a class from the path, and warns: T5's where a temporary folder's name contains "t5".
-    own = {"tokenizer_config.json": {"tokenizer_class": class_name}}
-    with private_folder({**files, **own}) as copy, report_panics(folder):
-        return cls.from_pretrained(copy, local_files_only=True, trust_remote_code=False, **settings)
+    def __init__(self, folder: Path, class_name: str):
+        self.folder, self.class_name = folder, class_name
+        self._files, self._settings = validate_tokenizer_files(folder, class_name)
+
+    def load(self) -> Any:
+        """Load the tokenizer."""
+        import transformers
+
+        tokenizer_class: Any = getattr(transformers, self.class_name)
+        # Without it, transformers guesses a class from the path, and warns: T5's where a temporary folder's name contains "t5".
+        own = {"tokenizer_config.json": {"tokenizer_class": self.class_name}}
+        with private_folder({**self._files, **own}) as copy, report_panics(self.folder):
+            return tokenizer_class.from_pretrained(copy, local_files_only=True, trust_remote_code=False, **self._settings)
+
+
+def load_tokenizer(folder: Path, class_name: str) -> Any:
+    """Check and load a tokenizer; arguments as of `TokenizerFolder`."""
+    return TokenizerFolder(folder, class_name).load()
 
 
 def choose_class(folder: Path, *allowed: str) -> str:

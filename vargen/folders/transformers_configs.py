@@ -10,8 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from vargen.folders.component_files import read_config
-from vargen.folders.plain_values import one_line, pick_values
+from vargen.folders.json_files import one_line, pick_values, read_config
 from vargen.values import parse_float, parse_int, short_repr
 from vargen.weight_files import MAX_LAYERS
 

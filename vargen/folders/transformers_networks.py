@@ -22,8 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from vargen.compat import installed_version
-from vargen.folders.component_files import read_config
-from vargen.folders.plain_values import fill_folder, one_line
+from vargen.folders.json_files import fill_folder, one_line, read_config
 from vargen.folders.transformers_configs import pick_config, pick_generation, pick_quantization
 from vargen.values import short_repr
 from vargen.weight_files import (
@@ -74,7 +73,7 @@ class StoredNetwork:
     Attributes:
         network_class, config: class and configuration of transformers.
         dtype: the narrowest that holds all stored weights.
-        skeleton: the network without memory, in evaluation mode.
+        network: without memory, in evaluation mode.
         is_quantized: whether the folder stores quantized weights.
     """
 
@@ -108,8 +107,8 @@ class StoredNetwork:
         try:
             self.config = self.network_class.config_class(**picked)
             with torch.device("meta"):
-                self.skeleton = self.network_class(self.config).eval()
-            self.skeleton.tie_weights()
+                self.network = self.network_class(self.config).eval()
+            self.network.tie_weights()
         except ImportError as error:  # transformers 4.53 imports every configuration, and that of gemma3n needs a newer timm
             raise ValueError(
                 f"transformers {transformers.__version__} cannot construct a {kind.class_name} beside the installed packages "
@@ -119,8 +118,8 @@ class StoredNetwork:
             raise ValueError(f"{file} does not describe a {kind.class_name}: {one_line(error)}") from error
         if self.is_quantized:
             self.config.quantization_config = pick_quantization(values["quantization_config"], file)
-        self.generation = pick_generation(folder) if self.skeleton.can_generate() else {}
-        self._expected = self.skeleton.state_dict(keep_vars=True)
+        self.generation = pick_generation(folder) if self.network.can_generate() else {}
+        self._expected = self.network.state_dict(keep_vars=True)
         self._validate_header(header)
         floats = [getattr(torch, _DTYPES[header[name].dtype]) for name in self.files if header[name].dtype in _DTYPES]
         self.dtype = reduce(torch.promote_types, floats) if floats else torch.float32
@@ -206,7 +205,7 @@ class StoredNetwork:
 
     def _embeddings_name(self) -> str:
         """Name of the input embeddings, from which the library fills those that are tied to them."""
-        embeddings = self.skeleton.get_input_embeddings().weight
+        embeddings = self.network.get_input_embeddings().weight
         return next(name for name, value in self._expected.items() if value is embeddings)
 
     def _verify(self, network: Any) -> None:

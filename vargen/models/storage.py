@@ -8,22 +8,22 @@ the error, and a file that a wheel or Git compresses to three quarters of one in
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors.torch import save
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from vargen.compat import drop_empty_notices, ensure_torchvision
-from vargen.files import atomic_merge
+from vargen.files import atomic_merge, expand_user
+from vargen.folders.networks import WEIGHTS_STEM, NetworkFolder
 from vargen.kernels.int8.load import CompiledCode
 from vargen.models.offloading import require_weights
 from vargen.models.quantization import (
     SCALE_SUFFIX,
-    quantize_network,
     quantize_weights,
     quantized_layers,
     start_compiling,
@@ -39,20 +39,12 @@ from diffusers.models.modeling_utils import ModelMixin
 
 _BITS = {"int8": 8, "int6": 6}
 WEIGHT_FORMATS = (*_BITS, "float16", "float32")
-_WEIGHTS_STEM = "diffusion_pytorch_model"
 _SCALE = ".scale"
 _SMALLEST = 2.0**-100  # minimum absolute maximum, for rows of zeros
 _GROUP_COLUMNS = 32
 _MIN_NUMEL = 2048  # minimum number of elements of a quantized matrix
 _HEADER_DTYPES = {torch.int8: "I8", torch.float16: "F16", torch.float32: "F32", torch.int64: "I64", torch.bool: "BOOL"}
-# Options of `ModelMixin.from_pretrained` for downloading or placing weights. They do not apply to a small local file, but
-# DiffusionPipeline passes them to every component.
-_LOADING_OPTIONS = frozenset(
-    "cache_dir force_download proxies output_loading_info local_files_only token revision subfolder "
-    "max_memory offload_folder offload_state_dict low_cpu_mem_usage use_safetensors use_flashpack "
-    "flashpack_kwargs quantization_config dduf_entries disable_mmap parallel_config provider sess_options "
-    "provider_options trust_remote_code".split()
-)
+_RANDOM = {Tensor.normal_, Tensor.uniform_}
 
 Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # dtype and shape of each tensor of a weight file, by name
 
@@ -138,7 +130,7 @@ class QuantizedStorageMixin(ModelMixin):
 
     def layout(self) -> Layout | None:
         """Return the layout of the weight file, or None for diffusers' own format."""
-        weight_format = self.config.weight_format
+        weight_format = self.config.get("weight_format")
         if weight_format is None:
             return None
         found: Layout = {}
@@ -189,23 +181,25 @@ class QuantizedStorageMixin(ModelMixin):
         push_to_hub: bool = False,
         **kwargs: Any,
     ) -> None:
-        """Write ``config.json`` and the weight file; with a `weight_format` always safetensors, one shard, atomically.
+        """Write ``config.json`` and the weights as safetensors; with a `weight_format` in one file, atomically.
 
         Saving a model loaded from an integer format in float32 writes the same weights again.
 
         Raises:
-            ValueError: with a `weight_format`: ``safe_serialization=False``, ``push_to_hub=True``, or a weight is not finite.
-                Also for a network whose weights are offloaded layer by layer.
+            ValueError: for ``safe_serialization=False``, or a network whose weights are offloaded layer by layer; with a
+                `weight_format`, for ``push_to_hub=True`` or a weight that is not finite.
             OSError: the folder cannot be written.
         """
         require_weights(self, "saved")
-        if self.config.weight_format is None:
-            more: dict[str, Any] = {"save_function": save_function, "safe_serialization": safe_serialization, **kwargs}
+        if not safe_serialization:
+            raise ValueError("safe_serialization must be True: pickled weights are not opened again")
+        if self.config.get("weight_format") is None:
+            more: dict[str, Any] = {"save_function": save_function, **kwargs}
             more |= {"variant": variant, "max_shard_size": max_shard_size, "push_to_hub": push_to_hub}
             super().save_pretrained(save_directory, is_main_process, **more)
             return
-        if not safe_serialization or push_to_hub:
-            raise ValueError(f"{type(self).__name__} saves local safetensors files only")
+        if push_to_hub:
+            raise ValueError(f"{type(self).__name__} saves local files only")
         if not is_main_process:
             return
         packed = self._to_file_tensors()
@@ -215,111 +209,100 @@ class QuantizedStorageMixin(ModelMixin):
 
     @classmethod
     def from_pretrained(
-        cls, pretrained_model_name_or_path: str | os.PathLike[str] | None, *, quantization: str | None = None, **kwargs: Any
+        cls,
+        pretrained_model_name_or_path: str | os.PathLike[str],
+        *,
+        torch_dtype: torch.dtype | None = None,
+        dtype: torch.dtype | None = None,
+        quantization: str | None = None,
+        variant: str | None = None,
+        subfolder: str = "",
     ) -> Self:
-        """Load a folder written by `save_pretrained`; what is stored by a `weight_format` as float32, in evaluation mode.
+        """Load a folder written by `save_pretrained`, on the CPU and in evaluation mode.
 
         Args:
             pretrained_model_name_or_path: the folder.
+            torch_dtype, dtype: dtype of its parameters. Default: as stored, and float32 for a `weight_format`.
             quantization: ``"int8"`` to compute with int8 weights; see `vargen.models.quantization`. Default: as in the folder.
-            **kwargs: as diffusers has them; with a `weight_format`: ``subfolder``; ``torch_dtype`` (or ``dtype``) to
-                convert to; ``variant`` of the file name; ``device_map``, a device name or ``{"": device}``. The options
-                of diffusers for downloads and memory are then accepted without effect.
+            variant: variant in the names of the weight files, such as "fp16".
+            subfolder: folder of the network within the other.
 
         Raises:
-            OSError: the folder or a file is missing or unreadable, or ``config.json`` is not valid.
-            ValueError: the weight file is corrupt, or does not hold exactly the tensors, shapes and dtypes
-                that the configuration asks for; the message names the file and the tensor. Also for an unknown quantization,
-                or another dtype than float32 with it.
-            TypeError: an unknown option.
+            ValueError: naming the file and the tensor, if there is no such folder, or it does not hold exactly the tensors that
+                its configuration asks for. Also for an unknown quantization, or another dtype than float32 with it.
         """
-        validate_quantization(quantization)
-        folder = Path(str(pretrained_model_name_or_path)) / (kwargs.get("subfolder") or "")
-        if not (folder / "config.json").is_file() and cls._stored_format({}) is None:
-            network = super().from_pretrained(pretrained_model_name_or_path, **kwargs)  # a Hub model, or an error
-            return network if quantization is None else quantize_network(network, quantization)
+        folder = expand_user(str(pretrained_model_name_or_path), "folder") / subfolder
         if not folder.is_dir():
-            raise OSError(f"{folder} is not a folder with a saved {cls.__name__}")
-        config = cls.load_config(str(folder))
-        if cls._stored_format(config) is None:
-            network = super().from_pretrained(pretrained_model_name_or_path, **kwargs)
-            return network if quantization is None else quantize_network(network, quantization)
-        options = {name: value for name, value in kwargs.items() if name != "subfolder"}
-        return cls._load_quantized(folder, config, quantization, **options)
-
-    @classmethod
-    def _stored_format(cls, config: Mapping[str, Any]) -> str | None:
-        """Return the `weight_format` of a configuration, else the class's default."""
-        from inspect import signature
-
-        return config.get("weight_format", signature(cls.__init__).parameters["weight_format"].default)
-
-    @classmethod
-    def _load_quantized(cls, folder: Path, config: Any, quantization: str | None, **kwargs: Any) -> Self:
-        dtype = kwargs.pop("torch_dtype", None)
-        dtype = kwargs.pop("dtype", None) or dtype
-        variant, device_map = kwargs.pop("variant", None), kwargs.pop("device_map", None)
-        unknown = sorted(set(kwargs) - _LOADING_OPTIONS)
-        if unknown:
-            raise TypeError(f"from_pretrained got unknown options: {', '.join(unknown)}")
-        model: Self = cls.from_config(config)
-        layout, layers = model.layout() or {}, quantized_layers(model)
-        if quantization is not None and not layers:
-            model = cls.from_config({**config, "quantization": quantization})
-            layers = quantized_layers(model)
-        if layers and dtype not in (None, torch.float32):
-            raise ValueError(f"dtype must be float32 with quantization='int8', whose other steps compute in it, got {dtype}")
-        weights, stored = _read_weights(folder / _weights_name(variant), layout, {f"{name}.weight" for name in layers})
-        if layers:
-            start_compiling(model)
-            weights = quantize_weights(layers, weights, stored)
-        elif isinstance(dtype, torch.dtype):  # cast here, because diffusers warns about casting a whole network
-            weights = {name: value.to(dtype) if value.is_floating_point() else value for name, value in weights.items()}
-        model.load_state_dict(weights, assign=True)
-        model.requires_grad_(not layers)
-        if device_map is not None:
-            model.to(device_map[""] if isinstance(device_map, dict) else device_map)
-        return model.eval()
+            raise ValueError(f"{folder} is not a folder with a saved {cls.__name__}")
+        return load_network(NetworkFolder(folder, cls, variant), dtype or torch_dtype, quantization)
 
 
-def _weights_name(variant: str | None) -> str:
-    return f"{_WEIGHTS_STEM}.{variant}.safetensors" if variant else f"{_WEIGHTS_STEM}.safetensors"
+def load_network(stored: NetworkFolder, dtype: torch.dtype | None = None, quantization: str | None = None) -> Any:
+    """Read the weights of a network, on the CPU and in evaluation mode; arguments and errors as of `from_pretrained`.
+
+    Weights of a `weight_format` are finite, and its integers become int8 weights of a quantized network directly.
+    """
+    validate_quantization(quantization)
+    quantized = bool(quantized_layers(stored.network))
+    with SkipInit():
+        changed = {} if quantization is None or quantized else {"quantization": quantization}
+        if changed and "quantization" not in stored.config:
+            raise ValueError(f"quantization={quantization!r} is not supported by {stored.network_class.__name__}; leave it out")
+        if changed and stored.config["weight_format"] is None:
+            changed["weight_format"] = "float32"
+        network = stored.build(**changed)
+    layers = quantized_layers(network)
+    if layers and dtype not in (None, torch.float32):
+        raise ValueError(f"dtype must be float32 with quantization='int8', whose other steps compute in it, got {dtype}")
+    weights = stored.read()
+    integers: dict[str, tuple[Tensor, Tensor]] = {}
+    if stored.config.get("weight_format") is not None:
+        weights, integers = _dequantize(weights, stored, {f"{name}.weight" for name in layers})
+    if layers:
+        start_compiling(network)
+        dtype = torch.float32
+    if dtype is not None:
+        weights = {name: value.to(dtype) if value.is_floating_point() else value for name, value in weights.items()}
+    if layers:
+        weights = quantize_weights(layers, weights, integers)
+    network.load_state_dict(weights, assign=True)
+    network.requires_grad_(not layers)
+    return network.eval() if dtype is None or layers else network.to(dtype).eval()
 
 
-def _read_weights(
-    path: Path, expected: Layout, kept: Container[str] = ()
+class SkipInit(TorchFunctionMode):
+    """Leaves parameters uninitialized while a network is built, because its weights are read afterwards."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__module__", None) == "torch.nn.init" or func in _RANDOM:
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **(kwargs or {}))
+
+
+def _dequantize(
+    tensors: dict[str, Tensor], stored: NetworkFolder, kept: Container[str]
 ) -> tuple[dict[str, Tensor], dict[str, tuple[Tensor, Tensor]]]:
-    """Read and validate a weight file (errors: see `from_pretrained`).
+    """Convert the tensors of a `weight_format`.
 
     Returns:
         Tensors by name, floats in float32; and matrices that are stored as int8 and named in `kept`, as int8 [rows, columns]
         with their scales [rows, groups].
     """
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing")
-    try:
-        stored = load_file(path)
-    except (SafetensorError, ValueError) as error:
-        raise ValueError(f"{path} is not a readable safetensors file: {error}") from error
-    for name in sorted(expected.keys() | stored.keys()):
-        if name not in stored:
-            raise ValueError(f"{path}: tensor {name!r} is missing")
-        if name not in expected:
-            raise ValueError(f"{path}: unexpected tensor {name!r}")
-        dtype, shape = expected[name]
-        if stored[name].dtype != dtype or tuple(stored[name].shape) != shape:
-            raise ValueError(
-                f"{path}: tensor {name!r} is {stored[name].dtype} {list(stored[name].shape)}, expected {dtype} {list(shape)}"
-            )
-        if dtype.is_floating_point and not torch.isfinite(stored[name]).all():
-            raise ValueError(f"{path}: tensor {name!r} holds values that are not finite")
+    for name, value in tensors.items():
+        if value.is_floating_point() and not torch.isfinite(value).all():
+            raise ValueError(f"{stored.folder}: tensor {name!r} holds values that are not finite")
+    scaled = {name for name in tensors if name + _SCALE in tensors and tensors[name].dtype == torch.int8}
     found: dict[str, Tensor] = {}
     integers: dict[str, tuple[Tensor, Tensor]] = {}
-    for name, value in stored.items():
-        if name + _SCALE in expected and name in kept:
-            integers[name] = (value.flatten(1), stored[name + _SCALE])
-        elif name + _SCALE in expected:
-            found[name] = dequantize_rows(value.flatten(1), stored[name + _SCALE]).view(value.shape)
-        elif not name.endswith(_SCALE) or name.removesuffix(_SCALE) not in expected:
+    for name, value in tensors.items():
+        if name in scaled and name in kept:
+            integers[name] = (value.flatten(1), tensors[name + _SCALE])
+        elif name in scaled:
+            found[name] = dequantize_rows(value.flatten(1), tensors[name + _SCALE]).view(value.shape)
+        elif name.removesuffix(_SCALE) not in scaled or not name.endswith(_SCALE):
             found[name] = value.float() if value.is_floating_point() else value
     return found, integers
+
+
+def _weights_name(variant: str | None) -> str:
+    return f"{WEIGHTS_STEM}.{variant}.safetensors" if variant else f"{WEIGHTS_STEM}.safetensors"

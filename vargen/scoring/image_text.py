@@ -22,9 +22,10 @@ from torch import Tensor
 import vargen.assets
 from vargen.compat import ensure_torchvision
 from vargen.files import expand_user, validate_not_interrupted
-from vargen.folders.component_files import validate_network_files
+from vargen.folders.networks import NetworkFolder
 from vargen.folders.tokenizers import load_tokenizer
 from vargen.models.image_text import ImageTextModel, embed_texts, resize_images
+from vargen.models.storage import load_network
 from vargen.models.text_encoder import MiniLMTextEncoder
 from vargen.scoring.protocol import BatchedScorer, Images, to_tensor
 from vargen.values import short_repr, suggest_names
@@ -110,13 +111,9 @@ def preprocess(model: ImageTextModel, pixels_BCYX: Tensor) -> Tensor:
 def load_image_tower(folder: Path) -> ImageTextModel:
     """Open the `ImageTextModel` of a scorer's folder."""
     try:
-        validate_network_files(folder, ImageTextModel)
-        return ImageTextModel.from_pretrained(folder, use_safetensors=True).eval().requires_grad_(False)
-    except MemoryError:
-        raise
-    except Exception as error:  # from diffusers, safetensors or torch
-        reason = " ".join(str(error).split())[: None if isinstance(error, ValueError) else 200]
-        raise ValueError(f"the scorer in {str(folder)!r} is damaged or incomplete ({reason}); train it again") from error
+        return load_network(NetworkFolder(folder, ImageTextModel)).requires_grad_(False)
+    except ValueError as error:
+        raise ValueError(f"the scorer in {str(folder)!r} is damaged or incomplete ({error}); train it again") from error
 
 
 def tower_identity(model: ImageTextModel) -> str:

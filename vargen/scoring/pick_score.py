@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vargen.compat import ensure_torchvision, tokenized
-from vargen.folders.component_files import read_config
+from vargen.folders.json_files import read_config
 from vargen.folders.tokenizers import choose_class, load_tokenizer
 from vargen.folders.transformers_networks import NetworkKind, StoredNetwork
 from vargen.scoring.image_reward import SIDE, preprocess_image

@@ -16,7 +16,7 @@ from fastapi import FastAPI
 from vargen.decoding import Sampling
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.causal_video import CausalVideoPipeline
-from vargen.pipelines.registry import open_pipeline
+from vargen.pipelines.loading import open_pipeline
 from vargen.serving.generation import GenerationThread
 from vargen.serving.http_protocol import LimitedProtocol
 from vargen.serving.limits import RequestLimits

@@ -21,10 +21,9 @@ from torch.utils.checkpoint import checkpoint
 
 from vargen.decoding import Accelerator, DynamicTree, decode, traversal
 from vargen.decoding.sampling import to_probs
-from vargen.pipelines.components import Component
+from vargen.pipelines.families import Component
 from vargen.pipelines.llamagen import LlamaGenPipeline
-from vargen.pipelines.loading import default_dtype
-from vargen.pipelines.registry import inspect_model, open_pipeline, pipeline_class
+from vargen.pipelines.loading import default_dtype, find_pipeline_class, locate_folder, open_pipeline
 from vargen.training.config import Schedule, at_least, validate_fractions
 from vargen.training.generated_images import GeneratedImages, PromptSource
 from vargen.training.run import Trainer, export, fit
@@ -108,15 +107,15 @@ def load_target(model: Any, device: torch.device) -> Any:
 
     A LlamaGen is loaded in float32, a model of transformers in the fastest dtype of the device.
     """
-    info = inspect_model(model)
-    kind = pipeline_class(info.pipeline)
+    folder = locate_folder(model, {})
+    kind = find_pipeline_class(folder)
     if kind.paradigm != LlamaGenPipeline.paradigm:
         raise ValueError(
             "model must be a LlamaGen or an image language model of transformers, whose features heads take, got "
             f"{str(model)!r}"
         )
-    dtype = torch.float32 if issubclass(kind, LlamaGenPipeline) else default_dtype(info.folder, device)
-    return open_pipeline(model, torch_dtype=dtype).to(device)
+    dtype = torch.float32 if issubclass(kind, LlamaGenPipeline) else default_dtype(folder, device)
+    return open_pipeline(folder, torch_dtype=dtype).to(device)
 
 
 def train_head(

@@ -12,12 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import adaptive_avg_pool2d
 
-from vargen.compat import ensure_torchvision
+from vargen.models.storage import QuantizedStorageMixin
 
-ensure_torchvision()
-
-from diffusers import ConfigMixin, ModelMixin
-from diffusers.configuration_utils import register_to_config
+from diffusers.configuration_utils import ConfigMixin, register_to_config  # isort: skip  # after the torchvision guard
 
 _REGIONS, _CHANGES = 4, 8  # regions along a side of the mean frame; other statistics
 _LEAST = 1e-6  # added to mean squares before their logarithm
@@ -56,7 +53,7 @@ def _magnitude(difference: Tensor) -> Tensor:
     return (difference.flatten(1).square().sum(1) / max(1, difference[0].numel()) + _LEAST).log()
 
 
-class BlockRouter(ModelMixin, ConfigMixin):
+class BlockRouter(QuantizedStorageMixin, ConfigMixin):
     """Ranks drafts by how much the target would gain over them.
 
     Args:

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vargen.folders.component_files import read_config
-from vargen.folders.plain_values import one_line, pick_values, validate_string
+from vargen.folders.json_files import one_line, pick_values, read_config, validate_string
 from vargen.folders.tokenizers import choose_class, load_tokenizer, report_panics
 from vargen.models.transformers.base import ImageLanguageModel
 from vargen.reading import read_bounded

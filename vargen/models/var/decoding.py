@@ -81,7 +81,8 @@ class VARScaleModel(ScaleModel):
         """Guidance strength of each token, float32 `[L]`."""
         S = len(self.scale_tokens)
         strength = torch.arange(S, dtype=torch.float32, device=self.device) * ((guidance_scale - 1) / max(S - 1, 1))
-        return strength.repeat_interleave(torch.tensor(self.scale_tokens, device=self.device))
+        repeats = torch.tensor(self.scale_tokens, device=self.device)
+        return strength.repeat_interleave(repeats, output_size=sum(self.scale_tokens))
 
     # -- the sum over scales ------------------------------------------------------------------------------------------
 

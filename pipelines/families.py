@@ -8,25 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
-from functools import wraps
-from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any
 
-from vargen.folders.component_files import validate_network_files
-from vargen.folders.config_bounds import config_value, require_equal
-from vargen.folders.tokenizers import load_tokenizer, validate_tokenizer_files
+from vargen.folders.networks import NetworkFolder, config_value, require_equal
+from vargen.folders.tokenizers import TokenizerFolder
 from vargen.folders.transformers_networks import StoredNetwork
-from vargen.model_files import class_library
 from vargen.models.text_encoder import TEXT_ENCODERS, MiniLMTextEncoder
 from vargen.options import OPTIONS
 from vargen.pipelines.validation import validate_sampling
 from vargen.values import short_repr
 
-ClassPath = tuple[str, str]  # library (or vargen module) and class name, as in model_index.json
+StoredComponent = NetworkFolder | StoredNetwork | TokenizerFolder
 
 STORED_VALUES = ("id2label", "defaults", "prompt_styles")  # entries of an index that are not components
 _ABSENT = [None, None]  # how diffusers marks a missing component
+
+
+def class_of(entry: Any) -> str | None:
+    """Return the class name in a component's entry of an index, `[library, class name]`; None for a missing component."""
+    return entry[1] if isinstance(entry, list) and len(entry) == 2 and isinstance(entry[1], str) else None
 
 
 @dataclass(frozen=True)
@@ -34,10 +35,10 @@ class Component:
     """A component that the folders of a family may have.
 
     Attributes:
-        classes: allowed classes; those of other libraries as (library, class name).
+        classes: allowed classes; those of transformers by their names.
         required: whether every folder has it.
-        follows_dtype: whether it is opened in the dtype that the caller asks for, or for which classes; others are opened in
-            float32.
+        follows_dtype: whether it is opened in the dtype that the caller asks for, or the names of the classes that are; others
+            are opened in float32.
         matches: by setting of this component, the setting of the transformer that must have the same value; a tuple if both
             have the same name.
         adapter: of a drafter trained on the transformer's features: makes the draft head for decoding, from the network and the
@@ -48,52 +49,43 @@ class Component:
 
     classes: tuple[Any, ...]
     required: bool = False
-    follows_dtype: bool | tuple[ClassPath, ...] = False
+    follows_dtype: bool | tuple[str, ...] = False
     matches: Mapping[str, str] | tuple[str, ...] = ()
     adapter: Any = None
     drafter: Any = None
     run_folder: str | None = None
 
     @property
-    def paths(self) -> dict[ClassPath, Any]:
-        """The allowed classes, by library and name as in an index."""
-        return {each if isinstance(each, tuple) else (class_library(each), each.__name__): each for each in self.classes}
+    def named_classes(self) -> dict[str, Any]:
+        """The allowed classes, by name as in an index."""
+        return {each if isinstance(each, str) else each.__name__: each for each in self.classes}
 
     @property
     def network_class(self) -> Any:
         """The first of the allowed classes, which converters and trainings write."""
         return self.classes[0]
 
-    def follows(self, entry: Any) -> bool:
-        """Whether the component with this entry in the index is opened in the caller's dtype."""
-        return self.follows_dtype if isinstance(self.follows_dtype, bool) else tuple(entry) in self.follows_dtype
+    def follows(self, class_name: str) -> bool:
+        """Whether the component of this class is opened in the caller's dtype."""
+        return self.follows_dtype if isinstance(self.follows_dtype, bool) else class_name in self.follows_dtype
 
-    def validate_files(self, folder: Path, entry: Any, variant: str | None = None) -> Mapping[str, Any] | None:
-        """Validate the files of the component with this entry in the index; returns its configuration, None for tokenizers."""
-        if isinstance(network_class := self.paths[tuple(entry)], type):
-            return validate_network_files(folder, network_class, variant)
-        if entry[1] in TEXT_ENCODERS:
-            return StoredNetwork(folder, TEXT_ENCODERS[entry[1]], variant=variant).config.to_dict()
-        validate_tokenizer_files(folder, entry[1])
-        return None
-
-    def load_foreign(self, folder: Path, entry: Any, dtype: Any, variant: str | None = None) -> Any:
-        """Load a component of transformers: a text encoder, in this dtype, or a tokenizer."""
-        if entry[1] in TEXT_ENCODERS:
-            return StoredNetwork(folder, TEXT_ENCODERS[entry[1]], variant=variant).load(dtype)
-        return load_tokenizer(folder, entry[1])
+    def read(self, folder: Path, class_name: str, variant: str | None = None) -> StoredComponent:
+        """Check the files of a component of this class; no weight is read."""
+        found = self.named_classes[class_name]
+        if not isinstance(found, str):
+            return NetworkFolder(folder, found, variant)
+        if class_name in TEXT_ENCODERS:
+            return StoredNetwork(folder, TEXT_ENCODERS[class_name], variant=variant)
+        return TokenizerFolder(folder, class_name)
 
 
-# Classes are listed one by one, because allowing a whole library is not safe: diffusers imports whatever an index names (up to
-# 0.37 also from a file of that name in the component's folder), and `DiffusionPipeline` is itself a class of diffusers. The
-# last two tokenizers are the class names in transformers 4 and 5 of a tokenizer that has only a tokenizer.json.
-_T5, _UMT5 = (("transformers", name) for name in TEXT_ENCODERS)
+# The last two are the class names in transformers 4 and 5 of a tokenizer that has only a tokenizer.json.
 _TOKENIZERS = (
     "BertTokenizer", "BertTokenizerFast", "T5Tokenizer", "T5TokenizerFast", "PreTrainedTokenizerFast", "TokenizersBackend",
 )  # fmt: skip
 TEXT_COMPONENTS = {
-    "text_encoder": Component((MiniLMTextEncoder, _T5, _UMT5), follows_dtype=(_T5, _UMT5)),
-    "tokenizer": Component(tuple(("transformers", name) for name in _TOKENIZERS)),
+    "text_encoder": Component((MiniLMTextEncoder, *TEXT_ENCODERS), follows_dtype=tuple(TEXT_ENCODERS)),
+    "tokenizer": Component(_TOKENIZERS),
 }
 
 
@@ -162,19 +154,17 @@ class ModelFamily:
                 advice = f"download or convert the folder again, or pass {name} when opening it"
                 raise ValueError(f"{file} names no {name!r}; {advice}")
         for name, entry in index.items():
-            shown = f"{entry[0]!r} ({entry[1]!r})" if isinstance(entry, list) and len(entry) == 2 else repr(entry)
-            if name in self.components:
-                paths = self.components[name].paths
-                if entry == _ABSENT or (
-                    isinstance(entry, list) and all(isinstance(each, str) for each in entry) and tuple(entry) in paths
-                ):
-                    continue
-                if entry is None:
-                    raise ValueError(f"{file} has {name!r}: null; a missing component must be [null, null]")
-                allowed = ", ".join(".".join(path) for path in paths)
-                raise ValueError(f"{file} takes {name!r} from {shown}; only {allowed} may be named there")
-            if isinstance(entry, list) and entry != _ABSENT and name not in STORED_VALUES:
-                raise ValueError(f"{file} names {name!r}, from {shown}; only {', '.join(self.components)} are components")
+            if name not in self.components:
+                if isinstance(entry, list) and entry != _ABSENT and name not in STORED_VALUES:
+                    raise ValueError(
+                        f"{file} names {name!r}, {short_repr(entry)}; the components are {', '.join(self.components)}"
+                    )
+                continue
+            known = self.components[name].named_classes
+            if entry is None:
+                raise ValueError(f"{file} has {name!r}: null; a missing component must be [null, null]")
+            if entry != _ABSENT and class_of(entry) not in known:
+                raise ValueError(f"{file} has {name!r}: {short_repr(entry)}; its class must be {' or '.join(known)}")
 
     def check(self, configs: Mapping[str, Any], id2label: Any = None, defaults: Any = None, prompt_styles: Any = None) -> None:
         """Check that the configurations of components match, and validate the values stored with them.
@@ -227,50 +217,16 @@ def _check_labels(id2label: Any, num_classes: int | None) -> None:
             raise ValueError(f"id2label names class {number}; the classes are 0{limit}")
 
 
-FAMILIES: dict[str, ModelFamily] = {}  # by name of the pipeline class, as in model_index.json; `registry` imports all
+FAMILIES: dict[str, ModelFamily] = {}  # by name of the pipeline class, as in model_index.json; `loading` imports all
 
 
 def register_family(family: ModelFamily) -> ModelFamily:
-    """Register a family, and derive from its components what diffusers needs of its pipeline class; returns the family.
-
-    Components that the constructor of the pipeline takes as keyword arguments `**components` become parameters of it.
-    """
+    """Register a family, and derive from its components what diffusers needs of its pipeline class; returns the family."""
     pipeline, components = family.pipeline, family.components
     offloaded = (*pipeline.model_cpu_offload_seq.split("->"), "tokenizer")
     pipeline.family = family
     pipeline._optional_components = [name for name, component in components.items() if not component.required]
     # Small networks that are used in turn with the transformer would be moved back and forth.
     pipeline._exclude_from_cpu_offload = [name for name in components if name not in offloaded]
-    pipeline.__init__ = _accept_components(pipeline.__init__, components)
     FAMILIES[pipeline.__name__] = family
     return family
-
-
-def _accept_components(init: Any, components: Mapping[str, Component]) -> Any:
-    """Return a constructor in whose signature, which diffusers reads, `**components` is replaced by their names."""
-    init = getattr(init, "__wrapped__", init)
-    declared = signature(init)
-    parameters = [each for each in declared.parameters.values() if each.kind is not Parameter.VAR_KEYWORD]
-    added = [name for name in components if name not in declared.parameters]
-    parameters += [Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=Any) for name in added]
-
-    @wraps(init)
-    def construct(self: Any, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
-
-    construct.__signature__ = declared.replace(parameters=parameters)  # type: ignore[attr-defined]
-    return construct
-
-
-def current_modules(index: Mapping[str, Any], family: ModelFamily) -> dict[str, Any]:
-    """Return a `model_index.json` with current module paths.
-
-    A network of vargen is found by the name of its class: folders that earlier versions wrote have former paths.
-    """
-    found = dict(index)
-    for name, component in family.components.items():
-        entry = index.get(name)
-        if not (isinstance(entry, list) and len(entry) == 2 and str(entry[0]).startswith("vargen.models.")):
-            continue
-        found[name] = next((list(path) for path in component.paths if path[1] == entry[1]), entry)
-    return found

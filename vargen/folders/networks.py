@@ -1,19 +1,32 @@
-"""Validation of network configurations, before a network of that size is built: types, bounds, and what components share.
+"""Networks of vargen and diffusers in folders: configuration and headers of weights are checked before any weight is read.
 
-Most sizes are compared with the weights afterwards. Sizes that weights do not determine (grids, frames, caption rows) set the
-size of tables and caches, where a wrong number could require more memory than any machine has.
+Most sizes of a configuration are compared with the weights. Sizes that weights do not determine (grids, frames, caption rows)
+set the size of tables and caches, where a wrong number could require more memory than any machine has.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
+from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from vargen.values import parse_float, parse_int, short_repr
-from vargen.weight_files import MAX_LAYERS
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
+from vargen.folders.json_files import read_config
+from vargen.values import parse_float, parse_int, short_repr
+from vargen.weight_files import (
+    MAX_LAYERS,
+    find_weight_files,
+    read_header,
+    validate_layer_counts,
+    validate_weights,
+)
+
+WEIGHTS_STEM = "diffusion_pytorch_model"
 _MAX_SIZE = 2**20  # maximum of widths, vocabularies and other values not listed here
 _MAX_LENGTH = 64  # maximum length of lists, such as levels of a tokenizer or scales of an image
 _INTEGER_LIMITS: dict[str, tuple[int, int]] = {
@@ -35,6 +48,70 @@ _FLOAT_LIMITS: dict[str, tuple[float, float]] = {
     "mlp_ratio": (0.001, 64),
     "ffn_dim_multiplier": (0, 64),
 }
+
+
+class NetworkFolder:
+    """A network in a folder, whose configuration describes its weights; no weight was read.
+
+    Numbers of layers are compared before a network of that size is built, even on the meta device: a network class has
+    `layer_prefixes`, by configuration key of such a number the prefixes before the layer index in names of weights.
+
+    Args:
+        folder: its folder.
+        network_class: a `ModelMixin` of vargen or diffusers, which the caller chooses.
+        variant: variant in the weight file's name, such as "fp16", as in diffusers.
+
+    Attributes:
+        network: the network without memory, on the meta device, in evaluation mode.
+        config: its configuration, including default values that the file omits.
+
+    Raises:
+        ValueError: naming the file and the setting or tensor, for a configuration that is not valid, or weights of another
+            network.
+    """
+
+    def __init__(self, folder: Path, network_class: Any, variant: str | None = None):
+        self.folder, self.network_class = folder, network_class
+        file = folder / "config.json"
+        self._values = read_config(file)
+        if self._values.get("quantization_config"):
+            raise ValueError(
+                f"{file} has a quantization_config, which vargen cannot load: use weights that are not quantized, or saved "
+                "with weight_format='int8'"
+            )
+        self.files = find_weight_files(folder, WEIGHTS_STEM, variant)
+        header = {name: info for each in self.files for name, info in read_header(each).items()}
+        validate_layer_counts(header, self._values, getattr(network_class, "layer_prefixes", {}), file)
+        try:
+            validate_config(network_class, self._values)
+            with torch.device("meta"):
+                self.network = self.build().eval()
+        except Exception as error:
+            raise ValueError(f"{file} does not describe a {network_class.__name__}: {error}") from error
+        self.config: Mapping[str, Any] = self.network.config
+        if self.config.get("weight_format") is not None:
+            validate_weights(header, self.network.stored_shapes(), str(folder), self.network.stored_dtypes())
+        else:
+            shapes = {key: tuple(value.shape) for key, value in self.network.state_dict().items()}
+            validate_weights(header, shapes, str(folder))
+
+    def build(self, **changed: Any) -> Any:
+        """Return a new network of this configuration, apart from what is `changed`, with weights of no meaning."""
+        return self.network_class.from_config({**self._values, **changed})
+
+    def read(self) -> dict[str, Tensor]:
+        """Read the stored tensors by name."""
+        found: dict[str, Tensor] = {}
+        for file in self.files:
+            try:
+                with safe_open(str(file), "pt") as opened:
+                    found |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+            except (SafetensorError, OSError, ValueError) as error:
+                raise ValueError(f"{file} is not a readable safetensors file: {error}") from error
+        return found
+
+
+# -- configurations -------------------------------------------------------------------------------------------------------
 
 
 def validate_config(network_class: type, config: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Plain values of a model folder's JSON files: what passes on to another library, and a private folder for it to read.
+"""JSON files of model folders, and what of their values passes on to another library.
 
 A folder is data. Classes come from our own tables, only listed settings pass on, and no value is a path or a module.
 """
@@ -14,9 +14,51 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from vargen.reading import read_bounded
 from vargen.values import parse_float, short_repr
 
+INCOMPLETE = "the folder is incomplete, download or convert it again"
+# Configuration keys that make the library fetch or run code: remote classes of transformers and diffusers, and kernels from
+# the Hub, which transformers accepts as the name of an attention or expert implementation.
+_CODE_KEYS = ("auto_map", "trust_remote_code", "custom_pipelines", "custom_generate", "audio_tokenizer")
+_KERNEL_KEYS = ("implementation", "implementation_internal")
+_MAX_JSON, _MAX_VALUES = 2**26, 2**22  # bytes of a JSON file, and values in it
 _LONGEST = 1000  # characters of a text
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """Read the object in a JSON file."""
+    if not file.is_file():
+        raise ValueError(f"{file} is missing; {INCOMPLETE}")
+    try:
+        data = read_bounded(file, _MAX_JSON)
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read: {error.strerror or error}") from error
+    if sum(data.count(mark) for mark in (b"[", b"{", b",")) > _MAX_VALUES:
+        raise ValueError(f"{file} must hold at most {_MAX_VALUES:,} values")
+    try:
+        content = json.loads(data.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or nested too deeply
+        raise ValueError(f"{file} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} must hold a JSON object, and holds a {type(content).__name__}")
+    return content
+
+
+def read_config(file: Path) -> dict[str, Any]:
+    """Read a configuration; ValueError as `read_object`, or if it requests code at any depth to be fetched or run."""
+    config = read_object(file)
+    waiting: list[Any] = [config]
+    while waiting:
+        values = waiting.pop()
+        waiting += [each for each in (values.values() if isinstance(values, dict) else values) if isinstance(each, dict | list)]
+        for key, value in values.items() if isinstance(values, dict) else ():
+            kernel = key.endswith(_KERNEL_KEYS) and isinstance(value, str | dict) and "/" in str(value)
+            if kernel or (key.startswith(_CODE_KEYS) and value):
+                raise ValueError(
+                    f"{file} has {key!r}: {short_repr(value)}, which asks for code from elsewhere; vargen runs none"
+                )
+    return config
 
 
 def pick_values(values: Mapping[str, Any], kinds: Mapping[str, type], file: Path) -> dict[str, Any]:
