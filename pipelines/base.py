@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -17,17 +17,18 @@ from PIL import Image
 from torch import Tensor
 
 from vargen.compat import ensure_torchvision, without_autocast
-from vargen.decoding import DEFAULT_METHOD, Accelerator, list_methods, resolve_method
+from vargen.decoding import DEFAULT_METHOD, Accelerator, Sampling, list_methods, resolve_method
 from vargen.files import atomic_merge, expand_user
-from vargen.models.guidance import Condition
+from vargen.models.guidance import Guidance
 from vargen.pipelines import loading, prompts, validation
 from vargen.pipelines.engines import KeptEngines
 from vargen.pipelines.families import STORED_VALUES, ModelFamily
-from vargen.pipelines.generation import GenerationRequest, RunningCall, RunningCalls, generate_images
+from vargen.pipelines.generation import ImageRequest, RunningCalls
 from vargen.pipelines.offloading import OffloadedPipeline
-from vargen.pipelines.prompts import NormalizedPrompt, PromptInputs, PromptNames
-from vargen.scoring.protocol import Scorer
+from vargen.pipelines.prompts import NormalizedPrompt, PromptNames
+from vargen.scoring.protocol import Scorer, to_scorer
 from vargen.scoring.registry import open_scorer
+from vargen.values import short_repr
 
 ensure_torchvision()
 
@@ -307,9 +308,7 @@ class VisualPipeline(OffloadedPipeline, DiffusionPipeline):
 
     encode_prompt = prompts.encode_prompt
 
-    def encode_condition(self, prompt: Any = None, **inputs: Any) -> tuple[Condition, int]:
-        """Return the condition for prompts or classes (fields of `PromptInputs`), and their number."""
-        return prompts.encode_condition(self, PromptInputs(prompt, **inputs))
+    encode_condition = prompts.encode_condition
 
     def named_scorer(self, name: str) -> Scorer:
         """Return the scorer with this name, loaded on first use; see `vargen.scoring.open_scorer`."""
@@ -384,19 +383,46 @@ class VisualPipeline(OffloadedPipeline, DiffusionPipeline):
         next-scale models, whose passes differ in shape."""
         return False
 
-    def _encode_request(self, inputs: PromptInputs, negative: PromptInputs) -> tuple[Any, int]:
-        """Return the condition of a call with its negative, one row per prompt or class, and their number."""
-        condition, count = prompts.encode_condition(self, inputs)
-        return replace(condition, negative=prompts.encode_negative_condition(self, negative, count)), count
+    def check_inputs(
+        self,
+        output_type: Any = "pil",
+        callback: Any = None,
+        tensor_inputs: Any = None,
+        num_candidates: Any = 1,
+        scorer: Any = None,
+        batch_size: Any = None,
+    ) -> Scorer | None:
+        """Validate arguments of a call that each stand for themselves; returns the scorer."""
+        if self.transformer is None or getattr(self, self.pixel_decoder) is None:
+            missing = f"transformer or {self.pixel_decoder}"
+            raise ValueError(f"this pipeline was loaded without a {missing}: it only encodes prompts")
+        validation.validate_output_type(output_type)
+        if callback is not None and not callable(callback):
+            raise TypeError(f"callback_on_step_end must be a function, or None, got {short_repr(callback)}")
+        known, named = self._callback_tensor_inputs, () if tensor_inputs is None else tensor_inputs
+        if not isinstance(named, list | tuple | set | frozenset) or any(name not in known for name in named):
+            raise ValueError(f"callback_on_step_end_tensor_inputs must be among {known}, got {short_repr(tensor_inputs)}")
+        if batch_size is not None:
+            validation.validate_batch_size(batch_size, "batch_size")
+        if validation.require_int(num_candidates, "num_candidates", 1) > 1 and scorer is None:
+            raise ValueError(
+                f"scorer must be given to choose among {num_candidates} candidates: a name, a Scorer or f(images, prompts)"
+            )
+        if scorer is None or not isinstance(scorer, str):
+            return scorer and to_scorer(scorer)
+        return self.named_scorer(scorer)
+
+    def resolve_sampling(self, guidance_interval: Any = None, **given: Any) -> tuple[Guidance, Sampling]:
+        """Return guidance and sampling options of a call; None selects the checkpoint's default."""
+        settings = {**self.default_sampling, **{name: value for name, value in given.items() if value is not None}}
+        guidance = Guidance(settings.pop("guidance_scale"), guidance_interval)
+        sampling = Sampling(**settings)
+        sampling.validate_top_k(self.vocab_size)
+        return guidance, sampling
 
     @abstractmethod
-    def _decode(self, request: GenerationRequest, callback: Any) -> Any:
+    def _decode(self, request: ImageRequest, callback: Any) -> Any:
         """Run the loop of this paradigm."""
-
-    def _generate(self, request: Any, call: RunningCall, bar: Any) -> Any:
-        """Generate what a call requests; returns the pipeline's output."""
-        images, result = generate_images(self, request, call, bar)
-        return self.output_class(images=images, stats=result.stats)
 
     @property
     def interrupt(self) -> bool:

@@ -25,7 +25,6 @@ from vargen.models.tokenizers.wan_vae import AutoencoderKLWan, WanStreamingDecod
 from vargen.pipelines import validation
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.families import TEXT_COMPONENTS, Component, ModelFamily, register_family
-from vargen.pipelines.generation import OutputOptions
 from vargen.pipelines.prompts import NormalizedPrompt, PromptNames, encode_prompt, encode_tokens
 from vargen.pipelines.seeds import resolve_seeds
 from vargen.pipelines.start_images import MergedLoRAs, encode_start_image, open_image_pipe
@@ -289,8 +288,7 @@ class CausalVideoPipeline(VisualPipeline):
             ValueError, TypeError: as `stream`, before the first video is started.
             NonFiniteLatentsError: see `decode_video`.
         """
-        inputs = callback_on_step_end_tensor_inputs
-        OutputOptions.build(self, output_type, return_dict, callback_on_step_end, inputs)
+        self.check_inputs(output_type, callback_on_step_end, callback_on_step_end_tensor_inputs)
         is_list = isinstance(prompt, list | tuple)
         prompts: list[Any] = validation.validate_prompts(prompt) if is_list else [prompt]
         seeds = resolve_seeds(generator, len(prompts))

@@ -19,7 +19,7 @@ from vargen.device import captures_passes
 from vargen.kernels.dispatch import read_kernel_setting
 
 if TYPE_CHECKING:
-    from vargen.pipelines.generation import GenerationRequest
+    from vargen.pipelines.generation import ImageRequest
 
 MAX_KEPT = 2
 MOST_WASTE = 4  # slots of an engine for each image of a call that it serves
@@ -43,7 +43,7 @@ class KeptEngines:
         self._kept.clear()
         torch.cuda.empty_cache()
 
-    def decode(self, pipe: Any, request: GenerationRequest, callback: Callback | None) -> DecodeOutput:
+    def decode(self, pipe: Any, request: ImageRequest, callback: Callback | None) -> DecodeOutput:
         """Generate the tokens of a request by an `Engine`."""
         condition, seeds = replace(request.condition, scale=request.guidance.scale), request.seeds.noise_seeds
         slots = len(seeds) if request.batch_size is None else min(request.batch_size, len(seeds))
@@ -63,7 +63,7 @@ class KeptEngines:
             self._keep(key, parts, engine)
         return output
 
-    def decode_scales(self, pipe: Any, request: GenerationRequest, callback: Callback | None, fixed: Any) -> DecodeOutput:
+    def decode_scales(self, pipe: Any, request: ImageRequest, callback: Callback | None, fixed: Any) -> DecodeOutput:
         """Generate the tokens of a request by `ScalePasses`."""
         condition, seeds = replace(request.condition, scale=request.guidance.scale), request.seeds.noise_seeds
         model = pipe.decoding_model(request.guidance)
@@ -116,7 +116,7 @@ class KeptEngines:
         del self._kept[MAX_KEPT:]
 
 
-def _make_key(request: GenerationRequest, model: Any, parts: Sequence[Any]) -> tuple[Any, ...]:
+def _make_key(request: ImageRequest, model: Any, parts: Sequence[Any]) -> tuple[Any, ...]:
     """Return what has to be the same for a call that an engine serves, beside its `parts`, the objects that it reads."""
     guidance, device = request.guidance, torch.device(model.device)
     weights = [next(each.parameters(), None) for each in parts if isinstance(each, torch.nn.Module)]

@@ -35,21 +35,12 @@ class ImagePipelineOutput(BaseOutput):
             `[B, 3, Y, X]` in [0, 1], or tokens: int64 `[B, rows, columns]`, or `[B, L]` for a model of several scales, from
             coarse to fine, -1 in skipped scales.
         stats: statistics of decoding; see `vargen.decoding.DecodeStats`.
+        tokens: int64 `[B, N]`, of all scales for a model of several.
+        log_probs, plain_log_probs: float32 `[B, N]`, if they were requested; see `compute_log_probs`.
     """
 
     images: Any
     stats: DecodeStats
-
-
-@dataclass
-class LanguageModelOutput(ImagePipelineOutput):
-    """Output of `LanguageModelPipeline`.
-
-    Attributes:
-        tokens: int64 `[B, N]`.
-        log_probs, plain_log_probs: float32 `[B, N]`, if they were requested; see `compute_log_probs`.
-    """
-
     tokens: Tensor | None = None
     log_probs: Tensor | None = None
     plain_log_probs: Tensor | None = None

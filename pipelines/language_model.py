@@ -6,8 +6,6 @@ Shape suffixes: B images, N tokens of the grid.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -18,8 +16,6 @@ from PIL import Image
 from torch import Tensor
 
 from vargen.compat import report_memory, report_panic, without_autocast
-from vargen.decoding import DEFAULT_METHOD, Accelerator, DecodeOutput
-from vargen.decoding.log_probs import compute_log_probs
 from vargen.device import select_device
 from vargen.files import atomic_merge, expand_user
 from vargen.folders.json_files import one_line, read_config
@@ -33,18 +29,16 @@ from vargen.models.transformers.decoding import TransformersTokenModel
 from vargen.models.transformers.processors import load_processor
 from vargen.models.transformers.supported import MODELS, describe_language_model
 from vargen.pipelines import loading, validation
-from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.families import ModelFamily
-from vargen.pipelines.generation import CandidateSelection, GenerationRequest, OutputOptions, generate_images, run_request
-from vargen.pipelines.images import LanguageModelOutput, decode_pixels, validate_decode_arguments
+from vargen.pipelines.images import decode_pixels, validate_decode_arguments
 from vargen.pipelines.llamagen import LlamaGenPipeline
-from vargen.pipelines.prompts import PromptInputs
+from vargen.pipelines.next_token import NextTokenPipeline
 from vargen.scoring.protocol import Scorer
 
 logger = logging.getLogger("vargen")
 
 
-class LanguageModelPipeline(VisualPipeline):
+class LanguageModelPipeline(NextTokenPipeline):
     """Text to image with an image language model of transformers, by any next-token method.
 
     Args:
@@ -59,8 +53,6 @@ class LanguageModelPipeline(VisualPipeline):
         ValueError: if the network does not fit, or the draft model has other image tokens.
     """
 
-    paradigm: ClassVar[str] = "next-token"
-    output_class: ClassVar[Any] = LanguageModelOutput
     pixel_decoder: ClassVar[str] = "transformer"
 
     def __init__(
@@ -199,10 +191,6 @@ class LanguageModelPipeline(VisualPipeline):
         return rows * columns
 
     @property
-    def num_baseline_passes(self) -> int:
-        return self.num_tokens
-
-    @property
     def max_caption_tokens(self) -> int:
         return self.language_model.max_prompt_tokens
 
@@ -214,72 +202,21 @@ class LanguageModelPipeline(VisualPipeline):
     def default_sampling(self) -> dict[str, Any]:
         return self.language_model.default_sampling
 
-    # -- the call ---------------------------------------------------------------------------------------------------------
+    # -- prompts and tokens -----------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
-    @without_autocast
-    def __call__(
-        self,
-        prompt: str | list[str],
-        *,
-        negative_prompt: str | list[str] | None = None,
-        num_images_per_prompt: int = 1,
-        batch_size: int | None = None,
-        guidance_scale: float | None = None,
-        guidance_interval: int | None = None,
-        temperature: float | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        accelerator: str | Accelerator = DEFAULT_METHOD,
-        generator: torch.Generator | list[torch.Generator] | None = None,
-        num_candidates: int = 1,
-        scorer: str | Scorer | Callable[[Any, list[str]], Any] | None = None,
-        output_type: str = "pil",
-        return_dict: bool = True,
-        callback_on_step_end: Callable[[Any, int, int, dict[str, Any]], dict[str, Any] | None] | None = None,
-        callback_on_step_end_tensor_inputs: list[str] | None = None,
-        return_log_probs: bool = False,
-    ) -> LanguageModelOutput | tuple[Any]:
-        """Generate images.
+    def check_inputs(self, output_type: Any = "pil", *others: Any) -> Scorer | None:
+        if not self.makes_images and output_type != "latent":
+            name = self.language_model.class_name
+            raise ValueError(f"output_type must be 'latent': another pipeline decodes the tokens of {name}")
+        return super().check_inputs(output_type, *others)
 
-        Args:
-            prompt: one prompt or several.
-            negative_prompt: replaces the unconditional prompt, for models that take one; one for all, or one per prompt.
-            guidance_scale, temperature, top_k, top_p: None selects the published default of the model.
-            return_log_probs: also return log-probabilities of the tokens; see `compute_log_probs`.
-            accelerator, generator, batch_size, output_type and all others: see `LlamaGenPipeline.__call__`.
-
-        Raises:
-            ValueError, TypeError: for invalid arguments, naming the argument, its value and what is allowed.
-            NonFiniteLogitsError: if the model returns NaN or infinite logits.
-        """
-        known, inputs = self.language_model, callback_on_step_end_tensor_inputs
-        output = OutputOptions.build(self, output_type, return_dict, callback_on_step_end, inputs)
-        output = replace(output, return_log_probs=return_log_probs)
-        if not known.has_pixels and output_type != "latent":
-            raise ValueError(f"output_type must be 'latent': another pipeline decodes the tokens of {known.class_name}")
-        request = GenerationRequest.build(
-            self,
-            self.resolve_method(accelerator),
-            PromptInputs(prompt),
-            PromptInputs(negative_prompt),
-            {"guidance_scale": guidance_scale, "temperature": temperature, "top_k": top_k, "top_p": top_p},
-            CandidateSelection.build(num_candidates, scorer, self.named_scorer),
-            output,
-            num_images_per_prompt=num_images_per_prompt,
-            generator=generator,
-            guidance_interval=guidance_interval,
-            batch_size=batch_size,
-        )
-        return run_request(self, request)
-
-    def _encode_request(self, inputs: PromptInputs, negative: PromptInputs) -> tuple[Any, int]:
-        return self.encode_condition(inputs.prompt, negative_prompt=negative.prompt)
-
-    def encode_condition(self, prompt: Any = None, *, negative_prompt: Any = None, **inputs: Any) -> tuple[Any, int]:
+    def encode_condition(
+        self, prompt: Any = None, *, negative_prompt: Any = None, clean_prompt: bool = False, **others: Any
+    ) -> tuple[Any, int]:
         """Return the `PromptRows` of prompts and negative prompts, and the number of prompts."""
-        if inputs:
-            raise TypeError(f"{next(iter(inputs))} must be left out: this model reads prompts")
+        others |= {"clean_prompt": clean_prompt or None}
+        if given := [name for name, value in others.items() if value is not None]:
+            raise TypeError(f"{given[0]} must be left out: this model reads prompts")
         prompts, blank = validation.validate_prompts(prompt), None
         if not validation.is_blank(negative_prompt):
             negative = validation.validate_prompts(negative_prompt, "negative_prompt")
@@ -294,29 +231,10 @@ class LanguageModelPipeline(VisualPipeline):
     def decoding_model(self, guidance: Guidance | float = 1.0) -> TransformersTokenModel:
         """Return the adapter of the model and its drafters for `vargen.decoding.decode`."""
         guidance = to_guidance(guidance)
-        validation.validate_guidance(guidance.scale)
         draft = None if self.draft_model is None else TransformersTokenModel(self._description("draft_model"), guidance)
         described, known = self.language_model, LlamaGenPipeline.family.drafters
         heads = {name: partial(known[name].adapter, each.to(described.device)) for name, each in self.draft_heads.items()}
         return TransformersTokenModel(described, guidance, draft, draft_heads=heads)
-
-    def joins_running_batch(self, method: Accelerator) -> bool:
-        return True
-
-    def _decode(self, request: GenerationRequest, callback: Any) -> DecodeOutput:
-        return self._engines.decode(self, request, callback)
-
-    def _generate(self, request: Any, call: Any, bar: Any) -> LanguageModelOutput:
-        images, result = generate_images(self, request, call, bar)
-        if not request.output.return_log_probs or not result.finished:
-            return LanguageModelOutput(images, result.stats, result.tokens)
-        if request.method.kind != "exact":
-            name = request.method.name
-            logger.warning("log-probabilities are those of the model; %s samples from another distribution", name)
-        rows = request.condition.select_rows(slice(None, None, request.selection.num_candidates))
-        model = self.decoding_model(request.guidance)
-        own, plain = compute_log_probs(model, rows, result.tokens, request.sampling)
-        return LanguageModelOutput(images, result.stats, result.tokens, own, plain)
 
     # -- drafters and files -------------------------------------------------------------------------------------------------
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from PIL import Image
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from vargen.compat import without_autocast
 from vargen.convert.llamagen import convert_llamagen
-from vargen.decoding import DEFAULT_METHOD, Accelerator, DecodeOutput, Eagle, Medusa
+from vargen.decoding import Eagle, Medusa
 from vargen.models.guidance import Guidance, to_guidance
 from vargen.models.heads.decoding import EagleModel, LowResolutionDrafter, MedusaHeads, validate_low_res
 from vargen.models.heads.eagle import EagleDrafter
@@ -21,16 +20,13 @@ from vargen.models.heads.upsampler import TokenUpsampler
 from vargen.models.llamagen.decoding import LlamaGenTokenModel
 from vargen.models.llamagen.network import SIZES, LlamaGenTransformer
 from vargen.models.tokenizers.vq import VQModel
-from vargen.pipelines import validation
-from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.families import TEXT_COMPONENTS, Component, ModelFamily, register_family
-from vargen.pipelines.generation import CandidateSelection, GenerationRequest, OutputOptions, run_request
-from vargen.pipelines.images import ImagePipelineOutput, decode_pixels, preprocess_images, validate_decode_arguments
-from vargen.pipelines.prompts import PromptInputs, PromptNames
-from vargen.scoring.protocol import Scorer
+from vargen.pipelines.images import decode_pixels, preprocess_images, validate_decode_arguments
+from vargen.pipelines.next_token import NextTokenPipeline
+from vargen.pipelines.prompts import PromptNames
 
 
-class LlamaGenPipeline(VisualPipeline):
+class LlamaGenPipeline(NextTokenPipeline):
     """Text or class to image with LlamaGen (Sun et al. 2024).
 
     Example:
@@ -56,9 +52,6 @@ class LlamaGenPipeline(VisualPipeline):
     Raises:
         ValueError: for components that do not match each other, or class names or defaults that are not valid.
     """
-
-    paradigm: ClassVar[str] = "next-token"
-    output_class: ClassVar[Any] = ImagePipelineOutput
 
     low_res: LlamaGenTransformer | None = None
     upsampler: TokenUpsampler | None = None
@@ -96,10 +89,6 @@ class LlamaGenPipeline(VisualPipeline):
         return ((side, side),)
 
     @property
-    def num_baseline_passes(self) -> int:
-        return self.transformer.tokens
-
-    @property
     def codebook(self) -> Tensor:
         return self.vqvae.quantize.codebook()
 
@@ -107,105 +96,11 @@ class LlamaGenPipeline(VisualPipeline):
     def max_caption_tokens(self) -> int:
         return self.transformer.config.cls_token_num
 
-    # -- the call -----------------------------------------------------------------------------------------------------
-
-    @torch.no_grad()
-    @without_autocast
-    def __call__(
-        self,
-        prompt: str | list[str] | None = None,
-        *,
-        class_labels: int | str | list[int | str] | Tensor | None = None,
-        num_images_per_prompt: int = 1,
-        batch_size: int | None = None,
-        guidance_scale: float | None = None,
-        guidance_interval: int | None = None,
-        temperature: float | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        negative_prompt: str | list[str] | None = None,
-        accelerator: str | Accelerator = DEFAULT_METHOD,
-        generator: torch.Generator | list[torch.Generator] | None = None,
-        prompt_embeds: Tensor | None = None,
-        prompt_mask: Tensor | None = None,
-        negative_prompt_embeds: Tensor | None = None,
-        negative_prompt_mask: Tensor | None = None,
-        num_candidates: int = 1,
-        scorer: str | Scorer | Callable[[Any, list[str]], Any] | None = None,
-        output_type: str = "pil",
-        return_dict: bool = True,
-        callback_on_step_end: Callable[[Any, int, int, dict[str, Any]], dict[str, Any] | None] | None = None,
-        callback_on_step_end_tensor_inputs: list[str] | None = None,
-        clean_prompt: bool = False,
-    ) -> ImagePipelineOutput | tuple[Any]:
-        """Generate images.
-
-        Args:
-            prompt: one prompt or several (`condition="text"`).
-            class_labels: one class or several, by number or, where the checkpoint has them, name (`condition="class"`).
-            num_images_per_prompt: number of images per prompt or class.
-            batch_size: maximum number of images to generate at a time; None generates all at once. If there are more, each
-                finished image makes room for the next one, so that none waits for the slowest.
-            guidance_scale: scale of classifier-free guidance, at least 0; 1 disables it. None: the checkpoint's default; so for
-                `temperature` (at least 0; 0 is greedy), `top_k` (from 1 to the vocabulary size, which keeps every token) and
-                `top_p` (in (0, 1]).
-            guidance_interval: last decoding step with guidance; None guides all steps.
-            negative_prompt: replaces the null caption in guidance; one for all prompts, or one per prompt.
-            accelerator: name of a preset (`vargen info presets` lists them), or an `Accelerator`. The default, `"auto"`, drafts
-                as many tokens as is fastest, and generates the same image as `"ar"` in float32. In bfloat16 a wide pass
-                rounds differently.
-            generator: a `torch.Generator`, or a list with one per image. Image i of a list depends only on its own generator. A
-                single generator, or torch's global one for None, is used for all images in turn. In each case, a new generator
-                on the same device with the seed `stats.seeds[i]` reproduces image i on its own. This seed is the one that was
-                passed, or a new one if the generator had been used before.
-            prompt_embeds, prompt_mask: caption features `[B, P, C]`, valid rows last, and their mask (a tensor, an array or
-                nested lists), instead of a prompt.
-            negative_prompt_embeds, negative_prompt_mask: the same for the negative prompt; B is 1 or the number of prompts.
-            num_candidates: number of candidates generated per image, of which the `scorer` selects the best. `stats.scores` has
-                the scores of all candidates.
-            scorer: a name that `vargen score` accepts, such as `"emoji-scorer"`; a `Scorer` of `vargen.scoring`; or a function
-                of images (a float tensor `[N, 3, Y, X]` in [0, 1]) and prompts that returns N numbers, higher is better. With
-                one candidate, it scores the image without selecting.
-            output_type: `"pil"`, `"np"`, `"pt"`, or `"latent"` for the tokens.
-            return_dict: False returns `(images,)`.
-            callback_on_step_end: called as `f(pipe, step, tokens_drawn, {"latents": tokens})` after every pass.
-                Returning `{"stop": True}`, or setting `pipe._interrupt`, ends the call with the tokens generated so far.
-            clean_prompt: clean the prompt as in the training of official LlamaGen text models (needs ftfy and beautifulsoup4).
-
-        Raises:
-            ValueError, TypeError: for invalid arguments, naming the argument, its value and what is allowed.
-            NonFiniteLogitsError: if the transformer returns NaN or infinite logits.
-            NonFinitePixelsError: if the tokenizer returns NaN or infinite pixels.
-            NonFiniteScoreError: if the scorer returns NaN or infinite scores.
-        """
-        inputs = callback_on_step_end_tensor_inputs
-        output = OutputOptions.build(self, output_type, return_dict, callback_on_step_end, inputs)
-        method = self.resolve_method(accelerator)
-        request = GenerationRequest.build(
-            self,
-            method,
-            PromptInputs(prompt, prompt_embeds, prompt_mask, class_labels, clean_prompt),
-            PromptInputs(negative_prompt, negative_prompt_embeds, negative_prompt_mask, clean=clean_prompt),
-            {"guidance_scale": guidance_scale, "temperature": temperature, "top_k": top_k, "top_p": top_p},
-            CandidateSelection.build(num_candidates, scorer, self.named_scorer),
-            output,
-            num_images_per_prompt=num_images_per_prompt,
-            generator=generator,
-            guidance_interval=guidance_interval,
-            batch_size=batch_size,
-        )
-        return run_request(self, request)
-
-    def joins_running_batch(self, method: Accelerator) -> bool:
-        return True
-
-    def _decode(self, request: GenerationRequest, callback: Any) -> DecodeOutput:
-        return self._engines.decode(self, request, callback)
+    # -- tokens and images ----------------------------------------------------------------------------------------------
 
     def decoding_model(self, guidance: Guidance | float = 1.0) -> LlamaGenTokenModel:
         """Return the adapter of the transformer and its drafters for `vargen.decoding.decode`."""
         device, guidance = self._device_of(self.transformer), to_guidance(guidance)
-        validation.validate_guidance(guidance.scale)
         codes = None if self.vqvae is None else self.codebook.to(device)
 
         def adapt(transformer: Any) -> Any:
@@ -229,8 +124,6 @@ class LlamaGenPipeline(VisualPipeline):
             low_res=low_res,
             device=device,
         )
-
-    # -- images -------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     @without_autocast

@@ -6,10 +6,10 @@ import json
 import logging
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -95,16 +95,6 @@ def clean_caption(text: str) -> str:
 # -- conditions -----------------------------------------------------------------------------------------------------------
 
 
-class PromptInputs(NamedTuple):
-    """Arguments of a call that define the condition, or the negative condition; see a pipeline's `__call__`."""
-
-    prompt: Any = None
-    prompt_embeds: Any = None
-    prompt_mask: Any = None
-    class_labels: Any = None
-    clean: bool = False
-
-
 @without_autocast
 def encode_prompt(
     pipe: VisualPipeline, prompt: str | list[str], clean: bool = False, max_sequence_length: int | None = None
@@ -157,63 +147,75 @@ def encode_tokens(pipe: VisualPipeline, encoded: Any) -> tuple[Tensor, Tensor]:
     return encode(ids, mask), mask.bool()
 
 
-def encode_condition(pipe: VisualPipeline, inputs: PromptInputs, name: str = "prompt") -> tuple[Condition, int]:
-    """Return the condition for a call's prompts or classes, and their number. Arguments are validated before encoding.
+def encode_condition(
+    pipe: VisualPipeline,
+    prompt: Any = None,
+    *,
+    class_labels: Any = None,
+    prompt_embeds: Any = None,
+    prompt_mask: Any = None,
+    negative_prompt: Any = None,
+    negative_prompt_embeds: Any = None,
+    negative_prompt_mask: Any = None,
+    clean_prompt: bool = False,
+) -> tuple[Condition, int]:
+    """Return the condition for prompts or classes, with its negative, and their number; arguments as of a pipeline's call.
 
-    Args:
-        name: name of the argument in error messages.
+    All arguments are validated before a prompt is encoded.
     """
-    prompt, embeds, mask, class_labels, clean = inputs
-    if embeds is not None and not isinstance(embeds, Tensor):
-        raise TypeError(f"{name}_embeds must be a tensor, got {type(embeds).__name__}")
-    if mask is not None and embeds is None:
-        raise ValueError(f"{name}_mask belongs to {name}_embeds, and none are given")
-    classes, device = pipe.transformer.config.num_classes, pipe._execution_device
+    negative = (None if validation.is_blank(negative_prompt) else negative_prompt, negative_prompt_embeds, negative_prompt_mask)
     if pipe.is_class_conditional:
-        use = f"pass class_labels (0 to {classes - 1})"
-        if name != "prompt" or embeds is not None:
-            raise ValueError(f"{name}{'_embeds' * (prompt is None)} is not supported: this model is class-conditional; {use}")
-        if class_labels is None or prompt is not None:
-            raise ValueError(f"this model is class-conditional: {use}, not a prompt")
-        labels = validation.resolve_class_labels(class_labels, classes, pipe.class_names)
-        return Condition(class_labels=torch.tensor(labels, device=device)), len(labels)
+        given = {"prompt": prompt, "prompt_embeds": prompt_embeds, "prompt_mask": prompt_mask}
+        given |= dict(zip(("negative_prompt", "negative_prompt_embeds", "negative_prompt_mask"), negative, strict=True))
+        named = [name for name, value in given.items() if value is not None]
+        if named or class_labels is None:
+            use = f"this model is class-conditional: pass class_labels (0 to {pipe.num_classes - 1})"
+            raise ValueError(f"{named[0]} is not supported: {use}" if named else use)
+        labels = validation.resolve_class_labels(class_labels, pipe.num_classes, pipe.class_names)
+        return Condition(class_labels=torch.tensor(labels, device=pipe._execution_device)), len(labels)
     if class_labels is not None:
         raise ValueError("class_labels is not supported: this model generates from text; pass a prompt")
-    if embeds is not None:
-        expected = (pipe.max_caption_tokens, pipe.transformer.config.caption_dim)
-        if prompt is not None or embeds.dim() != 3 or tuple(embeds.shape[1:]) != expected:
-            raise ValueError(
-                f"{name}_embeds must be [B, {expected[0]}, {expected[1]}] and come without {name}, "
-                f"got {tuple(embeds.shape)}" + (f" and {name}={prompt!r:.40}" if prompt is not None else "")
-            )
-        embeds, mask = validation.validate_embeds(embeds, mask, name)
-        return Condition(caption_embeds=embeds.to(device), caption_mask=mask.to(device)), len(embeds)
-    if prompt is None:
-        raise ValueError("give a prompt, for example pipe('a red apple')")
-    embeds, mask = pipe.encode_prompt(prompt, clean)
-    return Condition(caption_embeds=embeds, caption_mask=mask), len(embeds)
+    if negative[0] is not None:
+        validation.validate_prompts(negative[0], "negative_prompt")
+    condition = _encode_caption(pipe, "prompt", prompt, prompt_embeds, prompt_mask, clean_prompt)
+    if all(each is None for each in negative):
+        return condition, len(condition)
+    other, count = _encode_caption(pipe, "negative_prompt", *negative, clean_prompt), len(condition)
+    if len(other) not in (1, count):
+        raise ValueError(f"negative_prompt must be one, or one for each of {count} prompts; got {len(other)}")
+    return replace(condition, negative=other.repeat(count // len(other))), count
 
 
-def encode_negative_condition(pipe: VisualPipeline, inputs: PromptInputs, count: int) -> Condition | None:
-    """Return the negative condition with one row for each of `count` prompts; None if none is given."""
-    if inputs.prompt is None and inputs.prompt_embeds is None and inputs.prompt_mask is None:
-        return None
-    negative, given = encode_condition(pipe, inputs, "negative_prompt")
-    if given not in (1, count):
-        raise ValueError(f"negative_prompt must be one, or one for each of {count} prompts; got {given}")
-    return negative.repeat(count // given)
+def _encode_caption(pipe: VisualPipeline, name: str, prompt: Any, embeds: Any, mask: Any, clean: bool) -> Condition:
+    """Return the condition of a prompt, or of its features and mask; `name` is that of the argument in error messages."""
+    if embeds is None:
+        if mask is not None:
+            raise ValueError(f"{name}_mask belongs to {name}_embeds, and none are given")
+        if prompt is None:
+            raise ValueError("give a prompt, for example pipe('a red apple')")
+        return Condition(None, *pipe.encode_prompt(prompt, clean))
+    if not isinstance(embeds, Tensor):
+        raise TypeError(f"{name}_embeds must be a tensor, got {type(embeds).__name__}")
+    expected = (pipe.max_caption_tokens, pipe.transformer.config.caption_dim)
+    if prompt is not None or embeds.dim() != 3 or tuple(embeds.shape[1:]) != expected:
+        raise ValueError(
+            f"{name}_embeds must be [B, {expected[0]}, {expected[1]}] and come without {name}, "
+            f"got {tuple(embeds.shape)}" + (f" and {name}={prompt!r:.40}" if prompt is not None else "")
+        )
+    embeds, mask = validation.validate_embeds(embeds, mask, name)
+    return Condition(None, embeds.to(pipe._execution_device), mask.to(pipe._execution_device))
 
 
-def scorer_prompts(pipe: VisualPipeline, prompt: Any, condition: Any) -> list[str]:
-    """Return the text for the scorer, one per row of the condition: normalized prompts, or class names."""
+def scorer_prompts(pipe: VisualPipeline, prompt: Any, condition: Any, count: int) -> list[str]:
+    """Return the texts for the scorer, `count` for each row of the condition: normalized prompts, or class names."""
     if pipe.is_class_conditional:
         names, labels = pipe.class_names, condition.class_labels.tolist()
         if any(label not in names for label in labels):
             raise ValueError("scorer needs words, and this model's classes have no names (id2label)")
-        return [names[label].split(",")[0] for label in labels]
+        return [names[label].split(",")[0] for label in labels for _ in range(count)]
     if prompt is None:
         raise ValueError("scorer needs words: give a prompt, not prompt_embeds")
-    return [pipe.normalize_prompt(text).text for text in validation.validate_prompts(prompt)]
+    return [pipe.normalize_prompt(text).text for text in validation.validate_prompts(prompt) for _ in range(count)]
 
 
 # A model that was trained with names, such as "grinning cat" for "😺", has a table of them in its folder.

@@ -58,13 +58,6 @@ def validate_sampling(settings: Mapping[str, Any]) -> tuple[float, Sampling]:
     return validate_guidance(settings.get("guidance_scale", 1.0)), Sampling(**others)
 
 
-def validate_guidance_interval(interval: Any) -> int | None:
-    """Return the last guided step, or None. Raises ValueError unless it is None or a whole number of at least 0."""
-    if interval is None:
-        return None
-    return min(require_int(interval, "guidance_interval", 0), 2**31)  # beyond every grid, and representable in a tensor
-
-
 def resolve_class_labels(class_labels: Any, num_classes: int, id2label: dict[int, str] | None = None) -> list[int]:
     """Return the class numbers as a list; names are looked up in `id2label`."""
     if isinstance(class_labels, Tensor):
@@ -130,15 +123,6 @@ def validate_embeds(embeds: Tensor, mask: Any, name: str) -> tuple[Tensor, Tenso
     if not ((given == 0) | (given == 1)).all():
         raise ValueError(f"{name}_mask must hold 1 where a row is valid and 0 elsewhere, got other values")
     return embeds, given.bool()
-
-
-def validate_callback(callback: Any, tensor_inputs: Any, known: list[str]) -> None:
-    """Raise TypeError or ValueError unless `callback` is None or callable and `tensor_inputs` is None or names in `known`."""
-    if callback is not None and not callable(callback):
-        raise TypeError(f"callback_on_step_end must be a function, or None, got {short_repr(callback)}")
-    named = () if tensor_inputs is None else tensor_inputs
-    if not isinstance(named, list | tuple | set | frozenset) or any(name not in known for name in named):
-        raise ValueError(f"callback_on_step_end_tensor_inputs must be among {known}, got {short_repr(tensor_inputs)}")
 
 
 def wants_stop(answer: Any) -> bool:

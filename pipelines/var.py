@@ -20,10 +20,9 @@ from vargen.models.tokenizers.multi_scale_vq import MultiScaleVQModel
 from vargen.models.tokenizers.vq import NonFinitePixelsError
 from vargen.models.var.decoding import VARScaleModel
 from vargen.models.var.network import SCALES, VARTransformer, official_config
-from vargen.pipelines import validation
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.families import TEXT_COMPONENTS, Component, ModelFamily, register_family
-from vargen.pipelines.generation import CandidateSelection, GenerationRequest, OutputOptions, run_request
+from vargen.pipelines.generation import ImageRequest, generate_tokens, select_candidates
 from vargen.pipelines.images import (
     FixedTokens,
     ImagePipelineOutput,
@@ -34,7 +33,7 @@ from vargen.pipelines.images import (
     validate_decode_arguments,
     validate_source,
 )
-from vargen.pipelines.prompts import PromptInputs, PromptNames
+from vargen.pipelines.prompts import PromptNames, scorer_prompts
 
 
 class VARPipeline(VisualPipeline):
@@ -161,34 +160,52 @@ class VARPipeline(VisualPipeline):
         Raises:
             ValueError, TypeError, NonFiniteLogitsError, NonFinitePixelsError, NonFiniteScoreError: as in `LlamaGenPipeline`.
         """
-        inputs = callback_on_step_end_tensor_inputs
-        output = OutputOptions.build(self, output_type, return_dict, callback_on_step_end, inputs)
+        scorer = self.check_inputs(
+            output_type, callback_on_step_end, callback_on_step_end_tensor_inputs, num_candidates, scorer, batch_size
+        )
         method = self.resolve_method(accelerator)
-        selection = CandidateSelection.build(num_candidates, scorer, self.named_scorer)
-        source = validate_source(image, mask, strength, self.vqvae.image_size, self.image_processor)
         self.validate_method(method)
-        request = GenerationRequest.build(
-            self,
+        source = validate_source(image, mask, strength, self.vqvae.image_size, self.image_processor)
+        guidance, sampling = self.resolve_sampling(
+            guidance_scale=guidance_scale, temperature=temperature, top_k=top_k, top_p=top_p
+        )
+        condition, num_prompts = self.encode_condition(
+            prompt,
+            class_labels=class_labels,
+            prompt_embeds=prompt_embeds,
+            prompt_mask=prompt_mask,
+            negative_prompt=negative_prompt,
+            negative_prompt_embeds=negative_prompt_embeds,
+            negative_prompt_mask=negative_prompt_mask,
+            clean_prompt=clean_prompt,
+        )
+        texts = () if scorer is None else scorer_prompts(self, prompt, condition, num_images_per_prompt)
+        request = ImageRequest.build(
             method,
-            PromptInputs(prompt, prompt_embeds, prompt_mask, class_labels, clean_prompt),
-            PromptInputs(negative_prompt, negative_prompt_embeds, negative_prompt_mask, clean=clean_prompt),
-            {"guidance_scale": guidance_scale, "temperature": temperature, "top_k": top_k, "top_p": top_p},
-            selection,
-            output,
+            condition,
+            num_prompts,
+            guidance,
+            sampling,
             num_images_per_prompt=num_images_per_prompt,
+            num_candidates=num_candidates,
             generator=generator,
             batch_size=batch_size,
         )
-        fixed = None if source is None else self._encode_source(source, request.num_prompts, request.num_images)
-        return run_request(self, replace(request, fixed=fixed))
+        if source is not None:
+            request = replace(request, fixed=self._encode_source(source, num_prompts, len(request.seeds.seeds)))
+        result = generate_tokens(self, request, callback_on_step_end)
+        if scorer is not None:
+            result = select_candidates(self, result, request, scorer, texts)
+        images = self.decode_tokens(result.tokens, result.length if result.stats.stopped else None, output_type)
+        self.maybe_free_model_hooks()
+        return self.output_class(images, result.stats, result.tokens) if return_dict else (images,)
 
-    def _decode(self, request: GenerationRequest, callback: Any) -> DecodeOutput:
+    def _decode(self, request: ImageRequest, callback: Any) -> DecodeOutput:
         return self._engines.decode_scales(self, request, callback, request.fixed or FixedTokens([], None))
 
     def decoding_model(self, guidance: Guidance | float = 1.0) -> VARScaleModel:
         """Return the adapter of the transformer and its draft model for `vargen.decoding.decode_scales`."""
         guidance, quantizer, device = to_guidance(guidance), self._quantizer(), self._device_of(self.transformer)
-        validation.validate_guidance(guidance.scale)
         draft = self.draft_transformer and VARScaleModel(self.draft_transformer, quantizer, guidance, device=device)
         return VARScaleModel(self.transformer, quantizer, guidance, draft_model=draft, device=device)
 

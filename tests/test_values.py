@@ -13,6 +13,7 @@ from rejects import rejects
 from vargen import Accelerator
 from vargen.decoding import GroupedRule, Jacobi, Sampling, Speculative
 from vargen.demo.request import RANGES
+from vargen.models.guidance import Guidance
 from vargen.options import OPTIONS, Option
 from vargen.pipelines import validation
 from vargen.pipelines.llamagen import LlamaGenPipeline
@@ -53,7 +54,7 @@ NUMPY = [
     (lambda x: Sampling(top_p=x).top_p, np.float16(0.5)),
     (lambda x: Sampling(top_k=x).top_k, np.int64(7)),
     (lambda x: validation.validate_guidance(x), np.float32(2.5)),
-    (lambda x: validation.validate_guidance_interval(x), np.int32(3)),
+    (lambda x: Guidance(2.0, x).interval, np.int32(3)),
     (lambda x: validation.validate_num_images(x, 1), np.int64(3)),
     (lambda x: validation.resolve_class_labels(x, 10)[0], np.int64(3)),
     (lambda x: validation.resolve_class_labels([x], 10)[0], np.uint8(3)),

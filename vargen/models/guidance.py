@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from vargen.decoding.tree_drafters import repeat_for_cfg
+from vargen.options import OPTIONS
+from vargen.values import require_int
 
 ARBITRARY_CAPTION_TOKENS = 8
 
@@ -83,11 +85,19 @@ class Guidance:
         scale: 1 runs without the unconditional rows.
         interval: last guided decoding step of a next-token model, counted from 0; None guides all.
         negative: condition of the unconditional rows, unless the condition has its own. Default: the null condition.
+
+    Raises:
+        ValueError: for a scale that is not from 0 to 1000, or an interval below 0.
     """
 
     scale: float = 1.0
     interval: int | None = None
     negative: Condition | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "scale", OPTIONS["guidance_scale"].check(self.scale))
+        if self.interval is not None:  # at most what fits in a tensor, and beyond every grid
+            object.__setattr__(self, "interval", min(require_int("guidance_interval", self.interval, 0), 2**31))
 
     @property
     def rows_per_image(self) -> int:
@@ -126,7 +136,7 @@ class Guidance:
 
 def to_guidance(value: Guidance | float) -> Guidance:
     """Return the guidance with this scale, or the given one."""
-    return value if isinstance(value, Guidance) else Guidance(float(value))
+    return value if isinstance(value, Guidance) else Guidance(value)
 
 
 def apply_guidance(conditional: Tensor, unconditional: Tensor, scale: float | Tensor) -> Tensor:

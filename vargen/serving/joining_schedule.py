@@ -84,7 +84,7 @@ class JoiningSchedule:
         for (subject, sampling), group in groupby(list(self._starting), key=key):
             together = list(group)
             try:
-                names = {"class_labels": [subject]} if self.pipe.is_class_conditional else {"prompt": [subject]}
+                names: dict[str, Any] = {"class_labels": [subject]} if self.pipe.is_class_conditional else {"prompt": [subject]}
                 condition, _ = self.pipe.encode_condition(**names)
                 rows = select_rows(condition, [0] * len(together))
                 seeds = resolve_seeds([handle.task.generator for handle in together], len(together)).noise_seeds
