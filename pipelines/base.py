@@ -28,7 +28,7 @@ from vargen.pipelines.offloading import OffloadedPipeline
 from vargen.pipelines.prompts import NormalizedPrompt, PromptNames
 from vargen.scoring.protocol import Scorer, to_scorer
 from vargen.scoring.registry import open_scorer
-from vargen.values import short_repr
+from vargen.values import require_int, short_repr
 
 ensure_torchvision()
 
@@ -396,7 +396,8 @@ class VisualPipeline(OffloadedPipeline, DiffusionPipeline):
         if self.transformer is None or getattr(self, self.pixel_decoder) is None:
             missing = f"transformer or {self.pixel_decoder}"
             raise ValueError(f"this pipeline was loaded without a {missing}: it only encodes prompts")
-        validation.validate_output_type(output_type)
+        if output_type not in validation.OUTPUT_TYPES:
+            raise ValueError(f"output_type must be one of {', '.join(validation.OUTPUT_TYPES)}, got {short_repr(output_type)}")
         if callback is not None and not callable(callback):
             raise TypeError(f"callback_on_step_end must be a function, or None, got {short_repr(callback)}")
         known, named = self._callback_tensor_inputs, () if tensor_inputs is None else tensor_inputs
@@ -404,7 +405,7 @@ class VisualPipeline(OffloadedPipeline, DiffusionPipeline):
             raise ValueError(f"callback_on_step_end_tensor_inputs must be among {known}, got {short_repr(tensor_inputs)}")
         if batch_size is not None:
             validation.validate_batch_size(batch_size, "batch_size")
-        if validation.require_int(num_candidates, "num_candidates", 1) > 1 and scorer is None:
+        if require_int("num_candidates", num_candidates, 1) > 1 and scorer is None:
             raise ValueError(
                 f"scorer must be given to choose among {num_candidates} candidates: a name, a Scorer or f(images, prompts)"
             )

@@ -48,7 +48,7 @@ from vargen.pipelines.videos import (
 from vargen.scoring.frames import FrameScorer
 from vargen.scoring.registry import DEFAULT_SCORER
 from vargen.specs import parse_spec
-from vargen.values import parse_int, short_repr
+from vargen.values import parse_int, require_int, short_repr
 
 MAX_BLOCKS = 100_000
 
@@ -222,16 +222,16 @@ class CausalVideoPipeline(VisualPipeline):
         if self.transformer is None or self.vae is None:
             raise ValueError("this pipeline was loaded without a transformer or vae: it only encodes prompts")
         blocks = self.setting("num_blocks") if num_blocks is None else num_blocks
-        total = validation.require_int(blocks, "num_blocks", 1, MAX_BLOCKS)
+        total = require_int("num_blocks", blocks, 1, MAX_BLOCKS)
         method = self.resolve_method(accelerator, tau, image is not None)
         levels = self.transformer.config.motion_levels
         if motion is not None and parse_int(motion, 0, levels - 1) is None:
             allowed = f"from 0 to {levels - 1}" if levels else "left out: this model has no motion levels"
             raise ValueError(f"motion must be {allowed}, got {short_repr(motion)}")
         if sinks is not None:
-            validation.require_int(sinks, "sinks", 0)
+            require_int("sinks", sinks, 0)
         if window is not None:
-            validation.require_int(window, "window", self.transformer.geometry.block_frames + (sinks or 0))
+            require_int("window", window, self.transformer.geometry.block_frames + (sinks or 0))
         schedule = validation.validate_prompt_schedule(prompt_schedule, total)
         scored = method.policy.needs_scores
         if prompt is None and prompt_embeds is None:

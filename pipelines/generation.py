@@ -70,7 +70,9 @@ class ImageRequest:
                 f"num_candidates must be less: one call generates at most {MAX_IMAGES} images, got {images} x "
                 f"{num_candidates} candidates"
             )
-        seeds = resolve_seeds(generator, images).for_candidates(num_candidates)
+        seeds = resolve_seeds(generator, images)
+        if num_candidates > 1:
+            seeds = seeds.for_candidates(num_candidates)
         condition = condition.repeat(num_images_per_prompt * num_candidates)
         return cls(method, condition, guidance, sampling, seeds, num_candidates, batch_size)
 

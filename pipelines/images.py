@@ -18,7 +18,7 @@ from torch import Tensor
 from vargen.decoding import DecodeStats
 from vargen.models.tokenizers.multi_scale_quantizer import MultiScaleQuantizer
 from vargen.models.tokenizers.vq import NonFinitePixelsError
-from vargen.pipelines.validation import validate_output_type, validate_tokens
+from vargen.pipelines.validation import OUTPUT_TYPES
 from vargen.reading import apply_orientation, on_white
 from vargen.values import parse_float, short_repr
 
@@ -53,8 +53,15 @@ def validate_decode_arguments(tokens: Any, length: Any, output_type: Any, codes:
         codes: size of the codebook.
         minimum: the smallest token; -1 means no token.
     """
-    validate_output_type(output_type)
-    validate_tokens(tokens, codes, minimum=minimum)
+    if output_type not in OUTPUT_TYPES:
+        raise ValueError(f"output_type must be one of {', '.join(OUTPUT_TYPES)}, got {short_repr(output_type)}")
+    if not isinstance(tokens, Tensor) or tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
+        given = str(tokens.dtype) if isinstance(tokens, Tensor) else short_repr(tokens)
+        raise TypeError(f"tokens must be a tensor of whole numbers, got {given}")
+    if tokens.numel():
+        low, high = torch.aminmax(tokens)
+        if int(low) < minimum or int(high) >= codes:
+            raise ValueError(f"tokens must be from {minimum} to {codes - 1}, got {int(low)} to {int(high)}")
     if length is not None and tuple(length.shape) != (len(tokens),):
         raise ValueError(f"length must be [{len(tokens)}], one per image, got {list(length.shape)}")
 

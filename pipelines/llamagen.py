@@ -102,24 +102,21 @@ class LlamaGenPipeline(NextTokenPipeline):
         """Return the adapter of the transformer and its drafters for `vargen.decoding.decode`."""
         device, guidance = self._device_of(self.transformer), to_guidance(guidance)
         codes = None if self.vqvae is None else self.codebook.to(device)
-
-        def adapt(transformer: Any) -> Any:
-            return transformer and LlamaGenTokenModel(transformer, guidance, device=device)
-
-        low = adapt(self.low_res)
         heads = {
-            name: partial(each.adapter, network)
-            for name, each in self.family.drafters.items()
-            if (network := getattr(self, name)) is not None
+            name: partial(each.adapter, getattr(self, name))
+            for name, each in self.family.components.items()
+            if each.adapter is not None and getattr(self, name) is not None
         }
+        smaller = {"draft_model": self.draft_transformer, "low_res": self.low_res}
+        models = {name: each and LlamaGenTokenModel(each, guidance, device=device) for name, each in smaller.items()}
         low_res = None
-        if low is not None and codes is not None:
-            low_res = LowResolutionDrafter(low, self.grid, self.upsampler, self.vqvae)
+        if models["low_res"] is not None and codes is not None:
+            low_res = LowResolutionDrafter(models["low_res"], self.grid, self.upsampler, self.vqvae)
         return LlamaGenTokenModel(
             self.transformer,
             guidance,
             codebook=codes,
-            draft_model=adapt(self.draft_transformer),
+            draft_model=models["draft_model"],
             draft_heads=heads,
             low_res=low_res,
             device=device,

@@ -17,7 +17,7 @@ from torch import Tensor
 from vargen.compat import tokenized, tokenizer_lock, without_autocast
 from vargen.models.guidance import Condition
 from vargen.pipelines import validation
-from vargen.values import short_repr
+from vargen.values import require_int, short_repr
 
 if TYPE_CHECKING:
     from vargen.pipelines.base import VisualPipeline
@@ -122,7 +122,7 @@ def encode_prompt(
     if clean:
         prompts = [clean_caption(text) for text in prompts]
     given = max_sequence_length
-    rows = pipe.max_caption_tokens if given is None else validation.require_int(given, "max_sequence_length", 1)
+    rows = pipe.max_caption_tokens if given is None else require_int("max_sequence_length", given, 1)
     warn_if_truncated(pipe.tokenizer, prompts, rows)
     options = {"padding": "max_length", "truncation": True, "max_length": rows, "return_tensors": "pt"}
     return left_pad(*encode_tokens(pipe, tokenized(pipe.tokenizer, prompts, **options)))
@@ -130,21 +130,16 @@ def encode_prompt(
 
 def encode_tokens(pipe: VisualPipeline, encoded: Any) -> tuple[Tensor, Tensor]:
     """Run the text encoder. Returns features `[B, P, C]` and the mask, bool `[B, P]`."""
-    device = pipe._execution_device
+    device = pipe._device_of(pipe.text_encoder)
     ids, mask = encoded.input_ids.to(device), encoded.attention_mask.to(device)
-
     embedded = getattr(pipe.text_encoder.config, "vocab_size", None)
     if embedded is not None and int(ids.max()) >= embedded:
         raise ValueError(f"prompt has the token id {int(ids.max())}, and the text encoder embeds {embedded}; use its tokenizer")
-
-    def encode(ids: Tensor, mask: Tensor) -> Tensor:
-        features = pipe.text_encoder(input_ids=ids, attention_mask=mask)
-        return features if isinstance(features, Tensor) else features[0]
-
-    if pipe.transformer is not None and pipe.transformer.config.get("quantization"):
-        # One prompt at a time: float products of a batch are rounded otherwise, and int8 would amplify the difference.
-        return torch.cat([encode(*row) for row in zip(ids.split(1), mask.split(1), strict=True)]), mask.bool()
-    return encode(ids, mask), mask.bool()
+    # One prompt at a time for int8, which would amplify that float products of a batch are rounded otherwise.
+    is_quantized = pipe.transformer is not None and pipe.transformer.config.get("quantization")
+    parts = zip(*(each.split(1 if is_quantized else len(ids)) for each in (ids, mask)), strict=True)
+    found = [pipe.text_encoder(input_ids=some, attention_mask=valid) for some, valid in parts]
+    return torch.cat([each if isinstance(each, Tensor) else each[0] for each in found]), mask.bool()
 
 
 def encode_condition(
@@ -172,7 +167,7 @@ def encode_condition(
             use = f"this model is class-conditional: pass class_labels (0 to {pipe.num_classes - 1})"
             raise ValueError(f"{named[0]} is not supported: {use}" if named else use)
         labels = validation.resolve_class_labels(class_labels, pipe.num_classes, pipe.class_names)
-        return Condition(class_labels=torch.tensor(labels, device=pipe._execution_device)), len(labels)
+        return Condition(class_labels=torch.tensor(labels, device=pipe._device_of(pipe.transformer))), len(labels)
     if class_labels is not None:
         raise ValueError("class_labels is not supported: this model generates from text; pass a prompt")
     if negative[0] is not None:
@@ -203,7 +198,8 @@ def _encode_caption(pipe: VisualPipeline, name: str, prompt: Any, embeds: Any, m
             f"got {tuple(embeds.shape)}" + (f" and {name}={prompt!r:.40}" if prompt is not None else "")
         )
     embeds, mask = validation.validate_embeds(embeds, mask, name)
-    return Condition(None, embeds.to(pipe._execution_device), mask.to(pipe._execution_device))
+    device = pipe._device_of(pipe.transformer)
+    return Condition(None, embeds.to(device), mask.to(device))
 
 
 def scorer_prompts(pipe: VisualPipeline, prompt: Any, condition: Any, count: int) -> list[str]:

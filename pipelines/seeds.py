@@ -30,8 +30,6 @@ class ImageSeeds(NamedTuple):
 
         The first candidate has the image's own seed. The others have 32-bit seeds from a generator with the image's seed.
         """
-        if count == 1:
-            return self
         seeds, noise, devices = [], [], []
         for seed, own, device in zip(self.seeds, self.noise_seeds.tolist(), self.devices, strict=True):
             source = torch.Generator().manual_seed(seed)

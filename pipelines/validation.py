@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import difflib
-import unicodedata
 from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import Any
+from unicodedata import category
 
 import numpy as np
 import torch
@@ -14,8 +14,9 @@ from torch import Tensor
 
 from vargen.decoding import PRESETS, Accelerator, Sampling
 from vargen.options import OPTIONS
-from vargen.values import MAX_SEED, parse_int, short_repr
+from vargen.values import MAX_SEED, parse_int, require_int, short_repr
 
+OUTPUT_TYPES = ("pil", "np", "pt", "latent")
 MAX_IMAGES = 1024  # per call; a larger number is a typo or a job for a batch script
 
 
@@ -29,7 +30,8 @@ def validate_prompts(prompt: Any, name: str = "prompt") -> list[str]:
     for i, text in enumerate(prompts):
         if not isinstance(text, str):
             raise TypeError(f"{name}[{i}] must be a string, got {type(text).__name__}: {short_repr(text)}")
-        if not any(_visible(char) for char in text):
+        # Visible is what is no whitespace, control, formatting or combining character.
+        if not any(not char.isspace() and (char.isascii() or category(char) not in ("Cf", "Cc", "Mn")) for char in text):
             raise ValueError(f"{name}[{i}] is empty; describe an image, for example 'a red apple'")
         if not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text):  # undecodable bytes from a shell
             raise ValueError(f"{name}[{i}] must be valid Unicode that UTF-8 can hold, got {short_repr(text)}")
@@ -40,11 +42,6 @@ def is_blank(prompt: Any) -> bool:
     """Whether a negative prompt, or each of a list, is None or has only whitespace."""
     prompts = prompt if isinstance(prompt, list | tuple) else [prompt]
     return all(each is None or (isinstance(each, str) and not each.strip()) for each in prompts)
-
-
-def _visible(char: str) -> bool:
-    """Whether a character is visible: no whitespace, control, formatting or combining character."""
-    return not char.isspace() and (char.isascii() or unicodedata.category(char) not in ("Cf", "Cc", "Mn"))
 
 
 def validate_guidance(guidance_scale: Any) -> float:
@@ -80,21 +77,12 @@ def _class_number(label: Any, num_classes: int, id2label: dict[int, str]) -> int
         raise ValueError(f"unknown class name {short_repr(label)}; {hint}")
     if isinstance(label, bool) or not isinstance(label, Integral):
         raise TypeError(f"class_labels must hold class numbers or names, got {short_repr(label)}")
-    return require_int(label, "class label", 0, num_classes - 1)
-
-
-def require_int(value: Any, name: str, minimum: int, maximum: int | None = None) -> int:
-    """Return `value` as an int. Raises ValueError unless it is a whole number from `minimum` to `maximum`."""
-    number = parse_int(value, minimum, maximum)
-    if number is None:
-        allowed = f"of at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
-        raise ValueError(f"{name} must be a whole number {allowed}, got {short_repr(value)}")
-    return number
+    return require_int("class label", label, 0, num_classes - 1)
 
 
 def validate_num_images(num_images_per_prompt: Any, prompts: int) -> int:
     """Return the count as an int. Raises ValueError if it is below 1 or the call would exceed `MAX_IMAGES` images."""
-    count = require_int(num_images_per_prompt, "num_images_per_prompt", 1)
+    count = require_int("num_images_per_prompt", num_images_per_prompt, 1)
     if count * prompts > MAX_IMAGES:
         raise ValueError(
             f"one call makes at most {MAX_IMAGES} images, got {prompts} prompts x {short_repr(count)}; split the call"
@@ -137,20 +125,9 @@ def wants_stop(answer: Any) -> bool:
     return bool(answer.get("stop", False))
 
 
-def validate_tokens(tokens: Any, vocab: int, minimum: int = 0) -> None:
-    """Raise TypeError or ValueError unless `tokens` is an integer tensor with values from `minimum` to `vocab` - 1."""
-    if not isinstance(tokens, Tensor) or tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
-        given = str(tokens.dtype) if isinstance(tokens, Tensor) else short_repr(tokens)
-        raise TypeError(f"tokens must be a tensor of whole numbers, got {given}")
-    if tokens.numel():
-        low, high = torch.aminmax(tokens)
-        if int(low) < minimum or int(high) >= vocab:
-            raise ValueError(f"tokens must be from {minimum} to {vocab - 1}, got {int(low)} to {int(high)}")
-
-
 def validate_seed(seed: Any, images: int) -> int:
     """Return the seed of the first of `images` images, which have consecutive seeds."""
-    number = require_int(seed, "seed", 0, MAX_SEED)
+    number = require_int("seed", seed, 0, MAX_SEED)
     if number + images - 1 > MAX_SEED:
         raise ValueError(f"seed must be at most {MAX_SEED} for the last of {images} images, got {number} for the first")
     return number
@@ -158,15 +135,7 @@ def validate_seed(seed: Any, images: int) -> int:
 
 def validate_batch_size(batch: Any, name: str = "batch") -> int:
     """Raise ValueError unless it is a whole number of images from 1 to `MAX_IMAGES`."""
-    return require_int(batch, name, 1, MAX_IMAGES)
-
-
-def validate_output_type(output_type: Any) -> str:
-    """Raise ValueError for an unknown output type."""
-    known = ("pil", "np", "pt", "latent")
-    if not isinstance(output_type, str) or output_type not in known:
-        raise ValueError(f"output_type must be one of {', '.join(known)}, got {short_repr(output_type)}")
-    return output_type
+    return require_int(name, batch, 1, MAX_IMAGES)
 
 
 def validate_prompt_schedule(prompt_schedule: Any, num_blocks: int) -> dict[int, str]:

@@ -29,12 +29,11 @@ from vargen.models.quantization import validate_quantization
 from vargen.pipelines.loading import inspect_model, open_pipeline
 from vargen.pipelines.validation import (
     MAX_IMAGES,
-    require_int,
     resolve_class_labels,
     validate_batch_size,
     validate_sampling,
 )
-from vargen.values import MAX_SEED, parse_int, short_repr
+from vargen.values import MAX_SEED, parse_int, require_int, short_repr
 
 PromptOrClass = str | int
 
@@ -117,7 +116,7 @@ class GenerationPlan:
         sampling.validate_top_k(pipe.vocab_size)
         validate_batch_size(self.batch)
         if self.unit is not None:
-            require_int(self.unit, "unit", self.batch, MAX_IMAGES)
+            require_int("unit", self.unit, self.batch, MAX_IMAGES)
         by_class = pipe.is_class_conditional
         if any(isinstance(prompt, str) == by_class for prompt in self.prompts):
             wanted, given = ("classes", "prompts") if by_class else ("prompts", "classes")

@@ -40,7 +40,8 @@ def find_device(module: Any) -> torch.device:
 
 def weights_are_elsewhere(module: Any) -> bool:
     """Whether hooks of accelerate keep weights of a module somewhere else, and load them for each layer's `forward`."""
-    return any(weight.is_meta for weight in module.parameters())
+    hooked = any(hasattr(part, "_hf_hook") for part in module.modules())
+    return hooked and any(weight.is_meta for weight in module.parameters())
 
 
 def require_weights(module: Any, action: str, name: str = "") -> None:

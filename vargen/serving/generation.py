@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from vargen.pipelines.base import VisualPipeline
-from vargen.pipelines.validation import require_int, validate_batch_size
+from vargen.pipelines.validation import validate_batch_size
 from vargen.serving.schedules import open_schedule
 from vargen.serving.tasks import (
     GenerationStats,
@@ -25,6 +25,7 @@ from vargen.serving.tasks import (
     VideoTask,
 )
 from vargen.serving.throughput import Throughput
+from vargen.values import require_int
 
 logger = logging.getLogger("vargen")
 
@@ -78,7 +79,7 @@ class GenerationThread:
         guidance_scale: float | None = None,
     ):
         self.slots = validate_batch_size(slots, "slots")
-        self.max_waiting = require_int(max_waiting, "max_waiting", 1, 10**6)
+        self.max_waiting = require_int("max_waiting", max_waiting, 1, 10**6)
         self._schedule = open_schedule(pipe, accelerator, self.slots, guidance_scale)
         self._waiting: deque[TaskHandle] = deque()
         self._changed = threading.Condition()
