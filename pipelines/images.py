@@ -6,7 +6,8 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -16,6 +17,8 @@ from PIL import Image
 from torch import Tensor
 
 from vargen.decoding import DecodeStats
+from vargen.files import atomic_file, expand_user
+from vargen.image_metadata import png_file
 from vargen.models.tokenizers.multi_scale_quantizer import MultiScaleQuantizer
 from vargen.models.tokenizers.vq import NonFinitePixelsError
 from vargen.pipelines.validation import OUTPUT_TYPES
@@ -26,7 +29,7 @@ logger = logging.getLogger("vargen")
 _CELLS_AT_ONCE = 2**14  # whose pixels are decoded at a time: 64 images of 16 x 16 tokens
 
 
-@dataclass
+@dataclass(repr=False)
 class ImagePipelineOutput(BaseOutput):
     """Result of a call.
 
@@ -44,6 +47,39 @@ class ImagePipelineOutput(BaseOutput):
     tokens: Tensor | None = None
     log_probs: Tensor | None = None
     plain_log_probs: Tensor | None = None
+
+    def __repr__(self) -> str:
+        """One line: the number of images, passes, tokens per pass, seconds and seeds."""
+        stats, seeds = self.stats, ", ".join(map(str, self.stats.seeds[:4])) + ", ..." * (len(self.stats.seeds) > 4)
+        count = f"{len(self.images)} image{'s' if len(self.images) != 1 else ''}"
+        speed = f"{stats.passes} passes, {stats.tokens_per_pass:.1f} tokens per pass, {stats.seconds:.1f} s"
+        return f"<{type(self).__name__}: {count}, {speed}, seed {seeds}>"
+
+    def with_parameters(self, describe: Callable[[int], dict[str, Any]]) -> Self:
+        """Return this result, which then knows the parameters of image i, `describe(i)`; they are collected when needed."""
+        object.__setattr__(self, "_describe", describe)
+        return self
+
+    def parameters(self, number: int = 0) -> dict[str, Any]:
+        """Return the parameters with which `vargen regenerate` generates image `number` again: prompt, seed, method, model."""
+        return self._describe(number)
+
+    def save(self, path: str | Path, number: int = 0) -> Path:
+        """Write image `number` as a PNG that carries its `parameters`; returns the path.
+
+        Raises:
+            ValueError: for another suffix than `.png`, or images that are not PIL images.
+            OSError: if the file cannot be written.
+        """
+        file = expand_user(path, "path")
+        if file.suffix.lower() != ".png":
+            raise ValueError(f"path must end in .png, whose files carry parameters, got {str(path)!r}")
+        if not isinstance(self.images, list):
+            raise ValueError("images must be PIL images to be saved: call the pipeline with output_type='pil'")
+        data = png_file(self.images[number], self.parameters(number))
+        with atomic_file(file) as temporary:
+            temporary.write_bytes(data)
+        return file
 
 
 def validate_decode_arguments(tokens: Any, length: Any, output_type: Any, codes: int, minimum: int = 0) -> None:

@@ -32,6 +32,7 @@ from vargen.pipelines import loading, validation
 from vargen.pipelines.families import ModelFamily
 from vargen.pipelines.images import decode_pixels, validate_decode_arguments
 from vargen.pipelines.llamagen import LlamaGenPipeline
+from vargen.pipelines.model_names import FETCHING, locate_folder
 from vargen.pipelines.next_token import NextTokenPipeline
 from vargen.scoring.protocol import Scorer
 
@@ -105,17 +106,17 @@ class LanguageModelPipeline(NextTokenPipeline):
             TypeError: for an unknown option, or the processor of another model; also before any weight is read.
             ImportError: if the package of a quantization is not installed.
         """
-        if unknown := [key for key in options if key not in (*loading.FETCHING, *loading.LANGUAGE_MODEL_OPTIONS)]:
-            allowed = ", ".join(("dtype", "device", *loading.LANGUAGE_MODEL_OPTIONS, *loading.FETCHING))
+        if unknown := [key for key in options if key not in (*FETCHING, *loading.LANGUAGE_MODEL_OPTIONS)]:
+            allowed = ", ".join(("dtype", "device", *loading.LANGUAGE_MODEL_OPTIONS, *FETCHING))
             raise TypeError(f"{unknown[0]} is no argument for opening an image language model, which are {allowed}")
         if dtype is not None and torch_dtype is not None:
             raise ValueError(f"give dtype or torch_dtype, its older name, not both; got {dtype!r} and {torch_dtype!r}")
         if device is not None and options.get("device_map") is not None:
             raise ValueError(f"give device or device_map, not both; got {device!r} and {options['device_map']!r}")
         place = torch.device("cpu") if device is None else select_device(device)
-        fetching = {key: options.pop(key) for key in loading.FETCHING if key in options}
+        fetching = {key: options.pop(key) for key in FETCHING if key in options}
         names = [each for each in (pretrained_model_name_or_path, draft_model) if each is not None]
-        folders = [loading.locate_folder(each, fetching) for each in names]
+        folders = [locate_folder(each, fetching) for each in names]
         stored, described = zip(*(_read_folder(folder, size, negative_format) for folder in folders), strict=True)
         processor = load_processor(folders[0], type(described[0]))
         described[0].validate_processor(processor)
@@ -269,11 +270,13 @@ class LanguageModelPipeline(NextTokenPipeline):
         """
         if not hasattr(self.model, "hf_device_map"):  # with which transformers finds offloaded weights itself
             require_weights(self.model, "saved", "model")
-        with atomic_merge(expand_user(save_directory, "save_directory")) as staged:
+        folder = expand_user(save_directory, "save_directory")
+        with atomic_merge(folder) as staged:
             self.model.save_pretrained(str(staged), safe_serialization=True, **kwargs)
             self.processor.save_pretrained(str(staged))
             for name, network in self.draft_heads.items():
                 network.save_pretrained(str(staged / name), safe_serialization=True)
+        (folder / "model_index.json").unlink(missing_ok=True)  # of another family that was saved there
 
     # -- images -----------------------------------------------------------------------------------------------------------
 

@@ -11,24 +11,23 @@ import math
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from huggingface_hub import snapshot_download
 
 import vargen.assets
 from vargen.assets import packaged_model_path, packaged_models
 from vargen.compat import report_memory, without_autocast
 from vargen.device import preferred_dtype, select_device
-from vargen.files import expand_user, validate_not_interrupted
+from vargen.files import expand_user
 from vargen.folders.json_files import read_config, read_object
 from vargen.folders.networks import NetworkFolder
 from vargen.folders.tokenizers import TokenizerFolder
 from vargen.models.quantization import validate_quantization
 from vargen.models.storage import load_network
 from vargen.pipelines.families import FAMILIES, STORED_VALUES, ModelFamily, StoredComponent, class_of
+from vargen.pipelines.model_names import FETCHING, locate_folder
 from vargen.pipelines.prompts import PromptNames
 from vargen.values import short_repr
 from vargen.weight_files import read_header
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
     from vargen.pipelines.base import VisualPipeline
 
 SHARED_FILE, SHAREABLE = "borrowed.json", ("text_encoder", "tokenizer", "prompt_names")
-FETCHING = ("cache_dir", "force_download", "local_files_only", "token", "revision")  # options of the hub
 _LOADING = ("torch_dtype", "dtype", "quantization", "variant", "prompt_names")
 _NO_EFFECT = ("use_safetensors", "low_cpu_mem_usage")  # usual in calls of diffusers, and always so
 # Of image language models, beside those of the hub.
@@ -47,8 +45,6 @@ LANGUAGE_MODEL_OPTIONS = (
 )  # fmt: skip
 _CODE = ("trust_remote_code", "custom_pipeline")
 _SMALL_NETWORK = 50_000_000  # parameters
-_MAX_ID = 96  # characters of a model id on the Hub
-_HUB_PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.md", "*.jinja"]  # none that could be executed
 _LANGUAGE_MODEL = "LanguageModelPipeline"  # imported when needed: it imports transformers
 
 
@@ -213,29 +209,6 @@ def check_options(options: Mapping[str, Any], *families: ModelFamily, more: Coll
     for name in _CODE:
         if options.get(name):
             raise ValueError(f"{name} must be left out, got {options[name]!r}: vargen runs no code that comes with a model")
-
-
-def locate_folder(name: Any, options: Mapping[str, Any]) -> Path:
-    """Return the folder of a packaged, local or Hub model."""
-    text = str(name)
-    if text in packaged_models():
-        return packaged_model_path(text)
-    path = expand_user(name, "model")
-    if os.path.isdir(path):  # Path.is_dir would raise if the name is too long for a file name
-        return path
-    validate_not_interrupted(path)
-    if text.count("/") != 1 or text.startswith((".", "/", "~")) or len(text) > _MAX_ID:
-        near = get_close_matches(text, packaged_models(), n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ValueError(
-            f"unknown model {short_repr(text)}: {hint}give a packaged model ({', '.join(packaged_models()) or 'none'}), "
-            "a folder with a model_index.json, or a hub id 'owner/name'"
-        )
-    given = {key: options[key] for key in FETCHING if key in options}
-    try:
-        return Path(snapshot_download(text, allow_patterns=_HUB_PATTERNS, **given))
-    except Exception as error:
-        raise ValueError(f"no local folder {text!r} exists, and fetching the hub model of that name failed: {error}") from error
 
 
 def shared_component_folders(folder: Path) -> dict[str, Path]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -16,6 +17,7 @@ from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.generation import ImageRequest, generate_tokens, select_candidates
 from vargen.pipelines.images import ImagePipelineOutput
 from vargen.pipelines.prompts import scorer_prompts
+from vargen.pipelines.regeneration import describe_call
 from vargen.scoring.protocol import Scorer
 
 logger = logging.getLogger("vargen")
@@ -133,7 +135,9 @@ class NextTokenPipeline(VisualPipeline):
         if scorer is not None:
             result = select_candidates(self, result, request, scorer, texts)
         images = self.decode_tokens(result.tokens, result.length if result.stats.stopped else None, output_type)
-        output = self.output_class(images, result.stats, result.tokens)
+        output = self.output_class(images, result.stats, result.tokens).with_parameters(
+            partial(describe_call, self, request, result, class_labels if prompt is None else prompt, negative_prompt)
+        )
         if return_log_probs and result.finished:
             output.log_probs, output.plain_log_probs = self._compute_log_probs(request, result.tokens)
         self.maybe_free_model_hooks()

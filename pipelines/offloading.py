@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any, Self
 
 import torch
 
 from vargen.models.offloading import find_device, is_offloaded, require_weights
+
+
+def require_accelerate(method: str) -> None:
+    """Raise ImportError, which says what to install, if accelerate is missing."""
+    if find_spec("accelerate") is None:
+        raise ImportError(f"{method} needs accelerate: pip install accelerate")
 
 
 class OffloadedPipeline:
@@ -30,6 +37,16 @@ class OffloadedPipeline:
         """Raise ValueError naming a component whose weights are elsewhere; see `vargen.models.offloading.require_weights`."""
         for name, network in self._networks().items():
             require_weights(network, action, name)
+
+    def enable_model_cpu_offload(self, *args: Any, **kwargs: Any) -> None:
+        """As in diffusers."""
+        require_accelerate("enable_model_cpu_offload")
+        super().enable_model_cpu_offload(*args, **kwargs)  # type: ignore[misc]
+
+    def enable_sequential_cpu_offload(self, *args: Any, **kwargs: Any) -> None:
+        """As in diffusers."""
+        require_accelerate("enable_sequential_cpu_offload")
+        super().enable_sequential_cpu_offload(*args, **kwargs)  # type: ignore[misc]
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """As in diffusers.

@@ -6,16 +6,20 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from PIL import Image
 
 from vargen.compat import installed_version
-from vargen.decoding import DecodeStats
+from vargen.decoding import DecodeOutput, DecodeStats
 from vargen.image_metadata import pixels_digest, tokens_digest
 from vargen.models.quantization import quantization_of
-from vargen.pipelines.base import VisualPipeline
+from vargen.pipelines.validation import is_blank, resolve_class_labels
+
+if TYPE_CHECKING:
+    from vargen.pipelines.base import VisualPipeline
+    from vargen.pipelines.generation import ImageRequest
 
 _PACKAGES = ("vargen", "torch", "diffusers", "transformers")
 _SAMPLING = ("guidance_scale", "temperature", "top_k", "top_p")
@@ -76,6 +80,49 @@ def environment_parameters(pipe: VisualPipeline, model: str, digest: str | None)
         **({"quantization": quantization} if quantization else {}),
         "processor": f"{device.type} {processor}",
         "versions": {name: installed_version(name) for name in _PACKAGES},
+    }
+
+
+def describe_call(
+    pipe: VisualPipeline,
+    request: ImageRequest,
+    result: DecodeOutput,
+    subject: Any,
+    negative_prompt: Any,
+    number: int,
+    **more: Any,
+) -> dict[str, Any]:
+    """Return the parameters of image `number` of a call.
+
+    Args:
+        subject: prompts or class labels as given, for each of which there are equally many images.
+        negative_prompt: as given.
+        more: further parameters; None is left out.
+
+    Raises:
+        ValueError: without a prompt or class label.
+    """
+    if subject is None:
+        raise ValueError("prompt must be given for parameters: they do not hold prompt_embeds")
+    if pipe.is_class_conditional:
+        subject = resolve_class_labels(subject, pipe.num_classes, pipe.class_names)
+    given = {"class_label" if pipe.is_class_conditional else "prompt": subject}
+    given |= {} if is_blank(negative_prompt) else {"negative_prompt": negative_prompt}
+    own = {}
+    for name, values in given.items():
+        listed = values if isinstance(values, list | tuple) else [values]
+        own[name] = listed[number * len(listed) // len(result.stats.seeds)]
+    folder: Path | None = pipe.folder
+    title, digest = (folder.name, model_digest(folder)) if folder else (type(pipe).__name__, None)
+    return {
+        **own,
+        **describe_image(result.stats, number),
+        "tokens_digest": tokens_digest(result.tokens[number]),
+        **environment_parameters(pipe, title, digest),
+        "accelerator": request.method.name,
+        "guidance_scale": request.guidance.scale,
+        **{name: getattr(request.sampling, name) for name in _SAMPLING[1:]},
+        **{name: value for name, value in more.items() if value is not None},
     }
 
 

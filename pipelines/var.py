@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -34,6 +35,7 @@ from vargen.pipelines.images import (
     validate_source,
 )
 from vargen.pipelines.prompts import PromptNames, scorer_prompts
+from vargen.pipelines.regeneration import describe_call
 
 
 class VARPipeline(VisualPipeline):
@@ -198,7 +200,12 @@ class VARPipeline(VisualPipeline):
             result = select_candidates(self, result, request, scorer, texts)
         images = self.decode_tokens(result.tokens, result.length if result.stats.stopped else None, output_type)
         self.maybe_free_model_hooks()
-        return self.output_class(images, result.stats, result.tokens) if return_dict else (images,)
+        source_of: dict[str, Any] = {"image": image is not None or None, "mask": mask is not None or None, "strength": strength}
+        subject = class_labels if prompt is None else prompt
+        output = self.output_class(images, result.stats, result.tokens).with_parameters(
+            partial(describe_call, self, request, result, subject, negative_prompt, **source_of)
+        )
+        return output if return_dict else (images,)
 
     def _decode(self, request: ImageRequest, callback: Any) -> DecodeOutput:
         return self._engines.decode_scales(self, request, callback, request.fixed or FixedTokens([], None))

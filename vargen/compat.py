@@ -198,28 +198,7 @@ def without_autocast(function: _F) -> _F:
     return plain  # type: ignore[return-value]
 
 
-_LONG_LOADING = 1e9  # bytes of weights from which on a progress bar is shown
 _ALLOCATORS = ("can't allocate memory", "not enough memory", "os error 12", "Cannot allocate memory")  # torch, safetensors
-
-
-def load_options() -> dict[str, Any]:
-    """Return options that suppress diffusers' recommendation, once per network, to install accelerate."""
-    return {} if importlib.util.find_spec("accelerate") else {"low_cpu_mem_usage": False}
-
-
-@contextlib.contextmanager
-def hide_progress_bars(folder: Path) -> Iterator[None]:
-    """Hide the loading bars of diffusers while the block runs, unless the folder has a gigabyte of weights or more."""
-    from diffusers.utils import logging as notices
-
-    hidden = notices.is_progress_bar_enabled() and _weight_bytes(folder) < _LONG_LOADING
-    if hidden:
-        notices.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if hidden:
-            notices.enable_progress_bar()
 
 
 @contextlib.contextmanager

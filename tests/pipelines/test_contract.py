@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,13 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from rejects import rejects
 from tiny_families import TINY, Tiny, made, no_passes, seeded, seeds_of
 
 from vargen import open_pipeline
-from vargen.pipelines.loading import FAMILIES, find_pipeline_class, inspect_model
+from vargen.image_metadata import read_parameters
+from vargen.pipelines.loading import find_pipeline_class, inspect_model, list_families
+from vargen.pipelines.regeneration import environment_parameters, regenerate
 
 ALL = slice(0, 3)
 
@@ -31,7 +35,7 @@ def new(opened: tuple[Tiny, Any], tmp_path: Path) -> Any:
 
 
 def test_every_registered_family_is_tested() -> None:
-    assert {tiny.pipeline for tiny in TINY.values()} == set(FAMILIES)
+    assert {tiny.pipeline for tiny in TINY.values()} == set(list_families())
 
 
 def test_output_types_agree(opened: tuple[Tiny, Any]) -> None:
@@ -206,6 +210,20 @@ def test_weights_that_are_not_finite_make_no_image(opened: tuple[Tiny, Any], new
 
 
 # -- files and memory -----------------------------------------------------------------------------------------------------
+
+
+def test_a_saved_image_is_generated_again_from_its_file(opened: tuple[Tiny, Any], tmp_path: Path) -> None:
+    tiny, pipe = opened
+    if pipe.fps is not None:
+        return
+    result = tiny.call(pipe, output_type="pil", generator=torch.Generator().manual_seed(7))
+    assert re.fullmatch(r"<ImagePipelineOutput: \d images?, \d+ passes, .* tokens per pass, .* s, seed 7.*>", repr(result))
+    parameters = read_parameters(result.save(tmp_path / "a.png"))
+    with Image.open(tmp_path / "a.png") as original:
+        here = environment_parameters(pipe, parameters["model"], None)
+        assert regenerate(pipe, parameters, original, here).same_tokens
+    rejects(lambda: result.save(tmp_path / "a.jpg"), "path")
+    assert made(tiny.call(type(pipe).from_pipe(pipe))).equal(made(tiny.call(pipe)))
 
 
 def test_a_saved_folder_is_described_and_opens(opened: tuple[Tiny, Any], tmp_path: Path) -> None:

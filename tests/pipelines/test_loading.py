@@ -40,7 +40,9 @@ def saved(tmp_path_factory) -> Path:
     [
         ("emojy", "did you mean 'emoji'"), ("./nowhere", "unknown model"), ("/nowhere/at/all", "unknown model"),
         ("a" * 5000, "unknown model"), ("owner/" + "a" * 5000, "unknown model"), ("a/b/" * 1250, "unknown model"),
-        ("x\0y", "model"), ("some-owner/some-model", "fetching"),
+        ("x\0y", "model"), ("some-owner/some-model", "fetching"), ("some-owner/some-model@v2", "fetching"),
+        ("https://huggingface.co/FoundationVision/var/tree/main", "vargen convert var --transformer var_d16.pth"),
+        ("hf://deepseek-ai/Janus-Pro-7B", "deepseek-community/Janus-Pro-7B"), ("c2i_B_256.pt", "vargen convert llamagen"),
     ],
 )  # fmt: skip
 def test_unknown_names(name, said):
@@ -175,13 +177,6 @@ def test_saving_over_shards_leaves_none_after(tmp_path, sizes, variant):
     assert (opened.transformer.output.weight == 2).all()
 
 
-def test_opening_a_model_is_silent(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """No bar for a second's work; in a process of its own: below."""
-    class_pipeline().save_pretrained(tmp_path / "model")
-    assert capfd.readouterr() is not None and open_pipeline(tmp_path / "model").transformer is not None
-    assert capfd.readouterr() == ("", "")
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A pipeline of text with two styles, the number of entries that a component's place in an index has, too."""
@@ -280,9 +275,7 @@ sys.modules["accelerate"] = None
 import diffusers, transformers
 import vargen.pipelines.llamagen
 from vargen.pipelines.loading import open_pipeline
-assert not diffusers.utils.is_accelerate_available()
 assert open_pipeline(sys.argv[1]).transformer is not None
-assert diffusers.utils.logging.is_progress_bar_enabled(), "other pipelines keep their bars"
 print("opened", flush=True)
 print("opened", file=sys.stderr, flush=True)
 status = Path("/proc/self/status").read_text().splitlines()

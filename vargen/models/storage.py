@@ -34,7 +34,6 @@ from vargen.models.quantization import (
 ensure_torchvision()
 drop_empty_notices()
 
-# DiffusionPipeline looks for the name `ModelMixin` in the module of a component's class to learn how to load it.
 from diffusers.models.modeling_utils import ModelMixin
 
 _BITS = {"int8": 8, "int6": 6}

@@ -23,7 +23,8 @@ from vargen.decoding import Accelerator, DynamicTree, decode, traversal
 from vargen.decoding.sampling import to_probs
 from vargen.pipelines.families import Component
 from vargen.pipelines.llamagen import LlamaGenPipeline
-from vargen.pipelines.loading import default_dtype, find_pipeline_class, locate_folder, open_pipeline
+from vargen.pipelines.loading import default_dtype, find_pipeline_class, open_pipeline
+from vargen.pipelines.model_names import locate_folder
 from vargen.training.config import Schedule, at_least, validate_fractions
 from vargen.training.generated_images import GeneratedImages, PromptSource
 from vargen.training.run import Trainer, export, fit
