@@ -19,6 +19,8 @@ logger = logging.getLogger("vargen")
 
 KERNELS_ENV = "VARGEN_KERNELS"
 EAGER_CPU = True  # tests set it to False to take the paths of a GPU on a CPU
+MAX_HEAD_DIM = 128  # maximum head width of attention kernels
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_VOCAB = 16384  # largest vocabulary whose row fits in the registers of a program
 _CHOICES = ("auto", "reference", "triton", "cpu")
 
@@ -86,7 +88,7 @@ def _resolve_backend(kind: str, asked: str) -> bool:
 
 @lru_cache
 def _run_self_check(device: str) -> str | None:
-    from vargen.kernels.triton.check import find_failure
+    from vargen.kernels.triton.launch import find_failure
 
     found = find_failure(device)
     if found:

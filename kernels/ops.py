@@ -73,7 +73,7 @@ def probs_by_image(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Te
     differs from row to row.
     """
     if supports_rows(logits):
-        from vargen.kernels.triton import sample as sampler
+        from vargen.kernels.triton import sampler
 
         return sampler.probs_from_logits(logits, temperature, top_k, top_p, filters)
     scaled = logits.float() / temperature
@@ -131,7 +131,7 @@ def sample_gumbel_max(probs: Tensor, seeds: Tensor, position: Tensor, exponentia
         exponential: returns this noise E, float32 `[B, T, V]`.
     """
     if supports_rows(probs):
-        from vargen.kernels.triton import sample as sampler
+        from vargen.kernels.triton import sampler
 
         return sampler.sample_gumbel_max(probs, sampler.NoiseStream(seeds, position, purpose=0))
     ratio = probs / exponential()
@@ -191,20 +191,20 @@ def verify_chain(
     accept_prob: Callable[[], Tensor] | None = None,
     **limits: Any,
 ) -> tuple[Tensor, Tensor, Tensor | None] | None:
-    """Accepted nodes, next token and relaxation spent, `[B]` each; see `vargen.kernels.triton.verify_chain.verify_chain`."""
+    """Accepted nodes, next token and relaxation spent, `[B]` each; see `vargen.kernels.triton.verification.verify_chain`."""
     if not supports_rows(probs):
         return None
-    from vargen.kernels.triton import verify_chain as kernel
+    from vargen.kernels.triton import verification as kernel
 
     relaxed = limits if accept_prob is None else {"accept_prob": accept_prob(), **limits}
     return kernel.verify_chain(probs, tokens, draft_probs, valid, *noise.key, **relaxed)
 
 
 def verify_shared_noise(sampled: Tensor, tokens: Tensor, tree: Any) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Path `[B, A]`, accepted nodes and next token `[B]`; see `vargen.kernels.triton.verify_tree.verify_shared_noise`."""
+    """Path `[B, A]`, accepted nodes and next token `[B]`; see `vargen.kernels.triton.verification.verify_shared_noise`."""
     if not supports_rows(sampled):
         return None
-    from vargen.kernels.triton import verify_tree as kernel
+    from vargen.kernels.triton import verification as kernel
 
     return kernel.verify_shared_noise(sampled, tokens, tree.children, tree.max_path)
 
@@ -212,10 +212,10 @@ def verify_shared_noise(sampled: Tensor, tokens: Tensor, tree: Any) -> tuple[Ten
 def verify_traversal(
     probs: Tensor, tokens: Tensor, draft_probs: Tensor | None, valid: Tensor | None, tree: Any, noise: Any
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Path `[B, A]`, accepted nodes and next token `[B]`; see `vargen.kernels.triton.traversal.verify_traversal`."""
+    """Path `[B, A]`, accepted nodes and next token `[B]`; see `vargen.kernels.triton.verification.verify_traversal`."""
     if not supports_rows(probs):
         return None
-    from vargen.kernels.triton import traversal as kernel
+    from vargen.kernels.triton import verification as kernel
 
     given = tree.children, tree.parents, tree.depth, tree.postorder, tree.max_path
     return kernel.verify_traversal(probs, tokens, draft_probs, valid, *given, *noise.key)

@@ -21,23 +21,73 @@ S > 1 partial outputs twice, 8 S R T H (D + 1).
 
 Slots from P + length + held on are never loaded, so they may contain NaN. A query without visible keys gets zeros.
 
+Tiles are chosen by head width and number of queries. They have compiled for sm_80, sm_90 and sm_100 without register spills.
+Which tiles are fastest on a GPU has not been measured.
+
 Shape suffixes: R rows, T tokens of the pass, H query heads, G key heads, S slots (in shapes), K head width, P prefix slots, W
 words.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from vargen.kernels.dispatch import MAX_HEAD_DIM
 from vargen.kernels.triton.launch import launch, needs_upcast
-from vargen.kernels.triton.tiles import MAX_HEAD_DIM, Tiles, choose_splits, choose_tiles
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _MAX_OFFSET = 2**31  # limit of offsets within a row and head, which are int32
 _FINITE_MIN = tl.constexpr(-1.0e30)  # finite, to avoid inf - inf in rows without visible keys
+
+
+class Tiles(NamedTuple):
+    """Tile of `queries` x `keys`, and the warps and pipeline stages of a program."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+# For two-byte dtypes, by maximum head width and maximum number of queries.
+TILES: dict[tuple[int, int], Tiles] = {
+    (64, 16): Tiles(16, 64, 4, 3),
+    (64, 32): Tiles(32, 64, 4, 3),
+    (64, 64): Tiles(64, 64, 4, 2),
+    (128, 16): Tiles(16, 64, 4, 2),
+    (128, 32): Tiles(32, 64, 8, 2),
+    (128, 64): Tiles(64, 32, 4, 2),
+}
+FLOAT32 = {64: Tiles(16, 32, 4, 2), 128: Tiles(16, 32, 8, 2)}  # by maximum head width; exact products, without tensor cores
+
+_TARGET_PROGRAMS = 2 * 132  # two per multiprocessor of an H100 or H200
+_MIN_SPLIT_KEYS = 128  # minimum keys of a split, at the longest context
+_MAX_SPLITS = 16
+
+
+def choose_tiles(queries: int, width: int, dtype: torch.dtype) -> Tiles:
+    """Return the tile for `queries` (token, query head) pairs of one key head."""
+    wide = 64 if width <= 64 else 128
+    if dtype == torch.float32:
+        return FLOAT32[wide]
+    return TILES[wide, 16 if queries <= 16 else 32 if queries <= 32 else 64]
+
+
+def choose_splits(programs: int, slots: int, keys: int) -> int:
+    """Return the number of splits of the keys, a power of two, given the number of programs without splits.
+
+    It depends only on shapes, so that a captured graph is valid for all lengths.
+    """
+    most = min(_TARGET_PROGRAMS // programs, _MAX_SPLITS)  # limited: each partial output is written and read once more
+    splits = 1
+    while 2 * splits <= most and slots >= 2 * splits * max(_MIN_SPLIT_KEYS, keys):
+        splits *= 2
+    return splits
 
 
 @triton.jit

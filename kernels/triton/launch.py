@@ -1,13 +1,18 @@
-"""Launching kernels: compiled for a GPU, or in Triton's interpreter, which runs them in NumPy for tests on a CPU.
+"""Launching kernels, and the self-check that each passes on a device before its first use.
 
-Every launch goes through `launch`, so that launches can also be recorded: `benchmarks/kernels_static` compiles the recorded
-ones for GPUs that are not present.
+Kernels are compiled for a GPU, or run in Triton's interpreter, which executes them in NumPy for tests on a CPU.
+
+Every launch goes through `launch`, so that tests can also record launches.
+
+Tests compare interpreted kernels with references, and inspect the register use of compiled ones. The effect of a new driver,
+Triton version or GPU shows only on the device. So before the first pass on a device, each kernel runs once; if one fails,
+`vargen.kernels.dispatch` uses torch instead and logs a warning.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -15,6 +20,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from vargen.kernels.triton import reference
 
 # Read once, as Triton does at import: kernels are built for one or the other.
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
@@ -73,3 +80,121 @@ def record_launches() -> Iterator[list[Launch]]:
         yield launches
     finally:
         _recorded.reset(token)
+
+
+# -- self-check, on small cases with known results -----------------------------------------------------------------------------
+
+_TOLERANCE = 2e-2  # for bfloat16 numbers near 1
+
+
+def find_failure(device: torch.device | str) -> str | None:
+    """Return the error of the first kernel that fails on the device, or None. The first run compiles, which takes seconds."""
+    for name, check in CHECKS.items():
+        try:
+            wrong = check(torch.device(device))
+        except Exception as error:  # any error of the compiler or the driver
+            return f"{name}: {type(error).__name__}: {str(error)[:200]}"
+        if wrong:
+            return f"{name}: {wrong}"
+    return None
+
+
+def _check_attention(device: torch.device) -> str | None:
+    """A tree of five tokens after a prefix, with rows of different lengths, in float32 and bfloat16."""
+    from vargen.kernels.triton.attention import tree_attention
+
+    generator = torch.Generator().manual_seed(0)
+    parents = [-1, 0, 0, 1, 2]
+    seen = [sum(1 << each for each in reference.ancestors_of(parents, slot)) for slot in range(5)]
+    words, length = torch.tensor(seen)[:, None], torch.tensor([3, 70])
+    bias = torch.tensor([[0.5], [1.5]], dtype=torch.float32)
+    for dtype in (torch.float32, torch.bfloat16):
+        q = torch.randn(2, 5, 2, 64, generator=generator, dtype=torch.float32).to(dtype)
+        k, v = (torch.randn(2, 2, 96, 64, generator=generator, dtype=torch.float32).to(dtype) for _ in range(2))
+        expected = reference.tree_attention(q, k, v, length, bias, [parents, parents])
+        given = (each.to(device) for each in (q, k, v, length, bias, words))
+        off = (tree_attention(*given, splits=2).cpu().double() - expected).abs().max()
+        if not off <= (_TOLERANCE if dtype == torch.bfloat16 else 1e-3):  # float32 products may use TF32
+            return f"{dtype} is off by {float(off):.2g}"
+    return None
+
+
+_SAMPLER_OPTIONS = ((0.8, torch.float32), (50, torch.int64), (0.9, torch.float64))  # temperature, top-k, top-p
+
+
+def _check_sampler(device: torch.device) -> str | None:
+    from vargen.kernels.triton.sampler import NoiseStream, probs_from_logits, sample_gumbel_max
+
+    logits = torch.randn(2, 3, 4096, generator=torch.Generator().manual_seed(0), dtype=torch.float32) * 3
+    expected = reference.probabilities(logits.flatten(0, 1), 0.8, 50, 0.9).unflatten(0, (2, 3))
+    noise = NoiseStream(torch.tensor([1, 2], device=device), torch.arange(3, device=device).expand(2, -1), 0)
+    temperature, top_k, top_p = (torch.full((2,), value, dtype=dtype, device=device) for value, dtype in _SAMPLER_OPTIONS)
+    probs = probs_from_logits(logits.to(device), temperature, top_k, top_p, True)
+    if not torch.equal(probs.cpu() > 0, expected > 0):
+        return "other tokens are kept"
+    off = (probs.cpu().double() - expected).abs().max()
+    if not off <= 1e-5:
+        return f"probabilities are off by {float(off):.2g}"
+    tokens = sample_gumbel_max(probs, noise)
+    return None if (probs.gather(2, tokens[..., None]) > 0).all() else "a token without probability is sampled"
+
+
+def _check_kv_compaction(device: torch.device) -> str | None:
+    from vargen.kernels.triton.kv import compact_kv
+
+    k = torch.arange(2 * 2 * 2 * 12 * 16, dtype=torch.float32).view(2, 2, 2, 12, 16)
+    length, path = torch.tensor([0, 3]), [[0, 2, 5], [0, 1]]
+    expected = reference.compact_path(k, (length + 1).tolist(), path)
+    slots, count = torch.tensor([[0, 2, 5], [0, 1, 0]]), torch.tensor([3, 2])
+    keys, values, at = (each.to(device, copy=True) for each in (k, k, length))  # changed in place
+    arrivals = torch.zeros(2, dtype=torch.int32, device=device)
+    compact_kv(keys, values, at, slots.to(device), count.to(device), arrivals, image_start=1, grid_tokens=11)
+    if at.tolist() != (length + count).tolist() or arrivals.any():
+        return "pointers are wrong"
+    kept = [slice(0, 1 + start + number) for start, number in zip(length.tolist(), count.tolist(), strict=True)]
+    same = all(
+        torch.equal(store.cpu()[:, row, :, part], expected[:, row, :, part])
+        for store in (keys, values)
+        for row, part in enumerate(kept)
+    )
+    return None if same else "other slots are moved"
+
+
+def _check_verification(device: torch.device) -> str | None:
+    """Verdicts on probabilities of 0 and 1, which do not depend on noise."""
+    from vargen.kernels.triton.sampler import NoiseStream, sample_gumbel_max
+    from vargen.kernels.triton.verification import verify_chain, verify_shared_noise, verify_traversal
+
+    certain = torch.nn.functional.one_hot(torch.tensor([[5, 6, 7], [5, 8, 9]]), 16).float().to(device)
+    tokens = torch.tensor([[5, 6], [5, 6]], device=device)
+    noise = torch.tensor([1, 2], device=device), torch.arange(3, device=device).expand(2, -1), 0
+    chain = verify_chain(certain, tokens, torch.full((2, 2, 16), 1 / 16, dtype=torch.float32, device=device), None, *noise)
+    if chain[0].tolist() != [3, 2] or chain[1].tolist() != [7, 8]:
+        return "a chain is verified wrongly"
+    accept_prob, spent = (
+        torch.ones(2, 2, dtype=torch.float32, device=device),
+        torch.zeros(2, dtype=torch.float32, device=device),
+    )
+    relaxed = verify_chain(certain, tokens, None, None, *noise, accept_prob=accept_prob, relaxation=spent)
+    assert relaxed.relaxation is not None
+    if relaxed[0].tolist() != [3, 3] or relaxed[1].tolist() != [7, 9] or relaxed.relaxation.tolist() != [0, 1]:
+        return "a chain is relaxed wrongly"
+    if sample_gumbel_max(certain, NoiseStream(noise[0], noise[1], 0)).tolist() != certain.argmax(-1).tolist():
+        return "a token without probability is sampled"
+    siblings = torch.tensor([[5, 6], [4, 5]], device=device)  # two children of the root
+    children = torch.tensor([[1, 2], [0, 0], [0, 0]], device=device)
+    matched = verify_shared_noise(certain.argmax(-1), siblings, children, 2)
+    parents, depth, postorder = (torch.tensor(each, device=device) for each in ([-1, 0, 0], [0, 1, 1], [2, 0, 1]))
+    traversed = verify_traversal(certain, siblings, None, None, children, parents, depth, postorder, 2, *noise)
+    for path, count, next_token in (matched, traversed):
+        if count.tolist() != [2, 2] or path[:, 1].tolist() != [1, 2] or next_token.tolist() != [6, 9]:
+            return "a tree is verified wrongly"
+    return None
+
+
+CHECKS: dict[str, Callable[[torch.device], str | None]] = {
+    "tree attention": _check_attention,
+    "sampler": _check_sampler,
+    "compaction of the KV cache": _check_kv_compaction,
+    "verification": _check_verification,
+}

@@ -119,7 +119,7 @@ def residual_weights(p: Tensor, q: Tensor) -> Tensor:
 
 
 def launch_verify_chain(probs: Tensor, draft: Draft, noise: Noise, **relaxed: Any) -> Verdict | None:
-    """Return the verdict of a kernel on a chain, or None; `relaxed` as of `vargen.kernels.triton.verify_chain.verify_chain`."""
+    """Return the verdict of a kernel on a chain, or None; `relaxed` as of `vargen.kernels.triton.verification.verify_chain`."""
     if (found := ops.verify_chain(probs, draft.tokens, draft.probs, draft.valid, noise, **relaxed)) is None:
         return None
     path = torch.arange(probs.shape[1], device=probs.device).expand(len(probs), -1)

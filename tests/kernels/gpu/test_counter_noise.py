@@ -7,8 +7,8 @@ import triton.language as tl
 
 from vargen.decoding.noise import Purpose
 from vargen.kernels import noise_bits
-from vargen.kernels.triton import noise as counter_noise
 from vargen.kernels.triton import reference
+from vargen.kernels.triton import sampler as counter_noise
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

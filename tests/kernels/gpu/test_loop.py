@@ -78,7 +78,7 @@ def test_a_pass_over_a_tree_is_verified_by_kernels_alone(monkeypatch: pytest.Mon
     import vargen.kernels.triton.launch as home
 
     run = home.launch
-    for module in ("attention", "sample", "verify_tree", "kv"):
+    for module in ("attention", "sampler", "verification", "kv"):
         monkeypatch.setattr(
             f"vargen.kernels.triton.{module}.launch",
             lambda kernel, *args, **options: (launched.append(kernel.__name__), run(kernel, *args, **options)),
@@ -92,7 +92,7 @@ def test_a_pass_over_a_tree_is_verified_by_kernels_alone(monkeypatch: pytest.Mon
 
 
 def test_what_is_recorded_is_not_run() -> None:
-    from vargen.kernels.triton.sample import probs_from_logits
+    from vargen.kernels.triton.sampler import probs_from_logits
 
     options = (torch.empty(2, dtype=dtype, device="meta") for dtype in (torch.float32, torch.int64, torch.float64))
     with record_launches() as launches:

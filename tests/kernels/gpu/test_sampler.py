@@ -12,7 +12,7 @@ from vargen.decoding.sampling import SlotSampling, to_probs
 from vargen.kernels.dispatch import MAX_VOCAB
 from vargen.kernels.ops import MIN_TEMPERATURE
 from vargen.kernels.triton import reference
-from vargen.kernels.triton.sample import NoiseStream, probs_from_logits, sample_gumbel_max
+from vargen.kernels.triton.sampler import NoiseStream, probs_from_logits, sample_gumbel_max
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.usefixtures("canaries")

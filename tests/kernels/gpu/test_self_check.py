@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from vargen.kernels import dispatch
-from vargen.kernels.triton import attention, check, kv, sample, traversal, verify_chain, verify_tree
+from vargen.kernels.triton import attention, kv, launch, sampler, verification
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def test_kernels_pass_their_check() -> None:
-    assert check.find_failure(DEVICE) is None
+    assert launch.find_failure(DEVICE) is None
 
 
 def off_by_one(value: object) -> object:
@@ -21,34 +21,34 @@ def off_by_one(value: object) -> object:
 
 @pytest.mark.parametrize(("module", "name", "said"), [
     (attention, "tree_attention", "tree attention: torch.float32 is off by 1"),
-    (sample, "probs_from_logits", "sampler: "),
-    (verify_chain, "verify_chain", "verification: a chain"),
-    (sample, "sample_gumbel_max", "sampler: "),
-    (verify_tree, "verify_shared_noise", "verification: a tree"),
-    (traversal, "verify_traversal", "verification: a tree"),
+    (sampler, "probs_from_logits", "sampler: "),
+    (verification, "verify_chain", "verification: a chain"),
+    (sampler, "sample_gumbel_max", "sampler: "),
+    (verification, "verify_shared_noise", "verification: a tree"),
+    (verification, "verify_traversal", "verification: a tree"),
 ])  # fmt: skip
 def test_a_wrong_kernel_is_named(module, name, said, monkeypatch) -> None:
     right = getattr(module, name)
     monkeypatch.setattr(module, name, lambda *given, **options: off_by_one(right(*given, **options)))
-    assert check.find_failure(DEVICE).startswith(said)
+    assert launch.find_failure(DEVICE).startswith(said)
 
 
 def test_a_relaxed_chain_is_checked_apart(monkeypatch) -> None:
-    right = verify_chain.verify_chain
-    monkeypatch.setattr(verify_chain, "verify_chain", lambda *given, **options: right(*given))
-    assert check.find_failure(DEVICE).startswith("verification: ")
+    right = verification.verify_chain
+    monkeypatch.setattr(verification, "verify_chain", lambda *given, **options: right(*given))
+    assert launch.find_failure(DEVICE).startswith("verification: ")
 
 
 def test_a_commit_that_moves_nothing_is_named(monkeypatch) -> None:
     monkeypatch.setattr(kv, "compact_kv", lambda *given, **options: None)
-    assert check.find_failure(DEVICE) == "compaction of the KV cache: pointers are wrong"
+    assert launch.find_failure(DEVICE) == "compaction of the KV cache: pointers are wrong"
 
 
 def test_what_fails_is_not_used(monkeypatch, caplog) -> None:
     def broken(device):
         raise RuntimeError("no such instruction")
 
-    monkeypatch.setattr(check, "CHECKS", {"sampler": broken})
+    monkeypatch.setattr(launch, "CHECKS", {"sampler": broken})
     dispatch._run_self_check.cache_clear()
     assert dispatch._run_self_check("cpu") == "sampler: RuntimeError: no such instruction"
     assert "torch runs instead" in caplog.text

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from vargen.decoding import Tree
 from vargen.kernels.triton import reference
-from vargen.kernels.triton.attention import tree_attention
-from vargen.kernels.triton.tiles import TILES, Tiles
+from vargen.kernels.triton.attention import TILES, Tiles, tree_attention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # By dtype: float32 sums, or one rounding of an output near 1; the interpreter cuts bfloat16 off instead of rounding it.

@@ -15,10 +15,8 @@ from vargen.decoding.relaxed_rules import GroupedRule, NeighborhoodRule
 from vargen.decoding.rules import shared_noise, speculative_sampling
 from vargen.decoding.tree import Verdict
 from vargen.decoding.tree_rules import traversal
-from vargen.kernels.triton.sample import NoiseStream, sample_gumbel_max
-from vargen.kernels.triton.traversal import verify_traversal
-from vargen.kernels.triton.verify_chain import verify_chain
-from vargen.kernels.triton.verify_tree import verify_shared_noise
+from vargen.kernels.triton.sampler import NoiseStream, sample_gumbel_max
+from vargen.kernels.triton.verification import verify_chain, verify_shared_noise, verify_traversal
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.usefixtures("canaries")

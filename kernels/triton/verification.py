@@ -1,0 +1,492 @@
+"""Verification of drafts: a chain by p and q, a tree or chain by shared noise, a tree by traversal, in one launch each.
+
+All have the grid `(B,)`: a program owns one image. Nothing depends on the host.
+
+`_verify_chain`: exact or relaxed p / q acceptance. It gathers p and q of the T - 1 drafts, computes their uniforms, and finds
+the first rejected draft, for all drafts in parallel. Then it reads the row of p (and q) at the end of the chain, and samples
+from norm((p - q)+) with one uniform. Relaxed rules pass an acceptance probability for each draft. Its excess over min(1, p / q)
+decays with the depth and is capped by the budget along the chain, as in `vargen.decoding.relaxed_rules`. Bytes moved: 8 V B for
+the rows to sample from, and a few for each draft.
+
+`_verify_shared_noise`: it follows the accepted path; other slots are not read. It compares each draft with the token that the
+image's own noise samples after its parent, so it reads no probabilities: a few bytes per image.
+
+`_verify_traversal`: whole paths, from the leaves to the root, by the rule of `vargen.decoding.tree_rules.traversal`. It visits
+the slots that have children in order, with the row of p after each. Every child gets its reach, min(1, r p(x) / q(x)), and its
+rejection changes r and p for the next child. Reaches depend on no uniforms, so the first slot that passes, children before
+parents, is then found for all slots in parallel. The residual of p at that slot is recomputed instead of stored for every slot.
+Bytes moved per image: 4 V for every slot with children and every draft.
+
+Shape suffixes: B images, T fed tokens of the pass, A slots of the longest path, C maximum children of a slot, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vargen.kernels.triton.launch import launch
+from vargen.kernels.triton.sampler import (
+    BRANCH,
+    choose_warps,
+    make_noise_key,
+    sample_by_uniform,
+    uniform32,
+    uniform64,
+    validate_row_size,
+)
+
+ACCEPT, RESIDUAL = tl.constexpr(1), tl.constexpr(2)  # of `vargen.decoding.noise.Purpose`
+
+
+@triton.jit
+def sample_residual(p, q, token, rejected, lane, noise, HAS_Q: tl.constexpr, BLOCK: tl.constexpr):
+    """Sample from norm((p - q)+) if a draft was rejected, else from p; also from p if the residual is zero."""
+    left = tl.maximum(p - q, 0.0) if HAS_Q else tl.where(lane == token, 0.0, p)
+    target = tl.where(rejected & (tl.sum(left, 0) > 0), left, p)
+    return sample_by_uniform(target, uniform64(noise), BLOCK)
+
+
+@triton.jit(do_not_specialize=["T", "step"])
+def _verify_chain(
+    probs_ptr,  # float32 [B, T, V]
+    q_ptr,  # float32 [B, T - 1, V]; not read without HAS_Q
+    tokens_ptr,  # int64 [B, T - 1]
+    valid_ptr,  # bool [B, T - 1]; not read without HAS_VALID
+    accept_prob_ptr,  # float32 [B, T - 1]; this and the next are not read without RELAXED
+    spent_ptr,  # float32 [B]
+    seeds_ptr,  # int64 [B]
+    position_ptr,  # int64 [B, T]
+    count_ptr,  # int64 [B]
+    next_ptr,  # int64 [B]
+    relaxation_ptr,  # float32 [B], written with RELAXED
+    T,
+    step,
+    budget,
+    tightening,
+    V: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    HAS_Q: tl.constexpr,
+    HAS_VALID: tl.constexpr,
+    RELAXED: tl.constexpr,
+):
+    image = tl.program_id(0).to(tl.int64)
+    draft = tl.arange(0, BLOCK_T)
+    there = draft < T - 1
+    at = image * (T - 1) + draft
+    token = tl.load(tokens_ptr + at, mask=there, other=0)
+    p = tl.load(probs_ptr + (image * T + draft) * V + token, mask=there, other=0.0)
+    q = tl.full([BLOCK_T], 1.0, dtype=tl.float32)
+    if HAS_Q:
+        q = tl.load(q_ptr + at * V + token, mask=there, other=1.0)
+    allowed = there
+    if HAS_VALID:
+        allowed = there & (tl.load(valid_ptr + at, mask=there, other=0) != 0)
+    seed = tl.load(seeds_ptr + image)
+    u = uniform32(make_noise_key(seed, tl.load(position_ptr + image * T + draft, mask=there, other=0), ACCEPT, step))
+    if RELAXED:
+        exact = tl.where(q > 0, tl.minimum(tl.math.div_rn(p, tl.where(q > 0, q, 1.0)), 1.0), 0.0)
+        accept_prob = tl.load(accept_prob_ptr + at, mask=there, other=0.0)
+        allowance = tl.maximum(tl.minimum(accept_prob, 1.0) - exact, 0.0) * tl.exp(-tightening * draft.to(tl.float32))
+        allowance = tl.where(allowed, allowance, 0.0)
+        upto = tl.cumsum(allowance, 0)
+        limit = tl.maximum(budget - tl.load(spent_ptr + image), 0.0)
+        allowance = tl.where(upto <= limit, allowance, tl.maximum(limit - (upto - allowance), 0.0))
+        accepted = allowed & (u < exact + allowance)
+    else:
+        accepted = allowed & (u * q < p)
+    row = tl.min(tl.where(there & ~accepted, draft, T - 1), 0)
+    tl.store(count_ptr + image, (row + 1).to(tl.int64))
+    if RELAXED:
+        tl.store(relaxation_ptr + image, tl.sum(tl.where(draft <= row, allowance, 0.0), 0))
+
+    lane = tl.arange(0, BLOCK)
+    target = tl.load((probs_ptr + (image * T + row) * V) + lane, mask=lane < V, other=0.0)
+    last = image * (T - 1) + tl.minimum(row, tl.maximum(T - 2, 0))
+    rejected = row < T - 1
+    if HAS_VALID:
+        rejected = rejected & (tl.load(valid_ptr + last, mask=rejected, other=0) != 0)
+    proposed = target
+    if HAS_Q:
+        proposed = tl.load((q_ptr + last * V) + lane, mask=(lane < V) & rejected, other=0.0)
+    rejected_token = tl.load(tokens_ptr + last, mask=rejected, other=-1).to(tl.int32)
+    noise = make_noise_key(seed, tl.load(position_ptr + image * T + row), RESIDUAL, step)
+    sampled = sample_residual(target, proposed, rejected_token, rejected, lane, noise, HAS_Q, BLOCK)
+    tl.store(next_ptr + image, sampled.to(tl.int64))
+
+
+class ChainVerdict(NamedTuple):
+    """Verdicts of chains.
+
+    Attributes:
+        num_committed: int64 `[B]`, number of accepted slots, including the root.
+        next_token: int64 `[B]`.
+        relaxation: float32 `[B]`, for relaxed rules.
+    """
+
+    num_committed: Tensor
+    next_token: Tensor
+    relaxation: Tensor | None
+
+
+def verify_chain(
+    probs: Tensor,
+    tokens: Tensor,
+    q: Tensor | None,
+    valid: Tensor | None,
+    seeds: Tensor,
+    position: Tensor,
+    step: int | Tensor,
+    *,
+    accept_prob: Tensor | None = None,
+    relaxation: Tensor | None = None,
+    budget: float | None = None,
+    tightening: float = 0.0,
+) -> ChainVerdict:
+    """Verify a chain, with the noise of `vargen.decoding.rules`.
+
+    Args:
+        probs: float32 `[B, T, V]`, target probabilities after each fed slot.
+        tokens: int64 `[B, T - 1]`, drafted tokens.
+        q: float32 `[B, T - 1, V]`, probabilities from which the drafts were sampled; None for deterministic drafts.
+        valid: bool `[B, T - 1]`, which drafts are valid; None: all.
+        seeds, position, step: int64 `[B]`, int64 `[B, T]` and the number of the pass.
+        accept_prob: float32 `[B, T - 1]`, acceptance probabilities of a relaxed rule; None verifies exactly.
+        relaxation: float32 `[B]`, relaxation spent by earlier passes; with `accept_prob`.
+        budget, tightening: see `vargen.decoding.RelaxedRule`.
+
+    Raises:
+        ValueError: for a larger vocabulary than a program can hold.
+    """
+    B, T, V = probs.shape
+    validate_row_size(V)
+    count, next_token = (torch.empty(B, dtype=torch.int64, device=probs.device) for _ in range(2))
+    spent = None if accept_prob is None else torch.empty(B, dtype=torch.float32, device=probs.device)
+    given = [probs, q, tokens, valid, accept_prob, relaxation]
+    launch(
+        _verify_chain,
+        (B,),
+        *(probs if each is None else each.contiguous() for each in given),
+        seeds.contiguous(),
+        position.contiguous(),
+        count,
+        next_token,
+        probs if spent is None else spent,
+        T,
+        step,
+        float("inf") if budget is None else budget,
+        tightening,
+        V=V,
+        BLOCK=triton.next_power_of_2(V),
+        BLOCK_T=triton.next_power_of_2(max(T - 1, 1)),
+        HAS_Q=q is not None,
+        HAS_VALID=valid is not None,
+        RELAXED=accept_prob is not None,
+        num_warps=choose_warps(V),
+        enable_fp_fusion=False,
+    )
+    return ChainVerdict(count, next_token, spent)
+
+
+# -- trees: shared noise -------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def load_draft(child, first, tokens_ptr, valid_ptr, HAS_VALID: tl.constexpr):
+    """Return the index of the draft of slot `child`, whether it exists (0: none), whether it is valid, and its token.
+
+    `first` is the index of the image's first draft.
+    """
+    at = first + tl.maximum(child - 1, 0)
+    there = child > 0
+    valid = there
+    if HAS_VALID:
+        valid = there & (tl.load(valid_ptr + at, mask=there, other=0) != 0)
+    return at, there, valid, tl.load(tokens_ptr + at, mask=valid, other=0).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["T"])
+def _verify_shared_noise(
+    sampled_ptr,  # int64 [B, T], tokens that the image's own noise samples after each slot
+    tokens_ptr,  # int64 [B, T - 1]
+    children_ptr,  # int64 [T, C] or [B, T, C], 0 for no child
+    path_ptr,  # int64 [B, A]
+    count_ptr,  # int64 [B]
+    next_ptr,  # int64 [B]
+    T,
+    A,
+    C,
+    stride_cb,
+    BLOCK_A: tl.constexpr,
+):
+    image = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, BLOCK_A)
+    path = tl.zeros([BLOCK_A], dtype=tl.int64)
+    node = tl.zeros([], dtype=tl.int64)
+    sampled = tl.load(sampled_ptr + image * T)
+    count = 1
+    rank = 0
+    while rank < C:
+        child = tl.load(children_ptr + image * stride_cb + node * C + rank)
+        token = tl.load(tokens_ptr + image * (T - 1) + child - 1, mask=child > 0, other=-1)
+        rank += 1
+        if token == sampled:
+            node = child
+            path = tl.where(place == count, child, path)
+            count += 1
+            rank = 0
+            sampled = tl.load(sampled_ptr + image * T + node)
+    tl.store(path_ptr + image * A + place, path, mask=place < A)
+    tl.store(count_ptr + image, tl.zeros([], dtype=tl.int64) + count)
+    tl.store(next_ptr + image, sampled)
+
+
+class TreeVerdict(NamedTuple):
+    """Verdicts on trees.
+
+    Attributes:
+        path: int64 `[B, A]`, accepted slots, root first, padded with 0.
+        num_committed: int64 `[B]`, number of accepted slots.
+        next_token: int64 `[B]`.
+    """
+
+    path: Tensor
+    num_committed: Tensor
+    next_token: Tensor
+
+    @classmethod
+    def allocate(cls, B: int, A: int, device: torch.device) -> TreeVerdict:
+        shapes = ((B, A), (B,), (B,))
+        return cls(*(torch.empty(shape, dtype=torch.int64, device=device) for shape in shapes))
+
+
+def batch_stride(table: Tensor, dims: int) -> int:
+    """Stride between the images of a table; 0 if all images share it."""
+    return table.stride(0) if table.dim() == dims else 0
+
+
+def pad_children(children: Tensor) -> Tensor:
+    """Make the table contiguous, with at least one column even if the root has no children."""
+    return children.contiguous() if children.shape[-1] else torch.nn.functional.pad(children, (0, 1))
+
+
+def verify_shared_noise(sampled: Tensor, tokens: Tensor, children: Tensor, longest: int) -> TreeVerdict:
+    """Verify a tree or chain with the rule `shared_noise`: a draft is accepted if it equals the token after its parent.
+
+    Args:
+        sampled: int64 `[B, T]`, tokens that the image's own noise samples after each slot.
+        tokens: int64 `[B, T - 1]`, the drafts.
+        children: int64 `[T, C]` or `[B, T, C]`, the children of each slot in order, padded with 0.
+        longest: number of slots of the longest path, A.
+    """
+    B, T = sampled.shape
+    verdict = TreeVerdict.allocate(B, longest, sampled.device)
+    children = pad_children(children)
+    launch(
+        _verify_shared_noise,
+        (B,),
+        sampled.contiguous(),
+        tokens.contiguous(),
+        children,
+        *verdict,
+        T,
+        longest,
+        children.shape[-1],
+        batch_stride(children, 3),
+        BLOCK_A=triton.next_power_of_2(longest),
+        num_warps=1,
+    )
+    return verdict
+
+
+# -- trees: traversal ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _reject_children(
+    p,
+    r,
+    first,
+    number,
+    probs_ptr,
+    q_ptr,
+    tokens_ptr,
+    valid_ptr,
+    children,
+    reach_ptr,
+    lane,
+    V: tl.constexpr,
+    HAS_Q: tl.constexpr,
+    HAS_VALID: tl.constexpr,
+):
+    """Return p and r after all children of a slot are rejected, and store the reach of each child.
+
+    `first` is the index of the image's first draft, `children` points to the slot's children.
+    """
+    for rank in range(0, number):
+        child = tl.load(children + rank)
+        at, there, valid, token = load_draft(child, first, tokens_ptr, valid_ptr, HAS_VALID)
+        accept_prob = tl.sum(tl.where(lane == token, p, 0.0), 0) * r
+        if HAS_Q:
+            proposed = tl.load(q_ptr + at * V + token, mask=there, other=0.0)
+            accept_prob = tl.where(proposed > 0, tl.math.div_rn(accept_prob, tl.where(proposed > 0, proposed, 1.0)), 0.0)
+        tl.store(reach_ptr + child, tl.where(valid, tl.minimum(accept_prob, 1.0), 0.0), mask=there)
+        if valid:
+            if HAS_Q:
+                rest = tl.maximum(p * r - tl.load((q_ptr + at * V) + lane, mask=lane < V, other=0.0), 0.0)
+            else:
+                rest = tl.where(lane == token, 0.0, p * r)
+            total = tl.sum(rest, 0)
+            fails = (total > 0) | (r < 1)  # otherwise p equals q, and the child is never rejected
+            r = tl.where(fails, total / tl.where(fails, total + (1 - r), 1.0), 1.0)
+            p = tl.where(total > 0, rest / tl.where(total > 0, total, 1.0), p)
+    return p, r
+
+
+@triton.jit(do_not_specialize=["T", "step"])
+def _verify_traversal(
+    probs_ptr,  # float32 [B, T, V]
+    q_ptr,  # float32 [B, T - 1, V]; not read without HAS_Q
+    tokens_ptr,  # int64 [B, T - 1]
+    valid_ptr,  # bool [B, T - 1]; not read without HAS_VALID
+    children_ptr,  # int64 [T, C] or [B, T, C], 0 for no child
+    parents_ptr,  # int64 [T] or [B, T]
+    depth_ptr,  # int64 [T] or [B, T]
+    postorder_ptr,  # int64 [T] or [B, T]
+    seeds_ptr,  # int64 [B]
+    position_ptr,  # int64 [B, T]
+    reach_ptr,  # float32 [B, T], scratch: reach of each slot, then the rest after its children
+    initial_reach_ptr,  # float32 [B, T], scratch: reach of each slot
+    path_ptr,  # int64 [B, A]
+    count_ptr,  # int64 [B]
+    next_ptr,  # int64 [B]
+    T,
+    A,
+    C,
+    stride_cb,
+    stride_tb,
+    step,
+    V: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_A: tl.constexpr,
+    HAS_Q: tl.constexpr,
+    HAS_VALID: tl.constexpr,
+):
+    image = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, BLOCK)
+    inside = lane < V
+    first = image * (T - 1)
+    children_ptr += image * stride_cb
+    reach_ptr += image * T
+    initial_reach_ptr += image * T
+    tl.store(reach_ptr, 1.0)
+    tl.debug_barrier()
+    for slot in range(0, T):
+        r = tl.load(reach_ptr + slot)
+        tl.store(initial_reach_ptr + slot, r)
+        tl.debug_barrier()  # all threads must have read it before one overwrites it
+        if tl.load(children_ptr + slot * C) > 0:
+            p = tl.load((probs_ptr + (image * T + slot) * V) + lane, mask=inside, other=0.0)
+            p, r = _reject_children(
+                p, r, first, C, probs_ptr, q_ptr, tokens_ptr, valid_ptr, children_ptr + slot * C, reach_ptr, lane,
+                V, HAS_Q, HAS_VALID,
+            )  # fmt: skip
+            tl.store(reach_ptr + slot, r)
+            tl.debug_barrier()  # makes the reaches of the children visible to all threads
+    tl.debug_barrier()
+
+    slots = tl.arange(0, BLOCK_T)
+    there = slots < T
+    seed = tl.load(seeds_ptr + image)
+    position = tl.load(position_ptr + image * T + slots, mask=there, other=0) + slots.to(tl.int64) * BRANCH
+    passes = uniform32(make_noise_key(seed, position, ACCEPT, step)) < tl.load(reach_ptr + slots, mask=there, other=0.0)
+    order = tl.load(postorder_ptr + image * stride_tb + slots, mask=there, other=0)
+    last = tl.argmin(tl.where(there & (passes | (slots == 0)), order, T), 0).to(tl.int64)
+
+    place = tl.arange(0, BLOCK_A)
+    path = tl.zeros([BLOCK_A], dtype=tl.int64)
+    depth = tl.load(depth_ptr + image * stride_tb + last)
+    tl.store(count_ptr + image, depth + 1)
+    slot = last
+    while slot > 0:
+        path = tl.where(place == depth, slot, path)
+        slot = tl.load(parents_ptr + image * stride_tb + slot)
+        depth -= 1
+    tl.store(path_ptr + image * A + place, path, mask=place < A)
+
+    p = tl.load((probs_ptr + (image * T + last) * V) + lane, mask=inside, other=0.0)
+    tl.debug_barrier()  # all threads must have read the reaches before they are rewritten
+    p, r = _reject_children(
+        p, tl.load(initial_reach_ptr + last), first, C, probs_ptr, q_ptr, tokens_ptr, valid_ptr, children_ptr + last * C,
+        reach_ptr, lane, V, HAS_Q, HAS_VALID,
+    )  # fmt: skip
+    noise = make_noise_key(seed, tl.load(position_ptr + image * T + last), RESIDUAL, step)
+    tl.store(next_ptr + image, sample_by_uniform(p, uniform64(noise), BLOCK).to(tl.int64))
+
+
+def verify_traversal(
+    probs: Tensor,
+    tokens: Tensor,
+    q: Tensor | None,
+    valid: Tensor | None,
+    children: Tensor,
+    parents: Tensor,
+    depth: Tensor,
+    postorder: Tensor,
+    longest: int,
+    seeds: Tensor,
+    position: Tensor,
+    step: int | Tensor,
+) -> TreeVerdict:
+    """Verify a tree with the rule of `vargen.decoding.tree_rules.traversal`.
+
+    Args:
+        probs, tokens, q, valid, seeds, position, step: as in `verify_chain`. For siblings sampled without
+            replacement, q is zero at the earlier siblings.
+        children, longest: as in `verify_shared_noise`.
+        parents, depth, postorder: int64 `[T]` or `[B, T]`, from `vargen.decoding.Tree`.
+
+    Raises:
+        ValueError: for a larger vocabulary than a program can hold.
+    """
+    B, T, V = probs.shape
+    validate_row_size(V)
+    verdict = TreeVerdict.allocate(B, longest, probs.device)
+    reach, given = (torch.empty(B, T, dtype=torch.float32, device=probs.device) for _ in range(2))
+    children = pad_children(children)
+    parents, depth, postorder = (each.contiguous() for each in (parents, depth, postorder))
+    launch(
+        _verify_traversal,
+        (B,),
+        *(probs if each is None else each.contiguous() for each in (probs, q, tokens, valid)),
+        children,
+        parents,
+        depth,
+        postorder,
+        seeds.contiguous(),
+        position.contiguous(),
+        reach,
+        given,
+        *verdict,
+        T,
+        longest,
+        children.shape[-1],
+        batch_stride(children, 3),
+        batch_stride(parents, 2),
+        step,
+        V=V,
+        BLOCK=triton.next_power_of_2(V),
+        BLOCK_T=triton.next_power_of_2(T),
+        BLOCK_A=triton.next_power_of_2(longest),
+        HAS_Q=q is not None,
+        HAS_VALID=valid is not None,
+        num_warps=choose_warps(V),
+        enable_fp_fusion=False,
+    )
+    return verdict
