@@ -240,6 +240,6 @@ def _lane_offsets(vocab: int, device: torch.device) -> Tensor:
     return torch.arange(1, vocab + 1, dtype=torch.int32, device=device).mul_(_GOLDEN32)
 
 
-def add_steps(seeds: Tensor, step: Tensor) -> Tensor:
-    """Return seeds int64 `[B]` whose noise at pass 0 is that of `seeds` at the passes `step` `[B]`."""
-    return seeds + step * _to_signed(64 * _GOLDEN)
+def add_steps(seeds: Tensor, step: int | Tensor) -> Tensor:
+    """Return seeds int64 `[B]` whose noise at pass 0 is that of `seeds` at the pass `step`, a number or int64 `[]` or `[B]`."""
+    return seeds + (step * _to_signed(64 * _GOLDEN) if isinstance(step, Tensor) else _to_signed(step * 64 * _GOLDEN))

@@ -133,7 +133,7 @@ def sample_gumbel_max(probs: Tensor, seeds: Tensor, position: Tensor, exponentia
     if supports_rows(probs):
         from vargen.kernels.triton import sampler
 
-        return sampler.sample_gumbel_max(probs, sampler.NoiseStream(seeds, position, purpose=0))
+        return sampler.sample_gumbel_max(probs, seeds, position)
     ratio = probs / exponential()
     if is_eager_cpu(ratio):  # NumPy's argmax takes a tenth of the time of torch's
         return torch.from_numpy(ratio.detach().numpy().argmax(-1))

@@ -7,29 +7,25 @@ largest. Ties are kept: all logits equal to the k-th largest, and all equal to t
 exceeds p, as in `vargen.kernels.ops.filter_logits`. NaN and infinite logits have probability 0. A row without finite logits
 gets probabilities of 0.
 
-`_gumbel_max`, grid `(rows,)`: the token argmax p / E, with the counter-based noise of (seed, position, purpose, step); ties go
-to the smallest index.
+`_gumbel_max`, grid `(rows,)`: the token argmax p / E, with the noise that all passes share; ties go to the smallest index.
 
 Bytes moved per row: V logits once, and 4 V for probabilities.
 
-The noise is that of `vargen.decoding.noise`, a function of (seed, position, purpose, pass). Keys and 31-bit lanes are integers,
-which wrap the same way on every device. `uniform32` and `uniform64` round only once, so they are bit-equal to the torch
-reference unless the compiler fuses multiplications and additions: kernels that use them are launched with
-`enable_fp_fusion=False`. `exponential_from_key` takes a logarithm, which torch computes differently on each device. Here it is
-a fixed sequence of IEEE operations, bit-equal to `reference.exponential` on every device, and within 3 units in the last place
-of torch's.
+The noise is that of `vargen.decoding.noise`, a function of (seed, position, purpose) in pass 0; the seeds of other passes are
+those of `Noise.key`. Keys and 31-bit lanes are integers, which wrap the same way on every device. `uniform32` and `uniform64`
+round only once, so they are bit-equal to the torch reference unless the compiler fuses multiplications and additions: kernels
+that use them are launched with `enable_fp_fusion=False`. `exponential_from_key` takes a logarithm, which torch computes
+differently on each device. Here it is a fixed sequence of IEEE operations, bit-equal to `reference.exponential` on every
+device, and within 3 units in the last place of torch's.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from vargen.kernels.dispatch import MAX_VOCAB
 from vargen.kernels.triton.launch import launch
 
 _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
@@ -42,6 +38,7 @@ _UNIT = tl.constexpr(2.0**-31 * (1 - 2.0**-24))
 _HALF_UNIT = tl.constexpr(2.0**-32 * (1 - 2.0**-24))
 _LN2_HIGH = tl.constexpr(0.693145751953125)  # 17 bits, so that products with exponents are exact
 _LN2_LOW = tl.constexpr(1.4286068203094172e-06)
+TOKEN, ACCEPT, RESIDUAL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # of `vargen.decoding.noise.Purpose`
 BRANCH = tl.constexpr(1 << 32)  # offset between the streams of several samples at one position
 _ALL = tl.constexpr(0x7FFFFFFF)
 PADDING_KEY = tl.constexpr(-0x80000000)  # below the key of every number, -inf included
@@ -61,14 +58,10 @@ def _mix(z):
 
 
 @triton.jit
-def make_noise_key(seed, position, PURPOSE: tl.constexpr, step):
-    """Return the uint64 key of a stream. `seed`, `position` and `step` are integers of broadcastable shapes. `step` can also be
-    a pointer to one int64, if the device counts the passes."""
-    if step.dtype.is_ptr():
-        step = tl.load(step)
-    number = (step.to(tl.int64) * 64 + (PURPOSE + 1)).to(tl.uint64, bitcast=True)
-    key = _mix(seed.to(tl.uint64, bitcast=True) + number * _GOLDEN)
-    return _mix(key + (position.to(tl.int64) + 1).to(tl.uint64, bitcast=True) * _GOLDEN)
+def make_noise_key(seed, position, PURPOSE: tl.constexpr):
+    """Return the uint64 key of a stream of pass 0; `seed` and `position` are int64 of broadcastable shapes."""
+    key = _mix(seed.to(tl.uint64, bitcast=True) + tl.full([], PURPOSE + 1, tl.uint64) * _GOLDEN)
+    return _mix(key + (position + 1).to(tl.uint64, bitcast=True) * _GOLDEN)
 
 
 @triton.jit
@@ -248,19 +241,17 @@ def _filter(
     tl.store(probs_ptr + begin + lane, weight / total, mask=inside)
 
 
-@triton.jit(do_not_specialize=["T", "step"])
+@triton.jit(do_not_specialize=["T"])
 def _gumbel_max(
     probs_ptr,  # float32 [rows, V]
     seeds_ptr,  # int64 [rows / T]
     position_ptr,  # int64 [rows]
     token_ptr,  # int64 [rows]
     T,
-    step,
     V: tl.constexpr,
-    PURPOSE: tl.constexpr,
 ):
     row = tl.program_id(0)
-    key = make_noise_key(tl.load(seeds_ptr + row // T), tl.load(position_ptr + row), PURPOSE, step)
+    key = make_noise_key(tl.load(seeds_ptr + row // T), tl.load(position_ptr + row), TOKEN)
     best, token = -1.0, 0
     for first in range(0, V, _PIECE):
         lane = first + tl.arange(0, _PIECE)
@@ -270,25 +261,9 @@ def _gumbel_max(
     tl.store(token_ptr + row, token)
 
 
-class NoiseStream(NamedTuple):
-    """Keys of the noise for sampling: `seeds` int64 `[B]`, `position` int64 `[B, T]`, the number of the purpose, and the number
-    of the pass, which can be an int64 scalar on the device."""
-
-    seeds: Tensor
-    position: Tensor
-    purpose: int
-    step: int | Tensor = 0
-
-
-def choose_warps(V: int) -> int:
-    """Warps of a program that holds a row of V numbers: at least 8, and the fewest without register spills."""
-    return 8 if V <= 8192 else 16
-
-
-def validate_row_size(V: int) -> None:
-    """Raise ValueError if a program cannot hold a row of V elements."""
-    if not 1 <= V <= MAX_VOCAB:
-        raise ValueError(f"kernels hold rows of at most {MAX_VOCAB} tokens, got {V}; VARGEN_KERNELS=reference has none")
+def row_options(V: int) -> dict[str, int]:
+    """Constants and options of a kernel whose programs hold rows of V numbers: the fewest warps without register spills."""
+    return {"V": V, "BLOCK": triton.next_power_of_2(V), "num_warps": 8 if V <= 8192 else 16, "enable_fp_fusion": False}
 
 
 def probs_from_logits(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, filters: bool) -> Tensor:
@@ -300,7 +275,6 @@ def probs_from_logits(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p:
         filters: whether any image has a filter; otherwise `top_k` and `top_p` are not read.
     """
     B, T, V = logits.shape
-    validate_row_size(V)
     probs = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     if B * T:
         launch(
@@ -312,32 +286,25 @@ def probs_from_logits(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p:
             top_k,
             top_p,
             T,
-            V=V,
-            BLOCK=triton.next_power_of_2(V),
             FILTERS=filters,
-            num_warps=choose_warps(V),
-            enable_fp_fusion=False,
+            **row_options(V),
         )
     return probs
 
 
-def sample_gumbel_max(probs: Tensor, noise: NoiseStream) -> Tensor:
-    """Sample tokens int64 `[B, T]` from float32 weights `[B, T, V]`, which need not sum to 1; see `vargen.kernels.ops`."""
-    V = probs.shape[-1]
-    validate_row_size(V)
+def sample_gumbel_max(probs: Tensor, seeds: Tensor, position: Tensor) -> Tensor:
+    """Sample tokens int64 `[B, T]` from float32 weights `[B, T, V]`; see `vargen.kernels.ops.sample_gumbel_max`."""
     tokens = torch.empty(probs.shape[:-1], dtype=torch.int64, device=probs.device)
     if tokens.numel():
         launch(
             _gumbel_max,
             (tokens.numel(),),
             probs.contiguous(),
-            noise.seeds.contiguous(),
-            noise.position.contiguous(),
+            seeds.contiguous(),
+            position.contiguous(),
             tokens,
-            noise.position.shape[-1],
-            noise.step,
-            V=V,
-            PURPOSE=int(noise.purpose),
+            position.shape[-1],
+            V=probs.shape[-1],
             num_warps=8,
             enable_fp_fusion=False,
         )

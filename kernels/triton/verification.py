@@ -22,8 +22,6 @@ Shape suffixes: B images, T fed tokens of the pass, A slots of the longest path,
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -31,27 +29,18 @@ from torch import Tensor
 
 from vargen.kernels.triton.launch import launch
 from vargen.kernels.triton.sampler import (
+    ACCEPT,
     BRANCH,
-    choose_warps,
+    RESIDUAL,
     make_noise_key,
+    row_options,
     sample_by_uniform,
     uniform32,
     uniform64,
-    validate_row_size,
 )
 
-ACCEPT, RESIDUAL = tl.constexpr(1), tl.constexpr(2)  # of `vargen.decoding.noise.Purpose`
 
-
-@triton.jit
-def sample_residual(p, q, token, rejected, lane, noise, HAS_Q: tl.constexpr, BLOCK: tl.constexpr):
-    """Sample from norm((p - q)+) if a draft was rejected, else from p; also from p if the residual is zero."""
-    left = tl.maximum(p - q, 0.0) if HAS_Q else tl.where(lane == token, 0.0, p)
-    target = tl.where(rejected & (tl.sum(left, 0) > 0), left, p)
-    return sample_by_uniform(target, uniform64(noise), BLOCK)
-
-
-@triton.jit(do_not_specialize=["T", "step"])
+@triton.jit(do_not_specialize=["T"])
 def _verify_chain(
     probs_ptr,  # float32 [B, T, V]
     q_ptr,  # float32 [B, T - 1, V]; not read without HAS_Q
@@ -65,7 +54,6 @@ def _verify_chain(
     next_ptr,  # int64 [B]
     relaxation_ptr,  # float32 [B], written with RELAXED
     T,
-    step,
     budget,
     tightening,
     V: tl.constexpr,
@@ -88,7 +76,7 @@ def _verify_chain(
     if HAS_VALID:
         allowed = there & (tl.load(valid_ptr + at, mask=there, other=0) != 0)
     seed = tl.load(seeds_ptr + image)
-    u = uniform32(make_noise_key(seed, tl.load(position_ptr + image * T + draft, mask=there, other=0), ACCEPT, step))
+    u = uniform32(make_noise_key(seed, tl.load(position_ptr + image * T + draft, mask=there, other=0), ACCEPT))
     if RELAXED:
         exact = tl.where(q > 0, tl.minimum(tl.math.div_rn(p, tl.where(q > 0, q, 1.0)), 1.0), 0.0)
         accept_prob = tl.load(accept_prob_ptr + at, mask=there, other=0.0)
@@ -111,27 +99,13 @@ def _verify_chain(
     rejected = row < T - 1
     if HAS_VALID:
         rejected = rejected & (tl.load(valid_ptr + last, mask=rejected, other=0) != 0)
-    proposed = target
     if HAS_Q:
-        proposed = tl.load((q_ptr + last * V) + lane, mask=(lane < V) & rejected, other=0.0)
-    rejected_token = tl.load(tokens_ptr + last, mask=rejected, other=-1).to(tl.int32)
-    noise = make_noise_key(seed, tl.load(position_ptr + image * T + row), RESIDUAL, step)
-    sampled = sample_residual(target, proposed, rejected_token, rejected, lane, noise, HAS_Q, BLOCK)
-    tl.store(next_ptr + image, sampled.to(tl.int64))
-
-
-class ChainVerdict(NamedTuple):
-    """Verdicts of chains.
-
-    Attributes:
-        num_committed: int64 `[B]`, number of accepted slots, including the root.
-        next_token: int64 `[B]`.
-        relaxation: float32 `[B]`, for relaxed rules.
-    """
-
-    num_committed: Tensor
-    next_token: Tensor
-    relaxation: Tensor | None
+        residual = tl.maximum(target - tl.load((q_ptr + last * V) + lane, mask=(lane < V) & rejected, other=0.0), 0.0)
+    else:
+        residual = tl.where(lane == tl.load(tokens_ptr + last, mask=rejected, other=-1).to(tl.int32), 0.0, target)
+    target = tl.where(rejected & (tl.sum(residual, 0) > 0), residual, target)
+    noise = make_noise_key(seed, tl.load(position_ptr + image * T + row), RESIDUAL)
+    tl.store(next_ptr + image, sample_by_uniform(target, uniform64(noise), BLOCK).to(tl.int64))
 
 
 def verify_chain(
@@ -141,13 +115,12 @@ def verify_chain(
     valid: Tensor | None,
     seeds: Tensor,
     position: Tensor,
-    step: int | Tensor,
     *,
     accept_prob: Tensor | None = None,
     relaxation: Tensor | None = None,
     budget: float | None = None,
     tightening: float = 0.0,
-) -> ChainVerdict:
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Verify a chain, with the noise of `vargen.decoding.rules`.
 
     Args:
@@ -155,42 +128,36 @@ def verify_chain(
         tokens: int64 `[B, T - 1]`, drafted tokens.
         q: float32 `[B, T - 1, V]`, probabilities from which the drafts were sampled; None for deterministic drafts.
         valid: bool `[B, T - 1]`, which drafts are valid; None: all.
-        seeds, position, step: int64 `[B]`, int64 `[B, T]` and the number of the pass.
+        seeds, position: int64 `[B]` and `[B, T]`, see `vargen.decoding.noise.Noise.key`.
         accept_prob: float32 `[B, T - 1]`, acceptance probabilities of a relaxed rule; None verifies exactly.
         relaxation: float32 `[B]`, relaxation spent by earlier passes; with `accept_prob`.
         budget, tightening: see `vargen.decoding.RelaxedRule`.
 
-    Raises:
-        ValueError: for a larger vocabulary than a program can hold.
+    Returns:
+        The number of accepted slots with the root and the token after them, int64 `[B]`, and the relaxation spent, float32
+        `[B]`, of a relaxed rule.
     """
     B, T, V = probs.shape
-    validate_row_size(V)
-    count, next_token = (torch.empty(B, dtype=torch.int64, device=probs.device) for _ in range(2))
+    count, next_token = torch.empty(2, B, dtype=torch.int64, device=probs.device)
     spent = None if accept_prob is None else torch.empty(B, dtype=torch.float32, device=probs.device)
-    given = [probs, q, tokens, valid, accept_prob, relaxation]
+    given = probs, q, tokens, valid, accept_prob, relaxation, seeds, position
     launch(
         _verify_chain,
         (B,),
         *(probs if each is None else each.contiguous() for each in given),
-        seeds.contiguous(),
-        position.contiguous(),
         count,
         next_token,
         probs if spent is None else spent,
         T,
-        step,
         float("inf") if budget is None else budget,
         tightening,
-        V=V,
-        BLOCK=triton.next_power_of_2(V),
         BLOCK_T=triton.next_power_of_2(max(T - 1, 1)),
         HAS_Q=q is not None,
         HAS_VALID=valid is not None,
         RELAXED=accept_prob is not None,
-        num_warps=choose_warps(V),
-        enable_fp_fusion=False,
+        **row_options(V),
     )
-    return ChainVerdict(count, next_token, spent)
+    return count, next_token, spent
 
 
 # -- trees: shared noise -------------------------------------------------------------------------------------------------------
@@ -221,10 +188,12 @@ def _verify_shared_noise(
     T,
     A,
     C,
-    stride_cb,
+    TREE_OF_IMAGE: tl.constexpr,
     BLOCK_A: tl.constexpr,
 ):
     image = tl.program_id(0).to(tl.int64)
+    if TREE_OF_IMAGE:
+        children_ptr += image * T * C
     place = tl.arange(0, BLOCK_A)
     path = tl.zeros([BLOCK_A], dtype=tl.int64)
     node = tl.zeros([], dtype=tl.int64)
@@ -232,7 +201,7 @@ def _verify_shared_noise(
     count = 1
     rank = 0
     while rank < C:
-        child = tl.load(children_ptr + image * stride_cb + node * C + rank)
+        child = tl.load(children_ptr + node * C + rank)
         token = tl.load(tokens_ptr + image * (T - 1) + child - 1, mask=child > 0, other=-1)
         rank += 1
         if token == sampled:
@@ -246,36 +215,7 @@ def _verify_shared_noise(
     tl.store(next_ptr + image, sampled)
 
 
-class TreeVerdict(NamedTuple):
-    """Verdicts on trees.
-
-    Attributes:
-        path: int64 `[B, A]`, accepted slots, root first, padded with 0.
-        num_committed: int64 `[B]`, number of accepted slots.
-        next_token: int64 `[B]`.
-    """
-
-    path: Tensor
-    num_committed: Tensor
-    next_token: Tensor
-
-    @classmethod
-    def allocate(cls, B: int, A: int, device: torch.device) -> TreeVerdict:
-        shapes = ((B, A), (B,), (B,))
-        return cls(*(torch.empty(shape, dtype=torch.int64, device=device) for shape in shapes))
-
-
-def batch_stride(table: Tensor, dims: int) -> int:
-    """Stride between the images of a table; 0 if all images share it."""
-    return table.stride(0) if table.dim() == dims else 0
-
-
-def pad_children(children: Tensor) -> Tensor:
-    """Make the table contiguous, with at least one column even if the root has no children."""
-    return children.contiguous() if children.shape[-1] else torch.nn.functional.pad(children, (0, 1))
-
-
-def verify_shared_noise(sampled: Tensor, tokens: Tensor, children: Tensor, longest: int) -> TreeVerdict:
+def verify_shared_noise(sampled: Tensor, tokens: Tensor, children: Tensor, longest: int) -> tuple[Tensor, Tensor, Tensor]:
     """Verify a tree or chain with the rule `shared_noise`: a draft is accepted if it equals the token after its parent.
 
     Args:
@@ -283,25 +223,30 @@ def verify_shared_noise(sampled: Tensor, tokens: Tensor, children: Tensor, longe
         tokens: int64 `[B, T - 1]`, the drafts.
         children: int64 `[T, C]` or `[B, T, C]`, the children of each slot in order, padded with 0.
         longest: number of slots of the longest path, A.
+
+    Returns:
+        The accepted slots, root first, padded with 0, int64 `[B, A]`; their number, and the token after them, `[B]` each.
     """
     B, T = sampled.shape
-    verdict = TreeVerdict.allocate(B, longest, sampled.device)
-    children = pad_children(children)
+    path = torch.empty(B, longest, dtype=torch.int64, device=sampled.device)
+    count, next_token = torch.empty(2, B, dtype=torch.int64, device=sampled.device)
     launch(
         _verify_shared_noise,
         (B,),
         sampled.contiguous(),
         tokens.contiguous(),
-        children,
-        *verdict,
+        children.contiguous(),
+        path,
+        count,
+        next_token,
         T,
         longest,
         children.shape[-1],
-        batch_stride(children, 3),
+        TREE_OF_IMAGE=children.dim() == 3,
         BLOCK_A=triton.next_power_of_2(longest),
         num_warps=1,
     )
-    return verdict
+    return path, count, next_token
 
 
 # -- trees: traversal ----------------------------------------------------------------------------------------------------------
@@ -348,7 +293,7 @@ def _reject_children(
     return p, r
 
 
-@triton.jit(do_not_specialize=["T", "step"])
+@triton.jit(do_not_specialize=["T"])
 def _verify_traversal(
     probs_ptr,  # float32 [B, T, V]
     q_ptr,  # float32 [B, T - 1, V]; not read without HAS_Q
@@ -368,11 +313,9 @@ def _verify_traversal(
     T,
     A,
     C,
-    stride_cb,
-    stride_tb,
-    step,
     V: tl.constexpr,
     BLOCK: tl.constexpr,
+    TREE_OF_IMAGE: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_A: tl.constexpr,
     HAS_Q: tl.constexpr,
@@ -382,7 +325,11 @@ def _verify_traversal(
     lane = tl.arange(0, BLOCK)
     inside = lane < V
     first = image * (T - 1)
-    children_ptr += image * stride_cb
+    if TREE_OF_IMAGE:
+        children_ptr += image * T * C
+        parents_ptr += image * T
+        depth_ptr += image * T
+        postorder_ptr += image * T
     reach_ptr += image * T
     initial_reach_ptr += image * T
     tl.store(reach_ptr, 1.0)
@@ -391,7 +338,7 @@ def _verify_traversal(
         r = tl.load(reach_ptr + slot)
         tl.store(initial_reach_ptr + slot, r)
         tl.debug_barrier()  # all threads must have read it before one overwrites it
-        if tl.load(children_ptr + slot * C) > 0:
+        if tl.load(children_ptr + slot * C, mask=slot < T * C, other=0) > 0:  # of the root alone, C is 0
             p = tl.load((probs_ptr + (image * T + slot) * V) + lane, mask=inside, other=0.0)
             p, r = _reject_children(
                 p, r, first, C, probs_ptr, q_ptr, tokens_ptr, valid_ptr, children_ptr + slot * C, reach_ptr, lane,
@@ -405,18 +352,18 @@ def _verify_traversal(
     there = slots < T
     seed = tl.load(seeds_ptr + image)
     position = tl.load(position_ptr + image * T + slots, mask=there, other=0) + slots.to(tl.int64) * BRANCH
-    passes = uniform32(make_noise_key(seed, position, ACCEPT, step)) < tl.load(reach_ptr + slots, mask=there, other=0.0)
-    order = tl.load(postorder_ptr + image * stride_tb + slots, mask=there, other=0)
+    passes = uniform32(make_noise_key(seed, position, ACCEPT)) < tl.load(reach_ptr + slots, mask=there, other=0.0)
+    order = tl.load(postorder_ptr + slots, mask=there, other=0)
     last = tl.argmin(tl.where(there & (passes | (slots == 0)), order, T), 0).to(tl.int64)
 
     place = tl.arange(0, BLOCK_A)
     path = tl.zeros([BLOCK_A], dtype=tl.int64)
-    depth = tl.load(depth_ptr + image * stride_tb + last)
+    depth = tl.load(depth_ptr + last)
     tl.store(count_ptr + image, depth + 1)
     slot = last
     while slot > 0:
         path = tl.where(place == depth, slot, path)
-        slot = tl.load(parents_ptr + image * stride_tb + slot)
+        slot = tl.load(parents_ptr + slot)
         depth -= 1
     tl.store(path_ptr + image * A + place, path, mask=place < A)
 
@@ -426,7 +373,7 @@ def _verify_traversal(
         p, tl.load(initial_reach_ptr + last), first, C, probs_ptr, q_ptr, tokens_ptr, valid_ptr, children_ptr + last * C,
         reach_ptr, lane, V, HAS_Q, HAS_VALID,
     )  # fmt: skip
-    noise = make_noise_key(seed, tl.load(position_ptr + image * T + last), RESIDUAL, step)
+    noise = make_noise_key(seed, tl.load(position_ptr + image * T + last), RESIDUAL)
     tl.store(next_ptr + image, sample_by_uniform(p, uniform64(noise), BLOCK).to(tl.int64))
 
 
@@ -442,51 +389,38 @@ def verify_traversal(
     longest: int,
     seeds: Tensor,
     position: Tensor,
-    step: int | Tensor,
-) -> TreeVerdict:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Verify a tree with the rule of `vargen.decoding.tree_rules.traversal`.
 
     Args:
-        probs, tokens, q, valid, seeds, position, step: as in `verify_chain`. For siblings sampled without
-            replacement, q is zero at the earlier siblings.
+        probs, tokens, q, valid, seeds, position: as in `verify_chain`. For siblings sampled without replacement, q is zero
+            at the earlier siblings.
         children, longest: as in `verify_shared_noise`.
         parents, depth, postorder: int64 `[T]` or `[B, T]`, from `vargen.decoding.Tree`.
 
-    Raises:
-        ValueError: for a larger vocabulary than a program can hold.
+    Returns:
+        As `verify_shared_noise`.
     """
     B, T, V = probs.shape
-    validate_row_size(V)
-    verdict = TreeVerdict.allocate(B, longest, probs.device)
-    reach, given = (torch.empty(B, T, dtype=torch.float32, device=probs.device) for _ in range(2))
-    children = pad_children(children)
-    parents, depth, postorder = (each.contiguous() for each in (parents, depth, postorder))
+    path = torch.empty(B, longest, dtype=torch.int64, device=probs.device)
+    count, next_token = torch.empty(2, B, dtype=torch.int64, device=probs.device)
+    given = probs, q, tokens, valid, children, parents, depth, postorder, seeds, position
     launch(
         _verify_traversal,
         (B,),
-        *(probs if each is None else each.contiguous() for each in (probs, q, tokens, valid)),
-        children,
-        parents,
-        depth,
-        postorder,
-        seeds.contiguous(),
-        position.contiguous(),
-        reach,
-        given,
-        *verdict,
+        *(probs if each is None else each.contiguous() for each in given),
+        *torch.empty(2, B, T, dtype=torch.float32, device=probs.device),
+        path,
+        count,
+        next_token,
         T,
         longest,
         children.shape[-1],
-        batch_stride(children, 3),
-        batch_stride(parents, 2),
-        step,
-        V=V,
-        BLOCK=triton.next_power_of_2(V),
+        TREE_OF_IMAGE=children.dim() == 3,
         BLOCK_T=triton.next_power_of_2(T),
         BLOCK_A=triton.next_power_of_2(longest),
         HAS_Q=q is not None,
         HAS_VALID=valid is not None,
-        num_warps=choose_warps(V),
-        enable_fp_fusion=False,
+        **row_options(V),
     )
-    return verdict
+    return path, count, next_token

@@ -133,11 +133,9 @@ class Noise:
         return self.shift(number * FOLD)
 
     @property
-    def key(self) -> tuple[Tensor, Tensor, int | Tensor]:
-        """Seeds, positions and pass number for kernels, which take one number for all images. Not for `Purpose.TOKEN`."""
-        if isinstance(self.step, Tensor) and self.step.dim():
-            return add_steps(self.seeds, self.step), self.position, 0
-        return self.seeds, self.position, self.step
+    def key(self) -> tuple[Tensor, Tensor]:
+        """Seeds `[B]` whose noise of pass 0 is that of this pass, and positions, for kernels. Not for `Purpose.TOKEN`."""
+        return add_steps(self.seeds, self.step), self.position
 
     def keys(self, purpose: Purpose) -> NoiseKey | None:
         """What compiled code computes the same noise from; None if this is other noise."""

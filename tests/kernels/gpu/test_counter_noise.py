@@ -13,20 +13,18 @@ from vargen.kernels.triton import sampler as counter_noise
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-@triton.jit(do_not_specialize=["step"])
-def _all(
-    seed_ptr, position_ptr, unit_ptr, uniform_ptr, lane_ptr, race_ptr, V, step, BLOCK: tl.constexpr, PURPOSE: tl.constexpr
-):
+@triton.jit
+def _all(seed_ptr, position_ptr, unit_ptr, uniform_ptr, lane_ptr, race_ptr, V, BLOCK: tl.constexpr, PURPOSE: tl.constexpr):
     row = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
-    key = counter_noise.make_noise_key(tl.load(seed_ptr + row), tl.load(position_ptr + row), PURPOSE, step)
+    key = counter_noise.make_noise_key(tl.load(seed_ptr + row), tl.load(position_ptr + row), PURPOSE)
     tl.store(unit_ptr + row, counter_noise.uniform32(key))
     tl.store(uniform_ptr + row, counter_noise.uniform64(key))
     tl.store(lane_ptr + row * V + lane, counter_noise.lane_uniforms(key, lane), mask=lane < V)
     tl.store(race_ptr + row * V + lane, counter_noise.exponential_from_key(key, lane), mask=lane < V)
 
 
-@pytest.mark.parametrize("counted", [False, True], ids=["number", "scalar on the device"])
+@pytest.mark.parametrize("counted", [False, True], ids=["number", "counted on the device"])
 @pytest.mark.parametrize("step", [0, 1, 2**31 - 1])
 @pytest.mark.parametrize("purpose", [Purpose.TOKEN, Purpose.RESIDUAL, Purpose.CHOICE])
 def test_noise_is_that_of_the_reference(purpose: Purpose, step: int, counted: bool) -> None:
@@ -36,9 +34,9 @@ def test_noise_is_that_of_the_reference(purpose: Purpose, step: int, counted: bo
     R = len(seeds)
     units, uniforms = torch.empty(R, device=DEVICE), torch.empty(R, dtype=torch.float64, device=DEVICE)
     lanes, races = torch.empty(2, R, V, device=DEVICE)
-    number = torch.tensor(step, device=DEVICE) if counted else step
+    in_pass = noise_bits.add_steps(seeds, torch.full_like(seeds, step) if counted else step)
     block = {"BLOCK": 2048, "PURPOSE": int(purpose), "enable_fp_fusion": False}
-    _all[(R,)](seeds, position, units, uniforms, lanes, races, V, number, **block)
+    _all[(R,)](in_pass, position, units, uniforms, lanes, races, V, **block)
     assert torch.equal(units, noise_bits.sample_uniform(seeds, position, purpose, step)[:, 0])
     assert torch.equal(uniforms, noise_bits.sample_uniform64(seeds, position, purpose, step)[:, 0])
     expected = noise_bits.to_unit_(noise_bits.lane_bits(noise_bits.make_keys(seeds, position, purpose, step), V))[:, 0]

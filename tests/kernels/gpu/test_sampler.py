@@ -9,10 +9,9 @@ from torch import Tensor
 from vargen.decoding import Sampling
 from vargen.decoding.noise import Noise, Purpose
 from vargen.decoding.sampling import SlotSampling, to_probs
-from vargen.kernels.dispatch import MAX_VOCAB
 from vargen.kernels.ops import MIN_TEMPERATURE
 from vargen.kernels.triton import reference
-from vargen.kernels.triton.sampler import NoiseStream, probs_from_logits, sample_gumbel_max
+from vargen.kernels.triton.sampler import probs_from_logits, sample_gumbel_max
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.usefixtures("canaries")
@@ -48,13 +47,13 @@ def test_probabilities_and_samples(V: int, top_k: int | None, top_p: float) -> N
     top_k = None if top_k is None else min(top_k, V)
     logits = generated_logits(1, 2, V)
     seeds, position = torch.tensor([7]), torch.tensor([[3, 99]])
-    noise = NoiseStream(seeds.to(DEVICE), position.to(DEVICE), int(Purpose.TOKEN))
     probs = filtered(logits, 0.8, top_k, top_p)
     expected = reference.probabilities(logits[0], 0.8, top_k, top_p)[None]
     assert torch.equal(probs > 0, expected > 0), "the support"
     torch.testing.assert_close(probs.double(), expected, atol=2e-6, rtol=0)
     own = to_probs(logits, Sampling(0.8, top_k, top_p))
-    assert torch.equal(sample_gumbel_max(probs.to(DEVICE), noise).cpu(), Noise(seeds, position).sample(own, Purpose.TOKEN))
+    sampled = sample_gumbel_max(probs.to(DEVICE), seeds.to(DEVICE), position.to(DEVICE)).cpu()
+    assert torch.equal(sampled, Noise(seeds, position).sample(own, Purpose.TOKEN))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -87,10 +86,10 @@ def test_numbers_that_are_none_have_no_probability() -> None:
     logits[2, 4] = torch.inf
     logits[3, :39] = -torch.inf
     logits[4] = torch.nan
-    noise = NoiseStream(torch.tensor([1], device=DEVICE), torch.arange(5, device=DEVICE)[None], 0)
+    noise = torch.tensor([1], device=DEVICE), torch.arange(5, device=DEVICE)[None]
     for options in ({}, {"top_k": 10}, {"top_p": 0.9}):
         probs = filtered(logits[None], **options)  # type: ignore[arg-type]
-        tokens = sample_gumbel_max(probs.to(DEVICE), noise)
+        tokens = sample_gumbel_max(probs.to(DEVICE), *noise)
         expected = reference.probabilities(logits, **options)  # type: ignore[arg-type]
         assert torch.equal(probs[0] > 0, expected > 0)
         torch.testing.assert_close(probs[0].double(), expected, atol=1e-6, rtol=0)
@@ -157,10 +156,5 @@ def test_slots_are_sampled_by_the_kernel(compiling: bool, monkeypatch: pytest.Mo
 
 def test_the_first_of_equal_ones_is_generated() -> None:
     """Of a row that is read in several pieces."""
-    noise = NoiseStream(torch.tensor([1], device=DEVICE), torch.zeros(1, 1, dtype=torch.int64, device=DEVICE), 0)
-    assert sample_gumbel_max(torch.zeros(1, 1, 3000, device=DEVICE), noise).tolist() == [[0]]
-
-
-def test_rows_that_no_program_holds_are_refused() -> None:
-    with pytest.raises(ValueError, match=f"at most {MAX_VOCAB} tokens, got {MAX_VOCAB + 1}"):
-        filtered(torch.zeros(1, MAX_VOCAB + 1))
+    noise = torch.tensor([1], device=DEVICE), torch.zeros(1, 1, dtype=torch.int64, device=DEVICE)
+    assert sample_gumbel_max(torch.zeros(1, 1, 3000, device=DEVICE), *noise).tolist() == [[0]]

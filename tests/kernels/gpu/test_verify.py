@@ -15,7 +15,7 @@ from vargen.decoding.relaxed_rules import GroupedRule, NeighborhoodRule
 from vargen.decoding.rules import shared_noise, speculative_sampling
 from vargen.decoding.tree import Verdict
 from vargen.decoding.tree_rules import traversal
-from vargen.kernels.triton.sampler import NoiseStream, sample_gumbel_max
+from vargen.kernels.triton.sampler import sample_gumbel_max
 from vargen.kernels.triton.verification import verify_chain, verify_shared_noise, verify_traversal
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -43,11 +43,10 @@ class Case:
         self.draft = Draft(tokens, tree, q if drawn else None, marks)
         seeds = torch.randint(-(2**62), 2**62, (B,), generator=generator)
         self.noise = Noise(seeds, torch.randint(0, 500, (B, 1), generator=generator) + tree.depth, 5)
-        self.step = 5 if seed % 2 == 0 else torch.tensor(5, device=DEVICE)  # as the host or the device counts passes
 
     def there(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor, Tensor]:
         """probs, tokens, q, valid, seeds, position on the device of the kernels."""
-        given = (self.probs, self.draft.tokens, self.draft.probs, self.draft.valid, self.noise.seeds, self.noise.position)
+        given = (self.probs, self.draft.tokens, self.draft.probs, self.draft.valid, *self.noise.key)
         return tuple(None if each is None else each.to(DEVICE) for each in given)  # type: ignore[return-value]
 
 
@@ -91,8 +90,8 @@ def test_chains_are_verified_as_by_the_exact_rule(T: int, V: int, drawn: bool, v
         case = Case(Tree.make_chain(T - 1), 4, V, drawn=drawn, valid=valid, seed=seed)
         expected = speculative_sampling(case.probs, case.draft, case.noise, torch.zeros(4))
         probs, tokens, q, marks, seeds, position = case.there()
-        got = verify_chain(probs, tokens, q, marks, seeds, position, case.step)
-        check(expected, got.num_committed, got.next_token)
+        got = verify_chain(probs, tokens, q, marks, seeds, position)
+        check(expected, got[0], got[1])
         accepted |= set(expected.count.tolist())
     assert T == 1 or len(accepted) > 1, "this case tests one outcome alone"
 
@@ -114,10 +113,10 @@ def test_seeds_of_any_stride_are_read(name: str) -> None:
 
     def verdict(seeds: Tensor) -> list[Tensor]:
         if name == "gumbel-max":
-            return [sample_gumbel_max(probs, NoiseStream(seeds, position, 0))]
+            return [sample_gumbel_max(probs, seeds, position)]
         if name == "chain":
-            return list(verify_chain(probs, tokens, q, None, seeds, position, 5)[:2])
-        return list(verify_traversal(probs, tokens, q, None, *tables, tree.max_path, seeds, position, 5))[1:]
+            return list(verify_chain(probs, tokens, q, None, seeds, position)[:2])
+        return list(verify_traversal(probs, tokens, q, None, *tables, tree.max_path, seeds, position))[1:]
 
     differ = False
     for shift in range(4):
@@ -136,14 +135,14 @@ def test_images_in_passes_of_several_numbers_are_verified_together(name: str) ->
     rule = traversal if name == "traversal" else speculative_sampling
     expected = rule(case.probs, case.draft, noise, torch.zeros(3))
     probs, tokens, q, marks, _, _ = case.there()
-    key = [each.to(DEVICE) if isinstance(each, Tensor) else each for each in noise.key]
+    key = [each.to(DEVICE) for each in noise.key]
     if name == "chain":
         got = verify_chain(probs, tokens, q, marks, *key)
-        check(expected, got.num_committed, got.next_token)
+        check(expected, got[0], got[1])
     else:
         tables = (each.to(DEVICE) for each in (tree.children, tree.parents, tree.depth, tree.postorder))
-        path, count, next_token = verify_traversal(probs, tokens, q, marks, *tables, tree.max_path, *key)
-        check(expected, count, next_token, path)
+        got = verify_traversal(probs, tokens, q, marks, *tables, tree.max_path, *key)
+        check(expected, got[1], got[2], got[0])
     same = rule(case.probs, case.draft, case.noise, torch.zeros(3))
     assert same.next_token[0] == expected.next_token[0] and not torch.equal(same.next_token, expected.next_token)
 
@@ -186,10 +185,10 @@ def test_relaxed_rules_accept_as_in_torch(number: int, drawn: bool) -> None:
         expected = limited(case.probs, case.draft, case.noise, spent)
         accept_prob = limited.accept_prob(case.probs[:, :-1], case.draft.probs, case.draft.tokens).to(DEVICE)
         limits = {"relaxation": spent.to(DEVICE), "budget": budget, "tightening": tightening}
-        got = verify_chain(probs, tokens, q, marks, seeds, position, case.step, accept_prob=accept_prob, **limits)  # type: ignore[arg-type]
-        check(expected, got.num_committed, got.next_token)
-        assert expected.relaxation is not None and got.relaxation is not None
-        torch.testing.assert_close(got.relaxation.cpu(), expected.relaxation, atol=1e-5, rtol=0)
+        got = verify_chain(probs, tokens, q, marks, seeds, position, accept_prob=accept_prob, **limits)  # type: ignore[arg-type]
+        check(expected, got[0], got[1])
+        assert expected.relaxation is not None and got[2] is not None
+        torch.testing.assert_close(got[2].cpu(), expected.relaxation, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("valid", [False, True])
@@ -202,8 +201,8 @@ def test_trees_are_verified_by_traversal(name: str, drawn: bool, valid: bool) ->
         expected = traversal(case.probs, case.draft, case.noise, torch.zeros(3))
         probs, tokens, q, marks, seeds, position = case.there()
         tables = (each.to(DEVICE) for each in (tree.children, tree.parents, tree.depth, tree.postorder))
-        got = verify_traversal(probs, tokens, q, marks, *tables, tree.max_path, seeds, position, case.step)
-        check(expected, got.num_committed, got.next_token, got.path)
+        got = verify_traversal(probs, tokens, q, marks, *tables, tree.max_path, seeds, position)
+        check(expected, got[1], got[2], got[0])
 
 
 @pytest.mark.parametrize("name", TREES)
@@ -217,14 +216,14 @@ def test_trees_are_verified_with_shared_noise(name: str) -> None:
         got = verify_shared_noise(
             expected.sampled.to(DEVICE), case.draft.tokens.to(DEVICE), tree.children.to(DEVICE), tree.max_path
         )
-        check(expected, got.num_committed, got.next_token, got.path)
+        check(expected, got[1], got[2], got[0])
 
 
 @pytest.mark.parametrize("V", [8192, 16384])
 def test_whole_vocabularies(V: int) -> None:
     case = Case(Tree.from_parents((-1, 0, 0, 1)), 1, V, drawn=True, valid=False, seed=V)
     probs, tokens, q, marks, seeds, position = case.there()
-    tree, step, nothing = case.draft.tree, case.step, torch.zeros(1)
+    tree, nothing = case.draft.tree, torch.zeros(1)
     tables = (each.to(DEVICE) for each in (tree.children, tree.parents, tree.depth, tree.postorder))
-    got = verify_traversal(probs, tokens, q, marks, *tables, tree.max_path, seeds, position, step)
-    check(traversal(case.probs, case.draft, case.noise, nothing), got.num_committed, got.next_token, got.path)
+    got = verify_traversal(probs, tokens, q, marks, *tables, tree.max_path, seeds, position)
+    check(traversal(case.probs, case.draft, case.noise, nothing), got[1], got[2], got[0])
