@@ -28,12 +28,21 @@ WORD = 64  # bits of an int64
 
 
 class KernelMask(NamedTuple):
-    """Visible keys of the queries of a pass: arguments of `tree_attention` with the same names."""
+    """Visible keys of the queries of a pass for the Triton kernel, of R rows with P prefix slots.
+
+    Attributes:
+        length: int64 or int32 `[R]`, number of committed image tokens of each row.
+        prefix_bias: float32 `[R, P]`, added to the scores of the prefix slots, in natural units; -inf hides a slot.
+        ancestor_bits: int64 `[T, W]` or `[B, T, W]`, where B divides R and row r uses tree r mod B. Bit j % 64 of word j // 64
+            is set if token j of the `num_earlier + T` tokens after the pointer is the query or one of its ancestors. None: a
+            chain.
+        num_earlier: number of visible tokens after the pointer that earlier passes fed.
+    """
 
     length: Tensor
     prefix_bias: Tensor
-    ancestor_bits: Tensor | None
-    num_earlier: int
+    ancestor_bits: Tensor | None = None
+    num_earlier: int = 0
 
 
 def prefers_explicit_attention() -> bool:
@@ -64,9 +73,7 @@ def attend(q_BTHK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, bias: Tensor | Kernel
     if isinstance(bias, KernelMask):
         from vargen.kernels.triton.attention import tree_attention
 
-        return tree_attention(
-            q_BTHK, k_BGSK, v_BGSK, bias.length, bias.prefix_bias, bias.ancestor_bits, earlier=bias.num_earlier
-        )
+        return tree_attention(q_BTHK, k_BGSK, v_BGSK, bias)
     B, T, H, K = q_BTHK.shape
     G = k_BGSK.shape[1]
     q = q_BTHK.transpose(1, 2)

@@ -19,7 +19,7 @@ output.
 Bytes moved per layer: keys and values once, 2 R H_kv (P + length + T) D; queries and output, 2 R T H D; words, 8 T W; and for
 S > 1 partial outputs twice, 8 S R T H (D + 1).
 
-Slots from P + length + held on are never loaded, so they may contain NaN. A query without visible keys gets zeros.
+Slots after the T tokens are never loaded, so they may contain NaN. A query without visible keys gets zeros.
 
 Tiles are chosen by head width and number of queries. They have compiled for sm_80, sm_90 and sm_100 without register spills.
 Which tiles are fastest on a GPU has not been measured.
@@ -37,6 +37,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vargen.kernels.attention import KernelMask
 from vargen.kernels.dispatch import MAX_HEAD_DIM
 from vargen.kernels.triton.launch import launch, needs_upcast
 
@@ -100,7 +101,7 @@ def _online_softmax(scores, v, m, mass, acc, UPCAST: tl.constexpr):
     return m_new, mass * shrink + tl.sum(p, 1), acc
 
 
-@triton.jit(do_not_specialize=["T", "held", "earlier"])
+@triton.jit(do_not_specialize=["T", "earlier"])
 def _attend(
     q_ptr,  # [R, T, H, D], by strides
     k_ptr,  # [R, G, slots, D_LOAD or more], by strides; the same for v
@@ -117,7 +118,6 @@ def _attend(
     stride_kh,
     stride_ks,
     T,
-    held,
     earlier,
     slots,
     P,
@@ -143,7 +143,7 @@ def _attend(
     n = tl.arange(0, BN)
 
     base = tl.minimum(P + tl.load(length_ptr + row).to(tl.int32), slots)  # clamped: no slot past the last is read
-    total = tl.minimum(base + held, slots)
+    total = tl.minimum(base + earlier + T, slots)
     part = tl.cdiv(tl.cdiv(total, BN), SPLITS) * BN
     low = split * part
     high = tl.minimum(low + part, total)
@@ -239,47 +239,29 @@ def _merge_splits(
     tl.store(out_ptr + place * D + d, out.to(out_ptr.dtype.element_ty), mask=d < D)
 
 
-def tree_attention(
-    q_RTHK: Tensor,
-    k_RGSK: Tensor,
-    v_RGSK: Tensor,
-    length_R: Tensor,
-    prefix_bias_RP: Tensor,
-    ancestor_bits: Tensor | None = None,
-    *,
-    earlier: int = 0,
-    splits: int | None = None,
-    tiles: Tiles | None = None,
-) -> Tensor:
+def tree_attention(q_RTHK: Tensor, k_RGSK: Tensor, v_RGSK: Tensor, mask: KernelMask) -> Tensor:
     """Attention `[R, T, H, K]` of a pass whose K/V were written to the slots from P + length + earlier on.
 
     Args:
         q_RTHK: queries; the last dimension must be contiguous.
         k_RGSK, v_RGSK: one layer of the cache, with equal strides; H / G query heads share a key head. If each slot is padded
             to a multiple of 8 numbers, the padding is read as well, and must be finite.
-        length_R: int64 or int32, number of committed image tokens of each row.
-        prefix_bias_RP: float32, added to the scores of the P prefix slots, in natural units; -inf hides a slot.
-        ancestor_bits: int64 `[T, W]` or `[B, T, W]`, where B divides R and row r uses tree r mod B. Bit j % 64 of word j // 64
-            is set if token j of the `earlier + T` tokens after the pointer is the query or one of its ancestors. None: a chain.
-        earlier: number of visible tokens after the pointer that earlier passes fed.
-        splits: number of splits of the keys, a power of two. Default: by shape (`attention_tiles`).
-        tiles: tile sizes. Default: likewise.
 
     Raises:
         ValueError: for operands whose shapes, strides or dtypes do not match.
     """
     R, T, H, K = q_RTHK.shape
     _, G, slots, _ = k_RGSK.shape
-    P, held = prefix_bias_RP.shape[1], earlier + T
-    _check(q_RTHK, k_RGSK, v_RGSK, length_R, ancestor_bits, held)
-    tiles = tiles or choose_tiles(T * (H // G), K, q_RTHK.dtype)
-    splits = splits or choose_splits(R * G * triton.cdiv(T * (H // G), tiles.queries), slots, tiles.keys)
+    bits, earlier, P = mask.ancestor_bits, mask.num_earlier, mask.prefix_bias.shape[1]
+    _check(q_RTHK, k_RGSK, v_RGSK, mask)
+    tiles = choose_tiles(T * (H // G), K, q_RTHK.dtype)
+    splits = choose_splits(R * G * triton.cdiv(T * (H // G), tiles.queries), slots, tiles.keys)
     out = q_RTHK.new_empty(R, T, H, K)
     part, lse = out, out
     if splits > 1:
         part = q_RTHK.new_empty(R, T, H, splits, K, dtype=torch.float32)
         lse = q_RTHK.new_empty(R, T, H, splits, dtype=torch.float32)
-    length, stride = length_R.contiguous(), k_RGSK.stride(2)
+    length, stride = mask.length.contiguous(), k_RGSK.stride(2)
     padded = -(-K // 8) * 8  # multiples of 16 bytes for 2-byte dtypes, if slots are padded
     # The padding must not overlap other data, such as the next head of a cache [R, S, G, K].
     roomy = stride % 8 == 0 and min(k_RGSK.stride()[:3]) >= padded
@@ -295,16 +277,15 @@ def tree_attention(
         part,
         lse,
         length,
-        length if ancestor_bits is None else ancestor_bits,
-        prefix_bias_RP.contiguous(),
+        length if bits is None else bits,
+        mask.prefix_bias.contiguous(),
         *q_RTHK.stride()[:3],
         *k_RGSK.stride()[:3],
         T,
-        held,
         earlier,
         slots,
         P,
-        1 if ancestor_bits is None or ancestor_bits.dim() == 2 else ancestor_bits.shape[0],
+        1 if bits is None or bits.dim() == 2 else bits.shape[0],
         K**-0.5,
         G_SIZE=H // G,
         HEADS=G,
@@ -314,8 +295,8 @@ def tree_attention(
         BM=tiles.queries,
         BN=tiles.keys,
         SPLITS=splits,
-        CHAIN=ancestor_bits is None,
-        WORDS=1 if ancestor_bits is None else ancestor_bits.shape[-1],
+        CHAIN=bits is None,
+        WORDS=1 if bits is None else bits.shape[-1],
         UPCAST=needs_upcast(q_RTHK.dtype),
         num_warps=tiles.warps,
         num_stages=tiles.stages,
@@ -325,8 +306,8 @@ def tree_attention(
     return out
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, length: Tensor, ancestor_bits: Tensor | None, held: int) -> None:
-    R, T, H, K = q.shape
+def _check(q: Tensor, k: Tensor, v: Tensor, mask: KernelMask) -> None:
+    (R, T, H, K), length, bits = q.shape, mask.length, mask.ancestor_bits
     if k.shape != v.shape or k.stride() != v.stride() or k.dtype != v.dtype or k.dtype != q.dtype:
         raise ValueError(f"k and v must agree with each other and q in shape, strides and dtype, got {k.shape} and {v.shape}")
     if k.shape[0] != R or H % k.shape[1] or k.shape[3] != K or q.stride(-1) != 1 or k.stride(-1) != 1:
@@ -337,14 +318,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, length: Tensor, ancestor_bits: Tenso
         raise ValueError(f"head width must be at most {MAX_HEAD_DIM}, got {K}")
     if length.shape != (R,) or length.is_floating_point():
         raise ValueError(f"length must be integers [{R}], got {length.dtype} {list(length.shape)}")
-    if ancestor_bits is not None:
-        fits = ancestor_bits.dtype == torch.int64 and ancestor_bits.is_contiguous() and ancestor_bits.dim() in (2, 3)
-        if (
-            not fits
-            or ancestor_bits.shape[-2:] != (T, -(-held // 64))
-            or (ancestor_bits.dim() == 3 and R % ancestor_bits.shape[0])
-        ):
-            given = f"{ancestor_bits.dtype} {list(ancestor_bits.shape)}"
-            raise ValueError(
-                f"ancestor_bits must be contiguous int64 [T, W] or [B, T, W] of {T} tokens and {held} bits, got {given}"
-            )
+    if bits is not None:
+        trees, shape = (bits.shape[0] if bits.dim() == 3 else 1), (T, -(-(mask.num_earlier + T) // 64))
+        if bits.dtype != torch.int64 or not bits.is_contiguous() or bits.shape[-2:] != shape or R % trees:
+            given = f"{bits.dtype} {list(bits.shape)}"
+            raise ValueError(f"ancestor_bits must be contiguous int64 {list(shape)}, or one for each image, got {given}")

@@ -2,20 +2,15 @@
 
 Kernels are compiled for a GPU, or run in Triton's interpreter, which executes them in NumPy for tests on a CPU.
 
-Every launch goes through `launch`, so that tests can also record launches.
-
-Tests compare interpreted kernels with references, and inspect the register use of compiled ones. The effect of a new driver,
-Triton version or GPU shows only on the device. So before the first pass on a device, each kernel runs once; if one fails,
-`vargen.kernels.dispatch` uses torch instead and logs a warning.
+Tests compare interpreted kernels with references. The effect of a new driver, Triton version or GPU shows only on the device.
+So before the first pass on a device, each kernel runs once; if one fails, `vargen.kernels.dispatch` uses torch instead and logs
+a warning.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,54 +27,14 @@ def needs_upcast(dtype: torch.dtype) -> bool:
     return INTERPRETED and dtype == torch.bfloat16
 
 
-@dataclass(frozen=True)
-class Launch:
-    """A recorded launch: the kernel, its grid, its positional arguments, and its constants and options by name."""
-
-    kernel: Any
-    grid: tuple[int, ...]
-    args: tuple[Any, ...]
-    options: dict[str, Any]
-
-    @property
-    def name(self) -> str:
-        return self.kernel.__name__.lstrip("_")
-
-    @property
-    def num_programs(self) -> int:
-        count = 1
-        for size in self.grid:
-            count *= size
-        return count
-
-
-_recorded: ContextVar[list[Launch] | None] = ContextVar("recorded", default=None)
-
-
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
     """Run `kernel` on the device of its first argument."""
-    if not torch.compiler.is_compiling():
-        record = _recorded.get()
-        if record is not None:
-            record.append(Launch(kernel, grid, args, options))
-            return
-        first: Tensor = args[0]
-        if first.is_cuda and first.device.index != torch.cuda.current_device():
-            with torch.cuda.device(first.device):
-                kernel[grid](*args, **options)
-            return
-    kernel[grid](*args, **options)
-
-
-@contextmanager
-def record_launches() -> Iterator[list[Launch]]:
-    """Record the launches of the block in a list instead of running them. Tensors can be on the device "meta"."""
-    launches: list[Launch] = []
-    token = _recorded.set(launches)
-    try:
-        yield launches
-    finally:
-        _recorded.reset(token)
+    first: Tensor = args[0]
+    if not torch.compiler.is_compiling() and first.is_cuda and first.device.index != torch.cuda.current_device():
+        with torch.cuda.device(first.device):
+            kernel[grid](*args, **options)
+    else:
+        kernel[grid](*args, **options)
 
 
 # -- self-check, on small cases with known results -----------------------------------------------------------------------------
@@ -100,7 +55,8 @@ def find_failure(device: torch.device | str) -> str | None:
 
 
 def _check_attention(device: torch.device) -> str | None:
-    """A tree of five tokens after a prefix, with rows of different lengths, in float32 and bfloat16."""
+    """A tree of five tokens after a prefix, with rows of different lengths, in two parts, in float32 and bfloat16."""
+    from vargen.kernels.attention import KernelMask
     from vargen.kernels.triton.attention import tree_attention
 
     generator = torch.Generator().manual_seed(0)
@@ -110,10 +66,10 @@ def _check_attention(device: torch.device) -> str | None:
     bias = torch.tensor([[0.5], [1.5]], dtype=torch.float32)
     for dtype in (torch.float32, torch.bfloat16):
         q = torch.randn(2, 5, 2, 64, generator=generator, dtype=torch.float32).to(dtype)
-        k, v = (torch.randn(2, 2, 96, 64, generator=generator, dtype=torch.float32).to(dtype) for _ in range(2))
+        k, v = (torch.randn(2, 2, 288, 64, generator=generator, dtype=torch.float32).to(dtype) for _ in range(2))
         expected = reference.tree_attention(q, k, v, length, bias, [parents, parents])
-        given = (each.to(device) for each in (q, k, v, length, bias, words))
-        off = (tree_attention(*given, splits=2).cpu().double() - expected).abs().max()
+        mask = KernelMask(length.to(device), bias.to(device), words.to(device))
+        off = (tree_attention(q.to(device), k.to(device), v.to(device), mask).cpu().double() - expected).abs().max()
         if not off <= (_TOLERANCE if dtype == torch.bfloat16 else 1e-3):  # float32 products may use TF32
             return f"{dtype} is off by {float(off):.2g}"
     return None

@@ -11,7 +11,8 @@ from rejects import rejects
 from torch import Tensor
 
 from vargen.decoding import Tree
-from vargen.kernels.triton import reference
+from vargen.kernels.attention import KernelMask
+from vargen.kernels.triton import attention, reference
 from vargen.kernels.triton.attention import TILES, Tiles, tree_attention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -23,6 +24,16 @@ SMALL = Tiles(16, 16, 4, 2)  # many tiles of few slots
 def random_parents(count: int, seed: int) -> list[int]:
     generate = random.Random(seed)
     return [-1, *(generate.randrange(max(0, slot - 6), slot) for slot in range(1, count))]
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: KernelMask, tiles: Tiles | None = None, splits: int | None = None) -> Tensor:
+    """Attention with tiles and splits other than those of the shapes."""
+    with pytest.MonkeyPatch.context() as patch:
+        if tiles is not None:
+            patch.setattr(attention, "choose_tiles", lambda *shape: tiles)
+        if splits is not None:
+            patch.setattr(attention, "choose_splits", lambda *shape: splits)
+        return tree_attention(q, k, v, mask).cpu()
 
 
 class Case:
@@ -72,7 +83,7 @@ class Case:
             whole[..., : store.shape[3]] = store.to(DEVICE)
             stores.append(whole[..., : store.shape[3]])
         assert q is not None and length is not None and bias is not None
-        return tree_attention(q, *stores, length, bias, words, earlier=self.earlier, **options).cpu()  # type: ignore[arg-type]
+        return attend(q, *stores, KernelMask(length, bias, words, self.earlier), **options)  # type: ignore[arg-type]
 
 
 def check(case: Case, **options: object) -> None:
@@ -137,7 +148,7 @@ def test_lengths_past_the_last_slot_read_none_after_it() -> None:
         whole = torch.full((2 * store.numel(),), torch.nan, device=DEVICE)
         stores.append(whole[: store.numel()].view(store.shape).copy_(store))
     given = (each.to(DEVICE) for each in (torch.tensor([slots + 30]), case.bias, case.words[0]))
-    out = tree_attention(case.q.to(DEVICE), *stores, *given, tiles=SMALL).cpu()
+    out = attend(case.q.to(DEVICE), *stores, KernelMask(*given), tiles=SMALL)
     case.length = torch.tensor([slots + 30])
     assert (out.double() - case.expected()).abs().max() < 3e-6
 
