@@ -37,8 +37,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vargen.kernels.attention import KernelMask
 from vargen.kernels.dispatch import MAX_HEAD_DIM
+from vargen.kernels.ops import KernelMask
 from vargen.kernels.triton.launch import launch, needs_upcast
 
 _LOG2E = tl.constexpr(1.4426950408889634)

@@ -56,7 +56,7 @@ def find_failure(device: torch.device | str) -> str | None:
 
 def _check_attention(device: torch.device) -> str | None:
     """A tree of five tokens after a prefix, with rows of different lengths, in two parts, in float32 and bfloat16."""
-    from vargen.kernels.attention import KernelMask
+    from vargen.kernels.ops import KernelMask
     from vargen.kernels.triton.attention import tree_attention
 
     generator = torch.Generator().manual_seed(0)

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from vargen.kernels import attention as attention_module
-from vargen.kernels.attention import MAX_QUERIES, attend, fold_bias
+from vargen.kernels import ops
+from vargen.kernels.ops import MAX_QUERIES, attend, fold_bias
 
 
 @pytest.mark.parametrize("groups", [6, 2, 1])
@@ -15,7 +15,7 @@ from vargen.kernels.attention import MAX_QUERIES, attend, fold_bias
 def test_equals_the_attention_of_torch(
     T: int, groups: int, gradients: bool, written: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention_module, "prefers_explicit_attention", lambda: written)
+    monkeypatch.setattr(ops, "prefers_explicit_attention", lambda: written)
     torch.manual_seed(T)
     B, H, S, K = 3, 6, 80, 8
     q = torch.randn(B, T, H, K) * 3

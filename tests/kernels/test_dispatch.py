@@ -7,7 +7,7 @@ import torch
 
 from vargen.decoding import Engine, TokenModel, decode
 from vargen.kernels import dispatch
-from vargen.kernels.attention import pack_bits, unpack_bits
+from vargen.kernels.ops import pack_bits, unpack_bits
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from vargen.decoding.noise import Noise
 from vargen.device import normal_tensors
-from vargen.kernels.attention import pack_bits
+from vargen.kernels.ops import pack_bits
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from vargen.device import normal_tensors
-from vargen.kernels.attention import KernelMask, fold_bias, pack_bits, unpack_bits
 from vargen.kernels.dispatch import KERNEL_DTYPES, MAX_HEAD_DIM, is_eager_cpu, uses_triton
+from vargen.kernels.ops import KernelMask, fold_bias, pack_bits, unpack_bits
 
 
 class KVCache:

@@ -11,7 +11,7 @@ from rejects import rejects
 from torch import Tensor
 
 from vargen.decoding import Tree
-from vargen.kernels.attention import KernelMask
+from vargen.kernels.ops import KernelMask
 from vargen.kernels.triton import attention, reference
 from vargen.kernels.triton.attention import TILES, Tiles, tree_attention
 

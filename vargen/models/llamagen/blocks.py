@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vargen.kernels import ops
-from vargen.kernels.attention import KernelMask, attend
+from vargen.kernels.ops import KernelMask, attend
 
 Rotary = Tensor | tuple[Tensor, Tensor]
 
