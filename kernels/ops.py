@@ -32,7 +32,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vargen.device import normal_tensors
-from vargen.kernels.dispatch import is_eager_cpu, is_eager_cpu_float32, supports_rows
+from vargen.kernels.dispatch import (
+    KERNEL_DTYPES,
+    MAX_HEAD_DIM,
+    is_eager_cpu,
+    is_eager_cpu_float32,
+    supports_rows,
+    uses_triton,
+)
 
 MIN_TEMPERATURE = 1e-5  # used in place of 0 (greedy): dividing float32 logits by it leaves only the argmax, or ties
 KEEP_ALL = 2.0  # top-p of an image without one: no sum exceeds it
@@ -40,6 +47,12 @@ MAX_QUERIES = 64
 WORD = 64  # bits of an int64
 _BLOCK = 64
 _BELOW_ONE = 1 - 2.0**-50
+
+
+def host_values(values: Tensor) -> list[Any] | None:
+    """Return the values as a list on a CPU in eager mode, where a pass may skip what they show to be needless; else None."""
+    return values.tolist() if is_eager_cpu(values) else None
+
 
 # -- networks -----------------------------------------------------------------------------------------------------------------
 
@@ -83,6 +96,18 @@ class KernelMask(NamedTuple):
 def prefers_explicit_attention() -> bool:
     """Whether explicit attention is faster for few queries: not if torch's kernel uses AVX-512 (see above)."""
     return not torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+
+
+def choose_cache_layout(length: Tensor, width: int, dtype: torch.dtype) -> tuple[bool, int, int]:
+    """Choose how a cache with lengths on a device stores keys and values of heads of a width.
+
+    Returns:
+        Whether Triton kernels attend to it and move its slots, a number that the slots of a row are a multiple of, and the
+        width of a slot with its padding.
+    """
+    fused = width <= MAX_HEAD_DIM and dtype in KERNEL_DTYPES and uses_triton(length)
+    multiple = 1 if is_eager_cpu(length) else 8  # on a GPU, torch would copy a mask of another length in each layer
+    return fused, multiple, -(-width // 16) * 16 if fused else width  # from 100 to 112: slots start at multiples of 16 bytes
 
 
 def fold_bias(bias: Tensor, heads: int, groups: int) -> Tensor:

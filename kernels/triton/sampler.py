@@ -15,8 +15,8 @@ The noise is that of `vargen.decoding.noise`, a function of (seed, position, pur
 those of `Noise.key`. Keys and 31-bit lanes are integers, which wrap the same way on every device. `uniform32` and `uniform64`
 round only once, so they are bit-equal to the torch reference unless the compiler fuses multiplications and additions: kernels
 that use them are launched with `enable_fp_fusion=False`. `exponential_from_key` takes a logarithm, which torch computes
-differently on each device. Here it is a fixed sequence of IEEE operations, bit-equal to `reference.exponential` on every
-device, and within 3 units in the last place of torch's.
+differently on each device. Here it is a fixed sequence of IEEE operations, of the same bits on every device, and
+within 3 units in the last place of torch's.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from vargen.device import normal_tensors
-from vargen.kernels.dispatch import KERNEL_DTYPES, MAX_HEAD_DIM, is_eager_cpu, uses_triton
+from vargen.kernels import ops
 from vargen.kernels.ops import KernelMask, fold_bias, pack_bits, unpack_bits
 
 
@@ -51,12 +51,8 @@ class KVCache:
     ):
         self.rows, self.heads, self.prefix, self.tokens, self.scratch = rows, heads, prefix, tokens, scratch
         self.length = torch.zeros(rows, dtype=torch.int64, device=device)
-        # On a GPU, torch would copy a mask of another length in each layer.
-        multiple = 1 if is_eager_cpu(self.length) else 8
+        self.fused, multiple, room = ops.choose_cache_layout(self.length, head_dim, dtype)
         self.slots = -(-(prefix + tokens + scratch) // multiple) * multiple
-        self.fused = head_dim <= MAX_HEAD_DIM and dtype in KERNEL_DTYPES and uses_triton(self.length)
-        # For kernels, slots are padded (such as from a width of 100 to 112) so that each starts at a multiple of 16 bytes.
-        room = -(-head_dim // 16) * 16 if self.fused else head_dim
         self.kv = torch.zeros(layers, 2, rows, heads, self.slots, room, dtype=dtype, device=device)
         if room > head_dim:
             self.kv = self.kv[..., :head_dim]
@@ -127,9 +123,9 @@ class KVCache:
         On other devices, it reads all slots and writes to scattered slots, so shapes are static and no length is synchronized
         with the host.
         """
-        if not is_eager_cpu(self.length):
+        lengths = ops.host_values(self.length)
+        if lengths is None:
             return CacheView(self, self._flat_slots(T, earlier), self.slots)
-        lengths = self.length.tolist()
         reach = min(self.prefix + max(lengths) + earlier + T, self.slots)
         alike = min(lengths) == max(lengths) <= self.tokens and not torch.is_grad_enabled()  # not with autograd
         return CacheView(self, slice(reach - T, reach) if alike else self._flat_slots(T, earlier), reach)
@@ -206,16 +202,8 @@ class KVCache:
         if self.fused:
             from vargen.kernels.triton.kv import compact_kv
 
-            compact_kv(
-                self.k,
-                self.v,
-                self.length,
-                accepted_RA,
-                count_R,
-                self._done,
-                image_start=self.prefix,
-                grid_tokens=self.tokens,
-            )
+            given = self.kv, self.length, accepted_RA, count_R, self._done
+            compact_kv(*given, image_start=self.prefix, grid_tokens=self.tokens)
             return
         A = accepted_RA.shape[1]
         steps = torch.arange(A, device=accepted_RA.device)

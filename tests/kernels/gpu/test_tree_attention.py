@@ -1,4 +1,4 @@
-"""Tree attention against attention query by query in float64: interpreted without a GPU, compiled with one.
+"""Tree attention against torch's under a mask of all slots, in float64: interpreted without a GPU, compiled with one.
 
 What lies around a row's slots is NaN, and so are the outputs before they are written.
 """
@@ -7,12 +7,13 @@ import random
 
 import pytest
 import torch
+import torch.nn.functional as F
 from rejects import rejects
 from torch import Tensor
 
 from vargen.decoding import Tree
 from vargen.kernels.ops import KernelMask
-from vargen.kernels.triton import attention, reference
+from vargen.kernels.triton import attention
 from vargen.kernels.triton.attention import TILES, Tiles, tree_attention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -66,13 +67,21 @@ class Case:
         self.q = torch.randn(R, T, H, K).to(dtype)
         self.length = torch.tensor(lengths)
         self.bias = torch.randn(R, P) * 3
-        chain_parents = list(range(-1, held - 1))
-        self.parents = [chain_parents if chain else random_parents(held, 7 * row) for row in range(R)]
-        per_image = Tree.batched(torch.tensor([[max(p, -1) for p in row] for row in self.parents]), held, held)
-        self.words: Tensor | None = None if chain else per_image.ancestor_bits[:, earlier:].contiguous()
+        parents = [list(range(-1, held - 1)) if chain else random_parents(held, 7 * row) for row in range(R)]
+        trees = Tree.batched(torch.tensor(parents), held, held)
+        self.ancestors = trees.ancestors[:, earlier:]
+        self.words: Tensor | None = None if chain else trees.ancestor_bits[:, earlier:].contiguous()
 
     def expected(self) -> Tensor:
-        return reference.tree_attention(self.q, self.k, self.v, self.length, self.bias, self.parents, self.earlier)
+        R, T, held = self.ancestors.shape
+        mask = torch.full((R, 1, T, self.k.shape[2] + int(self.length.max()) + held), -torch.inf, dtype=torch.float64)
+        for row, base in enumerate((self.bias.shape[1] + self.length).tolist()):
+            mask[row, ..., :base] = 0.0
+            mask[row, ..., : self.bias.shape[1]] = self.bias[row]
+            mask[row, ..., base : base + held].masked_fill_(self.ancestors[row], 0.0)
+        q, k, v = (each.nan_to_num().double() for each in (self.q.transpose(1, 2), self.k, self.v))
+        mask = mask[..., : k.shape[2]]
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True).transpose(1, 2)
 
     def got(self, **options: object) -> Tensor:
         tensors = (each.to(DEVICE) if each is not None else None for each in (self.q, self.length, self.bias, self.words))
@@ -178,11 +187,11 @@ def test_results_do_not_depend_on_splits_and_tiles() -> None:
 
 def test_one_tree_for_the_batch_and_a_tree_for_each_image() -> None:
     case = Case(5, [4, 9, 2, 6], room=20)  # rows 0 and 2, and 1 and 3, are two halves of an image under guidance
-    case.parents = case.parents[:2] * 2
+    case.ancestors = case.ancestors[:2].repeat(2, 1, 1)
     assert case.words is not None
     case.words = case.words[:2].contiguous()
     check(case, tiles=SMALL)
-    case.parents = case.parents[:1] * 4
+    case.ancestors = case.ancestors[:1].repeat(4, 1, 1)
     case.words = case.words[0].contiguous()
     check(case, tiles=SMALL)
 
