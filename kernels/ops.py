@@ -182,6 +182,8 @@ def probs_by_image(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Te
         from vargen.kernels.triton import sampler
 
         return sampler.probs_from_logits(logits, temperature, top_k, top_p, filters)
+    if is_eager_cpu(logits):
+        return _probs_by_group(logits, temperature, top_k, top_p)
     scaled = logits.float() / temperature
     if not filters:
         return scaled.softmax(-1)
@@ -191,6 +193,19 @@ def probs_by_image(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Te
     before = (sums <= top_p * sums.gather(-1, last)).sum(-1, keepdim=True)
     least = ordered.gather(-1, torch.minimum(before, last))
     return torch.where(scaled < least, float("-inf"), scaled).softmax(-1)
+
+
+def _probs_by_group(logits: Tensor, *options: Tensor) -> Tensor:
+    """The same on a CPU: images with equal options together, by the same operations as without the others."""
+    groups: dict[tuple[Any, ...], list[int]] = {}
+    for row, values in enumerate(zip(*(each.flatten().tolist() for each in options), strict=True)):
+        groups.setdefault(values, []).append(row)
+    if len(groups) == 1:
+        return probs_from_logits(logits, *next(iter(groups)))
+    probs = torch.empty_like(logits, dtype=torch.float32)
+    for values, rows in groups.items():
+        probs[rows] = probs_from_logits(logits[rows], *values)
+    return probs
 
 
 def filter_logits(logits: Tensor, top_k: int | None, top_p: float) -> Tensor:

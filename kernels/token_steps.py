@@ -72,14 +72,14 @@ def _arrays(*tensors: Tensor) -> list[np.ndarray]:
 
 
 def sample_rows(
-    logits: Tensor, options: tuple[np.ndarray, ...], noise: NoiseKey | None, drafted: Tensor | None
+    logits: Tensor, options: tuple[Tensor, Tensor, Tensor], noise: NoiseKey | None, drafted: Tensor | None
 ) -> SampledRows | None:
     """Sample tokens by Gumbel-max from guided logits `[B, T, V]`, and verify the draft tokens of a chain.
 
     Neither the probabilities nor the noise of all tokens of the vocabulary are computed.
 
     Args:
-        options: temperature float32, top-k int64 and top-p float64, `[B]` each.
+        options: temperature, top-k and top-p of each image, as `ops.probs_by_image` takes them.
         drafted: int64 `[B, T - 1]`, accepted where they equal the sampled ones; None: none.
     """
     if noise is None or (compiled := compiled_steps(logits)) is None:
@@ -89,17 +89,17 @@ def sample_rows(
     tokens, sums = np.empty((B, T), np.int64), np.zeros((B, T), np.float32)  # rows that are decided are finite
     chain = _NO_DRAFT if drafted is None else np.ascontiguousarray(drafted.numpy())
     count, following = (_NO_COUNT, _NO_COUNT) if drafted is None else np.empty((2, B), np.int64)
+    inputs = _arrays(logits.float(), *(each.view(-1) for each in options))
     undecided = compiled.sample_rows(
-        *_arrays(logits.float()), *options, purpose, *_arrays(seeds, position), *_scratch.reserve(V),
-        chain, tokens, count, following,
-    )  # fmt: skip
+        *inputs, purpose, *_arrays(seeds, position), *_scratch.reserve(V), chain, tokens, count, following
+    )
     outcome = torch.from_numpy(count), torch.from_numpy(following)
     found = SampledRows(torch.from_numpy(tokens), torch.from_numpy(sums), *outcome, int(undecided))
     for image, slot in (found.tokens < 0).nonzero().tolist() if found.undecided else ():  # rare: torch decides
         at = slice(image, image + 1), slice(slot, slot + 1)
         row, one = logits[at], (seeds[at[0]], position[at])
-        temperature, top_k, top_p = (each[image].item() for each in options)
-        probs = ops.probs_from_logits(row, temperature, top_k, top_p)
+        temperature, top_k, top_p = (each[at[0]] for each in options)
+        probs = ops.probs_by_image(row, temperature, top_k, top_p, True)
         found.sums[image, slot] = row.sum(dtype=torch.float32)
         found.tokens[image, slot] = ops.sample_gumbel_max(probs, *one, partial(sample_exponential, *one, V, purpose))[0, 0]
     return found

@@ -41,7 +41,7 @@ def in_slots(samplings: list[Sampling], vocab: int) -> SlotSampling:
     """Three slots, with one option for all or one for each."""
     made = SlotSampling(3, vocab, torch.device("cpu"))
     for slot in range(3):
-        made.reset([slot], samplings[slot % len(samplings)])
+        made.set([slot], samplings[slot % len(samplings)])
     return made
 
 

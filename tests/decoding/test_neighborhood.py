@@ -18,8 +18,6 @@ from vargen.decoding import (
     Sampling,
     Tree,
     decode,
-    sampling,
-    token_pass,
 )
 from vargen.decoding.experimental import JacobiTree
 from vargen.decoding.neighbors import build_neighbor_table
@@ -27,6 +25,7 @@ from vargen.decoding.noise import Purpose
 from vargen.decoding.rules import acceptance_rule
 from vargen.evaluation.table_models import TableModel
 from vargen.files import cache_folder
+from vargen.kernels import dispatch
 
 GREEDY = Sampling(temperature=0.0)
 
@@ -96,8 +95,7 @@ def test_greedy_images_are_those_of_ar_but_for_what_the_budget_allows(drafter):
 @pytest.mark.parametrize("name", ["lantern", "gsd", "lantern-jacobi"])
 def test_a_greedy_image_beside_a_sampled_one_is_the_image_alone(name, is_cpu, monkeypatch):
     """Also as on a GPU, where the options of the slots are tensors."""
-    for module in (sampling, token_pass):
-        monkeypatch.setattr(module, "is_eager_cpu", lambda tensor: is_cpu)
+    monkeypatch.setattr(dispatch, "EAGER_CPU", is_cpu)
     condition, seeds, spent = torch.tensor([0, 1]), torch.tensor([7, 8]), 0.0
     for options in ((GREEDY, Sampling()), (Sampling(0.9, 5, 0.95), GREEDY), (GREEDY, Sampling(0.0, top_k=2))):
         engine = Engine(table_model(), PRESETS_OF_TOKENS[name], batch_size=2)

@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import load_file
 from table_methods import METHODS, PRESETS_OF_TOKENS, table_model
 
-from vargen.decoding import Engine, Sampling, decode, sampling
+from vargen.decoding import Engine, Sampling, decode
 from vargen.decoding.sampling import SlotSampling, to_probs
+from vargen.kernels import dispatch
 from vargen.kernels.ops import filter_logits
 from vargen.models.guidance import apply_guidance
 
@@ -72,26 +73,27 @@ OPTIONS = (
 @pytest.mark.parametrize("is_cpu", [True, False], ids=["by group", "by tensors"])
 def test_each_slot_has_the_probabilities_of_its_own_options(is_cpu, monkeypatch):
     """Also as on a GPU, where the options are tensors, which a captured pass reads wherever they were first."""
-    monkeypatch.setattr(sampling, "is_eager_cpu", lambda tensor: is_cpu)
+    monkeypatch.setattr(dispatch, "EAGER_CPU", is_cpu)
     slots, generator = SlotSampling(8, 9, torch.device("cpu")), torch.Generator().manual_seed(3)
     held, places = [None] * 8, [each.data_ptr() for each in vars(slots).values() if isinstance(each, torch.Tensor)]
     for turn in range(30):
         rows = torch.randperm(8, generator=generator)[: 1 + turn % 3].tolist()
         new = (None, *OPTIONS)[int(torch.randint(7, (), generator=generator))] if turn else None
         held = [new if row in rows else old for row, old in enumerate(held)]
-        slots.free(rows) if new is None else slots.reset(rows, new)
+        slots.set(rows, new)
         logits = 3 * torch.randn(8, 4, 9, generator=generator)
-        probs, (at_one, is_greedy) = slots.probs(logits), slots.probs_at_one(logits)
+        probs, at_one = slots.probs(logits), slots.probs_at_one(logits)
         for row, options in enumerate(held):
             for found, own in ((probs, options), (at_one, options and replace(options, temperature=1.0))):
                 if own is not None:
                     filtered = filter_logits(logits[row] / max(own.temperature, 1e-5), own.top_k, own.top_p)
                     assert found.dtype == torch.float32 and torch.equal(found[row], to_probs(logits[row], own))
                     assert torch.allclose(found[row], filtered.softmax(-1), atol=1e-6)
-            assert options is None or (is_greedy[row] == options.is_greedy and slots.rows[row] == options)
+            assert options is None or slots.is_greedy[row] == options.is_greedy
         used = [each for each in held if each is not None]
-        assert slots.options == held and slots.any_greedy == any(each.is_greedy for each in used)
-        assert slots.filters == any(each != Sampling() for each in used)
+        filters, greedy = any(each != Sampling() for each in used), any(each.is_greedy for each in used)
+        assert slots.options == held and slots.filters == filters
+        assert slots.may_be_greedy() == (greedy if is_cpu else filters)
     assert places == [each.data_ptr() for each in vars(slots).values() if isinstance(each, torch.Tensor)]
 
 

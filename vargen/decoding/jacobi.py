@@ -25,7 +25,7 @@ from vargen.decoding.rules import gather_p_and_q, resample_rejected
 from vargen.decoding.token_pass import TokenState
 from vargen.decoding.tree import Draft, Output, PassResult, Tree
 from vargen.decoding.window import MAX_AUTO_WIDTH, WidthController
-from vargen.kernels.dispatch import is_eager_cpu
+from vargen.kernels import ops
 from vargen.kernels.token_steps import draft_window
 from vargen.values import require_int, resolve_name, short_repr
 
@@ -118,8 +118,8 @@ class Jacobi(Drafter):
         position = noise.position
         is_new = position >= self.drafted_end[:, None]
         first = 0  # the first slot where an image may need a new draft token; there is always one, so that its shape is known
-        if is_eager_cpu(is_new):
-            first = min(int((~is_new).sum(1).min()), width - 2)
+        if (rows := ops.host_values(is_new)) is not None:
+            first = min(*(row.count(False) for row in rows), width - 2)
         tokens, probs = self.draft_new(state, replace(noise, position=position[:, first:]).where(is_new[:, first:]))
         drafted = self.drafted.gather(1, position)
         drafted[:, first:] = torch.where(is_new[:, first:], tokens, drafted[:, first:])

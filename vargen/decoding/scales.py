@@ -143,7 +143,7 @@ class ScalePasses:
         rows = [*range(len(seeds)), *[0] * (slots - len(seeds))]
         condition = condition if len(seeds) == slots else select_rows(condition, rows)
         self.seeds.copy_(seeds[rows])
-        self.sampling.reset(list(range(slots)), sampling)
+        self.sampling.set(list(range(slots)), sampling)
         self.canvas.copy_(self.model.canvas(slots))
         self.tokens.zero_()
         self.nonfinite.fill_(self.ends[-1])

@@ -26,7 +26,6 @@ from vargen.decoding.tree import Draft, PassResult, Verdict
 from vargen.decoding.window import WidthController
 from vargen.device import normal_tensors
 from vargen.kernels import ops
-from vargen.kernels.dispatch import is_eager_cpu
 from vargen.kernels.graph import CUDAGraph, capture_passes
 from vargen.kernels.token_steps import commit_tokens, feed_tokens
 
@@ -155,10 +154,8 @@ def verify_draft(
         if found is not None:
             return None, rule.verify_tokens(found.tokens, draft), found.sums
     probs = sampling.probs(logits)
-    may_be_greedy = sampling.any_greedy if is_eager_cpu(logits) else sampling.filters  # the key of a captured pass
-    if may_be_greedy and not rule.exact:
-        at_one, is_greedy = sampling.probs_at_one(logits)
-        draft = replace(draft, unfiltered_probs=at_one, is_greedy=is_greedy)
+    if not rule.exact and sampling.may_be_greedy():
+        draft = replace(draft, unfiltered_probs=sampling.probs_at_one(logits), is_greedy=sampling.is_greedy)
     return probs, rule(probs, draft, noise, state.relaxation), ops.sum_rows(logits)
 
 
@@ -225,14 +222,14 @@ class TokenState:
         self.seeds[rows], self.length[rows], self.pass_number[rows] = seeds, 1, 2
         self.tokens[rows], self.relaxation[rows], self.nonfinite[rows] = 0, 0.0, self.num_tokens
         self.token_noise.replace_rows(rows, seeds)
-        self.sampling.reset(slots, sampling)
+        self.sampling.set(slots, sampling)
 
     def free(self, slots: list[int]) -> None:
         """Make slots free. Tokens of an image that failed may be invalid, and are cleared."""
         self.length[slots] = self.num_tokens
         self.nonfinite[slots] = self.num_tokens
         self.tokens[slots] = 0
-        self.sampling.free(slots)
+        self.sampling.set(slots, None)
 
     def feed(self, draft: Draft) -> tuple[Tensor, Tensor]:
         """Return the tokens to feed, int64 `[B, T]`, the root before the draft, and the position that each predicts."""

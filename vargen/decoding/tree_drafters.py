@@ -22,7 +22,7 @@ from vargen.decoding.interfaces import AutoregressiveHead, Drafter, DraftHead, P
 from vargen.decoding.noise import Noise, Purpose
 from vargen.decoding.token_pass import TokenState
 from vargen.decoding.tree import Draft, Output, PassResult, Tree
-from vargen.kernels.dispatch import is_eager_cpu
+from vargen.kernels import ops
 from vargen.values import number_field, short_repr, validate_fields
 
 MAX_TREE_WIDTH = 256  # maximum number of tokens per pass
@@ -366,7 +366,8 @@ class Eagle(HeadDrafter):
         On a CPU it feeds as many tokens as any image has new ones; elsewhere always those of the longest path. Returns logits
         `[B, 1, V]` and features `[R, 1, D]` after the root.
         """
-        A = max(int(self.count.max()), 1) if is_eager_cpu(self.count) else self.features.shape[1]
+        counts = ops.host_values(self.count)
+        A = self.features.shape[1] if counts is None else max(*counts, 1)
         place = (state.length - self.count)[:, None] + torch.arange(A, device=self.count.device)
         newest = state.tokens.gather(1, place.clamp(max=state.tokens.shape[1] - 1))
         out = self.model.forward(newest, self.features[:, :A], self.cache, self.chains[A - 1])

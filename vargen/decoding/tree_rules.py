@@ -15,7 +15,6 @@ from vargen.decoding.noise import Noise, Purpose
 from vargen.decoding.rules import acceptance_rule, gather_prob
 from vargen.decoding.tree import Draft, Verdict
 from vargen.kernels import ops
-from vargen.kernels.dispatch import is_eager_cpu
 
 
 class DraftTokens(NamedTuple):
@@ -104,7 +103,7 @@ def verify_siblings(
         node, count = following, count + is_walking
         p = torch.where(is_walking[:, None], probs[image, node], p)
         path.append(node)
-        if is_eager_cpu(probs) and not is_walking.any():
+        if (walking := ops.host_values(is_walking)) is not None and not any(walking):
             break
     path += [node] * (tree.max_path - len(path))
     next_token = noise.select_slot(node).sample(p[:, None], Purpose.RESIDUAL)[:, 0]

@@ -120,8 +120,8 @@ def test_images_of_several_options_are_as_each_alone(T: int, V: int) -> None:
     logits[:, 0, 3] = torch.nan
     slots = SlotSampling(len(images), V, torch.device(DEVICE))
     for number, sampling in enumerate(images):
-        slots.reset([number], sampling)
-    found = probs_from_logits(logits.to(DEVICE), slots.temperature, slots._top_k, slots._top_p, slots.filters).cpu()
+        slots.set([number], sampling)
+    found = probs_from_logits(logits.to(DEVICE), slots.temperature, slots.top_k, slots.top_p, slots.filters).cpu()
     for row, sampling in enumerate(images):
         temperature = max(sampling.temperature, MIN_TEMPERATURE)
         options = temperature, sampling.top_k, sampling.top_p
@@ -147,16 +147,16 @@ def test_slots_are_sampled_by_the_kernel(compiling: bool, monkeypatch: pytest.Mo
     images, V = [MIXED[0], MIXED[4], MIXED[5], MIXED[0]], 200
     logits, slots = generated_logits(len(images), 1, V).to(DEVICE), SlotSampling(len(images), V, torch.device(DEVICE))
     for number, sampling in enumerate(images):
-        slots.reset([number], sampling)
+        slots.set([number], sampling)
     if compiling:
         monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     with torch.no_grad():
         found = slots.probs(logits)
-        at_one, is_greedy = slots.probs_at_one(logits)
+        at_one = slots.probs_at_one(logits)
         for row, sampling in enumerate(images):
             assert torch.equal(found[row], to_probs(logits[row], sampling))
             assert torch.equal(at_one[row], to_probs(logits[row], replace(sampling, temperature=1.0)))
-    assert is_greedy.tolist() == [sampling.is_greedy for sampling in images]
+    assert slots.is_greedy.tolist() == [sampling.is_greedy for sampling in images]
 
 
 def test_the_first_of_equal_ones_is_generated() -> None:
