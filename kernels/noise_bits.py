@@ -49,37 +49,25 @@ def _mix_(z: Tensor) -> Tensor:
     return _shift_(z, 31)
 
 
-def make_seed_keys(seeds: np.ndarray, purpose: int, step: int | np.ndarray) -> np.ndarray:
-    """Keys uint64 `[B]` of seeds int64 `[B]`, to which `make_keys` adds positions; `step` as there."""
-    stream: np.ndarray | np.uint64
-    if isinstance(step, np.ndarray):
-        stream = (step.astype(np.uint64).reshape(-1) * np.uint64(64) + np.uint64(int(purpose) + 1)) * np.uint64(_GOLDEN & _ALL)
-    else:
-        stream = np.uint64(_GOLDEN * (int(purpose) + 1 + 64 * step) & _ALL)
-    return _mix_numpy_(seeds.astype(np.uint64) + stream)
+def add_steps(seeds: Tensor, step: int | Tensor) -> Tensor:
+    """Return seeds int64 `[B]` whose noise at pass 0 is that of `seeds` at the pass `step`, a number or int64 `[]` or `[B]`."""
+    return seeds + (step * _to_signed(64 * _GOLDEN) if isinstance(step, Tensor) else _to_signed(step * 64 * _GOLDEN))
 
 
 def make_keys(seeds: Tensor, position: Tensor, purpose: int, step: int | Tensor = 0) -> Tensor:
     """int64 `[B, T]`, the key of one independent stream per position; `step` is a number, or int64 `[]` or `[B]`."""
-    if isinstance(step, Tensor):  # same value; wraps on the device
-        if step.dim() and uses_numpy(seeds):
-            return _keys_numpy(make_seed_keys(seeds.numpy(), purpose, step.numpy()), position.numpy())
-        key = _mix_(seeds + (step * 64 + (int(purpose) + 1)) * _GOLDEN)
-    else:
-        if uses_numpy(seeds):
-            return _keys_numpy(make_seed_keys(seeds.numpy(), purpose, step), position.numpy())
-        key = _mix_(seeds + _to_signed(_GOLDEN * (int(purpose) + 1 + 64 * step)))
-    return _add_positions(key, position)
+    if not uses_numpy(seeds):
+        return _add_positions(_mix_(add_steps(seeds, step) + _to_signed((purpose + 1) * _GOLDEN)), position)
+    golden, number = np.uint64(_GOLDEN & _ALL), np.asarray(step.numpy() if isinstance(step, Tensor) else step)
+    stream = (number.astype(np.uint64).reshape(-1) * np.uint64(64) + np.uint64(purpose + 1)) * golden
+    key = _mix_numpy_(seeds.numpy().astype(np.uint64) + stream)
+    keys = _mix_numpy_(key[:, None] + (position.numpy().astype(np.uint64) + np.uint64(1)) * golden)
+    return torch.from_numpy(keys.view(np.int64))
 
 
 def _add_positions(key: Tensor, position: Tensor) -> Tensor:
     """Return the keys int64 `[B, T]` of positions `[B, T]`, from what those of an image have in common, `[B]`."""
     return _mix_(key[:, None] + (position + 1) * _GOLDEN)
-
-
-def _keys_numpy(key: np.ndarray, position: np.ndarray) -> Tensor:
-    keys = _mix_numpy_(key[:, None] + (position.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN & _ALL))
-    return torch.from_numpy(keys.view(np.int64))
 
 
 def lane_bits(keys: Tensor, vocab: int) -> Tensor:
@@ -133,24 +121,16 @@ def exponential_of_keys(keys: Tensor, vocab: int) -> Tensor:
 # -- random numbers -----------------------------------------------------------------------------------------------------
 
 
-def sample_uniform(seeds: Tensor, position: Tensor, purpose: int, step: int | Tensor = 0) -> Tensor:
-    """Uniforms float32 `[B, T]` in (0, 1), for seeds int64 `[B]` and positions int64 `[B, T]`."""
-    return uniform_of_keys(make_keys(seeds, position, purpose, step))
-
-
 def uniform_of_keys(keys: Tensor) -> Tensor:
+    """Uniforms float32 `[B, T]` in (0, 1), of keys int64 `[B, T]`."""
     if uses_numpy(keys):
         bits = (keys.numpy().view(np.uint64) >> np.uint64(32)) & np.uint64(0x7FFFFFFF)
         return torch.from_numpy(bits.astype(np.float32) * np.float32(UNIT) + np.float32(UNIT / 2))
     return to_unit_(keys >> 32)
 
 
-def sample_uniform64(seeds: Tensor, position: Tensor, purpose: int, step: int | Tensor = 0) -> Tensor:
-    """Uniforms float64 `[B, T]` in (0, 1), with 52 bits, enough to sample from any vocabulary."""
-    return uniform64_of_keys(make_keys(seeds, position, purpose, step))
-
-
 def uniform64_of_keys(keys: Tensor) -> Tensor:
+    """Uniforms float64 `[B, T]` in (0, 1), with 52 bits, enough to sample from any vocabulary."""
     if uses_numpy(keys):
         return torch.from_numpy(((keys.numpy().view(np.uint64) >> np.uint64(12)) + 0.5) * 2.0**-52)
     return ((keys >> 12).bitwise_and_((1 << 52) - 1).to(torch.float64) + 0.5) * 2.0**-52
@@ -176,7 +156,7 @@ class TokenNoise:
     def __init__(self, seeds: Tensor, positions: int):
         self._keys = make_keys(seeds, torch.arange(positions, device=seeds.device).expand(len(seeds), -1), purpose=0)
         self._pass: tuple[Tensor, Tensor] | None = None  # seeds and numbers [B] of a pass whose streams are not computed yet
-        self._purposes = torch.arange(1, NUM_PURPOSES + 1, device=seeds.device)[:, None]
+        self._offsets = torch.arange(1, NUM_PURPOSES + 1, device=seeds.device)[:, None] * _GOLDEN
         self._streams = torch.zeros(NUM_PURPOSES, len(seeds), dtype=torch.int64, device=seeds.device)  # [purpose, B]
         self._ring = np.empty((len(seeds), 0, 0), np.float32)  # [B, W, V], position p at index p % W
         self._ring_position = np.empty((len(seeds), 0), np.int64)  # [B, W], the cached positions
@@ -198,7 +178,7 @@ class TokenNoise:
             return None
         if self._pass is not None:  # the first of its random numbers that the pass needs
             seeds, step = self._pass
-            self._streams.copy_(_mix_(seeds + (step * 64 + self._purposes) * _GOLDEN))
+            self._streams.copy_(_mix_(add_steps(seeds, step) + self._offsets))
             self._pass = None
         return _add_positions(self._streams[purpose], position)
 
@@ -238,8 +218,3 @@ def sample_normal(seeds: Tensor, position: int, count: int, purpose: int, step: 
 def _lane_offsets(vocab: int, device: torch.device) -> Tensor:
     """int32 `[V]`, widely spaced; never modified in place."""
     return torch.arange(1, vocab + 1, dtype=torch.int32, device=device).mul_(_GOLDEN32)
-
-
-def add_steps(seeds: Tensor, step: int | Tensor) -> Tensor:
-    """Return seeds int64 `[B]` whose noise at pass 0 is that of `seeds` at the pass `step`, a number or int64 `[]` or `[B]`."""
-    return seeds + (step * _to_signed(64 * _GOLDEN) if isinstance(step, Tensor) else _to_signed(step * 64 * _GOLDEN))

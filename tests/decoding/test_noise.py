@@ -6,9 +6,17 @@ import pytest
 import torch
 
 from vargen.decoding.noise import Noise, Purpose
-from vargen.kernels.noise_bits import TokenNoise, sample_exponential, sample_uniform, sample_uniform64
+from vargen.kernels.noise_bits import TokenNoise, make_keys, sample_exponential, uniform64_of_keys, uniform_of_keys
 
 SEEDS = torch.tensor([0, 1, 7, 2**62, -5])
+
+
+def sample_uniform(seeds, position, purpose, step=0):
+    return uniform_of_keys(make_keys(seeds, position, purpose, step))
+
+
+def sample_uniform64(seeds, position, purpose, step=0):
+    return uniform64_of_keys(make_keys(seeds, position, purpose, step))
 
 
 def test_is_a_function_of_seed_position_and_purpose_alone():

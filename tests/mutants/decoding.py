@@ -33,8 +33,8 @@ MUTANTS = (
         "noise-of-two-positions",
         "The noise of an image is the same at two neighboring positions.",
         "kernels/noise_bits.py",
-        "_mix_numpy_(key[:, None] + (position.astype(np.uint64) + np.uint64(1))",
-        "_mix_numpy_(key[:, None] + (position.astype(np.uint64) // np.uint64(2) + np.uint64(1))",
+        "_mix_numpy_(key[:, None] + (position.numpy().astype(np.uint64) + np.uint64(1))",
+        "_mix_numpy_(key[:, None] + (position.numpy().astype(np.uint64) // np.uint64(2) + np.uint64(1))",
         ("tests/decoding/test_noise.py",),
     ),
     Mutant(

@@ -24,8 +24,7 @@ from tiny_language_models import make_emu3, make_glm, make_janus
 
 import vargen
 from vargen.compat import installed_version
-from vargen.decoding.noise import Purpose
-from vargen.kernels.noise_bits import sample_uniform64
+from vargen.decoding.noise import Noise, Purpose
 
 RECORD = Path(__file__).parents[1] / "golden" / "recorded_language_models.json"
 SPREAD = 0.3
@@ -44,7 +43,7 @@ def set_weights(model: torch.nn.Module) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             seeds, positions = torch.tensor([zlib.crc32(name.encode())]), torch.arange(parameter.numel())[None]
-            uniforms = sample_uniform64(seeds, positions, Purpose.CHOICE)
+            uniforms = Noise(seeds, positions).uniform64(Purpose.CHOICE)
             parameter.copy_(((uniforms - 0.5) * (12**0.5 * SPREAD)).view(parameter.shape))
 
 

@@ -50,9 +50,10 @@ def test_noise_is_that_of_the_reference(purpose: Purpose, step: int, counted: bo
     in_pass = noise_bits.add_steps(seeds, torch.full_like(seeds, step) if counted else step)
     block = {"BLOCK": 2048, "PURPOSE": int(purpose), "enable_fp_fusion": False}
     _all[(R,)](in_pass, position, units, uniforms, lanes, races, V, **block)
-    assert torch.equal(units, noise_bits.sample_uniform(seeds, position, purpose, step)[:, 0])
-    assert torch.equal(uniforms, noise_bits.sample_uniform64(seeds, position, purpose, step)[:, 0])
-    expected = noise_bits.to_unit_(noise_bits.lane_bits(noise_bits.make_keys(seeds, position, purpose, step), V))[:, 0]
+    keys = noise_bits.make_keys(seeds, position, purpose, step)
+    assert torch.equal(units, noise_bits.uniform_of_keys(keys)[:, 0])
+    assert torch.equal(uniforms, noise_bits.uniform64_of_keys(keys)[:, 0])
+    expected = noise_bits.to_unit_(noise_bits.lane_bits(keys, V))[:, 0]
     assert torch.equal(lanes, expected), "the uniform numbers of a race"
     assert torch.equal(races, exponential(lanes))
     apart = (
