@@ -300,46 +300,46 @@ def _use_numpy(weights: np.ndarray, uniforms: np.ndarray, K: int) -> np.ndarray:
     return (block * K + slot).reshape(weights.shape[:-1])
 
 
-# -- verification; None where no kernel does it, and torch does -----------------------------------------------------------
+# -- verification by kernels, as the fields of `Verdict` in order; None where torch does it ------------------------------------
 
 
 def verify_chain(
-    probs: Tensor,
-    tokens: Tensor,
-    draft_probs: Tensor | None,
-    valid: Tensor | None,
-    noise: Any,
-    accept_prob: Callable[[], Tensor] | None = None,
-    **limits: Any,
-) -> tuple[Tensor, Tensor, Tensor | None] | None:
-    """Accepted nodes, next token and relaxation spent, `[B]` each; see `vargen.kernels.triton.verification.verify_chain`."""
+    probs: Tensor, draft: Any, noise: Any, accept_prob: Callable[[], Tensor] | None = None, **limits: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None] | None:
+    """Verify a chain, exactly or by the acceptance probabilities of a relaxed rule, `[B, T - 1]`.
+
+    Args:
+        probs, draft, noise: as an `AcceptanceRule` takes them.
+        accept_prob: computes them, where a kernel verifies.
+        limits: `relaxation`, `budget` and `tightening`; see `vargen.kernels.triton.verification.verify_chain`.
+    """
     if not supports_rows(probs):
         return None
-    from vargen.kernels.triton import verification as kernel
+    from vargen.kernels.triton import verification
 
     relaxed = limits if accept_prob is None else {"accept_prob": accept_prob(), **limits}
-    return kernel.verify_chain(probs, tokens, draft_probs, valid, *noise.key, **relaxed)
+    found = verification.verify_chain(probs, draft.tokens, draft.probs, draft.valid, *noise.key, **relaxed)
+    return torch.arange(probs.shape[1], device=probs.device).expand(len(probs), -1), *found
 
 
-def verify_shared_noise(sampled: Tensor, tokens: Tensor, tree: Any) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Path `[B, A]`, accepted nodes and next token `[B]`; see `vargen.kernels.triton.verification.verify_shared_noise`."""
+def verify_shared_noise(sampled: Tensor, draft: Any) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Verify a tree or chain, given the tokens int64 `[B, T]` that the shared noise selects after each node."""
     if not supports_rows(sampled):
         return None
-    from vargen.kernels.triton import verification as kernel
+    from vargen.kernels.triton import verification
 
-    return kernel.verify_shared_noise(sampled, tokens, tree.children, tree.max_path)
+    return verification.verify_shared_noise(sampled, draft.tokens, draft.tree.children, draft.tree.max_path)
 
 
-def verify_traversal(
-    probs: Tensor, tokens: Tensor, draft_probs: Tensor | None, valid: Tensor | None, tree: Any, noise: Any
-) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Path `[B, A]`, accepted nodes and next token `[B]`; see `vargen.kernels.triton.verification.verify_traversal`."""
+def verify_traversal(probs: Tensor, draft: Any, noise: Any) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Verify a tree or chain by `vargen.decoding.tree_rules.traversal`, which has the same arguments."""
     if not supports_rows(probs):
         return None
-    from vargen.kernels.triton import verification as kernel
+    from vargen.kernels.triton import verification
 
-    given = tree.children, tree.parents, tree.depth, tree.postorder, tree.max_path
-    return kernel.verify_traversal(probs, tokens, draft_probs, valid, *given, *noise.key)
+    tree = draft.tree
+    tables = tree.children, tree.parents, tree.depth, tree.postorder, tree.max_path
+    return verification.verify_traversal(probs, draft.tokens, draft.probs, draft.valid, *tables, *noise.key)
 
 
 # -- order statistics ---------------------------------------------------------------------------------------------------------

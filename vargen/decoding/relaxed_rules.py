@@ -24,9 +24,10 @@ from torch import Tensor
 from vargen.decoding.interfaces import AcceptanceRule, TokenModel
 from vargen.decoding.neighbors import build_neighbor_table, require_codebook
 from vargen.decoding.noise import Noise, Purpose
-from vargen.decoding.rules import gather_prob, launch_verify_chain, resample_rejected, verify_chain
+from vargen.decoding.rules import gather_prob, resample_rejected, verify_chain
 from vargen.decoding.tree import Draft, Verdict
 from vargen.decoding.tree_rules import DraftTokens, SiblingDecision, verify_siblings
+from vargen.kernels import ops
 from vargen.values import number_field, validate_fields
 
 
@@ -92,8 +93,8 @@ class RelaxedRule(AcceptanceRule):
         if type(self).relaxation is RelaxedRule.relaxation and draft.tokens.shape[1]:
             limits = {"relaxation": relaxation, "budget": self.budget, "tightening": self.tightening}
             accept_prob = partial(self._accept_by_image, _select_chain(probs, draft))
-            if (found := launch_verify_chain(probs, draft, noise, accept_prob=accept_prob, **limits)) is not None:
-                return found
+            if (found := ops.verify_chain(probs, draft, noise, accept_prob, **limits)) is not None:
+                return Verdict(*found)
         verdict, _, spent = self.verify_chain(probs, draft, noise, relaxation)
         return replace(verdict, relaxation=sum_relaxation(spent, verdict, draft))
 

@@ -67,8 +67,8 @@ def speculative_sampling(probs: Tensor, draft: Draft, noise: Noise, relaxation: 
     from p. The output is distributed as the target provided that q is the distribution the draft was actually sampled from.
     Arguments: see `AcceptanceRule`.
     """
-    if (verdict := launch_verify_chain(probs, draft, noise)) is not None:
-        return verdict
+    if (found := ops.verify_chain(probs, draft, noise)) is not None:
+        return Verdict(*found)
     p, q = gather_p_and_q(probs, draft)
     uniforms = noise.uniform(Purpose.ACCEPT)[:, :-1]
     return verify_chain(uniforms * q < p, probs, draft, noise)
@@ -118,14 +118,6 @@ def residual_weights(p: Tensor, q: Tensor) -> Tensor:
     return torch.where(difference.sum(-1, keepdim=True) > 0, difference, p)
 
 
-def launch_verify_chain(probs: Tensor, draft: Draft, noise: Noise, **relaxed: Any) -> Verdict | None:
-    """Return the verdict of a kernel on a chain, or None; `relaxed` as of `vargen.kernels.triton.verification.verify_chain`."""
-    if (found := ops.verify_chain(probs, draft.tokens, draft.probs, draft.valid, noise, **relaxed)) is None:
-        return None
-    path = torch.arange(probs.shape[1], device=probs.device).expand(len(probs), -1)
-    return Verdict(path, found[0], found[1], relaxation=found[2])
-
-
 # -- a coupling of old and new tokens -------------------------------------------------------------------------------------
 
 
@@ -161,7 +153,7 @@ def resample_rejected(
 def verify_shared_tokens(sampled: Tensor, draft: Draft) -> Verdict:
     """Verdict of `shared_noise`, given the tokens int64 `[B, T]` that the noise selects after each node."""
     tree = draft.tree
-    if (found := ops.verify_shared_noise(sampled, draft.tokens, tree)) is not None:
+    if (found := ops.verify_shared_noise(sampled, draft)) is not None:
         return Verdict(*found, sampled=sampled)
     if tree.is_chain:
         count = 1 + (draft.tokens == sampled[:, :-1]).cumprod(1).sum(1)

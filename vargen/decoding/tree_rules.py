@@ -138,7 +138,7 @@ def traversal(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> 
     """
     B, T, _ = probs.shape
     tree, image = draft.tree, torch.arange(B, device=probs.device)
-    if (found := ops.verify_traversal(probs, draft.tokens, draft.probs, draft.valid, tree, noise)) is not None:
+    if (found := ops.verify_traversal(probs, draft, noise)) is not None:
         return Verdict(*found)
     parents = tree.parents.expand(B, T)
     residual, reach = probs.clone(), torch.ones_like(probs[..., 0])  # p and r of each node
