@@ -149,11 +149,6 @@ def pack_bits(ancestors: Tensor) -> Tensor:
     return (padded << torch.arange(WORD, device=padded.device)).sum(-1)  # bits do not overlap, so the sum equals bitwise or
 
 
-def unpack_bits(words: Tensor, count: int) -> Tensor:
-    """Unpack int64 `[..., T, W]` into bool `[..., T, count]`: the inverse of `pack_bits`."""
-    return ((words[..., None] >> torch.arange(WORD, device=words.device)) & 1).bool().flatten(-2)[..., :count]
-
-
 # -- logits to probabilities ------------------------------------------------------------------------------------------------
 
 

@@ -29,7 +29,6 @@ from vargen.decoding.requests import Callback, DecodeOutput, NonFiniteLogitsErro
 from vargen.decoding.sampling import Sampling, SlotSampling
 from vargen.decoding.stats import DecodeStats
 from vargen.kernels import ops
-from vargen.kernels.dispatch import is_eager_cpu
 from vargen.kernels.graph import capture_passes
 from vargen.values import number_field, parse_int, short_repr, validate_fields
 
@@ -212,7 +211,7 @@ class ScalePasses:
         self._count_pass()
         with self.clock.measure("accept"):
             self._sample(logits, fixed_tokens)
-        if is_eager_cpu(logits):
+        if ops.host_values(self.nonfinite) is not None:
             self.check_finite()
 
     def _count_pass(self) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vargen.device import normal_tensors
 from vargen.kernels import ops
-from vargen.kernels.ops import KernelMask, fold_bias, pack_bits, unpack_bits
+from vargen.kernels.ops import KernelMask
 
 
 class KVCache:
@@ -148,18 +148,15 @@ class KVCache:
         It is computed once for all layers.
 
         Args:
-            ancestors: as in `additive_mask`, or packed as int64 words `[T, W]` or `[B, T, W]`: one tree per image.
+            ancestors: as in `additive_mask`. For a `fused` cache, they may be packed as int64 words `[T, W]` or `[B, T, W]`,
+                one tree per image, in passes without gradients.
             earlier: as in `view_for_pass`.
         """
-        words = ancestors is not None and ancestors.dtype == torch.int64
         if self.fused and not torch.is_grad_enabled():
-            bits = ancestors if words or ancestors is None else pack_bits(ancestors)
-            return KernelMask(self.length.clamp(max=self.tokens), self.prefix_bias, bits, earlier)
-        if words and ancestors is not None:
-            ancestors = unpack_bits(ancestors, earlier + T)
-            if ancestors.dim() == 3:
-                ancestors = ancestors.repeat(self.rows // len(ancestors), 1, 1)
-        return fold_bias(self.additive_mask(T, ancestors, reach, earlier), heads, self.heads)
+            if ancestors is not None and ancestors.dtype == torch.bool:
+                ancestors = ops.pack_bits(ancestors)
+            return KernelMask(self.length.clamp(max=self.tokens), self.prefix_bias, ancestors, earlier)
+        return ops.fold_bias(self.additive_mask(T, ancestors, reach, earlier), heads, self.heads)
 
     def additive_mask(self, T: int, ancestors: Tensor | None, slots: int | None = None, earlier: int = 0) -> Tensor:
         """Return the additive attention bias `[R, 1, T, S]` of a pass over T tokens.
