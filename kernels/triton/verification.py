@@ -164,7 +164,7 @@ def verify_chain(
 
 
 @triton.jit
-def load_draft(child, first, tokens_ptr, valid_ptr, HAS_VALID: tl.constexpr):
+def _load_draft(child, first, tokens_ptr, valid_ptr, HAS_VALID: tl.constexpr):
     """Return the index of the draft of slot `child`, whether it exists (0: none), whether it is valid, and its token.
 
     `first` is the index of the image's first draft.
@@ -275,7 +275,7 @@ def _reject_children(
     """
     for rank in range(0, number):
         child = tl.load(children + rank)
-        at, there, valid, token = load_draft(child, first, tokens_ptr, valid_ptr, HAS_VALID)
+        at, there, valid, token = _load_draft(child, first, tokens_ptr, valid_ptr, HAS_VALID)
         accept_prob = tl.sum(tl.where(lane == token, p, 0.0), 0) * r
         if HAS_Q:
             proposed = tl.load(q_ptr + at * V + token, mask=there, other=0.0)

@@ -109,13 +109,8 @@ class OnMeta:
 
 # Low-resolution images are not among them: another loop generates these, whose end the host reads.
 PRESETS = [each.name for each in list_methods("next-token") if each.name not in ("mulo", "mulo-exact")]
-BY_TORCH = (
-    "lantern",
-    "eagle-2",
-    "wavefront",
-    "pac",
-    "tree, siblings",
-)  # relaxed rules on trees, siblings in order, a rule of a pass
+# Relaxed rules on trees, siblings in order, a rule of a pass.
+BY_TORCH = ("lantern", "eagle-2", "wavefront", "pac", "tree, siblings")
 
 
 @pytest.mark.parametrize(

@@ -26,14 +26,8 @@ def filtered(
 ) -> Tensor:
     """Probabilities of the kernel with equal options for all rows `[..., V]`, on the CPU."""
     V, filters = logits.shape[-1], (top_k is not None or top_p < 1) if filters is None else filters
-    options = (
-        torch.tensor([value], dtype=dtype, device=DEVICE)
-        for value, dtype in (
-            (temperature, torch.float32),
-            (top_k or V, torch.int64),
-            (top_p if top_p < 1 else 2, torch.float64),
-        )
-    )
+    values = (temperature, torch.float32), (top_k or V, torch.int64), (top_p if top_p < 1 else 2, torch.float64)
+    options = (torch.tensor([value], dtype=dtype, device=DEVICE) for value, dtype in values)
     return probs_from_logits(logits.to(DEVICE).view(1, -1, V), *options, filters).view(logits.shape).cpu()
 
 
