@@ -25,7 +25,7 @@ from vargen.kernels.int8.cpu import BYTE_PRODUCTS, cpu_instructions, find_compil
 logger = logging.getLogger("vargen")
 
 _SOURCES = (
-    "format", "vector", "steps", "attention", "token_pass", "sample", "scale_steps", "scale_pass", "build",
+    "format", "vector", "steps", "attention", "token_pass", "sample", "scale_pass", "build",
 )  # fmt: skip
 _FOLDER_ENV = "NUMBA_CACHE_DIR"  # Numba's own variable
 _SLOW = "; this CPU has no 8-bit dot products, so float32 may be faster"
