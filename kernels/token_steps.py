@@ -19,7 +19,7 @@ from torch import Tensor
 
 from vargen.kernels import ops
 from vargen.kernels.dispatch import is_eager_cpu
-from vargen.kernels.int8.load import TOKEN_STEPS
+from vargen.kernels.int8.load import CompiledCode
 from vargen.kernels.noise_bits import sample_exponential
 
 # Of the noise: seeds int64 [B], positions int64 [B, T], number of the pass, purpose.
@@ -64,7 +64,7 @@ _NO_DRAFT, _NO_COUNT = np.zeros((0, 0), np.int64), np.zeros(0, np.int64)
 
 def compiled_steps(tensor: Tensor) -> Any:
     """The module of compiled functions, if it is loaded and these steps run on a CPU; else None."""
-    return TOKEN_STEPS.loaded() if is_eager_cpu(tensor) else None
+    return CompiledCode.steps if is_eager_cpu(tensor) else None
 
 
 def _arrays(*tensors: Tensor) -> list[np.ndarray]:

@@ -2,10 +2,13 @@
 
 It is kept in the cache folder. Until it is there, torch operators run: with the same bits in next-token models, but in
 next-scale models they round differently. Where nothing can be written, it is compiled in a thread of each process.
+
+`python -m vargen.kernels.int8.load FOLDER FILE MODULE...` compiles modules to a folder, and marks them by a file as complete.
 """
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import logging
 import os
@@ -14,126 +17,114 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 from vargen.compat import cache_folder, installed_version
 from vargen.kernels.int8.cpu import BYTE_PRODUCTS, cpu_instructions, find_compiled_blocker
 
 logger = logging.getLogger("vargen")
 
-_SOURCES = (
-    "format", "vector", "steps", "attention", "token_pass", "sample", "scale_pass", "build",
-)  # fmt: skip
-_FOLDER_ENV = "NUMBA_CACHE_DIR"  # Numba's own variable
 _SLOW = "; this CPU has no 8-bit dot products, so float32 may be faster"
 _loading = threading.Lock()  # Numba's settings are those of the process
 
 
 class CompiledCode:
-    """A module of functions, built in parts, each in its own process, so that several cores build at once.
+    """The passes of a kind of network and the sampling steps beside them, as modules of functions.
 
     Args:
         name: part of messages.
-        parts: names in `vargen.kernels.int8.build.LOADERS`, the longest first.
+        passes: module of the passes, which is compiled first.
 
     Attributes:
-        failure: why it could not be built; None if it was, or was not yet.
+        steps: the module `vargen.kernels.int8.sample`, if the last `load` of this process found compiled code; else None.
+        failure: why it could not be compiled; None if it was, or was not yet.
     """
 
-    def __init__(self, name: str, *parts: str) -> None:
-        self.name, self.parts = name, parts
+    steps: ClassVar[Any] = None
+
+    def __init__(self, name: str, passes: str) -> None:
+        self.name, self.modules = name, (passes, "sample")
         self.failure: str | None = None
         self._lock = threading.Lock()
-        self._module: ModuleType | None = None
-        self._current: ModuleType | None = None
-        self._processes: list[subprocess.Popen[bytes]] = []
         self._thread: threading.Thread | None = None
+        self._loaded: list[ModuleType] = []
 
     def load(self, wait: bool | None = None) -> Any:
-        """Return the module; None where it cannot run, and while it is being built.
+        """Return the module of the passes; None where it cannot run, and while it is being compiled.
 
         Args:
-            wait: build it now instead of beside this process. Default: whether VARGEN_KERNELS is `cpu`.
+            wait: for the compiler. Default: whether VARGEN_KERNELS is `cpu`.
+
+        Raises:
+            ValueError: VARGEN_KERNELS is `cpu`, and the code cannot run or be compiled.
         """
         required = os.environ.get("VARGEN_KERNELS") == "cpu"
-        if (reason := find_compiled_blocker() or self.failure) is not None:
-            self._current = None
+        reason = find_compiled_blocker() or self._start(required if wait is None else wait)
+        if reason is not None:
+            CompiledCode.steps = None
             if required:
                 raise ValueError(f"VARGEN_KERNELS=cpu needs compiled {self.name}: {reason}")
             return None
-        with self._lock:
-            if self._module is None:
-                self._build(required if wait is None else wait)
-            self._current = self._module
-            return self._module
-
-    def loaded(self) -> Any:
-        """Return what the last `load` in this process returned, None before the first; starts nothing."""
-        return self._current
+        if not self._loaded:
+            return None
+        passes, CompiledCode.steps = self._loaded
+        return passes
 
     def is_built(self) -> bool:
         """Whether the code is loaded, or is in the cache folder."""
-        return self._module is not None or not self._list_missing()
+        return bool(self._loaded) or self._stamp().is_file()
 
-    def _build(self, wait: bool) -> None:
-        """Load the code if it is there, or start to build it."""
-        folder, missing = _code_folder(), self._list_missing()
-        if not missing:
-            self._module = load_parts(self.parts, folder)
-            return
-        if not self._processes and self._thread is None:
-            kept = _is_writable(folder)
-            where = f"in {folder}" if kept else f"for this process only, because {folder} cannot be written"
-            logger.warning("compiling %s for this CPU, which takes a few seconds, once: %s", self.name, where)
-            if not kept:
-                self._thread = threading.Thread(target=self._build_here, daemon=True)
+    def _start(self, wait: bool) -> str | None:
+        """Load the code if it is there, or start to compile it; return why that failed, if it did."""
+        with self._lock:
+            if self._loaded or self.failure is not None:
+                return self.failure
+            folder = self._stamp().parent
+            if self._thread is None and not ((kept := _is_writable(folder)) and self.is_built()):  # Numba reads no others
+                where = f"in {folder}" if kept else f"for this process only, because {folder} cannot be written"
+                logger.warning("compiling %s for this CPU, which takes a few seconds, once: %s", self.name, where)
+                work = self._run_compiler if kept else partial(self._load, None)
+                self._thread = threading.Thread(target=self._try, args=(work,), daemon=True)
                 self._thread.start()
-            else:
-                self._processes = [
-                    subprocess.Popen(
-                        [sys.executable, "-m", "vargen.kernels.int8.build", part, str(folder), str(_stamp(part))],
-                        stdin=subprocess.DEVNULL,
-                        stdout=subprocess.DEVNULL,
-                        stderr=subprocess.PIPE,
-                    )
-                    for part in missing
-                ]
-        if self._thread is not None:
-            if wait:
-                self._thread.join()
-            return
-        for process in self._processes:
-            if wait:
-                process.wait()
-            if process.poll() is None:
-                return
-        if not self._list_missing():
-            self._module = load_parts(self.parts, folder)
-            return
-        process = next((each for each in self._processes if each.returncode), self._processes[0])
-        message = process.stderr.read().decode(errors="replace").strip().splitlines() if process.stderr else []
-        self._fail(message[-1] if message else f"exit status {process.returncode}")
+            if self._thread is not None:
+                self._thread.join(None if wait else 0)
+                if self._thread.is_alive():
+                    return None
+            if not self._loaded and self.failure is None:
+                self._try(partial(self._load, folder))
+            return self.failure
 
-    def _build_here(self) -> None:
+    def _try(self, work: Callable[[], None]) -> None:
         try:
-            self._module = load_parts(self.parts, None)
+            work()
         except Exception as error:  # whatever a compiler raises, operators still serve
-            self._fail(str(error))
+            self.failure = f"compiling them failed ({error})"
+            logger.warning("%s run by torch operators: %s", self.name, self.failure)
 
-    def _fail(self, message: str) -> None:
-        self.failure = f"compiling them failed ({message})"
-        logger.warning("%s run by torch operators: %s", self.name, self.failure)
+    def _run_compiler(self) -> None:
+        """Compile the modules to the folder in another process: a thread would take turns with the operators."""
+        stamp = self._stamp()
+        command = [sys.executable, "-m", __name__, str(stamp.parent), str(stamp), *self.modules]
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True)
+        if done.returncode:
+            message = done.stderr.decode(errors="replace").strip().splitlines()
+            raise RuntimeError(message[-1] if message else f"exit status {done.returncode}")
 
-    def _list_missing(self) -> list[str]:
-        return [part for part in self.parts if not _stamp(part).is_file()]
+    def _load(self, folder: Path | None) -> None:
+        self._loaded = load_modules(self.modules, folder)
+
+    def _stamp(self) -> Path:
+        """File that marks the code as complete."""
+        return _code_folder() / f"complete-{self.modules[0]}"
 
 
-TOKEN_PASS = CompiledCode("int8 passes", "token layers", "token output")  # of next-token transformers
-TOKEN_STEPS = CompiledCode("sampling steps", "token steps")  # beside these passes
-SCALE_PASS = CompiledCode("next-scale int8 passes", "scale layers", "scale output")
+TOKEN_PASS = CompiledCode("int8 passes", "token_pass")  # of next-token transformers
+SCALE_PASS = CompiledCode("next-scale int8 passes", "scale_pass")
 
 
 def warn_if_slow() -> None:
@@ -153,8 +144,8 @@ def explain_int8_passes() -> tuple[str, str]:
     return "compiled", "this CPU has AVX-512 VNNI, and Numba is installed"
 
 
-def load_parts(parts: Sequence[str], folder: Path | None) -> ModuleType:
-    """Import the module of these parts, whose code is in a folder or, for None, compiled now."""
+def load_modules(names: Sequence[str], folder: Path | None) -> list[ModuleType]:
+    """Import modules of this package, whose functions are compiled, or loaded from a folder; None: compiled and not kept."""
     from numba import config
 
     with _loading:
@@ -162,25 +153,26 @@ def load_parts(parts: Sequence[str], folder: Path | None) -> ModuleType:
         config.CACHE_DIR = "" if folder is None else str(folder)
         config.OPT = type(config.OPT)(1)  # higher levels compile for longer, and the code is not faster
         try:
-            from vargen.kernels.int8.build import LOADERS
-
-            return [LOADERS[part]() for part in parts][-1]
+            modules = [import_module(f"{__package__}.{name}") for name in names]
+            for function in (each for module in modules for each in vars(module).values() if hasattr(each, "argument_types")):
+                if folder is not None:
+                    function.enable_caching()
+                function.compile(function.argument_types)
+            return modules
         finally:
             config.CACHE_DIR, config.OPT = before
 
 
-def _stamp(part: str) -> Path:
-    """File that marks a part for this CPU as complete."""
-    cpu = hashlib.sha256(" ".join((part, platform.machine(), *cpu_instructions())).encode())
-    return _code_folder() / f"complete-{cpu.hexdigest()[:12]}"
-
-
 def _code_folder() -> Path:
-    """Folder of the code that the present sources, Numba and Python compile to. Numba keeps one version per CPU in it."""
-    digest = hashlib.sha256(f"{installed_version('numba')} {installed_version('llvmlite')} {sys.version}".encode())
-    for name in _SOURCES:
-        digest.update(Path(__file__).with_name(f"{name}.py").read_bytes())
-    parent = Path(os.environ.get(_FOLDER_ENV) or cache_folder() / "compiled")
+    """Folder of the code that the present sources, Numba and Python compile to on this CPU.
+
+    Numba would miss changes of a function's callees: it looks at the place, time and size of one source file only.
+    """
+    versions = installed_version("numba"), installed_version("llvmlite"), sys.version, platform.machine(), cpu_instructions()
+    digest = hashlib.sha256(repr(versions).encode())
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(f"{source} {source.stat().st_mtime_ns}".encode() + source.read_bytes())
+    parent = Path(os.environ.get("NUMBA_CACHE_DIR") or cache_folder() / "compiled")
     return parent / f"vargen-{digest.hexdigest()[:16]}"
 
 
@@ -191,3 +183,9 @@ def _is_writable(folder: Path) -> bool:
             return True
     except OSError:
         return False
+
+
+if __name__ == "__main__":
+    gc.disable()  # the compiler makes millions of objects, of which few can be freed
+    load_modules(sys.argv[3:], Path(sys.argv[1]))
+    Path(sys.argv[2]).touch()

@@ -13,16 +13,15 @@ Shape suffixes: B images, T rows of each, V vocabulary.
 from __future__ import annotations
 
 import numpy as np
-from numba import config, njit
+from numba import njit
 
-from vargen.kernels.int8.steps import INNER, OPTIONS, exp, f32, f64, i32, i64
+from vargen.kernels.int8.steps import INNER, compiled, exp, f32, f64, i32, i64
 from vargen.kernels.int8.vector import LANES, bits_of_float, float_of_bits, keep_vector
 
 MARGIN = 2.0**-16  # relative; rounding errors are about 2^-20, and 2^-18 for exp of very improbable tokens
 _ENOUGH = 0.05  # of the mass that top-p keeps: what may be kept at first beyond it
 _FAST = {"fastmath": {"nnan", "nsz", "reassoc"}}  # sums in any order
 _PART = {**INNER, **_FAST}
-_COMPILED = {**OPTIONS, **_FAST, "no_cfunc_wrapper": True, "cache": bool(config.CACHE_DIR)}
 _u32, _u64 = np.uint32, np.uint64
 _GOLDEN, _LOW1, _LOW2, _ONES = _u32(0x9E3779B9), _u32(0x7FEB352D), _u32(0x846CA68B), _u32(0x7FFFFFFF)
 _GOLDEN64 = _u64(0x9E3779B97F4A7C15)
@@ -186,7 +185,10 @@ def _make_key(seed, purpose, step, position):
     return _mix(key + _u64(position + 1) * _GOLDEN64)
 
 
-@njit(**_COMPILED)
+@compiled(
+    "float32 [B, T, V]", "float32 [B]", "int64 [B]", "float64 [B]", int, "int64 [B]", "int64 [B, T]", "float32 [3, V']",
+    "int32 [V']", "int64 [B, T - 1]", "int64 [B, T]", "int64 [B]", "int64 [B]", **_FAST,
+)  # fmt: skip
 def sample_rows(
     logits, temperature, top_k, top_p, purpose, seeds, position, scratch, kept, drafted, tokens, count, next_token
 ):  # fmt: skip
@@ -221,7 +223,7 @@ def sample_rows(
     return undecided
 
 
-@njit(**_COMPILED)
+@compiled("int64 [B, N]", "int64 [B]", "int64 [B, T - 1]", "int64 [B, T]", "int64 [B, T]", **_FAST)
 def feed_tokens(tokens, length, drafted, inputs, position):
     """Put the last committed token of each image and its draft, a chain, side by side.
 
@@ -237,7 +239,9 @@ def feed_tokens(tokens, length, drafted, inputs, position):
             position[b, t] = length[b] + t
 
 
-@njit(**_COMPILED)
+@compiled(
+    "int64 [B, T]", "int64 [B, A]", "int64 [B]", "int64 [B]", "int64 [B]", int, "int64 [B, N + A]", "int64 [B]", **_FAST,
+)  # fmt: skip
 def commit_tokens(fed, path, accepted, next_token, length, num_tokens, tokens, count):
     """Write the tokens after the accepted slots of a pass; see `vargen.decoding.token_pass.TokenState.write`.
 
@@ -254,7 +258,10 @@ def commit_tokens(fed, path, accepted, next_token, length, num_tokens, tokens, c
             tokens[b, length[b] + step] = next_token[b] if last else fed[b, path[b, (step + 1) % slots]]
 
 
-@njit(**_COMPILED)
+@compiled(
+    "int64 [B, N + S]", "int64 [B]", "int64 [B, 1]", "int64 [B]", "int64 [B]", int, int, int, "int64 [B, S]", "bool [B, S]",
+    **_FAST,
+)  # fmt: skip
 def draft_window(known, end, position, seeds, steps, purpose, num_tokens, vocab, drafted, valid):
     """Draft the next tokens of a Jacobi window: known ones, and after these tokens of the uniform distribution.
 

@@ -12,19 +12,19 @@ channels of all products of a layer, each product padded to a multiple of 64.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
-from numba import config, njit
+from numba import njit
 
 from vargen.kernels.int8.attention import QUERIES, attend_slots, join_pair
 from vargen.kernels.int8.format import NORM_MAX
 from vargen.kernels.int8.steps import (
     INNER,
     ONE,
-    OPTIONS,
     PANEL,
     ROUND,
+    compiled,
     exp,
     f32,
     f64,
@@ -37,8 +37,6 @@ from vargen.kernels.int8.steps import (
 )
 
 __all__ = ["Slots", "Weights", "make_buffers", "pack_matrix", "run_head", "run_layers"]
-# `vargen.kernels.int8.load` sets the folder of compiled code before it imports this module.
-_COMPILED = {**OPTIONS, "no_cfunc_wrapper": True, "cache": bool(config.CACHE_DIR)}
 _NORM, _NORM_UNIT = f32(NORM_MAX), 1 / NORM_MAX
 _CUBIC, _SLOPE = f32(0.044715), f32(-2 * math.sqrt(2 / math.pi))
 _EPS = 1e-6  # of layer norms
@@ -51,41 +49,41 @@ class Weights(NamedTuple):
     feed-forward. `start`, `scale` and `bias` have their initial sums, channel scales and biases one after the other.
     """
 
-    sizes: np.ndarray  # int64 [3]
-    packed: np.ndarray  # int64 [L, 4]
-    start: np.ndarray  # int32 [L, N]
-    scale: np.ndarray  # float32 [L, N]
-    bias: np.ndarray  # float32 [L, N]
-    sharpness: np.ndarray  # float32 [L, H], factors of the scores
+    sizes: Annotated[np.ndarray, "int64 [3]"]
+    packed: Annotated[np.ndarray, "int64 [L, 4]"]
+    start: Annotated[np.ndarray, "int32 [L, N]"]
+    scale: Annotated[np.ndarray, "float32 [L, N]"]
+    bias: Annotated[np.ndarray, "float32 [L, N]"]
+    sharpness: Annotated[np.ndarray, "float32 [L, H]"]  # factors of the scores
 
 
 class Slots(NamedTuple):
     """The cache of a pass, and the largest integers of keys and of values. A slice of the rows is contiguous."""
 
-    k: np.ndarray  # int32 [R, L, H, K/2, S], pairs of 16-bit integers: see `cpu_attention`
-    v: np.ndarray  # int32 [R, L, H, S/2, K']
-    k_scale: np.ndarray  # float32 [R, L, H, S]
-    v_scale: np.ndarray  # float32 [R, L, H, S]
-    bias: np.ndarray  # float32 [R, P], added to the scores of the first P slots
+    k: Annotated[np.ndarray, "int32 [R, L, H, K/2, S]"]  # pairs of 16-bit integers: see `cpu_attention`
+    v: Annotated[np.ndarray, "int32 [R, L, H, S/2, K']"]
+    k_scale: Annotated[np.ndarray, "float32 [R, L, H, S]"]
+    v_scale: Annotated[np.ndarray, "float32 [R, L, H, S]"]
+    bias: Annotated[np.ndarray, "float32 [R, P]"]  # added to the scores of the first P slots
     limits: tuple[int, int]
 
 
 class Buffers(NamedTuple):
     """Intermediate results of a pass over at most M tokens of all rows, T of each."""
 
-    wide: np.ndarray  # uint8 [M, D rounded up to 4]
-    hidden: np.ndarray  # uint8 [M, F rounded up to 4]
-    scale: np.ndarray  # float32 [M]
-    sums: np.ndarray  # int32 [M N'], N' the most columns of a product
-    attended: np.ndarray  # float32 [M, D]
-    row: np.ndarray  # float32, the longest row and the slots
-    dots: np.ndarray  # int32 [4, S]
-    attention: np.ndarray  # int16 [4, S]
-    value_sums: np.ndarray  # int32 [4, K']
-    q: np.ndarray  # int16 [1, H, T + 3, K]
-    q_scale: np.ndarray  # float32 [1, H, T]
-    hidden_slots: np.ndarray  # bool [1, 0, 0]: none
-    length: np.ndarray  # int64 [1], zero
+    wide: Annotated[np.ndarray, "uint8 [M, D rounded up to 4]"]
+    hidden: Annotated[np.ndarray, "uint8 [M, F rounded up to 4]"]
+    scale: Annotated[np.ndarray, "float32 [M]"]
+    sums: Annotated[np.ndarray, "int32 [M N']"]  # N' the most columns of a product
+    attended: Annotated[np.ndarray, "float32 [M, D]"]
+    row: Annotated[np.ndarray, "float32 [>= S + 4]"]  # the longest row and the slots
+    dots: Annotated[np.ndarray, "int32 [4, S]"]
+    attention: Annotated[np.ndarray, "int16 [4, S]"]
+    value_sums: Annotated[np.ndarray, "int32 [4, K']"]
+    q: Annotated[np.ndarray, "int16 [1, H, T + 3, K]"]
+    q_scale: Annotated[np.ndarray, "float32 [1, H, T]"]
+    hidden_slots: Annotated[np.ndarray, "bool [1, 0, 0]"]  # none
+    length: Annotated[np.ndarray, "int64 [1]"]  # zero
 
 
 def _padded(columns: int) -> int:
@@ -213,7 +211,7 @@ def write_scale_tokens(
                 v_scale[h - 2 * H, slot] = top * value_unit
 
 
-@njit(**_COMPILED)
+@compiled(Weights, Slots, Buffers, "float32 [M, D]", "float32 [L, 6, R, D]", "int64 [R, T]", int)
 def run_layers(weights, slots, buffers, x, modulation, reach, place):
     """Run all layers over float32 `x [R T, D]`, which becomes the last residual; keys and values are written from `place` on.
 
@@ -259,7 +257,10 @@ def run_layers(weights, slots, buffers, x, modulation, reach, place):
                 add_gained(x, sums, columns, scale, channels, bias, modulation[layer, stage >> 1], T)
 
 
-@njit(**_COMPILED)
+@compiled(
+    "float32 [R, T, D]", "float32 [2, R, D]", "int8 [V' D]", "int32 [V']", "float32 [V']", "float32 [V']", "float32 [n]",
+    "float32 [S]", "float32 [M]", "uint8 [M, D']", "int32 [M N']", "float32 [R, n, D]", "float32 [B, n, V]",
+)  # fmt: skip
 def run_head(x, modulation, matrix, start, channel_scale, bias, guidance, row, scale, wide, sums, features, logits):
     """Run the final norm, guidance and the output layer over the last n tokens of each row.
 

@@ -8,8 +8,11 @@ Shape suffixes: M rows of a product, D width, F hidden width, N output channels.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, get_args, get_type_hints
+
 import numpy as np
-from numba import njit
+from numba import from_dtype, njit, types
 
 from vargen.kernels.int8.format import EXP_RANGE, EXP_TERMS, INT8_MAX, LN_2, LOG2_E, NORM_MAX, TINY
 from vargen.kernels.int8.vector import bits_of_float, byte_dot_1, byte_dot_2, byte_dot_4, byte_dot_6, float_of_bits
@@ -25,6 +28,37 @@ _RANGE, _LOG2_E, _LN_2 = f32(EXP_RANGE), f32(LOG2_E), f32(LN_2)
 _T0, _T1, _T2, _T3, _T4, _T5, _T6 = (f32(term) for term in EXP_TERMS)
 _INT8, _INT8_UNIT = f32(INT8_MAX), f32(1 / INT8_MAX)
 _NORM, _NORM_UNIT = f32(NORM_MAX), 1 / NORM_MAX
+
+
+def compiled(*arguments: Any, **options: Any) -> Callable[[Any], Any]:
+    """Decorate a function that `vargen.kernels.int8.load` compiles, for arguments of these types.
+
+    Args:
+        arguments: types; those of contiguous arrays as text, such as "float32 [R, D]". Named tuples are annotated like this.
+        options: of Numba, other than `OPTIONS`.
+    """
+
+    def decorate(function: Any) -> Any:
+        made = njit(**{**OPTIONS, "no_cfunc_wrapper": True, **options})(function)
+        made.argument_types = tuple(map(_type_of, arguments))
+        return made
+
+    return decorate
+
+
+def _type_of(given: Any) -> Any:
+    """Numba's type of an argument."""
+    if isinstance(given, str):
+        dtype, shape = given.split(" ", 1)
+        return types.Array(from_dtype(np.dtype(dtype)), shape.count(",") + 1, "C")
+    if hasattr(given, "_fields"):
+        fields = get_type_hints(given, include_extras=True).values()
+        return types.BaseTuple.from_types([_type_of(field) for field in fields], given)
+    if hasattr(given, "__metadata__"):  # an annotated array
+        return _type_of(given.__metadata__[0])
+    if parts := get_args(given):
+        return types.BaseTuple.from_types([_type_of(part) for part in parts])
+    return from_dtype(np.dtype(given))
 
 
 @njit(**INNER)

@@ -11,16 +11,15 @@ products of a layer, each product padded to a multiple of 64.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
-from numba import config, njit
 
 from vargen.kernels.int8.attention import QUERIES, attend_slots, join_pair, write_tokens
 from vargen.kernels.int8.steps import (
-    OPTIONS,
     PANEL,
     add_rows,
+    compiled,
     f32,
     i32,
     i64,
@@ -43,8 +42,6 @@ __all__ = [
     "run_layers",
     "run_output",
 ]
-# `vargen.kernels.int8.load` sets the folder of compiled code before it imports this module.
-_COMPILED = {**OPTIONS, "no_cfunc_wrapper": True, "cache": bool(config.CACHE_DIR)}
 
 
 class Weights(NamedTuple):
@@ -54,49 +51,49 @@ class Weights(NamedTuple):
     down. `start` and `scale` have their initial sums and channel scales one after the other.
     """
 
-    sizes: np.ndarray  # int64 [4]
-    packed: np.ndarray  # int64 [L, 4]
-    start: np.ndarray  # int32 [L, N]
-    scale: np.ndarray  # float32 [L, N]
-    norms: np.ndarray  # float32 [2 L + 1, D]
-    output: np.ndarray  # int8, packed
-    output_start: np.ndarray  # int32 [V']
-    output_scale: np.ndarray  # float32 [V']
-    embedding: np.ndarray  # float32 [V, D]
-    rotary: np.ndarray  # float32 [tokens, K/2, 2]
+    sizes: Annotated[np.ndarray, "int64 [4]"]
+    packed: Annotated[np.ndarray, "int64 [L, 4]"]
+    start: Annotated[np.ndarray, "int32 [L, N]"]
+    scale: Annotated[np.ndarray, "float32 [L, N]"]
+    norms: Annotated[np.ndarray, "float32 [2 L + 1, D]"]
+    output: Annotated[np.ndarray, "int8 [V' D]"]  # packed
+    output_start: Annotated[np.ndarray, "int32 [V']"]
+    output_scale: Annotated[np.ndarray, "float32 [V']"]
+    embedding: Annotated[np.ndarray, "float32 [V, D]"]
+    rotary: Annotated[np.ndarray, "float32 [tokens, K/2, 2]"]
     eps: float
 
 
 class Slots(NamedTuple):
     """The cache of a pass, and the largest integers of keys and of values."""
 
-    k: np.ndarray  # int32 [L, R, G, K/2, S], pairs of 16-bit integers: see `cpu_attention`
-    v: np.ndarray  # int32 [L, R, G, S/2, K']
-    k_scale: np.ndarray  # float32 [L, R, G, S]
-    v_scale: np.ndarray  # float32 [L, R, G, S]
-    length: np.ndarray  # int64 [R]
-    bias: np.ndarray  # float32 [R, P]
+    k: Annotated[np.ndarray, "int32 [L, R, G, K/2, S]"]  # pairs of 16-bit integers: see `cpu_attention`
+    v: Annotated[np.ndarray, "int32 [L, R, G, S/2, K']"]
+    k_scale: Annotated[np.ndarray, "float32 [L, R, G, S]"]
+    v_scale: Annotated[np.ndarray, "float32 [L, R, G, S]"]
+    length: Annotated[np.ndarray, "int64 [R]"]
+    bias: Annotated[np.ndarray, "float32 [R, P]"]
     limits: tuple[int, int]
 
 
 class Buffers(NamedTuple):
     """Intermediate results of a pass over at most M tokens of all rows."""
 
-    x: np.ndarray  # float32 [M, D]
-    wide: np.ndarray  # uint8 [M, max(D, H K) rounded up to 4]
-    hidden: np.ndarray  # uint8 [M, F rounded up to 4]
-    scale: np.ndarray  # float32 [M]
-    sums: np.ndarray  # int32 [M N'], N' the most columns of a product
-    attended: np.ndarray  # float32 [M, H K]
-    row: np.ndarray  # float32, the longest row and the slots
-    dots: np.ndarray  # int32 [4, S]
-    attention: np.ndarray  # int16 [4, S]
-    value_sums: np.ndarray  # int32 [4, K']
-    q: np.ndarray  # int16 [R, G, H/G T + 3, K]
-    q_scale: np.ndarray  # float32 [R, G, H/G T]
-    cos_sin: np.ndarray  # float32 [R, T, K/2, 2]
-    length: np.ndarray  # int64 [R]
-    reach: np.ndarray  # int64 [R, T]
+    x: Annotated[np.ndarray, "float32 [M, D]"]
+    wide: Annotated[np.ndarray, "uint8 [M, D']"]  # D': the larger of D and H K, rounded up to 4
+    hidden: Annotated[np.ndarray, "uint8 [M, F rounded up to 4]"]
+    scale: Annotated[np.ndarray, "float32 [M]"]
+    sums: Annotated[np.ndarray, "int32 [M N']"]  # N' the most columns of a product
+    attended: Annotated[np.ndarray, "float32 [M, H K]"]
+    row: Annotated[np.ndarray, "float32 [>= S + 4]"]  # the longest row and the slots
+    dots: Annotated[np.ndarray, "int32 [4, S]"]
+    attention: Annotated[np.ndarray, "int16 [4, S]"]
+    value_sums: Annotated[np.ndarray, "int32 [4, K']"]
+    q: Annotated[np.ndarray, "int16 [R, G, H/G T + 3, K]"]
+    q_scale: Annotated[np.ndarray, "float32 [R, G, H/G T]"]
+    cos_sin: Annotated[np.ndarray, "float32 [R, T, K/2, 2]"]
+    length: Annotated[np.ndarray, "int64 [R]"]
+    reach: Annotated[np.ndarray, "int64 [R, T]"]
 
 
 def make_buffers(weights: Weights, slots: Slots, tokens: int) -> Buffers:
@@ -124,7 +121,7 @@ def make_buffers(weights: Weights, slots: Slots, tokens: int) -> Buffers:
     )
 
 
-@njit(**_COMPILED)
+@compiled(Weights, Slots, Buffers, "int64 [B, T]", "int64 [R, T]", "bool [R, T, T]")
 def run_layers(weights, slots, buffers, tokens, positions, ancestors):
     """Run all layers over tokens int64 `[B, T]`, after the pointer of each row. `buffers.x` becomes the last residual.
 
@@ -196,7 +193,10 @@ def run_output(weights, buffers, guidance, states, features, logits):
     )  # fmt: skip
 
 
-@njit(**_COMPILED)
+@compiled(
+    "float32 [D]", float, "int8 [V' D]", "int32 [V']", "float32 [V']", "float32 [M, D]", "float32 [S]", "float32 [M]",
+    "uint8 [M, D']", "int32 [M N']", "float32 [B, T]", "float32 [R, T, D]", "float32 [R, T, D]", "float32 [B, T, V]",
+)  # fmt: skip
 def _run_output(
     norm_weight, eps, matrix, start, channel_scale, x, row, scale, wide, sums, guidance, states, features, logits
 ):  # fmt: skip
@@ -228,14 +228,14 @@ def _run_output(
                 logits[r, t, v] = f32(line[v]) * a * channel_scale[v]
 
 
-@njit(**_COMPILED)
+@compiled("int64 [R]", "int64 [B]")
 def advance(length, count):
     """Add `count` int64 `[B]` to the pointers `length` `[R]` of the rows, of which R / B belong to an image."""
     for r in range(len(length)):
         length[r] += count[r % len(count)]
 
 
-@njit(**_COMPILED)
+@compiled(Slots, "int64 [R, A]", "int64 [R]", int)
 def move_slots(slots, path, count, tokens):
     """Move the accepted tokens of the last pass to consecutive slots after each row's pointer, which does not move.
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from int8_passes import compiled_code
+from int8_passes import compiled_passes
 from table_methods import METHODS, table_model
 
 from vargen.decoding import Sampling, decode
@@ -17,8 +17,7 @@ from vargen.decoding.sampling import SlotSampling
 pytest.importorskip("numba")
 
 from vargen.kernels.int8 import sample as cpu_sample
-from vargen.kernels.int8.load import TOKEN_STEPS
-from vargen.kernels.int8.sample import MARGIN
+from vargen.kernels.int8.load import CompiledCode
 
 SEEDS = torch.tensor([3, 2**62, 7])
 OPTIONS = {
@@ -34,7 +33,8 @@ OPTIONS = {
 
 @pytest.fixture(scope="module")
 def compiled() -> Any:
-    return compiled_code(TOKEN_STEPS)
+    compiled_passes()
+    return CompiledCode.steps
 
 
 def in_slots(samplings: list[Sampling], vocab: int) -> SlotSampling:
@@ -75,7 +75,7 @@ def test_rows_that_rounding_could_change_are_left_to_the_reference(compiled: Any
     exponential = Noise(SEEDS[:1], torch.zeros(1, 1, dtype=torch.int64)).exponential(4, Purpose.TOKEN)[0, 0]
     tied = exponential.log()  # p / E is the same for all tokens
     assert sample_row(compiled, tied) == -1
-    assert sample_row(compiled, tied + torch.tensor([0, 0, 3 * MARGIN, 0])) == 2
+    assert sample_row(compiled, tied + torch.tensor([0, 0, 3 * cpu_sample.MARGIN, 0])) == 2
     close = torch.tensor([0.0, -1e-6, -30, -30])  # whether the second passes depends on the last bit of the first
     assert {sample_row(compiled, close, 0.5, position) for position in range(20)} == {0, -1}
     for value in (float("nan"), float("inf"), float("-inf")):
@@ -93,8 +93,8 @@ def test_images_and_statistics_are_those_without_compiled_steps(
 ) -> None:
     condition, seeds, sampling = torch.tensor([0, 1, 1]), torch.arange(3), Sampling(0.9, top_p=0.9)
     found = []
-    for loaded in (TOKEN_STEPS.loaded, lambda: None):
-        monkeypatch.setattr(TOKEN_STEPS, "loaded", loaded)
+    for steps in (compiled, None):
+        monkeypatch.setattr(CompiledCode, "steps", steps)
         out = decode(table_model(), condition, seeds, METHODS[method], sampling)
         engine = Engine(table_model(), METHODS[method], batch_size=2)
         engine.submit(condition, seeds, sampling)
@@ -119,12 +119,11 @@ def test_no_probabilities_are_computed_where_nothing_uses_them(compiled: Any, mo
 @pytest.mark.parametrize("method", ["ar", "scd", "speculative"])
 def test_steps_beside_the_sampler_change_nothing(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Interpreted, on any CPU: what is fed and committed is that of the torch reference."""
-    names = ("feed_tokens", "commit_tokens")
-    steps = SimpleNamespace(**{name: getattr(cpu_sample, name).py_func for name in names})
+    steps = SimpleNamespace(feed_tokens=cpu_sample.feed_tokens.py_func, commit_tokens=cpu_sample.commit_tokens.py_func)
     arguments = (table_model(), torch.tensor([0, 1, 1]), torch.arange(3), METHODS[method], Sampling(0.9, top_p=0.9))
     expected = decode(*arguments)
     monkeypatch.setattr(SlotSampling, "sample_tokens", lambda *_: None)
-    monkeypatch.setattr(TOKEN_STEPS, "loaded", lambda: steps)
+    monkeypatch.setattr(CompiledCode, "steps", steps)
     found = decode(*arguments)
     assert torch.equal(found.tokens, expected.tokens)
     assert found.stats.committed_histogram == expected.stats.committed_histogram

@@ -11,7 +11,7 @@ from tiny_models import class_var_pipeline, text_var_pipeline, tiny_var
 from torch import Tensor
 
 from vargen.decoding import resolve_method
-from vargen.kernels.int8.load import SCALE_PASS, TOKEN_STEPS
+from vargen.kernels.int8.load import SCALE_PASS, CompiledCode
 from vargen.models.guidance import Condition
 from vargen.models.quantization import quantize_network
 from vargen.models.var.blocks import ScaleCache
@@ -30,7 +30,6 @@ CAPTIONS = [5, 2, 4]  # valid rows
 
 @pytest.fixture(autouse=True, scope="module")
 def compiled() -> Any:
-    compiled_code(TOKEN_STEPS)
     return compiled_code(SCALE_PASS)
 
 
@@ -135,7 +134,7 @@ def test_methods_generate_the_same_image_in_any_batch(make: Any) -> None:
 
 
 def test_nothing_is_compiled_again(compiled: Any) -> None:
-    for function in (compiled.run_layers, compiled.run_head, TOKEN_STEPS.loaded().sample_rows):
+    for function in (compiled.run_layers, compiled.run_head, CompiledCode.steps.sample_rows):
         assert len(function.signatures) == 1, "compiled again, which takes seconds"
 
 

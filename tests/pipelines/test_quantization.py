@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -153,32 +156,31 @@ def test_without_numba_or_vector_instructions_operators_serve(monkeypatch: pytes
 
 
 def test_operators_serve_while_the_compiled_passes_are_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if cpu.find_compiled_blocker() is not None:
-        pytest.skip("compiled passes cannot run here")
-    code = cpu_code.CompiledCode("int8 passes", "token layers", "token output")
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
-    started: list[list[str]] = []
+    monkeypatch.setattr(cpu_code, "find_compiled_blocker", lambda: None)
+    code, finish, started = cpu_code.CompiledCode("int8 passes", "token_pass"), threading.Event(), []
 
-    class Failing:
-        returncode, stderr = 1, None
+    def fail(command: list[str], **options: object) -> Any:
+        started.append(command[5:])
+        finish.wait()
+        return subprocess.CompletedProcess(command, 1, stderr=b"Traceback\nValueError: no code\n")
 
-        def __init__(self, command: list[str], **options: object):
-            started.append(command)
-
-        def poll(self) -> int | None:
-            return None if len(polled) < 2 else 1
-
-    polled: list[int] = []
-    monkeypatch.setattr(cpu_code.subprocess, "Popen", Failing)
-    for _ in range(2):
-        assert code.load() is None and code.failure is None
-        polled.append(1)
-    assert [command[3] for command in started] == ["token layers", "token output"], "each part is built once"
-    assert code.load() is None
-    assert "compiling them failed (exit status 1)" in str(code.failure)
+    monkeypatch.setattr(subprocess, "run", fail)
+    assert code.load() is code.load() is code.failure is None
+    finish.set()
+    assert code.load(wait=True) is None and started == [["token_pass", "sample"]], "compiled once"
+    assert code.failure == "compiling them failed (ValueError: no code)"
 
 
-def test_a_folder_that_cannot_be_written_is_noticed(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    assert not cpu_code._is_writable(tmp_path / "file" / "below")
-    assert cpu_code._is_writable(tmp_path / "new")
+def test_where_no_folder_can_be_written_each_process_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NUMBA_CACHE_DIR", __file__)
+    monkeypatch.setattr(cpu_code, "find_compiled_blocker", lambda: None)
+    monkeypatch.setattr(cpu_code, "load_modules", lambda names, folder: [folder is None, None])
+    assert cpu_code.CompiledCode("int8 passes", "token_pass").load(wait=True) is True
+
+
+def test_a_change_of_any_source_is_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = [shutil.copy(each, tmp_path) for each in Path(cpu_code.__file__).parent.glob("*.py")]
+    monkeypatch.setattr(cpu_code, "__file__", str(tmp_path / "load.py"))
+    folders = {cpu_code._code_folder()} | {Path(each).write_text("") or cpu_code._code_folder() for each in sources}
+    assert len(folders) == len(sources) + 1

@@ -98,9 +98,9 @@ def open_benchmark_model(
     A quantized model is returned with its compiled passes, if it has any.
     """
     family, components = validate_benchmark_model(name), {}
-    if quantization is not None:
-        for code in family.components["transformer"].network_class.compiled_code:
-            code.load(wait=True)
+    code = family.components["transformer"].network_class.compiled_code
+    if quantization is not None and code is not None:
+        code.load(wait=True)
     if name not in family.official_sizes:
         unused = dict.fromkeys(part for part, component in family.components.items() if not component.required)
         return BenchmarkModel(name, open_pipeline(name, device=device, dtype=dtype, quantization=quantization, **unused))

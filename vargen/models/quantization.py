@@ -120,8 +120,8 @@ def quantization_of(network: Any) -> str | None:
 def start_compiling(network: Any) -> None:
     """Start to build the compiled code of a network's passes, if it is not there; warn where they would be slow without."""
     warn_if_slow()
-    for code in network.compiled_code:
-        code.load()
+    if network.compiled_code is not None:
+        network.compiled_code.load()
 
 
 def validate_placement(network: nn.Module) -> None:

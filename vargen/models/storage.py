@@ -102,7 +102,7 @@ class QuantizedStorageMixin(ModelMixin):
 
     unquantized_suffixes: ClassVar[tuple[str, ...]] = ()
     float_layers: ClassVar[tuple[str, ...]] = ()
-    compiled_code: ClassVar[tuple[CompiledCode, ...]] = ()
+    compiled_code: ClassVar[CompiledCode | None] = None
     config: Any
 
     def _apply(self, fn: Any, *args: Any, **options: Any) -> Any:

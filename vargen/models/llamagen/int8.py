@@ -27,7 +27,7 @@ from vargen.kernels.int8.arithmetic import (
     rotate_pairs,
 )
 from vargen.kernels.int8.format import score_limit, value_limit
-from vargen.kernels.int8.load import TOKEN_PASS, TOKEN_STEPS
+from vargen.kernels.int8.load import TOKEN_PASS
 from vargen.models.guidance import Condition
 from vargen.models.int8_cache import Int8Cache, PairedInt8Cache
 from vargen.models.quantization import as_array, pack_layers
@@ -45,7 +45,6 @@ def make_cache(network: LlamaGenTransformer, rows: int, scratch: int, prefix: in
     shape = (len(network.layers), rows, config.n_kv_head or config.n_head, config.dim // config.n_head)
     options = {"prefix": prefix, "tokens": network.tokens, "scratch": scratch}
     compiled = TOKEN_PASS.load()
-    TOKEN_STEPS.load()
     return Int8Cache(*shape, **options) if compiled is None else PairedInt8Cache(compiled, *shape, **options)
 
 

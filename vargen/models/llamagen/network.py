@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from vargen.compat import ensure_torchvision
 from vargen.device import normal_tensors
 from vargen.kernels.dispatch import is_eager_cpu
-from vargen.kernels.int8.load import TOKEN_PASS, TOKEN_STEPS, CompiledCode
+from vargen.kernels.int8.load import TOKEN_PASS, CompiledCode
 from vargen.kernels.linear import TransposableWeights, transpose_linear_weights
 from vargen.models.guidance import Condition, apply_guidance
 from vargen.models.int8_cache import Int8Cache
@@ -102,7 +102,7 @@ class LlamaGenTransformer(TransposableWeights, QuantizedStorageMixin, ConfigMixi
     _no_split_modules: ClassVar[list[str]] = ["LlamaGenBlock"]
     layer_prefixes: ClassVar[dict[str, tuple[str, ...]]] = {"n_layer": ("layers.",)}
     _repeated_blocks: ClassVar[list[str]] = ["LlamaGenBlock"]
-    compiled_code: ClassVar[tuple[CompiledCode, ...]] = (TOKEN_PASS, TOKEN_STEPS)
+    compiled_code: ClassVar[CompiledCode | None] = TOKEN_PASS
     _skip_layerwise_casting_patterns: ClassVar[list[str]] = ["norm", "tok_embeddings", "cls_embedding"]
 
     rotary: Tensor

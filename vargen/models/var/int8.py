@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from vargen.kernels.int8.format import score_limit, value_limit
-from vargen.kernels.int8.load import SCALE_PASS, TOKEN_STEPS
+from vargen.kernels.int8.load import SCALE_PASS
 from vargen.models.guidance import Condition
 from vargen.models.quantization import as_array, pack_layers
 from vargen.models.var.blocks import MOST_SHARPNESS, Modulation, ScaleCache
@@ -94,8 +94,8 @@ class Int8ScaleCache(ScaleCache):
 
 def make_scale_cache(network: VARTransformer, rows: int, prefix: int) -> Int8ScaleCache | None:
     """Create a cache for compiled passes; None where they do not run, or not yet. Their heads have even widths."""
-    TOKEN_STEPS.load()
-    if network.head_dim % 2 or (compiled := SCALE_PASS.load()) is None:
+    compiled = SCALE_PASS.load()
+    if network.head_dim % 2 or compiled is None:
         return None
     shape = (network.config.depth, rows, network.n_head, network.head_dim)
     most = network.config.caption_rows + network.tokens

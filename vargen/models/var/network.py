@@ -31,7 +31,7 @@ ensure_torchvision()
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.utils import BaseOutput
 
-from vargen.kernels.int8.load import SCALE_PASS, TOKEN_STEPS, CompiledCode
+from vargen.kernels.int8.load import SCALE_PASS, CompiledCode
 from vargen.models.offloading import read_weight
 from vargen.models.quantization import replace_linear_layers, validate_quantization
 from vargen.models.storage import ModelMixin, QuantizedStorageMixin, validate_weight_format  # noqa: F401
@@ -84,7 +84,7 @@ class VARTransformer(QuantizedStorageMixin, ConfigMixin):
     layer_prefixes: ClassVar[dict[str, tuple[str, ...]]] = {"depth": ("blocks.",)}
     float_layers: ClassVar[tuple[str, ...]] = ("word_embed", "ada_lin", "caption_")
     _repeated_blocks: ClassVar[list[str]] = ["VARBlock"]
-    compiled_code: ClassVar[tuple[CompiledCode, ...]] = (SCALE_PASS, TOKEN_STEPS)
+    compiled_code: ClassVar[CompiledCode | None] = SCALE_PASS
     _skip_layerwise_casting_patterns: ClassVar[list[str]] = ["norm", "embed", "emb", "head_nm", "pos_", "ada_"]
 
     lvl_1L: Tensor
