@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from vargen.kernels.int8.format import EXP_UNITS, WEIGHT_SUM
+from vargen.kernels.int8.format import EXP_UNITS, QUERIES, WEIGHT_SUM
 from vargen.kernels.int8.steps import INNER, ROUND, SMALLEST, exp, f32, f64, i32, i64, largest
 from vargen.kernels.int8.vector import (
     bits_of_float,
@@ -26,7 +26,6 @@ from vargen.kernels.int8.vector import (
     pair_dot_4x4,
 )
 
-QUERIES = 4  # queries of a block: 16 vectors of sums fit the registers
 _UNITS, _SUM, _SUM_UNIT = f32(EXP_UNITS), WEIGHT_SUM, f32(1 / WEIGHT_SUM)
 _HIDDEN = f32(-np.inf)
 

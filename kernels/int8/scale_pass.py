@@ -17,12 +17,11 @@ from typing import Annotated, NamedTuple
 import numpy as np
 from numba import njit
 
-from vargen.kernels.int8.attention import QUERIES, attend_slots, join_pair
-from vargen.kernels.int8.format import NORM_MAX
+from vargen.kernels.int8.attention import attend_slots, join_pair
+from vargen.kernels.int8.format import NORM_MAX, PANEL, QUERIES, pack_matrix
 from vargen.kernels.int8.steps import (
     INNER,
     ONE,
-    PANEL,
     ROUND,
     compiled,
     exp,
@@ -31,7 +30,6 @@ from vargen.kernels.int8.steps import (
     i32,
     i64,
     largest,
-    pack_matrix,
     product,
     quantize,
 )

@@ -14,12 +14,11 @@ from typing import Any, get_args, get_type_hints
 import numpy as np
 from numba import from_dtype, njit, types
 
-from vargen.kernels.int8.format import EXP_RANGE, EXP_TERMS, INT8_MAX, LN_2, LOG2_E, NORM_MAX, TINY
+from vargen.kernels.int8.format import EXP_RANGE, EXP_TERMS, INT8_MAX, LN_2, LOG2_E, NORM_MAX, PANEL, TINY
 from vargen.kernels.int8.vector import bits_of_float, byte_dot_1, byte_dot_2, byte_dot_4, byte_dot_6, float_of_bits
 
 OPTIONS = {"fastmath": {"nnan", "nsz"}, "boundscheck": False, "error_model": "numpy", "nogil": True, "_nrt": False}
 INNER = {**OPTIONS, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}  # functions that only compiled ones call
-PANEL = 64  # columns of a matrix that are stored together
 
 f32, i32, i64, f64 = np.float32, np.int32, np.int64, np.float64
 ROUND = f32(1.5 * 2**23)  # adding and subtracting it rounds to the nearest integer, ties to even, for |x| < 2^22
@@ -151,7 +150,7 @@ def product(x, rows, matrix, start, steps, sums, N):
     """Products of byte rows `x [M, 4 steps]` with a packed matrix of N columns, a multiple of 64, to int32 `sums [M, N]`.
 
     Args:
-        matrix: address of `pack_matrix`'s bytes.
+        matrix: address of the bytes of `vargen.kernels.int8.format.pack_matrix`.
         start: int32 `[N]`, initial sums, which undo the 128 added to the bytes.
     """
     row_stride, address, out_stride = x.strides[0], x.ctypes.data, 4 * N
@@ -172,16 +171,3 @@ def product(x, rows, matrix, start, steps, sums, N):
             else:
                 byte_dot_1(row, row_stride, panel, 4 * PANEL, steps, first, out, out_stride)
                 m += 1
-
-
-def pack_matrix(weight_NK: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Reorder an int8 matrix for `product`: 64 columns side by side, four consecutive inputs of each together.
-
-    Returns:
-        int8 bytes, and int32 `[N']`, minus 128 times the sum of each output channel; N' is N rounded up to 64.
-    """
-    N, K = weight_NK.shape
-    padded = np.zeros((-(-N // PANEL) * PANEL, -(-K // 4) * 4), np.int8)
-    padded[:N, :K] = weight_NK
-    packed = padded.reshape(len(padded) // PANEL, PANEL, -1, 4).transpose(0, 2, 1, 3)
-    return np.ascontiguousarray(packed).reshape(-1), -128 * padded.sum(1, dtype=np.int32)

@@ -15,9 +15,9 @@ from typing import Annotated, NamedTuple
 
 import numpy as np
 
-from vargen.kernels.int8.attention import QUERIES, attend_slots, join_pair, write_tokens
+from vargen.kernels.int8.attention import attend_slots, join_pair, write_tokens
+from vargen.kernels.int8.format import PANEL, QUERIES, pack_matrix
 from vargen.kernels.int8.steps import (
-    PANEL,
     add_rows,
     compiled,
     f32,
@@ -25,7 +25,6 @@ from vargen.kernels.int8.steps import (
     i64,
     norm,
     norm_rows,
-    pack_matrix,
     product,
     quantize,
     swiglu_rows,
