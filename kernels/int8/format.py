@@ -1,11 +1,16 @@
-"""Numbers of the int8 arithmetic (`vargen.kernels.int8.arithmetic`) and layout of its matrices, for all implementations.
+"""Numbers of the int8 arithmetic (`vargen.kernels.int8.arithmetic`), and arrays that compiled passes read and write.
 
-Imports neither torch nor Numba.
+Imports neither torch nor Numba. Text in annotations is the dtype and the shape.
+
+Shape suffixes: L layers, R rows, M tokens of all rows of a pass, D width, G key heads, K head width, S cache slots, P prefix
+slots, N outputs and C inputs of a matrix; N' is N rounded up to 64, and other primes mean rounded up, too.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Annotated, NamedTuple
 
 import numpy as np
 
@@ -32,14 +37,100 @@ def value_limit(slots: int) -> int:
     return int(_EXACT // (WEIGHT_SUM + slots / 2 + 1))
 
 
-def pack_matrix(weight_NK: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Reorder an int8 matrix for products: 64 columns side by side, four consecutive inputs of each together.
+class Matrix(NamedTuple):
+    """A packed matrix of 8-bit integers, for products with bytes of which each has 128 added."""
 
-    Returns:
-        int8 bytes, and int32 `[N']`, minus 128 times the sum of each output channel; N' is N rounded up to 64.
+    values: Annotated[np.ndarray, "int8 [N' C']"]
+    start: Annotated[np.ndarray, "int32 [N']"]  # initial sums: minus 128 times the sum of each output channel
+    scale: Annotated[np.ndarray, "float32 [N']"]  # of the output channels
+
+
+class Layers(NamedTuple):
+    """The four matrices of each layer, whose columns lie one after the other in `start` and `scale`."""
+
+    packed: Annotated[np.ndarray, "int64 [L, 4]"]  # addresses of their values
+    start: Annotated[np.ndarray, "int32 [L, N]"]
+    scale: Annotated[np.ndarray, "float32 [L, N]"]
+
+
+class Slots(NamedTuple):
+    """A cache of pairs of 16-bit integers, and the largest integers of keys and of values.
+
+    A pair of keys is two numbers of a slot, a pair of values the same number of two slots: an instruction multiplies pairs of
+    16 slots or columns. Passes of scales have rows before layers, so that a slice of the rows is contiguous.
     """
-    N, K = weight_NK.shape
-    padded = np.zeros((-(-N // PANEL) * PANEL, -(-K // 4) * 4), np.int8)
-    padded[:N, :K] = weight_NK
-    packed = padded.reshape(len(padded) // PANEL, PANEL, -1, 4).transpose(0, 2, 1, 3)
-    return np.ascontiguousarray(packed).reshape(-1), -128 * padded.sum(1, dtype=np.int32)
+
+    k: Annotated[np.ndarray, "int32 [L, R, G, K/2, S']"]
+    v: Annotated[np.ndarray, "int32 [L, R, G, S'/2, K']"]
+    k_scale: Annotated[np.ndarray, "float32 [L, R, G, S']"]
+    v_scale: Annotated[np.ndarray, "float32 [L, R, G, S']"]
+    length: Annotated[np.ndarray, "int64 [R]"]  # image tokens that the rows hold; 0 in passes of scales
+    bias: Annotated[np.ndarray, "float32 [R, P]"]  # added to the scores of the prefix
+    limits: tuple[int, int]
+
+
+class RowBuffers(NamedTuple):
+    """Inputs and outputs of the products of a pass."""
+
+    wide: Annotated[np.ndarray, "uint8 [M, D']"]  # inputs of all products but the last of a layer
+    hidden: Annotated[np.ndarray, "uint8 [M, F']"]  # inputs of that one
+    scale: Annotated[np.ndarray, "float32 [M]"]
+    sums: Annotated[np.ndarray, "int32 [M N']"]
+    row: Annotated[np.ndarray, "float32 [longest]"]  # as many as a row has columns, and 4 more than slots
+
+
+class AttentionBuffers(NamedTuple):
+    """Queries of all heads, intermediate results of four of them at a time, and the result."""
+
+    q: Annotated[np.ndarray, "int16 [R, G, queries + 3, K]"]
+    q_scale: Annotated[np.ndarray, "float32 [R, G, queries]"]
+    dots: Annotated[np.ndarray, "int32 [4, S']"]
+    weights: Annotated[np.ndarray, "int16 [4, S']"]
+    sums: Annotated[np.ndarray, "int32 [4, K']"]
+    attended: Annotated[np.ndarray, "float32 [M, D]"]
+
+
+def pack_matrix(weight_NC: np.ndarray, scale_N: np.ndarray) -> Matrix:
+    """Reorder an int8 matrix for products: 64 columns side by side, four consecutive inputs of each together."""
+    N, C = weight_NC.shape
+    padded = np.zeros((-(-N // PANEL) * PANEL, -(-C // 4) * 4), np.int8)
+    padded[:N, :C] = weight_NC
+    values = padded.reshape(len(padded) // PANEL, PANEL, -1, 4).transpose(0, 2, 1, 3)
+    scale = np.ones(len(padded), np.float32)
+    scale[:N] = scale_N
+    return Matrix(np.ascontiguousarray(values).reshape(-1), -128 * padded.sum(1, dtype=np.int32), scale)
+
+
+def join_layers(matrices: Sequence[Sequence[Matrix]]) -> Layers:
+    """Describe the four matrices of each layer. They must be kept as long as this is used, which has only their addresses."""
+    starts, scales = (np.stack([np.concatenate([each[i] for each in four]) for four in matrices]) for i in (1, 2))
+    return Layers(np.array([[each.values.ctypes.data for each in four] for four in matrices]), starts, scales)
+
+
+def make_buffers(
+    layers: Layers, output: Matrix, slots: Slots, tokens: int, queries: tuple[int, int], width: int, hidden: int
+) -> tuple[RowBuffers, AttentionBuffers]:
+    """Allocate buffers for passes.
+
+    Args:
+        output: the matrix of the output layer.
+        tokens: most tokens M of all rows.
+        queries: rows that attend at once, and most queries of each for a key head.
+        width, hidden: D and F, most inputs of the products but the last of a layer, and inputs of that one.
+    """
+    G, pairs, S = slots.k.shape[2:]
+    columns = max(layers.start.shape[1], len(output.start))
+    return RowBuffers(
+        wide=np.full((tokens, -(-width // 4) * 4), 128, np.uint8),
+        hidden=np.full((tokens, -(-hidden // 4) * 4), 128, np.uint8),
+        scale=np.zeros(tokens, np.float32),
+        sums=np.zeros(tokens * columns, np.int32),
+        row=np.zeros(max(columns, S) + QUERIES, np.float32),
+    ), AttentionBuffers(
+        q=np.zeros((queries[0], G, queries[1] + QUERIES - 1, 2 * pairs), np.int16),
+        q_scale=np.zeros((queries[0], G, queries[1]), np.float32),
+        dots=np.zeros((QUERIES, S), np.int32),
+        weights=np.zeros((QUERIES, S), np.int16),
+        sums=np.zeros((QUERIES, slots.v.shape[4]), np.int32),
+        attended=np.zeros((tokens, width), np.float32),
+    )

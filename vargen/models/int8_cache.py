@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from vargen.kernels.int8.arithmetic import quantize_activations
-from vargen.kernels.int8.format import score_limit, value_limit
+from vargen.kernels.int8.format import Slots, score_limit, value_limit
 
 
 class Int8Cache:
@@ -173,10 +173,8 @@ class PairedInt8Cache(Int8Cache):
     def __init__(self, compiled: Any, *shape: int, **options: int):
         self.compiled = compiled
         super().__init__(*shape, **options)
-        self.arrays = compiled.Slots(
-            *(store.numpy() for store in (self.k, self.v, self.k_scale, self.v_scale, self.length, self.prefix_bias)),
-            self.limits,
-        )
+        stores: Any = [store.numpy() for store in (*self._stores, self.length, self.prefix_bias)]
+        self.arrays = Slots(*stores, self.limits)
         self.weights: Any = None  # packed, and buffers of the passes: set by the first pass
         self.buffers: Any = None
 

@@ -6,7 +6,7 @@ The weights of an `Int8Linear` have a scale per output channel, and each row of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from vargen.kernels.int8.arithmetic import int8_linear, quantize_activations, quantize_weight_rows, regroup_weight_rows
+from vargen.kernels.int8.format import Layers, Matrix, join_layers, pack_matrix
 from vargen.kernels.int8.load import warn_if_slow
 from vargen.values import short_repr
 
@@ -162,13 +163,22 @@ def as_array(tensor: Tensor) -> np.ndarray:
     return np.ascontiguousarray(tensor.detach().numpy())
 
 
-def pack_layers(compiled: Any, *layers: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Pack layers with the same input as one matrix for compiled passes: bytes, initial sums and channel scales.
+def packed_weights(network: Any, matrices: Sequence[Sequence[tuple[Any, ...]]], make: Callable[[Layers, Matrix], Any]) -> Any:
+    """Return the weights of compiled passes, which are packed once and kept with the network; they may not change afterwards.
 
     Args:
-        compiled: a module of `vargen.kernels.int8.load` with `pack_matrix`.
+        matrices: of each layer and then of the output, each as quantized layers side by side.
+        make: the weights from the packed matrices of the layers, and of the output.
     """
-    packed, start = compiled.pack_matrix(np.concatenate([as_array(layer.weight) for layer in layers]))
-    scale = np.ones(len(start), np.float32)
-    scale[: sum(layer.out_features for layer in layers)] = np.concatenate([as_array(layer.weight_scale) for layer in layers])
-    return packed, start, scale
+    key = tuple(layer.weight.data_ptr() for group in matrices for parts in group for layer in parts)
+    known = network.__dict__.get("_packed_weights")
+    if known is None or known[0] != key:
+        packed = [[_pack(parts) for parts in group] for group in matrices]
+        known = network.__dict__["_packed_weights"] = (key, make(join_layers(packed[:-1]), packed[-1][0]), packed)
+    return known[1]
+
+
+def _pack(layers: tuple[Any, ...]) -> Matrix:
+    """Pack layers with the same input as one matrix."""
+    weights, scales = ([as_array(getattr(each, name)) for each in layers] for name in ("weight", SCALE_SUFFIX))
+    return pack_matrix(np.concatenate(weights), np.concatenate(scales))

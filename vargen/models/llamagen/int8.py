@@ -26,11 +26,11 @@ from vargen.kernels.int8.arithmetic import (
     quantize_activations,
     rotate_pairs,
 )
-from vargen.kernels.int8.format import score_limit, value_limit
+from vargen.kernels.int8.format import Layers, Matrix, score_limit, value_limit
 from vargen.kernels.int8.load import TOKEN_PASS
 from vargen.models.guidance import Condition
 from vargen.models.int8_cache import Int8Cache, PairedInt8Cache
-from vargen.models.quantization import as_array, pack_layers
+from vargen.models.quantization import as_array, packed_weights
 
 if TYPE_CHECKING:
     from vargen.models.llamagen.network import LlamaGenTransformer
@@ -179,10 +179,9 @@ def _compiled_step(
     guidance: Guidance,
 ) -> Outputs:
     B, T, compiled = cache.rows, tokens_BT.shape[1], cache.compiled
-    if cache.buffers is None:
-        cache.weights = packed_weights(network, compiled)
-        cache.buffers = compiled.make_buffers(cache.weights, cache.arrays, cache.scratch)
-    weights = cache.weights
+    if cache.weights is None:
+        cache.weights = _pack(network, compiled)
+        cache.buffers = compiled.make_pass_buffers(cache.weights, cache.arrays, cache.scratch)
     tokens = as_array(tokens_BT)
     cells = _NO_POSITIONS if positions is None else as_array(positions.expand(B, T))
     tree = np.zeros((B, 0, 0), np.bool_) if ancestors is None else as_array(ancestors.expand(B, T, T))
@@ -192,53 +191,34 @@ def _compiled_step(
         scales[...] = given[..., 0] if isinstance(given, np.ndarray) and given.ndim else given
     D, V = network.config.dim, network.config.vocab_size
     logits = torch.empty(B if guidance is None else B // 2, T, V, dtype=torch.float32)
-    features, hidden = torch.empty(B, T, D, dtype=torch.float32), torch.empty(B, T, D, dtype=torch.float32)
     # All is at hand before the pass, which evicts from the CPU's caches what operators need.
-    compiled.run_layers(weights, cache.arrays, cache.buffers, tokens, cells, tree)
-    compiled.run_output(weights, cache.buffers, scales, hidden.numpy(), features.numpy(), logits.numpy())
+    features, hidden = torch.empty(B, T, D, dtype=torch.float32), torch.empty(B, T, D, dtype=torch.float32)
+    results = hidden.numpy(), features.numpy(), logits.numpy()
+    compiled.run_pass(cache.weights, cache.arrays, *cache.buffers, tokens, cells, tree, scales, *results)
     return logits, features, hidden
 
 
-def packed_weights(network: LlamaGenTransformer, compiled: Any) -> Any:
-    """Return `compiled.Weights` of a network, which are packed once and kept with it. Weights may not change afterwards."""
-    layers = [
-        (each.attention.wqkv, each.attention.wo, each.feed_forward.w1, each.feed_forward.w3, each.feed_forward.w2)
+def _pack(network: LlamaGenTransformer, compiled: Any) -> Any:
+    """Return `compiled.Weights` of a network."""
+    config = network.config
+    matrices = [
+        ((each.attention.wqkv,), (each.attention.wo,), (each.feed_forward.w1, each.feed_forward.w3), (each.feed_forward.w2,))
         for each in network.layers
     ]
-    key = tuple(layer.weight.data_ptr() for parts in layers for layer in parts)
-    known = network.__dict__.get("_packed_weights")
-    if known is None or known[0] != key:
-        known = network.__dict__["_packed_weights"] = (key, *_pack(network, layers, compiled))
-    return known[1]
 
+    def make(layers: Layers, output: Matrix) -> Any:
+        embedding: Any = network.tok_embeddings
+        norms: list[Any] = [norm.weight for block in network.layers for norm in (block.attention_norm, block.ffn_norm)]
+        final: Any = network.norm
+        heads, hidden = (config.n_head, config.n_kv_head or config.n_head), matrices[0][2][0].out_features
+        return compiled.Weights(
+            sizes=np.array([*heads, config.dim // config.n_head, hidden]),
+            layers=layers,
+            norms=np.stack([as_array(norm) for norm in (*norms, final.weight)]),
+            output=output,
+            embedding=as_array(embedding.weight),
+            rotary=as_array(network.rotary),
+            eps=float(final.eps),
+        )
 
-def _pack(network: LlamaGenTransformer, layers: list[tuple[Any, ...]], compiled: Any) -> tuple[Any, Any]:
-    """Return the weights, and the arrays that they have addresses of."""
-    kept, addresses, starts, scales = [], [], [], []
-    for wqkv, wo, w1, w3, w2 in layers:
-        parts = [pack_layers(compiled, *each) for each in ((wqkv,), (wo,), (w1, w3), (w2,))]
-        kept.append(parts)
-        addresses.append([packed.ctypes.data for packed, _, _ in parts])
-        starts.append(np.concatenate([start for _, start, _ in parts]))
-        scales.append(np.concatenate([scale for _, _, scale in parts]))
-    config = network.config
-    G = config.n_kv_head or config.n_head
-    blocks: Any = network.layers
-    norms: list[Any] = [norm.weight for block in blocks for norm in (block.attention_norm, block.ffn_norm)]
-    embedding: Any = network.tok_embeddings
-    final: Any = network.norm
-    output, output_start, output_scale = pack_layers(compiled, network.output)
-    weights = compiled.Weights(
-        sizes=np.array([config.n_head, G, config.dim // config.n_head, layers[0][2].out_features]),
-        packed=np.array(addresses),
-        start=np.stack(starts),
-        scale=np.stack(scales),
-        norms=np.stack([as_array(norm) for norm in (*norms, final.weight)]),
-        output=output,
-        output_start=output_start,
-        output_scale=output_scale,
-        embedding=as_array(embedding.weight),
-        rotary=as_array(network.rotary),
-        eps=float(network.norm.eps),
-    )
-    return weights, kept
+    return packed_weights(network, [*matrices, ((network.output,),)], make)

@@ -18,14 +18,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vargen.kernels.int8.format import score_limit, value_limit
+from vargen.kernels.int8.format import PANEL, Layers, Matrix, Slots, make_buffers, score_limit, value_limit
 from vargen.kernels.int8.load import SCALE_PASS
 from vargen.models.guidance import Condition
-from vargen.models.quantization import as_array, pack_layers
+from vargen.models.quantization import as_array, packed_weights
 from vargen.models.var.blocks import MOST_SHARPNESS, Modulation, ScaleCache
 
 if TYPE_CHECKING:
     from vargen.models.var.network import VARTransformer
+
+_NO_TREE = np.zeros((1, 0, 0), np.bool_)
 
 
 class Int8ScaleCache(ScaleCache):
@@ -53,7 +55,7 @@ class Int8ScaleCache(ScaleCache):
             torch.zeros(*shape, slots, dtype=torch.float32),
             torch.zeros(*shape, slots, dtype=torch.float32),
         )
-        self.prefix_bias = torch.zeros(rows, prefix, dtype=torch.float32)
+        self.length, self.prefix_bias = torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, prefix, dtype=torch.float32)
         self.limits = (score_limit(head_dim), value_limit(most_slots))
         self.scale = 0
         self.modulation: Modulation | None = None
@@ -62,7 +64,7 @@ class Int8ScaleCache(ScaleCache):
 
     @property
     def _stores(self) -> tuple[Tensor, ...]:
-        return self.k, self.v, self.k_scale, self.v_scale, self.prefix_bias
+        return self.k, self.v, self.k_scale, self.v_scale, self.length, self.prefix_bias
 
     @property
     def nbytes(self) -> int:
@@ -70,7 +72,7 @@ class Int8ScaleCache(ScaleCache):
 
     def select_rows(self, chosen: slice) -> Int8ScaleCache:
         part = copy.copy(self)
-        part.k, part.v, part.k_scale, part.v_scale, part.prefix_bias = (store[chosen] for store in self._stores)
+        part.k, part.v, part.k_scale, part.v_scale, part.length, part.prefix_bias = (store[chosen] for store in self._stores)
         part.rows, part._buffers = len(part.k), (0, None)
         if self.modulation is not None:
             part.modulation = self.modulation.select_rows(chosen)
@@ -81,14 +83,17 @@ class Int8ScaleCache(ScaleCache):
     def write(self, layer: int, start: int, k_RHTK: Tensor, v_RHTK: Tensor) -> tuple[Tensor, Tensor]:
         raise NotImplementedError("the compiled pass writes tokens itself")
 
-    def arrays(self) -> Any:
+    def arrays(self) -> Slots:
         """The cache as the compiled pass takes it."""
-        return self.compiled.Slots(*(store.numpy() for store in self._stores), self.limits)
+        stores: Any = [store.numpy() for store in self._stores]
+        return Slots(*stores, self.limits)
 
-    def buffers(self, weights: Any, slots: Any, tokens: int, output: int) -> Any:
-        """Buffers of passes over up to `tokens` tokens of each row, and an output layer of `output` columns. They are kept."""
+    def buffers(self, weights: Any, tokens: int) -> Any:
+        """Buffers of passes over up to `tokens` tokens of each row. They are kept."""
         if self._buffers[0] < tokens:
-            self._buffers = (tokens, self.compiled.make_buffers(weights, slots, self.rows, tokens, output))
+            D, F = (int(size) for size in weights.sizes[:2])
+            layout = weights.layers, weights.output, self.arrays()
+            self._buffers = (tokens, make_buffers(*layout, self.rows * tokens, (1, tokens), D, F))
         return self._buffers[1]
 
 
@@ -124,15 +129,8 @@ def run_pass(
     x[:, fed:] += network.lvl_embed(network.lvl_1L[:, place]) + network.pos_1LC[:, place]
     modulation = cache.modulation
     assert modulation is not None
-    (weights, head), slots = scale_weights(network, cache.compiled), cache.arrays()
-    M, D = R * x.shape[1], network.config.dim
-    tokens_of_pass = max(x.shape[1], network.scales[-1] ** 2)  # of the largest one, so that buffers are made once
-    buffers = cache.buffers(weights, slots, tokens_of_pass, len(head[1]))
-    blocks = as_array(modulation.blocks[:, :, :, 0])
-    cache.compiled.run_layers(
-        weights, slots, buffers, x.view(M, D).numpy(), blocks, _reach(network, cache, first, last, fed), begin + P - fed
-    )
-    cache.scale = last + 1
+    weights, D = _pack(network, cache.compiled), network.config.dim
+    buffers = cache.buffers(weights, max(x.shape[1], network.scales[-1] ** 2))  # of the largest pass: made once
     wanted = first if logits_of is None else max(first, last + 1 - logits_of)
     n = network.ends[last] - network.first_token_of(wanted)
     strength = np.zeros(0, np.float32) if guidance is None else as_array(guidance.float())
@@ -141,10 +139,12 @@ def run_pass(
         torch.empty(R, n, D, dtype=torch.float32),
         torch.empty(rows, n, network.config.vocab_size, dtype=torch.float32),
     )
-    cache.compiled.run_head(
-        x.numpy(), as_array(modulation.head[:, :, 0]), *head, strength, buffers.row, buffers.scale, buffers.wide, buffers.sums,
+    cache.compiled.run_pass(
+        weights, cache.arrays(), *buffers, x.numpy(), as_array(modulation.blocks[:, :, :, 0]),
+        as_array(modulation.head[:, :, 0]), _reach(network, cache, first, last, fed), _NO_TREE, begin + P - fed, strength,
         features.numpy(), logits.numpy(),
     )  # fmt: skip
+    cache.scale = last + 1
     return logits, features[:rows]
 
 
@@ -208,45 +208,34 @@ def _reach(network: VARTransformer, cache: Int8ScaleCache, first: int, last: int
     return reach
 
 
-def scale_weights(network: VARTransformer, compiled: Any) -> tuple[Any, tuple[np.ndarray, ...]]:
-    """Return `compiled.Weights` and the output layer, packed once and kept with the network. Weights may not change later."""
-    layers = [(block.attn.mat_qkv, block.attn.proj, block.ffn.fc1, block.ffn.fc2) for block in network.blocks]
-    key = tuple(layer.weight.data_ptr() for parts in layers for layer in parts)
-    known = network.__dict__.get("_packed_weights")
-    if known is None or known[0] != key:
-        known = network.__dict__["_packed_weights"] = (key, *_pack(network, layers, compiled))
-    return known[1], known[2]
+def _pack(network: VARTransformer, compiled: Any) -> Any:
+    """Return `compiled.Weights` of a network."""
+    matrices = [((block.attn.mat_qkv,), (block.attn.proj,), (block.ffn.fc1,), (block.ffn.fc2,)) for block in network.blocks]
+
+    def make(layers: Layers, output: Matrix) -> Any:
+        biases, sharpness = [], []
+        for block in network.blocks:
+            attention: Any = block.attn
+            qkv = torch.cat([attention.q_bias, torch.zeros_like(attention.q_bias), attention.v_bias])
+            parts: Any = (qkv, attention.proj.bias, block.ffn.fc1.bias, block.ffn.fc2.bias)
+            biases.append(np.concatenate([_padded(bias) for bias in parts]))
+            if attention.l2_norm:
+                sharpness.append(as_array(attention.scale_mul_1H11.clamp_max(MOST_SHARPNESS).exp().flatten()))
+            else:
+                sharpness.append(np.full(attention.n_head, 0.25 / math.sqrt(attention.head_dim), np.float32))
+        first: Any = network.blocks[0]
+        return compiled.Weights(
+            sizes=np.array([network.config.dim, first.ffn.fc1.out_features, int(first.attn.l2_norm)]),
+            layers=layers,
+            bias=np.stack(biases),
+            sharpness=np.stack(sharpness),
+            output=output,
+            output_bias=_padded(network.head.bias),
+        )
+
+    return packed_weights(network, [*matrices, ((network.head,),)], make)
 
 
-def _pack(network: VARTransformer, layers: Any, compiled: Any) -> tuple[Any, tuple[np.ndarray, ...], list[Any]]:
-    """Return the weights, the output layer, and the arrays that the weights have addresses of."""
-    kept = [[pack_layers(compiled, layer) for layer in parts] for parts in layers]
-    biases, sharpness = [], []
-    for block, parts in zip(network.blocks, kept, strict=True):
-        attention: Any = block.attn
-        zeros = torch.zeros_like(attention.q_bias)
-        qkv = torch.cat([attention.q_bias, zeros, attention.v_bias])
-        each = (qkv, attention.proj.bias, block.ffn.fc1.bias, block.ffn.fc2.bias)
-        biases.append(np.concatenate([_padded(bias, len(start)) for bias, (_, start, _) in zip(each, parts, strict=True)]))
-        if attention.l2_norm:
-            sharpness.append(as_array(attention.scale_mul_1H11.clamp_max(MOST_SHARPNESS).exp().flatten()))
-        else:
-            sharpness.append(np.full(attention.n_head, 0.25 / math.sqrt(attention.head_dim), np.float32))
-    first: Any = network.blocks[0]
-    weights = compiled.Weights(
-        sizes=np.array([network.config.dim, first.ffn.fc1.out_features, int(first.attn.l2_norm)]),
-        packed=np.array([[packed.ctypes.data for packed, _, _ in parts] for parts in kept]),
-        start=np.stack([np.concatenate([start for _, start, _ in parts]) for parts in kept]),
-        scale=np.stack([np.concatenate([scale for _, _, scale in parts]) for parts in kept]),
-        bias=np.stack(biases),
-        sharpness=np.stack(sharpness),
-    )
-    output, start, scale = pack_layers(compiled, network.head)
-    return weights, (output, start, scale, _padded(network.head.bias, len(start))), kept
-
-
-def _padded(bias: Tensor, count: int) -> np.ndarray:
-    """A bias with zeros up to `count` columns."""
-    out = np.zeros(count, np.float32)
-    out[: len(bias)] = as_array(bias)
-    return out
+def _padded(bias: Tensor) -> np.ndarray:
+    """A bias with zeros up to a multiple of 64 columns."""
+    return np.pad(as_array(bias), (0, -len(bias) % PANEL))
