@@ -38,19 +38,23 @@ def join_pair(low, high):
 
 @njit(**INNER)
 def write_tokens(
-    sums, stride, scale, channel_scale, cos_sin, length, prefix, limits, k, v, k_scale, v_scale, q, q_scale, row, T, K, H
+    sums, stride, scale, channel_scale, bias, cos_sin, sharpness, unit, length, prefix, limits, k, v, k_scale, v_scale, q,
+    q_scale, row, T, H,
 ):  # fmt: skip
-    """Rotate and quantize the queries, keys and values of a pass; write keys and values to the slots after each row's pointer.
+    """Quantize the queries, keys and values of a pass; write keys and values to the slots after each row's pointer.
 
     Args:
         sums: int32 product with `stride` columns a row: queries, keys, values.
-        cos_sin: float32 `[R, T, K/2, 2]`.
+        bias: float32, of these columns; None: none.
+        cos_sin: float32 `[R, T, K/2, 2]`, which rotate queries and keys; None: nothing rotates them.
+        sharpness: float32 `[H]`, factors of the scores; None: the root of 1/K.
+        unit: whether queries and keys are normalized, which their integers then are exactly.
         length: int64 `[R]`, pointer of each row, at most the number of image tokens.
         limits: largest integers of keys and of values.
         q, q_scale: written: int16 `[R, G, H/G T, K]`, and float32 scales of scores `[R, G, H/G T]`.
         row: float32 `[(H + 2 G) K]`, scratch.
     """
-    R, G = k.shape[0], k.shape[1]
+    R, G, K = k.shape[0], k.shape[1], 2 * k.shape[2]
     group = H // G
     score_limit, value_limit = f32(limits[0]), f32(limits[1])
     score_unit, value_unit, root = f32(1 / limits[0]), f32(1 / limits[1]), f32(K**-0.5)
@@ -60,9 +64,11 @@ def write_tokens(
             a, line = scale[m], m * stride
             for j in range((H + 2 * G) * K):
                 row[j] = f32(sums[line + j]) * a * channel_scale[j]
+                if bias is not None:
+                    row[j] += bias[j]
             for h in range(H + 2 * G):
                 first = h * K
-                if h < H + G:
+                if cos_sin is not None and h < H + G:
                     for j in range(K // 2):
                         even, odd = row[first + 2 * j], row[first + 2 * j + 1]
                         cos, sin = cos_sin[r, t, j, 0], cos_sin[r, t, j, 1]
@@ -72,15 +78,21 @@ def write_tokens(
                 factor = (score_limit if h < H + G else value_limit) / top
                 for j in range(first, first + K):
                     row[j] = (row[j] * factor + ROUND) - ROUND
+                size = top * score_unit
+                if unit:
+                    squares = i32(0)
+                    for j in range(first, first + K):
+                        squares = i32(squares + i32(i32(row[j]) * i32(row[j])))
+                    size = f32(1.0 / np.sqrt(f64(squares if squares > 0 else i32(1))))
                 if h < H:
                     g, number = h // group, (h % group) * T + t
                     for j in range(K):
                         q[r, g, number, j] = np.int16(row[first + j])
-                    q_scale[r, g, number] = top * score_unit * root
+                    q_scale[r, g, number] = size * (root if sharpness is None else sharpness[h])
                 elif h < H + G:
                     for j in range(K // 2):
                         k[r, h - H, j, slot] = join_pair(i32(row[first + 2 * j]), i32(row[first + 2 * j + 1]))
-                    k_scale[r, h - H, slot] = top * score_unit
+                    k_scale[r, h - H, slot] = size
                 else:
                     for j in range(K):
                         old, new = v[r, h - H - G, slot >> 1, j], i32(row[first + j])
@@ -90,7 +102,7 @@ def write_tokens(
 
 @njit(**INNER)
 def pair_dots(rows, row, row_stride, column, column_stride, steps, vectors, out, out_stride):
-    """Dot products of one or four rows of pairs with 16 x `vectors` columns; addresses as in `cpu_vector.make_dot`."""
+    """Dot products of one or four rows of pairs with 16 x `vectors` columns; addresses as in `vector.make_dot`."""
     at = 0
     while at < vectors:
         source, target, left = column + 64 * at, out + 64 * at, vectors - at

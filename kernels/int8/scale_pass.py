@@ -17,7 +17,7 @@ from typing import Annotated, NamedTuple
 import numpy as np
 from numba import njit
 
-from vargen.kernels.int8.attention import attend_slots, join_pair
+from vargen.kernels.int8.attention import attend_slots, write_tokens
 from vargen.kernels.int8.format import NORM_MAX, PANEL, AttentionBuffers, Layers, Matrix, RowBuffers, Slots
 from vargen.kernels.int8.steps import (
     INNER,
@@ -99,55 +99,6 @@ def gelu_rows(sums, stride, scale, channel_scale, bias, rows, F, row, out):
         scale[m] = quantize(row, F, out[m])
 
 
-@njit(**INNER)
-def write_scale_tokens(
-    sums, stride, scale, channel_scale, bias, sharpness, unit, place, limits, k, v, k_scale, v_scale, q, q_scale, row, m, T
-):  # fmt: skip
-    """Quantize queries, keys and values of T tokens, from row `m` of the product; write keys and values from `place` on.
-
-    Args:
-        sums: int32 product with `stride` columns a row: queries, keys, values.
-        sharpness: float32 `[H]`, factors of the scores.
-        unit: whether queries and keys are normalized, which their integers then are exactly.
-        limits: largest integers of keys and of values.
-        k, v, k_scale, v_scale: slots of one layer and row, see `cpu_attention`, without their first axis.
-        q, q_scale: written: int16 `[1, H, T + 3, K]`, and float32 scales of scores `[1, H, T]`.
-        row: float32 `[3 H K]`, scratch.
-    """
-    H, K = k.shape[0], 2 * k.shape[1]
-    score_limit, value_limit = f32(limits[0]), f32(limits[1])
-    score_unit, value_unit = f32(1 / limits[0]), f32(1 / limits[1])
-    for t in range(T):
-        a, line, slot = scale[m + t], (m + t) * stride, place + t
-        for j in range(3 * H * K):
-            row[j] = f32(sums[line + j]) * a * channel_scale[j] + bias[j]
-        for h in range(3 * H):
-            first = h * K
-            top = largest(row, first, K)
-            factor = (score_limit if h < 2 * H else value_limit) / top
-            for j in range(first, first + K):
-                row[j] = (row[j] * factor + ROUND) - ROUND
-            size = top * score_unit
-            if unit:
-                squares = i32(0)
-                for j in range(first, first + K):
-                    squares = i32(squares + i32(i32(row[j]) * i32(row[j])))
-                size = f32(1.0 / np.sqrt(f64(squares if squares > 0 else i32(1))))
-            if h < H:
-                for j in range(K):
-                    q[0, h, t, j] = np.int16(row[first + j])
-                q_scale[0, h, t] = size * sharpness[h]
-            elif h < 2 * H:
-                for j in range(K // 2):
-                    k[h - H, j, slot] = join_pair(i32(row[first + 2 * j]), i32(row[first + 2 * j + 1]))
-                k_scale[h - H, slot] = size
-            else:
-                for j in range(K):
-                    old, new = v[h - 2 * H, slot >> 1, j], i32(row[first + j])
-                    v[h - 2 * H, slot >> 1, j] = join_pair(old, new) if slot & 1 else join_pair(new, i32(old >> i32(16)))
-                v_scale[h - 2 * H, slot] = top * value_unit
-
-
 @compiled(
     Weights, Slots, RowBuffers, AttentionBuffers, "float32 [R, T, D]", "float32 [L, 6, R, D]", "float32 [2, R, D]",
     "int64 [R, T]", "bool [1, 0, 0]", int, "float32 [n]", "float32 [R, n, D]", "float32 [B, n, V]",
@@ -193,18 +144,18 @@ def _run_layers(weights, slots, rows, attention, x, modulation, reach, ancestors
             product(factors, M, weights.layers.packed[layer, stage], start, -(-inputs // 4), sums, columns)
             first += columns
             if stage == 0:
-                for r in range(R):
-                    write_scale_tokens(
-                        sums, columns, scale, channels, bias, weights.sharpness[layer], unit, place, slots.limits,
-                        slots.k[r, layer], slots.v[r, layer], slots.k_scale[r, layer], slots.v_scale[r, layer], attention.q,
-                        attention.q_scale, row, r * T, T,
+                for r in range(R):  # each over its own slots of this layer, with the queries of its own tokens
+                    own, end, length = r * T, layer + 1, slots.length[r : r + 1]
+                    k, k_scale = slots.k[r, layer:end], slots.k_scale[r, layer:end]
+                    v, v_scale = slots.v[r, layer:end], slots.v_scale[r, layer:end]
+                    write_tokens(
+                        sums[own * columns :], columns, scale[own:], channels, bias, None, weights.sharpness[layer], unit,
+                        length, place, slots.limits, k, v, k_scale, v_scale, attention.q, attention.q_scale, row, T, H,
                     )  # fmt: skip
-                    end = layer + 1
                     attend_slots(
-                        attention.q, attention.q_scale, slots.k[r, layer:end], slots.v[r, layer:end],
-                        slots.k_scale[r, layer:end], slots.v_scale[r, layer:end], slots.bias[r : r + 1],
-                        slots.length[r : r + 1], place, reach[r : r + 1], ancestors, attention.dots, row, attention.weights,
-                        attention.sums, attention.attended[r * T : (r + 1) * T], T, H,
+                        attention.q, attention.q_scale, k, v, k_scale, v_scale, slots.bias[r : r + 1], length, place,
+                        reach[r : r + 1], ancestors, attention.dots, row, attention.weights, attention.sums,
+                        attention.attended[own:], T, H,
                     )  # fmt: skip
                 for m in range(M):
                     scale[m] = quantize(attention.attended[m], D, rows.wide[m])

@@ -123,8 +123,8 @@ def _run_layers(weights, slots, rows, attention, places, x, tokens, positions, a
             if stage == 0:
                 k, v, k_scale, v_scale = slots.k[layer], slots.v[layer], slots.k_scale[layer], slots.v_scale[layer]
                 write_tokens(
-                    sums, columns, scale, channels, cos_sin, length, prefix, slots.limits, k, v, k_scale, v_scale, q, q_scale,
-                    row, T, K, H,
+                    sums, columns, scale, channels, None, cos_sin, None, False, length, prefix, slots.limits, k, v, k_scale,
+                    v_scale, q, q_scale, row, T, H,
                 )  # fmt: skip
                 attend_slots(
                     q, q_scale, k, v, k_scale, v_scale, slots.bias, length, prefix, places.reach, ancestors,
