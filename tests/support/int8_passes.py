@@ -12,7 +12,7 @@ from torch import Tensor
 from vargen.kernels.int8.cpu import find_compiled_blocker
 from vargen.kernels.int8.load import TOKEN_PASS, CompiledCode
 from vargen.models.guidance import Condition
-from vargen.models.int8_cache import Int8Cache, PairedInt8Cache
+from vargen.models.int8_cache import Int8Cache
 from vargen.models.llamagen.network import LlamaGenTransformer
 from vargen.models.quantization import quantize_network
 
@@ -57,9 +57,7 @@ class Images:
         config = model.config
         shape = (len(model.layers), 2 * len(rows), config.n_kv_head or config.n_head, config.dim // config.n_head)
         options = {"prefix": prefix, "tokens": TOKENS, "scratch": SCRATCH}
-        self.cache: Int8Cache = (
-            PairedInt8Cache(compiled_passes(), *shape, **options) if backend == "compiled" else Int8Cache(*shape, **options)
-        )
+        self.cache = Int8Cache(*shape, compiled=compiled_passes() if backend == "compiled" else None, **options)
         condition = condition_of(rows)
         with torch.inference_mode():
             condition = condition.cat(model.null_condition(condition))

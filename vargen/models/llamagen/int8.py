@@ -29,7 +29,7 @@ from vargen.kernels.int8.arithmetic import (
 from vargen.kernels.int8.format import Layers, Matrix, score_limit, value_limit
 from vargen.kernels.int8.load import TOKEN_PASS
 from vargen.models.guidance import Condition
-from vargen.models.int8_cache import Int8Cache, PairedInt8Cache
+from vargen.models.int8_cache import Int8Cache
 from vargen.models.quantization import as_array, packed_weights
 
 if TYPE_CHECKING:
@@ -43,9 +43,7 @@ def make_cache(network: LlamaGenTransformer, rows: int, scratch: int, prefix: in
     """Create a cache of the kind that the passes on this machine use."""
     config = network.config
     shape = (len(network.layers), rows, config.n_kv_head or config.n_head, config.dim // config.n_head)
-    options = {"prefix": prefix, "tokens": network.tokens, "scratch": scratch}
-    compiled = TOKEN_PASS.load()
-    return Int8Cache(*shape, **options) if compiled is None else PairedInt8Cache(compiled, *shape, **options)
+    return Int8Cache(*shape, prefix=prefix, tokens=network.tokens, scratch=scratch, compiled=TOKEN_PASS.load())
 
 
 def describe_backend() -> str:
@@ -80,9 +78,8 @@ def run_prefill(network: LlamaGenTransformer, x: Tensor, mask: Tensor | None, ca
     seen = visible.cumsum(1)
     total = seen[:, -1:]
     compressed = cache.prefix == 1
-    logarithms = torch.tensor(
-        [-math.inf, *(math.log(count) for count in range(1, P + 1))], dtype=torch.float32
-    )  # the same for any batch
+    counts = [-math.inf, *(math.log(count) for count in range(1, P + 1))]
+    logarithms = torch.tensor(counts, dtype=torch.float32)  # the same for any batch
     cache.prefix_bias.copy_(logarithms[total.long()] if compressed else logarithms[visible.long()])
     layers: Any = network.layers
     for i, layer in enumerate(layers):
@@ -120,19 +117,21 @@ def add_residuals(layer: Any, x: Tensor, attended_BTHK: Tensor) -> Tensor:
 def forward_sequence(network: LlamaGenTransformer, x: Tensor, cos_sin: Tensor, visible: Tensor) -> Tensor:
     """Run whole sequences `[B, T, D]` with rotary factors `[T, K/2, 2]`; `visible`: bool `[T, T]` or `[B, 1, T, T]`."""
     bias = torch.zeros(visible.shape, dtype=torch.float32).masked_fill_(~visible, -math.inf).view(-1, 1, *visible.shape[-2:])
-    limits = score_limit(network.config.dim // network.config.n_head), value_limit(network.num_prefix_rows + network.tokens)
-    for layer in network.layers:
-        q, k, v = project(layer, x, cos_sin[None])
-        keys, key_scale = quantize_activations(k, limits[0], torch.float32)
-        values, value_scale = quantize_activations(v, limits[1], torch.float32)
-        x = add_residuals(
-            layer,
-            x,
-            attend_int8(
-                q, keys.permute(0, 2, 3, 1), key_scale[..., 0].transpose(1, 2), values.transpose(1, 2),
-                value_scale[..., 0].transpose(1, 2), bias,
-            ),
-        )  # fmt: skip
+    B, T, config = len(x), x.shape[1], network.config
+    cache = Int8Cache(1, B, config.n_kv_head or config.n_head, config.dim // config.n_head, prefix=0, tokens=T, scratch=0)
+    cache.limits = score_limit(cache.head_dim), value_limit(network.num_prefix_rows + network.tokens)
+    return _run_layers(network, x, cos_sin[None], cache, torch.arange(T).expand(B, T), bias)
+
+
+def _run_layers(
+    network: LlamaGenTransformer, x: Tensor, cos_sin: Tensor, cache: Int8Cache, slots_RT: Tensor, bias: Tensor
+) -> Tensor:
+    """Run embedded tokens `[R, T, D]`; a cache of one layer is used for each in turn. Returns the last residual."""
+    for i, layer in enumerate(network.layers):
+        own = i % cache.layers
+        q, k, v = project(layer, x, cos_sin)
+        cache.write(own, slots_RT, k, v)
+        x = add_residuals(layer, x, attend_int8(q, *cache.view(own, bias.shape[-1]), bias))
     return x
 
 
@@ -148,7 +147,7 @@ def run_step(
 
     Tokens may be those of images, which have the same number of rows each.
     """
-    if isinstance(cache, PairedInt8Cache):
+    if cache.compiled is not None:
         return _compiled_step(network, tokens_BT, cache, positions, ancestors, guidance)
     B, T = cache.rows, tokens_BT.shape[1]
     tokens_BT = tokens_BT.repeat(B // len(tokens_BT), 1)
@@ -156,11 +155,7 @@ def run_step(
         positions = cache.length[:, None] + torch.arange(T)
     cos_sin = network.rotary[positions.expand(B, T).clamp(max=network.tokens - 1)]
     slots, bias = cache.slots_of_pass(T), cache.attention_bias(T, ancestors)
-    x = network.tok_embeddings(tokens_BT)
-    for i, layer in enumerate(network.layers):
-        q, k, v = project(layer, x, cos_sin)
-        cache.write(i, slots, k, v)
-        x = add_residuals(layer, x, attend_int8(q, *cache.view(i, bias.shape[-1]), bias))
+    x = _run_layers(network, network.tok_embeddings(tokens_BT), cos_sin, cache, slots, bias)
     features = final_norm(network, x)
     return compute_logits(network, features, guidance), features, x
 
@@ -173,7 +168,7 @@ _NO_POSITIONS, _NO_SCALES = np.zeros((0, 0), np.int64), np.zeros((0, 0), np.floa
 def _compiled_step(
     network: LlamaGenTransformer,
     tokens_BT: Tensor,
-    cache: PairedInt8Cache,
+    cache: Int8Cache,
     positions: Tensor | None,
     ancestors: Tensor | None,
     guidance: Guidance,

@@ -21,6 +21,7 @@ from torch import Tensor
 from vargen.kernels.int8.format import PANEL, Layers, Matrix, Slots, make_buffers, score_limit, value_limit
 from vargen.kernels.int8.load import SCALE_PASS
 from vargen.models.guidance import Condition
+from vargen.models.int8_cache import allocate_pairs, slots_of
 from vargen.models.quantization import as_array, packed_weights
 from vargen.models.var.blocks import MOST_SHARPNESS, Modulation, ScaleCache
 
@@ -47,14 +48,7 @@ class Int8ScaleCache(ScaleCache):
         self, compiled: Any, layers: int, rows: int, heads: int, head_dim: int, *, prefix: int, tokens: int, most_slots: int
     ):
         self.compiled, self.rows, self.prefix, self.tokens = compiled, rows, prefix, tokens
-        slots, width = (-(-each // 16) * 16 for each in (prefix + tokens, head_dim))
-        shape = (rows, layers, heads)
-        self.k = torch.zeros(*shape, head_dim // 2, slots, dtype=torch.int32)
-        self.v = torch.zeros(*shape, slots // 2, width, dtype=torch.int32)
-        self.k_scale, self.v_scale = (
-            torch.zeros(*shape, slots, dtype=torch.float32),
-            torch.zeros(*shape, slots, dtype=torch.float32),
-        )
+        self.k, self.v, self.k_scale, self.v_scale = allocate_pairs((rows, layers, heads), head_dim, prefix + tokens)
         self.length, self.prefix_bias = torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, prefix, dtype=torch.float32)
         self.limits = (score_limit(head_dim), value_limit(most_slots))
         self.scale = 0
@@ -85,8 +79,7 @@ class Int8ScaleCache(ScaleCache):
 
     def arrays(self) -> Slots:
         """The cache as the compiled pass takes it."""
-        stores: Any = [store.numpy() for store in self._stores]
-        return Slots(*stores, self.limits)
+        return slots_of(self._stores, self.limits)
 
     def buffers(self, weights: Any, tokens: int) -> Any:
         """Buffers of passes over up to `tokens` tokens of each row. They are kept."""
