@@ -154,16 +154,12 @@ class Int8Cache:
         image = torch.zeros(visible.shape, dtype=torch.float32).masked_fill_(~visible, float("-inf"))
         return torch.cat([self.prefix_bias[:, None].expand(-1, T, -1), image], -1)[:, None]
 
-    def commit_chain(self, count_R: Tensor | int) -> None:
-        """Commit the first `count` tokens of the last pass in every row (a chain)."""
-        self.length += count_R
-
-    def commit_images(self, count_B: Tensor) -> None:
-        """The same, with a count for each image, which has as many rows as any other."""
-        if self.compiled is None:
-            self.commit_chain(count_B.repeat(self.rows // len(count_B)))
+    def commit_chain(self, count: Tensor | int) -> None:
+        """Commit the first `count` tokens of the last pass, a chain; argument as in `KVCache.commit_chain`."""
+        if self.compiled is None or isinstance(count, int):
+            self.length.unflatten(0, (-1, count.numel() if isinstance(count, Tensor) else 1)).add_(count)
         else:
-            self.compiled.advance(self.arrays.length, np.ascontiguousarray(count_B.numpy()))
+            self.compiled.advance(self.arrays.length, np.ascontiguousarray(count.numpy()))
 
     def rollback(self, length_R: Tensor) -> None:
         """Set every row's pointer, and discard the tokens after it."""

@@ -146,9 +146,7 @@ class LlamaGenTokenModel(TokenModel):
         return part if part.dim() == dims else self.guidance.repeat(part)
 
     def commit(self, state: KVCache | Int8Cache, path: Tensor, count: Tensor, tree: Tree) -> None:
-        if tree.is_chain and isinstance(state, Int8Cache):
-            state.commit_images(count)
-        elif tree.is_chain:
+        if tree.is_chain:
             state.commit_chain(count)
         else:
             state.commit_path(self.guidance.repeat(path), self.guidance.repeat(count))
