@@ -32,7 +32,7 @@ class LlamaGenPipeline(NextTokenPipeline):
     Example:
         >>> from vargen import LlamaGenPipeline
         >>> pipe = LlamaGenPipeline.from_pretrained("emoji")
-        >>> pipe("a red apple").images[0].save("apple.png")
+        >>> pipe("a red apple").save("apple.png")
 
     Args:
         vqvae: image tokenizer.

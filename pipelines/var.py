@@ -44,7 +44,7 @@ class VARPipeline(VisualPipeline):
     Example:
         >>> from vargen import VARPipeline
         >>> pipe = VARPipeline.from_pretrained("var-d16")
-        >>> pipe(class_labels=207, generator=torch.Generator().manual_seed(0)).images[0].save("dog.png")
+        >>> pipe(class_labels=207, generator=torch.Generator().manual_seed(0)).save("dog.png")
 
     Args:
         vqvae: multi-scale image tokenizer.

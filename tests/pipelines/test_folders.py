@@ -209,6 +209,10 @@ SPOILT: list[tuple[str, Spoil, str]] = [
     *((kind, cast(part, dtype), rf"the weights in .*{part} cannot be used: \S+ is \S+, expected F")
       for kind, part in (("class", "transformer"), ("class", "vqvae"), ("text", "text_encoder"), ("t5", "text_encoder"))
       for dtype in (torch.float8_e4m3fn, torch.int8, torch.complex64)),
+    # Classes that are not ours to choose, in a library, a module, a pipeline within, or one more component.
+    *(("text", index(**{name: entry}), name) for name, entry in (
+        ("tokenizer", ["transformers", "Evil"]), ("transformer", ["vargen.evil", "Evil"]), ("vqvae", ["stranger", "Evil"]),
+        ("tokenizer", ["diffusers", "DiffusionPipeline"]), ("extra", ["evil", "Evil"]), ("extra", ["evil", None]))),
     # Code that a configuration asks for, and weights that are left to another library or model.
     *(("text", lambda folder, file=file, values=values: change(folder / file, **values), f"{file} has '{next(iter(values))}'")
       for file, values in (
@@ -311,38 +315,6 @@ class Evil:
         open({marker!r}, "w").close()
 LlamaGenTransformer = VQModel = DiffusionPipeline = T5Tokenizer = Evil
 """
-# By attack: where its code is, and what the index names.
-ATTACKS: dict[str, tuple[str, dict[str, Any]]] = {
-    "beside the weights": ("transformer/vargen.models.llamagen.network.py", {}),
-    "as the library": ("tokenizer/transformers.py", {"tokenizer": ["transformers", "Evil"]}),
-    "as a module of ours": ("transformer/vargen.evil.py", {"transformer": ["vargen.evil", "Evil"]}),
-    "as a pipeline within": ("tokenizer/evil.py", {"tokenizer": ["diffusers", "DiffusionPipeline"]}),
-    "as one more component": ("extra/evil.py", {"extra": ["evil", "Evil"]}),
-    "as the pipeline": ("evil.py", {"_class_name": ["evil", "Evil"]}),
-    "on the path": ("../stranger.py", {"vqvae": ["stranger", "Evil"]}),
-    "in a linked folder": ("transformer/vargen.models.llamagen.network.PY", {}),
-}
-
-
-@pytest.mark.parametrize("with_code", [True, False])
-@pytest.mark.parametrize("attack", ATTACKS)
-def test_no_file_of_a_folder_runs(
-    copied: Any, tmp_path: Path, attack: str, with_code: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also without the code, which is found where a class is named: the class is refused."""
-    (place, named), folder = ATTACKS[attack], copied("text")
-    if attack == "in a linked folder":
-        shutil.move(folder / "transformer", tmp_path / "elsewhere")
-        (folder / "transformer").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
-    if attack == "as a pipeline within":
-        write("tokenizer/model_index.json", json.dumps({"_class_name": ["evil", "Evil"]}))(folder)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    change(folder / "model_index.json", **named)
-    if with_code:
-        write(place, CODE.format(marker=str(tmp_path / "ran")))(folder)
-    if named:
-        refused(folder, str(folder))
-    assert not (tmp_path / "ran").exists()
 
 
 def test_a_pickle_in_place_of_weights_is_not_opened(copied: Any, tmp_path: Path) -> None:
