@@ -50,10 +50,8 @@ class ImagePipelineOutput(BaseOutput):
 
     def __repr__(self) -> str:
         """One line: the number of images, passes, tokens per pass, seconds and seeds."""
-        stats, seeds = self.stats, ", ".join(map(str, self.stats.seeds[:4])) + ", ..." * (len(self.stats.seeds) > 4)
         count = f"{len(self.images)} image{'s' if len(self.images) != 1 else ''}"
-        speed = f"{stats.passes} passes, {stats.tokens_per_pass:.1f} tokens per pass, {stats.seconds:.1f} s"
-        return f"<{type(self).__name__}: {count}, {speed}, seed {seeds}>"
+        return f"<{type(self).__name__}: {count}, {self.stats}>"
 
     def with_parameters(self, describe: Callable[[int], dict[str, Any]]) -> Self:
         """Return this result, which then knows the parameters of image i, `describe(i)`; they are collected when needed."""
@@ -170,13 +168,13 @@ class InpaintSource:
 
 
 def validate_source(image: Any, mask: Any, strength: Any, side: int, processor: Any) -> InpaintSource | None:
-    """Validate the `image`, `mask` and `strength` of a call. Returns None if there is no image.
+    """Validate the `image`, `mask_image` and `strength` of a call. Returns None if there is no image.
 
     Args:
         side: width and height of the model's images in pixels.
     """
     if image is None:
-        for name, value in (("mask", mask), ("strength", strength)):
+        for name, value in (("mask_image", mask), ("strength", strength)):
             if value is not None:
                 raise ValueError(f"{name} says what to do with an image, and none is given: pass image")
         return None
@@ -211,26 +209,26 @@ def _mask(mask: Any, images: int, side: int) -> Tensor:
         largest = 255 if values.dtype == torch.uint8 and values.numel() and values.max() > 1 else 1
         values = values.float() / largest
         if values.ndim not in (2, 3, 4) or (values.ndim == 4 and values.shape[1] != 1):
-            raise ValueError(f"mask must be {allowed}, got {list(values.shape)}")
+            raise ValueError(f"mask_image must be {allowed}, got {list(values.shape)}")
         values = values.reshape(-1, 1, *values.shape[-2:])
         if not ((values >= 0) & (values <= 1)).all():
-            raise ValueError(f"mask must be {allowed}, got other numbers")
+            raise ValueError(f"mask_image must be {allowed}, got other numbers")
         area = values >= _HALF
     else:
         listed = list(mask) if isinstance(mask, list | tuple) else [mask]
         if not listed or not all(isinstance(each, Image.Image) for each in listed):
-            raise TypeError(f"mask must be {allowed}, got {short_repr(mask)}")
+            raise TypeError(f"mask_image must be {allowed}, got {short_repr(mask)}")
         for each in listed:
             if each.size != (side, side):
-                raise ValueError(f"mask must be {side}x{side} pixels, as the image is, got {each.width}x{each.height}")
+                raise ValueError(f"mask_image must be {side}x{side} pixels, as the image is, got {each.width}x{each.height}")
         area = torch.from_numpy(np.stack([read_mask(each) for each in listed]))[:, None]
     if area.shape[-2:] != (side, side):
-        raise ValueError(f"mask must be {side}x{side} pixels, as the image is, got {area.shape[-1]}x{area.shape[-2]}")
+        raise ValueError(f"mask_image must be {side}x{side} pixels, as the image is, got {area.shape[-1]}x{area.shape[-2]}")
     if len(area) not in (1, images):
-        raise ValueError(f"mask must be one, or one for each of {images} images, got {len(area)}")
+        raise ValueError(f"mask_image must be one, or one for each of {images} images, got {len(area)}")
     for found, extent in ((area, "the whole image"), (~area, "nothing")):
         if found.flatten(1).all(1).any():
-            logger.warning("mask regenerates %s; white or transparent pixels are regenerated, others are kept", extent)
+            logger.warning("mask_image regenerates %s; white or transparent pixels are regenerated, others are kept", extent)
     return area
 
 
@@ -247,7 +245,9 @@ def read_mask(image: Image.Image) -> np.ndarray:
         opaque = _at_least_half(layer[..., 3])
         if not opaque.all():
             if opaque.any() and (layer[opaque, :3] == 255).all():
-                logger.warning("mask is white on transparent: its transparent area is regenerated, and the white one is kept")
+                logger.warning(
+                    "mask_image is white on transparent: its transparent area is regenerated, and the white one is kept"
+                )
             return ~opaque
     if image.mode.startswith(("1", "I", "F")):
         return _at_least_half(np.asarray(image))
@@ -262,7 +262,7 @@ def _at_least_half(values: np.ndarray) -> np.ndarray:
     """Return where numbers of any dtype are at least half of 1, 255 or 65535, the first that none exceeds."""
     largest = next((bound for bound in (1, 255, 65535) if values.max() <= bound), None)
     if largest is None or values.min() < 0:
-        raise ValueError(f"mask must hold values from 0 to 1, 255 or 65535, got {values.min():g} to {values.max():g}")
+        raise ValueError(f"mask_image must hold values from 0 to 1, 255 or 65535, got {values.min():g} to {values.max():g}")
     return values >= _HALF * largest
 
 

@@ -68,7 +68,7 @@ class NextTokenPipeline(VisualPipeline):
             batch_size: maximum number of images to generate at a time; None generates all at once. If there are more, each
                 finished image makes room for the next one, so that none waits for the slowest.
             guidance_scale: scale of classifier-free guidance, at least 0; 1 disables it. None: the checkpoint's default; so for
-                `temperature` (at least 0; 0 is greedy), `top_k` (from 1 to the vocabulary size, which keeps every token) and
+                `temperature` (at least 0; 0 is greedy), `top_k` (up to the vocabulary size; 0 keeps every token) and
                 `top_p` (in (0, 1]).
             guidance_interval: last decoding step with guidance; None guides all steps.
             negative_prompt: replaces the null caption in guidance; one for all prompts, or one per prompt. Models that guide

@@ -113,7 +113,7 @@ class VARPipeline(VisualPipeline):
         prompt: str | list[str] | None = None,
         *,
         image: Any = None,
-        mask: Any = None,
+        mask_image: Any = None,
         strength: float | None = None,
         class_labels: int | str | list[int | str] | Tensor | None = None,
         num_images_per_prompt: int = 1,
@@ -141,10 +141,10 @@ class VARPipeline(VisualPipeline):
 
         Args:
             prompt: one prompt or several (`condition="text"`).
-            image: source of a variation or, with `mask`, of inpainting: a PIL image, or a tensor `[N, 3, Y, X]`, float in
+            image: source of a variation or, with `mask_image`, of inpainting: a PIL image, or a tensor `[N, 3, Y, X]`, float in
                 [0, 1] or uint8. It must have the model's size. One for all prompts, or one per prompt.
-            mask: white, 1 or True in the area to inpaint, or transparent if parts of the mask are; PIL images, bool, uint8, or
-                numbers in [0, 1], of the size of the image. See `vargen.pipelines.images.read_mask`.
+            mask_image: white, 1 or True in the area to inpaint, or transparent if parts of the mask are; PIL images, bool,
+                uint8, or numbers in [0, 1], of the size of the image. See `vargen.pipelines.images.read_mask`.
             strength: fraction of the scales to regenerate, from the finest down, in [0, 1]. Default: 0.8, and 1 with a mask.
             class_labels, num_images_per_prompt, num_candidates, scorer, negative_prompt: as in `LlamaGenPipeline`.
             batch_size: maximum number of images to generate at a time; None generates all at once. Passes of scales differ in
@@ -167,7 +167,7 @@ class VARPipeline(VisualPipeline):
         )
         method = self.resolve_method(accelerator)
         self.validate_method(method)
-        source = validate_source(image, mask, strength, self.vqvae.image_size, self.image_processor)
+        source = validate_source(image, mask_image, strength, self.vqvae.image_size, self.image_processor)
         guidance, sampling = self.resolve_sampling(
             guidance_scale=guidance_scale, temperature=temperature, top_k=top_k, top_p=top_p
         )
@@ -200,7 +200,11 @@ class VARPipeline(VisualPipeline):
             result = select_candidates(self, result, request, scorer, texts)
         images = self.decode_tokens(result.tokens, result.length if result.stats.stopped else None, output_type)
         self.maybe_free_model_hooks()
-        source_of: dict[str, Any] = {"image": image is not None or None, "mask": mask is not None or None, "strength": strength}
+        source_of: dict[str, Any] = {
+            "image": image is not None or None,
+            "mask": mask_image is not None or None,
+            "strength": strength,
+        }
         subject = class_labels if prompt is None else prompt
         output = self.output_class(images, result.stats, result.tokens).with_parameters(
             partial(describe_call, self, request, result, subject, negative_prompt, **source_of)

@@ -59,9 +59,9 @@ OPTIONS: dict[str, Option] = {
         ),
         Option(
             "top_k",
-            help="number of most probable tokens kept",
+            help="number of most probable tokens kept; 0 keeps all",
             off_value=None,
-            range=NumberRange(1, is_integer=True, optional=True),
+            range=NumberRange(0, is_integer=True, optional=True),
             slider=(0, 2**20, 1),
         ),
         Option(

@@ -86,9 +86,9 @@ COMMANDS: dict[str, list[tuple[str, str]]] = {
         ("--class-label 1 --negative-prompt x", "negative_prompt"), ("", "prompt"),
     ],
     "generate a --model SCALE": [
-        ("--accelerator ar", "next_token"), ("--mask cat.png", "mask"), ("--strength 0.5", "strength"),
+        ("--accelerator ar", "next_token"), ("--mask-image cat.png", "mask_image"), ("--strength 0.5", "strength"),
         ("--image cat.png --strength 1.5", "strength"), ("--image none.png", "image"), ("--image text.png", "image"),
-        ("--image large.png", "image"), ("--image cat.png --mask large.png", "mask"),
+        ("--image large.png", "image"), ("--image cat.png --mask-image large.png", "mask_image"),
         ("--image cat.png -o cat.png", "output"),
     ],
     "generate a --model VIDEO": [

@@ -161,6 +161,6 @@ def test_strength_says_how_much_is_regenerated(run: Any, scale_model: Path, pict
 
 
 def test_a_mask_is_white_where_it_is_regenerated(run: Any, scale_model: Path, picture: Path) -> None:
-    words = ("--image", picture, "--mask", "mask.png", "--model", scale_model, "--json", "-o", "out.png")
+    words = ("--image", picture, "--mask-image", "mask.png", "--model", scale_model, "--json", "-o", "out.png")
     document = json.loads(run("generate", "a dog", "--seed", 5, *words).stdout)
     assert document["mask"] == "mask.png" and document["stats"]["images"] == 1

@@ -27,7 +27,7 @@ IMAGE, BLACK = Image.new("RGB", (8, 8), "red"), Image.new("L", (8, 8))
 CAT = {"prompt": "a cat"}
 OF_IMAGES = [
     *((name, {name: value}) for name, values in {
-        "guidance_scale": (-1, math.nan, 10**400, 1e38), "temperature": (-0.5, math.nan, True), "top_k": (0, -5, 65),
+        "guidance_scale": (-1, math.nan, 10**400, 1e38), "temperature": (-0.5, math.nan, True), "top_k": (-5, 65),
         "top_p": (0.0, 1.5), "num_images_per_prompt": (0,), "num_candidates": (0, 2.5), "batch_size": (0, 2.5, "2", 10**9),
     }.items() for value in values),
     ("1024", {"num_images_per_prompt": 10**6}), ("1024", {"num_candidates": 1025, "scorer": brightness}),
@@ -60,15 +60,15 @@ BAD: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("scorer", {"prompt_embeds": EMBEDS, "scorer": brightness}),
     ],
     "scales": [
-        *OF_IMAGES, ("mask", {"mask": BLACK}), ("strength", {"strength": 0.5}),
+        *OF_IMAGES, ("mask_image", {"mask_image": BLACK}), ("strength", {"strength": 0.5}),
         *(("strength", {"image": IMAGE, "strength": value}) for value in (1.5, math.nan, True)),
         *(("image", {"image": value}) for value in (Image.new("RGB", (9, 9)), torch.zeros(1, 3, 8, 6), "a.png", [IMAGE] * 3)),
-        *(("mask", {"image": IMAGE, "mask": value}) for value in (
+        *(("mask_image", {"image": IMAGE, "mask_image": value}) for value in (
             Image.new("L", (16, 16)), torch.zeros(4, 8), torch.full((8, 8), 2.0), torch.zeros(1, 3, 8, 8), "mask.png",
             torch.full((8, 8), 255.0), torch.full((8, 8), 255), torch.full((8, 8), math.nan), -torch.ones(8, 8),
             *(Image.fromarray(np.full((8, 8), number, kind)) for number, kind in (
                 (math.nan, np.float32), (-1, np.float32), (70_000, np.int32))))),
-        ("mask", {"class_labels": [3, 4, 5], "image": [IMAGE] * 3, "mask": [BLACK] * 2}),
+        ("mask_image", {"class_labels": [3, 4, 5], "image": [IMAGE] * 3, "mask_image": [BLACK] * 2}),
         ("until", {"accelerator": ScaleSchedule(stages=(Stage(until=5), Stage()))}),
     ],
     "video": [(name, {**CAT, **options}) for name, options in (

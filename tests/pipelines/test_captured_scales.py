@@ -102,7 +102,7 @@ def test_a_source_image_and_a_stop_leave_the_graphs_right(pipe: Any) -> None:
     def stop(pipe: Any, step: int, place: int, values: Any) -> dict[str, bool]:
         return {"stop": step == 1}
 
-    for options in ({"image": image, "mask": mask}, {"image": image, "strength": 0.5}):
+    for options in ({"image": image, "mask_image": mask}, {"image": image, "strength": 0.5}):
         for seed in (3, 4, 5):
             same(pipe, seed=seed, **options)
         assert same(pipe, seed=6) == 0

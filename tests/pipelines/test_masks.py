@@ -96,7 +96,7 @@ def test_a_file_is_read_as_the_image_that_it_holds(name: str, tmp_path: Path) ->
     noise().save(tmp_path / "image.png")
     MASKS[name].save(tmp_path / "mask.png")
     given = SourceFiles(tmp_path / "image.png", tmp_path / "mask.png", None).load(Model())  # type: ignore[arg-type]
-    assert (read_mask(given["mask"]) == AREA).all() and given["image"].mode == "RGB"
+    assert (read_mask(given["mask_image"]) == AREA).all() and given["image"].mode == "RGB"
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.float16, torch.float32, torch.float64])

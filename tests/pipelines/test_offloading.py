@@ -56,7 +56,7 @@ def generated(tiny: Tiny, pipe: Any) -> dict[str, torch.Tensor]:
     if tiny.pipeline == "VARPipeline":
         mask[:, 4:] = 1
         found["variation"] = made(tiny.call(pipe, image=image, strength=0.6))
-        found["inpainted"] = made(tiny.call(pipe, image=image, mask=mask))
+        found["inpainted"] = made(tiny.call(pipe, image=image, mask_image=mask))
         with torch.no_grad():
             found["pixels"] = pipe.vqvae.decode(pipe.vqvae.encode(2 * image - 1))
     if tiny.pipeline == "CausalVideoPipeline":

@@ -90,7 +90,7 @@ def preset(name: str) -> Callable[[VARPipeline], Any]:
 
 def inpainted(pipe: VARPipeline) -> Any:
     side = pipe.image_size
-    return tokens_of(pipe, image=source_image(side), mask=source_mask(side))
+    return tokens_of(pipe, image=source_image(side), mask_image=source_mask(side))
 
 
 def variation(pipe: VARPipeline) -> Any:

@@ -109,7 +109,7 @@ def test_what_a_mask_leaves_black_stays(scale_pipe: VARPipeline, method: Any) ->
     image, mask = a_image(), half()
     latents = [
         scale_pipe(
-            class_labels=3, image=image, mask=mask, generator=seeded(seed)[0], output_type="latent", accelerator=method
+            class_labels=3, image=image, mask_image=mask, generator=seeded(seed)[0], output_type="latent", accelerator=method
         ).images
         for seed in range(2)
     ]
@@ -133,16 +133,16 @@ def test_a_black_mask_keeps_all_and_a_white_one_nothing(scale_pipe: VARPipeline)
         return scale_pipe(class_labels=3, generator=seeded(1)[0], output_type="latent", **options).images
 
     black, white = Image.new("L", (8, 8), 0), Image.new("L", (8, 8), 255)
-    assert torch.equal(generate(image=a_image(), mask=black), scale_pipe.encode_image(a_image()))
-    assert torch.equal(generate(image=a_image(), mask=white), generate())
+    assert torch.equal(generate(image=a_image(), mask_image=black), scale_pipe.encode_image(a_image()))
+    assert torch.equal(generate(image=a_image(), mask_image=white), generate())
 
 
 def test_each_prompt_may_have_its_image_and_mask(texts: VARPipeline) -> None:
     images, masks = [a_image(0), a_image(1)], [half(), half().transpose(Image.Transpose.FLIP_LEFT_RIGHT)]
     options: dict[str, Any] = {"output_type": "latent", "strength": 0.9}
     together = texts(
-        PROMPTS[:2], image=images, mask=masks, num_images_per_prompt=2, generator=seeded(0, 1, 2, 3), **options
+        PROMPTS[:2], image=images, mask_image=masks, num_images_per_prompt=2, generator=seeded(0, 1, 2, 3), **options
     ).images
     for k in range(4):
-        alone = texts(PROMPTS[k // 2], image=images[k // 2], mask=masks[k // 2], generator=seeded(k)[0], **options).images
+        alone = texts(PROMPTS[k // 2], image=images[k // 2], mask_image=masks[k // 2], generator=seeded(k)[0], **options).images
         assert torch.equal(alone[0], together[k])

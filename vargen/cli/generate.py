@@ -92,7 +92,7 @@ def generate(
     image: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Image to start from, of the model's size (next-scale models, video).")
     ] = None,
-    mask: Annotated[
+    mask_image: Annotated[
         Path | None, typer.Option(metavar="FILE", help="White, or transparent, where --image is regenerated; of the same size.")
     ] = None,
     strength: Annotated[
@@ -172,8 +172,8 @@ def generate(
         subjects, num_images_per_prompt, first_seed, model, accelerator, output,
         prompt_file and expand_user(prompt_file, "prompt_file"), scorer, device, dtype, quantization, as_json, quiet,
     )  # fmt: skip
-    source = SourceFiles.expand(image, mask, strength)
-    for_images = {"class_label": class_label, "mask": mask, "strength": strength, "contact_sheet": contact_sheet}
+    source = SourceFiles.expand(image, mask_image, strength)
+    for_images = {"class_label": class_label, "mask_image": mask_image, "strength": strength, "contact_sheet": contact_sheet}
     for_video = {"num_blocks": num_blocks, "tau": tau, "motion": motion, "image_model": image_model}
     quiet_libraries()
     if makes_video(model):

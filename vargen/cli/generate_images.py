@@ -96,7 +96,11 @@ def generate_image_files(options: GenerateOptions, own: ImageOptions) -> None:
         raise typer.Exit(1)
     if not options.quiet:
         count = f"{len(jobs)} image{'s' if len(jobs) > 1 else ''}"
-        rate = f"{made.tokens_per_second:.0f} tokens per second, seed {options.first_seed}"
+        chosen = made.records[0]["seed"]
+        seed = (
+            f"{options.first_seed}" if own.best_of == 1 or len(jobs) > 1 else f"{chosen}, a candidate of {options.first_seed}"
+        )
+        rate = f"{made.tokens_per_second:.0f} tokens per second, seed {seed}"
         print_status(f"{count} in {made.seconds:.1f} s (and {seconds_load:.1f} s to load), {rate}")
 
 

@@ -62,6 +62,7 @@ def generate_videos(options: GenerateOptions, image: Path | None, video: dict[st
     pipe: Any = open_pipeline(model.folder, device=device, torch_dtype=dtype, quantization=options.quantization)
     if image_model is not None:
         call["image"] = open_pipeline(image_model.folder, device=device, quantization=options.quantization)
+        call["image"].set_progress_bar_config(desc="start image", disable=options.quiet or None, leave=False, file=sys.stderr)
     seconds_load = time.perf_counter() - started
     if not options.quiet:
         report_emoji_names(pipe, options.prompts)

@@ -1,4 +1,4 @@
-"""Inputs of a command: prompts, class labels, and the source images of `--image` and `--mask`."""
+"""Inputs of a command: prompts, class labels, and the source images of `--image` and `--mask-image`."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class SourceFiles:
     @classmethod
     def expand(cls, image: Path | None, mask: Path | None, strength: float | None) -> SourceFiles:
         """Create it from a command's options, with `~` in paths expanded."""
-        return cls(image and expand_user(image, "image"), mask and expand_user(mask, "mask"), strength)
+        return cls(image and expand_user(image, "image"), mask and expand_user(mask, "mask_image"), strength)
 
     def files(self) -> dict[str, Sequence[Path | None]]:
         """Return the files by option name, for messages."""
-        return {"image": [self.image], "mask": [self.mask]}
+        return {"image": [self.image], "mask_image": [self.mask]}
 
     def load(self, model: VisualPipeline) -> dict[str, Any]:
         """Return the arguments for a pipeline call; none if no file was given."""
@@ -49,8 +49,8 @@ class SourceFiles:
 
         images = {"image": read_source(self.image, "image")} if self.image else {}
         if self.mask:
-            images["mask"] = read_source(self.mask, "mask", keep_alpha=True)
-        validate_source(images.get("image"), images.get("mask"), self.strength, model.image_size, VaeImageProcessor())
+            images["mask_image"] = read_source(self.mask, "mask_image", keep_alpha=True)
+        validate_source(images.get("image"), images.get("mask_image"), self.strength, model.image_size, VaeImageProcessor())
         return {**images, **({} if self.strength is None else {"strength": self.strength})}
 
     def metadata(self) -> dict[str, Any]:

@@ -24,7 +24,7 @@ class Sampling:
 
     Args:
         temperature: at least 0; 0 is greedy.
-        top_k: 1 to V; None disables it.
+        top_k: 1 to V; None or 0 disables it, and reads as None.
         top_p: in (0, 1].
 
     Raises:
@@ -38,6 +38,7 @@ class Sampling:
     def __post_init__(self) -> None:
         for each in fields(self):  # convert NumPy numbers, which JSON cannot serialize
             object.__setattr__(self, each.name, each.metadata["option"].check(getattr(self, each.name)))
+        object.__setattr__(self, "top_k", self.top_k or None)
 
     @property
     def is_greedy(self) -> bool:

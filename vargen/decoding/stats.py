@@ -87,6 +87,12 @@ class DecodeStats:
             merged[name] = dict(sum(map(Counter, values), Counter())) if is_count else sum(values, type(values[0])())
         return DecodeStats(**merged)
 
+    def __str__(self) -> str:
+        """One line: passes, tokens per pass, seconds, and the first seeds."""
+        seeds = ", ".join(map(str, self.seeds[:4])) + ", ..." * (len(self.seeds) > 4)
+        rate = f"{self.tokens_per_pass:.1f} tokens per pass, {self.seconds:.1f} s"
+        return f"{self.passes} passes, {rate}, seed {seeds}"
+
     @property
     def tokens_per_second(self) -> float:
         return self.tokens / self.seconds if self.seconds else 0.0

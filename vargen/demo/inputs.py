@@ -145,9 +145,7 @@ def _build_sampling(service: ImageService) -> tuple[gr.Slider, gr.Slider, gr.Num
     with gr.Row():
         guidance, temperature = _slider("guidance_scale", defaults), _slider("temperature", defaults)
     with gr.Row():
-        top_k = gr.Number(
-            defaults["top_k"], precision=0, label=OPTIONS["top_k"].label, info=_info(OPTIONS["top_k"]) + "; 0 keeps all"
-        )
+        top_k = gr.Number(defaults["top_k"], precision=0, label=OPTIONS["top_k"].label, info=_info(OPTIONS["top_k"]))
         top_p = _slider("top_p", defaults)
     negative = gr.Textbox(
         label="Negative prompt", info="What guidance leads away from", max_length=MAX_PROMPT, visible=not service.by_class,

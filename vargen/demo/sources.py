@@ -43,7 +43,7 @@ class ImageSource:
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of the pipeline's call."""
-        return {"image": self.image, "mask": self.mask, "strength": self.strength}
+        return {"image": self.image, "mask_image": self.mask, "strength": self.strength}
 
     def parameters(self) -> dict[str, Any]:
         """Return what a PNG records: digests of the pixels, which it does not contain."""
