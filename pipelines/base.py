@@ -67,7 +67,7 @@ class VisualPipeline(OffloadedPipeline, DiffusionPipeline):
         prompt_names: names that replace characters in a prompt; None if prompts are used as typed.
         fps: frames per second of video models.
         makes_images: False if another pipeline decodes the tokens.
-        folder: the folder that it was opened from.
+        folder: the folder that it was opened from; None if its components come from elsewhere.
     """
 
     family: ClassVar[ModelFamily]
@@ -146,26 +146,29 @@ class VisualPipeline(OffloadedPipeline, DiffusionPipeline):
         if dtype is not None and torch_dtype is not None:
             raise ValueError(f"give dtype or torch_dtype, its older name, not both; got {dtype!r} and {torch_dtype!r}")
         model = loading.read_model_folder(pretrained_model_name_or_path, cls.family, kwargs)
+        names = kwargs["prompt_names"] if "prompt_names" in kwargs else loading.load_prompt_names(model)
         parts = loading.load_components(model, torch_dtype if dtype is None else dtype, quantization, kwargs)
-        return cls._from_folder(model, parts, **{name: kwargs[name] for name in ("prompt_names",) if name in kwargs})
+        pipe = cls._from_folder(model, parts, names)
+        if any(kwargs.get(name) is not None for name in cls.family.components):
+            pipe.folder = None  # which does not describe it
+        return pipe
 
     @classmethod
     def inspect(cls, folder: Path) -> Self:
         """Return the pipeline of a folder without weights; see `vargen.pipelines.loading.inspect_model`."""
         model = loading.read_model_folder(folder, cls.family)
-        return cls._from_folder(model, loading.make_components(model))
+        return cls._from_folder(model, loading.make_components(model), loading.load_prompt_names(model))
 
     @classmethod
-    def _from_folder(cls, model: loading.ModelFolder, parts: Mapping[str, Any], **values: Any) -> Self:
-        names = {"prompt_names": loading.load_prompt_names(model)}
-        pipe = cls(**parts, **{**names, **model.values, **values})
+    def _from_folder(cls, model: loading.ModelFolder, parts: Mapping[str, Any], prompt_names: Any) -> Self:
+        pipe = cls(**parts, **model.values, prompt_names=prompt_names)
         pipe.register_to_config(_name_or_path=str(model.path))
         pipe.folder = model.path
         return pipe
 
     @classmethod
     def from_pipe(cls, pipeline: DiffusionPipeline, **changed: Any) -> Self:
-        """Return a pipeline with the components of another, and the values stored with them, which are not copied.
+        """Return a pipeline that shares the components of another, and the values stored with them.
 
         Args:
             pipeline: of the same class.
@@ -173,7 +176,10 @@ class VisualPipeline(OffloadedPipeline, DiffusionPipeline):
         """
         if not isinstance(pipeline, cls):
             raise TypeError(f"pipeline must be a {cls.__name__}, got {type(pipeline).__name__}")
-        return cls(**{**pipeline.components, **changed})
+        pipe = cls(**{**pipeline.components, **changed})
+        if not any(changed.get(name) is not None for name in cls.family.components):
+            pipe.folder = pipeline.folder
+        return pipe
 
     @property
     def components(self) -> dict[str, Any]:
@@ -228,7 +234,7 @@ class VisualPipeline(OffloadedPipeline, DiffusionPipeline):
             Name of the component of `drafter`, such as `"eagle"`.
 
         Raises:
-            ValueError: before any weight is read, if a folder holds no such network, damaged files or code, or if the network
+            ValueError: before any weight is read, if a folder holds no such network, damaged files, or if the network
                 does not match the transformer.
         """
         if self.transformer is None:
@@ -393,6 +399,7 @@ class VisualPipeline(OffloadedPipeline, DiffusionPipeline):
         batch_size: Any = None,
     ) -> Scorer | None:
         """Validate arguments of a call that each stand for themselves; returns the scorer."""
+        self.require_loaded()
         if self.transformer is None or getattr(self, self.pixel_decoder) is None:
             missing = f"transformer or {self.pixel_decoder}"
             raise ValueError(f"this pipeline was loaded without a {missing}: it only encodes prompts")

@@ -19,6 +19,7 @@ from vargen.models.causal_video.lora import CausalVideoLoRA
 from vargen.models.causal_video.network import CausalVideoTransformer
 from vargen.models.causal_video.router import BlockRouter
 from vargen.models.guidance import Condition, Guidance
+from vargen.models.offloading import is_offloaded
 from vargen.models.tokenizers.preview_decoder import PreviewDecoder
 from vargen.models.tokenizers.video_vae import CausalVideoVAE, StreamingDecoder
 from vargen.models.tokenizers.wan_vae import AutoencoderKLWan, WanStreamingDecoder
@@ -122,7 +123,8 @@ class CausalVideoPipeline(VisualPipeline):
     # -- properties -----------------------------------------------------------------------------------------------------
 
     def validate_method(self, method: Any) -> None:
-        has_weights = self.transformer.device.type != "meta"  # a router knows its drafter by the weights
+        # A router knows its drafter by the weights, which a pipeline of `inspect_model` does not have.
+        has_weights = self.transformer.device.type != "meta" or is_offloaded(self.transformer)
         router = bind_router(self, method) if has_weights else self.router
         method.validate_models(self.decoding_model(), has_scorer=True, has_router=router is not None)
 

@@ -1,4 +1,4 @@
-"""Registration of model families: the components that a folder of a family may have, and what they must agree in.
+"""Registration of model families: the components that a folder of a family may have, and which settings must match.
 
 The file of a pipeline ends with `register_family`. The rest follows from the registration: optional components, dtypes, CPU
 offloading, the classes that a folder may name, trained drafters and converters.
@@ -68,6 +68,11 @@ class Component:
     def follows(self, class_name: str) -> bool:
         """Whether the component of this class is opened in the caller's dtype."""
         return self.follows_dtype if isinstance(self.follows_dtype, bool) else class_name in self.follows_dtype
+
+    def validate(self, name: str, given: Any) -> None:
+        """Raise TypeError unless a component that a caller passes is None, or of an allowed class or its subclass."""
+        if given is not None and not {each.__name__ for each in type(given).__mro__} & self.named_classes.keys():
+            raise TypeError(f"{name} must be a {' or '.join(self.named_classes)}, got {short_repr(given)}")
 
     def read(self, folder: Path, class_name: str, variant: str | None = None) -> StoredComponent:
         """Check the files of a component of this class; no weight is read."""

@@ -108,7 +108,7 @@ class LanguageModelPipeline(NextTokenPipeline):
         """
         if unknown := [key for key in options if key not in (*FETCHING, *loading.LANGUAGE_MODEL_OPTIONS)]:
             allowed = ", ".join(("dtype", "device", *loading.LANGUAGE_MODEL_OPTIONS, *FETCHING))
-            raise TypeError(f"{unknown[0]} is no argument for opening an image language model, which are {allowed}")
+            raise TypeError(f"{unknown[0]} is no argument for opening an image language model; allowed are {allowed}")
         if dtype is not None and torch_dtype is not None:
             raise ValueError(f"give dtype or torch_dtype, its older name, not both; got {dtype!r} and {torch_dtype!r}")
         if device is not None and options.get("device_map") is not None:
@@ -135,8 +135,19 @@ class LanguageModelPipeline(NextTokenPipeline):
         stored, described = _read_folder(folder)
         pipe = cls(stored.network, load_processor(folder, type(described)))
         pipe.folder = folder
-        heads = dict(loading.resolve_drafter(folder / name, LlamaGenPipeline.family) for name in list_heads(folder))
-        pipe.draft_heads = {name: stored.network for name, stored in heads.items()}
+        if names := list_heads(folder):
+            heads = _read_heads(pipe.decoding_model(), *(folder / name for name in names))
+            pipe.draft_heads = {name: stored.network for name, stored in heads.items()}
+        return pipe
+
+    @classmethod
+    def from_pipe(cls, pipeline: Any, **changed: Any) -> Self:
+        """Return a pipeline that shares the model, processor and draft heads of another; `changed` are its arguments."""
+        if not isinstance(pipeline, cls):
+            raise TypeError(f"pipeline must be a {cls.__name__}, got {type(pipeline).__name__}")
+        pipe = cls(**{**pipeline.components, **pipeline._describe.keywords, **changed})
+        if "model" not in changed:
+            pipe.folder, pipe.draft_heads = pipeline.folder, dict(pipeline.draft_heads)
         return pipe
 
     # -- what the base class needs to know ----------------------------------------------------------------------------------
@@ -249,7 +260,7 @@ class LanguageModelPipeline(NextTokenPipeline):
             Name of the head of `drafter`, such as `"eagle"`.
 
         Raises:
-            ValueError: before any weight is read, if a folder holds no draft head, damaged files or code, or a head that was
+            ValueError: before any weight is read, if a folder holds no draft head, damaged files, or a head that was
                 trained for another model.
         """
         target = self.decoding_model()
@@ -363,7 +374,7 @@ def _read_heads(target: TransformersTokenModel, *names: Any) -> dict[str, Networ
         if name not in family.drafters:
             raise ValueError(f"{stored.folder} holds a {name}, which drafts for LlamaGen only, not for {known.class_name}")
         for setting, own in known.head_settings.items():
-            if (value := stored.config.get(setting, own)) != own:
+            if own is not None and (value := stored.config.get(setting, own)) != own:
                 raise ValueError(f"{stored.folder} was trained for another model: {setting} is {value}, not {own}")
     return found
 

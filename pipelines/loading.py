@@ -22,7 +22,7 @@ from vargen.compat import report_memory, without_autocast
 from vargen.device import preferred_dtype, select_device
 from vargen.files import expand_user
 from vargen.folders.json_files import read_config, read_object
-from vargen.folders.networks import NetworkFolder
+from vargen.folders.networks import WEIGHTS_STEM, NetworkFolder
 from vargen.folders.tokenizers import TokenizerFolder
 from vargen.models.quantization import validate_quantization
 from vargen.models.storage import load_network
@@ -30,15 +30,15 @@ from vargen.pipelines.families import FAMILIES, STORED_VALUES, ModelFamily, Stor
 from vargen.pipelines.model_names import FETCHING, locate_folder
 from vargen.pipelines.prompts import PromptNames
 from vargen.values import short_repr
-from vargen.weight_files import read_header
+from vargen.weight_files import find_weight_files, read_header
 
 if TYPE_CHECKING:
     from vargen.pipelines.base import VisualPipeline
 
 SHARED_FILE, SHAREABLE = "borrowed.json", ("text_encoder", "tokenizer", "prompt_names")
 _LOADING = ("torch_dtype", "dtype", "quantization", "variant", "prompt_names")
-_NO_EFFECT = ("use_safetensors", "low_cpu_mem_usage")  # usual in calls of diffusers, and always so
-# Of image language models, beside those of the hub.
+_NO_EFFECT = ("use_safetensors", "low_cpu_mem_usage")  # common in calls of diffusers; vargen always does both
+# Of image language models, in addition to those of the hub.
 LANGUAGE_MODEL_OPTIONS = (
     "draft_model", "size", "negative_format", "device_map", "max_memory", "offload_folder", "quantization_config",
     "attn_implementation",
@@ -71,10 +71,10 @@ def open_pipeline(name: Any, *, device: str | torch.device | None = None, **opti
     folder = locate_folder(name, options)
     pipeline = find_pipeline_class(folder)
     if pipeline.__name__ == _LANGUAGE_MODEL:
-        if options.get("quantization") is None:
-            options.pop("quantization", None)
+        unset = {name for name in (*_LOADING, *_CODE) if not options.get(name)}
+        options = {name: value for name, value in options.items() if name not in {*_NO_EFFECT, *unset}}
         return pipeline.from_pretrained(folder, device=place, **options)
-    validate_quantization(options.get("quantization"), place)
+    validate_quantization(options.get("quantization") or stored_quantization(folder / "transformer"), place)
     chosen = any(options.get(name) is not None for name in ("torch_dtype", "dtype", "quantization"))
     if place is not None and not chosen:
         options["torch_dtype"] = default_dtype(folder, place)
@@ -83,7 +83,7 @@ def open_pipeline(name: Any, *, device: str | torch.device | None = None, **opti
 
 
 def inspect_model(name: Any) -> VisualPipeline:
-    """Return the pipeline of a model without weights: its networks are on the meta device. It generates nothing.
+    """Return the pipeline of a model without weights: its networks are on the meta device, so it cannot generate.
 
     Raises:
         ValueError: as `open_pipeline`, for files that cannot be opened.
@@ -158,6 +158,7 @@ def read_model_folder(name: Any, family: ModelFamily | None = None, options: Map
         places = shared_component_folders(path)
         stored: dict[str, StoredComponent] = {}
         for part, component in family.components.items():
+            component.validate(part, options.get(part))
             place, entry = places.get(part, path), index.get(part)
             if part in places and class_of(entry) is None:
                 entry = read_config(place / "model_index.json").get(part)
@@ -202,10 +203,10 @@ def check_options(options: Mapping[str, Any], *families: ModelFamily, more: Coll
     components = list(dict.fromkeys(name for family in families for name in family.components))
     for name in options:
         if name not in (*FETCHING, *_LOADING, *_NO_EFFECT, *_CODE, *STORED_VALUES, *components, *more):
-            allowed = ", ".join((*_LOADING, *FETCHING))
-            raise TypeError(
-                f"{name} is no argument for opening it, which are {allowed}, and components: {', '.join(components)}"
-            )
+            allowed = ", ".join((*_LOADING, *FETCHING, *components))
+            raise TypeError(f"{name} is no argument for opening a pipeline; allowed are {allowed}")
+    if options.get("use_safetensors") is False:
+        raise ValueError("use_safetensors must be True or left out: other weight files are not opened")
     for name in _CODE:
         if options.get(name):
             raise ValueError(f"{name} must be left out, got {options[name]!r}: vargen runs no code that comes with a model")
@@ -240,7 +241,8 @@ def default_dtype(folder: Path, device: str | torch.device = "cpu") -> torch.dty
         if stored_quantization(folder / "transformer"):
             return torch.float32
         whole = (folder / "config.json").is_file()  # a folder of transformers, which has its weights itself
-        files = (folder if whole else folder / "transformer").glob("*.safetensors")
+        place, stem = (folder, "model") if whole else (folder / "transformer", WEIGHTS_STEM)
+        files = find_weight_files(place, stem) if place.is_dir() else []
         if sum(math.prod(info.shape) for file in files for info in read_header(file).values()) < _SMALL_NETWORK:
             return torch.float32
     return preferred_dtype(device)
@@ -260,11 +262,13 @@ def load_components(
         quantization: format of the products of the networks that have one. Default: as stored.
         given: components that the caller passes.
     """
-    if quantization is not None and (network := model.stored.get("transformer")) is not None:
-        validate_quantization(quantization)
-        if "quantization" not in network.config:  # type: ignore[union-attr]
-            name = network.network_class.__name__  # type: ignore[union-attr]
-            raise ValueError(f"quantization={quantization!r} is not supported by {name}; leave it out")
+    validate_quantization(quantization)
+    if quantization is not None and given.get("transformer") is not None:
+        raise ValueError("quantization must be left out beside a transformer: pass one that is quantized")
+    network: Any = model.stored.get("transformer")
+    if quantization is not None and network is not None and "quantization" not in network.config:
+        name = network.network_class.__name__
+        raise ValueError(f"quantization={quantization!r} is not supported by {name}; leave it out")
     formats = {
         part: quantization or each.config["quantization"]
         for part, each in model.stored.items()
@@ -273,12 +277,11 @@ def load_components(
     with report_memory(model.path):
         dtypes = resolve_dtypes(model, dtype, [part for part, each in formats.items() if each])
         found = {part: given[part] for part in model.family.components if part in given}
+        found |= {part: each.load() for part, each in model.stored.items() if isinstance(each, TokenizerFolder)}
         for part, each in model.stored.items():
-            if isinstance(each, TokenizerFolder):
-                found[part] = each.load()
-            elif isinstance(each, NetworkFolder):
+            if isinstance(each, NetworkFolder):
                 found[part] = load_network(each, dtypes[part], formats.get(part))
-            else:
+            elif not isinstance(each, TokenizerFolder):
                 found[part] = each.load(dtypes[part])
     return found
 
@@ -305,13 +308,15 @@ def resolve_dtypes(
     for dtype in own.values() if own else () if given is None else (given,):
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             raise ValueError(f"dtype must be a floating-point torch.dtype, or a dict of them by component, got {given!r}")
-    fast = default_dtype(model.path, "cuda" if torch.cuda.is_available() else "cpu")
-    chosen = given if isinstance(given, torch.dtype) else own.get("default", fast)
+    chosen = given if isinstance(given, torch.dtype) else own.get("default")
+    if chosen is None and "transformer" in model.stored:
+        chosen = default_dtype(model.path, "cuda" if torch.cuda.is_available() else "cpu")
     found = {}
     for part, each in model.stored.items():
         kind = each.class_name if isinstance(each, TokenizerFolder) else each.network_class.__name__
         follows = model.family.components[part].follows(kind)
-        found[part] = own.get(part, chosen if follows else own.get("default", torch.float32))
+        usual = (chosen or torch.float32) if follows else own.get("default", torch.float32)
+        found[part] = own.get(part, usual)
         if part in quantized:
             asked = own.get(part, own.get("default", given))
             if asked not in (None, torch.float32):

@@ -24,7 +24,7 @@ _URL = re.compile(r"(?:hf://|https?://(?:www\.)?(?:huggingface\.co|hf\.co)/)")
 _ID = re.compile(r"([\w.-]+/[\w.-]+?)(?:/(?:tree|blob|resolve)/([^/]+).*|@([^/@]+))?/?")
 _PICKLES = (".pt", ".pth", ".bin", ".ckpt")
 
-_CONVERT = "holds official files, which `vargen convert` makes a folder of: vargen convert "
+_CONVERT = "holds official files, which have to be converted: vargen convert "
 # By name in lower case, what to type instead.
 _OFFICIAL = {
     **{
@@ -47,7 +47,7 @@ def locate_folder(name: Any, options: Mapping[str, Any]) -> Path:
     Args:
         name: name of a packaged model, a folder, `owner/name` or `owner/name@revision` on the hub, `hf://owner/name`, or the
             address of a page of the hub.
-        options: `FETCHING`, as of huggingface_hub; other options are left out of account.
+        options: `FETCHING`, as of huggingface_hub; other options are ignored.
 
     Raises:
         ValueError: if there is no such model, or it has to be converted first; the message says what to type.

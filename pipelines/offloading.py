@@ -33,6 +33,12 @@ class OffloadedPipeline:
         offloaded = next((part for part in self._networks().values() if is_offloaded(part)), None)
         return super()._execution_device if offloaded is None else find_device(offloaded)  # type: ignore[misc]
 
+    def require_loaded(self) -> None:
+        """Raise ValueError for a pipeline without weights, that of `inspect_model`."""
+        for name, network in self._networks().items():
+            if not is_offloaded(network) and any(weight.is_meta for weight in network.parameters()):
+                raise ValueError(f"{name} has no weights: open the model with open_pipeline instead of inspect_model")
+
     def require_weights(self, action: str) -> None:
         """Raise ValueError naming a component whose weights are elsewhere; see `vargen.models.offloading.require_weights`."""
         for name, network in self._networks().items():

@@ -29,9 +29,11 @@ def on_device(encoder: Any, device: torch.device) -> Iterator[None]:
             encoder.to("cpu")
 
 
-def weight_bytes(network: Any) -> int:
-    """Return the size of a network's parameters and buffers in bytes."""
-    return sum(part.nbytes for parts in (network.parameters(), network.buffers()) for part in parts)
+def weight_bytes(network: Any, dtype: torch.dtype | None = None) -> int:
+    """Return the size of a network's parameters and buffers in bytes, of floating-point ones in a dtype, if it is given."""
+    parts = [*network.parameters(), *network.buffers()]
+    sizes = [dtype.itemsize if dtype is not None and part.is_floating_point() else part.itemsize for part in parts]
+    return sum(part.numel() * size for part, size in zip(parts, sizes, strict=True))
 
 
 @dataclass(frozen=True)
@@ -60,10 +62,12 @@ def predict_memory(pipe: Any, dtype: torch.dtype, num_blocks: int | None = None,
         num_blocks, window: of a video, as in a call. Default: the checkpoint's.
     """
     networks: dict[str, Any] = {part: each for part, each in pipe.components.items() if isinstance(each, torch.nn.Module)}
+    weights = {}
     for part, network in networks.items():
-        if pipe.family.components[part].follows(type(network).__name__):
-            network.to(dtype)
-    weights = {part: weight_bytes(network) for part, network in networks.items()}
+        component = pipe.family.components.get(part)  # none of an image language model
+        follows = component is None or component.follows(type(network).__name__)
+        quantized = getattr(network.config, "quantization", None) is not None
+        weights[part] = weight_bytes(network, dtype if follows and not quantized else None)
     if pipe.fps is None:
         return MemoryPrediction(weights, {})
     blocks = pipe.setting("num_blocks") if num_blocks is None else num_blocks
@@ -76,5 +80,5 @@ def predict_memory(pipe: Any, dtype: torch.dtype, num_blocks: int | None = None,
             geometry, text = network.geometry, network.config.text_len or pipe.setting("caption_rows")
             frames = blocks * geometry.block_frames if window is None else window
             held = frames * geometry.frame_tokens + text
-            caches[part] = 2 * network.config.num_layers * rows * held * network.config.dim * network.dtype.itemsize
+            caches[part] = 2 * network.config.num_layers * rows * held * network.config.dim * dtype.itemsize
     return MemoryPrediction(weights, caches)

@@ -45,19 +45,24 @@ def find_weight_files(folder: Path, stem: str, variant: str | None = None) -> li
         variant: part of the file names, for example "fp16", placed where diffusers places it. None: without, if there are such
             files, else the only variant that there is.
     """
-    there = {file.name.lower(): file for file in sorted(folder.iterdir(), reverse=True)} if folder.is_dir() else {}
+    listed = sorted(folder.iterdir()) if folder.is_dir() else []
+    there = {file.name.lower(): file for file in listed} | {file.name: file for file in listed}  # the exact name counts first
     if variant is None and not {f"{stem}.safetensors", f"{stem}.safetensors.index.json"} & there.keys():
         kind = re.compile(rf"{stem}(?:\.(\w+)\.safetensors|\.safetensors\.index\.(\w+)\.json)")
         variants = {match[1] or match[2] for name in there if (match := kind.fullmatch(name))}
         variant = variants.pop() if len(variants) == 1 else None
     named = f".{variant}" if variant else ""
     single, index = f"{stem}{named}.safetensors", f"{stem}.safetensors.index{named}.json"
-    if (found := there.get(index.lower())) is not None:  # diffusers prefers it as well
-        return [there.get(name.lower(), folder / name) for name in sorted(set(read_index(found).values()))]
-    if single.lower() in there:
-        return [there[single.lower()]]
-    others = sorted(file.name for file in there.values() if file.suffix.lower() in (".bin", ".pt", ".pth", ".ckpt"))
-    reason = f"; {', '.join(others)} may run code when opened and is not read, convert it first" if others else ""
+    if (found := there.get(index, there.get(index.lower()))) is not None:  # diffusers prefers it as well
+        shards = sorted(set(read_index(found).values()))
+        return [there.get(name, there.get(name.lower(), folder / name)) for name in shards]
+    if (found := there.get(single, there.get(single.lower()))) is not None:
+        return [found]
+    others = [file.name for file in listed if file.suffix.lower() in (".bin", ".pt", ".pth", ".ckpt")]
+    reason = f"; {', '.join(others)} may run code when opened and is not read; convert it first" if others else ""
+    if weights := [file.name for file in listed if file.suffix.lower() == ".safetensors"]:
+        names = ", ".join(weights[:4]) + ", ..." * (len(weights) > 4)
+        reason += f"; there are {names}: name a variant, or add the index of shards"
     raise ValueError(f"{folder / single} is missing{reason}")
 
 

@@ -117,13 +117,13 @@ def processor() -> Any:
 @pytest.mark.parametrize(
     ("mask", "line"),
     [
-        (Image.new("L", (SIDE, SIDE), 0), "mask regenerates nothing"),
-        (Image.new("L", (SIDE, SIDE), 255), "mask regenerates the whole image"),
-        (Image.new("RGBA", (SIDE, SIDE), (0, 0, 0, 0)), "mask regenerates the whole image"),
-        (palette_image((1, 2, 3), (4, 5, 6)), "mask regenerates the whole image"),
-        (torch.zeros(SIDE, SIDE), "mask regenerates nothing"),
-        ([MASKS["bits"], Image.new("L", (SIDE, SIDE), 0)], "mask regenerates nothing"),
-        (MASKS["hole in white"], "mask is white on transparent"),
+        (Image.new("L", (SIDE, SIDE), 0), "mask_image regenerates nothing"),
+        (Image.new("L", (SIDE, SIDE), 255), "mask_image regenerates the whole image"),
+        (Image.new("RGBA", (SIDE, SIDE), (0, 0, 0, 0)), "mask_image regenerates the whole image"),
+        (palette_image((1, 2, 3), (4, 5, 6)), "mask_image regenerates the whole image"),
+        (torch.zeros(SIDE, SIDE), "mask_image regenerates nothing"),
+        ([MASKS["bits"], Image.new("L", (SIDE, SIDE), 0)], "mask_image regenerates nothing"),
+        (MASKS["hole in white"], "mask_image is white on transparent"),
     ],
 )
 def test_doubtful_masks_are_used_with_a_warning(mask: Any, line: str, caplog: pytest.LogCaptureFixture) -> None:

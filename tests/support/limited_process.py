@@ -14,7 +14,7 @@ _server = multiprocessing.get_context("forkserver")
 _server.set_forkserver_preload(
     [
         "vargen.pipelines.loading",
-        "vargen.pipelines.language_model_folders",
+        "vargen.pipelines.language_model",
         "transformers.models.janus.modeling_janus",
         "transformers.models.janus.processing_janus",
         "transformers.models.llama.tokenization_llama_fast",

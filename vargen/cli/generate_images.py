@@ -96,10 +96,9 @@ def generate_image_files(options: GenerateOptions, own: ImageOptions) -> None:
         raise typer.Exit(1)
     if not options.quiet:
         count = f"{len(jobs)} image{'s' if len(jobs) > 1 else ''}"
-        chosen = made.records[0]["seed"]
-        seed = (
-            f"{options.first_seed}" if own.best_of == 1 or len(jobs) > 1 else f"{chosen}, a candidate of {options.first_seed}"
-        )
+        seed = str(options.first_seed)
+        if own.best_of > 1 and len(jobs) == 1:
+            seed = f"{made.records[0]['seed']}, the best candidate of {seed}"
         rate = f"{made.tokens_per_second:.0f} tokens per second, seed {seed}"
         print_status(f"{count} in {made.seconds:.1f} s (and {seconds_load:.1f} s to load), {rate}")
 

@@ -1,1 +1,1 @@
-"""Reading model folders as data: JSON, weights, networks and tokenizers that are checked before a library sees them."""
+"""Reading model folders as data: JSON, networks and tokenizers, validated before transformers or diffusers see them."""

@@ -20,6 +20,7 @@ from vargen.folders.json_files import read_config
 from vargen.values import parse_float, parse_int, short_repr
 from vargen.weight_files import (
     MAX_LAYERS,
+    WeightHeader,
     find_weight_files,
     read_header,
     validate_layer_counts,
@@ -80,7 +81,12 @@ class NetworkFolder:
                 "with weight_format='int8'"
             )
         self.files = find_weight_files(folder, WEIGHTS_STEM, variant)
-        header = {name: info for each in self.files for name, info in read_header(each).items()}
+        header: WeightHeader = {}
+        for each in self.files:
+            found = read_header(each)
+            if twice := header.keys() & found.keys():
+                raise ValueError(f"{each} holds {min(twice)}, which is also in another file; download the folder again")
+            header |= found
         validate_layer_counts(header, self._values, getattr(network_class, "layer_prefixes", {}), file)
         try:
             validate_config(network_class, self._values)
@@ -96,8 +102,8 @@ class NetworkFolder:
             validate_weights(header, shapes, str(folder))
 
     def build(self, **changed: Any) -> Any:
-        """Return a new network of this configuration, apart from what is `changed`, with weights of no meaning."""
-        return self.network_class.from_config({**self._values, **changed})
+        """Return a new network of this configuration, apart from what is `changed`, with uninitialized weights."""
+        return self.network_class.from_config({**self._values, "_class_name": self.network_class.__name__, **changed})
 
     def read(self) -> dict[str, Tensor]:
         """Read the stored tensors by name."""

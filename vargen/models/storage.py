@@ -215,7 +215,9 @@ class QuantizedStorageMixin(ModelMixin):
         dtype: torch.dtype | None = None,
         quantization: str | None = None,
         variant: str | None = None,
-        subfolder: str = "",
+        subfolder: str | None = None,
+        use_safetensors: bool = True,
+        low_cpu_mem_usage: bool = True,
     ) -> Self:
         """Load a folder written by `save_pretrained`, on the CPU and in evaluation mode.
 
@@ -225,12 +227,13 @@ class QuantizedStorageMixin(ModelMixin):
             quantization: ``"int8"`` to compute with int8 weights; see `vargen.models.quantization`. Default: as in the folder.
             variant: variant in the names of the weight files, such as "fp16".
             subfolder: folder of the network within the other.
+            use_safetensors, low_cpu_mem_usage: accepted as in diffusers; both are always so.
 
         Raises:
             ValueError: naming the file and the tensor, if there is no such folder, or it does not hold exactly the tensors that
                 its configuration asks for. Also for an unknown quantization, or another dtype than float32 with it.
         """
-        folder = expand_user(str(pretrained_model_name_or_path), "folder") / subfolder
+        folder = expand_user(str(pretrained_model_name_or_path), "folder") / (subfolder or "")
         if not folder.is_dir():
             raise ValueError(f"{folder} is not a folder with a saved {cls.__name__}")
         return load_network(NetworkFolder(folder, cls, variant), dtype or torch_dtype, quantization)
@@ -242,6 +245,8 @@ def load_network(stored: NetworkFolder, dtype: torch.dtype | None = None, quanti
     Weights of a `weight_format` are finite, and its integers become int8 weights of a quantized network directly.
     """
     validate_quantization(quantization)
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"dtype must be a floating-point torch.dtype, got {dtype!r}")
     quantized = bool(quantized_layers(stored.network))
     with SkipInit():
         changed = {} if quantization is None or quantized else {"quantization": quantization}
@@ -270,7 +275,7 @@ def load_network(stored: NetworkFolder, dtype: torch.dtype | None = None, quanti
 
 
 class SkipInit(TorchFunctionMode):
-    """Leaves parameters uninitialized while a network is built, because its weights are read afterwards."""
+    """Leaves the parameters of a network uninitialized while it is built; its weights are read afterwards."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__module__", None) == "torch.nn.init" or func in _RANDOM:

@@ -111,7 +111,7 @@ def preprocess(model: ImageTextModel, pixels_BCYX: Tensor) -> Tensor:
 def load_image_tower(folder: Path) -> ImageTextModel:
     """Open the `ImageTextModel` of a scorer's folder."""
     try:
-        return load_network(NetworkFolder(folder, ImageTextModel)).requires_grad_(False)
+        return load_network(NetworkFolder(folder, ImageTextModel), torch.float32).requires_grad_(False)
     except ValueError as error:
         raise ValueError(f"the scorer in {str(folder)!r} is damaged or incomplete ({error}); train it again") from error
 

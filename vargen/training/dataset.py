@@ -120,7 +120,7 @@ class CaptionBank:
     """
 
     def __init__(self, encoder_folder: Path, rows: int, device: torch.device):
-        self.encoder = MiniLMTextEncoder.from_pretrained(encoder_folder / "text_encoder").to(device).eval()
+        self.encoder = MiniLMTextEncoder.from_pretrained(encoder_folder / "text_encoder", dtype=torch.float32).to(device).eval()
         self.tokenizer = load_tokenizer(encoder_folder / "tokenizer", "BertTokenizerFast")
         self.rows, self.device = rows, device
         self.features: dict[str, Tensor] = {}

@@ -182,13 +182,14 @@ class ImageLanguageModel:
 
     @property
     def head_settings(self) -> dict[str, Any]:
-        """Settings of draft heads for this model, by which those of another model are refused.
+        """Settings of draft heads for this model, by which those of another model are refused; None for an unknown one.
 
         A head sees the grid as a square: with the model's columns where it fits, so that it knows rows and columns.
         """
         (rows, columns), text = self.grid, self.body.config.get_text_config()
         side = columns if rows <= columns <= MAX_GRID else math.isqrt(rows * columns - 1) + 1
-        return {"dim": text.hidden_size, "vocab_size": self.vocab, "grid_size": side, "target": self.head_digest}
+        digest = None if self.model.device.type == "meta" else self.head_digest  # of the weights
+        return {"dim": text.hidden_size, "vocab_size": self.vocab, "grid_size": side, "target": digest}
 
     @property
     def head_digest(self) -> str:
