@@ -38,7 +38,10 @@ def test_the_right_weights_pass(tmp_path: Path) -> None:
     assert read_header(file) == {name: TensorInfo(shape, "F32") for name, shape in _SHAPES.items()}
     _check(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"never opened")
+    _write(tmp_path / f"{_STEM.upper()}.safetensors", scale=None)
     _check(tmp_path)
+    file.rename(tmp_path / f"{_STEM}.FP16.SafeTensors")
+    assert find_weight_files(tmp_path, _STEM, "fp16") == [tmp_path / f"{_STEM}.FP16.SafeTensors"]
 
 
 def test_only_the_header_is_read(tmp_path: Path) -> None:

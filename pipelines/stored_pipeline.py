@@ -1,0 +1,186 @@
+"""What a pipeline has to do with folders: its components and stored values, opening, saving, trained drafters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from diffusers.image_processor import VaeImageProcessor
+
+from vargen.compat import ensure_torchvision, without_autocast
+from vargen.files import atomic_merge, expand_user
+from vargen.pipelines import loading
+from vargen.pipelines.families import STORED_VALUES, ModelFamily
+from vargen.pipelines.offloading import OffloadedPipeline
+from vargen.pipelines.prompts import PROMPT_NAMES_FILE, PromptNames
+
+ensure_torchvision()
+
+from diffusers import DiffusionPipeline
+
+
+class StoredPipeline(OffloadedPipeline, DiffusionPipeline):
+    """A pipeline of diffusers whose folders are opened by `vargen.pipelines.loading`.
+
+    Attributes:
+        family: registration of the family; `register_family` sets it.
+        pixel_decoder: name of the component that decodes tokens or latents to pixels.
+        prompt_names: names that replace characters in a prompt; None if prompts are used as typed.
+        folder: the folder that it was opened from; None if its components come from elsewhere.
+    """
+
+    family: ClassVar[ModelFamily]
+    pixel_decoder: ClassVar[str] = "vqvae"
+
+    prompt_names: PromptNames | None = None
+    folder: Any = None
+
+    def _init_calls(self) -> None:
+        """Create what calls use beside the components."""
+
+    def _register_components(self, components: Mapping[str, Any], config: Mapping[str, Any], prompt_names: Any) -> None:
+        """Validate and register the components and the values stored with them. This is the body of every `__init__`."""
+        known = self.family.components
+        if unknown := {name for name, component in components.items() if component is not None} - known.keys():
+            raise TypeError(f"{min(unknown)} is no component of a {type(self).__name__}: {', '.join(known)}")
+        components = {name: components.get(name) for name in known}
+        self.family.check({name: getattr(component, "config", None) for name, component in components.items()}, **config)
+        super().__init__()
+        self.register_modules(**components)
+        self.register_to_config(**config)
+        self.prompt_names = PromptNames(prompt_names) if isinstance(prompt_names, dict) else prompt_names
+        # A pipeline loaded without networks can still encode prompts.
+        factor = getattr(getattr(self, self.pixel_decoder), "downsampling", 8)
+        self.image_processor = VaeImageProcessor(vae_scale_factor=factor)
+        self._init_calls()
+
+    @classmethod
+    @without_autocast
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: Any,
+        torch_dtype: torch.dtype | dict[str, torch.dtype] | None = None,
+        dtype: torch.dtype | dict[str, torch.dtype] | None = None,
+        quantization: str | None = None,
+        **kwargs: Any,
+    ) -> Self:
+        """Load a packaged model by name (without network access), a local folder, or a Hub model (`"owner/name"`).
+
+        Args:
+            torch_dtype, dtype: dtype of the transformer and of a large text encoder, or a dict of dtypes by component; the
+                two are the old and the new name in diffusers. Default: bfloat16 on machines with CUDA and on CPUs with
+                hardware bfloat16 multiplication, else float32. The image tokenizer stays in float32, as trained.
+            quantization: `"int8"` runs transformers on a CPU with 8-bit integer products, in a quarter of the memory; their
+                other steps are float32. Images differ from those of float32 in detail, and are the same for each exact method
+                and batch. Default: the format of the folder.
+            **kwargs: `variant` of the names of weight files; components that replace stored ones, or None to leave one out;
+                values that replace stored ones, such as `defaults`; `cache_dir`, `force_download`, `local_files_only`, `token`
+                and `revision` of the hub.
+
+        Raises:
+            ValueError: before any weight is loaded, for invalid dtypes, an unknown name, a folder without `model_index.json`,
+                or a component that is missing, damaged or does not match the others.
+            TypeError: for an unknown argument.
+            MemoryError: if the weights do not fit in memory; the message reports their size in bytes.
+        """
+        if dtype is not None and torch_dtype is not None:
+            raise ValueError(f"give dtype or torch_dtype, its older name, not both; got {dtype!r} and {torch_dtype!r}")
+        model = loading.read_model_folder(pretrained_model_name_or_path, cls.family, kwargs)
+        names = kwargs["prompt_names"] if "prompt_names" in kwargs else loading.load_prompt_names(model)
+        parts = loading.load_components(model, torch_dtype if dtype is None else dtype, quantization, kwargs)
+        pipe = cls._from_folder(model, parts, names)
+        if any(kwargs.get(name) is not None for name in cls.family.components):
+            pipe.folder = None  # which does not describe it
+        return pipe
+
+    @classmethod
+    def inspect(cls, folder: Path) -> Self:
+        """Return the pipeline of a folder without weights; see `vargen.pipelines.loading.inspect_model`."""
+        model = loading.read_model_folder(folder, cls.family)
+        return cls._from_folder(model, loading.make_components(model), loading.load_prompt_names(model))
+
+    @classmethod
+    def _from_folder(cls, model: loading.ModelFolder, parts: Mapping[str, Any], prompt_names: Any) -> Self:
+        pipe = cls(**parts, **model.values, prompt_names=prompt_names)
+        pipe.register_to_config(_name_or_path=str(model.path))
+        pipe.folder = model.path
+        return pipe
+
+    @classmethod
+    def from_pipe(cls, pipeline: DiffusionPipeline, **changed: Any) -> Self:
+        """Return a pipeline that shares the components of another, and the values stored with them.
+
+        Args:
+            pipeline: of the same class.
+            **changed: components and values that replace those of the other.
+        """
+        if not isinstance(pipeline, cls):
+            raise TypeError(f"pipeline must be a {cls.__name__}, got {type(pipeline).__name__}")
+        pipe = cls(**{**pipeline.components, **changed})
+        if not any(changed.get(name) is not None for name in cls.family.components):
+            pipe.folder = pipeline.folder
+        return pipe
+
+    @property
+    def components(self) -> dict[str, Any]:
+        """The components by name, None for a missing one, and the values stored with them that are set.
+
+        `type(pipe)(**pipe.components)` generates what `pipe` does.
+        """
+        values = {name: self.config.get(name) for name in STORED_VALUES} | {"prompt_names": self.prompt_names}
+        return {**super().components, **{name: value for name, value in values.items() if value is not None}}
+
+    @classmethod
+    def _get_signature_keys(cls, obj: Any) -> tuple[set[str], set[str]]:
+        """As in diffusers, which takes them from the constructor: the components, and the other arguments."""
+        return set(cls.family.components), {*STORED_VALUES, "prompt_names"}
+
+    def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
+        """Write a folder that `from_pretrained` can load. Files are written atomically, and none is written if saving fails.
+
+        Args:
+            save_directory: created if missing. Other files in it are kept, except those of a model saved there earlier.
+            **kwargs: passed to `DiffusionPipeline.save_pretrained`.
+
+        Raises:
+            ValueError: while weights are offloaded layer by layer.
+            OSError: if the folder cannot be created or written.
+        """
+        self.require_weights("saved")
+        folder = expand_user(save_directory, "save_directory")
+        if kwargs.get("push_to_hub"):
+            kwargs.setdefault("repo_id", folder.name)
+        with atomic_merge(folder) as staged:
+            super().save_pretrained(str(staged), **kwargs)
+            if self.prompt_names is not None:
+                self.prompt_names.save(staged)
+        own = {
+            PROMPT_NAMES_FILE: self.prompt_names,
+            loading.SHARED_FILE: None,
+        }
+        for name in (name for name, value in own.items() if value is None):
+            (folder / name).unlink(missing_ok=True)
+
+    def load_drafter(self, drafter: Any, *others: Any) -> str:
+        """Load a network that `vargen train drafter` trained for this model, and use it in later calls.
+
+        It becomes a component of the pipeline: `save_pretrained` writes it and `from_pretrained` restores it.
+
+        Args:
+            drafter: folder of the training run or of the saved network, or the name of a packaged one, such as `"emoji/eagle"`.
+            others: further ones, such as the up-sampler of a low-resolution transformer. All are loaded, or none.
+
+        Returns:
+            Name of the component of `drafter`, such as `"eagle"`.
+
+        Raises:
+            ValueError: before any weight is read, if a folder holds no such network, damaged files, or if the network
+                does not match the transformer.
+        """
+        if self.transformer is None:
+            raise ValueError("this pipeline was loaded without a transformer: there is nothing to draft for")
+        networks, device = loading.load_trained_networks(self, drafter, *others), self._device_of(self.transformer)
+        self.register_modules(**{name: network.to(device) for name, network in networks.items()})
+        return next(iter(networks))
