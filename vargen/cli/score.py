@@ -42,7 +42,7 @@ Scorers = Annotated[
     typer.Option(
         metavar="NAME,...",
         help="emoji-scorer; clip:model=ViT-L-14,weights=FILE; image-reward:weights=FILE; module:function; or none. "
-        "Default: the packaged scorer of the model.",
+        "Default: the packaged scorer of the model of a run; a folder of other images has none.",
     ),
 ]
 Extractor = Annotated[
@@ -50,7 +50,7 @@ Extractor = Annotated[
     typer.Option(
         metavar="NAME",
         help="Network whose features distances compare: inception:weights=FILE, clip:model=NAME,weights=FILE, the name of a "
-        "scorer, module:function, or none. Default: the packaged scorer of the model.",
+        "scorer, module:function, or none. Default: the packaged scorer of the model of a run.",
     ),
 ]
 Reference = Annotated[
@@ -168,7 +168,7 @@ def score(
         if prompt_file is not None:
             print_status(f"prompts by natural order of file names: {_describe_matching(images)}")
         if not metrics.scorers and metrics.extractor is None and samples_file is None:
-            raise ValueError("nothing to do: give --scorers, --extractor or --export-samples")
+            raise ValueError("nothing to do: give --scorers, such as emoji-scorer, --extractor or --export-samples")
         statistics = load_reference_or_default(reference, metrics, None)
         with progress_bar("scoring", "images") as show:
             found = evaluate_folder(path.name, images, metrics, statistics, None, run_on, show)
