@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -47,6 +47,7 @@ class ImagePipelineOutput(BaseOutput):
     tokens: Tensor | None = None
     log_probs: Tensor | None = None
     plain_log_probs: Tensor | None = None
+    _describe: ClassVar[Any] = None  # of an object; see `with_parameters`
 
     def __repr__(self) -> str:
         """One line: the number of images, passes, tokens per pass, seconds and seeds."""
@@ -59,7 +60,13 @@ class ImagePipelineOutput(BaseOutput):
         return self
 
     def parameters(self, number: int = 0) -> dict[str, Any]:
-        """Return the parameters with which `vargen regenerate` generates image `number` again: prompt, seed, method, model."""
+        """Return the parameters with which `vargen regenerate` generates image `number` again: prompt, seed, method, model.
+
+        Raises:
+            ValueError: for the result of a call with `prompt_embeds`, or a copy or pickle of a result.
+        """
+        if self._describe is None:
+            raise ValueError("parameters belong to the result of the call, not to a copy of it")
         return self._describe(number)
 
     def save(self, path: str | Path, number: int = 0) -> Path:

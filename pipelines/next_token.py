@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -135,11 +135,12 @@ class NextTokenPipeline(VisualPipeline):
         if scorer is not None:
             result = select_candidates(self, result, request, scorer, texts)
         images = self.decode_tokens(result.tokens, result.length if result.stats.stopped else None, output_type)
-        output = self.output_class(images, result.stats, result.tokens).with_parameters(
+        log_probs: Sequence[Tensor] = ()
+        if return_log_probs and result.finished:
+            log_probs = self._compute_log_probs(request, result.tokens)
+        output = self.output_class(images, result.stats, result.tokens, *log_probs).with_parameters(
             partial(describe_call, self, request, result, class_labels if prompt is None else prompt, negative_prompt)
         )
-        if return_log_probs and result.finished:
-            output.log_probs, output.plain_log_probs = self._compute_log_probs(request, result.tokens)
         self.maybe_free_model_hooks()
         return output if return_dict else (images,)
 

@@ -220,9 +220,10 @@ def test_a_saved_image_is_generated_again_from_its_file(opened: tuple[Tiny, Any]
     assert re.fullmatch(r"<ImagePipelineOutput: \d images?, \d+ passes, .* tokens per pass, .* s, seed 7.*>", repr(result))
     parameters = read_parameters(result.save(tmp_path / "a.png"))
     with Image.open(tmp_path / "a.png") as original:
-        here = environment_parameters(pipe, parameters["model"], None)
-        assert regenerate(pipe, parameters, original, here).same_tokens
+        assert regenerate(pipe, parameters, original, environment_parameters(pipe, "", None)).same_tokens
     rejects(lambda: result.save(tmp_path / "a.jpg"), "path")
+    if pipe.paradigm == "next-token":
+        assert tiny.call(pipe, return_log_probs=True).log_probs.shape == (1, pipe.num_tokens)
     assert made(tiny.call(type(pipe).from_pipe(pipe))).equal(made(tiny.call(pipe)))
 
 
