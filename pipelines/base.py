@@ -233,12 +233,12 @@ class VisualPipeline(StoredPipeline):
         scorer: Any = None,
         batch_size: Any = None,
     ) -> Scorer | None:
-        """Validate arguments of a call that each stand for themselves; returns the scorer."""
+        """Validate arguments of a call that do not depend on one another; returns the scorer."""
         self.require_loaded()
         if self.transformer is None or getattr(self, self.pixel_decoder) is None:
             missing = f"transformer or {self.pixel_decoder}"
             raise ValueError(f"this pipeline was loaded without a {missing}: it only encodes prompts")
-        if output_type not in validation.OUTPUT_TYPES:
+        if not isinstance(output_type, str) or output_type not in validation.OUTPUT_TYPES:
             raise ValueError(f"output_type must be one of {', '.join(validation.OUTPUT_TYPES)}, got {short_repr(output_type)}")
         if callback is not None and not callable(callback):
             raise TypeError(f"callback_on_step_end must be a function, or None, got {short_repr(callback)}")

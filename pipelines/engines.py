@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,15 @@ class KeptEngines:
         """Give up the engines of this thread, and return their memory."""
         self._kept.clear()
         torch.cuda.empty_cache()
+
+    @contextmanager
+    def freed_without_memory(self) -> Iterator[None]:
+        """Give up the engines of this thread if memory runs out within the block, so that the next call has theirs."""
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            self.clear()
+            raise
 
     def decode(self, pipe: Any, request: ImageRequest, callback: Callback | None) -> DecodeOutput:
         """Generate the tokens of a request by an `Engine`."""

@@ -64,17 +64,19 @@ class ImageRequest:
         batch_size: int | None = None,
     ) -> ImageRequest:
         """Repeat a condition of `num_prompts` rows for all images to generate, and resolve their seeds."""
-        images = num_prompts * validate_num_images(num_images_per_prompt, num_prompts)
+        per_prompt, num_candidates = validate_num_images(num_images_per_prompt, num_prompts), int(num_candidates)
+        images = num_prompts * per_prompt
         if images * num_candidates > MAX_IMAGES:
             raise ValueError(
-                f"num_candidates must be less: one call generates at most {MAX_IMAGES} images, got {images} x "
+                f"num_candidates is too large: one call generates at most {MAX_IMAGES} images, got {images} x "
                 f"{num_candidates} candidates"
             )
         seeds = resolve_seeds(generator, images)
         if num_candidates > 1:
             seeds = seeds.for_candidates(num_candidates)
-        condition = condition.repeat(num_images_per_prompt * num_candidates)
-        return cls(method, condition, guidance, sampling, seeds, num_candidates, batch_size)
+        condition = condition.repeat(per_prompt * num_candidates)
+        at_once = None if batch_size is None else int(batch_size)
+        return cls(method, condition, guidance, sampling, seeds, num_candidates, at_once)
 
     def select_rows(self, rows: slice) -> ImageRequest:
         """Return the request for some of the images to generate."""
@@ -103,15 +105,11 @@ def generate_tokens(pipe: VisualPipeline, request: ImageRequest, on_step_end: On
             return not (wants_stop(answer) or call.interrupted)
 
         parts: list[DecodeOutput] = []
-        try:
-            for first in range(0, count, count if is_list else at_once):
-                rows = slice(first, count if is_list else first + at_once)
-                parts.append(pipe._decode(request if at_once == count else request.select_rows(rows), callback))
-                if parts[-1].stats.stopped:
-                    break
-        except torch.OutOfMemoryError:
-            pipe._engines.clear()  # so that the next call has their memory
-            raise
+        for first in range(0, count, count if is_list else at_once):
+            rows = slice(first, count if is_list else first + at_once)
+            parts.append(pipe._decode(request if at_once == count else request.select_rows(rows), callback))
+            if parts[-1].stats.stopped:
+                break
     result = parts[0] if len(parts) == 1 and len(parts[0].tokens) == count else _join_outputs(parts, count)
     result.stats.seeds = request.seeds.seeds
     return result

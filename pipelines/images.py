@@ -18,7 +18,7 @@ from torch import Tensor
 
 from vargen.decoding import DecodeStats
 from vargen.files import atomic_file, expand_user
-from vargen.image_metadata import png_file
+from vargen.image_metadata import model_digest, png_file
 from vargen.models.tokenizers.multi_scale_quantizer import MultiScaleQuantizer
 from vargen.models.tokenizers.vq import NonFinitePixelsError
 from vargen.pipelines.validation import OUTPUT_TYPES
@@ -47,27 +47,28 @@ class ImagePipelineOutput(BaseOutput):
     tokens: Tensor | None = None
     log_probs: Tensor | None = None
     plain_log_probs: Tensor | None = None
-    _describe: ClassVar[Any] = None  # of an object; see `with_parameters`
+    _records: ClassVar[Any] = None  # of an object: plain parameters of each image, and the folder of the model
 
     def __repr__(self) -> str:
         """One line: the number of images, passes, tokens per pass, seconds and seeds."""
         count = f"{len(self.images)} image{'s' if len(self.images) != 1 else ''}"
         return f"<{type(self).__name__}: {count}, {self.stats}>"
 
-    def with_parameters(self, describe: Callable[[int], dict[str, Any]]) -> Self:
-        """Return this result, which then knows the parameters of image i, `describe(i)`; they are collected when needed."""
-        object.__setattr__(self, "_describe", describe)
+    def with_parameters(self, records: list[dict[str, Any]], folder: Path | None) -> Self:
+        """Return this result, which then knows the parameters of each image; that of the weights is computed when needed."""
+        object.__setattr__(self, "_records", (records, folder))
         return self
 
     def parameters(self, number: int = 0) -> dict[str, Any]:
-        """Return the parameters with which `vargen regenerate` generates image `number` again: prompt, seed, method, model.
+        """Return the parameters of image `number` with which it is generated again: prompt, seed, method, model, machine.
 
         Raises:
-            ValueError: for the result of a call with `prompt_embeds`, or a copy or pickle of a result.
+            ValueError: for a result that no pipeline returned.
         """
-        if self._describe is None:
-            raise ValueError("parameters belong to the result of the call, not to a copy of it")
-        return self._describe(number)
+        if self._records is None:
+            raise ValueError("this result was not returned by the call of a pipeline, so it has no parameters")
+        records, folder = self._records
+        return {**records[number], **({"model_digest": model_digest(folder)} if folder else {})}
 
     def save(self, path: str | Path, number: int = 0) -> Path:
         """Write image `number` as a PNG that carries its `parameters`; returns the path.
@@ -78,9 +79,9 @@ class ImagePipelineOutput(BaseOutput):
         """
         file = expand_user(path, "path")
         if file.suffix.lower() != ".png":
-            raise ValueError(f"path must end in .png, whose files carry parameters, got {str(path)!r}")
+            raise ValueError(f"path must end in .png, as only PNG files carry parameters, got {str(path)!r}")
         if not isinstance(self.images, list):
-            raise ValueError("images must be PIL images to be saved: call the pipeline with output_type='pil'")
+            raise ValueError("only PIL images can be saved: call the pipeline with output_type='pil'")
         data = png_file(self.images[number], self.parameters(number))
         with atomic_file(file) as temporary:
             temporary.write_bytes(data)
@@ -94,7 +95,7 @@ def validate_decode_arguments(tokens: Any, length: Any, output_type: Any, codes:
         codes: size of the codebook.
         minimum: the smallest token; -1 means no token.
     """
-    if output_type not in OUTPUT_TYPES:
+    if not isinstance(output_type, str) or output_type not in OUTPUT_TYPES:
         raise ValueError(f"output_type must be one of {', '.join(OUTPUT_TYPES)}, got {short_repr(output_type)}")
     if not isinstance(tokens, Tensor) or tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
         given = str(tokens.dtype) if isinstance(tokens, Tensor) else short_repr(tokens)

@@ -216,11 +216,22 @@ class LanguageModelPipeline(NextTokenPipeline):
 
     # -- prompts and tokens -----------------------------------------------------------------------------------------------
 
-    def check_inputs(self, output_type: Any = "pil", *others: Any) -> Scorer | None:
-        if not self.makes_images and output_type != "latent":
-            name = self.language_model.class_name
-            raise ValueError(f"output_type must be 'latent': another pipeline decodes the tokens of {name}")
-        return super().check_inputs(output_type, *others)
+    def check_inputs(
+        self,
+        output_type: Any = "pil",
+        callback: Any = None,
+        tensor_inputs: Any = None,
+        num_candidates: Any = 1,
+        scorer: Any = None,
+        batch_size: Any = None,
+    ) -> Scorer | None:
+        if not self.makes_images:
+            reason = f"another pipeline decodes the tokens of {self.language_model.class_name}"
+            if output_type != "latent":
+                raise ValueError(f"output_type must be 'latent': {reason}")
+            if scorer is not None:
+                raise ValueError(f"scorer must be left out: {reason}")
+        return super().check_inputs(output_type, callback, tensor_inputs, num_candidates, scorer, batch_size)
 
     def encode_condition(
         self, prompt: Any = None, *, negative_prompt: Any = None, clean_prompt: bool = False, **others: Any

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 from vargen.compat import without_autocast
 from vargen.decoding import DEFAULT_METHOD, Accelerator, DecodeOutput
 from vargen.decoding.log_probs import compute_log_probs
+from vargen.pipelines import validation
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.generation import ImageRequest, generate_tokens, select_candidates
 from vargen.pipelines.images import ImagePipelineOutput
@@ -94,7 +94,8 @@ class NextTokenPipeline(VisualPipeline):
                 Returning `{"stop": True}`, or setting `pipe._interrupt`, ends the call with the tokens generated so far.
             clean_prompt: clean the prompt as in the training of official LlamaGen text models (needs ftfy and beautifulsoup4).
 
-            return_log_probs: also return log-probabilities of the tokens; see `compute_log_probs`.
+            return_log_probs: also return log-probabilities of the tokens, if the call is not stopped; see
+                `vargen.decoding.log_probs.compute_log_probs`.
 
         Raises:
             ValueError, TypeError: for invalid arguments, naming the argument, its value and what is allowed.
@@ -109,6 +110,7 @@ class NextTokenPipeline(VisualPipeline):
         guidance, sampling = self.resolve_sampling(
             guidance_interval, guidance_scale=guidance_scale, temperature=temperature, top_k=top_k, top_p=top_p
         )
+        num_images_per_prompt = validation.validate_num_images(num_images_per_prompt, 1)
         condition, num_prompts = self.encode_condition(
             prompt,
             class_labels=class_labels,
@@ -131,18 +133,22 @@ class NextTokenPipeline(VisualPipeline):
             generator=generator,
             batch_size=batch_size,
         )
-        result = generate_tokens(self, request, callback_on_step_end)
-        if scorer is not None:
-            result = select_candidates(self, result, request, scorer, texts)
-        images = self.decode_tokens(result.tokens, result.length if result.stats.stopped else None, output_type)
-        log_probs: Sequence[Tensor] = ()
-        if return_log_probs and result.finished:
-            log_probs = self._compute_log_probs(request, result.tokens)
-        output = self.output_class(images, result.stats, result.tokens, *log_probs).with_parameters(
-            partial(describe_call, self, request, result, class_labels if prompt is None else prompt, negative_prompt)
-        )
+        with self._engines.freed_without_memory():
+            result = generate_tokens(self, request, callback_on_step_end)
+            if scorer is not None:
+                result = select_candidates(self, result, request, scorer, texts)
+            images = self.decode_tokens(result.tokens, result.length if result.stats.stopped else None, output_type)
+            log_probs: Sequence[Tensor] = ()
+            if return_log_probs and return_dict and result.finished:
+                log_probs = self._compute_log_probs(request, result.tokens)
         self.maybe_free_model_hooks()
-        return output if return_dict else (images,)
+        if not return_dict:
+            return (images,)
+        subject = class_labels if prompt is None else prompt
+        unknown: dict[str, Any] = {"negative_prompt_embeds": negative_prompt_embeds is not None or None}
+        records = describe_call(self, request, result, subject, negative_prompt, clean_prompt, **unknown)
+        output = self.output_class(images, result.stats, result.tokens, *log_probs)
+        return output.with_parameters(records, self.folder)
 
     def _compute_log_probs(self, request: ImageRequest, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Return the log-probabilities of the tokens of a request's images; see `compute_log_probs`."""

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from PIL import Image
 
 from vargen.compat import installed_version
-from vargen.decoding import DecodeOutput, DecodeStats
+from vargen.decoding import DecodeOutput, DecodeStats, resolve_method
 from vargen.image_metadata import pixels_digest, tokens_digest
 from vargen.models.quantization import quantization_of
 from vargen.pipelines.validation import is_blank, resolve_class_labels
@@ -23,8 +21,8 @@ if TYPE_CHECKING:
 
 _PACKAGES = ("vargen", "torch", "diffusers", "transformers")
 _SAMPLING = ("guidance_scale", "temperature", "top_k", "top_p")
-_WHOLE, _PIECES = 64 * 2**20, 64  # bytes of a file that are read in full; pieces of 1 MiB that are read of a larger one
 _SOURCES = ("image", "mask", "strength")
+_UNKNOWN = ("prompt_embeds", "negative_prompt_embeds", "stopped", "method")  # of calls that parameters do not describe
 
 
 @dataclass(frozen=True)
@@ -52,23 +50,6 @@ class Regeneration:
         return " ".join(["Another image.", *reasons])
 
 
-def model_digest(folder: Path) -> str:
-    """Return sixteen hexadecimal digits of a model folder's weights and index; of large files, parts are read."""
-    digest = hashlib.sha256()
-    files = [*folder.rglob("*.safetensors"), *folder.glob("*.json")]
-    for file in sorted(file for file in files if file.is_file() and file.name != "training.json"):
-        size = file.stat().st_size
-        digest.update(f"{file.relative_to(folder).as_posix()} {size}\n".encode())
-        with file.open("rb") as opened:
-            if size <= _WHOLE:
-                digest.update(opened.read())
-                continue
-            for piece in range(_PIECES):
-                opened.seek(piece * (size - 2**20) // (_PIECES - 1))
-                digest.update(opened.read(2**20))
-    return digest.hexdigest()[:16]
-
-
 def environment_parameters(pipe: VisualPipeline, model: str, digest: str | None) -> dict[str, Any]:
     """Return what an image records about its model and machine, besides the arguments of the call."""
     device, quantization = pipe.device, quantization_of(pipe.transformer)
@@ -88,42 +69,54 @@ def describe_call(
     request: ImageRequest,
     result: DecodeOutput,
     subject: Any,
-    negative_prompt: Any,
-    number: int,
-    **more: Any,
-) -> dict[str, Any]:
-    """Return the parameters of image `number` of a call.
+    negative_prompt: Any = None,
+    clean_prompt: bool = False,
+    **unknown: Any,
+) -> list[dict[str, Any]]:
+    """Return the parameters of each image of a call, without the digest of the model: plain values, as they are now.
 
     Args:
-        subject: prompts or class labels as given, for each of which there are equally many images.
-        negative_prompt: as given.
-        more: further parameters; None is left out.
-
-    Raises:
-        ValueError: without a prompt or class label.
+        subject: prompts or class labels as given, for each of which there are equally many images; None for embeddings.
+        negative_prompt, clean_prompt: as given.
+        unknown: what parameters cannot hold, such as an image to start from, by name; None if it was not given.
     """
-    if subject is None:
-        raise ValueError("prompt must be given for parameters: they do not hold prompt_embeds")
-    if pipe.is_class_conditional:
+    images = len(result.stats.seeds)
+
+    def per_image(values: Any) -> list[Any]:
+        listed = list(values) if isinstance(values, list | tuple) else [values]
+        return [listed[number * len(listed) // images] for number in range(images)]
+
+    key = "class_label" if pipe.is_class_conditional else "prompt"
+    if subject is not None and pipe.is_class_conditional:
         subject = resolve_class_labels(subject, pipe.num_classes, pipe.class_names)
-    given = {"class_label" if pipe.is_class_conditional else "prompt": subject}
-    given |= {} if is_blank(negative_prompt) else {"negative_prompt": negative_prompt}
-    own = {}
-    for name, values in given.items():
-        listed = values if isinstance(values, list | tuple) else [values]
-        own[name] = listed[number * len(listed) // len(result.stats.seeds)]
-    folder: Path | None = pipe.folder
-    title, digest = (folder.name, model_digest(folder)) if folder else (type(pipe).__name__, None)
-    return {
-        **own,
-        **describe_image(result.stats, number),
-        "tokens_digest": tokens_digest(result.tokens[number]),
-        **environment_parameters(pipe, title, digest),
+    unknown |= {"prompt_embeds": subject is None or None, "stopped": result.stats.stopped or None}
+    try:
+        unknown["method"] = None if resolve_method(request.method.name, pipe.paradigm) == request.method else "your own"
+    except (ValueError, TypeError):
+        unknown["method"] = "your own"
+    common = {
+        **environment_parameters(pipe, pipe.folder.name if pipe.folder else type(pipe).__name__, None),
         "accelerator": request.method.name,
         "guidance_scale": request.guidance.scale,
+        "guidance_interval": request.guidance.interval,
         **{name: getattr(request.sampling, name) for name in _SAMPLING[1:]},
-        **{name: value for name, value in more.items() if value is not None},
+        "clean_prompt": clean_prompt or None,
     }
+    places = [str(device) for device in request.seeds.devices[:: request.num_candidates]]
+    optional = {**unknown, "guidance_interval": common.pop("guidance_interval"), "clean_prompt": common.pop("clean_prompt")}
+    common |= {name: value for name, value in optional.items() if value is not None}
+    negatives = [None] * images if is_blank(negative_prompt) else per_image(negative_prompt)
+    return [
+        {
+            key: own if own is not None else "",
+            **({} if negative is None else {"negative_prompt": negative}),
+            **describe_image(result.stats, number),
+            **({} if place == "cpu" else {"generator": place}),
+            "tokens_digest": tokens_digest(result.tokens[number]),
+            **common,
+        }
+        for number, (own, negative, place) in enumerate(zip(per_image(subject), negatives, places, strict=True))
+    ]
 
 
 def describe_image(stats: DecodeStats, number: int) -> dict[str, Any]:
@@ -145,6 +138,8 @@ def validate_regenerable(parameters: Mapping[str, Any]) -> None:
     """Raise ValueError if parameters cannot be generated from alone."""
     if found := [name for name in _SOURCES if parameters.get(name) is not None]:
         raise ValueError(f"the image was generated from another one ({', '.join(found)}), which its parameters do not contain")
+    if found := [name for name in _UNKNOWN if parameters.get(name)]:
+        raise ValueError(f"the image was generated with {', '.join(found)}, which its parameters do not contain")
     seed = parameters.get("seed")
     if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63:
         raise ValueError(f"the image must carry a seed from 0 to 2^63 - 1, got {seed!r}")
@@ -169,11 +164,13 @@ def regenerate(
     sampling = {name: parameters[name] for name in _SAMPLING if parameters.get(name) is not None}
     if "top_k" in parameters and parameters["top_k"] is None:
         sampling["top_k"] = pipe.vocab_size
+    more = {name: parameters[name] for name in ("guidance_interval", "clean_prompt") if parameters.get(name) is not None}
     tokens = pipe(
         **{name: value for name, value in subject.items() if value is not None},
         **sampling,
+        **more,
         accelerator=parameters.get("accelerator") or pipe.default_method,
-        generator=torch.Generator().manual_seed(parameters["seed"]),
+        generator=torch.Generator(parameters.get("generator") or "cpu").manual_seed(parameters["seed"]),
         output_type="latent",
     ).images
     return compare_images(parameters, original, tokens, pipe.decode_tokens(tokens)[0], here)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -21,6 +20,7 @@ from vargen.models.tokenizers.multi_scale_vq import MultiScaleVQModel
 from vargen.models.tokenizers.vq import NonFinitePixelsError
 from vargen.models.var.decoding import VARScaleModel
 from vargen.models.var.network import SCALES, VARTransformer, official_config
+from vargen.pipelines import validation
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.families import TEXT_COMPONENTS, Component, ModelFamily, register_family
 from vargen.pipelines.generation import ImageRequest, generate_tokens, select_candidates
@@ -171,6 +171,7 @@ class VARPipeline(VisualPipeline):
         guidance, sampling = self.resolve_sampling(
             guidance_scale=guidance_scale, temperature=temperature, top_k=top_k, top_p=top_p
         )
+        num_images_per_prompt = validation.validate_num_images(num_images_per_prompt, 1)
         condition, num_prompts = self.encode_condition(
             prompt,
             class_labels=class_labels,
@@ -195,21 +196,21 @@ class VARPipeline(VisualPipeline):
         )
         if source is not None:
             request = replace(request, fixed=self._encode_source(source, num_prompts, len(request.seeds.seeds)))
-        result = generate_tokens(self, request, callback_on_step_end)
-        if scorer is not None:
-            result = select_candidates(self, result, request, scorer, texts)
-        images = self.decode_tokens(result.tokens, result.length if result.stats.stopped else None, output_type)
+        with self._engines.freed_without_memory():
+            result = generate_tokens(self, request, callback_on_step_end)
+            if scorer is not None:
+                result = select_candidates(self, result, request, scorer, texts)
+            images = self.decode_tokens(result.tokens, result.length if result.stats.stopped else None, output_type)
         self.maybe_free_model_hooks()
-        source_of: dict[str, Any] = {
-            "image": image is not None or None,
-            "mask": mask_image is not None or None,
-            "strength": strength,
-        }
+        if not return_dict:
+            return (images,)
         subject = class_labels if prompt is None else prompt
-        output = self.output_class(images, result.stats, result.tokens).with_parameters(
-            partial(describe_call, self, request, result, subject, negative_prompt, **source_of)
-        )
-        return output if return_dict else (images,)
+        unknown: dict[str, Any] = {"negative_prompt_embeds": negative_prompt_embeds is not None or None}
+        if source is not None:
+            unknown |= {"image": True, "mask": mask_image is not None or None, "strength": source.strength}
+        records = describe_call(self, request, result, subject, negative_prompt, clean_prompt, **unknown)
+        output = self.output_class(images, result.stats, result.tokens)
+        return output.with_parameters(records, self.folder)
 
     def _decode(self, request: ImageRequest, callback: Any) -> DecodeOutput:
         return self._engines.decode_scales(self, request, callback, request.fixed or FixedTokens([], None))

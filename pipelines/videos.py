@@ -89,7 +89,7 @@ if TYPE_CHECKING:
     from vargen.pipelines.causal_video import CausalVideoPipeline
 
 
-@dataclass
+@dataclass(repr=False)
 class CausalVideoPipelineOutput(BaseOutput):
     """Result of a call.
 
@@ -105,6 +105,12 @@ class CausalVideoPipelineOutput(BaseOutput):
     frames: Any
     stats: Any  # VideoStats | list[VideoStats]; the union would need a check wherever there is one prompt
     fps: int
+
+    def __repr__(self) -> str:
+        """One line: the number of videos, and seconds of each."""
+        every = self.stats if isinstance(self.stats, list) else [self.stats]
+        seconds = ", ".join(f"{each.seconds:.1f} s, seed {each.seed}" for each in every[:4]) + ", ..." * (len(every) > 4)
+        return f"<{type(self).__name__}: {len(every)} video{'s' if len(every) != 1 else ''}, {seconds}>"
 
 
 class VideoStream(Iterator[VideoBlock]):

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 CHUNK = "vargen"
 _TEXT_CHUNK = "parameters"
+_WHOLE, _PIECES = 64 * 2**20, 64  # bytes of a file that are read in full; pieces of 1 MiB that are read of a larger one
 _MAX_CHUNK = 20_000  # characters; our own chunks have a few hundred
 _NO_PARAMETERS = "This PNG carries no vargen parameters. Take one that the demo or `vargen generate` wrote."
 
@@ -56,6 +57,23 @@ def describe_parameters(parameters: Mapping[str, Any], size: tuple[int, int] | N
 def tokens_digest(tokens: torch.Tensor) -> str:
     """Return sixteen hexadecimal digits that identify the tokens of an image, in generation order, on any machine."""
     return hashlib.sha256(tokens.detach().cpu().reshape(-1).numpy().astype("<i8").tobytes()).hexdigest()[:16]
+
+
+def model_digest(folder: Path) -> str:
+    """Return sixteen hexadecimal digits of a model folder's weights and index; of large files, parts are read."""
+    digest = hashlib.sha256()
+    files = [*folder.rglob("*.safetensors"), *folder.glob("*.json")]
+    for file in sorted(file for file in files if file.is_file() and file.name != "training.json"):
+        size = file.stat().st_size
+        digest.update(f"{file.relative_to(folder).as_posix()} {size}\n".encode())
+        with file.open("rb") as opened:
+            if size <= _WHOLE:
+                digest.update(opened.read())
+                continue
+            for piece in range(_PIECES):
+                opened.seek(piece * (size - 2**20) // (_PIECES - 1))
+                digest.update(opened.read(2**20))
+    return digest.hexdigest()[:16]
 
 
 def pixels_digest(image: Image.Image) -> str:

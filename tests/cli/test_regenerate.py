@@ -11,8 +11,8 @@ import pytest
 from PIL import Image
 from rejects import rejects
 
-from vargen.image_metadata import describe_parameters, png_chunks, read_parameters
-from vargen.pipelines.regeneration import explain_difference, model_digest, validate_regenerable
+from vargen.image_metadata import describe_parameters, model_digest, png_chunks, read_parameters
+from vargen.pipelines.regeneration import explain_difference, validate_regenerable
 
 
 @pytest.mark.parametrize(("method", "options"), [("gumbel", ("--top-k", "9", "--temperature", "0.7")), ("ar", ())])

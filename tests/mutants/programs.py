@@ -8,9 +8,9 @@ MUTANTS = (
     Mutant(
         "log-probs-of-other-candidates",
         "The log-probabilities of selected candidates are computed under the prompts of other images.",
-        "pipelines/language_model.py",
-        "request.condition.select_rows(slice(None, None, request.selection.num_candidates))\n",
-        "request.condition.select_rows(slice(0, len(result.tokens)))\n",
+        "pipelines/next_token.py",
+        "request.condition.select_rows(slice(None, None, request.num_candidates))\n",
+        "request.condition.select_rows(slice(0, len(tokens)))\n",
         ("tests/pipelines/test_language_model_results.py::test_log_probs_are_those_of_a_teacher_forced_pass",),
     ),
     Mutant(

@@ -217,7 +217,7 @@ def test_a_saved_image_is_generated_again_from_its_file(opened: tuple[Tiny, Any]
     if pipe.fps is not None:
         return
     result = tiny.call(pipe, output_type="pil", generator=torch.Generator().manual_seed(7))
-    assert re.fullmatch(r"<ImagePipelineOutput: \d images?, \d+ passes, .* tokens per pass, .* s, seed 7.*>", repr(result))
+    assert re.fullmatch(r"<ImagePipelineOutput: \d images?, \d+ passes, .* tokens per pass, .* s, seeds? 7.*>", repr(result))
     parameters = read_parameters(result.save(tmp_path / "a.png"))
     with Image.open(tmp_path / "a.png") as original:
         assert regenerate(pipe, parameters, original, environment_parameters(pipe, "", None)).same_tokens

@@ -66,8 +66,8 @@ def generate_image_files(options: GenerateOptions, own: ImageOptions) -> None:
         subjects = parse_class_labels(subjects, model)
     jobs = [(subject, seed, file) for subject, (_, seed), file in zip(subjects, requested, files, strict=True)]
 
+    from vargen.image_metadata import model_digest
     from vargen.pipelines.loading import open_pipeline
-    from vargen.pipelines.regeneration import model_digest
     from vargen.scoring.registry import DEFAULT_SCORER, open_scorer
 
     scorer = open_scorer(options.scorer or DEFAULT_SCORER, device) if own.best_of > 1 or options.scorer else None

@@ -91,7 +91,7 @@ class DecodeStats:
         """One line: passes, tokens per pass, seconds, and the first seeds."""
         seeds = ", ".join(map(str, self.seeds[:4])) + ", ..." * (len(self.seeds) > 4)
         rate = f"{self.tokens_per_pass:.1f} tokens per pass, {self.seconds:.1f} s"
-        return f"{self.passes} passes, {rate}, seed {seeds}"
+        return f"{self.passes} passes, {rate}, seed{'s' if len(self.seeds) > 1 else ''} {seeds}"
 
     @property
     def tokens_per_second(self) -> float:

@@ -81,8 +81,8 @@ def load_services(model: str, device_name: str, scorer_name: str | None, concurr
     """
     from vargen.demo.image_service import ImageService
     from vargen.demo.video_service import VideoService
+    from vargen.image_metadata import model_digest
     from vargen.pipelines.loading import default_dtype, inspect_model, open_pipeline
-    from vargen.pipelines.regeneration import model_digest
     from vargen.pipelines.start_images import find_image_model
     from vargen.scoring.registry import default_scorer, open_scorer
 
