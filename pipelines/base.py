@@ -235,6 +235,12 @@ class VisualPipeline(StoredPipeline):
     ) -> Scorer | None:
         """Validate arguments of a call that do not depend on one another; returns the scorer."""
         self.require_loaded()
+        if not self.makes_images:
+            reason = f"another pipeline decodes the tokens of {type(self.transformer).__name__}"
+            if output_type != "latent":
+                raise ValueError(f"output_type must be 'latent': {reason}")
+            if scorer is not None:
+                raise ValueError(f"scorer must be left out: {reason}")
         if self.transformer is None or getattr(self, self.pixel_decoder) is None:
             missing = f"transformer or {self.pixel_decoder}"
             raise ValueError(f"this pipeline was loaded without a {missing}: it only encodes prompts")

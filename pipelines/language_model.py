@@ -34,7 +34,6 @@ from vargen.pipelines.images import decode_pixels, validate_decode_arguments
 from vargen.pipelines.llamagen import LlamaGenPipeline
 from vargen.pipelines.model_names import FETCHING, locate_folder
 from vargen.pipelines.next_token import NextTokenPipeline
-from vargen.scoring.protocol import Scorer
 
 logger = logging.getLogger("vargen")
 
@@ -215,23 +214,6 @@ class LanguageModelPipeline(NextTokenPipeline):
         return self.language_model.default_sampling
 
     # -- prompts and tokens -----------------------------------------------------------------------------------------------
-
-    def check_inputs(
-        self,
-        output_type: Any = "pil",
-        callback: Any = None,
-        tensor_inputs: Any = None,
-        num_candidates: Any = 1,
-        scorer: Any = None,
-        batch_size: Any = None,
-    ) -> Scorer | None:
-        if not self.makes_images:
-            reason = f"another pipeline decodes the tokens of {self.language_model.class_name}"
-            if output_type != "latent":
-                raise ValueError(f"output_type must be 'latent': {reason}")
-            if scorer is not None:
-                raise ValueError(f"scorer must be left out: {reason}")
-        return super().check_inputs(output_type, callback, tensor_inputs, num_candidates, scorer, batch_size)
 
     def encode_condition(
         self, prompt: Any = None, *, negative_prompt: Any = None, clean_prompt: bool = False, **others: Any

@@ -89,22 +89,26 @@ def describe_call(
     key = "class_label" if pipe.is_class_conditional else "prompt"
     if subject is not None and pipe.is_class_conditional:
         subject = resolve_class_labels(subject, pipe.num_classes, pipe.class_names)
-    unknown |= {"prompt_embeds": subject is None or None, "stopped": result.stats.stopped or None}
     try:
-        unknown["method"] = None if resolve_method(request.method.name, pipe.paradigm) == request.method else "your own"
+        is_known = resolve_method(request.method.name, pipe.paradigm) == request.method
     except (ValueError, TypeError):
-        unknown["method"] = "your own"
+        is_known = False
+    optional = {
+        **unknown,
+        "prompt_embeds": subject is None or None,
+        "stopped": result.stats.stopped or None,
+        "method": None if is_known else "your own",
+        "guidance_interval": request.guidance.interval,
+        "clean_prompt": clean_prompt or None,
+    }
     common = {
         **environment_parameters(pipe, pipe.folder.name if pipe.folder else type(pipe).__name__, None),
         "accelerator": request.method.name,
         "guidance_scale": request.guidance.scale,
-        "guidance_interval": request.guidance.interval,
         **{name: getattr(request.sampling, name) for name in _SAMPLING[1:]},
-        "clean_prompt": clean_prompt or None,
+        **{name: value for name, value in optional.items() if value is not None},
     }
     places = [str(device) for device in request.seeds.devices[:: request.num_candidates]]
-    optional = {**unknown, "guidance_interval": common.pop("guidance_interval"), "clean_prompt": common.pop("clean_prompt")}
-    common |= {name: value for name, value in optional.items() if value is not None}
     negatives = [None] * images if is_blank(negative_prompt) else per_image(negative_prompt)
     return [
         {

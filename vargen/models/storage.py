@@ -247,13 +247,12 @@ def load_network(stored: NetworkFolder, dtype: torch.dtype | None = None, quanti
     validate_quantization(quantization)
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ValueError(f"dtype must be a floating-point torch.dtype, got {dtype!r}")
-    quantized = bool(quantized_layers(stored.network))
-    with SkipInit():
-        changed = {} if quantization is None or quantized else {"quantization": quantization}
-        if changed and "quantization" not in stored.config:
+    changed = {}
+    if quantization is not None and not quantized_layers(stored.network):
+        if "quantization" not in stored.config:
             raise ValueError(f"quantization={quantization!r} is not supported by {stored.network_class.__name__}; leave it out")
-        if changed and stored.config["weight_format"] is None:
-            changed["weight_format"] = "float32"
+        changed = {"quantization": quantization, "weight_format": stored.config["weight_format"] or "float32"}
+    with SkipInit():
         network = stored.build(**changed)
     layers = quantized_layers(network)
     if layers and dtype not in (None, torch.float32):
