@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -18,12 +18,15 @@ from torch import Tensor
 
 from vargen.decoding import DecodeStats
 from vargen.files import atomic_file, expand_user
-from vargen.image_metadata import model_digest, png_file
+from vargen.image_metadata import png_file
 from vargen.models.tokenizers.multi_scale_quantizer import MultiScaleQuantizer
 from vargen.models.tokenizers.vq import NonFinitePixelsError
 from vargen.pipelines.validation import OUTPUT_TYPES
 from vargen.reading import apply_orientation, on_white
 from vargen.values import parse_float, short_repr
+
+if TYPE_CHECKING:
+    from vargen.pipelines.regeneration import CallRecord
 
 logger = logging.getLogger("vargen")
 _CELLS_AT_ONCE = 2**14  # whose pixels are decoded at a time: 64 images of 16 x 16 tokens
@@ -47,17 +50,12 @@ class ImagePipelineOutput(BaseOutput):
     tokens: Tensor | None = None
     log_probs: Tensor | None = None
     plain_log_probs: Tensor | None = None
-    _records: ClassVar[Any] = None  # of an object: plain parameters of each image, and the folder of the model
+    _call: ClassVar[CallRecord | None] = None
 
     def __repr__(self) -> str:
         """One line: the number of images, passes, tokens per pass, seconds and seeds."""
         count = f"{len(self.images)} image{'s' if len(self.images) != 1 else ''}"
         return f"<{type(self).__name__}: {count}, {self.stats}>"
-
-    def with_parameters(self, records: list[dict[str, Any]], folder: Path | None) -> Self:
-        """Return this result, which then knows the parameters of each image; that of the weights is computed when needed."""
-        object.__setattr__(self, "_records", (records, folder))
-        return self
 
     def parameters(self, number: int = 0) -> dict[str, Any]:
         """Return the parameters of image `number` with which it is generated again: prompt, seed, method, model, machine.
@@ -65,10 +63,9 @@ class ImagePipelineOutput(BaseOutput):
         Raises:
             ValueError: for a result that no pipeline returned.
         """
-        if self._records is None:
+        if self._call is None or self.tokens is None:
             raise ValueError("this result was not returned by the call of a pipeline, so it has no parameters")
-        records, folder = self._records
-        return {**records[number], **({"model_digest": model_digest(folder)} if folder else {})}
+        return self._call.describe(number, self.stats, self.tokens)
 
     def save(self, path: str | Path, number: int = 0) -> Path:
         """Write image `number` as a PNG that carries its `parameters`; returns the path.

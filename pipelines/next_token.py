@@ -17,7 +17,7 @@ from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.generation import ImageRequest, generate_tokens, select_candidates
 from vargen.pipelines.images import ImagePipelineOutput
 from vargen.pipelines.prompts import scorer_prompts
-from vargen.pipelines.regeneration import describe_call
+from vargen.pipelines.regeneration import CallRecord
 from vargen.scoring.protocol import Scorer
 
 logger = logging.getLogger("vargen")
@@ -144,11 +144,12 @@ class NextTokenPipeline(VisualPipeline):
         self.maybe_free_model_hooks()
         if not return_dict:
             return (images,)
-        subject = class_labels if prompt is None else prompt
-        unknown: dict[str, Any] = {"negative_prompt_embeds": negative_prompt_embeds is not None or None}
-        records = describe_call(self, request, result, subject, negative_prompt, clean_prompt, **unknown)
         output = self.output_class(images, result.stats, result.tokens, *log_probs)
-        return output.with_parameters(records, self.folder)
+        output._call = CallRecord.make(
+            self, request, prompt, negative_prompt,
+            clean_prompt=clean_prompt, negative_prompt_embeds=negative_prompt_embeds is not None,
+        )  # fmt: skip
+        return output
 
     def _compute_log_probs(self, request: ImageRequest, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Return the log-probabilities of the tokens of a request's images; see `compute_log_probs`."""

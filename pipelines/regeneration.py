@@ -4,22 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from PIL import Image
+from torch import Tensor
 
 from vargen.compat import installed_version
-from vargen.decoding import DecodeOutput, DecodeStats, resolve_method
-from vargen.image_metadata import pixels_digest, tokens_digest
+from vargen.decoding import DecodeStats, Sampling, resolve_method
+from vargen.image_metadata import model_digest, pixels_digest, tokens_digest
+from vargen.models.guidance import Guidance
 from vargen.models.quantization import quantization_of
-from vargen.pipelines.validation import is_blank, resolve_class_labels
+from vargen.pipelines.validation import is_blank
 
 if TYPE_CHECKING:
     from vargen.pipelines.base import VisualPipeline
     from vargen.pipelines.generation import ImageRequest
 
-_PACKAGES = ("vargen", "torch", "diffusers", "transformers")
 _SAMPLING = ("guidance_scale", "temperature", "top_k", "top_p")
 _SOURCES = ("image", "mask", "strength")
 _UNKNOWN = ("prompt_embeds", "negative_prompt_embeds", "stopped", "method")  # of calls that parameters do not describe
@@ -50,80 +53,114 @@ class Regeneration:
         return " ".join(["Another image.", *reasons])
 
 
-def environment_parameters(pipe: VisualPipeline, model: str, digest: str | None) -> dict[str, Any]:
+def describe_environment(pipe: VisualPipeline) -> dict[str, Any]:
     """Return what an image records about its model and machine, besides the arguments of the call."""
     device, quantization = pipe.device, quantization_of(pipe.transformer)
     processor = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
     return {
-        "model": model,
-        **({"model_digest": digest} if digest else {}),
+        "model": _model_title(pipe.folder) if pipe.folder else type(pipe).__name__,
         "dtype": str(pipe.transformer.dtype).removeprefix("torch."),
         **({"quantization": quantization} if quantization else {}),
         "processor": f"{device.type} {processor}",
-        "versions": {name: installed_version(name) for name in _PACKAGES},
+        "versions": _list_versions(),
     }
 
 
-def describe_call(
-    pipe: VisualPipeline,
-    request: ImageRequest,
-    result: DecodeOutput,
-    subject: Any,
-    negative_prompt: Any = None,
-    clean_prompt: bool = False,
-    **unknown: Any,
-) -> list[dict[str, Any]]:
-    """Return the parameters of each image of a call, without the digest of the model: plain values, as they are now.
+@cache
+def _list_versions() -> dict[str, str | None]:
+    return {name: installed_version(name) for name in ("vargen", "torch", "diffusers", "transformers")}
 
-    Args:
-        subject: prompts or class labels as given, for each of which there are equally many images; None for embeddings.
-        negative_prompt, clean_prompt: as given.
-        unknown: what parameters cannot hold, such as an image to start from, by name; None if it was not given.
+
+def _model_title(folder: Path) -> str:
+    """Return the name of a model folder; of one in the cache of the hub, the id of the model."""
+    place = folder.resolve()
+    return place.parents[1].name.removeprefix("models--").replace("--", "/") if place.parent.name == "snapshots" else place.name
+
+
+@dataclass(frozen=True)
+class CallRecord:
+    """What a call was given, as it was then, so that the parameters of its images can be asked for later.
+
+    Attributes:
+        environment: of `describe_environment`.
+        folder: of the model; None if its components come from elsewhere.
+        method, guidance, sampling: of the call.
+        places: device of the generator of each image.
+        subject: the name of an argument, and prompts or class numbers, for each of which there are equally many images; none
+            for features.
+        negatives: negative prompts, likewise.
+        others: what else the call was given, by name; also what parameters cannot hold, such as an image to start from.
     """
-    images = len(result.stats.seeds)
 
-    def per_image(values: Any) -> list[Any]:
-        listed = list(values) if isinstance(values, list | tuple) else [values]
-        return [listed[number * len(listed) // images] for number in range(images)]
+    environment: Mapping[str, Any]
+    folder: Path | None
+    method: Any
+    guidance: Guidance
+    sampling: Sampling
+    places: Sequence[torch.device]
+    subject: tuple[str, Sequence[Any]]
+    negatives: Sequence[Any]
+    others: Mapping[str, Any]
 
-    key = "class_label" if pipe.is_class_conditional else "prompt"
-    if subject is not None and pipe.is_class_conditional:
-        subject = resolve_class_labels(subject, pipe.num_classes, pipe.class_names)
-    try:
-        is_known = resolve_method(request.method.name, pipe.paradigm) == request.method
-    except (ValueError, TypeError):
-        is_known = False
-    optional = {
-        **unknown,
-        "prompt_embeds": subject is None or None,
-        "stopped": result.stats.stopped or None,
-        "method": None if is_known else "your own",
-        "guidance_interval": request.guidance.interval,
-        "clean_prompt": clean_prompt or None,
-    }
-    common = {
-        **environment_parameters(pipe, pipe.folder.name if pipe.folder else type(pipe).__name__, None),
-        "accelerator": request.method.name,
-        "guidance_scale": request.guidance.scale,
-        **{name: getattr(request.sampling, name) for name in _SAMPLING[1:]},
-        **{name: value for name, value in optional.items() if value is not None},
-    }
-    places = [str(device) for device in request.seeds.devices[:: request.num_candidates]]
-    negatives = [None] * images if is_blank(negative_prompt) else per_image(negative_prompt)
-    return [
-        {
-            key: own if own is not None else "",
-            **({} if negative is None else {"negative_prompt": negative}),
-            **describe_image(result.stats, number),
-            **({} if place == "cpu" else {"generator": place}),
-            "tokens_digest": tokens_digest(result.tokens[number]),
-            **common,
+    @classmethod
+    def make(cls, pipe: VisualPipeline, request: ImageRequest, prompt: Any, negative_prompt: Any, **others: Any) -> CallRecord:
+        """Record a call; arguments as the call was given them, None for those that it was not given."""
+        subject, every = ("prompt", _copy(prompt)), request.num_candidates
+        if pipe.is_class_conditional:
+            subject = ("class_label", tuple(request.condition.class_labels[::every].tolist()))
+        places = request.seeds.devices[::every]
+        own = request.method, request.guidance, request.sampling, places
+        return cls(describe_environment(pipe), pipe.folder, *own, subject, _copy(negative_prompt), others)
+
+    def describe(self, number: int, stats: DecodeStats, tokens: Tensor) -> dict[str, Any]:
+        """Return the parameters of image `number`, in plain values.
+
+        Args:
+            stats: of the call. tokens: int64 `[B, N]` of all images.
+        """
+        key, subjects = self.subject
+        optional = {
+            "negative_prompt": _pick(self.negatives, number, len(tokens)),
+            "generator": None if self.places[number].type == "cpu" else str(self.places[number]),
+            "prompt_embeds": not subjects or None,
+            "stopped": stats.stopped or None,
+            "method": None if self._is_known_method() else "your own",
+            "guidance_interval": self.guidance.interval,
+            "model_digest": self._model_digest,
+            **self.others,
         }
-        for number, (own, negative, place) in enumerate(zip(per_image(subject), negatives, places, strict=True))
-    ]
+        return {
+            key: _pick(subjects, number, len(tokens)) if subjects else "",
+            **describe_seed(stats, number),
+            "tokens_digest": tokens_digest(tokens[number]),
+            **self.environment,
+            "accelerator": self.method.name,
+            "guidance_scale": self.guidance.scale,
+            **{name: getattr(self.sampling, name) for name in _SAMPLING[1:]},
+            **{name: value for name, value in optional.items() if value is not None and value is not False},
+        }
+
+    @cached_property
+    def _model_digest(self) -> str | None:
+        return model_digest(self.folder) if self.folder else None
+
+    def _is_known_method(self) -> bool:
+        try:
+            return resolve_method(self.method.name, self.method.paradigm) == self.method
+        except (ValueError, TypeError):
+            return False
 
 
-def describe_image(stats: DecodeStats, number: int) -> dict[str, Any]:
+def _copy(given: Any) -> tuple[Any, ...]:
+    return () if is_blank(given) else tuple(given) if isinstance(given, list | tuple) else (given,)
+
+
+def _pick(values: Sequence[Any], number: int, images: int) -> Any:
+    """Return the value for an image, out of values that each belong to equally many images; None if there are none."""
+    return values[number * len(values) // images] if values else None
+
+
+def describe_seed(stats: DecodeStats, number: int) -> dict[str, Any]:
     """Return what reproduces image `number` of a call and, if a scorer was used, its score.
 
     Returns:
@@ -149,13 +186,8 @@ def validate_regenerable(parameters: Mapping[str, Any]) -> None:
         raise ValueError(f"the image must carry a seed from 0 to 2^63 - 1, got {seed!r}")
 
 
-def regenerate(
-    pipe: VisualPipeline, parameters: Mapping[str, Any], original: Image.Image, here: Mapping[str, Any]
-) -> Regeneration:
-    """Generate an image again and compare it.
-
-    Args:
-        parameters: of the original. here: what `environment_parameters` returns for this pipeline.
+def regenerate(pipe: VisualPipeline, parameters: Mapping[str, Any], original: Image.Image) -> Regeneration:
+    """Generate an image again by the parameters of the original, and compare it.
 
     Raises:
         ValueError: for parameters that this pipeline does not take.
@@ -169,23 +201,24 @@ def regenerate(
     if "top_k" in parameters and parameters["top_k"] is None:
         sampling["top_k"] = pipe.vocab_size
     more = {name: parameters[name] for name in ("guidance_interval", "clean_prompt") if parameters.get(name) is not None}
-    tokens = pipe(
+    result = pipe(
         **{name: value for name, value in subject.items() if value is not None},
         **sampling,
         **more,
         accelerator=parameters.get("accelerator") or pipe.default_method,
         generator=torch.Generator(parameters.get("generator") or "cpu").manual_seed(parameters["seed"]),
         output_type="latent",
-    ).images
-    return compare_images(parameters, original, tokens, pipe.decode_tokens(tokens)[0], here)
+    )
+    image = pipe.decode_tokens(result.images)[0]
+    return compare_images(parameters, original, image, result.parameters())
 
 
 def compare_images(
-    parameters: Mapping[str, Any], original: Image.Image, tokens: torch.Tensor, image: Image.Image, here: Mapping[str, Any]
+    parameters: Mapping[str, Any], original: Image.Image, image: Image.Image, here: Mapping[str, Any]
 ) -> Regeneration:
-    """Compare an image that was generated again with the original; see `regenerate`."""
+    """Compare an image that was generated again with the original; `here` are its own parameters."""
     recorded = parameters.get("tokens_digest")
-    same_tokens = None if recorded is None else recorded == tokens_digest(tokens)
+    same_tokens = None if recorded is None else recorded == here["tokens_digest"]
     same_pixels = pixels_digest(original) == pixels_digest(image)
     return Regeneration(image, same_tokens, same_pixels, () if same_pixels else explain_difference(parameters, here))
 

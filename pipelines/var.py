@@ -35,7 +35,7 @@ from vargen.pipelines.images import (
     validate_source,
 )
 from vargen.pipelines.prompts import PromptNames, scorer_prompts
-from vargen.pipelines.regeneration import describe_call
+from vargen.pipelines.regeneration import CallRecord
 
 
 class VARPipeline(VisualPipeline):
@@ -204,13 +204,13 @@ class VARPipeline(VisualPipeline):
         self.maybe_free_model_hooks()
         if not return_dict:
             return (images,)
-        subject = class_labels if prompt is None else prompt
-        unknown: dict[str, Any] = {"negative_prompt_embeds": negative_prompt_embeds is not None or None}
-        if source is not None:
-            unknown |= {"image": True, "mask": mask_image is not None or None, "strength": source.strength}
-        records = describe_call(self, request, result, subject, negative_prompt, clean_prompt, **unknown)
         output = self.output_class(images, result.stats, result.tokens)
-        return output.with_parameters(records, self.folder)
+        output._call = CallRecord.make(
+            self, request, prompt, negative_prompt,
+            clean_prompt=clean_prompt, negative_prompt_embeds=negative_prompt_embeds is not None,
+            image=image is not None, mask=mask_image is not None, strength=source and source.strength,
+        )  # fmt: skip
+        return output
 
     def _decode(self, request: ImageRequest, callback: Any) -> DecodeOutput:
         return self._engines.decode_scales(self, request, callback, request.fixed or FixedTokens([], None))

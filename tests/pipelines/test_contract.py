@@ -17,7 +17,7 @@ from tiny_families import TINY, Tiny, made, no_passes, seeded, seeds_of
 from vargen import open_pipeline
 from vargen.image_metadata import read_parameters
 from vargen.pipelines.loading import find_pipeline_class, inspect_model, list_families
-from vargen.pipelines.regeneration import environment_parameters, regenerate
+from vargen.pipelines.regeneration import regenerate
 
 ALL = slice(0, 3)
 
@@ -220,7 +220,7 @@ def test_a_saved_image_is_generated_again_from_its_file(opened: tuple[Tiny, Any]
     assert re.fullmatch(r"<ImagePipelineOutput: \d images?, \d+ passes, .* tokens per pass, .* s, seeds? 7.*>", repr(result))
     parameters = read_parameters(result.save(tmp_path / "a.png"))
     with Image.open(tmp_path / "a.png") as original:
-        assert regenerate(pipe, parameters, original, environment_parameters(pipe, "", None)).same_tokens
+        assert regenerate(pipe, parameters, original).same_tokens
     rejects(lambda: result.save(tmp_path / "a.jpg"), "path")
     if pipe.paradigm == "next-token":
         assert tiny.call(pipe, return_log_probs=True).log_probs.shape == (1, pipe.num_tokens)

@@ -34,6 +34,8 @@ class ImageOptions:
 
 
 ImageJob = tuple[str | int, int, OutputFile]  # prompt or class, seed, file
+# What each image has of its own in the JSON document.
+_OWN = ("file", "prompt", "class_label", "seed", "scorer", "score", "candidates", "asked_seed", "tokens_digest")
 
 
 @dataclass
@@ -66,7 +68,6 @@ def generate_image_files(options: GenerateOptions, own: ImageOptions) -> None:
         subjects = parse_class_labels(subjects, model)
     jobs = [(subject, seed, file) for subject, (_, seed), file in zip(subjects, requested, files, strict=True)]
 
-    from vargen.image_metadata import model_digest
     from vargen.pipelines.loading import open_pipeline
     from vargen.scoring.registry import DEFAULT_SCORER, open_scorer
 
@@ -76,21 +77,20 @@ def generate_image_files(options: GenerateOptions, own: ImageOptions) -> None:
     pipe = open_pipeline(model.folder, device=device, torch_dtype=dtype, quantization=options.quantization)
     seconds_load = time.perf_counter() - started
     call: dict[str, Any] = {**own.sampling, "accelerator": method, "negative_prompt": own.negative_prompt}
-    parameters = {**_parameters(pipe, options.model_title, model_digest(model.folder), call), **own.source.metadata()}
     call |= source_images
     if scorer is not None:
         call |= {"num_candidates": own.best_of, "scorer": scorer}
     if not options.quiet:
         texts = [] if own.by_class else options.prompts
         report_emoji_names(pipe, [*texts, *([own.negative_prompt] if own.negative_prompt else [])])
-    made = _generate_batches(pipe, jobs, call, parameters, max(1, own.batch_size // own.best_of), options)
+    made = _generate_batches(pipe, jobs, call, own, options)
     writes: list[Write] = []
     if options.as_json:
         seconds = {"seconds_load": seconds_load, "seconds_generate": made.seconds, "tokens_per_second": made.tokens_per_second}
-        document = _document(made, {**parameters, "device": str(device), **seconds})
+        document = _document(made, {"device": str(device), **seconds})
         writes.append(("json", lambda: print_json(document)))
     if sheet is not None and made.records:
-        writes.append((f"contact_sheet {str(sheet.path)!r}", lambda: _write_contact_sheet(made.records, sheet, parameters)))
+        writes.append((f"contact_sheet {str(sheet.path)!r}", lambda: _write_contact_sheet(made.records, sheet)))
     write_each(writes)
     if len(made.records) < len(jobs):
         raise typer.Exit(1)
@@ -131,8 +131,7 @@ def _generate_batches(
     pipe: Any,
     jobs: list[ImageJob],
     call: dict[str, Any],
-    parameters: dict[str, Any],
-    batch_size: int,
+    own: ImageOptions,
     options: GenerateOptions,
 ) -> GenerationRecords:
     """Generate and save images batch by batch.
@@ -142,10 +141,7 @@ def _generate_batches(
     """
     import torch
 
-    from vargen.image_metadata import tokens_digest
-    from vargen.pipelines.regeneration import describe_image
-
-    key = "class_label" if pipe.is_class_conditional else "prompt"
+    argument, batch_size = "class_labels" if own.by_class else "prompt", max(1, own.batch_size // own.best_of)
     made = GenerationRecords()
     try:
         for start in range(0, len(jobs), batch_size):
@@ -155,22 +151,20 @@ def _generate_batches(
             hidden = True if options.quiet else None  # None: hidden if stderr is not a terminal
             pipe.set_progress_bar_config(desc=f"{label} of {len(jobs)}", disable=hidden, leave=False, file=sys.stderr)
             generators = [torch.Generator().manual_seed(seed) for _, seed, _ in batch]
-            subjects: dict[str, Any] = {key if key == "prompt" else "class_labels": [subject for subject, _, _ in batch]}
+            subjects: dict[str, Any] = {argument: [subject for subject, _, _ in batch]}
             started = time.perf_counter()
-            result = pipe(**subjects, generator=generators, output_type="latent", **call)
-            images = pipe.decode_tokens(result.images)
+            result = pipe(**subjects, generator=generators, **call)
             made.seconds += time.perf_counter() - started
             made.stats.append(result.stats)
             before = len(made.records)
-            for number, ((subject, _, file), image) in enumerate(zip(batch, images, strict=True)):
-                digest = tokens_digest(result.images[number])
-                record = {key: subject, **describe_image(result.stats, number), "tokens_digest": digest}
+            for number, ((_, _, file), image) in enumerate(zip(batch, result.images, strict=True)):
+                parameters = {**result.parameters(number), **own.source.metadata()}
                 try:
-                    path = save_image(image, file, {**record, **parameters})
+                    path = save_image(image, file, parameters)
                 except OSError as error:
                     print_status(describe_failed_write(f"output {str(file.path)!r}", error))
                     continue
-                made.records.append({"file": str(path), **record})
+                made.records.append({"file": str(path), **parameters})
                 if not options.as_json:
                     print(path, flush=True)
             if len(made.records) == before:
@@ -185,26 +179,19 @@ def _generate_batches(
     return made
 
 
-def _parameters(pipe: Any, model: str, digest: str, call: dict[str, Any]) -> dict[str, Any]:
-    """Return the generation parameters stored in an image's PNG and in the JSON document."""
-    from vargen.pipelines.regeneration import environment_parameters
-
-    return {
-        **environment_parameters(pipe, model, digest),
-        "accelerator": call["accelerator"],
-        "negative_prompt": call["negative_prompt"],
-        **pipe.default_sampling,
-        **{name: value for name, value in call.items() if name in pipe.default_sampling},
-    }
-
-
-def _document(made: GenerationRecords, parameters: dict[str, Any]) -> dict[str, Any]:
+def _document(made: GenerationRecords, run: dict[str, Any]) -> dict[str, Any]:
+    """Return the JSON document: of each image what is its own, and what all have in common."""
     from vargen.decoding import DecodeStats
 
-    return {"images": made.records, **parameters, "stats": DecodeStats.merge(made.stats).to_dict()}
+    images = [{name: value for name, value in record.items() if name in _OWN} for record in made.records]
+    return {"images": images, **_common(made.records), **run, "stats": DecodeStats.merge(made.stats).to_dict()}
 
 
-def _write_contact_sheet(records: list[dict[str, Any]], file: OutputFile, parameters: dict[str, Any]) -> None:
+def _common(records: list[dict[str, Any]]) -> dict[str, Any]:
+    return {name: value for name, value in records[-1].items() if name not in _OWN} if records else {}
+
+
+def _write_contact_sheet(records: list[dict[str, Any]], file: OutputFile) -> None:
     from vargen.evaluation.contact_sheets import contact_sheet
     from vargen.reading import on_white, open_image
 
@@ -213,4 +200,4 @@ def _write_contact_sheet(records: list[dict[str, Any]], file: OutputFile, parame
     for record in records:
         with open_image(record["file"]) as opened:  # one open file at a time: systems limit them
             images.append(on_white(opened))
-    save_image(contact_sheet(images, captions), file, parameters)
+    save_image(contact_sheet(images, captions), file, _common(records))

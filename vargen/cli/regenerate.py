@@ -62,7 +62,6 @@ def regenerate(
 
 
 def _regenerate(file: Path, parameters: dict[str, Any], model: str, device: Device) -> Any:
-    from vargen.image_metadata import model_digest
     from vargen.pipelines import regeneration
     from vargen.pipelines.loading import inspect_model, open_pipeline
     from vargen.reading import open_image
@@ -76,8 +75,6 @@ def _regenerate(file: Path, parameters: dict[str, Any], model: str, device: Devi
     dtype_here = select_dtype(dtype, place, folder, quantization)
     pipe = open_pipeline(folder, device=place, torch_dtype=dtype_here, quantization=quantization)
     pipe.set_progress_bar_config(disable=True)
-    title = folder.resolve().name if Path(model).is_dir() else model
-    here = regeneration.environment_parameters(pipe, title, model_digest(folder))
     with open_image(file) as original:
         print_status(f"generating {parameters.get('prompt', parameters.get('class_label'))!r} again, seed {parameters['seed']}")
-        return regeneration.regenerate(pipe, parameters, original.convert("RGB"), here)
+        return regeneration.regenerate(pipe, parameters, original.convert("RGB"))

@@ -57,7 +57,8 @@ def build_drop_box(service: ImageService, inputs: Inputs, view: ImageView, queue
             service.check(request)
             result = service.start(request, previews=False).result()
             with Image.open(path, formats=["PNG"]) as original:
-                found = compare_images(parameters, original, result.tokens, result.images[0], service.environment)
+                here = service.image_parameters(result, 0)
+                found = compare_images(parameters, original, result.images[0], here)
         return [status_line(found.describe())] * 2
 
     reloaded = dropped.upload(reload, dropped, [*filled_inputs(inputs), view.note, verdict], **QUEUED_EVENT)

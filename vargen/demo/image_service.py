@@ -20,7 +20,7 @@ from vargen.demo.request import MAX_RACERS, ImageFolder, PageRequest
 from vargen.image_metadata import tokens_digest
 from vargen.pipelines.base import MethodInfo, VisualPipeline
 from vargen.pipelines.prompts import describe_unreadable_words
-from vargen.pipelines.regeneration import describe_image, environment_parameters
+from vargen.pipelines.regeneration import describe_environment, describe_seed
 from vargen.scoring.protocol import Scorer, score_images
 from vargen.scoring.registry import DEFAULT_SCORER
 from vargen.values import short_repr
@@ -232,7 +232,7 @@ class ImageService:
         return self._make_result(job, self.pipe.decode_tokens(tokens, length), tokens, stats)
 
     def _make_result(self, job: Job, images: list[Image.Image], tokens: torch.Tensor, stats: DecodeStats) -> JobResult:
-        request, records = job.request, [describe_image(stats, k) for k in range(len(images))]
+        request, records = job.request, [describe_seed(stats, k) for k in range(len(images))]
         if stats.scorer is None and not stats.stopped:
             scores = self._score_images(request, images)
             records = [{**record, **score} for record, score in zip(records, scores, strict=True)]
@@ -253,7 +253,8 @@ class ImageService:
     @property
     def environment(self) -> dict[str, Any]:
         """What images record about model and machine."""
-        return environment_parameters(self.pipe, self.name, self.digest)
+        digest = {"model_digest": self.digest} if self.digest else {}
+        return {**describe_environment(self.pipe), "model": self.name, **digest}
 
     def parameters(self, request: PageRequest, result: JobResult) -> dict[str, Any]:
         """Return the parameters stored in an image's PNG: its request, and what is needed to reproduce it."""
