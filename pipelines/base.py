@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from vargen.decoding import DEFAULT_METHOD, Accelerator, Sampling, list_methods, resolve_method
+from vargen.decoding import DEFAULT_METHOD, PRESETS, Accelerator, Sampling, list_methods, resolve_method
 from vargen.models.guidance import Guidance
 from vargen.pipelines import prompts, validation
 from vargen.pipelines.engines import KeptEngines
@@ -82,9 +82,7 @@ class VisualPipeline(StoredPipeline):
 
     def validate_method(self, method: Any) -> None:
         """Raise ValueError with the reason if this pipeline cannot run a method; also of a pipeline without weights."""
-        if isinstance(method, Accelerator):
-            validation.validate_draft_size(method, self.num_tokens)
-        method.bind(self.decoding_model())
+        self.resolve_method(method).bind(self.decoding_model())
 
     def list_methods(self) -> list[MethodInfo]:
         """List the presets of this paradigm, each with its name, kind, and the reason if this pipeline cannot run it."""
@@ -101,7 +99,7 @@ class VisualPipeline(StoredPipeline):
     def resolve_method(self, accelerator: Any) -> Any:
         """Return the method for a preset name, or the given method itself, if it belongs to this paradigm and fits the grid."""
         method = resolve_method(accelerator, self.paradigm)
-        if isinstance(method, Accelerator):
+        if isinstance(method, Accelerator) and method is not PRESETS.get(method.name):  # which any grid limits
             validation.validate_draft_size(method, self.num_tokens)
         return method
 
@@ -145,7 +143,9 @@ class VisualPipeline(StoredPipeline):
 
     def normalize_prompt(self, prompt: str) -> NormalizedPrompt:
         """Replace characters by their names (see `prompt_names`). `names` of the result maps the typed characters to names."""
-        return NormalizedPrompt(prompt, {}) if self.prompt_names is None else self.prompt_names.apply(prompt)
+        if self.prompt_names is None or prompt.isascii():
+            return NormalizedPrompt(prompt, {})
+        return self.prompt_names.apply(prompt)
 
     encode_prompt = prompts.encode_prompt
 

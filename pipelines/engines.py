@@ -58,6 +58,9 @@ class KeptEngines:
         condition, seeds = replace(request.condition, scale=request.guidance.scale), request.seeds.noise_seeds
         slots = len(seeds) if request.batch_size is None else min(request.batch_size, len(seeds))
         model = pipe.decoding_model(request.guidance)
+        if not captures_passes(torch.device(model.device)):
+            engine = Engine(model, request.method, batch_size=slots)
+            return generate_images(engine, condition, seeds, request.sampling, callback)
         described = [getattr(each, "description", None) for each in (model, model.draft_model)]
         parts = [*list_networks(model), getattr(pipe, "vqvae", None), *described]
 
@@ -132,4 +135,4 @@ def _make_key(request: ImageRequest, model: Any, parts: Sequence[Any]) -> tuple[
     weights = [next(each.parameters(), None) for each in parts if isinstance(each, torch.nn.Module)]
     places = [None if each is None else (each.dtype, each.device) for each in weights]
     kind = guidance.rows_per_image, guidance.interval, request.method
-    return model.cost_key, device, places, kind, captures_passes(device), read_kernel_setting()
+    return model.cost_key, device, places, kind, read_kernel_setting()

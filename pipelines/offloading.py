@@ -35,9 +35,9 @@ class OffloadedPipeline:
 
     def require_loaded(self) -> None:
         """Raise ValueError for a pipeline without weights, that of `inspect_model`."""
-        for name, network in self._networks().items():
-            if not is_offloaded(network) and any(weight.is_meta for weight in network.parameters()):
-                raise ValueError(f"{name} has no weights: open the model with open_pipeline instead of inspect_model")
+        network: Any = self.transformer  # type: ignore[attr-defined]
+        if network is not None and network.device.type == "meta" and not is_offloaded(network):
+            raise ValueError("transformer has no weights: open the model with open_pipeline instead of inspect_model")
 
     def require_weights(self, action: str) -> None:
         """Raise ValueError naming a component whose weights are elsewhere; see `vargen.models.offloading.require_weights`."""

@@ -43,39 +43,37 @@ def left_pad(features: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     return aligned * valid[..., None].to(features.dtype), valid
 
 
-def warn_if_truncated(tokenizer: Any, prompts: list[str], rows: int) -> None:
-    """Warn for each prompt longer than `rows` tokens, with the number of ignored tokens and the text before the cut."""
-    for text in prompts:
-        ids = tokenized(tokenizer, text, truncation=False, add_special_tokens=True, verbose=False)["input_ids"]
-        if len(ids) > rows:
-            with tokenizer_lock:
-                kept = tokenizer.decode(ids[:rows], skip_special_tokens=True)
-            logger.warning(
-                "the prompt has %d tokens and the model reads %d: the last %d are ignored. It was cut after %r",
-                len(ids), rows, len(ids) - rows, kept[-60:],
-            )  # fmt: skip
-
-
 _LATIN_ENDS = "\u0250"  # letters below it are Latin, from which an uncased tokenizer strips the accents
 _GREEK = "\u0370", "\u03ff"  # single Greek letters occur as symbols in English text
 
 
-def describe_unreadable_words(tokenizer: Any, prompt: str) -> str | None:
-    """Return a sentence if the tokenizer does not know characters of a prompt, or splits words into single letters.
+def describe_unread_text(tokenizer: Any, prompt: str, rows: int, english: bool = True) -> list[str]:
+    """Return a sentence for each reason why a text encoder does not read all of a prompt.
 
-    A tokenizer that covers a script splits its words into pieces of several letters.
+    Characters that the tokenizer does not know, or words that it splits into single letters: one that covers a script splits
+    its words into pieces of several letters. And tokens after the last one that is read.
+
+    Args:
+        rows: number of tokens that the encoder reads. english: whether it reads English only.
     """
     ids = tokenized(tokenizer, prompt, truncation=False, add_special_tokens=False, verbose=False)["input_ids"]
+    length = len(ids) + tokenizer.num_special_tokens_to_add()
     with tokenizer_lock:
         pieces = [piece.removeprefix("##").strip("\u2581") for piece in tokenizer.convert_ids_to_tokens(ids)]
+        kept = tokenizer.decode(ids[: rows + len(ids) - length]) if length > rows else ""
     lost = sum(
         number == tokenizer.unk_token_id
         or (len(piece) == 1 and piece.isalpha() and piece >= _LATIN_ENDS and not _GREEK[0] <= piece <= _GREEK[1])
         for number, piece in zip(ids, pieces, strict=True)
     )
-    if not lost:
-        return None
-    return f"the text encoder cannot read {lost} of the {len(ids)} tokens of the prompt: English is what the model reads"
+    reasons = []
+    if lost and english:
+        count = f"{lost} of the {len(ids)} tokens of the prompt"
+        reasons.append(f"the text encoder cannot read {count}: English is what the model reads")
+    if length > rows:
+        count = f"the prompt has {length} tokens and the model reads {rows}: the last {length - rows} are ignored"
+        reasons.append(f"{count}. It was cut after {kept[-60:]!r}")
+    return reasons
 
 
 def clean_caption(text: str) -> str:
@@ -101,8 +99,8 @@ def encode_prompt(
 ) -> tuple[Tensor, Tensor]:
     """Encode prompts to `prompt_embeds` `[B, P, C]` (valid rows last, padding zero) and bool `prompt_mask` `[B, P]`.
 
-    Prompts pass through `normalize_prompt`. Prompts longer than P tokens are truncated with a warning that reports how
-    many tokens are ignored. Tokens that the text encoder does not know cause a warning, too.
+    Prompts pass through `normalize_prompt`. What the text encoder does not read of them causes a warning, as do prompts longer
+    than P tokens, which are truncated.
 
     Args:
         prompt: one prompt or several.
@@ -115,15 +113,14 @@ def encode_prompt(
     if pipe.transformer is None and max_sequence_length is None:
         raise ValueError("this pipeline was loaded without a transformer: pass max_sequence_length")
     prompts = [pipe.normalize_prompt(text).text for text in prompts]
-    english = getattr(pipe.text_encoder.config, "model_type", None) != "umt5"  # which reads other languages, too
-    for hint in dict.fromkeys(describe_unreadable_words(pipe.tokenizer, text) for text in prompts if english):
-        if hint:
-            logger.warning("%s", hint)
     if clean:
         prompts = [clean_caption(text) for text in prompts]
     given = max_sequence_length
     rows = pipe.max_caption_tokens if given is None else require_int("max_sequence_length", given, 1)
-    warn_if_truncated(pipe.tokenizer, prompts, rows)
+    english = getattr(pipe.text_encoder.config, "model_type", None) != "umt5"  # which reads other languages, too
+    reasons = [each for text in prompts for each in describe_unread_text(pipe.tokenizer, text, rows, english)]
+    for reason in dict.fromkeys(reasons):
+        logger.warning("%s", reason)
     options = {"padding": "max_length", "truncation": True, "max_length": rows, "return_tensors": "pt"}
     return left_pad(*encode_tokens(pipe, tokenized(pipe.tokenizer, prompts, **options)))
 
@@ -280,8 +277,6 @@ class PromptNames:
 
     def apply(self, text: str) -> NormalizedPrompt:
         """Replace sequences in `text` by their names, longest match first."""
-        if text.isascii():
-            return NormalizedPrompt(text, {})
         found: dict[str, str] = {}
         result, end = "", 0
         for match in self._pattern.finditer(text):

@@ -44,15 +44,10 @@ def is_blank(prompt: Any) -> bool:
     return all(each is None or (isinstance(each, str) and not each.strip()) for each in prompts)
 
 
-def validate_guidance(guidance_scale: Any) -> float:
-    """Return the guidance scale as a float. Raises ValueError unless it is a finite number from 0 to 1000."""
-    return OPTIONS["guidance_scale"].check(guidance_scale)
-
-
 def validate_sampling(settings: Mapping[str, Any]) -> tuple[float, Sampling]:
     """Split the settings into the guidance scale (default 1) and a `Sampling` of `temperature`, `top_k` and `top_p`."""
     others = {name: value for name, value in settings.items() if name != "guidance_scale"}
-    return validate_guidance(settings.get("guidance_scale", 1.0)), Sampling(**others)
+    return OPTIONS["guidance_scale"].check(settings.get("guidance_scale", 1.0)), Sampling(**others)
 
 
 def resolve_class_labels(class_labels: Any, num_classes: int, id2label: dict[int, str] | None = None) -> list[int]:

@@ -53,7 +53,7 @@ NUMPY = [
     (lambda x: Sampling(temperature=x).temperature, np.float32(0.5)),
     (lambda x: Sampling(top_p=x).top_p, np.float16(0.5)),
     (lambda x: Sampling(top_k=x).top_k, np.int64(7)),
-    (lambda x: validation.validate_guidance(x), np.float32(2.5)),
+    (lambda x: validation.validate_sampling({"guidance_scale": x})[0], np.float32(2.5)),
     (lambda x: Guidance(2.0, x).interval, np.int32(3)),
     (lambda x: validation.validate_num_images(x, 1), np.int64(3)),
     (lambda x: validation.resolve_class_labels(x, 10)[0], np.int64(3)),

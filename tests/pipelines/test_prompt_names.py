@@ -10,7 +10,7 @@ from tiny_models import text_pipeline
 
 from vargen import LlamaGenPipeline
 from vargen.assets import packaged_model_path
-from vargen.pipelines.prompts import PROMPT_NAMES_FILE, PromptNames, describe_unreadable_words
+from vargen.pipelines.prompts import PROMPT_NAMES_FILE, PromptNames, describe_unread_text
 
 TABLE = PromptNames.load(packaged_model_path("emoji"))
 
@@ -118,7 +118,10 @@ def test_a_tokenizer_that_knows_a_script_gets_no_hint():
         def convert_ids_to_tokens(self, ids):
             return ["\u2581соба", "ка"]
 
-    assert describe_unreadable_words(Knowing(), "собака") is None
+        def num_special_tokens_to_add(self):
+            return 0
+
+    assert not describe_unread_text(Knowing(), "собака", 2)
 
 
 def test_names_are_read_before_words_are_verified(text_pipe, caplog):

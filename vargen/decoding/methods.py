@@ -103,7 +103,7 @@ def resolve_method(accelerator: Any, paradigm: str = "next-token") -> Any:
     options: dict[str, str] = {}
     given = accelerator
     if isinstance(accelerator, str):
-        name, options = parse_spec(accelerator)
+        name, options = (accelerator, {}) if accelerator in PRESETS else parse_spec(accelerator)
         if name not in PRESETS:
             raise ValueError(f"unknown accelerator {short_repr(name)}; {suggest_names(name, names)}")
         accelerator = PRESETS[name]

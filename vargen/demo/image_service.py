@@ -12,14 +12,13 @@ from typing import Any
 import torch
 from PIL import Image
 
-from vargen.compat import tokenized, tokenizer_lock
 from vargen.decoding import DecodeStats
 from vargen.demo.jobs import Job, JobResult
 from vargen.demo.previews import PreviewSchedule
 from vargen.demo.request import MAX_RACERS, ImageFolder, PageRequest
 from vargen.image_metadata import tokens_digest
 from vargen.pipelines.base import MethodInfo, VisualPipeline
-from vargen.pipelines.prompts import describe_unreadable_words
+from vargen.pipelines.prompts import describe_unread_text
 from vargen.pipelines.regeneration import describe_environment, describe_seed
 from vargen.scoring.protocol import Scorer, score_images
 from vargen.scoring.registry import DEFAULT_SCORER
@@ -147,15 +146,8 @@ class ImageService:
         if self.by_class or self.pipe.tokenizer is None:
             return None
         prompt = self.pipe.normalize_prompt(prompt).text
-        hint = describe_unreadable_words(self.pipe.tokenizer, prompt)
-        warnings = [f"{hint[0].upper()}{hint[1:]}."] if hint else []
-        rows = self.pipe.max_caption_tokens
-        ids = tokenized(self.pipe.tokenizer, prompt, truncation=False, verbose=False)["input_ids"]
-        if len(ids) > rows:
-            with tokenizer_lock:
-                read = self.pipe.tokenizer.decode(ids[:rows], skip_special_tokens=True)
-            warnings.append(f"This model reads {rows} tokens, and the prompt has {len(ids)}: it was cut after “…{read[-40:]}”.")
-        return " ".join(warnings) or None
+        reasons = describe_unread_text(self.pipe.tokenizer, prompt, self.pipe.max_caption_tokens)
+        return " ".join(f"{each[0].upper()}{each[1:]}." for each in reasons) or None
 
     def _condition(self, request: PageRequest) -> dict[str, Any]:
         """Return the prompts or the class as arguments of the pipeline."""
