@@ -15,7 +15,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from vargen.compat import is_hooked
+from vargen.kernels.host import is_hooked
 
 logger = logging.getLogger("vargen")
 

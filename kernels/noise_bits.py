@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vargen.device import normal_tensors
 from vargen.kernels.dispatch import is_eager_cpu
+from vargen.kernels.host import normal_tensors
 
 
 def _to_signed(value: int, bits: int = 64) -> int:

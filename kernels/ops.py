@@ -31,7 +31,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vargen.device import normal_tensors
 from vargen.kernels.dispatch import (
     KERNEL_DTYPES,
     MAX_HEAD_DIM,
@@ -40,6 +39,7 @@ from vargen.kernels.dispatch import (
     supports_rows,
     uses_triton,
 )
+from vargen.kernels.host import normal_tensors
 
 MIN_TEMPERATURE = 1e-5  # used in place of 0 (greedy): dividing float32 logits by it leaves only the argmax, or ties
 KEEP_ALL = 2.0  # top-p of an image without one: no sum exceeds it

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vargen.clock import Clock
 from vargen.decoding import DecodeOutput, Engine, decode_scales
 from vargen.decoding.decode import generate_images
 from vargen.decoding.requests import Callback
 from vargen.decoding.scales import ScalePasses
 from vargen.decoding.token_pass import list_networks
-from vargen.device import captures_passes
 from vargen.kernels.dispatch import read_kernel_setting
+from vargen.kernels.host import Clock, captures_passes
 
 if TYPE_CHECKING:
     from vargen.pipelines.generation import ImageRequest

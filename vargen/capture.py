@@ -9,15 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vargen.clock import Clock
 from vargen.decoding.interfaces import TokenModel
 from vargen.decoding.jacobi import Jacobi
 from vargen.decoding.rules import speculative_sampling
 from vargen.decoding.sampling import Sampling
 from vargen.decoding.token_pass import TokenPass
 from vargen.decoding.tree import Output, Tree
-from vargen.device import captures_passes
 from vargen.kernels.graph import CUDAGraph
+from vargen.kernels.host import Clock, captures_passes
 
 logger = logging.getLogger("vargen")
 

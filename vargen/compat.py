@@ -225,8 +225,3 @@ def report_memory(folder: Path) -> Iterator[None]:
 
 def _weight_bytes(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.rglob("*.safetensors"))
-
-
-def is_hooked(module: Any) -> bool:
-    """Whether hooks of accelerate or diffusers move or cast the weights of this very module: a parent may not read them."""
-    return hasattr(module, "_hf_hook") or hasattr(module, "_diffusers_hook")

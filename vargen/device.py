@@ -1,4 +1,4 @@
-"""Device, dtype, CPU threads and torch mode of forward passes. Importing this module does not import torch.
+"""Device, dtype and CPU threads of forward passes. Importing this module does not import torch.
 
 The choice between kernels and plain torch code is made in `vargen.kernels.dispatch`.
 """
@@ -11,7 +11,8 @@ import platform
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     import torch
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # read by torch; users set the thread count by them
-EAGER_VARIABLE = "VARGEN_EAGER"
 
 
 def set_passive_openmp_wait() -> None:
@@ -34,6 +34,7 @@ def set_passive_openmp_wait() -> None:
         os.environ["OMP_WAIT_POLICY"] = "passive"
 
 
+@cache
 def cpu_model() -> str:
     """Return the name of the processor as the operating system reports it."""
     try:
@@ -46,11 +47,13 @@ def cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
+@cache
 def available_cores() -> int:
     """Return the number of cores available to this process."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+@cache
 def physical_cores() -> int:
     """Return the number of physical cores, counting hyperthreads once; all available cores if the system does not report it."""
     siblings = set()
@@ -165,58 +168,6 @@ def cpu_has_bfloat16() -> bool:
 
     capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
-
-
-# -- torch mode of passes -----------------------------------------------------------------------------------------------
-
-
-class normal_tensors(contextlib.ContextDecorator):
-    """Make normal tensors inside `inference_mode_for`, for use after it: they may be written to and used in training.
-
-    A class, because passes enter it, and a generator takes several times as long.
-    """
-
-    def __enter__(self) -> None:
-        import torch
-
-        self._modes = torch.inference_mode(False), torch.no_grad()
-        for mode in self._modes:
-            mode.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        for mode in reversed(self._modes):
-            mode.__exit__(*error)
-
-    def _recreate_cm(self) -> normal_tensors:  # each call of a decorated function has its own
-        return normal_tensors()
-
-
-def inference_mode_for(device: torch.device) -> AbstractContextManager[None]:
-    """Run passes without gradients: in torch's inference mode on a CPU, where it lowers the cost of each operation.
-
-    Elsewhere in `no_grad`: the host is not the bottleneck there, and offloaded weights, which are moved during a pass, could
-    not be trained afterwards.
-    """
-    import torch
-
-    return torch.inference_mode() if device.type == "cpu" else torch.no_grad()
-
-
-def captures_passes(device: torch.device) -> bool:
-    """Return whether passes on this device are captured as CUDA graphs: on NVIDIA GPUs, unless VARGEN_EAGER is 1."""
-    import torch
-
-    value = os.environ.get(EAGER_VARIABLE, "")
-    if value not in ("", "0", "1"):
-        raise ValueError(f"{EAGER_VARIABLE} must be 0 or 1, got {value!r}")
-    return device.type == "cuda" and torch.version.cuda is not None and value != "1"
-
-
-def explain_capture(device: torch.device) -> str:
-    """Describe whether passes on this device are captured."""
-    if captures_passes(device):
-        return f"captured as CUDA graphs; {EAGER_VARIABLE}=1 runs them one by one"
-    return f"run one by one: {f'{EAGER_VARIABLE}=1' if device.type == 'cuda' else 'capture is for NVIDIA GPUs'}"
 
 
 # -- description of the machine: a speed is meaningless without it ------------------------------------------------------

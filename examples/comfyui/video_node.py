@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from vargen.decoding import VideoMethod
-from vargen.device import normal_tensors
+from vargen.kernels.host import normal_tensors
 
 from .model_inputs import MODEL_DEFAULT, check_model, describe_inputs, open_model
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 from tiny_models import text_pipeline
 
-from vargen import cost_cache, device
+from vargen import device
+from vargen.decoding import costs
 from vargen.decoding import costs as cost
 
 
@@ -44,7 +45,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def forget() -> None:
     """As another process: what is remembered in this one goes."""
-    cost_cache._costs_by_key.clear()
+    costs._costs_by_key.clear()
 
 
 def test_costs_are_measured_once_and_kept_for_other_processes(generation: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,8 +35,8 @@ from vargen.decoding import (
 )
 from vargen.decoding.relaxed_rules import PooledRule
 from vargen.decoding.window import MAX_AUTO_WIDTH
-from vargen.device import captures_passes, explain_capture
 from vargen.kernels.graph import EAGER_PASSES, CapturedPasses
+from vargen.kernels.host import captures_passes, explain_capture
 from vargen.models.guidance import Condition
 from vargen.models.llamagen.decoding import LlamaGenTokenModel
 

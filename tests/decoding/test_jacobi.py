@@ -4,7 +4,6 @@ import pytest
 import torch
 from initial_drafts import MixtureJacobi
 
-from vargen.clock import Clock
 from vargen.decoding import (
     Accelerator,
     Drafter,
@@ -26,6 +25,7 @@ from vargen.decoding.window import (
     WidthController,
 )
 from vargen.evaluation.table_models import TableLowRes, TableModel
+from vargen.kernels.host import Clock
 
 
 @pytest.mark.parametrize("width", [2, 7, 24])

@@ -9,7 +9,7 @@ import torch
 from tiny_models import tiny_transformer
 from tiny_video import models, stream
 
-from vargen import cost_cache
+from vargen.decoding import costs
 from vargen.decoding import costs as cost
 from vargen.models.heads.medusa import MedusaDrafter
 
@@ -17,7 +17,7 @@ from vargen.models.heads.medusa import MedusaDrafter
 @pytest.fixture(autouse=True)
 def kept_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VARGEN_CACHE", str(tmp_path))
-    monkeypatch.setattr(cost_cache, "_costs_by_key", {})
+    monkeypatch.setattr(costs, "_costs_by_key", {})
     monkeypatch.setattr(cost, "available_cores", lambda: 4)
 
 

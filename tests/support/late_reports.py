@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from vargen.late_reports import Reports
+from vargen.kernels.host import Reports
 
 
 def delay_reports(monkeypatch: pytest.MonkeyPatch) -> None:

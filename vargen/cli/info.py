@@ -137,8 +137,9 @@ def collect_facts() -> dict[str, Any]:
     from vargen import __version__
     from vargen.assets import packaged_model_path, packaged_models
     from vargen.compat import installed_version
-    from vargen.device import describe_machine, explain_capture, preferred_dtype
+    from vargen.device import describe_machine, preferred_dtype
     from vargen.kernels.dispatch import explain_kernels
+    from vargen.kernels.host import explain_capture
     from vargen.kernels.int8.cpu import cpu_instructions
     from vargen.kernels.int8.load import explain_int8_passes
 

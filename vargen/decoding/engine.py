@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from vargen import capture
-from vargen.clock import Clock
 from vargen.compat import without_autocast
 from vargen.decoding.accelerator import Accelerator
 from vargen.decoding.costs import token_threads
@@ -27,9 +26,9 @@ from vargen.decoding.requests import FinishedImage, NonFiniteLogitsError, Reques
 from vargen.decoding.sampling import Sampling
 from vargen.decoding.stats import DecodeStats
 from vargen.decoding.token_pass import TokenPass
-from vargen.device import inference_mode_for, limit_threads, normal_tensors
+from vargen.device import limit_threads
 from vargen.kernels.dispatch import read_kernel_setting
-from vargen.late_reports import Reports
+from vargen.kernels.host import Clock, Reports, inference_mode_for, normal_tensors
 from vargen.values import parse_int, require_int, short_repr
 
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from vargen.decoding.interfaces import TokenModel
-from vargen.device import normal_tensors
 from vargen.files import atomic_file, cache_folder
+from vargen.kernels.host import normal_tensors
 
 logger = logging.getLogger("vargen")
 

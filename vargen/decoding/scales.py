@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from vargen import capture
-from vargen.clock import Clock
 from vargen.compat import without_autocast
 from vargen.decoding.interfaces import ScaleModel
 from vargen.decoding.methods import Method, register_presets, resolve_method
@@ -30,6 +29,7 @@ from vargen.decoding.sampling import Sampling, SlotSampling
 from vargen.decoding.stats import DecodeStats
 from vargen.kernels import ops
 from vargen.kernels.graph import capture_passes
+from vargen.kernels.host import Clock
 from vargen.values import number_field, parse_int, short_repr, validate_fields
 
 # Fixed tokens of a scale, given the canvas before it and its index: tokens int64 [B, n], and which are fixed, bool [B, n].

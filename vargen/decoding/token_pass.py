@@ -17,16 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vargen.clock import Clock
 from vargen.decoding.interfaces import AcceptanceRule, Drafter, TokenModel
 from vargen.decoding.noise import Noise, Purpose, TokenNoise
 from vargen.decoding.rules import verify_shared_tokens
 from vargen.decoding.sampling import Sampling, SlotSampling, to_probs
 from vargen.decoding.tree import Draft, PassResult, Verdict
 from vargen.decoding.window import WidthController
-from vargen.device import normal_tensors
 from vargen.kernels import ops
 from vargen.kernels.graph import CUDAGraph, capture_passes
+from vargen.kernels.host import Clock, normal_tensors
 from vargen.kernels.token_steps import commit_tokens, feed_tokens
 
 # Noise of a pass: seeds [B], positions [B, T], number of the pass, and the shared noise of all positions, if it is kept.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from vargen.decoding.noise import Noise
-from vargen.device import normal_tensors
+from vargen.kernels.host import normal_tensors
 from vargen.kernels.ops import pack_bits
 
 

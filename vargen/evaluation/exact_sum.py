@@ -16,7 +16,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vargen.clock import Clock
 from vargen.decoding.accelerator import Accelerator
 from vargen.decoding.sampling import Sampling, to_probs
 from vargen.decoding.scales import ScalePasses, ScaleSchedule
@@ -27,6 +26,7 @@ from vargen.evaluation.enumerated_uniforms import NotEnumerableError
 from vargen.evaluation.enumeration import Enumeration, ReusedNoiseError, TooManyOutcomesError
 from vargen.evaluation.table_models import ScaleTable, TableModel, encode_sequences
 from vargen.kernels.dispatch import uses_triton
+from vargen.kernels.host import Clock
 
 MAX_DRAFTS = 20_000
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vargen.device import normal_tensors
 from vargen.kernels import ops
+from vargen.kernels.host import normal_tensors
 from vargen.kernels.ops import KernelMask
 
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 from tiny_models import tiny_transformer
 
-from vargen.clock import Clock
 from vargen.decoding import (
     Accelerator,
     Jacobi,
@@ -21,6 +20,7 @@ from vargen.decoding import (
 from vargen.decoding.experimental import JacobiTree, recursive_rejection
 from vargen.decoding.token_pass import TokenPass
 from vargen.kernels.graph import EAGER_PASSES
+from vargen.kernels.host import Clock
 from vargen.kernels.noise_bits import TokenNoise
 from vargen.kernels.triton.launch import launch
 from vargen.models.guidance import Condition

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vargen.clock import Clock
 from vargen.compat import without_autocast
 from vargen.decoding.costs import block_threads
 from vargen.decoding.methods import resolve_method
@@ -33,7 +32,8 @@ from vargen.decoding.video.interfaces import (
 )
 from vargen.decoding.video.policies import SingleModel, VideoMethod, validate_threshold
 from vargen.decoding.video.stats import BlockRecord, VideoStats
-from vargen.device import limit_threads, normal_tensors
+from vargen.device import limit_threads
+from vargen.kernels.host import Clock, normal_tensors
 from vargen.values import require_int, short_repr
 
 MAX_BLOCKS = 1_000_000

@@ -22,7 +22,7 @@ ensure_torchvision()
 
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 
-from vargen.compat import is_hooked
+from vargen.kernels.host import is_hooked
 from vargen.models.causal_video.blocks import (
     CausalVideoBlock,
     ModulatedHead,

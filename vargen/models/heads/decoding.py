@@ -19,8 +19,8 @@ from vargen.decoding.decode import generate_images
 from vargen.decoding.noise import Purpose, derive_seeds
 from vargen.decoding.sampling import SlotSampling
 from vargen.decoding.tree_drafters import repeat_for_cfg
-from vargen.device import normal_tensors
 from vargen.folders.networks import require_equal
+from vargen.kernels.host import normal_tensors
 from vargen.models.guidance import Condition
 from vargen.models.heads.eagle import EagleDrafter
 from vargen.models.heads.medusa import MedusaDrafter

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vargen.compat import is_hooked
 from vargen.decoding import Output, TokenModel, Tree
-from vargen.device import normal_tensors
+from vargen.kernels.host import is_hooked, normal_tensors
 from vargen.models.guidance import Condition, Guidance, cost_key, to_guidance
 from vargen.models.heads.decoding import LowResolutionDrafter
 from vargen.models.int8_cache import Int8Cache

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from vargen.compat import ensure_torchvision
-from vargen.device import normal_tensors
 from vargen.kernels.dispatch import is_eager_cpu
+from vargen.kernels.host import normal_tensors
 from vargen.kernels.int8.load import TOKEN_PASS, CompiledCode
 from vargen.kernels.linear import TransposableWeights, transpose_linear_weights
 from vargen.models.guidance import Condition, apply_guidance

@@ -26,7 +26,7 @@ from transformers import __version__ as transformers_version
 from transformers.cache_utils import Cache
 
 from vargen.decoding import Output, TokenModel, Tree
-from vargen.device import captures_passes
+from vargen.kernels.host import captures_passes
 from vargen.models.guidance import Guidance, apply_guidance, to_guidance
 from vargen.models.kv_cache import CacheView, KVCache
 from vargen.models.transformers.base import ImageLanguageModel, PromptRows, validate_network

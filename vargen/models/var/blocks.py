@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vargen.compat import is_hooked
+from vargen.kernels.host import is_hooked
 from vargen.models.quantization import Int8Linear
 
 _NORM_EPS = 1e-6

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from vargen.decoding import ScaleModel
-from vargen.device import inference_mode_for
 from vargen.kernels.dispatch import is_eager_cpu
+from vargen.kernels.host import inference_mode_for
 from vargen.models.guidance import Condition, Guidance, cost_key, to_guidance
 from vargen.models.offloading import validate_offloading
 from vargen.models.tokenizers.multi_scale_quantizer import MultiScaleQuantizer
