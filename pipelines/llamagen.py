@@ -111,7 +111,7 @@ class LlamaGenPipeline(NextTokenPipeline):
         models = {name: each and LlamaGenTokenModel(each, guidance, device=device) for name, each in smaller.items()}
         low_res = None
         if models["low_res"] is not None and codes is not None:
-            low_res = LowResolutionDrafter(models["low_res"], self.grid, self.upsampler, self.vqvae)
+            low_res = LowResolutionDrafter(models["low_res"], self.grids[-1], self.upsampler, self.vqvae)
         return LlamaGenTokenModel(
             self.transformer,
             guidance,

@@ -44,6 +44,11 @@ class OffloadedPipeline:
         for name, network in self._networks().items():
             require_weights(network, action, name)
 
+    def maybe_free_model_hooks(self) -> None:
+        """As in diffusers, which looks at all components even where none is offloaded."""
+        if getattr(self, "_all_hooks", None):
+            super().maybe_free_model_hooks()  # type: ignore[misc]
+
     def enable_model_cpu_offload(self, *args: Any, **kwargs: Any) -> None:
         """As in diffusers."""
         require_accelerate("enable_model_cpu_offload")

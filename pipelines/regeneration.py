@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -54,11 +55,10 @@ class Regeneration:
 
 
 def describe_environment(pipe: VisualPipeline) -> dict[str, Any]:
-    """Return what an image records about its model and machine, besides the arguments of the call."""
-    device, quantization = pipe.device, quantization_of(pipe.transformer)
+    """Return what an image records about the dtype of its model, the machine and packages."""
+    device, quantization = pipe._device_of(pipe.transformer), quantization_of(pipe.transformer)
     processor = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
     return {
-        "model": _model_title(pipe.folder) if pipe.folder else type(pipe).__name__,
         "dtype": str(pipe.transformer.dtype).removeprefix("torch."),
         **({"quantization": quantization} if quantization else {}),
         "processor": f"{device.type} {processor}",
@@ -83,34 +83,36 @@ class CallRecord:
 
     Attributes:
         environment: of `describe_environment`.
-        folder: of the model; None if its components come from elsewhere.
+        model, folder: class of the pipeline, and folder of its model; None if its components come from elsewhere.
         method, guidance, sampling: of the call.
         places: device of the generator of each image.
-        subject: the name of an argument, and prompts or class numbers, for each of which there are equally many images; none
+        subject: `"prompt"` or `"class_label"`, and one of them or a list, for each of which there are equally many images; None
             for features.
-        negatives: negative prompts, likewise.
+        negative: negative prompts, likewise.
         others: what else the call was given, by name; also what parameters cannot hold, such as an image to start from.
     """
 
     environment: Mapping[str, Any]
+    model: str
     folder: Path | None
     method: Any
     guidance: Guidance
     sampling: Sampling
     places: Sequence[torch.device]
-    subject: tuple[str, Sequence[Any]]
-    negatives: Sequence[Any]
+    subject: tuple[str, Any]
+    negative: Any
     others: Mapping[str, Any]
 
     @classmethod
     def make(cls, pipe: VisualPipeline, request: ImageRequest, prompt: Any, negative_prompt: Any, **others: Any) -> CallRecord:
         """Record a call; arguments as the call was given them, None for those that it was not given."""
-        subject, every = ("prompt", _copy(prompt)), request.num_candidates
+        subject, every = ("prompt", copy(prompt)), request.num_candidates
         if pipe.is_class_conditional:
-            subject = ("class_label", tuple(request.condition.class_labels[::every].tolist()))
-        places = request.seeds.devices[::every]
-        own = request.method, request.guidance, request.sampling, places
-        return cls(describe_environment(pipe), pipe.folder, *own, subject, _copy(negative_prompt), others)
+            subject = ("class_label", request.condition.class_labels[::every].tolist())
+        return cls(
+            describe_environment(pipe), type(pipe).__name__, pipe.folder, request.method, request.guidance, request.sampling,
+            request.seeds.devices[::every], subject, copy(negative_prompt), others,
+        )  # fmt: skip
 
     def describe(self, number: int, stats: DecodeStats, tokens: Tensor) -> dict[str, Any]:
         """Return the parameters of image `number`, in plain values.
@@ -118,11 +120,12 @@ class CallRecord:
         Args:
             stats: of the call. tokens: int64 `[B, N]` of all images.
         """
-        key, subjects = self.subject
+        key, subject = self.subject
+        negative = None if is_blank(self.negative) else self.negative
         optional = {
-            "negative_prompt": _pick(self.negatives, number, len(tokens)),
+            "negative_prompt": _pick(negative, number, len(tokens)),
             "generator": None if self.places[number].type == "cpu" else str(self.places[number]),
-            "prompt_embeds": not subjects or None,
+            "prompt_embeds": subject is None or None,
             "stopped": stats.stopped or None,
             "method": None if self._is_known_method() else "your own",
             "guidance_interval": self.guidance.interval,
@@ -130,9 +133,10 @@ class CallRecord:
             **self.others,
         }
         return {
-            key: _pick(subjects, number, len(tokens)) if subjects else "",
+            key: "" if subject is None else _pick(subject, number, len(tokens)),
             **describe_seed(stats, number),
             "tokens_digest": tokens_digest(tokens[number]),
+            "model": _model_title(self.folder) if self.folder else self.model,
             **self.environment,
             "accelerator": self.method.name,
             "guidance_scale": self.guidance.scale,
@@ -151,13 +155,9 @@ class CallRecord:
             return False
 
 
-def _copy(given: Any) -> tuple[Any, ...]:
-    return () if is_blank(given) else tuple(given) if isinstance(given, list | tuple) else (given,)
-
-
-def _pick(values: Sequence[Any], number: int, images: int) -> Any:
-    """Return the value for an image, out of values that each belong to equally many images; None if there are none."""
-    return values[number * len(values) // images] if values else None
+def _pick(given: Any, number: int, images: int) -> Any:
+    """Return the value for an image: the only one, or of a list whose values each belong to equally many images."""
+    return given[number * len(given) // images] if isinstance(given, list | tuple) else given
 
 
 def describe_seed(stats: DecodeStats, number: int) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from vargen.decoding import PRESETS, Accelerator, Sampling
-from vargen.options import OPTIONS
+from vargen.models.guidance import Guidance
 from vargen.values import MAX_SEED, parse_int, require_int, short_repr
 
 OUTPUT_TYPES = ("pil", "np", "pt", "latent")
@@ -47,7 +47,7 @@ def is_blank(prompt: Any) -> bool:
 def validate_sampling(settings: Mapping[str, Any]) -> tuple[float, Sampling]:
     """Split the settings into the guidance scale (default 1) and a `Sampling` of `temperature`, `top_k` and `top_p`."""
     others = {name: value for name, value in settings.items() if name != "guidance_scale"}
-    return OPTIONS["guidance_scale"].check(settings.get("guidance_scale", 1.0)), Sampling(**others)
+    return Guidance(settings.get("guidance_scale", 1.0)).scale, Sampling(**others)
 
 
 def resolve_class_labels(class_labels: Any, num_classes: int, id2label: dict[int, str] | None = None) -> list[int]:

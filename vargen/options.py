@@ -6,7 +6,6 @@ Does not import torch, so that `vargen --help` is fast.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from vargen.values import NumberRange
 
@@ -33,10 +32,6 @@ class Option:
     def label(self) -> str:
         """The display name: "Top-k" for `top_k`."""
         return self.name.removesuffix("_scale").replace("_", "-").capitalize()
-
-    def check(self, value: Any) -> Any:
-        """Return the value as a plain number or None; see `NumberRange.check`."""
-        return self.range.check(self.name, value)
 
 
 # All sampling options of a call, by name.

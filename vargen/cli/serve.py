@@ -93,7 +93,7 @@ def serve_model(
     place = require_device(device)
 
     from vargen.decoding import resolve_method
-    from vargen.options import OPTIONS
+    from vargen.models.guidance import Guidance
     from vargen.pipelines.loading import inspect_model
     from vargen.serving.app import build_app
     from vargen.serving.launch import open_served_model, open_socket, run_server, warm_up
@@ -102,7 +102,7 @@ def serve_model(
     if accelerator is not None:
         inspected.validate_method(resolve_method(accelerator, inspected.paradigm))
     if guidance_scale is not None:
-        OPTIONS["guidance_scale"].check(guidance_scale)
+        Guidance(guidance_scale)
     listener = open_socket(host, port)  # before weights are loaded
     title = name or (Path(model).resolve().name if Path(model).is_dir() else model)
     folder = inspected.folder

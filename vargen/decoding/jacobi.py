@@ -157,7 +157,7 @@ class Jacobi(Drafter):
         position = result.noise.position
         T = position.shape[1]
         if T > 1:  # the root's prediction alone is committed
-            coupling: Coupling = resolve_name("coupling", self.coupling, COUPLINGS)
+            coupling: Coupling = COUPLINGS[self.coupling] if isinstance(self.coupling, str) else self.coupling
             self.drafted.scatter_(1, position, coupling(result))
             if self.probs is not None:
                 image = torch.arange(len(position), device=position.device)[:, None]

@@ -37,7 +37,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         for each in fields(self):  # convert NumPy numbers, which JSON cannot serialize
-            object.__setattr__(self, each.name, each.metadata["option"].check(getattr(self, each.name)))
+            object.__setattr__(self, each.name, each.metadata["option"].range.check(each.name, getattr(self, each.name)))
         object.__setattr__(self, "top_k", self.top_k or None)
 
     @property

@@ -95,7 +95,7 @@ class Guidance:
     negative: Condition | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "scale", OPTIONS["guidance_scale"].check(self.scale))
+        object.__setattr__(self, "scale", OPTIONS["guidance_scale"].range.check("guidance_scale", self.scale))
         if self.interval is not None:  # at most what fits in a tensor, and beyond every grid
             object.__setattr__(self, "interval", min(require_int("guidance_interval", self.interval, 0), 2**31))
 
