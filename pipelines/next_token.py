@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vargen.compat import without_autocast
 from vargen.decoding import DEFAULT_METHOD, Accelerator, DecodeOutput
-from vargen.decoding.log_probs import compute_log_probs
+from vargen.decoding.decode import compute_log_probs
 from vargen.pipelines import validation
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.generation import ImageRequest, generate_tokens, select_candidates
@@ -95,7 +95,7 @@ class NextTokenPipeline(VisualPipeline):
             clean_prompt: clean the prompt as in the training of official LlamaGen text models (needs ftfy and beautifulsoup4).
 
             return_log_probs: also return log-probabilities of the tokens, if the call is not stopped; see
-                `vargen.decoding.log_probs.compute_log_probs`.
+                `vargen.decoding.decode.compute_log_probs`.
 
         Raises:
             ValueError, TypeError: for invalid arguments, naming the argument, its value and what is allowed.

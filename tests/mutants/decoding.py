@@ -96,7 +96,7 @@ MUTANTS = (
     Mutant(
         "log-probs-without-temperature",
         "The log-probabilities of tokens under the sampling distribution ignore the temperature.",
-        "vargen/decoding/log_probs.py",
+        "vargen/decoding/decode.py",
         "    sampled = to_probs(whole, sampling).log()",
         "    sampled = to_probs(whole, Sampling()).log()",
         ("tests/pipelines/test_language_model_results.py::test_log_probs_are_those_of_a_teacher_forced_pass",),

@@ -11,7 +11,7 @@ from tiny_language_models import make_glm, make_janus, needs_janus
 import vargen
 from vargen.compat import installed_version
 from vargen.decoding import Engine, Sampling, decode
-from vargen.decoding.log_probs import compute_log_probs
+from vargen.decoding.decode import compute_log_probs
 from vargen.kernels.ops import filter_logits
 from vargen.models.transformers.glm_image import PreviewDrafter, preview_size
 

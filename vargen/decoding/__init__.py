@@ -1,7 +1,6 @@
 """Decoding algorithms: loops and the parts that methods consist of. Independent of concrete models, files and prompts."""
 
 from vargen.decoding import experimental as experimental  # registers its presets
-from vargen.decoding.accelerator import Accelerator
 from vargen.decoding.decode import decode
 from vargen.decoding.engine import Engine
 from vargen.decoding.interfaces import (
@@ -14,7 +13,7 @@ from vargen.decoding.interfaces import (
     TokenModel,
 )
 from vargen.decoding.jacobi import Jacobi
-from vargen.decoding.methods import DEFAULT_METHOD, PRESETS, Method, list_methods, register_presets, resolve_method
+from vargen.decoding.methods import DEFAULT_METHOD, PRESETS, Accelerator, Method, list_methods, register_presets, resolve_method
 from vargen.decoding.noise import Noise, Purpose
 from vargen.decoding.relaxed_rules import GroupedRule, NeighborhoodRule, PooledRule, RelaxedRule
 from vargen.decoding.requests import DecodeOutput, FinishedImage, NonFiniteLogitsError, Progress
@@ -31,70 +30,3 @@ from vargen.decoding.video.interfaces import BlockDecoder, BlockModel, BlockView
 from vargen.decoding.video.loop import BlockStream, NonFiniteLatentsError, decode_video
 from vargen.decoding.video.policies import LearnedRouting, SingleModel, Stride, Threshold, VideoMethod
 from vargen.decoding.video.stats import BlockRecord, VideoStats
-
-__all__ = [
-    "DEFAULT_METHOD",
-    "PRESETS",
-    "Accelerator",
-    "AcceptanceRule",
-    "AutoregressiveHead",
-    "BlockDecoder",
-    "BlockModel",
-    "BlockRecord",
-    "BlockStream",
-    "BlockView",
-    "ChainDrafter",
-    "Children",
-    "DecodeOutput",
-    "DecodeStats",
-    "Draft",
-    "DraftView",
-    "Drafter",
-    "DynamicTree",
-    "Eagle",
-    "Engine",
-    "FinishedImage",
-    "GroupedRule",
-    "Jacobi",
-    "LearnedRouting",
-    "LowResModel",
-    "Medusa",
-    "Method",
-    "NeighborhoodRule",
-    "Noise",
-    "NonFiniteLatentsError",
-    "NonFiniteLogitsError",
-    "Output",
-    "ParallelHeads",
-    "PassResult",
-    "PooledRule",
-    "Progress",
-    "Purpose",
-    "RelaxedRule",
-    "Sampling",
-    "ScaleModel",
-    "ScaleSchedule",
-    "SingleModel",
-    "Speculative",
-    "Stage",
-    "Stride",
-    "Threshold",
-    "TokenModel",
-    "TokenState",
-    "Tree",
-    "TreeDrafter",
-    "Verdict",
-    "VideoBlock",
-    "VideoMethod",
-    "VideoStats",
-    "acceptance_rule",
-    "decode",
-    "decode_scales",
-    "decode_video",
-    "list_methods",
-    "register_presets",
-    "resolve_method",
-    "shared_noise",
-    "speculative_sampling",
-    "traversal",
-]

@@ -1,6 +1,6 @@
-"""`decode`: a list of images by an engine, with a callback that sees and edits all of them.
+"""`decode`: a list of images by an engine, with a callback that sees and edits all of them; log-probabilities of their tokens.
 
-Shape suffixes: M images, N tokens of the grid.
+Shape suffixes: M images, N tokens of the grid, T tokens fed in one pass.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from vargen.compat import without_autocast
-from vargen.decoding.accelerator import Accelerator
 from vargen.decoding.engine import Engine
 from vargen.decoding.interfaces import TokenModel
+from vargen.decoding.methods import Accelerator
 from vargen.decoding.requests import Callback, DecodeOutput, FinishedImage, Progress, validate_call
-from vargen.decoding.sampling import Sampling
+from vargen.decoding.sampling import Sampling, to_probs
+from vargen.decoding.tree import Tree
 from vargen.values import require_int
 
 
@@ -130,3 +131,43 @@ class _ImageList:
         stats = self.engine.make_stats([known[number] for number in range(len(self.tokens))])
         stats.stopped = len(self.finished) < len(self.tokens)
         return DecodeOutput(self.tokens.clone(), self._read_lengths().to(self.engine.device), stats)
+
+
+@torch.no_grad()
+@without_autocast
+def compute_log_probs(
+    model: TokenModel, condition: Any, tokens: Tensor, sampling: Sampling | None = None, *, width: int = 64
+) -> tuple[Tensor, Tensor]:
+    """Compute the log-probabilities of tokens, as policy-gradient training needs them, in passes over `width` known tokens.
+
+    They are those of the target, and so of every exact method.
+
+    Args:
+        model, condition: as in `decode`; M rows.
+        tokens: int64 `[M, N]`.
+        sampling: temperature and filters. Default: the unfiltered softmax.
+        width: number of tokens per pass, at least 1.
+
+    Returns:
+        Two tensors float32 `[M, N]`: under the sampling distribution, after guidance, temperature and filters (-inf for a token
+        that the filters remove), and under the softmax of the guided logits.
+    """
+    sampling = Sampling() if sampling is None else sampling
+    N = model.grid[0] * model.grid[1]
+    if tokens.dim() != 2 or tokens.shape[1] != N:
+        raise ValueError(f"tokens must be [M, {N}], got {list(tokens.shape)}")
+    width = max(1, min(width, N))
+    state, out = model.start(condition, width)
+    logits, device = [out.logits], tokens.device
+    for start in range(0, N - 1, width):
+        fed = tokens[:, start : min(start + width, N - 1)]
+        T = fed.shape[1]
+        chain = Tree.make_chain(T - 1, device)
+        logits.append(model.forward(fed, state, chain).logits)
+        model.commit(
+            state, torch.arange(T, device=device).expand(len(fed), T), torch.full((len(fed),), T, device=device), chain
+        )
+    whole = torch.cat(logits, 1)
+    sampled = to_probs(whole, sampling).log().gather(2, tokens[..., None])[..., 0]
+    plain = whole.float().log_softmax(-1).gather(2, tokens[..., None])[..., 0]
+    return sampled, plain

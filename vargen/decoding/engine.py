@@ -18,10 +18,9 @@ from torch import Tensor
 
 from vargen import capture
 from vargen.compat import without_autocast
-from vargen.decoding.accelerator import Accelerator
 from vargen.decoding.costs import token_threads
 from vargen.decoding.interfaces import TokenModel
-from vargen.decoding.methods import resolve_method
+from vargen.decoding.methods import Accelerator, resolve_method
 from vargen.decoding.requests import FinishedImage, NonFiniteLogitsError, Request, select_rows, validate_call
 from vargen.decoding.sampling import Sampling
 from vargen.decoding.stats import DecodeStats

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vargen.decoding.accelerator import Accelerator
+from vargen.decoding.methods import Accelerator
 from vargen.decoding.sampling import Sampling, to_probs
 from vargen.decoding.scales import ScalePasses, ScaleSchedule
 from vargen.decoding.token_pass import TokenPass

@@ -5,18 +5,17 @@ They are written in plain torch. Those that are exact are verified by summation,
 
 from functools import partial
 
-from vargen.decoding.accelerator import RULES, Accelerator
 from vargen.decoding.experimental.eagle_children import EagleSharedNoise, EagleTopK
 from vargen.decoding.experimental.jacobi_tree import JacobiTree
 from vargen.decoding.experimental.layer_skip import LayerSkip
 from vargen.decoding.experimental.lookup import Lookup
 from vargen.decoding.experimental.recycle import Recycle
 from vargen.decoding.experimental.rules import TypicalRule, k_seq, recursive_rejection
-from vargen.decoding.experimental.sampled_tree import SampledTree as SampledTree
+from vargen.decoding.experimental.small_model_tree import SampledTree as SampledTree
 from vargen.decoding.experimental.small_model_tree import SpeculativeTree
 from vargen.decoding.experimental.wavefront import Wavefront, WavefrontRule
 from vargen.decoding.jacobi import Jacobi
-from vargen.decoding.methods import register_presets
+from vargen.decoding.methods import RULES, Accelerator, register_presets
 from vargen.decoding.relaxed_rules import NeighborhoodRule
 from vargen.decoding.rules import shared_noise, speculative_sampling
 from vargen.decoding.tree_drafters import DynamicTree

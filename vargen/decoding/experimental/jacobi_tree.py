@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from vargen.decoding.experimental.sampled_tree import complete_tree
+from vargen.decoding.experimental.small_model_tree import complete_tree
 from vargen.decoding.interfaces import Drafter, TokenModel
 from vargen.decoding.jacobi import Jacobi
 from vargen.decoding.noise import Noise, Purpose
