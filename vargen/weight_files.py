@@ -147,7 +147,7 @@ def validate_shapes(found: Shapes, expected: Shapes, where: str, ignore: Iterabl
         raise ValueError(f"the weights in {where} do not fit the model. " + ". ".join(problems))
 
 
-def _names(keys: Iterable[str], most: int = 5) -> str:
+def _names(keys: Iterable[str], most: int = 3) -> str:
     ordered = sorted(keys)
     return f"{len(ordered)} ({', '.join(ordered[:most])}{', ...' if len(ordered) > most else ''})"
 

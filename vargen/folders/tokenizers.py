@@ -10,6 +10,7 @@ import base64
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,10 @@ from vargen.values import parse_int, short_repr
 
 # Files with the vocabulary of a tokenizer, any one of which suffices; the others by class name.
 _TOKENIZER_FILE = "tokenizer.json"
-_VOCABULARY_FILES = {"BertTokenizer": ("vocab.txt",), "T5Tokenizer": ("spiece.model",), "CLIPTokenizer": ("vocab.json",)}
+_VOCABULARY_FILES = {
+    "BertTokenizer": ("vocab.txt",), "T5Tokenizer": ("spiece.model",), "LlamaTokenizer": ("tokenizer.model",),
+    "CLIPTokenizer": ("vocab.json",), "GPT2Tokenizer": ("vocab.json",),
+}  # fmt: skip
 _MORE_FILES = {"vocab.json": ("merges.txt",)}
 _MAX_BYTES = 2**26  # of a file
 
@@ -73,9 +77,12 @@ class TokenizerFolder:
         self._files, self._settings = validate_tokenizer_files(folder, class_name)
 
     def load(self) -> Any:
-        """Load the tokenizer."""
+        """Load the tokenizer. ImportError if the package that reads its vocabulary is not installed."""
         import transformers
 
+        needs_model = _TOKENIZER_FILE not in self._files and any(name.endswith(".model") for name in self._files)
+        if needs_model and find_spec("sentencepiece") is None:
+            raise ImportError(f"{self.folder} has no {_TOKENIZER_FILE}: pip install sentencepiece, to read its vocabulary")
         tokenizer_class: Any = getattr(transformers, self.class_name)
         # Without it, transformers guesses a class from the path, and warns: T5's where a temporary folder's name contains "t5".
         own = {"tokenizer_config.json": {"tokenizer_class": self.class_name}}
@@ -102,20 +109,20 @@ def choose_class(folder: Path, *allowed: str) -> str:
     return next((each for each in allowed if given.removesuffix("Fast") == each.removesuffix("Fast")), allowed[0])
 
 
-def validate_tokenizer_files(folder: Path, class_name: str) -> tuple[dict[str, Path], dict[str, Any]]:
-    """Validate the files of a tokenizer; return those with its vocabulary by name, and the listed settings."""
+def validate_tokenizer_files(folder: Path, class_name: str) -> tuple[dict[str, Path | dict[str, Any]], dict[str, Any]]:
+    """Validate the files of a tokenizer; return those with its vocabulary by name, JSON as it was read, and the settings."""
     names = (_TOKENIZER_FILE, *_VOCABULARY_FILES.get(class_name.removesuffix("Fast"), ()))
     if not any((folder / name).is_file() for name in names):
         others = "".join(f", and so is {name}" for name in names[1:])
         raise ValueError(f"{folder / names[0]} is missing{others}; {INCOMPLETE}")
-    found: dict[str, Path] = {}
+    found: dict[str, Path | dict[str, Any]] = {}
     for name in names:
         if (folder / name).is_file():
             for each in (name, *_MORE_FILES.get(name, ())):
                 _validate_vocabulary(folder / each)
-                found[each] = folder / each
-    if (folder / _TOKENIZER_FILE).is_file():
-        _validate_parts(folder / _TOKENIZER_FILE)
+                found[each] = read_object(folder / each) if each.endswith(".json") else folder / each
+    if (content := found.get(_TOKENIZER_FILE)) is not None:
+        _validate_parts(content, folder / _TOKENIZER_FILE)
     return found, _read_settings(folder)
 
 
@@ -147,11 +154,10 @@ def _validate_vocabulary(file: Path) -> None:
 # -- tokenizer.json -------------------------------------------------------------------------------------------------------
 
 
-def _validate_parts(file: Path) -> None:
+def _validate_parts(content: Any, file: Path) -> None:
     """Raise ValueError for a `tokenizer.json` with parts, ids or rules that are not allowed, or that cannot be parsed."""
     from tokenizers import Tokenizer
 
-    content = read_object(file)
     growth, added = 1.0, 0
     for kind, allowed in _PARTS.items():
         for part in _walk_parts(content.get(kind), file, kind):

@@ -74,8 +74,11 @@ def pick_config(
     known = _list_arguments(config_class)
     for name in (known.keys() | _COMMON) - parts.keys():
         if name in values:
-            if isinstance(values[name], bool) and type(known.get(name, False)) in (int, float):
-                raise ValueError(f"{file} has {name}: {short_repr(values[name])}, expected a number")
+            value, usual = values[name], type(known.get(name))
+            if isinstance(value, bool) and usual in (int, float):
+                raise ValueError(f"{file} has {name}: {short_repr(value)}, expected a number")
+            if value is not None and not isinstance(value, bool) and usual is bool:
+                raise ValueError(f"{file} has {name}: {short_repr(value)}, expected true or false")
             found[name] = _validate_value(name, values[name], file, num_tensors)
     levels, blocks = found.get("channel_multiplier"), found.get("num_res_blocks")
     if isinstance(levels, list) and isinstance(blocks, int) and len(levels) * blocks > num_tensors:
@@ -149,9 +152,11 @@ def _validate_value(name: str, value: Any, file: Path, num_tensors: int, depth: 
         return value
     if isinstance(value, str) and _TEXT.fullmatch(value):
         return value
+    if name.endswith("_eps") and not 0 <= (-1.0 if (number := parse_float(value)) is None else number) <= 1:
+        raise ValueError(f"{file} has {name}: {short_repr(value)}, expected a number from 0 to 1")
     if isinstance(value, int) and (1 if name in _LIMITS else -1) <= value <= _LIMITS.get(name, _MAX_SIZE):
         return value
-    if isinstance(value, float) and parse_float(value) is not None and math.isfinite(value):
+    if isinstance(value, float) and math.isfinite(value):
         return value
     if name == "mrope_section" and not (isinstance(value, list) and all(parse_int(each, 1, _MAX_SIZE) for each in value)):
         raise ValueError(f"{file} has {name}: {short_repr(value)}, expected whole numbers")

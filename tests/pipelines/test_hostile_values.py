@@ -1,0 +1,97 @@
+"""Whatever a JSON file of a model folder says, opening it ends in 10 seconds and 2 GB: with one line, or the same tokens.
+
+Every setting of every file of every family gets every value below, each in a process of its own, which records the files that
+are opened outside of the folder. `make test` takes a fixed sample.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from limited_process import open_and_sample, open_changed, run_limited
+from tiny_families import drafting_pipeline, video_folder
+from tiny_language_models import make_chameleon, make_emu3, make_glm, make_janus
+from tiny_models import text_var_pipeline
+
+from vargen.compat import installed_version
+
+VALUES = (-1, 0, "x", None, math.nan, 10**12, {"a": {"b": [[1]]}})
+SAMPLE = 13  # every how many settings are in `make test`, each with one value
+# Valid numbers of these give another image, as do words of a tokenizer, and stored defaults.
+NUMERIC = {"norm_eps", "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "rope_base", "rope_theta", "vocabulary_map"}
+FAMILIES = ["llamagen", "var", "video", "janus", "emu3", "chameleon", "glm-image"]
+MAKERS: dict[str, Any] = {"janus": make_janus, "emu3": make_emu3, "chameleon": make_chameleon, "glm-image": make_glm}
+OPTIONS: dict[str, Any] = {"emu3": {"size": (4, 5)}}
+# Files that are like those of another family.
+SAME = {
+    "llamagen": ("draft_", "low_res"),
+    "var": ("tokenizer/", "text_encoder/", "draft_"),
+    "video": ("draft_",),
+    "emu3": ("tokenizer",),
+    "chameleon": ("tokenizer", "preprocessor"),
+}
+NEEDS = {"janus": (4, 50), "emu3": (4, 48), "glm-image": (5, 0)}
+
+
+def save_family(name: str, folder: Path) -> Path:
+    """Save a tiny model of a family, with all components that it may have."""
+    if name == "video":
+        return video_folder(folder)
+    if name not in MAKERS:
+        pipe: Any = drafting_pipeline() if name == "llamagen" else text_var_pipeline()
+        pipe.save_pretrained(folder)
+        return folder
+    model, processor = MAKERS[name]()
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return folder
+
+
+def list_settings(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the places of a JSON value, of lists and long mappings only the first one."""
+    for number, key in enumerate(value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()):
+        if number and (isinstance(value, list) or len(value) > 40):
+            return
+        yield (*path, key)
+        yield from list_settings(value[key], (*path, key))
+
+
+def list_places(folder: Path, skipped: tuple[str, ...]) -> list[tuple[str, tuple[Any, ...]]]:
+    files = sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*.json"))
+    chosen = [file for file in files if not file.startswith(skipped)]
+    return [(file, place) for file in chosen for place in list_settings(json.loads((folder / file).read_text()))]
+
+
+def find_fault(file: str, place: tuple[Any, ...], answer: Any, foreign: list[str], expected: Any) -> str | None:
+    """Return what is wrong with what opening a folder led to; None if nothing is."""
+    if foreign:
+        return f"opened {foreign}"
+    if isinstance(answer, str):
+        return None if "\n" not in answer and len(answer) < 700 else f"more than a line: {answer}"
+    may_differ = NUMERIC & {*place} or "tokenizer" in file or "defaults" in place
+    return None if answer == expected or may_differ else f"other tokens, {answer}"
+
+
+@pytest.mark.parametrize("part", ["sample", *range(4)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_any_value_of_any_setting(family: str, part: Any, tmp_path: Path) -> None:
+    if NEEDS.get(family, (0,)) > tuple(int(each) for each in (installed_version("transformers") or "0").split(".")[:2]):
+        pytest.skip("an earlier transformers")
+    folder, options, copy = save_family(family, tmp_path / "saved"), OPTIONS.get(family, {}), tmp_path / "copy"
+    kind, expected = run_limited(open_and_sample, str(folder), **options)
+    assert kind == "returned", expected
+    places = list_places(folder, SAME.get(family, ()))
+    wrong = {}
+    for number, (file, place) in enumerate(places[::SAMPLE] if part == "sample" else places[part::4]):
+        values = VALUES if part != "sample" else VALUES[number % len(VALUES) :][:1]
+        kind, answers = run_limited(open_changed, str(folder), str(copy), file, place, values, options)
+        shutil.rmtree(copy)
+        found = [find_fault(file, place, *each, expected) for each in answers] if kind == "returned" else [f"{kind}: {answers}"]
+        wrong |= {f"{file} {place} {value!r}": said for value, said in zip(values, found, strict=False) if said}
+    assert not wrong, json.dumps(wrong, indent=1)
