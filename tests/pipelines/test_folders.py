@@ -27,7 +27,6 @@ from vargen.models.image_text import ImageTextModel
 from vargen.pipelines import loading
 from vargen.pipelines.loading import SHARED_FILE, inspect_model, list_families, open_pipeline
 from vargen.pipelines.video_settings import validate_settings
-from vargen.scoring.image_text import load_image_tower
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 Spoil = Callable[[Path], Any]
@@ -186,14 +185,11 @@ SPOILT: list[tuple[str, Spoil, str]] = [
     # Absurd sizes are known from the headers.
     ("class", config("transformer", n_layer=100_000), "n_layer: 100000, but the weights in its folder hold 2"),
     ("class", config("draft_transformer", n_layer=2), "n_layer: 2, but the weights in its folder hold 1"),
-    ("class", config("vqvae", num_res_blocks=100_000), "num_res_blocks: 100000, but .* hold 1"),
     ("class", config("vqvae", encoder_ch_mult=[1] * 50_000), "50000 numbers in encoder_ch_mult, but .* hold 2"),
     ("class", config("vqvae", decoder_ch_mult=[1] * 50_000), "50000 numbers in decoder_ch_mult, but .* hold 2"),
-    ("text", config("text_encoder", num_hidden_layers=100_000), "num_hidden_layers: 100000, but .* hold 1"),
-    ("t5", config("text_encoder", num_layers=100_000), "num_layers: 100000, but .* hold 2"),
     ("class", replace_weights, "n_layer: 100000, but the weights in its folder hold 0"),
     *(("class", config("transformer", grid_size=grid), rf"grid_size must be a whole number from 1 to 256, got {grid!r}")
-      for grid in (100_000, 257, 0, -4, 4.5, "4", True)),
+      for grid in (257, 4.5, True)),
     ("t5", config("text_encoder", model_type="clip"), r"text_encoder.config\.json has model_type: 'clip', expected 't5'"),
     # Tokenizers.
     ("text", lambda folder: shutil.rmtree(folder / "tokenizer"), r"tokenizer\.json is missing, and so is vocab\.txt"),
@@ -439,39 +435,6 @@ def test_every_field_is_checked(name: str, tmp_path: Path, monkeypatch: Any) -> 
                 assert field in reported or (possible and "do not fit the model" in reported), (field, value, reported)
             else:
                 assert value is None or value == 0 or field in ("codes", "drafter"), (field, value)  # digests
-
-
-@pytest.mark.usefixtures("copied")
-@pytest.mark.parametrize(
-    ("name", "part", "field", "value"),
-    [
-        ("emoji", "transformer", "norm_eps", -1), ("emoji", "transformer", "norm_eps", "x"),
-        ("emoji", "vqvae", "num_res_blocks", 10**12), ("emoji", "medusa", "blocks", 10**12),
-        ("emoji-var", "vqvae", "num_res_blocks", 10**12), ("emoji-var", "vqvae", "num_res_blocks", 2),
-        ("emoji-var", "vqvae", "shared_phi", 10**12), ("emoji-var", "vqvae", "shared_phi", 5),
-        ("emoji-var", "vqvae", "transformer_blocks", 10**12), ("emoji-var", "vqvae", "scales", [1, 10**9]),
-        ("emoji-video", "vae", "conv_blocks", 10**12), ("emoji-video", "vae", "transformer_blocks", 10**12),
-        ("emoji-video", "vae", "widths", [64] * 10_000), ("emoji-video", "transformer", "text_len", 10**12),
-        ("emoji-video", "transformer", "text_len", -1), ("emoji-video", "transformer", "text_len", math.nan),
-        ("emoji-scorer", "", "image_size", 10**12), ("emoji-scorer", "", "blocks", [10**12] * 3),
-        ("emoji-scorer", "", "groups", 0), ("emoji-scorer", "", "widths", "x"),
-    ],
-)  # fmt: skip
-def test_a_whole_model_is_refused_before_a_network_of_that_size_is_built(
-    name: str, part: str, field: str, value: Any, tmp_path: Path
-) -> None:
-    folder = tmp_path / "packaged"
-    for source in (path for path in (ROOT / name).rglob("*") if path.is_file()):
-        target = folder / source.relative_to(ROOT / name)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.symlink_to(source)
-    file = folder / part / "config.json"
-    held = json.loads(file.read_text("utf-8"))
-    file.unlink()
-    file.write_text(json.dumps({**held, field: value}))
-    with pytest.raises(ValueError, match=rf"{part}.*config\.json.*{field}") as refused:
-        load_image_tower(folder) if name == "emoji-scorer" else inspect_model(folder)
-    assert "\n" not in str(refused.value)
 
 
 BOUNDED = ("num_blocks", "window", "sinks", "caption_rows", "scored_frames")

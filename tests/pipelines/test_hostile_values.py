@@ -17,7 +17,7 @@ import pytest
 from limited_process import open_and_sample, open_changed, run_limited
 from tiny_families import drafting_pipeline, video_folder
 from tiny_language_models import make_chameleon, make_emu3, make_glm, make_janus
-from tiny_models import text_var_pipeline
+from tiny_models import t5_pipeline, text_var_pipeline
 
 from vargen.compat import installed_version
 
@@ -25,12 +25,13 @@ VALUES = (-1, 0, "x", None, math.nan, 10**12, {"a": {"b": [[1]]}})
 SAMPLE = 13  # every how many settings are in `make test`, each with one value
 # Valid numbers of these give another image, as do words of a tokenizer, and stored defaults.
 NUMERIC = {"norm_eps", "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "rope_base", "rope_theta", "vocabulary_map"}
-FAMILIES = ["llamagen", "var", "video", "janus", "emu3", "chameleon", "glm-image"]
+FAMILIES = ["llamagen", "t5", "var", "video", "janus", "emu3", "chameleon", "glm-image"]
 MAKERS: dict[str, Any] = {"janus": make_janus, "emu3": make_emu3, "chameleon": make_chameleon, "glm-image": make_glm}
 OPTIONS: dict[str, Any] = {"emu3": {"size": (4, 5)}}
 # Files that are like those of another family.
 SAME = {
     "llamagen": ("draft_", "low_res"),
+    "t5": ("model_index", "tokenizer/", "transformer/", "vqvae/"),
     "var": ("tokenizer/", "text_encoder/", "draft_"),
     "video": ("draft_",),
     "emu3": ("tokenizer",),
@@ -44,8 +45,8 @@ def save_family(name: str, folder: Path) -> Path:
     if name == "video":
         return video_folder(folder)
     if name not in MAKERS:
-        pipe: Any = drafting_pipeline() if name == "llamagen" else text_var_pipeline()
-        pipe.save_pretrained(folder)
+        make: Any = {"llamagen": drafting_pipeline, "t5": t5_pipeline, "var": text_var_pipeline}[name]
+        make().save_pretrained(folder)
         return folder
     model, processor = MAKERS[name]()
     model.save_pretrained(folder)
@@ -78,7 +79,7 @@ def find_fault(file: str, place: tuple[Any, ...], answer: Any, foreign: list[str
     return None if answer == expected or may_differ else f"other tokens, {answer}"
 
 
-@pytest.mark.parametrize("part", ["sample", *range(4)])
+@pytest.mark.parametrize("part", ["sample", *(pytest.param(number, marks=pytest.mark.slow) for number in range(4))])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_any_value_of_any_setting(family: str, part: Any, tmp_path: Path) -> None:
     if NEEDS.get(family, (0,)) > tuple(int(each) for each in (installed_version("transformers") or "0").split(".")[:2]):

@@ -19,7 +19,7 @@ import torch
 from limited_process import open_and_sample, run_limited
 from safetensors.torch import load_file, save_file
 from tiny_language_models import make_chameleon, make_emu3, make_janus, needs_janus
-from tiny_models import text_pipeline
+from tiny_models import t5_pipeline
 
 import vargen
 from vargen.compat import installed_version
@@ -48,14 +48,8 @@ def janus(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
 @pytest.fixture(scope="module")
 def t5(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
     """A pipeline of ours whose text encoder is a T5."""
-    from transformers import T5Config, T5EncoderModel
-
     folder = tmp_path_factory.mktemp("saved") / "t5"
-    pipe = text_pipeline()
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 30_522, "d_model": 32, "d_kv": 8, "d_ff": 16, "num_layers": 2, "num_heads": 2}
-    pipe.register_modules(text_encoder=T5EncoderModel(T5Config(**sizes)).eval())
-    pipe.save_pretrained(folder)
+    t5_pipeline().save_pretrained(folder)
     return folder, open_and_sample(str(folder))
 
 
@@ -344,17 +338,10 @@ def test_pipes_devices_and_files_elsewhere_are_not_read(janus: Any, tmp_path: Pa
 @pytest.mark.parametrize(
     ("part", "key", "value"),
     [
-        ("text_config", "num_hidden_layers", 100_000),
         ("text_config", "num_hidden_layers", 1000),
-        ("text_config", "vocab_size", 10**10),
-        ("text_config", "num_attention_heads", 0),
         ("text_config", "rope_scaling", {"rope_type": "yarn", "factor": [[[[1]]]]}),
-        ("vision_config", "num_hidden_layers", 5000),
         ("vision_config", "depth", 10**6),
-        ("vision_config", "num_image_tokens", 10**9),
-        ("vq_config", "num_res_blocks", 10**6),
         ("vq_config", "channel_multiplier", [1] * 10**5),
-        ("vq_config", "num_hidden_layers", 10**9),
         ("text_config", "rope_parameters", {"rope_type": "default", "mrope_section": [2, 1, -2.5]}),
         ("text_config", "max_position_embeddings", True),
     ],
@@ -367,15 +354,10 @@ def test_sizes_are_bounded_before_a_network_is_built(janus: Any, tmp_path: Path,
 @pytest.mark.parametrize(
     ("file", "values"),
     [
-        ("text_encoder/config.json", {"num_layers": 100_000}),
-        ("text_encoder/config.json", {"vocab_size": 10**10}),
         ("text_encoder/config.json", {"feed_forward_proj": "gated-evil"}),
         ("text_encoder/config.json", {"quantization_config": {"quant_method": "quanto"}}),
         ("tokenizer/tokenizer_config.json", {"extra_ids": 10**6}),
-        ("tokenizer/tokenizer_config.json", {"model_max_length": "evil"}),
-        ("tokenizer/tokenizer_config.json", {"pad_token": {"content": {}}}),
         ("tokenizer/tokenizer_config.json", {"added_tokens_decoder": {"4000000000": {"content": "x"}}}),
-        ("tokenizer/special_tokens_map.json", {"unk_token": 5}),
     ],
 )
 def test_values_of_a_text_encoder_are_bounded_and_named(t5: Any, tmp_path: Path, file: str, values: Any) -> None:

@@ -88,6 +88,17 @@ def text_pipeline(**overrides) -> LlamaGenPipeline:
     )
 
 
+def t5_pipeline() -> LlamaGenPipeline:
+    """A pipeline whose text encoder is a T5."""
+    from transformers import T5Config, T5EncoderModel
+
+    pipe = text_pipeline()
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 30_522, "d_model": 32, "d_kv": 8, "d_ff": 16, "num_layers": 2, "num_heads": 2}
+    pipe.register_modules(text_encoder=T5EncoderModel(T5Config(**sizes)).eval())
+    return pipe
+
+
 def tiny_multi_scale_vq(**overrides) -> MultiScaleVQModel:
     """8 x 8 pixels in 4 scales, 30 tokens."""
     shape = {

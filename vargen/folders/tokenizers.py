@@ -31,7 +31,7 @@ from vargen.values import parse_int, short_repr
 _TOKENIZER_FILE = "tokenizer.json"
 _VOCABULARY_FILES = {
     "BertTokenizer": ("vocab.txt",), "T5Tokenizer": ("spiece.model",), "LlamaTokenizer": ("tokenizer.model",),
-    "CLIPTokenizer": ("vocab.json",), "GPT2Tokenizer": ("vocab.json",),
+    "CLIPTokenizer": ("vocab.json",),
 }  # fmt: skip
 _MORE_FILES = {"vocab.json": ("merges.txt",)}
 _MAX_BYTES = 2**26  # of a file
