@@ -150,6 +150,7 @@ def _unit(images: Any, name: str) -> Any:
 
 
 DEFAULT_VARIATION_STRENGTH, DEFAULT_INPAINT_STRENGTH = 0.8, 1.0  # default strength without and with a mask
+_TRANSITION = 64  # width of a transition at the border of a mask, in fractions of the image
 _HALF = 0.5  # threshold of mask values, and of the kept fraction of a token's area
 
 
@@ -170,6 +171,19 @@ class InpaintSource:
     def num_kept_scales(self, scales: int) -> int:
         """Number of coarse scales kept from the source image. Any strength above 0 regenerates at least the finest scale."""
         return scales - math.ceil(round(self.strength * scales, 6))
+
+    def blend(self, pixels: Tensor) -> Tensor:
+        """Put the source's own pixels where the mask keeps them, with a narrow transition outside of its border.
+
+        Args:
+            pixels: generated ones, float32 `[B, 3, Y, X]` in [0, 1]; equally many of each source image.
+        """
+        assert self.mask is not None
+        own, area = (part.to(pixels.device).repeat_interleave(len(pixels) // len(part), 0) for part in (self.pixels, self.mask))
+        width = max(1, pixels.shape[-1] // _TRANSITION)
+        near = F.avg_pool2d(area.float(), 2 * width + 1, stride=1, padding=width, count_include_pad=False)
+        weight = torch.where(area, 1.0, (2 * near).clamp(max=1))
+        return torch.lerp(own / 2 + 0.5, pixels, weight)
 
 
 def validate_source(image: Any, mask: Any, strength: Any, side: int, processor: Any) -> InpaintSource | None:

@@ -144,7 +144,8 @@ class VARPipeline(VisualPipeline):
             image: source of a variation or, with `mask_image`, of inpainting: a PIL image, or a tensor `[N, 3, Y, X]`, float in
                 [0, 1] or uint8. It must have the model's size. One for all prompts, or one per prompt.
             mask_image: white, 1 or True in the area to inpaint, or transparent if parts of the mask are; PIL images, bool,
-                uint8, or numbers in [0, 1], of the size of the image. See `vargen.pipelines.images.read_mask`.
+                uint8, or numbers in [0, 1], of the size of the image. See `vargen.pipelines.images.read_mask`. Pixels outside
+                of it are those of `image`, but for a narrow transition at its border.
             strength: fraction of the scales to regenerate, from the finest down, in [0, 1]. Default: 0.8, and 1 with a mask.
             class_labels, num_images_per_prompt, num_candidates, scorer, negative_prompt: as in `LlamaGenPipeline`.
             batch_size: maximum number of images to generate at a time; None generates all at once. Passes of scales differ in
@@ -200,7 +201,11 @@ class VARPipeline(VisualPipeline):
             result = generate_tokens(self, request, callback_on_step_end)
             if scorer is not None:
                 result = select_candidates(self, result, request, scorer, texts)
-            images = self.decode_tokens(result.tokens, result.length if result.stats.stopped else None, output_type)
+            length = result.length if result.stats.stopped else None
+            masked = source if source is not None and source.mask is not None and output_type != "latent" else None
+            images = self.decode_tokens(result.tokens, length, output_type if masked is None else "pt")
+            if masked is not None:
+                images = self.image_processor.postprocess(2 * masked.blend(images) - 1, output_type=output_type)
         self.maybe_free_model_hooks()
         if not return_dict:
             return (images,)

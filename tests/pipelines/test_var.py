@@ -137,6 +137,17 @@ def test_a_black_mask_keeps_all_and_a_white_one_nothing(scale_pipe: VARPipeline)
     assert torch.equal(generate(image=a_image(), mask_image=white), generate())
 
 
+def test_kept_pixels_are_those_of_the_image(scale_pipe: VARPipeline) -> None:
+    """The mask is black in columns 0 to 3, of which the last one is the transition."""
+    image = np.asarray(a_image().convert("RGB"))
+    for kind in ("pil", "np"):
+        found = scale_pipe(class_labels=3, image=a_image(), mask_image=half(), generator=seeded(1)[0], output_type=kind).images[
+            0
+        ]
+        pixels = np.asarray(found) if kind == "pil" else (255 * found).round().astype(np.uint8)
+        assert (pixels[:, :3] == image[:, :3]).all() and (pixels[:, 4:] != image[:, 4:]).any()
+
+
 def test_each_prompt_may_have_its_image_and_mask(texts: VARPipeline) -> None:
     images, masks = [a_image(0), a_image(1)], [half(), half().transpose(Image.Transpose.FLIP_LEFT_RIGHT)]
     options: dict[str, Any] = {"output_type": "latent", "strength": 0.9}

@@ -216,12 +216,9 @@ class ImageService:
             top_p=request.top_p,
             accelerator=job.request.method,
             generator=[torch.Generator().manual_seed(request.seed + k) for k in range(request.num_images)],
-            output_type="latent",
             callback_on_step_end=after_pass,
         )
-        tokens, stats = result.images, result.stats
-        length = torch.full((len(tokens),), job.tokens) if stats.stopped else None
-        return self._make_result(job, self.pipe.decode_tokens(tokens, length), tokens, stats)
+        return self._make_result(job, result.images, result.tokens, result.stats)
 
     def _make_result(self, job: Job, images: list[Image.Image], tokens: torch.Tensor, stats: DecodeStats) -> JobResult:
         request, records = job.request, [describe_seed(stats, k) for k in range(len(images))]
