@@ -187,8 +187,6 @@ def test_official_image_tokenizers_are_recognised(name: str, mult: list[int]) ->
         "decoder_ch_mult": mult,
         "num_res_blocks": 2,
         "z_channels": 256,
-        "in_channels": 3,
-        "out_channels": 3,
     }
 
 
@@ -350,7 +348,7 @@ def test_files_and_options_that_do_not_belong_together_are_refused(
     labels.write_text("[]")
     before = _left(tmp_path)
     cases: list[tuple[Any, dict[str, Any], str]] = [
-        ((vq, gpt), {}, "swapped"),
+        ((vq, gpt), {}, "vq.pt is an image tokenizer"),
         ((vq, vq), {}, "vq.pt"),
         ((gpt, gpt), {}, "c2i.pt"),
         ((gpt, text_files[1]), {}, "codes"),

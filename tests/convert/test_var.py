@@ -91,7 +91,7 @@ def test_what_is_wrong_is_named_and_nothing_is_left(files: tuple[Path, Path], tm
     codes = _golden("vae")
     torch.save({**codes, "quantize.embedding.weight": codes["quantize.embedding.weight"][:, :8]}, narrow)
     cases = [
-        ((vae, transformer), "swapped: "),
+        ((vae, transformer), "vae.pth is an image tokenizer, but was given as the transformer"),
         ((vae, vae), "vae.pth is an image tokenizer, but was given as the transformer"),
         ((transformer, transformer), "var_d2.pth is a transformer, but was given as the image tokenizer"),
         ((other, vae), "other.pth is LlamaGen's, not VAR's: use `vargen convert llamagen`"),

@@ -88,9 +88,9 @@ MUTANTS = (
     Mutant(
         "queries-and-keys-swapped",
         "A converted video transformer has its queries and keys swapped.",
-        "vargen/convert/wan_transformer.py",
-        '_ATTENTION = {"q": "to_q", "k": "to_k",',
-        '_ATTENTION = {"q": "to_k", "k": "to_q",',
+        "vargen/convert/wan.py",
+        r"""(r"\.to_(q|k|v)\.", r".\1."),""",
+        r"""(r"\.to_q\.", ".k."), (r"\.to_k\.", ".q."), (r"\.to_v\.", ".v."),""",
         ("tests/convert/test_causal_video.py::test_a_block_without_a_cache_is_what_diffusers_computes",),
     ),
     Mutant(

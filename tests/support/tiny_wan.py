@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from tiny_video import randomised
 
-from vargen.convert.wan_parts import TEXT_FILE, TOKENIZER_FOLDER, VAE_FILE
+from vargen.convert.wan import TEXT_FILE, TOKENIZER_FOLDER, VAE_FILE
 from vargen.models.causal_video.network import CausalVideoTransformer
 
 from diffusers import AutoencoderKLWan  # isort: skip  (after the torchvision guard)
@@ -25,7 +25,7 @@ VAE_22 = {  # of Wan2.2-TI2V-5B: 48 channels, residual shortcuts, and pixels in 
     "patch_size": 2, "in_channels": 12, "out_channels": 12, "scale_factor_spatial": 16, "latents_mean": [0.1] * 48,
     "latents_std": [0.9] * 48,
 }  # fmt: skip
-VAE = {"base_dim": 4, "dim_mult": [1, 1, 2, 2], "num_res_blocks": 1}
+VAE = {"base_dim": 4}
 
 
 @cache

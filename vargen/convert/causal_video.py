@@ -1,18 +1,23 @@
-"""Conversion of causal video models with Wan2.1's layout, such as Self-Forcing, to a folder for vargen."""
+"""Conversion of causal video models with Wan2.1's layout, such as Self-Forcing, to a folder for `CausalVideoPipeline`.
+
+Distilled models of one layout differ in the frames of a block, the noise levels, and the attention window, none of which can be
+read from the weights: published checkpoints are known by the names of their files. Some have the layout, but run another
+algorithm; they are refused. docs/models.md lists all of them with their licenses.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatch
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from vargen.convert.state_dicts import State, build_network, describe_network, validate_dtype, validate_input_files
-from vargen.convert.video_checkpoints import find_published
-from vargen.convert.wan_parts import WanPart, read_wan_parts
-from vargen.convert.wan_transformer import detect_transformer, read_transformer, resolve_latent_size
+from vargen.convert.state_dicts import State, build_network, describe_network, require_inputs
+from vargen.convert.wan import WanPart, detect_transformer, read_transformer, read_wan_parts, resolve_latent_size
 from vargen.files import atomic_folder
 from vargen.model_files import write_model_index
 from vargen.models.causal_video.cache import validate_attention_window
@@ -22,6 +27,31 @@ from vargen.values import parse_int, short_repr
 _FRAMES = 21  # latent frames of the videos on which the official models were trained
 _BLOCK_FRAMES, _STEPS, _SHIFT = 3, "1000,750,500,250", 5.0  # of Self-Forcing
 _MAX_TIMESTEP = 1000
+# Arguments of `convert_causal_video` that differ from those of Self-Forcing, by patterns of file names, with as many parent
+# folders as are needed to recognize them.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "self_forcing_dmd.pt": {},
+    "self_forcing_sid*.pt": {},
+    "chunkwise/causal_forcing.pt": {},
+    "framewise/causal_forcing.pt": {"block_frames": 1, "image": True},
+    "framewise-2step.pt": {"block_frames": 1, "image": True, "steps": "1000,500"},
+    "framewise-1step.pt": {"block_frames": 1, "image": True, "steps": "1000"},
+    "autoregressive_checkpoint/model.pt": {"steps": "1000,757,522", "no_warp": True},  # CausVid
+    "longlive_base.pt": {"window": 12, "sinks": 3},
+    "self_forcing_dmd_14b.safetensors": {"steps": "1000,821,642,321"},
+}
+_ROLLING = "Rolling Forcing: it denoises several blocks at different noise levels together, and vargen one block at a time"
+_KREA = "Krea Realtime 14B: it computes its cache again from the latest frames before each block, and vargen's would drift"
+REFUSED = {
+    "rolling_forcing_dmd.pt": _ROLLING,
+    "chunkwise/longvideo.pt": _ROLLING,
+    "krea-realtime-video*.safetensors": _KREA,
+    "krea-realtime-video/transformer/*.safetensors": _KREA,
+    "wan_causal_dmd_v2v*/model.pt": "StreamDiffusionV2: it restyles a given video, and vargen generates one from noise",
+    "rewardforcing.pt": "Reward Forcing: its sinks are a running mean of earlier frames, and vargen's are the first frames",
+}
+# Classes in configurations beside the weights: of the original model, and of the folder of diffusers' format.
+_NOT_CAUSAL = ("WanModel", "WanPipeline", "WanImageToVideoPipeline", "WanVideoToVideoPipeline")
 
 
 def convert_causal_video(
@@ -65,54 +95,50 @@ def convert_causal_video(
         dtype: storage dtype of transformers; by default that of the file.
 
     Raises:
-        FileExistsError, OSError: `output` cannot be written; raised before anything is read.
-        FileNotFoundError: an input is missing.
-        ValueError: a file is damaged, holds more than tensors, is of another kind of model or one that runs another algorithm,
-            lacks a tensor, or has one of a wrong shape; the models do not match; or a setting is out of range. Raised before
-            weights are read, except for weights that are not finite.
+        OSError: an input is missing, or `output` is not empty or cannot be written; raised before anything is read.
+        ValueError: a file is damaged, holds more than tensors, is of another kind of model or one that runs another algorithm;
+            the models do not match; or a setting is out of range. Raised before weights are read, except for weights that are
+            not finite.
     """
-    validate_dtype(dtype)
     given = {"block_frames": block_frames, "window": window, "sinks": sinks, "steps": steps, "no_warp": no_warp or None}
+    if not transformer:
+        raise ValueError("transformer must be one file or more, got none")
     with atomic_folder(output) as folder:
-        validate_input_files(wan=wan)
-        state = read_transformer(transformer, "transformer", not no_ema)
-        settings = _published_settings(transformer[0]) | {name: value for name, value in given.items() if value is not None}
+        require_inputs(*transformer, *draft, wan)
+        for file in (*transformer, *draft):
+            _refuse_other_algorithms(file)
+        file = transformer[0]
+        state = read_transformer(transformer, not no_ema)
+        settings = (_find(file, PUBLISHED) or {}) | {name: value for name, value in given.items() if value is not None}
         defaults = _validate_settings(settings, image, draft_steps)
-        config = detect_transformer(state, transformer[0], n_head)
+        config = detect_transformer(state, file, n_head)
         config |= resolve_latent_size(size, config["channels"], config["patch"])
         config["block_frames"] = settings.get("block_frames", _BLOCK_FRAMES)
-        describe_network(CausalVideoTransformer, config, state, transformer[0])
-        networks = {"transformer": (config, state, transformer[0])}
+        networks = {"transformer": (config, state, file)}
         if draft:
-            drafting = read_transformer(draft, "draft", not no_ema)
-            head_dim = config["dim"] // config["num_heads"]
-            draft_config = config | detect_transformer(drafting, draft[0], head_dim=head_dim)
-            describe_network(CausalVideoTransformer, draft_config, drafting, draft[0])
-            _validate_pair(draft_config, draft[0], config, transformer[0])
+            drafting = read_transformer(draft, not no_ema)
+            draft_config = config | detect_transformer(drafting, draft[0], head_dim=config["dim"] // config["num_heads"])
+            _validate_pair(draft_config, draft[0], config, file)
             defaults |= _draft_defaults(draft[0], draft_steps, defaults)
             if not _same_weights(drafting, state):
                 networks["draft_transformer"] = (draft_config, drafting, draft[0])
             elif "draft_steps" not in defaults:
                 raise ValueError(f"draft {draft[0]} holds the weights of the transformer: give draft_steps, with fewer steps")
+        for arguments, weights, source in networks.values():
+            describe_network(CausalVideoTransformer, arguments, weights, source)
         parts = read_wan_parts(wan)
-        _validate_parts(parts, config, wan, transformer[0])
-        kinds: dict[str, Any] = {}
-        for name, (arguments, weights, file) in networks.items():
-            build_network(CausalVideoTransformer, arguments, weights, file, dtype).save_pretrained(folder / name)
+        _validate_parts(parts, config, wan, file)
+        kinds: dict[str, Any] = {name: part.kind for name, part in parts.items()}
+        for name, (arguments, weights, source) in networks.items():
+            build_network(CausalVideoTransformer, arguments, weights, source, dtype).save_pretrained(folder / name)
             kinds[name] = CausalVideoTransformer
         for name, part in parts.items():
             part.write(folder / name)
-            kinds[name] = part.kind
         write_model_index(folder, "CausalVideoPipeline", kinds, defaults=defaults)
     return output
 
 
 # -- settings --------------------------------------------------------------------------------------------------------------
-
-
-def _published_settings(file: Path) -> dict[str, Any]:
-    found = find_published(file)
-    return {} if found is None else dict(found.settings)
 
 
 def _validate_settings(settings: Mapping[str, Any], image: bool, draft_steps: str | None) -> dict[str, Any]:
@@ -147,12 +173,12 @@ def parse_steps(text: str, name: str) -> list[float]:
 
 def _draft_defaults(file: Path, draft_steps: str | None, defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Return the timesteps of a published drafting model, if they differ from those of the transformer."""
-    published = find_published(file)
+    published = _find(file, PUBLISHED)
     if draft_steps is not None or published is None:
         return {}
-    if bool(published.settings.get("no_warp")) != (defaults["shift"] == 1):
+    if bool(published.get("no_warp")) != (defaults["shift"] == 1):
         raise ValueError(f"draft {file} and transformer differ in whether timesteps are warped: give draft_steps")
-    steps = parse_steps(published.settings.get("steps", _STEPS), "steps")
+    steps = parse_steps(published.get("steps", _STEPS), "steps")
     return {} if steps == defaults["steps"] else {"draft_steps": steps}
 
 
@@ -160,40 +186,67 @@ def _draft_defaults(file: Path, draft_steps: str | None, defaults: Mapping[str, 
 
 
 def _same_weights(a: State, b: State) -> bool:
-    return a.keys() == b.keys() and all(
-        a[name].dtype == b[name].dtype and a[name].shape == b[name].shape and torch.equal(a[name], b[name]) for name in a
-    )
+    return a.keys() == b.keys() and all(a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]) for name in a)
 
 
 def _validate_pair(draft: Mapping[str, Any], draft_file: Path, config: Mapping[str, Any], file: Path) -> None:
     """Raise ValueError unless two transformers exchange latents and take the same text features."""
-    published = _published_settings(draft_file).get("block_frames", config["block_frames"])
-    if published != config["block_frames"]:
-        frames = f"blocks of {published} and {config['block_frames']} latent frames"
-        raise ValueError(f"draft {draft_file} and transformer {file} do not belong together: they have {frames}")
-    for name, what in (("channels", "latent channels"), ("text_dim", "columns of text features")):
-        if draft[name] != config[name]:
-            raise ValueError(
-                f"draft {draft_file} and transformer {file} do not belong together: they have {draft[name]} and {config[name]} "
-                f"{what}"
-            )
+    published = _find(draft_file, PUBLISHED) or {}
+    pairs = (
+        ("latent frames per block", published.get("block_frames", config["block_frames"]), config["block_frames"]),
+        ("latent channels", draft["channels"], config["channels"]),
+        ("columns of text features", draft["text_dim"], config["text_dim"]),
+    )
+    _require_equal(f"draft {draft_file} and transformer {file}", pairs)
 
 
 def _validate_parts(parts: Mapping[str, WanPart], config: Mapping[str, Any], wan: Path, file: Path) -> None:
     """Raise ValueError unless the transformer has the latents of the autoencoder and the features of the text encoder."""
     vae, text = parts["vae"].config, parts["text_encoder"].config
-    if (vae["z_dim"], config["channels"]) in ((16, 48), (48, 16)):
-        kinds = {16: "Wan2.1", 48: "Wan2.2-TI2V-5B"}
-        found, expected = kinds[vae["z_dim"]], kinds[config["channels"]]
-        raise ValueError(
-            f"transformer {file} has the {config['channels']} latent channels of {expected}, and wan {str(wan)!r} the "
-            f"autoencoder of {found}, with {vae['z_dim']}: give the folder of {expected}"
-        )
     pairs = (
-        ("latent channels", vae["z_dim"], config["channels"]),
+        ("latent channels, of which Wan2.1 has 16 and Wan2.2-TI2V-5B 48", vae["z_dim"], config["channels"]),
         ("pixels per latent position", vae["scale_factor_spatial"], config["spatial_stride"]),
         ("columns of text features", text["d_model"], config["text_dim"]),
     )
-    for what, found, expected in pairs:
-        if found != expected:
-            raise ValueError(f"wan {str(wan)!r} and transformer {file} do not belong together: {found} and {expected} {what}")
+    _require_equal(f"wan {str(wan)!r} and transformer {file}", pairs)
+
+
+def _require_equal(both: str, pairs: Sequence[tuple[str, int, int]]) -> None:
+    for what, one, other in pairs:
+        if one != other:
+            raise ValueError(f"{both} do not belong together: they have {one} and {other} {what}")
+
+
+# -- published files ---------------------------------------------------------------------------------------------------------
+
+
+def _find(file: Path, table: Mapping[str, Any]) -> Any:
+    """Return the entry of a table by patterns of file names; None for other files."""
+    path = "/".join(file.absolute().parts[-3:]).lower()
+    return next((found for name, found in table.items() if fnmatch(path, name) or fnmatch(path, f"*/{name}")), None)
+
+
+def _refuse_other_algorithms(file: Path) -> None:
+    """Raise ValueError for a file whose tensors are those of this layout, but which runs another algorithm."""
+    if (found := _find(file, REFUSED)) is not None:
+        raise ValueError(f"{file} is {found}")
+    named = "/".join(file.absolute().parts[-2:]).lower()
+    if (file.parent.parent / "transformer_2").is_dir() or "high_noise" in named or "low_noise" in named:
+        reason = "two experts, one for high and one for low noise levels, and vargen runs one network"
+        raise ValueError(f"{file} belongs to a model of {reason}")
+    if not file.name.startswith("diffusion_pytorch_model"):
+        return
+    for place in (file.parent / "config.json", file.parent.parent / "model_index.json"):
+        kind = _read_class_name(place)
+        if kind in _NOT_CAUSAL:
+            raise ValueError(f"{file} is Wan's own model, which is not causal: give a model distilled from it")
+        if kind.startswith("AnyFlow"):
+            raise ValueError(f"{file} is AnyFlow: it predicts averages over intervals of time, and vargen velocities")
+
+
+def _read_class_name(file: Path) -> str:
+    """Return the class that a configuration names; empty without one."""
+    try:
+        return str(json.loads(file.read_text("utf-8")).get("_class_name", ""))
+    except (OSError, ValueError, AttributeError):
+        return ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,6 @@ from vargen.weight_files import load_pickle_safely, read_header, read_index, val
 logger = logging.getLogger("vargen")
 State = dict[str, Tensor]
 
-_FOLDERS = ("text_encoder", "tokenizer", "wan")  # arguments that take a folder
 _PICKLES = (".pt", ".pth", ".bin", ".ckpt")
 _INDEX = ".index.json"
 # Keys, or prefixes of names, under which training programs keep weights: as trained, and averaged over training steps.
@@ -37,9 +37,6 @@ class _Ignored:
 
     def __new__(cls, *_: Any) -> _Ignored:
         return super().__new__(cls)
-
-    def __init__(self, *_: Any):
-        pass
 
     def __setstate__(self, _: Any) -> None:
         pass
@@ -75,8 +72,7 @@ def read_checkpoint(file: Path, prefer: str | Sequence[str] = ()) -> State:
     order = ("trainer", *preferred, *(_AVERAGED + _TRAINED if "ema" in preferred else _TRAINED + _AVERAGED))
     for _ in range(_MAX_DEPTH):
         content = _nest_prefixes(content, file)
-        found = [place for place in dict.fromkeys(order) if isinstance(content.get(place), Mapping)]
-        found = [place for place in found if _holds_weights(content[place])] or found
+        found = [place for place in dict.fromkeys(order) if _holds_weights(content.get(place))]
         if not found:
             break
         if len(found) > 1:
@@ -87,8 +83,8 @@ def read_checkpoint(file: Path, prefer: str | Sequence[str] = ()) -> State:
     if others or not content:
         held = f"more than tensors at its top ({', '.join(others[:5])})" if others else "no tensors"
         raise ValueError(f"{file} holds {held}; expected tensors, bare or under {', '.join(_TRAINED[:-1])} or {_TRAINED[-1]}")
-    for name, value in content.items():
-        _require_plain_tensor(f"{name} in {file}", value)
+    if odd := [name for name, value in content.items() if not _is_plain(value)]:
+        raise ValueError(f"{odd[0]} in {file} is sparse, nested, quantized, empty or incomplete, expected a plain tensor")
     return {name: value.detach() for name, value in content.items()}
 
 
@@ -121,15 +117,15 @@ def _read_parts(index: Path) -> State:
     return state
 
 
-def _holds_weights(content: Mapping[Any, Any]) -> bool:
-    return any(isinstance(value, Tensor | Mapping) for value in content.values())
+def _holds_weights(content: Any) -> bool:
+    return isinstance(content, Mapping) and any(isinstance(value, Tensor | Mapping) for value in content.values())
 
 
 def _nest_prefixes(content: Mapping[Any, Any], file: Path) -> dict[str, Any]:
     """Return tensors whose names all begin with a place as nested under it; other content with plain names."""
     if not all(isinstance(value, Tensor) for value in content.values()):
         return {str(name): value for name, value in content.items()}
-    named = {strip_wrapper_prefixes(str(name)): value for name, value in content.items()}
+    named = {_strip_wrapper_prefixes(str(name)): value for name, value in content.items()}
     if len(named) != len(content):
         raise ValueError(f"{file} holds a tensor twice, with and without a prefix such as 'module.' or '_orig_mod.'")
     kept = {name: value for name, value in named.items() if name.partition(".")[0] not in _TRAINING_ONLY} or named
@@ -142,19 +138,14 @@ def _nest_prefixes(content: Mapping[Any, Any], file: Path) -> dict[str, Any]:
     return nested
 
 
-def _require_plain_tensor(name: str, value: Tensor) -> None:
-    """Raise ValueError unless a tensor is non-empty and has all its entries in memory."""
-    kinds = {"nested": value.is_nested, "quantized": value.is_quantized, "meta": value.is_meta}
-    if any(kinds.values()) or value.layout != torch.strided:
-        kind = next((kind for kind, found in kinds.items() if found), "sparse")
-        raise ValueError(f"{name} is a {kind} tensor, expected a plain one")
-    if value.numel() == 0:
-        raise ValueError(f"{name} is empty, {list(value.shape)}: there is no network of such a size")
-    if value.untyped_storage().nbytes() < value.numel() * value.element_size():
-        raise ValueError(f"{name} is {list(value.shape)}, but the file holds fewer numbers than that")
+def _is_plain(value: Tensor) -> bool:
+    """Return whether a tensor is not empty and has all its entries in memory."""
+    if value.layout != torch.strided or value.is_nested or value.is_quantized or value.is_meta:
+        return False
+    return 0 < value.numel() * value.element_size() <= value.untyped_storage().nbytes()
 
 
-def strip_wrapper_prefixes(name: str) -> str:
+def _strip_wrapper_prefixes(name: str) -> str:
     """Strip what distributed training, activation checkpointing and torch.compile add to a parameter's name."""
     parts = [part for part in name.split(".") if part not in _WRAPPERS]
     while len(parts) > 1 and parts[0] == "module":
@@ -170,6 +161,8 @@ def build_network(
     dtype: torch.dtype | None = None,
 ) -> Any:
     """Build the network `kind(**config)` with the tensors of `state` as its weights, cast to `dtype` if given."""
+    if dtype not in (None, torch.float32, torch.float16, torch.bfloat16):
+        raise ValueError(f"dtype must be None, torch.float32, torch.float16 or torch.bfloat16, got {dtype!r}")
     network = describe_network(kind, config, state, file)
     placed: State = {}
     storages: set[int] = set()
@@ -202,8 +195,8 @@ def describe_network(kind: Callable[..., nn.Module], config: dict[str, Any], sta
     return network
 
 
-def require_shape(state: State, name: str, dims: int, file: Path, kind: str) -> torch.Size:
-    """Return the shape of a tensor that every network of a `kind` has."""
+def require_shape(state: State, file: Path, kind: str, name: str, dims: int = 2) -> Any:
+    """Return the shape of a tensor of `dims` dimensions that every network of a `kind` has."""
     if name not in state:
         raise ValueError(f"{file} is not a {kind}: it has no {name}")
     if state[name].dim() != dims:
@@ -216,37 +209,36 @@ def count_modules(state: State, prefix: str) -> int:
     return len({key[len(prefix) :].split(".")[0] for key in state if key.startswith(prefix)})
 
 
-def validate_dtype(dtype: torch.dtype | None) -> None:
-    """Raise ValueError unless weights can be stored in this dtype; None keeps that of a file."""
-    if dtype not in (None, torch.float32, torch.float16, torch.bfloat16):
-        raise ValueError(f"dtype must be None, torch.float32, torch.float16 or torch.bfloat16, got {dtype!r}")
+def rename_tensors(state: State, names: Sequence[tuple[str, str]]) -> State:
+    """Return the tensors under new names.
+
+    Args:
+        names: regular expressions and their replacements, which are applied in this order to each name.
+    """
+    renamed: State = {}
+    for name, value in state.items():
+        for pattern, replacement in names:
+            name = re.sub(pattern, replacement, name)
+        renamed[name] = value
+    return renamed
 
 
-def validate_input_files(**inputs: Path | None) -> None:
-    """Check a converter's input paths, passed by argument name, before any is read; None means not given."""
-    for name, path in inputs.items():
-        if path is None:
-            continue
-        if not path.exists():
-            raise FileNotFoundError(f"{name} {str(path)!r} does not exist")
-        if name in _FOLDERS and not path.is_dir():
-            raise ValueError(f"{name} must be a folder, got {str(path)!r}")
-        if name not in _FOLDERS and not path.is_file():
-            raise ValueError(f"{name} must be a file, got {str(path)!r}")
+def require_inputs(*paths: Path | None) -> None:
+    """Raise FileNotFoundError for a file or folder that does not exist; None stands for an argument that is not given."""
+    for path in paths:
+        if path is not None and not path.exists():
+            raise FileNotFoundError(f"{str(path)!r} does not exist")
 
 
 def refuse_swapped_files(network: State, network_file: Path, codes: State, codes_file: Path, embedding: str) -> None:
-    """Raise ValueError if transformer and image tokenizer are swapped.
+    """Raise ValueError if the transformer or the image tokenizer is given as the other.
 
     Args:
         embedding: name of a tensor that only the transformer has.
     """
-    network_is_vq, codes_are_network = "quantize.embedding.weight" in network, embedding in codes
-    if network_is_vq and codes_are_network:
-        raise ValueError(f"swapped: {network_file} is the image tokenizer and {codes_file} is the transformer")
-    if network_is_vq:
+    if "quantize.embedding.weight" in network:
         raise ValueError(f"{network_file} is an image tokenizer, but was given as the transformer")
-    if codes_are_network:
+    if embedding in codes:
         raise ValueError(f"{codes_file} is a transformer, but was given as the image tokenizer")
 
 

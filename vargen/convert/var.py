@@ -6,6 +6,7 @@ The files do not describe their networks: depth, width, heads, shared modulation
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,8 @@ from vargen.convert.state_dicts import (
     count_modules,
     read_checkpoint,
     refuse_swapped_files,
+    require_inputs,
     require_shape,
-    validate_dtype,
-    validate_input_files,
     write_image_model,
 )
 from vargen.files import atomic_folder
@@ -28,7 +28,6 @@ from vargen.models.var.network import SCALES, VARTransformer, is_derived_buffer
 
 # Sampling settings of the official demo. Its "cfg" of 4 weights the added difference, so the guidance scale is 5 here.
 DEFAULTS: dict[str, Any] = {"guidance_scale": 5.0, "temperature": 1.0, "top_k": 900, "top_p": 0.95}
-_TRANSFORMER, _TOKENIZER = "VAR transformer", "VAR image tokenizer"
 
 
 def convert_var(
@@ -48,19 +47,11 @@ def convert_var(
         id2label: JSON file of class names, `{"0": "name, synonym"}` or a list of names.
         dtype: storage dtype of the transformer; by default that of the file.
 
-    Returns:
-        `output`.
-
     Raises:
-        FileExistsError, OSError: `output` is not empty, or cannot be written; raised before anything is read.
-        FileNotFoundError: an input is missing.
-        ValueError: a file is damaged, holds more than tensors, is not of the kind that its argument takes, lacks a tensor
-            or has one of the wrong shape; or the files do not match each other.
+        OSError, ValueError: as in `convert_llamagen`.
     """
-    validate_dtype(dtype)
-    transformer, vae, output = Path(transformer), Path(vae), Path(output)
     with atomic_folder(output) as folder:
-        validate_input_files(transformer=transformer, vae=vae, id2label=id2label and Path(id2label))
+        require_inputs(transformer, vae, id2label)
         network, codes = read_checkpoint(transformer, prefer="var_wo_ddp"), read_checkpoint(vae, prefer="vae_local")
         refuse_swapped_files(network, transformer, codes, vae, "pos_1LC")
         for state, file in ((network, transformer), (codes, vae)):
@@ -78,16 +69,13 @@ def convert_var(
             "vqvae": build_network(MultiScaleVQModel, vae_config, codes, vae),
             "transformer": build_network(VARTransformer, config, network, transformer, dtype),
         }
-        write_image_model(folder, "VARPipeline", parts, DEFAULTS, id2label and Path(id2label))
+        write_image_model(folder, "VARPipeline", parts, DEFAULTS, id2label)
     return output
 
 
 def detect_transformer(state: State, file: Path) -> dict[str, Any]:
     """Infer the arguments of `VARTransformer` from a state dict; removes the buffers from it, which are recomputed."""
-
-    def shape(name: str, dims: int) -> torch.Size:
-        return require_shape(state, name, dims, file, _TRANSFORMER)
-
+    shape = partial(require_shape, state, file, "VAR transformer")
     positions, dim = shape("pos_1LC", 3)[1:]
     blocks = count_modules(state, "blocks.")
     normed = "blocks.0.attn.scale_mul_1H11" in state
@@ -99,15 +87,13 @@ def detect_transformer(state: State, file: Path) -> dict[str, Any]:
         "depth": blocks,
         "dim": dim,
         "n_head": heads,
-        "vocab_size": shape("head.weight", 2)[0],
-        "code_dim": shape("word_embed.weight", 2)[1],
-        "num_classes": shape("class_emb.weight", 2)[0] - 1,  # the last row is the null class
-        "mlp_ratio": shape("blocks.0.ffn.fc1.weight", 2)[0] / dim,
+        "vocab_size": shape("head.weight")[0],
+        "code_dim": shape("word_embed.weight")[1],
+        "num_classes": shape("class_emb.weight")[0] - 1,  # the last row is the null class
+        "mlp_ratio": shape("blocks.0.ffn.fc1.weight")[0] / dim,
         "shared_aln": "shared_ada_lin.1.weight" in state,
         "attn_l2_norm": normed,
     }
-    if shape("lvl_embed.weight", 2)[0] != len(scales):
-        raise ValueError(f"{file} contradicts itself: {shape('lvl_embed.weight', 2)[0]} levels, but scales {scales}")
     for name in [name for name in state if is_derived_buffer(name)]:
         del state[name]
     return config
@@ -132,15 +118,10 @@ def detect_scales(state: State, positions: int, file: Path) -> tuple[int, ...]:
 
 def detect_vae(state: State, file: Path, scales: tuple[int, ...]) -> dict[str, Any]:
     """Infer the arguments of `MultiScaleVQModel` from a state dict; replaces a usage counter of other scales."""
-
-    def shape(name: str, dims: int = 4) -> torch.Size:
-        return require_shape(state, name, dims, file, _TOKENIZER)
-
+    shape = partial(require_shape, state, file, "VAR image tokenizer", dims=4)
     ch = shape("encoder.conv_in.weight")[0]
-    widths = [shape(f"encoder.down.{i}.block.0.conv1.weight")[0] for i in range(count_modules(state, "encoder.down."))]
-    if not widths or any(width % ch for width in widths):
-        raise ValueError(f"{file} has encoder widths {widths}, expected multiples of {ch}")
-    codes, width = shape("quantize.embedding.weight", 2)
+    codes, width = shape("quantize.embedding.weight", dims=2)
+    levels = range(max(1, count_modules(state, "encoder.down.")))
     usage = "quantize.ema_vocab_hit_SV"
     if usage not in state or tuple(state[usage].shape) != (len(scales), codes):
         state[usage] = torch.zeros(len(scales), codes)
@@ -149,7 +130,7 @@ def detect_vae(state: State, file: Path, scales: tuple[int, ...]) -> dict[str, A
         "codebook_size": codes,
         "codebook_embed_dim": width,
         "ch": ch,
-        "ch_mult": [width // ch for width in widths],
+        "ch_mult": [shape(f"encoder.down.{i}.block.0.conv1.weight")[0] // ch for i in levels],
         "num_res_blocks": count_modules(state, "encoder.down.0.block."),
         "scales": scales,
         "shared_phi": count_modules(state, "quantize.quant_resi.qresi_ls."),
