@@ -14,7 +14,7 @@ from PIL import Image
 
 import vargen.assets
 from vargen.models.image_text import ImageTextModel
-from vargen.scoring import open_scorer
+from vargen.scoring import open_scorer, reward_models
 from vargen.scoring.image_text import ImageTextScorer, preprocess
 from vargen.scoring.protocol import to_tensor
 
@@ -61,6 +61,9 @@ def small_official(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     for parameter in network.parameters():
         torch.nn.init.normal_(parameter, std=0.05)
     torch.save(network.state_dict(), folder / "ImageReward.pt")
+    vision = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 512, "patch_size": 32}
+    monkeypatch.setattr(reward_models, "VISION", {**reward_models.VISION, **vision})
+    monkeypatch.setattr(reward_models, "TEXT", {name: config.get(name, value) for name, value in reward_models.TEXT.items()})
     return network.eval()
 
 
@@ -88,7 +91,7 @@ def test_image_reward_opens_no_pickled_code_and_no_other_network(tmp_path: Path,
     with pytest.raises(ValueError, match=r"damaged.*fetch ImageReward"):
         open_scorer(f"image-reward:weights={tmp_path / 'cut.pt'}")
     torch.save({"weight": torch.zeros(3)}, tmp_path / "other.pt")
-    with pytest.raises(ValueError, match="does not hold ImageReward"):
+    with pytest.raises(ValueError, match=r"do not fit the model. missing"):
         open_scorer(f"image-reward:weights={tmp_path / 'other.pt'}")
 
 
@@ -163,7 +166,7 @@ def test_a_scorer_that_is_not_finished_damaged_or_of_another_encoder_is_refused(
     with pytest.raises(ValueError, match="finish its training"):
         open_scorer(str(tmp_path / "empty"))
     (scorer_run / "scorer.json").write_text("{")
-    with pytest.raises(ValueError, match="not JSON"):
+    with pytest.raises(ValueError, match="not valid JSON"):
         open_scorer(str(scorer_run))
     (scorer_run / "scorer.json").write_text(json.dumps({"text_encoder": str(tmp_path / "empty")}))
     with pytest.raises(ValueError, match="must hold text_encoder"):

@@ -8,7 +8,7 @@ from PIL import Image
 from rejects import rejects
 
 from vargen.scoring import open_scorer
-from vargen.scoring.image_reward import preprocess_image
+from vargen.scoring.reward_models import preprocess_images
 
 PROMPTS = ["a red apple", "a cat", "a red cat"]
 
@@ -46,7 +46,7 @@ def test_scores_are_the_logits_of_each_pair(folder: Path) -> None:
     encoded = scorer.tokenizer(PROMPTS, return_tensors="pt", padding=True)
     inputs = {name: encoded[name] for name in ("input_ids", "attention_mask")}
     with torch.no_grad():
-        logits = scorer.network(pixel_values=torch.stack([preprocess_image(each) for each in images()]), **inputs)
+        logits = scorer.network(pixel_values=preprocess_images(images()), **inputs)
     assert torch.allclose(found, logits.logits_per_image.diagonal(), atol=1e-5) and len(set(found.tolist())) == 3
     alone = torch.cat([scorer.score([image], [prompt]) for image, prompt in zip(images(), PROMPTS, strict=True)])
     assert torch.allclose(found, alone, atol=1e-4), "padding of other prompts does not count"

@@ -104,9 +104,11 @@ def convert_causal_video(
     if not transformer:
         raise ValueError("transformer must be one file or more, got none")
     with atomic_folder(output) as folder:
-        require_inputs(*transformer, *draft, wan)
-        for file in (*transformer, *draft):
-            _refuse_other_algorithms(file)
+        require_inputs(wan=wan)
+        for name, files in (("transformer", transformer), ("draft", draft)):
+            for file in files:
+                require_inputs(**{name: file})
+                _refuse_other_algorithms(file)
         file = transformer[0]
         state = read_transformer(transformer, not no_ema)
         settings = (_find(file, PUBLISHED) or {}) | {name: value for name, value in given.items() if value is not None}

@@ -76,7 +76,7 @@ def convert_llamagen(
     if tokenizer is not None and text_encoder is None:
         raise ValueError("tokenizer comes with a text_encoder; give both, or neither and use prompt_embeds")
     with atomic_folder(output) as folder:
-        require_inputs(transformer, vq, id2label, text_encoder, tokenizer)
+        require_inputs(transformer=transformer, vq=vq, id2label=id2label, text_encoder=text_encoder, tokenizer=tokenizer)
         gpt, codes = read_checkpoint(transformer), read_checkpoint(vq, prefer="ema")
         refuse_swapped_files(gpt, transformer, codes, vq, "tok_embeddings.weight")
         vq_config = detect_vq(codes, vq)

@@ -223,11 +223,14 @@ def rename_tensors(state: State, names: Sequence[tuple[str, str]]) -> State:
     return renamed
 
 
-def require_inputs(*paths: Path | None) -> None:
-    """Raise FileNotFoundError for a file or folder that does not exist; None stands for an argument that is not given."""
-    for path in paths:
+def require_inputs(**inputs: Path | None) -> None:
+    """Raise an error for an argument whose file or folder does not exist, before any is read; None means not given."""
+    for name, path in inputs.items():
+        is_folder = name in ("text_encoder", "tokenizer", "wan")
         if path is not None and not path.exists():
-            raise FileNotFoundError(f"{str(path)!r} does not exist")
+            raise FileNotFoundError(f"{name} {str(path)!r} does not exist")
+        if path is not None and not (path.is_dir() if is_folder else path.is_file()):
+            raise ValueError(f"{name} must be a {'folder' if is_folder else 'file'}, got {str(path)!r}")
 
 
 def refuse_swapped_files(network: State, network_file: Path, codes: State, codes_file: Path, embedding: str) -> None:

@@ -51,7 +51,7 @@ def convert_var(
         OSError, ValueError: as in `convert_llamagen`.
     """
     with atomic_folder(output) as folder:
-        require_inputs(transformer, vae, id2label)
+        require_inputs(transformer=transformer, vae=vae, id2label=id2label)
         network, codes = read_checkpoint(transformer, prefer="var_wo_ddp"), read_checkpoint(vae, prefer="vae_local")
         refuse_swapped_files(network, transformer, codes, vae, "pos_1LC")
         for state, file in ((network, transformer), (codes, vae)):

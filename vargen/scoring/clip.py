@@ -6,19 +6,17 @@ or weights are not comparable, so the scorer's name includes both.
 
 from __future__ import annotations
 
-import difflib
-import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from vargen.compat import ensure_torchvision, installed_version
+from vargen.folders.json_files import one_line
 from vargen.scoring.protocol import BatchedScorer, Images, require_local_file, to_pil
-from vargen.values import short_repr
+from vargen.values import short_repr, suggest_names
 from vargen.weight_files import weights_digest
 
 _HOW = (
@@ -44,9 +42,29 @@ class CLIPScorer(BatchedScorer):
         device: torch.device | str = "cpu",
         batch_size: int = 32,
     ):
-        self.clip, self.preprocess, self.tokenize, tag = open_clip_model(model, weights, device)
-        self.model, self.weights, self.prefix = model, tag, prefix
+        if installed_version("open-clip-torch") is None:
+            raise ImportError('CLIP needs open_clip: pip install "open-clip-torch>=2.24"')
+        ensure_torchvision()
+        import open_clip
+
+        hub = model.startswith(("hf-hub:", "local-dir:"))
+        if not hub and model not in open_clip.list_models():
+            hint = suggest_names(model, open_clip.list_models())[:200]
+            raise ValueError(f"model must be a name of open_clip, got {short_repr(model)}; {hint}")
+        given = None if hub or weights is None else str(weights)
+        if not hub and given not in open_clip.list_pretrained_tags_by_model(model):
+            given = str(require_local_file(given, "weights", f"CLIP model {model}", _HOW))
+        try:
+            network, _, self.preprocess = open_clip.create_model_and_transforms(model, pretrained=given, device=str(device))
+            self.tokenize = open_clip.get_tokenizer(model)
+        except MemoryError:
+            raise
+        except Exception as error:  # the hub, torch and safetensors each raise their own types
+            what = f"weights {short_repr(given)} of CLIP model {model}" if given else f"CLIP model {model}"
+            raise FileNotFoundError(f"{what} could not be opened ({one_line(error)}); {_HOW}") from error
+        self.clip, self.prefix = network.eval().requires_grad_(False), prefix
         self.identity = f"clip-{model}-{weights_digest(self.clip)}-{prefix}"
+        tag = Path(given).name if given and Path(given).exists() else given or ""
         super().__init__(f"clip {model} {tag}".strip(), True, device, batch_size)
 
     def score_batch(self, images: Images, prompts: Sequence[str]) -> Tensor:
@@ -59,30 +77,3 @@ class CLIPScorer(BatchedScorer):
         """Return image embeddings, float32 `[N, E]`, not normalized."""
         batch = torch.stack([self.preprocess(image) for image in to_pil(images)]).to(self.device)
         return self.clip.encode_image(batch).float()
-
-
-def open_clip_model(model: str, weights: str | Path | None, device: torch.device | str) -> tuple[Any, Any, Any, str]:
-    """Return network, preprocessing, tokenizer, and the weights' name for tables; arguments and errors as for `CLIPScorer`."""
-    if installed_version("open-clip-torch") is None:
-        raise ImportError('CLIP needs open_clip: pip install "open-clip-torch>=2.24"')
-    ensure_torchvision()
-    import open_clip
-
-    hub = model.startswith(("hf-hub:", "local-dir:"))
-    if not hub and model not in open_clip.list_models():
-        near = difflib.get_close_matches(model, open_clip.list_models(), n=3) or ["ViT-B-32", "ViT-L-14", "ViT-H-14"]
-        raise ValueError(f"model must be a name of open_clip, such as {' or '.join(near)}, got {short_repr(model)}")
-    given = None if hub or weights is None else str(weights)
-    if not hub and given not in open_clip.list_pretrained_tags_by_model(model):
-        given = str(require_local_file(given, "weights", f"CLIP model {model}", _HOW))
-    try:
-        network, _, preprocess = open_clip.create_model_and_transforms(model, pretrained=given, device=str(device))
-        tokenize = open_clip.get_tokenizer(model)
-    except MemoryError:
-        raise
-    except Exception as error:  # the hub, torch and safetensors each raise their own types
-        reason = str(error).split("\n")[0][:200] or type(error).__name__
-        what = f"weights {short_repr(given)} of CLIP model {model}" if given else f"CLIP model {model}"
-        raise FileNotFoundError(f"{what} could not be opened ({reason}); {_HOW}") from error
-    tag = "" if given is None else Path(given).name if os.path.exists(given) else given
-    return network.eval().requires_grad_(False), preprocess, tokenize, tag

@@ -9,23 +9,13 @@ Shape suffixes: T frames, Y/X rows and columns.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from vargen.scoring.protocol import Scorer, score_images, to_scorer
-from vargen.values import parse_float, short_repr
-
-
-class Frames(Protocol):
-    """The frames to score; see `vargen.decoding.BlockView`."""
-
-    @property
-    def frames(self) -> Tensor: ...
-
-    @property
-    def previous(self) -> Tensor | None: ...
+from vargen.values import parse_float, require_int, short_repr
 
 
 def jump(frames_TCYX: Tensor, previous_CYX: Tensor | None) -> float:
@@ -53,18 +43,16 @@ class FrameScorer:
         if weight is None or weight < 0:
             raise ValueError(f"step_weight must be a number of at least 0, got {short_repr(step_weight)}")
         self.step_weight = weight
-        if frames is not None and (not isinstance(frames, int) or isinstance(frames, bool) or frames < 1):
-            raise ValueError(f"frames must be a whole number of at least 1, or None for all, got {short_repr(frames)}")
-        self.frames = frames
+        self.frames = None if frames is None else require_int("frames", frames, 1)
         self.name = self.scorer.name
 
-    def bind(self, prompt: str) -> Callable[[Frames], Tensor]:
+    def bind(self, prompt: str) -> Callable[[Any], Tensor]:
         """Return a function that scores blocks of one prompt, float32 `[T]` or `[frames]`; raises as `score_images`.
 
-        Higher is better.
+        Higher is better. It takes a `vargen.decoding.BlockView`: its `frames` and the `previous` one.
         """
 
-        def scores(view: Frames) -> Tensor:
+        def scores(view: Any) -> Tensor:
             count = len(view.frames)
             looked = count if self.frames is None else min(self.frames, count)
             chosen = view.frames[[(k + 1) * count // looked - 1 for k in range(looked)]]

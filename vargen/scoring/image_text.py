@@ -10,8 +10,6 @@ which names the packaged model whose text encoder was used in training, and the 
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from torch import Tensor
 import vargen.assets
 from vargen.compat import ensure_torchvision
 from vargen.files import expand_user, validate_not_interrupted
+from vargen.folders.json_files import read_object
 from vargen.folders.networks import NetworkFolder
 from vargen.folders.tokenizers import load_tokenizer
 from vargen.models.image_text import ImageTextModel, embed_texts, resize_images
@@ -32,7 +31,6 @@ from vargen.values import short_repr, suggest_names
 from vargen.weight_files import weights_digest
 
 ensure_torchvision()
-
 
 FILE = "scorer.json"
 _KEPT_CAPTIONS = 256
@@ -134,7 +132,7 @@ def scorer_folder(source: str | Path) -> Path:
         path = Path(vargen.assets.__file__).parent / str(source)
     else:
         path = expand_user(source, "scorer")
-        if not os.path.isdir(path):
+        if not path.is_dir():
             validate_not_interrupted(path)
             hint = suggest_names(str(source), names)
             raise ValueError(f"unknown scorer {short_repr(str(source))}: give a packaged one or a folder; {hint}")
@@ -145,27 +143,21 @@ def scorer_folder(source: str | Path) -> Path:
 
 
 def _settings(folder: Path) -> dict[str, Any]:
-    for place in (folder / FILE, folder.parent / FILE):
-        if place.is_file():
-            try:
-                held = json.loads(place.read_text("utf-8"))
-            except ValueError as error:
-                raise ValueError(f"{place} is not JSON ({error})") from error
-            captions = held.get("captions", []) if isinstance(held, dict) else None
-            if not isinstance(captions, list) or not all(isinstance(text, str) for text in captions):
-                raise ValueError(f"{place} must be an object whose captions are a list of texts")
-            return held
-    return {}
+    file = next((place / FILE for place in (folder, folder.parent) if (place / FILE).is_file()), None)
+    settings = {} if file is None else read_object(file)
+    captions = settings.get("captions", [])
+    if not isinstance(captions, list) or not all(isinstance(text, str) for text in captions):
+        raise ValueError(f"{file} must hold a list of texts for captions")
+    return settings
 
 
 def _encoder_folder(folder: Path, named: str | Path | None) -> Path:
-    if named is None:
-        for own in (folder, folder.parent):
-            if (own / "text_encoder").is_dir() and (own / "tokenizer").is_dir():
-                return own
-        named = _ENCODER
-    packaged = str(named) in vargen.assets.packaged_models()
-    found = vargen.assets.packaged_model_path(str(named)) if packaged else expand_user(named, "text_encoder")
-    if not ((found / "text_encoder").is_dir() and (found / "tokenizer").is_dir()):
+    """Return the folder with the text encoder and tokenizer that is named; by default the scorer's own, or that of `emoji`."""
+    places = [folder, folder.parent, vargen.assets.packaged_model_path(_ENCODER)]
+    if named is not None:
+        packaged = str(named) in vargen.assets.packaged_models()
+        places = [vargen.assets.packaged_model_path(str(named)) if packaged else expand_user(named, "text_encoder")]
+    found = next((place for place in places if (place / "text_encoder").is_dir() and (place / "tokenizer").is_dir()), None)
+    if found is None:
         raise ValueError(f"text_encoder {str(named)!r} must hold text_encoder/ and tokenizer/")
     return found

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from vargen.files import expand_user
 from vargen.reading import on_white
-from vargen.values import short_repr
+from vargen.values import require_int, short_repr
 
 Images: TypeAlias = "Sequence[Image.Image] | Tensor"
 
@@ -41,37 +41,26 @@ class Scorer(Protocol):
 
 
 class BatchedScorer:
-    """Base class that only needs `score_batch`. Splits into batches and validates inputs and outputs.
+    """Base class of scorers that only have `score_batch`: splits into batches, and validates as `score_images` does.
 
     Args:
         name, higher_is_better: see `Scorer`.
         device: where its network runs. batch_size: maximum number of images per batch.
-
-    Raises:
-        ValueError: the batch size is below 1.
     """
 
     def __init__(self, name: str, higher_is_better: bool = True, device: torch.device | str = "cpu", batch_size: int = 32):
-        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-            raise ValueError(f"batch_size must be a whole number of at least 1, got {short_repr(batch_size)}")
         self.name, self.higher_is_better = name, higher_is_better
-        self.device, self.batch_size = torch.device(device), batch_size
+        self.device, self.batch_size = torch.device(device), require_int("batch_size", batch_size, 1)
 
     def score(self, images: Images, prompts: Sequence[str]) -> Tensor:
-        """Score images; see `Scorer`.
-
-        Raises:
-            ValueError, TypeError: images or prompts are of the wrong type, or differ in number.
-            NonFiniteScoreError: a score is NaN or infinite.
-        """
-        validate_pairs(images, prompts)
+        """Score images; arguments and result as of `Scorer.score`, errors as of `score_images`."""
+        _validate_pairs(images, prompts)
         parts = []
         with torch.inference_mode():
             for start in range(0, len(prompts), self.batch_size):
                 chosen = slice(start, start + self.batch_size)
-                parts.append(
-                    validate_scores(self.score_batch(images[chosen], prompts[chosen]), len(prompts[chosen]), self.name)
-                )
+                scores = self.score_batch(images[chosen], prompts[chosen])
+                parts.append(_validate_scores(scores, len(prompts[chosen]), self.name))
         return torch.cat(parts)
 
     def score_batch(self, images: Images, prompts: Sequence[str]) -> Tensor:
@@ -99,16 +88,13 @@ class NonFiniteScoreError(ValueError):
 
 
 def to_scorer(value: Any, name: str = "") -> Scorer:
-    """Return `value` if it is a scorer, or wrap it if it is a function `f(images, prompts)`.
-
-    Raises:
-        TypeError: for anything else, including a class, which would have to be instantiated first.
-    """
-    if isinstance(value, Scorer) and not isinstance(value, type):
+    """Return `value` if it is a scorer, or wrap it if it is a function `f(images, prompts)`; TypeError for anything else."""
+    is_class = isinstance(value, type)
+    if isinstance(value, Scorer) and not is_class:
         return value
-    if callable(value) and not isinstance(value, type):
+    if callable(value) and not is_class:
         return FunctionScorer(value, name)
-    hint = ": call the class first" if isinstance(value, type) else ""
+    hint = ": call the class first" if is_class else ""
     raise TypeError(f"scorer must be a scorer or a function of images and prompts, got {short_repr(value)}{hint}")
 
 
@@ -119,27 +105,28 @@ def score_images(scorer: Scorer | Callable[..., Any], images: Images, prompts: S
         ValueError, TypeError: images or prompts are invalid, or the result is not one number per image.
         NonFiniteScoreError: a score is NaN or infinite; names the scorer and the first such image.
     """
-    validate_pairs(images, prompts)
+    _validate_pairs(images, prompts)
     call = scorer.score if isinstance(scorer, Scorer) else scorer
-    return validate_scores(call(images, prompts), len(prompts), name or getattr(scorer, "name", "the scorer"))
+    return _validate_scores(call(images, prompts), len(prompts), name or getattr(scorer, "name", "the scorer"))
 
 
-def validate_pairs(images: Any, prompts: Any) -> None:
+def _validate_pairs(images: Any, prompts: Any) -> None:
     """Raise TypeError or ValueError unless there is at least one image, and one prompt for each."""
     if isinstance(images, Tensor):
         if images.dim() != 4 or images.shape[1] != 3 or not images.is_floating_point():
-            raise ValueError(
-                f"images must be a float tensor [N, 3, Y, X] in [0, 1], got {str(images.dtype)[6:]} {list(images.shape)}"
-            )
+            got = f"{str(images.dtype)[6:]} {list(images.shape)}"
+            raise ValueError(f"images must be a float tensor [N, 3, Y, X] in [0, 1], got {got}")
+        if not images.isfinite().all():
+            raise ValueError("images must hold finite values, from 0 to 1, and hold NaN or infinite ones")
     elif not isinstance(images, list | tuple) or not all(isinstance(image, Image.Image) for image in images):
         raise TypeError(f"images must be a list of PIL images or a float tensor [N, 3, Y, X], got {short_repr(images)}")
-    if isinstance(prompts, str) or not isinstance(prompts, list | tuple) or not all(isinstance(p, str) for p in prompts):
+    if not isinstance(prompts, list | tuple) or not all(isinstance(prompt, str) for prompt in prompts):
         raise TypeError(f"prompts must be a list of strings, one for each image, got {short_repr(prompts)}")
     if not len(images) or len(images) != len(prompts):
         raise ValueError(f"give one prompt per image and at least one, got {len(images)} images, {len(prompts)} prompts")
 
 
-def validate_scores(values: Any, count: int, name: str) -> Tensor:
+def _validate_scores(values: Any, count: int, name: str) -> Tensor:
     """Return `values` as finite float32 `[count]` on the CPU; raises as `score_images` does."""
     try:
         scores = torch.as_tensor(values).detach().to("cpu", torch.float32)
@@ -160,8 +147,6 @@ def to_pil(images: Images) -> list[Image.Image]:
     """Convert images in either form to RGB PIL images."""
     if not isinstance(images, Tensor):
         return [on_white(image) for image in images]
-    if not images.isfinite().all():
-        raise ValueError("images must hold finite values, from 0 to 1, and hold NaN or infinite ones")
     values = (images.float().clamp(0, 1) * 255).round().byte().permute(0, 2, 3, 1).cpu().numpy()
     return [Image.fromarray(value) for value in values]
 
@@ -169,8 +154,6 @@ def to_pil(images: Images) -> list[Image.Image]:
 def to_tensor(images: Images) -> Tensor:
     """Convert images in either form to float32 `[N, 3, Y, X]` in [0, 1]."""
     if isinstance(images, Tensor):
-        if not images.isfinite().all():
-            raise ValueError("images must hold finite values, from 0 to 1, and hold NaN or infinite ones")
         return images.float().clamp(0, 1)
     upright = to_pil(images)
     sizes = {image.size for image in upright}
@@ -181,17 +164,13 @@ def to_tensor(images: Images) -> Tensor:
 
 
 def require_local_file(path: Any, argument: str, what: str, how: str) -> Path:
-    """Return `path` if the file or folder exists.
+    """Return `path` if the file or folder exists, else raise FileNotFoundError.
 
     Args:
-        argument: name of the option, for the error message. what: description of the weights. how: how to get them.
-
-    Raises:
-        FileNotFoundError: naming the missing file and how to get it.
+        argument: name of the option. what: description of the weights. how: how to get them.
     """
-    if path is None:
-        raise FileNotFoundError(f"{argument} is not given, and {what} needs it: {how}")
-    found = expand_user(path, argument)
-    if not found.exists():
-        raise FileNotFoundError(f"{argument} {str(path)!r} does not exist, and {what} needs it: {how}")
+    found = None if path is None else expand_user(path, argument)
+    if found is None or not found.exists():
+        missing = "is not given" if found is None else f"{str(path)!r} does not exist"
+        raise FileNotFoundError(f"{argument} {missing}, and {what} needs it: {how}")
     return found

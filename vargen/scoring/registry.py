@@ -16,8 +16,8 @@ DEFAULT_SCORER = "emoji-scorer"
 # Classes and options by name; any other name is that of a packaged scorer or a scorer's folder.
 SCORERS = {
     "clip": ("vargen.scoring.clip:CLIPScorer", ("model", "weights", "prefix")),
-    "image-reward": ("vargen.scoring.image_reward:ImageRewardScorer", ("weights", "tokenizer")),
-    "pick-score": ("vargen.scoring.pick_score:PickScoreScorer", ("weights", "tokenizer")),
+    "image-reward": ("vargen.scoring.reward_models:ImageRewardScorer", ("weights", "tokenizer")),
+    "pick-score": ("vargen.scoring.reward_models:PickScoreScorer", ("weights", "tokenizer")),
 }
 
 
@@ -35,10 +35,10 @@ def open_scorer(spec: str, device: torch.device | str = "cpu", batch_size: int |
     if colon and "=" not in spec and where not in SCORERS:
         return _import_scorer(spec)
     name, options = parse_spec(spec)
-    common: dict[str, Any] = {"device": device, **({} if batch_size is None else {"batch_size": batch_size})}
     where, allowed = SCORERS.get(name, ("vargen.scoring.image_text:ImageTextScorer", ("text_encoder",)))
     if unknown := [key for key in options if key not in allowed]:
         raise ValueError(f"scorer {name} has no option {short_repr(unknown[0])}; it takes {', '.join(allowed)}")
+    common: dict[str, Any] = {"device": device, **({} if batch_size is None else {"batch_size": batch_size})}
     source = {} if name in SCORERS else {"source": name}
     module, _, kind = where.partition(":")
     return getattr(importlib.import_module(module), kind)(**source, **options, **common)
@@ -47,23 +47,12 @@ def open_scorer(spec: str, device: torch.device | str = "cpu", batch_size: int |
 def _import_scorer(spec: str) -> Scorer:
     """Import a scorer, a scorer class without arguments, or a function of images and prompts; nothing else is called."""
     value = import_user_object(spec, "scorer")
-    if inspect.isclass(value):
-        if not callable(getattr(value, "score", None)):
-            raise ValueError(
-                f"scorer {short_repr(spec)} must be a class with a method score(images, prompts), got {short_repr(value)}"
-            )
+    if inspect.isclass(value) and callable(getattr(value, "score", None)):
         value = value()
-    elif not isinstance(value, Scorer) and not _takes_two(value):
-        raise ValueError(
-            f"scorer {short_repr(spec)} must be a scorer or a function of images and prompts, got {short_repr(value)}"
-        )
-    return to_scorer(value, spec.partition(":")[2])
-
-
-def _takes_two(function: Any) -> bool:
-    """Return whether `function` can be called with images and prompts."""
     try:
-        inspect.signature(function).bind((), ())
+        if not isinstance(value, Scorer):
+            inspect.signature(value).bind((), ())
+        return to_scorer(value, spec.partition(":")[2])
     except (TypeError, ValueError):  # not a function, other parameters, or no readable signature
-        return False
-    return True
+        expected = "a scorer, a class with a method score(images, prompts), or a function of images and prompts"
+        raise ValueError(f"scorer {short_repr(spec)} must be {expected}, got {short_repr(value)}") from None
