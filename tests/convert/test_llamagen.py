@@ -348,7 +348,7 @@ def test_files_and_options_that_do_not_belong_together_are_refused(
     labels.write_text("[]")
     before = _left(tmp_path)
     cases: list[tuple[Any, dict[str, Any], str]] = [
-        ((vq, gpt), {}, "vq.pt is an image tokenizer"),
+        ((vq, gpt), {}, "c2i.pt is not a LlamaGen image tokenizer: it has no quantize.embedding.weight"),
         ((vq, vq), {}, "vq.pt"),
         ((gpt, gpt), {}, "c2i.pt"),
         ((gpt, text_files[1]), {}, "codes"),

@@ -91,10 +91,10 @@ def test_what_is_wrong_is_named_and_nothing_is_left(files: tuple[Path, Path], tm
     codes = _golden("vae")
     torch.save({**codes, "quantize.embedding.weight": codes["quantize.embedding.weight"][:, :8]}, narrow)
     cases = [
-        ((vae, transformer), "vae.pth is an image tokenizer, but was given as the transformer"),
-        ((vae, vae), "vae.pth is an image tokenizer, but was given as the transformer"),
-        ((transformer, transformer), "var_d2.pth is a transformer, but was given as the image tokenizer"),
-        ((other, vae), "other.pth is LlamaGen's, not VAR's: use `vargen convert llamagen`"),
+        ((vae, transformer), "vae.pth is not a VAR transformer: it has no pos_1LC"),
+        ((vae, vae), "vae.pth is not a VAR transformer: it has no pos_1LC"),
+        ((transformer, transformer), "var_d2.pth is not a VAR image tokenizer: it has no encoder.conv_in.weight"),
+        ((other, vae), "other.pth is not a VAR transformer: it has no pos_1LC"),
         ((transformer, narrow), "do not belong together: the transformer takes codes of width 16, the image tokenizer has 8"),
         ((_save(tmp_path / "a.pth", **{"lvl_1L": None}), vae), "it has 30 positions, and official tables have 680"),
         ((_save(tmp_path / "b.pth", **{"pos_1LC": None}), vae), "b.pth is not a VAR transformer: it has no pos_1LC"),

@@ -61,9 +61,10 @@ def small_official(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     for parameter in network.parameters():
         torch.nn.init.normal_(parameter, std=0.05)
     torch.save(network.state_dict(), folder / "ImageReward.pt")
+    text = {**reward_models.TEXT, "encoder_hidden_size": 128}
     vision = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 512, "patch_size": 32}
     monkeypatch.setattr(reward_models, "VISION", {**reward_models.VISION, **vision})
-    monkeypatch.setattr(reward_models, "TEXT", {name: config.get(name, value) for name, value in reward_models.TEXT.items()})
+    monkeypatch.setattr(reward_models, "TEXT", {name: config.get(name, value) for name, value in text.items()})
     return network.eval()
 
 
@@ -174,7 +175,7 @@ def test_a_scorer_that_is_not_finished_damaged_or_of_another_encoder_is_refused(
     (scorer_run / "scorer.json").unlink()
     weights = scorer_run / "scorer/diffusion_pytorch_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:100])
-    with pytest.raises(ValueError, match="damaged or incomplete"):
+    with pytest.raises(ValueError, match="missing, damaged or not a safetensors file"):
         open_scorer(str(scorer_run))
     ImageTextModel(widths=[16, 32], blocks=[1, 1], text_dim=24).save_pretrained(tmp_path / "narrow")
     with pytest.raises(ValueError, match=r"gives 384 features.*takes 24"):

@@ -1,8 +1,8 @@
 """Conversion of causal video models with Wan2.1's layout, such as Self-Forcing, to a folder for `CausalVideoPipeline`.
 
-Distilled models of one layout differ in the frames of a block, the noise levels, and the attention window, none of which can be
-read from the weights: published checkpoints are known by the names of their files. Some have the layout, but run another
-algorithm; they are refused. docs/models.md lists all of them with their licenses.
+Distilled models of one layout differ in the frames of a block, the noise levels, and the attention window. Weights do not tell
+these settings, so published checkpoints are recognized by their file names. Those that run another algorithm are refused.
+docs/models.md lists them with their licenses.
 """
 
 from __future__ import annotations
@@ -26,9 +26,7 @@ from vargen.values import parse_int, short_repr
 
 _FRAMES = 21  # latent frames of the videos on which the official models were trained
 _BLOCK_FRAMES, _STEPS, _SHIFT = 3, "1000,750,500,250", 5.0  # of Self-Forcing
-_MAX_TIMESTEP = 1000
-# Arguments of `convert_causal_video` that differ from those of Self-Forcing, by patterns of file names, with as many parent
-# folders as are needed to recognize them.
+# Settings that differ from those of Self-Forcing, by patterns of file names, with parent folders where needed.
 PUBLISHED: dict[str, dict[str, Any]] = {
     "self_forcing_dmd.pt": {},
     "self_forcing_sid*.pt": {},
@@ -40,15 +38,15 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "longlive_base.pt": {"window": 12, "sinks": 3},
     "self_forcing_dmd_14b.safetensors": {"steps": "1000,821,642,321"},
 }
-_ROLLING = "Rolling Forcing: it denoises several blocks at different noise levels together, and vargen one block at a time"
-_KREA = "Krea Realtime 14B: it computes its cache again from the latest frames before each block, and vargen's would drift"
+_ROLLING = "Rolling Forcing: it denoises several blocks together, and vargen one block at a time"
+_KREA = "Krea Realtime 14B: it computes its cache again before each block, and vargen's would drift"
 REFUSED = {
     "rolling_forcing_dmd.pt": _ROLLING,
     "chunkwise/longvideo.pt": _ROLLING,
     "krea-realtime-video*.safetensors": _KREA,
     "krea-realtime-video/transformer/*.safetensors": _KREA,
-    "wan_causal_dmd_v2v*/model.pt": "StreamDiffusionV2: it restyles a given video, and vargen generates one from noise",
-    "rewardforcing.pt": "Reward Forcing: its sinks are a running mean of earlier frames, and vargen's are the first frames",
+    "wan_causal_dmd_v2v*/model.pt": "StreamDiffusionV2: it restyles a video, and vargen generates one from noise",
+    "rewardforcing.pt": "Reward Forcing: its sinks are a running mean of frames, and vargen's are the first ones",
 }
 # Classes in configurations beside the weights: of the original model, and of the folder of diffusers' format.
 _NOT_CAUSAL = ("WanModel", "WanPipeline", "WanImageToVideoPipeline", "WanVideoToVideoPipeline")
@@ -74,7 +72,7 @@ def convert_causal_video(
 ) -> Path:
     """Convert a causal video model in Wan2.1's layout, such as Self-Forcing's, to a model folder.
 
-    Settings that weights do not determine are those of the published model, if the file name is known, else of Self-Forcing.
+    Settings that weights do not determine are those of the published model by the file name, else of Self-Forcing.
 
     Args:
         transformer: `.pt`, `.pth`, `.bin` or `.safetensors` files; several files are parts of one model.
@@ -89,18 +87,17 @@ def convert_causal_video(
         no_warp: timesteps are noise levels times 1000 already.
         image: videos may start from an image, as the model was trained with a single first frame.
         no_ema: prefer the weights that are not averaged, where a file has both.
-        n_head: number of attention heads, for a width that is not a multiple of 128. Those of a drafting model have the same
-            width.
+        n_head: number of attention heads, for a width that is not a multiple of 128. A drafting model's have the same width.
         size: rows and columns of the videos, in pixels. Default: 480 832, or 704 1280 for Wan2.2's latents.
         dtype: storage dtype of transformers; by default that of the file.
 
     Raises:
         OSError: an input is missing, or `output` is not empty or cannot be written; raised before anything is read.
-        ValueError: a file is damaged, holds more than tensors, is of another kind of model or one that runs another algorithm;
-            the models do not match; or a setting is out of range. Raised before weights are read, except for weights that are
-            not finite.
+        ValueError: a file is damaged or of another kind of model, the models do not match, or a setting is out of range.
+            Raised before weights are read, except for weights that are not finite.
     """
-    given = {"block_frames": block_frames, "window": window, "sinks": sinks, "steps": steps, "no_warp": no_warp or None}
+    given: dict[str, Any] = {"block_frames": block_frames, "window": window, "sinks": sinks, "steps": steps}
+    given = {name: value for name, value in given.items() if value is not None}
     if not transformer:
         raise ValueError("transformer must be one file or more, got none")
     with atomic_folder(output) as folder:
@@ -111,7 +108,7 @@ def convert_causal_video(
                 _refuse_other_algorithms(file)
         file = transformer[0]
         state = read_transformer(transformer, not no_ema)
-        settings = (_find(file, PUBLISHED) or {}) | {name: value for name, value in given.items() if value is not None}
+        settings = {**(_find(file, PUBLISHED) or {}), **given, **({"no_warp": True} if no_warp else {})}
         defaults = _validate_settings(settings, image, draft_steps)
         config = detect_transformer(state, file, n_head)
         config |= resolve_latent_size(size, config["channels"], config["patch"])
@@ -119,13 +116,14 @@ def convert_causal_video(
         networks = {"transformer": (config, state, file)}
         if draft:
             drafting = read_transformer(draft, not no_ema)
-            draft_config = config | detect_transformer(drafting, draft[0], head_dim=config["dim"] // config["num_heads"])
+            head_dim = config["dim"] // config["num_heads"]
+            draft_config = config | detect_transformer(drafting, draft[0], head_dim=head_dim)
             _validate_pair(draft_config, draft[0], config, file)
             defaults |= _draft_defaults(draft[0], draft_steps, defaults)
             if not _same_weights(drafting, state):
                 networks["draft_transformer"] = (draft_config, drafting, draft[0])
             elif "draft_steps" not in defaults:
-                raise ValueError(f"draft {draft[0]} holds the weights of the transformer: give draft_steps, with fewer steps")
+                raise ValueError(f"draft {draft[0]} holds the weights of the transformer: give draft_steps")
         for arguments, weights, source in networks.values():
             describe_network(CausalVideoTransformer, arguments, weights, source)
         parts = read_wan_parts(wan)
@@ -138,9 +136,6 @@ def convert_causal_video(
             part.write(folder / name)
         write_model_index(folder, "CausalVideoPipeline", kinds, defaults=defaults)
     return output
-
-
-# -- settings --------------------------------------------------------------------------------------------------------------
 
 
 def _validate_settings(settings: Mapping[str, Any], image: bool, draft_steps: str | None) -> dict[str, Any]:
@@ -168,8 +163,9 @@ def parse_steps(text: str, name: str) -> list[float]:
         steps = [float(part) for part in str(text).split(",")]
     except ValueError:
         steps = []
-    if not steps or not all(a > b for a, b in pairwise(steps)) or not 0 < steps[-1] <= steps[0] <= _MAX_TIMESTEP:
-        raise ValueError(f"{name} must fall from at most {_MAX_TIMESTEP} to above 0, such as {_STEPS}, got {short_repr(text)}")
+    falling = bool(steps) and all(a > b for a, b in pairwise(steps))
+    if not falling or not 0 < steps[-1] <= steps[0] <= 1000:
+        raise ValueError(f"{name} must fall from at most 1000 to above 0, such as {_STEPS}, got {short_repr(text)}")
     return steps
 
 
@@ -184,11 +180,10 @@ def _draft_defaults(file: Path, draft_steps: str | None, defaults: Mapping[str, 
     return {} if steps == defaults["steps"] else {"draft_steps": steps}
 
 
-# -- what belongs together -------------------------------------------------------------------------------------------------
-
-
 def _same_weights(a: State, b: State) -> bool:
-    return a.keys() == b.keys() and all(a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]) for name in a)
+    if {name: value.dtype for name, value in a.items()} != {name: value.dtype for name, value in b.items()}:
+        return False
+    return all(torch.equal(value, b[name]) for name, value in a.items())
 
 
 def _validate_pair(draft: Mapping[str, Any], draft_file: Path, config: Mapping[str, Any], file: Path) -> None:
@@ -203,7 +198,7 @@ def _validate_pair(draft: Mapping[str, Any], draft_file: Path, config: Mapping[s
 
 
 def _validate_parts(parts: Mapping[str, WanPart], config: Mapping[str, Any], wan: Path, file: Path) -> None:
-    """Raise ValueError unless the transformer has the latents of the autoencoder and the features of the text encoder."""
+    """Raise ValueError unless a transformer takes the latents and text features of the other parts."""
     vae, text = parts["vae"].config, parts["text_encoder"].config
     pairs = (
         ("latent channels, of which Wan2.1 has 16 and Wan2.2-TI2V-5B 48", vae["z_dim"], config["channels"]),
@@ -217,9 +212,6 @@ def _require_equal(both: str, pairs: Sequence[tuple[str, int, int]]) -> None:
     for what, one, other in pairs:
         if one != other:
             raise ValueError(f"{both} do not belong together: they have {one} and {other} {what}")
-
-
-# -- published files ---------------------------------------------------------------------------------------------------------
 
 
 def _find(file: Path, table: Mapping[str, Any]) -> Any:

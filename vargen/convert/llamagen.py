@@ -19,7 +19,6 @@ from vargen.convert.state_dicts import (
     build_network,
     count_modules,
     read_checkpoint,
-    refuse_swapped_files,
     require_inputs,
     require_shape,
     write_image_model,
@@ -53,11 +52,10 @@ def convert_llamagen(
     n_head: int | None = None,
     grid_size: int | None = None,
 ) -> Path:
-    """Convert official LlamaGen files, `.pt`, `.pth`, `.bin`, `.ckpt`, `.safetensors` or an index of such parts, to a pipeline
-    folder.
+    """Convert official LlamaGen files, or the index of their parts, to a pipeline folder.
 
     Args:
-        transformer: class- or text-conditional GPT.
+        transformer: class- or text-conditional GPT: `.pt`, `.pth`, `.bin`, `.ckpt`, `.safetensors` or an index of such parts.
         vq: its image tokenizer (VQ-16, VQ-8 or similar); EMA weights if the file has them. Its dtype is kept.
         output: folder to create. It appears whole or not at all.
         text_encoder: folder of a T5 encoder (official: flan-t5-xl), for text models. Without one, the pipeline
@@ -70,15 +68,14 @@ def convert_llamagen(
 
     Raises:
         OSError: an input is missing, or `output` is not empty or cannot be written; raised before anything is read.
-        ValueError: a file is damaged, holds more than tensors, or is not what its argument takes; the files do not belong
-            together; or heads or grid are unknown.
+        ValueError: a file is damaged or not what its argument takes, the files do not match, or heads or grid are unknown.
     """
     if tokenizer is not None and text_encoder is None:
         raise ValueError("tokenizer comes with a text_encoder; give both, or neither and use prompt_embeds")
     with atomic_folder(output) as folder:
-        require_inputs(transformer=transformer, vq=vq, id2label=id2label, text_encoder=text_encoder, tokenizer=tokenizer)
+        require_inputs(transformer=transformer, vq=vq, id2label=id2label)
+        require_inputs(text_encoder=text_encoder, tokenizer=tokenizer)
         gpt, codes = read_checkpoint(transformer), read_checkpoint(vq, prefer="ema")
-        refuse_swapped_files(gpt, transformer, codes, vq, "tok_embeddings.weight")
         vq_config = detect_vq(codes, vq)
         config = detect_transformer(gpt, transformer, 2 ** (len(vq_config["encoder_ch_mult"]) - 1), n_head, grid_size)
         if config["vocab_size"] != vq_config["codebook_size"]:
@@ -95,9 +92,6 @@ def convert_llamagen(
         parts["transformer"] = build_network(LlamaGenTransformer, config, gpt, transformer, dtype)
         write_image_model(folder, "LlamaGenPipeline", parts, DEFAULTS[config["condition"]], id2label)
     return output
-
-
-# -- sizes from shapes ---------------------------------------------------------------------------------------
 
 
 def detect_transformer(
@@ -117,7 +111,7 @@ def detect_transformer(
         rows, width = shape("cls_embedding.uncond_embedding")
         config |= {"condition": "text", "cls_token_num": rows, "caption_dim": width}
 
-    # The official rotary table, [conditioning rows + grid cells, head width / 2, 2]: evidence of the sizes, not a weight.
+    # The official rotary table, [conditioning rows + grid cells, head width / 2, 2], is evidence and not a weight.
     heads = cells = None
     if "freqs_cis" in state:
         rows, pairs, _ = shape("freqs_cis", 3)
@@ -170,7 +164,7 @@ def _resolve_grid(file: Path, cells: int | None, downsampling: int, given: int |
 
 
 def detect_vq(state: State, file: Path) -> dict[str, Any]:
-    """Infer the arguments of `VQModel` from a state dict; adds the usage counter, needed only in training, if it is missing."""
+    """Infer the arguments of `VQModel` from a state dict; adds the usage counter of training if it is missing."""
     shape = partial(require_shape, state, file, "LlamaGen image tokenizer", dims=4)
     state.setdefault("quantize.codebook_used", torch.zeros(CODEBOOK_USED_SLOTS))
     codes, code_width = shape("quantize.embedding.weight", dims=2)
@@ -189,9 +183,6 @@ def detect_vq(state: State, file: Path) -> dict[str, Any]:
         "num_res_blocks": count_modules(state, "encoder.conv_blocks.0.res."),
         "z_channels": shape("encoder.conv_out.weight")[0],
     }
-
-
-# -- text encoder --------------------------------------------------------------------------------------------
 
 
 def _read_text_encoder(folder: Path, tokenizer: Path, config: dict[str, Any], dtype: torch.dtype | None) -> dict[str, Any]:

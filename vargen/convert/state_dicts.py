@@ -22,7 +22,7 @@ State = dict[str, Tensor]
 
 _PICKLES = (".pt", ".pth", ".bin", ".ckpt")
 _INDEX = ".index.json"
-# Keys, or prefixes of names, under which training programs keep weights: as trained, and averaged over training steps.
+# Keys, or prefixes of names, under which training programs keep weights: as trained, and averaged over steps.
 _TRAINED = ("model", "module", "state_dict", "model_state_dict", "gpt", "net", "params", "generator", "online_model")
 _AVERAGED = ("ema", "ema_model", "model_ema", "params_ema", "generator_ema", "ema_state_dict", "model_ema_state_dict")
 _TRAINING_ONLY = ("discriminator", "disc", "loss", "perceptual_loss", "lpips")  # prefixes of other networks
@@ -57,11 +57,9 @@ def _ignored_classes() -> list[tuple[type, str]]:
 def read_checkpoint(file: Path, prefer: str | Sequence[str] = ()) -> State:
     """Return the tensors of a network under their plain names, from wherever training programs keep them.
 
-    They may be at the top, under a key such as `model`, `ema` or `state_dict`, or have it as a prefix of their names; keys and
-    prefixes are those of `_TRAINED` and `_AVERAGED`, and may be nested. If there are several, those under `prefer` are taken,
-    else trained weights before averaged ones, and a warning says so. Weights of a discriminator and of losses are left out.
-
-    A `.pt` file of the current format is memory-mapped: tensors are loaded when they are used.
+    They may be at the top, or under keys or prefixes of `_TRAINED` and `_AVERAGED`, also nested. Of several, those under
+    `prefer` are taken, else trained weights before averaged ones, and a warning says so. Weights of a discriminator and of
+    losses are left out. A `.pt` file of the current format is memory-mapped: tensors are loaded when they are used.
 
     Args:
         file: a checkpoint, or the index (`.index.json`) of its parts.
@@ -82,9 +80,9 @@ def read_checkpoint(file: Path, prefer: str | Sequence[str] = ()) -> State:
     others = [str(name) for name, value in content.items() if not isinstance(value, Tensor)]
     if others or not content:
         held = f"more than tensors at its top ({', '.join(others[:5])})" if others else "no tensors"
-        raise ValueError(f"{file} holds {held}; expected tensors, bare or under {', '.join(_TRAINED[:-1])} or {_TRAINED[-1]}")
+        raise ValueError(f"{file} holds {held}; expected tensors, bare or under one of {', '.join(_TRAINED)}")
     if odd := [name for name, value in content.items() if not _is_plain(value)]:
-        raise ValueError(f"{odd[0]} in {file} is sparse, nested, quantized, empty or incomplete, expected a plain tensor")
+        raise ValueError(f"{odd[0]} in {file} is sparse, nested, quantized, empty or incomplete")
     return {name: value.detach() for name, value in content.items()}
 
 
@@ -112,7 +110,7 @@ def _read_parts(index: Path) -> State:
     for name in sorted(set(weight_map.values())):
         part = _read_file(index.parent / name)
         if part.keys() != {key for key, value in weight_map.items() if value == name}:
-            raise ValueError(f"{index.parent / name} does not hold the tensors that {index.name} names; fetch both again")
+            raise ValueError(f"{index.parent / name} does not hold the tensors that {index.name} names")
         state |= part
     return state
 
@@ -181,7 +179,7 @@ def build_network(
 
 
 def describe_network(kind: Callable[..., nn.Module], config: dict[str, Any], state: State, file: Path) -> Any:
-    """Return the network `kind(**config)` on the meta device. Compares the tensors of `state` without reading them."""
+    """Return the network `kind(**config)` on the meta device, after comparing names and shapes of its tensors."""
     try:
         with torch.device("meta"):
             network = kind(**config)
@@ -191,7 +189,7 @@ def describe_network(kind: Callable[..., nn.Module], config: dict[str, Any], sta
     validate_shapes({key: tuple(value.shape) for key, value in state.items()}, expected, str(file))
     for name, value in state.items():
         if value.dtype not in _FLOATS:
-            raise ValueError(f"{name} in {file} is {value.dtype}, expected floating-point weights of 16, 32 or 64 bits")
+            raise ValueError(f"{name} in {file} is {value.dtype}, expected floating-point numbers of 16 to 64 bits")
     return network
 
 
@@ -210,11 +208,7 @@ def count_modules(state: State, prefix: str) -> int:
 
 
 def rename_tensors(state: State, names: Sequence[tuple[str, str]]) -> State:
-    """Return the tensors under new names.
-
-    Args:
-        names: regular expressions and their replacements, which are applied in this order to each name.
-    """
+    """Return the tensors under new names: regular expressions are replaced in this order in each name."""
     renamed: State = {}
     for name, value in state.items():
         for pattern, replacement in names:
@@ -224,7 +218,7 @@ def rename_tensors(state: State, names: Sequence[tuple[str, str]]) -> State:
 
 
 def require_inputs(**inputs: Path | None) -> None:
-    """Raise an error for an argument whose file or folder does not exist, before any is read; None means not given."""
+    """Raise an error that names an argument whose file or folder does not exist; None means not given."""
     for name, path in inputs.items():
         is_folder = name in ("text_encoder", "tokenizer", "wan")
         if path is not None and not path.exists():
@@ -233,27 +227,14 @@ def require_inputs(**inputs: Path | None) -> None:
             raise ValueError(f"{name} must be a {'folder' if is_folder else 'file'}, got {str(path)!r}")
 
 
-def refuse_swapped_files(network: State, network_file: Path, codes: State, codes_file: Path, embedding: str) -> None:
-    """Raise ValueError if the transformer or the image tokenizer is given as the other.
-
-    Args:
-        embedding: name of a tensor that only the transformer has.
-    """
-    if "quantize.embedding.weight" in network:
-        raise ValueError(f"{network_file} is an image tokenizer, but was given as the transformer")
-    if embedding in codes:
-        raise ValueError(f"{codes_file} is a transformer, but was given as the image tokenizer")
-
-
 def write_image_model(
     folder: Path, pipeline: str, parts: Mapping[str, Any], defaults: Mapping[str, Any], id2label: Path | None
 ) -> None:
-    """Write the components and the index of an image model.
+    """Write the components and the index of an image model, for a pipeline's class name.
 
     Args:
-        pipeline: name of its class.
         defaults: sampling settings, stored without a top-k that exceeds the vocabulary.
-        id2label: file of class names; see `read_labels`.
+        id2label: JSON file of class names.
     """
     config = parts["transformer"].config
     labels = None if id2label is None else read_labels(id2label, config.num_classes)
@@ -268,10 +249,9 @@ def read_labels(file: Path, num_classes: int) -> dict[int, str]:
     try:
         content = json.loads(file.read_text("utf-8"))
         items = enumerate(content) if isinstance(content, list) else content.items()
-        labels = {int(k): v if isinstance(v, str) else ", ".join(v) for k, v in items}
+        labels = {int(number): names if isinstance(names, str) else ", ".join(names) for number, names in items}
     except (ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"{file} is not JSON of the form {{number: names}} or [names]: {error}") from error
-    outside = [k for k in labels if not 0 <= k < num_classes]
-    if outside:
+    if outside := [number for number in labels if not 0 <= number < num_classes]:
         raise ValueError(f"{file} names class {outside[0]}, but the transformer has classes 0 to {num_classes - 1}")
     return labels

@@ -1,6 +1,6 @@
-"""Conversion of official VAR files, a transformer and its image tokenizer, to a folder for `VARPipeline`; also CoDe's files.
+"""Conversion of official VAR or CoDe files, a transformer and its image tokenizer, to a folder for `VARPipeline`.
 
-The files do not describe their networks: depth, width, heads, shared modulation and resolution are inferred from the shapes.
+The files do not describe their networks: all sizes, and the resolution, are inferred from the shapes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from vargen.convert.state_dicts import (
     build_network,
     count_modules,
     read_checkpoint,
-    refuse_swapped_files,
     require_inputs,
     require_shape,
     write_image_model,
@@ -38,10 +37,11 @@ def convert_var(
     id2label: Path | None = None,
     dtype: torch.dtype | None = None,
 ) -> Path:
-    """Convert official VAR or CoDe files, `.pt`, `.pth`, `.bin`, `.ckpt`, `.safetensors` or an index, to a pipeline folder.
+    """Convert official VAR or CoDe files, or the index of their parts, to a pipeline folder.
 
     Args:
-        transformer: a VAR transformer, or a drafter or refiner of CoDe.
+        transformer: a VAR transformer, or a drafter or refiner of CoDe: `.pt`, `.pth`, `.bin`, `.ckpt`, `.safetensors` or an
+            index of such parts.
         vae: the image tokenizer, which all of them share.
         output: folder to create. It appears whole or not at all.
         id2label: JSON file of class names, `{"0": "name, synonym"}` or a list of names.
@@ -53,17 +53,14 @@ def convert_var(
     with atomic_folder(output) as folder:
         require_inputs(transformer=transformer, vae=vae, id2label=id2label)
         network, codes = read_checkpoint(transformer, prefer="var_wo_ddp"), read_checkpoint(vae, prefer="vae_local")
-        refuse_swapped_files(network, transformer, codes, vae, "pos_1LC")
-        for state, file in ((network, transformer), (codes, vae)):
-            if any(name.startswith(("tok_embeddings.", "encoder.conv_blocks.")) for name in state):
-                raise ValueError(f"{file} is LlamaGen's, not VAR's: use `vargen convert llamagen`")
         config = detect_transformer(network, transformer)
         vae_config = detect_vae(codes, vae, config["scales"])
-        for own, other, what in (("code_dim", "codebook_embed_dim", "of width"), ("vocab_size", "codebook_size", "numbering")):
+        pairs = (("code_dim", "codebook_embed_dim", "of width"), ("vocab_size", "codebook_size", "numbering"))
+        for own, other, what in pairs:
             if config[own] != vae_config[other]:
                 raise ValueError(
-                    f"{transformer} and {vae} do not belong together: the transformer takes codes {what} {config[own]}, the "
-                    f"image tokenizer has {vae_config[other]}"
+                    f"{transformer} and {vae} do not belong together: the transformer takes codes {what} "
+                    f"{config[own]}, the image tokenizer has {vae_config[other]}"
                 )
         parts = {
             "vqvae": build_network(MultiScaleVQModel, vae_config, codes, vae),
@@ -74,7 +71,7 @@ def convert_var(
 
 
 def detect_transformer(state: State, file: Path) -> dict[str, Any]:
-    """Infer the arguments of `VARTransformer` from a state dict; removes the buffers from it, which are recomputed."""
+    """Infer the arguments of `VARTransformer` from a state dict; removes its buffers, which are recomputed."""
     shape = partial(require_shape, state, file, "VAR transformer")
     positions, dim = shape("pos_1LC", 3)[1:]
     blocks = count_modules(state, "blocks.")
@@ -100,19 +97,17 @@ def detect_transformer(state: State, file: Path) -> dict[str, Any]:
 
 
 def detect_scales(state: State, positions: int, file: Path) -> tuple[int, ...]:
-    """Return the scales by the level of each position in official files, else from the official table for `positions`."""
+    """Return the scales by the level of each position in the file, else by the official number of positions."""
     if "lvl_1L" in state:
         sides = [math.isqrt(count) for count in torch.bincount(state["lvl_1L"].flatten().long()).tolist()]
         if sum(side * side for side in sides) != positions or state["lvl_1L"].numel() != positions:
-            raise ValueError(f"{file} contradicts itself: its lvl_1L does not describe {positions} positions in square scales")
+            raise ValueError(f"{file} is damaged: its lvl_1L does not describe {positions} positions in square scales")
         return tuple(sides)
     known = {sum(side * side for side in table): (pixels, table) for pixels, table in SCALES.items()}
     if positions not in known:
         allowed = ", ".join(f"{count} ({pixels} pixels)" for count, (pixels, _) in known.items())
-        raise ValueError(
-            f"the scales of {file} are unknown: it has {positions} positions, and official tables have {allowed}; its lvl_1L, "
-            "which would tell, is missing"
-        )
+        found = f"it has {positions} positions, and official tables have {allowed}"
+        raise ValueError(f"the scales of {file} are unknown: {found}; its lvl_1L, which would tell, is missing")
     return known[positions][1]
 
 

@@ -1,7 +1,7 @@
-"""Files with Wan2.1's layout: a causal transformer's, and the autoencoder, UMT5 text encoder and tokenizer that it comes with.
+"""Files with Wan2.1's layout: of a causal transformer, and of its autoencoder, UMT5 text encoder and tokenizer.
 
-Sizes are inferred from the shapes. A transformer gets its original names, the other parts those of diffusers and transformers.
-Parts that are in these formats already are copied.
+Sizes are inferred from the shapes. A transformer gets its original names, the other parts those of diffusers and
+transformers; parts that are in these formats already are copied.
 
 Sources: Wan Team 2025, "Wan" (arXiv:2503.20314); Chung et al. 2023, "UniMax" (arXiv:2304.09151) for UMT5.
 """
@@ -34,7 +34,7 @@ from vargen.values import short_repr
 _KIND = "causal video transformer"
 HEAD_DIM = 128  # in all official models
 _PLACES = ("generator_ema", "generator")  # where training files keep the weights, in order of preference
-_CRITIC_HEADS = ("_cls_pred_branch", "_register_tokens", "_gan_ca_blocks")  # of adversarial training, beside the network
+_CRITIC_HEADS = ("_cls_pred_branch", "_register_tokens", "_gan_ca_blocks")  # of adversarial training
 # Names of what other networks with this layout have in addition, and why they cannot be converted.
 _EXTRAS = {
     r"\blora_(A|B|down|up)\b": "it is a LoRA: merge it into its base model first",
@@ -45,7 +45,7 @@ _EXTRAS = {
 # Latent channels of Wan's autoencoders -> spatial stride, frames per second, default rows and columns in pixels.
 LATENTS = {16: (8, 16, (480, 832)), 48: (16, 24, (704, 1280))}
 
-# Names in `WanTransformer3DModel` of diffusers to original names, as regular expressions. The two number the norms differently.
+# Names in diffusers' `WanTransformer3DModel` to original names. The two number the norms differently.
 _ORIGINAL_NAMES = (
     (r"^condition_embedder\.(text|time)_embedder\.linear_1\.", r"\1_embedding.0."),
     (r"^condition_embedder\.(text|time)_embedder\.linear_2\.", r"\1_embedding.2."),
@@ -64,8 +64,9 @@ _ORIGINAL_NAMES = (
 
 VAE_FILE, TEXT_FILE, TOKENIZER_FOLDER = "Wan2.1_VAE.pth", "models_t5_umt5-xxl-enc-bf16.pth", "google/umt5-xxl"
 _VAE_FILE_22 = "Wan2.2_VAE.pth"
-_DIFFUSERS_22 = "Wan2.2's autoencoder: give Wan2.2-TI2V-5B in diffusers' format, which has the statistics of its latents"
-# Original names of the text encoder to those of `UMT5EncoderModel`, as regular expressions.
+# The original file lacks the statistics of its latents.
+_DIFFUSERS_22 = "Wan2.2's autoencoder: give Wan2.2-TI2V-5B in diffusers' format"
+# Original names of the text encoder to those of `UMT5EncoderModel`.
 _TEXT_NAMES = (
     (r"^token_embedding\.", "shared."),
     (r"^blocks\.", "encoder.block."),
@@ -78,9 +79,6 @@ _TEXT_NAMES = (
     (r"\.ffn\.fc1\.", ".layer.1.DenseReluDense.wi_1."),
     (r"\.ffn\.fc2\.", ".layer.1.DenseReluDense.wo."),
 )
-
-
-# -- transformer -------------------------------------------------------------------------------------------------------
 
 
 def to_original_names(state: State, file: Path) -> State:
@@ -144,7 +142,7 @@ def detect_transformer(state: State, file: Path, heads: int | None = None, head_
 
 
 def resolve_latent_size(size: tuple[int, int] | None, channels: int, patch: int) -> dict[str, int]:
-    """Return `height` and `width` of latents for frames of `size` pixels (rows, columns); None for the official size."""
+    """Return `height` and `width` of latents for frames of `size` pixels (rows, columns); None: the official size."""
     stride, _, official = LATENTS[channels]
     rows, columns = official if size is None else size
     if any(side < stride * patch or side % (stride * patch) for side in (rows, columns)):
@@ -152,11 +150,8 @@ def resolve_latent_size(size: tuple[int, int] | None, channels: int, patch: int)
     return {"height": rows // stride, "width": columns // stride}
 
 
-# -- other parts -------------------------------------------------------------------------------------------------------
-
-
 class WanPart(NamedTuple):
-    """A component, validated by names and shapes and not read yet: its class, its configuration, and what writes its folder."""
+    """A component that was validated by names and shapes and is not read yet; `write` writes its folder."""
 
     kind: type
     config: Mapping[str, Any]
@@ -164,7 +159,7 @@ class WanPart(NamedTuple):
 
 
 def read_wan_parts(folder: Path) -> dict[str, WanPart]:
-    """Return the components `vae`, `text_encoder` and `tokenizer` of a folder of Wan2.1, or of Wan2.2 in diffusers' format."""
+    """Return `vae`, `text_encoder` and `tokenizer` of a folder of Wan2.1, or of Wan2.2 in diffusers' format."""
     if (folder / _VAE_FILE_22).exists() and not (folder / "vae").is_dir():
         raise ValueError(f"wan {str(folder)!r} holds {_VAE_FILE_22}, {_DIFFUSERS_22}")
     readers = (
@@ -176,8 +171,9 @@ def read_wan_parts(folder: Path) -> dict[str, WanPart]:
     for name, original, read in readers:
         place = folder / name if (folder / name).is_dir() else folder / original
         if not place.exists():
-            missing = f"it has no {original} or {name}/"
-            raise ValueError(f"wan {str(folder)!r} must hold Wan2.1, original or in diffusers' format; {missing}")
+            raise ValueError(
+                f"wan {str(folder)!r} must hold Wan2.1, original or in diffusers' format; it has no {original} or {name}/"
+            )
         parts[name] = read(place)
     return parts
 

@@ -4,5 +4,12 @@ from vargen.scoring.protocol import BatchedScorer, FunctionScorer, NonFiniteScor
 from vargen.scoring.registry import SCORERS, open_scorer
 
 __all__ = [
-    "SCORERS", "BatchedScorer", "FunctionScorer", "NonFiniteScoreError", "Scorer", "open_scorer", "score_images", "to_scorer",
-]  # fmt: skip
+    "SCORERS",
+    "BatchedScorer",
+    "FunctionScorer",
+    "NonFiniteScoreError",
+    "Scorer",
+    "open_scorer",
+    "score_images",
+    "to_scorer",
+]

@@ -1,7 +1,7 @@
-"""CLIP score: 100 times the cosine similarity of image and prompt embeddings, clipped at 0 (Hessel et al. 2021, CLIPScore).
+"""CLIP score: 100 times the cosine similarity of image and prompt embeddings, clipped at 0 (CLIPScore, Hessel et al. 2021).
 
-Hessel et al. scale by 2.5; text-to-image papers report 100 times the cosine, or the cosine itself. Scores of different models
-or weights are not comparable, so the scorer's name includes both.
+Hessel et al. scale by 2.5; text-to-image papers report 100 times the cosine, or the cosine. Scores of different models or
+weights are not comparable, so the scorer's name includes both.
 """
 
 from __future__ import annotations
@@ -19,10 +19,7 @@ from vargen.scoring.protocol import BatchedScorer, Images, require_local_file, t
 from vargen.values import short_repr, suggest_names
 from vargen.weight_files import weights_digest
 
-_HOW = (
-    "give weights=FILE, a checkpoint of open_clip (.safetensors or .pt), or a tag that open_clip knows for this model, "
-    "such as openai, on a machine that reaches the model hub"
-)
+_HOW = "give weights=FILE, a checkpoint of open_clip (.safetensors or .pt), or, with network, one of its tags such as openai"
 
 
 class CLIPScorer(BatchedScorer):

@@ -1,7 +1,7 @@
 """Frame scores of a block of video: an image scorer applied to each frame, minus a penalty for a jump at the block boundary.
 
-An image scorer cannot see a jump between two blocks. So the first frame of a block is penalized by the amount by which its
-change from the previous frame exceeds the largest change within the block.
+An image scorer cannot see a jump between two blocks. So the first frame of a block pays for the amount by which its change
+from the previous frame exceeds the largest change within the block.
 
 Shape suffixes: T frames, Y/X rows and columns.
 """
@@ -19,7 +19,7 @@ from vargen.values import parse_float, require_int, short_repr
 
 
 def jump(frames_TCYX: Tensor, previous_CYX: Tensor | None) -> float:
-    """Return by how much the change into a block exceeds the largest one within it; mean absolute differences in [0, 1]."""
+    """Return by how much the change into a block exceeds the largest within it: mean absolute difference in [0, 1]."""
     if previous_CYX is None:
         return 0.0
     into = float((frames_TCYX[0] - previous_CYX).abs().mean())
@@ -33,8 +33,7 @@ class FrameScorer:
     Args:
         scorer: a `Scorer`, or a function of images and prompts.
         step_weight: penalty of the first frame for a jump over the whole range of brightness; 0 ignores jumps.
-        frames: number of a block's frames to score, evenly spaced and including the last one; None: all. Jumps are measured
-            on all frames.
+        frames: number of a block's frames to score, evenly spaced up to the last one; None: all. Jumps count all frames.
     """
 
     def __init__(self, scorer: Scorer | Callable[..., Any], step_weight: float = 20.0, frames: int | None = None):

@@ -40,8 +40,8 @@ _ENCODER = "emoji"  # source of the text encoder if a folder names none
 class ImageTextScorer(BatchedScorer):
     """Scores how well an image matches its prompt: the log odds of the pair, minus those of fixed captions.
 
-    The logit is SigLIP's (Zhai et al. 2023), `scale * cosine + bias`. Some images match any caption better than others do. If
-    the folder has fixed captions, their mean logit is therefore subtracted, so that images of one prompt can be ranked.
+    The logit is SigLIP's (Zhai et al. 2023), `scale * cosine + bias`. Some images match any caption better than others do:
+    if the folder has fixed captions, their mean logit is subtracted, so that images of one prompt can be ranked.
 
     Args:
         source: name of a packaged scorer (`emoji-scorer`), or a folder.
@@ -93,7 +93,7 @@ class ImageTextScorer(BatchedScorer):
         return fits + self.model.pair_bias
 
     def _embed_cached(self, texts: Sequence[str]) -> Tensor:
-        """Embed captions as `embed_captions` does, with a cache of recent ones: all blocks of a video share one prompt."""
+        """Return `embed_captions(texts)` with a cache: all blocks of a video share one prompt."""
         if new := [text for text in texts if text not in self._latest]:
             if len(self._latest) + len(new) > _KEPT_CAPTIONS:
                 self._latest, new = {}, list(texts)
@@ -108,10 +108,7 @@ def preprocess(model: ImageTextModel, pixels_BCYX: Tensor) -> Tensor:
 
 def load_image_tower(folder: Path) -> ImageTextModel:
     """Open the `ImageTextModel` of a scorer's folder."""
-    try:
-        return load_network(NetworkFolder(folder, ImageTextModel), torch.float32).requires_grad_(False)
-    except ValueError as error:
-        raise ValueError(f"the scorer in {str(folder)!r} is damaged or incomplete ({error}); train it again") from error
+    return load_network(NetworkFolder(folder, ImageTextModel), torch.float32).requires_grad_(False)
 
 
 def tower_identity(model: ImageTextModel) -> str:
@@ -126,7 +123,7 @@ def packaged_scorers() -> list[str]:
 
 
 def scorer_folder(source: str | Path) -> Path:
-    """Return the folder that holds the image encoder's `config.json`, of a packaged scorer or of a local folder."""
+    """Return the folder with the image encoder's `config.json`, of a packaged scorer or a local folder."""
     names = packaged_scorers()
     if str(source) in names:
         path = Path(vargen.assets.__file__).parent / str(source)
@@ -143,21 +140,23 @@ def scorer_folder(source: str | Path) -> Path:
 
 
 def _settings(folder: Path) -> dict[str, Any]:
-    file = next((place / FILE for place in (folder, folder.parent) if (place / FILE).is_file()), None)
-    settings = {} if file is None else read_object(file)
-    captions = settings.get("captions", [])
-    if not isinstance(captions, list) or not all(isinstance(text, str) for text in captions):
-        raise ValueError(f"{file} must hold a list of texts for captions")
-    return settings
+    for file in (folder / FILE, folder.parent / FILE):
+        if file.is_file():
+            settings = read_object(file)
+            captions = settings.get("captions", [])
+            if not isinstance(captions, list) or not all(isinstance(text, str) for text in captions):
+                raise ValueError(f"{file} must hold a list of texts for captions")
+            return settings
+    return {}
 
 
 def _encoder_folder(folder: Path, named: str | Path | None) -> Path:
-    """Return the folder with the text encoder and tokenizer that is named; by default the scorer's own, or that of `emoji`."""
+    """Return the named folder with text encoder and tokenizer; by default the scorer's own, or that of `emoji`."""
     places = [folder, folder.parent, vargen.assets.packaged_model_path(_ENCODER)]
     if named is not None:
         packaged = str(named) in vargen.assets.packaged_models()
         places = [vargen.assets.packaged_model_path(str(named)) if packaged else expand_user(named, "text_encoder")]
-    found = next((place for place in places if (place / "text_encoder").is_dir() and (place / "tokenizer").is_dir()), None)
-    if found is None:
-        raise ValueError(f"text_encoder {str(named)!r} must hold text_encoder/ and tokenizer/")
-    return found
+    for place in places:
+        if (place / "text_encoder").is_dir() and (place / "tokenizer").is_dir():
+            return place
+    raise ValueError(f"text_encoder {str(named)!r} must hold text_encoder/ and tokenizer/")

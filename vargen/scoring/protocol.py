@@ -1,7 +1,7 @@
 """The scorer interface: images and their prompts in, one number per image out.
 
-All scoring passes through `score_images`, so that a NaN, a missing score or a missing prompt raises an error, whatever the
-scorer, and never reaches a table.
+All scores pass through `score_images` or `BatchedScorer`, so that a NaN, a missing score or a missing prompt is an error,
+whatever the scorer, and never reaches a table.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class NonFiniteScoreError(ValueError):
 
 
 def to_scorer(value: Any, name: str = "") -> Scorer:
-    """Return `value` if it is a scorer, or wrap it if it is a function `f(images, prompts)`; TypeError for anything else."""
+    """Return a scorer as it is, and a function `f(images, prompts)` wrapped as one; TypeError for anything else."""
     is_class = isinstance(value, type)
     if isinstance(value, Scorer) and not is_class:
         return value
@@ -117,13 +117,13 @@ def _validate_pairs(images: Any, prompts: Any) -> None:
             got = f"{str(images.dtype)[6:]} {list(images.shape)}"
             raise ValueError(f"images must be a float tensor [N, 3, Y, X] in [0, 1], got {got}")
         if not images.isfinite().all():
-            raise ValueError("images must hold finite values, from 0 to 1, and hold NaN or infinite ones")
+            raise ValueError("images must hold finite values, from 0 to 1")
     elif not isinstance(images, list | tuple) or not all(isinstance(image, Image.Image) for image in images):
         raise TypeError(f"images must be a list of PIL images or a float tensor [N, 3, Y, X], got {short_repr(images)}")
     if not isinstance(prompts, list | tuple) or not all(isinstance(prompt, str) for prompt in prompts):
         raise TypeError(f"prompts must be a list of strings, one for each image, got {short_repr(prompts)}")
     if not len(images) or len(images) != len(prompts):
-        raise ValueError(f"give one prompt per image and at least one, got {len(images)} images, {len(prompts)} prompts")
+        raise ValueError(f"give one prompt for each image, got {len(images)} images and {len(prompts)} prompts")
 
 
 def _validate_scores(values: Any, count: int, name: str) -> Tensor:
@@ -137,9 +137,8 @@ def _validate_scores(values: Any, count: int, name: str) -> Tensor:
     scores = scores.reshape(count)
     if not scores.isfinite().all():
         first = int((~scores.isfinite()).nonzero()[0])
-        raise NonFiniteScoreError(
-            f"scorer {name} gave {float(scores[first])} for image {first} of {count}; its weights or the image are damaged"
-        )
+        found = f"{float(scores[first])} for image {first} of {count}"
+        raise NonFiniteScoreError(f"scorer {name} gave {found}; its weights or the image are damaged")
     return scores
 
 

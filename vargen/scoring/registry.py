@@ -22,7 +22,7 @@ SCORERS = {
 
 
 def default_scorer(model: str) -> str | None:
-    """Return the packaged scorer of a packaged model: `emoji-scorer` for `emoji` and `emoji-var`; None without one."""
+    """Return the packaged scorer of a packaged model, such as `emoji-scorer` for `emoji-var`; None without one."""
     from vargen.scoring.image_text import packaged_scorers
 
     name = f"{model.split('-')[0]}-scorer"
@@ -45,7 +45,7 @@ def open_scorer(spec: str, device: torch.device | str = "cpu", batch_size: int |
 
 
 def _import_scorer(spec: str) -> Scorer:
-    """Import a scorer, a scorer class without arguments, or a function of images and prompts; nothing else is called."""
+    """Import a scorer, a class of scorers, or a function of images and prompts; nothing else is called."""
     value = import_user_object(spec, "scorer")
     if inspect.isclass(value) and callable(getattr(value, "score", None)):
         value = value()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ _PIXEL_MEAN, _PIXEL_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26
 
 
 def preprocess_images(images: Images) -> Tensor:
-    """Return float32 `[N, 3, 224, 224]`: shorter side resized to 224 (bicubic), center crop, CLIP's mean and deviation."""
+    """Return float32 `[N, 3, 224, 224]`: shorter side resized to 224 (bicubic), center crop, CLIP's normalization."""
     from torchvision.transforms import functional as transforms
 
     resized = [transforms.resize(image, SIDE, transforms.InterpolationMode.BICUBIC) for image in to_pil(images)]
@@ -42,18 +43,28 @@ def preprocess_images(images: Images) -> Tensor:
     return transforms.normalize(pixels, _PIXEL_MEAN, _PIXEL_STD)
 
 
-# -- ImageReward ---------------------------------------------------------------------------------------------------------
-
 SCORE_MEAN, SCORE_STD = 0.16717362830052426, 1.0333394966054072  # of the official training scores
 CONTEXT = 35  # prompt tokens; longer prompts are truncated
 VISION: dict[str, Any] = {
-    "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16, "patch_size": 16,
-    "image_size": SIDE, "layer_norm_eps": 1e-6,
-}  # fmt: skip
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "patch_size": 16,
+    "image_size": SIDE,
+    "layer_norm_eps": 1e-6,
+}
 TEXT: dict[str, Any] = {
-    "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12, "vocab_size": 30524,
-    "max_position_embeddings": 512, "layer_norm_eps": 1e-12, "is_decoder": True,
-}  # fmt: skip
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "vocab_size": 30524,
+    "max_position_embeddings": 512,
+    "encoder_hidden_size": VISION["hidden_size"],
+    "layer_norm_eps": 1e-12,
+    "is_decoder": True,
+}
 _IMAGE_REWARD = "fetch ImageReward.pt of the hub model THUDM/ImageReward (1.8 GB) and give weights=FILE"
 # Official names to ours, as regular expressions in this order. Those inside of the text encoder need no change.
 _NAMES = (
@@ -77,8 +88,9 @@ class ImageRewardNetwork(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.vision = BlipVisionModel(BlipVisionConfig(**VISION))
-        self.text = BlipTextModel(BlipTextConfig(**TEXT, encoder_hidden_size=VISION["hidden_size"]), add_pooling_layer=False)
-        linear = [nn.Linear(a, b) for a, b in ((TEXT["hidden_size"], 1024), (1024, 128), (128, 64), (64, 16), (16, 1))]
+        self.text = BlipTextModel(BlipTextConfig(**TEXT), add_pooling_layer=False)
+        widths = (TEXT["hidden_size"], 1024, 128, 64, 16, 1)
+        linear = [nn.Linear(a, b) for a, b in pairwise(widths)]
         dropout = nn.Identity()  # in training; the official indices count it
         self.mlp = nn.Sequential(linear[0], dropout, linear[1], dropout, linear[2], dropout, linear[3], linear[4])
 
@@ -96,7 +108,7 @@ class ImageRewardNetwork(nn.Module):
 
 
 def build_image_reward(official: dict[str, Tensor], file: Path) -> ImageRewardNetwork:
-    """Build the network with the weights of an official state dict, in float32; `file` is its name in error messages."""
+    """Build the network with the weights of an official state dict, in float32; errors name `file`."""
     state: dict[str, Tensor] = {}
     for name, value in official.items():
         for pattern, replacement in _NAMES:
@@ -119,8 +131,7 @@ class ImageRewardScorer(BatchedScorer):
 
     Args:
         weights: the official `ImageReward.pt`.
-        tokenizer: a folder with the tokenizer of bert-base-uncased; by default that of the packaged text encoder, which has the
-            same vocabulary.
+        tokenizer: folder with the tokenizer of bert-base-uncased. Default: that of `emoji`, which has the same vocabulary.
     """
 
     def __init__(
@@ -145,14 +156,12 @@ class ImageRewardScorer(BatchedScorer):
         return self.network(pixels, encoded.input_ids, encoded.attention_mask)
 
 
-# -- PickScore -----------------------------------------------------------------------------------------------------------
-
 _CLIP = NetworkKind("CLIPModel", "clip", {"text_config": "CLIPTextConfig", "vision_config": "CLIPVisionConfig"})
 _PICK_SCORE = "fetch the hub model yuvalkirstain/PickScore_v1 and give weights=FOLDER"
 
 
 class PickScoreScorer(BatchedScorer):
-    """PickScore, or another CLIP model: cosine of image and prompt embeddings times its logit scale, about 20 for a good image.
+    """PickScore, or another CLIP model: the cosine times the logit scale, about 20 for a good image.
 
     Args:
         weights: folder of a `CLIPModel` of transformers with safetensors, whose images have 224 x 224 pixels.
