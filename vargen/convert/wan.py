@@ -179,10 +179,10 @@ def read_wan_parts(folder: Path) -> dict[str, WanPart]:
 
 
 def _read_vae(place: Path) -> WanPart:
-    from diffusers.loaders.single_file_utils import convert_wan_vae_to_diffusers  # takes seconds to import
-
     if place.is_dir():
         return WanPart(AutoencoderKLWan, NetworkFolder(place, AutoencoderKLWan).config, partial(copytree, place))
+    from diffusers.loaders.single_file_utils import convert_wan_vae_to_diffusers  # takes seconds to import
+
     state = read_checkpoint(place)
     found = detect_wan_vae(state, place)
     state = convert_wan_vae_to_diffusers(state)
