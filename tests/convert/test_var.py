@@ -95,7 +95,7 @@ def test_what_is_wrong_is_named_and_nothing_is_left(files: tuple[Path, Path], tm
         ((vae, vae), "vae.pth is not a VAR transformer: it has no pos_1LC"),
         ((transformer, transformer), "var_d2.pth is not a VAR image tokenizer: it has no encoder.conv_in.weight"),
         ((other, vae), "other.pth is not a VAR transformer: it has no pos_1LC"),
-        ((transformer, narrow), "do not belong together: the transformer takes codes of width 16, the image tokenizer has 8"),
+        ((transformer, narrow), "do not belong together: they have 16 and 8 columns of codes"),
         ((_save(tmp_path / "a.pth", **{"lvl_1L": None}), vae), "it has 30 positions, and official tables have 680"),
         ((_save(tmp_path / "b.pth", **{"pos_1LC": None}), vae), "b.pth is not a VAR transformer: it has no pos_1LC"),
         ((_save(tmp_path / "c.pth", **{"lvl_1L": torch.zeros(1, 30).long()}), vae), "lvl_1L does not describe 30 positions"),

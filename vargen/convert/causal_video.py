@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from vargen.convert.state_dicts import State, build_network, describe_network, require_inputs
+from vargen.convert.state_dicts import State, build_network, describe_network, require_equal, require_inputs
 from vargen.convert.wan import WanPart, detect_transformer, read_transformer, read_wan_parts, resolve_latent_size
 from vargen.files import atomic_folder
 from vargen.model_files import write_model_index
@@ -189,29 +189,23 @@ def _same_weights(a: State, b: State) -> bool:
 def _validate_pair(draft: Mapping[str, Any], draft_file: Path, config: Mapping[str, Any], file: Path) -> None:
     """Raise ValueError unless two transformers exchange latents and take the same text features."""
     published = _find(draft_file, PUBLISHED) or {}
-    pairs = (
+    require_equal(
+        f"draft {draft_file} and transformer {file}",
         ("latent frames per block", published.get("block_frames", config["block_frames"]), config["block_frames"]),
         ("latent channels", draft["channels"], config["channels"]),
         ("columns of text features", draft["text_dim"], config["text_dim"]),
     )
-    _require_equal(f"draft {draft_file} and transformer {file}", pairs)
 
 
 def _validate_parts(parts: Mapping[str, WanPart], config: Mapping[str, Any], wan: Path, file: Path) -> None:
     """Raise ValueError unless a transformer takes the latents and text features of the other parts."""
     vae, text = parts["vae"].config, parts["text_encoder"].config
-    pairs = (
+    require_equal(
+        f"wan {str(wan)!r} and transformer {file}",
         ("latent channels, of which Wan2.1 has 16 and Wan2.2-TI2V-5B 48", vae["z_dim"], config["channels"]),
         ("pixels per latent position", vae["scale_factor_spatial"], config["spatial_stride"]),
         ("columns of text features", text["d_model"], config["text_dim"]),
     )
-    _require_equal(f"wan {str(wan)!r} and transformer {file}", pairs)
-
-
-def _require_equal(both: str, pairs: Sequence[tuple[str, int, int]]) -> None:
-    for what, one, other in pairs:
-        if one != other:
-            raise ValueError(f"{both} do not belong together: they have {one} and {other} {what}")
 
 
 def _find(file: Path, table: Mapping[str, Any]) -> Any:

@@ -19,6 +19,7 @@ from vargen.convert.state_dicts import (
     build_network,
     count_modules,
     read_checkpoint,
+    require_equal,
     require_inputs,
     require_shape,
     write_image_model,
@@ -78,11 +79,7 @@ def convert_llamagen(
         gpt, codes = read_checkpoint(transformer), read_checkpoint(vq, prefer="ema")
         vq_config = detect_vq(codes, vq)
         config = detect_transformer(gpt, transformer, 2 ** (len(vq_config["encoder_ch_mult"]) - 1), n_head, grid_size)
-        if config["vocab_size"] != vq_config["codebook_size"]:
-            raise ValueError(
-                f"{transformer} and {vq} do not belong together: the transformer generates from "
-                f"{config['vocab_size']} tokens, the image tokenizer has {vq_config['codebook_size']} codes"
-            )
+        require_equal(f"{transformer} and {vq}", ("codes", config["vocab_size"], vq_config["codebook_size"]))
         if id2label is not None and config["condition"] != "class":
             raise ValueError("id2label names classes, but this transformer is text-conditional")
         parts: dict[str, Any] = {}

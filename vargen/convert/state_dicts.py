@@ -202,6 +202,13 @@ def require_shape(state: State, file: Path, kind: str, name: str, dims: int = 2)
     return state[name].shape
 
 
+def require_equal(both: str, *pairs: tuple[str, int, int]) -> None:
+    """Raise ValueError unless `both` files have the same numbers: what is counted, in one and in the other."""
+    for what, one, other in pairs:
+        if one != other:
+            raise ValueError(f"{both} do not belong together: they have {one} and {other} {what}")
+
+
 def count_modules(state: State, prefix: str) -> int:
     """Return the number of entries after `prefix`."""
     return len({key[len(prefix) :].split(".")[0] for key in state if key.startswith(prefix)})

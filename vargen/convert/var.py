@@ -17,6 +17,7 @@ from vargen.convert.state_dicts import (
     build_network,
     count_modules,
     read_checkpoint,
+    require_equal,
     require_inputs,
     require_shape,
     write_image_model,
@@ -55,13 +56,11 @@ def convert_var(
         network, codes = read_checkpoint(transformer, prefer="var_wo_ddp"), read_checkpoint(vae, prefer="vae_local")
         config = detect_transformer(network, transformer)
         vae_config = detect_vae(codes, vae, config["scales"])
-        pairs = (("code_dim", "codebook_embed_dim", "of width"), ("vocab_size", "codebook_size", "numbering"))
-        for own, other, what in pairs:
-            if config[own] != vae_config[other]:
-                raise ValueError(
-                    f"{transformer} and {vae} do not belong together: the transformer takes codes {what} "
-                    f"{config[own]}, the image tokenizer has {vae_config[other]}"
-                )
+        require_equal(
+            f"{transformer} and {vae}",
+            ("codes", config["vocab_size"], vae_config["codebook_size"]),
+            ("columns of codes", config["code_dim"], vae_config["codebook_embed_dim"]),
+        )
         parts = {
             "vqvae": build_network(MultiScaleVQModel, vae_config, codes, vae),
             "transformer": build_network(VARTransformer, config, network, transformer, dtype),
