@@ -7,18 +7,15 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
+from diffusers import DiffusionPipeline
 from diffusers.image_processor import VaeImageProcessor
 
-from vargen.compat import ensure_torchvision, without_autocast
+from vargen.compat import without_autocast
 from vargen.files import atomic_merge, expand_user
 from vargen.pipelines import loading
 from vargen.pipelines.families import STORED_VALUES, ModelFamily
 from vargen.pipelines.offloading import OffloadedPipeline
 from vargen.pipelines.prompts import PROMPT_NAMES_FILE, PromptNames
-
-ensure_torchvision()
-
-from diffusers import DiffusionPipeline
 
 
 class StoredPipeline(OffloadedPipeline, DiffusionPipeline):

@@ -90,14 +90,15 @@ _DECLARED = (
     + "assert torch.ops.torchvision.nms.default and torch.ops.torchvision.qnms.default"
 )
 # A binary that does load defines these operators itself: a second definition would be an error.
-_NOT_DECLARED = _GUARD + "import torch; assert not hasattr(torch.ops.torchvision, 'nms')"
+_IMPORT = _GUARD + "import torchvision"
+_NOT_DECLARED = _GUARD + "import torch, torchvision; assert not hasattr(torch.ops.torchvision, 'nms')"
 # Contents of torchvision, code, and what is expected on standard error if it fails, else once among the messages.
 FAKES = [
     (_UNLOADABLE, _DECLARED, 0, "torchvision::nms does not exist"),
     ("", _NOT_DECLARED, 0, ""),
-    ("raise RuntimeError('the disk is on fire')", _GUARD, 1, "RuntimeError: the disk is on fire"),
-    ("import a_missing_dependency", _GUARD, 1, "No module named 'a_missing_dependency'"),
-    ("raise RuntimeError('operator torchvision::roi does not exist')", _GUARD, 1, "operator torchvision::roi"),
+    ("raise RuntimeError('the disk is on fire')", _IMPORT, 1, "RuntimeError: the disk is on fire"),
+    ("import a_missing_dependency", _IMPORT, 1, "No module named 'a_missing_dependency'"),
+    ("raise RuntimeError('operator torchvision::roi does not exist')", _IMPORT, 1, "operator torchvision::roi"),
 ]
 
 

@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
+from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from threading import Lock
@@ -43,41 +44,62 @@ def installed_version(distribution: str) -> str | None:
 def ensure_torchvision() -> bool:
     """Make torchvision importable, and with it the classes of transformers and diffusers that import it.
 
-    The torchvision wheel on PyPI is built for CUDA. With a CPU-only torch its binary does not load, and the import
-    fails with `operator torchvision::nms does not exist`. Only in that case are the two missing operators declared
-    (without a kernel, so calling them still fails) and the import is repeated. Declaring them earlier would clash
-    with a binary that does load. Call this before importing vision classes of transformers, or anything of
-    diffusers. Repeated calls are allowed.
+    The torchvision wheel on PyPI is built for CUDA. With a CPU-only torch its binary does not load, and the import fails with
+    `operator torchvision::nms does not exist`. Only then are the two missing operators declared, without a kernel, so that
+    calling them still fails, and the import is repeated. Declaring them earlier would clash with a binary that does load.
+    Nothing is imported by this function, which may be called again.
 
     Returns:
-        Whether torchvision can be used; False if it is not installed.
-
-    Raises:
-        RuntimeError: torchvision is installed but fails for another reason, or still fails after the repair.
-        ImportError: torchvision is installed but one of its dependencies is missing.
+        Whether torchvision is installed.
     """
+    guard_torchvision()
+    return importlib.util.find_spec("torchvision") is not None
+
+
+def guard_torchvision() -> None:
+    """See `ensure_torchvision`. `import vargen` calls this."""
     with _guard_lock:
+        if _guard not in sys.meta_path:
+            sys.meta_path.insert(0, _guard)
+
+
+class _TorchvisionGuard(MetaPathFinder):
+    """Finds torchvision as usual, for a loader that repeats its import."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(name, path) if name == "torchvision" else None
+        if spec is not None and spec.loader is not None:
+            spec.loader = _TorchvisionLoader(spec.loader)
+        return spec
+
+
+class _TorchvisionLoader(Loader):
+    def __init__(self, loader: Any):
+        self._loader = loader
+
+    def __getattr__(self, name: str) -> Any:  # sources and resources
+        return getattr(self._loader, name)
+
+    def exec_module(self, module: Any) -> None:
         try:
-            importlib.import_module("torchvision")
-            return True
-        except ModuleNotFoundError as error:
-            if error.name != "torchvision":
-                raise
-            return False
+            return self._loader.exec_module(module)
         except RuntimeError as error:
             if "torchvision::" not in str(error):
                 raise
             reason = str(error)
         # Outside the except clause, so that a second failure is not reported as raised while handling the first.
-        _drop_modules("torchvision")
+        for name in [each for each in sys.modules if each.startswith("torchvision.")]:  # submodules that did load
+            del sys.modules[name]
         _declare_operators()
-        importlib.import_module("torchvision")
+        self._loader.exec_module(module)
         logger.info(
             "torchvision's compiled operators do not load with this torch (%s); "
             "its transforms and models work, its compiled operators (nms, image decoding) do not",
             reason,
         )
-        return True
+
+
+_guard = _TorchvisionGuard()
 
 
 def import_torch_fidelity(module: str) -> Any:
@@ -95,12 +117,6 @@ def _declare_operators() -> None:
         if not hasattr(torch.ops.torchvision, name):
             library.define(name + _OPERATOR_SCHEMA)
     _declared.append(library)
-
-
-def _drop_modules(package: str) -> None:
-    """Remove a partly imported package from sys.modules: a failed import leaves the submodules that did load."""
-    for name in [n for n in sys.modules if n == package or n.startswith(package + ".")]:
-        del sys.modules[name]
 
 
 def defer_to_installed_package(name: str, folder: str) -> None:

@@ -92,9 +92,9 @@ def test_weights_of_another_network_are_refused(changes: dict[str, Any], message
 
 def test_long_lists_are_cut_short() -> None:
     found = {f"x{i:02}": (1,) for i in range(20)}
-    with pytest.raises(ValueError, match=r"missing: 9 \(y0, y1, y2, y3, y4, \.\.\.\)") as caught:
+    with pytest.raises(ValueError, match=r"missing: 9 \(y0, y1, y2, \.\.\.\)") as caught:
         validate_shapes(found, {f"y{i}": (1,) for i in range(9)}, "x")
-    assert "unexpected: 20 (x00, x01, x02, x03, x04, ...)" in str(caught.value)
+    assert "unexpected: 20 (x00, x01, x02, ...)" in str(caught.value)
     with pytest.raises(ValueError, match=r"9 of another shape: (y\d is \[2\], expected \[1\]; ){2}.*\.\.\.$"):
         validate_shapes({f"y{i}": (2,) for i in range(9)}, {f"y{i}": (1,) for i in range(9)}, "x")
 

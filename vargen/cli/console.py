@@ -200,9 +200,6 @@ def quiet_libraries() -> None:
     """Silence the logs and loading bars of diffusers and transformers, unless verbose. Imports both."""
     if verbose():
         return
-    from vargen.compat import ensure_torchvision
-
-    ensure_torchvision()
     import diffusers.utils.logging as diffusers_logging
     import transformers.utils.logging as transformers_logging
 

@@ -15,6 +15,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from vargen.folders.json_files import read_config
 from vargen.values import parse_float, parse_int, short_repr
@@ -49,6 +50,18 @@ _FLOAT_LIMITS: dict[str, tuple[float, float]] = {
     "mlp_ratio": (0.001, 64),
     "ffn_dim_multiplier": (0, 64),
 }
+
+
+_RANDOM = {Tensor.normal_, Tensor.uniform_}
+
+
+class SkipInit(TorchFunctionMode):
+    """Leaves the parameters of a network uninitialized while it is built; its weights are read afterwards."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__module__", None) == "torch.nn.init" or func in _RANDOM:
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **(kwargs or {}))
 
 
 class NetworkFolder:
@@ -90,7 +103,7 @@ class NetworkFolder:
         validate_layer_counts(header, self._values, getattr(network_class, "layer_prefixes", {}), file)
         try:
             validate_config(network_class, self._values)
-            with torch.device("meta"):
+            with torch.device("meta"), SkipInit():
                 self.network = self.build().eval()
         except Exception as error:
             raise ValueError(f"{file} does not describe a {network_class.__name__}: {error}") from error

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from vargen.compat import installed_version
 from vargen.folders.json_files import fill_folder, one_line, read_config
+from vargen.folders.networks import SkipInit
 from vargen.folders.transformers_configs import pick_config, pick_generation, pick_quantization
 from vargen.values import short_repr
 from vargen.weight_files import (
@@ -106,7 +107,7 @@ class StoredNetwork:
         picked = pick_config(self.network_class.config_class, values, kind.parts or {}, file, len(self.files))
         try:
             self.config = self.network_class.config_class(**picked)
-            with torch.device("meta"):
+            with torch.device("meta"), SkipInit():
                 self.network = self.network_class(self.config).eval()
             self.network.tie_weights()
         except ImportError as error:  # transformers 4.53 imports every configuration, and that of gemma3n needs a newer timm

@@ -15,11 +15,10 @@ from typing import Any, ClassVar, Self
 import torch
 from safetensors.torch import save
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from vargen.compat import drop_empty_notices, ensure_torchvision
 from vargen.files import atomic_merge, expand_user
-from vargen.folders.networks import WEIGHTS_STEM, NetworkFolder
+from vargen.folders.networks import WEIGHTS_STEM, NetworkFolder, SkipInit
 from vargen.kernels.int8.load import CompiledCode
 from vargen.models.offloading import require_weights
 from vargen.models.quantization import (
@@ -43,7 +42,6 @@ _SMALLEST = 2.0**-100  # minimum absolute maximum, for rows of zeros
 _GROUP_COLUMNS = 32
 _MIN_NUMEL = 2048  # minimum number of elements of a quantized matrix
 _HEADER_DTYPES = {torch.int8: "I8", torch.float16: "F16", torch.float32: "F32", torch.int64: "I64", torch.bool: "BOOL"}
-_RANDOM = {Tensor.normal_, Tensor.uniform_}
 
 Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # dtype and shape of each tensor of a weight file, by name
 
@@ -271,15 +269,6 @@ def load_network(stored: NetworkFolder, dtype: torch.dtype | None = None, quanti
     network.load_state_dict(weights, assign=True)
     network.requires_grad_(not layers)
     return network.eval() if dtype is None or layers else network.to(dtype).eval()
-
-
-class SkipInit(TorchFunctionMode):
-    """Leaves the parameters of a network uninitialized while it is built; its weights are read afterwards."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__module__", None) == "torch.nn.init" or func in _RANDOM:
-            return args[0] if args else kwargs["tensor"]
-        return func(*args, **(kwargs or {}))
 
 
 def _dequantize(

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vargen.compat import ensure_torchvision, installed_version
+from vargen.compat import installed_version
 from vargen.folders.json_files import one_line
 from vargen.scoring.protocol import BatchedScorer, Images, require_local_file, to_pil
 from vargen.values import short_repr, suggest_names
@@ -41,7 +41,6 @@ class CLIPScorer(BatchedScorer):
     ):
         if installed_version("open-clip-torch") is None:
             raise ImportError('CLIP needs open_clip: pip install "open-clip-torch>=2.24"')
-        ensure_torchvision()
         import open_clip
 
         hub = model.startswith(("hf-hub:", "local-dir:"))

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 import vargen.assets
-from vargen.compat import ensure_torchvision
 from vargen.files import expand_user, validate_not_interrupted
 from vargen.folders.json_files import read_object
 from vargen.folders.networks import NetworkFolder
@@ -29,8 +28,6 @@ from vargen.models.text_encoder import MiniLMTextEncoder
 from vargen.scoring.protocol import BatchedScorer, Images, to_tensor
 from vargen.values import short_repr, suggest_names
 from vargen.weight_files import weights_digest
-
-ensure_torchvision()
 
 FILE = "scorer.json"
 _KEPT_CAPTIONS = 256

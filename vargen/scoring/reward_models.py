@@ -16,19 +16,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.models.blip.configuration_blip import BlipTextConfig, BlipVisionConfig
+from transformers.models.blip.modeling_blip import BlipVisionModel
+from transformers.models.blip.modeling_blip_text import BlipTextModel
 
 from vargen.assets import packaged_model_path
-from vargen.compat import ensure_torchvision, tokenized
+from vargen.compat import tokenized
 from vargen.folders.tokenizers import choose_class, load_tokenizer
 from vargen.folders.transformers_networks import NetworkKind, StoredNetwork
 from vargen.scoring.protocol import BatchedScorer, Images, require_local_file, to_pil
 from vargen.weight_files import load_pickle_safely, validate_shapes, weights_digest
-
-ensure_torchvision()
-
-from transformers.models.blip.configuration_blip import BlipTextConfig, BlipVisionConfig
-from transformers.models.blip.modeling_blip import BlipVisionModel
-from transformers.models.blip.modeling_blip_text import BlipTextModel
 
 SIDE = 224  # pixels of both models
 _PIXEL_MEAN, _PIXEL_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)  # as for CLIP
