@@ -20,8 +20,7 @@ from vargen.models.causal_video.network import CausalVideoTransformer
 from vargen.models.causal_video.router import BlockRouter
 from vargen.models.guidance import Condition, Guidance
 from vargen.models.offloading import is_offloaded
-from vargen.models.tokenizers.preview_decoder import PreviewDecoder
-from vargen.models.tokenizers.video_vae import CausalVideoVAE, StreamingDecoder
+from vargen.models.tokenizers.video_vae import CausalVideoVAE, PreviewDecoder, StreamingDecoder
 from vargen.models.tokenizers.wan_vae import AutoencoderKLWan, WanStreamingDecoder
 from vargen.pipelines import validation
 from vargen.pipelines.base import VisualPipeline

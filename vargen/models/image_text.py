@@ -14,15 +14,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from diffusers.configuration_utils import ConfigMixin, register_to_config
 from torch import Tensor, nn
 
-from vargen.compat import ensure_torchvision, tokenized
-
-ensure_torchvision()
-
-from diffusers.configuration_utils import ConfigMixin, register_to_config
-
-from vargen.models.storage import ModelMixin, QuantizedStorageMixin, validate_weight_format  # noqa: F401
+from vargen.compat import tokenized
+from vargen.models.storage import QuantizedStorageMixin, validate_weight_format
 
 PATCH = 4  # side of the pixel patches that the first layer folds into channels
 _LONGEST = 32  # maximum tokens of a caption

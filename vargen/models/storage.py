@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from vargen.compat import drop_empty_notices, ensure_torchvision
+from vargen.compat import drop_empty_notices
 from vargen.files import atomic_merge, expand_user
 from vargen.folders.networks import WEIGHTS_STEM, NetworkFolder, SkipInit
 from vargen.kernels.int8.load import CompiledCode
@@ -30,7 +30,6 @@ from vargen.models.quantization import (
     validate_quantization,
 )
 
-ensure_torchvision()
 drop_empty_notices()
 
 from diffusers.models.modeling_utils import ModelMixin

@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
+from diffusers.configuration_utils import ConfigMixin, register_to_config
 from torch import Tensor
 
 from vargen.folders.transformers_networks import NetworkKind
 
 # DiffusionPipeline looks for the name `ModelMixin` in this very module to learn how to load the component.
-from vargen.models.storage import ModelMixin, QuantizedStorageMixin, validate_weight_format  # noqa: F401
-
-from diffusers.configuration_utils import ConfigMixin, register_to_config  # isort: skip  # after the torchvision guard
+from vargen.models.storage import QuantizedStorageMixin, validate_weight_format
 
 # Text encoders of transformers by the name of their class. A folder may hold the decoder of the whole model, too.
 TEXT_ENCODERS = {

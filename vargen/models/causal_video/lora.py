@@ -10,19 +10,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-
-from vargen.compat import ensure_torchvision
-
-ensure_torchvision()
-
 from diffusers.configuration_utils import ConfigMixin, register_to_config
+from torch import Tensor, nn
 
 from vargen.kernels.int8.arithmetic import quantize_weight_rows
 from vargen.models.causal_video.blocks import CausalVideoBlock
 from vargen.models.causal_video.network import CausalVideoTransformer
 from vargen.models.quantization import SCALE_SUFFIX
-from vargen.models.storage import ModelMixin, QuantizedStorageMixin, validate_weight_format  # noqa: F401
+from vargen.models.storage import QuantizedStorageMixin, validate_weight_format
 
 
 class LowRankUpdate(nn.Module):

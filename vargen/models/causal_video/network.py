@@ -14,13 +14,8 @@ from dataclasses import fields
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
-
-from vargen.compat import ensure_torchvision
-
-ensure_torchvision()
-
 from diffusers.configuration_utils import ConfigMixin, register_to_config
+from torch import Tensor, nn
 
 from vargen.kernels.host import is_hooked
 from vargen.models.causal_video.blocks import (
@@ -31,10 +26,9 @@ from vargen.models.causal_video.blocks import (
     plan_attention,
     timestep_embedding,
 )
-from vargen.models.causal_video.cache import TextCache, VideoCache, visible_frames
-from vargen.models.causal_video.geometry import VideoGeometry
+from vargen.models.causal_video.cache import TextCache, VideoCache, VideoGeometry, visible_frames
 from vargen.models.quantization import replace_linear_layers, validate_quantization
-from vargen.models.storage import ModelMixin, QuantizedStorageMixin, validate_weight_format  # noqa: F401
+from vargen.models.storage import QuantizedStorageMixin, validate_weight_format
 
 
 class CausalVideoTransformer(QuantizedStorageMixin, ConfigMixin):

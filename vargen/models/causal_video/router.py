@@ -9,12 +9,11 @@ Shape suffixes: H drafts, F latent frames of a block, C latent channels, Y/X row
 from __future__ import annotations
 
 import torch
+from diffusers.configuration_utils import ConfigMixin, register_to_config
 from torch import Tensor, nn
 from torch.nn.functional import adaptive_avg_pool2d
 
 from vargen.models.storage import QuantizedStorageMixin
-
-from diffusers.configuration_utils import ConfigMixin, register_to_config  # isort: skip  # after the torchvision guard
 
 _REGIONS, _CHANGES = 4, 8  # regions along a side of the mean frame; other statistics
 _LEAST = 1e-6  # added to mean squares before their logarithm

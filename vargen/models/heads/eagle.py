@@ -14,21 +14,16 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
+from diffusers.configuration_utils import ConfigMixin, register_to_config
 from torch import Tensor, nn
 
-from vargen.compat import ensure_torchvision
 from vargen.kernels.dispatch import is_eager_cpu
 from vargen.kernels.host import normal_tensors
 from vargen.kernels.linear import TransposableWeights, transpose_linear_weights
 from vargen.models.kv_cache import KVCache
 from vargen.models.llamagen.blocks import Linear, LlamaGenBlock, build_rotary_2d, rotary_factors
 from vargen.models.llamagen.network import MAX_GRID
-
-ensure_torchvision()
-
-from diffusers.configuration_utils import ConfigMixin, register_to_config
-
-from vargen.models.storage import ModelMixin, QuantizedStorageMixin, validate_weight_format  # noqa: F401
+from vargen.models.storage import QuantizedStorageMixin, validate_weight_format
 
 
 class EagleDrafter(TransposableWeights, QuantizedStorageMixin, ConfigMixin):

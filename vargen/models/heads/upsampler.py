@@ -14,16 +14,11 @@ from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
+from diffusers.configuration_utils import ConfigMixin, register_to_config
 from torch import Tensor, nn
 
-from vargen.compat import ensure_torchvision
-
-ensure_torchvision()
-
-from diffusers.configuration_utils import ConfigMixin, register_to_config
-
 from vargen.models.offloading import read_weight
-from vargen.models.storage import ModelMixin, QuantizedStorageMixin, validate_weight_format  # noqa: F401
+from vargen.models.storage import QuantizedStorageMixin, validate_weight_format
 
 _ABOVE = (3, 5)  # receptive field at the high resolution: rows above, columns
 

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
+from diffusers.configuration_utils import ConfigMixin, register_to_config
+from diffusers.utils import BaseOutput
 from torch import Tensor, nn
 
-from vargen.compat import ensure_torchvision
 from vargen.kernels.dispatch import is_eager_cpu
 from vargen.kernels.host import normal_tensors
 from vargen.kernels.int8.load import TOKEN_PASS, CompiledCode
@@ -38,14 +39,8 @@ from vargen.models.llamagen.blocks import (
 )
 from vargen.models.offloading import read_weight
 from vargen.models.quantization import replace_linear_layers, validate_quantization
+from vargen.models.storage import QuantizedStorageMixin, validate_weight_format
 from vargen.values import short_repr
-
-ensure_torchvision()
-
-from diffusers.configuration_utils import ConfigMixin, register_to_config
-from diffusers.utils import BaseOutput
-
-from vargen.models.storage import ModelMixin, QuantizedStorageMixin, validate_weight_format  # noqa: F401
 
 # Official model sizes.
 SIZES: dict[str, dict[str, int]] = {

@@ -14,18 +14,13 @@ from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-
-from vargen.compat import ensure_torchvision
-
-ensure_torchvision()
-
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.utils import BaseOutput
 from diffusers.utils.accelerate_utils import apply_forward_hook
+from torch import Tensor, nn
 
-from vargen.models.storage import ModelMixin, QuantizedStorageMixin, validate_weight_format  # noqa: F401
-from vargen.models.tokenizers.vq_blocks import NORM_GROUPS, VQDecoder, VQEncoder, VQParameterNames
+from vargen.models.storage import QuantizedStorageMixin, validate_weight_format
+from vargen.models.tokenizers.blocks import NORM_GROUPS, VQDecoder, VQEncoder, VQParameterNames
 
 _NAMING = VQParameterNames(down="conv_blocks", up="conv_blocks", blocks="res", middle=("0", "1", "2"))
 CODEBOOK_USED_SLOTS = 65536  # length of the usage buffer that official files carry

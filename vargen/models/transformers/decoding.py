@@ -17,11 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-from vargen.compat import ensure_torchvision
-
-ensure_torchvision()
-
 from transformers import __version__ as transformers_version
 from transformers.cache_utils import Cache
 

@@ -21,20 +21,15 @@ from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-
-from vargen.compat import ensure_torchvision
-from vargen.models.guidance import Condition
-
-ensure_torchvision()
-
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.utils import BaseOutput
+from torch import Tensor, nn
 
 from vargen.kernels.int8.load import SCALE_PASS, CompiledCode
+from vargen.models.guidance import Condition
 from vargen.models.offloading import read_weight
 from vargen.models.quantization import replace_linear_layers, validate_quantization
-from vargen.models.storage import ModelMixin, QuantizedStorageMixin, validate_weight_format  # noqa: F401
+from vargen.models.storage import QuantizedStorageMixin, validate_weight_format
 from vargen.models.tokenizers.multi_scale_vq import SCALES_256, SCALES_512
 from vargen.models.var import int8
 from vargen.models.var.blocks import HeadModulation, Modulation, ScaleCache, VARBlock, make_caption_mlp, modulate
