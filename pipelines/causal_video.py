@@ -200,6 +200,7 @@ class CausalVideoPipeline(VisualPipeline):
             image: start image: a PIL image, or a tensor `[1, 3, Y, X]`, float in [0, 1] or uint8. It is resized, and
                 the video begins with it. Or a pipeline of an image model, or the name of one that is packaged: it generates the
                 image from the prompt without its motion, in the model's style if it has only one, with the seed of the video.
+                None: the image model that the checkpoint names, if there is a prompt. False: none.
             num_blocks: length in blocks. None: the checkpoint's default.
             accelerator: name of a preset (`vargen info presets` lists them), or a `VideoMethod`. None: `"sdvg"`, or `"target"`
                 for a model without a draft transformer, or see `resolve_method`.
@@ -224,6 +225,9 @@ class CausalVideoPipeline(VisualPipeline):
             raise ValueError("this pipeline was loaded without a transformer or vae: it only encodes prompts")
         blocks = self.setting("num_blocks") if num_blocks is None else num_blocks
         total = require_int("num_blocks", blocks, 1, MAX_BLOCKS)
+        if image is None and prompt is not None:
+            image = self.setting("image_model")
+        image = None if image is False else image
         method = self.resolve_method(accelerator, tau, image is not None)
         levels = self.transformer.config.motion_levels
         if motion is not None and parse_int(motion, 0, levels - 1) is None:

@@ -35,7 +35,8 @@ def videos(pipe: Any) -> list[torch.Tensor]:
 
 def frames_of(pipe: Any, prompt: str, method: Any, seed: int = 0, blocks: int = 3) -> torch.Tensor:
     """float32 `[F, 3, Y, X]`."""
-    stream = pipe.stream(prompt, accelerator=method, num_blocks=blocks, generator=torch.Generator().manual_seed(seed))
+    options = {"num_blocks": blocks, "generator": torch.Generator().manual_seed(seed)}
+    stream = pipe.stream(prompt, image=False, accelerator=method, **options)
     return torch.cat([block.frames for block in stream])
 
 

@@ -68,8 +68,7 @@ def start_image(side: int) -> Tensor:
 
 def generate(pipe: CausalVideoPipeline, name: str) -> dict[str, Any]:
     options = {"prompt": "a waving cat", "output_type": "latent", **VIDEOS[name]}
-    if name == "start image":
-        options["image"] = start_image(pipe.image_size)
+    options["image"] = start_image(pipe.image_size) if name == "start image" else False
     scorer = MeanColor()
     result: Any = pipe(generator=torch.Generator().manual_seed(SEED), scorer=scorer, **options)
     blocks = result.stats.blocks

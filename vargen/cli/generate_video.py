@@ -52,8 +52,7 @@ def generate_videos(options: GenerateOptions, image: Path | None, video: dict[st
     call = {**video, "accelerator": options.accelerator}
     if options.scorer is not None:
         call["scorer"] = options.scorer
-    if image is not None:
-        call["image"] = read_source(image, "image")
+    call["image"] = False if image is None else read_source(image, "image")
     inputs: dict[str, Iterable[Path | None]] = {"prompt_file": [options.prompt_file], "image": [image]}
     validate_distinct_paths({"output": files}, {**inputs, "a file of model": model_files(options.model)})
     device = require_device(options.device)

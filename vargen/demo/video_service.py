@@ -45,7 +45,7 @@ class VideoService:
         self, ticket: object, prompt: str, seed: int, num_blocks: int, method: str, tau: float
     ) -> Iterator[tuple[VideoBlock, Any]]:
         """Yield each finished block with all frames of the video so far, as uint8 `[F, Y, X, 3]`."""
-        image = self.image_pipe if self.pipe.setting("image") else None
+        image = self.image_pipe or False if self.pipe.setting("image") else False
         threshold = tau if resolve_method(method, VideoMethod.paradigm).threshold is not None else None
         stream = self.pipe.stream(
             prompt, image=image, num_blocks=num_blocks, accelerator=method, tau=threshold, scorer=self.scorer,

@@ -132,9 +132,8 @@ def compare_video_methods(
     for number, prompt in enumerate(prompts):
         for name in names[number % len(names) :] + names[: number % len(names)]:
             generator = torch.Generator().manual_seed(seed + number)
-            stream = pipe.stream(
-                prompt, accelerator=methods[name], num_blocks=num_blocks, generator=generator, profile=True, **(options or {})
-            )
+            given = {"image": False, "profile": True, **(options or {})}  # methods differ in what they generate themselves
+            stream = pipe.stream(prompt, accelerator=methods[name], num_blocks=num_blocks, generator=generator, **given)
             results[name].add(stream, pipe.scorer_prompt(prompt), scorer, extractor, number < num_saved)
             done += 1
             if progress is not None:

@@ -67,7 +67,6 @@ class VideoSchedule:
         try:
             self._running[handle] = self.pipe.stream(
                 str(task.subject),
-                image=self.pipe.setting("image_model"),
                 num_blocks=task.num_blocks,
                 accelerator=self.method,
                 generator=task.generator,
