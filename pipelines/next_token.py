@@ -156,8 +156,14 @@ class NextTokenPipeline(VisualPipeline):
         if request.method.kind != "exact":
             name = request.method.name
             logger.warning("log-probabilities are those of the model; %s samples from another distribution", name)
-        rows = request.condition.select_rows(slice(None, None, request.num_candidates))
-        return compute_log_probs(self.decoding_model(request.guidance), rows, tokens, request.sampling)
+        chosen = request.condition.select_rows(slice(None, None, request.num_candidates))
+        model, at_once = self.decoding_model(request.guidance), request.batch_size or len(tokens)
+        found = [
+            compute_log_probs(model, chosen.select_rows(slice(first, first + at_once)), part, request.sampling)
+            for first, part in zip(range(0, len(tokens), at_once), tokens.split(at_once), strict=True)
+        ]
+        log_probs, plain = (torch.cat(parts) for parts in zip(*found, strict=True))
+        return log_probs, plain
 
     def joins_running_batch(self, method: Accelerator) -> bool:
         return True

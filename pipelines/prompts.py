@@ -167,25 +167,32 @@ def encode_condition(
         return Condition(class_labels=torch.tensor(labels, device=pipe._device_of(pipe.transformer))), len(labels)
     if class_labels is not None:
         raise ValueError("class_labels is not supported: this model generates from text; pass a prompt")
-    if negative[0] is not None:
-        validation.validate_prompts(negative[0], "negative_prompt")
-    condition = _encode_caption(pipe, "prompt", prompt, prompt_embeds, prompt_mask, clean_prompt)
-    if all(each is None for each in negative):
-        return condition, len(condition)
-    other, count = _encode_caption(pipe, "negative_prompt", *negative, clean_prompt), len(condition)
+    has_negative = any(each is not None for each in negative)
+    features = _read_features(pipe, "prompt", prompt, prompt_embeds, prompt_mask)
+    other = _read_features(pipe, "negative_prompt", *negative) if has_negative else None
+    condition = features or Condition(None, *pipe.encode_prompt(prompt, clean_prompt))
+    count = len(condition)
+    if not has_negative:
+        return condition, count
+    other = other or Condition(None, *pipe.encode_prompt(negative_prompt, clean_prompt))
     if len(other) not in (1, count):
         raise ValueError(f"negative_prompt must be one, or one for each of {count} prompts; got {len(other)}")
     return replace(condition, negative=other.repeat(count // len(other))), count
 
 
-def _encode_caption(pipe: VisualPipeline, name: str, prompt: Any, embeds: Any, mask: Any, clean: bool) -> Condition:
-    """Return the condition of a prompt, or of its features and mask; `name` is that of the argument in error messages."""
+def _read_features(pipe: VisualPipeline, name: str, prompt: Any, embeds: Any, mask: Any) -> Condition | None:
+    """Validate a prompt, or its features and mask, and return the condition of the latter.
+
+    Args:
+        name: of the argument of the prompt, for error messages.
+    """
     if embeds is None:
         if mask is not None:
             raise ValueError(f"{name}_mask belongs to {name}_embeds, and none are given")
         if prompt is None:
             raise ValueError("give a prompt, for example pipe('a red apple')")
-        return Condition(None, *pipe.encode_prompt(prompt, clean))
+        validation.validate_prompts(prompt, name)
+        return None
     if not isinstance(embeds, Tensor):
         raise TypeError(f"{name}_embeds must be a tensor, got {type(embeds).__name__}")
     expected = (pipe.max_caption_tokens, pipe.transformer.config.caption_dim)

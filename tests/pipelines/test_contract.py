@@ -223,7 +223,10 @@ def test_a_saved_image_is_generated_again_from_its_file(opened: tuple[Tiny, Any]
         assert regenerate(pipe, parameters, original).same_tokens
     rejects(lambda: result.save(tmp_path / "a.jpg"), "path")
     if pipe.paradigm == "next-token":
-        assert tiny.call(pipe, return_log_probs=True).log_probs.shape == (1, pipe.num_tokens)
+        log_probs = [
+            tiny.call(pipe, slice(0, 2), seeded(1, 2), return_log_probs=True, batch_size=size).log_probs for size in (None, 1)
+        ]
+        assert log_probs[0].shape == (2, pipe.num_tokens) and torch.allclose(*log_probs, atol=1e-4)
     assert made(tiny.call(type(pipe).from_pipe(pipe))).equal(made(tiny.call(pipe)))
 
 
