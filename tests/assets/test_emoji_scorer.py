@@ -15,19 +15,6 @@ def scorer() -> ImageTextScorer:
     return ImageTextScorer("emoji-scorer")
 
 
-def test_shapes_of_a_colour_are_reported(scorer: ImageTextScorer) -> None:
-    """A drawn disc and heart, each nearer its own words than the other's."""
-    disc, stripes = Image.new("RGB", (128, 128), "white"), Image.new("RGB", (128, 128), "white")
-    from PIL import ImageDraw
-
-    ImageDraw.Draw(disc).ellipse((12, 12, 116, 116), fill=(221, 46, 68))
-    ImageDraw.Draw(stripes).rectangle((8, 24, 120, 64), fill=(0, 87, 183))
-    ImageDraw.Draw(stripes).rectangle((8, 64, 120, 104), fill=(255, 215, 0))
-    words = ["red circle", "flag: ukraine"]
-    scores = torch.stack([scorer.score([image] * 2, words) for image in (disc, stripes)])
-    assert scores[0, 0] > scores[0, 1] + 2 and scores[1, 1] > scores[1, 0] + 2
-
-
 def test_a_caption_is_embedded_once_and_many_are_forgotten(scorer: ImageTextScorer, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     embed = scorer.embed_captions

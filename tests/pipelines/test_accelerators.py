@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from vargen import Accelerator, LlamaGenPipeline
-from vargen.decoding import DEFAULT_METHOD, PRESETS, Jacobi, list_methods
+from vargen.decoding import DEFAULT_METHOD, Jacobi
 from vargen.decoding import costs as cost
 
 PROMPTS = ["a red apple, 3d style", "a grinning face, flat style"]
@@ -54,22 +54,3 @@ def test_the_default_generates_the_image_of_ar_whatever_a_pass_costs(emoji, sequ
         assert stats.tokens_per_pass > 2
     if dear == 10.0:
         assert stats.tokens_per_pass == 1.0 and set(stats.passes_by_width) == {1}
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(preset.name, marks=[pytest.mark.extended] if preset.experimental else [])
-        for preset in list_methods("next-token")
-        if preset.name not in ("ar", DEFAULT_METHOD)
-    ],
-)
-def test_presets_run_in_batches_and_commit_more_than_one_token_a_pass(emoji, name):
-    if reason := next(method.unsupported_reason for method in emoji.list_methods() if method.name == name):
-        pytest.skip(reason)
-    end = 224 if name == "wavefront" else 64  # it relaxes nothing in the upper half; whole images: test_contract.py
-    result = generate(emoji, PROMPTS, name, callback_on_step_end=until(end))
-    assert result.images.shape == (2, 16, 16)
-    assert result.images.min() >= 0 and result.images.max() < emoji.transformer.config.vocab_size
-    assert result.stats.tokens_per_pass > 1.2 and 2 * end <= result.stats.tokens <= 2 * 256
-    assert (max(result.stats.relaxation) > 0) == (PRESETS[name].kind == "relaxed")

@@ -26,7 +26,6 @@ from vargen.folders.transformers_networks import StoredNetwork
 from vargen.models.image_text import ImageTextModel
 from vargen.pipelines import loading
 from vargen.pipelines.loading import SHARED_FILE, inspect_model, list_families, open_pipeline
-from vargen.pipelines.video_settings import validate_settings
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 Spoil = Callable[[Path], Any]
@@ -435,17 +434,3 @@ def test_every_field_is_checked(name: str, tmp_path: Path, monkeypatch: Any) -> 
                 assert field in reported or (possible and "do not fit the model" in reported), (field, value, reported)
             else:
                 assert value is None or value == 0 or field in ("codes", "drafter"), (field, value)  # digests
-
-
-BOUNDED = ("num_blocks", "window", "sinks", "caption_rows", "scored_frames")
-SETTINGS: list[tuple[str, Any]] = [
-    *((name, value) for name in BOUNDED for value in (-1, "x", math.nan, 10**12)), ("image_frames", 0), ("image_frames", "two"),
-    ("image_candidates", 0), ("image_scale", 0), ("image_scale", 1.5), ("image_scale", "half"), ("image_model", "sdxl"),
-    ("motions", "bouncing"), ("motions", [""]),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "value"), SETTINGS)
-def test_defaults_of_video_have_bounds(name: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=f"defaults: {name} must be"):
-        validate_settings({name: value})

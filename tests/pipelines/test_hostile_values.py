@@ -20,6 +20,7 @@ from tiny_language_models import make_chameleon, make_emu3, make_glm, make_janus
 from tiny_models import t5_pipeline, text_var_pipeline
 
 from vargen.compat import installed_version
+from vargen.pipelines.video_settings import DEFAULT_SETTINGS
 
 VALUES = (-1, 0, "x", None, math.nan, 10**12, {"a": {"b": [[1]]}})
 SAMPLE = 13  # every how many settings are in `make test`, each with one value
@@ -43,7 +44,10 @@ NEEDS = {"janus": (4, 50), "emu3": (4, 48), "glm-image": (5, 0)}
 def save_family(name: str, folder: Path) -> Path:
     """Save a tiny model of a family, with all components that it may have."""
     if name == "video":
-        return video_folder(folder)
+        index = video_folder(folder) / "model_index.json"
+        content = json.loads(index.read_text())
+        index.write_text(json.dumps({**content, "defaults": {**DEFAULT_SETTINGS, **content["defaults"]}}))
+        return index.parent
     if name not in MAKERS:
         make: Any = {"llamagen": drafting_pipeline, "t5": t5_pipeline, "var": text_var_pipeline}[name]
         make().save_pretrained(folder)

@@ -122,15 +122,6 @@ def hub_server(folder: Path, revision: str, asked: list[str]) -> type[BaseHTTPRe
     return Hub
 
 
-def test_a_variant_is_opened_by_its_name(tmp_path):
-    class_pipeline().to(torch.float16).save_pretrained(tmp_path / "model", variant="fp16")
-    pipe = LlamaGenPipeline.from_pretrained(tmp_path / "model", variant="fp16", torch_dtype=torch.float32)
-    assert torch.equal(pipe.transformer.norm.weight, class_pipeline().transformer.norm.weight.half().float())
-    pipe = LlamaGenPipeline.from_pretrained(tmp_path / "model")
-    assert pipe.transformer.dtype == torch.float32, "the only variant needs no name"
-    rejects(lambda: LlamaGenPipeline.from_pretrained(tmp_path / "model", variant="bf16"), "bf16.safetensors is missing")
-
-
 def test_default_dtypes(saved, monkeypatch):
     monkeypatch.setattr(device, "cpu_has_bfloat16", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

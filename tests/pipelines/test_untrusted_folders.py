@@ -148,32 +148,6 @@ def test_the_attention_of_a_folder_is_ours_to_choose(janus: Any, tmp_path: Path)
     assert vargen.open_pipeline(folder).model.config.get_text_config()._attn_implementation == "sdpa"
 
 
-@needs_janus
-def test_transformers_sees_no_folder_but_temporary_ones(janus: Any, t5: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    seen: list[set[str]] = []
-
-    def record(opens: Any) -> Any:
-        def opening(cls: Any, folder: Any, *arguments: Any, **options: Any) -> Any:
-            assert options["trust_remote_code"] is False and options["local_files_only"] is True
-            assert not {Path(janus[0]), Path(t5[0])} & {Path(folder), *Path(folder).parents}
-            seen.append({file.name for file in Path(folder).iterdir()})
-            if (own := Path(folder) / "tokenizer_config.json").exists():
-                assert list(json.loads(own.read_text())) == ["tokenizer_class"], "nothing of the folder's own"
-            return opens(cls, folder, *arguments, **options)
-
-        return classmethod(opening)
-
-    for base in (PreTrainedModel, PreTrainedTokenizerBase):
-        monkeypatch.setattr(base, "from_pretrained", record(base.from_pretrained.__func__))
-    for folder in (janus[0], t5[0]):
-        vargen.open_pipeline(folder)
-    network = {"model-00001-of-00001.safetensors", "model.safetensors.index.json", "config.json", "generation_config.json"}
-    words = {"tokenizer.json", "tokenizer_config.json"}
-    assert network in seen and all(files in (network, words) or "vocab.txt" in files for files in seen)
-
-
 # -- weights ------------------------------------------------------------------------------------------------------------------
 
 
