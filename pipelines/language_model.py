@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
-from diffusers.image_processor import VaeImageProcessor
-from PIL import Image
 from torch import Tensor
 
 from vargen.compat import report_memory, report_panic, without_autocast
@@ -30,7 +28,7 @@ from vargen.models.transformers.processors import load_processor
 from vargen.models.transformers.supported import MODELS, describe_language_model
 from vargen.pipelines import loading, validation
 from vargen.pipelines.families import ModelFamily
-from vargen.pipelines.images import decode_pixels, validate_decode_arguments
+from vargen.pipelines.images import decode_pixels
 from vargen.pipelines.llamagen import LlamaGenPipeline
 from vargen.pipelines.model_names import FETCHING, locate_folder
 from vargen.pipelines.next_token import NextTokenPipeline
@@ -284,32 +282,11 @@ class LanguageModelPipeline(NextTokenPipeline):
 
     # -- images -----------------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
-    @without_autocast
-    def decode_tokens(self, tokens: Tensor, length: Tensor | None = None, output_type: str = "pil") -> Any:
-        """Decode tokens int64 `[B, N]` or `[B, rows, columns]` to images; white past `length [B]`."""
-        known = self.language_model
-        validate_decode_arguments(tokens, length, output_type, known.vocab)
-        if tokens.dim() not in (2, 3) or not len(tokens) or tokens[0].numel() != self.num_tokens:
-            raise ValueError(f"tokens must be [B, {self.num_tokens}], got {list(tokens.shape)}")
-        tokens = tokens.reshape(-1, self.num_tokens).to(known.device)
-        if output_type == "latent":
-            return tokens.reshape(-1, *known.grid)
-        pixels = decode_pixels(known.decode_pixels, tokens)
-        if length is not None:
-            mask = known.mask_generated(length.to(pixels.device), (pixels.shape[2], pixels.shape[3]))
-            pixels = torch.where(mask, pixels, 1.0)
-        if output_type == "pt":
-            return pixels
-        array = VaeImageProcessor.pt_to_numpy(pixels)
-        return array if output_type == "np" else VaeImageProcessor.numpy_to_pil(array)
+    def decode_grids(self, tokens: Tensor) -> Tensor:
+        return decode_pixels(self.language_model.decode_pixels, tokens.flatten(1).to(self.language_model.device))
 
-    def preview(self, tokens: Tensor, num_tokens: int) -> list[Image.Image]:
-        images, length = self.decode_tokens(tokens), torch.tensor([num_tokens])
-        for image in images:
-            mask = self.language_model.mask_generated(length, (image.height, image.width))[0, 0]
-            image.putalpha(Image.fromarray(mask.numpy().astype("uint8") * 255))
-        return images
+    def mask_generated(self, length: Tensor, size: tuple[int, int]) -> Tensor:
+        return self.language_model.mask_generated(length, size)
 
 
 LanguageModelPipeline.family = ModelFamily("language-model", LanguageModelPipeline, {}, convert=None)

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from PIL import Image
+import torch.nn.functional as F
 from torch import Tensor
 
 from vargen.compat import without_autocast
@@ -21,7 +21,7 @@ from vargen.models.llamagen.decoding import LlamaGenTokenModel
 from vargen.models.llamagen.network import SIZES, LlamaGenTransformer
 from vargen.models.tokenizers.vq import VQModel
 from vargen.pipelines.families import TEXT_COMPONENTS, Component, ModelFamily, register_family
-from vargen.pipelines.images import decode_pixels, preprocess_images, validate_decode_arguments
+from vargen.pipelines.images import decode_pixels, preprocess_images
 from vargen.pipelines.next_token import NextTokenPipeline
 from vargen.pipelines.prompts import PromptNames
 
@@ -122,32 +122,14 @@ class LlamaGenPipeline(NextTokenPipeline):
             device=device,
         )
 
-    @torch.no_grad()
-    @without_autocast
-    def decode_tokens(self, tokens: Tensor, length: Tensor | None = None, output_type: str = "pil") -> Any:
-        """Decode tokens int64 `[B, N]` or `[B, rows, columns]` to images; white past `length [B]`."""
-        validate_decode_arguments(tokens, length, output_type, self.vqvae.config.codebook_size)
-        side = self.transformer.config.grid_size
-        if tokens.dim() not in (2, 3) or not len(tokens) or tokens[0].numel() != side**2:
-            raise ValueError(f"tokens must be [B, {side**2}] or [B, {side}, {side}], got {list(tokens.shape)}")
-        tokens = tokens.reshape(-1, side, side)
-        if output_type == "latent":
-            return tokens
+    def decode_grids(self, tokens: Tensor) -> Tensor:
         pixels = decode_pixels(self.vqvae.decode, tokens.to(self._device_of(self.vqvae)))
-        if length is not None:
-            generated = torch.arange(side * side, device=pixels.device) < length.to(pixels.device)[:, None]
-            mask = generated.view(-1, 1, side, side).repeat_interleave(self.vqvae.downsampling, 2)
-            pixels = torch.where(mask.repeat_interleave(self.vqvae.downsampling, 3), pixels, 1.0)
-        return self.image_processor.postprocess(pixels.clamp(-1, 1), output_type=output_type)
+        return (pixels.clamp(-1, 1) * 0.5 + 0.5).clamp(0, 1)
 
-    def preview(self, tokens: Tensor, num_tokens: int) -> list[Image.Image]:
+    def mask_generated(self, length: Tensor, size: tuple[int, int]) -> Tensor:
         side = self.transformer.config.grid_size
-        mask = Image.new("L", (side, side))
-        mask.putdata([255 if position < num_tokens else 0 for position in range(side * side)])
-        images = self.decode_tokens(tokens)
-        for image in images:
-            image.putalpha(mask.resize(image.size, Image.Resampling.NEAREST))
-        return images
+        generated = torch.arange(side * side, device=length.device) < length[:, None]
+        return F.interpolate(generated.view(-1, 1, side, side).float(), size).bool()
 
     @torch.no_grad()
     @without_autocast
