@@ -72,7 +72,7 @@ def check_kernels(device: str) -> Iterator[Case]:
     """Triton kernels against plain references, on small cases."""
     import torch
 
-    from vargen.kernels.triton.launch import CHECKS
+    from vargen.kernels.dispatch import CHECKS
 
     for name, check in CHECKS.items():
         yield name, partial(lambda check: {"result": check(torch.device(device)) or "right"}, check)

@@ -14,10 +14,18 @@ import numpy as np
 from numba import njit
 
 from vargen.kernels.int8.format import EXP_UNITS, QUERIES, WEIGHT_SUM
-from vargen.kernels.int8.steps import INNER, ROUND, SMALLEST, exp, f32, f64, i32, i64, largest
-from vargen.kernels.int8.vector import (
+from vargen.kernels.int8.steps import (
+    INNER,
+    ROUND,
+    SMALLEST,
     bits_of_float,
+    exp,
+    f32,
+    f64,
     float_of_bits,
+    i32,
+    i64,
+    largest,
     pair_dot_1x1,
     pair_dot_1x2,
     pair_dot_1x4,
@@ -102,7 +110,7 @@ def write_tokens(
 
 @njit(**INNER)
 def pair_dots(rows, row, row_stride, column, column_stride, steps, vectors, out, out_stride):
-    """Dot products of one or four rows of pairs with 16 x `vectors` columns; addresses as in `vector.make_dot`."""
+    """Dot products of one or four rows of pairs with 16 x `vectors` columns; addresses as in `steps.make_dot`."""
     at = 0
     while at < vectors:
         source, target, left = column + 64 * at, out + 64 * at, vectors - at

@@ -69,6 +69,25 @@ class Slots(NamedTuple):
     limits: tuple[int, int]
 
 
+def allocate_slots(shape: tuple[int, int, int], rows: int, head_dim: int, prefix: int, slots: int, most: int) -> Slots:
+    """Allocate a cache of zeros.
+
+    Args:
+        shape: of the scales but for the slots: layers, rows and key heads, in any order.
+        slots, most: number of its slots, and most visible slots of any cache of the network.
+    """
+    padded, width = (-(-each // 16) * 16 for each in (slots, head_dim))
+    return Slots(
+        k=np.zeros((*shape, head_dim // 2, padded), np.int32),
+        v=np.zeros((*shape, padded // 2, width), np.int32),
+        k_scale=np.zeros((*shape, padded), np.float32),
+        v_scale=np.zeros((*shape, padded), np.float32),
+        length=np.zeros(rows, np.int64),
+        bias=np.zeros((rows, prefix), np.float32),
+        limits=(score_limit(head_dim), value_limit(most)),
+    )
+
+
 class RowBuffers(NamedTuple):
     """Inputs and outputs of the products of a pass."""
 

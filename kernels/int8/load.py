@@ -18,16 +18,56 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 
 from vargen.compat import cache_folder, installed_version
-from vargen.kernels.int8.cpu import BYTE_PRODUCTS, cpu_instructions, find_compiled_blocker
 
 logger = logging.getLogger("vargen")
+
+# By name, the flags of torch (or else of Linux) that a CPU with the instructions has.
+_INSTRUCTIONS = {
+    "AVX2": ("avx2",),
+    "AVX-512": ("avx512_f", "avx512f"),
+    "AVX-512 VNNI": ("avx512_vnni",),
+    "AVX-VNNI": ("avx_vnni",),
+    "AVX-512 BF16": ("avx512_bf16",),
+    "AMX int8": ("amx_int8",),
+    "AMX bf16": ("amx_bf16",),
+    "Arm dot product": ("dot", "asimddp"),
+    "Arm bf16": ("bf16",),
+}
+_BYTE_PRODUCTS = ("AVX-512 VNNI", "AVX-VNNI", "AMX int8", "Arm dot product")
+
+
+@lru_cache(maxsize=1)
+def cpu_instructions() -> tuple[str, ...]:
+    """Return the names of this CPU's instructions that matter for passes, such as `"AVX-512 VNNI"`."""
+    import torch  # which the compiler's process does not need
+
+    flags = {name for name, value in getattr(torch.cpu, "get_capabilities", dict)().items() if value}
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        flags |= {word for line in lines if line.startswith(("flags", "Features")) for word in line.split()}
+    except OSError:  # not Linux
+        pass
+    return tuple(name for name, known in _INSTRUCTIONS.items() if flags & set(known))
+
+
+def find_compiled_blocker() -> str | None:
+    """Return the reason why compiled passes cannot run here; None if they can, once they are built."""
+    if os.environ.get("VARGEN_KERNELS") == "reference":
+        return "VARGEN_KERNELS=reference"
+    if "AVX-512 VNNI" not in cpu_instructions():
+        return "compiled passes need AVX-512 VNNI, which this CPU does not have"
+    if find_spec("numba") is None:
+        return "Numba is not installed: pip install vargen[cpu]"
+    return None
+
 
 _SLOW = "; this CPU has no 8-bit dot products, so float32 may be faster"
 _loading = threading.Lock()  # Numba's settings are those of the process
@@ -136,7 +176,7 @@ def warn_if_slow() -> None:
 
 def explain_int8_passes() -> tuple[str, str]:
     """Return how int8 passes run on this CPU, `"compiled"` or `"operators"`, and the reason."""
-    slow = "" if set(BYTE_PRODUCTS) & set(cpu_instructions()) else _SLOW
+    slow = "" if set(_BYTE_PRODUCTS) & set(cpu_instructions()) else _SLOW
     if reason := find_compiled_blocker() or TOKEN_PASS.failure:
         return "operators", reason + slow
     if not TOKEN_PASS.is_built():

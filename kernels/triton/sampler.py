@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vargen.kernels.triton.launch import launch
+from vargen.kernels.dispatch import launch
 
 _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
 _MIX1 = tl.constexpr(0xBF58476D1CE4E5B9)

@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vargen.kernels.triton.launch import launch
+from vargen.kernels.dispatch import launch
 from vargen.kernels.triton.sampler import (
     ACCEPT,
     BRANCH,

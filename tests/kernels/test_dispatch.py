@@ -22,7 +22,7 @@ def test_a_cpu_takes_torch_and_says_why() -> None:
 
 def test_triton_without_a_gpu_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VARGEN_KERNELS", "triton")
-    monkeypatch.setattr(dispatch, "_is_interpreting", lambda: False)
+    monkeypatch.setattr(dispatch, "INTERPRETED", False)
     monkeypatch.setattr(dispatch, "_has_triton", lambda: True)
     with pytest.raises(ValueError, match="VARGEN_KERNELS=triton needs an NVIDIA GPU, and this runs on cpu"):
         dispatch.uses_triton(torch.zeros(1))

@@ -8,7 +8,7 @@ import torch
 from tiny_models import tiny_transformer
 from torch import nn
 
-from vargen.kernels.linear import transpose_linear_weights
+from vargen.kernels.ops import transpose_linear_weights
 from vargen.models.guidance import Condition
 from vargen.models.llamagen.network import LlamaGenTransformer
 from vargen.weight_files import weights_digest

@@ -21,7 +21,6 @@ from vargen import LlamaGenPipeline, open_pipeline
 from vargen.decoding import Output, Sampling, Tree, resolve_method
 from vargen.evaluation.exact_sum import sum_pass
 from vargen.evaluation.exactness import DETECTED, TOLERANCE
-from vargen.kernels.int8 import cpu
 from vargen.kernels.int8 import load as cpu_code
 from vargen.models.guidance import Condition
 from vargen.models.llamagen.decoding import LlamaGenTokenModel
@@ -141,14 +140,12 @@ def test_exact_methods_sample_from_the_quantized_model(method: str) -> None:
 
 
 def test_without_numba_or_vector_instructions_operators_serve(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (cpu, cpu_code):
-        monkeypatch.setattr(module, "cpu_instructions", lambda: ("AVX2",))
+    monkeypatch.setattr(cpu_code, "cpu_instructions", lambda: ("AVX2",))
     assert cpu_code.TOKEN_PASS.load() is None
     name, reason = cpu_code.explain_int8_passes()
     assert name == "operators" and "AVX-512 VNNI" in reason and "float32 may be faster" in reason
-    for module in (cpu, cpu_code):
-        monkeypatch.setattr(module, "cpu_instructions", lambda: ("AVX-512 VNNI",))
-    monkeypatch.setattr(cpu, "find_spec", lambda name: None)
+    monkeypatch.setattr(cpu_code, "cpu_instructions", lambda: ("AVX-512 VNNI",))
+    monkeypatch.setattr(cpu_code, "find_spec", lambda name: None)
     assert cpu_code.explain_int8_passes() == ("operators", "Numba is not installed: pip install vargen[cpu]")
     monkeypatch.setenv("VARGEN_KERNELS", "cpu")
     with pytest.raises(ValueError, match="VARGEN_KERNELS=cpu needs compiled int8 passes: Numba is not installed"):

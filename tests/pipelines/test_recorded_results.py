@@ -24,7 +24,7 @@ from torch import Tensor
 
 from vargen import LlamaGenPipeline, open_pipeline
 from vargen.decoding import Engine, FinishedImage, Sampling, Tree
-from vargen.kernels.int8.cpu import find_compiled_blocker
+from vargen.kernels.int8.load import find_compiled_blocker
 from vargen.pipelines.seeds import resolve_seeds
 
 RECORD = Path(__file__).parents[1] / "golden" / "recorded_results.json"

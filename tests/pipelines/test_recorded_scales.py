@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vargen import VARPipeline, open_pipeline
-from vargen.kernels.int8.cpu import find_compiled_blocker
+from vargen.kernels.int8.load import find_compiled_blocker
 from vargen.models.quantization import quantized_layers
 
 RECORD = Path(__file__).parents[1] / "golden" / "recorded_scales.json"

@@ -197,7 +197,7 @@ class KVCache:
             count_R: int64 `[R]`, number of valid indices.
         """
         if self.fused:
-            from vargen.kernels.triton.kv import compact_kv
+            from vargen.kernels.triton.attention import compact_kv
 
             given = self.kv, self.length, accepted_RA, count_R, self._done
             compact_kv(*given, image_start=self.prefix, grid_tokens=self.tokens)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from rejects import rejects
 
-from vargen.kernels.triton.kv import compact_kv
+from vargen.kernels.triton.attention import compact_kv
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -19,10 +19,10 @@ from vargen.decoding import (
 )
 from vargen.decoding.experimental import JacobiTree, recursive_rejection
 from vargen.decoding.token_pass import TokenPass
+from vargen.kernels.dispatch import launch
 from vargen.kernels.graph import EAGER_PASSES
 from vargen.kernels.host import Clock
 from vargen.kernels.noise_bits import TokenNoise
-from vargen.kernels.triton.launch import launch
 from vargen.models.guidance import Condition
 from vargen.models.heads.decoding import EagleModel, MedusaHeads
 from vargen.models.heads.eagle import EagleDrafter
@@ -54,7 +54,7 @@ def generated(method: str | Accelerator, images: int, **overrides: object) -> to
 def watch_launches(monkeypatch: pytest.MonkeyPatch, run: Callable[..., object]) -> list[str]:
     """The names of the kernels that are launched from now on, by `run`."""
     names: list[str] = []
-    for module in ("attention", "sampler", "verification", "kv"):
+    for module in ("attention", "sampler", "verification"):
         monkeypatch.setattr(
             f"vargen.kernels.triton.{module}.launch",
             lambda kernel, *args, **options: (names.append(kernel.__name__), run(kernel, *args, **options)),
@@ -123,7 +123,7 @@ BY_TORCH = ("lantern", "eagle-2", "wavefront", "pac", "tree, siblings")
 def test_a_step_reads_nothing_on_the_host(name: str, captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """On tensors without values, where reading one is an error, where nothing is launched."""
     monkeypatch.setenv("VARGEN_KERNELS", "triton")
-    monkeypatch.setattr("vargen.kernels.dispatch._is_interpreting", lambda: True)  # so meta is not refused beside a GPU
+    monkeypatch.setattr("vargen.kernels.dispatch.INTERPRETED", True)  # so meta is not refused beside a GPU
     monkeypatch.setattr(OnMeta, "captured", 0)
     meta, method = torch.device("meta"), METHODS.get(name) or resolve_method(name)
     eagle = EagleDrafter(dim=32, vocab_size=64, grid_size=4, n_head=2, multiple_of=32).eval().to(meta)

@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from vargen.kernels import dispatch
-from vargen.kernels.triton import attention, kv, launch, sampler, verification
+from vargen.kernels.triton import attention, sampler, verification
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def test_kernels_pass_their_check() -> None:
-    assert launch.find_failure(DEVICE) is None
+    assert dispatch.find_failure(DEVICE) is None
 
 
 def off_by_one(value: object) -> object:
@@ -30,25 +30,25 @@ def off_by_one(value: object) -> object:
 def test_a_wrong_kernel_is_named(module, name, said, monkeypatch) -> None:
     right = getattr(module, name)
     monkeypatch.setattr(module, name, lambda *given, **options: off_by_one(right(*given, **options)))
-    assert launch.find_failure(DEVICE).startswith(said)
+    assert dispatch.find_failure(DEVICE).startswith(said)
 
 
 def test_a_relaxed_chain_is_checked_apart(monkeypatch) -> None:
     right = verification.verify_chain
     monkeypatch.setattr(verification, "verify_chain", lambda *given, **options: right(*given))
-    assert launch.find_failure(DEVICE).startswith("verification: ")
+    assert dispatch.find_failure(DEVICE).startswith("verification: ")
 
 
 def test_a_commit_that_moves_nothing_is_named(monkeypatch) -> None:
-    monkeypatch.setattr(kv, "compact_kv", lambda *given, **options: None)
-    assert launch.find_failure(DEVICE) == "compaction of the KV cache: pointers are wrong"
+    monkeypatch.setattr(attention, "compact_kv", lambda *given, **options: None)
+    assert dispatch.find_failure(DEVICE) == "compaction of the KV cache: pointers are wrong"
 
 
 def test_what_fails_is_not_used(monkeypatch, caplog) -> None:
     def broken(device):
         raise RuntimeError("no such instruction")
 
-    monkeypatch.setattr(launch, "CHECKS", {"sampler": broken})
+    monkeypatch.setattr(dispatch, "CHECKS", {"sampler": broken})
     dispatch._run_self_check.cache_clear()
     assert dispatch._run_self_check("cpu") == "sampler: RuntimeError: no such instruction"
     assert "torch runs instead" in caplog.text

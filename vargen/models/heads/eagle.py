@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from vargen.kernels.dispatch import is_eager_cpu
 from vargen.kernels.host import normal_tensors
-from vargen.kernels.linear import TransposableWeights, transpose_linear_weights
+from vargen.kernels.ops import TransposableWeights, transpose_linear_weights
 from vargen.models.kv_cache import KVCache
 from vargen.models.llamagen.blocks import Linear, LlamaGenBlock, build_rotary_2d, rotary_factors
 from vargen.models.llamagen.network import MAX_GRID

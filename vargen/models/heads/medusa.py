@@ -17,7 +17,7 @@ from diffusers.configuration_utils import ConfigMixin, register_to_config
 from torch import Tensor, nn
 
 from vargen.kernels.dispatch import is_eager_cpu
-from vargen.kernels.linear import TransposableWeights, transpose_linear_weights
+from vargen.kernels.ops import TransposableWeights, transpose_linear_weights
 from vargen.models.llamagen.blocks import Linear
 from vargen.models.storage import QuantizedStorageMixin, validate_weight_format
 

@@ -26,10 +26,9 @@ from vargen.kernels.int8.arithmetic import (
     quantize_activations,
     rotate_pairs,
 )
-from vargen.kernels.int8.format import Layers, Matrix, score_limit, value_limit
+from vargen.kernels.int8.format import Layers, Matrix, allocate_slots
 from vargen.kernels.int8.load import TOKEN_PASS
 from vargen.models.guidance import Condition
-from vargen.models.int8_cache import Int8Cache
 from vargen.models.quantization import as_array, packed_weights
 
 if TYPE_CHECKING:
@@ -118,8 +117,8 @@ def forward_sequence(network: LlamaGenTransformer, x: Tensor, cos_sin: Tensor, v
     """Run whole sequences `[B, T, D]` with rotary factors `[T, K/2, 2]`; `visible`: bool `[T, T]` or `[B, 1, T, T]`."""
     bias = torch.zeros(visible.shape, dtype=torch.float32).masked_fill_(~visible, -math.inf).view(-1, 1, *visible.shape[-2:])
     B, T, config = len(x), x.shape[1], network.config
-    cache = Int8Cache(1, B, config.n_kv_head or config.n_head, config.dim // config.n_head, prefix=0, tokens=T, scratch=0)
-    cache.limits = score_limit(cache.head_dim), value_limit(network.num_prefix_rows + network.tokens)
+    shape = 1, B, config.n_kv_head or config.n_head, config.dim // config.n_head
+    cache = Int8Cache(*shape, prefix=0, tokens=T, scratch=0, most_slots=network.num_prefix_rows + network.tokens)
     return _run_layers(network, x, cos_sin[None], cache, torch.arange(T).expand(B, T), bias)
 
 
@@ -217,3 +216,160 @@ def _pack(network: LlamaGenTransformer, compiled: Any) -> Any:
         )
 
     return packed_weights(network, [*matrices, ((network.output,),)], make)
+
+
+# -- the cache ---------------------------------------------------------------------------------------------------------------
+
+
+class Int8Cache:
+    """Quantized keys and values of `vargen.kernels.int8.format.Slots`, with a pointer per row, as `KVCache` has them.
+
+    Slots are [ conditioning prefix | image tokens | scratch ]. Operators see each pair as two 16-bit integers.
+
+    Args:
+        layers, rows, heads, head_dim: shape of the network and of the batch.
+        prefix: number of conditioning slots P.
+        tokens: number of image tokens N of the grid.
+        scratch: maximum number of tokens per pass, which is the number of slots after the grid.
+        most_slots: most visible slots of any cache of the network, on which the values' precision depends. Default: P + N.
+        compiled: module `vargen.kernels.int8.token_pass`, whose passes write the tokens; None: operators do.
+
+    Attributes:
+        length: `[R]` int64, number of cached image tokens per row (the pointer). The next fed token has position `length`.
+        prefix_bias: `[R, P]` float32, added to the scores of the prefix slots.
+        fused: as in `KVCache`: whether Triton kernels use it, which they never do.
+        arrays: the same memory for compiled passes.
+        weights, buffers: of compiled passes; set by the first one.
+    """
+
+    fused = False
+
+    def __init__(
+        self,
+        layers: int,
+        rows: int,
+        heads: int,
+        head_dim: int,
+        *,
+        prefix: int,
+        tokens: int,
+        scratch: int = 1,
+        most_slots: int | None = None,
+        compiled: Any = None,
+    ):
+        self.compiled = compiled
+        self.weights: Any = None
+        self.buffers: Any = None
+        self.layers, self.rows, self.heads, self.head_dim = layers, rows, heads, head_dim
+        self.prefix, self.tokens, self.scratch = prefix, tokens, scratch
+        self.slots = prefix + tokens + scratch
+        self.most_slots = prefix + tokens if most_slots is None else most_slots
+        self.arrays = allocate_slots((layers, rows, heads), rows, head_dim, prefix, self.slots, self.most_slots)
+        self.k, self.v, self.k_scale, self.v_scale, self.length, self.prefix_bias = map(torch.from_numpy, self.arrays[:6])
+        self._keys, self._values = (store.view(torch.int16).unflatten(-1, (-1, 2)) for store in (self.k, self.v))
+
+    @property
+    def _stores(self) -> tuple[Tensor, ...]:
+        return self.k, self.v, self.k_scale, self.v_scale
+
+    @property
+    def nbytes(self) -> int:
+        return sum(store.nbytes for store in self._stores)
+
+    def write_prefix(self, layer: int, v_RPGK: Tensor) -> None:
+        """Store the values of the conditioning, float32. Its keys are zero, as LlamaGen's always are."""
+        values, scale = quantize_activations(v_RPGK, self.arrays.limits[1], torch.int16)
+        slot = torch.arange(self.prefix)
+        self._values[layer, :, :, slot // 2, : self.head_dim, slot % 2] = values.transpose(0, 1)
+        self.v_scale[layer, :, :, : self.prefix] = scale[..., 0].transpose(1, 2)
+
+    def prefix_only(self, rows: int) -> Int8Cache:
+        """Return a cache for the prefill of `rows` rows; see `KVCache.prefix_only`."""
+        shape = self.layers, rows, self.heads, self.head_dim
+        return Int8Cache(*shape, prefix=self.prefix, tokens=0, scratch=0, most_slots=self.most_slots)
+
+    def start_rows(self, new: Int8Cache, rows: Tensor) -> None:
+        """Start rows with the prefixes of another cache; see `KVCache.start_rows`."""
+        for held, given in zip(self._stores, new._stores, strict=True):
+            held.index_fill_(1, rows, 0)
+            part = (slice(None), slice(None), *(slice(min(a, b)) for a, b in zip(held.shape[2:], given.shape[2:], strict=True)))
+            held[part].index_copy_(1, rows, given[part])
+        self.prefix_bias.index_copy_(0, rows, new.prefix_bias)
+        self.length.index_fill_(0, rows, 0)
+
+    def slots_of_pass(self, T: int) -> Tensor:
+        """Return the slots int64 `[R, T]` that a pass over T tokens writes. Full rows write only to scratch."""
+        return self.prefix + self.length.clamp(max=self.tokens)[:, None] + torch.arange(T)
+
+    def write(self, layer: int, slots_RT: Tensor, k_RTGK: Tensor, v_RTGK: Tensor) -> None:
+        """Quantize and store the rotated keys and the values of a pass, float32."""
+        k, k_scale = quantize_activations(k_RTGK, self.arrays.limits[0], torch.int16)
+        v, v_scale = quantize_activations(v_RTGK, self.arrays.limits[1], torch.int16)
+        row = torch.arange(self.rows)[:, None]
+        # Indexed dimensions come first, so each assigned value is [R, T, ...].
+        self._keys[layer][row, :, :, slots_RT] = k.unflatten(-1, (-1, 2))
+        self._values[layer][row, :, slots_RT // 2, : self.head_dim, slots_RT % 2] = v
+        self.k_scale[layer][row, :, slots_RT], self.v_scale[layer][row, :, slots_RT] = k_scale[..., 0], v_scale[..., 0]
+
+    def view(self, layer: int, slots: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return keys, their scales, values and their scales of the first slots of a layer, as `attend_int8` takes them."""
+        pairs = self._keys[layer, ..., :slots, :], self._values[layer, :, :, : slots + 1 >> 1, : self.head_dim]
+        k, v = (each.mT.to(torch.float32, memory_format=torch.contiguous_format).flatten(2, 3) for each in pairs)
+        v = v[:, :, :slots]
+        return k, self.k_scale[layer, ..., :slots], v, self.v_scale[layer, ..., :slots]
+
+    def attention_bias(self, T: int, ancestors: Tensor | None) -> Tensor:
+        """Return the additive bias float32 `[R, 1, T, S]` of a pass over T tokens, for the slots in use.
+
+        Args:
+            ancestors: bool `[T, T]` or `[R, T, T]`, which fed tokens each fed token attends to. None for a chain.
+        """
+        length = self.length.clamp(max=self.tokens)
+        reach = int(length.max()) + T
+        offset = torch.arange(reach) - length[:, None]
+        if ancestors is None:
+            visible = offset[:, None] <= torch.arange(T)[:, None]
+        else:
+            index = offset.clamp(0, T - 1)[:, None].expand(-1, T, -1)
+            own = ancestors.expand(self.rows, T, T).gather(2, index) & (offset < T)[:, None]
+            visible = (offset < 0)[:, None] | own
+        image = torch.zeros(visible.shape, dtype=torch.float32).masked_fill_(~visible, float("-inf"))
+        return torch.cat([self.prefix_bias[:, None].expand(-1, T, -1), image], -1)[:, None]
+
+    def commit_chain(self, count: Tensor | int) -> None:
+        """Commit the first `count` tokens of the last pass, a chain; argument as in `KVCache.commit_chain`."""
+        if self.compiled is None or isinstance(count, int):
+            self.length.unflatten(0, (-1, count.numel() if isinstance(count, Tensor) else 1)).add_(count)
+        else:
+            self.compiled.advance(self.arrays.length, np.ascontiguousarray(count.numpy()))
+
+    def rollback(self, length_R: Tensor) -> None:
+        """Set every row's pointer, and discard the tokens after it."""
+        self.length.copy_(length_R)
+
+    def commit_path(self, accepted_RA: Tensor, count_R: Tensor) -> None:
+        """Commit a path of the last pass; arguments as in `KVCache.commit_path`."""
+        if self.compiled is None:
+            self._move_slots(accepted_RA, count_R)
+        else:
+            path, count = (np.ascontiguousarray(each.numpy()) for each in (accepted_RA, count_R))
+            self.compiled.move_slots(self.arrays, path, count, self.tokens)
+        self.length += count_R
+
+    def _move_slots(self, accepted_RA: Tensor, count_R: Tensor) -> None:
+        steps = torch.arange(accepted_RA.shape[1])
+        source = torch.where(steps < count_R[:, None], accepted_RA, steps)
+        first = self.prefix + self.length.clamp(max=self.tokens)[:, None]
+        row = torch.arange(self.rows)[:, None]
+        target, source = ((first + each).clamp(max=self.slots - 1) for each in (steps, source))
+        self._keys[:, row, :, :, target] = self._keys[:, row, :, :, source]
+        self._values[:, row, :, target // 2, :, target % 2] = self._values[:, row, :, source // 2, :, source % 2]
+        for store in (self.k_scale, self.v_scale):
+            store[:, row, :, target] = store[:, row, :, source]
+
+    def fill_randomly(self) -> None:
+        """Fill all slots with random keys and values, for measurements."""
+        for integers, limit in zip((self._keys, self._values), self.arrays.limits, strict=True):
+            integers.copy_(torch.randn(integers.shape, dtype=torch.float32).mul_(100).round_().clamp_(-limit, limit))
+        self.k_scale.fill_(0.01)
+        self.v_scale.fill_(0.01)

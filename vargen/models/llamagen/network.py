@@ -23,9 +23,8 @@ from torch import Tensor, nn
 from vargen.kernels.dispatch import is_eager_cpu
 from vargen.kernels.host import normal_tensors
 from vargen.kernels.int8.load import TOKEN_PASS, CompiledCode
-from vargen.kernels.linear import TransposableWeights, transpose_linear_weights
+from vargen.kernels.ops import TransposableWeights, transpose_linear_weights
 from vargen.models.guidance import Condition, apply_guidance
-from vargen.models.int8_cache import Int8Cache
 from vargen.models.kv_cache import KVCache
 from vargen.models.llamagen import int8
 from vargen.models.llamagen.blocks import (
@@ -37,6 +36,7 @@ from vargen.models.llamagen.blocks import (
     build_rotary_2d,
     rotary_factors,
 )
+from vargen.models.llamagen.int8 import Int8Cache
 from vargen.models.offloading import read_weight
 from vargen.models.quantization import replace_linear_layers, validate_quantization
 from vargen.models.storage import QuantizedStorageMixin, validate_weight_format

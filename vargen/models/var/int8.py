@@ -18,10 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vargen.kernels.int8.format import PANEL, Layers, Matrix, Slots, make_buffers, score_limit, value_limit
+from vargen.kernels.int8.format import PANEL, Layers, Matrix, Slots, allocate_slots, make_buffers
 from vargen.kernels.int8.load import SCALE_PASS
 from vargen.models.guidance import Condition
-from vargen.models.int8_cache import allocate_pairs, slots_of
 from vargen.models.quantization import as_array, packed_weights
 from vargen.models.var.blocks import MOST_SHARPNESS, Modulation, ScaleCache
 
@@ -32,10 +31,7 @@ _NO_TREE = np.zeros((1, 0, 0), np.bool_)
 
 
 class Int8ScaleCache(ScaleCache):
-    """The cache of compiled passes: keys `[R, layers, H, K/2, S]` and values `[R, layers, H, S/2, K']`.
-
-    Each int32 holds two 16-bit integers, of the same slot or of two slots. S is the number of slots and K' the head width,
-    rounded up to 16. Only compiled passes write it.
+    """The cache of compiled passes, which alone write it: `arrays`, with rows before layers.
 
     Args:
         compiled: module `vargen.kernels.int8.scale_pass`.
@@ -48,26 +44,21 @@ class Int8ScaleCache(ScaleCache):
         self, compiled: Any, layers: int, rows: int, heads: int, head_dim: int, *, prefix: int, tokens: int, most_slots: int
     ):
         self.compiled, self.rows, self.prefix, self.tokens = compiled, rows, prefix, tokens
-        self.k, self.v, self.k_scale, self.v_scale = allocate_pairs((rows, layers, heads), head_dim, prefix + tokens)
-        self.length, self.prefix_bias = torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, prefix, dtype=torch.float32)
-        self.limits = (score_limit(head_dim), value_limit(most_slots))
+        self.arrays = allocate_slots((rows, layers, heads), rows, head_dim, prefix, prefix + tokens, most_slots)
         self.scale = 0
         self.modulation: Modulation | None = None
         self.prefix_mask: Tensor | None = None
         self._buffers: tuple[int, Any] = (0, None)  # the number of tokens that they are for
 
     @property
-    def _stores(self) -> tuple[Tensor, ...]:
-        return self.k, self.v, self.k_scale, self.v_scale, self.length, self.prefix_bias
-
-    @property
     def nbytes(self) -> int:
-        return sum(store.nbytes for store in self._stores)
+        return sum(each.nbytes for each in self.arrays[:6])
 
     def select_rows(self, chosen: slice) -> Int8ScaleCache:
         part = copy.copy(self)
-        part.k, part.v, part.k_scale, part.v_scale, part.length, part.prefix_bias = (store[chosen] for store in self._stores)
-        part.rows, part._buffers = len(part.k), (0, None)
+        arrays: Any = [each[chosen] for each in self.arrays[:6]]
+        part.arrays = Slots(*arrays, self.arrays.limits)
+        part.rows, part._buffers = len(part.arrays.k), (0, None)
         if self.modulation is not None:
             part.modulation = self.modulation.select_rows(chosen)
         if self.prefix_mask is not None:
@@ -77,15 +68,11 @@ class Int8ScaleCache(ScaleCache):
     def write(self, layer: int, start: int, k_RHTK: Tensor, v_RHTK: Tensor) -> tuple[Tensor, Tensor]:
         raise NotImplementedError("the compiled pass writes tokens itself")
 
-    def arrays(self) -> Slots:
-        """The cache as the compiled pass takes it."""
-        return slots_of(self._stores, self.limits)
-
     def buffers(self, weights: Any, tokens: int) -> Any:
         """Buffers of passes over up to `tokens` tokens of each row. They are kept."""
         if self._buffers[0] < tokens:
             D, F = (int(size) for size in weights.sizes[:2])
-            layout = weights.layers, weights.output, self.arrays()
+            layout = weights.layers, weights.output, self.arrays
             self._buffers = (tokens, make_buffers(*layout, self.rows * tokens, (1, tokens), D, F))
         return self._buffers[1]
 
@@ -133,7 +120,7 @@ def run_pass(
         torch.empty(rows, n, network.config.vocab_size, dtype=torch.float32),
     )
     cache.compiled.run_pass(
-        weights, cache.arrays(), *buffers, x.numpy(), as_array(modulation.blocks[:, :, :, 0]),
+        weights, cache.arrays, *buffers, x.numpy(), as_array(modulation.blocks[:, :, :, 0]),
         as_array(modulation.head[:, :, 0]), _reach(network, cache, first, last, fed), _NO_TREE, begin + P - fed, strength,
         features.numpy(), logits.numpy(),
     )  # fmt: skip
@@ -160,7 +147,7 @@ def _embed_condition(network: VARTransformer, condition: Condition, cache: Int8S
             x[r, : cache.prefix][mask[r]] = caption[0]
     joined = Modulation(torch.cat([each.blocks for each in parts], 2), torch.cat([each.head for each in parts], 1))
     cache.keep(joined, mask)
-    cache.prefix_bias.zero_().masked_fill_(~mask, -math.inf)
+    cache.arrays.bias[...] = np.where(mask.numpy(), 0, -math.inf)
     return x
 
 
