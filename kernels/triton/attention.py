@@ -12,19 +12,14 @@ Stage 1, `_attend`, grid `(R H_kv, ceil(T G' / BM), S)`, where G' = H / H_kv que
 (token, query head) pairs of one row and key head, which share each key tile that it reads, and one of S parts of the row's
 slots. In tiles of BN slots, it first processes the tiles that need a mask (prefix bias, tree, ends), then, without a mask, the
 tiles with committed tokens only. It keeps a running maximum, sum and weighted values in float32 (online softmax in base 2), and
-writes the output of its part and its base-2 log-sum-exp `lse2`. Lengths are read on the device, so the grid does not depend on
-them.
+writes the output of its part and its log-sum-exp. Lengths are read on the device, so the grid does not depend on them.
 
-Stage 2, `_merge_splits`, grid `(R T H)`: out = sum_s 2^lse_s out_s / sum_s 2^lse_s. With S = 1, stage 1 writes the final
-output.
+Stage 2, `_merge_splits`, grid `(R T H)`: out = sum_s 2^lse_s out_s / sum_s 2^lse_s. With S = 1, stage 1 writes the output.
 
 Bytes moved per layer: keys and values once, 2 R H_kv (P + length + T) D; queries and output, 2 R T H D; words, 8 T W; and for
 S > 1 partial outputs twice, 8 S R T H (D + 1).
 
 Slots after the T tokens are never loaded, so they may contain NaN. A query without visible keys gets zeros.
-
-Tiles are chosen by head width and number of queries. They have compiled for sm_80, sm_90 and sm_100 without register spills.
-Which tiles are fastest on a GPU has not been measured.
 
 `_compact_kv`, grid `(R G, 2 layers)`, commits a path: it moves its keys and values to consecutive slots in all layers, and
 advances the pointers. A program owns the keys or the values of one row, key head and layer. It reads those of the whole path,
@@ -46,16 +41,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vargen.kernels.dispatch import MAX_HEAD_DIM, launch, needs_upcast
+from vargen.kernels.dispatch import launch, needs_upcast
 from vargen.kernels.ops import KernelMask
 
 _LOG2E = tl.constexpr(1.4426950408889634)
-_MAX_OFFSET = 2**31  # limit of offsets within a row and head, which are int32
 _FINITE_MIN = tl.constexpr(-1.0e30)  # finite, to avoid inf - inf in rows without visible keys
 
 
 class Tiles(NamedTuple):
-    """Tile of `queries` x `keys`, and the warps and pipeline stages of a program."""
+    """Tile of `queries` x `keys`, and the warps and pipeline stages of a program; which are fastest has not been measured."""
 
     queries: int
     keys: int
@@ -63,7 +57,7 @@ class Tiles(NamedTuple):
     stages: int
 
 
-# For two-byte dtypes, by maximum head width and maximum number of queries.
+# For two-byte dtypes, by maximum head width and maximum number of queries: without register spills on sm_80, sm_90 and sm_100.
 TILES: dict[tuple[int, int], Tiles] = {
     (64, 16): Tiles(16, 64, 4, 3),
     (64, 32): Tiles(32, 64, 4, 3),
@@ -250,20 +244,21 @@ def _merge_splits(
 def tree_attention(q_RTHK: Tensor, k_RGSK: Tensor, v_RGSK: Tensor, mask: KernelMask) -> Tensor:
     """Attention `[R, T, H, K]` of a pass whose K/V were written to the slots from P + length + earlier on.
 
+    Offsets within a row and head must be below 2^31.
+
     Args:
         q_RTHK: queries; the last dimension must be contiguous.
         k_RGSK, v_RGSK: one layer of the cache, with equal strides; H / G query heads share a key head. If each slot is padded
             to a multiple of 8 numbers, the padding is read as well, and must be finite.
-
-    Raises:
-        ValueError: for operands whose shapes, strides or dtypes do not match.
     """
+    if k_RGSK.dtype != q_RTHK.dtype:  # as under autocast
+        raise ValueError(f"queries must have the dtype of the cache, {k_RGSK.dtype}, got {q_RTHK.dtype}")
     R, T, H, K = q_RTHK.shape
     _, G, slots, _ = k_RGSK.shape
     bits, earlier, P = mask.ancestor_bits, mask.num_earlier, mask.prefix_bias.shape[1]
-    _check(q_RTHK, k_RGSK, v_RGSK, mask)
     tiles = choose_tiles(T * (H // G), K, q_RTHK.dtype)
-    splits = choose_splits(R * G * triton.cdiv(T * (H // G), tiles.queries), slots, tiles.keys)
+    blocks = triton.cdiv(T * (H // G), tiles.queries)
+    splits = choose_splits(R * G * blocks, slots, tiles.keys)
     out = q_RTHK.new_empty(R, T, H, K)
     part, lse = out, out
     if splits > 1:
@@ -274,27 +269,16 @@ def tree_attention(q_RTHK: Tensor, k_RGSK: Tensor, v_RGSK: Tensor, mask: KernelM
     # The padding must not overlap other data, such as the next head of a cache [R, S, G, K].
     roomy = stride % 8 == 0 and min(k_RGSK.stride()[:3]) >= padded
     block = max(triton.next_power_of_2(K), 16)
+    words, bits_rows = (length, 1) if bits is None else (bits.contiguous(), bits.shape[0] if bits.dim() == 3 else 1)
+    operands = q_RTHK, k_RGSK, v_RGSK, part, lse, length, words, mask.prefix_bias.contiguous()
+    strides = *q_RTHK.stride()[:3], *k_RGSK.stride()[:3]
     # Rows and heads on the first axis, because the others are limited to 65,535.
-    grid = (R * G, triton.cdiv(T * (H // G), tiles.queries), splits)
     launch(
         _attend,
-        grid,
-        q_RTHK,
-        k_RGSK,
-        v_RGSK,
-        part,
-        lse,
-        length,
-        length if bits is None else bits,
-        mask.prefix_bias.contiguous(),
-        *q_RTHK.stride()[:3],
-        *k_RGSK.stride()[:3],
-        T,
-        earlier,
-        slots,
-        P,
-        1 if bits is None or bits.dim() == 2 else bits.shape[0],
-        K**-0.5,
+        (R * G, blocks, splits),
+        *operands,
+        *strides,
+        *(T, earlier, slots, P, bits_rows, K**-0.5),
         G_SIZE=H // G,
         HEADS=G,
         D=K,
@@ -312,25 +296,6 @@ def tree_attention(q_RTHK: Tensor, k_RGSK: Tensor, v_RGSK: Tensor, mask: KernelM
     if splits > 1:
         launch(_merge_splits, (R * T * H,), part, lse, out, D=K, BLOCK_D=block, SPLITS=splits, num_warps=1)
     return out
-
-
-def _check(q: Tensor, k: Tensor, v: Tensor, mask: KernelMask) -> None:
-    (R, T, H, K), length, bits = q.shape, mask.length, mask.ancestor_bits
-    if k.shape != v.shape or k.stride() != v.stride() or k.dtype != v.dtype or k.dtype != q.dtype:
-        raise ValueError(f"k and v must agree with each other and q in shape, strides and dtype, got {k.shape} and {v.shape}")
-    if k.shape[0] != R or H % k.shape[1] or k.shape[3] != K or q.stride(-1) != 1 or k.stride(-1) != 1:
-        raise ValueError(f"q {list(q.shape)} does not fit keys {list(k.shape)}, or a last dimension is not contiguous")
-    if k.shape[2] * k.stride(2) >= _MAX_OFFSET or T * q.stride(1) >= _MAX_OFFSET:
-        raise ValueError(f"a row's slots and queries must lie within 2^31 numbers, got strides {k.stride()} and {q.stride()}")
-    if K > MAX_HEAD_DIM:
-        raise ValueError(f"head width must be at most {MAX_HEAD_DIM}, got {K}")
-    if length.shape != (R,) or length.is_floating_point():
-        raise ValueError(f"length must be integers [{R}], got {length.dtype} {list(length.shape)}")
-    if bits is not None:
-        trees, shape = (bits.shape[0] if bits.dim() == 3 else 1), (T, -(-(mask.num_earlier + T) // 64))
-        if bits.dtype != torch.int64 or not bits.is_contiguous() or bits.shape[-2:] != shape or R % trees:
-            given = f"{bits.dtype} {list(bits.shape)}"
-            raise ValueError(f"ancestor_bits must be contiguous int64 {list(shape)}, or one for each image, got {given}")
 
 
 # -- moving slots ---------------------------------------------------------------------------------------------------------
@@ -395,34 +360,16 @@ def compact_kv(
         arrivals_R: int32 zeros, a contiguous counter of finished programs that is zero again afterwards.
         image_start: slot of image token 0.
         grid_tokens: number of tokens of the grid. Full rows write only after it.
-
-    Raises:
-        ValueError: for operands whose shapes, strides or dtypes do not match.
     """
     R, G, slots, K = kv_L2RGSK.shape[2:]
     stores = kv_L2RGSK.view(-1, R, G, slots, K)
-    integers = {"length": length_R, "path": path_RA, "count": count_R}
-    for name, given in integers.items():
-        if given.dtype != torch.int64 or given.shape[0] != R:
-            raise ValueError(f"{name} must be int64 of {R} rows, got {given.dtype} {list(given.shape)}")
-    if arrivals_R.dtype != torch.int32 or arrivals_R.shape != (R,) or stores.stride(-1) != 1:
-        raise ValueError(f"arrivals must be int32 of {R} rows, and the last dimension of keys and values contiguous")
-    if not length_R.is_contiguous() or not arrivals_R.is_contiguous():
-        raise ValueError("length and arrivals are changed in place and must be contiguous")
     block_a, block_d = triton.next_power_of_2(path_RA.shape[1]), triton.next_power_of_2(K)
     launch(
         _compact_kv,
         (R * G, len(stores)),  # the second axis is limited to 65,535
-        stores,
-        path_RA.contiguous(),
-        count_R.contiguous(),
-        length_R,
-        arrivals_R,
+        *(stores, path_RA.contiguous(), count_R.contiguous(), length_R, arrivals_R),
         *stores.stride()[:4],
-        path_RA.shape[1],
-        image_start,
-        grid_tokens,
-        slots - 1,
+        *(path_RA.shape[1], image_start, grid_tokens, slots - 1),
         HEADS=G,
         D=K,
         BLOCK_A=block_a,

@@ -11,12 +11,10 @@ gets probabilities of 0.
 
 Bytes moved per row: V logits once, and 4 V for probabilities.
 
-The noise is that of `vargen.decoding.noise`, a function of (seed, position, purpose) in pass 0; the seeds of other passes are
-those of `Noise.key`. Keys and 31-bit lanes are integers, which wrap the same way on every device. `uniform32` and `uniform64`
-round only once, so they are bit-equal to the torch reference unless the compiler fuses multiplications and additions: kernels
-that use them are launched with `enable_fp_fusion=False`. `exponential_from_key` takes a logarithm, which torch computes
-differently on each device. Here it is a fixed sequence of IEEE operations, of the same bits on every device, and
-within 3 units in the last place of torch's.
+The noise is that of `vargen.kernels.noise_bits` in pass 0; the seeds of other passes are those of `Noise.key`. `uniform32` and
+`uniform64` round only once, so they are bit-equal to torch's unless the compiler fuses multiplications and additions: kernels
+that use them are launched with `enable_fp_fusion=False`. Exponentials take a logarithm, which torch computes differently on
+each device. Here it is a fixed sequence of IEEE operations, within 3 units in the last place of torch's.
 """
 
 from __future__ import annotations
@@ -71,19 +69,19 @@ def _bits_to_uniform32(bits):
 
 @triton.jit
 def uniform32(key):
-    """float32 in (0, 1): `noise.sample_uniform`."""
+    """float32 in (0, 1): `noise_bits.uniform_of_keys`."""
     return _bits_to_uniform32((key >> 32).to(tl.uint32))
 
 
 @triton.jit
 def uniform64(key):
-    """float64 in (0, 1), with 52 random bits: `noise.sample_uniform64`."""
+    """float64 in (0, 1), with 52 random bits: `noise_bits.uniform64_of_keys`."""
     return ((key >> 12).to(tl.int64).to(tl.float64) + 0.5) * 2.0**-52
 
 
 @triton.jit
 def lane_uniforms(key, lane):
-    """float32 in (0, 1), one per lane (token) of a key: the uniforms of `noise.sample_exponential`."""
+    """float32 in (0, 1), one per lane (token) of a key: the uniforms of `noise_bits.exponential_of_keys`."""
     z = (lane + 1).to(tl.uint32) * _GOLDEN32 + key.to(tl.uint32)
     z ^= z >> 16
     z *= _LOW1
@@ -118,7 +116,7 @@ def exponential_from_uniform(u):
 
 @triton.jit
 def exponential_from_key(key, lane):
-    """Exponential(1) noise, float32 > 0, one per lane (token) of a key: `noise.sample_exponential`."""
+    """Exponential(1) noise, float32 > 0, one per lane (token) of a key: `noise_bits.exponential_of_keys`."""
     return exponential_from_uniform(lane_uniforms(key, lane))
 
 
@@ -193,13 +191,6 @@ def _first_exceeding(upto, weight, target, index, COUNT: tl.constexpr):
 # -- probabilities and samples -------------------------------------------------------------------------------------------------
 
 
-@triton.jit
-def _update_best(ratio, first, best, token):
-    """Update the maximum with the piece that begins at token `first`."""
-    piece = tl.max(ratio, 0)
-    return tl.maximum(best, piece), tl.where(piece > best, first + tl.argmax(ratio, 0), token)
-
-
 @triton.jit(do_not_specialize=["T"])
 def _filter(
     logits_ptr,  # [rows, V]
@@ -257,7 +248,9 @@ def _gumbel_max(
         lane = first + tl.arange(0, _PIECE)
         probs = tl.load(probs_ptr + row.to(tl.int64) * V + lane, mask=lane < V, other=-1.0)
         ratio = tl.where(probs == probs, probs, 0.0) / exponential_from_key(key, lane)
-        best, token = _update_best(tl.where(lane < V, ratio, -1.0), first, best, token)
+        ratio = tl.where(lane < V, ratio, -1.0)
+        token = tl.where(tl.max(ratio, 0) > best, first + tl.argmax(ratio, 0), token)
+        best = tl.maximum(best, tl.max(ratio, 0))
     tl.store(token_ptr + row, token)
 
 
@@ -277,18 +270,8 @@ def probs_from_logits(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p:
     B, T, V = logits.shape
     probs = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     if B * T:
-        launch(
-            _filter,
-            (B * T,),
-            logits.contiguous(),
-            probs,
-            temperature,
-            top_k,
-            top_p,
-            T,
-            FILTERS=filters,
-            **row_options(V),
-        )
+        options = temperature, top_k, top_p, T
+        launch(_filter, (B * T,), logits.contiguous(), probs, *options, FILTERS=filters, **row_options(V))
     return probs
 
 
@@ -296,16 +279,6 @@ def sample_gumbel_max(probs: Tensor, seeds: Tensor, position: Tensor) -> Tensor:
     """Sample tokens int64 `[B, T]` from float32 weights `[B, T, V]`; see `vargen.kernels.ops.sample_gumbel_max`."""
     tokens = torch.empty(probs.shape[:-1], dtype=torch.int64, device=probs.device)
     if tokens.numel():
-        launch(
-            _gumbel_max,
-            (tokens.numel(),),
-            probs.contiguous(),
-            seeds.contiguous(),
-            position.contiguous(),
-            tokens,
-            position.shape[-1],
-            V=probs.shape[-1],
-            num_warps=8,
-            enable_fp_fusion=False,
-        )
+        given = *(each.contiguous() for each in (probs, seeds, position)), tokens, position.shape[-1]
+        launch(_gumbel_max, (tokens.numel(),), *given, V=probs.shape[-1], num_warps=8, enable_fp_fusion=False)
     return tokens

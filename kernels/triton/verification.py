@@ -2,20 +2,17 @@
 
 All have the grid `(B,)`: a program owns one image. Nothing depends on the host.
 
-`_verify_chain`: exact or relaxed p / q acceptance. It gathers p and q of the T - 1 drafts, computes their uniforms, and finds
-the first rejected draft, for all drafts in parallel. Then it reads the row of p (and q) at the end of the chain, and samples
-from norm((p - q)+) with one uniform. Relaxed rules pass an acceptance probability for each draft. Its excess over min(1, p / q)
-decays with the depth and is capped by the budget along the chain, as in `vargen.decoding.relaxed_rules`. Bytes moved: 8 V B for
-the rows to sample from, and a few for each draft.
+`_verify_chain`: exact or relaxed p / q acceptance. It finds the first rejected draft, for all drafts in parallel. Then it reads
+the row of p (and q) at the end of the chain, and samples from norm((p - q)+) with one uniform. Relaxed rules pass an acceptance
+probability for each draft. Its excess over min(1, p / q) decays with the depth and is capped by the budget along the chain, as
+in `vargen.decoding.relaxed_rules`. Bytes moved: 8 V B for the rows to sample from, and a few for each draft.
 
-`_verify_shared_noise`: it follows the accepted path; other slots are not read. It compares each draft with the token that the
-image's own noise samples after its parent, so it reads no probabilities: a few bytes per image.
+`_verify_shared_noise`: it follows the accepted path, and reads no probabilities and no other slots: a few bytes per image.
 
-`_verify_traversal`: whole paths, from the leaves to the root, by the rule of `vargen.decoding.tree_rules.traversal`. It visits
-the slots that have children in order, with the row of p after each. Every child gets its reach, min(1, r p(x) / q(x)), and its
-rejection changes r and p for the next child. Reaches depend on no uniforms, so the first slot that passes, children before
-parents, is then found for all slots in parallel. The residual of p at that slot is recomputed instead of stored for every slot.
-Bytes moved per image: 4 V for every slot with children and every draft.
+`_verify_traversal`: the rule of `vargen.decoding.tree_rules.traversal`. It visits the slots that have children in order, with
+the row of p after each, for the reach of every child. Then the first slot that passes, children before parents, is found for
+all slots in parallel. The residual of p at that slot is recomputed instead of stored for every slot. Bytes moved per image: 4 V
+for every slot with children and every draft.
 
 Shape suffixes: B images, T fed tokens of the pass, A slots of the longest path, C maximum children of a slot, V vocabulary.
 """
@@ -38,6 +35,11 @@ from vargen.kernels.triton.sampler import (
     uniform32,
     uniform64,
 )
+
+
+def _operands(first: Tensor, *others: Tensor | None) -> tuple[Tensor, ...]:
+    """Operands of a kernel, contiguous, with the first one in place of those that it does not read."""
+    return tuple((first if each is None else each).contiguous() for each in (first, *others))
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -140,17 +142,12 @@ def verify_chain(
     B, T, V = probs.shape
     count, next_token = torch.empty(2, B, dtype=torch.int64, device=probs.device)
     spent = None if accept_prob is None else torch.empty(B, dtype=torch.float32, device=probs.device)
-    given = probs, q, tokens, valid, accept_prob, relaxation, seeds, position
+    given = probs, q, tokens, valid, accept_prob, relaxation, seeds, position, count, next_token, spent
     launch(
         _verify_chain,
         (B,),
-        *(probs if each is None else each.contiguous() for each in given),
-        count,
-        next_token,
-        probs if spent is None else spent,
-        T,
-        float("inf") if budget is None else budget,
-        tightening,
+        *_operands(*given),
+        *(T, float("inf") if budget is None else budget, tightening),
         BLOCK_T=triton.next_power_of_2(max(T - 1, 1)),
         HAS_Q=q is not None,
         HAS_VALID=valid is not None,
@@ -233,15 +230,8 @@ def verify_shared_noise(sampled: Tensor, tokens: Tensor, children: Tensor, longe
     launch(
         _verify_shared_noise,
         (B,),
-        sampled.contiguous(),
-        tokens.contiguous(),
-        children.contiguous(),
-        path,
-        count,
-        next_token,
-        T,
-        longest,
-        children.shape[-1],
+        *_operands(sampled, tokens, children, path, count, next_token),
+        *(T, longest, children.shape[-1]),
         TREE_OF_IMAGE=children.dim() == 3,
         BLOCK_A=triton.next_power_of_2(longest),
         num_warps=1,
@@ -254,21 +244,9 @@ def verify_shared_noise(sampled: Tensor, tokens: Tensor, children: Tensor, longe
 
 @triton.jit
 def _reject_children(
-    p,
-    r,
-    first,
-    number,
-    probs_ptr,
-    q_ptr,
-    tokens_ptr,
-    valid_ptr,
-    children,
-    reach_ptr,
-    lane,
-    V: tl.constexpr,
-    HAS_Q: tl.constexpr,
-    HAS_VALID: tl.constexpr,
-):
+    p, r, first, number, q_ptr, tokens_ptr, valid_ptr, children, reach_ptr, lane,
+    V: tl.constexpr, HAS_Q: tl.constexpr, HAS_VALID: tl.constexpr,
+):  # fmt: skip
     """Return p and r after all children of a slot are rejected, and store the reach of each child.
 
     `first` is the index of the image's first draft, `children` points to the slot's children.
@@ -341,8 +319,7 @@ def _verify_traversal(
         if tl.load(children_ptr + slot * C, mask=slot < T * C, other=0) > 0:  # of the root alone, C is 0
             p = tl.load((probs_ptr + (image * T + slot) * V) + lane, mask=inside, other=0.0)
             p, r = _reject_children(
-                p, r, first, C, probs_ptr, q_ptr, tokens_ptr, valid_ptr, children_ptr + slot * C, reach_ptr, lane,
-                V, HAS_Q, HAS_VALID,
+                p, r, first, C, q_ptr, tokens_ptr, valid_ptr, children_ptr + slot * C, reach_ptr, lane, V, HAS_Q, HAS_VALID
             )  # fmt: skip
             tl.store(reach_ptr + slot, r)
             tl.debug_barrier()  # makes the reaches of the children visible to all threads
@@ -370,8 +347,8 @@ def _verify_traversal(
     p = tl.load((probs_ptr + (image * T + last) * V) + lane, mask=inside, other=0.0)
     tl.debug_barrier()  # all threads must have read the reaches before they are rewritten
     p, r = _reject_children(
-        p, tl.load(initial_reach_ptr + last), first, C, probs_ptr, q_ptr, tokens_ptr, valid_ptr, children_ptr + last * C,
-        reach_ptr, lane, V, HAS_Q, HAS_VALID,
+        p, tl.load(initial_reach_ptr + last), first, C, q_ptr, tokens_ptr, valid_ptr, children_ptr + last * C, reach_ptr, lane,
+        V, HAS_Q, HAS_VALID,
     )  # fmt: skip
     noise = make_noise_key(seed, tl.load(position_ptr + image * T + last), RESIDUAL)
     tl.store(next_ptr + image, sample_by_uniform(p, uniform64(noise), BLOCK).to(tl.int64))
@@ -404,18 +381,13 @@ def verify_traversal(
     B, T, V = probs.shape
     path = torch.empty(B, longest, dtype=torch.int64, device=probs.device)
     count, next_token = torch.empty(2, B, dtype=torch.int64, device=probs.device)
-    given = probs, q, tokens, valid, children, parents, depth, postorder, seeds, position
+    reaches = torch.empty(2, B, T, dtype=torch.float32, device=probs.device)
+    given = probs, q, tokens, valid, children, parents, depth, postorder, seeds, position, *reaches
     launch(
         _verify_traversal,
         (B,),
-        *(probs if each is None else each.contiguous() for each in given),
-        *torch.empty(2, B, T, dtype=torch.float32, device=probs.device),
-        path,
-        count,
-        next_token,
-        T,
-        longest,
-        children.shape[-1],
+        *_operands(*given, path, count, next_token),
+        *(T, longest, children.shape[-1]),
         TREE_OF_IMAGE=children.dim() == 3,
         BLOCK_T=triton.next_power_of_2(T),
         BLOCK_A=triton.next_power_of_2(longest),
