@@ -1,9 +1,6 @@
-"""Attention of a CPU pass, for Numba: bit for bit that of `vargen.kernels.int8.arithmetic`, over a cache of pairs of 16-bit
-integers.
+"""Attention of a CPU pass, for Numba: bit for bit that of `vargen.kernels.int8.arithmetic`.
 
-Two 16-bit integers share an int32: keys are `[R, G, K/2, S]`, two numbers of a slot, and values `[R, G, S/2, K']` (K' is K
-rounded up to 16), the same number of two slots. So an instruction multiplies two numbers of 16 slots, or of 16 columns, at
-once. Slots are [ prefix | image tokens | scratch ].
+The cache is a layer of `vargen.kernels.int8.format.Slots`, [ prefix | image tokens | scratch ].
 
 Shape suffixes: R rows, T tokens of the pass, H query heads, G key heads, K head width, S slots, P prefix slots.
 """
@@ -26,12 +23,7 @@ from vargen.kernels.int8.steps import (
     i32,
     i64,
     largest,
-    pair_dot_1x1,
-    pair_dot_1x2,
-    pair_dot_1x4,
-    pair_dot_4x1,
-    pair_dot_4x2,
-    pair_dot_4x4,
+    make_pair_dot,
 )
 
 _UNITS, _SUM, _SUM_UNIT = f32(EXP_UNITS), WEIGHT_SUM, f32(1 / WEIGHT_SUM)
@@ -108,31 +100,38 @@ def write_tokens(
                     v_scale[r, h - H - G, slot] = top * value_unit
 
 
-@njit(**INNER)
-def pair_dots(rows, row, row_stride, column, column_stride, steps, vectors, out, out_stride):
-    """Dot products of one or four rows of pairs with 16 x `vectors` columns; addresses as in `steps.make_dot`."""
-    at = 0
-    while at < vectors:
-        source, target, left = column + 64 * at, out + 64 * at, vectors - at
-        if rows == 1:
+def _make_dots(rows):
+    """Make a function of the dot products of `rows` rows of pairs with 16 x `vectors` columns, with arguments of `make_dot`."""
+    one, two, four = (make_pair_dot(rows, count) for count in (1, 2, 4))
+
+    @njit(**INNER)
+    def dots(row, row_stride, column, column_stride, steps, vectors, out, out_stride):
+        at = 0
+        while at < vectors:
+            source, target, left = column + 64 * at, out + 64 * at, vectors - at
             if left >= 4:
-                pair_dot_1x4(row, row_stride, source, column_stride, steps, 0, target, out_stride)
+                four(row, row_stride, source, column_stride, steps, 0, target, out_stride)
                 at += 4
             elif left >= 2:
-                pair_dot_1x2(row, row_stride, source, column_stride, steps, 0, target, out_stride)
+                two(row, row_stride, source, column_stride, steps, 0, target, out_stride)
                 at += 2
             else:
-                pair_dot_1x1(row, row_stride, source, column_stride, steps, 0, target, out_stride)
+                one(row, row_stride, source, column_stride, steps, 0, target, out_stride)
                 at += 1
-        elif left >= 4:
-            pair_dot_4x4(row, row_stride, source, column_stride, steps, 0, target, out_stride)
-            at += 4
-        elif left >= 2:
-            pair_dot_4x2(row, row_stride, source, column_stride, steps, 0, target, out_stride)
-            at += 2
-        else:
-            pair_dot_4x1(row, row_stride, source, column_stride, steps, 0, target, out_stride)
-            at += 1
+
+    return dots
+
+
+_dots_1, _dots_4 = _make_dots(1), _make_dots(QUERIES)
+
+
+@njit(**INNER)
+def pair_dots(rows, row, row_stride, column, column_stride, steps, vectors, out, out_stride):
+    """Dot products of one or four rows."""
+    if rows == 1:
+        _dots_1(row, row_stride, column, column_stride, steps, vectors, out, out_stride)
+    else:
+        _dots_4(row, row_stride, column, column_stride, steps, vectors, out, out_stride)
 
 
 @njit(**INNER)
@@ -222,9 +221,7 @@ def attend_slots(
                         weights[w, i] = 0
                 values = value + 2 * S * columns * head
                 steps = -(-end // 2)
-                pair_dots(
-                    block, shares, 2 * S, values, 4 * columns, steps, columns // 16, total, 4 * columns
-                )  # fmt: skip
+                pair_dots(block, shares, 2 * S, values, 4 * columns, steps, columns // 16, total, 4 * columns)
                 for w in range(used):
                     at, h = r * T + (number + w) % T, g * group + (number + w) // T
                     for j in range(K):

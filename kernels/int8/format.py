@@ -88,24 +88,19 @@ def allocate_slots(shape: tuple[int, int, int], rows: int, head_dim: int, prefix
     )
 
 
-class RowBuffers(NamedTuple):
-    """Inputs and outputs of the products of a pass."""
+class Buffers(NamedTuple):
+    """Inputs and outputs of the products of a pass; of attention, the queries, and what four of them need at a time."""
 
     wide: Annotated[np.ndarray, "uint8 [M, D']"]  # inputs of all products but the last of a layer
     hidden: Annotated[np.ndarray, "uint8 [M, F']"]  # inputs of that one
     scale: Annotated[np.ndarray, "float32 [M]"]
     sums: Annotated[np.ndarray, "int32 [M N']"]
     row: Annotated[np.ndarray, "float32 [longest]"]  # as many as a row has columns, and 4 more than slots
-
-
-class AttentionBuffers(NamedTuple):
-    """Queries of all heads, intermediate results of four of them at a time, and the result."""
-
     q: Annotated[np.ndarray, "int16 [R, G, queries + 3, K]"]
     q_scale: Annotated[np.ndarray, "float32 [R, G, queries]"]
     dots: Annotated[np.ndarray, "int32 [4, S']"]
     weights: Annotated[np.ndarray, "int16 [4, S']"]
-    sums: Annotated[np.ndarray, "int32 [4, K']"]
+    mixed: Annotated[np.ndarray, "int32 [4, K']"]  # weighted sums of values
     attended: Annotated[np.ndarray, "float32 [M, D]"]
 
 
@@ -128,7 +123,7 @@ def join_layers(matrices: Sequence[Sequence[Matrix]]) -> Layers:
 
 def make_buffers(
     layers: Layers, output: Matrix, slots: Slots, tokens: int, queries: tuple[int, int], width: int, hidden: int
-) -> tuple[RowBuffers, AttentionBuffers]:
+) -> Buffers:
     """Allocate buffers for passes.
 
     Args:
@@ -139,17 +134,16 @@ def make_buffers(
     """
     G, pairs, S = slots.k.shape[2:]
     columns = max(layers.start.shape[1], len(output.start))
-    return RowBuffers(
+    return Buffers(
         wide=np.full((tokens, -(-width // 4) * 4), 128, np.uint8),
         hidden=np.full((tokens, -(-hidden // 4) * 4), 128, np.uint8),
         scale=np.zeros(tokens, np.float32),
         sums=np.zeros(tokens * columns, np.int32),
         row=np.zeros(max(columns, S) + QUERIES, np.float32),
-    ), AttentionBuffers(
         q=np.zeros((queries[0], G, queries[1] + QUERIES - 1, 2 * pairs), np.int16),
         q_scale=np.zeros((queries[0], G, queries[1]), np.float32),
         dots=np.zeros((QUERIES, S), np.int32),
         weights=np.zeros((QUERIES, S), np.int16),
-        sums=np.zeros((QUERIES, slots.v.shape[4]), np.int32),
+        mixed=np.zeros((QUERIES, slots.v.shape[4]), np.int32),
         attended=np.zeros((tokens, width), np.float32),
     )

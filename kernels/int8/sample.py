@@ -1,13 +1,11 @@
-"""What is beside a pass of the token loop, compiled for a CPU: sampling with shared noise, and committing tokens.
+"""The compiled steps of `vargen.kernels.token_steps`: drafting, feeding, sampling with shared noise, and committing tokens.
 
-Sampling: filters, softmax and Gumbel-max of a row at a time.
+Sampling is filters, softmax and Gumbel-max of a row at a time. The tokens are those of the torch reference,
+`Noise.sample(to_probs(logits, sampling), Purpose.TOKEN)`. Sums and exponentials are rounded otherwise here, so a token is
+returned only where a difference of that size could not change it: the sum of top-p up to it is not too close to p, and it wins
+by enough. Elsewhere the caller computes the row with the reference. Noise is only computed for tokens that pass the filters.
 
-The tokens are those of the torch reference, `Noise.sample(to_probs(logits, sampling), Purpose.TOKEN)`. Sums and exponentials
-are rounded otherwise here, so a token is returned only where a difference of that size could not change it: the sum of top-p
-up to it is not too close to p, and it wins by enough. Elsewhere the caller computes the row with the reference. Noise is only
-computed for tokens that pass the filters, which are few.
-
-Shape suffixes: B images, T rows of each, V vocabulary.
+Shape suffixes: B images, T rows or fed tokens of each, S draft tokens, N tokens of the grid, A path slots, V vocabulary.
 """
 
 from __future__ import annotations
@@ -191,15 +189,14 @@ def _make_key(seed, purpose, step, position):
 def sample_rows(
     logits, temperature, top_k, top_p, purpose, seeds, position, scratch, kept, drafted, tokens, count, next_token
 ):  # fmt: skip
-    """Sample a token from each row of logits float32 `[B, T, V]`, and accept the draft tokens that equal the sampled ones.
+    """Sample a token from each row of logits, and accept the draft tokens that equal the sampled ones.
 
     Args:
-        temperature, top_k, top_p: float32, int64 and float64 `[B]`; V and 1 filter nothing.
-        purpose, seeds, position: of the noise; int64 `[B]` and `[B, T]`.
-        scratch, kept: scratch, float32 and int32 `[3, V']` and `[V']`, V' at least 16 above V.
-        drafted: int64 `[B, T - 1]`, a chain; `[0, 0]` without one.
-        tokens: int64 `[B, T]`, written; -1 where the reference has to decide, such as where logits are not finite.
-        count, next_token: int64 `[B]`, written: accepted slots with the root, and the token after them; `[0]` without a draft.
+        top_k, top_p: V and 1 filter nothing.
+        scratch, kept: V' is at least 16 above V.
+        drafted: a chain; `[0, 0]` without one.
+        tokens: written; -1 where the reference has to decide, such as where logits are not finite.
+        count, next_token: written: accepted slots with the root, and the token after them; `[0]` without a draft.
 
     Returns:
         The number of rows that the reference has to decide. If there are any, the last two arguments have no meaning.
@@ -224,13 +221,7 @@ def sample_rows(
 
 @compiled("int64 [B, N]", "int64 [B]", "int64 [B, T - 1]", "int64 [B, T]", "int64 [B, T]", **_FAST)
 def feed_tokens(tokens, length, drafted, inputs, position):
-    """Put the last committed token of each image and its draft, a chain, side by side.
-
-    Args:
-        tokens: int64 `[B, >= N]`, valid up to `length` `[B]`.
-        drafted: int64 `[B, T - 1]`.
-        inputs, position: written: int64 `[B, T]`, and positions of the tokens after these.
-    """
+    """Write the last committed token of each image and its draft, a chain, to `inputs`, and the positions after these."""
     B, T = inputs.shape
     for b in range(B):
         for t in range(T):
@@ -242,13 +233,7 @@ def feed_tokens(tokens, length, drafted, inputs, position):
     "int64 [B, T]", "int64 [B, A]", "int64 [B]", "int64 [B]", "int64 [B]", int, "int64 [B, N + A]", "int64 [B]", **_FAST,
 )  # fmt: skip
 def commit_tokens(fed, path, accepted, next_token, length, num_tokens, tokens, count):
-    """Write the tokens after the accepted slots of a pass; see `vargen.decoding.token_pass.TokenState.write`.
-
-    Args:
-        fed: int64 `[B, T]`; path: int64 `[B, A]`; accepted, next_token, length: int64 `[B]`.
-        tokens: changed: int64 `[B, >= num_tokens + A]`.
-        count: written: int64 `[B]`, tokens committed.
-    """
+    """Write the tokens after the accepted slots of a pass to `tokens`, and their number to `count`."""
     slots = path.shape[1]
     for b in range(len(length)):
         count[b] = min(accepted[b], num_tokens - length[b])
@@ -262,14 +247,12 @@ def commit_tokens(fed, path, accepted, next_token, length, num_tokens, tokens, c
     **_FAST,
 )  # fmt: skip
 def draft_window(known, end, position, seeds, steps, purpose, num_tokens, vocab, drafted, valid):
-    """Draft the next tokens of a Jacobi window: known ones, and after these tokens of the uniform distribution.
+    """Write the next tokens of a Jacobi window to `drafted`, and which are on the grid to `valid`.
 
     Args:
-        known: int64 `[B, >= num_tokens + S]`, draft tokens by position; end: int64 `[B]`, position after the known ones.
-        position: int64 `[B, 1]`, of the first draft token.
-        seeds, steps, purpose: of the noise; int64 `[B]`, and `[1]` or `[B]`.
-        num_tokens: N.
-        drafted, valid: int64 and bool `[B, S]`, written: the draft tokens, and which are on the grid.
+        known, end: draft tokens by position, and the position after the known ones.
+        position: of the first draft token.
+        steps: a number of the pass for all images, or for each.
     """
     for b in range(len(drafted)):
         step = steps[b if len(steps) > 1 else 0]

@@ -4,9 +4,8 @@ Between its products of 8-bit integers are four steps a layer: modulate and quan
 quantize; dequantize, add, modulate, quantize; dequantize, GELU, quantize. Each row is computed by the same loop, whatever is
 beside it, and sums are of integers: its result does not depend on the number of tokens and rows of a pass.
 
-Shape suffixes: L layers, R rows (images; twice as many under guidance), B images, T tokens of the pass in each row, M = R T, n
-tokens with logits, D width, H heads, K head width, F hidden width, S cache slots, P prefix slots, V vocabulary, N output
-channels of all products of a layer, each product padded to a multiple of 64.
+Shape suffixes: as in `vargen.kernels.int8.format`; B images (half as many as rows under guidance), T tokens of the pass in
+each row, n tokens with logits, H heads, F hidden width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import numpy as np
 from numba import njit
 
 from vargen.kernels.int8.attention import attend_slots, write_tokens
-from vargen.kernels.int8.format import NORM_MAX, PANEL, AttentionBuffers, Layers, Matrix, RowBuffers, Slots
+from vargen.kernels.int8.format import NORM_MAX, PANEL, Buffers, Layers, Matrix, Slots
 from vargen.kernels.int8.steps import (
     INNER,
     ONE,
@@ -100,11 +99,11 @@ def gelu_rows(sums, stride, scale, channel_scale, bias, rows, F, row, out):
 
 
 @compiled(
-    Weights, Slots, RowBuffers, AttentionBuffers, "float32 [R, T, D]", "float32 [L, 6, R, D]", "float32 [2, R, D]",
-    "int64 [R, T]", "bool [1, 0, 0]", int, "float32 [n]", "float32 [R, n, D]", "float32 [B, n, V]",
+    Weights, Slots, Buffers, "float32 [R, T, D]", "float32 [L, 6, R, D]", "float32 [2, R, D]", "int64 [R, T]",
+    "bool [1, 0, 0]", int, "float32 [n]", "float32 [R, n, D]", "float32 [B, n, V]",
 )  # fmt: skip
 def run_pass(
-    weights, slots, rows, attention, states, modulation, last_modulation, reach, ancestors, place, guidance, features, logits
+    weights, slots, buffers, states, modulation, last_modulation, reach, ancestors, place, guidance, features, logits
 ):  # fmt: skip
     """Run all layers over `states [R, T, D]`, and the output layer over the last n tokens of each row.
 
@@ -120,25 +119,25 @@ def run_pass(
         logits: `[B, n, V]`, written; all R rows without guidance.
     """
     x = states.reshape(states.shape[0] * states.shape[1], states.shape[2])
-    _run_layers(weights, slots, rows, attention, x, modulation, reach, ancestors, place)
-    _run_output(x, last_modulation, weights.output, weights.output_bias, rows, guidance, features, logits)
+    _run_layers(weights, slots, buffers, x, modulation, reach, ancestors, place)
+    _run_output(x, last_modulation, weights.output, weights.output_bias, buffers, guidance, features, logits)
 
 
 @njit(**INNER)
-def _run_layers(weights, slots, rows, attention, x, modulation, reach, ancestors, place):
+def _run_layers(weights, slots, buffers, x, modulation, reach, ancestors, place):
     D, F, unit = weights.sizes
     R, T = reach.shape
     M, H = len(x), slots.k.shape[2]
-    scale, sums, row = rows.scale, rows.sums, rows.row
+    scale, sums, row, wide = buffers.scale, buffers.sums, buffers.row, buffers.wide
     columns_of = (3 * D, D, F, D)
     for layer in range(len(weights.layers.packed)):
         first = i64(0)
         for stage in range(4):  # a loop, so that the product is compiled only once
             columns = -(-columns_of[stage] // PANEL) * PANEL
-            factors, inputs = (rows.hidden, F) if stage == 3 else (rows.wide, D)
+            factors, inputs = (buffers.hidden, F) if stage == 3 else (wide, D)
             if stage & 1 == 0:
                 half = stage >> 1
-                modulate_rows(x, modulation[layer, 2 + half], modulation[layer, 4 + half], T, row, rows.wide, scale)
+                modulate_rows(x, modulation[layer, 2 + half], modulation[layer, 4 + half], T, row, wide, scale)
             start, channels = weights.layers.start[layer, first:], weights.layers.scale[layer, first:]
             bias = weights.bias[layer, first:]
             product(factors, M, weights.layers.packed[layer, stage], start, -(-inputs // 4), sums, columns)
@@ -150,23 +149,23 @@ def _run_layers(weights, slots, rows, attention, x, modulation, reach, ancestors
                     v, v_scale = slots.v[r, layer:end], slots.v_scale[r, layer:end]
                     write_tokens(
                         sums[own * columns :], columns, scale[own:], channels, bias, None, weights.sharpness[layer], unit,
-                        length, place, slots.limits, k, v, k_scale, v_scale, attention.q, attention.q_scale, row, T, H,
+                        length, place, slots.limits, k, v, k_scale, v_scale, buffers.q, buffers.q_scale, row, T, H,
                     )  # fmt: skip
                     attend_slots(
-                        attention.q, attention.q_scale, k, v, k_scale, v_scale, slots.bias[r : r + 1], length, place,
-                        reach[r : r + 1], ancestors, attention.dots, row, attention.weights, attention.sums,
-                        attention.attended[own:], T, H,
+                        buffers.q, buffers.q_scale, k, v, k_scale, v_scale, slots.bias[r : r + 1], length, place,
+                        reach[r : r + 1], ancestors, buffers.dots, row, buffers.weights, buffers.mixed,
+                        buffers.attended[own:], T, H,
                     )  # fmt: skip
                 for m in range(M):
-                    scale[m] = quantize(attention.attended[m], D, rows.wide[m])
+                    scale[m] = quantize(buffers.attended[m], D, wide[m])
             elif stage == 2:
-                gelu_rows(sums, columns, scale, channels, bias, M, F, row, rows.hidden)
+                gelu_rows(sums, columns, scale, channels, bias, M, F, row, buffers.hidden)
             else:
                 add_gained(x, sums, columns, scale, channels, bias, modulation[layer, stage >> 1], T)
 
 
 @njit(**INNER)
-def _run_output(x, modulation, output, bias, rows, guidance, features, logits):
+def _run_output(x, modulation, output, bias, buffers, guidance, features, logits):
     R, n, D = features.shape
     T, B, V, columns = len(x) // R, len(logits), logits.shape[2], len(output.start)
     for r in range(R):
@@ -178,11 +177,11 @@ def _run_output(x, modulation, output, bias, rows, guidance, features, logits):
                 for d in range(D):
                     conditional = features[r, t, d]
                     features[r, t, d] = conditional + (conditional - features[B + r, t, d]) * guidance[t]
-            rows.scale[r * n + t] = quantize(features[r, t], D, rows.wide[r * n + t])
-    product(rows.wide, B * n, i64(output.values.ctypes.data), output.start, -(-D // 4), rows.sums, columns)
+            buffers.scale[r * n + t] = quantize(features[r, t], D, buffers.wide[r * n + t])
+    product(buffers.wide, B * n, i64(output.values.ctypes.data), output.start, -(-D // 4), buffers.sums, columns)
     for r in range(B):
         for t in range(n):
             m = r * n + t
-            a, line = rows.scale[m], rows.sums[m * columns : m * columns + V]
+            a, line = buffers.scale[m], buffers.sums[m * columns : m * columns + V]
             for v in range(V):
                 logits[r, t, v] = f32(line[v]) * a * output.scale[v] + bias[v]

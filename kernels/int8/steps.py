@@ -138,14 +138,12 @@ def _byte_dot(rows: int) -> Callable[..., None]:
     return make_dot(rows, 4, "llvm.x86.avx512.vpdpbusd.512", _BYTES)
 
 
-def _pair_dot(rows: int, vectors: int) -> Callable[..., None]:
+def make_pair_dot(rows: int, vectors: int) -> Callable[..., None]:
     """Rows and columns of 16-bit integers."""
     return make_dot(rows, vectors, "llvm.x86.avx512.vpdpwssd.512", _PAIRS)
 
 
 byte_dot_1, byte_dot_2, byte_dot_4, byte_dot_6 = (_byte_dot(rows) for rows in (1, 2, 4, 6))
-pair_dot_1x1, pair_dot_1x2, pair_dot_1x4 = (_pair_dot(1, vectors) for vectors in (1, 2, 4))
-pair_dot_4x1, pair_dot_4x2, pair_dot_4x4 = (_pair_dot(4, vectors) for vectors in (1, 2, 4))
 
 
 @intrinsic

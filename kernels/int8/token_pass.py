@@ -4,9 +4,8 @@ Between its products of 8-bit integers, which read each weight once, are four st
 rotate, write the cache, attend, quantize; dequantize, add, norm, quantize; dequantize, SwiGLU, quantize. The result is bit for
 bit that of the operators in `vargen.kernels.int8.arithmetic`, for any number of tokens and rows.
 
-Shape suffixes: L layers, R rows (images; twice as many under guidance), B images, T tokens of the pass, M = R T, D width, H
-query heads, G key heads, K head width, F hidden width, S cache slots, P prefix slots, V vocabulary, N output channels of all
-products of a layer, each product padded to a multiple of 64.
+Shape suffixes: as in `vargen.kernels.int8.format`; B images (half as many as rows under guidance), T tokens of the pass, H
+query heads, F hidden width, V vocabulary, A slots of the longest path.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import numpy as np
 from numba import njit
 
 from vargen.kernels.int8.attention import attend_slots, join_pair, write_tokens
-from vargen.kernels.int8.format import PANEL, AttentionBuffers, Layers, Matrix, RowBuffers, Slots, make_buffers
+from vargen.kernels.int8.format import PANEL, Buffers, Layers, Matrix, Slots, make_buffers
 from vargen.kernels.int8.steps import (
     INNER,
     add_rows,
@@ -56,23 +55,21 @@ class Places(NamedTuple):
     reach: Annotated[np.ndarray, "int64 [R, T]"]
 
 
-def make_pass_buffers(weights: Weights, slots: Slots, tokens: int) -> tuple[RowBuffers, AttentionBuffers, Places]:
+def make_pass_buffers(weights: Weights, slots: Slots, tokens: int) -> tuple[Buffers, Places]:
     """Allocate what passes over up to `tokens` tokens write beside their results."""
     H, G, K, F = (int(size) for size in weights.sizes)
     R, D = slots.k.shape[1], weights.norms.shape[1]
     queries = R, H // G * tokens
     cos_sin, reach = np.zeros((R, tokens, K // 2, 2), np.float32), np.zeros((R, tokens), np.int64)
     buffers = make_buffers(weights.layers, weights.output, slots, R * tokens, queries, max(D, H * K), F)
-    return *buffers, Places(cos_sin, np.zeros(R, np.int64), reach)
+    return buffers, Places(cos_sin, np.zeros(R, np.int64), reach)
 
 
 @compiled(
-    Weights, Slots, RowBuffers, AttentionBuffers, Places, "int64 [B, T]", "int64 [R, T]", "bool [R, T, T]", "float32 [B, T]",
-    "float32 [R, T, D]", "float32 [R, T, D]", "float32 [B, T, V]",
+    Weights, Slots, Buffers, Places, "int64 [B, T]", "int64 [R, T]", "bool [R, T, T]", "float32 [B, T]", "float32 [R, T, D]",
+    "float32 [R, T, D]", "float32 [B, T, V]",
 )  # fmt: skip
-def run_pass(
-    weights, slots, rows, attention, places, tokens, positions, ancestors, guidance, states, features, logits
-):  # fmt: skip
+def run_pass(weights, slots, buffers, places, tokens, positions, ancestors, guidance, states, features, logits):
     """Run all layers and the output layer over tokens `[B, T]`, after the pointer of each row.
 
     Writes the cache, but does not move its pointers.
@@ -85,18 +82,18 @@ def run_pass(
         logits: `[B, T, V]`, written; all R rows without guidance.
     """
     x = states.reshape(states.shape[0] * states.shape[1], states.shape[2])
-    _run_layers(weights, slots, rows, attention, places, x, tokens, positions, ancestors)
-    _run_output(weights.norms[-1], weights.eps, weights.output, rows, guidance, x, features, logits)
+    _run_layers(weights, slots, buffers, places, x, tokens, positions, ancestors)
+    _run_output(weights.norms[-1], weights.eps, weights.output, buffers, guidance, x, features, logits)
 
 
 @njit(**INNER)
-def _run_layers(weights, slots, rows, attention, places, x, tokens, positions, ancestors):
+def _run_layers(weights, slots, buffers, places, x, tokens, positions, ancestors):
     """Run all layers; `x [M, D]` becomes the last residual."""
     H, G, K, F = weights.sizes
     R, T = slots.k.shape[1], tokens.shape[1]
     M, D = x.shape
-    scale, sums, row, wide = rows.scale, rows.sums, rows.row, rows.wide
-    q, q_scale, cos_sin, length = attention.q, attention.q_scale, places.cos_sin, places.length
+    scale, sums, row, wide = buffers.scale, buffers.sums, buffers.row, buffers.wide
+    q, q_scale, cos_sin, length = buffers.q, buffers.q_scale, places.cos_sin, places.length
     last = len(weights.rotary) - 1
     for r in range(R):
         length[r] = slots.length[r] if slots.length[r] <= last else last + 1  # full rows write only to scratch
@@ -114,7 +111,7 @@ def _run_layers(weights, slots, rows, attention, places, x, tokens, positions, a
         first = 0
         for stage in range(4):  # a loop, so that the product is compiled only once
             columns = -(-columns_of[stage] // PANEL) * PANEL
-            factors, inputs = (rows.hidden, F) if stage == 3 else (wide, H * K if stage == 1 else D)
+            factors, inputs = (buffers.hidden, F) if stage == 3 else (wide, H * K if stage == 1 else D)
             if stage & 1 == 0:
                 norm_rows(x, weights.norms[2 * layer + (stage >> 1)], weights.eps, row, wide, scale)
             start, channels = weights.layers.start[layer, first:], weights.layers.scale[layer, first:]
@@ -128,22 +125,22 @@ def _run_layers(weights, slots, rows, attention, places, x, tokens, positions, a
                 )  # fmt: skip
                 attend_slots(
                     q, q_scale, k, v, k_scale, v_scale, slots.bias, length, prefix, places.reach, ancestors,
-                    attention.dots, row, attention.weights, attention.sums, attention.attended, T, H,
+                    buffers.dots, row, buffers.weights, buffers.mixed, buffers.attended, T, H,
                 )  # fmt: skip
                 for m in range(M):
-                    scale[m] = quantize(attention.attended[m], H * K, wide[m])
+                    scale[m] = quantize(buffers.attended[m], H * K, wide[m])
             elif stage == 2:
-                swiglu_rows(sums, columns, scale, channels, M, F, row, rows.hidden)
+                swiglu_rows(sums, columns, scale, channels, M, F, row, buffers.hidden)
             else:
                 add_rows(x, sums, columns, scale, channels)
 
 
 @njit(**INNER)
-def _run_output(weight, eps, output, rows, guidance, x, features, logits):
+def _run_output(weight, eps, output, buffers, guidance, x, features, logits):
     """Run the final norm, with `weight [D]`, guidance and the output layer over residuals `x [M, D]`."""
     R, T, D = features.shape
     V, columns = logits.shape[2], len(output.start)
-    row, scale, wide = rows.row, rows.scale, rows.wide
+    row, scale, wide = buffers.row, buffers.scale, buffers.wide
     for r in range(R):
         for t in range(T):
             norm(x[r * T + t], weight, eps, features[r, t])
@@ -157,11 +154,11 @@ def _run_output(weight, eps, output, rows, guidance, x, features, logits):
                 scale[m] = quantize(row, D, wide[m])
             else:
                 scale[m] = quantize(features[r, t], D, wide[m])
-    product(wide, len(logits) * T, i64(output.values.ctypes.data), output.start, -(-D // 4), rows.sums, columns)
+    product(wide, len(logits) * T, i64(output.values.ctypes.data), output.start, -(-D // 4), buffers.sums, columns)
     for r in range(len(logits)):
         for t in range(T):
             m = r * T + t
-            a, line = scale[m], rows.sums[m * columns : m * columns + V]
+            a, line = scale[m], buffers.sums[m * columns : m * columns + V]
             for v in range(V):
                 logits[r, t, v] = f32(line[v]) * a * output.scale[v]
 

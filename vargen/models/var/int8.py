@@ -120,7 +120,7 @@ def run_pass(
         torch.empty(rows, n, network.config.vocab_size, dtype=torch.float32),
     )
     cache.compiled.run_pass(
-        weights, cache.arrays, *buffers, x.numpy(), as_array(modulation.blocks[:, :, :, 0]),
+        weights, cache.arrays, buffers, x.numpy(), as_array(modulation.blocks[:, :, :, 0]),
         as_array(modulation.head[:, :, 0]), _reach(network, cache, first, last, fed), _NO_TREE, begin + P - fed, strength,
         features.numpy(), logits.numpy(),
     )  # fmt: skip
