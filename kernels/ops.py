@@ -4,27 +4,15 @@ Logits become probabilities by temperature, top-k, top-p and softmax, in this or
 for each token of the vocabulary. Where a sample need not be coupled with another one, one uniform for each row suffices: the
 cumulative sum is inverted in two steps, and only the sums of blocks are accumulated over the whole row.
 
-For a row of 4,096 float32 values on a CPU with AVX2, torch's top-k takes about 20 to 60 microseconds and NumPy's partition 5;
-torch's sort takes 170 and NumPy's 20.
-
-Torch's flash attention kernel for CPUs is optimized for many queries. With torch 2.13 on two Zen 3 cores and 128 slots in use,
-it takes, in microseconds per layer including copies, 74, 110 and 118 for 1, 4 and 16 queries in 2 rows of 7 heads of width 32,
-compared with 43, 85 and 102 for explicit attention (two matrix products and a softmax). For 1 row of 12 heads of width 64, it
-takes 108, 181 and 178, compared with 88, 148 and 156. On a Xeon with AVX-512, torch's kernel is faster: for 1, 4, 8 and 16
-queries in 2 rows of 7 heads with 135 slots it takes 23, 35, 49 and 86, compared with 26, 39, 54 and 87.
-
-A linear layer `x W^T` with few rows is bound by reading its weight, which BLAS reads faster as `[K, N]` than as `[N, K]`, the
-layout in which torch creates and loads it. With torch 2.13 on one thread of a Xeon with AVX-512, milliseconds for all layers of
-the packaged model, with 6.3 million float32 weights:
-
-    rows          1     2     4     8    16    32    64
-    [N, K]     1.00  1.01  1.32  1.74  2.50  3.78  6.14
-    [K, N]     0.98  1.11  1.10  1.18  1.75  2.77  4.90
+On a CPU, NumPy selects and sorts several times as fast as torch. Torch's flash attention kernel for CPUs is optimized for many
+queries: without AVX-512, two matrix products and a softmax are faster for few (explicit attention). A linear layer `x W^T` with
+few rows is bound by reading its weight, which BLAS reads faster as `[K, N]` than as `[N, K]`, the layout in which torch creates
+and loads it. `docs/log.md` has the times.
 
 A tree mask is stored as bits of 64-bit words: 2 KB for 128 tokens, compared with 541 KB for a mask over 4,096 slots.
 
-Shape suffixes: B images or rows, T positions or queries, V vocabulary, H query heads, G key heads, S slots, K head width or
-weights of a block, E + T tokens after the cache pointer, W words; of linear layers N outputs and K inputs.
+Shape suffixes: B images or rows, T positions or queries, V vocabulary, H query heads, G key heads, S slots, K head width,
+weights of a block or inputs of a layer, N its outputs, E + T tokens after the cache pointer, W words.
 """
 
 from __future__ import annotations
@@ -103,7 +91,7 @@ class KernelMask(NamedTuple):
 
 
 def prefers_explicit_attention() -> bool:
-    """Whether explicit attention is faster for few queries: not if torch's kernel uses AVX-512 (see above)."""
+    """Whether explicit attention is faster for few queries: not if torch's kernel uses AVX-512."""
     return not torch.backends.cpu.get_cpu_capability().startswith("AVX512")
 
 
@@ -132,9 +120,7 @@ def fold_bias(bias: Tensor, heads: int, groups: int) -> Tensor:
 
 
 def attend(q_BTHK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, bias: Tensor | KernelMask) -> Tensor:
-    """Attention `[B, T, H, K]`: explicit for a `fold_bias` bias, otherwise by torch or the Triton kernel.
-
-    A `KernelMask` selects the kernel; any other bias or mask selects torch's function.
+    """Attention `[B, T, H, K]`: by the Triton kernel for a `KernelMask`, explicit for a `fold_bias` bias, otherwise by torch.
 
     Explicit attention merges heads and rows into one batch dimension, which copies no keys and values as long as they are
     slices, along the slots, of contiguous tensors.
@@ -307,6 +293,15 @@ def _use_numpy(weights: np.ndarray, uniforms: np.ndarray, K: int) -> np.ndarray:
 # -- verification by kernels, as the fields of `Verdict` in order; None where torch does it ------------------------------------
 
 
+def _verification_kernels(rows: Tensor) -> Any:
+    """The module of the kernels, if they verify drafts of such rows."""
+    if not supports_rows(rows):
+        return None
+    from vargen.kernels.triton import verification
+
+    return verification
+
+
 def verify_chain(
     probs: Tensor, draft: Any, noise: Any, accept_prob: Callable[[], Tensor] | None = None, **limits: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None] | None:
@@ -317,33 +312,27 @@ def verify_chain(
         accept_prob: computes them, where a kernel verifies.
         limits: `relaxation`, `budget` and `tightening`; see `vargen.kernels.triton.verification.verify_chain`.
     """
-    if not supports_rows(probs):
+    if (kernels := _verification_kernels(probs)) is None:
         return None
-    from vargen.kernels.triton import verification
-
     relaxed = limits if accept_prob is None else {"accept_prob": accept_prob(), **limits}
-    found = verification.verify_chain(probs, draft.tokens, draft.probs, draft.valid, *noise.key, **relaxed)
+    found = kernels.verify_chain(probs, draft.tokens, draft.probs, draft.valid, *noise.key, **relaxed)
     return torch.arange(probs.shape[1], device=probs.device).expand(len(probs), -1), *found
 
 
 def verify_shared_noise(sampled: Tensor, draft: Any) -> tuple[Tensor, Tensor, Tensor] | None:
     """Verify a tree or chain, given the tokens int64 `[B, T]` that the shared noise selects after each node."""
-    if not supports_rows(sampled):
+    if (kernels := _verification_kernels(sampled)) is None:
         return None
-    from vargen.kernels.triton import verification
-
-    return verification.verify_shared_noise(sampled, draft.tokens, draft.tree.children, draft.tree.max_path)
+    return kernels.verify_shared_noise(sampled, draft.tokens, draft.tree.children, draft.tree.max_path)
 
 
 def verify_traversal(probs: Tensor, draft: Any, noise: Any) -> tuple[Tensor, Tensor, Tensor] | None:
     """Verify a tree or chain by `vargen.decoding.tree_rules.traversal`, which has the same arguments."""
-    if not supports_rows(probs):
+    if (kernels := _verification_kernels(probs)) is None:
         return None
-    from vargen.kernels.triton import verification
-
     tree = draft.tree
     tables = tree.children, tree.parents, tree.depth, tree.postorder, tree.max_path
-    return verification.verify_traversal(probs, draft.tokens, draft.probs, draft.valid, *tables, *noise.key)
+    return kernels.verify_traversal(probs, draft.tokens, draft.probs, draft.valid, *tables, *noise.key)
 
 
 # -- order statistics ---------------------------------------------------------------------------------------------------------
@@ -400,9 +389,8 @@ _Module: Any = nn.Module  # Any, so that type checkers use the attribute types o
 class TransposableWeights(_Module):
     """Base class of networks that call `transpose_linear_weights`.
 
-    On other devices, in training and in `state_dict`, weights have the layout `[N, K]`. safetensors writes only contiguous
-    tensors, and other users of a state dict expect them, too. For transposed weights these are copies, because other threads
-    may be reading the weights.
+    On other devices, in training and in `state_dict`, weights have the layout `[N, K]`: safetensors writes only contiguous
+    tensors. In a state dict, transposed weights are copied, because other threads may be reading them.
     """
 
     def _apply(self, fn: Any, *args: Any, **options: Any) -> Any:
@@ -417,7 +405,7 @@ class TransposableWeights(_Module):
         return super().train(mode)
 
     def state_dict(self, *args: Any, **options: Any) -> Any:
-        """As in torch, but with contiguous tensors, unless `keep_vars` requests the parameters themselves."""
+        """As in torch, but contiguous, unless `keep_vars` requests the parameters themselves."""
         found = super().state_dict(*args, **options)
         if not options.get("keep_vars"):
             for name, value in found.items():

@@ -28,21 +28,13 @@ NoiseKey = tuple[Tensor, Tensor, int | Tensor, int]
 
 @dataclass(frozen=True)
 class SampledRows:
-    """Sampled tokens.
+    """Sampled tokens."""
 
-    Attributes:
-        tokens: int64 `[B, T]`.
-        sums: float32 `[B, T]`, finite where all logits of a row are.
-        count, next_token: of a draft: accepted slots with the root, and the token after them, int64 `[B]`; valid if no token is
-            undecided.
-        undecided: number of tokens that rounding could change, which torch sampled.
-    """
-
-    tokens: Tensor
-    sums: Tensor
-    count: Tensor
-    next_token: Tensor
-    undecided: int
+    tokens: Tensor  # int64 [B, T]
+    sums: Tensor  # float32 [B, T], finite where all logits of a row are
+    count: Tensor  # of a draft: accepted slots with the root, int64 [B]; valid, as the next, if no token is undecided
+    next_token: Tensor  # the token after them, int64 [B]
+    undecided: int  # number of tokens that rounding could change, which torch sampled
 
 
 class _Scratch(threading.local):

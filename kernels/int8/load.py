@@ -79,17 +79,13 @@ class CompiledCode:
     Args:
         name: part of messages.
         passes: module of the passes, which is compiled first.
-
-    Attributes:
-        steps: the module `vargen.kernels.int8.sample`, if the last `load` of this process found compiled code; else None.
-        failure: why it could not be compiled; None if it was, or was not yet.
     """
 
-    steps: ClassVar[Any] = None
+    steps: ClassVar[Any] = None  # the module `vargen.kernels.int8.sample`, if this process's last `load` found compiled code
 
     def __init__(self, name: str, passes: str) -> None:
         self.name, self.modules = name, (passes, "sample")
-        self.failure: str | None = None
+        self.failure: str | None = None  # why it could not be compiled
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._loaded: list[ModuleType] = []
@@ -98,10 +94,7 @@ class CompiledCode:
         """Return the module of the passes; None where it cannot run, and while it is being compiled.
 
         Args:
-            wait: for the compiler. Default: whether VARGEN_KERNELS is `cpu`.
-
-        Raises:
-            ValueError: VARGEN_KERNELS is `cpu`, and the code cannot run or be compiled.
+            wait: for the compiler. Default: whether VARGEN_KERNELS is `cpu`, which makes a failure a ValueError.
         """
         required = os.environ.get("VARGEN_KERNELS") == "cpu"
         reason = find_compiled_blocker() or self._start(required if wait is None else wait)

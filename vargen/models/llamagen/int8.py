@@ -1,8 +1,7 @@
 """Passes of a LlamaGen transformer with 8-bit integer products: prefill, step and teacher forcing.
 
-They take the arguments of `LlamaGenTransformer.forward`. Rows are independent of each other and of the number of tokens of a
-pass, bit by bit. A step runs as one compiled function where `vargen.kernels.int8.load` has it, and by torch operators
-elsewhere, with the same bits.
+Rows are independent of each other and of the number of tokens of a pass, bit by bit. A step runs as one compiled function where
+`vargen.kernels.int8.load` has it, and by torch operators elsewhere, with the same bits.
 
 Shape suffixes: B rows (images; twice as many under guidance), P conditioning rows, N image tokens of the grid, T tokens of one
 pass, D width, H heads, G key heads, K head width.
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
     from vargen.models.llamagen.network import LlamaGenTransformer
 
 Guidance = float | Tensor | None
-Outputs = tuple[Tensor, Tensor, Tensor]  # logits, features, hidden states
 
 
 def make_cache(network: LlamaGenTransformer, rows: int, scratch: int, prefix: int) -> Int8Cache:
@@ -45,11 +43,6 @@ def make_cache(network: LlamaGenTransformer, rows: int, scratch: int, prefix: in
     return Int8Cache(*shape, prefix=prefix, tokens=network.tokens, scratch=scratch, compiled=TOKEN_PASS.load())
 
 
-def describe_backend() -> str:
-    """Return what runs the steps of caches that are made now."""
-    return "int8 operators" if TOKEN_PASS.load() is None else "compiled int8"
-
-
 def compute_logits(network: LlamaGenTransformer, features: Tensor, guidance: Guidance) -> Tensor:
     """Compute logits from features `[B, T, D]` after the final norm, guided if `guidance` is given."""
     return network.output(features if guidance is None else guide_rows(features, guidance))
@@ -57,7 +50,10 @@ def compute_logits(network: LlamaGenTransformer, features: Tensor, guidance: Gui
 
 def final_norm(network: LlamaGenTransformer, x: Tensor) -> Tensor:
     """Final norm of residuals `[B, T, D]`."""
-    norm: Any = network.norm
+    return _norm(network.norm, x)
+
+
+def _norm(norm: Any, x: Tensor) -> Tensor:
     return exact_rms_norm(x, norm.weight, norm.eps)
 
 
@@ -84,8 +80,7 @@ def run_prefill(network: LlamaGenTransformer, x: Tensor, mask: Tensor | None, ca
     for i, layer in enumerate(layers):
         attention = layer.attention
         first = (attention.n_head + attention.n_kv_head) * attention.head_dim
-        values, scale = quantize_activations(exact_rms_norm(x, layer.attention_norm.weight, layer.attention_norm.eps))
-        v = attention.wqkv.rows(first).multiply(values, scale).unflatten(-1, (-1, attention.head_dim))
+        v = attention.wqkv.rows(first)(_norm(layer.attention_norm, x)).unflatten(-1, (-1, attention.head_dim))
         weighted = v * visible[:, :, None, None]
         sums = weighted.cumsum(1)  # torch adds one row after the other
         running = (sums + v - weighted) / (seen + 1 - visible)[:, :, None, None]
@@ -94,21 +89,11 @@ def run_prefill(network: LlamaGenTransformer, x: Tensor, mask: Tensor | None, ca
     return x[:, -1:]
 
 
-def project(layer: Any, x: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return rotated queries `[B, T, H, K]`, rotated keys `[B, T, G, K]` and values of residuals `[B, T, D]`."""
-    attention = layer.attention
-    values, scale = quantize_activations(exact_rms_norm(x, layer.attention_norm.weight, layer.attention_norm.eps))
-    qkv = attention.wqkv.multiply(values, scale).unflatten(-1, (-1, attention.head_dim))
-    qk, v = qkv.split([attention.n_head + attention.n_kv_head, attention.n_kv_head], dim=2)
-    q, k = rotate_pairs(qk, cos_sin).split([attention.n_head, attention.n_kv_head], dim=2)
-    return q, k, v
-
-
 def add_residuals(layer: Any, x: Tensor, attended_BTHK: Tensor) -> Tensor:
     """Add attention output and feed-forward to residuals `[B, T, D]`."""
-    feed_forward, norm = layer.feed_forward, layer.ffn_norm
+    feed_forward = layer.feed_forward
     x = x + layer.attention.wo(attended_BTHK.flatten(2))
-    values, scale = quantize_activations(exact_rms_norm(x, norm.weight, norm.eps))
+    values, scale = quantize_activations(_norm(layer.ffn_norm, x))
     gate, up = feed_forward.w1.multiply(values, scale), feed_forward.w3.multiply(values, scale)
     return x + feed_forward.w2(exact_swiglu(gate, up))
 
@@ -126,12 +111,18 @@ def _run_layers(
     network: LlamaGenTransformer, x: Tensor, cos_sin: Tensor, cache: Int8Cache, slots_RT: Tensor, bias: Tensor
 ) -> Tensor:
     """Run embedded tokens `[R, T, D]`; a cache of one layer is used for each in turn. Returns the last residual."""
-    for i, layer in enumerate(network.layers):
-        own = i % cache.layers
-        q, k, v = project(layer, x, cos_sin)
+    layers: Any = network.layers
+    for i, layer in enumerate(layers):
+        own, attention = i % cache.layers, layer.attention
+        qkv = attention.wqkv(_norm(layer.attention_norm, x)).unflatten(-1, (-1, attention.head_dim))
+        qk, v = qkv.split([attention.n_head + attention.n_kv_head, attention.n_kv_head], dim=2)
+        q, k = rotate_pairs(qk, cos_sin).split([attention.n_head, attention.n_kv_head], dim=2)
         cache.write(own, slots_RT, k, v)
         x = add_residuals(layer, x, attend_int8(q, *cache.view(own, bias.shape[-1]), bias))
     return x
+
+
+_NO_POSITIONS, _NO_SCALES = np.zeros((0, 0), np.int64), np.zeros((0, 0), np.float32)
 
 
 def run_step(
@@ -141,38 +132,21 @@ def run_step(
     positions: Tensor | None,
     ancestors: Tensor | None,
     guidance: Guidance,
-) -> Outputs:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Feed T tokens after the pointer of each row; arguments as in `LlamaGenTransformer.forward`.
 
-    Tokens may be those of images, which have the same number of rows each.
+    Tokens may be those of images, which have the same number of rows each. Returns logits, features and hidden states.
     """
-    if cache.compiled is not None:
-        return _compiled_step(network, tokens_BT, cache, positions, ancestors, guidance)
-    B, T = cache.rows, tokens_BT.shape[1]
-    tokens_BT = tokens_BT.repeat(B // len(tokens_BT), 1)
-    if positions is None:
-        positions = cache.length[:, None] + torch.arange(T)
-    cos_sin = network.rotary[positions.expand(B, T).clamp(max=network.tokens - 1)]
-    slots, bias = cache.slots_of_pass(T), cache.attention_bias(T, ancestors)
-    x = _run_layers(network, network.tok_embeddings(tokens_BT), cos_sin, cache, slots, bias)
-    features = final_norm(network, x)
-    return compute_logits(network, features, guidance), features, x
-
-
-# -- the compiled pass --------------------------------------------------------------------------------------------------
-
-_NO_POSITIONS, _NO_SCALES = np.zeros((0, 0), np.int64), np.zeros((0, 0), np.float32)
-
-
-def _compiled_step(
-    network: LlamaGenTransformer,
-    tokens_BT: Tensor,
-    cache: Int8Cache,
-    positions: Tensor | None,
-    ancestors: Tensor | None,
-    guidance: Guidance,
-) -> Outputs:
     B, T, compiled = cache.rows, tokens_BT.shape[1], cache.compiled
+    if compiled is None:
+        if positions is None:
+            positions = cache.length[:, None] + torch.arange(T)
+        cos_sin = network.rotary[positions.expand(B, T).clamp(max=network.tokens - 1)]
+        slots, bias = cache.slots_of_pass(T), cache.attention_bias(T, ancestors)
+        embedded = network.tok_embeddings(tokens_BT.repeat(B // len(tokens_BT), 1))
+        x = _run_layers(network, embedded, cos_sin, cache, slots, bias)
+        features = final_norm(network, x)
+        return compute_logits(network, features, guidance), features, x
     if cache.weights is None:
         cache.weights = _pack(network, compiled)
         cache.buffers = compiled.make_pass_buffers(cache.weights, cache.arrays, cache.scratch)
@@ -186,7 +160,7 @@ def _compiled_step(
     D, V = network.config.dim, network.config.vocab_size
     logits = torch.empty(B if guidance is None else B // 2, T, V, dtype=torch.float32)
     # All is at hand before the pass, which evicts from the CPU's caches what operators need.
-    features, hidden = torch.empty(B, T, D, dtype=torch.float32), torch.empty(B, T, D, dtype=torch.float32)
+    features, hidden = torch.empty(2, B, T, D, dtype=torch.float32).unbind()
     results = hidden.numpy(), features.numpy(), logits.numpy()
     compiled.run_pass(cache.weights, cache.arrays, *cache.buffers, tokens, cells, tree, scales, *results)
     return logits, features, hidden

@@ -158,7 +158,7 @@ class LlamaGenTransformer(TransposableWeights, QuantizedStorageMixin, ConfigMixi
     @property
     def pass_backend(self) -> str:
         """What runs the passes, as far as their time depends on it: empty for floating point."""
-        return int8.describe_backend() if self.quantized else ""
+        return ("int8 operators" if TOKEN_PASS.load() is None else "compiled int8") if self.quantized else ""
 
     def _apply(self, fn: Any, *args: Any, **options: Any) -> Any:
         table = self.rotary
