@@ -4,7 +4,7 @@ A pass over T tokens must return bit for bit what T passes over one token return
 implementation of it. So no sum here depends on its order: what is summed are integers, small enough that each partial sum is
 exact, and all other operations (`+ - * /`, square root, rounding, maximum) are elementwise and rounded as in IEEE 754, without
 fused multiply-adds. `exp` is a polynomial of such operations, because the vector and the scalar form of a library's function
-differ in the last bit. `vargen.kernels.int8.token_pass` computes the same bits with fewer instructions.
+differ in the last bit. `vargen.kernels.int8.passes` computes the same bits with fewer instructions.
 
 | what | how it is stored |
 |---|---|

@@ -38,66 +38,63 @@ def join_pair(low, high):
 
 @njit(**INNER)
 def write_tokens(
-    sums, stride, scale, channel_scale, bias, cos_sin, sharpness, unit, length, prefix, limits, k, v, k_scale, v_scale, q,
+    sums, stride, scale, channel_scale, biases, layer, cos_sin, r, sharpness, unit, first, limits, k, v, k_scale, v_scale, q,
     q_scale, row, T, H,
 ):  # fmt: skip
-    """Quantize the queries, keys and values of a pass; write keys and values to the slots after each row's pointer.
+    """Quantize the queries, keys and values of row r of a pass; write keys and values to the slots from `first` on.
 
     Args:
-        sums: int32 product with `stride` columns a row: queries, keys, values.
-        bias: float32, of these columns; None: none.
+        sums: int32 product of the row's tokens, with `stride` columns: queries, keys, values.
+        biases: float32 `[L, >= columns]`, of which those of `layer` are added; None: none.
         cos_sin: float32 `[R, T, K/2, 2]`, which rotate queries and keys; None: nothing rotates them.
-        sharpness: float32 `[H]`, factors of the scores; None: the root of 1/K.
+        sharpness: float32 `[L, H]`, factors of the scores; None: the root of 1/K.
         unit: whether queries and keys are normalized, which their integers then are exactly.
-        length: int64 `[R]`, pointer of each row, at most the number of image tokens.
         limits: largest integers of keys and of values.
-        q, q_scale: written: int16 `[R, G, H/G T, K]`, and float32 scales of scores `[R, G, H/G T]`.
+        q, q_scale: written: int16 `[G, H/G T, K]`, and float32 scales of scores `[G, H/G T]`.
         row: float32 `[(H + 2 G) K]`, scratch.
     """
-    R, G, K = k.shape[0], k.shape[1], 2 * k.shape[2]
+    G, K = k.shape[0], 2 * k.shape[1]
     group = H // G
     score_limit, value_limit = f32(limits[0]), f32(limits[1])
     score_unit, value_unit, root = f32(1 / limits[0]), f32(1 / limits[1]), f32(K**-0.5)
-    for r in range(R):
-        for t in range(T):
-            m, slot = r * T + t, prefix + length[r] + t
-            a, line = scale[m], m * stride
-            for j in range((H + 2 * G) * K):
-                row[j] = f32(sums[line + j]) * a * channel_scale[j]
-                if bias is not None:
-                    row[j] += bias[j]
-            for h in range(H + 2 * G):
-                first = h * K
-                if cos_sin is not None and h < H + G:
-                    for j in range(K // 2):
-                        even, odd = row[first + 2 * j], row[first + 2 * j + 1]
-                        cos, sin = cos_sin[r, t, j, 0], cos_sin[r, t, j, 1]
-                        row[first + 2 * j] = even * cos - odd * sin
-                        row[first + 2 * j + 1] = even * sin + odd * cos
-                top = largest(row, first, K)
-                factor = (score_limit if h < H + G else value_limit) / top
-                for j in range(first, first + K):
-                    row[j] = (row[j] * factor + ROUND) - ROUND
-                size = top * score_unit
-                if unit:
-                    squares = i32(0)
-                    for j in range(first, first + K):
-                        squares = i32(squares + i32(i32(row[j]) * i32(row[j])))
-                    size = f32(1.0 / np.sqrt(f64(squares if squares > 0 else i32(1))))
-                if h < H:
-                    g, number = h // group, (h % group) * T + t
-                    for j in range(K):
-                        q[r, g, number, j] = np.int16(row[first + j])
-                    q_scale[r, g, number] = size * (root if sharpness is None else sharpness[h])
-                elif h < H + G:
-                    for j in range(K // 2):
-                        k[r, h - H, j, slot] = join_pair(i32(row[first + 2 * j]), i32(row[first + 2 * j + 1]))
-                    k_scale[r, h - H, slot] = size
-                else:
-                    for j in range(K):
-                        old, new = v[r, h - H - G, slot >> 1, j], i32(row[first + j])
-                        v[r, h - H - G, slot >> 1, j] = join_pair(old, new) if slot & 1 else join_pair(new, i32(old >> i32(16)))
-                    v_scale[r, h - H - G, slot] = top * value_unit
+    for t in range(T):
+        a, line, slot = scale[t], t * stride, first + t
+        for j in range((H + 2 * G) * K):
+            row[j] = f32(sums[line + j]) * a * channel_scale[j]
+            if biases is not None:
+                row[j] += biases[layer, j]
+        for h in range(H + 2 * G):
+            start = h * K
+            if cos_sin is not None and h < H + G:
+                for j in range(K // 2):
+                    even, odd = row[start + 2 * j], row[start + 2 * j + 1]
+                    cos, sin = cos_sin[r, t, j, 0], cos_sin[r, t, j, 1]
+                    row[start + 2 * j] = even * cos - odd * sin
+                    row[start + 2 * j + 1] = even * sin + odd * cos
+            top = largest(row, start, K)
+            factor = (score_limit if h < H + G else value_limit) / top
+            for j in range(start, start + K):
+                row[j] = (row[j] * factor + ROUND) - ROUND
+            size = top * score_unit
+            if unit:
+                squares = i32(0)
+                for j in range(start, start + K):
+                    squares = i32(squares + i32(i32(row[j]) * i32(row[j])))
+                size = f32(1.0 / np.sqrt(f64(squares if squares > 0 else i32(1))))
+            if h < H:
+                g, number = h // group, (h % group) * T + t
+                for j in range(K):
+                    q[g, number, j] = np.int16(row[start + j])
+                q_scale[g, number] = size * (root if sharpness is None else sharpness[layer, h])
+            elif h < H + G:
+                for j in range(K // 2):
+                    k[h - H, j, slot] = join_pair(i32(row[start + 2 * j]), i32(row[start + 2 * j + 1]))
+                k_scale[h - H, slot] = size
+            else:
+                for j in range(K):
+                    old, new = v[h - H - G, slot >> 1, j], i32(row[start + j])
+                    v[h - H - G, slot >> 1, j] = join_pair(old, new) if slot & 1 else join_pair(new, i32(old >> i32(16)))
+                v_scale[h - H - G, slot] = top * value_unit
 
 
 def _make_dots(rows):
@@ -135,11 +132,12 @@ def pair_dots(rows, row, row_stride, column, column_stride, steps, vectors, out,
 
 
 @njit(**INNER)
-def weigh_slots(dots, w, scale, k_scale, v_scale, bias, ancestors, r, g, t, first, count, row, weights):
+def weigh_slots(dots, w, scale, k_scale, v_scale, bias, ancestors, r, t, first, count, row, weights):
     """Softmax of query `w` of a block over `count` slots, as integer weights of the quantized values.
 
     Args:
         dots: int32 `[4, S]`, products of the integers.
+        scale, k_scale, v_scale: of the query, and float32 `[S]`.
         bias: float32 `[R, P]`, added to the first P scores.
         ancestors: bool `[R, T, T]`, which of the slots from `first` on are visible; `[R, 0, 0]`: all.
         row: float32 scratch.
@@ -150,7 +148,7 @@ def weigh_slots(dots, w, scale, k_scale, v_scale, bias, ancestors, r, g, t, firs
     """
     end = -(-count // 16) * 16  # loops over whole vectors
     for i in range(end):
-        row[i] = f32(dots[w, i]) * scale * k_scale[r, g, i]
+        row[i] = f32(dots[w, i]) * scale * k_scale[i]
     for i in range(count, end):
         row[i] = _HIDDEN
     for i in range(bias.shape[1]):
@@ -163,7 +161,7 @@ def weigh_slots(dots, w, scale, k_scale, v_scale, bias, ancestors, r, g, t, firs
         bits = bits_of_float(row[i])
         order = i32(bits ^ ((bits >> i32(31)) & i32(2**31 - 1)))  # integers in the order of the scores
         most = order if order > most else most
-        bits = bits_of_float(v_scale[r, g, i]) if row[i] > _HIDDEN else i32(0)
+        bits = bits_of_float(v_scale[i]) if row[i] > _HIDDEN else i32(0)
         value_most = bits if bits > value_most else value_most
     top = float_of_bits(most ^ ((most >> i32(31)) & i32(2**31 - 1)))
     value_top = float_of_bits(value_most)
@@ -171,7 +169,7 @@ def weigh_slots(dots, w, scale, k_scale, v_scale, bias, ancestors, r, g, t, firs
     for i in range(end):
         term = (exp(row[i] - top) * _UNITS + ROUND) - ROUND
         total += i64(i32(term))
-        row[i] = term * v_scale[r, g, i]
+        row[i] = term * v_scale[i]
     unit = f32(_SUM / (f64(total) * f64(value_top)))
     for i in range(end):
         weights[w, i] = np.int16((row[i] * unit + ROUND) - ROUND)
@@ -180,9 +178,9 @@ def weigh_slots(dots, w, scale, k_scale, v_scale, bias, ancestors, r, g, t, firs
 
 @njit(**INNER)
 def attend_slots(
-    q, q_scale, k, v, k_scale, v_scale, bias, length, prefix, reach, ancestors, dots, row, weights, sums, out, T, H
+    q, q_scale, k, v, k_scale, v_scale, bias, r, first, reach, ancestors, dots, row, weights, sums, out, T, H
 ):  # fmt: skip
-    """Attention of a pass over the cache, float32 `out [R T, H K]`.
+    """Attention of row r of a pass, whose tokens are in the slots from `first` on, float32 `out [T, H K]`.
 
     Args:
         q, q_scale: see `write_tokens`; three more queries than used are read.
@@ -191,39 +189,34 @@ def attend_slots(
         ancestors: bool `[R, T, T]`, which of these it attends to; `[R, 0, 0]`: all.
         dots, row, weights, sums: scratch: int32 `[4, S]`, float32 `[S + 4]`, int16 `[4, S]`, int32 `[4, K']`.
     """
-    R, G, S, K, columns = k.shape[0], k.shape[1], k.shape[3], 2 * k.shape[2], v.shape[3]
+    G, S, K, columns = k.shape[0], k.shape[2], 2 * k.shape[1], v.shape[2]
     group = H // G
-    count = group * T
+    count, end = group * T, first + T
     query, key, value = i64(q.ctypes.data), i64(k.ctypes.data), i64(v.ctypes.data)
     products, shares, total = i64(dots.ctypes.data), i64(weights.ctypes.data), i64(sums.ctypes.data)
-    for r in range(R):
-        first = prefix + length[r]
-        end = first + T
-        vectors = -(-end // 16)
-        for g in range(G):
-            head = r * G + g
-            number = 0
-            while number < count:
-                block = QUERIES if count - number >= QUERIES - 1 else 1
-                used = block if block <= count - number else count - number
-                source, keys = query + 2 * K * (head * q.shape[2] + number), key + 2 * K * S * head
-                pair_dots(block, source, 2 * K, keys, 4 * S, K // 2, vectors, products, 4 * S)
-                for w in range(used):
-                    t = (number + w) % T
-                    seen, scale = first + reach[r, t], q_scale[r, g, number + w]
-                    if reach[r, t] == 0:
-                        seen, row[S + w] = i64(0), f32(0)
-                    else:
-                        row[S + w] = weigh_slots(
-                            dots, w, scale, k_scale, v_scale, bias, ancestors, r, g, t, first, seen, row, weights
-                        )  # fmt: skip
-                    for i in range(-(-seen // 16) * 16, 16 * vectors):
-                        weights[w, i] = 0
-                values = value + 2 * S * columns * head
-                steps = -(-end // 2)
-                pair_dots(block, shares, 2 * S, values, 4 * columns, steps, columns // 16, total, 4 * columns)
-                for w in range(used):
-                    at, h = r * T + (number + w) % T, g * group + (number + w) // T
-                    for j in range(K):
-                        out[at, h * K + j] = f32(sums[w, j]) * row[S + w]
-                number += block
+    vectors = -(-end // 16)
+    for g in range(G):
+        number = 0
+        while number < count:
+            block = QUERIES if count - number >= QUERIES - 1 else 1
+            used = block if block <= count - number else count - number
+            source, keys = query + 2 * K * (g * q.shape[1] + number), key + 2 * K * S * g
+            pair_dots(block, source, 2 * K, keys, 4 * S, K // 2, vectors, products, 4 * S)
+            for w in range(used):
+                t = (number + w) % T
+                seen, scale = first + reach[r, t], q_scale[g, number + w]
+                if reach[r, t] == 0:
+                    seen, row[S + w] = i64(0), f32(0)
+                else:
+                    row[S + w] = weigh_slots(
+                        dots, w, scale, k_scale[g], v_scale[g], bias, ancestors, r, t, first, seen, row, weights
+                    )  # fmt: skip
+                for i in range(-(-seen // 16) * 16, 16 * vectors):
+                    weights[w, i] = 0
+            values, steps = value + 2 * S * columns * g, -(-end // 2)
+            pair_dots(block, shares, 2 * S, values, 4 * columns, steps, columns // 16, total, 4 * columns)
+            for w in range(used):
+                at, h = (number + w) % T, g * group + (number + w) // T
+                for j in range(K):
+                    out[at, h * K + j] = f32(sums[w, j]) * row[S + w]
+            number += block

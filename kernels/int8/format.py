@@ -96,8 +96,8 @@ class Buffers(NamedTuple):
     scale: Annotated[np.ndarray, "float32 [M]"]
     sums: Annotated[np.ndarray, "int32 [M N']"]
     row: Annotated[np.ndarray, "float32 [longest]"]  # as many as a row has columns, and 4 more than slots
-    q: Annotated[np.ndarray, "int16 [R, G, queries + 3, K]"]
-    q_scale: Annotated[np.ndarray, "float32 [R, G, queries]"]
+    q: Annotated[np.ndarray, "int16 [G, queries + 3, K]"]  # of a row
+    q_scale: Annotated[np.ndarray, "float32 [G, queries]"]
     dots: Annotated[np.ndarray, "int32 [4, S']"]
     weights: Annotated[np.ndarray, "int16 [4, S']"]
     mixed: Annotated[np.ndarray, "int32 [4, K']"]  # weighted sums of values
@@ -122,17 +122,18 @@ def join_layers(matrices: Sequence[Sequence[Matrix]]) -> Layers:
 
 
 def make_buffers(
-    layers: Layers, output: Matrix, slots: Slots, tokens: int, queries: tuple[int, int], width: int, hidden: int
+    layers: Layers, output: Matrix, slots: Slots, shape: tuple[int, int], heads: int, width: int, hidden: int
 ) -> Buffers:
     """Allocate buffers for passes.
 
     Args:
         output: the matrix of the output layer.
-        tokens: most tokens M of all rows.
-        queries: rows that attend at once, and most queries of each for a key head.
+        shape: rows, and most tokens of each.
+        heads: query heads.
         width, hidden: D and F, most inputs of the products but the last of a layer, and inputs of that one.
     """
     G, pairs, S = slots.k.shape[2:]
+    tokens, queries = math.prod(shape), heads // G * shape[1]
     columns = max(layers.start.shape[1], len(output.start))
     return Buffers(
         wide=np.full((tokens, -(-width // 4) * 4), 128, np.uint8),
@@ -140,8 +141,8 @@ def make_buffers(
         scale=np.zeros(tokens, np.float32),
         sums=np.zeros(tokens * columns, np.int32),
         row=np.zeros(max(columns, S) + QUERIES, np.float32),
-        q=np.zeros((queries[0], G, queries[1] + QUERIES - 1, 2 * pairs), np.int16),
-        q_scale=np.zeros((queries[0], G, queries[1]), np.float32),
+        q=np.zeros((G, queries + QUERIES - 1, 2 * pairs), np.int16),
+        q_scale=np.zeros((G, queries), np.float32),
         dots=np.zeros((QUERIES, S), np.int32),
         weights=np.zeros((QUERIES, S), np.int16),
         mixed=np.zeros((QUERIES, slots.v.shape[4]), np.int32),

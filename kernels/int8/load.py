@@ -3,7 +3,7 @@
 It is kept in the cache folder. Until it is there, torch operators run: with the same bits in next-token models, but in
 next-scale models they round differently. Where nothing can be written, it is compiled in a thread of each process.
 
-`python -m vargen.kernels.int8.load FOLDER FILE MODULE...` compiles modules to a folder, and marks them by a file as complete.
+`python -m vargen.kernels.int8.load FOLDER FILE FUNCTION...` compiles passes to a folder, and marks them by a file as complete.
 """
 
 from __future__ import annotations
@@ -74,17 +74,17 @@ _loading = threading.Lock()  # Numba's settings are those of the process
 
 
 class CompiledCode:
-    """The passes of a kind of network and the sampling steps beside them, as modules of functions.
+    """The passes of a kind of network and the sampling steps beside them.
 
     Args:
         name: part of messages.
-        passes: module of the passes, which is compiled first.
+        functions: names of those of `vargen.kernels.int8.passes` that are compiled.
     """
 
     steps: ClassVar[Any] = None  # the module `vargen.kernels.int8.sample`, if this process's last `load` found compiled code
 
-    def __init__(self, name: str, passes: str) -> None:
-        self.name, self.modules = name, (passes, "sample")
+    def __init__(self, name: str, *functions: str) -> None:
+        self.name, self.functions = name, functions
         self.failure: str | None = None  # why it could not be compiled
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -140,24 +140,24 @@ class CompiledCode:
             logger.warning("%s run by torch operators: %s", self.name, self.failure)
 
     def _run_compiler(self) -> None:
-        """Compile the modules to the folder in another process: a thread would take turns with the operators."""
+        """Compile to the folder in another process: a thread would take turns with the operators."""
         stamp = self._stamp()
-        command = [sys.executable, "-m", __name__, str(stamp.parent), str(stamp), *self.modules]
+        command = [sys.executable, "-m", __name__, str(stamp.parent), str(stamp), *self.functions]
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True)
         if done.returncode:
             message = done.stderr.decode(errors="replace").strip().splitlines()
             raise RuntimeError(message[-1] if message else f"exit status {done.returncode}")
 
     def _load(self, folder: Path | None) -> None:
-        self._loaded = load_modules(self.modules, folder)
+        self._loaded = load_modules(self.functions, folder)
 
     def _stamp(self) -> Path:
         """File that marks the code as complete."""
-        return _code_folder() / f"complete-{self.modules[0]}"
+        return _code_folder() / f"complete-{self.functions[0]}"
 
 
-TOKEN_PASS = CompiledCode("int8 passes", "token_pass")  # of next-token transformers
-SCALE_PASS = CompiledCode("next-scale int8 passes", "scale_pass")
+TOKEN_PASS = CompiledCode("int8 passes", "run_token_pass", "advance", "move_slots")  # of next-token transformers
+SCALE_PASS = CompiledCode("next-scale int8 passes", "run_scale_pass")
 
 
 def warn_if_slow() -> None:
@@ -178,7 +178,11 @@ def explain_int8_passes() -> tuple[str, str]:
 
 
 def load_modules(names: Sequence[str], folder: Path | None) -> list[ModuleType]:
-    """Import modules of this package, whose functions are compiled, or loaded from a folder; None: compiled and not kept."""
+    """Import the passes and the steps beside them, and compile all of the steps and some functions of the passes.
+
+    Args:
+        folder: from which they are loaded if they are there, and where they are kept; None: they are compiled and not kept.
+    """
     from numba import config
 
     with _loading:
@@ -186,8 +190,9 @@ def load_modules(names: Sequence[str], folder: Path | None) -> list[ModuleType]:
         config.CACHE_DIR = "" if folder is None else str(folder)
         config.OPT = type(config.OPT)(1)  # higher levels compile for longer, and the code is not faster
         try:
-            modules = [import_module(f"{__package__}.{name}") for name in names]
-            for function in (each for module in modules for each in vars(module).values() if hasattr(each, "argument_types")):
+            passes, steps = modules = [import_module(f"{__package__}.{name}") for name in ("passes", "sample")]
+            beside = [each for each in vars(steps).values() if hasattr(each, "argument_types")]
+            for function in [*(getattr(passes, name) for name in names), *beside]:
                 if folder is not None:
                     function.enable_caching()
                 function.compile(function.argument_types)

@@ -134,7 +134,7 @@ def test_methods_generate_the_same_image_in_any_batch(make: Any) -> None:
 
 
 def test_nothing_is_compiled_again(compiled: Any) -> None:
-    for function in (compiled.run_pass, CompiledCode.steps.sample_rows):
+    for function in (compiled.run_scale_pass, CompiledCode.steps.sample_rows):
         assert len(function.signatures) == 1, "compiled again, which takes seconds"
 
 

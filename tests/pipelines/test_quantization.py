@@ -155,7 +155,7 @@ def test_without_numba_or_vector_instructions_operators_serve(monkeypatch: pytes
 def test_operators_serve_while_the_compiled_passes_are_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(cpu_code, "find_compiled_blocker", lambda: None)
-    code, finish, started = cpu_code.CompiledCode("int8 passes", "token_pass"), threading.Event(), []
+    code, finish, started = cpu_code.CompiledCode("int8 passes", "run_token_pass"), threading.Event(), []
 
     def fail(command: list[str], **options: object) -> Any:
         started.append(command[5:])
@@ -165,7 +165,7 @@ def test_operators_serve_while_the_compiled_passes_are_built(tmp_path: Path, mon
     monkeypatch.setattr(subprocess, "run", fail)
     assert code.load() is code.load() is code.failure is None
     finish.set()
-    assert code.load(wait=True) is None and started == [["token_pass", "sample"]], "compiled once"
+    assert code.load(wait=True) is None and started == [["run_token_pass"]], "compiled once"
     assert code.failure == "compiling them failed (ValueError: no code)"
 
 
@@ -173,7 +173,7 @@ def test_where_no_folder_can_be_written_each_process_compiles(monkeypatch: pytes
     monkeypatch.setenv("NUMBA_CACHE_DIR", __file__)
     monkeypatch.setattr(cpu_code, "find_compiled_blocker", lambda: None)
     monkeypatch.setattr(cpu_code, "load_modules", lambda names, folder: [folder is None, None])
-    assert cpu_code.CompiledCode("int8 passes", "token_pass").load(wait=True) is True
+    assert cpu_code.CompiledCode("int8 passes", "run_token_pass").load(wait=True) is True
 
 
 def test_a_change_of_any_source_is_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

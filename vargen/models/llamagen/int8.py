@@ -149,7 +149,7 @@ def run_step(
         return compute_logits(network, features, guidance), features, x
     if cache.weights is None:
         cache.weights = _pack(network, compiled)
-        cache.buffers = compiled.make_pass_buffers(cache.weights, cache.arrays, cache.scratch)
+        cache.buffers = compiled.make_token_buffers(cache.weights, cache.arrays, cache.scratch)
     tokens = as_array(tokens_BT)
     cells = _NO_POSITIONS if positions is None else as_array(positions.expand(B, T))
     tree = np.zeros((B, 0, 0), np.bool_) if ancestors is None else as_array(ancestors.expand(B, T, T))
@@ -162,12 +162,12 @@ def run_step(
     # All is at hand before the pass, which evicts from the CPU's caches what operators need.
     features, hidden = torch.empty(2, B, T, D, dtype=torch.float32).unbind()
     results = hidden.numpy(), features.numpy(), logits.numpy()
-    compiled.run_pass(cache.weights, cache.arrays, *cache.buffers, tokens, cells, tree, scales, *results)
+    compiled.run_token_pass(cache.weights, cache.arrays, *cache.buffers, tokens, cells, tree, scales, *results)
     return logits, features, hidden
 
 
 def _pack(network: LlamaGenTransformer, compiled: Any) -> Any:
-    """Return `compiled.Weights` of a network."""
+    """Return `compiled.TokenWeights` of a network."""
     config = network.config
     matrices = [
         ((each.attention.wqkv,), (each.attention.wo,), (each.feed_forward.w1, each.feed_forward.w3), (each.feed_forward.w2,))
@@ -178,9 +178,8 @@ def _pack(network: LlamaGenTransformer, compiled: Any) -> Any:
         embedding: Any = network.tok_embeddings
         norms: list[Any] = [norm.weight for block in network.layers for norm in (block.attention_norm, block.ffn_norm)]
         final: Any = network.norm
-        heads, hidden = (config.n_head, config.n_kv_head or config.n_head), matrices[0][2][0].out_features
-        return compiled.Weights(
-            sizes=np.array([*heads, config.dim // config.n_head, hidden]),
+        return compiled.TokenWeights(
+            sizes=np.array([config.n_head, matrices[0][2][0].out_features]),
             layers=layers,
             norms=np.stack([as_array(norm) for norm in (*norms, final.weight)]),
             output=output,
@@ -206,7 +205,7 @@ class Int8Cache:
         tokens: number of image tokens N of the grid.
         scratch: maximum number of tokens per pass, which is the number of slots after the grid.
         most_slots: most visible slots of any cache of the network, on which the values' precision depends. Default: P + N.
-        compiled: module `vargen.kernels.int8.token_pass`, whose passes write the tokens; None: operators do.
+        compiled: module `vargen.kernels.int8.passes`, whose passes write the tokens; None: operators do.
 
     Attributes:
         length: `[R]` int64, number of cached image tokens per row (the pointer). The next fed token has position `length`.

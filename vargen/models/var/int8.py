@@ -1,6 +1,6 @@
 """Compiled passes of a VAR transformer with 8-bit integer products, over a cache of its own.
 
-A pass is one compiled function (`vargen.kernels.int8.scale_pass`). Where that cannot run, and until it is built, the blocks run
+A pass is one compiled function (`vargen.kernels.int8.passes`). Where that cannot run, and until it is built, the blocks run
 by torch operators over a `ScaleCache`. The two round differently. In compiled passes, rows are independent of each other and of
 the number of scales of a pass, bit by bit: products outside of the layers have the same shapes for a row in any batch.
 
@@ -34,7 +34,7 @@ class Int8ScaleCache(ScaleCache):
     """The cache of compiled passes, which alone write it: `arrays`, with rows before layers.
 
     Args:
-        compiled: module `vargen.kernels.int8.scale_pass`.
+        compiled: module `vargen.kernels.int8.passes`.
         layers, rows, heads, head_dim: shape of the network and of the batch.
         prefix, tokens: number of caption rows P, and of image tokens L.
         most_slots: largest number of slots of any cache of the network, on which the values' precision depends.
@@ -71,9 +71,9 @@ class Int8ScaleCache(ScaleCache):
     def buffers(self, weights: Any, tokens: int) -> Any:
         """Buffers of passes over up to `tokens` tokens of each row. They are kept."""
         if self._buffers[0] < tokens:
-            D, F = (int(size) for size in weights.sizes[:2])
+            (H, pairs), F = self.arrays.k.shape[2:4], int(weights.sizes[0])
             layout = weights.layers, weights.output, self.arrays
-            self._buffers = (tokens, make_buffers(*layout, self.rows * tokens, (1, tokens), D, F))
+            self._buffers = (tokens, make_buffers(*layout, (self.rows, tokens), H, 2 * pairs * H, F))
         return self._buffers[1]
 
 
@@ -119,7 +119,7 @@ def run_pass(
         torch.empty(R, n, D, dtype=torch.float32),
         torch.empty(rows, n, network.config.vocab_size, dtype=torch.float32),
     )
-    cache.compiled.run_pass(
+    cache.compiled.run_scale_pass(
         weights, cache.arrays, buffers, x.numpy(), as_array(modulation.blocks[:, :, :, 0]),
         as_array(modulation.head[:, :, 0]), _reach(network, cache, first, last, fed), _NO_TREE, begin + P - fed, strength,
         features.numpy(), logits.numpy(),
@@ -189,7 +189,7 @@ def _reach(network: VARTransformer, cache: Int8ScaleCache, first: int, last: int
 
 
 def _pack(network: VARTransformer, compiled: Any) -> Any:
-    """Return `compiled.Weights` of a network."""
+    """Return `compiled.ScaleWeights` of a network."""
     matrices = [((block.attn.mat_qkv,), (block.attn.proj,), (block.ffn.fc1,), (block.ffn.fc2,)) for block in network.blocks]
 
     def make(layers: Layers, output: Matrix) -> Any:
@@ -204,8 +204,8 @@ def _pack(network: VARTransformer, compiled: Any) -> Any:
             else:
                 sharpness.append(np.full(attention.n_head, 0.25 / math.sqrt(attention.head_dim), np.float32))
         first: Any = network.blocks[0]
-        return compiled.Weights(
-            sizes=np.array([network.config.dim, first.ffn.fc1.out_features, int(first.attn.l2_norm)]),
+        return compiled.ScaleWeights(
+            sizes=np.array([first.ffn.fc1.out_features, int(first.attn.l2_norm)]),
             layers=layers,
             bias=np.stack(biases),
             sharpness=np.stack(sharpness),

@@ -1,0 +1,336 @@
+"""A whole pass of a Llama-like or a next-scale transformer on a CPU as one compiled function, over buffers allocated once.
+
+Between the products of 8-bit integers, which read each weight once, are four steps a layer: norm (or modulate) and quantize;
+dequantize, rotate, write the cache, attend, quantize; dequantize, add, norm, quantize; dequantize, SwiGLU (or GELU), quantize.
+Each row is computed by the same loop, whatever is beside it, and sums are of integers: its result does not depend on the number
+of tokens and rows of a pass. Token passes return bit for bit what the operators in `vargen.kernels.int8.arithmetic` do.
+
+Shape suffixes: as in `vargen.kernels.int8.format`; B images (half as many as rows under guidance), T tokens of the pass in
+each row, n tokens with logits, H query heads, F hidden width, V vocabulary, A slots of the longest path.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, NamedTuple
+
+import numpy as np
+from numba import njit
+
+from vargen.kernels.int8.attention import attend_slots, join_pair, write_tokens
+from vargen.kernels.int8.format import NORM_MAX, PANEL, Buffers, Layers, Matrix, Slots, make_buffers
+from vargen.kernels.int8.steps import (
+    INNER,
+    ONE,
+    ROUND,
+    add_rows,
+    compiled,
+    exp,
+    f32,
+    f64,
+    i32,
+    i64,
+    largest,
+    norm,
+    norm_rows,
+    product,
+    quantize,
+    swiglu_rows,
+)
+
+_NORM, _NORM_UNIT = f32(NORM_MAX), 1 / NORM_MAX
+_CUBIC, _SLOPE = f32(0.044715), f32(-2 * math.sqrt(2 / math.pi))
+_EPS = 1e-6  # of layer norms
+
+
+@njit(**INNER)
+def _run_layers(
+    layers, slots, buffers, x, T, H, F, norms, eps, modulation, biases, sharpness, unit, cos_sin, length, place, reach,
+    ancestors, rows_first,
+):  # fmt: skip
+    """Run all layers over `x [R T, D]`, which becomes the last residual.
+
+    The matrices of a layer are those of queries, keys and values; attention output; gate and up, or the first one of a GELU's
+    feed-forward; down.
+
+    Args:
+        norms, eps: float32 `[2 L, D]` or more, of RMS norms; `modulation` None.
+        modulation: see `run_scale_pass`; `norms` None.
+        biases: float32 as `layers.scale`; None: none.
+        sharpness: float32 `[L, H]`; this and the next: see `write_tokens`.
+        place, length: their sum is the first slot of a row's tokens.
+        reach, ancestors: see `attend_slots`.
+        rows_first: whether rows come before layers in the cache.
+    """
+    G, K, R = slots.k.shape[2], 2 * slots.k.shape[3], len(length)
+    M, D = x.shape
+    scale, sums, row, wide, attended = buffers.scale, buffers.sums, buffers.row, buffers.wide, buffers.attended
+    columns_of = ((H + 2 * G) * K, D, 2 * F if modulation is None else F, D)
+    for layer in range(len(layers.packed)):
+        first = i64(0)
+        for stage in range(4):  # a loop, so that the product is compiled only once
+            half, columns = stage >> 1, -(-columns_of[stage] // PANEL) * PANEL
+            factors, inputs = (buffers.hidden, F) if stage == 3 else (wide, H * K if stage == 1 else D)
+            if stage & 1 == 0:
+                if norms is not None:  # Numba leaves out what uses an argument that is None
+                    norm_rows(x, norms[2 * layer + half], eps, row, wide, scale)
+                if modulation is not None:
+                    modulate_rows(x, modulation[layer, 2 + half], modulation[layer, 4 + half], T, row, wide, scale)
+            start, channels = layers.start[layer, first:], layers.scale[layer, first:]
+            product(factors, M, layers.packed[layer, stage], start, -(-inputs // 4), sums, columns)
+            if stage == 0:
+                for r in range(R):  # each over its own slots of this layer, with the queries of its own tokens
+                    own, slot = r * T, place + length[r]
+                    i, j = (r, layer) if rows_first else (layer, r)
+                    k, v, k_scale, v_scale = slots.k[i, j], slots.v[i, j], slots.k_scale[i, j], slots.v_scale[i, j]
+                    write_tokens(
+                        sums[own * columns :], columns, scale[own:], channels, biases, layer, cos_sin, r, sharpness, unit, slot,
+                        slots.limits, k, v, k_scale, v_scale, buffers.q, buffers.q_scale, row, T, H,
+                    )  # fmt: skip
+                    attend_slots(
+                        buffers.q, buffers.q_scale, k, v, k_scale, v_scale, slots.bias, r, slot, reach, ancestors, buffers.dots,
+                        row, buffers.weights, buffers.mixed, attended[own:], T, H,
+                    )  # fmt: skip
+                for m in range(M):
+                    scale[m] = quantize(attended[m], H * K, wide[m])
+            if norms is not None:
+                if stage == 2:
+                    swiglu_rows(sums, columns, scale, channels, M, F, row, buffers.hidden)
+                elif stage:
+                    add_rows(x, sums, columns, scale, channels)
+            if modulation is not None:
+                bias = biases[layer, first:]
+                if stage == 2:
+                    gelu_rows(sums, columns, scale, channels, bias, M, F, row, buffers.hidden)
+                elif stage:
+                    add_gained(x, sums, columns, scale, channels, bias, modulation[layer, half], T)
+            first += columns
+
+
+@njit(**INNER)
+def _write_logits(output, bias, buffers, D, logits):
+    """Run the output layer over the quantized rows, to `logits [rows, tokens, V]`."""
+    R, T, V = logits.shape
+    columns = len(output.start)
+    product(buffers.wide, R * T, i64(output.values.ctypes.data), output.start, -(-D // 4), buffers.sums, columns)
+    for r in range(R):
+        for t in range(T):
+            m = r * T + t
+            a, line = buffers.scale[m], buffers.sums[m * columns : m * columns + V]
+            for v in range(V):
+                logits[r, t, v] = f32(line[v]) * a * output.scale[v]
+                if bias is not None:
+                    logits[r, t, v] += bias[v]
+
+
+# -- next-token transformers --------------------------------------------------------------------------------------------------
+
+
+class TokenWeights(NamedTuple):
+    """Weights of the layers that a pass runs, and of the output layer; numbers of `sizes` are H, F."""
+
+    sizes: Annotated[np.ndarray, "int64 [2]"]
+    layers: Layers
+    norms: Annotated[np.ndarray, "float32 [2 L + 1, D]"]
+    output: Matrix
+    embedding: Annotated[np.ndarray, "float32 [V, D]"]
+    rotary: Annotated[np.ndarray, "float32 [tokens, K/2, 2]"]
+    eps: float
+
+
+class Places(NamedTuple):
+    """Where the tokens of a pass are, written by it."""
+
+    cos_sin: Annotated[np.ndarray, "float32 [R, T, K/2, 2]"]
+    length: Annotated[np.ndarray, "int64 [R]"]
+    reach: Annotated[np.ndarray, "int64 [R, T]"]
+
+
+def make_token_buffers(weights: TokenWeights, slots: Slots, tokens: int) -> tuple[Buffers, Places]:
+    """Allocate what passes over up to `tokens` tokens write beside their results."""
+    H, F = (int(size) for size in weights.sizes)
+    R, K = slots.k.shape[1], 2 * slots.k.shape[3]
+    places = Places(np.zeros((R, tokens, K // 2, 2), np.float32), np.zeros(R, np.int64), np.zeros((R, tokens), np.int64))
+    return make_buffers(weights.layers, weights.output, slots, (R, tokens), H, max(weights.norms.shape[1], H * K), F), places
+
+
+@compiled(
+    TokenWeights, Slots, Buffers, Places, "int64 [B, T]", "int64 [R, T]", "bool [R, T, T]", "float32 [B, T]",
+    "float32 [R, T, D]", "float32 [R, T, D]", "float32 [B, T, V]",
+)  # fmt: skip
+def run_token_pass(weights, slots, buffers, places, tokens, positions, ancestors, guidance, states, features, logits):
+    """Run all layers and the output layer over tokens `[B, T]`, after the pointer of each row.
+
+    Writes the cache, but does not move its pointers.
+
+    Args:
+        positions: grid cells, which are clamped to the last one; `[0, 0]`: consecutive from the pointer.
+        ancestors: which tokens of the pass each token attends to; `[R, 0, 0]` for a chain.
+        guidance: scales of classifier-free guidance between the first and the last B rows; `[0, 0]` without.
+        states, features: written: residuals before and after the final norm.
+        logits: written; all R rows without guidance.
+    """
+    R, T, D = states.shape
+    x, row, length = states.reshape(R * T, D), buffers.row, places.length
+    last = len(weights.rotary) - 1
+    for r in range(R):
+        length[r] = slots.length[r] if slots.length[r] <= last else last + 1  # full rows write only to scratch
+        for t in range(T):
+            places.reach[r, t] = T if ancestors.shape[1] else t + 1
+            cell = positions[r, t] if len(positions) else length[r] + t
+            cell = cell if cell < last else last
+            for j in range(weights.rotary.shape[1]):
+                for i in range(2):
+                    places.cos_sin[r, t, j, i] = weights.rotary[cell, j, i]
+            for d in range(D):
+                x[r * T + t, d] = weights.embedding[tokens[r % len(tokens), t], d]
+    _run_layers(
+        weights.layers, slots, buffers, x, T, weights.sizes[0], weights.sizes[1], weights.norms, weights.eps, None, None, None,
+        False, places.cos_sin, length, slots.bias.shape[1], places.reach, ancestors, False,
+    )  # fmt: skip
+    for r in range(R):
+        for t in range(T):
+            norm(x[r * T + t], weights.norms[-1], weights.eps, features[r, t])
+    for r in range(len(logits)):
+        for t in range(T):
+            for d in range(D):
+                row[d] = features[r, t, d]
+                if len(guidance):
+                    unconditional = features[len(guidance) + r, t, d]
+                    row[d] = (row[d] - unconditional) * guidance[r, t] + unconditional
+            buffers.scale[r * T + t] = quantize(row, D, buffers.wide[r * T + t])
+    _write_logits(weights.output, None, buffers, D, logits)
+
+
+@compiled("int64 [R]", "int64 [B]")
+def advance(length, count):
+    """Add `count` int64 `[B]` to the pointers `length` `[R]` of the rows, of which R / B belong to an image."""
+    for r in range(len(length)):
+        length[r] += count[r % len(count)]
+
+
+@compiled(Slots, "int64 [R, A]", "int64 [R]", int)
+def move_slots(slots, path, count, tokens):
+    """Move the accepted tokens of the last pass to consecutive slots after each row's pointer, which does not move.
+
+    Args:
+        path: int64 `[R, A]`, indices among the pass's tokens, strictly increasing up to `count [R]`.
+        tokens: number of image tokens; rows that have all are left as they are.
+    """
+    L, R, G, pairs = slots.k.shape[:4]
+    prefix = slots.bias.shape[1]
+    for layer in range(L):
+        for r in range(R):
+            first = prefix + min(slots.length[r], tokens)
+            for step in range(count[r]):
+                source, target = first + path[r, step], first + step
+                if source == target:
+                    continue
+                for g in range(G):
+                    k, v = slots.k[layer, r, g], slots.v[layer, r, g]
+                    for pair in range(pairs):
+                        k[pair, target] = k[pair, source]
+                    for j in range(v.shape[1]):
+                        old, new = v[target >> 1, j], i32(v[source >> 1, j] >> i32(16 * (source & 1)))
+                        v[target >> 1, j] = join_pair(old, new) if target & 1 else join_pair(new, i32(old >> i32(16)))
+                    slots.k_scale[layer, r, g, target] = slots.k_scale[layer, r, g, source]
+                    slots.v_scale[layer, r, g, target] = slots.v_scale[layer, r, g, source]
+
+
+# -- next-scale transformers --------------------------------------------------------------------------------------------------
+
+
+class ScaleWeights(NamedTuple):
+    """Weights of the layers and of the output layer; numbers of `sizes` are F, and whether queries and keys are normalized."""
+
+    sizes: Annotated[np.ndarray, "int64 [2]"]
+    layers: Layers
+    bias: Annotated[np.ndarray, "float32 [L, N]"]  # as `layers.scale`
+    sharpness: Annotated[np.ndarray, "float32 [L, H]"]  # factors of the scores
+    output: Matrix
+    output_bias: Annotated[np.ndarray, "float32 [V']"]
+
+
+@njit(**INNER)
+def modulate(x, factor, shift, out):
+    """Layer norm of float32 `x [D]` without weights, times `factor`, plus `shift`; mean and variance are of 16-bit values."""
+    D = len(x)
+    top = largest(x, i64(0), D)
+    scale = _NORM / top
+    total, squares = i64(0), i64(0)
+    for d in range(D):
+        value = i32((x[d] * scale + ROUND) - ROUND)
+        total += i64(value)
+        squares += i64(i32(value * value))
+    unit = f64(top) * _NORM_UNIT
+    mean = f64(total) * unit / D
+    center, slope = f32(mean), f32(1.0 / np.sqrt(f64(squares) * unit * unit / D - mean * mean + _EPS))
+    for d in range(D):
+        out[d] = (x[d] - center) * slope * factor[d] + shift[d]
+
+
+@njit(**INNER)
+def modulate_rows(x, factor, shift, T, row, out, scale):
+    """Modulate and quantize rows `x [R T, D]` with `factor` and `shift [R, D]`; `row` is scratch."""
+    for m in range(len(x)):
+        modulate(x[m], factor[m // T], shift[m // T], row)
+        scale[m] = quantize(row, x.shape[1], out[m])
+
+
+@njit(**INNER)
+def add_gained(x, sums, stride, scale, channel_scale, bias, gain, T):
+    """Add a product, times `gain [R, D]`, to the residual `x [R T, D]`."""
+    for m in range(len(x)):
+        a, line, gains = scale[m], sums[m * stride : m * stride + x.shape[1]], gain[m // T]
+        for d in range(x.shape[1]):
+            x[m, d] += (f32(line[d]) * a * channel_scale[d] + bias[d]) * gains[d]
+
+
+@njit(**INNER)
+def gelu_rows(sums, stride, scale, channel_scale, bias, rows, F, row, out):
+    """GELU in its tanh form of a product `[M, F]`, and quantize it; replaces the scales of the rows."""
+    for m in range(rows):
+        a, line = scale[m], sums[m * stride : m * stride + F]
+        for f in range(F):
+            x = f32(line[f]) * a * channel_scale[f] + bias[f]
+            row[f] = x / (exp((x * x * x * _CUBIC + x) * _SLOPE) + ONE)
+        scale[m] = quantize(row, F, out[m])
+
+
+@compiled(
+    ScaleWeights, Slots, Buffers, "float32 [R, T, D]", "float32 [L, 6, R, D]", "float32 [2, R, D]", "int64 [R, T]",
+    "bool [1, 0, 0]", int, "float32 [n]", "float32 [R, n, D]", "float32 [B, n, V]",
+)  # fmt: skip
+def run_scale_pass(
+    weights, slots, buffers, states, modulation, last_modulation, reach, ancestors, place, guidance, features, logits
+):  # fmt: skip
+    """Run all layers over `states [R, T, D]`, and the output layer over the last n tokens of each row.
+
+    Args:
+        states: embedded inputs, which become the last residual.
+        modulation: gains of attention and feed-forward, factors, shifts of the norms.
+        last_modulation: factor and shift of the final norm.
+        reach: number of slots from `place` on that are visible to each token; 0: it sees nothing at all.
+        ancestors: no trees.
+        place: slot that the first keys and values are written to.
+        guidance: strengths g of c + g (c - u), between the first and the last B rows; `[0]` without.
+        features: written; under guidance, the first B rows are guided.
+        logits: written; all R rows without guidance.
+    """
+    R, T, D = states.shape
+    n, x = features.shape[1], states.reshape(R * T, D)
+    _run_layers(
+        weights.layers, slots, buffers, x, T, slots.k.shape[2], weights.sizes[0], None, 0.0, modulation, weights.bias,
+        weights.sharpness, weights.sizes[1], None, slots.length, place, reach, ancestors, True,
+    )  # fmt: skip
+    for r in range(R):
+        for t in range(n):
+            modulate(x[(r + 1) * T - n + t], last_modulation[0, r], last_modulation[1, r], features[r, t])
+    for r in range(len(logits)):
+        for t in range(n):
+            if len(guidance):
+                for d in range(D):
+                    conditional = features[r, t, d]
+                    features[r, t, d] = conditional + (conditional - features[len(logits) + r, t, d]) * guidance[t]
+            buffers.scale[r * n + t] = quantize(features[r, t], D, buffers.wide[r * n + t])
+    _write_logits(weights.output, weights.output_bias, buffers, D, logits)
