@@ -166,9 +166,6 @@ def _check_attention(device: torch.device) -> str | None:
     return None
 
 
-_SAMPLER_OPTIONS = ((0.8, torch.float32), (50, torch.int64), (0.9, torch.float64))  # temperature, top-k, top-p
-
-
 def _check_sampler(device: torch.device) -> str | None:
     from vargen.kernels.ops import filter_logits
     from vargen.kernels.triton.sampler import probs_from_logits, sample_gumbel_max
@@ -176,7 +173,8 @@ def _check_sampler(device: torch.device) -> str | None:
     logits = torch.randn(2, 3, 4096, generator=torch.Generator().manual_seed(0), dtype=torch.float32) * 3
     expected = filter_logits(logits.double() / 0.8, 50, 0.9).softmax(-1)
     noise = torch.tensor([1, 2], device=device), torch.arange(3, device=device).expand(2, -1)
-    temperature, top_k, top_p = (torch.full((2,), value, dtype=dtype, device=device) for value, dtype in _SAMPLER_OPTIONS)
+    options = (0.8, torch.float32), (50, torch.int64), (0.9, torch.float64)  # temperature, top-k, top-p
+    temperature, top_k, top_p = (torch.full((2,), value, dtype=dtype, device=device) for value, dtype in options)
     probs = probs_from_logits(logits.to(device), temperature, top_k, top_p, True)
     if not torch.equal(probs.cpu() > 0, expected > 0):
         return "other tokens are kept"
@@ -213,11 +211,9 @@ def _check_verification(device: torch.device) -> str | None:
     chain = verify_chain(certain, tokens, torch.full((2, 2, 16), 1 / 16, dtype=torch.float32, device=device), None, *noise)
     if chain[0].tolist() != [3, 2] or chain[1].tolist() != [7, 8]:
         return "a chain is verified wrongly"
-    accept_prob, spent = (
-        torch.ones(2, 2, dtype=torch.float32, device=device),
-        torch.zeros(2, dtype=torch.float32, device=device),
-    )
-    relaxed = verify_chain(certain, tokens, None, None, *noise, accept_prob=accept_prob, relaxation=spent)
+    spent = torch.zeros(2, dtype=torch.float32, device=device)
+    always = torch.ones_like(certain[:, 1:, 0])
+    relaxed = verify_chain(certain, tokens, None, None, *noise, accept_prob=always, relaxation=spent)
     assert relaxed[2] is not None
     if relaxed[0].tolist() != [3, 3] or relaxed[1].tolist() != [7, 9] or relaxed[2].tolist() != [0, 1]:
         return "a chain is relaxed wrongly"

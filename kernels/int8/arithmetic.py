@@ -6,16 +6,9 @@ exact, and all other operations (`+ - * /`, square root, rounding, maximum) are 
 fused multiply-adds. `exp` is a polynomial of such operations, because the vector and the scalar form of a library's function
 differ in the last bit. `vargen.kernels.int8.passes` computes the same bits with fewer instructions.
 
-| what | how it is stored |
-|---|---|
-| weights | int8, a float32 scale per output channel |
-| inputs of a product | int8, a float32 scale per row (a scale per tensor would make a row depend on the others) |
-| queries, keys, values | int16 with 9 to 11 bits, a float32 scale per token and head |
-| attention weights | integers whose sum is about 32,000 |
-| mean square of a norm | 16 bits a value, summed exactly |
-
-The precision of attention is that of bfloat16 or better. Row by row quantization of weights and inputs follows Dettmers et al.
-2022, "LLM.int8()" (arXiv:2208.07339), without their separate outliers.
+Weights have a scale per output channel, inputs one per row (one per tensor would make a row depend on the others), queries,
+keys and values one per token and head. The precision of attention is that of bfloat16 or better. Row by row quantization of
+weights and inputs follows Dettmers et al. 2022, "LLM.int8()" (arXiv:2208.07339), without their separate outliers.
 
 Shape suffixes: R rows (images; twice as many under guidance), T tokens of one pass, D width, H query heads, G key heads, K head
 width, S cache slots, N output channels.
@@ -67,9 +60,7 @@ def int8_linear(values: Tensor, scale: Tensor, weight_NK: Tensor, channel_scale_
 
 
 def exact_exp(x: Tensor) -> Tensor:
-    """exp(x) for float32; arguments are clamped to -87..87. Every implementation returns the same bits.
-
-    The relative error is 2e-7 near 0 and 4e-6 at the ends, that of the product with log2(e)."""
+    """exp(x) for float32 from -87 to 87, to which others are clamped; relative error 2e-7 near 0 and 4e-6 at the ends."""
     power = x.clamp(-EXP_RANGE, EXP_RANGE).mul_(LOG2_E)
     whole = power.round()
     rest = power.sub_(whole).mul_(LN_2)
@@ -147,13 +138,7 @@ def quantize_weight_rows(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def regroup_weight_rows(values_NK: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Turn a matrix stored as int8 with scales `[N, groups]` into one with a scale per output channel.
-
-    A matrix that has one scale per row already is returned as it is.
-
-    Returns:
-        int8 `[N, K]` and float32 `[N]`.
-    """
+    """Turn a matrix stored as int8 with scales `[N, groups]` into int8 `[N, K]` and float32 scales of output channels `[N]`."""
     if scale.shape[1] == 1:
         return values_NK, scale[:, 0]
     grouped = values_NK.unflatten(1, (scale.shape[1], -1))

@@ -127,9 +127,7 @@ def verify_chain(
 
     Args:
         probs: float32 `[B, T, V]`, target probabilities after each fed slot.
-        tokens: int64 `[B, T - 1]`, drafted tokens.
-        q: float32 `[B, T - 1, V]`, probabilities from which the drafts were sampled; None for deterministic drafts.
-        valid: bool `[B, T - 1]`, which drafts are valid; None: all.
+        tokens, q, valid: as in `vargen.decoding.Draft`: int64, float32 and bool `[B, T - 1]`, q with V.
         seeds, position: int64 `[B]` and `[B, T]`, see `vargen.decoding.noise.Noise.key`.
         accept_prob: float32 `[B, T - 1]`, acceptance probabilities of a relaxed rule; None verifies exactly.
         relaxation: float32 `[B]`, relaxation spent by earlier passes; with `accept_prob`.
@@ -158,20 +156,6 @@ def verify_chain(
 
 
 # -- trees: shared noise -------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _load_draft(child, first, tokens_ptr, valid_ptr, HAS_VALID: tl.constexpr):
-    """Return the index of the draft of slot `child`, whether it exists (0: none), whether it is valid, and its token.
-
-    `first` is the index of the image's first draft.
-    """
-    at = first + tl.maximum(child - 1, 0)
-    there = child > 0
-    valid = there
-    if HAS_VALID:
-        valid = there & (tl.load(valid_ptr + at, mask=there, other=0) != 0)
-    return at, there, valid, tl.load(tokens_ptr + at, mask=valid, other=0).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -253,7 +237,11 @@ def _reject_children(
     """
     for rank in range(0, number):
         child = tl.load(children + rank)
-        at, there, valid, token = _load_draft(child, first, tokens_ptr, valid_ptr, HAS_VALID)
+        at, there = first + tl.maximum(child - 1, 0), child > 0  # 0: no child
+        valid = there
+        if HAS_VALID:
+            valid = there & (tl.load(valid_ptr + at, mask=there, other=0) != 0)
+        token = tl.load(tokens_ptr + at, mask=valid, other=0).to(tl.int32)
         accept_prob = tl.sum(tl.where(lane == token, p, 0.0), 0) * r
         if HAS_Q:
             proposed = tl.load(q_ptr + at * V + token, mask=there, other=0.0)

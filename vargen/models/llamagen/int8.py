@@ -26,7 +26,6 @@ from vargen.kernels.int8.arithmetic import (
     rotate_pairs,
 )
 from vargen.kernels.int8.format import Layers, Matrix, allocate_slots
-from vargen.kernels.int8.load import TOKEN_PASS
 from vargen.models.guidance import Condition
 from vargen.models.quantization import as_array, packed_weights
 
@@ -34,13 +33,6 @@ if TYPE_CHECKING:
     from vargen.models.llamagen.network import LlamaGenTransformer
 
 Guidance = float | Tensor | None
-
-
-def make_cache(network: LlamaGenTransformer, rows: int, scratch: int, prefix: int) -> Int8Cache:
-    """Create a cache of the kind that the passes on this machine use."""
-    config = network.config
-    shape = (len(network.layers), rows, config.n_kv_head or config.n_head, config.dim // config.n_head)
-    return Int8Cache(*shape, prefix=prefix, tokens=network.tokens, scratch=scratch, compiled=TOKEN_PASS.load())
 
 
 def compute_logits(network: LlamaGenTransformer, features: Tensor, guidance: Guidance) -> Tensor:
@@ -142,7 +134,8 @@ def run_step(
         if positions is None:
             positions = cache.length[:, None] + torch.arange(T)
         cos_sin = network.rotary[positions.expand(B, T).clamp(max=network.tokens - 1)]
-        slots, bias = cache.slots_of_pass(T), cache.attention_bias(T, ancestors)
+        slots = cache.prefix + cache.length.clamp(max=cache.tokens)[:, None] + torch.arange(T)  # full rows: only scratch
+        bias = cache.attention_bias(T, ancestors)
         embedded = network.tok_embeddings(tokens_BT.repeat(B // len(tokens_BT), 1))
         x = _run_layers(network, embedded, cos_sin, cache, slots, bias)
         features = final_norm(network, x)
@@ -200,22 +193,17 @@ class Int8Cache:
     Slots are [ conditioning prefix | image tokens | scratch ]. Operators see each pair as two 16-bit integers.
 
     Args:
-        layers, rows, heads, head_dim: shape of the network and of the batch.
-        prefix: number of conditioning slots P.
-        tokens: number of image tokens N of the grid.
-        scratch: maximum number of tokens per pass, which is the number of slots after the grid.
+        layers, rows, heads, head_dim, prefix, tokens, scratch: as in `KVCache`.
         most_slots: most visible slots of any cache of the network, on which the values' precision depends. Default: P + N.
         compiled: module `vargen.kernels.int8.passes`, whose passes write the tokens; None: operators do.
 
     Attributes:
-        length: `[R]` int64, number of cached image tokens per row (the pointer). The next fed token has position `length`.
-        prefix_bias: `[R, P]` float32, added to the scores of the prefix slots.
-        fused: as in `KVCache`: whether Triton kernels use it, which they never do.
+        length, prefix_bias: as in `KVCache`.
         arrays: the same memory for compiled passes.
         weights, buffers: of compiled passes; set by the first one.
     """
 
-    fused = False
+    fused = False  # Triton kernels never use it
 
     def __init__(
         self,
@@ -270,10 +258,6 @@ class Int8Cache:
         self.prefix_bias.index_copy_(0, rows, new.prefix_bias)
         self.length.index_fill_(0, rows, 0)
 
-    def slots_of_pass(self, T: int) -> Tensor:
-        """Return the slots int64 `[R, T]` that a pass over T tokens writes. Full rows write only to scratch."""
-        return self.prefix + self.length.clamp(max=self.tokens)[:, None] + torch.arange(T)
-
     def write(self, layer: int, slots_RT: Tensor, k_RTGK: Tensor, v_RTGK: Tensor) -> None:
         """Quantize and store the rotated keys and the values of a pass, float32."""
         k, k_scale = quantize_activations(k_RTGK, self.arrays.limits[0], torch.int16)
@@ -314,7 +298,7 @@ class Int8Cache:
         if self.compiled is None or isinstance(count, int):
             self.length.unflatten(0, (-1, count.numel() if isinstance(count, Tensor) else 1)).add_(count)
         else:
-            self.compiled.advance(self.arrays.length, np.ascontiguousarray(count.numpy()))
+            self.compiled.advance(self.arrays.length, as_array(count))
 
     def rollback(self, length_R: Tensor) -> None:
         """Set every row's pointer, and discard the tokens after it."""
@@ -322,23 +306,18 @@ class Int8Cache:
 
     def commit_path(self, accepted_RA: Tensor, count_R: Tensor) -> None:
         """Commit a path of the last pass; arguments as in `KVCache.commit_path`."""
-        if self.compiled is None:
-            self._move_slots(accepted_RA, count_R)
+        if self.compiled is not None:
+            self.compiled.move_slots(self.arrays, as_array(accepted_RA), as_array(count_R), self.tokens)
         else:
-            path, count = (np.ascontiguousarray(each.numpy()) for each in (accepted_RA, count_R))
-            self.compiled.move_slots(self.arrays, path, count, self.tokens)
+            steps, row = torch.arange(accepted_RA.shape[1]), torch.arange(self.rows)[:, None]
+            first = self.prefix + self.length.clamp(max=self.tokens)[:, None]
+            source = torch.where(steps < count_R[:, None], accepted_RA, steps)
+            target, source = ((first + each).clamp(max=self.slots - 1) for each in (steps, source))
+            self._keys[:, row, :, :, target] = self._keys[:, row, :, :, source]
+            self._values[:, row, :, target // 2, :, target % 2] = self._values[:, row, :, source // 2, :, source % 2]
+            for store in (self.k_scale, self.v_scale):
+                store[:, row, :, target] = store[:, row, :, source]
         self.length += count_R
-
-    def _move_slots(self, accepted_RA: Tensor, count_R: Tensor) -> None:
-        steps = torch.arange(accepted_RA.shape[1])
-        source = torch.where(steps < count_R[:, None], accepted_RA, steps)
-        first = self.prefix + self.length.clamp(max=self.tokens)[:, None]
-        row = torch.arange(self.rows)[:, None]
-        target, source = ((first + each).clamp(max=self.slots - 1) for each in (steps, source))
-        self._keys[:, row, :, :, target] = self._keys[:, row, :, :, source]
-        self._values[:, row, :, target // 2, :, target % 2] = self._values[:, row, :, source // 2, :, source % 2]
-        for store in (self.k_scale, self.v_scale):
-            store[:, row, :, target] = store[:, row, :, source]
 
     def fill_randomly(self) -> None:
         """Fill all slots with random keys and values, for measurements."""

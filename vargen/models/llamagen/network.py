@@ -195,20 +195,12 @@ class LlamaGenTransformer(TransposableWeights, QuantizedStorageMixin, ConfigMixi
             device: device of the passes. Default: the device of the weights, which differs while they are offloaded.
         """
         config = self.config
+        shape = len(self.layers), rows, config.n_kv_head or config.n_head, config.dim // config.n_head
+        slots = {"prefix": 1 if compress_prefix else self.num_prefix_rows, "tokens": self.tokens, "scratch": scratch}
         with normal_tensors():  # writable in and outside of inference mode
             if self.quantized:
-                return int8.make_cache(self, rows, scratch, 1 if compress_prefix else self.num_prefix_rows)
-            return KVCache(
-                len(self.layers),
-                rows,
-                config.n_kv_head or config.n_head,
-                config.dim // config.n_head,
-                prefix=1 if compress_prefix else self.num_prefix_rows,
-                tokens=self.tokens,
-                scratch=scratch,
-                dtype=self.dtype,
-                device=device or self.device,
-            )
+                return int8.Int8Cache(*shape, **slots, compiled=TOKEN_PASS.load())
+            return KVCache(*shape, **slots, dtype=self.dtype, device=device or self.device)
 
     def without_layers(self, layers: Sequence[int]) -> LlamaGenTransformer:
         """Return a view of this network without some of its layers, which shares all weights and the config."""
