@@ -19,7 +19,7 @@ from torch import Tensor
 from vargen.decoding import DecodeStats
 from vargen.files import atomic_file, expand_user
 from vargen.image_metadata import model_digest, png_file
-from vargen.models.tokenizers.multi_scale_quantizer import MultiScaleQuantizer
+from vargen.models.tokenizers.multi_scale_vq import MultiScaleQuantizer
 from vargen.models.tokenizers.vq import NonFinitePixelsError
 from vargen.pipelines.validation import OUTPUT_TYPES
 from vargen.reading import apply_orientation, on_white

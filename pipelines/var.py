@@ -15,8 +15,7 @@ from vargen.compat import without_autocast
 from vargen.convert.var import DEFAULTS, convert_var
 from vargen.decoding import DecodeOutput, ScaleSchedule
 from vargen.models.guidance import Guidance, to_guidance
-from vargen.models.tokenizers.multi_scale_quantizer import MultiScaleQuantizer
-from vargen.models.tokenizers.multi_scale_vq import MultiScaleVQModel
+from vargen.models.tokenizers.multi_scale_vq import MultiScaleQuantizer, MultiScaleVQModel
 from vargen.models.tokenizers.vq import NonFinitePixelsError
 from vargen.models.var.decoding import VARScaleModel
 from vargen.models.var.network import SCALES, VARTransformer, official_config

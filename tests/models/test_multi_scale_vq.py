@@ -10,8 +10,7 @@ from golden_var import official_networks
 from rejects import rejects
 from torch import Tensor
 
-from vargen.models.tokenizers.multi_scale_quantizer import assign_phi
-from vargen.models.tokenizers.multi_scale_vq import SCALES_256, SCALES_512, MultiScaleVQModel
+from vargen.models.tokenizers.multi_scale_vq import SCALES_256, SCALES_512, MultiScaleVQModel, assign_phi
 
 _GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 Golden = tuple[MultiScaleVQModel, dict[str, Tensor]]

@@ -8,17 +8,15 @@ import pytest
 import torch
 from rejects import rejects
 
-from vargen.models.causal_video.geometry import VideoGeometry
-from vargen.models.causal_video.lora import CausalVideoLoRA
-from vargen.models.causal_video.network import CausalVideoTransformer
+from vargen.models.causal_video.cache import VideoGeometry
+from vargen.models.causal_video.network import CausalVideoLoRA, CausalVideoTransformer
 from vargen.models.heads.eagle import EagleDrafter
 from vargen.models.heads.medusa import MedusaDrafter
 from vargen.models.heads.upsampler import TokenUpsampler
 from vargen.models.llamagen.network import LlamaGenTransformer
 from vargen.models.text_encoder import MiniLMTextEncoder
 from vargen.models.tokenizers.multi_scale_vq import MultiScaleVQModel
-from vargen.models.tokenizers.preview_decoder import PreviewDecoder
-from vargen.models.tokenizers.video_vae import CausalVideoVAE
+from vargen.models.tokenizers.video_vae import CausalVideoVAE, PreviewDecoder
 from vargen.models.tokenizers.vq import VQModel
 from vargen.models.var.network import VARTransformer
 

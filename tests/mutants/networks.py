@@ -74,7 +74,7 @@ MUTANTS = (
     Mutant(
         "preview-swapped",
         "Rows and columns of GLM-Image's preview are swapped.",
-        "vargen/models/transformers/glm_image.py",
+        "vargen/models/transformers/supported.py",
         "    (rows, columns), side = size, _GLM_PATCH // 2\n",
         "    (columns, rows), side = size, _GLM_PATCH // 2\n",
         (f"{_LANGUAGE_MODELS}::test_a_preview_has_the_proportions_of_its_image",),
@@ -82,7 +82,7 @@ MUTANTS = (
     Mutant(
         "phi-of-the-scale-before",
         "A scale of the residual quantizer uses the convolution of the scale before it.",
-        "vargen/models/tokenizers/multi_scale_quantizer.py",
+        "vargen/models/tokenizers/multi_scale_vq.py",
         '        return self.quant_resi["qresi_ls"][self.phi_of_scale[k]](h_BCss)\n',
         '        return self.quant_resi["qresi_ls"][self.phi_of_scale[max(k - 1, 0)]](h_BCss)\n',
         ("tests/models/test_multi_scale_vq.py::test_tokens_become_the_official_pixels",),

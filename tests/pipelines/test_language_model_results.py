@@ -13,7 +13,7 @@ from vargen.compat import installed_version
 from vargen.decoding import Engine, Sampling, decode
 from vargen.decoding.log_probs import compute_log_probs
 from vargen.kernels.ops import filter_logits
-from vargen.models.transformers.glm_image import PreviewDrafter, preview_size
+from vargen.models.transformers.supported import PreviewDrafter, preview_size
 
 pytestmark = needs_janus
 PROMPTS = ["a red apple", "dog", "a blue car on the moon under the green cat"]

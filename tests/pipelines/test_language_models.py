@@ -19,8 +19,7 @@ from vargen.models.heads.eagle import EagleDrafter
 from vargen.models.heads.medusa import MedusaDrafter
 from vargen.models.transformers.base import PromptRows
 from vargen.models.transformers.decoding import TransformersTokenModel
-from vargen.models.transformers.glm_image import PreviewDrafter
-from vargen.models.transformers.supported import Emu3, Janus, describe_language_model
+from vargen.models.transformers.supported import Emu3, Janus, PreviewDrafter, describe_language_model
 from vargen.training.teachers import make_teacher
 
 pytestmark = needs_janus

@@ -14,8 +14,7 @@ from vargen.decoding.video.policies import Policy
 from vargen.models.causal_video.decoding import CausalVideoBlockModel
 from vargen.models.causal_video.network import CausalVideoTransformer
 from vargen.models.guidance import Condition
-from vargen.models.tokenizers.preview_decoder import PreviewDecoder
-from vargen.models.tokenizers.video_vae import CausalVideoVAE
+from vargen.models.tokenizers.video_vae import CausalVideoVAE, PreviewDecoder
 
 SHAPE = {
     "dim": 24, "ffn_dim": 32, "num_heads": 2, "num_layers": 2, "channels": 4, "height": 2, "width": 2, "patch": 1,

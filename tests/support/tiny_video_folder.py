@@ -13,8 +13,7 @@ from vargen.decoding.video.denoising import shifted_levels
 from vargen.model_files import write_model_index
 from vargen.models.causal_video.network import CausalVideoTransformer
 from vargen.models.text_encoder import MiniLMTextEncoder
-from vargen.models.tokenizers.preview_decoder import PreviewDecoder
-from vargen.models.tokenizers.video_vae import CausalVideoVAE
+from vargen.models.tokenizers.video_vae import CausalVideoVAE, PreviewDecoder
 from vargen.pipelines.loading import SHAREABLE, SHARED_FILE
 
 SHARED_FROM = vargen.assets.packaged_model_path("emoji")

@@ -1,4 +1,4 @@
-"""Key/value caches of block-wise video models: self-attention over earlier blocks, and cross-attention to the prompt.
+"""Sizes and key/value caches of block-wise video models: self-attention over earlier blocks, and to the prompt.
 
 The self-attention cache has keys and values of clean frames, one slot per frame. Slots of the first `sinks` frames are
 permanent. The others form a ring buffer, in which a new frame replaces the oldest one. Keys include their position (RoPE at
@@ -14,12 +14,70 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
-from vargen.models.causal_video.geometry import VideoGeometry
+
+@dataclass(frozen=True)
+class VideoGeometry:
+    """Shapes of the latents of a video and of its blocks.
+
+    Attributes:
+        channels: latent channels.
+        height, width: size of a latent frame.
+        patch: side of the square patch of latent positions that forms a token.
+        block_frames: latent frames per block.
+        spatial_stride: pixels per latent position along each side.
+        temporal_stride: pixel frames per latent frame, except that the first latent frame of a video is one pixel frame.
+        fps: pixel frames per second.
+    """
+
+    channels: int = 16
+    height: int = 60
+    width: int = 104
+    patch: int = 2
+    block_frames: int = 3
+    spatial_stride: int = 8
+    temporal_stride: int = 4
+    fps: int = 16
+
+    def __post_init__(self) -> None:
+        for part in fields(self):
+            value = getattr(self, part.name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{part.name} must be a whole number of at least 1, got {value!r}")
+        if self.height % self.patch or self.width % self.patch:
+            raise ValueError(f"patch must divide the latent frame {self.height}x{self.width}, got {self.patch}")
+
+    @property
+    def rows(self) -> int:
+        """Number of token rows of a frame."""
+        return self.height // self.patch
+
+    @property
+    def columns(self) -> int:
+        """Number of token columns of a frame."""
+        return self.width // self.patch
+
+    @property
+    def frame_tokens(self) -> int:
+        """Number of tokens of a latent frame."""
+        return self.rows * self.columns
+
+    @property
+    def pixel_size(self) -> tuple[int, int]:
+        """Rows and columns of a pixel frame."""
+        return self.height * self.spatial_stride, self.width * self.spatial_stride
+
+    def pixel_frames(self, start: int, frames: int) -> int:
+        """Return the number of pixel frames of `frames` latent frames from `start` on."""
+        return frames * self.temporal_stride - (self.temporal_stride - 1 if start == 0 and frames else 0)
+
+    def same_latents(self, other: VideoGeometry) -> bool:
+        """Whether latents are compatible: all sizes except the patch are equal."""
+        return all(getattr(self, part.name) == getattr(other, part.name) for part in fields(self) if part.name != "patch")
 
 
 def validate_attention_window(window: int | None, sinks: int, least: int) -> None:

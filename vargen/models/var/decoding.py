@@ -17,7 +17,7 @@ from vargen.device import inference_mode_for
 from vargen.kernels.dispatch import is_eager_cpu
 from vargen.models.guidance import Condition, Guidance, cost_key, to_guidance
 from vargen.models.offloading import validate_offloading
-from vargen.models.tokenizers.multi_scale_quantizer import MultiScaleQuantizer
+from vargen.models.tokenizers.multi_scale_vq import MultiScaleQuantizer
 from vargen.models.var.blocks import ScaleCache
 from vargen.models.var.network import VARTransformer
 

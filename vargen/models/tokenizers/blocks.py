@@ -1,8 +1,12 @@
-"""The convolutional encoder and decoder of VQGAN (Esser et al. 2021), shared by LlamaGen's and VAR's image tokenizers.
+"""Encoders and decoders of image tokenizers: the convolutional one of VQGAN, and a small one of convolutions and a transformer.
 
-The two publish the same network under different parameter names; `VQParameterNames` is that difference.
+LlamaGen and VAR publish VQGAN's network (Esser et al. 2021) under different parameter names: `VQParameterNames`.
 
-Shape suffixes: B batch, C channels, Y/X pixel rows and columns, R/G grid rows and columns.
+The hybrid is designed for 128-pixel images on a CPU: nearly all of its multiplications are in 3x3 convolutions and matrix
+products of wide rows. Normalization is per pixel over channels, so no statistic depends on the rest of the image. Statistics of
+group norm do, so white borders would change the features of the subject.
+
+Shape suffixes: B batch, C channels, Y/X pixel rows and columns, R/G grid rows and columns, N = R*G.
 """
 
 from __future__ import annotations
@@ -10,10 +14,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 NORM_GROUPS = 32
+HEAD_WIDTH = 32  # of the attention heads of a hybrid
 
 
 @dataclass(frozen=True)
@@ -199,3 +205,149 @@ class VQDecoder(nn.Module):
             if hasattr(level, "upsample"):
                 h = level.upsample(h)
         return self.conv_out(F.silu(self.norm_out(h)))
+
+
+# -- the hybrid ----------------------------------------------------------------------------------------------------------
+
+
+def space_to_depth(x_BCYX: Tensor, side: int) -> Tensor:
+    """Fold patches of `side` x `side` positions into channels: `[B, C*side*side, Y/side, X/side]`, channels-last."""
+    cells = x_BCYX.permute(0, 2, 3, 1).unflatten(1, (-1, side)).unflatten(3, (-1, side)).transpose(2, 3)
+    return cells.flatten(3).permute(0, 3, 1, 2)
+
+
+def depth_to_space(x_BCYX: Tensor, side: int) -> Tensor:
+    """The inverse of `space_to_depth`."""
+    cells = x_BCYX.permute(0, 2, 3, 1).unflatten(3, (side, side, -1)).transpose(2, 3)
+    return cells.flatten(3, 4).flatten(1, 2).permute(0, 3, 1, 2)
+
+
+class ChannelLayerNorm(nn.Module):
+    """Layer norm over the channels of each pixel of `[B, C, Y, X]`; the result is channels-last, for fast convolutions."""
+
+    def __init__(self, channels: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(channels))
+        self.bias = nn.Parameter(torch.zeros(channels))
+
+    def forward(self, x_BCYX: Tensor) -> Tensor:
+        channels_last = x_BCYX.permute(0, 2, 3, 1)
+        return F.layer_norm(channels_last, self.weight.shape, self.weight, self.bias, 1e-6).permute(0, 3, 1, 2)
+
+
+class ConvBlock(nn.Module):
+    """x + conv(silu(conv(norm(x)))), initialized as the identity. One norm, as it costs two thirds of a convolution."""
+
+    def __init__(self, channels: int):
+        super().__init__()
+        self.norm = ChannelLayerNorm(channels)
+        self.conv1 = nn.Conv2d(channels, channels, 3, padding=1)
+        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1)
+        nn.init.zeros_(self.conv2.weight)
+
+    def forward(self, x_BCYX: Tensor) -> Tensor:
+        return x_BCYX + self.conv2(F.silu(self.conv1(self.norm(x_BCYX))))
+
+
+class PatchMerge(nn.Module):
+    """Merges four neighbors into one position by a matrix product, which is faster than a strided convolution."""
+
+    def __init__(self, in_channels: int, out_channels: int):
+        super().__init__()
+        self.conv = nn.Conv2d(4 * in_channels, out_channels, 1)
+
+    def forward(self, x_BCYX: Tensor) -> Tensor:
+        return self.conv(space_to_depth(x_BCYX, 2))
+
+
+class PatchExpand(nn.Module):
+    """Expands one position to four neighbors."""
+
+    def __init__(self, in_channels: int, out_channels: int):
+        super().__init__()
+        self.conv = nn.Conv2d(in_channels, 4 * out_channels, 1)
+
+    def forward(self, x_BCYX: Tensor) -> Tensor:
+        return depth_to_space(self.conv(x_BCYX), 2)
+
+
+class ViTBlock(nn.Module):
+    """Attention over all positions, then an MLP of four times the width; both are initialized as the identity."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.norm1 = nn.LayerNorm(width, eps=1e-6)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.proj = nn.Linear(width, width)
+        self.norm2 = nn.LayerNorm(width, eps=1e-6)
+        self.fc1 = nn.Linear(width, 4 * width)
+        self.fc2 = nn.Linear(4 * width, width)
+        for last in (self.proj, self.fc2):
+            nn.init.zeros_(last.weight)
+
+    def forward(self, x_BNC: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm1(x_BNC)).unflatten(-1, (3, -1, HEAD_WIDTH)).permute(2, 0, 3, 1, 4)
+        # Explicit, because on a CPU fused attention over a few dozen positions is four times slower in the backward pass.
+        attended = ((q * HEAD_WIDTH**-0.5) @ k.transpose(-1, -2)).softmax(-1) @ v
+        x_BNC = x_BNC + self.proj(attended.transpose(1, 2).flatten(2))
+        return x_BNC + self.fc2(F.gelu(self.fc1(self.norm2(x_BNC))))
+
+
+class ViTTrunk(nn.Module):
+    """Transformer blocks over a grid of fixed size, with learned position embeddings."""
+
+    def __init__(self, width: int, side: int, blocks: int):
+        super().__init__()
+        self.position = nn.Parameter(0.02 * torch.randn(1, side * side, width))
+        self.blocks = nn.ModuleList(ViTBlock(width) for _ in range(blocks))
+        self.norm = nn.LayerNorm(width, eps=1e-6)
+
+    def forward(self, x_BCRG: Tensor) -> Tensor:
+        h = x_BCRG.flatten(2).transpose(1, 2) + self.position
+        for block in self.blocks:
+            h = block(h)
+        return self.norm(h).transpose(1, 2).unflatten(2, x_BCRG.shape[2:])
+
+
+class HybridEncoder(nn.Module):
+    """Encodes pixels `[B, 3, Y, X]` to latents `[B, E, R, G]` with root mean square 1 at each position.
+
+    The fixed norm prevents the commitment loss from shrinking latents.
+    """
+
+    def __init__(self, patch: int, widths: tuple[int, ...], side: int, blocks: int, transformer_blocks: int, latent: int):
+        super().__init__()
+        self.patch = patch
+        self.conv_in = nn.Conv2d(3 * patch * patch, widths[0], 3, padding=1)
+        self.levels = nn.ModuleList(nn.Sequential(*(ConvBlock(width) for _ in range(blocks))) for width in widths[:-1])
+        self.down = nn.ModuleList(PatchMerge(a, b) for a, b in pairwise(widths))
+        self.trunk = ViTTrunk(widths[-1], side, transformer_blocks)
+        self.out = nn.Conv2d(widths[-1], latent, 1)
+
+    def forward(self, x_BCYX: Tensor) -> Tensor:
+        h = self.conv_in(space_to_depth(x_BCYX, self.patch))
+        for level, down in zip(self.levels, self.down, strict=True):
+            h = down(level(h))
+        z = self.out(self.trunk(h)).float()
+        return z * (z.square().mean(1, keepdim=True) + 1e-6).rsqrt()
+
+
+class HybridDecoder(nn.Module):
+    """Mirror of the encoder, with one more block at every level."""
+
+    def __init__(self, patch: int, widths: tuple[int, ...], side: int, blocks: int, transformer_blocks: int, latent: int):
+        super().__init__()
+        self.patch = patch
+        widths = tuple(reversed(widths))
+        self.conv_in = nn.Conv2d(latent, widths[0], 3, padding=1)
+        self.trunk = ViTTrunk(widths[0], side, transformer_blocks + 1)
+        self.up = nn.ModuleList(PatchExpand(a, b) for a, b in pairwise(widths))
+        self.levels = nn.ModuleList(nn.Sequential(*(ConvBlock(width) for _ in range(blocks + 1))) for width in widths[1:])
+        self.norm_out = ChannelLayerNorm(widths[-1])
+        self.conv_out = nn.Conv2d(widths[-1], 3 * patch * patch, 3, padding=1)
+
+    def forward(self, z_BERG: Tensor) -> Tensor:
+        h = self.trunk(self.conv_in(z_BERG))
+        for up, level in zip(self.up, self.levels, strict=True):
+            h = level(up(h))
+        return depth_to_space(self.conv_out(F.silu(self.norm_out(h))), self.patch)
