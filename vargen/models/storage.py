@@ -8,7 +8,7 @@ the error, and a file that a wheel or Git compresses to three quarters of one in
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Container
+from collections.abc import Container
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -51,8 +51,8 @@ Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # dtype and shape of ea
 def quantize_rows(weight: Tensor, groups: int = 1, bits: int = 8) -> tuple[Tensor, Tensor]:
     """Quantize a matrix to integers with symmetric scales, one per row and group of consecutive columns.
 
-    Scales keep 12 significant bits, rounded up: ``scale * value`` is then exact in float32, no value clips,
-    and quantizing a dequantized matrix again gives the same bytes.
+    Scales keep 12 significant bits, rounded up: ``scale * value`` is then exact in float32, no value clips, and quantizing a
+    dequantized matrix again gives the same bytes.
 
     Args:
         weight: floating [rows, columns], finite.
@@ -60,8 +60,7 @@ def quantize_rows(weight: Tensor, groups: int = 1, bits: int = 8) -> tuple[Tenso
         bits: of an integer, 2 to 8. The greatest is 2 ** (bits - 1) - 1.
 
     Returns:
-        int8 [rows, columns] and float32 [rows, groups], greater than 0. Each entry of the
-        dequantized matrix is within half its scale of ``weight``.
+        int8 [rows, columns] and float32 [rows, groups], greater than 0. Each dequantized entry is within half its scale.
     """
     if weight.ndim != 2 or not weight.is_floating_point() or not torch.isfinite(weight).all():
         raise ValueError(f"expected a finite floating matrix, got {weight.dtype} {list(weight.shape)}")
@@ -77,12 +76,6 @@ def quantize_rows(weight: Tensor, groups: int = 1, bits: int = 8) -> tuple[Tenso
 def dequantize_rows(values: Tensor, scale: Tensor) -> Tensor:
     """Undo `quantize_rows`: int8 [rows, columns] and float32 [rows, groups] to float32 [rows, columns]."""
     return (values.float().reshape(*scale.shape, -1) * scale[..., None]).reshape(values.shape)
-
-
-def validate_weight_format(weight_format: Any) -> None:
-    """Raise ValueError unless `weight_format` is None or one of `WEIGHT_FORMATS`."""
-    if weight_format is not None and weight_format not in WEIGHT_FORMATS:
-        raise ValueError(f"unknown weight_format {weight_format!r}; expected one of {WEIGHT_FORMATS}")
 
 
 class QuantizedStorageMixin(ModelMixin):
@@ -105,20 +98,36 @@ class QuantizedStorageMixin(ModelMixin):
     compiled_code: ClassVar[CompiledCode | None] = None
     config: Any
 
+    def __init__(self) -> None:
+        super().__init__()
+        weight_format = self.config.get("weight_format")
+        if weight_format is not None and weight_format not in WEIGHT_FORMATS:
+            raise ValueError(f"unknown weight_format {weight_format!r}; expected one of {WEIGHT_FORMATS}")
+        validate_quantization(self.config.get("quantization"))
+
+    @property
+    def quantized(self) -> bool:
+        """Whether its products are those of 8-bit integers, on a CPU."""
+        return self.config.get("quantization") is not None
+
+    @property
+    def pass_backend(self) -> str:
+        """What runs the passes, as far as their time depends on it: empty for floating point."""
+        if not self.quantized:
+            return ""
+        return "int8 operators" if self.compiled_code is None or self.compiled_code.load() is None else "compiled int8"
+
     def _apply(self, fn: Any, *args: Any, **options: Any) -> Any:
         super()._apply(fn, *args, **options)
-        if self.config.get("quantization"):
+        if self.quantized:
             validate_placement(self)
         return self
 
     def num_scale_groups(self, name: str, weight: Tensor) -> int | None:
         """Return the number of scales per row of a weight in an integer format, or None if it is not quantized."""
-        if (
-            weight.ndim < 2
-            or not weight.is_floating_point()
-            or name.endswith(self.unquantized_suffixes)
-            or weight.numel() < _MIN_NUMEL
-        ):
+        if weight.ndim < 2 or weight.numel() < _MIN_NUMEL or not weight.is_floating_point():
+            return None
+        if name.endswith(self.unquantized_suffixes):
             return None
         columns = weight[0].numel()
         return 1 if columns % _GROUP_COLUMNS else columns // _GROUP_COLUMNS
@@ -173,10 +182,10 @@ class QuantizedStorageMixin(ModelMixin):
         self,
         save_directory: str | os.PathLike[str],
         is_main_process: bool = True,
-        save_function: Callable[..., None] | None = None,
+        *,
         safe_serialization: bool = True,
         variant: str | None = None,
-        max_shard_size: int | str = "10GB",
+        max_shard_size: int | str = "10GB",  # passed by diffusers only because it is named here
         push_to_hub: bool = False,
         **kwargs: Any,
     ) -> None:
@@ -187,14 +196,12 @@ class QuantizedStorageMixin(ModelMixin):
         Raises:
             ValueError: for ``safe_serialization=False``, or a network whose weights are offloaded layer by layer; with a
                 `weight_format`, for ``push_to_hub=True`` or a weight that is not finite.
-            OSError: the folder cannot be written.
         """
         require_weights(self, "saved")
         if not safe_serialization:
             raise ValueError("safe_serialization must be True: pickled weights are not opened again")
         if self.config.get("weight_format") is None:
-            more: dict[str, Any] = {"save_function": save_function, **kwargs}
-            more |= {"variant": variant, "max_shard_size": max_shard_size, "push_to_hub": push_to_hub}
+            more = {"variant": variant, "max_shard_size": max_shard_size, "push_to_hub": push_to_hub, **kwargs}
             super().save_pretrained(save_directory, is_main_process, **more)
             return
         if push_to_hub:
@@ -202,8 +209,9 @@ class QuantizedStorageMixin(ModelMixin):
         if not is_main_process:
             return
         packed = self._to_file_tensors()
+        name = f"{WEIGHTS_STEM}.{variant}.safetensors" if variant else f"{WEIGHTS_STEM}.safetensors"
         with atomic_merge(Path(save_directory)) as staged:
-            (staged / _weights_name(variant)).write_bytes(save(packed, metadata={"format": "pt"}))
+            (staged / name).write_bytes(save(packed, metadata={"format": "pt"}))
             (staged / "config.json").write_bytes(self.to_json_string().encode())
 
     @classmethod
@@ -222,16 +230,13 @@ class QuantizedStorageMixin(ModelMixin):
         """Load a folder written by `save_pretrained`, on the CPU and in evaluation mode.
 
         Args:
-            pretrained_model_name_or_path: the folder.
             torch_dtype, dtype: dtype of its parameters. Default: as stored, and float32 for a `weight_format`.
             quantization: ``"int8"`` to compute with int8 weights; see `vargen.models.quantization`. Default: as in the folder.
-            variant: variant in the names of the weight files, such as "fp16".
-            subfolder: folder of the network within the other.
             use_safetensors, low_cpu_mem_usage: accepted as in diffusers; both are always so.
 
         Raises:
-            ValueError: naming the file and the tensor, if there is no such folder, or it does not hold exactly the tensors that
-                its configuration asks for. Also for an unknown quantization, or another dtype than float32 with it.
+            ValueError: naming the file and the tensor, if the folder does not hold exactly the tensors that its configuration
+                asks for. Also for an unknown quantization, or another dtype than float32 with it.
         """
         folder = expand_user(str(pretrained_model_name_or_path), "folder") / (subfolder or "")
         if not folder.is_dir():
@@ -285,11 +290,9 @@ class SkipInit(TorchFunctionMode):
 def _dequantize(
     tensors: dict[str, Tensor], stored: NetworkFolder, kept: Container[str]
 ) -> tuple[dict[str, Tensor], dict[str, tuple[Tensor, Tensor]]]:
-    """Convert the tensors of a `weight_format`.
+    """Convert the tensors of a `weight_format`: floats to float32, and int8 matrices too.
 
-    Returns:
-        Tensors by name, floats in float32; and matrices that are stored as int8 and named in `kept`, as int8 [rows, columns]
-        with their scales [rows, groups].
+    Those that are named in `kept` are returned apart, as int8 [rows, columns] with their scales [rows, groups].
     """
     for name, value in tensors.items():
         if value.is_floating_point() and not torch.isfinite(value).all():
@@ -305,7 +308,3 @@ def _dequantize(
         elif name.removesuffix(_SCALE) not in scaled or not name.endswith(_SCALE):
             found[name] = value.float() if value.is_floating_point() else value
     return found, integers
-
-
-def _weights_name(variant: str | None) -> str:
-    return f"{WEIGHTS_STEM}.{variant}.safetensors" if variant else f"{WEIGHTS_STEM}.safetensors"

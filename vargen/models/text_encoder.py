@@ -17,7 +17,7 @@ from vargen.compat import tokenized
 from vargen.folders.transformers_networks import NetworkKind
 
 # DiffusionPipeline looks for the name `ModelMixin` in this very module to learn how to load the component.
-from vargen.models.storage import ModelMixin, QuantizedStorageMixin, validate_weight_format  # noqa: F401
+from vargen.models.storage import ModelMixin, QuantizedStorageMixin  # noqa: F401
 
 from diffusers.configuration_utils import ConfigMixin, register_to_config  # isort: skip  # after the torchvision guard
 
@@ -68,7 +68,6 @@ class MiniLMTextEncoder(QuantizedStorageMixin, ConfigMixin):
         weight_format: str = "int8",
     ) -> None:
         super().__init__()
-        validate_weight_format(weight_format)
         # Imported late, because importing transformers takes seconds.
         from transformers import BertConfig, BertModel
 
@@ -160,7 +159,6 @@ class ImageTextModel(QuantizedStorageMixin, ConfigMixin):
         weight_format: str | None = None,
     ):
         super().__init__()
-        validate_weight_format(weight_format)
         stages: list[nn.Module] = [nn.PixelUnshuffle(PATCH), nn.Conv2d(3 * PATCH**2, widths[0], 3, padding=1)]
         for stage, (width, count) in enumerate(zip(widths, blocks, strict=True)):
             if stage:

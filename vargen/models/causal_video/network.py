@@ -34,8 +34,8 @@ from vargen.models.causal_video.blocks import (
     timestep_embedding,
 )
 from vargen.models.causal_video.cache import TextCache, VideoCache, VideoGeometry, visible_frames
-from vargen.models.quantization import SCALE_SUFFIX, replace_linear_layers, validate_quantization
-from vargen.models.storage import ModelMixin, QuantizedStorageMixin, validate_weight_format  # noqa: F401
+from vargen.models.quantization import SCALE_SUFFIX, replace_linear_layers
+from vargen.models.storage import ModelMixin, QuantizedStorageMixin  # noqa: F401
 
 
 class CausalVideoTransformer(QuantizedStorageMixin, ConfigMixin):
@@ -82,8 +82,6 @@ class CausalVideoTransformer(QuantizedStorageMixin, ConfigMixin):
         quantization: str | None = None,
     ):
         super().__init__()
-        validate_weight_format(weight_format)
-        validate_quantization(quantization)
         sizes = (channels, height, width, patch, block_frames, spatial_stride, temporal_stride, fps)
         self.geometry = VideoGeometry(*sizes)
         if dim % num_heads or dim // num_heads % 2 or dim // num_heads < 6:
@@ -321,7 +319,6 @@ class CausalVideoLoRA(QuantizedStorageMixin, ConfigMixin):
         weight_format: str | None = None,
     ):
         super().__init__()
-        validate_weight_format(weight_format)
         if not 1 <= rank <= dim:
             raise ValueError(f"rank must be from 1 to dim, {dim}, got {rank}")
         with torch.device("meta"):

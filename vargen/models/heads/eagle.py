@@ -28,7 +28,7 @@ ensure_torchvision()
 
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 
-from vargen.models.storage import ModelMixin, QuantizedStorageMixin, validate_weight_format  # noqa: F401
+from vargen.models.storage import ModelMixin, QuantizedStorageMixin  # noqa: F401
 
 
 class EagleDrafter(TransposableWeights, QuantizedStorageMixin, ConfigMixin):
@@ -71,7 +71,6 @@ class EagleDrafter(TransposableWeights, QuantizedStorageMixin, ConfigMixin):
         weight_format: str | None = None,
     ):
         super().__init__()
-        validate_weight_format(weight_format)
         if isinstance(grid_size, bool) or not isinstance(grid_size, int) or not 1 <= grid_size <= MAX_GRID:
             raise ValueError(f"grid_size must be a whole number from 1 to {MAX_GRID}, got {grid_size!r}")
         if dim % n_head or (dim // n_head) % 4:

@@ -24,7 +24,7 @@ ensure_torchvision()
 
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 
-from vargen.models.storage import ModelMixin, QuantizedStorageMixin, validate_weight_format  # noqa: F401
+from vargen.models.storage import ModelMixin, QuantizedStorageMixin  # noqa: F401
 
 
 class ResidualBlock(nn.Module):
@@ -88,7 +88,6 @@ class MedusaDrafter(TransposableWeights, QuantizedStorageMixin, ConfigMixin):
         weight_format: str | None = None,
     ):
         super().__init__()
-        validate_weight_format(weight_format)
         if isinstance(heads, bool) or not isinstance(heads, int) or heads < 1:
             raise ValueError(f"heads must be a whole number of at least 1, got {heads!r}")
         self.ahead = nn.ModuleList(MedusaHead(dim, blocks) for _ in range(heads))

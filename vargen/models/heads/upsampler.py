@@ -23,7 +23,7 @@ ensure_torchvision()
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 
 from vargen.models.offloading import read_weight
-from vargen.models.storage import ModelMixin, QuantizedStorageMixin, validate_weight_format  # noqa: F401
+from vargen.models.storage import ModelMixin, QuantizedStorageMixin  # noqa: F401
 
 _ABOVE = (3, 5)  # receptive field at the high resolution: rows above, columns
 
@@ -84,7 +84,6 @@ class TokenUpsampler(QuantizedStorageMixin, ConfigMixin):
         codes: str | None = None,
     ):
         super().__init__()
-        validate_weight_format(weight_format)
         if low_grid < 1 or grid_size % low_grid or grid_size == low_grid:
             raise ValueError(f"grid_size must be a multiple of low_grid, got {grid_size} and {low_grid}")
         if dim < 8 or dim % 8:

@@ -37,7 +37,7 @@ from vargen.models.llamagen.blocks import (
     rotary_factors,
 )
 from vargen.models.offloading import read_weight
-from vargen.models.quantization import replace_linear_layers, validate_quantization
+from vargen.models.quantization import replace_linear_layers
 from vargen.values import short_repr
 
 ensure_torchvision()
@@ -45,7 +45,7 @@ ensure_torchvision()
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.utils import BaseOutput
 
-from vargen.models.storage import ModelMixin, QuantizedStorageMixin, validate_weight_format  # noqa: F401
+from vargen.models.storage import ModelMixin, QuantizedStorageMixin  # noqa: F401
 
 # Official model sizes.
 SIZES: dict[str, dict[str, int]] = {
@@ -129,8 +129,6 @@ class LlamaGenTransformer(TransposableWeights, QuantizedStorageMixin, ConfigMixi
         quantization: str | None = None,
     ):
         super().__init__()
-        validate_weight_format(weight_format)
-        validate_quantization(quantization)
         if condition not in ("class", "text"):
             raise ValueError(f"condition must be 'class' or 'text', got {condition!r}")
         if isinstance(grid_size, bool) or not isinstance(grid_size, int) or not 1 <= grid_size <= MAX_GRID:
@@ -154,16 +152,6 @@ class LlamaGenTransformer(TransposableWeights, QuantizedStorageMixin, ConfigMixi
                 nn.init.zeros_(parameter) if name == "output.weight" else nn.init.normal_(parameter, std=0.02)
         if quantization is not None:
             replace_linear_layers(self)
-
-    @property
-    def quantized(self) -> bool:
-        """Whether its products are those of 8-bit integers."""
-        return self.config.quantization is not None
-
-    @property
-    def pass_backend(self) -> str:
-        """What runs the passes, as far as their time depends on it: empty for floating point."""
-        return int8.describe_backend() if self.quantized else ""
 
     def _apply(self, fn: Any, *args: Any, **options: Any) -> Any:
         table = self.rotary

@@ -29,7 +29,7 @@ from diffusers.utils import BaseOutput
 from diffusers.utils.accelerate_utils import apply_forward_hook
 
 from vargen.models.offloading import find_device, read_weight
-from vargen.models.storage import ModelMixin, QuantizedStorageMixin, validate_weight_format  # noqa: F401
+from vargen.models.storage import ModelMixin, QuantizedStorageMixin  # noqa: F401
 from vargen.models.tokenizers.blocks import (
     HEAD_WIDTH,
     NORM_GROUPS,
@@ -190,7 +190,6 @@ class MultiScaleVQModel(QuantizedStorageMixin, ConfigMixin):
         weight_format: str | None = None,
     ):
         super().__init__()
-        validate_weight_format(weight_format)
         scales = tuple(scales)
         scale_codes = tuple(scale_codes) if scale_codes is not None else (codebook_size,) * len(scales)
         _check(architecture, scales, scale_codes, codebook_size, shared_phi, ch, tuple(ch_mult))

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from vargen.compat import ensure_torchvision
 from vargen.models.offloading import find_device, read_weight
-from vargen.models.storage import ModelMixin, QuantizedStorageMixin, validate_weight_format  # noqa: F401
+from vargen.models.storage import ModelMixin, QuantizedStorageMixin  # noqa: F401
 from vargen.models.tokenizers.blocks import (
     HEAD_WIDTH,
     ChannelLayerNorm,
@@ -187,7 +187,6 @@ class CausalVideoVAE(QuantizedStorageMixin, ConfigMixin):
         weight_format: str | None = None,
     ):
         super().__init__()
-        validate_weight_format(weight_format)
         widths = tuple(widths)
         stride = patch * 2 ** (len(widths) - 1)
         if size < stride or size % stride:
@@ -285,7 +284,6 @@ class PreviewDecoder(QuantizedStorageMixin, ConfigMixin):
         weight_format: str | None = None,
     ):
         super().__init__()
-        validate_weight_format(weight_format)
         if stride < 2 or stride % 2:
             raise ValueError(f"stride must be an even number of at least 2, got {stride}")
         coarse, fine = widths

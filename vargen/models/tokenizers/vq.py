@@ -24,7 +24,7 @@ from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.utils import BaseOutput
 from diffusers.utils.accelerate_utils import apply_forward_hook
 
-from vargen.models.storage import ModelMixin, QuantizedStorageMixin, validate_weight_format  # noqa: F401
+from vargen.models.storage import ModelMixin, QuantizedStorageMixin  # noqa: F401
 from vargen.models.tokenizers.blocks import NORM_GROUPS, VQDecoder, VQEncoder, VQParameterNames
 
 _NAMING = VQParameterNames(down="conv_blocks", up="conv_blocks", blocks="res", middle=("0", "1", "2"))
@@ -131,7 +131,6 @@ class VQModel(QuantizedStorageMixin, ConfigMixin):
         blank_code: int | None = None,
     ):
         super().__init__()
-        validate_weight_format(weight_format)
         if blank_code is not None and not 0 <= blank_code < codebook_size:
             raise ValueError(f"blank_code must be None or from 0 to {codebook_size - 1}, got {blank_code}")
         if len(encoder_ch_mult) != len(decoder_ch_mult):

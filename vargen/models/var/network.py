@@ -33,8 +33,8 @@ from diffusers.utils import BaseOutput
 
 from vargen.kernels.int8.load import SCALE_PASS, CompiledCode
 from vargen.models.offloading import read_weight
-from vargen.models.quantization import replace_linear_layers, validate_quantization
-from vargen.models.storage import ModelMixin, QuantizedStorageMixin, validate_weight_format  # noqa: F401
+from vargen.models.quantization import replace_linear_layers
+from vargen.models.storage import ModelMixin, QuantizedStorageMixin  # noqa: F401
 from vargen.models.tokenizers.multi_scale_vq import SCALES_256, SCALES_512
 from vargen.models.var import int8
 from vargen.models.var.blocks import HeadModulation, Modulation, ScaleCache, VARBlock, make_caption_mlp, modulate
@@ -109,8 +109,6 @@ class VARTransformer(QuantizedStorageMixin, ConfigMixin):
         quantization: str | None = None,
     ):
         super().__init__()
-        validate_weight_format(weight_format)
-        validate_quantization(quantization)
         width, heads, sides = dim or 64 * depth, n_head or depth, tuple(scales)
         if condition not in ("class", "text"):
             raise ValueError(f"condition must be 'class' or 'text', got {condition!r}")
@@ -155,16 +153,6 @@ class VARTransformer(QuantizedStorageMixin, ConfigMixin):
             if name.endswith("ada_gss") or (name.startswith("blocks.") and name.endswith("ada_lin.1.bias")):
                 with torch.no_grad():
                     parameter.zero_().view(6, -1)[:2] = 1.0
-
-    @property
-    def quantized(self) -> bool:
-        """Whether its products are those of 8-bit integers, on a CPU."""
-        return self.config.quantization is not None
-
-    @property
-    def pass_backend(self) -> str:
-        """What runs the passes, as far as their time depends on it: empty for floating point."""
-        return ("int8 operators" if SCALE_PASS.load() is None else "compiled int8") if self.quantized else ""
 
     @property
     def tokens(self) -> int:
