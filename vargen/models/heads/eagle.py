@@ -9,8 +9,7 @@ Shape suffixes: R rows (images, times two under guidance), T slots, D width, H h
 
 from __future__ import annotations
 
-import math
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -19,10 +18,9 @@ from torch import Tensor, nn
 from vargen.compat import ensure_torchvision
 from vargen.device import normal_tensors
 from vargen.kernels.dispatch import is_eager_cpu
-from vargen.kernels.linear import TransposableWeights, transpose_linear_weights
+from vargen.kernels.linear import transpose_linear_weights
 from vargen.models.kv_cache import KVCache
-from vargen.models.llamagen.blocks import Linear, LlamaGenBlock, build_rotary_2d, rotary_factors
-from vargen.models.llamagen.network import MAX_GRID
+from vargen.models.llamagen.blocks import Linear, LlamaGenBlock, RotaryNetwork, rotary_factors, swiglu_width
 
 ensure_torchvision()
 
@@ -31,7 +29,7 @@ from diffusers.configuration_utils import ConfigMixin, register_to_config
 from vargen.models.storage import ModelMixin, QuantizedStorageMixin  # noqa: F401
 
 
-class EagleDrafter(TransposableWeights, QuantizedStorageMixin, ConfigMixin):
+class EagleDrafter(RotaryNetwork, QuantizedStorageMixin, ConfigMixin):
     """One-layer drafter on the features of a target transformer.
 
     Slot j takes the feature that predicted token j and the embedding of token j, and returns the feature that predicts token
@@ -53,7 +51,6 @@ class EagleDrafter(TransposableWeights, QuantizedStorageMixin, ConfigMixin):
 
     feature_scale: Tensor
     token_scale: Tensor
-    rotary: Tensor
 
     @register_to_config
     def __init__(
@@ -71,53 +68,26 @@ class EagleDrafter(TransposableWeights, QuantizedStorageMixin, ConfigMixin):
         weight_format: str | None = None,
     ):
         super().__init__()
-        if isinstance(grid_size, bool) or not isinstance(grid_size, int) or not 1 <= grid_size <= MAX_GRID:
-            raise ValueError(f"grid_size must be a whole number from 1 to {MAX_GRID}, got {grid_size!r}")
-        if dim % n_head or (dim // n_head) % 4:
-            raise ValueError(f"dim / n_head must be a whole number divisible by 4 (two rotary axes), got {dim} / {n_head}")
-        hidden = int(2 * (4 * dim) / 3 * (ffn_dim_multiplier or 1.0))
-        hidden = multiple_of * math.ceil(hidden / multiple_of)
+        hidden = swiglu_width(dim, multiple_of, ffn_dim_multiplier)
         self.fc = Linear(dim * (3 if above else 2), dim)
         self.layer = LlamaGenBlock(dim, n_head, n_head, hidden, norm_eps, dropout=0.0)
         # Divisors of the inputs, measured at the start of training. A norm would discard the magnitude of features.
         self.register_buffer("feature_scale", torch.ones(dim))
         self.register_buffer("token_scale", torch.ones(()))
-        self.register_buffer("rotary", build_rotary_2d(grid_size, dim // n_head, rope_base), persistent=False)
+        self.init_rotary(grid_size, dim, n_head, rope_base)
         for parameter in self.parameters():
             if parameter.dim() > 1:
                 nn.init.normal_(parameter, std=0.02)
         with torch.no_grad():  # initialized to pass the feature through
             self.fc.weight[:, :dim].copy_(torch.eye(dim))
 
-    def _apply(self, fn: Any, *args: Any, **options: Any) -> Any:
-        table = self.rotary
-        super()._apply(fn, *args, **options)
-        if self.rotary.dtype != table.dtype:  # keep float32: rounded angles could not be restored
-            self.rotary = table.to(self.rotary.device)
-        return self
-
-    @property
-    def tokens(self) -> int:
-        """Number of image tokens N of the grid."""
-        return self.config.grid_size**2
-
     def new_cache(self, rows: int, scratch: int, device: torch.device | None = None) -> KVCache:
         """Create a cache for `rows` rows and at most `scratch` slots per proposal."""
         if is_eager_cpu(self.fc.weight):
             transpose_linear_weights(self)
-        config = self.config
+        shape, place = (1, rows, self.config.n_head, self.layer.attention.head_dim), device or self.device
         with normal_tensors():
-            return KVCache(
-                1,
-                rows,
-                config.n_head,
-                config.dim // config.n_head,
-                prefix=0,
-                tokens=self.tokens,
-                scratch=scratch,
-                dtype=self.dtype,
-                device=device or self.device,
-            )
+            return KVCache(*shape, prefix=0, tokens=self.tokens, scratch=scratch, dtype=self.dtype, device=place)
 
     def merge_inputs(self, features_RTD: Tensor, embeddings_RTD: Tensor, above_RTD: Tensor | None = None) -> Tensor:
         """Scale and project the inputs to the input of the layer, `[R, T, D]`."""
@@ -164,15 +134,11 @@ class EagleDrafter(TransposableWeights, QuantizedStorageMixin, ConfigMixin):
         At step s > 0, slot j takes the drafter's output of step s - 1 at slot j - 1, and attends as in drafting: to target
         slots up to j - s, then to one slot of each of the steps 1 to s. The first s slots of step s are meaningless.
 
-        Args:
-            features, embeddings, above: inputs from the target, `[R, T, D]`, from slot 0.
-
-        Returns:
-            The output of each step, `[R, T, D]`.
+        Inputs come from the target, `[R, T, D]`, from slot 0. Returns the output of each step, `[R, T, D]`.
         """
-        T, layer = features.shape[1], self.layer
-        rotary = rotary_factors(self.rotary[:T])
-        slot = torch.arange(T, device=features.device)
+        layer = self.layer
+        rotary = rotary_factors(self.rotary[: features.shape[1]])
+        slot = torch.arange(features.shape[1], device=features.device)
         distance = slot[:, None] - slot[None]  # from key k to query j
         keys, values, outputs = [], [], []
         given = features
@@ -183,9 +149,8 @@ class EagleDrafter(TransposableWeights, QuantizedStorageMixin, ConfigMixin):
             keys.append(k)
             values.append(v)
             visible = torch.cat([distance >= step, *(distance == step - t for t in range(1, step + 1))], dim=1)
-            attended = F.scaled_dot_product_attention(
-                q.transpose(1, 2), torch.cat(keys, 2), torch.cat(values, 2), attn_mask=visible
-            )
+            every = torch.cat(keys, 2), torch.cat(values, 2)
+            attended = F.scaled_dot_product_attention(q.transpose(1, 2), *every, attn_mask=visible)
             output = layer.add_residuals(x, layer.attention.wo(attended.transpose(1, 2).flatten(2))) * self.feature_scale
             outputs.append(output)
             given = F.pad(output[:, :-1], (0, 0, 1, 0))
@@ -200,10 +165,10 @@ class EagleDrafter(TransposableWeights, QuantizedStorageMixin, ConfigMixin):
             features, embeddings: of the target, `[R, N, D]`; row j of the features predicts token j.
             steps: number of consecutive drafts.
         """
-        above, columns = None, self.config.grid_size
+        above = None
         if self.config.above:
-            above, start = torch.zeros_like(features), max(columns - 1, 0)
-            offset = max(columns - 2, 0)
+            above, start = torch.zeros_like(features), self.config.grid_size - 1
+            offset = max(start - 1, 0)
             above[:, start:] = features[:, start - offset : features.shape[1] - offset]
         unrolled = self.unroll(features, embeddings, min(steps, features.shape[1] - 1), above)
         return [output[:, s:-1] for s, output in enumerate(unrolled)]

@@ -9,7 +9,6 @@ one pass, S cache slots, D width, H heads, K head width, V vocabulary.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from vargen.compat import ensure_torchvision
 from vargen.device import normal_tensors
 from vargen.kernels.dispatch import is_eager_cpu
 from vargen.kernels.int8.load import TOKEN_PASS, CompiledCode
-from vargen.kernels.linear import TransposableWeights, transpose_linear_weights
+from vargen.kernels.linear import transpose_linear_weights
 from vargen.models.guidance import Condition, apply_guidance
 from vargen.models.int8_cache import Int8Cache
 from vargen.models.kv_cache import KVCache
@@ -33,8 +32,9 @@ from vargen.models.llamagen.blocks import (
     Linear,
     LlamaGenBlock,
     RMSNorm,
-    build_rotary_2d,
+    RotaryNetwork,
     rotary_factors,
+    swiglu_width,
 )
 from vargen.models.offloading import read_weight
 from vargen.models.quantization import replace_linear_layers
@@ -55,18 +55,13 @@ SIZES: dict[str, dict[str, int]] = {
     "XXL": {"dim": 1536, "n_layer": 48, "n_head": 24},
     "3B": {"dim": 3200, "n_layer": 24, "n_head": 32},
 }
-# Weights do not determine the grid, and memory of rotary table and cache grows with its area: up to 640 GB for a wrong one.
-MAX_GRID = 256
 
 
 @dataclass
 class LlamaGenOutput(BaseOutput):
-    """Logits and hidden states; all are always set.
+    """Logits float32 `[B, T, V]`, and last hidden states `[B, T, D]` after (`features`) and before the final norm.
 
-    Attributes:
-        logits: float32 `[B, T, V]`.
-        features: last hidden states `[B, T, D]`, after the final norm.
-        hidden_states: the same before the final norm, input of trained drafters.
+    All are always set.
     """
 
     logits: Tensor
@@ -81,7 +76,7 @@ def guide_features(features_BTD: Tensor, scale: float | Tensor) -> Tensor:
     return apply_guidance(conditional, unconditional, scale).type_as(features_BTD)
 
 
-class LlamaGenTransformer(TransposableWeights, QuantizedStorageMixin, ConfigMixin):
+class LlamaGenTransformer(RotaryNetwork, QuantizedStorageMixin, ConfigMixin):
     """The next-token image transformer of LlamaGen.
 
     Args:
@@ -92,7 +87,6 @@ class LlamaGenTransformer(TransposableWeights, QuantizedStorageMixin, ConfigMixi
         num_classes: number of classes, without the null class (`condition="class"`).
         caption_dim, cls_token_num: width and number of caption rows (`condition="text"`).
         multiple_of, ffn_dim_multiplier: the feed-forward width is 8/3 dim times the multiplier, rounded up to `multiple_of`.
-        dropout: dropout of embeddings and residuals, in training only.
         weight_format: storage format of `save_pretrained`; see `QuantizedStorageMixin`.
         quantization: `"int8"` for 8-bit integer products on a CPU; see `vargen.models.quantization`. None: floating point.
     """
@@ -104,8 +98,6 @@ class LlamaGenTransformer(TransposableWeights, QuantizedStorageMixin, ConfigMixi
     _repeated_blocks: ClassVar[list[str]] = ["LlamaGenBlock"]
     compiled_code: ClassVar[CompiledCode | None] = TOKEN_PASS
     _skip_layerwise_casting_patterns: ClassVar[list[str]] = ["norm", "tok_embeddings", "cls_embedding"]
-
-    rotary: Tensor
 
     @register_to_config
     def __init__(
@@ -131,13 +123,8 @@ class LlamaGenTransformer(TransposableWeights, QuantizedStorageMixin, ConfigMixi
         super().__init__()
         if condition not in ("class", "text"):
             raise ValueError(f"condition must be 'class' or 'text', got {condition!r}")
-        if isinstance(grid_size, bool) or not isinstance(grid_size, int) or not 1 <= grid_size <= MAX_GRID:
-            raise ValueError(f"grid_size must be a whole number from 1 to {MAX_GRID}, got {grid_size!r}")
-        if dim % n_head or (dim // n_head) % 4:
-            raise ValueError(f"dim / n_head must be a whole number divisible by 4 (two rotary axes), got {dim} / {n_head}")
         n_kv_head = n_kv_head or n_head
-        hidden = int(2 * (4 * dim) / 3 * (ffn_dim_multiplier or 1.0))
-        hidden = multiple_of * math.ceil(hidden / multiple_of)
+        hidden = swiglu_width(dim, multiple_of, ffn_dim_multiplier)
         self.cls_embedding: nn.Module = (
             LabelEmbedder(num_classes, dim) if condition == "class" else CaptionEmbedder(caption_dim, dim, cls_token_num)
         )
@@ -146,24 +133,12 @@ class LlamaGenTransformer(TransposableWeights, QuantizedStorageMixin, ConfigMixi
         self.norm = RMSNorm(dim, norm_eps)
         self.output = Linear(dim, vocab_size)
         self.embedding_dropout = nn.Dropout(dropout)
-        self.register_buffer("rotary", build_rotary_2d(grid_size, dim // n_head, rope_base), persistent=False)
+        self.init_rotary(grid_size, dim, n_head, rope_base)
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:
                 nn.init.zeros_(parameter) if name == "output.weight" else nn.init.normal_(parameter, std=0.02)
         if quantization is not None:
             replace_linear_layers(self)
-
-    def _apply(self, fn: Any, *args: Any, **options: Any) -> Any:
-        table = self.rotary
-        super()._apply(fn, *args, **options)
-        if self.rotary.dtype != table.dtype:  # keep float32: rounded angles could not be restored
-            self.rotary = table.to(self.rotary.device)
-        return self
-
-    @property
-    def tokens(self) -> int:
-        """Number of image tokens N of the grid."""
-        return self.config.grid_size**2
 
     @property
     def num_prefix_rows(self) -> int:
@@ -184,33 +159,23 @@ class LlamaGenTransformer(TransposableWeights, QuantizedStorageMixin, ConfigMixi
     ) -> KVCache | Int8Cache:
         """Create a cache for `rows` rows. `compress_prefix=False` stores all conditioning rows instead of one exact slot.
 
-        Args:
-            device: device of the passes. Default: the device of the weights, which differs while they are offloaded.
+        `device` is that of the passes. Default: the device of the weights, which differs while they are offloaded.
         """
-        config = self.config
+        prefix = 1 if compress_prefix else self.num_prefix_rows
         with normal_tensors():  # writable in and outside of inference mode
             if self.quantized:
-                return int8.make_cache(self, rows, scratch, 1 if compress_prefix else self.num_prefix_rows)
-            return KVCache(
-                len(self.layers),
-                rows,
-                config.n_kv_head or config.n_head,
-                config.dim // config.n_head,
-                prefix=1 if compress_prefix else self.num_prefix_rows,
-                tokens=self.tokens,
-                scratch=scratch,
-                dtype=self.dtype,
-                device=device or self.device,
-            )
+                return int8.make_cache(self, rows, scratch, prefix)
+            attention: Any = self.layers[0].attention
+            shape = len(self.layers), rows, attention.n_kv_head, attention.head_dim
+            place: dict[str, Any] = {"dtype": self.dtype, "device": device or self.device}
+            return KVCache(*shape, prefix=prefix, tokens=self.tokens, scratch=scratch, **place)
 
     def without_layers(self, layers: Sequence[int]) -> LlamaGenTransformer:
         """Return a view of this network without some of its layers, which shares all weights and the config."""
-        wrong = [layer for layer in layers if not 0 <= layer < len(self.layers)]
+        known = len(self.layers)
+        if not set(layers) < set(range(known)):
+            raise ValueError(f"layers must be some of 0 to {known - 1}, but not all, got {short_repr(tuple(layers))}")
         kept = [block for layer, block in enumerate(self.layers) if layer not in layers]
-        if wrong or not kept:
-            raise ValueError(
-                f"layers must be some of 0 to {len(self.layers) - 1}, but not all, got {short_repr(tuple(layers))}"
-            )
         view = copy(self)
         view._modules = {**self._modules, "layers": nn.ModuleList(kept)}
         return view
@@ -241,8 +206,9 @@ class LlamaGenTransformer(TransposableWeights, QuantizedStorageMixin, ConfigMixi
                 unconditional ones, and logits `[B/2, T, V]` are u + s (c - u) (Ho & Salimans 2022). Default: no guidance, and
                 logits of all rows.
         """
+        if cache is not None and tokens is not None and cache.scratch < tokens.shape[1]:
+            raise ValueError(f"the cache was made for at most {cache.scratch} tokens a pass, got {tokens.shape[1]}")
         if isinstance(cache, Int8Cache) and condition is None and tokens is not None:
-            self._validate_width(tokens, cache)
             logits, features, x = int8.run_step(self, tokens, cache, positions, ancestors, guidance)
             return LlamaGenOutput(logits=logits, features=features, hidden_states=x) if return_dict else (logits, features, x)
         if condition is not None and tokens is not None and cache is None:
@@ -274,9 +240,7 @@ class LlamaGenTransformer(TransposableWeights, QuantizedStorageMixin, ConfigMixi
         return self._final_norm(self._teacher_forced(tokens_BN, condition))
 
     def _embed(self, condition: Condition) -> Tensor:
-        given = condition.class_labels if self.config.condition == "class" else condition.caption_embeds
-        if given is None:
-            raise ValueError(f"this model is conditioned on {self.config.condition}; the condition holds none")
+        given = condition.require(self.config.condition)
         return int8.embed_condition(self, condition) if self.quantized else self.cls_embedding(given).to(self.dtype)
 
     def _teacher_forced(self, tokens_BN: Tensor, condition: Condition) -> Tensor:
@@ -330,15 +294,8 @@ class LlamaGenTransformer(TransposableWeights, QuantizedStorageMixin, ConfigMixi
             x = layer.add_residuals(x, attention.wo(running.flatten(2)))
         return x[:, -1:]
 
-    def _validate_width(self, tokens_BT: Tensor, cache: KVCache | Int8Cache) -> int:
-        """Return the number of tokens of a pass; ValueError if the cache has no place for them."""
-        T = tokens_BT.shape[1]
-        if cache.scratch < T:
-            raise ValueError(f"the cache was made for at most {cache.scratch} tokens a pass, got {T}")
-        return T
-
     def _step(self, tokens_BT: Tensor, cache: KVCache, positions: Tensor | None, ancestors: Tensor | None) -> Tensor:
-        T = self._validate_width(tokens_BT, cache)
+        T = tokens_BT.shape[1]
         if positions is None:
             positions = cache.positions(T)
         rotary = rotary_factors(self.rotary[positions.clamp(max=self.tokens - 1)])
