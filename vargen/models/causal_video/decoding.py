@@ -1,6 +1,6 @@
 """A `CausalVideoTransformer` as the block loop sees it: prompts, CFG rows, caches, timesteps, and the router of drafts.
 
-Shape suffixes: F latent frames, C channels, Y/X rows and columns, P rows of text.
+Shape suffixes: H drafts, F latent frames, C channels, Y/X rows and columns, P rows of text, D statistics.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from diffusers.configuration_utils import ConfigMixin, register_to_config  # iso
 
 @dataclass
 class VideoState:
-    """State of a video in one model: its cache, and the prompt's keys and values (unguided row second, under guidance)."""
+    """State of a video in one model: its cache, and the prompt's keys and values (under guidance, the unguided row second)."""
 
     cache: VideoCache
     text: TextCache
 
 
 class CausalVideoBlockModel(BlockModel):
-    """`vargen.decoding.BlockModel` of a causal video transformer.
+    """`BlockModel` of a causal video transformer.
 
     Args:
         levels: noise level of each step; see `vargen.decoding.video.denoising.shifted_levels`.
@@ -45,7 +45,7 @@ class CausalVideoBlockModel(BlockModel):
         sinks: number of first frames of the video that always stay visible.
         motion: motion level, for networks trained with levels; None for any.
         draft_model: a smaller model with the same latents.
-        device: device of the passes. Default: the device of the weights, which is a different one while they are offloaded.
+        device: of the passes. Default: the device of the weights, which is a different one while they are offloaded.
     """
 
     def __init__(
@@ -80,10 +80,8 @@ class CausalVideoBlockModel(BlockModel):
 
     def start(self, condition: Condition, frames: int) -> VideoState:
         window = None if self.window is None or self.window >= frames else self.window
-        cache = self.transformer.new_cache(
-            self.rows_per_video, frames, window=window, sinks=0 if window is None else self.sinks, device=self.device
-        )
-        return VideoState(cache, self._text(condition))
+        options: dict[str, Any] = {"window": window, "sinks": 0 if window is None else self.sinks, "device": self.device}
+        return VideoState(self.transformer.new_cache(self.rows_per_video, frames, **options), self._text(condition))
 
     def switch(self, state: VideoState, condition: Condition) -> None:
         state.text = self._text(condition)
@@ -144,8 +142,6 @@ def bind_router(pipe: Any, method: VideoMethod) -> DraftRouter | None:
     return rank
 
 
-# -- the router of drafts ------------------------------------------------------------------------------------------------
-
 _REGIONS, _CHANGES = 4, 8  # regions along a side of the mean frame; other statistics
 _LEAST = 1e-6  # added to mean squares before their logarithm
 RANKS = 101  # predicted gains at equal shares of the training pairs: what a share of the drafts is measured with
@@ -158,9 +154,7 @@ def describe_draft(draft_HFCYX: Tensor, previous_HFCYX: Tensor, first_HFCYX: Ten
     the drift of the mean frame from the first block, of the draft and of the previous block, their sharpness relative to the
     first block and to each other, the sharpness of the first block, and the motion relative to it; and the number of the block.
 
-    Args:
-        draft_HFCYX: clean latents of the drafts. previous_HFCYX: the finished blocks before them. first_HFCYX: those at the
-            start of the videos, which the target made. number: of the block.
+    Latents are clean: of drafts, of the finished blocks before them, and of the blocks at the start, which the target made.
     """
     draft, previous, first = draft_HFCYX.float(), previous_HFCYX.float(), first_HFCYX.float()
     shown, before, start = (block.mean(1) for block in (draft, previous, first))
@@ -184,7 +178,9 @@ def _magnitude(difference: Tensor) -> Tensor:
 
 
 class BlockRouter(QuantizedStorageMixin, ConfigMixin):
-    """Ranks drafts by how much the target would gain over them.
+    """Ranks drafts by how much the target would gain over them: a prediction without decoding or scorer.
+
+    It is linear in a few statistics of a block, so that it can be fitted in closed form to some hundred pairs.
 
     Args:
         channels: C.
@@ -206,10 +202,7 @@ class BlockRouter(QuantizedStorageMixin, ConfigMixin):
         return self.gain((statistics_HD - self.mean) / self.scale)[:, 0]
 
     def forward(self, draft_HFCYX: Tensor, previous_HFCYX: Tensor, first_HFCYX: Tensor, number: int) -> Tensor:
-        """Return for each draft the share of the training drafts from which the target would gain less, `[H]` in [0, 1].
-
-        Arguments as in `describe_draft`.
-        """
+        """Return for each draft the share of the training drafts from which the target would gain less, `[H]` in [0, 1]."""
         gain = self.predict_gain(describe_draft(draft_HFCYX, previous_HFCYX, first_HFCYX, number).to(self.mean))
         return torch.searchsorted(self.ranks, gain).clamp(max=RANKS - 1) / (RANKS - 1)
 
@@ -218,7 +211,7 @@ class BlockRouter(QuantizedStorageMixin, ConfigMixin):
         if exit_step != (self.config.exit_step or 0):
             raise ValueError(f"the router is for exit_step {self.config.exit_step or 0}, the method has {exit_step}")
         if drafter != self.config.drafter:
+            known = self.config.drafter
             raise ValueError(
-                f"the router is for drafts of the network {self.config.drafter!r}, not of {drafter!r}: train it again with "
-                "`vargen train router`"
+                f"the router is for drafts of {known!r}, not of {drafter!r}: `vargen train router` trains it again"
             )

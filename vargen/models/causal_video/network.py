@@ -28,7 +28,6 @@ from vargen.kernels.int8.arithmetic import quantize_weight_rows
 from vargen.models.causal_video.blocks import (
     CausalVideoBlock,
     ModulatedHead,
-    Plan,
     build_rotary_3d,
     plan_attention,
     timestep_embedding,
@@ -98,8 +97,6 @@ class CausalVideoTransformer(QuantizedStorageMixin, ConfigMixin):
         if quantization is not None:
             replace_linear_layers(self)
 
-    # -- computed once per video -------------------------------------------------------------------------------------
-
     def text_cache(self, embeds_BPC: Tensor, mask_BP: Tensor | None = None, motion_B: Tensor | None = None) -> TextCache:
         """Compute the cross-attention keys and values of prompts for all blocks.
 
@@ -120,10 +117,8 @@ class CausalVideoTransformer(QuantizedStorageMixin, ConfigMixin):
             rows, mask_BP = self._with_motion(rows, mask_BP, motion_B)
         bias = None
         if self.config.text_mask and mask_BP is not None:
-            bias = torch.zeros(mask_BP.shape, dtype=torch.float32, device=rows.device).masked_fill(
-                ~mask_BP.to(rows.device), float("-inf")
-            )
-            bias = bias[:, None, None]
+            hidden = ~mask_BP.to(rows.device)[:, None, None]
+            bias = torch.zeros(hidden.shape, dtype=torch.float32, device=rows.device).masked_fill(hidden, float("-inf"))
         pairs = [block.cross_attn.project_kv(rows) for block in self.blocks]
         return TextCache(tuple(k for k, _ in pairs), tuple(v for _, v in pairs), bias)
 
@@ -149,18 +144,14 @@ class CausalVideoTransformer(QuantizedStorageMixin, ConfigMixin):
         device: torch.device | str | None = None,
         geometry: VideoGeometry | None = None,
     ) -> VideoCache:
-        """Create an empty cache for this network; see `VideoCache`.
+        """Create an empty cache for this network; see `VideoCache`. Default dtype and device are those of the weights.
 
-        Args:
-            dtype, device: by default those of the weights.
-            geometry: geometry of videos whose size differs from the network's.
+        A `geometry` is that of videos whose size differs from the network's.
         """
         weight = self.patch_embedding.weight
         shape = (geometry or self.geometry, len(self.blocks), batch, self.config.num_heads, self.head_dim)
         kind, place = dtype or weight.dtype, device or weight.device
         return VideoCache(*shape, frames=frames, window=window, sinks=sinks, dtype=kind, device=place)
-
-    # -- a pass ------------------------------------------------------------------------------------------------------
 
     def forward(
         self,
@@ -211,8 +202,13 @@ class CausalVideoTransformer(QuantizedStorageMixin, ConfigMixin):
         table = build_rotary_3d(self.head_dim, start, frames, rows, columns, x.device)
         if context is not None:
             table = (torch.cat([table[0]] * 2), torch.cat([table[1]] * 2))
-        out = self.run_blocks(self.embed_patches(x), steps, text, table, plan, cache)
-        return self.join_patches(out[:, -frames * rows * columns :], frames, columns)
+        tokens = self.embed_patches(x)
+        step_BFD = self.time_embedding(timestep_embedding(steps, self.config.freq_dim).to(self.patch_embedding.weight.dtype))
+        steps_BF6D = self.time_projection(step_BFD).unflatten(-1, (6, -1))
+        for layer, block in enumerate(self.blocks):
+            part = None if cache is None else cache.layer(layer)
+            tokens = block(tokens, steps_BF6D, text.layer(layer), table, plan, part)
+        return self.join_patches(self.head(tokens, step_BFD)[:, -frames * rows * columns :], frames, columns)
 
     def embed_patches(self, x_BFCYX: Tensor) -> Tensor:
         """Embed patches as tokens `[B, T, D]`: the official 3D convolution, computed as an equivalent matrix product."""
@@ -228,28 +224,6 @@ class CausalVideoTransformer(QuantizedStorageMixin, ConfigMixin):
         p = self.geometry.patch
         patches = out_BTD.unflatten(1, (frames, -1, columns)).unflatten(-1, (p, p, -1))
         return patches.permute(0, 1, 6, 2, 4, 3, 5).flatten(5).flatten(3, 4)
-
-    def run_blocks(
-        self,
-        x_BTD: Tensor,
-        steps_BF: Tensor,
-        text: TextCache,
-        table: tuple[Tensor, Tensor],
-        plan: Plan | None,
-        cache: VideoCache | None,
-    ) -> Tensor:
-        """Run blocks and head on tokens; returns `[B, T, C * p * p]`.
-
-        Args:
-            plan: see `plan_attention`. cache: receives the keys and values of each layer, and returns those to attend to.
-        """
-        wave = timestep_embedding(steps_BF, self.config.freq_dim).to(self.patch_embedding.weight.dtype)
-        step_BFD = self.time_embedding(wave)
-        steps_BF6D = self.time_projection(step_BFD).unflatten(-1, (6, -1))
-        for layer, block in enumerate(self.blocks):
-            part = None if cache is None else cache.layer(layer)
-            x_BTD = block(x_BTD, steps_BF6D, text.layer(layer), table, plan, part)
-        return self.head(x_BTD, step_BFD)
 
 
 def _expand_timestep(timestep: Tensor, latents_BFCYX: Tensor) -> Tensor:
@@ -306,7 +280,6 @@ class CausalVideoLoRA(QuantizedStorageMixin, ConfigMixin):
     Args:
         dim, ffn_dim, num_layers: size of the network, as there.
         rank: rank of each update.
-        weight_format: storage format of `save_pretrained`; see `QuantizedStorageMixin`.
     """
 
     @register_to_config
