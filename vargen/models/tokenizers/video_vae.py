@@ -9,7 +9,6 @@ Shape suffixes: B batch, F frames, C latent channels, Y/X rows and columns, N po
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
@@ -18,18 +17,16 @@ from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.utils.accelerate_utils import apply_forward_hook
 from torch import Tensor, nn
 
-from vargen.compat import ensure_torchvision
 from vargen.models.offloading import find_device, read_weight
 from vargen.models.storage import ModelMixin, QuantizedStorageMixin  # noqa: F401
 from vargen.models.tokenizers.blocks import (
     HEAD_WIDTH,
     ChannelLayerNorm,
     ConvBlock,
+    HybridDecoder,
+    HybridEncoder,
     PatchExpand,
-    PatchMerge,
-    ViTTrunk,
     depth_to_space,
-    space_to_depth,
 )
 
 
@@ -45,11 +42,6 @@ class DecodeState:
     frames: int = 0
     parts: tuple[Any, ...] = ()
 
-    @property
-    def nbytes(self) -> int:
-        """Size of the tensors in bytes."""
-        return sum(part.numel() * part.element_size() for part in self.parts if isinstance(part, Tensor))
-
 
 @runtime_checkable
 class StreamingDecoder(Protocol):
@@ -63,13 +55,9 @@ class StreamingDecoder(Protocol):
             state: state returned for the preceding block; None at the start of a video.
 
         Returns:
-            Pixels `[B, F', 3, Y, X]` in [-1, 1], not clamped, and the state for the next block. `state` is not changed, so
-            another block can be decoded from it to roll back.
+            Pixels `[B, F', 3, Y, X]` in [-1, 1], not clamped, and the state for the next block.
         """
         ...
-
-
-ensure_torchvision()
 
 
 _PAST = 2  # number of earlier frames in the receptive field of a causal layer
@@ -95,43 +83,12 @@ class TemporalMixer(nn.Module):
         return x_BFND + self.fc2(F.silu(self.fc1(window))), seen[:, -_PAST:].clone()
 
 
-class FrameEncoder(nn.Module):
-    """Encodes frames `[B, 3, Y, X]` to mean and log variance `[B, 2 C, Y', X']` of their latents."""
-
-    def __init__(
-        self, widths: tuple[int, ...], patch: int, side: int, conv_blocks: int, transformer_blocks: int, channels: int
-    ):
-        super().__init__()
-        self.patch = patch
-        self.conv_in = nn.Conv2d(3 * patch * patch, widths[0], 3, padding=1)
-        self.levels = nn.ModuleList(nn.Sequential(*(ConvBlock(width) for _ in range(conv_blocks))) for width in widths[:-1])
-        self.down = nn.ModuleList(PatchMerge(a, b) for a, b in pairwise(widths))
-        self.trunk = ViTTrunk(widths[-1], side, transformer_blocks)
-        self.out = nn.Conv2d(widths[-1], 2 * channels, 1)
-
-    def forward(self, x_BCYX: Tensor) -> Tensor:
-        h = self.conv_in(space_to_depth(x_BCYX, self.patch))
-        for level, down in zip(self.levels, self.down, strict=True):
-            h = down(level(h))
-        return self.out(self.trunk(h)).float()
-
-
-class CausalDecoder(nn.Module):
+class CausalDecoder(HybridDecoder):
     """Decodes latents `[B, F, C, Y', X']` to frames `[B, F, 3, Y, X]`. Only the coarsest level mixes over time."""
 
-    def __init__(
-        self, widths: tuple[int, ...], patch: int, side: int, conv_blocks: int, transformer_blocks: int, channels: int
-    ):
-        super().__init__()
-        self.patch = patch
-        widths = tuple(reversed(widths))
-        self.conv_in = nn.Conv2d(channels, widths[0], 3, padding=1)
-        self.trunk = ViTTrunk(widths[0], side, transformer_blocks)
-        self.mixes = nn.ModuleList(TemporalMixer(widths[0]) for _ in range(transformer_blocks))
-        self.up = nn.ModuleList(PatchExpand(a, b) for a, b in pairwise(widths))
-        self.levels = nn.ModuleList(nn.Sequential(*(ConvBlock(width) for _ in range(conv_blocks))) for width in widths[1:])
-        self.norm_out = ChannelLayerNorm(widths[-1])
-        self.conv_out = nn.Conv2d(widths[-1], 3 * patch * patch, 3, padding=1)
+    def __init__(self, patch: int, widths: tuple[int, ...], side: int, blocks: int, transformer_blocks: int, latent: int):
+        super().__init__(patch, widths, side, blocks, transformer_blocks, latent)
+        self.mixes = nn.ModuleList(TemporalMixer(widths[-1]) for _ in range(transformer_blocks))
 
     def forward(self, z_BFCYX: Tensor, past: tuple[Tensor, ...] | None = None) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return the frames, and `past` for the next frames."""
@@ -145,10 +102,7 @@ class CausalDecoder(nn.Module):
             h = mixed.flatten(0, 1)
             kept.append(latest)
         h = self.trunk.norm(h).transpose(1, 2).unflatten(2, side)
-        for up, level in zip(self.up, self.levels, strict=True):
-            h = level(up(h))
-        pixels = depth_to_space(self.conv_out(F.silu(self.norm_out(h))), self.patch)
-        return pixels.unflatten(0, (B, -1)), tuple(kept)
+        return self.enlarge(h).unflatten(0, (B, -1)), tuple(kept)
 
 
 class CausalVideoVAE(QuantizedStorageMixin, ConfigMixin):
@@ -171,6 +125,7 @@ class CausalVideoVAE(QuantizedStorageMixin, ConfigMixin):
         "transformer_blocks": ("encoder.trunk.blocks.",),
     }
     unquantized_suffixes: ClassVar[tuple[str, ...]] = ("latent_mean", "latent_std")
+    temporal_stride = 1
     latent_mean: Tensor
     latent_std: Tensor
 
@@ -194,20 +149,16 @@ class CausalVideoVAE(QuantizedStorageMixin, ConfigMixin):
         if widths[-1] % HEAD_WIDTH:
             raise ValueError(f"the last of widths must be a multiple of {HEAD_WIDTH}, got {widths}")
         self.spatial_stride = stride
-        shape = (widths, patch, size // stride, conv_blocks, transformer_blocks, latent_channels)
-        self.encoder = FrameEncoder(*shape)
-        self.decoder = CausalDecoder(*shape)
+        shape = (patch, widths, size // stride, conv_blocks, transformer_blocks)
+        self.encoder = HybridEncoder(*shape, 2 * latent_channels)  # mean and log variance
+        self.decoder = CausalDecoder(*shape, latent_channels)
         self.register_buffer("latent_mean", torch.zeros(latent_channels))
         self.register_buffer("latent_std", torch.ones(latent_channels))
-
-    temporal_stride = 1
 
     @property
     def latent_side(self) -> int:
         """Number of rows, and of columns, of a latent frame."""
         return int(self.config.size // self.spatial_stride)
-
-    # -- pixels to latents -------------------------------------------------------------------------------------------
 
     def encode_moments(self, pixels_BFCYX: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and log variance `[B, F, C, Y', X']` float32 of the latents before normalization."""
@@ -233,8 +184,6 @@ class CausalVideoVAE(QuantizedStorageMixin, ConfigMixin):
     def encode(self, pixels_BFCYX: Tensor) -> Tensor:
         """Encode frames `[B, F, 3, Y, X]` in [-1, 1] to normalized latents `[B, F, C, Y', X']` float32, without noise."""
         return self.normalize_latents(self.encode_moments(pixels_BFCYX)[0])
-
-    # -- latents to pixels -------------------------------------------------------------------------------------------
 
     @apply_forward_hook
     def decode_block(self, latents_BFCYX: Tensor, state: DecodeState | None = None) -> tuple[Tensor, DecodeState]:

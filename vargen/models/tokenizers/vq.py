@@ -24,6 +24,7 @@ from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.utils import BaseOutput
 from diffusers.utils.accelerate_utils import apply_forward_hook
 
+from vargen.models.offloading import read_weight
 from vargen.models.storage import ModelMixin, QuantizedStorageMixin  # noqa: F401
 from vargen.models.tokenizers.blocks import NORM_GROUPS, VQDecoder, VQEncoder, VQParameterNames
 
@@ -66,10 +67,7 @@ class VectorQuantizer(nn.Module):
 
     def codebook(self) -> Tensor:
         """Return the codebook used in decoding, `[V, E]`, float32 rows of unit norm for any weight dtype."""
-        weight = self.embedding.weight
-        if weight.is_meta:  # offloaded layer by layer: weights are available only in forward
-            weight = self.embedding(torch.arange(len(weight)))
-        return F.normalize(weight.float(), dim=-1)
+        return F.normalize(read_weight(self.embedding).float(), dim=-1)
 
     def digest(self) -> str | None:
         """Digest of the codebook in float16; None if the weights have lower precision or are not loaded."""
@@ -134,13 +132,12 @@ class VQModel(QuantizedStorageMixin, ConfigMixin):
         if blank_code is not None and not 0 <= blank_code < codebook_size:
             raise ValueError(f"blank_code must be None or from 0 to {codebook_size - 1}, got {blank_code}")
         if len(encoder_ch_mult) != len(decoder_ch_mult):
-            raise ValueError(
-                f"encoder_ch_mult {tuple(encoder_ch_mult)} and decoder_ch_mult {tuple(decoder_ch_mult)} must have equal length"
-            )
+            raise ValueError(f"encoder_ch_mult {encoder_ch_mult} and decoder_ch_mult {decoder_ch_mult} must have equal length")
         if ch % NORM_GROUPS:
             raise ValueError(f"ch must be a multiple of {NORM_GROUPS} (group norm), got {ch}")
-        self.encoder = VQEncoder(in_channels, ch, tuple(encoder_ch_mult), num_res_blocks, z_channels, _NAMING)
-        self.decoder = VQDecoder(out_channels, ch, tuple(decoder_ch_mult), num_res_blocks, z_channels, _NAMING)
+        narrow, wide = ([ch * m for m in each] for each in (encoder_ch_mult, decoder_ch_mult))
+        self.encoder = VQEncoder(in_channels, ch, narrow, num_res_blocks, z_channels, _NAMING)
+        self.decoder = VQDecoder(out_channels, wide, num_res_blocks, z_channels, _NAMING)
         self.quantize = VectorQuantizer(codebook_size, codebook_embed_dim)
         self.quant_conv = nn.Conv2d(z_channels, codebook_embed_dim, 1)
         self.post_quant_conv = nn.Conv2d(codebook_embed_dim, z_channels, 1)
@@ -159,11 +156,7 @@ class VQModel(QuantizedStorageMixin, ConfigMixin):
 
     @apply_forward_hook  # lets CPU offload load the weights
     def encode(self, pixels_BCYX: Tensor) -> Tensor:
-        """Encode pixels `[B, 3, Y, X]` in [-1, 1] to token indices `[B, R, G]` int64.
-
-        Raises:
-            NonFinitePixelsError: if a latent or the codebook contains NaN, for which there is no nearest code.
-        """
+        """Encode pixels `[B, 3, Y, X]` in [-1, 1] to token indices `[B, R, G]` int64."""
         cosines = self.quantize.cosines(self.encode_latents(pixels_BCYX))
         indices = cosines.argmax(-1)  # selects NaN if there is one
         bad = ~cosines.gather(-1, indices[..., None])[..., 0].isfinite()

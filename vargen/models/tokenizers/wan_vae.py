@@ -46,8 +46,7 @@ class WanStreamingDecoder:
         """Return mean and standard deviation of latents, `[C, 1, 1, 1]` each."""
         config: Any = self.vae.config
         found = torch.tensor([config.latents_mean, config.latents_std], dtype=torch.float32, device=like.device)
-        mean, std = found[:, :, None, None, None]
-        return mean, std
+        return found[0, :, None, None, None], found[1, :, None, None, None]
 
     def decode_block(self, latents_BFCYX: Tensor, state: DecodeState | None = None) -> tuple[Tensor, DecodeState]:
         """See `StreamingDecoder`."""
@@ -109,9 +108,7 @@ class WanStreamingDecoder:
         return (pixels if patch is None else unpatchify(pixels, patch_size=patch)).float()
 
     def encode(self, pixels_BFCYX: Tensor) -> Tensor:
-        """Encode frames `[B, F, 3, Y, X]` in [-1, 1] to normalized latents `[B, 1 + (F - 1) / temporal_stride, C, Y', X']`,
-        without noise.
-        """
+        """Encode frames `[B, F, 3, Y, X]` in [-1, 1] to normalized latents `[B, F', C, Y', X']`, without noise."""
         frames, three, Y, X = pixels_BFCYX.shape[1:]
         if (frames - 1) % self.temporal_stride or three != 3 or Y % self.spatial_stride or X % self.spatial_stride:
             wanted = f"[B, 1 + a multiple of {self.temporal_stride}, 3, Y, X] with sides that divide by {self.spatial_stride}"
