@@ -25,6 +25,7 @@ ensure_torchvision()
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 
 from vargen.models.storage import ModelMixin, QuantizedStorageMixin  # noqa: F401
+from vargen.values import require_int
 
 
 class ResidualBlock(nn.Module):
@@ -46,16 +47,13 @@ class MedusaHead(nn.Module):
     def __init__(self, dim: int, blocks: int):
         super().__init__()
         self.fc = Linear(2 * dim, dim)
-        self.blocks = nn.ModuleList(ResidualBlock(dim) for _ in range(blocks))
+        self.blocks = nn.Sequential(*(ResidualBlock(dim) for _ in range(blocks)))
         with torch.no_grad():
             self.fc.weight[:, :dim].copy_(torch.eye(dim))
             self.fc.weight[:, dim:].zero_()
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.fc(x)
-        for block in self.blocks:
-            x = block(x)
-        return x
+        return self.blocks(self.fc(x))
 
 
 class MedusaDrafter(TransposableWeights, QuantizedStorageMixin, ConfigMixin):
@@ -88,8 +86,7 @@ class MedusaDrafter(TransposableWeights, QuantizedStorageMixin, ConfigMixin):
         weight_format: str | None = None,
     ):
         super().__init__()
-        if isinstance(heads, bool) or not isinstance(heads, int) or heads < 1:
-            raise ValueError(f"heads must be a whole number of at least 1, got {heads!r}")
+        require_int("heads", heads, 1)
         self.ahead = nn.ModuleList(MedusaHead(dim, blocks) for _ in range(heads))
         self.register_buffer("feature_scale", torch.ones(dim))
         self.register_buffer("token_scale", torch.ones(()))

@@ -28,33 +28,25 @@ from vargen.models.storage import ModelMixin, QuantizedStorageMixin  # noqa: F40
 _ABOVE = (3, 5)  # receptive field at the high resolution: rows above, columns
 
 
-class _ConvResidual(nn.Module):
-    """x + conv(silu(conv(norm x))), initialized as the identity."""
+class _Residual(nn.Module):
+    """x + second(silu(first(norm x))), initialized as the identity."""
 
-    def __init__(self, dim: int, kernel: int):
+    def __init__(self, norm: nn.Module, first: nn.Module, second: nn.Module):
         super().__init__()
-        self.norm = nn.GroupNorm(8, dim)
-        self.first = nn.Conv2d(dim, 2 * dim, kernel, padding=kernel // 2)
-        self.second = nn.Conv2d(2 * dim, dim, 1)
-        for parameter in self.second.parameters():
+        self.norm, self.first, self.second = norm, first, second
+        for parameter in second.parameters():
             nn.init.zeros_(parameter)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.second(F.silu(self.first(self.norm(x))))
 
 
-class _PointwiseResidual(nn.Module):
-    """x + mlp(norm x) at every position separately, initialized as the identity."""
+def _mix_neighbors(dim: int) -> _Residual:
+    return _Residual(nn.GroupNorm(8, dim), nn.Conv2d(dim, 2 * dim, 3, padding=1), nn.Conv2d(2 * dim, dim, 1))
 
-    def __init__(self, dim: int):
-        super().__init__()
-        self.norm = nn.LayerNorm(dim)
-        self.first, self.second = nn.Linear(dim, 2 * dim), nn.Linear(2 * dim, dim)
-        for parameter in self.second.parameters():
-            nn.init.zeros_(parameter)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.second(F.silu(self.first(self.norm(x))))
+def _mix_channels(dim: int) -> _Residual:
+    return _Residual(nn.LayerNorm(dim), nn.Linear(dim, 2 * dim), nn.Linear(2 * dim, dim))
 
 
 class TokenUpsampler(QuantizedStorageMixin, ConfigMixin):
@@ -91,11 +83,11 @@ class TokenUpsampler(QuantizedStorageMixin, ConfigMixin):
         self.factor = grid_size // low_grid
         self.embedding = nn.Embedding(vocab_size, dim)
         self.place = nn.Parameter(torch.zeros(1, dim, low_grid, low_grid))
-        self.low = nn.Sequential(*(_ConvResidual(dim, 3) for _ in range(blocks)))
+        self.low = nn.Sequential(*(_mix_neighbors(dim) for _ in range(blocks)))
         self.up = nn.Conv2d(dim, dim * self.factor**2, 1)
         rows, columns = _ABOVE
         self.above = nn.Conv2d(dim + 1, dim, (rows, columns), padding=(0, columns // 2))
-        self.high = nn.Sequential(*(_PointwiseResidual(dim) for _ in range(blocks)))
+        self.high = nn.Sequential(*(_mix_channels(dim) for _ in range(blocks)))
         self.norm = nn.LayerNorm(dim)
         self.output = nn.Linear(dim, vocab_size)
         nn.init.normal_(self.embedding.weight, std=0.1)

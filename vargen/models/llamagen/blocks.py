@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from vargen.kernels import ops
 from vargen.kernels.linear import TransposableWeights
 from vargen.kernels.ops import KernelMask, attend
+from vargen.values import require_int
 
 Rotary = Tensor | tuple[Tensor, Tensor]
 # Weights do not determine the grid, and memory of rotary table and cache grows with its area: up to 640 GB for a wrong one.
@@ -68,8 +69,7 @@ class RotaryNetwork(TransposableWeights):
 
     def init_rotary(self, grid: int, dim: int, heads: int, base: float) -> None:
         """Create the table of a grid, for heads of `dim` / `heads`."""
-        if isinstance(grid, bool) or not isinstance(grid, int) or not 1 <= grid <= MAX_GRID:
-            raise ValueError(f"grid_size must be a whole number from 1 to {MAX_GRID}, got {grid!r}")
+        require_int("grid_size", grid, 1, MAX_GRID)
         if dim % heads or (dim // heads) % 4:
             raise ValueError(f"dim / n_head must be a whole number divisible by 4 (two rotary axes), got {dim} / {heads}")
         self.register_buffer("rotary", build_rotary_2d(grid, dim // heads, base), persistent=False)

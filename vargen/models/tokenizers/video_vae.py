@@ -90,7 +90,9 @@ class CausalDecoder(HybridDecoder):
         super().__init__(patch, widths, side, blocks, transformer_blocks, latent)
         self.mixes = nn.ModuleList(TemporalMixer(widths[-1]) for _ in range(transformer_blocks))
 
-    def forward(self, z_BFCYX: Tensor, past: tuple[Tensor, ...] | None = None) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def forward(  # type: ignore[override]
+        self, z_BFCYX: Tensor, past: tuple[Tensor, ...] | None = None
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return the frames, and `past` for the next frames."""
         B = len(z_BFCYX)
         h = self.conv_in(z_BFCYX.flatten(0, 1))

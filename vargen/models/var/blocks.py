@@ -38,10 +38,6 @@ class Modulation:
         """Return a view of a slice of the rows."""
         return Modulation(self.blocks[:, :, chosen], self.head[:, chosen])
 
-    def clone(self) -> Modulation:
-        """Return a copy."""
-        return Modulation(self.blocks.clone(), self.head.clone())
-
 
 class ScaleCache:
     """Static keys and values of every layer, `[depth, R, H, P + L, K]`, and the number of cached scales.
@@ -69,15 +65,10 @@ class ScaleCache:
     ):
         shape = (depth, rows, heads, prefix + tokens, head_dim)
         self.rows, self.prefix, self.tokens = rows, prefix, tokens
-        self.k = torch.zeros(shape, dtype=dtype, device=device)
-        self.v = torch.zeros(shape, dtype=dtype, device=device)
+        self.k, self.v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
         self.scale = 0
         self.modulation: Modulation | None = None
         self.prefix_mask: Tensor | None = None
-
-    @property
-    def nbytes(self) -> int:
-        return self.k.nbytes + self.v.nbytes
 
     def select_rows(self, chosen: slice) -> ScaleCache:
         """Return a slice of the rows as a cache with shared memory and its own `scale`."""
@@ -93,7 +84,8 @@ class ScaleCache:
     def keep(self, modulation: Modulation, mask: Tensor | None) -> None:
         """Keep the modulation and the caption mask of new images, in the memory of those before."""
         if self.modulation is None:
-            self.modulation, self.prefix_mask = modulation.clone(), None if mask is None else mask.clone()
+            self.modulation = Modulation(modulation.blocks.clone(), modulation.head.clone())
+            self.prefix_mask = None if mask is None else mask.clone()
             return
         self.modulation.blocks.copy_(modulation.blocks)
         self.modulation.head.copy_(modulation.head)
@@ -106,12 +98,6 @@ class ScaleCache:
         self.k[layer, :, :, start:end] = k_RHTK
         self.v[layer, :, :, start:end] = v_RHTK
         return self.k[layer, :, :, :end], self.v[layer, :, :, :end]
-
-    def truncate(self, scale: int) -> None:
-        """Discard all scales from `scale` on."""
-        if not 0 < scale <= self.scale:
-            raise ValueError(f"scale must be from 1 to the {self.scale} scales that the cache holds, got {scale}")
-        self.scale = scale
 
 
 class VARAttention(nn.Module):
@@ -154,9 +140,7 @@ class VARAttention(nn.Module):
         visible = None if visible is None else visible.type_as(q)
         if q.device.type == "cpu" and torch.is_grad_enabled():
             # On CPUs, the gradient of torch's fused attention takes 40 % of a training step, that of these products 8 %.
-            scores = q @ k.mT
-            if visible is not None:
-                scores = scores + visible
+            scores = q @ k.mT if visible is None else q @ k.mT + visible
             out = scores.softmax(-1).type_as(v) @ v
         else:
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=1.0)
@@ -193,12 +177,9 @@ class VARBlock(nn.Module):
         cache: ScaleCache | None = None,
         place: tuple[int, int] = (0, 0),
     ) -> Tensor:
-        """
-        Args:
-            x: `[R, T, D]`.
-            modulation: `[6, R, 1, D]`.
-            visible: additive attention bias, `[T, S]` or `[R, 1, T, S]`, or None.
-            place: layer and first slot in the `cache`.
+        """Run on `[R, T, D]`, with modulation `[6, R, 1, D]` and an additive attention bias `[T, S]` or `[R, 1, T, S]`.
+
+        `place` is the layer and the first slot in the cache.
         """
         gain1, gain2, scale1, scale2, shift1, shift2 = modulation.unbind(0)
         attended = self.attn(modulate(x, scale1, shift1), visible, cache, place)

@@ -40,11 +40,7 @@ from vargen.models.var import int8
 from vargen.models.var.blocks import HeadModulation, Modulation, ScaleCache, VARBlock, make_caption_mlp, modulate
 
 # Official scale tables: sides of the scales, by the image size in pixels.
-SCALES: dict[int, tuple[int, ...]] = {
-    256: SCALES_256,
-    512: SCALES_512,
-    1024: (1, 2, 3, 4, 5, 7, 9, 12, 16, 21, 27, 36, 48, 64),
-}
+SCALES = {256: SCALES_256, 512: SCALES_512, 1024: (1, 2, 3, 4, 5, 7, 9, 12, 16, 21, 27, 36, 48, 64)}
 
 
 def is_derived_buffer(name: str) -> bool:
@@ -167,31 +163,18 @@ class VARTransformer(QuantizedStorageMixin, ConfigMixin):
         """Return the unconditional condition for guidance: the null class, or a caption without valid rows."""
         if condition.class_labels is not None:
             return Condition(class_labels=torch.full_like(condition.class_labels, self.config.num_classes))
-        assert condition.caption_embeds is not None
-        shape, device = condition.caption_embeds.shape[:2], condition.caption_embeds.device
-        return Condition(
-            caption_embeds=torch.zeros_like(condition.caption_embeds),
-            caption_mask=torch.zeros(shape, dtype=torch.bool, device=device),
-        )
+        blank = torch.zeros_like(condition.require("text"))
+        return Condition(caption_embeds=blank, caption_mask=torch.zeros_like(blank[..., 0], dtype=torch.bool))
 
     def new_cache(self, rows: int, prefix: int = 0, device: torch.device | None = None) -> ScaleCache:
         """Create a cache for `rows` rows with `prefix` caption rows each.
 
-        Args:
-            device: device of the passes. Default: the device of the weights, which differs while they are offloaded.
+        `device` is that of the passes. Default: the device of the weights, which differs while they are offloaded.
         """
         if self.quantized and (made := int8.make_scale_cache(self, rows, prefix)) is not None:
             return made
-        return ScaleCache(
-            self.config.depth,
-            rows,
-            self.n_head,
-            self.head_dim,
-            prefix=prefix,
-            tokens=self.tokens,
-            dtype=self.dtype,
-            device=device or self.device,
-        )
+        shape, place = (len(self.blocks), rows, self.n_head, self.head_dim), device or self.device
+        return ScaleCache(*shape, prefix=prefix, tokens=self.tokens, dtype=self.dtype, device=place)
 
     def forward(
         self,
@@ -211,7 +194,6 @@ class VARTransformer(QuantizedStorageMixin, ConfigMixin):
 
         Args:
             inputs: `[R, T, E]`, inputs of complete scales: the sum of embeddings so far, resized to each. Scale 0 has none.
-            condition: condition of the R rows.
             logits_of: number of last fed scales for which logits are computed. Default: all fed scales.
             guidance: guidance strength g `[T]` for each token of these scales. The rows are then R/2 conditional rows followed
                 by R/2 unconditional ones, and c + g (c - u) of each pair is returned. The head is linear, so guiding the
@@ -239,7 +221,7 @@ class VARTransformer(QuantizedStorageMixin, ConfigMixin):
         features_of: int | None = None,
     ) -> Tensor:
         """Run `forward` without the head, and return its input `[R, T, D]`. Training fuses the head with the loss."""
-        first, last = cache.scale if cache is not None else 0, self._last_scale_of(inputs, condition, cache)
+        first, last = 0 if cache is None else cache.scale, self._last_scale_of(inputs, condition, cache)
         begin = self.first_token_of(first)
         modulation, x, mask = self._embed_inputs(inputs, condition, cache, begin)
         prefix = x.shape[1] - (self.ends[last] - begin)
@@ -290,9 +272,7 @@ class VARTransformer(QuantizedStorageMixin, ConfigMixin):
 
     def embed_condition(self, condition: Condition) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return the condition vector `[R, D]`, the caption as a prefix `[R, P, D]`, and a mask of its valid rows `[R, P]`."""
-        given = condition.class_labels if self.config.condition == "class" else condition.caption_embeds
-        if given is None:
-            raise ValueError(f"this model is conditioned on {self.config.condition}; the condition holds none")
+        given = condition.require(self.config.condition)
         if self.config.condition == "class":
             return self.class_emb(given), None, None
         if given.shape[1] > self.config.caption_rows:
@@ -312,13 +292,11 @@ class VARTransformer(QuantizedStorageMixin, ConfigMixin):
             blocks = self.shared_ada_lin(vector_RD).unflatten(-1, (6, -1)) + offsets
         else:
             blocks = torch.stack([block.ada_lin(vector_RD).unflatten(-1, (6, -1)) for block in self.blocks])
-        blocks = blocks.permute(0, 2, 1, 3)  # [depth, 6, R, D]
         plain = blocks.new_zeros(6, 1, 1)
         plain[2:4] = 1
-        blocks = blocks + plain
-        head = self.head_nm.ada_lin(vector_RD).unflatten(-1, (2, -1)).transpose(0, 1)
-        head = torch.stack([head[0] + 1, head[1]])
-        return Modulation(blocks[:, :, :, None], head[:, :, None])
+        blocks = blocks.permute(0, 2, 1, 3) + plain  # [depth, 6, R, D]
+        scale, shift = self.head_nm.ada_lin(vector_RD).chunk(2, dim=-1)
+        return Modulation(blocks[:, :, :, None], torch.stack([scale + 1, shift])[:, :, None])
 
     def _attention_mask(self, first: int, last: int, fed_prefix: int, held_prefix: int, mask: Tensor | None) -> Tensor | None:
         """Return the attention bias, `[T, S]` or `[R, 1, T, S]`, or None if everything is visible.
@@ -331,15 +309,11 @@ class VARTransformer(QuantizedStorageMixin, ConfigMixin):
         levels = F.pad(self.lvl_1L[0, : self.ends[last]], (held_prefix, 0), value=-1)
         fed = levels[len(levels) - (self.ends[last] - self.first_token_of(first)) - fed_prefix :]
         visible = fed[:, None] >= levels[None]
-        if mask is None or not held_prefix:
-            return self._bias(visible)
-        seen = visible & F.pad(mask, (0, len(levels) - held_prefix), value=True)[:, None]
-        if fed_prefix:
-            seen = seen | torch.eye(len(fed), len(levels), dtype=torch.bool, device=seen.device)
-        return self._bias(seen[:, None])
-
-    def _bias(self, visible: Tensor) -> Tensor:
-        """Convert a mask to an additive bias once for all blocks, instead of in each attention call."""
+        if mask is not None and held_prefix:
+            visible = visible & F.pad(mask, (0, len(levels) - held_prefix), value=True)[:, None]
+            if fed_prefix:
+                visible = visible | torch.eye(len(fed), len(levels), dtype=torch.bool, device=visible.device)
+            visible = visible[:, None]
         return torch.zeros(visible.shape, dtype=self.dtype, device=visible.device).masked_fill_(~visible, float("-inf"))
 
 
