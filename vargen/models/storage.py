@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
+from diffusers.models.modeling_utils import ModelMixin
 from safetensors.torch import save
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from vargen.compat import drop_empty_notices, ensure_torchvision
 from vargen.files import atomic_merge, expand_user
 from vargen.folders.networks import WEIGHTS_STEM, NetworkFolder
 from vargen.kernels.int8.load import CompiledCode
@@ -30,11 +30,6 @@ from vargen.models.quantization import (
     validate_placement,
     validate_quantization,
 )
-
-ensure_torchvision()
-drop_empty_notices()
-
-from diffusers.models.modeling_utils import ModelMixin
 
 _BITS = {"int8": 8, "int6": 6}
 WEIGHT_FORMATS = (*_BITS, "float16", "float32")

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
+from diffusers.configuration_utils import ConfigMixin, register_to_config
 from torch import Tensor, nn
 
 from vargen.compat import tokenized
@@ -18,8 +19,6 @@ from vargen.folders.transformers_networks import NetworkKind
 
 # DiffusionPipeline looks for the name `ModelMixin` in this very module to learn how to load the component.
 from vargen.models.storage import ModelMixin, QuantizedStorageMixin  # noqa: F401
-
-from diffusers.configuration_utils import ConfigMixin, register_to_config  # isort: skip  # after the torchvision guard
 
 # Text encoders of transformers by the name of their class. A folder may hold the decoder of the whole model, too.
 TEXT_ENCODERS = {
@@ -33,23 +32,11 @@ _UNQUANTIZED = ("position_embeddings.weight", "token_type_embeddings.weight")
 
 
 class MiniLMTextEncoder(QuantizedStorageMixin, ConfigMixin):
-    """BERT encoder that gives one feature vector per token (no pooling).
+    """BERT encoder that gives one feature vector per token (no pooling), with arguments as in `BertConfig`.
 
-    Saves and loads like any diffusers model. With ``weight_format="int8"`` the weight file holds the matrices
-    as int8 with a float32 ``<name>.scale`` each ([rows, groups]: one group for word embeddings, one per 32
-    columns for linear layers), position and segment embeddings as float16 and vectors as float32; otherwise
-    everything is float16 or float32.
-
-    Args:
-        vocab_size: number of tokens.
-        hidden_size: feature width, 384 for MiniLM-L6; a multiple of ``num_attention_heads``.
-        num_hidden_layers: number of transformer layers.
-        num_attention_heads: attention heads per layer.
-        intermediate_size: width of the feed-forward layers.
-        max_position_embeddings: longest accepted sequence.
-        type_vocab_size: number of segment embeddings.
-        layer_norm_eps: epsilon of the layer norms.
-        weight_format: how `save_pretrained` stores the weights: "int8", "float16" or "float32".
+    With ``weight_format="int8"`` the weight file holds matrices as int8 with a float32 ``<name>.scale`` [rows, groups] each,
+    of one group for word embeddings and one per 32 columns for linear layers, position and segment embeddings as float16, and
+    vectors as float32.
     """
 
     layer_prefixes: ClassVar[dict[str, tuple[str, ...]]] = {"num_hidden_layers": ("bert.encoder.layer.",)}
@@ -71,32 +58,19 @@ class MiniLMTextEncoder(QuantizedStorageMixin, ConfigMixin):
         # Imported late, because importing transformers takes seconds.
         from transformers import BertConfig, BertModel
 
-        config = BertConfig(
-            vocab_size=vocab_size,
-            hidden_size=hidden_size,
-            num_hidden_layers=num_hidden_layers,
-            num_attention_heads=num_attention_heads,
-            intermediate_size=intermediate_size,
-            max_position_embeddings=max_position_embeddings,
-            type_vocab_size=type_vocab_size,
-            layer_norm_eps=layer_norm_eps,
-        )
-        self.bert = BertModel(config, add_pooling_layer=False)
+        settings = {name: value for name, value in self.config.items() if not name.startswith("_") and name != "weight_format"}
+        self.bert = BertModel(BertConfig(**settings), add_pooling_layer=False)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Encode token ids.
+        """Encode token ids to features float32 [B, T, hidden_size]; those of padding are meaningless.
 
         Args:
             input_ids: int64 [B, T] with T up to ``max_position_embeddings``.
             attention_mask: [B, T], 1 for tokens and 0 for padding; default all ones.
-
-        Returns:
-            float32 [B, T, hidden_size]; rows at padding are meaningless.
         """
-        if input_ids.ndim != 2 or input_ids.shape[1] > self.config.max_position_embeddings:
-            raise ValueError(
-                f"input_ids must be [B, T] with T <= {self.config.max_position_embeddings}, got {list(input_ids.shape)}"
-            )
+        most = self.config.max_position_embeddings
+        if input_ids.ndim != 2 or input_ids.shape[1] > most:
+            raise ValueError(f"input_ids must be [B, T] with T <= {most}, got {list(input_ids.shape)}")
         if attention_mask is None:
             attention_mask = torch.ones_like(input_ids)
         if attention_mask.shape != input_ids.shape:
@@ -144,7 +118,6 @@ class ImageTextModel(QuantizedStorageMixin, ConfigMixin):
         embed_dim: dimension E of the common space.
         image_size: width and height in pixels at which images are scored; any multiple of 16 works.
         groups: number of groups of the group norms; must divide every width.
-        weight_format: storage format of `save_pretrained`; see `QuantizedStorageMixin`.
     """
 
     @register_to_config

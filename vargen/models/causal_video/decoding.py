@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from diffusers.configuration_utils import ConfigMixin, register_to_config
 from torch import Tensor, nn
 from torch.nn.functional import adaptive_avg_pool2d, pad
 
@@ -21,8 +22,6 @@ from vargen.models.causal_video.network import CausalVideoTransformer
 from vargen.models.guidance import Condition, Guidance, cost_key, to_guidance
 from vargen.models.storage import ModelMixin, QuantizedStorageMixin  # noqa: F401
 from vargen.weight_files import weights_digest
-
-from diffusers.configuration_utils import ConfigMixin, register_to_config  # isort: skip  # after the torchvision guard
 
 
 @dataclass

@@ -15,13 +15,8 @@ from dataclasses import fields
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
-
-from vargen.compat import ensure_torchvision
-
-ensure_torchvision()
-
 from diffusers.configuration_utils import ConfigMixin, register_to_config
+from torch import Tensor, nn
 
 from vargen.compat import is_hooked
 from vargen.kernels.int8.arithmetic import quantize_weight_rows
@@ -48,7 +43,6 @@ class CausalVideoTransformer(QuantizedStorageMixin, ConfigMixin):
         text_mask: whether padding rows are masked; official models attend to them.
         freq_dim: width of the sinusoidal timestep embedding.
         motion_levels: number of motion levels, 0 for none; official models have none.
-        weight_format: storage format of `save_pretrained`; see `QuantizedStorageMixin`.
         quantization: `"int8"` for 8-bit integer products of the blocks on a CPU; see `vargen.models.quantization`.
     """
 

@@ -13,19 +13,14 @@ from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
+from diffusers.configuration_utils import ConfigMixin, register_to_config
 from torch import Tensor, nn
 
-from vargen.compat import ensure_torchvision
 from vargen.device import normal_tensors
 from vargen.kernels.dispatch import is_eager_cpu
 from vargen.kernels.linear import transpose_linear_weights
 from vargen.models.kv_cache import KVCache
 from vargen.models.llamagen.blocks import Linear, LlamaGenBlock, RotaryNetwork, rotary_factors, swiglu_width
-
-ensure_torchvision()
-
-from diffusers.configuration_utils import ConfigMixin, register_to_config
-
 from vargen.models.storage import ModelMixin, QuantizedStorageMixin  # noqa: F401
 
 
@@ -40,7 +35,6 @@ class EagleDrafter(RotaryNetwork, QuantizedStorageMixin, ConfigMixin):
         n_head, multiple_of, ffn_dim_multiplier, norm_eps, rope_base: parameters of the layer, as in `LlamaGenTransformer`.
         above: add the target's feature after the token above the one to predict as an input; zero where there is none yet.
         target: digest that identifies a target of transformers; None for a LlamaGen, which its sizes identify.
-        weight_format: storage format of `save_pretrained`; see `QuantizedStorageMixin`.
     """
 
     target_settings: ClassVar[tuple[str, ...]] = (  # copied from the target

@@ -13,17 +13,12 @@ from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
+from diffusers.configuration_utils import ConfigMixin, register_to_config
 from torch import Tensor, nn
 
-from vargen.compat import ensure_torchvision
 from vargen.kernels.dispatch import is_eager_cpu
 from vargen.kernels.linear import TransposableWeights, transpose_linear_weights
 from vargen.models.llamagen.blocks import Linear
-
-ensure_torchvision()
-
-from diffusers.configuration_utils import ConfigMixin, register_to_config
-
 from vargen.models.storage import ModelMixin, QuantizedStorageMixin  # noqa: F401
 from vargen.values import require_int
 
@@ -64,7 +59,6 @@ class MedusaDrafter(TransposableWeights, QuantizedStorageMixin, ConfigMixin):
         heads: number of heads h, one per future token.
         blocks: residual blocks per head.
         target: digest that identifies a target of transformers; None for a LlamaGen, which its sizes identify.
-        weight_format: storage format of `save_pretrained`; see `QuantizedStorageMixin`.
     """
 
     layer_prefixes: ClassVar[dict[str, tuple[str, ...]]] = {"heads": ("ahead.",), "blocks": ("ahead.0.blocks.",)}

@@ -14,13 +14,8 @@ from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-
-from vargen.compat import ensure_torchvision
-
-ensure_torchvision()
-
 from diffusers.configuration_utils import ConfigMixin, register_to_config
+from torch import Tensor, nn
 
 from vargen.models.offloading import read_weight
 from vargen.models.storage import ModelMixin, QuantizedStorageMixin  # noqa: F401
@@ -57,7 +52,6 @@ class TokenUpsampler(QuantizedStorageMixin, ConfigMixin):
         low_grid, grid_size: tokens per side at the low and the high resolution; the second is a multiple of the first.
         dim: width, a multiple of 8.
         blocks: number of residual blocks at the low resolution, and of position-wise blocks at the high resolution.
-        weight_format: storage format of `save_pretrained`; see `QuantizedStorageMixin`.
         codes: digest of the tokens' codebook, which must equal that of a model; None if unknown.
     """
 

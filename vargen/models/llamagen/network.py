@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
+from diffusers.configuration_utils import ConfigMixin, register_to_config
+from diffusers.utils import BaseOutput
 from torch import Tensor, nn
 
-from vargen.compat import ensure_torchvision
 from vargen.device import normal_tensors
 from vargen.kernels.dispatch import is_eager_cpu
 from vargen.kernels.int8.load import TOKEN_PASS, CompiledCode
@@ -38,14 +39,8 @@ from vargen.models.llamagen.blocks import (
 )
 from vargen.models.offloading import read_weight
 from vargen.models.quantization import replace_linear_layers
-from vargen.values import short_repr
-
-ensure_torchvision()
-
-from diffusers.configuration_utils import ConfigMixin, register_to_config
-from diffusers.utils import BaseOutput
-
 from vargen.models.storage import ModelMixin, QuantizedStorageMixin  # noqa: F401
+from vargen.values import short_repr
 
 # Official model sizes.
 SIZES: dict[str, dict[str, int]] = {
@@ -87,7 +82,6 @@ class LlamaGenTransformer(RotaryNetwork, QuantizedStorageMixin, ConfigMixin):
         num_classes: number of classes, without the null class (`condition="class"`).
         caption_dim, cls_token_num: width and number of caption rows (`condition="text"`).
         multiple_of, ffn_dim_multiplier: the feed-forward width is 8/3 dim times the multiplier, rounded up to `multiple_of`.
-        weight_format: storage format of `save_pretrained`; see `QuantizedStorageMixin`.
         quantization: `"int8"` for 8-bit integer products on a CPU; see `vargen.models.quantization`. None: floating point.
     """
 

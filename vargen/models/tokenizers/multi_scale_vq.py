@@ -19,15 +19,10 @@ from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-
-from vargen.compat import ensure_torchvision
-
-ensure_torchvision()
-
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.utils import BaseOutput
 from diffusers.utils.accelerate_utils import apply_forward_hook
+from torch import Tensor, nn
 
 from vargen.models.offloading import read_weight
 from vargen.models.storage import ModelMixin, QuantizedStorageMixin  # noqa: F401
@@ -157,7 +152,6 @@ class MultiScaleVQModel(QuantizedStorageMixin, ConfigMixin):
         scale_gains: whether each scale has its own factor for embeddings.
         patch_size, transformer_blocks: only for the hybrid: patch size of its finest level, and blocks of the encoder's
             transformer (the decoder has one more), which replaces the convolutions of the last level.
-        weight_format: storage format of `save_pretrained`; see `QuantizedStorageMixin`.
     """
 
     _no_split_modules: ClassVar[list[str]] = ["ResnetBlock", "AttnBlock", "ConvBlock", "ViTBlock"]

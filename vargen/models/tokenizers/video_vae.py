@@ -118,7 +118,6 @@ class CausalVideoVAE(QuantizedStorageMixin, ConfigMixin):
         conv_blocks: residual blocks at each level except the coarsest.
         transformer_blocks: transformer blocks at the coarsest level.
         fps: frames per second of the videos.
-        weight_format: storage format of `save_pretrained`; see `QuantizedStorageMixin`.
     """
 
     _no_split_modules: ClassVar[list[str]] = ["ConvBlock", "ViTBlock", "TemporalMixer"]
@@ -221,7 +220,6 @@ class PreviewDecoder(QuantizedStorageMixin, ConfigMixin):
         latent_channels: number of latent channels C.
         widths: width at the latents' resolution, and at twice that resolution.
         stride: preview pixels per latent position along each side, an even number.
-        weight_format: storage format of `save_pretrained`; see `QuantizedStorageMixin`.
     """
 
     _no_split_modules: ClassVar[list[str]] = ["ConvBlock"]

@@ -14,15 +14,10 @@ from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-
-from vargen.compat import ensure_torchvision
-
-ensure_torchvision()
-
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.utils import BaseOutput
 from diffusers.utils.accelerate_utils import apply_forward_hook
+from torch import Tensor, nn
 
 from vargen.models.offloading import read_weight
 from vargen.models.storage import ModelMixin, QuantizedStorageMixin  # noqa: F401
@@ -100,7 +95,6 @@ class VQModel(QuantizedStorageMixin, ConfigMixin):
             `(1, 1, 2, 2, 4)` is VQ-16, `(1, 2, 2, 4)` is VQ-8.
         num_res_blocks: residual blocks per encoder level (the decoder has one more). Official files have 2.
         z_channels: width of the features before and after the quantizer.
-        weight_format: storage format of `save_pretrained`; see `QuantizedStorageMixin`.
         blank_code: the code that a generator was trained to expect in blank patches; see `BackgroundTokenizer`.
     """
 

@@ -12,14 +12,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
-
-from vargen.compat import ensure_torchvision
-
-ensure_torchvision()
-
 from diffusers import AutoencoderKLWan
 from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, unpatchify
+from torch import Tensor
 
 from vargen.models.tokenizers.video_vae import DecodeState
 

@@ -28,8 +28,7 @@ class PromptRows:
     """Tokenized prompts of B images.
 
     Attributes:
-        ids: int64 `[B, P]`, padded on the left.
-        valid: bool `[B, P]`, which ids are tokens.
+        ids, valid: int64 `[B, P]`, padded on the left, and bool `[B, P]`, which of them are tokens.
         unconditional: the prompts of the unconditional rows, of any length; None for a model without them.
         scale: guidance scale of these images in an engine of guided images. None: that of its model.
     """
@@ -50,8 +49,7 @@ class PromptRows:
 
     def repeat(self, count: int) -> PromptRows:
         """Repeat each prompt `count` times."""
-        index = torch.arange(len(self.ids), device=self.ids.device).repeat_interleave(count)
-        return self.select_rows(index)
+        return self.select_rows(torch.arange(len(self), device=self.ids.device).repeat_interleave(count))
 
     def join(self, pad: int = 0) -> PromptRows:
         """Return conditional and unconditional rows as one table `[2 B, P]`; those without unconditional rows unchanged.
@@ -84,14 +82,10 @@ def validate_size(size: Any) -> tuple[int, int]:
 class ImageLanguageModel:
     """What `TransformersTokenModel` needs to know about a model; one subclass per class of transformers.
 
-    Args:
-        model: an instance of the class.
-
     Attributes:
         class_name, since: name of the class in transformers, and the version that it came with.
-        processor_name: name of the class of its processor.
         stored: what a folder with the model holds.
-        tokenizer_names, image_processor_name: classes of the parts of its processor; of tokenizers, the usual one first.
+        processor_name, tokenizer_names, image_processor_name: classes of its processor and parts; the usual tokenizer first.
         special_tokens: names of the special tokens that its prompts need.
         uses_template: whether prompts pass through the chat template of the processor.
         guidance_scale, temperature, top_k, top_p: defaults of the published model.
@@ -99,12 +93,11 @@ class ImageLanguageModel:
         has_pixels: whether it decodes its tokens to images itself.
         options: names of further arguments of the constructor.
         body: the language model without its head; takes embeddings and returns hidden states after its last module, `norm`.
-        vocab: number V of image tokens.
-        grid: rows and columns.
+        vocab, grid: number V of image tokens; rows and columns.
+        ids: int64 `[V]`, the image tokens in the vocabulary of text; None if they are the first of it.
         codebook: float `[V, C]`, whose distances say how similar tokens are.
-        forced: int64 `[N]`, the token of positions that have only one, which occurs nowhere else; -1 elsewhere. None if no
-            position is forced.
-        low_res: a `LowResModel`, if the tokens include those of a smaller image. None: they do not.
+        forced: int64 `[N]`, the token of positions that have only one, which occurs nowhere else; -1 elsewhere.
+        low_res: a `LowResModel`, if the tokens include those of a smaller image.
     """
 
     class_name: str
@@ -125,6 +118,7 @@ class ImageLanguageModel:
     body: Any
     vocab: int
     grid: tuple[int, int]
+    ids: Tensor | None = None
     codebook: Tensor | None = None
     forced: Tensor | None = None
     low_res: Any = None
@@ -135,11 +129,15 @@ class ImageLanguageModel:
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Embeddings `[R, T, D]` of image tokens `[R, T]`."""
-        raise NotImplementedError
+        return self.model.get_input_embeddings()(tokens if self.ids is None else self.ids[tokens])
+
+    def slice_head(self) -> None:
+        """Let `head` compute the logits of image tokens only, and read only their weights."""
+        self._head = make_sliced_head(self.model.get_output_embeddings(), slice(self.vocab) if self.ids is None else self.ids)
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits `[R, T, V]` of image tokens."""
-        raise NotImplementedError
+        return self._head(hidden)
 
     def positions(self, start: Tensor, index: Tensor) -> Tensor:
         """Position ids of image tokens, as `body` takes them: index `[R, T]` in the grid, after `start` `[R]` prompt tokens."""
@@ -176,8 +174,7 @@ class ImageLanguageModel:
         """Raise ValueError for a prompt or negative prompt that does not fit the context beside the image."""
         limit = self.max_prompt_tokens
         for name, each in (("prompt", rows), ("negative_prompt", rows.unconditional)):
-            if each is not None and each.ids.shape[1] > limit:
-                found = each.ids.shape[1]
+            if each is not None and (found := each.ids.shape[1]) > limit:
                 raise ValueError(f"{name} must be at most {limit} tokens, so that the image fits the context, got {found}")
 
     @property
@@ -199,9 +196,9 @@ class ImageLanguageModel:
     def mask_generated(self, length: Tensor, pixels: tuple[int, int]) -> Tensor:
         """Return which pixels, bool `[B, 1, height, width]`, show the first `length` `[B]` tokens of the grid."""
         generated = torch.arange(self.grid[0] * self.grid[1], device=length.device) < length[:, None]
-        shown = self.forced is None or self.forced.view(self.grid)[0] < 0  # columns that are part of the image
         cells = generated.view(-1, 1, *self.grid).float()
-        cells = cells if shown is True else cells[..., shown]
+        if self.forced is not None:
+            cells = cells[..., self.forced.view(self.grid)[0] < 0]  # columns that are part of the image
         return torch.nn.functional.interpolate(cells, size=pixels) > 0
 
     def validate_draft(self, draft: ImageLanguageModel) -> None:
@@ -222,6 +219,11 @@ class ImageLanguageModel:
         embedded, known = self.model.get_input_embeddings().num_embeddings, len(processor.tokenizer)
         if known > embedded:
             raise ValueError(f"processor must be that of the model, which embeds {embedded} tokens, got one of {known} tokens")
+
+
+def tokenize(processor: Any, prompts: Sequence[str], **options: Any) -> list[Any]:
+    """Return the ids of each prompt, which is processed alone."""
+    return [processor(text=[each], **options)["input_ids"][0] for each in prompts]
 
 
 def make_sliced_head(module: Any, ids: Tensor | slice) -> Callable[[Tensor], Tensor]:
@@ -250,9 +252,8 @@ def validate_network(described: ImageLanguageModel) -> None:
         )
     other = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention"})
     if other or getattr(config, "sliding_window", None):
-        raise ValueError(
-            f"layers of {type(model).__name__} must attend to all tokens, got {', '.join(other) or 'sliding windows'}"
-        )
+        found = ", ".join(other) or "sliding windows"
+        raise ValueError(f"layers of {type(model).__name__} must attend to all tokens, got {found}")
     if model.training:
         raise ValueError(f"{type(model).__name__} must be in evaluation mode, got training mode: call model.eval()")
     devices = {str(described.device): None, **{str(find_device(layer)): None for layer in described.body.layers}}

@@ -17,11 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-from vargen.compat import ensure_torchvision
-
-ensure_torchvision()
-
 from transformers import __version__ as transformers_version
 from transformers.cache_utils import Cache
 
@@ -37,11 +32,9 @@ _FLOOR = -1e9  # logit of tokens that cannot occur: infinite logits are errors, 
 
 
 class _PassCache(Cache):
-    """Our cache, as the layers of transformers see it during one pass.
+    """Our cache, as the layers of transformers see it during one pass. There is no `view` while the prompt is processed.
 
-    Args:
-        places: place in the cache of each layer, by its number in the network.
-        view: None while the prompt is processed.
+    `places` are those of the layers in the cache, by their number in the network.
     """
 
     is_compileable = False
@@ -50,9 +43,7 @@ class _PassCache(Cache):
         self.cache, self.places, self.view = cache, places, view
         self.layers: list[Any] = []
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         k_RTHK, v_RTHK = key_states.transpose(1, 2), value_states.transpose(1, 2)
         if self.view is None:
             self.cache.write_prefix(self.places[layer_idx], k_RTHK, v_RTHK)
@@ -78,7 +69,6 @@ class TransformersTokenModel(TokenModel):
     """`TokenModel` of a causal language model of transformers.
 
     Args:
-        language_model: the model with its description.
         guidance: classifier-free guidance, or its scale s of u + s (c - u); 1 runs without unconditional rows.
         draft_model: a smaller model with the same image tokens, for speculative decoding.
         draft_heads: by name, functions that make a draft head for this model, from networks trained on its features.
@@ -104,7 +94,8 @@ class TransformersTokenModel(TokenModel):
         self._scale: float | Tensor = self.guidance.scale  # of a bound model: float32 [slots, 1, 1]
         self.device = language_model.device
         self.dtype = language_model.model.get_input_embeddings().weight.dtype
-        config, body = language_model.body.config.get_text_config(), language_model.body
+        body = language_model.body
+        config = body.config.get_text_config()
         heads = config.num_attention_heads
         self._kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
         self._head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
@@ -157,17 +148,9 @@ class TransformersTokenModel(TokenModel):
         joined, (rows, columns) = self._join(condition), self.grid
         R = len(joined.ids) if slots is None else slots * self.rows_per_image
         multiple = _ROOM if captures_passes(self.device) else 1
-        cache = KVCache(
-            len(self._places),
-            R,
-            self._kv_heads,
-            self._head_dim,
-            prefix=-(-joined.ids.shape[1] // multiple) * multiple,
-            tokens=rows * columns,
-            scratch=width,
-            dtype=self.dtype,
-            device=self.device,
-        )
+        prefix, place = -(-joined.ids.shape[1] // multiple) * multiple, {"dtype": self.dtype, "device": self.device}
+        shape = len(self._places), R, self._kv_heads, self._head_dim
+        cache = KVCache(*shape, prefix=prefix, tokens=rows * columns, scratch=width, **place)
         return TransformersState(cache, torch.zeros(R, dtype=torch.int64, device=self.device))
 
     def _join(self, condition: PromptRows) -> PromptRows:
@@ -183,7 +166,7 @@ class TransformersTokenModel(TokenModel):
         cache.set_prefix_bias(torch.zeros_like(cache.prefix_bias).masked_fill_(~valid, float("-inf")))
         positions = (valid.long().cumsum(1) - 1).clamp(min=0)
         causal = torch.ones(P, P, dtype=torch.bool, device=self.device).tril()
-        visible = causal & valid[:, None, :] | torch.eye(P, dtype=torch.bool, device=self.device)  # padding sees itself
+        visible = causal & valid[:, None] | torch.eye(P, dtype=torch.bool, device=self.device)  # padding sees itself
         mask = torch.zeros(R, 1, P, P, dtype=self.dtype, device=self.device).masked_fill(~visible[:, None], float("-inf"))
         embeddings = self.description.model.get_input_embeddings()(ids)
         positions = self.description.prompt_positions(positions)
@@ -229,10 +212,8 @@ class TransformersTokenModel(TokenModel):
         return self._logits(self._norm(hidden.to(self.dtype)), position + 1, self._scale)
 
     def _run(self, embeddings: Tensor, mask: Tensor, positions: Tensor, cache: _PassCache) -> Tensor:
-        out = self._body(
-            inputs_embeds=embeddings, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
-        )
-        return out.last_hidden_state
+        given = {"inputs_embeds": embeddings, "attention_mask": mask, "position_ids": positions}
+        return self._body(**given, past_key_values=cache, use_cache=True).last_hidden_state
 
     def _output(self, hidden: Tensor, position: Tensor, scale: float | Tensor) -> Output:
         """Output of a pass from its last states, which are those before the final norm unless hooks run the network."""

@@ -21,17 +21,12 @@ from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-
-from vargen.compat import ensure_torchvision
-from vargen.models.guidance import Condition
-
-ensure_torchvision()
-
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.utils import BaseOutput
+from torch import Tensor, nn
 
 from vargen.kernels.int8.load import SCALE_PASS, CompiledCode
+from vargen.models.guidance import Condition
 from vargen.models.offloading import read_weight
 from vargen.models.quantization import replace_linear_layers
 from vargen.models.storage import ModelMixin, QuantizedStorageMixin  # noqa: F401
@@ -69,7 +64,6 @@ class VARTransformer(QuantizedStorageMixin, ConfigMixin):
         mlp_ratio: width of the feed-forward relative to `dim`.
         shared_aln: one modulation network for all blocks, as in the official 512-pixel model, instead of one per block.
         attn_l2_norm: unit queries and keys, as in all released weights.
-        weight_format: storage format of `save_pretrained`; see `QuantizedStorageMixin`.
         quantization: `"int8"` for 8-bit integer products of the blocks on a CPU; see `vargen.models.quantization`.
     """
 
