@@ -101,7 +101,7 @@ class Guidance:
 
     @property
     def rows_per_image(self) -> int:
-        """CFG rows of the network per image: 1 or 2, conditional rows first."""
+        """Rows of the network per image: 1 or 2, conditional rows first."""
         return 1 if self.scale == 1 else 2
 
     def conditions(self, condition: Condition, transformer: Any) -> list[Condition]:
@@ -144,22 +144,10 @@ def apply_guidance(conditional: Tensor, unconditional: Tensor, scale: float | Te
     return unconditional.add(difference, alpha=scale)
 
 
-def arbitrary_condition(pipe: Any, batch: int) -> Condition:
-    """Return a condition of the right shape for `batch` images; its content does not affect the time of a pass."""
-    config, device = pipe.transformer.config, pipe.transformer.device
-    if pipe.is_class_conditional:
-        return Condition(class_labels=torch.arange(batch, device=device) % config.num_classes)
-    mask = torch.zeros(batch, pipe.max_caption_tokens, dtype=torch.bool, device=device)
-    mask[:, -8:] = True
-    embeds = torch.randn(*mask.shape, config.caption_dim, dtype=torch.float32, device=device) * mask[..., None]
-    return Condition(caption_embeds=embeds, caption_mask=mask)
-
-
-def cost_key(transformer: torch.nn.Module, *facts: str) -> str:
+def cost_key(transformer: Any, *facts: str) -> str:
     """Return the key of measured pass costs: sizes and dtype of the network, and further facts that change a pass's time."""
-    network: Any = transformer
-    config = {name: value for name, value in network.config.items() if not name.startswith("_")}
+    config = {name: value for name, value in transformer.config.items() if not name.startswith("_")}
     sizes = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:12]
-    dtype = str(network.dtype).removeprefix("torch.")
-    parts = (f"{type(network).__name__} {sizes}", dtype, *facts)
+    dtype = str(transformer.dtype).removeprefix("torch.")
+    parts = (f"{type(transformer).__name__} {sizes}", dtype, *facts)
     return ", ".join(part for part in parts if part)

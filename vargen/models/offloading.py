@@ -45,11 +45,7 @@ def weights_are_elsewhere(module: Any) -> bool:
 
 
 def require_weights(module: Any, action: str, name: str = "") -> None:
-    """Raise ValueError if weights of a module are elsewhere.
-
-    Args:
-        action: past participle, what cannot be done to it. name: of the component, for the message.
-    """
+    """Raise ValueError if weights of a module are elsewhere; `action` says what cannot be done, such as "saved"."""
     if weights_are_elsewhere(module):
         raise ValueError(
             f"{name or type(module).__name__} cannot be {action} while its weights are offloaded: call remove_all_hooks() of "

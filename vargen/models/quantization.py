@@ -86,12 +86,9 @@ def quantized_layers(network: nn.Module) -> dict[str, Int8Linear]:
 def quantize_weights(
     layers: Mapping[str, Any], weights: Mapping[str, Tensor], stored: Mapping[str, tuple[Tensor, Tensor]]
 ) -> dict[str, Tensor]:
-    """Return the state of a quantized network from that of the network before.
+    """Return the state of a network with these quantized layers from the weights of the network before.
 
-    Args:
-        layers: names of the quantized layers.
-        weights: the other network's tensors by name.
-        stored: by name, weights that are stored as int8 `[N, K]` with scales `[N, groups]`. They become int8 directly.
+    Weights that are `stored` as int8 `[N, K]` with scales `[N, groups]` become int8 directly.
     """
     found: dict[str, Tensor] = dict(weights)
     for layer in layers:
@@ -158,9 +155,7 @@ def as_array(tensor: Tensor) -> np.ndarray:
 def packed_weights(network: Any, matrices: Sequence[Sequence[tuple[Any, ...]]], make: Callable[[Layers, Matrix], Any]) -> Any:
     """Return the weights of compiled passes, which are packed once and kept with the network; they may not change afterwards.
 
-    Args:
-        matrices: of each layer and then of the output, each as quantized layers side by side.
-        make: the weights from the packed matrices of the layers, and of the output.
+    They are made from the packed matrices of the layers and of the output, each given as quantized layers side by side.
     """
     key = tuple(layer.weight.data_ptr() for group in matrices for parts in group for layer in parts)
     known = network.__dict__.get("_packed_weights")

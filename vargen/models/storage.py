@@ -40,8 +40,6 @@ _MIN_NUMEL = 2048  # minimum number of elements of a quantized matrix
 _HEADER_DTYPES = {torch.int8: "I8", torch.float16: "F16", torch.float32: "F32", torch.int64: "I64", torch.bool: "BOOL"}
 _RANDOM = {Tensor.normal_, Tensor.uniform_}
 
-Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # dtype and shape of each tensor of a weight file, by name
-
 
 def quantize_rows(weight: Tensor, groups: int = 1, bits: int = 8) -> tuple[Tensor, Tensor]:
     """Quantize a matrix to integers with symmetric scales, one per row and group of consecutive columns.
@@ -69,7 +67,7 @@ def quantize_rows(weight: Tensor, groups: int = 1, bits: int = 8) -> tuple[Tenso
 
 
 def dequantize_rows(values: Tensor, scale: Tensor) -> Tensor:
-    """Undo `quantize_rows`: int8 [rows, columns] and float32 [rows, groups] to float32 [rows, columns]."""
+    """Undo `quantize_rows`."""
     return (values.float().reshape(*scale.shape, -1) * scale[..., None]).reshape(values.shape)
 
 
@@ -131,44 +129,34 @@ class QuantizedStorageMixin(ModelMixin):
         """Return the dtype of a weight that an integer format does not quantize."""
         return torch.float32
 
-    def layout(self) -> Layout | None:
-        """Return the layout of the weight file, or None for diffusers' own format."""
-        weight_format = self.config.get("weight_format")
-        if weight_format is None:
-            return None
-        found: Layout = {}
+    def layout(self) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+        """Return shapes, and dtypes as in a safetensors header, of the tensors in a weight file with a `weight_format`."""
+        shapes, dtypes = {}, {}
         for name, weight in self.state_dict().items():
-            scales = self.num_scale_groups(name, weight) if weight_format in _BITS else None
-            found[name] = (self._stored_dtype(name, weight) if scales is None else torch.int8, tuple(weight.shape))
+            dtype, scales = self._storage_of(name, weight)
+            shapes[name], dtypes[name] = tuple(weight.shape), _HEADER_DTYPES[dtype]
             if scales is not None:
-                found[name + _SCALE] = (torch.float32, (weight.shape[0], scales))
-        return found
+                shapes[name + _SCALE], dtypes[name + _SCALE] = (weight.shape[0], scales), "F32"
+        return shapes, dtypes
 
-    def _stored_dtype(self, name: str, weight: Tensor) -> torch.dtype:
-        if not weight.is_floating_point():
-            return weight.dtype
-        if name.endswith(SCALE_SUFFIX):
-            return torch.float32
+    def _storage_of(self, name: str, weight: Tensor) -> tuple[torch.dtype, int | None]:
+        """Return the dtype that a weight is stored in, and its number of scales per row."""
         weight_format = self.config.weight_format
-        return self.unquantized_dtype(name) if weight_format in _BITS else getattr(torch, weight_format)
-
-    def stored_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the tensors in the weight file, by name."""
-        return {name: shape for name, (_, shape) in (self.layout() or {}).items()}
-
-    def stored_dtypes(self) -> dict[str, str]:
-        """Dtypes of the tensors in the weight file, as in a safetensors header, by name."""
-        return {name: _HEADER_DTYPES[dtype] for name, (dtype, _) in (self.layout() or {}).items()}
+        if weight_format in _BITS and (scales := self.num_scale_groups(name, weight)) is not None:
+            return torch.int8, scales
+        if not weight.is_floating_point() or name.endswith(SCALE_SUFFIX):
+            return weight.dtype, None
+        return self.unquantized_dtype(name) if weight_format in _BITS else getattr(torch, weight_format), None
 
     def _to_file_tensors(self) -> dict[str, Tensor]:
         """Return the tensors of the weight file in the configured format."""
         packed: dict[str, Tensor] = {}
-        bits = _BITS.get(self.config.weight_format)
         for name, weight in self.state_dict().items():
-            scales = self.num_scale_groups(name, weight) if bits else None
-            if bits is None or scales is None:
-                packed[name] = weight.detach().to("cpu", self._stored_dtype(name, weight)).contiguous()
+            dtype, scales = self._storage_of(name, weight)
+            if scales is None:
+                packed[name] = weight.detach().to("cpu", dtype).contiguous()
             else:
+                bits = _BITS[self.config.weight_format]
                 values, packed[name + _SCALE] = quantize_rows(weight.detach().flatten(1), scales, bits)
                 packed[name] = values.view(weight.shape)
         return packed

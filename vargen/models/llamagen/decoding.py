@@ -29,7 +29,6 @@ class LlamaGenTokenModel(TokenModel):
     """`TokenModel` of a LlamaGen transformer.
 
     Args:
-        transformer: the network.
         guidance: classifier-free guidance, or its scale.
         compress_prefix: store the conditioning in one cache slot, which is exact.
         codebook: float `[V, C]`, the tokenizer's embeddings, for rules that compare tokens.
@@ -54,13 +53,10 @@ class LlamaGenTokenModel(TokenModel):
         low_res: LowResolutionDrafter | None = None,
     ):
         validate_offloading(transformer)
-        self.transformer = transformer
-        self.guidance, self.compress_prefix = to_guidance(guidance), compress_prefix
-        self.codebook = codebook
-        self.draft_model = draft_model
-        self.low_res = low_res
+        self.transformer, self.guidance, self.compress_prefix = transformer, to_guidance(guidance), compress_prefix
+        self.codebook, self.draft_model, self.low_res = codebook, draft_model, low_res
         self.device = device or transformer.device
-        self.vocab, self.grid = transformer.config.vocab_size, (transformer.config.grid_size, transformer.config.grid_size)
+        self.vocab, self.grid = transformer.config.vocab_size, (transformer.config.grid_size,) * 2
         self.num_layers = len(transformer.layers)
         self._offloaded = any(map(is_hooked, transformer.modules()))
         self.networks = (transformer,)
@@ -68,12 +64,10 @@ class LlamaGenTokenModel(TokenModel):
         self._make_heads = dict(draft_heads or {})
         self.draft_heads = {name: make(self) for name, make in self._make_heads.items()}
         # A tensor, because the compiler would build a new graph for every other Python number. Of a bound model: [slots, 1, 1].
-        self._scale = (
-            torch.tensor(self.guidance.scale, dtype=torch.float32, device=self.device) if self.rows_per_image == 2 else None
-        )
+        scale = torch.tensor(self.guidance.scale, dtype=torch.float32, device=self.device)
+        self._scale = scale if self.rows_per_image == 2 else None
         layers = "" if self.num_layers == transformer.config.n_layer else f"{self.num_layers} layers"
-        prefix = "" if compress_prefix else "whole prefix"
-        rows = f"{self.rows_per_image} rows an image"
+        rows, prefix = f"{self.rows_per_image} rows an image", "" if compress_prefix else "whole prefix"
         self.cost_key = cost_key(transformer, rows, layers, prefix, transformer.pass_backend)
 
     def bind(self, slots: int) -> LlamaGenTokenModel:
@@ -88,9 +82,8 @@ class LlamaGenTokenModel(TokenModel):
         """Return the same model without some layers of its transformer, which share the weights."""
         if self._offloaded:
             raise ValueError("layers cannot be skipped while the transformer is offloaded or cast layer by layer")
-        view = self.transformer.without_layers(layers)
-        options: dict[str, Any] = {"compress_prefix": self.compress_prefix, "codebook": self.codebook, "device": self.device}
-        return LlamaGenTokenModel(view, self.guidance, **options)
+        view, options = self.transformer.without_layers(layers), {"codebook": self.codebook, "device": self.device}
+        return LlamaGenTokenModel(view, self.guidance, compress_prefix=self.compress_prefix, **options)
 
     def allocate(self, condition: Condition, width: int, slots: int | None = None) -> KVCache | Int8Cache:
         rows = (len(condition) if slots is None else slots) * self.rows_per_image
@@ -137,8 +130,7 @@ class LlamaGenTokenModel(TokenModel):
         return torch.where((position <= self.guidance.interval)[..., None], self._scale, 1.0)
 
     def _tensor_mode(self) -> AbstractContextManager[None]:
-        """Keep the loop's inference mode, unless hooks replace a layer's weights: these must be normal tensors, which can be
-        trained later."""
+        """Keep the loop's inference mode, unless hooks replace weights: by normal tensors, which can be trained later."""
         return normal_tensors() if self._offloaded else nullcontext()
 
     def _repeat_rows(self, part: Tensor, dims: int) -> Tensor:

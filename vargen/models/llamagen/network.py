@@ -79,7 +79,7 @@ class LlamaGenTransformer(RotaryNetwork, QuantizedStorageMixin, ConfigMixin):
         dim, n_layer, n_head, n_kv_head: width, layers, heads; the head width `dim / n_head` must be divisible by 4.
         vocab_size: number of image tokens V.
         grid_size: side of the square token grid, at most 256; N = grid_size^2. The rotary table is specific to the grid.
-        num_classes: number of classes, without the null class (`condition="class"`).
+        num_classes: without the null class (`condition="class"`).
         caption_dim, cls_token_num: width and number of caption rows (`condition="text"`).
         multiple_of, ffn_dim_multiplier: the feed-forward width is 8/3 dim times the multiplier, rounded up to `multiple_of`.
         quantization: `"int8"` for 8-bit integer products on a CPU; see `vargen.models.quantization`. None: floating point.
@@ -143,10 +143,10 @@ class LlamaGenTransformer(RotaryNetwork, QuantizedStorageMixin, ConfigMixin):
         """Return the unconditional condition for guidance: the null class, or the null caption with the *same* mask."""
         if condition.class_labels is not None:
             return Condition(class_labels=torch.full_like(condition.class_labels, self.config.num_classes))
-        assert condition.caption_embeds is not None
-        B, P, _ = condition.caption_embeds.shape  # if P is below the model's, the null caption is cut on the left
+        given = condition.require("text")
+        B, P, _ = given.shape  # if P is below the model's, the null caption is cut on the left
         null = read_weight(self.cls_embedding, "uncond_embedding")[-P:].expand(B, -1, -1)
-        return Condition(caption_embeds=null.to(condition.caption_embeds), caption_mask=condition.caption_mask)
+        return Condition(caption_embeds=null.to(given), caption_mask=condition.caption_mask)
 
     def new_cache(
         self, rows: int, scratch: int = 1, compress_prefix: bool = True, device: torch.device | None = None
