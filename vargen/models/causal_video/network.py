@@ -134,18 +134,13 @@ class CausalVideoTransformer(QuantizedStorageMixin, ConfigMixin):
         *,
         window: int | None = None,
         sinks: int = 0,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-        geometry: VideoGeometry | None = None,
+        device: torch.device | None = None,
     ) -> VideoCache:
-        """Create an empty cache for this network; see `VideoCache`. Default dtype and device are those of the weights.
-
-        A `geometry` is that of videos whose size differs from the network's.
-        """
+        """Create an empty cache for this network; see `VideoCache`. The default device is that of the weights."""
         weight = self.patch_embedding.weight
-        shape = (geometry or self.geometry, len(self.blocks), batch, self.config.num_heads, self.head_dim)
-        kind, place = dtype or weight.dtype, device or weight.device
-        return VideoCache(*shape, frames=frames, window=window, sinks=sinks, dtype=kind, device=place)
+        shape = (self.geometry, len(self.blocks), batch, self.config.num_heads, self.head_dim)
+        place = device or weight.device
+        return VideoCache(*shape, frames=frames, window=window, sinks=sinks, dtype=weight.dtype, device=place)
 
     def forward(
         self,
@@ -155,7 +150,6 @@ class CausalVideoTransformer(QuantizedStorageMixin, ConfigMixin):
         cache: VideoCache | None = None,
         *,
         context: Tensor | None = None,
-        context_timestep: Tensor | None = None,
         window: int | None = None,
         sinks: int = 0,
     ) -> Tensor:
@@ -171,16 +165,13 @@ class CausalVideoTransformer(QuantizedStorageMixin, ConfigMixin):
         Args:
             latents_BFCYX: noisy latents, or clean ones with timestep 0.
             timestep: 0 to 1000, `[B]` or `[B, F]`.
-            text: result of `text_cache`.
             context: clean latents of the same video, with the same number of frames.
-            context_timestep: timestep of the context, 0 by default.
             window, sinks: attention window without a cache; see `visible_frames`.
         """
-        geometry, frames = self.geometry, latents_BFCYX.shape[1]
-        p = geometry.patch
-        C, sides = geometry.channels, latents_BFCYX.shape[3:]
+        geometry, frames, sides = self.geometry, latents_BFCYX.shape[1], latents_BFCYX.shape[3:]
+        C, p = geometry.channels, geometry.patch
         if latents_BFCYX.ndim != 5 or latents_BFCYX.shape[2] != C or any(side % p for side in sides):
-            shape = f"[B, F, {geometry.channels}, Y, X] with Y and X multiples of {p}"
+            shape = f"[B, F, {C}, Y, X] with Y and X multiples of {p}"
             raise ValueError(f"latents must be {shape}, got {list(latents_BFCYX.shape)}")
         if cache is not None and (context is not None or window is not None):
             raise ValueError("context and window must be None with a cache, which has them")
@@ -190,8 +181,7 @@ class CausalVideoTransformer(QuantizedStorageMixin, ConfigMixin):
         x, seen = latents_BFCYX, _frame_visibility(frames, geometry.block_frames, cache, context is not None, window, sinks)
         if context is not None:
             x = torch.cat([context, x], 1)
-            given = torch.zeros_like(steps) if context_timestep is None else _expand_timestep(context_timestep, latents_BFCYX)
-            steps = torch.cat([given, steps], 1)
+            steps = torch.cat([torch.zeros_like(steps), steps], 1)
         plan = None if seen is None else plan_attention(seen, rows * columns)
         table = build_rotary_3d(self.head_dim, start, frames, rows, columns, x.device)
         if context is not None:
@@ -243,8 +233,7 @@ def _frame_visibility(
     if context:
         own = torch.arange(frames) // block
         itself = own[:, None] == own[None]
-        nothing = torch.zeros_like(before)
-        return torch.cat([torch.cat([before, nothing], 1), torch.cat([before & ~itself, itself], 1)])
+        return torch.cat([torch.cat([before, torch.zeros_like(before)], 1), torch.cat([before & ~itself, itself], 1)])
     return None if bool(before.all()) else before
 
 
@@ -289,12 +278,13 @@ class CausalVideoLoRA(QuantizedStorageMixin, ConfigMixin):
         if not 1 <= rank <= dim:
             raise ValueError(f"rank must be from 1 to dim, {dim}, got {rank}")
         with torch.device("meta"):
-            layers = _linear_layers(CausalVideoBlock(dim, ffn_dim, 1))
+            named = CausalVideoBlock(dim, ffn_dim, 1).named_modules()
+            shapes = {name: layer.weight.shape for name, layer in named if isinstance(layer, nn.Linear)}
+        self.layer_names = {name.replace(".", "_"): name for name in shapes}  # names of modules have no dots
         self.blocks = nn.ModuleList(
-            nn.ModuleDict({_key(name): LowRankUpdate(*layer.weight.shape, rank) for name, layer in layers.items()})
+            nn.ModuleDict({key: LowRankUpdate(*shapes[name], rank) for key, name in self.layer_names.items()})
             for _ in range(num_layers)
         )
-        self.layer_names = {_key(name): name for name in layers}
 
     @torch.no_grad()
     def merge(self, transformer: CausalVideoTransformer) -> CausalVideoTransformer:
@@ -324,12 +314,3 @@ class CausalVideoLoRA(QuantizedStorageMixin, ConfigMixin):
         for number, updates in enumerate(self.blocks):
             for key, name in self.layer_names.items():
                 yield f"blocks.{number}.{name}", updates[key]
-
-
-def _linear_layers(block: nn.Module) -> dict[str, nn.Linear]:
-    return {name: layer for name, layer in block.named_modules() if isinstance(layer, nn.Linear)}
-
-
-def _key(name: str) -> str:
-    """Return the name of a layer without dots, which names of modules must not have."""
-    return name.replace(".", "_")

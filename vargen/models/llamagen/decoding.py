@@ -82,8 +82,9 @@ class LlamaGenTokenModel(TokenModel):
         """Return the same model without some layers of its transformer, which share the weights."""
         if self._offloaded:
             raise ValueError("layers cannot be skipped while the transformer is offloaded or cast layer by layer")
-        view, options = self.transformer.without_layers(layers), {"codebook": self.codebook, "device": self.device}
-        return LlamaGenTokenModel(view, self.guidance, compress_prefix=self.compress_prefix, **options)
+        view = self.transformer.without_layers(layers)
+        options: dict[str, Any] = {"compress_prefix": self.compress_prefix, "codebook": self.codebook, "device": self.device}
+        return LlamaGenTokenModel(view, self.guidance, **options)
 
     def allocate(self, condition: Condition, width: int, slots: int | None = None) -> KVCache | Int8Cache:
         rows = (len(condition) if slots is None else slots) * self.rows_per_image

@@ -9,6 +9,7 @@ Shape suffixes: B batch, C channels, Y/X pixel rows and columns, R/G grid rows a
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -72,7 +73,7 @@ class VectorQuantizer(nn.Module):
         return hashlib.sha256(weight.detach().half().cpu().numpy().tobytes()).hexdigest()[:16]
 
     def find_nearest(self, z_BERG: Tensor) -> Tensor:
-        """Indices `[B, R, G]` int64 of the nearest codes, which on the sphere have the greatest cosine similarity."""
+        """Indices `[B, R, G]` int64 of the nearest codes, which have the greatest cosine similarity."""
         return self.cosines(z_BERG).argmax(-1)
 
     def cosines(self, z_BERG: Tensor) -> Tensor:
@@ -171,7 +172,7 @@ class VQModel(QuantizedStorageMixin, ConfigMixin):
     def decode(self, indices: Tensor) -> Tensor:
         """Decode indices `[B, R, G]`, or `[B, N]` of a square grid, to pixels `[B, 3, Y, X]`, about [-1, 1]."""
         if indices.dim() == 2:
-            side = round(indices.shape[1] ** 0.5)
+            side = math.isqrt(indices.shape[1])
             if side * side != indices.shape[1]:
                 raise ValueError(f"flat indices must fill a square grid, got {indices.shape[1]} per row; pass [B, R, G]")
             indices = indices.view(-1, side, side)

@@ -150,8 +150,7 @@ class VARAttention(nn.Module):
 class GELUMLP(nn.Module):
     def __init__(self, dim: int, hidden: int):
         super().__init__()
-        self.fc1 = nn.Linear(dim, hidden)
-        self.fc2 = nn.Linear(hidden, dim)
+        self.fc1, self.fc2 = nn.Linear(dim, hidden), nn.Linear(hidden, dim)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
@@ -190,14 +189,6 @@ class VARBlock(nn.Module):
 def modulate(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     """Apply layer norm without weights, times `scale` (1 already added), plus `shift`."""
     return torch.addcmul(shift, F.layer_norm(x, x.shape[-1:], eps=_NORM_EPS), scale)
-
-
-class HeadModulation(nn.Module):
-    """Modulation of the final norm."""
-
-    def __init__(self, dim: int):
-        super().__init__()
-        self.ada_lin = nn.Sequential(nn.SiLU(), nn.Linear(dim, 2 * dim))
 
 
 def make_caption_mlp(width_in: int, width: int) -> nn.Sequential:

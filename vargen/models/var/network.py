@@ -32,7 +32,7 @@ from vargen.models.quantization import replace_linear_layers
 from vargen.models.storage import ModelMixin, QuantizedStorageMixin  # noqa: F401
 from vargen.models.tokenizers.multi_scale_vq import SCALES_256, SCALES_512
 from vargen.models.var import int8
-from vargen.models.var.blocks import HeadModulation, Modulation, ScaleCache, VARBlock, make_caption_mlp, modulate
+from vargen.models.var.blocks import Modulation, ScaleCache, VARBlock, make_caption_mlp, modulate
 
 # Official scale tables: sides of the scales, by the image size in pixels.
 SCALES = {256: SCALES_256, 512: SCALES_512, 1024: (1, 2, 3, 4, 5, 7, 9, 12, 16, 21, 27, 36, 48, 64)}
@@ -122,7 +122,7 @@ class VARTransformer(QuantizedStorageMixin, ConfigMixin):
             self.shared_ada_lin = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
         hidden = round(width * mlp_ratio)
         self.blocks = nn.ModuleList(VARBlock(width, heads, hidden, attn_l2_norm, shared_aln) for _ in range(depth))
-        self.head_nm = HeadModulation(width)
+        self.head_nm = nn.ModuleDict({"ada_lin": nn.Sequential(nn.SiLU(), nn.Linear(width, 2 * width))})
         self.head = nn.Linear(width, vocab_size)
         levels = torch.cat([torch.full((side * side,), i) for i, side in enumerate(sides)])[None]
         self.register_buffer("lvl_1L", levels, persistent=False)
@@ -289,7 +289,7 @@ class VARTransformer(QuantizedStorageMixin, ConfigMixin):
         plain = blocks.new_zeros(6, 1, 1)
         plain[2:4] = 1
         blocks = blocks.permute(0, 2, 1, 3) + plain  # [depth, 6, R, D]
-        scale, shift = self.head_nm.ada_lin(vector_RD).chunk(2, dim=-1)
+        scale, shift = self.head_nm["ada_lin"](vector_RD).chunk(2, dim=-1)
         return Modulation(blocks[:, :, :, None], torch.stack([scale + 1, shift])[:, :, None])
 
     def _attention_mask(self, first: int, last: int, fed_prefix: int, held_prefix: int, mask: Tensor | None) -> Tensor | None:
