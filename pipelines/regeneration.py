@@ -12,7 +12,6 @@ from PIL import Image
 from vargen.compat import installed_version
 from vargen.decoding import DecodeOutput, DecodeStats, resolve_method
 from vargen.image_metadata import pixels_digest, tokens_digest
-from vargen.models.quantization import quantization_of
 from vargen.pipelines.validation import is_blank, resolve_class_labels
 
 if TYPE_CHECKING:
@@ -52,7 +51,7 @@ class Regeneration:
 
 def environment_parameters(pipe: VisualPipeline, model: str, digest: str | None) -> dict[str, Any]:
     """Return what an image records about its model and machine, besides the arguments of the call."""
-    device, quantization = pipe.device, quantization_of(pipe.transformer)
+    device, quantization = pipe.device, getattr(pipe.transformer.config, "quantization", None)
     processor = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
     return {
         "model": model,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from vargen.decoding.tree_drafters import repeat_for_cfg
 from vargen.options import OPTIONS
-from vargen.values import require_int
+from vargen.values import require_int, short_repr
 
 
 @dataclass(frozen=True)
@@ -142,6 +143,12 @@ def apply_guidance(conditional: Tensor, unconditional: Tensor, scale: float | Te
     if isinstance(scale, Tensor):
         return torch.addcmul(unconditional, difference, scale)
     return unconditional.add(difference, alpha=scale)
+
+
+def validate_skipped(layers: Sequence[int], count: int) -> None:
+    """Raise ValueError unless `layers` are some, but not all, of the layers of a network."""
+    if not set(layers) < set(range(count)):
+        raise ValueError(f"layers must be some of 0 to {count - 1}, but not all, got {short_repr(tuple(layers))}")
 
 
 def cost_key(transformer: Any, *facts: str) -> str:

@@ -105,11 +105,6 @@ def quantize_weights(
     return found
 
 
-def quantization_of(network: Any) -> str | None:
-    """Return the format of the products of a network; None for floating point."""
-    return getattr(network.config, "quantization", None)
-
-
 def start_compiling(network: Any) -> None:
     """Start to build the compiled code of a network's passes, if it is not there; warn where they would be slow without."""
     warn_if_slow()

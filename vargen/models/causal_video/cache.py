@@ -133,11 +133,6 @@ class VideoCache:
         """Size of keys and values in bytes."""
         return self.keys.nbytes + self.values.nbytes
 
-    @property
-    def end(self) -> int:
-        """Index of the frame after the current block."""
-        return self.frames + self.pending
-
     def free_frames(self) -> int:
         """Return how many more frames fit before a frame is evicted or the cache is full."""
         return max(0, self.slots - self.frames)
@@ -164,14 +159,14 @@ class VideoCache:
         tokens = self.geometry.frame_tokens
         if k_BHTK.shape[2] != self.pending * tokens:
             raise ValueError(f"{self.pending} frames of {tokens} tokens were begun, got {k_BHTK.shape[2]} tokens")
-        self._written = max(self._written, self.end)
+        self._written = max(self._written, self.frames + self.pending)
         done = 0
         for slot, count in self._slot_runs():
             into, of = slice(slot * tokens, (slot + count) * tokens), slice(done * tokens, (done + count) * tokens)
             self.keys[layer, :, :, into] = k_BHTK[:, :, of].to(self.keys.dtype)
             self.values[layer, :, :, into] = v_BHTK[:, :, of].to(self.values.dtype)
             done += count
-        seen = min(self.end, self.slots) * tokens
+        seen = min(self.frames + self.pending, self.slots) * tokens
         return self.keys[layer, :, :, :seen].type_as(k_BHTK), self.values[layer, :, :, :seen].type_as(v_BHTK)
 
     def layer(self, layer: int) -> LayerCache:
@@ -180,7 +175,7 @@ class VideoCache:
     def _slot_runs(self) -> list[tuple[int, int]]:
         """Slots of the pending frames as runs (first, count): at most three, split at the sinks and where the ring wraps."""
         runs: list[tuple[int, int]] = []
-        for slot in range(self.frames, self.end):
+        for slot in range(self.frames, self.frames + self.pending):
             if self.window is not None and slot >= self.sinks:
                 slot = self.sinks + (slot - self.sinks) % (self.window - self.sinks)
             if runs and sum(runs[-1]) == slot:
@@ -200,15 +195,6 @@ class VideoCache:
         count = self.pending if frames is None else require_int("frames", frames, 0, self.pending)
         self.frames += count
         self.pending -= count
-
-    def rollback(self, frames: int | None = None) -> None:
-        """Discard pending frames, and committed frames after the first `frames` (default: keep all committed ones)."""
-        target = self.frames if frames is None else require_int("frames", frames, 0, self.frames)
-        if target < self.frames and self._written > self.slots:
-            raise ValueError(f"a window of {self.window} frames has overwritten what frame {target} sees: prefill it again")
-        self.frames, self.pending = target, 0
-        if self._written <= self.slots:
-            self._written = target  # nothing was lost
 
 
 @dataclass(frozen=True)

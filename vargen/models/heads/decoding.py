@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class Target(Protocol):
-    """What drafters use of the target transformer, whose features they extend."""
+    """What drafters use of the target, whose features they extend."""
 
     rows_per_image: int
     vocab: int

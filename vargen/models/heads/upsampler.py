@@ -48,7 +48,6 @@ class TokenUpsampler(QuantizedStorageMixin, ConfigMixin):
     """Predicts the logits of high-resolution tokens from the low-resolution tokens of an image.
 
     Args:
-        vocab_size: vocabulary size V of both resolutions.
         low_grid, grid_size: tokens per side at the low and the high resolution; the second is a multiple of the first.
         dim: width, a multiple of 8.
         blocks: number of residual blocks at the low resolution, and of position-wise blocks at the high resolution.
@@ -79,8 +78,7 @@ class TokenUpsampler(QuantizedStorageMixin, ConfigMixin):
         self.place = nn.Parameter(torch.zeros(1, dim, low_grid, low_grid))
         self.low = nn.Sequential(*(_mix_neighbors(dim) for _ in range(blocks)))
         self.up = nn.Conv2d(dim, dim * self.factor**2, 1)
-        rows, columns = _ABOVE
-        self.above = nn.Conv2d(dim + 1, dim, (rows, columns), padding=(0, columns // 2))
+        self.above = nn.Conv2d(dim + 1, dim, _ABOVE, padding=(0, _ABOVE[1] // 2))
         self.high = nn.Sequential(*(_mix_channels(dim) for _ in range(blocks)))
         self.norm = nn.LayerNorm(dim)
         self.output = nn.Linear(dim, vocab_size)
@@ -97,12 +95,10 @@ class TokenUpsampler(QuantizedStorageMixin, ConfigMixin):
         return F.pixel_shuffle(self.up(x), self.factor)
 
     def forward(self, features: Tensor, tokens: Tensor, known: Tensor, position: Tensor | None = None) -> Tensor:
-        """Logits `[B, S, V]` of tokens at positions.
+        """Logits `[B, S, V]` of tokens at positions, from the result of `features`.
 
         Args:
-            features: result of the method `features`.
-            tokens: int64 `[B, N]`, of which some are known.
-            known: bool `[B, N]`; other tokens are ignored.
+            tokens, known: int64 and bool `[B, N]`; tokens that are not known are ignored.
             position: int64 `[B, S]`; None: all N positions in raster order.
         """
         x = features.flatten(2).movedim(1, 2)

@@ -23,7 +23,7 @@ from vargen.device import normal_tensors
 from vargen.kernels.dispatch import is_eager_cpu
 from vargen.kernels.int8.load import TOKEN_PASS, CompiledCode
 from vargen.kernels.linear import transpose_linear_weights
-from vargen.models.guidance import Condition, apply_guidance
+from vargen.models.guidance import Condition, apply_guidance, validate_skipped
 from vargen.models.int8_cache import Int8Cache
 from vargen.models.kv_cache import KVCache
 from vargen.models.llamagen import int8
@@ -40,7 +40,6 @@ from vargen.models.llamagen.blocks import (
 from vargen.models.offloading import read_weight
 from vargen.models.quantization import replace_linear_layers
 from vargen.models.storage import ModelMixin, QuantizedStorageMixin  # noqa: F401
-from vargen.values import short_repr
 
 # Official model sizes.
 SIZES: dict[str, dict[str, int]] = {
@@ -166,9 +165,7 @@ class LlamaGenTransformer(RotaryNetwork, QuantizedStorageMixin, ConfigMixin):
 
     def without_layers(self, layers: Sequence[int]) -> LlamaGenTransformer:
         """Return a view of this network without some of its layers, which shares all weights and the config."""
-        known = len(self.layers)
-        if not set(layers) < set(range(known)):
-            raise ValueError(f"layers must be some of 0 to {known - 1}, but not all, got {short_repr(tuple(layers))}")
+        validate_skipped(layers, len(self.layers))
         kept = [block for layer, block in enumerate(self.layers) if layer not in layers]
         view = copy(self)
         view._modules = {**self._modules, "layers": nn.ModuleList(kept)}

@@ -20,8 +20,6 @@ from vargen.models.offloading import find_device, read_weight
 from vargen.values import parse_int, short_repr
 from vargen.weight_files import weights_digest
 
-_ATTENTION = ("sdpa", "eager")
-
 
 @dataclass(frozen=True)
 class PromptRows:
@@ -148,7 +146,7 @@ class ImageLanguageModel:
         return positions
 
     def encode_prompts(self, processor: Any, prompts: list[str], negative: list[str] | None) -> PromptRows:
-        """Tokenize prompts, and negative prompts for the unconditional rows."""
+        """Tokenize prompts, and negative prompts."""
         raise NotImplementedError
 
     def decode_pixels(self, tokens: Tensor) -> Tensor:
@@ -158,9 +156,8 @@ class ImageLanguageModel:
     @property
     def default_sampling(self) -> dict[str, Any]:
         """Guidance scale, temperature, top-k and top-p of the published model; a top-k beyond the vocabulary keeps all."""
-        top_k = None if self.top_k is None or self.top_k > self.vocab else self.top_k
-        scale, temperature, top_p = self.guidance_scale, self.temperature, self.top_p
-        return {"guidance_scale": scale, "temperature": temperature, "top_k": top_k, "top_p": top_p}
+        values = {name: getattr(self, name) for name in ("guidance_scale", "temperature", "top_k", "top_p")}
+        return values | ({"top_k": None} if self.top_k is not None and self.top_k > self.vocab else {})
 
     @property
     def max_prompt_tokens(self) -> int:
@@ -245,9 +242,9 @@ def validate_network(described: ImageLanguageModel) -> None:
     model = described.model
     config = model.config.get_text_config()
     attention = config._attn_implementation
-    if attention not in _ATTENTION:
+    if attention not in ("sdpa", "eager"):
         raise ValueError(
-            f"attn_implementation must be {' or '.join(_ATTENTION)}, whose masks may be a tree, got {short_repr(attention)}; "
+            f"attn_implementation must be sdpa or eager, whose masks may be a tree, got {short_repr(attention)}; "
             "reload the model with attn_implementation='sdpa'"
         )
     other = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention"})

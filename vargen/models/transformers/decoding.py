@@ -22,10 +22,9 @@ from transformers.cache_utils import Cache
 
 from vargen.decoding import Output, TokenModel, Tree
 from vargen.device import captures_passes
-from vargen.models.guidance import Guidance, apply_guidance, to_guidance
+from vargen.models.guidance import Guidance, apply_guidance, to_guidance, validate_skipped
 from vargen.models.kv_cache import CacheView, KVCache
 from vargen.models.transformers.base import ImageLanguageModel, PromptRows, validate_network
-from vargen.values import short_repr
 
 _ROOM = 64  # prompts have room for a multiple of it where passes are captured, so that longer ones capture nothing again
 _FLOOR = -1e9  # logit of tokens that cannot occur: infinite logits are errors, and this survives a division by 1e-5
@@ -88,8 +87,8 @@ class TransformersTokenModel(TokenModel):
         self.description, self.guidance, self.draft_model = language_model, to_guidance(guidance), draft_model
         if self.guidance.scale != 1 and not language_model.guided:
             raise ValueError(f"guidance_scale must be 1: {language_model.class_name} has no unconditional prompt")
-        self.vocab, self.grid, self.codebook = language_model.vocab, language_model.grid, language_model.codebook
-        self.low_res = language_model.low_res
+        self.vocab, self.grid = language_model.vocab, language_model.grid
+        self.codebook, self.low_res = language_model.codebook, language_model.low_res
         self.rows_per_image = self.guidance.rows_per_image
         self._scale: float | Tensor = self.guidance.scale  # of a bound model: float32 [slots, 1, 1]
         self.device = language_model.device
@@ -139,9 +138,7 @@ class TransformersTokenModel(TokenModel):
         """Return the same model without some of its layers, which share the weights."""
         if self._hooked:
             raise ValueError("layers cannot be skipped while hooks load or cast the weights of the model in each pass")
-        known = len(self.description.body.layers)
-        if not set(layers) < set(range(known)):
-            raise ValueError(f"layers must be some of 0 to {known - 1}, but not all, got {short_repr(tuple(layers))}")
+        validate_skipped(layers, len(self.description.body.layers))
         return TransformersTokenModel(self.description, self.guidance, skipped=layers)
 
     def allocate(self, condition: PromptRows, width: int, slots: int | None = None) -> TransformersState:

@@ -16,13 +16,7 @@ from torch import Tensor
 from vargen.decoding import LowResModel
 from vargen.folders.transformers_networks import NetworkKind
 from vargen.models.offloading import read_weight
-from vargen.models.transformers.base import (
-    ImageLanguageModel,
-    PromptRows,
-    pad_prompts,
-    tokenize,
-    validate_size,
-)
+from vargen.models.transformers.base import ImageLanguageModel, PromptRows, pad_prompts, tokenize, validate_size
 from vargen.values import short_repr
 from vargen.weight_files import weights_digest
 
@@ -274,8 +268,7 @@ MODELS: dict[str, type[ImageLanguageModel]] = {each.class_name: each for each in
 def describe_language_model(model: Any, **options: Any) -> ImageLanguageModel:
     """Return the description of a model of transformers.
 
-    Args:
-        options: of its constructor, such as `size`, rows and columns of the image in tokens. None selects the published value.
+    Options are those of its constructor, such as `size`, rows and columns of the image in tokens. None: the published value.
     """
     found = MODELS.get(type(model).__name__)
     if found is None:
