@@ -18,8 +18,13 @@ from vargen.models.causal_video.decoding import BlockRouter, CausalVideoBlockMod
 from vargen.models.causal_video.network import CausalVideoLoRA, CausalVideoTransformer
 from vargen.models.guidance import Condition, Guidance
 from vargen.models.offloading import is_offloaded
-from vargen.models.tokenizers.video_vae import CausalVideoVAE, PreviewDecoder, StreamingDecoder
-from vargen.models.tokenizers.wan_vae import AutoencoderKLWan, WanStreamingDecoder
+from vargen.models.tokenizers.video_vae import (
+    AutoencoderKLWan,
+    CausalVideoVAE,
+    PreviewDecoder,
+    StreamingDecoder,
+    WanStreamingDecoder,
+)
 from vargen.pipelines import validation
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.families import TEXT_COMPONENTS, Component, ModelFamily, register_family

@@ -28,7 +28,7 @@ from vargen.folders.networks import NetworkFolder
 from vargen.folders.tokenizers import validate_tokenizer_files
 from vargen.folders.transformers_networks import StoredNetwork
 from vargen.models.text_encoder import TEXT_ENCODERS
-from vargen.models.tokenizers.wan_vae import AutoencoderKLWan
+from vargen.models.tokenizers.video_vae import AutoencoderKLWan
 
 VAE_FILE, TEXT_FILE, TOKENIZER_FOLDER = "Wan2.1_VAE.pth", "models_t5_umt5-xxl-enc-bf16.pth", "google/umt5-xxl"
 _VAE_FILE_22 = "Wan2.2_VAE.pth"

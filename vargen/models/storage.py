@@ -72,13 +72,13 @@ def dequantize_rows(values: Tensor, scale: Tensor) -> Tensor:
 
 
 class QuantizedStorageMixin(ModelMixin):
-    """A `ModelMixin` whose weights are stored in the `weight_format` of its config.
+    """A `ModelMixin` with a `weight_format`, in which its weights are stored, in its config.
 
     None: as in diffusers, in their own dtype. ``"int8"`` and ``"int6"``: matrices and convolution filters as int8, which int6
     limits to -31..31, each with a float32 ``<name>.scale`` [rows, groups], where a group is 32 columns if these divide evenly
     and a whole row otherwise; other weights in `unquantized_dtype`. ``"float16"`` and ``"float32"``: all weights in that dtype.
-    A network that computes with int8 weights (`vargen.models.quantization`) stores these as they are, with a float32
-    ``<layer>.weight_scale`` [rows] each.
+    A network with ``quantization="int8"`` in its config computes with 8-bit integer products on a CPU, and stores int8 weights
+    as they are, with a float32 ``<layer>.weight_scale`` [rows] each; see `vargen.models.quantization`.
 
     Attributes:
         unquantized_suffixes: suffixes of the names of weights that are never quantized in storage.

@@ -37,13 +37,11 @@ class CausalVideoBlockModel(BlockModel):
 
     Args:
         levels: noise level of each step; see `vargen.decoding.video.denoising.shifted_levels`.
-        resamples_noise: see `BlockModel`.
         guidance: classifier-free guidance; with scale 1 only the row with the prompt runs, as in distilled models. Any other
             scale requires its negative condition.
         window: maximum number of latent frames that a block attends to, including its own and the sinks; None for all.
         sinks: number of first frames of the video that always stay visible.
         motion: motion level, for networks trained with levels; None for any.
-        draft_model: a smaller model with the same latents.
         device: of the passes. Default: the device of the weights, which is a different one while they are offloaded.
     """
 

@@ -43,7 +43,6 @@ class CausalVideoTransformer(QuantizedStorageMixin, ConfigMixin):
         text_mask: whether padding rows are masked; official models attend to them.
         freq_dim: width of the sinusoidal timestep embedding.
         motion_levels: number of motion levels, 0 for none; official models have none.
-        quantization: `"int8"` for 8-bit integer products of the blocks on a CPU; see `vargen.models.quantization`.
     """
 
     _no_split_modules: ClassVar[list[str]] = ["CausalVideoBlock"]

@@ -106,7 +106,7 @@ class EagleDrafter(RotaryNetwork, QuantizedStorageMixin, ConfigMixin):
         Args:
             features, embeddings, above: `[R, T, D]`; see the class.
             positions: int64 `[T]` or `[R, T]`, grid cells. Default: consecutive from the pointer, after `earlier` ones.
-            ancestors, earlier: of a tree that earlier passes started; see `KVCache.bias`.
+            ancestors, earlier: of a tree that earlier passes started; see `KVCache.additive_mask`.
         """
         T = features.shape[1]
         if cache.scratch < earlier + T:

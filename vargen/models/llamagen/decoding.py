@@ -26,16 +26,13 @@ from vargen.models.offloading import validate_offloading
 
 
 class LlamaGenTokenModel(TokenModel):
-    """`TokenModel` of a LlamaGen transformer.
+    """`TokenModel` of a LlamaGen transformer; arguments that are not listed are as there.
 
     Args:
         guidance: classifier-free guidance, or its scale.
         compress_prefix: store the conditioning in one cache slot, which is exact.
-        codebook: float `[V, C]`, the tokenizer's embeddings, for rules that compare tokens.
-        draft_model: a smaller model with the same vocabulary, for speculative decoding.
         draft_heads: by name, functions that make a draft head for this model, from networks trained on its features.
-        low_res: a low-resolution model whose images predict drafts.
-        device: device of the passes. Default: the device of the weights, which is a different one while they are offloaded.
+        device: of the passes. Default: the device of the weights, which is a different one while they are offloaded.
     """
 
     low_res: LowResolutionDrafter | None

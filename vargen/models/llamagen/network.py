@@ -81,7 +81,6 @@ class LlamaGenTransformer(RotaryNetwork, QuantizedStorageMixin, ConfigMixin):
         num_classes: without the null class (`condition="class"`).
         caption_dim, cls_token_num: width and number of caption rows (`condition="text"`).
         multiple_of, ffn_dim_multiplier: the feed-forward width is 8/3 dim times the multiplier, rounded up to `multiple_of`.
-        quantization: `"int8"` for 8-bit integer products on a CPU; see `vargen.models.quantization`. None: floating point.
     """
 
     _supports_gradient_checkpointing = False
@@ -191,8 +190,8 @@ class LlamaGenTransformer(RotaryNetwork, QuantizedStorageMixin, ConfigMixin):
         Args:
             positions: int64 `[T]` or `[B, T]`, grid cell of each fed token. Default: consecutive from the pointer. Cells past
                 the grid are clamped, and their logits are meaningless.
-            ancestors: bool `[T, T]` or `[B, T, T]`, which fed tokens each fed token attends to, or packed (`KVCache.seen`).
-                Default: a chain.
+            ancestors: bool `[T, T]` or `[B, T, T]`, which fed tokens each fed token attends to, or packed, as in
+                `KVCache.attention_mask`. Default: a chain.
             guidance: scale s of classifier-free guidance, a number, `[]` or `[B/2, T, 1]`. The last B/2 rows are the
                 unconditional ones, and logits `[B/2, T, V]` are u + s (c - u) (Ho & Salimans 2022). Default: no guidance, and
                 logits of all rows.

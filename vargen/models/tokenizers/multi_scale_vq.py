@@ -142,8 +142,7 @@ class MultiScaleVQModel(QuantizedStorageMixin, ConfigMixin):
     Args:
         architecture: `"convolutional"`, as published; or `"hybrid"`, convolutions on patches and a transformer over the latent
             grid, which is several times cheaper.
-        codebook_size: number of codes V.
-        codebook_embed_dim: dimension C of codes and latents.
+        codebook_size, codebook_embed_dim: number of codes V, and dimension C of codes and latents.
         ch, ch_mult: base width and one multiplier per resolution, finest first; k+1 of them downsample by 2^k.
         num_res_blocks: residual blocks per encoder level (the decoder has one more).
         scales: sides of the token grids, coarse to fine; the last one is the latent's side.

@@ -89,8 +89,7 @@ class VQModel(QuantizedStorageMixin, ConfigMixin):
     """LlamaGen's image tokenizer.
 
     Args:
-        codebook_size: number of codes V.
-        codebook_embed_dim: code dimension E.
+        codebook_size, codebook_embed_dim: number of codes V, and their dimension E.
         ch: base width. The width of a level is `ch` times its multiplier, and must be divisible by 32.
         encoder_ch_mult, decoder_ch_mult: one multiplier per resolution, finest first; k+1 of them downsample by 2^k.
             `(1, 1, 2, 2, 4)` is VQ-16, `(1, 2, 2, 4)` is VQ-8.

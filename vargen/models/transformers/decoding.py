@@ -69,7 +69,6 @@ class TransformersTokenModel(TokenModel):
 
     Args:
         guidance: classifier-free guidance, or its scale s of u + s (c - u); 1 runs without unconditional rows.
-        draft_model: a smaller model with the same image tokens, for speculative decoding.
         draft_heads: by name, functions that make a draft head for this model, from networks trained on its features.
         skipped: layers to leave out, by number.
     """

@@ -49,11 +49,9 @@ class VARScaleModel(ScaleModel):
     """`ScaleModel` of a VAR transformer.
 
     Args:
-        transformer: the network.
         quantiser: quantizer of its image tokenizer, on `device`.
         guidance: classifier-free guidance, or its scale. Guidance grows linearly from none at the first scale to this value at
             the last, as published. The official `cfg` is this value minus 1.
-        draft_model: a smaller model with the same tokens.
         device: of the passes. Default: the device of the weights, which is a different one while they are offloaded.
     """
 

@@ -64,7 +64,6 @@ class VARTransformer(QuantizedStorageMixin, ConfigMixin):
         mlp_ratio: width of the feed-forward relative to `dim`.
         shared_aln: one modulation network for all blocks, as in the official 512-pixel model, instead of one per block.
         attn_l2_norm: unit queries and keys, as in all released weights.
-        quantization: `"int8"` for 8-bit integer products of the blocks on a CPU; see `vargen.models.quantization`.
     """
 
     _supports_gradient_checkpointing = False
