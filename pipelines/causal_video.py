@@ -17,7 +17,7 @@ from vargen.decoding.video.interfaces import BlockProgress
 from vargen.models.causal_video.decoding import BlockRouter, CausalVideoBlockModel, bind_router
 from vargen.models.causal_video.network import CausalVideoLoRA, CausalVideoTransformer
 from vargen.models.guidance import Condition, Guidance
-from vargen.models.offloading import is_offloaded
+from vargen.models.storage import is_offloaded
 from vargen.models.tokenizers.video_vae import (
     AutoencoderKLWan,
     CausalVideoVAE,

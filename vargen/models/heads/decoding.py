@@ -22,8 +22,7 @@ from vargen.decoding.tree_drafters import repeat_for_cfg
 from vargen.device import normal_tensors
 from vargen.folders.networks import require_equal
 from vargen.models.guidance import Condition
-from vargen.models.heads.eagle import EagleDrafter
-from vargen.models.heads.medusa import MedusaDrafter
+from vargen.models.heads.features import EagleDrafter, MedusaDrafter
 from vargen.models.heads.upsampler import TokenUpsampler
 from vargen.models.kv_cache import KVCache
 from vargen.models.tokenizers.vq import VQModel

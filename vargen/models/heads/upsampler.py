@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 from torch import Tensor, nn
 
-from vargen.models.offloading import read_weight
-from vargen.models.storage import ModelMixin, QuantizedStorageMixin  # noqa: F401
+from vargen.models.storage import ModelMixin, QuantizedStorageMixin, read_weight  # noqa: F401
 
 _ABOVE = (3, 5)  # receptive field at the high resolution: rows above, columns
 

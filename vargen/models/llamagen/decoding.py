@@ -22,7 +22,7 @@ from vargen.models.heads.decoding import LowResolutionDrafter
 from vargen.models.int8_cache import Int8Cache
 from vargen.models.kv_cache import KVCache
 from vargen.models.llamagen.network import LlamaGenTransformer
-from vargen.models.offloading import validate_offloading
+from vargen.models.storage import validate_offloading
 
 
 class LlamaGenTokenModel(TokenModel):

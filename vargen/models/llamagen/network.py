@@ -37,9 +37,8 @@ from vargen.models.llamagen.blocks import (
     rotary_factors,
     swiglu_width,
 )
-from vargen.models.offloading import read_weight
 from vargen.models.quantization import replace_linear_layers
-from vargen.models.storage import ModelMixin, QuantizedStorageMixin  # noqa: F401
+from vargen.models.storage import ModelMixin, QuantizedStorageMixin, read_weight  # noqa: F401
 
 # Official model sizes.
 SIZES: dict[str, dict[str, int]] = {

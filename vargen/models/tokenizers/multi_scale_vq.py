@@ -24,8 +24,7 @@ from diffusers.utils import BaseOutput
 from diffusers.utils.accelerate_utils import apply_forward_hook
 from torch import Tensor, nn
 
-from vargen.models.offloading import read_weight
-from vargen.models.storage import ModelMixin, QuantizedStorageMixin  # noqa: F401
+from vargen.models.storage import ModelMixin, QuantizedStorageMixin, read_weight  # noqa: F401
 from vargen.models.tokenizers.blocks import (
     HEAD_WIDTH,
     NORM_GROUPS,

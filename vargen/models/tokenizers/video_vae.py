@@ -19,8 +19,7 @@ from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, un
 from diffusers.utils.accelerate_utils import apply_forward_hook
 from torch import Tensor, nn
 
-from vargen.models.offloading import find_device, read_weight
-from vargen.models.storage import ModelMixin, QuantizedStorageMixin  # noqa: F401
+from vargen.models.storage import ModelMixin, QuantizedStorageMixin, find_device, read_weight  # noqa: F401
 from vargen.models.tokenizers.blocks import (
     HEAD_WIDTH,
     ChannelLayerNorm,

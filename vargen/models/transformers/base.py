@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vargen.folders.transformers_networks import NetworkKind
 from vargen.models.llamagen.blocks import MAX_GRID
-from vargen.models.offloading import find_device, read_weight
+from vargen.models.storage import find_device, read_weight
 from vargen.values import parse_int, short_repr
 from vargen.weight_files import weights_digest
 

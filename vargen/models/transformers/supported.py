@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vargen.decoding import LowResModel
 from vargen.folders.transformers_networks import NetworkKind
-from vargen.models.offloading import read_weight
+from vargen.models.storage import read_weight
 from vargen.models.transformers.base import ImageLanguageModel, PromptRows, pad_prompts, tokenize, validate_size
 from vargen.values import short_repr
 from vargen.weight_files import weights_digest

@@ -17,7 +17,7 @@ from vargen.decoding import ScaleModel
 from vargen.device import inference_mode_for
 from vargen.kernels import ops
 from vargen.models.guidance import Condition, Guidance, cost_key, to_guidance
-from vargen.models.offloading import validate_offloading
+from vargen.models.storage import validate_offloading
 from vargen.models.tokenizers.multi_scale_vq import MultiScaleQuantizer
 from vargen.models.var.blocks import ScaleCache
 from vargen.models.var.network import VARTransformer

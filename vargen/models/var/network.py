@@ -27,9 +27,8 @@ from torch import Tensor, nn
 
 from vargen.kernels.int8.load import SCALE_PASS, CompiledCode
 from vargen.models.guidance import Condition
-from vargen.models.offloading import read_weight
 from vargen.models.quantization import replace_linear_layers
-from vargen.models.storage import ModelMixin, QuantizedStorageMixin  # noqa: F401
+from vargen.models.storage import ModelMixin, QuantizedStorageMixin, read_weight  # noqa: F401
 from vargen.models.tokenizers.multi_scale_vq import SCALES_256, SCALES_512
 from vargen.models.var import int8
 from vargen.models.var.blocks import Modulation, ScaleCache, VARBlock, make_caption_mlp, modulate
