@@ -245,7 +245,8 @@ def test_latents_of_another_shape_are_refused(model, shape):
 
 
 def test_a_video_of_another_size_has_a_cache_of_its_size(model):
-    wide, shape = dataclasses.replace(model.geometry, width=8), (len(model.blocks), 2, model.config.num_heads, model.head_dim)
+    wide = dataclasses.replace(model.geometry, width=8)
+    shape = len(model.blocks), 2, model.config.num_heads, model.head_dim
     cache, text = VideoCache(wide, *shape, frames=4, dtype=torch.float64), a_text(model)
     z = torch.randn(2, 4, 3, 4, 8).double()
     assert torch.allclose(prefill(model, z, cache, text), model(z, ZERO, text), atol=1e-9)

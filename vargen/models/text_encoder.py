@@ -58,7 +58,8 @@ class MiniLMTextEncoder(QuantizedStorageMixin, ConfigMixin):
         # Imported late, because importing transformers takes seconds.
         from transformers import BertConfig, BertModel
 
-        settings = {name: value for name, value in self.config.items() if not name.startswith("_") and name != "weight_format"}
+        settings = {name: value for name, value in self.config.items() if not name.startswith("_")}
+        del settings["weight_format"]
         self.bert = BertModel(BertConfig(**settings), add_pooling_layer=False)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:

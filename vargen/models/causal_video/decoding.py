@@ -77,8 +77,9 @@ class CausalVideoBlockModel(BlockModel):
 
     def start(self, condition: Condition, frames: int) -> VideoState:
         window = None if self.window is None or self.window >= frames else self.window
-        options: dict[str, Any] = {"window": window, "sinks": 0 if window is None else self.sinks, "device": self.device}
-        return VideoState(self.transformer.new_cache(self.rows_per_video, frames, **options), self._text(condition))
+        sinks = 0 if window is None else self.sinks
+        cache = self.transformer.new_cache(self.rows_per_video, frames, window=window, sinks=sinks, device=self.device)
+        return VideoState(cache, self._text(condition))
 
     def switch(self, state: VideoState, condition: Condition) -> None:
         state.text = self._text(condition)

@@ -191,7 +191,8 @@ class CausalVideoTransformer(QuantizedStorageMixin, ConfigMixin):
         for layer, block in enumerate(self.blocks):
             part = None if cache is None else cache.layer(layer)
             tokens = block(tokens, steps_BF6D, text.layer(layer), table, plan, part)
-        return self.join_patches(self.head(tokens, step_BFD)[:, -frames * rows * columns :], frames, columns)
+        out = self.head(tokens, step_BFD)
+        return self.join_patches(out[:, -frames * rows * columns :], frames, columns)
 
     def embed_patches(self, x_BFCYX: Tensor) -> Tensor:
         """Embed patches as tokens `[B, T, D]`: the official 3D convolution, computed as an equivalent matrix product."""
@@ -232,7 +233,8 @@ def _frame_visibility(
     if context:
         own = torch.arange(frames) // block
         itself = own[:, None] == own[None]
-        return torch.cat([torch.cat([before, torch.zeros_like(before)], 1), torch.cat([before & ~itself, itself], 1)])
+        nothing = torch.zeros_like(before)
+        return torch.cat([torch.cat([before, nothing], 1), torch.cat([before & ~itself, itself], 1)])
     return None if bool(before.all()) else before
 
 

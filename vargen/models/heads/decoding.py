@@ -161,7 +161,8 @@ class LowResolutionDrafter(LowResModel):
             self._engine = engine
         if self.upsampler is not None:
             return self.upsampler.features(low)
-        pixels, factor = self.vqvae.decode(low), [float(self.grid[i] // self.model.grid[i]) for i in range(2)]
+        pixels = self.vqvae.decode(low)
+        factor = [float(high // side) for high, side in zip(self.grid, self.model.grid, strict=True)]
         larger = F.interpolate(pixels, scale_factor=factor, mode="bicubic", align_corners=False)
         return self.vqvae.encode(larger.clamp(-1, 1)).flatten(1)
 

@@ -82,7 +82,8 @@ class EagleDrafter(RotaryNetwork, QuantizedStorageMixin, ConfigMixin):
         """Create a cache for `rows` rows and at most `scratch` slots per proposal."""
         if is_eager_cpu(self.fc.weight):
             transpose_linear_weights(self)
-        shape, place = (1, rows, self.config.n_head, self.layer.attention.head_dim), device or self.device
+        shape = 1, rows, self.config.n_head, self.layer.attention.head_dim
+        place = device or self.device
         with normal_tensors():
             return KVCache(*shape, prefix=0, tokens=self.tokens, scratch=scratch, dtype=self.dtype, device=place)
 

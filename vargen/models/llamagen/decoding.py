@@ -50,8 +50,12 @@ class LlamaGenTokenModel(TokenModel):
         low_res: LowResolutionDrafter | None = None,
     ):
         validate_offloading(transformer)
-        self.transformer, self.guidance, self.compress_prefix = transformer, to_guidance(guidance), compress_prefix
-        self.codebook, self.draft_model, self.low_res = codebook, draft_model, low_res
+        self.transformer = transformer
+        self.guidance = to_guidance(guidance)
+        self.compress_prefix = compress_prefix
+        self.codebook = codebook
+        self.draft_model = draft_model
+        self.low_res = low_res
         self.device = device or transformer.device
         self.vocab, self.grid = transformer.config.vocab_size, (transformer.config.grid_size,) * 2
         self.num_layers = len(transformer.layers)
@@ -64,7 +68,8 @@ class LlamaGenTokenModel(TokenModel):
         scale = torch.tensor(self.guidance.scale, dtype=torch.float32, device=self.device)
         self._scale = scale if self.rows_per_image == 2 else None
         layers = "" if self.num_layers == transformer.config.n_layer else f"{self.num_layers} layers"
-        rows, prefix = f"{self.rows_per_image} rows an image", "" if compress_prefix else "whole prefix"
+        rows = f"{self.rows_per_image} rows an image"
+        prefix = "" if compress_prefix else "whole prefix"
         self.cost_key = cost_key(transformer, rows, layers, prefix, transformer.pass_backend)
 
     def bind(self, slots: int) -> LlamaGenTokenModel:

@@ -131,7 +131,8 @@ class ImageLanguageModel:
 
     def slice_head(self) -> None:
         """Let `head` compute the logits of image tokens only, and read only their weights."""
-        self._head = make_sliced_head(self.model.get_output_embeddings(), slice(self.vocab) if self.ids is None else self.ids)
+        ids = slice(self.vocab) if self.ids is None else self.ids
+        self._head = make_sliced_head(self.model.get_output_embeddings(), ids)
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits `[R, T, V]` of image tokens."""
@@ -157,7 +158,9 @@ class ImageLanguageModel:
     def default_sampling(self) -> dict[str, Any]:
         """Guidance scale, temperature, top-k and top-p of the published model; a top-k beyond the vocabulary keeps all."""
         values = {name: getattr(self, name) for name in ("guidance_scale", "temperature", "top_k", "top_p")}
-        return values | ({"top_k": None} if self.top_k is not None and self.top_k > self.vocab else {})
+        if self.top_k is not None and self.top_k > self.vocab:
+            values["top_k"] = None
+        return values
 
     @property
     def max_prompt_tokens(self) -> int:

@@ -42,7 +42,9 @@ class _PassCache(Cache):
         self.cache, self.places, self.view = cache, places, view
         self.layers: list[Any] = []
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         k_RTHK, v_RTHK = key_states.transpose(1, 2), value_states.transpose(1, 2)
         if self.view is None:
             self.cache.write_prefix(self.places[layer_idx], k_RTHK, v_RTHK)
@@ -144,7 +146,8 @@ class TransformersTokenModel(TokenModel):
         joined, (rows, columns) = self._join(condition), self.grid
         R = len(joined.ids) if slots is None else slots * self.rows_per_image
         multiple = _ROOM if captures_passes(self.device) else 1
-        prefix, place = -(-joined.ids.shape[1] // multiple) * multiple, {"dtype": self.dtype, "device": self.device}
+        prefix = -(-joined.ids.shape[1] // multiple) * multiple
+        place: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
         shape = len(self._places), R, self._kv_heads, self._head_dim
         cache = KVCache(*shape, prefix=prefix, tokens=rows * columns, scratch=width, **place)
         return TransformersState(cache, torch.zeros(R, dtype=torch.int64, device=self.device))

@@ -159,7 +159,9 @@ class Chameleon(ImageLanguageModel):
     def encode_prompts(self, processor: Any, prompts: list[str], negative: list[str] | None) -> PromptRows:
         tokenizer, start = processor.tokenizer, processor.image_start_token_id
         texts = tokenize(processor, prompts, return_for_text_completion=True)
-        blank = [[]] * len(prompts) if negative is None else tokenize(processor, negative, return_for_text_completion=True)
+        blank: list[Any] = [[]] * len(prompts)
+        if negative is not None:
+            blank = tokenize(processor, negative, return_for_text_completion=True)
         own, other = (pad_prompts([[*each, start] for each in rows], tokenizer.pad_token_id) for rows in (texts, blank))
         return replace(own, unconditional=other)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -131,9 +130,13 @@ class VARScaleModel(ScaleModel):
 
 def _trim_padding(conditions: list[Condition]) -> list[Condition]:
     """Trim captions to the longest one where this needs no synchronization, since padding costs as much as valid rows."""
-    counts = [None if each.caption_mask is None else ops.host_values(each.caption_mask.sum(1)) for each in conditions]
-    used = max(1, *(-1 if rows is None else max(rows) for rows in counts))
-    if None in counts:
-        return conditions
-    parts: list[Any] = [(each.caption_embeds, each.caption_mask) for each in conditions]
-    return [Condition(None, embeds[:, -used:], mask[:, -used:]) for embeds, mask in parts]
+    used, parts = 1, []
+    for each in conditions:
+        counts = None if each.caption_mask is None else ops.host_values(each.caption_mask.sum(1))
+        if counts is None:
+            return conditions
+        used = max(used, *counts)
+    for each in conditions:
+        assert each.caption_embeds is not None and each.caption_mask is not None
+        parts.append(Condition(None, each.caption_embeds[:, -used:], each.caption_mask[:, -used:]))
+    return parts

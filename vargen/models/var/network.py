@@ -165,7 +165,8 @@ class VARTransformer(QuantizedStorageMixin, ConfigMixin):
         """
         if self.quantized and (made := int8.make_scale_cache(self, rows, prefix)) is not None:
             return made
-        shape, place = (len(self.blocks), rows, self.n_head, self.head_dim), device or self.device
+        shape = len(self.blocks), rows, self.n_head, self.head_dim
+        place = device or self.device
         return ScaleCache(*shape, prefix=prefix, tokens=self.tokens, dtype=self.dtype, device=place)
 
     def forward(
