@@ -75,10 +75,8 @@ class ScaleCache:
         part = copy.copy(self)
         part.k, part.v = self.k[:, chosen], self.v[:, chosen]
         part.rows = part.k.shape[1]
-        if self.modulation is not None:
-            part.modulation = self.modulation.select_rows(chosen)
-        if self.prefix_mask is not None:
-            part.prefix_mask = self.prefix_mask[chosen]
+        part.modulation = self.modulation and self.modulation.select_rows(chosen)
+        part.prefix_mask = None if self.prefix_mask is None else self.prefix_mask[chosen]
         return part
 
     def keep(self, modulation: Modulation, mask: Tensor | None) -> None:

@@ -65,7 +65,6 @@ class VARTransformer(QuantizedStorageMixin, ConfigMixin):
         attn_l2_norm: unit queries and keys, as in all released weights.
     """
 
-    _supports_gradient_checkpointing = False
     # Read once per image, or a few rows per pass.
     partly_read_parameters = ("ada_lin", "class_emb", "caption_", "null_cond", "pos_", "lvl_embed")
     _no_split_modules: ClassVar[list[str]] = ["VARBlock"]
