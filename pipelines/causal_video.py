@@ -14,14 +14,17 @@ from vargen.compat import tokenized, without_autocast
 from vargen.convert.causal_video import convert_causal_video
 from vargen.decoding import VideoMethod, decode_video
 from vargen.decoding.video.interfaces import BlockProgress
-from vargen.models.causal_video.decoding import CausalVideoBlockModel, bind_router
-from vargen.models.causal_video.lora import CausalVideoLoRA
-from vargen.models.causal_video.network import CausalVideoTransformer
-from vargen.models.causal_video.router import BlockRouter
+from vargen.models.causal_video.decoding import BlockRouter, CausalVideoBlockModel, bind_router
+from vargen.models.causal_video.network import CausalVideoLoRA, CausalVideoTransformer
 from vargen.models.guidance import Condition, Guidance
-from vargen.models.offloading import is_offloaded
-from vargen.models.tokenizers.video_vae import CausalVideoVAE, PreviewDecoder, StreamingDecoder
-from vargen.models.tokenizers.wan_vae import AutoencoderKLWan, WanStreamingDecoder
+from vargen.models.storage import is_offloaded
+from vargen.models.tokenizers.video_vae import (
+    AutoencoderKLWan,
+    CausalVideoVAE,
+    PreviewDecoder,
+    StreamingDecoder,
+    WanStreamingDecoder,
+)
 from vargen.pipelines import validation
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.families import TEXT_COMPONENTS, Component, ModelFamily, register_family

@@ -20,8 +20,7 @@ from vargen.folders.json_files import one_line, read_config
 from vargen.folders.networks import NetworkFolder
 from vargen.folders.transformers_networks import StoredNetwork
 from vargen.models.guidance import Guidance, to_guidance
-from vargen.models.offloading import require_weights
-from vargen.models.storage import load_network
+from vargen.models.storage import load_network, require_weights
 from vargen.models.transformers.base import ImageLanguageModel, validate_network
 from vargen.models.transformers.decoding import TransformersTokenModel
 from vargen.models.transformers.processors import load_processor

@@ -14,8 +14,7 @@ from vargen.convert.llamagen import convert_llamagen
 from vargen.decoding import Eagle, Medusa
 from vargen.models.guidance import Guidance, to_guidance
 from vargen.models.heads.decoding import EagleModel, LowResolutionDrafter, MedusaHeads, validate_low_res
-from vargen.models.heads.eagle import EagleDrafter
-from vargen.models.heads.medusa import MedusaDrafter
+from vargen.models.heads.features import EagleDrafter, MedusaDrafter
 from vargen.models.heads.upsampler import TokenUpsampler
 from vargen.models.llamagen.decoding import LlamaGenTokenModel
 from vargen.models.llamagen.network import SIZES, LlamaGenTransformer

@@ -7,7 +7,7 @@ from typing import Any, Self
 
 import torch
 
-from vargen.models.offloading import find_device, is_offloaded, require_weights
+from vargen.models.storage import find_device, is_offloaded, require_weights
 
 
 def require_accelerate(method: str) -> None:
@@ -40,7 +40,7 @@ class OffloadedPipeline:
             raise ValueError("transformer has no weights: open the model with open_pipeline instead of inspect_model")
 
     def require_weights(self, action: str) -> None:
-        """Raise ValueError naming a component whose weights are elsewhere; see `vargen.models.offloading.require_weights`."""
+        """Raise ValueError naming a component whose weights are elsewhere; see `vargen.models.storage.require_weights`."""
         for name, network in self._networks().items():
             require_weights(network, action, name)
 

@@ -17,7 +17,6 @@ from vargen.compat import installed_version
 from vargen.decoding import DecodeStats, Sampling, resolve_method
 from vargen.image_metadata import model_digest, pixels_digest, tokens_digest
 from vargen.models.guidance import Guidance
-from vargen.models.quantization import quantization_of
 from vargen.pipelines.validation import is_blank
 
 if TYPE_CHECKING:
@@ -56,7 +55,7 @@ class Regeneration:
 
 def describe_environment(pipe: VisualPipeline) -> dict[str, Any]:
     """Return what an image records about the dtype of its model, the machine and packages."""
-    device, quantization = pipe._device_of(pipe.transformer), quantization_of(pipe.transformer)
+    device, quantization = pipe._device_of(pipe.transformer), getattr(pipe.transformer.config, "quantization", None)
     processor = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
     return {
         "dtype": str(pipe.transformer.dtype).removeprefix("torch."),

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from vargen.compat import import_torch_fidelity
 from vargen.evaluation.features import Extractor, load_extractor, module_extractor, stack_images, to_uint8_array
 from vargen.evaluation.reference_statistics import FeatureStatistics, contains_samples, read_adm_samples, write_adm_samples
-from vargen.models.image_text import ImageTextModel
+from vargen.models.text_encoder import ImageTextModel
 
 
 def random_weights() -> dict[str, torch.Tensor]:

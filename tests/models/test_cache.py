@@ -85,7 +85,7 @@ def test_the_compressed_prefix_is_the_long_one(seed: int) -> None:
         cache = network.new_cache(rows, scratch=_N, compress_prefix=compress)
         first = network(condition=condition, cache=cache).logits
         logits.append(torch.cat([first, network(tokens[:, :-1], cache=cache).logits], dim=1))
-        size.append(cache.nbytes)
+        size.append(cache.kv.nbytes)
         assert cache.prefix == (1 if compress else P)
     torch.testing.assert_close(*logits, **_CLOSE)
     torch.testing.assert_close(network(tokens, condition).logits, logits[0], **_CLOSE)

@@ -18,8 +18,7 @@ from tiny_video import transformer as video_transformer
 from tiny_video import vae as video_vae
 
 from vargen.folders.networks import NetworkFolder
-from vargen.models.heads.eagle import EagleDrafter
-from vargen.models.heads.medusa import MedusaDrafter
+from vargen.models.heads.features import EagleDrafter, MedusaDrafter
 from vargen.models.heads.upsampler import TokenUpsampler
 from vargen.models.quantization import quantized_layers
 

@@ -6,8 +6,7 @@ import torch
 from rejects import rejects
 from tiny_video import SHAPE, randomised, transformer
 
-from vargen.models.causal_video.lora import CausalVideoLoRA
-from vargen.models.causal_video.network import CausalVideoTransformer
+from vargen.models.causal_video.network import CausalVideoLoRA, CausalVideoTransformer
 from vargen.models.quantization import SCALE_SUFFIX, quantize_network, quantized_layers
 
 SIZE = {name: SHAPE[name] for name in ("dim", "ffn_dim", "num_layers")}

@@ -8,6 +8,7 @@ import pytest
 import torch
 from golden_var import official_networks
 from rejects import rejects
+from tiny_models import teacher_inputs
 from torch import Tensor
 
 from vargen.models.tokenizers.multi_scale_vq import SCALES_256, SCALES_512, MultiScaleVQModel, assign_phi
@@ -63,7 +64,7 @@ def test_tokens_become_the_official_pixels(official: Golden) -> None:
 
 def test_teacher_forcing_feeds_the_official_input(official: Golden) -> None:
     model, io = official
-    inputs = model.teacher_inputs(model.encode(io["pixels"]))
+    inputs = teacher_inputs(model, model.encode(io["pixels"]))
     torch.testing.assert_close(inputs, io["var_input"], atol=1e-4, rtol=0)
     assert inputs.std() > 0.01
 
@@ -90,24 +91,17 @@ def test_tensors_and_parameters_are_the_official_ones(scales: tuple[int, ...]) -
 
 @pytest.mark.parametrize("gains", [False, True])
 def test_steps_add_up_to_the_whole(gains: bool) -> None:
-    """Sampling's step by step is teacher forcing's and decoding's sum; nothing is changed in place."""
+    """Step by step is decoding's sum."""
     model = _hybrid(scale_gains=gains, scale_codes=(8, 20, 50, 50))
     if gains:
         model.quantize.gains.copy_(torch.tensor([3.0, 1.5, 0.7, 0.2]))
     tokens = model.encode(torch.rand(3, 3, 20, 20) * 2 - 1)
-    f_hat, inputs = model.zero_latent(3), []
+    f_hat = torch.zeros(3, 8, 5, 5)
     for k, of_scale in enumerate(tokens):
-        before = f_hat.clone()
-        following, given = model.next_input(f_hat, of_scale.flatten(1), k)
-        assert torch.equal(f_hat, before)
-        f_hat = following
-        if given is None:
-            assert k == 3
-        else:
-            assert given.shape == (3, model.scales[k + 1] ** 2, 8)
-            inputs.append(given)
-    assert torch.equal(torch.cat(inputs, 1), model.teacher_inputs(tokens))
-    assert torch.equal(f_hat, model.accumulate_latents(tokens))
+        f_hat = f_hat + model.quantize.lookup(of_scale, k)
+        given = model.quantize.transformer_input(f_hat, k + 1)
+        assert given is None if k == 3 else given.shape == (3, model.scales[k + 1] ** 2, 8)
+    assert torch.equal(f_hat, model.accumulate_latents([each.flatten(1) for each in tokens]))
     assert torch.equal(model.decode_latent(f_hat), model.decode(tokens))
 
 
@@ -115,7 +109,7 @@ def test_each_scale_takes_the_nearest_of_its_codes_for_what_is_left() -> None:
     model = _hybrid(scale_gains=True, scale_codes=(8, 20, 50, 50))
     model.quantize.gains.copy_(torch.tensor([2.0, 1.0, 0.5, 0.3]))
     rest = model.encode_latent(torch.rand(2, 3, 20, 20) * 2 - 1)
-    for k, tokens in enumerate(model.quantize_latent(rest)):
+    for k, tokens in enumerate(model.quantize.quantize(rest)):
         cells = torch.nn.functional.adaptive_avg_pool2d(rest, model.scales[k]).movedim(1, -1)
         codes = model.codebook[: model.scale_codes[k]] * model.quantize.gains[k]
         assert torch.equal(tokens, (cells[..., None, :] - codes).square().sum(-1).argmin(-1))
@@ -133,7 +127,6 @@ def test_first_scales_alone_give_an_image_and_the_rest_changes_it() -> None:
         with pytest.raises(ValueError, match=f"tokens must be of 1 to 4 scales, got {len(wrong)}"):
             model.decode(wrong)
     rejects(lambda: model.decode([tokens[0], tokens[2]]), "tokens")
-    rejects(lambda: model.next_input(model.zero_latent(2), tokens[1], 2), "tokens")
 
 
 # -- shapes, dtypes, files -----------------------------------------------------------------------------------------
@@ -156,7 +149,6 @@ def test_codes_are_compared_and_summed_in_float32(dtype: torch.dtype) -> None:
     tokens = model.encode(torch.rand(2, 3, 20, 20) * 2 - 1)
     assert rounded.codebook.dtype == rounded.accumulate_latents(tokens).dtype == torch.float32
     assert torch.equal(rounded.accumulate_latents(tokens), model.accumulate_latents(tokens))
-    assert torch.equal(
-        rounded.quantize_latent(model.accumulate_latents(tokens))[0], model.quantize_latent(model.accumulate_latents(tokens))[0]
-    )
+    latents = model.accumulate_latents(tokens)
+    assert torch.equal(rounded.quantize.quantize(latents)[0], model.quantize.quantize(latents)[0])
     assert rounded.decode(tokens).dtype == dtype

@@ -8,10 +8,9 @@ import pytest
 import torch
 from rejects import rejects
 
-from vargen.models.causal_video.lora import CausalVideoLoRA
-from vargen.models.causal_video.network import CausalVideoTransformer, VideoGeometry
-from vargen.models.heads.eagle import EagleDrafter
-from vargen.models.heads.medusa import MedusaDrafter
+from vargen.models.causal_video.cache import VideoGeometry
+from vargen.models.causal_video.network import CausalVideoLoRA, CausalVideoTransformer
+from vargen.models.heads.features import EagleDrafter, MedusaDrafter
 from vargen.models.heads.upsampler import TokenUpsampler
 from vargen.models.llamagen.network import LlamaGenTransformer
 from vargen.models.text_encoder import MiniLMTextEncoder

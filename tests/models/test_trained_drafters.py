@@ -9,8 +9,7 @@ from tiny_models import tiny_transformer
 from vargen.decoding import Tree
 from vargen.models.guidance import Condition
 from vargen.models.heads.decoding import EagleModel, MedusaHeads
-from vargen.models.heads.eagle import EagleDrafter
-from vargen.models.heads.medusa import MedusaDrafter
+from vargen.models.heads.features import EagleDrafter, MedusaDrafter
 from vargen.models.heads.upsampler import TokenUpsampler
 from vargen.models.llamagen.decoding import LlamaGenTokenModel
 

@@ -175,8 +175,6 @@ def test_bad_passes_are_named() -> None:
     with pytest.raises(ValueError, match=r"pass \(inputs, condition\)"):
         model(inputs)
     rejects(lambda: model(inputs, cache=model.new_cache(2, 5)), "cache")
-    for scale in (0, 4):
-        rejects(lambda scale=scale: model.new_cache(2, 5).truncate(scale), "scale")
     with pytest.raises(ValueError, match="at most 5 rows, got 9"):
         model(inputs, Condition(caption_embeds=torch.zeros(2, 9, 12)))
     with pytest.raises(ValueError, match="conditioned on text; the condition holds none"):

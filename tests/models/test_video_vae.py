@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from vargen.models.causal_video.network import VideoGeometry
+from vargen.models.causal_video.cache import VideoGeometry
 from vargen.models.tokenizers.video_vae import CausalVideoVAE, StreamingDecoder
 
 SHAPE = {"size": 16, "widths": (8, 16, 32), "conv_blocks": 1, "transformer_blocks": 2}

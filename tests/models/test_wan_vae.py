@@ -4,8 +4,7 @@ import pytest
 import torch
 from rejects import rejects
 
-from vargen.models.tokenizers.video_vae import PreviewDecoder, StreamingDecoder
-from vargen.models.tokenizers.wan_vae import WanStreamingDecoder
+from vargen.models.tokenizers.video_vae import PreviewDecoder, StreamingDecoder, WanStreamingDecoder
 
 from diffusers import AutoencoderKLWan  # isort: skip  (after the torchvision guard)
 

@@ -23,7 +23,7 @@ from vargen import LlamaGenPipeline
 from vargen.folders import networks
 from vargen.folders.networks import NetworkFolder
 from vargen.folders.transformers_networks import StoredNetwork
-from vargen.models.image_text import ImageTextModel
+from vargen.models.text_encoder import ImageTextModel
 from vargen.pipelines import loading
 from vargen.pipelines.loading import SHARED_FILE, inspect_model, list_families, open_pipeline
 

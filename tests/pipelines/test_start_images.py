@@ -15,7 +15,7 @@ from tiny_video import randomised
 
 from vargen.assets import packaged_model_path
 from vargen.evaluation.video import DRAFTS
-from vargen.models.causal_video.lora import CausalVideoLoRA
+from vargen.models.causal_video.network import CausalVideoLoRA
 from vargen.pipelines.causal_video import CausalVideoPipeline
 from vargen.pipelines.loading import open_pipeline
 from vargen.pipelines.start_images import encode_start_image, remove_motion

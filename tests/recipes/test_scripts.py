@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from rejects import rejects
-from tiny_models import tiny_encoder, tiny_multi_scale_vq, tiny_vq
+from tiny_models import teacher_inputs, tiny_encoder, tiny_multi_scale_vq, tiny_vq
 from tiny_training import check_resumes, data
 
 from vargen.models.tokenizers.multi_scale_vq import MultiScaleVQModel
@@ -135,9 +135,9 @@ def test_inputs_of_teacher_forcing_lead_to_the_tokens_of_the_image(scripts: dict
     latents = torch.randn(3, vq.config.codebook_embed_dim, vq.scales[-1], vq.scales[-1])
     generator = torch.Generator().manual_seed(0)
     inputs, targets = forced(vq, latents, 0.0, generator)
-    tokens = vq.quantize_latent(latents)
+    tokens = vq.quantize.quantize(latents)
     assert torch.equal(targets, torch.cat([each.flatten(1) for each in tokens], 1))
-    torch.testing.assert_close(inputs, vq.teacher_inputs(tokens))
+    torch.testing.assert_close(inputs, teacher_inputs(vq, tokens))
     noisy, corrected = forced(vq, latents, 1.0, generator)
     assert not torch.equal(noisy, inputs) and torch.equal(corrected[:, 0], targets[:, 0])
     assert not torch.equal(corrected[:, 1:], targets[:, 1:])

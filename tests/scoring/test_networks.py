@@ -13,7 +13,7 @@ from image_reward_package import restore_moved_functions
 from PIL import Image
 
 import vargen.assets
-from vargen.models.image_text import ImageTextModel
+from vargen.models.text_encoder import ImageTextModel
 from vargen.scoring import open_scorer, reward_models
 from vargen.scoring.image_text import ImageTextScorer, preprocess
 from vargen.scoring.protocol import to_tensor

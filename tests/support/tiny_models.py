@@ -110,6 +110,12 @@ def tiny_multi_scale_vq(**overrides) -> MultiScaleVQModel:
         return MultiScaleVQModel(**shape).eval()
 
 
+def teacher_inputs(model: MultiScaleVQModel, tokens: list[torch.Tensor]) -> torch.Tensor:
+    """The transformer's inputs in teacher forcing, of scales 1 to S - 1."""
+    sums = [model.accumulate_latents(tokens[: k + 1]) for k in range(len(tokens) - 1)]
+    return torch.cat([model.quantize.transformer_input(f_hat, k + 1) for k, f_hat in enumerate(sums)], 1)
+
+
 def tiny_var(condition: str = "text", seed: int = 0, **overrides) -> VARTransformer:
     """Weights large enough that pictures depend on their condition; much is zero as built."""
     shape = {

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from vargen.cli.main import app
 from vargen.decoding import PRESETS, DraftView, LearnedRouting, VideoMethod
-from vargen.models.causal_video.router import BlockRouter, describe_draft
+from vargen.models.causal_video.decoding import BlockRouter, describe_draft
 from vargen.pipelines.loading import open_pipeline
 from vargen.scoring.frames import FrameScorer
 from vargen.training import router as training

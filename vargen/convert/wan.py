@@ -28,7 +28,7 @@ from vargen.folders.networks import NetworkFolder
 from vargen.folders.tokenizers import choose_class, validate_tokenizer_files
 from vargen.folders.transformers_networks import StoredNetwork
 from vargen.models.text_encoder import TEXT_ENCODERS
-from vargen.models.tokenizers.wan_vae import AutoencoderKLWan
+from vargen.models.tokenizers.video_vae import AutoencoderKLWan
 from vargen.values import short_repr
 
 _KIND = "causal video transformer"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from vargen.decoding import ScaleModel
-from vargen.models.guidance import Condition, arbitrary_condition
+from vargen.models.guidance import Condition
 from vargen.models.kv_cache import KVCache
 from vargen.models.quantization import quantize_network
 from vargen.pipelines.base import VisualPipeline
@@ -56,7 +56,13 @@ class BenchmarkModel:
 
     def condition(self, batch: int) -> Condition:
         """Return an arbitrary condition of the right shape; its content does not affect the time of a pass."""
-        return arbitrary_condition(self.pipe, batch)
+        config, device = self.pipe.transformer.config, self.pipe.transformer.device
+        if self.pipe.is_class_conditional:
+            return Condition(class_labels=torch.arange(batch, device=device) % config.num_classes)
+        mask = torch.zeros(batch, self.pipe.max_caption_tokens, dtype=torch.bool, device=device)
+        mask[:, -8:] = True
+        embeds = torch.randn(*mask.shape, config.caption_dim, dtype=torch.float32, device=device) * mask[..., None]
+        return Condition(caption_embeds=embeds, caption_mask=mask)
 
 
 def half_filled_caches(transformer: Any, rows: int, widths: Sequence[int]) -> dict[int, KVCache]:

@@ -109,7 +109,8 @@ class NetworkFolder:
             raise ValueError(f"{file} does not describe a {network_class.__name__}: {error}") from error
         self.config: Mapping[str, Any] = self.network.config
         if self.config.get("weight_format") is not None:
-            validate_weights(header, self.network.stored_shapes(), str(folder), self.network.stored_dtypes())
+            shapes, dtypes = self.network.layout()
+            validate_weights(header, shapes, str(folder), dtypes)
         else:
             shapes = {key: tuple(value.shape) for key, value in self.network.state_dict().items()}
             validate_weights(header, shapes, str(folder))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +16,7 @@ from torch import Tensor
 
 from vargen.decoding.tree_drafters import repeat_for_cfg
 from vargen.options import OPTIONS
-from vargen.values import require_int
-
-ARBITRARY_CAPTION_TOKENS = 8
+from vargen.values import require_int, short_repr
 
 
 @dataclass(frozen=True)
@@ -49,6 +48,13 @@ class Condition:
     def _parts(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         return self.class_labels, self.caption_embeds, self.caption_mask
 
+    def require(self, kind: str) -> Tensor:
+        """Return the labels for `"class"`, the caption features for `"text"`; ValueError without."""
+        given = self.class_labels if kind == "class" else self.caption_embeds
+        if given is None:
+            raise ValueError(f"this model is conditioned on {kind}; the condition holds none")
+        return given
+
     def select_rows(self, chosen: slice | Tensor) -> Condition:
         """Return some rows of the batch, given by a slice or by indices int64 `[n]`."""
         negative = self.negative and self.negative.select_rows(chosen)
@@ -65,15 +71,13 @@ class Condition:
 
         If only one has a mask, all caption rows of the other stay visible.
         """
-        labels, embeds = (self.class_labels, other.class_labels), (self.caption_embeds, other.caption_embeds)
-        masks = [self.caption_mask, other.caption_mask]
-        if (labels[0] is None) != (labels[1] is None) or (embeds[0] is None) != (embeds[1] is None):
+        if (self.class_labels is None) != (other.class_labels is None):
             raise ValueError("cannot concatenate a condition of classes with one of captions")
-        if (masks[0] is None) != (masks[1] is None):
-            pairs_of_masks = [(m, e) for m, e in zip(masks, embeds, strict=True) if e is not None]
-            masks = [torch.ones(e.shape[:2], dtype=torch.bool, device=e.device) if m is None else m for m, e in pairs_of_masks]
-        pairs = (labels, embeds, masks)
-        joined = [None if a is None or b is None else torch.cat([a, b.to(a)]) for a, b in pairs]
+        own, others = list(self._parts), list(other._parts)
+        for parts, beside in ((own, others), (others, own)):
+            if parts[2] is None and beside[2] is not None and parts[1] is not None:
+                parts[2] = torch.ones(parts[1].shape[:2], dtype=torch.bool, device=parts[1].device)
+        joined = [None if a is None or b is None else torch.cat([a, b.to(a)]) for a, b in zip(own, others, strict=True)]
         return Condition(joined[0], joined[1], joined[2])
 
 
@@ -85,9 +89,6 @@ class Guidance:
         scale: 1 runs without the unconditional rows.
         interval: last guided decoding step of a next-token model, counted from 0; None guides all.
         negative: condition of the unconditional rows, unless the condition has its own. Default: the null condition.
-
-    Raises:
-        ValueError: for a scale that is not from 0 to 1000, or an interval below 0.
     """
 
     scale: float = 1.0
@@ -101,7 +102,7 @@ class Guidance:
 
     @property
     def rows_per_image(self) -> int:
-        """CFG rows of the network per image: 1 or 2, conditional rows first."""
+        """Rows of the network per image: 1 or 2, conditional rows first."""
         return 1 if self.scale == 1 else 2
 
     def conditions(self, condition: Condition, transformer: Any) -> list[Condition]:
@@ -121,21 +122,18 @@ class Guidance:
         return torch.cat([tensor] * self.rows_per_image) if self.rows_per_image > 1 else tensor
 
     def scales_by_slot(self, slots: int, device: torch.device) -> Tensor:
-        """Return the guidance scale of each slot of an engine, float32 `[slots, 1, 1]`; see `start_scales`."""
+        """Guidance scale of each slot of an engine, float32 `[slots, 1, 1]`; see `start_scales`."""
         return torch.full((slots, 1, 1), self.scale, dtype=torch.float32, device=device)
 
     def start_scales(self, scales: Tensor, rows: Tensor | None, scale: float | None) -> Tensor:
-        """Set the scale of images that start in slots int64 `[n]`; None: of all, and the scale of this guidance.
-
-        Returns their scales, float32 `[n, 1, 1]`.
-        """
+        """Set and return the scales `[n, 1, 1]` of images that start in slots int64 `[n]`; None: of all, and this scale."""
         rows = torch.arange(len(scales), device=scales.device) if rows is None else rows
         scales.index_fill_(0, rows, self.scale if scale is None else scale)
         return scales[rows]
 
 
 def to_guidance(value: Guidance | float) -> Guidance:
-    """Return the guidance with this scale, or the given one."""
+    """Return guidance of this scale, or the given one."""
     return value if isinstance(value, Guidance) else Guidance(value)
 
 
@@ -147,22 +145,16 @@ def apply_guidance(conditional: Tensor, unconditional: Tensor, scale: float | Te
     return unconditional.add(difference, alpha=scale)
 
 
-def arbitrary_condition(pipe: Any, batch: int) -> Condition:
-    """Return a condition of the right shape for `batch` images; its content does not affect the time of a pass."""
-    config, device = pipe.transformer.config, pipe.transformer.device
-    if pipe.is_class_conditional:
-        return Condition(class_labels=torch.arange(batch, device=device) % config.num_classes)
-    mask = torch.zeros(batch, pipe.max_caption_tokens, dtype=torch.bool, device=device)
-    mask[:, -ARBITRARY_CAPTION_TOKENS:] = True
-    embeds = torch.randn(*mask.shape, config.caption_dim, dtype=torch.float32, device=device) * mask[..., None]
-    return Condition(caption_embeds=embeds, caption_mask=mask)
+def validate_skipped(layers: Sequence[int], count: int) -> None:
+    """Raise ValueError unless `layers` are some, but not all, of the layers of a network."""
+    if not set(layers) < set(range(count)):
+        raise ValueError(f"layers must be some of 0 to {count - 1}, but not all, got {short_repr(tuple(layers))}")
 
 
-def cost_key(transformer: torch.nn.Module, *facts: str) -> str:
+def cost_key(transformer: Any, *facts: str) -> str:
     """Return the key of measured pass costs: sizes and dtype of the network, and further facts that change a pass's time."""
-    network: Any = transformer
-    config = {name: value for name, value in network.config.items() if not name.startswith("_")}
+    config = {name: value for name, value in transformer.config.items() if not name.startswith("_")}
     sizes = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:12]
-    dtype = str(network.dtype).removeprefix("torch.")
-    parts = (f"{type(network).__name__} {sizes}", dtype, *facts)
+    dtype = str(transformer.dtype).removeprefix("torch.")
+    parts = (f"{type(transformer).__name__} {sizes}", dtype, *facts)
     return ", ".join(part for part in parts if part)

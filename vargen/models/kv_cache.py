@@ -23,15 +23,13 @@ class KVCache:
     """Keys and values of every layer, `[R, H, S, K]` each, and the number of cached image tokens of each row.
 
     Args:
-        layers, rows, heads, head_dim: shape of the network and of the batch.
         prefix: number of conditioning slots P.
         tokens: number of image tokens N of the grid.
         scratch: maximum number of tokens per pass, which is the number of slots after the grid.
-        dtype, device: of keys and values.
 
     Attributes:
         length: `[R]` int64, number of cached image tokens per row (the pointer). The next fed token has position `length`.
-        fused: whether Triton kernels compute attention and move slots. Decided once here instead of in every pass.
+        fused: whether Triton kernels compute attention and move slots.
         prefix_bias: `[R, P]` float32, added to the scores of the prefix slots; set by `set_prefix_bias`.
         kv: `[layers, 2, R, H, S, K]`, keys and values, so that a pass writes both at once.
     """
@@ -73,10 +71,6 @@ class KVCache:
     def v(self) -> Tensor:
         """Values `[layers, R, H, S, K]`, a view."""
         return self.kv[:, 1]
-
-    @property
-    def nbytes(self) -> int:
-        return self.kv.nbytes
 
     def write_prefix(self, layer: int, k_RPHK: Tensor | None, v_RPHK: Tensor) -> None:
         """Store the conditioning. `k_RPHK=None` leaves the keys at zero, as LlamaGen's conditioning keys always are."""
@@ -145,8 +139,6 @@ class KVCache:
     def attention_mask(self, T: int, ancestors: Tensor | None, heads: int, reach: int, earlier: int = 0) -> Tensor | KernelMask:
         """Return the mask argument of `attention` for a pass over T tokens with `heads` query heads that reads `reach` slots.
 
-        It is computed once for all layers.
-
         Args:
             ancestors: as in `additive_mask`. For a `fused` cache, they may be packed as int64 words `[T, W]` or `[B, T, W]`,
                 one tree per image, in passes without gradients.
@@ -165,7 +157,6 @@ class KVCache:
             ancestors: bool `[T, E + T]` or `[R, T, E + T]` with E = `earlier`. `[..., i, j]` is True if token j after the
                 pointer is token E + i or one of its ancestors. None for a chain, where all earlier tokens are ancestors.
             slots: number of slots S to include. Default: all.
-            earlier: as in `view_for_pass`.
         """
         image_slot, bias = self._image_slot[:slots], self._bias[:, None, :slots]
         if ancestors is None:
@@ -186,7 +177,7 @@ class KVCache:
         self.length.unflatten(0, (-1, count.numel() if isinstance(count, Tensor) else 1)).add_(count)
 
     def rollback(self, length_R: Tensor) -> None:
-        """Set every row's pointer, and discard the tokens after it."""
+        """Set every row's pointer."""
         self.length.copy_(length_R)
 
     def commit_path(self, accepted_RA: Tensor, count_R: Tensor) -> None:
@@ -199,9 +190,8 @@ class KVCache:
         if self.fused:
             from vargen.kernels.triton.attention import compact_kv
 
-            given = self.kv, self.length, accepted_RA, count_R, self._done
-            compact_kv(*given, image_start=self.prefix, grid_tokens=self.tokens)
-            return
+            state = self.kv, self.length, accepted_RA, count_R, self._done
+            return compact_kv(*state, image_start=self.prefix, grid_tokens=self.tokens)
         A = accepted_RA.shape[1]
         steps = torch.arange(A, device=accepted_RA.device)
         valid = steps[None] < count_R[:, None]

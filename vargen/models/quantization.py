@@ -18,7 +18,6 @@ from vargen.kernels.int8.format import Layers, Matrix, join_layers, pack_matrix
 from vargen.kernels.int8.load import warn_if_slow
 from vargen.values import short_repr
 
-QUANTIZATIONS = ("int8",)
 SCALE_SUFFIX = "weight_scale"  # of the name of a layer's scales in weight files
 
 
@@ -26,8 +25,8 @@ def validate_quantization(quantization: Any, device: torch.device | None = None)
     """Raise ValueError for an unknown format, or a device, by default the CPU, that computes in none."""
     if quantization is None:
         return
-    if quantization not in QUANTIZATIONS:
-        raise ValueError(f"quantization must be {', '.join(map(repr, QUANTIZATIONS))} or None, got {short_repr(quantization)}")
+    if quantization != "int8":
+        raise ValueError(f"quantization must be 'int8' or None, got {short_repr(quantization)}")
     if device is not None and device.type not in ("cpu", "meta"):
         raise ValueError(f"quantization={quantization!r} runs on CPUs, got device {str(device)!r}; leave one of them out")
 
@@ -68,12 +67,8 @@ class Int8Linear(nn.Module):
 
 def linear_layers(network: Any) -> dict[str, nn.Linear]:
     """Return the layers that quantization replaces, by name: linear ones whose names contain none of `float_layers`."""
-    named = network.named_modules()
-    return {
-        name: layer
-        for name, layer in named
-        if isinstance(layer, nn.Linear) and not any(part in name for part in network.float_layers)
-    }
+    found = {name: layer for name, layer in network.named_modules() if isinstance(layer, nn.Linear)}
+    return {name: layer for name, layer in found.items() if not any(part in name for part in network.float_layers)}
 
 
 def replace_linear_layers(network: Any) -> None:
@@ -91,12 +86,9 @@ def quantized_layers(network: nn.Module) -> dict[str, Int8Linear]:
 def quantize_weights(
     layers: Mapping[str, Any], weights: Mapping[str, Tensor], stored: Mapping[str, tuple[Tensor, Tensor]]
 ) -> dict[str, Tensor]:
-    """Return the state of a quantized network from that of the network before.
+    """Return the state of a network with these quantized layers from the weights of the network before.
 
-    Args:
-        layers: names of the quantized layers.
-        weights: the other network's tensors by name.
-        stored: by name, weights that are stored as int8 `[N, K]` with scales `[N, groups]`. They become int8 directly.
+    Weights that are `stored` as int8 `[N, K]` with scales `[N, groups]` become int8 directly.
     """
     found: dict[str, Tensor] = dict(weights)
     for layer in layers:
@@ -111,11 +103,6 @@ def quantize_weights(
             values, scale = quantize_weight_rows(weights[name])
         found[name], found[f"{layer}.{SCALE_SUFFIX}"] = values.contiguous(), scale.contiguous()
     return found
-
-
-def quantization_of(network: Any) -> str | None:
-    """Return the format of the products of a network; None for floating point."""
-    return getattr(network.config, "quantization", None)
 
 
 def start_compiling(network: Any) -> None:
@@ -137,12 +124,9 @@ def validate_placement(network: nn.Module) -> None:
 
 
 def quantize_network(network: Any, quantization: str = "int8") -> Any:
-    """Quantize the linear layers of a network on a CPU in place, for inference; returns it.
+    """Quantize the linear layers of a network with a `quantization` setting on a CPU, in place, for inference; returns it.
 
     Its other weights become float32, and saving it stores the quantized ones.
-
-    Args:
-        network: a transformer with a `quantization` setting in its configuration.
     """
     validate_quantization(quantization, network.device)
     if "quantization" not in network.config:
@@ -166,9 +150,7 @@ def as_array(tensor: Tensor) -> np.ndarray:
 def packed_weights(network: Any, matrices: Sequence[Sequence[tuple[Any, ...]]], make: Callable[[Layers, Matrix], Any]) -> Any:
     """Return the weights of compiled passes, which are packed once and kept with the network; they may not change afterwards.
 
-    Args:
-        matrices: of each layer and then of the output, each as quantized layers side by side.
-        make: the weights from the packed matrices of the layers, and of the output.
+    They are made from the packed matrices of the layers and of the output, each given as quantized layers side by side.
     """
     key = tuple(layer.weight.data_ptr() for group in matrices for parts in group for layer in parts)
     known = network.__dict__.get("_packed_weights")

@@ -1,17 +1,24 @@
-"""Text encoders: MiniLM as a diffusers component, whose weights are stored as int8 with row scales, and T5."""
+"""Text encoders: MiniLM as a diffusers component, whose weights are stored as int8 with row scales, and T5; and a small
+image-text model over MiniLM's features.
+
+Shape suffixes: B images, C channels, Y/X pixel rows and columns, D pooled width, E embedding width.
+"""
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from diffusers.configuration_utils import ConfigMixin, register_to_config
-from torch import Tensor
+from torch import Tensor, nn
 
+from vargen.compat import tokenized
 from vargen.folders.transformers_networks import NetworkKind
 
 # DiffusionPipeline looks for the name `ModelMixin` in this very module to learn how to load the component.
-from vargen.models.storage import QuantizedStorageMixin, validate_weight_format
+from vargen.models.storage import ModelMixin, QuantizedStorageMixin  # noqa: F401
 
 # Text encoders of transformers by the name of their class. A folder may hold the decoder of the whole model, too.
 TEXT_ENCODERS = {
@@ -19,27 +26,17 @@ TEXT_ENCODERS = {
     for name, model_type in (("T5EncoderModel", "t5"), ("UMT5EncoderModel", "umt5"))
 }
 
+PATCH = 4  # side of the pixel patches that the first layer folds into channels
+_LONGEST = 32  # maximum tokens of a caption
 _UNQUANTIZED = ("position_embeddings.weight", "token_type_embeddings.weight")
 
 
 class MiniLMTextEncoder(QuantizedStorageMixin, ConfigMixin):
-    """BERT encoder that gives one feature vector per token (no pooling).
+    """BERT encoder that gives one feature vector per token (no pooling), with arguments as in `BertConfig`.
 
-    Saves and loads like any diffusers model. With ``weight_format="int8"`` the weight file holds the matrices
-    as int8 with a float32 ``<name>.scale`` each ([rows, groups]: one group for word embeddings, one per 32
-    columns for linear layers), position and segment embeddings as float16 and vectors as float32; otherwise
-    everything is float16 or float32.
-
-    Args:
-        vocab_size: number of tokens.
-        hidden_size: feature width, 384 for MiniLM-L6; a multiple of ``num_attention_heads``.
-        num_hidden_layers: number of transformer layers.
-        num_attention_heads: attention heads per layer.
-        intermediate_size: width of the feed-forward layers.
-        max_position_embeddings: longest accepted sequence.
-        type_vocab_size: number of segment embeddings.
-        layer_norm_eps: epsilon of the layer norms.
-        weight_format: how `save_pretrained` stores the weights: "int8", "float16" or "float32".
+    With ``weight_format="int8"`` the weight file holds matrices as int8 with a float32 ``<name>.scale`` [rows, groups] each,
+    of one group for word embeddings and one per 32 columns for linear layers, position and segment embeddings as float16, and
+    vectors as float32.
     """
 
     layer_prefixes: ClassVar[dict[str, tuple[str, ...]]] = {"num_hidden_layers": ("bert.encoder.layer.",)}
@@ -58,36 +55,23 @@ class MiniLMTextEncoder(QuantizedStorageMixin, ConfigMixin):
         weight_format: str = "int8",
     ) -> None:
         super().__init__()
-        validate_weight_format(weight_format)
         # Imported late, because importing transformers takes seconds.
         from transformers import BertConfig, BertModel
 
-        config = BertConfig(
-            vocab_size=vocab_size,
-            hidden_size=hidden_size,
-            num_hidden_layers=num_hidden_layers,
-            num_attention_heads=num_attention_heads,
-            intermediate_size=intermediate_size,
-            max_position_embeddings=max_position_embeddings,
-            type_vocab_size=type_vocab_size,
-            layer_norm_eps=layer_norm_eps,
-        )
-        self.bert = BertModel(config, add_pooling_layer=False)
+        settings = {name: value for name, value in self.config.items() if not name.startswith("_")}
+        del settings["weight_format"]
+        self.bert = BertModel(BertConfig(**settings), add_pooling_layer=False)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Encode token ids.
+        """Encode token ids to features float32 [B, T, hidden_size]; those of padding are meaningless.
 
         Args:
             input_ids: int64 [B, T] with T up to ``max_position_embeddings``.
             attention_mask: [B, T], 1 for tokens and 0 for padding; default all ones.
-
-        Returns:
-            float32 [B, T, hidden_size]; rows at padding are meaningless.
         """
-        if input_ids.ndim != 2 or input_ids.shape[1] > self.config.max_position_embeddings:
-            raise ValueError(
-                f"input_ids must be [B, T] with T <= {self.config.max_position_embeddings}, got {list(input_ids.shape)}"
-            )
+        most = self.config.max_position_embeddings
+        if input_ids.ndim != 2 or input_ids.shape[1] > most:
+            raise ValueError(f"input_ids must be [B, T] with T <= {most}, got {list(input_ids.shape)}")
         if attention_mask is None:
             attention_mask = torch.ones_like(input_ids)
         if attention_mask.shape != input_ids.shape:
@@ -104,3 +88,98 @@ class MiniLMTextEncoder(QuantizedStorageMixin, ConfigMixin):
 
     def unquantized_dtype(self, name: str) -> torch.dtype:
         return torch.float16 if name.endswith(_UNQUANTIZED) else torch.float32
+
+
+class ImageTowerBlock(nn.Module):
+    """Residual block: norm, GELU and 3x3 convolution, twice."""
+
+    def __init__(self, channels: int, groups: int):
+        super().__init__()
+        self.norm1, self.norm2 = nn.GroupNorm(groups, channels), nn.GroupNorm(groups, channels)
+        self.conv1 = nn.Conv2d(channels, channels, 3, padding=1)
+        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1)
+        nn.init.zeros_(self.conv2.weight)  # initialized as the identity
+
+    def forward(self, x_BCYX: Tensor) -> Tensor:
+        h = self.conv1(F.gelu(self.norm1(x_BCYX)))
+        return x_BCYX + self.conv2(F.gelu(self.norm2(h)))
+
+
+class ImageTextModel(QuantizedStorageMixin, ConfigMixin):
+    """Maps images and captions to unit vectors in a common embedding space, to score how well they match.
+
+    It is trained contrastively, as CLIP (Radford et al. 2021) and SigLIP (Zhai et al. 2023). The image tower is convolutional,
+    which learns more from few images than a transformer. The text tower is a linear map of mean-pooled features of a sentence
+    encoder that is not part of the model, so features of captions can be computed once.
+
+    Args:
+        widths: channels per stage; each stage halves the resolution of the one before.
+        blocks: residual blocks per stage.
+        text_dim: width of the pooled text features.
+        embed_dim: dimension E of the common space.
+        image_size: width and height in pixels at which images are scored; any multiple of 16 works.
+        groups: number of groups of the group norms; must divide every width.
+    """
+
+    @register_to_config
+    def __init__(
+        self,
+        widths: Sequence[int] = (96, 160, 288),
+        blocks: Sequence[int] = (2, 2, 1),
+        text_dim: int = 384,
+        embed_dim: int = 384,
+        image_size: int = 96,
+        groups: int = 16,
+        weight_format: str | None = None,
+    ):
+        super().__init__()
+        stages: list[nn.Module] = [nn.PixelUnshuffle(PATCH), nn.Conv2d(3 * PATCH**2, widths[0], 3, padding=1)]
+        for stage, (width, count) in enumerate(zip(widths, blocks, strict=True)):
+            if stage:
+                stages.append(nn.Conv2d(widths[stage - 1], width, 3, stride=2, padding=1))
+            stages.append(nn.Sequential(*(ImageTowerBlock(width, groups) for _ in range(count))))
+        self.stages = nn.Sequential(*stages)
+        self.norm_out = nn.GroupNorm(groups, widths[-1])
+        self.image_projection = nn.Linear(widths[-1], embed_dim)
+        self.text_projection = nn.Linear(text_dim, embed_dim)
+        self.concept_scale = nn.Parameter(torch.tensor(14.0).log())  # scale of the softmax over concepts
+        self.pair_scale = nn.Parameter(torch.tensor(10.0).log())  # scale of the sigmoid over pairs, initialized as in SigLIP
+        self.pair_bias = nn.Parameter(torch.tensor(-10.0))
+
+    def pool_features(self, pixels_BCYX: Tensor) -> Tensor:
+        """Compute features `[B, D]` of float images `[B, 3, Y, X]` in [-1, 1], where Y and X are multiples of 16."""
+        return F.gelu(self.norm_out(self.stages(pixels_BCYX))).mean((2, 3))
+
+    def encode_image(self, pixels_BCYX: Tensor) -> Tensor:
+        """Embed images as unit vectors, float32 `[B, E]`."""
+        return F.normalize(self.image_projection(self.pool_features(pixels_BCYX)).float(), dim=-1)
+
+    def encode_text(self, features_BD: Tensor) -> Tensor:
+        """Embed mean-pooled unit text features `[B, text_dim]` as unit vectors, float32 `[B, E]`."""
+        return F.normalize(self.text_projection(features_BD).float(), dim=-1)
+
+
+def resize_images(pixels_BCYX: Tensor, size: int) -> Tensor:
+    """Resize images to `size` x `size` pixels."""
+    if pixels_BCYX.shape[-1] == size == pixels_BCYX.shape[-2]:
+        return pixels_BCYX
+    return F.interpolate(pixels_BCYX, (size, size), mode="bilinear", antialias=True, align_corners=False)
+
+
+@torch.no_grad()
+def embed_texts(encoder: nn.Module, tokenizer: Any, texts: Sequence[str], batch_size: int = 256) -> Tensor:
+    """Mean-pooled unit text features, float32 `[len(texts), D]` on the CPU, pooled as in the sentence encoder's training."""
+    order = sorted(range(len(texts)), key=lambda i: len(texts[i]))  # similar lengths together, to save padding
+    found: list[Tensor] = [torch.empty(0)] * len(texts)
+    device = next(encoder.parameters()).device
+    for start in range(0, len(order), batch_size):
+        rows = order[start : start + batch_size]
+        part = [texts[i] for i in rows]
+        options = {"padding": True, "truncation": True, "max_length": _LONGEST, "return_tensors": "pt"}
+        encoded = tokenized(tokenizer, part, **options).to(device)
+        states = encoder(input_ids=encoded.input_ids, attention_mask=encoded.attention_mask)
+        mask = encoded.attention_mask[..., None].float()
+        mean = F.normalize((states * mask).sum(1) / mask.sum(1), dim=-1).cpu()
+        for i, vector in zip(rows, mean, strict=True):
+            found[i] = vector
+    return torch.stack(found)

@@ -22,9 +22,8 @@ from vargen.files import expand_user, validate_not_interrupted
 from vargen.folders.json_files import read_object
 from vargen.folders.networks import NetworkFolder
 from vargen.folders.tokenizers import load_tokenizer
-from vargen.models.image_text import ImageTextModel, embed_texts, resize_images
 from vargen.models.storage import load_network
-from vargen.models.text_encoder import MiniLMTextEncoder
+from vargen.models.text_encoder import ImageTextModel, MiniLMTextEncoder, embed_texts, resize_images
 from vargen.scoring.protocol import BatchedScorer, Images, to_tensor
 from vargen.values import short_repr, suggest_names
 from vargen.weight_files import weights_digest

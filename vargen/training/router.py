@@ -20,8 +20,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from vargen.files import atomic_file, atomic_merge
-from vargen.models.causal_video.decoding import drafter_digest
-from vargen.models.causal_video.router import RANKS, BlockRouter, describe_draft
+from vargen.models.causal_video.decoding import RANKS, BlockRouter, describe_draft, drafter_digest
 from vargen.pipelines.seeds import resolve_seeds
 from vargen.scoring.frames import FrameScorer
 from vargen.training.config import at_least

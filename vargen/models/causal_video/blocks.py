@@ -68,8 +68,7 @@ def attend(q_BHTK: Tensor, k_BHSK: Tensor, v_BHSK: Tensor, bias: Tensor | None) 
     if q_BHTK.device.type == "cpu" and torch.is_grad_enabled():
         # On CPUs, the gradient of torch's fused attention takes several times as long as that of these products.
         scores = (q_BHTK * q_BHTK.shape[-1] ** -0.5) @ k_BHSK.mT
-        if bias is not None:
-            scores = scores + bias.type_as(scores)
+        scores = scores if bias is None else scores + bias.type_as(scores)
         out = scores.softmax(-1).type_as(v_BHSK) @ v_BHSK
     else:
         out = F.scaled_dot_product_attention(q_BHTK, k_BHSK, v_BHSK, attn_mask=None if bias is None else bias.type_as(q_BHTK))
@@ -99,7 +98,7 @@ def plan_attention(seen: Tensor, tokens: int) -> Plan:
 
     Args:
         seen: bool `[F, G]`, whether the frame of a row attends to the frame of a column.
-        tokens: number of tokens per frame.
+        tokens: per frame.
     """
     plan: Plan = []
     rows = seen.tolist()
@@ -172,11 +171,7 @@ class CausalVideoBlock(nn.Module):
         plan: Plan | None,
         cache: LayerCache | None,
     ) -> Tensor:
-        """
-        Args:
-            steps_BF6D: modulation from the frames' timesteps.
-            plan: see `plan_attention`.
-        """
+        """Run on tokens, with the modulation of the frames' timesteps, and attention by a plan of `plan_attention`."""
         frames = steps_BF6D.shape[1]
         shift1, scale1, gate1, shift2, scale2, gate2 = (self.modulation + steps_BF6D).type_as(x_BTD).unsqueeze(3).unbind(2)
         attended = self.self_attn(modulate_frames(self.norm1(x_BTD), shift1, scale1), table, plan, cache)

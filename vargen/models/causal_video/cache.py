@@ -1,4 +1,4 @@
-"""Key/value caches of block-wise video models: self-attention over earlier blocks, and cross-attention to the prompt.
+"""Sizes and key/value caches of block-wise video models: self-attention over earlier blocks, and to the prompt.
 
 The self-attention cache has keys and values of clean frames, one slot per frame. Slots of the first `sinks` frames are
 permanent. The others form a ring buffer, in which a new frame replaces the oldest one. Keys include their position (RoPE at
@@ -18,6 +18,8 @@ from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
+
+from vargen.values import require_int
 
 
 @dataclass(frozen=True)
@@ -45,26 +47,14 @@ class VideoGeometry:
 
     def __post_init__(self) -> None:
         for part in fields(self):
-            value = getattr(self, part.name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{part.name} must be a whole number of at least 1, got {value!r}")
+            require_int(part.name, getattr(self, part.name), 1)
         if self.height % self.patch or self.width % self.patch:
             raise ValueError(f"patch must divide the latent frame {self.height}x{self.width}, got {self.patch}")
 
     @property
-    def rows(self) -> int:
-        """Number of token rows of a frame."""
-        return self.height // self.patch
-
-    @property
-    def columns(self) -> int:
-        """Number of token columns of a frame."""
-        return self.width // self.patch
-
-    @property
     def frame_tokens(self) -> int:
         """Number of tokens of a latent frame."""
-        return self.rows * self.columns
+        return (self.height // self.patch) * (self.width // self.patch)
 
     @property
     def pixel_size(self) -> tuple[int, int]:
@@ -82,12 +72,10 @@ class VideoGeometry:
 
 def validate_attention_window(window: int | None, sinks: int, least: int) -> None:
     """Raise ValueError unless a window (None for all frames) has room for `sinks` and at least `least` more frames."""
-    for name, value in (("window", window), ("sinks", sinks)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-            raise ValueError(f"{name} must be a whole number of at least 0, got {value!r}")
+    require_int("sinks", sinks, 0)
     if window is None and sinks:
         raise ValueError(f"sinks must be 0 without a window, got {sinks}")
-    if window is not None and window < sinks + least:
+    if window is not None and require_int("window", window, 0) < sinks + least:
         raise ValueError(f"window must be at least {sinks + least} frames ({sinks} sinks and a block of {least}), got {window}")
 
 
@@ -109,12 +97,9 @@ class VideoCache:
     """Keys and values of every layer, `[B, H, S, K]` each.
 
     Args:
-        geometry: defines the number of tokens per frame.
-        layers, batch, heads, head_dim: shape of the network, and number of videos.
         frames: maximum number of frames; ignored with a window.
         window: maximum number of frames that a block attends to, including its own and the sinks; None for all.
         sinks: number of first frames of the video that always stay visible.
-        dtype, device: of keys and values.
 
     Attributes:
         frames: number of committed frames from the start of the video.
@@ -136,54 +121,34 @@ class VideoCache:
         device: torch.device | str = "cpu",
     ):
         validate_attention_window(window, sinks, geometry.block_frames)
-        if window is None and (isinstance(frames, bool) or not isinstance(frames, int) or frames < 1):
-            raise ValueError(f"frames must be a whole number of at least 1, got {frames!r}")
         self.geometry, self.window, self.sinks = geometry, window, sinks
-        self.slots = frames if window is None else window
+        self.slots = require_int("frames", frames, 1) if window is None else window
         shape = (layers, batch, heads, self.slots * geometry.frame_tokens, head_dim)
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
-        self.values = torch.zeros(shape, dtype=dtype, device=device)
-        self.frames = 0
-        self.pending = 0
+        self.keys, self.values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+        self.frames = self.pending = 0
         self._written = 0  # end of the frames that were ever written
 
     @property
     def nbytes(self) -> int:
         """Size of keys and values in bytes."""
-        return 2 * self.keys.numel() * self.keys.element_size()
-
-    @property
-    def end(self) -> int:
-        """Index of the frame after the current block."""
-        return self.frames + self.pending
-
-    def slot_of(self, frame: int) -> int:
-        """Return the slot of a frame."""
-        if self.window is None or frame < self.sinks:
-            return frame
-        return self.sinks + (frame - self.sinks) % (self.window - self.sinks)
+        return self.keys.nbytes + self.values.nbytes
 
     def free_frames(self) -> int:
         """Return how many more frames fit before a frame is evicted or the cache is full."""
         return max(0, self.slots - self.frames)
-
-    # -- life cycle of a block -------------------------------------------------------------------------------------
 
     def begin_block(self, frames: int | None = None) -> None:
         """Start the next `frames` frames (default: a block), which passes then write. Replaces the current block.
 
         Several blocks can be started together, as long as none evicts frames that another one attends to.
         """
-        count = self.geometry.block_frames if frames is None else frames
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise ValueError(f"frames must be a whole number of at least 1, got {frames!r}")
+        count = self.geometry.block_frames if frames is None else require_int("frames", frames, 1)
         if self.window is None and self.frames + count > self.slots:
-            more = self.frames + count
-            raise ValueError(f"the cache is for {self.slots} frames, got {more}: make it larger, or give a window")
-        if count > self.geometry.block_frames and count > self.free_frames():
             raise ValueError(
-                f"{count} frames are more than a block, and the window has room for {self.free_frames()}: commit them singly"
+                f"the cache is for {self.slots} frames, got {self.frames + count}: make it larger, or give a window"
             )
+        if count > self.geometry.block_frames and count > (free := self.free_frames()):
+            raise ValueError(f"{count} frames are more than a block, and the window has room for {free}: commit them singly")
         if self.frames + count < self._written > self.slots:
             lost = self._written - self.frames
             raise ValueError(f"a refused block has evicted frames that the next one would see: begin its {lost} frames")
@@ -194,25 +159,25 @@ class VideoCache:
         tokens = self.geometry.frame_tokens
         if k_BHTK.shape[2] != self.pending * tokens:
             raise ValueError(f"{self.pending} frames of {tokens} tokens were begun, got {k_BHTK.shape[2]} tokens")
-        self._written = max(self._written, self.end)
+        self._written = max(self._written, self.frames + self.pending)
         done = 0
         for slot, count in self._slot_runs():
             into, of = slice(slot * tokens, (slot + count) * tokens), slice(done * tokens, (done + count) * tokens)
             self.keys[layer, :, :, into] = k_BHTK[:, :, of].to(self.keys.dtype)
             self.values[layer, :, :, into] = v_BHTK[:, :, of].to(self.values.dtype)
             done += count
-        seen = min(self.end, self.slots) * tokens
+        seen = min(self.frames + self.pending, self.slots) * tokens
         return self.keys[layer, :, :, :seen].type_as(k_BHTK), self.values[layer, :, :, :seen].type_as(v_BHTK)
 
     def layer(self, layer: int) -> LayerCache:
-        """Return the cache of one layer."""
         return LayerCache(self, layer)
 
     def _slot_runs(self) -> list[tuple[int, int]]:
         """Slots of the pending frames as runs (first, count): at most three, split at the sinks and where the ring wraps."""
         runs: list[tuple[int, int]] = []
-        for frame in range(self.frames, self.end):
-            slot = self.slot_of(frame)
+        for slot in range(self.frames, self.frames + self.pending):
+            if self.window is not None and slot >= self.sinks:
+                slot = self.sinks + (slot - self.sinks) % (self.window - self.sinks)
             if runs and sum(runs[-1]) == slot:
                 runs[-1] = (runs[-1][0], runs[-1][1] + 1)
             else:
@@ -227,22 +192,9 @@ class VideoCache:
 
     def commit(self, frames: int | None = None) -> None:
         """Commit the first `frames` pending frames (default: all), whose keys and values should be from a clean pass."""
-        count = self.pending if frames is None else frames
-        if isinstance(count, bool) or not 0 <= count <= self.pending:
-            raise ValueError(f"frames must be from 0 to the {self.pending} that are pending, got {frames!r}")
+        count = self.pending if frames is None else require_int("frames", frames, 0, self.pending)
         self.frames += count
         self.pending -= count
-
-    def rollback(self, frames: int | None = None) -> None:
-        """Discard pending frames, and committed frames after the first `frames` (default: keep all committed ones)."""
-        target = self.frames if frames is None else frames
-        if isinstance(target, bool) or not isinstance(target, int) or not 0 <= target <= self.frames:
-            raise ValueError(f"frames must be from 0 to the {self.frames} that are committed, got {frames!r}")
-        if target < self.frames and self._written > self.slots:
-            raise ValueError(f"a window of {self.window} frames has overwritten what frame {target} sees: prefill it again")
-        self.frames, self.pending = target, 0
-        if self._written <= self.slots:
-            self._written = target  # nothing was lost
 
 
 @dataclass(frozen=True)
@@ -276,10 +228,9 @@ class TextCache:
     @property
     def nbytes(self) -> int:
         """Size of keys and values in bytes."""
-        return sum(part.numel() * part.element_size() for part in (*self.keys, *self.values))
+        return sum(part.nbytes for part in (*self.keys, *self.values))
 
     def layer(self, layer: int) -> LayerTextCache:
-        """Return keys, values and bias of one layer."""
         return self.keys[layer], self.values[layer], self.bias
 
     def select_rows(self, chosen: slice | Sequence[int]) -> TextCache:

@@ -1,6 +1,6 @@
 """A `CausalVideoTransformer` as the block loop sees it: prompts, CFG rows, caches, timesteps, and the router of drafts.
 
-Shape suffixes: F latent frames, C channels, Y/X rows and columns, P rows of text.
+Shape suffixes: H drafts, F latent frames, C channels, Y/X rows and columns, P rows of text, D statistics.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn.functional import pad
+from diffusers.configuration_utils import ConfigMixin, register_to_config
+from torch import Tensor, nn
+from torch.nn.functional import adaptive_avg_pool2d, pad
 
 from vargen.decoding.video.denoising import TIMESTEPS, predict_clean
 from vargen.decoding.video.interfaces import BlockModel, DraftRouter, DraftView
@@ -19,30 +20,29 @@ from vargen.decoding.video.policies import VideoMethod
 from vargen.models.causal_video.cache import TextCache, VideoCache
 from vargen.models.causal_video.network import CausalVideoTransformer
 from vargen.models.guidance import Condition, Guidance, cost_key, to_guidance
+from vargen.models.storage import ModelMixin, QuantizedStorageMixin  # noqa: F401
 from vargen.weight_files import weights_digest
 
 
 @dataclass
 class VideoState:
-    """State of a video in one model: its cache, and the prompt's keys and values (unguided row second, under guidance)."""
+    """State of a video in one model: its cache, and the prompt's keys and values (under guidance, the unguided row second)."""
 
     cache: VideoCache
     text: TextCache
 
 
 class CausalVideoBlockModel(BlockModel):
-    """`vargen.decoding.BlockModel` of a causal video transformer.
+    """`BlockModel` of a causal video transformer.
 
     Args:
         levels: noise level of each step; see `vargen.decoding.video.denoising.shifted_levels`.
-        resamples_noise: see `BlockModel`.
         guidance: classifier-free guidance; with scale 1 only the row with the prompt runs, as in distilled models. Any other
             scale requires its negative condition.
         window: maximum number of latent frames that a block attends to, including its own and the sinks; None for all.
         sinks: number of first frames of the video that always stay visible.
         motion: motion level, for networks trained with levels; None for any.
-        draft_model: a smaller model with the same latents.
-        device: device of the passes. Default: the device of the weights, which is a different one while they are offloaded.
+        device: of the passes. Default: the device of the weights, which is a different one while they are offloaded.
     """
 
     def __init__(
@@ -77,9 +77,8 @@ class CausalVideoBlockModel(BlockModel):
 
     def start(self, condition: Condition, frames: int) -> VideoState:
         window = None if self.window is None or self.window >= frames else self.window
-        cache = self.transformer.new_cache(
-            self.rows_per_video, frames, window=window, sinks=0 if window is None else self.sinks, device=self.device
-        )
+        sinks = 0 if window is None else self.sinks
+        cache = self.transformer.new_cache(self.rows_per_video, frames, window=window, sinks=sinks, device=self.device)
         return VideoState(cache, self._text(condition))
 
     def switch(self, state: VideoState, condition: Condition) -> None:
@@ -139,3 +138,78 @@ def bind_router(pipe: Any, method: VideoMethod) -> DraftRouter | None:
         return float(router(view.latents, view.previous, view.first, view.number)[0])
 
     return rank
+
+
+_REGIONS, _CHANGES = 4, 8  # regions along a side of the mean frame; other statistics
+_LEAST = 1e-6  # added to mean squares before their logarithm
+RANKS = 101  # predicted gains at equal shares of the training pairs: what a share of the drafts is measured with
+
+
+def describe_draft(draft_HFCYX: Tensor, previous_HFCYX: Tensor, first_HFCYX: Tensor, number: int) -> Tensor:
+    """Return statistics of drafts, float32 `[H, D]`.
+
+    They are the mean frame of the draft and of the first block, averaged over 4 x 4 regions; logarithms of mean squares, namely
+    the drift of the mean frame from the first block, of the draft and of the previous block, their sharpness relative to the
+    first block and to each other, the sharpness of the first block, and the motion relative to it; and the number of the block.
+
+    Latents are clean: of drafts, of the finished blocks before them, and of the blocks at the start, which the target made.
+    """
+    draft, previous, first = draft_HFCYX.float(), previous_HFCYX.float(), first_HFCYX.float()
+    shown, before, start = (block.mean(1) for block in (draft, previous, first))
+    sharp, sharp_before, sharp_start = (_sharpness(block) for block in (draft, previous, first))
+    changes = [
+        _magnitude(shown - start), _magnitude(before - start), sharp - sharp_start, sharp_before - sharp_start,
+        sharp - sharp_before, sharp_start, _magnitude(draft.diff(dim=1)) - _magnitude(first.diff(dim=1)),
+        torch.full_like(sharp, float(number)),
+    ]  # fmt: skip
+    regions = [adaptive_avg_pool2d(frame, _REGIONS).flatten(1) for frame in (shown, start)]
+    return torch.cat([*regions, torch.stack(changes, 1)], 1)
+
+
+def _sharpness(block_HFCYX: Tensor) -> Tensor:
+    return _magnitude(block_HFCYX.diff(dim=-1)) + _magnitude(block_HFCYX.diff(dim=-2))
+
+
+def _magnitude(difference: Tensor) -> Tensor:
+    """Return the logarithm of the mean square of each row; also of rows without values."""
+    return (difference.flatten(1).square().sum(1) / max(1, difference[0].numel()) + _LEAST).log()
+
+
+class BlockRouter(QuantizedStorageMixin, ConfigMixin):
+    """Ranks drafts by how much the target would gain over them: a prediction without decoding or scorer.
+
+    It is linear in a few statistics of a block, so that it can be fitted in closed form to some hundred pairs.
+
+    Args:
+        channels: C.
+        drafter: digest of the network that makes the drafts, which `validate_drafter` compares.
+        exit_step: None if a small model drafts; otherwise the draft is the target's estimate after this many steps.
+    """
+
+    @register_to_config
+    def __init__(self, channels: int = 4, drafter: str = "", exit_step: int | None = None):
+        super().__init__()
+        count = 2 * channels * _REGIONS**2 + _CHANGES
+        self.register_buffer("mean", torch.zeros(count))
+        self.register_buffer("scale", torch.ones(count))
+        self.gain = nn.Linear(count, 1)
+        self.register_buffer("ranks", torch.linspace(-1, 1, RANKS))
+
+    def predict_gain(self, statistics_HD: Tensor) -> Tensor:
+        """Return the predicted score of the target's block minus that of the draft, float32 `[H]`."""
+        return self.gain((statistics_HD - self.mean) / self.scale)[:, 0]
+
+    def forward(self, draft_HFCYX: Tensor, previous_HFCYX: Tensor, first_HFCYX: Tensor, number: int) -> Tensor:
+        """Return for each draft the share of the training drafts from which the target would gain less, `[H]` in [0, 1]."""
+        gain = self.predict_gain(describe_draft(draft_HFCYX, previous_HFCYX, first_HFCYX, number).to(self.mean))
+        return torch.searchsorted(self.ranks, gain).clamp(max=RANKS - 1) / (RANKS - 1)
+
+    def validate_drafter(self, drafter: str, exit_step: int) -> None:
+        """Raise ValueError unless drafts are made by the network with the digest `drafter` and this `exit_step` (0: none)."""
+        if exit_step != (self.config.exit_step or 0):
+            raise ValueError(f"the router is for exit_step {self.config.exit_step or 0}, the method has {exit_step}")
+        if drafter != self.config.drafter:
+            known = self.config.drafter
+            raise ValueError(
+                f"the router is for drafts of {known!r}, not of {drafter!r}: `vargen train router` trains it again"
+            )

@@ -10,25 +10,26 @@ width, P rows of text.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import fields
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 from torch import Tensor, nn
 
 from vargen.kernels.host import is_hooked
+from vargen.kernels.int8.arithmetic import quantize_weight_rows
 from vargen.models.causal_video.blocks import (
     CausalVideoBlock,
     ModulatedHead,
-    Plan,
     build_rotary_3d,
     plan_attention,
     timestep_embedding,
 )
 from vargen.models.causal_video.cache import TextCache, VideoCache, VideoGeometry, visible_frames
-from vargen.models.quantization import replace_linear_layers, validate_quantization
-from vargen.models.storage import QuantizedStorageMixin, validate_weight_format
+from vargen.models.quantization import SCALE_SUFFIX, replace_linear_layers
+from vargen.models.storage import ModelMixin, QuantizedStorageMixin  # noqa: F401
 
 
 class CausalVideoTransformer(QuantizedStorageMixin, ConfigMixin):
@@ -42,8 +43,6 @@ class CausalVideoTransformer(QuantizedStorageMixin, ConfigMixin):
         text_mask: whether padding rows are masked; official models attend to them.
         freq_dim: width of the sinusoidal timestep embedding.
         motion_levels: number of motion levels, 0 for none; official models have none.
-        weight_format: storage format of `save_pretrained`; see `QuantizedStorageMixin`.
-        quantization: `"int8"` for 8-bit integer products of the blocks on a CPU; see `vargen.models.quantization`.
     """
 
     _no_split_modules: ClassVar[list[str]] = ["CausalVideoBlock"]
@@ -75,8 +74,6 @@ class CausalVideoTransformer(QuantizedStorageMixin, ConfigMixin):
         quantization: str | None = None,
     ):
         super().__init__()
-        validate_weight_format(weight_format)
-        validate_quantization(quantization)
         sizes = (channels, height, width, patch, block_frames, spatial_stride, temporal_stride, fps)
         self.geometry = VideoGeometry(*sizes)
         if dim % num_heads or dim // num_heads % 2 or dim // num_heads < 6:
@@ -92,8 +89,6 @@ class CausalVideoTransformer(QuantizedStorageMixin, ConfigMixin):
         self.head = ModulatedHead(dim, channels * patch * patch)
         if quantization is not None:
             replace_linear_layers(self)
-
-    # -- computed once per video -------------------------------------------------------------------------------------
 
     def text_cache(self, embeds_BPC: Tensor, mask_BP: Tensor | None = None, motion_B: Tensor | None = None) -> TextCache:
         """Compute the cross-attention keys and values of prompts for all blocks.
@@ -115,10 +110,8 @@ class CausalVideoTransformer(QuantizedStorageMixin, ConfigMixin):
             rows, mask_BP = self._with_motion(rows, mask_BP, motion_B)
         bias = None
         if self.config.text_mask and mask_BP is not None:
-            bias = torch.zeros(mask_BP.shape, dtype=torch.float32, device=rows.device).masked_fill(
-                ~mask_BP.to(rows.device), float("-inf")
-            )
-            bias = bias[:, None, None]
+            hidden = ~mask_BP.to(rows.device)[:, None, None]
+            bias = torch.zeros(hidden.shape, dtype=torch.float32, device=rows.device).masked_fill(hidden, float("-inf"))
         pairs = [block.cross_attn.project_kv(rows) for block in self.blocks]
         return TextCache(tuple(k for k, _ in pairs), tuple(v for _, v in pairs), bias)
 
@@ -140,22 +133,13 @@ class CausalVideoTransformer(QuantizedStorageMixin, ConfigMixin):
         *,
         window: int | None = None,
         sinks: int = 0,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-        geometry: VideoGeometry | None = None,
+        device: torch.device | None = None,
     ) -> VideoCache:
-        """Create an empty cache for this network; see `VideoCache`.
-
-        Args:
-            dtype, device: by default those of the weights.
-            geometry: geometry of videos whose size differs from the network's.
-        """
+        """Create an empty cache for this network; see `VideoCache`. The default device is that of the weights."""
         weight = self.patch_embedding.weight
-        shape = (geometry or self.geometry, len(self.blocks), batch, self.config.num_heads, self.head_dim)
-        kind, place = dtype or weight.dtype, device or weight.device
-        return VideoCache(*shape, frames=frames, window=window, sinks=sinks, dtype=kind, device=place)
-
-    # -- a pass ------------------------------------------------------------------------------------------------------
+        shape = (self.geometry, len(self.blocks), batch, self.config.num_heads, self.head_dim)
+        place = device or weight.device
+        return VideoCache(*shape, frames=frames, window=window, sinks=sinks, dtype=weight.dtype, device=place)
 
     def forward(
         self,
@@ -165,7 +149,6 @@ class CausalVideoTransformer(QuantizedStorageMixin, ConfigMixin):
         cache: VideoCache | None = None,
         *,
         context: Tensor | None = None,
-        context_timestep: Tensor | None = None,
         window: int | None = None,
         sinks: int = 0,
     ) -> Tensor:
@@ -181,16 +164,13 @@ class CausalVideoTransformer(QuantizedStorageMixin, ConfigMixin):
         Args:
             latents_BFCYX: noisy latents, or clean ones with timestep 0.
             timestep: 0 to 1000, `[B]` or `[B, F]`.
-            text: result of `text_cache`.
             context: clean latents of the same video, with the same number of frames.
-            context_timestep: timestep of the context, 0 by default.
             window, sinks: attention window without a cache; see `visible_frames`.
         """
-        geometry, frames = self.geometry, latents_BFCYX.shape[1]
-        p = geometry.patch
-        C, sides = geometry.channels, latents_BFCYX.shape[3:]
+        geometry, frames, sides = self.geometry, latents_BFCYX.shape[1], latents_BFCYX.shape[3:]
+        C, p = geometry.channels, geometry.patch
         if latents_BFCYX.ndim != 5 or latents_BFCYX.shape[2] != C or any(side % p for side in sides):
-            shape = f"[B, F, {geometry.channels}, Y, X] with Y and X multiples of {p}"
+            shape = f"[B, F, {C}, Y, X] with Y and X multiples of {p}"
             raise ValueError(f"latents must be {shape}, got {list(latents_BFCYX.shape)}")
         if cache is not None and (context is not None or window is not None):
             raise ValueError("context and window must be None with a cache, which has them")
@@ -200,13 +180,18 @@ class CausalVideoTransformer(QuantizedStorageMixin, ConfigMixin):
         x, seen = latents_BFCYX, _frame_visibility(frames, geometry.block_frames, cache, context is not None, window, sinks)
         if context is not None:
             x = torch.cat([context, x], 1)
-            given = torch.zeros_like(steps) if context_timestep is None else _expand_timestep(context_timestep, latents_BFCYX)
-            steps = torch.cat([given, steps], 1)
+            steps = torch.cat([torch.zeros_like(steps), steps], 1)
         plan = None if seen is None else plan_attention(seen, rows * columns)
         table = build_rotary_3d(self.head_dim, start, frames, rows, columns, x.device)
         if context is not None:
             table = (torch.cat([table[0]] * 2), torch.cat([table[1]] * 2))
-        out = self.run_blocks(self.embed_patches(x), steps, text, table, plan, cache)
+        tokens = self.embed_patches(x)
+        step_BFD = self.time_embedding(timestep_embedding(steps, self.config.freq_dim).to(self.patch_embedding.weight.dtype))
+        steps_BF6D = self.time_projection(step_BFD).unflatten(-1, (6, -1))
+        for layer, block in enumerate(self.blocks):
+            part = None if cache is None else cache.layer(layer)
+            tokens = block(tokens, steps_BF6D, text.layer(layer), table, plan, part)
+        out = self.head(tokens, step_BFD)
         return self.join_patches(out[:, -frames * rows * columns :], frames, columns)
 
     def embed_patches(self, x_BFCYX: Tensor) -> Tensor:
@@ -223,28 +208,6 @@ class CausalVideoTransformer(QuantizedStorageMixin, ConfigMixin):
         p = self.geometry.patch
         patches = out_BTD.unflatten(1, (frames, -1, columns)).unflatten(-1, (p, p, -1))
         return patches.permute(0, 1, 6, 2, 4, 3, 5).flatten(5).flatten(3, 4)
-
-    def run_blocks(
-        self,
-        x_BTD: Tensor,
-        steps_BF: Tensor,
-        text: TextCache,
-        table: tuple[Tensor, Tensor],
-        plan: Plan | None,
-        cache: VideoCache | None,
-    ) -> Tensor:
-        """Run blocks and head on tokens; returns `[B, T, C * p * p]`.
-
-        Args:
-            plan: see `plan_attention`. cache: receives the keys and values of each layer, and returns those to attend to.
-        """
-        wave = timestep_embedding(steps_BF, self.config.freq_dim).to(self.patch_embedding.weight.dtype)
-        step_BFD = self.time_embedding(wave)
-        steps_BF6D = self.time_projection(step_BFD).unflatten(-1, (6, -1))
-        for layer, block in enumerate(self.blocks):
-            part = None if cache is None else cache.layer(layer)
-            x_BTD = block(x_BTD, steps_BF6D, text.layer(layer), table, plan, part)
-        return self.head(x_BTD, step_BFD)
 
 
 def _expand_timestep(timestep: Tensor, latents_BFCYX: Tensor) -> Tensor:
@@ -278,3 +241,77 @@ def _frame_visibility(
 def geometry_from_config(config: object) -> VideoGeometry:
     """Return the geometry in a network's configuration."""
     return VideoGeometry(**{part.name: getattr(config, part.name) for part in fields(VideoGeometry)})
+
+
+# -- LoRA ----------------------------------------------------------------------------------------------------------------
+
+
+class LowRankUpdate(nn.Module):
+    """Update B A of a matrix `[rows, columns]`. A new one is zero, because B is."""
+
+    def __init__(self, rows: int, columns: int, rank: int):
+        super().__init__()
+        self.A = nn.Parameter(torch.randn(rank, columns) * columns**-0.5)
+        self.B = nn.Parameter(torch.zeros(rows, rank))
+
+
+class CausalVideoLoRA(QuantizedStorageMixin, ConfigMixin):
+    """LoRA (Hu et al. 2021, arXiv:2106.09685) of all matrices in the blocks of a `CausalVideoTransformer`.
+
+    A matrix W [out, in] becomes W + B A, where A [rank, in] and B [out, rank] are small. The updates are merged into a second
+    network, which runs as fast as the first one and shares all its other weights.
+
+    Args:
+        dim, ffn_dim, num_layers: size of the network, as there.
+        rank: rank of each update.
+    """
+
+    @register_to_config
+    def __init__(
+        self,
+        dim: int = 1536,
+        ffn_dim: int = 8960,
+        num_layers: int = 30,
+        rank: int = 32,
+        weight_format: str | None = None,
+    ):
+        super().__init__()
+        if not 1 <= rank <= dim:
+            raise ValueError(f"rank must be from 1 to dim, {dim}, got {rank}")
+        with torch.device("meta"):
+            named = CausalVideoBlock(dim, ffn_dim, 1).named_modules()
+            shapes = {name: layer.weight.shape for name, layer in named if isinstance(layer, nn.Linear)}
+        self.layer_names = {name.replace(".", "_"): name for name in shapes}  # names of modules have no dots
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict({key: LowRankUpdate(*shapes[name], rank) for key, name in self.layer_names.items()})
+            for _ in range(num_layers)
+        )
+
+    @torch.no_grad()
+    def merge(self, transformer: CausalVideoTransformer) -> CausalVideoTransformer:
+        """Return a second network with the updates; it shares all weights without one.
+
+        With 8-bit products, the updated matrices are quantized again.
+        """
+        state: dict[str, Tensor] = dict(transformer.state_dict())
+        if any(value.device.type == "meta" for value in state.values()):
+            raise ValueError("a LoRA cannot be merged into weights that are offloaded one by one: use enable_model_cpu_offload")
+        for layer, update in self.updates():
+            weight, scale = f"{layer}.weight", f"{layer}.{SCALE_SUFFIX}"
+            known = state[weight].float() * state[scale][:, None] if scale in state else state[weight].float()
+            new = torch.addmm(known, update.B.to(known), update.A.to(known))
+            if scale in state:
+                state[weight], state[scale] = quantize_weight_rows(new)
+            else:
+                state[weight] = new.to(state[weight].dtype)
+        config = {name: value for name, value in transformer.config.items() if not name.startswith("_")}
+        with torch.device("meta"):
+            merged = type(transformer)(**config)
+        merged.load_state_dict(state, assign=True)
+        return merged.requires_grad_(False).eval()
+
+    def updates(self) -> Iterator[tuple[str, Any]]:
+        """Yield the name of each layer in the network, and its update."""
+        for number, updates in enumerate(self.blocks):
+            for key, name in self.layer_names.items():
+                yield f"blocks.{number}.{name}", updates[key]

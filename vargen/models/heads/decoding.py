@@ -5,7 +5,7 @@ Shape suffixes: B images, R rows (B, or 2 B under guidance: conditional first), 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -22,27 +22,22 @@ from vargen.decoding.tree_drafters import repeat_for_cfg
 from vargen.folders.networks import require_equal
 from vargen.kernels.host import normal_tensors
 from vargen.models.guidance import Condition
-from vargen.models.heads.eagle import EagleDrafter
-from vargen.models.heads.medusa import MedusaDrafter
+from vargen.models.heads.features import EagleDrafter, MedusaDrafter
 from vargen.models.heads.upsampler import TokenUpsampler
 from vargen.models.kv_cache import KVCache
 from vargen.models.tokenizers.vq import VQModel
 
+if TYPE_CHECKING:
+    from vargen.models.llamagen.decoding import LlamaGenTokenModel
+
 
 class Target(Protocol):
-    """What drafters use of the target transformer, whose features they extend."""
+    """What drafters use of the target, whose features they extend."""
 
-    @property
-    def rows_per_image(self) -> int: ...
-
-    @property
-    def vocab(self) -> int: ...
-
-    @property
-    def grid(self) -> tuple[int, int]: ...
-
-    @property
-    def device(self) -> torch.device: ...
+    rows_per_image: int
+    vocab: int
+    grid: tuple[int, int]
+    device: torch.device
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Embeddings `[R, T, D]` of tokens `[B, T]`."""
@@ -91,8 +86,8 @@ class EagleModel(AutoregressiveHead):
         places = {}
         if not tree.is_chain:
             ancestors = tree.ancestors[..., earlier:, :]
-            places["ancestors"] = ancestors if ancestors.dim() == 2 else ancestors.repeat(rows_per_image, 1, 1)
-            places["positions"] = position.repeat(rows_per_image, 1)
+            ancestors = ancestors if ancestors.dim() == 2 else ancestors.repeat(rows_per_image, 1, 1)
+            places = {"ancestors": ancestors, "positions": position.repeat(rows_per_image, 1)}
         above = None if state.seen is None else self._above(features, state, position, earlier)
         hidden = self.drafter(features, self.target.embed(tokens), cache, earlier=earlier, above=above, **places)
         return Output(self.target.head(hidden, position), hidden)
@@ -131,21 +126,14 @@ class MedusaHeads(ParallelHeads):
         return self.target.head(hidden, position[:, None] + ahead)
 
 
-if TYPE_CHECKING:
-    from vargen.models.llamagen.decoding import LlamaGenTokenModel
-
-_WINDOW = 16
-
-
 class LowResolutionDrafter(LowResModel):
     """`LowResModel` of a low-resolution transformer.
 
     Args:
-        model: adapter of the transformer.
-        grid: grid of the target.
+        model: of the transformer.
+        grid: of the target.
         upsampler: predicts token probabilities. None: the image is decoded, enlarged and encoded, and its tokens are the drafts
             (MuLo-SD's training-free up-sampler).
-        vqvae: image tokenizer.
     """
 
     def __init__(self, model: LlamaGenTokenModel, grid: tuple[int, int], upsampler: TokenUpsampler | None, vqvae: VQModel):
@@ -163,7 +151,7 @@ class LowResolutionDrafter(LowResModel):
     def start(self, condition: Condition, seeds: Tensor, sampling: Sampling) -> Tensor:
         """Return features `[n, D, R, C]` of the up-sampler, or tokens `[n, N]` without one."""
         rows, columns = self.model.grid
-        method, own = "gumbel" if rows * columns >= _WINDOW else "ar", derive_seeds(seeds, Purpose.LOW_RES)
+        method, own = "gumbel" if rows * columns >= 16 else "ar", derive_seeds(seeds, Purpose.LOW_RES)  # its window is 16
         engine, self._engine = self._engine, None
         if engine is None or engine.batch_size < len(seeds):
             engine = Engine(self.model, method, batch_size=len(seeds))
@@ -173,7 +161,10 @@ class LowResolutionDrafter(LowResModel):
             self._engine = engine
         if self.upsampler is not None:
             return self.upsampler.features(low)
-        return upsample_tokens(low, self.grid, self.vqvae.decode, self.vqvae.encode).flatten(1)
+        pixels = self.vqvae.decode(low)
+        factor = [float(high // side) for high, side in zip(self.grid, self.model.grid, strict=True)]
+        larger = F.interpolate(pixels, scale_factor=factor, mode="bicubic", align_corners=False)
+        return self.vqvae.encode(larger.clamp(-1, 1)).flatten(1)
 
     def probs(self, images: Tensor, tokens: Tensor, length: Tensor, position: Tensor, sampling: SlotSampling) -> Tensor:
         if self.upsampler is None:
@@ -185,8 +176,7 @@ class LowResolutionDrafter(LowResModel):
 def validate_low_res(configs: Mapping[str, Any]) -> None:
     """Raise ValueError unless the grid of the low-resolution transformer divides the transformer's, and its up-sampler fits.
 
-    Args:
-        configs: configuration by component, None for a missing one.
+    `configs` are by component, None for a missing one.
     """
     low, large = configs.get("low_res"), configs["transformer"]["grid_size"]
     if low is None and configs.get("upsampler") is not None:
@@ -196,13 +186,3 @@ def validate_low_res(configs: Mapping[str, Any]) -> None:
             f"low_res and transformer do not belong together: grid_size {low['grid_size']} must divide {large} and be smaller"
         )
     require_equal(configs, "upsampler", "low_grid", "low_res", "grid_size")
-
-
-def upsample_tokens(
-    low: Tensor, grid: tuple[int, int], decoded: Callable[[Tensor], Tensor], encoded: Callable[[Tensor], Tensor]
-) -> Tensor:
-    """Upsample tokens `[B, r, c]` to a larger grid, int64 `[B, R, C]`: decode, resize the pixels and encode."""
-    pixels = decoded(low)
-    factor = grid[0] // low.shape[1], grid[1] // low.shape[2]
-    larger = F.interpolate(pixels, scale_factor=[float(each) for each in factor], mode="bicubic", align_corners=False)
-    return encoded(larger.clamp(-1, 1))

@@ -17,50 +17,39 @@ import torch.nn.functional as F
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 from torch import Tensor, nn
 
-from vargen.models.offloading import read_weight
-from vargen.models.storage import QuantizedStorageMixin, validate_weight_format
+from vargen.models.storage import ModelMixin, QuantizedStorageMixin, read_weight  # noqa: F401
 
 _ABOVE = (3, 5)  # receptive field at the high resolution: rows above, columns
 
 
-class _ConvResidual(nn.Module):
-    """x + conv(silu(conv(norm x))), initialized as the identity."""
+class _Residual(nn.Module):
+    """x + second(silu(first(norm x))), initialized as the identity."""
 
-    def __init__(self, dim: int, kernel: int):
+    def __init__(self, norm: nn.Module, first: nn.Module, second: nn.Module):
         super().__init__()
-        self.norm = nn.GroupNorm(8, dim)
-        self.first = nn.Conv2d(dim, 2 * dim, kernel, padding=kernel // 2)
-        self.second = nn.Conv2d(2 * dim, dim, 1)
-        for parameter in self.second.parameters():
+        self.norm, self.first, self.second = norm, first, second
+        for parameter in second.parameters():
             nn.init.zeros_(parameter)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.second(F.silu(self.first(self.norm(x))))
 
 
-class _PointwiseResidual(nn.Module):
-    """x + mlp(norm x) at every position separately, initialized as the identity."""
+def _mix_neighbors(dim: int) -> _Residual:
+    return _Residual(nn.GroupNorm(8, dim), nn.Conv2d(dim, 2 * dim, 3, padding=1), nn.Conv2d(2 * dim, dim, 1))
 
-    def __init__(self, dim: int):
-        super().__init__()
-        self.norm = nn.LayerNorm(dim)
-        self.first, self.second = nn.Linear(dim, 2 * dim), nn.Linear(2 * dim, dim)
-        for parameter in self.second.parameters():
-            nn.init.zeros_(parameter)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.second(F.silu(self.first(self.norm(x))))
+def _mix_channels(dim: int) -> _Residual:
+    return _Residual(nn.LayerNorm(dim), nn.Linear(dim, 2 * dim), nn.Linear(2 * dim, dim))
 
 
 class TokenUpsampler(QuantizedStorageMixin, ConfigMixin):
     """Predicts the logits of high-resolution tokens from the low-resolution tokens of an image.
 
     Args:
-        vocab_size: vocabulary size V of both resolutions.
         low_grid, grid_size: tokens per side at the low and the high resolution; the second is a multiple of the first.
         dim: width, a multiple of 8.
         blocks: number of residual blocks at the low resolution, and of position-wise blocks at the high resolution.
-        weight_format: storage format of `save_pretrained`; see `QuantizedStorageMixin`.
         codes: digest of the tokens' codebook, which must equal that of a model; None if unknown.
     """
 
@@ -79,7 +68,6 @@ class TokenUpsampler(QuantizedStorageMixin, ConfigMixin):
         codes: str | None = None,
     ):
         super().__init__()
-        validate_weight_format(weight_format)
         if low_grid < 1 or grid_size % low_grid or grid_size == low_grid:
             raise ValueError(f"grid_size must be a multiple of low_grid, got {grid_size} and {low_grid}")
         if dim < 8 or dim % 8:
@@ -87,11 +75,10 @@ class TokenUpsampler(QuantizedStorageMixin, ConfigMixin):
         self.factor = grid_size // low_grid
         self.embedding = nn.Embedding(vocab_size, dim)
         self.place = nn.Parameter(torch.zeros(1, dim, low_grid, low_grid))
-        self.low = nn.Sequential(*(_ConvResidual(dim, 3) for _ in range(blocks)))
+        self.low = nn.Sequential(*(_mix_neighbors(dim) for _ in range(blocks)))
         self.up = nn.Conv2d(dim, dim * self.factor**2, 1)
-        rows, columns = _ABOVE
-        self.above = nn.Conv2d(dim + 1, dim, (rows, columns), padding=(0, columns // 2))
-        self.high = nn.Sequential(*(_PointwiseResidual(dim) for _ in range(blocks)))
+        self.above = nn.Conv2d(dim + 1, dim, _ABOVE, padding=(0, _ABOVE[1] // 2))
+        self.high = nn.Sequential(*(_mix_channels(dim) for _ in range(blocks)))
         self.norm = nn.LayerNorm(dim)
         self.output = nn.Linear(dim, vocab_size)
         nn.init.normal_(self.embedding.weight, std=0.1)
@@ -107,12 +94,10 @@ class TokenUpsampler(QuantizedStorageMixin, ConfigMixin):
         return F.pixel_shuffle(self.up(x), self.factor)
 
     def forward(self, features: Tensor, tokens: Tensor, known: Tensor, position: Tensor | None = None) -> Tensor:
-        """Logits `[B, S, V]` of tokens at positions.
+        """Logits `[B, S, V]` of tokens at positions, from the result of `features`.
 
         Args:
-            features: result of the method `features`.
-            tokens: int64 `[B, N]`, of which some are known.
-            known: bool `[B, N]`; other tokens are ignored.
+            tokens, known: int64 and bool `[B, N]`; tokens that are not known are ignored.
             position: int64 `[B, S]`; None: all N positions in raster order.
         """
         x = features.flatten(2).movedim(1, 2)

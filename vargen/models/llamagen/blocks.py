@@ -9,14 +9,20 @@ width.
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vargen.kernels import ops
-from vargen.kernels.ops import KernelMask, attend
+from vargen.kernels.ops import KernelMask, TransposableWeights, attend
+from vargen.values import require_int
 
 Rotary = Tensor | tuple[Tensor, Tensor]
+# Weights do not determine the grid, and memory of rotary table and cache grows with its area: up to 640 GB for a wrong one.
+MAX_GRID = 256
 
 
 def build_rotary_2d(grid: int, head_dim: int, base: float = 10000.0) -> Tensor:
@@ -52,6 +58,37 @@ def rotate_(x_BTHK: Tensor, rotary: Rotary) -> None:
     x.view(torch.complex64).mul_(rotary)
     if x_BTHK.dtype != torch.float32:
         x_BTHK.copy_(x)
+
+
+class RotaryNetwork(TransposableWeights):
+    """Base of networks with a table of `build_rotary_2d`, which stays in float32: rounded angles could not be restored."""
+
+    config: Any
+    rotary: Tensor
+
+    def init_rotary(self, grid: int, dim: int, heads: int, base: float) -> None:
+        """Create the table of a grid, for heads of `dim` / `heads`."""
+        require_int("grid_size", grid, 1, MAX_GRID)
+        if dim % heads or (dim // heads) % 4:
+            raise ValueError(f"dim / n_head must be a whole number divisible by 4 (two rotary axes), got {dim} / {heads}")
+        self.register_buffer("rotary", build_rotary_2d(grid, dim // heads, base), persistent=False)
+
+    @property
+    def tokens(self) -> int:
+        """Number of image tokens N of the grid."""
+        return self.config.grid_size**2
+
+    def _apply(self, fn: Any, *args: Any, **options: Any) -> Any:
+        table = self.rotary
+        super()._apply(fn, *args, **options)
+        if self.rotary.dtype != table.dtype:
+            self.rotary = table.to(self.rotary.device)
+        return self
+
+
+def swiglu_width(dim: int, multiple_of: int, multiplier: float | None) -> int:
+    """Width of the feed-forward: 8/3 `dim` times the multiplier, rounded up to `multiple_of`."""
+    return multiple_of * math.ceil(int(2 * (4 * dim) / 3 * (multiplier or 1.0)) / multiple_of)
 
 
 class Linear(nn.Linear):
@@ -113,9 +150,7 @@ class SwiGLU(nn.Module):
 
     def __init__(self, dim: int, hidden: int):
         super().__init__()
-        self.w1 = Linear(dim, hidden)
-        self.w3 = Linear(dim, hidden)
-        self.w2 = Linear(hidden, dim)
+        self.w1, self.w3, self.w2 = Linear(dim, hidden), Linear(dim, hidden), Linear(hidden, dim)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
@@ -138,12 +173,11 @@ class LlamaGenBlock(nn.Module):
 
     def add_residuals(self, x_BTD: Tensor, attended_BTD: Tensor) -> Tensor:
         """Add attention output and feed-forward to the residual."""
-        h = x_BTD + self._apply_dropout(attended_BTD)
-        return h + self._apply_dropout(self.feed_forward(self.ffn_norm(h)))
-
-    def _apply_dropout(self, x: Tensor) -> Tensor:
-        """Apply dropout in training; skip the call otherwise."""
-        return self.dropout(x) if self.training else x
+        if not self.training:  # skips the calls of dropout
+            h = x_BTD + attended_BTD
+            return h + self.feed_forward(self.ffn_norm(h))
+        h = x_BTD + self.dropout(attended_BTD)
+        return h + self.dropout(self.feed_forward(self.ffn_norm(h)))
 
 
 class LabelEmbedder(nn.Module):
@@ -160,8 +194,7 @@ class LabelEmbedder(nn.Module):
 class CaptionProjection(nn.Module):
     def __init__(self, caption_dim: int, dim: int):
         super().__init__()
-        self.fc1 = Linear(caption_dim, dim)
-        self.fc2 = Linear(dim, dim)
+        self.fc1, self.fc2 = Linear(caption_dim, dim), Linear(dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))

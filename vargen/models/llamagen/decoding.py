@@ -21,21 +21,17 @@ from vargen.models.heads.decoding import LowResolutionDrafter
 from vargen.models.kv_cache import KVCache
 from vargen.models.llamagen.int8 import Int8Cache
 from vargen.models.llamagen.network import LlamaGenTransformer
-from vargen.models.offloading import validate_offloading
+from vargen.models.storage import validate_offloading
 
 
 class LlamaGenTokenModel(TokenModel):
-    """`TokenModel` of a LlamaGen transformer.
+    """`TokenModel` of a LlamaGen transformer; arguments that are not listed are as there.
 
     Args:
-        transformer: the network.
         guidance: classifier-free guidance, or its scale.
         compress_prefix: store the conditioning in one cache slot, which is exact.
-        codebook: float `[V, C]`, the tokenizer's embeddings, for rules that compare tokens.
-        draft_model: a smaller model with the same vocabulary, for speculative decoding.
         draft_heads: by name, functions that make a draft head for this model, from networks trained on its features.
-        low_res: a low-resolution model whose images predict drafts.
-        device: device of the passes. Default: the device of the weights, which is a different one while they are offloaded.
+        device: of the passes. Default: the device of the weights, which is a different one while they are offloaded.
     """
 
     low_res: LowResolutionDrafter | None
@@ -54,12 +50,13 @@ class LlamaGenTokenModel(TokenModel):
     ):
         validate_offloading(transformer)
         self.transformer = transformer
-        self.guidance, self.compress_prefix = to_guidance(guidance), compress_prefix
+        self.guidance = to_guidance(guidance)
+        self.compress_prefix = compress_prefix
         self.codebook = codebook
         self.draft_model = draft_model
         self.low_res = low_res
         self.device = device or transformer.device
-        self.vocab, self.grid = transformer.config.vocab_size, (transformer.config.grid_size, transformer.config.grid_size)
+        self.vocab, self.grid = transformer.config.vocab_size, (transformer.config.grid_size,) * 2
         self.num_layers = len(transformer.layers)
         self._offloaded = any(map(is_hooked, transformer.modules()))
         self.networks = (transformer,)
@@ -67,12 +64,11 @@ class LlamaGenTokenModel(TokenModel):
         self._make_heads = dict(draft_heads or {})
         self.draft_heads = {name: make(self) for name, make in self._make_heads.items()}
         # A tensor, because the compiler would build a new graph for every other Python number. Of a bound model: [slots, 1, 1].
-        self._scale = (
-            torch.tensor(self.guidance.scale, dtype=torch.float32, device=self.device) if self.rows_per_image == 2 else None
-        )
+        scale = torch.tensor(self.guidance.scale, dtype=torch.float32, device=self.device)
+        self._scale = scale if self.rows_per_image == 2 else None
         layers = "" if self.num_layers == transformer.config.n_layer else f"{self.num_layers} layers"
-        prefix = "" if compress_prefix else "whole prefix"
         rows = f"{self.rows_per_image} rows an image"
+        prefix = "" if compress_prefix else "whole prefix"
         self.cost_key = cost_key(transformer, rows, layers, prefix, transformer.pass_backend)
 
     def bind(self, slots: int) -> LlamaGenTokenModel:
@@ -136,8 +132,7 @@ class LlamaGenTokenModel(TokenModel):
         return torch.where((position <= self.guidance.interval)[..., None], self._scale, 1.0)
 
     def _tensor_mode(self) -> AbstractContextManager[None]:
-        """Keep the loop's inference mode, unless hooks replace a layer's weights: these must be normal tensors, which can be
-        trained later."""
+        """Keep the loop's inference mode, unless hooks replace weights: by normal tensors, which can be trained later."""
         return normal_tensors() if self._offloaded else nullcontext()
 
     def _repeat_rows(self, part: Tensor, dims: int) -> Tensor:

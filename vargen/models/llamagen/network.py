@@ -9,11 +9,10 @@ one pass, S cache slots, D width, H heads, K head width, V vocabulary.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from diffusers.configuration_utils import ConfigMixin, register_to_config
@@ -23,8 +22,8 @@ from torch import Tensor, nn
 from vargen.kernels.dispatch import is_eager_cpu
 from vargen.kernels.host import normal_tensors
 from vargen.kernels.int8.load import TOKEN_PASS, CompiledCode
-from vargen.kernels.ops import TransposableWeights, transpose_linear_weights
-from vargen.models.guidance import Condition, apply_guidance
+from vargen.kernels.ops import transpose_linear_weights
+from vargen.models.guidance import Condition, apply_guidance, validate_skipped
 from vargen.models.kv_cache import KVCache
 from vargen.models.llamagen import int8
 from vargen.models.llamagen.blocks import (
@@ -33,14 +32,13 @@ from vargen.models.llamagen.blocks import (
     Linear,
     LlamaGenBlock,
     RMSNorm,
-    build_rotary_2d,
+    RotaryNetwork,
     rotary_factors,
+    swiglu_width,
 )
 from vargen.models.llamagen.int8 import Int8Cache
-from vargen.models.offloading import read_weight
-from vargen.models.quantization import replace_linear_layers, validate_quantization
-from vargen.models.storage import QuantizedStorageMixin, validate_weight_format
-from vargen.values import short_repr
+from vargen.models.quantization import replace_linear_layers
+from vargen.models.storage import ModelMixin, QuantizedStorageMixin, read_weight  # noqa: F401
 
 # Official model sizes.
 SIZES: dict[str, dict[str, int]] = {
@@ -50,18 +48,13 @@ SIZES: dict[str, dict[str, int]] = {
     "XXL": {"dim": 1536, "n_layer": 48, "n_head": 24},
     "3B": {"dim": 3200, "n_layer": 24, "n_head": 32},
 }
-# Weights do not determine the grid, and memory of rotary table and cache grows with its area: up to 640 GB for a wrong one.
-MAX_GRID = 256
 
 
 @dataclass
 class LlamaGenOutput(BaseOutput):
-    """Logits and hidden states; all are always set.
+    """Logits float32 `[B, T, V]`, and last hidden states `[B, T, D]` after (`features`) and before the final norm.
 
-    Attributes:
-        logits: float32 `[B, T, V]`.
-        features: last hidden states `[B, T, D]`, after the final norm.
-        hidden_states: the same before the final norm, input of trained drafters.
+    All are always set.
     """
 
     logits: Tensor
@@ -76,7 +69,7 @@ def guide_features(features_BTD: Tensor, scale: float | Tensor) -> Tensor:
     return apply_guidance(conditional, unconditional, scale).type_as(features_BTD)
 
 
-class LlamaGenTransformer(TransposableWeights, QuantizedStorageMixin, ConfigMixin):
+class LlamaGenTransformer(RotaryNetwork, QuantizedStorageMixin, ConfigMixin):
     """The next-token image transformer of LlamaGen.
 
     Args:
@@ -84,23 +77,17 @@ class LlamaGenTransformer(TransposableWeights, QuantizedStorageMixin, ConfigMixi
         dim, n_layer, n_head, n_kv_head: width, layers, heads; the head width `dim / n_head` must be divisible by 4.
         vocab_size: number of image tokens V.
         grid_size: side of the square token grid, at most 256; N = grid_size^2. The rotary table is specific to the grid.
-        num_classes: number of classes, without the null class (`condition="class"`).
+        num_classes: without the null class (`condition="class"`).
         caption_dim, cls_token_num: width and number of caption rows (`condition="text"`).
         multiple_of, ffn_dim_multiplier: the feed-forward width is 8/3 dim times the multiplier, rounded up to `multiple_of`.
-        dropout: dropout of embeddings and residuals, in training only.
-        weight_format: storage format of `save_pretrained`; see `QuantizedStorageMixin`.
-        quantization: `"int8"` for 8-bit integer products on a CPU; see `vargen.models.quantization`. None: floating point.
     """
 
-    _supports_gradient_checkpointing = False
     partly_read_parameters = ("tok_embeddings.", "cls_embedding.")  # of which a pass reads a few rows, or nothing
     _no_split_modules: ClassVar[list[str]] = ["LlamaGenBlock"]
     layer_prefixes: ClassVar[dict[str, tuple[str, ...]]] = {"n_layer": ("layers.",)}
     _repeated_blocks: ClassVar[list[str]] = ["LlamaGenBlock"]
     compiled_code: ClassVar[CompiledCode | None] = TOKEN_PASS
     _skip_layerwise_casting_patterns: ClassVar[list[str]] = ["norm", "tok_embeddings", "cls_embedding"]
-
-    rotary: Tensor
 
     @register_to_config
     def __init__(
@@ -124,17 +111,10 @@ class LlamaGenTransformer(TransposableWeights, QuantizedStorageMixin, ConfigMixi
         quantization: str | None = None,
     ):
         super().__init__()
-        validate_weight_format(weight_format)
-        validate_quantization(quantization)
         if condition not in ("class", "text"):
             raise ValueError(f"condition must be 'class' or 'text', got {condition!r}")
-        if isinstance(grid_size, bool) or not isinstance(grid_size, int) or not 1 <= grid_size <= MAX_GRID:
-            raise ValueError(f"grid_size must be a whole number from 1 to {MAX_GRID}, got {grid_size!r}")
-        if dim % n_head or (dim // n_head) % 4:
-            raise ValueError(f"dim / n_head must be a whole number divisible by 4 (two rotary axes), got {dim} / {n_head}")
         n_kv_head = n_kv_head or n_head
-        hidden = int(2 * (4 * dim) / 3 * (ffn_dim_multiplier or 1.0))
-        hidden = multiple_of * math.ceil(hidden / multiple_of)
+        hidden = swiglu_width(dim, multiple_of, ffn_dim_multiplier)
         self.cls_embedding: nn.Module = (
             LabelEmbedder(num_classes, dim) if condition == "class" else CaptionEmbedder(caption_dim, dim, cls_token_num)
         )
@@ -143,34 +123,12 @@ class LlamaGenTransformer(TransposableWeights, QuantizedStorageMixin, ConfigMixi
         self.norm = RMSNorm(dim, norm_eps)
         self.output = Linear(dim, vocab_size)
         self.embedding_dropout = nn.Dropout(dropout)
-        self.register_buffer("rotary", build_rotary_2d(grid_size, dim // n_head, rope_base), persistent=False)
+        self.init_rotary(grid_size, dim, n_head, rope_base)
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:
                 nn.init.zeros_(parameter) if name == "output.weight" else nn.init.normal_(parameter, std=0.02)
         if quantization is not None:
             replace_linear_layers(self)
-
-    @property
-    def quantized(self) -> bool:
-        """Whether its products are those of 8-bit integers."""
-        return self.config.quantization is not None
-
-    @property
-    def pass_backend(self) -> str:
-        """What runs the passes, as far as their time depends on it: empty for floating point."""
-        return ("int8 operators" if TOKEN_PASS.load() is None else "compiled int8") if self.quantized else ""
-
-    def _apply(self, fn: Any, *args: Any, **options: Any) -> Any:
-        table = self.rotary
-        super()._apply(fn, *args, **options)
-        if self.rotary.dtype != table.dtype:  # keep float32: rounded angles could not be restored
-            self.rotary = table.to(self.rotary.device)
-        return self
-
-    @property
-    def tokens(self) -> int:
-        """Number of image tokens N of the grid."""
-        return self.config.grid_size**2
 
     @property
     def num_prefix_rows(self) -> int:
@@ -181,18 +139,17 @@ class LlamaGenTransformer(TransposableWeights, QuantizedStorageMixin, ConfigMixi
         """Return the unconditional condition for guidance: the null class, or the null caption with the *same* mask."""
         if condition.class_labels is not None:
             return Condition(class_labels=torch.full_like(condition.class_labels, self.config.num_classes))
-        assert condition.caption_embeds is not None
-        B, P, _ = condition.caption_embeds.shape  # if P is below the model's, the null caption is cut on the left
+        given = condition.require("text")
+        B, P, _ = given.shape  # if P is below the model's, the null caption is cut on the left
         null = read_weight(self.cls_embedding, "uncond_embedding")[-P:].expand(B, -1, -1)
-        return Condition(caption_embeds=null.to(condition.caption_embeds), caption_mask=condition.caption_mask)
+        return Condition(caption_embeds=null.to(given), caption_mask=condition.caption_mask)
 
     def new_cache(
         self, rows: int, scratch: int = 1, compress_prefix: bool = True, device: torch.device | None = None
     ) -> KVCache | Int8Cache:
         """Create a cache for `rows` rows. `compress_prefix=False` stores all conditioning rows instead of one exact slot.
 
-        Args:
-            device: device of the passes. Default: the device of the weights, which differs while they are offloaded.
+        `device` is that of the passes. Default: the device of the weights, which differs while they are offloaded.
         """
         config = self.config
         shape = len(self.layers), rows, config.n_kv_head or config.n_head, config.dim // config.n_head
@@ -204,12 +161,8 @@ class LlamaGenTransformer(TransposableWeights, QuantizedStorageMixin, ConfigMixi
 
     def without_layers(self, layers: Sequence[int]) -> LlamaGenTransformer:
         """Return a view of this network without some of its layers, which shares all weights and the config."""
-        wrong = [layer for layer in layers if not 0 <= layer < len(self.layers)]
+        validate_skipped(layers, len(self.layers))
         kept = [block for layer, block in enumerate(self.layers) if layer not in layers]
-        if wrong or not kept:
-            raise ValueError(
-                f"layers must be some of 0 to {len(self.layers) - 1}, but not all, got {short_repr(tuple(layers))}"
-            )
         view = copy(self)
         view._modules = {**self._modules, "layers": nn.ModuleList(kept)}
         return view
@@ -234,14 +187,15 @@ class LlamaGenTransformer(TransposableWeights, QuantizedStorageMixin, ConfigMixi
         Args:
             positions: int64 `[T]` or `[B, T]`, grid cell of each fed token. Default: consecutive from the pointer. Cells past
                 the grid are clamped, and their logits are meaningless.
-            ancestors: bool `[T, T]` or `[B, T, T]`, which fed tokens each fed token attends to, or packed (`KVCache.seen`).
-                Default: a chain.
+            ancestors: bool `[T, T]` or `[B, T, T]`, which fed tokens each fed token attends to, or packed, as in
+                `KVCache.attention_mask`. Default: a chain.
             guidance: scale s of classifier-free guidance, a number, `[]` or `[B/2, T, 1]`. The last B/2 rows are the
                 unconditional ones, and logits `[B/2, T, V]` are u + s (c - u) (Ho & Salimans 2022). Default: no guidance, and
                 logits of all rows.
         """
+        if cache is not None and tokens is not None and cache.scratch < tokens.shape[1]:
+            raise ValueError(f"the cache was made for at most {cache.scratch} tokens a pass, got {tokens.shape[1]}")
         if isinstance(cache, Int8Cache) and condition is None and tokens is not None:
-            self._validate_width(tokens, cache)
             logits, features, x = int8.run_step(self, tokens, cache, positions, ancestors, guidance)
             return LlamaGenOutput(logits=logits, features=features, hidden_states=x) if return_dict else (logits, features, x)
         if condition is not None and tokens is not None and cache is None:
@@ -273,9 +227,7 @@ class LlamaGenTransformer(TransposableWeights, QuantizedStorageMixin, ConfigMixi
         return self._final_norm(self._teacher_forced(tokens_BN, condition))
 
     def _embed(self, condition: Condition) -> Tensor:
-        given = condition.class_labels if self.config.condition == "class" else condition.caption_embeds
-        if given is None:
-            raise ValueError(f"this model is conditioned on {self.config.condition}; the condition holds none")
+        given = condition.require(self.config.condition)
         return int8.embed_condition(self, condition) if self.quantized else self.cls_embedding(given).to(self.dtype)
 
     def _teacher_forced(self, tokens_BN: Tensor, condition: Condition) -> Tensor:
@@ -329,15 +281,8 @@ class LlamaGenTransformer(TransposableWeights, QuantizedStorageMixin, ConfigMixi
             x = layer.add_residuals(x, attention.wo(running.flatten(2)))
         return x[:, -1:]
 
-    def _validate_width(self, tokens_BT: Tensor, cache: KVCache | Int8Cache) -> int:
-        """Return the number of tokens of a pass; ValueError if the cache has no place for them."""
-        T = tokens_BT.shape[1]
-        if cache.scratch < T:
-            raise ValueError(f"the cache was made for at most {cache.scratch} tokens a pass, got {T}")
-        return T
-
     def _step(self, tokens_BT: Tensor, cache: KVCache, positions: Tensor | None, ancestors: Tensor | None) -> Tensor:
-        T = self._validate_width(tokens_BT, cache)
+        T = tokens_BT.shape[1]
         if positions is None:
             positions = cache.positions(T)
         rotary = rotary_factors(self.rotary[positions.clamp(max=self.tokens - 1)])

@@ -1,18 +1,17 @@
-"""Layers of image and video tokenizers: the convolutional networks of VQGAN, and small ones with a transformer.
+"""Encoders and decoders of image tokenizers: the convolutional one of VQGAN, and a small one of convolutions and a transformer.
 
-VQGAN (Esser et al. 2021) is published for LlamaGen and VAR under different parameter names; `VQParameterNames` is that
-difference.
+LlamaGen and VAR publish VQGAN's network (Esser et al. 2021) under different parameter names: `VQParameterNames`.
 
-The small ones are convolutional but for their coarsest level. They are designed for 128-pixel images on a CPU: nearly all of
-their multiplications are in 3x3 convolutions and matrix products of wide rows. Normalization is per pixel over channels, so no
-statistic depends on the rest of the image. Statistics of group norm do, so white borders would change the features of the
-subject.
+The hybrid is designed for 128-pixel images on a CPU: nearly all of its multiplications are in 3x3 convolutions and matrix
+products of wide rows. Normalization is per pixel over channels, so no statistic depends on the rest of the image. Statistics of
+group norm do, so white borders would change the features of the subject.
 
 Shape suffixes: B batch, C channels, Y/X pixel rows and columns, R/G grid rows and columns, N = R*G.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -21,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 NORM_GROUPS = 32
+HEAD_WIDTH = 32  # of the attention heads of a hybrid
 
 
 @dataclass(frozen=True)
@@ -75,9 +75,7 @@ class AttnBlock(nn.Module):
         if fused:
             self.qkv = nn.Conv2d(channels, 3 * channels, 1)
         else:
-            self.q = nn.Conv2d(channels, channels, 1)
-            self.k = nn.Conv2d(channels, channels, 1)
-            self.v = nn.Conv2d(channels, channels, 1)
+            self.q, self.k, self.v = (nn.Conv2d(channels, channels, 1) for _ in range(3))
         self.proj_out = nn.Conv2d(channels, channels, 1)
 
     def forward(self, x_BCYX: Tensor) -> Tensor:
@@ -134,24 +132,17 @@ class VQEncoder(nn.Module):
     """Encodes pixels `[B, 3, Y, X]` to features `[B, z_channels, Y/2^k, X/2^k]`, k = levels - 1."""
 
     def __init__(
-        self,
-        in_channels: int,
-        ch: int,
-        ch_mult: tuple[int, ...],
-        num_res_blocks: int,
-        z_channels: int,
-        naming: VQParameterNames,
+        self, in_channels: int, ch: int, widths: Sequence[int], blocks: int, z_channels: int, naming: VQParameterNames
     ):
         super().__init__()
         self.naming = naming
         self.conv_in = nn.Conv2d(in_channels, ch, 3, padding=1)
-        widths = [ch] + [ch * m for m in ch_mult]
-        last = len(ch_mult) - 1
         levels = nn.ModuleList()
-        for i in range(len(ch_mult)):
-            level = VQLevel(widths[i], widths[i + 1], num_res_blocks, attention=i == last, naming=naming)
-            if i != last:
-                level.downsample = Downsample(widths[i + 1])
+        for i, (before, width) in enumerate(pairwise([ch, *widths])):
+            last = i == len(widths) - 1
+            level = VQLevel(before, width, blocks, attention=last, naming=naming)
+            if not last:
+                level.downsample = Downsample(width)
             levels.append(level)
         self.add_module(naming.down, levels)
         self.mid = make_mid_block(widths[-1], naming)
@@ -172,23 +163,15 @@ class VQEncoder(nn.Module):
 class VQDecoder(nn.Module):
     """Mirror of the encoder, with one more residual block per level."""
 
-    def __init__(
-        self,
-        out_channels: int,
-        ch: int,
-        ch_mult: tuple[int, ...],
-        num_res_blocks: int,
-        z_channels: int,
-        naming: VQParameterNames,
-    ):
+    def __init__(self, out_channels: int, widths: Sequence[int], blocks: int, z_channels: int, naming: VQParameterNames):
         super().__init__()
         self.naming = naming
-        widths = [ch * m for m in reversed(ch_mult)]
+        widths = widths[::-1]
         self.conv_in = nn.Conv2d(z_channels, widths[0], 3, padding=1)
         self.mid = make_mid_block(widths[0], naming)
         levels = []
         for i, width in enumerate(widths):
-            level = VQLevel(widths[max(i - 1, 0)], width, num_res_blocks + 1, attention=i == 0, naming=naming)
+            level = VQLevel(widths[max(i - 1, 0)], width, blocks + 1, attention=i == 0, naming=naming)
             if i != len(widths) - 1:
                 level.upsample = Upsample(width)
             levels.append(level)
@@ -208,7 +191,7 @@ class VQDecoder(nn.Module):
         return self.conv_out(F.silu(self.norm_out(h)))
 
 
-HEAD_WIDTH = 32
+# -- the hybrid ----------------------------------------------------------------------------------------------------------
 
 
 def space_to_depth(x_BCYX: Tensor, side: int) -> Tensor:
@@ -311,10 +294,7 @@ class ViTTrunk(nn.Module):
 
 
 class HybridEncoder(nn.Module):
-    """Encodes pixels `[B, 3, Y, X]` to latents `[B, E, R, G]` with root mean square 1 at each position.
-
-    The fixed norm prevents the commitment loss from shrinking latents.
-    """
+    """Encodes pixels `[B, 3, Y, X]` to features float32 `[B, E, R, G]`."""
 
     def __init__(self, patch: int, widths: tuple[int, ...], side: int, blocks: int, transformer_blocks: int, latent: int):
         super().__init__()
@@ -329,26 +309,36 @@ class HybridEncoder(nn.Module):
         h = self.conv_in(space_to_depth(x_BCYX, self.patch))
         for level, down in zip(self.levels, self.down, strict=True):
             h = down(level(h))
-        z = self.out(self.trunk(h)).float()
+        return self.out(self.trunk(h)).float()
+
+
+class NormalizedEncoder(HybridEncoder):
+    """Encodes to latents with root mean square 1 at each position, so that the commitment loss cannot shrink them."""
+
+    def forward(self, x_BCYX: Tensor) -> Tensor:
+        z = super().forward(x_BCYX)
         return z * (z.square().mean(1, keepdim=True) + 1e-6).rsqrt()
 
 
 class HybridDecoder(nn.Module):
-    """Mirror of the encoder, with one more block at every level."""
+    """Mirror of the encoder."""
 
     def __init__(self, patch: int, widths: tuple[int, ...], side: int, blocks: int, transformer_blocks: int, latent: int):
         super().__init__()
         self.patch = patch
         widths = tuple(reversed(widths))
         self.conv_in = nn.Conv2d(latent, widths[0], 3, padding=1)
-        self.trunk = ViTTrunk(widths[0], side, transformer_blocks + 1)
+        self.trunk = ViTTrunk(widths[0], side, transformer_blocks)
         self.up = nn.ModuleList(PatchExpand(a, b) for a, b in pairwise(widths))
-        self.levels = nn.ModuleList(nn.Sequential(*(ConvBlock(width) for _ in range(blocks + 1))) for width in widths[1:])
+        self.levels = nn.ModuleList(nn.Sequential(*(ConvBlock(width) for _ in range(blocks))) for width in widths[1:])
         self.norm_out = ChannelLayerNorm(widths[-1])
         self.conv_out = nn.Conv2d(widths[-1], 3 * patch * patch, 3, padding=1)
 
     def forward(self, z_BERG: Tensor) -> Tensor:
-        h = self.trunk(self.conv_in(z_BERG))
+        return self.enlarge(self.trunk(self.conv_in(z_BERG)))
+
+    def enlarge(self, h: Tensor) -> Tensor:
+        """Decode the features of the coarsest level to pixels."""
         for up, level in zip(self.up, self.levels, strict=True):
             h = level(up(h))
         return depth_to_space(self.conv_out(F.silu(self.norm_out(h))), self.patch)

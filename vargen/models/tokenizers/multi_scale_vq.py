@@ -5,8 +5,7 @@ scales: the embeddings of scale k, upsampled to the latent's size and passed thr
 the earlier scales. Parameter names are the official ones, so an official state dict loads strictly.
 
 Shape suffixes: B batch, C latent channels (the code dimension), Y/X pixel rows and columns, R/G latent rows and columns,
-s side of a scale, N = s*s, S
-scales, V codes.
+s side of a scale, N = s*s, V codes.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import reduce
 from itertools import pairwise
 from typing import ClassVar
 
@@ -24,17 +24,20 @@ from diffusers.utils import BaseOutput
 from diffusers.utils.accelerate_utils import apply_forward_hook
 from torch import Tensor, nn
 
-from vargen.models.offloading import find_device, read_weight
-from vargen.models.storage import QuantizedStorageMixin, validate_weight_format
+from vargen.models.storage import ModelMixin, QuantizedStorageMixin, read_weight  # noqa: F401
 from vargen.models.tokenizers.blocks import (
     HEAD_WIDTH,
     NORM_GROUPS,
     HybridDecoder,
-    HybridEncoder,
+    NormalizedEncoder,
     VQDecoder,
     VQEncoder,
     VQParameterNames,
 )
+
+SCALES_256 = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16)
+SCALES_512 = (1, 2, 3, 4, 6, 9, 13, 18, 24, 32)
+_NAMING = VQParameterNames("down", "up", "block", ("block_1", "attn_1", "block_2"), fused=True, finest_first=True)
 
 
 def assign_phi(scales: int, shared: int) -> tuple[int, ...]:
@@ -79,10 +82,7 @@ class MultiScaleQuantizer(nn.Module):
 
     def codebook(self) -> Tensor:
         """`[V, C]` float32."""
-        weight = self.embedding.weight
-        if weight.is_meta:  # offloaded layer by layer: weights are available only in forward
-            weight = self.embedding(torch.arange(len(weight)))
-        return weight.float()
+        return read_weight(self.embedding).float()
 
     def gain(self, k: int) -> Tensor | float:
         """Factor of the embeddings of scale k. Residuals decrease from scale to scale, while the codes are shared."""
@@ -127,12 +127,6 @@ class MultiScaleQuantizer(nn.Module):
         return self.downsample(f_hat_BCRG, k).flatten(2).transpose(1, 2)
 
 
-SCALES_256 = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16)
-SCALES_512 = (1, 2, 3, 4, 6, 9, 13, 18, 24, 32)
-ARCHITECTURES = ("convolutional", "hybrid")
-_NAMING = VQParameterNames("down", "up", "block", ("block_1", "attn_1", "block_2"), fused=True, finest_first=True)
-
-
 @dataclass
 class MultiScaleVQOutput(BaseOutput):
     """`sample`: reconstructed pixels `[B, 3, Y, X]` in [-1, 1]; `tokens`: int64 `[B, s, s]` for each scale."""
@@ -147,8 +141,7 @@ class MultiScaleVQModel(QuantizedStorageMixin, ConfigMixin):
     Args:
         architecture: `"convolutional"`, as published; or `"hybrid"`, convolutions on patches and a transformer over the latent
             grid, which is several times cheaper.
-        codebook_size: number of codes V.
-        codebook_embed_dim: dimension C of codes and latents.
+        codebook_size, codebook_embed_dim: number of codes V, and dimension C of codes and latents.
         ch, ch_mult: base width and one multiplier per resolution, finest first; k+1 of them downsample by 2^k.
         num_res_blocks: residual blocks per encoder level (the decoder has one more).
         scales: sides of the token grids, coarse to fine; the last one is the latent's side.
@@ -157,7 +150,6 @@ class MultiScaleVQModel(QuantizedStorageMixin, ConfigMixin):
         scale_gains: whether each scale has its own factor for embeddings.
         patch_size, transformer_blocks: only for the hybrid: patch size of its finest level, and blocks of the encoder's
             transformer (the decoder has one more), which replaces the convolutions of the last level.
-        weight_format: storage format of `save_pretrained`; see `QuantizedStorageMixin`.
     """
 
     _no_split_modules: ClassVar[list[str]] = ["ResnetBlock", "AttnBlock", "ConvBlock", "ViTBlock"]
@@ -187,22 +179,22 @@ class MultiScaleVQModel(QuantizedStorageMixin, ConfigMixin):
         weight_format: str | None = None,
     ):
         super().__init__()
-        validate_weight_format(weight_format)
         scales = tuple(scales)
         scale_codes = tuple(scale_codes) if scale_codes is not None else (codebook_size,) * len(scales)
-        _check(architecture, scales, scale_codes, codebook_size, shared_phi, ch, tuple(ch_mult))
+        _validate_scales(scales, scale_codes, codebook_size, shared_phi)
+        _validate_widths(architecture, ch, tuple(ch_mult))
         self.scales = scales
         self.scale_codes = scale_codes
         C, widths = codebook_embed_dim, tuple(ch * m for m in ch_mult)
         if architecture == "hybrid":
-            shape = (patch_size, widths, scales[-1], num_res_blocks, transformer_blocks, C)
-            self.encoder: nn.Module = HybridEncoder(*shape)
-            self.decoder: nn.Module = HybridDecoder(*shape)
+            grid = (patch_size, widths, scales[-1])
+            self.encoder: nn.Module = NormalizedEncoder(*grid, num_res_blocks, transformer_blocks, C)
+            self.decoder: nn.Module = HybridDecoder(*grid, num_res_blocks + 1, transformer_blocks + 1, C)
             self.quant_conv: nn.Module = nn.Identity()  # the hybrid has such layers at its own end and start
             self.post_quant_conv: nn.Module = nn.Identity()
         else:
-            self.encoder = VQEncoder(3, ch, tuple(ch_mult), num_res_blocks, C, _NAMING)
-            self.decoder = VQDecoder(3, ch, tuple(ch_mult), num_res_blocks, C, _NAMING)
+            self.encoder = VQEncoder(3, ch, widths, num_res_blocks, C, _NAMING)
+            self.decoder = VQDecoder(3, widths, num_res_blocks, C, _NAMING)
             self.quant_conv = nn.Conv2d(C, C, 3, padding=1)
             self.post_quant_conv = nn.Conv2d(C, C, 3, padding=1)
         self.quantize = MultiScaleQuantizer(scales, codebook_size, C, shared_phi, scale_codes, scale_gains)
@@ -228,8 +220,6 @@ class MultiScaleVQModel(QuantizedStorageMixin, ConfigMixin):
         """Codebook `[V, C]` float32, before the gains of scales."""
         return self.quantize.codebook()
 
-    # -- pixels to tokens --------------------------------------------------------------------------------------------
-
     @apply_forward_hook
     def encode_latent(self, pixels_BCYX: Tensor) -> Tensor:
         """Encode pixels in [-1, 1] to latents `[B, C, R, G]` before quantization."""
@@ -238,53 +228,17 @@ class MultiScaleVQModel(QuantizedStorageMixin, ConfigMixin):
             raise ValueError(f"pixels must be {self.image_size}x{self.image_size} for scales {self.scales}, got {Y}x{X}")
         return self.quant_conv(self.encoder(pixels_BCYX))
 
-    def quantize_latent(self, f_BCRG: Tensor) -> list[Tensor]:
-        """Quantize latents to tokens int64 `[B, s, s]` per scale; see `MultiScaleQuantizer.quantize`."""
-        return self.quantize.quantize(f_BCRG)
-
     @apply_forward_hook  # lets CPU offload load the weights
     def encode(self, pixels_BCYX: Tensor) -> list[Tensor]:
         """Encode pixels `[B, 3, Y, X]` in [-1, 1] to tokens int64 `[B, s, s]` per scale."""
-        return self.quantize_latent(self.encode_latent(pixels_BCYX))
-
-    # -- tokens to pixels --------------------------------------------------------------------------------------------
-
-    def zero_latent(self, batch: int) -> Tensor:
-        """Return the sum before the first scale: zeros `[B, C, R, G]`."""
-        side = self.scales[-1]
-        shape = (batch, self.config.codebook_embed_dim, side, side)
-        return torch.zeros(shape, dtype=torch.float32, device=find_device(self.quantize))
-
-    def next_input(self, f_hat_BCRG: Tensor, tokens: Tensor, k: int) -> tuple[Tensor, Tensor | None]:
-        """Add one scale to the sum, in teacher forcing and in sampling. Nothing is changed in place.
-
-        Args:
-            f_hat_BCRG: sum of the scales before k, initially `zero_latent`.
-            tokens: tokens of scale k, `[B, s, s]` or `[B, s*s]`.
-            k: scale, from 0.
-
-        Returns:
-            The sum including scale k, and the transformer's input at scale k+1 `[B, N, C]` (None after the last scale).
-        """
-        f_hat = f_hat_BCRG + self.quantize.lookup(self._square(tokens, k), k)
-        return f_hat, self.quantize.transformer_input(f_hat, k + 1)
-
-    def teacher_inputs(self, tokens: Sequence[Tensor]) -> Tensor:
-        """The transformer's inputs for teacher forcing, `[B, N of scales 1 to S-1, C]`, from the tokens of all scales."""
-        f_hat, inputs = self.zero_latent(len(tokens[0])), []
-        for k in range(len(self.scales) - 1):
-            f_hat, following = self.next_input(f_hat, tokens[k], k)
-            inputs.append(following)
-        return torch.cat(inputs, dim=1)  # type: ignore[arg-type]
+        return self.quantize.quantize(self.encode_latent(pixels_BCYX))
 
     def accumulate_latents(self, tokens: Sequence[Tensor]) -> Tensor:
         """Return the latent `[B, C, R, G]`, the sum over the given first scales or all scales."""
         if not 1 <= len(tokens) <= len(self.scales):
             raise ValueError(f"tokens must be of 1 to {len(self.scales)} scales, got {len(tokens)}")
-        f_hat = self.zero_latent(len(tokens[0]))
-        for k, of_scale in enumerate(tokens):
-            f_hat = f_hat + self.quantize.lookup(self._square(of_scale, k), k)
-        return f_hat
+        parts = (self.quantize.lookup(self._square(of_scale, k), k) for k, of_scale in enumerate(tokens))
+        return reduce(torch.add, parts)
 
     def decode_unclamped(self, f_hat_BCRG: Tensor) -> Tensor:
         """Decode a latent to pixels `[B, 3, Y, X]`, which may be slightly outside [-1, 1]."""
@@ -302,7 +256,8 @@ class MultiScaleVQModel(QuantizedStorageMixin, ConfigMixin):
     def decode(self, tokens: Sequence[Tensor]) -> Tensor:
         """Decode tokens per scale, `[B, s, s]` or `[B, s*s]`, to pixels `[B, 3, Y, X]` in [-1, 1].
 
-        The first scales alone give a coarse image. Raises as `accumulate_latents`."""
+        The first scales alone give a coarse image.
+        """
         return self.decode_latent(self.accumulate_latents(tokens))
 
     def forward(self, sample: Tensor, return_dict: bool = True) -> MultiScaleVQOutput | tuple[Tensor, list[Tensor]]:
@@ -319,18 +274,7 @@ class MultiScaleVQModel(QuantizedStorageMixin, ConfigMixin):
         return tokens.view(-1, side, side)
 
 
-def _check(
-    architecture: str,
-    scales: tuple[int, ...],
-    scale_codes: tuple[int, ...],
-    codebook_size: int,
-    shared_phi: int,
-    ch: int,
-    ch_mult: tuple[int, ...],
-) -> None:
-    """Raise ValueError for an invalid configuration."""
-    if architecture not in ARCHITECTURES:
-        raise ValueError(f"architecture must be one of {', '.join(ARCHITECTURES)}, got {architecture!r}")
+def _validate_scales(scales: tuple[int, ...], scale_codes: tuple[int, ...], codebook_size: int, shared_phi: int) -> None:
     if not scales or scales[0] < 1 or any(a >= b for a, b in pairwise(scales)):
         raise ValueError(f"scales must grow from a first of at least 1, got {scales}")
     grow = all(a <= b for a, b in pairwise((1, *scale_codes, codebook_size)))
@@ -339,6 +283,11 @@ def _check(
         raise ValueError(f"scale_codes must be {allowed}, got {scale_codes}")
     if shared_phi < 1:
         raise ValueError(f"shared_phi must be at least 1, got {shared_phi}")
+
+
+def _validate_widths(architecture: str, ch: int, ch_mult: tuple[int, ...]) -> None:
+    if architecture not in ("convolutional", "hybrid"):
+        raise ValueError(f"architecture must be convolutional or hybrid, got {architecture!r}")
     hybrid = architecture == "hybrid"
     divisor, width, name = (HEAD_WIDTH, ch * ch_mult[-1], "ch * ch_mult[-1]") if hybrid else (NORM_GROUPS, ch, "ch")
     reason = "attention heads" if hybrid else "group norm"

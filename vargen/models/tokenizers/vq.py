@@ -9,6 +9,7 @@ Shape suffixes: B batch, C channels, Y/X pixel rows and columns, R/G grid rows a
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -19,7 +20,7 @@ from diffusers.utils import BaseOutput
 from diffusers.utils.accelerate_utils import apply_forward_hook
 from torch import Tensor, nn
 
-from vargen.models.storage import QuantizedStorageMixin, validate_weight_format
+from vargen.models.storage import ModelMixin, QuantizedStorageMixin, read_weight  # noqa: F401
 from vargen.models.tokenizers.blocks import NORM_GROUPS, VQDecoder, VQEncoder, VQParameterNames
 
 _NAMING = VQParameterNames(down="conv_blocks", up="conv_blocks", blocks="res", middle=("0", "1", "2"))
@@ -61,10 +62,7 @@ class VectorQuantizer(nn.Module):
 
     def codebook(self) -> Tensor:
         """Return the codebook used in decoding, `[V, E]`, float32 rows of unit norm for any weight dtype."""
-        weight = self.embedding.weight
-        if weight.is_meta:  # offloaded layer by layer: weights are available only in forward
-            weight = self.embedding(torch.arange(len(weight)))
-        return F.normalize(weight.float(), dim=-1)
+        return F.normalize(read_weight(self.embedding).float(), dim=-1)
 
     def digest(self) -> str | None:
         """Digest of the codebook in float16; None if the weights have lower precision or are not loaded."""
@@ -74,7 +72,7 @@ class VectorQuantizer(nn.Module):
         return hashlib.sha256(weight.detach().half().cpu().numpy().tobytes()).hexdigest()[:16]
 
     def find_nearest(self, z_BERG: Tensor) -> Tensor:
-        """Indices `[B, R, G]` int64 of the nearest codes, which on the sphere have the greatest cosine similarity."""
+        """Indices `[B, R, G]` int64 of the nearest codes, which have the greatest cosine similarity."""
         return self.cosines(z_BERG).argmax(-1)
 
     def cosines(self, z_BERG: Tensor) -> Tensor:
@@ -90,14 +88,12 @@ class VQModel(QuantizedStorageMixin, ConfigMixin):
     """LlamaGen's image tokenizer.
 
     Args:
-        codebook_size: number of codes V.
-        codebook_embed_dim: code dimension E.
+        codebook_size, codebook_embed_dim: number of codes V, and their dimension E.
         ch: base width. The width of a level is `ch` times its multiplier, and must be divisible by 32.
         encoder_ch_mult, decoder_ch_mult: one multiplier per resolution, finest first; k+1 of them downsample by 2^k.
             `(1, 1, 2, 2, 4)` is VQ-16, `(1, 2, 2, 4)` is VQ-8.
         num_res_blocks: residual blocks per encoder level (the decoder has one more). Official files have 2.
         z_channels: width of the features before and after the quantizer.
-        weight_format: storage format of `save_pretrained`; see `QuantizedStorageMixin`.
         blank_code: the code that a generator was trained to expect in blank patches; see `BackgroundTokenizer`.
     """
 
@@ -126,17 +122,15 @@ class VQModel(QuantizedStorageMixin, ConfigMixin):
         blank_code: int | None = None,
     ):
         super().__init__()
-        validate_weight_format(weight_format)
         if blank_code is not None and not 0 <= blank_code < codebook_size:
             raise ValueError(f"blank_code must be None or from 0 to {codebook_size - 1}, got {blank_code}")
         if len(encoder_ch_mult) != len(decoder_ch_mult):
-            raise ValueError(
-                f"encoder_ch_mult {tuple(encoder_ch_mult)} and decoder_ch_mult {tuple(decoder_ch_mult)} must have equal length"
-            )
+            raise ValueError(f"encoder_ch_mult {encoder_ch_mult} and decoder_ch_mult {decoder_ch_mult} must have equal length")
         if ch % NORM_GROUPS:
             raise ValueError(f"ch must be a multiple of {NORM_GROUPS} (group norm), got {ch}")
-        self.encoder = VQEncoder(in_channels, ch, tuple(encoder_ch_mult), num_res_blocks, z_channels, _NAMING)
-        self.decoder = VQDecoder(out_channels, ch, tuple(decoder_ch_mult), num_res_blocks, z_channels, _NAMING)
+        narrow, wide = ([ch * m for m in each] for each in (encoder_ch_mult, decoder_ch_mult))
+        self.encoder = VQEncoder(in_channels, ch, narrow, num_res_blocks, z_channels, _NAMING)
+        self.decoder = VQDecoder(out_channels, wide, num_res_blocks, z_channels, _NAMING)
         self.quantize = VectorQuantizer(codebook_size, codebook_embed_dim)
         self.quant_conv = nn.Conv2d(z_channels, codebook_embed_dim, 1)
         self.post_quant_conv = nn.Conv2d(codebook_embed_dim, z_channels, 1)
@@ -155,11 +149,7 @@ class VQModel(QuantizedStorageMixin, ConfigMixin):
 
     @apply_forward_hook  # lets CPU offload load the weights
     def encode(self, pixels_BCYX: Tensor) -> Tensor:
-        """Encode pixels `[B, 3, Y, X]` in [-1, 1] to token indices `[B, R, G]` int64.
-
-        Raises:
-            NonFinitePixelsError: if a latent or the codebook contains NaN, for which there is no nearest code.
-        """
+        """Encode pixels `[B, 3, Y, X]` in [-1, 1] to token indices `[B, R, G]` int64."""
         cosines = self.quantize.cosines(self.encode_latents(pixels_BCYX))
         indices = cosines.argmax(-1)  # selects NaN if there is one
         bad = ~cosines.gather(-1, indices[..., None])[..., 0].isfinite()
@@ -180,7 +170,7 @@ class VQModel(QuantizedStorageMixin, ConfigMixin):
     def decode(self, indices: Tensor) -> Tensor:
         """Decode indices `[B, R, G]`, or `[B, N]` of a square grid, to pixels `[B, 3, Y, X]`, about [-1, 1]."""
         if indices.dim() == 2:
-            side = round(indices.shape[1] ** 0.5)
+            side = math.isqrt(indices.shape[1])
             if side * side != indices.shape[1]:
                 raise ValueError(f"flat indices must fill a square grid, got {indices.shape[1]} per row; pass [B, R, G]")
             indices = indices.view(-1, side, side)

@@ -15,12 +15,10 @@ import torch
 from torch import Tensor
 
 from vargen.folders.transformers_networks import NetworkKind
-from vargen.models.llamagen.network import MAX_GRID
-from vargen.models.offloading import find_device, read_weight
+from vargen.models.llamagen.blocks import MAX_GRID
+from vargen.models.storage import find_device, read_weight
 from vargen.values import parse_int, short_repr
 from vargen.weight_files import weights_digest
-
-_ATTENTION = ("sdpa", "eager")
 
 
 @dataclass(frozen=True)
@@ -28,8 +26,7 @@ class PromptRows:
     """Tokenized prompts of B images.
 
     Attributes:
-        ids: int64 `[B, P]`, padded on the left.
-        valid: bool `[B, P]`, which ids are tokens.
+        ids, valid: int64 `[B, P]`, padded on the left, and bool `[B, P]`, which of them are tokens.
         unconditional: the prompts of the unconditional rows, of any length; None for a model without them.
         scale: guidance scale of these images in an engine of guided images. None: that of its model.
     """
@@ -50,8 +47,7 @@ class PromptRows:
 
     def repeat(self, count: int) -> PromptRows:
         """Repeat each prompt `count` times."""
-        index = torch.arange(len(self.ids), device=self.ids.device).repeat_interleave(count)
-        return self.select_rows(index)
+        return self.select_rows(torch.arange(len(self), device=self.ids.device).repeat_interleave(count))
 
     def join(self, pad: int = 0) -> PromptRows:
         """Return conditional and unconditional rows as one table `[2 B, P]`; those without unconditional rows unchanged.
@@ -84,14 +80,10 @@ def validate_size(size: Any) -> tuple[int, int]:
 class ImageLanguageModel:
     """What `TransformersTokenModel` needs to know about a model; one subclass per class of transformers.
 
-    Args:
-        model: an instance of the class.
-
     Attributes:
         class_name, since: name of the class in transformers, and the version that it came with.
-        processor_name: name of the class of its processor.
         stored: what a folder with the model holds.
-        tokenizer_names, image_processor_name: classes of the parts of its processor; of tokenizers, the usual one first.
+        processor_name, tokenizer_names, image_processor_name: classes of its processor and parts; the usual tokenizer first.
         special_tokens: names of the special tokens that its prompts need.
         uses_template: whether prompts pass through the chat template of the processor.
         guidance_scale, temperature, top_k, top_p: defaults of the published model.
@@ -99,12 +91,11 @@ class ImageLanguageModel:
         has_pixels: whether it decodes its tokens to images itself.
         options: names of further arguments of the constructor.
         body: the language model without its head; takes embeddings and returns hidden states after its last module, `norm`.
-        vocab: number V of image tokens.
-        grid: rows and columns.
+        vocab, grid: number V of image tokens; rows and columns.
+        ids: int64 `[V]`, the image tokens in the vocabulary of text; None if they are the first of it.
         codebook: float `[V, C]`, whose distances say how similar tokens are.
-        forced: int64 `[N]`, the token of positions that have only one, which occurs nowhere else; -1 elsewhere. None if no
-            position is forced.
-        low_res: a `LowResModel`, if the tokens include those of a smaller image. None: they do not.
+        forced: int64 `[N]`, the token of positions that have only one, which occurs nowhere else; -1 elsewhere.
+        low_res: a `LowResModel`, if the tokens include those of a smaller image.
     """
 
     class_name: str
@@ -125,6 +116,7 @@ class ImageLanguageModel:
     body: Any
     vocab: int
     grid: tuple[int, int]
+    ids: Tensor | None = None
     codebook: Tensor | None = None
     forced: Tensor | None = None
     low_res: Any = None
@@ -135,11 +127,16 @@ class ImageLanguageModel:
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Embeddings `[R, T, D]` of image tokens `[R, T]`."""
-        raise NotImplementedError
+        return self.model.get_input_embeddings()(tokens if self.ids is None else self.ids[tokens])
+
+    def slice_head(self) -> None:
+        """Let `head` compute the logits of image tokens only, and read only their weights."""
+        ids = slice(self.vocab) if self.ids is None else self.ids
+        self._head = make_sliced_head(self.model.get_output_embeddings(), ids)
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits `[R, T, V]` of image tokens."""
-        raise NotImplementedError
+        return self._head(hidden)
 
     def positions(self, start: Tensor, index: Tensor) -> Tensor:
         """Position ids of image tokens, as `body` takes them: index `[R, T]` in the grid, after `start` `[R]` prompt tokens."""
@@ -150,7 +147,7 @@ class ImageLanguageModel:
         return positions
 
     def encode_prompts(self, processor: Any, prompts: list[str], negative: list[str] | None) -> PromptRows:
-        """Tokenize prompts, and negative prompts for the unconditional rows."""
+        """Tokenize prompts, and negative prompts."""
         raise NotImplementedError
 
     def decode_pixels(self, tokens: Tensor) -> Tensor:
@@ -160,9 +157,10 @@ class ImageLanguageModel:
     @property
     def default_sampling(self) -> dict[str, Any]:
         """Guidance scale, temperature, top-k and top-p of the published model; a top-k beyond the vocabulary keeps all."""
-        top_k = None if self.top_k is None or self.top_k > self.vocab else self.top_k
-        scale, temperature, top_p = self.guidance_scale, self.temperature, self.top_p
-        return {"guidance_scale": scale, "temperature": temperature, "top_k": top_k, "top_p": top_p}
+        values = {name: getattr(self, name) for name in ("guidance_scale", "temperature", "top_k", "top_p")}
+        if self.top_k is not None and self.top_k > self.vocab:
+            values["top_k"] = None
+        return values
 
     @property
     def max_prompt_tokens(self) -> int:
@@ -176,8 +174,7 @@ class ImageLanguageModel:
         """Raise ValueError for a prompt or negative prompt that does not fit the context beside the image."""
         limit = self.max_prompt_tokens
         for name, each in (("prompt", rows), ("negative_prompt", rows.unconditional)):
-            if each is not None and each.ids.shape[1] > limit:
-                found = each.ids.shape[1]
+            if each is not None and (found := each.ids.shape[1]) > limit:
                 raise ValueError(f"{name} must be at most {limit} tokens, so that the image fits the context, got {found}")
 
     @property
@@ -199,9 +196,9 @@ class ImageLanguageModel:
     def mask_generated(self, length: Tensor, pixels: tuple[int, int]) -> Tensor:
         """Return which pixels, bool `[B, 1, height, width]`, show the first `length` `[B]` tokens of the grid."""
         generated = torch.arange(self.grid[0] * self.grid[1], device=length.device) < length[:, None]
-        shown = self.forced is None or self.forced.view(self.grid)[0] < 0  # columns that are part of the image
         cells = generated.view(-1, 1, *self.grid).float()
-        cells = cells if shown is True else cells[..., shown]
+        if self.forced is not None:
+            cells = cells[..., self.forced.view(self.grid)[0] < 0]  # columns that are part of the image
         return torch.nn.functional.interpolate(cells, size=pixels) > 0
 
     def validate_draft(self, draft: ImageLanguageModel) -> None:
@@ -224,6 +221,11 @@ class ImageLanguageModel:
             raise ValueError(f"processor must be that of the model, which embeds {embedded} tokens, got one of {known} tokens")
 
 
+def tokenize(processor: Any, prompts: Sequence[str], **options: Any) -> list[Any]:
+    """Return the ids of each prompt, which is processed alone."""
+    return [processor(text=[each], **options)["input_ids"][0] for each in prompts]
+
+
 def make_sliced_head(module: Any, ids: Tensor | slice) -> Callable[[Tensor], Tensor]:
     """Return an output layer for some of the tokens of `module`, whose other weights are then not read.
 
@@ -243,16 +245,15 @@ def validate_network(described: ImageLanguageModel) -> None:
     model = described.model
     config = model.config.get_text_config()
     attention = config._attn_implementation
-    if attention not in _ATTENTION:
+    if attention not in ("sdpa", "eager"):
         raise ValueError(
-            f"attn_implementation must be {' or '.join(_ATTENTION)}, whose masks may be a tree, got {short_repr(attention)}; "
+            f"attn_implementation must be sdpa or eager, whose masks may be a tree, got {short_repr(attention)}; "
             "reload the model with attn_implementation='sdpa'"
         )
     other = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention"})
     if other or getattr(config, "sliding_window", None):
-        raise ValueError(
-            f"layers of {type(model).__name__} must attend to all tokens, got {', '.join(other) or 'sliding windows'}"
-        )
+        found = ", ".join(other) or "sliding windows"
+        raise ValueError(f"layers of {type(model).__name__} must attend to all tokens, got {found}")
     if model.training:
         raise ValueError(f"{type(model).__name__} must be in evaluation mode, got training mode: call model.eval()")
     devices = {str(described.device): None, **{str(find_device(layer)): None for layer in described.body.layers}}

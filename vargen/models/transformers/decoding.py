@@ -22,21 +22,18 @@ from transformers.cache_utils import Cache
 
 from vargen.decoding import Output, TokenModel, Tree
 from vargen.kernels.host import captures_passes
-from vargen.models.guidance import Guidance, apply_guidance, to_guidance
+from vargen.models.guidance import Guidance, apply_guidance, to_guidance, validate_skipped
 from vargen.models.kv_cache import CacheView, KVCache
 from vargen.models.transformers.base import ImageLanguageModel, PromptRows, validate_network
-from vargen.values import short_repr
 
 _ROOM = 64  # prompts have room for a multiple of it where passes are captured, so that longer ones capture nothing again
 _FLOOR = -1e9  # logit of tokens that cannot occur: infinite logits are errors, and this survives a division by 1e-5
 
 
 class _PassCache(Cache):
-    """Our cache, as the layers of transformers see it during one pass.
+    """Our cache, as the layers of transformers see it during one pass. There is no `view` while the prompt is processed.
 
-    Args:
-        places: place in the cache of each layer, by its number in the network.
-        view: None while the prompt is processed.
+    `places` are those of the layers in the cache, by their number in the network.
     """
 
     is_compileable = False
@@ -73,9 +70,7 @@ class TransformersTokenModel(TokenModel):
     """`TokenModel` of a causal language model of transformers.
 
     Args:
-        language_model: the model with its description.
         guidance: classifier-free guidance, or its scale s of u + s (c - u); 1 runs without unconditional rows.
-        draft_model: a smaller model with the same image tokens, for speculative decoding.
         draft_heads: by name, functions that make a draft head for this model, from networks trained on its features.
         skipped: layers to leave out, by number.
     """
@@ -93,13 +88,14 @@ class TransformersTokenModel(TokenModel):
         self.description, self.guidance, self.draft_model = language_model, to_guidance(guidance), draft_model
         if self.guidance.scale != 1 and not language_model.guided:
             raise ValueError(f"guidance_scale must be 1: {language_model.class_name} has no unconditional prompt")
-        self.vocab, self.grid, self.codebook = language_model.vocab, language_model.grid, language_model.codebook
-        self.low_res = language_model.low_res
+        self.vocab, self.grid = language_model.vocab, language_model.grid
+        self.codebook, self.low_res = language_model.codebook, language_model.low_res
         self.rows_per_image = self.guidance.rows_per_image
         self._scale: float | Tensor = self.guidance.scale  # of a bound model: float32 [slots, 1, 1]
         self.device = language_model.device
         self.dtype = language_model.model.get_input_embeddings().weight.dtype
-        config, body = language_model.body.config.get_text_config(), language_model.body
+        body = language_model.body
+        config = body.config.get_text_config()
         heads = config.num_attention_heads
         self._kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
         self._head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
@@ -143,26 +139,17 @@ class TransformersTokenModel(TokenModel):
         """Return the same model without some of its layers, which share the weights."""
         if self._hooked:
             raise ValueError("layers cannot be skipped while hooks load or cast the weights of the model in each pass")
-        known = len(self.description.body.layers)
-        if not set(layers) < set(range(known)):
-            raise ValueError(f"layers must be some of 0 to {known - 1}, but not all, got {short_repr(tuple(layers))}")
+        validate_skipped(layers, len(self.description.body.layers))
         return TransformersTokenModel(self.description, self.guidance, skipped=layers)
 
     def allocate(self, condition: PromptRows, width: int, slots: int | None = None) -> TransformersState:
         joined, (rows, columns) = self._join(condition), self.grid
         R = len(joined.ids) if slots is None else slots * self.rows_per_image
         multiple = _ROOM if captures_passes(self.device) else 1
-        cache = KVCache(
-            len(self._places),
-            R,
-            self._kv_heads,
-            self._head_dim,
-            prefix=-(-joined.ids.shape[1] // multiple) * multiple,
-            tokens=rows * columns,
-            scratch=width,
-            dtype=self.dtype,
-            device=self.device,
-        )
+        prefix = -(-joined.ids.shape[1] // multiple) * multiple
+        place: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
+        shape = len(self._places), R, self._kv_heads, self._head_dim
+        cache = KVCache(*shape, prefix=prefix, tokens=rows * columns, scratch=width, **place)
         return TransformersState(cache, torch.zeros(R, dtype=torch.int64, device=self.device))
 
     def _join(self, condition: PromptRows) -> PromptRows:
@@ -178,7 +165,7 @@ class TransformersTokenModel(TokenModel):
         cache.set_prefix_bias(torch.zeros_like(cache.prefix_bias).masked_fill_(~valid, float("-inf")))
         positions = (valid.long().cumsum(1) - 1).clamp(min=0)
         causal = torch.ones(P, P, dtype=torch.bool, device=self.device).tril()
-        visible = causal & valid[:, None, :] | torch.eye(P, dtype=torch.bool, device=self.device)  # padding sees itself
+        visible = causal & valid[:, None] | torch.eye(P, dtype=torch.bool, device=self.device)  # padding sees itself
         mask = torch.zeros(R, 1, P, P, dtype=self.dtype, device=self.device).masked_fill(~visible[:, None], float("-inf"))
         embeddings = self.description.model.get_input_embeddings()(ids)
         positions = self.description.prompt_positions(positions)
@@ -224,10 +211,8 @@ class TransformersTokenModel(TokenModel):
         return self._logits(self._norm(hidden.to(self.dtype)), position + 1, self._scale)
 
     def _run(self, embeddings: Tensor, mask: Tensor, positions: Tensor, cache: _PassCache) -> Tensor:
-        out = self._body(
-            inputs_embeds=embeddings, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
-        )
-        return out.last_hidden_state
+        given = {"inputs_embeds": embeddings, "attention_mask": mask, "position_ids": positions}
+        return self._body(**given, past_key_values=cache, use_cache=True).last_hidden_state
 
     def _output(self, hidden: Tensor, position: Tensor, scale: float | Tensor) -> Output:
         """Output of a pass from its last states, which are those before the final norm unless hooks run the network."""

@@ -115,8 +115,7 @@ def _find_template(folder: Path, settings: Mapping[str, Any]) -> tuple[str, Path
 def reduce_template(text: str, file: Path, tokens: Mapping[str, Any]) -> str:
     """Return a chat template of our own for messages of one user: what a template puts around a text, around each text.
 
-    Args:
-        text: the template. file: names it in messages. tokens: special tokens by name, which it may use.
+    The file names the template in messages; it may use special tokens, by name.
     """
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 

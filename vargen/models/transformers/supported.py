@@ -1,6 +1,6 @@
 """The image language models of transformers that vargen can run: how each turns prompts into tokens, and tokens into images.
 
-Shape suffixes: B images, R rows, P prompt tokens, T fed tokens, N tokens of the grid.
+Shape suffixes: B images, R rows, P prompt tokens, T fed tokens, S positions, N tokens of the grid, V vocabulary.
 """
 
 from __future__ import annotations
@@ -15,14 +15,8 @@ from torch import Tensor
 
 from vargen.decoding import LowResModel
 from vargen.folders.transformers_networks import NetworkKind
-from vargen.models.offloading import read_weight
-from vargen.models.transformers.base import (
-    ImageLanguageModel,
-    PromptRows,
-    make_sliced_head,
-    pad_prompts,
-    validate_size,
-)
+from vargen.models.storage import read_weight
+from vargen.models.transformers.base import ImageLanguageModel, PromptRows, pad_prompts, tokenize, validate_size
 from vargen.values import short_repr
 from vargen.weight_files import weights_digest
 
@@ -47,7 +41,7 @@ class Janus(ImageLanguageModel):
         self.grid = (side, side)
         codebook = read_weight(model.model.vqmodel.quantize.embedding).detach()
         self.vocab = len(codebook)
-        self.codebook = torch.nn.functional.normalize(codebook.float(), dim=1)  # as the quantizer compares them
+        self.codebook = F.normalize(codebook.float(), dim=1)  # as the quantizer compares them
 
     def embed(self, tokens: Tensor) -> Tensor:
         return self.model.prepare_embeddings_for_image_generation(tokens)
@@ -63,9 +57,7 @@ class Janus(ImageLanguageModel):
         if negative is not None:
             raise ValueError("negative_prompt must be None: the unconditional rows of Janus have no text")
         tokenizer = processor.tokenizer
-        found = pad_prompts(
-            [processor(text=[each], generation_mode="image")["input_ids"][0] for each in prompts], tokenizer.pad_token_id
-        )
+        found = pad_prompts(tokenize(processor, prompts, generation_mode="image"), tokenizer.pad_token_id)
         start = tokenizer.bos_token_id, tokenizer.convert_tokens_to_ids(tokenizer.boi_token)
         kept = torch.isin(found.ids, torch.tensor(start))
         blank = torch.where(kept, found.ids, tokenizer.pad_token_id)
@@ -119,13 +111,7 @@ class Emu3(ImageLanguageModel):
         codes = read_weight(model.model.vqmodel.quantize.embedding).detach().float()
         far = codes.new_full((1, codes.shape[1]), 1e4)  # the end of a row is like no token
         self.codebook = torch.cat([codes, far])
-        self._head = make_sliced_head(model.get_output_embeddings(), self.ids)  # 18% of the reads of the whole head
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        return self.model.get_input_embeddings()(self.ids[tokens])
-
-    def head(self, hidden: Tensor) -> Tensor:
-        return self._head(hidden)
+        self.slice_head()  # 18% of the reads of the whole head
 
     def encode_prompts(self, processor: Any, prompts: list[str], negative: list[str] | None) -> PromptRows:
         rows, columns = self.size
@@ -136,12 +122,13 @@ class Emu3(ImageLanguageModel):
         if size != self.size:
             raise ValueError(f"size must be one that Emu3's processor can write, such as {size}, got {self.size}")
         own = options if self.negative_format == "image" else {}
-        blank = [processor(text=[each], **own)["input_ids"][0] for each in negative or [_NEGATIVE] * len(prompts)]
+        blank = tokenize(processor, negative or [_NEGATIVE] * len(prompts), **own)
         texts, pad = [each["input_ids"][0] for each in found], processor.tokenizer.pad_token_id
         return replace(pad_prompts(texts, pad), unconditional=pad_prompts(blank, pad))
 
     def decode_pixels(self, tokens: Tensor) -> Tensor:
-        ids = torch.nn.functional.pad(self.ids[tokens], (0, 3))  # its three last tokens are cut off
+        assert self.ids is not None
+        ids = F.pad(self.ids[tokens], (0, 3))  # its three last tokens are cut off
         pixels = self.model.decode_image_tokens(image_tokens=ids, height=self.size[0], width=self.size[1])
         pixels = pixels[:, 0] if pixels.dim() == 5 else pixels  # one frame
         return (pixels.float() / 2 + 0.5).clamp(0, 1)
@@ -167,20 +154,14 @@ class Chameleon(ImageLanguageModel):
         self.ids = torch.tensor([mapping.img2bpe[number] for number in sorted(mapping.img2bpe)], device=self.device)
         self.vocab, self.grid = len(self.ids), (side, side)
         self.codebook = read_weight(model.model.vqmodel.quantize.embedding).detach()
-        self._head = make_sliced_head(model.get_output_embeddings(), self.ids)
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        return self.model.get_input_embeddings()(self.ids[tokens])
-
-    def head(self, hidden: Tensor) -> Tensor:
-        return self._head(hidden)
+        self.slice_head()
 
     def encode_prompts(self, processor: Any, prompts: list[str], negative: list[str] | None) -> PromptRows:
         tokenizer, start = processor.tokenizer, processor.image_start_token_id
-        texts = [processor(text=[each], return_for_text_completion=True)["input_ids"][0] for each in prompts]
+        texts = tokenize(processor, prompts, return_for_text_completion=True)
         blank: list[Any] = [[]] * len(prompts)
         if negative is not None:
-            blank = [processor(text=[each], return_for_text_completion=True)["input_ids"][0] for each in negative]
+            blank = tokenize(processor, negative, return_for_text_completion=True)
         own, other = (pad_prompts([[*each, start] for each in rows], tokenizer.pad_token_id) for rows in (texts, blank))
         return replace(own, unconditional=other)
 
@@ -198,11 +179,7 @@ class PreviewDrafter(LowResModel):
     """`LowResModel` of a model that generates a preview before the image, with the same tokens.
 
     The draft of a token is the token of the preview at the same place. It costs no pass, and its q is 1. Tokens of the preview
-    itself, and those whose place in it is not known yet, are drafted uniformly.
-
-    Args:
-        vocab: number V of tokens.
-        preview, size: rows and columns of both, generated in this order.
+    itself, and those whose place in it is not known yet, are drafted uniformly. `preview` and `size` are rows and columns.
     """
 
     def __init__(self, vocab: int, preview: tuple[int, int], size: tuple[int, int]):
@@ -221,7 +198,6 @@ class PreviewDrafter(LowResModel):
         return torch.where(cell < 0, -1, row * r // R * c + column * c // C)
 
     def probs(self, images: Tensor, tokens: Tensor, length: Tensor, position: Tensor, sampling: Any) -> Tensor:
-        """Probabilities float32 `[B, S, V]` of draft tokens at positions `[B, S]`; see `LowResModel.probs`."""
         source = self.source(position)
         known = (source >= 0) & (source < length[:, None])
         shown = F.one_hot(tokens.gather(1, source.clamp(min=0)), self.vocab).float()
@@ -260,15 +236,9 @@ class GLMImage(ImageLanguageModel):
             start += max(height, width)
         self._offsets = torch.cat(offsets, 1).to(self.device)  # [3, N]
         self.vocab, self.grid = model.config.vq_config.num_embeddings, (1, self._offsets.shape[1])
-        self._head = make_sliced_head(model.get_output_embeddings(), slice(self.vocab))
+        self.slice_head()
         self.codebook = read_weight(model.model.vqmodel.quantize.embedding).detach()
         self.low_res = PreviewDrafter(self.vocab, self.preview, size)
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        return self.model.get_input_embeddings()(tokens)
-
-    def head(self, hidden: Tensor) -> Tensor:
-        return self._head(hidden)
 
     def positions(self, start: Tensor, index: Tensor) -> Tensor:
         return start[None, :, None] + self._offsets[:, index.clamp(max=self.grid[1] - 1)]
@@ -300,8 +270,7 @@ MODELS: dict[str, type[ImageLanguageModel]] = {each.class_name: each for each in
 def describe_language_model(model: Any, **options: Any) -> ImageLanguageModel:
     """Return the description of a model of transformers.
 
-    Args:
-        options: of its constructor, such as `size`, rows and columns of the image in tokens. None selects the published value.
+    Options are those of its constructor, such as `size`, rows and columns of the image in tokens. None: the published value.
     """
     found = MODELS.get(type(model).__name__)
     if found is None:

@@ -38,10 +38,6 @@ class Modulation:
         """Return a view of a slice of the rows."""
         return Modulation(self.blocks[:, :, chosen], self.head[:, chosen])
 
-    def clone(self) -> Modulation:
-        """Return a copy."""
-        return Modulation(self.blocks.clone(), self.head.clone())
-
 
 class ScaleCache:
     """Static keys and values of every layer, `[depth, R, H, P + L, K]`, and the number of cached scales.
@@ -69,31 +65,25 @@ class ScaleCache:
     ):
         shape = (depth, rows, heads, prefix + tokens, head_dim)
         self.rows, self.prefix, self.tokens = rows, prefix, tokens
-        self.k = torch.zeros(shape, dtype=dtype, device=device)
-        self.v = torch.zeros(shape, dtype=dtype, device=device)
+        self.k, self.v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
         self.scale = 0
         self.modulation: Modulation | None = None
         self.prefix_mask: Tensor | None = None
-
-    @property
-    def nbytes(self) -> int:
-        return self.k.nbytes + self.v.nbytes
 
     def select_rows(self, chosen: slice) -> ScaleCache:
         """Return a slice of the rows as a cache with shared memory and its own `scale`."""
         part = copy.copy(self)
         part.k, part.v = self.k[:, chosen], self.v[:, chosen]
         part.rows = part.k.shape[1]
-        if self.modulation is not None:
-            part.modulation = self.modulation.select_rows(chosen)
-        if self.prefix_mask is not None:
-            part.prefix_mask = self.prefix_mask[chosen]
+        part.modulation = self.modulation and self.modulation.select_rows(chosen)
+        part.prefix_mask = None if self.prefix_mask is None else self.prefix_mask[chosen]
         return part
 
     def keep(self, modulation: Modulation, mask: Tensor | None) -> None:
         """Keep the modulation and the caption mask of new images, in the memory of those before."""
         if self.modulation is None:
-            self.modulation, self.prefix_mask = modulation.clone(), None if mask is None else mask.clone()
+            self.modulation = Modulation(modulation.blocks.clone(), modulation.head.clone())
+            self.prefix_mask = None if mask is None else mask.clone()
             return
         self.modulation.blocks.copy_(modulation.blocks)
         self.modulation.head.copy_(modulation.head)
@@ -106,12 +96,6 @@ class ScaleCache:
         self.k[layer, :, :, start:end] = k_RHTK
         self.v[layer, :, :, start:end] = v_RHTK
         return self.k[layer, :, :, :end], self.v[layer, :, :, :end]
-
-    def truncate(self, scale: int) -> None:
-        """Discard all scales from `scale` on."""
-        if not 0 < scale <= self.scale:
-            raise ValueError(f"scale must be from 1 to the {self.scale} scales that the cache holds, got {scale}")
-        self.scale = scale
 
 
 class VARAttention(nn.Module):
@@ -154,9 +138,7 @@ class VARAttention(nn.Module):
         visible = None if visible is None else visible.type_as(q)
         if q.device.type == "cpu" and torch.is_grad_enabled():
             # On CPUs, the gradient of torch's fused attention takes 40 % of a training step, that of these products 8 %.
-            scores = q @ k.mT
-            if visible is not None:
-                scores = scores + visible
+            scores = q @ k.mT if visible is None else q @ k.mT + visible
             out = scores.softmax(-1).type_as(v) @ v
         else:
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=1.0)
@@ -166,8 +148,7 @@ class VARAttention(nn.Module):
 class GELUMLP(nn.Module):
     def __init__(self, dim: int, hidden: int):
         super().__init__()
-        self.fc1 = nn.Linear(dim, hidden)
-        self.fc2 = nn.Linear(hidden, dim)
+        self.fc1, self.fc2 = nn.Linear(dim, hidden), nn.Linear(hidden, dim)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
@@ -193,12 +174,9 @@ class VARBlock(nn.Module):
         cache: ScaleCache | None = None,
         place: tuple[int, int] = (0, 0),
     ) -> Tensor:
-        """
-        Args:
-            x: `[R, T, D]`.
-            modulation: `[6, R, 1, D]`.
-            visible: additive attention bias, `[T, S]` or `[R, 1, T, S]`, or None.
-            place: layer and first slot in the `cache`.
+        """Run on `[R, T, D]`, with modulation `[6, R, 1, D]` and an additive attention bias `[T, S]` or `[R, 1, T, S]`.
+
+        `place` is the layer and the first slot in the cache.
         """
         gain1, gain2, scale1, scale2, shift1, shift2 = modulation.unbind(0)
         attended = self.attn(modulate(x, scale1, shift1), visible, cache, place)
@@ -209,14 +187,6 @@ class VARBlock(nn.Module):
 def modulate(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     """Apply layer norm without weights, times `scale` (1 already added), plus `shift`."""
     return torch.addcmul(shift, F.layer_norm(x, x.shape[-1:], eps=_NORM_EPS), scale)
-
-
-class HeadModulation(nn.Module):
-    """Modulation of the final norm."""
-
-    def __init__(self, dim: int):
-        super().__init__()
-        self.ada_lin = nn.Sequential(nn.SiLU(), nn.Linear(dim, 2 * dim))
 
 
 def make_caption_mlp(width_in: int, width: int) -> nn.Sequential:

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from vargen.decoding import ScaleModel
-from vargen.kernels.dispatch import is_eager_cpu
+from vargen.kernels import ops
 from vargen.kernels.host import inference_mode_for
 from vargen.models.guidance import Condition, Guidance, cost_key, to_guidance
-from vargen.models.offloading import validate_offloading
+from vargen.models.storage import validate_offloading
 from vargen.models.tokenizers.multi_scale_vq import MultiScaleQuantizer
 from vargen.models.var.blocks import ScaleCache
 from vargen.models.var.network import VARTransformer
@@ -27,8 +27,7 @@ class VARState:
     """State of B images: the cache of their rows, and the condition of these.
 
     Attributes:
-        cache: of R rows: B, or 2 B if any scale is guided.
-        is_guided: whether it has the unconditional rows.
+        cache: of R rows: B, or 2 B if `is_guided`.
         condition: of all rows.
         conditional: the cache of the first B rows alone, in the same memory, once a scale is not guided.
     """
@@ -49,12 +48,10 @@ class VARScaleModel(ScaleModel):
     """`ScaleModel` of a VAR transformer.
 
     Args:
-        transformer: the network.
         quantiser: quantizer of its image tokenizer, on `device`.
         guidance: classifier-free guidance, or its scale. Guidance grows linearly from none at the first scale to this value at
             the last, as published. The official `cfg` is this value minus 1.
-        draft_model: a smaller model with the same tokens.
-        device: device of the passes. Default: the device of the weights, which is a different one while they are offloaded.
+        device: of the passes. Default: the device of the weights, which is a different one while they are offloaded.
     """
 
     def __init__(
@@ -84,8 +81,6 @@ class VARScaleModel(ScaleModel):
         repeats = torch.tensor(self.scale_tokens, device=self.device)
         return strength.repeat_interleave(repeats, output_size=sum(self.scale_tokens))
 
-    # -- the sum over scales ------------------------------------------------------------------------------------------
-
     def canvas(self, batch: int) -> Tensor:
         """Zeros `[B, E, side, side]`."""
         side = self.quantiser.scales[-1]
@@ -95,8 +90,6 @@ class VARScaleModel(ScaleModel):
         side = self.quantiser.scales[scale]
         canvas = canvas + self.quantiser.lookup(tokens.unflatten(1, (side, side)), scale)
         return canvas, self.quantiser.transformer_input(canvas, scale + 1)
-
-    # -- passes -------------------------------------------------------------------------------------------------------
 
     def allocate(self, condition: Condition, slots: int, is_guided: bool = True) -> VARState:
         conditions = self._conditions(condition, is_guided)
@@ -111,38 +104,23 @@ class VARScaleModel(ScaleModel):
 
     def _conditions(self, condition: Condition, is_guided: bool) -> list[Condition]:
         """Return the condition of the conditional rows and, if any scale is guided, that of the unconditional rows."""
-        conditions = self.guidance.conditions(condition, self.transformer)
-        if is_eager_cpu(self._guidance_ramp):  # on a GPU this would synchronize, and fixed shapes allow graph capture
-            conditions = _trim_padding(conditions)
+        conditions = _trim_padding(self.guidance.conditions(condition, self.transformer))
         return conditions if is_guided else conditions[:1]
 
     def forward(self, state: VARState, inputs: Sequence[Tensor | None], guidance: float) -> Tensor:
         scale, strength = len(inputs) - 1, None
         if state.is_guided and guidance:
-            strength = self._guidance_strength(scale, guidance)
+            strength = self._guidance_ramp[self._ends[scale] : self._ends[scale + 1]]
+            strength = strength if guidance == 1 else strength * guidance
         cache = state.conditional_rows() if state.is_guided and not guidance else state.cache
+        first = state.condition if cache.scale == 0 else None
         with inference_mode_for(self.device):
-            return self._pass(cache, state.condition, inputs, strength)[..., : self.scale_codes[scale]]
-
-    def _pass(
-        self,
-        cache: ScaleCache,
-        condition: Condition | None,
-        inputs: Sequence[Tensor | None],
-        guidance: Tensor | None,
-    ) -> Tensor:
-        """Run a pass, and return the logits of the last scale. The cache then holds all scales in `inputs`."""
-        fed = [part for part in inputs[cache.scale :] if part is not None]
-        rows = torch.cat(fed, dim=1) if len(fed) > 1 else fed[0] if fed else None
-        if rows is not None and len(rows) < cache.rows:
-            rows = rows.repeat(cache.rows // len(rows), 1, 1)
-        first = condition if cache.scale == 0 else None
-        return self.transformer(rows, condition=first, cache=cache, logits_of=1, guidance=guidance).logits
-
-    def _guidance_strength(self, scale: int, factor: float) -> Tensor:
-        """Guidance strength `[n]` for the tokens of a scale."""
-        strength = self._guidance_ramp[self._ends[scale] : self._ends[scale + 1]]
-        return strength if factor == 1 else strength * factor
+            fed = [part for part in inputs[cache.scale :] if part is not None]
+            rows = torch.cat(fed, dim=1) if len(fed) > 1 else fed[0] if fed else None
+            if rows is not None and len(rows) < cache.rows:
+                rows = rows.repeat(cache.rows // len(rows), 1, 1)
+            out = self.transformer(rows, condition=first, cache=cache, logits_of=1, guidance=strength)
+            return out.logits[..., : self.scale_codes[scale]]
 
     def set_cached(self, state: VARState, scales: int) -> None:
         for cache in (state.cache, state.conditional):
@@ -151,13 +129,14 @@ class VARScaleModel(ScaleModel):
 
 
 def _trim_padding(conditions: list[Condition]) -> list[Condition]:
-    """Trim captions to the longest one, since padding rows cost as much as valid ones."""
-    masks = [each.caption_mask for each in conditions]
-    if any(mask is None for mask in masks):
-        return conditions
-    used = max(1, *(int(mask.sum(1).max()) for mask in masks if mask is not None))
-    cut = []
+    """Trim captions to the longest one where this needs no synchronization, since padding costs as much as valid rows."""
+    used, parts = 1, []
+    for each in conditions:
+        counts = None if each.caption_mask is None else ops.host_values(each.caption_mask.sum(1))
+        if counts is None:
+            return conditions
+        used = max(used, *counts)
     for each in conditions:
         assert each.caption_embeds is not None and each.caption_mask is not None
-        cut.append(Condition(caption_embeds=each.caption_embeds[:, -used:], caption_mask=each.caption_mask[:, -used:]))
-    return cut
+        parts.append(Condition(None, each.caption_embeds[:, -used:], each.caption_mask[:, -used:]))
+    return parts

@@ -27,19 +27,14 @@ from torch import Tensor, nn
 
 from vargen.kernels.int8.load import SCALE_PASS, CompiledCode
 from vargen.models.guidance import Condition
-from vargen.models.offloading import read_weight
-from vargen.models.quantization import replace_linear_layers, validate_quantization
-from vargen.models.storage import QuantizedStorageMixin, validate_weight_format
+from vargen.models.quantization import replace_linear_layers
+from vargen.models.storage import ModelMixin, QuantizedStorageMixin, read_weight  # noqa: F401
 from vargen.models.tokenizers.multi_scale_vq import SCALES_256, SCALES_512
 from vargen.models.var import int8
-from vargen.models.var.blocks import HeadModulation, Modulation, ScaleCache, VARBlock, make_caption_mlp, modulate
+from vargen.models.var.blocks import Modulation, ScaleCache, VARBlock, make_caption_mlp, modulate
 
 # Official scale tables: sides of the scales, by the image size in pixels.
-SCALES: dict[int, tuple[int, ...]] = {
-    256: SCALES_256,
-    512: SCALES_512,
-    1024: (1, 2, 3, 4, 5, 7, 9, 12, 16, 21, 27, 36, 48, 64),
-}
+SCALES = {256: SCALES_256, 512: SCALES_512, 1024: (1, 2, 3, 4, 5, 7, 9, 12, 16, 21, 27, 36, 48, 64)}
 
 
 def is_derived_buffer(name: str) -> bool:
@@ -68,11 +63,8 @@ class VARTransformer(QuantizedStorageMixin, ConfigMixin):
         mlp_ratio: width of the feed-forward relative to `dim`.
         shared_aln: one modulation network for all blocks, as in the official 512-pixel model, instead of one per block.
         attn_l2_norm: unit queries and keys, as in all released weights.
-        weight_format: storage format of `save_pretrained`; see `QuantizedStorageMixin`.
-        quantization: `"int8"` for 8-bit integer products of the blocks on a CPU; see `vargen.models.quantization`.
     """
 
-    _supports_gradient_checkpointing = False
     # Read once per image, or a few rows per pass.
     partly_read_parameters = ("ada_lin", "class_emb", "caption_", "null_cond", "pos_", "lvl_embed")
     _no_split_modules: ClassVar[list[str]] = ["VARBlock"]
@@ -104,8 +96,6 @@ class VARTransformer(QuantizedStorageMixin, ConfigMixin):
         quantization: str | None = None,
     ):
         super().__init__()
-        validate_weight_format(weight_format)
-        validate_quantization(quantization)
         width, heads, sides = dim or 64 * depth, n_head or depth, tuple(scales)
         if condition not in ("class", "text"):
             raise ValueError(f"condition must be 'class' or 'text', got {condition!r}")
@@ -129,7 +119,7 @@ class VARTransformer(QuantizedStorageMixin, ConfigMixin):
             self.shared_ada_lin = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
         hidden = round(width * mlp_ratio)
         self.blocks = nn.ModuleList(VARBlock(width, heads, hidden, attn_l2_norm, shared_aln) for _ in range(depth))
-        self.head_nm = HeadModulation(width)
+        self.head_nm = nn.ModuleDict({"ada_lin": nn.Sequential(nn.SiLU(), nn.Linear(width, 2 * width))})
         self.head = nn.Linear(width, vocab_size)
         levels = torch.cat([torch.full((side * side,), i) for i, side in enumerate(sides)])[None]
         self.register_buffer("lvl_1L", levels, persistent=False)
@@ -152,16 +142,6 @@ class VARTransformer(QuantizedStorageMixin, ConfigMixin):
                     parameter.zero_().view(6, -1)[:2] = 1.0
 
     @property
-    def quantized(self) -> bool:
-        """Whether its products are those of 8-bit integers, on a CPU."""
-        return self.config.quantization is not None
-
-    @property
-    def pass_backend(self) -> str:
-        """What runs the passes, as far as their time depends on it: empty for floating point."""
-        return ("int8 operators" if SCALE_PASS.load() is None else "compiled int8") if self.quantized else ""
-
-    @property
     def tokens(self) -> int:
         """Number of image tokens L of all scales."""
         return self.ends[-1]
@@ -174,31 +154,19 @@ class VARTransformer(QuantizedStorageMixin, ConfigMixin):
         """Return the unconditional condition for guidance: the null class, or a caption without valid rows."""
         if condition.class_labels is not None:
             return Condition(class_labels=torch.full_like(condition.class_labels, self.config.num_classes))
-        assert condition.caption_embeds is not None
-        shape, device = condition.caption_embeds.shape[:2], condition.caption_embeds.device
-        return Condition(
-            caption_embeds=torch.zeros_like(condition.caption_embeds),
-            caption_mask=torch.zeros(shape, dtype=torch.bool, device=device),
-        )
+        blank = torch.zeros_like(condition.require("text"))
+        return Condition(caption_embeds=blank, caption_mask=torch.zeros_like(blank[..., 0], dtype=torch.bool))
 
     def new_cache(self, rows: int, prefix: int = 0, device: torch.device | None = None) -> ScaleCache:
         """Create a cache for `rows` rows with `prefix` caption rows each.
 
-        Args:
-            device: device of the passes. Default: the device of the weights, which differs while they are offloaded.
+        `device` is that of the passes. Default: the device of the weights, which differs while they are offloaded.
         """
         if self.quantized and (made := int8.make_scale_cache(self, rows, prefix)) is not None:
             return made
-        return ScaleCache(
-            self.config.depth,
-            rows,
-            self.n_head,
-            self.head_dim,
-            prefix=prefix,
-            tokens=self.tokens,
-            dtype=self.dtype,
-            device=device or self.device,
-        )
+        shape = len(self.blocks), rows, self.n_head, self.head_dim
+        place = device or self.device
+        return ScaleCache(*shape, prefix=prefix, tokens=self.tokens, dtype=self.dtype, device=place)
 
     def forward(
         self,
@@ -218,7 +186,6 @@ class VARTransformer(QuantizedStorageMixin, ConfigMixin):
 
         Args:
             inputs: `[R, T, E]`, inputs of complete scales: the sum of embeddings so far, resized to each. Scale 0 has none.
-            condition: condition of the R rows.
             logits_of: number of last fed scales for which logits are computed. Default: all fed scales.
             guidance: guidance strength g `[T]` for each token of these scales. The rows are then R/2 conditional rows followed
                 by R/2 unconditional ones, and c + g (c - u) of each pair is returned. The head is linear, so guiding the
@@ -246,7 +213,7 @@ class VARTransformer(QuantizedStorageMixin, ConfigMixin):
         features_of: int | None = None,
     ) -> Tensor:
         """Run `forward` without the head, and return its input `[R, T, D]`. Training fuses the head with the loss."""
-        first, last = cache.scale if cache is not None else 0, self._last_scale_of(inputs, condition, cache)
+        first, last = 0 if cache is None else cache.scale, self._last_scale_of(inputs, condition, cache)
         begin = self.first_token_of(first)
         modulation, x, mask = self._embed_inputs(inputs, condition, cache, begin)
         prefix = x.shape[1] - (self.ends[last] - begin)
@@ -297,9 +264,7 @@ class VARTransformer(QuantizedStorageMixin, ConfigMixin):
 
     def embed_condition(self, condition: Condition) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return the condition vector `[R, D]`, the caption as a prefix `[R, P, D]`, and a mask of its valid rows `[R, P]`."""
-        given = condition.class_labels if self.config.condition == "class" else condition.caption_embeds
-        if given is None:
-            raise ValueError(f"this model is conditioned on {self.config.condition}; the condition holds none")
+        given = condition.require(self.config.condition)
         if self.config.condition == "class":
             return self.class_emb(given), None, None
         if given.shape[1] > self.config.caption_rows:
@@ -319,13 +284,11 @@ class VARTransformer(QuantizedStorageMixin, ConfigMixin):
             blocks = self.shared_ada_lin(vector_RD).unflatten(-1, (6, -1)) + offsets
         else:
             blocks = torch.stack([block.ada_lin(vector_RD).unflatten(-1, (6, -1)) for block in self.blocks])
-        blocks = blocks.permute(0, 2, 1, 3)  # [depth, 6, R, D]
         plain = blocks.new_zeros(6, 1, 1)
         plain[2:4] = 1
-        blocks = blocks + plain
-        head = self.head_nm.ada_lin(vector_RD).unflatten(-1, (2, -1)).transpose(0, 1)
-        head = torch.stack([head[0] + 1, head[1]])
-        return Modulation(blocks[:, :, :, None], head[:, :, None])
+        blocks = blocks.permute(0, 2, 1, 3) + plain  # [depth, 6, R, D]
+        scale, shift = self.head_nm["ada_lin"](vector_RD).chunk(2, dim=-1)
+        return Modulation(blocks[:, :, :, None], torch.stack([scale + 1, shift])[:, :, None])
 
     def _attention_mask(self, first: int, last: int, fed_prefix: int, held_prefix: int, mask: Tensor | None) -> Tensor | None:
         """Return the attention bias, `[T, S]` or `[R, 1, T, S]`, or None if everything is visible.
@@ -338,15 +301,11 @@ class VARTransformer(QuantizedStorageMixin, ConfigMixin):
         levels = F.pad(self.lvl_1L[0, : self.ends[last]], (held_prefix, 0), value=-1)
         fed = levels[len(levels) - (self.ends[last] - self.first_token_of(first)) - fed_prefix :]
         visible = fed[:, None] >= levels[None]
-        if mask is None or not held_prefix:
-            return self._bias(visible)
-        seen = visible & F.pad(mask, (0, len(levels) - held_prefix), value=True)[:, None]
-        if fed_prefix:
-            seen = seen | torch.eye(len(fed), len(levels), dtype=torch.bool, device=seen.device)
-        return self._bias(seen[:, None])
-
-    def _bias(self, visible: Tensor) -> Tensor:
-        """Convert a mask to an additive bias once for all blocks, instead of in each attention call."""
+        if mask is not None and held_prefix:
+            visible = visible & F.pad(mask, (0, len(levels) - held_prefix), value=True)[:, None]
+            if fed_prefix:
+                visible = visible | torch.eye(len(fed), len(levels), dtype=torch.bool, device=visible.device)
+            visible = visible[:, None]
         return torch.zeros(visible.shape, dtype=self.dtype, device=visible.device).masked_fill_(~visible, float("-inf"))
 
 

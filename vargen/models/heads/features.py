@@ -1,16 +1,14 @@
-"""EAGLE: one decoder layer that autoregressively extends the features of a frozen transformer.
+"""Drafters on the features of a frozen transformer: EAGLE's decoder layer, and Medusa's parallel heads.
 
-Sources: Li et al. 2024, EAGLE (arXiv:2401.15077), whose layer takes [feature; embedding]; EAGLE-3 (arXiv:2503.01840), which
-trains it on its own outputs. Features are hidden states before the target's final norm, from which drafts are far better than
-from those after it (SSD, arXiv:2606.20543). Embedding, norm and output layer belong to the target and are not stored here.
+Features are hidden states before the target's final norm, from which drafts are far better than from those after it (SSD,
+arXiv:2606.20543). Embedding, norm and output layer belong to the target and are not stored here.
 
-Shape suffixes: R rows (images, times two under guidance), T slots, D width, H heads, K head width.
+Shape suffixes: R rows (images, times two under guidance), T slots, D width, H heads, K head width, h heads of Medusa.
 """
 
 from __future__ import annotations
 
-import math
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -21,13 +19,16 @@ from vargen.kernels.dispatch import is_eager_cpu
 from vargen.kernels.host import normal_tensors
 from vargen.kernels.ops import TransposableWeights, transpose_linear_weights
 from vargen.models.kv_cache import KVCache
-from vargen.models.llamagen.blocks import Linear, LlamaGenBlock, build_rotary_2d, rotary_factors
-from vargen.models.llamagen.network import MAX_GRID
-from vargen.models.storage import QuantizedStorageMixin, validate_weight_format
+from vargen.models.llamagen.blocks import Linear, LlamaGenBlock, RotaryNetwork, rotary_factors, swiglu_width
+from vargen.models.storage import ModelMixin, QuantizedStorageMixin  # noqa: F401
+from vargen.values import require_int
 
 
-class EagleDrafter(TransposableWeights, QuantizedStorageMixin, ConfigMixin):
-    """One-layer drafter on the features of a target transformer.
+class EagleDrafter(RotaryNetwork, QuantizedStorageMixin, ConfigMixin):
+    """One-layer drafter, which extends the features autoregressively.
+
+    Sources: Li et al. 2024, EAGLE (arXiv:2401.15077), whose layer takes [feature; embedding]; EAGLE-3 (arXiv:2503.01840), which
+    trains it on its own outputs.
 
     Slot j takes the feature that predicted token j and the embedding of token j, and returns the feature that predicts token
     j + 1. Its input is the target's feature if the target has processed token j - 1, and its own output otherwise.
@@ -37,7 +38,6 @@ class EagleDrafter(TransposableWeights, QuantizedStorageMixin, ConfigMixin):
         n_head, multiple_of, ffn_dim_multiplier, norm_eps, rope_base: parameters of the layer, as in `LlamaGenTransformer`.
         above: add the target's feature after the token above the one to predict as an input; zero where there is none yet.
         target: digest that identifies a target of transformers; None for a LlamaGen, which its sizes identify.
-        weight_format: storage format of `save_pretrained`; see `QuantizedStorageMixin`.
     """
 
     target_settings: ClassVar[tuple[str, ...]] = (  # copied from the target
@@ -48,7 +48,6 @@ class EagleDrafter(TransposableWeights, QuantizedStorageMixin, ConfigMixin):
 
     feature_scale: Tensor
     token_scale: Tensor
-    rotary: Tensor
 
     @register_to_config
     def __init__(
@@ -66,54 +65,27 @@ class EagleDrafter(TransposableWeights, QuantizedStorageMixin, ConfigMixin):
         weight_format: str | None = None,
     ):
         super().__init__()
-        validate_weight_format(weight_format)
-        if isinstance(grid_size, bool) or not isinstance(grid_size, int) or not 1 <= grid_size <= MAX_GRID:
-            raise ValueError(f"grid_size must be a whole number from 1 to {MAX_GRID}, got {grid_size!r}")
-        if dim % n_head or (dim // n_head) % 4:
-            raise ValueError(f"dim / n_head must be a whole number divisible by 4 (two rotary axes), got {dim} / {n_head}")
-        hidden = int(2 * (4 * dim) / 3 * (ffn_dim_multiplier or 1.0))
-        hidden = multiple_of * math.ceil(hidden / multiple_of)
+        hidden = swiglu_width(dim, multiple_of, ffn_dim_multiplier)
         self.fc = Linear(dim * (3 if above else 2), dim)
         self.layer = LlamaGenBlock(dim, n_head, n_head, hidden, norm_eps, dropout=0.0)
         # Divisors of the inputs, measured at the start of training. A norm would discard the magnitude of features.
         self.register_buffer("feature_scale", torch.ones(dim))
         self.register_buffer("token_scale", torch.ones(()))
-        self.register_buffer("rotary", build_rotary_2d(grid_size, dim // n_head, rope_base), persistent=False)
+        self.init_rotary(grid_size, dim, n_head, rope_base)
         for parameter in self.parameters():
             if parameter.dim() > 1:
                 nn.init.normal_(parameter, std=0.02)
         with torch.no_grad():  # initialized to pass the feature through
             self.fc.weight[:, :dim].copy_(torch.eye(dim))
 
-    def _apply(self, fn: Any, *args: Any, **options: Any) -> Any:
-        table = self.rotary
-        super()._apply(fn, *args, **options)
-        if self.rotary.dtype != table.dtype:  # keep float32: rounded angles could not be restored
-            self.rotary = table.to(self.rotary.device)
-        return self
-
-    @property
-    def tokens(self) -> int:
-        """Number of image tokens N of the grid."""
-        return self.config.grid_size**2
-
     def new_cache(self, rows: int, scratch: int, device: torch.device | None = None) -> KVCache:
         """Create a cache for `rows` rows and at most `scratch` slots per proposal."""
         if is_eager_cpu(self.fc.weight):
             transpose_linear_weights(self)
-        config = self.config
+        shape = 1, rows, self.config.n_head, self.layer.attention.head_dim
+        place = device or self.device
         with normal_tensors():
-            return KVCache(
-                1,
-                rows,
-                config.n_head,
-                config.dim // config.n_head,
-                prefix=0,
-                tokens=self.tokens,
-                scratch=scratch,
-                dtype=self.dtype,
-                device=device or self.device,
-            )
+            return KVCache(*shape, prefix=0, tokens=self.tokens, scratch=scratch, dtype=self.dtype, device=place)
 
     def merge_inputs(self, features_RTD: Tensor, embeddings_RTD: Tensor, above_RTD: Tensor | None = None) -> Tensor:
         """Scale and project the inputs to the input of the layer, `[R, T, D]`."""
@@ -138,7 +110,7 @@ class EagleDrafter(TransposableWeights, QuantizedStorageMixin, ConfigMixin):
         Args:
             features, embeddings, above: `[R, T, D]`; see the class.
             positions: int64 `[T]` or `[R, T]`, grid cells. Default: consecutive from the pointer, after `earlier` ones.
-            ancestors, earlier: of a tree that earlier passes started; see `KVCache.bias`.
+            ancestors, earlier: of a tree that earlier passes started; see `KVCache.additive_mask`.
         """
         T = features.shape[1]
         if cache.scratch < earlier + T:
@@ -160,15 +132,11 @@ class EagleDrafter(TransposableWeights, QuantizedStorageMixin, ConfigMixin):
         At step s > 0, slot j takes the drafter's output of step s - 1 at slot j - 1, and attends as in drafting: to target
         slots up to j - s, then to one slot of each of the steps 1 to s. The first s slots of step s are meaningless.
 
-        Args:
-            features, embeddings, above: inputs from the target, `[R, T, D]`, from slot 0.
-
-        Returns:
-            The output of each step, `[R, T, D]`.
+        Inputs come from the target, `[R, T, D]`, from slot 0. Returns the output of each step, `[R, T, D]`.
         """
-        T, layer = features.shape[1], self.layer
-        rotary = rotary_factors(self.rotary[:T])
-        slot = torch.arange(T, device=features.device)
+        layer = self.layer
+        rotary = rotary_factors(self.rotary[: features.shape[1]])
+        slot = torch.arange(features.shape[1], device=features.device)
         distance = slot[:, None] - slot[None]  # from key k to query j
         keys, values, outputs = [], [], []
         given = features
@@ -179,9 +147,8 @@ class EagleDrafter(TransposableWeights, QuantizedStorageMixin, ConfigMixin):
             keys.append(k)
             values.append(v)
             visible = torch.cat([distance >= step, *(distance == step - t for t in range(1, step + 1))], dim=1)
-            attended = F.scaled_dot_product_attention(
-                q.transpose(1, 2), torch.cat(keys, 2), torch.cat(values, 2), attn_mask=visible
-            )
+            every = torch.cat(keys, 2), torch.cat(values, 2)
+            attended = F.scaled_dot_product_attention(q.transpose(1, 2), *every, attn_mask=visible)
             output = layer.add_residuals(x, layer.attention.wo(attended.transpose(1, 2).flatten(2))) * self.feature_scale
             outputs.append(output)
             given = F.pad(output[:, :-1], (0, 0, 1, 0))
@@ -196,10 +163,93 @@ class EagleDrafter(TransposableWeights, QuantizedStorageMixin, ConfigMixin):
             features, embeddings: of the target, `[R, N, D]`; row j of the features predicts token j.
             steps: number of consecutive drafts.
         """
-        above, columns = None, self.config.grid_size
+        above = None
         if self.config.above:
-            above, start = torch.zeros_like(features), max(columns - 1, 0)
-            offset = max(columns - 2, 0)
+            above, start = torch.zeros_like(features), self.config.grid_size - 1
+            offset = max(start - 1, 0)
             above[:, start:] = features[:, start - offset : features.shape[1] - offset]
         unrolled = self.unroll(features, embeddings, min(steps, features.shape[1] - 1), above)
         return [output[:, s:-1] for s, output in enumerate(unrolled)]
+
+
+# -- Medusa -------------------------------------------------------------------------------------------------------------
+
+
+class ResidualBlock(nn.Module):
+    """x + silu(W x + b), initialized as the identity (Medusa, section 2.1)."""
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.linear = nn.Linear(dim, dim)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.silu(self.linear(x))
+
+
+class MedusaHead(nn.Module):
+    """Maps [feature; embedding] to the feature that predicts one of the next tokens; initialized to return the feature."""
+
+    def __init__(self, dim: int, blocks: int):
+        super().__init__()
+        self.fc = Linear(2 * dim, dim)
+        self.blocks = nn.Sequential(*(ResidualBlock(dim) for _ in range(blocks)))
+        with torch.no_grad():
+            self.fc.weight[:, :dim].copy_(torch.eye(dim))
+            self.fc.weight[:, dim:].zero_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(self.fc(x))
+
+
+class MedusaDrafter(TransposableWeights, QuantizedStorageMixin, ConfigMixin):
+    """Maps the target's feature that predicted token j, and token j, to features that predict tokens j + 1 to j + h.
+
+    Source: Cai et al. 2024, Medusa (arXiv:2401.10774), where each head has its own output layer, which in a small model would
+    be nearly all of its parameters. As in Hydra (arXiv:2402.05109), heads also get the token that was sampled from the feature,
+    which is known when they run.
+
+    Args:
+        dim, vocab_size, grid_size: as in the target.
+        heads: number of heads h, one per future token.
+        blocks: residual blocks per head.
+        target: digest that identifies a target of transformers; None for a LlamaGen, which its sizes identify.
+    """
+
+    layer_prefixes: ClassVar[dict[str, tuple[str, ...]]] = {"heads": ("ahead.",), "blocks": ("ahead.0.blocks.",)}
+    target_settings: ClassVar[tuple[str, ...]] = ("dim", "vocab_size", "grid_size", "target")  # copied from the target
+    trains_features: ClassVar[bool] = False  # whether the loss also compares features with the target's
+
+    feature_scale: Tensor
+    token_scale: Tensor
+
+    @register_to_config
+    def __init__(
+        self,
+        dim: int = 768,
+        vocab_size: int = 16384,
+        grid_size: int = 16,
+        heads: int = 3,
+        blocks: int = 2,
+        target: str | None = None,
+        weight_format: str | None = None,
+    ):
+        super().__init__()
+        require_int("heads", heads, 1)
+        self.ahead = nn.ModuleList(MedusaHead(dim, blocks) for _ in range(heads))
+        self.register_buffer("feature_scale", torch.ones(dim))
+        self.register_buffer("token_scale", torch.ones(()))
+
+    def forward(self, features: Tensor, embeddings: Tensor) -> Tensor:
+        """Compute features `[R, T, h, D]` from features and embeddings `[R, T, D]`."""
+        if is_eager_cpu(features) and not torch.is_grad_enabled():
+            transpose_linear_weights(self)
+        given = torch.cat([features / self.feature_scale, embeddings / self.token_scale], dim=-1)
+        given = given.to(self.feature_scale.dtype)
+        return torch.stack([head(given) for head in self.ahead], dim=2) * self.feature_scale
+
+    def training_outputs(self, features: Tensor, embeddings: Tensor, steps: int) -> list[Tensor]:
+        """Return for each head s the features `[R, N - 1 - s, D]` whose row i predicts token i + 1 + s; see `EagleDrafter`."""
+        ahead, last = self(features, embeddings), features.shape[1] - 1
+        return [ahead[:, : last - s, s] for s in range(min(self.config.heads, last))]
