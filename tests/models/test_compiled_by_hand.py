@@ -1,4 +1,4 @@
-"""`torch.compile(pipe.transformer)` by a user's hand, also with symbolic sizes, generates the same images."""
+"""`torch.compile(pipe.transformer)` by a user's hand, or of its blocks, generates the same images."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import pytest
 import torch
 from tiny_models import class_pipeline, class_var_pipeline, tiny_var
 
+from vargen.kernels import dispatch
 from vargen.models.guidance import Condition
 
 MAKERS = {
-    "next-scale": lambda: class_var_pipeline(draft=False, vq={"scales": (1, 2, 3)}, scales=(1, 2, 3), depth=1),
-    "next-token": lambda: class_pipeline(n_layer=1, grid_size=2),
+    "next-scale": lambda depth: class_var_pipeline(draft=False, vq={"scales": (1, 2, 3)}, scales=(1, 2, 3), depth=depth),
+    "next-token": lambda depth: class_pipeline(n_layer=depth, grid_size=2),
 }
 
 
@@ -40,15 +41,25 @@ def test_passes_of_a_next_scale_network_may_have_symbolic_sizes() -> None:
     torch.testing.assert_close(*logits, atol=1e-5, rtol=1e-4)
 
 
+def generate(pipe: Any) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return pipe(class_labels=3, accelerator=pipe.baseline, generator=generator, output_type="pt").images
+
+
+@pytest.mark.parametrize("family", MAKERS)
+def test_a_block_is_compiled_once_for_all_layers(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "EAGER_CPU", False)  # takes the passes of a GPU
+    pipe, graphs = MAKERS[family](3), []
+    expected = generate(pipe)
+    pipe.transformer.compile_repeated_blocks(fullgraph=True, backend=lambda graph, _: graphs.append(graph) or graph.forward)
+    assert torch.allclose(generate(pipe), expected, atol=1e-5)
+    assert 1 <= len(graphs) <= 2, "one for the sizes of the first pass, one for symbolic sizes"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", MAKERS)
 def test_a_transformer_compiled_with_dynamic_shapes_generates_the_same_image(family: str) -> None:
-    pipe: Any = MAKERS[family]()
-
-    def generate() -> torch.Tensor:
-        generator = torch.Generator().manual_seed(1)
-        return pipe(class_labels=3, accelerator=pipe.baseline, generator=generator, output_type="pt").images
-
-    expected = generate()
+    pipe: Any = MAKERS[family](1)
+    expected = generate(pipe)
     pipe.transformer = compiled(pipe.transformer)
-    assert torch.allclose(generate(), expected, atol=1e-5)
+    assert torch.allclose(generate(pipe), expected, atol=1e-5)

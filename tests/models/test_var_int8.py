@@ -105,7 +105,7 @@ def test_scales_are_run_again_and_rows_alone() -> None:
         part = cache.select_rows(slice(1, 2))
         assert torch.equal(model(inputs[1:2, 14:], cache=part).logits[0], unguided[1, 14:])
     with pytest.raises(NotImplementedError):
-        cache.write(0, 0, inputs, inputs)
+        cache.layer(0, 0)
 
 
 def run_unguided(model: VARTransformer, images: list[int]) -> Tensor:

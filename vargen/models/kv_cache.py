@@ -205,25 +205,53 @@ class KVCache:
         self.length += count_R
 
 
+class LayerView:
+    """The part of one layer that a pass reads and writes. Blocks get this and not their number: code is compiled once for all.
+
+    Args:
+        kv: keys and values of the layer, `[2, R, H, slots, K]`.
+        slots: flat indices `[R, T, 2 H]` of the slots to write, over rows, heads and slots.
+        reach: number of slots S to read.
+    """
+
+    def __init__(self, kv: Tensor, slots: Tensor, reach: int):
+        self.kv, self.slots, self.reach = kv, slots, reach
+
+    def write(self, kv_RTHK: Tensor) -> tuple[Tensor, Tensor]:
+        """Write a pass's keys and values `[R, T, 2 H, K]`, and return all of the layer, `[R, H, S, K]` each."""
+        self.kv.flatten(0, 3).index_put_((self.slots,), kv_RTHK)
+        return self.kv[0, :, :, : self.reach], self.kv[1, :, :, : self.reach]
+
+
+class _RangeView:
+    """The same where a pass writes to one range of slots: views of what it writes, of all keys and of all values."""
+
+    def __init__(self, new: Tensor, k: Tensor, v: Tensor):
+        self.new, self.k, self.v = new, k, v
+
+    def write(self, kv_RTHK: Tensor) -> tuple[Tensor, Tensor]:
+        self.new.copy_(kv_RTHK.unflatten(2, (2, -1)))
+        return self.k, self.v
+
+
 class CacheView:
     """The part of a cache that one pass reads and writes.
 
     Args:
-        slots: slots to write: one range in every row, or flat indices `[R, T, 2 H]` over rows, heads and slots.
+        slots: slots to write: one range in every row, or flat indices; see `LayerView`.
         reach: number of slots S to read.
+
+    Attributes:
+        layers: the part of each layer.
     """
 
-    def __init__(self, cache: KVCache, slots: slice | Tensor, reach: int):
-        self.cache, self.slots, self.num_slots_read = cache, slots, reach
-        if isinstance(slots, slice):  # views of all layers at once, which saves an operation per layer
-            self._held = [store[:, :, :, :reach].unbind() for store in (cache.k, cache.v)]
-            self._new = cache.kv[..., slots, :].permute(0, 2, 4, 1, 3, 5).unbind()  # [R, T, 2, H, K] each
+    layers: list[LayerView] | list[_RangeView]
 
-    def write(self, layer: int, kv_RTHK: Tensor) -> tuple[Tensor, Tensor]:
-        """Write a pass's keys and values `[R, T, 2 H, K]` of one layer, and return all of the layer, `[R, H, S, K]` each."""
-        if isinstance(self.slots, slice):
-            self._new[layer].copy_(kv_RTHK.unflatten(2, (2, -1)))
-            return self._held[0][layer], self._held[1][layer]
-        kv = self.cache.kv[layer]
-        kv.flatten(0, 3).index_put_((self.slots,), kv_RTHK)
-        return kv[0, :, :, : self.num_slots_read], kv[1, :, :, : self.num_slots_read]
+    def __init__(self, cache: KVCache, slots: slice | Tensor, reach: int):
+        self.slots, self.num_slots_read = slots, reach
+        if isinstance(slots, slice):  # views of all layers at once, which saves an operation per layer
+            held = (store[:, :, :, :reach].unbind() for store in (cache.k, cache.v))
+            new = cache.kv[..., slots, :].permute(0, 2, 4, 1, 3, 5).unbind()  # [R, T, 2, H, K] each
+            self.layers = list(map(_RangeView, new, *held))
+        else:
+            self.layers = [LayerView(cache.kv[layer], slots, reach) for layer in range(len(cache.kv))]

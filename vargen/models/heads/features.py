@@ -121,10 +121,7 @@ class EagleDrafter(RotaryNetwork, QuantizedStorageMixin, ConfigMixin):
         span = cache.view_for_pass(T, earlier)
         bias = cache.attention_mask(T, ancestors, self.config.n_head, span.num_slots_read, earlier)
         x = self.merge_inputs(features, embeddings, above)
-        attention = self.layer.attention
-        q, kv = attention.project(self.layer.attention_norm(x), rotary)
-        keys, values = span.write(0, kv)
-        return self.layer.add_residuals(x, attention.attend(q, keys, values, bias)) * self.feature_scale
+        return self.layer(x, rotary, bias, span.layers[0]) * self.feature_scale
 
     def unroll(self, features: Tensor, embeddings: Tensor, steps: int, above: Tensor | None = None) -> list[Tensor]:
         """Run `steps` successive drafting steps at every slot for training (EAGLE-3's training-time test).

@@ -36,13 +36,13 @@ def build_rotary_2d(grid: int, head_dim: int, base: float = 10000.0) -> Tensor:
     return torch.stack([angles.cos(), angles.sin()], dim=-1)
 
 
-def rotary_factors(table_TK2: Tensor) -> Rotary:
+def rotary_factors(table_TK2: Tensor, compiled: bool = False) -> Rotary:
     """Return the factors for `rotate_`, once per pass: complex numbers `[..., T, 1, K/2]`, one operation per layer.
 
-    The compiler does not support complex numbers, and autograd needs copies for them. In these cases, return real factors
-    `[..., T, 1, K]` of a vector and of its swapped pairs.
+    The compiler does not support complex numbers, and autograd needs copies for them. With gradients, or if what rotates by
+    them is `compiled`, return real factors `[..., T, 1, K]` of a vector and of its swapped pairs.
     """
-    if not torch.compiler.is_compiling() and not torch.is_grad_enabled():
+    if not compiled and not torch.compiler.is_compiling() and not torch.is_grad_enabled():
         return torch.view_as_complex(table_TK2.float())[..., None, :]
     cos, sin = table_TK2.unbind(-1)
     return cos.repeat_interleave(2, dim=-1)[..., None, :], torch.stack([-sin, sin], dim=-1).flatten(-2)[..., None, :]
@@ -165,10 +165,13 @@ class LlamaGenBlock(nn.Module):
         self.ffn_norm = RMSNorm(dim, eps)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x_BTD: Tensor, rotary: Rotary, visible: Tensor) -> Tensor:
-        """Run on whole sequences. `visible`, bool `[B or 1, 1, T, T]` or `[T, T]`: which columns each row attends to."""
+    def forward(self, x_BTD: Tensor, rotary: Rotary, visible: Tensor | KernelMask, cache: Any = None) -> Tensor:
+        """Run on whole sequences, or on the tokens of a pass, with the `LayerView` of its cache.
+
+        `visible`: which columns each row attends to, bool `[B or 1, 1, T, T]` or `[T, T]`; of a pass, `KVCache.attention_mask`.
+        """
         q, kv = self.attention.project(self.attention_norm(x_BTD), rotary)
-        k, v = kv.transpose(1, 2).chunk(2, dim=1)
+        k, v = kv.transpose(1, 2).chunk(2, dim=1) if cache is None else cache.write(kv)
         return self.add_residuals(x_BTD, self.attention.attend(q, k, v, visible))
 
     def add_residuals(self, x_BTD: Tensor, attended_BTD: Tensor) -> Tensor:

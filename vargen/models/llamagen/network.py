@@ -285,12 +285,11 @@ class LlamaGenTransformer(RotaryNetwork, QuantizedStorageMixin, ConfigMixin):
         T = tokens_BT.shape[1]
         if positions is None:
             positions = cache.positions(T)
-        rotary = rotary_factors(self.rotary[positions.clamp(max=self.tokens - 1)])
+        compiled = self.layers[0]._compiled_call_impl is not None
+        rotary = rotary_factors(self.rotary[positions.clamp(max=self.tokens - 1)], compiled)
         span = cache.view_for_pass(T)
         bias = cache.attention_mask(T, ancestors, self.config.n_head, span.num_slots_read)
         x = self.tok_embeddings(tokens_BT)
-        for i, layer in enumerate(self.layers):
-            q, kv = layer.attention.project(layer.attention_norm(x), rotary)
-            keys, values = span.write(i, kv)
-            x = layer.add_residuals(x, layer.attention.attend(q, keys, values, bias))
+        for layer, part in zip(self.layers, span.layers, strict=False):
+            x = layer(x, rotary, bias, part)
         return x

@@ -49,7 +49,7 @@ class _PassCache(Cache):
         if self.view is None:
             self.cache.write_prefix(self.places[layer_idx], k_RTHK, v_RTHK)
             return key_states, value_states
-        return self.view.write(self.places[layer_idx], torch.cat([k_RTHK, v_RTHK], dim=2))
+        return self.view.layers[self.places[layer_idx]].write(torch.cat([k_RTHK, v_RTHK], dim=2))
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0  # positions are explicit

@@ -90,12 +90,23 @@ class ScaleCache:
         if mask is not None and self.prefix_mask is not None:
             self.prefix_mask.copy_(mask)
 
-    def write(self, layer: int, start: int, k_RHTK: Tensor, v_RHTK: Tensor) -> tuple[Tensor, Tensor]:
-        """Write a pass from slot `start` on, and return the layer's keys and values up to its end."""
-        end = start + k_RHTK.shape[2]
-        self.k[layer, :, :, start:end] = k_RHTK
-        self.v[layer, :, :, start:end] = v_RHTK
-        return self.k[layer, :, :, :end], self.v[layer, :, :, :end]
+    def layer(self, layer: int, start: int) -> LayerView:
+        """Return what a pass that starts at slot `start` reads and writes of a layer."""
+        return LayerView(self.k[layer], self.v[layer], start)
+
+
+class LayerView:
+    """Keys and values of a layer, `[R, H, P + L, K]`. Blocks get this and not their number: code is compiled once for all."""
+
+    def __init__(self, k: Tensor, v: Tensor, start: int):
+        self.k, self.v, self.start = k, v, start
+
+    def write(self, k_RHTK: Tensor, v_RHTK: Tensor) -> tuple[Tensor, Tensor]:
+        """Write a pass, and return the keys and values up to its end."""
+        end = self.start + k_RHTK.shape[2]
+        self.k[:, :, self.start : end] = k_RHTK
+        self.v[:, :, self.start : end] = v_RHTK
+        return self.k[:, :, :end], self.v[:, :, :end]
 
 
 class VARAttention(nn.Module):
@@ -131,10 +142,10 @@ class VARAttention(nn.Module):
             q = q * (0.25 / math.sqrt(self.head_dim))
         return q.type_as(v), k.type_as(v), v
 
-    def forward(self, x_RTD: Tensor, visible: Tensor | None, cache: ScaleCache | None, place: tuple[int, int]) -> Tensor:
+    def forward(self, x_RTD: Tensor, visible: Tensor | None, cache: LayerView | None) -> Tensor:
         q, k, v = self.project(x_RTD)
         if cache is not None:
-            k, v = cache.write(*place, k, v)
+            k, v = cache.write(k, v)
         visible = None if visible is None else visible.type_as(q)
         if q.device.type == "cpu" and torch.is_grad_enabled():
             # On CPUs, the gradient of torch's fused attention takes 40 % of a training step, that of these products 8 %.
@@ -166,20 +177,10 @@ class VARBlock(nn.Module):
         else:
             self.ada_lin = nn.Sequential(nn.SiLU(), nn.Linear(dim, 6 * dim))
 
-    def forward(
-        self,
-        x: Tensor,
-        modulation: Tensor,
-        visible: Tensor | None,
-        cache: ScaleCache | None = None,
-        place: tuple[int, int] = (0, 0),
-    ) -> Tensor:
-        """Run on `[R, T, D]`, with modulation `[6, R, 1, D]` and an additive attention bias `[T, S]` or `[R, 1, T, S]`.
-
-        `place` is the layer and the first slot in the cache.
-        """
+    def forward(self, x: Tensor, modulation: Tensor, visible: Tensor | None, cache: LayerView | None = None) -> Tensor:
+        """Run on `[R, T, D]`, with modulation `[6, R, 1, D]` and an additive attention bias `[T, S]` or `[R, 1, T, S]`."""
         gain1, gain2, scale1, scale2, shift1, shift2 = modulation.unbind(0)
-        attended = self.attn(modulate(x, scale1, shift1), visible, cache, place)
+        attended = self.attn(modulate(x, scale1, shift1), visible, cache)
         x = torch.addcmul(x, gain1, attended.type_as(x))
         return torch.addcmul(x, gain2, self.ffn(modulate(x, scale2, shift2)).type_as(x))
 

@@ -22,7 +22,7 @@ from vargen.kernels.int8.format import PANEL, Layers, Matrix, Slots, allocate_sl
 from vargen.kernels.int8.load import SCALE_PASS
 from vargen.models.guidance import Condition
 from vargen.models.quantization import as_array, packed_weights
-from vargen.models.var.blocks import MOST_SHARPNESS, Modulation, ScaleCache
+from vargen.models.var.blocks import MOST_SHARPNESS, LayerView, Modulation, ScaleCache
 
 if TYPE_CHECKING:
     from vargen.models.var.network import VARTransformer
@@ -65,7 +65,7 @@ class Int8ScaleCache(ScaleCache):
             part.prefix_mask = self.prefix_mask[chosen]
         return part
 
-    def write(self, layer: int, start: int, k_RHTK: Tensor, v_RHTK: Tensor) -> tuple[Tensor, Tensor]:
+    def layer(self, layer: int, start: int) -> LayerView:
         raise NotImplementedError("the compiled pass writes tokens itself")
 
     def buffers(self, weights: Any, tokens: int) -> Any:

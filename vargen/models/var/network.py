@@ -223,7 +223,7 @@ class VARTransformer(QuantizedStorageMixin, ConfigMixin):
         visible = self._attention_mask(first, last, prefix, slots, mask)
         place = 0 if condition is not None else slots + begin
         for i, block in enumerate(self.blocks):
-            x = block(x, modulation.blocks[i], visible, cache, (i, place) if cache is not None else (0, 0))
+            x = block(x, modulation.blocks[i], visible, None if cache is None else cache.layer(i, place))
         if cache is not None:
             cache.scale = last + 1
         wanted = first if features_of is None else max(first, last + 1 - features_of)
