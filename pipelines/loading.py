@@ -24,7 +24,7 @@ from vargen.files import expand_user
 from vargen.folders.json_files import read_config, read_object
 from vargen.folders.networks import WEIGHTS_STEM, NetworkFolder
 from vargen.folders.tokenizers import TokenizerFolder
-from vargen.models.quantization import validate_quantization
+from vargen.models.quantization import quantize_weights_on_gpu, validate_quantization
 from vargen.models.storage import load_network
 from vargen.pipelines.families import FAMILIES, STORED_VALUES, ModelFamily, StoredComponent, class_of
 from vargen.pipelines.model_names import FETCHING, locate_folder
@@ -74,12 +74,22 @@ def open_pipeline(name: Any, *, device: str | torch.device | None = None, **opti
         unset = {name for name in (*_LOADING, *_CODE) if not options.get(name)}
         options = {name: value for name, value in options.items() if name not in {*_NO_EFFECT, *unset}}
         return pipeline.from_pretrained(folder, device=place, **options)
-    validate_quantization(options.get("quantization") or stored_quantization(folder / "transformer"), place)
+    validate_quantization(options.get("quantization"), place)
+    on_gpu = place is not None and place.type != "cpu"
+    if on_gpu and stored_quantization(folder / "transformer"):
+        raise ValueError(f"{folder} is stored for 8-bit integer products on CPUs, got device {str(place)!r}")
+    format_on_gpu = options.pop("quantization", None) if on_gpu else None
     chosen = any(options.get(name) is not None for name in ("torch_dtype", "dtype", "quantization"))
     if place is not None and not chosen:
         options["torch_dtype"] = default_dtype(folder, place)
     pipe = pipeline.from_pretrained(folder, **options)
-    return pipe if place is None else pipe.to(place)
+    if place is not None:
+        pipe = pipe.to(place)
+    if format_on_gpu is not None:
+        for network in pipe.components.values():
+            if "quantization" in getattr(network, "config", ()):
+                quantize_weights_on_gpu(network, format_on_gpu)
+    return pipe
 
 
 def inspect_model(name: Any) -> VisualPipeline:

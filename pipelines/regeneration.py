@@ -55,7 +55,8 @@ class Regeneration:
 
 def describe_environment(pipe: VisualPipeline) -> dict[str, Any]:
     """Return what an image records about the dtype of its model, the machine and packages."""
-    device, quantization = pipe._device_of(pipe.transformer), getattr(pipe.transformer.config, "quantization", None)
+    device = pipe._device_of(pipe.transformer)
+    quantization = getattr(pipe.transformer.config, "quantization", None) or getattr(pipe.transformer, "gpu_format", None)
     processor = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
     return {
         "dtype": str(pipe.transformer.dtype).removeprefix("torch."),

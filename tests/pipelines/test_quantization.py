@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import threading
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,19 @@ import pytest
 import torch
 from int8_passes import compiled_passes
 from rejects import rejects
-from tiny_models import class_pipeline, text_pipeline, tiny_transformer
+from tiny_models import class_pipeline, class_var_pipeline, text_pipeline, tiny_transformer
 from torch import Tensor
 
 from vargen import LlamaGenPipeline, open_pipeline
 from vargen.decoding import Output, Sampling, Tree, resolve_method
 from vargen.evaluation.exact_sum import sum_pass
 from vargen.evaluation.exactness import DETECTED, TOLERANCE
+from vargen.kernels import dispatch
 from vargen.kernels.int8 import load as cpu_code
 from vargen.models.guidance import Condition
 from vargen.models.llamagen.decoding import LlamaGenTokenModel
-from vargen.models.quantization import quantize_network, validate_quantization
+from vargen.models.quantization import linear_layers, quantize_network, quantize_weights_on_gpu, validate_quantization
+from vargen.pipelines.regeneration import describe_environment
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +68,9 @@ def test_a_network_quantized_in_memory_is_the_one_that_is_opened_from_floats(tmp
 
 
 def test_what_cannot_be_quantized_is_refused_before_weights_are_read(folder: Path, tmp_path: Path) -> None:
-    rejects(lambda: open_pipeline(folder, quantization="int4"), "quantization must be 'int8' or None, got 'int4'")
-    rejects(lambda: validate_quantization("int8", torch.device("cuda")), "runs on CPUs")
+    rejects(lambda: open_pipeline(folder, quantization="int4"), "quantization must be 'int8', 'float8' or None, got 'int4'")
+    rejects(lambda: open_pipeline(folder, quantization="float8"), "runs on NVIDIA GPUs, with device='cuda', got device 'cpu'")
+    rejects(lambda: validate_quantization("int8", torch.device("mps")), "runs on CPUs and NVIDIA GPUs, got device 'mps'")
     rejects(lambda: open_pipeline(folder, quantization="int8", torch_dtype=torch.bfloat16), "dtype must be float32")
     rejects(lambda: open_pipeline(folder, quantization_config=object()), "quantization_config", TypeError)
     broken = class_pipeline()
@@ -181,3 +185,26 @@ def test_a_change_of_any_source_is_compiled_again(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(cpu_code, "__file__", str(tmp_path / "load.py"))
     folders = {cpu_code._code_folder()} | {Path(each).write_text("") or cpu_code._code_folder() for each in sources}
     assert len(folders) == len(sources) + 1
+
+
+@pytest.mark.parametrize(("quantization", "error"), [("int8", 0.02), ("float8", 0.1)])
+@pytest.mark.parametrize("make", [class_pipeline, class_var_pipeline])
+def test_formats_of_a_gpu_store_weights_and_compile_blocks(
+    make: Callable[[], Any], quantization: str, error: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compile_module = torch.nn.Module.compile
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda module, **options: compile_module(module, backend="eager", **options)
+    )
+    monkeypatch.setattr(dispatch, "EAGER_CPU", False)  # takes the passes of a GPU
+    pipe = make()
+    network, plain = pipe.transformer, deepcopy(pipe.transformer)
+    quantize_weights_on_gpu(network, quantization)
+    for name, layer in linear_layers(plain).items():
+        found = network.get_submodule(name).weight
+        assert found.qdata.element_size() == 1, name
+        assert (found.dequantize() - layer.weight).abs().max() < error * layer.weight.abs().max(), name
+    generator = torch.Generator().manual_seed(1)
+    result = pipe(class_labels=3, accelerator=pipe.baseline, generator=generator)
+    assert result.images[0].info is not None and describe_environment(pipe)["quantization"] == quantization
+    rejects(lambda: pipe.save_pretrained(tmp_path), f"weights in {quantization} on a GPU is not saved")

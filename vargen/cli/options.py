@@ -53,7 +53,9 @@ DeviceName = Annotated[Device, typer.Option(help="auto: a GPU if there is one.")
 DtypeName = Annotated[Dtype, typer.Option(help="Of the transformer's weights. auto: the fastest on this device.")]
 QuantizationName = Annotated[
     str | None,
-    typer.Option("--quantization", metavar="int8", help="8-bit products, on a CPU. Default: the folder's."),
+    typer.Option(
+        "--quantization", metavar="int8|float8", help="8-bit products on a CPU, or weights on a GPU. Default: the folder's."
+    ),
 ]
 Threads = Annotated[int | None, typer.Option(metavar="N", help="CPU threads. Default: autotuned.")]
 TorchThreads = Annotated[int | None, typer.Option(metavar="N", help="CPU threads. Default: torch's.")]
@@ -94,7 +96,7 @@ def select_dtype(name: Dtype, place: torch.device, folder: Path | None = None, q
     validate_quantization(quantization, place)
     if name is not Dtype.auto:
         return getattr(torch, name.value)
-    if quantization is not None:
+    if quantization is not None and place.type == "cpu":
         return torch.float32
     return device.preferred_dtype(place) if folder is None else default_dtype(folder, place)
 

@@ -11,7 +11,7 @@ import torch
 from vargen.decoding import ScaleModel
 from vargen.models.guidance import Condition
 from vargen.models.kv_cache import KVCache
-from vargen.models.quantization import quantize_network
+from vargen.models.quantization import quantize_network, quantize_weights_on_gpu
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.families import ModelFamily
 from vargen.pipelines.loading import list_families, open_pipeline, read_model_folder
@@ -105,7 +105,7 @@ def open_benchmark_model(
     """
     family, components = validate_benchmark_model(name), {}
     code = family.components["transformer"].network_class.compiled_code
-    if quantization is not None and code is not None:
+    if quantization is not None and code is not None and device.type == "cpu":
         code.load(wait=True)
     if name not in family.official_sizes:
         unused = dict.fromkeys(part for part, component in family.components.items() if not component.required)
@@ -121,7 +121,8 @@ def open_benchmark_model(
     pipe.to(device)
     pipe.transformer.to(dtype)
     if quantization is not None:
-        quantize_network(pipe.transformer, quantization)
+        quantize = quantize_network if device.type == "cpu" else quantize_weights_on_gpu
+        quantize(pipe.transformer, quantization)
     return BenchmarkModel(name, pipe)
 
 

@@ -1,12 +1,15 @@
-"""Networks that compute with 8-bit integer products: linear layers with int8 weights and their formats.
+"""Networks with 8-bit weights: linear layers with 8-bit integer products on a CPU, and torchao's formats on NVIDIA GPUs.
 
 The weights of an `Int8Linear` have a scale per output channel, and each row of its input gets its own scale. See
 `vargen.kernels.int8.arithmetic` for the arithmetic, which returns the same bits for a row whatever is beside it.
+
+On a GPU, inputs and sums keep the dtype of the network: at small batches, a pass is bound by reading its weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -19,16 +22,39 @@ from vargen.kernels.int8.load import warn_if_slow
 from vargen.values import short_repr
 
 SCALE_SUFFIX = "weight_scale"  # of the name of a layer's scales in weight files
+GPU_FORMATS = {"int8": "Int8WeightOnlyConfig", "float8": "Float8WeightOnlyConfig"}  # of torchao
+_FLOAT8_CAPABILITY = (8, 9)  # NVIDIA's Ada generation
 
 
 def validate_quantization(quantization: Any, device: torch.device | None = None) -> None:
-    """Raise ValueError for an unknown format, or a device, by default the CPU, that computes in none."""
+    """Raise ValueError for an unknown format, or a device, by default the CPU, that does not have it."""
     if quantization is None:
         return
-    if quantization != "int8":
-        raise ValueError(f"quantization must be 'int8' or None, got {short_repr(quantization)}")
-    if device is not None and device.type not in ("cpu", "meta"):
-        raise ValueError(f"quantization={quantization!r} runs on CPUs, got device {str(device)!r}; leave one of them out")
+    if quantization not in tuple(GPU_FORMATS):
+        raise ValueError(f"quantization must be 'int8', 'float8' or None, got {short_repr(quantization)}")
+    kind = "cpu" if device is None else device.type
+    if kind not in ("cpu", "meta", "cuda") or (kind != "cuda" and quantization != "int8"):
+        runs = "CPUs and NVIDIA GPUs" if quantization == "int8" else "NVIDIA GPUs, with device='cuda'"
+        raise ValueError(f"quantization={quantization!r} runs on {runs}, got device {str(device or kind)!r}")
+    if kind == "cuda" and find_spec("torchao") is None:
+        raise ValueError(f"quantization={quantization!r} on a GPU needs torchao: pip install vargen[quantization]")
+    if kind == "cuda" and quantization == "float8" and torch.cuda.get_device_capability(device) < _FLOAT8_CAPABILITY:
+        raise ValueError("quantization='float8' needs an NVIDIA GPU of compute capability 8.9 or later; use 'int8'")
+
+
+def quantize_weights_on_gpu(network: Any, quantization: str) -> None:
+    """Store the weights of a network's linear layers in 8 bits by torchao, in place, and have its blocks compiled if it can.
+
+    Compiled blocks dequantize weights within their products; without, each weight is written out in each pass.
+    """
+    import torchao.quantization
+
+    layers = linear_layers(network)
+    config = getattr(torchao.quantization, GPU_FORMATS[quantization])()
+    torchao.quantization.quantize_(network, config, filter_fn=lambda layer, name: name in layers)
+    if network._repeated_blocks:
+        network.compile_repeated_blocks(fullgraph=True)
+    network.gpu_format = quantization
 
 
 class Int8Linear(nn.Module):

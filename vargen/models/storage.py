@@ -85,6 +85,7 @@ class QuantizedStorageMixin(ModelMixin):
 
     unquantized_suffixes: ClassVar[tuple[str, ...]] = ()
     float_layers: ClassVar[tuple[str, ...]] = ()
+    gpu_format: str | None = None  # see `quantize_weights_on_gpu`
     compiled_code: ClassVar[CompiledCode | None] = None
     config: Any
 
@@ -178,6 +179,10 @@ class QuantizedStorageMixin(ModelMixin):
                 `weight_format`, for ``push_to_hub=True`` or a weight that is not finite.
         """
         require_weights(self, "saved")
+        if self.gpu_format is not None:
+            raise ValueError(
+                f"a network with weights in {self.gpu_format} on a GPU is not saved; open it without quantization"
+            )
         if not safe_serialization:
             raise ValueError("safe_serialization must be True: pickled weights are not opened again")
         if self.config.get("weight_format") is None:

@@ -49,7 +49,7 @@ def open_served_model(model: str, device: str, dtype: str, quantization: str | N
     Args:
         model: name or folder. device: such as `"cpu"`. dtype: such as `"float32"`. quantization: see `open_pipeline`.
     """
-    pipe = open_pipeline(model, torch_dtype=getattr(torch, dtype), quantization=quantization).to(torch.device(device))
+    pipe = open_pipeline(model, device=device, torch_dtype=getattr(torch, dtype), quantization=quantization)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
