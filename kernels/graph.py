@@ -72,6 +72,7 @@ class CapturedPasses:
         self._eager: dict[Hashable, int] = {}
         self._weights: list[ref[Tensor]] = []
         self._addresses: list[int] = []
+        self._compiled: list[Any] = []  # code of the modules that are compiled
         self._hooked: str | None = None  # why nothing is captured at the moment
         self._warned: set[str] = set()
         if blocker is not None:
@@ -88,15 +89,17 @@ class CapturedPasses:
         self._hooked = _find_blocker(self._networks)
         if self._hooked is not None:
             self._warn(self._hooked)
+        compiled = [module._compiled_call_impl for network in self._networks for module in network.modules()]
+        if compiled != self._compiled:
+            self._compiled = compiled
+            self._forget()
 
     def run(self, kind: Hashable, step: Callable[[], object]) -> None:
         """Run `step`, which writes into fixed tensors only; passes of one kind have the same shapes and numbers of the host."""
         addresses = [0 if (weight := each()) is None else weight.data_ptr() for each in self._weights]
         if addresses != self._addresses:
             self._addresses = addresses
-            self._replays.clear()
-            self._eager.clear()
-            self._graph.forget()
+            self._forget()
         if self._hooked is not None:
             step()
             return
@@ -111,6 +114,11 @@ class CapturedPasses:
             except RuntimeError as error:  # nothing was executed: passes go on eagerly
                 self._never = str(error)
                 self._warn(self._never)
+
+    def _forget(self) -> None:
+        self._replays.clear()
+        self._eager.clear()
+        self._graph.forget()
 
     def _warn(self, reason: str) -> None:
         if reason not in self._warned:
