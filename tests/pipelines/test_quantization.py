@@ -192,6 +192,7 @@ def test_a_change_of_any_source_is_compiled_again(tmp_path: Path, monkeypatch: p
 def test_formats_of_a_gpu_store_weights_and_compile_blocks(
     make: Callable[[], Any], quantization: str, error: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    pytest.importorskip("torchao", reason="torchao is not installed: pip install vargen[quantization]")
     compile_module = torch.nn.Module.compile
     monkeypatch.setattr(
         torch.nn.Module, "compile", lambda module, **options: compile_module(module, backend="eager", **options)
