@@ -18,12 +18,12 @@ from vargen.device import select_device
 from vargen.files import atomic_merge, expand_user
 from vargen.folders.json_files import one_line, read_config
 from vargen.folders.networks import NetworkFolder
+from vargen.folders.processors import load_processor
 from vargen.folders.transformers_networks import StoredNetwork
 from vargen.models.guidance import Guidance, to_guidance
 from vargen.models.storage import load_network, require_weights
 from vargen.models.transformers.base import ImageLanguageModel, validate_network
 from vargen.models.transformers.decoding import TransformersTokenModel
-from vargen.models.transformers.processors import load_processor
 from vargen.models.transformers.supported import MODELS, describe_language_model
 from vargen.pipelines import loading, validation
 from vargen.pipelines.families import ModelFamily
@@ -114,7 +114,7 @@ class LanguageModelPipeline(NextTokenPipeline):
         names = [each for each in (pretrained_model_name_or_path, draft_model) if each is not None]
         folders = [locate_folder(each, fetching) for each in names]
         stored, described = zip(*(_read_folder(folder, size, negative_format) for folder in folders), strict=True)
-        processor = load_processor(folders[0], type(described[0]))
+        processor = load_processor(folders[0], described[0])
         described[0].validate_processor(processor)
         for each in described[1:]:
             described[0].validate_draft(each)
@@ -129,7 +129,7 @@ class LanguageModelPipeline(NextTokenPipeline):
     @classmethod
     def inspect(cls, folder: Path) -> Self:
         stored, described = _read_folder(folder)
-        pipe = cls(stored.network, load_processor(folder, type(described)))
+        pipe = cls(stored.network, load_processor(folder, described))
         pipe.folder = folder
         if names := list_heads(folder):
             heads = _read_heads(pipe.decoding_model(), *(folder / name for name in names))

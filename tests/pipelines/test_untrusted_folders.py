@@ -23,9 +23,9 @@ from tiny_models import t5_pipeline
 
 import vargen
 from vargen.compat import installed_version
+from vargen.folders.processors import reduce_template
 from vargen.folders.transformers_networks import StoredNetwork
 from vargen.models.text_encoder import TEXT_ENCODERS
-from vargen.models.transformers.processors import reduce_template
 
 MARKER = "code-ran"
 CODE = f"open(__file__ + '.{MARKER}', 'w').close()\ngenerate = None\n"

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from vargen.folders.json_files import one_line, pick_values, read_config, validate_string
 from vargen.folders.tokenizers import choose_class, load_tokenizer, report_panics
-from vargen.models.transformers.base import ImageLanguageModel
 from vargen.reading import read_bounded
 from vargen.values import parse_float, parse_int, short_repr
 
@@ -37,7 +36,22 @@ _MAX_LOOPS = 3  # nested
 _MAX_CONSTANT = 200  # characters of a text within an expression, which a loop may visit one by one
 
 
-def load_processor(folder: Path, model: type[ImageLanguageModel]) -> Any:
+class ProcessorClasses(Protocol):
+    """Names of the classes of a model and of the parts of its processor, as its description has them.
+
+    Attributes:
+        tokenizer_names: the usual one first.
+        uses_template: whether prompts pass through the chat template of the processor.
+    """
+
+    class_name: str
+    processor_name: str
+    tokenizer_names: tuple[str, ...]
+    image_processor_name: str
+    uses_template: bool
+
+
+def load_processor(folder: Path, model: ProcessorClasses) -> Any:
     """Load the processor of a folder, of the classes that its model's description names."""
     try:
         return _build_processor(folder, model)
@@ -45,7 +59,7 @@ def load_processor(folder: Path, model: type[ImageLanguageModel]) -> Any:
         raise ValueError(f"{folder} holds no processor of a {model.class_name}: {error}") from error
 
 
-def _build_processor(folder: Path, model: type[ImageLanguageModel]) -> Any:
+def _build_processor(folder: Path, model: ProcessorClasses) -> Any:
     import transformers
 
     tokenizer = load_tokenizer(folder, choose_class(folder, *model.tokenizer_names))
@@ -65,7 +79,7 @@ def _build_processor(folder: Path, model: type[ImageLanguageModel]) -> Any:
         return processor_class(images, tokenizer, **values, **more)
 
 
-def _read_image_settings(folder: Path, settings: Mapping[str, Any], model: type[ImageLanguageModel]) -> dict[str, Any]:
+def _read_image_settings(folder: Path, settings: Mapping[str, Any], model: ProcessorClasses) -> dict[str, Any]:
     """Return the listed settings of the image processor: those of its own file or, of later releases, of the processor's."""
     file = folder / "preprocessor_config.json"
     values = read_config(file) if file.is_file() else settings.get("image_processor")
@@ -75,7 +89,7 @@ def _read_image_settings(folder: Path, settings: Mapping[str, Any], model: type[
     return {name: _validate_setting(name, values[name], file) for name in _IMAGE_SETTINGS if values.get(name) is not None}
 
 
-def _refuse_other_processor(values: Mapping[str, Any], file: Path, model: type[ImageLanguageModel]) -> None:
+def _refuse_other_processor(values: Mapping[str, Any], file: Path, model: ProcessorClasses) -> None:
     """Raise ValueError for a file of another model's processor."""
     named = values.get("processor_class")
     if named is not None and named != model.processor_name:
