@@ -12,6 +12,7 @@ from vargen.models.heads.decoding import EagleModel, MedusaHeads
 from vargen.models.heads.features import EagleDrafter, MedusaDrafter
 from vargen.models.heads.upsampler import TokenUpsampler
 from vargen.models.llamagen.decoding import LlamaGenTokenModel
+from vargen.training.heads import unroll_eagle
 
 _N, _STEPS = 16, 3
 
@@ -43,7 +44,7 @@ def test_drafts_are_what_training_unrolls(above: bool, guidance: float) -> None:
     hidden = transformer(rows, joined).hidden_states  # row j predicted token j
     over = torch.zeros_like(hidden)
     over[:, 3:] = hidden[:, 1:-2]  # slot j: behind the token above token j + 1, which is in slot j + 2 - 4 columns
-    unrolled = drafter.unroll(hidden, transformer.tok_embeddings(rows), _STEPS, over if above else None)
+    unrolled = unroll_eagle(drafter, hidden, transformer.tok_embeddings(rows), _STEPS, over if above else None)
 
     eagle = model.draft_heads["eagle"]
     state = eagle.allocate(2, 6)

@@ -1,1 +1,1 @@
-"""Reading model folders as data: JSON, networks, tokenizers and processors, checked before transformers or diffusers see them."""
+"""Reading model folders as data: JSON, networks, tokenizers, processors, checked before transformers or diffusers see them."""

@@ -1,7 +1,7 @@
 """Train a drafter on the features of a frozen transformer, such as an EAGLE layer.
 
 The target runs teacher-forced over images that it generated, with both CFG rows, and the drafter learns its *guided* and
-filtered probabilities, against which drafts are verified. What the drafter returns in training is its own `training_outputs`.
+filtered probabilities, against which drafts are verified.
 
 Shape suffixes: B images, R rows (2 B with guidance, conditional first), N tokens, D width, V vocabulary.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import singledispatch
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from torch.utils.checkpoint import checkpoint
 
 from vargen.decoding import Accelerator, DynamicTree, decode, traversal
 from vargen.decoding.sampling import to_probs
+from vargen.models.heads.features import EagleDrafter
+from vargen.models.llamagen.blocks import rotary_factors
 from vargen.pipelines.families import Component
 from vargen.pipelines.llamagen import LlamaGenPipeline
 from vargen.pipelines.loading import default_dtype, find_pipeline_class, open_pipeline
@@ -149,6 +152,66 @@ def train_head(
     return export(trainer.run, trainer.model, "drafter", metrics)
 
 
+# -- what drafters return -----------------------------------------------------------------------------------------------
+
+
+@singledispatch
+def training_outputs(drafter: Any, features: Tensor, embeddings: Tensor, steps: int) -> list[Tensor]:
+    """Return for each draft s the features `[R, N - 1 - s, D]` whose row i predicts token i + 1 + s.
+
+    The target has processed the tokens up to i. By default, a drafter has a head for each draft and returns `[R, N, heads, D]`,
+    as Medusa does. A function for another class is registered by `training_outputs.register`.
+
+    Args:
+        features, embeddings: of the target, `[R, N, D]`; row j of the features predicts token j.
+        steps: number of consecutive drafts of a drafter that can make any number.
+    """
+    ahead, last = drafter(features, embeddings), features.shape[1] - 1
+    return [ahead[:, : last - s, s] for s in range(min(ahead.shape[2], last))]
+
+
+@training_outputs.register
+def _(drafter: EagleDrafter, features: Tensor, embeddings: Tensor, steps: int) -> list[Tensor]:
+    above = None
+    if drafter.config.above:
+        above, start = torch.zeros_like(features), drafter.config.grid_size - 1
+        offset = max(start - 1, 0)
+        above[:, start:] = features[:, start - offset : features.shape[1] - offset]
+    unrolled = unroll_eagle(drafter, features, embeddings, min(steps, features.shape[1] - 1), above)
+    return [output[:, s:-1] for s, output in enumerate(unrolled)]
+
+
+def unroll_eagle(
+    drafter: EagleDrafter, features: Tensor, embeddings: Tensor, steps: int, above: Tensor | None = None
+) -> list[Tensor]:
+    """Run `steps` successive drafting steps at every slot (EAGLE-3's training-time test).
+
+    At step s > 0, slot j takes the drafter's output of step s - 1 at slot j - 1, and attends as in drafting: to target slots up
+    to j - s, then to one slot of each of the steps 1 to s. The first s slots of step s are meaningless.
+
+    Inputs come from the target, `[R, T, D]`, from slot 0. Returns the output of each step, `[R, T, D]`.
+    """
+    layer = drafter.layer
+    rotary = rotary_factors(drafter.rotary[: features.shape[1]])
+    slot = torch.arange(features.shape[1], device=features.device)
+    distance = slot[:, None] - slot[None]  # from key k to query j
+    keys, values, outputs = [], [], []
+    given = features
+    for step in range(steps):
+        x = drafter.merge_inputs(given, embeddings, above)
+        q, kv = layer.attention.project(layer.attention_norm(x), rotary)
+        k, v = kv.transpose(1, 2).chunk(2, dim=1)
+        keys.append(k)
+        values.append(v)
+        visible = torch.cat([distance >= step, *(distance == step - t for t in range(1, step + 1))], dim=1)
+        every = torch.cat(keys, 2), torch.cat(values, 2)
+        attended = F.scaled_dot_product_attention(q.transpose(1, 2), *every, attn_mask=visible)
+        output = layer.add_residuals(x, layer.attention.wo(attended.transpose(1, 2).flatten(2))) * drafter.feature_scale
+        outputs.append(output)
+        given = F.pad(output[:, :-1], (0, 0, 1, 0))
+    return outputs
+
+
 class HeadTrainer(Trainer):
     """Trains a drafter on the features of a frozen target."""
 
@@ -199,7 +262,7 @@ class HeadTrainer(Trainer):
         total = 0.0
         with self.amp():
             hidden, embeddings, probs = self.teacher_outputs(numbers)
-            for depth, drafted in enumerate(self.model.training_outputs(hidden, embeddings, self.config.unroll_steps)):
+            for depth, drafted in enumerate(training_outputs(self.model, hidden, embeddings, config.unroll_steps)):
                 weight, first = config.weight(depth), depth + 1
                 total += weight
                 divergence = divergence + weight * self._kl_divergence(drafted, probs[:, first:], temperature, first)
@@ -248,7 +311,7 @@ class HeadTrainer(Trainer):
             hidden, embeddings, probs = self.teacher_outputs(numbers)
             temperature = self.images.temperature(numbers, self.device)[:, None, None].clamp(min=1e-5)
             tokens = torch.from_numpy(self.images.tokens[numbers]).to(self.device)
-            for depth, drafted in enumerate(self.model.training_outputs(hidden, embeddings, self.config.unroll_steps)):
+            for depth, drafted in enumerate(training_outputs(self.model, hidden, embeddings, self.config.unroll_steps)):
                 logits = self.teacher.head(drafted, depth + 1, self.images.scale)
                 q = to_probs(logits / temperature, replace(self.images.sampling, temperature=1.0))
                 acceptance = torch.minimum(probs[:, depth + 1 :], q).sum(-1)

@@ -123,51 +123,6 @@ class EagleDrafter(RotaryNetwork, QuantizedStorageMixin, ConfigMixin):
         x = self.merge_inputs(features, embeddings, above)
         return self.layer(x, rotary, bias, span.layers[0]) * self.feature_scale
 
-    def unroll(self, features: Tensor, embeddings: Tensor, steps: int, above: Tensor | None = None) -> list[Tensor]:
-        """Run `steps` successive drafting steps at every slot for training (EAGLE-3's training-time test).
-
-        At step s > 0, slot j takes the drafter's output of step s - 1 at slot j - 1, and attends as in drafting: to target
-        slots up to j - s, then to one slot of each of the steps 1 to s. The first s slots of step s are meaningless.
-
-        Inputs come from the target, `[R, T, D]`, from slot 0. Returns the output of each step, `[R, T, D]`.
-        """
-        layer = self.layer
-        rotary = rotary_factors(self.rotary[: features.shape[1]])
-        slot = torch.arange(features.shape[1], device=features.device)
-        distance = slot[:, None] - slot[None]  # from key k to query j
-        keys, values, outputs = [], [], []
-        given = features
-        for step in range(steps):
-            x = self.merge_inputs(given, embeddings, above)
-            q, kv = layer.attention.project(layer.attention_norm(x), rotary)
-            k, v = kv.transpose(1, 2).chunk(2, dim=1)
-            keys.append(k)
-            values.append(v)
-            visible = torch.cat([distance >= step, *(distance == step - t for t in range(1, step + 1))], dim=1)
-            every = torch.cat(keys, 2), torch.cat(values, 2)
-            attended = F.scaled_dot_product_attention(q.transpose(1, 2), *every, attn_mask=visible)
-            output = layer.add_residuals(x, layer.attention.wo(attended.transpose(1, 2).flatten(2))) * self.feature_scale
-            outputs.append(output)
-            given = F.pad(output[:, :-1], (0, 0, 1, 0))
-        return outputs
-
-    def training_outputs(self, features: Tensor, embeddings: Tensor, steps: int) -> list[Tensor]:
-        """Return for each draft s the features `[R, N - 1 - s, D]` whose row i predicts token i + 1 + s.
-
-        The target has processed the tokens up to i.
-
-        Args:
-            features, embeddings: of the target, `[R, N, D]`; row j of the features predicts token j.
-            steps: number of consecutive drafts.
-        """
-        above = None
-        if self.config.above:
-            above, start = torch.zeros_like(features), self.config.grid_size - 1
-            offset = max(start - 1, 0)
-            above[:, start:] = features[:, start - offset : features.shape[1] - offset]
-        unrolled = self.unroll(features, embeddings, min(steps, features.shape[1] - 1), above)
-        return [output[:, s:-1] for s, output in enumerate(unrolled)]
-
 
 # -- Medusa -------------------------------------------------------------------------------------------------------------
 
@@ -245,8 +200,3 @@ class MedusaDrafter(TransposableWeights, QuantizedStorageMixin, ConfigMixin):
         given = torch.cat([features / self.feature_scale, embeddings / self.token_scale], dim=-1)
         given = given.to(self.feature_scale.dtype)
         return torch.stack([head(given) for head in self.ahead], dim=2) * self.feature_scale
-
-    def training_outputs(self, features: Tensor, embeddings: Tensor, steps: int) -> list[Tensor]:
-        """Return for each head s the features `[R, N - 1 - s, D]` whose row i predicts token i + 1 + s; see `EagleDrafter`."""
-        ahead, last = self(features, embeddings), features.shape[1] - 1
-        return [ahead[:, : last - s, s] for s in range(min(self.config.heads, last))]
