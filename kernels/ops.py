@@ -393,6 +393,11 @@ class TransposableWeights(_Module):
     tensors. In a state dict, transposed weights are copied, because other threads may be reading them.
     """
 
+    def choose_layout(self, like: Tensor) -> None:
+        """Transpose the weights if that is faster in a pass over this tensor: eager on a CPU, and not one of training."""
+        if is_eager_cpu(like) and not (self.training and torch.is_grad_enabled()):
+            transpose_linear_weights(self)
+
     def _apply(self, fn: Any, *args: Any, **options: Any) -> Any:
         super()._apply(fn, *args, **options)
         if any(weight.device.type != "cpu" for weight in self.parameters()):

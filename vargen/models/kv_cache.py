@@ -117,6 +117,8 @@ class KVCache:
         On other devices, it reads all slots and writes to scattered slots, so shapes are static and no length is synchronized
         with the host.
         """
+        if self.scratch < earlier + T:
+            raise ValueError(f"the cache was made for at most {self.scratch} tokens a pass, got {earlier + T}")
         lengths = ops.host_values(self.length)
         if lengths is None:
             return CacheView(self, self._flat_slots(T, earlier), self.slots)

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vargen.models.attention import attend
 from vargen.models.causal_video.cache import LayerCache, LayerTextCache
 
 _ROPE_BASE = 10000.0
@@ -63,18 +64,6 @@ class WanRMSNorm(nn.Module):
         return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), _EPS).type_as(x)
 
 
-def attend(q_BHTK: Tensor, k_BHSK: Tensor, v_BHSK: Tensor, bias: Tensor | None) -> Tensor:
-    """Attention `[B, T, H * K]` with an additive `bias` of any shape broadcastable to `[B, H, T, S]`."""
-    if q_BHTK.device.type == "cpu" and torch.is_grad_enabled():
-        # On CPUs, the gradient of torch's fused attention takes several times as long as that of these products.
-        scores = (q_BHTK * q_BHTK.shape[-1] ** -0.5) @ k_BHSK.mT
-        scores = scores if bias is None else scores + bias.type_as(scores)
-        out = scores.softmax(-1).type_as(v_BHSK) @ v_BHSK
-    else:
-        out = F.scaled_dot_product_attention(q_BHTK, k_BHSK, v_BHSK, attn_mask=None if bias is None else bias.type_as(q_BHTK))
-    return out.transpose(1, 2).flatten(2)
-
-
 class WanAttention(nn.Module):
     """Attention projections, with norms over the full width of queries and keys."""
 
@@ -86,6 +75,9 @@ class WanAttention(nn.Module):
 
     def split(self, x_BTD: Tensor) -> Tensor:
         return x_BTD.unflatten(-1, (self.heads, -1))
+
+    def project_out(self, x_BHTK: Tensor) -> Tensor:
+        return self.o(x_BHTK.transpose(1, 2).flatten(2))
 
 
 Plan = list[tuple[slice, list[slice]]]
@@ -118,14 +110,14 @@ def plan_attention(seen: Tensor, tokens: int) -> Plan:
 
 
 def attend_with_plan(q_BHTK: Tensor, k_BHSK: Tensor, v_BHSK: Tensor, plan: Plan | None) -> Tensor:
-    """Attention `[B, T, H * K]` by a plan; without one, all tokens are visible."""
+    """Attention `[B, H, T, K]` by a plan; without one, all tokens are visible."""
     if plan is None:
         return attend(q_BHTK, k_BHSK, v_BHSK, None)
     parts = []
     for rows, runs in plan:
         k, v = (x[:, :, runs[0]] if len(runs) == 1 else torch.cat([x[:, :, run] for run in runs], 2) for x in (k_BHSK, v_BHSK))
         parts.append(attend(q_BHTK[:, :, rows], k, v, None))
-    return torch.cat(parts, 1)
+    return torch.cat(parts, 2)
 
 
 class SelfAttention(WanAttention):
@@ -134,7 +126,7 @@ class SelfAttention(WanAttention):
         q, k, v = apply_rotary(q, table).transpose(1, 2), apply_rotary(k, table).transpose(1, 2), v.transpose(1, 2)
         if cache is not None:
             k, v = cache.write(k, v)
-        return self.o(attend_with_plan(q, k, v, plan))
+        return self.project_out(attend_with_plan(q, k, v, plan))
 
 
 class CrossAttention(WanAttention):
@@ -146,7 +138,8 @@ class CrossAttention(WanAttention):
     def forward(self, x_BTD: Tensor, text: LayerTextCache) -> Tensor:
         k, v, bias = text
         q = self.split(self.norm_q(self.q(x_BTD))).transpose(1, 2)
-        return self.o(attend(q, k.type_as(q), v.type_as(q), bias))
+        bias = None if bias is None else bias.type_as(q)
+        return self.project_out(attend(q, k.type_as(q), v.type_as(q), bias))
 
 
 class CausalVideoBlock(nn.Module):

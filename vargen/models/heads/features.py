@@ -15,16 +15,15 @@ import torch.nn.functional as F
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 from torch import Tensor, nn
 
-from vargen.kernels.dispatch import is_eager_cpu
 from vargen.kernels.host import normal_tensors
-from vargen.kernels.ops import TransposableWeights, transpose_linear_weights
+from vargen.kernels.ops import TransposableWeights
 from vargen.models.kv_cache import KVCache
-from vargen.models.llamagen.blocks import Linear, LlamaGenBlock, RotaryNetwork, rotary_factors, swiglu_width
+from vargen.models.llamagen.blocks import GridNetwork, Linear, LlamaGenBlock
 from vargen.models.storage import ModelMixin, QuantizedStorageMixin  # noqa: F401
 from vargen.values import require_int
 
 
-class EagleDrafter(RotaryNetwork, QuantizedStorageMixin, ConfigMixin):
+class EagleDrafter(GridNetwork, ConfigMixin):
     """One-layer drafter, which extends the features autoregressively.
 
     Sources: Li et al. 2024, EAGLE (arXiv:2401.15077), whose layer takes [feature; embedding]; EAGLE-3 (arXiv:2503.01840), which
@@ -65,13 +64,11 @@ class EagleDrafter(RotaryNetwork, QuantizedStorageMixin, ConfigMixin):
         weight_format: str | None = None,
     ):
         super().__init__()
-        hidden = swiglu_width(dim, multiple_of, ffn_dim_multiplier)
         self.fc = Linear(dim * (3 if above else 2), dim)
-        self.layer = LlamaGenBlock(dim, n_head, n_head, hidden, norm_eps, dropout=0.0)
+        self.layer = LlamaGenBlock(dim, n_head, n_head, self.ffn_width, norm_eps, dropout=0.0)
         # Divisors of the inputs, measured at the start of training. A norm would discard the magnitude of features.
         self.register_buffer("feature_scale", torch.ones(dim))
         self.register_buffer("token_scale", torch.ones(()))
-        self.init_rotary(grid_size, dim, n_head, rope_base)
         for parameter in self.parameters():
             if parameter.dim() > 1:
                 nn.init.normal_(parameter, std=0.02)
@@ -80,8 +77,7 @@ class EagleDrafter(RotaryNetwork, QuantizedStorageMixin, ConfigMixin):
 
     def new_cache(self, rows: int, scratch: int, device: torch.device | None = None) -> KVCache:
         """Create a cache for `rows` rows and at most `scratch` slots per proposal."""
-        if is_eager_cpu(self.fc.weight):
-            transpose_linear_weights(self)
+        self.choose_layout(self.fc.weight)
         shape = 1, rows, self.config.n_head, self.layer.attention.head_dim
         place = device or self.device
         with normal_tensors():
@@ -109,19 +105,10 @@ class EagleDrafter(RotaryNetwork, QuantizedStorageMixin, ConfigMixin):
 
         Args:
             features, embeddings, above: `[R, T, D]`; see the class.
-            positions: int64 `[T]` or `[R, T]`, grid cells. Default: consecutive from the pointer, after `earlier` ones.
-            ancestors, earlier: of a tree that earlier passes started; see `KVCache.additive_mask`.
+            positions, ancestors, earlier: of a tree that earlier passes started; see `run_layers`.
         """
-        T = features.shape[1]
-        if cache.scratch < earlier + T:
-            raise ValueError(f"the cache was made for at most {cache.scratch} slots a proposal, got {earlier + T}")
-        if positions is None:
-            positions = cache.positions(T, earlier)
-        rotary = rotary_factors(self.rotary[positions.clamp(max=self.tokens - 1)])
-        span = cache.view_for_pass(T, earlier)
-        bias = cache.attention_mask(T, ancestors, self.config.n_head, span.num_slots_read, earlier)
         x = self.merge_inputs(features, embeddings, above)
-        return self.layer(x, rotary, bias, span.layers[0]) * self.feature_scale
+        return self.run_layers([self.layer], x, cache, positions, ancestors, earlier) * self.feature_scale
 
 
 # -- Medusa -------------------------------------------------------------------------------------------------------------
@@ -195,8 +182,7 @@ class MedusaDrafter(TransposableWeights, QuantizedStorageMixin, ConfigMixin):
 
     def forward(self, features: Tensor, embeddings: Tensor) -> Tensor:
         """Compute features `[R, T, h, D]` from features and embeddings `[R, T, D]`."""
-        if is_eager_cpu(features) and not torch.is_grad_enabled():
-            transpose_linear_weights(self)
+        self.choose_layout(features)
         given = torch.cat([features / self.feature_scale, embeddings / self.token_scale], dim=-1)
         given = given.to(self.feature_scale.dtype)
         return torch.stack([head(given) for head in self.ahead], dim=2) * self.feature_scale

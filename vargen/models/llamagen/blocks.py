@@ -10,6 +10,7 @@ width.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,7 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vargen.kernels import ops
-from vargen.kernels.ops import KernelMask, TransposableWeights, attend
+from vargen.kernels.ops import KernelMask, TransposableWeights
+from vargen.models.attention import attend
+from vargen.models.kv_cache import KVCache
+from vargen.models.storage import QuantizedStorageMixin
 from vargen.values import require_int
 
 Rotary = Tensor | tuple[Tensor, Tensor]
@@ -58,37 +62,6 @@ def rotate_(x_BTHK: Tensor, rotary: Rotary) -> None:
     x.view(torch.complex64).mul_(rotary)
     if x_BTHK.dtype != torch.float32:
         x_BTHK.copy_(x)
-
-
-class RotaryNetwork(TransposableWeights):
-    """Base of networks with a table of `build_rotary_2d`, which stays in float32: rounded angles could not be restored."""
-
-    config: Any
-    rotary: Tensor
-
-    def init_rotary(self, grid: int, dim: int, heads: int, base: float) -> None:
-        """Create the table of a grid, for heads of `dim` / `heads`."""
-        require_int("grid_size", grid, 1, MAX_GRID)
-        if dim % heads or (dim // heads) % 4:
-            raise ValueError(f"dim / n_head must be a whole number divisible by 4 (two rotary axes), got {dim} / {heads}")
-        self.register_buffer("rotary", build_rotary_2d(grid, dim // heads, base), persistent=False)
-
-    @property
-    def tokens(self) -> int:
-        """Number of image tokens N of the grid."""
-        return self.config.grid_size**2
-
-    def _apply(self, fn: Any, *args: Any, **options: Any) -> Any:
-        table = self.rotary
-        super()._apply(fn, *args, **options)
-        if self.rotary.dtype != table.dtype:
-            self.rotary = table.to(self.rotary.device)
-        return self
-
-
-def swiglu_width(dim: int, multiple_of: int, multiplier: float | None) -> int:
-    """Width of the feed-forward: 8/3 `dim` times the multiplier, rounded up to `multiple_of`."""
-    return multiple_of * math.ceil(int(2 * (4 * dim) / 3 * (multiplier or 1.0)) / multiple_of)
 
 
 class Linear(nn.Linear):
@@ -134,15 +107,9 @@ class LlamaGenAttention(nn.Module):
         return self.wqkv(x_BTD).unflatten(-1, (-1, self.head_dim))[:, :, first:]
 
     def attend(self, q_BTHK: Tensor, k_BHSK: Tensor, v_BHSK: Tensor, bias: Tensor | KernelMask) -> Tensor:
-        exact = q_BTHK.dtype == torch.float32 or torch.is_autocast_enabled("cpu")  # softmax in float32
-        if q_BTHK.device.type == "cpu" and torch.is_grad_enabled() and exact and isinstance(bias, Tensor):
-            # On CPUs, the gradient of torch's fused attention took a third of a training step; these products can be compiled.
-            if k_BHSK.shape[1] != self.n_head:
-                k_BHSK, v_BHSK = (each.repeat_interleave(self.n_head // self.n_kv_head, 1) for each in (k_BHSK, v_BHSK))
-            scores = (q_BTHK.transpose(1, 2) * self.head_dim**-0.5) @ k_BHSK.mT
-            scores = scores.masked_fill(~bias, float("-inf")) if bias.dtype == torch.bool else scores + bias
-            return self.wo((scores.softmax(-1).type_as(v_BHSK) @ v_BHSK).transpose(1, 2).flatten(2))
-        return self.wo(attend(q_BTHK, k_BHSK, v_BHSK, bias).flatten(2))
+        if torch.is_grad_enabled() and isinstance(bias, Tensor):
+            return self.wo(attend(q_BTHK.transpose(1, 2), k_BHSK, v_BHSK, bias).transpose(1, 2).flatten(2))
+        return self.wo(ops.attend(q_BTHK, k_BHSK, v_BHSK, bias).flatten(2))
 
 
 class SwiGLU(nn.Module):
@@ -181,6 +148,65 @@ class LlamaGenBlock(nn.Module):
             return h + self.feed_forward(self.ffn_norm(h))
         h = x_BTD + self.dropout(attended_BTD)
         return h + self.dropout(self.feed_forward(self.ffn_norm(h)))
+
+
+class GridNetwork(TransposableWeights, QuantizedStorageMixin):
+    """Base of networks of `LlamaGenBlock` layers over a square grid of tokens.
+
+    Attributes:
+        rotary: `[N, K/2, 2]`; float32 for any dtype of the weights, because rounded angles could not be restored.
+        ffn_width: width of the feed-forward: 8/3 `dim` times `ffn_dim_multiplier`, rounded up to `multiple_of`.
+    """
+
+    rotary: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = self.config
+        dim, heads, grid = config.dim, config.n_head, require_int("grid_size", config.grid_size, 1, MAX_GRID)
+        if dim % heads or (dim // heads) % 4:
+            raise ValueError(f"dim / n_head must be a whole number divisible by 4 (two rotary axes), got {dim} / {heads}")
+        hidden = int(2 * (4 * dim) / 3 * (config.ffn_dim_multiplier or 1.0))
+        self.ffn_width = config.multiple_of * math.ceil(hidden / config.multiple_of)
+        self.register_buffer("rotary", build_rotary_2d(grid, dim // heads, config.rope_base), persistent=False)
+
+    @property
+    def tokens(self) -> int:
+        """Number of image tokens N of the grid."""
+        return self.config.grid_size**2
+
+    def _apply(self, fn: Any, *args: Any, **options: Any) -> Any:
+        table = self.rotary
+        super()._apply(fn, *args, **options)
+        if self.rotary.dtype != table.dtype:
+            self.rotary = table.to(self.rotary.device)
+        return self
+
+    def run_layers(
+        self,
+        layers: Sequence[Any] | nn.ModuleList,
+        x_BTD: Tensor,
+        cache: KVCache,
+        positions: Tensor | None,
+        ancestors: Tensor | None,
+        earlier: int = 0,
+    ) -> Tensor:
+        """Run layers on the inputs of a pass, without advancing the cache's pointer.
+
+        Args:
+            positions: int64 `[T]` or `[B, T]`, grid cells. Default: consecutive from the pointer, after `earlier` ones.
+            ancestors, earlier: see `KVCache.attention_mask`.
+        """
+        T = x_BTD.shape[1]
+        if positions is None:
+            positions = cache.positions(T, earlier)
+        compiled = layers[0]._compiled_call_impl is not None
+        rotary = rotary_factors(self.rotary[positions.clamp(max=self.tokens - 1)], compiled)
+        span = cache.view_for_pass(T, earlier)
+        bias = cache.attention_mask(T, ancestors, self.config.n_head, span.num_slots_read, earlier)
+        for layer, part in zip(layers, span.layers, strict=False):
+            x_BTD = layer(x_BTD, rotary, bias, part)
+        return x_BTD
 
 
 class LabelEmbedder(nn.Module):

@@ -19,26 +19,23 @@ from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.utils import BaseOutput
 from torch import Tensor, nn
 
-from vargen.kernels.dispatch import is_eager_cpu
 from vargen.kernels.host import normal_tensors
 from vargen.kernels.int8.load import TOKEN_PASS, CompiledCode
-from vargen.kernels.ops import transpose_linear_weights
 from vargen.models.guidance import Condition, apply_guidance, validate_skipped
 from vargen.models.kv_cache import KVCache
 from vargen.models.llamagen import int8
 from vargen.models.llamagen.blocks import (
     CaptionEmbedder,
+    GridNetwork,
     LabelEmbedder,
     Linear,
     LlamaGenBlock,
     RMSNorm,
-    RotaryNetwork,
     rotary_factors,
-    swiglu_width,
 )
 from vargen.models.llamagen.int8 import Int8Cache
 from vargen.models.quantization import replace_linear_layers
-from vargen.models.storage import ModelMixin, QuantizedStorageMixin, read_weight  # noqa: F401
+from vargen.models.storage import ModelMixin, read_weight  # noqa: F401
 
 # Official model sizes.
 SIZES: dict[str, dict[str, int]] = {
@@ -69,7 +66,7 @@ def guide_features(features_BTD: Tensor, scale: float | Tensor) -> Tensor:
     return apply_guidance(conditional, unconditional, scale).type_as(features_BTD)
 
 
-class LlamaGenTransformer(RotaryNetwork, QuantizedStorageMixin, ConfigMixin):
+class LlamaGenTransformer(GridNetwork, ConfigMixin):
     """The next-token image transformer of LlamaGen.
 
     Args:
@@ -113,17 +110,15 @@ class LlamaGenTransformer(RotaryNetwork, QuantizedStorageMixin, ConfigMixin):
         super().__init__()
         if condition not in ("class", "text"):
             raise ValueError(f"condition must be 'class' or 'text', got {condition!r}")
-        n_kv_head = n_kv_head or n_head
-        hidden = swiglu_width(dim, multiple_of, ffn_dim_multiplier)
         self.cls_embedding: nn.Module = (
             LabelEmbedder(num_classes, dim) if condition == "class" else CaptionEmbedder(caption_dim, dim, cls_token_num)
         )
         self.tok_embeddings = nn.Embedding(vocab_size, dim)
-        self.layers = nn.ModuleList(LlamaGenBlock(dim, n_head, n_kv_head, hidden, norm_eps, dropout) for _ in range(n_layer))
+        shape = dim, n_head, n_kv_head or n_head, self.ffn_width
+        self.layers = nn.ModuleList(LlamaGenBlock(*shape, norm_eps, dropout) for _ in range(n_layer))
         self.norm = RMSNorm(dim, norm_eps)
         self.output = Linear(dim, vocab_size)
         self.embedding_dropout = nn.Dropout(dropout)
-        self.init_rotary(grid_size, dim, n_head, rope_base)
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:
                 nn.init.zeros_(parameter) if name == "output.weight" else nn.init.normal_(parameter, std=0.02)
@@ -193,21 +188,21 @@ class LlamaGenTransformer(RotaryNetwork, QuantizedStorageMixin, ConfigMixin):
                 unconditional ones, and logits `[B/2, T, V]` are u + s (c - u) (Ho & Salimans 2022). Default: no guidance, and
                 logits of all rows.
         """
-        if cache is not None and tokens is not None and cache.scratch < tokens.shape[1]:
-            raise ValueError(f"the cache was made for at most {cache.scratch} tokens a pass, got {tokens.shape[1]}")
         if isinstance(cache, Int8Cache) and condition is None and tokens is not None:
+            if cache.scratch < tokens.shape[1]:
+                raise ValueError(f"the cache was made for at most {cache.scratch} tokens a pass, got {tokens.shape[1]}")
             logits, features, x = int8.run_step(self, tokens, cache, positions, ancestors, guidance)
-            return LlamaGenOutput(logits=logits, features=features, hidden_states=x) if return_dict else (logits, features, x)
-        if condition is not None and tokens is not None and cache is None:
-            x = self._teacher_forced(tokens, condition)
-        elif condition is not None and tokens is None and cache is not None:
-            x = self._prefill(condition, cache)
-        elif condition is None and tokens is not None and isinstance(cache, KVCache):
-            x = self._step(tokens, cache, positions, ancestors)
         else:
-            raise ValueError("pass (tokens, condition), (condition, cache) or (tokens, cache)")
-        features = self._final_norm(x)
-        logits = self._logits(features, guidance)
+            if condition is not None and tokens is not None and cache is None:
+                x = self._teacher_forced(tokens, condition)
+            elif condition is not None and tokens is None and cache is not None:
+                x = self._prefill(condition, cache)
+            elif condition is None and tokens is not None and isinstance(cache, KVCache):
+                x = self.run_layers(self.layers, self.tok_embeddings(tokens), cache, positions, ancestors)
+            else:
+                raise ValueError("pass (tokens, condition), (condition, cache) or (tokens, cache)")
+            features = self._final_norm(x)
+            logits = self._logits(features, guidance)
         return LlamaGenOutput(logits=logits, features=features, hidden_states=x) if return_dict else (logits, features, x)
 
     def head(self, hidden: Tensor, guidance: float | Tensor | None = None) -> Tensor:
@@ -257,8 +252,7 @@ class LlamaGenTransformer(RotaryNetwork, QuantizedStorageMixin, ConfigMixin):
         rows are equivalent to one slot of key zero, value mean(v) and score log(n)."""
         if isinstance(cache, Int8Cache):
             return int8.run_prefill(self, self._embed(condition), condition.caption_mask, cache)
-        if is_eager_cpu(cache.k):
-            transpose_linear_weights(self)
+        self.choose_layout(cache.k)
         x = self._embed(condition)
         B, P, _ = x.shape
         mask = condition.caption_mask
@@ -280,16 +274,3 @@ class LlamaGenTransformer(RotaryNetwork, QuantizedStorageMixin, ConfigMixin):
                 running = running.repeat_interleave(attention.n_head // attention.n_kv_head, dim=2)
             x = layer.add_residuals(x, attention.wo(running.flatten(2)))
         return x[:, -1:]
-
-    def _step(self, tokens_BT: Tensor, cache: KVCache, positions: Tensor | None, ancestors: Tensor | None) -> Tensor:
-        T = tokens_BT.shape[1]
-        if positions is None:
-            positions = cache.positions(T)
-        compiled = self.layers[0]._compiled_call_impl is not None
-        rotary = rotary_factors(self.rotary[positions.clamp(max=self.tokens - 1)], compiled)
-        span = cache.view_for_pass(T)
-        bias = cache.attention_mask(T, ancestors, self.config.n_head, span.num_slots_read)
-        x = self.tok_embeddings(tokens_BT)
-        for layer, part in zip(self.layers, span.layers, strict=False):
-            x = layer(x, rotary, bias, part)
-        return x
