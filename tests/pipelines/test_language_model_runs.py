@@ -64,7 +64,7 @@ def test_the_memory_of_a_run_is_fixed_at_its_start(method: str) -> None:
     while engine.has_work:
         engine.step()
         state = engine._pass.state
-        holders = (state, state.cache, state.cache.cache, engine._pass.drafter)
+        holders = (state, state.cache, engine._pass.drafter)
         held = [value for holder in holders for value in vars(holder).values() if isinstance(value, torch.Tensor)]
         places.add(tuple((tensor.data_ptr(), tensor.nbytes) for tensor in held))
     assert len(held) > 10 and len(places) == 1 and engine.passes > 3
@@ -91,7 +91,7 @@ def test_a_model_without_some_layers_drafts_for_itself(name: str) -> None:
     assert torch.equal(found.tokens, sample(pipe, "ar").tokens)
     assert found.stats.tokens_per_pass > 1 and sample(pipe, "layer-skip").tokens.shape == found.tokens.shape
     view = model.skip_layers([1, 2])
-    cache = view.start(condition, 4)[0].cache
+    cache = view.start(condition, 4)[0]
     assert len(cache.k) == 2, "a view has a cache for its own layers only"
     assert len(pipe.language_model.body.layers) == 4, "the model is unchanged"
     for wrong in ([4], [0, 1, 2, 3]):
@@ -190,7 +190,7 @@ def test_a_model_that_is_cast_or_changed_later_is_used_as_it_is(name: str) -> No
     with torch.no_grad():
         state, out = model.start(pipe.encode_condition(PROMPTS)[0], 4)
         exact = make(name).decoding_model().start(pipe.encode_condition(PROMPTS)[0], 4)[1]
-    assert state.cache.k.dtype == torch.bfloat16 and out.logits.dtype == torch.float32
+    assert state.k.dtype == torch.bfloat16 and out.logits.dtype == torch.float32
     assert torch.allclose(out.logits, exact.logits, atol=0.1 * float(exact.logits.std()))
     with torch.no_grad():
         for parameter in pipe.to(torch.float32).model.parameters():

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from vargen.decoding import TokenModel, Tree
 from vargen.decoding.tree_drafters import repeat_for_cfg
 from vargen.options import OPTIONS
 from vargen.values import require_int, short_repr
@@ -57,9 +59,8 @@ class Condition:
 
     def select_rows(self, chosen: slice | Tensor) -> Condition:
         """Return some rows of the batch, given by a slice or by indices int64 `[n]`."""
-        negative = self.negative and self.negative.select_rows(chosen)
         labels, embeds, mask = (None if part is None else part[chosen] for part in self._parts)
-        return Condition(labels, embeds, mask, negative, self.scale)
+        return Condition(labels, embeds, mask, self.negative and self.negative.select_rows(chosen), self.scale)
 
     def repeat(self, count: int) -> Condition:
         """Repeat each row `count` times; those of row 0 come first."""
@@ -121,10 +122,6 @@ class Guidance:
         """Repeat a tensor `[B, ...]` for the CFG rows, `[R, ...]`."""
         return torch.cat([tensor] * self.rows_per_image) if self.rows_per_image > 1 else tensor
 
-    def scales_by_slot(self, slots: int, device: torch.device) -> Tensor:
-        """Guidance scale of each slot of an engine, float32 `[slots, 1, 1]`; see `start_scales`."""
-        return torch.full((slots, 1, 1), self.scale, dtype=torch.float32, device=device)
-
     def start_scales(self, scales: Tensor, rows: Tensor | None, scale: float | None) -> Tensor:
         """Set and return the scales `[n, 1, 1]` of images that start in slots int64 `[n]`; None: of all, and this scale."""
         rows = torch.arange(len(scales), device=scales.device) if rows is None else rows
@@ -135,6 +132,47 @@ class Guidance:
 def to_guidance(value: Guidance | float) -> Guidance:
     """Return guidance of this scale, or the given one."""
     return value if isinstance(value, Guidance) else Guidance(value)
+
+
+class GuidedTokenModel(TokenModel):
+    """Base of token models with a cache of the rows of their network, one or two an image, and with draft heads."""
+
+    guidance: Guidance
+    rows_per_image: int
+    _scale: Any  # of the guidance; of a bound model float32 [slots, 1, 1]
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Embeddings `[R, T, D]` of tokens `[B, T]`, an input of trained drafters."""
+        raise NotImplementedError
+
+    def head(self, hidden: Tensor, position: Tensor) -> Tensor:
+        """Guided logits `[B, T, V]` for the tokens after positions `[B, T]`, from states `[R, T, D]` before the final norm."""
+        raise NotImplementedError
+
+    def make_heads(self, makers: Mapping[str, Callable[[Any], Any]] | None) -> None:
+        """Make the draft heads of this model, by functions with their names."""
+        self._make_heads = dict(makers or {})
+        self.draft_heads = {name: make(self) for name, make in self._make_heads.items()}
+
+    def bind(self, slots: int) -> Self:
+        bound = copy(self)
+        if self.rows_per_image == 2:
+            bound._scale = torch.full((slots, 1, 1), self.guidance.scale, dtype=torch.float32, device=self.device)
+        bound.make_heads(self._make_heads)
+        return bound
+
+    def commit(self, state: Any, path: Tensor, count: Tensor, tree: Tree) -> None:
+        if tree.is_chain:
+            state.commit_chain(count)
+        else:
+            state.commit_path(self.guidance.repeat(path), self.guidance.repeat(count))
+
+    def rollback(self, state: Any, length: Tensor) -> None:
+        state.rollback(self.guidance.repeat(length))
+
+    def repeat_rows(self, part: Tensor, dims: int) -> Tensor:
+        """Repeat a per-image tensor of a tree for the CFG rows; one with `dims` dimensions is of all images."""
+        return part if part.dim() == dims else self.guidance.repeat(part)
 
 
 def apply_guidance(conditional: Tensor, unconditional: Tensor, scale: float | Tensor) -> Tensor:

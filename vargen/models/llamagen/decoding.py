@@ -7,16 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from copy import copy
 from functools import reduce
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from vargen.decoding import Output, TokenModel, Tree
+from vargen.decoding import Output, Tree
 from vargen.kernels.host import is_hooked, normal_tensors
-from vargen.models.guidance import Condition, Guidance, cost_key, to_guidance
+from vargen.models.guidance import Condition, Guidance, GuidedTokenModel, cost_key, to_guidance
 from vargen.models.heads.decoding import LowResolutionDrafter
 from vargen.models.kv_cache import KVCache
 from vargen.models.llamagen.int8 import Int8Cache
@@ -24,12 +23,12 @@ from vargen.models.llamagen.network import LlamaGenTransformer
 from vargen.models.storage import validate_offloading
 
 
-class LlamaGenTokenModel(TokenModel):
+class LlamaGenTokenModel(GuidedTokenModel):
     """`TokenModel` of a LlamaGen transformer; arguments that are not listed are as there.
 
     Args:
         guidance: classifier-free guidance, or its scale.
-        compress_prefix: store the conditioning in one cache slot, which is exact.
+        compress_prefix: store the conditioning in one cache slot, which is exact, instead of all its rows.
         draft_heads: by name, functions that make a draft head for this model, from networks trained on its features.
         device: of the passes. Default: the device of the weights, which is a different one while they are offloaded.
     """
@@ -61,8 +60,7 @@ class LlamaGenTokenModel(TokenModel):
         self._offloaded = any(map(is_hooked, transformer.modules()))
         self.networks = (transformer,)
         self.rows_per_image = self.guidance.rows_per_image
-        self._make_heads = dict(draft_heads or {})
-        self.draft_heads = {name: make(self) for name, make in self._make_heads.items()}
+        self.make_heads(draft_heads)
         # A tensor, because the compiler would build a new graph for every other Python number. Of a bound model: [slots, 1, 1].
         scale = torch.tensor(self.guidance.scale, dtype=torch.float32, device=self.device)
         self._scale = scale if self.rows_per_image == 2 else None
@@ -71,11 +69,8 @@ class LlamaGenTokenModel(TokenModel):
         prefix = "" if compress_prefix else "whole prefix"
         self.cost_key = cost_key(transformer, rows, layers, prefix, transformer.pass_backend)
 
-    def bind(self, slots: int) -> LlamaGenTokenModel:
-        bound = copy(self)
-        if self._scale is not None:
-            bound._scale = self.guidance.scales_by_slot(slots, self.device)
-        bound.draft_heads = {name: make(bound) for name, make in self._make_heads.items()}
+    def bind(self, slots: int) -> Self:
+        bound = super().bind(slots)
         bound.low_res = self.low_res and self.low_res.bind()
         return bound
 
@@ -108,19 +103,17 @@ class LlamaGenTokenModel(TokenModel):
         if self.guidance.interval is not None:
             scale = self._scale_at(state.length[: len(tokens), None] + tree.depth)
         if not tree.is_chain:
-            ancestors = tree.ancestor_bits if state.fused else self._repeat_rows(tree.ancestors, 2)
-            places = {"positions": state.length[:, None] + self._repeat_rows(tree.depth, 1), "ancestors": ancestors}
+            ancestors = tree.ancestor_bits if state.fused else self.repeat_rows(tree.ancestors, 2)
+            places = {"positions": state.length[:, None] + self.repeat_rows(tree.depth, 1), "ancestors": ancestors}
         with self._tensor_mode():
             logits, _, hidden = self.transformer(rows, cache=state, guidance=scale, return_dict=False, **places)
         return Output(logits, hidden)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Embeddings `[R, T, D]` of tokens `[B, T]`, an input of trained drafters."""
         with self._tensor_mode():
             return self.transformer.tok_embeddings(self.guidance.repeat(tokens))
 
     def head(self, hidden: Tensor, position: Tensor) -> Tensor:
-        """Guided logits `[B, T, V]` for the tokens after positions `[B, T]`, from states `[R, T, D]` before the final norm."""
         with self._tensor_mode():
             # Not `transformer.dtype`, for which diffusers iterates over all parameters.
             return self.transformer.head(hidden.to(self.transformer.norm.weight.dtype), self._scale_at(position))
@@ -134,16 +127,3 @@ class LlamaGenTokenModel(TokenModel):
     def _tensor_mode(self) -> AbstractContextManager[None]:
         """Keep the loop's inference mode, unless hooks replace weights: by normal tensors, which can be trained later."""
         return normal_tensors() if self._offloaded else nullcontext()
-
-    def _repeat_rows(self, part: Tensor, dims: int) -> Tensor:
-        """Repeat a per-image tensor of a tree for the CFG rows of the network."""
-        return part if part.dim() == dims else self.guidance.repeat(part)
-
-    def commit(self, state: KVCache | Int8Cache, path: Tensor, count: Tensor, tree: Tree) -> None:
-        if tree.is_chain:
-            state.commit_chain(count)
-        else:
-            state.commit_path(self.guidance.repeat(path), self.guidance.repeat(count))
-
-    def rollback(self, state: KVCache | Int8Cache, length: Tensor) -> None:
-        state.rollback(self.guidance.repeat(length))

@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,9 +19,9 @@ from torch import Tensor
 from transformers import __version__ as transformers_version
 from transformers.cache_utils import Cache
 
-from vargen.decoding import Output, TokenModel, Tree
+from vargen.decoding import Output, Tree
 from vargen.kernels.host import captures_passes
-from vargen.models.guidance import Guidance, apply_guidance, to_guidance, validate_skipped
+from vargen.models.guidance import Guidance, GuidedTokenModel, apply_guidance, to_guidance, validate_skipped
 from vargen.models.kv_cache import CacheView, KVCache
 from vargen.models.transformers.base import ImageLanguageModel, PromptRows, validate_network
 
@@ -58,15 +57,15 @@ class _PassCache(Cache):
         return self.cache.slots if self.view is None else self.view.num_slots_read, 0
 
 
-@dataclass
-class TransformersState:
-    """Cache of B images, and the number of prompt tokens of each row, `[R]`."""
+class PromptCache(KVCache):
+    """A cache that also has the number of prompt tokens of each row, `start`: int64 `[R]`."""
 
-    cache: KVCache
-    start: Tensor
+    def __init__(self, *sizes: Any, **options: Any):
+        super().__init__(*sizes, **options)
+        self.start = torch.zeros_like(self.length)
 
 
-class TransformersTokenModel(TokenModel):
+class TransformersTokenModel(GuidedTokenModel):
     """`TokenModel` of a causal language model of transformers.
 
     Args:
@@ -117,23 +116,15 @@ class TransformersTokenModel(TokenModel):
         name = f"{language_model.class_name} {sizes}, {self.dtype}, {self.rows_per_image} rows an image".replace("torch.", "")
         layers_used = f"{len(kept)} layers, " if skipped else ""
         self.cost_key = f"{name}, {layers_used}transformers {transformers_version}"
-        self._make_heads = dict(draft_heads or {}) if self._norm else {}
-        self.draft_heads = {name: make(self) for name, make in self._make_heads.items()}
+        self.make_heads(draft_heads if self._norm else None)
 
     @property
     def has_features(self) -> bool:
         """Whether passes return features, which draft heads take; hooks that load weights hide them."""
         return self._norm is not None
 
-    def bind(self, slots: int) -> TransformersTokenModel:
-        bound = copy(self)
-        if self.rows_per_image == 2:
-            bound._scale = self.guidance.scales_by_slot(slots, self.device)
-        bound.draft_heads = {name: make(bound) for name, make in self._make_heads.items()}
-        return bound
-
-    def has_room(self, condition: PromptRows, state: TransformersState) -> bool:
-        return self._join(condition).ids.shape[1] <= state.cache.prefix
+    def has_room(self, condition: PromptRows, state: PromptCache) -> bool:
+        return self._join(condition).ids.shape[1] <= state.prefix
 
     def skip_layers(self, layers: Sequence[int]) -> TransformersTokenModel:
         """Return the same model without some of its layers, which share the weights."""
@@ -142,26 +133,25 @@ class TransformersTokenModel(TokenModel):
         validate_skipped(layers, len(self.description.body.layers))
         return TransformersTokenModel(self.description, self.guidance, skipped=layers)
 
-    def allocate(self, condition: PromptRows, width: int, slots: int | None = None) -> TransformersState:
+    def allocate(self, condition: PromptRows, width: int, slots: int | None = None) -> PromptCache:
         joined, (rows, columns) = self._join(condition), self.grid
         R = len(joined.ids) if slots is None else slots * self.rows_per_image
         multiple = _ROOM if captures_passes(self.device) else 1
         prefix = -(-joined.ids.shape[1] // multiple) * multiple
         place: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
         shape = len(self._places), R, self._kv_heads, self._head_dim
-        cache = KVCache(*shape, prefix=prefix, tokens=rows * columns, scratch=width, **place)
-        return TransformersState(cache, torch.zeros(R, dtype=torch.int64, device=self.device))
+        return PromptCache(*shape, prefix=prefix, tokens=rows * columns, scratch=width, **place)
 
     def _join(self, condition: PromptRows) -> PromptRows:
         return condition.join() if self.rows_per_image == 2 else condition
 
-    def prefill(self, condition: PromptRows, state: TransformersState, rows: Tensor | None = None) -> Output:
+    def prefill(self, condition: PromptRows, state: PromptCache, rows: Tensor | None = None) -> Output:
         joined = self._join(condition)
         ids, valid = joined.ids.to(self.device), joined.valid.to(self.device)
         R, P = ids.shape
-        if state.cache.prefix < P:
-            raise ValueError(f"condition must have at most {state.cache.prefix} rows, for which there is room, got {P}")
-        cache = state.cache.prefix_only(R, P)
+        if state.prefix < P:
+            raise ValueError(f"condition must have at most {state.prefix} rows, for which there is room, got {P}")
+        cache = state.prefix_only(R, P)
         cache.set_prefix_bias(torch.zeros_like(cache.prefix_bias).masked_fill_(~valid, float("-inf")))
         positions = (valid.long().cumsum(1) - 1).clamp(min=0)
         causal = torch.ones(P, P, dtype=torch.bool, device=self.device).tril()
@@ -170,8 +160,8 @@ class TransformersTokenModel(TokenModel):
         embeddings = self.description.model.get_input_embeddings()(ids)
         positions = self.description.prompt_positions(positions)
         hidden = self._run(embeddings, mask, positions, _PassCache(cache, self._places, None))[:, -1:]
-        started = self.guidance.rows_of(rows, len(state.start), self.device)
-        state.cache.start_rows(cache, started)
+        started = self.guidance.rows_of(rows, state.rows, self.device)
+        state.start_rows(cache, started)
         state.start.index_copy_(0, started, valid.sum(1))
         first = torch.zeros(R // self.rows_per_image, 1, dtype=torch.int64, device=self.device)
         scale = self._scale
@@ -179,34 +169,20 @@ class TransformersTokenModel(TokenModel):
             scale = self.guidance.start_scales(scale, rows, condition.scale)
         return self._output(hidden, first, scale)
 
-    def forward(self, tokens: Tensor, state: TransformersState, tree: Tree) -> Output:
-        cache, T = state.cache, tokens.shape[1]
-        depth = self.guidance.repeat(tree.depth) if tree.depth.dim() == 2 else tree.depth
-        ancestors = None
-        if not tree.is_chain:
-            ancestors = self.guidance.repeat(tree.ancestors) if tree.ancestors.dim() == 3 else tree.ancestors
-        view = cache.view_for_pass(T)
-        mask = cache.additive_mask(T, ancestors, view.num_slots_read)
-        index = cache.length[:, None] + depth
+    def forward(self, tokens: Tensor, state: PromptCache, tree: Tree) -> Output:
+        T = tokens.shape[1]
+        ancestors = None if tree.is_chain else self.repeat_rows(tree.ancestors, 2)
+        view = state.view_for_pass(T)
+        mask = state.additive_mask(T, ancestors, view.num_slots_read)
+        index = state.length[:, None] + self.repeat_rows(tree.depth, 1)
         positions = self.description.positions(state.start, index)
-        hidden = self._run(self.embed(tokens), mask, positions, _PassCache(cache, self._places, view))
+        hidden = self._run(self.embed(tokens), mask, positions, _PassCache(state, self._places, view))
         return self._output(hidden, index[: len(tokens)] + 1, self._scale)
 
-    def commit(self, state: TransformersState, path: Tensor, count: Tensor, tree: Tree) -> None:
-        if tree.is_chain:
-            state.cache.commit_chain(count)
-        else:
-            state.cache.commit_path(self.guidance.repeat(path), self.guidance.repeat(count))
-
-    def rollback(self, state: TransformersState, length: Tensor) -> None:
-        state.cache.rollback(self.guidance.repeat(length))
-
     def embed(self, tokens: Tensor) -> Tensor:
-        """Embeddings `[R, T, D]` of tokens `[B, T]`, an input of the network and of trained drafters."""
         return self.description.embed(self.guidance.repeat(tokens))
 
     def head(self, hidden: Tensor, position: Tensor) -> Tensor:
-        """Guided logits `[B, T, V]` for the tokens after positions `[B, T]`, from states `[R, T, D]` before the final norm."""
         assert self._norm is not None
         return self._logits(self._norm(hidden.to(self.dtype)), position + 1, self._scale)
 
