@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -12,10 +13,10 @@ from torch import Tensor
 from vargen.compat import without_autocast
 from vargen.convert.llamagen import convert_llamagen
 from vargen.decoding import Eagle, Medusa
+from vargen.folders.networks import require_equal
 from vargen.models.guidance import Guidance, to_guidance
-from vargen.models.heads.decoding import EagleModel, LowResolutionDrafter, MedusaHeads, validate_low_res
-from vargen.models.heads.features import EagleDrafter, MedusaDrafter
-from vargen.models.heads.upsampler import TokenUpsampler
+from vargen.models.heads.decoding import EagleModel, LowResolutionDrafter, MedusaHeads
+from vargen.models.heads.network import EagleDrafter, MedusaDrafter, TokenUpsampler
 from vargen.models.llamagen.decoding import LlamaGenTokenModel
 from vargen.models.llamagen.network import SIZES, LlamaGenTransformer
 from vargen.models.tokenizers.vq import VQModel
@@ -144,6 +145,21 @@ class LlamaGenPipeline(NextTokenPipeline):
         side = self.transformer.config.grid_size * self.vqvae.downsampling
         pixels = preprocess_images(images, self.image_processor, side)
         return self.vqvae.encode(pixels.to(self._device_of(self.vqvae), self.vqvae.dtype))
+
+
+def validate_low_res(configs: Mapping[str, Any]) -> None:
+    """Raise ValueError unless the grid of the low-resolution transformer divides the transformer's, and its up-sampler fits.
+
+    `configs` are by component, None for a missing one.
+    """
+    low, large = configs.get("low_res"), configs["transformer"]["grid_size"]
+    if low is None and configs.get("upsampler") is not None:
+        raise ValueError("upsampler needs the low_res transformer whose images it enlarges")
+    if low is not None and (low["grid_size"] >= large or large % low["grid_size"]):
+        raise ValueError(
+            f"low_res and transformer do not belong together: grid_size {low['grid_size']} must divide {large} and be smaller"
+        )
+    require_equal(configs, "upsampler", "low_grid", "low_res", "grid_size")
 
 
 _HEAD: dict[str, Any] = {"follows_dtype": True, "matches": ("dim", "vocab_size", "grid_size"), "run_folder": "drafter"}

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from vargen.decoding import Engine, Sampling
 from vargen.models.guidance import Condition
 from vargen.models.heads.decoding import EagleModel
-from vargen.models.heads.features import EagleDrafter
+from vargen.models.heads.network import EagleDrafter
 from vargen.models.llamagen.decoding import LlamaGenTokenModel
 from vargen.models.llamagen.network import LlamaGenTransformer
 

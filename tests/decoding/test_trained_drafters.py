@@ -27,7 +27,7 @@ from vargen.decoding.experimental import EagleSharedNoise, SampledTree, k_seq, r
 from vargen.evaluation.table_models import TableEagle, TableMedusa, TableModel
 from vargen.models.guidance import Condition, Guidance
 from vargen.models.heads.decoding import EagleModel, MedusaHeads
-from vargen.models.heads.features import EagleDrafter, MedusaDrafter
+from vargen.models.heads.network import EagleDrafter, MedusaDrafter
 from vargen.models.llamagen.decoding import LlamaGenTokenModel
 
 TREE = DynamicTree(nodes=5, depth=2, children=2)

@@ -11,7 +11,7 @@ from tiny_video import models, stream
 
 from vargen.decoding import costs
 from vargen.decoding import costs as cost
-from vargen.models.heads.features import MedusaDrafter
+from vargen.models.heads.network import MedusaDrafter
 
 
 @pytest.fixture(autouse=True)

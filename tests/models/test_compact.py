@@ -18,8 +18,7 @@ from tiny_video import transformer as video_transformer
 from tiny_video import vae as video_vae
 
 from vargen.folders.networks import NetworkFolder
-from vargen.models.heads.features import EagleDrafter, MedusaDrafter
-from vargen.models.heads.upsampler import TokenUpsampler
+from vargen.models.heads.network import EagleDrafter, MedusaDrafter, TokenUpsampler
 from vargen.models.quantization import quantized_layers
 
 MAKERS: dict[str, Callable[[], Any]] = {

@@ -10,8 +10,7 @@ from rejects import rejects
 
 from vargen.models.causal_video.cache import VideoGeometry
 from vargen.models.causal_video.network import CausalVideoLoRA, CausalVideoTransformer
-from vargen.models.heads.features import EagleDrafter, MedusaDrafter
-from vargen.models.heads.upsampler import TokenUpsampler
+from vargen.models.heads.network import EagleDrafter, MedusaDrafter, TokenUpsampler
 from vargen.models.llamagen.network import LlamaGenTransformer
 from vargen.models.text_encoder import MiniLMTextEncoder
 from vargen.models.tokenizers.multi_scale_vq import MultiScaleVQModel

@@ -9,8 +9,7 @@ from tiny_models import tiny_transformer
 from vargen.decoding import Tree
 from vargen.models.guidance import Condition
 from vargen.models.heads.decoding import EagleModel, MedusaHeads
-from vargen.models.heads.features import EagleDrafter, MedusaDrafter
-from vargen.models.heads.upsampler import TokenUpsampler
+from vargen.models.heads.network import EagleDrafter, MedusaDrafter, TokenUpsampler
 from vargen.models.llamagen.decoding import LlamaGenTokenModel
 from vargen.training.heads import unroll_eagle
 

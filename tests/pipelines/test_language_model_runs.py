@@ -20,7 +20,7 @@ from vargen.compat import installed_version
 from vargen.decoding import PRESETS, Accelerator, Engine, decode, shared_noise, speculative_sampling
 from vargen.decoding.experimental import LayerSkip
 from vargen.kernels import dispatch
-from vargen.models.heads.features import MedusaDrafter
+from vargen.models.heads.network import MedusaDrafter
 from vargen.pipelines.language_model import LanguageModelPipeline
 from vargen.pipelines.loading import inspect_model, open_pipeline
 from vargen.training.config import Schedule

@@ -15,7 +15,7 @@ import vargen
 from vargen.compat import installed_version
 from vargen.decoding import PRESETS, Sampling, Tree, decode, list_methods
 from vargen.evaluation.exact_sum import sum_pass
-from vargen.models.heads.features import EagleDrafter, MedusaDrafter
+from vargen.models.heads.network import EagleDrafter, MedusaDrafter
 from vargen.models.transformers.base import PromptRows
 from vargen.models.transformers.decoding import TransformersTokenModel
 from vargen.models.transformers.supported import Emu3, Janus, PreviewDrafter, describe_language_model

@@ -14,8 +14,7 @@ from vargen import LlamaGenPipeline
 from vargen.decoding import Accelerator, DynamicTree, Jacobi, PooledRule, shared_noise, speculative_sampling
 from vargen.decoding.experimental import EagleSharedNoise
 from vargen.models.heads import decoding as low_res_drafters
-from vargen.models.heads.features import EagleDrafter, MedusaDrafter
-from vargen.models.heads.upsampler import TokenUpsampler
+from vargen.models.heads.network import EagleDrafter, MedusaDrafter, TokenUpsampler
 from vargen.models.llamagen.network import LlamaGenTransformer
 from vargen.pipelines import loading
 

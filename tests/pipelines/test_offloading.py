@@ -13,7 +13,7 @@ from rejects import rejects
 from tiny_families import MULO, TINY, Tiny, drafting_pipeline, made
 from tiny_models import class_var_pipeline
 
-from vargen.models.heads.upsampler import TokenUpsampler
+from vargen.models.heads.network import TokenUpsampler
 from vargen.models.quantization import quantize_network
 
 pytest.importorskip("accelerate")

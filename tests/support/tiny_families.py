@@ -15,7 +15,7 @@ from tiny_video_folder import video_folder
 
 from vargen import open_pipeline
 from vargen.decoding import Accelerator, Jacobi, PooledRule, ScaleSchedule, Stage
-from vargen.models.heads.features import EagleDrafter, MedusaDrafter
+from vargen.models.heads.network import EagleDrafter, MedusaDrafter
 
 MULO = Accelerator("mulo", Jacobi(8, "from-verdict", "low-res"), PooledRule(4, 0.2, 1))  # of a grid as small as this
 THERE_AND_BACK = ScaleSchedule("there and back", (Stage(until=1), Stage(until=3, model="draft"), Stage()))

@@ -12,8 +12,7 @@ from tiny_models import tiny_transformer, tiny_vq
 from vargen.decoding.jacobi import Jacobi
 from vargen.kernels import dispatch
 from vargen.models.heads.decoding import EagleModel, LowResolutionDrafter, MedusaHeads
-from vargen.models.heads.features import EagleDrafter, MedusaDrafter
-from vargen.models.heads.upsampler import TokenUpsampler
+from vargen.models.heads.network import EagleDrafter, MedusaDrafter, TokenUpsampler
 from vargen.models.llamagen.decoding import LlamaGenTokenModel
 
 GRID = 6  # so that windows of 16 reach beyond rows and, at the end, beyond the grid

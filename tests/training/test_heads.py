@@ -21,7 +21,7 @@ from vargen.decoding import (
     decode,
 )
 from vargen.decoding.experimental import recursive_rejection
-from vargen.models.heads.features import EagleDrafter, MedusaDrafter
+from vargen.models.heads.network import EagleDrafter, MedusaDrafter
 from vargen.pipelines.llamagen import LlamaGenPipeline
 from vargen.training import generated_images as drafter_data
 from vargen.training import heads as drafter

@@ -7,14 +7,13 @@ Shape suffixes: B images, C channels, Y/X pixel rows and columns, D pooled width
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 from torch import Tensor, nn
 
-from vargen.compat import tokenized
 from vargen.folders.transformers_networks import NetworkKind
 
 # DiffusionPipeline looks for the name `ModelMixin` in this very module to learn how to load the component.
@@ -27,7 +26,6 @@ TEXT_ENCODERS = {
 }
 
 PATCH = 4  # side of the pixel patches that the first layer folds into channels
-_LONGEST = 32  # maximum tokens of a caption
 _UNQUANTIZED = ("position_embeddings.weight", "token_type_embeddings.weight")
 
 
@@ -157,29 +155,3 @@ class ImageTextModel(QuantizedStorageMixin, ConfigMixin):
     def encode_text(self, features_BD: Tensor) -> Tensor:
         """Embed mean-pooled unit text features `[B, text_dim]` as unit vectors, float32 `[B, E]`."""
         return F.normalize(self.text_projection(features_BD).float(), dim=-1)
-
-
-def resize_images(pixels_BCYX: Tensor, size: int) -> Tensor:
-    """Resize images to `size` x `size` pixels."""
-    if pixels_BCYX.shape[-1] == size == pixels_BCYX.shape[-2]:
-        return pixels_BCYX
-    return F.interpolate(pixels_BCYX, (size, size), mode="bilinear", antialias=True, align_corners=False)
-
-
-@torch.no_grad()
-def embed_texts(encoder: nn.Module, tokenizer: Any, texts: Sequence[str], batch_size: int = 256) -> Tensor:
-    """Mean-pooled unit text features, float32 `[len(texts), D]` on the CPU, pooled as in the sentence encoder's training."""
-    order = sorted(range(len(texts)), key=lambda i: len(texts[i]))  # similar lengths together, to save padding
-    found: list[Tensor] = [torch.empty(0)] * len(texts)
-    device = next(encoder.parameters()).device
-    for start in range(0, len(order), batch_size):
-        rows = order[start : start + batch_size]
-        part = [texts[i] for i in rows]
-        options = {"padding": True, "truncation": True, "max_length": _LONGEST, "return_tensors": "pt"}
-        encoded = tokenized(tokenizer, part, **options).to(device)
-        states = encoder(input_ids=encoded.input_ids, attention_mask=encoded.attention_mask)
-        mask = encoded.attention_mask[..., None].float()
-        mean = F.normalize((states * mask).sum(1) / mask.sum(1), dim=-1).cpu()
-        for i, vector in zip(rows, mean, strict=True):
-            found[i] = vector
-    return torch.stack(found)

@@ -15,21 +15,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import vargen.assets
+from vargen.compat import tokenized
 from vargen.files import expand_user, validate_not_interrupted
 from vargen.folders.json_files import read_object
 from vargen.folders.networks import NetworkFolder
 from vargen.folders.tokenizers import load_tokenizer
 from vargen.models.storage import load_network
-from vargen.models.text_encoder import ImageTextModel, MiniLMTextEncoder, embed_texts, resize_images
+from vargen.models.text_encoder import ImageTextModel, MiniLMTextEncoder
 from vargen.scoring.protocol import BatchedScorer, Images, to_tensor
 from vargen.values import short_repr, suggest_names
 from vargen.weight_files import weights_digest
 
 FILE = "scorer.json"
 _KEPT_CAPTIONS = 256
+_LONGEST = 32  # maximum tokens of a caption
 _ENCODER = "emoji"  # source of the text encoder if a folder names none
 
 
@@ -99,7 +102,29 @@ class ImageTextScorer(BatchedScorer):
 
 def preprocess(model: ImageTextModel, pixels_BCYX: Tensor) -> Tensor:
     """Convert images in [0, 1] to the image encoder's input: its size, values in [-1, 1]."""
-    return resize_images(pixels_BCYX * 2 - 1, model.config.image_size)
+    inputs, size = pixels_BCYX * 2 - 1, model.config.image_size
+    if inputs.shape[-1] == size == inputs.shape[-2]:
+        return inputs
+    return F.interpolate(inputs, (size, size), mode="bilinear", antialias=True, align_corners=False)
+
+
+@torch.no_grad()
+def embed_texts(encoder: nn.Module, tokenizer: Any, texts: Sequence[str], batch_size: int = 256) -> Tensor:
+    """Mean-pooled unit text features, float32 `[len(texts), D]` on the CPU, pooled as in the sentence encoder's training."""
+    order = sorted(range(len(texts)), key=lambda i: len(texts[i]))  # similar lengths together, to save padding
+    found: list[Tensor] = [torch.empty(0)] * len(texts)
+    device = next(encoder.parameters()).device
+    for start in range(0, len(order), batch_size):
+        rows = order[start : start + batch_size]
+        part = [texts[i] for i in rows]
+        options = {"padding": True, "truncation": True, "max_length": _LONGEST, "return_tensors": "pt"}
+        encoded = tokenized(tokenizer, part, **options).to(device)
+        states = encoder(input_ids=encoded.input_ids, attention_mask=encoded.attention_mask)
+        mask = encoded.attention_mask[..., None].float()
+        mean = F.normalize((states * mask).sum(1) / mask.sum(1), dim=-1).cpu()
+        for i, vector in zip(rows, mean, strict=True):
+            found[i] = vector
+    return torch.stack(found)
 
 
 def load_image_tower(folder: Path) -> ImageTextModel:

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from vargen.decoding import Accelerator, DynamicTree, decode, traversal
 from vargen.decoding.sampling import to_probs
-from vargen.models.heads.features import EagleDrafter
+from vargen.models.heads.network import EagleDrafter
 from vargen.models.llamagen.blocks import rotary_factors
 from vargen.pipelines.families import Component
 from vargen.pipelines.llamagen import LlamaGenPipeline

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vargen.models.heads.upsampler import TokenUpsampler
+from vargen.models.heads.network import TokenUpsampler
 from vargen.models.tokenizers.vq import VQModel
 from vargen.training.config import Schedule, at_least, validate_fractions
 from vargen.training.dataset import CaptionedImages, take_evenly

@@ -25,7 +25,7 @@ from vargen.kernels.host import Clock
 from vargen.kernels.noise_bits import TokenNoise
 from vargen.models.guidance import Condition
 from vargen.models.heads.decoding import EagleModel, MedusaHeads
-from vargen.models.heads.features import EagleDrafter, MedusaDrafter
+from vargen.models.heads.network import EagleDrafter, MedusaDrafter
 from vargen.models.llamagen.decoding import LlamaGenTokenModel
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

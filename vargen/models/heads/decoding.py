@@ -5,91 +5,52 @@ Shape suffixes: B images, R rows (B, or 2 B under guidance: conditional first), 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from copy import copy
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vargen.decoding import AutoregressiveHead, Engine, LowResModel, Output, ParallelHeads, Sampling, Tree
+from vargen.decoding import AutoregressiveHead, Engine, LowResModel, Output, ParallelHeads, Sampling, TokenModel, Tree
 from vargen.decoding.decode import generate_images
 from vargen.decoding.noise import Purpose, derive_seeds
 from vargen.decoding.sampling import SlotSampling
 from vargen.decoding.tree_drafters import repeat_for_cfg
-from vargen.folders.networks import require_equal
-from vargen.kernels.host import normal_tensors
-from vargen.models.guidance import Condition
-from vargen.models.heads.features import EagleDrafter, MedusaDrafter
-from vargen.models.heads.upsampler import TokenUpsampler
-from vargen.models.kv_cache import KVCache
+from vargen.models.guidance import Condition, GuidedTokenModel
+from vargen.models.heads.network import EagleCache, EagleDrafter, MedusaDrafter, TokenUpsampler
 from vargen.models.tokenizers.vq import VQModel
-
-if TYPE_CHECKING:
-    from vargen.models.llamagen.decoding import LlamaGenTokenModel
-
-
-class Target(Protocol):
-    """What drafters use of the target, whose features they extend."""
-
-    rows_per_image: int
-    vocab: int
-    grid: tuple[int, int]
-    device: torch.device
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        """Embeddings `[R, T, D]` of tokens `[B, T]`."""
-
-    def head(self, hidden: Tensor, position: Tensor) -> Tensor:
-        """Guided logits `[B, T, V]` for the tokens after positions `[B, T]`, from states `[R, T, D]` before the final norm."""
-
-
-@dataclass
-class EagleCache:
-    """The cache and, for drafters that use the row above, the target's features by slot `[R, N + scratch, D]`."""
-
-    cache: KVCache
-    seen: Tensor | None
 
 
 class EagleModel(AutoregressiveHead):
     """`AutoregressiveHead` of an `EagleDrafter` and its target."""
 
-    def __init__(self, drafter: EagleDrafter, target: Target):
+    def __init__(self, drafter: EagleDrafter, target: GuidedTokenModel):
         self.drafter, self.target, self.vocab, self.grid = drafter, target, target.vocab, target.grid
         self.networks = (drafter,)
 
     def allocate(self, slots: int, width: int) -> EagleCache:
-        rows, device = slots * self.target.rows_per_image, self.target.device
-        cache, seen = self.drafter.new_cache(rows, width, device), None
-        if self.drafter.config.above:
-            with normal_tensors():
-                size = (rows, self.drafter.tokens + width, self.drafter.config.dim)
-                seen = torch.zeros(size, dtype=self.drafter.dtype, device=device)
-        return EagleCache(cache, seen)
+        return self.drafter.new_cache(slots * self.target.rows_per_image, width, self.target.device)
 
     def reset(self, state: EagleCache, rows: Tensor) -> None:
-        rows = repeat_for_cfg(rows, state.cache.rows // self.target.rows_per_image, state.cache.rows)
-        state.cache.kv.index_fill_(2, rows, 0)  # a product of 0 and NaN, such as that of a failed image, is NaN
-        state.cache.length.index_fill_(0, rows, 0)
+        rows = repeat_for_cfg(rows, state.rows // self.target.rows_per_image, state.rows)
+        state.kv.index_fill_(2, rows, 0)  # a product of 0 and NaN, such as that of a failed image, is NaN
+        state.length.index_fill_(0, rows, 0)
         if state.seen is not None:
             state.seen.index_fill_(0, rows, 0)
 
     def forward(self, tokens: Tensor, features: Tensor, state: EagleCache, tree: Tree) -> Output:
         B, T = tokens.shape
-        cache, rows_per_image = state.cache, self.target.rows_per_image
+        rows_per_image = self.target.rows_per_image
         earlier = tree.parents.shape[-1] - T
         depth = tree.depth[..., earlier:]
-        position = cache.length[:B, None] + depth
+        position = state.length[:B, None] + depth
         places = {}
         if not tree.is_chain:
             ancestors = tree.ancestors[..., earlier:, :]
             ancestors = ancestors if ancestors.dim() == 2 else ancestors.repeat(rows_per_image, 1, 1)
             places = {"ancestors": ancestors, "positions": position.repeat(rows_per_image, 1)}
         above = None if state.seen is None else self._above(features, state, position, earlier)
-        hidden = self.drafter(features, self.target.embed(tokens), cache, earlier=earlier, above=above, **places)
+        hidden = self.drafter(features, self.target.embed(tokens), state, earlier=earlier, above=above, **places)
         return Output(self.target.head(hidden, position), hidden)
 
     def _above(self, features: Tensor, state: EagleCache, position: Tensor, earlier: int) -> Tensor:
@@ -104,19 +65,19 @@ class EagleModel(AutoregressiveHead):
             at = position.clamp(max=seen.shape[1] - 1)[..., None].expand(-1, -1, seen.shape[2])
             seen.scatter_(1, at, features.to(seen.dtype))
         source = position + 2 - columns
-        last = position if earlier == 0 else state.cache.length[:, None]
+        last = position if earlier == 0 else state.length[:, None]
         known = (source >= 1) & (source <= last)
         index = source.clamp(0, seen.shape[1] - 1)[..., None].expand(-1, -1, seen.shape[2])
         return seen.gather(1, index) * known[..., None]
 
     def commit(self, state: EagleCache, count: Tensor) -> None:
-        state.cache.commit_chain(count)
+        state.commit_chain(count)
 
 
 class MedusaHeads(ParallelHeads):
     """`ParallelHeads` of a `MedusaDrafter` and its target."""
 
-    def __init__(self, drafter: MedusaDrafter, target: Target):
+    def __init__(self, drafter: MedusaDrafter, target: GuidedTokenModel):
         self.drafter, self.target, self.vocab, self.grid = drafter, target, target.vocab, target.grid
         self.networks, self.num_heads = (drafter,), drafter.config.heads
 
@@ -136,7 +97,7 @@ class LowResolutionDrafter(LowResModel):
             (MuLo-SD's training-free up-sampler).
     """
 
-    def __init__(self, model: LlamaGenTokenModel, grid: tuple[int, int], upsampler: TokenUpsampler | None, vqvae: VQModel):
+    def __init__(self, model: TokenModel, grid: tuple[int, int], upsampler: TokenUpsampler | None, vqvae: VQModel):
         self.model, self.vocab, self.grid, self.upsampler, self.vqvae = model, model.vocab, grid, upsampler, vqvae
         self.networks = () if upsampler is None else (upsampler,)
         self._is_bound = False
@@ -171,18 +132,3 @@ class LowResolutionDrafter(LowResModel):
             return F.one_hot(images.gather(1, position), self.vocab).float()
         known = torch.arange(tokens.shape[1], device=tokens.device) < length[:, None]
         return sampling.probs(self.upsampler(images, tokens, known, position))
-
-
-def validate_low_res(configs: Mapping[str, Any]) -> None:
-    """Raise ValueError unless the grid of the low-resolution transformer divides the transformer's, and its up-sampler fits.
-
-    `configs` are by component, None for a missing one.
-    """
-    low, large = configs.get("low_res"), configs["transformer"]["grid_size"]
-    if low is None and configs.get("upsampler") is not None:
-        raise ValueError("upsampler needs the low_res transformer whose images it enlarges")
-    if low is not None and (low["grid_size"] >= large or large % low["grid_size"]):
-        raise ValueError(
-            f"low_res and transformer do not belong together: grid_size {low['grid_size']} must divide {large} and be smaller"
-        )
-    require_equal(configs, "upsampler", "low_grid", "low_res", "grid_size")

@@ -1,14 +1,16 @@
-"""Drafters on the features of a frozen transformer: EAGLE's decoder layer, and Medusa's parallel heads.
+"""Networks that draft tokens: EAGLE's decoder layer and Medusa's parallel heads on the features of a frozen transformer, and an
+up-sampler that predicts high-resolution tokens from a low-resolution image.
 
 Features are hidden states before the target's final norm, from which drafts are far better than from those after it (SSD,
 arXiv:2606.20543). Embedding, norm and output layer belong to the target and are not stored here.
 
-Shape suffixes: R rows (images, times two under guidance), T slots, D width, H heads, K head width, h heads of Medusa.
+Shape suffixes: B images, R rows (images, times two under guidance), T slots, D width, H heads, K head width, h heads of Medusa,
+V vocabulary; of the up-sampler r/c rows and columns of the low-resolution grid, R/C of the high one, N = R C.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +21,14 @@ from vargen.kernels.host import normal_tensors
 from vargen.kernels.ops import TransposableWeights
 from vargen.models.kv_cache import KVCache
 from vargen.models.llamagen.blocks import GridNetwork, Linear, LlamaGenBlock
-from vargen.models.storage import ModelMixin, QuantizedStorageMixin  # noqa: F401
+from vargen.models.storage import ModelMixin, QuantizedStorageMixin, read_weight  # noqa: F401
 from vargen.values import require_int
+
+
+class EagleCache(KVCache):
+    """A cache that, for drafters that use the row above, also has the target's features by slot, `[R, N + scratch, D]`."""
+
+    seen: Tensor | None = None
 
 
 class EagleDrafter(GridNetwork, ConfigMixin):
@@ -75,13 +83,16 @@ class EagleDrafter(GridNetwork, ConfigMixin):
         with torch.no_grad():  # initialized to pass the feature through
             self.fc.weight[:, :dim].copy_(torch.eye(dim))
 
-    def new_cache(self, rows: int, scratch: int, device: torch.device | None = None) -> KVCache:
+    def new_cache(self, rows: int, scratch: int, device: torch.device | None = None) -> EagleCache:
         """Create a cache for `rows` rows and at most `scratch` slots per proposal."""
         self.choose_layout(self.fc.weight)
         shape = 1, rows, self.config.n_head, self.layer.attention.head_dim
-        place = device or self.device
+        place: dict[str, Any] = {"dtype": self.dtype, "device": device or self.device}
         with normal_tensors():
-            return KVCache(*shape, prefix=0, tokens=self.tokens, scratch=scratch, dtype=self.dtype, device=place)
+            cache = EagleCache(*shape, prefix=0, tokens=self.tokens, scratch=scratch, **place)
+            if self.config.above:
+                cache.seen = torch.zeros(rows, self.tokens + scratch, self.config.dim, **place)
+        return cache
 
     def merge_inputs(self, features_RTD: Tensor, embeddings_RTD: Tensor, above_RTD: Tensor | None = None) -> Tensor:
         """Scale and project the inputs to the input of the layer, `[R, T, D]`."""
@@ -186,3 +197,122 @@ class MedusaDrafter(TransposableWeights, QuantizedStorageMixin, ConfigMixin):
         given = torch.cat([features / self.feature_scale, embeddings / self.token_scale], dim=-1)
         given = given.to(self.feature_scale.dtype)
         return torch.stack([head(given) for head in self.ahead], dim=2) * self.feature_scale
+
+
+# -- up-sampler ----------------------------------------------------------------------------------------------------------
+
+_ABOVE = (3, 5)  # receptive field at the high resolution: rows above, columns
+
+
+class _Residual(nn.Module):
+    """x + second(silu(first(norm x))), initialized as the identity."""
+
+    def __init__(self, norm: nn.Module, first: nn.Module, second: nn.Module):
+        super().__init__()
+        self.norm, self.first, self.second = norm, first, second
+        for parameter in second.parameters():
+            nn.init.zeros_(parameter)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.second(F.silu(self.first(self.norm(x))))
+
+
+def _mix_neighbors(dim: int) -> _Residual:
+    return _Residual(nn.GroupNorm(8, dim), nn.Conv2d(dim, 2 * dim, 3, padding=1), nn.Conv2d(2 * dim, dim, 1))
+
+
+def _mix_channels(dim: int) -> _Residual:
+    return _Residual(nn.LayerNorm(dim), nn.Linear(dim, 2 * dim), nn.Linear(2 * dim, dim))
+
+
+class TokenUpsampler(QuantizedStorageMixin, ConfigMixin):
+    """Predicts the logits of high-resolution tokens from a low-resolution image and the rows accepted so far.
+
+    It follows MuLo-SD (2026, arXiv 2601.05149), whose up-sampler regresses latents with masked row-causal convolutions. This
+    one predicts probabilities, because exact methods need the distribution from which a draft was sampled. It uses the whole
+    low-resolution image, and of the high-resolution tokens only the rows above, so a row is drafted in one pass.
+
+    Args:
+        low_grid, grid_size: tokens per side at the low and the high resolution; the second is a multiple of the first.
+        dim: width, a multiple of 8.
+        blocks: number of residual blocks at the low resolution, and of position-wise blocks at the high resolution.
+        codes: digest of the tokens' codebook, which must equal that of a model; None if unknown.
+    """
+
+    unquantized_suffixes = ("embedding.weight",)
+    layer_prefixes: ClassVar[dict[str, tuple[str, ...]]] = {"blocks": ("low.",)}
+
+    @register_to_config
+    def __init__(
+        self,
+        vocab_size: int = 16384,
+        low_grid: int = 8,
+        grid_size: int = 16,
+        dim: int = 128,
+        blocks: int = 3,
+        weight_format: str | None = None,
+        codes: str | None = None,
+    ):
+        super().__init__()
+        if low_grid < 1 or grid_size % low_grid or grid_size == low_grid:
+            raise ValueError(f"grid_size must be a multiple of low_grid, got {grid_size} and {low_grid}")
+        if dim < 8 or dim % 8:
+            raise ValueError(f"dim must be a multiple of 8, got {dim}")
+        self.factor = grid_size // low_grid
+        self.embedding = nn.Embedding(vocab_size, dim)
+        self.place = nn.Parameter(torch.zeros(1, dim, low_grid, low_grid))
+        self.low = nn.Sequential(*(_mix_neighbors(dim) for _ in range(blocks)))
+        self.up = nn.Conv2d(dim, dim * self.factor**2, 1)
+        self.above = nn.Conv2d(dim + 1, dim, _ABOVE, padding=(0, _ABOVE[1] // 2))
+        self.high = nn.Sequential(*(_mix_channels(dim) for _ in range(blocks)))
+        self.norm = nn.LayerNorm(dim)
+        self.output = nn.Linear(dim, vocab_size)
+        nn.init.normal_(self.embedding.weight, std=0.1)
+        nn.init.normal_(self.output.weight, std=0.02)
+        nn.init.zeros_(self.output.bias)
+
+    def unquantized_dtype(self, name: str) -> torch.dtype:
+        return torch.float16 if self.config.weight_format == "int6" and name == "embedding.weight" else torch.float32
+
+    def features(self, low: Tensor) -> Tensor:
+        """Compute features `[B, D, R, C]` from low-resolution tokens `[B, r, c]`, once per image."""
+        x = self.low(self.embedding(low).movedim(-1, 1) + read_weight(self, "place"))
+        return F.pixel_shuffle(self.up(x), self.factor)
+
+    def forward(self, features: Tensor, tokens: Tensor, known: Tensor, position: Tensor | None = None) -> Tensor:
+        """Logits `[B, S, V]` of tokens at positions, from the result of `features`.
+
+        Args:
+            tokens, known: int64 and bool `[B, N]`; tokens that are not known are ignored.
+            position: int64 `[B, S]`; None: all N positions in raster order.
+        """
+        x = features.flatten(2).movedim(1, 2)
+        if position is None:
+            seen = self._masked_embedding(tokens, known).movedim(-1, 1).unflatten(2, (-1, features.shape[-1]))
+            above = self.above(F.pad(seen[:, :, :-1], (0, 0, _ABOVE[0], 0)))  # row i: i - 3 to i - 1
+            x = x + above.flatten(2).movedim(1, 2)
+        else:
+            x = x.gather(1, position[..., None].expand(-1, -1, x.shape[-1]))
+            x = x + self._context_at(tokens, known, features.shape[-1], position)
+        return self.output(self.norm(self.high(x)))
+
+    def _context_at(self, tokens: Tensor, known: Tensor, columns: int, position: Tensor) -> Tensor:
+        """Features `[B, S, D]` of the rows above the tokens at some positions.
+
+        A pass drafts a few tokens, and a convolution of the whole grid would be most of its arithmetic. No state is kept
+        between passes, because no other layer depends on high-resolution tokens."""
+        rows, width = _ABOVE
+        row, column = (position // columns)[..., None], (position % columns)[..., None]
+        tap = torch.arange(rows * width, device=position.device)
+        row, column = row - rows + tap // width, column - width // 2 + tap % width
+        inside = (row >= 0) & (column >= 0) & (column < columns)
+        at = torch.where(inside, row * columns + column, 0)
+        near, there = (each.gather(1, at.flatten(1)).view_as(at) for each in (tokens, known))
+        seen = self._masked_embedding(near, there & inside)
+        weight = read_weight(self.above).permute(2, 3, 1, 0).flatten(0, 2)  # same order of taps and channels as in `seen`
+        return seen.flatten(2) @ weight + read_weight(self.above, "bias")
+
+    def _masked_embedding(self, tokens: Tensor, known: Tensor) -> Tensor:
+        """Features `[..., D + 1]`: the embedding of a known token (else zero), and whether it is known."""
+        known = known[..., None]
+        return torch.cat([self.embedding(tokens) * known, known.to(self.embedding.weight.dtype)], dim=-1)
