@@ -93,11 +93,7 @@ class KVCache:
     def start_rows(self, new: KVCache, rows: Tensor) -> None:
         """Start rows of the network, int64 `[n]`, with the prefixes of another cache; whatever they held before is cleared.
 
-        Args:
-            new: see `prefix_only`; its prefix is aligned with the end of this one's.
-
-        Raises:
-            ValueError: if its prefix is longer than this one's. Nothing is changed then.
+        Its prefix, see `prefix_only`, is aligned with the end of this one's. A longer one is refused; nothing is changed then.
         """
         if new.prefix > self.prefix:
             raise ValueError(f"condition must have at most {self.prefix} rows, for which there is room, got {new.prefix}")
@@ -142,9 +138,8 @@ class KVCache:
         """Return the mask argument of `attention` for a pass over T tokens with `heads` query heads that reads `reach` slots.
 
         Args:
-            ancestors: as in `additive_mask`. For a `fused` cache, they may be packed as int64 words `[T, W]` or `[B, T, W]`,
-                one tree per image, in passes without gradients.
-            earlier: as in `view_for_pass`.
+            ancestors, earlier: as in `additive_mask`. For a `fused` cache, ancestors may be packed as int64 words `[T, W]` or
+                `[B, T, W]`, one tree per image, in passes without gradients.
         """
         if self.fused and not torch.is_grad_enabled():
             if ancestors is not None and ancestors.dtype == torch.bool:

@@ -39,8 +39,7 @@ class CausalVideoBlockModel(BlockModel):
         levels: noise level of each step; see `vargen.decoding.video.denoising.shifted_levels`.
         guidance: classifier-free guidance; with scale 1 only the row with the prompt runs, as in distilled models. Any other
             scale requires its negative condition.
-        window: maximum number of latent frames that a block attends to, including its own and the sinks; None for all.
-        sinks: number of first frames of the video that always stay visible.
+        window, sinks: which latent frames a block attends to; see `VideoCache`.
         motion: motion level, for networks trained with levels; None for any.
         device: of the passes. Default: the device of the weights, which is a different one while they are offloaded.
     """
@@ -133,11 +132,7 @@ def bind_router(pipe: Any, method: VideoMethod) -> DraftRouter | None:
     if router is None or not method.policy.needs_router:
         return None
     router.validate_drafter(drafter_digest(pipe, method.exit_step), method.exit_step)
-
-    def rank(view: DraftView) -> float:
-        return float(router(view.latents, view.previous, view.first, view.number)[0])
-
-    return rank
+    return router.rank
 
 
 _REGIONS, _CHANGES = 4, 8  # regions along a side of the mean frame; other statistics
@@ -203,6 +198,10 @@ class BlockRouter(QuantizedStorageMixin, ConfigMixin):
         """Return for each draft the share of the training drafts from which the target would gain less, `[H]` in [0, 1]."""
         gain = self.predict_gain(describe_draft(draft_HFCYX, previous_HFCYX, first_HFCYX, number).to(self.mean))
         return torch.searchsorted(self.ranks, gain).clamp(max=RANKS - 1) / (RANKS - 1)
+
+    def rank(self, view: DraftView) -> float:
+        """Return `forward` of one draft."""
+        return float(self(view.latents, view.previous, view.first, view.number)[0])
 
     def validate_drafter(self, drafter: str, exit_step: int) -> None:
         """Raise ValueError unless drafts are made by the network with the digest `drafter` and this `exit_step` (0: none)."""

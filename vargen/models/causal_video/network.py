@@ -175,7 +175,10 @@ class CausalVideoTransformer(QuantizedStorageMixin, ConfigMixin):
         if cache is not None and (context is not None or window is not None):
             raise ValueError("context and window must be None with a cache, which has them")
         rows, columns = (side // p for side in sides)
-        steps = _expand_timestep(timestep, latents_BFCYX)
+        if timestep.shape not in (latents_BFCYX.shape[:1], latents_BFCYX.shape[:2]):
+            B = len(latents_BFCYX)
+            raise ValueError(f"timestep must be [{B}] or [{B}, {frames}], got {list(timestep.shape)}")
+        steps = (timestep if timestep.ndim == 2 else timestep[:, None].expand(-1, frames)).to(latents_BFCYX.device)
         start = 0 if cache is None else cache.frames
         x, seen = latents_BFCYX, _frame_visibility(frames, geometry.block_frames, cache, context is not None, window, sinks)
         if context is not None:
@@ -208,14 +211,6 @@ class CausalVideoTransformer(QuantizedStorageMixin, ConfigMixin):
         p = self.geometry.patch
         patches = out_BTD.unflatten(1, (frames, -1, columns)).unflatten(-1, (p, p, -1))
         return patches.permute(0, 1, 6, 2, 4, 3, 5).flatten(5).flatten(3, 4)
-
-
-def _expand_timestep(timestep: Tensor, latents_BFCYX: Tensor) -> Tensor:
-    """Expand timesteps to `[B, F]`."""
-    B, frames = latents_BFCYX.shape[:2]
-    if timestep.shape not in ((B,), (B, frames)):
-        raise ValueError(f"timestep must be [{B}] or [{B}, {frames}], got {list(timestep.shape)}")
-    return (timestep if timestep.ndim == 2 else timestep[:, None].expand(-1, frames)).to(latents_BFCYX.device)
 
 
 def _frame_visibility(

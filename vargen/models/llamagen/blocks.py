@@ -194,7 +194,8 @@ class GridNetwork(TransposableWeights, QuantizedStorageMixin):
         """Run layers on the inputs of a pass, without advancing the cache's pointer.
 
         Args:
-            positions: int64 `[T]` or `[B, T]`, grid cells. Default: consecutive from the pointer, after `earlier` ones.
+            positions: int64 `[T]` or `[B, T]`, grid cells. Default: consecutive from the pointer, after `earlier` ones. Cells
+                past the grid are clamped, and their outputs are meaningless.
             ancestors, earlier: see `KVCache.attention_mask`.
         """
         T = x_BTD.shape[1]

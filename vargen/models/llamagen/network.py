@@ -49,21 +49,11 @@ SIZES: dict[str, dict[str, int]] = {
 
 @dataclass
 class LlamaGenOutput(BaseOutput):
-    """Logits float32 `[B, T, V]`, and last hidden states `[B, T, D]` after (`features`) and before the final norm.
-
-    All are always set.
-    """
+    """Logits float32 `[B, T, V]`, last hidden states `[B, T, D]` after (`features`) and before the final norm; always all."""
 
     logits: Tensor
     features: Tensor = None  # type: ignore[assignment]  # a default lets accelerate's hooks rebuild the output from a dict
     hidden_states: Tensor = None  # type: ignore[assignment]
-
-
-def guide_features(features_BTD: Tensor, scale: float | Tensor) -> Tensor:
-    """Classifier-free guidance `[B/2, T, D]` on features; the output layer is linear, so it can run on half of the rows."""
-    high = features_BTD.to(torch.promote_types(features_BTD.dtype, torch.float32))
-    conditional, unconditional = high.chunk(2)
-    return apply_guidance(conditional, unconditional, scale).type_as(features_BTD)
 
 
 class LlamaGenTransformer(GridNetwork, ConfigMixin):
@@ -142,10 +132,7 @@ class LlamaGenTransformer(GridNetwork, ConfigMixin):
     def new_cache(
         self, rows: int, scratch: int = 1, compress_prefix: bool = True, device: torch.device | None = None
     ) -> KVCache | Int8Cache:
-        """Create a cache for `rows` rows. `compress_prefix=False` stores all conditioning rows instead of one exact slot.
-
-        `device` is that of the passes. Default: the device of the weights, which differs while they are offloaded.
-        """
+        """Create a cache for `rows` rows and passes of at most `scratch` tokens; see `LlamaGenTokenModel` for the others."""
         config = self.config
         shape = len(self.layers), rows, config.n_kv_head or config.n_head, config.dim // config.n_head
         slots = {"prefix": 1 if compress_prefix else self.num_prefix_rows, "tokens": self.tokens, "scratch": scratch}
@@ -180,10 +167,7 @@ class LlamaGenTransformer(GridNetwork, ConfigMixin):
         after each. It does not advance the pointer: call `cache.commit_chain` or `cache.commit_path` for the tokens to keep.
 
         Args:
-            positions: int64 `[T]` or `[B, T]`, grid cell of each fed token. Default: consecutive from the pointer. Cells past
-                the grid are clamped, and their logits are meaningless.
-            ancestors: bool `[T, T]` or `[B, T, T]`, which fed tokens each fed token attends to, or packed, as in
-                `KVCache.attention_mask`. Default: a chain.
+            positions, ancestors: of a tree; see `run_layers`. Default: a chain.
             guidance: scale s of classifier-free guidance, a number, `[]` or `[B/2, T, 1]`. The last B/2 rows are the
                 unconditional ones, and logits `[B/2, T, V]` are u + s (c - u) (Ho & Salimans 2022). Default: no guidance, and
                 logits of all rows.
@@ -215,7 +199,10 @@ class LlamaGenTransformer(GridNetwork, ConfigMixin):
     def _logits(self, features: Tensor, guidance: float | Tensor | None) -> Tensor:
         if self.quantized:
             return int8.compute_logits(self, features, guidance)
-        return self.output(features if guidance is None else guide_features(features, guidance)).float()
+        if guidance is not None:  # of features: the output layer is linear, so it can run on half of the rows
+            high = features.to(torch.promote_types(features.dtype, torch.float32))
+            features = apply_guidance(*high.chunk(2), guidance).type_as(features)
+        return self.output(features).float()
 
     def forward_features(self, tokens_BN: Tensor, condition: Condition) -> Tensor:
         """Run teacher forcing without the head; returns features `[B, N, D]` after the final norm."""

@@ -71,8 +71,7 @@ class MultiScaleQuantizer(nn.Module):
         self, scales: tuple[int, ...], codes: int, width: int, shared_phi: int, scale_codes: tuple[int, ...], gains: bool
     ):
         super().__init__()
-        self.scales = scales
-        self.scale_codes = scale_codes
+        self.scales, self.scale_codes = scales, scale_codes
         self.phi_of_scale = assign_phi(len(scales), shared_phi)
         self.embedding = nn.Embedding(codes, width)
         self.quant_resi = nn.ModuleDict({"qresi_ls": nn.ModuleList(Phi(width) for _ in range(shared_phi))})
@@ -158,7 +157,6 @@ class MultiScaleVQModel(QuantizedStorageMixin, ConfigMixin):
         "transformer_blocks": ("encoder.trunk.blocks.",),
         "shared_phi": ("quantize.quant_resi.qresi_ls.",),
     }
-
     unquantized_suffixes: ClassVar[tuple[str, ...]] = ("quantize.embedding.weight", "ema_vocab_hit_SV")
 
     @register_to_config
@@ -181,11 +179,21 @@ class MultiScaleVQModel(QuantizedStorageMixin, ConfigMixin):
         super().__init__()
         scales = tuple(scales)
         scale_codes = tuple(scale_codes) if scale_codes is not None else (codebook_size,) * len(scales)
-        _validate_scales(scales, scale_codes, codebook_size, shared_phi)
-        _validate_widths(architecture, ch, tuple(ch_mult))
-        self.scales = scales
-        self.scale_codes = scale_codes
+        if not scales or scales[0] < 1 or any(a >= b for a, b in pairwise(scales)):
+            raise ValueError(f"scales must grow from a first of at least 1, got {scales}")
+        if len(scale_codes) != len(scales) or any(a > b for a, b in pairwise((1, *scale_codes, codebook_size))):
+            allowed = f"{len(scales)} numbers from 1 to {codebook_size}, none falling"
+            raise ValueError(f"scale_codes must be {allowed}, got {scale_codes}")
+        if shared_phi < 1:
+            raise ValueError(f"shared_phi must be at least 1, got {shared_phi}")
+        if architecture not in ("convolutional", "hybrid"):
+            raise ValueError(f"architecture must be convolutional or hybrid, got {architecture!r}")
         C, widths = codebook_embed_dim, tuple(ch * m for m in ch_mult)
+        if architecture == "hybrid" and widths[-1] % HEAD_WIDTH:
+            raise ValueError(f"ch * ch_mult[-1] must be a multiple of {HEAD_WIDTH} (attention heads), got {widths[-1]}")
+        if architecture == "convolutional" and ch % NORM_GROUPS:
+            raise ValueError(f"ch must be a multiple of {NORM_GROUPS} (group norm), got {ch}")
+        self.scales, self.scale_codes = scales, scale_codes
         if architecture == "hybrid":
             grid = (patch_size, widths, scales[-1])
             self.encoder: nn.Module = NormalizedEncoder(*grid, num_res_blocks, transformer_blocks, C)
@@ -272,24 +280,3 @@ class MultiScaleVQModel(QuantizedStorageMixin, ConfigMixin):
             shape = list(tokens.shape)
             raise ValueError(f"tokens of scale {k} must be [B, {side}, {side}] or [B, {side * side}], got {shape}")
         return tokens.view(-1, side, side)
-
-
-def _validate_scales(scales: tuple[int, ...], scale_codes: tuple[int, ...], codebook_size: int, shared_phi: int) -> None:
-    if not scales or scales[0] < 1 or any(a >= b for a, b in pairwise(scales)):
-        raise ValueError(f"scales must grow from a first of at least 1, got {scales}")
-    grow = all(a <= b for a, b in pairwise((1, *scale_codes, codebook_size)))
-    if len(scale_codes) != len(scales) or not grow:
-        allowed = f"{len(scales)} numbers from 1 to {codebook_size}, none falling"
-        raise ValueError(f"scale_codes must be {allowed}, got {scale_codes}")
-    if shared_phi < 1:
-        raise ValueError(f"shared_phi must be at least 1, got {shared_phi}")
-
-
-def _validate_widths(architecture: str, ch: int, ch_mult: tuple[int, ...]) -> None:
-    if architecture not in ("convolutional", "hybrid"):
-        raise ValueError(f"architecture must be convolutional or hybrid, got {architecture!r}")
-    hybrid = architecture == "hybrid"
-    divisor, width, name = (HEAD_WIDTH, ch * ch_mult[-1], "ch * ch_mult[-1]") if hybrid else (NORM_GROUPS, ch, "ch")
-    reason = "attention heads" if hybrid else "group norm"
-    if width % divisor:
-        raise ValueError(f"{name} must be a multiple of {divisor} ({reason}), got {width}")

@@ -58,7 +58,6 @@ class StreamingDecoder(Protocol):
         Returns:
             Pixels `[B, F', 3, Y, X]` in [-1, 1], not clamped, and the state for the next block.
         """
-        ...
 
 
 _PAST = 2  # number of earlier frames in the receptive field of a causal layer

@@ -103,7 +103,6 @@ class VQModel(QuantizedStorageMixin, ConfigMixin):
         "encoder_ch_mult": ("encoder.conv_blocks.",),
         "decoder_ch_mult": ("decoder.conv_blocks.",),
     }
-
     unquantized_suffixes: ClassVar[tuple[str, ...]] = ("quantize.embedding.weight", "codebook_used")
 
     @register_to_config

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,19 +30,14 @@ class VARState:
     Attributes:
         cache: of R rows: B, or 2 B if `is_guided`.
         condition: of all rows.
-        conditional: the cache of the first B rows alone, in the same memory, once a scale is not guided.
+        conditional: the cache of the first B rows alone, in the same memory, once a scale is not guided. It goes on alone:
+            guidance does not resume.
     """
 
     cache: ScaleCache
     is_guided: bool
     condition: Condition | None = None
     conditional: ScaleCache | None = None
-
-    def conditional_rows(self) -> ScaleCache:
-        """Return the cache of the conditional rows, which goes on alone: guidance does not resume."""
-        if self.conditional is None:
-            self.conditional = self.cache.select_rows(slice(0, self.cache.rows // 2))
-        return self.conditional
 
 
 class VARScaleModel(ScaleModel):
@@ -103,8 +99,16 @@ class VARScaleModel(ScaleModel):
             self._guidance_ramp.copy_(self._make_ramp(condition.scale))
 
     def _conditions(self, condition: Condition, is_guided: bool) -> list[Condition]:
-        """Return the condition of the conditional rows and, if any scale is guided, that of the unconditional rows."""
-        conditions = _trim_padding(self.guidance.conditions(condition, self.transformer))
+        """Return the condition of the conditional rows and, if any scale is guided, that of the unconditional rows.
+
+        Captions are trimmed to the longest one where this needs no synchronization, since padding costs as much as valid rows.
+        """
+        conditions = self.guidance.conditions(condition, self.transformer)
+        captions: list[Any] = [(each.caption_embeds, each.caption_mask) for each in conditions]
+        counts = [None if mask is None else ops.host_values(mask.sum(1)) for _, mask in captions]
+        if None not in counts:
+            used = max(1, *(max(each or [0]) for each in counts))
+            conditions = [Condition(None, embeds[:, -used:], mask[:, -used:]) for embeds, mask in captions]
         return conditions if is_guided else conditions[:1]
 
     def forward(self, state: VARState, inputs: Sequence[Tensor | None], guidance: float) -> Tensor:
@@ -112,7 +116,9 @@ class VARScaleModel(ScaleModel):
         if state.is_guided and guidance:
             strength = self._guidance_ramp[self._ends[scale] : self._ends[scale + 1]]
             strength = strength if guidance == 1 else strength * guidance
-        cache = state.conditional_rows() if state.is_guided and not guidance else state.cache
+        cache = state.cache
+        if state.is_guided and not guidance:
+            cache = state.conditional = state.conditional or cache.select_rows(slice(0, cache.rows // 2))
         first = state.condition if cache.scale == 0 else None
         with inference_mode_for(self.device):
             fed = [part for part in inputs[cache.scale :] if part is not None]
@@ -126,17 +132,3 @@ class VARScaleModel(ScaleModel):
         for cache in (state.cache, state.conditional):
             if cache is not None:
                 cache.scale = scales
-
-
-def _trim_padding(conditions: list[Condition]) -> list[Condition]:
-    """Trim captions to the longest one where this needs no synchronization, since padding costs as much as valid rows."""
-    used, parts = 1, []
-    for each in conditions:
-        counts = None if each.caption_mask is None else ops.host_values(each.caption_mask.sum(1))
-        if counts is None:
-            return conditions
-        used = max(used, *counts)
-    for each in conditions:
-        assert each.caption_embeds is not None and each.caption_mask is not None
-        parts.append(Condition(None, each.caption_embeds[:, -used:], each.caption_mask[:, -used:]))
-    return parts

@@ -158,10 +158,7 @@ class VARTransformer(QuantizedStorageMixin, ConfigMixin):
         return Condition(caption_embeds=blank, caption_mask=torch.zeros_like(blank[..., 0], dtype=torch.bool))
 
     def new_cache(self, rows: int, prefix: int = 0, device: torch.device | None = None) -> ScaleCache:
-        """Create a cache for `rows` rows with `prefix` caption rows each.
-
-        `device` is that of the passes. Default: the device of the weights, which differs while they are offloaded.
-        """
+        """Create a cache for `rows` rows with `prefix` caption rows each, on the device of passes; see `VARScaleModel`."""
         if self.quantized and (made := int8.make_scale_cache(self, rows, prefix)) is not None:
             return made
         shape = len(self.blocks), rows, self.n_head, self.head_dim
