@@ -156,7 +156,7 @@ class CompiledCode:
         return _code_folder() / f"complete-{self.functions[0]}"
 
 
-TOKEN_PASS = CompiledCode("int8 passes", "run_token_pass", "advance", "move_slots")  # of next-token transformers
+TOKEN_PASS = CompiledCode("int8 passes", "run_token_pass", "move_slots")  # of next-token transformers
 SCALE_PASS = CompiledCode("next-scale int8 passes", "run_scale_pass")
 
 

@@ -202,13 +202,6 @@ def run_token_pass(weights, slots, buffers, places, tokens, positions, ancestors
     _write_logits(weights.output, None, buffers, D, logits)
 
 
-@compiled("int64 [R]", "int64 [B]")
-def advance(length, count):
-    """Add `count` int64 `[B]` to the pointers `length` `[R]` of the rows, of which R / B belong to an image."""
-    for r in range(len(length)):
-        length[r] += count[r % len(count)]
-
-
 @compiled(Slots, "int64 [R, A]", "int64 [R]", int)
 def move_slots(slots, path, count, tokens):
     """Move the accepted tokens of the last pass to consecutive slots after each row's pointer, which does not move.

@@ -295,10 +295,8 @@ class Int8Cache:
 
     def commit_chain(self, count: Tensor | int) -> None:
         """Commit the first `count` tokens of the last pass, a chain; argument as in `KVCache.commit_chain`."""
-        if self.compiled is None or isinstance(count, int):
-            self.length.unflatten(0, (-1, count.numel() if isinstance(count, Tensor) else 1)).add_(count)
-        else:
-            self.compiled.advance(self.arrays.length, as_array(count))
+        added = count.numpy() if isinstance(count, Tensor) else np.array([count])
+        self.arrays.length.reshape(-1, added.size)[...] += added
 
     def rollback(self, length_R: Tensor) -> None:
         """Set every row's pointer, and discard the tokens after it."""
