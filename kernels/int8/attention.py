@@ -1,6 +1,6 @@
 """Attention of a CPU pass, for Numba: bit for bit that of `vargen.kernels.int8.arithmetic`.
 
-The cache is a layer of `vargen.kernels.int8.format.Slots`, [ prefix | image tokens | scratch ].
+The cache is `vargen.kernels.int8.format.Slots`.
 
 Shape suffixes: R rows, T tokens of the pass, H query heads, G key heads, K head width, S slots, P prefix slots.
 """
@@ -31,34 +31,37 @@ _HIDDEN = f32(-np.inf)
 
 
 @njit(**INNER)
-def join_pair(low, high):
+def _join_pair(low, high):
     """The int32 with these 16-bit integers."""
     return i32((high << i32(16)) | (low & i32(0xFFFF)))
 
 
 @njit(**INNER)
-def write_tokens(
-    sums, stride, scale, channel_scale, biases, layer, cos_sin, r, sharpness, unit, first, limits, k, v, k_scale, v_scale, q,
-    q_scale, row, T, H,
-):  # fmt: skip
+def put_value(v, slot, j, number):
+    """Write number `j` of a slot of a head, beside that of the slot with which it shares an int32."""
+    old = v[slot >> 1, j]
+    v[slot >> 1, j] = _join_pair(old, number) if slot & 1 else _join_pair(number, i32(old >> i32(16)))
+
+
+@njit(**INNER)
+def write_tokens(slots, layer, r, first, buffers, stride, channel_scale, biases, cos_sin, sharpness, unit, T, H):
     """Quantize the queries, keys and values of row r of a pass; write keys and values to the slots from `first` on.
 
     Args:
-        sums: int32 product of the row's tokens, with `stride` columns: queries, keys, values.
+        stride: columns of the product of all tokens, `buffers.sums`: queries, keys, values.
         biases: float32 `[L, >= columns]`, of which those of `layer` are added; None: none.
         cos_sin: float32 `[R, T, K/2, 2]`, which rotate queries and keys; None: nothing rotates them.
         sharpness: float32 `[L, H]`, factors of the scores; None: the root of 1/K.
         unit: whether queries and keys are normalized, which their integers then are exactly.
-        limits: largest integers of keys and of values.
-        q, q_scale: written: int16 `[G, H/G T, K]`, and float32 scales of scores `[G, H/G T]`.
-        row: float32 `[(H + 2 G) K]`, scratch.
     """
+    k, v, k_scale, v_scale = slots.k[r, layer], slots.v[r, layer], slots.k_scale[r, layer], slots.v_scale[r, layer]
     G, K = k.shape[0], 2 * k.shape[1]
-    group = H // G
+    group, row, q, q_scale = H // G, buffers.row, buffers.q, buffers.q_scale
+    sums, limits = buffers.sums[r * T * stride :], slots.limits
     score_limit, value_limit = f32(limits[0]), f32(limits[1])
     score_unit, value_unit, root = f32(1 / limits[0]), f32(1 / limits[1]), f32(K**-0.5)
     for t in range(T):
-        a, line, slot = scale[t], t * stride, first + t
+        a, line, slot = buffers.scale[r * T + t], t * stride, first + t
         for j in range((H + 2 * G) * K):
             row[j] = f32(sums[line + j]) * a * channel_scale[j]
             if biases is not None:
@@ -88,12 +91,11 @@ def write_tokens(
                 q_scale[g, number] = size * (root if sharpness is None else sharpness[layer, h])
             elif h < H + G:
                 for j in range(K // 2):
-                    k[h - H, j, slot] = join_pair(i32(row[start + 2 * j]), i32(row[start + 2 * j + 1]))
+                    k[h - H, j, slot] = _join_pair(i32(row[start + 2 * j]), i32(row[start + 2 * j + 1]))
                 k_scale[h - H, slot] = size
             else:
                 for j in range(K):
-                    old, new = v[h - H - G, slot >> 1, j], i32(row[start + j])
-                    v[h - H - G, slot >> 1, j] = join_pair(old, new) if slot & 1 else join_pair(new, i32(old >> i32(16)))
+                    put_value(v[h - H - G], slot, j, i32(row[start + j]))
                 v_scale[h - H - G, slot] = top * value_unit
 
 
@@ -177,18 +179,16 @@ def weigh_slots(dots, w, scale, k_scale, v_scale, bias, ancestors, r, t, first, 
 
 
 @njit(**INNER)
-def attend_slots(
-    q, q_scale, k, v, k_scale, v_scale, bias, r, first, reach, ancestors, dots, row, weights, sums, out, T, H
-):  # fmt: skip
-    """Attention of row r of a pass, whose tokens are in the slots from `first` on, float32 `out [T, H K]`.
+def attend_slots(slots, layer, r, first, reach, ancestors, buffers, T, H):
+    """Attention of row r of a pass, whose tokens are in the slots from `first` on, with the queries of `buffers.q`.
 
     Args:
-        q, q_scale: see `write_tokens`; three more queries than used are read.
         reach: int64 `[R, T]`, number of tokens of the pass that are visible to each token; 0: it sees nothing at all, and gets
             zeros.
         ancestors: bool `[R, T, T]`, which of these it attends to; `[R, 0, 0]`: all.
-        dots, row, weights, sums: scratch: int32 `[4, S]`, float32 `[S + 4]`, int16 `[4, S]`, int32 `[4, K']`.
     """
+    k, v, k_scale, v_scale = slots.k[r, layer], slots.v[r, layer], slots.k_scale[r, layer], slots.v_scale[r, layer]
+    q, row, dots, weights, sums = buffers.q, buffers.row, buffers.dots, buffers.weights, buffers.mixed
     G, S, K, columns = k.shape[0], k.shape[2], 2 * k.shape[1], v.shape[2]
     group = H // G
     count, end = group * T, first + T
@@ -204,12 +204,12 @@ def attend_slots(
             pair_dots(block, source, 2 * K, keys, 4 * S, K // 2, vectors, products, 4 * S)
             for w in range(used):
                 t = (number + w) % T
-                seen, scale = first + reach[r, t], q_scale[g, number + w]
+                seen, scale = first + reach[r, t], buffers.q_scale[g, number + w]
                 if reach[r, t] == 0:
                     seen, row[S + w] = i64(0), f32(0)
                 else:
                     row[S + w] = weigh_slots(
-                        dots, w, scale, k_scale[g], v_scale[g], bias, ancestors, r, t, first, seen, row, weights
+                        dots, w, scale, k_scale[g], v_scale[g], slots.bias, ancestors, r, t, first, seen, row, weights
                     )  # fmt: skip
                 for i in range(-(-seen // 16) * 16, 16 * vectors):
                     weights[w, i] = 0
@@ -218,5 +218,5 @@ def attend_slots(
             for w in range(used):
                 at, h = (number + w) % T, g * group + (number + w) // T
                 for j in range(K):
-                    out[at, h * K + j] = f32(sums[w, j]) * row[S + w]
+                    buffers.attended[r * T + at, h * K + j] = f32(sums[w, j]) * row[S + w]
             number += block

@@ -56,26 +56,27 @@ class Layers(NamedTuple):
 class Slots(NamedTuple):
     """A cache of pairs of 16-bit integers, and the largest integers of keys and of values.
 
-    A pair of keys is two numbers of a slot, a pair of values the same number of two slots: an instruction multiplies pairs of
-    16 slots or columns. Passes of scales have rows before layers, so that a slice of the rows is contiguous.
+    An instruction multiplies pairs of 16 slots or columns. Number j of slot s of a head is in:
+
+        k           s = 0      s = 1              v           j = 0         j = 1
+        [0]        j = 0, 1   j = 0, 1            [0]        s = 0, 1      s = 0, 1
+        [1]        j = 2, 3   j = 2, 3            [1]        s = 2, 3      s = 2, 3
+
+    Slots are [ prefix | image tokens | scratch ]. Rows are first, so that a slice of them is contiguous.
     """
 
-    k: Annotated[np.ndarray, "int32 [L, R, G, K/2, S']"]
-    v: Annotated[np.ndarray, "int32 [L, R, G, S'/2, K']"]
-    k_scale: Annotated[np.ndarray, "float32 [L, R, G, S']"]
-    v_scale: Annotated[np.ndarray, "float32 [L, R, G, S']"]
+    k: Annotated[np.ndarray, "int32 [R, L, G, K/2, S']"]
+    v: Annotated[np.ndarray, "int32 [R, L, G, S'/2, K']"]
+    k_scale: Annotated[np.ndarray, "float32 [R, L, G, S']"]
+    v_scale: Annotated[np.ndarray, "float32 [R, L, G, S']"]
     length: Annotated[np.ndarray, "int64 [R]"]  # image tokens that the rows hold; 0 in passes of scales
     bias: Annotated[np.ndarray, "float32 [R, P]"]  # added to the scores of the prefix
     limits: tuple[int, int]
 
 
-def allocate_slots(shape: tuple[int, int, int], rows: int, head_dim: int, prefix: int, slots: int, most: int) -> Slots:
-    """Allocate a cache of zeros.
-
-    Args:
-        shape: of the scales but for the slots: layers, rows and key heads, in any order.
-        slots, most: number of its slots, and most visible slots of any cache of the network.
-    """
+def allocate_slots(layers: int, rows: int, heads: int, head_dim: int, *, prefix: int, slots: int, most: int) -> Slots:
+    """Allocate a cache of zeros; `most` is the number of visible slots that any cache of the network has at most."""
+    shape = rows, layers, heads
     padded, width = (-(-each // 16) * 16 for each in (slots, head_dim))
     return Slots(
         k=np.zeros((*shape, head_dim // 2, padded), np.int32),

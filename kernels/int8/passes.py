@@ -17,7 +17,7 @@ from typing import Annotated, NamedTuple
 import numpy as np
 from numba import njit
 
-from vargen.kernels.int8.attention import attend_slots, join_pair, write_tokens
+from vargen.kernels.int8.attention import attend_slots, put_value, write_tokens
 from vargen.kernels.int8.format import NORM_MAX, PANEL, Buffers, Layers, Matrix, Slots, make_buffers
 from vargen.kernels.int8.steps import (
     INNER,
@@ -46,7 +46,7 @@ _EPS = 1e-6  # of layer norms
 @njit(**INNER)
 def _run_layers(
     layers, slots, buffers, x, T, H, F, norms, eps, modulation, biases, sharpness, unit, cos_sin, length, place, reach,
-    ancestors, rows_first,
+    ancestors,
 ):  # fmt: skip
     """Run all layers over `x [R T, D]`, which becomes the last residual.
 
@@ -60,11 +60,10 @@ def _run_layers(
         sharpness: float32 `[L, H]`; this and the next: see `write_tokens`.
         place, length: their sum is the first slot of a row's tokens.
         reach, ancestors: see `attend_slots`.
-        rows_first: whether rows come before layers in the cache.
     """
-    G, K, R = slots.k.shape[2], 2 * slots.k.shape[3], len(length)
+    G, K = slots.k.shape[2], 2 * slots.k.shape[3]
     M, D = x.shape
-    scale, sums, row, wide, attended = buffers.scale, buffers.sums, buffers.row, buffers.wide, buffers.attended
+    scale, sums, row, wide = buffers.scale, buffers.sums, buffers.row, buffers.wide
     columns_of = ((H + 2 * G) * K, D, 2 * F if modulation is None else F, D)
     for layer in range(len(layers.packed)):
         first = i64(0)
@@ -79,20 +78,12 @@ def _run_layers(
             start, channels = layers.start[layer, first:], layers.scale[layer, first:]
             product(factors, M, layers.packed[layer, stage], start, -(-inputs // 4), sums, columns)
             if stage == 0:
-                for r in range(R):  # each over its own slots of this layer, with the queries of its own tokens
-                    own, slot = r * T, place + length[r]
-                    i, j = (r, layer) if rows_first else (layer, r)
-                    k, v, k_scale, v_scale = slots.k[i, j], slots.v[i, j], slots.k_scale[i, j], slots.v_scale[i, j]
-                    write_tokens(
-                        sums[own * columns :], columns, scale[own:], channels, biases, layer, cos_sin, r, sharpness, unit, slot,
-                        slots.limits, k, v, k_scale, v_scale, buffers.q, buffers.q_scale, row, T, H,
-                    )  # fmt: skip
-                    attend_slots(
-                        buffers.q, buffers.q_scale, k, v, k_scale, v_scale, slots.bias, r, slot, reach, ancestors, buffers.dots,
-                        row, buffers.weights, buffers.mixed, attended[own:], T, H,
-                    )  # fmt: skip
+                for r in range(len(length)):
+                    slot = place + length[r]
+                    write_tokens(slots, layer, r, slot, buffers, columns, channels, biases, cos_sin, sharpness, unit, T, H)
+                    attend_slots(slots, layer, r, slot, reach, ancestors, buffers, T, H)
                 for m in range(M):
-                    scale[m] = quantize(attended[m], H * K, wide[m])
+                    scale[m] = quantize(buffers.attended[m], H * K, wide[m])
             if norms is not None:
                 if stage == 2:
                     swiglu_rows(sums, columns, scale, channels, M, F, row, buffers.hidden)
@@ -149,7 +140,7 @@ class Places(NamedTuple):
 def make_token_buffers(weights: TokenWeights, slots: Slots, tokens: int) -> tuple[Buffers, Places]:
     """Allocate what passes over up to `tokens` tokens write beside their results."""
     H, F = (int(size) for size in weights.sizes)
-    R, K = slots.k.shape[1], 2 * slots.k.shape[3]
+    R, K = len(slots.k), 2 * slots.k.shape[3]
     places = Places(np.zeros((R, tokens, K // 2, 2), np.float32), np.zeros(R, np.int64), np.zeros((R, tokens), np.int64))
     return make_buffers(weights.layers, weights.output, slots, (R, tokens), H, max(weights.norms.shape[1], H * K), F), places
 
@@ -186,7 +177,7 @@ def run_token_pass(weights, slots, buffers, places, tokens, positions, ancestors
                 x[r * T + t, d] = weights.embedding[tokens[r % len(tokens), t], d]
     _run_layers(
         weights.layers, slots, buffers, x, T, weights.sizes[0], weights.sizes[1], weights.norms, weights.eps, None, None, None,
-        False, places.cos_sin, length, slots.bias.shape[1], places.reach, ancestors, False,
+        False, places.cos_sin, length, slots.bias.shape[1], places.reach, ancestors,
     )  # fmt: skip
     for r in range(R):
         for t in range(T):
@@ -210,24 +201,22 @@ def move_slots(slots, path, count, tokens):
         path: int64 `[R, A]`, indices among the pass's tokens, strictly increasing up to `count [R]`.
         tokens: number of image tokens; rows that have all are left as they are.
     """
-    L, R, G, pairs = slots.k.shape[:4]
-    prefix = slots.bias.shape[1]
-    for layer in range(L):
-        for r in range(R):
-            first = prefix + min(slots.length[r], tokens)
-            for step in range(count[r]):
-                source, target = first + path[r, step], first + step
-                if source == target:
-                    continue
+    R, L, G, pairs = slots.k.shape[:4]
+    for r in range(R):
+        first = slots.bias.shape[1] + min(slots.length[r], tokens)
+        for step in range(count[r]):
+            source, target = first + path[r, step], first + step
+            if source == target:
+                continue
+            for layer in range(L):
                 for g in range(G):
-                    k, v = slots.k[layer, r, g], slots.v[layer, r, g]
+                    k, v = slots.k[r, layer, g], slots.v[r, layer, g]
                     for pair in range(pairs):
                         k[pair, target] = k[pair, source]
                     for j in range(v.shape[1]):
-                        old, new = v[target >> 1, j], i32(v[source >> 1, j] >> i32(16 * (source & 1)))
-                        v[target >> 1, j] = join_pair(old, new) if target & 1 else join_pair(new, i32(old >> i32(16)))
-                    slots.k_scale[layer, r, g, target] = slots.k_scale[layer, r, g, source]
-                    slots.v_scale[layer, r, g, target] = slots.v_scale[layer, r, g, source]
+                        put_value(v, target, j, i32(v[source >> 1, j] >> i32(16 * (source & 1))))
+                    slots.k_scale[r, layer, g, target] = slots.k_scale[r, layer, g, source]
+                    slots.v_scale[r, layer, g, target] = slots.v_scale[r, layer, g, source]
 
 
 # -- next-scale transformers --------------------------------------------------------------------------------------------------
@@ -314,7 +303,7 @@ def run_scale_pass(
     n, x = features.shape[1], states.reshape(R * T, D)
     _run_layers(
         weights.layers, slots, buffers, x, T, slots.k.shape[2], weights.sizes[0], None, 0.0, modulation, weights.bias,
-        weights.sharpness, weights.sizes[1], None, slots.length, place, reach, ancestors, True,
+        weights.sharpness, weights.sizes[1], None, slots.length, place, reach, ancestors,
     )  # fmt: skip
     for r in range(R):
         for t in range(n):

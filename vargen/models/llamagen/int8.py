@@ -225,7 +225,8 @@ class Int8Cache:
         self.prefix, self.tokens, self.scratch = prefix, tokens, scratch
         self.slots = prefix + tokens + scratch
         self.most_slots = prefix + tokens if most_slots is None else most_slots
-        self.arrays = allocate_slots((layers, rows, heads), rows, head_dim, prefix, self.slots, self.most_slots)
+        shape = layers, rows, heads, head_dim
+        self.arrays = allocate_slots(*shape, prefix=prefix, slots=self.slots, most=self.most_slots)
         self.k, self.v, self.k_scale, self.v_scale, self.length, self.prefix_bias = map(torch.from_numpy, self.arrays[:6])
         self._keys, self._values = (store.view(torch.int16).unflatten(-1, (-1, 2)) for store in (self.k, self.v))
 
@@ -241,8 +242,8 @@ class Int8Cache:
         """Store the values of the conditioning, float32. Its keys are zero, as LlamaGen's always are."""
         values, scale = quantize_activations(v_RPGK, self.arrays.limits[1], torch.int16)
         slot = torch.arange(self.prefix)
-        self._values[layer, :, :, slot // 2, : self.head_dim, slot % 2] = values.transpose(0, 1)
-        self.v_scale[layer, :, :, : self.prefix] = scale[..., 0].transpose(1, 2)
+        self._values[:, layer, :, slot // 2, : self.head_dim, slot % 2] = values.transpose(0, 1)
+        self.v_scale[:, layer, :, : self.prefix] = scale[..., 0].transpose(1, 2)
 
     def prefix_only(self, rows: int) -> Int8Cache:
         """Return a cache for the prefill of `rows` rows; see `KVCache.prefix_only`."""
@@ -252,9 +253,9 @@ class Int8Cache:
     def start_rows(self, new: Int8Cache, rows: Tensor) -> None:
         """Start rows with the prefixes of another cache; see `KVCache.start_rows`."""
         for held, given in zip(self._stores, new._stores, strict=True):
-            held.index_fill_(1, rows, 0)
+            held.index_fill_(0, rows, 0)
             part = (slice(None), slice(None), *(slice(min(a, b)) for a, b in zip(held.shape[2:], given.shape[2:], strict=True)))
-            held[part].index_copy_(1, rows, given[part])
+            held[part].index_copy_(0, rows, given[part])
         self.prefix_bias.index_copy_(0, rows, new.prefix_bias)
         self.length.index_fill_(0, rows, 0)
 
@@ -264,16 +265,17 @@ class Int8Cache:
         v, v_scale = quantize_activations(v_RTGK, self.arrays.limits[1], torch.int16)
         row = torch.arange(self.rows)[:, None]
         # Indexed dimensions come first, so each assigned value is [R, T, ...].
-        self._keys[layer][row, :, :, slots_RT] = k.unflatten(-1, (-1, 2))
-        self._values[layer][row, :, slots_RT // 2, : self.head_dim, slots_RT % 2] = v
-        self.k_scale[layer][row, :, slots_RT], self.v_scale[layer][row, :, slots_RT] = k_scale[..., 0], v_scale[..., 0]
+        self._keys[:, layer][row, :, :, slots_RT] = k.unflatten(-1, (-1, 2))
+        self._values[:, layer][row, :, slots_RT // 2, : self.head_dim, slots_RT % 2] = v
+        self.k_scale[:, layer][row, :, slots_RT] = k_scale[..., 0]
+        self.v_scale[:, layer][row, :, slots_RT] = v_scale[..., 0]
 
     def view(self, layer: int, slots: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return keys, their scales, values and their scales of the first slots of a layer, as `attend_int8` takes them."""
-        pairs = self._keys[layer, ..., :slots, :], self._values[layer, :, :, : slots + 1 >> 1, : self.head_dim]
+        pairs = self._keys[:, layer, ..., :slots, :], self._values[:, layer, :, : slots + 1 >> 1, : self.head_dim]
         k, v = (each.mT.to(torch.float32, memory_format=torch.contiguous_format).flatten(2, 3) for each in pairs)
         v = v[:, :, :slots]
-        return k, self.k_scale[layer, ..., :slots], v, self.v_scale[layer, ..., :slots]
+        return k, self.k_scale[:, layer, :, :slots], v, self.v_scale[:, layer, :, :slots]
 
     def attention_bias(self, T: int, ancestors: Tensor | None) -> Tensor:
         """Return the additive bias float32 `[R, 1, T, S]` of a pass over T tokens, for the slots in use.
@@ -311,10 +313,10 @@ class Int8Cache:
             first = self.prefix + self.length.clamp(max=self.tokens)[:, None]
             source = torch.where(steps < count_R[:, None], accepted_RA, steps)
             target, source = ((first + each).clamp(max=self.slots - 1) for each in (steps, source))
-            self._keys[:, row, :, :, target] = self._keys[:, row, :, :, source]
-            self._values[:, row, :, target // 2, :, target % 2] = self._values[:, row, :, source // 2, :, source % 2]
+            self._keys[row, :, :, :, target] = self._keys[row, :, :, :, source]
+            self._values[row, :, :, target // 2, :, target % 2] = self._values[row, :, :, source // 2, :, source % 2]
             for store in (self.k_scale, self.v_scale):
-                store[:, row, :, target] = store[:, row, :, source]
+                store[row, :, :, target] = store[row, :, :, source]
         self.length += count_R
 
     def fill_randomly(self) -> None:

@@ -10,7 +10,6 @@ of one pass, n tokens with logits, D width, H heads, K head width, E code width,
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -31,20 +30,16 @@ _NO_TREE = np.zeros((1, 0, 0), np.bool_)
 
 
 class Int8ScaleCache(ScaleCache):
-    """The cache of compiled passes, which alone write it: `arrays`, with rows before layers.
+    """The cache of compiled passes, in memory that only they write.
 
     Args:
         compiled: module `vargen.kernels.int8.passes`.
-        layers, rows, heads, head_dim: shape of the network and of the batch.
-        prefix, tokens: number of caption rows P, and of image tokens L.
-        most_slots: largest number of slots of any cache of the network, on which the values' precision depends.
+        arrays: as passes take it.
     """
 
-    def __init__(
-        self, compiled: Any, layers: int, rows: int, heads: int, head_dim: int, *, prefix: int, tokens: int, most_slots: int
-    ):
-        self.compiled, self.rows, self.prefix, self.tokens = compiled, rows, prefix, tokens
-        self.arrays = allocate_slots((rows, layers, heads), rows, head_dim, prefix, prefix + tokens, most_slots)
+    def __init__(self, compiled: Any, arrays: Slots):
+        self.compiled, self.arrays = compiled, arrays
+        self.rows, self.prefix = arrays.bias.shape
         self.scale = 0
         self.modulation: Modulation | None = None
         self.prefix_mask: Tensor | None = None
@@ -52,17 +47,13 @@ class Int8ScaleCache(ScaleCache):
 
     @property
     def nbytes(self) -> int:
-        return sum(each.nbytes for each in self.arrays[:6])
+        return sum(each.nbytes for each in self.arrays[:-1])
 
     def select_rows(self, chosen: slice) -> Int8ScaleCache:
-        part = copy.copy(self)
-        arrays: Any = [each[chosen] for each in self.arrays[:6]]
-        part.arrays = Slots(*arrays, self.arrays.limits)
-        part.rows, part._buffers = len(part.arrays.k), (0, None)
-        if self.modulation is not None:
-            part.modulation = self.modulation.select_rows(chosen)
-        if self.prefix_mask is not None:
-            part.prefix_mask = self.prefix_mask[chosen]
+        part = Int8ScaleCache(self.compiled, Slots(*(each[chosen] for each in self.arrays[:-1]), self.arrays.limits))
+        part.scale = self.scale
+        part.modulation = self.modulation and self.modulation.select_rows(chosen)
+        part.prefix_mask = None if self.prefix_mask is None else self.prefix_mask[chosen]
         return part
 
     def layer(self, layer: int, start: int) -> LayerView:
@@ -84,7 +75,7 @@ def make_scale_cache(network: VARTransformer, rows: int, prefix: int) -> Int8Sca
         return None
     shape = (network.config.depth, rows, network.n_head, network.head_dim)
     most = network.config.caption_rows + network.tokens
-    return Int8ScaleCache(compiled, *shape, prefix=prefix, tokens=network.tokens, most_slots=most)
+    return Int8ScaleCache(compiled, allocate_slots(*shape, prefix=prefix, slots=prefix + network.tokens, most=most))
 
 
 def run_pass(
