@@ -1,6 +1,4 @@
-"""Attention to a static cache, and moving the accepted tokens of a tree in it.
-
-Tree attention of the T tokens of a pass over a static cache, with keys split over programs (split-K).
+"""Tree attention of a pass over a static cache, with keys split over programs (split-K), and moves of accepted tokens.
 
 K/V of the pass are already in the cache, in the slots after the committed tokens of each row, so prefix and tree are one range
 of slots: [ conditioning prefix | committed image tokens | fed tokens | unused ]. A query attends to prefix slots with their
@@ -21,12 +19,11 @@ S > 1 partial outputs twice, 8 S R T H (D + 1).
 
 Slots after the T tokens are never loaded, so they may contain NaN. A query without visible keys gets zeros.
 
-`_compact_kv`, grid `(R G, 2 layers)`, commits a path: it moves its keys and values to consecutive slots in all layers, and
-advances the pointers. A program owns the keys or the values of one row, key head and layer. It reads those of the whole path,
-up to A slots, before it writes any of them, so source and target may overlap. The last program of a row to finish, determined
-by a counter in memory that returns to zero, advances the row's pointer, which no other program reads any more. It takes one
-launch, and the host reads nothing. A chain needs none, because its tokens are already in consecutive slots. Bytes moved: at
-most 8 layers R G D (A - 1) in two-byte dtypes, less if the path starts with first children.
+`_compact_kv`, grid `(R G, 2 layers)`, commits a path: a program moves the keys or the values of one row, key head and layer to
+consecutive slots. It reads those of the whole path, up to A slots, before it writes any, so source and target may overlap. The
+last program of a row to finish, determined by a counter that returns to zero, advances the row's pointer, which no other one
+reads any more. The host reads nothing. A chain needs no launch, because its tokens are in consecutive slots already. Bytes
+moved: at most 8 layers R G D (A - 1) in two-byte dtypes, less if the path starts with first children.
 
 Shape suffixes: L layers, R rows, T tokens of the pass, H query heads, G key heads, S slots (in shapes), K head width, P prefix
 slots, W words, A slots of the longest path.
@@ -109,9 +106,9 @@ def _attend(
     k_ptr,  # [R, G, slots, D_LOAD or more], by strides; the same for v
     v_ptr,
     out_ptr,  # [R, T, H, D] for SPLITS = 1, else float32 [R, T, H, SPLITS, D]
-    lse_ptr,  # float32 [R, T, H, SPLITS], written for SPLITS > 1
+    lse_ptr,  # float32 [R, T, H, SPLITS]; None for SPLITS = 1
     length_ptr,  # int64 or int32 [R], number of committed image tokens
-    bits_ptr,  # int64 [bits_rows, T, WORDS]; not read for a chain
+    bits_ptr,  # int64 [bits_rows, T, WORDS]; None: a chain
     bias_ptr,  # float32 [R, P], natural units
     stride_qr,
     stride_qt,
@@ -133,7 +130,6 @@ def _attend(
     BM: tl.constexpr,
     BN: tl.constexpr,
     SPLITS: tl.constexpr,
-    CHAIN: tl.constexpr,
     WORDS: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
@@ -163,9 +159,8 @@ def _attend(
     if UPCAST:
         q = q.to(tl.float32)
     factor = scale * _LOG2E
-    words = bits_ptr + (row % bits_rows) * T * WORDS + t * WORDS
-    word = tl.zeros([BM], dtype=tl.int64)
-    if (not CHAIN) and WORDS == 1:
+    if bits_ptr is not None:
+        words = bits_ptr + (row % bits_rows) * T * WORDS + t * WORDS
         word = tl.load(words, mask=live, other=0)
 
     m = tl.full([BM], _FINITE_MIN, dtype=tl.float32)
@@ -182,7 +177,7 @@ def _attend(
             k, v = k.to(tl.float32), v.to(tl.float32)
         bias = tl.load(bias_ptr + row * P + slot, mask=there & (slot < P), other=0.0) * _LOG2E
         drafted = slot - base  # negative: committed
-        if CHAIN:
+        if bits_ptr is None:
             visible = drafted[None, :] <= earlier + t[:, None]
         else:
             bit = tl.maximum(drafted, 0)
@@ -260,17 +255,17 @@ def tree_attention(q_RTHK: Tensor, k_RGSK: Tensor, v_RGSK: Tensor, mask: KernelM
     blocks = triton.cdiv(T * (H // G), tiles.queries)
     splits = choose_splits(R * G * blocks, slots, tiles.keys)
     out = q_RTHK.new_empty(R, T, H, K)
-    part, lse = out, out
+    part, lse = out, None
     if splits > 1:
         part = q_RTHK.new_empty(R, T, H, splits, K, dtype=torch.float32)
         lse = q_RTHK.new_empty(R, T, H, splits, dtype=torch.float32)
-    length, stride = mask.length.contiguous(), k_RGSK.stride(2)
+    stride = k_RGSK.stride(2)
     padded = -(-K // 8) * 8  # multiples of 16 bytes for 2-byte dtypes, if slots are padded
     # The padding must not overlap other data, such as the next head of a cache [R, S, G, K].
     roomy = stride % 8 == 0 and min(k_RGSK.stride()[:3]) >= padded
     block = max(triton.next_power_of_2(K), 16)
-    words, bits_rows = (length, 1) if bits is None else (bits.contiguous(), bits.shape[0] if bits.dim() == 3 else 1)
-    operands = q_RTHK, k_RGSK, v_RGSK, part, lse, length, words, mask.prefix_bias.contiguous()
+    words, bits_rows = (None, 1) if bits is None else (bits.contiguous(), bits.shape[0] if bits.dim() == 3 else 1)
+    operands = q_RTHK, k_RGSK, v_RGSK, part, lse, mask.length.contiguous(), words, mask.prefix_bias.contiguous()
     strides = *q_RTHK.stride()[:3], *k_RGSK.stride()[:3]
     # Rows and heads on the first axis, because the others are limited to 65,535.
     launch(
@@ -287,7 +282,6 @@ def tree_attention(q_RTHK: Tensor, k_RGSK: Tensor, v_RGSK: Tensor, mask: KernelM
         BM=tiles.queries,
         BN=tiles.keys,
         SPLITS=splits,
-        CHAIN=bits is None,
         WORDS=1 if bits is None else bits.shape[-1],
         UPCAST=needs_upcast(q_RTHK.dtype),
         num_warps=tiles.warps,

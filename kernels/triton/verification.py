@@ -37,33 +37,30 @@ from vargen.kernels.triton.sampler import (
 )
 
 
-def _operands(first: Tensor, *others: Tensor | None) -> tuple[Tensor, ...]:
-    """Operands of a kernel, contiguous, with the first one in place of those that it does not read."""
-    return tuple((first if each is None else each).contiguous() for each in (first, *others))
+def _operands(*given: Tensor | None) -> list[Tensor | None]:
+    """Operands of a kernel, contiguous."""
+    return [None if each is None else each.contiguous() for each in given]
 
 
 @triton.jit(do_not_specialize=["T"])
 def _verify_chain(
     probs_ptr,  # float32 [B, T, V]
-    q_ptr,  # float32 [B, T - 1, V]; not read without HAS_Q
+    q_ptr,  # float32 [B, T - 1, V]; None: drafts are deterministic
     tokens_ptr,  # int64 [B, T - 1]
-    valid_ptr,  # bool [B, T - 1]; not read without HAS_VALID
-    accept_prob_ptr,  # float32 [B, T - 1]; this and the next are not read without RELAXED
+    valid_ptr,  # bool [B, T - 1]; None: all are valid
+    accept_prob_ptr,  # float32 [B, T - 1]; None, as the next and the last: exact
     spent_ptr,  # float32 [B]
     seeds_ptr,  # int64 [B]
     position_ptr,  # int64 [B, T]
     count_ptr,  # int64 [B]
     next_ptr,  # int64 [B]
-    relaxation_ptr,  # float32 [B], written with RELAXED
+    relaxation_ptr,  # float32 [B], written
     T,
     budget,
     tightening,
     V: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_T: tl.constexpr,
-    HAS_Q: tl.constexpr,
-    HAS_VALID: tl.constexpr,
-    RELAXED: tl.constexpr,
 ):
     image = tl.program_id(0).to(tl.int64)
     draft = tl.arange(0, BLOCK_T)
@@ -72,14 +69,14 @@ def _verify_chain(
     token = tl.load(tokens_ptr + at, mask=there, other=0)
     p = tl.load(probs_ptr + (image * T + draft) * V + token, mask=there, other=0.0)
     q = tl.full([BLOCK_T], 1.0, dtype=tl.float32)
-    if HAS_Q:
+    if q_ptr is not None:
         q = tl.load(q_ptr + at * V + token, mask=there, other=1.0)
     allowed = there
-    if HAS_VALID:
+    if valid_ptr is not None:
         allowed = there & (tl.load(valid_ptr + at, mask=there, other=0) != 0)
     seed = tl.load(seeds_ptr + image)
     u = uniform32(make_noise_key(seed, tl.load(position_ptr + image * T + draft, mask=there, other=0), ACCEPT))
-    if RELAXED:
+    if accept_prob_ptr is not None:
         exact = tl.where(q > 0, tl.minimum(tl.math.div_rn(p, tl.where(q > 0, q, 1.0)), 1.0), 0.0)
         accept_prob = tl.load(accept_prob_ptr + at, mask=there, other=0.0)
         allowance = tl.maximum(tl.minimum(accept_prob, 1.0) - exact, 0.0) * tl.exp(-tightening * draft.to(tl.float32))
@@ -92,16 +89,16 @@ def _verify_chain(
         accepted = allowed & (u * q < p)
     row = tl.min(tl.where(there & ~accepted, draft, T - 1), 0)
     tl.store(count_ptr + image, (row + 1).to(tl.int64))
-    if RELAXED:
+    if accept_prob_ptr is not None:
         tl.store(relaxation_ptr + image, tl.sum(tl.where(draft <= row, allowance, 0.0), 0))
 
     lane = tl.arange(0, BLOCK)
     target = tl.load((probs_ptr + (image * T + row) * V) + lane, mask=lane < V, other=0.0)
     last = image * (T - 1) + tl.minimum(row, tl.maximum(T - 2, 0))
     rejected = row < T - 1
-    if HAS_VALID:
+    if valid_ptr is not None:
         rejected = rejected & (tl.load(valid_ptr + last, mask=rejected, other=0) != 0)
-    if HAS_Q:
+    if q_ptr is not None:
         residual = tl.maximum(target - tl.load((q_ptr + last * V) + lane, mask=(lane < V) & rejected, other=0.0), 0.0)
     else:
         residual = tl.where(lane == tl.load(tokens_ptr + last, mask=rejected, other=-1).to(tl.int32), 0.0, target)
@@ -129,8 +126,7 @@ def verify_chain(
         probs: float32 `[B, T, V]`, target probabilities after each fed slot.
         tokens, q, valid: as in `vargen.decoding.Draft`: int64, float32 and bool `[B, T - 1]`, q with V.
         seeds, position: int64 `[B]` and `[B, T]`, see `vargen.decoding.noise.Noise.key`.
-        accept_prob: float32 `[B, T - 1]`, acceptance probabilities of a relaxed rule; None verifies exactly.
-        relaxation: float32 `[B]`, relaxation spent by earlier passes; with `accept_prob`.
+        accept_prob, relaxation: of a relaxed rule, as the kernel takes them: probabilities, and what earlier passes spent.
         budget, tightening: see `vargen.decoding.RelaxedRule`.
 
     Returns:
@@ -147,9 +143,6 @@ def verify_chain(
         *_operands(*given),
         *(T, float("inf") if budget is None else budget, tightening),
         BLOCK_T=triton.next_power_of_2(max(T - 1, 1)),
-        HAS_Q=q is not None,
-        HAS_VALID=valid is not None,
-        RELAXED=accept_prob is not None,
         **row_options(V),
     )
     return count, next_token, spent
@@ -200,9 +193,7 @@ def verify_shared_noise(sampled: Tensor, tokens: Tensor, children: Tensor, longe
     """Verify a tree or chain with the rule `shared_noise`: a draft is accepted if it equals the token after its parent.
 
     Args:
-        sampled: int64 `[B, T]`, tokens that the image's own noise samples after each slot.
-        tokens: int64 `[B, T - 1]`, the drafts.
-        children: int64 `[T, C]` or `[B, T, C]`, the children of each slot in order, padded with 0.
+        sampled, tokens, children: as the kernel takes them; children are in order.
         longest: number of slots of the longest path, A.
 
     Returns:
@@ -227,10 +218,7 @@ def verify_shared_noise(sampled: Tensor, tokens: Tensor, children: Tensor, longe
 
 
 @triton.jit
-def _reject_children(
-    p, r, first, number, q_ptr, tokens_ptr, valid_ptr, children, reach_ptr, lane,
-    V: tl.constexpr, HAS_Q: tl.constexpr, HAS_VALID: tl.constexpr,
-):  # fmt: skip
+def _reject_children(p, r, first, number, q_ptr, tokens_ptr, valid_ptr, children, reach_ptr, lane, V: tl.constexpr):
     """Return p and r after all children of a slot are rejected, and store the reach of each child.
 
     `first` is the index of the image's first draft, `children` points to the slot's children.
@@ -239,16 +227,16 @@ def _reject_children(
         child = tl.load(children + rank)
         at, there = first + tl.maximum(child - 1, 0), child > 0  # 0: no child
         valid = there
-        if HAS_VALID:
+        if valid_ptr is not None:
             valid = there & (tl.load(valid_ptr + at, mask=there, other=0) != 0)
         token = tl.load(tokens_ptr + at, mask=valid, other=0).to(tl.int32)
         accept_prob = tl.sum(tl.where(lane == token, p, 0.0), 0) * r
-        if HAS_Q:
+        if q_ptr is not None:
             proposed = tl.load(q_ptr + at * V + token, mask=there, other=0.0)
             accept_prob = tl.where(proposed > 0, tl.math.div_rn(accept_prob, tl.where(proposed > 0, proposed, 1.0)), 0.0)
         tl.store(reach_ptr + child, tl.where(valid, tl.minimum(accept_prob, 1.0), 0.0), mask=there)
         if valid:
-            if HAS_Q:
+            if q_ptr is not None:
                 rest = tl.maximum(p * r - tl.load((q_ptr + at * V) + lane, mask=lane < V, other=0.0), 0.0)
             else:
                 rest = tl.where(lane == token, 0.0, p * r)
@@ -262,9 +250,9 @@ def _reject_children(
 @triton.jit(do_not_specialize=["T"])
 def _verify_traversal(
     probs_ptr,  # float32 [B, T, V]
-    q_ptr,  # float32 [B, T - 1, V]; not read without HAS_Q
+    q_ptr,  # float32 [B, T - 1, V]; None: drafts are deterministic
     tokens_ptr,  # int64 [B, T - 1]
-    valid_ptr,  # bool [B, T - 1]; not read without HAS_VALID
+    valid_ptr,  # bool [B, T - 1]; None: all are valid
     children_ptr,  # int64 [T, C] or [B, T, C], 0 for no child
     parents_ptr,  # int64 [T] or [B, T]
     depth_ptr,  # int64 [T] or [B, T]
@@ -284,8 +272,6 @@ def _verify_traversal(
     TREE_OF_IMAGE: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_A: tl.constexpr,
-    HAS_Q: tl.constexpr,
-    HAS_VALID: tl.constexpr,
 ):
     image = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
@@ -306,9 +292,8 @@ def _verify_traversal(
         tl.debug_barrier()  # all threads must have read it before one overwrites it
         if tl.load(children_ptr + slot * C, mask=slot < T * C, other=0) > 0:  # of the root alone, C is 0
             p = tl.load((probs_ptr + (image * T + slot) * V) + lane, mask=inside, other=0.0)
-            p, r = _reject_children(
-                p, r, first, C, q_ptr, tokens_ptr, valid_ptr, children_ptr + slot * C, reach_ptr, lane, V, HAS_Q, HAS_VALID
-            )  # fmt: skip
+            children = children_ptr + slot * C
+            p, r = _reject_children(p, r, first, C, q_ptr, tokens_ptr, valid_ptr, children, reach_ptr, lane, V)
             tl.store(reach_ptr + slot, r)
             tl.debug_barrier()  # makes the reaches of the children visible to all threads
     tl.debug_barrier()
@@ -334,10 +319,8 @@ def _verify_traversal(
 
     p = tl.load((probs_ptr + (image * T + last) * V) + lane, mask=inside, other=0.0)
     tl.debug_barrier()  # all threads must have read the reaches before they are rewritten
-    p, r = _reject_children(
-        p, tl.load(initial_reach_ptr + last), first, C, q_ptr, tokens_ptr, valid_ptr, children_ptr + last * C, reach_ptr, lane,
-        V, HAS_Q, HAS_VALID,
-    )  # fmt: skip
+    r, children = tl.load(initial_reach_ptr + last), children_ptr + last * C
+    p, r = _reject_children(p, r, first, C, q_ptr, tokens_ptr, valid_ptr, children, reach_ptr, lane, V)
     noise = make_noise_key(seed, tl.load(position_ptr + image * T + last), RESIDUAL)
     tl.store(next_ptr + image, sample_by_uniform(p, uniform64(noise), BLOCK).to(tl.int64))
 
@@ -360,8 +343,7 @@ def verify_traversal(
     Args:
         probs, tokens, q, valid, seeds, position: as in `verify_chain`. For siblings sampled without replacement, q is zero
             at the earlier siblings.
-        children, longest: as in `verify_shared_noise`.
-        parents, depth, postorder: int64 `[T]` or `[B, T]`, from `vargen.decoding.Tree`.
+        children, parents, depth, postorder, longest: of a `vargen.decoding.Tree`, as the kernel takes them.
 
     Returns:
         As `verify_shared_noise`.
@@ -379,8 +361,6 @@ def verify_traversal(
         TREE_OF_IMAGE=children.dim() == 3,
         BLOCK_T=triton.next_power_of_2(T),
         BLOCK_A=triton.next_power_of_2(longest),
-        HAS_Q=q is not None,
-        HAS_VALID=valid is not None,
         **row_options(V),
     )
     return path, count, next_token
