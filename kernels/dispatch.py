@@ -156,12 +156,12 @@ def _check_attention(device: torch.device) -> str | None:
         dense[row, ..., base : base + 5].masked_fill_(sees, 0.0)
     dense[..., 0] = bias[..., None]
     mask = ops.KernelMask(torch.tensor([3, 70], device=device), bias.to(device), ops.pack_bits(sees).to(device))
-    for dtype in (torch.float32, torch.bfloat16):
-        q = torch.randn(2, 5, 2, 64, generator=generator, dtype=torch.float32).to(dtype)
-        k, v = (torch.randn(2, 2, 288, 64, generator=generator, dtype=torch.float32).to(dtype) for _ in range(2))
+    for dtype, limit in ((torch.float32, 1e-3), (torch.bfloat16, _TOLERANCE)):  # float32 products may use TF32
+        shapes = (2, 5, 2, 64), (2, 2, 288, 64), (2, 2, 288, 64)
+        q, k, v = (torch.randn(shape, generator=generator, dtype=torch.float32).to(dtype) for shape in shapes)
         expected = ops.attend(q.double(), k.double(), v.double(), dense)
         off = (tree_attention(q.to(device), k.to(device), v.to(device), mask).cpu().double() - expected).abs().max()
-        if not off <= (_TOLERANCE if dtype == torch.bfloat16 else 1e-3):  # float32 products may use TF32
+        if not off <= limit:
             return f"{dtype} is off by {float(off):.2g}"
     return None
 
@@ -189,12 +189,11 @@ def _check_kv_compaction(device: torch.device) -> str | None:
     from vargen.kernels.triton.attention import compact_kv
 
     kv = torch.arange(2 * 2 * 2 * 2 * 12 * 16, dtype=torch.float32).view(2, 2, 2, 2, 12, 16)
-    expected, slots, count = kv.clone(), torch.tensor([[0, 2, 5], [0, 1, 0]]), [3, 2]
+    expected = kv.clone()
     expected[:, :, 0, :, 1:4] = kv[:, :, 0, :, [1, 3, 6]]  # the tokens of the other row are in place
-    moved, length = kv.to(device, copy=True), torch.tensor([0, 3], device=device)
-    arrivals = torch.zeros(2, dtype=torch.int32, device=device)
-    given = slots.to(device), torch.tensor(count, device=device)
-    compact_kv(moved, length, *given, arrivals, image_start=1, grid_tokens=11)
+    moved, arrivals = kv.to(device, copy=True), torch.zeros(2, dtype=torch.int32, device=device)
+    length, path, count = (torch.tensor(each, device=device) for each in ([0, 3], [[0, 2, 5], [0, 1, 0]], [3, 2]))
+    compact_kv(moved, length, path, count, arrivals, image_start=1, grid_tokens=11)
     if length.tolist() != [3, 5] or arrivals.any():
         return "pointers are wrong"
     return None if torch.equal(moved.cpu(), expected) else "other slots are moved"
@@ -205,27 +204,28 @@ def _check_verification(device: torch.device) -> str | None:
     from vargen.kernels.triton.sampler import sample_gumbel_max
     from vargen.kernels.triton.verification import verify_chain, verify_shared_noise, verify_traversal
 
-    certain = torch.nn.functional.one_hot(torch.tensor([[5, 6, 7], [5, 8, 9]]), 16).float().to(device)
-    tokens = torch.tensor([[5, 6], [5, 6]], device=device)
-    noise = torch.tensor([1, 2], device=device), torch.arange(3, device=device).expand(2, -1)
-    chain = verify_chain(certain, tokens, torch.full((2, 2, 16), 1 / 16, dtype=torch.float32, device=device), None, *noise)
-    if chain[0].tolist() != [3, 2] or chain[1].tolist() != [7, 8]:
+    def given(values: list[Any]) -> Tensor:
+        return torch.tensor(values, device=device)
+
+    certain = torch.nn.functional.one_hot(given([[5, 6, 7], [5, 8, 9]]), 16).float()
+    tokens = given([[5, 6], [5, 6]])
+    noise = given([1, 2]), given([[0, 1, 2], [0, 1, 2]])
+    chain = verify_chain(certain, tokens, certain.new_full((2, 2, 16), 1 / 16), None, *noise)
+    if [each.tolist() for each in chain[:2]] != [[3, 2], [7, 8]]:
         return "a chain is verified wrongly"
-    spent = torch.zeros(2, dtype=torch.float32, device=device)
-    always = torch.ones_like(certain[:, 1:, 0])
-    relaxed = verify_chain(certain, tokens, None, None, *noise, accept_prob=always, relaxation=spent)
-    assert relaxed[2] is not None
-    if relaxed[0].tolist() != [3, 3] or relaxed[1].tolist() != [7, 9] or relaxed[2].tolist() != [0, 1]:
+    relaxed: Any = {"accept_prob": certain.new_ones(2, 2), "relaxation": certain.new_zeros(2)}
+    found: Any = verify_chain(certain, tokens, None, None, *noise, **relaxed)
+    if [each.tolist() for each in found] != [[3, 3], [7, 9], [0, 1]]:
         return "a chain is relaxed wrongly"
     if sample_gumbel_max(certain, *noise).tolist() != certain.argmax(-1).tolist():
         return "a token without probability is sampled"
-    siblings = torch.tensor([[5, 6], [4, 5]], device=device)  # two children of the root
-    children = torch.tensor([[1, 2], [0, 0], [0, 0]], device=device)
+    siblings = given([[5, 6], [4, 5]])  # two children of the root
+    children = given([[1, 2], [0, 0], [0, 0]])
     matched = verify_shared_noise(certain.argmax(-1), siblings, children, 2)
-    parents, depth, postorder = (torch.tensor(each, device=device) for each in ([-1, 0, 0], [0, 1, 1], [2, 0, 1]))
-    traversed = verify_traversal(certain, siblings, None, None, children, parents, depth, postorder, 2, *noise)
+    tree = children, given([-1, 0, 0]), given([0, 1, 1]), given([2, 0, 1])
+    traversed = verify_traversal(certain, siblings, None, None, *tree, 2, *noise)
     for path, count, next_token in (matched, traversed):
-        if count.tolist() != [2, 2] or path[:, 1].tolist() != [1, 2] or next_token.tolist() != [6, 9]:
+        if [count.tolist(), path[:, 1].tolist(), next_token.tolist()] != [[2, 2], [1, 2], [6, 9]]:
             return "a tree is verified wrongly"
     return None
 

@@ -75,8 +75,7 @@ class CapturedPasses:
         self._compiled: list[Any] = []  # code of the modules that are compiled
         self._hooked: str | None = None  # why nothing is captured at the moment
         self._warned: set[str] = set()
-        if blocker is not None:
-            self._warn(blocker)
+        self._warn(blocker)
 
     @property
     def is_active(self) -> bool:
@@ -87,8 +86,7 @@ class CapturedPasses:
         """List the weights again, and whether a graph repeats what the networks do; called before images start."""
         self._weights = [ref(each) for network in self._networks for each in _list_memory(network)]
         self._hooked = _find_blocker(self._networks)
-        if self._hooked is not None:
-            self._warn(self._hooked)
+        self._warn(self._hooked)
         compiled = [module._compiled_call_impl for network in self._networks for module in network.modules()]
         if compiled != self._compiled:
             self._compiled = compiled
@@ -120,18 +118,14 @@ class CapturedPasses:
         self._eager.clear()
         self._graph.forget()
 
-    def _warn(self, reason: str) -> None:
-        if reason not in self._warned:
+    def _warn(self, reason: str | None) -> None:
+        if reason is not None and reason not in self._warned:
             self._warned.add(reason)
             logger.warning("passes are run one by one instead of as a CUDA graph: %s", reason)
 
 
 def capture_passes(graph: CUDAGraph | None, networks: Sequence[nn.Module], is_timed: bool) -> CapturedPasses | None:
-    """Return what runs passes as graphs; None, to run them one by one, without what captures them.
-
-    Args:
-        is_timed: whether the host waits for the parts of passes, which are then not captured.
-    """
+    """Return what runs passes as graphs, unless the host waits for their parts; None without what captures them."""
     return None if graph is None else CapturedPasses(graph, networks, "their parts are timed" if is_timed else None)
 
 
