@@ -44,13 +44,14 @@ def put_value(v, slot, j, number):
 
 
 @njit(**INNER)
-def write_tokens(slots, layer, r, first, buffers, stride, channel_scale, biases, cos_sin, sharpness, unit, T, H):
+def write_tokens(slots, layer, r, first, buffers, stride, channel_scale, biases, rotary, cells, sharpness, unit, T, H):
     """Quantize the queries, keys and values of row r of a pass; write keys and values to the slots from `first` on.
 
     Args:
         stride: columns of the product of all tokens, `buffers.sums`: queries, keys, values.
         biases: float32 `[L, >= columns]`, of which those of `layer` are added; None: none.
-        cos_sin: float32 `[R, T, K/2, 2]`, which rotate queries and keys; None: nothing rotates them.
+        rotary, cells: float32 `[N, K/2, 2]` and int64 `[R, T]`, factors that rotate queries and keys by the cell of the grid,
+            and the cells; None: nothing rotates them.
         sharpness: float32 `[L, H]`, factors of the scores; None: the root of 1/K.
         unit: whether queries and keys are normalized, which their integers then are exactly.
     """
@@ -68,10 +69,10 @@ def write_tokens(slots, layer, r, first, buffers, stride, channel_scale, biases,
                 row[j] += biases[layer, j]
         for h in range(H + 2 * G):
             start = h * K
-            if cos_sin is not None and h < H + G:
+            if rotary is not None and h < H + G:
                 for j in range(K // 2):
                     even, odd = row[start + 2 * j], row[start + 2 * j + 1]
-                    cos, sin = cos_sin[r, t, j, 0], cos_sin[r, t, j, 1]
+                    cos, sin = rotary[cells[r, t], j, 0], rotary[cells[r, t], j, 1]
                     row[start + 2 * j] = even * cos - odd * sin
                     row[start + 2 * j + 1] = even * sin + odd * cos
             top = largest(row, start, K)

@@ -103,6 +103,7 @@ class Buffers(NamedTuple):
     weights: Annotated[np.ndarray, "int16 [4, S']"]
     mixed: Annotated[np.ndarray, "int32 [4, K']"]  # weighted sums of values
     attended: Annotated[np.ndarray, "float32 [M, D]"]
+    places: Annotated[np.ndarray, "int64 [2, R, tokens]"]  # in passes of tokens: how far each sees, and its cell of the grid
 
 
 def pack_matrix(weight_NC: np.ndarray, scale_N: np.ndarray) -> Matrix:
@@ -148,4 +149,5 @@ def make_buffers(
         weights=np.zeros((QUERIES, S), np.int16),
         mixed=np.zeros((QUERIES, slots.v.shape[4]), np.int32),
         attended=np.zeros((tokens, width), np.float32),
+        places=np.zeros((2, *shape), np.int64),
     )

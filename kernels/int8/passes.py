@@ -18,34 +18,29 @@ import numpy as np
 from numba import njit
 
 from vargen.kernels.int8.attention import attend_slots, put_value, write_tokens
-from vargen.kernels.int8.format import NORM_MAX, PANEL, Buffers, Layers, Matrix, Slots, make_buffers
+from vargen.kernels.int8.format import PANEL, Buffers, Layers, Matrix, Slots
 from vargen.kernels.int8.steps import (
     INNER,
     ONE,
-    ROUND,
     add_rows,
     compiled,
     exp,
     f32,
-    f64,
     i32,
     i64,
-    largest,
     norm,
-    norm_rows,
     product,
     quantize,
     swiglu_rows,
 )
 
-_NORM, _NORM_UNIT = f32(NORM_MAX), 1 / NORM_MAX
 _CUBIC, _SLOPE = f32(0.044715), f32(-2 * math.sqrt(2 / math.pi))
 _EPS = 1e-6  # of layer norms
 
 
 @njit(**INNER)
 def _run_layers(
-    layers, slots, buffers, x, T, H, F, norms, eps, modulation, biases, sharpness, unit, cos_sin, length, place, reach,
+    layers, slots, buffers, x, T, H, F, norms, eps, modulation, biases, sharpness, unit, rotary, cells, place, most, reach,
     ancestors,
 ):  # fmt: skip
     """Run all layers over `x [R T, D]`, which becomes the last residual.
@@ -54,11 +49,12 @@ def _run_layers(
     feed-forward; down.
 
     Args:
-        norms, eps: float32 `[2 L, D]` or more, of RMS norms; `modulation` None.
+        norms: float32 `[2 L, D]` or more, of RMS norms; `modulation` None.
+        eps: what norms add to the variance.
         modulation: see `run_scale_pass`; `norms` None.
         biases: float32 as `layers.scale`; None: none.
-        sharpness: float32 `[L, H]`; this and the next: see `write_tokens`.
-        place, length: their sum is the first slot of a row's tokens.
+        sharpness: float32 `[L, H]`; this and the next three: see `write_tokens`.
+        place, most: a row's tokens are written from `place` plus its length on, or plus `most`: full rows, only to scratch.
         reach, ancestors: see `attend_slots`.
     """
     G, K = slots.k.shape[2], 2 * slots.k.shape[3]
@@ -71,16 +67,20 @@ def _run_layers(
             half, columns = stage >> 1, -(-columns_of[stage] // PANEL) * PANEL
             factors, inputs = (buffers.hidden, F) if stage == 3 else (wide, H * K if stage == 1 else D)
             if stage & 1 == 0:
-                if norms is not None:  # Numba leaves out what uses an argument that is None
-                    norm_rows(x, norms[2 * layer + half], eps, row, wide, scale)
-                if modulation is not None:
-                    modulate_rows(x, modulation[layer, 2 + half], modulation[layer, 4 + half], T, row, wide, scale)
+                for m in range(M):
+                    if norms is not None:  # Numba leaves out what uses an argument that is None
+                        norm(x[m], norms[2 * layer + half], None, eps, row)
+                    if modulation is not None:
+                        norm(x[m], modulation[layer, 2 + half, m // T], modulation[layer, 4 + half, m // T], eps, row)
+                    scale[m] = quantize(row, D, wide[m])
             start, channels = layers.start[layer, first:], layers.scale[layer, first:]
             product(factors, M, layers.packed[layer, stage], start, -(-inputs // 4), sums, columns)
             if stage == 0:
-                for r in range(len(length)):
-                    slot = place + length[r]
-                    write_tokens(slots, layer, r, slot, buffers, columns, channels, biases, cos_sin, sharpness, unit, T, H)
+                for r in range(len(reach)):
+                    slot = place + (slots.length[r] if slots.length[r] < most else most)
+                    write_tokens(
+                        slots, layer, r, slot, buffers, columns, channels, biases, rotary, cells, sharpness, unit, T, H
+                    )  # fmt: skip
                     attend_slots(slots, layer, r, slot, reach, ancestors, buffers, T, H)
                 for m in range(M):
                     scale[m] = quantize(buffers.attended[m], H * K, wide[m])
@@ -88,13 +88,13 @@ def _run_layers(
                 if stage == 2:
                     swiglu_rows(sums, columns, scale, channels, M, F, row, buffers.hidden)
                 elif stage:
-                    add_rows(x, sums, columns, scale, channels)
+                    add_rows(x, sums, columns, scale, channels, None, None, T)
             if modulation is not None:
                 bias = biases[layer, first:]
                 if stage == 2:
                     gelu_rows(sums, columns, scale, channels, bias, M, F, row, buffers.hidden)
                 elif stage:
-                    add_gained(x, sums, columns, scale, channels, bias, modulation[layer, half], T)
+                    add_rows(x, sums, columns, scale, channels, bias, modulation[layer, half], T)
             first += columns
 
 
@@ -129,27 +129,11 @@ class TokenWeights(NamedTuple):
     eps: float
 
 
-class Places(NamedTuple):
-    """Where the tokens of a pass are, written by it."""
-
-    cos_sin: Annotated[np.ndarray, "float32 [R, T, K/2, 2]"]
-    length: Annotated[np.ndarray, "int64 [R]"]
-    reach: Annotated[np.ndarray, "int64 [R, T]"]
-
-
-def make_token_buffers(weights: TokenWeights, slots: Slots, tokens: int) -> tuple[Buffers, Places]:
-    """Allocate what passes over up to `tokens` tokens write beside their results."""
-    H, F = (int(size) for size in weights.sizes)
-    R, K = len(slots.k), 2 * slots.k.shape[3]
-    places = Places(np.zeros((R, tokens, K // 2, 2), np.float32), np.zeros(R, np.int64), np.zeros((R, tokens), np.int64))
-    return make_buffers(weights.layers, weights.output, slots, (R, tokens), H, max(weights.norms.shape[1], H * K), F), places
-
-
 @compiled(
-    TokenWeights, Slots, Buffers, Places, "int64 [B, T]", "int64 [R, T]", "bool [R, T, T]", "float32 [B, T]",
+    TokenWeights, Slots, Buffers, "int64 [B, T]", "int64 [R, T]", "bool [R, T, T]", "float32 [B, T]",
     "float32 [R, T, D]", "float32 [R, T, D]", "float32 [B, T, V]",
 )  # fmt: skip
-def run_token_pass(weights, slots, buffers, places, tokens, positions, ancestors, guidance, states, features, logits):
+def run_token_pass(weights, slots, buffers, tokens, positions, ancestors, guidance, states, features, logits):
     """Run all layers and the output layer over tokens `[B, T]`, after the pointer of each row.
 
     Writes the cache, but does not move its pointers.
@@ -162,26 +146,22 @@ def run_token_pass(weights, slots, buffers, places, tokens, positions, ancestors
         logits: written; all R rows without guidance.
     """
     R, T, D = states.shape
-    x, row, length = states.reshape(R * T, D), buffers.row, places.length
+    x, row, reach, cells = states.reshape(R * T, D), buffers.row, buffers.places[0], buffers.places[1]
     last = len(weights.rotary) - 1
     for r in range(R):
-        length[r] = slots.length[r] if slots.length[r] <= last else last + 1  # full rows write only to scratch
         for t in range(T):
-            places.reach[r, t] = T if ancestors.shape[1] else t + 1
-            cell = positions[r, t] if len(positions) else length[r] + t
-            cell = cell if cell < last else last
-            for j in range(weights.rotary.shape[1]):
-                for i in range(2):
-                    places.cos_sin[r, t, j, i] = weights.rotary[cell, j, i]
+            reach[r, t] = T if ancestors.shape[1] else t + 1
+            cell = positions[r, t] if len(positions) else slots.length[r] + t
+            cells[r, t] = cell if cell < last else last
             for d in range(D):
                 x[r * T + t, d] = weights.embedding[tokens[r % len(tokens), t], d]
     _run_layers(
         weights.layers, slots, buffers, x, T, weights.sizes[0], weights.sizes[1], weights.norms, weights.eps, None, None, None,
-        False, places.cos_sin, length, slots.bias.shape[1], places.reach, ancestors,
+        False, weights.rotary, cells, slots.bias.shape[1], last + 1, reach, ancestors,
     )  # fmt: skip
     for r in range(R):
         for t in range(T):
-            norm(x[r * T + t], weights.norms[-1], weights.eps, features[r, t])
+            norm(x[r * T + t], weights.norms[-1], None, weights.eps, features[r, t])
     for r in range(len(logits)):
         for t in range(T):
             for d in range(D):
@@ -234,41 +214,6 @@ class ScaleWeights(NamedTuple):
 
 
 @njit(**INNER)
-def modulate(x, factor, shift, out):
-    """Layer norm of float32 `x [D]` without weights, times `factor`, plus `shift`; mean and variance are of 16-bit values."""
-    D = len(x)
-    top = largest(x, i64(0), D)
-    scale = _NORM / top
-    total, squares = i64(0), i64(0)
-    for d in range(D):
-        value = i32((x[d] * scale + ROUND) - ROUND)
-        total += i64(value)
-        squares += i64(i32(value * value))
-    unit = f64(top) * _NORM_UNIT
-    mean = f64(total) * unit / D
-    center, slope = f32(mean), f32(1.0 / np.sqrt(f64(squares) * unit * unit / D - mean * mean + _EPS))
-    for d in range(D):
-        out[d] = (x[d] - center) * slope * factor[d] + shift[d]
-
-
-@njit(**INNER)
-def modulate_rows(x, factor, shift, T, row, out, scale):
-    """Modulate and quantize rows `x [R T, D]` with `factor` and `shift [R, D]`; `row` is scratch."""
-    for m in range(len(x)):
-        modulate(x[m], factor[m // T], shift[m // T], row)
-        scale[m] = quantize(row, x.shape[1], out[m])
-
-
-@njit(**INNER)
-def add_gained(x, sums, stride, scale, channel_scale, bias, gain, T):
-    """Add a product, times `gain [R, D]`, to the residual `x [R T, D]`."""
-    for m in range(len(x)):
-        a, line, gains = scale[m], sums[m * stride : m * stride + x.shape[1]], gain[m // T]
-        for d in range(x.shape[1]):
-            x[m, d] += (f32(line[d]) * a * channel_scale[d] + bias[d]) * gains[d]
-
-
-@njit(**INNER)
 def gelu_rows(sums, stride, scale, channel_scale, bias, rows, F, row, out):
     """GELU in its tanh form of a product `[M, F]`, and quantize it; replaces the scales of the rows."""
     for m in range(rows):
@@ -302,12 +247,12 @@ def run_scale_pass(
     R, T, D = states.shape
     n, x = features.shape[1], states.reshape(R * T, D)
     _run_layers(
-        weights.layers, slots, buffers, x, T, slots.k.shape[2], weights.sizes[0], None, 0.0, modulation, weights.bias,
-        weights.sharpness, weights.sizes[1], None, slots.length, place, reach, ancestors,
+        weights.layers, slots, buffers, x, T, slots.k.shape[2], weights.sizes[0], None, _EPS, modulation, weights.bias,
+        weights.sharpness, weights.sizes[1], None, None, place, 0, reach, ancestors,
     )  # fmt: skip
     for r in range(R):
         for t in range(n):
-            modulate(x[(r + 1) * T - n + t], last_modulation[0, r], last_modulation[1, r], features[r, t])
+            norm(x[(r + 1) * T - n + t], last_modulation[0, r], last_modulation[1, r], _EPS, features[r, t])
     for r in range(len(logits)):
         for t in range(n):
             if len(guidance):

@@ -234,37 +234,43 @@ def quantize(row, count, out):
 
 
 @njit(**INNER)
-def norm(x, weight, eps, out):
-    """`exact_rms_norm` of float32 `x [D]` to `out [D]`."""
+def norm(x, factor, shift, eps, out):
+    """Norm of float32 `x [D]`, times `factor`, plus `shift`, to `out`; mean and variance are of 16-bit values.
+
+    It is a layer norm, and `exact_rms_norm` where `shift` is None.
+    """
     D = len(x)
     top = largest(x, i64(0), D)
-    factor = _NORM / top
-    squares = i64(0)
+    units = _NORM / top
+    total, squares = i64(0), i64(0)
     for d in range(D):
-        value = i32((x[d] * factor + ROUND) - ROUND)
+        value = i32((x[d] * units + ROUND) - ROUND)
+        total += i64(value)
         squares += i64(i32(value * value))
     unit = f64(top) * _NORM_UNIT
-    mean = f64(squares) * unit * unit * (1.0 / D) + eps
-    scale = f32(1.0 / np.sqrt(mean))
-    for d in range(D):
-        out[d] = x[d] * scale * weight[d]
+    if shift is None:
+        scale = f32(1.0 / np.sqrt(f64(squares) * unit * unit * (1.0 / D) + eps))
+        for d in range(D):
+            out[d] = x[d] * scale * factor[d]
+    else:
+        mean = f64(total) * unit / D
+        center, slope = f32(mean), f32(1.0 / np.sqrt(f64(squares) * unit * unit / D - mean * mean + eps))
+        for d in range(D):
+            out[d] = (x[d] - center) * slope * factor[d] + shift[d]
 
 
 @njit(**INNER)
-def norm_rows(x, weight, eps, row, out, scale):
-    """Norm and quantize rows `x [M, D]`; `row [D]` is scratch."""
-    for m in range(len(x)):
-        norm(x[m], weight, eps, row)
-        scale[m] = quantize(row, x.shape[1], out[m])
+def add_rows(x, sums, stride, scale, channel_scale, bias, gain, T):
+    """Add a product, int32 sums with `stride` columns a row, to the residual `x [R T, D]`.
 
-
-@njit(**INNER)
-def add_rows(x, sums, stride, scale, channel_scale):
-    """Add a product, int32 sums with `stride` columns a row, to the residual `x [M, D]`."""
+    Args:
+        bias, gain: float32 `[D]` and `[R, D]`, which the product is increased by, and then multiplied with; None: neither.
+    """
     for m in range(len(x)):
         a, line = scale[m], sums[m * stride : m * stride + x.shape[1]]
         for d in range(x.shape[1]):
-            x[m, d] += f32(line[d]) * a * channel_scale[d]
+            value = f32(line[d]) * a * channel_scale[d]
+            x[m, d] += value if gain is None else (value + bias[d]) * gain[m // T, d]
 
 
 @njit(**INNER)

@@ -25,7 +25,7 @@ from vargen.kernels.int8.arithmetic import (
     quantize_activations,
     rotate_pairs,
 )
-from vargen.kernels.int8.format import Layers, Matrix, allocate_slots
+from vargen.kernels.int8.format import Layers, Matrix, allocate_slots, make_buffers
 from vargen.models.guidance import Condition
 from vargen.models.quantization import as_array, packed_weights
 
@@ -142,7 +142,9 @@ def run_step(
         return compute_logits(network, features, guidance), features, x
     if cache.weights is None:
         cache.weights = _pack(network, compiled)
-        cache.buffers = compiled.make_token_buffers(cache.weights, cache.arrays, cache.scratch)
+        H, F = (int(size) for size in cache.weights.sizes)
+        layout = cache.weights.layers, cache.weights.output, cache.arrays, (B, cache.scratch)
+        cache.buffers = make_buffers(*layout, H, max(network.config.dim, H * cache.head_dim), F)
     tokens = as_array(tokens_BT)
     cells = _NO_POSITIONS if positions is None else as_array(positions.expand(B, T))
     tree = np.zeros((B, 0, 0), np.bool_) if ancestors is None else as_array(ancestors.expand(B, T, T))
@@ -155,7 +157,7 @@ def run_step(
     # All is at hand before the pass, which evicts from the CPU's caches what operators need.
     features, hidden = torch.empty(2, B, T, D, dtype=torch.float32).unbind()
     results = hidden.numpy(), features.numpy(), logits.numpy()
-    compiled.run_token_pass(cache.weights, cache.arrays, *cache.buffers, tokens, cells, tree, scales, *results)
+    compiled.run_token_pass(cache.weights, cache.arrays, cache.buffers, tokens, cells, tree, scales, *results)
     return logits, features, hidden
 
 
@@ -278,11 +280,7 @@ class Int8Cache:
         return k, self.k_scale[:, layer, :, :slots], v, self.v_scale[:, layer, :, :slots]
 
     def attention_bias(self, T: int, ancestors: Tensor | None) -> Tensor:
-        """Return the additive bias float32 `[R, 1, T, S]` of a pass over T tokens, for the slots in use.
-
-        Args:
-            ancestors: bool `[T, T]` or `[R, T, T]`, which fed tokens each fed token attends to. None for a chain.
-        """
+        """Return `KVCache.additive_mask`, float32 `[R, 1, T, S]`, for the slots in use."""
         length = self.length.clamp(max=self.tokens)
         reach = int(length.max()) + T
         offset = torch.arange(reach) - length[:, None]

@@ -50,7 +50,8 @@ class Int8ScaleCache(ScaleCache):
         return sum(each.nbytes for each in self.arrays[:-1])
 
     def select_rows(self, chosen: slice) -> Int8ScaleCache:
-        part = Int8ScaleCache(self.compiled, Slots(*(each[chosen] for each in self.arrays[:-1]), self.arrays.limits))
+        arrays: Any = [each[chosen] for each in self.arrays[:-1]]
+        part = Int8ScaleCache(self.compiled, Slots(*arrays, self.arrays.limits))
         part.scale = self.scale
         part.modulation = self.modulation and self.modulation.select_rows(chosen)
         part.prefix_mask = None if self.prefix_mask is None else self.prefix_mask[chosen]
