@@ -122,15 +122,12 @@ def draft_window(
 
 
 def feed_tokens(tokens: Tensor, length: Tensor, drafted: Tensor, depth: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Put the last committed token of each image before its draft.
+    """Put the last committed token of each image before its draft; returns int64 `[B, T]`, and the positions after these.
 
     Args:
         tokens: int64 `[B, >= N]`, valid up to `length` `[B]`.
         drafted: int64 `[B, T - 1]`.
         depth: int64 `[T]` or `[B, T]`, distance of each fed token from the first; None for a chain.
-
-    Returns:
-        int64 `[B, T]`, and the positions `[B, T]` of the tokens after these.
     """
     if depth is not None or (compiled := compiled_steps(tokens)) is None:
         fed = torch.cat([tokens.gather(1, length[:, None] - 1), drafted], dim=1)
@@ -144,7 +141,7 @@ def feed_tokens(tokens: Tensor, length: Tensor, drafted: Tensor, depth: Tensor |
 def commit_tokens(
     fed: Tensor, path: Tensor, count: Tensor, next_token: Tensor, length: Tensor, num_tokens: int, tokens: Tensor
 ) -> Tensor:
-    """Write the tokens after the accepted slots of a pass to `tokens` int64 `[B, >= N + A]`, in place.
+    """Write the tokens after the accepted slots of a pass to `tokens` int64 `[B, >= N + A]`; returns their number `[B]`.
 
     Columns that are not committed may be written, too.
 
@@ -153,9 +150,6 @@ def commit_tokens(
         path, count, next_token: accepted slots int64 `[B, A]`, their number and the token after them, `[B]` each.
         length: int64 `[B]`, number of tokens before.
         num_tokens: N.
-
-    Returns:
-        The number of tokens committed, int64 `[B]`.
     """
     if (compiled := compiled_steps(fed)) is None:
         place = torch.arange(path.shape[1], device=path.device)
