@@ -1,6 +1,6 @@
 """Attention of a CPU pass, for Numba: bit for bit that of `vargen.kernels.int8.arithmetic`.
 
-The cache is `vargen.kernels.int8.format.Slots`.
+The cache: `vargen.kernels.int8.format.Slots`.
 
 Shape suffixes: R rows, T tokens of the pass, H query heads, G key heads, K head width, S slots, P prefix slots.
 """
@@ -13,6 +13,7 @@ from numba import njit
 from vargen.kernels.int8.format import EXP_UNITS, QUERIES, WEIGHT_SUM
 from vargen.kernels.int8.steps import (
     INNER,
+    PAIR_DOT,
     ROUND,
     SMALLEST,
     bits_of_float,
@@ -23,7 +24,7 @@ from vargen.kernels.int8.steps import (
     i32,
     i64,
     largest,
-    make_pair_dot,
+    make_dot,
 )
 
 _UNITS, _SUM, _SUM_UNIT = f32(EXP_UNITS), WEIGHT_SUM, f32(1 / WEIGHT_SUM)
@@ -55,10 +56,12 @@ def write_tokens(slots, layer, r, first, buffers, stride, channel_scale, biases,
         sharpness: float32 `[L, H]`, factors of the scores; None: the root of 1/K.
         unit: whether queries and keys are normalized, which their integers then are exactly.
     """
-    k, v, k_scale, v_scale = slots.k[r, layer], slots.v[r, layer], slots.k_scale[r, layer], slots.v_scale[r, layer]
+    k, v = slots.k[r, layer], slots.v[r, layer]
+    k_scale, v_scale = slots.k_scale[r, layer], slots.v_scale[r, layer]
     G, K = k.shape[0], 2 * k.shape[1]
-    group, row, q, q_scale = H // G, buffers.row, buffers.q, buffers.q_scale
-    sums, limits = buffers.sums[r * T * stride :], slots.limits
+    group, limits, row = H // G, slots.limits, buffers.row
+    q, q_scale = buffers.q, buffers.q_scale
+    sums = buffers.sums[r * T * stride :]
     score_limit, value_limit = f32(limits[0]), f32(limits[1])
     score_unit, value_unit, root = f32(1 / limits[0]), f32(1 / limits[1]), f32(K**-0.5)
     for t in range(T):
@@ -102,7 +105,7 @@ def write_tokens(slots, layer, r, first, buffers, stride, channel_scale, biases,
 
 def _make_dots(rows):
     """Make a function of the dot products of `rows` rows of pairs with 16 x `vectors` columns, with arguments of `make_dot`."""
-    one, two, four = (make_pair_dot(rows, count) for count in (1, 2, 4))
+    one, two, four = (make_dot(rows, count, *PAIR_DOT) for count in (1, 2, 4))
 
     @njit(**INNER)
     def dots(row, row_stride, column, column_stride, steps, vectors, out, out_stride):
@@ -142,7 +145,7 @@ def weigh_slots(dots, w, scale, k_scale, v_scale, bias, ancestors, r, t, first, 
         dots: int32 `[4, S]`, products of the integers.
         scale, k_scale, v_scale: of the query, and float32 `[S]`.
         bias: float32 `[R, P]`, added to the first P scores.
-        ancestors: bool `[R, T, T]`, which of the slots from `first` on are visible; `[R, 0, 0]`: all.
+        ancestors: bool `[R, T, T]`, which of the slots from `first` on are visible; None or `[R, 0, 0]`: all.
         row: float32 scratch.
         weights: int16 `[4, S]`, written up to the next multiple of 16, with zeros from `count` on.
 
@@ -156,9 +159,10 @@ def weigh_slots(dots, w, scale, k_scale, v_scale, bias, ancestors, r, t, first, 
         row[i] = _HIDDEN
     for i in range(bias.shape[1]):
         row[i] += bias[r, i]
-    for i in range(ancestors.shape[1]):
-        if not ancestors[r, t, i]:
-            row[first + i] = _HIDDEN
+    if ancestors is not None:
+        for i in range(ancestors.shape[1]):
+            if not ancestors[r, t, i]:
+                row[first + i] = _HIDDEN
     most, value_most = i32(-(2**31)), bits_of_float(SMALLEST)
     for i in range(end):
         bits = bits_of_float(row[i])
@@ -186,10 +190,12 @@ def attend_slots(slots, layer, r, first, reach, ancestors, buffers, T, H):
     Args:
         reach: int64 `[R, T]`, number of tokens of the pass that are visible to each token; 0: it sees nothing at all, and gets
             zeros.
-        ancestors: bool `[R, T, T]`, which of these it attends to; `[R, 0, 0]`: all.
+        ancestors: bool `[R, T, T]`, which of these it attends to; None or `[R, 0, 0]`: all.
     """
-    k, v, k_scale, v_scale = slots.k[r, layer], slots.v[r, layer], slots.k_scale[r, layer], slots.v_scale[r, layer]
-    q, row, dots, weights, sums = buffers.q, buffers.row, buffers.dots, buffers.weights, buffers.mixed
+    k, v = slots.k[r, layer], slots.v[r, layer]
+    k_scale, v_scale = slots.k_scale[r, layer], slots.v_scale[r, layer]
+    q, row = buffers.q, buffers.row
+    dots, weights, sums = buffers.dots, buffers.weights, buffers.mixed
     G, S, K, columns = k.shape[0], k.shape[2], 2 * k.shape[1], v.shape[2]
     group = H // G
     count, end = group * T, first + T

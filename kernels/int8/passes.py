@@ -2,8 +2,8 @@
 
 Between the products of 8-bit integers, which read each weight once, are four steps a layer: norm (or modulate) and quantize;
 dequantize, rotate, write the cache, attend, quantize; dequantize, add, norm, quantize; dequantize, SwiGLU (or GELU), quantize.
-Each row is computed by the same loop, whatever is beside it, and sums are of integers: its result does not depend on the number
-of tokens and rows of a pass. Token passes return bit for bit what the operators in `vargen.kernels.int8.arithmetic` do.
+Each row is computed by the same loop, whatever is beside it. Token passes return bit for bit what the operators in
+`vargen.kernels.int8.arithmetic` do.
 
 Shape suffixes: as in `vargen.kernels.int8.format`; B images (half as many as rows under guidance), T tokens of the pass in
 each row, n tokens with logits, H query heads, F hidden width, V vocabulary, A slots of the longest path.
@@ -146,7 +146,8 @@ def run_token_pass(weights, slots, buffers, tokens, positions, ancestors, guidan
         logits: written; all R rows without guidance.
     """
     R, T, D = states.shape
-    x, row, reach, cells = states.reshape(R * T, D), buffers.row, buffers.places[0], buffers.places[1]
+    x, row = states.reshape(R * T, D), buffers.row
+    reach, cells = buffers.places[0], buffers.places[1]
     last = len(weights.rotary) - 1
     for r in range(R):
         for t in range(T):
@@ -226,11 +227,9 @@ def gelu_rows(sums, stride, scale, channel_scale, bias, rows, F, row, out):
 
 @compiled(
     ScaleWeights, Slots, Buffers, "float32 [R, T, D]", "float32 [L, 6, R, D]", "float32 [2, R, D]", "int64 [R, T]",
-    "bool [1, 0, 0]", int, "float32 [n]", "float32 [R, n, D]", "float32 [B, n, V]",
+    int, "float32 [n]", "float32 [R, n, D]", "float32 [B, n, V]",
 )  # fmt: skip
-def run_scale_pass(
-    weights, slots, buffers, states, modulation, last_modulation, reach, ancestors, place, guidance, features, logits
-):  # fmt: skip
+def run_scale_pass(weights, slots, buffers, states, modulation, last_modulation, reach, place, guidance, features, logits):
     """Run all layers over `states [R, T, D]`, and the output layer over the last n tokens of each row.
 
     Args:
@@ -238,7 +237,6 @@ def run_scale_pass(
         modulation: gains of attention and feed-forward, factors, shifts of the norms.
         last_modulation: factor and shift of the final norm.
         reach: number of slots from `place` on that are visible to each token; 0: it sees nothing at all.
-        ancestors: no trees.
         place: slot that the first keys and values are written to.
         guidance: strengths g of c + g (c - u), between the first and the last B rows; `[0]` without.
         features: written; under guidance, the first B rows are guided.
@@ -248,7 +246,7 @@ def run_scale_pass(
     n, x = features.shape[1], states.reshape(R * T, D)
     _run_layers(
         weights.layers, slots, buffers, x, T, slots.k.shape[2], weights.sizes[0], None, _EPS, modulation, weights.bias,
-        weights.sharpness, weights.sizes[1], None, None, place, 0, reach, ancestors,
+        weights.sharpness, weights.sizes[1], None, None, place, 0, reach, None,
     )  # fmt: skip
     for r in range(R):
         for t in range(n):

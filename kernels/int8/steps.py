@@ -133,17 +133,10 @@ def make_dot(rows: int, vectors: int, name: str, kind: Any) -> Callable[..., Non
     return dot
 
 
-def _byte_dot(rows: int) -> Callable[..., None]:
-    """Rows of unsigned bytes, 64 columns of signed bytes."""
-    return make_dot(rows, 4, "llvm.x86.avx512.vpdpbusd.512", _BYTES)
-
-
-def make_pair_dot(rows: int, vectors: int) -> Callable[..., None]:
-    """Rows and columns of 16-bit integers."""
-    return make_dot(rows, vectors, "llvm.x86.avx512.vpdpwssd.512", _PAIRS)
-
-
-byte_dot_1, byte_dot_2, byte_dot_4, byte_dot_6 = (_byte_dot(rows) for rows in (1, 2, 4, 6))
+# Rows of unsigned bytes with columns of signed bytes; rows and columns of 16-bit integers.
+BYTE_DOT = "llvm.x86.avx512.vpdpbusd.512", _BYTES
+PAIR_DOT = "llvm.x86.avx512.vpdpwssd.512", _PAIRS
+byte_dot_1, byte_dot_2, byte_dot_4, byte_dot_6 = (make_dot(rows, 4, *BYTE_DOT) for rows in (1, 2, 4, 6))
 
 
 @intrinsic
@@ -237,7 +230,7 @@ def quantize(row, count, out):
 def norm(x, factor, shift, eps, out):
     """Norm of float32 `x [D]`, times `factor`, plus `shift`, to `out`; mean and variance are of 16-bit values.
 
-    It is a layer norm, and `exact_rms_norm` where `shift` is None.
+    A layer norm; where `shift` is None, `exact_rms_norm`.
     """
     D = len(x)
     top = largest(x, i64(0), D)
@@ -254,7 +247,8 @@ def norm(x, factor, shift, eps, out):
             out[d] = x[d] * scale * factor[d]
     else:
         mean = f64(total) * unit / D
-        center, slope = f32(mean), f32(1.0 / np.sqrt(f64(squares) * unit * unit / D - mean * mean + eps))
+        variance = f64(squares) * unit * unit / D - mean * mean
+        center, slope = f32(mean), f32(1.0 / np.sqrt(variance + eps))
         for d in range(D):
             out[d] = (x[d] - center) * slope * factor[d] + shift[d]
 
@@ -297,7 +291,8 @@ def product(x, rows, matrix, start, steps, sums, N):
     """
     row_stride, address, out_stride = x.strides[0], x.ctypes.data, 4 * N
     for n in range(0, N, PANEL):
-        panel, first, column = matrix + n * steps * 4, start.ctypes.data + 4 * n, sums.ctypes.data + 4 * n
+        panel = matrix + n * steps * 4
+        first, column = start.ctypes.data + 4 * n, sums.ctypes.data + 4 * n
         m = 0
         while m < rows:
             row, out, left = address + m * row_stride, column + m * out_stride, rows - m

@@ -4,8 +4,8 @@ A pass is one compiled function (`vargen.kernels.int8.passes`). Where that canno
 by torch operators over a `ScaleCache`. The two round differently. In compiled passes, rows are independent of each other and of
 the number of scales of a pass, bit by bit: products outside of the layers have the same shapes for a row in any batch.
 
-Shape suffixes: R rows (images; twice as many under guidance), B images, P caption rows, L image tokens of all scales, T tokens
-of one pass, n tokens with logits, D width, H heads, K head width, E code width, V vocabulary.
+Shape suffixes: R rows (images; twice as many under guidance), P caption rows, T tokens of one pass, n tokens with logits, D
+width, H heads, K head width, E code width.
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ from vargen.models.var.blocks import MOST_SHARPNESS, LayerView, Modulation, Scal
 
 if TYPE_CHECKING:
     from vargen.models.var.network import VARTransformer
-
-_NO_TREE = np.zeros((1, 0, 0), np.bool_)
 
 
 class Int8ScaleCache(ScaleCache):
@@ -107,15 +105,12 @@ def run_pass(
     n = network.ends[last] - network.first_token_of(wanted)
     strength = np.zeros(0, np.float32) if guidance is None else as_array(guidance.float())
     rows = R if guidance is None else R // 2
-    features, logits = (
-        torch.empty(R, n, D, dtype=torch.float32),
-        torch.empty(rows, n, network.config.vocab_size, dtype=torch.float32),
-    )
-    cache.compiled.run_scale_pass(
-        weights, cache.arrays, buffers, x.numpy(), as_array(modulation.blocks[:, :, :, 0]),
-        as_array(modulation.head[:, :, 0]), _reach(network, cache, first, last, fed), _NO_TREE, begin + P - fed, strength,
-        features.numpy(), logits.numpy(),
-    )  # fmt: skip
+    features = torch.empty(R, n, D, dtype=torch.float32)
+    logits = torch.empty(rows, n, network.config.vocab_size, dtype=torch.float32)
+    modulations = as_array(modulation.blocks[:, :, :, 0]), as_array(modulation.head[:, :, 0])
+    places = _reach(network, cache, first, last, fed), begin + P - fed
+    results = features.numpy(), logits.numpy()
+    cache.compiled.run_scale_pass(weights, cache.arrays, buffers, x.numpy(), *modulations, *places, strength, *results)
     cache.scale = last + 1
     return logits, features[:rows]
 
