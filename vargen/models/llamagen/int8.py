@@ -92,7 +92,8 @@ def add_residuals(layer: Any, x: Tensor, attended_BTHK: Tensor) -> Tensor:
 
 def forward_sequence(network: LlamaGenTransformer, x: Tensor, cos_sin: Tensor, visible: Tensor) -> Tensor:
     """Run whole sequences `[B, T, D]` with rotary factors `[T, K/2, 2]`; `visible`: bool `[T, T]` or `[B, 1, T, T]`."""
-    bias = torch.zeros(visible.shape, dtype=torch.float32).masked_fill_(~visible, -math.inf).view(-1, 1, *visible.shape[-2:])
+    bias = torch.zeros(visible.shape, dtype=torch.float32).masked_fill_(~visible, -math.inf)
+    bias = bias.view(-1, 1, *visible.shape[-2:])
     B, T, config = len(x), x.shape[1], network.config
     shape = 1, B, config.n_kv_head or config.n_head, config.dim // config.n_head
     cache = Int8Cache(*shape, prefix=0, tokens=T, scratch=0, most_slots=network.num_prefix_rows + network.tokens)
@@ -150,7 +151,8 @@ def run_step(
     tree = np.zeros((B, 0, 0), np.bool_) if ancestors is None else as_array(ancestors.expand(B, T, T))
     scales = _NO_SCALES
     if guidance is not None:
-        scales, given = np.empty((B // 2, T), np.float32), guidance.numpy() if isinstance(guidance, Tensor) else guidance
+        given = guidance.numpy() if isinstance(guidance, Tensor) else guidance
+        scales = np.empty((B // 2, T), np.float32)
         scales[...] = given[..., 0] if isinstance(given, np.ndarray) and given.ndim else given
     D, V = network.config.dim, network.config.vocab_size
     logits = torch.empty(B if guidance is None else B // 2, T, V, dtype=torch.float32)
@@ -164,10 +166,8 @@ def run_step(
 def _pack(network: LlamaGenTransformer, compiled: Any) -> Any:
     """Return `compiled.TokenWeights` of a network."""
     config = network.config
-    matrices = [
-        ((each.attention.wqkv,), (each.attention.wo,), (each.feed_forward.w1, each.feed_forward.w3), (each.feed_forward.w2,))
-        for each in network.layers
-    ]
+    blocks = [(each.attention, each.feed_forward) for each in network.layers]
+    matrices = [((own.wqkv,), (own.wo,), (forward.w1, forward.w3), (forward.w2,)) for own, forward in blocks]
 
     def make(layers: Layers, output: Matrix) -> Any:
         embedding: Any = network.tok_embeddings
@@ -230,11 +230,8 @@ class Int8Cache:
         shape = layers, rows, heads, head_dim
         self.arrays = allocate_slots(*shape, prefix=prefix, slots=self.slots, most=self.most_slots)
         self.k, self.v, self.k_scale, self.v_scale, self.length, self.prefix_bias = map(torch.from_numpy, self.arrays[:6])
+        self._stores = self.k, self.v, self.k_scale, self.v_scale
         self._keys, self._values = (store.view(torch.int16).unflatten(-1, (-1, 2)) for store in (self.k, self.v))
-
-    @property
-    def _stores(self) -> tuple[Tensor, ...]:
-        return self.k, self.v, self.k_scale, self.v_scale
 
     @property
     def nbytes(self) -> int:
@@ -242,18 +239,16 @@ class Int8Cache:
 
     def write_prefix(self, layer: int, v_RPGK: Tensor) -> None:
         """Store the values of the conditioning, float32. Its keys are zero, as LlamaGen's always are."""
-        values, scale = quantize_activations(v_RPGK, self.arrays.limits[1], torch.int16)
-        slot = torch.arange(self.prefix)
-        self._values[:, layer, :, slot // 2, : self.head_dim, slot % 2] = values.transpose(0, 1)
-        self.v_scale[:, layer, :, : self.prefix] = scale[..., 0].transpose(1, 2)
+        slots_RP = torch.arange(self.prefix).expand(self.rows, -1)
+        self.write(layer, slots_RP, torch.zeros_like(v_RPGK), v_RPGK)
 
     def prefix_only(self, rows: int) -> Int8Cache:
-        """Return a cache for the prefill of `rows` rows; see `KVCache.prefix_only`."""
+        """As `KVCache.prefix_only`."""
         shape = self.layers, rows, self.heads, self.head_dim
         return Int8Cache(*shape, prefix=self.prefix, tokens=0, scratch=0, most_slots=self.most_slots)
 
     def start_rows(self, new: Int8Cache, rows: Tensor) -> None:
-        """Start rows with the prefixes of another cache; see `KVCache.start_rows`."""
+        """As `KVCache.start_rows`."""
         for held, given in zip(self._stores, new._stores, strict=True):
             held.index_fill_(0, rows, 0)
             part = (slice(None), slice(None), *(slice(min(a, b)) for a, b in zip(held.shape[2:], given.shape[2:], strict=True)))
@@ -294,7 +289,7 @@ class Int8Cache:
         return torch.cat([self.prefix_bias[:, None].expand(-1, T, -1), image], -1)[:, None]
 
     def commit_chain(self, count: Tensor | int) -> None:
-        """Commit the first `count` tokens of the last pass, a chain; argument as in `KVCache.commit_chain`."""
+        """As `KVCache.commit_chain`."""
         added = count.numpy() if isinstance(count, Tensor) else np.array([count])
         self.arrays.length.reshape(-1, added.size)[...] += added
 
@@ -303,7 +298,7 @@ class Int8Cache:
         self.length.copy_(length_R)
 
     def commit_path(self, accepted_RA: Tensor, count_R: Tensor) -> None:
-        """Commit a path of the last pass; arguments as in `KVCache.commit_path`."""
+        """As `KVCache.commit_path`."""
         if self.compiled is not None:
             self.compiled.move_slots(self.arrays, as_array(accepted_RA), as_array(count_R), self.tokens)
         else:
