@@ -46,17 +46,12 @@ def quantize_activations(x: Tensor, limit: int = INT8_MAX, dtype: torch.dtype = 
     return (x * torch.div(_constant(limit, x), top)).round_().to(dtype), top * (1 / limit)
 
 
-def int8_product(values: Tensor, weight_NK: Tensor) -> Tensor:
-    """Exact products int32 `[..., N]` of int8 rows `[..., K]` with an int8 matrix."""
-    rows = values.reshape(-1, values.shape[-1])
-    if not len(rows):
-        return values.new_zeros(*values.shape[:-1], len(weight_NK), dtype=torch.int32)
-    return torch._int_mm(rows, weight_NK.t()).view(*values.shape[:-1], -1)
-
-
 def int8_linear(values: Tensor, scale: Tensor, weight_NK: Tensor, channel_scale_N: Tensor) -> Tensor:
-    """Product of quantized rows with a quantized matrix, float32 `[..., N]`."""
-    return int8_product(values, weight_NK).float().mul_(scale).mul_(channel_scale_N)
+    """Product of quantized rows, int8 `[..., K]`, with a quantized matrix, float32 `[..., N]`. Its sums, int32, are exact."""
+    rows = values.reshape(-1, values.shape[-1])
+    shape = *values.shape[:-1], len(weight_NK)
+    sums = torch._int_mm(rows, weight_NK.t()) if len(rows) else rows.new_zeros(0)
+    return sums.view(shape).float().mul_(scale).mul_(channel_scale_N)
 
 
 def exact_exp(x: Tensor) -> Tensor:
@@ -114,7 +109,8 @@ def attend_int8(
     G, S = k_scale_RGS.shape[1:]
     q, q_scale = quantize_activations(q_RTHK.transpose(1, 2), score_limit(K), torch.float32)
     dots = torch.bmm(q.reshape(R * G, -1, K), k_RGKS.float().reshape(R * G, K, S)).view(R, G, H // G, T, S)
-    scores = dots.mul_((q_scale * K**-0.5).view(R, G, H // G, T, 1)).mul_(k_scale_RGS[:, :, None, None]).add_(bias[:, :, None])
+    scores = dots.mul_((q_scale * K**-0.5).view(R, G, H // G, T, 1))
+    scores = scores.mul_(k_scale_RGS[:, :, None, None]).add_(bias[:, :, None])
     terms = exact_exp(scores - scores.amax(-1, keepdim=True)).mul_(EXP_UNITS).round_()
     total = terms.sum(-1, keepdim=True, dtype=torch.float64)
     value_scale = v_scale_RGS[:, :, None, None]
@@ -144,13 +140,14 @@ def regroup_weight_rows(values_NK: Tensor, scale: Tensor) -> tuple[Tensor, Tenso
     grouped = values_NK.unflatten(1, (scale.shape[1], -1))
     top = (grouped.abs().amax(-1) * scale).amax(1).clamp_min(TINY)  # |-128| does not occur: quantization is symmetric
     factor = torch.div(scale * INT8_MAX, top[:, None])  # at most 1 where the maximum is reached
-    return (grouped * factor[..., None]).round_().clamp_(-INT8_MAX, INT8_MAX).to(torch.int8).flatten(1), top * (1 / INT8_MAX)
+    values = (grouped * factor[..., None]).round_().clamp_(-INT8_MAX, INT8_MAX)
+    return values.to(torch.int8).flatten(1), top * (1 / INT8_MAX)
 
 
 @lru_cache
+@torch.inference_mode(False)
 def _cached_constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):
-        return torch.full((), value, dtype=dtype, device=device)
+    return torch.full((), value, dtype=dtype, device=device)
 
 
 def _constant(value: float, like: Tensor) -> Tensor:
