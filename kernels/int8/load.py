@@ -102,8 +102,7 @@ class CompiledCode:
             CompiledCode.steps = None
             if required:
                 raise ValueError(f"VARGEN_KERNELS=cpu needs compiled {self.name}: {reason}")
-            return None
-        if not self._loaded:
+        if reason is not None or not self._loaded:
             return None
         passes, CompiledCode.steps = self._loaded
         return passes
@@ -121,7 +120,7 @@ class CompiledCode:
             if self._thread is None and not ((kept := _is_writable(folder)) and self.is_built()):  # Numba reads no others
                 where = f"in {folder}" if kept else f"for this process only, because {folder} cannot be written"
                 logger.warning("compiling %s for this CPU, which takes a few seconds, once: %s", self.name, where)
-                work = self._run_compiler if kept else partial(self._load, None)
+                work = self._run_compiler if kept else self._load
                 self._thread = threading.Thread(target=self._try, args=(work,), daemon=True)
                 self._thread.start()
             if self._thread is not None:
@@ -148,7 +147,7 @@ class CompiledCode:
             message = done.stderr.decode(errors="replace").strip().splitlines()
             raise RuntimeError(message[-1] if message else f"exit status {done.returncode}")
 
-    def _load(self, folder: Path | None) -> None:
+    def _load(self, folder: Path | None = None) -> None:
         self._loaded = load_modules(self.functions, folder)
 
     def _stamp(self) -> Path:
