@@ -160,7 +160,8 @@ def _check_attention(device: torch.device) -> str | None:
         shapes = (2, 5, 2, 64), (2, 2, 288, 64), (2, 2, 288, 64)
         q, k, v = (torch.randn(shape, generator=generator, dtype=torch.float32).to(dtype) for shape in shapes)
         expected = ops.attend(q.double(), k.double(), v.double(), dense)
-        off = (tree_attention(q.to(device), k.to(device), v.to(device), mask).cpu().double() - expected).abs().max()
+        found = tree_attention(q.to(device), k.to(device), v.to(device), mask)
+        off = (found.cpu().double() - expected).abs().max()
         if not off <= limit:
             return f"{dtype} is off by {float(off):.2g}"
     return None

@@ -58,7 +58,8 @@ def make_keys(seeds: Tensor, position: Tensor, purpose: int, step: int | Tensor 
     """int64 `[B, T]`, the key of one independent stream per position; `step` is a number, or int64 `[]` or `[B]`."""
     if not uses_numpy(seeds):
         return _add_positions(_mix_(add_steps(seeds, step) + _to_signed((purpose + 1) * _GOLDEN)), position)
-    golden, number = np.uint64(_GOLDEN & _ALL), np.asarray(step.numpy() if isinstance(step, Tensor) else step)
+    golden = np.uint64(_GOLDEN & _ALL)
+    number = np.asarray(step.numpy() if isinstance(step, Tensor) else step)
     stream = (number.astype(np.uint64).reshape(-1) * np.uint64(64) + np.uint64(purpose + 1)) * golden
     key = _mix_numpy_(seeds.numpy().astype(np.uint64) + stream)
     keys = _mix_numpy_(key[:, None] + (position.numpy().astype(np.uint64) + np.uint64(1)) * golden)
@@ -75,7 +76,8 @@ def lane_bits(keys: Tensor, vocab: int) -> Tensor:
     lanes = _lane_offsets(vocab, keys.device)
     if uses_numpy(keys):
         return _lane_bits_numpy(keys.numpy(), lanes.numpy())
-    low, high = keys[..., None].to(torch.int32), (keys[..., None] >> 32).to(torch.int32)  # both casts wrap to the low 32 bits
+    low = keys[..., None].to(torch.int32)  # both casts wrap to the low 32 bits
+    high = (keys[..., None] >> 32).to(torch.int32)
     z = _shift_(lanes + low, 16).mul_(_LOW1).bitwise_xor_(high)
     return _shift_(_shift_(z, 15).mul_(_LOW2), 16)
 
@@ -190,7 +192,8 @@ class TokenNoise:
         at, image = position.numpy(), np.arange(len(keys))[:, None]
         reach = int((at.max(1) - at.min(1)).max()) + 1
         if reach > self._ring.shape[1] or vocab != self._ring.shape[2]:
-            self._ring, self._ring_position = np.empty((len(at), reach, vocab), np.float32), np.full((len(at), reach), -1)
+            self._ring = np.empty((len(at), reach, vocab), np.float32)
+            self._ring_position = np.full((len(at), reach), -1)
         slot = at % self._ring.shape[1]
         missing = self._ring_position[image, slot] != at
         if missing.any():

@@ -66,7 +66,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 @cache
 @normal_tensors()
 def _norm_constants(width: int, eps: float) -> tuple[Tensor, Tensor]:
-    return torch.tensor(width**0.5, dtype=torch.float32), torch.tensor((width * eps) ** 0.5, dtype=torch.float32)
+    root, offset = width**0.5, (width * eps) ** 0.5
+    return torch.tensor(root, dtype=torch.float32), torch.tensor(offset, dtype=torch.float32)
 
 
 # -- attention --------------------------------------------------------------------------------------------------------------
@@ -225,7 +226,8 @@ def sum_rows(logits: Tensor) -> Tensor:
 def are_finite(sums: Tensor) -> bool:
     """Return True if values `[B, T]` are finite, found out by a single operation for a few of them on a CPU. False: unknown."""
     few = 512
-    return is_eager_cpu(sums) and sums.numel() <= few and all(math.isfinite(each) for row in sums.tolist() for each in row)
+    readable = is_eager_cpu(sums) and sums.numel() <= few
+    return readable and all(math.isfinite(each) for row in sums.tolist() for each in row)
 
 
 # -- sampling ---------------------------------------------------------------------------------------------------------------

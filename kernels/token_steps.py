@@ -78,7 +78,8 @@ def sample_rows(
         return None
     B, T, V = logits.shape
     seeds, position, _, purpose = noise
-    tokens, sums = np.empty((B, T), np.int64), np.zeros((B, T), np.float32)  # rows that are decided are finite
+    tokens = np.empty((B, T), np.int64)
+    sums = np.zeros((B, T), np.float32)  # rows that are decided are finite
     chain = _NO_DRAFT if drafted is None else np.ascontiguousarray(drafted.numpy())
     count, following = (_NO_COUNT, _NO_COUNT) if drafted is None else np.empty((2, B), np.int64)
     inputs = _arrays(logits.float(), *(each.view(-1) for each in options))
@@ -114,7 +115,8 @@ def draft_window(
     if noise is None or (compiled := compiled_steps(drafted)) is None:
         return None
     seeds, position, step, purpose = noise
-    tokens, valid = np.empty((len(drafted), slots), np.int64), np.empty((len(drafted), slots), np.bool_)
+    shape = len(drafted), slots
+    tokens, valid = np.empty(shape, np.int64), np.empty(shape, np.bool_)
     steps = step.numpy().reshape(-1) if isinstance(step, Tensor) else np.array([step])
     arrays = _arrays(drafted_end, position, seeds)
     compiled.draft_window(drafted.numpy(), *arrays, steps, purpose, num_tokens, vocab, tokens, valid)

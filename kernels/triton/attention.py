@@ -264,7 +264,8 @@ def tree_attention(q_RTHK: Tensor, k_RGSK: Tensor, v_RGSK: Tensor, mask: KernelM
     # The padding must not overlap other data, such as the next head of a cache [R, S, G, K].
     roomy = stride % 8 == 0 and min(k_RGSK.stride()[:3]) >= padded
     block = max(triton.next_power_of_2(K), 16)
-    words, bits_rows = (None, 1) if bits is None else (bits.contiguous(), bits.shape[0] if bits.dim() == 3 else 1)
+    words = None if bits is None else bits.contiguous()
+    bits_rows = 1 if bits is None or bits.dim() == 2 else len(bits)
     operands = q_RTHK, k_RGSK, v_RGSK, part, lse, mask.length.contiguous(), words, mask.prefix_bias.contiguous()
     strides = *q_RTHK.stride()[:3], *k_RGSK.stride()[:3]
     # Rows and heads on the first axis, because the others are limited to 65,535.
