@@ -73,9 +73,10 @@ def write_tokens(slots, layer, r, first, buffers, stride, channel_scale, biases,
         for h in range(H + 2 * G):
             start = h * K
             if rotary is not None and h < H + G:
+                cell = cells[r, t]
                 for j in range(K // 2):
                     even, odd = row[start + 2 * j], row[start + 2 * j + 1]
-                    cos, sin = rotary[cells[r, t], j, 0], rotary[cells[r, t], j, 1]
+                    cos, sin = rotary[cell, j, 0], rotary[cell, j, 1]
                     row[start + 2 * j] = even * cos - odd * sin
                     row[start + 2 * j + 1] = even * sin + odd * cos
             top = largest(row, start, K)
