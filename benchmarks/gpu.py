@@ -117,8 +117,10 @@ def measure_passes(device: str) -> Iterator[Case]:
         row = {f"{each.tokens} tokens, ms": each.milliseconds for each in report.results}
         return {"dtype": report.dtype, **row, "weights read once, ms": report.read_milliseconds}
 
-    def measure_whole(network: Any) -> Row:
+    def measure_whole(network: Any, compiled: bool) -> Row:
         use("torch, graphs")
+        if compiled:
+            network.transformer.compile_repeated_blocks(fullgraph=True)
         stats = decode_images(network, 1)
         return {"whole step of 1 token, ms": 1e3 * stats.seconds / stats.passes}
 
@@ -130,8 +132,8 @@ def measure_passes(device: str) -> Iterator[Case]:
         widths = [1, 16, 64] if next_token else [scales[i] ** 2 for i in (0, len(scales) // 2, -1)]
         for variant in [each for each in variants(device) if "graphs" not in each]:
             yield f"{name}, {variant}", partial(measure, network, widths, variant)
-        if device == "cuda" and next_token:
-            yield f"{name}, captured", partial(measure_whole, network)
+        for compiled in (False, True) if device == "cuda" and next_token else ():
+            yield f"{name}, {'compiled and ' * compiled}captured", partial(measure_whole, network, compiled)
 
 
 def measure_methods(device: str) -> Iterator[Case]:

@@ -66,7 +66,7 @@ TILES: dict[tuple[int, int], Tiles] = {
 FLOAT32 = {64: Tiles(16, 32, 4, 2), 128: Tiles(16, 32, 8, 2)}  # by maximum head width; exact products, without tensor cores
 
 _TARGET_PROGRAMS = 2 * 132  # two per multiprocessor of an H100 or H200
-_MIN_SPLIT_KEYS = 128  # minimum keys of a split, at the longest context
+_MIN_SPLIT_KEYS = 256  # minimum keys of a split, at the longest context; shorter ranges have no second launch
 _MAX_SPLITS = 16
 
 

@@ -122,7 +122,7 @@ def test_a_network_that_computes_in_int8_is_stored_as_it_is(name: str, tmp_path:
     for key, layer in layers.items():
         error = floats[f"{key}.weight"].float() - layer.weight.float() * layer.weight_scale[:, None]
         assert (error.abs().amax(1) <= layer.weight_scale * 0.5001).all()
-    with pytest.raises(ValueError, match="quantization must be 'int8' or None, got 'int3'"):
+    with pytest.raises(ValueError, match="quantization must be 'int8', 'float8' or None, got 'int3'"):
         type(made).from_pretrained(tmp_path / "float", quantization="int3")
 
 
