@@ -175,49 +175,31 @@ class ScalePasses:
         self.add()
 
     def run(self, fixed_tokens: FixedTokens | None = None) -> None:
-        """Run the pass of the next scale: `forward` and `sample`."""
-        is_first = self._cached[self.stages[self.scale].model] == 0  # it also embeds the condition, which is another tensor
-        if self.captured is None or fixed_tokens is not None or is_first:
-            self.sample(self.forward(), fixed_tokens)
-            return
-        first = self._count_fed()
-        self._count_pass()
-        kind = self.scale, first, self.sampling.filters
-        self.captured.run(kind, lambda: self._sample(self._forward(first), None))
-
-    def forward(self) -> Tensor:
-        """Run a pass over the scales that are not in the cache yet; logits `[B, n, codes]` of the next scale."""
-        first = self._count_fed()
-        with self.clock.measure("target"):
-            return self._forward(first)
+        """Run the pass of the next scale, and sample its tokens with the shared noise, except for those that are fixed."""
+        name = self.stages[self.scale].model
+        first, self._cached[name] = self._cached[name], self.scale + 1
+        self._fed[name][self.place.stop - self.ends[first]] += 1
+        if self.captured is None or fixed_tokens is not None or first == 0:  # it also embeds the condition, another tensor
+            with self.clock.measure("target"):
+                logits = self._forward(first)
+            with self.clock.measure("accept"):
+                self._sample(logits, fixed_tokens)
+        else:
+            kind = self.scale, first, self.sampling.filters
+            self.captured.run(kind, lambda: self._sample(self._forward(first), None))
+        record, now = self._by_scale[self.scale], self.clock.timer()
+        record["passes"], record["seconds"] = 1, now - self._last_time
+        self._last_time, self.passes = now, self.passes + 1
+        if self.captured is None and ops.host_values(self.nonfinite) is not None:
+            self.check_finite()
 
     def _forward(self, first: int) -> Tensor:
-        """Run a pass over the scales from `first` on."""
+        """Run a pass over the scales from `first` on, the first not in the cache; logits `[B, n, codes]` of the next scale."""
         stage = self.stages[self.scale]
         model, state = self.models[stage.model], self.states[stage.model]
         if self.captured is not None:
             model.set_cached(state, first)
         return model.forward(state, self.inputs[: self.scale + 1], stage.guidance)
-
-    def _count_fed(self) -> int:
-        """Count what the next pass feeds. Returns its first scale."""
-        name = self.stages[self.scale].model
-        first, self._cached[name] = self._cached[name], self.scale + 1
-        self._fed[name][self.place.stop - self.ends[first]] += 1
-        return first
-
-    def sample(self, logits: Tensor, fixed_tokens: FixedTokens | None = None) -> None:
-        """Sample the tokens of the next scale with the shared noise, except for those that are fixed."""
-        self._count_pass()
-        with self.clock.measure("accept"):
-            self._sample(logits, fixed_tokens)
-        if ops.host_values(self.nonfinite) is not None:
-            self.check_finite()
-
-    def _count_pass(self) -> None:
-        record, now = self._by_scale[self.scale], self.clock.timer()
-        record["passes"], record["seconds"] = 1, now - self._last_time
-        self._last_time, self.passes = now, self.passes + 1
 
     def _sample(self, logits: Tensor, fixed_tokens: FixedTokens | None) -> None:
         position = self.position[:, self.place]
@@ -256,8 +238,7 @@ class ScalePasses:
         position, total = int(self.nonfinite.min()), self.ends[-1]
         if position < total:
             earlier = (record["passes"] for record, end in zip(self._by_scale, self.ends[1:], strict=True) if end <= position)
-            number = 1 + sum(earlier)
-            raise NonFiniteLogitsError.at(position, total, number)
+            raise NonFiniteLogitsError.at(position, total, 1 + sum(earlier))
 
     def make_progress(self) -> Progress:
         """Return the progress after a pass, before the scale is added to the canvas: its tokens may be changed."""

@@ -264,7 +264,7 @@ def sum_images(
         scales.make_noise = each.make_noise
         scales.start(torch.zeros(B, dtype=torch.int64), torch.zeros(B, dtype=torch.int64), sampling)
         while scales.scale < len(stages):
-            scales.sample(scales.forward())
+            scales.run()
             scales.add()
         return scales.tokens
 
