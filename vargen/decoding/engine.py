@@ -308,7 +308,20 @@ class Engine:
         return FinishedImage(request.number, request.seed, tokens, self._make_stats(request), error)
 
     def _make_stats(self, request: Request) -> DecodeStats:
-        return request.make_stats(self.method.name, self._threads, self._forced)
+        """Return the statistics of an image alone."""
+        committed = Counter(request.counts)
+        return DecodeStats(
+            accelerator=self.method.name,
+            images=1,
+            tokens=request.length,
+            passes=len(request.counts),
+            committed_histogram=[committed[count] for count in range(max(committed, default=0) + 1)],
+            passes_by_width=dict(request.widths),
+            relaxation=[request.relaxation],
+            seeds=[request.seed],
+            threads=max(self._threads, 1),
+            forced=self._forced[request.length],
+        )
 
     def make_stats(self, images: Sequence[DecodeStats]) -> DecodeStats:
         """Return the sum of the statistics of some images, with the passes, widths and seconds of the engine."""

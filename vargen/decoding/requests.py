@@ -6,7 +6,7 @@ Shape suffixes: B images, N tokens of the grid.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -144,18 +144,6 @@ class Request:
         self.length, self.relaxation = length, relaxation
         if width:
             self.widths[width] += 1
-
-    def make_stats(self, method: str, threads: int, forced: Sequence[int]) -> DecodeStats:
-        """Return the statistics of this image alone; `forced`: how many of so many tokens are the only possible ones."""
-        return DecodeStats.from_counts(
-            method,
-            self.counts,
-            self.seed,
-            passes_by_width=dict(self.widths),
-            relaxation=[self.relaxation],
-            threads=max(threads, 1),
-            forced=forced[self.length],
-        )
 
 
 def select_rows(condition: Any, rows: list[int]) -> Any:

@@ -54,18 +54,6 @@ class DecodeStats:
     by_scale: list[dict[str, Any]] = field(default_factory=list)
     forced: int = 0
 
-    @classmethod
-    def from_counts(cls, accelerator: str, counts: Sequence[int], seed: int, **others: Any) -> DecodeStats:
-        """Return the statistics of one image from the tokens that each of its passes committed, prefill included.
-
-        Args:
-            others: further attributes.
-        """
-        histogram = Counter(counts)
-        committed = [histogram[count] for count in range(max(histogram, default=0) + 1)]
-        own = {"tokens": sum(counts), "passes": len(counts), "committed_histogram": committed, "seeds": [seed]}
-        return cls(accelerator, images=1, **{"relaxation": [0.0], **own, **others})
-
     @staticmethod
     def merge(runs: Sequence[DecodeStats]) -> DecodeStats:
         """Combine the statistics of consecutive runs into one: counts are summed, and lists by image joined."""
