@@ -16,6 +16,7 @@ from vargen.decoding.interfaces import TokenModel
 from vargen.decoding.methods import Accelerator
 from vargen.decoding.requests import Callback, DecodeOutput, FinishedImage, Progress, validate_call
 from vargen.decoding.sampling import Sampling, to_probs
+from vargen.decoding.stats import DecodeStats
 from vargen.decoding.tree import Tree
 from vargen.values import require_int
 
@@ -69,68 +70,44 @@ def generate_images(
 
     If a callback stops the run, the engine has no requests afterwards, either.
     """
-    sampling = Sampling() if sampling is None else sampling
-    validate_call(seeds, sampling, callback)
     engine.submit(condition, seeds, sampling)
-    images = _ImageList(engine, seeds)
-    stopped = False
-    while engine.has_work and not stopped:
-        images.collect(engine.step())
-        if callback is not None:
-            progress = images.make_progress()
-            stopped = callback(progress) is False
-            if "tokens" in vars(progress):  # the callback read them, and so may have changed them
-                engine.replace_tokens(images.tokens)
-    if stopped:
-        images.collect(engine.drain())
-    output = images.make_output()
-    for number in range(len(seeds)):
-        engine.cancel(number)
-    return output
+    M, N, finished = len(seeds), engine.num_tokens, dict[int, DecodeStats]()
+    # Of finished images, and of the others as of when they were last read.
+    tokens = torch.zeros(M, N, dtype=torch.int64, device=engine.device)
+    length, stopped = torch.zeros(M, dtype=torch.int64), False
 
-
-class _ImageList:
-    """The images of a call of `decode`.
-
-    Attributes:
-        tokens: int64 `[M, N]`, of finished images, and of the others as of when they were last read.
-    """
-
-    def __init__(self, engine: Engine, seeds: Tensor):
-        M, device = len(seeds), engine.device
-        self.engine, self.finished = engine, dict[int, FinishedImage]()
-        self.tokens = torch.zeros(M, engine.num_tokens, dtype=torch.int64, device=device)
-        self._seen = torch.zeros(M, dtype=torch.int64)  # lengths
-
-    def collect(self, finished: list[FinishedImage]) -> None:
-        """Take images that finished. Raises the error of one that failed."""
-        for image in finished:
+    def take(images: list[FinishedImage]) -> None:
+        for image in images:
             if image.error is not None:
                 raise image.error
-            self.tokens[image.number], self.finished[image.number] = image.tokens, image
+            tokens[image.number], finished[image.number] = image.tokens, image.stats
 
-    def make_progress(self) -> Progress:
-        """Return the progress of all images since the last call. Its tokens are those of this object."""
-        before = self._seen
-        self._seen = length = self._read_lengths()
-        return Progress(self.engine.passes, length, self.engine.num_tokens, length - before, self._read_tokens)
+    def read_tokens() -> Tensor:
+        numbers, active, _ = engine.copy_active()
+        tokens[numbers] = active
+        return tokens
 
-    def _read_lengths(self) -> Tensor:
-        counts, N = self.engine.list_counts(), self.engine.num_tokens
-        return torch.tensor([N if i in self.finished else sum(counts.get(i, ())) for i in range(len(self.tokens))])
+    def read_lengths() -> Tensor:
+        counts = engine.list_counts()
+        return torch.tensor([N if number in finished else sum(counts.get(number, ())) for number in range(M)])
 
-    def _read_tokens(self) -> Tensor:
-        numbers, tokens, _ = self.engine.copy_active()
-        self.tokens[numbers] = tokens
-        return self.tokens
-
-    def make_output(self) -> DecodeOutput:
-        """Return tokens, lengths and statistics."""
-        self._read_tokens()
-        known = self.engine.list_stats() | {number: image.stats for number, image in self.finished.items()}
-        stats = self.engine.make_stats([known[number] for number in range(len(self.tokens))])
-        stats.stopped = len(self.finished) < len(self.tokens)
-        return DecodeOutput(self.tokens.clone(), self._read_lengths().to(self.engine.device), stats)
+    while engine.has_work and not stopped:
+        take(engine.step())
+        if callback is not None:
+            before, length = length, read_lengths()
+            progress = Progress(engine.passes, length, N, length - before, read_tokens)
+            stopped = callback(progress) is False
+            if "tokens" in vars(progress):  # the callback read them, and so may have changed them
+                engine.replace_tokens(tokens)
+    if stopped:
+        take(engine.drain())
+    known = engine.list_stats() | finished
+    stats = engine.make_stats([known[number] for number in range(M)])
+    stats.stopped = len(finished) < M
+    output = DecodeOutput(read_tokens().clone(), read_lengths().to(engine.device), stats)
+    for number in range(M):
+        engine.cancel(number)
+    return output
 
 
 @torch.no_grad()
