@@ -34,6 +34,9 @@ class Policy:
     needs_scores: ClassVar[bool] = False
     needs_router: ClassVar[bool] = False
 
+    def __post_init__(self) -> None:
+        validate_fields(self)
+
     @property
     def tau(self) -> float | None:
         return None
@@ -72,9 +75,6 @@ class LearnedRouting(Policy):
     share: float = number_field(0.7, 0, 1)
     needs_router = True
 
-    def __post_init__(self) -> None:
-        validate_fields(self)
-
     @property
     def tau(self) -> float:
         return 1 - self.share
@@ -86,9 +86,6 @@ class SingleModel(Policy):
 
     draft: bool = False
 
-    def __post_init__(self) -> None:
-        validate_fields(self)
-
     def should_draft(self, record: BlockRecord, finished: Sequence[BlockRecord]) -> bool:
         return self.draft
 
@@ -98,9 +95,6 @@ class Stride(Policy):
     """Generate every `every`-th block with the target, from block 0 on; nothing is scored (StrideAR)."""
 
     every: int = number_field(3, 1, is_integer=True)
-
-    def __post_init__(self) -> None:
-        validate_fields(self)
 
     def should_draft(self, record: BlockRecord, finished: Sequence[BlockRecord]) -> bool:
         return record.number % self.every != 0
