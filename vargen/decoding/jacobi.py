@@ -82,13 +82,17 @@ class Jacobi(Drafter):
 
     def bind(self, model: TokenModel, slots: int) -> Self:
         N, V, device = model.grid[0] * model.grid[1], model.vocab, torch.device(model.device)
-        W = min(self.width, N)
+        W, low_res = min(self.width, N), None
+        if self.initial == "low-res":
+            if (low_res := model.low_res) is None:
+                raise ValueError("drafts from a low resolution need a model for it beside this one, and there is none")
+            require_same_tokens("the low-resolution model", low_res, model)
         return self.copy(
             num_tokens=N,
             drafted=torch.zeros(slots, N + W, dtype=torch.int64, device=device),
             drafted_end=torch.zeros(slots, dtype=torch.int64, device=device),
             probs=torch.zeros(slots, W, V, dtype=torch.float32, device=device) if self.uses_probs else None,
-            low_res=require_low_res_model(model) if self.initial == "low-res" else None,
+            low_res=low_res,
             images=None,
             chains={},
         )
@@ -169,18 +173,6 @@ class Jacobi(Drafter):
         if length not in self.chains:
             self.chains[length] = Tree.make_chain(length, device)
         return self.chains[length]
-
-
-MISSING_LOW_RES = "drafts from a low resolution need a model for it beside this one, and there is none"
-
-
-def require_low_res_model(model: TokenModel) -> LowResModel:
-    """Return the low-resolution model that comes with a target."""
-    found = model.low_res
-    if found is None:
-        raise ValueError(MISSING_LOW_RES)
-    require_same_tokens("the low-resolution model", found, model)
-    return found
 
 
 Coupling = Callable[[PassResult], Tensor]  # returns int64 [B, T], the token after each fed slot

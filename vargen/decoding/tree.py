@@ -53,14 +53,12 @@ class Tree:
         """
         if parents[:1] != (-1,) or any(not 0 <= parent < node for node, parent in enumerate(parents[1:], 1)):
             raise ValueError(f"parents must start with -1 and then name earlier nodes, got {parents}")
-        ancestors = torch.eye(len(parents), dtype=torch.bool)
-        for node, parent in enumerate(parents[1:], 1):
-            ancestors[node] |= ancestors[parent]
-        depth = ancestors.sum(1) - 1
+        one = Tree.batched(torch.tensor([parents]), len(parents), 1)
+        depth = one.depth[0]
         return Tree(
             parents=torch.tensor(parents, device=device),
             depth=depth.to(device),
-            ancestors=ancestors.to(device),
+            ancestors=one.ancestors[0].to(device),
             max_path=int(depth.max()) + 1,
             max_children=max(parents.count(node) for node in range(len(parents))),
             is_chain=parents == tuple(range(-1, len(parents) - 1)),

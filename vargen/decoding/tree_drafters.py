@@ -273,17 +273,13 @@ class HeadDrafter(TreeDrafter):
     kind: ClassVar[str]  # name of the draft head in `TokenModel.draft_heads`
     model_class: ClassVar[type] = DraftHead
 
-    def missing_head_message(self) -> str:
-        """Error message for a model without a draft head."""
-        return (
-            f"this method needs a drafter trained for the model ({self.kind}), and this pipeline has none: train one with "
-            f"`vargen train drafter {self.kind}`, then pipe.load_drafter(folder)"
-        )
-
     def bind(self, model: TokenModel, slots: int) -> Self:
         head = self.model or model.draft_heads.get(self.kind)
         if head is None:
-            raise ValueError(self.missing_head_message())
+            raise ValueError(
+                f"this method needs a drafter trained for the model ({self.kind}), and this pipeline has none: train one with "
+                f"`vargen train drafter {self.kind}`, then pipe.load_drafter(folder)"
+            )
         require_same_tokens(f"the {self.kind} drafter", head, model)
         count = torch.zeros(slots, dtype=torch.int64, device=model.device)
         return super().bind(model, slots).copy(model=head, count=count, features=None)
