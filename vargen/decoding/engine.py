@@ -77,7 +77,8 @@ class Engine:
         if not isinstance(model, TokenModel):
             raise TypeError(f"model must be a TokenModel, such as pipe.decoding_model(1.0), got {short_repr(model)}")
         self.batch_size = require_int("batch_size", batch_size, 1)
-        self.model, self.device = model.bind(self.batch_size), torch.device(model.device)
+        self.model = model.bind(self.batch_size)
+        self.device = torch.device(model.device)
         self.num_tokens = model.grid[0] * model.grid[1]
         self._clock = Clock(self.device, profile)
         with inference_mode_for(self.device):

@@ -178,7 +178,8 @@ def grow_tree(
     B, K = len(root), shape.children
     tokens, parent = root[:, None], torch.zeros_like(root)[:, None]  # of the nodes of a level
     exists, score = torch.ones_like(tokens, dtype=torch.bool), torch.zeros_like(tokens, dtype=torch.float32)
-    expanded, number = tokens, torch.full_like(tokens, -1)  # of all expanded nodes: tokens, and numbers as candidates
+    expanded = tokens  # of all expanded nodes
+    number = torch.full_like(tokens, -1)  # theirs as candidates
     rows: list[Tensor] = []  # q of the expanded nodes
     levels: list[tuple[Tensor, Tensor, Tensor]] = []  # of candidates: tokens, existence, and the value of including them
     for depth, F in enumerate(shape.expanded_per_level()):

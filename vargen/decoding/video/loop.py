@@ -204,7 +204,8 @@ class BlockStream(Iterator[VideoBlock]):
         latents = self._generate(record)
         parts.append((latents, self._accept(record, latents)))
         self._add_finished(latents, last=record.number + 1 == self.blocks)
-        record.seconds, record.seconds_by_part = self._clock.read() - self._clock.started, dict(self._clock.parts)
+        record.seconds = self._clock.read() - self._clock.started
+        record.seconds_by_part = dict(self._clock.parts)
         record.passes = {name: each.passes - passes.get(name, 0) for name, each in self.generators.items()}
         self.stats.blocks.append(record)
         self.stats.seconds += record.seconds
