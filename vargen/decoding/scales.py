@@ -56,13 +56,12 @@ def decode_scales(
     Args:
         model: see `ScaleModel`.
         condition: passed to `model.allocate` and `model.reset`; B rows.
-        seeds: int64 `[B]`. Image i depends only on `seeds[i]` and its condition, not on the rest of the batch.
+        seeds, sampling: as for `decode`; int64 `[B]`.
         schedule: the name of a preset, or a `ScaleSchedule`.
-        sampling: temperature and filters. Default: sample from the unfiltered softmax.
         fixed_scales: tokens int64 `[B, n]` of the first scales, which are not sampled; for variations of an image.
         fixed_tokens: function that returns fixed tokens at some positions of a scale; for inpainting.
         callback: called after every pass with a `Progress`, whose newest tokens it may change. Returning False stops the run.
-        profile: on CUDA, synchronize between the parts of a step to measure their seconds.
+        profile: see `Engine`.
         passes: those of an earlier call with at least as many slots, to use their buffers and graphs again.
 
     Returns:
@@ -70,8 +69,7 @@ def decode_scales(
 
     Raises:
         ValueError: if the schedule is unknown, or the schedule, `top_k` or fixed scales do not fit the model.
-        TypeError: if the schedule, seeds, sampling or callback has the wrong type.
-        NonFiniteLogitsError: if logits are not finite; names the pass and position of the first.
+        TypeError, NonFiniteLogitsError: as for `decode`.
     """
     method: ScaleSchedule = resolve_method(schedule, ScaleSchedule.paradigm)
     sampling = Sampling() if sampling is None else sampling
@@ -166,7 +164,8 @@ class ScalePasses:
         """Fix the tokens int64 `[B, n]` of the next scale, which is not sampled; ValueError if they do not fit it."""
         if self.scale == len(self.stages):
             raise ValueError(f"fixed_scales must hold at most the model's {self.scale} scales")
-        shape, codes = [len(self.seeds), self.model.scale_tokens[self.scale]], self.model.scale_codes[self.scale]
+        shape = [len(self.seeds), self.model.scale_tokens[self.scale]]
+        codes = self.model.scale_codes[self.scale]
         if list(tokens.shape) != shape or not 0 <= int(tokens.min()) <= int(tokens.max()) < codes:
             expected = f"int64 {shape} from 0 to {codes - 1}"
             raise ValueError(f"fixed_scales[{self.scale}] must be {expected}, got {tokens.dtype} {list(tokens.shape)}")
@@ -333,10 +332,6 @@ class ScaleSchedule(Method):
     def with_parts(self, parts: dict[str, Any]) -> ScaleSchedule:
         return replace(self, stages=tuple(parts.values()))
 
-    @property
-    def needs_draft_model(self) -> bool:
-        return any(stage.model == "draft" for stage in self.stages)
-
     def assign_stages(self, scales: int) -> tuple[Stage, ...]:
         """Return the stage of each of `scales` scales.
 
@@ -362,7 +357,7 @@ class ScaleSchedule(Method):
         Raises:
             ValueError: if this model cannot run the schedule; says why.
         """
-        if self.needs_draft_model:
+        if any(stage.model == "draft" for stage in self.stages):
             small = model.draft_model
             if small is None:
                 raise ValueError(f"{self.name} needs a smaller model of the same image tokenizer: a draft_transformer")
