@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from vargen.decoding.noise import Noise
 from vargen.decoding.sampling import Sampling, SlotSampling
 from vargen.decoding.tree import Draft, Output, PassResult, Tree, Verdict
+from vargen.values import validate_fields
 
 if TYPE_CHECKING:
     from vargen.decoding.token_pass import TokenState
@@ -147,6 +148,9 @@ class LowResModel:
 
 class Part:
     """Base class of the parts of a method: data, of which `bind` makes copies that also have what the model determines."""
+
+    def __post_init__(self) -> None:
+        validate_fields(self)
 
     def copy(self, **buffers: Any) -> Self:
         """Return a copy with further attributes."""

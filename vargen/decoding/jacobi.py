@@ -64,6 +64,7 @@ class Jacobi(Drafter):
     chains: dict[int, Tree] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.window != "auto":
             object.__setattr__(self, "window", require_int("window, unless it is 'auto',", self.window, 2))
         object.__setattr__(self, "uses_probs", self.coupling != "gumbel")

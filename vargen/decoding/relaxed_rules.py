@@ -28,7 +28,7 @@ from vargen.decoding.rules import gather_prob, resample_rejected, verify_chain
 from vargen.decoding.tree import Draft, Verdict
 from vargen.decoding.tree_rules import DraftTokens, SiblingDecision, verify_siblings
 from vargen.kernels import ops
-from vargen.values import number_field, validate_fields
+from vargen.values import number_field
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,9 +50,6 @@ class RelaxedRule(AcceptanceRule):
 
     budget: float | None = number_field(None, 0, optional=True, meaning="the maximum relaxation per image")
     tightening: float = number_field(0.0, 0)
-
-    def __post_init__(self) -> None:
-        validate_fields(self)
 
     def accept_prob(self, p: Tensor, q: Tensor | None, tokens: Tensor) -> Tensor:
         """Probability f of accepting each draft token of `tokens` `[B, S]`, clamped to between the exact probability and 1.
@@ -285,7 +282,8 @@ class PooledRule(RelaxedRule):
         """See `AcceptanceRule`. `Verdict.sampled` holds the draft tokens, with rejected ones replaced."""
         verdict, drafted, spent = self.verify_chain(probs, draft, noise, relaxation)
         accepted = noise.uniform(Purpose.RESAMPLE_ACCEPT)[:, :-1] < drafted.exact_accept_prob + spent
-        accepted, near = draft.only_valid(accepted), torch.zeros_like(accepted)  # undefined for committed tokens
+        accepted = draft.only_valid(accepted)
+        near = torch.zeros_like(accepted)  # undefined for committed tokens
         if self.radius:
             index = torch.arange(spent.shape[1], device=spent.device)
             first = verdict.count[:, None] - 1  # the draft token that the verdict, with other uniforms, rejected
@@ -297,6 +295,7 @@ class PooledRule(RelaxedRule):
     def _is_near_rejected(self, rejected: Tensor, position: Tensor) -> Tensor:
         """bool `[B, S]`: positions after a rejected one in raster order, within `radius` rows and columns of it."""
         row, column = position // self.columns, position % self.columns
-        down, across = row[:, :, None] - row[:, None, :], column[:, :, None] - column[:, None, :]  # from one to another
+        down = row[:, :, None] - row[:, None, :]  # from one to another
+        across = column[:, :, None] - column[:, None, :]
         after = position[:, :, None] > position[:, None, :]
         return (after & (down <= self.radius) & (across.abs() <= self.radius) & rejected[:, None, :]).any(2)

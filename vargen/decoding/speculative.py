@@ -19,7 +19,7 @@ from vargen.decoding.interfaces import Drafter, TokenModel, require_same_tokens
 from vargen.decoding.noise import Noise, Purpose
 from vargen.decoding.token_pass import TokenState
 from vargen.decoding.tree import Draft, Output, Tree
-from vargen.values import number_field, short_repr, validate_fields
+from vargen.values import number_field, short_repr
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,8 @@ class Sequential(Drafter):
     """Empty draft: each pass feeds the last token and commits the next one."""
 
     uses_probs = False
+    width = 1
     empty: Draft = field(init=False, repr=False, compare=False)  # made by `bind`
-
-    @property
-    def width(self) -> int:
-        return 1
 
     def bind(self, model: TokenModel, slots: int) -> Self:
         return self.copy(empty=Draft.make_empty(slots, model.vocab, torch.device(model.device)))
@@ -49,9 +46,6 @@ class ChainDrafter(Drafter):
 
     length: int
     chain: Tree
-
-    def __post_init__(self) -> None:
-        validate_fields(self)
 
     @property
     def width(self) -> int:
@@ -110,7 +104,7 @@ class Speculative(ChainDrafter):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.model is not None and (isinstance(self.model, type) or not isinstance(self.model, TokenModel)):
+        if self.model is not None and not isinstance(self.model, TokenModel):
             given = short_repr(self.model)
             raise TypeError(f"model must be a TokenModel, such as pipe.decoding_model(1.0), or None, got {given}")
         object.__setattr__(self, "provides", () if self.shared_noise else ("independent-per-pass",))

@@ -22,7 +22,7 @@ from vargen.decoding.noise import Noise, Purpose
 from vargen.decoding.token_pass import TokenState
 from vargen.decoding.tree import Draft, Output, PassResult, Tree
 from vargen.decoding.tree_drafters import exclude_earlier_siblings
-from vargen.values import number_field, validate_fields
+from vargen.values import number_field
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class JacobiTree(Drafter):
     continuation: Tensor = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        validate_fields(self)
+        super().__post_init__()
         Jacobi(2, self.coupling)
         if self.nodes < (least := self.num_branching):
             raise ValueError(f"nodes must be at least the {least} of the complete tree, got {self.nodes}")

@@ -23,7 +23,7 @@ from vargen.decoding.relaxed_rules import PooledRule
 from vargen.decoding.token_pass import TokenState
 from vargen.decoding.tree import Draft, Output, PassResult, Verdict
 from vargen.decoding.tree_rules import DraftTokens
-from vargen.values import number_field, short_repr, validate_fields
+from vargen.values import number_field, short_repr
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,6 @@ class Wavefront(Jacobi):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        validate_fields(self)
         if self.coupling != "from-verdict":
             raise ValueError(f"coupling of a wavefront must be 'from-verdict', got {short_repr(self.coupling)}")
 
