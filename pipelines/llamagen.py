@@ -101,7 +101,7 @@ class LlamaGenPipeline(NextTokenPipeline):
     def decoding_model(self, guidance: Guidance | float = 1.0) -> LlamaGenTokenModel:
         """Return the adapter of the transformer and its drafters for `vargen.decoding.decode`."""
         device, guidance = self._device_of(self.transformer), to_guidance(guidance)
-        codes = None if self.vqvae is None else self.vqvae.quantize.codebook().to(device)
+        codes = None if self.vqvae is None else self.codebook.to(device)
         heads = {
             name: partial(each.adapter, getattr(self, name))
             for name, each in self.family.components.items()

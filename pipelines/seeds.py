@@ -61,18 +61,15 @@ def resolve_seeds(generator: Any, images: int) -> ImageSeeds:
         if source is not None and not isinstance(source, torch.Generator):
             raise TypeError(f"generator must be a torch.Generator, a list of them, or None, got {type(source).__name__}")
     found = [torch.default_generator if source is None else source for source in sources]
-    pairs = [_seed_and_noise(each) for each in found]
-    noise = torch.tensor([noise for _, noise in pairs], dtype=torch.int64)
-    return ImageSeeds([seed for seed, _ in pairs], noise, [each.device for each in found])
-
-
-def _seed_and_noise(source: torch.Generator) -> tuple[int, int]:
-    """Return a seed and the first number of a generator with that seed. Advances `source` by one number."""
-    number, seed = _next_int64(source), source.initial_seed()
-    if number == _next_int64(torch.Generator(source.device).manual_seed(seed)):
-        return seed, number
-    seed = number % 2**32  # CPU generators use only the low 32 bits of a seed
-    return seed, _next_int64(torch.Generator(source.device).manual_seed(seed))
+    seeds, noise = [], []
+    for each in found:
+        number, seed = _next_int64(each), each.initial_seed()
+        if number != _next_int64(torch.Generator(each.device).manual_seed(seed)):  # not its first number
+            seed = number % 2**32  # CPU generators use only the low 32 bits of a seed
+            number = _next_int64(torch.Generator(each.device).manual_seed(seed))
+        seeds.append(seed)
+        noise.append(number)
+    return ImageSeeds(seeds, torch.tensor(noise, dtype=torch.int64), [each.device for each in found])
 
 
 def _next_int64(source: torch.Generator) -> int:

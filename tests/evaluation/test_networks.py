@@ -30,7 +30,7 @@ def test_passes_stand_at_their_place_and_can_be_repeated() -> None:
     made = network()
     seen: list[tuple[int, int]] = []
     made.transformer.blocks[0].register_forward_pre_hook(
-        lambda _, given: seen.append((given[0].shape[1], given[3].scale)), prepend=True
+        lambda _, given: seen.append((given[0].shape[1], given[3].start)), prepend=True
     )
     passes = made.passes(2, [4, 16, 4])
     assert list(passes) == [4, 16]
@@ -38,7 +38,7 @@ def test_passes_stand_at_their_place_and_can_be_repeated() -> None:
     for run in passes.values():
         first, second = run(), run()
         assert torch.equal(first[0], second[0])
-    assert seen == [(4, 1), (4, 1), (16, 3), (16, 3)]
+    assert seen == [(4, 1), (4, 1), (16, 14), (16, 14)]
     with pytest.raises(ValueError, match="a pass feeds whole scales, of 1, 4, 9, 16 tokens; got 3"):
         made.passes(1, [3])
 

@@ -10,7 +10,6 @@ import json
 import logging
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -26,6 +25,7 @@ from vargen.kernels.int8.load import cpu_instructions
 
 logger = logging.getLogger("vargen")
 
+_CACHE_FILE = "pass-costs.json"  # in the cache folder
 _LIFETIME = 30 * 86400.0  # seconds
 # Seconds by width; of models without a cost key by the model.
 _costs_by_key: dict[str, dict[int, float]] = {}
@@ -181,15 +181,11 @@ def _cache_key(model: TokenModel | BlockModel, images: int) -> str:
     return f"{model.cost_key}, batch {images}, {torch.get_num_threads()} threads, {hardware}, torch {torch.__version__}"
 
 
-def _cache_path() -> Path:
-    return cache_folder() / "pass-costs.json"
-
-
 def _read_cache() -> dict[str, Any]:
     """Return the entries of the cache file that are not too old; none if the file is missing or damaged."""
     fresh = time.time() - _LIFETIME
     try:
-        entries = json.loads(_cache_path().read_text("utf-8"))
+        entries = json.loads((cache_folder() / _CACHE_FILE).read_text("utf-8"))
         valid = all(int(width) > 0 < value for entry in entries.values() for width, value in entry["seconds"].items())
         return {key: entry for key, entry in entries.items() if entry["measured"] > fresh} if valid else {}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -202,7 +198,7 @@ def save_costs(model: TokenModel | BlockModel, images: int, seconds: dict[int, f
         return
     entry = {"measured": time.time(), "seconds": {str(width): value for width, value in sorted(seconds.items())}}
     try:
-        with atomic_file(_cache_path()) as temporary:
+        with atomic_file(cache_folder() / _CACHE_FILE) as temporary:
             temporary.write_text(json.dumps({**_read_cache(), _cache_key(model, images): entry}, indent=1), "utf-8")
     except OSError as error:  # the cache folder is not writable
         logger.debug("measured costs are not kept: %s", error)
