@@ -186,20 +186,6 @@ def _check_sampler(device: torch.device) -> str | None:
     return None if (probs.gather(2, tokens[..., None]) > 0).all() else "a token without probability is sampled"
 
 
-def _check_kv_compaction(device: torch.device) -> str | None:
-    from vargen.kernels.triton.attention import compact_kv
-
-    kv = torch.arange(2 * 2 * 2 * 2 * 12 * 16, dtype=torch.float32).view(2, 2, 2, 2, 12, 16)
-    expected = kv.clone()
-    expected[:, :, 0, :, 1:4] = kv[:, :, 0, :, [1, 3, 6]]  # the tokens of the other row are in place
-    moved, arrivals = kv.to(device, copy=True), torch.zeros(2, dtype=torch.int32, device=device)
-    length, path, count = (torch.tensor(each, device=device) for each in ([0, 3], [[0, 2, 5], [0, 1, 0]], [3, 2]))
-    compact_kv(moved, length, path, count, arrivals, image_start=1, grid_tokens=11)
-    if length.tolist() != [3, 5] or arrivals.any():
-        return "pointers are wrong"
-    return None if torch.equal(moved.cpu(), expected) else "other slots are moved"
-
-
 def _check_verification(device: torch.device) -> str | None:
     """Verdicts on probabilities of 0 and 1, which do not depend on noise."""
     from vargen.kernels.triton.sampler import sample_gumbel_max
@@ -234,6 +220,5 @@ def _check_verification(device: torch.device) -> str | None:
 CHECKS: dict[str, Callable[[torch.device], str | None]] = {
     "tree attention": _check_attention,
     "sampler": _check_sampler,
-    "compaction of the KV cache": _check_kv_compaction,
     "verification": _check_verification,
 }

@@ -100,7 +100,7 @@ def choose_cache_layout(length: Tensor, width: int, dtype: torch.dtype) -> tuple
     """Choose how a cache with lengths on a device stores keys and values of heads of a width.
 
     Returns:
-        Whether Triton kernels attend to it and move its slots, a number that the slots of a row are a multiple of, and the
+        Whether Triton kernels attend to it, a number that the slots of a row are a multiple of, and the
         width of a slot with its padding.
     """
     fused = width <= MAX_HEAD_DIM and dtype in KERNEL_DTYPES and uses_triton(length)

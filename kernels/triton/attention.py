@@ -1,4 +1,4 @@
-"""Tree attention of a pass over a static cache, with keys split over programs (split-K), and moves of accepted tokens.
+"""Tree attention of a pass over a static cache, with keys split over programs (split-K).
 
 K/V of the pass are already in the cache, in the slots after the committed tokens of each row, so prefix and tree are one range
 of slots: [ conditioning prefix | committed image tokens | fed tokens | unused ]. A query attends to prefix slots with their
@@ -19,14 +19,8 @@ S > 1 partial outputs twice, 8 S R T H (D + 1).
 
 Slots after the T tokens are never loaded, so they may contain NaN. A query without visible keys gets zeros.
 
-`_compact_kv`, grid `(R G, 2 layers)`, commits a path: a program moves the keys or the values of one row, key head and layer to
-consecutive slots. It reads those of the whole path, up to A slots, before it writes any, so source and target may overlap. The
-last program of a row to finish, determined by a counter that returns to zero, advances the row's pointer, which no other one
-reads any more. The host reads nothing. A chain needs no launch, because its tokens are in consecutive slots already. Bytes
-moved: at most 8 layers R G D (A - 1) in two-byte dtypes, less if the path starts with first children.
-
-Shape suffixes: L layers, R rows, T tokens of the pass, H query heads, G key heads, S slots (in shapes), K head width, P prefix
-slots, W words, A slots of the longest path.
+Shape suffixes: R rows, T tokens of the pass, H query heads, G key heads, S slots (in shapes), K head width, P prefix slots, W
+words.
 """
 
 from __future__ import annotations
@@ -291,83 +285,3 @@ def tree_attention(q_RTHK: Tensor, k_RGSK: Tensor, v_RGSK: Tensor, mask: KernelM
     if splits > 1:
         launch(_merge_splits, (R * T * H,), part, lse, out, D=K, BLOCK_D=block, SPLITS=splits, num_warps=1)
     return out
-
-
-# -- moving slots ---------------------------------------------------------------------------------------------------------
-
-
-@triton.jit(do_not_specialize=["A", "limit", "last"])
-def _compact_kv(
-    store_ptr,  # [2 layers, R, G, slots, D], by strides
-    path_ptr,  # int64 [R, A], indices of the pass's tokens, increasing
-    count_ptr,  # int64 [R]
-    length_ptr,  # int64 [R], advanced by count
-    arrivals_ptr,  # int32 [R], zero before and after
-    stride_0,
-    stride_r,
-    stride_h,
-    stride_s,
-    A,
-    image_start,
-    limit,
-    last,
-    HEADS: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_A: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    store, row, head = tl.program_id(1), tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
-    step, d = tl.arange(0, BLOCK_A), tl.arange(0, BLOCK_D)
-    count, length = tl.load(count_ptr + row), tl.load(length_ptr + row)
-    path = tl.load(path_ptr + row * A + step, mask=step < A, other=0)
-    base = image_start + tl.minimum(length, limit)
-    moves = (step < count) & (path != step) & (base + path <= last)
-    first = store.to(tl.int64) * stride_0 + row.to(tl.int64) * stride_r + head.to(tl.int64) * stride_h
-    source = first + (base + path)[:, None] * stride_s + d[None, :]
-    target = first + (base + step)[:, None] * stride_s + d[None, :]
-    mask = moves[:, None] & (d < D)[None, :]
-    moved = tl.load(store_ptr + source, mask=mask)
-    tl.debug_barrier()  # all threads must have read
-    tl.store(store_ptr + target, moved, mask=mask)
-    ended = tl.atomic_add(arrivals_ptr + row, 1, sem="acq_rel")
-    if ended == tl.num_programs(1) * HEADS - 1:
-        tl.store(length_ptr + row, length + count)
-        tl.store(arrivals_ptr + row, 0)
-
-
-def compact_kv(
-    kv_L2RGSK: Tensor,
-    length_R: Tensor,
-    path_RA: Tensor,
-    count_R: Tensor,
-    arrivals_R: Tensor,
-    *,
-    image_start: int,
-    grid_tokens: int,
-) -> None:
-    """Move the accepted tokens of every row to consecutive slots, in place, and advance the pointers past them.
-
-    Args:
-        kv_L2RGSK: keys and values of all layers, contiguous but for padding between slots.
-        length_R: int64, number of cached image tokens; contiguous, changed in place.
-        path_RA: int64, accepted slots of the pass, root first; the first `count_R` of each row are strictly increasing.
-        count_R: int64, number of accepted slots; 0 moves nothing.
-        arrivals_R: int32 zeros, a contiguous counter of finished programs that is zero again afterwards.
-        image_start: slot of image token 0.
-        grid_tokens: number of tokens of the grid. Full rows write only after it.
-    """
-    R, G, slots, K = kv_L2RGSK.shape[2:]
-    stores = kv_L2RGSK.view(-1, R, G, slots, K)
-    block_a, block_d = triton.next_power_of_2(path_RA.shape[1]), triton.next_power_of_2(K)
-    launch(
-        _compact_kv,
-        (R * G, len(stores)),  # the second axis is limited to 65,535
-        *(stores, path_RA.contiguous(), count_R.contiguous(), length_R, arrivals_R),
-        *stores.stride()[:4],
-        *(path_RA.shape[1], image_start, grid_tokens, slots - 1),
-        HEADS=G,
-        D=K,
-        BLOCK_A=block_a,
-        BLOCK_D=block_d,
-        num_warps=min(8, max(1, block_a * block_d // 1024)),
-    )

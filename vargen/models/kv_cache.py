@@ -29,7 +29,7 @@ class KVCache:
 
     Attributes:
         length: `[R]` int64, number of cached image tokens per row (the pointer). The next fed token has position `length`.
-        fused: whether Triton kernels compute attention and move slots.
+        fused: whether Triton kernels compute attention.
         prefix_bias: `[R, P]` float32, added to the scores of the prefix slots; set by `set_prefix_bias`.
         kv: `[layers, 2, R, H, S, K]`, keys and values, so that a pass writes both at once.
     """
@@ -54,7 +54,6 @@ class KVCache:
         self.kv = torch.zeros(layers, 2, rows, heads, self.slots, room, dtype=dtype, device=device)
         if room > head_dim:
             self.kv = self.kv[..., :head_dim]
-        self._done = torch.zeros(rows if self.fused else 0, dtype=torch.int32, device=device)
         self.prefix_bias = torch.zeros(rows, prefix, dtype=torch.float32, device=device)
         self._bias = torch.zeros(rows, self.slots, dtype=dtype, device=device)  # of visible slots: 0 after the prefix
         first = torch.arange(2 * rows * heads, device=device).view(2, rows, heads) * self.slots
@@ -184,11 +183,6 @@ class KVCache:
             accepted_RA: int64 `[R, A]`, indices among the pass's tokens, root first, strictly increasing while valid.
             count_R: int64 `[R]`, number of valid indices.
         """
-        if self.fused:
-            from vargen.kernels.triton.attention import compact_kv
-
-            state = self.kv, self.length, accepted_RA, count_R, self._done
-            return compact_kv(*state, image_start=self.prefix, grid_tokens=self.tokens)
         A = accepted_RA.shape[1]
         steps = torch.arange(A, device=accepted_RA.device)
         valid = steps[None] < count_R[:, None]

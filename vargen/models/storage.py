@@ -180,9 +180,7 @@ class QuantizedStorageMixin(ModelMixin):
         """
         require_weights(self, "saved")
         if self.gpu_format is not None:
-            raise ValueError(
-                f"a network with weights in {self.gpu_format} on a GPU is not saved; open it without quantization"
-            )
+            raise ValueError(f"a network with weights in {self.gpu_format} on a GPU is not saved; open it without quantization")
         if not safe_serialization:
             raise ValueError("safe_serialization must be True: pickled weights are not opened again")
         if self.config.get("weight_format") is None:

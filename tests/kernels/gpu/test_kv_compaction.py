@@ -1,30 +1,29 @@
-"""Moving accepted tokens together, against a copy made slot by slot."""
+"""Moving accepted tokens together, in the layout that Triton attention reads, against a copy made slot by slot."""
 
 import pytest
 import torch
 
-from vargen.kernels.triton.attention import compact_kv
+from vargen.models.kv_cache import KVCache
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("K", "room"), [(64, 64), (100, 100), (100, 112)])
-def test_paths_become_consecutive(K: int, room: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("K", [64, 100])
+def test_paths_become_consecutive(K: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that keep the root alone, a path with its first token in place, a long one that overlaps its target, none."""
-    layers, G, tokens, first = 3, 2, 20, 2
+    monkeypatch.setenv("VARGEN_KERNELS", "triton")
     path = [[0], [0, 1, 4, 6], [0, 2, 3, 4, 5, 6, 7], [0, 3]]
     count, length = [1, 4, 7, 0], [3, 0, 11, 20]
-    kv = torch.randn(layers, 2, 4, G, first + tokens + 8, room).to(dtype)
-    whole = torch.full((kv.numel() + 128,), 99.0, dtype=dtype, device=DEVICE)  # between canaries
-    store, expected = whole[64:-64].view(kv.shape).copy_(kv), kv.clone()
+    cache = KVCache(3, 4, 2, K, prefix=2, tokens=20, scratch=8, dtype=dtype, device=DEVICE)
+    assert cache.fused and (cache.kv.stride(-2) > K) == (K == 100), "slots are padded to multiples of 16 bytes"
+    cache.kv.normal_()
+    cache.rollback(torch.tensor(length, device=DEVICE))
+    expected, before = cache.kv.clone(), cache.kv.clone()
     for row, slots in enumerate(path):
         for place, slot in enumerate(slots[: count[row]]):
-            start = first + length[row]
-            expected[:, :, row, :, start + place, :K] = kv[:, :, row, :, start + slot, :K]
-    pointer, done = torch.tensor(length, device=DEVICE), torch.zeros(4, dtype=torch.int32, device=DEVICE)
+            start = cache.prefix + length[row]
+            expected[:, :, row, :, start + place] = before[:, :, row, :, start + slot]
     padded = torch.tensor([[*each, *[0] * (7 - len(each))] for each in path], device=DEVICE)
-    given = padded, torch.tensor(count, device=DEVICE), done
-    compact_kv(store[..., :K], pointer, *given, image_start=first, grid_tokens=tokens)
-    assert (whole[:64] == 99).all() and (whole[-64:] == 99).all() and torch.equal(store.cpu(), expected)
-    assert pointer.tolist() == [4, 4, 18, 20] and not done.any()
+    cache.commit_path(padded, torch.tensor(count, device=DEVICE))
+    assert torch.equal(cache.kv, expected) and cache.length.tolist() == [4, 4, 18, 20]

@@ -39,11 +39,6 @@ def test_a_relaxed_chain_is_checked_apart(monkeypatch) -> None:
     assert dispatch.find_failure(DEVICE).startswith("verification: ")
 
 
-def test_a_commit_that_moves_nothing_is_named(monkeypatch) -> None:
-    monkeypatch.setattr(attention, "compact_kv", lambda *given, **options: None)
-    assert dispatch.find_failure(DEVICE) == "compaction of the KV cache: pointers are wrong"
-
-
 def test_what_fails_is_not_used(monkeypatch, caplog) -> None:
     def broken(device):
         raise RuntimeError("no such instruction")
