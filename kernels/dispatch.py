@@ -56,7 +56,7 @@ def explain_kernels(device: torch.device | str) -> tuple[str, str]:
     asked, kind = read_kernel_setting(), torch.device(device).type
     if asked in ("reference", "cpu"):
         return "reference", f"{KERNELS_ENV}={asked}"
-    installed = _has_triton()
+    installed = find_spec("triton") is not None
     if asked == "triton":
         if not installed:
             raise ValueError(f"{KERNELS_ENV}=triton needs Triton, which is not installed; pip install vargen[kernels]")
@@ -100,11 +100,6 @@ def _run_self_check(device: str) -> str | None:
     if found:
         logger.warning("kernels on %s fail their check, so torch runs instead; please report this: %s", device, found)
     return found
-
-
-@lru_cache(maxsize=1)
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
 
 
 # -- launches -----------------------------------------------------------------------------------------------------------------

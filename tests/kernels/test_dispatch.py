@@ -23,10 +23,10 @@ def test_a_cpu_takes_torch_and_says_why() -> None:
 def test_triton_without_a_gpu_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VARGEN_KERNELS", "triton")
     monkeypatch.setattr(dispatch, "INTERPRETED", False)
-    monkeypatch.setattr(dispatch, "_has_triton", lambda: True)
+    monkeypatch.setattr(dispatch, "find_spec", lambda name: object())
     with pytest.raises(ValueError, match="VARGEN_KERNELS=triton needs an NVIDIA GPU, and this runs on cpu"):
         dispatch.uses_triton(torch.zeros(1))
-    monkeypatch.setattr(dispatch, "_has_triton", lambda: False)
+    monkeypatch.setattr(dispatch, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="needs Triton, which is not installed"):
         dispatch.explain_kernels("cuda")
 
@@ -39,14 +39,14 @@ def test_other_values_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_gpu_takes_triton_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(dispatch, "_has_triton", lambda: True)
+    monkeypatch.setattr(dispatch, "find_spec", lambda name: object())
     monkeypatch.setattr(dispatch, "_run_self_check", lambda device: "sampler: off by 1" if device == "cuda:2" else None)
     assert dispatch.explain_kernels("cuda:1")[0] == "triton"
     assert dispatch.explain_kernels("cuda:2") == ("reference", "a kernel failed its check here (sampler: off by 1)")
     monkeypatch.setenv("VARGEN_KERNELS", "reference")
     assert dispatch.explain_kernels("cuda") == ("reference", "VARGEN_KERNELS=reference")
     monkeypatch.setenv("VARGEN_KERNELS", "")
-    monkeypatch.setattr(dispatch, "_has_triton", lambda: False)
+    monkeypatch.setattr(dispatch, "find_spec", lambda name: None)
     assert dispatch.explain_kernels("cuda")[0] == "reference"
 
 

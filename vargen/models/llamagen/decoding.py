@@ -106,8 +106,8 @@ class LlamaGenTokenModel(GuidedTokenModel):
             ancestors = tree.ancestor_bits if state.fused else self.repeat_rows(tree.ancestors, 2)
             places = {"positions": state.length[:, None] + self.repeat_rows(tree.depth, 1), "ancestors": ancestors}
         with self._tensor_mode():
-            logits, _, hidden = self.transformer(rows, cache=state, guidance=scale, return_dict=False, **places)
-        return Output(logits, hidden)
+            out = self.transformer(rows, cache=state, guidance=scale, **places)
+        return Output(out.logits, out.hidden_states)
 
     def embed(self, tokens: Tensor) -> Tensor:
         with self._tensor_mode():

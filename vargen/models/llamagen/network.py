@@ -11,12 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from diffusers.configuration_utils import ConfigMixin, register_to_config
-from diffusers.utils import BaseOutput
 from torch import Tensor, nn
 
 from vargen.kernels.host import normal_tensors
@@ -47,13 +45,12 @@ SIZES: dict[str, dict[str, int]] = {
 }
 
 
-@dataclass
-class LlamaGenOutput(BaseOutput):
-    """Logits float32 `[B, T, V]`, last hidden states `[B, T, D]` after (`features`) and before the final norm; always all."""
+class LlamaGenOutput(NamedTuple):
+    """Logits float32 `[B, T, V]`, and last hidden states `[B, T, D]` after (`features`) and before the final norm."""
 
     logits: Tensor
-    features: Tensor = None  # type: ignore[assignment]  # a default lets accelerate's hooks rebuild the output from a dict
-    hidden_states: Tensor = None  # type: ignore[assignment]
+    features: Tensor
+    hidden_states: Tensor
 
 
 class LlamaGenTransformer(GridNetwork, ConfigMixin):
@@ -157,8 +154,7 @@ class LlamaGenTransformer(GridNetwork, ConfigMixin):
         positions: Tensor | None = None,
         ancestors: Tensor | None = None,
         guidance: float | Tensor | None = None,
-        return_dict: bool = True,
-    ) -> LlamaGenOutput | tuple[Tensor, Tensor, Tensor]:
+    ) -> LlamaGenOutput:
         """Run one pass in one of three forms.
 
         Teacher forcing (`tokens [B, N]`, `condition`): returns logits `[B, N, V]`; row i predicts token i from earlier ones.
@@ -187,7 +183,7 @@ class LlamaGenTransformer(GridNetwork, ConfigMixin):
                 raise ValueError("pass (tokens, condition), (condition, cache) or (tokens, cache)")
             features = self._final_norm(x)
             logits = self._logits(features, guidance)
-        return LlamaGenOutput(logits=logits, features=features, hidden_states=x) if return_dict else (logits, features, x)
+        return LlamaGenOutput(logits, features, x)
 
     def head(self, hidden: Tensor, guidance: float | Tensor | None = None) -> Tensor:
         """Compute logits from last hidden states `[B, T, D]` before the final norm; `guidance` as in `forward`."""

@@ -11,7 +11,6 @@ s side of a scale, N = s*s, V codes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from functools import reduce
 from itertools import pairwise
@@ -20,7 +19,6 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 from diffusers.configuration_utils import ConfigMixin, register_to_config
-from diffusers.utils import BaseOutput
 from diffusers.utils.accelerate_utils import apply_forward_hook
 from torch import Tensor, nn
 
@@ -124,14 +122,6 @@ class MultiScaleQuantizer(nn.Module):
         if k == len(self.scales):
             return None
         return self.downsample(f_hat_BCRG, k).flatten(2).transpose(1, 2)
-
-
-@dataclass
-class MultiScaleVQOutput(BaseOutput):
-    """`sample`: reconstructed pixels `[B, 3, Y, X]` in [-1, 1]; `tokens`: int64 `[B, s, s]` for each scale."""
-
-    sample: Tensor
-    tokens: list[Tensor]
 
 
 class MultiScaleVQModel(QuantizedStorageMixin, ConfigMixin):
@@ -268,11 +258,9 @@ class MultiScaleVQModel(QuantizedStorageMixin, ConfigMixin):
         """
         return self.decode_latent(self.accumulate_latents(tokens))
 
-    def forward(self, sample: Tensor, return_dict: bool = True) -> MultiScaleVQOutput | tuple[Tensor, list[Tensor]]:
+    def forward(self, sample: Tensor) -> Tensor:
         """Reconstruct pixels `[B, 3, Y, X]` in [-1, 1] through the codebook."""
-        tokens = self.encode(sample)
-        decoded = self.decode(tokens)
-        return MultiScaleVQOutput(sample=decoded, tokens=tokens) if return_dict else (decoded, tokens)
+        return self.decode(self.encode(sample))
 
     def _square(self, tokens: Tensor, k: int) -> Tensor:
         side = self.scales[k]

@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from diffusers.configuration_utils import ConfigMixin, register_to_config
-from diffusers.utils import BaseOutput
 from diffusers.utils.accelerate_utils import apply_forward_hook
 from torch import Tensor, nn
 
@@ -25,14 +23,6 @@ from vargen.models.tokenizers.blocks import NORM_GROUPS, VQDecoder, VQEncoder, V
 
 _NAMING = VQParameterNames(down="conv_blocks", up="conv_blocks", blocks="res", middle=("0", "1", "2"))
 CODEBOOK_USED_SLOTS = 65536  # length of the usage buffer that official files carry
-
-
-@dataclass
-class VQModelOutput(BaseOutput):
-    """`sample`: reconstructed pixels `[B, 3, Y, X]`, about [-1, 1]; `indices`: `[B, R, G]` int64."""
-
-    sample: Tensor
-    indices: Tensor
 
 
 class NonFinitePixelsError(RuntimeError):
@@ -175,8 +165,6 @@ class VQModel(QuantizedStorageMixin, ConfigMixin):
             indices = indices.view(-1, side, side)
         return self.decode_latents(self.quantize.lookup(indices))
 
-    def forward(self, sample: Tensor, return_dict: bool = True) -> VQModelOutput | tuple[Tensor, Tensor]:
+    def forward(self, sample: Tensor) -> Tensor:
         """Reconstruct pixels `[B, 3, Y, X]` in [-1, 1] through the codebook."""
-        indices = self.encode(sample)
-        decoded = self.decode(indices)
-        return VQModelOutput(sample=decoded, indices=indices) if return_dict else (decoded, indices)
+        return self.decode(self.encode(sample))

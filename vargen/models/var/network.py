@@ -15,14 +15,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from diffusers.configuration_utils import ConfigMixin, register_to_config
-from diffusers.utils import BaseOutput
 from torch import Tensor, nn
 
 from vargen.kernels.int8.load import SCALE_PASS, CompiledCode
@@ -42,12 +40,11 @@ def is_derived_buffer(name: str) -> bool:
     return name in ("lvl_1L", "attn_bias_for_masking") or name.endswith(".attn.zero_k_bias")
 
 
-@dataclass
-class VAROutput(BaseOutput):
-    """`logits`: float32 `[R, T, V]`; `features`: input of the head, `[R, T, D]` after the final norm. Both are always set."""
+class VAROutput(NamedTuple):
+    """Logits float32 `[R, T, V]`, and the input of the head, `[R, T, D]` after the final norm."""
 
     logits: Tensor
-    features: Tensor = None  # type: ignore[assignment]  # a default lets accelerate's hooks rebuild the output from a dict
+    features: Tensor
 
 
 class VARTransformer(QuantizedStorageMixin, ConfigMixin):
@@ -172,8 +169,7 @@ class VARTransformer(QuantizedStorageMixin, ConfigMixin):
         cache: ScaleCache | None = None,
         logits_of: int | None = None,
         guidance: Tensor | None = None,
-        return_dict: bool = True,
-    ) -> VAROutput | tuple[Tensor, Tensor]:
+    ) -> VAROutput:
         """Run one pass in one of three forms.
 
         Teacher forcing (`inputs`, `condition`): all scales up to the last of `inputs`, block-causal, without a cache.
@@ -200,7 +196,7 @@ class VARTransformer(QuantizedStorageMixin, ConfigMixin):
                 conditional, unconditional = features.float().chunk(2)
                 features = torch.lerp(unconditional, conditional, 1 + guidance[:, None]).to(self.dtype)
             logits = self.head(features).float()
-        return VAROutput(logits=logits, features=features) if return_dict else (logits, features)
+        return VAROutput(logits, features)
 
     def forward_features(
         self,
