@@ -182,7 +182,7 @@ def test_siblings_with_replacement_are_sampled_each_with_uniforms_of_its_own():
     V, B = 50, 400
     model, seeds, drafter = two_models(V, 6, conditions=1, spread=0.0), torch.arange(B), SampledTree(branching=(2, 2))
     drafter, condition, rows = drafter.bind(model, B), torch.zeros(B, dtype=torch.int64), torch.arange(B)
-    state = TokenState.allocate(model, condition, B, drafter.width)
+    state = TokenState(model, condition, B, drafter.width)
     state.reset(rows.tolist(), rows, seeds, Sampling())
     drafter.reset(state, rows, condition, model.prefill(condition, state.cache))
     one, other = (drafter.propose(state, Noise(seeds, state.length[:, None], step), drafter.width) for step in (2, 3))

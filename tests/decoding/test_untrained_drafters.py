@@ -27,7 +27,7 @@ DRAFTERS = {
 def started(drafter: Drafter, model: TableModel, tokens: list[int], count: int = 1, sampling: Sampling | None = None):
     """The bound drafter, and the state of images that begin with these tokens."""
     drafter, seeds, condition = drafter.bind(model, count), torch.arange(count), torch.zeros(count, dtype=torch.int64)
-    state = TokenState.allocate(model, condition, count, drafter.width)
+    state = TokenState(model, condition, count, drafter.width)
     state.reset(list(range(count)), seeds, seeds, sampling or Sampling())
     drafter.reset(state, seeds, condition, model.prefill(condition, state.cache))
     state.tokens[:, : len(tokens)], state.length[:] = torch.tensor(tokens), len(tokens)

@@ -10,7 +10,7 @@ vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -65,7 +65,7 @@ class TokenPass:
 
     def allocate(self, condition: Any) -> None:
         """Allocate the state, with room for conditions as long as this one."""
-        self.state = TokenState.allocate(self.model, condition, self.slots, self.drafter.width)
+        self.state = TokenState(self.model, condition, self.slots, self.drafter.width)
         self._controller = self.drafter.choose_widths(self.model, condition, self.slots)
 
     def start(self, slots: list[int], condition: Any, seeds: Tensor, sampling: Sampling) -> None:
@@ -158,9 +158,14 @@ def verify_draft(
     return probs, rule(probs, draft, noise, state.relaxation), ops.sum_rows(logits)
 
 
-@dataclass
 class TokenState:
-    """B slots. A free slot is an image of N tokens, to which no pass adds.
+    """B slots, all free at first. A free slot is an image of N tokens, to which no pass adds.
+
+    Args:
+        model: see `TokenModel`.
+        condition: the cache has room for conditions as long as this one.
+        slots: number of slots B.
+        width: maximum number W of tokens that a pass feeds to each image.
 
     Attributes:
         num_tokens, columns: N, and columns of the grid.
@@ -176,45 +181,21 @@ class TokenState:
         cache: the model's state.
     """
 
-    num_tokens: int
-    columns: int
-    vocab: int
-    seeds: Tensor
-    tokens: Tensor
-    length: Tensor
-    pass_number: Tensor
-    relaxation: Tensor
-    nonfinite: Tensor
-    sampling: SlotSampling
-    token_noise: TokenNoise
-    cache: Any
-
-    @classmethod
-    def allocate(cls, model: TokenModel, condition: Any, slots: int, width: int) -> TokenState:
-        """Allocate B free slots for passes over at most `width` tokens."""
+    def __init__(self, model: TokenModel, condition: Any, slots: int, width: int):
         (rows, columns), device = model.grid, torch.device(model.device)
         N = rows * columns
 
         def full(value: int, *shape: int) -> Tensor:
             return torch.full(shape, value, dtype=torch.int64, device=device)
 
-        seeds = full(0, slots)
+        self.num_tokens, self.columns, self.vocab = N, columns, model.vocab
+        self.seeds, self.length, self.pass_number, self.nonfinite = (full(value, slots) for value in (0, N, 0, N))
         with normal_tensors():  # callbacks write to it
-            tokens = full(0, slots, N + width)
-        return cls(
-            num_tokens=N,
-            columns=columns,
-            vocab=model.vocab,
-            seeds=seeds,
-            tokens=tokens,
-            length=full(N, slots),
-            pass_number=full(0, slots),
-            relaxation=torch.zeros(slots, dtype=torch.float32, device=device),
-            nonfinite=full(N, slots),
-            sampling=SlotSampling(slots, model.vocab, device),
-            token_noise=TokenNoise(seeds, N + width),
-            cache=model.allocate(condition, width, slots),
-        )
+            self.tokens = full(0, slots, N + width)
+        self.relaxation = torch.zeros(slots, dtype=torch.float32, device=device)
+        self.sampling = SlotSampling(slots, model.vocab, device)
+        self.token_noise = TokenNoise(self.seeds, N + width)
+        self.cache: Any = model.allocate(condition, width, slots)
 
     def reset(self, slots: list[int], rows: Tensor, seeds: Tensor, sampling: Sampling) -> None:
         """Start images in slots, which `rows` int64 `[n]` holds, too. Token 0 has a place, but no value yet."""
