@@ -117,6 +117,7 @@ def to_unit_(bits: Tensor) -> Tensor:
 
 
 def exponential_of_keys(keys: Tensor, vocab: int) -> Tensor:
+    """Exponential(1) noise float32 `[B, T, V]` > 0, of keys int64 `[B, T]`."""
     return to_unit_(lane_bits(keys, vocab)).neg_().log1p_().neg_()
 
 

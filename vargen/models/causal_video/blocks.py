@@ -121,6 +121,8 @@ def attend_with_plan(q_BHTK: Tensor, k_BHSK: Tensor, v_BHSK: Tensor, plan: Plan 
 
 
 class SelfAttention(WanAttention):
+    """Attention of the tokens of a pass to themselves and, with a cache, to earlier frames; rotary positions in three axes."""
+
     def forward(self, x_BTD: Tensor, table: tuple[Tensor, Tensor], plan: Plan | None, cache: LayerCache | None) -> Tensor:
         q, k, v = self.split(self.norm_q(self.q(x_BTD))), self.split(self.norm_k(self.k(x_BTD))), self.split(self.v(x_BTD))
         q, k, v = apply_rotary(q, table).transpose(1, 2), apply_rotary(k, table).transpose(1, 2), v.transpose(1, 2)
@@ -130,6 +132,8 @@ class SelfAttention(WanAttention):
 
 
 class CrossAttention(WanAttention):
+    """Attention to the rows of a prompt, whose keys and values are computed once; see `TextCache`."""
+
     def project_kv(self, text_BPD: Tensor) -> tuple[Tensor, Tensor]:
         """Compute keys and values `[B, H, P, K]` of a prompt."""
         k, v = self.split(self.norm_k(self.k(text_BPD))), self.split(self.v(text_BPD))

@@ -84,6 +84,8 @@ class RMSNorm(nn.Module):
 
 
 class LlamaGenAttention(nn.Module):
+    """Attention with rotary positions. Queries, keys and values are one product; several query heads may share a key head."""
+
     def __init__(self, dim: int, n_head: int, n_kv_head: int):
         super().__init__()
         self.n_head, self.n_kv_head, self.head_dim = n_head, n_kv_head, dim // n_head
@@ -124,6 +126,8 @@ class SwiGLU(nn.Module):
 
 
 class LlamaGenBlock(nn.Module):
+    """Attention and feed-forward over the norm of the residual, to which each adds its output."""
+
     def __init__(self, dim: int, n_head: int, n_kv_head: int, hidden: int, eps: float, dropout: float):
         super().__init__()
         self.attention = LlamaGenAttention(dim, n_head, n_kv_head)
@@ -222,6 +226,8 @@ class LabelEmbedder(nn.Module):
 
 
 class CaptionProjection(nn.Module):
+    """Maps caption features `[B, P, caption_dim]` to rows `[B, P, D]`, by two linear layers with a GELU between them."""
+
     def __init__(self, caption_dim: int, dim: int):
         super().__init__()
         self.fc1, self.fc2 = Linear(caption_dim, dim), Linear(dim, dim)

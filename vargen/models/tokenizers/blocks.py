@@ -17,6 +17,8 @@ from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
+from diffusers.models.downsampling import Downsample2D
+from diffusers.models.upsampling import Upsample2D
 from torch import Tensor, nn
 
 NORM_GROUPS = 32
@@ -44,6 +46,7 @@ class VQParameterNames:
 
 
 def group_norm(channels: int) -> nn.GroupNorm:
+    """Group norm of a feature map `[B, C, Y, X]` with `NORM_GROUPS` groups."""
     return nn.GroupNorm(NORM_GROUPS, channels, eps=1e-6, affine=True)
 
 
@@ -87,24 +90,6 @@ class AttnBlock(nn.Module):
         return x_BCYX + self.proj_out(attended.squeeze(1).transpose(1, 2).reshape(B, C, Y, X))
 
 
-class Downsample(nn.Module):
-    def __init__(self, channels: int):
-        super().__init__()
-        self.conv = nn.Conv2d(channels, channels, 3, stride=2)
-
-    def forward(self, x_BCYX: Tensor) -> Tensor:
-        return self.conv(F.pad(x_BCYX, (0, 1, 0, 1)))  # asymmetric padding, as in training
-
-
-class Upsample(nn.Module):
-    def __init__(self, channels: int):
-        super().__init__()
-        self.conv = nn.Conv2d(channels, channels, 3, padding=1)
-
-    def forward(self, x_BCYX: Tensor) -> Tensor:
-        return self.conv(F.interpolate(x_BCYX, scale_factor=2.0, mode="nearest"))
-
-
 class VQLevel(nn.Module):
     """Blocks of one resolution. At the lowest resolution, attention follows each residual block."""
 
@@ -124,6 +109,7 @@ class VQLevel(nn.Module):
 
 
 def make_mid_block(channels: int, naming: VQParameterNames) -> nn.ModuleDict:
+    """Two residual blocks with attention between them, under their official names; they are run in this order."""
     parts = (ResnetBlock(channels, channels), AttnBlock(channels, naming.fused), ResnetBlock(channels, channels))
     return nn.ModuleDict(dict(zip(naming.middle, parts, strict=True)))
 
@@ -142,7 +128,7 @@ class VQEncoder(nn.Module):
             last = i == len(widths) - 1
             level = VQLevel(before, width, blocks, attention=last, naming=naming)
             if not last:
-                level.downsample = Downsample(width)
+                level.downsample = Downsample2D(width, use_conv=True, padding=0, name="op")
             levels.append(level)
         self.add_module(naming.down, levels)
         self.mid = make_mid_block(widths[-1], naming)
@@ -173,7 +159,7 @@ class VQDecoder(nn.Module):
         for i, width in enumerate(widths):
             level = VQLevel(widths[max(i - 1, 0)], width, blocks + 1, attention=i == 0, naming=naming)
             if i != len(widths) - 1:
-                level.upsample = Upsample(width)
+                level.upsample = Upsample2D(width, use_conv=True)
             levels.append(level)
         self.add_module(naming.up, nn.ModuleList(reversed(levels) if naming.finest_first else levels))
         self.norm_out = group_norm(widths[-1])

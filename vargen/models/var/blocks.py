@@ -153,6 +153,8 @@ class VARAttention(nn.Module):
 
 
 class GELUMLP(nn.Module):
+    """Feed-forward: two linear layers with a GELU, in its tanh form, between them."""
+
     def __init__(self, dim: int, hidden: int):
         super().__init__()
         self.fc1, self.fc2 = nn.Linear(dim, hidden), nn.Linear(hidden, dim)
@@ -187,4 +189,5 @@ def modulate(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
 
 
 def make_caption_mlp(width_in: int, width: int) -> nn.Sequential:
+    """Two linear layers with a GELU between them, from caption features `[..., width_in]` to the network's width."""
     return nn.Sequential(nn.Linear(width_in, width), nn.GELU(approximate="tanh"), nn.Linear(width, width))
