@@ -407,6 +407,7 @@ class TransposableWeights(_Module):
         return self
 
     def train(self, mode: bool = True) -> Any:
+        """As in torch; weights in training have the layout `[N, K]`."""
         if mode:
             transpose_linear_weights(self, False)
         return super().train(mode)

@@ -83,6 +83,7 @@ class DecodeStats:
 
     @property
     def tokens_per_second(self) -> float:
+        """Tokens of all images per second of the loop; 0 if nothing was measured."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
     @property

@@ -141,6 +141,7 @@ class VideoMethod(Method):
 
     @property
     def needs_draft_model(self) -> bool:
+        """Whether a small model drafts, and not an early exit of the target."""
         return self.kind == "relaxed" and not self.exit_step
 
     @property

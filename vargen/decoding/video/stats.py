@@ -85,6 +85,7 @@ class VideoStats:
 
     @property
     def seconds_by_part(self) -> dict[str, float]:
+        """Seconds of all blocks by part; see `BlockRecord`."""
         found: Counter[str] = Counter()
         for record in self.blocks:
             found.update(record.seconds_by_part)

@@ -74,9 +74,11 @@ class WanAttention(nn.Module):
         self.norm_q, self.norm_k = WanRMSNorm(dim), WanRMSNorm(dim)
 
     def split(self, x_BTD: Tensor) -> Tensor:
+        """Split the width into heads: `[B, T, H, K]`."""
         return x_BTD.unflatten(-1, (self.heads, -1))
 
     def project_out(self, x_BHTK: Tensor) -> Tensor:
+        """Merge the heads and project to `[B, T, D]`."""
         return self.o(x_BHTK.transpose(1, 2).flatten(2))
 
 

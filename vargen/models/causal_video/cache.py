@@ -170,6 +170,7 @@ class VideoCache:
         return self.keys[layer, :, :, :seen].type_as(k_BHTK), self.values[layer, :, :, :seen].type_as(v_BHTK)
 
     def layer(self, layer: int) -> LayerCache:
+        """Return the cache of one layer."""
         return LayerCache(self, layer)
 
     def _slot_runs(self) -> list[tuple[int, int]]:
@@ -231,6 +232,7 @@ class TextCache:
         return sum(part.nbytes for part in (*self.keys, *self.values))
 
     def layer(self, layer: int) -> LayerTextCache:
+        """Return keys, values and bias of one layer."""
         return self.keys[layer], self.values[layer], self.bias
 
     def select_rows(self, chosen: slice | Sequence[int]) -> TextCache:

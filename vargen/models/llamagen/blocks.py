@@ -109,6 +109,7 @@ class LlamaGenAttention(nn.Module):
         return self.wqkv(x_BTD).unflatten(-1, (-1, self.head_dim))[:, :, first:]
 
     def attend(self, q_BTHK: Tensor, k_BHSK: Tensor, v_BHSK: Tensor, bias: Tensor | KernelMask) -> Tensor:
+        """Attend and project to `[B, T, D]`; with gradients by the form that autograd supports. `bias`: see `ops.attend`."""
         if torch.is_grad_enabled() and isinstance(bias, Tensor):
             return self.wo(attend(q_BTHK.transpose(1, 2), k_BHSK, v_BHSK, bias).transpose(1, 2).flatten(2))
         return self.wo(ops.attend(q_BTHK, k_BHSK, v_BHSK, bias).flatten(2))
