@@ -32,9 +32,9 @@ MUTANTS = (
     Mutant(
         "request-field-dropped",
         "Sampling options of a request to the service are checked, and then not used.",
-        "vargen/serving/image_requests.py",
-        "        values[name] = body[name]\n",
-        "        values.setdefault(name, body[name])\n",
+        "vargen/serving/images.py",
+        "            values[name] = value\n",
+        "            values.setdefault(name, value)\n",
         ("tests/serving/test_image_api.py::test_a_random_seed_is_returned_and_sampling_options_are_taken",),
     ),
     Mutant(

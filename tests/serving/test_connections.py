@@ -13,7 +13,7 @@ from fastapi import FastAPI
 from served import serving
 
 from vargen.serving.errors import add_error_handlers
-from vargen.serving.limits import RequestLimits
+from vargen.serving.model_card import RequestLimits
 
 SECONDS = 0.5
 

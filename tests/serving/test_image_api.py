@@ -10,20 +10,21 @@ import socket
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import openai
 import pytest
+import torch
 from PIL import Image
 from served import Gate, generate_alone, serving
 from waiting import wait_until
 
 from vargen.decoding import Sampling
-from vargen.serving.app import build_app
-from vargen.serving.generation import GenerationThread
-from vargen.serving.launch import warm_up
-from vargen.serving.limits import RequestLimits
-from vargen.serving.model_card import ModelCard
+from vargen.serving.api import build_app
+from vargen.serving.engine import GenerationThread
+from vargen.serving.model_card import ModelCard, RequestLimits
+from vargen.serving.server import warm_up
 from vargen.serving.tasks import ImageTask
 
 KEY = "secret-key"
@@ -95,15 +96,14 @@ def test_a_random_seed_is_returned_and_sampling_options_are_taken(client: Any, t
     assert bytes(decode(item.b64_json).tobytes()) == plain(text_pipe, "a dog", item.seed, Sampling(**options))
 
 
-def test_fields_of_other_models_are_ignored(client: Any) -> None:
-    unknown = {"something_new": {"a": [1]}, "seed": 1}
+def test_fields_of_openai_without_a_meaning_here_are_taken(client: Any) -> None:
     options = {
         "quality": "hd",
         "style": "vivid",
         "user": "me",
         "background": "auto",
         "moderation": "low",
-        "extra_body": unknown,
+        "extra_body": {"seed": 1},
     }
     assert client.images.generate(prompt="a dog", size="auto", **options).data[0].seed == 1
 
@@ -154,10 +154,12 @@ REFUSED = [
     ({"n": True}, 400, "n"),
     ({"size": "1024x1024"}, 400, "size"),
     ({"size": [1]}, 400, "size"),
-    ({"seed": -1}, 400, "seed"),
+    ({"seed": -2}, 400, "seed"),
     ({"seed": 2**63 - 1, "n": 2}, 400, "seed"),
     ({"model": "dall-e-3"}, 404, "model"),
-    ({"model": {}}, 404, "model"),
+    ({"model": {}}, 400, "model"),
+    ({"guidance": 3}, 400, "guidance"),
+    ({"guidance_scale": -1}, 400, "guidance_scale"),
     ({"response_format": "file"}, 400, "response_format"),
     ({"output_format": "gif"}, 400, "output_format"),
     ({"background": "transparent"}, 400, "background"),
@@ -189,20 +191,19 @@ def test_invalid_fields_are_refused_by_name(address: str, fields: dict[str, Any]
         (b'{"prompt": "\xff"}', {}, 400),
         (b"[" * 50_000, {}, 400),
         (b'{"prompt": "' + b"x" * 2**20 + b'"}', {}, 413),
-        (b'{"prompt": "a"}', {"Content-Type": "text/plain"}, 415),
+        (b'{"prompt": "a"}', {"Content-Type": "text/plain"}, 400),
+        (b'{"prompt": "a"}', {"Origin": "http://example.org"}, 403),
         (b'{"prompt": "a"}', {"Authorization": "Bearer wrong"}, 401),
         (b'{"prompt": "a"}', {"Authorization": "B\xe9"}, 401),
     ],
-    ids=["cut", "list", "NaN", "latin-1", "deep", "1 MB", "text", "wrong key", "odd key"],
+    ids=["cut", "list", "NaN", "latin-1", "deep", "1 MB", "text", "page of another site", "wrong key", "odd key"],
 )
 def test_bad_bodies_are_refused(address: str, content: bytes, headers: dict[str, str], status: int) -> None:
     found, body = post(address, content, **headers)
     assert found == status and set(body["error"]) == {"message", "type", "param", "code"}
 
 
-@pytest.mark.parametrize(
-    ("path", "status"), [("/", 404), ("/docs", 404), ("/v1/images/generations", 405), ("/v1/nothing", 404)]
-)
+@pytest.mark.parametrize(("path", "status"), [("/docs", 404), ("/v1/images/generations", 405), ("/v1/nothing", 404)])
 def test_unknown_places_answer_in_the_same_shape(address: str, path: str, status: int) -> None:
     request = urllib.request.Request(address + path, headers={"Authorization": f"Bearer {KEY}"})
     with pytest.raises(urllib.error.HTTPError) as failed:
@@ -320,3 +321,65 @@ def test_a_model_of_classes_takes_names_and_numbers(class_pipe: Any) -> None:
             for text in ("10", "bird", "³"):
                 with pytest.raises(openai.BadRequestError, match="number of a class"):
                     client.images.generate(prompt=text)
+
+
+def test_guidance_is_that_of_the_request(client: Any, text_pipe: Any) -> None:
+    for scale in (1.0, 3.5, None):  # without guidance, images need another engine
+        [item] = client.images.generate(prompt="a dog", extra_body={"seed": 5, "guidance_scale": scale}).data
+        alone = generate_alone(text_pipe, ImageTask("a dog", 5, Sampling()), "gumbel", guidance_scale=scale)
+        assert decode(item.b64_json).tobytes() == alone.tobytes()
+
+
+@pytest.mark.parametrize("given", [-1, None])
+def test_a_seed_of_minus_one_is_random(client: Any, given: int | None) -> None:
+    seeds = [client.images.generate(prompt="a dog", extra_body={"seed": given}).data[0].seed for _ in range(2)]
+    assert seeds[0] != seeds[1] and min(seeds) >= 0
+
+
+def test_ordinary_clients_are_served(card: ModelCard, generation: GenerationThread) -> None:
+    """A look at the address, HEAD, and pages of a site that is allowed; the key is asked for behind the browser's question."""
+    with serving(build_app(card, generation, api_key=KEY, allow_origins=["https://example.org"])) as address:
+        with urllib.request.urlopen(address, timeout=30) as answer:
+            assert json.load(answer)["model"] == "tiny"
+        for path in ("/", "/health"):
+            with urllib.request.urlopen(urllib.request.Request(address + path, method="HEAD"), timeout=30) as answer:
+                assert answer.status == 200 and answer.read() == b""
+        headers = {"Origin": "https://example.org", "Access-Control-Request-Method": "POST"}
+        question = urllib.request.Request(f"{address}/v1/images/generations", headers=headers, method="OPTIONS")
+        with urllib.request.urlopen(question, timeout=30) as answer:
+            assert answer.headers["Access-Control-Allow-Origin"] == "https://example.org"
+        assert post(address, b'{"prompt": "a dog"}', Origin="https://example.org")[0] == 200
+        assert post(address, b'{"prompt": "a dog"}', Origin="https://example.com")[0] == 403
+
+
+def test_a_refusal_is_no_failure_of_the_server(address: str, gate: Gate, generation: GenerationThread, caplog: Any) -> None:
+    gate.close()
+    handles = generation.submit([ImageTask("a dog", seed, Sampling()) for seed in range(6)])
+    assert post(address, b'{"prompt": "a dog"}')[0] == 429
+    gate.open()
+    for handle in handles:
+        handle.cancel()
+    wait_until_idle(generation)
+    assert not caplog.records
+    assert read_metrics(address)['vargen_requests_total{endpoint="/v1/images/generations",status="429"}'] > 0
+
+
+def test_images_are_inpainted_where_the_mask_is_transparent(scale_pipe: Any) -> None:
+    side = scale_pipe.image_size
+    source = Image.new("RGB", (side, side), (200, 30, 30))
+    mask = Image.new("RGBA", (side, side), (0, 0, 0, 255))
+    mask.paste((0, 0, 0, 0), (0, 0, side // 2, side))
+    files = []
+    for image in (source, mask):
+        files.append(io.BytesIO())
+        image.save(files[-1], "PNG")
+    with ExitStack() as running:
+        generation = running.enter_context(GenerationThread(scale_pipe, slots=2))
+        app = build_app(warm_up(scale_pipe, generation, "scales"), generation)
+        client = open_client(running.enter_context(serving(app)))
+        [item] = client.images.edit(image=files[0], mask=files[1], prompt="1", extra_body={"seed": 3}).data
+        with pytest.raises(openai.BadRequestError) as failed:
+            client.images.edit(image=b"no image", mask=files[1], prompt="1")
+        assert failed.value.param == "image"
+    options = {"image": source, "mask_image": mask, "generator": torch.Generator().manual_seed(3)}
+    assert decode(item.b64_json).tobytes() == scale_pipe(class_labels=1, **options).images[0].tobytes()

@@ -17,10 +17,10 @@ from served import Gate, serving
 
 from vargen import open_pipeline
 from vargen.mp4 import import_av
-from vargen.serving.app import build_app
-from vargen.serving.generation import GenerationThread
-from vargen.serving.launch import warm_up
-from vargen.serving.limits import RequestLimits
+from vargen.serving.api import build_app
+from vargen.serving.engine import GenerationThread
+from vargen.serving.model_card import RequestLimits
+from vargen.serving.server import warm_up
 
 
 @pytest.fixture(scope="module")
@@ -58,34 +58,56 @@ def read_frames(content: bytes) -> list[np.ndarray]:
         return [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
 
 
-def test_a_video_is_streamed_block_by_block(client: Any, pipe: Any) -> None:
+def finish(client: Any, **fields: Any) -> tuple[Any, bytes]:
+    """The finished job of a video, and its content."""
+    made = client.videos.create(prompt="a cat", extra_body=fields)
+    video = client.videos.poll(made.id, poll_interval_ms=20)
+    return video, client.videos.download_content(video.id).read() if video.status == "completed" else b""
+
+
+def test_a_video_is_a_job_whose_content_plays_while_it_is_generated(client: Any, pipe: Any) -> None:
     gate = Gate(pipe.transformer)
-    with client.videos.with_streaming_response.create(prompt="a cat", extra_body={"seed": "3", "num_blocks": "3"}) as answer:
-        assert answer.headers["content-type"] == "video/mp4" and answer.headers["x-seed"] == "3"
+    made = client.videos.create(prompt="a cat", extra_body={"seed": "3", "num_blocks": "3"})
+    assert made.status in ("queued", "in_progress") and made.prompt == "a cat" and made.size == "16x16" and made.seed == 3
+    with client.videos.with_streaming_response.download_content(made.id) as answer:
+        assert answer.headers["content-type"] == "video/mp4"
         parts, first = answer.iter_bytes(), b""
-        gate.close()  # what has been sent by now can be played
         while not first:
             first = next(parts)
+        gate.close()  # what has been sent by now can be played
         shown = read_frames(first)
         gate.open()
         content = first + b"".join(parts)
     gate.remove()
+    video, again = client.videos.poll(made.id, poll_interval_ms=20), client.videos.download_content(made.id).read()
+    assert video.status == "completed" and video.progress == 100 and video.completed_at and again == content
     frames = read_frames(content)
     whole = pipe("a cat", num_blocks=3, accelerator="target", generator=torch.Generator().manual_seed(3)).frames[0]
     assert len(shown) > 0 and len(frames) == len(whole) and frames[0].shape[:2] == (16, 16)
     error = np.mean([abs(np.asarray(image).astype(int) - frame).mean() for image, frame in zip(whole, frames, strict=True)])
     assert error < 20  # of 255; the codec loses some
+    assert client.videos.delete(made.id).deleted
+    with pytest.raises(openai.NotFoundError):
+        client.videos.retrieve(made.id)
 
 
-def test_seconds_are_rounded_up_to_blocks(client: Any, pipe: Any) -> None:
-    geometry = pipe.transformer.geometry
-    with client.videos.with_streaming_response.create(prompt="a cat", seconds="0.1") as answer:
-        content = answer.read()
-    assert len(read_frames(content)) == geometry.pixel_frames(0, geometry.block_frames)
+@pytest.mark.parametrize("seconds", [0.1, 1])
+def test_a_video_has_as_many_seconds_as_were_asked_for(client: Any, pipe: Any, seconds: float) -> None:
+    video, content = finish(client, seconds=str(seconds))
+    assert len(read_frames(content)) == round(seconds * pipe.fps) and float(video.seconds) == pytest.approx(seconds, abs=0.1)
 
 
 @pytest.mark.parametrize(
-    "fields", [{"seconds": "999"}, {"seconds": "long"}, {"num_blocks": 0}, {"size": "9x9"}, {"prompt": " "}]
+    "fields",
+    [
+        {"seconds": "999"},
+        {"seconds": "long"},
+        {"num_blocks": 0},
+        {"num_blocks": 99},
+        {"size": "9x9"},
+        {"prompt": " "},
+        {"n": 2},
+    ],
 )
 def test_invalid_fields_are_refused_by_name(client: Any, fields: dict[str, Any]) -> None:
     with pytest.raises(openai.BadRequestError) as failed:
@@ -93,19 +115,34 @@ def test_invalid_fields_are_refused_by_name(client: Any, fields: dict[str, Any])
     assert failed.value.param == next(iter(fields))
 
 
-def test_a_client_that_goes_away_ends_its_video_and_others_go_on(client: Any, pipe: Any, generation: GenerationThread) -> None:
+def test_a_deleted_video_ends_and_others_go_on(client: Any, pipe: Any, generation: GenerationThread) -> None:
     gate = Gate(pipe.transformer)
-    with client.videos.with_streaming_response.create(prompt="a cat", extra_body={"num_blocks": 8}) as answer:
-        next(answer.iter_bytes())
-    with client.videos.with_streaming_response.create(prompt="a dog", extra_body={"num_blocks": 8}) as answer:
-        assert len(read_frames(answer.read())) == pipe.transformer.geometry.pixel_frames(0, 16)
+    gate.close()
+    made = client.videos.create(prompt="a cat", extra_body={"num_blocks": 8})
+    gate.wait_for_pass()
+    client.videos.delete(made.id)
+    gate.open()
+    _, content = finish(client, num_blocks=8)
+    assert len(read_frames(content)) == pipe.transformer.geometry.pixel_frames(0, 16)
     passes = gate.passes
     gate.remove()
     assert generation.stats.num_active == 0 and generation.stats.num_waiting == 0
     gate = Gate(pipe.transformer)
     pipe("a dog", num_blocks=8, accelerator="target")
-    assert passes < 2 * gate.passes  # those of the video whose client had gone are missing
+    assert passes < 2 * gate.passes  # those of the deleted video are missing
     gate.remove()
+
+
+def test_a_video_that_fails_says_so(client: Any, pipe: Any) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("cannot read /home/me/secret.txt")
+
+    broken = pipe.transformer.register_forward_pre_hook(fail)
+    video, _ = finish(client)
+    broken.remove()
+    assert video.status == "failed" and video.error.code == "generation_failed" and "secret" not in video.error.message
+    with pytest.raises(openai.ConflictError):
+        client.videos.download_content(video.id)
 
 
 def test_images_are_not_served_by_a_video_model(client: Any, address: str) -> None:

@@ -11,8 +11,8 @@ import torch
 import uvicorn
 
 from vargen.decoding import Sampling
-from vargen.serving.launch import configure_server, open_socket
-from vargen.serving.limits import RequestLimits
+from vargen.serving.model_card import RequestLimits
+from vargen.serving.server import configure_server, open_socket
 from vargen.serving.tasks import ImageTask
 
 PROMPTS = ["a red apple", "a very long sentence about a cat that sits", "b", "a dog"]

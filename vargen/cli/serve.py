@@ -59,6 +59,10 @@ def serve_model(
     ] = 64,
     max_images: Annotated[int, typer.Option(min=1, max=1024, metavar="N", help="Largest n of a request.")] = 10,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", help="A request that takes longer is cancelled.")] = 120.0,
+    allow_origin: Annotated[
+        list[str] | None,
+        typer.Option(metavar="URL", help="Web page whose scripts may use the service, such as https://example.org; *: any."),
+    ] = None,
     engine: Annotated[
         ServeEngine, typer.Option(help="ray: replicas on Ray Serve, in other processes or machines (needs the extra `ray`).")
     ] = ServeEngine.local,
@@ -77,8 +81,8 @@ def serve_model(
     for package in _PACKAGES:
         if installed_version(package) is None:
             raise ImportError(f'vargen serve needs {package}: pip install -c constraints.txt -e ".[serve]"')
-    from vargen.serving.access import read_api_key
-    from vargen.serving.limits import RequestLimits
+    from vargen.serving.api import read_api_key
+    from vargen.serving.model_card import RequestLimits
 
     if not 0 < timeout <= _MAX_SECONDS:
         raise ValueError(f"timeout must be over 0 and at most {_MAX_SECONDS} seconds, got {timeout:g}")
@@ -95,8 +99,8 @@ def serve_model(
     from vargen.decoding import resolve_method
     from vargen.models.guidance import Guidance
     from vargen.pipelines.loading import inspect_model
-    from vargen.serving.app import build_app
-    from vargen.serving.launch import open_served_model, open_socket, run_server, warm_up
+    from vargen.serving.api import build_app
+    from vargen.serving.server import open_served_model, open_socket, run_server, warm_up
 
     inspected = inspect_model(model)
     if accelerator is not None:
@@ -110,15 +114,14 @@ def serve_model(
     slots = slots or (1 if is_video else 4)
     generator: Any
     if engine is ServeEngine.ray:
-        from vargen.serving.ray_replicas import RayReplicas
-        from vargen.serving.replica import ReplicaOptions
+        from vargen.serving.ray import RayReplicas, ReplicaOptions
 
         loaded = (str(folder), title, str(place), weights, quantization)
         generator = RayReplicas(
             ReplicaOptions(*loaded, accelerator, guidance_scale, slots, threads), replicas or 1, max_waiting
         )
     else:
-        from vargen.serving.generation import GenerationThread
+        from vargen.serving.engine import GenerationThread
 
         pipe = open_served_model(str(folder), str(place), weights, quantization)
         generator = GenerationThread(
@@ -126,7 +129,7 @@ def serve_model(
         )  # fmt: skip
     try:
         card = generator.card if engine is ServeEngine.ray else warm_up(pipe, generator, title)
-        app = build_app(card, generator, limits, key)
+        app = build_app(card, generator, limits, key, allow_origin or ())
         if not _is_local(host) and key is None:
             print_status("Everyone who can reach this machine can use the service: VARGEN_API_KEY is not set.")
         address = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}/v1"

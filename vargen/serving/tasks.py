@@ -1,4 +1,4 @@
-"""Tasks of the service: what a client requests of one image, what happens to it, and the handle to follow or cancel it."""
+"""Tasks of the service: what a client requests, what happens to it, and the handle to follow or cancel it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import torch
 from PIL import Image
 
 from vargen.decoding import DecodeStats, Sampling
-from vargen.pipelines.base import VisualPipeline
 
 logger = logging.getLogger("vargen")
 
@@ -30,13 +29,27 @@ class QueueFullError(RuntimeError):
 class ServiceClosedError(RuntimeError):
     """The service shuts down, and accepts no more tasks."""
 
+    def __init__(self) -> None:
+        super().__init__("the service is shutting down")
+
 
 class TaskCancelledError(RuntimeError):
     """The task was cancelled."""
 
+    def __init__(self) -> None:
+        super().__init__("the task was cancelled")
+
 
 class TaskLostError(RuntimeError):
     """The process that generated the image ended."""
+
+
+@dataclass(frozen=True, eq=False)
+class Edit:
+    """The image of which others are generated, and the mask of what to inpaint: `image` and `mask_image` of a call."""
+
+    image: Image.Image
+    mask: Image.Image | None
 
 
 @dataclass(frozen=True)
@@ -48,35 +61,31 @@ class ImageTask:
         seed: of the image, which is the one of `pipe(..., generator=torch.Generator().manual_seed(seed))`.
         sampling: temperature, top-k and top-p.
         num_partial_images: number of partial images, evenly spaced in tokens.
-        reports_passes: whether each pass is an event, with methods whose images can join a running batch.
+        guidance_scale: None: that of the service.
+        edit: an image to inpaint, for models that can.
     """
 
     subject: str | int
     seed: int
     sampling: Sampling
     num_partial_images: int = 0
-    reports_passes: bool = False
+    guidance_scale: float | None = None
+    edit: Edit | None = None
 
     @property
-    def generator(self) -> torch.Generator:
-        """A new generator with the seed."""
-        return torch.Generator().manual_seed(self.seed)
+    def options(self) -> tuple[Any, ...]:
+        """What images of one batch have in common."""
+        return self.sampling, self.guidance_scale, self.edit
 
 
 @dataclass(frozen=True)
 class VideoTask:
-    """One requested video: its prompt, its seed, and its length in blocks."""
+    """One requested video: its prompt, its seed, its length in blocks, and in frames if the last block is cut."""
 
     subject: str
     seed: int
     num_blocks: int
-    num_partial_images: int = field(default=0, init=False)
-    reports_passes: bool = field(default=False, init=False)
-
-    @property
-    def generator(self) -> torch.Generator:
-        """A new generator with the seed."""
-        return torch.Generator().manual_seed(self.seed)
+    num_frames: int | None = None
 
 
 @dataclass(frozen=True)
@@ -91,14 +100,6 @@ class PartialImage:
     index: int
     image: Image.Image
     num_tokens: int
-
-
-@dataclass(frozen=True, eq=False)
-class PassFinished:
-    """A pass: the tokens that each one so far has committed, and the image's tokens `[N]`, valid as far as these."""
-
-    counts: list[int]
-    tokens: torch.Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,7 +163,7 @@ class GenerationStats:
     alive: bool = True
 
 
-Event = Begun | PartialImage | PassFinished | GeneratedImage | VideoFrames | GeneratedVideo | TaskFailed
+Event = Begun | PartialImage | GeneratedImage | VideoFrames | GeneratedVideo | TaskFailed
 Listener = Callable[["TaskHandle", Event], object]
 
 
@@ -174,18 +175,20 @@ class TaskHandle:
         task: that was submitted, an `ImageTask` or a `VideoTask`.
         listener: called with each event, in the thread that generates; it must return at once. The last event is a
             `GeneratedImage`, a `GeneratedVideo` or a `TaskFailed`.
+        on_cancel: called when the task is cancelled.
         begun: whether a slot has taken it.
         num_tokens: number of tokens so far, of tasks with partial images; of a video, the number of frames.
+        num_sent: number of partial images so far.
     """
 
     task: Any
     listener: Listener | None = None
+    on_cancel: Callable[[TaskHandle], None] | None = field(default=None, repr=False)
     begun: bool = False
     num_tokens: int = 0
-    num_sent: int = field(default=0, repr=False)  # partial images
+    num_sent: int = field(default=0, repr=False)
     _future: Future[Any] = field(default_factory=Future, repr=False)
     _cancelled: threading.Event = field(default_factory=threading.Event, repr=False)
-    on_cancel: Callable[[TaskHandle], None] | None = field(default=None, repr=False)
 
     @property
     def cancelled(self) -> bool:
@@ -196,6 +199,11 @@ class TaskHandle:
     def ended(self) -> bool:
         """Whether the last event was sent."""
         return self._future.done()
+
+    @property
+    def generator(self) -> torch.Generator:
+        """A new generator with the seed of the task."""
+        return torch.Generator().manual_seed(self.task.seed)
 
     def cancel(self) -> None:
         """End the task within one pass; does nothing if it has ended. Can be called from any thread."""
@@ -236,11 +244,3 @@ class TaskHandle:
         """Report a partial image."""
         self.send(PartialImage(self.num_sent, image, num_tokens))
         self.num_sent += 1
-
-
-def make_result(
-    pipe: VisualPipeline, handle: TaskHandle, tokens: torch.Tensor, passes: int, stats: DecodeStats | None = None
-) -> GeneratedImage:
-    """Decode the tokens `[1, N]` of a finished image, alone, as if it had been generated alone."""
-    image = pipe.decode_tokens(tokens)[0]
-    return GeneratedImage(image, handle.task.seed, passes, pipe.num_tokens, tokens[0].cpu(), stats)

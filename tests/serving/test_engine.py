@@ -16,7 +16,7 @@ from waiting import wait_until
 
 from vargen import accelerate
 from vargen.decoding import NonFiniteLogitsError, Sampling
-from vargen.serving.generation import GenerationThread
+from vargen.serving.engine import GenerationThread
 from vargen.serving.tasks import (
     ImageTask,
     QueueFullError,

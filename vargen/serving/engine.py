@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -14,6 +16,8 @@ from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.validation import validate_batch_size
 from vargen.serving.schedules import open_schedule
 from vargen.serving.tasks import (
+    GeneratedImage,
+    GeneratedVideo,
     GenerationStats,
     ImageTask,
     Listener,
@@ -24,10 +28,12 @@ from vargen.serving.tasks import (
     TaskHandle,
     VideoTask,
 )
-from vargen.serving.throughput import Throughput
 from vargen.values import require_int
 
 logger = logging.getLogger("vargen")
+
+_RATE_IMAGES = 32  # finished images from which the rate is measured
+_IDLE_SECONDS = 60.0  # images that finished earlier no longer count for the rate
 
 
 class Generator(Protocol):
@@ -49,7 +55,7 @@ class GenerationThread:
 
     With methods whose images can join a running batch (see `VisualPipeline.joins_running_batch`), each slot takes the next task
     as soon as its image has finished or was cancelled. Otherwise, as for next-scale models, tasks are generated in batches of
-    equal sampling options by arrival. Videos are generated block by block in turn. An image is the same whatever is beside it.
+    equal options by arrival. Videos are generated block by block in turn. An image is the same whatever is beside it.
 
     Example:
         >>> with GenerationThread(open_pipeline("emoji"), slots=4) as generation:
@@ -63,7 +69,7 @@ class GenerationThread:
         accelerator: see the call of the pipeline. None: the pipeline's default.
         slots: maximum number of images at a time.
         max_waiting: maximum number of tasks in the queue, beside those in slots.
-        guidance_scale: of all images; not for video. None: the checkpoint's default.
+        guidance_scale: of images that have none of their own; not for video. None: the checkpoint's default.
 
     Raises:
         ValueError, TypeError: for invalid arguments, or a method that cannot run on the pipeline.
@@ -105,10 +111,10 @@ class GenerationThread:
             QueueFullError: if the queue has no room for all of them, unless slots are free for them.
             ServiceClosedError: after `close`.
         """
-        handles = [TaskHandle(task, listener, on_cancel=self._withdraw) for task in tasks]
+        handles = [TaskHandle(task, listener, self._withdraw) for task in tasks]
         with self._changed:
             if self._closing:
-                raise ServiceClosedError("the service is shutting down")
+                raise ServiceClosedError
             free = max(0, self.slots - self._schedule.num_active)
             if len(self._waiting) + len(handles) > self.max_waiting + free:
                 raise QueueFullError(self._throughput.seconds_until_free(len(handles)))
@@ -136,17 +142,13 @@ class GenerationThread:
             alive = self._thread.is_alive() and not self._closing
             return self._throughput.make_stats(len(self._waiting), self._schedule.num_active, alive)
 
-    # -- queue ----------------------------------------------------------------------------------------------------------------
-
     def _withdraw(self, handle: TaskHandle) -> None:
         """Take a cancelled task from the queue at once; one that runs is found before the next pass."""
         with self._changed:
             if handle not in self._waiting:
                 return
             self._waiting.remove(handle)
-        handle.send(TaskFailed(TaskCancelledError("the task was cancelled")))
-
-    # -- the thread -----------------------------------------------------------------------------------------------------------
+        handle.send(TaskFailed(TaskCancelledError()))
 
     @torch.no_grad()
     def _run(self) -> None:
@@ -166,11 +168,40 @@ class GenerationThread:
                     handle.send(image)
             except Exception as error:  # of the whole batch: its images fail, and the next ones start in a new one
                 logger.exception("a pass failed")
-                self._end_all(self._schedule.reset(), error)
-        self._end_all([*self._schedule.reset(), *self._waiting], ServiceClosedError("the service is shutting down"))
+                for handle in self._schedule.reset():
+                    handle.send(TaskFailed(error))
+        for handle in (*self._schedule.reset(), *self._waiting):
+            handle.send(TaskFailed(ServiceClosedError()))
         self._waiting.clear()
 
-    @staticmethod
-    def _end_all(handles: list[TaskHandle], error: Exception) -> None:
-        for handle in handles:
-            handle.send(TaskFailed(error))
+
+class Throughput:
+    """Counts of finished images or videos, and how fast they finish. The caller holds a lock."""
+
+    def __init__(self) -> None:
+        self._images = self._tokens = self._passes = 0
+        self._ends: deque[float] = deque(maxlen=_RATE_IMAGES)
+
+    def record(self, image: GeneratedImage | GeneratedVideo) -> None:
+        """Count a finished image or video."""
+        self._images += 1
+        self._tokens += image.num_tokens
+        self._passes += image.passes
+        self._ends.append(time.monotonic())
+
+    @property
+    def images_per_second(self) -> float:
+        """Images per second in the last minute."""
+        now = time.monotonic()
+        ends = [end for end in self._ends if end > now - _IDLE_SECONDS]
+        return len(ends) / (now - ends[0]) if len(ends) > 1 else 0.0
+
+    def seconds_until_free(self, count: int) -> int:
+        """Whole seconds, from 1 to 60, after which `count` more images have probably finished."""
+        rate = self.images_per_second
+        return min(60, max(1, math.ceil(count / rate))) if rate else 1
+
+    def make_stats(self, num_waiting: int, num_active: int, alive: bool) -> GenerationStats:
+        """Return all counts."""
+        counts = self._images, self._tokens, self._passes
+        return GenerationStats(num_waiting, num_active, *counts, self.images_per_second, alive)

@@ -10,15 +10,18 @@ import asyncio
 import logging
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from vargen.compat import installed_version
-from vargen.device import available_cores
+from vargen.device import available_cores, set_threads
 from vargen.ray_cluster import SETTINGS, join_or_start_cluster
+from vargen.serving.engine import GenerationThread, Throughput
 from vargen.serving.model_card import ModelCard
-from vargen.serving.replica import Replica, ReplicaOptions
+from vargen.serving.server import open_served_model, warm_up
 from vargen.serving.tasks import (
+    Event,
     GeneratedImage,
     GeneratedVideo,
     GenerationStats,
@@ -32,11 +35,67 @@ from vargen.serving.tasks import (
     TaskLostError,
     VideoTask,
 )
-from vargen.serving.throughput import Throughput
 
 _ATTEMPTS = 5  # replicas that may end before a task has begun
 _APPLICATION = "vargen"
 _SETTINGS = {**SETTINGS, "RAY_worker_niceness": "0"}  # replicas have the priority of other processes, not the lowest
+
+
+@dataclass(frozen=True)
+class ReplicaOptions:
+    """What each replica loads and runs.
+
+    Attributes:
+        model, dtype, quantization, device: see `open_served_model`.
+        name: of the model, for clients.
+        accelerator, guidance_scale, slots: see `GenerationThread`.
+        threads: CPU threads; None: 1.
+    """
+
+    model: str
+    name: str
+    device: str
+    dtype: str
+    quantization: str | None
+    accelerator: str | None
+    guidance_scale: float | None
+    slots: int
+    threads: int | None
+
+
+class Replica:
+    """A process of Ray Serve that generates."""
+
+    def __init__(self, options: ReplicaOptions):
+        set_threads(options.threads or 1)
+        pipe = open_served_model(options.model, options.device, options.dtype, options.quantization)
+        room: dict[str, Any] = {"slots": options.slots, "max_waiting": options.slots}
+        self._generation = GenerationThread(pipe, options.accelerator, guidance_scale=options.guidance_scale, **room)
+        self._card = warm_up(pipe, self._generation, options.name)
+
+    def describe(self) -> ModelCard:
+        """Return the description of the model."""
+        return self._card
+
+    def check_health(self) -> None:
+        """Raise RuntimeError if nothing is generated any more; Ray Serve then replaces this replica."""
+        if not self._generation.stats.alive:
+            raise RuntimeError("the thread that generates has ended")
+
+    async def generate(self, task: ImageTask | VideoTask) -> AsyncGenerator[Event, None]:
+        """Yield the events of a task. It is cancelled if nobody takes them any more."""
+        events, loop = asyncio.Queue[Event](), asyncio.get_running_loop()
+        [handle] = self._generation.submit([task], lambda _, event: loop.call_soon_threadsafe(events.put_nowait, event))
+        try:
+            while True:
+                event = await events.get()
+                if isinstance(event, TaskFailed):
+                    event = TaskFailed(RuntimeError(f"{type(event.error).__name__}: {event.error}"))  # which can be pickled
+                yield event
+                if isinstance(event, GeneratedImage | GeneratedVideo | TaskFailed):
+                    return
+        finally:
+            handle.cancel()
 
 
 class RayReplicas:
@@ -71,10 +130,10 @@ class RayReplicas:
 
     def submit(self, tasks: Sequence[ImageTask | VideoTask], listener: Listener | None = None) -> list[TaskHandle]:
         """See `GenerationThread.submit`."""
-        handles = [TaskHandle(task, listener, on_cancel=self._withdraw) for task in tasks]
+        handles = [TaskHandle(task, listener, self._withdraw) for task in tasks]
         with self._changed:
             if self._closing:
-                raise ServiceClosedError("the service is shutting down")
+                raise ServiceClosedError
             if len(self._accepted) + len(handles) > self.max_waiting + self.options.slots * self.replicas:
                 raise QueueFullError(self._throughput.seconds_until_free(len(handles)))
             self._accepted.update(dict.fromkeys(handles))
@@ -144,8 +203,7 @@ class RayReplicas:
         with self._changed:
             self._accepted.pop(handle, None)
             self._changed.notify_all()
-        cancelled = TaskCancelledError("the task was cancelled")
-        handle.send(TaskFailed(cancelled if handle.cancelled else ServiceClosedError("the service is shutting down")))
+        handle.send(TaskFailed(TaskCancelledError() if handle.cancelled else ServiceClosedError()))
 
     async def _follow(self, handle: TaskHandle) -> None:
         """Send a task to a replica and report its events; again if the replica ends before the task has begun."""

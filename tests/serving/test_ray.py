@@ -15,9 +15,8 @@ from served import generate_alone, image_task
 pytest.importorskip("ray")
 from ray.exceptions import RayActorError
 
-from vargen.serving import ray_replicas, replica
-from vargen.serving.ray_replicas import RayReplicas
-from vargen.serving.replica import Replica, ReplicaOptions
+from vargen.serving import ray as ray_replicas
+from vargen.serving.ray import RayReplicas, Replica, ReplicaOptions
 from vargen.serving.tasks import Begun, GeneratedImage, QueueFullError, TaskCancelledError, TaskFailed, TaskLostError
 
 OPTIONS = ReplicaOptions("tiny", "tiny", "cpu", "float32", None, "gumbel", None, 1, None)
@@ -98,7 +97,7 @@ def test_the_queue_is_bounded(open_replicas: Any) -> None:
 
 
 def test_a_replica_yields_the_events_of_a_task(text_pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica, "open_served_model", lambda *_: text_pipe)
+    monkeypatch.setattr(ray_replicas, "open_served_model", lambda *_: text_pipe)
     made = Replica(OPTIONS)
     assert made.describe().size == (8, 8)
     made.check_health()
