@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 from typing import Any
 
-SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_BACKEND_LOG_LEVEL": "fatal"}  # no usage statistics; logs go to files only
+# No usage statistics, logs in files only, and nobody connects without the token, which Ray writes to the user's home folder.
+SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_BACKEND_LOG_LEVEL": "fatal", "RAY_AUTH_MODE": "token"}
 _ATTEMPTS = 3
 _ADDRESS = "RAY_ADDRESS"  # of a cluster, by Ray's own convention
 
 
 def join_or_start_cluster(num_cpus: int, address: str | None = None) -> None:
-    """Join the cluster at `address` or that of RAY_ADDRESS; without either, start one that only this machine can reach.
+    """Join the cluster at `address` or that of RAY_ADDRESS; without either, start one on this machine.
+
+    Ray's processes listen on all of its interfaces, and take only clients with the token of the user that started them.
 
     Args:
         num_cpus: cores of a cluster that is started.
@@ -27,7 +30,7 @@ def join_or_start_cluster(num_cpus: int, address: str | None = None) -> None:
         return
     for attempt in range(1, _ATTEMPTS + 1):
         try:
-            ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, _node_ip_address="127.0.0.1", **quiet)
+            ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **quiet)
             return
         except Exception as error:  # Ray gives a node 30 s to start, too short on a busy machine, and has no type for it
             if attempt == _ATTEMPTS or "timed out during startup" not in str(error):

@@ -40,7 +40,7 @@ def ray_backend(actors: int | None, device: str, threads: int | None) -> Callabl
         device: `"cuda"` gives each actor its own GPU. threads: CPU threads of an actor, 1 by default.
     """
     if installed_version("ray") is None:
-        raise ImportError('engine ray needs Ray: pip install "ray[data,serve]>=2.51"')
+        raise ImportError('engine ray needs Ray: pip install "ray[data,serve]>=2.60"')
     cpus, gpus = threads or 1, 1 if device == "cuda" else 0
 
     def run(worker: Callable[[Any], Any], argument: Any, units: list[Any]) -> Iterator[Any]:

@@ -118,7 +118,7 @@ class RayReplicas:
 
     def __init__(self, options: ReplicaOptions, replicas: int = 1, max_waiting: int = 64):
         if installed_version("ray") is None:
-            raise ImportError('engine ray needs Ray: pip install "ray[data,serve]>=2.51"')
+            raise ImportError('engine ray needs Ray: pip install "ray[data,serve]>=2.60"')
         self.options, self.replicas, self.max_waiting = options, replicas, max_waiting
         self._accepted: dict[TaskHandle, asyncio.Task[None] | None] = {}
         self._throughput, self._changed, self._closing = Throughput(), threading.Condition(), False
@@ -230,7 +230,7 @@ class RayReplicas:
 
 
 def _start_cluster(replicas: int, options: ReplicaOptions) -> None:
-    """Join the cluster of RAY_ADDRESS, or start one that only this machine can reach."""
+    """Join the cluster of RAY_ADDRESS, or start one on this machine; see there."""
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
     from ray import serve
