@@ -8,7 +8,6 @@ import io
 import json
 import time
 from collections.abc import AsyncGenerator
-from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Form, Request, UploadFile
@@ -101,9 +100,8 @@ def add_image_routes(app: FastAPI, card: ModelCard, generator: Generator, limits
 
     @app.post("/v1/images/edits")
     async def edit(body: Annotated[EditBody, Form()], request: Request) -> Response:
-        read = partial(asyncio.to_thread, _read_upload)
-        image = await read(body.image, "image")
-        mask = image if body.mask is None else await read(body.mask, "mask")
+        image = await asyncio.to_thread(_read_upload, body.image, "image")
+        mask = image if body.mask is None else await asyncio.to_thread(_read_upload, body.mask, "mask")
         for name, each in (("image", image), ("mask", mask)):
             if each.size != card.size:
                 width, height = each.size
