@@ -1,4 +1,5 @@
-"""The sampling options, defined once: validation, command line, demo page and documentation read them from here.
+"""The sampling options, defined once: validation, command line, demo page and documentation read them from here; and the names
+of the methods.
 
 Does not import torch, so that `vargen --help` is fast.
 """
@@ -68,3 +69,10 @@ OPTIONS: dict[str, Option] = {
         ),
     )
 }
+
+# The names of the presets of `vargen.decoding`, so that a wrong one is reported without importing torch.
+METHODS = (
+    "auto", "ar", "sjd", "scd", "gumbel", "gsd", "mulo-exact", "mulo", "speculative", "eagle", "lantern", "medusa",
+    "lantern-jacobi", "wavefront", "pac", "gumbel-tree", "speculative-tree", "layer-skip", "lookup", "recycle", "eagle-gumbel",
+    "eagle-2", "plain", "code", "economy", "target", "sdvg", "sdvg-learned", "stride", "early-exit",
+)  # fmt: skip

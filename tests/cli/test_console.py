@@ -14,6 +14,8 @@ from waiting import wait_until
 from vargen import __version__
 from vargen.cli import console, generate
 from vargen.cli.console import printable
+from vargen.decoding import PRESETS
+from vargen.options import METHODS
 
 _RUN = "import sys; from vargen.cli.main import main\ntry:\n    main()\nfinally:\n    "
 
@@ -25,6 +27,23 @@ def test_help_imports_no_torch(words: list[str]) -> None:
     assert result.returncode == (0 if words else 2)
     assert result.stderr.split()[-1] == "False"
     assert "Usage: vargen" in result.stdout + result.stderr or result.stdout == f"vargen {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["generate"], ["generate", "x", "--top-p", "3"], ["generate", "x", "--accelerator", "gumble"]]
+    + [[verb, "--model", "emojii"] for verb in ("generate x", "serve", "eval -o run", f"compare --prompt-file {__file__}")],
+    ids=" ".join,
+)
+def test_wrong_names_and_options_are_reported_without_torch(words: list[str]) -> None:
+    words = [word for part in words for word in part.split()]
+    code = _RUN + "print('torch' in sys.modules, file=sys.stderr)"
+    result = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2 and result.stderr.split()[-1] == "False" and result.stderr.startswith("error: ")
+
+
+def test_the_names_of_methods_are_those_of_the_presets() -> None:
+    assert sorted(METHODS) == sorted(PRESETS)
 
 
 def raising(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:

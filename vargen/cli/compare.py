@@ -25,6 +25,7 @@ from vargen.cli.options import (
     Threads,
     TopK,
     TopP,
+    check_names,
     explicit_options,
     makes_video,
     reject_options,
@@ -77,6 +78,7 @@ def compare(
     divided by the method's.
     """
     file = resolve_outputs(output, ["comparison"])[0]
+    check_names(model)
     results = ResultWriter(as_json)
     results.check([model], {"output": [file]}, {"prompt_file": [expand_user(prompt_file, "prompt_file")]})
     prompts = read_prompts(prompt_file)

@@ -27,6 +27,7 @@ from vargen.cli.options import (
     Threads,
     TopK,
     TopP,
+    check_names,
     explicit_options,
     makes_video,
     reject_options,
@@ -108,6 +109,7 @@ def evaluate(
     """
     sampling = explicit_options(guidance_scale=guidance_scale, temperature=temperature, top_k=top_k, top_p=top_p)
     part = parse_shard(shard)
+    check_names(model)
     results, folder = ResultWriter(as_json), expand_user(output, "output")
     inputs = {"prompt_file": prompt_file, "reference": reference}
     validate_run_outputs({"json": results.json_file}, inputs, model, folder)

@@ -23,6 +23,7 @@ from vargen.cli.options import (
     Threads,
     TopK,
     TopP,
+    check_names,
     explicit_options,
     makes_video,
     reject_options,
@@ -152,12 +153,15 @@ def generate(
 
     Image k of a run has the seed `seed + k` and does not depend on the others, so it can be reproduced alone.
     """
-    from vargen.pipelines import validation
-
     subjects = collect_prompts(prompts, prompt_file, class_label)
     sampling = explicit_options(guidance_scale=guidance_scale, temperature=temperature, top_k=top_k, top_p=top_p)
     negative_prompt = negative_prompt or None  # an empty negative prompt has no effect
-    validation.validate_sampling(sampling)
+    check_names(model, () if accelerator is None else [accelerator])
+
+    from vargen.pipelines import validation
+
+    if not class_label:
+        validation.validate_prompts(subjects)
     validation.validate_num_images(num_images_per_prompt, 1)
     if negative_prompt is not None:
         validation.validate_prompts(negative_prompt, "negative_prompt")

@@ -29,8 +29,8 @@ def info(
 ) -> None:
     if ctx.invoked_subcommand is not None:
         return
-    quiet_libraries()
     if model is not None:
+        quiet_libraries()
         print_memory(model, device.value, as_json)
         return
     facts = collect_facts()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,8 +81,6 @@ def report_emoji_names(pipe: Any, prompts: list[str]) -> None:
 
 def collect_prompts(prompts: list[str] | None, prompt_file: Path | None, class_label: list[str] | None) -> list[str]:
     """Return the prompts (from standard input for `-`), or the class labels as typed."""
-    from vargen.pipelines import validation
-
     if class_label:
         if prompts or prompt_file:
             raise ValueError("give prompts or --class-label, not both")
@@ -92,7 +91,11 @@ def collect_prompts(prompts: list[str] | None, prompt_file: Path | None, class_l
     listed = [*itertools.chain.from_iterable(parts), *(read_prompts(prompt_file) if prompt_file else [])]
     if not listed:
         raise ValueError('give a prompt, for example: vargen generate "a red apple"')
-    return validation.validate_prompts(listed)
+    words = prompts or []
+    if len(words) > 1 and not any(" " in word for word in words):
+        hint = shlex.quote(" ".join(words)[:40])
+        print_status(f"{len(words)} prompts of one word each. Quote a prompt of several words: vargen generate {hint}")
+    return listed
 
 
 def read_prompts(path: Path, name: str = "prompt_file") -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from vargen import device
-from vargen.options import OPTIONS
-from vargen.values import MAX_SEED, short_repr
+from vargen.options import METHODS, OPTIONS
+from vargen.values import MAX_SEED, short_repr, suggest_names
 
 if TYPE_CHECKING:
     import torch
@@ -73,8 +74,20 @@ Json = Annotated[
 
 
 def explicit_options(**values: float | int | str | None) -> dict[str, Any]:
-    """Return only the options that were given; the model's defaults apply to the others."""
-    return {name: value for name, value in values.items() if value is not None}
+    """Return only the options that were given; the model's defaults apply to the others. Sampling options are validated."""
+    given = {name: value for name, value in values.items() if value is not None}
+    return {name: OPTIONS[name].range.check(name, value) if name in OPTIONS else value for name, value in given.items()}
+
+
+def check_names(model: str, methods: Iterable[str] = ()) -> None:
+    """Raise ValueError for a model or a preset that does not exist, before torch is imported, which takes a second."""
+    from vargen.pipelines.model_names import locate_folder
+
+    for method in methods:
+        name = method.partition(":")[0].strip()
+        if name not in METHODS:
+            raise ValueError(f"unknown accelerator {short_repr(name)}; {suggest_names(name, METHODS)}")
+    locate_folder(model, {})
 
 
 def require_device(name: Device) -> torch.device:

@@ -20,6 +20,7 @@ from vargen.cli.options import (
     ModelName,
     QuantizationName,
     Threads,
+    check_names,
     makes_video,
     reject_options,
     require_device,
@@ -81,6 +82,7 @@ def serve_model(
     for package in _PACKAGES:
         if installed_version(package) is None:
             raise ImportError(f'vargen serve needs {package}: pip install -c constraints.txt -e ".[serve]"')
+    check_names(model, () if accelerator is None else [accelerator])
     from vargen.serving.api import read_api_key
     from vargen.serving.model_card import RequestLimits
 
