@@ -19,19 +19,18 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from xml.etree import ElementTree
 
-import decoding
-import networks
-import programs
 from mutant import Mutant, MutantError
 
 ROOT, README = Path(__file__).resolve().parents[2], Path(__file__).with_name("README.md")
-MUTANTS = (*decoding.MUTANTS, *networks.MUTANTS, *programs.MUTANTS)
+FAULTS = tomllib.loads(Path(__file__).with_name("faults.toml").read_text("utf-8"))["mutant"]
+MUTANTS = [Mutant(**{**each, "tests": tuple(each["tests"])}) for each in FAULTS]
 TIMEOUT = 600  # seconds for the tests of one mutant
 _BASELINE_TIMEOUT = 3600
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
