@@ -408,7 +408,7 @@ class CausalVideoPipeline(VisualPipeline):
         """Return the scorer of drafts.
 
         Args:
-            scorer: a name that `vargen score` accepts, a `Scorer`, a function of images and prompts, or an object whose
+            scorer: a name that `vargen eval` accepts, a `Scorer`, a function of images and prompts, or an object whose
                 `bind(prompt)` returns a function of a `BlockView`, such as a `FrameScorer`. None: the packaged scorer. Image
                 scorers get the checkpoint's `scored_frames` of each block.
         """

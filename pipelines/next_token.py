@@ -88,7 +88,7 @@ class NextTokenPipeline(VisualPipeline):
             negative_prompt_embeds, negative_prompt_mask: the same for the negative prompt; B is 1 or the number of prompts.
             num_candidates: number of candidates generated per image, of which the `scorer` selects the best. `stats.scores` has
                 the scores of all candidates.
-            scorer: a name that `vargen score` accepts, such as `"emoji-scorer"`; a `Scorer` of `vargen.scoring`; or a function
+            scorer: a name that `vargen eval` accepts, such as `"emoji-scorer"`; a `Scorer` of `vargen.scoring`; or a function
                 of images (a float tensor `[N, 3, Y, X]` in [0, 1]) and prompts that returns N numbers, higher is better. With
                 one candidate, it scores the image without selecting.
             output_type: `"pil"`, `"np"`, `"pt"`, or `"latent"` for the tokens.

@@ -118,7 +118,8 @@ COMMANDS: dict[str, list[tuple[str, str]]] = {
         ("--num-workers 2", "backend ray"), ("--model emojy", "emoji"),
         ("--generate-only --json a.json", "json"), ("--json out/run.json", "json"),
     ],
-    "score": [
+    "eval": [("", "output"), ("-o out --skip-unreadable", "skip_unreadable"), ("--images images --methods ar", "methods")],
+    "eval --images": [
         ("gone", "gone"), ("empty", "no images"), ("images", "nothing to do"),
         ("images --export-samples s.npy", "export_samples"), ("images --scorers emoji-scorer", "prompt_file"),
         ("images --scorers none --extractor none --save-reference r.npz", "nothing to do"),

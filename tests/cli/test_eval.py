@@ -40,10 +40,10 @@ def test_one_command_generates_scores_and_reports(run: Any, text_model: Path) ->
 def test_shards_generate_apart_and_are_scored_together(run: Any, class_model: Path) -> None:
     words = ("--model", class_model, "-o", "out", "--num-images", 9, "--batch-size", 2, "--threads", 1, "--methods", "ar,sjd")
     first = run("eval", *words, "--shard", "1/2", *MEASURE)
-    assert first.exit_code == 0 and "vargen score out" in first.stderr and not Path("out/report.md").exists()
+    assert first.exit_code == 0 and "vargen eval --images out" in first.stderr and not Path("out/report.md").exists()
     second = run("eval", "--generate-only", *words, "--shard", "2/2")
-    assert second.exit_code == 0 and "vargen score out" in second.stderr
-    scored = run("score", "out", *MEASURE)
+    assert second.exit_code == 0 and "vargen eval --images out" in second.stderr
+    scored = run("eval", "--images", "out", *MEASURE)
     assert scored.exit_code == 0 and Path("out/report.md").is_file(), scored.stderr
 
 
@@ -51,7 +51,7 @@ def test_a_folder_of_others_is_scored_and_becomes_a_reference(run: Any) -> None:
     Path("theirs").mkdir()
     for i in range(8):
         Image.fromarray(np.random.default_rng(i).integers(0, 256, (16, 16, 3), dtype=np.uint8)).save(f"theirs/{i}.png")
-    words = ("score", "theirs", "--prompt-file", prompts_file("a\n" * 8), *MEASURE)
+    words = ("eval", "--images", "theirs", "--prompt-file", prompts_file("a\n" * 8), *MEASURE)
     made = run(*words, "--save-reference", "r.npz", "--export-samples", "s.npz", "--json", "out.json")
     assert made.exit_code == 0 and "level" in made.stdout, made.stderr
     assert json.loads(Path("out.json").read_text())["methods"][0]["scores"]["level"]["num_images"] == 8
@@ -67,16 +67,16 @@ def test_a_folder_of_others_is_scored_and_becomes_a_reference(run: Any) -> None:
         row = done.stdout.splitlines()[1].split()
         assert row[0] == "theirs" and " 0.0000" in done.stdout
     alone = ("--scorers", "none", "--extractor", "tiny_measures:net")
-    measured = run("score", "s.npz", *alone, "--reference", "r.npz", "--json", "-")
+    measured = run("eval", "--images", "s.npz", *alone, "--reference", "r.npz", "--json", "-")
     distances = json.loads(measured.stdout)["methods"][0]["distances"]
     assert distances["frechet"] == pytest.approx(0, abs=1e-6) and distances["precision"] == 1.0
     with np.load("s.npz") as samples:
         np.save("bare.npy", samples["arr_0"])
-    bare = run("score", "bare.npy", *alone, "--save-reference", "r2.npz")
+    bare = run("eval", "--images", "bare.npy", *alone, "--save-reference", "r2.npz")
     assert bare.exit_code == 0, bare.stderr
     with np.load("r.npz") as one, np.load("r2.npz") as two:
         assert np.allclose(one["sigma"], two["sigma"]) and np.allclose(one["vargen_features"], two["vargen_features"])
-    refused = run("score", "bare.npy", *MEASURE)
+    refused = run("eval", "--images", "bare.npy", *MEASURE)
     assert refused.exit_code == 2 and "--scorers none" in refused.stderr
     Path("theirs/3.png").write_bytes(b"cut")
     kept = run(*words, "--skip-unreadable")

@@ -9,6 +9,17 @@ import typer
 
 from vargen.cli.compare_video import VideoComparisonOptions, evaluate_videos
 from vargen.cli.console import print_status, progress_bar, quiet_libraries
+from vargen.cli.evaluate_images import (
+    Extractor,
+    ImageFiles,
+    Reference,
+    Resize,
+    Scorers,
+    evaluate_images,
+    load_metrics,
+    load_reference_or_default,
+    score_run,
+)
 from vargen.cli.inputs import MAX_IMAGES, packaged_prompts, read_prompts
 from vargen.cli.options import (
     Backend,
@@ -36,7 +47,6 @@ from vargen.cli.options import (
 )
 from vargen.cli.outputs import validate_run_outputs, validate_writable
 from vargen.cli.results import ResultWriter
-from vargen.cli.score import Extractor, Reference, Resize, Scorers, load_metrics, load_reference_or_default, score_run
 from vargen.files import expand_user
 from vargen.values import short_repr
 
@@ -47,8 +57,13 @@ if TYPE_CHECKING:
 
 def evaluate(
     output: Annotated[
-        Path, typer.Option("-o", "--output", metavar="DIR", help="Run directory. An unfinished run in it is resumed.")
-    ],
+        Path | None,
+        typer.Option("-o", "--output", metavar="DIR", help="Run directory. An unfinished run in it is resumed."),
+    ] = None,
+    images: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR|FILE", help="Only score these: a run, a folder of images, or samples: .npz, .npy."),
+    ] = None,
     model: ModelName = "emoji",
     methods: Annotated[
         list[str] | None,
@@ -82,12 +97,27 @@ def evaluate(
         str, typer.Option(metavar="I/N", help="Generate only part I of N, from 1; other processes generate the others.")
     ] = "1/1",
     generate_only: Annotated[
-        bool, typer.Option("--generate-only", help="Only generate the images; `vargen score DIR` scores them later.")
+        bool, typer.Option("--generate-only", help="Only generate the images; `vargen eval --images DIR` scores them later.")
     ] = False,
     scorers: Scorers = None,
     extractor: Extractor = None,
     reference: Reference = None,
     resize: Resize = None,
+    skip_unreadable: Annotated[
+        bool, typer.Option("--skip-unreadable", help="Of --images: skip those that cannot be read, and report them.")
+    ] = False,
+    export_samples: Annotated[
+        Path | None, typer.Option(metavar="FILE.npz", help="Of --images: also write them as samples in ADM's layout.")
+    ] = None,
+    save_reference: Annotated[
+        Path | None, typer.Option(metavar="FILE.npz", help="Of --images: also write their statistics, for --reference.")
+    ] = None,
+    reference_features: Annotated[
+        int | None,
+        typer.Option(
+            min=0, metavar="N", help="Store rounded features of only N images in --save-reference. Default: all, exactly."
+        ),
+    ] = None,
     backend: BackendName = Backend.local,
     num_workers: NumWorkers = None,
     seed: Seed = 0,
@@ -101,16 +131,36 @@ def evaluate(
     threads: Threads = None,
     as_json: Json = None,
 ) -> None:
-    """Generate images with several methods, and score them.
+    """Generate images with several methods, and score them; or score images from any source, with --images.
 
     Reports what each method saves in time, and what it costs in quality. Writes metrics.json, report.md,
     quality_vs_speed.png and methods.png to DIR. Run the same command again to resume an interrupted run. Image k has
     the seed --seed + k, regardless of batch size, shard and backend.
     """
     sampling = explicit_options(guidance_scale=guidance_scale, temperature=temperature, top_k=top_k, top_p=top_p)
-    part = parse_shard(shard)
+    part, results = parse_shard(shard), ResultWriter(as_json)
+    if images is not None:
+        reject_options(
+            "is for images that are generated, and --images are there", output=output, methods=methods, num_images=num_images,
+            classes=classes, unit_size=unit_size, shard=part[1] > 1, generate_only=generate_only, quantization=quantization,
+            **sampling,
+        )  # fmt: skip
+        quiet_libraries()
+        place = require_device(device)
+        given = ImageFiles(images, prompt_file, reference, export_samples, save_reference, reference_features)
+        found = given.check(results)
+        scored = "" if found.run is None else str(found.run.settings()["model"])
+        metrics = load_metrics(scored, scorers, extractor, resize, skip_unreadable, device=str(place), threads=threads)
+        evaluate_images(found, metrics, select_backend(backend, num_workers, place, threads), results)
+        return
+    if output is None:
+        raise ValueError("output must be the folder of a run, for example -o run; or give --images to score")
+    reject_options(
+        "needs --images", skip_unreadable=skip_unreadable, export_samples=export_samples, save_reference=save_reference,
+        reference_features=reference_features,
+    )  # fmt: skip
     check_names(model)
-    results, folder = ResultWriter(as_json), expand_user(output, "output")
+    folder = expand_user(output, "output")
     inputs = {"prompt_file": prompt_file, "reference": reference}
     validate_run_outputs({"json": results.json_file}, inputs, model, folder)
     if generate_only:
@@ -167,7 +217,7 @@ def evaluate(
     run_on = select_backend(backend, num_workers, place, threads)
     if generate_only:
         count = _generate(plan, part, run_on)
-        print_status(f"{count} images generated; score them with: vargen score {output}")
+        print_status(f"{count} images generated; score them with: vargen eval --images {output}")
         return
     plan.validate()
     metrics = load_metrics(model, scorers, extractor, resize, device=str(place), threads=threads)
@@ -180,7 +230,7 @@ def evaluate(
     _generate(plan, part, run_on)
     if missing := len(plan.pending_batches(run.complete_records())) if part[1] > 1 else 0:
         done = f"shard {shard} is finished; other shards still have to generate {missing} batches"
-        print_status(f"{done}. Afterwards: vargen score {output}")
+        print_status(f"{done}. Afterwards: vargen eval --images {output}")
         return
     score_run(run, metrics, statistics, run_on, results)
 

@@ -126,7 +126,7 @@ def generate(
     ] = 1,
     scorer: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Selects the best; see --scorers of `vargen score`. Default: emoji-scorer."),
+        typer.Option(metavar="NAME", help="Selects the best; see --scorers of `vargen eval`. Default: emoji-scorer."),
     ] = None,
     num_blocks: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Video: number of blocks. Default: the model's.")

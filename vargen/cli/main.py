@@ -17,7 +17,6 @@ from vargen.cli import (
     generate,
     info,
     regenerate,
-    score,
     serve,
     train,
     verify,
@@ -57,7 +56,6 @@ app.command("regenerate")(regenerate.regenerate)
 app.command("compare")(compare.compare)
 app.command("verify")(verify.verify)
 app.command("eval")(evaluate.evaluate)
-app.command("score")(score.score)
 app.command("serve")(serve.serve_model)
 app.add_typer(info.app, name="info")
 app.add_typer(bench.app, name="bench")

@@ -204,7 +204,7 @@ def _build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--scorer",
         metavar="NAME",
-        help="scorer of `vargen score`, or none (default: emoji-scorer for packaged models)",
+        help="scorer of `vargen eval`, or none (default: emoji-scorer for packaged models)",
     )
     parser.add_argument(
         "--concurrency",

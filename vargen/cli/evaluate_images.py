@@ -1,27 +1,17 @@
-"""`vargen score`: score images from any source, and write the report of a run of `vargen eval`."""
+"""`vargen eval --images`: score images from any source, or write the report of a run."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vargen.cli.console import print_status, progress_bar, quiet_libraries, table
+from vargen.cli.console import print_status, progress_bar, table
 from vargen.cli.inputs import read_prompts
-from vargen.cli.options import (
-    Backend,
-    BackendName,
-    Device,
-    DeviceName,
-    Json,
-    NumWorkers,
-    Threads,
-    reject_options,
-    require_device,
-    select_backend,
-)
+from vargen.cli.options import reject_options
 from vargen.cli.outputs import result_file, validate_run_outputs
 from vargen.cli.results import ResultWriter, Write
 from vargen.files import expand_user
@@ -93,75 +83,63 @@ def load_metrics(
     return loaded
 
 
-def score(
-    folder: Annotated[
-        Path, typer.Argument(metavar="DIR|FILE", help="A run of `vargen eval`, a folder of images, or samples: .npz, .npy.")
-    ],
-    scorers: Scorers = None,
-    extractor: Extractor = None,
-    reference: Reference = None,
-    prompt_file: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE|-", help="Prompts of a folder's images: one per line, in natural order of file names (2 before 10)."
-        ),
-    ] = None,
-    resize: Resize = None,
-    skip_unreadable: Annotated[
-        bool, typer.Option("--skip-unreadable", help="Skip images that cannot be read, and report them.")
-    ] = False,
-    as_json: Json = None,
-    export_samples: Annotated[
-        Path | None, typer.Option(metavar="FILE.npz", help="Also write the folder's images as samples in ADM's layout.")
-    ] = None,
-    save_reference: Annotated[
-        Path | None, typer.Option(metavar="FILE.npz", help="Also write the folder's statistics, for use as a --reference.")
-    ] = None,
-    reference_features: Annotated[
-        int | None,
-        typer.Option(
-            min=0, metavar="N", help="Store rounded features of only N images in --save-reference. Default: all, exactly."
-        ),
-    ] = None,
-    backend: BackendName = Backend.local,
-    num_workers: NumWorkers = None,
-    device: DeviceName = Device.auto,
-    threads: Threads = None,
-) -> None:
+@dataclass(frozen=True)
+class ImageFiles:
+    """Images from any source and what to write of them; see `vargen eval --help`.
+
+    Attributes:
+        folder: of a run, of images, or a file of samples.
+    """
+
+    folder: Path
+    prompt_file: Path | None
+    reference: Path | None
+    export_samples: Path | None
+    save_reference: Path | None
+    reference_features: int | None
+
+    def check(self, results: ResultWriter) -> ImageFiles:
+        """Return it with expanded names. Raises ValueError for outputs that cannot be written or would overwrite an input."""
+        found = replace(
+            self,
+            folder=expand_user(self.folder, "images"),
+            export_samples=result_file(self.export_samples, ".npz", "export_samples"),
+            save_reference=result_file(self.save_reference, ".npz", "save_reference"),
+        )
+        outputs = {
+            "json": results.json_file,
+            "export_samples": found.export_samples,
+            "save_reference": found.save_reference,
+        }
+        inputs = {"images": found.folder, "prompt_file": self.prompt_file, "reference": self.reference}
+        validate_run_outputs(outputs, inputs, "")
+        return found
+
+    @property
+    def run(self) -> RunDirectory | None:
+        """The run of `vargen eval` in the folder, if there is one."""
+        from vargen.evaluation.run_directory import RUN_FILE, RunDirectory
+
+        return RunDirectory(self.folder) if (self.folder / RUN_FILE).is_file() else None
+
+
+def evaluate_images(files: ImageFiles, metrics: MetricModels, run_on: RunBackend, results: ResultWriter) -> None:
     """Score images from any source. For a run of `vargen eval`, its report is written."""
-    from vargen.evaluation.run_directory import MEASUREMENTS, RUN_FILE, RunDirectory
-
-    quiet_libraries()
-    place = require_device(device)
-    path = expand_user(folder, "folder")
-    results = ResultWriter(as_json)
-    samples_file = result_file(export_samples, ".npz", "export_samples")
-    reference_file = result_file(save_reference, ".npz", "save_reference")
-    validate_run_outputs(
-        {"json": results.json_file, "export_samples": samples_file, "save_reference": reference_file},
-        {"folder": path, "prompt_file": prompt_file, "reference": reference},
-        "",
-    )
-    run = RunDirectory(path) if (path / RUN_FILE).is_file() else None
-    model = "" if run is None else str(run.settings()["model"])
-    metrics = load_metrics(model, scorers, extractor, resize, skip_unreadable, device=str(place), threads=threads)
-    run_on = select_backend(backend, num_workers, place, threads)
-    if run is not None:
-        reject_options(
-            f"is for a folder of images, and {str(folder)!r} is a run; name one of its images/ folders",
-            prompt_file=prompt_file, export_samples=export_samples, save_reference=save_reference,
-        )  # fmt: skip
-        score_run(run, metrics, load_reference_or_default(reference, metrics, run.path / MEASUREMENTS), run_on, results)
-        return
-
     from vargen.evaluation.evaluate import evaluate_folder, evaluate_samples, export_adm_samples
     from vargen.evaluation.image_files import list_images
+    from vargen.evaluation.run_directory import MEASUREMENTS
 
+    path, prompt_file, reference = files.folder, files.prompt_file, files.reference
+    samples_file, reference_file = files.export_samples, files.save_reference
+    for_folders = {"prompt_file": prompt_file, "export_samples": samples_file}
+    if (run := files.run) is not None:
+        where = f"{str(path)!r} is a run; name one of its images/ folders"
+        reject_options(f"is for a folder of images, and {where}", save_reference=reference_file, **for_folders)
+        score_run(run, metrics, load_reference_or_default(reference, metrics, path / MEASUREMENTS), run_on, results)
+        return
     others: list[Write] = []
     if path.is_file():
-        reject_options(
-            f"is for a folder of images, and {str(path)!r} is a file", prompt_file=prompt_file, export_samples=export_samples
-        )
+        reject_options(f"is for a folder of images, and {str(path)!r} is a file", **for_folders)
         found = evaluate_samples(path, metrics, load_reference_or_default(reference, metrics, None))
     else:
         images = list_images(path, None if prompt_file is None else read_prompts(prompt_file))
@@ -175,7 +153,7 @@ def score(
         if (file := samples_file) is not None:
             others.append((f"export_samples {str(file)!r}", lambda: export_adm_samples(file, images, metrics.resize)))
     if reference_file is not None:
-        others.insert(0, _statistics_write(found, path.name, reference_file, reference_features, metrics))
+        others.insert(0, _statistics_write(found, path.name, reference_file, files.reference_features, metrics))
     results.write(*_describe(found), others)
 
 
