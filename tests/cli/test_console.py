@@ -121,3 +121,17 @@ def test_what_does_not_reach_standard_output_is_no_success(words: list[str]) -> 
     with open("/dev/full", "w") as full:
         result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
     assert result.returncode != 0 and "No space left on device" in result.stderr
+
+
+def test_without_a_terminal_progress_is_a_line_a_minute(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
+    with console.progress_bar("scoring", "images") as show:
+        for done in range(10):
+            show(done, 10)
+            now[0] += 25
+    assert capsys.readouterr().err.splitlines() == [
+        "scoring: 3 of 10 images",
+        "scoring: 6 of 10 images",
+        "scoring: 9 of 10 images",
+    ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import runpy
-import signal
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+from vargen.cli import main as cli
 from vargen.demo import launch
 
 COLORS = {"red", "yellow", "green", "blue", "indigo", "purple", "pink", "gray"}
@@ -73,10 +73,12 @@ def test_its_app_builds_the_page_and_serves_it_to_all(space: Path, service: Any,
     monkeypatch.setattr(launch, "load_services", lambda *given: loaded.append(given) or launch.Services(service))
     monkeypatch.setattr(launch, "serve", serve)
     monkeypatch.setattr(launch, "validate_address", lambda *_: None)  # other tests may use this port
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(cli, "raise_on_sigterm", lambda: None)
     for variable in ("GRADIO_ANALYTICS_ENABLED", "GRADIO_TEMP_DIR", "HF_HUB_DISABLE_TELEMETRY"):
         monkeypatch.setenv(variable, "")
-    runpy.run_path(str(space / "app.py"), run_name="__main__")
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(space / "app.py"), run_name="__main__")
+    assert ended.value.code == 0
     ((page, *address),) = served
     assert loaded == [(launch.DEFAULT_MODEL, "auto", None, 1)]
     assert address == ["0.0.0.0", 7860]

@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +31,7 @@ LEVELS = {
 
 # Operating system errors caused by a user's argument; a full disk, for example, is a failure instead.
 _WRONG_PATH = (FileNotFoundError, FileExistsError, PermissionError, NotADirectoryError, IsADirectoryError)
+_SILENCE = 60.0  # seconds after which a command without a terminal says how far it is
 
 
 class Commands(TyperGroup):
@@ -106,14 +108,19 @@ def print_json(document: Any) -> None:
 
 @contextlib.contextmanager
 def progress_bar(what: str, unit: str = "") -> Iterator[Callable[[int, int], None]]:
-    """Show progress and the remaining time on stderr if it is a terminal.
+    """Show progress and the remaining time on stderr; where that is no terminal, one line a minute.
 
     Yields a function of the steps that are done and their total. Steps that are done at its first call do not count toward
     the speed.
     """
     shown: list[tqdm] = []
+    said = time.monotonic()
 
     def show(done: int, total: int) -> None:
+        nonlocal said
+        if not sys.stderr.isatty() and time.monotonic() > said + _SILENCE:
+            said = time.monotonic()
+            print_status(f"{what}: {done} of {total} {unit}".rstrip())
         if not shown:
             options: dict[str, Any] = {"disable": None, "leave": False, "dynamic_ncols": True, "file": sys.stderr}
             shown.append(tqdm(desc=what, unit=f" {unit}", total=total, initial=done, **options))

@@ -13,6 +13,7 @@ from vargen.cli import (
     bench,
     compare,
     convert,
+    demo,
     evaluate,
     generate,
     info,
@@ -56,6 +57,7 @@ app.command("regenerate")(regenerate.regenerate)
 app.command("compare")(compare.compare)
 app.command("verify")(verify.verify)
 app.command("eval")(evaluate.evaluate)
+app.command("demo")(demo.demo)
 app.command("serve")(serve.serve_model)
 app.add_typer(info.app, name="info")
 app.add_typer(bench.app, name="bench")
@@ -63,10 +65,10 @@ app.add_typer(train.app, name="train")
 app.add_typer(convert.app, name="convert")
 
 
-def main() -> None:
-    """Run the command line in this process."""
+def main(*arguments: str) -> None:
+    """Run the command line in this process, by default with the arguments of the process."""
     raise_on_sigterm()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a file name may contain bytes that do not decode
-    app(prog_name="vargen")
+    app(list(arguments) or None, prog_name="vargen")

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import ipaddress
 import os
-import signal
 import socket
-import sys
 import tempfile
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,14 +23,14 @@ HOST_VARIABLE, PORT_VARIABLE = "GRADIO_SERVER_NAME", "GRADIO_SERVER_PORT"
 
 
 def validate_address(host: str, port: int | None) -> None:
-    """Raise OSError, in one line, unless a server can bind to this address; `port` None: to a free one."""
+    """Raise ValueError unless a server can bind to this address; `port` None: to a free one."""
     try:
         for family, kind, protocol, _, place in socket.getaddrinfo(host or "empty", port or 0, type=socket.SOCK_STREAM):
             with socket.socket(family, kind, protocol) as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does: closed sockets may linger
                 probe.bind(place)
     except OSError as error:
-        raise OSError(f"cannot serve at --host {host!r}, --port {port or 'any'}: {error.strerror or error}") from error
+        raise ValueError(f"cannot serve at --host {host!r}, --port {port or 'any'}: {error.strerror or error}") from error
 
 
 def is_local(host: str) -> bool:
@@ -146,72 +142,33 @@ def serve(page: gr.Blocks, host: str, port: int | None) -> str:
     return page.local_url
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Load the models and serve the page until it is interrupted."""
-    parser = _build_parser()
-    options = parser.parse_args(arguments)
-    if not 1 <= options.concurrency <= 16:
-        parser.error(f"--concurrency must be from 1 to 16, got {options.concurrency}")
-    if options.port is not None and not 1 <= options.port <= 65535:
-        parser.error(f"--port must be from 1 to 65535, got {options.port}")
-    try:
-        validate_address(options.host, options.port)
-        set_threads(options.threads)
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
+def run_page(
+    model: str, host: str, port: int | None, device: str, scorer: str | None, concurrency: int, threads: int | None
+) -> None:
+    """Load the models and serve the page until it is interrupted; see `vargen demo --help`.
+
+    Raises:
+        ValueError, OSError, RuntimeError, ImportError: for an address that cannot be used, and a model or scorer that cannot be
+            loaded.
+    """
+    validate_address(host, port)
+    set_threads(threads)
     for variable in (HOST_VARIABLE, PORT_VARIABLE):  # gradio would read them again, over the options
         os.environ.pop(variable, None)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # so that the folders below are removed then, too
     with tempfile.TemporaryDirectory(prefix="vargen-app-") as folder:
         # Read when gradio is imported: no statistics to anyone, and one folder that is removed at the end.
         os.environ.update(GRADIO_ANALYTICS_ENABLED="False", GRADIO_TEMP_DIR=folder, HF_HUB_DISABLE_TELEMETRY="1")
         try:
             import vargen.demo.page  # noqa: F401
         except ModuleNotFoundError as error:
-            sys.exit(f'{error.name} is not installed; run: pip install -c constraints.txt -e ".[demo]"')
-        try:
-            services = load_services(options.model, options.device, options.scorer, options.concurrency)
-        except (ValueError, OSError, RuntimeError, ImportError) as error:
-            sys.exit(f"error: {error}")
-        if not is_local(options.host):
+            raise ImportError(f'{error.name} is not installed; run: pip install -c constraints.txt -e ".[demo]"') from None
+        services = load_services(model, device, scorer, concurrency)
+        if not is_local(host):
             print("Everyone who can reach this machine can use the page; it has no password.", flush=True)
-        page = services.build_page(options.concurrency)
+        page = services.build_page(concurrency)
         try:
-            print(f"vargen runs at {serve(page, options.host, options.port)}  (Ctrl-C ends it)", flush=True)
+            print(f"vargen runs at {serve(page, host, port)}  (Ctrl-C ends it)", flush=True)
             page.block_thread()
-        except OSError as error:
-            sys.exit(f"error: {error}")
         finally:
             page.close(verbose=False)
             services.close()
-
-
-def _build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Generate images and video in the browser, and compare methods.")
-    parser.add_argument("--model", default="emoji", metavar="NAME|DIR", help="a packaged model, or a folder (default: emoji)")
-    parser.add_argument(
-        "--host",
-        default=os.environ.get(HOST_VARIABLE) or "127.0.0.1",
-        help="address to serve at; 0.0.0.0 lets other machines in (default: GRADIO_SERVER_NAME, or 127.0.0.1)",
-    )
-    parser.add_argument(
-        "--port",
-        type=int,
-        default=os.environ.get(PORT_VARIABLE) or None,
-        help="default: GRADIO_SERVER_PORT, or the first free one from 7860",
-    )
-    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="auto: a GPU if there is one")
-    parser.add_argument(
-        "--scorer",
-        metavar="NAME",
-        help="scorer of `vargen eval`, or none (default: emoji-scorer for packaged models)",
-    )
-    parser.add_argument(
-        "--concurrency",
-        type=int,
-        default=1,
-        metavar="N",
-        help="jobs at a time over all visitors (default: 1)",
-    )
-    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: autotuned)")
-    return parser
