@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -40,12 +40,13 @@ class FakeHandle:
     def cancel(self) -> None:
         self.cancelled.set()
 
-    async def __aiter__(self) -> AsyncIterator[Any]:
+    def __iter__(self) -> Iterator[Any]:
         for event in self.scripts[self.calls - 1]:
             if isinstance(event, Exception):
                 raise event
             if event is None:
-                await asyncio.sleep(30)
+                assert self.cancelled.wait(30)
+                raise asyncio.CancelledError
             yield event
 
 

@@ -11,6 +11,7 @@ import logging
 import os
 import threading
 from collections.abc import AsyncGenerator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,7 +102,8 @@ class Replica:
 class RayReplicas:
     """Generates tasks on replicas; see `Generator`.
 
-    Uses the cluster of RAY_ADDRESS, else one on this machine that ends with this process.
+    Uses the cluster of RAY_ADDRESS, else one on this machine that ends with this process. Ray Serve gives a task to a replica
+    with a free slot, replaces replicas that end, and lets those that are replaced finish.
 
     Args:
         options: of each replica.
@@ -119,26 +121,26 @@ class RayReplicas:
     def __init__(self, options: ReplicaOptions, replicas: int = 1, max_waiting: int = 64):
         if installed_version("ray") is None:
             raise ImportError('engine ray needs Ray: pip install "ray[data,serve]>=2.60"')
-        self.options, self.replicas, self.max_waiting = options, replicas, max_waiting
-        self._accepted: dict[TaskHandle, asyncio.Task[None] | None] = {}
+        self.options, self.replicas = options, replicas
+        self._most = max_waiting + options.slots * replicas
+        self._accepted: dict[TaskHandle, Any] = {}  # with the stream of each, once it is sent to a replica
         self._throughput, self._changed, self._closing = Throughput(), threading.Condition(), False
+        self._followers = ThreadPoolExecutor(self._most, "replicas")  # each waits for the events of a task
         _start_cluster(replicas, options)
         self._replicas: Any = self._deploy()
         self.card: ModelCard = self._replicas.describe.remote().result()
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="replicas", daemon=True).start()
 
     def submit(self, tasks: Sequence[ImageTask | VideoTask], listener: Listener | None = None) -> list[TaskHandle]:
         """See `GenerationThread.submit`."""
-        handles = [TaskHandle(task, listener, self._withdraw) for task in tasks]
+        handles = [TaskHandle(task, listener, self._cancel) for task in tasks]
         with self._changed:
             if self._closing:
                 raise ServiceClosedError
-            if len(self._accepted) + len(handles) > self.max_waiting + self.options.slots * self.replicas:
+            if len(self._accepted) + len(handles) > self._most:
                 raise QueueFullError(self._throughput.seconds_until_free(len(handles)))
             self._accepted.update(dict.fromkeys(handles))
         for handle in handles:
-            self._loop.call_soon_threadsafe(self._start, handle)
+            self._followers.submit(self._follow, handle)
         return handles
 
     def close(self, drain: bool = True, timeout: float | None = None) -> None:
@@ -150,9 +152,9 @@ class RayReplicas:
             self._closing = True
             if drain:
                 self._changed.wait_for(lambda: not self._accepted, timeout)
-            left = [task for task in self._accepted.values() if task is not None]
-        for task in left:
-            self._loop.call_soon_threadsafe(task.cancel)
+            left = list(self._accepted)
+        for handle in left:
+            handle.cancel()
         with self._changed:
             self._changed.wait_for(lambda: not self._accepted, 10)
         serve.delete(_APPLICATION)
@@ -181,52 +183,43 @@ class RayReplicas:
             begun = sum(handle.begun for handle in self._accepted)
             return self._throughput.make_stats(len(self._accepted) - begun, begun, not self._closing)
 
-    # -- tasks; all of these run in the thread of the loop --------------------------------------------------------------------
-
-    def _withdraw(self, handle: TaskHandle) -> None:
-        self._loop.call_soon_threadsafe(self._cancel, handle)
-
     def _cancel(self, handle: TaskHandle) -> None:
-        if (task := self._accepted.get(handle)) is not None:
-            task.cancel()
-
-    def _start(self, handle: TaskHandle) -> None:
-        if handle.cancelled:
-            self._end(handle)
-            return
-        task = self._loop.create_task(self._follow(handle))
         with self._changed:
-            self._accepted[handle] = task
-        task.add_done_callback(lambda _: self._end(handle))
+            stream = self._accepted.get(handle)
+        if stream is not None:
+            stream.cancel()
 
-    def _end(self, handle: TaskHandle) -> None:
-        with self._changed:
-            self._accepted.pop(handle, None)
-            self._changed.notify_all()
-        handle.send(TaskFailed(TaskCancelledError() if handle.cancelled else ServiceClosedError()))
-
-    async def _follow(self, handle: TaskHandle) -> None:
+    def _follow(self, handle: TaskHandle) -> None:
         """Send a task to a replica and report its events; again if the replica ends before the task has begun."""
         from ray.exceptions import RayActorError
 
+        lost: BaseException = TaskLostError("the replica that generated the image ended")
         for _ in range(_ATTEMPTS):
+            if handle.cancelled or handle.begun:
+                break
             stream: Any = self._replicas.options(stream=True).generate.remote(handle.task)
+            with self._changed:
+                self._accepted[handle] = stream
+            if handle.cancelled:  # before the stream was known
+                stream.cancel()
             try:
-                async for event in stream:
+                for event in stream:
                     if isinstance(event, GeneratedImage | GeneratedVideo):
                         with self._changed:
                             self._throughput.record(event)
                     handle.send(event)
-                return
+                break
             except RayActorError:
-                if handle.begun:
-                    break
-            except Exception as error:
-                handle.send(TaskFailed(error))
-                return
-            finally:
-                stream.cancel()
-        handle.send(TaskFailed(TaskLostError("the replica that generated the image ended")))
+                continue
+            except (Exception, asyncio.CancelledError) as error:
+                lost = error
+                break
+        with self._changed:
+            del self._accepted[handle]
+            self._changed.notify_all()
+        if handle.cancelled:
+            lost = ServiceClosedError() if self._closing else TaskCancelledError()
+        handle.send(TaskFailed(lost))  # dropped if the task has ended
 
 
 def _start_cluster(replicas: int, options: ReplicaOptions) -> None:
